@@ -1,0 +1,180 @@
+"""Tensor parallelism on 2 ranks against one process and collectives written by hand; and what an operator costs.
+
+Four layers of an MLP and of a transformer, forward and backward, gradients of the input and of all parameters.
+`single` is the single-card model on rank 0 while rank 1 waits; `handwritten` is what an expert writes in MindSpore (see
+tensor_parallel_models.py); `eager` is the single-card model after `shard()`. That all give the same loss and the same gradients is
+checked before any is timed. The operator is a small matmul of local matrices, so that host time is all there is.
+"""
+
+import sys
+from itertools import count
+
+import mindspore as ms
+import numpy as np
+from harness import Variant, run_benchmark
+from mindspore import Tensor, ops
+from tensor_parallel_models import HandwrittenDecoderLayer, HandwrittenMLPLayer, MLPLayer, Stack
+
+from mindformers_core.communication import world
+from mindformers_core.layout import layout
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.models import LlamaConfig
+from mindformers_core.models.attention import causal_mask
+from mindformers_core.models.llama import LlamaDecoderLayer
+from mindformers_core.models.rotary import rotary_tables
+from mindformers_core.tensor_parallel import DTensor, shard
+from mindformers_core.tensor_parallel.initialize import materialize
+
+TP = 2
+LAYERS, HIDDEN, LENGTH, BATCH = 4, 256, 128, 8
+MLP_INNER = 4 * HIDDEN
+TITLE = f"{LAYERS} layers, hidden {HIDDEN}, length {LENGTH}, batch {BATCH}, float32, forward and backward, tp {TP}"
+CONFIG = LlamaConfig(
+    hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=8,
+    vocab_size=HIDDEN, max_position_embeddings=LENGTH,
+)  # fmt: skip
+SEED = 5
+TOLERANCE = 1e-5  # of a loss or gradient, relative to the largest value in it
+
+SMALL = 8  # rows and columns of the operator's local matrices
+CALLS = 500  # of the operator in one repeat
+FRESH = 10  # shapes never seen before in one repeat
+LIMITS = {"cached": 15.0, "first": 1000.0, "first_marked": 1000.0}  # µs that a DTensor's operator may cost in addition
+
+
+def make_variants():
+    """All variants, once the models are checked to agree."""
+    mesh = init_device_mesh((TP,), ("tp",))
+    mlp = (lambda _: MLPLayer(HIDDEN, MLP_INNER), lambda _: HandwrittenMLPLayer(HIDDEN, MLP_INNER, TP))
+    decoder = (lambda n: LlamaDecoderLayer(CONFIG, n), lambda n: HandwrittenDecoderLayer(CONFIG, n, TP))
+    tables = (*rotary_tables(LENGTH, CONFIG.head_dim, CONFIG.rope_theta), causal_mask(LENGTH))
+    models = model_variants("mlp", mesh, *mlp, ()) + model_variants("transformer", mesh, *decoder, tables)
+    return models + operator_variants(mesh)
+
+
+def model_variants(name, mesh, make_layer, make_handwritten, tables):
+    """The variants of one model; the layers are made by number, from 1.
+
+    Raises:
+        ValueError: a variant computes something else than the single process.
+    """
+    numbers = range(1, LAYERS + 1)
+    with ms.DeviceCtx("meta"):
+        single, eager = (Stack([make_layer(number) for number in numbers]) for _ in range(2))
+    handwritten = Stack([make_handwritten(number) for number in numbers])
+    materialize(single, SEED)
+    shard(eager, mesh, seed=SEED)
+    weights = single.trainable_params()
+    layouts = [parameter.layout for parameter in eager.trainable_params()]
+    for parameter, whole, placed in zip(handwritten.trainable_params(), weights, layouts, strict=True):
+        parameter.set_data(Tensor(whole.asnumpy()[placed.local_slices(whole.shape, world().rank)]))
+    x = np.random.default_rng(SEED).normal(size=(BATCH, LENGTH, HIDDEN)).astype(np.float32)
+    inputs = (Tensor(x), *tables)
+    steps = {
+        "single/pynative": gradients_of(single),
+        "single/jit": compiled(gradients_of(single)),
+        "handwritten/pynative": gradients_of(handwritten),
+        "handwritten/jit": compiled(gradients_of(handwritten)),
+        "eager": gradients_of(eager),
+    }
+    check_agreement(name, steps, inputs, weights, layouts)
+    base = f"{name}/single/pynative"
+    return [
+        Variant(f"{name}/{kind}", base, finished(step, inputs), ranks=(0,) if kind.startswith("single") else None)
+        for kind, step in steps.items()
+    ]
+
+
+def gradients_of(model):
+    """A function that gives `(loss, (gradient of the first input, gradients of the parameters))`."""
+    return ms.value_and_grad(model, 0, model.trainable_params())
+
+
+def compiled(step):
+    """`step` as one graph."""
+
+    @ms.jit
+    def run(*inputs):
+        return step(*inputs)
+
+    return run
+
+
+def finished(step, inputs):
+    """A function that runs a step and returns when everything is computed."""
+
+    def run():
+        step(*inputs)
+        ms.runtime.synchronize()
+
+    return run
+
+
+def check_agreement(name, steps, inputs, parameters, layouts):
+    """Compare every step's loss and gradients with the first one's, whose gradients are whole."""
+    (_, first), *others = steps.items()
+    truth = flat(first(*inputs))
+    what = ["loss", "gradient of x", *(f"gradient of {parameter.name}" for parameter in parameters)]
+    for kind, step in others:
+        for label, mine, expected, placed in zip(what, flat(step(*inputs)), truth, [None, None, *layouts], strict=True):
+            if mine.shape != expected.shape:
+                expected = expected[placed.local_slices(expected.shape, world().rank)]
+            error = np.abs(mine - expected).max() / np.abs(expected).max()
+            if not error <= TOLERANCE:
+                raise ValueError(f"{name}/{kind}: {label} differs from one card's by {error:.1e} of its largest value")
+
+
+def flat(result):
+    """Loss and gradients in one list, as arrays."""
+    loss, (of_input, of_parameters) = result
+    return [np.asarray(tensor.asnumpy()) for tensor in (loss, of_input, *of_parameters)]
+
+
+def operator_variants(mesh):
+    """A matmul on plain tensors, on DTensors in a known kind of call, and in calls never seen before.
+
+    `cached` and `first` need no redistribution: both arguments are cut along the summed dim, as in a row-parallel
+    linear. `first_marked` needs one, without communication: `x` is marked varying, as in a column-parallel linear.
+    """
+    fresh_rows = count(SMALL + 1)
+    row, column = (layout(None, "tp"), layout("tp", None)), (layout(None, None), layout(None, "tp"))
+
+    def plain(rows):
+        return Tensor(np.ones((rows, SMALL), np.float32)), Tensor(np.ones((SMALL, SMALL), np.float32))
+
+    def distributed(rows, layouts):
+        return [DTensor.from_local(tensor, placed, mesh) for tensor, placed in zip(plain(rows), layouts)]
+
+    known, known_distributed = plain(SMALL), distributed(SMALL, row)
+    cases = (
+        ("plain", lambda: [known] * CALLS),
+        ("cached", lambda: [known_distributed] * CALLS),
+        ("plain_first", lambda: [plain(next(fresh_rows)) for _ in range(FRESH)]),
+        ("first", lambda: [distributed(next(fresh_rows), row) for _ in range(FRESH)]),
+        ("first_marked", lambda: [distributed(next(fresh_rows), column) for _ in range(FRESH)]),
+    )
+    return [
+        Variant(f"op/matmul/{kind}", "op/matmul/plain", multiply, prepare, (0,), FRESH if "first" in kind else CALLS)
+        for kind, prepare in cases
+    ]
+
+
+def multiply(*pairs):
+    """Each pair's product."""
+    for x, y in pairs:
+        ops.matmul(x, y)
+
+
+def remarks(results):
+    """What a DTensor's operator costs over a plain one, against what it may."""
+    plain = results["op/matmul/plain"].median * 1e6
+    lines = []
+    for kind, limit in LIMITS.items():
+        mine = results[f"op/matmul/{kind}"].median * 1e6
+        verdict = f"limit {limit:g}, {'kept' if mine - plain <= limit else 'EXCEEDED'}"
+        lines.append(f"- op/matmul/{kind}: {mine - plain:.1f} µs over the plain {plain:.1f} µs; {verdict}")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(run_benchmark(__file__, TP, make_variants, TITLE, remarks))

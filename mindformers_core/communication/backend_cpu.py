@@ -1,0 +1,235 @@
+"""The backend of CPU (MCCL), which has an all-reduce sum of float32 and float16, and in PyNative point-to-point messages.
+
+Everything else is made of these, as was measured cheapest: in PyNative from messages, which are buffered, so that all
+ranks may send first; in a graph from all-reduce sums of buffers that are empty except for the own part. The
+emptiness is -0.0, the one float that changes nothing it is added to, -0.0 included.
+"""
+
+from mindspore import dtype as mstype
+from mindspore import nn, ops
+from mindspore.ops.auto_generate.gen_ops_prim import dist_comm_irecv_op, dist_comm_isend_op
+
+from mindformers_core.communication.raw import RawCollective, chunk
+
+__all__ = ["AllGather", "AllReduce", "AllToAll", "Broadcast", "Permute", "ReduceScatter"]
+
+_SUMMED = (mstype.float32, mstype.float16)
+_LIMBS = {mstype.int64: 4}  # 16-bit parts of an integer; two for the smaller types
+_CARRIED = {mstype.bool_: mstype.int32, mstype.int16: mstype.int32}  # types that messages can't hold
+
+
+class AllReduce(RawCollective):
+    """See `backend_native.AllReduce`."""
+
+    kind = "all_reduce"
+
+    def __init__(self, group, op):
+        super().__init__(group)
+        self.op = op
+        self.sum = _Sum(group)
+        self.peers = _peers(group)
+
+    def eager(self, x):
+        if self.op == "sum" and x.dtype in _SUMMED:
+            return self.sum.reduce(x)
+        return _reduce(_exchange([x] * self.size, self.group, self.peers), self.op)
+
+    def construct(self, x):
+        if self.op == "sum":
+            return self.sum(x)
+        gathered = self.sum(_padded(ops.unsqueeze(x, 0), self.index, self.size, 0))
+        return _reduce(gathered.unbind(0), self.op)
+
+
+class AllGather(RawCollective):
+    """See `backend_native.AllGather`."""
+
+    kind = "all_gather"
+
+    def __init__(self, group, dim):
+        super().__init__(group)
+        self.dim = dim
+        self.sum = _Sum(group)
+        self.peers = _peers(group)
+
+    def eager(self, x):
+        return ops.cat(_exchange([x] * self.size, self.group, self.peers), self.dim)
+
+    def construct(self, x):
+        return self.sum(_padded(x, self.index, self.size, self.dim))
+
+
+class ReduceScatter(RawCollective):
+    """See `backend_native.ReduceScatter`."""
+
+    kind = "reduce_scatter"
+
+    def __init__(self, group, dim, op):
+        super().__init__(group)
+        self.dim = dim
+        self.op = op
+        self.reduce = AllReduce(group, op)
+        self.peers = _peers(group)
+
+    def eager(self, x):
+        parts = [chunk(x, part, self.size, self.dim) for part in range(self.size)]
+        return _reduce(_exchange(parts, self.group, self.peers), self.op)
+
+    def construct(self, x):
+        return chunk(self.reduce(x), self.index, self.size, self.dim)
+
+
+class AllToAll(RawCollective):
+    """See `backend_native.AllToAll`."""
+
+    kind = "all_to_all"
+
+    def __init__(self, group, dim, to_dim):
+        super().__init__(group)
+        self.dim = dim
+        self.to_dim = to_dim
+        self.sum = _Sum(group)
+        self.peers = _peers(group)
+
+    def eager(self, x):
+        parts = [chunk(x, part, self.size, self.to_dim) for part in range(self.size)]
+        return ops.cat(_exchange(parts, self.group, self.peers), self.dim)
+
+    def construct(self, x):
+        gathered = self.sum(_padded(x, self.index, self.size, self.dim))
+        return chunk(gathered, self.index, self.size, self.to_dim)
+
+
+class Permute(RawCollective):
+    """See `backend_native.Permute`."""
+
+    kind = "permute"
+
+    def __init__(self, group, destination, origin):
+        super().__init__(group)
+        self.destination = destination
+        self.origin = origin
+        self.sum = _Sum(group)
+
+    def eager(self, x):
+        if self.destination != self.index:
+            _send(x, self.destination, self.group)
+        return x if self.origin == self.index else _receive(x, self.origin, self.group)
+
+    def construct(self, x):
+        return self.sum(_padded(ops.unsqueeze(x, 0), self.index, self.size, 0))[self.origin]
+
+
+class Broadcast(RawCollective):
+    """See `backend_native.Broadcast`."""
+
+    kind = "broadcast"
+
+    def __init__(self, group, root):
+        super().__init__(group)
+        self.root = root
+        self.sum = _Sum(group)
+        self.peers = _peers(group)
+
+    def eager(self, x):
+        if self.index != self.root:
+            return _receive(x, self.root, self.group)
+        for peer, _ in self.peers:
+            _send(x, peer, self.group)
+        return x
+
+    def construct(self, x):
+        return self.sum(x if self.index == self.root else _empty(x))
+
+
+class _Sum(nn.Cell):
+    """All-reduce sum in a graph, of any dtype but float64.
+
+    Integers travel as 16-bit parts in float32, whose sums are exact for up to 256 ranks.
+    """
+
+    def __init__(self, group):
+        super().__init__(auto_prefix=False)
+        self.reduce = ops.AllReduce("sum", group.name)
+
+    def construct(self, x):
+        if x.dtype == mstype.float32 or x.dtype == mstype.float16:
+            return self.reduce(x)
+        if x.dtype == mstype.bfloat16:
+            return ops.cast(self.reduce(ops.cast(x, mstype.float32)), x.dtype)
+        if x.dtype == mstype.float64:
+            raise TypeError("float64 can't be communicated inside @ms.jit on CPU: cast to float32, or run in PyNative")
+        if x.dtype == mstype.int64:
+            return _joined(self.reduce(_limbs(x, 4)), 4, x.dtype)
+        return ops.cast(_joined(self.reduce(_limbs(ops.cast(x, mstype.int32), 2)), 2, mstype.int32), x.dtype)
+
+
+def _limbs(x, count):
+    """The 16-bit parts of integers, lowest first, as float32 along a new dim 0; the highest keeps the sign."""
+    limbs = ()
+    for _ in range(count - 1):
+        higher = ops.floor_div(x, 65536)
+        limbs = limbs + (ops.cast(x - higher * 65536, mstype.float32),)
+        x = higher
+    return ops.stack(limbs + (ops.cast(x, mstype.float32),), 0)
+
+
+def _joined(limbs, count, dtype):
+    total = ops.cast(limbs[count - 1], dtype)
+    for place in range(count - 1):
+        total = total * 65536 + ops.cast(limbs[count - 2 - place], dtype)
+    return total
+
+
+def _padded(x, index, count, dim):
+    """`x` at place `index` of `count` equal places along `dim`; the others are empty."""
+    empty = _empty(x)
+    return ops.cat((empty,) * index + (x,) + (empty,) * (count - 1 - index), dim)
+
+
+def _empty(x):
+    """What can be added to anything of the shape of `x` without changing it."""
+    if x.dtype == mstype.bool_:
+        return ops.zeros_like(x)
+    return ops.neg(ops.zeros_like(x))
+
+
+def _peers(group):
+    """The other ranks as pairs (index, index of the one at the same distance behind), nearest first, to send to and hear from."""
+    steps = range(1, group.size)
+    return tuple(((group.index + step) % group.size, (group.index - step) % group.size) for step in steps)
+
+
+def _exchange(parts, group, peers):
+    """Send `parts[i]` to rank i of the group, for all others; gives what they sent to this one, in their order."""
+    for to, _ in peers:
+        _send(parts[to], to, group)
+    received = list(parts)
+    for _, behind in peers:
+        received[behind] = _receive(parts[group.index], behind, group)
+    return received
+
+
+def _send(x, index, group):
+    x = ops.cast(x, _CARRIED[x.dtype]) if x.dtype in _CARRIED else x
+    dist_comm_isend_op(x, group.places[index], group.name, 0)
+
+
+def _receive(like, index, group):
+    """A tensor of the shape and dtype of `like` from rank `index` of the group."""
+    carried = _CARRIED.get(like.dtype)
+    buffer = ops.zeros_like(like) if carried is None else ops.zeros(like.shape, carried)
+    received = dist_comm_irecv_op(buffer, 0, group.places[index], group.name)[0]
+    return received if carried is None else ops.cast(received, like.dtype)
+
+
+def _reduce(parts, op):
+    """Elementwise `sum`, `max` or `min` of tensors, in their order, so that all ranks get the same bits."""
+    if op == "max" or op == "min":
+        combine = ops.maximum if op == "max" else ops.minimum
+    else:
+        combine = ops.add
+    total = parts[0]
+    for part in parts[1:]:
+        total = combine(total, part)
+    return total

@@ -1,0 +1,120 @@
+"""The backend of Ascend (HCCL) and GPU (NCCL): MindSpore's own operators.
+
+A process group counts its ranks in ascending order, a `Group` in the order of its axes; where these differ, parts are
+reordered locally. MindSpore's operators gather and scatter along dim 0; other dims are moved there and back locally.
+"""
+
+from mindspore import ops
+
+from mindformers_core.communication.raw import RawCollective, chunk, reordered
+from mindformers_core.communication.world import world
+
+__all__ = ["AllGather", "AllReduce", "AllToAll", "Broadcast", "Permute", "ReduceScatter"]
+
+
+class AllReduce(RawCollective):
+    """Every rank gets the reduction of all ranks' tensors. `op`: `sum`, `max` or `min`."""
+
+    kind = "all_reduce"
+
+    def __init__(self, group, op):
+        super().__init__(group)
+        self.reduce = ops.AllReduce(op, group.name)
+
+    def construct(self, x):
+        return self.reduce(x)
+
+
+class AllGather(RawCollective):
+    """Every rank gets all ranks' tensors, joined along `dim` in the group's order."""
+
+    kind = "all_gather"
+
+    def __init__(self, group, dim):
+        super().__init__(group)
+        self.gather = ops.AllGather(group.name)
+        self.dim = dim
+        self.places = group.places
+
+    def construct(self, x):
+        return _gather_along(self.gather, x, self.places, self.dim)
+
+
+class ReduceScatter(RawCollective):
+    """Rank i of the group gets part i, along `dim`, of the reduction of all tensors. `op`: `sum`, `max` or `min`."""
+
+    kind = "reduce_scatter"
+
+    def __init__(self, group, dim, op):
+        super().__init__(group)
+        self.scatter = ops.ReduceScatter(op, group.name)
+        self.dim = dim
+        self.parts = _parts(group)
+
+    def construct(self, x):
+        parts = tuple([chunk(x, part, self.size, self.dim) for part in self.parts])
+        return self.scatter(ops.cat(parts, 0))
+
+
+class AllToAll(RawCollective):
+    """Rank i gets part i along `to_dim` of every rank's tensor, joined along `dim` in the group's order.
+
+    MindSpore has the operator for Ascend only; elsewhere all is gathered, and the own part taken.
+    """
+
+    kind = "all_to_all"
+
+    def __init__(self, group, dim, to_dim):
+        super().__init__(group)
+        self.on_ascend = world().device_target == "Ascend"
+        self.exchange = (
+            ops.AlltoAll(group.size, to_dim, dim, group.name) if self.on_ascend else ops.AllGather(group.name)
+        )
+        self.dim = dim
+        self.to_dim = to_dim
+        self.places = group.places
+        self.parts = _parts(group)
+
+    def construct(self, x):
+        if self.on_ascend:
+            return reordered(self.exchange(reordered(x, self.parts, self.to_dim)), self.places, self.dim)
+        return chunk(_gather_along(self.exchange, x, self.places, self.dim), self.index, self.size, self.to_dim)
+
+
+class Permute(RawCollective):
+    """Every rank's whole tensor goes to place `destination` of the group, and that of place `origin` comes."""
+
+    kind = "permute"
+
+    def __init__(self, group, destination, origin):
+        super().__init__(group)
+        self.gather = ops.AllGather(group.name)
+        self.place = group.places[origin]
+
+    def construct(self, x):
+        return ops.reshape(self.gather(ops.reshape(x, (1, -1)))[self.place], x.shape)
+
+
+class Broadcast(RawCollective):
+    """Every rank gets the tensor of place `root` of the group."""
+
+    kind = "broadcast"
+
+    def __init__(self, group, root):
+        super().__init__(group)
+        self.broadcast = ops.Broadcast(group.ranks[root], group.name)
+
+    def construct(self, x):
+        return self.broadcast((x,))[0]
+
+
+def _parts(group):
+    """For every place in the process group, which part (in the group's order) belongs there."""
+    return tuple(group.ranks.index(rank) for rank in sorted(group.ranks))
+
+
+def _gather_along(gather, x, places, dim):
+    gathered = gather(x)
+    if dim == 0:
+        return reordered(gathered, places, 0)
+    return ops.cat(tuple([chunk(gathered, place, len(places), 0) for place in places]), dim)

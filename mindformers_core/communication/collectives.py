@@ -1,0 +1,255 @@
+"""Differentiable collectives: Cells with an explicit `bprop`, the form that MindSpore honours in PyNative and under `@ms.jit`.
+
+Each moves a local tensor from one placement to another on `axes` of `mesh` (one joint group, major to minor), and its
+gradient back; the pairs are those of JAX's `shard_map` and of Megatron-LM's *f* and *g*. Over axes of size 1, or none,
+each is an identity and sends nothing. Ranks of a group must make and call the same collectives in the same order.
+"""
+
+from mindspore import nn, ops
+
+from mindformers_core.communication import backend_cpu, backend_fake, backend_native
+from mindformers_core.communication.groups import make_group
+from mindformers_core.communication.local import Keep, Pad, Scale, Slice, Then
+from mindformers_core.communication.raw import Identity
+from mindformers_core.communication.world import world
+from mindformers_core.layout import PARTIAL_OPS
+from mindformers_core.mesh import nearest
+
+__all__ = [
+    "AllGather",
+    "AllGatherVarying",
+    "AllReduce",
+    "AllReduceVarying",
+    "AllToAll",
+    "Broadcast",
+    "Collective",
+    "MarkVarying",
+    "PadToPartial",
+    "Permute",
+    "ReduceScatter",
+    "SliceToShard",
+    "SliceVarying",
+    "ToPartial",
+    "ToPartialVarying",
+    "UnmarkVarying",
+]
+
+_BACKENDS = {"native": backend_native, "cpu": backend_cpu, "fake": backend_fake}
+
+
+class Collective(nn.Cell):
+    """One Cell forward, another one for the gradient. Local tensor in, local tensor out, of any shape and dtype.
+
+    Args:
+        forward: a Cell without gradient.
+        backward: a Cell from the output's gradient to the input's.
+    """
+
+    def __init__(self, forward, backward):
+        super().__init__(auto_prefix=False)
+        self.forward = forward
+        self.backward = backward
+
+    def construct(self, x):
+        return self.forward(x)
+
+    def bprop(self, x, out, dout):
+        return (self.backward(dout),)
+
+
+class AllReduce(Collective):
+    """Partial → Replicate: all_reduce / identity. `op`: `sum`, `avg` (÷ n both ways), `max`, `min`.
+
+    The gradient of an extreme goes to the ranks that hold it, in equal shares.
+    """
+
+    def __init__(self, mesh, axes, op="sum"):
+        _check_op(op, PARTIAL_OPS)
+        group = make_group(mesh, axes)
+        super().__init__(_averaged(_raw("AllReduce", group, _base(op)), group, op), _averaged(None, group, op))
+        self.is_extreme = op in ("max", "min") and group.size > 1
+        self.count = _raw("AllReduce", group, "sum")
+
+    def bprop(self, x, out, dout):
+        if self.is_extreme:
+            holds = ops.cast(ops.equal(x, out), dout.dtype)
+            return (holds * (dout / self.count(holds)),)
+        return (self.backward(dout),)
+
+
+class AllReduceVarying(Collective):
+    """Partial → Varying: all_reduce / all_reduce. `op`: `sum` or `avg` (÷ n both ways)."""
+
+    def __init__(self, mesh, axes, op="sum"):
+        _check_op(op, ("sum", "avg"))
+        group = make_group(mesh, axes)
+        reduce = _averaged(_raw("AllReduce", group, "sum"), group, op)
+        super().__init__(reduce, reduce)
+
+
+class AllGather(Collective):
+    """Shard(dim) → Replicate: all_gather / slice."""
+
+    def __init__(self, mesh, axes, dim):
+        group = make_group(mesh, axes)
+        super().__init__(_raw("AllGather", group, dim), Slice(group, dim))
+
+
+class AllGatherVarying(Collective):
+    """Shard(dim) → Varying: all_gather / reduce_scatter."""
+
+    def __init__(self, mesh, axes, dim):
+        group = make_group(mesh, axes)
+        super().__init__(_raw("AllGather", group, dim), _raw("ReduceScatter", group, dim, "sum"))
+
+
+class ReduceScatter(Collective):
+    """Partial → Shard(dim): reduce_scatter / all_gather. `op` as in `AllReduce`."""
+
+    def __init__(self, mesh, axes, dim, op="sum"):
+        _check_op(op, PARTIAL_OPS)
+        group = make_group(mesh, axes)
+        gather = _raw("AllGather", group, dim)
+        super().__init__(_averaged(_raw("ReduceScatter", group, dim, _base(op)), group, op), _averaged(gather, group, op))
+        self.is_extreme = op in ("max", "min") and group.size > 1
+        self.gather = gather
+        self.count = _raw("ReduceScatter", group, dim, "sum")
+
+    def bprop(self, x, out, dout):
+        if self.is_extreme:
+            holds = ops.cast(ops.equal(x, self.gather(out)), dout.dtype)
+            return (holds * self.gather(dout / self.count(holds)),)
+        return (self.backward(dout),)
+
+
+class AllToAll(Collective):
+    """Shard(dim) → Shard(to_dim): all_to_all both ways."""
+
+    def __init__(self, mesh, axes, dim, to_dim):
+        group = make_group(mesh, axes)
+        super().__init__(_raw("AllToAll", group, dim, to_dim), _raw("AllToAll", group, to_dim, dim))
+
+
+class Permute(Collective):
+    """From layout `source` to layout `target`, which cut the tensor alike but give the parts to other ranks.
+
+    Every rank's whole local tensor goes to one rank and comes from one; the gradient goes back.
+    """
+
+    def __init__(self, mesh, axes, source, target):
+        group = make_group(mesh, axes)
+        destination, origin = _route(mesh, group, source, target), _route(mesh, group, target, source)
+        forward = _raw("Permute", group, destination, origin)
+        super().__init__(forward, _raw("Permute", group, origin, destination))
+
+
+class Broadcast(Collective):
+    """Every rank gets the tensor of the rank at place `root` of the group; its gradient is that rank's, zero elsewhere."""
+
+    def __init__(self, mesh, axes, root=0):
+        group = make_group(mesh, axes)
+        if root not in range(mesh.axis_size(*group.axes)):
+            raise ValueError(f"Broadcast root {root}: the group over {group} has places 0 to {group.size - 1}")
+        super().__init__(_raw("Broadcast", group, root), Keep(group, root))
+
+
+class SliceToShard(Collective):
+    """Replicate → Shard(dim): slice / all_gather."""
+
+    def __init__(self, mesh, axes, dim):
+        group = make_group(mesh, axes)
+        super().__init__(Slice(group, dim), _raw("AllGather", group, dim))
+
+
+class SliceVarying(Collective):
+    """Varying → Shard(dim): slice / pad. Sends nothing."""
+
+    def __init__(self, mesh, axes, dim):
+        group = make_group(mesh, axes)
+        super().__init__(Slice(group, dim), Pad(group, dim))
+
+
+class MarkVarying(Collective):
+    """Replicate → Varying: identity / all_reduce."""
+
+    def __init__(self, mesh, axes):
+        group = make_group(mesh, axes)
+        super().__init__(Identity(), _raw("AllReduce", group, "sum"))
+
+
+class UnmarkVarying(Collective):
+    """Varying → Replicate: identity / ÷ n. Sends nothing."""
+
+    def __init__(self, mesh, axes):
+        super().__init__(Identity(), _averaged(None, make_group(mesh, axes), "avg"))
+
+
+class ToPartial(Collective):
+    """Replicate → Partial: zero except on the group's first rank / identity for `sum`.
+
+    The others keep the tensor. Their gradients are shares of the whole one: × n for `avg`, where all are alike; summed
+    by an all_reduce for `max` and `min`.
+    """
+
+    def __init__(self, mesh, axes, op="sum"):
+        _check_op(op, PARTIAL_OPS)
+        group = make_group(mesh, axes)
+        if op == "sum":
+            super().__init__(Keep(group, 0), Identity())
+        elif op == "avg":
+            super().__init__(Identity(), Scale(float(group.size)) if group.size > 1 else Identity())
+        else:
+            super().__init__(Identity(), _raw("AllReduce", group, "sum"))
+
+
+class ToPartialVarying(Collective):
+    """Varying → Partial("sum"): zero except on the group's first rank, both ways. Sends nothing."""
+
+    def __init__(self, mesh, axes):
+        group = make_group(mesh, axes)
+        super().__init__(Keep(group, 0), Keep(group, 0))
+
+
+class PadToPartial(Collective):
+    """Shard(dim) → Partial("sum"): the part put into zeros / slice. Sends nothing."""
+
+    def __init__(self, mesh, axes, dim):
+        group = make_group(mesh, axes)
+        super().__init__(Pad(group, dim), Slice(group, dim))
+
+
+def _raw(name, group, *arguments):
+    """The world's backend's collective `name` over `group`; an identity over one rank."""
+    if group.size == 1:
+        return Identity()
+    return getattr(_BACKENDS[world().backend], name)(group, *arguments)
+
+
+def _averaged(cell, group, op):
+    """`cell` (None: identity), and for `avg` the division by the number of ranks after it."""
+    if op != "avg" or group.size == 1:
+        return cell or Identity()
+    scale = Scale(1.0 / group.size)
+    return Then(cell, scale) if cell is not None else scale
+
+
+def _base(op):
+    return "sum" if op == "avg" else op
+
+
+def _check_op(op, allowed):
+    if op not in allowed:
+        raise ValueError(f"unknown reduction {op!r}: choose one of {', '.join(allowed)}{nearest(op, allowed)}")
+
+
+def _route(mesh, group, source, target):
+    """Place in `group` of the rank that holds in `target` what this one holds in `source`."""
+
+    def held(rank, layout):
+        return [mesh.group_index(rank, axes) for axes in layout.dims]
+
+    mine = held(group.ranks[group.index], source)
+    places = [place for place, rank in enumerate(group.ranks) if held(rank, target) == mine]
+    if len(places) != 1:
+        raise ValueError(f"Permute over {group} can't go from {source} to {target}: {len(places)} ranks would hold one part")
+    return places[0]

@@ -1,0 +1,83 @@
+"""The local halves of differentiable collectives: what a rank does alone. Plain, without gradient."""
+
+from mindspore import dtype as mstype
+from mindspore import nn, ops
+
+from mindformers_core.communication.raw import chunk
+
+__all__ = ["Keep", "Pad", "Scale", "Slice", "Then"]
+
+
+class _Local(nn.Cell):
+    """A Cell that PyNative calls directly: it has no hooks and no parameters."""
+
+    def __init__(self):
+        super().__init__(auto_prefix=False)
+
+    def __call__(self, x):
+        return self.construct(x)
+
+
+class Slice(_Local):
+    """This rank's part along `dim`."""
+
+    def __init__(self, group, dim):
+        super().__init__()
+        self.index = group.index
+        self.size = group.size
+        self.dim = dim
+
+    def construct(self, x):
+        return chunk(x, self.index, self.size, self.dim)
+
+
+class Pad(_Local):
+    """This rank's part along `dim` of an otherwise zero tensor."""
+
+    def __init__(self, group, dim):
+        super().__init__()
+        self.before = group.index
+        self.after = group.size - 1 - group.index
+        self.dim = dim
+
+    def construct(self, x):
+        zeros = ops.zeros_like(x)
+        return ops.cat((zeros,) * self.before + (x,) + (zeros,) * self.after, self.dim)
+
+
+class Keep(_Local):
+    """The tensor on the rank at place `index` of the group, zeros on the others."""
+
+    def __init__(self, group, index):
+        super().__init__()
+        self.keeps = group.index == index
+
+    def construct(self, x):
+        if self.keeps:
+            return x
+        return ops.zeros_like(x)
+
+
+class Scale(_Local):
+    """The tensor times a constant. Floats only: the average of integers is none."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def construct(self, x):
+        if x.dtype in (mstype.int8, mstype.int16, mstype.int32, mstype.int64, mstype.uint8, mstype.bool_):
+            raise TypeError("an average over ranks (avg) needs floats, but the tensor holds integers: cast it first, or use sum")
+        return x * self.factor
+
+
+class Then(_Local):
+    """One Cell after the other."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.first = first
+        self.second = second
+
+    def construct(self, x):
+        return self.second(self.first(x))

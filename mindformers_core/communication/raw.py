@@ -1,0 +1,71 @@
+"""What a backend's collectives have in common: plain, without gradient, one tensor in and one out.
+
+A `RawCollective` is written twice, because CPU can do more in PyNative than in a graph: `@ms.jit` compiles `construct`, while
+PyNative calls the Cell and so runs `eager`. Where both are the same, `eager` is `construct`.
+"""
+
+from mindspore import nn, ops
+
+from mindformers_core.communication.counter import record
+from mindformers_core.communication.world import process_state, world
+
+__all__ = ["Identity", "RawCollective", "chunk", "reordered"]
+
+
+class RawCollective(nn.Cell):
+    """A collective of one group without gradient.
+
+    Attributes:
+        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `permute` or `broadcast`.
+        group: the `Group`.
+    """
+
+    kind = ""
+
+    def __init__(self, group):
+        super().__init__(auto_prefix=False)
+        self.group = group
+        self.size = group.size
+        self.index = group.index
+
+    def __call__(self, x):
+        if process_state().counters:
+            record(self.kind, self.group, x)
+        try:
+            return self.eager(x)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{self.kind} over {self.group} failed on rank {world().rank}: another rank has died, is more than the "
+                "timeout late, or calls other collectives; every rank's log is in the launcher's log folder"
+            ) from error
+
+    def eager(self, x):
+        """What PyNative runs."""
+        return self.construct(x)
+
+
+class Identity(nn.Cell):
+    """What every collective over one rank is."""
+
+    def __call__(self, x):
+        return x
+
+    def construct(self, x):
+        return x
+
+
+def chunk(x, index, count, dim):
+    """Part `index` of `count` equal parts of `x` along `dim`."""
+    if x.shape[dim] % count != 0:
+        raise ValueError(f"a tensor of shape {x.shape} can't be cut along dim {dim} into {count} equal parts")
+    length = x.shape[dim] // count
+    before = (0,) * dim
+    after = x.shape[dim + 1 :]
+    return ops.slice(x, before + (index * length,) + (0,) * len(after), x.shape[:dim] + (length,) + after)
+
+
+def reordered(x, order, dim):
+    """`x`, cut along `dim` into as many parts as `order` has entries, joined again in that order of parts."""
+    if order == tuple(range(len(order))):
+        return x
+    return ops.cat(tuple([chunk(x, part, len(order), dim) for part in order]), dim)

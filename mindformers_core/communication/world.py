@@ -1,0 +1,229 @@
+"""This process's place among all processes, and the one place where the communication backend is chosen.
+
+Process-wide communication state is process-wide by nature: MindSpore initialises its own once for a process. `_PROCESS`
+below is the one module-level holder of ours, for all modules of this package.
+"""
+
+import atexit
+import os
+import sys
+from dataclasses import dataclass
+
+import mindspore as ms
+from mindspore import communication as ms_communication
+
+from mindformers_core.mesh import nearest
+
+__all__ = ["BACKENDS", "Launch", "World", "init_distributed", "process_state", "read_launch", "shutdown", "world"]
+
+BACKENDS = ("native", "cpu", "fake")
+_LAUNCHERS = (  # (variable of the rank, variable of the number of ranks, name)
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "mpirun"),
+    ("PMI_RANK", "PMI_SIZE", "mpirun"),
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher put into the environment. `rank` is None where only MindSpore's cluster will tell (multi-node `msrun`)."""
+
+    launcher: str
+    rank: int | None
+    size: int
+
+
+@dataclass(frozen=True)
+class World:
+    """All processes of a run, seen from this one.
+
+    Attributes:
+        rank: global rank of this process, from 0.
+        size: number of processes.
+        backend: `"native"` (HCCL, NCCL), `"cpu"` (MCCL) or `"fake"` (a dry run: shapes only).
+        device_target: `"Ascend"`, `"GPU"` or `"CPU"`.
+        launcher: `"msrun"`, `"mpirun"`, `"none"` (a single process) or `"fake"`.
+        group: MindSpore's name for the group of all ranks; None where nothing communicates.
+    """
+
+    rank: int
+    size: int
+    backend: str
+    device_target: str
+    launcher: str
+    group: str | None
+
+
+class _ProcessState:
+    """What a process knows of its communication: the world, and what was made for it so far."""
+
+    def __init__(self):
+        self.world = None
+        self.group_names = {}  # ranks, ascending -> MindSpore's name of their process group
+        self.communicators = {}  # mesh -> Communicator
+        self.counters = []  # the `count_collectives` blocks that are open
+
+
+_PROCESS = _ProcessState()
+
+
+def process_state():
+    """The one holder of communication state; for this package's modules."""
+    return _PROCESS
+
+
+def world():
+    """The `World` of this process.
+
+    Raises:
+        RuntimeError: `init_distributed()` was not called yet.
+    """
+    if _PROCESS.world is None:
+        raise RuntimeError("communication is not initialised: call init_distributed() first, before any Cell is sharded")
+    return _PROCESS.world
+
+
+def init_distributed(backend=None, world_size=None, rank=None, timeout=60):
+    """Join the other processes of this run; every process calls this once, before it computes anything.
+
+    Reads what `msrun` or `mpirun` put into the environment; a process started by neither is a world of its own.
+    On CPU, MindSpore is switched to blocking launches first, which makes everything that communicates several times
+    faster and errors surface where they happen.
+
+    Args:
+        backend: None chooses by device target; `"fake"` is a dry run of `world_size` ranks in this one process.
+        world_size: number of ranks: needed for `"fake"`, otherwise checked against the launcher's.
+        rank: the rank to be in a dry run (default 0); otherwise checked against the launcher's.
+        timeout: seconds without a sign of life after which a rank counts as dead and `msrun`'s scheduler ends all
+            others. On CPU a collective gives up sooner, after 30 s (fixed in MindSpore), with an error that names it; that
+            is why this should be more than 30. HCCL has its own limit (`HCCL_EXEC_TIMEOUT`).
+
+    Returns:
+        The `World`. Calling again with the same arguments returns the same one.
+
+    Raises:
+        ValueError: an unknown backend, or a number of ranks that the launcher didn't start.
+        RuntimeError: already initialised differently, or the cluster couldn't be formed.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}: choose one of {', '.join(BACKENDS)}, or None{nearest(backend, BACKENDS)}")
+    if backend != "fake" and os.environ.get("MS_ROLE") == "MS_SCHED":
+        _serve_as_scheduler(timeout)
+    launch = _fake_launch(world_size, rank) if backend == "fake" else read_launch(os.environ)
+    device_target = ms.get_context("device_target")
+    backend = backend or ("cpu" if device_target == "CPU" else "native")
+    _check_launch(launch, backend, device_target, world_size, rank)
+    if _PROCESS.world is not None:
+        return _same_world(launch, backend)
+    if device_target == "CPU":
+        ms.runtime.launch_blocking()
+    group = None
+    if backend != "fake" and launch.size > 1:
+        group = _join()
+        launch = Launch(launch.launcher, ms_communication.get_rank(), ms_communication.get_group_size())
+    _PROCESS.world = World(launch.rank or 0, launch.size, backend, device_target, launch.launcher, group)
+    return _PROCESS.world
+
+
+def shutdown():
+    """Leave the run: forget the world, its groups and collectives. Does nothing when there is none."""
+    if _PROCESS.world is not None and _PROCESS.world.group is not None:
+        atexit.unregister(ms_communication.release)
+        ms_communication.release()
+    _PROCESS.__init__()
+
+
+def read_launch(environ):
+    """The `Launch` that the environment `environ` (a mapping) describes.
+
+    Raises:
+        ValueError: variables of a launcher that are incomplete or contradict each other.
+    """
+    if "MS_ROLE" in environ:
+        if environ["MS_ROLE"] != "MS_WORKER":
+            raise ValueError(f"MS_ROLE={environ['MS_ROLE']}: only a worker (MS_ROLE=MS_WORKER) runs this; start with msrun")
+        rank = _number(environ, "RANK_ID", "msrun") if "RANK_ID" in environ else None
+        return _checked(Launch("msrun", rank, _number(environ, "MS_WORKER_NUM", "msrun")))
+    for rank_variable, size_variable, launcher in _LAUNCHERS:
+        if rank_variable in environ:
+            rank = _number(environ, rank_variable, launcher)
+            return _checked(Launch(launcher, rank, _number(environ, size_variable, launcher)))
+    return Launch("none", 0, 1)
+
+
+def _number(environ, variable, launcher):
+    value = environ.get(variable, "")
+    if not value.isdigit():
+        raise ValueError(f"{variable}={value!r} in the environment of {launcher}: should be a whole number")
+    return int(value)
+
+
+def _checked(launch):
+    if launch.size < 1 or (launch.rank is not None and launch.rank >= launch.size):
+        raise ValueError(f"the environment of {launch.launcher} says rank {launch.rank} of {launch.size}")
+    return launch
+
+
+def _fake_launch(world_size, rank):
+    if not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"init_distributed('fake', world_size={world_size!r}): give the number of ranks to imitate, at least 1")
+    rank = 0 if rank is None else rank
+    if rank not in range(world_size):
+        raise ValueError(f"init_distributed('fake', rank={rank!r}): a rank of {world_size} is 0 to {world_size - 1}")
+    return Launch("fake", rank, world_size)
+
+
+def _check_launch(launch, backend, device_target, world_size, rank):
+    if world_size is not None and world_size != launch.size:
+        raise ValueError(
+            f"{world_size} ranks are asked for, but {launch.size} were started (launcher: {launch.launcher}): "
+            f"start with msrun --worker_num={world_size} --local_worker_num={world_size} …, or ask for {launch.size}"
+        )
+    if rank is not None and launch.rank is not None and rank != launch.rank:
+        raise ValueError(f"rank {rank} is asked for, but the launcher ({launch.launcher}) made this process rank {launch.rank}")
+    if backend != "fake" and (backend == "cpu") != (device_target == "CPU"):
+        fitting = "cpu" if device_target == "CPU" else "native"
+        raise ValueError(f"backend '{backend}' can't run on device target {device_target}: use '{fitting}', or None to choose")
+    if launch.launcher == "mpirun" and backend == "cpu" and launch.size > 1:
+        raise ValueError(
+            "mpirun can't start CPU ranks: MindSpore's CPU collectives need its own scheduler. "
+            f"Start with msrun --worker_num={launch.size} --local_worker_num={launch.size} …"
+        )
+
+
+def _same_world(launch, backend):
+    known = _PROCESS.world
+    if (launch.size, backend) != (known.size, known.backend) or launch.rank not in (None, known.rank):
+        raise RuntimeError(
+            f"already initialised as rank {known.rank} of {known.size} with backend '{known.backend}', now asked to be "
+            f"rank {launch.rank} of {launch.size} with '{backend}': call shutdown() first"
+        )
+    return known
+
+
+def _serve_as_scheduler(timeout):
+    """Be msrun's scheduler, which runs the same script as the ranks: serve them until they have ended, then exit."""
+    _quicken_start()
+    os.environ.setdefault("MS_NODE_TIMEOUT", str(timeout))
+    ms.set_device("CPU")
+    ms_communication.init()
+    sys.exit(0)
+
+
+def _join():
+    """Initialise MindSpore's communication; returns its name for the group of all ranks."""
+    _quicken_start()
+    try:
+        ms_communication.init()
+    except RuntimeError as error:
+        address = f"{os.environ.get('MS_SCHED_HOST')}:{os.environ.get('MS_SCHED_PORT')}"
+        raise RuntimeError(
+            f"the ranks couldn't find each other through the scheduler at {address}: is the port in use by another run, "
+            "or a rank dead? The launcher's log folder has every rank's log"
+        ) from error
+    return ms_communication.GlobalComm.WORLD_COMM_GROUP
+
+
+def _quicken_start():
+    """Let the cluster look for its members every 1 to 2 s instead of 3 to 5: forming it takes about 5 s less."""
+    os.environ.setdefault("MS_RETRY_INTERVAL_LOWER", "1")
+    os.environ.setdefault("MS_RETRY_INTERVAL_UPPER", "2")

@@ -1,0 +1,351 @@
+"""Where a tensor lives on a mesh: placements, the mesh-free `layout(...)` specification, bound `Layout`s. Pure Python.
+
+A `Layout` gives one tensor a placement on **every** axis of a mesh. `Varying` is the whole tensor, alike on all ranks,
+but consumed by work that differs along the axis, so that its gradient is `Partial("sum")`; the idea is that of JAX's
+`shard_map` (`pvary`) and of Megatron-LM's *f* function.
+"""
+
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from mindformers_core.mesh import DeviceMesh, nearest
+
+__all__ = ["Shard", "Replicate", "Partial", "Varying", "LayoutSpec", "layout", "Layout", "bind_layout", "PARTIAL_OPS"]
+
+PARTIAL_OPS = ("sum", "max", "min", "avg")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The local tensor is a slice of the global one along tensor dim `dim`."""
+
+    dim: int
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """The local tensor is the whole, the same on all ranks along the axis."""
+
+
+@dataclass(frozen=True)
+class Varying:
+    """As `Replicate`, but its consumers differ along the axis: the gradient is a partial sum."""
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The local tensor is one term of a reduction along the axis: `op` is `sum`, `max`, `min` or `avg`."""
+
+    op: str = "sum"
+
+    def __post_init__(self):
+        if self.op not in PARTIAL_OPS:
+            raise ValueError(f"Partial({self.op!r}): a partial is one of {', '.join(PARTIAL_OPS)}{nearest(self.op, PARTIAL_OPS)}")
+
+
+@dataclass(frozen=True)
+class LayoutSpec:
+    """What `layout(...)` returns: entries for tensor dims, not yet bound to a mesh.
+
+    `entries[i]` is a tuple of axis names, major to minor, empty where the dim isn't sharded; at most one entry is
+    `...`, which stands for all dims that the others leave over, as they arrive.
+    """
+
+    entries: tuple
+
+    def bind(self, mesh, ndim=None, arriving=None, name="tensor"):
+        """The `Layout` of a tensor of `ndim` dims on `mesh`.
+
+        Dims past the last entry are not sharded. The dims of `...` keep the sharding that they have in `arriving`
+        (default: none), save for axes that another entry names.
+
+        Raises:
+            ValueError: an axis that the mesh doesn't have, an axis used twice, or more entries than dims.
+        """
+        dims = [entry if entry is ... else _resolve_axes(entry, mesh) for entry in self.entries]
+        named = len(dims) - (... in dims)
+        ndim = named if ndim is None else ndim
+        if named > ndim:
+            raise ValueError(f"{name}: layout {self} has {named} entries, but the tensor has {ndim} dims: drop {named - ndim}")
+        if ... in dims:
+            place = dims.index(...)
+            used = {axis for entry in dims if entry is not ... for axis in entry}
+            left_over = range(place, place + ndim - named)
+            kept = [arriving.dims[dim] if arriving is not None else () for dim in left_over]
+            dims[place : place + 1] = [tuple(axis for axis in entry if axis not in used) for entry in kept]
+        dims += [()] * (ndim - len(dims))
+        return Layout.on(mesh, dims)
+
+    def __str__(self):
+        return _show_dims(["..." if entry is ... else entry for entry in self.entries])
+
+
+def layout(*entries):
+    """A mesh-free layout, one entry per tensor dim, as `shard()` hooks write it (RFC ICY7S6).
+
+    An entry is an axis name; a tuple of axis names, major to minor; `"cp_dp"`, which means `("cp", "dp")` where no axis
+    is called `cp_dp`; `"None"` or `None` for a dim that isn't sharded; or (once) `...` for all remaining dims as
+    they arrive: `layout(..., "tp")` speaks of the last dim alone.
+
+    Raises:
+        TypeError: an entry of another type.
+        ValueError: `...` more than once.
+    """
+    cleaned = tuple(_clean_entry(entry) for entry in entries)
+    if cleaned.count(...) > 1:
+        raise ValueError(f"layout{entries}: '...' may stand once")
+    return LayoutSpec(cleaned)
+
+
+class Layout:
+    """The placement of one tensor on every axis of a mesh. Immutable and hashable; equal layouts are interchangeable.
+
+    `Layout((2, 4), ("dp", "tp"))` is the layout of a scalar on that mesh, and calling it gives that of a tensor:
+    `Layout((2, 4), ("dp", "tp"))("dp", "None", "tp")`. `Layout.on(mesh, …)` takes a mesh that exists.
+    Axes of size 1 place nothing, so a bound layout leaves them out.
+
+    Attributes:
+        mesh: the `DeviceMesh`.
+        dims: for every tensor dim the axes that shard it, major to minor.
+        partial: pairs `(axis, op)`, in mesh order.
+        varying: axes marked varying, in mesh order.
+    """
+
+    __slots__ = ("mesh", "dims", "partial", "varying", "_hash")
+
+    def __new__(cls, device_matrix, alias_name, rank_list=None):
+        return cls.on(DeviceMesh(device_matrix, alias_name, rank_list))
+
+    @staticmethod
+    def on(mesh, dims=(), partial=(), varying=()):
+        """The layout on `mesh` with axes `dims[i]` on tensor dim i, `partial` a dict or pairs, `varying` axes.
+
+        Raises:
+            ValueError: an unknown axis, or one that is used twice.
+        """
+        pairs = partial.items() if isinstance(partial, dict) else partial
+        return _make_layout(mesh, tuple(map(tuple, dims)), tuple(map(tuple, pairs)), tuple(varying))
+
+    def __call__(self, *entries):
+        return layout(*entries).bind(self.mesh)
+
+    def __setattr__(self, name, value):
+        raise AttributeError(f"a Layout is immutable; can't set {name}: use replace({name}=…)")
+
+    def __reduce__(self):
+        return Layout.on, (self.mesh, self.dims, self.partial, self.varying)
+
+    def replace(self, dims=None, partial=None, varying=None):
+        """This layout with some of its parts exchanged."""
+        return Layout.on(
+            self.mesh,
+            self.dims if dims is None else dims,
+            self.partial if partial is None else partial,
+            self.varying if varying is None else varying,
+        )
+
+    @property
+    def ndim(self):
+        """Number of tensor dims."""
+        return len(self.dims)
+
+    @property
+    def is_replicated(self):
+        """Whether every rank holds the whole tensor, with no marks: nothing sharded, partial or varying."""
+        return not self.partial and not self.varying and not any(self.dims)
+
+    def placement(self, axis):
+        """The placement on `axis`: `Shard(dim)`, `Partial(op)`, `Varying()` or `Replicate()`."""
+        self.mesh.check_axes((axis,))
+        for dim, axes in enumerate(self.dims):
+            if axis in axes:
+                return Shard(dim)
+        if axis in self.varying:
+            return Varying()
+        op = dict(self.partial).get(axis)
+        return Replicate() if op is None else Partial(op)
+
+    @property
+    def placements(self):
+        """One placement for every axis of the mesh, in mesh order."""
+        return tuple(self.placement(axis) for axis in self.mesh.axis_names)
+
+    def divisor(self, dim):
+        """Number of slices that tensor dim `dim` is cut into."""
+        return self.mesh.axis_size(*self.dims[dim])
+
+    def local_shape(self, global_shape, name="tensor"):
+        """Shape of every rank's part of a tensor of `global_shape`.
+
+        Raises:
+            ValueError: another number of dims, or a dim that its axes don't divide.
+        """
+        if len(global_shape) != len(self.dims):
+            raise ValueError(f"{name} of shape {tuple(global_shape)} has {len(global_shape)} dims, but layout {self} has {self.ndim}")
+        local = []
+        for dim, (size, axes) in enumerate(zip(global_shape, self.dims)):
+            count = self.mesh.axis_size(*axes)
+            if size % count:
+                raise ValueError(
+                    f"{name} of shape {tuple(global_shape)}: dim {dim} has size {size}, which axes {', '.join(axes)} of "
+                    f"{self.mesh} would cut into {count} parts: choose a size that {count} divides, or other axes"
+                )
+            local.append(size // count)
+        return tuple(local)
+
+    def global_shape(self, local_shape):
+        """Shape of the whole tensor of which every rank holds a part of `local_shape`."""
+        if len(local_shape) != len(self.dims):
+            raise ValueError(f"a local tensor of shape {tuple(local_shape)} doesn't fit layout {self} of {self.ndim} dims")
+        return tuple(size * self.divisor(dim) for dim, size in enumerate(local_shape))
+
+    def local_slices(self, global_shape, rank):
+        """The slice of the global tensor that `rank` holds: one `slice` for every dim."""
+        slices = []
+        for size, axes in zip(self.local_shape(global_shape), self.dims):
+            start = self.mesh.group_index(rank, axes) * size
+            slices.append(slice(start, start + size))
+        return tuple(slices)
+
+    @property
+    def device_matrix(self):
+        """Shape of the mesh, as `mindspore.Layout` calls it."""
+        return self.mesh.shape
+
+    @property
+    def alias_name(self):
+        """Axis names, as `mindspore.Layout` calls them."""
+        return self.mesh.axis_names
+
+    @property
+    def tensor_map(self):
+        """For every tensor dim the axis that shards it, counted from the right of `device_matrix`; -1 for none.
+
+        A tuple where several axes do. This is the notation of MindSpore's distributed-training design.
+        """
+        names = self.mesh.axis_names
+        numbers = [tuple(len(names) - 1 - names.index(axis) for axis in axes) for axes in self.dims]
+        return tuple(axes if len(axes) > 1 else axes[0] if axes else -1 for axes in numbers)
+
+    def __eq__(self, other):
+        if self is other:
+            return True
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return (self.mesh, self.dims, self.partial, self.varying) == (other.mesh, other.dims, other.partial, other.varying)
+
+    def __hash__(self):
+        return self._hash
+
+    def __repr__(self):
+        return f"{self} on {self.mesh}"
+
+    def __str__(self):
+        marks = [f"partial {op}: {axis}" for axis, op in self.partial]
+        marks += [f"varying: {', '.join(self.varying)}"] if self.varying else []
+        return _show_dims(self.dims) + (f" ({'; '.join(marks)})" if marks else "")
+
+
+def bind_layout(declared, mesh, ndim=None, arriving=None, name="tensor"):
+    """A `Layout` on `mesh` from whatever says one.
+
+    Args:
+        declared: a `LayoutSpec`, a `Layout`, a `mindspore.Layout`, or a tuple or list of entries for `layout(...)`.
+        mesh: the mesh to bind to; `None` takes the one that `declared` brings.
+        ndim: number of tensor dims, to check against and to fill up.
+        arriving: the layout that the dims of a `...` entry keep.
+        name: what to call the tensor in errors.
+
+    Raises:
+        TypeError: not a layout. ValueError: a layout on another mesh, or one that doesn't fit.
+    """
+    if isinstance(declared, (tuple, list)):
+        declared = layout(*declared)
+    if hasattr(declared, "to_dict") and not isinstance(declared, Layout):
+        declared = _from_mindspore(declared)
+    if isinstance(declared, Layout):
+        if mesh is not None and declared.mesh != mesh:
+            raise ValueError(f"{name}: layout {declared!r} is on another mesh than {mesh!r}")
+        if ndim is not None and declared.ndim > ndim:
+            raise ValueError(f"{name}: layout {declared} has {declared.ndim} entries, but the tensor has {ndim} dims")
+        missing = 0 if ndim is None else ndim - declared.ndim
+        return declared.replace(dims=declared.dims + ((),) * missing) if missing else declared
+    if isinstance(declared, LayoutSpec):
+        if mesh is None:
+            raise ValueError(f"{name}: layout {declared} is on no mesh yet; give the mesh to bind it to")
+        return declared.bind(mesh, ndim, arriving, name)
+    raise TypeError(f"{name}: {declared!r} is no layout: write layout('dp', 'None', …), a Layout, or a mindspore.Layout")
+
+
+@lru_cache(maxsize=65536)
+def _make_layout(mesh, dims, partial, varying):
+    """The one `Layout` of these parts, with axes of size 1 left out; checks the axes."""
+    used = [axis for axes in dims for axis in axes] + [axis for axis, _ in partial] + list(varying)
+    mesh.check_axes(used)
+    for axis in used:
+        if used.count(axis) > 1:
+            raise ValueError(f"axis '{axis}' is used twice in one layout: {_show_dims(dims)}; an axis places one dim")
+    for _, op in partial:
+        Partial(op)
+    order = mesh.axis_names.index
+    big = {axis for axis in used if mesh.axis_size(axis) > 1}
+    self = object.__new__(Layout)
+    parts = {
+        "mesh": mesh,
+        "dims": tuple(tuple(axis for axis in axes if axis in big) for axes in dims),
+        "partial": tuple(sorted(((a, op) for a, op in partial if a in big), key=lambda pair: order(pair[0]))),
+        "varying": tuple(sorted((axis for axis in varying if axis in big), key=order)),
+    }
+    for name, value in parts.items():
+        object.__setattr__(self, name, value)
+    object.__setattr__(self, "_hash", hash(tuple(parts.values())))
+    return self
+
+
+def _clean_entry(entry):
+    if entry is ... or isinstance(entry, str) and entry != "None":
+        return entry
+    if entry is None or entry == "None":
+        return ()
+    if isinstance(entry, (tuple, list)) and all(isinstance(axis, str) for axis in entry):
+        return tuple(axis for axis in entry if axis != "None")
+    raise TypeError(f"a layout entry is an axis name, a tuple of axis names, None or '...', not {entry!r}")
+
+
+def _resolve_axes(entry, mesh):
+    """Axis names of an entry; a str that is no axis is split into axis names joined by `_`."""
+    if isinstance(entry, tuple):
+        mesh.check_axes(entry)
+        return entry
+    if entry in mesh.axis_names:
+        return (entry,)
+    split = _split_joined(entry, mesh.axis_names)
+    if split is None:
+        mesh.check_axes((entry,))
+    return split
+
+
+def _split_joined(joined, names):
+    for name in names:
+        if joined == name:
+            return (name,)
+        if joined.startswith(name + "_"):
+            rest = _split_joined(joined[len(name) + 1 :], names)
+            if rest is not None:
+                return (name, *rest)
+    return None
+
+
+def _from_mindspore(declared):
+    """Our `Layout` from a `mindspore.Layout`, read through its `to_dict()` so that MindSpore needn't be imported."""
+    parts = declared.to_dict()
+    mesh = DeviceMesh(parts["device_matrix"], parts["alias_name"], parts.get("rank_list"))
+    names = tuple(reversed(mesh.axis_names))
+    numbers = [entry if isinstance(entry, (tuple, list)) else (entry,) for entry in parts["tensor_map"]]
+    return Layout.on(mesh, [[names[number] for number in entry if number >= 0] for entry in numbers])
+
+
+def _show_dims(dims):
+    shown = [axes if isinstance(axes, str) else "(" + ", ".join(axes) + ")" if len(axes) > 1 else "".join(axes) for axes in dims]
+    return "[" + ", ".join(entry or "-" for entry in shown) + "]"

@@ -1,0 +1,64 @@
+"""Causal self-attention with grouped key and value heads (Ainslie et al., "GQA", 2023), as single-card code."""
+
+import mindspore as ms
+from mindspore import nn, ops
+
+from mindformers_core.models.rotary import apply_rotary, positions
+from mindformers_core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, cast_to, gathered_layout
+
+__all__ = ["LlamaAttention", "causal_mask"]
+
+
+class LlamaAttention(nn.Cell):
+    """Hidden states (batch, length, hidden_size) → the same shape. Heads are sharded over `tp`.
+
+    Args:
+        config: a `LlamaConfig`.
+        weight_init: initializer of the projections.
+    """
+
+    def __init__(self, config, weight_init):
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.num_key_value_heads = config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5
+        settings = {"weight_init": weight_init, "dtype": getattr(ms, config.dtype)}
+        query_size, key_value_size = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        self.q_proj = ColumnParallelLinear(config.hidden_size, query_size, **settings)
+        self.k_proj = ColumnParallelLinear(config.hidden_size, key_value_size, **settings)
+        self.v_proj = ColumnParallelLinear(config.hidden_size, key_value_size, **settings)
+        self.o_proj = RowParallelLinear(query_size, config.hidden_size, **settings)
+
+    def shard(self, config=None):
+        """Whole hidden states come in, gathered once for all three projections."""
+        return {"hidden_states": gathered_layout(config)}, None, None
+
+    def construct(self, hidden_states, cosines, sines, mask):
+        batch, length, _ = hidden_states.shape
+        query = ops.reshape(self.q_proj(hidden_states), (batch, length, self.num_heads, self.head_dim))
+        key = ops.reshape(self.k_proj(hidden_states), (batch, length, self.num_key_value_heads, self.head_dim))
+        value = ops.reshape(self.v_proj(hidden_states), (batch, length, self.num_key_value_heads, self.head_dim))
+        query = ops.transpose(apply_rotary(query, cosines, sines), (0, 2, 1, 3))
+        key = ops.transpose(apply_rotary(key, cosines, sines), (0, 2, 3, 1))
+        value = ops.transpose(value, (0, 2, 1, 3))
+        scores = ops.mul(ops.matmul(query, self._repeat(key)), self.scale)
+        weights = ops.softmax(ops.add(cast_to(scores, ms.float32), mask), -1)
+        mixed = ops.matmul(cast_to(weights, query.dtype), self._repeat(value))
+        mixed = ops.reshape(ops.transpose(mixed, (0, 2, 1, 3)), (batch, length, self.num_heads * self.head_dim))
+        return self.o_proj(mixed)
+
+    def _repeat(self, x):
+        """A copy of each key or value head for every query head of its group: (batch, heads, …, …) of either kind."""
+        if self.num_heads == self.num_key_value_heads:
+            return x
+        batch, kv_heads, rows, columns = x.shape
+        grouped = ops.broadcast_to(ops.expand_dims(x, 2), (batch, kv_heads, self.num_heads // kv_heads, rows, columns))
+        return ops.reshape(grouped, (batch, self.num_heads, rows, columns))
+
+
+def causal_mask(length):
+    """Float32 tensor (length, length) to add to scores: the lowest number where the key is after the query, else 0."""
+    key = positions(length)
+    lowest = -3.4028234663852886e38  # of float32
+    return ops.where(ops.greater(key, ops.expand_dims(key, -1)), lowest, 0.0)

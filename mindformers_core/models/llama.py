@@ -1,0 +1,154 @@
+"""A Llama-style decoder (Touvron et al., 2023) as single-card code. Parameters are called as in Hugging Face's."""
+
+import mindspore as ms
+from mindspore import nn, ops
+from mindspore.common.initializer import Normal
+
+from mindformers_core.layout import layout
+from mindformers_core.models.attention import LlamaAttention, causal_mask
+from mindformers_core.models.layer_specs import LayerSpec, get_num_layers_to_build, get_transformer_layer_offset
+from mindformers_core.models.rotary import rotary_tables
+from mindformers_core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RMSNorm,
+    RowParallelLinear,
+    VocabParallelCrossEntropy,
+    VocabParallelEmbedding,
+    gathered_layout,
+)
+
+__all__ = ["LlamaMLP", "LlamaDecoderLayer", "LlamaModel", "LlamaForCausalLM", "LLAMA_LAYER"]
+
+
+class LlamaMLP(nn.Cell):
+    """SwiGLU feed-forward block (Shazeer, 2020): `down(silu(gate(x)) * up(x))`, (…, hidden_size) → the same shape.
+
+    Args:
+        config: a `LlamaConfig`.
+        weight_init: initializer of the projections.
+    """
+
+    def __init__(self, config, weight_init):
+        super().__init__()
+        settings = {"weight_init": weight_init, "dtype": getattr(ms, config.dtype)}
+        self.gate_proj = ColumnParallelLinear(config.hidden_size, config.intermediate_size, **settings)
+        self.up_proj = ColumnParallelLinear(config.hidden_size, config.intermediate_size, **settings)
+        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, **settings)
+
+    def shard(self, config=None):
+        """Whole hidden states come in, gathered once for both projections."""
+        return gathered_layout(config), None, None
+
+    def construct(self, hidden_states):
+        return self.down_proj(ops.mul(ops.silu(self.gate_proj(hidden_states)), self.up_proj(hidden_states)))
+
+
+class LlamaDecoderLayer(nn.Cell):
+    """One decoder layer: attention and feed-forward block, each after a norm and added to what came in.
+
+    Args:
+        config: a `LlamaConfig`.
+        layer_number: number of the layer in the whole model, from 1.
+        attention, mlp, norm: classes of the parts.
+    """
+
+    def __init__(self, config, layer_number, attention=LlamaAttention, mlp=LlamaMLP, norm=RMSNorm):
+        super().__init__()
+        self.layer_number = layer_number
+        weight_init = Normal(config.initializer_range)
+        settings = {"eps": config.rms_norm_eps, "dtype": getattr(ms, config.dtype)}
+        self.input_layernorm = norm(config.hidden_size, **settings)
+        self.self_attn = attention(config, weight_init)
+        self.post_attention_layernorm = norm(config.hidden_size, **settings)
+        self.mlp = mlp(config, weight_init)
+
+    def construct(self, hidden_states, cosines, sines, mask):
+        normed = self.input_layernorm(hidden_states)
+        hidden_states = ops.add(hidden_states, self.self_attn(normed, cosines, sines, mask))
+        return ops.add(hidden_states, self.mlp(self.post_attention_layernorm(hidden_states)))
+
+
+LLAMA_LAYER = LayerSpec(LlamaDecoderLayer)
+
+
+class LlamaModel(nn.Cell):
+    """The decoder without its output layer, or this process's part of it in a pipeline.
+
+    The first stage takes ids (batch, length), others hidden states (batch, length, hidden_size); all give hidden
+    states. Layers are kept by their number in the whole model, from 0, so that paths are the same in any pipeline.
+
+    Args:
+        config: a `LlamaConfig`.
+        layer_spec: what a layer is made of.
+        vp_stage: which of the `config.virtual_pipeline` chunks to build; None where there is one.
+    """
+
+    def __init__(self, config, layer_spec=LLAMA_LAYER, vp_stage=None):
+        super().__init__()
+        self.config = config
+        self.vp_stage = vp_stage
+        dtype = getattr(ms, config.dtype)
+        count, offset = get_num_layers_to_build(config, vp_stage), get_transformer_layer_offset(config, vp_stage)
+        self.is_first, self.is_last = offset == 0, offset + count == config.num_hidden_layers
+        if self.is_first:
+            weight_init = Normal(config.initializer_range)
+            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, weight_init, dtype)
+        numbers = range(1, count + 1)
+        self.layers = nn.CellDict([(str(offset + n - 1), self.build_layer(layer_spec, n)) for n in numbers])
+        if self.is_last:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+
+    def build_layer(self, layer_spec, layer_number):
+        """The layer `layer_number` of this chunk, from 1 (RFC ICY7S6)."""
+        global_layer_number = layer_number + get_transformer_layer_offset(self.config, self.vp_stage)
+        return layer_spec.module(self.config, global_layer_number, **layer_spec.submodules)
+
+    def construct(self, input_ids):
+        hidden_states = self.embed_tokens(input_ids) if self.is_first else input_ids
+        length = input_ids.shape[1]
+        cosines, sines = rotary_tables(length, self.config.head_dim, self.config.rope_theta)
+        mask = causal_mask(length)
+        for layer in self.layers.values():
+            hidden_states = layer(hidden_states, cosines, sines, mask)
+        return self.norm(hidden_states) if self.is_last else hidden_states
+
+
+class LlamaForCausalLM(nn.Cell):
+    """The decoder with its output layer: ids (batch, length) → float logits (batch, length, vocab_size), or the loss.
+
+    With `labels` (batch, length), which are shifted already, it returns the mean cross-entropy, a float32 scalar, over
+    the labels other than -100. In a pipeline only the last stage has an output layer; the others return hidden states,
+    and all but the first take them in place of ids.
+
+    Args:
+        config: a `LlamaConfig`.
+        layer_spec: what a layer is made of.
+        vp_stage: which of the `config.virtual_pipeline` chunks to build; None where there is one.
+    """
+
+    def __init__(self, config, layer_spec=LLAMA_LAYER, vp_stage=None):
+        super().__init__()
+        self.model = LlamaModel(config, layer_spec, vp_stage)
+        self.is_last = self.model.is_last
+        self.is_tied = config.tie_word_embeddings
+        if self.is_last and not self.is_tied:
+            settings = {"weight_init": Normal(config.initializer_range), "dtype": getattr(ms, config.dtype)}
+            self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, **settings)
+        self.loss = VocabParallelCrossEntropy()
+
+    def shard(self, config=None):
+        """The one place that names the batch: `config.batch_axes` cut it; without them it stays as it arrives."""
+        axes = getattr(config, "batch_axes", None)
+        if axes is None:
+            return None, None, None
+        return {"input_ids": layout(axes, ...), "labels": layout(axes, ...)}, None, None
+
+    def construct(self, input_ids, labels=None):
+        hidden_states = self.model(input_ids)
+        if not self.is_last:
+            return hidden_states
+        if self.is_tied:
+            logits = ops.dense(hidden_states, self.model.embed_tokens.weight)
+        else:
+            logits = self.lm_head(hidden_states)
+        return logits if labels is None else self.loss(logits, labels)

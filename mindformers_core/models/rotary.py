@@ -1,0 +1,52 @@
+"""Rotary position embedding (Su et al., "RoFormer", 2021), in the half-rotation form of Hugging Face's Llama."""
+
+from functools import lru_cache
+
+import mindspore as ms
+import numpy as np
+from mindspore import ops
+
+from mindformers_core.tensor_parallel.layers import cast_to
+
+__all__ = ["rotary_tables", "positions", "apply_rotary"]
+
+
+@ops.constexpr
+def rotary_tables(length, head_dim, theta):
+    """Cosines and sines for positions 0 … length-1: two float32 tensors of shape (length, 1, head_dim).
+
+    The angle of position p at index i is `p / theta ** (2j / head_dim)` with j = i modulo head_dim / 2.
+    A constant under `@ms.jit`.
+    """
+    cosines, sines = _tables(length, head_dim, theta)
+    return ms.Tensor(cosines), ms.Tensor(sines)
+
+
+@ops.constexpr
+def positions(length):
+    """The int32 tensor 0 … length-1: a constant under `@ms.jit`."""
+    return ms.Tensor(np.arange(length, dtype=np.int32))
+
+
+def apply_rotary(x, cosines, sines):
+    """Turns the pairs (i, i + head_dim / 2) of each head by its position's angle.
+
+    Args:
+        x: shape (batch, length, heads, head_dim).
+        cosines, sines: from `rotary_tables`.
+
+    Returns:
+        A tensor of the shape and dtype of x; computed in float32.
+    """
+    wide = cast_to(x, ms.float32)
+    first, second = ops.split(wide, x.shape[-1] // 2, -1)
+    turned = ops.concat((ops.neg(second), first), -1)
+    return cast_to(ops.add(ops.mul(wide, cosines), ops.mul(turned, sines)), x.dtype)
+
+
+@lru_cache(maxsize=8)
+def _tables(length, head_dim, theta):
+    """As NumPy arrays, computed in float64: angles of long sequences lose digits in float32."""
+    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    angles = np.tile(np.outer(np.arange(length), frequencies), 2)[:, None, :]
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

@@ -1,0 +1,74 @@
+"""Reading dim arguments, and naming the factors of a tensor that an operator takes apart. Pure Python."""
+
+from mindformers_core.operators.signature import TensorMeta
+
+__all__ = ["along", "as_dim", "as_dims", "dim_names", "dim_sizes", "integers", "plain_names"]
+
+_SPELLINGS = {"axis": "dim", "axes": "dims", "keepdims": "keepdim", "keep_dims": "keepdim"}
+
+
+def as_dim(dim, ndim):
+    """`dim` counted from the front.
+
+    Raises:
+        TypeError: not an int. ValueError: out of range for `ndim` dims.
+    """
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"a dim is an int, not {dim!r}")
+    if not -ndim <= dim < ndim:
+        raise ValueError(f"dim {dim} is out of range for a tensor of {ndim} dims: it is one of {-ndim} to {ndim - 1}")
+    return dim % ndim
+
+
+def as_dims(dims, ndim):
+    """`dims`, an int or several, counted from the front; `None` and `()` are all dims, as in MindSpore's reductions.
+
+    Raises:
+        TypeError, ValueError: as `as_dim`; a dim that is named twice.
+    """
+    if dims is None or dims == () or dims == []:
+        return tuple(range(ndim))
+    counted = tuple(as_dim(dim, ndim) for dim in (dims if isinstance(dims, (tuple, list)) else (dims,)))
+    if len(set(counted)) != len(counted):
+        raise ValueError(f"a dim is named twice in {dims} for a tensor of {ndim} dims")
+    return counted
+
+
+def integers(values, what):
+    """The ints of `values`, given one by one or as one tuple or list: `(2, 4)` and `((2, 4),)` alike.
+
+    Raises:
+        TypeError: something that isn't an int, such as a tensor.
+    """
+    if len(values) == 1 and isinstance(values[0], (tuple, list)):
+        values = values[0]
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{what} is made of ints, not {value!r}")
+    return tuple(values)
+
+
+def plain_names(named):
+    """`named` with MindSpore's several spellings of one argument (`axis`, `keep_dims`, …) brought to one."""
+    return {_SPELLINGS.get(name, name): value for name, value in named.items()}
+
+
+def dim_names(x, prefix="d"):
+    """One factor for every dim of `x`, as in `Signature.inputs`."""
+    return tuple((f"{prefix}{dim}",) for dim in range(x.ndim))
+
+
+def dim_sizes(x, prefix="d"):
+    """The sizes of the factors that `dim_names` gives."""
+    return {f"{prefix}{dim}": size for dim, size in enumerate(x.shape)}
+
+
+def along(x, dim):
+    """The factor that `dim_names` gives dim `dim`, counted from the front or the back.
+
+    Raises:
+        TypeError: `x` is no tensor, or `dim` no int. ValueError: out of range.
+    """
+    if not isinstance(x, TensorMeta):
+        raise TypeError(f"a tensor is needed, not {x!r}")
+    return f"d{as_dim(dim, x.ndim)}"

@@ -1,0 +1,28 @@
+"""Rules of fused operators that decoders call on accelerators: gates and rotary embedding, whole along one dim."""
+
+from mindformers_core.operators.dims import as_dim, dim_names, dim_sizes
+from mindformers_core.operators.elementwise import elementwise
+from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.signature import Signature
+
+__all__ = []
+
+
+@register_operator("Swiglu", "GLU")
+def gated(x, dim=-1):
+    """One half of `dim` times a function of the other: the halves of a shard are not shards of the halves."""
+    place, names = as_dim(dim, x.ndim), dim_names(x)
+    if x.shape[place] % 2:
+        raise ValueError(f"dim {place} of {x.shape} can't be halved")
+    output = (*names[:place], ("half",), *names[place + 1 :])
+    sizes = dim_sizes(x) | {"half": x.shape[place] // 2}
+    return Signature((names,), (output,), sizes, whole=frozenset(names[place]))
+
+
+@register_operator("RotaryPositionEmbedding")
+def rotary_embedding(x, cos, sin, mode=0):
+    """Pairs of elements of the last dim, rotated by angles that are broadcast to `x`: linear in `x`."""
+    plain = elementwise(x, cos, sin)
+    if plain.outputs != (dim_names(x),) or any(angle.shape[-1] != x.shape[-1] for angle in (cos, sin)):
+        raise ValueError(f"angles {cos.shape} and {sin.shape} don't fit {x.shape}")
+    return Signature(plain.inputs, plain.outputs, plain.sizes, whole=frozenset({f"d{x.ndim - 1}"}), linear=({0},))

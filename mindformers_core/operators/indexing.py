@@ -1,0 +1,178 @@
+"""Rules of operators that look up, order, accumulate or mask by position along a dim."""
+
+from mindformers_core.operators.dims import as_dim, as_dims, dim_names, dim_sizes, integers, plain_names
+from mindformers_core.operators.elementwise import keeps_digits, tensors_in
+from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.signature import Signature
+
+__all__ = []
+
+
+def _lookup(params, indices, dim, batch_dims, algorithm):
+    """Rows of `params` along `dim` by number. A shard finds zero for rows that it doesn't hold, and shards add up."""
+    place, batch = as_dim(dim, params.ndim), batch_dims + indices.ndim * (batch_dims < 0)
+    if not 0 <= batch <= min(place, indices.ndim) or params.shape[:batch] != indices.shape[:batch]:
+        where = f"indices {indices.shape} in dim {place} of {params.shape}"
+        raise ValueError(f"batch_dims={batch_dims} doesn't fit a lookup of {where}")
+    rows = dim_names(params)
+    looked_up = (*rows[:batch], *dim_names(indices, "i")[batch:])
+    output = (*rows[:place], *looked_up[batch:], *rows[place + 1 :])
+    return (rows, looked_up), output, dim_sizes(params) | dim_sizes(indices, "i"), _summed(rows[place][0], algorithm)
+
+
+def _summed(factor, algorithm):
+    """What a `Signature` says of a factor that is looked up in: mask what isn't here, and add up."""
+    if algorithm is None:
+        return {"whole": frozenset({factor})}
+    return {"reduced": {factor: "sum"}, "distributed": {factor: algorithm}}
+
+
+@register_operator("Gather")
+def gather(params, input_indices, axis, batch_dims=0, localize=None):
+    """`params` at `input_indices` along `axis`."""
+    inputs, output, sizes, more = _lookup(params, input_indices, axis, batch_dims, "gather")
+    return Signature(inputs, (output,), sizes, linear=({0},), localize=localize, **more)
+
+
+@register_operator("DeprecatedGather")
+def gather_method(x, input_indices, axis, batch_dims=0):
+    """`x.gather(indices, axis)`, whose arguments may come by name."""
+    return gather(x, input_indices, axis, batch_dims, _positional(x, input_indices, axis, batch_dims))
+
+
+def _positional(*arguments):
+    """Localizes to these arguments, in the places where an algorithm finds them."""
+    return lambda args, shapes: arguments
+
+
+@register_operator("IndexSelect", "DeprecatedIndexSelect")
+def index_select(x, dim=None, index=None, axis=None):
+    """`x` at the positions of a 1-D `index` along `dim`."""
+    dim = dim if axis is None else axis
+    if index is None or index.ndim != 1:
+        raise ValueError(f"index_select takes a 1-D index, not {index!r}")
+    inputs, output, sizes, more = _lookup(x, index, dim, 0, "index_select")
+    return Signature(inputs, (output,), sizes, linear=({0},), localize=_positional(x, dim, index), **more)
+
+
+@register_operator("DeprecatedTake")
+def take(x, indices, axis=None, mode="clip"):
+    """`x` at `indices` along `axis`, by NumPy's rules for indices out of range, so with all of the dim at hand."""
+    if axis is None:
+        names, found = dim_names(x), dim_names(indices, "i")
+        sizes = dim_sizes(x) | dim_sizes(indices, "i")
+        return Signature((names, found), (found,), sizes, whole=frozenset(dim_sizes(x)), linear=({0},))
+    inputs, output, sizes, more = _lookup(x, indices, axis, 0, None)
+    return Signature(inputs, (output,), sizes, linear=({0},), **more)
+
+
+@register_operator("GatherD", "GatherElements")
+def gather_elements(x, dim, index):
+    """`out[i][j] = x[i][index[i][j]]` for `dim` 1: the other dims go together where they have the same size."""
+    place = as_dim(dim, x.ndim)
+    if index.ndim != x.ndim:
+        raise ValueError(f"index {index.shape} needs as many dims as the tensor {x.shape}")
+    names, found, sizes, whole = list(dim_names(x)), list(dim_names(x)), dim_sizes(x), set()
+    for other, size in enumerate(index.shape):
+        if other != place and size > x.shape[other]:
+            raise ValueError(f"index {index.shape} is larger than {x.shape} in dim {other}")
+        if other == place or size != x.shape[other]:
+            found[other] = (f"i{other}",)
+            sizes[f"i{other}"] = size
+            whole |= {f"d{other}", f"i{other}"} if other != place else set()
+    more = _summed(names[place][0], "gather_elements")
+    inputs = tuple(names), tuple(found)
+    more |= {"whole": frozenset(whole), "linear": ({0},), "localize": _positional(x, dim, index)}
+    return Signature(inputs, (tuple(found),), sizes, **more)
+
+
+@register_operator("GatherNd")
+def gather_nd(x, indices):
+    """`x` at coordinates, of which the last dim of `indices` holds as many as there are."""
+    depth = indices.shape[-1] if indices.ndim else 0
+    if not 1 <= depth <= x.ndim:
+        raise ValueError(f"indices {indices.shape} hold coordinates of {depth} dims, but the tensor is {x.shape}")
+    names, found = dim_names(x), dim_names(indices, "i")
+    whole = frozenset(factor for factors in (*names[:depth], found[-1]) for factor in factors)
+    sizes = dim_sizes(x) | dim_sizes(indices, "i")
+    return Signature((names, found), ((*found[:-1], *names[depth:]),), sizes, whole=whole, linear=({0},))
+
+
+@register_operator("Embedding")
+def embedding(indices, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False):
+    """Rows of `weight` by number. With a padding row, whose gradient is left out, the vocabulary is whole."""
+    if max_norm is not None or scale_grad_by_freq:
+        raise ValueError("max_norm and scale_grad_by_freq are not available for a distributed embedding")
+    if weight.ndim != 2:
+        raise ValueError(f"an embedding's weight has 2 dims, not {weight.shape}")
+    found, sizes = dim_names(indices, "i"), dim_sizes(indices, "i") | {"v": weight.shape[0], "h": weight.shape[1]}
+    more = _summed("v", "embedding" if padding_idx is None else None)
+    return Signature((found, (("v",), ("h",))), ((*found, ("h",)),), sizes, linear=({1},), **more)
+
+
+@register_operator("OneHot", "OneHotExt")
+def one_hot(indices, depth, on_value=1, off_value=0, axis=-1):
+    """A new dim at `axis`, in which position `indices` is on."""
+    if integers((depth,), "a depth")[0] < 0:
+        raise ValueError("the number of classes must be given: it can't follow from distributed indices")
+    names = dim_names(indices)
+    place = as_dim(axis, indices.ndim + 1)
+    values = tuple(dim_names(value, "v") for value in tensors_in((on_value, off_value)))
+    output = (*names[:place], ("depth",), *names[place:])
+    sizes = dim_sizes(indices) | {"depth": depth}
+    return Signature((names, *values), (output,), sizes)
+
+
+def _whole_along(x, dims, outputs=1, resized=None, linear=()):
+    """`x` by its dims, those in `dims` whole, and in the outputs of size `resized` if that is given."""
+    names, sizes = dim_names(x), dim_sizes(x)
+    output = names
+    if resized is not None:
+        sizes["taken"] = resized
+        output = tuple(("taken",) if dim in dims else name for dim, name in enumerate(names))
+    whole = frozenset(names[dim][0] for dim in dims)
+    return Signature((names,), (output,) * outputs, sizes, whole=whole, linear=linear)
+
+
+@register_operator("TopK", "TopkExt")
+def top_k(x, k, dim=-1, largest=True, sorted=True):
+    """The `k` largest along `dim`, and their positions."""
+    place = as_dim(dim, x.ndim)
+    if not 0 <= integers((k,), "k")[0] <= x.shape[place]:
+        raise ValueError(f"k={k} is more than dim {place} of {x.shape} has")
+    return _whole_along(x, (place,), outputs=2, resized=k)
+
+
+@register_operator("Sort", "SortExt")
+def sort(x, dim=-1, descending=False, stable=False, axis=None):
+    """Values in order along `dim`, and their positions."""
+    return _whole_along(x, (as_dim(dim if axis is None else axis, x.ndim),), outputs=2)
+
+
+@register_operator("ArgSort")
+def arg_sort(x, dim=-1, descending=False, stable=False):
+    """Positions in order of value along `dim`."""
+    return _whole_along(x, (as_dim(dim, x.ndim),))
+
+
+@register_operator("CumSum", "CumsumExt", "DeprecatedCumsum")
+def cumulative_sum(x, *args, **named):
+    """Sums of all elements up to each along a dim."""
+    plain = dict(zip(("dim", "dtype"), args)) | plain_names(named)
+    dtype = plain.get("dtype")
+    passes = dtype is None or isinstance(dtype, bool) or keeps_digits(dtype)  # a bool is CumSum's `exclusive`
+    return _whole_along(x, (as_dim(plain.get("dim"), x.ndim),), linear=({0},) if passes else ())
+
+
+@register_operator("CumProd")
+def cumulative_product(x, dim, *_):
+    """Products of all elements up to each along `dim`."""
+    return _whole_along(x, (as_dim(dim, x.ndim),))
+
+
+@register_operator("Triu", "Tril", "TrilExt")
+def triangle(x, diagonal=0):
+    """Zero below, or above, a diagonal of the last two dims."""
+    if x.ndim < 2:
+        raise ValueError(f"a triangle needs 2 dims, not {x.shape}")
+    return _whole_along(x, as_dims((-2, -1), x.ndim), linear=({0},))

@@ -1,0 +1,96 @@
+"""Rules of operators that join tensors along a dim, or take one apart. The dim in question is whole; all are linear."""
+
+from mindformers_core.operators.dims import along, as_dim, dim_names, dim_sizes
+from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.signature import Signature
+
+__all__ = []
+
+
+def _check_alike(tensors, but=None):
+    """Raise `ValueError` where shapes differ, save in dim `but`."""
+    if not isinstance(tensors, (tuple, list)) or not tensors:
+        raise TypeError(f"a tuple or list of tensors is needed, not {tensors!r}")
+    first = tensors[0]
+    for number, other in enumerate(tensors):
+        differ = [dim for dim, sizes in enumerate(zip(first.shape, other.shape)) if sizes[0] != sizes[1] and dim != but]
+        if other.ndim != first.ndim or differ:
+            where = f" in dim {differ[0]}" if other.ndim == first.ndim else ""
+            raise ValueError(f"tensor 0 has shape {first.shape} and tensor {number} {other.shape}: they differ{where}")
+
+
+@register_operator("Concat")
+def concat(tensors, dim=0, axis=None):
+    """Tensors one behind the other along `dim`. Slices of a joined dim are no joined slices, hence whole."""
+    _check_alike(tensors[:1])
+    place = as_dim(dim if axis is None else axis, tensors[0].ndim)
+    _check_alike(tensors, place)
+    names, sizes = dim_names(tensors[0]), dim_sizes(tensors[0])
+    inputs = [(*names[:place], (f"part{number}",), *names[place + 1 :]) for number in range(len(tensors))]
+    parts = {f"part{number}": tensor.shape[place] for number, tensor in enumerate(tensors)}
+    sizes = sizes | parts | {f"d{place}": sum(parts.values())}
+    return Signature(tuple(inputs), (names,), sizes, whole=frozenset(parts), linear=(set(range(len(tensors))),))
+
+
+@register_operator("Stack", "StackExt")
+def stack(tensors, dim=0, axis=None):
+    """Tensors side by side along a new dim."""
+    _check_alike(tensors)
+    names = dim_names(tensors[0])
+    place = as_dim(dim if axis is None else axis, len(names) + 1)
+    sizes = dim_sizes(tensors[0]) | {"number": len(tensors)}
+    output = (*names[:place], ("number",), *names[place:])
+    return Signature((names,) * len(tensors), (output,), sizes, linear=(set(range(len(tensors))),))
+
+
+def _split(x, dim, lengths):
+    """`x` cut into pieces of these lengths along `dim`."""
+    factor, names = along(x, dim), dim_names(x)
+    place = names.index((factor,))
+    if sum(lengths) != x.shape[place] or any(length < 0 for length in lengths):
+        raise ValueError(f"pieces of {list(lengths)} don't make up dim {place} of {x.shape}")
+    sizes = dim_sizes(x) | {f"part{number}": length for number, length in enumerate(lengths)}
+    outputs = tuple((*names[:place], (f"part{number}",), *names[place + 1 :]) for number in range(len(lengths)))
+    return Signature((names,), outputs, sizes, whole=frozenset({factor}), linear=({0},))
+
+
+def _pieces(x, dim, length):
+    """Lengths of pieces of `length`, the last one perhaps shorter."""
+    size = x.shape[as_dim(dim, x.ndim)]
+    if length < 1:
+        raise ValueError(f"pieces of length {length}: at least 1")
+    return [min(length, size - start) for start in range(0, size, length)] or [0]
+
+
+@register_operator("Split")
+def split_evenly(x, dim=0, output_num=1, axis=None):
+    """`output_num` equal pieces."""
+    dim = dim if axis is None else axis
+    size = x.shape[as_dim(dim, x.ndim)]
+    if output_num < 1 or size % output_num:
+        raise ValueError(f"dim {dim} of {x.shape} has size {size}, which {output_num} equal pieces don't make up")
+    return _split(x, dim, [size // output_num] * output_num)
+
+
+@register_operator("SplitTensor", "SplitTensorView", "SplitWithSize", "SplitWithSizeView", "DeprecatedSplit")
+def split(x, split_size, dim=0, axis=None):
+    """Pieces of the length, or of the lengths, given."""
+    dim = dim if axis is None else axis
+    return _split(x, dim, split_size if isinstance(split_size, (tuple, list)) else _pieces(x, dim, split_size))
+
+
+@register_operator("Chunk", "ChunkView")
+def chunk(x, chunks, dim=0):
+    """At most `chunks` pieces, equal save for the last."""
+    if chunks < 1:
+        raise ValueError(f"{chunks} chunks: at least 1")
+    return _split(x, dim, _pieces(x, dim, max(1, -(-x.shape[as_dim(dim, x.ndim)] // chunks))))
+
+
+@register_operator("Unstack", "UnstackExt", "UnstackExtView")
+def unstack(x, dim=0, axis=None, num=None):
+    """One output for every index of a dim, without that dim."""
+    factor, names = along(x, dim if axis is None else axis), dim_names(x)
+    sizes = dim_sizes(x)
+    output = tuple(name for name in names if name != (factor,))
+    return Signature((names,), (output,) * sizes[factor], sizes, whole=frozenset({factor}), linear=({0},))

@@ -1,0 +1,107 @@
+"""Rules of the matmul family, by one equation notation: `contraction("b m k, b k n -> b m n", …)`."""
+
+from mindformers_core.operators.elementwise import broadcast_shape
+from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.signature import Signature
+
+__all__ = ["contraction"]
+
+
+def contraction(equation, *tensors, linear=None, added=()):
+    """The `Signature` of a tensor contraction.
+
+    Args:
+        equation: factors of every input's dims and, behind `->`, of the output's, separated by spaces; a factor that
+            the output lacks is summed over. `1` is a dim of size 1 that is broadcast.
+        tensors: a `TensorMeta` for every input.
+        linear: groups of inputs through which partial sums pass; default: each one alone (multilinear).
+        added: inputs that are added to the result.
+
+    Raises:
+        ValueError: sizes of one factor that disagree.
+    """
+    left, right = equation.split("->")
+    names = [part.split() for part in left.split(",")]
+    output = right.split()
+    sizes = {}
+    for number, (dims, tensor) in enumerate(zip(names, tensors)):
+        for dim, (name, size) in enumerate(zip(dims, tensor.shape)):
+            if name != "1" and sizes.setdefault(name, size) != size:
+                raise ValueError(
+                    f"shapes {', '.join(str(t.shape) for t in tensors)} don't fit {equation.strip()}: "
+                    f"dim {dim} of input {number} has size {size}, but '{name}' is {sizes[name]}"
+                )
+    summed = {name: "sum" for name in sizes if name not in output}
+    inputs = tuple(tuple(() if name == "1" else (name,) for name in dims) for dims in names)
+    linear = tuple({index} for index in range(len(tensors))) if linear is None else linear
+    return Signature(inputs, (tuple((name,) for name in output),), sizes, summed, linear=linear, added=added)
+
+
+def _matmul(a, b, transpose_a=False, transpose_b=False):
+    """A batched matmul as `mindspore.ops.matmul` defines it: 1-D arguments lose their dim, batch dims broadcast."""
+    if a.ndim == 0 or b.ndim == 0:
+        raise ValueError(f"shapes {a.shape} and {b.shape}: a matmul needs at least one dim on each side")
+    batch = broadcast_shape([a.shape[:-2], b.shape[:-2]])
+    last_a = "k" if a.ndim == 1 else "k m" if transpose_a else "m k"
+    last_b = "k" if b.ndim == 1 else "n k" if transpose_b else "k n"
+    dims = [f"b{dim}" for dim in range(len(batch))]
+
+    def batch_dims(tensor):
+        count = max(tensor.ndim - 2, 0)
+        aligned = list(zip(dims, batch))[len(batch) - count :]
+        return " ".join(name if size == wanted else "1" for (name, wanted), size in zip(aligned, tensor.shape))
+
+    output = " ".join([*dims, *(["m"] if a.ndim > 1 else []), *(["n"] if b.ndim > 1 else [])])
+    return contraction(f"{batch_dims(a)} {last_a}, {batch_dims(b)} {last_b} -> {output}", a, b)
+
+
+@register_operator("MatMul", "BatchMatMul", "MatMulExt", "BatchMatMulExt", "Mm", "Mv", "Dot")
+def matmul(a, b, transpose_a=False, transpose_b=False):
+    """`a @ b`, either side transposed in its last two dims on request."""
+    return _matmul(a, b, transpose_a, transpose_b)
+
+
+@register_operator("DeprecatedMatmul")
+def matmul_method(x, tensor2):
+    """`x.matmul(tensor2=…)`."""
+    return _matmul(x, tensor2)
+
+
+@register_operator("Dense")
+def dense(x, weight, bias=None):
+    """`x @ weight.T + bias`."""
+    dims = " ".join(f"b{dim}" for dim in range(x.ndim - 1))
+    rows = "n" if weight.ndim == 2 else ""
+    if bias is None:
+        return contraction(f"{dims} k, {rows} k -> {dims} {rows}", x, weight)
+    equation = f"{dims} k, {rows} k, {rows} -> {dims} {rows}"
+    return contraction(equation, x, weight, bias, linear=({0, 2}, {1, 2}), added=(2,))
+
+
+@register_operator("BiasAdd")
+def bias_add(x, bias, data_format=0, *_):
+    """`x + bias` along dim 1 (NCHW, and matrices): linear in both together."""
+    if x.ndim < 2 or bias.shape != (x.shape[1],):
+        raise ValueError(f"a bias of shape {bias.shape} doesn't fit dim 1 of {x.shape}")
+    dims = " ".join("c" if dim == 1 else f"d{dim}" for dim in range(x.ndim))
+    return contraction(f"{dims}, c -> {dims}", x, bias, linear=({0, 1},))
+
+
+@register_operator("Addmm", "Baddbmm")
+def add_matmul(x, a, b, beta=1, alpha=1):
+    """`beta * x + alpha * a @ b` of matrices, or of batches of them, where `x` may be broadcast."""
+    batch = "b " if a.ndim == 3 else ""
+    output = f"{batch}m n".split()
+    shape = (*a.shape[:-1], *b.shape[-1:])
+    if a.ndim != b.ndim or a.ndim not in (2, 3) or broadcast_shape([x.shape, shape]) != shape:
+        raise ValueError(f"shapes {x.shape}, {a.shape} and {b.shape} don't fit an addition to a matmul")
+    dims = output[len(output) - x.ndim :], shape[len(shape) - x.ndim :]
+    added = " ".join(name if size == wanted else "1" for name, wanted, size in zip(*dims, x.shape))
+    equation = f"{added}, {batch}m k, {batch}k n -> {batch}m n"
+    return contraction(equation, x, a, b, linear=({0, 1}, {0, 2}), added=(0,))
+
+
+@register_operator("Outer")
+def outer(a, b):
+    """All products of the elements of two vectors."""
+    return contraction("m, n -> m n", a, b)

@@ -1,0 +1,46 @@
+"""Rules of layer norm and RMS norm: the dims that are normalised over are whole."""
+
+from mindformers_core.operators.dims import as_dim, dim_names, dim_sizes
+from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.signature import Signature
+
+__all__ = []
+
+
+def _normalised(x, start, parameters, statistics, parameter_start=None):
+    """`x` normalised over the dims from `start` on, scaled by `parameters` of the dims from `parameter_start` on.
+
+    Outputs are the result and `statistics` tensors of the shape of `x` with the normalised dims 1.
+    """
+    names = dim_names(x)
+    own = names[start if parameter_start is None else parameter_start :]
+    for parameter in parameters:
+        if parameter.shape != x.shape[x.ndim - len(own) :]:
+            raise ValueError(f"a scale of shape {parameter.shape} doesn't fit the last {len(own)} dims of {x.shape}")
+    whole = frozenset(name[0] for name in names[start:])
+    statistic = (*names[:start], *((),) * (x.ndim - start))
+    return Signature((names, *(own,) * len(parameters)), (names, *(statistic,) * statistics), dim_sizes(x), whole=whole)
+
+
+@register_operator("LayerNorm")
+def layer_norm(x, gamma, beta, begin_norm_axis=1, begin_params_axis=1, epsilon=1e-7):
+    """Layer norm over the dims from `begin_norm_axis` on: the result, mean and variance."""
+    start = as_dim(begin_norm_axis, x.ndim)
+    return _normalised(x, start, (gamma, beta), 2, as_dim(begin_params_axis, x.ndim))
+
+
+@register_operator("LayerNormExt")
+def layer_norm_shape(x, normalized_shape, weight=None, bias=None, eps=1e-5):
+    """Layer norm over the last dims, of `normalized_shape`: the result, mean and reciprocal standard deviation."""
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    if not shape or shape != x.shape[-len(shape) :]:
+        raise ValueError(f"normalized_shape {shape} is not the end of {x.shape}")
+    return _normalised(x, x.ndim - len(shape), [given for given in (weight, bias) if given is not None], 2)
+
+
+@register_operator("RmsNorm")
+def rms_norm(x, gamma, epsilon=1e-6):
+    """RMS norm over the dims of `gamma`: the result and the reciprocal root mean square."""
+    if not 1 <= gamma.ndim <= x.ndim:
+        raise ValueError(f"gamma {gamma.shape} doesn't fit the last dims of {x.shape}")
+    return _normalised(x, x.ndim - gamma.ndim, (gamma,), 1)

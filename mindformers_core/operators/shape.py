@@ -1,0 +1,234 @@
+"""Rules of operators that only move elements: reshapes, transposes, dims of size 1, repetitions. All are linear."""
+
+import math
+
+from mindformers_core.operators.dims import along, as_dim, as_dims, dim_names, dim_sizes, integers
+from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.signature import Signature, TensorMeta
+
+__all__ = ["common_factors"]
+
+_LINEAR = ({0},)
+
+
+def common_factors(source, target):
+    """Factors of two shapes of as many elements: `(source dims, target dims, sizes, whole)`, as in a `Signature`.
+
+    Read from the major end, a common divisor of the two dims that meet is a factor of both. Where they have none, the
+    dims up to the next place where the shapes agree again are whole.
+    """
+    dims = [[] for _ in source], [[] for _ in target]
+    sizes, whole = {}, set()
+
+    def enter(side, place, size):
+        name = f"f{len(sizes)}" if side is None else f"{'xy'[side]}{place}"
+        sizes[name] = size
+        for one in (0, 1) if side is None else (side,):
+            dims[one][place[one] if side is None else place].append(name)
+        whole.update(() if side is None else (name,))
+
+    rest = [list(source), list(target)]
+    at = [0, 0]
+    while any(at[side] < len(rest[side]) for side in (0, 1)):
+        ended = [side for side in (0, 1) if at[side] < len(rest[side]) and rest[side][at[side]] == 1]
+        if ended:
+            at[ended[0]] += 1
+            continue
+        first, second = rest[0][at[0]], rest[1][at[1]]
+        common = math.gcd(first, second)
+        if common > 1:
+            enter(None, tuple(at), common)
+            rest[0][at[0]], rest[1][at[1]] = first // common, second // common
+            continue
+        reached = [1, 1]
+        while reached[0] != reached[1] or reached == [1, 1]:
+            side = 0 if reached[0] <= reached[1] else 1
+            enter(side, at[side], rest[side][at[side]])
+            reached[side] *= rest[side][at[side]]
+            at[side] += 1
+    return *(tuple(map(tuple, side)) for side in dims), sizes, frozenset(whole)
+
+
+def _reshaped(x, target, localize):
+    """The `Signature` of `x` reshaped to `target`, which may hold one -1."""
+    count = math.prod(x.shape)
+    known = math.prod(size for size in target if size != -1)
+    if target.count(-1) == 1 and known and count % known == 0:
+        target = tuple(count // known if size == -1 else size for size in target)
+    if math.prod(target) != count or any(size < 0 for size in target):
+        raise ValueError(f"shape {x.shape} of {count} elements can't become {target}")
+    if count == 0:
+        names = dim_names(x), tuple((f"y{dim}",) for dim in range(len(target)))
+        sizes = dim_sizes(x) | {f"y{dim}": size for dim, size in enumerate(target)}
+        return Signature((names[0],), (names[1],), sizes, whole=frozenset(sizes), linear=_LINEAR, localize=localize)
+    source, reshaped, sizes, whole = common_factors(x.shape, target)
+    return Signature((source,), (reshaped,), sizes, whole=whole, linear=_LINEAR, localize=localize)
+
+
+def _to_output_shape(args, shapes):
+    return args[0], tuple(shapes[0])
+
+
+@register_operator("Reshape", "View")
+def reshape(x, *shape, **named):
+    """`x.reshape(2, -1)`, `reshape(x, (2, -1))`, `x.view(shape=…)`."""
+    return _reshaped(x, integers(shape or tuple(named.values()), "a shape"), _to_output_shape)
+
+
+@register_operator("ViewAs")
+def view_as(x, other):
+    """`x` in the shape of `other`, which is looked at no further."""
+    if math.prod(x.shape) != math.prod(other.shape):
+        raise ValueError(f"shape {x.shape} can't become {other.shape}")
+    source, target, sizes, whole = common_factors(x.shape, other.shape)
+    return Signature((source, target), (target,), sizes, whole=whole, linear=_LINEAR)
+
+
+@register_operator("Flatten")
+def flatten(x):
+    """All dims but the first become one."""
+    return _reshaped(x, (x.shape[0], math.prod(x.shape[1:])) if x.ndim else (1,), None)
+
+
+@register_operator("FlattenExt")
+def flatten_range(x, start_dim=0, end_dim=-1):
+    """Dims `start_dim` to `end_dim`, that one included, become one."""
+    if x.ndim == 0:
+        return _reshaped(x, (1,), None)
+    start, end = as_dim(start_dim, x.ndim), as_dim(end_dim, x.ndim)
+    if start > end:
+        raise ValueError(f"flatten from dim {start} to dim {end}: the first comes behind the last")
+    return _reshaped(x, (*x.shape[:start], math.prod(x.shape[start : end + 1]), *x.shape[end + 1 :]), None)
+
+
+def _permuted(x, order):
+    names = dim_names(x)
+    return Signature((names,), (tuple(names[dim] for dim in order),), dim_sizes(x), linear=_LINEAR)
+
+
+@register_operator("Transpose", "TransposeView", "DeprecatedTranspose")
+def transpose(x, *order, **named):
+    """The dims of `x` in another order; without one, reversed."""
+    order = integers(order or tuple(named.values()), "an order of dims") or tuple(range(x.ndim))[::-1]
+    if len(order) != x.ndim:
+        raise ValueError(f"{order} orders {len(order)} dims, but the tensor {x.shape} has {x.ndim}")
+    return _permuted(x, as_dims(order, x.ndim) if order else ())
+
+
+@register_operator("TransposeExt", "TransposeExtView")
+def swap_dims(x, dim0, dim1):
+    """Two dims change places."""
+    order = list(range(x.ndim))
+    first, second = as_dim(dim0, x.ndim), as_dim(dim1, x.ndim)
+    order[first], order[second] = second, first
+    return _permuted(x, order)
+
+
+@register_operator("TExt")
+def matrix_transpose(x):
+    """The transpose of a matrix, or of less."""
+    if x.ndim > 2:
+        raise ValueError(f"t() takes up to 2 dims, not {x.shape}: use swapaxes(-1, -2)")
+    return _permuted(x, tuple(range(x.ndim))[::-1])
+
+
+@register_operator("ExpandDims", "ExpandDimsView", "DeprecatedUnsqueeze")
+def expand_dims(x, dim=None, axis=None):
+    """A new dim of size 1 at `dim` of the result."""
+    place = as_dim(axis if dim is None else dim, x.ndim + 1)
+    names = dim_names(x)
+    return Signature((names,), ((*names[:place], (), *names[place:]),), dim_sizes(x), linear=_LINEAR)
+
+
+@register_operator("Squeeze")
+def squeeze(x, dim=None, axis=None):
+    """Drops the dims named, or all, that are of size 1.
+
+    A dim that is sharded until its local size is 1 must stay. So what is named and larger than 1 is whole, and where
+    nothing is named the local call gets the dims that the whole tensor drops.
+    """
+    given = axis if dim is None else dim
+    everything = given is None or given in ((), [])
+    named = as_dims(given, x.ndim)
+    dropped = tuple(place for place in named if x.shape[place] == 1)
+    names = dim_names(x)
+    output = tuple(name for place, name in enumerate(names) if place not in dropped)
+    kept = () if everything and dropped else [names[place][0] for place in named if place not in dropped]
+    localize = (lambda args, shapes: (args[0], dropped)) if everything and dropped else None
+    return Signature((names,), (output,), dim_sizes(x), whole=frozenset(kept), linear=_LINEAR, localize=localize)
+
+
+def _broadcast(x, target):
+    """Factors of `x` and of the `target` shape that it is broadcast to, and their sizes."""
+    new = len(target) - x.ndim
+    if new < 0:
+        raise ValueError(f"shape {x.shape} can't be broadcast to {target}, which has fewer dims")
+    target = tuple(x.shape[dim - new] if size == -1 and dim >= new else size for dim, size in enumerate(target))
+    for size, wanted in zip(x.shape, target[new:]):
+        if size not in (1, wanted):
+            raise ValueError(f"shape {x.shape} can't be broadcast to {target}: size {size} meets {wanted}")
+    output = tuple((f"d{dim}",) for dim in range(len(target)))
+    source = tuple(() if size == 1 else output[dim + new] for dim, size in enumerate(x.shape))
+    if any(size < 0 for size in target):
+        raise ValueError(f"shape {x.shape} can't be broadcast to {target}: a new dim needs its size")
+    return source, output, {f"d{dim}": size for dim, size in enumerate(target)}
+
+
+@register_operator("BroadcastTo", "BroadcastToView")
+def broadcast_to(x, *shape, **named):
+    """`x` repeated along dims of size 1 and new leading dims; -1 keeps a dim."""
+    source, output, sizes = _broadcast(x, integers(shape or tuple(named.values()), "a shape"))
+    return Signature((source,), (output,), sizes, linear=_LINEAR, localize=_to_output_shape)
+
+
+@register_operator("ExpandAs")
+def expand_as(x, other):
+    """`x` broadcast to the shape of `other`, which is looked at no further."""
+    source, output, sizes = _broadcast(x, other.shape)
+    return Signature((source, output), (output,), sizes, linear=_LINEAR)
+
+
+@register_operator("Tile", "Repeat")
+def tile(x, *counts, **named):
+    """The whole tensor several times in a row, along each dim. A repeated dim is minor to its repetitions: no cut."""
+    counts = integers(counts or tuple(named.values()), "a number of repetitions")
+    counts = (1,) * (x.ndim - len(counts)) + counts
+    names, sizes = dim_names(x), dim_sizes(x)
+    output = []
+    for place, (name, count) in enumerate(zip(((),) * (len(counts) - x.ndim) + names, counts)):
+        if count < 1:
+            raise ValueError(f"{counts} repeats dim {place} {count} times: at least once")
+        sizes[f"r{place}"] = count
+        output.append((f"r{place}", *name) if count > 1 else name)
+    return Signature((names,), (tuple(output),), sizes, linear=_LINEAR)
+
+
+@register_operator("RepeatInterleaveInt", "DeprecatedRepeatInterleave")
+def repeat_interleave(x, repeats, dim=None, output_size=None):
+    """Every element several times in a row, along `dim` or in the flattened tensor: `dim` is major, and may be cut."""
+    if isinstance(repeats, (TensorMeta, tuple, list)):
+        raise ValueError(f"repeats={repeats!r}: only one number of repetitions for all elements is available")
+    (count,) = integers((repeats,), "a number of repetitions")
+    names, sizes = dim_names(x), dim_sizes(x) | {"r": count}
+    repeated = (*(factor for name in names for factor in name), "r")
+    if dim is not None:
+        place = names.index((along(x, dim),))
+        output = (*names[:place], (*names[place], "r"), *names[place + 1 :])
+    return Signature((names,), ((repeated,) if dim is None else output,), sizes, linear=_LINEAR)
+
+
+def _reordered_within(x, dims):
+    names = dim_names(x)
+    return Signature((names,), (names,), dim_sizes(x), whole=frozenset(names[dim][0] for dim in dims), linear=_LINEAR)
+
+
+@register_operator("ReverseV2")
+def flip(x, dims=None, axis=None):
+    """Elements in reverse order along `dims`."""
+    return _reordered_within(x, as_dims(axis if dims is None else dims, x.ndim))
+
+
+@register_operator("Roll")
+def roll(x, shifts, dims=None):
+    """Elements shifted along `dims`, around the end; without dims, in the flattened tensor."""
+    return _reordered_within(x, as_dims(dims, x.ndim))

@@ -1,0 +1,88 @@
+"""What an operator does to layouts, as data: a factor mapping. Pure Python.
+
+Every tensor dim of an operator's inputs and outputs is named by a *factor* (`m`, `k`, `n` of a matmul), and the
+operator may be computed shard by shard along any factor. A dim that merges several factors, as in a reshape, lists them
+major to minor. The notation follows OpenXLA Shardy's sharding rules; the linearity classes follow PyTorch DTensor's
+tables of pointwise operators.
+"""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+__all__ = ["Signature", "TensorMeta", "tensor_meta", "is_float"]
+
+
+class TensorMeta:
+    """Global shape, dtype name and layout of a tensor, without data. Interned by `tensor_meta`, so compare by identity.
+
+    Rules get one in the place of every tensor argument, and look at `shape` and `dtype` only. A `constant` has no
+    gradient, and neither has a tensor whose dtype is not a floating one: it needs no varying mark.
+    """
+
+    __slots__ = ("shape", "dtype", "layout", "local_shape", "constant", "differentiable")
+
+    def __init__(self, shape, dtype, layout, constant):
+        self.shape = shape
+        self.dtype = dtype
+        self.layout = layout
+        self.local_shape = shape if layout is None else layout.local_shape(shape)
+        self.constant = constant
+        self.differentiable = is_float(dtype) and not constant
+
+    @property
+    def ndim(self):
+        """Number of tensor dims."""
+        return len(self.shape)
+
+    def __repr__(self):
+        return f"{self.dtype}{list(self.shape)}{self.layout if self.layout is not None else ''}"
+
+
+@lru_cache(maxsize=None)
+def tensor_meta(shape, dtype, layout=None, constant=False):
+    """The one `TensorMeta` of a global shape, a dtype name (`"float32"`), a `Layout`, and whether it is a constant.
+
+    Raises:
+        ValueError: the layout doesn't fit the shape.
+    """
+    return TensorMeta(shape, dtype, layout, constant)
+
+
+def is_float(dtype):
+    """Whether this dtype name is that of a floating type (real or complex)."""
+    return "float" in dtype or "complex" in dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Signature:
+    """How the dims of one operator call's tensors hang together.
+
+    Attributes:
+        inputs: for every tensor input (in order of appearance in the arguments) and every dim a tuple of factor
+            names, major to minor; `()` for a dim that is broadcast or has size 1.
+        outputs: likewise for every output.
+        sizes: size of every factor.
+        reduced: factors that no output has, with the operation (`"sum"`, …) that combines the shards' results: where such
+            a factor is sharded, the outputs are partial.
+        whole: factors along which the operator can't be cut.
+        linear: groups of inputs. Partial sums may pass through the operator where they come in through all inputs of
+            one group (a replicated member is turned into a partial first): `({0, 1},)` for an addition,
+            `({0}, {1})` for a product, which is linear in one argument at a time.
+        added: inputs that are added to a reduced result (a bias): where a reduced factor is cut they become partial terms.
+        distributed: factors along which a cut needs an algorithm of its own, with its name: it then runs in the
+            operator's place. A factor that is in neither an output nor `reduced` is whole again in the result.
+        run: name of an algorithm that always runs in the operator's place.
+        localize: `(arguments, local_output_shapes) -> arguments` where an argument depends on shapes (a reshape's target). It gets
+            positional arguments followed by the values of named ones, and returns positional ones only.
+    """
+
+    inputs: tuple
+    outputs: tuple
+    sizes: dict
+    reduced: dict = field(default_factory=dict)
+    whole: frozenset = frozenset()
+    linear: tuple = ()
+    added: tuple = ()
+    distributed: dict = field(default_factory=dict)
+    run: str | None = None
+    localize: object = None

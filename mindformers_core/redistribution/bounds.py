@@ -1,0 +1,67 @@
+"""A lower bound of what is left to pay in the search for a plan, so that it needn't look everywhere (A*). Pure Python.
+
+What a plan does to one axis is a way through that axis's own marks, and has a least cost. Over several axes, what is
+paid for hops and bytes adds up even where one collective does the work of many: a ring over the joint group is no
+shorter than its parts. Starting a collective is paid once for all its axes, so of that only the dearest way counts.
+"""
+
+from dataclasses import replace
+from functools import cache
+from math import inf
+
+from mindformers_core.redistribution.cost import Link
+from mindformers_core.redistribution.moves import REPLICATE, SHARD, VARYING
+from mindformers_core.redistribution.steps import EXTREMES, STEP_KINDS
+
+__all__ = ["lower_bound"]
+
+OTHER_DIM = "other dim"
+
+
+def lower_bound(space, goal, model):
+    """A function from a state of `space` to seconds that no plan from there to state `goal` costs less than."""
+    starts = replace(model, link=Link(0.0, inf), axis_links=())
+    travel = replace(model, launch=0.0)
+    least_starts = [_least(space, axis, mark, starts) for axis, mark in zip(space.axes, goal[1])]
+    least_travel = [_least(space, axis, mark, travel) for axis, mark in zip(space.axes, goal[1])]
+    goal_dims = {axis: dim for dim, axes in enumerate(goal[0]) for axis in axes}
+
+    @cache
+    def bound(marks):
+        return max(map(dict.get, least_starts, marks)) + sum(map(dict.get, least_travel, marks))
+
+    def left(state):
+        away = {axis for dim, axes in enumerate(state[0]) for axis in axes if goal_dims.get(axis, dim) != dim}
+        return bound(tuple([OTHER_DIM if axis in away else mark for axis, mark in zip(space.axes, state[1])]))
+
+    return left
+
+
+def _least(space, axis, goal_mark, model):
+    """For every mark of `axis` the least that its way to `goal_mark` costs; `OTHER_DIM` is sharded, but elsewhere."""
+    edges = list(_edges(space, axis, model))
+    least = {goal_mark: 0.0}
+    for _ in range(len(space.ops) + 4):
+        for before, after, seconds in edges:
+            if after in least:
+                least[before] = min(least.get(before, inf), least[after] + seconds)
+    return least
+
+
+def _edges(space, axis, model):
+    """`(mark before, mark after, seconds)` for every step on this axis alone, on the least that others may leave of it.
+
+    A step from dim to dim may take all axes along for the price of one, so that each bears its part only.
+    """
+    marks = {"shard": (SHARD, OTHER_DIM), "replicate": (REPLICATE,), "varying": (VARYING,), "partial": space.ops}
+    size, parts = space.sizes[axis], space.size(space.axes)
+    for kind, row in STEP_KINDS.items():
+        moves_dims = row.source == row.target
+        for before in marks[row.source]:
+            for after in marks[row.target]:
+                op = next((mark for mark in (before, after) if mark in space.ops), None)
+                if before != after and not (kind == "all_reduce_varying" and op in EXTREMES):
+                    (fixed, per_byte), (back_fixed, back_per_byte) = model.step_rates(kind, op, (axis,), size)
+                    whole = space.whole // parts if moves_dims else space.whole * size // parts
+                    share = len(space.axes) if moves_dims and not model.launch else 1
+                    yield before, after, (fixed + back_fixed + (per_byte + back_per_byte) * whole) / share

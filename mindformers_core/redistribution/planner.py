@@ -1,0 +1,215 @@
+"""The cheapest sequence of steps from one layout to another: Dijkstra's search over layouts. Pure Python.
+
+A plan communicates only over axes that *move*: whose placement changes, or that cut a dim below an axis that moves.
+Ranks along other axes never wait for each other. Among the plans that keep to this, forward and backward cost together
+are least: training pays for both.
+"""
+
+import heapq
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from math import prod
+
+from mindformers_core.layout import Layout
+from mindformers_core.mesh import nearest
+from mindformers_core.redistribution.bounds import lower_bound
+from mindformers_core.redistribution.cost import CPU, CostModel
+from mindformers_core.redistribution.moves import REPLICATE, SHARD, VARYING, compatible, moves
+from mindformers_core.redistribution.space import SearchSpace
+from mindformers_core.redistribution.steps import STEP_KINDS, Step
+
+__all__ = ["Plan", "plan_redistribution"]
+
+ITEM_SIZES = {
+    "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2, "int32": 4, "uint32": 4,
+    "float32": 4, "int64": 8, "uint64": 8, "float64": 8, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+# What every step costs in the search over and above its collectives, in seconds: of equal plans the shorter wins.
+PER_STEP = 1e-12
+
+# The step that takes the only moving axis from one mark to another, where nothing can be cheaper. Most other pairs
+# take two steps; a max that all need may be reduced at once, or scattered and gathered (its gradient then costs less).
+DIRECT = {
+    (SHARD, SHARD): "all_to_all",
+    (SHARD, REPLICATE): "all_gather",
+    (SHARD, VARYING): "all_gather_varying",
+    (SHARD, "sum"): "pad",
+    (REPLICATE, SHARD): "slice",
+    (REPLICATE, VARYING): "mark_varying",
+    (VARYING, SHARD): "slice_varying",
+    (VARYING, REPLICATE): "unmark_varying",
+    (VARYING, "sum"): "to_partial_varying",
+    ("sum", VARYING): "all_reduce_varying",
+    ("avg", VARYING): "all_reduce_varying",
+    **{(REPLICATE, op): "to_partial" for op in ("sum", "avg", "max", "min")},
+    **{(op, REPLICATE): "all_reduce" for op in ("sum", "avg")},
+    **{(op, SHARD): "reduce_scatter" for op in ("sum", "avg", "max", "min")},
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sequence of steps; `str()` shows one a line.
+
+    Attributes:
+        source: layout before.
+        target: layout after.
+        steps: tuple of `Step`; empty where the layouts are equal.
+        forward_cost: seconds that the cost model gives for the forward collectives.
+        backward_cost: the same for the gradient.
+    """
+
+    source: Layout
+    target: Layout
+    steps: tuple
+    forward_cost: float
+    backward_cost: float
+
+    @property
+    def cost(self):
+        """Seconds, forward and backward together: what the planner minimises."""
+        return self.forward_cost + self.backward_cost
+
+    def __str__(self):
+        return "\n".join(str(step) for step in self.steps) or f"nothing to do: {self.source}"
+
+
+def plan_redistribution(source, target, shape, dtype, cost_model=CPU):
+    """The cheapest plan that takes a tensor from layout `source` to layout `target`. Plans are remembered.
+
+    All ranks of the mesh get the same plan. Partial placements on several axes are reduced in any order, so those that
+    don't commute (`max` beside `sum`) may not stand in one layout.
+
+    Args:
+        source: the `Layout` before.
+        target: the `Layout` after, on the same mesh and of as many dims.
+        shape: shape of the global tensor.
+        dtype: name of the element type ("float32", "bfloat16", …), or an element's size in bytes.
+        cost_model: a `CostModel`; default `CPU`.
+
+    Returns:
+        A `Plan`, without steps where the layouts are equal.
+
+    Raises:
+        TypeError: a layout or cost model of another type.
+        ValueError: layouts on two meshes or of different numbers of dims; a dim that its axes don't divide; an
+            unknown dtype; partial placements that don't commute.
+    """
+    return _plan(source, target, tuple(shape), _item_size(dtype), cost_model)
+
+
+def _item_size(dtype):
+    if isinstance(dtype, int) and not isinstance(dtype, bool) and dtype > 0:
+        return dtype
+    name = str(dtype).lower()
+    if name not in ITEM_SIZES:
+        known = ", ".join(ITEM_SIZES)
+        raise ValueError(f"unknown dtype {dtype!r}{nearest(name, ITEM_SIZES)}: use a size in bytes, or one of {known}")
+    return ITEM_SIZES[name]
+
+
+@lru_cache(maxsize=65536)
+def _plan(source, target, shape, itemsize, model):
+    _check(source, target, shape, model)
+    if source == target:
+        return Plan(source, target, (), 0.0, 0.0)
+    space = SearchSpace(source, target, shape, itemsize)
+    start, goal = space.state(source), space.state(target)
+    path = _direct(start, goal, space) or _search(start, goal, space, model)
+    steps, layout = [], source
+    for *what, state in path:
+        after = space.layout(*state)
+        steps.append(Step(*what, layout, after, layout.local_shape(shape), itemsize))
+        layout = after
+    costs = [_step_seconds(step, model) for step in steps]
+    return Plan(source, target, tuple(steps), sum(cost[0] for cost in costs), sum(cost[1] for cost in costs))
+
+
+def _check(source, target, shape, model):
+    for name, layout in (("source", source), ("target", target)):
+        if not isinstance(layout, Layout):
+            raise TypeError(f"{name} layout {layout!r} is no Layout: bind it to a mesh first, with bind_layout")
+    if not isinstance(model, CostModel):
+        raise TypeError(f"cost_model {model!r} is no CostModel: use CPU, GPU, ASCEND, or one made from these")
+    if source.mesh != target.mesh:
+        raise ValueError(f"can't redistribute from {source!r} to {target!r}: both should be on one mesh")
+    if source.ndim != target.ndim:
+        raise ValueError(
+            f"can't redistribute from {source!r}, of {source.ndim} dims, to {target!r}, of {target.ndim}: both should "
+            f"place the dims of shape {shape}"
+        )
+    for name, layout in (("source", source), ("target", target)):
+        layout.local_shape(shape, f"redistribution {name}")
+        if not compatible(op for _, op in layout.partial):
+            raise ValueError(
+                f"{name} layout {layout!r} mixes partial placements that don't commute: reduce all but one kind first "
+                "(sum and avg may stand together; max and min only alone)"
+            )
+
+
+def _direct(start, goal, space):
+    """The path of one step where one axis moves: no other sequence for one axis is cheaper, whatever its link."""
+    if len(space.axes) > 1:
+        return None
+    (dims, (mark,)), (to_dims, (to_mark,)) = start, goal
+    kind = DIRECT.get((mark, to_mark))
+    if kind is None:
+        return None
+    dim = next((place for place, axes in enumerate(dims) if axes), None)
+    to_dim = next((place for place, axes in enumerate(to_dims) if axes), None)
+    op = next((entry for entry in (mark, to_mark) if entry not in (SHARD, REPLICATE, VARYING)), None)
+    if dim is None:
+        dim, to_dim = to_dim, None
+    return [(kind, space.axes, dim, to_dim, op, goal)]
+
+
+def _search(start, goal, space, model):
+    """The cheapest path of moves from `start` to `goal`, by Dijkstra's algorithm with bounds (A*).
+
+    Ties go to fewer steps, and then to the move that `moves` yields first, which is the same on all ranks.
+    """
+    rate = lru_cache(maxsize=None)(lambda kind, op, axes: _rate(kind, op, axes, space, model))
+    local_bytes, left = lru_cache(maxsize=None)(space.local_bytes), lower_bound(space, goal, model)
+    order = count()
+    best, came_from = {start: 0.0}, {}
+    queue = [(0.0, next(order), 0.0, start)]
+    while queue:
+        _, _, paid, state = heapq.heappop(queue)
+        if state == goal:
+            return _path(came_from, start, goal)
+        if paid > best[state]:
+            continue
+        volume = local_bytes(state[1])
+        for move in moves(space, *state):
+            kind, axes, _, _, op, after = move
+            fixed, per_byte = rate(kind, op, axes)
+            total = paid + PER_STEP + fixed + per_byte * max(volume, local_bytes(after[1]))
+            if total < best.get(after, float("inf")):
+                best[after] = total
+                came_from[after] = state, move
+                heapq.heappush(queue, (total + left(after), next(order), total, after))
+    raise AssertionError(f"no way from {start} to {goal}")
+
+
+def _rate(kind, op, axes, space, model):
+    """Seconds, and seconds for every byte, of a step: forward and backward together."""
+    forward, backward = model.step_rates(kind, op, axes, space.size(axes))
+    return forward[0] + backward[0], forward[1] + backward[1]
+
+
+def _path(came_from, start, goal):
+    path, state = [], goal
+    while state != start:
+        state, move = came_from[state]
+        path.append(move)
+    return path[::-1]
+
+
+def _step_seconds(step, model):
+    """`(forward, backward)` seconds of a step."""
+    whole = max(prod(step.shape), prod(step.output_shape)) * step.itemsize
+    return tuple(
+        model.seconds(name, step.axes, step.group_size, whole) for name in STEP_KINDS[step.kind].runs(step.op)
+    )

@@ -1,0 +1,162 @@
+"""The single steps that redistributions are made of: which placements they join, what runs forward and backward.
+
+`STEP_KINDS` is the table of the design (section 2) as data. That every forward has its own, different backward is the
+idea of Megatron-LM's *f* and *g* functions and of JAX's `pvary`, spelled out for every pair of placements.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from mindformers_core.layout import Layout
+
+__all__ = ["COLLECTIVES", "EXTREMES", "STEP_KINDS", "Step", "StepKind", "wire_bytes"]
+
+EXTREMES = ("max", "min")
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """One row of the table.
+
+    Attributes:
+        source: placement of the step's axes before: one of `shard`, `replicate`, `partial`, `varying`.
+        target: their placement after.
+        forward: the collective, or the local operation, that runs forward.
+        backward: the same for the gradient.
+        by_op: for some partial ops, `(forward, backward)` in place of these.
+    """
+
+    source: str
+    target: str
+    forward: str
+    backward: str
+    by_op: tuple = ()
+
+    def runs(self, op):
+        """`(forward, backward)` for partial `op`, or None."""
+        return dict(self.by_op).get(op, (self.forward, self.backward))
+
+
+ALL_REDUCE_BY_OP = (
+    ("avg", ("all_reduce", "scale")),
+    ("max", ("all_reduce", "all_reduce")),
+    ("min", ("all_reduce", "all_reduce")),
+)
+TO_PARTIAL_BY_OP = (
+    ("avg", ("identity", "scale")),
+    ("max", ("identity", "all_reduce")),
+    ("min", ("identity", "all_reduce")),
+)
+
+# Of local operations, "mask" keeps the group's first rank and puts zeros on the others, "pad" puts a slice into zeros,
+# "scale" multiplies or divides by the group's size, as the gradient of an average asks for.
+# A maximum sends its gradient to the ranks that hold it, in equal shares: these have to be counted, by an all-reduce.
+# A copy that became partial max collects such shares, so its gradient is their sum.
+STEP_KINDS = {
+    "slice": StepKind("replicate", "shard", "slice", "all_gather"),
+    "slice_varying": StepKind("varying", "shard", "slice", "pad"),
+    "all_gather": StepKind("shard", "replicate", "all_gather", "slice"),
+    "all_gather_varying": StepKind("shard", "varying", "all_gather", "reduce_scatter"),
+    "all_to_all": StepKind("shard", "shard", "all_to_all", "all_to_all"),
+    "permute": StepKind("shard", "shard", "permute", "permute"),
+    "all_reduce": StepKind("partial", "replicate", "all_reduce", "identity", ALL_REDUCE_BY_OP),
+    "all_reduce_varying": StepKind("partial", "varying", "all_reduce", "all_reduce"),
+    "reduce_scatter": StepKind("partial", "shard", "reduce_scatter", "all_gather"),
+    "mark_varying": StepKind("replicate", "varying", "identity", "all_reduce"),
+    "unmark_varying": StepKind("varying", "replicate", "identity", "scale"),
+    "to_partial": StepKind("replicate", "partial", "mask", "identity", TO_PARTIAL_BY_OP),
+    "to_partial_varying": StepKind("varying", "partial", "mask", "mask"),
+    "pad": StepKind("shard", "partial", "pad", "slice"),
+}
+
+# Of each collective: how often a rank sends in turn, and how many n-ths of the *larger* of its input and output leave a
+# rank of a group of n, by the ring algorithms (Thakur, Rabenseifner, Gropp 2005). What isn't here is local, and free.
+COLLECTIVES = {
+    "all_gather": (lambda n: n - 1, lambda n: n - 1),
+    "reduce_scatter": (lambda n: n - 1, lambda n: n - 1),
+    "all_reduce": (lambda n: 2 * (n - 1), lambda n: 2 * (n - 1)),
+    "all_to_all": (lambda n: n - 1, lambda n: n - 1),
+    "permute": (lambda n: 1, lambda n: n),
+}
+
+
+def wire_bytes(name, group_size, whole):
+    """Bytes that one rank sends in collective `name` over `group_size` ranks; 0 for a local operation.
+
+    Args:
+        name: a key of `COLLECTIVES`, or a local operation.
+        group_size: number of ranks in the group.
+        whole: bytes of the larger of a rank's input and output.
+    """
+    if name not in COLLECTIVES:
+        return 0
+    return -(-COLLECTIVES[name][1](group_size) * whole // group_size)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a plan: a local tensor in, a local tensor out, on every rank of the mesh.
+
+    Attributes:
+        kind: a key of `STEP_KINDS`.
+        axes: mesh axes of the joint group, major to minor.
+        dim: tensor dim that is gathered, sliced, scattered to, padded, or split from; None for others.
+        to_dim: the dim that an all_to_all shards; None for others.
+        op: `sum`, `avg`, `max` or `min` of the partial placement involved; None for others.
+        source: layout before.
+        target: layout after.
+        shape: shape of the local tensor before.
+        itemsize: bytes of one element.
+    """
+
+    kind: str
+    axes: tuple
+    dim: int | None
+    to_dim: int | None
+    op: str | None
+    source: Layout
+    target: Layout
+    shape: tuple
+    itemsize: int
+
+    @cached_property
+    def group_size(self):
+        """Number of ranks that take part together."""
+        return self.source.mesh.axis_size(*self.axes)
+
+    @cached_property
+    def output_shape(self):
+        """Shape of the local tensor after."""
+        return self.target.local_shape(self.source.global_shape(self.shape))
+
+    @property
+    def forward(self):
+        """`(name, bytes)`: what runs forward, and the bytes that a rank sends in it (0 for a local operation)."""
+        return self._traffic(STEP_KINDS[self.kind].runs(self.op)[0])
+
+    @property
+    def backward(self):
+        """`(name, bytes)`: what runs backward, and the bytes that a rank sends in it (0 for a local operation)."""
+        return self._traffic(STEP_KINDS[self.kind].runs(self.op)[1])
+
+    @property
+    def nbytes(self):
+        """Bytes that a rank sends forward."""
+        return self.forward[1]
+
+    def _traffic(self, name):
+        whole = max(_volume(self.shape), _volume(self.output_shape)) * self.itemsize
+        return name, wire_bytes(name, self.group_size, whole)
+
+    def __str__(self):
+        dims = "" if self.dim is None else f" dim {self.dim}"
+        dims += "" if self.to_dim is None else f" to dim {self.to_dim}"
+        op = "" if self.op is None else f" {self.op}"
+        return f"{self.kind}{op}{dims} over {', '.join(self.axes)}: {self.source} -> {self.target}, {self.nbytes} bytes"
+
+
+def _volume(shape):
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,113 @@
+"""What a sharded Cell does at its boundary: arriving tensors are moved to the layouts that were declared for them."""
+
+from mindspore import Tensor
+
+from mindformers_core.layout import Layout, bind_layout
+from mindformers_core.operators import tensor_meta
+from mindformers_core.tensor_parallel.dtensor import DTensor, wrap
+from mindformers_core.tensor_parallel.move import dtype_name
+
+__all__ = ["Boundary"]
+
+
+class Boundary:
+    """The declared layouts of one Cell's arguments and results.
+
+    Attributes:
+        label: how errors call the Cell.
+        mesh: the mesh of all its tensors.
+        arguments: names of the arguments of `construct`, in order.
+        inputs, outputs: declared layouts, see `Declaration`.
+        weight_axes: axes on which a parameter of this Cell or of one below it is sharded. An input that is gathered or reduced to be whole on such
+            an axis arrives *varying*: work with sharded weights differs along the axis, and so the gradient is reduced (or
+            reduce-scattered) once, where it leaves the Cell.
+        is_root: whether this is the Cell that `shard()` was called with: it takes plain tensors as this rank's parts.
+    """
+
+    def __init__(self, label, mesh, arguments, declaration, weight_axes, is_root):
+        self.label = label
+        self.mesh = mesh
+        self.arguments = arguments
+        self.inputs = declaration.inputs if declaration else {}
+        self.outputs = declaration.outputs if declaration else {}
+        self.weight_axes = weight_axes
+        self.is_root = is_root
+
+    def enter(self, args, kwargs):
+        """The arguments as `construct` gets them."""
+        if not self.inputs and not self.is_root:
+            return args, kwargs
+        args = tuple(
+            self._place(argument, self.inputs.get(name), f"input '{name}'", self._enter_tensor)
+            for name, argument in zip(self._names(len(args)), args)
+        )
+        kwargs = {name: self._place(value, self.inputs.get(name), f"input '{name}'", self._enter_tensor) for name, value in kwargs.items()}
+        return args, kwargs
+
+    def leave(self, result):
+        """The result as the caller gets it. A root's partial or varying results are reduced: loss and gradients are final."""
+        if not self.outputs and not self.is_root:
+            return result
+        if isinstance(result, dict):
+            return {key: self._place(value, self.outputs.get(key), f"output '{key}'", self._leave_tensor) for key, value in result.items()}
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        placed = [self._place(value, self.outputs.get(place), f"output {place}", self._leave_tensor) for place, value in enumerate(results)]
+        return type(result)(placed) if isinstance(result, (tuple, list)) else placed[0]
+
+    def _names(self, count):
+        return [*self.arguments, *(f"argument {place}" for place in range(len(self.arguments), count))][:count]
+
+    def _place(self, value, declared, what, place):
+        if isinstance(value, Tensor):
+            return place(value, declared, f"{what} of {self.label}")
+        if isinstance(value, (tuple, list)):
+            return type(value)([self._place(entry, declared, what, place) for entry in value])
+        if isinstance(value, dict):
+            return {key: self._place(entry, declared, what, place) for key, entry in value.items()}
+        if declared is not None and value is not None:
+            raise TypeError(f"{what} of {self.label} has a declared layout, {declared}, but is {value!r}, which is no tensor")
+        return value
+
+    def _enter_tensor(self, tensor, declared, name):
+        if not isinstance(tensor, DTensor):
+            tensor = self._adopt(tensor, declared, name)
+        elif self.is_root:
+            tensor = wrap(tensor.to_local(), tensor._meta)  # what it is moved to in this pass is kept for this pass
+        if declared is None:
+            return tensor
+        target = self._bind(declared, tensor, name)
+        marks = set(target.varying)
+        for axis in self.weight_axes:
+            changes = axis not in tensor.layout.varying and not target.partial and not _is_whole(tensor.layout, axis)
+            if changes and _is_whole(target, axis):
+                marks.add(axis)
+        marks |= {axis for axis in tensor.layout.varying if _is_whole(target, axis)}
+        return tensor.redistribute(target.replace(varying=tuple(marks)))
+
+    def _leave_tensor(self, tensor, declared, name):
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if declared is not None:
+            target = self._bind(declared, tensor, name)
+            kept = [axis for axis in tensor.layout.varying if _is_whole(target, axis)]
+            tensor = tensor.redistribute(target.replace(varying=kept))
+        if self.is_root and (tensor.layout.partial or tensor.layout.varying):
+            tensor = tensor.redistribute(tensor.layout.replace(partial=(), varying=()))
+        return tensor
+
+    def _adopt(self, tensor, declared, name):
+        """A plain tensor: at the root this rank's part of what is declared, further in a constant that all ranks have alike."""
+        layout = Layout.on(self.mesh, ((),) * tensor.ndim)
+        if self.is_root and declared is not None:
+            layout = bind_layout(declared, self.mesh, tensor.ndim, name=name)
+        shape = layout.global_shape(tensor.shape)
+        return wrap(tensor, tensor_meta(shape, dtype_name(tensor.dtype), layout, constant=not tensor._requires_grad))
+
+    def _bind(self, declared, tensor, name):
+        target = bind_layout(declared, self.mesh, tensor.ndim, tensor.layout, name)
+        target.local_shape(tensor.shape, f"{name}, which arrives as {tensor.layout},")
+        return target
+
+
+def _is_whole(layout, axis):
+    return not any(axis in axes for axes in layout.dims) and axis not in dict(layout.partial)

@@ -1,0 +1,271 @@
+"""Operators cut along a dim that they reduce or look up in: the algorithms that make the result that of one card.
+
+Each is called as `algorithm(operator, args, cut)` in the place of `operator(*args)`, where `operator` is the plain operator and `args` hold
+local tensors. It is written with differentiable moves between layouts, so that its gradient follows.
+The distributed softmax and cross-entropy are those of Megatron-LM (arXiv 1909.08053, section 3): one maximum, one sum.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from mindspore import Tensor, get_seed, ops
+from mindspore import dtype as mstype
+from mindspore.common.initializer import Uniform
+
+from mindformers_core.communication import world
+from mindformers_core.layout import Layout
+from mindformers_core.tensor_parallel.initialize import draw_slice
+from mindformers_core.tensor_parallel.move import dtype_name, move
+
+__all__ = ["ALGORITHMS", "Cut"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where an operator is cut: the axes, and the layouts and global shapes of its inputs.
+
+    Attributes:
+        mesh: the mesh.
+        axes: the axes along which the operator's own dim is cut, major to minor; empty for an algorithm that always runs.
+        layouts: the layout of every tensor input as the operator gets it.
+        shapes: the global shape of every tensor input.
+    """
+
+    mesh: object
+    axes: tuple
+    layouts: tuple
+    shapes: tuple
+
+    @cached_property
+    def count(self):
+        """Number of parts."""
+        return self.mesh.axis_size(*self.axes)
+
+    @cached_property
+    def index(self):
+        """Which part this rank has."""
+        return self.mesh.group_index(world().rank, self.axes)
+
+    def combined(self, local, op="sum", varying=False):
+        """The parts' values reduced with `op`: for consumers that are alike on all ranks, or (`varying`) that differ."""
+        dims = ((),) * local.ndim
+        whole = Layout.on(self.mesh, dims, varying=self.axes if varying else ())
+        return move(local, Layout.on(self.mesh, dims, dict.fromkeys(self.axes, op)), whole)
+
+
+def _mean(operator, args, cut):
+    """The local mean over the number of parts, so that the parts' results are terms of a sum."""
+    return operator(*args) * (1.0 / cut.count)
+
+
+def _extreme(op):
+    def algorithm(operator, args, cut):
+        """The extreme over all parts. Its gradient goes to the elements that hold it; several share it equally."""
+        x = args[0]
+        best = cut.combined(ops.stop_gradient(operator(*args)), op)
+        if "float" not in dtype_name(x.dtype):
+            return best
+        wide = ops.reshape(best, _keep_dims(x.shape, best.shape, args[1:]))
+        holds = ops.cast(ops.equal(ops.stop_gradient(x), wide), x.dtype)
+        return best + _gradient_only(x, holds, cut, args[1:], best.shape)
+
+    return algorithm
+
+
+def _keep_dims(shape, reduced_shape, arguments):
+    """The shape with the reduced dims kept as 1."""
+    if len(shape) == len(reduced_shape):
+        return tuple(reduced_shape)
+    dims = _reduced_dims(len(shape), arguments)
+    return tuple(1 if dim in dims else size for dim, size in enumerate(shape))
+
+
+def _reduced_dims(ndim, arguments):
+    given = arguments[0] if arguments else None
+    if given is None or given == ():
+        return tuple(range(ndim))
+    given = given if isinstance(given, (tuple, list)) else (given,)
+    return tuple(dim % ndim for dim in given)
+
+
+def _gradient_only(x, holds, cut, arguments, shape):
+    """Zero, with the gradient of the mean of `x` over the elements that `holds` marks in all parts."""
+    dims = _reduced_dims(x.ndim, arguments)
+    count = cut.combined(ops.sum(holds, dims))
+    return ops.reshape(ops.sum(_finite_zero(x) * holds, dims) / count, shape)
+
+
+def _arg_extreme(op):
+    def algorithm(operator, args, cut):
+        """The position of the first extreme over all parts."""
+        x, dim = args[0], args[1] if len(args) > 1 and args[1] is not None else None
+        if dim is None:
+            raise ValueError("argmax or argmin over all dims of a sharded tensor: flatten it to one dim first")
+        index = operator(*args)
+        kept = index if index.ndim == x.ndim else ops.expand_dims(index, dim)
+        value = ops.gather_elements(ops.stop_gradient(x), dim, kept)
+        return _first_position(index, ops.reshape(value, index.shape), x.shape[dim], op, cut)
+
+    return algorithm
+
+
+def _first_position(index, value, size, op, cut):
+    """The smallest global position among the parts whose value is the extreme."""
+    best = cut.combined(value, op)
+    position = ops.cast(index, mstype.int64) + cut.index * size
+    far = ops.full_like(position, cut.count * size)
+    return ops.cast(cut.combined(ops.where(ops.equal(value, best), position, far), "min"), index.dtype)
+
+
+def _extreme_with_index(op, value_first=False):
+    def algorithm(operator, args, cut):
+        """Index and value of the first extreme over all parts; the gradient goes to that element alone."""
+        size = args[0].shape[args[1]]
+        results = operator(*args)
+        index, value = reversed(results) if value_first else results
+        first = _first_position(index, ops.stop_gradient(value), size, op, cut)
+        mine = ops.cast(ops.equal(first, index + cut.index * size), value.dtype)
+        best = cut.combined(ops.stop_gradient(value), op)
+        best = best + _finite_zero(value) * mine
+        return (best, first) if value_first else (first, best)
+
+    return algorithm
+
+
+def _finite_zero(x):
+    """Zero, with the gradient of `x`: also where `x` is infinite."""
+    finite = ops.where(ops.isfinite(x), x, ops.zeros_like(x))
+    return finite - ops.stop_gradient(finite)
+
+
+def _all_or_any(op):
+    def algorithm(operator, args, cut):
+        """Whether all (`min`) or any (`max`) of the parts' answers are true."""
+        answer = ops.cast(operator(*args), mstype.int32)
+        return ops.cast(cut.combined(answer, op), mstype.bool_)
+
+    return algorithm
+
+
+def _shifted(x, dim, cut):
+    """`x` less the maximum over all parts (which needs no gradient), and the sum of its exponentials over all parts."""
+    top = cut.combined(ops.amax(ops.stop_gradient(x), dim, keepdims=True), "max")
+    shifted = x - top
+    exponentials = ops.exp(shifted)
+    return shifted, exponentials, cut.combined(ops.sum(exponentials, dim, keepdim=True), varying=True)
+
+
+def _softmax(_, args, cut):
+    x, dim = args[0], _softmax_dim(args)
+    _, exponentials, total = _shifted(x, dim, cut)
+    return exponentials / total
+
+
+def _log_softmax(_, args, cut):
+    x, dim = args[0], _softmax_dim(args)
+    shifted, _, total = _shifted(x, dim, cut)
+    return shifted - ops.log(total)
+
+
+def _log_sum_exp(_, args, cut):
+    x, dims = args[0], _reduced_dims(args[0].ndim, args[1:])
+    top = cut.combined(ops.amax(ops.stop_gradient(x), dims, keepdims=True), "max")
+    total = cut.combined(ops.sum(ops.exp(x - top), dims, keepdim=True))
+    result = ops.log(total) + top
+    return result if len(args) > 2 and args[2] else ops.squeeze(result, dims)
+
+
+def _softmax_dim(args):
+    dim = args[1] if len(args) > 1 else -1
+    return dim[0] if isinstance(dim, (tuple, list)) else dim
+
+
+def _found_here(indices, size, cut):
+    """Indices into this part (0 where they point elsewhere), and where they do."""
+    local = indices - cut.index * size
+    absent = ops.logical_or(ops.less(local, 0), ops.greater_equal(local, size))
+    return ops.masked_fill(local, absent, 0), absent
+
+
+def _gather(operator, args, cut):
+    """Look up what this part holds, zero elsewhere: the parts' results are terms of a sum."""
+    params, indices, dim = args[:3]
+    batch = args[3] if len(args) > 3 else 0
+    dim %= params.ndim
+    local, absent = _found_here(indices, params.shape[dim], cut)
+    shape = [*indices.shape[:batch], *[1] * (dim - batch), *indices.shape[batch:], *[1] * (params.ndim - dim - 1)]
+    return ops.masked_fill(operator(params, local, dim, *args[3:]), ops.reshape(absent, tuple(shape)), 0.0)
+
+
+def _gather_elements(operator, args, cut):
+    """As `_gather`, element by element along a dim."""
+    x, dim, indices = args
+    local, absent = _found_here(indices, x.shape[dim], cut)
+    return ops.masked_fill(operator(x, dim, local), absent, 0.0)
+
+
+def _index_select(operator, args, cut):
+    """As `_gather`, with the dim between the tensors."""
+    x, dim, indices = args
+    return _gather(lambda params, local, dim: operator(params, dim, local), (x, indices, dim), cut)
+
+
+def _embedding(operator, args, cut):
+    """As `_gather`, for the operator that takes indices first and a matrix of rows second."""
+    indices, weight = args[:2]
+    local, absent = _found_here(indices, weight.shape[0], cut)
+    return ops.masked_fill(operator(local, weight, *args[2:]), ops.expand_dims(absent, -1), 0.0)
+
+
+class _Dropout:
+    """Draws which elements stay by their global position, so that any mesh drops the same ones.
+
+    Every call draws from a stream of its own: the calls are counted, in step on all ranks. The seed is `mindspore.get_seed()`.
+    """
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, _, args, cut):
+        return self.drop(args[0], args[1] if len(args) > 1 else 0.5, cut)
+
+    def drop(self, x, keep_probability, cut):
+        """The tensor with some elements zeroed and the others scaled, and the mask."""
+        self.calls += 1
+        shape = cut.shapes[0]
+        slices = cut.layouts[0].local_slices(shape, world().rank)
+        numbers = draw_slice(Uniform(1.0), shape, slices, get_seed() or 0, f"dropout {self.calls}")
+        stays = Tensor(numbers < 2 * keep_probability - 1)
+        mask = ops.cast(stays, x.dtype)
+        return x * mask * (1.0 / keep_probability if keep_probability else 0.0), stays
+
+
+class _FunctionalDropout(_Dropout):
+    """As `_Dropout`, given the probability of dropping; without the mask."""
+
+    def __call__(self, _, args, cut):
+        return self.drop(args[0], 1.0 - (args[1] if len(args) > 1 else 0.5), cut)[0]
+
+
+ALGORITHMS = {
+    "mean": _mean,
+    "max": _extreme("max"),
+    "min": _extreme("min"),
+    "argmax": _arg_extreme("max"),
+    "argmin": _arg_extreme("min"),
+    "max_with_index": _extreme_with_index("max"),
+    "min_with_index": _extreme_with_index("min"),
+    "max_dim": _extreme_with_index("max", value_first=True),
+    "min_dim": _extreme_with_index("min", value_first=True),
+    "logsumexp": _log_sum_exp,
+    "index_select": _index_select,
+    "dropout": _Dropout(),
+    "func_dropout": _FunctionalDropout(),
+    "all": _all_or_any("min"),
+    "any": _all_or_any("max"),
+    "softmax": _softmax,
+    "log_softmax": _log_softmax,
+    "gather": _gather,
+    "gather_elements": _gather_elements,
+    "embedding": _embedding,
+}

@@ -1,0 +1,181 @@
+"""Initial parameter values that don't depend on the mesh: every rank draws the global values of its own slice.
+
+Each value is a pure function of the seed, the parameter's path and the value's flat index in the *global* tensor. A
+counter goes through SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014)
+to a uniform number, and that through the quantile function of the initializer's distribution. So a slice costs no
+more than its own size, whatever the model's size.
+
+A model built under `with mindspore.DeviceCtx("meta"):` allocates nothing and keeps the `Initializer` of each
+parameter (`parameter.init`); `materialize` then gives it values. Built the ordinary way, MindSpore draws the values at
+once from its own generator and forgets the initializer.
+"""
+
+import math
+from hashlib import blake2b
+
+import mindspore as ms
+import numpy as np
+from mindspore.common import initializer as init
+from scipy.special import ndtr, ndtri
+
+__all__ = ["initializer_of", "draw_slice", "materialize"]
+
+_CHUNK = 1 << 17  # values drawn at a time: about 1 MB for each temporary, which stays in the cache
+_GAINS = {"linear": 1.0, "sigmoid": 1.0, "tanh": 5.0 / 3.0, "relu": math.sqrt(2.0)}
+_CONSTANTS = {init.Zero: lambda _: 0, init.One: lambda _: 1, init.Constant: lambda given: given.value}
+_QUANTILES = {
+    init.Normal: lambda given, shape: _normal(given.mean, given.sigma),
+    init.TruncatedNormal: lambda given, shape: _truncated_normal(given.mean, given.sigma, given.a, given.b),
+    init.Uniform: lambda given, shape: _uniform(given.scale),
+    init.XavierNormal: lambda given, shape: _normal(0.0, given.gain * math.sqrt(2.0 / sum(_fans(shape)))),
+    init.XavierUniform: lambda given, shape: _uniform(given.gain * math.sqrt(6.0 / sum(_fans(shape)))),
+    init.HeNormal: lambda given, shape: _normal(0.0, _he_deviation(given, shape)),
+    init.HeUniform: lambda given, shape: _uniform(math.sqrt(3.0) * _he_deviation(given, shape)),
+}
+
+
+def initializer_of(parameter):
+    """The `Initializer` that a parameter was declared with, or None where it has values already.
+
+    Raises:
+        ValueError: a parameter on the meta device that was made from values: they are lost.
+    """
+    if parameter.has_init:
+        return parameter.init
+    if parameter.is_meta:
+        raise ValueError(
+            f"parameter of shape {tuple(parameter.shape)} is on the meta device without an initializer; its values are "
+            "lost. Declare it as Parameter(initializer(Normal(0.02), shape, dtype)), or build it on another device"
+        )
+    return None
+
+
+def draw_slice(initializer, global_shape, slices, seed, path, dtype=np.float32):
+    """Initial values of a slice of a parameter: those that the whole parameter has there, bit for bit.
+
+    Temporaries take about 10 MB, whatever the slice.
+
+    Args:
+        initializer: a MindSpore `Initializer`: Zero, One, Constant, Normal, TruncatedNormal, Uniform, Xavier… or He….
+        global_shape: shape of the whole parameter, which also gives the fans of Xavier and He.
+        slices: one `slice` of step 1 for every dim.
+        seed: any int.
+        path: the parameter's path; another path draws other values.
+        dtype: NumPy dtype of the result.
+
+    Raises:
+        ValueError: an initializer that can't be drawn slice by slice.
+    """
+    global_shape = tuple(global_shape)
+    bounds = [part.indices(size) for part, size in zip(slices, global_shape)]
+    assert len(slices) == len(global_shape) and all(step == 1 for _, _, step in bounds), (slices, global_shape)
+    starts = [start for start, _, _ in bounds]
+    local_shape = tuple(stop - start for start, stop, _ in bounds)
+    if type(initializer) in _CONSTANTS:
+        value = np.broadcast_to(_CONSTANTS[type(initializer)](initializer), global_shape)
+        return value[tuple(slices)].astype(dtype)
+    quantile = _quantile_of(initializer, global_shape)
+    key = np.uint64(int.from_bytes(blake2b(f"{seed}:{path}".encode(), digest_size=8).digest(), "little"))
+    values = np.empty(math.prod(local_shape), dtype)
+    for first in range(0, values.size, _CHUNK):
+        last = min(first + _CHUNK, values.size)
+        values[first:last] = quantile(_uniforms(key, _global_index(first, last, local_shape, starts, global_shape)))
+    return values.reshape(local_shape)
+
+
+def materialize(cell, seed, layouts=None, rank=None):
+    """Gives values to all meta parameters of `cell`, in place: each stays the same object with the same name.
+
+    Parameters that have values are left alone.
+
+    Args:
+        cell: a Cell built under `DeviceCtx("meta")`.
+        seed: any int; the same seed gives the same global values on any mesh.
+        layouts: `Layout`s by parameter path; a parameter without one is whole. Default: all whole.
+        rank: the global rank whose slices to draw; needed with `layouts`.
+
+    Raises:
+        ValueError: a parameter without an initializer, with one that can't be drawn slice by slice, or that its layout
+            doesn't divide; named by its path.
+    """
+    layouts = layouts or {}
+    for path, parameter in cell.parameters_and_names():
+        try:
+            initializer = initializer_of(parameter)
+            if initializer is not None:
+                _set_values(parameter, initializer, layouts.get(path), rank, seed, path)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def _set_values(parameter, initializer, layout, rank, seed, path):
+    dtype, shape = parameter.dtype, tuple(parameter.shape)
+    slices = tuple(slice(0, size) for size in shape) if layout is None else layout.local_slices(shape, rank)
+    is_bfloat16 = dtype == ms.bfloat16  # NumPy has none: through float32
+    drawn_dtype = np.float32 if is_bfloat16 else ms.dtype_to_nptype(dtype)
+    tensor = ms.Tensor(draw_slice(initializer, shape, slices, seed, path, drawn_dtype))
+    parameter.set_data(tensor.astype(dtype) if is_bfloat16 else tensor, slice_shape=True)
+    parameter.init_mode = None  # set_data keeps it, and init_data() would draw again
+
+
+def _global_index(first, last, local_shape, starts, global_shape):
+    """Flat index in the global tensor of the values `first`:`last` of the slice that begins at `starts`."""
+    rest = np.arange(first, last, dtype=np.uint64)
+    index = np.zeros_like(rest)
+    stride = 1
+    for size, start, global_size in reversed(list(zip(local_shape, starts, global_shape))):
+        rest, coordinate = np.divmod(rest, np.uint64(size))
+        index += (coordinate + np.uint64(start)) * np.uint64(stride)
+        stride *= global_size
+    return index
+
+
+def _uniforms(key, index):
+    """Uniform numbers in the open interval (0, 1), one for every counter of `index`: SplitMix64's output function."""
+    state = key + (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    state ^= state >> np.uint64(31)
+    return ((state >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+
+
+def _quantile_of(initializer, shape):
+    """The quantile function of what `initializer` draws for a parameter of `shape`."""
+    quantile = _QUANTILES.get(type(initializer))
+    if quantile is None:
+        known = ", ".join(kind.__name__ for kind in (*_CONSTANTS, *_QUANTILES))
+        raise ValueError(
+            f"initializer {type(initializer).__name__} can't be drawn slice by slice: use one of {known}, "
+            "or build the Cell outside the meta device"
+        )
+    return quantile(initializer, shape)
+
+
+def _normal(mean, sigma):
+    return lambda uniform: mean + sigma * ndtri(uniform)
+
+
+def _truncated_normal(mean, sigma, low, high):
+    """MindSpore's bounds are values, not multiples of sigma."""
+    below, above = ndtr((low - mean) / sigma), ndtr((high - mean) / sigma)
+    return lambda uniform: mean + sigma * ndtri(below + uniform * (above - below))
+
+
+def _uniform(bound):
+    return lambda uniform: bound * (2.0 * uniform - 1.0)
+
+
+def _fans(shape):
+    """Number of inputs and of outputs of a weight (out, in, …), as MindSpore's initializers count them."""
+    if len(shape) < 2:
+        raise ValueError(f"a parameter of shape {shape} has no fan in and fan out: Xavier and He need 2 dims")
+    field = math.prod(shape[2:])
+    return shape[1] * field, shape[0] * field
+
+
+def _he_deviation(given, shape):
+    """Standard deviation of He et al., "Delving deep into rectifiers" (2015)."""
+    fan_in, fan_out = _fans(shape)
+    slope = given.negative_slope
+    gain = math.sqrt(2.0 / (1.0 + slope * slope)) if given.nonlinearity == "leaky_relu" else _GAINS[given.nonlinearity]
+    return gain / math.sqrt(fan_out if given.mode.lower() == "fan_out" else fan_in)

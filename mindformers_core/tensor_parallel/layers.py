@@ -1,0 +1,215 @@
+"""Linear layers, embedding, norms and cross-entropy: single-card Cells whose `shard()` hooks say how to cut them.
+
+The cuts are those of Megatron-LM (Shoeybi et al., 2019) and, for the sequence dim, of Korthikanti et al. (2022). A hook
+declares only the dims that it cares about, `...` stands for the others as they arrive. The communication follows
+from the declarations; on one card, unsharded, these are ordinary Cells. They are composed of operators that have
+kernels on every device, in PyNative and under `@ms.jit`.
+"""
+
+import mindspore as ms
+from mindspore import Parameter, nn, ops
+from mindspore.common.initializer import Normal, initializer
+
+from mindformers_core.layout import layout
+
+__all__ = [
+    "Linear",
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "VocabParallelCrossEntropy",
+    "RMSNorm",
+    "LayerNorm",
+    "hidden_layout",
+    "gathered_layout",
+    "cast_to",
+]
+
+
+class Linear(nn.Cell):
+    """`y = x @ weight.T + bias`: (…, in_features) → (…, out_features). The base of the two linear layers below.
+
+    Args:
+        in_features, out_features: sizes of the last dim before and after.
+        has_bias: whether there is a `bias` of shape (out_features,), else it is None. Default: False.
+        weight_init, bias_init: initializers. Default: Normal(0.02) and zeros.
+        dtype: of the parameters. Default: float32.
+
+    Attributes:
+        weight: shape (out_features, in_features).
+    """
+
+    def __init__(
+        self, in_features, out_features, has_bias=False, weight_init=None, bias_init="zeros", dtype=ms.float32
+    ):
+        super().__init__()
+        self.weight = _declare((out_features, in_features), weight_init, dtype)
+        self.bias = _declare((out_features,), bias_init, dtype) if has_bias else None
+
+    def construct(self, x):
+        y = ops.dense(x, self.weight)
+        return y if self.bias is None else ops.add(y, self.bias)
+
+    def own_layouts(self, weight, bias):
+        """The layouts by parameter name, without the bias's where there is none."""
+        return {"weight": weight} if self.bias is None else {"weight": weight, "bias": bias}
+
+
+class ColumnParallelLinear(Linear):
+    """A `Linear` whose output features are sharded over `tp`, and so the output.
+
+    Args:
+        gather_output: whether every rank gets the whole output. Default: False.
+        others: as `Linear`.
+    """
+
+    def __init__(self, in_features, out_features, gather_output=False, **others):
+        super().__init__(in_features, out_features, **others)
+        self.gather_output = gather_output
+
+    def shard(self, config=None):
+        output_layout = layout(..., None) if self.gather_output else layout(..., "tp")
+        return gathered_layout(config), output_layout, self.own_layouts(weight=layout("tp", None), bias=layout("tp"))
+
+
+class RowParallelLinear(Linear):
+    """A `Linear` whose input features are sharded over `tp`: every rank computes one term of the output.
+
+    The terms are summed, with `config.sequence_parallel` straight to an output that is sharded over `tp` on the
+    sequence dim (the last but one).
+
+    Args:
+        reduce_output: whether to sum, rather than leave the output partial. Default: True.
+        others: as `Linear`.
+    """
+
+    def __init__(self, in_features, out_features, reduce_output=True, **others):
+        super().__init__(in_features, out_features, **others)
+        self.reduce_output = reduce_output
+
+    def shard(self, config=None):
+        output_layout = hidden_layout(config) if self.reduce_output else None
+        return layout(..., "tp"), output_layout, self.own_layouts(weight=layout(None, "tp"), bias=layout(None))
+
+
+class VocabParallelEmbedding(nn.Cell):
+    """Rows of `weight`, sharded over `tp` on the vocabulary dim: ids (…) of an int dtype → (…, embedding_size).
+
+    Args:
+        vocab_size, embedding_size: shape of the weight.
+        weight_init: initializer. Default: Normal(0.02).
+        dtype: of the weight. Default: float32.
+    """
+
+    def __init__(self, vocab_size, embedding_size, weight_init=None, dtype=ms.float32):
+        super().__init__()
+        self.weight = _declare((vocab_size, embedding_size), weight_init, dtype)
+
+    def shard(self, config=None):
+        return None, hidden_layout(config), {"weight": layout("tp", None)}
+
+    def construct(self, input_ids):
+        return ops.gather(self.weight, input_ids, 0)
+
+
+class VocabParallelCrossEntropy(nn.Cell):
+    """Mean cross-entropy in float32 over all positions that count, with logits sharded over `tp` on the vocabulary dim.
+
+    Logits (…, vocab_size) and labels (…) of an int dtype → a scalar; NaN, as with `ops.cross_entropy`, where no
+    position counts.
+
+    Args:
+        ignore_index: label of the positions that don't count. Default: -100.
+    """
+
+    def __init__(self, ignore_index=-100):
+        super().__init__()
+        self.ignore_index = ignore_index
+
+    def shard(self, config=None):
+        return {"logits": layout(..., "tp")}, layout(), None
+
+    def construct(self, logits, labels):
+        logits = cast_to(logits, ms.float32)
+        highest = ops.stop_gradient(ops.amax(logits, -1, keepdims=True))
+        shifted = ops.sub(logits, highest)
+        log_sum = ops.log(ops.sum(ops.exp(shifted), -1))
+        counted = ops.not_equal(labels, self.ignore_index)
+        weight = ops.cast(counted, ms.float32)
+        safe_labels = ops.mul(labels, ops.cast(counted, labels.dtype))
+        target = ops.squeeze(ops.gather_elements(shifted, -1, ops.expand_dims(safe_labels, -1)), -1)
+        losses = ops.mul(ops.sub(log_sum, target), weight)
+        return ops.div(ops.sum(losses), ops.sum(weight))
+
+
+class RMSNorm(nn.Cell):
+    """`x / sqrt(mean(x²) + eps) * weight` over the last dim, in float32 (Zhang and Sennrich, 2019).
+
+    With `config.sequence_parallel` its input is sharded over `tp` on the sequence dim, the last but one.
+
+    Args:
+        hidden_size: size of the last dim.
+        eps: added to the mean square. Default: 1e-6.
+        dtype: of the weight. Default: float32.
+    """
+
+    def __init__(self, hidden_size, eps=1e-6, dtype=ms.float32):
+        super().__init__()
+        self.eps = eps
+        self.weight = _declare((hidden_size,), "ones", dtype)
+
+    def shard(self, config=None):
+        return hidden_layout(config), None, layout(None)
+
+    def construct(self, x):
+        wide = cast_to(x, ms.float32)
+        mean_square = ops.mean(ops.square(wide), -1, keep_dims=True)
+        normed = ops.mul(wide, ops.rsqrt(ops.add(mean_square, self.eps)))
+        return ops.mul(cast_to(normed, x.dtype), self.weight)
+
+
+class LayerNorm(nn.Cell):
+    """`(x - mean) / sqrt(variance + eps) * weight + bias` over the last dim, in float32 (Ba et al., 2016).
+
+    With `config.sequence_parallel` its input is sharded over `tp` on the sequence dim, the last but one.
+
+    Args:
+        hidden_size: size of the last dim.
+        eps: added to the variance. Default: 1e-5.
+        dtype: of weight and bias. Default: float32.
+    """
+
+    def __init__(self, hidden_size, eps=1e-5, dtype=ms.float32):
+        super().__init__()
+        self.eps = eps
+        self.weight = _declare((hidden_size,), "ones", dtype)
+        self.bias = _declare((hidden_size,), "zeros", dtype)
+
+    def shard(self, config=None):
+        return hidden_layout(config), None, {"weight": layout(None), "bias": layout(None)}
+
+    def construct(self, x):
+        wide = cast_to(x, ms.float32)
+        centred = ops.sub(wide, ops.mean(wide, -1, keep_dims=True))
+        variance = ops.mean(ops.square(centred), -1, keep_dims=True)
+        normed = ops.mul(centred, ops.rsqrt(ops.add(variance, self.eps)))
+        return ops.add(ops.mul(cast_to(normed, x.dtype), self.weight), self.bias)
+
+
+def cast_to(tensor, dtype):
+    """`tensor` as `dtype`; no operator at all where it is that already."""
+    return tensor if tensor.dtype == dtype else ops.cast(tensor, dtype)
+
+
+def hidden_layout(config):
+    """Layout of hidden states between blocks: whole over `tp`, or sharded on the sequence dim in sequence parallel."""
+    return layout(..., "tp", None) if getattr(config, "sequence_parallel", False) else layout(..., None)
+
+
+def gathered_layout(config):
+    """Layout of hidden states before a column-parallel linear: whole over `tp`, in sequence parallel by a gather."""
+    return layout(..., None, None) if getattr(config, "sequence_parallel", False) else layout(..., None)
+
+
+def _declare(shape, given, dtype):
+    return Parameter(initializer(Normal(0.02) if given is None else given, shape, dtype))

@@ -1,0 +1,78 @@
+"""`local_map`: hand-written local code among global tensors, the *manual* way of writing parallel code."""
+
+from functools import wraps
+
+from mindspore import Tensor
+
+from mindformers_core.layout import Layout, LayoutSpec, bind_layout
+from mindformers_core.tensor_parallel.dtensor import DTensor
+
+__all__ = ["local_map"]
+
+
+def local_map(function, in_layouts, out_layouts, mesh=None):
+    """A function of DTensors that runs `function` on this rank's parts.
+
+    Args:
+        function: takes and returns plain local tensors; may communicate with the collectives of `mindformers_core.communication`.
+        in_layouts: for every tensor argument (in order) the layout that it is moved to first, or `None` to take it as it
+            comes. One layout stands for all arguments.
+        out_layouts: for every result the layout that it is then understood to have; one layout for a single result.
+        mesh: the mesh of layouts that are not bound; default: that of the first DTensor.
+
+    A tensor that arrives whole is marked varying on the axes on which any argument or result is sharded or partial, since ranks then do
+    different work with it: its gradient is summed over them.
+
+    Raises:
+        TypeError: no DTensor among the arguments. ValueError: another number of tensors or results than of layouts.
+    """
+
+    @wraps(function)
+    def mapped(*args):
+        places = [place for place, argument in enumerate(args) if isinstance(argument, Tensor)]
+        tensors = [args[place] for place in places]
+        used = mesh or next((tensor.mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
+        if used is None:
+            raise TypeError(f"local_map({_name(function)}) was called without any DTensor")
+        declared = _one_each(in_layouts, len(tensors), "in_layouts", function)
+        needed = [_bound(layout, used, tensor) for layout, tensor in zip(declared, tensors)]
+        results = [bind_layout(layout, used) for layout in _as_tuple(out_layouts)]
+        active = {axis for layout in needed + results for axes in layout.dims for axis in axes}
+        active |= {axis for layout in needed + results for axis in (*dict(layout.partial), *layout.varying)}
+        local = list(args)
+        for place, tensor, layout in zip(places, tensors, needed):
+            if isinstance(tensor, DTensor):
+                local[place] = tensor.redistribute(_marked(layout, active)).to_local()
+        outputs = function(*local)
+        produced = _as_tuple(outputs)
+        if len(produced) != len(results):
+            raise ValueError(f"local_map({_name(function)}): {len(produced)} results, but out_layouts has {len(results)}")
+        wrapped = tuple(DTensor.from_local(output, layout) for output, layout in zip(produced, results))
+        return wrapped if isinstance(outputs, (tuple, list)) else wrapped[0]
+
+    return mapped
+
+
+def _name(function):
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _as_tuple(value):
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def _one_each(layouts, count, what, function):
+    layouts = (layouts,) * count if layouts is None or isinstance(layouts, (Layout, LayoutSpec)) else tuple(layouts)
+    if len(layouts) != count:
+        raise ValueError(f"local_map({_name(function)}): {count} tensor arguments, but {what} has {len(layouts)} layouts")
+    return layouts
+
+
+def _bound(declared, mesh, tensor):
+    arriving = tensor.layout if isinstance(tensor, DTensor) else Layout.on(mesh, ((),) * tensor.ndim)
+    return arriving if declared is None else bind_layout(declared, mesh, tensor.ndim, arriving)
+
+
+def _marked(layout, active):
+    placed = {axis for axes in layout.dims for axis in axes} | set(dict(layout.partial))
+    return layout.replace(varying=[axis for axis in layout.mesh.axis_names if axis in active and axis not in placed])

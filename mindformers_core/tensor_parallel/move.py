@@ -1,0 +1,40 @@
+"""Moving local tensors from one layout to another: the planner's steps, run as differentiable collectives."""
+
+from functools import lru_cache
+
+from mindformers_core.communication import communicator, world
+from mindformers_core.redistribution import ASCEND, CPU, GPU, plan_redistribution
+
+__all__ = ["move", "cells_between", "cost_model", "dtype_name"]
+
+_COST_MODELS = {"CPU": CPU, "GPU": GPU, "Ascend": ASCEND}
+
+
+def cost_model():
+    """The redistribution cost model of the device that this process runs on."""
+    return _COST_MODELS[world().device_target]
+
+
+@lru_cache(maxsize=None)
+def dtype_name(dtype):
+    """`"float32"` for `mindspore.float32`."""
+    return str(dtype).lower()
+
+
+def cells_between(source, target, shape, dtype):
+    """The collectives that take a tensor of global `shape` and dtype name `dtype` from one layout to another."""
+    plan = plan_redistribution(source, target, shape, dtype, cost_model())
+    return tuple(communicator(source.mesh).cell(step) for step in plan.steps)
+
+
+def move(local, source, target, shape=None):
+    """`local`, this rank's part of a tensor in layout `source`, moved to layout `target`; differentiable.
+
+    `shape` is the global shape; default: what `local` and `source` make of it.
+    """
+    if source == target:
+        return local
+    shape = source.global_shape(local.shape) if shape is None else shape
+    for cell in cells_between(source, target, shape, dtype_name(local.dtype)):
+        local = cell(local)
+    return local

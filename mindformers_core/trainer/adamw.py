@@ -1,0 +1,76 @@
+"""AdamW (Loshchilov and Hutter, "Decoupled weight decay regularization", 2019) on MindSpore's fused operator.
+
+`ops.AdamWeightDecay` does one parameter in one kernel on CPU, GPU and Ascend, but without bias correction. With
+b1 = 1 - beta1^t and b2 = 1 - beta2^t, the corrected step `lr * (m / b1) / (sqrt(v / b2) + eps)` equals
+`rate * m / (sqrt(v) + eps * sqrt(b2))` for `rate = lr * sqrt(b2) / b1`, so that corrected scalars are all it needs.
+(`mint.optim.AdamW` has no CPU kernel; `mindspore.experimental.optim.AdamW` keeps a third state that it doesn't use.)
+"""
+
+import math
+from fnmatch import fnmatchcase
+
+import mindspore as ms
+from mindspore import nn, ops
+
+__all__ = ["AdamW", "adamw_scalars", "decays"]
+
+
+def decays(name, exclude):
+    """Whether weight decay applies to the parameter `name`: none of the patterns `exclude` fits."""
+    return not any(fnmatchcase(name, pattern) for pattern in exclude)
+
+
+def adamw_scalars(step, learning_rate, betas, eps, weight_decay):
+    """`(rate, eps, decay)` that make the uncorrected operator take AdamW's step number `step` (from 1)."""
+    root = math.sqrt(1 - betas[1] ** step)
+    rate = learning_rate * root / (1 - betas[0] ** step)
+    return rate, eps * root, weight_decay * learning_rate / rate if rate else 0.0
+
+
+class AdamW(nn.Cell):
+    """Updates `parameters` in place; two float32 moments a parameter, shaped and placed as the parameter's local part.
+
+    Args:
+        parameters: the trainable parameters.
+        section: the recipe's `optimizer` section.
+    """
+
+    def __init__(self, parameters, section):
+        super().__init__()
+        self.section = section
+        self.parameters = ms.ParameterTuple(parameters)
+        self.moments1 = self._zeros_like("adamw.moment1.")
+        self.moments2 = self._zeros_like("adamw.moment2.")
+        self.decays = tuple(decays(parameter.name, section.weight_decay_exclude) for parameter in parameters)
+        self.update = ops.AdamWeightDecay()
+
+    def _zeros_like(self, prefix):
+        return ms.ParameterTuple(
+            ms.Parameter(ops.zeros(parameter.shape, ms.float32), name=prefix + parameter.name, requires_grad=False)
+            for parameter in self.parameters
+        )
+
+    def state(self):
+        """The moments: all that a checkpoint needs besides the parameters and the step."""
+        return (*self.moments1, *self.moments2)
+
+    def construct(self, gradients, rate, eps, decay):
+        """One step; `rate`, `eps`, `decay` are float32 scalars of `adamw_scalars`."""
+        for index, gradient in enumerate(gradients):
+            self.update(
+                self.parameters[index],
+                self.moments1[index],
+                self.moments2[index],
+                rate,
+                self.section.betas[0],
+                self.section.betas[1],
+                eps,
+                decay if self.decays[index] else 0.0,
+                gradient,
+            )
+
+    def step(self, gradients, step, learning_rate):
+        """Step number `step` (from 1) at `learning_rate` with final local `gradients`, in the parameters' order."""
+        section = self.section
+        scalars = adamw_scalars(step, learning_rate, section.betas, section.eps, section.weight_decay)
+        self(gradients, *(ms.Tensor(scalar, ms.float32) for scalar in scalars))

@@ -1,0 +1,80 @@
+"""`python -m mindformers_core train | compare`."""
+
+import argparse
+import dataclasses
+import os
+import sys
+
+__all__ = ["main"]
+
+_DESCRIPTION = "Train Llama-style models from a YAML recipe, on a mesh."
+# errors that a user's recipe, data or command causes: told in a line or two; others come with their traceback
+_USER_ERRORS = (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError)
+
+
+def main(arguments=None):
+    """Run one command; returns the exit code: 0 done, 1 runs differ, 2 a wrong command, recipe or file."""
+    arguments = _parser().parse_args(arguments)
+    return arguments.run(arguments)
+
+
+def _parser():
+    parser = argparse.ArgumentParser(prog="python -m mindformers_core", description=_DESCRIPTION)
+    commands = parser.add_subparsers(required=True, metavar="train | compare")
+    train = commands.add_parser("train", help="train, or with --dry-run show what would be trained")
+    train.add_argument("--config", required=True, metavar="FILE", help="the recipe, as configs/llama_tiny_cpu.yaml")
+    train.add_argument(
+        "--dry-run", action="store_true", help="check and count on the meta device; nothing is allocated"
+    )
+    train.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the recipe to exchange")
+    train.set_defaults(run=_train)
+    compare = commands.add_parser("compare", help="the largest relative difference of two runs' losses")
+    compare.add_argument("run_a", metavar="RUN_A", help="a run folder")
+    compare.add_argument("run_b", metavar="RUN_B", help="another")
+    compare.add_argument("--threshold", type=float, default=1e-4, help="exit code 1 above this (default 1e-4)")
+    compare.set_defaults(run=_compare)
+    return parser
+
+
+def _train(arguments):
+    try:
+        recipe = _load(arguments)
+        if arguments.dry_run:
+            from mindformers_core.trainer.dry_run import dry_run
+
+            print(dry_run(recipe))
+            return 0
+        from mindformers_core.trainer.training_loop import prepare, run_steps
+
+        job = prepare(recipe)
+    except _USER_ERRORS as error:
+        return _tell(error)
+    summary = run_steps(job)
+    if job.rank == 0:
+        print(summary)
+    return 0
+
+
+def _load(arguments):
+    from mindformers_core.trainer.recipe_loader import load_recipe
+
+    recipe = load_recipe(arguments.config, arguments.overrides)
+    if recipe.training.output_dir:
+        return recipe
+    name = os.path.splitext(os.path.basename(arguments.config))[0]
+    training = dataclasses.replace(recipe.training, output_dir=os.path.join("output", name))
+    return dataclasses.replace(recipe, training=training)
+
+
+def _compare(arguments):
+    from mindformers_core.trainer.compare import compare_runs
+
+    try:
+        return 0 if compare_runs(arguments.run_a, arguments.run_b, arguments.threshold) else 1
+    except _USER_ERRORS as error:
+        return _tell(error)
+
+
+def _tell(error):
+    print(f"error: {error}", file=sys.stderr)
+    return 2

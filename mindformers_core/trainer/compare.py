@@ -1,0 +1,73 @@
+"""Are two runs the same run? The largest relative difference of their loss curves."""
+
+import json
+import math
+import os
+
+__all__ = ["read_losses", "largest_difference", "compare_runs"]
+
+
+def read_losses(run):
+    """`{step: loss}` of a run folder, or of a metrics.jsonl file.
+
+    Raises:
+        FileNotFoundError: no metrics there. ValueError: a line that isn't a metrics line, a step twice, or no line.
+    """
+    path = os.path.join(run, "metrics.jsonl") if os.path.isdir(run) else run
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"'{run}' is no run: there is no file {path}")
+    losses = {}
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+                step, loss = int(row["step"]), float(row["loss"])
+            except (ValueError, KeyError, TypeError) as error:
+                shown = line.strip()[:80]
+                raise ValueError(f"{path}, line {number}: no metrics line with a step and a loss: {shown!r}") from error
+            if step in losses:
+                raise ValueError(f"{path}, line {number}: step {step} is there twice")
+            losses[step] = loss
+    if not losses:
+        raise ValueError(f"{path} is empty: the run ended before its first step")
+    return losses
+
+
+def largest_difference(first, second):
+    """`(difference, step)`: the largest of `|a - b| / max(|a|, |b|)` over the steps of two `{step: loss}`.
+
+    A loss that is not a number differs infinitely.
+
+    Raises:
+        ValueError: a step that only one of them has.
+    """
+    alone = sorted(first.keys() ^ second.keys())
+    if alone:
+        raise ValueError(
+            f"step {alone[0]} is in one run only: one has {len(first)} steps ({min(first)} to {max(first)}), "
+            f"the other {len(second)} ({min(second)} to {max(second)})"
+        )
+    difference, step = max((_relative(first[step], second[step]), -step) for step in first)
+    return difference, -step
+
+
+def compare_runs(run_a, run_b, threshold):
+    """Print the largest difference of two runs; True when it is at most `threshold`. Errors as in the others."""
+    losses_a, losses_b = read_losses(run_a), read_losses(run_b)
+    try:
+        difference, step = largest_difference(losses_a, losses_b)
+    except ValueError as error:
+        raise ValueError(f"{run_a} and {run_b} can't be compared: {error}") from None
+    same = difference <= threshold
+    print(
+        f"{len(losses_a)} steps; largest relative difference of the loss {difference:.3e} at step {step} "
+        f"({losses_a[step]:.7g} and {losses_b[step]:.7g}): {'within' if same else 'ABOVE'} the threshold {threshold:g}"
+    )
+    return same
+
+
+def _relative(one, other):
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return math.inf
+    largest = max(abs(one), abs(other))
+    return abs(one - other) / largest if largest else 0.0

@@ -1,0 +1,181 @@
+"""Tokens of text files, memory-mapped, and the sequences of any step: a pure function of the seed and a position.
+
+The stream of sequences is one for the whole job: sequence g of the stream is the same whatever the number of ranks,
+the micro-batch size and the step that a run was resumed at, so that loss curves agree. Tokens are bytes (vocabulary
+256), or what a `.npy` file holds.
+"""
+
+import fcntl
+import glob
+import hashlib
+import os
+import sysconfig
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+__all__ = ["TokenDataset", "open_dataset", "text_files", "first_sequence"]
+
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class TokenDataset:
+    """Sequences of `seq_length` tokens, shuffled anew by `seed` in every epoch.
+
+    Attributes:
+        tokens: one-dimensional integer array, usually memory-mapped.
+        seq_length: tokens of one sequence.
+        vocab_size: tokens are below this.
+        seed: of the shuffle.
+        name: what errors call the data.
+    """
+
+    tokens: np.ndarray
+    seq_length: int
+    vocab_size: int
+    seed: int
+    name: str = "train_dataset.data_path"
+
+    def __post_init__(self):
+        if len(self) < 1:
+            raise ValueError(
+                f"{self.name}: {len(self.tokens)} tokens are too few for one sequence of train_dataset.seq_length "
+                f"{self.seq_length} and the token after it: give more text, or "
+                f"train_dataset.seq_length={len(self.tokens) - 1}"
+            )
+
+    def __len__(self):
+        """Sequences of one epoch."""
+        return (len(self.tokens) - 1) // self.seq_length
+
+    def batch(self, first, count):
+        """Sequences `first` to `first + count - 1` of the endless stream.
+
+        Returns:
+            `(input_ids, labels)`, int32 arrays of shape (count, seq_length); labels are the tokens that follow.
+
+        Raises:
+            ValueError: a token that the model's vocabulary doesn't have.
+        """
+        rows = np.stack([self._sequence(index) for index in range(first, first + count)])
+        if rows.max() >= self.vocab_size or rows.min() < 0:
+            raise ValueError(f"{self.name}: token {rows.max()} is not below model.vocab_size {self.vocab_size}")
+        return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
+
+    def _sequence(self, index):
+        epoch, place = divmod(index, len(self))
+        start = int(_shuffled(self.seed, epoch, len(self))[place]) * self.seq_length
+        return np.asarray(self.tokens[start : start + self.seq_length + 1], dtype=np.int32)
+
+
+def first_sequence(consumed, micro_batch, dp_rank, dp_size, local_batch_size):
+    """Place in the stream of the first sequence of this dp rank's micro-batch; all from 0.
+
+    `consumed` sequences went into earlier steps. Micro-batch by micro-batch the global batch is taken in order, and a
+    micro-batch is sharded over dp in order.
+    """
+    return consumed + (micro_batch * dp_size + dp_rank) * local_batch_size
+
+
+def open_dataset(section, vocab_size, seed):
+    """The `TokenDataset` of a `train_dataset` section.
+
+    Text files become one file of bytes in the cache, made once, under a lock, and put in place whole.
+
+    Raises:
+        FileNotFoundError: a path that isn't there, or a folder without files.
+        ValueError: a `.npy` file that isn't one row of whole numbers, mixed with others, or too little text.
+    """
+    arrays = [path for path in section.data_path if path.endswith(".npy")]
+    if arrays:
+        if len(section.data_path) > 1:
+            raise ValueError(f"train_dataset.data_path: {arrays[0]} stands alone, not in a list of {section.data_path}")
+        tokens, name = _open_array(arrays[0]), arrays[0]
+    else:
+        files = text_files(section.data_path)
+        tokens, name = np.load(_cached(files, section.max_bytes, section.cache_dir), mmap_mode="r"), files[0]
+    return TokenDataset(tokens, section.seq_length, vocab_size, seed, f"train_dataset.data_path ({name} …)")
+
+
+def text_files(paths):
+    """All files that `paths` (files, folders, patterns) stand for, in an order that depends on their names only.
+
+    No paths: the `.py` files of Python's standard library.
+
+    Raises:
+        FileNotFoundError: a path that isn't there, or a folder without files.
+    """
+    if not paths:
+        library = sysconfig.get_paths()["stdlib"]
+        return _files_below(library, ".py", f"the standard library ({library})")
+    files = []
+    for path in map(os.path.expanduser, paths):
+        if os.path.isdir(path):
+            files += _files_below(path, "", path)
+        elif os.path.isfile(path):
+            files.append(path)
+        elif glob.has_magic(path) and glob.glob(path):
+            files += sorted(found for found in glob.glob(path) if os.path.isfile(found))
+        else:
+            raise FileNotFoundError(f"train_dataset.data_path: there is no file or folder '{path}'")
+    return files
+
+
+def _files_below(folder, suffix, name):
+    files = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(entry for entry in folders if entry not in _SKIPPED_FOLDERS and not entry.startswith("."))
+        files += [os.path.join(place, entry) for entry in sorted(names) if entry.endswith(suffix)]
+    if not files:
+        raise FileNotFoundError(f"train_dataset.data_path: {name} holds no {suffix or 'text'} files: give others")
+    return files
+
+
+def _open_array(path):
+    try:
+        tokens = np.load(os.path.expanduser(path), mmap_mode="r")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"train_dataset.data_path: there is no file '{path}'") from None
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ValueError(
+            f"train_dataset.data_path: {path} holds {tokens.dtype} of shape {tokens.shape}, not one row of token ids"
+        )
+    return tokens
+
+
+def _cached(files, max_bytes, cache_dir):
+    """Path of the `.npy` file with the bytes of `files`, made if it isn't there."""
+    cache_dir = os.path.expanduser(cache_dir)
+    os.makedirs(cache_dir, exist_ok=True)
+    stamps = [(os.path.abspath(path), os.path.getsize(path), os.stat(path).st_mtime_ns) for path in files]
+    key = hashlib.sha256(repr((stamps, max_bytes)).encode()).hexdigest()[:16]
+    target = os.path.join(cache_dir, f"bytes_{key}.npy")
+    with open(target + ".lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one rank of a machine works, the others wait; freed if it dies
+        if not os.path.exists(target):
+            _write_bytes(files, max_bytes, target)
+    return target
+
+
+def _write_bytes(files, max_bytes, target):
+    """The bytes of `files`, a zero byte after each, at most `max_bytes`, as a `.npy` file that appears whole."""
+    unfinished = target + ".unfinished"
+    total = min(max_bytes, sum(os.path.getsize(path) + 1 for path in files))
+    tokens = np.lib.format.open_memmap(unfinished, mode="w+", dtype=np.uint8, shape=(total,))
+    place = 0
+    for path in files:
+        if place >= total:
+            break
+        with open(path, "rb") as file:
+            content = np.frombuffer(file.read(total - place), dtype=np.uint8)
+        tokens[place : place + len(content)] = content
+        place += len(content) + 1
+    tokens.flush()
+    os.replace(unfinished, target)
+
+
+@lru_cache(maxsize=2)
+def _shuffled(seed, epoch, count):
+    return np.random.default_rng((seed, epoch)).permutation(count)

@@ -1,0 +1,234 @@
+"""What a recipe says, as typed sections, and what can't stand together in one. No MindSpore is called here.
+
+Sections and keys are named as in MindSpore Transformers' current (PyNative) YAML format; keys of `model` as in Hugging
+Face's `config.json`.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mindformers_core.models.configuration import LlamaConfig
+
+__all__ = ["Recipe", "check_recipe", "mesh_shape", "accumulation_steps", "warmup_steps", "MESH_AXES", "bounded"]
+
+MESH_AXES = ("pp", "dp", "cp", "tp")
+
+
+def bounded(default, at_least=None, below=None):
+    """A dataclass field with a range, which the loader checks: `at_least` <= value < `below`."""
+    return field(default=default, metadata={"at_least": at_least, "below": below})
+
+
+@dataclass(frozen=True)
+class Training:
+    """How long, how much at once, and where the run folder is."""
+
+    steps: int = bounded(1000, at_least=1)
+    local_batch_size: int = bounded(1, at_least=1)  # sequences of one forward pass of one dp rank
+    global_batch_size: int = bounded(1, at_least=1)  # sequences of one step, over all dp ranks and micro-batches
+    max_norm: float = bounded(1.0, at_least=0.0)  # largest global norm of the gradients; 0: no clipping
+    seed: int = bounded(42, at_least=0)
+    output_dir: str = ""  # run folder; default output/<name of the recipe's file>
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """Sizes of the mesh axes. All sizes multiplied are the number of ranks."""
+
+    data_parallel_shard: int = -1  # dp ranks, among which a batch is sharded; -1: all ranks that the others leave
+    tensor_parallel: int = bounded(1, at_least=1)
+    sequence_parallel: bool = False  # norms work on a slice of the sequence dim, over the tp axis
+    context_parallel: int = bounded(1, at_least=1)
+    pipeline_parallel: int = bounded(1, at_least=1)
+
+    @property
+    def batch_axes(self):
+        """Mesh axes that shard a batch, as `shard()` hooks ask for them."""
+        return ("dp",)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW (Loshchilov and Hutter 2019), with bias correction."""
+
+    type: Literal["AdamW"] = "AdamW"
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = bounded(1e-8, at_least=0.0)
+    weight_decay: float = bounded(0.01, at_least=0.0)
+    weight_decay_exclude: tuple[str, ...] = ("*norm*", "*bias*")  # patterns of parameter names that don't decay
+
+
+@dataclass(frozen=True)
+class LrScheduler:
+    """The learning rate at every step: linear from 0 during warm-up, then by `type`."""
+
+    type: Literal["ConstantWarmUpLR", "LinearWithWarmUpLR", "CosineWithWarmUpLR"] = "CosineWithWarmUpLR"
+    learning_rate: float = bounded(1e-5, at_least=0.0)  # at the end of warm-up
+    lr_end: float = bounded(0.0, at_least=0.0)  # at the last step
+    warmup_steps: int = bounded(0, at_least=0)
+    warmup_ratio: float | None = bounded(None, at_least=0.0, below=1.0)  # of training.steps, instead of warmup_steps
+
+
+@dataclass(frozen=True)
+class TrainDataset:
+    """Text, read as bytes, or token ids in a `.npy` file."""
+
+    data_path: tuple[str, ...] = ()  # files, or folders with text; default: the sources of Python's standard library
+    seq_length: int = bounded(1024, at_least=1)
+    max_bytes: int = bounded(16_000_000, at_least=1)  # text beyond this is left out
+    cache_dir: str = "~/.cache/mindformers_core"  # where the bytes of text files are put together
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Saving into the run folder, and resuming."""
+
+    enable_save: bool = False
+    save_interleaved_steps: int = bounded(1000, at_least=1)
+    load_path: str = ""  # a run folder (its newest checkpoint) or one of its checkpoint/step_N folders
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """What is shown and drawn besides metrics.jsonl."""
+
+    log_interval: int = bounded(10, at_least=1)  # steps between printed lines where there's no terminal
+    plot: bool = True  # draw loss.png at the end (extra `plot`)
+    tensorboard: bool = False  # write event files (extra `tensorboard`)
+
+
+@dataclass(frozen=True)
+class Context:
+    """How MindSpore executes: `mode` 1 is PyNative, 0 is graph mode."""
+
+    mode: Literal[0, 1] = 1
+    device_target: Literal["CPU", "GPU", "Ascend"] = "CPU"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One training job."""
+
+    model: LlamaConfig
+    training: Training = Training()
+    parallelism: Parallelism = Parallelism()
+    optimizer: Optimizer = Optimizer()
+    lr_scheduler: LrScheduler = LrScheduler()
+    train_dataset: TrainDataset = TrainDataset()
+    checkpoint: Checkpoint = Checkpoint()
+    monitor: Monitor = Monitor()
+    context: Context = Context()
+
+
+def check_recipe(recipe):
+    """Raise `ValueError` for the first combination of keys that can't work, with the keys' paths."""
+    for check in (_check_available, _check_model_divides, _check_data, _check_schedule):
+        check(recipe)
+    if recipe.parallelism.data_parallel_shard > 0:
+        accumulation_steps(recipe, recipe.parallelism.data_parallel_shard)
+
+
+def mesh_shape(recipe, world_size=None):
+    """Sizes of `MESH_AXES`; `world_size` (ranks that run) is needed for `data_parallel_shard: -1`.
+
+    Raises:
+        ValueError: the sizes need another number of ranks than run.
+    """
+    sizes = recipe.parallelism
+    others = sizes.pipeline_parallel * sizes.context_parallel * sizes.tensor_parallel
+    dp = sizes.data_parallel_shard
+    if dp == -1:
+        if world_size is None:
+            raise ValueError(
+                "parallelism.data_parallel_shard: -1 takes the ranks that were launched, but a dry run launches none: "
+                "give a size, as parallelism.data_parallel_shard=8"
+            )
+        dp = max(1, world_size // others)
+    if world_size is not None and dp * others != world_size:
+        raise ValueError(
+            f"parallelism: pipeline_parallel {sizes.pipeline_parallel} x data_parallel_shard {dp} x context_parallel "
+            f"{sizes.context_parallel} x tensor_parallel {sizes.tensor_parallel} needs {dp * others} ranks, but "
+            f"{world_size} {'was' if world_size == 1 else 'were'} launched. Either launch {dp * others}, as\n"
+            f'  bash scripts/msrun_launch.sh "-m mindformers_core train --config …" {dp * others} {dp * others}\n'
+            f"or change these sizes, as parallelism.data_parallel_shard=…"
+        )
+    return (sizes.pipeline_parallel, dp, sizes.context_parallel, sizes.tensor_parallel)
+
+
+def accumulation_steps(recipe, dp_size):
+    """Micro-batches that every dp rank runs in one step.
+
+    Raises:
+        ValueError: the global batch is not whole micro-batches.
+    """
+    training = recipe.training
+    at_once = training.local_batch_size * dp_size
+    if training.global_batch_size % at_once:
+        fitting = max(at_once, training.global_batch_size // at_once * at_once)
+        raise ValueError(
+            f"training.global_batch_size: {training.global_batch_size} is no multiple of training.local_batch_size "
+            f"{training.local_batch_size} x {dp_size} data-parallel ranks = {at_once}: try {fitting}"
+        )
+    return training.global_batch_size // at_once
+
+
+def warmup_steps(recipe):
+    """Number of warm-up steps, from `warmup_steps` or `warmup_ratio`."""
+    ratio = recipe.lr_scheduler.warmup_ratio
+    return recipe.lr_scheduler.warmup_steps if ratio is None else math.ceil(ratio * recipe.training.steps)
+
+
+def _check_available(recipe):
+    sizes = recipe.parallelism
+    for key in ("pipeline_parallel", "context_parallel"):
+        if getattr(sizes, key) > 1:
+            raise ValueError(f"parallelism.{key}: {getattr(sizes, key)} is not available yet: it can only be 1")
+    if sizes.data_parallel_shard < 1 and sizes.data_parallel_shard != -1:
+        raise ValueError(f"parallelism.data_parallel_shard: {sizes.data_parallel_shard} is neither -1 nor at least 1")
+    for key in ("pipeline_parallel", "pipeline_rank", "virtual_pipeline"):
+        if getattr(recipe.model, key) != getattr(LlamaConfig, key):
+            raise ValueError(
+                f"model.{key}: {getattr(recipe.model, key)} follows from section parallelism: leave it out"
+            )
+    if recipe.context.mode == 0:
+        raise ValueError("context.mode: 0 (graph mode) is not available yet: use 1 (PyNative)")
+
+
+def _check_model_divides(recipe):
+    tp = recipe.parallelism.tensor_parallel
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        size = getattr(recipe.model, key)
+        if size % tp:
+            fitting = [divisor for divisor in range(1, tp) if size % divisor == 0]
+            raise ValueError(
+                f"model.{key}: {size} can't be cut into parallelism.tensor_parallel {tp} parts: try {fitting[-1]}"
+            )
+    seq_length = recipe.train_dataset.seq_length
+    if recipe.parallelism.sequence_parallel and seq_length % tp:
+        raise ValueError(
+            f"train_dataset.seq_length: {seq_length} can't be cut into parallelism.tensor_parallel {tp} parts, as "
+            f"parallelism.sequence_parallel needs: try {seq_length // tp * tp}"
+        )
+
+
+def _check_data(recipe):
+    seq_length, longest = recipe.train_dataset.seq_length, recipe.model.max_position_embeddings
+    if seq_length > longest:
+        raise ValueError(f"train_dataset.seq_length: {seq_length} is more than model.max_position_embeddings {longest}")
+    is_text = not any(path.endswith(".npy") for path in recipe.train_dataset.data_path)
+    if is_text and recipe.model.vocab_size < 256:
+        raise ValueError(f"model.vocab_size: {recipe.model.vocab_size} is too small for bytes of text: at least 256")
+
+
+def _check_schedule(recipe):
+    schedule = recipe.lr_scheduler
+    if schedule.warmup_ratio is not None and schedule.warmup_steps:
+        raise ValueError("lr_scheduler: warmup_steps and warmup_ratio are both given: give one")
+    if schedule.lr_end > schedule.learning_rate:
+        raise ValueError(
+            f"lr_scheduler.lr_end: {schedule.lr_end} is more than lr_scheduler.learning_rate {schedule.learning_rate}"
+        )
+    for index, beta in enumerate(recipe.optimizer.betas):
+        if not 0 <= beta < 1:
+            raise ValueError(f"optimizer.betas[{index}]: {beta} should be at least 0 and below 1")

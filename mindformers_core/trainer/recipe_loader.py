@@ -1,0 +1,193 @@
+"""From a YAML file and `section.key=value` overrides to a checked `Recipe`, and back.
+
+One generic walk over the type hints of the dataclasses: a new key needs a field and nothing else.
+"""
+
+import dataclasses
+import os
+import re
+import types
+import typing
+
+import yaml
+
+from mindformers_core.mesh import nearest
+from mindformers_core.trainer.recipe import Recipe, check_recipe
+
+__all__ = ["load_recipe", "recipe_from_dict", "recipe_to_yaml", "parse_overrides"]
+
+
+class _RecipeLoader(yaml.SafeLoader):
+    """Safe YAML, with `1e-4` read as a number (YAML 1.2, but not PyYAML's 1.1) and with keys given twice refused."""
+
+    def construct_mapping(self, node, deep=False):
+        """The dict of `node`; raises `yaml.YAMLError` for a key that is there twice."""
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"key '{key}' is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_SCIENTIFIC = re.compile(r"^[-+]?(\d+\.?|\d*\.\d+)[eE][-+]?\d+$")
+_RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("-+.0123456789"))
+
+
+def load_recipe(path, overrides=()):
+    """The `Recipe` of the YAML file at `path`.
+
+    Args:
+        path: the file.
+        overrides: texts `section.key=value`, the value in YAML.
+
+    Raises:
+        FileNotFoundError: no such file.
+        TypeError: a value of another type than its key's.
+        ValueError: not YAML, an unknown or missing key, a value out of range, an impossible combination.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            sections = _parse_yaml(file.read(), path)
+    except (FileNotFoundError, IsADirectoryError):
+        folder = os.path.dirname(path) or "."
+        names = os.listdir(folder) if os.path.isdir(folder) else []
+        known = sorted(name for name in names if name.endswith((".yaml", ".yml")))
+        hint = nearest(os.path.basename(path), known) or (f"; recipes there: {', '.join(known)}" if known else "")
+        raise FileNotFoundError(f"--config: there is no recipe file '{path}'{hint}") from None
+    if not isinstance(sections, dict):
+        raise TypeError(f"{path}: a recipe is a mapping of sections, not {sections!r}")
+    for keys, value in parse_overrides(overrides):
+        _put(sections, keys, value)
+    try:
+        return recipe_from_dict(sections)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def recipe_from_dict(sections):
+    """The checked `Recipe` of nested dicts; errors as in `load_recipe`."""
+    recipe = _convert(sections, Recipe, "")
+    check_recipe(recipe)
+    return recipe
+
+
+def recipe_to_yaml(recipe):
+    """The whole recipe, defaults included, as YAML text that `load_recipe` reads back."""
+    return yaml.safe_dump(_plain(dataclasses.asdict(recipe)), sort_keys=False, allow_unicode=True)
+
+
+def parse_overrides(overrides):
+    """`["a.b=1"]` -> `[(("a", "b"), 1)]`; raises `ValueError` for a text of another form."""
+    pairs = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or not all(key.split(".")):
+            raise ValueError(f"'{text}' is no override: write section.key=value, as training.steps=10")
+        pairs.append((tuple(key.split(".")), _parse_yaml(value, f"override '{text}'")))
+    return pairs
+
+
+def _parse_yaml(text, where):
+    try:
+        return yaml.load(text, _RecipeLoader)  # noqa: S506  (a SafeLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where}: not valid YAML: {error}") from None
+
+
+def _put(sections, keys, value):
+    for depth, key in enumerate(keys[:-1]):
+        if sections.get(key) is None:
+            sections[key] = {}
+        sections = sections[key]
+        if not isinstance(sections, dict):
+            raise ValueError(f"'{'.'.join(keys)}': {'.'.join(keys[: depth + 1])} is a value, not a section with keys")
+    sections[keys[-1]] = value
+
+
+def _plain(value):
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, (tuple, list)) else value
+
+
+def _convert(value, hint, path):
+    """`value` as an instance of `hint`, or an error that names `path`."""
+    if dataclasses.is_dataclass(hint):
+        return _convert_section(value, hint, path)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in arguments:
+            return None
+        return _convert(value, next(argument for argument in arguments if argument is not type(None)), path)
+    if origin is typing.Literal:
+        if any(value == allowed and type(value) is type(allowed) for allowed in arguments):
+            return value
+        raise ValueError(f"{path}: {value!r} is not one of {', '.join(map(str, arguments))}{nearest(value, arguments)}")
+    if origin in (tuple, list):
+        return _convert_sequence(value, origin, arguments, path)
+    return _convert_scalar(value, hint, path)
+
+
+def _convert_section(value, section, path):
+    value = {} if value is None else value
+    if not isinstance(value, dict):
+        raise TypeError(f"{path}: {value!r} should be a section with keys, as {_example_keys(section)}")
+    hints = typing.get_type_hints(section)
+    fields = {entry.name: entry for entry in dataclasses.fields(section) if entry.init}
+    prefix = f"{path}." if path else ""
+    for key in value:
+        if key not in fields:
+            kind = "key" if path else "section"
+            raise ValueError(f"{prefix}{key}: unknown {kind}{nearest(key, fields)}; known: {', '.join(fields)}")
+    parts = {}
+    for name, entry in fields.items():
+        has_default = entry.default is not dataclasses.MISSING or entry.default_factory is not dataclasses.MISSING
+        if name not in value and has_default:
+            continue
+        if name not in value:
+            raise ValueError(f"{prefix}{name}: missing; it is a {_show(hints[name])} and has no default")
+        parts[name] = _convert(value[name], hints[name], prefix + name)
+        _check_range(parts[name], entry.metadata, prefix + name)
+    try:
+        return section(**parts)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def _convert_sequence(value, origin, arguments, path):
+    several = origin is list or arguments[-1] is ...
+    if several and arguments[0] is str and isinstance(value, str):
+        value = [value]  # one path or pattern needs no brackets
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{path}: {value!r} should be a list of {_show(arguments[0])}")
+    if not several and len(value) != len(arguments):
+        raise ValueError(f"{path}: {value!r} should have {len(arguments)} entries, not {len(value)}")
+    hints = [arguments[0]] * len(value) if several else arguments
+    return origin(_convert(entry, hint, f"{path}[{index}]") for index, (entry, hint) in enumerate(zip(value, hints)))
+
+
+def _convert_scalar(value, hint, path):
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is hint:
+        return value
+    allowed = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+    assert hint in allowed, f"{path}: the loader knows no type {hint}"
+    raise TypeError(f"{path}: {value!r} ({_show(type(value))}) should be {allowed[hint]}")
+
+
+def _check_range(value, limits, path):
+    if value is None or not limits:
+        return
+    if limits.get("at_least") is not None and not value >= limits["at_least"]:
+        raise ValueError(f"{path}: {value} should be at least {limits['at_least']}")
+    if limits.get("below") is not None and not value < limits["below"]:
+        raise ValueError(f"{path}: {value} should be below {limits['below']}")
+
+
+def _show(hint):
+    return getattr(hint, "__name__", None) or str(hint)
+
+
+def _example_keys(section):
+    return ", ".join(entry.name for entry in dataclasses.fields(section)[:4])

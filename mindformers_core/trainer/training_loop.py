@@ -1,0 +1,204 @@
+"""The training job of a recipe on this process's part of the mesh (PyNative)."""
+
+import dataclasses
+import math
+import os
+import time
+from dataclasses import dataclass
+
+import mindspore as ms
+
+from mindformers_core.communication import init_distributed, read_launch
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.models import LlamaForCausalLM
+from mindformers_core.tensor_parallel import shard
+from mindformers_core.tensor_parallel.clipping import clip_by_global_norm, sum_over
+from mindformers_core.trainer.adamw import AdamW
+from mindformers_core.trainer.data import TokenDataset, first_sequence, open_dataset
+from mindformers_core.trainer.learning_rate import learning_rate
+from mindformers_core.trainer.metrics import MetricsFile, TensorBoardFile, draw_losses, require_extra
+from mindformers_core.trainer.progress import Progress
+from mindformers_core.trainer.recipe import MESH_AXES, Recipe, accumulation_steps, mesh_shape
+from mindformers_core.trainer.recipe_loader import recipe_to_yaml
+from mindformers_core.trainer.run_folder import open_run_folder, write_whole
+from mindformers_core.trainer.saved_state import find_checkpoint, load_state, save_state
+
+__all__ = ["Job", "prepare", "make_job", "resume", "run_steps", "train_step"]
+
+
+@dataclass
+class Job:
+    """All that one process needs for its steps; `step` and `consumed` (sequences of the stream) move on."""
+
+    recipe: Recipe
+    rank: int
+    mesh: object
+    dataset: TokenDataset
+    net: ms.nn.Cell
+    optimizer: AdamW
+    micro_batches: int
+    step: int = 0
+    consumed: int = 0
+
+    def barrier(self):
+        """Wait for all ranks of the mesh."""
+        sum_over(self.mesh, self.mesh.axis_names, ms.Tensor(1.0)).asnumpy()
+
+    def state(self):
+        """What a checkpoint says besides tensors."""
+        return {"step": self.step, "consumed": self.consumed, **self.fixed_state()}
+
+    def fixed_state(self):
+        """What must be the same in the run that resumes."""
+        sizes = dict(zip(self.mesh.axis_names, self.mesh.shape))
+        return {"mesh": sizes, "model": dataclasses.asdict(self.recipe.model)}
+
+    def tensors(self):
+        """The Parameters of a checkpoint."""
+        return [*self.net.trainable_params(), *self.optimizer.state()]
+
+
+def prepare(recipe):
+    """The `Job` of `recipe`, before its first step: ranks joined, data open, model sharded, checkpoint loaded.
+
+    Raises:
+        ValueError, FileNotFoundError: a recipe that doesn't fit the ranks, the data or the checkpoint.
+        ModuleNotFoundError: an extra that the recipe needs is not installed.
+    """
+    _check_extras(recipe)
+    if ms.get_context("device_target") != recipe.context.device_target:  # can't be set once kernels have run
+        ms.set_device(recipe.context.device_target)
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    mesh = init_device_mesh(mesh_shape(recipe, read_launch(os.environ).size), MESH_AXES)
+    dataset = open_dataset(recipe.train_dataset, recipe.model.vocab_size, recipe.training.seed)
+    checkpoint = find_checkpoint(recipe.checkpoint.load_path) if recipe.checkpoint.load_path else None
+    job = make_job(recipe, mesh, init_distributed().rank, dataset)
+    return job if checkpoint is None else resume(job, checkpoint)
+
+
+def make_job(recipe, mesh, rank, dataset):
+    """The `Job` at its first step, with `rank` in `mesh`, whose axes are `MESH_AXES`."""
+    micro_batches = accumulation_steps(recipe, mesh.axis_size("dp"))
+    ms.set_seed(recipe.training.seed)
+    net = build_model(recipe, mesh)
+    return Job(recipe, rank, mesh, dataset, net, AdamW(net.trainable_params(), recipe.optimizer), micro_batches)
+
+
+def resume(job, checkpoint):
+    """`job` itself, set to where the run that saved the folder `checkpoint` was."""
+    state = load_state(checkpoint, job.fixed_state(), job.tensors(), job.rank)
+    job.step, job.consumed = state["step"], state["consumed"]
+    if job.step >= job.recipe.training.steps:
+        raise ValueError(f"training.steps: {job.recipe.training.steps}, but {checkpoint} already has {job.step} steps")
+    return job
+
+
+def build_model(recipe, mesh):
+    """The recipe's model, sharded over `mesh`, its values drawn from the recipe's seed."""
+    with ms.DeviceCtx("meta"):
+        net = LlamaForCausalLM(recipe.model)
+    return shard(net, mesh, recipe.parallelism, seed=recipe.training.seed)
+
+
+def run_steps(job):
+    """All steps that are left, with their records; every rank calls this.
+
+    Returns:
+        The summary line, which rank 0 has also written to `summary.txt`.
+
+    Raises:
+        FloatingPointError: the loss is not a number any more.
+    """
+    recipe, folder = job.recipe, job.recipe.training.output_dir
+    records = _open_records(job) if job.rank == 0 else []
+    job.barrier()
+    losses, started = [], time.perf_counter()
+    while job.step < recipe.training.steps:
+        row = train_step(job)
+        losses.append(row["loss"])
+        for record in records:
+            record(row)
+        if not math.isfinite(row["loss"]):
+            raise FloatingPointError(f"the loss is {row['loss']} at step {job.step}: see {folder}/metrics.jsonl")
+        at_end = job.step == recipe.training.steps
+        if recipe.checkpoint.enable_save and (at_end or job.step % recipe.checkpoint.save_interleaved_steps == 0):
+            save_state(folder, job.state(), job.tensors(), job.rank, job.barrier)
+    seconds = time.perf_counter() - started
+    tokens = len(losses) * recipe.training.global_batch_size * recipe.train_dataset.seq_length
+    summary = (
+        f"{len(losses)} steps on ranks {job.mesh} in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s; "
+        f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; run folder {folder}"
+    )
+    if job.rank == 0:
+        write_whole(os.path.join(folder, "summary.txt"), summary + "\n")
+        if recipe.monitor.plot:
+            draw_losses(folder)
+    return summary
+
+
+def train_step(job):
+    """One optimizer step over `micro_batches` micro-batches; returns its row of metrics."""
+    started = time.perf_counter()
+    training = job.recipe.training
+    loss, gradients = _accumulate(job)
+    gradients, norm = clip_by_global_norm(gradients, job.optimizer.parameters, training.max_norm)
+    job.step += 1
+    job.consumed += training.global_batch_size
+    rate = learning_rate(job.recipe, job.step)
+    job.optimizer.step(gradients, job.step, rate)
+    seconds = time.perf_counter() - started
+    return {
+        "step": job.step,
+        "loss": loss,
+        "learning_rate": rate,
+        "gradient_norm": float(norm.asnumpy()),
+        "seconds": seconds,
+        "tokens_per_second": training.global_batch_size * job.recipe.train_dataset.seq_length / seconds,
+    }
+
+
+def _accumulate(job):
+    """Mean loss (a float) and mean gradients (a list of local tensors) over this step's micro-batches."""
+    gradient_of = ms.value_and_grad(job.net, None, job.optimizer.parameters)
+    (dp_rank,) = job.mesh.coordinate(job.rank, ("dp",))
+    dp_size, local = job.mesh.axis_size("dp"), job.recipe.training.local_batch_size
+    total, gradients = 0.0, None
+    for micro_batch in range(job.micro_batches):
+        first = first_sequence(job.consumed, micro_batch, dp_rank, dp_size, local)
+        input_ids, labels = map(ms.Tensor, job.dataset.batch(first, local))
+        loss, new = gradient_of(input_ids, labels)
+        total += float(loss.to_local().asnumpy())
+        gradients = list(new) if gradients is None else [one + other for one, other in zip(gradients, new, strict=True)]
+    if job.micro_batches > 1:
+        gradients = [gradient / job.micro_batches for gradient in gradients]
+    return total / job.micro_batches, gradients
+
+
+def _open_records(job):
+    """Make the run folder; functions that each take a step's row."""
+    recipe, folder = job.recipe, job.recipe.training.output_dir
+    moved = open_run_folder(folder, recipe_to_yaml(recipe), keep=_carries_on(recipe))
+    if moved:
+        print(f"an earlier run was moved to {moved}")
+    print(
+        f"{recipe.training.steps} steps of {job.micro_batches} micro-batches on ranks {job.mesh}; run folder {folder}"
+    )
+    records = [MetricsFile(folder, after_step=job.step).write]
+    if recipe.monitor.tensorboard:
+        records.append(TensorBoardFile(folder).write)
+    return [*records, Progress(recipe.training.steps, recipe.monitor.log_interval).show]
+
+
+def _carries_on(recipe):
+    """Whether the run resumes from a checkpoint in its own folder."""
+    folder = os.path.realpath(recipe.training.output_dir)
+    load_path = recipe.checkpoint.load_path
+    return bool(load_path) and os.path.commonpath([folder, os.path.realpath(load_path)]) == folder
+
+
+def _check_extras(recipe):
+    """Missing extras are told before hours of training, not after."""
+    if recipe.monitor.plot:
+        require_extra("matplotlib", "plot", "monitor.plot")
+    if recipe.monitor.tensorboard:
+        require_extra("tensorboard", "tensorboard", "monitor.tensorboard")

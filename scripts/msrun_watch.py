@@ -1,0 +1,265 @@
+"""Runs msrun, shows this machine's first worker, and fails when a worker fails. `msrun_launch.sh` calls this.
+
+Left alone, msrun waits for its scheduler after a worker has failed: 30 s if the ranks had met, CLUSTER_TIME_OUT
+(7200 s) if they had not. It also leaves its workers running when it is terminated. Here the scheduler gets a few
+seconds, and nothing that was started stays behind.
+"""
+
+import argparse
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+POLL_SECONDS = 0.2
+SCHEDULER_GRACE_SECONDS = 3
+LAST_LINES = 30
+WORKER_FAILED = re.compile(r"Worker process (\d+) exit with exception\. Error code: (-?\d+)")
+# MindSpore prints these whatever GLOG_v says; they stay in the log file.
+NOISE = re.compile(r"^\[INFO\] [A-Z_]+\(")
+
+
+def main():
+    """Parse arguments, check them, run; the exit code is that of the first failed worker, or 0."""
+    parser = argparse.ArgumentParser(prog="msrun_launch.sh", description=__doc__)
+    for name in ("worker_num", "local_worker_num", "master_port", "node_rank", "cluster_time_out"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--master_addr", required=True)
+    parser.add_argument("--log_dir", type=Path, required=True)
+    parser.add_argument("--join", choices=("True", "False"), required=True)
+    split = sys.argv.index("--")
+    args = parser.parse_args(sys.argv[1:split])
+    args.command = sys.argv[split + 1 :]
+    try:
+        check_counts(args)
+        if args.node_rank == 0:
+            args.master_port = check_port(args.master_addr, args.master_port, args.local_worker_num == args.worker_num)
+    except ValueError as error:
+        parser.exit(2, f"msrun_launch.sh: {error}\n")
+    sys.exit(run(args))
+
+
+def check_counts(args):
+    """Raise `ValueError` for numbers of workers, machines and ports that don't fit each other."""
+    if args.worker_num < 1 or args.local_worker_num < 1:
+        raise ValueError(f"WORKER_NUM {args.worker_num} and LOCAL_WORKER {args.local_worker_num} are numbers from 1 up")
+    if args.worker_num % args.local_worker_num:
+        raise ValueError(
+            f"WORKER_NUM {args.worker_num} is not a multiple of LOCAL_WORKER {args.local_worker_num}: every machine "
+            f"runs equally many workers; for one machine give {args.worker_num} twice"
+        )
+    machines = args.worker_num // args.local_worker_num
+    if not 0 <= args.node_rank < machines:
+        raise ValueError(
+            f"NODE_RANK {args.node_rank}: {args.worker_num} workers, {args.local_worker_num} on each machine, "
+            f"make {machines} machines; NODE_RANK is 0 to {machines - 1}"
+        )
+    if args.master_port != 0 and not 1024 <= args.master_port <= 65535:
+        raise ValueError(f"MASTER_PORT {args.master_port}: give 1024 to 65535, or 0 for a free one")
+    if args.master_port == 0 and machines > 1:
+        raise ValueError("MASTER_PORT 0 (a free one) needs all workers on one machine: choose a port that all know")
+
+
+def check_port(address, port, one_machine):
+    """The port to use, after trying to listen on it: `port`, or a free one for 0.
+
+    Raises:
+        ValueError: the address isn't known or isn't this machine's, or the port is in use.
+    """
+    try:
+        family, _, _, _, target = socket.getaddrinfo(address.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ValueError(f"MASTER_ADDR {address!r} is no address known here: {error.strerror}") from error
+    try:
+        return _listen_once(family, target)
+    except PermissionError as error:
+        raise ValueError(f"MASTER_PORT {port} on {address}: not allowed to listen there") from error
+    except OSError as error:
+        try:
+            free = _listen_once(family, (target[0], 0, *target[2:]))
+        except OSError:
+            advice = "leave it out" if one_machine else "start NODE_RANK 0 on the machine with that address"
+            raise ValueError(f"MASTER_ADDR {address} is not an address of this machine: {advice}") from error
+        raise ValueError(
+            f"MASTER_PORT {port} on {address} is in use (another job, perhaps): {free} is free; 0 takes a free one"
+        ) from error
+
+
+def _listen_once(family, target):
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(target)
+        probe.listen(1)
+        return probe.getsockname()[1]
+
+
+def run(args):
+    """Start msrun and see it through. Returns the exit code for the shell."""
+    first = args.node_rank * args.local_worker_num
+    logs = {rank: args.log_dir / f"worker_{rank}.log" for rank in range(first, first + args.local_worker_num)}
+    args.log_dir.mkdir(parents=True, exist_ok=True)
+    for log in logs.values():
+        log.unlink(missing_ok=True)
+    print(f"{args.local_worker_num} of {args.worker_num} workers start here, logs in {args.log_dir}", flush=True)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    with (args.log_dir / "msrun.log").open("w+", errors="replace") as msrun_log:
+        msrun = subprocess.Popen(
+            msrun_command(args),
+            stdin=subprocess.DEVNULL,
+            stdout=msrun_log,
+            stderr=msrun_log,
+            start_new_session=True,
+            env=worker_environment(),
+        )
+        joined = args.join == "True"
+        try:
+            failure = watch(msrun, msrun_log, Follower(logs[first])) if joined else None
+        finally:
+            if joined:
+                kill_tree(msrun)
+        code = msrun.wait()
+    if code or failure:
+        return report(failure, code, args.log_dir, logs)
+    return 0
+
+
+def msrun_command(args):
+    """Argument list of msrun, with this Python for msrun and for the workers."""
+    return [
+        sys.executable,
+        "-m",
+        "mindspore.parallel.cluster.run",
+        f"--worker_num={args.worker_num}",
+        f"--local_worker_num={args.local_worker_num}",
+        f"--master_addr={args.master_addr}",
+        f"--master_port={args.master_port}",
+        f"--node_rank={args.node_rank}",
+        f"--log_dir={args.log_dir}",
+        f"--join={args.join}",
+        f"--cluster_time_out={args.cluster_time_out}",
+        # No worker has this rank: we show the first one's log ourselves, to its last line.
+        f"--tail_worker_log={args.worker_num}",
+        "python3",
+        *args.command,
+    ]
+
+
+def worker_environment():
+    """Ours, with this Python first on PATH (msrun starts workers by the bare name `python3`), output unbuffered so
+    that logs are live and a killed worker's last lines are kept, and MindSpore's own log quiet unless GLOG_v is set."""
+    path = os.path.dirname(sys.executable) + os.pathsep + os.environ.get("PATH", "")
+    return {"GLOG_v": "3", **os.environ, "PATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def watch(msrun, msrun_log, follower):
+    """Wait for msrun to end. Returns `(rank or None, exit code)` of the worker that failed, or `None`."""
+    ranks, failure, deadline = {}, None, None
+    while msrun.poll() is None:
+        time.sleep(POLL_SECONDS)
+        follower.show()
+        ranks.update(worker_ranks(msrun.pid))
+        if failure is None:
+            failure = find_failure(msrun_log, ranks)
+            deadline = time.monotonic() + SCHEDULER_GRACE_SECONDS
+        elif time.monotonic() > deadline:
+            kill_children(msrun.pid)
+            deadline = float("inf")
+    follower.show(last=True)
+    return failure or find_failure(msrun_log, ranks)
+
+
+def find_failure(msrun_log, ranks):
+    """The first failed worker that msrun has reported, as `(rank or None, exit code)`."""
+    msrun_log.seek(0)
+    match = WORKER_FAILED.search(msrun_log.read())
+    return match and (ranks.get(int(match[1])), int(match[2]))
+
+
+def worker_ranks(msrun_pid):
+    """`{pid: rank}` of msrun's living workers, as their environments say."""
+    ranks = {}
+    for child in children(msrun_pid):
+        with suppress(psutil.Error):
+            environment = child.environ()
+            if environment.get("MS_ROLE") == "MS_WORKER" and environment.get("RANK_ID", "").isdigit():
+                ranks[child.pid] = int(environment["RANK_ID"])
+    return ranks
+
+
+def children(pid, recursive=False):
+    """Child processes of `pid`; none if it is gone."""
+    with suppress(psutil.Error):
+        return psutil.Process(pid).children(recursive=recursive)
+    return []
+
+
+def kill_children(pid):
+    """Kill everything that `pid` has started."""
+    for child in children(pid, recursive=True):
+        with suppress(psutil.Error):
+            child.kill()
+
+
+def kill_tree(process):
+    """Kill `process` and everything that it has started, if it still runs."""
+    if process.poll() is None:
+        process_children = children(process.pid, recursive=True)
+        process.kill()
+        for child in process_children:
+            with suppress(psutil.Error):
+                child.kill()
+
+
+class Follower:
+    """Shows a log file as it grows, line by line, without MindSpore's networking chatter."""
+
+    def __init__(self, path):
+        self.path = path
+        self.position = 0
+
+    def show(self, last=False):
+        """Print the lines added since the last call; with `last` also one that isn't ended."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as log:
+            log.seek(self.position)
+            added = log.read()
+        if not last:
+            added = added[: added.rfind(b"\n") + 1]
+        self.position += len(added)
+        for line in readable_lines(added):
+            print(line, flush=True)
+
+
+def readable_lines(content):
+    """Lines of the bytes `content` that are worth a person's reading."""
+    return [line for line in content.decode(errors="replace").splitlines() if not NOISE.match(line)]
+
+
+def report(failure, msrun_code, log_dir, logs):
+    """Tell what failed, with the last lines of its log. Returns the exit code for the shell."""
+    rank, code = failure or (None, msrun_code)
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    if failure is None:
+        who, shown = "msrun", [log_dir / "scheduler.log", log_dir / "msrun.log"]
+    elif rank is None:
+        who, shown = "a worker", list(logs.values())
+    else:
+        who, shown = f"worker {rank}", [logs[rank]]
+    for path in shown:
+        lines = readable_lines(path.read_bytes())[-LAST_LINES:] if path.exists() else []
+        print(f"--- last lines of {path}", *(lines or ["(empty)"]), sep="\n", file=sys.stderr)
+    print(f"msrun_launch.sh: {who} {how}; the other workers here were stopped. All logs: {log_dir}", file=sys.stderr)
+    return 128 - code if code < 0 else code
+
+
+if __name__ == "__main__":
+    main()

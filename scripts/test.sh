@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Makes or reuses .venv, then runs ruff and all tests. Arguments go to pytest: bash scripts/test.sh -k layout -x
+set -euo pipefail
+# shellcheck source=scripts/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+cd "$ROOT"
+prepare_environment
+export GLOG_v=${GLOG_v:-3}
+.venv/bin/python -m ruff check .
+exec .venv/bin/python -m pytest "$@"

@@ -1,0 +1,201 @@
+"""`shard()` against one card: losses, gradients of all parameters, parameters after some steps; and its collectives, counted."""
+
+from dataclasses import dataclass
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+
+from launch import on_ranks
+from mindformers_core.communication import count_collectives, world
+from mindformers_core.layout import layout
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.models import LlamaConfig, LlamaForCausalLM
+from mindformers_core.models.llama import LlamaDecoderLayer
+from mindformers_core.tensor_parallel import shard
+from mindformers_core.tensor_parallel.initialize import materialize
+from mindformers_core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+BATCH, LENGTH, HIDDEN = 4, 16, 32
+
+
+@dataclass
+class Parallel:
+    """What the hooks look at."""
+
+    sequence_parallel: bool = False
+    batch_axes: tuple = ("dp",)
+
+
+def tiny(**changes):
+    sizes = {
+        "hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64,
+    }  # fmt: skip
+    return LlamaConfig(**(sizes | changes))
+
+
+def built(make):
+    with ms.DeviceCtx("meta"):
+        return make()
+
+
+def batch():
+    random = np.random.default_rng(3)
+    tokens = random.integers(0, 64, (BATCH, LENGTH + 1)).astype(np.int32)
+    tokens[0, 5:8] = 7
+    labels = tokens[:, 1:].copy()
+    labels[1, 3:6] = -100  # positions that don't count, more of them in one dp half than in the other
+    return tokens[:, :-1], labels
+
+
+def my_rows(array, mesh):
+    """This rank's part of a global batch."""
+    return Tensor(array[layout("dp").bind(mesh, array.ndim).local_slices(array.shape, world().rank)])
+
+
+def compare(mine, whole, parameters, what, rtol=1e-5, atol=1e-6):
+    """Local parts against the slices of one card's values, for all parameters."""
+    assert len(mine) == len(whole) == len(parameters)
+    for local, value, parameter in zip(mine, whole, parameters):
+        expected = value.asnumpy()[parameter.layout.local_slices(value.shape, world().rank)]
+        np.testing.assert_allclose(local.asnumpy(), expected, rtol, atol, err_msg=f"{what} of {parameter.name}")
+
+
+class MLP(nn.Cell):
+    """Two linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = ColumnParallelLinear(HIDDEN, 64, has_bias=True)
+        self.down = RowParallelLinear(64, HIDDEN, has_bias=True)
+
+    def construct(self, x):
+        return ops.mean(ops.square(self.down(ops.gelu(self.up(x)))))
+
+
+@on_ranks(2)
+def case_mlp_trains_as_on_one_card():
+    """The thin slice: mesh, layouts, collectives, two linear layers, three steps of SGD."""
+    mesh = init_device_mesh((2,), ("tp",))
+    single, parallel = built(MLP), built(MLP)
+    materialize(single, seed=5)
+    shard(parallel, mesh, seed=5)
+    assert parallel.up.weight.shape == (64, HIDDEN) and parallel.trainable_params()[0].shape == (32, HIDDEN)
+    x = Tensor(np.random.default_rng(0).normal(size=(8, HIDDEN)).astype(np.float32))
+    one, two = (nn.SGD(cell.trainable_params(), 0.5) for cell in (single, parallel))
+    for _ in range(3):
+        loss, gradients = ms.value_and_grad(single, None, single.trainable_params())(x)
+        my_loss, mine = ms.value_and_grad(parallel, None, parallel.trainable_params())(x)
+        np.testing.assert_allclose(float(my_loss), float(loss), 1e-5)
+        compare(mine, gradients, parallel.trainable_params(), "gradient")
+        one(gradients)
+        two(mine)
+    compare(parallel.trainable_params(), single.trainable_params(), parallel.trainable_params(), "value")
+
+
+class Layers(nn.Cell):
+    """Four decoder layers, and nothing else."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.layers = nn.CellList([LlamaDecoderLayer(config, number) for number in range(1, 5)])
+        self.head_dim = config.head_dim
+
+    def shard(self, config=None):
+        """As `LlamaForCausalLM` does for its hidden states."""
+        return {"x": layout(..., "tp", None) if config.sequence_parallel else None}, None, None
+
+    def construct(self, x, cosines, sines, mask):
+        for layer in self.layers:
+            x = layer(x, cosines, sines, mask)
+        return x
+
+
+def run_layers(sequence_parallel):
+    """Counts of a forward and of a forward and backward pass, with the outputs compared to one card's."""
+    mesh = init_device_mesh((2,), ("tp",))
+    config = tiny()
+    single, parallel = built(lambda: Layers(config)), built(lambda: Layers(config))
+    materialize(single, seed=5)
+    shard(parallel, mesh, Parallel(sequence_parallel), seed=5)
+    random = np.random.default_rng(0)
+    x = random.normal(size=(BATCH, LENGTH, HIDDEN)).astype(np.float32)
+    weights = Tensor(random.normal(size=x.shape).astype(np.float32))
+    tables = [Tensor(random.normal(size=(LENGTH, 1, config.head_dim)).astype(np.float32)) for _ in range(2)]
+    others = (*tables, Tensor(np.zeros((LENGTH, LENGTH), np.float32)))
+    part = layout(None, "tp" if sequence_parallel else None, None).bind(mesh)
+    mine = Tensor(x[part.local_slices(x.shape, world().rank)])
+    with count_collectives() as forward:
+        parallel(mine, *others)
+    with count_collectives() as both:
+        output, (my_x, my_gradients) = ms.value_and_grad(
+            lambda x: ops.mul(parallel(x, *others), weights).sum().redistribute(layout()), 0, parallel.trainable_params()
+        )(mine)
+    truth, (x_gradient, gradients) = ms.value_and_grad(
+        lambda x: ops.mul(single(x, *others), weights).sum(), 0, single.trainable_params()
+    )(Tensor(x))
+    np.testing.assert_allclose(float(output), float(truth), 1e-5, 1e-5)
+    np.testing.assert_allclose(my_x.asnumpy(), x_gradient.asnumpy()[part.local_slices(x.shape, world().rank)], 1e-4, 1e-5)
+    compare(my_gradients, gradients, parallel.trainable_params(), "gradient", 1e-4, 1e-5)
+    return dict(forward), dict(both)
+
+
+@on_ranks(2)
+def case_four_layers_cost_sixteen_all_reduces():
+    """Two collectives a layer each way (Megatron-LM), whole hidden states each; nothing else is communicated."""
+    forward, both = run_layers(sequence_parallel=False)
+    hidden_bytes = BATCH * LENGTH * HIDDEN * 4
+    on_wire = hidden_bytes  # a ring of 2: 2 (n - 1) / n of the whole
+    assert forward == {("all_reduce", ("tp",)): (8, 8 * on_wire)}
+    assert both == {("all_reduce", ("tp",)): (16, 16 * on_wire)}
+
+
+@on_ranks(2)
+def case_sequence_parallel_gathers_and_scatters():
+    """In the place of every all-reduce an all-gather on one side and a reduce-scatter on the other, of half its bytes."""
+    forward, both = run_layers(sequence_parallel=True)
+    on_wire = BATCH * LENGTH * HIDDEN * 4 // 2
+    assert forward == {("all_gather", ("tp",)): (8, 8 * on_wire), ("reduce_scatter", ("tp",)): (8, 8 * on_wire)}
+    norms = both.pop(("all_reduce", ("tp",)))  # weights of the norms: their gradients, and the test's own sum
+    assert norms == (9, 8 * HIDDEN * 4 + 4)
+    assert both == {("all_gather", ("tp",)): (16, 16 * on_wire), ("reduce_scatter", ("tp",)): (16, 16 * on_wire)}
+
+
+def train_both(mesh, config, parallel_config, steps=3):
+    """Loss, gradients of all parameters, and parameters after some steps of AdamW, all as on one card."""
+    single, parallel = built(lambda: LlamaForCausalLM(config)), built(lambda: LlamaForCausalLM(config))
+    materialize(single, seed=11)
+    shard(parallel, mesh, parallel_config, seed=11)
+    compare(parallel.trainable_params(), single.trainable_params(), parallel.trainable_params(), "initial value", 0, 0)
+    ids, labels = batch()
+    one, two = (nn.AdamWeightDecay(cell.trainable_params(), 1e-3) for cell in (single, parallel))
+    for _ in range(steps):
+        loss, gradients = ms.value_and_grad(single, None, single.trainable_params())(Tensor(ids), Tensor(labels))
+        step = ms.value_and_grad(parallel, None, parallel.trainable_params())
+        my_loss, mine = step(my_rows(ids, mesh), my_rows(labels, mesh))
+        np.testing.assert_allclose(float(my_loss), float(loss), 1e-5)
+        compare(mine, gradients, parallel.trainable_params(), "gradient", 1e-4, 2e-6)
+        one(gradients)
+        two(mine)
+    compare(parallel.trainable_params(), single.trainable_params(), parallel.trainable_params(), "value", 1e-4, 2e-5)
+
+
+@on_ranks(4)
+def case_llama_on_dp_2_tp_2():
+    """Grouped-query attention, an untied head, labels that don't count."""
+    train_both(init_device_mesh((2, 2), ("dp", "tp")), tiny(), Parallel())
+
+
+@on_ranks(4)
+def case_llama_sequence_parallel_tied():
+    """Sequence parallel, and an embedding that is the head, too."""
+    train_both(init_device_mesh((2, 2), ("dp", "tp")), tiny(tie_word_embeddings=True), Parallel(sequence_parallel=True))
+
+
+@on_ranks(4)
+def case_llama_on_other_meshes():
+    """Pure data parallelism and pure tensor parallelism over 4 ranks, axes of size 1 among them, tp before dp."""
+    train_both(init_device_mesh((1, 4, 1), ("pp", "dp", "tp")), tiny(num_hidden_layers=2), Parallel(), 1)
+    train_both(init_device_mesh((4, 1), ("tp", "dp")), tiny(num_hidden_layers=2, num_key_value_heads=4), Parallel(True), 1)
+    train_both(init_device_mesh((2, 2), ("tp", "dp")), tiny(num_hidden_layers=2), Parallel(), 1)

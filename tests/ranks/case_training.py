@@ -1,0 +1,102 @@
+"""Training on a 2x2 mesh: the curve and the parameters of one rank, clipping over the mesh, resuming."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from launch import on_ranks
+
+from mindformers_core.communication import world
+from mindformers_core.layout import Layout
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.tensor_parallel.clipping import clip_by_global_norm
+from mindformers_core.trainer.compare import read_losses
+from mindformers_core.trainer.data import TokenDataset
+from mindformers_core.trainer.recipe import MESH_AXES
+from mindformers_core.trainer.recipe_loader import load_recipe
+from mindformers_core.trainer.training_loop import make_job, prepare, run_steps, train_step
+
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
+SMALL = (
+    "training.steps=4", "training.local_batch_size=2", "training.global_batch_size=8", "train_dataset.seq_length=16",
+    "model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=2", "lr_scheduler.warmup_steps=0",
+    "monitor.plot=false",
+)  # fmt: skip
+
+
+def job_on(shape, ranks, *overrides):
+    """The small job on a mesh of `shape` (pp, dp, cp, tp) over `ranks`, with random tokens."""
+    recipe = load_recipe(str(CONFIGS / "llama_tiny_cpu.yaml"), [*SMALL, *overrides])
+    tokens = np.random.default_rng(0).integers(0, 256, 5000)
+    mesh = init_device_mesh(shape, MESH_AXES, ranks)
+    return make_job(recipe, mesh, world().rank, TokenDataset(tokens, 16, 256, seed=1))
+
+
+def compare_with_one_rank(*overrides):
+    """Four steps on 2x2 ranks and, on every rank for itself, on one: losses, norms and parameters agree."""
+    alone = job_on((1, 1, 1, 1), [world().rank])
+    shared = job_on((1, 2, 1, 2), None, *overrides)
+    assert (alone.micro_batches, shared.micro_batches) == (4, 2)
+    for _ in range(4):
+        expected, row = train_step(alone), train_step(shared)
+        for key in ("loss", "gradient_norm", "learning_rate"):
+            np.testing.assert_allclose(row[key], expected[key], rtol=1e-5, err_msg=f"{key} at step {row['step']}")
+    for whole, part in zip(alone.net.trainable_params(), shared.net.trainable_params(), strict=True):
+        mine = part.layout.local_slices(part.global_shape, world().rank)
+        np.testing.assert_allclose(part.asnumpy(), whole.asnumpy()[mine], rtol=1e-4, atol=1e-5, err_msg=part.name)
+
+
+@on_ranks(4)
+def case_training_equals_one_rank():
+    """Without sequence parallel."""
+    compare_with_one_rank()
+
+
+@on_ranks(4)
+def case_sequence_parallel_training_equals_one_rank():
+    """With it."""
+    compare_with_one_rank("parallelism.sequence_parallel=true")
+
+
+@on_ranks(4)
+def case_clipping_counts_every_element_once():
+    """Parameters that no axis, one axis, or both shard, on either dim."""
+    mesh = init_device_mesh((2, 2), ("dp", "tp"))
+    generator = np.random.default_rng(0)
+    entries = [(), (("tp",), ()), ((), ("dp",)), (("dp",), ("tp",)), ((), ("tp", "dp")), ((), ("tp",))]
+    layouts = [Layout.on(mesh, dims or ((), ())) for dims in entries]
+    whole = [generator.normal(size=(4, 8)).astype(np.float32) for _ in layouts]
+    expected = np.sqrt(sum((gradient**2).sum() for gradient in whole))
+    parameters, gradients = [], []
+    for index, (layout, gradient) in enumerate(zip(layouts, whole, strict=True)):
+        gradients.append(ms.Tensor(gradient[layout.local_slices(gradient.shape, world().rank)]))
+        parameters.append(ms.Parameter(gradients[-1], name=f"p{index}"))
+        parameters[-1].layout = layout
+    clipped, norm = clip_by_global_norm(gradients, parameters, 1.0)
+    np.testing.assert_allclose(norm.asnumpy(), expected, rtol=1e-6)
+    for one, other in zip(clipped, gradients, strict=True):
+        np.testing.assert_allclose(one.asnumpy(), other.asnumpy() / expected, rtol=1e-5)
+
+
+@on_ranks(4)
+def case_resumed_training_is_the_unbroken_training():
+    """Saved by four ranks after two of four steps, and taken up again by four."""
+    folder = os.path.join(tempfile.gettempdir(), f"mindformers_core_case_training_{os.environ['MS_SCHED_PORT']}")
+    places = (f"train_dataset.data_path={CONFIGS}", f"train_dataset.cache_dir={folder}/cache")
+    saving = ("checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=2")
+
+    def run(name, *overrides):
+        overrides = [*SMALL, *places, f"training.output_dir={folder}/{name}", *overrides]
+        job = prepare(load_recipe(str(CONFIGS / "llama_tiny_cpu.yaml"), overrides))
+        run_steps(job)
+        job.barrier()
+        return read_losses(f"{folder}/{name}")
+
+    unbroken = run("unbroken", *saving)
+    resumed = run("resumed", f"checkpoint.load_path={folder}/unbroken/checkpoint/step_2")
+    assert resumed == {3: unbroken[3], 4: unbroken[4]}
+    if world().rank == 0:
+        shutil.rmtree(folder)

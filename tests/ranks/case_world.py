@@ -1,0 +1,26 @@
+"""The world that `init_distributed` finds under msrun."""
+
+import mindspore as ms
+import numpy as np
+from mindspore import communication, ops
+
+from launch import on_ranks
+from mindformers_core.communication import init_distributed, world
+from mindformers_core.mesh import launch_rank
+
+
+@on_ranks(2, 4)
+def case_world():
+    """Rank and size are MindSpore's, the launcher's and ours alike; asking again gives the same world."""
+    here = world()
+    assert here.rank == communication.get_rank() == launch_rank()
+    assert here.size == communication.get_group_size()
+    assert (here.backend, here.device_target, here.launcher) == ("cpu", "CPU", "msrun")
+    assert init_distributed(world_size=here.size) is here
+
+
+@on_ranks(2)
+def case_all_reduce_of_mindspore():
+    """The ranks really reach each other."""
+    total = ops.AllReduce(group=world().group)(ms.Tensor(np.float32([world().rank + 1])))
+    assert total.asnumpy() == [3]

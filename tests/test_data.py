@@ -1,0 +1,129 @@
+"""Data: the same sequences whatever the topology, shuffled by seed, resumable; text files, folders, errors."""
+
+import os
+
+import numpy as np
+import pytest
+
+from mindformers_core.trainer.data import TokenDataset, first_sequence, open_dataset, text_files
+from mindformers_core.trainer.recipe import TrainDataset
+
+
+def make_dataset(count=101, seq_length=4, seed=1, vocab_size=256):
+    return TokenDataset(np.arange(count) % 250, seq_length, vocab_size, seed)
+
+
+def section(tmp_path, *paths, **others):
+    return TrainDataset(data_path=tuple(map(str, paths)), cache_dir=str(tmp_path / "cache"), **others)
+
+
+def global_batch(dataset, consumed, global_batch_size, dp_size, local):
+    """All sequences of one step, as all ranks and micro-batches together read them, micro-batch by micro-batch."""
+    parts = []
+    for micro_batch in range(global_batch_size // (local * dp_size)):
+        for dp_rank in range(dp_size):
+            parts.append(dataset.batch(first_sequence(consumed, micro_batch, dp_rank, dp_size, local), local)[0])
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("dp_size, local", [(1, 8), (1, 2), (2, 4), (2, 1), (4, 2), (8, 1)])
+def test_global_batch_does_not_depend_on_topology(dp_size, local):
+    dataset = make_dataset()
+    for consumed in (0, 8, 40):
+        expected, _ = dataset.batch(consumed, 8)
+        np.testing.assert_array_equal(global_batch(dataset, consumed, 8, dp_size, local), expected)
+
+
+def test_every_epoch_has_all_sequences_in_another_order():
+    dataset = make_dataset()
+    assert len(dataset) == 25
+    first, second = dataset.batch(0, 25)[0], dataset.batch(25, 25)[0]
+    whole = {tuple(range(start, start + 4)) for start in range(0, 100, 4)}
+    assert {tuple(row) for row in first} == {tuple(row) for row in second} == whole
+    assert (first != second).any()
+    assert (first != make_dataset(seed=2).batch(0, 25)[0]).any()
+    np.testing.assert_array_equal(first, make_dataset().batch(0, 25)[0])
+
+
+def test_batch_over_the_end_of_an_epoch_is_the_stream():
+    dataset = make_dataset()
+    np.testing.assert_array_equal(dataset.batch(20, 10)[0][5:], dataset.batch(25, 5)[0])
+
+
+def test_labels_are_the_next_tokens():
+    inputs, labels = make_dataset().batch(3, 5)
+    assert inputs.dtype == labels.dtype == np.int32
+    np.testing.assert_array_equal(labels, (inputs + 1) % 250)
+
+
+def test_too_few_tokens_and_too_large_tokens_are_errors():
+    with pytest.raises(ValueError, match="5 tokens are too few .* train_dataset.seq_length=4"):
+        make_dataset(count=5, seq_length=5)
+    with pytest.raises(ValueError, match="is not below model.vocab_size 100"):
+        make_dataset(count=250, vocab_size=100).batch(0, 60)
+
+
+def test_text_becomes_bytes_in_one_mapped_file(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "b.txt").write_bytes(b"world")
+    (tmp_path / "text" / "a.txt").write_bytes(b"hello")
+    chosen = section(tmp_path, tmp_path / "text", seq_length=3)
+    tokens = open_dataset(chosen, 256, 0).tokens
+    assert isinstance(tokens, np.memmap)
+    assert bytes(tokens) == b"hello\0world\0"
+    short = section(tmp_path, tmp_path / "text", seq_length=3, max_bytes=8)
+    assert bytes(open_dataset(short, 256, 0).tokens) == b"hello\0wo"
+    assert not [name for name in os.listdir(tmp_path / "cache") if name.endswith(".unfinished")]
+
+
+def test_changed_text_is_read_anew(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"first text")
+    assert bytes(open_dataset(section(tmp_path, path, seq_length=3), 256, 0).tokens) == b"first text\0"
+    path.write_bytes(b"other text")  # of the same size
+    os.utime(path, ns=(0, 0))
+    assert bytes(open_dataset(section(tmp_path, path, seq_length=3), 256, 0).tokens) == b"other text\0"
+
+
+def test_broken_off_cache_is_made_again(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"some text")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("killed")))
+        with pytest.raises(OSError, match="killed"):
+            open_dataset(section(tmp_path, path, seq_length=3), 256, 0)
+    assert bytes(open_dataset(section(tmp_path, path, seq_length=3), 256, 0).tokens) == b"some text\0"
+
+
+def test_standard_library_is_the_default_in_a_fixed_order():
+    files = text_files(())
+    assert len(files) > 100 and files == text_files(())
+    assert all(name.endswith(".py") and "site-packages" not in name for name in files)
+
+
+def test_token_file_is_mapped(tmp_path):
+    np.save(tmp_path / "tokens.npy", np.arange(1000, dtype=np.uint16))
+    dataset = open_dataset(section(tmp_path, tmp_path / "tokens.npy", seq_length=10), 1000, 0)
+    assert isinstance(dataset.tokens, np.memmap) and len(dataset) == 99
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("missing.txt", "there is no file or folder '.*missing.txt'"),
+        ("missing.npy", "there is no file '.*missing.npy'"),
+        ("empty", "holds no text files"),
+    ],
+)
+def test_missing_data_is_an_error_with_path_and_key(tmp_path, name, message):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"train_dataset\.data_path: .*" + message):
+        open_dataset(section(tmp_path, tmp_path / name), 256, 0)
+
+
+def test_wrong_token_file_is_an_error(tmp_path):
+    np.save(tmp_path / "wrong.npy", np.zeros((3, 4)))
+    with pytest.raises(ValueError, match="float64 of shape .*not one row of token ids"):
+        open_dataset(section(tmp_path, tmp_path / "wrong.npy"), 256, 0)
+    with pytest.raises(ValueError, match="stands alone"):
+        open_dataset(section(tmp_path, tmp_path / "wrong.npy", tmp_path), 256, 0)

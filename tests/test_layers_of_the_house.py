@@ -1,0 +1,198 @@
+"""The floors of the design: what may import what, and how long a file and a function may be."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "mindformers_core"
+FLOORS = (
+    "mesh",
+    "layout",
+    "redistribution",
+    "communication",
+    "operators",
+    "tensor_parallel",
+    "pipeline",
+    "zero",
+    "recompute",
+    "checkpoint",
+    "models",
+    "trainer",
+)
+PURE_FLOORS = {"mesh", "layout", "redistribution", "operators"}
+FRAMEWORKS = {"mindspore", "torch", "jax", "tensorflow"}
+MAX_FILE_LINES = 350
+MAX_FUNCTION_LINES = 60
+CONTAINERS = {"dict", "list", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "deque"}
+# Filled while modules are imported (decorators), and by users that register an operator of their own; never by a call.
+REGISTRIES = {"mindformers_core.operators.registry"}
+
+
+def module_name(path):
+    """Dotted name of a source file below the repository."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def sources(*folders):
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def parse(path):
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+MODULES = {module_name(path): path for path in sources(PACKAGE)}
+ALL_SOURCES = sources(PACKAGE, "tests", "scripts", "benchmarks", "examples")
+
+
+def floor(module):
+    """The floor that `module` is on: the second part of its name; `None` for the package's own front door."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and not parts[1].startswith("__") else None
+
+
+def imports(path, module):
+    """Pairs (imported module, line) of a file, wherever in it they stand; relative ones made absolute."""
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            source = ".".join(base + ([node.module] if node.module else []))
+            for alias in node.names:
+                inner = f"{source}.{alias.name}"
+                yield (inner if inner in MODULES else source), node.lineno
+
+
+def imported_modules():
+    """`{module: {(imported module of this package, line)}}`."""
+    return {
+        module: {(name, line) for name, line in imports(path, module) if name.split(".")[0] == PACKAGE}
+        for module, path in MODULES.items()
+    }
+
+
+def test_every_folder_is_a_floor():
+    strangers = sorted({floor(module) for module in MODULES} - set(FLOORS) - {None})
+    assert not strangers, f"not on the list of floors: {strangers}; say where they stand in FLOORS and in the design"
+
+
+def test_imports_go_one_way():
+    wrong = []
+    for module, names in imported_modules().items():
+        if floor(module) is None:
+            continue
+        for name, line in names:
+            if floor(name) is None or FLOORS.index(floor(name)) > FLOORS.index(floor(module)):
+                wrong.append(f"{MODULES[module].relative_to(ROOT)}:{line} imports {name}")
+    assert not wrong, "a module imports only from floors before its own:\n" + "\n".join(wrong)
+
+
+def test_pure_floors_import_only_pure_floors():
+    wrong = []
+    for module, path in MODULES.items():
+        if floor(module) not in PURE_FLOORS:
+            continue
+        for name, line in imports(path, module):
+            ours = name.split(".")[0] == PACKAGE
+            if name.split(".")[0] in FRAMEWORKS or (ours and floor(name) not in PURE_FLOORS):
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_circles():
+    graph = {module: {name for name, _ in names if name in MODULES} for module, names in imported_modules().items()}
+    # A package that imports its own parts, which import each other by name, is no circle through the package.
+    finished = set()
+
+    def visit(module, trail):
+        if module in trail:
+            pytest.fail("a circle of imports: " + " -> ".join([*trail[trail.index(module) :], module]))
+        if module not in finished:
+            for name in sorted(graph[module]):
+                visit(name, [*trail, module])
+            finished.add(module)
+
+    for module in sorted(graph):
+        visit(module, [])
+
+
+def run_without_mindspore(code):
+    """Run `code` in a process of its own where importing MindSpore fails."""
+    blocked = f"import sys; sys.modules['mindspore'] = None\n{code}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", blocked], capture_output=True, text=True, env=environment, timeout=60, check=False
+    )
+
+
+def test_pure_floors_run_without_mindspore():
+    modules = [module for module in MODULES if floor(module) in PURE_FLOORS]
+    assert modules
+    done = run_without_mindspore("\n".join(f"import {module}" for module in modules))
+    assert done.returncode == 0, done.stderr
+
+
+def test_front_door_needs_no_mindspore():
+    done = run_without_mindspore(
+        "import mindformers_core as core\n"
+        "assert core.init_device_mesh((2,), ('dp',)).size == 2\n"
+        "assert core.Layout is core.layout.Layout and 'DTensor' in dir(core)\n"
+        "try:\n    core.DTenser\n"
+        "except AttributeError as error:\n    assert \"did you mean 'DTensor'\" in str(error), error\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_public_name_exists():
+    code = "import mindformers_core as core\nfor name in core.__all__: getattr(core, name)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOG_v": "3"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", ALL_SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_are_short(path):
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MAX_FILE_LINES, f"{lines} lines; {MAX_FILE_LINES} at most: it has more than one reason to change"
+    for node in ast.walk(parse(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = node.end_lineno - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{node.name} (line {node.lineno}) has {length} lines"
+
+
+def is_empty_container(value):
+    """Whether an expression makes a container that can only be meant to be filled later."""
+    if isinstance(value, (ast.List, ast.Set)):
+        return not value.elts
+    if isinstance(value, ast.Dict):
+        return not value.keys
+    if not isinstance(value, ast.Call):
+        return False
+    name = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
+    empty = not value.args or all(isinstance(argument, ast.Name) for argument in value.args)
+    return name in CONTAINERS and empty and not value.keywords
+
+
+def test_no_module_level_state():
+    wrong = []
+    for module, path in MODULES.items():
+        tree = parse(path)
+        for node in tree.body:
+            container = isinstance(node, (ast.Assign, ast.AnnAssign)) and is_empty_container(node.value)
+            exports = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
+            if container and not exports and module not in REGISTRIES:
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} {module}: an empty container to be filled later")
+        wrong += [
+            f"{path.relative_to(ROOT)}:{node.lineno} {module}: global {', '.join(node.names)}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Global)
+        ]
+    assert not wrong, "\n".join(wrong)

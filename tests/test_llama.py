@@ -1,0 +1,267 @@
+"""The Llama model on one card, and its configuration and stages."""
+
+from types import SimpleNamespace
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from mindspore.common.initializer import Normal
+
+from mindformers_core.layout import layout
+from mindformers_core.models import LayerSpec, LlamaConfig, LlamaForCausalLM, LlamaModel, get_transformer_layer_offset
+from mindformers_core.models.attention import LlamaAttention, causal_mask
+from mindformers_core.models.llama import LlamaDecoderLayer, LlamaMLP
+from mindformers_core.models.rotary import apply_rotary, rotary_tables
+from mindformers_core.tensor_parallel.initialize import materialize
+
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+}
+
+
+def small_model(**changes):
+    with ms.DeviceCtx("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**{**SMALL, **changes}))
+    materialize(model, seed=1)
+    return model
+
+
+def small_batch():
+    ids = np.random.default_rng(2).integers(0, 32, (2, 9)).astype(np.int32)
+    labels = ids[:, 1:].copy()
+    labels[0, 3] = -100
+    return Tensor(ids[:, :-1]), Tensor(labels)
+
+
+def test_logits_and_loss():
+    model, (ids, labels) = small_model(), small_batch()
+    logits = model(ids)
+    assert logits.shape == (2, 8, 32) and logits.dtype == ms.float32
+    expected = ops.cross_entropy(logits.reshape(-1, 32), labels.reshape(-1), ignore_index=-100)
+    loss = model(ids, labels)
+    assert loss.shape == () and loss.dtype == ms.float32
+    np.testing.assert_allclose(loss.asnumpy(), expected.asnumpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_every_parameter_has_a_gradient_and_jit_equals_pynative(tied):
+    model, batch = small_model(tie_word_embeddings=tied), small_batch()
+    weights = model.trainable_params()
+    run = ms.value_and_grad(model, None, weights)
+
+    @ms.jit
+    def compiled(ids, labels):
+        return run(ids, labels)
+
+    loss, gradients = run(*batch)
+    loss_jit, gradients_jit = compiled(*batch)
+    np.testing.assert_allclose(loss.asnumpy(), loss_jit.asnumpy(), rtol=1e-6)
+    assert len(gradients) == len(weights) == 21 - tied
+    for weight, gradient, gradient_jit in zip(weights, gradients, gradients_jit):
+        assert gradient.shape == weight.shape
+        assert np.abs(gradient.asnumpy()).max() > 1e-6, weight.name
+        found, expected = gradient_jit.asnumpy(), gradient.asnumpy()
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6, err_msg=weight.name)
+
+
+def test_gradient_agrees_with_finite_differences():
+    """Along one random direction for every parameter."""
+    model, batch = small_model(initializer_range=0.3), small_batch()
+    weights = model.trainable_params()
+    gradients = ms.grad(model, None, weights)(*batch)
+    rng = np.random.default_rng(6)
+    for weight, gradient in zip(weights, gradients):
+        value, direction = weight.asnumpy().copy(), rng.normal(size=weight.shape).astype(np.float32)
+        direction *= 3e-3 / np.abs(direction).max()
+        losses = []
+        for sign in (1, -1):
+            weight.set_data(Tensor(value + sign * direction))
+            losses.append(float(model(*batch).asnumpy()))
+        weight.set_data(Tensor(value))
+        expected = float((gradient.asnumpy() * direction).sum())
+        assert abs((losses[0] - losses[1]) / 2 - expected) < 2e-2 * abs(expected) + 3e-6, weight.name
+
+
+def test_parameter_names_are_hugging_faces():
+    names = [parameter.name for parameter in small_model().trainable_params()]
+    assert names[:2] == ["model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"]
+    assert "model.layers.1.self_attn.k_proj.weight" in names and "model.layers.0.mlp.down_proj.weight" in names
+    assert names[-2:] == ["model.norm.weight", "lm_head.weight"]
+
+
+def test_tied_embedding_is_one_parameter():
+    model, (ids, _) = small_model(tie_word_embeddings=True), small_batch()
+    assert [p.name for p in model.trainable_params() if p.shape == (32, 24)] == ["model.embed_tokens.weight"]
+    hidden_states = model.model(ids).asnumpy()
+    expected = hidden_states @ model.model.embed_tokens.weight.asnumpy().T
+    np.testing.assert_allclose(model(ids).asnumpy(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_position_sees_only_those_before_it():
+    model, (ids, _) = small_model(), small_batch()
+    changed = ids.asnumpy().copy()
+    changed[:, 5] = (changed[:, 5] + 1) % 32
+    before, after = model(ids).asnumpy(), model(Tensor(changed)).asnumpy()
+    np.testing.assert_array_equal(before[:, :5], after[:, :5])
+    assert np.abs(before[:, 5:] - after[:, 5:]).max(axis=(0, 2)).min() > 1e-6
+
+
+def test_loss_falls_on_one_batch():
+    model, batch = small_model(), small_batch()
+    optimizer = nn.AdamWeightDecay(model.trainable_params(), learning_rate=1e-2)
+    run = ms.value_and_grad(model, None, model.trainable_params())
+
+    @ms.jit
+    def step(ids, labels):
+        loss, gradients = run(ids, labels)
+        optimizer(gradients)
+        return loss
+
+    losses = [float(step(*batch).asnumpy()) for _ in range(40)]
+    assert abs(losses[0] - np.log(32)) < 0.1
+    assert losses[-1] < 0.1
+
+
+@pytest.mark.parametrize("mode", ["pynative", "jit"])
+def test_rotary_embedding_against_complex_numbers(mode):
+    """Pair (i, i + d/2) as a complex number, turned by exp(i·p·theta^(-2i/d))."""
+    length, dim, theta = 7, 6, 100.0
+    x = np.random.default_rng(3).normal(size=(2, length, 3, dim)).astype(np.float32)
+
+    def turn(x):
+        return apply_rotary(x, *rotary_tables(x.shape[1], 6, 100.0))
+
+    turned = (ms.jit(turn) if mode == "jit" else turn)(Tensor(x)).asnumpy()
+    angles = np.arange(length)[:, None] * theta ** (-2 * np.arange(dim // 2) / dim)
+    expected = (x[..., : dim // 2] + 1j * x[..., dim // 2 :]) * np.exp(1j * angles)[:, None, :]
+    np.testing.assert_allclose(turned, np.concatenate([expected.real, expected.imag], -1), rtol=1e-5, atol=1e-6)
+
+
+def softmax(x):
+    x = np.exp(x - x.max(-1, keepdims=True))
+    return x / x.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_grouped_query_attention_against_explicit_repeat(kv_heads):
+    config = LlamaConfig(**{**SMALL, "num_key_value_heads": kv_heads, "head_dim": 10})
+    cell = LlamaAttention(config, Normal(0.5))
+    x = np.random.default_rng(4).normal(size=(2, 5, 24)).astype(np.float32)
+    tables = rotary_tables(5, 10, config.rope_theta)
+    actual = cell(Tensor(x), *tables, causal_mask(5)).asnumpy()
+
+    def heads(projection, count):
+        return (x @ projection.weight.asnumpy().T).reshape(2, 5, count, 10)
+
+    query = apply_rotary(Tensor(heads(cell.q_proj, 4)), *tables).asnumpy()
+    key = apply_rotary(Tensor(heads(cell.k_proj, kv_heads)), *tables).asnumpy().repeat(4 // kv_heads, axis=2)
+    value = heads(cell.v_proj, kv_heads).repeat(4 // kv_heads, axis=2)
+    scores = np.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(10)
+    scores[:, :, ~np.tril(np.ones((5, 5), bool))] = -np.inf
+    mixed = np.einsum("bhqk,bkhd->bqhd", softmax(scores), value).reshape(2, 5, 40)
+    np.testing.assert_allclose(actual, mixed @ cell.o_proj.weight.asnumpy().T, rtol=1e-4, atol=1e-5)
+
+
+def test_half_precision():
+    model, batch = small_model(dtype="float16"), small_batch()
+    assert all(p.dtype == ms.float16 for p in model.trainable_params())
+    assert model(batch[0]).dtype == ms.float16
+    loss = model(*batch)
+    assert loss.dtype == ms.float32
+    np.testing.assert_allclose(loss.asnumpy(), small_model()(*batch).asnumpy(), rtol=1e-3)
+
+
+def test_building_and_running_on_meta_allocates_nothing():
+    large = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672}
+    config = LlamaConfig(**large, num_hidden_layers=4, num_attention_heads=64, num_key_value_heads=8)
+    with ms.DeviceCtx("meta"):
+        ids = Tensor(np.zeros((2, 128), np.int32))
+        assert LlamaForCausalLM(config)(ids, ids).shape == ()
+
+
+def test_stages_of_a_pipeline_compute_the_whole():
+    """4 layers on 2 ranks with 2 chunks each: run one after another they give the loss of the whole model."""
+    layers = {"num_hidden_layers": 4, "pipeline_parallel": 2, "virtual_pipeline": 2}
+    whole, (ids, labels) = small_model(num_hidden_layers=4), small_batch()
+    hidden_states, names = ids, []
+    for chunk, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        config = LlamaConfig(**{**SMALL, **layers, "pipeline_rank": rank})
+        assert get_transformer_layer_offset(config, chunk) == 2 * chunk + rank
+        with ms.DeviceCtx("meta"):
+            stage = LlamaForCausalLM(config, vp_stage=chunk)
+        materialize(stage, seed=1)
+        names += [parameter.name for parameter in stage.trainable_params()]
+        hidden_states = stage(hidden_states, labels)
+    assert names == [parameter.name for parameter in whole.trainable_params()]
+    np.testing.assert_allclose(hidden_states.asnumpy(), whole(ids, labels).asnumpy(), rtol=1e-6)
+
+
+def test_layer_spec_replaces_a_part():
+    class Numbered(LlamaMLP):
+        def construct(self, hidden_states):
+            return hidden_states
+
+    spec = LayerSpec(LlamaDecoderLayer, {"mlp": Numbered})
+    config = LlamaConfig(**{**SMALL, "pipeline_parallel": 2, "pipeline_rank": 1})
+    model = LlamaModel(config, spec)
+    (layer,) = model.layers.values()
+    assert type(layer.mlp) is Numbered and layer.layer_number == 2
+    assert model.build_layer(spec, 1).layer_number == 2
+
+
+def test_hooks_name_the_batch_only_where_the_config_does():
+    model = small_model()
+    assert model.shard(None) == (None, None, None)
+    inputs, outputs, weights = model.shard(SimpleNamespace(batch_axes=("dp", "cp")))
+    assert inputs == {"input_ids": layout(("dp", "cp"), ...), "labels": layout(("dp", "cp"), ...)}
+    assert outputs is None and weights is None
+    layer = next(iter(model.model.layers.values()))
+    sequence_parallel = SimpleNamespace(sequence_parallel=True)
+    assert layer.mlp.shard(sequence_parallel)[0] == layout(..., None, None)
+    assert layer.self_attn.shard(sequence_parallel)[0] == {"hidden_states": layout(..., None, None)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"hidden_size": 25}, ValueError, "hidden_size: 25 .* num_attention_heads .4.: for example 24 or 28"),
+        ({"num_key_value_heads": 3}, ValueError, "num_attention_heads: 4 .* num_key_value_heads .3.: .* 3 or 6"),
+        ({"num_key_value_heads": 8}, ValueError, "num_attention_heads: 4 .* num_key_value_heads .8.: for example 8"),
+        ({"hidden_size": 20}, ValueError, "head_dim: 5 should be even"),
+        ({"vocab_size": 0}, ValueError, "vocab_size: 0 should be at least 1"),
+        ({"num_hidden_layers": 2.0}, TypeError, "num_hidden_layers: expected an int, not 2.0"),
+        ({"num_hidden_layers": True}, TypeError, "num_hidden_layers: expected an int, not True"),
+        ({"rms_norm_eps": 0.0}, ValueError, "rms_norm_eps: 0.0 should be greater"),
+        ({"rope_theta": "1e4"}, TypeError, "rope_theta: expected a number, not '1e4'"),
+        ({"tie_word_embeddings": 1}, TypeError, "tie_word_embeddings: expected true or false"),
+        ({"dtype": "bf16"}, ValueError, "dtype: 'bf16' should be one of float32, float16, bfloat16"),
+        ({"dtype": "float23"}, ValueError, "did you mean 'float32'"),
+        ({"pipeline_parallel": 3}, ValueError, "num_hidden_layers: 2 .* pipeline_parallel . virtual_pipeline .3."),
+        ({"pipeline_rank": 1}, ValueError, "pipeline_rank: 1 should be an int from 0 to 0"),
+        ({"pipeline_parallel": 2, "tie_word_embeddings": True}, ValueError, "tie_word_embeddings: .* different stages"),
+        ({"num_kv_heads": 2}, ValueError, "unknown key 'num_kv_heads' .*did you mean 'num_key_value_heads'"),
+    ],
+)
+def test_config_errors(changes, kind, message):
+    with pytest.raises(kind, match=message):
+        LlamaConfig.from_dict({**SMALL, **changes})
+
+
+def test_config_defaults():
+    config = LlamaConfig.from_dict({"num_attention_heads": 8, "hidden_size": 64})
+    assert (config.num_key_value_heads, config.head_dim) == (8, 8)
+    assert LlamaConfig.from_dict({**SMALL, "head_dim": 10}).head_dim == 10
+
+
+@pytest.mark.parametrize("vp_stage", [None, 2, -1])
+def test_stage_errors(vp_stage):
+    config = LlamaConfig(**{**SMALL, "virtual_pipeline": 2})
+    with pytest.raises(ValueError, match="vp_stage: .*0 to 1"):
+        get_transformer_layer_offset(config, vp_stage)

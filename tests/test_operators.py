@@ -1,0 +1,325 @@
+"""The rules of operators: shapes, every placement that they accept on simulated ranks, and what they call linear."""
+
+import itertools
+import math
+import zlib
+from functools import partial
+
+import numpy as np
+import pytest
+import simulated_ranks as ranks
+from operator_calls import CALLS, is_many
+
+from mindformers_core.layout import Layout
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.operators import (
+    TensorMeta,
+    registered_operators,
+    resolve,
+    signature_of,
+    tensor_meta,
+)
+from mindformers_core.operators.registry import _RULES
+from mindformers_core.operators.shape import common_factors
+from mindformers_core.redistribution import CPU, plan_redistribution
+
+MESH = init_device_mesh((2, 2), ("a", "b"))
+ALGORITHMS = {
+    *("mean", "max", "min", "all", "any", "argmax", "argmin", "max_with_index", "min_with_index", "max_dim", "min_dim"),
+    *("softmax", "log_softmax", "logsumexp", "gather", "gather_elements", "index_select", "embedding"),
+}
+COMBINATIONS = 60  # of input layouts, a call
+
+
+def all_cases(test):
+    return pytest.mark.parametrize("call", CALLS, ids=str)(test)
+
+
+def fill(value, kind, replacements):
+    """`value` with the next replacement in the place of every instance of `kind`."""
+    if isinstance(value, kind):
+        return next(replacements)
+    if isinstance(value, (tuple, list)):
+        return type(value)(fill(entry, kind, replacements) for entry in value)
+    return value
+
+
+def tensors_of(call):
+    arguments = [*call.args, *call.named.values()]
+    flat = itertools.chain.from_iterable(value if is_many(value) else (value,) for value in arguments)
+    return [value for value in flat if isinstance(value, np.ndarray)]
+
+
+def meta_of(array, layout=None):
+    return tensor_meta(array.shape, str(array.dtype), layout)
+
+
+def ask(call, metas):
+    """The signature, and the arguments with metas in them."""
+    rest = iter(metas)
+    args = fill(list(call.args), np.ndarray, rest)
+    named = {name: fill(value, np.ndarray, rest) for name, value in call.named.items()}
+    return signature_of(call.name, args, named), args, named
+
+
+def compute(function, args, named, tensors):
+    """All outputs of a call on these tensors."""
+    rest = iter(tensors)
+    args = fill(list(args), TensorMeta, rest)
+    result = function(*args, **{name: fill(value, TensorMeta, rest) for name, value in named.items()})
+    return result if isinstance(result, tuple) else (result,)
+
+
+def shape_of(signature, dims):
+    return tuple(math.prod(signature.sizes[factor] for factor in factors) for factors in dims)
+
+
+@all_cases
+def test_the_factors_give_the_shapes(call):
+    tensors = tensors_of(call)
+    metas = [meta_of(tensor) for tensor in tensors]
+    signature, args, named = ask(call, metas)
+    outputs = compute(call.function, args, named, tensors)
+    assert [shape_of(signature, dims) for dims in signature.inputs] == [tensor.shape for tensor in tensors]
+    assert [shape_of(signature, dims) for dims in signature.outputs] == [np.shape(output) for output in outputs]
+    known = set(signature.sizes)
+    for factors in (signature.reduced, signature.whole, signature.distributed):
+        assert set(factors) <= known
+    assert set(signature.distributed.values()) <= ALGORITHMS
+    assert all(group <= set(range(len(tensors))) for group in signature.linear)
+    for dims in (*signature.inputs, *signature.outputs):
+        named_once = [factor for factors in dims for factor in factors]
+        assert len(named_once) == len(set(named_once)), "a factor stands twice in one tensor"
+
+
+def layouts_of(array):
+    """All layouts on the mesh: each axis cuts a dim, carries terms of a sum, is marked varying, or does nothing."""
+    choices = [None, *range(array.ndim), *(("partial", "varying") if array.dtype.kind == "f" else ())]
+    for a, b in itertools.product(choices, repeat=2):
+        for order in ("ab", "ba") if a == b and isinstance(a, int) else ("ab",):
+            dims = [[axis for axis in order if {"a": a, "b": b}[axis] == dim] for dim in range(array.ndim)]
+            marks = {"partial": [], "varying": []}
+            for axis, choice in (("a", a), ("b", b)):
+                if isinstance(choice, str):
+                    marks[choice].append(axis)
+            if all(size % 2 ** len(axes) == 0 for size, axes in zip(array.shape, dims)):
+                yield Layout.on(MESH, dims, dict.fromkeys(marks["partial"], "sum"), marks["varying"])
+
+
+def combinations(tensors, rng):
+    """Layouts for every tensor: all there are, or that many at random."""
+    each = [list(layouts_of(tensor)) for tensor in tensors]
+    if math.prod(map(len, each)) <= COMBINATIONS:
+        return list(itertools.product(*each))
+    return [[options[rng.integers(len(options))] for options in each] for _ in range(COMBINATIONS)]
+
+
+def moved(local, source, target, array):
+    """Local tensors after the redistribution from `source` to `target`."""
+    for step in plan_redistribution(source, target, array.shape, str(array.dtype), CPU).steps:
+        local = ranks.run_forward(step, local)
+    return local
+
+
+@all_cases
+def test_shards_compute_what_one_card_does(call):
+    """For all layouts that may arrive: redistribute as resolved, compute on every rank locally, compare."""
+    rng = np.random.default_rng(zlib.crc32(str(call).encode()))
+    tensors = tensors_of(call)
+    for layouts in combinations(tensors, rng):
+        metas = [meta_of(tensor, layout) for tensor, layout in zip(tensors, layouts)]
+        signature, args, named = ask(call, metas)
+        resolution = resolve(signature, metas, MESH, CPU)
+        locals_ = []
+        for tensor, arriving, needed in zip(tensors, layouts, resolution.inputs):
+            local = ranks.distribute(tensor, arriving, rng) if tensor.dtype.kind == "f" else cut(tensor, arriving)
+            arriving = arriving if tensor.dtype.kind == "f" else arriving.replace(varying=())
+            locals_.append(moved(local, arriving, needed, tensor))
+        results = on_ranks(call, signature, resolution, args, named, locals_, tensors)
+        expected = compute(call.function, args, named, tensors)
+        for number, (layout, whole) in enumerate(zip(resolution.outputs, expected)):
+            local = {rank: np.asarray(outputs[number], float) for rank, outputs in results.items()}
+            shapes = {part.shape for part in local.values()}
+            assert shapes == {layout.local_shape(np.shape(whole))}, (layouts, resolution)
+            try:
+                np.testing.assert_allclose(ranks.collect(local, layout, np.shape(whole)), whole, rtol=1e-7, atol=1e-9)
+            except AssertionError as error:
+                raise AssertionError(f"{layouts} -> {resolution}: {error}") from error
+
+
+def cut(tensor, layout):
+    return {rank: tensor[layout.local_slices(tensor.shape, rank)] for rank in MESH.rank_list}
+
+
+def on_ranks(call, signature, resolution, args, named, locals_, tensors):
+    """Rank -> outputs of the local call; a stand-in for the algorithm where a distributed factor is cut."""
+    if signature.localize is not None:
+        outputs = zip(resolution.outputs, signature.outputs)
+        shapes = [layout.local_shape(shape_of(signature, dims)) for layout, dims in outputs]
+        args, named = signature.localize(args, shapes), {}
+    special = [factor for factor in signature.distributed if resolution.axes_of.get(factor)]
+    for factor in special:
+        locals_ = [
+            widened(local, tensor, layout, dims, factor, factor in signature.reduced)
+            for local, tensor, layout, dims in zip(locals_, tensors, resolution.inputs, signature.inputs)
+        ]
+    results = {rank: compute(call.function, args, named, [local[rank] for local in locals_]) for rank in MESH.rank_list}
+    for factor in special:
+        results = {rank: narrowed(outputs, signature, resolution, factor, rank) for rank, outputs in results.items()}
+    return results
+
+
+def widened(local, tensor, layout, dims, factor, pad):
+    """Inputs whole along a factor: gathered, or with zeros where others have theirs, for results that are terms."""
+    if (factor,) not in dims or layout.replace(partial=()).divisor(dims.index((factor,))) == 1:
+        return local
+    dim = dims.index((factor,))
+    result = {}
+    for rank in MESH.rank_list:
+        group = MESH.group(rank, layout.dims[dim])
+        parts = [local[other] if not pad or other == rank else np.zeros_like(local[other]) for other in group]
+        result[rank] = np.concatenate(parts, dim)
+    return result
+
+
+def narrowed(outputs, signature, resolution, factor, rank):
+    """Outputs that keep the factor, cut to this rank's part."""
+    kept = []
+    for output, dims in zip(outputs, signature.outputs):
+        if (factor,) in dims:
+            dim, axes = dims.index((factor,)), resolution.axes_of[factor]
+            output = np.split(output, MESH.axis_size(*axes), dim)[MESH.group_index(rank, axes)]
+        kept.append(output)
+    return tuple(kept)
+
+
+@all_cases
+def test_what_is_called_linear_is(call):
+    """Additive and homogeneous in all inputs of a group together, the others fixed; in each group by itself."""
+    tensors = tensors_of(call)
+    signature, args, named = ask(call, [meta_of(tensor) for tensor in tensors])
+    rng = np.random.default_rng(3)
+    groups = [group for group in signature.linear if all(tensors[index].dtype.kind == "f" for index in group)]
+    for group in groups:
+        other = [rng.standard_normal(t.shape) if index in group else t for index, t in enumerate(tensors)]
+        mixed = [2 * t - 3 * o if index in group else t for index, (t, o) in enumerate(zip(tensors, other))]
+        results = [compute(call.function, args, named, given) for given in (tensors, other, mixed)]
+        for first, second, both in zip(*results):
+            np.testing.assert_allclose(2 * first - 3 * second, both, rtol=1e-9, atol=1e-9)
+
+
+BENT_FUNCTIONS = ("Exp", "ReLU", "SiLU", "GeLU", "Sigmoid", "Abs", "Square", "Sqrt", "Rsqrt", "Reciprocal", "OnesLike")
+BENT_FAMILIES = ("Softmax", "LogSoftmax", "CumProd", "Sort", "TopK", "ReduceMax", "LayerNorm", "ProdExt", "Std")
+
+
+@pytest.mark.parametrize("name", BENT_FUNCTIONS)
+def test_functions_that_bend_are_not_called_linear(name):
+    assert signature_of(name, [tensor_meta((4, 8), "float32")]).linear == ()
+
+
+@pytest.mark.parametrize("name", BENT_FAMILIES)
+def test_families_that_bend_are_not_called_linear(name):
+    for call in CALLS:
+        if call.name == name:
+            assert ask(call, [meta_of(tensor) for tensor in tensors_of(call)])[0].linear == ()
+
+
+def test_a_partial_sum_passes_a_linear_operator_and_is_reduced_for_another():
+    partial = Layout.on(MESH, ((), ()), {"a": "sum"})
+    x = tensor_meta((4, 8), "float32", partial)
+    assert resolve(signature_of("Neg", [x]), [x], MESH, CPU).outputs == (partial,)
+    assert not resolve(signature_of("Exp", [x]), [x], MESH, CPU).outputs[0].partial
+
+
+TERMS = Layout.on(MESH, ((),), {"a": "sum"})
+CUT_ALONG_THEIR_OWN_DIM = [
+    ("SumExt", [(4, 8), 0], TERMS),
+    ("MeanExt", [(4, 8), 0], TERMS),
+    ("ReduceMax", [(4, 8), 0, False], Layout.on(MESH, ((),))),
+    ("Argmax", [(4, 8), 0, 34], Layout.on(MESH, ((),))),
+    ("Softmax", [(4, 8), 0], Layout.on(MESH, (("a",), ()))),
+    ("Gather", [(4, 8), "indices", 0, 0], TERMS.replace(dims=((), ()))),
+    ("IndexSelect", [(4, 8), 0, "indices"], TERMS.replace(dims=((), ()))),
+    ("Embedding", ["indices", (4, 8)], TERMS.replace(dims=((), ()))),
+]
+
+
+@pytest.mark.parametrize(("name", "args", "expected"), CUT_ALONG_THEIR_OWN_DIM, ids=str)
+def test_what_is_reduced_or_looked_up_need_not_be_gathered(name, args, expected):
+    """The tensor is cut along the dim that the operator works on, and stays so."""
+    table = tensor_meta((4, 8), "float32", Layout.on(MESH, (("a",), ())))
+    indices = tensor_meta((8,), "int64", Layout.on(MESH, ((),)))
+    args = [table if value == (4, 8) else indices if value == "indices" else value for value in args]
+    metas = [value for value in args if isinstance(value, TensorMeta)]
+    resolution = resolve(signature_of(name, args), metas, MESH, CPU)
+    assert resolution.inputs == tuple(meta.layout for meta in metas) and resolution.cost == 0
+    assert resolution.outputs == (expected,)
+
+
+def test_every_operator_with_a_rule_of_its_own_is_among_the_calls():
+    tested = {_kind(call.name) for call in CALLS}
+    missing = [name for name in registered_operators() if _kind(name) not in tested]
+    assert missing == ["Dropout", "FuncDropoutExt"]  # below: they are random
+
+
+def _kind(name):
+    """What two operators of one rule share: the function, and what it is told to compute."""
+    rule = _RULES[name]
+    return (rule.func, rule.args[0]) if isinstance(rule, partial) else rule
+
+
+def test_dropout_always_runs_its_algorithm():
+    x, scalar = tensor_meta((4, 8), "float32"), tensor_meta((), "int64")
+    plain = signature_of("Dropout", [x, 0.5, 0, 0])
+    assert (plain.run, len(plain.outputs), plain.linear) == ("dropout", 2, ())
+    mint = signature_of("FuncDropoutExt", [x, 0.5, True, False, scalar, scalar])
+    assert (mint.run, len(mint.outputs), len(mint.inputs)) == ("func_dropout", 1, 3)
+    still = signature_of("FuncDropoutExt", [x, 0.5, False, False, scalar, scalar])
+    assert (still.run, still.linear) == (None, ({0},))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "expected"),
+    [
+        ((4, 8), (32,), [[(4,), (8,)], [(4, 8)]]),
+        ((32,), (4, 8), [[(4, 8)], [(4,), (8,)]]),
+        ((2, 3, 4), (2, 12), [[(2,), (3,), (4,)], [(2,), (3, 4)]]),
+        ((6, 4), (4, 6), [[(2, 3), (4,)], [(2, 2), (6,)]]),
+        ((4, 1, 6), (1, 4, 2, 3), [[(4,), (), (2, 3)], [(), (4,), (2,), (3,)]]),
+        ((3, 5, 2), (5, 3, 2), [[(3,), (5,), (2,)], [(5,), (3,), (2,)]]),
+    ],
+)
+def test_common_factors(source, target, expected):
+    first, second, sizes, whole = common_factors(source, target)
+    assert [[tuple(sizes[factor] for factor in factors) for factors in dims] for dims in (first, second)] == expected
+    inside = [{factor for factors in dims for factor in factors} for dims in (first, second)]
+    assert inside[0] ^ inside[1] == whole, "a factor of one side only is whole"
+
+
+def test_random_reshapes_move_shards_only_where_their_elements_stay():
+    """Any two factorisations of one number: each common factor, cut in two, cuts both arrays into the same elements."""
+    rng = np.random.default_rng(5)
+    for _ in range(300):
+        primes = list(rng.choice([1, 2, 2, 3, 5], rng.integers(1, 7)))
+        source, target = (shape_at_random(rng.permutation(primes), rng) for _ in "xy")
+        first, second, sizes, whole = common_factors(source, target)
+        numbers = np.arange(math.prod(source))
+        wide = [numbers.reshape([sizes[factor] for factors in dims for factor in factors]) for dims in (first, second)]
+        order = [[factor for factors in dims for factor in factors] for dims in (first, second)]
+        for factor in set(order[0]) - whole:
+            halves = [np.take(array, 0, names.index(factor)) for array, names in zip(wide, order)]
+            assert set(halves[0].ravel()) == set(halves[1].ravel()), (source, target, factor)
+
+
+def shape_at_random(primes, rng):
+    cuts = np.sort(rng.integers(0, len(primes) + 1, rng.integers(0, 4)))
+    return tuple(math.prod(map(int, part)) for part in np.split(primes, cuts))
+
+
+def test_a_dim_that_is_cut_to_size_1_is_not_squeezed():
+    layout = Layout.on(MESH, (("a", "b"), (), ()))
+    x = tensor_meta((4, 1, 8), "float32", layout)
+    signature = signature_of("Squeeze", [x])
+    resolution = resolve(signature, [x], MESH, CPU)
+    assert resolution.outputs == (Layout.on(MESH, (("a", "b"), ())),)
+    assert signature.localize([x], [(1, 8)]) == (x, (1,))

@@ -1,0 +1,170 @@
+"""Recipes: every key typed, every mistake an error that names the key's path and what is allowed."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mindformers_core.trainer.learning_rate import learning_rate
+from mindformers_core.trainer.recipe import accumulation_steps, mesh_shape
+from mindformers_core.trainer.recipe_loader import load_recipe, parse_overrides, recipe_to_yaml
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+TINY = str(CONFIGS / "llama_tiny_cpu.yaml")
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_our_recipes_load_and_survive_a_round_trip(path, tmp_path):
+    recipe = load_recipe(str(path))
+    (tmp_path / "again.yaml").write_text(recipe_to_yaml(recipe))
+    assert load_recipe(str(tmp_path / "again.yaml")) == recipe
+
+
+def test_the_two_quickstart_recipes_differ_in_topology_only():
+    four, one = load_recipe(TINY), load_recipe(str(CONFIGS / "llama_tiny_cpu_1p.yaml"))
+    assert dataclasses.replace(one, parallelism=four.parallelism) == four
+    assert mesh_shape(four, 4) == (1, 2, 1, 2) and mesh_shape(one, 1) == (1, 1, 1, 1)
+    assert accumulation_steps(four, 2) == 1 and accumulation_steps(one, 1) == 2
+
+
+@pytest.mark.parametrize(
+    "override, read",
+    [
+        ("training.steps=7", lambda recipe: recipe.training.steps == 7),
+        ("optimizer.eps=1e-6", lambda recipe: recipe.optimizer.eps == 1e-6),
+        ("optimizer.weight_decay=1", lambda recipe: type(recipe.optimizer.weight_decay) is float),
+        ("optimizer.betas=[0.8, 0.9]", lambda recipe: recipe.optimizer.betas == (0.8, 0.9)),
+        ("train_dataset.data_path=a.txt", lambda recipe: recipe.train_dataset.data_path == ("a.txt",)),
+        ("train_dataset.data_path=[a.txt, b.txt]", lambda recipe: recipe.train_dataset.data_path == ("a.txt", "b.txt")),
+        ("checkpoint.load_path=output/a=b", lambda recipe: recipe.checkpoint.load_path == "output/a=b"),
+        ("monitor.plot=false", lambda recipe: recipe.monitor.plot is False),
+    ],
+)
+def test_overrides(override, read):
+    assert read(load_recipe(TINY, [override]))
+
+
+# overrides of the quickstart's recipe, error, and a piece of its text
+ERRORS = [
+    (["trainig.steps=7"], ValueError, "trainig: unknown section (did you mean 'training'?)"),
+    (
+        ["parallelism.tensor_paralel=2"],
+        ValueError,
+        "parallelism.tensor_paralel: unknown key (did you mean 'tensor_parallel'?)",
+    ),
+    (["model.hiden_size=2"], ValueError, "model.hiden_size: unknown key (did you mean 'hidden_size'?)"),
+    (["training.steps=ten"], TypeError, "training.steps: 'ten' (str) should be a whole number"),
+    (["training.steps=1.5"], TypeError, "training.steps: 1.5 (float) should be a whole number"),
+    (["training.steps=true"], TypeError, "training.steps: True (bool) should be a whole number"),
+    (["training.steps=0"], ValueError, "training.steps: 0 should be at least 1"),
+    (["training.max_norm=.nan"], ValueError, "training.max_norm: nan should be at least 0.0"),
+    (["training=3"], TypeError, "training: 3 should be a section with keys, as steps, local_batch_size"),
+    (["monitor.plot=1"], TypeError, "monitor.plot: 1 (int) should be true or false"),
+    (["lr_scheduler.type=CosineWithWarmUp"], ValueError, "(did you mean 'CosineWithWarmUpLR'?)"),
+    (["context.device_target=TPU"], ValueError, "context.device_target: 'TPU' is not one of CPU, GPU, Ascend"),
+    (["context.mode=0"], ValueError, "context.mode: 0 (graph mode) is not available yet"),
+    (["context.mode=true"], ValueError, "context.mode: True is not one of 0, 1"),
+    (["parallelism.pipeline_parallel=2"], ValueError, "parallelism.pipeline_parallel: 2 is not available yet"),
+    (["parallelism.context_parallel=2"], ValueError, "parallelism.context_parallel: 2 is not available yet"),
+    (
+        ["parallelism.data_parallel_shard=0"],
+        ValueError,
+        "parallelism.data_parallel_shard: 0 is neither -1 nor at least 1",
+    ),
+    (
+        ["parallelism.data_parallel_shard=3"],
+        ValueError,
+        "training.global_batch_size: 8 is no multiple of training.local_batch_size 4 x 3",
+    ),
+    (
+        ["parallelism.tensor_parallel=3"],
+        ValueError,
+        "model.num_attention_heads: 4 can't be cut into parallelism.tensor_parallel 3 parts: try 2",
+    ),
+    (
+        ["parallelism.tensor_parallel=4"],
+        ValueError,
+        "model.num_key_value_heads: 2 can't be cut into parallelism.tensor_parallel 4",
+    ),
+    (
+        ["parallelism.sequence_parallel=true", "train_dataset.seq_length=63"],
+        ValueError,
+        "train_dataset.seq_length: 63 can't be cut",
+    ),
+    (
+        ["train_dataset.seq_length=4096"],
+        ValueError,
+        "train_dataset.seq_length: 4096 is more than model.max_position_embeddings 128",
+    ),
+    (["model.vocab_size=128"], ValueError, "model.vocab_size: 128 is too small for bytes"),
+    (["model.hidden_size=126"], ValueError, "hidden_size"),
+    (["model.vocab_size=null"], TypeError, "model.vocab_size: None (NoneType) should be a whole number"),
+    (["optimizer.betas=[0.9]"], ValueError, "optimizer.betas: [0.9] should have 2 entries, not 1"),
+    (["optimizer.betas=[0.9, x]"], TypeError, "optimizer.betas[1]: 'x' (str) should be a number"),
+    (["optimizer.betas=[0.9, 1.0]"], ValueError, "optimizer.betas[1]: 1.0 should be at least 0 and below 1"),
+    (["optimizer.betas=0.9"], TypeError, "optimizer.betas: 0.9 should be a list of float"),
+    (["lr_scheduler.warmup_ratio=0.1"], ValueError, "warmup_steps and warmup_ratio are both given"),
+    (["model.pipeline_parallel=2"], ValueError, "model.pipeline_parallel: 2 follows from section parallelism"),
+    (["lr_scheduler.lr_end=1.0"], ValueError, "lr_scheduler.lr_end: 1.0 is more than lr_scheduler.learning_rate"),
+    (["training.steps"], ValueError, "'training.steps' is no override: write section.key=value"),
+    (["training..steps=1"], ValueError, "is no override"),
+    (["training.steps.more=1"], ValueError, "'training.steps.more': training.steps is a value, not a section"),
+    (["training.steps=[1"], ValueError, "override 'training.steps=[1': not valid YAML"),
+]
+
+
+@pytest.mark.parametrize("overrides, kind, message", ERRORS, ids=[" ".join(error[0]) for error in ERRORS])
+def test_mistakes(overrides, kind, message):
+    with pytest.raises(kind) as caught:
+        load_recipe(TINY, overrides)
+    assert message in str(caught.value)
+
+
+def test_missing_keys_files_and_sections(tmp_path):
+    sections = yaml.safe_load(Path(TINY).read_text())
+    del sections["model"]
+    (tmp_path / "short.yaml").write_text(yaml.safe_dump(sections))
+    with pytest.raises(ValueError, match=r"short.yaml: model: missing; it is a LlamaConfig and has no default"):
+        load_recipe(str(tmp_path / "short.yaml"))
+    with pytest.raises(FileNotFoundError, match=r"no recipe file '.*shrt.yaml' \(did you mean 'short.yaml'\?\)"):
+        load_recipe(str(tmp_path / "shrt.yaml"))
+    (tmp_path / "twice.yaml").write_text("training: {steps: 1, steps: 2}")
+    with pytest.raises(ValueError, match="key 'steps' is given twice"):
+        load_recipe(str(tmp_path / "twice.yaml"))
+    (tmp_path / "list.yaml").write_text("- 1")
+    with pytest.raises(TypeError, match="a recipe is a mapping of sections"):
+        load_recipe(str(tmp_path / "list.yaml"))
+
+
+def test_wrong_number_of_ranks_says_how_to_launch():
+    recipe = load_recipe(TINY)
+    with pytest.raises(ValueError, match="needs 4 ranks, but 1 was launched"):
+        mesh_shape(recipe, 1)
+    rest = load_recipe(TINY, ["parallelism.data_parallel_shard=-1"])
+    assert mesh_shape(rest, 4) == (1, 2, 1, 2)
+    with pytest.raises(ValueError, match="needs 2 ranks, but 1 was launched"):
+        mesh_shape(rest, 1)
+    with pytest.raises(ValueError, match="needs 4 ranks, but 5 were launched"):
+        mesh_shape(rest, 5)
+    with pytest.raises(ValueError, match="data_parallel_shard: -1 .* a dry run launches none"):
+        mesh_shape(rest)
+
+
+def test_parse_overrides_keeps_the_value_whole():
+    assert parse_overrides(["a.b.c=[1, 2]", "a.b="]) == [(("a", "b", "c"), [1, 2]), (("a", "b"), None)]
+
+
+@pytest.mark.parametrize(
+    "kind, last", [("ConstantWarmUpLR", 1.0), ("LinearWithWarmUpLR", 0.1), ("CosineWithWarmUpLR", 0.1)]
+)
+def test_learning_rate(kind, last):
+    recipe = load_recipe(
+        TINY, [f"lr_scheduler.type={kind}", "lr_scheduler.learning_rate=1.0", "lr_scheduler.lr_end=0.1"]
+    )
+    rates = [learning_rate(recipe, step) for step in range(1, 121)]
+    assert rates[:10] == pytest.approx([step / 10 for step in range(1, 11)])
+    assert rates[-1] == pytest.approx(last)
+    assert rates[64] == pytest.approx((1 + last) / 2)  # step 65 is half way from 10 to 120
+    assert all(one >= other for one, other in zip(rates[9:], rates[10:]))
+    assert learning_rate(load_recipe(TINY, ["lr_scheduler.warmup_steps=0"]), 120) == pytest.approx(2e-4)

@@ -1,0 +1,222 @@
+"""The training loop on one process: accumulation, resuming, clipping, AdamW, records, the command line's errors."""
+
+import dataclasses
+import io
+import json
+import os
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+import pytest
+
+from mindformers_core.tensor_parallel.clipping import clip_by_global_norm
+from mindformers_core.trainer import metrics, training_loop
+from mindformers_core.trainer.adamw import AdamW
+from mindformers_core.trainer.command_line import main
+from mindformers_core.trainer.compare import largest_difference, read_losses
+from mindformers_core.trainer.progress import Progress
+from mindformers_core.trainer.recipe import Optimizer
+from mindformers_core.trainer.recipe_loader import load_recipe
+from mindformers_core.trainer.training_loop import prepare, run_steps
+
+ONE_RANK = str(Path(__file__).parent.parent / "configs" / "llama_tiny_cpu_1p.yaml")
+SMALL = (
+    "training.steps=6", "training.local_batch_size=4", "training.global_batch_size=4", "train_dataset.seq_length=16",
+    "train_dataset.max_bytes=20000", "model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=1",
+    "lr_scheduler.warmup_steps=2", "monitor.plot=false",
+)  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """`run(name, *overrides)`: train the small recipe into `tmp_path/name`; returns `{step: loss}` and the summary."""
+    for variable in ("MS_ROLE", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def train(name, *overrides):
+        places = (f"training.output_dir={tmp_path / name}", f"train_dataset.cache_dir={tmp_path / 'cache'}")
+        summary = run_steps(prepare(load_recipe(ONE_RANK, [*SMALL, *places, *overrides])))
+        return read_losses(str(tmp_path / name)), summary
+
+    return train
+
+
+def test_run_leaves_metrics_config_picture_and_summary(run, tmp_path):
+    losses, summary = run("a", "monitor.plot=true")
+    folder = tmp_path / "a"
+    assert sorted(os.listdir(folder)) == ["config.yaml", "loss.png", "metrics.jsonl", "summary.txt"]
+    assert list(losses) == [1, 2, 3, 4, 5, 6]
+    assert abs(losses[1] - np.log(256)) < 0.1 and losses[6] < losses[1]
+    assert (folder / "summary.txt").read_text().strip() == summary and summary.startswith(
+        "6 steps on ranks (pp=1, dp=1, cp=1, tp=1) in "
+    )
+    assert load_recipe(str(folder / "config.yaml")).training.steps == 6
+    row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+    assert row.keys() == {"step", "loss", "learning_rate", "gradient_norm", "seconds", "tokens_per_second"}
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def rows_of(folder):
+    """All rows of a run's metrics."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_micro_batches_do_not_change_the_curve(run, tmp_path):
+    whole, _ = run("whole")
+    for local in (1, 2):
+        split, _ = run(f"split{local}", f"training.local_batch_size={local}")
+        assert largest_difference(whole, split)[0] < 1e-5
+        norms = [[row["gradient_norm"] for row in rows_of(tmp_path / name)] for name in ("whole", f"split{local}")]
+        np.testing.assert_allclose(*norms, rtol=1e-4)
+    other, _ = run("other", "training.seed=43")
+    assert largest_difference(whole, other)[0] > 1e-4
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_resumed_run_is_the_unbroken_run(run, tmp_path, in_place):
+    unbroken, _ = run("unbroken")
+    saving = ("checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=3")
+    run("broken", *saving)
+    source = tmp_path / "broken" / "checkpoint" / "step_3"
+    assert sorted(os.listdir(source.parent)) == ["step_3", "step_6"]
+    resumed, summary = run("broken" if in_place else "new", f"checkpoint.load_path={source}", *saving)
+    assert summary.startswith("3 steps")
+    assert resumed == {step: loss for step, loss in unbroken.items() if in_place or step > 3}
+
+
+def test_checkpoint_that_does_not_fit_is_an_error(run, tmp_path):
+    run("a", "checkpoint.enable_save=true")
+    with pytest.raises(ValueError, match=r"training.steps: 6, but .*step_6 already has 6 steps"):
+        run("b", f"checkpoint.load_path={tmp_path / 'a'}")
+    with pytest.raises(ValueError, match=r"was saved with model .*num_hidden_layers.*with the same model"):
+        run("b", f"checkpoint.load_path={tmp_path / 'a'}", "training.steps=7", "model.num_hidden_layers=2")
+    with pytest.raises(FileNotFoundError, match=r"checkpoint.load_path: '.*nowhere' is neither"):
+        run("b", f"checkpoint.load_path={tmp_path / 'nowhere'}")
+    state = tmp_path / "a" / "checkpoint" / "step_6" / "state.json"
+    state.write_text(state.read_text().replace('"dp": 1', '"dp": 2'))
+    with pytest.raises(ValueError, match=r"was saved with mesh .*'dp': 2.*same mesh"):
+        run("b", f"checkpoint.load_path={tmp_path / 'a'}", "training.steps=7")
+
+
+def test_earlier_run_is_moved_aside(run, tmp_path, capsys):
+    first, _ = run("a")
+    second, _ = run("a", "training.seed=7")
+    assert first != second and read_losses(str(tmp_path / "a.1")) == first
+    assert f"an earlier run was moved to {tmp_path / 'a.1'}" in capsys.readouterr().out
+
+
+def test_loss_that_is_no_number_ends_the_run(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(training_loop, "learning_rate", lambda recipe, step: 1e30)
+    with pytest.raises(FloatingPointError, match=r"the loss is (nan|inf) at step \d"):
+        run("a", "training.max_norm=0")
+    assert (tmp_path / "a" / "metrics.jsonl").exists()
+
+
+def fail_with(error):
+    """A function that raises `error`, whatever it is given."""
+
+    def fail(*_):
+        raise error
+
+    return fail
+
+
+def random_parameters(generator, names):
+    return [ms.Parameter(ms.Tensor(generator.normal(size=(3, 4)).astype(np.float32)), name=name) for name in names]
+
+
+def test_clipping_scales_all_by_one_factor():
+    generator = np.random.default_rng(0)
+    parameters = random_parameters(generator, ["a", "b"])
+    gradients = [generator.normal(size=(3, 4)).astype(np.float32) for _ in parameters]
+    expected = np.sqrt(sum((gradient**2).sum() for gradient in gradients))
+    for max_norm, factor in ((0.5, 0.5 / expected), (100.0, 1.0), (0, 1.0)):
+        clipped, norm = clip_by_global_norm([ms.Tensor(gradient) for gradient in gradients], parameters, max_norm)
+        assert float(norm.asnumpy()) == pytest.approx(expected, rel=1e-6)
+        for one, other in zip(clipped, gradients, strict=True):
+            np.testing.assert_allclose(one.asnumpy(), other * factor, rtol=1e-5)
+    zero, norm = clip_by_global_norm([ms.ops.zeros((3, 4), ms.float32)], parameters[:1], 1.0)
+    assert float(norm.asnumpy()) == 0 and (zero[0].asnumpy() == 0).all()
+
+
+def test_adamw_is_the_papers():
+    generator = np.random.default_rng(0)
+    parameters = random_parameters(generator, ["layer.weight", "layer.norm.weight"])
+    section = Optimizer(betas=(0.9, 0.99), eps=1e-3, weight_decay=0.3)
+    optimizer = AdamW(parameters, section)
+    values = [parameter.asnumpy().astype(np.float64) for parameter in parameters]
+    first, second = [0.0, 0.0], [0.0, 0.0]
+    for step in range(1, 6):
+        rate = 0.01 * step
+        gradients = [generator.normal(size=(3, 4)).astype(np.float32) for _ in parameters]
+        optimizer.step([ms.Tensor(gradient) for gradient in gradients], step, rate)
+        for index, gradient in enumerate(gradients):
+            first[index] = 0.9 * first[index] + 0.1 * gradient
+            second[index] = 0.99 * second[index] + 0.01 * gradient**2
+            values[index] *= 1 - rate * (0.3 if index == 0 else 0.0)
+            corrected = np.sqrt(second[index] / (1 - 0.99**step)) + 1e-3
+            values[index] -= rate * first[index] / (1 - 0.9**step) / corrected
+    for parameter, value in zip(parameters, values, strict=True):
+        np.testing.assert_allclose(parameter.asnumpy(), value, rtol=1e-5, atol=1e-6)
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self):
+        """True."""
+        return True
+
+
+@pytest.mark.parametrize("stream, lines, returns", [(io.StringIO, 3, 0), (Terminal, 1, 20)])
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(stream, lines, returns):
+    shown = stream()
+    progress = Progress(20, 10, shown)
+    numbers = {"loss": 2.0, "learning_rate": 1e-3, "gradient_norm": 0.5, "tokens_per_second": 1e4}
+    for step in range(1, 21):
+        progress.show({"step": step, **numbers})
+    assert shown.getvalue().count("\n") == lines and shown.getvalue().count("\r") == returns
+    assert "step 20/20  loss 2.0000" in shown.getvalue()
+
+
+def test_half_written_metrics_line_is_dropped_when_resuming(tmp_path):
+    rows = [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "lo')
+    metrics.MetricsFile(str(tmp_path), after_step=2).write({"step": 3, "loss": 9.0})
+    assert read_losses(str(tmp_path)) == {1: 1.0, 2: 0.5, 3: 9.0}
+
+
+def test_missing_extra_is_told_before_the_first_step(run, monkeypatch):
+    monkeypatch.setattr(metrics.importlib, "import_module", fail_with(ModuleNotFoundError("no such module")))
+    with pytest.raises(ModuleNotFoundError, match=r"monitor.plot needs matplotlib: pip install '.*\[plot\]'"):
+        run("a", "monitor.plot=true")
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["parallelism.data_parallel_shard=2"], "needs 2 ranks, but 1 was launched"),
+        (["train_dataset.data_path=nowhere.txt"], "train_dataset.data_path: there is no file or folder 'nowhere.txt'"),
+        (["training.stps=1"], "training.stps: unknown key (did you mean 'steps'?)"),
+    ],
+)
+def test_command_line_errors(run, capsys, overrides, message):
+    assert main(["train", "--config", ONE_RANK, *overrides]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_other_errors_keep_their_traceback(run, monkeypatch):
+    monkeypatch.setattr(training_loop, "train_step", fail_with(ValueError("inside a step")))
+    with pytest.raises(ValueError, match="inside a step"):
+        run("a")
+
+
+def test_saved_state_keeps_every_tensor(run, tmp_path):
+    run("a", "checkpoint.enable_save=true")
+    recipe = load_recipe(ONE_RANK, [*SMALL, f"checkpoint.load_path={tmp_path / 'a'}", "training.steps=7"])
+    job = prepare(recipe)
+    fresh = prepare(dataclasses.replace(recipe, checkpoint=dataclasses.replace(recipe.checkpoint, load_path="")))
+    assert (job.step, job.consumed) == (6, 24)
+    for one, other in zip(job.tensors(), fresh.tensors(), strict=True):
+        assert not np.array_equal(one.asnumpy(), other.asnumpy()), one.name
