@@ -1,9 +1,9 @@
 """Tensor parallelism on 2 ranks against one process and collectives written by hand; and what an operator costs.
 
 Four layers of an MLP and of a transformer, forward and backward, gradients of the input and of all parameters.
-`single` is the single-card model on rank 0 while rank 1 waits; `handwritten` is what an expert writes in MindSpore (see
-tensor_parallel_models.py); `eager` is the single-card model after `shard()`. That all give the same loss and the same gradients is
-checked before any is timed. The operator is a small matmul of local matrices, so that host time is all there is.
+`single` is the single-card model on rank 0 while rank 1 waits; `handwritten` is what an expert writes in MindSpore
+(see tensor_parallel_models.py); `eager` is the single-card model after `shard()`. That all give the same loss and the
+same gradients is checked before any is timed. The operator is a matmul of small local matrices: all of it is host time.
 """
 
 import sys

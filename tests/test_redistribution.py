@@ -6,14 +6,14 @@ import random
 import subprocess
 import sys
 import time
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from exhaustive_search import FAMILIES, all_layouts, exhaustive_costs, moving
 from simulated_ranks import check_gradient, collect, distribute, distribute_gradient, run_backward, run_forward
 
-from mindformers_core.layout import Layout, Partial, Replicate, Shard, Varying
+from mindformers_core.layout import PARTIAL_OPS, Layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.redistribution import ASCEND, CPU, GPU, STEP_KINDS, CostModel, Link, plan_redistribution
 
@@ -30,7 +30,6 @@ MESHES = (
     ((2,), "a"), ((4,), "a"), ((3,), "a"), ((1, 2), "ab"), ((2, 2), "ab"), ((2, 3), "ab"), ((4, 2), "ab"),
     ((2, 2, 2), "abc"), ((2, 1, 3), "abc"), ((2, 4, 2), "abc"),
 )  # fmt: skip
-FAMILIES = (("sum", "avg"), ("max",), ("min",))
 
 
 def random_mesh(rng):
@@ -68,11 +67,11 @@ def random_case(rng):
     return source, target, random_shape((source, target), rng), rng.choice(MODELS)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_plans_run_on_simulated_ranks_equal_slicing(seed):
     rng, values = random.Random(seed), np.random.default_rng(seed)
     kinds = set()
-    for _ in range(1000):
+    for _ in range(700):
         source, target, shape, model = random_case(rng)
         plan = plan_redistribution(source, target, shape, 8, model)
         kinds |= {step.kind for step in plan.steps}
@@ -88,7 +87,7 @@ def check_plan(plan, shape, values):
         assert all(tensor.shape == step.shape for tensor in held[-1].values())
         held.append(run_forward(step, held[-1]))
         assert all(tensor.shape == step.output_shape for tensor in held[-1].values())
-        np.testing.assert_allclose(collect(held[-1], step.target, shape), value, rtol=1e-9, atol=1e-9, err_msg=str(plan))
+        np.testing.assert_allclose(collect(held[-1], step.target, shape), value, rtol=1e-9, atol=1e-9)
     grads = distribute_gradient(weights, held[-1], plan.target, values)
     for index in reversed(range(len(plan.steps))):
         grads = run_backward(plan.steps[index], grads, held[index])
@@ -112,128 +111,6 @@ def test_steps_chain_and_cost_what_they_say():
             assert step.nbytes <= 2 * whole and step.forward[1] == step.nbytes
 
 
-# An exhaustive search, written from the placements: two layouts are neighbours if one step joins them. What that step
-# runs forward and backward (all-gather, reduce-scatter, all-reduce, all-to-all), by the placements of its axes:
-NEIGHBOURS = {
-    ("R", "S"): ("", "ag"), ("V", "S"): ("", ""), ("S", "R"): ("ag", ""), ("S", "V"): ("ag", "rs"),
-    ("R", "V"): ("", "ar"), ("V", "R"): ("", ""), ("V", "sum"): ("", ""), ("S", "sum"): ("", ""),
-    ("R", "sum"): ("", ""), ("R", "avg"): ("", ""),
-    ("R", "max"): ("", "ar"), ("R", "min"): ("", "ar"), ("sum", "R"): ("ar", ""), ("avg", "R"): ("ar", ""),
-    ("max", "R"): ("ar", "ar"), ("min", "R"): ("ar", "ar"), ("sum", "V"): ("ar", "ar"), ("avg", "V"): ("ar", "ar"),
-    ("sum", "S"): ("rs", "ag"), ("avg", "S"): ("rs", "ag"), ("max", "S"): ("rs", "ag"), ("min", "S"): ("rs", "ag"),
-}  # fmt: skip
-
-
-def mark(layout, axis):
-    placement = layout.placement(axis)
-    return {Shard: "S", Replicate: "R", Varying: "V"}.get(type(placement)) or placement.op
-
-
-@lru_cache(maxsize=8)
-def all_layouts(mesh, shape):
-    """Every layout of a tensor of `shape` that divides it and whose partials commute."""
-    found = []
-    choices = [Replicate(), Varying(), *map(Partial, ("sum", "avg", "max", "min")), *map(Shard, range(len(shape)))]
-    for placements in itertools.product(choices, repeat=len(mesh.axis_names)):
-        placed = dict(zip(mesh.axis_names, placements, strict=True))
-        partial = {axis: entry.op for axis, entry in placed.items() if isinstance(entry, Partial)}
-        if not any(set(partial.values()) <= set(family) for family in FAMILIES):
-            continue
-        varying = [axis for axis, entry in placed.items() if isinstance(entry, Varying)]
-        on_dims = [[axis for axis, entry in placed.items() if entry == Shard(dim)] for dim in range(len(shape))]
-        for dims in itertools.product(*map(itertools.permutations, on_dims)):
-            layout = Layout.on(mesh, dims, partial, varying)
-            if all(size % layout.divisor(dim) == 0 for dim, size in enumerate(shape)):
-                found.append(layout)
-    return list(dict.fromkeys(found))
-
-
-def joining_step(u, v):
-    """`(axes, forward collective, backward collective)` of the single step from `u` to `v`, or None."""
-    axes = [axis for axis in u.mesh.axis_names if u.placement(axis) != v.placement(axis)]
-    pairs = {(mark(u, axis), mark(v, axis)) for axis in axes}
-    if pairs <= {("S", "S")}:
-        if [u.divisor(dim) for dim in range(u.ndim)] == [v.divisor(dim) for dim in range(u.ndim)]:
-            return moved_axes(u, v), "permute", "permute"
-        joined = [dim for dim in range(u.ndim) if len(v.dims[dim]) > len(u.dims[dim])]
-        left = [dim for dim in range(u.ndim) if len(v.dims[dim]) < len(u.dims[dim])]
-        if len(joined) != 1 or len(left) != 1:
-            return None
-        rest = v.dims[left[0]]
-        moved = u.dims[left[0]][len(rest) :]
-        expected = list(u.dims)
-        expected[left[0]], expected[joined[0]] = rest, u.dims[joined[0]] + moved
-        return (axes, "a2a", "a2a") if tuple(expected) == v.dims and u.dims[left[0]][: len(rest)] == rest else None
-    if len(pairs) != 1 or next(iter(pairs)) not in NEIGHBOURS:
-        return None
-    changed = [dim for dim in range(u.ndim) if u.dims[dim] != v.dims[dim]]
-    if len(changed) > 1:
-        return None
-    for dim in changed:
-        short, long = sorted((u.dims[dim], v.dims[dim]), key=len)
-        if long[: len(short)] != short or len(long) - len(short) != len(axes):
-            return None
-    return axes, *NEIGHBOURS[next(iter(pairs))]
-
-
-def moved_axes(u, v):
-    """The axes along which a rank and the one it sends to differ, when `u` becomes `v` by a permutation."""
-    shape = [u.divisor(dim) for dim in range(u.ndim)]
-    holder = {}
-    still = [axis for axis in u.mesh.axis_names if mark(u, axis) != "S"]
-    for rank in u.mesh.rank_list:
-        holder[str(v.local_slices(shape, rank)), u.mesh.coordinate(rank, still)] = rank
-    differing = set()
-    for rank in u.mesh.rank_list:
-        other = holder[str(u.local_slices(shape, rank)), u.mesh.coordinate(rank, still)]
-        here, there = u.mesh.coordinate(rank), u.mesh.coordinate(other)
-        differing |= {axis for axis, x, y in zip(u.mesh.axis_names, here, there, strict=True) if x != y}
-    return [axis for axis in u.mesh.axis_names if axis in differing]
-
-
-@lru_cache(maxsize=8)
-def all_steps(mesh, shape):
-    layouts = all_layouts(mesh, shape)
-    pairs = ((u, v) for u in layouts for v in layouts if u != v)
-    found = [(u, v, joining_step(u, v)) for u, v in pairs]
-    return [entry for entry in found if entry[2] is not None]
-
-
-def seconds(name, axes, whole, model, mesh):
-    if not name:
-        return 0.0
-    n, links = mesh.axis_size(*axes), [dict(model.axis_links).get(axis, model.link) for axis in axes]
-    latency, bandwidth = max(link.latency for link in links), min(link.bandwidth for link in links)
-    rounds, share = {"permute": (1, 1), "ar": (2 * n - 2, (2 * n - 2) / n)}.get(name, (n - 1, (n - 1) / n))
-    return model.launch + rounds * latency + share * whole / bandwidth
-
-
-def moving(source, target):
-    """Axes whose placement, or what stands before them on their dim, differs."""
-
-    def where(layout, axis):
-        major = [axes[: axes.index(axis)] for axes in layout.dims if axis in axes]
-        return layout.placement(axis), major
-
-    return {axis for axis in source.mesh.axis_names if where(source, axis) != where(target, axis)}
-
-
-def exhaustive_costs(source, mesh, shape, itemsize, model, axes):
-    """Cheapest cost from `source` to every layout by steps over `axes` only, by Bellman and Ford's relaxation."""
-    edges = []
-    for u, v, (group, forward, backward) in all_steps(mesh, shape):
-        if axes.issuperset(group):
-            whole = max(np.prod(u.local_shape(shape)), np.prod(v.local_shape(shape))) * itemsize
-            edges.append((u, v, sum(seconds(name, group, whole, model, mesh) for name in (forward, backward))))
-    cost, changed = {source: 0.0}, True
-    while changed:
-        changed = False
-        for u, v, price in edges:
-            if u in cost and cost[u] + price < cost.get(v, float("inf")) * (1 - 1e-12):
-                cost[v], changed = cost[u] + price, True
-    return cost
-
-
 SMALL = (
     ((2,), (4, 6)), ((3,), (3,)), ((2, 2), (8, 4)), ((2, 3), (6, 12)), ((4, 2), (8, 4)), ((2, 2), (2, 2, 4)),
     ((2, 2), (4, 4, 4)), ((2, 2, 2), (8,)),
@@ -245,7 +122,7 @@ def test_no_exhaustive_search_finds_a_cheaper_plan(sizes, shape):
     rng = random.Random(str((sizes, shape)))
     mesh = DeviceMesh(sizes, tuple("abc"[: len(sizes)]))
     layouts = all_layouts(mesh, shape)
-    for _ in range(12):
+    for _ in range(8):
         source, model, itemsize = rng.choice(layouts), rng.choice(MODELS), rng.choice((1, 4, 4096))
         compare_with_exhaustive(source, rng.sample(layouts, min(60, len(layouts))), shape, itemsize, model)
 
@@ -286,7 +163,7 @@ ONE_STEP = [
     (on((), "tp"), on("tp", ()), "all_to_all", ("all_to_all", 48), ("all_to_all", 48)),
     (on(("dp", "tp"), ()), on(("tp", "dp"), ()), "permute", ("permute", 32), ("permute", 32)),
     (on("dp", (), partial={"tp": "sum"}), on("dp", ()), "all_reduce", ("all_reduce", 192), ("identity", 0)),
-    (on((), partial={"tp": "sum"}), on((), varying=["tp"]), "all_reduce_varying", ("all_reduce", 48), ("all_reduce", 48)),
+    (on((), partial={"tp": "sum"}), on((), varying=["tp"]), "all_reduce_varying", *[("all_reduce", 48)] * 2),
     (on("dp", (), partial={"tp": "avg"}), on("dp", "tp"), "reduce_scatter", ("reduce_scatter", 96), ("all_gather", 96)),
     (on("dp", ()), on("dp", (), varying=["tp"]), "mark_varying", ("identity", 0), ("all_reduce", 192)),
     (on("dp", (), varying=["tp"]), on("dp", ()), "unmark_varying", ("identity", 0), ("scale", 0)),
@@ -322,8 +199,8 @@ FUSED = [
     (on(("dp", "tp"), ()), on((), ("dp", "tp")), ("all_to_all", ("dp", "tp"))),
     (on((), (), varying=["dp", "tp"]), on((), ()), ("unmark_varying", ("dp", "tp"))),
     (on((), ()), on((), (), varying=["dp", "tp"]), ("mark_varying", ("dp", "tp"))),
-    *[(both_partial(op), on((), ("tp", "dp")), ("reduce_scatter", ("tp", "dp"))) for op in ("sum", "avg", "max", "min")],
-    *[(both_partial(op), on((), ()), ("all_reduce", ("dp", "tp"))) for op in ("sum", "avg", "max", "min")],
+    *[(both_partial(op), on((), ("tp", "dp")), ("reduce_scatter", ("tp", "dp"))) for op in PARTIAL_OPS],
+    *[(both_partial(op), on((), ()), ("all_reduce", ("dp", "tp"))) for op in PARTIAL_OPS],
 ]
 
 

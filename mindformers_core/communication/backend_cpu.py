@@ -5,16 +5,16 @@ ranks may send first; in a graph from all-reduce sums of buffers that are empty 
 emptiness is -0.0, the one float that changes nothing it is added to, -0.0 included.
 """
 
+from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
-from mindspore import nn, ops
 from mindspore.ops.auto_generate.gen_ops_prim import dist_comm_irecv_op, dist_comm_isend_op
 
-from mindformers_core.communication.raw import RawCollective, chunk
+from mindformers_core.communication.raw import RawCollective, chunk, placed
 
 __all__ = ["AllGather", "AllReduce", "AllToAll", "Broadcast", "Permute", "ReduceScatter"]
 
+_ZEROS_LIKE = ops.ZerosLike()
 _SUMMED = (mstype.float32, mstype.float16)
-_LIMBS = {mstype.int64: 4}  # 16-bit parts of an integer; two for the smaller types
 _CARRIED = {mstype.bool_: mstype.int32, mstype.int16: mstype.int32}  # types that messages can't hold
 
 
@@ -27,6 +27,7 @@ class AllReduce(RawCollective):
         super().__init__(group)
         self.op = op
         self.sum = _Sum(group)
+        self.gather = _Gather(group)
         self.peers = _peers(group)
 
     def eager(self, x):
@@ -37,8 +38,7 @@ class AllReduce(RawCollective):
     def construct(self, x):
         if self.op == "sum":
             return self.sum(x)
-        gathered = self.sum(_padded(ops.unsqueeze(x, 0), self.index, self.size, 0))
-        return _reduce(gathered.unbind(0), self.op)
+        return _reduce(ops.unstack(self.gather(ops.unsqueeze(x, 0), 0)), self.op)
 
 
 class AllGather(RawCollective):
@@ -49,14 +49,14 @@ class AllGather(RawCollective):
     def __init__(self, group, dim):
         super().__init__(group)
         self.dim = dim
-        self.sum = _Sum(group)
+        self.gather = _Gather(group)
         self.peers = _peers(group)
 
     def eager(self, x):
         return ops.cat(_exchange([x] * self.size, self.group, self.peers), self.dim)
 
     def construct(self, x):
-        return self.sum(_padded(x, self.index, self.size, self.dim))
+        return self.gather(x, self.dim)
 
 
 class ReduceScatter(RawCollective):
@@ -88,7 +88,7 @@ class AllToAll(RawCollective):
         super().__init__(group)
         self.dim = dim
         self.to_dim = to_dim
-        self.sum = _Sum(group)
+        self.gather = _Gather(group)
         self.peers = _peers(group)
 
     def eager(self, x):
@@ -96,8 +96,7 @@ class AllToAll(RawCollective):
         return ops.cat(_exchange(parts, self.group, self.peers), self.dim)
 
     def construct(self, x):
-        gathered = self.sum(_padded(x, self.index, self.size, self.dim))
-        return chunk(gathered, self.index, self.size, self.to_dim)
+        return chunk(self.gather(x, self.dim), self.index, self.size, self.to_dim)
 
 
 class Permute(RawCollective):
@@ -109,7 +108,7 @@ class Permute(RawCollective):
         super().__init__(group)
         self.destination = destination
         self.origin = origin
-        self.sum = _Sum(group)
+        self.gather = _Gather(group)
 
     def eager(self, x):
         if self.destination != self.index:
@@ -117,7 +116,8 @@ class Permute(RawCollective):
         return x if self.origin == self.index else _receive(x, self.origin, self.group)
 
     def construct(self, x):
-        return self.sum(_padded(ops.unsqueeze(x, 0), self.index, self.size, 0))[self.origin]
+        gathered = self.gather(ops.unsqueeze(x, 0), 0)
+        return ops.reshape(chunk(gathered, self.origin, self.size, 0), x.shape)
 
 
 class Broadcast(RawCollective):
@@ -128,7 +128,7 @@ class Broadcast(RawCollective):
     def __init__(self, group, root):
         super().__init__(group)
         self.root = root
-        self.sum = _Sum(group)
+        self.gather = _Gather(group)
         self.peers = _peers(group)
 
     def eager(self, x):
@@ -139,13 +139,14 @@ class Broadcast(RawCollective):
         return x
 
     def construct(self, x):
-        return self.sum(x if self.index == self.root else _empty(x))
+        gathered = self.gather(ops.unsqueeze(x, 0), 0)
+        return ops.reshape(chunk(gathered, self.root, self.size, 0), x.shape)
 
 
 class _Sum(nn.Cell):
     """All-reduce sum in a graph, of any dtype but float64.
 
-    Integers travel as 16-bit parts in float32, whose sums are exact for up to 256 ranks.
+    Integers travel as 16-bit parts in float32, whose sums are exact for up to 256 ranks. Denormal floats become zero.
     """
 
     def __init__(self, group):
@@ -164,6 +165,20 @@ class _Sum(nn.Cell):
         return ops.cast(_joined(self.reduce(_limbs(ops.cast(x, mstype.int32), 2)), 2, mstype.int32), x.dtype)
 
 
+class _Gather(nn.Cell):
+    """All-gather along a dim in a graph, by a sum of buffers that are empty but for the own part."""
+
+    def __init__(self, group):
+        super().__init__(auto_prefix=False)
+        self.sum = _Sum(group)
+        self.index = group.index
+        self.size = group.size
+        self.empty = Tensor(-0.0, mstype.float32)
+
+    def construct(self, x, dim):
+        return self.sum(placed(x, self.index, self.size, dim, self.empty))
+
+
 def _limbs(x, count):
     """The 16-bit parts of integers, lowest first, as float32 along a new dim 0; the highest keeps the sign."""
     limbs = ()
@@ -179,19 +194,6 @@ def _joined(limbs, count, dtype):
     for place in range(count - 1):
         total = total * 65536 + ops.cast(limbs[count - 2 - place], dtype)
     return total
-
-
-def _padded(x, index, count, dim):
-    """`x` at place `index` of `count` equal places along `dim`; the others are empty."""
-    empty = _empty(x)
-    return ops.cat((empty,) * index + (x,) + (empty,) * (count - 1 - index), dim)
-
-
-def _empty(x):
-    """What can be added to anything of the shape of `x` without changing it."""
-    if x.dtype == mstype.bool_:
-        return ops.zeros_like(x)
-    return ops.neg(ops.zeros_like(x))
 
 
 def _peers(group):
@@ -218,7 +220,7 @@ def _send(x, index, group):
 def _receive(like, index, group):
     """A tensor of the shape and dtype of `like` from rank `index` of the group."""
     carried = _CARRIED.get(like.dtype)
-    buffer = ops.zeros_like(like) if carried is None else ops.zeros(like.shape, carried)
+    buffer = _ZEROS_LIKE(like) if carried is None else ops.zeros(like.shape, carried)
     received = dist_comm_irecv_op(buffer, 0, group.places[index], group.name)[0]
     return received if carried is None else ops.cast(received, like.dtype)
 

@@ -1,11 +1,14 @@
 """The local halves of differentiable collectives: what a rank does alone. Plain, without gradient."""
 
+from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
-from mindspore import nn, ops
 
-from mindformers_core.communication.raw import chunk
+from mindformers_core.communication.raw import chunk, placed
 
 __all__ = ["Keep", "Pad", "Scale", "Slice", "Then"]
+
+
+_ZEROS_LIKE = ops.ZerosLike()  # unlike `ops.zeros_like` without branches, which a graph's backward can't always compile
 
 
 class _Local(nn.Cell):
@@ -36,13 +39,13 @@ class Pad(_Local):
 
     def __init__(self, group, dim):
         super().__init__()
-        self.before = group.index
-        self.after = group.size - 1 - group.index
+        self.index = group.index
+        self.size = group.size
         self.dim = dim
+        self.zero = Tensor(0, mstype.float32)
 
     def construct(self, x):
-        zeros = ops.zeros_like(x)
-        return ops.cat((zeros,) * self.before + (x,) + (zeros,) * self.after, self.dim)
+        return placed(x, self.index, self.size, self.dim, self.zero)
 
 
 class Keep(_Local):
@@ -50,12 +53,10 @@ class Keep(_Local):
 
     def __init__(self, group, index):
         super().__init__()
-        self.keeps = group.index == index
+        self.keeps = Tensor(group.index == index)
 
     def construct(self, x):
-        if self.keeps:
-            return x
-        return ops.zeros_like(x)
+        return ops.select(self.keeps, x, _ZEROS_LIKE(x))
 
 
 class Scale(_Local):

@@ -2,6 +2,9 @@
 
 A `RawCollective` is written twice, because CPU can do more in PyNative than in a graph: `@ms.jit` compiles `construct`, while
 PyNative calls the Cell and so runs `eager`. Where both are the same, `eager` is `construct`.
+
+Every rank must compile the same graph: MindSpore runs a graph's collectives one after another in an order that follows
+from its structure. So what differs between ranks stands in constants only, never in which operators there are.
 """
 
 from mindspore import nn, ops
@@ -9,7 +12,9 @@ from mindspore import nn, ops
 from mindformers_core.communication.counter import record
 from mindformers_core.communication.world import process_state, world
 
-__all__ = ["Identity", "RawCollective", "chunk", "reordered"]
+_PAD = ops.PadV3()  # unlike `ops.pad` without branches, which a graph's backward can't always compile
+
+__all__ = ["Identity", "RawCollective", "chunk", "placed", "reordered"]
 
 
 class RawCollective(nn.Cell):
@@ -62,6 +67,13 @@ def chunk(x, index, count, dim):
     before = (0,) * dim
     after = x.shape[dim + 1 :]
     return ops.slice(x, before + (index * length,) + (0,) * len(after), x.shape[:dim] + (length,) + after)
+
+
+def placed(x, index, count, dim, fill):
+    """`x` as part `index` of `count` equal parts along `dim`; the others hold the scalar tensor `fill`."""
+    length = x.shape[dim]
+    paddings = (0, 0) * (len(x.shape) - 1 - dim) + (index * length, (count - 1 - index) * length)
+    return _PAD(x, paddings, ops.cast(fill, x.dtype))
 
 
 def reordered(x, order, dim):

@@ -166,6 +166,11 @@ class DTensor(Tensor):
     def __repr__(self):
         return f"DTensor(shape={self.shape}, dtype={self._meta.dtype}, layout={self.layout!r}, local={self._local})"
 
+    # `h += f(h)` makes a new tensor: others may share the parts of the old one
+    __iadd__ = Tensor.__add__
+    __isub__ = Tensor.__sub__
+    __imul__ = Tensor.__mul__
+    __itruediv__ = Tensor.__truediv__
     __str__ = __repr__
     __hash__ = Tensor.__hash__
 

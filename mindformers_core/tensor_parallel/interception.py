@@ -1,7 +1,7 @@
 """The one place where we hook into MindSpore, so that operators which meet a `DTensor` come to our dispatcher.
 
-MindSpore asks a Tensor subclass for `__fallback__` at every operator call. Three gaps are closed here: a call whose first tensor
-is a plain one looks for `__fallback__` on `Tensor` itself; and `Stack` does not ask at all.
+MindSpore asks a Tensor subclass for `__fallback__` at every operator call. Two gaps are closed here: a call whose first tensor
+is a plain one looks for `__fallback__` on `Tensor` itself; and a few primitives do not ask at all.
 """
 
 from mindspore import Parameter, Tensor, ops
@@ -10,6 +10,15 @@ from mindformers_core.tensor_parallel.dispatch import Dispatcher
 from mindformers_core.tensor_parallel.dtensor import DTensor
 
 __all__ = ["intercept_operators"]
+
+# Primitives that don't ask for `__fallback__`, with those of their attributes that the operator's rule takes as arguments.
+_SILENT = (
+    (ops.Stack, ("axis",)),
+    (ops.auto_generate.StackExt, ("dim",)),
+    (ops.AddN, ()),
+    (ops.auto_generate.FullLike, ()),
+    (ops.auto_generate.RandLikeExt, ()),
+)
 
 
 class _PlainTensorFallback:
@@ -24,26 +33,40 @@ class _PlainTensorFallback:
         return self.dispatcher
 
 
+class _Call:
+    """A primitive's own `__call__`, in the form in which MindSpore hands operators to `__fallback__`."""
+
+    def __init__(self, primitive, call, count):
+        self.name = primitive.name
+        self.primitive = primitive
+        self.call = call
+        self.count = count
+
+    def __call__(self, *args):
+        return self.call(self.primitive, *args[: self.count])
+
+
 def intercept_operators():
     """Send operators on DTensors to a new `Dispatcher`, which is returned. Called once, when the package is imported."""
     dispatcher = Dispatcher()
     DTensor.__fallback__ = dispatcher
     Tensor.__fallback__ = _PlainTensorFallback(dispatcher)
-    for primitive in (ops.Stack, ops.auto_generate.StackExt):
-        primitive.__call__ = _stack_by_concat(primitive.__call__)
+    for primitive, attributes in _SILENT:
+        primitive.__call__ = _asking(primitive.__call__, attributes, dispatcher)
     return dispatcher
 
 
-def _stack_by_concat(stack):
-    """A `__call__` of a stacking primitive that joins DTensors as a concatenation of expanded tensors, and leaves others alone."""
+def _asking(call, attributes, dispatcher):
+    """A `__call__` that hands calls with DTensors to the dispatcher, and leaves others alone."""
 
-    def call(self, tensors):
-        if any(type(tensor) is DTensor for tensor in tensors):
-            dim = self.dim if hasattr(self, "dim") else self.axis
-            ndim = tensors[0].ndim + 1
-            if not -ndim <= dim < ndim:
-                raise ValueError(f"stack along dim {dim} of tensors that then have {ndim} dims")
-            return ops.concat([ops.expand_dims(tensor, dim % ndim) for tensor in tensors], dim % ndim)
-        return stack(self, tensors)
+    def asking_call(self, *args):
+        if not _has_dtensor(args):
+            return call(self, *args)
+        more = tuple(getattr(self, name) for name in attributes)
+        return dispatcher(_Call(self, call, len(args)), (*args, *more))
 
-    return call
+    return asking_call
+
+
+def _has_dtensor(args):
+    return any(type(entry) is DTensor or (isinstance(entry, (tuple, list)) and _has_dtensor(entry)) for entry in args)

@@ -2,6 +2,9 @@
 
 from functools import lru_cache
 
+from mindspore import dtype as mstype
+from mindspore import ops
+
 from mindformers_core.communication import communicator, world
 from mindformers_core.redistribution import ASCEND, CPU, GPU, plan_redistribution
 
@@ -34,6 +37,8 @@ def move(local, source, target, shape=None):
     """
     if source == target:
         return local
+    if local.dtype == mstype.bool_:  # no sums of bools on the way
+        return ops.cast(move(ops.cast(local, mstype.int32), source, target, shape), mstype.bool_)
     shape = source.global_shape(local.shape) if shape is None else shape
     for cell in cells_between(source, target, shape, dtype_name(local.dtype)):
         local = cell(local)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import mindspore as ms
 
-from mindformers_core.communication import init_distributed, read_launch
+from mindformers_core.communication import init_distributed
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaForCausalLM
 from mindformers_core.tensor_parallel import shard
@@ -69,10 +69,11 @@ def prepare(recipe):
     if ms.get_context("device_target") != recipe.context.device_target:  # can't be set once kernels have run
         ms.set_device(recipe.context.device_target)
     ms.set_context(mode=ms.PYNATIVE_MODE)
-    mesh = init_device_mesh(mesh_shape(recipe, read_launch(os.environ).size), MESH_AXES)
+    world = init_distributed()  # msrun's scheduler stays in here
+    mesh = init_device_mesh(mesh_shape(recipe, world.size), MESH_AXES)
     dataset = open_dataset(recipe.train_dataset, recipe.model.vocab_size, recipe.training.seed)
     checkpoint = find_checkpoint(recipe.checkpoint.load_path) if recipe.checkpoint.load_path else None
-    job = make_job(recipe, mesh, init_distributed().rank, dataset)
+    job = make_job(recipe, mesh, world.rank, dataset)
     return job if checkpoint is None else resume(job, checkpoint)
 
 

@@ -88,11 +88,13 @@ def case_operators_equal_one_card():
         random = np.random.default_rng(7)
         values = [draw(kind, shape, random) for kind, shape in inputs]
         floats = [place for place, (kind, _) in enumerate(inputs) if kind == F]
-        truth = single_card(function, values, floats)
-        for layouts in combinations(inputs, mesh, random):
-            try:
+        layouts = None
+        try:
+            truth = single_card(function, values, floats)
+            for layouts in combinations(inputs, mesh, random):
                 check(name, function, values, floats, layouts, truth)
-            except Exception as error:  # collected: the ranks run on in step, since they fail alike
-                failures.append(f"{name} {[str(layout) for layout in layouts]}: {type(error).__name__}: {error}"[:600])
-                break
+        except Exception as error:  # collected: the ranks run on in step, since they fail alike
+            where = [str(layout) for layout in layouts or ()]
+            failures.append(f"{name} {where}: {type(error).__name__}: {error}"[:700])
+            print(failures[-1], flush=True)
     assert not failures, f"{len(failures)} of {len(CALLS)} operators fail:\n" + "\n".join(failures)

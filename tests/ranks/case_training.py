@@ -22,7 +22,7 @@ from mindformers_core.trainer.training_loop import make_job, prepare, run_steps,
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 SMALL = (
     "training.steps=4", "training.local_batch_size=2", "training.global_batch_size=8", "train_dataset.seq_length=16",
-    "model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=2", "lr_scheduler.warmup_steps=0",
+    "model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=1", "lr_scheduler.warmup_steps=0",
     "monitor.plot=false",
 )  # fmt: skip
 

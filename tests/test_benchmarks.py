@@ -1,0 +1,122 @@
+"""The benchmarks' harness: what it makes of times, and what it writes. Nothing is launched or timed in earnest."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import harness
+from launch import Launched
+
+BENCHMARKS = Path(harness.__file__).parent
+
+
+def report(**walls):
+    """What one rank writes: wall seconds by variant, half of them CPU; all compared to `base`."""
+    return [{"name": n, "base": "base", "wall": w, "cpu": [t / 2 for t in w]} for n, w in walls.items()]
+
+
+@pytest.fixture
+def results():
+    """Of two ranks and three repeats; rank 1 sits the base case out."""
+    first = report(base=[2.0, 4.0, 3.0], both=[1.0, 5.0, 5.0])
+    second = report(base=[], both=[8.0, 1.0, 2.0])
+    return harness._merged([first, second])
+
+
+def test_a_repeat_takes_as_long_as_its_slowest_rank(results):
+    base, both = results
+    assert (base.wall, both.wall) == ((2.0, 4.0, 3.0), (8.0, 5.0, 5.0))
+
+
+def test_cpu_time_is_that_of_all_ranks_that_ran(results):
+    base, both = results
+    assert (base.cpu, both.cpu) == ((1.0, 2.0, 1.5), (4.5, 3.0, 3.5))
+
+
+def test_ranks_with_different_variants_are_not_merged():
+    with pytest.raises(AssertionError, match="different orders"):
+        harness._merged([report(base=[1.0]), report(other=[1.0])])
+
+
+def test_records_hold_medians_and_their_ratios(results):
+    assert harness._records(results) == [
+        {"name": "base", "ratio": 1.0, "median_ms": 3000.0, "repeats": 3},
+        {"name": "both", "ratio": 1.6667, "median_ms": 5000.0, "repeats": 3},
+    ]
+
+
+def test_the_table_is_aligned_markdown(results):
+    lines = harness._table(results)
+    assert len({len(line) for line in lines}) == 1
+    cells = [cell.strip() for cell in lines[3].strip("|").split("|")]
+    assert cells == ["both", "1.67", "5000", "5000 – 8000", "3500", "3"]
+
+
+def test_timing_runs_what_was_prepared_behind_the_barrier():
+    events = []
+    prepare, run = lambda: events.append("prepare") or ("x",), lambda x: events.append(f"run {x}")
+    variant = harness.Variant("a", "a", run, prepare, ranks=(0,), calls=4)
+    wall, cpu = harness._timed(variant, 0, lambda: events.append("barrier"))
+    assert events == ["prepare", "barrier", "run x"] and 0 <= wall < 1 and 0 <= cpu < 1
+
+
+def test_a_rank_that_sits_out_only_waits():
+    events = []
+    variant = harness.Variant("a", "a", lambda: events.append("run"), ranks=(0,))
+    assert harness._timed(variant, 1, lambda: events.append("barrier")) is None
+    assert events == ["barrier"]
+
+
+def test_a_call_is_timed_not_a_run(monkeypatch):
+    clock = iter([10.0, 18.0])
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: next(clock))
+    wall, _ = harness._timed(harness.Variant("a", "a", lambda: None, calls=4), 0, lambda: None)
+    assert wall == 2.0
+
+
+def test_the_readme_keeps_all_but_the_figures(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- figures of x.py -->\nold\n<!-- end of figures -->\nafter\n")
+    harness._record(readme, "x.py", "new")
+    assert readme.read_text() == "before\n<!-- figures of x.py -->\nnew\n<!-- end of figures -->\nafter\n"
+    with pytest.raises(ValueError, match="figures of y.py"):
+        harness._record(readme, "y.py", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+
+
+@pytest.mark.parametrize("given", [["--repeats", "4"], ["--json", "no/such/folder/figures.json"]])
+def test_arguments_that_would_waste_a_run_are_refused_at_once(given, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["x.py", *given])
+    with pytest.raises(SystemExit):
+        harness._options("title")
+    assert given[0] in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_failed_launch_is_reported_with_the_ranks_logs(monkeypatch, capsys):
+    lost = Launched(1, {0: "all is well", 1: "ValueError: bad"}, 0.5)
+    monkeypatch.setattr(harness, "run_ranks", lambda *arguments, **options: lost)
+    monkeypatch.setattr(sys, "argv", ["x.py"])
+    assert harness.run_benchmark("x.py", 2, list, "title") == 1
+    assert "ValueError: bad" in capsys.readouterr().err
+
+
+def test_the_figures_of_a_run_are_printed_and_written(monkeypatch, tmp_path, capsys):
+    def ranks(world_size, script, repeats, folder, **options):
+        for rank in range(world_size):
+            (Path(folder) / f"{rank}.json").write_text(json.dumps(report(base=[1.0] * repeats, a=[0.5] * repeats)))
+        return Launched(0, {}, 0.5)
+
+    monkeypatch.setattr(harness, "run_ranks", ranks)
+    monkeypatch.setattr(sys, "argv", ["x.py", "--json", str(tmp_path / "out.json"), "--repeats", "5"])
+    assert harness.run_benchmark("x.py", 2, list, "title", lambda results: [f"remark {results['a'].median}"]) == 0
+    assert "remark 0.5" in capsys.readouterr().out
+    assert [entry["ratio"] for entry in json.loads((tmp_path / "out.json").read_text())] == [1.0, 0.5]
+
+
+def test_every_benchmark_has_its_place_in_the_readme():
+    scripts = [path.name for path in BENCHMARKS.glob("*.py") if "run_benchmark(__file__" in path.read_text()]
+    assert scripts and all(f"<!-- figures of {name} -->" in (BENCHMARKS / "README.md").read_text() for name in scripts)
