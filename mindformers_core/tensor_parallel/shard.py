@@ -3,7 +3,7 @@
 import inspect
 from functools import lru_cache
 
-from mindspore import Parameter, ParameterTuple
+from mindspore import DeviceCtx, Parameter, ParameterTuple, mint
 
 from mindformers_core.communication import world
 from mindformers_core.layout import Layout, bind_layout
@@ -118,23 +118,32 @@ def _weight_axes(cell):
 def _place_parameters(cell, mesh, declarations, seed):
     """Cut every parameter of the tree to this rank's part; those without values yet draw theirs from the seed.
 
-    A dry run (the fake backend) only notes the layouts: nothing is allocated.
+    In a dry run (the fake backend) these stay without values, on the meta device: nothing is allocated.
     """
     layouts = _parameter_layouts(cell, mesh, declarations)
     named = dict(cell.parameters_and_names())
-    if world().backend == "fake":
-        for path, parameter in named.items():
-            parameter.layout, parameter.global_shape = layouts[path], tuple(parameter.shape)
-        return
     shapes = {path: tuple(p.shape) for path, p in named.items() if initializer_of(p) is not None}
-    materialize(cell, seed, layouts, world().rank)
-    placed = {id(p): placed_parameter(p, layouts[path], shapes.get(path)) for path, p in named.items()}
+    if world().backend == "fake":
+        parts = {path: _meta_part(named[path], layouts[path]) for path in shapes}
+    else:
+        materialize(cell, seed, layouts, world().rank)
+        parts = {}
+    placed = {
+        id(p): placed_parameter(parts.get(path, p), layouts[path], shapes.get(path)) for path, p in named.items()
+    }
     for _, child in cell.cells_and_names():
         for name, parameter in child._params.items():
             if parameter is not None:
                 child._params[name] = placed[id(parameter)]
         for name, parameters in child._params_list.items():
             child._params_list[name] = ParameterTuple([placed[id(parameter)] for parameter in parameters])
+
+
+def _meta_part(parameter, layout):
+    """A Parameter on the meta device with the shape of this rank's part."""
+    with DeviceCtx("meta"):
+        part = mint.zeros(layout.local_shape(parameter.shape), dtype=parameter.dtype)
+        return Parameter(part, name=parameter.name, requires_grad=parameter.requires_grad)
 
 
 def _parameter_layouts(cell, mesh, declarations):

@@ -49,10 +49,10 @@ def dry_run(recipe):
         net(ids, ids)
     facts = [_fact(parameter) for parameter in net.trainable_params()]
     training, length = recipe.training, recipe.train_dataset.seq_length
+    parts = f"{mesh.axis_size('dp')} dp ranks x {micro_batches} micro-batches x {training.local_batch_size}"
     head = (
         f"mesh        {mesh}: {mesh.size} ranks\n"
-        f"batch       {training.global_batch_size} sequences of {length} tokens a step: {mesh.axis_size('dp')} dp ranks "
-        f"x {micro_batches} micro-batches x {training.local_batch_size}\n"
+        f"batch       {training.global_batch_size} sequences of {length} tokens a step: {parts}\n"
     )
     return head + report(facts)
 
