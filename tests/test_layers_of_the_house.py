@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "mindformers_core"
 FLOORS = (
     "mesh",
+    "placement",
     "layout",
     "redistribution",
     "communication",
@@ -24,7 +25,7 @@ FLOORS = (
     "models",
     "trainer",
 )
-PURE_FLOORS = {"mesh", "layout", "redistribution", "operators"}
+PURE_FLOORS = {"mesh", "placement", "layout", "redistribution", "operators"}
 FRAMEWORKS = {"mindspore", "torch", "jax", "tensorflow"}
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 60

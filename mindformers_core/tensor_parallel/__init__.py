@@ -2,10 +2,35 @@
 
 from mindformers_core.tensor_parallel.clipping import clip_by_global_norm
 from mindformers_core.tensor_parallel.dtensor import DTensor, distribute_tensor
+from mindformers_core.tensor_parallel.initialize import materialize
 from mindformers_core.tensor_parallel.interception import intercept_operators
+from mindformers_core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    LayerNorm,
+    RMSNorm,
+    RowParallelLinear,
+    VocabParallelCrossEntropy,
+    VocabParallelEmbedding,
+)
 from mindformers_core.tensor_parallel.local_map import local_map
 from mindformers_core.tensor_parallel.shard import shard
+from mindformers_core.tensor_parallel.split import split, split_layer
 
-__all__ = ["DTensor", "clip_by_global_norm", "distribute_tensor", "local_map", "shard"]
+__all__ = [
+    "ColumnParallelLinear",
+    "DTensor",
+    "LayerNorm",
+    "RMSNorm",
+    "RowParallelLinear",
+    "VocabParallelCrossEntropy",
+    "VocabParallelEmbedding",
+    "clip_by_global_norm",
+    "distribute_tensor",
+    "local_map",
+    "materialize",
+    "shard",
+    "split",
+    "split_layer",
+]
 
 intercept_operators()
