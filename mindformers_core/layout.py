@@ -15,7 +15,7 @@ from mindformers_core.placement import PARTIAL_OPS, Partial, Replicate, Shard, V
 __all__ = ["Shard", "Replicate", "Partial", "Varying", "LayoutSpec", "layout", "Layout", "bind_layout", "PARTIAL_OPS"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LayoutSpec:
     """What `layout(...)` returns: entries for tensor dims, not yet bound to a mesh.
 
@@ -34,7 +34,10 @@ class LayoutSpec:
         Raises:
             ValueError: an axis that the mesh doesn't have, an axis used twice, or more entries than dims.
         """
-        dims = [entry if entry is ... else _resolve_axes(entry, mesh) for entry in self.entries]
+        try:
+            dims = [entry if entry is ... else _resolve_axes(entry, mesh) for entry in self.entries]
+        except ValueError as error:
+            raise ValueError(f"{name}: layout {self}: {error}") from None
         named = len(dims) - (... in dims)
         ndim = named if ndim is None else ndim
         if named > ndim:
@@ -47,6 +50,9 @@ class LayoutSpec:
             dims[place : place + 1] = [tuple(axis for axis in entry if axis not in used) for entry in kept]
         dims += [()] * (ndim - len(dims))
         return Layout.on(mesh, dims)
+
+    def __repr__(self):
+        return f"layout{self}"
 
     def __str__(self):
         return _show_dims(["..." if entry is ... else entry for entry in self.entries])

@@ -20,7 +20,7 @@ WORKER = TESTS / "ranks" / "worker.py"
 
 
 def on_ranks(*world_sizes):
-    """Declare that a `case_*` function runs on that many ranks: `@on_ranks(2)`, `@on_ranks(2, 4)`. Read by `find_cases`."""
+    """Declare on how many ranks a `case_*` function runs: `@on_ranks(2)`, `@on_ranks(2, 4)`. Read by `find_cases`."""
     assert all(isinstance(size, int) and size > 1 for size in world_sizes), world_sizes
     return lambda function: function
 
@@ -73,11 +73,12 @@ def run_ranks(world_size, script, *arguments, timeout=120, env=None):
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         python_path = os.pathsep.join([str(ROOT), str(TESTS), os.environ.get("PYTHONPATH", "")])
         variables = {"GLOG_v": "3", **os.environ, "PATH": path, "PYTHONPATH": python_path, **(env or {})}
-        command = ["msrun", f"--worker_num={world_size}", f"--local_worker_num={world_size}", f"--master_port={free_port()}"]
-        command += ["--join=True", "--cluster_time_out=60", f"--log_dir={folder}", str(ROOT / script), *map(str, arguments)]
+        command = ["msrun", f"--worker_num={world_size}", f"--local_worker_num={world_size}", "--join=True"]
+        command += [f"--master_port={free_port()}", "--cluster_time_out=60", f"--log_dir={folder}"]
+        command += [str(ROOT / script), *map(str, arguments)]
         start = time.monotonic()
         with open(Path(folder) / "msrun.log", "w") as output:
-            launcher = subprocess.Popen(command, env=variables, cwd=folder, stdout=output, stderr=output, start_new_session=True)
+            launcher = subprocess.Popen(command, env=variables, cwd=folder, stdout=output, stderr=output)
             try:
                 exit_code = _wait(launcher, start + timeout, Path(output.name))
             finally:
@@ -98,7 +99,8 @@ def run_cases(world_size, cases, case_timeout=120):
     while len(failures) < len(cases):
         rest = [case for case in cases if case not in failures]
         with tempfile.TemporaryDirectory(prefix="cases_") as results:
-            launched = run_ranks(world_size, WORKER, results, case_timeout, *rest, timeout=60 + case_timeout * len(rest))
+            timeout = 60 + case_timeout * len(rest)
+            launched = run_ranks(world_size, WORKER, results, case_timeout, *rest, timeout=timeout)
             for index, case in enumerate(rest):
                 reports = [_read(Path(results) / f"{index}.{rank}.json") for rank in range(world_size)]
                 if not any(reports) and index > 0:
@@ -129,7 +131,7 @@ def free_port():
 
 
 def _wait(launcher, deadline, log):
-    """Exit code of msrun, or None at the deadline; 1 as soon as it says that a rank failed (its scheduler stays for 30 s more)."""
+    """Exit code of msrun, or None at the deadline; 1 once it says that a rank failed: its scheduler stays long."""
     while time.monotonic() < deadline:
         if launcher.poll() is not None:
             return launcher.returncode

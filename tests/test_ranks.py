@@ -1,7 +1,6 @@
 """All multi-rank cases (`tests/ranks/case_*.py`): one launch for each world size, of the selected cases only."""
 
 import pytest
-
 from launch import find_cases, run_cases
 
 

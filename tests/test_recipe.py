@@ -167,4 +167,4 @@ def test_learning_rate(kind, last):
     assert rates[-1] == pytest.approx(last)
     assert rates[64] == pytest.approx((1 + last) / 2)  # step 65 is half way from 10 to 120
     assert all(one >= other for one, other in zip(rates[9:], rates[10:]))
-    assert learning_rate(load_recipe(TINY, ["lr_scheduler.warmup_steps=0"]), 120) == pytest.approx(2e-4)
+    assert learning_rate(load_recipe(TINY, ["lr_scheduler.warmup_steps=0"]), 120) == pytest.approx(1e-4)

@@ -1,4 +1,4 @@
-"""The backend of CPU (MCCL), which has an all-reduce sum of float32 and float16, and in PyNative point-to-point messages.
+"""The backend of CPU (MCCL): it has an all-reduce sum of float32 and float16, and in PyNative point-to-point messages.
 
 Everything else is made of these, as was measured cheapest: in PyNative from messages, which are buffered, so that all
 ranks may send first; in a graph from all-reduce sums of buffers that are empty except for the own part. The
@@ -197,7 +197,7 @@ def _joined(limbs, count, dtype):
 
 
 def _peers(group):
-    """The other ranks as pairs (index, index of the one at the same distance behind), nearest first, to send to and hear from."""
+    """The other ranks, nearest first, as pairs: the one to send to, and the one as far behind, to hear from."""
     steps = range(1, group.size)
     return tuple(((group.index + step) % group.size, (group.index - step) % group.size) for step in steps)
 
@@ -227,11 +227,12 @@ def _receive(like, index, group):
 
 def _reduce(parts, op):
     """Elementwise `sum`, `max` or `min` of tensors, in their order, so that all ranks get the same bits."""
-    if op == "max" or op == "min":
-        combine = ops.maximum if op == "max" else ops.minimum
-    else:
-        combine = ops.add
     total = parts[0]
     for part in parts[1:]:
-        total = combine(total, part)
+        if op == "max":
+            total = ops.maximum(total, part)
+        elif op == "min":
+            total = ops.minimum(total, part)
+        else:
+            total = ops.add(total, part)
     return total

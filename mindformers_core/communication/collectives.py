@@ -1,8 +1,10 @@
-"""Differentiable collectives: Cells with an explicit `bprop`, the form that MindSpore honours in PyNative and under `@ms.jit`.
+"""Differentiable collectives: Cells with a `bprop`, the form that MindSpore honours in PyNative and under `@ms.jit`.
 
 Each moves a local tensor from one placement to another on `axes` of `mesh` (one joint group, major to minor), and its
 gradient back; the pairs are those of JAX's `shard_map` and of Megatron-LM's *f* and *g*. Over axes of size 1, or none,
-each is an identity and sends nothing. Ranks of a group must make and call the same collectives in the same order.
+each is an identity and sends nothing. Tensor dims are counted from 0. The ranks of a group must make and call the same
+collectives in the same order. Where one fails, PyNative raises a `RuntimeError` that names it, its axes and ranks; from
+inside a graph comes MindSpore's own, which names the operator and the line of code that called it.
 """
 
 from mindspore import nn, ops
@@ -110,7 +112,8 @@ class ReduceScatter(Collective):
         _check_op(op, PARTIAL_OPS)
         group = make_group(mesh, axes)
         gather = _raw("AllGather", group, dim)
-        super().__init__(_averaged(_raw("ReduceScatter", group, dim, _base(op)), group, op), _averaged(gather, group, op))
+        scatter = _raw("ReduceScatter", group, dim, _base(op))
+        super().__init__(_averaged(scatter, group, op), _averaged(gather, group, op))
         self.is_extreme = op in ("max", "min") and group.size > 1
         self.gather = gather
         self.count = _raw("ReduceScatter", group, dim, "sum")
@@ -144,7 +147,7 @@ class Permute(Collective):
 
 
 class Broadcast(Collective):
-    """Every rank gets the tensor of the rank at place `root` of the group; its gradient is that rank's, zero elsewhere."""
+    """Every rank gets the tensor of place `root` of the group, whose gradient it is; the others' gradient is zero."""
 
     def __init__(self, mesh, axes, root=0):
         group = make_group(mesh, axes)
@@ -251,5 +254,7 @@ def _route(mesh, group, source, target):
     mine = held(group.ranks[group.index], source)
     places = [place for place, rank in enumerate(group.ranks) if held(rank, target) == mine]
     if len(places) != 1:
-        raise ValueError(f"Permute over {group} can't go from {source} to {target}: {len(places)} ranks would hold one part")
+        raise ValueError(
+            f"Permute over {group} can't go from {source} to {target}: {len(places)} ranks would hold this rank's part"
+        )
     return places[0]

@@ -34,8 +34,8 @@ class Communicator:
     def cell(self, step):
         """The differentiable Cell, local tensor in and out, that carries out a `Step`.
 
-        Steps that differ only in shape and dtype share one. The first call for new axes creates a process group and must be
-        made by all its ranks.
+        Steps that differ only in shape and dtype share one. The first call for new axes creates a process group and
+        must be made by all its ranks.
 
         Raises:
             ValueError: a step on another mesh, or a mesh that this process can't communicate on.
@@ -45,7 +45,7 @@ class Communicator:
         key = (step.kind, step.axes, *arguments)
         if key not in self._cells:
             if step.source.mesh != self.mesh:
-                raise ValueError(f"step {step} is on mesh {step.source.mesh!r}, not on this communicator's {self.mesh!r}")
+                raise ValueError(f"{step} is on {step.source.mesh!r}, not on this communicator's {self.mesh!r}")
             self._cells[key] = cell_class(self.mesh, step.axes, *arguments)
         return self._cells[key]
 

@@ -52,7 +52,8 @@ def make_group(mesh, axes):
     """This rank's `Group` over `axes` of `mesh`, major to minor.
 
     Raises:
-        ValueError: an unknown axis or one that is named twice, a mesh that this rank isn't in, or one larger than the world.
+        ValueError: an unknown axis, one that is named twice, a mesh that this rank isn't in or that has ranks beyond
+            the world.
     """
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     mesh.check_axes(axes)
@@ -67,13 +68,14 @@ def make_group(mesh, axes):
 
 
 def _check_mesh(mesh, here):
-    if max(mesh.rank_list) >= here.size:
+    needed = max(mesh.rank_list) + 1
+    if needed > here.size:
         raise ValueError(
-            f"mesh {mesh} has {mesh.size} ranks, up to rank {max(mesh.rank_list)}, but {here.size} run: "
-            f"start {max(mesh.rank_list) + 1} (msrun --worker_num={max(mesh.rank_list) + 1} …), or make a mesh of {here.size}"
+            f"mesh {mesh} has {mesh.size} ranks, up to rank {needed - 1}, but {here.size} run: "
+            f"start {needed} (msrun --worker_num={needed} …), or make a mesh of {here.size}"
         )
     if here.rank not in mesh:
-        raise ValueError(f"this process is rank {here.rank}, which is not in {mesh!r}: it can't take part in its collectives")
+        raise ValueError(f"this process is rank {here.rank}, which is not in {mesh!r}: it can't communicate on it")
 
 
 def _process_group(ranks, here):

@@ -8,7 +8,8 @@ from mindformers_core.communication.raw import chunk, placed
 __all__ = ["Keep", "Pad", "Scale", "Slice", "Then"]
 
 
-_ZEROS_LIKE = ops.ZerosLike()  # unlike `ops.zeros_like` without branches, which a graph's backward can't always compile
+# unlike `ops.zeros_like` without branches, which a graph's backward can't always compile
+_ZEROS_LIKE = ops.ZerosLike()
 
 
 class _Local(nn.Cell):
@@ -68,7 +69,7 @@ class Scale(_Local):
 
     def construct(self, x):
         if x.dtype in (mstype.int8, mstype.int16, mstype.int32, mstype.int64, mstype.uint8, mstype.bool_):
-            raise TypeError("an average over ranks (avg) needs floats, but the tensor holds integers: cast it first, or use sum")
+            raise TypeError("avg over ranks needs floats, but the tensor holds integers: cast it, or use sum")
         return x * self.factor
 
 

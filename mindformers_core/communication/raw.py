@@ -1,7 +1,7 @@
 """What a backend's collectives have in common: plain, without gradient, one tensor in and one out.
 
-A `RawCollective` is written twice, because CPU can do more in PyNative than in a graph: `@ms.jit` compiles `construct`, while
-PyNative calls the Cell and so runs `eager`. Where both are the same, `eager` is `construct`.
+A `RawCollective` is written twice, because CPU can do more in PyNative than in a graph: `@ms.jit` compiles `construct`,
+while PyNative calls the Cell and so runs `eager`. Where both are the same, `eager` is `construct`.
 
 Every rank must compile the same graph: MindSpore runs a graph's collectives one after another in an order that follows
 from its structure. So what differs between ranks stands in constants only, never in which operators there are.

@@ -4,7 +4,6 @@ Process-wide communication state is process-wide by nature: MindSpore initialise
 below is the one module-level holder of ours, for all modules of this package.
 """
 
-import atexit
 import os
 import sys
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ _LAUNCHERS = (  # (variable of the rank, variable of the number of ranks, name)
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher put into the environment. `rank` is None where only MindSpore's cluster will tell (multi-node `msrun`)."""
+    """What the launcher put into the environment; `rank` None where only the cluster will tell (multi-node `msrun`)."""
 
     launcher: str
     rank: int | None
@@ -78,7 +77,7 @@ def world():
         RuntimeError: `init_distributed()` was not called yet.
     """
     if _PROCESS.world is None:
-        raise RuntimeError("communication is not initialised: call init_distributed() first, before any Cell is sharded")
+        raise RuntimeError("communication is not initialised: call init_distributed() first")
     return _PROCESS.world
 
 
@@ -94,8 +93,8 @@ def init_distributed(backend=None, world_size=None, rank=None, timeout=60):
         world_size: number of ranks: needed for `"fake"`, otherwise checked against the launcher's.
         rank: the rank to be in a dry run (default 0); otherwise checked against the launcher's.
         timeout: seconds without a sign of life after which a rank counts as dead and `msrun`'s scheduler ends all
-            others. On CPU a collective gives up sooner, after 30 s (fixed in MindSpore), with an error that names it; that
-            is why this should be more than 30. HCCL has its own limit (`HCCL_EXEC_TIMEOUT`).
+            others. On CPU a collective gives up sooner, after 30 s (fixed in MindSpore), with an error that names it;
+            that is why this should be more than 30. HCCL has its own limit (`HCCL_EXEC_TIMEOUT`).
 
     Returns:
         The `World`. Calling again with the same arguments returns the same one.
@@ -105,7 +104,8 @@ def init_distributed(backend=None, world_size=None, rank=None, timeout=60):
         RuntimeError: already initialised differently, or the cluster couldn't be formed.
     """
     if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}: choose one of {', '.join(BACKENDS)}, or None{nearest(backend, BACKENDS)}")
+        known = ", ".join(BACKENDS)
+        raise ValueError(f"unknown backend {backend!r}: choose one of {known}, or None{nearest(backend, BACKENDS)}")
     if backend != "fake" and os.environ.get("MS_ROLE") == "MS_SCHED":
         _serve_as_scheduler(timeout)
     launch = _fake_launch(world_size, rank) if backend == "fake" else read_launch(os.environ)
@@ -127,7 +127,6 @@ def init_distributed(backend=None, world_size=None, rank=None, timeout=60):
 def shutdown():
     """Leave the run: forget the world, its groups and collectives. Does nothing when there is none."""
     if _PROCESS.world is not None and _PROCESS.world.group is not None:
-        atexit.unregister(ms_communication.release)
         ms_communication.release()
     _PROCESS.__init__()
 
@@ -140,7 +139,7 @@ def read_launch(environ):
     """
     if "MS_ROLE" in environ:
         if environ["MS_ROLE"] != "MS_WORKER":
-            raise ValueError(f"MS_ROLE={environ['MS_ROLE']}: only a worker (MS_ROLE=MS_WORKER) runs this; start with msrun")
+            raise ValueError(f"MS_ROLE={environ['MS_ROLE']}: a process that computes is an MS_WORKER; start with msrun")
         rank = _number(environ, "RANK_ID", "msrun") if "RANK_ID" in environ else None
         return _checked(Launch("msrun", rank, _number(environ, "MS_WORKER_NUM", "msrun")))
     for rank_variable, size_variable, launcher in _LAUNCHERS:
@@ -165,7 +164,7 @@ def _checked(launch):
 
 def _fake_launch(world_size, rank):
     if not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"init_distributed('fake', world_size={world_size!r}): give the number of ranks to imitate, at least 1")
+        raise ValueError(f"init_distributed('fake', world_size={world_size!r}): give the number of ranks, at least 1")
     rank = 0 if rank is None else rank
     if rank not in range(world_size):
         raise ValueError(f"init_distributed('fake', rank={rank!r}): a rank of {world_size} is 0 to {world_size - 1}")
@@ -179,10 +178,10 @@ def _check_launch(launch, backend, device_target, world_size, rank):
             f"start with msrun --worker_num={world_size} --local_worker_num={world_size} …, or ask for {launch.size}"
         )
     if rank is not None and launch.rank is not None and rank != launch.rank:
-        raise ValueError(f"rank {rank} is asked for, but the launcher ({launch.launcher}) made this process rank {launch.rank}")
+        raise ValueError(f"rank {rank} is asked for, but {launch.launcher} made this process rank {launch.rank}")
     if backend != "fake" and (backend == "cpu") != (device_target == "CPU"):
         fitting = "cpu" if device_target == "CPU" else "native"
-        raise ValueError(f"backend '{backend}' can't run on device target {device_target}: use '{fitting}', or None to choose")
+        raise ValueError(f"backend '{backend}' can't run on device target {device_target}: use '{fitting}', or None")
     if launch.launcher == "mpirun" and backend == "cpu" and launch.size > 1:
         raise ValueError(
             "mpirun can't start CPU ranks: MindSpore's CPU collectives need its own scheduler. "
@@ -217,8 +216,8 @@ def _join():
     except RuntimeError as error:
         address = f"{os.environ.get('MS_SCHED_HOST')}:{os.environ.get('MS_SCHED_PORT')}"
         raise RuntimeError(
-            f"the ranks couldn't find each other through the scheduler at {address}: is the port in use by another run, "
-            "or a rank dead? The launcher's log folder has every rank's log"
+            f"the ranks couldn't find each other through the scheduler at {address}: is the port in use by another "
+            "run, or a rank dead? The launcher's log folder has every rank's log"
         ) from error
     return ms_communication.GlobalComm.WORLD_COMM_GROUP
 

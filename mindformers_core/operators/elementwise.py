@@ -7,7 +7,7 @@ __all__ = ["broadcast_shape", "elementwise", "keeps_digits", "tensors_in"]
 
 _LINEAR_UNARY = ("Neg", "Identity", "Contiguous", "Copy", "Clone", "StopGradient")
 _LINEAR_IN_FIRST = ("Muls", "Divs", "Div", "RealDiv", "DivExt")
-_SUMS = ("Add", "AddExt", "Sub", "SubExt", "AddN")
+_SUMS = ("Add", "AddExt", "AddScalar", "Sub", "SubExt", "SubScalar", "AddN")
 _PRODUCTS = ("Mul", "MulExt")
 _NONLINEAR = (
     # unary
@@ -18,7 +18,7 @@ _NONLINEAR = (
     "Sin", "Sinh", "Softplus", "SoftplusExt", "Sqrt", "Square", "Tan", "Tanh", "Trunc", "ZerosLike", "ZerosLikeExt",
     "FullLike", "EmptyLike", "QuickGeLU", "BitwiseNot", "Inv", "MishExt", "SeLU", "SeLUExt",
     # binary and ternary
-    "AddScalar", "SubScalar", "Addcdiv", "AddcdivExt", "Addcmul", "AddcmulExt", "Atan2", "Atan2Ext", "BitwiseAnd",
+    "Addcdiv", "AddcdivExt", "Addcmul", "AddcmulExt", "Atan2", "Atan2Ext", "BitwiseAnd",
     "BitwiseOr", "BitwiseXor", "BitwiseAndScalar", "BitwiseAndTensor", "BitwiseOrScalar", "BitwiseOrTensor",
     "BitwiseXorScalar", "BitwiseXorTensor", "DivMod", "DivMods", "Equal", "EqualExt", "FloorDiv", "FloorDivScalar",
     "FloorMod", "Greater", "GreaterEqual", "GreaterEqualScalar", "GreaterScalar", "Less", "LessEqual",
@@ -98,11 +98,11 @@ def _product(*factors, **named):
 
 @register_operator(*_SUMS)
 def _sum_of_terms(*terms, **named):
-    """A sum of tensors is linear in all of them together; with a number among its terms it is affine, so not linear."""
+    """A sum of tensors is linear in all of them together; with a number other than 0 among its terms it is affine, so not linear."""
     terms = [*terms, *(value for name, value in named.items() if name != "alpha")]
     tensors = tensors_in(terms)
-    alone = any(isinstance(term, (int, float)) for term in terms[:2])
-    return elementwise(*tensors, linear=() if alone else (set(range(len(tensors))),))
+    affine = any(isinstance(term, (int, float)) and term != 0 for term in terms[:2])
+    return elementwise(*tensors, linear=() if affine else (set(range(len(tensors))),))
 
 
 @register_operator("Select", "Where", "DeprecatedWhere")

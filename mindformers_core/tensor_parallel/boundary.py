@@ -3,6 +3,7 @@
 from mindspore import Tensor
 
 from mindformers_core.layout import Layout, bind_layout
+from mindformers_core.mesh import nearest
 from mindformers_core.operators import tensor_meta
 from mindformers_core.tensor_parallel.dtensor import DTensor, wrap
 from mindformers_core.tensor_parallel.move import dtype_name
@@ -48,11 +49,18 @@ class Boundary:
         """The result as the caller gets it. A root's partial or varying results are reduced: loss and gradients are final."""
         if not self.outputs and not self.is_root:
             return result
+        many = isinstance(result, (tuple, list))
+        results = result if isinstance(result, dict) else dict(enumerate(result if many else (result,)))
+        for key in self.outputs:
+            if key not in results:
+                known = ", ".join(map(repr, results)) or "none"
+                raise ValueError(f"{self.label} declares a layout for output {key!r}, but its outputs are {known}{nearest(key, results)}")
+        placed = {
+            key: self._place(value, self.outputs.get(key), f"output {key!r}", self._leave_tensor) for key, value in results.items()
+        }
         if isinstance(result, dict):
-            return {key: self._place(value, self.outputs.get(key), f"output '{key}'", self._leave_tensor) for key, value in result.items()}
-        results = result if isinstance(result, (tuple, list)) else (result,)
-        placed = [self._place(value, self.outputs.get(place), f"output {place}", self._leave_tensor) for place, value in enumerate(results)]
-        return type(result)(placed) if isinstance(result, (tuple, list)) else placed[0]
+            return placed
+        return _rebuilt(result, placed.values()) if many else placed[0]
 
     def _names(self, count):
         return [*self.arguments, *(f"argument {place}" for place in range(len(self.arguments), count))][:count]
@@ -61,7 +69,7 @@ class Boundary:
         if isinstance(value, Tensor):
             return place(value, declared, f"{what} of {self.label}")
         if isinstance(value, (tuple, list)):
-            return type(value)([self._place(entry, declared, what, place) for entry in value])
+            return _rebuilt(value, [self._place(entry, declared, what, place) for entry in value])
         if isinstance(value, dict):
             return {key: self._place(entry, declared, what, place) for key, entry in value.items()}
         if declared is not None and value is not None:
@@ -107,6 +115,11 @@ class Boundary:
         target = bind_layout(declared, self.mesh, tensor.ndim, tensor.layout, name)
         target.local_shape(tensor.shape, f"{name}, which arrives as {tensor.layout},")
         return target
+
+
+def _rebuilt(like, entries):
+    """A tuple, named tuple or list of the kind of `like`."""
+    return like._make(entries) if hasattr(like, "_make") else type(like)(entries)
 
 
 def _is_whole(layout, axis):

@@ -6,17 +6,19 @@ each input moves, what the local arguments are, and what the outputs are. The ca
 
 import math
 
-from mindspore import Tensor
+from mindspore import Parameter, Tensor
 
 from mindformers_core.layout import Layout
 from mindformers_core.operators import TensorMeta, resolve, signature_of, tensor_meta
 from mindformers_core.tensor_parallel.distributed_operators import ALGORITHMS, Cut
-from mindformers_core.tensor_parallel.dtensor import DTensor, wrap
+from mindformers_core.tensor_parallel.dtensor import DTensor, parameter_view, wrap
 from mindformers_core.tensor_parallel.move import cost_model, dtype_name, move
 
 __all__ = ["Dispatcher"]
 
 _ABOUT_TYPES = frozenset({"typeof"})  # operators that ask for a tensor's type and compute nothing
+_ATTRIBUTES = {"Sort": "axis", "Unstack": "axis"}  # what a rule takes as an argument, but the primitive as an attribute
+_MOST_PROGRAMS = 65536  # a number that changes with every step would fill the memory with programs
 
 
 class Dispatcher:
@@ -52,10 +54,21 @@ class Dispatcher:
             for name, value in kwargs.items():
                 key.append(name)
                 _describe(value, type(value), key, tensors)
+        attribute = None if primitive is None else _ATTRIBUTES.get(func.name)
+        if attribute is not None:
+            key.append(getattr(primitive, attribute))
         key = tuple(key)
-        program = self.programs.get(key)
+        try:
+            program = self.programs.get(key)
+        except TypeError as error:  # not hashable
+            shown = ", ".join(type(argument).__name__ for argument in args)
+            raise TypeError(f"operator '{func.name}' on DTensors takes tensors, numbers, strings, tuples and lists, not ({shown})") from error
         if program is None:
-            program = self.programs[key] = _Program(func.name, args, kwargs or {}, tensors)
+            attributes = {} if attribute is None else {attribute: getattr(primitive, attribute)}
+            program = _Program(func.name, args, kwargs or {}, attributes, tensors)
+            if len(self.programs) >= _MOST_PROGRAMS:
+                self.programs.clear()
+            self.programs[key] = program
         return program.run(func, primitive, args, tensors)
 
 
@@ -68,6 +81,8 @@ def _describe(argument, kind, key, tensors):
     if kind is DTensor:
         key.append(argument._meta)
         tensors.append(argument)
+    elif isinstance(argument, Parameter) and hasattr(argument, "global_shape"):
+        _describe(parameter_view(argument), DTensor, key, tensors)
     elif isinstance(argument, Tensor):
         key.append((argument.shape, argument.dtype, argument._requires_grad))
         tensors.append(argument)
@@ -92,14 +107,16 @@ class _Program:
         metas: the outputs' `TensorMeta`s; known after the first run, which tells their dtypes.
     """
 
-    def __init__(self, name, args, kwargs, tensors):
+    def __init__(self, name, args, kwargs, attributes, tensors):
         self.name = name
         self.metas = None
+        if name.startswith("Inplace"):
+            raise TypeError(f"operator '{name}' would change a distributed tensor in place: use its result, as in x = x + y")
         mesh = _common_mesh(name, tensors)
         metas = [_meta_of(tensor, mesh) for tensor in tensors]
         args, kwargs = _fill((args, kwargs), Tensor, iter(metas))
         self.constant = name == "StopGradient" or not any(meta.differentiable for meta in metas)
-        signature = signature_of(name, args, kwargs)
+        signature = signature_of(name, args, kwargs | attributes)
         resolution = resolve(signature, metas, mesh, cost_model())
         self.layouts = resolution.outputs
         self.shapes = tuple(_global_shape(signature, dims) for dims in signature.outputs)
@@ -168,7 +185,10 @@ def _common_mesh(name, tensors):
     meshes = {tensor.mesh: tensor for tensor in tensors if type(tensor) is DTensor}
     if len(meshes) > 1:
         shown = "; ".join(f"{tensor.layout!r}" for tensor in meshes.values())
-        raise ValueError(f"operator '{name}' got tensors on different meshes: {shown}")
+        raise ValueError(
+            f"operator '{name}' got tensors on different meshes: {shown}. Take one over to the other's mesh first: "
+            "distribute_tensor(x.full_tensor(), layout, mesh)"
+        )
     return next(iter(meshes))
 
 

@@ -5,19 +5,21 @@ local tensors. It is written with differentiable moves between layouts, so that 
 The distributed softmax and cross-entropy are those of Megatron-LM (arXiv 1909.08053, section 3): one maximum, one sum.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from mindspore import Tensor, get_seed, ops
 from mindspore import dtype as mstype
-from mindspore.common.initializer import Uniform
+from mindspore import ops
 
 from mindformers_core.communication import world
 from mindformers_core.layout import Layout
-from mindformers_core.tensor_parallel.initialize import draw_slice
+from mindformers_core.tensor_parallel.dropout import Dropout
 from mindformers_core.tensor_parallel.move import dtype_name, move
 
-__all__ = ["ALGORITHMS", "Cut"]
+__all__ = ["ALGORITHMS", "DROPOUT", "Cut"]
+
+_LOWEST = -65504.0  # the lowest number of every float type
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,9 @@ def _arg_extreme(op):
 
 
 def _first_position(index, value, size, op, cut):
-    """The smallest global position among the parts whose value is the extreme."""
+    """The smallest global position among the parts whose value is the extreme. A NaN is none, as on one card."""
+    if "float" in dtype_name(value.dtype):
+        value = ops.masked_fill(value, ops.isnan(value), -math.inf if op == "max" else math.inf)
     best = cut.combined(value, op)
     position = ops.cast(index, mstype.int64) + cut.index * size
     far = ops.full_like(position, cut.count * size)
@@ -148,9 +152,12 @@ def _all_or_any(op):
 
 
 def _shifted(x, dim, cut):
-    """`x` less the maximum over all parts (which needs no gradient), and the sum of its exponentials over all parts."""
+    """`x` less the maximum over all parts (which needs no gradient), its exponentials, and their sum over all parts.
+
+    The maximum of a row that is masked with -inf throughout is taken as a number, so that its exponentials are 0.
+    """
     top = cut.combined(ops.amax(ops.stop_gradient(x), dim, keepdims=True), "max")
-    shifted = x - top
+    shifted = x - ops.maximum(top, _LOWEST)
     exponentials = ops.exp(shifted)
     return shifted, exponentials, cut.combined(ops.sum(exponentials, dim, keepdim=True), varying=True)
 
@@ -158,7 +165,7 @@ def _shifted(x, dim, cut):
 def _softmax(_, args, cut):
     x, dim = args[0], _softmax_dim(args)
     _, exponentials, total = _shifted(x, dim, cut)
-    return exponentials / total
+    return exponentials / ops.maximum(total, 0.5)  # at least 1, or 0 where all is masked: then 0, as on one card
 
 
 def _log_softmax(_, args, cut):
@@ -187,6 +194,12 @@ def _found_here(indices, size, cut):
     return ops.masked_fill(local, absent, 0), absent
 
 
+def _zero_where(absent, found):
+    if found.dtype == mstype.bool_:  # terms of a sum
+        found = ops.cast(found, mstype.int32)
+    return ops.masked_fill(found, absent, 0.0 if "float" in dtype_name(found.dtype) else 0)
+
+
 def _gather(operator, args, cut):
     """Look up what this part holds, zero elsewhere: the parts' results are terms of a sum."""
     params, indices, dim = args[:3]
@@ -194,14 +207,15 @@ def _gather(operator, args, cut):
     dim %= params.ndim
     local, absent = _found_here(indices, params.shape[dim], cut)
     shape = [*indices.shape[:batch], *[1] * (dim - batch), *indices.shape[batch:], *[1] * (params.ndim - dim - 1)]
-    return ops.masked_fill(operator(params, local, dim, *args[3:]), ops.reshape(absent, tuple(shape)), 0.0)
+    return _zero_where(ops.reshape(absent, tuple(shape)), operator(params, local, dim, *args[3:]))
 
 
 def _gather_elements(operator, args, cut):
     """As `_gather`, element by element along a dim."""
     x, dim, indices = args
+    indices = ops.where(ops.less(indices, 0), indices + x.shape[dim] * cut.count, indices)  # counted from the end
     local, absent = _found_here(indices, x.shape[dim], cut)
-    return ops.masked_fill(operator(x, dim, local), absent, 0.0)
+    return _zero_where(absent, operator(x, dim, local))
 
 
 def _index_select(operator, args, cut):
@@ -214,39 +228,10 @@ def _embedding(operator, args, cut):
     """As `_gather`, for the operator that takes indices first and a matrix of rows second."""
     indices, weight = args[:2]
     local, absent = _found_here(indices, weight.shape[0], cut)
-    return ops.masked_fill(operator(local, weight, *args[2:]), ops.expand_dims(absent, -1), 0.0)
+    return _zero_where(ops.expand_dims(absent, -1), operator(local, weight, *args[2:]))
 
 
-class _Dropout:
-    """Draws which elements stay by their global position, so that any mesh drops the same ones.
-
-    Every call draws from a stream of its own: the calls are counted, in step on all ranks. The seed is `mindspore.get_seed()`.
-    """
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, _, args, cut):
-        return self.drop(args[0], args[1] if len(args) > 1 else 0.5, cut)
-
-    def drop(self, x, keep_probability, cut):
-        """The tensor with some elements zeroed and the others scaled, and the mask."""
-        self.calls += 1
-        shape = cut.shapes[0]
-        slices = cut.layouts[0].local_slices(shape, world().rank)
-        numbers = draw_slice(Uniform(1.0), shape, slices, get_seed() or 0, f"dropout {self.calls}")
-        stays = Tensor(numbers < 2 * keep_probability - 1)
-        mask = ops.cast(stays, x.dtype)
-        return x * mask * (1.0 / keep_probability if keep_probability else 0.0), stays
-
-
-class _FunctionalDropout(_Dropout):
-    """As `_Dropout`, given the probability of dropping; without the mask."""
-
-    def __call__(self, _, args, cut):
-        return self.drop(args[0], 1.0 - (args[1] if len(args) > 1 else 0.5), cut)[0]
-
-
+DROPOUT = Dropout()
 ALGORITHMS = {
     "mean": _mean,
     "max": _extreme("max"),
@@ -259,8 +244,8 @@ ALGORITHMS = {
     "min_dim": _extreme_with_index("min", value_first=True),
     "logsumexp": _log_sum_exp,
     "index_select": _index_select,
-    "dropout": _Dropout(),
-    "func_dropout": _FunctionalDropout(),
+    "dropout": DROPOUT.with_mask,
+    "func_dropout": DROPOUT.functional,
     "all": _all_or_any("min"),
     "any": _all_or_any("max"),
     "softmax": _softmax,

@@ -5,8 +5,10 @@ MindSpore operator called with one is looked up in the operator rules (`mindform
 lie and how its outputs then lie (see `dispatch.py`). The idea of such a tensor is that of PyTorch's DTensor and of OneFlow's global tensor.
 """
 
+import copy
+
 from mindspore import Parameter, Tensor
-from mindspore.common.api import _pynative_executor
+from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.communication import world
 from mindformers_core.layout import Layout, bind_layout
@@ -38,6 +40,7 @@ class DTensor(Tensor):
         """
         if isinstance(local, DTensor):
             raise TypeError("DTensor.from_local takes a plain tensor; this is a DTensor already: use redistribute(layout)")
+        _check_tensor(local, "DTensor.from_local")
         bound = bind_layout(layout, mesh, local.ndim, name="local tensor")
         return _wrap_leaf(local, tensor_meta(bound.global_shape(local.shape), dtype_name(local.dtype), bound))
 
@@ -69,6 +72,16 @@ class DTensor(Tensor):
             count *= size
         return count
 
+    @property
+    def nbytes(self):
+        """Bytes of the global tensor."""
+        return self.size * self.itemsize
+
+    @property
+    def data(self):
+        """This tensor: what is read from it is global, too."""
+        return self
+
     def dim(self):
         """Number of dims."""
         return self.ndim
@@ -86,23 +99,30 @@ class DTensor(Tensor):
 
         A result is kept and shared by all who ask for the same layout, so that the three projections of one input
         cost one collective, forward and backward. (Not by a tensor that was made outside of any gradient function: it may
-        outlive a step, and what is kept would belong to the step before.)
+        outlive a step, and what is kept would belong to the step before. Nor inside of `saved_tensors_hooks`: a recomputation must
+        run what the forward pass ran.)
 
         Raises:
             ValueError: the layout doesn't fit the tensor, or is on another mesh.
         """
         target = layout if isinstance(layout, Layout) and layout.ndim == self.ndim else None
-        if target is None or target.mesh != self.mesh:
+        if target is not None and target.mesh != self.mesh:
+            raise ValueError(
+                f"redistribute() moves a tensor on its own mesh: this one of shape {self.shape} lives as {self.layout!r}, and "
+                f"{target!r} is on another. Take it over with distribute_tensor(x.full_tensor(), layout, mesh)"
+            )
+        if target is None:
             target = bind_layout(layout, mesh or self.mesh, self.ndim, self.layout)
         if target == self.layout:
             return self
-        kept = self._moved
-        moved = None if kept is None else kept.get(target)
+        kept = None if _pynative_executor.is_saved_tensor_hook_active() else self._moved
+        key = target, _pynative_executor.requires_grad()  # what was moved without a gradient has none to give
+        moved = None if kept is None else kept.get(key)
         if moved is None:
             meta = tensor_meta(self.shape, self._meta.dtype, target, self._meta.constant)
             moved = wrap(move(self._local, self.layout, target, self.shape), meta)
             if kept is not None:
-                kept[target] = moved
+                kept[key] = moved
         return moved
 
     def full_tensor(self):
@@ -163,6 +183,9 @@ class DTensor(Tensor):
     def __setitem__(self, index, value):
         raise TypeError("a DTensor can't be assigned to by index: build the new tensor with ops.where or ops.masked_fill")
 
+    def __deepcopy__(self, memo):
+        return wrap(copy.deepcopy(self._local, memo), self._meta)
+
     def __repr__(self):
         return f"DTensor(shape={self.shape}, dtype={self._meta.dtype}, layout={self.layout!r}, local={self._local})"
 
@@ -187,9 +210,14 @@ def wrap(local, meta):
 def _wrap_leaf(local, meta):
     """As `wrap`, for a tensor that may outlive a step: it keeps what it was moved to only while a gradient is recorded."""
     tensor = wrap(local, meta)
-    if not _pynative_executor.grad_flag():
+    if not _pynative_executor.requires_grad():
         tensor._moved = None
     return tensor
+
+
+def _check_tensor(tensor, what):
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{what} takes a mindspore.Tensor, not {type(tensor).__name__}")
 
 
 def distribute_tensor(tensor, layout, mesh=None):
@@ -206,6 +234,7 @@ def distribute_tensor(tensor, layout, mesh=None):
     """
     if isinstance(tensor, DTensor):
         return tensor.redistribute(layout, mesh)
+    _check_tensor(tensor, "distribute_tensor")
     bound = bind_layout(layout, mesh, tensor.ndim)
     if isinstance(tensor, Parameter):
         return parameter_view(placed_parameter(tensor, bound))

@@ -5,7 +5,7 @@ from functools import wraps
 from mindspore import Tensor
 
 from mindformers_core.layout import Layout, LayoutSpec, bind_layout
-from mindformers_core.tensor_parallel.dtensor import DTensor
+from mindformers_core.tensor_parallel.dtensor import DTensor, distribute_tensor
 
 __all__ = ["local_map"]
 
@@ -20,7 +20,7 @@ def local_map(function, in_layouts, out_layouts, mesh=None):
         out_layouts: for every result the layout that it is then understood to have; one layout for a single result.
         mesh: the mesh of layouts that are not bound; default: that of the first DTensor.
 
-    A tensor that arrives whole is marked varying on the axes on which any argument or result is sharded or partial, since ranks then do
+    A plain tensor is one that all ranks hold alike. A tensor that arrives whole is marked varying on the axes on which any argument or result is sharded or partial, since ranks then do
     different work with it: its gradient is summed over them.
 
     Raises:
@@ -41,8 +41,9 @@ def local_map(function, in_layouts, out_layouts, mesh=None):
         active |= {axis for layout in needed + results for axis in (*dict(layout.partial), *layout.varying)}
         local = list(args)
         for place, tensor, layout in zip(places, tensors, needed):
-            if isinstance(tensor, DTensor):
-                local[place] = tensor.redistribute(_marked(layout, active)).to_local()
+            if not isinstance(tensor, DTensor):
+                tensor = distribute_tensor(tensor, Layout.on(used, ((),) * tensor.ndim))
+            local[place] = tensor.redistribute(_marked(layout, active)).to_local()
         outputs = function(*local)
         produced = _as_tuple(outputs)
         if len(produced) != len(results):

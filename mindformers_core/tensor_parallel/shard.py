@@ -3,16 +3,19 @@
 import inspect
 from functools import lru_cache
 
-from mindspore import DeviceCtx, Parameter, ParameterTuple, mint
+from mindspore import DeviceCtx, Parameter, ParameterTuple, mint, nn
 
 from mindformers_core.communication import world
 from mindformers_core.layout import Layout, bind_layout
+from mindformers_core.mesh import DeviceMesh
 from mindformers_core.tensor_parallel.boundary import Boundary
 from mindformers_core.tensor_parallel.declare import cell_label, collect_declarations
 from mindformers_core.tensor_parallel.dtensor import parameter_meta, parameter_view, placed_parameter, wrap
 from mindformers_core.tensor_parallel.initialize import initializer_of, materialize
 
 __all__ = ["shard"]
+
+_LOCATED = (ValueError, TypeError, IndexError, RuntimeError)
 
 
 def shard(cell, mesh, config=None, plan=None, seed=0):
@@ -40,6 +43,10 @@ def shard(cell, mesh, config=None, plan=None, seed=0):
     Raises:
         TypeError, ValueError: a declaration that is malformed or doesn't fit; names the Cell's path, the tensor, its shape and layout.
     """
+    if not isinstance(cell, nn.Cell):
+        raise TypeError(f"shard() takes a Cell, an instance of a subclass of nn.Cell, not {cell!r}")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"shard() takes a DeviceMesh, as init_device_mesh() makes it, not {mesh!r}")
     if any(isinstance(child, _ShardedCell) for _, child in cell.cells_and_names()):
         raise ValueError(f"{type(cell).__name__}, or a Cell in it, is sharded already: call shard() once, with the root Cell")
     declarations = collect_declarations(cell, config, plan)
@@ -71,7 +78,7 @@ class _ShardedCell:
         try:
             args, kwargs = boundary.enter(args, kwargs)
             return boundary.leave(super().construct(*args, **kwargs))
-        except (ValueError, TypeError, IndexError, RuntimeError) as error:
+        except _LOCATED as error:
             raise _located(error, boundary.label)
         finally:
             if outermost:
@@ -81,6 +88,8 @@ class _ShardedCell:
         value = super().__getattr__(name)
         if isinstance(value, Parameter) and hasattr(value, "global_shape"):
             return _view(value, self.__dict__["_sharding"][0])
+        if isinstance(value, ParameterTuple):
+            return tuple(_view(parameter, self.__dict__["_sharding"][0]) for parameter in value)
         return value
 
 
@@ -101,10 +110,11 @@ def _view(parameter, tree):
 
 
 def _located(error, label):
-    """The error with the innermost Cell's name in front, once."""
-    if getattr(error, "is_located", False):
+    """The error with the innermost Cell's name in front, once. A user's own kind of error is left as it is."""
+    if type(error) not in _LOCATED or getattr(error, "is_located", False):
         return error
-    located = type(error)(f"in {label}: {error}").with_traceback(error.__traceback__)
+    text = str(error) if label in str(error) else f"in {label}: {error}"
+    located = type(error)(text).with_traceback(error.__traceback__)
     located.is_located = True
     located.__cause__ = error.__cause__
     return located
@@ -135,8 +145,13 @@ def _place_parameters(cell, mesh, declarations, seed):
         for name, parameter in child._params.items():
             if parameter is not None:
                 child._params[name] = placed[id(parameter)]
-        for name, parameters in child._params_list.items():
-            child._params_list[name] = ParameterTuple([placed[id(parameter)] for parameter in parameters])
+        for name, value in list(child.__dict__.items()):
+            if isinstance(value, (tuple, list)) and value and all(id(entry) in placed for entry in value):
+                del child.__dict__[name]  # where it lies from now on, reading it asks `__getattr__`, which gives views
+                child._params_list[name] = ParameterTuple([placed[id(parameter)] for parameter in value])
+    for _, child in cell.cells_and_names():
+        if child._recompute_cell is not None:  # it remembers the parameters that it differentiates by
+            child._recompute_cell.internal_params = child.trainable_params()
 
 
 def _meta_part(parameter, layout):

@@ -15,7 +15,7 @@ def read_losses(run):
     """
     path = os.path.join(run, "metrics.jsonl") if os.path.isdir(run) else run
     if not os.path.isfile(path):
-        raise FileNotFoundError(f"'{run}' is no run: there is no file {path}")
+        raise FileNotFoundError(f"'{run}' is no run folder, with a metrics.jsonl in it, and no metrics file")
     losses = {}
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):

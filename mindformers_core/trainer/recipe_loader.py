@@ -150,8 +150,8 @@ def _convert_section(value, section, path):
         _check_range(parts[name], entry.metadata, prefix + name)
     try:
         return section(**parts)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{path}: {error}") from None
+    except (TypeError, ValueError) as error:  # a section's own check: its message begins with the key
+        raise type(error)(f"{prefix}{error}") from None
 
 
 def _convert_sequence(value, origin, arguments, path):

@@ -67,7 +67,7 @@ def prepare(recipe):
     """
     _check_extras(recipe)
     if ms.get_context("device_target") != recipe.context.device_target:  # can't be set once kernels have run
-        ms.set_device(recipe.context.device_target)
+        _set_device(recipe.context.device_target)
     ms.set_context(mode=ms.PYNATIVE_MODE)
     world = init_distributed()  # msrun's scheduler stays in here
     mesh = init_device_mesh(mesh_shape(recipe, world.size), MESH_AXES)
@@ -75,6 +75,17 @@ def prepare(recipe):
     checkpoint = find_checkpoint(recipe.checkpoint.load_path) if recipe.checkpoint.load_path else None
     job = make_job(recipe, mesh, world.rank, dataset)
     return job if checkpoint is None else resume(job, checkpoint)
+
+
+def _set_device(target):
+    try:
+        ms.set_device(target)
+    except RuntimeError as error:
+        reason = str(error).partition(". ")[0]
+        raise ValueError(
+            f"context.device_target: MindSpore can't use {target} on this machine ({reason}): use CPU, or "
+            "install the driver"
+        ) from error
 
 
 def make_job(recipe, mesh, rank, dataset):

@@ -22,7 +22,7 @@ SHAPE = (4, 8)
 
 @dataclass(frozen=True)
 class Pair:
-    """A collective and its meaning: lists over a group's ranks of inputs to those of outputs; the same for gradients."""
+    """A collective and its meaning: lists over a group's ranks of inputs to outputs; the same for gradients."""
 
     make: object  # axes -> Cell
     forward: object  # inputs -> outputs
@@ -100,7 +100,7 @@ def smallest(xs):
 def shares(extreme, xs, gradients):
     """A gradient for every rank, where it holds the extreme, divided by how many do."""
     holds = [(x == extreme(xs)).astype(x.dtype) for x in xs]
-    return [hold * gradient / total(holds) for hold, gradient in zip(holds, gradients, strict=True)]
+    return [hold * gradient / total(holds) for hold, gradient in zip(holds, gradients)]
 
 
 def backward_of(function):
@@ -118,11 +118,15 @@ PAIRS = {
     "all_reduce max": Pair(cell("AllReduce", "max"), everywhere(largest), lambda xs, gs: shares(largest, xs, gs)),
     "all_reduce min": Pair(cell("AllReduce", "min"), everywhere(smallest), lambda xs, gs: shares(smallest, xs, gs)),
     "all_reduce_varying": Pair(cell("AllReduceVarying"), sum_everywhere, backward_of(sum_everywhere)),
-    "all_reduce_varying avg": Pair(cell("AllReduceVarying", "avg"), mean_everywhere, backward_of(mean_everywhere), True),
+    "all_reduce_varying avg": Pair(
+        cell("AllReduceVarying", "avg"), mean_everywhere, backward_of(mean_everywhere), True
+    ),
     "all_gather": Pair(cell("AllGather", 1), gather(1), backward_of(take(1))),
     "all_gather_varying": Pair(cell("AllGatherVarying", 0), gather(0), backward_of(scatter(total, 0))),
     "reduce_scatter": Pair(cell("ReduceScatter", 1), scatter(total, 1), backward_of(gather(1))),
-    "reduce_scatter avg": Pair(cell("ReduceScatter", 0, "avg"), scatter(mean, 0), backward_of(divided(gather(0))), True),
+    "reduce_scatter avg": Pair(
+        cell("ReduceScatter", 0, "avg"), scatter(mean, 0), backward_of(divided(gather(0))), True
+    ),
     "reduce_scatter max": Pair(
         cell("ReduceScatter", 0, "max"), scatter(largest, 0), lambda xs, gs: shares(largest, xs, gather(0)(gs))
     ),
@@ -151,7 +155,7 @@ def expected(pair, axes, seed, dtype):
     mine = ranks.index(world().rank)
     xs = [values(seed, rank, SHAPE, dtype) for rank in ranks]
     ys = pair.forward(xs)
-    weights = [values(seed + 1000, rank, y.shape, dtype) for rank, y in zip(ranks, ys, strict=True)]
+    weights = [values(seed + 1000, rank, y.shape, dtype) for rank, y in zip(ranks, ys)]
     return xs[mine], ys[mine], weights[mine], pair.backward(xs, weights)[mine]
 
 
@@ -180,7 +184,7 @@ def check_floats(axes, dtype, jit):
     weights = tuple(ms.Tensor(truth[2]) for truth in truths)
     both = run(cells, weights)
     (_, outputs), gradients = (ms.jit(both) if jit else both)(xs)
-    for name, truth, output, gradient in zip(PAIRS, truths, outputs, gradients, strict=True):
+    for name, truth, output, gradient in zip(PAIRS, truths, outputs, gradients):
         where = f"{name} over {axes}, {np.dtype(dtype)}, jit {jit}"
         assert output.asnumpy().dtype == gradient.asnumpy().dtype == dtype, where
         np.testing.assert_array_equal(output.asnumpy(), truth[1], where)
@@ -190,15 +194,22 @@ def check_floats(axes, dtype, jit):
 
 def check_integers(axes, dtype, jit):
     pairs = {name: pair for name, pair in PAIRS.items() if not pair.floats_only}
-    for seed, (name, pair) in enumerate(pairs.items()):
-        if dtype == np.bool_ and ("reduce" in name or "scatter" in name):
-            continue
-        collective = pair.make(axes)
-        x, y, _, _ = expected(pair, axes, seed, dtype)
-        output = (ms.jit(collective) if jit else collective)(ms.Tensor(x)).asnumpy()
+    if dtype == np.bool_:
+        pairs = {name: pair for name, pair in pairs.items() if "reduce" not in name}
+    truths = [expected(pair, axes, seed, dtype) for seed, pair in enumerate(pairs.values())]
+    cells = ms.nn.CellList([pair.make(axes) for pair in pairs.values()])
+
+    def all_of_them(xs):
+        outputs = ()
+        for index in range(len(cells)):
+            outputs = outputs + (cells[index](xs[index]),)
+        return outputs
+
+    outputs = (ms.jit(all_of_them) if jit else all_of_them)(ms.Tensor(np.stack([truth[0] for truth in truths])))
+    for name, truth, output in zip(pairs, truths, outputs):
         where = f"{name} over {axes}, {np.dtype(dtype)}, jit {jit}"
-        assert output.dtype == dtype, where
-        np.testing.assert_array_equal(output, y, where)
+        assert output.asnumpy().dtype == dtype, where
+        np.testing.assert_array_equal(output.asnumpy(), truth[1], where)
 
 
 @on_ranks(4)
@@ -211,9 +222,9 @@ def case_floats_pynative():
 
 @on_ranks(4)
 def case_floats_jit():
-    """The same inside one compiled graph for each group."""
-    for axes in AXES:
-        check_floats(axes, np.float32, jit=True)
+    """The same inside one compiled graph each; fewer combinations, since compiling takes seconds."""
+    check_floats(("dp",), np.float32, jit=True)
+    check_floats(("tp", "dp"), np.float32, jit=True)
     check_floats(("tp",), np.float16, jit=True)
 
 
@@ -238,7 +249,8 @@ def case_every_bit_survives():
     """-0.0, NaN, infinities, and the largest integers, in gathers and sums, in both modes."""
     mesh = init_device_mesh((2,), ("tp",))
     floats = np.array([-0.0, 0.0, np.nan, np.inf, -np.inf, 1.2e-38, 3.4e38], np.float32)
-    integers = {dtype: np.array([np.iinfo(dtype).min, np.iinfo(dtype).max, -1, 65535], dtype) for dtype in (np.int32, np.int64)}
+    limits = {dtype: (np.iinfo(dtype).min, np.iinfo(dtype).max) for dtype in (np.int32, np.int64)}
+    integers = {dtype: np.array([*limits[dtype], -1, 65535], dtype) for dtype in limits}
     collective, reduce = comm.AllGather(mesh, "tp", 0), comm.AllReduce(mesh, "tp")
     for x in (floats, floats.astype(np.float16), *integers.values()):
         for gathered in (collective(ms.Tensor(x)), ms.jit(collective)(ms.Tensor(x))):
@@ -251,7 +263,7 @@ def case_every_bit_survives():
 
 @on_ranks(4)
 def case_permute():
-    """Re-ordered axes: every rank gets the slice that the target layout gives it, and the gradient finds the way back."""
+    """Re-ordered axes: every rank gets the slice that the target gives it, and the gradient finds the way back."""
     whole = np.arange(32, dtype=np.float32).reshape(8, 4)
     source, target = Layout.on(MESH, (("dp", "tp"), ())), Layout.on(MESH, (("tp", "dp"), ()))
     collective = comm.Permute(MESH, ("dp", "tp"), source, target)
@@ -285,7 +297,8 @@ def case_counts_are_the_logical_collectives():
     """Emulated or not, each counts once by its own name, with the ring's bytes; local ones don't count."""
     x = ms.Tensor(np.ones((4, 8), np.float32))
     with count_collectives() as counts:
-        for name in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce max", "broadcast", "slice_varying", "pad"):
+        names = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce max", "broadcast", "slice_varying", "pad")
+        for name in names:
             PAIRS[name].make(("dp", "tp"))(x)
         ms.grad(lambda x: comm.MarkVarying(MESH, "tp")(x).sum())(x)
     whole = 4 * 8 * 4

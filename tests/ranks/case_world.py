@@ -2,9 +2,9 @@
 
 import mindspore as ms
 import numpy as np
+from launch import on_ranks
 from mindspore import communication, ops
 
-from launch import on_ranks
 from mindformers_core.communication import init_distributed, world
 from mindformers_core.mesh import launch_rank
 

@@ -1,4 +1,4 @@
-"""Rank 1 dies before a collective, unnoticed by msrun (as on another machine); rank 0 prints the error that it ends with.
+"""Rank 1 dies before a collective, unnoticed by msrun (as on another machine); rank 0 prints what it ends with.
 
 Argument: the class of the collective, `AllReduce` or `AllGather`; "jit" after it runs it inside a graph.
 """
@@ -28,4 +28,4 @@ try:
     run(x).asnumpy()
 except RuntimeError as error:
     print(f"after {time.monotonic() - start:.0f} s: {error}", flush=True)
-os._exit(0)
+    os._exit(1)

@@ -3,8 +3,8 @@
 How to write a multi-rank test:
 1. Make a file `tests/ranks/case_<topic>.py` with `from launch import on_ranks`.
 2. In it, functions `case_<what>()` without arguments, decorated `@on_ranks(2)`, `@on_ranks(4)` or `@on_ranks(2, 4)`.
-   Every rank calls the function; communication is already initialised (`from mindformers_core.communication import world`).
-3. Check with plain `assert`, `np.testing.assert_allclose` or `pytest.raises`, on every rank. Loop over parameters inside.
+   Every rank calls the function; communication is initialised: `from mindformers_core.communication import world`.
+3. Check with `assert`, `np.testing.assert_allclose` or `pytest.raises` on every rank. Loop over parameters inside.
 4. `pytest tests/test_ranks.py -k case_<what>` runs it; it is found by reading the file, there is no list to add to.
 All cases of one world size share one launch, in the same order on all ranks, MindSpore's and NumPy's seeds reset and
 PyNative mode restored before each. A failure on any rank fails the case; where a rank then waits for a partner that has
@@ -33,8 +33,11 @@ def main(results, case_timeout, cases):
     world = init_distributed()
     for index, case in enumerate(cases):
         faulthandler.dump_traceback_later(case_timeout, exit=True)
+        start = time.monotonic()
         failure = run(case)
-        write(results, index, world.rank, {"case": case, "failure": failure})
+        seconds = round(time.monotonic() - start, 2)
+        print(f"{case}: {seconds} s", flush=True)
+        write(results, index, world.rank, {"case": case, "failure": failure, "seconds": seconds})
         if not together(results, index, world.size):
             print(f"{case}: a rank failed and another one is stuck; ending this launch", flush=True)
             os._exit(1)

@@ -1,0 +1,223 @@
+"""Makes docs/errors.md: runs every case of `error_cases.yaml` and writes down what a user sees.
+
+    python docs/make_errors.py            all cases, also those that start ranks: about three minutes on 2 cores
+
+Commands run in a folder that looks like a fresh clone: links to this one, no `.venv`.
+"""
+
+import io
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+__all__ = ["Case", "PAGE", "load_cases", "page", "problems", "run_cases"]
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "errors.md"
+LINKS = ("mindformers_core", "configs", "scripts", "setup.py", "pyproject.toml")
+COMMAND_LINE = ["python", "-m", "mindformers_core"]
+TIMEOUT_SECONDS = 150
+PORT = "8118"  # stands in commands and on the page for a port on which somebody listens
+# What a person looks for at the end of a run; tracebacks and progress before it are left out.
+TELLING = re.compile(r"(error|usage|\w+Error|\w+\.sh|python -m mindformers_core.*): ")
+HEAD = """# What errors look like
+
+Made by `python docs/make_errors.py` from real runs; `tests/test_errors_page.py` runs the quick ones again and compares.
+Of a run's output the page shows the lines that tell what is wrong; where ranks fail, progress and a traceback stand
+before them. A wrong recipe or command is told on stderr, without a traceback, and ends with exit code 2.
+
+Python snippets follow this beginning. The fake backend plays rank 0 of 4 in one process, and its errors are those of a
+real run.
+
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One wrong input; the fields are explained in `error_cases.yaml`."""
+
+    title: str
+    names: list
+    fix: str
+    python: str = ""
+    bash: str = ""
+    runs: str = "together"
+    exit_code: int = 2
+
+    @property
+    def code(self):
+        """What was done."""
+        return (self.python or self.bash).strip()
+
+
+def main():
+    """Run all cases and write the page; fails where a case isn't what its entry says."""
+    prelude, sections = load_cases()
+    cases = [case for entries in sections.values() for case in entries]
+    results = run_cases(prelude, cases)
+    wrong = [problem for case in cases for problem in problems(case, *results[case.title])]
+    if wrong:
+        sys.exit("\n".join(wrong))
+    PAGE.write_text(page(prelude, sections, results), encoding="utf-8")
+    print(f"{len(cases)} cases: {PAGE}")
+
+
+def load_cases():
+    """`(prelude, {section: [Case]})`."""
+    table = yaml.safe_load((ROOT / "docs" / "error_cases.yaml").read_text(encoding="utf-8"))
+    return table["prelude"], {name: [Case(**entry) for entry in entries] for name, entries in table["sections"].items()}
+
+
+def run_cases(prelude, cases):
+    """`{title: (message, exit code)}`; a Python case has the exit code None."""
+    together = [case for case in cases if case.runs == "together"]
+    results = run_together(prelude, together) if together else {}
+    return results | {case.title: run_alone(case.bash) for case in cases if case.runs != "together"}
+
+
+def problems(case, message, exit_code):
+    """What is wrong with what a run of `case` gave, as a list of texts."""
+    found = [f"{case.title}: '{name}' is not in: {message}" for name in case.names if name not in message]
+    if case.bash and exit_code != case.exit_code:
+        found.append(f"{case.title}: exit code {exit_code}, not {case.exit_code}: {message}")
+    return found
+
+
+def page(prelude, sections, results):
+    """The text of the page."""
+    parts = [HEAD, fenced("python", prelude)]
+    for name, cases in sections.items():
+        parts.append(f"\n## {name}\n")
+        for case in cases:
+            parts.append(entry(case, results[case.title][0]))
+    return "".join(parts)
+
+
+def entry(case, message):
+    """A case's part of the page."""
+    done = fenced("python" if case.python else "bash", case.code)
+    return f"\n### {case.title}\n\n{done}\n{fenced('text', message)}\n{case.fix}\n"
+
+
+def fenced(language, text):
+    """A Markdown code block."""
+    return f"```{language}\n{text.strip()}\n```\n"
+
+
+def run_together(prelude, cases):
+    """Run cases one after the other in one new process; results as `run_cases`."""
+    given = {"prelude": prelude, "cases": [[case.title, case.python, case.bash] for case in cases]}
+    done = subprocess.run(
+        [sys.executable, __file__, "--together"],
+        input=json.dumps(given),
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(ROOT),
+        cwd=ROOT,
+        timeout=TIMEOUT_SECONDS,
+        check=True,
+    )
+    return {title: tuple(result) for title, result in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+def together_process():
+    """The other side of `run_together`: cases from stdin, results as the last line of stdout."""
+    given = json.load(sys.stdin)
+    names = {"__name__": "snippet"}
+    exec(given["prelude"], names)
+    results = {}
+    for title, snippet, command in given["cases"]:
+        results[title] = (snippet_message(snippet, dict(names)), None) if snippet else command_line(command)
+    print("\n" + json.dumps(results))
+
+
+def snippet_message(snippet, names):
+    """The last lines of the traceback that a snippet ends with."""
+    try:
+        exec(snippet, names)
+    except Exception as error:  # whatever a snippet raises is its result
+        return "".join(traceback.format_exception_only(error)).strip()
+    return "no error"
+
+
+def command_line(command):
+    """`python -m mindformers_core …` without a new process; `(telling lines, exit code)`."""
+    from mindformers_core.trainer.command_line import main as train_or_compare
+
+    words = shlex.split(command)
+    assert words[:3] == COMMAND_LINE, command
+    output = io.StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
+        try:
+            exit_code = train_or_compare(words[3:])
+        except SystemExit as stop:  # argparse
+            exit_code = stop.code
+    return telling_lines(output.getvalue()), exit_code
+
+
+def run_alone(command):
+    """Run a shell command in what looks like a fresh clone; `(telling lines, exit code)`."""
+    with tempfile.TemporaryDirectory(prefix="errors_") as name, socket.socket() as taken:
+        folder = Path(name).resolve()
+        for link in LINKS:
+            (folder / link).symlink_to(ROOT / link)
+        (folder / "python3.13").write_text("#!/bin/sh\necho 3.13\n")
+        (folder / "python3.13").chmod(0o755)
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            ["bash", "-c", command.replace(PORT, port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env=environment(folder),
+            cwd=folder,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
+        return normalised(telling_lines(done.stdout), folder, port), done.returncode
+
+
+def environment(folder):
+    """Ours, with this Python first on PATH and the package of `folder`."""
+    path = os.path.dirname(sys.executable) + os.pathsep + os.environ.get("PATH", "")
+    return {**os.environ, "GLOG_v": "3", "PATH": path, "PYTHONPATH": str(folder)}
+
+
+def telling_lines(output):
+    """The lines that say what is wrong, with those that continue them, each once; not what caused another error."""
+    kept, telling = [], False
+    for line in output.splitlines():
+        ends = not line or line.startswith(("Traceback", "---", "["))
+        telling = bool(TELLING.match(line)) or (telling and not ends)
+        if line.startswith("The above exception was the direct cause"):
+            kept.clear()
+        if telling and line not in kept:
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def normalised(text, folder, port):
+    """`text` without what differs from run to run and from machine to machine."""
+    text = text.replace(f"{folder}/", "").replace(str(folder), ".").replace(port, PORT)
+    return re.sub(r"\b\d+ is free", "40000 is free", text)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--together"]:
+        together_process()
+    else:
+        main()

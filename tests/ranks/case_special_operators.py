@@ -1,0 +1,168 @@
+"""Operators whose cut dim needs an algorithm of its own, at the places where algorithms go wrong, against one card."""
+
+from itertools import product
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, mint, ops
+
+from launch import on_ranks
+from mindformers_core.communication import world
+from mindformers_core.layout import Layout, layout
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.tensor_parallel import DTensor, distribute_tensor
+from one_card import check, draw, part_of
+
+MESH = init_device_mesh((2, 2), ("dp", "tp"))
+INF = np.inf
+
+
+def bound(*specifications):
+    """A choice of layouts for each specification, for functions of one tensor."""
+    return [[given.bind(MESH, 2)] for given in specifications]
+
+
+CUTS = bound(layout(None, "tp"), layout("dp", "tp"), layout(None, ("dp", "tp")), layout(None, ("tp", "dp")), layout("tp", "dp"), layout())
+
+TIES = np.float32(
+    [[1, 3, 3, 2, 3, 0, 3, 1], [3, 0, 1, 3, 0, 0, 0, 0], [0, 0, 0, 0, -1, 0, 0, 0], [7, 7, 7, 7, 7, 7, 7, 7]]
+)  # the largest twice in a shard, in several shards, everywhere
+
+
+@on_ranks(4)
+def case_extremes_with_ties():
+    """The gradient is shared by all that hold the extreme, or goes to the first, as MindSpore has it operator by operator."""
+    functions = {
+        "max": lambda x: x.max(), "min": lambda x: x.min(), "amax": lambda x: ops.amax(x, 1),
+        "amax of both": lambda x: ops.amax(x, (0, 1), keepdims=True), "amin": lambda x: ops.amin(x, 1, keepdims=True),
+        "ReduceMax": lambda x: ops.ReduceMax(keep_dims=True)(x, 1), "max with index": lambda x: ops.max(x, 1)[0],
+        "min with index": lambda x: ops.min(x, 1, True)[0], "mint.max": lambda x: mint.max(x, 1)[0],
+        "mint.min": lambda x: mint.min(x, 1, keepdim=True)[0], "method": lambda x: x.max(axis=1),
+        "ArgMaxWithValue": lambda x: ops.ArgMaxWithValue(1, True)(x)[1],
+    }  # fmt: skip
+    for (name, function), sign in product(functions.items(), (1, -1)):
+        check(name, function, [Tensor(sign * TIES)], CUTS)
+    for array in (TIES.astype(np.int32), TIES.astype(np.float16)):
+        check("of another dtype", lambda x: ops.amax(x, 1), [Tensor(array)], CUTS, 1e-3, 1e-3)
+
+
+@on_ranks(4)
+def case_positions_with_ties():
+    """The first position among equals; NaN is none."""
+    functions = {
+        "argmax": lambda x: ops.argmax(x, 1), "argmin": lambda x: ops.argmin(x, 1), "method": lambda x: x.argmax(0),
+        "keepdim": lambda x: ops.argmax(x, 1, True), "with value": lambda x: ops.max(x, 1)[1], "mint": lambda x: mint.max(x, 1)[1],
+        "mint.min": lambda x: mint.min(x, 1)[1],
+    }  # fmt: skip
+    with_nan = TIES.copy()
+    with_nan[:, 4:] = np.nan
+    for name, function in functions.items():
+        check(name, function, [Tensor(TIES)], CUTS)
+        check(name, function, [Tensor(-TIES)], CUTS)
+        if name != "method":
+            check(f"{name} with NaN", function, [Tensor(with_nan)], CUTS)
+
+
+@on_ranks(4)
+def case_softmax_of_masked_rows():
+    """Entries of -inf, all of one shard, and a whole row."""
+    masked = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    masked[0, 1:3], masked[1, :4], masked[2, 7] = -INF, -INF, -INF
+    check("log_softmax", lambda x: ops.exp(ops.log_softmax(x, 1)), [Tensor(masked)], CUTS)
+    check("logsumexp", lambda x: ops.logsumexp(x, 1), [Tensor(masked)], CUTS)
+    masked[3] = -INF
+    check("softmax", lambda x: ops.softmax(x, 1), [Tensor(masked)], CUTS)
+    large = 1e4 * np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    check("softmax of large numbers", lambda x: ops.softmax(x, 1), [Tensor(large)], CUTS)
+    check("log_softmax of large numbers", lambda x: ops.log_softmax(x, 1), [Tensor(large)], CUTS, atol=1e-2)
+    half = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float16)
+    check("softmax in half precision", lambda x: ops.softmax(x, 1), [Tensor(half)], CUTS, 5e-3, 5e-3)
+
+
+@on_ranks(4)
+def case_lookups():
+    """Rows on any shard, in any order, several times; indices from the end; integer and bool tables."""
+    random = np.random.default_rng(0)
+    table, ids = draw(random, (8, 4)), Tensor(np.int32([[7, 0, 3, 3], [4, 5, 2, 1]]))
+    tables = [layout("tp", None), layout(("dp", "tp"), None), layout("tp", "dp"), layout(None, "tp"), layout()]
+    of_ids = [layout("dp", None), layout(None, "tp"), layout()]
+    choices = [[first.bind(MESH, 2), second.bind(MESH, 2)] for first, second in product(tables, of_ids)]
+    check("gather", lambda t, i: ops.gather(t, i, 0), [table, ids], choices)
+    check("take", lambda t, i: t.take(i, 0), [table, ids], choices)
+    for dtype in (np.int32, np.bool_, np.float16):
+        numbers = Tensor((np.arange(32).reshape(8, 4) % 3).astype(dtype))
+        check(f"gather of {dtype}", lambda t, i: ops.gather(t, i, 0), [numbers, ids], choices, 1e-3, 1e-3)
+    columns = Tensor(np.int32([[0, -1], [7, 3], [-8, -4], [2, 6]]))
+    wide = draw(random, (4, 8))
+    choices = [[*cut, given.bind(MESH, 2)] for cut, given in product(CUTS, (layout(), layout("dp")))]
+    check("gather_elements", lambda x, i: ops.gather_elements(x, 1, i), [wide, columns], choices)
+    check("index", lambda x: x[:, Tensor(np.int32([-1, 0, 5]))], [wide], CUTS)
+    check("index by a list", lambda x: x[..., [1, -2]], [wide], CUTS)
+
+
+@on_ranks(4)
+def case_dropout_is_the_same_on_any_mesh():
+    """One mask for 2x2, 1x4 and a replicated tensor; another one at every call; the gradient goes through the same mask."""
+    array = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+    meshes = MESH, init_device_mesh((1, 4), ("dp", "tp"))
+    placed = [given.bind(mesh, 2) for mesh in meshes for given in (layout("dp", "tp"), layout(("dp", "tp")), layout())]
+    for dropout in (lambda x: ops.dropout(x, 0.25), lambda x: mint.nn.functional.dropout(x, 0.25, True)):
+        found = []
+        for given in placed:
+            ms.set_seed(3)
+            restart_dropout()
+            outputs = []
+
+            def total(local, given=given, outputs=outputs, dropout=dropout):
+                outputs += [dropout(DTensor.from_local(local, given)) for _ in range(2)]
+                return outputs[0].sum().full_tensor()
+
+            gradient = ms.grad(total)(Tensor(part_of(array, given)))
+            first, second = (output.full_tensor().asnumpy() for output in outputs)
+            np.testing.assert_allclose(gradient.asnumpy() * part_of(array, given), part_of(first, given), 1e-5)
+            assert np.any((first == 0) != (second == 0)), "two calls drew the same mask"
+            found.append(first)
+        for other in found[1:]:
+            np.testing.assert_array_equal(other, found[0])
+        kept = found[0] != 0
+        assert 0.6 < kept.mean() < 0.9
+        np.testing.assert_allclose(found[0][kept], array[kept] / 0.75, 1e-5)
+
+
+def restart_dropout():
+    """Count dropouts from 0 again."""
+    from mindformers_core.tensor_parallel.distributed_operators import DROPOUT
+
+    DROPOUT.calls = 0
+
+
+@on_ranks(4)
+def case_wrong_shapes_are_found_before_anything_runs():
+    """An error from C++ inside an operator can leave MindSpore unusable; ours come from the rules, and all works on."""
+    random = np.random.default_rng(0)
+
+    def tensor(*shape):
+        return distribute_tensor(draw(random, shape), Layout.on(MESH, [("dp",), *((),) * (len(shape) - 1)]))
+
+    x, y, cube = tensor(4, 8), tensor(6, 10), tensor(2, 4, 8)
+    calls = [
+        lambda: x + y, lambda: x * y, lambda: ops.matmul(x, y), lambda: x @ y, lambda: ops.bmm(x, x), lambda: ops.bmm(cube, cube),
+        lambda: ops.MatMul()(x, cube), lambda: ops.dense(x, y), lambda: ops.dense(x, tensor(6, 8), tensor(4)), lambda: ops.dense(x, cube),
+        lambda: ops.dense(x, tensor(6, 8), tensor(2, 6)), lambda: ops.bias_add(x, tensor(6)), lambda: ops.reshape(x, (3, 11)),
+        lambda: x.view(5, -1), lambda: ops.transpose(x, (0, 1, 2)), lambda: x.permute(0, 0), lambda: ops.concat([x, y], 0),
+        lambda: ops.concat([x, cube], 0), lambda: ops.stack([x, y]), lambda: ops.split(x, 3, 5), lambda: ops.softmax(x, 3),
+        lambda: ops.sum(x, 4), lambda: ops.mean(x, 2), lambda: ops.amax(x, -3), lambda: ops.argmax(x, 2), lambda: x[4], lambda: x[:, :, 0],
+        lambda: ops.expand_dims(x, 5), lambda: ops.squeeze(x, 3), lambda: ops.broadcast_to(x, (3, 8)), lambda: x.expand(5, 8),
+        lambda: ops.gather(x, Tensor(np.int32([0])), 2), lambda: ops.gather_elements(x, 1, Tensor(np.int32([0]))),
+        lambda: ops.where(y > 0, x, x), lambda: ops.masked_fill(x, y > 0, 0.0), lambda: ops.topk(x, 9), lambda: ops.cumsum(x, 2),
+        lambda: ops.tril(tensor(4)), lambda: ops.LayerNorm(1, 1)(x, tensor(6), tensor(6)), lambda: ops.narrow(x, 1, 6, 4),
+        lambda: ops.one_hot(x, 8), lambda: ops.tile(x, (0, 1)), lambda: ops.swapaxes(x, 0, 2), lambda: ops.cross_entropy(x, tensor(6)),
+        lambda: ops.addmm(x, x, x), lambda: ops.strided_slice(x, (0, 0, 0), (1, 1, 1), (1, 1, 1)), lambda: ops.flatten(x, start_dim=3),
+    ]  # fmt: skip
+    for number, call in enumerate(calls):
+        with pytest.raises((ValueError, TypeError, IndexError)) as caught:
+            call()
+        assert "C++ Call Stack" not in str(caught.value), f"call {number}: {caught.value}"
+        np.testing.assert_allclose((x + x).to_local().asnumpy(), 2 * x.to_local().asnumpy())
+    assert world().size == 4

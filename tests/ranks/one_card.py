@@ -1,0 +1,126 @@
+"""Whether a function of distributed tensors gives what it gives on one card: values, and gradients of all float inputs.
+
+Every rank gives its share of the cotangent to its local results, and all sums that the comparison needs are taken at
+once, so that little is communicated save what the function itself communicates.
+"""
+
+from dataclasses import dataclass
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+
+from mindformers_core.communication import world
+from mindformers_core.layout import Layout
+from mindformers_core.tensor_parallel import DTensor, distribute_tensor
+from mindformers_core.tensor_parallel.clipping import sum_over
+
+
+@dataclass(frozen=True)
+class Claim:
+    """That `local`, summed over `axes`, is this rank's part of what one card gives."""
+
+    name: str
+    local: np.ndarray
+    axes: tuple
+    expected: np.ndarray
+
+
+def is_float(tensor):
+    """Whether gradients flow through it."""
+    return "Float" in str(tensor.dtype)
+
+
+def part_of(array, layout):
+    """This rank's part of a global array."""
+    return array[layout.local_slices(array.shape, world().rank)]
+
+
+def draw(random, shape, kind="float32"):
+    """A random tensor: `int32` below 4, `bool`, or a normal float."""
+    if kind == "int32":
+        return Tensor(random.integers(0, 4, shape).astype(np.int32))
+    return Tensor(random.random(shape) < 0.5) if kind == "bool" else Tensor(random.normal(size=shape).astype(kind))
+
+
+def check(name, function, values, choices, rtol=1e-5, atol=1e-5):
+    """Compare `function` of distributed tensors with `function` of whole ones.
+
+    Args:
+        name: what to call the function in failures.
+        function: takes tensors and gives one tensor.
+        values: the whole tensors.
+        choices: lists of layouts, one for each tensor; all choices run in one forward and backward pass.
+        rtol: relative tolerance of values and gradients.
+        atol: absolute tolerance of values and gradients.
+    """
+    result = function(*values)
+    floats = tuple(place for place, value in enumerate(values) if is_float(value)) if is_float(result) else ()
+    weights = np.random.default_rng(1).normal(size=result.shape).astype(result.asnumpy().dtype if floats else np.float32)
+    parts = [[_own_part(value, layout) for value, layout in zip(values, layouts)] for layouts in choices]
+    names = [f"{name} of {', '.join(map(str, layouts))}" for layouts in choices]
+    outputs = []
+
+    def loss(*moving):
+        moving, total = iter(moving), 0.0
+        for label, layouts, locals_ in zip(names, choices, parts):
+            local = [next(moving) if place in floats else part for place, part in enumerate(locals_)]
+            output = function(*map(DTensor.from_local, local, layouts))
+            assert isinstance(output, DTensor) and output.shape == result.shape, f"{label} gave {output!r}"
+            outputs.append(output)
+            total = total + (output.to_local() * Tensor(_cotangent(weights, output.layout))).sum() if floats else 0.0
+        return total
+
+    differentiated = [locals_[place] for locals_ in parts for place in floats]
+    gradients = ms.grad(loss, tuple(range(len(differentiated))))(*differentiated) if floats else loss()
+    claims = [_claim_of_value(label, output, result.asnumpy()) for label, output in zip(names, outputs)]
+    if floats:
+        whole = ms.grad(lambda *args: (function(*args) * Tensor(weights)).sum(), floats)(*values)
+        whole = dict(zip(floats, whole if isinstance(whole, tuple) else (whole,)))
+        found = iter(gradients if isinstance(gradients, tuple) else (gradients,))
+        for label, layouts in zip(names, choices):
+            claims += [_claim_of_gradient(f"gradient {p} of {label}", next(found), whole[p].asnumpy(), layouts[p]) for p in floats]
+    verify(claims, choices[0][0].mesh, rtol, atol)
+
+
+def verify(claims, mesh, rtol=1e-5, atol=1e-5):
+    """Check all claims, with one sum for each set of axes."""
+    for axes in sorted({claim.axes for claim in claims}):
+        mine = [claim for claim in claims if claim.axes == axes]
+        flat = np.concatenate([claim.local.astype(np.float32).ravel() for claim in mine])
+        summed = sum_over(mesh, axes, Tensor(flat)).asnumpy() if axes else flat
+        start = 0
+        for claim in mine:
+            found = summed[start : start + claim.local.size].reshape(claim.local.shape)
+            start += claim.local.size
+            np.testing.assert_allclose(found, claim.expected.astype(np.float32), rtol, atol, err_msg=claim.name)
+
+
+def _own_part(value, layout):
+    """This rank's part, an object of its own: gradients are told apart by it."""
+    return Tensor(distribute_tensor(value, layout).to_local().asnumpy())
+
+
+def _claim_of_value(name, output, whole):
+    local, layout = output.to_local().asnumpy(), output.layout
+    expected = part_of(whole, layout)
+    assert local.dtype == expected.dtype, f"{name}: {local.dtype}, on one card {expected.dtype}"
+    assert all(op in ("sum", "avg") for _, op in layout.partial), f"{name}: {layout}"
+    return Claim(name, _share(local, layout), tuple(axis for axis, _ in layout.partial), expected)
+
+
+def _claim_of_gradient(name, gradient, whole, layout):
+    """Of a partial term that of the whole, of an average a share; of a varying tensor a term of the whole."""
+    return Claim(name, gradient.asnumpy(), layout.varying, _share(part_of(whole, layout), layout))
+
+
+def _share(array, layout):
+    """Divided by the number of terms of an average."""
+    return array / layout.mesh.axis_size(*[axis for axis, op in layout.partial if op == "avg"])
+
+
+def _cotangent(weights, layout):
+    """This rank's share of the whole result's cotangent: a varying result's is a term of it."""
+    mine = _share(part_of(weights, layout), layout)
+    first = layout.mesh.group_index(world().rank, layout.varying) == 0
+    return (mine if first else np.zeros_like(mine)).astype(weights.dtype)
