@@ -3,13 +3,14 @@
 from mindformers_core.operators.dims import as_dim, as_dims, dim_names, dim_sizes, integers, plain_names
 from mindformers_core.operators.elementwise import keeps_digits, tensors_in
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.signature import Signature
+from mindformers_core.operators.signature import Signature, TensorMeta
 
 __all__ = []
 
 
 def _lookup(params, indices, dim, batch_dims, algorithm):
     """Rows of `params` along `dim` by number. A shard finds zero for rows that it doesn't hold, and shards add up."""
+    _check_indices(indices)
     place, batch = as_dim(dim, params.ndim), batch_dims + indices.ndim * (batch_dims < 0)
     if not 0 <= batch <= min(place, indices.ndim) or params.shape[:batch] != indices.shape[:batch]:
         where = f"indices {indices.shape} in dim {place} of {params.shape}"
@@ -17,7 +18,13 @@ def _lookup(params, indices, dim, batch_dims, algorithm):
     rows = dim_names(params)
     looked_up = (*rows[:batch], *dim_names(indices, "i")[batch:])
     output = (*rows[:place], *looked_up[batch:], *rows[place + 1 :])
-    return (rows, looked_up), output, dim_sizes(params) | dim_sizes(indices, "i"), _summed(rows[place][0], algorithm)
+    sizes = dim_sizes(params) | dim_sizes(indices, "i")
+    return (rows, looked_up), output, sizes, _summed(rows[place][0], None if params.dtype == "bool" else algorithm)
+
+
+def _check_indices(indices):
+    if not isinstance(indices, TensorMeta) or "int" not in indices.dtype:
+        raise TypeError(f"indices are an integer tensor, not {indices!r}")
 
 
 def _summed(factor, algorithm):
@@ -72,6 +79,7 @@ def gather_elements(x, dim, index):
     place = as_dim(dim, x.ndim)
     if index.ndim != x.ndim:
         raise ValueError(f"index {index.shape} needs as many dims as the tensor {x.shape}")
+    _check_indices(index)
     names, found, sizes, whole = list(dim_names(x)), list(dim_names(x)), dim_sizes(x), set()
     for other, size in enumerate(index.shape):
         if other != place and size > x.shape[other]:
@@ -80,9 +88,9 @@ def gather_elements(x, dim, index):
             found[other] = (f"i{other}",)
             sizes[f"i{other}"] = size
             whole |= {f"d{other}", f"i{other}"} if other != place else set()
-    more = _summed(names[place][0], "gather_elements")
+    more = _summed(names[place][0], None if x.dtype == "bool" else "gather_elements")
     inputs = tuple(names), tuple(found)
-    more |= {"whole": frozenset(whole), "linear": ({0},), "localize": _positional(x, dim, index)}
+    more |= {"whole": more.get("whole", frozenset()) | whole, "linear": ({0},), "localize": _positional(x, dim, index)}
     return Signature(inputs, (tuple(found),), sizes, **more)
 
 
@@ -103,6 +111,7 @@ def embedding(indices, weight, padding_idx=None, max_norm=None, norm_type=2.0, s
     """Rows of `weight` by number. With a padding row, whose gradient is left out, the vocabulary is whole."""
     if max_norm is not None or scale_grad_by_freq:
         raise ValueError("max_norm and scale_grad_by_freq are not available for a distributed embedding")
+    _check_indices(indices)
     if weight.ndim != 2:
         raise ValueError(f"an embedding's weight has 2 dims, not {weight.shape}")
     found, sizes = dim_names(indices, "i"), dim_sizes(indices, "i") | {"v": weight.shape[0], "h": weight.shape[1]}
@@ -113,6 +122,7 @@ def embedding(indices, weight, padding_idx=None, max_norm=None, norm_type=2.0, s
 @register_operator("OneHot", "OneHotExt")
 def one_hot(indices, depth, on_value=1, off_value=0, axis=-1):
     """A new dim at `axis`, in which position `indices` is on."""
+    _check_indices(indices)
     if integers((depth,), "a depth")[0] < 0:
         raise ValueError("the number of classes must be given: it can't follow from distributed indices")
     names = dim_names(indices)

@@ -195,8 +195,6 @@ def _found_here(indices, size, cut):
 
 
 def _zero_where(absent, found):
-    if found.dtype == mstype.bool_:  # terms of a sum
-        found = ops.cast(found, mstype.int32)
     return ops.masked_fill(found, absent, 0.0 if "float" in dtype_name(found.dtype) else 0)
 
 

@@ -10,7 +10,7 @@ from mindformers_core.tensor_parallel.dtensor import DTensor, distribute_tensor
 __all__ = ["local_map"]
 
 
-def local_map(function, in_layouts, out_layouts, mesh=None):
+def local_map(function, in_layouts, out_layouts, mesh=None, varying=None):
     """A function of DTensors that runs `function` on this rank's parts.
 
     Args:
@@ -19,9 +19,11 @@ def local_map(function, in_layouts, out_layouts, mesh=None):
             comes. One layout stands for all arguments.
         out_layouts: for every result the layout that it is then understood to have; one layout for a single result.
         mesh: the mesh of layouts that are not bound; default: that of the first DTensor.
+        varying: axes along which ranks do different work with the tensors that are whole there, so that the gradients of these are
+            summed over them. Default: all axes on which any argument or result is sharded or partial. Name them where that is too
+            many, as for a scale that is applied to what `function` has summed with a collective of its own.
 
-    A plain tensor is one that all ranks hold alike. A tensor that arrives whole is marked varying on the axes on which any argument or result is sharded or partial, since ranks then do
-    different work with it: its gradient is summed over them.
+    A plain tensor is one that all ranks hold alike.
 
     Raises:
         TypeError: no DTensor among the arguments. ValueError: another number of tensors or results than of layouts.
@@ -37,8 +39,7 @@ def local_map(function, in_layouts, out_layouts, mesh=None):
         declared = _one_each(in_layouts, len(tensors), "in_layouts", function)
         needed = [_bound(layout, used, tensor) for layout, tensor in zip(declared, tensors)]
         results = [bind_layout(layout, used) for layout in _as_tuple(out_layouts)]
-        active = {axis for layout in needed + results for axes in layout.dims for axis in axes}
-        active |= {axis for layout in needed + results for axis in (*dict(layout.partial), *layout.varying)}
+        active = _placing(needed + results) if varying is None else set(varying)
         local = list(args)
         for place, tensor, layout in zip(places, tensors, needed):
             if not isinstance(tensor, DTensor):
@@ -52,6 +53,12 @@ def local_map(function, in_layouts, out_layouts, mesh=None):
         return wrapped if isinstance(outputs, (tuple, list)) else wrapped[0]
 
     return mapped
+
+
+def _placing(layouts):
+    """All axes on which any of the layouts is something else than replicated."""
+    cut = {axis for layout in layouts for axes in layout.dims for axis in axes}
+    return cut | {axis for layout in layouts for axis in (*dict(layout.partial), *layout.varying)}
 
 
 def _name(function):

@@ -218,9 +218,8 @@ def case_local_map():
     def local_matmul(x, weight, scale):
         return reduce(ops.matmul(x, weight)) * scale
 
-    rows = local_map(
-        local_matmul, (layout("dp", "tp"), layout("tp", None), layout()), layout("dp", None), mesh
-    )
+    layouts = layout("dp", "tp"), layout("tp", None), layout()
+    rows = local_map(local_matmul, layouts, layout("dp", None), mesh, varying=("dp",))
 
     def function(x, weight, scale):
         mapped = isinstance(x, DTensor)

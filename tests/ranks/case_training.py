@@ -93,7 +93,9 @@ def case_resumed_training_is_the_unbroken_training():
         job = prepare(load_recipe(str(CONFIGS / "llama_tiny_cpu.yaml"), overrides))
         run_steps(job)
         job.barrier()
-        return read_losses(f"{folder}/{name}")
+        losses = read_losses(f"{folder}/{name}")
+        job.barrier()  # all ranks have read, before one of them removes the folder
+        return losses
 
     unbroken = run("unbroken", *saving)
     resumed = run("resumed", f"checkpoint.load_path={folder}/unbroken/checkpoint/step_2")
