@@ -10,11 +10,11 @@ __all__ = []
 
 def _lookup(params, indices, dim, batch_dims, algorithm):
     """Rows of `params` along `dim` by number. A shard finds zero for rows that it doesn't hold, and shards add up."""
-    _check_indices(indices)
     place, batch = as_dim(dim, params.ndim), batch_dims + indices.ndim * (batch_dims < 0)
     if not 0 <= batch <= min(place, indices.ndim) or params.shape[:batch] != indices.shape[:batch]:
         where = f"indices {indices.shape} in dim {place} of {params.shape}"
         raise ValueError(f"batch_dims={batch_dims} doesn't fit a lookup of {where}")
+    _check_indices(indices)
     rows = dim_names(params)
     looked_up = (*rows[:batch], *dim_names(indices, "i")[batch:])
     output = (*rows[:place], *looked_up[batch:], *rows[place + 1 :])
@@ -79,7 +79,6 @@ def gather_elements(x, dim, index):
     place = as_dim(dim, x.ndim)
     if index.ndim != x.ndim:
         raise ValueError(f"index {index.shape} needs as many dims as the tensor {x.shape}")
-    _check_indices(index)
     names, found, sizes, whole = list(dim_names(x)), list(dim_names(x)), dim_sizes(x), set()
     for other, size in enumerate(index.shape):
         if other != place and size > x.shape[other]:
@@ -88,6 +87,7 @@ def gather_elements(x, dim, index):
             found[other] = (f"i{other}",)
             sizes[f"i{other}"] = size
             whole |= {f"d{other}", f"i{other}"} if other != place else set()
+    _check_indices(index)
     more = _summed(names[place][0], None if x.dtype == "bool" else "gather_elements")
     inputs = tuple(names), tuple(found)
     more |= {"whole": more.get("whole", frozenset()) | whole, "linear": ({0},), "localize": _positional(x, dim, index)}
@@ -111,9 +111,9 @@ def embedding(indices, weight, padding_idx=None, max_norm=None, norm_type=2.0, s
     """Rows of `weight` by number. With a padding row, whose gradient is left out, the vocabulary is whole."""
     if max_norm is not None or scale_grad_by_freq:
         raise ValueError("max_norm and scale_grad_by_freq are not available for a distributed embedding")
-    _check_indices(indices)
     if weight.ndim != 2:
         raise ValueError(f"an embedding's weight has 2 dims, not {weight.shape}")
+    _check_indices(indices)
     found, sizes = dim_names(indices, "i"), dim_sizes(indices, "i") | {"v": weight.shape[0], "h": weight.shape[1]}
     more = _summed("v", "embedding" if padding_idx is None else None)
     return Signature((found, (("v",), ("h",))), ((*found, ("h",)),), sizes, linear=({1},), **more)
@@ -122,9 +122,9 @@ def embedding(indices, weight, padding_idx=None, max_norm=None, norm_type=2.0, s
 @register_operator("OneHot", "OneHotExt")
 def one_hot(indices, depth, on_value=1, off_value=0, axis=-1):
     """A new dim at `axis`, in which position `indices` is on."""
-    _check_indices(indices)
     if integers((depth,), "a depth")[0] < 0:
         raise ValueError("the number of classes must be given: it can't follow from distributed indices")
+    _check_indices(indices)
     names = dim_names(indices)
     place = as_dim(axis, indices.ndim + 1)
     values = tuple(dim_names(value, "v") for value in tensors_in((on_value, off_value)))

@@ -10,8 +10,9 @@ _RULES: dict = {}  # the one registry: operator name -> rule
 def register_operator(*names):
     """Decorator that makes a function the rule of the operators called `names`.
 
-    The rule is called with the operator's own arguments, a `TensorMeta` (global shape and dtype) in the place of every tensor,
-    and returns a `Signature`. It raises `ValueError` where shapes or arguments don't fit, before anything is computed.
+    The rule is called with the operator's own arguments, a `TensorMeta` (global shape and dtype) in the place of
+    every tensor, and returns a `Signature`. It raises `ValueError` where shapes or arguments don't fit, before
+    anything is computed.
 
     >>> @register_operator("MyScale")
     ... def my_scale(x, factor):
@@ -24,7 +25,9 @@ def register_operator(*names):
     def enter(rule):
         for name in names:
             if name in _RULES:
-                raise ValueError(f"operator '{name}' already has a rule, {_RULES[name].__module__}.{_RULES[name].__name__}")
+                raise ValueError(
+                    f"operator '{name}' already has a rule, {_RULES[name].__module__}.{_RULES[name].__name__}"
+                )
             _RULES[name] = rule
         return rule
 

@@ -48,8 +48,9 @@ def resolve(signature, metas, mesh, cost_model):
     options = [_options(signature, metas, arriving, axis) for axis in mesh.axis_names]
     best = None
     for choice in product(*options):
-        candidate = _candidate(signature, metas, arriving, mesh, dict(zip(mesh.axis_names, choice)), cost_model)
-        if candidate is not None and (best is None or candidate.cost < best.cost * (1 - 1e-9)):
+        limit = math.inf if best is None else best.cost * (1 - 1e-9)
+        candidate = _candidate(signature, metas, arriving, mesh, dict(zip(mesh.axis_names, choice)), cost_model, limit)
+        if candidate is not None:
             best = candidate
             if best.cost == 0:
                 break
@@ -84,8 +85,8 @@ def _options(signature, metas, arriving, axis):
     return [*options, _REPLICATE]
 
 
-def _candidate(signature, metas, arriving, mesh, choices, cost_model):
-    """The `Resolution` of one choice for every axis, or None where the cut doesn't divide."""
+def _candidate(signature, metas, arriving, mesh, choices, cost_model, limit):
+    """The `Resolution` of one choice for every axis; None where the cut doesn't divide, or it costs `limit` or more."""
     axes_of = _ordered_cuts(arriving, mesh, choices)
     if not _cuts_fit(signature, mesh, axes_of):
         return None
@@ -101,6 +102,8 @@ def _candidate(signature, metas, arriving, mesh, choices, cost_model):
         source, unmarked = meta.layout.replace(varying=()), needed.replace(varying=())
         if source != unmarked:
             cost += plan_redistribution(source, unmarked, meta.shape, meta.dtype, cost_model).cost
+        if cost >= limit:
+            return None
         inputs.append(needed)
     terms = {axis: op for axis, (_, op) in partial.items()} | reduced
     gone = {axis for factor in _vanishing(signature) for axis in axes_of.get(factor, ())}
@@ -122,7 +125,7 @@ def _ordered_cuts(arriving, mesh, choices):
 
 
 def _cuts_fit(signature, mesh, axes_of):
-    """Whether every factor divides by its axes, and minor factors are cut only where all major ones are cut to size 1."""
+    """Whether every factor divides by its axes, and minor ones are cut only where all major ones are cut to size 1."""
     counts = {factor: mesh.axis_size(*axes) for factor, axes in axes_of.items()}
     if any(signature.sizes[factor] % count for factor, count in counts.items()):
         return False
@@ -130,7 +133,9 @@ def _cuts_fit(signature, mesh, axes_of):
         for factors in dims:
             for place, factor in enumerate(factors):
                 major = factors[:place]
-                if factor in counts and math.prod(signature.sizes[f] for f in major) != math.prod(counts.get(f, 1) for f in major):
+                if factor in counts and math.prod(signature.sizes[f] for f in major) != math.prod(
+                    counts.get(f, 1) for f in major
+                ):
                     return False
     return True
 

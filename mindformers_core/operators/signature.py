@@ -7,7 +7,7 @@ tables of pointwise operators.
 """
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 
 __all__ = ["Signature", "TensorMeta", "tensor_meta", "is_float"]
 
@@ -38,7 +38,7 @@ class TensorMeta:
         return f"{self.dtype}{list(self.shape)}{self.layout if self.layout is not None else ''}"
 
 
-@lru_cache(maxsize=None)
+@cache
 def tensor_meta(shape, dtype, layout=None, constant=False):
     """The one `TensorMeta` of a global shape, a dtype name (`"float32"`), a `Layout`, and whether it is a constant.
 
@@ -62,18 +62,20 @@ class Signature:
             names, major to minor; `()` for a dim that is broadcast or has size 1.
         outputs: likewise for every output.
         sizes: size of every factor.
-        reduced: factors that no output has, with the operation (`"sum"`, …) that combines the shards' results: where such
-            a factor is sharded, the outputs are partial.
+        reduced: factors that no output has, with the operation (`"sum"`, …) that combines the shards' results: where
+            such a factor is sharded, the outputs are partial.
         whole: factors along which the operator can't be cut.
         linear: groups of inputs. Partial sums may pass through the operator where they come in through all inputs of
             one group (a replicated member is turned into a partial first): `({0, 1},)` for an addition,
             `({0}, {1})` for a product, which is linear in one argument at a time.
-        added: inputs that are added to a reduced result (a bias): where a reduced factor is cut they become partial terms.
-        distributed: factors along which a cut needs an algorithm of its own, with its name: it then runs in the
+        added: inputs that are added to a reduced result (a bias): where a reduced factor is cut they become partial
+        terms. distributed: factors along which a cut needs an algorithm of its own, with its name: it then runs in
+        the
             operator's place. A factor that is in neither an output nor `reduced` is whole again in the result.
         run: name of an algorithm that always runs in the operator's place.
-        localize: `(arguments, local_output_shapes) -> arguments` where an argument depends on shapes (a reshape's target). It gets
-            positional arguments followed by the values of named ones, and returns positional ones only.
+        localize: `(arguments, local_output_shapes) -> arguments` where an argument depends on shapes (a reshape's
+            target). It gets positional arguments followed by the values of named ones, and returns positional ones
+            only.
     """
 
     inputs: tuple

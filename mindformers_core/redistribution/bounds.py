@@ -6,7 +6,7 @@ shorter than its parts. Starting a collective is paid once for all its axes, so 
 """
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from math import inf
 
 from mindformers_core.redistribution.cost import Link
@@ -22,8 +22,10 @@ def lower_bound(space, goal, model):
     """A function from a state of `space` to seconds that no plan from there to state `goal` costs less than."""
     starts = replace(model, link=Link(0.0, inf), axis_links=())
     travel = replace(model, launch=0.0)
-    least_starts = [_least(space, axis, mark, starts) for axis, mark in zip(space.axes, goal[1])]
-    least_travel = [_least(space, axis, mark, travel) for axis, mark in zip(space.axes, goal[1])]
+    parts, goals = space.size(space.axes), list(zip(space.axes, goal[1]))
+    sizes = [(axis, space.sizes[axis], parts, len(space.axes), space.whole, space.ops) for axis in space.axes]
+    least_starts = [_least(starts, mark, *size) for (_, mark), size in zip(goals, sizes)]
+    least_travel = [_least(travel, mark, *size) for (_, mark), size in zip(goals, sizes)]
     goal_dims = {axis: dim for dim, axes in enumerate(goal[0]) for axis in axes}
 
     @cache
@@ -37,31 +39,34 @@ def lower_bound(space, goal, model):
     return left
 
 
-def _least(space, axis, goal_mark, model):
-    """For every mark of `axis` the least that its way to `goal_mark` costs; `OTHER_DIM` is sharded, but elsewhere."""
-    edges = list(_edges(space, axis, model))
+@lru_cache(maxsize=65536)
+def _least(model, goal_mark, axis, size, parts, count, whole, ops):
+    """For every mark of `axis` the least that its way to `goal_mark` costs; `OTHER_DIM` is sharded, but elsewhere.
+
+    The axis has `size` ranks; it is one of `count` axes that move and that cut `whole` bytes into `parts`.
+    """
+    edges = list(_edges(model, axis, size, parts, count, whole, ops))
     least = {goal_mark: 0.0}
-    for _ in range(len(space.ops) + 4):
+    for _ in range(len(ops) + 4):
         for before, after, seconds in edges:
             if after in least:
                 least[before] = min(least.get(before, inf), least[after] + seconds)
     return least
 
 
-def _edges(space, axis, model):
+def _edges(model, axis, size, parts, count, whole, ops):
     """`(mark before, mark after, seconds)` for every step on this axis alone, on the least that others may leave of it.
 
     A step from dim to dim may take all axes along for the price of one, so that each bears its part only.
     """
-    marks = {"shard": (SHARD, OTHER_DIM), "replicate": (REPLICATE,), "varying": (VARYING,), "partial": space.ops}
-    size, parts = space.sizes[axis], space.size(space.axes)
+    marks = {"shard": (SHARD, OTHER_DIM), "replicate": (REPLICATE,), "varying": (VARYING,), "partial": ops}
     for kind, row in STEP_KINDS.items():
         moves_dims = row.source == row.target
         for before in marks[row.source]:
             for after in marks[row.target]:
-                op = next((mark for mark in (before, after) if mark in space.ops), None)
+                op = next((mark for mark in (before, after) if mark in ops), None)
                 if before != after and not (kind == "all_reduce_varying" and op in EXTREMES):
                     (fixed, per_byte), (back_fixed, back_per_byte) = model.step_rates(kind, op, (axis,), size)
-                    whole = space.whole // parts if moves_dims else space.whole * size // parts
-                    share = len(space.axes) if moves_dims and not model.launch else 1
-                    yield before, after, (fixed + back_fixed + (per_byte + back_per_byte) * whole) / share
+                    volume = whole // parts if moves_dims else whole * size // parts
+                    share = count if moves_dims and not model.launch else 1
+                    yield before, after, (fixed + back_fixed + (per_byte + back_per_byte) * volume) / share

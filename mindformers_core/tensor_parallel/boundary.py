@@ -19,9 +19,9 @@ class Boundary:
         mesh: the mesh of all its tensors.
         arguments: names of the arguments of `construct`, in order.
         inputs, outputs: declared layouts, see `Declaration`.
-        weight_axes: axes on which a parameter of this Cell or of one below it is sharded. An input that is gathered or reduced to be whole on such
-            an axis arrives *varying*: work with sharded weights differs along the axis, and so the gradient is reduced (or
-            reduce-scattered) once, where it leaves the Cell.
+        weight_axes: axes on which a parameter of this Cell or of one below it is sharded. An input that is gathered
+            or reduced to be whole on such an axis arrives *varying*: work with sharded weights differs along the
+            axis, and so the gradient is reduced (or reduce-scattered) once, where it leaves the Cell.
         is_root: whether this is the Cell that `shard()` was called with: it takes plain tensors as this rank's parts.
     """
 
@@ -42,11 +42,14 @@ class Boundary:
             self._place(argument, self.inputs.get(name), f"input '{name}'", self._enter_tensor)
             for name, argument in zip(self._names(len(args)), args)
         )
-        kwargs = {name: self._place(value, self.inputs.get(name), f"input '{name}'", self._enter_tensor) for name, value in kwargs.items()}
+        kwargs = {
+            name: self._place(value, self.inputs.get(name), f"input '{name}'", self._enter_tensor)
+            for name, value in kwargs.items()
+        }
         return args, kwargs
 
     def leave(self, result):
-        """The result as the caller gets it. A root's partial or varying results are reduced: loss and gradients are final."""
+        """The result as the caller gets it. A root's partial or varying results are reduced: a loss is final."""
         if not self.outputs and not self.is_root:
             return result
         many = isinstance(result, (tuple, list))
@@ -54,9 +57,13 @@ class Boundary:
         for key in self.outputs:
             if key not in results:
                 known = ", ".join(map(repr, results)) or "none"
-                raise ValueError(f"{self.label} declares a layout for output {key!r}, but its outputs are {known}{nearest(key, results)}")
+                raise ValueError(
+                    f"{self.label} declares a layout for output {key!r}, but its outputs are {known}"
+                    + nearest(key, results)
+                )
         placed = {
-            key: self._place(value, self.outputs.get(key), f"output {key!r}", self._leave_tensor) for key, value in results.items()
+            key: self._place(value, self.outputs.get(key), f"output {key!r}", self._leave_tensor)
+            for key, value in results.items()
         }
         if isinstance(result, dict):
             return placed
@@ -73,7 +80,9 @@ class Boundary:
         if isinstance(value, dict):
             return {key: self._place(entry, declared, what, place) for key, entry in value.items()}
         if declared is not None and value is not None:
-            raise TypeError(f"{what} of {self.label} has a declared layout, {declared}, but is {value!r}, which is no tensor")
+            raise TypeError(
+                f"{what} of {self.label} has a declared layout, {declared}, but is {value!r}, which is no tensor"
+            )
         return value
 
     def _enter_tensor(self, tensor, declared, name):
@@ -104,7 +113,7 @@ class Boundary:
         return tensor
 
     def _adopt(self, tensor, declared, name):
-        """A plain tensor: at the root this rank's part of what is declared, further in a constant that all ranks have alike."""
+        """A plain tensor: at the root this rank's part of what is declared, further in the same on all ranks."""
         layout = Layout.on(self.mesh, ((),) * tensor.ndim)
         if self.is_root and declared is not None:
             layout = bind_layout(declared, self.mesh, tensor.ndim, name=name)

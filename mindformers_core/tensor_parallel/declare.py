@@ -35,15 +35,17 @@ def collect_declarations(cell, config=None, plan=None):
     A plan wins over a hook, part by part: a plan that gives a weight leaves the hook's input alone.
 
     Raises:
-        TypeError, ValueError: a hook that returns something else than three layouts, names that the Cell doesn't have, a
-            pattern that no Cell's path matches. All name the Cell's path and class.
+        TypeError, ValueError: a hook that returns something else than three layouts, names that the Cell doesn't
+            have, a pattern that no Cell's path matches. All name the Cell's path and class.
     """
     paths = dict(cell.cells_and_names())
     found = {path: _read_hook(path, child, config) for path, child in paths.items() if _has_hook(child)}
     for pattern, entry in (plan or {}).items():
         matching = [path for path in paths if _matches(path, pattern)]
         if not matching:
-            raise ValueError(f"plan pattern '{pattern}' matches no Cell of {type(cell).__name__}{nearest(pattern, paths)}")
+            raise ValueError(
+                f"plan pattern '{pattern}' matches no Cell of {type(cell).__name__}{nearest(pattern, paths)}"
+            )
         for path in matching:
             _check_plan_keys(pattern, entry)
             parts = [entry.get(key) for key in _PLAN_KEYS]
@@ -65,7 +67,8 @@ def _read_hook(path, cell, config):
     returned = cell.shard(config)
     if not isinstance(returned, tuple) or len(returned) != 3:
         raise TypeError(
-            f"{cell_label(path, cell)}: shard(self, config) should return (input_layout, output_layout, weight_layout), "
+            f"{cell_label(path, cell)}: shard(self, config) should return "
+            "(input_layout, output_layout, weight_layout), "
             f"each a layout, a tuple, a dict or None, not {returned!r}"
         )
     return _declaration(path, cell, returned, f"{type(cell).__name__}.shard()")
@@ -77,7 +80,13 @@ def _declaration(path, cell, parts, source):
     own = list(cell._params)
     inputs = _by_name(parts[0], arguments, arguments[:1], f"{where}: input layout", "construct() takes")
     outputs = _by_name(parts[1], None, [0], f"{where}: output layout", "")
-    weights = _by_name(parts[2], own, ["weight"] if "weight" in own else own[:1], f"{where}: weight layout", "the Cell's own parameters are")
+    weights = _by_name(
+        parts[2],
+        own,
+        ["weight"] if "weight" in own else own[:1],
+        f"{where}: weight layout",
+        "the Cell's own parameters are",
+    )
     return Declaration(inputs, outputs, weights)
 
 
@@ -88,7 +97,9 @@ def _by_name(declared, names, default, what, there):
     if isinstance(declared, dict):
         for name in declared:
             if names is not None and name not in names:
-                raise ValueError(f"{what} names '{name}', but {there} {', '.join(names) or 'none'}{nearest(name, names)}")
+                raise ValueError(
+                    f"{what} names '{name}', but {there} {', '.join(names) or 'none'}{nearest(name, names)}"
+                )
         entries = declared
     elif isinstance(declared, (tuple, list)):
         if names is not None and len(declared) > len(names):
@@ -109,7 +120,10 @@ def _check_plan_keys(pattern, entry):
         raise TypeError(f"plan entry '{pattern}' should be a dict with the keys {', '.join(_PLAN_KEYS)}, not {entry!r}")
     for key in entry:
         if key not in _PLAN_KEYS:
-            raise ValueError(f"plan entry '{pattern}': unknown key '{key}'; allowed: {', '.join(_PLAN_KEYS)}{nearest(key, _PLAN_KEYS)}")
+            raise ValueError(
+                f"plan entry '{pattern}': unknown key '{key}'; allowed: {', '.join(_PLAN_KEYS)}"
+                + nearest(key, _PLAN_KEYS)
+            )
 
 
 def _override(base, other):

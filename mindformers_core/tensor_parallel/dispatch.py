@@ -1,7 +1,8 @@
-"""What happens when an operator meets a `DTensor`: the rules are asked once per kind of call, then a cached program runs.
+"""What happens when an operator meets a `DTensor`: rules are asked once per kind of call, then a cached program runs.
 
-A kind of call is the operator's name, the metas of its tensors (shape, dtype, layout) and its other arguments. Its program says how
-each input moves, what the local arguments are, and what the outputs are. The cached path does no layout arithmetic.
+A kind of call is the operator's name, the metas of its tensors (shape, dtype, layout) and its other arguments. Its
+program says how each input moves, what the local arguments are, and what the outputs are. The cached path does no
+layout arithmetic.
 """
 
 import math
@@ -62,7 +63,9 @@ class Dispatcher:
             program = self.programs.get(key)
         except TypeError as error:  # not hashable
             shown = ", ".join(type(argument).__name__ for argument in args)
-            raise TypeError(f"operator '{func.name}' on DTensors takes tensors, numbers, strings, tuples and lists, not ({shown})") from error
+            raise TypeError(
+                f"operator '{func.name}' on DTensors takes tensors, numbers, strings, tuples and lists, not ({shown})"
+            ) from error
         if program is None:
             attributes = {} if attribute is None else {attribute: getattr(primitive, attribute)}
             program = _Program(func.name, args, kwargs or {}, attributes, tensors)
@@ -111,11 +114,13 @@ class _Program:
         self.name = name
         self.metas = None
         if name.startswith("Inplace"):
-            raise TypeError(f"operator '{name}' would change a distributed tensor in place: use its result, as in x = x + y")
+            raise TypeError(
+                f"operator '{name}' would change a distributed tensor in place: use its result, as in x = x + y"
+            )
         mesh = _common_mesh(name, tensors)
         metas = [_meta_of(tensor, mesh) for tensor in tensors]
         args, kwargs = _fill((args, kwargs), Tensor, iter(metas))
-        self.constant = name == "StopGradient" or not any(meta.differentiable for meta in metas)
+        self.constant = not any(meta.differentiable for meta in metas)
         signature = signature_of(name, args, kwargs | attributes)
         resolution = resolve(signature, metas, mesh, cost_model())
         self.layouts = resolution.outputs
@@ -223,6 +228,9 @@ def _algorithm(name, signature, resolution, mesh, metas):
     if not needed:
         return None, None
     if len(needed) > 1 or not needed <= set(ALGORITHMS):
-        raise ValueError(f"operator '{name}' asks for the algorithms {sorted(needed)}; there is one at a time of {sorted(ALGORITHMS)}")
+        raise ValueError(
+            f"operator '{name}' asks for the algorithms {sorted(needed)}; "
+            f"there is one at a time of {sorted(ALGORITHMS)}"
+        )
     axes = tuple(axis for factor in cut_factors for axis in resolution.axes_of[factor])
     return ALGORITHMS[needed.pop()], Cut(mesh, axes, resolution.inputs, tuple(meta.shape for meta in metas))

@@ -1,8 +1,9 @@
 """Operators cut along a dim that they reduce or look up in: the algorithms that make the result that of one card.
 
-Each is called as `algorithm(operator, args, cut)` in the place of `operator(*args)`, where `operator` is the plain operator and `args` hold
-local tensors. It is written with differentiable moves between layouts, so that its gradient follows.
-The distributed softmax and cross-entropy are those of Megatron-LM (arXiv 1909.08053, section 3): one maximum, one sum.
+Each is called as `algorithm(operator, args, cut)` in the place of `operator(*args)`, where `operator` is the plain
+operator and `args` hold local tensors. It is written with differentiable moves between layouts, so that its gradient
+follows. The distributed softmax and cross-entropy are those of Megatron-LM (arXiv 1909.08053, section 3): one
+maximum, one sum.
 """
 
 import math
@@ -28,9 +29,9 @@ class Cut:
 
     Attributes:
         mesh: the mesh.
-        axes: the axes along which the operator's own dim is cut, major to minor; empty for an algorithm that always runs.
-        layouts: the layout of every tensor input as the operator gets it.
-        shapes: the global shape of every tensor input.
+        axes: the axes along which the operator's own dim is cut, major to minor; empty for an algorithm that always
+        runs. layouts: the layout of every tensor input as the operator gets it. shapes: the global shape of every
+        tensor input.
     """
 
     mesh: object
@@ -49,7 +50,7 @@ class Cut:
         return self.mesh.group_index(world().rank, self.axes)
 
     def combined(self, local, op="sum", varying=False):
-        """The parts' values reduced with `op`: for consumers that are alike on all ranks, or (`varying`) that differ."""
+        """The parts' values reduced with `op`: for consumers that are the same on all ranks, or (`varying`) differ."""
         dims = ((),) * local.ndim
         whole = Layout.on(self.mesh, dims, varying=self.axes if varying else ())
         return move(local, Layout.on(self.mesh, dims, dict.fromkeys(self.axes, op)), whole)

@@ -13,7 +13,8 @@ class Dropout:
     """The algorithms that run in the place of MindSpore's dropout operators.
 
     Every call draws from a stream of its own: the calls are counted, in step on all ranks. The seed is
-    `mindspore.get_seed()`. A recomputation sets `calls` back to what it was in the forward pass (see `interception.py`).
+    `mindspore.get_seed()`. A recomputation sets `calls` back to what it was in the forward pass (see
+    `interception.py`).
 
     Attributes:
         calls: number of calls so far.
@@ -23,7 +24,10 @@ class Dropout:
         self.calls = 0
 
     def with_mask(self, _, args, cut):
-        """`Dropout`: the tensor with some elements zeroed and the others scaled, and the mask; given the probability of keeping."""
+        """`Dropout`: the tensor with some elements zeroed and the others scaled, and the mask.
+
+        It is given the probability of keeping.
+        """
         x, keep_probability = args[0], args[1] if len(args) > 1 else 0.5
         self.calls += 1
         shape = cut.shapes[0]

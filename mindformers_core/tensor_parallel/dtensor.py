@@ -1,8 +1,9 @@
 """`DTensor`: a global tensor of which every rank holds its part; operators on it are single-card operators.
 
-A `DTensor` carries the local tensor (`to_local()`) and what it is a part of: a global shape, a dtype and a `Layout`. Any
-MindSpore operator called with one is looked up in the operator rules (`mindformers_core.operators`), which say how its inputs must
-lie and how its outputs then lie (see `dispatch.py`). The idea of such a tensor is that of PyTorch's DTensor and of OneFlow's global tensor.
+A `DTensor` carries the local tensor (`to_local()`) and what it is a part of: a global shape, a dtype and a `Layout`.
+Any MindSpore operator called with one is looked up in the operator rules (`mindformers_core.operators`), which say
+how its inputs must lie and how its outputs then lie (see `dispatch.py`). The idea of such a tensor is that of
+PyTorch's DTensor and of OneFlow's global tensor.
 """
 
 import copy
@@ -22,8 +23,8 @@ __all__ = ["DTensor", "distribute_tensor", "wrap"]
 class DTensor(Tensor):
     """A tensor on a device mesh. Made by `distribute_tensor`, `DTensor.from_local`, `shard()`, and operators.
 
-    `shape`, `ndim`, `size` and `len()` are the global ones. Its values may be read (`asnumpy()`, `float()`, …) where every rank
-    holds the whole tensor; elsewhere that is an error, never a silent gather: ask for `full_tensor()`.
+    `shape`, `ndim`, `size` and `len()` are the global ones. Its values may be read (`asnumpy()`, `float()`, …) where
+    every rank holds the whole tensor; elsewhere that is an error, never a silent gather: ask for `full_tensor()`.
     """
 
     @staticmethod
@@ -39,7 +40,9 @@ class DTensor(Tensor):
             TypeError: `local` is a DTensor already. ValueError: the layout doesn't fit.
         """
         if isinstance(local, DTensor):
-            raise TypeError("DTensor.from_local takes a plain tensor; this is a DTensor already: use redistribute(layout)")
+            raise TypeError(
+                "DTensor.from_local takes a plain tensor; this is a DTensor already: use redistribute(layout)"
+            )
         _check_tensor(local, "DTensor.from_local")
         bound = bind_layout(layout, mesh, local.ndim, name="local tensor")
         return _wrap_leaf(local, tensor_meta(bound.global_shape(local.shape), dtype_name(local.dtype), bound))
@@ -98,9 +101,9 @@ class DTensor(Tensor):
         """The same global tensor in another layout; the communication that it takes is differentiable.
 
         A result is kept and shared by all who ask for the same layout, so that the three projections of one input
-        cost one collective, forward and backward. (Not by a tensor that was made outside of any gradient function: it may
-        outlive a step, and what is kept would belong to the step before. Nor inside of `saved_tensors_hooks`: a recomputation must
-        run what the forward pass ran.)
+        cost one collective, forward and backward. (Not by a tensor that was made outside of any gradient function: it
+        may outlive a step, and what is kept would belong to the step before. Nor inside of `saved_tensors_hooks`: a
+        recomputation must run what the forward pass ran.)
 
         Raises:
             ValueError: the layout doesn't fit the tensor, or is on another mesh.
@@ -108,8 +111,9 @@ class DTensor(Tensor):
         target = layout if isinstance(layout, Layout) and layout.ndim == self.ndim else None
         if target is not None and target.mesh != self.mesh:
             raise ValueError(
-                f"redistribute() moves a tensor on its own mesh: this one of shape {self.shape} lives as {self.layout!r}, and "
-                f"{target!r} is on another. Take it over with distribute_tensor(x.full_tensor(), layout, mesh)"
+                f"redistribute() moves a tensor on its own mesh: this one of shape {self.shape} lives as "
+                f"{self.layout!r}, and {target!r} is on another. "
+                "Take it over with distribute_tensor(x.full_tensor(), layout, mesh)"
             )
         if target is None:
             target = bind_layout(layout, mesh or self.mesh, self.ndim, self.layout)
@@ -181,7 +185,9 @@ class DTensor(Tensor):
         return index_tensor(self, index)
 
     def __setitem__(self, index, value):
-        raise TypeError("a DTensor can't be assigned to by index: build the new tensor with ops.where or ops.masked_fill")
+        raise TypeError(
+            "a DTensor can't be assigned to by index: build the new tensor with ops.where or ops.masked_fill"
+        )
 
     def __deepcopy__(self, memo):
         return wrap(copy.deepcopy(self._local, memo), self._meta)
@@ -208,7 +214,7 @@ def wrap(local, meta):
 
 
 def _wrap_leaf(local, meta):
-    """As `wrap`, for a tensor that may outlive a step: it keeps what it was moved to only while a gradient is recorded."""
+    """As `wrap`, for what may outlive a step: it keeps what it was moved to only while a gradient is recorded."""
     tensor = wrap(local, meta)
     if not _pynative_executor.requires_grad():
         tensor._moved = None
@@ -224,8 +230,8 @@ def distribute_tensor(tensor, layout, mesh=None):
     """Give every rank its part of a tensor that all ranks hold alike.
 
     Args:
-        tensor: the global tensor, the same on all ranks. For a `Parameter`, the DTensor is backed by a new Parameter with this
-            rank's part: `to_local()` is what an optimizer trains.
+        tensor: the global tensor, the same on all ranks. For a `Parameter`, the DTensor is backed by a new Parameter
+            with this rank's part: `to_local()` is what an optimizer trains.
         layout: a `Layout`, or a `layout(...)` specification with `mesh`.
         mesh: the mesh to bind the specification to.
 
@@ -239,7 +245,9 @@ def distribute_tensor(tensor, layout, mesh=None):
     if isinstance(tensor, Parameter):
         return parameter_view(placed_parameter(tensor, bound))
     bound.local_shape(tensor.shape)
-    whole = wrap(tensor, tensor_meta(tuple(tensor.shape), dtype_name(tensor.dtype), Layout.on(bound.mesh, ((),) * tensor.ndim)))
+    whole = wrap(
+        tensor, tensor_meta(tuple(tensor.shape), dtype_name(tensor.dtype), Layout.on(bound.mesh, ((),) * tensor.ndim))
+    )
     placed = whole.redistribute(bound)
     return _wrap_leaf(placed._local, placed._meta)
 
@@ -247,7 +255,8 @@ def distribute_tensor(tensor, layout, mesh=None):
 def placed_parameter(parameter, layout, global_shape=None):
     """A `Parameter` of the same name that holds this rank's part only, with `.layout` and `.global_shape`.
 
-    It is a new object wherever the shape changes: MindSpore's autograd remembers the shape that a Parameter was made with.
+    It is a new object wherever the shape changes: MindSpore's autograd remembers the shape that a Parameter was made
+    with.
 
     Args:
         parameter: holds the whole value; or the part already, where `global_shape` says so.

@@ -1,4 +1,6 @@
-"""`x[...]` written with operators that have rules. MindSpore runs its own indexing below the level where calls are seen."""
+"""`x[...]` written with operators that have rules: MindSpore's own indexing runs below the level where we see calls."""
+
+from numbers import Integral
 
 from mindspore import Tensor, ops
 
@@ -43,7 +45,9 @@ def _expand_ellipsis(index, ndim):
     places = [place for place, entry in enumerate(index) if entry is ...]
     used = sum(entry is not None and entry is not ... for entry in index)
     if len(places) > 1 or used > ndim:
-        raise IndexError(f"{used} indices{' and more than one ...' if len(places) > 1 else ''} for a tensor of {ndim} dims")
+        raise IndexError(
+            f"{used} indices{' and more than one ...' if len(places) > 1 else ''} for a tensor of {ndim} dims"
+        )
     whole = [slice(None)] * (ndim - used)
     place = places[0] if places else len(index)
     return [*index[:place], *whole, *index[place + 1 :]]
@@ -52,7 +56,10 @@ def _expand_ellipsis(index, ndim):
 def _bounds(entry, size, dim):
     """`(begin, end, stride, keep the dim)` of one index entry on a dim of `size`."""
     if isinstance(entry, bool) or (isinstance(entry, Tensor) and "bool" in str(entry.dtype).lower()):
-        raise TypeError("a DTensor can't be indexed by bools, whose number of elements is not known ahead: use ops.where or ops.masked_fill")
+        raise TypeError(
+            "a DTensor can't be indexed by bools, whose number of elements is not known ahead: "
+            "use ops.where or ops.masked_fill"
+        )
     if isinstance(entry, slice):
         first, last, step = entry.indices(size)
         if step < 0:
@@ -60,11 +67,14 @@ def _bounds(entry, size, dim):
         return first, max(first, last), step, True
     if isinstance(entry, (Tensor, list)):
         return 0, size, 1, True
-    if not isinstance(entry, int):
-        raise TypeError(f"a DTensor is indexed by ints, slices, None, ... or an integer tensor, not {type(entry).__name__}")
+    if not isinstance(entry, Integral):
+        raise TypeError(
+            f"a DTensor is indexed by ints, slices, None, ... or an integer tensor, not {type(entry).__name__}"
+        )
     if not -size <= entry < size:
         raise IndexError(f"index {entry} is out of range for dim {dim} of size {size}")
-    return entry % size, entry % size + 1, 1, False
+    place = int(entry) % size
+    return place, place + 1, 1, False
 
 
 def _widen(place, dim, count):

@@ -1,8 +1,8 @@
 """The one place where we hook into MindSpore, so that operators which meet a `DTensor` come to our dispatcher.
 
-MindSpore asks a Tensor subclass for `__fallback__` at every operator call. Two gaps are closed here: a call whose first tensor
-is a plain one looks for `__fallback__` on `Tensor` itself; and a few primitives do not ask at all. And what MindSpore's recomputation
-keeps of the random state is extended by ours.
+MindSpore asks a Tensor subclass for `__fallback__` at every operator call. Two gaps are closed here: a call whose
+first tensor is a plain one looks for `__fallback__` on `Tensor` itself; and a few primitives do not ask at all. And
+what MindSpore's recomputation keeps of the random state is extended by ours.
 """
 
 from importlib import import_module
@@ -15,7 +15,7 @@ from mindformers_core.tensor_parallel.dtensor import DTensor
 
 __all__ = ["intercept_operators"]
 
-# Primitives that don't ask for `__fallback__`, with those of their attributes that the operator's rule takes as arguments.
+# Primitives that don't ask for `__fallback__`, with those of their attributes that their rule takes as arguments.
 _SILENT = (
     (ops.Stack, ("axis",)),
     (ops.auto_generate.StackExt, ("dim",)),
@@ -26,7 +26,7 @@ _SILENT = (
 
 
 class _PlainTensorFallback:
-    """Gives plain tensors the dispatcher, and Parameters none: asked of a Parameter, it would slow every optimizer down."""
+    """Gives plain tensors the dispatcher, and Parameters none: with one, every optimizer would be slower."""
 
     def __init__(self, dispatcher):
         self.dispatcher = dispatcher
@@ -51,7 +51,7 @@ class _Call:
 
 
 def intercept_operators():
-    """Send operators on DTensors to a new `Dispatcher`, which is returned. Called once, when the package is imported."""
+    """Send operators on DTensors to a new `Dispatcher`, and return it. Called once, when the package is imported."""
     dispatcher = Dispatcher()
     DTensor.__fallback__ = dispatcher
     Tensor.__fallback__ = _PlainTensorFallback(dispatcher)
@@ -79,7 +79,7 @@ def _has_dtensor(args):
 
 
 def _with_dropout(get_state, set_state):
-    """What a recomputation remembers and restores, with the count of our dropouts: it must drop what the forward pass dropped."""
+    """What a recomputation saves and restores, with the count of our dropouts: it must drop what was dropped before."""
 
     def get():
         return get_state(), DROPOUT.calls

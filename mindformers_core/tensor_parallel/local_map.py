@@ -14,14 +14,16 @@ def local_map(function, in_layouts, out_layouts, mesh=None, varying=None):
     """A function of DTensors that runs `function` on this rank's parts.
 
     Args:
-        function: takes and returns plain local tensors; may communicate with the collectives of `mindformers_core.communication`.
-        in_layouts: for every tensor argument (in order) the layout that it is moved to first, or `None` to take it as it
+        function: takes and returns plain local tensors; may communicate with the collectives of
+        `mindformers_core.communication`. in_layouts: for every tensor argument (in order) the layout that it is moved
+        to first, or `None` to take it as it
             comes. One layout stands for all arguments.
         out_layouts: for every result the layout that it is then understood to have; one layout for a single result.
         mesh: the mesh of layouts that are not bound; default: that of the first DTensor.
-        varying: axes along which ranks do different work with the tensors that are whole there, so that the gradients of these are
-            summed over them. Default: all axes on which any argument or result is sharded or partial. Name them where that is too
-            many, as for a scale that is applied to what `function` has summed with a collective of its own.
+        varying: axes along which ranks do different work with the tensors that are whole there, so that the gradients
+            of these are summed over them. Default: all axes on which any argument or result is sharded or partial.
+            Name them where that is too many, as for a scale that is applied to what `function` has summed with a
+            collective of its own.
 
     A plain tensor is one that all ranks hold alike.
 
@@ -39,6 +41,7 @@ def local_map(function, in_layouts, out_layouts, mesh=None, varying=None):
         declared = _one_each(in_layouts, len(tensors), "in_layouts", function)
         needed = [_bound(layout, used, tensor) for layout, tensor in zip(declared, tensors)]
         results = [bind_layout(layout, used) for layout in _as_tuple(out_layouts)]
+        used.check_axes(varying or ())
         active = _placing(needed + results) if varying is None else set(varying)
         local = list(args)
         for place, tensor, layout in zip(places, tensors, needed):
@@ -48,7 +51,9 @@ def local_map(function, in_layouts, out_layouts, mesh=None, varying=None):
         outputs = function(*local)
         produced = _as_tuple(outputs)
         if len(produced) != len(results):
-            raise ValueError(f"local_map({_name(function)}): {len(produced)} results, but out_layouts has {len(results)}")
+            raise ValueError(
+                f"local_map({_name(function)}): {len(produced)} results, but out_layouts has {len(results)}"
+            )
         wrapped = tuple(DTensor.from_local(output, layout) for output, layout in zip(produced, results))
         return wrapped if isinstance(outputs, (tuple, list)) else wrapped[0]
 
@@ -72,7 +77,9 @@ def _as_tuple(value):
 def _one_each(layouts, count, what, function):
     layouts = (layouts,) * count if layouts is None or isinstance(layouts, (Layout, LayoutSpec)) else tuple(layouts)
     if len(layouts) != count:
-        raise ValueError(f"local_map({_name(function)}): {count} tensor arguments, but {what} has {len(layouts)} layouts")
+        raise ValueError(
+            f"local_map({_name(function)}): {count} tensor arguments, but {what} has {len(layouts)} layouts"
+        )
     return layouts
 
 

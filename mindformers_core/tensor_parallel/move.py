@@ -1,6 +1,6 @@
 """Moving local tensors from one layout to another: the planner's steps, run as differentiable collectives."""
 
-from functools import lru_cache
+from functools import cache
 
 from mindspore import dtype as mstype
 from mindspore import ops
@@ -18,7 +18,7 @@ def cost_model():
     return _COST_MODELS[world().device_target]
 
 
-@lru_cache(maxsize=None)
+@cache
 def dtype_name(dtype):
     """`"float32"` for `mindspore.float32`."""
     return str(dtype).lower()

@@ -1,7 +1,7 @@
-"""`shard()`: a single-card Cell tree becomes parallel, in place, from the layouts that are declared for a few of its tensors."""
+"""`shard()`: a single-card Cell tree becomes parallel, in place, from the layouts declared for a few of its tensors."""
 
 import inspect
-from functools import lru_cache
+from functools import cache
 
 from mindspore import DeviceCtx, Parameter, ParameterTuple, mint, nn
 
@@ -21,19 +21,19 @@ _LOCATED = (ValueError, TypeError, IndexError, RuntimeError)
 def shard(cell, mesh, config=None, plan=None, seed=0):
     """Distribute `cell` over `mesh`: afterwards it computes, in PyNative, what it computed on one card.
 
-    Every Cell class in the tree may define `shard(self, config)` and return `(input_layout, output_layout, weight_layout)`, each a
-    layout, a tuple by position, a dict by argument or parameter name, or `None` to derive it (RFC ICY7S6). What nobody declares is
-    derived: parameters are replicated, activations follow their operators.
+    Every Cell class in the tree may define `shard(self, config)` and return `(input_layout, output_layout,
+    weight_layout)`, each a layout, a tuple by position, a dict by argument or parameter name, or `None` to derive it
+    (RFC ICY7S6). What nobody declares is derived: parameters are replicated, activations follow their operators.
 
-    The tree stays the user's own: Cells keep their identity, attributes and names. Sharded parameters are replaced by `Parameter`s of the
-    same name that hold this rank's part (all have `.layout` and `.global_shape`), so optimizers, which are built afterwards, and
-    checkpoints see local tensors; code in `construct` sees global ones. Plain tensors passed to `cell` are this rank's parts in the declared input layouts; results are `DTensor`s.
+    The tree stays the user's own: Cells keep their identity, attributes and names. Sharded parameters are replaced by
+    `Parameter`s of the same name that hold this rank's part (all have `.layout` and `.global_shape`), so optimizers,
+    which are built afterwards, and checkpoints see local tensors; code in `construct` sees global ones. Plain tensors
+    passed to `cell` are this rank's parts in the declared input layouts; results are `DTensor`s.
 
     Args:
-        cell: the Cell, built the ordinary way, or under `ms.DeviceCtx("meta")` so that nothing is allocated before its part is.
-        mesh: a `DeviceMesh`.
-        config: passed to the hooks.
-        plan: `{"layers.*.mlp.fc1": {"input": …, "output": …, "weight": …}}`, layouts by path pattern (`*` is one segment, `**` any number),
+        cell: the Cell, built the ordinary way, or under `ms.DeviceCtx("meta")` so that nothing is allocated before
+        its part is. mesh: a `DeviceMesh`. config: passed to the hooks. plan: `{"layers.*.mlp.fc1": {"input": …,
+        "output": …, "weight": …}}`, layouts by path pattern (`*` is one segment, `**` any number),
             for Cells that nobody may edit. It wins over hooks.
         seed: of the initial values of parameters built on the meta device: the same global values for any mesh.
 
@@ -41,20 +41,25 @@ def shard(cell, mesh, config=None, plan=None, seed=0):
         `cell` itself.
 
     Raises:
-        TypeError, ValueError: a declaration that is malformed or doesn't fit; names the Cell's path, the tensor, its shape and layout.
+        TypeError, ValueError: a declaration that is malformed or doesn't fit; names the Cell's path, the tensor, its
+            shape and layout.
     """
     if not isinstance(cell, nn.Cell):
         raise TypeError(f"shard() takes a Cell, an instance of a subclass of nn.Cell, not {cell!r}")
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"shard() takes a DeviceMesh, as init_device_mesh() makes it, not {mesh!r}")
     if any(isinstance(child, _ShardedCell) for _, child in cell.cells_and_names()):
-        raise ValueError(f"{type(cell).__name__}, or a Cell in it, is sharded already: call shard() once, with the root Cell")
+        raise ValueError(
+            f"{type(cell).__name__}, or a Cell in it, is sharded already: call shard() once, with the root Cell"
+        )
     declarations = collect_declarations(cell, config, plan)
     _place_parameters(cell, mesh, declarations, seed)
     tree = _Tree()
     for path, child in list(cell.cells_and_names()):
         arguments = tuple(name for name in inspect.signature(type(child).construct).parameters if name != "self")
-        boundary = Boundary(cell_label(path, child), mesh, arguments, declarations.get(path), _weight_axes(child), child is cell)
+        boundary = Boundary(
+            cell_label(path, child), mesh, arguments, declarations.get(path), _weight_axes(child), child is cell
+        )
         child.__dict__["_sharding"] = (tree, boundary)
         child.__class__ = _sharded_class(type(child))
     return cell
@@ -79,7 +84,7 @@ class _ShardedCell:
             args, kwargs = boundary.enter(args, kwargs)
             return boundary.leave(super().construct(*args, **kwargs))
         except _LOCATED as error:
-            raise _located(error, boundary.label)
+            raise _located(error, boundary.label) from error.__cause__
         finally:
             if outermost:
                 tree.views = None
@@ -93,7 +98,7 @@ class _ShardedCell:
         return value
 
 
-@lru_cache(maxsize=None)
+@cache
 def _sharded_class(cls):
     """`cls` with parameters seen as DTensors, and the boundary around its `construct`. Called as before."""
     return type(cls.__name__, (_ShardedCell, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
@@ -116,7 +121,6 @@ def _located(error, label):
     text = str(error) if label in str(error) else f"in {label}: {error}"
     located = type(error)(text).with_traceback(error.__traceback__)
     located.is_located = True
-    located.__cause__ = error.__cause__
     return located
 
 
@@ -138,9 +142,7 @@ def _place_parameters(cell, mesh, declarations, seed):
     else:
         materialize(cell, seed, layouts, world().rank)
         parts = {}
-    placed = {
-        id(p): placed_parameter(parts.get(path, p), layouts[path], shapes.get(path)) for path, p in named.items()
-    }
+    placed = {id(p): placed_parameter(parts.get(path, p), layouts[path], shapes.get(path)) for path, p in named.items()}
     for _, child in cell.cells_and_names():
         for name, parameter in child._params.items():
             if parameter is not None:
@@ -151,7 +153,7 @@ def _place_parameters(cell, mesh, declarations, seed):
                 child._params_list[name] = ParameterTuple([placed[id(parameter)] for parameter in value])
     for _, child in cell.cells_and_names():
         if child._recompute_cell is not None:  # it remembers the parameters that it differentiates by
-            child._recompute_cell.internal_params = child.trainable_params()
+            object.__setattr__(child._recompute_cell, "internal_params", child.trainable_params())
 
 
 def _meta_part(parameter, layout):
@@ -172,7 +174,10 @@ def _parameter_layouts(cell, mesh, declarations):
             layout = bind_layout(given, mesh, parameter.ndim, name=where)
             layout.local_shape(parameter.shape, where)
             if declared.setdefault(id(parameter), layout) != layout:
-                raise ValueError(f"{where} is declared as {layout}, but it is shared, and elsewhere declared as {declared[id(parameter)]}")
+                raise ValueError(
+                    f"{where} is declared as {layout}, but it is shared, and elsewhere declared as "
+                    f"{declared[id(parameter)]}"
+                )
     return {
         path: declared.get(id(parameter), Layout.on(mesh, ((),) * parameter.ndim))
         for path, parameter in cell.parameters_and_names()

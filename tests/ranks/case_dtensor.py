@@ -5,14 +5,14 @@ from itertools import product
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, nn, ops
-
 from launch import on_ranks
+from mindspore import Parameter, Tensor, nn, ops
+from one_card import Claim, check, draw, part_of, verify
+
 from mindformers_core.communication import AllReduce, count_collectives, world
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.tensor_parallel import DTensor, distribute_tensor, local_map
-from one_card import Claim, check, draw, part_of, verify
 
 MARKS = ("whole", "varying", "sum", "avg", "max", "min", 0, 1)  # what an axis may do to a tensor of two dims
 
@@ -71,7 +71,7 @@ def case_any_layout_to_any_other():
 
 @on_ranks(2)
 def case_partial_extremes_of_different_terms():
-    """A maximum and a minimum of terms that differ: the gradient goes to the rank that holds the extreme, ties share it."""
+    """A maximum and a minimum of terms that differ: the gradient goes to the rank that holds it, ties share it."""
     mesh = init_device_mesh((2,), ("tp",))
     terms = np.float32([[[1, 5], [3, 3], [0, 9]], [[2, 4], [3, 3], [0, 8]]])
     for op, reduce in (("max", np.max), ("min", np.min)):
@@ -113,7 +113,9 @@ def case_a_shared_input_costs_one_all_reduce():
     random = np.random.default_rng(1)
     array = random.normal(size=(4, 8)).astype(np.float32)
     whole = [Parameter(Tensor(random.normal(size=(8, 6)).astype(np.float32)), name=f"w{n}") for n in range(3)]
-    views = [distribute_tensor(Parameter(weight.value(), name=weight.name), layout(None, "tp"), mesh) for weight in whole]
+    views = [
+        distribute_tensor(Parameter(weight.value(), name=weight.name), layout(None, "tp"), mesh) for weight in whole
+    ]
     mine = [view.to_local() for view in views]
     outer = distribute_tensor(Tensor(array), layout(None, None), mesh)
     sums = ops.add(outer, 0.0)  # made by an operator, outside of any gradient function
@@ -133,12 +135,16 @@ def case_a_shared_input_costs_one_all_reduce():
         np.testing.assert_allclose(float(my_loss), float(loss), 1e-5)
         np.testing.assert_allclose(my_x_gradient.asnumpy(), x_gradient.asnumpy(), 1e-5, 1e-6)
         for kept in (outer, sums):
-            kept_loss, kept_gradients = ms.value_and_grad(lambda kept=kept: three_projections(kept, views), None, mine)()
+            kept_loss, kept_gradients = ms.value_and_grad(
+                lambda kept=kept: three_projections(kept, views), None, mine
+            )()
             np.testing.assert_allclose(float(kept_loss), float(loss), 1e-5)
             for found, same in zip(kept_gradients, my_gradients):
                 np.testing.assert_allclose(found.asnumpy(), same.asnumpy(), 1e-6, err_msg=f"step {step}")
         for view, found, expected in zip(views, my_gradients, gradients):
-            np.testing.assert_allclose(found.asnumpy(), part_of(expected.asnumpy(), view.layout), 1e-5, err_msg=f"step {step}")
+            np.testing.assert_allclose(
+                found.asnumpy(), part_of(expected.asnumpy(), view.layout), 1e-5, err_msg=f"step {step}"
+            )
         np.testing.assert_allclose(float(inside(Tensor(array))), float(loss), 1e-5)  # evaluation, before the update
         one(gradients)
         two(my_gradients)
@@ -211,7 +217,7 @@ def case_gradient_in_a_gradient_function():
 
 @on_ranks(4)
 def case_local_map():
-    """A hand-written row-parallel matmul: gradients of sharded and of whole inputs, of a plain tensor, and of a scale."""
+    """A hand-written row-parallel matmul: gradients of sharded and of whole inputs, and of a scale."""
     mesh = init_device_mesh((2, 2), ("dp", "tp"))
     reduce = AllReduce(mesh, ("tp",))
 
@@ -240,13 +246,20 @@ def case_local_map_partial_result():
     """Partial results; several results; a whole input whose gradient is summed; errors before anything is computed."""
     mesh = init_device_mesh((2, 2), ("dp", "tp"))
     partial = Layout.on(mesh, ((), ()), {"tp": "sum"})
-    terms = local_map(lambda x, w: (ops.matmul(x, w), x), (layout(None, "tp"), layout("tp", None)), (partial, layout(None, "tp")))
+    terms = local_map(
+        lambda x, w: (ops.matmul(x, w), x), (layout(None, "tp"), layout("tp", None)), (partial, layout(None, "tp"))
+    )
     random = np.random.default_rng(0)
     values = [draw(random, (4, 8)), draw(random, (8, 6))]
     whole = [Layout.on(mesh, ((), ()))] * 2
     check("partial", lambda x, w: terms(x, w)[0] if isinstance(x, DTensor) else ops.matmul(x, w), values, [whole])
     scaled = local_map(lambda x, s: x * s, (layout("dp", None), None), layout("dp", None))
-    check("scale", lambda x, s: scaled(x, s) if isinstance(x, DTensor) else x * s, [values[0], draw(random, (8,))], [[whole[0], Layout.on(mesh, ((),))]])
+    check(
+        "scale",
+        lambda x, s: scaled(x, s) if isinstance(x, DTensor) else x * s,
+        [values[0], draw(random, (8,))],
+        [[whole[0], Layout.on(mesh, ((),))]],
+    )
     x, w = (distribute_tensor(value, whole[0]) for value in values)
     with pytest.raises(TypeError, match="without any DTensor"):
         terms(*values)

@@ -3,12 +3,12 @@
 from itertools import permutations, product
 
 import numpy as np
-
 from launch import on_ranks
-from mindformers_core.layout import Layout
-from mindformers_core.mesh import init_device_mesh
 from mindspore_calls import CALLS, F
 from one_card import check, draw
+
+from mindformers_core.layout import Layout
+from mindformers_core.mesh import init_device_mesh
 
 MOST = 24  # combinations tried for one call
 AXES = ("dp", "tp")
@@ -16,7 +16,7 @@ DTYPES = {F: "float32", "int": "int32", "bool": "bool"}
 
 
 def layouts_of(kind, shape, mesh):
-    """All layouts that an input of this shape can have: each axis replicated, on any dim (in both orders), partial or varying."""
+    """All layouts of an input of this shape: each axis replicated, on any dim (in both orders), partial or varying."""
     choices = [None, *range(len(shape)), *(["sum", "varying"] if kind == F else [])]
     found = []
     for picks in product(choices, repeat=len(AXES)):

@@ -1,13 +1,13 @@
-"""Random programs: small compositions of operators on tensors that lie at random, equal to one card in values and gradients."""
+"""Random programs: compositions of operators on tensors that lie at random equal one card, gradients included."""
 
 import numpy as np
-from mindspore import Tensor, ops
-
 from case_operators import AXES, layouts_of
 from launch import on_ranks
-from mindformers_core.mesh import init_device_mesh
+from mindspore import Tensor, ops
 from mindspore_calls import F
 from one_card import check, draw
+
+from mindformers_core.mesh import init_device_mesh
 
 PROGRAMS = 40
 CHOICES = 2  # of layouts for each program

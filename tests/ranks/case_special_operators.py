@@ -5,14 +5,14 @@ from itertools import product
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, mint, ops
-
 from launch import on_ranks
+from mindspore import Tensor, mint, ops
+from one_card import check, draw, part_of
+
 from mindformers_core.communication import world
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.tensor_parallel import DTensor, distribute_tensor
-from one_card import check, draw, part_of
 
 MESH = init_device_mesh((2, 2), ("dp", "tp"))
 INF = np.inf
@@ -23,7 +23,14 @@ def bound(*specifications):
     return [[given.bind(MESH, 2)] for given in specifications]
 
 
-CUTS = bound(layout(None, "tp"), layout("dp", "tp"), layout(None, ("dp", "tp")), layout(None, ("tp", "dp")), layout("tp", "dp"), layout())
+CUTS = bound(
+    layout(None, "tp"),
+    layout("dp", "tp"),
+    layout(None, ("dp", "tp")),
+    layout(None, ("tp", "dp")),
+    layout("tp", "dp"),
+    layout(),
+)
 
 TIES = np.float32(
     [[1, 3, 3, 2, 3, 0, 3, 1], [3, 0, 1, 3, 0, 0, 0, 0], [0, 0, 0, 0, -1, 0, 0, 0], [7, 7, 7, 7, 7, 7, 7, 7]]
@@ -32,15 +39,21 @@ TIES = np.float32(
 
 @on_ranks(4)
 def case_extremes_with_ties():
-    """The gradient is shared by all that hold the extreme, or goes to the first, as MindSpore has it operator by operator."""
+    """The gradient is shared by all that hold the extreme, or goes to the first, as each operator has it."""
     functions = {
-        "max": lambda x: x.max(), "min": lambda x: x.min(), "amax": lambda x: ops.amax(x, 1),
-        "amax of both": lambda x: ops.amax(x, (0, 1), keepdims=True), "amin": lambda x: ops.amin(x, 1, keepdims=True),
-        "ReduceMax": lambda x: ops.ReduceMax(keep_dims=True)(x, 1), "max with index": lambda x: ops.max(x, 1)[0],
-        "min with index": lambda x: ops.min(x, 1, True)[0], "mint.max": lambda x: mint.max(x, 1)[0],
-        "mint.min": lambda x: mint.min(x, 1, keepdim=True)[0], "method": lambda x: x.max(axis=1),
+        "max": lambda x: x.max(),
+        "min": lambda x: x.min(),
+        "amax": lambda x: ops.amax(x, 1),
+        "amax of both": lambda x: ops.amax(x, (0, 1), keepdims=True),
+        "amin": lambda x: ops.amin(x, 1, keepdims=True),
+        "ReduceMax": lambda x: ops.ReduceMax(keep_dims=True)(x, 1),
+        "max with index": lambda x: ops.max(x, 1)[0],
+        "min with index": lambda x: ops.min(x, 1, True)[0],
+        "mint.max": lambda x: mint.max(x, 1)[0],
+        "mint.min": lambda x: mint.min(x, 1, keepdim=True)[0],
+        "method": lambda x: x.max(axis=1),
         "ArgMaxWithValue": lambda x: ops.ArgMaxWithValue(1, True)(x)[1],
-    }  # fmt: skip
+    }
     for (name, function), sign in product(functions.items(), (1, -1)):
         check(name, function, [Tensor(sign * TIES)], CUTS)
     for array in (TIES.astype(np.int32), TIES.astype(np.float16)):
@@ -51,10 +64,14 @@ def case_extremes_with_ties():
 def case_positions_with_ties():
     """The first position among equals; NaN is none."""
     functions = {
-        "argmax": lambda x: ops.argmax(x, 1), "argmin": lambda x: ops.argmin(x, 1), "method": lambda x: x.argmax(0),
-        "keepdim": lambda x: ops.argmax(x, 1, True), "with value": lambda x: ops.max(x, 1)[1], "mint": lambda x: mint.max(x, 1)[1],
+        "argmax": lambda x: ops.argmax(x, 1),
+        "argmin": lambda x: ops.argmin(x, 1),
+        "method": lambda x: x.argmax(0),
+        "keepdim": lambda x: ops.argmax(x, 1, True),
+        "with value": lambda x: ops.max(x, 1)[1],
+        "mint": lambda x: mint.max(x, 1)[1],
         "mint.min": lambda x: mint.min(x, 1)[1],
-    }  # fmt: skip
+    }
     with_nan = TIES.copy()
     with_nan[:, 4:] = np.nan
     for name, function in functions.items():
@@ -103,7 +120,7 @@ def case_lookups():
 
 @on_ranks(4)
 def case_dropout_is_the_same_on_any_mesh():
-    """One mask for 2x2, 1x4 and a replicated tensor; another one at every call; the gradient goes through the same mask."""
+    """One mask for 2x2, 1x4 and a replicated tensor; another one at every call; the gradient has the same mask."""
     array = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
     meshes = MESH, init_device_mesh((1, 4), ("dp", "tp"))
     placed = [given.bind(mesh, 2) for mesh in meshes for given in (layout("dp", "tp"), layout(("dp", "tp")), layout())]
@@ -137,6 +154,57 @@ def restart_dropout():
     DROPOUT.calls = 0
 
 
+WRONG_CALLS = [  # of x (4, 8), y (6, 10), cube (2, 4, 8), and what makes more such tensors
+    lambda x, y, cube, tensor: x + y,
+    lambda x, y, cube, tensor: x * y,
+    lambda x, y, cube, tensor: ops.matmul(x, y),
+    lambda x, y, cube, tensor: x @ y,
+    lambda x, y, cube, tensor: ops.bmm(x, x),
+    lambda x, y, cube, tensor: ops.bmm(cube, cube),
+    lambda x, y, cube, tensor: ops.MatMul()(x, cube),
+    lambda x, y, cube, tensor: ops.dense(x, y),
+    lambda x, y, cube, tensor: ops.dense(x, tensor(6, 8), tensor(4)),
+    lambda x, y, cube, tensor: ops.dense(x, cube),
+    lambda x, y, cube, tensor: ops.dense(x, tensor(6, 8), tensor(2, 6)),
+    lambda x, y, cube, tensor: ops.bias_add(x, tensor(6)),
+    lambda x, y, cube, tensor: ops.reshape(x, (3, 11)),
+    lambda x, y, cube, tensor: x.view(5, -1),
+    lambda x, y, cube, tensor: ops.transpose(x, (0, 1, 2)),
+    lambda x, y, cube, tensor: x.permute(0, 0),
+    lambda x, y, cube, tensor: ops.concat([x, y], 0),
+    lambda x, y, cube, tensor: ops.concat([x, cube], 0),
+    lambda x, y, cube, tensor: ops.stack([x, y]),
+    lambda x, y, cube, tensor: ops.split(x, 3, 5),
+    lambda x, y, cube, tensor: ops.softmax(x, 3),
+    lambda x, y, cube, tensor: ops.sum(x, 4),
+    lambda x, y, cube, tensor: ops.mean(x, 2),
+    lambda x, y, cube, tensor: ops.amax(x, -3),
+    lambda x, y, cube, tensor: ops.argmax(x, 2),
+    lambda x, y, cube, tensor: x[4],
+    lambda x, y, cube, tensor: x[:, :, 0],
+    lambda x, y, cube, tensor: ops.expand_dims(x, 5),
+    lambda x, y, cube, tensor: ops.squeeze(x, 3),
+    lambda x, y, cube, tensor: ops.broadcast_to(x, (3, 8)),
+    lambda x, y, cube, tensor: x.expand(5, 8),
+    lambda x, y, cube, tensor: ops.gather(x, Tensor(np.int32([0])), 2),
+    lambda x, y, cube, tensor: ops.gather_elements(x, 1, Tensor(np.int32([0]))),
+    lambda x, y, cube, tensor: ops.where(y > 0, x, x),
+    lambda x, y, cube, tensor: ops.masked_fill(x, y > 0, 0.0),
+    lambda x, y, cube, tensor: ops.topk(x, 9),
+    lambda x, y, cube, tensor: ops.cumsum(x, 2),
+    lambda x, y, cube, tensor: ops.tril(tensor(4)),
+    lambda x, y, cube, tensor: ops.LayerNorm(1, 1)(x, tensor(6), tensor(6)),
+    lambda x, y, cube, tensor: ops.narrow(x, 1, 6, 4),
+    lambda x, y, cube, tensor: ops.one_hot(x, 8),
+    lambda x, y, cube, tensor: ops.tile(x, (0, 1)),
+    lambda x, y, cube, tensor: ops.swapaxes(x, 0, 2),
+    lambda x, y, cube, tensor: ops.cross_entropy(x, tensor(6)),
+    lambda x, y, cube, tensor: ops.addmm(x, x, x),
+    lambda x, y, cube, tensor: ops.strided_slice(x, (0, 0, 0), (1, 1, 1), (1, 1, 1)),
+    lambda x, y, cube, tensor: ops.flatten(x, start_dim=3),
+]
+
+
 @on_ranks(4)
 def case_wrong_shapes_are_found_before_anything_runs():
     """An error from C++ inside an operator can leave MindSpore unusable; ours come from the rules, and all works on."""
@@ -146,23 +214,9 @@ def case_wrong_shapes_are_found_before_anything_runs():
         return distribute_tensor(draw(random, shape), Layout.on(MESH, [("dp",), *((),) * (len(shape) - 1)]))
 
     x, y, cube = tensor(4, 8), tensor(6, 10), tensor(2, 4, 8)
-    calls = [
-        lambda: x + y, lambda: x * y, lambda: ops.matmul(x, y), lambda: x @ y, lambda: ops.bmm(x, x), lambda: ops.bmm(cube, cube),
-        lambda: ops.MatMul()(x, cube), lambda: ops.dense(x, y), lambda: ops.dense(x, tensor(6, 8), tensor(4)), lambda: ops.dense(x, cube),
-        lambda: ops.dense(x, tensor(6, 8), tensor(2, 6)), lambda: ops.bias_add(x, tensor(6)), lambda: ops.reshape(x, (3, 11)),
-        lambda: x.view(5, -1), lambda: ops.transpose(x, (0, 1, 2)), lambda: x.permute(0, 0), lambda: ops.concat([x, y], 0),
-        lambda: ops.concat([x, cube], 0), lambda: ops.stack([x, y]), lambda: ops.split(x, 3, 5), lambda: ops.softmax(x, 3),
-        lambda: ops.sum(x, 4), lambda: ops.mean(x, 2), lambda: ops.amax(x, -3), lambda: ops.argmax(x, 2), lambda: x[4], lambda: x[:, :, 0],
-        lambda: ops.expand_dims(x, 5), lambda: ops.squeeze(x, 3), lambda: ops.broadcast_to(x, (3, 8)), lambda: x.expand(5, 8),
-        lambda: ops.gather(x, Tensor(np.int32([0])), 2), lambda: ops.gather_elements(x, 1, Tensor(np.int32([0]))),
-        lambda: ops.where(y > 0, x, x), lambda: ops.masked_fill(x, y > 0, 0.0), lambda: ops.topk(x, 9), lambda: ops.cumsum(x, 2),
-        lambda: ops.tril(tensor(4)), lambda: ops.LayerNorm(1, 1)(x, tensor(6), tensor(6)), lambda: ops.narrow(x, 1, 6, 4),
-        lambda: ops.one_hot(x, 8), lambda: ops.tile(x, (0, 1)), lambda: ops.swapaxes(x, 0, 2), lambda: ops.cross_entropy(x, tensor(6)),
-        lambda: ops.addmm(x, x, x), lambda: ops.strided_slice(x, (0, 0, 0), (1, 1, 1), (1, 1, 1)), lambda: ops.flatten(x, start_dim=3),
-    ]  # fmt: skip
-    for number, call in enumerate(calls):
+    for number, call in enumerate(WRONG_CALLS):
         with pytest.raises((ValueError, TypeError, IndexError)) as caught:
-            call()
+            call(x, y, cube, tensor)
         assert "C++ Call Stack" not in str(caught.value), f"call {number}: {caught.value}"
         np.testing.assert_allclose((x + x).to_local().asnumpy(), 2 * x.to_local().asnumpy())
     assert world().size == 4

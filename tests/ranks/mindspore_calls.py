@@ -9,7 +9,6 @@ F, I, B = "float", "int", "bool"  # kinds of inputs: normal numbers, indices bel
 SCALE = Tensor(np.linspace(-1, 1, 8, dtype=np.float32))  # MindSpore's own gradient fails where a scale is a plain input
 
 
-
 def add_in_place(x, y):
     """As in `h += f(h)`."""
     x = x * 1

@@ -11,7 +11,6 @@ import numpy as np
 from mindspore import Tensor
 
 from mindformers_core.communication import world
-from mindformers_core.layout import Layout
 from mindformers_core.tensor_parallel import DTensor, distribute_tensor
 from mindformers_core.tensor_parallel.clipping import sum_over
 
@@ -56,7 +55,9 @@ def check(name, function, values, choices, rtol=1e-5, atol=1e-5):
     """
     result = function(*values)
     floats = tuple(place for place, value in enumerate(values) if is_float(value)) if is_float(result) else ()
-    weights = np.random.default_rng(1).normal(size=result.shape).astype(result.asnumpy().dtype if floats else np.float32)
+    weights = (
+        np.random.default_rng(1).normal(size=result.shape).astype(result.asnumpy().dtype if floats else np.float32)
+    )
     parts = [[_own_part(value, layout) for value, layout in zip(values, layouts)] for layouts in choices]
     names = [f"{name} of {', '.join(map(str, layouts))}" for layouts in choices]
     outputs = []
@@ -79,7 +80,10 @@ def check(name, function, values, choices, rtol=1e-5, atol=1e-5):
         whole = dict(zip(floats, whole if isinstance(whole, tuple) else (whole,)))
         found = iter(gradients if isinstance(gradients, tuple) else (gradients,))
         for label, layouts in zip(names, choices):
-            claims += [_claim_of_gradient(f"gradient {p} of {label}", next(found), whole[p].asnumpy(), layouts[p]) for p in floats]
+            claims += [
+                _claim_of_gradient(f"gradient {p} of {label}", next(found), whole[p].asnumpy(), layouts[p])
+                for p in floats
+            ]
     verify(claims, choices[0][0].mesh, rtol, atol)
 
 

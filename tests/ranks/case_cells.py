@@ -1,0 +1,260 @@
+"""`shard()` on Cells that do unusual things, against one card: gradients of inputs and parameters, for some steps."""
+
+import mindspore as ms
+import numpy as np
+from launch import on_ranks
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore.common.initializer import Normal, initializer
+from one_card import part_of
+
+from mindformers_core.communication import count_collectives, world
+from mindformers_core.layout import layout
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.tensor_parallel import shard
+from mindformers_core.tensor_parallel.clipping import sum_over
+from mindformers_core.tensor_parallel.distributed_operators import DROPOUT
+from mindformers_core.tensor_parallel.initialize import materialize
+
+HIDDEN = 8
+
+
+def weight(*shape):
+    return Parameter(initializer(Normal(0.3), shape))
+
+
+def compare(make, mesh, plan, x_layout, train=None, steps=2, shape=(4, 6, HIDDEN), after=lambda cell: None):
+    """Train both for some steps and compare everything.
+
+    Args:
+        make: a function that builds the Cell, whose result is summed to the loss.
+        mesh: the mesh.
+        plan: for `shard()`.
+        x_layout: of the input, a float tensor of `shape`.
+        train: which parameters to train, by name; default: all.
+        steps: number of steps, with an evaluation without gradients before each.
+        shape: of the input.
+        after: called with the sharded Cell.
+
+    Returns:
+        The collectives of the last step, as counted.
+    """
+    with ms.DeviceCtx("meta"):
+        single, parallel = make(), make()
+    materialize(single, seed=3)
+    shard(parallel, mesh, plan={"": {"input": x_layout}, **(plan or {})}, seed=3)
+    after(parallel)
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    bound = x_layout.bind(mesh, len(shape))
+    ours, theirs = Tensor(part_of(x, bound)), Tensor(x)
+    whole, mine = (
+        [p for p in cell.trainable_params() if train is None or p.name in train] for cell in (single, parallel)
+    )
+    assert mine and [p.name for p in whole] == [p.name for p in mine]
+    one, two = nn.SGD(whole, 0.002), nn.SGD(mine, 0.002)
+    for step in range(steps):
+        np.testing.assert_allclose(
+            float(ops.sum(parallel(ours)).full_tensor()), float(ops.sum(single(theirs))), 1e-5, 1e-5
+        )
+        loss, (x_gradient, gradients) = ms.value_and_grad(lambda x: ops.sum(single(x)), 0, whole)(theirs)
+        with count_collectives() as counts:
+            total, (my_x_gradient, my_gradients) = ms.value_and_grad(
+                lambda x: ops.sum(parallel(x)).full_tensor(), 0, mine
+            )(ours)
+        np.testing.assert_allclose(float(total), float(loss), 1e-5, 1e-5, err_msg=f"loss in step {step}")
+        np.testing.assert_allclose(
+            my_x_gradient.asnumpy(), part_of(x_gradient.asnumpy(), bound), 1e-4, 1e-5, err_msg=f"input, step {step}"
+        )
+        for parameter, found, expected in zip(mine, my_gradients, gradients):
+            expected = part_of(expected.asnumpy(), parameter.layout)
+            np.testing.assert_allclose(found.asnumpy(), expected, 1e-4, 2e-5, err_msg=f"{parameter.name}, step {step}")
+        one(gradients)
+        two(my_gradients)
+    return dict(counts)
+
+
+class Linear(nn.Cell):
+    """`x @ weight`."""
+
+    def __init__(self, rows=HIDDEN, columns=HIDDEN):
+        super().__init__()
+        self.weight = weight(rows, columns)
+
+    def construct(self, x):
+        return ops.matmul(x, self.weight)
+
+
+class Attention(nn.Cell):
+    """Three projections of one input, and one back."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (Linear() for _ in range(4))
+
+    def construct(self, x):
+        mixed = ops.tanh(self.q(x)) * ops.tanh(self.k(x)) + self.v(x)
+        return self.o(mixed)
+
+
+COLUMNS, ROWS = {"weight": layout(None, "tp")}, {"weight": layout("tp", None)}
+ATTENTION = {**{name: COLUMNS for name in ("q", "k", "v")}, "o": {**ROWS, "output": layout(..., None, None)}}
+
+
+@on_ranks(2)
+def case_projections_of_one_input():
+    """One all-reduce forward and one backward; in sequence parallel one gather and one scatter each way."""
+    mesh = init_device_mesh((2,), ("tp",))
+    counts = compare(Attention, mesh, ATTENTION, layout())
+    assert counts == {("all_reduce", ("tp",)): (2, 2 * 4 * 6 * HIDDEN * 4)}, counts
+    sequence = {**ATTENTION, "o": {**ROWS, "output": layout(None, "tp", None)}}
+    counts = compare(
+        Attention,
+        mesh,
+        sequence | {name: {**COLUMNS, "input": layout(None, None, None)} for name in "qkv"},
+        layout(None, "tp"),
+    )
+    scalar = counts.pop(("all_reduce", ("tp",)))
+    assert scalar == (1, 4), scalar  # the test's own sum
+    assert counts == {(kind, ("tp",)): (2, 2 * 4 * 6 * HIDDEN * 4 // 2) for kind in ("all_gather", "reduce_scatter")}, (
+        counts
+    )
+
+
+class Recomputed(nn.Cell):
+    """Two blocks, one or both recomputed in one of MindSpore's ways, and one block's weight used once more outside."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.first, self.second = Attention(), Attention()
+        if way == "cell":
+            self.first.recompute()
+            self.second.recompute()
+
+    def construct(self, x):
+        h = ms.recompute(self.first, x) if self.way == "function" else self.first(x)
+        y = self.second(h + x) if self.way == "cell" else ms.recompute(self.second, h + x)
+        return ops.matmul(y, self.first.q.weight) + ops.matmul(x, self.second.k.weight)
+
+
+@on_ranks(2)
+def case_recompute():
+    """With weights sharded in ways that need collectives or marks, also where `recompute()` came before `shard()`."""
+    mesh = init_device_mesh((2,), ("tp",))
+    plan = {f"{block}.{name}": entry for block in ("first", "second") for name, entry in ATTENTION.items()}
+    gathered = {f"{block}.{name}": {"weight": layout("tp")} for block in ("first", "second") for name in "qkvo"}
+    for way in ("cell", "function"):
+        for used, x_layout in ((plan, layout()), (gathered, layout("tp")), (gathered, layout())):
+            compare(lambda way=way: Recomputed(way), mesh, used, x_layout)
+
+
+class Dropping(nn.Cell):
+    """Dropout in a block that is recomputed."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Linear()
+        self.inner.recompute()
+        self.drop = nn.Dropout(p=0.5)
+        self.drop.recompute()
+
+    def construct(self, x):
+        return self.drop(self.inner(x)) * self.inner.weight[0]
+
+
+@on_ranks(2)
+def case_dropout_recomputed():
+    """The recomputation drops what the forward pass dropped: the gradient of a linear function of x is its slope."""
+    mesh = init_device_mesh((2,), ("tp",))
+    cell = shard(Dropping(), mesh, plan={"": {"input": layout("tp")}})
+    cell.set_train()
+    x = Tensor(np.random.default_rng(0).normal(size=(4, HIDDEN)).astype(np.float32))
+    calls = DROPOUT.calls
+    value, gradient = ms.value_and_grad(lambda x: cell(x).sum().full_tensor())(x)
+    assert DROPOUT.calls == calls + 1
+    slope = sum_over(mesh, ("tp",), (gradient * x).sum())
+    np.testing.assert_allclose(slope.asnumpy(), value.asnumpy(), 1e-5)
+
+
+class Tied(nn.Cell):
+    """A table that is looked up in and multiplied with; a frozen scale; a tuple of weights; a Cell used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = weight(16, HIDDEN)
+        self.head = Linear()
+        self.head.weight = self.table
+        self.scale = Parameter(initializer("ones", (HIDDEN,)), requires_grad=False)
+        self.parts = ParameterTuple(
+            [Parameter(initializer(Normal(0.5), (HIDDEN, HIDDEN)), name=f"part{n}") for n in range(2)]
+        )
+        self.twice = Linear()
+
+    def construct(self, x):
+        ids = ops.cast(ops.abs(x[..., 0]) * 5, ms.int32)
+        h = ops.gather(self.table, ids, 0) * self.scale + x
+        for part in self.parts:
+            h = ops.tanh(ops.matmul(h, part))
+        h = self.twice(self.twice(h))
+        return ops.softmax(ops.matmul(h, ops.swapaxes(self.table, 0, 1)), -1)[..., 3]
+
+
+@on_ranks(2, 4)
+def case_tied_frozen_and_many():
+    """See `Tied`; the vocabulary sharded or not, the batch sharded or not."""
+    mesh = init_device_mesh((2,), ("tp",)) if world().size == 2 else init_device_mesh((2, 2), ("dp", "tp"))
+    batch = "dp" if "dp" in mesh.axis_names else None
+    for table in (layout("tp"), layout(None, "tp"), layout()):
+        plan = {
+            "": {
+                "input": layout(batch),
+                "weight": {"table": table, "part0": layout(None, "tp"), "part1": layout("tp")},
+            },
+            "twice": COLUMNS,
+        }
+        counts = compare(Tied, mesh, plan, layout(batch))
+        assert counts
+    compare(Tied, mesh, {"twice": ROWS}, layout(batch), train=("twice.weight",))
+    compare(Tied, mesh, {"twice": ROWS}, layout(batch), after=lambda cell: setattr(cell.parts[0], "unused", None))
+
+
+@on_ranks(4)
+def case_weights_that_their_input_contradicts():
+    """ZeRO-3 (weights sharded over the batch's own axis), and weights cut like nothing else, or on both axes."""
+    mesh = init_device_mesh((2, 2), ("dp", "tp"))
+    for given in (
+        layout("dp", None),
+        layout(None, "dp"),
+        layout(("tp", "dp"), None),
+        layout("tp", "dp"),
+        layout("dp", "tp"),
+        layout(None, "dp_tp"),
+    ):
+        for x_layout in (layout("dp"), layout(None, "tp"), layout(("tp", "dp")), layout("tp", "dp"), layout()):
+            plan = {name: {"weight": given} for name in "qkvo"}
+            compare(Attention, mesh, plan, x_layout, steps=1)
+    zero = {name: {"weight": layout("dp", None)} for name in "qkvo"}
+    counts = compare(Attention, mesh, zero, layout("dp"))
+    assert counts.pop(("all_reduce", ("dp",))) == (1, 4)  # the test's own sum
+    bytes_of_one = HIDDEN * HIDDEN * 4 // 2
+    assert counts == {(kind, ("dp",)): (4, 4 * bytes_of_one) for kind in ("all_gather", "reduce_scatter")}, counts
+
+
+@on_ranks(4)
+def case_inputs_that_are_declared():
+    """Inputs moved at the boundary to all sorts of layouts, and results, too."""
+    mesh = init_device_mesh((2, 2, 1), ("dp", "tp", "cp"))
+    for first in (
+        layout("dp"),
+        layout(),
+        layout("dp", "cp", "tp"),
+        layout(None, ("dp", "tp")),
+        layout("tp", None, "dp"),
+    ):
+        for second in (layout("dp", None, None), layout(None, "tp", None), layout(..., "tp")):
+            plan = {
+                **ATTENTION,
+                "q": {**COLUMNS, "input": first, "output": second},
+                "k": {**ROWS, "output": first},
+                "o": {**ROWS, "input": second},
+            }
+            compare(Attention, mesh, plan, layout("dp", "cp"), steps=1, shape=(4, 4, HIDDEN))
