@@ -5,7 +5,6 @@ but consumed by work that differs along the axis, so that its gradient is `Parti
 `shard_map` (`pvary`) and of Megatron-LM's *f* function.
 """
 
-
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -41,7 +40,9 @@ class LayoutSpec:
         named = len(dims) - (... in dims)
         ndim = named if ndim is None else ndim
         if named > ndim:
-            raise ValueError(f"{name}: layout {self} has {named} entries, but the tensor has {ndim} dims: drop {named - ndim}")
+            raise ValueError(
+                f"{name}: layout {self} has {named} entries, but the tensor has {ndim} dims: drop {named - ndim}"
+            )
         if ... in dims:
             place = dims.index(...)
             used = {axis for entry in dims if entry is not ... for axis in entry}
@@ -159,14 +160,16 @@ class Layout:
             ValueError: another number of dims, or a dim that its axes don't divide.
         """
         if len(global_shape) != len(self.dims):
-            raise ValueError(f"{name} of shape {tuple(global_shape)} has {len(global_shape)} dims, but layout {self} has {self.ndim}")
+            raise ValueError(
+                f"{name} of shape {tuple(global_shape)} has {len(global_shape)} dims, but layout {self} has {self.ndim}"
+            )
         local = []
         for dim, (size, axes) in enumerate(zip(global_shape, self.dims)):
             count = self.mesh.axis_size(*axes)
             if size % count:
                 raise ValueError(
-                    f"{name} of shape {tuple(global_shape)}: dim {dim} has size {size}, which axes {', '.join(axes)} of "
-                    f"{self.mesh} would cut into {count} parts: choose a size that {count} divides, or other axes"
+                    f"{name} of shape {tuple(global_shape)}: dim {dim} has size {size}, which axes {', '.join(axes)} "
+                    f"of {self.mesh} would cut into {count} parts: choose a size that {count} divides, or other axes"
                 )
             local.append(size // count)
         return tuple(local)
@@ -174,7 +177,9 @@ class Layout:
     def global_shape(self, local_shape):
         """Shape of the whole tensor of which every rank holds a part of `local_shape`."""
         if len(local_shape) != len(self.dims):
-            raise ValueError(f"a local tensor of shape {tuple(local_shape)} doesn't fit layout {self} of {self.ndim} dims")
+            raise ValueError(
+                f"a local tensor of shape {tuple(local_shape)} doesn't fit layout {self} of {self.ndim} dims"
+            )
         return tuple(size * self.divisor(dim) for dim, size in enumerate(local_shape))
 
     def local_slices(self, global_shape, rank):
@@ -210,7 +215,12 @@ class Layout:
             return True
         if not isinstance(other, Layout):
             return NotImplemented
-        return (self.mesh, self.dims, self.partial, self.varying) == (other.mesh, other.dims, other.partial, other.varying)
+        return (self.mesh, self.dims, self.partial, self.varying) == (
+            other.mesh,
+            other.dims,
+            other.partial,
+            other.varying,
+        )
 
     def __hash__(self):
         return self._hash
@@ -252,7 +262,9 @@ def bind_layout(declared, mesh, ndim=None, arriving=None, name="tensor"):
         if mesh is None:
             raise ValueError(f"{name}: layout {declared} is on no mesh yet; give the mesh to bind it to")
         return declared.bind(mesh, ndim, arriving, name)
-    raise TypeError(f"{name}: {declared!r} is no layout: write layout('dp', 'None', …), a Layout, or a mindspore.Layout")
+    raise TypeError(
+        f"{name}: {declared!r} is no layout: write layout('dp', 'None', …), a Layout, or a mindspore.Layout"
+    )
 
 
 @lru_cache(maxsize=65536)
@@ -324,5 +336,8 @@ def _from_mindspore(declared):
 
 
 def _show_dims(dims):
-    shown = [axes if isinstance(axes, str) else "(" + ", ".join(axes) + ")" if len(axes) > 1 else "".join(axes) for axes in dims]
+    shown = [
+        axes if isinstance(axes, str) else "(" + ", ".join(axes) + ")" if len(axes) > 1 else "".join(axes)
+        for axes in dims
+    ]
     return "[" + ", ".join(entry or "-" for entry in shown) + "]"

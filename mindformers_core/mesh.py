@@ -204,7 +204,9 @@ def _as_ranks(rank_list):
 
 def _check_axes(shape, axis_names):
     if len(shape) != len(axis_names):
-        raise ValueError(f"mesh shape {shape} has {len(shape)} axes, but axis_names {axis_names} names {len(axis_names)}")
+        raise ValueError(
+            f"mesh shape {shape} has {len(shape)} axes, but axis_names {axis_names} names {len(axis_names)}"
+        )
     if not shape:
         raise ValueError("a mesh needs at least one axis; a single device is init_device_mesh((1,), ('dp',))")
     for size, name in zip(shape, axis_names):

@@ -34,4 +34,6 @@ class Partial:
 
     def __post_init__(self):
         if self.op not in PARTIAL_OPS:
-            raise ValueError(f"Partial({self.op!r}): a partial is one of {', '.join(PARTIAL_OPS)}{nearest(self.op, PARTIAL_OPS)}")
+            raise ValueError(
+                f"Partial({self.op!r}): a partial is one of {', '.join(PARTIAL_OPS)}{nearest(self.op, PARTIAL_OPS)}"
+            )

@@ -123,10 +123,14 @@ def test_dry_run_gradients_count(dry):
     x = ms.Tensor(np.ones((64, 32), np.float32))
     with count_collectives() as outer, count_collectives() as counts:
         ms.grad(lambda x: comm.AllGatherVarying(dry, "tp", 0)(x).sum())(x)
-    assert outer == counts == {
-        ("all_gather", ("tp",)): (1, 7 * 64 * 32 * 4),
-        ("reduce_scatter", ("tp",)): (1, 7 * 64 * 32 * 4),
-    }
+    assert (
+        outer
+        == counts
+        == {
+            ("all_gather", ("tp",)): (1, 7 * 64 * 32 * 4),
+            ("reduce_scatter", ("tp",)): (1, 7 * 64 * 32 * 4),
+        }
+    )
     comm.AllReduce(dry, "tp")(x)
     assert len(counts) == 2
 

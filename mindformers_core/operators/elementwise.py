@@ -98,7 +98,7 @@ def _product(*factors, **named):
 
 @register_operator(*_SUMS)
 def _sum_of_terms(*terms, **named):
-    """A sum of tensors is linear in all of them together; with a number other than 0 among its terms it is affine, so not linear."""
+    """A sum of tensors is linear in all of them together; with a number other than 0 among them it is only affine."""
     terms = [*terms, *(value for name, value in named.items() if name != "alpha")]
     tensors = tensors_in(terms)
     affine = any(isinstance(term, (int, float)) and term != 0 for term in terms[:2])

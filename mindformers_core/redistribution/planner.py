@@ -210,6 +210,4 @@ def _path(came_from, start, goal):
 def _step_seconds(step, model):
     """`(forward, backward)` seconds of a step."""
     whole = max(prod(step.shape), prod(step.output_shape)) * step.itemsize
-    return tuple(
-        model.seconds(name, step.axes, step.group_size, whole) for name in STEP_KINDS[step.kind].runs(step.op)
-    )
+    return tuple(model.seconds(name, step.axes, step.group_size, whole) for name in STEP_KINDS[step.kind].runs(step.op))

@@ -1,4 +1,4 @@
-"""Tensor parallelism: global tensors (`DTensor`), `shard()` with its hooks, `local_map`, and layers that declare their layouts."""
+"""Tensor parallelism: global tensors (`DTensor`), `shard()` hooks, `local_map`, layers that declare their layouts."""
 
 from mindformers_core.tensor_parallel.clipping import clip_by_global_norm
 from mindformers_core.tensor_parallel.dtensor import DTensor, distribute_tensor

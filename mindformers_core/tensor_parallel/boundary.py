@@ -33,6 +33,7 @@ class Boundary:
         self.outputs = declaration.outputs if declaration else {}
         self.weight_axes = weight_axes
         self.is_root = is_root
+        self.targets = {}
 
     def enter(self, args, kwargs):
         """The arguments as `construct` gets them."""
@@ -92,22 +93,13 @@ class Boundary:
             tensor = wrap(tensor.to_local(), tensor._meta)  # what it is moved to in this pass is kept for this pass
         if declared is None:
             return tensor
-        target = self._bind(declared, tensor, name)
-        marks = set(target.varying)
-        for axis in self.weight_axes:
-            changes = axis not in tensor.layout.varying and not target.partial and not _is_whole(tensor.layout, axis)
-            if changes and _is_whole(target, axis):
-                marks.add(axis)
-        marks |= {axis for axis in tensor.layout.varying if _is_whole(target, axis)}
-        return tensor.redistribute(target.replace(varying=tuple(marks)))
+        return tensor.redistribute(self._target(tensor, declared, name, self.weight_axes))
 
     def _leave_tensor(self, tensor, declared, name):
         if not isinstance(tensor, DTensor):
             return tensor
         if declared is not None:
-            target = self._bind(declared, tensor, name)
-            kept = [axis for axis in tensor.layout.varying if _is_whole(target, axis)]
-            tensor = tensor.redistribute(target.replace(varying=kept))
+            tensor = tensor.redistribute(self._target(tensor, declared, name, ()))
         if self.is_root and (tensor.layout.partial or tensor.layout.varying):
             tensor = tensor.redistribute(tensor.layout.replace(partial=(), varying=()))
         return tensor
@@ -120,9 +112,18 @@ class Boundary:
         shape = layout.global_shape(tensor.shape)
         return wrap(tensor, tensor_meta(shape, dtype_name(tensor.dtype), layout, constant=not tensor._requires_grad))
 
-    def _bind(self, declared, tensor, name):
-        target = bind_layout(declared, self.mesh, tensor.ndim, tensor.layout, name)
-        target.local_shape(tensor.shape, f"{name}, which arrives as {tensor.layout},")
+    def _target(self, tensor, declared, name, weight_axes):
+        """The declared layout, bound; marked varying where it is whole and was marked, or is now gathered over
+        `weight_axes`. Remembered, for it is asked at every pass.
+        """
+        target = self.targets.get((name, tensor._meta))
+        if target is None:
+            arriving = tensor.layout
+            target = bind_layout(declared, self.mesh, tensor.ndim, arriving, name)
+            target.local_shape(tensor.shape, f"{name}, which arrives as {arriving},")
+            gathered = () if target.partial else [axis for axis in weight_axes if not _is_whole(arriving, axis)]
+            marks = {axis for axis in (*gathered, *arriving.varying) if _is_whole(target, axis)}
+            target = self.targets[name, tensor._meta] = target.replace(varying={*target.varying, *marks})
         return target
 
 

@@ -127,7 +127,7 @@ class _Program:
         self.shapes = tuple(_global_shape(signature, dims) for dims in signature.outputs)
         self.targets = tuple(map(_target, metas, resolution.inputs))
         self.algorithm, self.cut = _algorithm(name, signature, resolution, mesh, metas)
-        flat = not kwargs and not any(isinstance(argument, (tuple, list)) for argument in args)
+        flat = not kwargs and sum(isinstance(argument, TensorMeta) for argument in args) == len(metas)
         self.direct = flat and signature.localize is None and self.algorithm is None and not any(self.targets)
         if signature.localize is not None:
             local_shapes = [layout.local_shape(shape) for layout, shape in zip(self.layouts, self.shapes)]

@@ -31,10 +31,12 @@ def shard(cell, mesh, config=None, plan=None, seed=0):
     passed to `cell` are this rank's parts in the declared input layouts; results are `DTensor`s.
 
     Args:
-        cell: the Cell, built the ordinary way, or under `ms.DeviceCtx("meta")` so that nothing is allocated before
-        its part is. mesh: a `DeviceMesh`. config: passed to the hooks. plan: `{"layers.*.mlp.fc1": {"input": …,
-        "output": …, "weight": …}}`, layouts by path pattern (`*` is one segment, `**` any number),
-            for Cells that nobody may edit. It wins over hooks.
+        cell: the Cell, built the ordinary way, or under `ms.DeviceCtx("meta")` so that nothing is allocated before its
+            part is.
+        mesh: a `DeviceMesh`.
+        config: passed to the hooks.
+        plan: `{"layers.*.mlp.fc1": {"input": …, "output": …, "weight": …}}`, layouts by path pattern (`*` is one
+            segment, `**` any number), for Cells that nobody may edit. It wins over hooks.
         seed: of the initial values of parameters built on the meta device: the same global values for any mesh.
 
     Returns:

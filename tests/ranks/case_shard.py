@@ -1,12 +1,12 @@
-"""`shard()` against one card: losses, gradients of all parameters, parameters after some steps; and its collectives, counted."""
+"""`shard()` against one card: losses, gradients, parameters after some steps; and its collectives, counted."""
 
 from dataclasses import dataclass
 
 import mindspore as ms
 import numpy as np
+from launch import on_ranks
 from mindspore import Tensor, nn, ops
 
-from launch import on_ranks
 from mindformers_core.communication import count_collectives, world
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
@@ -130,13 +130,17 @@ def run_layers(sequence_parallel):
         parallel(mine, *others)
     with count_collectives() as both:
         output, (my_x, my_gradients) = ms.value_and_grad(
-            lambda x: ops.mul(parallel(x, *others), weights).sum().redistribute(layout()), 0, parallel.trainable_params()
+            lambda x: ops.mul(parallel(x, *others), weights).sum().redistribute(layout()),
+            0,
+            parallel.trainable_params(),
         )(mine)
     truth, (x_gradient, gradients) = ms.value_and_grad(
         lambda x: ops.mul(single(x, *others), weights).sum(), 0, single.trainable_params()
     )(Tensor(x))
     np.testing.assert_allclose(float(output), float(truth), 1e-5, 1e-5)
-    np.testing.assert_allclose(my_x.asnumpy(), x_gradient.asnumpy()[part.local_slices(x.shape, world().rank)], 1e-4, 1e-5)
+    np.testing.assert_allclose(
+        my_x.asnumpy(), x_gradient.asnumpy()[part.local_slices(x.shape, world().rank)], 1e-4, 1e-5
+    )
     compare(my_gradients, gradients, parallel.trainable_params(), "gradient", 1e-4, 1e-5)
     return dict(forward), dict(both)
 
@@ -153,7 +157,7 @@ def case_four_layers_cost_sixteen_all_reduces():
 
 @on_ranks(2)
 def case_sequence_parallel_gathers_and_scatters():
-    """In the place of every all-reduce an all-gather on one side and a reduce-scatter on the other, of half its bytes."""
+    """In the place of every all-reduce an all-gather on one side and a reduce-scatter on the other, each half of it."""
     forward, both = run_layers(sequence_parallel=True)
     on_wire = BATCH * LENGTH * HIDDEN * 4 // 2
     assert forward == {("all_gather", ("tp",)): (8, 8 * on_wire), ("reduce_scatter", ("tp",)): (8, 8 * on_wire)}
@@ -197,5 +201,7 @@ def case_llama_sequence_parallel_tied():
 def case_llama_on_other_meshes():
     """Pure data parallelism and pure tensor parallelism over 4 ranks, axes of size 1 among them, tp before dp."""
     train_both(init_device_mesh((1, 4, 1), ("pp", "dp", "tp")), tiny(num_hidden_layers=2), Parallel(), 1)
-    train_both(init_device_mesh((4, 1), ("tp", "dp")), tiny(num_hidden_layers=2, num_key_value_heads=4), Parallel(True), 1)
+    train_both(
+        init_device_mesh((4, 1), ("tp", "dp")), tiny(num_hidden_layers=2, num_key_value_heads=4), Parallel(True), 1
+    )
     train_both(init_device_mesh((2, 2), ("tp", "dp")), tiny(num_hidden_layers=2), Parallel(), 1)

@@ -1,10 +1,10 @@
 """`split()` on ranks: its three cases against the whole weight, drawn on one card from the same seed."""
 
 import numpy as np
+from launch import on_ranks
 from mindspore import Tensor
 from mindspore.common.initializer import Normal
 
-from launch import on_ranks
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.tensor_parallel import distribute_tensor

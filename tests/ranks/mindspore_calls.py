@@ -4,7 +4,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-F, I, B = "float", "int", "bool"  # kinds of inputs: normal numbers, indices below 4, booleans
+F, N, B = "float", "int", "bool"  # kinds of inputs: normal numbers, indices below 4, booleans
 
 SCALE = Tensor(np.linspace(-1, 1, 8, dtype=np.float32))  # MindSpore's own gradient fails where a scale is a plain input
 
@@ -107,15 +107,15 @@ CALLS = {
     "index_tensor": (lambda x: x[:, Tensor(np.int32([3, 0, 3]))], [(F, (4, 8))]),
     "strided_slice": (lambda x: ops.strided_slice(x, (0, 1), (4, 7), (1, 2)), [(F, (4, 8))]),
     "narrow": (lambda x: ops.narrow(x, 1, 2, 4), [(F, (4, 8))]),
-    "gather": (lambda x, i: ops.gather(x, i, 0), [(F, (4, 8)), (I, (2, 4))]),
-    "gather_columns": (lambda x, i: ops.gather(x, i, 1), [(F, (4, 8)), (I, (4,))]),
-    "gather_elements": (lambda x, i: ops.gather_elements(x, 1, i), [(F, (4, 8)), (I, (4, 4))]),
-    "one_hot": (lambda i: ops.one_hot(i, 8).astype(ms.float32), [(I, (4, 4))]),
+    "gather": (lambda x, i: ops.gather(x, i, 0), [(F, (4, 8)), (N, (2, 4))]),
+    "gather_columns": (lambda x, i: ops.gather(x, i, 1), [(F, (4, 8)), (N, (4,))]),
+    "gather_elements": (lambda x, i: ops.gather_elements(x, 1, i), [(F, (4, 8)), (N, (4, 4))]),
+    "one_hot": (lambda i: ops.one_hot(i, 8).astype(ms.float32), [(N, (4, 4))]),
     "topk": (lambda x: ops.topk(x, 2)[0], [(F, (4, 8))]),
     "cumsum": (lambda x: ops.cumsum(x, 1), [(F, (4, 8))]),
     "triu": (lambda x: ops.triu(x, 1), [(F, (2, 4, 8))]),
     "tril": (lambda x: ops.tril(x), [(F, (2, 4, 8))]),
-    "cross_entropy": (lambda x, i: ops.cross_entropy(x, i), [(F, (4, 8)), (I, (4,))]),
+    "cross_entropy": (lambda x, i: ops.cross_entropy(x, i), [(F, (4, 8)), (N, (4,))]),
     "layer_norm": (lambda x: ops.LayerNorm(1, 1)(x, SCALE, SCALE)[0], [(F, (4, 8))]),
     "zeros_like": (lambda x: x + ops.zeros_like(x), [(F, (4, 8))]),
     "comparison": (lambda x, y: (x > y).astype(ms.float32) * x, [(F, (4, 8)), (F, (4, 8))]),
