@@ -1,0 +1,108 @@
+"""What a Python call takes or gives, as plain data: `Value`s in the place of tensors, in tuples, lists and dicts.
+
+Such *structures* are what a captured graph is made of. Pure Python.
+"""
+
+from dataclasses import dataclass
+
+__all__ = ["DType", "Value", "canonical", "described", "map_leaves", "shown", "shown_arguments", "values_in"]
+
+
+@dataclass(frozen=True)
+class Value:
+    """One tensor of a graph.
+
+    Attributes:
+        id: number within its graph, from 0, in the order in which the graph meets its tensors.
+        shape: global shape.
+        dtype: name, as `"float32"`.
+        hint: what a reader may call it: an argument's or parameter's name, or that of the operator that makes it.
+        constant: whether it depends on no argument of the root and on no parameter.
+    """
+
+    id: int
+    shape: tuple
+    dtype: str
+    hint: str
+    constant: bool = False
+
+    def __str__(self):
+        return f"%{self.id}"
+
+    @property
+    def described(self):
+        """With dtype and shape, as `%3: float32[8, 16]`."""
+        return f"%{self.id}: {self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class DType:
+    """A dtype among the arguments of a call, by name: `mindspore.float16` is `DType("float16")`."""
+
+    name: str
+
+    def __str__(self):
+        return self.name
+
+
+def map_leaves(function, structure):
+    """A structure of the same kind with `function` applied to all that isn't a tuple, list or dict."""
+    kind = type(structure)
+    if kind is tuple or kind is list:
+        return kind([map_leaves(function, entry) for entry in structure])
+    if kind is dict:
+        return {name: map_leaves(function, entry) for name, entry in structure.items()}
+    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
+        return kind(*[map_leaves(function, entry) for entry in structure])
+    if isinstance(structure, (tuple, list)):
+        return kind([map_leaves(function, entry) for entry in structure])
+    if isinstance(structure, dict):
+        return kind((name, map_leaves(function, entry)) for name, entry in structure.items())
+    return function(structure)
+
+
+def values_in(structure):
+    """The Values in a structure, in order; one that is there twice comes twice."""
+    found = []
+    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Value) else None, structure)
+    return found
+
+
+def canonical(structure):
+    """A structure as tuples and strings whose `repr` is the same in every process."""
+    if isinstance(structure, Value):
+        return ("%", structure.id, structure.shape, structure.dtype, structure.constant)
+    if isinstance(structure, (tuple, list)):
+        return (type(structure).__name__, *map(canonical, structure))
+    if isinstance(structure, dict):
+        return (type(structure).__name__, *((name, canonical(entry)) for name, entry in structure.items()))
+    return (type(structure).__name__, repr(structure))
+
+
+def shown(structure):
+    """A structure as text: Values by their numbers."""
+    return str(map_leaves(_Text, structure)) if isinstance(structure, (tuple, list, dict)) else str(structure)
+
+
+def shown_arguments(args, kwargs):
+    """The arguments of a call as text."""
+    return ", ".join([*map(shown, args), *(f"{name}={shown(value)}" for name, value in kwargs.items())])
+
+
+class _Text:
+    """Prints in a container as it does alone."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __repr__(self):
+        return str(self.value) if isinstance(self.value, (Value, DType)) else repr(self.value)
+
+
+def described(structure):
+    """A structure as text: Values with their dtypes and shapes."""
+    if isinstance(structure, Value):
+        return structure.described
+    if isinstance(structure, (tuple, list)):
+        return ", ".join(map(described, structure)) or "()"
+    return shown(structure)

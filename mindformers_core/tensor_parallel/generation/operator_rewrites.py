@@ -1,0 +1,148 @@
+"""Operator calls that are better written as calls of another operator: a table.
+
+They are: scalar forms and views that lack a kernel or a gradient on CPU where the plain operator has both; slower forms
+of what a newer operator computes; sizes that come one by one (`x.reshape(2, -1)`); arguments in a method's order.
+"""
+
+__all__ = ["rewrite"]
+
+
+def rewrite(name: str, args: tuple, kwargs: dict) -> tuple:
+    """The same call as `(name, args, kwargs)` of the operator to be written; unchanged where the table has no row."""
+    rule = _RULES.get(name)
+    return (name, args, kwargs) if rule is None else rule(name, args, kwargs)
+
+
+def _renamed(new_name):
+    return lambda name, args, kwargs: (new_name, args, kwargs)
+
+
+def _without_alpha(new_name):
+    """`x + alpha * y` where alpha is 1: the general one multiplies first on CPU, and takes twice as long."""
+
+    def rule(name, args, kwargs):
+        alpha = args[2] if len(args) > 2 else kwargs.get("alpha", 1)
+        if type(alpha) is not int or alpha != 1:
+            return name.replace("Scalar", "Ext"), args, kwargs
+        return new_name, args[:2], {key: value for key, value in kwargs.items() if key != "alpha"}
+
+    return rule
+
+
+def _sizes_together(new_name):
+    """`(x, 2, -1)` as `(x, (2, -1))`."""
+
+    def rule(name, args, kwargs):
+        sizes = args[1:] or tuple(kwargs.values())
+        if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
+            (sizes,) = sizes
+        return new_name, (args[0], tuple(sizes)), {}
+
+    return rule
+
+
+def _transpose(name, args, kwargs):
+    """The dims in another order; without one, reversed."""
+    _, (x, order), _ = _sizes_together(name)(name, args, kwargs)
+    return "Transpose", (x, order or tuple(range(len(x.shape)))[::-1]), {}
+
+
+def _cast(name, args, kwargs):
+    """Without the arguments about copying, which a graph has no use for."""
+    return "Cast", (args[0], args[1] if len(args) > 1 else kwargs["dtype"]), {}
+
+
+def _condition_first(name, args, kwargs):
+    """`x.where(condition, y)` brings its tensor before the condition."""
+    first, second, third = (*args, *kwargs.values())
+    if "bool" in _dtype_name(first) and name != "DeprecatedWhere":
+        return "Select", (first, second, third), {}
+    return "Select", (second, first, third), {}
+
+
+def _dim_given(name, args, kwargs):
+    """`x.argmax()` as `x.argmax(None)`: without an argument, a graph takes the last dim."""
+    return name, args if len(args) > 1 or kwargs else (*args, None), kwargs
+
+
+def _float_reduction(new_name):
+    """The newer reduction, which takes a third less time; only where both compute in the same dtype."""
+
+    def rule(name, args, kwargs):
+        if len(args) < 3 or kwargs or any(args[3:]) or _dtype_name(args[0]) != "float32":
+            return name, args, kwargs
+        x, dims, keepdim = args[:3]
+        return new_name, (x, None if dims in ((), []) else dims, keepdim), {}
+
+    return rule
+
+
+def _masked_fill(name, args, kwargs):
+    """The operator takes a third of the method's time, but no integers on CPU."""
+    return ("MaskedFill" if "float" in _dtype_name(args[0]) else name), args, kwargs
+
+
+def _dtype_name(tensor):
+    return str(getattr(tensor, "dtype", "")).lower()
+
+
+def _slice_one_dim(name, args, kwargs):
+    """`x[start:end:step]` along one dim. The masks say that the other dims are whole, whatever their sizes."""
+    x, dim, start, end, step = (*args, *kwargs.values(), 1)[:5]
+    return _strided(x, dim % len(x.shape), start, end, step, drop=False)
+
+
+def _select_index(name, args, kwargs):
+    """One index of a dim, which the result lacks."""
+    x, dim, index = (*args, *kwargs.values())
+    return _strided(x, dim % len(x.shape), index, index + 1, 1, drop=True)
+
+
+def _strided(x, dim, start, end, step, drop):
+    def along(value, others):
+        return tuple(value if place == dim else others for place in range(len(x.shape)))
+
+    others = sum(1 << place for place in range(len(x.shape)) if place != dim)
+    begin, end, strides = along(start, 0), along(end, 0), along(step, 1)
+    return "StridedSlice", (x, begin, end, strides, others, others, 0, 0, drop << dim), {}
+
+
+_RULES = {
+    "AddExt": _without_alpha("Add"),
+    "AddScalar": _without_alpha("Add"),
+    "SubExt": _without_alpha("Sub"),
+    "SubScalar": _without_alpha("Sub"),
+    "EqScalar": _renamed("Equal"),
+    "LessScalar": _renamed("Less"),
+    "GreaterEqualScalar": _renamed("GreaterEqual"),
+    "LerpScalar": _renamed("Lerp"),
+    "BitwiseAndScalar": _renamed("BitwiseAnd"),
+    "BitwiseOrScalar": _renamed("BitwiseOr"),
+    "BitwiseXorScalar": _renamed("BitwiseXor"),
+    "Atan2Ext": _renamed("Atan2"),
+    "DeprecatedArgmax": _dim_given,
+    "DeprecatedArgmin": _dim_given,
+    "Contiguous": _renamed("Identity"),  # a graph that returns one may fail to be scheduled
+    "Mm": _renamed("MatMulExt"),
+    "Mv": _renamed("MatMulExt"),
+    "Dot": _renamed("MatMulExt"),
+    "ToDtype": _cast,
+    "MaskedFillScalar": _masked_fill,
+    "ReduceSum": _float_reduction("SumExt"),
+    "ReduceMean": _float_reduction("MeanExt"),
+    "Reshape": _sizes_together("Reshape"),
+    "View": _sizes_together("Reshape"),
+    "BroadcastTo": _sizes_together("BroadcastTo"),
+    "BroadcastToView": _sizes_together("BroadcastTo"),
+    "Tile": _sizes_together("Tile"),
+    "Repeat": _sizes_together("Tile"),
+    "Transpose": _transpose,
+    "TransposeView": _transpose,
+    "DeprecatedTranspose": _transpose,
+    "Select": _condition_first,
+    "DeprecatedWhere": _condition_first,
+    "SliceExt": _slice_one_dim,
+    "SliceExtView": _slice_one_dim,
+    "SelectExtView": _select_index,
+    "UnstackExtView": _renamed("Unstack"),
+}

@@ -1,0 +1,125 @@
+"""Runs a captured graph with real tensors, operator by operator: the test that it holds all that the Cell does."""
+
+import inspect
+from functools import cache
+from importlib import import_module
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+
+from mindformers_core.tensor_parallel.capturing.graph import CallNode
+from mindformers_core.tensor_parallel.capturing.structure import DType, Value, map_leaves
+from mindformers_core.tensor_parallel.generation.operator_source import operator_source
+
+__all__ = ["interpret"]
+
+
+def interpret(graph, cell, *inputs, **named):
+    """The result of `graph`, a capture of `cell`, for other inputs of the same structure, with its parameters."""
+    run = _Run(dict(cell.parameters_and_names()), dict(cell.cells_and_names()))
+    return run.call(graph, inputs, named)
+
+
+class _Run:
+    def __init__(self, parameters, cells):
+        self.parameters = parameters
+        self.cells = cells
+        self.made = {}  # number of a call -> Value's number -> tensor
+
+    def call(self, graph, inputs, named):
+        known = self.made[graph.call] = {}
+        construct = inspect.signature(type(self.cells[graph.path]).construct)
+        bound = construct.bind(None, *inputs, **named).arguments
+        assert list(bound)[1:] == list(graph.arguments)
+        for name, structure in graph.arguments.items():
+            _match(structure, bound[name], known)
+        for use in graph.parameters:
+            known[use.value.id] = self.parameters[use.path]
+            if use.local is not None:
+                own = dict(self.cells[graph.path].parameters_and_names())
+                assert own.get(use.local, known[use.value.id]) is known[use.value.id]
+        for constant in graph.constants:
+            known[constant.value.id] = Tensor(
+                constant.array, getattr(ms, constant.value.dtype.replace("bool", "bool_"))
+            )
+        outer = {use.value.id: use for use in graph.outer}
+
+        def fill(leaf):
+            if not isinstance(leaf, Value):
+                return leaf
+            if leaf.id in outer:
+                return self.made[outer[leaf.id].call][outer[leaf.id].id]
+            return known[leaf.id]
+
+        for node in graph.nodes:
+            args, named = map_leaves(fill, node.args), map_leaves(fill, node.kwargs)
+            result = self.call(node.graph, args, named) if isinstance(node, CallNode) else _operate(node, args, named)
+            _match(node.outputs, result, known)
+        return map_leaves(fill, graph.result)
+
+
+def _match(structure, given, known):
+    """Write the tensors in `given` down under the numbers of the Values that stand in their place."""
+    if isinstance(structure, Value):
+        assert tuple(given.shape) == structure.shape and str(given.dtype).lower() == structure.dtype, structure
+        known[structure.id] = given
+    elif isinstance(structure, dict):
+        assert structure.keys() == given.keys()
+        for name, entry in structure.items():
+            _match(entry, given[name], known)
+    elif isinstance(structure, (tuple, list)):
+        assert len(structure) == len(given)
+        for entry, other in zip(structure, given):
+            _match(entry, other, known)
+    else:
+        assert structure == given or structure is given
+
+
+def _operate(node, args, named):
+    args, named = map_leaves(_dtype, (args, named))
+    if node.primitive is not None:
+        kind = getattr(import_module(node.primitive.module), node.primitive.name)
+        return kind(**map_leaves(_dtype, node.primitive.attributes))(*args[: node.primitive.inputs])
+    call = operator_source(node.operator, args, named)
+    tensors = {}
+
+    def name_of(tensor):
+        tensors[f"t{id(tensor)}"] = tensor
+        return f"t{id(tensor)}"
+
+    space = {}
+    for line in call.imports:
+        exec(line, space)
+    function = call.function
+    if call.instance is not None:
+        space["instance"], function = eval(call.instance[1], space), "instance"
+    source = call.expression(name_of, function)
+    return eval(source, space | tensors)
+
+
+@cache
+def _dtype_named(name):
+    return getattr(ms, "bool_" if name == "bool" else name)
+
+
+def _dtype(leaf):
+    return _dtype_named(leaf.name) if isinstance(leaf, DType) else leaf
+
+
+def same(first, second, tolerance=1e-5):
+    """Whether two results have the same structure and values."""
+    if isinstance(first, Tensor):
+        assert first.shape == second.shape and first.dtype == second.dtype
+        found, expected = first.asnumpy(), second.asnumpy()
+        np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
+    elif isinstance(first, dict):
+        assert first.keys() == second.keys()
+        for name in first:
+            same(first[name], second[name], tolerance)
+    elif isinstance(first, (tuple, list)):
+        assert type(first) is type(second) and len(first) == len(second)
+        for one, other in zip(first, second):
+            same(one, other, tolerance)
+    else:
+        assert first == second

@@ -1,0 +1,110 @@
+"""What can't be captured is an error that says where and what to do, and leaves everything as it was."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from captured_models import Function, assert_unchanged, snapshot
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore import dtype as mstype
+
+from mindformers_core.operators import tensor_meta
+from mindformers_core.tensor_parallel.capturing.capture import capture
+from mindformers_core.tensor_parallel.capturing.graph import OperatorNode
+from mindformers_core.tensor_parallel.capturing.traced import CaptureError
+
+HERE = Path(__file__).name
+X = tensor_meta((2, 4), "float32")
+
+
+def only_operators(graph):
+    return [node.operator for node in graph.nodes if isinstance(node, OperatorNode)]
+
+
+NEEDS_VALUES = {
+    "if": lambda x: x if x.sum() > 0 else -x,
+    "not": lambda x: not x.max() > 0,
+    "and": lambda x: x.any() and x,
+    "int": lambda x: int(x[0, 0]),
+    "float": lambda x: float(x.mean()),
+    "range": lambda x: range(x[0, 0].astype(mstype.int32)),
+    "item": lambda x: x.sum().item(),
+    "asnumpy": lambda x: x.asnumpy(),
+    "numpy": lambda x: np.asarray(x),
+    "tolist": lambda x: x.tolist(),
+    "in": lambda x: 3 in x,
+}
+
+
+@pytest.mark.parametrize("name", NEEDS_VALUES)
+def test_values_are_asked_for(name):
+    function = NEEDS_VALUES[name]
+    cell = nn.SequentialCell(nn.ReLU(), Function(function))
+    before = snapshot(cell)
+    with pytest.raises(CaptureError) as caught:
+        capture(cell, X)
+    line = function.__code__.co_firstlineno
+    text = str(caught.value)
+    assert f"Cell '1' (Function), {__file__}:{line}: " in text
+    assert "needs the values of a tensor" in text and "operator by operator after shard()" in text and "ops.where" in text
+    assert_unchanged(cell, before)
+
+
+def test_printing_and_iterating_need_no_values(capsys):
+    def function(x):
+        print(x)
+        return [row + place for place, row in enumerate(x)], len(x), x.size, f"{x.dtype}"
+
+    graph = capture(Function(function), X)
+    assert "Traced(shape=(2, 4), dtype=Float32)" in capsys.readouterr().out
+    rows, *facts = graph.result
+    assert [row.shape for row in rows] == [(4,), (4,)] and facts == [2, 8, "Float32"]
+
+
+def assign(x):
+    x[0] = 1
+    return x
+
+
+def stray(x):
+    return x * STRAY
+
+
+STRAY = Parameter(Tensor(np.ones(4, np.float32)), name="stray")
+WRONG = {
+    "in place": (lambda x: x.add_(1), "operator 'InplaceAdd.*' changes a tensor in place"),
+    "by index": (assign, "assignment by index changes a tensor in place"),
+    "stray": (stray, r"parameter 'stray' of shape \(4,\) belongs to no Cell of the tree"),
+    "shape": (lambda x: ops.matmul(x, x), r"operator MatMulExt\(Traced.*\) can't be run on shapes alone: .* 4 and 2"),
+    "dynamic": (lambda x: ops.nonzero(x), "operator NonZero.* can't be run on shapes alone"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_name_cell_and_line(name):
+    function, expected = WRONG[name]
+    cell = nn.SequentialCell(Function(function))
+    before = snapshot(cell)
+    with pytest.raises(CaptureError, match=expected) as caught:
+        capture(cell, X)
+    assert re.search(rf"in Cell '0' \(Function\), .*{HERE}:\d+: ", str(caught.value))
+    assert_unchanged(cell, before)
+    assert only_operators(capture(Function(lambda x: ops.matmul(x, x.T)), X)) == ["Transpose", "MatMulExt"]
+
+
+def test_other_errors_pass_and_leave_the_cell_alone():
+    def function(x):
+        raise KeyError("mine")
+
+    cell = nn.SequentialCell(nn.Dense(4, 4), Function(function))
+    before = snapshot(cell)
+    with pytest.raises(KeyError, match="mine"):
+        capture(cell, X)
+    assert_unchanged(cell, before)
+    x = Tensor(np.ones((2, 4), np.float32))
+    assert ops.add(x, x).asnumpy().sum() == 16 and cell[0](x).shape == (2, 4)
+    with pytest.raises(TypeError, match=r"the root Cell \(Dense\), construct\(\): too many positional arguments"):
+        capture(nn.Dense(4, 4), X, X)
+    with pytest.raises(TypeError, match=r"takes a Cell, .* not 3"):
+        capture(3, X)
