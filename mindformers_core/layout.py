@@ -34,23 +34,23 @@ class LayoutSpec:
             ValueError: an axis that the mesh doesn't have, an axis used twice, or more entries than dims.
         """
         try:
-            dims = [entry if entry is ... else _resolve_axes(entry, mesh) for entry in self.entries]
+            return Layout.on(mesh, self._dims(mesh, ndim, arriving))
         except ValueError as error:
             raise ValueError(f"{name}: layout {self}: {error}") from None
+
+    def _dims(self, mesh, ndim, arriving):
+        dims = [entry if entry is ... else _resolve_axes(entry, mesh) for entry in self.entries]
         named = len(dims) - (... in dims)
         ndim = named if ndim is None else ndim
         if named > ndim:
-            raise ValueError(
-                f"{name}: layout {self} has {named} entries, but the tensor has {ndim} dims: drop {named - ndim}"
-            )
+            raise ValueError(f"it has {named} entries, but the tensor has {ndim} dims: drop {named - ndim}")
         if ... in dims:
             place = dims.index(...)
             used = {axis for entry in dims if entry is not ... for axis in entry}
             left_over = range(place, place + ndim - named)
             kept = [arriving.dims[dim] if arriving is not None else () for dim in left_over]
             dims[place : place + 1] = [tuple(axis for axis in entry if axis not in used) for entry in kept]
-        dims += [()] * (ndim - len(dims))
-        return Layout.on(mesh, dims)
+        return dims + [()] * (ndim - len(dims))
 
     def __repr__(self):
         return f"layout{self}"

@@ -10,17 +10,26 @@ from difflib import get_close_matches
 __all__ = ["DeviceMesh", "init_device_mesh", "nearest", "launch_rank"]
 
 
-def nearest(name, known):
-    """`" (did you mean 'x'?)"` for the entry of `known` most like `name`, or `""`."""
-    close = get_close_matches(str(name), [str(entry) for entry in known], n=1, cutoff=0.5)
+def nearest(name, known, likeness=0.5):
+    """`" (did you mean 'x'?)"` for the entry of `known` most like `name` (0 to 1: at least `likeness`), or `""`."""
+    close = get_close_matches(str(name), [str(entry) for entry in known], n=1, cutoff=likeness)
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
 def launch_rank():
-    """Global rank of this process as its launcher (`msrun`, `mpirun`) set it; 0 when there was none."""
+    """Global rank of this process as its launcher (`msrun`, `mpirun`) set it; 0 where there was none.
+
+    Raises:
+        ValueError: `msrun` on several nodes without `--node_rank`: the rank is known only once the ranks have met.
+    """
     for variable in ("RANK_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
         if os.environ.get(variable, "").isdigit():
             return int(os.environ[variable])
+    if os.environ.get("MS_ROLE") == "MS_WORKER":
+        raise ValueError(
+            "msrun has not set RANK_ID, so this process doesn't know its rank yet: start msrun with --node_rank, or "
+            "give the rank: mesh.sub_mesh(axes, rank)"
+        )
     return 0
 
 
@@ -142,12 +151,16 @@ class DeviceMesh:
     def sub_mesh(self, axes, rank=None):
         """The mesh of the group over `axes` that `rank` is in; default: this process's rank (`launch_rank`).
 
-        A process outside this mesh gets the group of the mesh's first rank.
+        Raises:
+            ValueError: an unknown axis, or a rank that is not in this mesh.
         """
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
         self.check_axes(axes)
-        if rank is None:
-            rank = launch_rank() if launch_rank() in self else self.rank_list[0]
+        rank = launch_rank() if rank is None else rank
+        if rank not in self:
+            raise ValueError(
+                f"rank {rank} is not in {self!r}, so it has no {axes} group: name one with sub_mesh(axes, rank)"
+            )
         return DeviceMesh(tuple(self.axis_size(axis) for axis in axes), axes, self.group(rank, axes))
 
     def __getitem__(self, axes):

@@ -23,7 +23,7 @@ Usage: bash scripts/msrun_launch.sh COMMAND [WORKER_NUM] [LOCAL_WORKER] [MASTER_
 Examples:
   bash scripts/msrun_launch.sh "-m mindformers_core train --config configs/llama_tiny_cpu.yaml" 4
   Two machines with 8 devices each, run on both with their own NODE_RANK:
-  bash scripts/msrun_launch.sh "-m mindformers_core train --config configs/llama3_8b.yaml" 16 8 192.168.1.1 8118 0
+  bash scripts/msrun_launch.sh "-m mindformers_core train --config configs/llama3_8b.yaml parallelism.data_parallel_shard=2" 16 8 192.168.1.1 8118 0
 TEXT
 }
 

@@ -1,5 +1,6 @@
 """The benchmarks' harness: what it makes of times, and what it writes. Nothing is launched or timed in earnest."""
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -120,3 +121,28 @@ def test_the_figures_of_a_run_are_printed_and_written(monkeypatch, tmp_path, cap
 def test_every_benchmark_has_its_place_in_the_readme():
     scripts = [path.name for path in BENCHMARKS.glob("*.py") if "run_benchmark(__file__" in path.read_text()]
     assert scripts and all(f"<!-- figures of {name} -->" in (BENCHMARKS / "README.md").read_text() for name in scripts)
+
+
+def operator_results(**microseconds):
+    """Results by name: models that take a second each, and an operator's medians."""
+    models = [f"{model}/{kind}" for model in ("mlp", "transformer") for kind in ("eager", "handwritten/pynative")]
+    medians = dict.fromkeys(models, 1.0) | {f"op/matmul/{name}": value / 1e6 for name, value in microseconds.items()}
+    return {name: harness.Result(name, name, (median,), (median,)) for name, median in medians.items()}
+
+
+@pytest.mark.parametrize(
+    ("cached", "first", "marked", "exit_code"),
+    [(42, 1020, 1020, 0), (44, 1020, 1020, 1), (42, 1030, 1020, 1), (42, 1020, 1030, 1)],
+)
+def test_a_limit_that_is_exceeded_fails_the_benchmark(monkeypatch, cached, first, marked, exit_code):
+    benchmark = importlib.import_module("tensor_parallel")
+    # a new shape is slow in MindSpore, too: that is no excuse
+    medians = operator_results(plain=28, cached=cached, plain_first=900, first=first, first_marked=marked)
+    shown = []
+    monkeypatch.setattr(benchmark, "run_benchmark", lambda *arguments: shown.extend(arguments[-1](medians)) or 0)
+    assert benchmark.main() == exit_code
+    text = "\n".join(shown)
+    assert f"op/matmul/first: {first:.1f} µs, {first - 28:.1f} µs over plain" in text and "over plain_first" in text
+    assert ("EXCEEDED" in text) == bool(exit_code)
+    monkeypatch.setattr(benchmark, "run_benchmark", lambda *arguments: 1)
+    assert benchmark.main() == 1

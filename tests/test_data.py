@@ -9,8 +9,8 @@ from mindformers_core.trainer.data import TokenDataset, first_sequence, open_dat
 from mindformers_core.trainer.recipe import TrainDataset
 
 
-def make_dataset(count=101, seq_length=4, seed=1, vocab_size=256):
-    return TokenDataset(np.arange(count) % 250, seq_length, vocab_size, seed)
+def make_dataset(count=101, seq_length=4, seed=1):
+    return TokenDataset(np.arange(count) % 250, seq_length, seed)
 
 
 def section(tmp_path, *paths, **others):
@@ -56,11 +56,23 @@ def test_labels_are_the_next_tokens():
     np.testing.assert_array_equal(labels, (inputs + 1) % 250)
 
 
-def test_too_few_tokens_and_too_large_tokens_are_errors():
+def test_too_few_tokens_are_an_error():
     with pytest.raises(ValueError, match="5 tokens are too few .* train_dataset.seq_length=4"):
         make_dataset(count=5, seq_length=5)
-    with pytest.raises(ValueError, match="is not below model.vocab_size 100"):
-        make_dataset(count=250, vocab_size=100).batch(0, 60)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [(-3, "token -3 at place 41 is negative"), (100, "token 100 at place 41 is not below model.vocab_size 100")],
+)
+def test_a_token_outside_the_vocabulary_is_named_when_the_data_is_opened(tmp_path, wrong, message):
+    tokens = np.arange(60, dtype=np.int32) % 100
+    np.save(tmp_path / "tokens.npy", tokens)
+    open_dataset(section(tmp_path, tmp_path / "tokens.npy", seq_length=4), 100, 0)
+    tokens[41] = wrong
+    np.save(tmp_path / "tokens.npy", tokens)
+    with pytest.raises(ValueError, match=r"train_dataset.data_path \(.*tokens.npy .*" + message):
+        open_dataset(section(tmp_path, tmp_path / "tokens.npy", seq_length=4), 100, 0)
 
 
 def test_text_becomes_bytes_in_one_mapped_file(tmp_path):

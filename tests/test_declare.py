@@ -5,23 +5,14 @@ import pytest
 from mindspore import Parameter, Tensor, nn
 from small_cells import Linear, Net
 
-from mindformers_core.communication import init_distributed, shutdown
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.tensor_parallel.declare import collect_declarations
 
+pytestmark = pytest.mark.usefixtures("rank_0_of_4")
 MESH = init_device_mesh((2, 2), ("dp", "tp"))
 COLUMNS, ROWS = layout(None, "tp"), layout("tp", None)
-
-
-@pytest.fixture(autouse=True)
-def rank_0_of_4():
-    """A world of 4 ranks in which nothing is sent."""
-    shutdown()
-    init_distributed("fake", world_size=4)
-    yield
-    shutdown()
 
 
 def weights_of(hook):

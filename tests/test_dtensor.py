@@ -7,24 +7,15 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, ops
 
-from mindformers_core.communication import init_distributed, shutdown
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import elementwise, register_operator
 from mindformers_core.operators.registry import _RULES
 from mindformers_core.tensor_parallel import DTensor, distribute_tensor, local_map
 
+pytestmark = pytest.mark.usefixtures("rank_0_of_4")
 MESH = init_device_mesh((2, 2), ("dp", "tp"))
 ARRAY = np.arange(32, dtype=np.float32).reshape(4, 8)
-
-
-@pytest.fixture(autouse=True)
-def rank_0_of_4():
-    """A world of 4 ranks in which nothing is sent."""
-    shutdown()
-    init_distributed("fake", world_size=4)
-    yield
-    shutdown()
 
 
 def placed(*entries):
@@ -65,7 +56,12 @@ def test_repr_says_what_and_where():
 
 
 @pytest.mark.parametrize(
-    "read", [np.asarray, float, int, bool, lambda x: x.asnumpy(), lambda x: x.tolist(), lambda x: x.item()]
+    "read",
+    [
+        *(np.asarray, float, int, bool, lambda x: x.asnumpy(), lambda x: x.tolist(), lambda x: x.item()),
+        *(lambda x: x.strides, lambda x: x.stride(), lambda x: x.get_bytes(), lambda x: x.data_ptr()),
+        *(lambda x: x.is_contiguous(), lambda x: x.storage(), lambda x: x.untyped_storage()),
+    ],
 )
 @pytest.mark.parametrize("where", [Layout.on(MESH, (("dp",), ())), Layout.on(MESH, ((), ()), {"tp": "sum"})])
 def test_reading_a_part_is_an_error(read, where):

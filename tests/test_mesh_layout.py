@@ -82,7 +82,13 @@ def test_sub_meshes_are_those_of_the_launched_rank(mesh, no_launcher, launcher):
     assert mesh["dp", "tp"] == mesh and mesh["tp", "dp"].shape == (4, 2)
     assert mesh.sub_mesh("dp", rank=1) == DeviceMesh((2,), ("dp",), (1, 5))
     no_launcher.setenv(launcher, "77")
-    assert mesh["dp"].rank_list == (0, 4)
+    with pytest.raises(ValueError, match="rank 77 is not in .*sub_mesh"):
+        mesh["dp"]
+    no_launcher.delenv(launcher)
+    no_launcher.setenv("MS_ROLE", "MS_WORKER")
+    with pytest.raises(ValueError, match="--node_rank"):
+        mesh["dp"]
+    no_launcher.delenv("MS_ROLE")
     with pytest.raises(ValueError, match="unknown mesh axis 'tq'.*dp=2, tp=4.*did you mean 'tp'"):
         mesh["tq"]
 
@@ -314,7 +320,7 @@ def test_wrong_layouts_say_why(mesh):
         (lambda: Layout.on(mesh, [()], {"tp": "sum"}, ["tp"]), "axis 'tp' is used twice"),
         (lambda: Layout.on(mesh, [()], {"tp": "summ"}), "Partial.'summ'.*did you mean 'sum'"),
         (lambda: Layout.on(mesh, [()], varying=["to"]), "unknown mesh axis 'to'"),
-        (lambda: layout("dp", "tp", None).bind(mesh, 2, name="x"), "x: .*dp, tp, -. has 3 entries.*2 dims: drop 1"),
+        (lambda: layout("dp", "tp", None).bind(mesh, 2, name="x"), "x: .*dp, tp, -.: it has 3 entries.*2 dims: drop 1"),
         (lambda: bind_layout(Layout.on(mesh, [(), ()]), mesh, 1, name="x"), "x: .*2 entries.*1 dims"),
         (lambda: layout(..., "dp", ...), "may stand once"),
         (lambda: bind_layout(layout("dp"), None, name="x"), "x: layout .dp. is on no mesh"),

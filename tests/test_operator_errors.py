@@ -8,6 +8,17 @@ F32 = "float32"
 ERRORS = [
     ("NoSuchThing", [], "no rule"),
     ("Softmaxx", [], "did you mean 'Softmax'"),
+    ("CTCLoss", [], r"layouts are unknown\. Register"),  # "NLLLoss" is too far to be meant
+    ("ConstantPadND", [(4, 8), (1, 2, 3)], "at most 2 pairs"),
+    ("ConstantPadND", [(4, 8), (-5, -4)], "takes more from dim 1"),
+    ("NLLLoss", [(4, 8), (3,), (8,), 1], "don't fit"),
+    ("SoftmaxCrossEntropyWithLogits", [(4, 8), (4, 4)], "both are"),
+    ("SparseSoftmaxCrossEntropyWithLogits", [(4, 8), (8,)], "don't fit logits"),
+    ("DiagExt", [(2, 4, 8)], "a vector or a matrix"),
+    ("FlashAttentionScore", [(2, 4, 64), (2, 4, 48), (2, 4, 48), *[None] * 7, 4], "4 heads .* don't fit 3"),
+    ("FlashAttentionScore", [(2, 4, 64), (3, 4, 32), (3, 4, 32), *[None] * 7, 4], "don't fit BSH"),
+    ("FlashAttentionScore", [(2, 4, 64)] * 3 + [None] * 7 + [4, 0.5], "keep_prob=0.5"),
+    ("FlashAttentionScore", [(2, 4, 64)] * 3 + [None] * 7 + [4, 1.0, 1.0, 1, 1, 0, 5], "not one of BSH"),
     ("SumExt", [(4, 8), 2], "dim 2 is out of range"),
     ("SumExt", [(4, 8), (0, -2)], "twice"),
     ("DeprecatedSum", [(4, 8), 0, None, False, 3], "initial=3"),
@@ -56,6 +67,8 @@ def test_errors_say_what_is_wrong(name, args, message):
     """Here a tuple of ints in the first place, and in others where an operator has tensors, is a tensor's shape."""
     tensor_places = {"Gather": (0, 1), "GatherD": (0, 2), "Embedding": (0, 1), "LayerNorm": (0, 1, 2)}
     tensor_places |= {"RmsNorm": (0, 1), "MatMul": (0, 1), "AddExt": (0, 1)}
+    tensor_places |= {"NLLLoss": (0, 1, 2), "FlashAttentionScore": (0, 1, 2)}
+    tensor_places |= dict.fromkeys(("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"), (0, 1))
     places = tensor_places.get(name, (0,))
     args = [tensor_meta(value, F32) if place in places else value for place, value in enumerate(args)]
     with pytest.raises((ValueError, TypeError), match=message) as caught:

@@ -65,6 +65,11 @@ ERRORS = [
     (["context.device_target=TPU"], ValueError, "context.device_target: 'TPU' is not one of CPU, GPU, Ascend"),
     (["context.mode=0"], ValueError, "context.mode: 0 (graph mode) is not available yet"),
     (["context.mode=true"], ValueError, "context.mode: True is not one of 0, 1"),
+    (
+        ["model.dtype=bfloat16"],
+        ValueError,
+        "model.dtype: MindSpore can't run bfloat16 models on context.device_target CPU: use float32 or float16 there",
+    ),
     (["parallelism.pipeline_parallel=2"], ValueError, "parallelism.pipeline_parallel: 2 is not available yet"),
     (["parallelism.context_parallel=2"], ValueError, "parallelism.context_parallel: 2 is not available yet"),
     (
@@ -119,6 +124,13 @@ def test_mistakes(overrides, kind, message):
     with pytest.raises(kind) as caught:
         load_recipe(TINY, overrides)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides", [["model.dtype=float16"], ["model.dtype=bfloat16", "context.device_target=Ascend"]]
+)
+def test_dtypes_that_a_device_has(overrides):
+    assert load_recipe(TINY, overrides).model.dtype == overrides[0].partition("=")[2]
 
 
 def test_missing_keys_files_and_sections(tmp_path):

@@ -4,6 +4,8 @@ import dataclasses
 import io
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import mindspore as ms
@@ -204,6 +206,18 @@ def test_missing_extra_is_told_before_the_first_step(run, monkeypatch):
 def test_command_line_errors(run, capsys, overrides, message):
     assert main(["train", "--config", ONE_RANK, *overrides]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["mindspore", "yaml"])
+def test_missing_dependency_is_told_in_a_line(tmp_path, missing):
+    """In a Python that has not installed us; `None` in sys.modules is a module that can't be found."""
+    code = f"import sys; sys.modules['{missing}'] = None; from mindformers_core.__main__ import main; sys.exit(main())"
+    environment = {**os.environ, "PYTHONPATH": str(Path(ONE_RANK).parent.parent)}
+    command = [sys.executable, "-c", code, "train", "--config", ONE_RANK]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {missing} is not installed in {sys.executable}: ")
+    assert "run bash scripts/quickstart.sh, or pip install ." in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_other_errors_keep_their_traceback(run, monkeypatch):

@@ -9,7 +9,8 @@ from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops.auto_generate.gen_ops_prim import dist_comm_irecv_op, dist_comm_isend_op
 
-from mindformers_core.communication.raw import RawCollective, chunk, placed
+from mindformers_core.communication import raw
+from mindformers_core.communication.raw import chunk, placed
 
 __all__ = ["AllGather", "AllReduce", "AllToAll", "Broadcast", "Permute", "ReduceScatter"]
 
@@ -18,17 +19,21 @@ _SUMMED = (mstype.float32, mstype.float16)
 _CARRIED = {mstype.bool_: mstype.int32, mstype.int16: mstype.int32}  # types that messages can't hold
 
 
-class AllReduce(RawCollective):
-    """See `backend_native.AllReduce`."""
+class _Emulated(raw.RawCollective):
+    """What they are made of: `gather` in a graph, messages to and from `peers` in PyNative."""
 
-    kind = "all_reduce"
-
-    def __init__(self, group, op):
-        super().__init__(group)
-        self.op = op
-        self.sum = _Sum(group)
+    def __init__(self, group, *arguments):
+        super().__init__(group, *arguments)
         self.gather = _Gather(group)
         self.peers = _peers(group)
+
+
+class AllReduce(_Emulated, raw.AllReduce):
+    """See `raw.AllReduce`."""
+
+    def __init__(self, group, op):
+        super().__init__(group, op)
+        self.sum = _Sum(group)
 
     def eager(self, x):
         if self.op == "sum" and x.dtype in _SUMMED:
@@ -41,16 +46,8 @@ class AllReduce(RawCollective):
         return _reduce(ops.unstack(self.gather(ops.unsqueeze(x, 0), 0)), self.op)
 
 
-class AllGather(RawCollective):
-    """See `backend_native.AllGather`."""
-
-    kind = "all_gather"
-
-    def __init__(self, group, dim):
-        super().__init__(group)
-        self.dim = dim
-        self.gather = _Gather(group)
-        self.peers = _peers(group)
+class AllGather(_Emulated, raw.AllGather):
+    """See `raw.AllGather`."""
 
     def eager(self, x):
         return ops.cat(_exchange([x] * self.size, self.group, self.peers), self.dim)
@@ -59,17 +56,12 @@ class AllGather(RawCollective):
         return self.gather(x, self.dim)
 
 
-class ReduceScatter(RawCollective):
-    """See `backend_native.ReduceScatter`."""
-
-    kind = "reduce_scatter"
+class ReduceScatter(_Emulated, raw.ReduceScatter):
+    """See `raw.ReduceScatter`."""
 
     def __init__(self, group, dim, op):
-        super().__init__(group)
-        self.dim = dim
-        self.op = op
+        super().__init__(group, dim, op)
         self.reduce = AllReduce(group, op)
-        self.peers = _peers(group)
 
     def eager(self, x):
         parts = [chunk(x, part, self.size, self.dim) for part in range(self.size)]
@@ -79,17 +71,8 @@ class ReduceScatter(RawCollective):
         return chunk(self.reduce(x), self.index, self.size, self.dim)
 
 
-class AllToAll(RawCollective):
-    """See `backend_native.AllToAll`."""
-
-    kind = "all_to_all"
-
-    def __init__(self, group, dim, to_dim):
-        super().__init__(group)
-        self.dim = dim
-        self.to_dim = to_dim
-        self.gather = _Gather(group)
-        self.peers = _peers(group)
+class AllToAll(_Emulated, raw.AllToAll):
+    """See `raw.AllToAll`."""
 
     def eager(self, x):
         parts = [chunk(x, part, self.size, self.to_dim) for part in range(self.size)]
@@ -99,16 +82,8 @@ class AllToAll(RawCollective):
         return chunk(self.gather(x, self.dim), self.index, self.size, self.to_dim)
 
 
-class Permute(RawCollective):
-    """See `backend_native.Permute`."""
-
-    kind = "permute"
-
-    def __init__(self, group, destination, origin):
-        super().__init__(group)
-        self.destination = destination
-        self.origin = origin
-        self.gather = _Gather(group)
+class Permute(_Emulated, raw.Permute):
+    """See `raw.Permute`."""
 
     def eager(self, x):
         if self.destination != self.index:
@@ -120,16 +95,8 @@ class Permute(RawCollective):
         return ops.reshape(chunk(gathered, self.origin, self.size, 0), x.shape)
 
 
-class Broadcast(RawCollective):
-    """See `backend_native.Broadcast`."""
-
-    kind = "broadcast"
-
-    def __init__(self, group, root):
-        super().__init__(group)
-        self.root = root
-        self.gather = _Gather(group)
-        self.peers = _peers(group)
+class Broadcast(_Emulated, raw.Broadcast):
+    """See `raw.Broadcast`."""
 
     def eager(self, x):
         if self.index != self.root:

@@ -6,49 +6,42 @@ reordered locally. MindSpore's operators gather and scatter along dim 0; other d
 
 from mindspore import ops
 
-from mindformers_core.communication.raw import RawCollective, chunk, reordered
+from mindformers_core.communication import raw
+from mindformers_core.communication.raw import chunk, reordered
 from mindformers_core.communication.world import world
 
 __all__ = ["AllGather", "AllReduce", "AllToAll", "Broadcast", "Permute", "ReduceScatter"]
 
 
-class AllReduce(RawCollective):
-    """Every rank gets the reduction of all ranks' tensors. `op`: `sum`, `max` or `min`."""
-
-    kind = "all_reduce"
+class AllReduce(raw.AllReduce):
+    """See `raw.AllReduce`."""
 
     def __init__(self, group, op):
-        super().__init__(group)
+        super().__init__(group, op)
         self.reduce = ops.AllReduce(op, group.name)
 
     def construct(self, x):
         return self.reduce(x)
 
 
-class AllGather(RawCollective):
-    """Every rank gets all ranks' tensors, joined along `dim` in the group's order."""
-
-    kind = "all_gather"
+class AllGather(raw.AllGather):
+    """See `raw.AllGather`."""
 
     def __init__(self, group, dim):
-        super().__init__(group)
+        super().__init__(group, dim)
         self.gather = ops.AllGather(group.name)
-        self.dim = dim
         self.places = group.places
 
     def construct(self, x):
         return _gather_along(self.gather, x, self.places, self.dim)
 
 
-class ReduceScatter(RawCollective):
-    """Rank i of the group gets part i, along `dim`, of the reduction of all tensors. `op`: `sum`, `max` or `min`."""
-
-    kind = "reduce_scatter"
+class ReduceScatter(raw.ReduceScatter):
+    """See `raw.ReduceScatter`."""
 
     def __init__(self, group, dim, op):
-        super().__init__(group)
+        super().__init__(group, dim, op)
         self.scatter = ops.ReduceScatter(op, group.name)
-        self.dim = dim
         self.parts = _parts(group)
 
     def construct(self, x):
@@ -56,22 +49,18 @@ class ReduceScatter(RawCollective):
         return self.scatter(ops.cat(parts, 0))
 
 
-class AllToAll(RawCollective):
-    """Rank i gets part i along `to_dim` of every rank's tensor, joined along `dim` in the group's order.
+class AllToAll(raw.AllToAll):
+    """See `raw.AllToAll`.
 
     MindSpore has the operator for Ascend only; elsewhere all is gathered, and the own part taken.
     """
 
-    kind = "all_to_all"
-
     def __init__(self, group, dim, to_dim):
-        super().__init__(group)
+        super().__init__(group, dim, to_dim)
         self.on_ascend = world().device_target == "Ascend"
         self.exchange = (
             ops.AlltoAll(group.size, to_dim, dim, group.name) if self.on_ascend else ops.AllGather(group.name)
         )
-        self.dim = dim
-        self.to_dim = to_dim
         self.places = group.places
         self.parts = _parts(group)
 
@@ -81,13 +70,11 @@ class AllToAll(RawCollective):
         return chunk(_gather_along(self.exchange, x, self.places, self.dim), self.index, self.size, self.to_dim)
 
 
-class Permute(RawCollective):
-    """Every rank's whole tensor goes to place `destination` of the group, and that of place `origin` comes."""
-
-    kind = "permute"
+class Permute(raw.Permute):
+    """See `raw.Permute`."""
 
     def __init__(self, group, destination, origin):
-        super().__init__(group)
+        super().__init__(group, destination, origin)
         self.gather = ops.AllGather(group.name)
         self.place = group.places[origin]
 
@@ -95,13 +82,11 @@ class Permute(RawCollective):
         return ops.reshape(self.gather(ops.reshape(x, (1, -1)))[self.place], x.shape)
 
 
-class Broadcast(RawCollective):
-    """Every rank gets the tensor of place `root` of the group."""
-
-    kind = "broadcast"
+class Broadcast(raw.Broadcast):
+    """See `raw.Broadcast`."""
 
     def __init__(self, group, root):
-        super().__init__(group)
+        super().__init__(group, root)
         self.broadcast = ops.Broadcast(group.ranks[root], group.name)
 
     def construct(self, x):

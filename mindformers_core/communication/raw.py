@@ -1,7 +1,8 @@
 """What a backend's collectives have in common: plain, without gradient, one tensor in and one out.
 
-A `RawCollective` is written twice, because CPU can do more in PyNative than in a graph: `@ms.jit` compiles `construct`,
-while PyNative calls the Cell and so runs `eager`. Where both are the same, `eager` is `construct`.
+A backend derives its own from those here. Each is written twice, because CPU can do more in PyNative than in a graph:
+`@ms.jit` compiles `construct`, while PyNative calls the Cell and so runs `eager`. Where both are the same, `eager` is
+`construct`.
 
 Every rank must compile the same graph: MindSpore runs a graph's collectives one after another in an order that follows
 from its structure. So what differs between ranks stands in constants only, never in which operators there are.
@@ -14,7 +15,19 @@ from mindformers_core.communication.world import process_state, world
 
 _PAD = ops.PadV3()  # unlike `ops.pad` without branches, which a graph's backward can't always compile
 
-__all__ = ["Identity", "RawCollective", "chunk", "placed", "reordered"]
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Broadcast",
+    "Identity",
+    "Permute",
+    "RawCollective",
+    "ReduceScatter",
+    "chunk",
+    "placed",
+    "reordered",
+]
 
 
 class RawCollective(nn.Cell):
@@ -22,16 +35,20 @@ class RawCollective(nn.Cell):
 
     Attributes:
         kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `permute` or `broadcast`.
+        takes: names of what it takes after the group, which become attributes.
         group: the `Group`.
     """
 
     kind = ""
+    takes = ()
 
-    def __init__(self, group):
+    def __init__(self, group, *arguments):
         super().__init__(auto_prefix=False)
         self.group = group
         self.size = group.size
         self.index = group.index
+        for name, argument in zip(self.takes, arguments, strict=True):
+            setattr(self, name, argument)
 
     def __call__(self, x):
         if process_state().counters:
@@ -47,6 +64,42 @@ class RawCollective(nn.Cell):
     def eager(self, x):
         """What PyNative runs."""
         return self.construct(x)
+
+
+class AllReduce(RawCollective):
+    """Every rank gets the reduction of all ranks' tensors. `op`: `sum`, `max` or `min`."""
+
+    kind, takes = "all_reduce", ("op",)
+
+
+class AllGather(RawCollective):
+    """Every rank gets all ranks' tensors, joined along `dim` in the group's order."""
+
+    kind, takes = "all_gather", ("dim",)
+
+
+class ReduceScatter(RawCollective):
+    """Rank i of the group gets part i, along `dim`, of the reduction of all tensors. `op`: `sum`, `max` or `min`."""
+
+    kind, takes = "reduce_scatter", ("dim", "op")
+
+
+class AllToAll(RawCollective):
+    """Rank i gets part i along `to_dim` of every rank's tensor, joined along `dim` in the group's order."""
+
+    kind, takes = "all_to_all", ("dim", "to_dim")
+
+
+class Permute(RawCollective):
+    """Every rank's whole tensor goes to place `destination` of the group, and that of place `origin` comes."""
+
+    kind, takes = "permute", ("destination", "origin")
+
+
+class Broadcast(RawCollective):
+    """Every rank gets the tensor of place `root` of the group."""
+
+    kind, takes = "broadcast", ("root",)
 
 
 class Identity(nn.Cell):

@@ -56,10 +56,24 @@ class _ProcessState:
     """What a process knows of its communication: the world, and what was made for it so far."""
 
     def __init__(self):
+        self._memos = {}  # owner -> what it remembers
+        self.forget()
+
+    def forget(self):
+        """Be as before `init_distributed()`."""
         self.world = None
         self.group_names = {}  # ranks, ascending -> MindSpore's name of their process group
         self.communicators = {}  # mesh -> Communicator
         self.counters = []  # the `count_collectives` blocks that are open
+        for memo in self._memos.values():
+            memo.clear()
+
+    def memo(self, owner):
+        """The dict in which `owner`, a module's `__name__`, keeps what holds for this world only: a rank, its Cells.
+
+        Always the same dict, so it may be kept at hand; `shutdown()` empties it.
+        """
+        return self._memos.setdefault(owner, {})
 
 
 _PROCESS = _ProcessState()
@@ -125,10 +139,10 @@ def init_distributed(backend=None, world_size=None, rank=None, timeout=60):
 
 
 def shutdown():
-    """Leave the run: forget the world, its groups and collectives. Does nothing when there is none."""
+    """Leave the run: forget the world, its groups and collectives, and all memos. Does nothing when there is none."""
     if _PROCESS.world is not None and _PROCESS.world.group is not None:
         ms_communication.release()
-    _PROCESS.__init__()
+    _PROCESS.forget()
 
 
 def read_launch(environ):

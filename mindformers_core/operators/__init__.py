@@ -1,10 +1,13 @@
 """What each operator does to layouts: the registry, and one small file of rule tables a family. Pure Python."""
 
 from mindformers_core.operators import (  # noqa: F401  (their tables fill the registry)
+    attention,
     fused,
     indexing,
     joining,
+    losses,
     normalization,
+    padding,
     randomness,
     reduction,
     shape,

@@ -62,7 +62,7 @@ def index_select(x, dim=None, index=None, axis=None):
     return Signature(inputs, (output,), sizes, linear=({0},), localize=_positional(x, dim, index), **more)
 
 
-@register_operator("DeprecatedTake")
+@register_operator("Take", "DeprecatedTake")
 def take(x, indices, axis=None, mode="clip"):
     """`x` at `indices` along `axis`, by NumPy's rules for indices out of range, so with all of the dim at hand."""
     if axis is None:
@@ -73,7 +73,7 @@ def take(x, indices, axis=None, mode="clip"):
     return Signature(inputs, (output,), sizes, linear=({0},), **more)
 
 
-@register_operator("GatherD", "GatherElements")
+@register_operator("GatherD")
 def gather_elements(x, dim, index):
     """`out[i][j] = x[i][index[i][j]]` for `dim` 1: the other dims go together where they have the same size."""
     place = as_dim(dim, x.ndim)
@@ -186,3 +186,19 @@ def triangle(x, diagonal=0):
     if x.ndim < 2:
         raise ValueError(f"a triangle needs 2 dims, not {x.shape}")
     return _whole_along(x, as_dims((-2, -1), x.ndim), linear=({0},))
+
+
+@register_operator("DiagExt")
+def diagonal_matrix(x, diagonal=0):
+    """A matrix with the vector `x` on a diagonal, or the diagonal of a matrix: all is whole."""
+    if x.ndim not in (1, 2):
+        raise ValueError(f"a diagonal is of a vector or a matrix, not of {x.shape}")
+    names, sizes = dim_names(x), dim_sizes(x)
+    if x.ndim == 1:
+        output = (("row",), ("column",))
+        sizes |= dict.fromkeys(("row", "column"), x.shape[0] + abs(diagonal))
+    else:
+        below, right = max(-diagonal, 0), max(diagonal, 0)
+        output = (("entry",),)
+        sizes["entry"] = max(0, min(x.shape[0] - below, x.shape[1] - right))
+    return Signature((names,), (output,), sizes, whole=frozenset(sizes), linear=({0},))

@@ -87,7 +87,7 @@ def chunk(x, chunks, dim=0):
     return _split(x, dim, _pieces(x, dim, max(1, -(-x.shape[as_dim(dim, x.ndim)] // chunks))))
 
 
-@register_operator("Unstack", "UnstackExt", "UnstackExtView")
+@register_operator("Unstack", "UnstackExtView")
 def unstack(x, dim=0, axis=None, num=None):
     """One output for every index of a dim, without that dim."""
     factor, names = along(x, dim if axis is None else axis), dim_names(x)

@@ -30,7 +30,6 @@ _OPERATORS = {
     "Min": ("min", 1, ()),
     "ReduceMin": ("min", 1, _PLAIN),
     "DeprecatedMin": ("extreme", 1, ("dim", "keepdim", "initial", "where", "return_indices")),
-    "All": ("all", 1, ()),
     "ReduceAll": ("all", 1, _PLAIN),
     "DeprecatedReduceAll": ("all", 1, _PLAIN),
     "Any": ("any", 1, ()),

@@ -115,7 +115,7 @@ def transpose(x, *order, **named):
     return _permuted(x, as_dims(order, x.ndim) if order else ())
 
 
-@register_operator("TransposeExt", "TransposeExtView")
+@register_operator("TransposeExtView")
 def swap_dims(x, dim0, dim1):
     """Two dims change places."""
     order = list(range(x.ndim))

@@ -69,8 +69,8 @@ class Signature:
             one group (a replicated member is turned into a partial first): `({0, 1},)` for an addition,
             `({0}, {1})` for a product, which is linear in one argument at a time.
         added: inputs that are added to a reduced result (a bias): where a reduced factor is cut they become partial
-        terms. distributed: factors along which a cut needs an algorithm of its own, with its name: it then runs in
-        the
+            terms.
+        distributed: factors along which a cut needs an algorithm of its own, with its name: it then runs in the
             operator's place. A factor that is in neither an output nor `reduced` is whole again in the result.
         run: name of an algorithm that always runs in the operator's place.
         localize: `(arguments, local_output_shapes) -> arguments` where an argument depends on shapes (a reshape's

@@ -115,7 +115,7 @@ def slice_one_dim(x, dim, start, end, step=1):
     return _sliced(x, ranges, lambda args, shapes: (args[0], dim, 0, shapes[0][place], 1))
 
 
-@register_operator("SelectExt", "SelectExtView")
+@register_operator("SelectExtView")
 def select_index(x, dim, index):
     """One index of a dim, which the result lacks."""
     place = int(along(x, dim)[1:])

@@ -9,6 +9,7 @@ import math
 
 from mindspore import Parameter, Tensor
 
+from mindformers_core.communication import world
 from mindformers_core.layout import Layout
 from mindformers_core.operators import TensorMeta, resolve, signature_of, tensor_meta
 from mindformers_core.tensor_parallel.distributed_operators import ALGORITHMS, Cut
@@ -27,10 +28,12 @@ class Dispatcher:
 
     Attributes:
         programs: kind of call -> `_Program`.
+        world: the `World` that they were made in: they know this process's rank.
     """
 
     def __init__(self):
         self.programs = {}
+        self.world = None
 
     def __call__(self, func, args, kwargs=None):
         """Run operator `func` on the global tensors in `args`.
@@ -59,6 +62,9 @@ class Dispatcher:
         if attribute is not None:
             key.append(getattr(primitive, attribute))
         key = tuple(key)
+        if self.world is not world():
+            self.programs.clear()
+            self.world = world()
         try:
             program = self.programs.get(key)
         except TypeError as error:  # not hashable

@@ -15,10 +15,10 @@ from mindspore import ops
 
 from mindformers_core.communication import world
 from mindformers_core.layout import Layout
-from mindformers_core.tensor_parallel.dropout import Dropout
+from mindformers_core.tensor_parallel.dropout import dropout_with_mask, functional_dropout
 from mindformers_core.tensor_parallel.move import dtype_name, move
 
-__all__ = ["ALGORITHMS", "DROPOUT", "Cut"]
+__all__ = ["ALGORITHMS", "Cut"]
 
 _LOWEST = -65504.0  # the lowest number of every float type
 
@@ -29,9 +29,9 @@ class Cut:
 
     Attributes:
         mesh: the mesh.
-        axes: the axes along which the operator's own dim is cut, major to minor; empty for an algorithm that always
-        runs. layouts: the layout of every tensor input as the operator gets it. shapes: the global shape of every
-        tensor input.
+        axes: the axes along which the operator's own dim is cut, major to minor; empty for one that always runs.
+        layouts: the layout of every tensor input as the operator gets it.
+        shapes: the global shape of every tensor input.
     """
 
     mesh: object
@@ -59,6 +59,12 @@ class Cut:
 def _mean(operator, args, cut):
     """The local mean over the number of parts, so that the parts' results are terms of a sum."""
     return operator(*args) * (1.0 / cut.count)
+
+
+def _weighted_mean(operator, args, cut):
+    """The local sum over the total of all parts' weights. `NLLLoss` has its reduction in place 3, where 0 is a sum."""
+    total, weight = operator(*args[:3], 0, *args[4:])
+    return total / cut.combined(ops.stop_gradient(weight)), weight
 
 
 def _extreme(op):
@@ -189,8 +195,13 @@ def _softmax_dim(args):
 
 
 def _found_here(indices, size, cut):
-    """Indices into this part (0 where they point elsewhere), and where they do."""
-    local = indices - cut.index * size
+    """Indices into this part (0 where they point elsewhere), and where they do. Negative ones count from the end.
+
+    An index outside of all parts points elsewhere for every one of them: it finds zeros, where one card raises an
+    error (to raise one here, all indices would have to come to the host, in every step).
+    """
+    whole = ops.where(ops.less(indices, 0), indices + size * cut.count, indices)
+    local = whole - cut.index * size
     absent = ops.logical_or(ops.less(local, 0), ops.greater_equal(local, size))
     return ops.masked_fill(local, absent, 0), absent
 
@@ -212,7 +223,6 @@ def _gather(operator, args, cut):
 def _gather_elements(operator, args, cut):
     """As `_gather`, element by element along a dim."""
     x, dim, indices = args
-    indices = ops.where(ops.less(indices, 0), indices + x.shape[dim] * cut.count, indices)  # counted from the end
     local, absent = _found_here(indices, x.shape[dim], cut)
     return _zero_where(absent, operator(x, dim, local))
 
@@ -230,9 +240,9 @@ def _embedding(operator, args, cut):
     return _zero_where(ops.expand_dims(absent, -1), operator(local, weight, *args[2:]))
 
 
-DROPOUT = Dropout()
 ALGORITHMS = {
     "mean": _mean,
+    "weighted_mean": _weighted_mean,
     "max": _extreme("max"),
     "min": _extreme("min"),
     "argmax": _arg_extreme("max"),
@@ -243,8 +253,8 @@ ALGORITHMS = {
     "min_dim": _extreme_with_index("min", value_first=True),
     "logsumexp": _log_sum_exp,
     "index_select": _index_select,
-    "dropout": DROPOUT.with_mask,
-    "func_dropout": DROPOUT.functional,
+    "dropout": dropout_with_mask,
+    "func_dropout": functional_dropout,
     "all": _all_or_any("min"),
     "any": _all_or_any("max"),
     "softmax": _softmax,

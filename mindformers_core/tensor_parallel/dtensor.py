@@ -142,6 +142,11 @@ class DTensor(Tensor):
             )
         return self._local
 
+    @property
+    def strides(self):
+        """Bytes from one element to the next along every dim, where every rank holds the whole."""
+        return self._whole("strides").strides
+
     def asnumpy(self):
         """The values as a NumPy array, where every rank holds the whole."""
         return self._whole("asnumpy()").asnumpy()
@@ -195,6 +200,7 @@ class DTensor(Tensor):
     def __repr__(self):
         return f"DTensor(shape={self.shape}, dtype={self._meta.dtype}, layout={self.layout!r}, local={self._local})"
 
+    __array_ufunc__ = None  # so that a NumPy number on the left leaves the operator to us
     # `h += f(h)` makes a new tensor: others may share the parts of the old one
     __iadd__ = Tensor.__add__
     __isub__ = Tensor.__sub__
@@ -202,6 +208,19 @@ class DTensor(Tensor):
     __itruediv__ = Tensor.__truediv__
     __str__ = __repr__
     __hash__ = Tensor.__hash__
+
+
+def _reading(name):
+    def read(self, *args):
+        return getattr(self._whole(f"{name}()"), name)(*args)
+
+    read.__name__ = name
+    read.__doc__ = f"`Tensor.{name}`, where every rank holds the whole."
+    return read
+
+
+for _name in ("data_ptr", "get_bytes", "is_contiguous", "storage", "stride", "untyped_storage"):
+    setattr(DTensor, _name, _reading(_name))
 
 
 def wrap(local, meta):

@@ -1,16 +1,12 @@
 """The one place where we hook into MindSpore, so that operators which meet a `DTensor` come to our dispatcher.
 
 MindSpore asks a Tensor subclass for `__fallback__` at every operator call. Two gaps are closed here: a call whose
-first tensor is a plain one looks for `__fallback__` on `Tensor` itself; and a few primitives do not ask at all. And
-what MindSpore's recomputation keeps of the random state is extended by ours.
+first tensor is a plain one looks for `__fallback__` on `Tensor` itself; and a few primitives do not ask at all.
 """
-
-from importlib import import_module
 
 from mindspore import Parameter, Tensor, ops
 
 from mindformers_core.tensor_parallel.dispatch import Dispatcher
-from mindformers_core.tensor_parallel.distributed_operators import DROPOUT
 from mindformers_core.tensor_parallel.dtensor import DTensor
 
 __all__ = ["intercept_operators"]
@@ -51,15 +47,12 @@ class _Call:
 
 
 def intercept_operators():
-    """Send operators on DTensors to a new `Dispatcher`, and return it. Called once, when the package is imported."""
+    """Send operators on DTensors to a new `Dispatcher`. Called once, when the package is imported."""
     dispatcher = Dispatcher()
     DTensor.__fallback__ = dispatcher
     Tensor.__fallback__ = _PlainTensorFallback(dispatcher)
     for primitive, attributes in _SILENT:
         primitive.__call__ = _asking(primitive.__call__, attributes, dispatcher)
-    recompute = import_module("mindspore.common.recompute")  # as an attribute, the name is that of its function
-    recompute.get_rng_state, recompute.set_rng_state = _with_dropout(recompute.get_rng_state, recompute.set_rng_state)
-    return dispatcher
 
 
 def _asking(call, attributes, dispatcher):
@@ -76,16 +69,3 @@ def _asking(call, attributes, dispatcher):
 
 def _has_dtensor(args):
     return any(type(entry) is DTensor or (isinstance(entry, (tuple, list)) and _has_dtensor(entry)) for entry in args)
-
-
-def _with_dropout(get_state, set_state):
-    """What a recomputation saves and restores, with the count of our dropouts: it must drop what was dropped before."""
-
-    def get():
-        return get_state(), DROPOUT.calls
-
-    def restore(state):
-        set_state(state[0])
-        DROPOUT.calls = state[1]
-
-    return get, restore

@@ -95,6 +95,9 @@ class RowParallelLinear(Linear):
 class VocabParallelEmbedding(nn.Cell):
     """Rows of `weight`, sharded over `tp` on the vocabulary dim: ids (…) of an int dtype → (…, embedding_size).
 
+    Negative ids count from the end. An id outside of the vocabulary gives zeros where the vocabulary is sharded,
+    while one card raises an error.
+
     Args:
         vocab_size, embedding_size: shape of the weight.
         weight_init: initializer. Default: Normal(0.02).

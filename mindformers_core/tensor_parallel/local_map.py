@@ -15,9 +15,9 @@ def local_map(function, in_layouts, out_layouts, mesh=None, varying=None):
 
     Args:
         function: takes and returns plain local tensors; may communicate with the collectives of
-        `mindformers_core.communication`. in_layouts: for every tensor argument (in order) the layout that it is moved
-        to first, or `None` to take it as it
-            comes. One layout stands for all arguments.
+            `mindformers_core.communication`.
+        in_layouts: for every tensor argument (in order) the layout that it is moved to first, or `None` to take it as
+            it comes. One layout stands for all arguments.
         out_layouts: for every result the layout that it is then understood to have; one layout for a single result.
         mesh: the mesh of layouts that are not bound; default: that of the first DTensor.
         varying: axes along which ranks do different work with the tensors that are whole there, so that the gradients

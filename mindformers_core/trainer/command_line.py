@@ -10,10 +10,11 @@ __all__ = ["main"]
 _DESCRIPTION = "Train Llama-style models from a YAML recipe, on a mesh."
 # errors that a user's recipe, data or command causes: told in a line or two; others come with their traceback
 _USER_ERRORS = (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError)
+_DEPENDENCIES = ("mindspore", "numpy", "scipy", "yaml")
 
 
 def main(arguments=None):
-    """Run one command; returns the exit code: 0 done, 1 runs differ, 2 a wrong command, recipe or file."""
+    """Run one command; returns the exit code: 0 done, 1 runs differ or learnt nothing, 2 a wrong command or file."""
     arguments = _parser().parse_args(arguments)
     return arguments.run(arguments)
 
@@ -32,6 +33,12 @@ def _parser():
     compare.add_argument("run_a", metavar="RUN_A", help="a run folder")
     compare.add_argument("run_b", metavar="RUN_B", help="another")
     compare.add_argument("--threshold", type=float, default=1e-4, help="exit code 1 above this (default 1e-4)")
+    compare.add_argument(
+        "--fell",
+        type=float,
+        metavar="PART",
+        help="also exit code 1 where the mean of the last 10 losses is not below this part of the first (as 0.7)",
+    )
     compare.set_defaults(run=_compare)
     return parser
 
@@ -70,11 +77,16 @@ def _compare(arguments):
     from mindformers_core.trainer.compare import compare_runs
 
     try:
-        return 0 if compare_runs(arguments.run_a, arguments.run_b, arguments.threshold) else 1
+        return 0 if compare_runs(arguments.run_a, arguments.run_b, arguments.threshold, arguments.fell) else 1
     except _USER_ERRORS as error:
         return _tell(error)
 
 
 def _tell(error):
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _DEPENDENCIES:
+        error = (
+            f"{error.name} is not installed in {sys.executable}: run bash scripts/quickstart.sh, or pip install . "
+            "(if that is done: source .venv/bin/activate)"
+        )
     print(f"error: {error}", file=sys.stderr)
     return 2

@@ -1,10 +1,12 @@
-"""Are two runs the same run? The largest relative difference of their loss curves."""
+"""Are two runs the same run? The largest relative difference of their loss curves; and have they learnt anything?"""
 
 import json
 import math
 import os
 
-__all__ = ["read_losses", "largest_difference", "compare_runs"]
+__all__ = ["read_losses", "largest_difference", "compare_runs", "fall"]
+
+_LAST = 10  # a single loss depends on its batch; the mean of the last ones counts
 
 
 def read_losses(run):
@@ -51,8 +53,30 @@ def largest_difference(first, second):
     return difference, -step
 
 
-def compare_runs(run_a, run_b, threshold):
-    """Print the largest difference of two runs; True when it is at most `threshold`. Errors as in the others."""
+def fall(losses):
+    """The mean of the last 10 losses (of all, where there are fewer) over the first, for a `{step: loss}`.
+
+    Not a number where a loss isn't one, or the first is 0.
+    """
+    steps = sorted(losses)
+    last = [losses[step] for step in steps[-_LAST:]]
+    first = losses[steps[0]]
+    return sum(last) / len(last) / first if first else math.nan
+
+
+def compare_runs(run_a, run_b, threshold, fell=None):
+    """Print the largest difference of two runs, and with `fell` how far their losses fell. Errors as in the others.
+
+    Args:
+        run_a, run_b: run folders, or metrics files.
+        threshold: the largest relative difference that runs may have.
+        fell: what `fall` of either run must be below, more than 0 and at most 1; None: whatever it is.
+
+    Returns:
+        Whether both hold.
+    """
+    if fell is not None and not 0 < fell <= 1:
+        raise ValueError(f"--fell {fell:g}: give a part of the first loss, more than 0 and at most 1, as 0.7")
     losses_a, losses_b = read_losses(run_a), read_losses(run_b)
     try:
         difference, step = largest_difference(losses_a, losses_b)
@@ -63,7 +87,20 @@ def compare_runs(run_a, run_b, threshold):
         f"{len(losses_a)} steps; largest relative difference of the loss {difference:.3e} at step {step} "
         f"({losses_a[step]:.7g} and {losses_b[step]:.7g}): {'within' if same else 'ABOVE'} the threshold {threshold:g}"
     )
-    return same
+    if fell is None:
+        return same
+    falls = [_tell_fall(run, losses, fell) for run, losses in ((run_a, losses_a), (run_b, losses_b))]
+    return same and all(falls)
+
+
+def _tell_fall(run, losses, limit):
+    part = fall(losses)
+    good = part < limit
+    print(
+        f"{run}: the last losses (mean of {min(_LAST, len(losses))}) are {part:.3f} of the first, "
+        f"{losses[min(losses)]:.4f}: {'' if good else 'NOT '}below {limit:g}"
+    )
+    return good
 
 
 def _relative(one, other):

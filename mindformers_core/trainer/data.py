@@ -27,14 +27,12 @@ class TokenDataset:
     Attributes:
         tokens: one-dimensional integer array, usually memory-mapped.
         seq_length: tokens of one sequence.
-        vocab_size: tokens are below this.
         seed: of the shuffle.
         name: what errors call the data.
     """
 
     tokens: np.ndarray
     seq_length: int
-    vocab_size: int
     seed: int
     name: str = "train_dataset.data_path"
 
@@ -55,13 +53,8 @@ class TokenDataset:
 
         Returns:
             `(input_ids, labels)`, int32 arrays of shape (count, seq_length); labels are the tokens that follow.
-
-        Raises:
-            ValueError: a token that the model's vocabulary doesn't have.
         """
         rows = np.stack([self._sequence(index) for index in range(first, first + count)])
-        if rows.max() >= self.vocab_size or rows.min() < 0:
-            raise ValueError(f"{self.name}: token {rows.max()} is not below model.vocab_size {self.vocab_size}")
         return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
 
     def _sequence(self, index):
@@ -82,11 +75,13 @@ def first_sequence(consumed, micro_batch, dp_rank, dp_size, local_batch_size):
 def open_dataset(section, vocab_size, seed):
     """The `TokenDataset` of a `train_dataset` section.
 
-    Text files become one file of bytes in the cache, made once, under a lock, and put in place whole.
+    Text files become one file of bytes in the cache, made once, under a lock, and put in place whole. All tokens are
+    looked at once, here, so that no step has to.
 
     Raises:
         FileNotFoundError: a path that isn't there, or a folder without files.
-        ValueError: a `.npy` file that isn't one row of whole numbers, mixed with others, or too little text.
+        ValueError: a `.npy` file that isn't one row of whole numbers, mixed with others, or too little text; a
+            token that the model's vocabulary doesn't have.
     """
     arrays = [path for path in section.data_path if path.endswith(".npy")]
     if arrays:
@@ -96,7 +91,10 @@ def open_dataset(section, vocab_size, seed):
     else:
         files = text_files(section.data_path)
         tokens, name = np.load(_cached(files, section.max_bytes, section.cache_dir), mmap_mode="r"), files[0]
-    return TokenDataset(tokens, section.seq_length, vocab_size, seed, f"train_dataset.data_path ({name} …)")
+    name = f"train_dataset.data_path ({name} …)"
+    dataset = TokenDataset(tokens, section.seq_length, seed, name)
+    _check_tokens(tokens, vocab_size, name)
+    return dataset
 
 
 def text_files(paths):
@@ -143,6 +141,16 @@ def _open_array(path):
             f"train_dataset.data_path: {path} holds {tokens.dtype} of shape {tokens.shape}, not one row of token ids"
         )
     return tokens
+
+
+def _check_tokens(tokens, vocab_size, name):
+    """Raise `ValueError` that names a token which isn't from 0 to `vocab_size - 1`, and its place."""
+    if tokens.min() < 0:
+        place = tokens.argmin()
+        raise ValueError(f"{name}: token {tokens[place]} at place {place} is negative: token ids start at 0")
+    if tokens.max() >= vocab_size:
+        place = tokens.argmax()
+        raise ValueError(f"{name}: token {tokens[place]} at place {place} is not below model.vocab_size {vocab_size}")
 
 
 def _cached(files, max_bytes, cache_dir):

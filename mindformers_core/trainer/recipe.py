@@ -13,6 +13,8 @@ from mindformers_core.models.configuration import LlamaConfig
 __all__ = ["Recipe", "check_recipe", "mesh_shape", "accumulation_steps", "warmup_steps", "MESH_AXES", "bounded"]
 
 MESH_AXES = ("pp", "dp", "cp", "tp")
+# MindSpore 2.10 has no bfloat16 CPU kernel of Gather, which the embedding needs
+_DTYPES = {"CPU": ("float32", "float16")} | dict.fromkeys(("GPU", "Ascend"), ("float32", "float16", "bfloat16"))
 
 
 def bounded(default, at_least=None, below=None):
@@ -193,6 +195,12 @@ def _check_available(recipe):
             )
     if recipe.context.mode == 0:
         raise ValueError("context.mode: 0 (graph mode) is not available yet: use 1 (PyNative)")
+    dtypes = _DTYPES[recipe.context.device_target]
+    if recipe.model.dtype not in dtypes:
+        raise ValueError(
+            f"model.dtype: MindSpore can't run {recipe.model.dtype} models on context.device_target "
+            f"{recipe.context.device_target}: use {' or '.join(dtypes)} there, or another device_target"
+        )
 
 
 def _check_model_divides(recipe):

@@ -92,6 +92,7 @@ def make_job(recipe, mesh, rank, dataset):
     """The `Job` at its first step, with `rank` in `mesh`, whose axes are `MESH_AXES`."""
     micro_batches = accumulation_steps(recipe, mesh.axis_size("dp"))
     ms.set_seed(recipe.training.seed)
+    ms.manual_seed(recipe.training.seed)
     net = build_model(recipe, mesh)
     return Job(recipe, rank, mesh, dataset, net, AdamW(net.trainable_params(), recipe.optimizer), micro_batches)
 

@@ -12,7 +12,6 @@ from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.tensor_parallel.clipping import sum_over
-from mindformers_core.tensor_parallel.distributed_operators import DROPOUT
 from mindformers_core.tensor_parallel.initialize import materialize
 
 HIDDEN = 8
@@ -168,9 +167,7 @@ def case_dropout_recomputed():
     cell = shard(Dropping(), mesh, plan={"": {"input": layout("tp")}})
     cell.set_train()
     x = Tensor(np.random.default_rng(0).normal(size=(4, HIDDEN)).astype(np.float32))
-    calls = DROPOUT.calls
     value, gradient = ms.value_and_grad(lambda x: cell(x).sum().full_tensor())(x)
-    assert DROPOUT.calls == calls + 1
     slope = sum_over(mesh, ("tp",), (gradient * x).sum())
     np.testing.assert_allclose(slope.asnumpy(), value.asnumpy(), 1e-5)
 

@@ -4,6 +4,7 @@ Values are small whole numbers, so that sums are exact in every dtype, and resul
 """
 
 from dataclasses import dataclass
+from itertools import product
 
 import mindspore as ms
 import numpy as np
@@ -81,6 +82,11 @@ def keep(place):
     return lambda xs: [x if index == place else np.zeros_like(x) for index, x in enumerate(xs)]
 
 
+def reordered(xs):
+    """Axes in the other order: the one of two axes of size 2, or of one axis, which is no change. Its own inverse."""
+    return [xs[place] for place in np.arange(len(xs)).reshape(2, -1).T.ravel()]
+
+
 def divided(function):
     return lambda xs: [value / len(xs) for value in function(xs)]
 
@@ -111,6 +117,11 @@ def cell(name, *arguments):
     return lambda axes: getattr(comm, name)(MESH, axes, *arguments)
 
 
+def permute(axes):
+    """From a dim cut by `axes` to the same cut by them in the other order."""
+    return comm.Permute(MESH, axes, Layout.on(MESH, (axes, ())), Layout.on(MESH, (axes[::-1], ())))
+
+
 sum_everywhere, mean_everywhere = everywhere(total), everywhere(mean)
 PAIRS = {
     "all_reduce sum": Pair(cell("AllReduce"), sum_everywhere, backward_of(same)),
@@ -130,6 +141,10 @@ PAIRS = {
     "reduce_scatter max": Pair(
         cell("ReduceScatter", 0, "max"), scatter(largest, 0), lambda xs, gs: shares(largest, xs, gather(0)(gs))
     ),
+    "reduce_scatter min": Pair(
+        cell("ReduceScatter", 1, "min"), scatter(smallest, 1), lambda xs, gs: shares(smallest, xs, gather(1)(gs))
+    ),
+    "permute": Pair(permute, reordered, backward_of(reordered)),
     "all_to_all": Pair(cell("AllToAll", 0, 1), exchange(0, 1), backward_of(exchange(1, 0))),
     "broadcast": Pair(cell("Broadcast", 1), everywhere(lambda xs: xs[1]), backward_of(keep(1))),
     "slice": Pair(cell("SliceToShard", 1), take(1), backward_of(gather(1))),
@@ -139,6 +154,7 @@ PAIRS = {
     "to_partial": Pair(cell("ToPartial"), keep(0), backward_of(same)),
     "to_partial avg": Pair(cell("ToPartial", "avg"), same, backward_of(multiplied)),
     "to_partial max": Pair(cell("ToPartial", "max"), same, backward_of(sum_everywhere)),
+    "to_partial min": Pair(cell("ToPartial", "min"), same, backward_of(sum_everywhere)),
     "to_partial_varying": Pair(cell("ToPartialVarying"), keep(0), backward_of(keep(0))),
     "pad": Pair(cell("PadToPartial", 1), pad(1), backward_of(take(1))),
 }
@@ -159,32 +175,31 @@ def expected(pair, axes, seed, dtype):
     return xs[mine], ys[mine], weights[mine], pair.backward(xs, weights)[mine]
 
 
-def run(cells, weights):
-    """Outputs of all cells, and the gradients of the weighted sum of all their elements."""
+def all_of(pairs, axes):
+    """A function of one tensor for every pair, to the tuple of their outputs."""
+    cells = ms.nn.CellList([pair.make(axes) for pair in pairs])
 
-    def weighted(xs):
+    def outputs_of(*xs):
         outputs = ()
-        loss = 0
         for index in range(len(cells)):
-            output = cells[index](xs[index])
-            outputs = outputs + (output,)
-            loss = loss + (output * weights[index]).astype(ms.float32).sum()
-        return loss, outputs
+            outputs = outputs + (cells[index](xs[index]),)
+        return outputs
 
-    def both(xs):
-        return ms.value_and_grad(weighted, has_aux=True)(xs)
-
-    return both
+    return outputs_of
 
 
 def check_floats(axes, dtype, jit):
+    """Outputs and gradients of all pairs; under jit they are one graph, since every graph takes long to compile."""
     truths = [expected(pair, axes, seed, dtype) for seed, pair in enumerate(PAIRS.values())]
-    cells = ms.nn.CellList([pair.make(axes) for pair in PAIRS.values()])
-    xs = ms.Tensor(np.stack([truth[0] for truth in truths]))
-    weights = tuple(ms.Tensor(truth[2]) for truth in truths)
-    both = run(cells, weights)
-    (_, outputs), gradients = (ms.jit(both) if jit else both)(xs)
-    for name, truth, output, gradient in zip(PAIRS, truths, outputs, gradients):
+    outputs_of, count = all_of(PAIRS.values(), axes), len(PAIRS)
+
+    def both(*xs_and_weights):
+        outputs, backward = ms.vjp(outputs_of, *xs_and_weights[:count])
+        return outputs, backward(xs_and_weights[count:])
+
+    given = [ms.Tensor(truth[place]) for place in (0, 2) for truth in truths]
+    outputs, gradients = (ms.jit(both) if jit else both)(*given)
+    for name, truth, output, gradient in zip(PAIRS, truths, outputs, gradients, strict=True):
         where = f"{name} over {axes}, {np.dtype(dtype)}, jit {jit}"
         assert output.asnumpy().dtype == gradient.asnumpy().dtype == dtype, where
         np.testing.assert_array_equal(output.asnumpy(), truth[1], where)
@@ -193,20 +208,14 @@ def check_floats(axes, dtype, jit):
 
 
 def check_integers(axes, dtype, jit):
+    """Outputs of all pairs that take integers, or, of bools, that don't sum them."""
     pairs = {name: pair for name, pair in PAIRS.items() if not pair.floats_only}
     if dtype == np.bool_:
         pairs = {name: pair for name, pair in pairs.items() if "reduce" not in name}
     truths = [expected(pair, axes, seed, dtype) for seed, pair in enumerate(pairs.values())]
-    cells = ms.nn.CellList([pair.make(axes) for pair in pairs.values()])
-
-    def all_of_them(xs):
-        outputs = ()
-        for index in range(len(cells)):
-            outputs = outputs + (cells[index](xs[index]),)
-        return outputs
-
-    outputs = (ms.jit(all_of_them) if jit else all_of_them)(ms.Tensor(np.stack([truth[0] for truth in truths])))
-    for name, truth, output in zip(pairs, truths, outputs):
+    outputs_of = all_of(pairs.values(), axes)
+    outputs = (ms.jit(outputs_of) if jit else outputs_of)(*[ms.Tensor(truth[0]) for truth in truths])
+    for name, truth, output in zip(pairs, truths, outputs, strict=True):
         where = f"{name} over {axes}, {np.dtype(dtype)}, jit {jit}"
         assert output.asnumpy().dtype == dtype, where
         np.testing.assert_array_equal(output.asnumpy(), truth[1], where)
@@ -215,33 +224,38 @@ def check_integers(axes, dtype, jit):
 @on_ranks(4)
 def case_floats_pynative():
     """Forward and gradient of all pairs, float32 and float16."""
-    for axes in AXES:
-        for dtype in (np.float32, np.float16):
-            check_floats(axes, dtype, jit=False)
+    for axes, dtype in product(AXES, (np.float32, np.float16)):
+        check_floats(axes, dtype, jit=False)
 
 
 @on_ranks(4)
-def case_floats_jit():
-    """The same inside one compiled graph each; fewer combinations, since compiling takes seconds."""
-    check_floats(("dp",), np.float32, jit=True)
-    check_floats(("tp", "dp"), np.float32, jit=True)
-    check_floats(("tp",), np.float16, jit=True)
+def case_float32_jit():
+    """The same inside a compiled graph for each group."""
+    for axes in AXES:
+        check_floats(axes, np.float32, jit=True)
+
+
+@on_ranks(4)
+def case_float16_jit():
+    """And in half precision."""
+    for axes in AXES:
+        check_floats(axes, np.float16, jit=True)
 
 
 @on_ranks(4)
 def case_integers_pynative():
     """Integers and booleans, forward."""
-    for axes in AXES:
-        for dtype in (np.int32, np.int64, np.int8, np.uint8, np.bool_):
-            check_integers(axes, dtype, jit=False)
+    for axes, dtype in product(AXES, (np.int32, np.int64, np.int16, np.int8, np.uint8, np.bool_)):
+        check_integers(axes, dtype, jit=False)
 
 
 @on_ranks(4)
 def case_integers_jit():
-    """The same in graphs, where they travel as 16-bit parts in floats."""
-    check_integers(("tp",), np.int32, jit=True)
-    check_integers(("tp", "dp"), np.int64, jit=True)
-    check_integers(("dp",), np.bool_, jit=True)
+    """The same in graphs, where they travel as 16-bit parts in floats: int64 as four, all others like int32, as two."""
+    for axes in AXES:
+        check_integers(axes, np.int32, jit=True)
+    for axes, dtype in zip(AXES[1:], (np.bool_, np.int16, np.int64), strict=True):
+        check_integers(axes, dtype, jit=True)
 
 
 @on_ranks(2)

@@ -1,54 +1,68 @@
-"""Every operator rule against one card: forward and gradient, for the placements of its inputs on a 2x2 mesh."""
+"""Every operator rule against one card on a 2x2 mesh: forward and gradient, for all placements that the rule accepts.
 
-from itertools import permutations, product
+A few more layouts of the inputs, drawn at random, bring redistributions, averages and varying tensors into the game.
+"""
 
 import numpy as np
+from accepted import AXES, accepted, at_random
+from direct_calls import DirectCall
 from launch import on_ranks
 from mindspore_calls import CALLS, F
-from one_card import check, draw
+from one_card import check, draw, is_float
+from operator_source_calls import ALL_CALLS, BROKEN, WITHOUT_GRADIENT, WITHOUT_KERNEL
+from recorded_rules import rules_met
 
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import init_device_mesh
 
-MOST = 24  # combinations tried for one call
-AXES = ("dp", "tp")
+MORE = {"rule": 2, "function": 6}  # combinations drawn at random for one call
 DTYPES = {F: "float32", "int": "int32", "bool": "bool"}
-
-
-def layouts_of(kind, shape, mesh):
-    """All layouts of an input of this shape: each axis replicated, on any dim (in both orders), partial or varying."""
-    choices = [None, *range(len(shape)), *(["sum", "varying"] if kind == F else [])]
-    found = []
-    for picks in product(choices, repeat=len(AXES)):
-        partial = {axis: "sum" for axis, pick in zip(AXES, picks) if pick == "sum"}
-        varying = [axis for axis, pick in zip(AXES, picks) if pick == "varying"]
-        for order in permutations(AXES):
-            dims = [[axis for axis in order if picks[AXES.index(axis)] == dim] for dim in range(len(shape))]
-            if all(size % mesh.axis_size(*axes) == 0 for size, axes in zip(shape, dims)):
-                found.append(Layout.on(mesh, dims, partial, varying))
-    return list(dict.fromkeys(found))
-
-
-def combinations(inputs, mesh, random):
-    """Layouts for all inputs: all combinations, or a random sample of `MOST`, the all-replicated one left out."""
-    every = [layouts_of(kind, shape, mesh) for kind, shape in inputs]
-    count = int(np.prod([len(layouts) for layouts in every]))
-    if count <= MOST:
-        return list(product(*every))
-    return [tuple(layouts[random.integers(len(layouts))] for layouts in every) for _ in range(MOST)]
 
 
 @on_ranks(4)
 def case_operators_equal_one_card():
-    """See the module's docstring. All failures are collected, so that one run shows all of them."""
-    mesh = init_device_mesh((2, 2), AXES)
-    failures = []
+    """By the name of the rule: every registered operator that has a kernel on CPU and isn't random."""
+    mesh, failures = init_device_mesh((2, 2), AXES), []
+    calls = [call for call in ALL_CALLS if str(call) not in BROKEN and call.name not in (*WITHOUT_KERNEL, "Dropout")]
+    for call in calls:
+        direct = DirectCall(call)
+        floats = list(map(is_float, direct.values))
+        choices = list(accepted(direct.signature, floats, mesh))
+        choices += _more("rule", direct.values, mesh)
+        tolerance = 2e-3 if _is_half(call) else 1e-5
+        _collect(failures, str(call), direct, direct.values, choices, tolerance, str(call) not in WITHOUT_GRADIENT)
+    assert not failures, f"{len(failures)} of {len(calls)} operators fail:\n" + "\n".join(failures)
+
+
+@on_ranks(4)
+def case_what_authors_write_equals_one_card():
+    """As an author calls them, with all placements that any of the rules met accepts of the function's own inputs."""
+    mesh, failures = init_device_mesh((2, 2), AXES), []
     for name, (function, inputs) in CALLS.items():
         random = np.random.default_rng(7)
         values = [draw(random, shape, DTYPES[kind]) for kind, shape in inputs]
-        try:
-            check(name, function, values, combinations(inputs, mesh, random))
-        except Exception as error:  # collected: the ranks run on in step, since they fail alike
-            failures.append(f"{name}: {type(error).__name__}: {error}"[:900])
-            print(failures[-1], flush=True)
-    assert not failures, f"{len(failures)} of {len(CALLS)} operators fail:\n" + "\n".join(failures)
+        whole = [Layout.on(mesh, ((),) * value.ndim) for value in values]
+        choices = {tuple(whole): None}
+        for places, floats, signature in rules_met(function, values, whole):
+            for layouts in accepted(signature, floats, mesh):
+                given = dict(zip(places, layouts))
+                choices[tuple(given.get(place, layout) for place, layout in enumerate(whole))] = None
+        _collect(failures, name, function, values, [*choices, *_more("function", values, mesh)])
+    assert not failures, f"{len(failures)} of {len(CALLS)} functions fail:\n" + "\n".join(failures)
+
+
+def _more(what, values, mesh):
+    floats = list(map(is_float, values))
+    return at_random([value.shape for value in values], floats, mesh, np.random.default_rng(7), MORE[what])
+
+
+def _is_half(call):
+    return 42 in [argument for argument in (*call.args, *call.named.values()) if isinstance(argument, int)]
+
+
+def _collect(failures, name, function, values, choices, tolerance=1e-5, differentiable=True):
+    try:
+        check(name, function, values, choices, tolerance, tolerance, differentiable)
+    except Exception as error:  # collected, so that one run shows all: ranks run on in step, since they fail alike
+        failures.append(f"{name}: {type(error).__name__}: {error}"[:900])
+        print(failures[-1], flush=True)

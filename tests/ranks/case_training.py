@@ -32,7 +32,7 @@ def job_on(shape, ranks, *overrides):
     recipe = load_recipe(str(CONFIGS / "llama_tiny_cpu.yaml"), [*SMALL, *overrides])
     tokens = np.random.default_rng(0).integers(0, 256, 5000)
     mesh = init_device_mesh(shape, MESH_AXES, ranks)
-    return make_job(recipe, mesh, world().rank, TokenDataset(tokens, 16, 256, seed=1))
+    return make_job(recipe, mesh, world().rank, TokenDataset(tokens, 16, seed=1))
 
 
 def compare_with_one_rank(*overrides):

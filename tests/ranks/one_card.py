@@ -42,22 +42,22 @@ def draw(random, shape, kind="float32"):
     return Tensor(random.random(shape) < 0.5) if kind == "bool" else Tensor(random.normal(size=shape).astype(kind))
 
 
-def check(name, function, values, choices, rtol=1e-5, atol=1e-5):
+def check(name, function, values, choices, rtol=1e-5, atol=1e-5, differentiable=True):
     """Compare `function` of distributed tensors with `function` of whole ones.
 
     Args:
         name: what to call the function in failures.
-        function: takes tensors and gives one tensor.
+        function: takes tensors and gives one tensor, or a tuple of them.
         values: the whole tensors.
         choices: lists of layouts, one for each tensor; all choices run in one forward and backward pass.
         rtol: relative tolerance of values and gradients.
         atol: absolute tolerance of values and gradients.
+        differentiable: whether to compare gradients too.
     """
-    result = function(*values)
-    floats = tuple(place for place, value in enumerate(values) if is_float(value)) if is_float(result) else ()
-    weights = (
-        np.random.default_rng(1).normal(size=result.shape).astype(result.asnumpy().dtype if floats else np.float32)
-    )
+    results = _several(function(*values))
+    flowing = [place for place, result in enumerate(results) if differentiable and is_float(result)]
+    floats = tuple(place for place, value in enumerate(values) if is_float(value)) if flowing else ()
+    weights = _weights([results[place] for place in flowing])
     parts = [[_own_part(value, layout) for value, layout in zip(values, layouts)] for layouts in choices]
     names = [f"{name} of {', '.join(map(str, layouts))}" for layouts in choices]
     outputs = []
@@ -66,18 +66,24 @@ def check(name, function, values, choices, rtol=1e-5, atol=1e-5):
         moving, total = iter(moving), 0.0
         for label, layouts, locals_ in zip(names, choices, parts):
             local = [next(moving) if place in floats else part for place, part in enumerate(locals_)]
-            output = function(*map(DTensor.from_local, local, layouts))
-            assert isinstance(output, DTensor) and output.shape == result.shape, f"{label} gave {output!r}"
-            outputs.append(output)
-            total = total + (output.to_local() * Tensor(_cotangent(weights, output.layout))).sum() if floats else 0.0
+            outputs.append(_several(function(*map(DTensor.from_local, local, layouts))))
+            for output, result in zip(outputs[-1], results, strict=True):
+                assert isinstance(output, DTensor) and output.shape == result.shape, f"{label} gave {output!r}"
+            for place, weight in zip(flowing if floats else (), weights):
+                output = outputs[-1][place]
+                total = total + (output.to_local() * Tensor(_cotangent(weight, output.layout))).sum()
         return total
 
     differentiated = [locals_[place] for locals_ in parts for place in floats]
     gradients = ms.grad(loss, tuple(range(len(differentiated))))(*differentiated) if floats else loss()
-    claims = [_claim_of_value(label, output, result.asnumpy()) for label, output in zip(names, outputs)]
+    expected = [result.asnumpy() for result in results]
+    claims = [
+        _claim_of_value(label, output, whole)
+        for label, given in zip(names, outputs)
+        for output, whole in zip(given, expected)
+    ]
     if floats:
-        whole = ms.grad(lambda *args: (function(*args) * Tensor(weights)).sum(), floats)(*values)
-        whole = dict(zip(floats, whole if isinstance(whole, tuple) else (whole,)))
+        whole = _whole_gradients(function, values, floats, flowing, weights)
         found = iter(gradients if isinstance(gradients, tuple) else (gradients,))
         for label, layouts in zip(names, choices):
             claims += [
@@ -85,6 +91,27 @@ def check(name, function, values, choices, rtol=1e-5, atol=1e-5):
                 for p in floats
             ]
     verify(claims, choices[0][0].mesh, rtol, atol)
+
+
+def _several(result):
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+
+def _weights(results):
+    """A random cotangent for each result."""
+    random = np.random.default_rng(1)
+    return [random.normal(size=result.shape).astype(result.asnumpy().dtype) for result in results]
+
+
+def _whole_gradients(function, values, floats, flowing, weights):
+    """Place of an input -> its gradient on one card."""
+
+    def loss(*args):
+        results = _several(function(*args))
+        return sum((results[place] * Tensor(weight)).sum() for place, weight in zip(flowing, weights))
+
+    found = ms.grad(loss, floats)(*values)
+    return dict(zip(floats, found if isinstance(found, tuple) else (found,)))
 
 
 def verify(claims, mesh, rtol=1e-5, atol=1e-5):

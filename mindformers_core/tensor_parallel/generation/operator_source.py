@@ -29,6 +29,8 @@ _WORDS = {  # parameters that arrive as the numbers of words
     "data_format": ("NCHW", "NHWC", "NCDHW"),
     "approximate": ("none", "tanh"),
     "rounding_mode": ("floor", "trunc"),
+    "reduction": ("sum", "mean", "none"),
+    "input_layout": ("BSH", "BNSD", "SBH", "BSND", "TND", "TH"),
 }
 _SPELLINGS = (  # of one parameter, by a method and by its operator
     {"dim", "dims", "axis", "axes"},
@@ -252,7 +254,8 @@ _FUNCTIONS = {  # operator -> function of `mindspore.ops`, parameters
     "StopGradient": ("stop_gradient", {"value": _REQUIRED}),
     "FullLike": ("full_like", {"input": _REQUIRED, "fill_value": _REQUIRED, "dtype": None}),
 }
-_INTERCEPTED = {  # their `__call__` is ours (interception.py), and no longer tells the parameters
+_INTERCEPTED = {  # their `__call__` doesn't tell the parameters, as it is ours (interception.py) or the general one
+    "SoftmaxCrossEntropyWithLogits": {"logits": _REQUIRED, "labels": _REQUIRED},
     "AddN": {"x": _REQUIRED},
     "Stack": {"x": _REQUIRED},
     "StackExt": {"tensors": _REQUIRED, "dim": 0},

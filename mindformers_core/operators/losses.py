@@ -1,0 +1,49 @@
+"""Rules of losses: examples are parallel, classes are whole."""
+
+from mindformers_core.operators.dims import dim_names
+from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.signature import Signature
+
+__all__ = []
+
+_REDUCTIONS = ("sum", "mean", "none")  # by the number that MindSpore gives them
+
+
+@register_operator("NLLLoss")
+def negative_log_likelihood(logits, labels, weight, reduction="mean", ignore_index=-100):
+    """Of log-probabilities (examples, classes): the loss, and the sum of the labels' weights.
+
+    The mean is over these weights, so that each part of the examples contributes its sum over the total of all.
+    """
+    reduction = _REDUCTIONS[reduction] if isinstance(reduction, int) else reduction
+    if logits.ndim not in (1, 2) or labels.shape != logits.shape[:-1] or weight.shape != logits.shape[-1:]:
+        raise ValueError(f"labels {labels.shape} and weights {weight.shape} don't fit {logits.shape}")
+    examples = (("n",),) * labels.ndim
+    sizes = dict(zip("nc"[2 - logits.ndim :], logits.shape))
+    inputs = ((*examples, ("c",)), examples, (("c",),))
+    if reduction == "none" or not examples:
+        whole = frozenset("nc" if examples else "c")  # the weights' sum is of all examples, the losses are not
+        return Signature(inputs, (examples, ()), sizes, whole=whole)
+    more = {"distributed": {"n": "weighted_mean"}} if reduction == "mean" else {}
+    return Signature(inputs, ((), ()), sizes, {"n": "sum"}, whole=frozenset("c"), **more)
+
+
+@register_operator("SoftmaxCrossEntropyWithLogits")
+def softmax_cross_entropy(logits, labels):
+    """Of (examples, classes) with probabilities as labels: a loss for every example, and the gradient of logits."""
+    if logits.ndim != 2 or labels.shape != logits.shape:
+        raise ValueError(f"labels {labels.shape} don't fit logits {logits.shape}: both are (examples, classes)")
+    names = dim_names(logits)
+    sizes = dict(zip(("d0", "d1"), logits.shape))
+    return Signature((names, names), (names[:1], names), sizes, whole=frozenset({"d1"}))
+
+
+@register_operator("SparseSoftmaxCrossEntropyWithLogits")
+def sparse_softmax_cross_entropy(logits, labels):
+    """Of (examples, classes) with positions as labels: the mean over examples."""
+    if logits.ndim != 2 or labels.shape != logits.shape[:1]:
+        raise ValueError(f"labels {labels.shape} don't fit logits {logits.shape}: (examples) and (examples, classes)")
+    names = dim_names(logits)
+    sizes = dict(zip(("d0", "d1"), logits.shape))
+    more = {"whole": frozenset({"d1"}), "distributed": {"d0": "mean"}}
+    return Signature((names, names[:1]), ((),), sizes, {"d0": "sum"}, **more)

@@ -1,0 +1,75 @@
+"""Operators called by the name of their rule, on tensors or DTensors: what an author can't call on CPU by that name."""
+
+import numpy as np
+from mindspore import Tensor
+
+from mindformers_core.operators import signature_of, tensor_meta
+from mindformers_core.tensor_parallel import DTensor
+from mindformers_core.tensor_parallel.generation.operator_source import operator_source
+
+_COMPILED: dict = {}
+
+
+class Operator:
+    """What MindSpore hands to `__fallback__`: a name, and a call on local tensors, here by the operator's source."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __call__(self, *args, **kwargs):
+        tensors, shown = [], []
+        args, kwargs = replaced((args, kwargs), Tensor, lambda tensor: tensors.append(tensor) or tensor)
+        replaced((args, kwargs), Tensor, lambda tensor: shown.append((tensor.shape, str(tensor.dtype))))
+        key = self.name, str(replaced((args, kwargs), Tensor, lambda tensor: "t")), str(shown)
+        if key not in _COMPILED:
+            _COMPILED[key] = _compiled(operator_source(self.name, args, kwargs), tensors)
+        return _COMPILED[key](*tensors)
+
+
+def _compiled(call, tensors):
+    """`call` as a function of its tensors."""
+    space = {}
+    for line in call.imports:
+        exec(line, space)
+    if call.instance is not None:
+        exec(f"{call.instance[0]} = {call.instance[1]}", space)
+    names = {id(tensor): f"a{place}" for place, tensor in enumerate(tensors)}
+    return eval(f"lambda {', '.join(names.values())}: {call.expression(lambda tensor: names[id(tensor)])}", space)
+
+
+def replaced(value, kind, replacement):
+    """`value` with what `replacement` makes of them in the place of all instances of `kind`."""
+    if isinstance(value, kind):
+        return replacement(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)([replaced(entry, kind, replacement) for entry in value])
+    if isinstance(value, dict):
+        return {name: replaced(entry, kind, replacement) for name, entry in value.items()}
+    return value
+
+
+def _local(array):
+    """As MindSpore takes arrays on CPU: floats and indices of 32 bits."""
+    array = np.asarray(array)
+    narrow = {"f": np.float32, "i": np.int32 if array.ndim else array.dtype}
+    return Tensor(array.astype(narrow.get(array.dtype.kind, array.dtype)))
+
+
+class DirectCall:
+    """A `Call` of `operator_calls` as a function of its tensors, `values`, with the `signature` of its rule."""
+
+    def __init__(self, call):
+        self.operator, self.call, self.values = Operator(call.name), call, []
+        kinds = (np.ndarray, np.generic)
+        replaced((tuple(call.args), call.named), kinds, lambda array: self.values.append(_local(array)))
+        metas = iter([tensor_meta(value.shape, str(value.dtype).lower()) for value in self.values])
+        args, named = replaced((tuple(call.args), call.named), kinds, lambda _: next(metas))
+        self.signature = signature_of(call.name, args, named)
+
+    def __call__(self, *tensors):
+        rest = iter(tensors)
+        arguments = tuple(self.call.args), self.call.named
+        args, named = replaced(arguments, (np.ndarray, np.generic), lambda _: next(rest))
+        if not any(isinstance(tensor, DTensor) for tensor in tensors):
+            return self.operator(*args, **named)
+        return DTensor.__fallback__(self.operator, args, named)
