@@ -91,8 +91,8 @@ class Recorder:
 def record(function, values):
     """The `Program` of `function` of the tensors `values`."""
     recorder = Recorder(values)
-    plain, Tensor.__fallback__ = Tensor.__fallback__, Traced.__fallback__  # for a plain tensor before a traced one
-    plain = vars(Tensor).get("__fallback__", plain)
+    plain = vars(Tensor)["__fallback__"]  # itself, not what it gives when it is asked for
+    Tensor.__fallback__ = Traced.__fallback__  # for a plain tensor before a traced one
     try:
         recorder.program.result = recorder.name_of(function(*recorder.inputs))
     finally:

@@ -46,11 +46,11 @@ def _terms(signature, chosen, axes_of, place):
 
 def at_random(shapes, floats, mesh, random, count):
     """`count` tuples of layouts that an operator need not accept: partial sums and averages, varying tensors too."""
-    every = [_layouts_of(shape, is_float, mesh) for shape, is_float in zip(shapes, floats)]
+    every = [layouts_of(shape, is_float, mesh) for shape, is_float in zip(shapes, floats)]
     return [tuple(layouts[random.integers(len(layouts))] for layouts in every) for _ in range(count)]
 
 
-def _layouts_of(shape, is_float, mesh):
+def layouts_of(shape, is_float, mesh):
     choices = [None, *range(len(shape)), *(["sum", "avg", "varying"] if is_float else [])]
     found = {}
     for picks in product(choices, repeat=len(AXES)):

@@ -1,10 +1,9 @@
 """Random programs: compositions of operators on tensors that lie at random equal one card, gradients included."""
 
 import numpy as np
-from case_operators import AXES, layouts_of
+from accepted import AXES, layouts_of
 from launch import on_ranks
 from mindspore import Tensor, ops
-from mindspore_calls import F
 from one_card import check, draw
 
 from mindformers_core.mesh import init_device_mesh
@@ -84,7 +83,7 @@ def case_random_programs_equal_one_card():
         program, description = random_program(random)
         shapes = [(4, 8) if seed % 2 else (4, 4, 8)] * 2 + [(8, 8)] * 2
         values = [draw(random, shape) for shape in shapes]
-        every = [layouts_of(F, shape, mesh) for shape in shapes]
+        every = [layouts_of(shape, True, mesh) for shape in shapes]
         choices = [[layouts[random.integers(len(layouts))] for layouts in every] for _ in range(CHOICES)]
         try:
             check(f"program {seed}: {description}", program, values, choices, 1e-4, 1e-4)
