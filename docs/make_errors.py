@@ -2,11 +2,12 @@
 
     python docs/make_errors.py            all cases, also those that start ranks: about three minutes on 2 cores
 
-Commands run in a folder that looks like a fresh clone: links to this one, no `.venv`.
+Everything runs in a folder that looks like a fresh clone: links to this one, no `.venv`.
 """
 
 import io
 import json
+import linecache
 import os
 import re
 import shlex
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,8 +38,8 @@ Made by `python docs/make_errors.py` from real runs; `tests/test_errors_page.py`
 Of a run's output the page shows the lines that tell what is wrong; where ranks fail, progress and a traceback stand
 before them. A wrong recipe or command is told on stderr, without a traceback, and ends with exit code 2.
 
-Python snippets follow this beginning. The fake backend plays rank 0 of 4 in one process, and its errors are those of a
-real run.
+Python snippets follow this beginning, each in a file `snippet.py` of its own. The fake backend plays rank 0 of 4 in one
+process, and its errors are those of a real run.
 
 """
 
@@ -118,24 +119,18 @@ def fenced(language, text):
 def run_together(prelude, cases):
     """Run cases one after the other in one new process; results as `run_cases`."""
     given = {"prelude": prelude, "cases": [[case.title, case.python, case.bash] for case in cases]}
-    done = subprocess.run(
-        [sys.executable, __file__, "--together"],
-        input=json.dumps(given),
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment(ROOT),
-        cwd=ROOT,
-        timeout=TIMEOUT_SECONDS,
-        check=True,
-    )
-    return {title: tuple(result) for title, result in json.loads(done.stdout.splitlines()[-1]).items()}
+    with fresh_clone() as folder:
+        command = [sys.executable, Path(__file__).resolve(), "--together"]
+        done = run(command, folder, input=json.dumps(given), check=True)
+        results = json.loads(done.stdout.splitlines()[-1])
+        return {title: (normalised(message, folder), exit_code) for title, (message, exit_code) in results.items()}
 
 
 def together_process():
     """The other side of `run_together`: cases from stdin, results as the last line of stdout."""
     given = json.load(sys.stdin)
     names = {"__name__": "snippet"}
-    exec(given["prelude"], names)
+    execute("beginning.py", given["prelude"], names)
     results = {}
     for title, snippet, command in given["cases"]:
         results[title] = (snippet_message(snippet, dict(names)), None) if snippet else command_line(command)
@@ -145,10 +140,18 @@ def together_process():
 def snippet_message(snippet, names):
     """The last lines of the traceback that a snippet ends with."""
     try:
-        exec(snippet, names)
+        execute("snippet.py", snippet, names)
     except Exception as error:  # whatever a snippet raises is its result
         return "".join(traceback.format_exception_only(error)).strip()
     return "no error"
+
+
+def execute(name, source, names):
+    """Run Python code that lies in a file, since messages name its lines, and `ms.jit` reads it."""
+    file = Path(name).resolve()
+    file.write_text(source, encoding="utf-8")
+    linecache.checkcache(str(file))
+    exec(compile(source, file, "exec"), names)
 
 
 def command_line(command):
@@ -167,28 +170,32 @@ def command_line(command):
 
 
 def run_alone(command):
-    """Run a shell command in what looks like a fresh clone; `(telling lines, exit code)`."""
-    with tempfile.TemporaryDirectory(prefix="errors_") as name, socket.socket() as taken:
-        folder = Path(name).resolve()
-        for link in LINKS:
-            (folder / link).symlink_to(ROOT / link)
+    """Run a shell command; `(telling lines, exit code)`."""
+    with fresh_clone() as folder, socket.socket() as taken:
         (folder / "python3.13").write_text("#!/bin/sh\necho 3.13\n")
         (folder / "python3.13").chmod(0o755)
         taken.bind(("127.0.0.1", 0))
         taken.listen(1)
         port = str(taken.getsockname()[1])
-        done = subprocess.run(
-            ["bash", "-c", command.replace(PORT, port)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            env=environment(folder),
-            cwd=folder,
-            timeout=TIMEOUT_SECONDS,
-            check=False,
-        )
-        return normalised(telling_lines(done.stdout), folder, port), done.returncode
+        streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+        done = run(["bash", "-c", command.replace(PORT, port)], folder, **streams)
+        return normalised(telling_lines(done.stdout).replace(port, PORT), folder), done.returncode
+
+
+@contextmanager
+def fresh_clone():
+    """A new folder with links to what a clone of this one has; it is removed afterwards."""
+    with tempfile.TemporaryDirectory(prefix="errors_") as name:
+        folder = Path(name).resolve()
+        for link in LINKS:
+            (folder / link).symlink_to(ROOT / link)
+        yield folder
+
+
+def run(command, folder, **options):
+    """Run a command in a folder, and catch what it prints."""
+    settings = {"env": environment(folder), "cwd": folder, "timeout": TIMEOUT_SECONDS}
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, **settings, **options)
 
 
 def environment(folder):
@@ -210,9 +217,9 @@ def telling_lines(output):
     return "\n".join(kept)
 
 
-def normalised(text, folder, port):
+def normalised(text, folder):
     """`text` without what differs from run to run and from machine to machine."""
-    text = text.replace(f"{folder}/", "").replace(str(folder), ".").replace(port, PORT)
+    text = text.replace(f"{folder}/", "").replace(str(folder), ".")
     text = re.sub(r"worker \d+ ended", "worker 0 ended", text)  # whichever msrun saw first
     return re.sub(r"\b\d+ is free", "40000 is free", text)
 

@@ -24,7 +24,11 @@ _PUBLIC = {
     "register_operator": "operators",
     "DTensor": "tensor_parallel",
     "distribute_tensor": "tensor_parallel",
+    "explain": "tensor_parallel",
+    "jit": "tensor_parallel",
     "local_map": "tensor_parallel",
+    "prepare": "tensor_parallel",
+    "programs": "tensor_parallel",
     "shard": "tensor_parallel",
     "split": "tensor_parallel",
 }

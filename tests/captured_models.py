@@ -1,12 +1,12 @@
-"""Small models, written without any thought of parallelism, for the tests of capture: `MODELS`."""
+"""Models for the tests of capture: those of `models`, and some that do unusual things. `MODELS`."""
+
+from functools import partial
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
-from mindspore.common.initializer import Normal, initializer
-
-from mindformers_core.models import LlamaConfig, LlamaForCausalLM
-from mindformers_core.tensor_parallel.initialize import materialize
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from models import EXAMPLES, Classifier, llama
+from models.example import floats, ids
 
 __all__ = ["MODELS", "Closure", "Function", "Passing", "assert_unchanged", "small_llama", "snapshot"]
 
@@ -42,99 +42,15 @@ def assert_unchanged(cell, before):
         assert all(child.__dict__[key] is value for key, value in attributes.items())
 
 
-def floats(seed, *shape):
-    return Tensor(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
-
-
-def ids(seed, high, *shape):
-    return Tensor(np.random.default_rng(seed).integers(0, high, shape).astype(np.int32))
-
-
 def small_llama(**changes):
-    """A Llama of two layers, and what makes a batch."""
-    sizes = {"vocab_size": 32, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
-    with ms.DeviceCtx("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **changes}))
-    materialize(model, seed=1)
-    return model, lambda seed: ((ids(seed, 32, 2, 8),), {"labels": ids(seed + 9, 32, 2, 8)})
-
-
-def mlp():
-    layers = nn.Dense(6, 8), nn.ReLU(), nn.Dropout(p=0.0), nn.LayerNorm((8,)), nn.Dense(8, 4), nn.Identity()
-    return nn.SequentialCell(*layers), lambda seed: ((floats(seed, 3, 6),), {})
-
-
-class Classifier(nn.Cell):
-    """Two convolutions with batch norm, pooling, a linear layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.features = nn.SequentialCell(
-            nn.Conv2d(3, 4, 3, has_bias=True),
-            nn.BatchNorm2d(4),
-            nn.ReLU(),
-            nn.MaxPool2d(2, 2),
-            nn.Conv2d(4, 6, 3),
-            nn.AvgPool2d(2, 2),
-        )
-        self.flatten = nn.Flatten()
-        self.head = nn.Dense(24, 5)
-
-    def construct(self, image, label=None):
-        logits = self.head(self.flatten(self.features(image)))
-        return logits if label is None else (logits, ops.cross_entropy(logits, label))
+    """A Llama of two layers with sizes that are all different, and what makes a batch."""
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_key_value_heads": 2}
+    return llama(**{**sizes, **changes}), lambda seed: ((ids(seed, 32, 2, 8),), {"labels": ids(seed + 9, 32, 2, 8)})
 
 
 def classifier():
-    return Classifier(), lambda seed: ((floats(seed, 2, 3, 8, 8), ids(seed, 5, 2)), {})
-
-
-class EncoderLayer(nn.Cell):
-    """MindSpore's own attention, and a feed-forward block, each after a norm."""
-
-    def __init__(self, size, heads):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(size, heads, batch_first=True)
-        self.norm1, self.norm2 = nn.LayerNorm((size,)), nn.LayerNorm((size,))
-        self.fc1, self.fc2 = nn.Dense(size, 2 * size), nn.Dense(2 * size, size)
-        self.dropout = nn.Dropout(p=0.0)
-
-    def construct(self, x, mask=None):
-        normed = self.norm1(x)
-        mixed = self.attention(normed, normed, normed, key_padding_mask=mask, need_weights=False)[0]
-        x = x + self.dropout(mixed)
-        return x + self.fc2(ops.gelu(self.fc1(self.norm2(x))))
-
-
-class Encoder(nn.Cell):
-    """Words and positions embedded, layers in a CellList, the first position pooled; a dict comes out."""
-
-    def __init__(self, layers=2):
-        super().__init__()
-        self.words = nn.Embedding(20, 8)
-        self.positions = Parameter(initializer(Normal(0.1), (16, 8)), name="positions")
-        self.kinds = nn.Embedding(2, 8)
-        self.layers = nn.CellList([EncoderLayer(8, 2) for _ in range(layers)])
-        self.pool = nn.Dense(8, 8, activation="tanh")
-
-    def construct(self, words, kinds=None, keep=None):
-        batch, length = words.shape
-        x = self.words(words) + self.positions[:length]
-        if kinds is not None:
-            x = x + self.kinds(kinds)
-        mask = None if keep is None else ops.logical_not(keep)
-        for layer in self.layers:
-            x = layer(x, mask=mask)
-        return {"hidden": x, "pooled": self.pool(x[:, 0]), "batch": batch, "mask": mask}
-
-
-def encoder():
-    def make(seed):
-        keep = Tensor(np.arange(6) < [[4], [6]])
-        return (ids(seed, 20, 2, 6),), {"keep": keep, "kinds": ids(seed, 2, 2, 6)}
-
-    return Encoder(), make
+    """With a batch norm, whose statistics a training step changes."""
+    return Classifier(nn.BatchNorm2d), lambda seed: ((floats(seed, 2, 3, 8, 8), ids(seed, 4, 2)), {})
 
 
 class Structures(nn.Cell):
@@ -222,58 +138,16 @@ class Passing(nn.Cell):
         return x if y is None else (x, y)
 
 
-class Recurrent(nn.Cell):
-    """A recurrent cell, unrolled over the dim of time, with constants of its own and methods of tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Dense(3, 16), nn.Dense(4, 16)
-
-    def construct(self, x):
-        state = memory = ops.zeros((x.shape[0], 4), x.dtype)
-        for step in range(x.shape[1]):
-            i, f, g, o = ops.split(self.inner(x[:, step]) + self.outer(state), 4, -1)
-            memory = memory * ops.sigmoid(f) + ops.sigmoid(i) * ops.tanh(g)
-            state = ops.sigmoid(o) * ops.tanh(memory)
-        total = state.sum(axis=-1, keepdims=True) + state.max(axis=1).mean()
-        return total, state.transpose(1, 0), memory.astype(ms.float16).astype(ms.float32), state.argmax(0)
+def built(example):
+    """A model of `models`, and what makes a batch."""
+    return example.make(), example.inputs
 
 
-def recurrent():
-    return Recurrent(), lambda seed: ((floats(seed, 2, 3, 3),), {})
-
-
-class Router(nn.Cell):
-    """A dense mixture of experts: every token goes to all, weighted by its best two."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Dense(4, 3, has_bias=False)
-        self.experts = nn.CellList([nn.Dense(4, 4) for _ in range(3)])
-
-    def construct(self, x):
-        values, places = ops.topk(self.gate(x), 2)
-        weights = ops.softmax(values, -1)
-        chosen = ops.one_hot(places, 3, Tensor(1.0, ms.float32), Tensor(0.0, ms.float32))
-        share = (chosen * weights.expand_dims(-1)).sum(axis=-2)
-        results = ops.stack([expert(x) for expert in self.experts], -1)
-        best = ops.where(share > 0.5, share, ops.zeros_like(share))
-        return (results * share.unsqueeze(-2)).sum(-1), mint.sum(best)
-
-
-def router():
-    return Router(), lambda seed: ((floats(seed, 5, 4),), {})
-
-
-MODELS = {
-    "llama": small_llama,
+MODELS = {name: partial(built, example) for name, example in EXAMPLES.items()} | {
+    "small llama": small_llama,
     "tied llama": lambda: small_llama(tie_word_embeddings=True),
-    "mlp": mlp,
-    "classifier": classifier,
-    "encoder": encoder,
+    "batch norm": classifier,
     "structures": structures,
     "shared": shared,
     "closure": lambda: (Closure(), lambda seed: ((floats(seed, 2, 3),), {})),
-    "recurrent": recurrent,
-    "router": router,
 }

@@ -2,16 +2,19 @@
 
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, nn
+from mindspore import Layout, Parameter, Tensor, nn, ops
 from small_cells import Linear, Net
 
+from mindformers_core.layout import Layout as OurLayout
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.tensor_parallel.declare import collect_declarations
+from mindformers_core.tensor_parallel.propagation.declaration import Declaration, OperatorDeclaration
 
 pytestmark = pytest.mark.usefixtures("rank_0_of_4")
 MESH = init_device_mesh((2, 2), ("dp", "tp"))
+MESH_LAYOUT = OurLayout.on(MESH)
 COLUMNS, ROWS = layout(None, "tp"), layout("tp", None)
 
 
@@ -111,3 +114,122 @@ def test_a_plan_wins_over_a_hook_part_by_part():
     assert found["layers.0"].inputs == {"x": COLUMNS}
     assert found["layers.0"].weights == {"weight": ROWS, "bias": layout("tp")}
     assert found["rest.0"].weights == {"weight": ROWS} and found["rest.0"].inputs == {"x": COLUMNS}
+
+
+class Dense(nn.Cell):
+    """The seed's: primitives as attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.matmul = ops.MatMul()
+        self.add = ops.Add()
+
+
+class FeedForward(nn.Cell):
+    """Two of them, and a primitive of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense1 = Dense()
+        self.relu = ops.ReLU()
+        self.dense2 = Dense()
+
+
+def declared_operators(cell, plan=None):
+    """`{operator path: OperatorDeclaration}`."""
+    found = collect_declarations(cell, plan=plan)
+    assert all(not (entry.inputs or entry.outputs or entry.weights) for entry in found.values())
+    return {f"{path}.{name}".lstrip("."): one for path, entry in found.items() for name, one in entry.operators.items()}
+
+
+def test_sharded_primitives():
+    net = FeedForward()
+    assert collect_declarations(net) == {}
+    net.dense1.matmul.shard(((2, 1), (1, 4)), ((2, 4),))
+    net.relu.shard(((2, 1),))
+    found = collect_declarations(net)
+    expected = OperatorDeclaration(((2, 1), (1, 4)), ((2, 4),))
+    assert found == {
+        "dense1": Declaration(operators={"matmul": expected}),
+        "": Declaration(operators={"relu": OperatorDeclaration(((2, 1),))}),
+    }
+
+
+def test_primitives_sharded_by_layouts():
+    net, made = FeedForward(), Layout((2, 2), ("dp", "tp"))
+    net.dense1.matmul.shard((made("dp", "None"), made("None", ("tp", "dp"))), (made("dp", "tp"),))
+    inputs = (MESH_LAYOUT("dp", None), MESH_LAYOUT(None, ("tp", "dp")))
+    assert declared_operators(net) == {"dense1.matmul": OperatorDeclaration(inputs, (MESH_LAYOUT("dp", "tp"),))}
+
+
+def test_operators_in_plans():
+    whole = {"input": (ROWS, COLUMNS), "output": layout("dp", "tp")}
+    declared = OperatorDeclaration((ROWS, COLUMNS), (layout("dp", "tp"),))
+    assert declared_operators(FeedForward(), {"dense1.matmul": whole}) == {"dense1.matmul": declared}
+    assert declared_operators(FeedForward(), {"dense*.mat*": whole}) == dict.fromkeys(
+        ("dense1.matmul", "dense2.matmul"), declared
+    )
+    assert declared_operators(FeedForward(), {"**.add": {"input": [None, [2, 1]]}}) == dict.fromkeys(
+        ("dense1.add", "dense2.add"), OperatorDeclaration((None, (2, 1)))
+    )
+    assert declared_operators(FeedForward(), {"relu": {"input": (4, 1)}}) == {"relu": OperatorDeclaration(((4, 1),))}
+
+
+def test_a_plan_wins_over_a_sharded_primitive_part_by_part():
+    net = FeedForward()
+    net.dense1.matmul.shard(((2, 1), (1, 2)), ((2, 2),))
+    net.dense1.add.shard(((2, 1), (1,)))
+    plan = {"dense1.matmul": {"input": (ROWS, None)}, "dense1": {"weight": {}}}
+    assert declared_operators(net, plan) == {
+        "dense1.matmul": OperatorDeclaration((ROWS, None), ((2, 2),)),
+        "dense1.add": OperatorDeclaration(((2, 1), (1,))),
+    }
+
+
+def test_a_primitive_of_a_cell_with_a_hook():
+    cell = Linear((COLUMNS, None, None))
+    cell.matmul = ops.MatMul().shard(((1, 2), (2, 1)))
+    found = collect_declarations(cell)[""]
+    assert found.inputs == {"x": COLUMNS} and found.operators == {"matmul": OperatorDeclaration(((1, 2), (2, 1)))}
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (
+            {"dense1.mutmal": {}},
+            "plan pattern 'dense1.mutmal' matches no Cell of FeedForward, and no prim.*did you mean 'dense1.matmul'",
+        ),
+        (
+            {"relu": {"weight": ROWS}},
+            "plan entry 'relu': unknown key 'weight'; allowed: input, output .an operator has no weights",
+        ),
+        ({"relu": {"inputs": ROWS}}, r"unknown key 'inputs'; allowed: input, output \(did you mean 'input'"),
+        ({"relu": ROWS}, "plan entry 'relu' should be a dict with the keys input, output, not"),
+        (
+            {"dense1.matmul": {"input": (ROWS, ("tp", None))}},
+            r"Cell 'dense1' \(Dense\), operator 'matmul' \(MatMul\), plan entry 'dense1.matmul': input 1 is "
+            r"\('tp', None\): write layout",
+        ),
+        ({"dense1.matmul": {"input": (ROWS, (2, 0))}}, r"input 1 is \(2, 0\): write layout"),
+        ({"dense1.matmul": {"input": (ROWS, (2, True))}}, r"input 1 is \(2, True\): write layout"),
+        ({"dense1.matmul": {"output": "tp"}}, "output is 'tp': write a tuple"),
+    ],
+)
+def test_operator_entries_that_are_wrong(plan, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        collect_declarations(FeedForward(), plan=plan)
+
+
+def test_primitives_that_are_sharded_wrongly():
+    net = FeedForward()
+    net.dense2.matmul.shard(((2, -1), (1, 4)))
+    with pytest.raises(
+        TypeError, match=r"'dense2' \(Dense\), operator 'matmul' \(MatMul\), MatMul.shard\(\): in_strat"
+    ):
+        collect_declarations(net)
+    net.dense2.matmul.shard(((2, 1), (1, 4)))
+    made = Layout((2, 2), ("dp", "tp"))
+    net.dense2.matmul.shard((made("dp", "None"), made("None", "tp")))
+    with pytest.raises(ValueError, match=r"operator 'matmul'.*with strategies and again with layouts; call it once"):
+        collect_declarations(net)

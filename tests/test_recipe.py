@@ -63,7 +63,12 @@ ERRORS = [
     (["monitor.plot=1"], TypeError, "monitor.plot: 1 (int) should be true or false"),
     (["lr_scheduler.type=CosineWithWarmUp"], ValueError, "(did you mean 'CosineWithWarmUpLR'?)"),
     (["context.device_target=TPU"], ValueError, "context.device_target: 'TPU' is not one of CPU, GPU, Ascend"),
-    (["context.mode=0"], ValueError, "context.mode: 0 (graph mode) is not available yet"),
+    (
+        ["context.mode=0", "context.engine=eager"],
+        ValueError,
+        "context.engine: eager can't be compiled, as context.mode: 0",
+    ),
+    (["context.engine=egaer"], ValueError, "'egaer' is not one of generated, eager (did you mean 'eager'?)"),
     (["context.mode=true"], ValueError, "context.mode: True is not one of 0, 1"),
     (
         ["model.dtype=bfloat16"],

@@ -1,6 +1,7 @@
-"""`shard()` in one process: declarations, what Cells see, identities, errors. As rank 0 of a dry run on a 2x2 mesh."""
+"""`shard()` and the eager engine in one process, rank 0 of a dry run on a 2x2 mesh: what Cells see, and errors."""
 
 from collections import namedtuple
+from functools import partial
 
 import mindspore as ms
 import numpy as np
@@ -8,12 +9,14 @@ import pytest
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from small_cells import Linear, Net
 
+from mindformers_core import tensor_parallel
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.tensor_parallel import DTensor, distribute_tensor, shard
+from mindformers_core.tensor_parallel import DTensor, distribute_tensor
 
 pytestmark = pytest.mark.usefixtures("rank_0_of_4")
 MESH = init_device_mesh((2, 2), ("dp", "tp"))
+shard = partial(tensor_parallel.shard, mode="eager")
 X = Tensor(np.ones((4, 8), np.float32))
 COLUMNS, ROWS = layout(None, "tp"), layout("tp", None)
 Pair = namedtuple("Pair", ["first", "second"])

@@ -11,8 +11,10 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
+from mindspore.graph import api as graph_api
 
-from mindformers_core.tensor_parallel.clipping import clip_by_global_norm
+from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm, clip_by_global_norm
+from mindformers_core.tensor_parallel.inspecting import programs
 from mindformers_core.trainer import metrics, training_loop
 from mindformers_core.trainer.adamw import AdamW
 from mindformers_core.trainer.command_line import main
@@ -75,10 +77,48 @@ def test_micro_batches_do_not_change_the_curve(run, tmp_path):
     assert largest_difference(whole, other)[0] > 1e-4
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_resumed_run_is_the_unbroken_run(run, tmp_path, in_place):
-    unbroken, _ = run("unbroken")
-    saving = ("checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=3")
+@pytest.mark.parametrize("batches", [("training.local_batch_size=4",), ("training.local_batch_size=2",)])
+def test_engines_and_graph_mode_give_the_same_curve(run, tmp_path, batches):
+    """With one micro-batch and with two: losses, norms, and (through a checkpoint) parameters and moments."""
+    batches = (*batches, "checkpoint.enable_save=true")
+    run("eager", "context.engine=eager", *batches)
+    expected = rows_of(tmp_path / "eager")
+    state = ms.load_checkpoint(str(tmp_path / "eager/checkpoint/step_6/rank_0.safetensors"), format="safetensors")
+    for name, overrides in (("generated", ()), ("compiled", ("context.mode=0",))):
+        run(name, *batches, *overrides)
+        for row, one in zip(rows_of(tmp_path / name), expected, strict=True):
+            for key in ("step", "loss", "gradient_norm", "learning_rate"):
+                np.testing.assert_allclose(row[key], one[key], rtol=1e-6, err_msg=f"{key} of {name}")
+        file = str(tmp_path / name / "checkpoint/step_6/rank_0.safetensors")
+        found = ms.load_checkpoint(file, format="safetensors")
+        assert found.keys() == state.keys()
+        for tensor in found:
+            np.testing.assert_allclose(
+                found[tensor].asnumpy(), state[tensor].asnumpy(), rtol=1e-4, atol=1e-6, err_msg=f"{tensor} of {name}"
+            )
+
+
+@pytest.mark.parametrize("engine", ["generated", "eager"])
+def test_the_engine_is_the_recipes(run, engine, tmp_path):
+    overrides = (f"context.engine={engine}", f"train_dataset.cache_dir={tmp_path}")
+    job = prepare(load_recipe(ONE_RANK, [*SMALL, *overrides]))
+    training_loop.train_step(job)
+    assert len(programs(job.net)) == (engine == "generated")
+
+
+def test_a_step_is_compiled_once(run, monkeypatch):
+    """Neither what changes from step to step nor reading the loss compiles it again."""
+    compiled = []
+    check = graph_api._check_recompile
+    monkeypatch.setattr(graph_api, "_check_recompile", lambda *args: (compiled.append(args[3]), check(*args)))
+    run("a", "context.mode=0", "lr_scheduler.warmup_steps=3")
+    assert len(compiled) == 1 and "step" in compiled[0]
+
+
+@pytest.mark.parametrize(("in_place", "mode"), [(True, 1), (False, 1), (True, 0)])
+def test_resumed_run_is_the_unbroken_run(run, tmp_path, in_place, mode):
+    unbroken, _ = run("unbroken", f"context.mode={mode}")
+    saving = ("checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=3", f"context.mode={mode}")
     run("broken", *saving)
     source = tmp_path / "broken" / "checkpoint" / "step_3"
     assert sorted(os.listdir(source.parent)) == ["step_3", "step_6"]
@@ -128,6 +168,17 @@ def random_parameters(generator, names):
     return [ms.Parameter(ms.Tensor(generator.normal(size=(3, 4)).astype(np.float32)), name=name) for name in names]
 
 
+def compiled_clipping(parameters, max_norm):
+    """A compiled function of gradients."""
+    clip = ClipByGlobalNorm(parameters, max_norm)
+
+    @ms.jit
+    def run(one, other):
+        return clip((one, other))
+
+    return run
+
+
 def test_clipping_scales_all_by_one_factor():
     generator = np.random.default_rng(0)
     parameters = random_parameters(generator, ["a", "b"])
@@ -138,6 +189,10 @@ def test_clipping_scales_all_by_one_factor():
         assert float(norm.asnumpy()) == pytest.approx(expected, rel=1e-6)
         for one, other in zip(clipped, gradients, strict=True):
             np.testing.assert_allclose(one.asnumpy(), other * factor, rtol=1e-5)
+        same, again = compiled_clipping(parameters, max_norm)(*map(ms.Tensor, gradients))
+        assert float(again.asnumpy()) == pytest.approx(expected, rel=1e-6)
+        for one, other in zip(same, clipped, strict=True):
+            np.testing.assert_allclose(one.asnumpy(), other.asnumpy(), rtol=1e-6)
     zero, norm = clip_by_global_norm([ms.ops.zeros((3, 4), ms.float32)], parameters[:1], 1.0)
     assert float(norm.asnumpy()) == 0 and (zero[0].asnumpy() == 0).all()
 
@@ -152,7 +207,7 @@ def test_adamw_is_the_papers():
     for step in range(1, 6):
         rate = 0.01 * step
         gradients = [generator.normal(size=(3, 4)).astype(np.float32) for _ in parameters]
-        optimizer.step([ms.Tensor(gradient) for gradient in gradients], step, rate)
+        optimizer(tuple(map(ms.Tensor, gradients)), *optimizer.scalars(step, rate))
         for index, gradient in enumerate(gradients):
             first[index] = 0.9 * first[index] + 0.1 * gradient
             second[index] = 0.99 * second[index] + 0.01 * gradient**2

@@ -2,11 +2,12 @@
 
 from mindformers_core.communication import collectives
 from mindformers_core.communication.world import process_state
-from mindformers_core.mesh import DeviceMesh
+from mindformers_core.layout import Layout
+from mindformers_core.mesh import DeviceMesh, nearest
 
-__all__ = ["Communicator", "communicator"]
+__all__ = ["Communicator", "collective_attributes", "communicator"]
 
-_CELLS = {  # step kind -> (Cell, which of the step's attributes it takes after mesh and axes)
+_CELLS = {  # step kind -> (Cell, what it takes after mesh and axes: attributes of the step)
     "slice": (collectives.SliceToShard, ("dim",)),
     "slice_varying": (collectives.SliceVarying, ("dim",)),
     "all_gather": (collectives.AllGather, ("dim",)),
@@ -32,22 +33,57 @@ class Communicator:
         self._cells = {}
 
     def cell(self, step):
-        """The differentiable Cell, local tensor in and out, that carries out a `Step`.
-
-        Steps that differ only in shape and dtype share one. The first call for new axes creates a process group and
-        must be made by all its ranks.
+        """The differentiable Cell, local tensor in and out, that carries out a `Step`; as `make` gives it.
 
         Raises:
             ValueError: a step on another mesh, or a mesh that this process can't communicate on.
         """
-        cell_class, names = _CELLS[step.kind]
-        arguments = tuple(getattr(step, name) for name in names)
-        key = (step.kind, step.axes, *arguments)
+        if step.source.mesh != self.mesh:
+            raise ValueError(f"{step} is on {step.source.mesh!r}, not on this communicator's {self.mesh!r}")
+        return self.make(step.kind, step.axes, **collective_attributes(step))
+
+    def make(self, kind, axes, **attributes):
+        """The differentiable Cell of a kind of step: `make("all_gather", axes=("tp",), dim=1)`.
+
+        Equal calls share one. The first call for new axes creates a process group and must be made by all its ranks.
+
+        Args:
+            kind: a key of `STEP_KINDS`.
+            axes: mesh axes of the joint group, major to minor.
+            attributes: what the kind needs of `dim`, `to_dim`, `op`, and (permute) the layouts `source` and `target`.
+
+        Raises:
+            TypeError: an attribute that is missing, or that the kind doesn't have.
+            ValueError: an unknown kind or axis, layouts on another mesh, or a mesh that this process can't
+                communicate on.
+        """
+        if kind not in _CELLS:
+            raise ValueError(f"unknown collective {kind!r}: choose one of {', '.join(_CELLS)}{nearest(kind, _CELLS)}")
+        cell_class, names = _CELLS[kind]
+        if attributes.keys() != set(names):
+            raise TypeError(
+                f"collective '{kind}' over {axes} takes {', '.join(names) or 'nothing else'}, "
+                f"not {', '.join(attributes) or 'nothing'}"
+            )
+        axes = (axes,) if isinstance(axes, str) else tuple(axes)
+        arguments = tuple(self._own(attributes[name], f"{kind} {name}") for name in names)
+        key = (kind, axes, *arguments)
         if key not in self._cells:
-            if step.source.mesh != self.mesh:
-                raise ValueError(f"{step} is on {step.source.mesh!r}, not on this communicator's {self.mesh!r}")
-            self._cells[key] = cell_class(self.mesh, step.axes, *arguments)
+            self._cells[key] = cell_class(self.mesh, axes, *arguments)
         return self._cells[key]
+
+    def _own(self, value, what):
+        """An attribute; of a layout the dims, for how they are cut is all that counts."""
+        if not isinstance(value, Layout):
+            return value
+        if value.mesh != self.mesh:
+            raise ValueError(f"{what} is on {value.mesh!r}, not on this communicator's {self.mesh!r}")
+        return value.replace(partial=(), varying=())
+
+
+def collective_attributes(step):
+    """What `Communicator.make` takes for a `Step`, besides its kind and axes."""
+    return {name: getattr(step, name) for name in _CELLS[step.kind][1]}
 
 
 def communicator(mesh):

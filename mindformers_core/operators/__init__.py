@@ -2,6 +2,7 @@
 
 from mindformers_core.operators import (  # noqa: F401  (their tables fill the registry)
     attention,
+    convolution,
     fused,
     indexing,
     joining,

@@ -1,6 +1,6 @@
 """Rules of losses: examples are parallel, classes are whole."""
 
-from mindformers_core.operators.dims import dim_names
+from mindformers_core.operators.dims import dim_names, dim_sizes
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.signature import Signature
 
@@ -26,6 +26,19 @@ def negative_log_likelihood(logits, labels, weight, reduction="mean", ignore_ind
         return Signature(inputs, (examples, ()), sizes, whole=whole)
     more = {"distributed": {"n": "weighted_mean"}} if reduction == "mean" else {}
     return Signature(inputs, ((), ()), sizes, {"n": "sum"}, whole=frozenset("c"), **more)
+
+
+@register_operator("SmoothL1Loss")
+def smooth_l1_loss(x, target, beta=1.0, reduction="none"):
+    """Square near 0, absolute further off; of every element, or their sum or mean."""
+    reduction = _REDUCTIONS[reduction] if isinstance(reduction, int) else reduction
+    if x.shape != target.shape:
+        raise ValueError(f"a target {target.shape} doesn't fit {x.shape}")
+    names, sizes = dim_names(x), dim_sizes(x)
+    if reduction == "none":
+        return Signature((names, names), (names,), sizes)
+    more = {"distributed": dict.fromkeys(sizes, "mean")} if reduction == "mean" else {}
+    return Signature((names, names), ((),), sizes, dict.fromkeys(sizes, "sum"), **more)
 
 
 @register_operator("SoftmaxCrossEntropyWithLogits")

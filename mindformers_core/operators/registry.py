@@ -2,9 +2,16 @@
 
 from mindformers_core.mesh import nearest
 
-__all__ = ["register_operator", "registered_operators", "signature_of"]
+__all__ = ["register_operator", "registered_operators", "rule_attributes", "signature_of"]
 
 _RULES: dict = {}  # the one registry: operator name -> rule
+_ATTRIBUTES = {  # what a rule takes as arguments, but the primitive as attributes
+    "Sort": ("axis",),
+    "Stack": ("axis",),
+    "Unstack": ("axis",),
+    "Conv2D": ("pad_mode", "pad", "stride", "dilation", "group", "data_format"),
+    "MaxPool": ("kernel_size", "strides", "pad_mode", "data_format"),
+}
 
 
 def register_operator(*names):
@@ -37,6 +44,11 @@ def register_operator(*names):
 def registered_operators():
     """Names of all operators that have a rule, sorted."""
     return tuple(sorted(_RULES))
+
+
+def rule_attributes(name, attributes):
+    """Those of a primitive's attributes (a dict) that its rule takes as named arguments."""
+    return {wanted: attributes[wanted] for wanted in _ATTRIBUTES.get(name, ()) if wanted in attributes}
 
 
 def signature_of(name, args, kwargs=None):

@@ -6,13 +6,14 @@ that they need, forward and backward, and the cheapest wins; among equals the on
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from mindformers_core.layout import Layout
+from mindformers_core.operators.signature import Signature, tensor_meta
 from mindformers_core.redistribution import plan_redistribution
 
-__all__ = ["Resolution", "resolve"]
+__all__ = ["OperatorCall", "Resolution", "alternatives", "repeated", "resolve"]
 
 _REPLICATE = ("replicate", None, None)
 
@@ -26,36 +27,119 @@ class Resolution:
         outputs: the layout that every output then has.
         axes_of: for every factor the axes that cut it, major to minor.
         cost: seconds of redistribution by the cost model, forward and backward.
+        carried: axis -> (inputs, op): the partial sums that pass through, and the inputs through which they come.
     """
 
     inputs: tuple
     outputs: tuple
     axes_of: dict
     cost: float
+    carried: dict
 
 
-def resolve(signature, metas, mesh, cost_model):
-    """The cheapest `Resolution` of an operator call.
+@dataclass(frozen=True, eq=False)
+class OperatorCall:
+    """An operator call whose layouts are to be chosen.
 
-    Args:
+    Attributes:
         signature: the operator's `Signature`.
         metas: a `TensorMeta` with layout for every tensor input.
         mesh: the mesh that all the layouts are on.
         cost_model: what redistributions cost.
+        inputs: for every tensor input the layout that it must have (its varying marks don't count), or None to choose
+            one. Default: choose all.
+        outputs: for every output the layout that it will be moved to, or None. Default: none are moved.
+        free: indices of inputs that may lie in any layout, and so cost nothing to move.
+    """
+
+    signature: Signature
+    metas: tuple
+    mesh: object
+    cost_model: object
+    inputs: tuple | None = None
+    outputs: tuple | None = None
+    free: frozenset = frozenset()
+
+
+def resolve(signature, metas, mesh, cost_model, inputs=None, outputs=None, free=()):
+    """The cheapest `Resolution` of an operator call; the arguments are those of an `OperatorCall`.
+
+    Raises:
+        ValueError: the operator can't be computed with the given `inputs`.
     """
     assert len(metas) == len(signature.inputs), (len(metas), signature.inputs)
-    arriving = [_factor_axes(signature, dims, meta.layout) for dims, meta in zip(signature.inputs, metas)]
-    options = [_options(signature, metas, arriving, axis) for axis in mesh.axis_names]
+    call = OperatorCall(signature, _fixed(metas, inputs), mesh, cost_model, inputs, outputs, frozenset(free))
     best = None
-    for choice in product(*options):
+    for axes_of, carried in _choices(call, _arriving(call)):
         limit = math.inf if best is None else best.cost * (1 - 1e-9)
-        candidate = _candidate(signature, metas, arriving, mesh, dict(zip(mesh.axis_names, choice)), cost_model, limit)
+        candidate = _candidate(call, axes_of, carried, limit)
         if candidate is not None:
             best = candidate
             if best.cost == 0:
                 break
-    assert best is not None, "computing the whole on every rank is always possible"
+    if best is None:
+        shown = "; ".join("derived" if given is None else str(given) for given in inputs)
+        raise ValueError(
+            f"it can't be computed with inputs of shapes {', '.join(str(meta.shape) for meta in metas)} in the "
+            f"declared layouts {shown}: they cut a dim that has to be whole, or cut one dim of several tensors in "
+            "several ways"
+        )
     return best
+
+
+def alternatives(call, suggested=()):
+    """Every `Resolution` of an `OperatorCall` that an input's layout or one of those suggested gives rise to.
+
+    Args:
+        call: the `OperatorCall`.
+        suggested: pairs (dims, layout) of outputs or inputs that might be had in this layout; `dims` is their entry in
+            the signature.
+    """
+    call = replace(call, metas=_fixed(call.metas, call.inputs))
+    wanted = [_factor_axes(call.signature, dims, layout) for dims, layout in suggested]
+    found = [_candidate(call, *choice, math.inf) for choice in _choices(call, wanted + _arriving(call))]
+    return [candidate for candidate in found if candidate is not None]
+
+
+def repeated(call, resolution):
+    """The choice of `resolution` for another `OperatorCall` of the same operator, or None where it can't be made."""
+    call = replace(call, metas=_fixed(call.metas, call.inputs))
+    return _candidate(call, resolution.axes_of, resolution.carried, math.inf)
+
+
+def _fixed(metas, inputs):
+    """The metas, with the layouts that are fixed in the place of those that arrive."""
+    if inputs is None:
+        return tuple(metas)
+    return tuple(meta if given is None else _given(meta, given) for meta, given in zip(metas, inputs))
+
+
+def _arriving(call):
+    """For every input, and every output that is wanted in some layout, which axes cut which factor there."""
+    places = [(dims, meta.layout) for dims, meta in zip(call.signature.inputs, call.metas)]
+    places += [(dims, layout) for dims, layout in zip(call.signature.outputs, call.outputs or ()) if layout is not None]
+    return [_factor_axes(call.signature, dims, layout) for dims, layout in places]
+
+
+def _choices(call, arriving):
+    """`(axes_of, carried)` of all ways to go that fit the operator, in the order of preference."""
+    names = call.mesh.axis_names
+    for choice in product(*[_options(call.signature, call.metas, arriving, axis) for axis in names]):
+        chosen = dict(zip(names, choice))
+        axes_of = _ordered_cuts(arriving, call.mesh, chosen)
+        if _cuts_fit(call.signature, call.mesh, axes_of):
+            yield axes_of, {axis: (group, op) for axis, (kind, group, op) in chosen.items() if kind == "partial"}
+
+
+def _given(meta, layout):
+    """The meta of an input in a layout that is fixed; it stays marked where it was."""
+    whole = [axis for axis in meta.layout.varying if axis not in _used(layout)]
+    return tensor_meta(meta.shape, meta.dtype, layout.replace(varying=whole), not meta.differentiable)
+
+
+def _used(layout):
+    """The axes on which a tensor is cut or partial."""
+    return {axis for axes in layout.dims for axis in axes} | set(dict(layout.partial))
 
 
 def _factor_axes(signature, dims, layout):
@@ -85,30 +169,37 @@ def _options(signature, metas, arriving, axis):
     return [*options, _REPLICATE]
 
 
-def _candidate(signature, metas, arriving, mesh, choices, cost_model, limit):
-    """The `Resolution` of one choice for every axis; None where the cut doesn't divide, or it costs `limit` or more."""
-    axes_of = _ordered_cuts(arriving, mesh, choices)
-    if not _cuts_fit(signature, mesh, axes_of):
-        return None
-    partial = {axis: (group, op) for axis, (kind, group, op) in choices.items() if kind == "partial"}
+def _candidate(call, axes_of, carried, limit):
+    """The `Resolution` of one choice; None where it isn't the one that is given, or where it costs `limit` or more."""
+    signature, mesh = call.signature, call.mesh
     reduced = {axis: op for factor, op in signature.reduced.items() for axis in axes_of.get(factor, ())}
-    active = {axis for axis, choice in choices.items() if choice is not _REPLICATE}
-    active |= {axis for meta in metas if meta.differentiable for axis in meta.layout.varying}
+    active = {axis for axes in axes_of.values() for axis in axes} | set(carried)
+    active |= {axis for meta in call.metas if meta.differentiable for axis in meta.layout.varying}
     inputs, cost = [], 0.0
-    for index, (dims, meta) in enumerate(zip(signature.inputs, metas)):
-        terms = {axis: op for axis, (group, op) in partial.items() if index in group}
+    for index, (dims, meta) in enumerate(zip(signature.inputs, call.metas)):
+        terms = {axis: op for axis, (group, op) in carried.items() if index in group}
         terms |= reduced if index in signature.added else {}
         needed = _place(mesh, dims, axes_of, terms, active if meta.differentiable else ())
-        source, unmarked = meta.layout.replace(varying=()), needed.replace(varying=())
-        if source != unmarked:
-            cost += plan_redistribution(source, unmarked, meta.shape, meta.dtype, cost_model).cost
-        if cost >= limit:
+        if index not in call.free:
+            cost += _price(meta.layout, needed, meta.shape, meta.dtype, call.cost_model)
+        given = call.inputs[index] if call.inputs is not None else None
+        if cost >= limit or (given is not None and needed.replace(varying=()) != given.replace(varying=())):
             return None
         inputs.append(needed)
-    terms = {axis: op for axis, (_, op) in partial.items()} | reduced
+    terms = {axis: op for axis, (_, op) in carried.items()} | reduced
     gone = {axis for factor in _vanishing(signature) for axis in axes_of.get(factor, ())}
     outputs = tuple(_place(mesh, dims, axes_of, terms, active - gone) for dims in signature.outputs)
-    return Resolution(tuple(inputs), outputs, axes_of, cost)
+    for dims, made, wanted in zip(signature.outputs, outputs, call.outputs or ()):
+        if wanted is not None:
+            shape = tuple(math.prod(signature.sizes[factor] for factor in factors) for factors in dims)
+            cost += _price(made, wanted, shape, call.metas[0].dtype if call.metas else "float32", call.cost_model)
+    return None if cost >= limit else Resolution(tuple(inputs), outputs, axes_of, cost, carried)
+
+
+def _price(source, target, shape, dtype, cost_model):
+    """Seconds to move a tensor, forward and backward; marks are free."""
+    source, target = source.replace(varying=()), target.replace(varying=())
+    return 0.0 if source == target else plan_redistribution(source, target, shape, dtype, cost_model).cost
 
 
 def _ordered_cuts(arriving, mesh, choices):

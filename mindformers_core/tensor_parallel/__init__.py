@@ -1,8 +1,10 @@
 """Tensor parallelism: global tensors (`DTensor`), `shard()` hooks, `local_map`, layers that declare their layouts."""
 
 from mindformers_core.tensor_parallel.clipping import clip_by_global_norm
+from mindformers_core.tensor_parallel.compiling import jit
 from mindformers_core.tensor_parallel.dtensor import DTensor, distribute_tensor
 from mindformers_core.tensor_parallel.initialize import materialize
+from mindformers_core.tensor_parallel.inspecting import explain, prepare, programs
 from mindformers_core.tensor_parallel.interception import intercept_operators
 from mindformers_core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -13,6 +15,7 @@ from mindformers_core.tensor_parallel.layers import (
     VocabParallelEmbedding,
 )
 from mindformers_core.tensor_parallel.local_map import local_map
+from mindformers_core.tensor_parallel.propagation.saved import save_plan
 from mindformers_core.tensor_parallel.shard import shard
 from mindformers_core.tensor_parallel.split import split, split_layer
 
@@ -26,8 +29,13 @@ __all__ = [
     "VocabParallelEmbedding",
     "clip_by_global_norm",
     "distribute_tensor",
+    "explain",
+    "jit",
     "local_map",
     "materialize",
+    "prepare",
+    "programs",
+    "save_plan",
     "shard",
     "split",
     "split_layer",

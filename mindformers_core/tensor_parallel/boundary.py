@@ -7,6 +7,7 @@ from mindformers_core.mesh import nearest
 from mindformers_core.operators import tensor_meta
 from mindformers_core.tensor_parallel.dtensor import DTensor, wrap
 from mindformers_core.tensor_parallel.move import dtype_name
+from mindformers_core.tensor_parallel.propagation.boundaries import boundary_target
 
 __all__ = ["Boundary"]
 
@@ -113,24 +114,14 @@ class Boundary:
         return wrap(tensor, tensor_meta(shape, dtype_name(tensor.dtype), layout, constant=not tensor._requires_grad))
 
     def _target(self, tensor, declared, name, weight_axes):
-        """The declared layout, bound; marked varying where it is whole and was marked, or is now gathered over
-        `weight_axes`. Remembered, for it is asked at every pass.
-        """
+        """See `boundary_target`. Remembered, for it is asked at every pass."""
         target = self.targets.get((name, tensor._meta))
         if target is None:
-            arriving = tensor.layout
-            target = bind_layout(declared, self.mesh, tensor.ndim, arriving, name)
-            target.local_shape(tensor.shape, f"{name}, which arrives as {arriving},")
-            gathered = () if target.partial else [axis for axis in weight_axes if not _is_whole(arriving, axis)]
-            marks = {axis for axis in (*gathered, *arriving.varying) if _is_whole(target, axis)}
-            target = self.targets[name, tensor._meta] = target.replace(varying={*target.varying, *marks})
+            target = boundary_target(declared, self.mesh, tensor.shape, tensor.layout, weight_axes, name)
+            self.targets[name, tensor._meta] = target
         return target
 
 
 def _rebuilt(like, entries):
     """A tuple, named tuple or list of the kind of `like`."""
     return like._make(entries) if hasattr(like, "_make") else type(like)(entries)
-
-
-def _is_whole(layout, axis):
-    return not any(axis in axes for axes in layout.dims) and axis not in dict(layout.partial)

@@ -1,44 +1,67 @@
 """Clipping by the global norm (Pascanu et al. 2013) of gradients that lie in slices on a mesh."""
 
-from mindspore import ops
+from mindspore import float32, nn, ops
 
+from mindformers_core.communication import communicator
 from mindformers_core.layout import Layout
 from mindformers_core.tensor_parallel.move import move
 
-__all__ = ["clip_by_global_norm", "global_norm", "sum_over"]
+__all__ = ["ClipByGlobalNorm", "clip_by_global_norm", "sum_over"]
+
+
+class ClipByGlobalNorm(nn.Cell):
+    """Scales all gradients by one factor so that their joint L2 norm over the whole mesh is at most `max_norm`.
+
+    The norm counts every element of the global gradients once, in float32. Parameters that the same axes shard are
+    summed together, and each such set of axes costs one all-reduce of a scalar. The same in PyNative and inside a
+    function that is compiled.
+
+    Args:
+        parameters: the parameters; `parameter.layout` (a `Layout`) where it is distributed.
+        max_norm: 0 leaves the gradients as they are.
+
+    Inputs:
+        A tuple of plain local tensors in the parameters' order, final: replicated over the axes that don't shard their
+        parameter.
+
+    Outputs:
+        `(gradients, norm)`: a tuple, and the norm before clipping, a float32 scalar that is the same on all ranks.
+    """
+
+    def __init__(self, parameters, max_norm):
+        super().__init__()
+        self.max_norm = max_norm
+        places = {}
+        for place, parameter in enumerate(parameters):
+            layout = getattr(parameter, "layout", None)
+            key = (None, ()) if layout is None else (layout.mesh, _sharding_axes(layout))
+            places.setdefault(key, []).append(place)
+        self.places = tuple(tuple(entry) for entry in places.values())
+        self.sums = nn.CellList(
+            [communicator(mesh).make("all_reduce", axes, op="sum") if axes else nn.Identity() for mesh, axes in places]
+        )
+
+    def construct(self, gradients):
+        total = 0.0
+        for index, places in enumerate(self.places):
+            squares = 0.0
+            for place in places:
+                squares = squares + ops.square(ops.cast(gradients[place], float32)).sum()
+            total = total + self.sums[index](squares)
+        norm = ops.sqrt(total)
+        if self.max_norm == 0:
+            return gradients, norm
+        # the small term keeps a norm of zero from making NaN
+        factor = ops.minimum(self.max_norm / (norm + 1e-6), ops.ones_like(norm))
+        clipped = ()
+        for gradient in gradients:
+            clipped = clipped + (gradient * ops.cast(factor, gradient.dtype),)
+        return clipped, norm
 
 
 def clip_by_global_norm(gradients, parameters, max_norm):
-    """Scale all gradients by one factor so that their joint L2 norm over the whole mesh is at most `max_norm`.
-
-    Args:
-        gradients: plain local tensors, final: replicated over the axes that don't shard their parameter.
-        parameters: the parameters, in the same order; `parameter.layout` (a `Layout`) where it is distributed.
-        max_norm: 0 leaves the gradients as they are.
-
-    Returns:
-        `(gradients, norm)`: a tuple, and the norm before clipping, a float32 scalar that is the same on all ranks.
-    """
-    norm = global_norm(gradients, parameters)
-    if max_norm == 0:
-        return tuple(gradients), norm
-    # the small term keeps a norm of zero from making NaN
-    factor = ops.minimum(max_norm / (norm + 1e-6), ops.ones_like(norm))
-    return tuple(gradient * factor.astype(gradient.dtype) for gradient in gradients), norm
-
-
-def global_norm(gradients, parameters):
-    """L2 norm of all elements of the global gradients, each counted once, in float32.
-
-    Parameters that the same axes shard are summed together, and each such set of axes costs one all-reduce of a scalar.
-    """
-    sums = {}
-    for gradient, parameter in zip(gradients, parameters, strict=True):
-        layout = getattr(parameter, "layout", None)
-        key = (None, ()) if layout is None else (layout.mesh, _sharding_axes(layout))
-        square = ops.square(gradient.astype("float32")).sum()
-        sums[key] = square if key not in sums else sums[key] + square
-    return ops.sqrt(sum(sum_over(mesh, axes, value) for (mesh, axes), value in sums.items()))
+    """`ClipByGlobalNorm(parameters, max_norm)(gradients)`, in PyNative: a function that is compiled needs the Cell."""
+    return ClipByGlobalNorm(parameters, max_norm)(tuple(gradients))
 
 
 def _sharding_axes(layout):

@@ -1,62 +1,45 @@
-"""Who declares what: the layouts that `shard()` hooks and plans give to a Cell's inputs, outputs and parameters."""
+"""Who declares what: the layouts that `shard()` hooks, plans and sharded primitives give to tensors."""
 
 import inspect
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import SimpleNamespace
 
 from mindspore import nn
+from mindspore.ops import Primitive
 
-from mindformers_core.layout import Layout, LayoutSpec
+from mindformers_core.layout import Layout, LayoutSpec, bind_layout
 from mindformers_core.mesh import nearest
+from mindformers_core.tensor_parallel.labels import cell_label
+from mindformers_core.tensor_parallel.propagation.declaration import Declaration, OperatorDeclaration
 
-__all__ = ["Declaration", "cell_label", "collect_declarations"]
+__all__ = ["cell_label", "collect_declarations"]
 
 _PLAN_KEYS = ("input", "output", "weight")
-
-
-@dataclass(frozen=True)
-class Declaration:
-    """What is declared for one Cell.
-
-    Attributes:
-        inputs: argument name of `construct` -> layout.
-        outputs: position (or key, where `construct` returns a dict) -> layout.
-        weights: name of one of the Cell's own parameters -> layout.
-    """
-
-    inputs: dict
-    outputs: dict
-    weights: dict
+_OPERATOR_KEYS = ("input", "output")
 
 
 def collect_declarations(cell, config=None, plan=None):
-    """Cell path -> `Declaration`, for every Cell in the tree that a hook or the plan speaks of.
+    """Cell path -> `Declaration`, for every Cell in the tree that a hook, the plan or a primitive speaks of.
 
-    A plan wins over a hook, part by part: a plan that gives a weight leaves the hook's input alone.
+    A plan wins over a hook, part by part: a plan that gives a weight leaves the hook's input alone. Likewise it wins
+    over `primitive.shard(in_strategy, out_strategy)`, which counts for primitives that are attributes of a Cell. A
+    plan's pattern that matches no Cell may end in the name of such an attribute: `"layers.*.mlp.matmul"`.
 
     Raises:
         TypeError, ValueError: a hook that returns something else than three layouts, names that the Cell doesn't
-            have, a pattern that no Cell's path matches. All name the Cell's path and class.
+            have, a pattern that neither a Cell's path nor a primitive's matches. All name the Cell's path and class.
     """
     paths = dict(cell.cells_and_names())
-    found = {path: _read_hook(path, child, config) for path, child in paths.items() if _has_hook(child)}
+    found = {}
+    for path, child in paths.items():
+        declared = _read_hook(path, child, config) if _has_hook(child) else None
+        operators = _sharded_primitives(path, child)
+        if declared or operators:
+            found[path] = _override(declared, Declaration(operators=operators))
     for pattern, entry in (plan or {}).items():
-        matching = [path for path in paths if _matches(path, pattern)]
-        if not matching:
-            raise ValueError(
-                f"plan pattern '{pattern}' matches no Cell of {type(cell).__name__}{nearest(pattern, paths)}"
-            )
-        for path in matching:
-            _check_plan_keys(pattern, entry)
-            parts = [entry.get(key) for key in _PLAN_KEYS]
-            declared = _declaration(path, paths[path], parts, f"plan entry '{pattern}'")
+        for path, declared in _read_plan_entry(paths, pattern, entry):
             found[path] = _override(found.get(path), declared)
     return found
-
-
-def cell_label(path, cell):
-    """How errors call a Cell."""
-    return f"Cell '{path}' ({type(cell).__name__})" if path else f"the root Cell ({type(cell).__name__})"
 
 
 def _has_hook(cell):
@@ -110,26 +93,123 @@ def _by_name(declared, names, default, what, there):
             raise ValueError(f"{what} is {declared}, but {there} none")
         entries = {default[0]: declared}
     for name, entry in entries.items():
-        if not (entry is None or isinstance(entry, (LayoutSpec, Layout)) or hasattr(entry, "to_dict")):
+        if not (entry is None or _is_layout(entry)):
             raise TypeError(f"{what} of '{name}' is {entry!r}: write layout(…), or None to derive it")
     return {name: entry for name, entry in entries.items() if entry is not None}
 
 
-def _check_plan_keys(pattern, entry):
-    if not isinstance(entry, dict):
-        raise TypeError(f"plan entry '{pattern}' should be a dict with the keys {', '.join(_PLAN_KEYS)}, not {entry!r}")
-    for key in entry:
-        if key not in _PLAN_KEYS:
-            raise ValueError(
-                f"plan entry '{pattern}': unknown key '{key}'; allowed: {', '.join(_PLAN_KEYS)}"
-                + nearest(key, _PLAN_KEYS)
+def _read_plan_entry(paths, pattern, entry):
+    """Pairs (Cell path, `Declaration`) of one entry of a plan."""
+    source = f"plan entry '{pattern}'"
+    matching = [path for path in paths if _matches(path, pattern)]
+    if matching:
+        _check_plan_keys(source, entry, _PLAN_KEYS)
+        parts = [entry.get(key) for key in _PLAN_KEYS]
+        return [(path, _declaration(path, paths[path], parts, source)) for path in matching]
+    head, _, tail = pattern.rpartition(".")
+    primitives = [(path, name) for path, child in paths.items() for name in _primitives(child)]
+    matching = [(path, name) for path, name in primitives if _matches(path, head) and fnmatchcase(name, tail)]
+    if not matching:
+        known = [*filter(None, paths), *(f"{path}.{name}" if path else name for path, name in primitives)]
+        raise ValueError(
+            f"plan pattern '{pattern}' matches no Cell of {type(paths['']).__name__}, and no primitive that is an "
+            f"attribute of one{nearest(pattern, known)}"
+        )
+    _check_plan_keys(source, entry, _OPERATOR_KEYS)
+    found = []
+    for path, name in matching:
+        where = f"{_operator_label(path, paths[path], name)}, {source}"
+        declared = OperatorDeclaration(*(_by_tensor(entry.get(key), f"{where}: {key}") for key in _OPERATOR_KEYS))
+        found.append((path, Declaration(operators={name: declared})))
+    return found
+
+
+def _operator_label(path, cell, name):
+    """How errors call the primitive that a Cell keeps under this name."""
+    return f"{cell_label(path, cell)}, operator '{name}' ({cell.__dict__[name].name})"
+
+
+def _primitives(cell):
+    """Name -> primitive, for those that are attributes of the Cell."""
+    return {name: value for name, value in cell.__dict__.items() if isinstance(value, Primitive)}
+
+
+def _sharded_primitives(path, cell):
+    """Name -> `OperatorDeclaration`, for the primitives that were told by `Primitive.shard()` how to be cut."""
+    found = {}
+    for name, primitive in _primitives(cell).items():
+        where = f"{_operator_label(path, cell, name)}, {primitive.name}.shard()"
+        declared = OperatorDeclaration(
+            _stored(primitive, "in_strategy", "in_layout", where),
+            _stored(primitive, "out_strategy", "out_layout", where),
+        )
+        if declared != OperatorDeclaration():
+            found[name] = declared
+    return found
+
+
+def _stored(primitive, strategy_name, layout_name, where):
+    """What `Primitive.shard()` left among the attributes: strategies, or a dict for every layout, without its ranks."""
+    layouts, strategies = primitive.attrs.get(layout_name), primitive.attrs.get(strategy_name)
+    if layouts is not None and strategies is not None:
+        raise ValueError(f"{where}: it was called with strategies and again with layouts; call it once")
+    if layouts is None:
+        return _by_tensor(strategies, f"{where}: {strategy_name}")
+    where = f"{where}: {strategy_name}"
+    return _by_tensor([_as_layout(parts, where) for parts in layouts], where)
+
+
+def _as_layout(parts, where):
+    return bind_layout(SimpleNamespace(to_dict=lambda: parts), None, name=where) if isinstance(parts, dict) else parts
+
+
+def _by_tensor(declared, what):
+    """Normalise a declared part of an operator to None or a tuple, one entry for every tensor."""
+    if declared is None:
+        return None
+    if _is_layout(declared) or isinstance(declared, (tuple, list)) and declared and _is_strategy(declared):
+        declared = (declared,)
+    if not isinstance(declared, (tuple, list)):
+        raise TypeError(f"{what} is {declared!r}: write a tuple with a layout(…), a strategy or None for every tensor")
+    for place, entry in enumerate(declared):
+        if not (entry is None or _is_layout(entry) or _is_strategy(entry)):
+            raise TypeError(
+                f"{what} {place} is {entry!r}: write layout(…), a strategy as (2, 1) (into how many parts each dim is "
+                "cut), or None to derive it"
             )
+    return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in declared)
+
+
+def _is_layout(entry):
+    return isinstance(entry, (LayoutSpec, Layout)) or hasattr(entry, "to_dict")
+
+
+def _is_strategy(entry):
+    return isinstance(entry, (tuple, list)) and all(type(count) is int and count > 0 for count in entry)
+
+
+def _check_plan_keys(source, entry, keys):
+    if not isinstance(entry, dict):
+        raise TypeError(f"{source} should be a dict with the keys {', '.join(keys)}, not {entry!r}")
+    for key in entry:
+        if key not in keys:
+            of = "" if key not in _PLAN_KEYS else " (an operator has no weights, only inputs)"
+            raise ValueError(f"{source}: unknown key '{key}'; allowed: {', '.join(keys)}{of or nearest(key, keys)}")
 
 
 def _override(base, other):
+    """What `base` (None: nothing) declares, save for what `other` does."""
     if base is None:
         return other
-    return Declaration(base.inputs | other.inputs, base.outputs | other.outputs, base.weights | other.weights)
+    operators = dict(base.operators)
+    for name, declared in other.operators.items():
+        before = operators.get(name, OperatorDeclaration())
+        inputs = before.inputs if declared.inputs is None else declared.inputs
+        outputs = before.outputs if declared.outputs is None else declared.outputs
+        operators[name] = OperatorDeclaration(inputs, outputs)
+    return Declaration(
+        base.inputs | other.inputs, base.outputs | other.outputs, base.weights | other.weights, operators
+    )
 
 
 def _matches(path, pattern):

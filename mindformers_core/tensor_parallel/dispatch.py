@@ -12,6 +12,7 @@ from mindspore import Parameter, Tensor
 from mindformers_core.communication import world
 from mindformers_core.layout import Layout
 from mindformers_core.operators import TensorMeta, resolve, signature_of, tensor_meta
+from mindformers_core.operators.registry import rule_attributes
 from mindformers_core.tensor_parallel.distributed_operators import ALGORITHMS, Cut
 from mindformers_core.tensor_parallel.dtensor import DTensor, parameter_view, wrap
 from mindformers_core.tensor_parallel.move import cost_model, dtype_name, move
@@ -19,7 +20,6 @@ from mindformers_core.tensor_parallel.move import cost_model, dtype_name, move
 __all__ = ["Dispatcher"]
 
 _ABOUT_TYPES = frozenset({"typeof"})  # operators that ask for a tensor's type and compute nothing
-_ATTRIBUTES = {"Sort": "axis", "Unstack": "axis"}  # what a rule takes as an argument, but the primitive as an attribute
 _MOST_PROGRAMS = 65536  # a number that changes with every step would fill the memory with programs
 
 
@@ -58,9 +58,8 @@ class Dispatcher:
             for name, value in kwargs.items():
                 key.append(name)
                 _describe(value, type(value), key, tensors)
-        attribute = None if primitive is None else _ATTRIBUTES.get(func.name)
-        if attribute is not None:
-            key.append(getattr(primitive, attribute))
+        attributes = {} if primitive is None else rule_attributes(func.name, vars(primitive))
+        key.extend(attributes.values())
         key = tuple(key)
         if self.world is not world():
             self.programs.clear()
@@ -73,7 +72,6 @@ class Dispatcher:
                 f"operator '{func.name}' on DTensors takes tensors, numbers, strings, tuples and lists, not ({shown})"
             ) from error
         if program is None:
-            attributes = {} if attribute is None else {attribute: getattr(primitive, attribute)}
             program = _Program(func.name, args, kwargs or {}, attributes, tensors)
             if len(self.programs) >= _MOST_PROGRAMS:
                 self.programs.clear()

@@ -4,18 +4,22 @@ Each is called as `algorithm(operator, args, cut)` in the place of `operator(*ar
 operator and `args` hold local tensors. It is written with differentiable moves between layouts, so that its gradient
 follows. The distributed softmax and cross-entropy are those of Megatron-LM (arXiv 1909.08053, section 3): one
 maximum, one sum.
+
+An algorithm runs on tensors with values, or once on traced ones, to be written down (`generation/algorithm_graph.py`).
+So it never looks at values, and what differs between ranks comes from `cut` as tensors: their graphs have to be alike.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+from mindspore import Tensor, ops
 from mindspore import dtype as mstype
-from mindspore import ops
 
 from mindformers_core.communication import world
 from mindformers_core.layout import Layout
-from mindformers_core.tensor_parallel.dropout import dropout_with_mask, functional_dropout
+from mindformers_core.tensor_parallel.dropout import counters, dropout_with_mask, functional_dropout, next_random_state
 from mindformers_core.tensor_parallel.move import dtype_name, move
 
 __all__ = ["ALGORITHMS", "Cut"]
@@ -32,28 +36,43 @@ class Cut:
         axes: the axes along which the operator's own dim is cut, major to minor; empty for one that always runs.
         layouts: the layout of every tensor input as the operator gets it.
         shapes: the global shape of every tensor input.
+        rank: the rank that runs, or for which it is written down; None: this process's.
+        move: `move(local, source, target)` takes a local tensor from one layout to another.
+        next_random_state: gives seed and offset of the next random draw.
     """
 
     mesh: object
     axes: tuple
     layouts: tuple
     shapes: tuple
+    rank: int | None = None
+    move: Callable = move
+    next_random_state: Callable = next_random_state
 
     @cached_property
     def count(self):
         """Number of parts."""
         return self.mesh.axis_size(*self.axes)
 
+    def start(self, size, dtype):
+        """Where this rank's part begins among all, if each has this size: a tensor without dims."""
+        return Tensor(self.mesh.group_index(self._rank, self.axes) * size, dtype)
+
     @cached_property
-    def index(self):
-        """Which part this rank has."""
-        return self.mesh.group_index(world().rank, self.axes)
+    def random_counters(self):
+        """What this rank's part of the first input draws its random numbers with; see `counters`."""
+        shape = self.shapes[0]
+        return tuple(map(Tensor, counters(shape, self.layouts[0].local_slices(shape, self._rank))))
+
+    @property
+    def _rank(self):
+        return world().rank if self.rank is None else self.rank
 
     def combined(self, local, op="sum", varying=False):
         """The parts' values reduced with `op`: for consumers that are the same on all ranks, or (`varying`) differ."""
         dims = ((),) * local.ndim
         whole = Layout.on(self.mesh, dims, varying=self.axes if varying else ())
-        return move(local, Layout.on(self.mesh, dims, dict.fromkeys(self.axes, op)), whole)
+        return self.move(local, Layout.on(self.mesh, dims, dict.fromkeys(self.axes, op)), whole)
 
 
 def _mean(operator, args, cut):
@@ -123,9 +142,9 @@ def _first_position(index, value, size, op, cut):
     if "float" in dtype_name(value.dtype):
         value = ops.masked_fill(value, ops.isnan(value), -math.inf if op == "max" else math.inf)
     best = cut.combined(value, op)
-    position = ops.cast(index, mstype.int64) + cut.index * size
-    far = ops.full_like(position, cut.count * size)
-    return ops.cast(cut.combined(ops.where(ops.equal(value, best), position, far), "min"), index.dtype)
+    position = ops.cast(index, mstype.int64) + cut.start(size, mstype.int64)
+    first = ops.where(ops.equal(value, best), position, Tensor(cut.count * size, mstype.int64))
+    return ops.cast(cut.combined(ops.stop_gradient(first), "min"), index.dtype)
 
 
 def _extreme_with_index(op, value_first=False):
@@ -133,9 +152,10 @@ def _extreme_with_index(op, value_first=False):
         """Index and value of the first extreme over all parts; the gradient goes to that element alone."""
         size = args[0].shape[args[1]]
         results = operator(*args)
-        index, value = reversed(results) if value_first else results
+        index, value = (results[1], results[0]) if value_first else results
+        index = ops.stop_gradient(index)  # in a graph, integers have gradients too
         first = _first_position(index, ops.stop_gradient(value), size, op, cut)
-        mine = ops.cast(ops.equal(first, index + cut.index * size), value.dtype)
+        mine = ops.cast(ops.equal(first, index + cut.start(size, index.dtype)), value.dtype)
         best = cut.combined(ops.stop_gradient(value), op)
         best = best + _finite_zero(value) * mine
         return (best, first) if value_first else (first, best)
@@ -201,7 +221,7 @@ def _found_here(indices, size, cut):
     error (to raise one here, all indices would have to come to the host, in every step).
     """
     whole = ops.where(ops.less(indices, 0), indices + size * cut.count, indices)
-    local = whole - cut.index * size
+    local = whole - cut.start(size, indices.dtype)
     absent = ops.logical_or(ops.less(local, 0), ops.greater_equal(local, size))
     return ops.masked_fill(local, absent, 0), absent
 

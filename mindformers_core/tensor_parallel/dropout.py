@@ -1,38 +1,118 @@
-"""Dropout that drops the same elements on any mesh: each is drawn by its global position."""
+"""Dropout that drops the same elements on any mesh, in PyNative and in a graph: each is drawn by its global position.
 
-from mindspore import Tensor, get_seed, ops
+Rows and columns of the whole tensor, seen as a matrix, get 64 random bits each from SplitMix64 (Steele, Lea and Flood,
+"Fast splittable pseudorandom number generators", OOPSLA 2014), whose counter is their number. Those of a row and a
+column make the number of the element where they cross, as in the hash of pairs of Thorup, "High speed hashing for
+integers and strings" (arXiv 1504.06804, section 3): two sums and one product an element. Integers wrap around.
+"""
+
+import math
+
+import numpy as np
+from mindspore import Tensor, ops
 from mindspore import dtype as mstype
 from mindspore.common.generator import default_generator
-from mindspore.common.initializer import Uniform
 
-from mindformers_core.communication import world
-from mindformers_core.tensor_parallel.initialize import draw_slice
+__all__ = ["connect_generator", "counters", "dropout_with_mask", "functional_dropout", "next_random_state"]
 
-__all__ = ["dropout_with_mask", "functional_dropout"]
+_STEP = Tensor(12, mstype.int64)  # how far a draw moves the generator on: as MindSpore's own operators
+_GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment
+_FIRST_COLUMN = 1 << 62  # columns count from here, so that no row has the same counter
+
+
+def next_random_state():
+    """Seed and offset of one draw from MindSpore's default generator, which moves on; two int64 tensors without dims.
+
+    `mindspore.manual_seed` starts anew, `mindspore.get_rng_state` saves where it is, and a recomputation finds the
+    numbers of the forward pass. All ranks have to make the same draws. Compiles.
+    """
+    seed, offset = default_generator._step(_STEP)
+    return ops.reshape(seed, ()), ops.reshape(offset, ())  # a graph gives them one dim
+
+
+def connect_generator(generator):
+    """Let PyNative and graphs share the seed of MindSpore's default generator; called once, when we are imported.
+
+    MindSpore 2.10 gives its parameter another tensor after PyNative has taken hold of the first: graphs then draw from
+    a seed that differs from process to process, and that `mindspore.manual_seed` doesn't reach.
+    """
+    state = generator.get_state()
+    generator.__init__()
+    generator.set_state(state)
+    generator._generator.recompute(False)  # a graph would draw anew in the recomputation
 
 
 def dropout_with_mask(_, args, cut):
     """`Dropout`: the tensor with some elements zeroed and the others scaled, and the mask.
 
-    The operator is given the probability of keeping. Every call draws from a stream of its own, numbered by MindSpore's
-    default generator, which it moves on: `mindspore.manual_seed` starts anew, `mindspore.get_rng_state` saves where it
-    is, and a recomputation finds the numbers of the forward pass. All ranks have to make the same calls.
+    The operator is given the probability of keeping. Every call draws by `next_random_state`.
     """
-    x, keep_probability = args[0], args[1] if len(args) > 1 else 0.5
-    slices = cut.layouts[0].local_slices(cut.shapes[0], world().rank)
-    numbers = draw_slice(Uniform(1.0), cut.shapes[0], slices, get_seed() or 0, _next_stream())
-    stays = Tensor(numbers < 2 * keep_probability - 1)
+    return _dropped(args[0], args[1] if len(args) > 1 else 0.5, *cut.next_random_state(), cut.random_counters)
+
+
+def functional_dropout(_, args, cut):
+    """`FuncDropoutExt`: the same without the mask; given the probability of dropping, and what to draw by."""
+    x, probability, _, _, seed, offset = args
+    return _dropped(x, 1.0 - probability, seed, offset, cut.random_counters)[0]
+
+
+def _dropped(x, keep_probability, seed, offset, row_and_column_counters):
+    stays = ops.less_equal(_numbers(seed, offset, *row_and_column_counters, x.shape), _threshold(keep_probability))
     scale = 1.0 / keep_probability if keep_probability else 0.0
     return x * ops.cast(stays, x.dtype) * scale, stays
 
 
-def functional_dropout(operator, args, cut):
-    """`FuncDropoutExt`: the same without the mask; given the probability of dropping."""
-    keep_probability = 1.0 - (args[1] if len(args) > 1 else 0.5)
-    return dropout_with_mask(operator, (args[0], keep_probability), cut)[0]
+def _threshold(probability):
+    """The number that a uniform int32 is at most with this probability."""
+    return max(round(probability * 2**32) - 2**31 - 1, -(2**31))
 
 
-def _next_stream():
-    """A name that no other call has, until the generator is seeded anew."""
-    seed, offset = default_generator._step(Tensor(1, mstype.int64))
-    return f"dropout {int(seed)} {int(offset)}"
+def _numbers(seed, offset, rows, columns, shape):
+    """A uniform int32 for each element of a tensor of this shape."""
+    key = seed * _signed(0xD1342543DE82EF95) + offset * _signed(0xAF251AF3B0F025B5)
+    low_rows, high_rows = _random_halves(rows + key)
+    low_columns, high_columns = _random_halves(columns + key)
+    return ops.reshape((low_rows + low_columns) * (high_rows + high_columns), shape)
+
+
+def _random_halves(state):
+    """SplitMix64's output function as two int32s. The shifts are those of int64: they bring a number's sign along."""
+    state = ops.bitwise_xor(state, ops.bitwise_right_shift(state, 30)) * _signed(0xBF58476D1CE4E5B9)
+    state = ops.bitwise_xor(state, ops.bitwise_right_shift(state, 27)) * _signed(0x94D049BB133111EB)
+    high = ops.bitwise_right_shift(state, 32)
+    return ops.cast(ops.bitwise_xor(state, high), mstype.int32), ops.cast(high, mstype.int32)
+
+
+def _signed(number):
+    """The int64 with the bits of an unsigned one."""
+    return number - (1 << 64) if number >> 63 else number
+
+
+def counters(shape, slices):
+    """SplitMix64's counters of a tensor's rows and columns: where they are in the whole tensor, whatever the mesh.
+
+    The last dims, as many as make the fewest rows and columns together, are the columns.
+
+    Args:
+        shape: global shape.
+        slices: the local part, a `slice` of step 1 for every dim.
+
+    Returns:
+        Two int64 arrays, of shapes (rows, 1) and (columns,) of the local part.
+    """
+    split = min(range(len(shape) + 1), key=lambda dim: math.prod(shape[:dim]) + math.prod(shape[dim:]))
+    rows = _flat_positions(shape[:split], slices[:split])
+    columns = _flat_positions(shape[split:], slices[split:]) + np.uint64(_FIRST_COLUMN)
+    return tuple(((places + np.uint64(1)) * np.uint64(_GOLDEN)).view(np.int64) for places in (rows[:, None], columns))
+
+
+def _flat_positions(shape, slices):
+    """Position in a whole tensor, flattened, of every element of a part."""
+    positions = np.zeros(1, np.uint64)
+    for size, part in zip(shape, slices):
+        along = np.arange(part.start, part.stop, dtype=np.uint64)
+        positions = (positions[:, None] * np.uint64(size) + along).ravel()
+    return positions
+
+
+connect_generator(default_generator)

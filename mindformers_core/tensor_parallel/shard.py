@@ -1,34 +1,39 @@
 """`shard()`: a single-card Cell tree becomes parallel, in place, from the layouts declared for a few of its tensors."""
 
-import inspect
-from functools import cache
-
 from mindspore import DeviceCtx, Parameter, ParameterTuple, mint, nn
 
 from mindformers_core.communication import world
 from mindformers_core.layout import Layout, bind_layout
-from mindformers_core.mesh import DeviceMesh
-from mindformers_core.tensor_parallel.boundary import Boundary
+from mindformers_core.mesh import DeviceMesh, nearest
 from mindformers_core.tensor_parallel.declare import cell_label, collect_declarations
-from mindformers_core.tensor_parallel.dtensor import parameter_meta, parameter_view, placed_parameter, wrap
+from mindformers_core.tensor_parallel.deriving import derived_layouts
+from mindformers_core.tensor_parallel.dtensor import placed_parameter
 from mindformers_core.tensor_parallel.initialize import initializer_of, materialize
+from mindformers_core.tensor_parallel.sharded_cells import ShardedCell
+from mindformers_core.tensor_parallel.sharded_tree import ShardedTree
 
-__all__ = ["shard"]
+__all__ = ["MODES", "shard"]
 
-_LOCATED = (ValueError, TypeError, IndexError, RuntimeError)
+MODES = ("generated", "eager")
 
 
-def shard(cell, mesh, config=None, plan=None, seed=0):
-    """Distribute `cell` over `mesh`: afterwards it computes, in PyNative, what it computed on one card.
+def shard(cell, mesh, config=None, plan=None, seed=0, mode="generated", inputs=None):
+    """Distribute `cell` over `mesh`: afterwards it computes, in PyNative and under `jit`, what it computed on one card.
 
     Every Cell class in the tree may define `shard(self, config)` and return `(input_layout, output_layout,
     weight_layout)`, each a layout, a tuple by position, a dict by argument or parameter name, or `None` to derive it
-    (RFC ICY7S6). What nobody declares is derived: parameters are replicated, activations follow their operators.
+    (RFC ICY7S6). What nobody declares is derived by propagation: layouts of activations, and with `inputs` those of
+    parameters, too; else these are replicated.
+
+    The first call with inputs of new shapes captures the Cell, propagates the layouts, and generates a program of plain
+    code on local tensors, which then runs; `explain`, `prepare` and `programs` show what and where it is. Cells that
+    need the values of tensors in Python are marked by `cell.net.gate.eager()`: they run operator by operator.
 
     The tree stays the user's own: Cells keep their identity, attributes and names. Sharded parameters are replaced by
     `Parameter`s of the same name that hold this rank's part (all have `.layout` and `.global_shape`), so optimizers,
-    which are built afterwards, and checkpoints see local tensors; code in `construct` sees global ones. Plain tensors
-    passed to `cell` are this rank's parts in the declared input layouts; results are `DTensor`s.
+    which are built afterwards, and checkpoints see local tensors. Plain tensors passed to `cell` are this rank's parts
+    in the declared input layouts; results are `DTensor`s in PyNative, and this rank's parts inside compiled functions.
+    Hooks on Cells see local tensors where a program runs, and global ones where a Cell runs eagerly.
 
     Args:
         cell: the Cell, built the ordinary way, or under `ms.DeviceCtx("meta")` so that nothing is allocated before its
@@ -36,8 +41,12 @@ def shard(cell, mesh, config=None, plan=None, seed=0):
         mesh: a `DeviceMesh`.
         config: passed to the hooks.
         plan: `{"layers.*.mlp.fc1": {"input": …, "output": …, "weight": …}}`, layouts by path pattern (`*` is one
-            segment, `**` any number), for Cells that nobody may edit. It wins over hooks.
+            segment, `**` any number), for Cells that nobody may edit. It wins over hooks. A path may end in a primitive
+            that a Cell keeps, `{"dense1.matmul": {"input": (…, …)}}`; `primitive.shard(in_strategy)` says the same.
         seed: of the initial values of parameters built on the meta device: the same global values for any mesh.
+        mode: `"generated"`, or `"eager"`: every operator is dispatched as it comes, in PyNative only.
+        inputs: arguments of one call, as a tuple, with whole tensors (only shapes and dtypes matter: `TensorMeta`s will
+            do). With them parameters that nobody declares are stored as their operators take them.
 
     Returns:
         `cell` itself.
@@ -50,93 +59,40 @@ def shard(cell, mesh, config=None, plan=None, seed=0):
         raise TypeError(f"shard() takes a Cell, an instance of a subclass of nn.Cell, not {cell!r}")
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"shard() takes a DeviceMesh, as init_device_mesh() makes it, not {mesh!r}")
-    if any(isinstance(child, _ShardedCell) for _, child in cell.cells_and_names()):
+    if any(isinstance(child, ShardedCell) for _, child in cell.cells_and_names()):
         raise ValueError(
             f"{type(cell).__name__}, or a Cell in it, is sharded already: call shard() once, with the root Cell"
         )
+    if mode not in MODES:
+        raise ValueError(f"shard(mode={mode!r}): choose one of {', '.join(MODES)}{nearest(str(mode), MODES)}")
     declarations = collect_declarations(cell, config, plan)
-    _place_parameters(cell, mesh, declarations, seed)
-    tree = _Tree()
-    for path, child in list(cell.cells_and_names()):
-        arguments = tuple(name for name in inspect.signature(type(child).construct).parameters if name != "self")
-        boundary = Boundary(
-            cell_label(path, child), mesh, arguments, declarations.get(path), _weight_axes(child), child is cell
-        )
-        child.__dict__["_sharding"] = (tree, boundary)
-        child.__class__ = _sharded_class(type(child))
+    layouts = _declared_layouts(cell, mesh, declarations)
+    whole = {path: Layout.on(mesh, ((),) * p.ndim) for path, p in cell.parameters_and_names() if path not in layouts}
+    if inputs is not None:
+        layouts = derived_layouts(cell, mesh, declarations, layouts | whole, frozenset(whole), inputs)
+    _place_parameters(cell, layouts | {path: whole[path] for path in whole if path not in layouts}, seed)
+    tree = ShardedTree(cell, mesh, declarations, {path: p.layout for path, p in cell.parameters_and_names()})
+    if mode == "eager":
+        _refuse_operator_declarations(tree)
+        for path in tree.cells:
+            tree.mark_eager(path)
     return cell
 
 
-class _Tree:
-    """What the Cells of one sharded tree share: the views of its parameters while the root runs, and else None."""
-
-    def __init__(self):
-        self.views = None
-
-
-class _ShardedCell:
-    """Mixed into the class of every Cell of a sharded tree."""
-
-    def construct(self, *args, **kwargs):
-        tree, boundary = self.__dict__["_sharding"]
-        outermost = tree.views is None
-        if outermost:
-            tree.views = {}
-        try:
-            args, kwargs = boundary.enter(args, kwargs)
-            return boundary.leave(super().construct(*args, **kwargs))
-        except _LOCATED as error:
-            raise _located(error, boundary.label) from error.__cause__
-        finally:
-            if outermost:
-                tree.views = None
-
-    def __getattr__(self, name):
-        value = super().__getattr__(name)
-        if isinstance(value, Parameter) and hasattr(value, "global_shape"):
-            return _view(value, self.__dict__["_sharding"][0])
-        if isinstance(value, ParameterTuple):
-            return tuple(_view(parameter, self.__dict__["_sharding"][0]) for parameter in value)
-        return value
+def _refuse_operator_declarations(tree):
+    for path, declaration in tree.declarations.items():
+        if declaration.operators:
+            raise ValueError(
+                f"{tree.label(path)} declares layouts for its operators {', '.join(declaration.operators)}, which the "
+                'eager engine can\'t honour: use mode="generated", or declare the layouts of tensors'
+            )
 
 
-@cache
-def _sharded_class(cls):
-    """`cls` with parameters seen as DTensors, and the boundary around its `construct`. Called as before."""
-    return type(cls.__name__, (_ShardedCell, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-
-
-def _view(parameter, tree):
-    """The DTensor of a parameter, one for a whole forward pass, so that all its uses share marks and gathers."""
-    if tree.views is None:
-        return parameter_view(parameter)
-    view = tree.views.get(id(parameter))
-    if view is None:
-        view = tree.views[id(parameter)] = wrap(parameter, parameter_meta(parameter))
-    return view
-
-
-def _located(error, label):
-    """The error with the innermost Cell's name in front, once. A user's own kind of error is left as it is."""
-    if type(error) not in _LOCATED or getattr(error, "is_located", False):
-        return error
-    text = str(error) if label in str(error) else f"in {label}: {error}"
-    located = type(error)(text).with_traceback(error.__traceback__)
-    located.is_located = True
-    return located
-
-
-def _weight_axes(cell):
-    """Axes on which some parameter of the Cell or of one below it is sharded."""
-    return frozenset(axis for parameter in cell.get_parameters() for axes in parameter.layout.dims for axis in axes)
-
-
-def _place_parameters(cell, mesh, declarations, seed):
+def _place_parameters(cell, layouts, seed):
     """Cut every parameter of the tree to this rank's part; those without values yet draw theirs from the seed.
 
     In a dry run (the fake backend) these stay without values, on the meta device: nothing is allocated.
     """
-    layouts = _parameter_layouts(cell, mesh, declarations)
     named = dict(cell.parameters_and_names())
     shapes = {path: tuple(p.shape) for path, p in named.items() if initializer_of(p) is not None}
     if world().backend == "fake":
@@ -165,8 +121,8 @@ def _meta_part(parameter, layout):
         return Parameter(part, name=parameter.name, requires_grad=parameter.requires_grad)
 
 
-def _parameter_layouts(cell, mesh, declarations):
-    """Parameter path -> layout, as declared or else replicated."""
+def _declared_layouts(cell, mesh, declarations):
+    """Parameter path -> layout, where one is declared."""
     declared = {}
     for path, child in cell.cells_and_names():
         weights = declarations[path].weights if path in declarations else {}
@@ -180,7 +136,4 @@ def _parameter_layouts(cell, mesh, declarations):
                     f"{where} is declared as {layout}, but it is shared, and elsewhere declared as "
                     f"{declared[id(parameter)]}"
                 )
-    return {
-        path: declared.get(id(parameter), Layout.on(mesh, ((),) * parameter.ndim))
-        for path, parameter in cell.parameters_and_names()
-    }
+    return {path: declared[id(p)] for path, p in cell.parameters_and_names() if id(p) in declared}

@@ -69,8 +69,8 @@ class AdamW(nn.Cell):
                 gradient,
             )
 
-    def step(self, gradients, step, learning_rate):
-        """Step number `step` (from 1) at `learning_rate` with final local `gradients`, in the parameters' order."""
+    def scalars(self, step, learning_rate):
+        """The scalars that `construct` takes at step number `step` (from 1), as tensors."""
         section = self.section
-        scalars = adamw_scalars(step, learning_rate, section.betas, section.eps, section.weight_decay)
-        self(gradients, *(ms.Tensor(scalar, ms.float32) for scalar in scalars))
+        numbers = adamw_scalars(step, learning_rate, section.betas, section.eps, section.weight_decay)
+        return tuple(ms.Tensor(number, ms.float32) for number in numbers)

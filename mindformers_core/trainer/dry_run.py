@@ -44,7 +44,7 @@ def dry_run(recipe):
     micro_batches = accumulation_steps(recipe, mesh.axis_size("dp"))
     init_distributed("fake", world_size=mesh.size, rank=0)
     with ms.DeviceCtx("meta"):
-        net = shard(LlamaForCausalLM(recipe.model), mesh, recipe.parallelism)
+        net = shard(LlamaForCausalLM(recipe.model), mesh, recipe.parallelism, mode=recipe.context.engine)
         ids = ms.mint.zeros((recipe.training.local_batch_size, recipe.train_dataset.seq_length), dtype=ms.int32)
         net(ids, ids)
     facts = [_fact(parameter) for parameter in net.trainable_params()]

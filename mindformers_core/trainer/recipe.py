@@ -102,9 +102,10 @@ class Monitor:
 
 @dataclass(frozen=True)
 class Context:
-    """How MindSpore executes: `mode` 1 is PyNative, 0 is graph mode."""
+    """How the model is executed."""
 
-    mode: Literal[0, 1] = 1
+    mode: Literal[0, 1] = 1  # 1: PyNative; 0: graph mode, every step is one compiled function
+    engine: Literal["generated", "eager"] = "generated"  # see `shard`; eager computes operator by operator
     device_target: Literal["CPU", "GPU", "Ascend"] = "CPU"
 
 
@@ -193,8 +194,11 @@ def _check_available(recipe):
             raise ValueError(
                 f"model.{key}: {getattr(recipe.model, key)} follows from section parallelism: leave it out"
             )
-    if recipe.context.mode == 0:
-        raise ValueError("context.mode: 0 (graph mode) is not available yet: use 1 (PyNative)")
+    if recipe.context.mode == 0 and recipe.context.engine == "eager":
+        raise ValueError(
+            "context.engine: eager can't be compiled, as context.mode: 0 (graph mode) asks: use "
+            "context.engine=generated, or context.mode=1 (PyNative)"
+        )
     dtypes = _DTYPES[recipe.context.device_target]
     if recipe.model.dtype not in dtypes:
         raise ValueError(

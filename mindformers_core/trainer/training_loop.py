@@ -1,4 +1,4 @@
-"""The training job of a recipe on this process's part of the mesh (PyNative)."""
+"""The training job of a recipe on this process's part of the mesh, in PyNative or compiled."""
 
 import dataclasses
 import math
@@ -7,12 +7,13 @@ import time
 from dataclasses import dataclass
 
 import mindspore as ms
+import numpy as np
 
 from mindformers_core.communication import init_distributed
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaForCausalLM
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.tensor_parallel.clipping import clip_by_global_norm, sum_over
+from mindformers_core.tensor_parallel.clipping import sum_over
 from mindformers_core.trainer.adamw import AdamW
 from mindformers_core.trainer.data import TokenDataset, first_sequence, open_dataset
 from mindformers_core.trainer.learning_rate import learning_rate
@@ -22,6 +23,7 @@ from mindformers_core.trainer.recipe import MESH_AXES, Recipe, accumulation_step
 from mindformers_core.trainer.recipe_loader import recipe_to_yaml
 from mindformers_core.trainer.run_folder import open_run_folder, write_whole
 from mindformers_core.trainer.saved_state import find_checkpoint, load_state, save_state
+from mindformers_core.trainer.step import step_function
 
 __all__ = ["Job", "prepare", "make_job", "resume", "run_steps", "train_step"]
 
@@ -37,6 +39,7 @@ class Job:
     net: ms.nn.Cell
     optimizer: AdamW
     micro_batches: int
+    run_step: object  # see `step_function`
     step: int = 0
     consumed: int = 0
 
@@ -68,7 +71,7 @@ def prepare(recipe):
     _check_extras(recipe)
     if ms.get_context("device_target") != recipe.context.device_target:  # can't be set once kernels have run
         _set_device(recipe.context.device_target)
-    ms.set_context(mode=ms.PYNATIVE_MODE)
+    ms.set_context(mode=ms.PYNATIVE_MODE)  # in graph mode only the step is compiled, all at once
     world = init_distributed()  # msrun's scheduler stays in here
     mesh = init_device_mesh(mesh_shape(recipe, world.size), MESH_AXES)
     dataset = open_dataset(recipe.train_dataset, recipe.model.vocab_size, recipe.training.seed)
@@ -94,7 +97,10 @@ def make_job(recipe, mesh, rank, dataset):
     ms.set_seed(recipe.training.seed)
     ms.manual_seed(recipe.training.seed)
     net = build_model(recipe, mesh)
-    return Job(recipe, rank, mesh, dataset, net, AdamW(net.trainable_params(), recipe.optimizer), micro_batches)
+    optimizer = AdamW(net.trainable_params(), recipe.optimizer)
+    batch_shape = (micro_batches, recipe.training.local_batch_size, recipe.train_dataset.seq_length)
+    run_step = step_function(net, optimizer, recipe.training.max_norm, batch_shape, recipe.context.mode == 0)
+    return Job(recipe, rank, mesh, dataset, net, optimizer, micro_batches, run_step)
 
 
 def resume(job, checkpoint):
@@ -110,7 +116,7 @@ def build_model(recipe, mesh):
     """The recipe's model, sharded over `mesh`, its values drawn from the recipe's seed."""
     with ms.DeviceCtx("meta"):
         net = LlamaForCausalLM(recipe.model)
-    return shard(net, mesh, recipe.parallelism, seed=recipe.training.seed)
+    return shard(net, mesh, recipe.parallelism, seed=recipe.training.seed, mode=recipe.context.engine)
 
 
 def run_steps(job):
@@ -153,38 +159,29 @@ def train_step(job):
     """One optimizer step over `micro_batches` micro-batches; returns its row of metrics."""
     started = time.perf_counter()
     training = job.recipe.training
-    loss, gradients = _accumulate(job)
-    gradients, norm = clip_by_global_norm(gradients, job.optimizer.parameters, training.max_norm)
+    batch = _batch(job)
     job.step += 1
     job.consumed += training.global_batch_size
     rate = learning_rate(job.recipe, job.step)
-    job.optimizer.step(gradients, job.step, rate)
+    loss, norm = job.run_step(*map(ms.Tensor, batch), *job.optimizer.scalars(job.step, rate))
+    loss, norm = float(loss.asnumpy()), float(norm.asnumpy())
     seconds = time.perf_counter() - started
     return {
         "step": job.step,
         "loss": loss,
         "learning_rate": rate,
-        "gradient_norm": float(norm.asnumpy()),
+        "gradient_norm": norm,
         "seconds": seconds,
         "tokens_per_second": training.global_batch_size * job.recipe.train_dataset.seq_length / seconds,
     }
 
 
-def _accumulate(job):
-    """Mean loss (a float) and mean gradients (a list of local tensors) over this step's micro-batches."""
-    gradient_of = ms.value_and_grad(job.net, None, job.optimizer.parameters)
+def _batch(job):
+    """`(input_ids, labels)` of this step's micro-batches on this rank, each (micro-batches, local batch, sequence)."""
     (dp_rank,) = job.mesh.coordinate(job.rank, ("dp",))
     dp_size, local = job.mesh.axis_size("dp"), job.recipe.training.local_batch_size
-    total, gradients = 0.0, None
-    for micro_batch in range(job.micro_batches):
-        first = first_sequence(job.consumed, micro_batch, dp_rank, dp_size, local)
-        input_ids, labels = map(ms.Tensor, job.dataset.batch(first, local))
-        loss, new = gradient_of(input_ids, labels)
-        total += float(loss.to_local().asnumpy())
-        gradients = list(new) if gradients is None else [one + other for one, other in zip(gradients, new, strict=True)]
-    if job.micro_batches > 1:
-        gradients = [gradient / job.micro_batches for gradient in gradients]
-    return total / job.micro_batches, gradients
+    firsts = [first_sequence(job.consumed, index, dp_rank, dp_size, local) for index in range(job.micro_batches)]
+    return map(np.stack, zip(*(job.dataset.batch(first, local) for first in firsts)))
 
 
 def _open_records(job):

@@ -81,7 +81,7 @@ def case_mlp_trains_as_on_one_card():
     single, parallel = built(MLP), built(MLP)
     materialize(single, seed=5)
     shard(parallel, mesh, seed=5)
-    assert parallel.up.weight.shape == (64, HIDDEN) and parallel.trainable_params()[0].shape == (32, HIDDEN)
+    assert parallel.up.weight.global_shape == (64, HIDDEN) and parallel.trainable_params()[0].shape == (32, HIDDEN)
     x = Tensor(np.random.default_rng(0).normal(size=(8, HIDDEN)).astype(np.float32))
     one, two = (nn.SGD(cell.trainable_params(), 0.5) for cell in (single, parallel))
     for _ in range(3):

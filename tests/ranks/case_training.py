@@ -1,4 +1,4 @@
-"""Training on a 2x2 mesh: the curve and the parameters of one rank, clipping over the mesh, resuming."""
+"""Training on meshes, in every engine and compiled: the curve and the parameters of one rank; clipping, resuming."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from launch import on_ranks
 from mindformers_core.communication import world
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.tensor_parallel.clipping import clip_by_global_norm
+from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm, clip_by_global_norm
 from mindformers_core.trainer.compare import read_losses
 from mindformers_core.trainer.data import TokenDataset
 from mindformers_core.trainer.recipe import MESH_AXES
@@ -35,11 +35,11 @@ def job_on(shape, ranks, *overrides):
     return make_job(recipe, mesh, world().rank, TokenDataset(tokens, 16, seed=1))
 
 
-def compare_with_one_rank(*overrides):
-    """Four steps on 2x2 ranks and, on every rank for itself, on one: losses, norms and parameters agree."""
+def compare_with_one_rank(*overrides, shape=(1, 2, 1, 2)):
+    """Four steps on a mesh and, on every rank for itself, on one: losses, norms and parameters agree."""
     alone = job_on((1, 1, 1, 1), [world().rank])
-    shared = job_on((1, 2, 1, 2), None, *overrides)
-    assert (alone.micro_batches, shared.micro_batches) == (4, 2)
+    shared = job_on(shape, None, *overrides)
+    assert (alone.micro_batches, shared.micro_batches) == (4, 4 // shape[1])
     for _ in range(4):
         expected, row = train_step(alone), train_step(shared)
         for key in ("loss", "gradient_norm", "learning_rate"):
@@ -62,6 +62,31 @@ def case_sequence_parallel_training_equals_one_rank():
 
 
 @on_ranks(4)
+def case_eager_training_equals_one_rank():
+    """Operator by operator."""
+    compare_with_one_rank("context.engine=eager", "parallelism.sequence_parallel=true")
+
+
+@on_ranks(4)
+def case_compiled_training_equals_one_rank():
+    """Graph mode: two micro-batches, clipping and AdamW in one graph."""
+    compare_with_one_rank("context.mode=0")
+
+
+@on_ranks(4)
+def case_compiled_sequence_parallel_training_equals_one_rank():
+    """With sequence parallel."""
+    compare_with_one_rank("context.mode=0", "parallelism.sequence_parallel=true")
+
+
+@on_ranks(2)
+def case_compiled_training_on_one_axis_equals_one_rank():
+    """On tp alone, with four micro-batches, and on dp alone."""
+    compare_with_one_rank("context.mode=0", shape=(1, 1, 1, 2))
+    compare_with_one_rank("context.mode=0", shape=(1, 2, 1, 1))
+
+
+@on_ranks(4)
 def case_clipping_counts_every_element_once():
     """Parameters that no axis, one axis, or both shard, on either dim."""
     mesh = init_device_mesh((2, 2), ("dp", "tp"))
@@ -75,10 +100,16 @@ def case_clipping_counts_every_element_once():
         gradients.append(ms.Tensor(gradient[layout.local_slices(gradient.shape, world().rank)]))
         parameters.append(ms.Parameter(gradients[-1], name=f"p{index}"))
         parameters[-1].layout = layout
-    clipped, norm = clip_by_global_norm(gradients, parameters, 1.0)
-    np.testing.assert_allclose(norm.asnumpy(), expected, rtol=1e-6)
-    for one, other in zip(clipped, gradients, strict=True):
-        np.testing.assert_allclose(one.asnumpy(), other.asnumpy() / expected, rtol=1e-5)
+    clip = ClipByGlobalNorm(parameters, 1.0)
+
+    @ms.jit
+    def compiled(*gradients):
+        return clip(gradients)
+
+    for clipped, norm in (clip_by_global_norm(gradients, parameters, 1.0), compiled(*gradients)):
+        np.testing.assert_allclose(norm.asnumpy(), expected, rtol=1e-6)
+        for one, other in zip(clipped, gradients, strict=True):
+            np.testing.assert_allclose(one.asnumpy(), other.asnumpy() / expected, rtol=1e-5)
 
 
 @on_ranks(4)

@@ -23,8 +23,8 @@ from mindformers_core.operators import TensorMeta
 from mindformers_core.tensor_parallel.capturing.recording import Recorder
 from mindformers_core.tensor_parallel.capturing.structure import map_leaves
 from mindformers_core.tensor_parallel.capturing.traced import Traced
-from mindformers_core.tensor_parallel.declare import cell_label
 from mindformers_core.tensor_parallel.indexing import index_tensor
+from mindformers_core.tensor_parallel.labels import cell_label
 
 __all__ = ["capture"]
 

@@ -46,7 +46,8 @@ class Recorder:
 
     def hold(self, tensor, path):
         """The stand-in of a tensor that the tree keeps at `path`, or of a Parameter that it doesn't own (None)."""
-        return Traced.around(self, self.meta(tensor.shape, tensor.dtype), Held(path), tensor)
+        shape = getattr(tensor, "global_shape", tensor.shape)  # a sharded Parameter holds a part only
+        return Traced.around(self, self.meta(shape, tensor.dtype), Held(path), tensor)
 
     def input(self, shape, dtype):
         """An argument of the root."""
@@ -77,9 +78,9 @@ class Recorder:
             return tensor.original
         raise self.error(
             f"{what} needs the values of a tensor, {dtype_name(tensor.dtype)}{list(tensor.shape)}, and while a Cell "
-            "is captured there are none, only shapes. A Cell like this runs operator by operator after shard(); to be "
-            "captured, restructure it: ops.where or ops.masked_fill in the place of a branch, x.shape in the place of "
-            "a count, an argument of construct in the place of a switch"
+            "is captured there are none, only shapes. Mark the Cell, cell.eager() after shard(), and it runs operator "
+            "by operator, in PyNative; or restructure it: ops.where or ops.masked_fill in the place of a branch, "
+            "x.shape in the place of a count, an argument of construct in the place of a switch"
         )
 
     def stray(self, parameter):

@@ -21,7 +21,7 @@ from mindspore.ops.auto_generate import cpp_create_prim_instance_helper, gen_ops
 from mindformers_core.tensor_parallel.capturing.structure import DType
 from mindformers_core.tensor_parallel.generation.operator_rewrites import rewrite
 
-__all__ = ["Call", "operator_source"]
+__all__ = ["Call", "dtype_source", "operator_source"]
 
 _REQUIRED = inspect.Parameter.empty
 _DTYPES = frozenset({"dtype", "output_type", "dst_type"})  # parameters that arrive as the numbers of dtypes
@@ -184,10 +184,15 @@ def _constant(parameter, value):
         entries = tuple(_constant("", entry) for entry in value)
         return _written(entries) if all(isinstance(entry, str) for entry in entries) else entries
     if isinstance(value, (typing.Type, DType)):
-        return f"ms.{value}".lower().replace("bool", "bool_")
+        return dtype_source(value)
     if isinstance(value, float) and repr(value) in ("inf", "-inf", "nan"):
         return f'float("{value!r}")'
     return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else value
+
+
+def dtype_source(dtype):
+    """A dtype, or a `DType`, as source: `ms.float32`."""
+    return f"ms.{dtype}".lower().replace("bool", "bool_")
 
 
 def _written(value, name_of=None):
@@ -203,6 +208,8 @@ def _form(name):
     parameters = _INTERCEPTED.get(name) or (_parameters(getattr(auto_generate, ready).__call__) if ready else None)
     if name in _METHODS:
         return _Form("", f".{_METHODS[name]}", parameters, named=_NAMED)
+    if name == "RandomState":
+        return _Form("from mindformers_core.tensor_parallel.dropout import next_random_state", "next_random_state", {})
     if name in _FUNCTIONS:
         function, parameters = _FUNCTIONS[name]
         named = _NAMED if name == "FullLike" else frozenset()

@@ -1,0 +1,159 @@
+"""`@ms.jit` and sharded Cells: while MindSpore compiles a call, we are asked which generated program it is to be.
+
+MindSpore infers types before it compiles, and asks Python for what an operator of ours gives at that moment: the name
+of the method that holds the program. So the choice takes place in the middle of a compilation, and nothing of it is
+left in the graph. A capture can't (classic primitives don't run on the meta device then): `jit()` makes a missing
+program after the compilation has stopped at it, and compiles again.
+"""
+
+from functools import wraps
+from itertools import count
+from pathlib import Path
+from weakref import ref
+
+import mindspore as ms
+from mindspore import Tensor
+from mindspore.ops.primitive import PrimitiveWithInfer
+
+from mindformers_core.communication.world import process_state, world
+from mindformers_core.operators import TensorMeta
+from mindformers_core.tensor_parallel.capturing.structure import map_leaves
+from mindformers_core.tensor_parallel.dtensor import DTensor
+from mindformers_core.tensor_parallel.move import dtype_name
+
+__all__ = ["choose_program", "eager_method", "enrol", "jit"]
+
+_STATE = process_state().memo(__name__)  # "cells": number -> (reference to a tree, path); "missing": a call
+_NUMBERS = count()
+
+
+def enrol(tree, path):
+    """The number by which a compiled call names the Cell at `path` of a sharded tree."""
+    number = next(_NUMBERS)
+    _STATE.setdefault("cells", {})[number] = ref(tree), path
+    return number
+
+
+def _cell(number):
+    tree, path = _STATE["cells"][number]
+    return tree(), path
+
+
+class _CompileTimeChoice(PrimitiveWithInfer):
+    """An operator that is gone after type inference: a method's name stands in its place."""
+
+    def __init__(self):
+        super().__init__(type(self).__name__)
+        self.set_const_prim(True)
+        self.add_prim_attr("constexpr_prim", True)
+        self.add_prim_attr("forbid_reuse_result", True)
+
+    def __infer__(self, *arguments):
+        return {"dtype": None, "shape": None, "value": self.compiled(*map(_described, arguments))}
+
+
+class _ChooseProgram(_CompileTimeChoice):
+    """The name of the program for a call of the Cell with this number."""
+
+    def __call__(self, number, args, kwargs):
+        tree, path = _cell(number)
+        return tree.running or tree.program(path, args, kwargs).name
+
+    def compiled(self, number, args, kwargs):
+        """While a graph is compiled: one of the programs that there are."""
+        tree, path = _cell(number)
+        program = tree.known_program(path, args, kwargs)
+        if program is None:
+            _STATE["missing"] = tree, path, args, kwargs
+            raise RuntimeError(tree.missing_program(path, args, kwargs))
+        return program.name
+
+
+class _EagerMethod(_CompileTimeChoice):
+    """The name of the method that runs a Cell operator by operator: in PyNative only."""
+
+    def __call__(self, number):
+        return "run_eagerly"
+
+    def compiled(self, number):
+        """An error that names the Cell."""
+        tree, path = _cell(number)
+        raise RuntimeError(tree.why_not_compiled(path))
+
+
+choose_program = _ChooseProgram()
+eager_method = _EagerMethod()
+
+
+def _described(argument):
+    """The value of an argument of a compiled call, with a `TensorMeta` of its local shape for every tensor."""
+    if argument["value"] is None and argument["dtype"] is not None:
+        return _from_types(argument["shape"], argument["dtype"])
+    return map_leaves(_leaf, argument["value"])
+
+
+def _leaf(leaf):
+    return TensorMeta(tuple(leaf.shape), dtype_name(leaf.dtype), None, False) if isinstance(leaf, Tensor) else leaf
+
+
+def _from_types(shape, dtype):
+    if isinstance(dtype, (tuple, list)):
+        return type(dtype)(map(_from_types, shape, dtype))
+    if isinstance(dtype, ms.TensorType):
+        return TensorMeta(tuple(shape), dtype_name(dtype.element_type()), None, False)
+    return None
+
+
+def jit(function=None, **options):
+    """`mindspore.jit` for functions that call sharded Cells: signatures that are new are captured, then compiled.
+
+    Plain `mindspore.jit` compiles such calls, too, once the Cell has been called with these shapes in PyNative, or
+    `prepare(cell, *inputs)` has made the program; without one it raises an error. Inside a compiled function tensors
+    are this rank's parts, plain ones: those that go into the sharded Cell, those that it returns, and gradients.
+
+    Args:
+        function: a function or a Cell; None to use this as a decorator with options.
+        options: of `mindspore.jit`. Its `capture_mode` has to be the default, `"ast"`: the others ignore or miscompute
+            the gradients of collectives.
+
+    Raises:
+        ValueError: another `capture_mode`. TypeError: the compiled function gets a `DTensor`.
+    """
+    if options.get("capture_mode", "ast") != "ast":
+        raise ValueError(f"jit(capture_mode={options['capture_mode']!r}): only 'ast' keeps the collectives' gradients")
+    if function is None:
+        return lambda function: jit(function, **options)
+    compiled = ms.jit(function, **options)
+
+    @wraps(function if not isinstance(function, ms.nn.Cell) else function.construct)
+    def run(*args, **kwargs):
+        map_leaves(_check_plain, (args, kwargs))
+        while True:
+            _STATE.pop("missing", None)
+            try:
+                return compiled(*args, **kwargs)
+            except RuntimeError:
+                if "missing" not in _STATE:
+                    raise
+            tree, path, *call = _STATE.pop("missing")
+            _remove_dump()
+            tree.program(path, *call)
+
+    return run
+
+
+def _remove_dump():
+    """Remove what MindSpore writes down of a compilation that fails, and the folders that it made for it."""
+    folder = Path(ms.get_context("save_graphs_path") or ".") / f"rank_{world().rank}" / "om"
+    (folder / "analyze_fail.ir").unlink(missing_ok=True)
+    for left in (folder, folder.parent):
+        if left.is_dir() and not any(left.iterdir()):
+            left.rmdir()
+
+
+def _check_plain(leaf):
+    if isinstance(leaf, DTensor):
+        raise TypeError(
+            f"a function compiled by jit() works on local tensors, and got a DTensor of shape {leaf.shape} that lives "
+            f"as {leaf.layout}: pass x.to_local(), in the layout that the Cell declares for its input"
+        )

@@ -1,0 +1,235 @@
+"""What a `FramePlan` does, as plain data that text and page are written from. Pure Python.
+
+Equal calls share one `CellReport`, as they share one `FramePlan`: a report of 80 identical layers is that of one.
+"""
+
+import os
+from dataclasses import dataclass
+
+from mindformers_core.layout import Layout
+from mindformers_core.tensor_parallel.capturing.structure import values_in
+from mindformers_core.tensor_parallel.explaining.memory import activation_peaks
+from mindformers_core.tensor_parallel.explaining.traffic import step_entries, total
+from mindformers_core.tensor_parallel.propagation.plan import Move, OperatorPlan
+
+__all__ = ["CallRow", "CellReport", "MoveRow", "OperatorRow", "Report", "TensorEntry", "make_report"]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor.
+
+    Attributes:
+        name: an argument's or parameter's name, else the number of its Value, as `"%3"`.
+        dtype: its name.
+        shape, local_shape: global, and of every rank's part.
+        layout: its `Layout`.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple
+    local_shape: tuple
+    layout: Layout
+
+
+@dataclass(frozen=True, eq=False)
+class MoveRow:
+    """One redistribution.
+
+    Attributes:
+        tensor: what moves, as it is before.
+        target: its layout after.
+        local_shape: of every rank's part after.
+        steps: tuple of `StepEntry`.
+        reason: who asked for it.
+    """
+
+    tensor: TensorEntry
+    target: Layout
+    local_shape: tuple
+    steps: tuple
+    reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorRow:
+    """One operator.
+
+    Attributes:
+        operator, attribute, source: see `OperatorNode`; the source without its folder.
+        inputs: names of the tensors that it takes.
+        results: a `TensorEntry` for every tensor that it gives.
+        algorithm: name of the distributed algorithm that runs in its place, or None.
+        axes: the axes that the algorithm bridges.
+        steps: a `StepEntry` for everything that the algorithm communicates.
+    """
+
+    operator: str
+    attribute: str | None
+    source: str
+    inputs: tuple
+    results: tuple
+    algorithm: str | None
+    axes: tuple
+    steps: tuple
+
+
+@dataclass(frozen=True, eq=False)
+class CallRow:
+    """A call of another Cell.
+
+    Attributes:
+        child: its path from the calling Cell; from the root, with a leading `/`, where it isn't below that.
+        source: without its folder.
+        inputs: names of the tensors that are passed.
+        results: a `TensorEntry` for every tensor that comes back.
+        report: the `CellReport`, the same object for equal calls; None for a Cell with a `bprop`, on whole tensors.
+    """
+
+    child: str
+    source: str
+    inputs: tuple
+    results: tuple
+    report: "CellReport | None"
+
+
+@dataclass(frozen=True, eq=False)
+class CellReport:
+    """One call of one Cell.
+
+    Attributes:
+        path: of the Cell from the root; of equal calls that of the first.
+        class_name: without its module.
+        arguments, parameters, constants, lifted: `TensorEntry`s of what comes in.
+        rows: `MoveRow`s, `OperatorRow`s and `CallRow`s, in order.
+        results: `TensorEntry`s.
+        traffic: of this call and all below it, see `total`.
+    """
+
+    path: str
+    class_name: str
+    arguments: tuple
+    parameters: tuple
+    constants: tuple
+    lifted: tuple
+    rows: tuple
+    results: tuple
+    traffic: dict
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """What a plan does.
+
+    Attributes:
+        mesh: the mesh.
+        training: whether the root Cell was captured in training.
+        root: the `CellReport` of the root.
+        training_bytes, evaluation_bytes: activations of a rank at the peak, see `activation_peaks`.
+        cells: number of Cell calls.
+    """
+
+    mesh: object
+    training: bool
+    root: CellReport
+    training_bytes: int
+    evaluation_bytes: int
+    cells: int
+
+    @property
+    def traffic(self):
+        """Of one step and one rank, see `total`."""
+        return self.root.traffic
+
+
+def make_report(frame, algorithm_steps=None):
+    """The `Report` of a plan.
+
+    Args:
+        frame: the `FramePlan` of the root.
+        algorithm_steps: `(operator_plan) -> pairs (Step, gradient)` of all that the distributed algorithm of an
+            `OperatorPlan` communicates, and whether a gradient flows back through it inside of the algorithm.
+
+    Raises:
+        ValueError: an operator runs a distributed algorithm, and there is no `algorithm_steps`: nothing is hidden.
+    """
+    root = _cell_report(frame, algorithm_steps, {})
+    calls = sum(1 for _ in frame.walk())
+    return Report(frame.mesh, frame.graph.training, root, *activation_peaks(frame), calls)
+
+
+def _cell_report(frame, algorithm_steps, known):
+    """The `CellReport` of a frame, made once; `known` are those that exist, by the identity of their frames."""
+    if id(frame) in known:
+        return known[id(frame)]
+    graph, names = frame.graph, _names(frame.graph)
+    rows = tuple(_row(entry, frame, names, algorithm_steps, known) for entry in frame.instructions)
+
+    def entries(values):
+        return tuple(_tensor(value, frame.layouts[value.id], names) for value in values)
+
+    known[id(frame)] = report = CellReport(
+        path=graph.path,
+        class_name=graph.class_name.rpartition(".")[2],
+        arguments=entries(dict.fromkeys(values_in(graph.arguments))),
+        parameters=entries(use.value for use in graph.parameters),
+        constants=entries(constant.value for constant in graph.constants),
+        lifted=tuple(_tensor(value, layout, names) for value, layout in frame.lifted),
+        rows=rows,
+        results=tuple(_tensor(value, layout, names) for value, layout in zip(values_in(graph.result), frame.results)),
+        traffic=total(rows),
+    )
+    return report
+
+
+def _names(graph):
+    """What to call every Value of a graph that isn't made by a node, by its number; the others have their numbers."""
+    names = {}
+    for name, structure in graph.arguments.items():
+        values = values_in(structure)
+        for place, value in enumerate(values):
+            names.setdefault(value.id, name if values == [structure] else f"{name}.{place}")
+    names |= {use.value.id: use.local or use.path for use in graph.parameters}
+    for constant in graph.constants:
+        names[constant.value.id] = constant.local or constant.path or f"constant %{constant.value.id}"
+    return names
+
+
+def _name(value, names):
+    return names.get(value.id, f"%{value.id}")
+
+
+def _tensor(value, layout, names):
+    return TensorEntry(_name(value, names), value.dtype, value.shape, layout.local_shape(value.shape), layout)
+
+
+def _row(entry, frame, names, algorithm_steps, known):
+    if isinstance(entry, Move):
+        before = _tensor(entry.value, entry.source, names)
+        steps = step_entries((step, entry.gradient) for step in entry.steps)
+        return MoveRow(before, entry.target, entry.target.local_shape(entry.value.shape), steps, entry.reason)
+    node = entry.node
+    inputs = tuple(_name(value, names) for value in values_in((node.args, node.kwargs)))
+    results = tuple(_tensor(value, layout, names) for value, layout in zip(values_in(node.outputs), entry.outputs))
+    source = os.path.basename(node.source)
+    if isinstance(entry, OperatorPlan):
+        steps = step_entries(_algorithm_steps(entry, frame, algorithm_steps))
+        how = entry.algorithm, entry.cut_axes, steps
+        return OperatorRow(node.operator, node.attribute, source, inputs, results, *how)
+    report = None if entry.frame is None else _cell_report(entry.frame, algorithm_steps, known)
+    child = f"/{node.graph.path}" if node.child is None else node.child
+    return CallRow(child, source, inputs, results, report)
+
+
+def _algorithm_steps(plan, frame, algorithm_steps):
+    """Pairs (Step, whether its backward collective runs in training) of an operator's distributed algorithm."""
+    if plan.algorithm is None:
+        return ()
+    if algorithm_steps is None:
+        raise ValueError(
+            f"Cell '{frame.graph.path}': operator {plan.node.operator} ({plan.node.source}) runs the distributed "
+            f"algorithm '{plan.algorithm}' over {', '.join(plan.cut_axes)}: algorithm_steps has to tell what it sends"
+        )
+    flows = any(value.id in frame.gradients for value in values_in(plan.node.outputs))
+    return tuple((step, gradient and flows) for step, gradient in algorithm_steps(plan))

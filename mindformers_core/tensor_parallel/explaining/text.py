@@ -1,0 +1,142 @@
+"""A plan as text for a terminal of 120 columns. Pure Python."""
+
+from mindformers_core.tensor_parallel.explaining.report import CallRow, MoveRow, make_report
+from mindformers_core.tensor_parallel.explaining.traffic import bytes_by_axes, collectives_of
+from mindformers_core.tensor_parallel.explaining.wording import (
+    bytes_shown,
+    call_path,
+    dims_shown,
+    folded,
+    sent_shown,
+    step_shown,
+)
+
+__all__ = ["explain_plan"]
+
+_WIDTH = 120
+_COLUMNS = (52, 92)  # where the shapes and the layouts start
+
+
+def explain_plan(frame, algorithm_steps=None):
+    """What a plan does, Cell by Cell, as text for a terminal.
+
+    Operators and other tensors come with their dtype, their shape (global -> of a rank, where these differ) and layout.
+    A line with an arrow is a redistribution that communicates, now or for the gradient; one with a dot is local. Bytes
+    are what one rank sends. Cells that are alike are shown once.
+
+    Args:
+        frame: the `FramePlan` of the root.
+        algorithm_steps: see `make_report`.
+    """
+    report = make_report(frame, algorithm_steps)
+    mode = "training" if report.training else "evaluation"
+    lines = [
+        f"{report.root.class_name} on the mesh {report.mesh}, captured in {mode}: {report.cells} calls of Cells",
+        "",
+    ]
+    lines += _cell_lines(report.root, "", report.root.path or "(root)", 0, {})
+    return "\n".join([*lines, "", *_total_lines(report)])
+
+
+def _cell_lines(report, path, title, depth, shown):
+    """The lines of a Cell; of one that was `shown` (the identity of its report -> its path) where to look."""
+    pad = "  " * depth
+    if id(report) in shown:
+        return [f"{pad}{title}  {report.class_name}: as {shown[id(report)]}"]
+    shown[id(report)] = path or title
+    sent = sent_shown(report.traffic)
+    lines = [f"{pad}{title}  {report.class_name}" + (f"  (sends {sent})" if sent else "")]
+    pad += "  "
+    lifted = [("lifted", entry) for entry in report.lifted]
+    for kind, entry in (
+        [("input", e) for e in report.arguments] + [("parameter", e) for e in report.parameters] + lifted
+    ):
+        lines += _line(f"{pad}{kind} {entry.name}", entry)
+    for group in folded(report.rows):
+        lines += _group_lines(group, path, depth + 1, shown)
+    returned = ", ".join(entry.name for entry in report.results)
+    return [*lines, f"{pad}return {returned}"] if returned else lines
+
+
+def _group_lines(group, path, depth, shown):
+    row, pad = group[0], "  " * depth
+    if isinstance(row, MoveRow):
+        return _move_lines(row, pad)
+    if not isinstance(row, CallRow):
+        return _operator_lines(row, pad)
+    if row.report is None:
+        lines = [f"{pad}{row.child}({', '.join(row.inputs)})  has a bprop: on whole tensors  {row.source}"]
+        return lines + [line for entry in row.results for line in _line(f"{pad}  {entry.name}", entry)]
+    lines = _cell_lines(row.report, call_path(path, row.child), row.child, depth, shown)
+    if len(group) > 1:
+        title = group[1].child + (f" … {group[-1].child}" if len(group) > 2 else "")
+        lines.append(f"{pad}{title}  {row.report.class_name}: as {shown[id(row.report)]}")
+    return lines
+
+
+def _operator_lines(row, pad):
+    named = f" {row.attribute}" if row.attribute else ""
+    call = f"{row.operator}({', '.join(row.inputs)}){named}  {row.source}"
+    lines = []
+    for place, entry in enumerate(row.results):
+        lines += _line(f"{pad}{entry.name} = {call}" if place == 0 else f"{pad}{entry.name}", entry)
+    if row.algorithm is not None:
+        over = f" over {', '.join(row.axes)}" if row.axes else ""
+        lines.append(f"{pad}  by the distributed algorithm '{row.algorithm}'{over}")
+        lines += [_arrow(step, f"{pad}  ") + "; backward: ".join(step_shown(step)) for step in row.steps]
+    return lines
+
+
+def _move_lines(row, pad):
+    """One line where it fits."""
+    marks = [step.kind for step in row.steps] == ["mark_varying"]
+    what = row.tensor.name if marks else f"{row.tensor.name} {row.tensor.layout} -> {row.target}:"
+    steps = ["; backward: ".join(step_shown(step)) for step in row.steps] or ["no communication"]
+    arrow = f"{pad}{'→' if any(step.collectives for step in row.steps) else '·'} "
+    reason = f"(for {row.reason})"
+    line = f"{arrow}{what} {steps[0]}  {reason}"
+    if len(steps) == 1 and len(line) <= _WIDTH:
+        return [line]
+    lines = [f"{arrow}{what}", *(f"{pad}    {step}" for step in steps)]
+    if len(f"{lines[-1]}  {reason}") <= _WIDTH:
+        return [*lines[:-1], f"{lines[-1]}  {reason}"]
+    return [*lines, f"{pad}    {reason}"]
+
+
+def _arrow(step, pad):
+    return f"{pad}{'→' if step.collectives else '·'} "
+
+
+def _line(left, entry):
+    """A tensor's line: what it is, its shapes, its layout; on two lines where it is too long."""
+    local = "" if entry.local_shape == entry.shape else f" -> {dims_shown(entry.local_shape)}"
+    shapes = f"{entry.dtype} {dims_shown(entry.shape)}{local}"
+    line = f"{left:{_COLUMNS[0] - 1}} {shapes}"
+    whole = f"{line:{_COLUMNS[1] - 1}} {entry.layout}"
+    if len(whole) <= _WIDTH:
+        return [whole]
+    line = f"{line} {entry.layout}"
+    if len(line) <= _WIDTH:
+        return [line]
+    rest = f"{shapes}  {entry.layout}"
+    return [left, " " * max(min(_COLUMNS[0], _WIDTH - len(rest)), 4) + rest]
+
+
+def _total_lines(report):
+    """What one rank sends in a step, by axes, and what it holds."""
+    traffic = report.traffic
+    lines = ["One rank sends in a step:" if traffic else "Nothing is communicated."]
+    if traffic:
+        lines.append(f"  {'over':16}{'forward':>12}{'backward':>12}   collectives forward + backward")
+    for axes, (forward, backward) in bytes_by_axes(traffic).items():
+        lines.append(_total_line(", ".join(axes), forward, backward, collectives_of(traffic, axes)))
+    if len(bytes_by_axes(traffic)) > 1:
+        both = [sum(column) for column in zip(*bytes_by_axes(traffic).values())]
+        lines.append(_total_line("all", *both, collectives_of(traffic)))
+    held = f"{bytes_shown(report.training_bytes)} in training, {bytes_shown(report.evaluation_bytes)} in evaluation"
+    return [*lines, f"Activations that one rank holds at the peak: {held}."]
+
+
+def _total_line(over, forward, backward, collectives):
+    counts = ", ".join(f"{name} {numbers[0]} + {numbers[1]}" for name, numbers in collectives.items())
+    return f"  {over:16}{bytes_shown(forward):>12}{bytes_shown(backward):>12}   {counts}"

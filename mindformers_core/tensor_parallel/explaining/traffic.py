@@ -1,0 +1,84 @@
+"""What is sent, in one step by one rank: counts and bytes of collectives, by mesh axes. Pure Python."""
+
+from dataclasses import dataclass
+
+from mindformers_core.redistribution.steps import COLLECTIVES
+
+__all__ = ["StepEntry", "bytes_by_axes", "collectives_of", "step_entries", "total"]
+
+
+@dataclass(frozen=True)
+class StepEntry:
+    """One step of a redistribution, or of a distributed algorithm.
+
+    Attributes:
+        kind, axes, dim, to_dim, op: see `redistribution.Step`.
+        forward: `(name, bytes)`: what runs forward, and what a rank sends in it.
+        backward: the same for the gradient; None where no gradient flows back in training.
+    """
+
+    kind: str
+    axes: tuple
+    dim: int | None
+    to_dim: int | None
+    op: str | None
+    forward: tuple
+    backward: tuple | None
+
+    @property
+    def collectives(self):
+        """`(direction, name, bytes)` of what is sent; local operations are left out."""
+        ways = (("forward", self.forward), ("backward", self.backward or ("", 0)))
+        return tuple((way, name, count) for way, (name, count) in ways if name in COLLECTIVES)
+
+
+def step_entries(steps):
+    """`StepEntry`s of pairs (`Step`, whether a gradient flows back through it in training)."""
+    return tuple(
+        StepEntry(
+            step.kind, step.axes, step.dim, step.to_dim, step.op, step.forward, step.backward if gradient else None
+        )
+        for step, gradient in steps
+    )
+
+
+def total(rows):
+    """What the rows of a Cell send, those of the Cells that they call included.
+
+    Returns:
+        A dict `(axes, direction, name)` -> `(number of collectives, bytes)`; `direction` is `"forward"` or
+        `"backward"`, `name` a key of `COLLECTIVES`, and `bytes` what one rank sends in all of them together.
+    """
+    sums = {}
+
+    def add(key, number, count):
+        known = sums.get(key, (0, 0))
+        sums[key] = known[0] + number, known[1] + count
+
+    for row in rows:
+        for step in getattr(row, "steps", ()):
+            for way, name, count in step.collectives:
+                add((step.axes, way, name), 1, count)
+        report = getattr(row, "report", None)
+        for key, (number, count) in (report.traffic if report else {}).items():
+            add(key, number, count)
+    return sums
+
+
+def bytes_by_axes(traffic):
+    """`axes -> (bytes forward, bytes backward)` of a `total`; a group over several axes is an entry of its own."""
+    sums = {}
+    for (axes, way, _), (_, count) in traffic.items():
+        forward, backward = sums.get(axes, (0, 0))
+        sums[axes] = (forward + count, backward) if way == "forward" else (forward, backward + count)
+    return dict(sorted(sums.items()))
+
+
+def collectives_of(traffic, axes=None):
+    """`name -> (number forward, number backward)` of a `total`, over `axes` or (None) over all."""
+    sums = {}
+    for (over, way, name), (number, _) in traffic.items():
+        if axes in (None, over):
+            forward, backward = sums.get(name, (0, 0))
+            sums[name] = (forward + number, backward) if way == "forward" else (forward, backward + number)
+    return dict(sorted(sums.items()))

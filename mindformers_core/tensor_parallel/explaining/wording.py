@@ -1,0 +1,72 @@
+"""How text and page say things alike: sizes, shapes, runs of equal Cells. Pure Python."""
+
+from mindformers_core.redistribution.steps import COLLECTIVES
+from mindformers_core.tensor_parallel.explaining.report import CallRow
+from mindformers_core.tensor_parallel.explaining.traffic import bytes_by_axes
+
+__all__ = ["MARKS", "bytes_shown", "call_path", "dims_shown", "folded", "sent_shown", "step_shown"]
+
+MARKS = {  # what a step does that is local, in words
+    "slice": "sliced",
+    "pad": "put into zeros",
+    "mask": "zeros but on the first rank",
+    "scale": "scaled",
+    "identity": "nothing",
+}
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def bytes_shown(count):
+    """`"1.5 MiB"`; `"0"` for none."""
+    if not count:
+        return "0"
+    unit = next(place for place in range(len(_UNITS)) if count < 1024 ** (place + 1) or place == len(_UNITS) - 1)
+    scaled = count / 1024**unit
+    return f"{scaled:.0f} {_UNITS[unit]}" if unit == 0 or scaled >= 100 else f"{scaled:.1f} {_UNITS[unit]}"
+
+
+def sent_shown(traffic):
+    """`"192 KiB forward, 1.5 MiB backward"`, or `""` for nothing."""
+    sums = [sum(column) for column in zip(*bytes_by_axes(traffic).values())]
+    return ", ".join(f"{bytes_shown(count)} {way}" for count, way in zip(sums, ("forward", "backward")) if count)
+
+
+def dims_shown(shape):
+    """`"[2, 8]"`."""
+    return str(list(shape))
+
+
+def call_path(path, child):
+    """Path of a called Cell from the root."""
+    return child[1:] if child.startswith("/") else f"{path}.{child}" if path else child
+
+
+def step_shown(step):
+    """What one `StepEntry` runs: `(forward, backward)`, as `("all_gather dim 1 over tp, 16 KiB", "slice")`."""
+    over = f"over {', '.join(step.axes)}"
+    places = "" if step.dim is None else f" dim {step.dim}" + ("" if step.to_dim is None else f" to {step.to_dim}")
+    name, count = step.forward
+    if step.kind == "mark_varying":
+        forward = f"marked varying {over}"
+    elif name in COLLECTIVES:
+        op = "" if step.op in (None, "sum") else f" {step.op}"
+        forward = f"{name}{op}{places} {over}, {bytes_shown(count)}"
+    else:
+        forward = f"{MARKS[name]}{places} {over}"
+    if step.backward is None:
+        return forward, "no gradient"
+    name, count = step.backward
+    return forward, f"{name}, {bytes_shown(count)}" if name in COLLECTIVES else MARKS[name]
+
+
+def folded(rows):
+    """The rows of a Cell in groups: calls in a row that are equal come together, all else by itself."""
+    groups = []
+    for row in rows:
+        last = groups[-1][-1] if groups else None
+        alike = isinstance(row, CallRow) and isinstance(last, CallRow) and row.report is last.report is not None
+        if alike and row.child != last.child:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups

@@ -1,0 +1,68 @@
+"""Generated modules as real files: `@ms.jit` reads the source of what it compiles, and a debugger steps through it."""
+
+import atexit
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+
+from mindformers_core.communication import world
+from mindformers_core.communication.world import process_state
+
+__all__ = ["FOLDER_VARIABLE", "load_module"]
+
+FOLDER_VARIABLE = "MINDFORMERS_CORE_GENERATED"  # environment variable: where generated modules are written, and stay
+
+
+def load_module(name, source):
+    """Write a `ModuleSource` to a file of its own, and import it.
+
+    The folder is `$MINDFORMERS_CORE_GENERATED/rank_R`; without that variable a temporary one that is removed when the
+    process ends.
+
+    Returns:
+        The module: `mindformers_core_generated.NAME_NUMBER`.
+    """
+    loaded = process_state().memo(__name__)
+    number = loaded["modules"] = loaded.get("modules", -1) + 1
+    file = _folder() / f"{name}_{number}.py"
+    file.write_text(source.text, encoding="utf-8")
+    module_name = f"mindformers_core_generated_{file.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    module = importlib.util.module_from_spec(spec)
+    for constant, content in source.constants.items():
+        setattr(module, constant, _tensor(content))
+    sys.modules[module_name] = module  # the parser of @ms.jit looks for it there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module
+
+
+def _tensor(constant):
+    """The tensor of a `Constant`; it shares the array's memory where it can."""
+    if str(constant.array.dtype) == constant.value.dtype and constant.array.ndim:
+        return Tensor.from_numpy(np.ascontiguousarray(constant.array))
+    return Tensor(constant.array, getattr(ms, constant.value.dtype.replace("bool", "bool_")))
+
+
+def _folder():
+    """This rank's folder, made if need be."""
+    chosen = os.environ.get(FOLDER_VARIABLE)
+    if chosen:
+        folder = Path(chosen) / f"rank_{world().rank}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    known = process_state().memo(__name__)
+    if "folder" not in known:
+        known["folder"] = Path(tempfile.mkdtemp(prefix=f"mindformers_core_rank_{world().rank}_"))
+        atexit.register(shutil.rmtree, known["folder"], ignore_errors=True)
+    return known["folder"]

@@ -1,0 +1,200 @@
+"""Readable names for generated code: a tensor is called what the user's code calls it. Pure Python."""
+
+import ast
+import builtins
+import keyword
+import linecache
+import re
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+
+from mindformers_core.tensor_parallel.capturing.graph import CallNode
+from mindformers_core.tensor_parallel.capturing.structure import values_in
+
+__all__ = ["Names", "assigned_names", "snake_case"]
+
+_WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])")
+_ONE_WORD = re.compile(r"mat_mul|re_lu|ge_lu|si_lu|swi_glu")  # as everybody writes them
+_OPERATIONS = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Subscript)
+_SYMBOLS = {"mult": "mul", "usub": "neg", "lt": "less", "gt": "greater", "lte": "lessequal", "gte": "greaterequal"}
+
+
+class Names:
+    """The names of one generated function.
+
+    Args:
+        reserved: names that none of its variables may have, besides Python's own: those of its module, which may
+            get more while the function is written.
+    """
+
+    def __init__(self, reserved=()):
+        self._python = frozenset((*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "self"))
+        self._module = reserved
+        self._taken = set()
+
+    def keep(self, name):
+        """The name as it is, now taken: a parameter's, by which it may be passed."""
+        self._taken.add(name)
+        return name
+
+    def variable(self, hint):
+        """A name that is free, and now taken: the hint, or `hint_2`, `hint_3`, …; `sum_` where Python has that name."""
+        stem = re.sub(r"\W", "_", hint) or "value"
+        stem = f"value_{stem}" if stem[0].isdigit() else stem
+        name, number = (f"{stem}_" if stem in self._python else stem), 1
+        while name in self._taken or name in self._python or name in self._module:
+            number += 1
+            name = f"{stem}_{number}"
+        self._taken.add(name)
+        return name
+
+
+def snake_case(name):
+    """A class name as that of a function: `LlamaForCausalLM` becomes `llama_for_causal_lm`, `RMSNorm` `rms_norm`."""
+    return _ONE_WORD.sub(lambda found: found[0].replace("_", ""), _WORDS.sub("_", name).lower())
+
+
+def assigned_names(graph):
+    """What the user's code calls the results of a graph's nodes.
+
+    For `q = self.q_proj(self.norm(x))`, the result of `q_proj` is `q`, and that of `norm`, which nothing is called by,
+    has no name.
+
+    Args:
+        graph: a `CellGraph`. Its nodes say which line of which file they come from; files that can't be read name
+            nothing.
+
+    Returns:
+        Index of every node -> a tuple with a name for every tensor in its outputs, or None. Names may come more than
+        once.
+    """
+    names = dict.fromkeys(range(len(graph.nodes)))
+    placed = [(index, node, _statement(node.source)) for index, node in enumerate(graph.nodes)]
+    for statement, run in groupby(placed, key=lambda entry: entry[2]):
+        if statement is not None:
+            run = [(index, node) for index, node, _ in run]
+            for index, node in _outermost(statement, run):
+                names[index] = statement.names(len(values_in(node.outputs)))
+    return names
+
+
+@dataclass(frozen=True, eq=False)
+class _Statement:
+    """An assignment.
+
+    Attributes:
+        target: a name, or a tuple of names and None.
+        outermost: what computes the assigned value, by kind: `"q_proj"`, `"add"`; two of them in `a(x) if c else b(x)`.
+        inner: the kinds of all else that is computed in the statement.
+    """
+
+    target: object
+    outermost: tuple
+    inner: tuple
+
+    def names(self, count):
+        """Names for `count` tensors, or None."""
+        if isinstance(self.target, str):
+            return (self.target,) * count
+        return self.target if len(self.target) == count else None
+
+
+def _outermost(statement, run):
+    """Those of the nodes of one or more executions of a statement that give what it assigns.
+
+    Inner operations come before outer ones, so that of `n` alike in a statement it is every `n`-th. Several alike where
+    the statement has one are a loop. What can't be told from its kind is the last one.
+    """
+    alike = [entry for entry in run if any(_is_kind(entry[1], kind) for kind in statement.outermost)]
+    inner = sum(kind in statement.outermost for kind in statement.inner)
+    if not alike and not statement.inner:
+        alike = [entry for entry in run if _kind(entry[1]) == _kind(run[-1][1])]
+    if not alike or len(alike) % (inner + 1):
+        return run[-1:]
+    return alike[inner :: inner + 1]
+
+
+def _kind(node):
+    return "a Cell" if isinstance(node, CallNode) else node.operator
+
+
+def _is_kind(node, kind):
+    """Whether a node is a call of what the user's code calls so: an attribute, a function, or an operator's symbol."""
+    if isinstance(node, CallNode):
+        return (node.child or "").rpartition(".")[2] == kind
+    return node.attribute == kind or _plain(node.operator).startswith(_plain(kind))
+
+
+def _plain(name):
+    return name.replace("_", "").lower()
+
+
+def _statement(source):
+    """The assignment that `file:line` lies in, or None."""
+    path, _, line = (source or "").rpartition(":")
+    return _statements("".join(linecache.getlines(path))).get(int(line)) if path else None
+
+
+@cache
+def _statements(text):
+    """Line -> the `_Statement` on it, or None, for a file of Python code."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return {}
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt) and not hasattr(node, "body") and not isinstance(node, ast.Match):
+            statement = _read(node)
+            for line in range(node.lineno, node.end_lineno + 1):
+                found[line] = None if line in found else statement  # two on one line can't be told apart
+    return found
+
+
+def _read(node):
+    """The `_Statement` of a syntax node, or None where it gives the result of a computation no name."""
+    if isinstance(node, ast.AugAssign):
+        operations, outermost = _kinds(node.value), (_symbol(node.op),)
+    elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+        operations, outermost = _kinds(node.value), tuple(map(_expression_kind, _results(node.value)))
+    else:
+        return None
+    target = _target(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+    for kind in outermost:
+        if kind in operations:
+            operations.remove(kind)
+    return _Statement(target, outermost, tuple(operations)) if target and outermost else None
+
+
+def _target(node):
+    """The name, or tuple of names and None, that something is assigned to; None for `x[0] = …` and the like."""
+    if isinstance(node, (ast.Tuple, ast.List)):
+        names = tuple(map(_target, node.elts))
+        return tuple(name if isinstance(name, str) else None for name in names) if any(names) else None
+    name = getattr(node, "id", getattr(node, "attr", None))
+    return name if name and name.strip("_") else None
+
+
+def _results(value):
+    """The operations of which one gives an expression's value."""
+    if isinstance(value, ast.IfExp):
+        return _results(value.body) + _results(value.orelse)
+    return [value] if isinstance(value, _OPERATIONS) else []
+
+
+def _kinds(value):
+    return [_expression_kind(node) for node in ast.walk(value) if isinstance(node, _OPERATIONS)]
+
+
+def _expression_kind(node):
+    if isinstance(node, ast.Call):
+        return getattr(node.func, "attr", getattr(node.func, "id", "()"))
+    if isinstance(node, ast.Subscript):
+        return "[]"
+    return _symbol(node.ops[0] if isinstance(node, ast.Compare) else node.op)
+
+
+def _symbol(operator):
+    name = type(operator).__name__.lower()
+    return _SYMBOLS.get(name, name)

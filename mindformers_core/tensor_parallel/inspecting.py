@@ -1,0 +1,72 @@
+"""Looking at what a sharded Cell runs: make a program ahead of time, list programs, explain one."""
+
+from pathlib import Path
+
+from mindformers_core.tensor_parallel.explaining import explain_plan, page
+from mindformers_core.tensor_parallel.explaining.algorithms import algorithm_steps
+from mindformers_core.tensor_parallel.sharded_cells import EagerCell, ShardedCell
+
+__all__ = ["explain", "prepare", "programs"]
+
+
+def prepare(cell, *inputs, saved_plan=None, **named_inputs):
+    """Make the program of `cell(*inputs, **named_inputs)`, without computing anything.
+
+    Args:
+        cell: a Cell of a sharded tree.
+        inputs, named_inputs: as it will be called, this rank's parts; of tensors only shapes and dtypes matter, and a
+            `TensorMeta` will do.
+        saved_plan: a file that `save_plan(program.frame, path)` wrote: its layouts and moves are used in the place of
+            a propagation. Default: propagate, unless there is a program for such inputs already.
+
+    Returns:
+        The `Program`: `.file` is the generated module, `.frame` the plan.
+
+    Raises:
+        TypeError: `cell` isn't sharded. ValueError: it runs eagerly, or can't be captured (`CaptureError`);
+            or the saved plan is for something else.
+    """
+    tree, path = _sharding(cell)
+    if isinstance(cell, EagerCell):
+        raise ValueError(f"{tree.label(path)} runs operator by operator (eager): it has no programs, its children have")
+    return tree.program(path, inputs, named_inputs, saved_plan)
+
+
+def programs(cell):
+    """The programs that the sharded tree of `cell` has so far, one for every signature; that used last at the end.
+
+    There are at most 64; beyond that the one that was used longest ago is forgotten, with a warning.
+    """
+    return list(_sharding(cell)[0].programs.values())
+
+
+def explain(cell, *inputs, html=None, **named_inputs):
+    """What a sharded Cell computes and sends: its plan as text.
+
+    For every Cell each operator with global and local shapes and layouts, and each redistribution with its collectives
+    and bytes forward and backward; in all the bytes per mesh axis and the peak of activations.
+
+    Args:
+        cell: a Cell of a sharded tree.
+        inputs, named_inputs: as for `prepare`; without any, the program that ran last is explained.
+        html: a path: writes the same as one self-contained page as well.
+
+    Raises:
+        TypeError: `cell` isn't sharded. ValueError: no inputs are given, and no program was made yet.
+    """
+    tree, path = _sharding(cell)
+    if inputs or named_inputs:
+        program = prepare(cell, *inputs, **named_inputs)
+    elif tree.programs:
+        program = next(reversed(tree.programs.values()))
+    else:
+        raise ValueError(f"{tree.label(path)} has no program yet: give explain() inputs, or call the Cell before")
+    if html is not None:
+        Path(html).write_text(page(program.frame, tree.label(program.path), algorithm_steps), encoding="utf-8")
+    return explain_plan(program.frame, algorithm_steps)
+
+
+def _sharding(cell):
+    if not isinstance(cell, ShardedCell):
+        raise TypeError(f"{type(cell).__name__} isn't sharded: call shard(cell, mesh, ...) first")
+    return cell.__dict__["_sharding"]

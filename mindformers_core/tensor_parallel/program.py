@@ -1,0 +1,168 @@
+"""The programs of a sharded tree: for every signature that comes, one captured, propagated and generated module."""
+
+import inspect
+from dataclasses import dataclass, field
+
+from mindspore import Tensor
+
+from mindformers_core.layout import Layout, bind_layout
+from mindformers_core.operators import TensorMeta, tensor_meta
+from mindformers_core.tensor_parallel.capturing import capture
+from mindformers_core.tensor_parallel.capturing.structure import map_leaves, values_in
+from mindformers_core.tensor_parallel.dtensor import DTensor, wrap
+from mindformers_core.tensor_parallel.generation.load import load_module
+from mindformers_core.tensor_parallel.generation.module_source import module_source
+from mindformers_core.tensor_parallel.move import cost_model, dtype_name
+from mindformers_core.tensor_parallel.propagation import propagate
+from mindformers_core.tensor_parallel.propagation.saved import load_plan
+
+__all__ = ["Program", "describe", "make_program", "signature_key"]
+
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """What one signature runs.
+
+    Attributes:
+        name: the method of the called Cell that runs it.
+        path: the called Cell.
+        signature: what tells it from others: see `describe`.
+        frame: its `FramePlan`.
+        graph: what was captured.
+        file: the generated module.
+        source: the `ModuleSource`.
+        functions: name -> function, of the whole module.
+        results: a `TensorMeta` for every tensor that it returns.
+    """
+
+    name: str
+    path: str
+    signature: tuple
+    frame: object
+    graph: object
+    file: str
+    source: object = field(repr=False)
+    functions: dict = field(repr=False)
+    results: tuple = field(repr=False)
+
+    def wrapped(self, result):
+        """The local result as a structure of DTensors."""
+        if type(result) is Tensor and len(self.results) == 1:
+            return wrap(result, self.results[0])
+        found = []
+        map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, result)
+        tensors = map(wrap, found, self.results)
+        return map_leaves(lambda leaf: next(tensors) if _is_value(leaf) else leaf, self.graph.result)
+
+
+def _is_value(leaf):
+    return bool(values_in(leaf))
+
+
+def describe(leaf):
+    """What a program depends on in an argument: of a tensor its local shape, dtype and, of a DTensor, its layout."""
+    if isinstance(leaf, DTensor):
+        return tuple(leaf._local.shape), leaf._meta.dtype, leaf.layout
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), dtype_name(leaf.dtype), None
+    if isinstance(leaf, TensorMeta):
+        return leaf.shape, leaf.dtype, leaf.layout
+    return type(leaf), leaf  # since 1 == 1.0 == True
+
+
+def signature_key(structure):
+    """A structure of arguments as something to look up: tuples of what `describe` says of every leaf."""
+    if isinstance(structure, (tuple, list)):
+        return type(structure), *map(signature_key, structure)
+    if isinstance(structure, dict):
+        return dict, *((name, signature_key(entry)) for name, entry in structure.items())
+    return describe(structure)
+
+
+def make_program(tree, path, args, kwargs, signature, saved_plan=None):
+    """Capture, propagate, generate and load the program of one call.
+
+    Args:
+        tree: the `ShardedTree`.
+        path: the Cell that is called.
+        args, kwargs: as it is called; tensors, or `TensorMeta`s of local shapes.
+        signature: what `signature_key` gives for them.
+        saved_plan: a file to take the plan from, or None.
+    """
+    bound = _bind(tree, path, args, kwargs)
+    declared = tree.declarations[path].inputs if path == "" and path in tree.declarations else {}
+    arriving = []
+
+    def enter(leaf, name):
+        if not isinstance(leaf, (Tensor, TensorMeta)):
+            return leaf
+        layout = _arriving_layout(leaf, declared.get(name), tree.mesh, f"input '{name}' of {tree.label(path)}")
+        shape, dtype, _ = describe(leaf)
+        arriving.append(layout)
+        return TensorMeta(layout.global_shape(shape), dtype, None, False)
+
+    for name, value in list(bound.arguments.items())[1:]:
+        bound.arguments[name] = map_leaves(lambda leaf, name=name: enter(leaf, name), value)
+    with tree.as_written():
+        graph = capture(tree.cells[path], *bound.args[1:], **bound.kwargs)
+    values = values_in(list(graph.arguments.values()))
+    layouts = {value.id: layout for value, layout in zip(values, arriving, strict=True)}
+    declarations = tree.below(path, tree.declarations)
+    parameters = tree.below(path, tree.parameter_layouts)
+    if saved_plan is not None:
+        frame = load_plan(saved_plan, graph, tree.mesh)
+    else:
+        frame = propagate(graph, tree.mesh, layouts, parameters, declarations, cost_model(), final=path == "")
+    return _generated(tree, path, signature, graph, frame)
+
+
+def _bind(tree, path, args, kwargs):
+    try:
+        return inspect.signature(tree.classes[path].construct).bind(tree.cells[path], *args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{tree.label(path)}, construct(): {error}") from None
+
+
+def _arriving_layout(leaf, declared, mesh, name):
+    """In which layout a tensor comes to a Cell that is called from outside."""
+    _, _, layout = describe(leaf)
+    if layout is not None:
+        if layout.mesh != mesh:
+            raise ValueError(f"{name} lives as {layout!r}, which is on another mesh than the Cell's, {mesh!r}")
+        return layout
+    if declared is not None:
+        return bind_layout(declared, mesh, len(leaf.shape), name=name)
+    return Layout.on(mesh, ((),) * len(leaf.shape))
+
+
+def _generated(tree, path, signature, graph, frame):
+    """Write, load and name the module of a plan."""
+    header = _header(tree, path, graph, frame)
+    prefix = f"{path}." if path else ""
+    classes = {cell[len(prefix) :]: kind for cell, kind in tree.classes.items() if not path or cell.startswith(prefix)}
+    source = module_source(frame, {**classes, "": tree.classes[path]}, cost_model(), tree.function_names, header)
+    tree.function_names.update(source.functions.values())
+    name = source.functions[frame]
+    module = load_module(name, source)
+    functions = {function: getattr(module, function) for function in source.functions.values()}
+    values = values_in(graph.result)
+    results = tuple(tensor_meta(v.shape, v.dtype, layout, False) for v, layout in zip(values, frame.results))
+    return Program(name, path, signature, frame, graph, module.__file__, source, functions, results)
+
+
+def _header(tree, path, graph, frame):
+    """The docstring of a generated module."""
+    inputs = [
+        f"    {value.hint}: {value.described.partition(' ')[2]} as {frame.layouts[value.id]}"
+        for value in values_in(list(graph.arguments.values()))
+    ]
+    mode = "training" if graph.training else "evaluation"
+    return [
+        f"Generated by mindformers_core from {tree.label(path)}, {graph.class_name}, for {mode} on {tree.mesh}.",
+        "",
+        "Straight-line code on this rank's parts of the tensors: PyNative runs it, @ms.jit compiles it. One function",
+        "for each distinct (Cell class, graph, layouts): a method of the Cells that are called with its name.",
+        "Inputs:" if inputs else "No tensor inputs.",
+        *inputs,
+    ]

@@ -1,0 +1,61 @@
+"""What a decision costs: bytes and seconds of communication, and the work that every rank does. Pure Python."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from mindformers_core.redistribution import plan_redistribution
+
+__all__ = ["NOTHING_PAID", "Cost", "forms_cost", "move_cost", "work_of"]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one step of training costs a rank.
+
+    Attributes:
+        nbytes: bytes that it sends in redistributions, forward, and backward where a trained parameter is behind.
+        seconds: the same by the cost model.
+        work: terms that its operators compute, forward: what is computed on several ranks alike counts on each.
+    """
+
+    nbytes: int
+    seconds: float
+    work: int
+
+    def __add__(self, other):
+        return Cost(self.nbytes + other.nbytes, self.seconds + other.seconds, self.work + other.work)
+
+    def improves_on(self, other):
+        """Whether nothing is more than in `other`, and something less."""
+        slack = 1e-9 * max(self.seconds, other.seconds)
+        less = self.seconds < other.seconds - slack or (self.nbytes, self.work) < (other.nbytes, other.work)
+        return less and (
+            self.nbytes <= other.nbytes and self.work <= other.work and self.seconds <= other.seconds + slack
+        )
+
+
+NOTHING_PAID = Cost(0, 0.0, 0)
+
+
+@lru_cache(maxsize=65536)
+def move_cost(source, target, shape, dtype, trained, cost_model):
+    """The `Cost` of one redistribution; `trained` says whether a gradient flows back."""
+    plan = plan_redistribution(source, target, shape, dtype, cost_model)
+    nbytes = sum(step.nbytes + (step.backward[1] if trained else 0) for step in plan.steps)
+    return Cost(nbytes, plan.forward_cost + (plan.backward_cost if trained else 0.0), 0)
+
+
+def forms_cost(forms, value, trained, cost_model):
+    """The `Cost` of all the moves of one tensor that someone needs."""
+    total = NOTHING_PAID
+    for target in forms.needed():
+        total += move_cost(forms.moves[target][0], target, value.shape, value.dtype, trained, cost_model)
+    return total
+
+
+def work_of(plan, mesh):
+    """The terms that a rank computes for an operator: all combinations of its factors, summed ones included."""
+    return prod(
+        size // mesh.axis_size(*plan.axes_of.get(factor, ())) for factor, size in plan.signature.sizes.items()
+    )

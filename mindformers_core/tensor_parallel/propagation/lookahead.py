@@ -1,0 +1,119 @@
+"""Looking ahead: choices that cost more at one operator, and less in all. Pure Python.
+
+The start is what `decide_frame` chooses operator by operator. From every redistribution that this leaves, other
+choices are tried: backward, that who makes the tensor makes it as it is wanted, then also those before who make what
+that takes, and so on; and forward, that who takes it computes in another way. All that follows is decided anew. What is
+accepted costs no more bytes, seconds or work than before, and less of one, so the end is never worse than the start.
+"""
+
+from mindformers_core.operators.resolve import alternatives
+from mindformers_core.tensor_parallel.capturing.structure import values_in
+from mindformers_core.tensor_parallel.propagation.costs import move_cost
+from mindformers_core.tensor_parallel.propagation.frames import TRAINED, CallDecision, decide_frame
+
+__all__ = ["improve"]
+
+
+def improve(run, graph, arguments, final, wanted):
+    """The best `Decision` that is found for a call; the arguments are those of `decide_frame`."""
+    best, choices = run.decide(graph, arguments, final, wanted), {}
+    progress = bool(best.cost.nbytes or best.cost.seconds)
+    while progress:
+        progress = False
+        for candidate in _candidates(run, best, choices):
+            try:
+                trial = decide_frame(run, graph, arguments, final, wanted, choices | candidate)
+            except ValueError:  # such a choice asks of a later operator what it can't do
+                continue
+            if trial.cost.improves_on(best.cost):
+                best, choices, progress = trial, choices | candidate, True
+                break
+    return best
+
+
+def _candidates(run, decision, choices):
+    """Choices to try together, as `decide_frame` takes them: child calls first, then move by move."""
+    calls = {place: None for place in range(len(decision.entries)) if place not in choices}
+    calls = {place: None for place in calls if _can_improve(run, decision.entries[place], decision.asked[place])}
+    if calls:
+        yield calls
+    if len(calls) > 1:
+        yield from ({place: None} for place in calls)
+    makers = {
+        value.id: (place, number)
+        for place, entry in enumerate(decision.entries)
+        for number, value in enumerate(values_in(entry.node.outputs))
+    }
+    takers = {}
+    for place, used in enumerate(decision.used[:-1]):
+        for pair in used:
+            takers.setdefault(pair, []).append(place)
+    for key, target in _moves_that_cost(run, decision):
+        yield from _pulled(decision, makers, key, target)
+        for place in takers.get((key, target), ()):
+            if isinstance(decision.entries[place], CallDecision):
+                continue
+            for way in alternatives(decision.asked[place]):
+                if way.inputs != decision.entries[place].inputs:
+                    yield {place: way}
+
+
+def _can_improve(run, entry, asked):
+    """Whether an entry is a call for which looking ahead finds something else."""
+    if not isinstance(entry, CallDecision) or entry.decision is None:
+        return False
+    return run.improved(entry.node.graph, asked) is not entry.decision
+
+
+def _moves_that_cost(run, decision):
+    """Pairs (key, target), in the order of execution."""
+    for key, forms in decision.forms.items():
+        value, trained = decision.values[key], decision.flows[key] == TRAINED
+        needed = forms.needed()
+        for target, (source, _) in forms.moves.items():
+            cost = move_cost(source, target, value.shape, value.dtype, trained, run.cost_model)
+            if target in needed and (cost.nbytes or cost.seconds):
+                yield key, target
+
+
+def _pulled(decision, makers, key, target):
+    """Backward: the tensor is made in `target`, by one operator, by it and those before it, and so on."""
+    chosen, frontier = {}, [(key, target)]
+    while frontier:
+        before, following = len(chosen), []
+        for wanted_key, layout in frontier:
+            place, number = makers.get(wanted_key, (None, None))
+            if place is None or place in chosen:
+                continue
+            entry, asked = decision.entries[place], decision.asked[place]
+            if isinstance(entry, CallDecision):
+                count = len(values_in(entry.node.outputs))
+                if entry.decision is not None:
+                    chosen[place] = tuple(layout if other == number else None for other in range(count))
+                continue
+            resolution = _making(asked, number, layout)
+            if resolution is not None:
+                chosen[place] = resolution
+                following += _missing(decision, entry, resolution)
+        if len(chosen) > before:
+            yield dict(chosen)
+        frontier = following
+
+
+def _making(asked, number, layout):
+    """The cheapest way to compute an operator so that output `number` comes in `layout`, or None."""
+    bare = layout.replace(varying=())
+    ways = alternatives(asked, [(asked.signature.outputs[number], bare)])
+    ways = [way for way in ways if way.outputs[number].replace(varying=()) == bare]
+    return min(ways, key=lambda way: way.cost, default=None)
+
+
+def _missing(decision, entry, resolution):
+    """Pairs (key, layout) of the inputs that an operator would then take otherwise than it does."""
+    paths = {use.value.id: use.path for use in decision.graph.parameters}
+    keys = [paths.get(value.id, value.id) for value in values_in((entry.node.args, entry.node.kwargs))]
+    return [
+        (key, layout)
+        for key, layout in zip(keys, resolution.inputs)
+        if layout.replace(varying=()) != decision.current[key].replace(varying=())
+    ]

@@ -1,0 +1,119 @@
+"""What the propagation pass decides, as plain data: a `FramePlan` for every distinct call of a Cell. Pure Python.
+
+A plan is a list of instructions in the order of execution. A tensor at hand is told by its `Value` and its `Layout`:
+the layout in which it arrives or is made, or one that a `Move` took it to earlier in the same frame.
+"""
+
+from dataclasses import dataclass, field
+
+from mindformers_core.layout import Layout
+
+__all__ = ["CallPlan", "FramePlan", "Move", "OperatorPlan"]
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """One redistribution of one tensor, made once and shared by all who need it after.
+
+    Attributes:
+        value: the `Value` that moves, of the frame's graph.
+        source, target: its layouts before and after.
+        steps: the `Step`s of the cheapest plan between them; may be empty.
+        reason: who asked first, for a reader: `"input 'x' of Cell 'mlp'"`, `"MatMul"`.
+        gradient: whether a gradient flows back through it in training: a trainable parameter is behind the tensor.
+            Where it is not, the backward collectives run only if the caller asks for the gradient of an input.
+    """
+
+    value: object
+    source: Layout
+    target: Layout
+    steps: tuple
+    reason: str
+    gradient: bool
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorPlan:
+    """How one operator is computed.
+
+    Attributes:
+        node: the `OperatorNode`.
+        signature: its `Signature`.
+        inputs: the layout of every tensor input, in the order of `values_in((node.args, node.kwargs))`; all at hand.
+        outputs: the layout of every output, in the order of `values_in(node.outputs)`.
+        axes_of: for every factor the axes that cut it (see `Resolution`).
+        algorithm: name of the distributed algorithm that runs in its place, or None.
+        cut_axes: the axes that the algorithm bridges, major to minor.
+    """
+
+    node: object
+    signature: object
+    inputs: tuple
+    outputs: tuple
+    axes_of: dict
+    algorithm: str | None = None
+    cut_axes: tuple = ()
+
+
+@dataclass(frozen=True, eq=False)
+class CallPlan:
+    """How another Cell is called.
+
+    Attributes:
+        node: the `CallNode`.
+        inputs: the layout of every tensor that is passed, in the order of `values_in((node.args, node.kwargs))`.
+        outputs: the layout of every tensor that comes back, in the order of `values_in(node.outputs)`.
+        frame: the called Cell's `FramePlan`, the same object for identical calls (its `graph` is then that of the first
+            one); None for a Cell with a `bprop` of its own, which runs as it is on whole tensors.
+        lifted: pairs (Value of this frame, Layout) that fill the callee's `lifted`, in order.
+    """
+
+    node: object
+    inputs: tuple
+    outputs: tuple
+    frame: "FramePlan | None"
+    lifted: tuple = ()
+
+
+@dataclass(frozen=True, eq=False)
+class FramePlan:
+    """One call of one Cell.
+
+    Attributes:
+        graph: the `CellGraph`; of identical calls that of the first.
+        mesh: the mesh of all layouts.
+        layouts: number of every Value in the graph -> the layout in which it is first at hand: arguments as the caller
+            passes them, parameters as they are stored, constants as they are made, results as their node makes them.
+        instructions: `Move`s, `OperatorPlan`s and `CallPlan`s, in order.
+        results: the layout of every Value in `graph.result`, in order; each is at hand at the end.
+        lifted: pairs (Value of this graph, Layout) that the caller has to pass besides the arguments: a parameter that
+            several Cells use in a moved form, moved once above them, or a tensor of another Cell's call.
+        gradients: numbers of the Values that a trainable parameter is behind.
+    """
+
+    graph: object
+    mesh: object
+    layouts: dict
+    instructions: tuple
+    results: tuple
+    lifted: tuple = ()
+    gradients: frozenset = field(default=frozenset())
+
+    @property
+    def moves(self):
+        """The redistributions of this frame alone."""
+        return tuple(entry for entry in self.instructions if isinstance(entry, Move))
+
+    @property
+    def calls(self):
+        """The `CallPlan`s of this frame."""
+        return tuple(entry for entry in self.instructions if isinstance(entry, CallPlan))
+
+    def walk(self, path=""):
+        """`(path, frame)` of this frame and, call by call, of all below it; shared ones come once for each call."""
+        yield path, self
+        for call in self.calls:
+            if call.frame is not None:
+                child = call.node.child
+                inner = call.node.graph.path if child is None else f"{path}.{child}" if path else child
+                yield from call.frame.walk(inner)

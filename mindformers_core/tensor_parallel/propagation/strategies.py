@@ -1,0 +1,213 @@
+"""From what is declared for an operator to layouts: strategies become mesh axes through the operator's factors.
+
+A strategy is MindSpore's older notation: into how many parts every dim of a tensor is cut, by no axis in particular
+(`MatMul().shard(((2, 1), (1, 4)))`). Dims that hold the same factor are one dim to the operator, so they get the same
+axes: above, `m` and `n` are cut, and on a mesh (dp=2, tp=4) that is by dp and by tp. Pure Python.
+"""
+
+import math
+
+from mindformers_core.layout import Layout, bind_layout
+
+__all__ = ["declared_layouts"]
+
+
+def declared_layouts(declaration, signature, metas, mesh, where):
+    """The layouts that an `OperatorDeclaration` asks of the tensors of one call.
+
+    Every factor that a strategy of an input cuts gets the first mesh axes, in mesh order, that no other factor has and
+    whose sizes multiply to the number. An output's strategy may ask for another cut than its operator gives: axes that
+    cut its own factors come first, then those of factors that are summed over (a reduce-scatter), then unused ones.
+
+    Args:
+        declaration: the `OperatorDeclaration`.
+        signature: the `Signature` of the call.
+        metas: a `TensorMeta` for every tensor input.
+        mesh: the mesh of the layouts.
+        where: how errors call the operator, as `"Cell 'dense1' (Dense), operator 'matmul' (MatMul)"`.
+
+    Returns:
+        `(inputs, outputs)`: tuples with a `Layout`, or None where nothing is declared, for every tensor.
+
+    Raises:
+        ValueError: a wrong number of entries or dims, strategies and layouts mixed, a number that no axes multiply to,
+            a dim that it doesn't divide or that can't be cut, two tensors that cut one factor differently.
+    """
+    shapes = [meta.shape for meta in metas], [_shape(dims, signature) for dims in signature.outputs]
+    inputs = _tensors(declaration.inputs, signature.inputs, shapes[0], f"{where}: input")
+    outputs = _tensors(declaration.outputs, signature.outputs, shapes[1], f"{where}: output")
+    given = [entry for _, _, _, entry in inputs + outputs if entry is not None]
+    if not given or not any(isinstance(entry, tuple) for entry in given):
+        arriving = [meta.layout for meta in metas]
+        return _bound(inputs, mesh, arriving), _bound(outputs, mesh, [None] * len(outputs))
+    if not all(isinstance(entry, tuple) for entry in given):
+        raise ValueError(f"{where}: strategies and layouts are mixed: write layout(…) for all of its tensors, or none")
+    counts = _factor_counts(inputs, signature)
+    axes_of = _assign(counts, dict.fromkeys(counts, mesh.axis_names), mesh)
+    cut = tuple(_input_layout(entry, mesh, axes_of) for entry in inputs)
+    return cut, tuple(_output_layout(entry, signature, mesh, axes_of) for entry in outputs)
+
+
+def _shape(dims, signature):
+    return tuple(math.prod(signature.sizes[factor] for factor in factors) for factors in dims)
+
+
+def _tensors(entries, dims, shapes, what):
+    """For every tensor how errors call it, the factors of its dims, its shape, and its entry."""
+    if entries is None:
+        entries = (None,) * len(dims)
+    if len(entries) != len(dims):  # MindSpore writes () for a number that stands in a tensor's place, as in x * 2.0
+        tensors = tuple(entry for entry in entries if entry != ())
+        if len(tensors) != len(dims):
+            raise ValueError(
+                f"{what}s have {len(entries)} declared entries, but this call has {len(dims)} tensors there, of shapes "
+                f"{', '.join(map(str, shapes)) or 'none'}: write one for each, None to derive it"
+            )
+        entries = tensors
+    return [(f"{what} {place}", *entry) for place, entry in enumerate(zip(dims, shapes, entries))]
+
+
+def _bound(tensors, mesh, arriving):
+    layouts = []
+    for (what, _, shape, entry), layout in zip(tensors, arriving):
+        bound = None if entry is None else bind_layout(entry, mesh, len(shape), layout, what)
+        if bound is not None:
+            bound.local_shape(shape, what)
+        layouts.append(bound)
+    return tuple(layouts)
+
+
+def _cuts(tensor, signature):
+    """`(factor, number of parts, how errors call the dim)` for every factor of a tensor that has a strategy."""
+    what, dims, shape, strategy = tensor
+    if len(strategy) != len(shape):
+        raise ValueError(
+            f"{what} of shape {shape} has {len(shape)} dims, but strategy {strategy} has {len(strategy)} numbers: "
+            "write one for every dim, 1 for a dim that isn't cut"
+        )
+    for dim, (factors, size, count) in enumerate(zip(dims, shape, strategy)):
+        place = f"{what} of shape {shape}, strategy {strategy}: dim {dim} of size {size}"
+        if size % count:
+            raise ValueError(f"{place} can't be cut into {count} parts: write a divisor of {size}")
+        left, open_so_far = count, True
+        for factor in factors:  # a minor factor is cut only where the major ones are cut to size 1
+            parts = math.gcd(left, signature.sizes[factor]) if open_so_far else 1
+            if parts > 1 and factor in signature.whole:
+                raise ValueError(f"{place} can't be cut in this operator: write 1")
+            yield factor, parts, place
+            left, open_so_far = left // parts, open_so_far and parts == signature.sizes[factor]
+        if left > 1:
+            sizes = " x ".join(str(signature.sizes[factor]) for factor in factors)
+            raise ValueError(
+                f"{place} is {sizes} to this operator, which {count} parts don't fit: cut a major one first"
+            )
+
+
+def _factor_counts(inputs, signature):
+    """Factor -> `(number of parts, how errors call the dim)`, for the factors that strategies of inputs cut."""
+    counts = {}
+    for tensor in inputs:
+        for factor, count, place in _cuts(tensor, signature) if tensor[3] is not None else ():
+            before, other = counts.setdefault(factor, (count, place))
+            if before != count:
+                raise ValueError(
+                    f"{place} is cut into {count} parts, but it is one dim with that of {other}, which is cut into "
+                    f"{before}: cut both alike"
+                )
+    _check_merged_dims(counts, signature)
+    return {factor: entry for factor, entry in counts.items() if entry[0] > 1}
+
+
+def _check_merged_dims(counts, signature):
+    """Where the operator merges dims into one, the parts of a minor one would lie scattered in the merged one."""
+    for dims in (*signature.inputs, *signature.outputs):
+        for factors in dims:
+            for place, major in enumerate(factors[:-1]):
+                cut = [factor for factor in factors[place + 1 :] if counts.get(factor, (1, ""))[0] > 1]
+                size, count = signature.sizes[major], counts.get(major, (1, ""))[0]
+                if cut and size != count:
+                    raise ValueError(
+                        f"{counts[cut[0]][1]} is merged by this operator with a major dim of size {size}, which is cut "
+                        f"into {count}: write 1, or cut the major one into {size}"
+                    )
+
+
+def _assign(counts, candidates, mesh):
+    """Factor -> axes: for each the first of its candidate axes that multiply to its number and leave enough to others.
+
+    Args:
+        counts: factor -> `(number of parts, how errors call the dim)`.
+        candidates: factor -> axes that may cut it, in order of preference.
+        mesh: the mesh.
+    """
+    found = _search(list(counts), counts, candidates, mesh, ())
+    if found is not None:
+        return found
+    taken = {}
+    for factor, (count, place) in counts.items():
+        used = [axis for axes in taken.values() for axis in axes]
+        free = [axis for axis in candidates[factor] if axis not in used and mesh.axis_size(axis) > 1]
+        axes = next(_products(free, count, mesh), None)
+        if axes is None:
+            works = sorted({math.prod(map(mesh.axis_size, subset)) for subset in _subsets(free)})
+            others = ", ".join(f"{axis}={mesh.axis_size(axis)}" for axis in used)
+            raise ValueError(
+                f"{place} can't be cut into {count} parts by whole axes of {mesh}"
+                + (f", of which {others} cut other dims" if others else "")
+                + f": possible are {', '.join(map(str, works))}"
+            )
+        taken[factor] = axes
+    raise AssertionError("what each factor's first choice satisfies, the search finds")
+
+
+def _search(factors, counts, candidates, mesh, used):
+    if not factors:
+        return {}
+    factor, *rest = factors
+    free = [axis for axis in candidates[factor] if axis not in used]
+    for axes in _products(free, counts[factor][0], mesh):
+        found = _search(rest, counts, candidates, mesh, used + axes)
+        if found is not None:
+            return {factor: axes} | found
+    return None
+
+
+def _products(axes, count, mesh):
+    """Choices of `axes` whose sizes multiply to `count`, those with the first axes first. None of size 1."""
+    if count == 1:
+        yield ()
+        return
+    for place, axis in enumerate(axes):
+        size = mesh.axis_size(axis)
+        if size > 1 and count % size == 0:
+            yield from ((axis, *more) for more in _products(axes[place + 1 :], count // size, mesh))
+
+
+def _subsets(axes):
+    return [()] if not axes else [subset for rest in _subsets(axes[1:]) for subset in (rest, (axes[0], *rest))]
+
+
+def _input_layout(tensor, mesh, axes_of):
+    _, dims, _, strategy = tensor
+    if strategy is None:
+        return None
+    return Layout.on(mesh, [tuple(axis for factor in factors for axis in axes_of.get(factor, ())) for factors in dims])
+
+
+def _output_layout(tensor, signature, mesh, axes_of):
+    """As an input's where the operator gives what the strategy asks for; else other axes are found for it."""
+    _, dims, _, strategy = tensor
+    if strategy is None:
+        return None
+    wanted = {factor: (count, place) for factor, count, place in _cuts(tensor, signature) if count > 1}
+    own = {factor: axes_of.get(factor, ()) for factor in wanted}
+    same = all(mesh.axis_size(*own[factor]) == count for factor, (count, _) in wanted.items())
+    if not same:
+        summed = [axis for factor in signature.reduced for axis in axes_of.get(factor, ())]
+        used = {axis for axes in axes_of.values() for axis in axes}
+        spare = [axis for axis in mesh.axis_names if axis in summed or axis not in used]
+        spare.sort(key=lambda axis: axis not in summed)
+        others = [axis for axis in mesh.axis_names if axis not in spare]
+        own = {factor: tuple(dict.fromkeys((*axes, *spare, *others))) for factor, axes in own.items()}
+        own = _assign(wanted, own, mesh)
+    return Layout.on(mesh, [tuple(axis for factor in factors for axis in own.get(factor, ())) for factors in dims])

@@ -1,0 +1,120 @@
+"""What the Cells of a sharded tree become: subclasses of their own classes that run a program, or run eagerly."""
+
+from functools import cache
+
+from mindspore import Parameter, ParameterTuple, nn
+
+from mindformers_core.tensor_parallel.compiling import choose_program, eager_method
+from mindformers_core.tensor_parallel.dtensor import parameter_meta, parameter_view, wrap
+
+__all__ = ["EagerCell", "GeneratedCell", "ShardedCell", "located", "sharded_class"]
+
+_LOCATED = (ValueError, TypeError, IndexError, RuntimeError)
+
+
+class ShardedCell:
+    """Mixed into the class of every Cell of a sharded tree."""
+
+    def eager(self):
+        """From now on run this Cell, and those around it, operator by operator; the Cells in it keep their programs.
+
+        For Cells whose Python code needs the values of tensors, and for debugging: operators then meet `DTensor`s in
+        the user's own code.
+
+        Returns:
+            The Cell itself.
+        """
+        tree, path = self.__dict__["_sharding"]
+        tree.mark_eager(path)
+        return self
+
+    def __setattr__(self, name, value):
+        """A program has the numbers that a Cell keeps written in: with another one, it is made anew."""
+        super().__setattr__(name, value)
+        if not name.startswith("__") and name not in _attributes_of_any_cell():
+            self.__dict__["_sharding"][0].forget_programs()
+
+    def add_flags(self, **flags):
+        """As MindSpore's, which `set_train` calls: programs depend on the flag."""
+        self.__dict__["_sharding"][0].training = None
+        return super().add_flags(**flags)
+
+
+class GeneratedCell(ShardedCell):
+    """A Cell that runs generated programs: its methods of such names as `llama_mlp`."""
+
+    def __call__(self, *args, program=None, **kwargs):
+        if program is not None:
+            return super().__call__(*args, program=program, **kwargs)
+        tree, path = self.__dict__["_sharding"]
+        return tree.enter(path, super().__call__, args, kwargs)
+
+    def construct(self, *args, program=None, **kwargs):
+        if program is None:
+            program = choose_program(self.sharded_cell_number, args, kwargs)
+        return getattr(self, program)(*args, **kwargs)
+
+
+class EagerCell(ShardedCell):
+    """A Cell that runs operator by operator: tensors are `DTensor`s, moved at its boundary as declared."""
+
+    def construct(self, *args, **kwargs):
+        return getattr(self, eager_method(self.sharded_cell_number))(*args, **kwargs)
+
+    def run_eagerly(self, *args, **kwargs):
+        """The user's `construct` on DTensors, between the declared moves."""
+        tree, path = self.__dict__["_sharding"]
+        boundary = tree.boundaries[path]
+        outermost = tree.views is None
+        if outermost:
+            tree.views = {}
+        try:
+            args, kwargs = boundary.enter(args, kwargs)
+            return boundary.leave(super().construct(*args, **kwargs))
+        except _LOCATED as error:
+            raise located(error, boundary.label) from error.__cause__
+        finally:
+            if outermost:
+                tree.views = None
+
+    def __getattr__(self, name):
+        value = super().__getattr__(name)
+        if isinstance(value, Parameter) and hasattr(value, "global_shape"):
+            return _view(value, self.__dict__["_sharding"][0])
+        if isinstance(value, ParameterTuple):
+            return tuple(_view(parameter, self.__dict__["_sharding"][0]) for parameter in value)
+        return value
+
+
+@cache
+def sharded_class(mixin, cls, programs=()):
+    """`cls` with a mixin; `programs` are pairs (name, function) that become methods."""
+    return type(
+        cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__, **dict(programs)}
+    )
+
+
+@cache
+def _attributes_of_any_cell():
+    """Names of what MindSpore itself keeps in a Cell, and changes while it runs."""
+    return frozenset(vars(nn.Cell())) | {"_mutable_flags", "_func_graph_flags"}
+
+
+def _view(parameter, tree):
+    """The DTensor of a parameter, one for a whole forward pass, so that all its uses share marks and gathers."""
+    if tree.views is None:
+        return parameter_view(parameter)
+    view = tree.views.get(id(parameter))
+    if view is None:
+        view = tree.views[id(parameter)] = wrap(parameter, parameter_meta(parameter))
+    return view
+
+
+def located(error, label):
+    """The error with the innermost Cell's name in front, once. A user's own kind of error is left as it is."""
+    if type(error) not in _LOCATED or getattr(error, "is_located", False):
+        return error
+    text = str(error) if label in str(error) else f"in {label}: {error}"
+    found = type(error)(text).with_traceback(error.__traceback__)
+    found.is_located = True
+    return found

@@ -1,0 +1,229 @@
+"""What the Cells of one sharded tree share: who they are, what is declared for them, and their programs."""
+
+import logging
+from collections import OrderedDict
+from contextlib import contextmanager
+from inspect import getsourcefile, getsourcelines, signature
+
+from mindformers_core.tensor_parallel.boundary import Boundary
+from mindformers_core.tensor_parallel.capturing.graph import CallNode
+from mindformers_core.tensor_parallel.capturing.structure import map_leaves
+from mindformers_core.tensor_parallel.compiling import enrol
+from mindformers_core.tensor_parallel.dtensor import DTensor
+from mindformers_core.tensor_parallel.program import describe, make_program, signature_key
+from mindformers_core.tensor_parallel.sharded_cells import EagerCell, GeneratedCell, located, sharded_class
+
+__all__ = ["MOST_PROGRAMS", "ShardedTree"]
+
+MOST_PROGRAMS = 64  # of one tree; the one that was used longest ago makes room
+_LOG = logging.getLogger("mindformers_core")
+
+
+class ShardedTree:
+    """The shared state of a sharded tree.
+
+    Attributes:
+        mesh, declarations: as `shard` was given them; declarations by Cell path.
+        cells, classes: path -> Cell, and its own class.
+        parameter_layouts: path -> Layout.
+        boundaries: path -> what the eager engine does at the boundary of a Cell.
+        programs: signature -> `Program`, the one used last at the end.
+        function_names: of all generated functions so far: a Cell may get several as methods.
+        running: name of the program that a call from outside has begun, or None.
+        views: the DTensors of parameters while the eager engine runs, or None.
+        training: the flags of all Cells, or None where they have to be read again.
+    """
+
+    def __init__(self, root, mesh, declarations, parameter_layouts):
+        self.mesh, self.declarations, self.parameter_layouts = mesh, declarations, parameter_layouts
+        self.cells = dict(root.cells_and_names())
+        self.classes = {path: type(cell) for path, cell in self.cells.items()}
+        self.boundaries = {path: self._boundary(path, cell) for path, cell in self.cells.items()}
+        self.programs = OrderedDict()
+        self.function_names = set()
+        self.running = self.views = self.training = None
+        self._eager = set()
+        self._as_it_is = _with_own_gradient(self.classes)
+        self._methods = {path: {} for path in self.cells}
+        for path, cell in self.cells.items():
+            if cell._recompute_cell is not None and not hasattr(cell._recompute_cell, "wrap_cell"):
+                raise ValueError(
+                    f"{self.label(path)} has recompute(use_reentrant=False), which keeps the method that it had before "
+                    "shard(): call recompute() after shard()"
+                )
+            cell.__dict__["sharded_cell_number"] = enrol(self, path)
+            cell.__dict__["_sharding"] = self, path
+            self._dress(path)
+
+    def _boundary(self, path, cell):
+        names = tuple(name for name in signature(type(cell).construct).parameters if name != "self")
+        axes = {axis for parameter in cell.get_parameters() for dim in parameter.layout.dims for axis in dim}
+        return Boundary(self.label(path), self.mesh, names, self.declarations.get(path), frozenset(axes), path == "")
+
+    def _dress(self, path):
+        """Give a Cell the class that it needs now."""
+        if path in self._as_it_is:
+            return
+        mixin = EagerCell if path in self._eager else GeneratedCell
+        programs = () if mixin is EagerCell else tuple(self._methods[path].items())
+        cell = self.cells[path]
+        cell.__class__ = sharded_class(mixin, self.classes[path], programs)
+        wrapped = getattr(cell._recompute_cell, "wrap_cell", None)
+        if wrapped is not None:
+            wrapped.function = cell.construct  # `recompute()` keeps the method that there was when it was called
+
+    def label(self, path):
+        """How errors call a Cell."""
+        kind = self.classes[path].__name__
+        return f"Cell '{path}' ({kind})" if path else f"the root Cell ({kind})"
+
+    def why_not_compiled(self, path):
+        """The error of a Cell that runs eagerly, in a graph."""
+        construct = self.classes[path].construct
+        return (
+            f"{self.label(path)} runs operator by operator (eager), which @ms.jit can't compile: its construct is in "
+            f"{getsourcefile(construct)}:{getsourcelines(construct)[1]}. Run the step in PyNative (recipe: "
+            "context.mode: 1), or restructure construct so that it needs no tensor's values, and don't mark it eager"
+        )
+
+    def mark_eager(self, path):
+        """A Cell and all around it run eagerly from now on."""
+        parts = path.split(".")
+        for end in range(len(parts) + 1):
+            above = ".".join(parts[:end])
+            if above in self.cells:
+                self._eager.add(above)
+                self._dress(above)
+
+    @contextmanager
+    def as_written(self):
+        """While open, the Cells have their own classes, as the user wrote them."""
+        for path, cell in self.cells.items():
+            cell.__class__ = self.classes[path]
+            del cell.__dict__["_sharding"]
+        try:
+            yield
+        finally:
+            for path, cell in self.cells.items():
+                cell.__dict__["_sharding"] = self, path
+                self._dress(path)
+
+    @staticmethod
+    def below(path, entries):
+        """The entries of a dict by path that are at or below `path`, by their paths from there."""
+        if not path:
+            return entries
+        inner = {name.removeprefix(f"{path}."): entry for name, entry in entries.items() if name.startswith(f"{path}.")}
+        return inner | ({"": entries[path]} if path in entries else {})
+
+    def enter(self, path, call, args, kwargs):
+        """A call from outside, in PyNative: local tensors in, DTensors out."""
+        program = self.program(path, args, kwargs)
+        args, kwargs = map_leaves(_local, (args, kwargs))
+        before, self.running = self.running, program.name
+        try:
+            return program.wrapped(call(*args, **kwargs))
+        except (ValueError, TypeError, IndexError, RuntimeError) as error:
+            raise located(error, self.label(path)) from error.__cause__
+        finally:
+            self.running = before
+
+    def program(self, path, args, kwargs, saved_plan=None):
+        """The `Program` of a call of the Cell at `path`; made if need be, or if it is to follow a saved plan."""
+        program = None if saved_plan else self.known_program(path, args, kwargs)
+        if program is None:
+            key = self._key(path, args, kwargs)
+            program = self.programs[key] = make_program(self, path, args, kwargs, key, saved_plan)
+            self._attach(program)
+            self._make_room()
+        return program
+
+    def known_program(self, path, args, kwargs):
+        """The `Program` of a call, or None."""
+        key = self._key(path, args, kwargs)
+        program = self.programs.get(key)
+        if program is not None:
+            self.programs.move_to_end(key)
+        return program
+
+    def _key(self, path, args, kwargs):
+        if self.training is None:
+            self.training = tuple(cell.training for cell in self.cells.values())
+        return path, self.training, signature_key(args), signature_key(kwargs)
+
+    def missing_program(self, path, args, kwargs):
+        """The error of a call in a graph that there is no program for."""
+        shapes = []
+        map_leaves(lambda leaf: shapes.append(describe(leaf)) if hasattr(leaf, "shape") else None, (args, kwargs))
+        shown = ", ".join(f"{dtype}{list(shape)}" for shape, dtype, _ in shapes)
+        return (
+            f"{self.label(path)} is sharded and has no program yet for inputs ({shown}), this rank's parts; it has "
+            f"{len(self.programs)} for others. Compile with mindformers_core.jit in the place of mindspore.jit, which "
+            "makes it, or make it before: prepare(cell, *inputs), or a call with such inputs in PyNative"
+        )
+
+    def _attach(self, program):
+        """Give every Cell that the program calls its function, and what the function finds nowhere else."""
+        names = program.source.functions
+        for path, frame, graph in _calls(program):
+            self._methods[path][names[frame]] = program.functions[names[frame]]
+            for attribute, kind, index in program.source.borrowed.get(frame, ()):
+                self.cells[path].__dict__[attribute] = self._elsewhere(program.path, graph, kind, index)
+        for path in {path for path, _, _ in _calls(program)}:
+            self._dress(path)
+
+    def _elsewhere(self, prefix, graph, kind, index):
+        """A parameter or Cell that a graph uses, and that isn't below its own Cell."""
+        if kind == "parameter":
+            owner, _, name = _joined(prefix, graph.parameters[index].path).rpartition(".")
+            return self.cells[owner]._params[name]
+        calls = [node for node in graph.nodes if isinstance(node, CallNode)]
+        return self.cells[_joined(prefix, calls[index].graph.path)]
+
+    def forget_programs(self):
+        """Make all programs anew when they are next asked for."""
+        if self.programs and self.views is None:  # what an eager Cell notes while it runs is its own
+            self.programs.clear()
+            for path, methods in self._methods.items():
+                methods.clear()
+                self._dress(path)
+
+    def _make_room(self):
+        """Forget the program that was used longest ago where there are too many."""
+        if len(self.programs) <= MOST_PROGRAMS:
+            return
+        _, old = self.programs.popitem(last=False)
+        _LOG.warning(
+            "%s has had more than %d programs, and forgets %s: pad inputs to fewer different shapes",
+            self.label(old.path), MOST_PROGRAMS, old.signature,
+        )  # fmt: skip
+        for path, frame, _ in _calls(old):
+            self._methods[path].pop(old.source.functions[frame], None)
+            self._dress(path)
+
+
+def _with_own_gradient(classes):
+    """Paths of the Cells that define a `bprop`, and of those below: they run as they are, on whole tensors."""
+    own = [path for path, kind in classes.items() if path and hasattr(kind, "bprop")]
+    return {path for path in classes if any(path == other or path.startswith(f"{other}.") for other in own)}
+
+
+def _local(leaf):
+    return leaf._local if type(leaf) is DTensor else leaf
+
+
+def _joined(prefix, path):
+    return f"{prefix}.{path}" if prefix and path else prefix or path
+
+
+def _calls(program):
+    """`(path, FramePlan, CellGraph)` of every call in a program; of shared plans, each call's own graph."""
+
+    def visit(path, frame, graph):
+        yield path, frame, graph
+        nodes = [node for node in graph.nodes if isinstance(node, CallNode)]
+        for call, node in zip(frame.calls, nodes, strict=True):
+            if call.frame is not None:
+                yield from visit(_joined(program.path, node.graph.path), call.frame, node.graph)
+
+    return visit(program.path, program.frame, program.graph)

@@ -1,0 +1,74 @@
+"""Functions whose operators need a distributed algorithm where they are cut, by kind; each gives one tensor."""
+
+import numpy as np
+from mindspore import Tensor, mint, nn, ops
+
+NUMBERS = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+TIES = np.float32([[1, 3, 3, 2, 3, 0, 3, 1], [3, 0, 1, 3, 0, 0, 0, 0], [0, 0, 0, 0, -1, 0, 0, 0], [7] * 8])
+TABLE = np.random.default_rng(1).normal(size=(64, 16)).astype(np.float32)  # large: else it is gathered before
+INDICES = np.int32([[0, 1], [2, 3], [3, 0], [1, 1]])
+LABELS = np.int32([7, 3, 0, 3])
+
+
+class Several(nn.Cell):
+    """What several functions of the same one or two tensors give."""
+
+    def __init__(self, functions):
+        super().__init__()
+        self.functions = functions
+
+    def construct(self, x, y=None):
+        return tuple([function(x) if y is None else function(x, y) for function in self.functions.values()])
+
+
+SOFTMAX = {
+    "softmax": lambda x: ops.softmax(x, 1),
+    "log_softmax": lambda x: ops.log_softmax(x, -1),
+    "logsumexp": lambda x: ops.logsumexp(x, 1),
+    "logsumexp kept": lambda x: ops.logsumexp(x, 1, True),
+    "logsumexp of all": lambda x: ops.logsumexp(x, (0, 1)),
+}
+EXTREMES = {
+    "max": lambda x: x.max(),
+    "min": lambda x: x.min(),
+    "amax": lambda x: ops.amax(x, 1),
+    "amax of both": lambda x: ops.amax(x, (0, 1), keepdims=True),
+    "amin": lambda x: ops.amin(x, 1, keepdims=True),
+    "ReduceMax": lambda x: ops.ReduceMax(keep_dims=True)(x, 1),
+    "ops.max": lambda x: ops.max(x, 1)[0],
+    "ops.min": lambda x: ops.min(x, 1, True)[0],
+    "mint.max": lambda x: mint.max(x, 1)[0],
+    "mint.min": lambda x: mint.min(x, 1, keepdim=True)[0],
+    "ArgMaxWithValue": lambda x: ops.ArgMaxWithValue(1, True)(x)[1],
+}
+POSITIONS = {
+    "argmax": lambda x: ops.argmax(x, 1),
+    "argmin": lambda x: ops.argmin(x, 1, True),
+    "method": lambda x: x.argmax(0),
+    "of max": lambda x: ops.max(x, 1)[1],
+    "of mint.min": lambda x: mint.min(x, 1)[1],
+    "all": lambda x: ops.all(x > -3, 1),
+    "any": lambda x: ops.any(x > 2.5),
+}
+MEANS = {
+    "mean": lambda x: ops.mean(x, 1),
+    "mean of all": lambda x: x.mean(),
+    "mint.mean": lambda x: mint.mean(x, 0, keepdim=True),
+    "sum": lambda x: ops.sum(x, 1),
+}
+LOOKUPS = {
+    "gather": lambda x, i: ops.gather(x, i, 0),
+    "gather columns": lambda x, i: ops.gather(x, i, 1),
+    "gather_elements": lambda x, i: ops.gather_elements(x, 1, i),
+    "index_select": lambda x, i: ops.index_select(x, 1, i[0]),
+    "take": lambda x, i: x.take(i, 0),
+}
+LOSSES = {
+    "cross_entropy": lambda x, labels: ops.cross_entropy(x, labels),
+    "summed": lambda x, labels: ops.cross_entropy(x, labels, reduction="sum"),
+    "ignoring": lambda x, labels: ops.cross_entropy(x, labels, ignore_index=3),
+    "smoothed": lambda x, labels: ops.cross_entropy(x, labels, label_smoothing=0.1),
+    "weighted": lambda x, labels: ops.cross_entropy(x, labels, Tensor(NUMBERS[0] ** 2)),
+    "nll": lambda x, labels: ops.nll_loss(x, labels),
+    "NLLLoss": lambda x, labels: ops.NLLLoss("mean")(x, labels, Tensor(NUMBERS[0] ** 2))[0],
+}

@@ -1,0 +1,33 @@
+"""Plans of Cells for tests: captured, with what is declared for them, propagated on a mesh."""
+
+from mindformers_core.layout import bind_layout, layout
+from mindformers_core.tensor_parallel.capturing import capture
+from mindformers_core.tensor_parallel.capturing.structure import values_in
+from mindformers_core.tensor_parallel.declare import collect_declarations
+from mindformers_core.tensor_parallel.propagation import propagate
+
+__all__ = ["planned"]
+
+
+def planned(cell, mesh, args, named=None, config=None, plan=None, arriving=None):
+    """`(graph, frame)`: the capture of a call, and its plan.
+
+    Args:
+        cell: the Cell.
+        mesh: the mesh.
+        args, named: of the call.
+        config, plan: see `shard`.
+        arriving: name of an argument -> the layout in which its tensors arrive; default: whole.
+    """
+    graph = capture(cell, *args, **(named or {}))
+    declarations = collect_declarations(cell, config, plan)
+    arguments = {}
+    for name, structure in graph.arguments.items():
+        for value in values_in(structure):
+            arguments[value.id] = bind_layout((arriving or {}).get(name, layout()), mesh, len(value.shape))
+    stored = {path: layout() for path in (use.path for call in graph.calls() for use in call.parameters)}
+    for path, declared in declarations.items():
+        stored |= {f"{path}.{name}" if path else name: given for name, given in declared.weights.items()}
+    dims = {use.path: len(use.value.shape) for call in graph.calls() for use in call.parameters}
+    parameters = {path: bind_layout(given, mesh, dims.get(path)) for path, given in stored.items()}
+    return graph, propagate(graph, mesh, arguments, parameters, declarations)

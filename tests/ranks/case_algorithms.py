@@ -1,0 +1,164 @@
+"""Distributed algorithms by both engines and under jit, against one card: results and gradients."""
+
+import mindspore as ms
+import numpy as np
+from algorithm_calls import (
+    EXTREMES,
+    INDICES,
+    LABELS,
+    LOOKUPS,
+    LOSSES,
+    MEANS,
+    NUMBERS,
+    POSITIONS,
+    SOFTMAX,
+    TABLE,
+    TIES,
+    Several,
+)
+from launch import on_ranks
+from mindspore import Tensor, nn, ops
+from one_card import part_of
+
+from mindformers_core.layout import layout
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.tensor_parallel import shard
+from mindformers_core.tensor_parallel.compiling import jit
+
+COLUMNS, ROWS = layout(None, "tp"), layout("tp", None)
+
+
+def check(functions, arrays, layouts):
+    """Compare both engines, and jit, with one card: every result, and the gradients of a weighted sum of them."""
+    mesh = init_device_mesh((2,), ("tp",))
+    bound = [given.bind(mesh, array.ndim) for given, array in zip(layouts, arrays)]
+    expected = [result.asnumpy() for result in Several(functions)(*map(Tensor, arrays))]
+    random = np.random.default_rng(1)
+    weights = [random.normal(size=array.shape).astype(array.dtype) for array in expected]
+    slopes = step_of(Several(functions), weights)(*map(Tensor, arrays))[1]
+    parts = [Tensor(part_of(array, given)) for array, given in zip(arrays, bound)]
+    plan = {"": {"input": dict(zip("xy", layouts))}}
+    for mode in ("eager", "generated", "jit"):
+        cell = shard(Several(functions), mesh, plan=plan, mode="generated" if mode == "jit" else mode)
+        placed = [result.layout for result in cell(*parts)]
+        step = step_of(cell, [part_of(weight, given) for weight, given in zip(weights, placed)])
+        results, gradient = (jit(step) if mode == "jit" else step)(*parts)
+        for name, given, one, other in zip(functions, placed, map(local, results), expected, strict=True):
+            wrong = f"{name} of {layouts}, {mode}"
+            np.testing.assert_allclose(one.asnumpy(), part_of(other, given), 1e-5, 1e-5, err_msg=wrong)
+        if slopes is not None:
+            part, wrong = part_of(slopes.asnumpy(), bound[0]), f"gradient of {list(functions)} of {layouts}, {mode}"
+            np.testing.assert_allclose(gradient.asnumpy(), part, 1e-5, 1e-5, err_msg=wrong)
+
+
+def step_of(cell, weights):
+    """A function that gives the results, and the gradient of x of the weighted sum of float ones; None without any."""
+    weights = {place: Tensor(weight) for place, weight in enumerate(weights) if weight.dtype == np.float32}
+
+    def loss(x, y=None):
+        results = cell(x) if y is None else cell(x, y)
+        total = 0.0
+        for place, weight in weights.items():
+            total = total + (local(results[place]) * weight).sum()
+        return total, results
+
+    def forward(x, y=None):
+        return loss(x, y)[1], None
+
+    def step(x, y=None):
+        (_, results), gradient = ms.value_and_grad(loss, 0, has_aux=True)(x, y)
+        return results, gradient
+
+    return step if weights else forward
+
+
+def local(result):
+    """This rank's part."""
+    return result.to_local() if hasattr(result, "to_local") else result
+
+
+@on_ranks(2)
+def case_softmax_algorithms():
+    check(SOFTMAX, [NUMBERS], [COLUMNS])
+
+
+@on_ranks(2)
+def case_extreme_algorithms():
+    check(EXTREMES, [TIES], [COLUMNS])
+
+
+@on_ranks(2)
+def case_position_algorithms():
+    check(POSITIONS, [TIES], [COLUMNS])
+    check(POSITIONS, [-TIES], [ROWS])
+
+
+@on_ranks(2)
+def case_mean_algorithms():
+    check(MEANS, [NUMBERS], [COLUMNS])
+    check(MEANS, [NUMBERS], [ROWS])
+
+
+@on_ranks(2)
+def case_lookup_algorithms():
+    check(LOOKUPS, [TABLE, INDICES], [ROWS, layout()])
+    check(LOOKUPS, [TABLE[:4], INDICES], [COLUMNS, layout()])
+
+
+@on_ranks(2)
+def case_loss_algorithms():
+    check(LOSSES, [NUMBERS, LABELS], [ROWS, layout("tp")])
+    check(LOSSES, [NUMBERS, LABELS], [COLUMNS, layout()])
+
+
+class Dropping(nn.Cell):
+    """Dropout in a layer that is recomputed, and in a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Dropout(p=0.5)
+        self.layer.recompute()
+
+    def construct(self, x):
+        return ops.dropout(self.layer(x * 3), 0.25)
+
+
+@on_ranks(2)
+def case_dropout_algorithm():
+    """Both engines and jit drop the same; another mask at every call, but for one from the same generator state."""
+    mesh = init_device_mesh((2,), ("tp",))
+    x = np.random.default_rng(0).uniform(1, 2, (32, 16)).astype(np.float32)
+    part, found = Tensor(part_of(x, COLUMNS.bind(mesh, 2))), {}
+    for mode in ("eager", "generated", "jit"):
+        cell = shard(Dropping().set_train(), mesh, plan={"": {"input": COLUMNS}}, mode=mode.replace("jit", "generated"))
+        step = value_and_slope(cell)
+        if mode == "jit":
+            step = jit(step)
+        for seed in (3, 4):
+            ms.manual_seed(seed)
+            step(part)
+            state = ms.get_rng_state()
+            calls = [step(part) for _ in range(2)]
+            ms.set_rng_state(state)
+            found[mode, seed] = [*calls, step(part)]
+    for (mode, seed), calls in found.items():
+        (first, slope), (second, _), (again, _) = [[each.asnumpy() for each in call] for call in calls]
+        np.testing.assert_array_equal(first, found["eager", seed][0][0].asnumpy(), err_msg=f"{mode}, seed {seed}")
+        np.testing.assert_array_equal(first, again, err_msg=f"{mode}: the generator's state doesn't tell all")
+        np.testing.assert_allclose(slope * part.asnumpy(), first, 1e-5, err_msg=f"gradient, {mode}")
+        assert 0.1 < np.mean((first != 0) & (second != 0)) < 0.2, f"{mode}: two calls drew the same mask"
+    assert np.any(found["jit", 3][0][0].asnumpy() != found["jit", 4][0][0].asnumpy()), "the seed has no effect"
+
+
+def value_and_slope(cell):
+    """A function that gives a result, and the gradient of its sum."""
+
+    def loss(x):
+        result = local(cell(x))
+        return result.sum(), result
+
+    def step(x):
+        (_, result), slope = ms.value_and_grad(loss, 0, has_aux=True)(x)
+        return result, slope
+
+    return step

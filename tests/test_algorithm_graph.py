@@ -1,0 +1,197 @@
+"""Distributed algorithms written down: run for all ranks of a mesh in one process, they give what one card gives."""
+
+import sys
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from algorithm_calls import (
+    EXTREMES,
+    INDICES,
+    LABELS,
+    LOOKUPS,
+    LOSSES,
+    MEANS,
+    NUMBERS,
+    POSITIONS,
+    SOFTMAX,
+    TABLE,
+    TIES,
+    Several,
+)
+from mindspore import Tensor, mint, ops
+from simulated_ranks import collect, distribute, run_forward
+
+from mindformers_core.layout import Layout, layout
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.redistribution import CPU, plan_redistribution
+from mindformers_core.tensor_parallel.capturing import capture
+from mindformers_core.tensor_parallel.capturing.structure import Value, map_leaves, values_in
+from mindformers_core.tensor_parallel.distributed_operators import ALGORITHMS
+from mindformers_core.tensor_parallel.generation.algorithm_graph import algorithm_graph
+from mindformers_core.tensor_parallel.propagation import OperatorPlan, propagate
+
+sys.path.append(str(Path(__file__).parent / "ranks"))
+from direct_calls import Operator  # noqa: E402, its folder is on the path only now
+
+MESH = init_device_mesh((2, 2), ("dp", "tp"))
+CUTS = (
+    layout(None, "tp"),
+    layout("dp", "tp"),
+    layout(None, ("dp", "tp")),
+    layout(None, ("tp", "dp")),
+    layout("tp", "dp"),
+    layout("tp", None),
+    layout(("tp", "dp"), None),
+)
+WITHOUT_KERNEL = {  # on CPU
+    "embedding": lambda x, i: mint.nn.functional.embedding(i, x),
+    "index_select": lambda x, i: mint.index_select(x, 0, i[:, 1]),
+}
+CASES = {
+    "softmax": (SOFTMAX | {"mint": lambda x: mint.logsumexp(x, 1)}, [NUMBERS]),
+    "extremes": (EXTREMES, [TIES]),
+    "positions": (POSITIONS, [TIES]),
+    "positions from below": (POSITIONS, [-TIES]),
+    "means": (MEANS, [NUMBERS]),
+    "lookups in rows": (LOOKUPS | WITHOUT_KERNEL, [TABLE, INDICES]),
+    "lookups in columns": (LOOKUPS, [TABLE[:4], INDICES]),
+    "losses": (LOSSES, [NUMBERS, LABELS]),
+}
+DROPOUTS = {
+    "primitive": lambda x: ops.dropout(x, 0.25),
+    "mint": lambda x: mint.nn.functional.dropout(x, 0.25, True),
+}
+
+
+def plans_of(function, arrays, given):
+    """The captured graph of a function, and the plans of those operators in it that need an algorithm."""
+    tensors = [Tensor(array) for array in arrays]
+    graph = capture(Several({"": function}), *tensors)
+    arguments = values_in(list(graph.arguments.values()))
+    layouts = [given.bind(MESH, 2), *(Layout.on(MESH, ((),) * array.ndim) for array in arrays[1:])]
+    frame = propagate(graph, MESH, {value.id: each for value, each in zip(arguments, layouts)}, {}, {})
+    plans = [entry for entry in frame.instructions if isinstance(entry, OperatorPlan) and entry.algorithm]
+    return graph, plans
+
+
+def known_values(graph, arrays):
+    """Number of a Value -> tensor, of all Values of a graph, on one card."""
+    known = dict(zip([value.id for value in values_in(list(graph.arguments.values()))], map(Tensor, arrays)))
+    known |= {constant.value.id: Tensor(constant.array) for constant in graph.constants}
+    for node in graph.nodes:
+        run(node, known)
+    return known
+
+
+def run(node, known):
+    """Run one operator, and enter its results."""
+    args, kwargs = map_leaves(
+        lambda leaf: known[leaf.id] if isinstance(leaf, Value) else leaf, (node.args, node.kwargs)
+    )
+    if node.operator == "Embedding":  # without a kernel on CPU
+        results = ops.gather(args[1], args[0], 0)
+    else:
+        results = Operator(node.operator)(*args, **kwargs)
+    results = results if isinstance(results, tuple) else (results,)
+    known.update((value.id, result) for value, result in zip(values_in(node.outputs), results, strict=True))
+
+
+def run_ranks(plan, inputs, state=None):
+    """What the graphs of a plan's algorithm give on all ranks, in step; `inputs` are the whole tensors.
+
+    Returns:
+        For every output a dict from rank to array.
+    """
+    graphs = {rank: algorithm_graph(plan, MESH, rank) for rank in MESH.rank_list}
+    random = np.random.default_rng(2)
+    known = {rank: {} for rank in graphs}
+    arguments = values_in(list(graphs[0].arguments.values()))
+    for value, given, whole in zip(arguments, plan.inputs, inputs, strict=True):
+        for rank, part in distribute(np.asarray(whole.asnumpy()), given, random).items():
+            known[rank][value.id] = Tensor(np.asarray(part, whole.asnumpy().dtype))
+    for rank, graph in graphs.items():
+        known[rank].update((constant.value.id, Tensor(constant.array)) for constant in graph.constants)
+    for nodes in zip(*(graph.nodes for graph in graphs.values()), strict=True):
+        if nodes[0].operator == "Redistribute":
+            redistribute(nodes[0], known)
+        elif nodes[0].operator == "RandomState":
+            for values in known.values():
+                values.update((value.id, number) for value, number in zip(values_in(nodes[0].outputs), state))
+        else:
+            for node, values in zip(nodes, known.values()):
+                run(node, values)
+    made = values_in(graphs[0].result)
+    return [{rank: values[value.id].asnumpy() for rank, values in known.items()} for value in made]
+
+
+def check_parts(local, given, expected, wrong):
+    """Assert that every rank's part, with those that it is a term with, is that of the whole result."""
+    axes, reductions = tuple(axis for axis, _ in given.partial), {op for _, op in given.partial}
+    assert len(reductions) < 2, given
+    reduce = {"sum": np.sum, "max": np.max, "min": np.min, "avg": np.mean}[reductions.pop() if axes else "sum"]
+    for rank in local:
+        part = reduce([local[other] for other in MESH.group(rank, axes)], axis=0)
+        np.testing.assert_allclose(part, expected[given.local_slices(expected.shape, rank)], 1e-5, 1e-5, err_msg=wrong)
+
+
+def redistribute(node, known):
+    """Run a `Redistribute` for all ranks."""
+    value, source, target = node.args
+    local = {rank: values[value.id].asnumpy() for rank, values in known.items()}
+    for step in plan_redistribution(source, target, source.global_shape(value.shape), value.dtype, CPU).steps:
+        local = run_forward(step, local)
+    for rank, values in known.items():
+        values[node.outputs.id] = Tensor(local[rank].astype(values[value.id].asnumpy().dtype))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_together_give_what_one_card_gives(case):
+    functions, arrays = CASES[case]
+    for function, given in product(functions.values(), CUTS):
+        graph, plans = plans_of(function, arrays, given)
+        known = known_values(graph, arrays)
+        for plan in plans:
+            inputs = [known[value.id] for value in values_in((plan.node.args, plan.node.kwargs))]
+            wrong = f"{plan.node} as {[str(each) for each in plan.inputs]}"
+            results = zip(values_in(plan.node.outputs), plan.outputs, run_ranks(plan, inputs), strict=True)
+            for value, layout_of_result, local in results:
+                check_parts(local, layout_of_result, known[value.id].asnumpy(), wrong)
+
+
+def test_graphs_of_all_ranks_are_alike():
+    """Ranks that compile different graphs wait for each other forever. And every algorithm is among these cases."""
+    found = {"dropout", "func_dropout"}
+    for functions, arrays in CASES.values():
+        for function, given in product(functions.values(), CUTS):
+            for plan in plans_of(function, arrays, given)[1]:
+                found.add(plan.algorithm)
+                first, other = (algorithm_graph(plan, MESH, rank) for rank in (0, 3))
+                assert list(map(str, other.nodes)) == list(map(str, first.nodes))
+                assert [c.value for c in other.constants] == [c.value for c in first.constants]
+                assert str(other.result) == str(first.result)
+    assert found == set(ALGORITHMS)
+
+
+def test_positions_differ_between_ranks_in_constants_only():
+    plan = plans_of(LOOKUPS["gather"], [TABLE, INDICES], layout(("dp", "tp")))[1][0]
+    starts = [algorithm_graph(plan, MESH, rank).constants for rank in MESH.rank_list]
+    assert [int(start.array) for (start,) in starts] == [0, 16, 32, 48]
+    assert {start.array.shape for (start,) in starts} == {()}
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_dropout_is_the_same_on_any_mesh(name):
+    array = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+    state = [Tensor(7), Tensor(12)]
+    found = []
+    for given in (*CUTS, layout(None, None)):
+        _, (plan,) = plans_of(DROPOUTS[name], [array], given)
+        inputs = [Tensor(array), *(state if name == "mint" else ())]
+        found.append(collect(run_ranks(plan, inputs, state)[0], plan.outputs[0], array.shape))
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
+    kept = found[0] != 0
+    assert 0.6 < kept.mean() < 0.9
+    np.testing.assert_allclose(found[0][kept], array[kept] / 0.75, 1e-5)

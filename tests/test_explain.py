@@ -1,0 +1,275 @@
+"""What is said of a plan: counts and bytes are those found by hand, the text is complete, the page stands alone."""
+
+import re
+from html.parser import HTMLParser
+from types import SimpleNamespace
+
+import pytest
+from captured_models import Function, small_llama
+from mindspore import Parameter, Tensor, nn, ops
+from models import EXAMPLES, axes_of
+from planned_models import planned
+
+from mindformers_core.layout import layout
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.operators import tensor_meta
+from mindformers_core.tensor_parallel.explaining import explain_plan, make_report, page
+from mindformers_core.tensor_parallel.explaining.algorithms import algorithm_steps
+from mindformers_core.tensor_parallel.explaining.report import MoveRow
+from mindformers_core.tensor_parallel.explaining.traffic import bytes_by_axes, collectives_of
+from mindformers_core.tensor_parallel.explaining.wording import bytes_shown
+from mindformers_core.tensor_parallel.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear
+
+TP = init_device_mesh((2,), ("tp",))
+MESH = init_device_mesh((2, 2), ("dp", "tp"))
+WHOLE = 4 * 6 * 8 * 4  # bytes of a float32 tensor of shape (4, 6, 8)
+
+
+class FeedForward(nn.Cell):
+    """A norm, a column-parallel and a row-parallel layer, (4, 6, 8) → the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = RMSNorm(8), ColumnParallelLinear(8, 16), RowParallelLinear(16, 8)
+
+    def construct(self, x):
+        return self.down(ops.relu(self.up(self.norm(x))))
+
+
+def feed_forward(sequence_parallel):
+    config = SimpleNamespace(sequence_parallel=sequence_parallel)
+    arriving = {"x": layout(None, "tp") if sequence_parallel else layout()}
+    cell = FeedForward().set_train()
+    _, frame = planned(cell, TP, (tensor_meta((4, 6, 8), "float32"),), config=config, arriving=arriving)
+    return frame
+
+
+def test_totals_of_a_feed_forward_block():
+    """The sum of the row-parallel layer's terms forward, that of the input's gradients backward, 2 (n - 1) / n each."""
+    report = make_report(feed_forward(sequence_parallel=False))
+    assert bytes_by_axes(report.traffic) == {("tp",): (WHOLE, WHOLE)}
+    assert collectives_of(report.traffic) == {"all_reduce": (1, 1)}
+
+
+def test_totals_with_sequence_parallel():
+    """The input is gathered and the result scattered, (n - 1) / n each; the norm's weight sees half of the sequence."""
+    report = make_report(feed_forward(sequence_parallel=True))
+    weight = 8 * 4
+    assert bytes_by_axes(report.traffic) == {("tp",): (WHOLE, WHOLE + weight)}
+    assert collectives_of(report.traffic) == {"all_gather": (1, 1), "all_reduce": (0, 1), "reduce_scatter": (1, 1)}
+
+
+def test_activations_of_a_feed_forward_block():
+    """In training all behind the norm's weight is held: the norm's result, that of `up`, of the ReLU, of `down`, the
+    sum. With sequence parallel the first and the last are halves, and the gathered input is one more."""
+    whole, halved = (make_report(feed_forward(sequence_parallel)) for sequence_parallel in (False, True))
+    assert whole.training_bytes == 5 * WHOLE
+    assert halved.training_bytes == 4 * WHOLE + 2 * WHOLE // 2
+    assert whole.evaluation_bytes == halved.evaluation_bytes == 2 * WHOLE  # what a linear layer takes, and gives
+
+
+def evaluation_bytes(function):
+    _, frame = planned(Function(function), TP, (tensor_meta((16,), "float32"),), arriving={"inputs": layout("tp")})
+    return make_report(frame).evaluation_bytes // 32  # in numbers of local tensors
+
+
+def residual(x):
+    y = ops.exp(x)
+    return ops.sin(ops.cos(y)) + y
+
+
+MEMORY = {
+    "chain": (lambda x: ops.exp(ops.exp(ops.exp(x))), 2),
+    "residual": (residual, 3),
+    "results are held": (lambda x: (ops.exp(x), ops.sin(x), ops.cos(x)), 3),
+    "unused": (lambda x: (ops.exp(x), ops.sin(x))[1], 1),
+    "view": (lambda x: ops.exp(ops.reshape(ops.exp(x), (4, 4))), 2),
+    "a view holds its source": (lambda x: (ops.reshape(ops.exp(x), (4, 4)), ops.sin(ops.cos(x)))[0], 3),
+    "arguments are the caller's": (lambda x: ops.reshape(x, (4, 4)), 0),
+}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_the_peak_in_evaluation(name):
+    function, tensors = MEMORY[name]
+    assert evaluation_bytes(function) == tensors
+
+
+class Scaled(nn.Cell):
+    """Two operators without a trained parameter behind them, and three with one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor([2.0]))
+
+    def construct(self, x):
+        return ops.sin(ops.cos(ops.mul(ops.exp(ops.exp(x)), self.weight)))
+
+
+def test_what_has_no_gradient_is_let_go_of_in_training():
+    _, frame = planned(Scaled(), TP, (tensor_meta((16,), "float32"),), arriving={"x": layout("tp")})
+    report = make_report(frame)
+    assert (report.training_bytes, report.evaluation_bytes) == (3 * 32, 2 * 32)
+
+
+class Softmax(nn.Cell):
+    """A softmax of what was multiplied with a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor([2.0]))
+
+    def construct(self, x):
+        return ops.softmax(ops.mul(x, self.weight), -1)
+
+
+def cut_softmax():
+    _, frame = planned(Softmax(), TP, (tensor_meta((4, 8), "float32"),), arriving={"x": layout(None, "tp")})
+    return frame
+
+
+@pytest.mark.usefixtures("rank_0_of_4")
+def test_what_a_distributed_algorithm_sends():
+    """Of a softmax: a maximum without a gradient, a sum with one; both are as long as the reduced tensor."""
+    traffic = make_report(cut_softmax(), algorithm_steps).traffic
+    weight, reduced = 4, 4 * 4
+    assert collectives_of(traffic) == {"all_reduce": (2, 2)}
+    assert bytes_by_axes(traffic) == {("tp",): (2 * reduced, reduced + weight)}
+    assert "distributed algorithm 'softmax' over tp" in explain_plan(cut_softmax(), algorithm_steps)
+
+
+def test_an_algorithm_is_not_left_out():
+    with pytest.raises(ValueError, match=r"Softmax \(.*test_explain.py:\d+\) runs the distributed algorithm 'softmax'"):
+        make_report(cut_softmax())
+
+
+def example(name):
+    example, axes = EXAMPLES[name], axes_of(MESH)
+    args, named = example.inputs(1)
+    return planned(example.make().set_train(), MESH, args, named, example.config(axes), example.plan(axes))[1]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_totals_are_the_sums_of_all_moves(name):
+    frame = example(name)
+    report = make_report(frame, lambda plan: ())
+    moves = [move for _, found in frame.walk() for move in found.moves]
+    forward = sum(step.forward[1] for move in moves for step in move.steps)
+    backward = sum(step.backward[1] for move in moves if move.gradient for step in move.steps)
+    assert [sum(both) for both in zip(*bytes_by_axes(report.traffic).values())] == [forward, backward]
+    assert forward and backward
+    lines = explain_plan(frame, lambda plan: ()).splitlines()
+    assert max(map(len, lines)) <= 120
+
+
+def llama(layers=4):
+    model, make = small_llama(num_hidden_layers=layers)
+    args, named = make(1)
+    config = SimpleNamespace(sequence_parallel=True)
+    arriving = {"input_ids": layout("dp"), "labels": layout("dp")}
+    return planned(model.set_train(), MESH, args, named, config, arriving=arriving)[1]
+
+
+def test_the_text():
+    text = explain_plan(llama(), lambda plan: ())
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 120
+    assert lines[0] == "LlamaForCausalLM on the mesh (dp=2, tp=2), captured in training: 54 calls of Cells"
+    assert sum(line.strip().startswith("layers.") for line in lines) == 2
+    assert "    layers.1 … layers.3  LlamaDecoderLayer: as model.layers.0" in lines
+    assert "        v_proj  ColumnParallelLinear: as model.layers.0.self_attn.k_proj" in text
+    pattern = r"%2 = SiLU\(%1\)  llama\.py:\d+ +float32 \[2, 8, 40\] -> \[1, 8, 20\] +\[dp, -, tp\]"
+    assert len(re.findall(pattern, text)) == 1
+    (gather,) = [
+        place for place, line in enumerate(lines) if "(for input 'hidden_states' of Cell" in line and "mlp" in line
+    ]
+    assert "all_gather dim 1 over tp, 384 B; backward: reduce_scatter, 384 B" in lines[gather - 1] + lines[gather]
+    assert re.search(
+        r"^  all +[\d.]+ KiB +[\d.]+ KiB   all_gather 9 \+ 9, .*reduce_scatter 9 \+ 9$", text, re.MULTILINE
+    )
+    assert lines[-1].startswith("Activations that one rank holds at the peak: ")
+
+
+def test_arrows_mark_what_communicates():
+    frame = feed_forward(sequence_parallel=True)
+    marked = [line.split()[1] for line in explain_plan(frame).splitlines() if line.strip().startswith("→")]
+    rows = [row.report for row in make_report(frame).root.rows if hasattr(row, "report")]
+    moves = [row for report in rows for row in report.rows if isinstance(row, MoveRow)]
+    assert len(marked) == 3 and marked.count("weight") == 1
+    assert len(moves) + sum(isinstance(row, MoveRow) for row in make_report(frame).root.rows) == 3
+
+
+def test_nothing_to_say():
+    _, frame = planned(Function(ops.exp), TP, (tensor_meta((3,), "float32"),))
+    assert "Nothing is communicated." in explain_plan(frame)
+    assert "Nothing is communicated." in page(frame, "alone")
+
+
+def test_bytes_as_words():
+    assert [bytes_shown(count) for count in (0, 7, 1023, 1024, 1536, 200 * 1024, 3 << 30, 5 << 50)] == [
+        *("0", "7 B", "1023 B", "1.0 KiB", "1.5 KiB", "200 KiB", "3.0 GiB", "5120 TiB")
+    ]
+
+
+class Reader(HTMLParser):
+    """Reads a page: elements that are open, all identifiers, links, attributes, and the text."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.open, self.elements, self.text = [], [], []
+        self.feed(source)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+    def all_of(self, attribute):
+        return [attributes[attribute] for _, attributes in self.elements if attribute in attributes]
+
+
+def test_the_page_stands_alone():
+    source = page(llama(), "Llama", lambda plan: ())
+    found = Reader(source)
+    assert not found.open
+    assert not {tag for tag, _ in found.elements} & {"script", "link", "img", "iframe", "object", "base"}
+    assert not re.search(r"https?:|src=|url\(|@import|//", source)
+    identifiers = found.all_of("id")
+    assert len(set(identifiers)) == len(identifiers)
+    links = found.all_of("href")
+    assert links and {link.removeprefix("#") for link in links} <= set(identifiers)
+
+
+def test_the_page_says_what_the_text_says():
+    frame = llama()
+    found = Reader(page(frame, "Llama", lambda plan: ()))
+    text = "".join(found.text)
+    report = make_report(frame, lambda plan: ())
+    assert bytes_shown(report.training_bytes) in text and bytes_shown(report.evaluation_bytes) in text
+    bands = [kind for kind in found.all_of("class") if kind.startswith("move sends")]
+    arrows = [line for line in explain_plan(frame, lambda plan: ()).splitlines() if line.strip().startswith("→")]
+    assert len(bands) == len(arrows)
+    assert "layers.1 … layers.3  ×3" in text
+    assert any("[2, 8, 40] -> [1, 8, 20] [dp, -, tp]" in title for title in found.all_of("title"))
+
+
+def test_the_page_grows_with_what_differs_only():
+    sizes = [len(page(llama(layers), "Llama", lambda plan: ())) for layers in (2, 8)]
+    assert abs(sizes[1] - sizes[0]) < 100
+
+
+def test_everything_is_escaped():
+    odd = type("Odd<b>&amp;", (FeedForward,), {})
+    _, frame = planned(odd(), TP, (tensor_meta((4, 6, 8), "float32"),))
+    source = page(frame, "<script>&\"'")
+    found = Reader(source)
+    text = "".join(found.text)
+    assert text.count("<script>&\"'") == 2 and text.count("Odd<b>&amp;") == 3
+    assert not found.open and "script" not in {tag for tag, _ in found.elements}

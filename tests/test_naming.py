@@ -1,0 +1,196 @@
+"""Names in generated code: those that the user's code gives, unique and legal ones, and functions' names."""
+
+import builtins
+import keyword
+import linecache
+
+import numpy as np
+import pytest
+from captured_models import small_llama
+from mindspore import Tensor, nn, ops
+
+from mindformers_core.tensor_parallel.capturing.capture import capture
+from mindformers_core.tensor_parallel.capturing.graph import CellGraph, OperatorNode
+from mindformers_core.tensor_parallel.capturing.structure import Value
+from mindformers_core.tensor_parallel.generation.naming import Names, assigned_names, snake_case
+
+
+def names_of(construct):
+    """`operator or child: names` for every node of a Cell with this `construct(self, x)`, in order."""
+
+    class Model(nn.Cell):
+        """Has Cells a, b, c, a list of two, and a primitive."""
+
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.ReLU(), nn.Sigmoid(), nn.Tanh()
+            self.layers = nn.CellList([nn.ReLU(), nn.ReLU()])
+            self.product = ops.Mul()
+
+    Model.construct = construct
+    graph = capture(Model(), Tensor(np.ones((4, 4), np.float32)))
+    names = assigned_names(graph)
+    assert list(names) == list(range(len(graph.nodes)))
+    nodes = [node.operator if isinstance(node, OperatorNode) else node.child for node in graph.nodes]
+    return [(node.removesuffix("Ext").removesuffix("s"), names[index]) for index, node in enumerate(nodes)]
+
+
+def plain(self, x):
+    q = self.a(x)
+    total: object = q + x
+    total *= 2
+    self.kept = ops.exp(total)
+    return self.b(total)
+
+
+def nested(self, x):
+    y = self.c(self.b(self.a(x)) * 2)
+    z = ops.exp(
+        ops.matmul(
+            self.a(y),
+            x,
+        ),
+    )
+    total = x + y + z
+    scaled = self.product(self.product(x, y), z)
+    picked = self.a(x) if x is y else self.b(total)
+    return scaled + picked
+
+
+def tuples(self, x):
+    left, right = ops.split(x, 2)
+    halves = ops.split(x, 2)
+    [first, _] = ops.split(x, 2)
+    one, *rest = ops.split(x, 1)
+    holder = {}
+    holder["x"] = ops.exp(left)
+    return right, halves, first, one, rest, holder["x"]
+
+
+def loop(self, x):
+    for layer in self.layers:
+        x = layer(x)
+    for layer in self.layers:
+        y = layer(x) + x
+        x = ops.exp(y)
+    return x
+
+
+# fmt: off
+def several(self, x):
+    y = self.a(x); z = self.b(y)  # noqa: E702
+    if True: z = self.c(z)  # noqa: E701
+    _ = ops.exp(z)
+    pair = self.a(x), self.b(x)
+    __ = [ops.exp(part) for part in pair]
+    return helper(x, z)
+# fmt: on
+
+
+def helper(x, other):
+    product = x * other
+    return ops.exp(product)
+
+
+def test_names_of_assignments():
+    assert names_of(plain) == [
+        ("a", ("q",)),
+        ("Add", ("total",)),
+        ("Mul", ("total",)),
+        ("Exp", ("kept",)),
+        ("b", None),
+    ]
+
+
+def test_only_the_outermost_call_has_the_name():
+    assert names_of(nested) == [
+        *[("a", None), ("b", None), ("Mul", None), ("c", ("y",))],
+        *[("a", None), ("MatMul", None), ("Exp", ("z",))],
+        *[("Add", None), ("Add", ("total",))],
+        *[("Mul", None), ("Mul", ("scaled",))],
+        ("b", ("picked",)),
+        ("Add", None),
+    ]
+
+
+def test_tuples_are_named_by_position():
+    found = names_of(tuples)
+    assert [names for _, names in found] == [("left", "right"), ("halves", "halves"), ("first", None), None, None]
+
+
+def test_loops_name_every_round():
+    assert names_of(loop) == [
+        *[("layers.0", ("x",)), ("layers.1", ("x",))],
+        *[("layers.0", None), ("Add", ("y",)), ("Exp", ("x",)), ("layers.1", None), ("Add", ("y",)), ("Exp", ("x",))],
+    ]
+
+
+def test_what_has_no_name():
+    assert names_of(several) == [
+        *[("a", None), ("b", None)],
+        ("c", ("z",)),
+        *[("Exp", None), ("a", None), ("b", None), ("Exp", None), ("Exp", None)],
+        *[("Mul", ("product",)), ("Exp", None)],
+    ]
+
+
+@pytest.mark.parametrize("source", [None, "/no/such/file.py:3", "broken.py:1", "<string>:1"])
+def test_sources_that_can_not_be_read(source, monkeypatch):
+    monkeypatch.setitem(linecache.cache, "broken.py", (8, None, ["x = = 1\n"], "broken.py"))
+    node = OperatorNode("Exp", "function", (), {}, Value(0, (), "float32", "exp"), None, None, source)
+    assert assigned_names(CellGraph("", "m.C", 0, True, False, {}, (node,), None)) == {0: None}
+
+
+def test_a_model():
+    cell, make = small_llama()
+    args, named = make(1)
+    graphs = list(capture(cell, *args, **named).calls())
+    found = {graph.path: [names for names in assigned_names(graph).values() if names] for graph in graphs}
+    assert found[""] == [("hidden_states",), ("logits",)]
+    assert found["model"] == [("hidden_states",)] * 3
+    attention = [name for names in found["model.layers.0.self_attn"] for name in names]
+    assert attention[:3] == ["query", "key", "value"] and {"scores", "weights", "mixed"} <= set(attention)
+
+
+def test_variables_are_unique():
+    names = Names(("all_reduce_tp", "ops"))
+    assert [names.variable("x") for _ in range(3)] == ["x", "x_2", "x_3"]
+    assert [names.variable(hint) for hint in ("x_2", "x_3", "x")] == ["x_2_2", "x_3_2", "x_4"]
+    assert [names.variable("sum") for _ in range(3)] == ["sum_", "sum_2", "sum_3"]
+    assert names.variable("ops") == "ops_2" and names.variable("all_reduce_tp") == "all_reduce_tp_2"
+    module = {"ops"}
+    names = Names(module)
+    module.add("all_gather_tp")
+    assert names.variable("all_gather_tp") == "all_gather_tp_2", "the module got a name after the function was begun"
+    assert Names().variable("ops") == "ops", "reserved in one function, free in another"
+
+
+def test_variables_are_legal():
+    rng = np.random.default_rng(0)
+    hints = [*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "self", "", "0", "layers.0.x", "a-b", "2x", "größe"]
+    hints = [hints[index] for index in rng.permutation(len(hints) * 3) % len(hints)]
+    names = Names(("x",))
+    found = [names.variable(hint) for hint in hints]
+    assert len(set(found)) == len(found)
+    forbidden = {*keyword.kwlist, *dir(builtins), "self", "x"}
+    assert all(name.isidentifier() and name not in forbidden for name in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("LlamaForCausalLM", "llama_for_causal_lm"),
+        ("MLP", "mlp"),
+        ("RMSNorm", "rms_norm"),
+        ("MatMul", "matmul"),
+        ("BatchMatMulExt", "batch_matmul_ext"),
+        ("ReLU", "relu"),
+        ("SiLU", "silu"),
+        ("LogSoftmax", "log_softmax"),
+        ("Conv2D", "conv2d"),
+        ("ResNet50Block", "res_net50_block"),
+        ("already_snake", "already_snake"),
+    ],
+)
+def test_snake_case(name, function):
+    assert snake_case(name) == function

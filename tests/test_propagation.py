@@ -1,0 +1,249 @@
+"""Propagation: the plan is complete and consistent, its choices are the eager engine's, and it moves no more bytes."""
+
+from math import prod
+
+import mindspore as ms
+import numpy as np
+import pytest
+from captured_models import MODELS, small_llama
+from mindspore import Parameter, Tensor, nn, ops
+from plan_checks import CONFIGS, MESH, check_plan, move_bytes, plan_of, stored, whole
+
+from mindformers_core.communication import count_collectives
+from mindformers_core.layout import Layout, layout
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.operators import tensor_meta
+from mindformers_core.redistribution import CPU
+from mindformers_core.tensor_parallel import distribute_tensor, shard
+from mindformers_core.tensor_parallel.capturing import capture
+from mindformers_core.tensor_parallel.capturing.structure import values_in
+from mindformers_core.tensor_parallel.propagation import CallPlan, OperatorPlan, derive_parameters, propagate
+from mindformers_core.tensor_parallel.propagation.declaration import Declaration, OperatorDeclaration
+from mindformers_core.tensor_parallel.propagation.frames import FLOWS
+from mindformers_core.tensor_parallel.propagation.propagate import Propagation
+
+CAPTURED = [name for name in MODELS if name != "batch norm"]  # has no rule
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", CAPTURED)
+def test_plans_are_complete(name, config):
+    model, make = MODELS[name]()
+    plan = plan_of(model, *make(1), CONFIGS[config])
+    check_plan(plan)
+
+
+@pytest.mark.parametrize("name", [name for name in CAPTURED if "llama" not in name])
+def test_whole_inputs_and_parameters_move_nothing(name):
+    model, make = MODELS[name]()
+    assert not [move for _, frame in plan_of(model, *make(1)).walk() for move in frame.moves]
+
+
+@pytest.mark.usefixtures("rank_0_of_4")
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_llama_moves_what_the_eager_engine_moves(tied, config):
+    model, make = small_llama(tie_word_embeddings=tied)
+    args, named = make(1)
+    plan = plan_of(model, args, named, CONFIGS[config])
+    forward, backward = move_bytes(plan)
+    shard(model, MESH, CONFIGS[config], mode="eager")
+    inputs = [distribute_tensor(x, Layout.on(MESH, ((),) * x.ndim)) for x in (*args, named["labels"])]
+    with count_collectives() as counts:
+        model(*inputs)
+    eager_forward = sum(total for _, total in counts.values())
+    with count_collectives() as counts:
+        ms.value_and_grad(model, None, model.trainable_params())(*inputs)
+    eager_backward = sum(total for _, total in counts.values()) - eager_forward
+    assert (forward + extremes_bytes(plan), backward) == (eager_forward, eager_backward)
+
+
+def extremes_bytes(plan):
+    """Bytes of what the algorithm "max" communicates over one axis of 2: the maximum, and how many hold it."""
+    entries = [entry for _, frame in plan.walk() for entry in frame.instructions]
+    cut = [entry for entry in entries if getattr(entry, "algorithm", None) == "max"]
+    values = [pair for entry in cut for pair in zip(values_in(entry.node.outputs), entry.outputs)]
+    return sum(2 * 4 * prod(place.local_shape(value.shape)) for value, place in values)
+
+
+class Dense(nn.Cell):
+    """The linear layer of the seed, with classic primitives."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = Parameter(Tensor(np.zeros((inputs, outputs), np.float32)))
+        self.bias = Parameter(Tensor(np.zeros(outputs, np.float32)))
+        self.matmul, self.add = ops.MatMul(), ops.Add()
+
+    def construct(self, x):
+        return self.add(self.matmul(x, self.weight), self.bias)
+
+
+class MixedDense(Dense):
+    """Computes in float16 with parameters in float32."""
+
+    def construct(self, x):
+        weight, bias = ops.cast(self.weight, ms.float16), ops.cast(self.bias, ms.float16)
+        return self.add(self.matmul(ops.cast(x, ms.float16), weight), bias)
+
+
+class FFN(nn.Cell):
+    """The model of the seed."""
+
+    def __init__(self, dense=Dense):
+        super().__init__()
+        self.flatten, self.relu = ops.Flatten(), ops.ReLU()
+        self.dense1, self.dense2 = dense(28 * 28, 64), dense(64, 10)
+
+    def construct(self, x):
+        return self.dense2(self.relu(self.dense1(self.flatten(x))))
+
+
+def strategies(plan):
+    """Into how many parts every operator's inputs are cut, in order."""
+    found = []
+    for entry in plan.instructions:
+        if isinstance(entry, OperatorPlan):
+            cut = tuple(tuple(map(place.divisor, range(place.ndim))) for place in entry.inputs)
+            found.append((entry.node.operator, cut))
+        elif isinstance(entry, CallPlan):
+            found += strategies(entry.frame)
+    return found
+
+
+def derived(cell, mesh, declarations, *inputs):
+    """The layouts of all parameters, none of them declared, and the plan with these."""
+    graph = capture(cell, *inputs)
+    arriving = {value.id: whole(value, mesh) for value in values_in(graph.arguments)}
+    found = stored(graph, declarations, mesh)
+    found = derive_parameters(graph, mesh, arriving, found, declarations, free=found.keys())
+    plan = propagate(graph, mesh, arriving, found, declarations)
+    check_plan(plan)
+    return found, plan
+
+
+def test_the_seed_s_example():
+    mesh = init_device_mesh((2, 4), ("dp", "tp"))
+    declarations = {"dense1": Declaration(operators={"matmul": OperatorDeclaration(((2, 1), (1, 4)))})}
+    found, plan = derived(FFN(), mesh, declarations, tensor_meta((256, 28, 28), "float32"))
+    flatten, *rest = strategies(plan)
+    assert flatten == ("Flatten", ((1, 1, 1),))
+    assert rest == [
+        ("MatMul", ((2, 1), (1, 4))),
+        ("Add", ((2, 4), (4,))),
+        ("ReLU", ((2, 4),)),
+        ("MatMul", ((2, 4), (4, 1))),
+        ("Add", ((2, 1), (1,))),
+    ]
+    assert {path: str(place) for path, place in found.items()} == {
+        "dense1.weight": "[-, tp]",
+        "dense1.bias": "[tp]",
+        "dense2.weight": "[tp, -]",
+        "dense2.bias": "[-]",
+    }
+
+
+SEED_MESH = init_device_mesh((2, 4), ("dp", "tp"))
+FIRST = {"dense1": Declaration(operators={"matmul": OperatorDeclaration(((2, 1), (1, 4)))})}
+SECOND = {"dense2": Declaration(operators={"matmul": OperatorDeclaration(((2, 4), (4, 1)))})}
+
+
+@pytest.mark.parametrize("declarations", [FIRST, SECOND, FIRST | SECOND])
+@pytest.mark.parametrize("dense", [Dense, MixedDense])
+def test_what_is_declared_spreads_both_ways(dense, declarations):
+    found, plan = derived(FFN(dense), SEED_MESH, declarations, tensor_meta((65536, 28, 28), "float32"))
+    cut = [pair for pair in strategies(plan) if pair[0] not in ("Cast", "Flatten")]
+    assert cut == [
+        ("MatMul", ((2, 1), (1, 4))),
+        ("Add", ((2, 4), (4,))),
+        ("ReLU", ((2, 4),)),
+        ("MatMul", ((2, 4), (4, 1))),
+        ("Add", ((2, 1), (1,))),
+    ]
+    assert {path: str(place) for path, place in found.items()} == {
+        "dense1.weight": "[-, tp]",
+        "dense1.bias": "[tp]",
+        "dense2.weight": "[tp, -]",
+        "dense2.bias": "[-]",
+    }
+
+
+def compared(cell, inputs, arriving, declarations=None, parameters=None, mesh=MESH):
+    """The plan, and the costs with every operator decided by itself and after looking ahead."""
+    graph = capture(cell, *inputs)
+    values = values_in(graph.arguments)
+    layouts = {value.id: place.bind(mesh, len(value.shape)) for value, place in zip(values, arriving)}
+    found = stored(graph, declarations or {}, mesh) | (parameters or {})
+    plan = propagate(graph, mesh, layouts, found, declarations)
+    check_plan(plan)
+    run = Propagation(mesh, found, declarations or {}, CPU)
+    arguments = {number: (place, FLOWS, False) for number, place in layouts.items()}
+    greedy, improved = run.decide(graph, arguments, True), run.improved(graph, arguments, True)
+    assert sum(move_bytes(plan)) == improved.cost.nbytes
+    assert improved is greedy or improved.cost.improves_on(greedy.cost)
+    return plan, greedy.cost, improved.cost
+
+
+class Sum(nn.Cell):
+    """Two tensors added, and what follows."""
+
+    def __init__(self, steps=0):
+        super().__init__()
+        self.steps = steps
+
+    def construct(self, x, y):
+        z = x + y
+        for _ in range(self.steps):
+            z = ops.relu(ops.transpose(z, (1, 0)))
+        return z
+
+
+PAIR = [tensor_meta((8, 8), "float32")] * 2
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+def test_looking_ahead_moves_the_other_summand(steps):
+    wanted = layout(None, "dp") if steps % 2 == 0 else layout("dp", None)
+    declarations = {"": Declaration(outputs={0: wanted})}
+    plan, greedy, improved = compared(Sum(steps), PAIR, [layout("dp", None), layout(None, "dp")], declarations)
+    assert improved.nbytes * 2 == greedy.nbytes and improved.work == greedy.work
+    assert [move.value.hint for move in plan.moves] == ["x"], "once, and not the sum again"
+
+
+def test_looking_ahead_into_a_called_cell():
+    class Outer(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.inner = Sum(2)
+
+        def construct(self, x, y):
+            return self.inner(x, y)
+
+    declarations = {"": Declaration(outputs={0: layout(None, "dp")})}
+    plan, greedy, improved = compared(Outer(), PAIR, [layout("dp", None), layout(None, "dp")], declarations)
+    assert improved.nbytes * 2 == greedy.nbytes
+    assert [move.value.hint for move in plan.moves] == ["x"], "the caller moves what the callee needs moved only"
+    assert not plan.calls[0].frame.moves
+
+
+def test_nothing_is_computed_on_all_ranks_to_save_communication():
+    """Gathering the ids would save the gradient's all-reduce, and with it data parallelism."""
+    model, make = small_llama()
+    plan = plan_of(model, *make(1), CONFIGS["dp"], arriving={0: Layout.on(MESH, (("dp",), ()))})
+    embedding = plan.calls[0].frame.calls[0].frame
+    assert [str(place) for place in embedding.instructions[1].inputs] == ["[tp, -] (varying: dp)", "[dp, -]"]
+
+
+def test_a_partial_sum_that_is_needed_whole_and_cut_is_reduced_once():
+    class Twice(nn.Cell):
+        def construct(self, x, y):
+            z = ops.matmul(x, y)
+            return ops.exp(z), ops.sin(z)
+
+    declarations = {"": Declaration(outputs={0: layout("dp")})}
+    arriving = [layout(None, "dp"), layout("dp", None)]
+    plan, _, _ = compared(Twice(), PAIR, arriving, declarations)
+    assert [[step.kind for step in move.steps] for move in plan.moves] in (
+        [["all_reduce"], ["slice"]],
+        [["reduce_scatter"], ["all_gather"]],
+    )

@@ -1,0 +1,237 @@
+"""Plans as JSON: a plan that is saved and loaded is the same plan, and a file that doesn't fit is refused."""
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+from captured_models import MODELS, Reader, Writer, small_llama
+from mindspore import nn
+from models import EXAMPLES, axes_of
+from plan_checks import check_plan
+from planned_models import planned
+
+from mindformers_core.layout import layout
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.operators import tensor_meta
+from mindformers_core.tensor_parallel.capturing import capture
+from mindformers_core.tensor_parallel.capturing.structure import values_in
+from mindformers_core.tensor_parallel.propagation import Move, OperatorPlan
+from mindformers_core.tensor_parallel.propagation.saved import load_plan, save_plan
+
+MESH = init_device_mesh((2, 2), ("dp", "tp"))
+CONFIG = SimpleNamespace(batch_axes="dp", sequence_parallel=True)
+
+
+def plan_of(name):
+    """`(graph, frame)` of a model, with the layouts that its example declares."""
+    model, make = MODELS[name]()
+    args, named = make(1)
+    if name not in EXAMPLES:
+        return planned(model, MESH, args, named, CONFIG)
+    example, axes = EXAMPLES[name], axes_of(MESH)
+    return planned(model, MESH, args, named, example.config(axes), example.plan(axes))
+
+
+def same_plan(frame, other, known):
+    """Assert that two plans are the same in all their parts, and share frames alike."""
+    if id(frame) in known:
+        assert known[id(frame)] is other
+        return
+    known[id(frame)] = other
+    for name in ("mesh", "layouts", "results", "lifted", "gradients"):
+        assert getattr(frame, name) == getattr(other, name), name
+    for part in ("path", "call", "key", "parameters", "outer"):
+        assert getattr(frame.graph, part) == getattr(other.graph, part), part
+    for one, two in zip(frame.instructions, other.instructions, strict=True):
+        assert type(one) is type(two)
+        if isinstance(one, Move):
+            assert vars(one) == vars(two)
+            continue
+        assert (str(one.node), one.inputs, one.outputs) == (str(two.node), two.inputs, two.outputs)
+        if isinstance(one, OperatorPlan):
+            assert (one.axes_of, one.algorithm, one.cut_axes) == (two.axes_of, two.algorithm, two.cut_axes)
+            assert vars(one.signature).keys() == vars(two.signature).keys()
+            for part in ("inputs", "outputs", "sizes", "reduced", "whole", "linear", "added", "distributed", "run"):
+                assert getattr(one.signature, part) == getattr(two.signature, part)
+        else:
+            assert one.lifted == two.lifted and (one.frame is None) == (two.frame is None)
+            if one.frame is not None:
+                same_plan(one.frame, two.frame, known)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "batch norm"])
+def test_a_loaded_plan_is_the_one_saved(name, tmp_path):
+    graph, frame = plan_of(name)
+    save_plan(frame, tmp_path / "plan.json")
+    loaded = load_plan(tmp_path / "plan.json", graph, MESH)
+    same_plan(frame, loaded, {})
+    check_plan(loaded)
+    save_plan(loaded, tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "plan.json").read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["again.json", "plan.json"]
+
+
+class OneWeight(nn.Cell):
+    """Two Cells with one weight, which the root itself doesn't use."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Dense(4, 4), nn.Dense(4, 4)
+        self.second.weight = self.first.weight
+
+    def construct(self, x):
+        return self.second(self.first(x))
+
+
+def test_parameters_that_are_lifted_above_their_cells(tmp_path):
+    graph, frame = planned(OneWeight(), MESH, (tensor_meta((8, 4), "float32"),), arriving={"x": layout("dp")})
+    (call, _) = frame.calls
+    assert [use.path for use in frame.graph.parameters] == ["first.weight"] and not graph.parameters
+    assert [value for value, _ in call.lifted] == [frame.graph.parameters[0].value]
+    save_plan(frame, tmp_path / "plan.json")
+    same_plan(frame, load_plan(tmp_path / "plan.json", graph, MESH), {})
+
+
+class Around(nn.Cell):
+    """A Cell between the one that makes a tensor and the one that uses it without being passed it."""
+
+    def __init__(self):
+        super().__init__()
+        self.writer, self.middle = Writer(), nn.SequentialCell(Reader())
+
+    def construct(self, x):
+        return self.middle(self.writer(x, [], self.middle[0]))
+
+
+def test_tensors_that_are_handed_down_through_a_cell(tmp_path):
+    graph, frame = planned(Around(), MESH, (tensor_meta((8, 4), "float32"),), arriving={"x": layout("dp")})
+    (handed,) = frame.calls[1].frame.graph.outer
+    assert handed.value not in values_in([node.args for node in frame.calls[1].frame.graph.nodes])
+    save_plan(frame, tmp_path / "plan.json")
+    same_plan(frame, load_plan(tmp_path / "plan.json", graph, MESH), {})
+
+
+def test_one_of_several_permutations(tmp_path):
+    mesh = init_device_mesh((2, 2, 2), ("a", "b", "c"))
+    plan = {"": {"input": layout(("c", "a", "b"))}}
+    x = tensor_meta((8,), "float32")
+    graph, frame = planned(nn.ReLU(), mesh, (x,), plan=plan, arriving={"input": layout(("a", "b", "c"))})
+    assert [step.kind for step in frame.moves[0].steps] == ["permute"]
+    save_plan(frame, tmp_path / "plan.json")
+    same_plan(frame, load_plan(tmp_path / "plan.json", graph, mesh), {})
+
+
+def test_equal_layers_are_in_the_file_once(tmp_path):
+    sizes = []
+    for layers in (2, 8):
+        model, make = small_llama(num_hidden_layers=layers)
+        args, named = make(1)
+        _, frame = planned(model, MESH, args, named, CONFIG)
+        save_plan(frame, tmp_path / "plan.json")
+        data = json.loads((tmp_path / "plan.json").read_text())
+        sizes.append(len(data["frames"]))
+    assert sizes[0] == sizes[1]
+    assert max(map(len, (tmp_path / "plan.json").read_text().splitlines())) < 500
+
+
+def test_nothing_is_left_where_saving_fails(tmp_path):
+    _, frame = plan_of("mlp")
+    (tmp_path / "plan.json").mkdir()
+    with pytest.raises(OSError):
+        save_plan(frame, tmp_path / "plan.json")
+    assert os.listdir(tmp_path) == ["plan.json"]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """The path of a saved plan, its graph, and a function that changes the file."""
+    graph, frame = plan_of("small llama")
+    path = tmp_path / "plan.json"
+    save_plan(frame, path)
+
+    def change(edit):
+        data = json.loads(path.read_text())
+        edit(data)
+        path.write_text(json.dumps(data))
+
+    return path, graph, change
+
+
+def llama_graph(**changes):
+    model, make = small_llama(**changes)
+    args, named = make(1)
+    return capture(model, *args, **named)
+
+
+def test_another_mesh_is_refused(saved):
+    path, graph, _ = saved
+    for mesh in (init_device_mesh((2, 2), ("tp", "dp")), init_device_mesh((4, 2), ("dp", "tp"))):
+        with pytest.raises(ValueError, match=r"plan for the mesh \(dp=2, tp=2\), not for"):
+            load_plan(path, graph, mesh)
+
+
+def test_other_ranks_are_as_good(saved):
+    path, graph, _ = saved
+    mesh = init_device_mesh((2, 2), ("dp", "tp"), (4, 5, 6, 7))
+    assert {layout.mesh for layout in load_plan(path, graph, mesh).layouts.values()} == {mesh}
+
+
+OTHERS = {
+    "layers": ({"num_hidden_layers": 3}, r"Cell 'model' has '.*layers\.2.*' where the plan has '.*norm.*'"),
+    "epsilon": ({"rms_norm_eps": 0.5}, r"RMSNorm|Cell 'model.layers.0.input_layernorm' has .*0\.5"),
+    "size": ({"intermediate_size": 48}, r"Cell 'model.layers.0.mlp' has '.*48\]"),
+    "constant": ({"rope_theta": 7.0}, r"Cell 'model' has 'constant .*'"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_graph_is_refused_with_what_differs(saved, name):
+    path, _, _ = saved
+    changes, message = OTHERS[name]
+    with pytest.raises(ValueError, match=message):
+        load_plan(path, llama_graph(**changes), MESH)
+
+
+def instruction(data, kind):
+    """The first instruction of a kind in a file, and its frame."""
+    return next(entry for frame in data["frames"] for entry in frame["instructions"] if kind in entry)
+
+
+def test_files_that_are_no_plans(saved, tmp_path):
+    path, graph, change = saved
+    change(lambda data: data.update(version=99))
+    with pytest.raises(ValueError, match="version 99; this is for version 1"):
+        load_plan(path, graph, MESH)
+    for text in ("{", "[]", '{"format": "other"}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="is no plan"):
+            load_plan(path, graph, MESH)
+
+
+def whole_logits(data):
+    """What the output layer gives and the loss takes isn't what these are planned for."""
+    calls = {entry["call"]: entry for entry in data["frames"][0]["instructions"] if "call" in entry}
+    calls["lm_head"]["outputs"][0] = calls["loss"]["inputs"][0] = [None, None, None]
+
+
+EDITS = {
+    "unknown axis": (lambda data: data["frames"][0]["layouts"].update({"0": ["pp", None]}), "unknown mesh axis 'pp'"),
+    "too many dims": (lambda data: data["frames"][0]["layouts"].update({"0": ["dp"]}), "2 dims, but layout"),
+    "not at hand": (lambda data: instruction(data, "move").update({"from": ["tp", None]}), "isn't at hand"),
+    "wrong target": (lambda data: instruction(data, "move").update(to=["dp", "tp"]), "lead from"),
+    "wrong step": (lambda data: instruction(data, "move")["by"][0].update(step="all_to_all"), "can't take the step"),
+    "other cut": (lambda data: instruction(data, "operator")["axes_of"].clear(), "has a tensor in layout"),
+    "missing": (lambda data: instruction(data, "operator").pop("inputs"), "missing or malformed"),
+    "other result": (lambda data: data["frames"][2].update(results=[["dp", None, None]]), "isn't at hand"),
+    "other call": (whole_logits, r"has a tensor in layout \[-, -, -\], the Cell in \[.*, tp\]"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_file_that_was_changed_wrongly_is_refused(saved, name):
+    path, graph, change = saved
+    edit, message = EDITS[name]
+    change(edit)
+    with pytest.raises(ValueError, match=message):
+        load_plan(path, graph, MESH)

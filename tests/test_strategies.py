@@ -1,0 +1,187 @@
+"""Strategies and layouts that are declared for operators: what they mean on a mesh, and errors."""
+
+import itertools
+import zlib
+
+import numpy as np
+import pytest
+from operator_calls import CALLS, is_many
+
+from mindformers_core.layout import Layout, layout
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.operators import resolve, signature_of, tensor_meta
+from mindformers_core.redistribution import CPU
+from mindformers_core.tensor_parallel.propagation.declaration import OperatorDeclaration
+from mindformers_core.tensor_parallel.propagation.strategies import declared_layouts
+
+MESH = init_device_mesh((2, 4), ("dp", "tp"))
+WHERE = "Cell 'dense1' (Dense), operator 'matmul' (MatMul)"
+
+
+def ask(name, args, inputs=None, outputs=None, mesh=MESH, **named):
+    """`declared_layouts` for an operator call with shapes in the place of tensors, as lists of dims."""
+
+    def meta(value):
+        return tensor_meta(value, "float32", Layout.on(mesh, ((),) * len(value))) if type(value) is tuple else value
+
+    signature = signature_of(name, [meta(value) for value in args], named)
+    metas = [meta(value) for value in args if type(value) is tuple]
+    declared = declared_layouts(OperatorDeclaration(inputs, outputs), signature, metas, mesh, WHERE)
+    return [[entry and entry.dims for entry in side] for side in declared]
+
+
+def matmul(inputs=None, outputs=None, mesh=MESH, shapes=((16, 32), (32, 64))):
+    return ask("MatMul", shapes, inputs, outputs, mesh)
+
+
+def test_nothing_declared():
+    assert matmul() == [[None, None], [None]]
+    assert matmul((None, None), (None,)) == [[None, None], [None]]
+
+
+def test_the_seed_s_example():
+    assert matmul(((2, 1), (1, 4))) == [[(("dp",), ()), ((), ("tp",))], [None]]
+    assert matmul(((2, 1), (1, 4)), ((2, 4),)) == [[(("dp",), ()), ((), ("tp",))], [(("dp",), ("tp",))]]
+
+
+def test_a_factor_takes_the_same_axes_in_all_tensors():
+    assert matmul(((2, 4), (4, 1))) == [[(("dp",), ("tp",)), (("tp",), ())], [None]]
+    assert matmul(((1, 8), (8, 1))) == [[((), ("dp", "tp")), (("dp", "tp"), ())], [None]]
+    assert matmul((None, (4, 2))) == [[None, (("tp",), ("dp",))], [None]]
+
+
+def test_first_axes_first_save_where_others_would_lack_them():
+    cube = init_device_mesh((2, 4, 2), ("a", "b", "c"))
+    assert matmul(((2, 1), (1, 2)), mesh=cube)[0] == [(("a",), ()), ((), ("c",))]
+    assert matmul(((4, 1), (1, 1)), mesh=cube)[0] == [(("a", "c"), ()), ((), ())]
+    assert matmul(((4, 1), (1, 2)), mesh=cube)[0] == [(("b",), ()), ((), ("a",))]
+
+
+def test_axes_of_size_one_are_not_used():
+    mesh = init_device_mesh((1, 2, 1, 4), ("pp", "dp", "cp", "tp"))
+    assert matmul(((2, 1), (1, 4)), mesh=mesh)[0] == [(("dp",), ()), ((), ("tp",))]
+
+
+def test_an_output_that_is_cut_otherwise():
+    rows = ((2, 4), (4, 1))
+    assert matmul(rows, ((8, 1),))[1] == [(("dp", "tp"), ())], "a reduce-scatter over the axis of the sum"
+    assert matmul(rows, ((2, 1),))[1] == [(("dp",), ())]
+    assert matmul(rows, ((1, 1),))[1] == [((), ())]
+    assert matmul(rows, ((1, 2),))[1] == [((), ("dp",))]
+    assert matmul(((1, 4), (4, 1)), ((2, 4),))[1] == [(("dp",), ("tp",))]
+    assert matmul(((2, 1), (1, 1)), ((2, 4),))[1] == [(("dp",), ("tp",))]
+    mesh = init_device_mesh((4, 2, 2), ("a", "b", "c"))
+    assert matmul(((1, 2), (2, 1)), ((4, 1),), mesh) == [[((), ("b",)), (("b",), ())], [(("b", "c"), ())]]
+    assert matmul(None, ((2, 4),)) == [[None, None], [(("dp",), ("tp",))]]
+
+
+def test_dims_that_an_operator_merges():
+    assert ask("Reshape", [(8, 6), [48]], ((4, 1),), ((4,),)) == [[(("tp",), ())], [(("tp",),)]]
+    assert ask("Reshape", [(16,), [2, 8]], ((8,),), ((2, 4),)) == [[(("dp", "tp"),)], [(("dp",), ("tp",))]]
+
+
+def test_a_broadcast_dim():
+    assert ask("Add", [(16, 32), (32,)], ((2, 4), (4,)))[0] == [(("dp",), ("tp",)), (("tp",),)]
+    assert ask("Add", [(16, 32), (16, 1)], ((2, 4), (2, 1)))[0] == [(("dp",), ("tp",)), (("dp",), ())]
+
+
+def test_a_number_in_a_tensor_s_place():
+    assert ask("Mul", [(16, 32), 2.0], ((2, 4), ()))[0] == [(("dp",), ("tp",))]
+    assert ask("Mul", [(16, 32), ()], ((2, 4), ()))[0] == [(("dp",), ("tp",)), ()], "and a tensor without dims"
+
+
+def test_layouts():
+    bound = Layout.on(MESH, ((), ("tp",)))
+    assert matmul((layout("dp"), bound), (layout(..., "tp"),)) == [
+        [(("dp",), ()), ((), ("tp",))],
+        [((), ("tp",))],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "message"),
+    [
+        (
+            ((2, 1),),
+            None,
+            r"Cell 'dense1' \(Dense\), operator 'matmul' \(MatMul\): inputs have 1 declared entries, but this call has "
+            r"2 tensors there, of shapes \(16, 32\), \(32, 64\): write one for each",
+        ),
+        (None, ((2, 1), None), r"outputs have 2 declared entries, but this call has 1 tensors there.*\(16, 64\)"),
+        (((2,), (1, 4)), None, r"input 0 of shape \(16, 32\) has 2 dims, but strategy \(2,\) has 1 numbers"),
+        (((3, 1), (1, 4)), None, r"\(16, 32\), strategy \(3, 1\): dim 0 of size 16 can't be cut into 3 parts: write a"),
+        (
+            ((2, 4), (2, 1)),
+            None,
+            r"input 1 of shape \(32, 64\), strategy \(2, 1\): dim 0 of size 32 is cut into 2 parts, but it is one dim "
+            r"with that of .*input 0 of shape \(16, 32\), strategy \(2, 4\): dim 1 of size 32, which is cut into 4",
+        ),
+        (((16, 1), (1, 1)), None, r"dim 0.*into 16 parts by whole axes of \(dp=2, tp=4\): possible are 1, 2, 4, 8"),
+        (((4, 1), (1, 4)), None, r"\(1, 4\): dim 1 of size 64.*, of which tp=4 cut other dims: possible are 1, 2"),
+        (((2, 4), (4, 1)), ((4, 4),), r"output 0 of shape \(16, 64\), strategy \(4, 4\): dim 1.*of which tp=4 cut ot"),
+        ((layout("dp"), (1, 4)), None, r"strategies and layouts are mixed: write layout\(…\) for all of its tensors"),
+        ((layout("dp"), None), ((2, 4),), "strategies and layouts are mixed"),
+        ((layout("dp", None, "tp"), None), None, r"operator 'matmul' \(MatMul\): input 0: layout.*it has 3 entries"),
+        ((layout("dp"), layout("dq")), None, r"input 1: layout.*unknown mesh axis 'dq'.*did you mean 'dp'"),
+        ((Layout.on(init_device_mesh((8,), ("tp",)), ((), ("tp",))), None), None, "input 0: layout.*on another mesh"),
+    ],
+)  # fmt: skip
+def test_errors(inputs, outputs, message):
+    with pytest.raises(ValueError, match=message):
+        matmul(inputs, outputs)
+
+
+def test_errors_of_other_operators():
+    with pytest.raises(ValueError, match=r"input 0 of shape \(6, 32\): dim 0 has size 6, which axes tp"):
+        matmul((layout("tp"), None), shapes=((6, 32), (32, 64)))
+    with pytest.raises(ValueError, match=r"dim 0 of size 12 is 6 x 2 to this operator, which 4 parts don't fit"):
+        ask("Reshape", [(12,), [6, 2]], ((4,),))
+    with pytest.raises(
+        ValueError, match="dim 1 of size 8 is merged by this operator with a major dim of size 4, which"
+    ):
+        ask("Reshape", [(4, 8), [32]], ((2, 2),))
+    with pytest.raises(ValueError, match="dim 1 of size 8 can't be cut in this operator: write 1"):
+        ask("LayerNorm", [(4, 8), (8,), (8,), 1, 1], ((1, 2), (2,), (2,)))
+
+
+def choices(shape):
+    """All cuts of a tensor by the axes a and b (both of size 2), as strategies."""
+    for owners in itertools.product(range(-1, len(shape)), repeat=2):
+        strategy = tuple(2 ** owners.count(dim) for dim in range(len(shape)))
+        if all(size % count == 0 for size, count in zip(shape, strategy)):
+            yield strategy
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_strategies_of_any_operator(call):
+    """What strategies give has as many parts as they say, and the operator computes with it as it is; or an error."""
+    mesh = init_device_mesh((2, 2), ("a", "b"))
+    rng = np.random.default_rng(zlib.crc32(str(call).encode()))
+    metas = []
+
+    def meta(value):
+        if is_many(value):
+            return type(value)(map(meta, value))
+        if not isinstance(value, np.ndarray):
+            return value
+        metas.append(tensor_meta(value.shape, str(value.dtype), Layout.on(mesh, ((),) * value.ndim)))
+        return metas[-1]
+
+    args = [meta(value) for value in call.args]
+    signature = signature_of(call.name, args, {name: meta(value) for name, value in call.named.items()})
+    options = [sorted(set(choices(entry.shape))) for entry in metas]
+    understood = 0
+    draws = [tuple(some[rng.integers(len(some))] for some in options) for _ in range(12)]
+    for strategies in [tuple(some[0] for some in options), *draws]:
+        try:
+            inputs, outputs = declared_layouts(OperatorDeclaration(strategies), signature, metas, mesh, WHERE)
+        except ValueError as error:
+            assert any(text in str(error) for text in ("cut both alike", "write 1", "possible are"))
+            continue
+        understood += 1
+        assert outputs == (None,) * len(signature.outputs)
+        assert [tuple(map(entry.divisor, range(entry.ndim))) for entry in inputs] == list(strategies)
+        arriving = [tensor_meta(one.shape, one.dtype, entry, True) for one, entry in zip(metas, inputs)]
+        resolution = resolve(signature, arriving, mesh, CPU)
+        assert resolution.cost == 0 and [entry.dims for entry in resolution.inputs] == [entry.dims for entry in inputs]
+    assert understood, "the strategy of ones, which comes first, is always right"
