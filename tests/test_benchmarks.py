@@ -125,9 +125,21 @@ def test_every_benchmark_has_its_place_in_the_readme():
 
 def operator_results(**microseconds):
     """Results by name: models that take a second each, and an operator's medians."""
-    models = [f"{model}/{kind}" for model in ("mlp", "transformer") for kind in ("eager", "handwritten/pynative")]
+    kinds = ("eager", *(f"{maker}/{mode}" for maker in ("handwritten", "generated") for mode in ("pynative", "jit")))
+    models = [f"{model}/{kind}" for model in ("mlp", "transformer") for kind in kinds]
     medians = dict.fromkeys(models, 1.0) | {f"op/matmul/{name}": value / 1e6 for name, value in microseconds.items()}
     return {name: harness.Result(name, name, (median,), (median,)) for name, median in medians.items()}
+
+
+@pytest.mark.parametrize(("generated", "exit_code"), [(1.03, 0), (1.04, 1)])
+def test_a_program_that_is_slower_than_by_hand_fails_the_benchmark(monkeypatch, generated, exit_code):
+    benchmark = importlib.import_module("tensor_parallel")
+    medians = operator_results(plain=28, cached=28, plain_first=900, first=900, first_marked=900)
+    medians["mlp/generated/jit"] = harness.Result("", "", (generated,), (generated,))
+    shown = []
+    monkeypatch.setattr(benchmark, "run_benchmark", lambda *arguments: shown.extend(arguments[-1](medians)) or 0)
+    assert benchmark.main() == exit_code
+    assert f"mlp/generated/jit: {generated:.3f} of mlp/handwritten/jit; limit 1.03" in "\n".join(shown)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import pytest
 from documents import code_blocks
 from launch import ROOT
 
+from mindformers_core import explain
+from mindformers_core.communication import shutdown
 from mindformers_core.trainer.data import open_dataset
 from mindformers_core.trainer.recipe import accumulation_steps, mesh_shape
 from mindformers_core.trainer.recipe_loader import load_recipe
@@ -65,6 +67,23 @@ def test_a_command_names_a_recipe_that_fits_its_ranks(where, words, ranks):
     recipe = load_recipe(str(ROOT / recipe), overrides)
     _, dp, _, _ = mesh_shape(recipe, ranks)
     accumulation_steps(recipe, dp)
+
+
+def test_the_readme_shows_what_explain_says(tmp_path):
+    """Of its example, as one of its four ranks; the first lines are left out."""
+    example, *_ = code_blocks(ROOT / "README.md", "python")
+    declared = example[: example.index("step = ")].replace("distributed()", 'distributed("fake", world_size=4)')
+    file = tmp_path / "mlp.py"
+    file.write_text(declared)
+    names = {"__name__": "mlp"}
+    shutdown()
+    try:
+        exec(compile(declared, file, "exec"), names)
+        said = explain(names["net"], names["x"])
+    finally:
+        shutdown()
+    (shown,) = [block for block in code_blocks(ROOT / "README.md", "text") if "all_reduce" in block]
+    assert said.endswith(shown.rstrip())
 
 
 def test_the_readmes_tokens_are_what_the_large_recipes_read(tmp_path, monkeypatch):

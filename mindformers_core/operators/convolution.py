@@ -36,13 +36,13 @@ def convolution(x, weight, out_channel=None, kernel_size=None, mode=1, *settings
 @register_operator("MaxPool")
 def max_pool(x, kernel_size=1, strides=1, pad_mode="valid", data_format="NCHW"):
     """The largest of every window."""
-    return _pooled(x, kernel_size, strides, pad_mode, 0, data_format, linear=())
+    return _pooled(x, kernel_size, strides, pad_mode, data_format, linear=())
 
 
 @register_operator("AvgPool")
 def average_pool(x, kernel_size=1, strides=1, pad_mode="valid", data_format="NCHW"):
     """The mean of every window: linear."""
-    return _pooled(x, kernel_size, strides, pad_mode, 0, data_format, linear=({0},))
+    return _pooled(x, kernel_size, strides, pad_mode, data_format, linear=({0},))
 
 
 @register_operator("GroupNorm")
@@ -67,10 +67,10 @@ def group_norm(x, num_groups, weight=None, bias=None, eps=1e-5):
     return Signature(inputs, (names, statistic, statistic), sizes, whole=whole, localize=localize)
 
 
-def _pooled(x, kernel_size, strides, pad_mode, pad, data_format, linear):
+def _pooled(x, kernel_size, strides, pad_mode, data_format, linear):
     """Batch and channels stay parallel."""
     _check_image(x, data_format)
-    height, width = _windows(x.shape[2:], _pair(kernel_size), pad_mode, pad, _pair(strides), (1, 1))
+    height, width = _windows(x.shape[2:], _pair(kernel_size), pad_mode, 0, _pair(strides), (1, 1))
     names = dim_names(x)
     sizes = dim_sizes(x) | {"oh": height, "ow": width}
     whole = frozenset({"d2", "d3", "oh", "ow"})

@@ -14,6 +14,7 @@ from mindformers_core.layout import Layout
 from mindformers_core.operators import TensorMeta, resolve, signature_of, tensor_meta
 from mindformers_core.operators.registry import rule_attributes
 from mindformers_core.tensor_parallel.distributed_operators import ALGORITHMS, Cut
+from mindformers_core.tensor_parallel.dropout import WITHOUT_SEEDS
 from mindformers_core.tensor_parallel.dtensor import DTensor, parameter_view, wrap
 from mindformers_core.tensor_parallel.move import cost_model, dtype_name, move
 
@@ -44,6 +45,7 @@ class Dispatcher:
         primitive = None
         if len(args) == 3 and type(args[1]) is str and type(args[2]) is tuple:
             primitive, _, args = args  # how calls of classic primitives arrive
+            args = args[: WITHOUT_SEEDS.get(func.name)]
         if func.name in _ABOUT_TYPES:
             return func(*_on_locals((primitive, func.name, args) if primitive else args))
         key, tensors = [func.name], []

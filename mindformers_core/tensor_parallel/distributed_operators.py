@@ -55,7 +55,10 @@ class Cut:
         return self.mesh.axis_size(*self.axes)
 
     def start(self, size, dtype):
-        """Where this rank's part begins among all, if each has this size: a tensor without dims."""
+        """Where this rank's part begins among all, if each has this size: a tensor without dims.
+
+        A number would make the graphs of two ranks differ, since MindSpore drops the addition of 0.
+        """
         return Tensor(self.mesh.group_index(self._rank, self.axes) * size, dtype)
 
     @cached_property
@@ -132,19 +135,23 @@ def _arg_extreme(op):
         index = operator(*args)
         kept = index if index.ndim == x.ndim else ops.expand_dims(index, dim)
         value = ops.gather_elements(ops.stop_gradient(x), dim, kept)
-        return _first_position(index, ops.reshape(value, index.shape), x.shape[dim], op, cut)
+        return _first_position(index, ops.reshape(value, index.shape), x.shape[dim], op, cut)[0]
 
     return algorithm
 
 
 def _first_position(index, value, size, op, cut):
-    """The smallest global position among the parts whose value is the extreme. A NaN is none, as on one card."""
+    """The smallest global position among the parts whose value is the extreme, and whether it is in this part.
+
+    A NaN is no extreme, as on one card.
+    """
     if "float" in dtype_name(value.dtype):
         value = ops.masked_fill(value, ops.isnan(value), -math.inf if op == "max" else math.inf)
     best = cut.combined(value, op)
     position = ops.cast(index, mstype.int64) + cut.start(size, mstype.int64)
-    first = ops.where(ops.equal(value, best), position, Tensor(cut.count * size, mstype.int64))
-    return ops.cast(cut.combined(ops.stop_gradient(first), "min"), index.dtype)
+    here = ops.where(ops.equal(value, best), position, Tensor(cut.count * size, mstype.int64))
+    first = cut.combined(ops.stop_gradient(here), "min")
+    return ops.cast(first, index.dtype), ops.equal(first, position)
 
 
 def _extreme_with_index(op, value_first=False):
@@ -154,10 +161,9 @@ def _extreme_with_index(op, value_first=False):
         results = operator(*args)
         index, value = (results[1], results[0]) if value_first else results
         index = ops.stop_gradient(index)  # in a graph, integers have gradients too
-        first = _first_position(index, ops.stop_gradient(value), size, op, cut)
-        mine = ops.cast(ops.equal(first, index + cut.start(size, index.dtype)), value.dtype)
+        first, mine = _first_position(index, ops.stop_gradient(value), size, op, cut)
         best = cut.combined(ops.stop_gradient(value), op)
-        best = best + _finite_zero(value) * mine
+        best = best + _finite_zero(value) * ops.cast(mine, value.dtype)
         return (best, first) if value_first else (first, best)
 
     return algorithm

@@ -7,13 +7,24 @@ integers and strings" (arXiv 1504.06804, section 3): two sums and one product an
 """
 
 import math
+from types import MappingProxyType
 
 import numpy as np
 from mindspore import Tensor, ops
 from mindspore import dtype as mstype
 from mindspore.common.generator import default_generator
 
-__all__ = ["connect_generator", "counters", "dropout_with_mask", "functional_dropout", "next_random_state"]
+__all__ = [
+    "WITHOUT_SEEDS",
+    "connect_generator",
+    "counters",
+    "dropout_with_mask",
+    "functional_dropout",
+    "next_random_state",
+]
+
+# How many of an operator's arguments count: behind them are seeds, which differ from layer to layer or call to call.
+WITHOUT_SEEDS = MappingProxyType({"Dropout": 2})
 
 _STEP = Tensor(12, mstype.int64)  # how far a draw moves the generator on: as MindSpore's own operators
 _GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment

@@ -19,7 +19,6 @@ from mindformers_core.tensor_parallel.propagation.saved import load_plan
 __all__ = ["Program", "describe", "make_program", "signature_key"]
 
 
-
 @dataclass(frozen=True, eq=False)
 class Program:
     """What one signature runs.

@@ -31,8 +31,9 @@ class ShardedCell:
     def __setattr__(self, name, value):
         """A program has the numbers that a Cell keeps written in: with another one, it is made anew."""
         super().__setattr__(name, value)
-        if not name.startswith("__") and name not in _attributes_of_any_cell():
-            self.__dict__["_sharding"][0].forget_programs()
+        tree = self.__dict__["_sharding"][0]
+        if tree.running is None and not name.startswith("__") and name not in _attributes_of_any_cell():
+            tree.forget_programs()
 
     def add_flags(self, **flags):
         """As MindSpore's, which `set_train` calls: programs depend on the flag."""
@@ -89,9 +90,7 @@ class EagerCell(ShardedCell):
 @cache
 def sharded_class(mixin, cls, programs=()):
     """`cls` with a mixin; `programs` are pairs (name, function) that become methods."""
-    return type(
-        cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__, **dict(programs)}
-    )
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__, **dict(programs)})
 
 
 @cache

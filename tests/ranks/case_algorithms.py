@@ -17,7 +17,7 @@ from algorithm_calls import (
     Several,
 )
 from launch import on_ranks
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, mint, nn, ops
 from one_card import part_of
 
 from mindformers_core.layout import layout
@@ -80,6 +80,9 @@ def local(result):
 @on_ranks(2)
 def case_softmax_algorithms():
     check(SOFTMAX, [NUMBERS], [COLUMNS])
+    masked = NUMBERS.copy()
+    masked[0, :4], masked[1, 2:7], masked[2, 7] = -np.inf, -np.inf, -np.inf
+    check({name: SOFTMAX[name] for name in ("softmax", "logsumexp")}, [masked], [COLUMNS])
 
 
 @on_ranks(2)
@@ -120,7 +123,7 @@ class Dropping(nn.Cell):
         self.layer.recompute()
 
     def construct(self, x):
-        return ops.dropout(self.layer(x * 3), 0.25)
+        return mint.nn.functional.dropout(ops.dropout(self.layer(x * 3), 0.25), 0.25, True)
 
 
 @on_ranks(2)
@@ -146,7 +149,7 @@ def case_dropout_algorithm():
         np.testing.assert_array_equal(first, found["eager", seed][0][0].asnumpy(), err_msg=f"{mode}, seed {seed}")
         np.testing.assert_array_equal(first, again, err_msg=f"{mode}: the generator's state doesn't tell all")
         np.testing.assert_allclose(slope * part.asnumpy(), first, 1e-5, err_msg=f"gradient, {mode}")
-        assert 0.1 < np.mean((first != 0) & (second != 0)) < 0.2, f"{mode}: two calls drew the same mask"
+        assert 0.03 < np.mean((first != 0) & (second != 0)) < 0.15, f"{mode}: two calls drew the same mask"
     assert np.any(found["jit", 3][0][0].asnumpy() != found["jit", 4][0][0].asnumpy()), "the seed has no effect"
 
 

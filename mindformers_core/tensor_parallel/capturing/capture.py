@@ -16,6 +16,7 @@ from types import MappingProxyType
 import mindspore as ms
 from mindspore import DeviceCtx, Parameter, Tensor, nn
 from mindspore.common.device import _DEVICE_STACK
+from mindspore.common.generator import default_generator
 from mindspore.graph.api import _no_grad
 from mindspore.utils import MsDispatchMode
 
@@ -69,6 +70,7 @@ def capture(cell, *inputs, **named_inputs):
         scope.enter_context(_no_grad())
         scope.enter_context(recorder.tree.traced(recorder))
         scope.enter_context(_tensors_hand_over_to(recorder))
+        scope.enter_context(_draws_recorded_by(recorder))
         scope.enter_context(_Unasked(recorder))
         _run_root(cell, map_leaves(lambda leaf: _input(recorder, leaf), (inputs, named_inputs)))
     return recorder.root
@@ -293,3 +295,13 @@ def _random_state():
         yield
     finally:
         ms.set_rng_state(before)
+
+
+@contextmanager
+def _draws_recorded_by(recorder):
+    """While open, what draws from MindSpore's default generator is written down."""
+    default_generator._step = lambda step: recorder.random_state()
+    try:
+        yield
+    finally:
+        del default_generator._step

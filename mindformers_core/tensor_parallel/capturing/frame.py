@@ -15,7 +15,7 @@ __all__ = ["Frame", "Held", "Loose", "Made", "plain_leaf"]
 
 Made = namedtuple("Made", "frame value")  # the result of a node, or an argument of the root
 Held = namedtuple("Held", "path")  # a parameter or constant that the tree keeps at a path
-Loose = namedtuple("Loose", "random")  # a plain tensor that comes along; or the state of a random generator
+Loose = namedtuple("Loose", "")  # a plain tensor that comes along
 
 
 class Frame:
@@ -86,10 +86,8 @@ class Frame:
             self._parameters.append(ParameterUse(value, entry.path, local, tensor.original.requires_grad))
         else:
             path = entry.path if type(entry) is Held else None
-            random = type(entry) is Loose and entry.random
-            value = self.new_value(tensor, path.rpartition(".")[2] if path else "constant", constant=not random)
-            array = None if random else self._contents(tensor, path)
-            self._constants.append(Constant(value, array, path, path and self._local(path)))
+            value = self.new_value(tensor, path.rpartition(".")[2] if path else "constant", constant=True)
+            self._constants.append(Constant(value, self._contents(tensor, path), path, path and self._local(path)))
         return value
 
     def _local(self, path):

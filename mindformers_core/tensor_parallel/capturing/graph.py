@@ -131,21 +131,18 @@ class Constant:
 
     Attributes:
         value: its Value in this graph.
-        array: its contents, a NumPy array (bfloat16 as float32); None for the state of a random generator, which is to
-            be drawn anew.
+        array: its contents, a NumPy array (bfloat16 as float32).
         path, local: where the tree keeps it, from the root (`"model.table"`) and from this Cell; or None.
     """
 
     value: Value
-    array: np.ndarray | None
+    array: np.ndarray
     path: str | None
     local: str | None
 
     @cached_property
     def digest(self):
         """Hash of the contents."""
-        if self.array is None:
-            return "random state"
         return hashlib.sha256(np.ascontiguousarray(self.array).view(np.uint8)).hexdigest()
 
 

@@ -6,6 +6,7 @@ from functools import cache
 from itertools import count
 
 from mindspore import DeviceCtx, Parameter, Tensor, mint
+from mindspore import dtype as mstype
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.ops import Primitive, tensor_method
 
@@ -13,15 +14,12 @@ from mindformers_core.tensor_parallel.capturing.frame import Frame, Held, Loose,
 from mindformers_core.tensor_parallel.capturing.graph import CallNode, OperatorNode, PrimitiveUse
 from mindformers_core.tensor_parallel.capturing.structure import map_leaves, values_in
 from mindformers_core.tensor_parallel.capturing.traced import CaptureError, Traced, call_site
+from mindformers_core.tensor_parallel.dropout import WITHOUT_SEEDS
 from mindformers_core.tensor_parallel.move import dtype_name
 
 __all__ = ["Recorder"]
 
 _MESSAGE_END = re.compile(r"\n\s*-{20,}")  # where MindSpore goes on with its C++ stack
-# Operators that draw random numbers: their seed and offset are scalar tensors, drawn anew at every call.
-_SEEDED = frozenset(
-    ("FuncDropoutExt", "DropoutExt", "DropoutGenMaskExt", "RandExt", "RandLikeExt", "Randn", "RandnLike", "RandpermExt")
-)
 
 
 class Recorder:
@@ -125,6 +123,14 @@ class Recorder:
         caller.nodes.append(CallNode(called, *shown, map_leaves(caller.leaf, result), graph, source))
         return result
 
+    def random_state(self):
+        """A draw from MindSpore's default generator as a node, `RandomState()`, of two int64 results without dims."""
+        frame, source = self.frames[-1], call_site()[0]
+        meta = self.meta((), mstype.int64)
+        values = [frame.new_value(meta, hint) for hint in ("seed", "offset")]
+        frame.nodes.append(OperatorNode("RandomState", "function", (), {}, tuple(values), None, None, source))
+        return tuple([Traced.around(self, meta, Made(frame, value)) for value in values])
+
     def operator(self, func, args, kwargs):
         """Run an operator on the meta device, and write it down. What MindSpore finds as `__fallback__`."""
         primitive, name = None, func.name
@@ -134,7 +140,7 @@ class Recorder:
             kind = "primitive"
         if name.startswith("Inplace"):
             raise self.error(f"operator '{name}' changes a tensor in place: use its result, as in x = x + y")
-        args = self.stand_in(args, name in _SEEDED)
+        args = self.stand_in(args)
         kwargs = self.stand_in(kwargs)
         metas = self._infer(func, primitive, args, kwargs)
         if self._silent or not _has_tensor(metas):
@@ -148,13 +154,15 @@ class Recorder:
     def _write(self, func, kind, primitive, args, kwargs, metas):
         """Make the node, and the traced results."""
         name, frame = func.name, self.frames[-1]
-        shown = map_leaves(frame.leaf, (tuple(args), kwargs))
+        shown = map_leaves(frame.leaf, (tuple(args[: WITHOUT_SEEDS.get(name)]), kwargs))
         used = values_in(shown)
         constant = bool(used) and all(value.constant for value in used)
         source, called = call_site()
         use = None
         if primitive is not None:
             attributes = map_leaves(plain_leaf, dict(primitive.init_attrs))
+            if name in WITHOUT_SEEDS:
+                attributes = {key: value for key, value in attributes.items() if key not in ("Seed0", "Seed1")}
             called_class = type(primitive)
             inputs = _count_inputs(primitive, args)
             use = PrimitiveUse(called_class.__module__, called_class.__name__, attributes, inputs)
@@ -223,22 +231,22 @@ class Recorder:
         finally:
             self._silent = before
 
-    def stand_in(self, structure, random=False):
+    def stand_in(self, structure):
         """The structure with a traced tensor in the place of every plain one; itself where there is none."""
         if not _has_plain(structure):
             return structure
 
         def replace(leaf):
-            return self._loose_tensor(leaf, random) if isinstance(leaf, Tensor) and type(leaf) is not Traced else leaf
+            return self._loose_tensor(leaf) if isinstance(leaf, Tensor) and type(leaf) is not Traced else leaf
 
         return map_leaves(replace, structure)
 
-    def _loose_tensor(self, tensor, random):
+    def _loose_tensor(self, tensor):
         if isinstance(tensor, Parameter):
             raise self.stray(tensor)
         found = self._loose.get(id(tensor))
         if found is None:
-            stand_in = Traced.around(self, self.meta(tensor.shape, tensor.dtype), Loose(random), tensor)
+            stand_in = Traced.around(self, self.meta(tensor.shape, tensor.dtype), Loose(), tensor)
             found = self._loose[id(tensor)] = tensor, stand_in
         return found[1]
 

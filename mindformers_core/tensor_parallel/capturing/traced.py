@@ -13,8 +13,8 @@ from mindformers_core.tensor_parallel.indexing import index_tensor
 __all__ = ["CaptureError", "Traced", "call_site"]
 
 _MINDSPORE = str(Path(mindspore.__file__).parent)
-_ENGINE = str(Path(__file__).parent)
-_MODEL_CODE = frozenset({str(Path(__file__).parent / "layers.py")})  # in our folder, and yet no part of the engine
+_ENGINE = str(Path(__file__).parent.parent)
+_MODEL_CODE = frozenset({str(Path(_ENGINE) / "layers.py")})  # in our folder, and yet no part of the engine
 
 
 class CaptureError(ValueError):

@@ -75,7 +75,7 @@ class _Algorithm(nn.Cell):
 
     def construct(self, *tensors):
         plan, write = self.plan, _Writer(tensors[0].recorder)
-        cut = replace(self.cut, move=write.move, next_random_state=write.random_state)
+        cut = replace(self.cut, move=write.move, next_random_state=write.recorder.random_state)
         args, kwargs = _local_arguments(plan)
         given = iter(tensors)
         args, kwargs = map_leaves(lambda leaf: next(given) if isinstance(leaf, TensorMeta) else leaf, (args, kwargs))
@@ -94,10 +94,6 @@ class _Writer:
             return local
         shape = target.local_shape(source.global_shape(local.shape))
         return self._write("Redistribute", (local, source, target), tensor_meta(shape, dtype_name(local.dtype)))
-
-    def random_state(self):
-        """As `next_random_state` in `dropout.py`."""
-        return self._write("RandomState", (), (tensor_meta((), "int64"),) * 2)
 
     def operator(self, plan, args, kwargs):
         """The operator of a plan. What the algorithm made of its attributes is in its arguments only."""

@@ -259,13 +259,9 @@ class _Function:
         if node.operator == "Redistribute":
             value, source, target = node.args
             steps = self.parts.steps(value, source, target)
-            names[node.outputs.id] = self._redistributed(
-                names[value.id], steps, value.dtype, f"{source} -> {target}"
-            )
+            names[node.outputs.id] = self._redistributed(names[value.id], steps, value.dtype, f"{source} -> {target}")
             return
-        operands = [
-            Operand(names[value.id], value.shape, value.dtype) for value in values_in((node.args, node.kwargs))
-        ]
+        operands = [Operand(names[value.id], value.shape, value.dtype) for value in values_in((node.args, node.kwargs))]
         args, kwargs = _filled((node.args, node.kwargs), operands)
         expression = self.parts.operator_call(node, args, kwargs)
         outputs = values_in(node.outputs)

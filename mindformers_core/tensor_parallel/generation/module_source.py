@@ -157,7 +157,8 @@ class ModuleParts:
         if constant.local is not None:
             return self._path_expression(frame, constant.local)
         for name, known in self.constants.items():
-            if known.digest == constant.digest and known.value.dtype == constant.value.dtype:
+            same = known.digest == constant.digest and known.value.shape == constant.value.shape
+            if same and known.value.dtype == constant.value.dtype:
                 return name
         name = self._global(f"{constant.value.hint}_{len(self.constants)}")
         self.constants[name] = constant

@@ -30,6 +30,7 @@ _WORDS = {  # parameters that arrive as the numbers of words
     "approximate": ("none", "tanh"),
     "rounding_mode": ("floor", "trunc"),
     "reduction": ("sum", "mean", "none"),
+    "pad_mode": ("pad", "same", "valid"),
     "input_layout": ("BSH", "BNSD", "SBH", "BSND", "TND", "TH"),
 }
 _SPELLINGS = (  # of one parameter, by a method and by its operator
@@ -264,6 +265,7 @@ _FUNCTIONS = {  # operator -> function of `mindspore.ops`, parameters
 _INTERCEPTED = {  # their `__call__` doesn't tell the parameters, as it is ours (interception.py) or the general one
     "SoftmaxCrossEntropyWithLogits": {"logits": _REQUIRED, "labels": _REQUIRED},
     "AddN": {"x": _REQUIRED},
+    "Conv2D": {"x": _REQUIRED, "w": _REQUIRED},
     "Stack": {"x": _REQUIRED},
     "StackExt": {"tensors": _REQUIRED, "dim": 0},
 }

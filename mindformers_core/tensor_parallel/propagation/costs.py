@@ -56,6 +56,4 @@ def forms_cost(forms, value, trained, cost_model):
 
 def work_of(plan, mesh):
     """The terms that a rank computes for an operator: all combinations of its factors, summed ones included."""
-    return prod(
-        size // mesh.axis_size(*plan.axes_of.get(factor, ())) for factor, size in plan.signature.sizes.items()
-    )
+    return prod(size // mesh.axis_size(*plan.axes_of.get(factor, ())) for factor, size in plan.signature.sizes.items())

@@ -3,7 +3,7 @@
 Where the tensors are moved is decided later (see `placing.py`): here it is only written down which forms are needed.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mindformers_core.operators import tensor_meta
 from mindformers_core.operators.resolve import OperatorCall
@@ -172,8 +172,6 @@ class _Frame:
             plan = operator_plan(node, signature, self.run.resolve(node, asked, self.choices.get(place)))
         except _LOCATED as error:
             raise type(error)(self.located(node, str(error))) from error
-        self.decision.entries.append(plan)
-        self.decision.asked.append(asked)
         for key, layout in zip(keys, plan.inputs):
             self.take(key, layout, node.operator)
         flow = max((self.decision.flows[key] for key in keys), default=NOTHING)
@@ -181,6 +179,9 @@ class _Frame:
         made = values_in(node.outputs)
         for value, layout in zip(made, plan.outputs, strict=True):
             self.enter(value.id, value, layout, flow if is_float(value.dtype) and not value.constant else NOTHING)
+        plan = replace(plan, outputs=tuple(self.decision.current[value.id] for value in made))  # without useless marks
+        self.decision.entries.append(plan)
+        self.decision.asked.append(asked)
         name = f"of operator '{node.attribute}' ({node.operator}) in {self.label}"
         wanted = [(value, layout) for value, layout in zip(made, asked.outputs or ()) if layout is not None]
         self.cross([(value, layout, f"output {made.index(value)} {name}") for value, layout in wanted], ())

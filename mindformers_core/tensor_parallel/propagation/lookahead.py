@@ -4,6 +4,7 @@ The start is what `decide_frame` chooses operator by operator. From every redist
 choices are tried: backward, that who makes the tensor makes it as it is wanted, then also those before who make what
 that takes, and so on; and forward, that who takes it computes in another way. All that follows is decided anew. What is
 accepted costs no more bytes, seconds or work than before, and less of one, so the end is never worse than the start.
+The effort is limited: it grows with the square of a Cell's operators, of which real ones have a few dozen.
 """
 
 from mindformers_core.operators.resolve import alternatives
@@ -13,32 +14,45 @@ from mindformers_core.tensor_parallel.propagation.frames import TRAINED, CallDec
 
 __all__ = ["improve"]
 
+MOST_NODES = 150_000  # operators and calls that are decided for one call of a Cell: a few seconds
+
 
 def improve(run, graph, arguments, final, wanted):
     """The best `Decision` that is found for a call; the arguments are those of `decide_frame`."""
     best, choices = run.decide(graph, arguments, final, wanted), {}
+    left = MOST_NODES // max(1, len(graph.nodes))
     progress = bool(best.cost.nbytes or best.cost.seconds)
-    while progress:
-        progress = False
-        for candidate in _candidates(run, best, choices):
-            try:
-                trial = decide_frame(run, graph, arguments, final, wanted, choices | candidate)
-            except ValueError:  # such a choice asks of a later operator what it can't do
-                continue
-            if trial.cost.improves_on(best.cost):
-                best, choices, progress = trial, choices | candidate, True
-                break
+    while progress and left > 0:
+        progress, tried, more = False, set(), True
+        while more and left > 0:  # after an improvement go on with what wasn't tried yet, and then once more with all
+            more = False
+            for origin, candidate in _candidates(run, best, choices, tried):
+                left -= 1
+                try:
+                    trial = decide_frame(run, graph, arguments, final, wanted, choices | candidate)
+                except ValueError:  # such a choice asks of a later operator what it can't do
+                    continue
+                if trial.cost.improves_on(best.cost):
+                    best, choices, progress, more = trial, choices | candidate, True, True
+                    tried.add(origin)
+                    break
+                if left <= 0:
+                    break
     return best
 
 
-def _candidates(run, decision, choices):
-    """Choices to try together, as `decide_frame` takes them: child calls first, then move by move."""
+def _candidates(run, decision, choices, tried):
+    """Pairs (origin, choices to try together, as `decide_frame` takes them): child calls first, then move by move.
+
+    Origins go to `tried` when all that comes from them has been given, and nothing comes from those that are there.
+    """
     calls = {place: None for place in range(len(decision.entries)) if place not in choices}
     calls = {place: None for place in calls if _can_improve(run, decision.entries[place], decision.asked[place])}
-    if calls:
-        yield calls
-    if len(calls) > 1:
-        yield from ({place: None} for place in calls)
+    if calls and "calls" not in tried:
+        yield "calls", calls
+        if len(calls) > 1:
+            yield from (("calls", {place: None}) for place in calls)
+    tried.add("calls")
     makers = {
         value.id: (place, number)
         for place, entry in enumerate(decision.entries)
@@ -49,13 +63,16 @@ def _candidates(run, decision, choices):
         for pair in used:
             takers.setdefault(pair, []).append(place)
     for key, target in _moves_that_cost(run, decision):
-        yield from _pulled(decision, makers, key, target)
+        if (key, target) in tried:
+            continue
+        yield from (((key, target), choice) for choice in _pulled(decision, makers, key, target))
         for place in takers.get((key, target), ()):
             if isinstance(decision.entries[place], CallDecision):
                 continue
             for way in alternatives(decision.asked[place]):
                 if way.inputs != decision.entries[place].inputs:
-                    yield {place: way}
+                    yield (key, target), {place: way}
+        tried.add((key, target))
 
 
 def _can_improve(run, entry, asked):

@@ -48,7 +48,7 @@ class _Threading:
         self.counts = {}
         self._walk(graph, ())
         uses = [(use, chain) for chain in self.chains.values() for use in chain[-1].outer]
-        # a call that uses what those below it made has a number for it, so it comes before those above that use the same
+        # a call that uses what those below it made has a number for it, so it comes before those above it
         uses.sort(key=lambda pair: (not self._is_below(pair[0].call, pair[1]), -len(pair[1])))
         for use, chain in uses:
             self.moved[chain[-1].call, use.value.id] = self._reachable(use, chain)
