@@ -9,7 +9,9 @@ from captured_models import Function, assert_unchanged, snapshot
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 
+from mindformers_core.layout import layout
 from mindformers_core.operators import tensor_meta
+from mindformers_core.tensor_parallel import local_map
 from mindformers_core.tensor_parallel.capturing.capture import capture
 from mindformers_core.tensor_parallel.capturing.graph import OperatorNode
 from mindformers_core.tensor_parallel.capturing.traced import CaptureError
@@ -57,7 +59,7 @@ def test_printing_and_iterating_need_no_values(capsys):
         return [row + place for place, row in enumerate(x)], len(x), x.size, f"{x.dtype}"
 
     graph = capture(Function(function), X)
-    assert "Traced(shape=(2, 4), dtype=Float32)" in capsys.readouterr().out
+    assert "float32[2, 4]" in capsys.readouterr().out
     rows, *facts = graph.result
     assert [row.shape for row in rows] == [(4,), (4,)] and facts == [2, 8, "Float32"]
 
@@ -76,7 +78,12 @@ WRONG = {
     "in place": (lambda x: x.add_(1), "operator 'InplaceAdd.*' changes a tensor in place"),
     "by index": (assign, "assignment by index changes a tensor in place"),
     "stray": (stray, r"parameter 'stray' of shape \(4,\) belongs to no Cell of the tree"),
-    "shape": (lambda x: ops.matmul(x, x), r"operator MatMulExt\(Traced.*\) can't be run on shapes alone: .* 4 and 2"),
+    "shape": (lambda x: ops.matmul(x, x), r"MatMulExt\(float32\[2, 4\], .*\) can't be run on shapes alone: .* 4 and 2"),
+    "by hand": (lambda x: x.redistribute(layout("tp")), r"redistribute\(\) is parallel code .* cell.eager\(\)"),
+    "locally": (
+        lambda x: local_map(ops.abs, layout("tp"), layout("tp"))(x),
+        r"local_map\(abs\) is parallel code .* cell.eager\(\)",
+    ),
     "dynamic": (lambda x: ops.nonzero(x), "operator NonZero.* can't be run on shapes alone"),
 }
 

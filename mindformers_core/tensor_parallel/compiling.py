@@ -12,7 +12,6 @@ from pathlib import Path
 from weakref import ref
 
 import mindspore as ms
-from mindspore import Tensor
 from mindspore.ops.primitive import PrimitiveWithInfer
 
 from mindformers_core.communication.world import process_state, world
@@ -23,7 +22,7 @@ from mindformers_core.tensor_parallel.move import dtype_name
 
 __all__ = ["choose_program", "eager_method", "enrol", "jit"]
 
-_STATE = process_state().memo(__name__)  # "cells": number -> (reference to a tree, path); "missing": a call
+_STATE = process_state().memo(__name__)  # "cells": number -> (reference to a tree, path); "missing": a call; "refused"
 _NUMBERS = count()
 
 
@@ -63,6 +62,7 @@ class _ChooseProgram(_CompileTimeChoice):
         """While a graph is compiled: one of the programs that there are."""
         tree, path = _cell(number)
         program = tree.known_program(path, args, kwargs)
+        _STATE.setdefault("met", []).append(ref(tree))
         if program is None:
             _STATE["missing"] = tree, path, args, kwargs
             raise RuntimeError(tree.missing_program(path, args, kwargs))
@@ -78,6 +78,7 @@ class _EagerMethod(_CompileTimeChoice):
     def compiled(self, number):
         """An error that names the Cell."""
         tree, path = _cell(number)
+        _STATE["refused"] = True
         raise RuntimeError(tree.why_not_compiled(path))
 
 
@@ -87,21 +88,24 @@ eager_method = _EagerMethod()
 
 def _described(argument):
     """The value of an argument of a compiled call, with a `TensorMeta` of its local shape for every tensor."""
-    if argument["value"] is None and argument["dtype"] is not None:
-        return _from_types(argument["shape"], argument["dtype"])
-    return map_leaves(_leaf, argument["value"])
+    return _structure(argument["value"], argument["shape"], argument["dtype"])
 
 
-def _leaf(leaf):
-    return TensorMeta(tuple(leaf.shape), dtype_name(leaf.dtype), None, False) if isinstance(leaf, Tensor) else leaf
-
-
-def _from_types(shape, dtype):
+def _structure(value, shape, dtype):
+    """A value that MindSpore infers, with its shape and dtype: of dicts, these are lists in the order of the keys."""
+    if isinstance(value, dict):
+        return {key: _structure(*entry) for key, *entry in zip(value, value.values(), shape, dtype)}
     if isinstance(dtype, (tuple, list)):
-        return type(dtype)(map(_from_types, shape, dtype))
+        values = [None] * len(dtype) if value is None else value
+        return type(dtype)(map(_structure, values, shape, dtype))
     if isinstance(dtype, ms.TensorType):
         return TensorMeta(tuple(shape), dtype_name(dtype.element_type()), None, False)
-    return None
+    if value is not None or dtype is None:
+        return value
+    raise TypeError(
+        f"a sharded Cell got an argument of type {dtype} whose value isn't known when it is compiled (mutable()?): "
+        "pass a constant, which is compiled in, or a tensor"
+    )
 
 
 def jit(function=None, **options):
@@ -123,23 +127,42 @@ def jit(function=None, **options):
         raise ValueError(f"jit(capture_mode={options['capture_mode']!r}): only 'ast' keeps the collectives' gradients")
     if function is None:
         return lambda function: jit(function, **options)
-    compiled = ms.jit(function, **options)
+    compiled, met = {}, []  # state of the sharded trees that were met -> compiled function
+
+    def states():
+        return tuple(tree().state() for tree in met if tree() is not None)
 
     @wraps(function if not isinstance(function, ms.nn.Cell) else function.construct)
     def run(*args, **kwargs):
         map_leaves(_check_plain, (args, kwargs))
+        tried = []
         while True:
             _STATE.pop("missing", None)
+            _STATE["met"] = []
+            state = states()
+            if state not in compiled:
+                compiled[state] = ms.jit(function, **options)
             try:
-                return compiled(*args, **kwargs)
+                result = compiled[state](*args, **kwargs)
             except RuntimeError:
-                if "missing" not in _STATE:
+                if "missing" in _STATE or _STATE.pop("refused", False):
+                    _remove_dump()
+                if "missing" not in _STATE or _missing_key() in tried:
                     raise
-            tree, path, *call = _STATE.pop("missing")
-            _remove_dump()
+            else:
+                met.extend(tree for tree in dict.fromkeys(_STATE["met"]) if tree not in met)
+                compiled.setdefault(states(), compiled[state])
+                return result
+            tree, path, *call = _STATE["missing"]
+            tried.append(_missing_key())
             tree.program(path, *call)
 
     return run
+
+
+def _missing_key():
+    tree, path, *call = _STATE["missing"]
+    return tree.key(path, *call)
 
 
 def _remove_dump():

@@ -59,7 +59,7 @@ def _read_hook(path, cell, config):
 
 def _declaration(path, cell, parts, source):
     where = f"{cell_label(path, cell)}, {source}"
-    arguments = [name for name in inspect.signature(type(cell).construct).parameters if name != "self"]
+    arguments = list(inspect.signature(type(cell).construct).parameters)[1:]
     own = list(cell._params)
     inputs = _by_name(parts[0], arguments, arguments[:1], f"{where}: input layout", "construct() takes")
     outputs = _by_name(parts[1], None, [0], f"{where}: output layout", "")

@@ -48,22 +48,27 @@ def explain(cell, *inputs, html=None, **named_inputs):
 
     Args:
         cell: a Cell of a sharded tree.
-        inputs, named_inputs: as for `prepare`; without any, the program that ran last is explained.
+        inputs, named_inputs: as for `prepare`; without any, the program that ran last with this Cell in it is
+            explained: of a Cell below the one that was called, its part.
         html: a path: writes the same as one self-contained page as well.
 
     Raises:
         TypeError: `cell` isn't sharded. ValueError: no inputs are given, and no program was made yet.
     """
     tree, path = _sharding(cell)
-    if inputs or named_inputs:
-        program = prepare(cell, *inputs, **named_inputs)
-    elif tree.programs:
-        program = next(reversed(tree.programs.values()))
-    else:
-        raise ValueError(f"{tree.label(path)} has no program yet: give explain() inputs, or call the Cell before")
+    frame = prepare(cell, *inputs, **named_inputs).frame if inputs or named_inputs else _last_plan(tree, path)
     if html is not None:
-        Path(html).write_text(page(program.frame, tree.label(program.path), algorithm_steps), encoding="utf-8")
-    return explain_plan(program.frame, algorithm_steps)
+        Path(html).write_text(page(frame, tree.label(path), algorithm_steps), encoding="utf-8")
+    return explain_plan(frame, algorithm_steps)
+
+
+def _last_plan(tree, path):
+    """The `FramePlan` of a Cell in the program that ran last with it."""
+    for program in reversed(tree.programs.values()):
+        for inner, frame in program.frame.walk(program.path):
+            if inner == path:
+                return frame
+    raise ValueError(f"{tree.label(path)} has no program yet: give explain() inputs, or call the Cell before")
 
 
 def _sharding(cell):

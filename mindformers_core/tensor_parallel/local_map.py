@@ -5,6 +5,7 @@ from functools import wraps
 from mindspore import Tensor
 
 from mindformers_core.layout import Layout, LayoutSpec, bind_layout
+from mindformers_core.tensor_parallel.capturing.traced import Traced
 from mindformers_core.tensor_parallel.dtensor import DTensor, distribute_tensor
 
 __all__ = ["local_map"]
@@ -35,6 +36,9 @@ def local_map(function, in_layouts, out_layouts, mesh=None, varying=None):
     def mapped(*args):
         places = [place for place, argument in enumerate(args) if isinstance(argument, Tensor)]
         tensors = [args[place] for place in places]
+        for tensor in tensors:
+            if isinstance(tensor, Traced):
+                raise tensor.by_hand(f"local_map({_name(function)})")
         used = mesh or next((tensor.mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
         if used is None:
             raise TypeError(f"local_map({_name(function)}) was called without any DTensor")

@@ -2,8 +2,11 @@
 
 import inspect
 from dataclasses import dataclass, field
+from enum import Enum
 
+import numpy as np
 from mindspore import Tensor
+from mindspore._c_expression import typing
 
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.operators import TensorMeta, tensor_meta
@@ -45,6 +48,11 @@ class Program:
     functions: dict = field(repr=False)
     results: tuple = field(repr=False)
 
+    @property
+    def inputs(self):
+        """The `Value`s that it takes, with their global shapes."""
+        return values_in(list(self.graph.arguments.values()))
+
     def wrapped(self, result):
         """The local result as a structure of DTensors."""
         if type(result) is Tensor and len(self.results) == 1:
@@ -67,7 +75,12 @@ def describe(leaf):
         return tuple(leaf.shape), dtype_name(leaf.dtype), None
     if isinstance(leaf, TensorMeta):
         return leaf.shape, leaf.dtype, leaf.layout
-    return type(leaf), leaf  # since 1 == 1.0 == True
+    if leaf is None or isinstance(leaf, (bool, int, float, complex, str, slice, np.generic, typing.Type, Enum)):
+        return type(leaf), repr(leaf)  # since 1 == 1.0 == True, and 0.0 == -0.0
+    raise TypeError(
+        f"a sharded Cell takes tensors, numbers, strings, None, and tuples, lists and dicts of them, not {leaf!r} "
+        f"({type(leaf).__name__}), which may change without its program being made anew: keep it in the Cell"
+    )
 
 
 def signature_key(structure):
@@ -103,6 +116,7 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
 
     for name, value in list(bound.arguments.items())[1:]:
         bound.arguments[name] = map_leaves(lambda leaf, name=name: enter(leaf, name), value)
+    tree.check_cells()
     with tree.as_written():
         graph = capture(tree.cells[path], *bound.args[1:], **bound.kwargs)
     values = values_in(list(graph.arguments.values()))

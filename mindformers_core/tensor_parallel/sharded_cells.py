@@ -30,9 +30,14 @@ class ShardedCell:
 
     def __setattr__(self, name, value):
         """A program has the numbers that a Cell keeps written in: with another one, it is made anew."""
+        tree, path = self.__dict__["_sharding"]
+        if isinstance(value, nn.Cell) and not name.startswith("_"):
+            raise ValueError(f"{tree.label(path)} is sharded already: put Cell '{name}' into it before shard()")
+        same = name in self.__dict__ and self.__dict__[name] is value
         super().__setattr__(name, value)
-        tree = self.__dict__["_sharding"][0]
-        if tree.running is None and not name.startswith("__") and name not in _attributes_of_any_cell():
+        if name == "training":
+            tree.training = None
+        elif not (same or tree.running or name.startswith("__") or name in _attributes_of_any_cell()):
             tree.forget_programs()
 
     def add_flags(self, **flags):

@@ -15,7 +15,7 @@ from mindformers_core.tensor_parallel.sharded_cells import EagerCell, GeneratedC
 
 __all__ = ["MOST_PROGRAMS", "ShardedTree"]
 
-MOST_PROGRAMS = 64  # of one tree; the one that was used longest ago makes room
+MOST_PROGRAMS = 64  # of one Cell that is called from outside; the one that was used longest ago makes room
 _LOG = logging.getLogger("mindformers_core")
 
 
@@ -32,6 +32,7 @@ class ShardedTree:
         running: name of the program that a call from outside has begun, or None.
         views: the DTensors of parameters while the eager engine runs, or None.
         training: the flags of all Cells, or None where they have to be read again.
+        versions: how often something was set in a Cell that programs depend on, or one became eager.
     """
 
     def __init__(self, root, mesh, declarations, parameter_layouts):
@@ -41,6 +42,7 @@ class ShardedTree:
         self.boundaries = {path: self._boundary(path, cell) for path, cell in self.cells.items()}
         self.programs = OrderedDict()
         self.function_names = set()
+        self.versions = 0
         self.running = self.views = self.training = None
         self._eager = set()
         self._as_it_is = _with_own_gradient(self.classes)
@@ -56,7 +58,9 @@ class ShardedTree:
             self._dress(path)
 
     def _boundary(self, path, cell):
-        names = tuple(name for name in signature(type(cell).construct).parameters if name != "self")
+        names = tuple(signature(type(cell).construct).parameters)[1:]
+        if "program" in names:
+            raise ValueError(f"{self.label(path)}: construct has an argument 'program', which shard() needs: rename it")
         axes = {axis for parameter in cell.get_parameters() for dim in parameter.layout.dims for axis in dim}
         return Boundary(self.label(path), self.mesh, names, self.declarations.get(path), frozenset(axes), path == "")
 
@@ -94,6 +98,15 @@ class ShardedTree:
             if above in self.cells:
                 self._eager.add(above)
                 self._dress(above)
+        self.versions += 1
+
+    def check_cells(self):
+        """Raise an error where Cells have come or gone since `shard()`."""
+        now = dict(self.cells[""].cells_and_names())
+        changed = [path for path in {**now, **self.cells} if now.get(path) is not self.cells.get(path)]
+        changed = [path for path in changed if "._" not in f".{path}"]  # of MindSpore's own, as recompute() adds
+        if changed:
+            raise ValueError(f"Cell '{changed[0]}' has come, gone or changed since shard(): build the model before")
 
     @contextmanager
     def as_written(self):
@@ -120,6 +133,8 @@ class ShardedTree:
         """A call from outside, in PyNative: local tensors in, DTensors out."""
         program = self.program(path, args, kwargs)
         args, kwargs = map_leaves(_local, (args, kwargs))
+        if self.cells[path]._recompute_cell is not None:
+            kwargs["program"] = program.name  # the backward pass calls it again, as it was called
         before, self.running = self.running, program.name
         try:
             return program.wrapped(call(*args, **kwargs))
@@ -132,7 +147,7 @@ class ShardedTree:
         """The `Program` of a call of the Cell at `path`; made if need be, or if it is to follow a saved plan."""
         program = None if saved_plan else self.known_program(path, args, kwargs)
         if program is None:
-            key = self._key(path, args, kwargs)
+            key = self.key(path, args, kwargs)
             program = self.programs[key] = make_program(self, path, args, kwargs, key, saved_plan)
             self._attach(program)
             self._make_room()
@@ -140,16 +155,27 @@ class ShardedTree:
 
     def known_program(self, path, args, kwargs):
         """The `Program` of a call, or None."""
-        key = self._key(path, args, kwargs)
+        key = self.key(path, args, kwargs)
         program = self.programs.get(key)
         if program is not None:
             self.programs.move_to_end(key)
         return program
 
-    def _key(self, path, args, kwargs):
+    def key(self, path, args, kwargs):
+        """What a program of a call is found by."""
+        try:
+            return path, self._flags(), signature_key(args), signature_key(kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.label(path)}: {error}") from None
+
+    def _flags(self):
         if self.training is None:
             self.training = tuple(cell.training for cell in self.cells.values())
-        return path, self.training, signature_key(args), signature_key(kwargs)
+        return self.training
+
+    def state(self):
+        """What compiled functions depend on besides the arguments: the Cells' flags, and what was set in them."""
+        return self._flags(), self.versions
 
     def missing_program(self, path, args, kwargs):
         """The error of a call in a graph that there is no program for."""
@@ -182,6 +208,7 @@ class ShardedTree:
 
     def forget_programs(self):
         """Make all programs anew when they are next asked for."""
+        self.versions += 1
         if self.programs and self.views is None:  # what an eager Cell notes while it runs is its own
             self.programs.clear()
             for path, methods in self._methods.items():
@@ -190,12 +217,14 @@ class ShardedTree:
 
     def _make_room(self):
         """Forget the program that was used longest ago where there are too many."""
-        if len(self.programs) <= MOST_PROGRAMS:
+        (*_, last) = self.programs.values()
+        alike = [key for key, program in self.programs.items() if program.path == last.path]
+        if len(alike) <= MOST_PROGRAMS:
             return
-        _, old = self.programs.popitem(last=False)
+        old = self.programs.pop(alike[0])
         _LOG.warning(
-            "%s has had more than %d programs, and forgets %s: pad inputs to fewer different shapes",
-            self.label(old.path), MOST_PROGRAMS, old.signature,
+            "%s has had more than %d programs, and forgets that for %s: pad inputs to fewer different shapes",
+            self.label(old.path), MOST_PROGRAMS, ", ".join(value.described for value in old.inputs),
         )  # fmt: skip
         for path, frame, _ in _calls(old):
             self._methods[path].pop(old.source.functions[frame], None)

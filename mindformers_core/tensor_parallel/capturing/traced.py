@@ -124,6 +124,19 @@ class Traced(Tensor):
             "assignment by index changes a tensor in place: build the new tensor with ops.where or ops.masked_fill"
         )
 
+    def redistribute(self, *_):
+        """A `DTensor`'s: an error here."""
+        raise self.by_hand("redistribute()")
+
+    to_local = full_tensor = redistribute
+
+    def by_hand(self, what):
+        """The error for parallel code that is written by hand."""
+        return self.recorder.error(
+            f"{what} is parallel code written by hand, on tensors of a mesh; a Cell is captured as single-card code. "
+            "Mark the Cell, cell.eager() after shard(), or leave it to the layouts that are declared"
+        )
+
     def __deepcopy__(self, memo):
         return self
 
@@ -131,7 +144,7 @@ class Traced(Tensor):
         raise self.recorder.error("a tensor can't be pickled while its Cell is captured")
 
     def __repr__(self):
-        return f"Traced(shape={self.shape}, dtype={self.dtype})"
+        return f"{str(self.dtype).lower()}{list(self.shape)}"
 
     # `h += f(h)` makes a new tensor
     __iadd__ = Tensor.__add__

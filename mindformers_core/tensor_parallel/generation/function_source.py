@@ -84,7 +84,9 @@ class _Function:
                 self._operator(instruction)
         results = iter(zip(values_in(self.frame.graph.result), self.frame.results))
         self.body.append(f"return {self._structure(self.frame.graph.result, results)}")
-        head = f"def {name}({', '.join(['self', *parameters, *lifted])}):"
+        rest = [parameter for parameter in parameters if parameter.startswith("**")]
+        parameters = [parameter for parameter in parameters if parameter not in rest]
+        head = f"def {name}({', '.join(['self', *parameters, *lifted, *rest])}):"
         return [head, *self._described(), *(f"    {line}" for line in self.body)]
 
     def _described(self):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from inspect import signature
+from keyword import iskeyword
 
 from mindspore import nn
 
@@ -47,6 +48,7 @@ def module_source(frame, cells, cost_model, taken, header):
     """
     parts = ModuleParts(frame, cells, cost_model, taken)
     functions = [function_source(each, parts.function_name(each), parts) for each in parts.frames]
+    parts.check_arguments()
     text = "\n".join([*parts.head(header), *("\n\n" + "\n".join(lines) for lines in functions)]) + "\n"
     return ModuleSource(text, dict(parts.functions), dict(parts.constants), dict(parts.borrowed))
 
@@ -98,6 +100,17 @@ class ModuleParts:
             ]
         return lines
 
+    def check_arguments(self):
+        """Raise an error where an argument of a Cell has a name that its module needs."""
+        needed = {line.rpartition(" ")[2] for line in self.imports} | self.reserved
+        for frame in self.frames:
+            for name in frame.graph.arguments:
+                if name in needed:
+                    raise ValueError(
+                        f"Cell '{frame.graph.path}' ({self._class_name(frame)}): an argument of construct is called "
+                        f"'{name}', a name that generated modules need for something else: give it another one"
+                    )
+
     def function_name(self, frame):
         """Name of a plan's function."""
         return self.functions[frame]
@@ -120,7 +133,7 @@ class ModuleParts:
 
     def _borrow(self, frame, kind, index):
         entries = self.borrowed.setdefault(frame, [])
-        attribute = f"{kind}_from_elsewhere_{index}"
+        attribute = f"{kind}_{index}_of_{self.function_name(frame)}"
         if (attribute, kind, index) not in entries:
             entries.append((attribute, kind, index))
         return f"self.{attribute}"
@@ -147,20 +160,25 @@ class ModuleParts:
         for part in path.split("."):
             if issubclass(self.cells.get(where, object), nn.CellDict):
                 expression += f"[{part!r}]"
+            elif part.isdigit():
+                expression += f"[{part}]"
+            elif part.isidentifier() and not iskeyword(part):
+                expression += f".{part}"
             else:
-                expression += f"[{part}]" if part.isdigit() else f".{part}"
+                expression = f"getattr({expression}, {part!r})"
             where = f"{where}.{part}" if where else part
         return expression
 
     def constant(self, frame, constant):
-        """The expression for a constant: what a Cell keeps is read where it is, everything else lies in the module."""
-        if constant.local is not None:
+        """The expression for a constant: a Cell's attribute is read where it is, everything else lies in the module."""
+        if constant.local is not None and constant.path.rpartition(".")[0] in self.cells:
             return self._path_expression(frame, constant.local)
         for name, known in self.constants.items():
             same = known.digest == constant.digest and known.value.shape == constant.value.shape
             if same and known.value.dtype == constant.value.dtype:
                 return name
-        name = self._global(f"{constant.value.hint}_{len(self.constants)}")
+        hint = constant.value.hint if constant.value.hint.isidentifier() else "constant"
+        name = self._global(f"{hint}_{len(self.constants)}")
         self.constants[name] = constant
         return name
 
