@@ -220,3 +220,65 @@ def jit_gradient(gradient_of):
         return gradient_of(*inputs)
 
     return jit(step)
+
+
+class Scaled(nn.Cell):
+    """Looks a weight of its siblings up, and depends on its flag and on a number of its own."""
+
+    def __init__(self, cells):
+        super().__init__()
+        self.cells_elsewhere = lambda: cells
+        self.factor = 1.0
+
+    def construct(self, x, which=0):
+        weight = self.cells_elsewhere()[which].weight
+        return ops.matmul(x, weight) * (self.factor if self.training else 2.0 * self.factor)
+
+
+class Looking(nn.Cell):
+    """Cells whose weights another one uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = Linear(8, 8, 1), Linear(8, 8, 2)
+        self.scaled = Scaled([self.one, self.other])
+
+    def construct(self, x, which=None):
+        if which is None:
+            return (self.scaled(x, 0) + self.scaled(x, 1)).sum()
+        return self.scaled(x, which).sum()
+
+
+@on_ranks(2)
+def case_nothing_stale_is_reused():
+    """Weights from elsewhere, flags and numbers that change, in PyNative and in functions compiled before."""
+    mesh = init_device_mesh((2,), ("tp",))
+    net, single = shard(Looking(), mesh, plan={"one": {"weight": COLUMNS}, "other": {"weight": ROWS}}), Looking()
+
+    def call(x, which):
+        return net(x, which)
+
+    compiled = jit(call)
+
+    def check(which):
+        expected = single(numbers(), which).asnumpy()
+        np.testing.assert_allclose(net(numbers(), which).asnumpy(), expected, 1e-4, 1e-4)
+        np.testing.assert_allclose(compiled(numbers(), which).asnumpy(), expected, 1e-4, 1e-4)
+
+    for which in (0, 1, None, 0):
+        check(which)
+    for cell in (net, single):
+        cell.set_train()
+    check(1)
+    for cell in (net, single):
+        cell.scaled.factor = 3.0
+    check(1)
+    for cell in (net, single):
+        cell.scaled.training = False
+    check(1)
+    with pytest.raises(TypeError, match=r"the root Cell \(Looking\): a sharded Cell takes tensors, numbers"):
+        net(numbers(), np.ones(1))
+    with pytest.raises(ValueError, match="put Cell 'one' into it before shard"):
+        net.one = Linear(8, 8, 3)
+    with pytest.raises(TypeError, match="whose value isn't known when it is compiled"):
+        compiled(numbers(), ms.mutable(1))
