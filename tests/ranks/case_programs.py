@@ -1,5 +1,6 @@
 """Programs of sharded Cells: signatures, eager Cells among generated ones, hooks, recomputation, `jit`."""
 
+import sys
 import tempfile
 from pathlib import Path
 
@@ -282,3 +283,23 @@ def case_nothing_stale_is_reused():
         net.one = Linear(8, 8, 3)
     with pytest.raises(TypeError, match="whose value isn't known when it is compiled"):
         compiled(numbers(), ms.mutable(1))
+
+
+@on_ranks(2)
+def case_a_step_does_no_layout_arithmetic():
+    """A profile of a step, forward and backward: nothing that plans, dispatches or knows of layouts runs."""
+    net = shard(Net(), init_device_mesh((2,), ("tp",)), plan=PLAN)
+    gradient_of, called = ms.value_and_grad(net, None, net.trainable_params()), set()
+    gradient_of(numbers())
+
+    def note(frame, event, _):
+        name = frame.f_code.co_filename
+        if event == "call" and "mindformers_core/" in name:
+            called.add(name.rpartition("mindformers_core/")[2].removesuffix(".py"))
+
+    sys.setprofile(note)
+    gradient_of(numbers())
+    sys.setprofile(None)
+    arithmetic = ("layout", "mesh", "redistribution/", "operators/", "tensor_parallel/propagation/")
+    arithmetic += tuple(f"tensor_parallel/{name}" for name in ("dispatch", "boundary", "move", "generation/"))
+    assert called and not [name for name in called if name.startswith(arithmetic)], called
