@@ -4,7 +4,9 @@ import numpy as np
 from mindspore import Tensor, mint, nn, ops
 
 NUMBERS = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
-TIES = np.float32([[1, 3, 3, 2, 3, 0, 3, 1], [3, 0, 1, 3, 0, 0, 0, 0], [0, 0, 0, 0, -1, 0, 0, 0], [7] * 8])
+TIES = np.float32(
+    [[1, 3, 3, 2, 3, 0, 3, 1], [3, 0, 1, 3, 0, 0, 0, 0], [0, 0, 0, 0, -1, 0, 0, 0], [7] * 8]
+)  # the largest twice in a shard, in several, everywhere
 TABLE = np.random.default_rng(1).normal(size=(64, 16)).astype(np.float32)  # large: else it is gathered before
 INDICES = np.int32([[0, 1], [2, 3], [3, 0], [1, 1]])
 LABELS = np.int32([7, 3, 0, 3])

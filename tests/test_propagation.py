@@ -122,25 +122,29 @@ def derived(cell, mesh, declarations, *inputs):
     return found, plan
 
 
+SEED_STRATEGIES = [
+    ("MatMul", ((2, 1), (1, 4))),
+    ("Add", ((2, 4), (4,))),
+    ("ReLU", ((2, 4),)),
+    ("MatMul", ((2, 4), (4, 1))),
+    ("Add", ((2, 1), (1,))),
+]
+SEED_PARAMETERS = {
+    "dense1.weight": "[-, tp]",
+    "dense1.bias": "[tp]",
+    "dense2.weight": "[tp, -]",
+    "dense2.bias": "[-]",
+}
+
+
 def test_the_seed_s_example():
     mesh = init_device_mesh((2, 4), ("dp", "tp"))
     declarations = {"dense1": Declaration(operators={"matmul": OperatorDeclaration(((2, 1), (1, 4)))})}
     found, plan = derived(FFN(), mesh, declarations, tensor_meta((256, 28, 28), "float32"))
     flatten, *rest = strategies(plan)
     assert flatten == ("Flatten", ((1, 1, 1),))
-    assert rest == [
-        ("MatMul", ((2, 1), (1, 4))),
-        ("Add", ((2, 4), (4,))),
-        ("ReLU", ((2, 4),)),
-        ("MatMul", ((2, 4), (4, 1))),
-        ("Add", ((2, 1), (1,))),
-    ]
-    assert {path: str(place) for path, place in found.items()} == {
-        "dense1.weight": "[-, tp]",
-        "dense1.bias": "[tp]",
-        "dense2.weight": "[tp, -]",
-        "dense2.bias": "[-]",
-    }
+    assert rest == SEED_STRATEGIES
+    assert {path: str(place) for path, place in found.items()} == SEED_PARAMETERS
 
 
 SEED_MESH = init_device_mesh((2, 4), ("dp", "tp"))
@@ -153,19 +157,8 @@ SECOND = {"dense2": Declaration(operators={"matmul": OperatorDeclaration(((2, 4)
 def test_what_is_declared_spreads_both_ways(dense, declarations):
     found, plan = derived(FFN(dense), SEED_MESH, declarations, tensor_meta((65536, 28, 28), "float32"))
     cut = [pair for pair in strategies(plan) if pair[0] not in ("Cast", "Flatten")]
-    assert cut == [
-        ("MatMul", ((2, 1), (1, 4))),
-        ("Add", ((2, 4), (4,))),
-        ("ReLU", ((2, 4),)),
-        ("MatMul", ((2, 4), (4, 1))),
-        ("Add", ((2, 1), (1,))),
-    ]
-    assert {path: str(place) for path, place in found.items()} == {
-        "dense1.weight": "[-, tp]",
-        "dense1.bias": "[tp]",
-        "dense2.weight": "[tp, -]",
-        "dense2.bias": "[-]",
-    }
+    assert cut == SEED_STRATEGIES
+    assert {path: str(place) for path, place in found.items()} == SEED_PARAMETERS
 
 
 def compared(cell, inputs, arriving, declarations=None, parameters=None, mesh=MESH):

@@ -3,11 +3,10 @@
 from mindspore import Tensor
 
 from mindformers_core.layout import Layout, bind_layout
-from mindformers_core.mesh import nearest
 from mindformers_core.operators import tensor_meta
 from mindformers_core.tensor_parallel.dtensor import DTensor, wrap
 from mindformers_core.tensor_parallel.move import dtype_name
-from mindformers_core.tensor_parallel.propagation.boundaries import boundary_target
+from mindformers_core.tensor_parallel.propagation.boundaries import boundary_target, check_outputs, no_tensor
 
 __all__ = ["Boundary"]
 
@@ -56,13 +55,7 @@ class Boundary:
             return result
         many = isinstance(result, (tuple, list))
         results = result if isinstance(result, dict) else dict(enumerate(result if many else (result,)))
-        for key in self.outputs:
-            if key not in results:
-                known = ", ".join(map(repr, results)) or "none"
-                raise ValueError(
-                    f"{self.label} declares a layout for output {key!r}, but its outputs are {known}"
-                    + nearest(key, results)
-                )
+        check_outputs(self.label, self.outputs, results)
         placed = {
             key: self._place(value, self.outputs.get(key), f"output {key!r}", self._leave_tensor)
             for key, value in results.items()
@@ -82,9 +75,7 @@ class Boundary:
         if isinstance(value, dict):
             return {key: self._place(entry, declared, what, place) for key, entry in value.items()}
         if declared is not None and value is not None:
-            raise TypeError(
-                f"{what} of {self.label} has a declared layout, {declared}, but is {value!r}, which is no tensor"
-            )
+            raise no_tensor(f"{what} of {self.label}", declared, value)
         return value
 
     def _enter_tensor(self, tensor, declared, name):

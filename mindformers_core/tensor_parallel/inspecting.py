@@ -35,7 +35,8 @@ def prepare(cell, *inputs, saved_plan=None, **named_inputs):
 def programs(cell):
     """The programs that the sharded tree of `cell` has so far, one for every signature; that used last at the end.
 
-    There are at most 64; beyond that the one that was used longest ago is forgotten, with a warning.
+    There are at most 64 for each Cell that is called from outside; beyond that the one that was used longest ago is
+    forgotten, with a warning.
     """
     return list(_sharding(cell)[0].programs.values())
 

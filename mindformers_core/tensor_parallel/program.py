@@ -51,7 +51,7 @@ class Program:
     @property
     def inputs(self):
         """The `Value`s that it takes, with their global shapes."""
-        return values_in(list(self.graph.arguments.values()))
+        return values_in(self.graph.arguments)
 
     def wrapped(self, result):
         """The local result as a structure of DTensors."""
@@ -119,7 +119,7 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
     tree.check_cells()
     with tree.as_written():
         graph = capture(tree.cells[path], *bound.args[1:], **bound.kwargs)
-    values = values_in(list(graph.arguments.values()))
+    values = values_in(graph.arguments)
     layouts = {value.id: layout for value, layout in zip(values, arriving, strict=True)}
     declarations = tree.below(path, tree.declarations)
     parameters = tree.below(path, tree.parameter_layouts)
@@ -168,7 +168,7 @@ def _header(tree, path, graph, frame):
     """The docstring of a generated module."""
     inputs = [
         f"    {value.hint}: {value.described.partition(' ')[2]} as {frame.layouts[value.id]}"
-        for value in values_in(list(graph.arguments.values()))
+        for value in values_in(graph.arguments)
     ]
     mode = "training" if graph.training else "evaluation"
     return [

@@ -47,7 +47,7 @@ class ShardedCell:
 
 
 class GeneratedCell(ShardedCell):
-    """A Cell that runs generated programs: its methods of such names as `llama_mlp`."""
+    """A Cell that runs generated programs: its methods of such names as `parallel_llama_mlp`."""
 
     def __call__(self, *args, program=None, **kwargs):
         if program is not None:

@@ -5,6 +5,7 @@ from itertools import product
 import mindspore as ms
 import numpy as np
 import pytest
+from algorithm_calls import EXTREMES, TIES
 from launch import on_ranks
 from mindspore import Tensor, mint, ops
 from one_card import check, draw, part_of
@@ -32,28 +33,11 @@ CUTS = bound(
     layout(),
 )
 
-TIES = np.float32(
-    [[1, 3, 3, 2, 3, 0, 3, 1], [3, 0, 1, 3, 0, 0, 0, 0], [0, 0, 0, 0, -1, 0, 0, 0], [7, 7, 7, 7, 7, 7, 7, 7]]
-)  # the largest twice in a shard, in several shards, everywhere
-
 
 @on_ranks(4)
 def case_extremes_with_ties():
     """The gradient is shared by all that hold the extreme, or goes to the first, as each operator has it."""
-    functions = {
-        "max": lambda x: x.max(),
-        "min": lambda x: x.min(),
-        "amax": lambda x: ops.amax(x, 1),
-        "amax of both": lambda x: ops.amax(x, (0, 1), keepdims=True),
-        "amin": lambda x: ops.amin(x, 1, keepdims=True),
-        "ReduceMax": lambda x: ops.ReduceMax(keep_dims=True)(x, 1),
-        "max with index": lambda x: ops.max(x, 1)[0],
-        "min with index": lambda x: ops.min(x, 1, True)[0],
-        "mint.max": lambda x: mint.max(x, 1)[0],
-        "mint.min": lambda x: mint.min(x, 1, keepdim=True)[0],
-        "method": lambda x: x.max(axis=1),
-        "ArgMaxWithValue": lambda x: ops.ArgMaxWithValue(1, True)(x)[1],
-    }
+    functions = EXTREMES | {"method": lambda x: x.max(axis=1)}
     for (name, function), sign in product(functions.items(), (1, -1)):
         check(name, function, [Tensor(sign * TIES)], CUTS)
     for array in (TIES.astype(np.int32), TIES.astype(np.float16)):

@@ -246,7 +246,7 @@ class _Function:
         graph = algorithm_graph(plan, self.frame.mesh)
         names, operands = {}, []
         map_leaves(lambda leaf: operands.append(leaf) if isinstance(leaf, Operand) else None, arguments)
-        for value, operand in zip(values_in(list(graph.arguments.values())), operands):
+        for value, operand in zip(values_in(graph.arguments), operands):
             names[value.id] = operand.name
         for constant in graph.constants:
             names[constant.value.id] = self.parts.constant(self.frame, constant)

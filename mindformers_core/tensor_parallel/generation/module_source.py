@@ -26,8 +26,8 @@ class ModuleSource:
         text: the source.
         functions: `FramePlan` -> name of its function.
         constants: name in the module -> `Constant`: tensors that the loader puts there.
-        borrowed: `FramePlan` -> (attribute, index among the graph's parameters or None, index among its calls or None)
-            of what a Cell has to be given because it lies outside of it.
+        borrowed: `FramePlan` -> (attribute, `"parameter"` or `"cell"`, index among the graph's parameters or the
+            plan's calls): what a Cell has to be given because it lies outside of it.
     """
 
     text: str

@@ -6,7 +6,14 @@ from mindformers_core.tensor_parallel.capturing.structure import Value, map_leav
 from mindformers_core.tensor_parallel.labels import class_label
 from mindformers_core.tensor_parallel.propagation.outer import own_result
 
-__all__ = ["boundary_target", "declared_inputs", "declared_outputs", "graph_label"]
+__all__ = [
+    "boundary_target",
+    "check_outputs",
+    "declared_inputs",
+    "declared_outputs",
+    "graph_label",
+    "no_tensor",
+]
 
 
 def boundary_target(declared, mesh, shape, arriving, weight_axes, name):
@@ -31,6 +38,21 @@ def boundary_target(declared, mesh, shape, arriving, weight_axes, name):
     return target.replace(varying={*target.varying, *marks})
 
 
+def check_outputs(label, declared, outputs):
+    """Raise a ValueError where a Cell (`label`) declares a layout for an output that isn't among its `outputs`."""
+    for key in declared:
+        if key not in outputs:
+            known = ", ".join(map(repr, outputs)) or "none"
+            raise ValueError(
+                f"{label} declares a layout for output {key!r}, but its outputs are {known}" + nearest(key, outputs)
+            )
+
+
+def no_tensor(name, declared, value):
+    """The error of a layout that is declared for something else than a tensor."""
+    return TypeError(f"{name} has a declared layout, {declared}, but is {value!r}, which is no tensor")
+
+
 def declared_inputs(graph, declaration):
     """Pairs (Value, declared layout, name of the tensor) of a call's arguments; the first that is declared counts."""
     if declaration is None:
@@ -51,13 +73,7 @@ def declared_outputs(graph, declaration):
     result = own_result(graph)
     if not isinstance(result, dict):
         result = dict(enumerate(result if isinstance(result, (tuple, list)) else (result,)))
-    for key in declaration.outputs:
-        if key not in result:
-            known = ", ".join(map(repr, result)) or "none"
-            raise ValueError(
-                f"{graph_label(graph)} declares a layout for output {key!r}, but its outputs are {known}"
-                + nearest(key, result)
-            )
+    check_outputs(graph_label(graph), declaration.outputs, result)
     return _declared(graph, result.items(), declaration.outputs, "output")
 
 
@@ -82,7 +98,7 @@ def _declared(graph, structures, layouts, what):
 
 def _check_tensor(leaf, declared, name):
     if leaf is not None and not isinstance(leaf, Value):
-        raise TypeError(f"{name} has a declared layout, {declared}, but is {leaf!r}, which is no tensor")
+        raise no_tensor(name, declared, leaf)
 
 
 def _is_whole(layout, axis):
