@@ -14,13 +14,14 @@ from types import SimpleNamespace
 
 from mindspore import Parameter, nn, ops
 from mindspore.common.initializer import initializer
+from page_blocks import fenced, filled
 
 from mindformers_core import explain, init_device_mesh, init_distributed, prepare, shard
 from mindformers_core.communication import shutdown
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.operators import tensor_meta
 
-__all__ = ["PAGE", "blocks", "filled"]
+__all__ = ["PAGE", "blocks"]
 
 PAGE = Path(__file__).resolve().parent / "propagation.md"
 
@@ -89,23 +90,12 @@ def _called(name, functions, source):
 
 
 def blocks(html=None):
-    """Name of a block of the page -> (language, contents)."""
+    """Name of a block of the page -> its Markdown."""
     init_distributed("fake", world_size=8)
     try:
-        return {"explained": ("text", feed_forward(html)), "generated": ("python", decoder_layer())}
+        return {"explained": fenced("text", feed_forward(html)), "generated": fenced("python", decoder_layer())}
     finally:
         shutdown()
-
-
-def filled(page, found):
-    """The page's text with these blocks in the place of those that have their names."""
-    for name, (language, contents) in found.items():
-        block = f"<!-- {name} -->\n```{language}\n{contents.rstrip()}\n```"
-        page, count = re.subn(
-            rf"<!-- {name} -->\n```.*?^```", lambda _, b=block: b, page, flags=re.DOTALL | re.MULTILINE
-        )
-        assert count == 1, f"{PAGE} has {count} blocks '{name}'"
-    return page
 
 
 if __name__ == "__main__":

@@ -5,9 +5,7 @@ that is pure Python need no MindSpore. `layout(...)` is imported from its module
 layout`, because `mindformers_core.layout` is that module.
 """
 
-from importlib import import_module
-
-from mindformers_core.mesh import nearest
+from mindformers_core.front_door import public_names
 
 __version__ = "0.1.0"
 
@@ -22,6 +20,7 @@ _PUBLIC = {
     "plan_redistribution": "redistribution",
     "init_distributed": "communication",
     "register_operator": "operators",
+    "PipelineStage": "pipeline",
     "DTensor": "tensor_parallel",
     "distribute_tensor": "tensor_parallel",
     "explain": "tensor_parallel",
@@ -35,12 +34,4 @@ _PUBLIC = {
 
 __all__ = [*_PUBLIC]
 
-
-def __getattr__(name):
-    if name not in _PUBLIC:
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'{nearest(name, _PUBLIC)}")
-    return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
-
-
-def __dir__():
-    return sorted([*globals(), *_PUBLIC])
+__getattr__, __dir__ = public_names(__name__, _PUBLIC)

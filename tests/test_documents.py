@@ -20,7 +20,7 @@ DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG
 DOCUMENTS += [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "errors.md"]
 WITH_COMMANDS = [*DOCUMENTS, *sorted((ROOT / "scripts").glob("*.sh")), *sorted((ROOT / "configs").glob("*.yaml"))]
 
-PATH = re.compile(r"(?<![\w./-])(?:scripts|configs|tests|docs|benchmarks|mindformers_core)/[\w./*-]*[\w/*]")
+PATH = re.compile(r"(?<![\w./-])(?:scripts|configs|tests|docs|benchmarks|examples|mindformers_core)/[\w./*-]*[\w/*]")
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 LAUNCH = re.compile(r'_launch\.sh (?:\\\n\s*)?"-m mindformers_core train (--config [^"]+)"(?: \\?\s*(\d+))?')
 TRAIN = re.compile(r"python -m mindformers_core train (--config [^\n]+)")

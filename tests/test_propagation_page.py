@@ -9,7 +9,8 @@ from launch import ROOT
 from mindformers_core.communication import shutdown
 
 sys.path.insert(0, str(ROOT / "docs"))
-from make_propagation import PAGE, blocks, filled  # noqa: E402
+from make_propagation import PAGE, blocks  # noqa: E402
+from page_blocks import filled  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +29,7 @@ TENSOR = re.compile(r" +(?:input |parameter )?([%\w]+) .*float32 \[([\d, ]+)\](?
 
 def test_the_example_is_the_seed_s(made):
     """The strategies that MindSpore's tutorial says come out: into how many parts what operators take is cut."""
-    _, text = made["explained"]
-    _, dense1, after, dense2 = re.split(r"^  dense\d  Dense|^  %3 = ", text, flags=re.MULTILINE)
+    _, dense1, after, dense2 = re.split(r"^  dense\d  Dense|^  %3 = ", made["explained"], flags=re.MULTILINE)
     first, second = parts(dense1), parts(dense2)
     assert "%2 = MatMul(x, weight)" in dense1 and (first["x"], first["weight"]) == ((2, 1), (1, 4))
     assert "%4 = Add(%2, bias)" in dense1 and (first["%2"], first["bias"]) == ((2, 4), (4,))

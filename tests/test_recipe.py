@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mindformers_core.models.layer_specs import get_num_layers_to_build
+from mindformers_core.pipeline.schedules.named import SCHEDULES, schedule_class
 from mindformers_core.trainer.learning_rate import learning_rate
+from mindformers_core.trainer.pipeline_recipe import model_part, recipe_timeline
 from mindformers_core.trainer.recipe import accumulation_steps, mesh_shape
 from mindformers_core.trainer.recipe_loader import load_recipe, parse_overrides, recipe_to_yaml
 
@@ -75,7 +78,6 @@ ERRORS = [
         ValueError,
         "model.dtype: MindSpore can't run bfloat16 models on context.device_target CPU: use float32 or float16 there",
     ),
-    (["parallelism.pipeline_parallel=2"], ValueError, "parallelism.pipeline_parallel: 2 is not available yet"),
     (["parallelism.context_parallel=2"], ValueError, "parallelism.context_parallel: 2 is not available yet"),
     (
         ["parallelism.data_parallel_shard=0"],
@@ -107,6 +109,12 @@ ERRORS = [
         ValueError,
         "train_dataset.seq_length: 4096 is more than model.max_position_embeddings 128",
     ),
+    (
+        ["model.heterogeneous_block_specs=[{}, {}, {intermediate_size: 351}, {}]"],
+        ValueError,
+        "model.intermediate_size: 351 can't be cut into parallelism.tensor_parallel 2 parts: try 1",
+    ),
+    (["model.heterogeneous_block_specs=[1]"], TypeError, "block_specs[0]: 1 (int) should be a mapping"),
     (["model.vocab_size=128"], ValueError, "model.vocab_size: 128 is too small for bytes"),
     (["model.hidden_size=126"], ValueError, "hidden_size"),
     (["model.vocab_size=null"], TypeError, "model.vocab_size: None (NoneType) should be a whole number"),
@@ -122,6 +130,50 @@ ERRORS = [
     (["training.steps.more=1"], ValueError, "'training.steps.more': training.steps is a value, not a section"),
     (["training.steps=[1"], ValueError, "override 'training.steps=[1': not valid YAML"),
 ]
+
+
+PP = "parallelism.pipeline_parallel"
+PIPELINE_ERRORS = [  # overrides of llama_tiny_pp.yaml: 2 stages of 2 layers, 4 micro-batches; and a piece of the error
+    ([f"{PP}_schedule=1f1"], f"{PP}_schedule: no pipeline schedule is called '1f1' (did you mean '1f1b'?)"),
+    ([f"{PP}_schedule=mine.MySchedule"], f"{PP}_schedule: pipeline schedule 'mine.MySchedule': there is no module"),
+    ([f"{PP}_schedule=zb_v"], f"{PP}_schedule: zb_v, with pipeline_parallel 2, pipeline_parallel_interleave_num 1"),
+    ([f"{PP}_interleave_num=2"], "Schedule1F1B has one stage on every rank, not 4 on 2"),
+    ([f"{PP}_microbatch_size=3"], f"training.local_batch_size: 4 can't be cut into micro-batches of {PP}_microbatch"),
+    (
+        [f"{PP}_schedule=dualpipe_v", f"{PP}_interleave_num=2", f"{PP}_microbatch_size=2"],
+        "and 2 micro-batches (training",
+    ),
+    ([f"{PP}_layers_per_stage=[1,2]"], "layers_per_stage: [1, 2] makes 3 layers, but num_hidden_layers is 4"),
+    (
+        [f"{PP}_layers_per_stage=[4]"],
+        "_layers_per_stage [4]: model.layers_per_stage: [4] has 1 entries",
+    ),
+    ([f"{PP}=3"], f"{PP} 3 x pipeline_parallel_interleave_num 1"),
+    ([f"{PP}_shedule=gpipe"], f"{PP}_shedule: unknown key (did you mean 'pipeline_parallel_schedule'?)"),
+]
+
+
+@pytest.mark.parametrize("overrides, message", PIPELINE_ERRORS, ids=[" ".join(error[0]) for error in PIPELINE_ERRORS])
+def test_mistakes_of_pipelines(overrides, message):
+    with pytest.raises(ValueError) as caught:
+        load_recipe(str(CONFIGS / "llama_tiny_pp.yaml"), overrides)
+    assert message in str(caught.value)
+
+
+def test_a_pipeline_of_one_rank_leaves_its_other_keys_unused():
+    recipe = load_recipe(str(CONFIGS / "llama_tiny_pp.yaml"), [f"{PP}=1", f"{PP}_microbatch_size=3"])
+    assert recipe.model.pipeline_parallel == 1
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_can_be_named(name):
+    chunks = 2 if schedule_class(name).placement == "v" else 1
+    recipe = load_recipe(
+        str(CONFIGS / "llama_tiny_pp.yaml"), [f"{PP}_schedule={name}", f"{PP}_interleave_num={chunks}"]
+    )
+    parts = [model_part(recipe, rank) for rank in range(2)]
+    numbers = [get_num_layers_to_build(part, chunk) for part in parts for chunk in range(chunks)]
+    assert sum(numbers) == 4 and recipe_timeline(recipe).makespan > 0
 
 
 @pytest.mark.parametrize("overrides, kind, message", ERRORS, ids=[" ".join(error[0]) for error in ERRORS])

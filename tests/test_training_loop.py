@@ -103,7 +103,7 @@ def test_the_engine_is_the_recipes(run, engine, tmp_path):
     overrides = (f"context.engine={engine}", f"train_dataset.cache_dir={tmp_path}")
     job = prepare(load_recipe(ONE_RANK, [*SMALL, *overrides]))
     training_loop.train_step(job)
-    assert len(programs(job.net)) == (engine == "generated")
+    assert len(programs(job.cells[0])) == (engine == "generated")
 
 
 def test_a_step_is_compiled_once(run, monkeypatch):

@@ -85,8 +85,8 @@ class AllReduceVarying(Collective):
     def __init__(self, mesh, axes, op="sum"):
         _check_op(op, ("sum", "avg"))
         group = make_group(mesh, axes)
-        reduce = _averaged(_raw("AllReduce", group, "sum"), group, op)
-        super().__init__(reduce, reduce)
+        # one each: see `_part_length`
+        super().__init__(*(_averaged(_raw("AllReduce", group, "sum"), group, op) for _ in range(2)))
 
 
 class AllGather(Collective):

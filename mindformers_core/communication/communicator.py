@@ -1,5 +1,7 @@
 """The collectives of one mesh: from a step of a redistribution plan to the Cell that carries it out, each made once."""
 
+from mindspore import nn, ops
+
 from mindformers_core.communication import collectives
 from mindformers_core.communication.world import process_state
 from mindformers_core.layout import Layout
@@ -23,6 +25,43 @@ _CELLS = {  # step kind -> (Cell, what it takes after mesh and axes: attributes 
     "to_partial_varying": (collectives.ToPartialVarying, ()),
     "pad": (collectives.PadToPartial, ("dim",)),
 }
+
+
+class _Shared(nn.Cell):
+    """A collective that is called in many places of a graph.
+
+    Where PyNative differentiates a compiled function, a Cell with a `bprop` that is called more than once has all its
+    results confused with the last one. An operator behind each call keeps them apart; this one costs nothing.
+
+    Attributes:
+        collective: the Cell with the `bprop`.
+    """
+
+    def __init__(self, collective):
+        super().__init__(auto_prefix=False)
+        self.collective = collective
+        self.with_one_dim_more = _WithOneDimMore(collective)
+
+    def __call__(self, x):
+        return self.collective(x)
+
+    def construct(self, x):
+        y = self.with_one_dim_more(x)
+        return ops.reshape(y, y.shape[1:])
+
+
+class _WithOneDimMore(nn.Cell):
+    """A collective whose result has one dim more, in front, of size 1."""
+
+    def __init__(self, collective):
+        super().__init__(auto_prefix=False)
+        self.collective = collective
+
+    def construct(self, x):
+        return ops.expand_dims(self.collective.construct(x), 0)
+
+    def bprop(self, x, out, dout):
+        return self.collective.bprop(x, ops.reshape(out, out.shape[1:]), ops.reshape(dout, dout.shape[1:]))
 
 
 class Communicator:
@@ -69,7 +108,7 @@ class Communicator:
         arguments = tuple(self._own(attributes[name], f"{kind} {name}") for name in names)
         key = (kind, axes, *arguments)
         if key not in self._cells:
-            self._cells[key] = cell_class(self.mesh, axes, *arguments)
+            self._cells[key] = _Shared(cell_class(self.mesh, axes, *arguments))
         return self._cells[key]
 
     def _own(self, value, what):

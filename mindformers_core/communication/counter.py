@@ -6,7 +6,7 @@ from math import prod
 from mindformers_core.communication.world import process_state
 from mindformers_core.redistribution.steps import wire_bytes
 
-__all__ = ["CollectiveCounts", "count_collectives", "record"]
+__all__ = ["CollectiveCounts", "count_collectives", "record", "record_send"]
 
 
 class CollectiveCounts(dict):
@@ -14,7 +14,8 @@ class CollectiveCounts(dict):
 
     Bytes are those that one rank sends by the ring algorithms, whatever the backend really does: of a whole tensor of
     S bytes (the larger of a rank's input and output) and n ranks, `2 (n - 1) / n * S` for all_reduce,
-    `(n - 1) / n * S` for all_gather, reduce_scatter, all_to_all and broadcast, and S for permute.
+    `(n - 1) / n * S` for all_gather, reduce_scatter, all_to_all and broadcast, and S for permute. A message from one
+    rank to another (`Channel.send`) counts as "send", with S bytes of all its tensors.
     """
 
     def add(self, kind, axes, nbytes):
@@ -44,5 +45,14 @@ def record(kind, group, x):
     whole = prod(x.shape) * x.itemsize * (group.size if kind == "all_gather" else 1)
     # a broadcast's pipeline along the ring: all ranks but one send the whole, which is what an all-gather costs
     nbytes = wire_bytes("all_gather" if kind == "broadcast" else kind, group.size, whole)
+    _count(kind, group.axes, nbytes)
+
+
+def record_send(axes, nbytes):
+    """Count a message to another rank in every open block."""
+    _count("send", tuple(axes), nbytes)
+
+
+def _count(kind, axes, nbytes):
     for counts in process_state().counters:
-        counts.add(kind, group.axes, nbytes)
+        counts.add(kind, axes, nbytes)

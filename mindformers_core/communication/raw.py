@@ -9,6 +9,7 @@ from its structure. So what differs between ranks stands in constants only, neve
 """
 
 from mindspore import nn, ops
+from mindspore.ops import constexpr
 
 from mindformers_core.communication.counter import record
 from mindformers_core.communication.world import process_state, world
@@ -114,11 +115,21 @@ class Identity(nn.Cell):
         return ops.cast(x, x.dtype)
 
 
+@constexpr
+def _part_length(shape, count, dim):
+    """The size of each of `count` equal parts along `dim`; worked out while a graph is compiled.
+
+    MindSpore can't compile a function with a branch that a forward pass and a `bprop` share, if PyNative differentiates
+    the graph, as pipeline stages do. Here the graph has none.
+    """
+    if shape[dim] % count != 0:
+        raise ValueError(f"a tensor of shape {shape} can't be cut along dim {dim} into {count} equal parts")
+    return shape[dim] // count
+
+
 def chunk(x, index, count, dim):
     """Part `index` of `count` equal parts of `x` along `dim`."""
-    if x.shape[dim] % count != 0:
-        raise ValueError(f"a tensor of shape {x.shape} can't be cut along dim {dim} into {count} equal parts")
-    length = x.shape[dim] // count
+    length = _part_length(x.shape, count, dim)
     before = (0,) * dim
     after = x.shape[dim + 1 :]
     return ops.slice(x, before + (index * length,) + (0,) * len(after), x.shape[:dim] + (length,) + after)

@@ -1,8 +1,10 @@
 """The numbers that define a Llama-style model, named as in Hugging Face's `config.json`. Pure Python."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 
 from mindformers_core.mesh import nearest
+from mindformers_core.models.layer_specs import layers_of_stages
+from mindformers_core.pipeline.schedules.placement import PLACEMENTS
 
 __all__ = ["LlamaConfig"]
 
@@ -18,6 +20,15 @@ _COUNTS = (
     "max_position_embeddings",
     "pipeline_parallel",
     "virtual_pipeline",
+)
+_FLAGS = ("tie_word_embeddings", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+# What one layer can have of its own: hidden states, rotary tables and dtype are the whole model's.
+_LAYER_KEYS = (
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "initializer_range",
 )
 
 
@@ -36,12 +47,21 @@ class LlamaConfig:
         max_position_embeddings: longest sequence.
         rms_norm_eps: added to the mean square in the norms.
         rope_theta: base of the rotary frequencies.
-        tie_word_embeddings: whether the output layer uses the embedding's weight.
+        tie_word_embeddings: whether the output layer uses the embedding's weight. Where the first and the last stage
+            are two, both have it, under the same path: its gradient is the sum of theirs.
         initializer_range: standard deviation of the initial weights.
         dtype: of parameters and computation: float32, float16 or bfloat16.
         pipeline_parallel: number of ranks that the layers are spread over.
         pipeline_rank: which of them this is, from 0.
-        virtual_pipeline: number of model chunks on each of them.
+        virtual_pipeline: number of model chunks on each of them. Every chunk is a stage.
+        pipeline_placement: which stages a rank holds: "loop" or "v", see `stage_index`; "v" needs two chunks.
+        layers_per_stage: number of decoder layers of every stage, over all ranks and chunks; the first and the last
+            may have none. Default: all alike.
+        account_for_embedding_in_pipeline_split: whether the embedding counts as a layer where all are alike.
+        account_for_loss_in_pipeline_split: whether the output layer does.
+        heterogeneous_block_specs: what layers have of their own: for every decoder layer a dict with its values of
+            `intermediate_size`, `num_attention_heads`, `num_key_value_heads`, `rms_norm_eps` and `initializer_range`;
+            `{}` where nothing differs. Heads keep their size, `head_dim`. Default: all layers are alike.
 
     Raises:
         TypeError, ValueError: a value of the wrong type, out of range, or that doesn't fit another one.
@@ -63,6 +83,11 @@ class LlamaConfig:
     pipeline_parallel: int = 1
     pipeline_rank: int = 0
     virtual_pipeline: int = 1
+    pipeline_placement: str = "loop"
+    layers_per_stage: tuple[int, ...] | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    heterogeneous_block_specs: tuple[dict, ...] | None = field(default=None, hash=False)
 
     def __post_init__(self):
         if self.num_key_value_heads is None:
@@ -74,7 +99,11 @@ class LlamaConfig:
             _check_divides("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         self._check_numbers()
-        self._check_fit()
+        _check_divides("num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads)
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: {self.head_dim} should be even: rotary embedding turns pairs of values")
+        self._check_pipeline()
+        self._check_block_specs()
 
     def _check_numbers(self):
         for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
@@ -83,27 +112,55 @@ class LlamaConfig:
                 raise TypeError(f"{name}: expected a number, not {value!r}")
             if value <= 0:
                 raise ValueError(f"{name}: {value} should be greater than 0")
-        if not isinstance(self.tie_word_embeddings, bool):
-            raise TypeError(f"tie_word_embeddings: expected true or false, not {self.tie_word_embeddings!r}")
-        if self.dtype not in _DTYPES:
-            allowed = ", ".join(_DTYPES)
-            raise ValueError(f"dtype: {self.dtype!r} should be one of {allowed}{nearest(self.dtype, _DTYPES)}")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}: expected true or false, not {getattr(self, name)!r}")
+        _check_choice("dtype", self.dtype, _DTYPES)
 
-    def _check_fit(self):
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        _check_divides("num_attention_heads", heads, "num_key_value_heads", kv_heads)
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim: {self.head_dim} should be even: rotary embedding turns pairs of values")
-        chunks = self.pipeline_parallel * self.virtual_pipeline
-        _check_divides("num_hidden_layers", self.num_hidden_layers, "pipeline_parallel * virtual_pipeline", chunks)
+    def _check_pipeline(self):
         rank = self.pipeline_rank
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.pipeline_parallel:
             raise ValueError(f"pipeline_rank: {rank!r} should be an int from 0 to {self.pipeline_parallel - 1}")
-        if self.tie_word_embeddings and self.pipeline_parallel > 1:
+        _check_choice("pipeline_placement", self.pipeline_placement, PLACEMENTS)
+        if self.pipeline_placement == "v" and self.virtual_pipeline != 2:
+            raise ValueError(f'virtual_pipeline: {self.virtual_pipeline} should be 2 with pipeline_placement: "v"')
+        if self.layers_per_stage is not None:
+            given = _as_tuple("layers_per_stage", self.layers_per_stage, "whole numbers")
+            for stage, count in enumerate(given):
+                _check_count(f"layers_per_stage[{stage}]", count, at_least=0)
+            object.__setattr__(self, "layers_per_stage", given)
+        layers_of_stages(self)
+
+    def _check_block_specs(self):
+        if self.heterogeneous_block_specs is None:
+            return
+        specs = _as_tuple("heterogeneous_block_specs", self.heterogeneous_block_specs, "dicts")
+        if len(specs) != self.num_hidden_layers:
             raise ValueError(
-                f"tie_word_embeddings: embedding and output layer are on different stages of pipeline_parallel="
-                f"{self.pipeline_parallel} and can't share a weight: set it to false, or pipeline_parallel to 1"
+                f"heterogeneous_block_specs: {len(specs)} entries, but num_hidden_layers is {self.num_hidden_layers}: "
+                "give a dict for every layer, {} where nothing differs"
             )
+        for place, spec in enumerate(specs):
+            _check_block_spec(f"heterogeneous_block_specs[{place}]", spec)
+        object.__setattr__(self, "heterogeneous_block_specs", tuple(dict(spec) for spec in specs))
+        for number in range(1, len(specs) + 1):
+            self.get_config_for_layer(number)
+
+    def get_config_for_layer(self, global_layer_number):
+        """The config of the decoder layer with this number in the whole model, from 1 (RFC ICY7S6).
+
+        Raises:
+            ValueError: no such layer.
+        """
+        if not 1 <= global_layer_number <= self.num_hidden_layers:
+            raise ValueError(f"layer number {global_layer_number} should be from 1 to {self.num_hidden_layers}")
+        if self.heterogeneous_block_specs is None:
+            return self
+        place = global_layer_number - 1
+        try:
+            return replace(self, heterogeneous_block_specs=None, **self.heterogeneous_block_specs[place])
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"heterogeneous_block_specs[{place}]: {error}") from None
 
     @classmethod
     def from_dict(cls, values):
@@ -120,11 +177,31 @@ class LlamaConfig:
         return cls(**values)
 
 
-def _check_count(name, value):
+def _as_tuple(name, given, of_what):
+    if not isinstance(given, (list, tuple)):
+        raise TypeError(f"{name}: expected a list of {of_what}, not {given!r}")
+    return tuple(given)
+
+
+def _check_block_spec(where, spec):
+    if not isinstance(spec, dict):
+        raise TypeError(f"{where}: expected a dict by key, not {spec!r}")
+    for key in spec:
+        if key not in _LAYER_KEYS:
+            allowed = ", ".join(_LAYER_KEYS)
+            raise ValueError(f"{where}: unknown key '{key}'{nearest(key, _LAYER_KEYS)}; a layer's own are: {allowed}")
+
+
+def _check_choice(name, value, choices):
+    if value not in choices:
+        raise ValueError(f"{name}: {value!r} should be one of {', '.join(choices)}{nearest(value, choices)}")
+
+
+def _check_count(name, value, at_least=1):
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: expected an int, not {value!r}")
-    if value < 1:
-        raise ValueError(f"{name}: {value} should be at least 1")
+    if value < at_least:
+        raise ValueError(f"{name}: {value} should be at least {at_least}")
 
 
 def _check_divides(name, value, divisor_name, divisor):

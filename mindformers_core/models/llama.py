@@ -6,7 +6,13 @@ from mindspore.common.initializer import Normal
 
 from mindformers_core.layout import layout
 from mindformers_core.models.attention import LlamaAttention, causal_mask
-from mindformers_core.models.layer_specs import LayerSpec, get_num_layers_to_build, get_transformer_layer_offset
+from mindformers_core.models.layer_specs import (
+    LayerSpec,
+    get_num_layers_to_build,
+    get_transformer_layer_offset,
+    stage_count,
+    stage_index,
+)
 from mindformers_core.models.rotary import rotary_tables
 from mindformers_core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -15,6 +21,7 @@ from mindformers_core.tensor_parallel.layers import (
     VocabParallelCrossEntropy,
     VocabParallelEmbedding,
     gathered_layout,
+    hidden_layout,
 )
 
 __all__ = ["LlamaMLP", "LlamaDecoderLayer", "LlamaModel", "LlamaForCausalLM", "LLAMA_LAYER"]
@@ -72,15 +79,20 @@ LLAMA_LAYER = LayerSpec(LlamaDecoderLayer)
 
 
 class LlamaModel(nn.Cell):
-    """The decoder without its output layer, or this process's part of it in a pipeline.
+    """The decoder without its output layer, or a stage of it in a pipeline.
 
     The first stage takes ids (batch, length), others hidden states (batch, length, hidden_size); all give hidden
     states. Layers are kept by their number in the whole model, from 0, so that paths are the same in any pipeline.
+    Only the stage's own layers are made. What a stage doesn't have is None, so a stage can also be made of a whole
+    model by taking the rest away, see `model_split_manual`.
 
     Args:
         config: a `LlamaConfig`.
         layer_spec: what a layer is made of.
         vp_stage: which of the `config.virtual_pipeline` chunks to build; None where there is one.
+
+    Attributes:
+        is_first: whether ids come in. The last stage has `embed_tokens` too where its weight is tied to the output's.
     """
 
     def __init__(self, config, layer_spec=LLAMA_LAYER, vp_stage=None):
@@ -88,37 +100,43 @@ class LlamaModel(nn.Cell):
         self.config = config
         self.vp_stage = vp_stage
         dtype = getattr(ms, config.dtype)
-        count, offset = get_num_layers_to_build(config, vp_stage), get_transformer_layer_offset(config, vp_stage)
-        self.is_first, self.is_last = offset == 0, offset + count == config.num_hidden_layers
-        if self.is_first:
+        stage = stage_index(config, vp_stage)
+        is_last = stage == stage_count(config) - 1
+        self.is_first = stage == 0
+        self.embed_tokens = self.norm = None
+        if self.is_first or (is_last and config.tie_word_embeddings):
             weight_init = Normal(config.initializer_range)
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, weight_init, dtype)
+        count, offset = get_num_layers_to_build(config, vp_stage), get_transformer_layer_offset(config, vp_stage)
         numbers = range(1, count + 1)
         self.layers = nn.CellDict([(str(offset + n - 1), self.build_layer(layer_spec, n)) for n in numbers])
-        if self.is_last:
+        if is_last:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
     def build_layer(self, layer_spec, layer_number):
         """The layer `layer_number` of this chunk, from 1 (RFC ICY7S6)."""
         global_layer_number = layer_number + get_transformer_layer_offset(self.config, self.vp_stage)
-        return layer_spec.module(self.config, global_layer_number, **layer_spec.submodules)
+        layer_config = self.config.get_config_for_layer(global_layer_number)
+        return layer_spec.module(layer_config, global_layer_number, **layer_spec.submodules)
 
     def construct(self, input_ids):
-        hidden_states = self.embed_tokens(input_ids) if self.is_first else input_ids
+        hidden_states = input_ids
+        if self.is_first and self.embed_tokens is not None:
+            hidden_states = self.embed_tokens(input_ids)
         length = input_ids.shape[1]
         cosines, sines = rotary_tables(length, self.config.head_dim, self.config.rope_theta)
         mask = causal_mask(length)
         for layer in self.layers.values():
             hidden_states = layer(hidden_states, cosines, sines, mask)
-        return self.norm(hidden_states) if self.is_last else hidden_states
+        return hidden_states if self.norm is None else self.norm(hidden_states)
 
 
 class LlamaForCausalLM(nn.Cell):
     """The decoder with its output layer: ids (batch, length) → float logits (batch, length, vocab_size), or the loss.
 
     With `labels` (batch, length), which are shifted already, it returns the mean cross-entropy, a float32 scalar, over
-    the labels other than -100. In a pipeline only the last stage has an output layer; the others return hidden states,
-    and all but the first take them in place of ids.
+    the labels other than -100. In a pipeline only the last stage has an output layer; the others return hidden states
+    (batch, length, hidden_size), and all but the first take them in place of ids.
 
     Args:
         config: a `LlamaConfig`.
@@ -129,26 +147,32 @@ class LlamaForCausalLM(nn.Cell):
     def __init__(self, config, layer_spec=LLAMA_LAYER, vp_stage=None):
         super().__init__()
         self.model = LlamaModel(config, layer_spec, vp_stage)
-        self.is_last = self.model.is_last
         self.is_tied = config.tie_word_embeddings
-        if self.is_last and not self.is_tied:
+        self.lm_head = None
+        if self.model.norm is not None and not self.is_tied:
             settings = {"weight_init": Normal(config.initializer_range), "dtype": getattr(ms, config.dtype)}
             self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, **settings)
         self.loss = VocabParallelCrossEntropy()
 
     def shard(self, config=None):
-        """The one place that names the batch: `config.batch_axes` cut it; without them it stays as it arrives."""
+        """The one place that names the batch: `config.batch_axes` cut it; without them it stays as it arrives.
+
+        Between stages hidden states stay as the layers hold them, so that nothing is sent for the boundary's sake.
+        """
         axes = getattr(config, "batch_axes", None)
-        if axes is None:
-            return None, None, None
-        return {"input_ids": layout(axes, ...), "labels": layout(axes, ...)}, None, None
+        batch = None if axes is None else layout(axes, ...)
+        sequence_axis = "tp" if getattr(config, "sequence_parallel", False) else None
+        hidden = hidden_layout(config) if axes is None else layout(axes, sequence_axis, None)
+        is_first = self.model.is_first and self.model.embed_tokens is not None
+        inputs = {"input_ids": batch if is_first else hidden, "labels": batch}
+        return inputs, hidden if self.model.norm is None else None, None
 
     def construct(self, input_ids, labels=None):
         hidden_states = self.model(input_ids)
-        if not self.is_last:
-            return hidden_states
-        if self.is_tied:
+        if self.lm_head is not None:
+            logits = self.lm_head(hidden_states)
+        elif self.is_tied and self.model.norm is not None:
             logits = ops.dense(hidden_states, self.model.embed_tokens.weight)
         else:
-            logits = self.lm_head(hidden_states)
+            return hidden_states
         return logits if labels is None else self.loss(logits, labels)

@@ -17,8 +17,12 @@ class ClipByGlobalNorm(nn.Cell):
     function that is compiled.
 
     Args:
-        parameters: the parameters; `parameter.layout` (a `Layout`) where it is distributed.
+        parameters: this rank's parameters; `parameter.layout` (a `Layout`) where it is distributed.
         max_norm: 0 leaves the gradients as they are.
+        mesh, over: a mesh and its axes along which ranks hold other parameters, as the stages of a pipeline do: the
+            norm is that of all of them. All ranks of such a group have to take part. Default: none.
+        counted: for every parameter whether the norm counts it here; not what another rank, or another place of this
+            one, counts already (tied parameters, see `PipelineStage.counted`). Default: all.
 
     Inputs:
         A tuple of plain local tensors in the parameters' order, final: replicated over the axes that don't shard their
@@ -28,27 +32,29 @@ class ClipByGlobalNorm(nn.Cell):
         `(gradients, norm)`: a tuple, and the norm before clipping, a float32 scalar that is the same on all ranks.
     """
 
-    def __init__(self, parameters, max_norm):
+    def __init__(self, parameters, max_norm, mesh=None, over=(), counted=None):
         super().__init__()
         self.max_norm = max_norm
+        counted = (True,) * len(parameters) if counted is None else counted
         places = {}
-        for place, parameter in enumerate(parameters):
+        for place, (parameter, is_counted) in enumerate(zip(parameters, counted, strict=True)):
+            if not is_counted:
+                continue
             layout = getattr(parameter, "layout", None)
             key = (None, ()) if layout is None else (layout.mesh, _sharding_axes(layout))
             places.setdefault(key, []).append(place)
         self.places = tuple(tuple(entry) for entry in places.values())
-        self.sums = nn.CellList(
-            [communicator(mesh).make("all_reduce", axes, op="sum") if axes else nn.Identity() for mesh, axes in places]
-        )
+        self.sums = nn.CellList([_sum_over(mesh, axes) for mesh, axes in places])
+        self.sum_of_all = _sum_over(mesh, tuple(over))
 
     def construct(self, gradients):
-        total = 0.0
+        total = ops.zeros((), float32)  # a tensor where this rank counts nothing, too
         for index, places in enumerate(self.places):
             squares = 0.0
             for place in places:
                 squares = squares + ops.square(ops.cast(gradients[place], float32)).sum()
             total = total + self.sums[index](squares)
-        norm = ops.sqrt(total)
+        norm = ops.sqrt(self.sum_of_all(total))
         if self.max_norm == 0:
             return gradients, norm
         # the small term keeps a norm of zero from making NaN
@@ -59,9 +65,14 @@ class ClipByGlobalNorm(nn.Cell):
         return clipped, norm
 
 
-def clip_by_global_norm(gradients, parameters, max_norm):
-    """`ClipByGlobalNorm(parameters, max_norm)(gradients)`, in PyNative: a function that is compiled needs the Cell."""
-    return ClipByGlobalNorm(parameters, max_norm)(tuple(gradients))
+def clip_by_global_norm(gradients, parameters, max_norm, **across_stages):
+    """`ClipByGlobalNorm(parameters, max_norm, …)(gradients)`, in PyNative: a compiled function needs the Cell."""
+    return ClipByGlobalNorm(parameters, max_norm, **across_stages)(tuple(gradients))
+
+
+def _sum_over(mesh, axes):
+    """The Cell that sums a tensor over axes of a mesh; over none it gives what it gets."""
+    return communicator(mesh).make("all_reduce", axes, op="sum") if axes else nn.Identity()
 
 
 def _sharding_axes(layout):

@@ -154,7 +154,9 @@ def _generated(tree, path, signature, graph, frame):
     header = _header(tree, path, graph, frame)
     prefix = f"{path}." if path else ""
     classes = {cell[len(prefix) :]: kind for cell, kind in tree.classes.items() if not path or cell.startswith(prefix)}
-    source = module_source(frame, {**classes, "": tree.classes[path]}, cost_model(), tree.function_names, header)
+    classes[""] = tree.classes[path]
+    defers = tree.deferred_gradients is not None
+    source = module_source(frame, classes, cost_model(), tree.function_names, header, defers)
     tree.function_names.update(source.functions.values())
     name = source.functions[frame]
     module = load_module(name, source)

@@ -32,6 +32,7 @@ class ShardedTree:
         running: name of the program that a call from outside has begun, or None.
         views: the DTensors of parameters while the eager engine runs, or None.
         training: the flags of all Cells, or None where they have to be read again.
+        deferred_gradients: the `DeferredGradients` whose matmuls leave the gradients of weights for later, or None.
         versions: how often something was set in a Cell that programs depend on, or one became eager.
     """
 
@@ -43,7 +44,7 @@ class ShardedTree:
         self.programs = OrderedDict()
         self.function_names = set()
         self.versions = 0
-        self.running = self.views = self.training = None
+        self.running = self.views = self.training = self.deferred_gradients = None
         self._eager = set()
         self._as_it_is = _with_own_gradient(self.classes)
         self._methods = {path: {} for path in self.cells}
@@ -195,6 +196,8 @@ class ShardedTree:
             self._methods[path][names[frame]] = program.functions[names[frame]]
             for attribute, kind, index in program.source.borrowed.get(frame, ()):
                 self.cells[path].__dict__[attribute] = self._elsewhere(program.path, graph, kind, index)
+        if self.deferred_gradients is not None:
+            self.deferred_gradients.attach(program)
         for path in {path for path, _, _ in _calls(program)}:
             self._dress(path)
 

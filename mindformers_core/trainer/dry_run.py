@@ -12,12 +12,15 @@ from dataclasses import dataclass
 import mindspore as ms
 
 from mindformers_core.communication import init_distributed
+from mindformers_core.communication.world import shutdown
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaForCausalLM
 from mindformers_core.tensor_parallel import shard
+from mindformers_core.trainer.pipeline_recipe import recipe_timeline
+from mindformers_core.trainer.pipeline_step import build_chunks
 from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_shape
 
-__all__ = ["dry_run", "ParameterFact", "report"]
+__all__ = ["dry_run", "ParameterFact", "pipeline_report", "report"]
 
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _MOMENT_BYTES = 2 * 4  # AdamW keeps two float32 moments
@@ -42,35 +45,101 @@ def dry_run(recipe):
     """
     mesh = init_device_mesh(mesh_shape(recipe), MESH_AXES)
     micro_batches = accumulation_steps(recipe, mesh.axis_size("dp"))
-    init_distributed("fake", world_size=mesh.size, rank=0)
-    with ms.DeviceCtx("meta"):
-        net = shard(LlamaForCausalLM(recipe.model), mesh, recipe.parallelism, mode=recipe.context.engine)
-        ids = ms.mint.zeros((recipe.training.local_batch_size, recipe.train_dataset.seq_length), dtype=ms.int32)
-        net(ids, ids)
-    facts = [_fact(parameter) for parameter in net.trainable_params()]
+    ranks = mesh.group(mesh.rank_list[0], ("pp",))
+    parts = [_facts_of_rank(recipe, mesh, rank) for rank in ranks]
     training, length = recipe.training, recipe.train_dataset.seq_length
-    parts = f"{mesh.axis_size('dp')} dp ranks x {micro_batches} micro-batches x {training.local_batch_size}"
+    kind = "micro-batches" if len(parts) == 1 else "pipeline runs"
+    batches = f"{mesh.axis_size('dp')} dp ranks x {micro_batches} {kind} x {training.local_batch_size}"
     head = (
         f"mesh        {mesh}: {mesh.size} ranks\n"
-        f"batch       {training.global_batch_size} sequences of {length} tokens a step: {parts}\n"
+        f"batch       {training.global_batch_size} sequences of {length} tokens a step: {batches}\n"
     )
-    return head + report(facts)
+    if len(parts) == 1:
+        return head + report(parts[0])
+    return head + pipeline_report(recipe_timeline(recipe), parts)
+
+
+def _facts_of_rank(recipe, mesh, rank):
+    """`ParameterFact`s of what a rank holds, after its Cells have run forward on shapes alone."""
+    init_distributed("fake", world_size=mesh.size, rank=rank)
+    try:
+        if recipe.parallelism.pipeline_parallel == 1:
+            chunks = [(0, _whole_model(recipe, mesh))]
+            batch = recipe.training.local_batch_size
+        else:
+            chunks = build_chunks(recipe, mesh, rank)
+            batch = recipe.parallelism.pipeline_parallel_microbatch_size
+        for index, net in chunks:
+            _run_forward(recipe, mesh, index, net, batch)
+        return [_fact(parameter) for _, net in chunks for parameter in net.trainable_params()]
+    finally:
+        shutdown()
+
+
+def _whole_model(recipe, mesh):
+    with ms.DeviceCtx("meta"):
+        return shard(LlamaForCausalLM(recipe.model), mesh, recipe.parallelism, mode=recipe.context.engine)
+
+
+def _run_forward(recipe, mesh, stage, net, batch):
+    """A forward pass of a Cell on the meta device; stages after the first take hidden states."""
+    length, sizes = recipe.train_dataset.seq_length, recipe.parallelism
+    with ms.DeviceCtx("meta"):
+        ids = ms.mint.zeros((batch, length), dtype=ms.int32)
+        if stage == 0:
+            net(ids, ids)
+            return
+        length = length // sizes.tensor_parallel if sizes.sequence_parallel else length
+        shape = (batch, length, recipe.model.hidden_size)
+        net(ms.mint.zeros(shape, dtype=getattr(ms, recipe.model.dtype)), ids)
+
+
+def pipeline_report(timeline, parts):
+    """The text for a pipeline: its schedule, every pipeline rank, and the figures of the fullest rank.
+
+    Args:
+        timeline: the `Timeline` of the schedule, all passes of a stage taken as equally long.
+        parts: for every pipeline rank the list of its `ParameterFact`s.
+    """
+    sizes = [_bytes(facts) for facts in parts]
+    fullest = sizes.index(max(sizes))
+    lines = [f"pipeline    {timeline.bubble_fraction:.1%} of the time is bubbles (if all stages' passes are alike)"]
+    for rank, (facts, size) in enumerate(zip(parts, sizes)):
+        lines.append(
+            f"  rank {rank:<4} {sum(math.prod(fact.local_shape) for fact in facts):,} parameters on each of its "
+            f"devices, {_gib(size).strip()}, at most {timeline.peak_live[rank]:g} micro-batches live"
+        )
+    whole = sum({fact.name: math.prod(fact.global_shape) for facts in parts for fact in facts}.values())
+    lines.append(f"parameters  {whole:,} in all; on pipeline rank {fullest}, the fullest:")
+    return "\n".join(lines) + "\n" + report(parts[fullest])
 
 
 def report(facts):
     """The text of a dry run's figures for a list of `ParameterFact`."""
     whole = sum(math.prod(fact.global_shape) for fact in facts)
     local = sum(math.prod(fact.local_shape) for fact in facts)
-    parameter_bytes, moment_bytes = Counter(), 0
-    for fact in facts:
-        parameter_bytes[fact.dtype] += math.prod(fact.local_shape) * _ITEM_BYTES[fact.dtype]
-        moment_bytes += math.prod(fact.local_shape) * _MOMENT_BYTES
-    total = 2 * sum(parameter_bytes.values()) + moment_bytes
+    parameter_bytes, moment_bytes = _bytes_by_dtype(facts)
+    total = _bytes(facts)
     lines = [f"parameters  {whole:,} in all, {local:,} on each rank", "bytes on each rank (without activations)"]
     for kind in ("parameters", "gradients"):
         lines += [f"  {kind:<12} {dtype:<9} {_gib(count)}" for dtype, count in parameter_bytes.items()]
     lines += [f"  {'AdamW state':<12} {'float32':<9} {_gib(moment_bytes)}", f"  {'together':<22} {_gib(total)}", ""]
     return "\n".join(lines + _table(facts))
+
+
+def _bytes_by_dtype(facts):
+    """`(bytes of parameters by dtype, bytes of moments)`."""
+    parameter_bytes, moment_bytes = Counter(), 0
+    for fact in facts:
+        parameter_bytes[fact.dtype] += math.prod(fact.local_shape) * _ITEM_BYTES[fact.dtype]
+        moment_bytes += math.prod(fact.local_shape) * _MOMENT_BYTES
+    return parameter_bytes, moment_bytes
+
+
+def _bytes(facts):
+    """Bytes of parameters, gradients and moments."""
+    parameter_bytes, moment_bytes = _bytes_by_dtype(facts)
+    return 2 * sum(parameter_bytes.values()) + moment_bytes
 
 
 def _table(facts):

@@ -5,6 +5,8 @@ import json
 import os
 import time
 
+from mindformers_core.files import write_whole
+
 __all__ = ["MetricsFile", "TensorBoardFile", "draw_losses", "require_extra"]
 
 
@@ -29,9 +31,7 @@ class MetricsFile:
     def __init__(self, folder, after_step):
         self.path = os.path.join(folder, "metrics.jsonl")
         kept = [row for row in read_rows(self.path) if row["step"] <= after_step] if os.path.exists(self.path) else []
-        with open(self.path + ".unfinished", "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in kept)
-        os.replace(self.path + ".unfinished", self.path)
+        write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def write(self, row):
         """Append a dict with `step`, `loss` and other numbers."""

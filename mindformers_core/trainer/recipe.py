@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mindformers_core.models.configuration import LlamaConfig
+from mindformers_core.trainer.pipeline_recipe import PLACE_IN_PIPELINE, check_pipeline
 
 __all__ = ["Recipe", "check_recipe", "mesh_shape", "accumulation_steps", "warmup_steps", "MESH_AXES", "bounded"]
 
@@ -27,7 +28,7 @@ class Training:
     """How long, how much at once, and where the run folder is."""
 
     steps: int = bounded(1000, at_least=1)
-    local_batch_size: int = bounded(1, at_least=1)  # sequences of one forward pass of one dp rank
+    local_batch_size: int = bounded(1, at_least=1)  # sequences of one forward pass (or pipeline run) of one dp rank
     global_batch_size: int = bounded(1, at_least=1)  # sequences of one step, over all dp ranks and micro-batches
     max_norm: float = bounded(1.0, at_least=0.0)  # largest global norm of the gradients; 0: no clipping
     seed: int = bounded(42, at_least=0)
@@ -42,7 +43,11 @@ class Parallelism:
     tensor_parallel: int = bounded(1, at_least=1)
     sequence_parallel: bool = False  # norms work on a slice of the sequence dim, over the tp axis
     context_parallel: int = bounded(1, at_least=1)
-    pipeline_parallel: int = bounded(1, at_least=1)
+    pipeline_parallel: int = bounded(1, at_least=1)  # ranks that the layers are spread over; at 1 the rest is unused
+    pipeline_parallel_schedule: str = "1f1b"  # a name of `SCHEDULES`, or the import path of a class of one's own
+    pipeline_parallel_layers_per_stage: tuple[int, ...] = ()  # by stage, over all ranks and chunks; default: alike
+    pipeline_parallel_interleave_num: int = bounded(1, at_least=1)  # stages (chunks of layers) on every rank
+    pipeline_parallel_microbatch_size: int = bounded(1, at_least=1)  # local_batch_size is cut into such micro-batches
 
     @property
     def batch_axes(self):
@@ -126,7 +131,7 @@ class Recipe:
 
 def check_recipe(recipe):
     """Raise `ValueError` for the first combination of keys that can't work, with the keys' paths."""
-    for check in (_check_available, _check_model_divides, _check_data, _check_schedule):
+    for check in (_check_available, _check_model_divides, check_pipeline, _check_data, _check_schedule):
         check(recipe)
     if recipe.parallelism.data_parallel_shard > 0:
         accumulation_steps(recipe, recipe.parallelism.data_parallel_shard)
@@ -184,12 +189,13 @@ def warmup_steps(recipe):
 
 def _check_available(recipe):
     sizes = recipe.parallelism
-    for key in ("pipeline_parallel", "context_parallel"):
-        if getattr(sizes, key) > 1:
-            raise ValueError(f"parallelism.{key}: {getattr(sizes, key)} is not available yet: it can only be 1")
+    if sizes.context_parallel > 1:
+        raise ValueError(
+            f"parallelism.context_parallel: {sizes.context_parallel} is not available yet: it can only be 1"
+        )
     if sizes.data_parallel_shard < 1 and sizes.data_parallel_shard != -1:
         raise ValueError(f"parallelism.data_parallel_shard: {sizes.data_parallel_shard} is neither -1 nor at least 1")
-    for key in ("pipeline_parallel", "pipeline_rank", "virtual_pipeline"):
+    for key in PLACE_IN_PIPELINE:
         if getattr(recipe.model, key) != getattr(LlamaConfig, key):
             raise ValueError(
                 f"model.{key}: {getattr(recipe.model, key)} follows from section parallelism: leave it out"
@@ -208,9 +214,13 @@ def _check_available(recipe):
 
 
 def _check_model_divides(recipe):
-    tp = recipe.parallelism.tensor_parallel
-    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
-        size = getattr(recipe.model, key)
+    tp, model = recipe.parallelism.tensor_parallel, recipe.model
+    sizes = {}  # (key, size), each once: layers may differ
+    for number in range(1, model.num_hidden_layers + 1):
+        layer = model.get_config_for_layer(number)
+        for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            sizes[key, getattr(layer, key)] = None
+    for key, size in (*sizes, ("vocab_size", model.vocab_size)):
         if size % tp:
             fitting = [divisor for divisor in range(1, tp) if size % divisor == 0]
             raise ValueError(

@@ -171,7 +171,7 @@ def _convert_scalar(value, hint, path):
         return float(value)
     if type(value) is hint:
         return value
-    allowed = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+    allowed = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", dict: "a mapping"}
     assert hint in allowed, f"{path}: the loader knows no type {hint}"
     raise TypeError(f"{path}: {value!r} ({_show(type(value))}) should be {allowed[hint]}")
 

@@ -2,7 +2,9 @@
 
 import os
 
-__all__ = ["open_run_folder", "write_whole"]
+from mindformers_core.files import write_whole
+
+__all__ = ["open_run_folder"]
 
 
 def open_run_folder(folder, config_text, keep):
@@ -21,10 +23,3 @@ def open_run_folder(folder, config_text, keep):
     os.makedirs(folder, exist_ok=True)
     write_whole(os.path.join(folder, "config.yaml"), config_text)
     return moved
-
-
-def write_whole(path, text):
-    """Write a text file that is never seen half written."""
-    with open(path + ".unfinished", "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(path + ".unfinished", path)

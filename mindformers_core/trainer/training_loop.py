@@ -10,6 +10,7 @@ import mindspore as ms
 import numpy as np
 
 from mindformers_core.communication import init_distributed
+from mindformers_core.files import write_whole
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaForCausalLM
 from mindformers_core.tensor_parallel import shard
@@ -18,10 +19,12 @@ from mindformers_core.trainer.adamw import AdamW
 from mindformers_core.trainer.data import TokenDataset, first_sequence, open_dataset
 from mindformers_core.trainer.learning_rate import learning_rate
 from mindformers_core.trainer.metrics import MetricsFile, TensorBoardFile, draw_losses, require_extra
+from mindformers_core.trainer.pipeline_recipe import pipeline_state
+from mindformers_core.trainer.pipeline_step import build_schedule, own_parameters, pipeline_step_function
 from mindformers_core.trainer.progress import Progress
 from mindformers_core.trainer.recipe import MESH_AXES, Recipe, accumulation_steps, mesh_shape
 from mindformers_core.trainer.recipe_loader import recipe_to_yaml
-from mindformers_core.trainer.run_folder import open_run_folder, write_whole
+from mindformers_core.trainer.run_folder import open_run_folder
 from mindformers_core.trainer.saved_state import find_checkpoint, load_state, save_state
 from mindformers_core.trainer.step import step_function
 
@@ -36,7 +39,7 @@ class Job:
     rank: int
     mesh: object
     dataset: TokenDataset
-    net: ms.nn.Cell
+    cells: tuple  # the sharded model; of a pipeline this rank's chunks of it
     optimizer: AdamW
     micro_batches: int
     run_step: object  # see `step_function`
@@ -54,11 +57,12 @@ class Job:
     def fixed_state(self):
         """What must be the same in the run that resumes."""
         sizes = dict(zip(self.mesh.axis_names, self.mesh.shape))
-        return {"mesh": sizes, "model": dataclasses.asdict(self.recipe.model)}
+        model = dataclasses.asdict(self.recipe.model)
+        return {"mesh": sizes, "model": model} | pipeline_state(self.recipe)
 
     def tensors(self):
         """The Parameters of a checkpoint."""
-        return [*self.net.trainable_params(), *self.optimizer.state()]
+        return [*self.optimizer.parameters, *self.optimizer.state()]
 
 
 def prepare(recipe):
@@ -96,11 +100,26 @@ def make_job(recipe, mesh, rank, dataset):
     micro_batches = accumulation_steps(recipe, mesh.axis_size("dp"))
     ms.set_seed(recipe.training.seed)
     ms.manual_seed(recipe.training.seed)
+    batch_shape = (micro_batches, recipe.training.local_batch_size, recipe.train_dataset.seq_length)
+    build = _on_one_stage if recipe.parallelism.pipeline_parallel == 1 else _on_stages
+    cells, optimizer, run_step = build(recipe, mesh, rank, batch_shape)
+    return Job(recipe, rank, mesh, dataset, cells, optimizer, micro_batches, run_step)
+
+
+def _on_one_stage(recipe, mesh, rank, batch_shape):
+    """`(cells, optimizer, run_step)` without a pipeline."""
     net = build_model(recipe, mesh)
     optimizer = AdamW(net.trainable_params(), recipe.optimizer)
-    batch_shape = (micro_batches, recipe.training.local_batch_size, recipe.train_dataset.seq_length)
     run_step = step_function(net, optimizer, recipe.training.max_norm, batch_shape, recipe.context.mode == 0)
-    return Job(recipe, rank, mesh, dataset, net, optimizer, micro_batches, run_step)
+    return (net,), optimizer, run_step
+
+
+def _on_stages(recipe, mesh, rank, batch_shape):
+    """The same for this rank's stages of a pipeline."""
+    schedule = build_schedule(recipe, mesh, rank)
+    optimizer = AdamW(own_parameters(schedule), recipe.optimizer)
+    run_step = pipeline_step_function(schedule, optimizer, recipe.training.max_norm, mesh, recipe.context.mode == 0)
+    return tuple(stage.cell for stage in schedule.stages), optimizer, run_step
 
 
 def resume(job, checkpoint):

@@ -35,16 +35,23 @@ def job_on(shape, ranks, *overrides):
     return make_job(recipe, mesh, world().rank, TokenDataset(tokens, 16, seed=1))
 
 
-def compare_with_one_rank(*overrides, shape=(1, 2, 1, 2)):
-    """Four steps on a mesh and, on every rank for itself, on one: losses, norms and parameters agree."""
-    alone = job_on((1, 1, 1, 1), [world().rank])
-    shared = job_on(shape, None, *overrides)
-    assert (alone.micro_batches, shared.micro_batches) == (4, 4 // shape[1])
+def compare_with_one_rank(*overrides, shape=(1, 2, 1, 2), alike=()):
+    """Four steps on a mesh and, on every rank for itself, on one: losses, norms and parameters agree.
+
+    `overrides` are the mesh's alone, `alike` those of both jobs.
+    """
+    alone = job_on((1, 1, 1, 1), [world().rank], *alike)
+    shared = job_on(shape, None, *alike, *overrides)
+    assert (alone.micro_batches, shared.micro_batches) == (4, 4 // shape[1])  # forward passes, or pipeline runs
     for _ in range(4):
         expected, row = train_step(alone), train_step(shared)
         for key in ("loss", "gradient_norm", "learning_rate"):
             np.testing.assert_allclose(row[key], expected[key], rtol=1e-5, err_msg=f"{key} at step {row['step']}")
-    for whole, part in zip(alone.net.trainable_params(), shared.net.trainable_params(), strict=True):
+    every = {parameter.name: parameter for parameter in alone.optimizer.parameters}
+    parts = {parameter.name: parameter for parameter in shared.optimizer.parameters}
+    assert len(parts) == len(shared.optimizer.parameters) and (shape[0] > 1 or parts.keys() == every.keys())
+    for name, part in parts.items():
+        whole = every[name]
         mine = part.layout.local_slices(part.global_shape, world().rank)
         np.testing.assert_allclose(part.asnumpy(), whole.asnumpy()[mine], rtol=1e-4, atol=1e-5, err_msg=part.name)
 
@@ -77,6 +84,41 @@ def case_compiled_training_equals_one_rank():
 def case_compiled_sequence_parallel_training_equals_one_rank():
     """With sequence parallel."""
     compare_with_one_rank("context.mode=0", "parallelism.sequence_parallel=true")
+
+
+def pipeline(schedule, chunks=1):
+    """Overrides for a pipeline of two ranks: micro-batches of one sequence, two of them at once."""
+    keys = {"": 2, "_schedule": schedule, "_interleave_num": chunks, "_microbatch_size": 1}
+    return [f"parallelism.pipeline_parallel{key}={value}" for key, value in keys.items()]
+
+
+DEEP = (
+    "model.num_hidden_layers=4", "model.tie_word_embeddings=true", "training.local_batch_size=4",
+    "training.global_batch_size=16",
+)  # fmt: skip
+
+
+@on_ranks(4)
+def case_pipelined_training_equals_one_rank():
+    """With data, tensor and sequence parallel; several runs a step, tied embeddings, also on one rank as two stages."""
+    overrides = [*pipeline("1f1b"), "parallelism.pipeline_parallel_layers_per_stage=[1,3]"]
+    compare_with_one_rank(*overrides, shape=(2, 2, 1, 1), alike=DEEP)
+    overrides = [*pipeline("zb_v", 2), "parallelism.sequence_parallel=true"]
+    compare_with_one_rank(*overrides, shape=(2, 1, 1, 2), alike=DEEP)
+
+
+@on_ranks(4)
+def case_compiled_pipelined_training_equals_one_rank():
+    """Graph mode: every stage compiled, and the update."""
+    overrides = [*pipeline("zb_h1"), "context.mode=0", "parallelism.sequence_parallel=true"]
+    compare_with_one_rank(*overrides, shape=(2, 1, 1, 2), alike=DEEP)
+
+
+@on_ranks(8)
+def case_pipelined_training_on_three_axes_equals_one_rank():
+    """pp 2 x dp 2 x tp 2."""
+    overrides = [*pipeline("interleaved_1f1b", 2), "parallelism.sequence_parallel=true"]
+    compare_with_one_rank(*overrides, shape=(2, 2, 1, 2), alike=DEEP)
 
 
 @on_ranks(2)

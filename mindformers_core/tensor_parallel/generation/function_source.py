@@ -6,6 +6,7 @@ from inspect import Parameter
 from mindformers_core.operators import TensorMeta
 from mindformers_core.tensor_parallel.capturing.structure import DType, Value, map_leaves, values_in
 from mindformers_core.tensor_parallel.generation.algorithm_graph import algorithm_graph
+from mindformers_core.tensor_parallel.generation.deferral import NOTHING_DEFERRED, PRODUCTS
 from mindformers_core.tensor_parallel.generation.naming import Names, assigned_names
 from mindformers_core.tensor_parallel.generation.operator_source import dtype_source
 from mindformers_core.tensor_parallel.propagation.plan import CallPlan, Move
@@ -56,21 +57,23 @@ class _Function:
 
     Attributes:
         variables: (number of a Value, Layout) -> the expression that holds it.
+        cut: likewise -> the variable that holds it cut off from the gradient.
     """
 
     def __init__(self, frame, parts):
         self.frame, self.parts = frame, parts
         self.names = Names(parts.reserved)
-        self.variables = {}
+        self.variables, self.cut = {}, {}
         self.body = []
         self.assigned = assigned_names(frame.graph)
+        self.deferral = parts.deferrals.get(frame, NOTHING_DEFERRED)
         self.places = {id(node): place for place, node in enumerate(frame.graph.nodes)}
 
     def lines(self, name):
         """The whole function."""
         parameters = self._parameters()
         for use in self.frame.graph.parameters:
-            self._enter(use.value, self.parts.parameter(self.frame, use))
+            self._enter_parameter(use)
         lifted = self.parts.lifted_names(self.frame)
         self.variables.update(zip(((value.id, layout) for value, layout in self.frame.lifted), lifted))
         for constant in self.frame.graph.constants:
@@ -86,7 +89,12 @@ class _Function:
         self.body.append(f"return {self._structure(self.frame.graph.result, results)}")
         rest = [parameter for parameter in parameters if parameter.startswith("**")]
         parameters = [parameter for parameter in parameters if parameter not in rest]
-        head = f"def {name}({', '.join(['self', *parameters, *lifted, *rest])}):"
+        deferred = []
+        if self.deferral.places and self.frame is self.parts.frames[-1]:
+            self.body.insert(0, f"{PRODUCTS} = self.{PRODUCTS}_of_{name}")
+        elif self.deferral.places:
+            deferred = [PRODUCTS]
+        head = f"def {name}({', '.join(['self', *parameters, *lifted, *deferred, *rest])}):"
         return [head, *self._described(), *(f"    {line}" for line in self.body)]
 
     def _described(self):
@@ -134,6 +142,21 @@ class _Function:
     def _enter(self, value, expression):
         self.variables[value.id, self.frame.layouts[value.id]] = expression
 
+    def _enter_parameter(self, use):
+        """A parameter; cut off from the gradient where all of that is deferred."""
+        expression = self.parts.parameter(self.frame, use)
+        waits = (use.value.id, self.frame.layouts[use.value.id]) in self.deferral.waiting
+        self._enter(use.value, self._assign(use.value.hint, self.parts.cut(expression)) if waits else expression)
+
+    def _cut(self, value, layout):
+        """The variable that something deferred takes; cut off from the gradient here where others take that."""
+        variable = value.id, layout
+        if variable not in self.deferral.needed:
+            return self.variables[variable]
+        if variable not in self.cut:
+            self.cut[variable] = self._assign(f"{value.hint}_cut", self.parts.cut(self.variables[variable]))
+        return self.cut[variable]
+
     def _structure(self, structure, results):
         """A structure of Values and plain leaves as source; `results` gives `(Value, Layout)` one by one."""
         if isinstance(structure, Value):
@@ -164,7 +187,8 @@ class _Function:
         return variable
 
     def _move(self, move):
-        source = self.variables[move.value.id, move.source]
+        waits = (move.value.id, move.target) in self.deferral.waiting
+        source = self._cut(move.value, move.source) if waits else self.variables[move.value.id, move.source]
         self.variables[move.value.id, move.target] = self._redistributed(
             source, move.steps, move.value.dtype, f"{move.source} -> {move.target}"
         )
@@ -217,15 +241,35 @@ class _Function:
         args = [self._structure(argument, inputs) for argument in node.args]
         args += [f"{name}={self._structure(argument, inputs)}" for name, argument in node.kwargs.items()]
         if call.frame is not None:
-            lifted = zip(self.parts.lifted_names(call.frame), call.lifted)
-            args += [f"{name}={self.variables[value.id, layout]}" for name, (value, layout) in lifted]
+            lifted = zip(self.parts.lifted_names(call.frame), call.lifted, self._waits(call))
+            args += [
+                f"{name}={self._cut(value, layout) if waits else self.variables[value.id, layout]}"
+                for name, (value, layout), waits in lifted
+            ]
+            if call in self.deferral.places:
+                args.append(f"{PRODUCTS}={PRODUCTS}[{self.deferral.places[call]}]")
             args.append(f'program="{self.parts.function_name(call.frame)}"')
         expression = f"{self.parts.child(self.frame, call)}({', '.join(args)})"
         self._receive(node.outputs, call.outputs, self._hints(node, self.parts.called_name(call)), expression)
 
+    def _waits(self, call):
+        """Of every tensor that is passed besides the arguments, whether its gradient is deferred by the callee."""
+        waiting = self.parts.deferrals.get(call.frame, NOTHING_DEFERRED).waiting
+        return [(value.id, layout) in waiting for value, layout in call.frame.lifted]
+
+    def _deferred_operator(self, plan, values, hint):
+        """A deferred operator: the object that stands for it takes the same tensors."""
+        (x, weight, *bias), layouts = values, plan.inputs
+        args = [self.variables[x.id, layouts[0]], self._cut(weight, layouts[1])]
+        args += [self.variables[value.id, layout] for value, layout in zip(bias, layouts[2:])]
+        expression = f"{PRODUCTS}[{self.deferral.places[plan]}]({', '.join(args)})"
+        self._receive(plan.node.outputs, plan.outputs, self._hints(plan.node, hint), expression)
+
     def _operator(self, plan):
         node = plan.node
         values = values_in((node.args, node.kwargs))
+        if plan in self.deferral.places:
+            return self._deferred_operator(plan, values, self.parts.operator_name(node.operator))
         operands = [
             Operand(self.variables[value.id, layout], value.shape, value.dtype, layout)
             for value, layout in zip(values, plan.inputs)

@@ -9,6 +9,7 @@ from mindspore import nn
 from mindformers_core.redistribution import plan_redistribution
 from mindformers_core.tensor_parallel.capturing.structure import DType, map_leaves
 from mindformers_core.tensor_parallel.generation.collective_source import collective_name, collective_source
+from mindformers_core.tensor_parallel.generation.deferral import PRODUCTS, deferrals
 from mindformers_core.tensor_parallel.generation.function_source import function_source
 from mindformers_core.tensor_parallel.generation.naming import snake_case
 from mindformers_core.tensor_parallel.generation.operator_source import dtype_source, operator_source
@@ -28,15 +29,17 @@ class ModuleSource:
         constants: name in the module -> `Constant`: tensors that the loader puts there.
         borrowed: `FramePlan` -> (attribute, `"parameter"` or `"cell"`, index among the graph's parameters or the
             plan's calls): what a Cell has to be given because it lies outside of it.
+        deferrals: `FramePlan` -> its `Deferral`; empty where nothing is to be deferred.
     """
 
     text: str
     functions: dict
     constants: dict
     borrowed: dict
+    deferrals: dict
 
 
-def module_source(frame, cells, cost_model, taken, header):
+def module_source(frame, cells, cost_model, taken, header, defer_weights=False):
     """The module of a whole plan.
 
     Args:
@@ -45,12 +48,13 @@ def module_source(frame, cells, cost_model, taken, header):
         cost_model: what redistributions cost; the steps of a distributed algorithm are planned with it.
         taken: names of functions that are not to be used again.
         header: lines of the module's docstring.
+        defer_weights: whether matmuls leave the gradients of their weights for later: see `deferral.py`.
     """
-    parts = ModuleParts(frame, cells, cost_model, taken)
+    parts = ModuleParts(frame, cells, cost_model, taken, defer_weights)
     functions = [function_source(each, parts.function_name(each), parts) for each in parts.frames]
     parts.check_arguments()
     text = "\n".join([*parts.head(header), *("\n\n" + "\n".join(lines) for lines in functions)]) + "\n"
-    return ModuleSource(text, dict(parts.functions), dict(parts.constants), dict(parts.borrowed))
+    return ModuleSource(text, dict(parts.functions), dict(parts.constants), dict(parts.borrowed), parts.deferrals)
 
 
 class ModuleParts:
@@ -61,18 +65,19 @@ class ModuleParts:
         imports: lines.
         reserved: names that no variable of a function may have; they grow.
         variables: names that some function's variables have, so that nothing in the module is called so.
-        functions, constants, borrowed: as in `ModuleSource`.
+        functions, constants, borrowed, deferrals: as in `ModuleSource`.
     """
 
-    def __init__(self, frame, cells, cost_model, taken):
+    def __init__(self, frame, cells, cost_model, taken, defer_weights):
         self.cells, self.cost_model, self.mesh = cells, cost_model, frame.mesh
         self.imports, self.variables = set(), set()
         self.frames = _distinct(frame)
+        self.deferrals = deferrals(self.frames) if defer_weights else {}
         self.constants, self.borrowed = {}, {}
         self._collectives, self._instances = {}, {}
         names, wanted = set(taken), [f"parallel_{snake_case(self._class_name(each))}" for each in self.frames]
         self.functions = {each: _unique(name, names) for each, name in zip(self.frames, wanted)}
-        self.reserved = {*_RESERVED, *self.functions.values()}
+        self.reserved = {*_RESERVED, *([PRODUCTS] if defer_weights else []), *self.functions.values()}
 
     @staticmethod
     def _class_name(frame):
@@ -124,6 +129,11 @@ class ModuleParts:
         if use.local is not None:
             return self._path_expression(frame, use.local)
         return self._borrow(frame, "parameter", frame.graph.parameters.index(use))
+
+    def cut(self, expression):
+        """The expression for the same tensor, through which no gradient flows back."""
+        self.imports.add("from mindspore import ops")
+        return f"ops.stop_gradient({expression})"
 
     def child(self, frame, call):
         """The expression for the Cell that is called."""

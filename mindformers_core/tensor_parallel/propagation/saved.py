@@ -7,9 +7,9 @@ not in it. A layout is written dim by dim: `["dp", null, ["cp", "tp"]]` is `[dp,
 """
 
 import json
-import os
 from dataclasses import replace
 
+from mindformers_core.files import write_whole
 from mindformers_core.redistribution.planner import ITEM_SIZES
 from mindformers_core.tensor_parallel.capturing.structure import values_in
 from mindformers_core.tensor_parallel.propagation.outer import with_exports
@@ -38,16 +38,7 @@ def save_plan(frame, path):
     mesh = {"shape": list(frame.mesh.shape), "axis_names": list(frame.mesh.axis_names)}
     head = {"format": _FORMAT, "version": _VERSION, "mesh": mesh}
     whole = head | {"frames": [_frame_data(found, places) for _, found in frames.values()]}
-    text = _written(whole, 0) + "\n"
-    unfinished = f"{path}.{os.getpid()}.unfinished"
-    try:
-        with open(unfinished, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(unfinished, path)
-    except BaseException:
-        if os.path.exists(unfinished):
-            os.unlink(unfinished)
-        raise
+    write_whole(path, _written(whole, 0) + "\n")
 
 
 def load_plan(path, graph, mesh):

@@ -1,0 +1,39 @@
+"""Tensors of the CPU as bytes and back, for messages: without a copy where MindSpore allows it.
+
+`asnumpy()` gives an array on a contiguous tensor's own memory, and `Tensor.from_numpy` a tensor on an array's memory,
+which it keeps alive.
+"""
+
+import numpy as np
+from mindspore import Tensor
+from mindspore import dtype as mstype
+
+__all__ = ["as_bytes", "described", "dtype_named", "empty_tensor"]
+
+_NOT_OF_NUMPY = (mstype.float8_e4m3fn, mstype.float8_e5m2, mstype.hifloat8, mstype.qint4x2)  # a byte each
+_DTYPES = {str(dtype): dtype for dtype in mstype.all_types}
+
+
+def described(tensor):
+    """`[dtype, shape]` of a tensor, as JSON can hold it."""
+    return [str(tensor.dtype), tensor.shape]
+
+
+def dtype_named(name):
+    """The dtype of a name in a description."""
+    return _DTYPES[name]
+
+
+def as_bytes(tensor):
+    """A tensor's bytes, an array of uint8; of a contiguous tensor its own memory."""
+    return tensor.asnumpy().reshape(-1).view(np.uint8)
+
+
+def empty_tensor(name, shape):
+    """A new tensor as `described`, and the array of uint8 that is its memory, to be filled."""
+    dtype = _DTYPES[name]
+    if dtype in _NOT_OF_NUMPY:
+        tensor = Tensor(np.zeros(shape), dtype)
+        return tensor, as_bytes(tensor)
+    array = np.empty(shape, mstype.dtype_to_nptype(dtype))
+    return Tensor.from_numpy(array), array.reshape(-1).view(np.uint8)

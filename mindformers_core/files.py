@@ -1,0 +1,23 @@
+"""Files that nobody sees half written. Pure Python."""
+
+import os
+
+__all__ = ["write_whole"]
+
+
+def write_whole(path, contents):
+    """Write a file in one go: a reader finds what was there before, or all of `contents`.
+
+    Args:
+        path: of the file; its folder has to exist.
+        contents: bytes, or a text, which is written as UTF-8.
+    """
+    unfinished = f"{os.fspath(path)}.{os.getpid()}.unfinished"
+    try:
+        with open(unfinished, "wb") as file:
+            file.write(contents.encode() if isinstance(contents, str) else contents)
+        os.replace(unfinished, path)
+    except BaseException:
+        if os.path.exists(unfinished):
+            os.unlink(unfinished)
+        raise

@@ -1,0 +1,36 @@
+"""Pipeline parallelism: schedules as tables, stages that run them, and tools that check, simulate and draw a table.
+
+The public names load the module behind them when they are first used: schedules and tables need no MindSpore.
+"""
+
+from mindformers_core.front_door import public_names
+
+_PUBLIC = {
+    "MetaStep": "tables.step",
+    "MetaStepType": "tables.step",
+    "overlapped": "tables.step",
+    "ScheduleTable": "tables.table",
+    "StepCosts": "tables.simulating",
+    "simulate": "tables.simulating",
+    "validate": "tables.validating",
+    "load_table": "tables.table_files",
+    "save_table": "tables.table_files",
+    "draw_schedule": "tables.drawing",
+    "save_chrome_trace": "tables.chrome_trace",
+    "PipelineScheduleBase": "schedules.base",
+    "PipelineScheduleMulti": "schedules.base",
+    "PipelineScheduleSingle": "schedules.base",
+    "ScheduleGPipe": "schedules.gpipe",
+    "Schedule1F1B": "schedules.one_f_one_b",
+    "ScheduleInterleaved1F1B": "schedules.interleaved",
+    "ScheduleZBH1": "schedules.zb_h1",
+    "ScheduleZBV": "schedules.zb_v",
+    "ScheduleDualPipeV": "schedules.dualpipe_v",
+    "ScheduleLoopedBFS": "schedules.looped_bfs",
+    "schedule_class": "schedules.named",
+    "PipelineStage": "stage",
+}
+
+__all__ = [*_PUBLIC]
+
+__getattr__, __dir__ = public_names(__name__, _PUBLIC)

@@ -1,0 +1,72 @@
+"""What the stages of a pipeline have to know of each other, and whether it fits. Pure Python, on plain data."""
+
+from mindformers_core.mesh import nearest
+
+__all__ = ["check_names", "check_stages", "tied_parameters"]
+
+
+def check_stages(described):
+    """Raise `ValueError` unless these are all stages of one pipeline, once each.
+
+    Args:
+        described: what every stage says of itself (`PipelineStage.description`), in ascending order of stages.
+    """
+    indices = [each["stage"] for each in described]
+    numbers = sorted({each["stage_num"] for each in described})
+    if len(numbers) > 1 or indices != list(range(numbers[0])):
+        raise ValueError(f"these are the stages {indices} of pipelines with {numbers} stages: should be all of one")
+
+
+def check_names(names, described):
+    """Raise `TypeError` for a keyword argument of a run that no stage takes.
+
+    Args:
+        names: the keyword arguments' names.
+        described: see `check_stages`.
+    """
+    if any(each["takes_any"] for each in described):
+        return
+    known = sorted({name for each in described for name in each["takes"]})
+    for name in sorted(names):
+        if name not in known:
+            takers = "; ".join(f"stage {e['stage']} ({e['cell']}): {', '.join(e['takes'])}" for e in described)
+            raise TypeError(f"no stage takes a keyword argument {name!r}{nearest(name, known)}; they take: {takers}")
+
+
+def tied_parameters(described):
+    """The parameters that several stages hold: path -> the stages, ascending, as `(stage, place)`.
+
+    A place is that among the stage's trainable parameters.
+
+    Raises:
+        ValueError: the same path stands for parameters of another shape, dtype or layout, or that are trained on one
+            stage only.
+    """
+    holders = {}
+    for each in described:
+        for path, *kind in each["parameters"]:
+            holders.setdefault(path, []).append((each, kind))
+    tied = {}
+    for path, found in sorted(holders.items()):
+        if len(found) == 1:
+            continue
+        (first, kind), *others = found
+        for other, its in others:
+            if its != kind:
+                raise ValueError(
+                    f"parameter '{path}' is on stage {first['stage']} ({first['cell']}), {_kind(*kind)}, and on stage "
+                    f"{other['stage']} ({other['cell']}), {_kind(*its)}: a path is one parameter, so it has to be the "
+                    "same on all stages; give parameters that are none another path, such as the layer's global number"
+                )
+        if kind[-1]:
+            tied[path] = [(each["stage"], _trained(each).index(path)) for each, _ in found]
+    return tied
+
+
+def _trained(description):
+    return [path for path, *_, trained in description["parameters"] if trained]
+
+
+def _kind(shape, dtype, dims, trained):
+    placed = f", cut along its dims by {dims}" if dims and any(dims) else ""
+    return f"{'trained' if trained else 'frozen'}, {dtype} of shape {tuple(shape)}{placed}"

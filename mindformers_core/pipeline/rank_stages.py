@@ -1,0 +1,132 @@
+"""The stages of one rank together: what they agree on with those of other ranks, and what is summed over stages."""
+
+from mindformers_core.pipeline.agreement import check_names, check_stages, tied_parameters
+from mindformers_core.pipeline.tables.step import MetaStepType
+
+__all__ = ["RankStages"]
+
+# kinds of messages, in the place where those of a schedule's steps have the type of the step
+_DESCRIPTIONS, _DIGESTS, _GRADIENTS, _RESULTS = range(len(MetaStepType), len(MetaStepType) + 4)
+
+
+class RankStages:
+    """The stages of this rank, after they and those of the other ranks have told each other what they are.
+
+    All ranks of the pipeline have to make theirs at the same time: they talk.
+
+    Args:
+        stages: this rank's `PipelineStage`s, ascending.
+        stage_ranks: for every stage of the pipeline the pipeline rank that holds it.
+
+    Attributes:
+        described: what every stage of the pipeline says of itself (`PipelineStage.description`).
+        tied: path of a parameter that several stages hold -> `(stage, place among its parameters)` of each, ascending.
+
+    Raises:
+        ValueError: stages that don't make a pipeline, or parameters of the same path that aren't alike.
+    """
+
+    def __init__(self, stages, stage_ranks):
+        self.stages = {stage.stage_index: stage for stage in stages}
+        self.stage_ranks = tuple(stage_ranks)
+        some = stages[0]
+        self.ranks, self.rank, self.channel = some.ranks, self.stage_ranks[some.stage_index], some.channel
+        self.axes = (some.axis,)
+        told = self._from_all([stage.description() for stage in stages], _DESCRIPTIONS)
+        self.described = sorted((each for entry in told for each in entry), key=lambda each: each["stage"])
+        check_stages(self.described)
+        self.tied = tied_parameters(self.described)
+        self._check_values()
+
+    def begin(self, training, table, names):
+        """Before the first step of a table; `names` are those of the keyword arguments."""
+        check_names(names, self.described)
+        steps = [part for step in table.orders[self.rank] for part in step.sub_steps or (step,)]
+        split = {step.stage_index for step in steps if step.type == MetaStepType.BWD_INPUT}
+        for index, stage in self.stages.items():
+            stage.begin(training, table.micro_batch_num, index in split)
+
+    def finish(self, training):
+        """After the last step: gradients of tied parameters are summed over their stages, and all added up."""
+        if training:
+            for number, holders in enumerate(self.tied.values()):
+                self._sum_gradients(number, holders)
+        for stage in self.stages.values():
+            stage.finish()
+
+    def share(self, results):
+        """The last stage's results, a tuple of tensors, on all ranks; `results` counts on its rank alone."""
+        last = len(self.stage_ranks) - 1
+        tag = (_RESULTS, last, 0)
+        if last not in self.stages:
+            return self.channel.receive(self._global_rank(last), tag)
+        for rank, number in enumerate(self.ranks):
+            if rank != self.rank:
+                self.channel.send(results, number, tag, self.axes)
+        return results
+
+    def counted(self, stage_index):
+        """For every parameter of a stage whether it is counted there: of tied ones the first stage's is."""
+        elsewhere = {place for holders in self.tied.values() for stage, place in holders[1:] if stage == stage_index}
+        return tuple(place not in elsewhere for place in range(len(self.stages[stage_index].parameters)))
+
+    def _global_rank(self, stage):
+        return self.ranks[self.stage_ranks[stage]]
+
+    def _from_all(self, value, kind):
+        """What every pipeline rank gives, in their order: rank 0 collects and hands out, so sends may wait."""
+        if len(self.ranks) == 1:
+            return [value]
+        first = self.ranks[0]
+        if self.rank > 0:
+            self.channel.send_object(value, first, (kind, self.rank, 0))
+            return self.channel.receive_object(first, (kind, self.rank, 1))
+        others = list(enumerate(self.ranks))[1:]
+        values = [value] + [self.channel.receive_object(rank, (kind, place, 0)) for place, rank in others]
+        for place, rank in others:
+            self.channel.send_object(values, rank, (kind, place, 1))
+        return values
+
+    def _check_values(self):
+        """Tied parameters have to begin alike: else each stage would go its own way."""
+        if not self.tied:
+            return
+        own = [
+            [path, index, self.stages[index].digest(place)]
+            for path, holders in self.tied.items()
+            for index, place in holders
+            if index in self.stages
+        ]
+        first = {}
+        for path, index, digest in sorted(entry for told in self._from_all(own, _DIGESTS) for entry in told):
+            stage, expected = first.setdefault(path, (index, digest))
+            if digest != expected:
+                raise ValueError(
+                    f"parameter '{path}' has other values on stage {index} than on stage {stage}, but a path is one "
+                    "parameter: give both the same initial values (shard() and materialize() draw them from seed and "
+                    "path), or, if they are to be two parameters, two paths"
+                )
+
+    def _sum_gradients(self, number, holders):
+        """The first stage's rank sums in the order of stages, and tells the others: all get the same bits."""
+        root = self.stage_ranks[holders[0][0]]
+        own = {stage: self.stages[stage].new_gradients[place] for stage, place in holders if stage in self.stages}
+        elsewhere = [stage for stage, _ in holders if self.stage_ranks[stage] != root]
+        if not own:
+            return
+        if self.rank == root:
+            total = own[holders[0][0]]
+            for stage, _ in holders[1:]:
+                tag = (_GRADIENTS, stage, number)
+                received = stage in elsewhere
+                total = total + (self.channel.receive(self._global_rank(stage), tag)[0] if received else own[stage])
+            for rank in sorted({self.stage_ranks[stage] for stage in elsewhere}):
+                self.channel.send((total,), self.ranks[rank], (_GRADIENTS, len(self.stage_ranks), number), self.axes)
+        else:
+            for stage, gradient in own.items():
+                self.channel.send((gradient,), self.ranks[root], (_GRADIENTS, stage, number), self.axes)
+            tag = (_GRADIENTS, len(self.stage_ranks), number)
+            total = self.channel.receive(self.ranks[root], tag)[0]
+        for stage, place in holders:
+            if stage in self.stages:
+                self.stages[stage].new_gradients[place] = total

@@ -1,0 +1,1 @@
+"""The built-in pipeline schedules, one file each, and the base classes for one's own. Pure Python."""

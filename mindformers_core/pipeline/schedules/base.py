@@ -1,0 +1,189 @@
+"""The base classes of pipeline schedules: a subclass writes a table, and the base class runs it. Pure Python.
+
+What a step means for tensors is the stages' affair (`PipelineStage`); a schedule only says when. So a schedule can be
+made, checked, simulated and drawn without MindSpore, with `PlannedStage`s.
+"""
+
+from dataclasses import dataclass
+
+from mindformers_core.pipeline.schedules.micro_batches import split_micro_batches
+from mindformers_core.pipeline.schedules.placement import PLACEMENTS
+from mindformers_core.pipeline.schedules.running import run_table
+from mindformers_core.pipeline.tables.lowering import forward_only, lowered
+from mindformers_core.pipeline.tables.table import ScheduleTable
+from mindformers_core.pipeline.tables.validating import validate
+
+__all__ = ["PipelineScheduleBase", "PipelineScheduleMulti", "PipelineScheduleSingle", "PlannedStage"]
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """A stage of which there is no more than its place, for schedules that are only looked at.
+
+    Attributes:
+        stage_index: number of the stage, from 0.
+        stage_num: number of stages, over all ranks.
+        rank_num: number of pipeline ranks.
+        channel: None: messages are thought of as buffered.
+    """
+
+    stage_index: int
+    stage_num: int
+    rank_num: int
+    channel: None = None
+
+
+class PipelineScheduleBase:
+    """A pipeline schedule; subclasses define `construct_exec_order()`, which fills `self.exec_order`.
+
+    `exec_order[rank]` is the list of the `MetaStep`s of a pipeline rank; where every rank holds one stage, the rank is
+    the stage's index. Sends and receives may be left out: if there are none in the whole table, they are added.
+
+    Args:
+        stages: the stages of this rank, in ascending order: `PipelineStage`s, or `PlannedStage`s.
+        micro_batch_num: number of micro-batches that a batch is split into.
+        args_batch_dim: for every positional argument of `run` the dim that is split, None for an argument that every
+            micro-batch gets whole. Default: dim 0 of everything that has a shape.
+        kwargs_batch_dim: the same for keyword arguments, by name.
+        output_concat_dim: dim along which results are put together again; scalars become their mean.
+        share_outputs: whether every pipeline rank gets the results, not only that of the last stage.
+
+    Attributes:
+        stage_num, rank_num: number of stages and of pipeline ranks.
+        exec_order: rank -> list of steps, as written by `construct_exec_order`.
+        table: the `ScheduleTable`, lowered (see `lowered`) and validated.
+
+    Raises:
+        ValueError: a table that can't work, or numbers that the schedule doesn't admit.
+    """
+
+    placement = "loop"  # a key of PLACEMENTS
+
+    def __init__(
+        self,
+        stages,
+        micro_batch_num,
+        args_batch_dim=None,
+        kwargs_batch_dim=None,
+        output_concat_dim=0,
+        share_outputs=False,
+    ):
+        self.stages = tuple(stages)
+        self.stage_num, self.rank_num = self.stages[0].stage_num, self.stages[0].rank_num
+        self.micro_batch_num = micro_batch_num
+        self.args_batch_dim, self.kwargs_batch_dim = args_batch_dim, kwargs_batch_dim
+        self.output_concat_dim, self.share_outputs = output_concat_dim, share_outputs
+        self.check()
+        self.exec_order = {}
+        self.construct_exec_order()
+        self.table = self._table()
+
+    @classmethod
+    def planned(cls, rank_num, micro_batch_num, chunk_num=1, **options):
+        """The schedule for `chunk_num` stages on each of `rank_num` ranks, to be looked at: nothing can be run.
+
+        Gives the rank 0's view; the table is the same for all.
+        """
+        stage_num = rank_num * chunk_num
+        ranks = PLACEMENTS[cls.placement](stage_num, rank_num)
+        stages = [PlannedStage(stage, stage_num, rank_num) for stage in range(stage_num) if ranks[stage] == 0]
+        return cls(stages if issubclass(cls, PipelineScheduleMulti) else stages[0], micro_batch_num, **options)
+
+    def construct_exec_order(self):
+        """Fill `self.exec_order`."""
+        raise NotImplementedError(f"{type(self).__name__} has to define construct_exec_order()")
+
+    def split_micro_batches(self, args, kwargs):
+        """A list with `(args, kwargs)` for every micro-batch; override it to cut a batch otherwise."""
+        dims = self.args_batch_dim, self.kwargs_batch_dim
+        return split_micro_batches(args, kwargs, self.micro_batch_num, *dims)
+
+    def meet(self):
+        """Let the stages of all ranks tell each other what they are, as the first run does otherwise.
+
+        All ranks of the pipeline have to call it together, when the parameters have their first values. Afterwards
+        `stage.counted` is known.
+
+        Returns:
+            The `RankStages` of this rank.
+
+        Raises:
+            ValueError: stages that don't make a pipeline, or parameters of the same path that aren't alike.
+        """
+        return self.stages[0].meet(self.stages, self.table.stage_ranks)
+
+    def run(self, *args, **kwargs):
+        """One training pass over a batch: forward and backward of all its micro-batches, as the table says.
+
+        Positional arguments are the first stage's inputs, needed on its rank alone; keyword arguments go to every
+        stage whose Cell takes them by that name. Gradients are added to the stages' (`PipelineStage.gradients`): of
+        the mean over micro-batches.
+
+        Returns:
+            What the last stage's Cell returned, put together over the micro-batches; None on other ranks, unless
+            `share_outputs`.
+        """
+        return self.run_microbatches(self.split_micro_batches(args, kwargs))
+
+    def evaluate(self, *args, **kwargs):
+        """As `run`, forward only."""
+        return self.run_microbatches(self.split_micro_batches(args, kwargs), training=False)
+
+    def run_microbatches(self, micro_batches, training=True):
+        """As `run`, of micro-batches given as `(args, kwargs)` pairs; their shapes may differ."""
+        table = self.table if training else forward_only(self.table)
+        return run_table(self, table, micro_batches, training)
+
+    def check(self):
+        """Raise `ValueError` for numbers of stages, ranks and micro-batches that the schedule doesn't admit."""
+        count = self.micro_batch_num
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"{type(self).__name__}: micro_batch_num: {count!r} should be a whole number from 1 on")
+        ranks = PLACEMENTS[self.placement](self.stage_num, self.rank_num)
+        rank = ranks[self.stages[0].stage_index]
+        own = tuple(stage for stage, holder in enumerate(ranks) if holder == rank)
+        given = tuple(stage.stage_index for stage in self.stages)
+        if given != own:
+            raise ValueError(
+                f"{type(self).__name__}: rank {rank} of {self.rank_num} holds the stages {own} of {self.stage_num}, "
+                f"not {given}"
+            )
+
+    def _table(self):
+        ranks = PLACEMENTS[self.placement](self.stage_num, self.rank_num)
+        missing = [rank for rank in range(self.rank_num) if rank not in self.exec_order]
+        if missing:
+            raise ValueError(f"{type(self).__name__}.construct_exec_order() left exec_order[{missing[0]}] out")
+        orders = tuple(tuple(self.exec_order[rank]) for rank in range(self.rank_num))
+        channel = self.stages[0].channel
+        buffered = channel is None or channel.buffered
+        table = lowered(ScheduleTable(orders, ranks, self.micro_batch_num), buffered)
+        validate(table, buffered)
+        return table
+
+
+class PipelineScheduleSingle(PipelineScheduleBase):
+    """The base of schedules with one stage on every rank: takes that stage; `exec_order` goes by stage."""
+
+    def __init__(self, stage, micro_batch_num, **options):
+        self.stage = stage
+        super().__init__((stage,), micro_batch_num, **options)
+
+    def check(self):
+        if self.stage_num != self.rank_num:
+            raise ValueError(
+                f"{type(self).__name__} has one stage on every rank, not {self.stage_num} on {self.rank_num}"
+            )
+        super().check()
+
+
+class PipelineScheduleMulti(PipelineScheduleBase):
+    """The base of schedules with several stages (chunks) on every rank: takes this rank's; `exec_order` goes by rank.
+
+    Attributes:
+        chunk_num: number of stages on every rank.
+    """
+
+    def __init__(self, stages, micro_batch_num, **options):
+        self.chunk_num = len(stages)
+        super().__init__(stages, micro_batch_num, **options)

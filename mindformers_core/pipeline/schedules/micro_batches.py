@@ -1,0 +1,61 @@
+"""A batch cut into micro-batches. Pure Python: of a tensor it needs no more than a shape and slicing."""
+
+__all__ = ["split_micro_batches"]
+
+
+def split_micro_batches(args, kwargs, micro_batch_num, args_batch_dim=None, kwargs_batch_dim=None):
+    """The arguments of every micro-batch, in order.
+
+    Args:
+        args: positional arguments of a whole batch.
+        kwargs: keyword arguments of a whole batch, by name.
+        micro_batch_num: number of micro-batches, of equal size.
+        args_batch_dim: for every positional argument the dim that is cut, negative ones from behind; None for an
+            argument that every micro-batch gets whole. Default: dim 0 of everything that has dims.
+        kwargs_batch_dim: the same for keyword arguments, by name; names that it leaves out are cut as by default.
+
+    Returns:
+        A list of `(args, kwargs)`, `micro_batch_num` of them.
+
+    Raises:
+        ValueError: not one dim for every positional argument; an argument that doesn't have its dim, or whose dim
+            can't be divided.
+    """
+    dims = [_default_dim(value) for value in args] if args_batch_dim is None else list(args_batch_dim)
+    if args and len(dims) != len(args):
+        raise ValueError(
+            f"args_batch_dim {tuple(dims)} has {len(dims)} entries, but there are {len(args)} positional arguments: "
+            "give one dim for each, None for one that isn't split"
+        )
+    named = kwargs_batch_dim or {}
+    places = [_pieces(value, dim, micro_batch_num, f"argument {n}") for n, (value, dim) in enumerate(zip(args, dims))]
+    names = {
+        name: _pieces(value, named.get(name, _default_dim(value)), micro_batch_num, f"argument {name!r}")
+        for name, value in kwargs.items()
+    }
+    return [
+        (tuple(pieces[index] for pieces in places), {name: pieces[index] for name, pieces in names.items()})
+        for index in range(micro_batch_num)
+    ]
+
+
+def _default_dim(value):
+    return 0 if getattr(value, "shape", ()) else None
+
+
+def _pieces(value, dim, count, what):
+    """What every micro-batch gets of one argument."""
+    if dim is None or count == 1:
+        return [value] * count
+    shape = tuple(getattr(value, "shape", ()))
+    if not -len(shape) <= dim < len(shape):
+        found = f"has the shape {shape}" if hasattr(value, "shape") else f"is {type(value).__name__} {value!r}"
+        raise ValueError(f"{what} {found}: it has no dim {dim} to split; None as its batch dim keeps it whole")
+    dim %= len(shape)
+    if shape[dim] % count:
+        raise ValueError(
+            f"{what} of shape {shape} can't be split into {count} micro-batches: dim {dim} has the size {shape[dim]}, "
+            f"which isn't divisible; run_microbatches() takes micro-batches of different sizes"
+        )
+    size = shape[dim] // count
+    return [value[(slice(None),) * dim + (slice(index * size, (index + 1) * size),)] for index in range(count)]

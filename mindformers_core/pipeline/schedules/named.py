@@ -1,0 +1,79 @@
+"""Schedules by name: those that are built in, and a user's own by import path. Pure Python."""
+
+from importlib import import_module
+from types import MappingProxyType
+
+from mindformers_core.mesh import nearest
+from mindformers_core.pipeline.schedules.base import PipelineScheduleBase
+from mindformers_core.pipeline.schedules.dualpipe_v import ScheduleDualPipeV
+from mindformers_core.pipeline.schedules.gpipe import ScheduleGPipe
+from mindformers_core.pipeline.schedules.interleaved import ScheduleInterleaved1F1B
+from mindformers_core.pipeline.schedules.looped_bfs import ScheduleLoopedBFS
+from mindformers_core.pipeline.schedules.one_f_one_b import Schedule1F1B
+from mindformers_core.pipeline.schedules.zb_h1 import ScheduleZBH1
+from mindformers_core.pipeline.schedules.zb_v import ScheduleZBV
+
+__all__ = ["SCHEDULES", "schedule_class"]
+
+SCHEDULES = MappingProxyType(
+    {
+        "gpipe": ScheduleGPipe,
+        "1f1b": Schedule1F1B,
+        "interleaved_1f1b": ScheduleInterleaved1F1B,
+        "zb_h1": ScheduleZBH1,
+        "zb_v": ScheduleZBV,
+        "dualpipe_v": ScheduleDualPipeV,
+        "looped_bfs": ScheduleLoopedBFS,
+    }
+)
+
+
+def schedule_class(name):
+    """The schedule that `name` stands for.
+
+    Args:
+        name: a key of `SCHEDULES`, or where to import a subclass of `PipelineScheduleBase` from:
+            `my.module.MySchedule` or `my.module:MySchedule`.
+
+    Raises:
+        TypeError: no string; or what is imported is not such a class.
+        ValueError: no such name, module or attribute, with the nearest ones that there are.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"a schedule's name or import path is a string, not {name!r}")
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    module_name, _, attribute = name.rpartition(":" if ":" in name else ".")
+    if not module_name or not attribute:
+        raise ValueError(
+            f"no pipeline schedule is called {name!r}{nearest(name, SCHEDULES)}: use {', '.join(SCHEDULES)}, or "
+            "import paths such as my.module.MySchedule"
+        )
+    module = _imported(module_name, name)
+    found = getattr(module, attribute, None)
+    if found is None:
+        hint = nearest(attribute, [known for known, value in vars(module).items() if _is_schedule(value)])
+        raise ValueError(f"pipeline schedule {name!r}: the module {module_name!r} has no {attribute!r}{hint}")
+    if not _is_schedule(found):
+        raise TypeError(
+            f"pipeline schedule {name!r} is {found!r}: it should be a subclass of PipelineScheduleSingle or "
+            "PipelineScheduleMulti"
+        )
+    return found
+
+
+def _imported(module_name, name):
+    try:
+        return import_module(module_name)
+    except ModuleNotFoundError as error:
+        # Only where the module itself, or a package that it is in, isn't there: its own imports' failures are theirs.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(
+            f"pipeline schedule {name!r}: there is no module {error.name!r}: write where Python can import it from "
+            f"(the working folder is searched if it is on PYTHONPATH), or one of {', '.join(SCHEDULES)}"
+        ) from error
+
+
+def _is_schedule(value):
+    return isinstance(value, type) and issubclass(value, PipelineScheduleBase)

@@ -1,0 +1,33 @@
+"""1F1B (Narayanan et al. 2021, PipeDream-Flush). Pure Python."""
+
+from itertools import chain
+
+from mindformers_core.pipeline.schedules.base import PipelineScheduleSingle
+from mindformers_core.pipeline.tables.step import MetaStep, MetaStepType
+
+__all__ = ["Schedule1F1B", "one_forward_one_backward"]
+
+
+class Schedule1F1B(PipelineScheduleSingle):
+    """One forward, one backward: as long as GPipe, but stage s keeps p - s micro-batches live at most."""
+
+    def construct_exec_order(self):
+        """As the base class says."""
+        for stage in range(self.stage_num):
+            forwards, backwards = (
+                [MetaStep(micro, kind, stage) for micro in range(self.micro_batch_num)]
+                for kind in (MetaStepType.FWD, MetaStepType.BWD)
+            )
+            self.exec_order[stage] = one_forward_one_backward(forwards, backwards, self.stage_num - 1 - stage)
+
+
+def one_forward_one_backward(forwards, backwards, warm_up):
+    """`warm_up` forward steps, then a forward and a backward step by turns, then the backward steps that are left.
+
+    Args:
+        forwards: list of all forward steps.
+        backwards: list of as many backward steps.
+        warm_up: number of steps; where there are not that many, all forward steps come first.
+    """
+    late = forwards[warm_up:]
+    return [*forwards[:warm_up], *chain.from_iterable(zip(late, backwards)), *backwards[len(late) :]]

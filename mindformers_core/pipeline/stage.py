@@ -1,0 +1,281 @@
+"""`PipelineStage`: a part of a model with its place in a pipeline, and what the steps of a schedule do with it."""
+
+from hashlib import blake2b
+
+from mindspore import nn, ops
+
+from mindformers_core.communication.point_to_point import channel
+from mindformers_core.communication.world import world
+from mindformers_core.pipeline.boundary_layouts import check_boundary, declared_inputs
+from mindformers_core.pipeline.forward_backward import ForwardBackward, is_differentiable
+from mindformers_core.pipeline.rank_stages import RankStages
+from mindformers_core.pipeline.stage_function import StageFunction, own_class
+from mindformers_core.pipeline.stage_weights import StageWeights
+from mindformers_core.tensor_parallel.move import dtype_name
+
+__all__ = ["PipelineStage"]
+
+
+class PipelineStage:
+    """A part of a model and its place in a pipeline; a schedule runs it.
+
+    The first stage's Cell is called with the positional arguments of a run, every other one with what the Cell before
+    it returned: a tensor, or a tuple of tensors of any dtypes and shapes, which may differ between micro-batches.
+    Gradients flow through the floating ones. Keyword arguments of a run go to every stage whose `construct` takes them
+    by name; no gradients flow to them.
+
+    A parameter that has the same path in the Cells of several stages (an embedding that is the head, too) is one
+    parameter: it starts with the same values on all, and its gradient is summed over them. So layers need paths by
+    their number in the whole model.
+
+    Args:
+        cell: the Cell, plain, or sharded over the ranks of this stage (`shard(cell, mesh.sub_mesh(("dp", "tp")))`).
+            Stages exchange local tensors.
+        stage_index: number of the stage, from 0.
+        stage_num: number of stages, over all ranks.
+        mesh: the `DeviceMesh` of all ranks, with the pipeline's axis. Default: all ranks of the world are in a row.
+        axis: name of the mesh axis along which stages lie.
+        loss_fn: of the last stage: takes the Cell's output (several as a tuple) and the run's keyword argument
+            `target`, and gives the loss. Default: the Cell returns the loss, a floating scalar, alone or as its first
+            output.
+        compiled: whether forward and backward pass are compiled with `jit`, once for all micro-batches of a shape.
+
+    Attributes:
+        cell, stage_index, stage_num, compiled: as given.
+        ranks: the global ranks of the pipeline that this rank belongs to, in the axis' order; `rank_num` of them.
+        parameters: tuple of the trainable `Parameter`s.
+
+    Raises:
+        TypeError, ValueError: no Cell, no such stage or axis; a `loss_fn` on another stage than the last, or for a Cell
+            that is sharded over several ranks.
+    """
+
+    def __init__(self, cell, stage_index, stage_num, mesh=None, axis="pp", loss_fn=None, compiled=False):
+        if not isinstance(cell, nn.Cell):
+            raise TypeError(f"PipelineStage() takes a Cell, an instance of a subclass of nn.Cell, not {cell!r}")
+        if stage_index not in range(stage_num):
+            raise ValueError(f"stage {stage_index!r} of {stage_num}: stages count from 0 to {stage_num - 1}")
+        if loss_fn is not None and stage_index != stage_num - 1:
+            raise ValueError(f"stage {stage_index} has a loss_fn: only the last one, {stage_num - 1}, may have one")
+        self.cell, self.stage_index, self.stage_num, self.compiled = cell, stage_index, stage_num, compiled
+        here = world()
+        self.ranks = tuple(range(here.size)) if mesh is None else mesh.group(here.rank, (axis,))
+        self.rank_num = len(self.ranks)
+        self.axis = axis
+        self._weights = StageWeights(cell)
+        self.parameters = self._weights.parameters
+        self._function = StageFunction(cell, loss_fn, compiled)
+        self._passes = ForwardBackward(_first if self.is_last else _floating)
+        self._gradients = None  # summed over the runs so far
+        self.new_gradients = None  # of the run that is going on
+        self._kept = {}  # micro-batch -> what its gradients of the weights come of
+        self._rank_stages = None
+        self._agreed = set()  # layouts of outputs that the next stage takes
+        self._training, self._micro_batch_num = False, 1
+
+    @property
+    def is_last(self):
+        """Whether this stage gives the loss."""
+        return self.stage_index == self.stage_num - 1
+
+    @property
+    def channel(self):
+        """The `Channel` to the other ranks; None where all stages are on this one."""
+        return channel() if self.rank_num > 1 else None
+
+    @property
+    def gradients(self):
+        """The gradients of `parameters`, in their order: of the mean over micro-batches, summed over the runs since
+        `zero_gradients()`; zeros where there was none."""
+        if self._gradients is None:
+            return tuple(ops.zeros_like(parameter) for parameter in self.parameters)
+        return tuple(self._gradients)
+
+    def zero_gradients(self):
+        """Forget the gradients of the runs so far."""
+        self._gradients = None
+
+    @property
+    def counted(self):
+        """For every parameter whether a norm over all stages counts it here: a tied one counts on one stage only.
+
+        Raises:
+            RuntimeError: the stages have not met yet.
+        """
+        if self._rank_stages is None:
+            raise RuntimeError(
+                f"stage {self.stage_index} doesn't know the others yet: call the schedule's meet() before"
+            )
+        return self._rank_stages.counted(self.stage_index)
+
+    def meet(self, stages, stage_ranks):
+        """The `RankStages` of this rank's `stages`; made at the first call, which all ranks of the pipeline make."""
+        known = self._rank_stages
+        if known is None or known.stage_ranks != tuple(stage_ranks) or tuple(known.stages.values()) != tuple(stages):
+            known = RankStages(stages, stage_ranks)
+            for stage in stages:
+                stage._rank_stages = known
+        return known
+
+    def description(self):
+        """What other stages have to know of this one, as JSON can hold it."""
+        return {
+            "stage": self.stage_index,
+            "stage_num": self.stage_num,
+            "cell": own_class(self.cell).__name__,
+            "takes": list(self._function.takes),
+            "takes_any": self._function.takes_any,
+            "inputs": declared_inputs(self.cell, self._function.by_place),
+            "parameters": [_described(path, parameter) for path, parameter in self.cell.parameters_and_names()],
+        }
+
+    def digest(self, place):
+        """A short text that stands for the values of a parameter."""
+        return blake2b(self.parameters[place].get_bytes(), digest_size=16).hexdigest()
+
+    def begin(self, training, micro_batch_num, is_split):
+        """Before the first step of a pass; what a pass that failed has left is dropped.
+
+        Args:
+            training: whether backward passes follow.
+            micro_batch_num: their number, by which gradients are divided.
+            is_split: whether there are steps `BWD_INPUT` and `BWD_WEIGHT` of this stage.
+        """
+        if is_split:
+            self._weights.split()
+        self._training, self._micro_batch_num = training, micro_batch_num
+        self.new_gradients = None
+        self._kept = {}
+        self._passes.forget()
+        self._weights.discard()
+
+    def forward(self, micro_index, inputs, kwargs):
+        """Forward pass of a micro-batch.
+
+        Args:
+            micro_index: its number.
+            inputs: what the stage before gave; for the first stage the run's positional arguments.
+            kwargs: the run's keyword arguments.
+
+        Returns:
+            A tuple of local tensors: what the Cell returned, or the loss.
+        """
+        kwargs = self._function.own_kwargs(len(inputs), kwargs)
+        self._function.prepare(inputs, kwargs)
+        outputs = self._recorded(micro_index, inputs, kwargs) if self._training else self._function(inputs, kwargs)
+        if not self.is_last and self._function.layouts not in self._agreed:
+            described = self._rank_stages.described
+            check_boundary(self._function.layouts, *described[self.stage_index : self.stage_index + 2])
+            self._agreed.add(self._function.layouts)
+        return outputs
+
+    def _recorded(self, micro_index, inputs, kwargs):
+        """A forward pass whose backward pass will come."""
+        places = [] if self.stage_index == 0 else [p for p, tensor in enumerate(inputs) if is_differentiable(tensor)]
+
+        def function(*recorded):
+            merged = list(inputs)
+            for place, tensor in zip(places, recorded):
+                merged[place] = tensor
+            return self._checked(self._function(merged, kwargs))
+
+        return self._passes.forward(micro_index, function, [inputs[place] for place in places])
+
+    def backward(self, micro_index, gradients):
+        """Backward pass of a micro-batch; the weights' gradients are added up.
+
+        Args:
+            micro_index: its number.
+            gradients: of this stage's floating outputs, in order; None on the last stage.
+
+        Returns:
+            The gradients of this stage's floating inputs, in order, for the stage before; () on the first.
+        """
+        given = self.backward_input(micro_index, gradients)
+        self.backward_weight(micro_index)
+        return given
+
+    def backward_input(self, micro_index, gradients):
+        """As `backward`, but the weights' gradients wait for `backward_weight`."""
+        outputs = self._passes.outputs(micro_index)
+        if gradients is None:
+            gradients = (ops.full_like(outputs[0], 1.0 / self._micro_batch_num),)
+        self._check_gradients(outputs, gradients)
+        given, found = self._passes.backward(micro_index, gradients, self._weights.asked())
+        self._kept[micro_index] = self._weights.keep(found)
+        return given
+
+    def backward_weight(self, micro_index):
+        """Add up a micro-batch's gradients of the weights, after `backward_input`."""
+        self.new_gradients = _added(self.new_gradients, self._weights.gradients(self._kept.pop(micro_index)))
+
+    def merge(self, outputs, dim):
+        """The results of all micro-batches, a list of tuples, as one tuple: joined along `dim`, of scalars the mean."""
+        counts = sorted({len(each) for each in outputs})
+        if len(counts) > 1:
+            raise ValueError(f"{self._name()} returned {counts} tensors for different micro-batches: should be as many")
+        return tuple(self._merged(place, tensors, dim) for place, tensors in enumerate(zip(*outputs)))
+
+    def finish(self):
+        """After the last step of a pass: its gradients are added to those of the runs before."""
+        if self._training and self.parameters:
+            self._gradients = _added(self._gradients, self.new_gradients)
+        self.new_gradients = None
+
+    def _merged(self, place, tensors, dim):
+        if tensors[0].ndim == 0:
+            return sum(tensors[1:], tensors[0]) / len(tensors)
+        if not -tensors[0].ndim <= dim < tensors[0].ndim:
+            shape = tuple(tensors[0].shape)
+            raise ValueError(f"output {place} of {self._name()} has the shape {shape}: no dim {dim} to join it along")
+        return tensors[0] if len(tensors) == 1 else ops.concat(tensors, dim)
+
+    def _checked(self, outputs):
+        """Outputs that a backward pass can begin at, or fail with an error."""
+        if not self.is_last and not _floating(outputs):
+            found = _shown(outputs)
+            raise TypeError(f"{self._name()} gave {found}: without a floating tensor no gradient can come back")
+        if self.is_last and (outputs[0].ndim > 0 or not is_differentiable(outputs[0])):
+            raise ValueError(
+                f"{self._name()}, the last stage, should return the loss, a floating scalar, alone or first, or get a "
+                f"loss_fn; it gave {_shown(outputs)}"
+            )
+        return outputs
+
+    def _check_gradients(self, outputs, gradients):
+        wanted, given = ([(tuple(t.shape), t.dtype) for t in tensors] for tensors in (outputs, gradients))
+        if wanted != given:
+            raise ValueError(
+                f"stage {self.stage_index + 1} gave back gradients {_shown(gradients)} for the floating outputs "
+                f"{_shown(outputs)} of {self._name()}"
+            )
+
+    def _name(self):
+        return f"the {own_class(self.cell).__name__} of stage {self.stage_index}"
+
+
+def _first(outputs):
+    return outputs[:1]
+
+
+def _floating(outputs):
+    return tuple(tensor for tensor in outputs if is_differentiable(tensor))
+
+
+def _described(path, parameter):
+    """Path, whole shape, dtype, mesh axes by dim, and whether it is trained."""
+    shape = getattr(parameter, "global_shape", parameter.shape)
+    layout = getattr(parameter, "layout", None)
+    dims = None if layout is None else [list(axes) for axes in layout.dims]
+    return [path, list(shape), dtype_name(parameter.dtype), dims, bool(parameter.requires_grad)]
+
+
+def _added(sums, more):
+    """The sums with more added; both lists in the same order, or None."""
+    if sums is None or more is None:
+        return list(more) if sums is None and more is not None else sums
+    return [one + other for one, other in zip(sums, more, strict=True)]
+
+
+def _shown(tensors):
+    return ", ".join(f"{dtype_name(tensor.dtype)} {list(tensor.shape)}" for tensor in tensors) or "no tensor"

@@ -1,0 +1,123 @@
+"""A stage's Cell as a function of local tensors, in PyNative or compiled."""
+
+from inspect import Parameter as Argument
+from inspect import signature
+
+from mindspore import Tensor
+
+from mindformers_core.tensor_parallel.compiling import jit
+from mindformers_core.tensor_parallel.dtensor import DTensor
+from mindformers_core.tensor_parallel.inspecting import prepare
+from mindformers_core.tensor_parallel.sharded_cells import GeneratedCell, ShardedCell
+
+__all__ = ["StageFunction", "own_class"]
+
+_TARGET = "target"
+
+
+def own_class(cell):
+    """The class that a Cell has as its user wrote it, sharded or not."""
+    if not isinstance(cell, ShardedCell):
+        return type(cell)
+    tree, path = cell.__dict__["_sharding"]
+    return tree.classes[path]
+
+
+class StageFunction:
+    """Calls a Cell, and the loss function if there is one; gives a tuple of local tensors.
+
+    Args:
+        cell, loss_fn, compiled: as of `PipelineStage`.
+
+    Attributes:
+        by_place, takes: names of the arguments that can be given by place, and of those that can be given by name.
+        takes_any: whether any name can be given.
+        layouts: those of what was returned last; None for a tensor that isn't distributed.
+
+    Raises:
+        ValueError: a loss function for a Cell that is sharded over several ranks.
+    """
+
+    def __init__(self, cell, loss_fn, compiled):
+        if loss_fn is not None and isinstance(cell, ShardedCell) and cell.__dict__["_sharding"][0].mesh.size > 1:
+            raise ValueError(
+                f"{own_class(cell).__name__} is sharded over several ranks: a loss_fn would see this rank's part of "
+                "its output only. Let the Cell itself compute the loss, from an argument of its own"
+            )
+        self.cell, self.loss_fn, self.compiled = cell, loss_fn, compiled
+        arguments = list(signature(own_class(cell).construct).parameters.values())[1:]
+        by_name = [a.name for a in arguments if a.kind in (Argument.POSITIONAL_OR_KEYWORD, Argument.KEYWORD_ONLY)]
+        self.by_place = [
+            a.name for a in arguments if a.kind in (Argument.POSITIONAL_ONLY, Argument.POSITIONAL_OR_KEYWORD)
+        ]
+        self.takes = by_name if loss_fn is None else [*by_name, _TARGET]
+        self.takes_any = any(a.kind == Argument.VAR_KEYWORD for a in arguments)
+        self.layouts = ()
+        for _, child in cell.cells_and_names() if compiled else ():
+            if child.has_bprop:  # else all calls of one such Cell get the tensors of the last one
+                child.add_flags(__function_forbid_reuse__=True)
+        self._graphs = {}  # names of what is passed by name -> compiled function
+
+    def __call__(self, inputs, kwargs):
+        """The results; `kwargs` are the Cell's and, with a loss function, `target`."""
+        target, named = self._parted(kwargs)
+        if not self.compiled:
+            results = self._checked(self.cell(*inputs, **named))
+            self.layouts = tuple(getattr(result, "layout", None) for result in results)
+            results = tuple(result.to_local() if isinstance(result, DTensor) else result for result in results)
+            return results if self.loss_fn is None else self._checked(self.loss_fn(_single(results), *target))
+        names = tuple(named)
+        if names not in self._graphs:
+            self._graphs[names] = jit(self._graph(names))
+        return self._checked(self._graphs[names](*target, *inputs, *named.values()))
+
+    def own_kwargs(self, input_count, kwargs):
+        """Those of the keyword arguments of a run that this function takes besides so many inputs."""
+        names = set(kwargs) if self.takes_any else set(self.takes)
+        names -= set(self.by_place[:input_count])
+        return {name: value for name, value in kwargs.items() if name in names}
+
+    def prepare(self, inputs, kwargs):
+        """Make the program of a sharded Cell, if it lacks one for these, so that nothing is captured in a gradient."""
+        if isinstance(self.cell, GeneratedCell):
+            program = prepare(self.cell, *inputs, **self._parted(kwargs)[1])
+            self.layouts = tuple(result.layout for result in program.results)
+
+    def _parted(self, kwargs):
+        """The target in a tuple, and the other keyword arguments."""
+        if self.loss_fn is None:
+            return (), kwargs
+        if _TARGET not in kwargs:
+            raise TypeError(f"the loss_fn needs the keyword argument '{_TARGET}' of run()")
+        return (kwargs[_TARGET],), {name: value for name, value in kwargs.items() if name != _TARGET}
+
+    def _graph(self, names):
+        """What is compiled: a function of positional arguments, the last of which the Cell takes by `names`."""
+        cell, loss_fn = self.cell, self.loss_fn
+
+        def call(*arguments):
+            own = len(arguments) - len(names)
+            named = {}
+            for place, name in enumerate(names):
+                named[name] = arguments[own + place]
+            return cell(*arguments[:own], **named)
+
+        def call_and_judge(target, *arguments):
+            return loss_fn(call(*arguments), target)
+
+        return call if loss_fn is None else call_and_judge
+
+    def _checked(self, result):
+        """What was returned, as a tuple of tensors."""
+        results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+        for place, entry in enumerate(results):
+            if not isinstance(entry, Tensor):
+                raise TypeError(
+                    f"output {place} of {own_class(self.cell).__name__} is {entry!r} of type {type(entry).__name__}: "
+                    "a stage returns a tensor, or a tuple of tensors"
+                )
+        return results
+
+
+def _single(results):
+    return results[0] if len(results) == 1 else results

@@ -1,0 +1,294 @@
+"""Pictures of pipeline schedules: ranks as rows, time to the right. Pure Python; drawn with matplotlib."""
+
+import io
+from typing import NamedTuple
+
+from mindformers_core.files import write_whole
+from mindformers_core.pipeline.tables.step import MetaStepType
+from mindformers_core.pipeline.tables.views import as_timeline, checked_suffix
+
+__all__ = ["draw_schedule"]
+
+# Far apart in normal vision and for protanopes, deuteranopes and tritanopes, in their lighter shades as well (smallest
+# CIE76 distance, with the simulation of Machado et al. 2009: 21, and 13 for tritanopes).
+_KINDS = {
+    MetaStepType.FWD: ("forward", "#368be8"),
+    MetaStepType.BWD: ("backward", "#e6b800"),
+    MetaStepType.BWD_INPUT: ("input gradient", "#c41961"),
+    MetaStepType.BWD_WEIGHT: ("weight gradient", "#639f4d"),
+}
+_TRANSFER = ("send, receive", "#4a4f57")
+_WAITING = {"facecolor": "#f3f4f6", "edgecolor": "#c3c8cf", "hatch": "/////", "linewidth": 0}
+_INK, _SOFT_INK = "#1f2328", "#656d76"
+_WHITER, _WHITEST = 0.45, 0.6  # from one stage of a rank to the next at most; the last one at most
+_BOX_INCHES = (0.13, 0.08)  # width of the shortest step, and for every digit, if the picture may be as wide
+_LANE_INCHES = (7.0, 24.0)  # least and largest width of a row
+_ROW_INCHES, _ROWS_INCHES = 0.42, 16.0  # height of a row, and of all rows at most
+_TOP, _RIGHT, _BOTTOM = 0.92, 0.9, 0.82  # margins, inches
+_TEXT_SIZE, _SMALL_SIZE, _SMALLEST_SIZE = 8.5, 7.5, 5.0  # points
+_CHARACTER_WIDTH = 0.64  # of a digit, in parts of the text's size
+_MANY_BOXES = 20_000
+_STYLE = {
+    "svg.hashsalt": "mindformers_core",
+    "svg.fonttype": "none",
+    "font.sans-serif": ["DejaVu Sans"],
+    "hatch.linewidth": 0.7,
+}
+
+
+class _Box(NamedTuple):
+    """One step in the picture: its kind, which of its rank's stages it is of, its rank, micro-batch and time."""
+
+    kind: MetaStepType
+    chunk: int
+    rank: int
+    micro_index: int
+    start: float
+    end: float
+
+
+class _Page(NamedTuple):
+    """Sizes of a picture: `scale` in inches for a unit of time, others in inches, and the time that it begins with."""
+
+    labels: list
+    chunk_num: int
+    start: float
+    scale: float
+    left: float
+    lane: float
+    row: float
+
+    @property
+    def size(self):
+        """Width and height."""
+        return self.left + self.lane + _RIGHT, _TOP + self.row * len(self.labels) + _BOTTOM
+
+
+def draw_schedule(schedule, path, costs=None, title=None):
+    """Draw when every rank does what, into an SVG or PNG file.
+
+    Colours tell forward, backward, input gradient and weight gradient apart, shades the stages of one rank, from dark
+    to light; numbers are those of micro-batches, left out where they don't fit; hatched is a rank that waits. Below the
+    title stand the bubble, as part of ranks x makespan, and the peak of live micro-batches, on the right every rank's.
+
+    The size is limited, whatever the schedule; of more than 20,000 steps the boxes are an image inside of the SVG.
+    Equal input gives an equal file with the same release of matplotlib.
+
+    Args:
+        schedule: a schedule, a `ScheduleTable`, or a `Timeline`.
+        path: of the file; its suffix, .svg or .png, says which kind.
+        costs: `StepCosts`; default: every forward, input-gradient and weight-gradient step takes 1, transfers nothing.
+        title: default: the name of the schedule's class.
+
+    Raises:
+        ModuleNotFoundError: without matplotlib (the extra `plot`).
+        TypeError: nothing that can be drawn.
+        ValueError: another suffix, a table or costs that `simulate` rejects, or no compute step that takes time.
+    """
+    suffix = checked_suffix(path, ("svg", "png"))
+    timeline = as_timeline(schedule, costs)
+    boxes = _boxes(timeline)
+    if not any(box.kind in _KINDS for box in boxes):
+        raise ValueError(f"{path}: there is no forward or backward step that takes time: nothing to draw")
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError('draw_schedule needs matplotlib: pip install "mindformers_core[plot]"') from error
+    name = title or (type(schedule).__name__ if hasattr(schedule, "table") else "Pipeline schedule")
+    picture = io.BytesIO()
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # whatever the user's own style
+        matplotlib.rcParams.update(_STYLE)
+        undated = {"Date": None, "Creator": None} if suffix == "svg" else {"Software": None}
+        _figure(timeline, boxes, name).savefig(picture, format=suffix, metadata=undated)
+    write_whole(path, picture.getvalue())
+
+
+def _boxes(timeline):
+    """The boxes of all steps that take time."""
+    boxes = []
+    for rank, stages in enumerate(_rank_stages(timeline)):
+        chunks = {stage: chunk for chunk, stage in enumerate(stages)}
+        boxes += [
+            _Box(step.type, chunks[step.stage_index], rank, step.micro_index, start, end)
+            for step, start, end in timeline.spans[rank]
+            if end > start
+        ]
+    return boxes
+
+
+def _rank_stages(timeline):
+    """For every rank its stages in ascending order."""
+    return [sorted({span.step.stage_index for span in spans}) for spans in timeline.spans]
+
+
+def _page(timeline, boxes):
+    """The sizes that fit what is to be drawn."""
+    computes = [box for box in boxes if box.kind in _KINDS]
+    start = min(box.start for box in boxes)
+    length = max(box.end for box in boxes) - start
+    shortest = min(box.end - box.start for box in computes)
+    digits = len(str(max(box.micro_index for box in computes)))
+    lane = length / shortest * (_BOX_INCHES[0] + _BOX_INCHES[1] * digits)
+    lane = min(max(lane, _LANE_INCHES[0]), _LANE_INCHES[1])
+    labels = [
+        f"rank {rank} (stages {', '.join(map(str, stages))})" if len(stages) > 1 else f"rank {rank}"
+        for rank, stages in enumerate(_rank_stages(timeline))
+    ]
+    return _Page(
+        labels=labels,
+        chunk_num=1 + max(box.chunk for box in boxes),
+        start=start,
+        scale=lane / length,
+        left=0.3 + _TEXT_SIZE / 72 * _CHARACTER_WIDTH * max(map(len, labels)),
+        lane=lane,
+        row=min(_ROW_INCHES, _ROWS_INCHES / len(labels)),
+    )
+
+
+def _figure(timeline, boxes, name):
+    """The whole picture."""
+    from matplotlib.figure import Figure
+
+    page = _page(timeline, boxes)
+    width, height = page.size
+    rank_num = len(page.labels)
+    figure = Figure(figsize=(width, height), dpi=150)
+    axes = figure.add_axes(
+        (page.left / width, _BOTTOM / height, page.lane / width, page.row * rank_num / height),
+        xlim=(page.start, page.start + page.lane / page.scale),
+        ylim=(rank_num - 0.5, -0.5),
+        yticks=[],
+    )
+    _draw_lanes(axes, page, timeline.peak_live)
+    _draw_boxes(axes, page, boxes)
+    _write_numbers(axes, page, boxes)
+    _write_title(figure, page, timeline, name)
+    _draw_legend(figure, page, {box.kind for box in boxes})
+    return figure
+
+
+def _draw_lanes(axes, page, peak_live):
+    """A row for every rank, hatched from end to end, with what is said about it on both sides; below, the time."""
+    from matplotlib.patches import Rectangle
+
+    start, end = axes.get_xlim()
+    size = min(_TEXT_SIZE, page.row * 72 * 0.6)
+    place = {"annotation_clip": False, "textcoords": "offset points"}
+    for rank, label in enumerate(page.labels):
+        axes.add_patch(Rectangle((start, rank - 0.42), end - start, 0.84, **_WAITING))
+        if size >= _SMALLEST_SIZE:
+            middle = place | {"va": "center", "fontsize": size, "color": _INK}
+            axes.annotate(label, (start, rank), (-7, 0), ha="right", **middle)
+            axes.annotate(f"{peak_live[rank]:.4g}", (end, rank), (12, 0), **middle)
+    place |= {"fontsize": _SMALL_SIZE, "color": _SOFT_INK}
+    axes.annotate("peak live", (end, -0.5), (12, 5), **place)
+    axes.annotate("time", (end, len(page.labels) - 0.5), (12, -5), va="top", **place)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(axis="x", labelsize=_SMALL_SIZE, colors=_SOFT_INK, length=3)
+    axes.xaxis.get_major_locator().set_params(nbins=12, integer=end - start >= 4, min_n_ticks=3)
+
+
+def _colour(kind, chunk, chunk_num):
+    """That of a step, the whiter the later its stage is among those of its rank."""
+    if kind not in _KINDS:
+        return _TRANSFER[1]
+    _, colour = _KINDS[kind]
+    white = chunk * min(_WHITER, _WHITEST / max(1, chunk_num - 1))
+    channels = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(channel + (255 - channel) * white):02x}" for channel in channels)
+
+
+def _draw_boxes(axes, page, boxes):
+    """The steps; transfers are thinner."""
+    from matplotlib.collections import PolyCollection
+
+    groups = {}
+    for box in boxes:
+        groups.setdefault((box.kind, box.chunk), []).append(box)
+    shortest = min(box.end - box.start for box in boxes if box.kind in _KINDS)
+    edge = min(0.8, 0.1 * 72 * page.scale * shortest)
+    for kind, chunk in sorted(groups):
+        half = 0.42 if kind in _KINDS else 0.12
+        corners = [
+            ((start, rank - half), (end, rank - half), (end, rank + half), (start, rank + half))
+            for _, _, rank, _, start, end in groups[kind, chunk]
+        ]
+        colour = _colour(kind, chunk, page.chunk_num)
+        collection = PolyCollection(corners, facecolors=colour, edgecolors="white", linewidths=edge)
+        collection.set_rasterized(len(boxes) > _MANY_BOXES)
+        axes.add_collection(collection)
+
+
+def _write_numbers(axes, page, boxes):
+    """Micro-batch numbers, in those kinds of boxes that are wide enough for all of them."""
+    kinds = {box.kind for box in boxes} & set(_KINDS)
+    digits = len(str(max(box.micro_index for box in boxes)))
+    sizes = {}
+    for kind in kinds:
+        narrowest = page.scale * min(box.end - box.start for box in boxes if box.kind == kind)
+        sizes[kind] = 0.9 * 72 * narrowest / (digits * _CHARACTER_WIDTH)
+    fitting = {kind: size for kind, size in sizes.items() if size >= _SMALLEST_SIZE}
+    size = min([*fitting.values(), _TEXT_SIZE, page.row * 72 * 0.6])
+    for box in boxes if size >= _SMALLEST_SIZE else ():
+        if box.kind in fitting:
+            colour = _ink_on(_colour(box.kind, box.chunk, page.chunk_num))
+            place = {"ha": "center", "va": "center_baseline", "fontsize": size, "color": colour}
+            axes.text((box.start + box.end) / 2, box.rank, str(box.micro_index), **place)
+
+
+def _ink_on(colour):
+    """Black or white, whichever is read more easily on `colour` (by its relative luminance, WCAG 2)."""
+    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4 for channel in channels]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return _INK if luminance > 0.2 else "white"
+
+
+def _write_title(figure, page, timeline, name):
+    """The name, and the figures of the whole schedule."""
+    width, height = page.size
+    rank_num = len(page.labels)
+    micro_batch_num = len({span.step.micro_index for spans in timeline.spans for span in spans})
+    words = (
+        f"{rank_num} rank{'s' * (rank_num > 1)}"
+        + (f" × {page.chunk_num} stages (dark to light)" if page.chunk_num > 1 else "")
+        + f", {micro_batch_num} micro-batch{'es' * (micro_batch_num > 1)}",
+        f"bubble {100 * timeline.bubble_fraction:.1f} %",
+        f"peak live {max(timeline.peak_live):.4g}",
+        f"makespan {timeline.makespan:.6g}",
+    )
+    left = page.left / width
+    figure.text(left, 1 - 0.34 / height, name, fontsize=13, fontweight="bold", color=_INK)
+    figure.text(left, 1 - 0.58 / height, "   ·   ".join(words), fontsize=9, color=_SOFT_INK)
+
+
+def _draw_legend(figure, page, kinds):
+    """What the colours of these kinds of steps mean."""
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Patch
+
+    width, height = page.size
+    entries = {
+        name: tuple(Patch(facecolor=_colour(kind, chunk, page.chunk_num)) for chunk in range(page.chunk_num))
+        for kind, (name, _) in _KINDS.items()
+        if kind in kinds
+    }
+    if kinds - set(_KINDS):
+        entries[_TRANSFER[0]] = (Patch(facecolor=_TRANSFER[1]),)
+    entries["waiting"] = (Patch(**_WAITING),)
+    figure.legend(
+        entries.values(),
+        entries,
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+        handlelength=0.6 + 0.7 * page.chunk_num,
+        loc="lower left",
+        bbox_to_anchor=(page.left / width, 0.15 / height),
+        borderpad=0,
+        borderaxespad=0,
+        ncols=len(entries),
+        columnspacing=1.8,
+        frameon=False,
+        fontsize=_TEXT_SIZE,
+        labelcolor=_INK,
+    )

@@ -1,0 +1,216 @@
+"""What a pipeline table costs in time and memory, by simulation. Pure Python."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mindformers_core.pipeline.tables.dependencies import message_bases, message_pairs, plain_steps
+from mindformers_core.pipeline.tables.exchanging import exchanged
+from mindformers_core.pipeline.tables.step import MetaStep, MetaStepType
+from mindformers_core.pipeline.tables.validating import validate
+
+__all__ = ["Span", "StepCosts", "Timeline", "measured_costs", "simulate"]
+
+_COSTS = {  # which field of StepCosts a compute step has its time from
+    MetaStepType.FWD: "forward",
+    MetaStepType.BWD: "backward",
+    MetaStepType.BWD_INPUT: "backward_input",
+    MetaStepType.BWD_WEIGHT: "backward_weight",
+}
+_BACKWARD = frozenset(_COSTS) - {MetaStepType.FWD}
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """How long steps take, in any unit of time: each a number, or a tuple with one for every stage.
+
+    Attributes:
+        forward: of `FWD`.
+        backward_input: of `BWD_INPUT`.
+        backward_weight: of `BWD_WEIGHT`.
+        transfer: from the sending of a message until it can be taken, by sending stage. Ranks go on meanwhile.
+        backward: of `BWD`; None: that of `BWD_INPUT` and `BWD_WEIGHT` together.
+    """
+
+    forward: float | tuple = 1.0
+    backward_input: float | tuple = 1.0
+    backward_weight: float | tuple = 1.0
+    transfer: float | tuple = 0.0
+    backward: float | tuple | None = None
+
+
+class Span(NamedTuple):
+    """A step and its time: for sends and receives `start` equals `end`."""
+
+    step: MetaStep
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What `simulate` finds out. Times are in the unit of the costs, from the start of the first step.
+
+    Attributes:
+        spans: for every rank the tuple of its `Span`s in order; the parts of an `OVERLAP` come one after another.
+            Waiting is no part of a span.
+        makespan: time until the last rank has done its last step.
+        bubble_fraction: idle time of all ranks within the makespan, divided by number of ranks x makespan. (Where the
+            literature gives (p - 1) / (m + p - 1) for GPipe, it is this one.)
+        span_bubble_fractions: for every rank its idle time between the start of its first and the end of its last
+            compute step, divided by the time between them: what is lost if the rank has something else to do before
+            and after.
+        peak_live: for every rank the most micro-batches of which it keeps activations at a time, measured in
+            activations of all the rank's stages: each of v stages counts 1/v. They are kept from the start of FWD to
+            the end of BWD or BWD_WEIGHT; 0 if the table is forward only.
+        messages: for every rank the number of messages that it sends.
+    """
+
+    spans: tuple
+    makespan: float
+    bubble_fraction: float
+    span_bubble_fractions: tuple
+    peak_live: tuple
+    messages: tuple
+
+
+def measured_costs(seconds, transfer=0.0):
+    """`StepCosts` from measurements.
+
+    Args:
+        seconds: {(`MetaStepType`, stage): seconds} for FWD, BWD, BWD_INPUT and BWD_WEIGHT; those that a table doesn't
+            contain may be left out.
+        transfer: as in `StepCosts`.
+
+    Raises:
+        ValueError: other step types.
+    """
+    stages = range(1 + max((stage for _, stage in seconds), default=-1))
+    for kind, stage in seconds:
+        if kind not in _COSTS:
+            known = ", ".join(known.name for known in _COSTS)
+            raise ValueError(f"measured_costs: {kind!r} of stage {stage} isn't one of {known}")
+    fields = {field: tuple(seconds.get((kind, stage)) for stage in stages) for kind, field in _COSTS.items()}
+    return StepCosts(transfer=transfer, **fields)
+
+
+def simulate(table, costs=StepCosts()):  # noqa: B008 (frozen)
+    """Carry a table out in thought: every step starts as soon as its rank and what it needs are ready.
+
+    Takes time in proportion to the number of steps.
+
+    Args:
+        table: a lowered `ScheduleTable`, of training or forward only.
+        costs: how long steps take.
+
+    Returns:
+        A `Timeline`.
+
+    Raises:
+        ValueError: a table that `validate` rejects, or costs that are negative, missing or don't fit the stages.
+    """
+    training = any(step[1] in _BACKWARD for order in table.orders for step in plain_steps(order))
+    validate(table, training=training)
+    durations = _durations(table, costs)
+    bases = message_bases(table)
+    arrivals = _arrivals(table, durations, bases, _delays(table, costs))
+    spans = tuple(_rank_spans(order, durations, bases, arrivals) for order in table.orders)
+    return _timeline(table, spans, training)
+
+
+def _by_stage(costs, name, table):
+    """A field of costs as a sequence by stage, None where there is none."""
+    cost = getattr(costs, name)
+    by_stage = cost if isinstance(cost, tuple | list) else (cost,) * table.stage_num
+    if len(by_stage) != table.stage_num:
+        raise ValueError(f"StepCosts.{name}: {cost} has {len(by_stage)} numbers, the table {table.stage_num} stages")
+    for stage, number in enumerate(by_stage):
+        if number is not None and not 0 <= number < float("inf"):
+            raise ValueError(f"StepCosts.{name}: {number!r} for stage {stage} should be a number from 0 on")
+    return by_stage
+
+
+def _durations(table, costs):
+    """{(type, stage): duration} of the compute steps in the table."""
+    durations = {}
+    for kind, field in _COSTS.items():
+        for stage, number in enumerate(_by_stage(costs, field, table)):
+            durations[kind, stage] = number
+    for stage in range(table.stage_num):
+        parts = [durations[kind, stage] for kind in (MetaStepType.BWD_INPUT, MetaStepType.BWD_WEIGHT)]
+        if durations[MetaStepType.BWD, stage] is None and None not in parts:
+            durations[MetaStepType.BWD, stage] = sum(parts)
+    if None in durations.values():
+        for kind, stage in sorted({step[1:3] for order in table.orders for step in plain_steps(order)}):
+            if durations.get((kind, stage), 0.0) is None:
+                raise ValueError(f"StepCosts.{_COSTS[kind]}: there is none for stage {stage}, and the table needs it")
+    return durations
+
+
+def _delays(table, costs):
+    """For every pair of `message_pairs` the time that its messages are on their way."""
+    by_stage = _by_stage(costs, "transfer", table)
+    if None in by_stage:
+        raise ValueError(f"StepCosts.transfer: there is none for stage {by_stage.index(None)}")
+    return [by_stage[stage] for (_, stage), _ in message_pairs(table.stage_ranks)]
+
+
+def _arrivals(table, durations, bases, delays):
+    rank_messages, rank_works = [], []
+    for order in table.orders:
+        messages, works = [], []
+        for micro_index, kind, stage, _ in plain_steps(order):
+            sign, base = bases.get((kind, stage), (0, 0))
+            messages.append(sign * (base + micro_index))
+            works.append(durations.get((kind, stage), 0.0))
+        rank_messages.append(messages)
+        rank_works.append(works)
+    return exchanged(rank_messages, rank_works, delays, table.micro_batch_num)[0]
+
+
+def _rank_spans(order, durations, bases, arrivals):
+    spans, clock = [], 0.0
+    for step in plain_steps(order):
+        micro_index, kind, stage, _ = step
+        start = clock
+        if kind in _COSTS:
+            clock += durations[kind, stage]
+        else:
+            sign, base = bases[kind, stage]
+            if sign > 0:
+                start = clock = max(clock, arrivals[base + micro_index])
+        spans.append(Span(step, start, clock))
+    return tuple(spans)
+
+
+def _timeline(table, spans, training):
+    makespan = max((rank_spans[-1].end for rank_spans in spans if rank_spans), default=0.0)
+    computes = [[span for span in rank_spans if span.step[1] in _COSTS] for rank_spans in spans]
+    busy = [sum(end - start for _, start, end in rank_spans) for rank_spans in computes]
+    lengths = [rank_spans[-1].end - rank_spans[0].start if rank_spans else 0.0 for rank_spans in computes]
+    sends = (MetaStepType.FWD_SEND, MetaStepType.BWD_SEND)
+    return Timeline(
+        spans=spans,
+        makespan=makespan,
+        bubble_fraction=_idle_fraction(sum(busy), makespan * table.rank_num),
+        span_bubble_fractions=tuple(map(_idle_fraction, busy, lengths)),
+        peak_live=tuple(
+            _peak_live(rank_spans) / max(1, table.stage_ranks.count(rank)) if training else 0.0
+            for rank, rank_spans in enumerate(computes)
+        ),
+        messages=tuple(sum(span.step[1] in sends for span in rank_spans) for rank_spans in spans),
+    )
+
+
+def _idle_fraction(busy, length):
+    return max(0.0, 1.0 - busy / length) if length else 0.0
+
+
+def _peak_live(spans):
+    live = peak = 0
+    for step, _, _ in spans:
+        if step.type == MetaStepType.FWD:
+            live += 1
+            peak = max(peak, live)
+        elif step.type != MetaStepType.BWD_INPUT:
+            live -= 1
+    return peak

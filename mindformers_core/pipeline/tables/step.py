@@ -1,0 +1,76 @@
+"""One step of a pipeline schedule (RFC ICY7S6): what is done, with which micro-batch, on which stage. Pure Python."""
+
+import re
+from enum import IntEnum
+from typing import NamedTuple
+
+__all__ = ["MetaStep", "MetaStepType", "overlapped", "step_from_text"]
+
+
+class MetaStepType(IntEnum):
+    """What a step does.
+
+    A stage's backward pass is one `BWD`, or, so that others may go on sooner, a `BWD_INPUT` (the gradient of the
+    stage's input) and later a `BWD_WEIGHT` (those of its weights; Qi et al., "Zero bubble pipeline parallelism", 2023).
+    `FWD_SEND` gives a stage's output to the next stage, which takes it by `FWD_RECV`; `BWD_SEND` gives the gradient of
+    a stage's input to the stage before, which takes it by `BWD_RECV`. `OVERLAP` is a forward and a backward step whose
+    computation and communication a device may interleave (DualPipe, DeepSeek-AI 2024).
+    """
+
+    FWD = 0
+    BWD = 1
+    BWD_INPUT = 2
+    BWD_WEIGHT = 3
+    FWD_RECV = 4
+    FWD_SEND = 5
+    BWD_RECV = 6
+    BWD_SEND = 7
+    OVERLAP = 8
+
+
+_LETTERS = ("F", "B", "I", "W", "RF", "SF", "RB", "SB")  # by the type's number; of OVERLAP its parts, joined by +
+_TYPES = {letters: MetaStepType(number) for number, letters in enumerate(_LETTERS)}
+_TEXT = re.compile(r"([A-Z]+)(\d+)@(\d+)")
+
+
+class MetaStep(NamedTuple):
+    """One step; `str` gives its text, `F3@1`: forward of micro-batch 3 on stage 1.
+
+    Attributes:
+        micro_index: number of the micro-batch, from 0; None for `OVERLAP`.
+        type: a `MetaStepType`.
+        stage_index: number of the stage, from 0, over all ranks; None for `OVERLAP`.
+        sub_steps: the steps that an `OVERLAP` is made of, in the order in which they run where nothing overlaps.
+    """
+
+    micro_index: int | None
+    type: MetaStepType
+    stage_index: int | None
+    sub_steps: tuple = ()
+
+    def __str__(self):
+        if self.type == MetaStepType.OVERLAP:
+            return "+".join(map(str, self.sub_steps))
+        return f"{_LETTERS[self.type]}{self.micro_index}@{self.stage_index}"
+
+
+def overlapped(*steps):
+    """The `OVERLAP` of steps."""
+    return MetaStep(None, MetaStepType.OVERLAP, None, steps)
+
+
+def step_from_text(text):
+    """The step that `text` stands for: `F3@1`, or `F5@0+B3@3` for an overlap.
+
+    Raises:
+        ValueError: no such text, with the letters that there are.
+    """
+    parts = [_TEXT.fullmatch(part.strip()) for part in text.split("+")]
+    if not all(parts) or any(part[1] not in _TYPES for part in parts):
+        known = ", ".join(f"{letters} ({kind.name})" for letters, kind in _TYPES.items())
+        raise ValueError(
+            f"{text!r} is no step: write letters, micro-batch, @ and stage, as F3@1, or several joined by +; letters: "
+            f"{known}"
+        )
+    steps = tuple(MetaStep(int(part[2]), _TYPES[part[1]], int(part[3])) for part in parts)
+    return steps[0] if len(steps) == 1 else overlapped(*steps)

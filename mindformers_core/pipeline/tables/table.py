@@ -1,0 +1,41 @@
+"""The table of a pipeline schedule: every rank's steps in order, and which rank holds which stage. Pure Python."""
+
+from dataclasses import dataclass
+
+from mindformers_core.pipeline.tables.step import MetaStep
+
+__all__ = ["ScheduleTable"]
+
+
+@dataclass(frozen=True)
+class ScheduleTable:
+    """A whole schedule as data.
+
+    Attributes:
+        orders: for every pipeline rank the tuple of its `MetaStep`s, in the order in which it runs them.
+        stage_ranks: for every stage the pipeline rank that holds it.
+        micro_batch_num: number of micro-batches.
+
+    Raises:
+        TypeError: something in an order, or in an `OVERLAP`, that is no `MetaStep`.
+    """
+
+    orders: tuple
+    stage_ranks: tuple
+    micro_batch_num: int
+
+    def __post_init__(self):
+        for rank, order in enumerate(self.orders):
+            for number, step in enumerate(order):
+                if type(step) is not MetaStep or step[3] and not {*map(type, step[3])} <= {MetaStep}:
+                    raise TypeError(f"step {number} of rank {rank}: {step!r} should be a MetaStep, and made of such")
+
+    @property
+    def rank_num(self):
+        """Number of pipeline ranks."""
+        return len(self.orders)
+
+    @property
+    def stage_num(self):
+        """Number of stages, over all ranks."""
+        return len(self.stage_ranks)

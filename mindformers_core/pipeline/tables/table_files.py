@@ -1,0 +1,129 @@
+"""Pipeline tables in files, CSV or YAML, to read, change by hand, and load again. Pure Python."""
+
+import csv
+import io
+
+import yaml
+
+from mindformers_core.files import write_whole
+from mindformers_core.pipeline.tables.faults import head_fault
+from mindformers_core.pipeline.tables.step import step_from_text
+from mindformers_core.pipeline.tables.table import ScheduleTable
+from mindformers_core.pipeline.tables.views import checked_suffix
+
+__all__ = ["load_table", "save_table"]
+
+_KEYS = ("micro_batch_num", "stage_ranks", "orders")
+_SUFFIXES = ("csv", "yaml", "yml")
+
+
+def save_table(table, path):
+    """Write a table to a file, by its suffix `.csv`, `.yaml` or `.yml`; one that is there is replaced.
+
+    CSV: the rows `micro_batch_num` with the number, `stage_ranks` with the rank of every stage, and for every rank
+    `rank 0`, … with the texts of its steps (`F3@1`), one in a cell. YAML: the keys `micro_batch_num`, `stage_ranks`,
+    and `orders` with a list of texts for every rank.
+
+    Raises:
+        ValueError: another suffix.
+    """
+    write = _csv_text if checked_suffix(path, _SUFFIXES) == "csv" else _yaml_text
+    text = write(table.micro_batch_num, table.stage_ranks, [list(map(str, order)) for order in table.orders])
+    write_whole(path, text)
+
+
+def load_table(path):
+    """The `ScheduleTable` in a file as `save_table` writes it; it is neither lowered nor validated.
+
+    Empty cells of a CSV file are skipped, so that bubbles may be drawn by them.
+
+    Raises:
+        ValueError: another suffix, or a file with something wrong in it: names the file, the row (line of the CSV
+            file, or rank), the column (or number of the step, from 0), and what is written there.
+    """
+    read = _read_csv if checked_suffix(path, _SUFFIXES) == "csv" else _read_yaml
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:  # spreadsheets write a byte order mark
+            micro_batch_num, stage_ranks, rank_cells = read(file, path)
+    except (UnicodeDecodeError, csv.Error, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    steps, orders = {}, []
+    for cells in rank_cells:
+        for place, text in cells:
+            if text not in steps:
+                steps[text] = _step(text, path, place)
+        orders.append(tuple(steps[text] for _, text in cells))
+    table = ScheduleTable(tuple(orders), tuple(stage_ranks), micro_batch_num)
+    fault = head_fault(table)
+    if fault:
+        raise ValueError(f"{path}: {fault}")
+    return table
+
+
+def _step(text, path, place):
+    try:
+        return step_from_text(text)
+    except ValueError as error:
+        raise ValueError(f"{path}, {place}: {error}") from None
+
+
+def _csv_text(micro_batch_num, stage_ranks, rank_texts):
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["micro_batch_num", micro_batch_num])
+    writer.writerow(["stage_ranks", *stage_ranks])
+    writer.writerows([f"rank {rank}", *texts] for rank, texts in enumerate(rank_texts))
+    return file.getvalue()
+
+
+def _read_csv(file, path):
+    """Number of micro-batches, ranks of the stages, and for every rank [(place, text)]."""
+    numbers, rank_cells = {}, []
+    for line, row in enumerate(csv.reader(file), start=1):
+        cells = [(f"row {line}, column {column}", text.strip()) for column, text in enumerate(row, start=1)]
+        cells = [cell for cell in cells if cell[1]]
+        if not cells:
+            continue
+        name = row[0].strip()
+        if name in _KEYS[:2] and name not in numbers:
+            numbers[name] = [_whole_number(text, path, place) for place, text in cells[1:]]
+        elif name == f"rank {len(rank_cells)}":
+            rank_cells.append(cells[1:])
+        else:
+            expected = [key for key in _KEYS[:2] if key not in numbers] + [f"rank {len(rank_cells)}"]
+            raise ValueError(f"{path}, row {line}, column 1: {name!r} should be {' or '.join(expected)}")
+    for key in _KEYS[:2]:
+        if key not in numbers:
+            raise ValueError(f"{path}: there is no row {key}")
+    if len(numbers["micro_batch_num"]) != 1:
+        raise ValueError(f"{path}: the row micro_batch_num has {len(numbers['micro_batch_num'])} numbers, not one")
+    return numbers["micro_batch_num"][0], numbers["stage_ranks"], rank_cells
+
+
+def _whole_number(text, path, place):
+    if not text.isdecimal():
+        raise ValueError(f"{path}, {place}: {text!r} is no whole number")
+    return int(text)
+
+
+def _yaml_text(micro_batch_num, stage_ranks, rank_texts):
+    values = (micro_batch_num, list(stage_ranks), rank_texts)
+    return yaml.safe_dump(dict(zip(_KEYS, values)), sort_keys=False, default_flow_style=None, width=float("inf"))
+
+
+def _read_yaml(file, path):
+    """As `_read_csv`."""
+    content = yaml.safe_load(file)
+    if not isinstance(content, dict) or set(content) != set(_KEYS):
+        given = ", ".join(map(str, content)) if isinstance(content, dict) else f"a {type(content).__name__}"
+        raise ValueError(f"{path}: should have the keys {', '.join(_KEYS)}, not {given}")
+    micro_batch_num, stage_ranks, orders = (content[key] for key in _KEYS)
+    for key in _KEYS[1:]:
+        if not isinstance(content[key], list):
+            raise ValueError(f"{path}: {key}: {content[key]!r} should be a list")
+    rank_cells = []
+    for rank, texts in enumerate(orders):
+        if not isinstance(texts, list):
+            raise ValueError(f"{path}: orders, rank {rank}: {texts!r} should be a list of steps")
+        rank_cells.append([(f"orders, rank {rank}, step {number}", str(text)) for number, text in enumerate(texts)])
+    return micro_batch_num, stage_ranks, rank_cells

@@ -1,0 +1,119 @@
+"""What a recipe says about its pipeline: the schedule, and the part of the model on a rank. No MindSpore is called."""
+
+import dataclasses
+
+from mindformers_core.pipeline.schedules.named import schedule_class
+from mindformers_core.pipeline.tables.simulating import simulate
+
+__all__ = [
+    "PLACE_IN_PIPELINE",
+    "check_pipeline",
+    "micro_batches_of_a_run",
+    "model_part",
+    "pipeline_state",
+    "recipe_schedule",
+    "recipe_timeline",
+]
+
+# keys of the model's config that follow from the section parallelism
+PLACE_IN_PIPELINE = (
+    "pipeline_parallel",
+    "pipeline_rank",
+    "virtual_pipeline",
+    "pipeline_placement",
+    "layers_per_stage",
+)
+
+
+def check_pipeline(recipe):
+    """Raise `ValueError` for a pipeline that can't be made, with the keys' paths."""
+    sizes = recipe.parallelism
+    if sizes.pipeline_parallel == 1:
+        return
+    _planned(recipe)
+    try:
+        model_part(recipe, 0)
+    except ValueError as error:
+        raise ValueError(
+            f"parallelism.pipeline_parallel {sizes.pipeline_parallel} x pipeline_parallel_interleave_num "
+            f"{sizes.pipeline_parallel_interleave_num}, pipeline_parallel_layers_per_stage "
+            f"{list(sizes.pipeline_parallel_layers_per_stage)}: model.{error}"
+        ) from None
+
+
+def _planned(recipe):
+    """The recipe's schedule, to be looked at."""
+    sizes, count = recipe.parallelism, micro_batches_of_a_run(recipe)
+    kind = recipe_schedule(recipe)
+    try:
+        return kind.planned(sizes.pipeline_parallel, count, sizes.pipeline_parallel_interleave_num)
+    except ValueError as error:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule: {sizes.pipeline_parallel_schedule}, with pipeline_parallel "
+            f"{sizes.pipeline_parallel}, pipeline_parallel_interleave_num {sizes.pipeline_parallel_interleave_num} "
+            f"and {count} micro-batches (training.local_batch_size {recipe.training.local_batch_size} / "
+            f"parallelism.pipeline_parallel_microbatch_size {sizes.pipeline_parallel_microbatch_size}): {error}"
+        ) from None
+
+
+def recipe_timeline(recipe):
+    """The simulated `Timeline` of the recipe's schedule, all passes of all stages taken as equally long."""
+    return simulate(_planned(recipe).table)
+
+
+def recipe_schedule(recipe):
+    """The class of the recipe's schedule.
+
+    Raises:
+        ValueError: an unknown name, with the nearest one, or an import path that leads to no schedule.
+    """
+    try:
+        return schedule_class(recipe.parallelism.pipeline_parallel_schedule)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"parallelism.pipeline_parallel_schedule: {error}") from None
+
+
+def micro_batches_of_a_run(recipe):
+    """Micro-batches that one run of the schedule takes.
+
+    Raises:
+        ValueError: the batch of one run is not whole micro-batches.
+    """
+    batch, size = recipe.training.local_batch_size, recipe.parallelism.pipeline_parallel_microbatch_size
+    if batch % size:
+        raise ValueError(
+            f"training.local_batch_size: {batch} can't be cut into micro-batches of "
+            f"parallelism.pipeline_parallel_microbatch_size {size}: try {max(size, batch // size * size)}"
+        )
+    return batch // size
+
+
+def model_part(recipe, pipeline_rank):
+    """The model's config with the place of a pipeline rank in it.
+
+    Raises:
+        ValueError: layers that can't be spread so.
+    """
+    sizes = recipe.parallelism
+    return dataclasses.replace(
+        recipe.model,
+        pipeline_parallel=sizes.pipeline_parallel,
+        pipeline_rank=pipeline_rank,
+        virtual_pipeline=sizes.pipeline_parallel_interleave_num,
+        pipeline_placement=recipe_schedule(recipe).placement,
+        layers_per_stage=sizes.pipeline_parallel_layers_per_stage or None,
+    )
+
+
+def pipeline_state(recipe):
+    """What has to be the same in a run that resumes: where every layer is. Empty without a pipeline."""
+    sizes = recipe.parallelism
+    if sizes.pipeline_parallel == 1:
+        return {}
+    return {
+        "pipeline": {
+            "chunks": sizes.pipeline_parallel_interleave_num,
+            "placement": recipe_schedule(recipe).placement,
+            "layers_per_stage": list(sizes.pipeline_parallel_layers_per_stage),
+        }
+    }

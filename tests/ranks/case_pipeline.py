@@ -1,0 +1,147 @@
+"""Pipelines on several ranks against one card: losses, gradients of all parameters, parameters after five steps."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from launch import on_ranks
+from pipeline_models import assert_alike, batch, my_rows, one_card, part, pipelined, schedule_of, sharded_part
+
+from mindformers_core.communication import count_collectives, world
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleZBV
+from mindformers_core.pipeline.schedules.named import SCHEDULES
+from mindformers_core.tensor_parallel import jit
+from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
+
+
+def chunks_of(kind):
+    return 2 if issubclass(kind, PipelineScheduleMulti) else 1
+
+
+def compare_all(compiled):
+    """Every built-in schedule."""
+    rows = 2 * (count := 2 * world().size)
+    expected = one_card(rows)
+    for name, kind in SCHEDULES.items():
+        schedule = schedule_of(kind, count, chunks_of(kind), compiled=compiled)
+        assert_alike(pipelined(schedule, rows), expected, name)
+
+
+@on_ranks(2, 4)
+def case_every_schedule_equals_one_card():
+    """In PyNative; tensors of three kinds between stages, an embedding that is the head."""
+    compare_all(compiled=False)
+
+
+@on_ranks(2, 4)
+def case_every_compiled_schedule_equals_one_card():
+    """Stages compiled, the schedule in Python."""
+    compare_all(compiled=True)
+
+
+def on_a_mesh(shape, kind, compiled=False, count=4, **options):
+    """A schedule of sharded stages on a mesh (pp, dp, tp), and the mesh."""
+    mesh = init_device_mesh(shape, ("pp", "dp", "tp"))
+    make = sharded_part(mesh.sub_mesh(("dp", "tp"), world().rank))
+    (rank,) = mesh.coordinate(world().rank, ("pp",))
+    return schedule_of(kind, count, chunks_of(kind), mesh, rank, make, compiled, **options), mesh
+
+
+@on_ranks(4)
+def case_pipelines_compose_with_the_other_axes():
+    """Two stages of two ranks each: cut over tp, over dp; weight gradients later or not; PyNative and compiled."""
+    expected = one_card(8, 2)
+    for shape in ((2, 1, 2), (2, 2, 1)):
+        for kind in (Schedule1F1B, ScheduleZBV):
+            for compiled in (False, True):
+                schedule, mesh = on_a_mesh(shape, kind, compiled)
+                what = f"{kind.__name__} on {shape}, compiled: {compiled}"
+                assert_alike(pipelined(schedule, 8, 2, mesh), expected, what)
+
+
+@on_ranks(4)
+def case_clipping_is_right_across_stages():
+    """Every element counts once, that of a tied embedding, too; PyNative and compiled."""
+    (_, true), *_ = one_card(8, 1)[0]
+    expected = np.sqrt(sum((gradient.astype(np.float64) ** 2).sum() for _, gradient in true))
+    for kind in (Schedule1F1B, ScheduleZBV):
+        schedule, mesh = on_a_mesh((2, 1, 2), kind)
+        tokens, named = my_rows(mesh, *batch(8))
+        schedule.run(tokens, **named)
+        parameters = [p for stage in schedule.stages for p in stage.parameters]
+        gradients = tuple(g for stage in schedule.stages for g in stage.gradients)
+        counted = tuple(flag for stage in schedule.stages for flag in stage.counted)
+        clip = ClipByGlobalNorm(parameters, 0.1, mesh=mesh, over=("pp",), counted=counted)
+
+        @jit
+        def compiled(*gradients, clip=clip):
+            return clip(gradients)
+
+        for clipped, norm in (clip(gradients), compiled(*gradients)):
+            np.testing.assert_allclose(float(norm), expected, 1e-5)
+            for one, other in zip(clipped, gradients, strict=True):
+                np.testing.assert_allclose(one.asnumpy(), other.asnumpy() * (0.1 / expected), 1e-4, 1e-8)
+
+
+@on_ranks(2)
+def case_runs_add_up_and_evaluation_leaves_nothing():
+    """Two runs of half the rows each give twice the mean's gradient; tied gradients are summed once."""
+    for kind in (Schedule1F1B, ScheduleZBV):
+        schedule = schedule_of(kind, 4, chunks_of(kind), share_outputs=True)
+        tokens, named = batch(16)
+        halves = [(tokens[own], {k: v[own] for k, v in named.items()}) for own in (slice(0, 8), slice(8, 16))]
+        losses = [float(schedule.run(rows, **kwargs)[0]) for rows, kwargs in halves]
+        accumulated = [[g.asnumpy() for g in stage.gradients] for stage in schedule.stages]
+        (true_loss, true), *_ = one_card(16, 1)[0]
+        np.testing.assert_allclose(np.mean(losses), true_loss, 1e-5)  # on both ranks
+        for stage, gradients in zip(schedule.stages, accumulated):
+            for parameter, gradient in zip(stage.parameters, gradients, strict=True):
+                np.testing.assert_allclose(gradient / 2, dict(true)[parameter.name], 1e-5, 1e-6, parameter.name)
+        loss, logits = schedule.evaluate(tokens, **named)
+        np.testing.assert_allclose(float(loss), true_loss, 1e-5)
+        np.testing.assert_allclose(logits.asnumpy(), part()(tokens, **named)[1].asnumpy(), 1e-4, 1e-5)
+        for stage, gradients in zip(schedule.stages, accumulated):
+            for gradient, before in zip(stage.gradients, gradients, strict=True):
+                assert (gradient.asnumpy() == before).all()
+            stage.zero_gradients()
+            assert not any(gradient.asnumpy().any() for gradient in stage.gradients)
+
+
+@on_ranks(2)
+def case_micro_batches_may_differ_in_shape():
+    """Three micro-batches of 1, 3 and 2 rows: each counts as much as any other, and only needed values travel."""
+    schedule = schedule_of(Schedule1F1B, 3)
+    tokens, named = batch(6)
+    cuts = [slice(0, 1), slice(1, 4), slice(4, 6)]
+    pieces = [((tokens[own],), {name: value[own] for name, value in named.items()}) for own in cuts]
+    with count_collectives() as counts:
+        results = schedule.run_microbatches(pieces)
+    model = part()
+    step = ms.value_and_grad(lambda rows, named: model(rows, **named), None, model.trainable_params(), has_aux=True)
+    found = [step(*rows, named) for rows, named in pieces]
+    true = {p.name: sum(g[at].asnumpy() for _, g in found) / 3 for at, p in enumerate(model.trainable_params())}
+    (stage,) = schedule.stages
+    for parameter, gradient in zip(stage.parameters, stage.gradients, strict=True):
+        np.testing.assert_allclose(gradient.asnumpy(), true[parameter.name], 1e-5, 1e-6, parameter.name)
+    if world().rank == 1:
+        np.testing.assert_allclose(float(results[0]), np.mean([float(outputs[0]) for outputs, _ in found]), 1e-5)
+        logits = np.concatenate([outputs[1].asnumpy() for outputs, _ in found])
+        np.testing.assert_allclose(results[1].asnumpy(), logits, 1e-5, 1e-6)
+    hidden, total, ids, tied = 6 * 4 * 8 * 4, 6 * 8, 6 * 4 * 4, 16 * 8 * 4
+    forth, back = (3, hidden + total + ids), (3, hidden + total)  # no gradient of integers
+    calls, size = forth if world().rank == 0 else back
+    assert counts == {("send", ("pp",)): (calls + 1, size + tied)}
+
+
+@on_ranks(2)
+def case_errors_name_both_stages():
+    """What a stage can't take, keyword arguments that nobody takes, tied parameters that aren't alike."""
+    schedule = schedule_of(ScheduleGPipe, 2)
+    tokens, named = batch(4)
+    with pytest.raises(TypeError, match=r"no stage takes a keyword argument 'label' \(did you mean 'labels'\?\)"):
+        schedule.run(tokens, label=named["labels"])
+    other = part(world().rank, 2)
+    if world().rank == 1:
+        other.embedding.set_data(other.embedding + 1)
+    with pytest.raises(ValueError, match="'embedding' has other values on stage 1 than on stage 0"):
+        ScheduleGPipe(PipelineStage(other, world().rank, 2), 2).meet()

@@ -1,0 +1,171 @@
+"""Backward passes in two parts on a mesh: local gradients are those of whole ones, and each part sends its own."""
+
+import mindspore as ms
+import numpy as np
+from case_shard import MLP, Parallel, batch, my_rows, tiny
+from graph_collectives import count_in_graph
+from launch import on_ranks
+from mindspore import Tensor, nn, ops
+from split_backward import Interpreted, assert_same, filled, gradients
+
+from mindformers_core.communication import count_collectives
+from mindformers_core.layout import layout
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.models import LlamaForCausalLM
+from mindformers_core.tensor_parallel import jit, prepare, shard
+from mindformers_core.tensor_parallel.weight_split import split_weight_gradients
+
+
+def micro_batches(mesh, count=2):
+    """This rank's rows of batches that differ."""
+    parts = [np.roll(part, number, axis=1) for number in range(count) for part in batch()]
+    parts = [my_rows(part, mesh) if "dp" in mesh.axis_names else Tensor(part) for part in parts]
+    return [tuple(parts[start : start + 2]) for start in range(0, 2 * count, 2)]
+
+
+def llama(mesh, tied, sequence_parallel):
+    """The sharded model; its values are the same at every call, on all ranks."""
+    axes = ("dp",) if "dp" in mesh.axis_names else None
+    net = filled(LlamaForCausalLM(tiny(num_hidden_layers=2, tie_word_embeddings=tied))).set_train()
+    if "tp" not in mesh.axis_names:  # the hooks name an axis tp
+        mesh = init_device_mesh((*mesh.shape, 1), (*mesh.axis_names, "tp"))
+    return shard(net, mesh, Parallel(sequence_parallel, axes))
+
+
+def check_made(make, data):
+    """The split backward pass of what `make()` gives, in PyNative and compiled."""
+    expected = gradients(make(), data, compiled=False, split=False)
+    assert_same(gradients(make(), data, compiled=False, split=True, order=(0, 1)), expected)
+    in_graph = gradients(make(), data, compiled=True, split=False)
+    assert_same(in_graph, expected, 1e-5)
+    assert_same(gradients(make(), data, compiled=True, split=True, order=(0, 1)), in_graph)
+
+
+def check(shape, axes, sequence_parallel=False):
+    """Llama with and without tied embeddings."""
+    mesh = init_device_mesh(shape, axes)
+    for tied in (False, True):
+        check_made(lambda tied=tied: llama(mesh, tied, sequence_parallel), micro_batches(mesh))
+
+
+@on_ranks(2)
+def case_split_backward_on_tp_2():
+    """Weights cut over the ranks; with sequence parallelism, too."""
+    check((2,), ("tp",))
+    check((2,), ("tp",), sequence_parallel=True)
+
+
+class Block(nn.Cell):
+    """Two layers with one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Dense(8, 8, has_bias=False), nn.Dense(8, 8, has_bias=False)
+        self.second.weight = self.first.weight
+
+    def construct(self, x):
+        return ops.tanh(self.second(ops.tanh(self.first(x))))
+
+
+class Blocks(nn.Cell):
+    """Two of them, which share a program."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.CellList([Block(), Block()])
+
+    def construct(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return ops.sum(x)
+
+
+@on_ranks(2)
+def case_split_backward_on_dp_2():
+    """Gradients of weights are summed over the ranks, in the second part."""
+    check((2,), ("dp",))
+    mesh = init_device_mesh((2,), ("dp",))
+    plan = {"": {"input": (layout("dp"),)}}
+    data = [(my_rows(np.random.default_rng(seed).normal(size=(4, 8)).astype(np.float32), mesh),) for seed in range(2)]
+    check_made(lambda: shard(filled(Blocks()), mesh, plan=plan), data)
+
+
+@on_ranks(4)
+def case_split_backward_on_dp_2_tp_2():
+    """Both, with sequence parallelism."""
+    check((2, 2), ("dp", "tp"), sequence_parallel=True)
+
+
+class Sharded(nn.Cell):
+    """Weights that are gathered over `dp` where they are used, as fully sharded data parallelism has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Dense(8, 16), nn.Dense(16, 4)
+
+    def construct(self, x):
+        return ops.sum(ops.square(self.down(ops.tanh(self.up(x)))))
+
+
+def gathered(mesh):
+    """Its weights lie sharded, its inputs come in rows."""
+    rows = {"input": (layout("dp"),), "weight": {"weight": layout("dp")}, "output": layout("dp")}
+    return shard(filled(Sharded()).set_train(), mesh, plan={"": {"input": (layout("dp"),)}, "up": rows, "down": rows})
+
+
+@on_ranks(2)
+def case_split_backward_of_gathered_weights():
+    """The gradient goes back through the gather: a reduce-scatter of the second part."""
+    mesh = init_device_mesh((2,), ("dp",))
+    random = np.random.default_rng(1)
+    data = [(my_rows(random.normal(size=(4, 8)).astype(np.float32), mesh),) for _ in range(2)]
+    check_made(lambda: gathered(mesh), data)
+    with count_collectives() as whole:
+        net = gathered(mesh)
+        ms.value_and_grad(Interpreted(net), None, net.trainable_params())(*data[0])
+    net = gathered(mesh)
+    deferred = split_weight_gradients(net)
+    prepare(net, *data[0])
+    weights = (*deferred.ordinary_parameters, *deferred.collectors)
+    with count_collectives() as first:
+        ms.value_and_grad(Interpreted(net), None, weights)(*data[0])
+    pending = deferred.take()
+    with count_collectives() as second:
+        deferred.weight_gradients(pending)
+    assert {key: count for key, (count, _) in second.items()} == {("reduce_scatter", ("dp",)): 1}  # that of down.weight
+    for key, (count, _) in whole.items():
+        assert count == first.get(key, (0, 0))[0] + second.get(key, (0, 0))[0], key
+
+
+@on_ranks(2)
+def case_sums_over_dp_wait_for_the_second_part():
+    """In PyNative and in a graph: only those of embedding and norms are in the first part."""
+    mesh = init_device_mesh((2, 1), ("dp", "tp"))
+    (inputs,) = micro_batches(mesh, 1)
+
+    def sums(split, compiled):
+        net = llama(mesh, False, False)
+        deferred = split_weight_gradients(net) if split else None
+        prepare(net, *inputs)
+        weights = (*deferred.ordinary_parameters, *deferred.collectors) if split else net.trainable_params()
+        step = ms.value_and_grad(net if compiled else Interpreted(net), None, weights)
+        with count_in_graph(mesh) if compiled else count_collectives() as first:
+            jit(step)(*inputs) if compiled else step(*inputs)
+        second = {}
+        if split and not compiled:
+            pending = deferred.take()
+            with count_collectives() as second:
+                deferred.weight_gradients(pending)
+        return [counts.get(("all_reduce", ("dp",)), (0, 0))[0] for counts in (first, second)]
+
+    for compiled in (False, True):
+        (whole, _), (first, second) = sums(False, compiled), sums(True, compiled)
+        assert whole - first == 15 and second == (0 if compiled else 15), (compiled, whole, first, second)
+
+
+@on_ranks(2)
+def case_split_backward_with_biases():
+    """Biases of column- and row-parallel layers keep their ordinary gradient."""
+    mesh = init_device_mesh((2,), ("tp",))
+    data = [(Tensor(np.random.default_rng(seed).normal(size=(8, 32)).astype(np.float32)),) for seed in range(2)]
+    check_made(lambda: shard(filled(MLP()), mesh), data)

@@ -1,0 +1,125 @@
+"""Sharded pipeline stages: how hidden states lie between them, and that the boundary sends nothing."""
+
+from types import SimpleNamespace
+
+import mindspore as ms
+import numpy as np
+import pytest
+from split_models import SMALL, Sequence, batch, build, configs_of, whole_of
+
+from mindformers_core.communication import init_distributed, shutdown
+from mindformers_core.layout import layout
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.models import LayerSpec, LlamaConfig, LlamaForCausalLM
+from mindformers_core.models.llama import LLAMA_LAYER, LlamaDecoderLayer
+from mindformers_core.operators import tensor_meta
+from mindformers_core.tensor_parallel import prepare, shard
+from mindformers_core.tensor_parallel.explaining import make_report
+from mindformers_core.tensor_parallel.explaining.algorithms import algorithm_steps
+
+
+@pytest.fixture
+def one_rank():
+    shutdown()
+    init_distributed()
+    yield init_device_mesh((1, 1), ("dp", "tp"))
+    shutdown()
+
+
+@pytest.mark.parametrize("mode", ["generated", "eager"])
+@pytest.mark.parametrize("name", ["both", "empty", "heterogeneous"])
+def test_sharded_stages_compute_the_whole(one_rank, name, mode):
+    """On a mesh of one rank; hidden states travel as local tensors."""
+    states, labels = batch()
+    for config, vp_stage in configs_of(name, tie_word_embeddings=True).values():
+        stage = shard(build(config, vp_stage), one_rank, Sequence, seed=1, mode=mode)
+        states = stage(states, labels).to_local()
+    np.testing.assert_allclose(
+        states.asnumpy(), whole_of(name, tie_word_embeddings=True)(*batch()).asnumpy(), rtol=1e-6
+    )
+
+
+def planned(config, stage_inputs, options, vp_stage=None, layer_spec=LLAMA_LAYER):
+    """The plan of a stage on the mesh (dp 2, tp 2)."""
+    with ms.DeviceCtx("meta"):
+        net = LlamaForCausalLM(config, layer_spec, vp_stage)
+        shard(net, init_device_mesh((2, 2), ("dp", "tp")), options)
+    return prepare(net, stage_inputs, tensor_meta((2, 8), "int32")).frame
+
+
+def added(traffics):
+    sums = {}
+    for traffic in traffics:
+        for key, (number, count) in traffic.items():
+            known = sums.get(key, (0, 0))
+            sums[key] = known[0] + number, known[1] + count
+    return sums
+
+
+def traffic(frame):
+    return make_report(frame, algorithm_steps).traffic
+
+
+OPTIONS = {
+    "sequence": Sequence,
+    "data": SimpleNamespace(batch_axes=("dp",)),
+    "sequence, no batch": SimpleNamespace(sequence_parallel=True),
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", ["even", "uneven", "empty", "v"])
+def test_boundaries_send_nothing(rank_0_of_4, name, options):
+    """Stages together have exactly the collectives of the whole, forward and backward, and neighbours agree."""
+    options = OPTIONS[options]
+    length = 8 // (2 if getattr(options, "sequence_parallel", False) else 1)
+    ids, states = tensor_meta((2, 8), "int32"), tensor_meta((2, length, 24), "float32")
+    batch_size = 4 if getattr(options, "batch_axes", None) else 2
+    whole = planned(LlamaConfig(**SMALL), ids, options)
+    frames = [planned(config, states if i else ids, options, c) for i, (config, c) in configs_of(name).items()]
+    assert added(map(traffic, frames)) == traffic(whole)
+    for frame, following in zip(frames, frames[1:]):
+        arriving = following.graph.arguments["input_ids"]
+        assert frame.results == (following.layouts[arriving.id],)
+        assert tuple(arriving.shape) == tuple(frame.graph.result.shape) == (batch_size, 8, 24)
+
+
+class GatheredLayer(LlamaDecoderLayer):
+    """A layer that gives whole hidden states also in sequence parallel."""
+
+    def shard(self, config=None):
+        return None, layout(..., None, None), None
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_boundary_doesnt_depend_on_the_layers(rank_0_of_4, stage):
+    """Stages agree with their neighbours whatever the layers leave behind."""
+    config, _ = configs_of("even")[stage]
+    given = tensor_meta((2, 4, 24), "float32") if stage else tensor_meta((2, 8), "int32")
+    frame = planned(config, given, Sequence, layer_spec=LayerSpec(GatheredLayer))
+    held = layout("dp", "tp", None).bind(frame.mesh)
+    assert (frame.results == (held,)) == (stage < 2)
+    assert stage == 0 or frame.layouts[frame.graph.arguments["input_ids"].id] == held
+
+
+def test_mask_and_rotary_tables_have_the_global_length(rank_0_of_4):
+    config, vp_stage = configs_of("even")[1]
+    frame = planned(config, tensor_meta((2, 4, 24), "float32"), Sequence, vp_stage)
+    layers = [inner for path, inner in frame.walk() if path.startswith("model.layers.") and path.count(".") == 2]
+    for layer in layers:
+        shapes = {name: tuple(value.shape) for name, value in layer.graph.arguments.items()}
+        assert shapes == {"hidden_states": (4, 8, 24), "cosines": (8, 1, 6), "sines": (8, 1, 6), "mask": (8, 8)}
+    assert len(layers) == 2
+
+
+def test_a_tied_embedding_costs_one_more_gradient(rank_0_of_4):
+    """The runtime adds up the two stages' gradients; each was reduced over dp before."""
+    ids, states = tensor_meta((2, 8), "int32"), tensor_meta((2, 4, 24), "float32")
+    frames = [
+        planned(c, states if i else ids, Sequence) for i, (c, _) in configs_of("even", tie_word_embeddings=True).items()
+    ]
+    expected = added([traffic(planned(LlamaConfig(**SMALL, tie_word_embeddings=True), ids, Sequence))])
+    number, count = expected[("dp",), "backward", "all_reduce"]
+    expected[("dp",), "backward", "all_reduce"] = number + 1, count + 16 * 24 * 4
+    assert added(map(traffic, frames)) == expected

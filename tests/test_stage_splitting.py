@@ -1,0 +1,166 @@
+"""The Llama model cut into pipeline stages: every split is the whole model, in parts."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from split_models import SMALL, SPLITS, Sequence, batch, build, built, configs_of, run, whole_of
+
+from mindformers_core.models import (
+    LlamaConfig,
+    get_num_layers_to_build,
+    get_transformer_layer_offset,
+    layers_of_stages,
+    model_split_manual,
+    stage_index,
+)
+from mindformers_core.tensor_parallel import materialize
+
+
+def stages_of(name, **changes):
+    return [built(*place) for place in configs_of(name, **changes).values()]
+
+
+def manual_stages(counts, **changes):
+    """The same from the whole model by `model_split_manual`."""
+    stages = []
+    for stage in range(len(counts)):
+        stages.append(model_split_manual(build(LlamaConfig(**SMALL, **changes)), stage, counts))
+        materialize(stages[-1], seed=1)
+    return stages
+
+
+def assert_composes(stages, whole, twice=()):
+    """The stages' parameters, with their values, are the whole model's, each once and in order (`twice`: again)."""
+    parameters = [item for stage in stages for item in stage.parameters_and_names()]
+    paths = [path for path, _ in parameters]
+    expected = dict(whole.parameters_and_names())
+    assert [path for place, path in enumerate(paths) if path not in paths[:place]] == list(expected)
+    assert sorted(paths) == sorted([*expected, *twice])
+    assert all(parameter.name == path for path, parameter in parameters)
+    for path, parameter in parameters:
+        np.testing.assert_array_equal(parameter.asnumpy(), expected[path].asnumpy(), err_msg=path)
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_layers_and_places_of_stages(name):
+    ranks, split, counts, held = SPLITS[name]
+    for rank in range(ranks):
+        config = LlamaConfig(**{**SMALL, **split, "pipeline_parallel": ranks, "pipeline_rank": rank})
+        assert list(layers_of_stages(config)) == counts
+        chunks = range(config.virtual_pipeline) if config.virtual_pipeline > 1 else [None]
+        assert [stage_index(config, chunk) for chunk in chunks] == held[rank]
+        assert [get_num_layers_to_build(config, chunk) for chunk in chunks] == [counts[s] for s in held[rank]]
+        assert [get_transformer_layer_offset(config, chunk) for chunk in chunks] == [
+            sum(counts[:s]) for s in held[rank]
+        ]
+
+
+@pytest.mark.parametrize(("name", "tied"), [*((name, False) for name in SPLITS), ("empty", True), ("v, both", True)])
+def test_stages_are_the_whole(name, tied):
+    """Parameters with their initial values, and the loss where the stages run one after another."""
+    stages, whole = stages_of(name, tie_word_embeddings=tied), whole_of(name, tie_word_embeddings=tied)
+    assert len(stages) == len(SPLITS[name][2])
+    assert_composes(stages, whole, ["model.embed_tokens.weight"] if tied and len(stages) > 1 else [])
+    loss = run(stages, *batch()).asnumpy()
+    np.testing.assert_allclose(loss, whole(*batch()).asnumpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "tied"), [("uneven", False), ("empty", True), ("v", True), ("heterogeneous", True)])
+def test_gradients_of_stages_are_the_wholes(name, tied):
+    """Those of equal path are summed: the embedding's, where it is tied."""
+    stages, whole = stages_of(name, tie_word_embeddings=tied), whole_of(name, tie_word_embeddings=tied)
+    weights = [parameter for stage in stages for parameter in stage.trainable_params()]
+    found = {}
+    for weight, gradient in zip(weights, ms.grad(lambda *given: run(stages, *given), None, weights)(*batch())):
+        found[weight.name] = found.get(weight.name, 0) + gradient.asnumpy()
+    weights = whole.trainable_params()
+    assert len(found) == len(weights)
+    for weight, gradient in zip(weights, ms.grad(whole, None, weights)(*batch())):
+        expected = gradient.asnumpy()
+        assert np.abs(expected).max() > 1e-6, weight.name
+        np.testing.assert_allclose(
+            found[weight.name], expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max(), err_msg=weight.name
+        )
+
+
+@pytest.mark.parametrize(("name", "tied"), [("whole", True), ("uneven", False), ("empty", True)])
+def test_manual_split_makes_the_same_stages(name, tied):
+    counts = SPLITS[name][2]
+    by_hand = manual_stages(counts, tie_word_embeddings=tied)
+    for stage, other in zip(by_hand, stages_of(name, tie_word_embeddings=tied)):
+        assert [*dict(stage.parameters_and_names())] == [*dict(other.parameters_and_names())]
+        assert stage.shard(Sequence) == other.shard(Sequence)
+    whole = whole_of(name, tie_word_embeddings=tied)
+    assert_composes(by_hand, whole, ["model.embed_tokens.weight"] if tied and len(counts) > 1 else [])
+    np.testing.assert_allclose(run(by_hand, *batch()).asnumpy(), whole(*batch()).asnumpy(), rtol=1e-6)
+
+
+def test_manual_split_in_the_rfcs_words():
+    """Deleted layers, and None for what the other stage has."""
+    first, last = build(LlamaConfig(**SMALL)), build(LlamaConfig(**SMALL))
+    for number in range(2, 6):
+        del first.model.layers[str(number)]
+    first.model.norm = None
+    first.lm_head = None
+    for number in range(2):
+        del last.model.layers[str(number)]
+    last.model.embed_tokens = None
+    for stage in (first, last):
+        materialize(stage, seed=1)
+    whole = whole_of("whole")
+    assert_composes([first, last], whole)
+    np.testing.assert_allclose(run([first, last], *batch()).asnumpy(), whole(*batch()).asnumpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", [stages_of, lambda name, **changes: manual_stages(SPLITS[name][2], **changes)])
+def test_compiled_stages_compute_the_whole(make):
+    """A stage without layers, one without embedding and head, and one with a tied embedding that isn't the first."""
+    stages = make("empty", tie_word_embeddings=True)
+
+    def compiled(stage):
+        @ms.jit
+        def step(states, labels):
+            return stage(states, labels)
+
+        return step
+
+    loss = run([compiled(stage) for stage in stages], *batch()).asnumpy()
+    np.testing.assert_allclose(loss, run(stages, *batch()).asnumpy(), rtol=1e-6)
+
+
+def test_a_stage_never_makes_the_others_parameters(monkeypatch):
+    """Of a model of 1.6 TB the stage of 10 parameters is built and given values."""
+    made = []
+    original = ms.Parameter.__init__
+
+    def counted(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        made.append(tuple(self.shape))
+
+    monkeypatch.setattr(ms.Parameter, "__init__", counted)
+    sizes = {"vocab_size": 10**9, "hidden_size": 64, "intermediate_size": 10**9, "num_hidden_layers": 3}
+    blocks = [{}, {"intermediate_size": 48}, {}]
+    place = {"pipeline_parallel": 3, "pipeline_rank": 1, "heterogeneous_block_specs": blocks}
+    stage = built(LlamaConfig(**sizes, num_attention_heads=4, **place))
+    attention, mlp = [(64, 64)] * 4, [(48, 64), (48, 64), (64, 48)]
+    assert sorted(set(made)) == sorted({(64,), *attention, *mlp})
+    values = {path: p.asnumpy().shape for path, p in stage.parameters_and_names()}
+    assert sorted(values.values()) == sorted([(64,), (64,), *attention, *mlp])
+    assert all(path.startswith("model.layers.1.") for path in values)
+
+
+@pytest.mark.parametrize(
+    ("stage", "counts", "changes", "message"),
+    [
+        (2, [3, 3], {}, "stage_index: 2 should be from 0 to 1"),
+        (-1, [3, 3], {}, "stage_index: -1 should be from 0 to 1"),
+        (0, [3, 4], {}, r"layers_per_stage: \[3, 4\] makes 7 layers, but num_hidden_layers is 6"),
+        (0, [3, 3], {"virtual_pipeline": 2}, "a stage already: its config has pipeline_parallel 1 and virtual_.* 2"),
+    ],
+)
+def test_manual_split_errors(stage, counts, changes, message):
+    model = build(LlamaConfig(**SMALL, **changes), *([0] if changes else []))
+    names = [*dict(model.parameters_and_names())]
+    with pytest.raises(ValueError, match=message):
+        model_split_manual(model, stage, counts)
+    assert [*dict(model.parameters_and_names())] == names
