@@ -84,11 +84,11 @@ def run_benchmark(script, world_size, make_variants, title, remarks=None, timeou
         make_variants: called on every rank, when communication is initialised: returns the variants, in one order
             on all ranks, and raises where they don't agree in what they compute.
         title: what the figures are about, in a line.
-        remarks: results by name -> lines to print below the table.
+        remarks: results by name -> `(lines to print below the table, whether all limits are kept)`.
         timeout: seconds until the ranks are killed.
 
     Returns:
-        The exit code: 0, or 1 where a rank failed, whose log is then shown.
+        The exit code: 0, or 1 where a limit is exceeded, or a rank failed, whose log is then shown.
     """
     if "MS_ROLE" in os.environ:
         _serve(make_variants, int(sys.argv[1]), Path(sys.argv[2]))
@@ -99,15 +99,17 @@ def run_benchmark(script, world_size, make_variants, title, remarks=None, timeou
         print(outcome, file=sys.stderr)
         return 1
     lines = ["; ".join([title, f"{world_size} ranks", *_machine()]), "", *_table(outcome)]
+    all_kept = True
     if remarks is not None:
-        lines += ["", *remarks({result.name: result for result in outcome})]
+        more, all_kept = remarks({result.name: result for result in outcome})
+        lines += ["", *more]
     text = "\n".join(lines)
     print(text)
     if options.json is not None:
         _write(options.json, json.dumps(_records(outcome), indent=1) + "\n")
     if options.readme:
         _record(Path(__file__).with_name("README.md"), Path(script).name, text)
-    return 0
+    return 0 if all_kept else 1
 
 
 def _options(title):

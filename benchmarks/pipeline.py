@@ -1,9 +1,9 @@
 """Pipelines of 2 stages on 2 ranks against one process with the same micro-batches; and what bare transfers cost.
 
 A stack of Llama decoder layers, forward and backward, gradients of all parameters summed over 8 micro-batches. `single`
-is the whole stack on rank 0 while rank 1 waits. That every schedule gives the same loss and gradients is checked before
-any is timed. The ideal beside each ratio is compute and bubble alone: the simulated makespan, with a forward pass and
-both halves of a backward pass equally long, over the work of all ranks.
+is the whole stack as one stage on rank 0 while rank 1 waits, `value_and_grad` the same without stages. That all give
+the same loss and gradients is checked before any is timed. The ideal beside each ratio is compute and bubble alone: the
+simulated makespan, with a forward pass and both halves of a backward pass equally long, over the work of all ranks.
 """
 
 import sys
@@ -20,7 +20,7 @@ from mindformers_core.models import LlamaConfig
 from mindformers_core.models.attention import causal_mask
 from mindformers_core.models.llama import LlamaDecoderLayer
 from mindformers_core.models.rotary import rotary_tables
-from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage, simulate
+from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage, Schedule1F1B, simulate
 from mindformers_core.pipeline.schedules.named import SCHEDULES, schedule_class
 from mindformers_core.pipeline.schedules.placement import PLACEMENTS
 from mindformers_core.tensor_parallel import jit, shard
@@ -63,63 +63,39 @@ def make_variants():
     """All variants, once the schedules are checked to agree with the single process."""
     batch = np.random.default_rng(SEED).normal(size=(MICRO_BATCHES * MICRO_BATCH, LENGTH, HIDDEN)).astype(np.float32)
     x = Tensor(batch)
+    truth = plain_of(x, is_compiled=False)()
     variants = []
     for mode in ("pynative", "jit"):
-        single = single_step(x, mode == "jit")
-        variants.append(Variant(f"single/{mode}", f"single/{mode}", single, ranks=(0,)))
-        truth = single()
-        for name in SCHEDULES:
-            step = schedule_step(name, x, mode == "jit")
+        is_compiled, base = mode == "jit", f"single/{mode}"
+        steps = {"single": single_of(x, is_compiled), "value_and_grad": plain_of(x, is_compiled)}
+        steps |= {name: schedule_of(name, x, is_compiled) for name in SCHEDULES}
+        for name, step in steps.items():
             check_agreement(f"{name}/{mode}", step(), truth)
-            variants.append(Variant(f"{name}/{mode}", f"single/{mode}", step))
+            variants.append(Variant(f"{name}/{mode}", base, step, ranks=None if name in SCHEDULES else (0,)))
     return variants + transfer_variants(MICRO_BATCH * LENGTH * HIDDEN)
 
 
-def single_step(x, is_compiled):
-    """A function that gives the loss and `{parameter name: gradient}` of the whole stack."""
-    with ms.DeviceCtx("meta"):
-        net = Part(range(LAYERS))
-    materialize(net, SEED)
-    weights = net.trainable_params()
-    gradient_of = ms.value_and_grad(net, None, weights)
-    step = jit(lambda_free(gradient_of)) if is_compiled else gradient_of
-    micro_batches = [x[start : start + MICRO_BATCH] for start in range(0, len(x), MICRO_BATCH)]
-
-    def run():
-        total, summed = step(micro_batches[0])
-        for micro_batch in micro_batches[1:]:
-            loss, gradients = step(micro_batch)
-            total = total + loss
-            summed = [one + other for one, other in zip(summed, gradients, strict=True)]
-        named = {weight.name: gradient / MICRO_BATCHES for weight, gradient in zip(weights, summed, strict=True)}
-        return finished(total / MICRO_BATCHES, named)
-
-    return run
-
-
-def lambda_free(step):
-    """`step` as a function with source of its own, which the compiler needs."""
-
-    def run(micro_batch):
-        return step(micro_batch)
-
-    return run
-
-
-def schedule_step(name, x, is_compiled):
+def schedule_of(name, x, is_compiled):
     """A function that gives the loss, or None, and the gradients of this rank's stages."""
     kind, chunks = schedule_class(name), CHUNKED.get(name, 1)
-    mesh = init_device_mesh((STAGES,), ("pp",))
-    stage_num = STAGES * chunks
-    ranks = PLACEMENTS[kind.placement](stage_num, STAGES)
-    per_stage = LAYERS // stage_num
-    stages = []
-    for index in range(stage_num):
-        if ranks[index] == world().rank:
-            with ms.DeviceCtx("meta"):
-                net = Part(range(index * per_stage, (index + 1) * per_stage))
-            shard(net, init_device_mesh((1,), ("tp",), [world().rank]), seed=SEED)
-            stages.append(PipelineStage(net, index, stage_num, mesh=mesh, compiled=is_compiled))
+    ranks = PLACEMENTS[kind.placement](STAGES * chunks, STAGES)
+    own = [stage for stage, rank in enumerate(ranks) if rank == world().rank]
+    return run_of(kind, own, STAGES * chunks, init_device_mesh((STAGES,), ("pp",)), x, is_compiled)
+
+
+def single_of(x, is_compiled):
+    """The same for the whole stack as the only stage, so that only what lies between stages makes a difference."""
+    return run_of(Schedule1F1B, [0], 1, init_device_mesh((1,), ("pp",), [world().rank]), x, is_compiled)
+
+
+def run_of(kind, own, stage_num, mesh, x, is_compiled):
+    """A function that runs the stages `own` of `stage_num` and gives the loss, or None, and `{name: gradient}`."""
+    per_stage, stages = LAYERS // stage_num, []
+    for index in own:
+        with ms.DeviceCtx("meta"):
+            net = Part(range(index * per_stage, (index + 1) * per_stage))
+        shard(net, init_device_mesh((1,), ("tp",), [world().rank]), seed=SEED)
+        stages.append(PipelineStage(net, index, stage_num, mesh=mesh, compiled=is_compiled))
     schedule = kind(stages if issubclass(kind, PipelineScheduleMulti) else stages[0], MICRO_BATCHES)
 
     def run():
@@ -130,6 +106,32 @@ def schedule_step(name, x, is_compiled):
         for stage in stages:
             named.update(zip((weight.name for weight in stage.parameters), stage.gradients, strict=True))
         return finished(loss, named)
+
+    return run
+
+
+def plain_of(x, is_compiled):
+    """The same for the whole stack as people write it: `value_and_grad`, micro-batch by micro-batch."""
+    with ms.DeviceCtx("meta"):
+        net = Part(range(LAYERS))
+    materialize(net, SEED)
+    weights = net.trainable_params()
+    gradient_of = ms.value_and_grad(net, None, weights)
+
+    def step(micro_batch):
+        return gradient_of(micro_batch)
+
+    step = jit(step) if is_compiled else step
+    micro_batches = [x[start : start + MICRO_BATCH] for start in range(0, len(x), MICRO_BATCH)]
+
+    def run():
+        total, summed = step(micro_batches[0])
+        for micro_batch in micro_batches[1:]:
+            loss, gradients = step(micro_batch)
+            total = total + loss
+            summed = [one + other for one, other in zip(summed, gradients, strict=True)]
+        named = {weight.name: gradient / MICRO_BATCHES for weight, gradient in zip(weights, summed, strict=True)}
+        return finished(total / MICRO_BATCHES, named)
 
     return run
 
@@ -174,18 +176,5 @@ def remarks(results):
     return lines, all_kept
 
 
-def main():
-    """Time, show, and judge; the exit code is 1 where a rank failed or the limit is exceeded."""
-    verdicts = []
-
-    def judged(results):
-        lines, all_kept = remarks(results)
-        verdicts.append(all_kept)
-        return lines
-
-    code = run_benchmark(__file__, STAGES, make_variants, TITLE, judged, timeout=1800)
-    return code or int(not all(verdicts))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_benchmark(__file__, STAGES, make_variants, TITLE, remarks, timeout=1800))

@@ -113,8 +113,10 @@ def test_the_figures_of_a_run_are_printed_and_written(monkeypatch, tmp_path, cap
 
     monkeypatch.setattr(harness, "run_ranks", ranks)
     monkeypatch.setattr(sys, "argv", ["x.py", "--json", str(tmp_path / "out.json"), "--repeats", "5"])
-    assert harness.run_benchmark("x.py", 2, list, "title", lambda results: [f"remark {results['a'].median}"]) == 0
-    assert "remark 0.5" in capsys.readouterr().out
+    for kept in (True, False):
+        told = lambda results, kept=kept: ([f"remark {results['a'].median}"], kept)  # noqa: E731
+        assert harness.run_benchmark("x.py", 2, list, "title", told) == int(not kept)
+        assert "remark 0.5" in capsys.readouterr().out
     assert [entry["ratio"] for entry in json.loads((tmp_path / "out.json").read_text())] == [1.0, 0.5]
 
 
@@ -131,30 +133,40 @@ def operator_results(**microseconds):
     return {name: harness.Result(name, name, (median,), (median,)) for name, median in medians.items()}
 
 
-@pytest.mark.parametrize(("generated", "exit_code"), [(1.03, 0), (1.04, 1)])
-def test_a_program_that_is_slower_than_by_hand_fails_the_benchmark(monkeypatch, generated, exit_code):
+@pytest.mark.parametrize(("generated", "kept"), [(1.03, True), (1.04, False)])
+def test_a_program_that_is_slower_than_by_hand_fails_the_benchmark(generated, kept):
     benchmark = importlib.import_module("tensor_parallel")
     medians = operator_results(plain=28, cached=28, plain_first=900, first=900, first_marked=900)
     medians["mlp/generated/jit"] = harness.Result("", "", (generated,), (generated,))
-    shown = []
-    monkeypatch.setattr(benchmark, "run_benchmark", lambda *arguments: shown.extend(arguments[-1](medians)) or 0)
-    assert benchmark.main() == exit_code
+    shown, all_kept = benchmark.remarks(medians)
+    assert all_kept == kept
     assert f"mlp/generated/jit: {generated:.3f} of mlp/handwritten/jit; limit 1.03" in "\n".join(shown)
 
 
 @pytest.mark.parametrize(
-    ("cached", "first", "marked", "exit_code"),
-    [(42, 1800, 1800, 0), (44, 1800, 1800, 1), (42, 2000, 1800, 1), (42, 1800, 2000, 1)],
+    ("cached", "first", "marked", "kept"),
+    [(42, 1800, 1800, True), (44, 1800, 1800, False), (42, 2000, 1800, False), (42, 1800, 2000, False)],
 )
-def test_a_limit_that_is_exceeded_fails_the_benchmark(monkeypatch, cached, first, marked, exit_code):
+def test_a_limit_that_is_exceeded_fails_the_benchmark(cached, first, marked, kept):
     benchmark = importlib.import_module("tensor_parallel")
     medians = operator_results(plain=28, cached=cached, plain_first=900, first=first, first_marked=marked)
-    shown = []
-    monkeypatch.setattr(benchmark, "run_benchmark", lambda *arguments: shown.extend(arguments[-1](medians)) or 0)
-    assert benchmark.main() == exit_code
+    shown, all_kept = benchmark.remarks(medians)
+    assert all_kept == kept
     text = "\n".join(shown)
     assert f"op/matmul/first: {first:.1f} µs in all, {first - 900:.1f} µs over plain_first" in text
     assert f"{cached - 28:.1f} µs over plain; limit 15" in text
-    assert ("EXCEEDED" in text) == bool(exit_code)
-    monkeypatch.setattr(benchmark, "run_benchmark", lambda *arguments: 1)
-    assert benchmark.main() == 1
+    assert ("EXCEEDED" in text) != kept
+
+
+@pytest.mark.parametrize(("ratio", "kept"), [(0.727, True), (0.728, False)])
+def test_a_pipeline_that_is_slower_than_on_gloo_fails_the_benchmark(ratio, kept):
+    benchmark = importlib.import_module("pipeline")
+    names = [f"{name}/{mode}" for name in ("single", *benchmark.SCHEDULES) for mode in ("pynative", "jit")]
+    results = {name: harness.Result(name, name, (2.0,), (2.0,)) for name in names}
+    for mode in ("pynative", "jit"):
+        results[f"1f1b/{mode}"] = harness.Result("", "", (1.0,), (1.0,))
+    results["1f1b/jit"] = harness.Result("", "", (2 * ratio,), (2 * ratio,))
+    shown, all_kept = benchmark.remarks(results)
+    assert all_kept == kept
+    assert "- 1f1b/pynative: 0.500 of single/pynative; ideal 0.5625, 0.889 of that; limit 0.727, kept" in shown
+    assert any("zb_v/jit: 1.000 of single/jit; ideal 0.5104" in line for line in shown)

@@ -28,10 +28,8 @@ FLOORS = (
     "trainer",
 )
 PURE_FLOORS = {"mesh", "front_door", "files", "placement", "layout", "redistribution", "operators"}
-PURE_PACKAGES = (
-    f"{PACKAGE}.pipeline.tables",
-    f"{PACKAGE}.pipeline.schedules",
-)  # on floors that are not pure as a whole
+# on a floor that is not pure as a whole
+PURE_PACKAGES = (f"{PACKAGE}.pipeline.tables", f"{PACKAGE}.pipeline.schedules")
 FRAMEWORKS = {"mindspore", "torch", "jax", "tensorflow"}
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 60

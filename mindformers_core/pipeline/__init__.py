@@ -12,6 +12,9 @@ _PUBLIC = {
     "ScheduleTable": "tables.table",
     "StepCosts": "tables.simulating",
     "simulate": "tables.simulating",
+    "measured_costs": "tables.simulating",
+    "lowered": "tables.lowering",
+    "forward_only": "tables.lowering",
     "validate": "tables.validating",
     "load_table": "tables.table_files",
     "save_table": "tables.table_files",
@@ -20,6 +23,7 @@ _PUBLIC = {
     "PipelineScheduleBase": "schedules.base",
     "PipelineScheduleMulti": "schedules.base",
     "PipelineScheduleSingle": "schedules.base",
+    "PlannedStage": "schedules.base",
     "ScheduleGPipe": "schedules.gpipe",
     "Schedule1F1B": "schedules.one_f_one_b",
     "ScheduleInterleaved1F1B": "schedules.interleaved",
@@ -28,6 +32,7 @@ _PUBLIC = {
     "ScheduleDualPipeV": "schedules.dualpipe_v",
     "ScheduleLoopedBFS": "schedules.looped_bfs",
     "schedule_class": "schedules.named",
+    "schedule_of_table": "schedules.from_table",
     "PipelineStage": "stage",
 }
 

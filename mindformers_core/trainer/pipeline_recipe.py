@@ -69,7 +69,7 @@ def recipe_schedule(recipe):
     """
     try:
         return schedule_class(recipe.parallelism.pipeline_parallel_schedule)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError) as error:
         raise ValueError(f"parallelism.pipeline_parallel_schedule: {error}") from None
 
 

@@ -85,9 +85,14 @@ class PipelineScheduleBase:
         Gives the rank 0's view; the table is the same for all.
         """
         stage_num = rank_num * chunk_num
-        ranks = PLACEMENTS[cls.placement](stage_num, rank_num)
+        ranks = cls.stage_ranks(stage_num, rank_num)
         stages = [PlannedStage(stage, stage_num, rank_num) for stage in range(stage_num) if ranks[stage] == 0]
         return cls(stages if issubclass(cls, PipelineScheduleMulti) else stages[0], micro_batch_num, **options)
+
+    @classmethod
+    def stage_ranks(cls, stage_num, rank_num):
+        """For every stage the pipeline rank that holds it, a tuple; override it for a placement of one's own."""
+        return PLACEMENTS[cls.placement](stage_num, rank_num)
 
     def construct_exec_order(self):
         """Fill `self.exec_order`."""
@@ -139,7 +144,7 @@ class PipelineScheduleBase:
         count = self.micro_batch_num
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"{type(self).__name__}: micro_batch_num: {count!r} should be a whole number from 1 on")
-        ranks = PLACEMENTS[self.placement](self.stage_num, self.rank_num)
+        ranks = self.stage_ranks(self.stage_num, self.rank_num)
         rank = ranks[self.stages[0].stage_index]
         own = tuple(stage for stage, holder in enumerate(ranks) if holder == rank)
         given = tuple(stage.stage_index for stage in self.stages)
@@ -150,7 +155,7 @@ class PipelineScheduleBase:
             )
 
     def _table(self):
-        ranks = PLACEMENTS[self.placement](self.stage_num, self.rank_num)
+        ranks = self.stage_ranks(self.stage_num, self.rank_num)
         missing = [rank for rank in range(self.rank_num) if rank not in self.exec_order]
         if missing:
             raise ValueError(f"{type(self).__name__}.construct_exec_order() left exec_order[{missing[0]}] out")

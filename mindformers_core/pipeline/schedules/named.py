@@ -6,12 +6,14 @@ from types import MappingProxyType
 from mindformers_core.mesh import nearest
 from mindformers_core.pipeline.schedules.base import PipelineScheduleBase
 from mindformers_core.pipeline.schedules.dualpipe_v import ScheduleDualPipeV
+from mindformers_core.pipeline.schedules.from_table import schedule_of_table
 from mindformers_core.pipeline.schedules.gpipe import ScheduleGPipe
 from mindformers_core.pipeline.schedules.interleaved import ScheduleInterleaved1F1B
 from mindformers_core.pipeline.schedules.looped_bfs import ScheduleLoopedBFS
 from mindformers_core.pipeline.schedules.one_f_one_b import Schedule1F1B
 from mindformers_core.pipeline.schedules.zb_h1 import ScheduleZBH1
 from mindformers_core.pipeline.schedules.zb_v import ScheduleZBV
+from mindformers_core.pipeline.tables.table_files import SUFFIXES, load_table
 
 __all__ = ["SCHEDULES", "schedule_class"]
 
@@ -33,21 +35,24 @@ def schedule_class(name):
 
     Args:
         name: a key of `SCHEDULES`, or where to import a subclass of `PipelineScheduleBase` from:
-            `my.module.MySchedule` or `my.module:MySchedule`.
+            `my.module.MySchedule` or `my.module:MySchedule`; or a table's file, `tables/mine.csv` (see `load_table`).
 
     Raises:
         TypeError: no string; or what is imported is not such a class.
-        ValueError: no such name, module or attribute, with the nearest ones that there are.
+        ValueError: no such name, module or attribute, with the nearest ones that there are; a file that is no table.
+        FileNotFoundError: no such file.
     """
     if not isinstance(name, str):
         raise TypeError(f"a schedule's name or import path is a string, not {name!r}")
     if name in SCHEDULES:
         return SCHEDULES[name]
+    if name.lower().endswith(tuple(f".{suffix}" for suffix in SUFFIXES)):
+        return schedule_of_table(load_table(name))
     module_name, _, attribute = name.rpartition(":" if ":" in name else ".")
     if not module_name or not attribute:
         raise ValueError(
-            f"no pipeline schedule is called {name!r}{nearest(name, SCHEDULES)}: use {', '.join(SCHEDULES)}, or "
-            "import paths such as my.module.MySchedule"
+            f"no pipeline schedule is called {name!r}{nearest(name, SCHEDULES)}: use {', '.join(SCHEDULES)}, the "
+            "import path of a class, as my.module.MySchedule, or a table's file, as my_table.csv"
         )
     module = _imported(module_name, name)
     found = getattr(module, attribute, None)

@@ -11,10 +11,10 @@ from mindformers_core.pipeline.tables.step import step_from_text
 from mindformers_core.pipeline.tables.table import ScheduleTable
 from mindformers_core.pipeline.tables.views import checked_suffix
 
-__all__ = ["load_table", "save_table"]
+__all__ = ["SUFFIXES", "load_table", "save_table"]
 
 _KEYS = ("micro_batch_num", "stage_ranks", "orders")
-_SUFFIXES = ("csv", "yaml", "yml")
+SUFFIXES = ("csv", "yaml", "yml")
 
 
 def save_table(table, path):
@@ -27,7 +27,7 @@ def save_table(table, path):
     Raises:
         ValueError: another suffix.
     """
-    write = _csv_text if checked_suffix(path, _SUFFIXES) == "csv" else _yaml_text
+    write = _csv_text if checked_suffix(path, SUFFIXES) == "csv" else _yaml_text
     text = write(table.micro_batch_num, table.stage_ranks, [list(map(str, order)) for order in table.orders])
     write_whole(path, text)
 
@@ -41,7 +41,7 @@ def load_table(path):
         ValueError: another suffix, or a file with something wrong in it: names the file, the row (line of the CSV
             file, or rank), the column (or number of the step, from 0), and what is written there.
     """
-    read = _read_csv if checked_suffix(path, _SUFFIXES) == "csv" else _read_yaml
+    read = _read_csv if checked_suffix(path, SUFFIXES) == "csv" else _read_yaml
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:  # spreadsheets write a byte order mark
             micro_batch_num, stage_ranks, rank_cells = read(file, path)

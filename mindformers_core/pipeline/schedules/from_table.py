@@ -1,0 +1,54 @@
+"""A schedule that carries out a table as it is, for instance one from a file. Pure Python."""
+
+from mindformers_core.pipeline.schedules.base import PipelineScheduleMulti
+from mindformers_core.pipeline.schedules.placement import PLACEMENTS
+
+__all__ = ["schedule_of_table"]
+
+
+def schedule_of_table(table):
+    """A subclass of `PipelineScheduleMulti` whose order is that of `table`, a `ScheduleTable` as `load_table` reads it.
+
+    Its objects take the stages that the table gives their rank, as a list, and just the table's number of
+    micro-batches. Sends and receives are added if the table has none.
+    """
+
+    class ScheduleOfTable(PipelineScheduleMulti):
+        """Carries out a given table."""
+
+        placement = _placement(table)
+
+        @classmethod
+        def stage_ranks(cls, stage_num, rank_num):
+            """The table's; raises `ValueError` for other numbers of stages and ranks than it has."""
+            if (stage_num, rank_num) != (table.stage_num, table.rank_num):
+                raise ValueError(
+                    f"the table is for {table.stage_num} stages on {table.rank_num} ranks, not for {stage_num} on "
+                    f"{rank_num}"
+                )
+            return table.stage_ranks
+
+        def check(self):
+            """Raise `ValueError` for other numbers than the table's."""
+            super().check()
+            if self.micro_batch_num != table.micro_batch_num:
+                raise ValueError(
+                    f"the table is for {table.micro_batch_num} micro-batches, not for {self.micro_batch_num}"
+                )
+
+        def construct_exec_order(self):
+            """The table's orders."""
+            self.exec_order.update(enumerate(table.orders))
+
+    return ScheduleOfTable
+
+
+def _placement(table):
+    """The name of how the table places stages, as models ask for it; None where it has none."""
+    for name, ranks in PLACEMENTS.items():
+        try:
+            if ranks(table.stage_num, table.rank_num) == table.stage_ranks:
+                return name
+        except ValueError:  # not with these numbers
+            continue
+    return None
