@@ -41,7 +41,7 @@ class Job:
     dataset: TokenDataset
     cells: tuple  # the sharded model; of a pipeline this rank's chunks of it
     optimizer: AdamW
-    micro_batches: int
+    micro_batches: int  # forward and backward passes of a step; in a pipeline runs of its schedule
     run_step: object  # see `step_function`
     step: int = 0
     consumed: int = 0
@@ -209,9 +209,8 @@ def _open_records(job):
     moved = open_run_folder(folder, recipe_to_yaml(recipe), keep=_carries_on(recipe))
     if moved:
         print(f"an earlier run was moved to {moved}")
-    print(
-        f"{recipe.training.steps} steps of {job.micro_batches} micro-batches on ranks {job.mesh}; run folder {folder}"
-    )
+    kind = "micro-batches" if recipe.parallelism.pipeline_parallel == 1 else "pipeline runs"
+    print(f"{recipe.training.steps} steps of {job.micro_batches} {kind} on ranks {job.mesh}; run folder {folder}")
     records = [MetricsFile(folder, after_step=job.step).write]
     if recipe.monitor.tensorboard:
         records.append(TensorBoardFile(folder).write)
