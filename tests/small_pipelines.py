@@ -25,11 +25,11 @@ class Scale(nn.Cell):
         return ops.mean(x * x) if self.is_last else x
 
 
-def pipeline(cells, micro_batch_num=4, kind=ScheduleLoopedBFS, loss_fn=None, compiled=False, **options):
+def pipeline(cells, micro_batch_num=4, kind=ScheduleLoopedBFS, loss_fn=None, compiled=False, tied=(), **options):
     """A schedule that runs all the Cells here."""
     last = len(cells) - 1
     stages = [
-        PipelineStage(cell, place, len(cells), loss_fn=loss_fn if place == last else None, compiled=compiled)
+        PipelineStage(cell, place, len(cells), None, "pp", loss_fn if place == last else None, compiled, tied)
         for place, cell in enumerate(cells)
     ]
     return kind(stages, micro_batch_num, **options)

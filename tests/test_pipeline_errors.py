@@ -2,6 +2,7 @@
 
 import re
 
+import mindspore as ms
 import numpy as np
 import pytest
 from launch import run_ranks
@@ -11,7 +12,7 @@ from small_pipelines import Scale, Squares, Through, array, pipeline
 from mindformers_core.communication import init_distributed, shutdown
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.pipeline import PipelineStage, ScheduleLoopedBFS
+from mindformers_core.pipeline import PipelineStage, ScheduleGPipe, ScheduleLoopedBFS
 from mindformers_core.tensor_parallel import shard
 
 
@@ -58,10 +59,53 @@ def test_what_stages_cannot_do(cells, message):
 def test_parameters_of_one_path_are_alike():
     small, frozen = Scale(0), Scale(0, True)
     frozen.weights["0"].weight.requires_grad = False
+    both = ("weights.0.weight", "weights.0.bias")
     with pytest.raises(ValueError, match=r"'weights.0.weight' is on stage 0 \(Scale\), trained, .* frozen, float32 of"):
-        pipeline([small, frozen]).meet()
+        pipeline([small, frozen], tied=both).meet()
     with pytest.raises(ValueError, match="'weights.0.bias' has other values on stage 1 than on stage 0"):
-        pipeline([small, Scale(0, True)]).meet()
+        pipeline([small, Scale(0, True)], tied=both).meet()
+
+
+def test_a_path_on_two_stages_is_named_as_tied_by_both():
+    """Layers that happen to have the same path, and even the same values, aren't one parameter."""
+    with pytest.raises(
+        ValueError, match=r"'0.beta' is on stage 0 \(SequentialCell\) and stage 1 .* tied=\('0.beta',\)"
+    ):
+        pipeline([nn.SequentialCell(nn.LayerNorm((4,))), nn.SequentialCell(nn.LayerNorm((4,)))]).meet()
+    cells = [Scale(0), Scale(0, True)]
+    for parameter, other in zip(cells[0].trainable_params(), cells[1].trainable_params()):
+        other.set_data(parameter.value())
+    schedule = pipeline(cells, 2, tied=("weights.0.weight", "weights.0.bias"))
+    schedule.run(Tensor(array(4, 4)))
+    first, second = (stage.gradients for stage in schedule.stages)
+    for one, other in zip(first, second):
+        assert (one.asnumpy() == other.asnumpy()).all() and one.asnumpy().any()
+
+
+def test_a_list_is_not_a_stage_and_a_stage_no_list():
+    stage = PipelineStage(Through(), 0, 1)
+    with pytest.raises(TypeError, match="ScheduleGPipe takes one PipelineStage, not "):
+        ScheduleGPipe([stage], 4)
+    for wrong in (stage, [], [Through()]):
+        with pytest.raises(TypeError, match="ScheduleLoopedBFS takes a list of this rank's PipelineStages, not "):
+            ScheduleLoopedBFS(wrong, 4)
+
+
+def test_graph_mode_is_for_stages_not_for_schedules():
+    schedule = pipeline([Scale(0), Scale(1, True)], 2)
+    ms.set_context(mode=ms.GRAPH_MODE)
+    try:
+        with pytest.raises(ValueError, match=r"schedule runs in PyNative: .* PipelineStage\(..., compiled=True\)"):
+            schedule.run(Tensor(array(4, 4)))
+    finally:
+        ms.set_context(mode=ms.PYNATIVE_MODE)
+
+
+def test_a_parameter_that_is_frozen_later():
+    schedule = pipeline([Scale(0), Scale(1, True)], 2)
+    schedule.stages[1].cell.weights["1"].bias.requires_grad = False
+    with pytest.raises(ValueError, match="requires_grad of 'weights.1.bias' has changed since stage 1 was made"):
+        schedule.run(Tensor(array(4, 4)))
 
 
 def test_stages_agree_on_layouts():

@@ -3,6 +3,7 @@
 Several ranks in this process; `tests/ranks/case_point_to_point.py` has those that are processes.
 """
 
+import mmap
 import os
 import socket
 import threading
@@ -16,6 +17,7 @@ from channel_pairs import joined_channels, joined_lines
 from message_tensors import bits_of, random_tensor, tensor
 from mindspore import mint
 
+from mindformers_core.communication import shared_segments
 from mindformers_core.communication.connecting import connect_ranks
 
 BIG = 3 << 20  # bytes: more than a socket takes at once
@@ -32,6 +34,11 @@ def pair(request):
 
 def open_files():
     return len(os.listdir("/proc/self/fd"))
+
+
+def shared_memory(channel):
+    """Bytes in use for what the channel of rank 0 has sent to rank 1."""
+    return os.fstat(channel._carrier.peers[1].writer.file).st_blocks * 512
 
 
 def test_every_dtype_and_shape_arrives_bit_for_bit(pair):
@@ -131,14 +138,45 @@ def test_closing_lets_what_was_sent_arrive(pair):
 
 def test_memory_is_used_again():
     here, there = joined_channels(2)
-    writer = here._carrier.peers[1].writer
+    for size in range(BIG // 8, BIG, BIG // 16):  # ever larger
+        here.send((tensor(size // 4),), 1, (size,))
+        there.receive(0, (size,))
     for value in range(50):
         for _ in range(3):
             here.send((tensor(BIG // 4, value),), 1, (value,))
         for _ in range(3):
             there.receive(0, (value,))
-    assert writer.size < 3.1 * BIG
+    assert shared_memory(here) < 3.1 * BIG
     here.close(), there.close()
+
+
+def test_many_messages_on_their_way_take_few_files():
+    before = open_files()
+    here, there = joined_channels(2)
+    for value in range(400):
+        here.send((tensor(65_536 + 512 * value, value),), 1, (value,))
+    assert open_files() - before < 30
+    for value in range(400):
+        assert (there.receive(0, (value,))[0].asnumpy() == value).all()
+    assert open_files() - before < 30
+    here.close(), there.close()
+
+
+def test_segments_of_all_sizes_keep_what_they_hold(monkeypatch):
+    monkeypatch.setattr(shared_segments, "_FIRST", mmap.ALLOCATIONGRANULARITY)
+    file, random, sent = shared_segments.shared_file(), np.random.default_rng(1), []
+    writer, reader = shared_segments.SegmentWriter(file), shared_segments.SegmentReader(os.dup(file))
+    for most in [*range(1, 40), *range(40, -1, -1)] * 5:  # on their way at once
+        while len(sent) <= most:
+            sizes = 2 ** random.integers(0, 18, 2) + random.integers(-1, 2, 2)
+            pieces = [random.integers(0, 256, size, np.uint8) for size in sizes]
+            sent.append((writer.write(pieces), pieces))
+        while len(sent) > most:
+            place, pieces = sent.pop(0)
+            memories = [np.empty_like(piece) for piece in pieces]
+            reader.read_into(place, memories)
+            assert all((x == y).all() for x, y in zip(memories, pieces, strict=True))
+    writer.close(), reader.close()
 
 
 def test_objects(pair):

@@ -58,7 +58,7 @@ class _WithOneDimMore(nn.Cell):
         self.collective = collective
 
     def construct(self, x):
-        return ops.expand_dims(self.collective.construct(x), 0)
+        return ops.expand_dims(self.collective.forward(x), 0)
 
     def bprop(self, x, out, dout):
         return self.collective.bprop(x, ops.reshape(out, out.shape[1:]), ops.reshape(dout, dout.shape[1:]))

@@ -16,6 +16,7 @@ _PUBLIC = {
     "model_split_manual": "manual_split",
     "stage_count": "layer_specs",
     "stage_index": "layer_specs",
+    "tied_paths": "layer_specs",
 }
 
 __all__ = [*_PUBLIC]

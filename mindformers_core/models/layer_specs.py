@@ -16,6 +16,7 @@ __all__ = [
     "layers_of_stages",
     "stage_count",
     "stage_index",
+    "tied_paths",
 ]
 
 
@@ -92,6 +93,11 @@ def layers_of_stages(config):
     counts[0] -= before
     counts[-1] -= after
     return tuple(counts)
+
+
+def tied_paths(config):
+    """Paths of the parameters that the first and the last stage share, as `PipelineStage` takes them."""
+    return ("model.embed_tokens.weight",) if config.tie_word_embeddings else ()
 
 
 def _uneven(config, total, before, after):

@@ -39,8 +39,8 @@ def tied_parameters(described):
     A place is that among the stage's trainable parameters.
 
     Raises:
-        ValueError: the same path stands for parameters of another shape, dtype or layout, or that are trained on one
-            stage only.
+        ValueError: a path on several stages that one of them doesn't name as tied; or it stands for parameters of
+            another shape, dtype or layout, or that are trained on one stage only.
     """
     holders = {}
     for each in described:
@@ -51,6 +51,14 @@ def tied_parameters(described):
         if len(found) == 1:
             continue
         (first, kind), *others = found
+        silent = [each for each, _ in found if path not in each["tied"]]
+        if silent:
+            where = " and ".join(f"stage {each['stage']} ({each['cell']})" for each, _ in found)
+            raise ValueError(
+                f"parameter '{path}' is on {where}: if it is one parameter, whose gradients are to be summed, say "
+                f"PipelineStage(..., tied=('{path}',)) on all of them; else give its Cells paths of their own, such as "
+                "the layer's number in the whole model"
+            )
         for other, its in others:
             if its != kind:
                 raise ValueError(

@@ -21,7 +21,7 @@ def is_differentiable(tensor):
 class _Call:
     """A call whose backward pass is still to come: the tape, and the inputs that it was recorded with."""
 
-    tape: "_Tape"
+    tape: "_Tape | None"  # None where nobody asks for gradients
     inputs: tuple
     outputs: tuple  # those that gradients come in for
 
@@ -67,6 +67,11 @@ class ForwardBackward:
         self._calls[key] = _Call(tape, inputs, tuple(flowing))
         return tuple(returned)
 
+    def remember(self, key, outputs):
+        """As `forward`, for outputs of which no gradient will be asked; returns them."""
+        self._calls[key] = _Call(None, (), tuple(self._differentiated(outputs)))
+        return outputs
+
     def outputs(self, key):
         """The outputs of an outstanding call that gradients come in for."""
         return self._calls[key].outputs
@@ -80,9 +85,10 @@ class ForwardBackward:
             weights: a `ParameterTuple`.
         """
         call = self._calls.pop(key)
-        flowing = bool(call.inputs), bool(weights)
-        if not any(flowing):
+        if call.tape is None:
             return (), ()
+        flowing = bool(call.inputs), bool(weights)
+        assert any(flowing), key
         take = ops.GradOperation(get_all=flowing[0], get_by_list=flowing[1], sens_param=True)
         sens = gradients[0] if len(gradients) == 1 else tuple(gradients)
         by = (weights,) if weights else ()

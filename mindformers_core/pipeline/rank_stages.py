@@ -20,6 +20,7 @@ class RankStages:
 
     Attributes:
         described: what every stage of the pipeline says of itself (`PipelineStage.description`).
+        passes: how many were begun, as on all ranks.
         tied: path of a parameter that several stages hold -> `(stage, place among its parameters)` of each, ascending.
 
     Raises:
@@ -28,7 +29,7 @@ class RankStages:
 
     def __init__(self, stages, stage_ranks):
         self.stages = {stage.stage_index: stage for stage in stages}
-        self.stage_ranks = tuple(stage_ranks)
+        self.stage_ranks, self.passes = tuple(stage_ranks), 0
         some = stages[0]
         self.ranks, self.rank, self.channel = some.ranks, self.stage_ranks[some.stage_index], some.channel
         self.axes = (some.axis,)
@@ -53,6 +54,11 @@ class RankStages:
                 self._sum_gradients(number, holders)
         for stage in self.stages.values():
             stage.finish()
+
+    def end(self):
+        """After a pass, also one that failed."""
+        for stage in self.stages.values():
+            stage.end()
 
     def share(self, results):
         """The last stage's results, a tuple of tensors, on all ranks; `results` counts on its rank alone."""

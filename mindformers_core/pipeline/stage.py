@@ -2,6 +2,7 @@
 
 from hashlib import blake2b
 
+import mindspore as ms
 from mindspore import nn, ops
 
 from mindformers_core.communication.point_to_point import channel
@@ -24,9 +25,9 @@ class PipelineStage:
     Gradients flow through the floating ones. Keyword arguments of a run go to every stage whose `construct` takes them
     by name; no gradients flow to them.
 
-    A parameter that has the same path in the Cells of several stages (an embedding that is the head, too) is one
-    parameter: it starts with the same values on all, and its gradient is summed over them. So layers need paths by
-    their number in the whole model.
+    A parameter that several stages hold (an embedding that is the head, too) has the same path in their Cells, and all
+    of them name it as `tied`: it starts with the same values on all, and its gradient is summed over them. Other
+    parameters need paths of their own, such as layers by their number in the whole model.
 
     Args:
         cell: the Cell, plain, or sharded over the ranks of this stage (`shard(cell, mesh.sub_mesh(("dp", "tp")))`).
@@ -38,10 +39,11 @@ class PipelineStage:
         loss_fn: of the last stage: takes the Cell's output (several as a tuple) and the run's keyword argument
             `target`, and gives the loss. Default: the Cell returns the loss, a floating scalar, alone or as its first
             output.
+        tied: paths of parameters that other stages may hold, too.
         compiled: whether forward and backward pass are compiled with `jit`, once for all micro-batches of a shape.
 
     Attributes:
-        cell, stage_index, stage_num, compiled: as given.
+        cell, stage_index, stage_num, tied, compiled: as given.
         ranks: the global ranks of the pipeline that this rank belongs to, in the axis' order; `rank_num` of them.
         parameters: tuple of the trainable `Parameter`s.
 
@@ -50,7 +52,7 @@ class PipelineStage:
             that is sharded over several ranks.
     """
 
-    def __init__(self, cell, stage_index, stage_num, mesh=None, axis="pp", loss_fn=None, compiled=False):
+    def __init__(self, cell, stage_index, stage_num, mesh=None, axis="pp", loss_fn=None, compiled=False, tied=()):
         if not isinstance(cell, nn.Cell):
             raise TypeError(f"PipelineStage() takes a Cell, an instance of a subclass of nn.Cell, not {cell!r}")
         if stage_index not in range(stage_num):
@@ -58,6 +60,7 @@ class PipelineStage:
         if loss_fn is not None and stage_index != stage_num - 1:
             raise ValueError(f"stage {stage_index} has a loss_fn: only the last one, {stage_num - 1}, may have one")
         self.cell, self.stage_index, self.stage_num, self.compiled = cell, stage_index, stage_num, compiled
+        self.tied = tuple(tied)
         here = world()
         self.ranks = tuple(range(here.size)) if mesh is None else mesh.group(here.rank, (axis,))
         self.rank_num = len(self.ranks)
@@ -126,6 +129,7 @@ class PipelineStage:
             "takes": list(self._function.takes),
             "takes_any": self._function.takes_any,
             "inputs": declared_inputs(self.cell, self._function.by_place),
+            "tied": list(self.tied),
             "parameters": [_described(path, parameter) for path, parameter in self.cell.parameters_and_names()],
         }
 
@@ -141,13 +145,21 @@ class PipelineStage:
             micro_batch_num: their number, by which gradients are divided.
             is_split: whether there are steps `BWD_INPUT` and `BWD_WEIGHT` of this stage.
         """
-        if is_split:
-            self._weights.split()
+        if ms.get_context("mode") == ms.GRAPH_MODE:
+            raise ValueError(
+                "a pipeline's schedule runs in PyNative: leave ms.set_context(mode=ms.GRAPH_MODE) out, and have the "
+                "stages compiled by PipelineStage(..., compiled=True)"
+            )
+        self._check_trained()
+        self._weights.begin(is_split)
         self._training, self._micro_batch_num = training, micro_batch_num
         self.new_gradients = None
         self._kept = {}
         self._passes.forget()
-        self._weights.discard()
+
+    def end(self):
+        """After a pass, also one that failed."""
+        self._weights.end()
 
     def forward(self, micro_index, inputs, kwargs):
         """Forward pass of a micro-batch.
@@ -172,6 +184,8 @@ class PipelineStage:
     def _recorded(self, micro_index, inputs, kwargs):
         """A forward pass whose backward pass will come."""
         places = [] if self.stage_index == 0 else [p for p, tensor in enumerate(inputs) if is_differentiable(tensor)]
+        if not places and not self.parameters:  # a tape that nobody asks for gradients would stay for ever
+            return self._passes.remember(micro_index, self._checked(self._function(inputs, kwargs)))
 
         def function(*recorded):
             merged = list(inputs)
@@ -241,6 +255,18 @@ class PipelineStage:
                 f"loss_fn; it gave {_shown(outputs)}"
             )
         return outputs
+
+    def _check_trained(self):
+        """Raise `ValueError` where parameters were frozen or thawed since the stage was made."""
+        known, now = (
+            {id(p): p.name for p in parameters} for parameters in (self.parameters, self.cell.trainable_params())
+        )
+        if known.keys() != now.keys():
+            name = next(name for place, name in (known | now).items() if (place in known) != (place in now))
+            raise ValueError(
+                f"requires_grad of '{name}' has changed since stage {self.stage_index} was made: make its "
+                "PipelineStage, and the schedule, anew"
+            )
 
     def _check_gradients(self, outputs, gradients):
         wanted, given = ([(tuple(t.shape), t.dtype) for t in tensors] for tensors in (outputs, gradients))

@@ -56,7 +56,9 @@ class StageFunction:
         for _, child in cell.cells_and_names() if compiled else ():
             if child.has_bprop:  # else all calls of one such Cell get the tensors of the last one
                 child.add_flags(__function_forbid_reuse__=True)
-        self._graphs = {}  # names of what is passed by name -> compiled function
+        self._cells = [child for _, child in cell.cells_and_names()]
+        self._weights = list(cell.get_parameters())
+        self._graphs = {}  # (names of what is passed by name, training flags) -> (places of the values, function)
 
     def __call__(self, inputs, kwargs):
         """The results; `kwargs` are the Cell's and, with a loss function, `target`."""
@@ -66,10 +68,21 @@ class StageFunction:
             self.layouts = tuple(getattr(result, "layout", None) for result in results)
             results = tuple(result.to_local() if isinstance(result, DTensor) else result for result in results)
             return results if self.loss_fn is None else self._checked(self.loss_fn(_single(results), *target))
-        names = tuple(named)
-        if names not in self._graphs:
-            self._graphs[names] = jit(self._graph(names))
-        return self._checked(self._graphs[names](*target, *inputs, *named.values()))
+        return self._checked(self._compiled(tuple(named))(*target, *inputs, *named.values()))
+
+    def _compiled(self, names):
+        """The graph for what is passed by `names`; made anew where the Cell is another one to MindSpore's compiler.
+
+        A graph keeps the training flags that it met, and the places in memory where values were: after `set_data` or
+        `load_param_into_net` it would go on with the old ones. Optimizers update values where they are.
+        """
+        key = names, tuple(child.training for child in self._cells)
+        places = [weight.data_ptr() for weight in self._weights]
+        known, graph = self._graphs.get(key, (None, None))
+        if known != places:
+            graph = jit(self._graph(names))
+            self._graphs[key] = places, graph
+        return graph
 
     def own_kwargs(self, input_count, kwargs):
         """Those of the keyword arguments of a run that this function takes besides so many inputs."""

@@ -1,11 +1,15 @@
 """The gradients of a stage's weights: with those of its inputs, or, where programs are split, later."""
 
+import logging
+
 from mindspore import ParameterTuple
 
 from mindformers_core.tensor_parallel.sharded_cells import EagerCell, ShardedCell
 from mindformers_core.tensor_parallel.weight_split import split_weight_gradients
 
 __all__ = ["StageWeights"]
+
+_LOG = logging.getLogger("mindformers_core")
 
 
 class StageWeights:
@@ -23,25 +27,40 @@ class StageWeights:
         self.parameters = tuple(cell.trainable_params())
         self._deferred = None
         self._asked = ParameterTuple(self.parameters)
+        self._has_warned = False
 
-    def split(self):
-        """From now on, the gradients of matmuls' weights take their time in `gradients`, not in the backward pass.
+    def begin(self, is_split):
+        """Before a pass; `is_split`: the gradients of matmuls' weights are to be computed in `gradients`.
 
         That needs generated programs. Of other Cells (not sharded, or run eagerly) the backward pass computes all
-        gradients, and `gradients` hands them out.
+        gradients, and `gradients` hands them out: right, but with no time saved, which a warning says once.
         """
-        if self._deferred is None and isinstance(self.cell, ShardedCell) and not self._runs_eagerly():
+        self._deferred = None
+        if is_split and isinstance(self.cell, ShardedCell) and not self._runs_eagerly():
             self._deferred = split_weight_gradients(self.cell)
+            self._deferred.discard()
+        elif is_split and self.parameters and not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "%s is not sharded, or runs eagerly: its weights' gradients can't be split off, and BWD_INPUT computes "
+                "them, too. shard(cell, mesh) first; a mesh of one rank will do", type(self.cell).__name__,
+            )  # fmt: skip
+
+    def end(self):
+        """After a pass, also one that failed: whoever calls the Cell otherwise gets whole gradients."""
+        if self._deferred is not None:
+            self._deferred.pause()
 
     def _runs_eagerly(self):
         return any(isinstance(child, EagerCell) for _, child in self.cell.cells_and_names())
 
     def asked(self):
         """The `ParameterTuple` that a backward pass is to differentiate by; ask after the forward pass."""
+        wanted = self.parameters
         if self._deferred is not None:
             wanted = (*self._deferred.ordinary_parameters, *self._deferred.collectors)
-            if len(wanted) != len(self._asked) or any(one is not other for one, other in zip(wanted, self._asked)):
-                self._asked = ParameterTuple(wanted)
+        if len(wanted) != len(self._asked) or any(one is not other for one, other in zip(wanted, self._asked)):
+            self._asked = ParameterTuple(wanted)
         return self._asked
 
     def keep(self, found):
@@ -61,8 +80,3 @@ class StageWeights:
             place = id(parameter)
             named[place] = named[place] + gradient if place in named else gradient
         return [named[id(parameter)] for parameter in self.parameters]
-
-    def discard(self):
-        """Forget what a pass that failed has left."""
-        if self._deferred is not None:
-            self._deferred.discard()

@@ -155,8 +155,7 @@ def _generated(tree, path, signature, graph, frame):
     prefix = f"{path}." if path else ""
     classes = {cell[len(prefix) :]: kind for cell, kind in tree.classes.items() if not path or cell.startswith(prefix)}
     classes[""] = tree.classes[path]
-    defers = tree.deferred_gradients is not None
-    source = module_source(frame, classes, cost_model(), tree.function_names, header, defers)
+    source = module_source(frame, classes, cost_model(), tree.function_names, header, tree.deferring)
     tree.function_names.update(source.functions.values())
     name = source.functions[frame]
     module = load_module(name, source)

@@ -33,6 +33,7 @@ class ShardedTree:
         views: the DTensors of parameters while the eager engine runs, or None.
         training: the flags of all Cells, or None where they have to be read again.
         deferred_gradients: the `DeferredGradients` whose matmuls leave the gradients of weights for later, or None.
+        deferring: whether calls do that now: they have programs of their own.
         versions: how often something was set in a Cell that programs depend on, or one became eager.
     """
 
@@ -45,6 +46,7 @@ class ShardedTree:
         self.function_names = set()
         self.versions = 0
         self.running = self.views = self.training = self.deferred_gradients = None
+        self.deferring = False
         self._eager = set()
         self._as_it_is = _with_own_gradient(self.classes)
         self._methods = {path: {} for path in self.cells}
@@ -165,7 +167,7 @@ class ShardedTree:
     def key(self, path, args, kwargs):
         """What a program of a call is found by."""
         try:
-            return path, self._flags(), signature_key(args), signature_key(kwargs)
+            return path, self.deferring, self._flags(), signature_key(args), signature_key(kwargs)
         except TypeError as error:
             raise TypeError(f"{self.label(path)}: {error}") from None
 
@@ -176,7 +178,7 @@ class ShardedTree:
 
     def state(self):
         """What compiled functions depend on besides the arguments: the Cells' flags, and what was set in them."""
-        return self._flags(), self.versions
+        return self.deferring, self._flags(), self.versions
 
     def missing_program(self, path, args, kwargs):
         """The error of a call in a graph that there is no program for."""
@@ -196,7 +198,7 @@ class ShardedTree:
             self._methods[path][names[frame]] = program.functions[names[frame]]
             for attribute, kind, index in program.source.borrowed.get(frame, ()):
                 self.cells[path].__dict__[attribute] = self._elsewhere(program.path, graph, kind, index)
-        if self.deferred_gradients is not None:
+        if self.deferring:
             self.deferred_gradients.attach(program)
         for path in {path for path, _, _ in _calls(program)}:
             self._dress(path)

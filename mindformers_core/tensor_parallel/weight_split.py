@@ -35,9 +35,9 @@ _WEIGHT_GRADIENT = ops.MatMul(transpose_a=True)
 
 
 def split_weight_gradients(cell):
-    """From now on, backward passes through `cell` leave the gradients of its matmuls' weights for later.
+    """Until `pause()` of the result, backward passes through `cell` leave the gradients of its weights for later.
 
-    Call it before anything with `cell` in it is compiled, for plain `mindspore.jit` doesn't compile anew. Operators
+    Plain `mindspore.jit` doesn't compile anew for that; `jit` of this package does. Operators
     that are deferred: matmuls and dense layers `x @ weight`, `weight` of two dims, transposed or not, of any inputs;
     a weight that several use, or that is used otherwise, too, has the sum of what each gives.
 
@@ -66,7 +66,7 @@ def split_weight_gradients(cell):
         )
     if tree.deferred_gradients is None:
         tree.deferred_gradients = DeferredGradients(tree)
-        tree.forget_programs()
+    tree.deferring = True
     return tree.deferred_gradients
 
 
@@ -116,6 +116,10 @@ class DeferredGradients:
         other gradient. No optimizer or checkpoint sees them.
         """
         return tuple(collector for product in self._products.values() for collector in product.collectors)
+
+    def pause(self):
+        """From now on, until the Cell is split again, its backward passes give all gradients, as ever."""
+        self._tree.deferring = False
 
     def take(self, collector_gradients=()):
         """What the backward pass that has just run leaves for later. To be called once after each.

@@ -2,7 +2,7 @@
 
 import mindspore as ms
 
-from mindformers_core.models import LlamaForCausalLM
+from mindformers_core.models import LlamaForCausalLM, tied_paths
 from mindformers_core.models.layer_specs import stage_index
 from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage
 from mindformers_core.tensor_parallel import jit, shard
@@ -42,7 +42,9 @@ def build_schedule(recipe, mesh, rank):
     sizes = recipe.parallelism
     stage_num = sizes.pipeline_parallel * sizes.pipeline_parallel_interleave_num
     stages = [
-        PipelineStage(net, index, stage_num, mesh=mesh, compiled=recipe.context.mode == 0)
+        PipelineStage(
+            net, index, stage_num, mesh=mesh, compiled=recipe.context.mode == 0, tied=tied_paths(recipe.model)
+        )
         for index, net in build_chunks(recipe, mesh, rank)
     ]
     kind = recipe_schedule(recipe)

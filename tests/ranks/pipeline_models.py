@@ -107,7 +107,7 @@ def schedule_of(kind, micro_batch_num, chunk_num=1, mesh=None, rank=None, make=p
     rank = world().rank if rank is None else rank
     ranks = PLACEMENTS[kind.placement](rank_num * chunk_num, rank_num)
     stages = [
-        PipelineStage(make(index, len(ranks)), index, len(ranks), mesh=mesh, compiled=compiled)
+        PipelineStage(make(index, len(ranks)), index, len(ranks), mesh=mesh, compiled=compiled, tied=("embedding",))
         for index in range(len(ranks))
         if ranks[index] == rank
     ]

@@ -171,6 +171,8 @@ class PipelineScheduleSingle(PipelineScheduleBase):
     """The base of schedules with one stage on every rank: takes that stage; `exec_order` goes by stage."""
 
     def __init__(self, stage, micro_batch_num, **options):
+        if not hasattr(stage, "stage_index"):
+            raise TypeError(f"{type(self).__name__} takes one PipelineStage, not {stage!r}")
         self.stage = stage
         super().__init__((stage,), micro_batch_num, **options)
 
@@ -190,5 +192,7 @@ class PipelineScheduleMulti(PipelineScheduleBase):
     """
 
     def __init__(self, stages, micro_batch_num, **options):
+        if not isinstance(stages, (list, tuple)) or not stages or not all(hasattr(s, "stage_index") for s in stages):
+            raise TypeError(f"{type(self).__name__} takes a list of this rank's PipelineStages, not {stages!r}")
         self.chunk_num = len(stages)
         super().__init__(stages, micro_batch_num, **options)

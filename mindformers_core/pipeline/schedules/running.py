@@ -29,11 +29,15 @@ def run_table(schedule, table, micro_batches, training):
             f"{len(micro_batches)}"
         )
     stages = schedule.meet()
-    stages.begin(training, table, {name for _, kwargs in micro_batches for name in kwargs})
-    run = _Run(schedule, table, micro_batches)
-    for step in table.orders[run.rank]:
-        run.carry_out(step)
-    stages.finish(training)
+    stages.passes += 1
+    run = _Run(schedule, table, micro_batches, stages.passes)
+    try:
+        stages.begin(training, table, {name for _, kwargs in micro_batches for name in kwargs})
+        for step in table.orders[run.rank]:
+            run.carry_out(step)
+        stages.finish(training)
+    finally:
+        stages.end()
     results = run.results()
     if schedule.share_outputs:
         results = stages.share(results)
@@ -43,8 +47,8 @@ def run_table(schedule, table, micro_batches, training):
 class _Run:
     """One pass over a batch on this rank: the mailbox between steps, and what each type of step does."""
 
-    def __init__(self, schedule, table, micro_batches):
-        self.schedule, self.table, self.micro_batches = schedule, table, micro_batches
+    def __init__(self, schedule, table, micro_batches, number):
+        self.schedule, self.table, self.micro_batches, self.number = schedule, table, micro_batches, number
         self.stages = {stage.stage_index: stage for stage in schedule.stages}
         some = schedule.stages[0]
         self.ranks, self.axis, self.channel = some.ranks, some.axis, some.channel
@@ -115,13 +119,13 @@ class _Run:
         """FWD_SEND, BWD_SEND."""
         box = self.outputs if step.type == MetaStepType.FWD_SEND else self.gradients_out
         tensors = box.pop((step.micro_index, step.stage_index))
-        self.channel.send(tensors, self.rank_of(_partner(step)), _tag(step), axes=(self.axis,))
+        self.channel.send(tensors, self.rank_of(_partner(step)), self.tag(step), axes=(self.axis,))
 
     def receive(self, step):
         """FWD_RECV, BWD_RECV."""
         sender = _partner(step)
         box = self.inputs if step.type == MetaStepType.FWD_RECV else self.gradients_in
-        tensors = self.channel.receive(self.rank_of(sender), _tag(sender))
+        tensors = self.channel.receive(self.rank_of(sender), self.tag(sender))
         box[step.micro_index, step.stage_index] = tensors
 
     def results(self):
@@ -130,6 +134,10 @@ class _Run:
             return None
         collected = [self.returned[micro] for micro in range(self.table.micro_batch_num)]
         return self.stages[self.last].merge(collected, self.schedule.output_concat_dim)
+
+    def tag(self, sending):
+        """What tells a message from others, also of a pass that failed: both ends take it from the step that sends."""
+        return int(sending.type), sending.stage_index, sending.micro_index, self.number
 
     def rank_of(self, step):
         """The global rank of a step's stage."""
@@ -156,11 +164,6 @@ def _partner(step):
     """The receiving step of a sending one, and the other way round."""
     kind, distance = _PARTNERS[step.type]
     return MetaStep(step.micro_index, kind, step.stage_index + distance)
-
-
-def _tag(sending):
-    """What tells a message from others: both ends take it from the step that sends."""
-    return int(sending.type), sending.stage_index, sending.micro_index
 
 
 def _located(error, where):
