@@ -1,6 +1,7 @@
 """`--dry-run`: what every rank of a large job would hold, from one process that allocates nothing."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mindformers_core.trainer.dry_run import ParameterFact, report
+from mindformers_core.trainer.dry_run import ParameterFact, RankFacts, report
 
 ROOT = Path(__file__).parent.parent
 # prints the largest resident set in KiB after the command has run
@@ -40,6 +41,33 @@ def test_large_recipes_are_checked_in_seconds_and_little_memory(name, whole, loc
     assert int(done.stdout.rpartition("KiB")[2]) < 4 * 2**20
 
 
+def figures(*arguments):
+    """The whole number in each line of a dry run, by the line's first words; the lines of parameters are left out."""
+    done, _ = dry_run(*arguments)
+    assert done.returncode == 0, done.stderr
+    lines = [re.fullmatch(r"  (\D+?) +([\d,]+) \(.* GiB\)", line) for line in done.stdout.splitlines()]
+    return {line[1]: int(line[2].replace(",", "")) for line in lines if line}, done.stdout
+
+
+def test_levels_take_as_much_as_the_papers_formulas():
+    """Of 70B weights in float32 on 16 x 8 ranks, with one micro-batch: sharded is what the level says."""
+    local, part = 8_820_367_360, 552_509_440  # on 8 tensor-parallel ranks; also cut into 16, but for 1,318,912 of norms
+    sharded = "parallelism.zero_level=3", "training.global_batch_size=16"
+    found, text = figures("configs/llama3_70b.yaml", *sharded)
+    assert f"{part:,} parameters" in text and "161 stay whole, 1,318,912 parameters: model.layers.*.input" in text
+    assert found["AdamW state"] == 8 * part
+    assert found["their parts"] == 4 * (part - 1_318_912)
+    assert found["gradients"] < 4 * part and found["weights"] < 4 * local / 30  # of two units of 82
+    assert found["together"] == sum(found.values()) - found["together"]
+
+
+def test_pipeline_ranks_shard_their_stages():
+    found, text = figures("configs/llama_tiny_pp.yaml", "parallelism.zero_level=1", "parallelism.zero_threshold_kb=0")
+    assert "level 1, optimizer state in 2 parts" in text and "stay whole" not in text
+    kept = int(re.search(r"keeps and updates ([\d,]+)", text)[1].replace(",", ""))
+    assert found["AdamW state"] == 8 * kept and found["weights"] == 2 * 4 * kept
+
+
 def test_mesh_that_does_not_fit_is_an_error():
     done, _ = dry_run("configs/llama3_70b.yaml", "parallelism.tensor_parallel=16")
     assert done.returncode == 2
@@ -47,14 +75,21 @@ def test_mesh_that_does_not_fit_is_an_error():
 
 
 def test_report_adds_up():
-    facts = [
-        ParameterFact("layers.0.weight", (8, 4), (4, 4), "float32", "[tp, -]"),
-        ParameterFact("layers.1.weight", (8, 4), (4, 4), "float32", "[tp, -]"),
-        ParameterFact("norm.weight", (4,), (4,), "bfloat16", "[-]"),
-    ]
-    lines = [" ".join(line.split()) for line in report(facts).splitlines()]
+    cut = (8, 4), (4, 4), (2, 4), "float32", "[(tp, dp), -]"
+    facts = (
+        ParameterFact("layers.0.weight", *cut),
+        ParameterFact("layers.1.weight", *cut),
+        ParameterFact("norm.weight", (4,), (4,), (4,), "bfloat16", "[-]", "8 bytes are few"),
+    )
+    taken = {"weights": 136, "parts": 0, "gradients": 72, "state": 160, "buckets": 1}
+    lines = [" ".join(line.split()) for line in report(RankFacts(facts, 2, 2, taken)).splitlines()]
     assert lines[0] == "parameters 68 in all, 36 on each rank"
-    assert "parameters float32 128 (0.00 GiB)" in lines and "parameters bfloat16 8 (0.00 GiB)" in lines
-    assert "AdamW state float32 288 (0.00 GiB)" in lines
-    assert "together 560 (0.00 GiB)" in lines  # 136 + 136 + 288
-    assert "layers.*.weight 2 (8, 4) (4, 4) [tp, -]" in lines
+    assert lines[1].startswith("zero level 2, optimizer state and gradients in 2 parts: a rank keeps and updates 20 ")
+    assert lines[2] == "1 stay whole, 4 parameters: norm.weight"
+    assert lines[4:9] == [
+        "weights 136 (0.00 GiB)", "gradients 72 (0.00 GiB)", "AdamW state 160 (0.00 GiB)", "buckets 1 (0.00 GiB)",
+        "together 369 (0.00 GiB)",
+    ]  # fmt: skip
+    assert "layers.*.weight 2 (8, 4) (4, 4) (2, 4) [(tp, dp), -]" in lines
+    plain = report(RankFacts(facts, 0, 1, taken))
+    assert "zero" not in plain and "stay whole" not in plain

@@ -106,13 +106,15 @@ def test_the_engine_is_the_recipes(run, engine, tmp_path):
     assert len(programs(job.cells[0])) == (engine == "generated")
 
 
-def test_a_step_is_compiled_once(run, monkeypatch):
+@pytest.mark.parametrize("local", [4, 2])
+def test_a_step_is_compiled_once(run, monkeypatch, local):
     """Neither what changes from step to step nor reading the loss compiles it again."""
     compiled = []
     check = graph_api._check_recompile
     monkeypatch.setattr(graph_api, "_check_recompile", lambda *args: (compiled.append(args[3]), check(*args)))
-    run("a", "context.mode=0", "lr_scheduler.warmup_steps=3")
-    assert len(compiled) == 1 and "step" in compiled[0]
+    run("a", "context.mode=0", "lr_scheduler.warmup_steps=3", f"training.local_batch_size={local}")
+    passes, update = compiled  # forward and backward, then clipping and update
+    assert "stage_function" in passes and "update" in update
 
 
 @pytest.mark.parametrize(("in_place", "mode"), [(True, 1), (False, 1), (True, 0)])

@@ -3,6 +3,10 @@
 Everything else is made of these, as was measured cheapest: in PyNative from messages, which are buffered, so that all
 ranks may send first; in a graph from all-reduce sums of buffers that are empty except for the own part. The
 emptiness is -0.0, the one float that changes nothing it is added to, -0.0 included.
+
+In PyNative, large tensors of ranks on one host bypass MindSpore: see `shared_collectives`. 13 MB of float32 between two
+pinned ranks (two cores of an AMD EPYC), in ms: all-reduce 42 by MindSpore, 2.7 through shared memory; reduce-scatter 22
+by messages, 1.5; all-gather 21, 1.5.
 """
 
 from mindspore import Tensor, nn, ops
@@ -11,11 +15,13 @@ from mindspore.ops.auto_generate.gen_ops_prim import dist_comm_irecv_op, dist_co
 
 from mindformers_core.communication import raw
 from mindformers_core.communication.raw import chunk, placed
+from mindformers_core.communication.shared_collectives import shared_group
 
 __all__ = ["AllGather", "AllReduce", "AllToAll", "Broadcast", "Permute", "ReduceScatter"]
 
 _ZEROS_LIKE = ops.ZerosLike()
 _SUMMED = (mstype.float32, mstype.float16)
+_SHARED_FROM = 1 << 16  # bytes of a tensor that is worth the connecting of a first call
 _CARRIED = {mstype.bool_: mstype.int32, mstype.int16: mstype.int32}  # types that messages can't hold
 
 
@@ -36,6 +42,8 @@ class AllReduce(_Emulated, raw.AllReduce):
         self.sum = _Sum(group)
 
     def eager(self, x):
+        if self.op == "sum" and x.dtype == mstype.float32 and (shared := _shared(self.group, x)):
+            return shared.all_reduce(x)
         if self.op == "sum" and x.dtype in _SUMMED:
             return self.sum.reduce(x)
         return _reduce(_exchange([x] * self.size, self.group, self.peers), self.op)
@@ -50,6 +58,8 @@ class AllGather(_Emulated, raw.AllGather):
     """See `raw.AllGather`."""
 
     def eager(self, x):
+        if shared := _shared(self.group, x):
+            return shared.all_gather(x, self.dim)
         return ops.cat(_exchange([x] * self.size, self.group, self.peers), self.dim)
 
     def construct(self, x):
@@ -64,6 +74,8 @@ class ReduceScatter(_Emulated, raw.ReduceScatter):
         self.reduce = AllReduce(group, op)
 
     def eager(self, x):
+        if self.op == "sum" and x.dtype == mstype.float32 and (shared := _shared(self.group, x)):
+            return shared.reduce_scatter(x, self.dim)
         parts = [chunk(x, part, self.size, self.dim) for part in range(self.size)]
         return _reduce(_exchange(parts, self.group, self.peers), self.op)
 
@@ -161,6 +173,11 @@ def _joined(limbs, count, dtype):
     for place in range(count - 1):
         total = total * 65536 + ops.cast(limbs[count - 2 - place], dtype)
     return total
+
+
+def _shared(group, x):
+    """The `SharedGroup` for a tensor; None where it is small, or ranks are on several hosts."""
+    return shared_group(group) if x.nbytes >= _SHARED_FROM else None
 
 
 def _peers(group):

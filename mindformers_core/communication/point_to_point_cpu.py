@@ -22,7 +22,7 @@ from mindformers_core.communication.streams import Stream
 from mindformers_core.communication.tensor_bytes import as_bytes, described, empty_tensor
 from mindformers_core.communication.world import world
 
-__all__ = ["make_carrier"]
+__all__ = ["make_carrier", "share_cards"]
 
 _CARD = 512  # bytes in which a rank says how it can be reached
 _SHARED_FROM = 1 << 18  # bytes from which on shared memory is faster than the socket
@@ -31,7 +31,7 @@ _SHARED_FROM = 1 << 18  # bytes from which on shared memory is faster than the s
 def make_carrier(limit):
     """Connect this rank to all others; all ranks call it together."""
     here = world()
-    lines = connect_ranks(here.rank, here.size, _share_cards)
+    lines = connect_ranks(here.rank, here.size, lambda card: share_cards(card, here.rank, here.size, here.group))
     return Carrier({rank: Peer(line, limit) for rank, line in lines.items()})
 
 
@@ -110,10 +110,9 @@ class Peer:
             self.reader.close()
 
 
-def _share_cards(card):
-    """All ranks' cards (short texts), in their order, by MindSpore's all-reduce of the world."""
-    here = world()
-    table = np.zeros((here.size, _CARD), np.float32)
-    table[here.rank, : len(card)] = np.frombuffer(card.encode(), np.uint8)
-    whole = ops.AllReduce(group=here.group)(Tensor(table)).asnumpy().astype(np.uint8)
+def share_cards(card, index, size, group_name):
+    """All ranks' cards (short texts) in the order of their indices, by MindSpore's all-reduce of a process group."""
+    table = np.zeros((size, _CARD), np.float32)
+    table[index, : len(card)] = np.frombuffer(card.encode(), np.uint8)
+    whole = ops.AllReduce(group=group_name)(Tensor(table)).asnumpy().astype(np.uint8)
     return [row.tobytes().rstrip(b"\0").decode() for row in whole]

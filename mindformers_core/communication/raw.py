@@ -26,6 +26,7 @@ __all__ = [
     "RawCollective",
     "ReduceScatter",
     "chunk",
+    "part_length",
     "placed",
     "reordered",
 ]
@@ -116,7 +117,7 @@ class Identity(nn.Cell):
 
 
 @constexpr
-def _part_length(shape, count, dim):
+def part_length(shape, count, dim):
     """The size of each of `count` equal parts along `dim`; worked out while a graph is compiled.
 
     MindSpore can't compile a function with a branch that a forward pass and a `bprop` share, if PyNative differentiates
@@ -129,7 +130,7 @@ def _part_length(shape, count, dim):
 
 def chunk(x, index, count, dim):
     """Part `index` of `count` equal parts of `x` along `dim`."""
-    length = _part_length(x.shape, count, dim)
+    length = part_length(x.shape, count, dim)
     before = (0,) * dim
     after = x.shape[dim + 1 :]
     return ops.slice(x, before + (index * length,) + (0,) * len(after), x.shape[:dim] + (length,) + after)

@@ -9,7 +9,7 @@ from mindspore.graph.api import _pynative_executor
 from mindformers_core.operators.signature import is_float
 from mindformers_core.tensor_parallel.move import dtype_name
 
-__all__ = ["ForwardBackward", "is_differentiable"]
+__all__ = ["ForwardBackward", "forget_recordings", "is_differentiable"]
 
 
 def is_differentiable(tensor):
@@ -106,9 +106,16 @@ def _clean_after_errors():
     try:
         yield
     except Exception:
-        _pynative_executor.clear_res()
-        _pynative_executor.set_grad_flag(False)
+        forget_recordings()
         raise
+
+
+def forget_recordings():
+    """Make MindSpore forget all gradients that it records, also those that an error has ended."""
+    _pynative_executor.set_grad_flag(True)
+    _pynative_executor.new_graph(forget_recordings)  # without one, it goes on counting a gradient that hadn't begun
+    _pynative_executor.clear_res()
+    _pynative_executor.set_grad_flag(False)
 
 
 class _Tape(nn.Cell):

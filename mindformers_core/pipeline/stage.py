@@ -11,8 +11,10 @@ from mindformers_core.pipeline.boundary_layouts import check_boundary, declared_
 from mindformers_core.pipeline.forward_backward import ForwardBackward, is_differentiable
 from mindformers_core.pipeline.rank_stages import RankStages
 from mindformers_core.pipeline.stage_function import StageFunction, own_class
+from mindformers_core.pipeline.stage_gradients import StageGradients
 from mindformers_core.pipeline.stage_weights import StageWeights
 from mindformers_core.tensor_parallel.move import dtype_name
+from mindformers_core.tensor_parallel.parameter_storage import parameter_storage
 
 __all__ = ["PipelineStage"]
 
@@ -28,6 +30,10 @@ class PipelineStage:
     A parameter that several stages hold (an embedding that is the head, too) has the same path in their Cells, and all
     of them name it as `tied`: it starts with the same values on all, and its gradient is summed over them. Other
     parameters need paths of their own, such as layers by their number in the whole model.
+
+    Of a Cell under `hsdp()` the weights are gathered when a run begins, and stay whole until `gradients` is asked for:
+    its micro-batches, and further runs of a step, neither gather nor reduce. In between the optimizer's parameters have
+    no values. At level 3 `hsdp(reshard_after_forward=True)` has weights gathered for every micro-batch.
 
     Args:
         cell: the Cell, plain, or sharded over the ranks of this stage (`shard(cell, mesh.sub_mesh(("dp", "tp")))`).
@@ -45,11 +51,11 @@ class PipelineStage:
     Attributes:
         cell, stage_index, stage_num, tied, compiled: as given.
         ranks: the global ranks of the pipeline that this rank belongs to, in the axis' order; `rank_num` of them.
-        parameters: tuple of the trainable `Parameter`s.
+        parameters: tuple of the trainable `Parameter`s, `cell.trainable_params()`.
 
     Raises:
         TypeError, ValueError: no Cell, no such stage or axis; a `loss_fn` on another stage than the last, or for a Cell
-            that is sharded over several ranks.
+            that is sharded over several ranks; a Cell of which only a part is under `hsdp()`, or that is such a part.
     """
 
     def __init__(self, cell, stage_index, stage_num, mesh=None, axis="pp", loss_fn=None, compiled=False, tied=()):
@@ -65,12 +71,14 @@ class PipelineStage:
         self.ranks = tuple(range(here.size)) if mesh is None else mesh.group(here.rank, (axis,))
         self.rank_num = len(self.ranks)
         self.axis = axis
+        self._storage = parameter_storage(cell)
+        self._storage.check_trained()
+        self._storage.keep_units()
         self._weights = StageWeights(cell)
-        self.parameters = self._weights.parameters
+        self.parameters = tuple(cell.trainable_params())
         self._function = StageFunction(cell, loss_fn, compiled)
         self._passes = ForwardBackward(_first if self.is_last else _floating)
-        self._gradients = None  # summed over the runs so far
-        self.new_gradients = None  # of the run that is going on
+        self._gradients = StageGradients(self._storage)
         self._kept = {}  # micro-batch -> what its gradients of the weights come of
         self._rank_stages = None
         self._agreed = set()  # layouts of outputs that the next stage takes
@@ -89,14 +97,22 @@ class PipelineStage:
     @property
     def gradients(self):
         """The gradients of `parameters`, in their order: of the mean over micro-batches, summed over the runs since
-        `zero_gradients()`; zeros where there was none."""
-        if self._gradients is None:
-            return tuple(ops.zeros_like(parameter) for parameter in self.parameters)
-        return tuple(self._gradients)
+        `zero_gradients()`; zeros where there was none.
+
+        Under `hsdp()` the sums are divided by its `accumulate_grad_step`, the number of runs of a step, and the first
+        time after a run they are reduced: all data-parallel ranks have to ask for them, of their stages in one order.
+        """
+        taken = self._gradients.taken()
+        return tuple(ops.zeros_like(parameter) for parameter in self.parameters) if taken is None else taken
+
+    @property
+    def new_gradients(self):
+        """Those of the run that is going on, of whole weights: a list that may be changed, or None."""
+        return self._gradients.of_run
 
     def zero_gradients(self):
         """Forget the gradients of the runs so far."""
-        self._gradients = None
+        self._gradients.forget()
 
     @property
     def counted(self):
@@ -115,6 +131,8 @@ class PipelineStage:
         """The `RankStages` of this rank's `stages`; made at the first call, which all ranks of the pipeline make."""
         known = self._rank_stages
         if known is None or known.stage_ranks != tuple(stage_ranks) or tuple(known.stages.values()) != tuple(stages):
+            for stage in stages:
+                stage._gradients.close()  # values are compared
             known = RankStages(stages, stage_ranks)
             for stage in stages:
                 stage._rank_stages = known
@@ -153,13 +171,14 @@ class PipelineStage:
         self._check_trained()
         self._weights.begin(is_split)
         self._training, self._micro_batch_num = training, micro_batch_num
-        self.new_gradients = None
         self._kept = {}
         self._passes.forget()
+        self._gradients.begin(training)
 
     def end(self):
         """After a pass, also one that failed."""
         self._weights.end()
+        self._gradients.end()
 
     def forward(self, micro_index, inputs, kwargs):
         """Forward pass of a micro-batch.
@@ -175,6 +194,7 @@ class PipelineStage:
         kwargs = self._function.own_kwargs(len(inputs), kwargs)
         self._function.prepare(inputs, kwargs)
         outputs = self._recorded(micro_index, inputs, kwargs) if self._training else self._function(inputs, kwargs)
+        self._storage.drop_units()
         if not self.is_last and self._function.layouts not in self._agreed:
             described = self._rank_stages.described
             check_boundary(self._function.layouts, *described[self.stage_index : self.stage_index + 2])
@@ -216,12 +236,13 @@ class PipelineStage:
             gradients = (ops.full_like(outputs[0], 1.0 / self._micro_batch_num),)
         self._check_gradients(outputs, gradients)
         given, found = self._passes.backward(micro_index, gradients, self._weights.asked())
+        self._storage.drop_units()
         self._kept[micro_index] = self._weights.keep(found)
         return given
 
     def backward_weight(self, micro_index):
         """Add up a micro-batch's gradients of the weights, after `backward_input`."""
-        self.new_gradients = _added(self.new_gradients, self._weights.gradients(self._kept.pop(micro_index)))
+        self._gradients.add(self._weights.gradients(self._kept.pop(micro_index)))
 
     def merge(self, outputs, dim):
         """The results of all micro-batches, a list of tuples, as one tuple: joined along `dim`, of scalars the mean."""
@@ -232,9 +253,7 @@ class PipelineStage:
 
     def finish(self):
         """After the last step of a pass: its gradients are added to those of the runs before."""
-        if self._training and self.parameters:
-            self._gradients = _added(self._gradients, self.new_gradients)
-        self.new_gradients = None
+        self._gradients.finish()
 
     def _merged(self, place, tensors, dim):
         if tensors[0].ndim == 0:
@@ -257,7 +276,14 @@ class PipelineStage:
         return outputs
 
     def _check_trained(self):
-        """Raise `ValueError` where parameters were frozen or thawed since the stage was made."""
+        """Raise `ValueError` where parameters were frozen or thawed, or cut by `hsdp()`, since the stage was made."""
+        sharding = self.cell.__dict__.get("_sharding")
+        if sharding is not None and sharding[0].storage is not self._storage:
+            raise ValueError(
+                f"hsdp() was called with {self._name()} after its PipelineStage was made: call it before, and make the "
+                "stage, and the schedule, anew"
+            )
+        self._storage.check_trained()
         known, now = (
             {id(p): p.name for p in parameters} for parameters in (self.parameters, self.cell.trainable_params())
         )
@@ -294,13 +320,6 @@ def _described(path, parameter):
     layout = getattr(parameter, "layout", None)
     dims = None if layout is None else [list(axes) for axes in layout.dims]
     return [path, list(shape), dtype_name(parameter.dtype), dims, bool(parameter.requires_grad)]
-
-
-def _added(sums, more):
-    """The sums with more added; both lists in the same order, or None."""
-    if sums is None or more is None:
-        return list(more) if sums is None and more is not None else sums
-    return [one + other for one, other in zip(sums, more, strict=True)]
 
 
 def _shown(tensors):

@@ -8,9 +8,10 @@ from mindspore import Tensor
 from mindformers_core.tensor_parallel.compiling import jit
 from mindformers_core.tensor_parallel.dtensor import DTensor
 from mindformers_core.tensor_parallel.inspecting import prepare
-from mindformers_core.tensor_parallel.sharded_cells import GeneratedCell, ShardedCell
+from mindformers_core.tensor_parallel.parameter_storage import parameter_storage
+from mindformers_core.tensor_parallel.sharded_cells import GeneratedCell, ShardedCell, computing_parameters
 
-__all__ = ["StageFunction", "own_class"]
+__all__ = ["StageFunction", "forbid_reuse", "own_class"]
 
 _TARGET = "target"
 
@@ -23,11 +24,20 @@ def own_class(cell):
     return tree.classes[path]
 
 
+def forbid_reuse(cell):
+    """Before a Cell is compiled that PyNative differentiates: else all calls of one with a `bprop` get the last one's
+    tensors."""
+    for _, child in cell.cells_and_names():
+        if child.has_bprop:
+            child.add_flags(__function_forbid_reuse__=True)
+
+
 class StageFunction:
     """Calls a Cell, and the loss function if there is one; gives a tuple of local tensors.
 
     Args:
-        cell, loss_fn, compiled: as of `PipelineStage`.
+        cell, loss_fn, compiled: as of `PipelineStage`. Where the storage gathers weights unit by unit, what is compiled
+            is each unit by itself.
 
     Attributes:
         by_place, takes: names of the arguments that can be given by place, and of those that can be given by name.
@@ -44,7 +54,9 @@ class StageFunction:
                 f"{own_class(cell).__name__} is sharded over several ranks: a loss_fn would see this rank's part of "
                 "its output only. Let the Cell itself compute the loss, from an argument of its own"
             )
-        self.cell, self.loss_fn, self.compiled = cell, loss_fn, compiled
+        self.cell, self.storage = cell, parameter_storage(cell)
+        self.compiled, self._units_compiled = compiled and not self.storage.units, compiled
+        self.loss_fn = None if loss_fn is None else _judging(loss_fn, compiled)
         arguments = list(signature(own_class(cell).construct).parameters.values())[1:]
         by_name = [a.name for a in arguments if a.kind in (Argument.POSITIONAL_OR_KEYWORD, Argument.KEYWORD_ONLY)]
         self.by_place = [
@@ -53,36 +65,44 @@ class StageFunction:
         self.takes = by_name if loss_fn is None else [*by_name, _TARGET]
         self.takes_any = any(a.kind == Argument.VAR_KEYWORD for a in arguments)
         self.layouts = ()
-        for _, child in cell.cells_and_names() if compiled else ():
-            if child.has_bprop:  # else all calls of one such Cell get the tensors of the last one
-                child.add_flags(__function_forbid_reuse__=True)
+        if self.compiled:
+            forbid_reuse(cell)
         self._cells = [child for _, child in cell.cells_and_names()]
-        self._weights = list(cell.get_parameters())
+        self._weights = computing_parameters(cell)
         self._graphs = {}  # (names of what is passed by name, training flags) -> (places of the values, function)
 
     def __call__(self, inputs, kwargs):
         """The results; `kwargs` are the Cell's and, with a loss function, `target`."""
         target, named = self._parted(kwargs)
-        if not self.compiled:
+        if self.compiled:
+            inputs, named = self.storage.entering(tuple(inputs), named)
+            results = self._checked(self._compiled(tuple(named))(*inputs, *named.values()))
+            results = self.storage.leaving(results)
+        else:
+            self.storage.units_compiled = self._units_compiled
             results = self._checked(self.cell(*inputs, **named))
             self.layouts = tuple(getattr(result, "layout", None) for result in results)
             results = tuple(result.to_local() if isinstance(result, DTensor) else result for result in results)
-            return results if self.loss_fn is None else self._checked(self.loss_fn(_single(results), *target))
-        return self._checked(self._compiled(tuple(named))(*target, *inputs, *named.values()))
+        return results if self.loss_fn is None else self._checked(self.loss_fn(*target, *results))
 
     def _compiled(self, names):
         """The graph for what is passed by `names`; made anew where the Cell is another one to MindSpore's compiler.
 
         A graph keeps the training flags that it met, and the places in memory where values were: after `set_data` or
-        `load_param_into_net` it would go on with the old ones. Optimizers update values where they are.
+        `load_param_into_net` it would go on with the old ones. Optimizers update values where they are. A storage that
+        gives memory back and takes other does so where graphs follow.
         """
         key = names, tuple(child.training for child in self._cells)
-        places = [weight.data_ptr() for weight in self._weights]
+        places = [weight.data_ptr() for weight in self._weights if not self._moves(weight)]
         known, graph = self._graphs.get(key, (None, None))
         if known != places:
             graph = jit(self._graph(names))
             self._graphs[key] = places, graph
         return graph
+
+    def _moves(self, weight):
+        """Whether a storage gives the weight's memory back between steps."""
+        return id(weight) in self.storage.parts
 
     def own_kwargs(self, input_count, kwargs):
         """Those of the keyword arguments of a run that this function takes besides so many inputs."""
@@ -93,7 +113,8 @@ class StageFunction:
     def prepare(self, inputs, kwargs):
         """Make the program of a sharded Cell, if it lacks one for these, so that nothing is captured in a gradient."""
         if isinstance(self.cell, GeneratedCell):
-            program = prepare(self.cell, *inputs, **self._parted(kwargs)[1])
+            inputs, named = self.storage.entering(tuple(inputs), self._parted(kwargs)[1])
+            program = prepare(self.cell, *inputs, **named)
             self.layouts = tuple(result.layout for result in program.results)
 
     def _parted(self, kwargs):
@@ -106,7 +127,7 @@ class StageFunction:
 
     def _graph(self, names):
         """What is compiled: a function of positional arguments, the last of which the Cell takes by `names`."""
-        cell, loss_fn = self.cell, self.loss_fn
+        cell = self.cell
 
         def call(*arguments):
             own = len(arguments) - len(names)
@@ -115,10 +136,7 @@ class StageFunction:
                 named[name] = arguments[own + place]
             return cell(*arguments[:own], **named)
 
-        def call_and_judge(target, *arguments):
-            return loss_fn(call(*arguments), target)
-
-        return call if loss_fn is None else call_and_judge
+        return call
 
     def _checked(self, result):
         """What was returned, as a tuple of tensors."""
@@ -132,5 +150,10 @@ class StageFunction:
         return results
 
 
-def _single(results):
-    return results[0] if len(results) == 1 else results
+def _judging(loss_fn, compiled):
+    """A loss function of `(target, *results)`."""
+
+    def judge(target, *results):
+        return loss_fn(results[0] if len(results) == 1 else results, target)
+
+    return jit(judge) if compiled else judge

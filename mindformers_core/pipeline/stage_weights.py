@@ -4,7 +4,7 @@ import logging
 
 from mindspore import ParameterTuple
 
-from mindformers_core.tensor_parallel.sharded_cells import EagerCell, ShardedCell
+from mindformers_core.tensor_parallel.sharded_cells import EagerCell, ShardedCell, computing_parameters
 from mindformers_core.tensor_parallel.weight_split import split_weight_gradients
 
 __all__ = ["StageWeights"]
@@ -19,12 +19,13 @@ class StageWeights:
         cell: the stage's Cell.
 
     Attributes:
-        parameters: tuple of its trainable Parameters.
+        parameters: tuple of the Parameters that it computes with and that are trained, in the order of
+            `cell.trainable_params()`, which may be others (see `ParameterStorage`).
     """
 
     def __init__(self, cell):
         self.cell = cell
-        self.parameters = tuple(cell.trainable_params())
+        self.parameters = tuple(p for p in computing_parameters(cell) if p.requires_grad)
         self._deferred = None
         self._asked = ParameterTuple(self.parameters)
         self._has_warned = False

@@ -61,6 +61,7 @@ class _ChooseProgram(_CompileTimeChoice):
     def compiled(self, number, args, kwargs):
         """While a graph is compiled: one of the programs that there are."""
         tree, path = _cell(number)
+        tree.storage.check_compiling()
         program = tree.known_program(path, args, kwargs)
         _STATE.setdefault("met", []).append(ref(tree))
         if program is None:

@@ -302,6 +302,7 @@ def parameter_view(parameter):
 
 
 def parameter_meta(parameter):
-    """The `TensorMeta` of a placed `Parameter`."""
+    """The `TensorMeta` of a placed `Parameter`, as it computes: it may be stored in another layout."""
     constant = not parameter.requires_grad
-    return tensor_meta(parameter.global_shape, dtype_name(parameter.dtype), parameter.layout, constant)
+    layout = getattr(parameter, "computing_layout", parameter.layout)
+    return tensor_meta(parameter.global_shape, dtype_name(parameter.dtype), layout, constant)

@@ -9,10 +9,10 @@ from mindformers_core.tensor_parallel.declare import cell_label, collect_declara
 from mindformers_core.tensor_parallel.deriving import derived_layouts
 from mindformers_core.tensor_parallel.dtensor import placed_parameter
 from mindformers_core.tensor_parallel.initialize import initializer_of, materialize
-from mindformers_core.tensor_parallel.sharded_cells import ShardedCell
+from mindformers_core.tensor_parallel.sharded_cells import ShardedCell, computing_parameters
 from mindformers_core.tensor_parallel.sharded_tree import ShardedTree
 
-__all__ = ["MODES", "shard"]
+__all__ = ["MODES", "replace_parameters", "shard"]
 
 MODES = ("generated", "eager")
 
@@ -101,6 +101,11 @@ def _place_parameters(cell, layouts, seed):
         materialize(cell, seed, layouts, world().rank)
         parts = {}
     placed = {id(p): placed_parameter(parts.get(path, p), layouts[path], shapes.get(path)) for path, p in named.items()}
+    replace_parameters(cell, placed)
+
+
+def replace_parameters(cell, placed):
+    """Put other Parameters into a Cell and those below: `placed` has them by the id of those that there are."""
     for _, child in cell.cells_and_names():
         for name, parameter in child._params.items():
             if parameter is not None:
@@ -111,7 +116,8 @@ def _place_parameters(cell, layouts, seed):
                 child._params_list[name] = ParameterTuple([placed[id(parameter)] for parameter in value])
     for _, child in cell.cells_and_names():
         if child._recompute_cell is not None:  # it remembers the parameters that it differentiates by
-            object.__setattr__(child._recompute_cell, "internal_params", child.trainable_params())
+            trained = [parameter for parameter in computing_parameters(child) if parameter.requires_grad]
+            object.__setattr__(child._recompute_cell, "internal_params", trained)
 
 
 def _meta_part(parameter, layout):

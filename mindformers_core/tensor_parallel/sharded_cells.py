@@ -7,7 +7,7 @@ from mindspore import Parameter, ParameterTuple, nn
 from mindformers_core.tensor_parallel.compiling import choose_program, eager_method
 from mindformers_core.tensor_parallel.dtensor import parameter_meta, parameter_view, wrap
 
-__all__ = ["EagerCell", "GeneratedCell", "ShardedCell", "located", "sharded_class"]
+__all__ = ["EagerCell", "GeneratedCell", "ShardedCell", "computing_parameters", "located", "sharded_class"]
 
 _LOCATED = (ValueError, TypeError, IndexError, RuntimeError)
 
@@ -40,6 +40,12 @@ class ShardedCell:
         elif not (same or tree.running or name.startswith("__") or name in _attributes_of_any_cell()):
             tree.forget_programs()
 
+    def parameters_and_names(self, name_prefix="", expand=True):
+        """As MindSpore's, of the Parameters that optimizers and checkpoints are to see."""
+        parts = self.__dict__["_sharding"][0].storage.parts
+        for name, parameter in super().parameters_and_names(name_prefix, expand):
+            yield name, parts.get(id(parameter), parameter)
+
     def add_flags(self, **flags):
         """As MindSpore's, which `set_train` calls: programs depend on the flag."""
         self.__dict__["_sharding"][0].training = None
@@ -50,10 +56,17 @@ class GeneratedCell(ShardedCell):
     """A Cell that runs generated programs: its methods of such names as `parallel_llama_mlp`."""
 
     def __call__(self, *args, program=None, **kwargs):
-        if program is not None:
-            return super().__call__(*args, program=program, **kwargs)
         tree, path = self.__dict__["_sharding"]
-        return tree.enter(path, super().__call__, args, kwargs)
+        if program is None:
+            return tree.enter(path, super().__call__, args, kwargs)
+        unit = tree.storage.units.get(path)
+        if unit is None:
+            return super().__call__(*args, program=program, **kwargs)
+        return unit(super().__call__, args, {**kwargs, "program": program})
+
+    def __getattr__(self, name):
+        value = super().__getattr__(name)
+        return self.__dict__["_sharding"][0].storage.seen(value) if isinstance(value, Parameter) else value
 
     def construct(self, *args, program=None, **kwargs):
         if program is None:
@@ -64,6 +77,11 @@ class GeneratedCell(ShardedCell):
 class EagerCell(ShardedCell):
     """A Cell that runs operator by operator: tensors are `DTensor`s, moved at its boundary as declared."""
 
+    def __call__(self, *args, **kwargs):
+        tree, path = self.__dict__["_sharding"]
+        unit = tree.storage.units.get(path)
+        return super().__call__(*args, **kwargs) if unit is None else unit(super().__call__, args, kwargs)
+
     def construct(self, *args, **kwargs):
         return getattr(self, eager_method(self.sharded_cell_number))(*args, **kwargs)
 
@@ -71,17 +89,16 @@ class EagerCell(ShardedCell):
         """The user's `construct` on DTensors, between the declared moves."""
         tree, path = self.__dict__["_sharding"]
         boundary = tree.boundaries[path]
-        outermost = tree.views is None
-        if outermost:
-            tree.views = {}
+        if tree.views is None:
+            with tree.running_eagerly():
+                args, kwargs = tree.storage.entering(args, kwargs) if path == "" else (args, kwargs)
+                result = self.run_eagerly(*args, **kwargs)
+                return tree.storage.leaving(result) if path == "" else result
         try:
             args, kwargs = boundary.enter(args, kwargs)
             return boundary.leave(super().construct(*args, **kwargs))
         except _LOCATED as error:
             raise located(error, boundary.label) from error.__cause__
-        finally:
-            if outermost:
-                tree.views = None
 
     def __getattr__(self, name):
         value = super().__getattr__(name)
@@ -104,10 +121,16 @@ def _attributes_of_any_cell():
     return frozenset(vars(nn.Cell())) | {"_mutable_flags", "_func_graph_flags"}
 
 
+def computing_parameters(cell):
+    """The Parameters that a Cell and those below compute with, as a list."""
+    return [parameter for _, parameter in nn.Cell.parameters_and_names(cell)]
+
+
 def _view(parameter, tree):
     """The DTensor of a parameter, one for a whole forward pass, so that all its uses share marks and gathers."""
     if tree.views is None:
-        return parameter_view(parameter)
+        return parameter_view(tree.storage.seen(parameter))
+    tree.storage.reading(parameter)
     view = tree.views.get(id(parameter))
     if view is None:
         view = tree.views[id(parameter)] = wrap(parameter, parameter_meta(parameter))

@@ -10,6 +10,7 @@ from mindformers_core.tensor_parallel.capturing.graph import CallNode
 from mindformers_core.tensor_parallel.capturing.structure import map_leaves
 from mindformers_core.tensor_parallel.compiling import enrol
 from mindformers_core.tensor_parallel.dtensor import DTensor
+from mindformers_core.tensor_parallel.parameter_storage import ParameterStorage
 from mindformers_core.tensor_parallel.program import describe, make_program, signature_key
 from mindformers_core.tensor_parallel.sharded_cells import EagerCell, GeneratedCell, located, sharded_class
 
@@ -31,6 +32,7 @@ class ShardedTree:
         function_names: of all generated functions so far: a Cell may get several as methods.
         running: name of the program that a call from outside has begun, or None.
         views: the DTensors of parameters while the eager engine runs, or None.
+        storage: the `ParameterStorage`: where the parameters are while nothing is computed.
         training: the flags of all Cells, or None where they have to be read again.
         deferred_gradients: the `DeferredGradients` whose matmuls leave the gradients of weights for later, or None.
         deferring: whether calls do that now: they have programs of their own.
@@ -47,6 +49,7 @@ class ShardedTree:
         self.versions = 0
         self.running = self.views = self.training = self.deferred_gradients = None
         self.deferring = False
+        self.storage = ParameterStorage()
         self._eager = set()
         self._as_it_is = _with_own_gradient(self.classes)
         self._methods = {path: {} for path in self.cells}
@@ -134,17 +137,31 @@ class ShardedTree:
 
     def enter(self, path, call, args, kwargs):
         """A call from outside, in PyNative: local tensors in, DTensors out."""
+        if path == "":
+            args, kwargs = self.storage.entering(args, kwargs)
         program = self.program(path, args, kwargs)
         args, kwargs = map_leaves(_local, (args, kwargs))
         if self.cells[path]._recompute_cell is not None:
             kwargs["program"] = program.name  # the backward pass calls it again, as it was called
         before, self.running = self.running, program.name
         try:
-            return program.wrapped(call(*args, **kwargs))
+            with self.storage.calling():
+                result = program.wrapped(call(*args, **kwargs))
+            return self.storage.leaving(result) if path == "" else result
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
             raise located(error, self.label(path)) from error.__cause__
         finally:
             self.running = before
+
+    @contextmanager
+    def running_eagerly(self):
+        """While open, a call from outside runs operator by operator."""
+        self.views = {}
+        try:
+            with self.storage.calling():
+                yield
+        finally:
+            self.views = None
 
     def program(self, path, args, kwargs, saved_plan=None):
         """The `Program` of a call of the Cell at `path`; made if need be, or if it is to follow a saved plan."""
@@ -196,6 +213,8 @@ class ShardedTree:
         names = program.source.functions
         for path, frame, graph in _calls(program):
             self._methods[path][names[frame]] = program.functions[names[frame]]
+            for read in graph.parameters:
+                self.storage.reading(self._parameter(program.path, read.path), path)
             for attribute, kind, index in program.source.borrowed.get(frame, ()):
                 self.cells[path].__dict__[attribute] = self._elsewhere(program.path, graph, kind, index)
         if self.deferring:
@@ -206,10 +225,13 @@ class ShardedTree:
     def _elsewhere(self, prefix, graph, kind, index):
         """A parameter or Cell that a graph uses, and that isn't below its own Cell."""
         if kind == "parameter":
-            owner, _, name = _joined(prefix, graph.parameters[index].path).rpartition(".")
-            return self.cells[owner]._params[name]
+            return self._parameter(prefix, graph.parameters[index].path)
         calls = [node for node in graph.nodes if isinstance(node, CallNode)]
         return self.cells[_joined(prefix, calls[index].graph.path)]
+
+    def _parameter(self, prefix, path):
+        owner, _, name = _joined(prefix, path).rpartition(".")
+        return self.cells[owner]._params[name]
 
     def forget_programs(self):
         """Make all programs anew when they are next asked for."""

@@ -27,7 +27,7 @@ from mindspore.graph.api import _no_grad
 
 from mindformers_core.communication import communicator
 from mindformers_core.tensor_parallel.generation.deferral import PRODUCTS, DeferredWeight, deferred_weights
-from mindformers_core.tensor_parallel.sharded_cells import EagerCell, ShardedCell
+from mindformers_core.tensor_parallel.sharded_cells import EagerCell, ShardedCell, computing_parameters
 
 __all__ = ["DeferredGradients", "PendingGradients", "split_weight_gradients"]
 
@@ -106,7 +106,7 @@ class DeferredGradients:
         The others needn't be among the weights of `GradOperation`: for them it gives zeros.
         """
         whole = {id(parameter) for parameter in self.parameters} - self._ordinary
-        return tuple(p for p in self._tree.cells[""].trainable_params() if id(p) not in whole)
+        return tuple(p for p in computing_parameters(self._tree.cells[""]) if p.requires_grad and id(p) not in whole)
 
     @property
     def collectors(self):
@@ -137,7 +137,7 @@ class DeferredGradients:
         pairs = [(product, *pair) for product in products for pair in product.arrived]
         for product in products:
             product.arrived.clear()
-        if not pairs and collector_gradients:
+        if collector_gradients:
             if len(collector_gradients) != 2 * len(products):
                 raise ValueError(
                     f"{self._tree.label('')} has {2 * len(products)} collectors, and take() got the gradients of "
@@ -145,7 +145,8 @@ class DeferredGradients:
                     "`collectors` again and make GradOperation anew"
                 )
             given = iter(collector_gradients)
-            pairs = [pair for pair in zip(products, given, given) if pair[1].ndim > 1]  # else of another program
+            # else of another program, or of a Cell that isn't compiled: it has arrived
+            pairs += [pair for pair in zip(products, given, given) if pair[1].ndim > 1]
         if not pairs and self._products:
             raise ValueError(
                 f"{self._tree.label('')}: no gradient has arrived for later. Call take() after a backward pass, and in "

@@ -17,24 +17,64 @@ from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaForCausalLM
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.trainer.pipeline_recipe import recipe_timeline
-from mindformers_core.trainer.pipeline_step import build_chunks
-from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_shape
+from mindformers_core.trainer.pipeline_step import build_chunks, hsdp_chunks
+from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, global_batch_size, mesh_shape
+from mindformers_core.trainer.zero_recipe import SHARDED, zero_settings
+from mindformers_core.zero import memory_report
 
-__all__ = ["dry_run", "ParameterFact", "pipeline_report", "report"]
+__all__ = ["RankFacts", "ParameterFact", "dry_run", "pipeline_report", "report"]
 
-_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-_MOMENT_BYTES = 2 * 4  # AdamW keeps two float32 moments
+_ROWS = {  # fields of a memory report's `Figures`
+    "weights": "weights",
+    "parts": "their parts",
+    "gradients": "gradients",
+    "state": "AdamW state",
+    "buckets": "buckets",
+}
 
 
 @dataclass(frozen=True)
 class ParameterFact:
-    """One parameter: its path, whole and local shape, dtype by name, and layout as text."""
+    """One parameter.
+
+    Attributes:
+        name: its path.
+        global_shape, local_shape, part_shape: whole; as a rank computes with it; of the part that a rank keeps between
+            steps, and updates.
+        dtype: name of the dtype.
+        layout: that of the part, as text.
+        reason: why `hsdp()` leaves it whole on the ranks that shard others; empty where it cuts it.
+    """
 
     name: str
     global_shape: tuple
     local_shape: tuple
+    part_shape: tuple
     dtype: str
     layout: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What a rank holds.
+
+    Attributes:
+        parameters: `ParameterFact`s, each parameter once.
+        level: of `hsdp()`, 0 for plain data parallelism.
+        shards: number of parts that parameters are cut into.
+        bytes: keys of `_ROWS` -> bytes, at the fullest time of a step.
+    """
+
+    parameters: tuple
+    level: int
+    shards: int
+    bytes: dict
+
+    @property
+    def total(self):
+        """All bytes."""
+        return sum(self.bytes.values())
 
 
 def dry_run(recipe):
@@ -44,23 +84,24 @@ def dry_run(recipe):
         ValueError: anything that would make the real run fail on shapes: a dim that its axes don't divide, ….
     """
     mesh = init_device_mesh(mesh_shape(recipe), MESH_AXES)
-    micro_batches = accumulation_steps(recipe, mesh.axis_size("dp"))
+    dp_size = mesh.axis_size("dp")
+    micro_batches = accumulation_steps(recipe, dp_size)
     ranks = mesh.group(mesh.rank_list[0], ("pp",))
-    parts = [_facts_of_rank(recipe, mesh, rank) for rank in ranks]
+    parts = [_facts_of_rank(recipe, mesh, rank, micro_batches) for rank in ranks]
     training, length = recipe.training, recipe.train_dataset.seq_length
     kind = "micro-batches" if len(parts) == 1 else "pipeline runs"
-    batches = f"{mesh.axis_size('dp')} dp ranks x {micro_batches} {kind} x {training.local_batch_size}"
+    batches = f"{dp_size} dp ranks x {micro_batches} {kind} x {training.local_batch_size}"
     head = (
         f"mesh        {mesh}: {mesh.size} ranks\n"
-        f"batch       {training.global_batch_size} sequences of {length} tokens a step: {batches}\n"
+        f"batch       {global_batch_size(recipe, dp_size)} sequences of {length} tokens a step: {batches}\n"
     )
     if len(parts) == 1:
         return head + report(parts[0])
     return head + pipeline_report(recipe_timeline(recipe), parts)
 
 
-def _facts_of_rank(recipe, mesh, rank):
-    """`ParameterFact`s of what a rank holds, after its Cells have run forward on shapes alone."""
+def _facts_of_rank(recipe, mesh, rank, micro_batches):
+    """The `RankFacts` of a rank, after its Cells have run forward on shapes alone."""
     init_distributed("fake", world_size=mesh.size, rank=rank)
     try:
         if recipe.parallelism.pipeline_parallel == 1:
@@ -71,9 +112,28 @@ def _facts_of_rank(recipe, mesh, rank):
             batch = recipe.parallelism.pipeline_parallel_microbatch_size
         for index, net in chunks:
             _run_forward(recipe, mesh, index, net, batch)
-        return [_fact(parameter) for _, net in chunks for parameter in net.trainable_params()]
+        zero = zero_settings(recipe, mesh, micro_batches)
+        nets = [net for _, net in chunks]
+        hsdp_chunks(recipe, nets, zero)
+        return _facts(recipe, nets, zero["shard_size"])
     finally:
         shutdown()
+
+
+def _facts(recipe, nets, shards):
+    """The `RankFacts` of Cells under `hsdp()`."""
+    at_once = recipe.context.mode == 0 or recipe.parallelism.pipeline_parallel > 1  # all gradients of a backward pass
+    reports = [memory_report(net, compiled=at_once) for net in nets]
+    fullest = max(("pass", "update"), key=lambda moment: sum(report.computed[moment].total for report in reports))
+    figures = [report.computed[fullest] for report in reports]
+    bytes_by_kind = {kind: sum(getattr(each, kind) for each in figures) for kind in _ROWS}
+    parameters = {}
+    for net, report in zip(nets, reports, strict=True):
+        plans = {plan.path: plan for plan in report.step.plans}
+        for path, parameter in net.parameters_and_names():
+            parameters[path] = _fact(parameter, plans[path], shards)
+    level = recipe.parallelism.zero_level if shards > 1 else 0
+    return RankFacts(tuple(parameters.values()), level, shards, bytes_by_kind)
 
 
 def _whole_model(recipe, mesh):
@@ -99,66 +159,72 @@ def pipeline_report(timeline, parts):
 
     Args:
         timeline: the `Timeline` of the schedule, all passes of a stage taken as equally long.
-        parts: for every pipeline rank the list of its `ParameterFact`s.
+        parts: for every pipeline rank its `RankFacts`.
     """
-    sizes = [_bytes(facts) for facts in parts]
+    sizes = [facts.total for facts in parts]
     fullest = sizes.index(max(sizes))
     lines = [f"pipeline    {timeline.bubble_fraction:.1%} of the time is bubbles (if all stages' passes are alike)"]
     for rank, (facts, size) in enumerate(zip(parts, sizes)):
         lines.append(
-            f"  rank {rank:<4} {sum(math.prod(fact.local_shape) for fact in facts):,} parameters on each of its "
+            f"  rank {rank:<4} {_count(facts.parameters, 'local_shape'):,} parameters on each of its "
             f"devices, {_gib(size).strip()}, at most {timeline.peak_live[rank]:g} micro-batches live"
         )
-    whole = sum({fact.name: math.prod(fact.global_shape) for facts in parts for fact in facts}.values())
+    whole = sum({fact.name: math.prod(fact.global_shape) for facts in parts for fact in facts.parameters}.values())
     lines.append(f"parameters  {whole:,} in all; on pipeline rank {fullest}, the fullest:")
     return "\n".join(lines) + "\n" + report(parts[fullest])
 
 
 def report(facts):
-    """The text of a dry run's figures for a list of `ParameterFact`."""
-    whole = sum(math.prod(fact.global_shape) for fact in facts)
-    local = sum(math.prod(fact.local_shape) for fact in facts)
-    parameter_bytes, moment_bytes = _bytes_by_dtype(facts)
-    total = _bytes(facts)
-    lines = [f"parameters  {whole:,} in all, {local:,} on each rank", "bytes on each rank (without activations)"]
-    for kind in ("parameters", "gradients"):
-        lines += [f"  {kind:<12} {dtype:<9} {_gib(count)}" for dtype, count in parameter_bytes.items()]
-    lines += [f"  {'AdamW state':<12} {'float32':<9} {_gib(moment_bytes)}", f"  {'together':<22} {_gib(total)}", ""]
-    return "\n".join(lines + _table(facts))
+    """The text of a dry run's figures for a `RankFacts`."""
+    parameters = facts.parameters
+    whole, local = (_count(parameters, shape) for shape in ("global_shape", "local_shape"))
+    lines = [f"parameters  {whole:,} in all, {local:,} on each rank", *_sharded(facts)]
+    lines.append("bytes on each rank at the fullest time (without activations)")
+    lines += [f"  {title:<22} {_gib(facts.bytes[kind])}" for kind, title in _ROWS.items() if facts.bytes[kind]]
+    lines += [f"  {'together':<22} {_gib(facts.total)}", ""]
+    return "\n".join(lines + _table(parameters))
 
 
-def _bytes_by_dtype(facts):
-    """`(bytes of parameters by dtype, bytes of moments)`."""
-    parameter_bytes, moment_bytes = Counter(), 0
-    for fact in facts:
-        parameter_bytes[fact.dtype] += math.prod(fact.local_shape) * _ITEM_BYTES[fact.dtype]
-        moment_bytes += math.prod(fact.local_shape) * _MOMENT_BYTES
-    return parameter_bytes, moment_bytes
-
-
-def _bytes(facts):
-    """Bytes of parameters, gradients and moments."""
-    parameter_bytes, moment_bytes = _bytes_by_dtype(facts)
-    return 2 * sum(parameter_bytes.values()) + moment_bytes
-
-
-def _table(facts):
-    """One line for every kind of parameter: those of all layers that are alike are counted together."""
-    kinds = Counter((re.sub(r"\.\d+\.", ".*.", f.name), f.global_shape, f.local_shape, f.layout) for f in facts)
-    rows = [("parameter", "count", "whole shape", "on a rank", "layout")]
-    rows += [
-        (name, str(count), str(whole), str(local), layout) for (name, whole, local, layout), count in kinds.items()
+def _sharded(facts):
+    """What data-parallel ranks shard, and what stays whole on all of them: lines."""
+    if facts.level == 0:
+        return []
+    kept = _count(facts.parameters, "part_shape")
+    lines = [
+        f"zero        level {facts.level}, {SHARDED[facts.level]} in {facts.shards} parts: a rank keeps and updates "
+        f"{kept:,} parameters"
     ]
+    whole = [fact for fact in facts.parameters if fact.reason]
+    if whole:
+        names = sorted({_any_layer(fact.name) for fact in whole})
+        lines.append(f"  {len(whole)} stay whole, {_count(whole, 'local_shape'):,} parameters: {', '.join(names)}")
+    return lines
+
+
+def _count(parameters, shape):
+    """Elements of all `ParameterFact`s, in the shape of this name."""
+    return sum(math.prod(getattr(fact, shape)) for fact in parameters)
+
+
+def _any_layer(name):
+    """A parameter's path with `*` for the number of a layer."""
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def _table(parameters):
+    """One line for every kind of parameter: those of all layers that are alike are counted together."""
+    kinds = Counter((_any_layer(f.name), f.global_shape, f.local_shape, f.part_shape, f.layout) for f in parameters)
+    rows = [("parameter", "count", "whole shape", "on a rank", "its part", "layout of the part")]
+    rows += [(name, str(count), *map(str, shapes), layout) for (name, *shapes, layout), count in kinds.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
-def _fact(parameter):
-    layout = parameter.layout
-    local_shape = layout.local_shape(parameter.global_shape, parameter.name)
-    dtype = str(parameter.dtype).rpartition(".")[2].lower()
-    return ParameterFact(parameter.name, tuple(parameter.global_shape), local_shape, dtype, str(layout))
+def _fact(parameter, plan, shards):
+    """The `ParameterFact` of a part, with its `ParameterPlan`."""
+    shapes = tuple(parameter.global_shape), plan.shape, plan.part_shape(shards)
+    return ParameterFact(plan.path, *shapes, plan.dtype, str(parameter.layout), plan.reason)
 
 
 def _gib(count):
-    return f"{count:>18,}  ({count / 2**30:.2f} GiB)"
+    return f"{count:>20,} ({count / 2**30:.2f} GiB)"

@@ -5,11 +5,13 @@ import mindspore as ms
 from mindformers_core.models import LlamaForCausalLM, tied_paths
 from mindformers_core.models.layer_specs import stage_index
 from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage
-from mindformers_core.tensor_parallel import jit, shard
+from mindformers_core.tensor_parallel import shard
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
 from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run, model_part, recipe_schedule
+from mindformers_core.trainer.step import update_function
+from mindformers_core.zero import hsdp, share_parts
 
-__all__ = ["build_chunks", "build_schedule", "own_parameters", "pipeline_step_function"]
+__all__ = ["build_chunks", "build_schedule", "hsdp_chunks", "own_parameters", "pipeline_step_function"]
 
 
 def build_chunks(recipe, mesh, rank):
@@ -24,28 +26,34 @@ def build_chunks(recipe, mesh, rank):
             net = LlamaForCausalLM(config, vp_stage=chunk)
         shard(net, inner, recipe.parallelism, seed=recipe.training.seed, mode=recipe.context.engine)
         chunks.append((stage_index(config, chunk), net))
-    _share_tied([net for _, net in chunks])
     return chunks
 
 
-def _share_tied(nets):
-    """Let Cells on one rank hold a parameter of the same path together, so that it is there and updated once."""
-    known = {}
+def hsdp_chunks(recipe, nets, zero):
+    """Call `hsdp()` with the chunks of a rank; a parameter that several hold is stored and updated once.
+
+    Args:
+        recipe: the `Recipe`.
+        nets: the Cells, in order.
+        zero: keyword arguments of `hsdp()`.
+    """
     for net in nets:
-        for path, cell in net.cells_and_names():
-            for name, parameter in cell._params.items():
-                cell._params[name] = known.setdefault((path, name), parameter)
+        hsdp(net, **zero)
+    share_parts(nets, tied_paths(recipe.model))
 
 
-def build_schedule(recipe, mesh, rank):
-    """The recipe's schedule with the stages of `rank` of `mesh`, whose axes are `MESH_AXES`."""
+def build_schedule(recipe, mesh, rank, zero):
+    """The recipe's schedule with the stages of `rank` of `mesh`, whose axes are `MESH_AXES`; `zero` are the keyword
+    arguments of `hsdp()`."""
     sizes = recipe.parallelism
+    chunks = build_chunks(recipe, mesh, rank)
+    hsdp_chunks(recipe, [net for _, net in chunks], zero)
     stage_num = sizes.pipeline_parallel * sizes.pipeline_parallel_interleave_num
     stages = [
         PipelineStage(
             net, index, stage_num, mesh=mesh, compiled=recipe.context.mode == 0, tied=tied_paths(recipe.model)
         )
-        for index, net in build_chunks(recipe, mesh, rank)
+        for index, net in chunks
     ]
     kind = recipe_schedule(recipe)
     stages = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
@@ -53,12 +61,15 @@ def build_schedule(recipe, mesh, rank):
 
 
 def own_parameters(schedule):
-    """The Parameters of this rank's stages, stage by stage, each once."""
+    """This rank's parts of the Parameters of its stages, stage by stage, each once."""
     return list(dict.fromkeys(parameter for stage in schedule.stages for parameter in stage.parameters))
 
 
 def pipeline_step_function(schedule, optimizer, max_norm, mesh, compiled):
     """The function that takes one step; see `step_function`, whose function has the same arguments and results.
+
+    Gradients are reduced over data-parallel ranks once, after the last of the runs, as many as hsdp's
+    `accumulate_grad_step`.
 
     Args:
         schedule: with this rank's stages; the ranks of the pipeline call this together.
@@ -70,24 +81,14 @@ def pipeline_step_function(schedule, optimizer, max_norm, mesh, compiled):
     schedule.meet()
     counted = _first_of_each(schedule, [stage.counted for stage in schedule.stages])
     clip = ClipByGlobalNorm(optimizer.parameters, max_norm, mesh, ("pp",), counted)
-
-    def update(gradients, count, rate, eps, decay):
-        averaged = ()
-        for gradient in gradients:
-            averaged = averaged + (gradient / count,)
-        clipped, norm = clip(averaged)
-        optimizer(clipped, rate, eps, decay)
-        return norm
-
-    run_update = jit(update) if compiled else update
+    update = update_function(optimizer, clip, compiled)
 
     def step(input_ids, labels, rate, eps, decay):
         for stage in schedule.stages:
             stage.zero_gradients()
         losses = [schedule.run(ids, labels=targets) for ids, targets in zip(input_ids, labels)]
         gradients = _first_of_each(schedule, [stage.gradients for stage in schedule.stages])
-        norm = run_update(gradients, ms.Tensor(float(len(losses)), ms.float32), rate, eps, decay)
-        return sum(losses) / len(losses), norm
+        return sum(losses) / len(losses), update(rate, eps, decay, *gradients)
 
     return step
 

@@ -10,8 +10,18 @@ from typing import Literal
 
 from mindformers_core.models.configuration import LlamaConfig
 from mindformers_core.trainer.pipeline_recipe import PLACE_IN_PIPELINE, check_pipeline
+from mindformers_core.trainer.zero_recipe import check_zero
 
-__all__ = ["Recipe", "check_recipe", "mesh_shape", "accumulation_steps", "warmup_steps", "MESH_AXES", "bounded"]
+__all__ = [
+    "Recipe",
+    "check_recipe",
+    "mesh_shape",
+    "accumulation_steps",
+    "global_batch_size",
+    "warmup_steps",
+    "MESH_AXES",
+    "bounded",
+]
 
 MESH_AXES = ("pp", "dp", "cp", "tp")
 # MindSpore 2.10 has no bfloat16 CPU kernel of Gather, which the embedding needs
@@ -29,7 +39,9 @@ class Training:
 
     steps: int = bounded(1000, at_least=1)
     local_batch_size: int = bounded(1, at_least=1)  # sequences of one forward pass (or pipeline run) of one dp rank
-    global_batch_size: int = bounded(1, at_least=1)  # sequences of one step, over all dp ranks and micro-batches
+    # one of these two is enough: the other, or where none is given one micro-batch, follows (`accumulation_steps`)
+    global_batch_size: int | None = bounded(None, at_least=1)  # sequences of one step, of all dp ranks together
+    gradient_accumulation_steps: int | None = bounded(None, at_least=1)  # micro-batches of one step on a dp rank
     max_norm: float = bounded(1.0, at_least=0.0)  # largest global norm of the gradients; 0: no clipping
     seed: int = bounded(42, at_least=0)
     output_dir: str = ""  # run folder; default output/<name of the recipe's file>
@@ -37,9 +49,17 @@ class Training:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Sizes of the mesh axes. All sizes multiplied are the number of ranks."""
+    """Sizes of the mesh axes. All sizes multiplied are the number of ranks; both of dp multiplied are the axis dp.
 
-    data_parallel_shard: int = -1  # dp ranks, among which a batch is sharded; -1: all ranks that the others leave
+    A batch is sharded among all dp ranks. What else they shard is said by `zero_level`, see `hsdp`.
+    """
+
+    data_parallel_replicate: int = bounded(1, at_least=1)  # groups of dp ranks; every group holds the same
+    data_parallel_shard: int = -1  # dp ranks of a group; -1: all ranks that the others leave
+    zero_level: Literal[0, 1, 2, 3] = 0  # a group shards 1 optimizer state, 2 gradients too, 3 weights too
+    zero_threshold_kb: int = bounded(64, at_least=0)  # weights of as many KB, and smaller ones, stay whole
+    reshard_after_forward: bool | None = None  # level 3: drop weights after forward; default: yes, in a pipeline no
+    comm_fusion: str | int | float | dict = field(default="auto", hash=False)  # see `parse_comm_fusion`
     tensor_parallel: int = bounded(1, at_least=1)
     sequence_parallel: bool = False  # norms work on a slice of the sequence dim, over the tp axis
     context_parallel: int = bounded(1, at_least=1)
@@ -109,7 +129,7 @@ class Monitor:
 class Context:
     """How the model is executed."""
 
-    mode: Literal[0, 1] = 1  # 1: PyNative; 0: graph mode, every step is one compiled function
+    mode: Literal[0, 1] = 1  # 1: PyNative; 0: graph mode, forward and backward passes, and the update, are compiled
     engine: Literal["generated", "eager"] = "generated"  # see `shard`; eager computes operator by operator
     device_target: Literal["CPU", "GPU", "Ascend"] = "CPU"
 
@@ -131,10 +151,11 @@ class Recipe:
 
 def check_recipe(recipe):
     """Raise `ValueError` for the first combination of keys that can't work, with the keys' paths."""
-    for check in (_check_available, _check_model_divides, check_pipeline, _check_data, _check_schedule):
+    for check in (_check_available, _check_model_divides, check_pipeline, check_zero, _check_data, _check_schedule):
         check(recipe)
-    if recipe.parallelism.data_parallel_shard > 0:
-        accumulation_steps(recipe, recipe.parallelism.data_parallel_shard)
+    sizes = recipe.parallelism
+    if sizes.data_parallel_shard > 0:
+        accumulation_steps(recipe, sizes.data_parallel_replicate * sizes.data_parallel_shard)
 
 
 def mesh_shape(recipe, world_size=None):
@@ -144,34 +165,52 @@ def mesh_shape(recipe, world_size=None):
         ValueError: the sizes need another number of ranks than run.
     """
     sizes = recipe.parallelism
-    others = sizes.pipeline_parallel * sizes.context_parallel * sizes.tensor_parallel
-    dp = sizes.data_parallel_shard
-    if dp == -1:
+    others = sizes.pipeline_parallel * sizes.data_parallel_replicate * sizes.context_parallel * sizes.tensor_parallel
+    shard = sizes.data_parallel_shard
+    if shard == -1:
         if world_size is None:
             raise ValueError(
                 "parallelism.data_parallel_shard: -1 takes the ranks that were launched, but a dry run launches none: "
                 "give a size, as parallelism.data_parallel_shard=8"
             )
-        dp = max(1, world_size // others)
-    if world_size is not None and dp * others != world_size:
-        raise ValueError(
-            f"parallelism: pipeline_parallel {sizes.pipeline_parallel} x data_parallel_shard {dp} x context_parallel "
-            f"{sizes.context_parallel} x tensor_parallel {sizes.tensor_parallel} needs {dp * others} ranks, but "
-            f"{world_size} {'was' if world_size == 1 else 'were'} launched. Either launch {dp * others}, as\n"
-            f'  bash scripts/msrun_launch.sh "-m mindformers_core train --config …" {dp * others} {dp * others}\n'
-            f"or change these sizes, as parallelism.data_parallel_shard=…"
-        )
+        shard = max(1, world_size // others)
+    if world_size is not None and shard * others != world_size:
+        raise ValueError(_wrong_number_of_ranks(sizes, shard, shard * others, world_size))
+    dp = sizes.data_parallel_replicate * shard
     return (sizes.pipeline_parallel, dp, sizes.context_parallel, sizes.tensor_parallel)
 
 
+def _wrong_number_of_ranks(sizes, shard, needed, world_size):
+    replicate = sizes.data_parallel_replicate
+    groups = f"data_parallel_replicate {replicate} x " if replicate > 1 else ""
+    return (
+        f"parallelism: pipeline_parallel {sizes.pipeline_parallel} x {groups}data_parallel_shard {shard} x "
+        f"context_parallel {sizes.context_parallel} x tensor_parallel {sizes.tensor_parallel} needs {needed} ranks, "
+        f"but {world_size} {'was' if world_size == 1 else 'were'} launched. Either launch {needed}, as\n"
+        f'  bash scripts/msrun_launch.sh "-m mindformers_core train --config …" {needed} {needed}\n'
+        f"or change these sizes, as parallelism.data_parallel_shard=…"
+    )
+
+
 def accumulation_steps(recipe, dp_size):
-    """Micro-batches that every dp rank runs in one step.
+    """Micro-batches that every dp rank runs in one step; in a pipeline, runs of its schedule.
+
+    They are `training.gradient_accumulation_steps`, or follow from `training.global_batch_size`, or are 1 where neither
+    is given.
+
+    Args:
+        recipe: the `Recipe`.
+        dp_size: number of dp ranks, groups and shards together.
 
     Raises:
-        ValueError: the global batch is not whole micro-batches.
+        ValueError: the global batch is not whole micro-batches, or is not as many as the recipe says.
     """
     training = recipe.training
-    at_once = training.local_batch_size * dp_size
+    given, at_once = training.gradient_accumulation_steps, training.local_batch_size * dp_size
+    if training.global_batch_size is None:
+        return given or 1
+    if given is not None and training.global_batch_size != at_once * given:
+        raise ValueError(_batches_that_differ(training, dp_size, at_once))
     if training.global_batch_size % at_once:
         fitting = max(at_once, training.global_batch_size // at_once * at_once)
         raise ValueError(
@@ -179,6 +218,21 @@ def accumulation_steps(recipe, dp_size):
             f"{training.local_batch_size} x {dp_size} data-parallel ranks = {at_once}: try {fitting}"
         )
     return training.global_batch_size // at_once
+
+
+def _batches_that_differ(training, dp_size, at_once):
+    size, given = training.global_batch_size, training.gradient_accumulation_steps
+    fitting = f" or gradient_accumulation_steps={size // at_once}" if size % at_once == 0 else ""
+    return (
+        f"training.global_batch_size: {size} is not training.local_batch_size {training.local_batch_size} x {dp_size} "
+        f"data-parallel ranks x training.gradient_accumulation_steps {given} = {at_once * given}: try "
+        f"global_batch_size={at_once * given}{fitting}, or give only one of the two"
+    )
+
+
+def global_batch_size(recipe, dp_size):
+    """Sequences of one step, over all dp ranks and micro-batches; arguments and errors as in `accumulation_steps`."""
+    return recipe.training.local_batch_size * dp_size * accumulation_steps(recipe, dp_size)
 
 
 def warmup_steps(recipe):

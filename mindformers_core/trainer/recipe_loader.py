@@ -116,9 +116,7 @@ def _convert(value, hint, path):
         return _convert_section(value, hint, path)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        if value is None and type(None) in arguments:
-            return None
-        return _convert(value, next(argument for argument in arguments if argument is not type(None)), path)
+        return _convert_union(value, arguments, path)
     if origin is typing.Literal:
         if any(value == allowed and type(value) is type(allowed) for allowed in arguments):
             return value
@@ -126,6 +124,18 @@ def _convert(value, hint, path):
     if origin in (tuple, list):
         return _convert_sequence(value, origin, arguments, path)
     return _convert_scalar(value, hint, path)
+
+
+def _convert_union(value, arguments, path):
+    if value is None and type(None) in arguments:
+        return None
+    hints = [argument for argument in arguments if argument is not type(None)]
+    if len(hints) == 1:
+        return _convert(value, hints[0], path)
+    if type(value) in hints:  # several are plain types
+        return value
+    *others, last = map(_kind, hints)
+    raise TypeError(f"{path}: {value!r} ({_show(type(value))}) should be {', '.join(others)} or {last}")
 
 
 def _convert_section(value, section, path):
@@ -171,9 +181,14 @@ def _convert_scalar(value, hint, path):
         return float(value)
     if type(value) is hint:
         return value
-    allowed = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", dict: "a mapping"}
-    assert hint in allowed, f"{path}: the loader knows no type {hint}"
-    raise TypeError(f"{path}: {value!r} ({_show(type(value))}) should be {allowed[hint]}")
+    raise TypeError(f"{path}: {value!r} ({_show(type(value))}) should be {_kind(hint)}")
+
+
+def _kind(hint):
+    """A plain type in words."""
+    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", dict: "a mapping"}
+    assert hint in kinds, f"the loader knows no type {hint}"
+    return kinds[hint]
 
 
 def _check_range(value, limits, path):

@@ -1,6 +1,6 @@
 """Saving a run's state and taking it up again, on the same mesh.
 
-`run/checkpoint/step_N/` holds one `rank_R.safetensors` a rank (its slices of parameters and optimizer state) and
+`run/checkpoint/step_N/` holds one `rank_R.safetensors` a rank (its parts of parameters and optimizer state) and
 `state.json`. It is written under another name and renamed when all ranks are done, so that a folder `step_N` is whole.
 """
 
@@ -74,7 +74,8 @@ def load_state(folder, expected, tensors, rank):
         rank: this process's rank.
 
     Raises:
-        ValueError: saved on another mesh or with another model. FileNotFoundError: a rank's file is missing.
+        ValueError: saved on another mesh, with another model, or sharded otherwise.
+        FileNotFoundError: a rank's file is missing.
     """
     with open(os.path.join(folder, "state.json"), encoding="utf-8") as file:
         state = json.load(file)

@@ -1,74 +1,58 @@
-"""One optimizer step as one function of tensors: PyNative runs it, and graph mode compiles the very same."""
+"""One optimizer step as one function of tensors: micro-steps, one reduction of gradients, clipping, and the update."""
 
-import mindspore as ms
-
-from mindformers_core.operators import tensor_meta
-from mindformers_core.tensor_parallel import jit, prepare
+from mindformers_core.tensor_parallel import jit
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
+from mindformers_core.zero import value_and_grad
 
-__all__ = ["step_function"]
+__all__ = ["step_function", "update_function"]
 
 
-def step_function(net, optimizer, max_norm, batch_shape, compiled):
+def step_function(net, optimizer, max_norm, compiled):
     """The function that takes one step.
 
-    Numbers that change from step to step are tensors, so that it is compiled once. Compiled, the micro-batches are
-    unrolled, and so compiling takes longer the more there are.
+    Forward and backward pass run once for every micro-batch. In graph mode they are one compiled function, and clipping
+    and update another: the schedule of micro-steps and collectives of gradients stays in Python.
 
     Args:
-        net: the sharded model; called with input ids and labels, it gives the loss.
-        optimizer: an `AdamW`.
+        net: the model that `hsdp()` returned; called with input ids and labels, it gives the loss.
+        optimizer: an `AdamW` of its parts, `net.trainable_params()`.
         max_norm: of the gradients, see `ClipByGlobalNorm`.
-        batch_shape: (micro-batches, sequences of one, tokens of a sequence), on this rank.
-        compiled: whether it is compiled as one graph, at its first call.
+        compiled: whether the passes and the update are compiled, each at its first call.
 
     Returns:
-        A function of `input_ids` and `labels`, int32 tensors of shape `batch_shape`, and of the float32 scalars of
+        A function of `input_ids` and `labels`, int32 tensors of shape (micro-batches, sequences of one, tokens of a
+        sequence) on this rank, as many micro-batches as hsdp's `accumulate_grad_step`; and of the float32 scalars of
         `AdamW.scalars`. It updates the parameters, and returns the mean loss and the gradients' norm before clipping,
         local tensors that are the same on all ranks.
     """
-    micro_batches, *shape = batch_shape
-    if compiled:  # else the first compilation stops where it needs the program, and says so
-        ids = tensor_meta(tuple(shape), "int32")
-        prepare(net, ids, ids)
-    gradient_of = ms.value_and_grad(net if compiled else _local_results(net), None, optimizer.parameters)
-    clip = ClipByGlobalNorm(optimizer.parameters, max_norm)
+    gradient_of = value_and_grad(net, compiled=compiled)
+    update = update_function(optimizer, ClipByGlobalNorm(optimizer.parameters, max_norm), compiled)
 
     def step(input_ids, labels, rate, eps, decay):
-        loss, gradients = gradient_of(input_ids[0], labels[0])
-        for index in range(1, micro_batches):
-            more, new = gradient_of(input_ids[index], labels[index])
-            loss = loss + more
-            gradients = _added(gradients, new)
-        if micro_batches > 1:
-            loss = loss / micro_batches
-            gradients = _divided(gradients, micro_batches)
-        gradients, norm = clip(gradients)
-        optimizer(gradients, rate, eps, decay)
-        return loss, norm
+        losses, gradients = [], None
+        for ids, targets in zip(input_ids, labels, strict=True):
+            assert gradients is None, f"{len(input_ids)} micro-batches are more than accumulate_grad_step"
+            loss, gradients = gradient_of(ids, targets)
+            losses.append(loss)
+        return sum(losses) / len(losses), update(rate, eps, decay, *gradients)
 
-    return jit(step) if compiled else step
+    return step
 
 
-def _local_results(net):
-    """`net` with the loss as a compiled function sees it: a plain local tensor."""
+def update_function(optimizer, clip, compiled):
+    """The function of the scalars of `AdamW.scalars` and of all reduced gradients, one by one, that clips, updates,
+    and returns the norm before clipping.
 
-    def run(input_ids, labels):
-        return net(input_ids, labels).to_local()
+    Args:
+        optimizer: an `AdamW`.
+        clip: the `ClipByGlobalNorm` of its parameters.
+        compiled: whether it is compiled, at its first call. Numbers that change from step to step are tensors, so that
+            it is compiled once.
+    """
 
-    return run
+    def update(rate, eps, decay, *gradients):  # one by one: tensors in a tuple would be compiled in as constants
+        clipped, norm = clip(gradients)
+        optimizer(clipped, rate, eps, decay)
+        return norm
 
-
-def _added(gradients, others):
-    """The sums, place by place; a loop that the compiler of graphs understands."""
-    summed = ()
-    for one, other in zip(gradients, others):
-        summed = summed + (one + other,)
-    return summed
-
-
-def _divided(gradients, count):
-    quotients = ()
-    for gradient in gradients:
-        quotients = quotients + (gradient / count,)
-    return quotients
+    return jit(update) if compiled else update

@@ -22,11 +22,13 @@ from mindformers_core.trainer.metrics import MetricsFile, TensorBoardFile, draw_
 from mindformers_core.trainer.pipeline_recipe import pipeline_state
 from mindformers_core.trainer.pipeline_step import build_schedule, own_parameters, pipeline_step_function
 from mindformers_core.trainer.progress import Progress
-from mindformers_core.trainer.recipe import MESH_AXES, Recipe, accumulation_steps, mesh_shape
+from mindformers_core.trainer.recipe import MESH_AXES, Recipe, accumulation_steps, global_batch_size, mesh_shape
 from mindformers_core.trainer.recipe_loader import recipe_to_yaml
 from mindformers_core.trainer.run_folder import open_run_folder
 from mindformers_core.trainer.saved_state import find_checkpoint, load_state, save_state
 from mindformers_core.trainer.step import step_function
+from mindformers_core.trainer.zero_recipe import zero_settings, zero_state
+from mindformers_core.zero import hsdp
 
 __all__ = ["Job", "prepare", "make_job", "resume", "run_steps", "train_step"]
 
@@ -42,6 +44,7 @@ class Job:
     cells: tuple  # the sharded model; of a pipeline this rank's chunks of it
     optimizer: AdamW
     micro_batches: int  # forward and backward passes of a step; in a pipeline runs of its schedule
+    batch_size: int  # sequences of a step, of all dp ranks together
     run_step: object  # see `step_function`
     step: int = 0
     consumed: int = 0
@@ -58,10 +61,10 @@ class Job:
         """What must be the same in the run that resumes."""
         sizes = dict(zip(self.mesh.axis_names, self.mesh.shape))
         model = dataclasses.asdict(self.recipe.model)
-        return {"mesh": sizes, "model": model} | pipeline_state(self.recipe)
+        return {"mesh": sizes, "model": model} | pipeline_state(self.recipe) | zero_state(self.recipe, self.mesh)
 
     def tensors(self):
-        """The Parameters of a checkpoint."""
+        """The Parameters of a checkpoint: this rank's parts of weights and moments."""
         return [*self.optimizer.parameters, *self.optimizer.state()]
 
 
@@ -75,7 +78,7 @@ def prepare(recipe):
     _check_extras(recipe)
     if ms.get_context("device_target") != recipe.context.device_target:  # can't be set once kernels have run
         _set_device(recipe.context.device_target)
-    ms.set_context(mode=ms.PYNATIVE_MODE)  # in graph mode only the step is compiled, all at once
+    ms.set_context(mode=ms.PYNATIVE_MODE)  # in graph mode passes and update are compiled, what is between them isn't
     world = init_distributed()  # msrun's scheduler stays in here
     mesh = init_device_mesh(mesh_shape(recipe, world.size), MESH_AXES)
     dataset = open_dataset(recipe.train_dataset, recipe.model.vocab_size, recipe.training.seed)
@@ -97,26 +100,26 @@ def _set_device(target):
 
 def make_job(recipe, mesh, rank, dataset):
     """The `Job` at its first step, with `rank` in `mesh`, whose axes are `MESH_AXES`."""
-    micro_batches = accumulation_steps(recipe, mesh.axis_size("dp"))
+    dp_size = mesh.axis_size("dp")
+    micro_batches, batch_size = accumulation_steps(recipe, dp_size), global_batch_size(recipe, dp_size)
     ms.set_seed(recipe.training.seed)
     ms.manual_seed(recipe.training.seed)
-    batch_shape = (micro_batches, recipe.training.local_batch_size, recipe.train_dataset.seq_length)
     build = _on_one_stage if recipe.parallelism.pipeline_parallel == 1 else _on_stages
-    cells, optimizer, run_step = build(recipe, mesh, rank, batch_shape)
-    return Job(recipe, rank, mesh, dataset, cells, optimizer, micro_batches, run_step)
+    cells, optimizer, run_step = build(recipe, mesh, rank, zero_settings(recipe, mesh, micro_batches))
+    return Job(recipe, rank, mesh, dataset, cells, optimizer, micro_batches, batch_size, run_step)
 
 
-def _on_one_stage(recipe, mesh, rank, batch_shape):
-    """`(cells, optimizer, run_step)` without a pipeline."""
-    net = build_model(recipe, mesh)
+def _on_one_stage(recipe, mesh, rank, zero):
+    """`(cells, optimizer, run_step)` without a pipeline; `zero` are the arguments of `hsdp()`."""
+    net = hsdp(build_model(recipe, mesh), **zero)
     optimizer = AdamW(net.trainable_params(), recipe.optimizer)
-    run_step = step_function(net, optimizer, recipe.training.max_norm, batch_shape, recipe.context.mode == 0)
+    run_step = step_function(net, optimizer, recipe.training.max_norm, recipe.context.mode == 0)
     return (net,), optimizer, run_step
 
 
-def _on_stages(recipe, mesh, rank, batch_shape):
+def _on_stages(recipe, mesh, rank, zero):
     """The same for this rank's stages of a pipeline."""
-    schedule = build_schedule(recipe, mesh, rank)
+    schedule = build_schedule(recipe, mesh, rank, zero)
     optimizer = AdamW(own_parameters(schedule), recipe.optimizer)
     run_step = pipeline_step_function(schedule, optimizer, recipe.training.max_norm, mesh, recipe.context.mode == 0)
     return tuple(stage.cell for stage in schedule.stages), optimizer, run_step
@@ -162,7 +165,7 @@ def run_steps(job):
         if recipe.checkpoint.enable_save and (at_end or job.step % recipe.checkpoint.save_interleaved_steps == 0):
             save_state(folder, job.state(), job.tensors(), job.rank, job.barrier)
     seconds = time.perf_counter() - started
-    tokens = len(losses) * recipe.training.global_batch_size * recipe.train_dataset.seq_length
+    tokens = len(losses) * job.batch_size * recipe.train_dataset.seq_length
     summary = (
         f"{len(losses)} steps on ranks {job.mesh} in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s; "
         f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; run folder {folder}"
@@ -177,10 +180,9 @@ def run_steps(job):
 def train_step(job):
     """One optimizer step over `micro_batches` micro-batches; returns its row of metrics."""
     started = time.perf_counter()
-    training = job.recipe.training
     batch = _batch(job)
     job.step += 1
-    job.consumed += training.global_batch_size
+    job.consumed += job.batch_size
     rate = learning_rate(job.recipe, job.step)
     loss, norm = job.run_step(*map(ms.Tensor, batch), *job.optimizer.scalars(job.step, rate))
     loss, norm = float(loss.asnumpy()), float(norm.asnumpy())
@@ -191,7 +193,7 @@ def train_step(job):
         "learning_rate": rate,
         "gradient_norm": norm,
         "seconds": seconds,
-        "tokens_per_second": training.global_batch_size * job.recipe.train_dataset.seq_length / seconds,
+        "tokens_per_second": job.batch_size * job.recipe.train_dataset.seq_length / seconds,
     }
 
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import mindspore as ms
@@ -35,25 +36,38 @@ def job_on(shape, ranks, *overrides):
     return make_job(recipe, mesh, world().rank, TokenDataset(tokens, 16, seed=1))
 
 
-def compare_with_one_rank(*overrides, shape=(1, 2, 1, 2), alike=()):
-    """Four steps on a mesh and, on every rank for itself, on one: losses, norms and parameters agree.
-
-    `overrides` are the mesh's alone, `alike` those of both jobs.
-    """
-    alone = job_on((1, 1, 1, 1), [world().rank], *alike)
-    shared = job_on(shape, None, *alike, *overrides)
-    assert (alone.micro_batches, shared.micro_batches) == (4, 4 // shape[1])  # forward passes, or pipeline runs
+@cache
+def training_alone(*overrides):
+    """Four steps in four micro-batches on this rank for itself: of each its row, and the parameters by name."""
+    job = job_on((1, 1, 1, 1), [world().rank], *overrides)
+    assert job.micro_batches == 4
+    steps = []
     for _ in range(4):
-        expected, row = train_step(alone), train_step(shared)
+        row = train_step(job)
+        steps.append((row, {parameter.name: parameter.asnumpy().copy() for parameter in job.optimizer.parameters}))
+    return steps
+
+
+def compare_with_one_rank(*overrides, shape=(1, 2, 1, 2), alike=(), micro_batches=None, steps=4):
+    """So many steps on a mesh and, on every rank for itself, on one: losses, norms and parameters agree.
+
+    `overrides` are the mesh's alone, `alike` those of both jobs; a step of the mesh has so many `micro_batches`,
+    forward passes or pipeline runs: by default as many sequences in each as on one rank. Returns the mesh's job.
+    """
+    shared = job_on(shape, None, *alike, *overrides)
+    assert shared.micro_batches == (micro_batches or 4 // shape[1])
+    rows, parameters = zip(*training_alone(*alike)[:steps])
+    for expected in rows:
+        row = train_step(shared)
         for key in ("loss", "gradient_norm", "learning_rate"):
             np.testing.assert_allclose(row[key], expected[key], rtol=1e-5, err_msg=f"{key} at step {row['step']}")
-    every = {parameter.name: parameter for parameter in alone.optimizer.parameters}
+    every = parameters[-1]
     parts = {parameter.name: parameter for parameter in shared.optimizer.parameters}
     assert len(parts) == len(shared.optimizer.parameters) and (shape[0] > 1 or parts.keys() == every.keys())
     for name, part in parts.items():
-        whole = every[name]
         mine = part.layout.local_slices(part.global_shape, world().rank)
-        np.testing.assert_allclose(part.asnumpy(), whole.asnumpy()[mine], rtol=1e-4, atol=1e-5, err_msg=part.name)
+        np.testing.assert_allclose(part.asnumpy(), every[name][mine], rtol=1e-4, atol=1e-5, err_msg=part.name)
+    return shared
 
 
 @on_ranks(4)
@@ -76,7 +90,7 @@ def case_eager_training_equals_one_rank():
 
 @on_ranks(4)
 def case_compiled_training_equals_one_rank():
-    """Graph mode: two micro-batches, clipping and AdamW in one graph."""
+    """Graph mode: forward and backward of two micro-batches in one graph, clipping and AdamW in another."""
     compare_with_one_rank("context.mode=0")
 
 

@@ -13,7 +13,7 @@ __all__ = ["page"]
 _OPEN_DEPTH = 3  # Cells so far below the root are open at first
 
 
-def page(frame, title, algorithm_steps=None):
+def page(frame, title, algorithm_steps=None, storage=()):
     """What a plan does, as one HTML page: totals, and the tree of Cells with all tensors and all communication.
 
     A dim that is cut is a chip in the colour of its axis, `512→128 tp`; a partial sum has a solid frame, a varying mark
@@ -23,6 +23,7 @@ def page(frame, title, algorithm_steps=None):
         frame: the `FramePlan` of the root.
         title: of the page.
         algorithm_steps: see `make_report`.
+        storage: lines of text about how the parameters are stored: a title, and what is shown when it is opened.
 
     Returns:
         The page's source, all text in it escaped.
@@ -35,6 +36,7 @@ def page(frame, title, algorithm_steps=None):
         _tag("h1", escape(title)),
         _tag("p", escape(about), "about"),
         _tag("div", _totals(report) + _figures(report), "cards"),
+        *_stored(storage),
         _legend(report.mesh),
         _tag("div", tree.cell(report.root, "", report.root.path or report.root.class_name, 0), "tree"),
     ]
@@ -107,6 +109,14 @@ def _figures(report):
     ]
     shown = [_tag("div", _tag("b", escape(figure)) + _tag("span", text), "figure") for figure, text in figures]
     return _tag("div", _tag("h2", "One rank") + _tag("div", "".join(shown), "figures"), "card")
+
+
+def _stored(lines):
+    """A card that can be opened, or nothing."""
+    if not lines:
+        return []
+    content = _tag("summary", escape(lines[0])) + _tag("pre", escape("\n".join(lines[1:])))
+    return [_tag("details", content, "card stored")]
 
 
 def _legend(mesh):

@@ -81,6 +81,9 @@ tr.sum td { border-top: 1px solid var(--line); font-weight: 600; }
 .move b { font-weight: 650; }
 .reason { color: var(--faint); font-size: 12px; overflow-wrap: anywhere; }
 .nothing { color: var(--faint); }
+.stored { margin-bottom: 20px; }
+.stored summary { font-weight: 600; cursor: pointer; }
+.stored pre { margin: 12px 0 0; overflow-x: auto; font-size: 12px; line-height: 1.5; }
 @media (max-width: 820px) { .cards { grid-template-columns: 1fr; } .row { grid-template-columns: 1fr; gap: 0; }
   .move { grid-template-columns: 1fr; } .source { text-align: left; } }
 """

@@ -17,7 +17,7 @@ _WIDTH = 120
 _COLUMNS = (52, 92)  # where the shapes and the layouts start
 
 
-def explain_plan(frame, algorithm_steps=None):
+def explain_plan(frame, algorithm_steps=None, storage=()):
     """What a plan does, Cell by Cell, as text for a terminal.
 
     Operators and other tensors come with their dtype, their shape (global -> of a rank, where these differ) and layout.
@@ -27,6 +27,7 @@ def explain_plan(frame, algorithm_steps=None):
     Args:
         frame: the `FramePlan` of the root.
         algorithm_steps: see `make_report`.
+        storage: lines about how the parameters are stored, to follow the rest.
     """
     report = make_report(frame, algorithm_steps)
     mode = "training" if report.training else "evaluation"
@@ -35,7 +36,7 @@ def explain_plan(frame, algorithm_steps=None):
         "",
     ]
     lines += _cell_lines(report.root, "", report.root.path or "(root)", 0, {})
-    return "\n".join([*lines, "", *_total_lines(report)])
+    return "\n".join([*lines, "", *_total_lines(report), *(["", *storage] if storage else [])])
 
 
 def _cell_lines(report, path, title, depth, shown):

@@ -1,0 +1,98 @@
+"""Where the values of a sharded tree's parameters are while nothing is computed: by default, where they always are.
+
+`zero.hsdp()` gives a tree another storage: weights are whole while they are needed, and in parts otherwise.
+"""
+
+from contextlib import nullcontext
+
+__all__ = ["ParameterStorage", "parameter_storage"]
+
+
+class ParameterStorage:
+    """What the Cells of a sharded tree ask of the storage of their parameters. This one keeps them as they are.
+
+    Attributes:
+        parts: id of a Parameter that the Cells compute with -> the Parameter that optimizers and users see for it.
+        units: path of a Cell -> a function of `(call, args, kwargs)` that calls it, with its weights in place.
+        units_compiled: whether each of these Cells is compiled by itself when it is called next; set from outside.
+        is_open: whether all values that computing needs are there, or come by themselves.
+    """
+
+    parts = {}
+    units = {}
+    units_compiled = False
+    is_open = True
+
+    def calling(self):
+        """A context manager around a call of a Cell from outside, in PyNative."""
+        return nullcontext()
+
+    def entering(self, args, kwargs):
+        """The arguments that the root Cell gets for those that it was called with."""
+        return args, kwargs
+
+    def leaving(self, result):
+        """What a call of the root Cell gives for its result."""
+        return result
+
+    def seen(self, parameter):
+        """What reading a Cell's attribute gives that holds `parameter`."""
+        return parameter
+
+    def check_compiling(self):
+        """Raise `ValueError` where a function that calls the Cells can't be compiled as things are."""
+
+    def reading(self, parameter, reader=None):
+        """The Cell at path `reader` has a program, made just now, that reads a parameter; None: it is read now."""
+
+    def explained(self):
+        """Lines of text for `explain()`."""
+        return []
+
+    # What a pipeline's stage asks, whose forward and backward passes of several micro-batches lie between each other.
+
+    def check_trained(self):
+        """Raise `ValueError` where parameters were frozen or thawed that may not be."""
+
+    def keep_units(self):
+        """From now on no weights come and go by themselves in the midst of a pass, unless that was asked for."""
+
+    def drop_units(self):
+        """After a forward or backward pass: weights that come and go by themselves go."""
+
+    def open(self, training=False):
+        """Put all values in place that computing needs; where they are already, nothing happens.
+
+        Args:
+            training: whether gradients will be taken.
+        """
+
+    def close(self):
+        """Values that computing needs may go."""
+
+    def summed(self, gradients):
+        """Gradients of the trained Parameters that the Cells compute with, a list, in the dtypes to sum them in."""
+        return gradients
+
+    def reduced(self, gradients):
+        """Of the sums of such gradients, a list that may be used up, those of the Parameters that users see."""
+        return gradients
+
+
+def parameter_storage(cell):
+    """The `ParameterStorage` of a Cell: that of its sharded tree, or one that keeps the parameters as they are.
+
+    Raises:
+        ValueError: a Cell with another storage than a tree that it is a part of, or that is a part of it.
+    """
+    storages = [
+        (path, *child.__dict__["_sharding"]) for path, child in cell.cells_and_names() if "_sharding" in child.__dict__
+    ]
+    for path, tree, place in storages:
+        if path != place and type(tree.storage) is not ParameterStorage:
+            raise ValueError(
+                f"hsdp() was called with {tree.label('')}, but this is "
+                + (tree.label(place) + " of it" if path == "" else f"a {type(cell).__name__} around it")
+                + ": pass on the Cell that hsdp() was called with"
+            )
+    return storages[0][1].storage if storages and storages[0][0] == "" else ParameterStorage()

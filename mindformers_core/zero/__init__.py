@@ -1,0 +1,22 @@
+"""Data parallelism and ZeRO: sharded optimizer state, gradients and weights (Rajbhandari et al. 2020).
+
+The public names load the module behind them when they are first used.
+"""
+
+from mindformers_core.front_door import public_names
+
+_PUBLIC = {
+    "hsdp": "hybrid_sharding",
+    "value_and_grad": "gradients",
+    "gathered": "storage",
+    "share_parts": "sharing",
+    "memory_report": "memory",
+    "MixedPrecision": "precision",
+    "LossScale": "loss_scale",
+    "all_finite": "loss_scale",
+    "Lamb": "lamb",
+}
+
+__all__ = [*_PUBLIC]
+
+__getattr__, __dir__ = public_names(__name__, _PUBLIC)

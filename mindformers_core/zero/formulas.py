@@ -1,0 +1,232 @@
+"""How much memory a step takes on a rank, and how much it sends, computed ahead from the plans. Pure Python.
+
+What the ZeRO paper counts as model states (Rajbhandari et al. 2020, section 3: of Ψ weights in mixed precision 2Ψ bytes
+of weights, 2Ψ of gradients, and 12Ψ of optimizer state, the float32 master copy among it) are the first four kinds of
+`Figures`; buffers, which it treats apart (section 6.2), are the fifth.
+"""
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from mindformers_core.operators.signature import ITEM_BYTES
+from mindformers_core.redistribution.steps import wire_bytes
+from mindformers_core.zero.precision import MixedPrecision
+
+__all__ = ["Figures", "StepPlan", "bucket_traffic", "memory_of_step", "traffic_of_step"]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Bytes on a rank at one time. Activations are not among them.
+
+    Attributes:
+        weights: of whole weights, as they compute; of those that stay whole and are updated as they are, too.
+        parts: of what the optimizer updates, where that is another tensor: parts, and copies in another dtype.
+        gradients: of whole and of reduced gradients.
+        state: of the optimizer's state.
+        buckets: of buffers, and of what else a collective needs while it runs.
+        passing: among these, what comes and goes: weights of units, and whole gradients until their bucket is reduced.
+    """
+
+    weights: int = 0
+    parts: int = 0
+    gradients: int = 0
+    state: int = 0
+    buckets: int = 0
+    passing: int = 0
+
+    @property
+    def total(self):
+        """All together."""
+        return self.weights + self.parts + self.gradients + self.state + self.buckets
+
+    @property
+    def states(self):
+        """What the ZeRO paper counts: all but buckets, and what comes and goes with them."""
+        return self.total - self.buckets - self.passing
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What the figures follow from.
+
+    Attributes:
+        plans: `ParameterPlan`s of all parameters.
+        shard_size, replicas: number of parts, and of ranks that hold the same part.
+        precision: the `MixedPrecision`.
+        gathers, reduces: `Bucket`s, in the order in which they run.
+        micro_steps: of a step.
+        at_once: whether all gradients of a backward pass are there before the first is reduced.
+        units: paths of the units that come and go, in the order of the Cells.
+        prefetch: how many units are gathered ahead.
+    """
+
+    plans: tuple
+    shard_size: int
+    replicas: int
+    precision: MixedPrecision
+    gathers: tuple
+    reduces: tuple
+    micro_steps: int = 1
+    at_once: bool = True
+    units: tuple = ()
+    prefetch: int = 1
+
+    def part_bytes(self, plan, dtype):
+        """Bytes of a rank's part in a dtype, given by name."""
+        return prod(plan.part_shape(self.shard_size)) * ITEM_BYTES[dtype]
+
+    def comes_and_goes(self, plan):
+        """Whether a weight is gathered with its unit."""
+        return plan.dim is not None and plan.unit in self.units
+
+    def held_units(self, unit):
+        """The units that are in place while the backward pass is at `unit`."""
+        if unit not in self.units:
+            return ()
+        place = self.units.index(unit)
+        return self.units[max(0, place - self.prefetch) : place + 1]
+
+    def item_bytes(self, bucket):
+        """Bytes of an element in a bucket of gradients: `(as it computes, as it is summed, as it waits afterwards)`."""
+        compute = self.plans[bucket.members[0]].dtype
+        names = compute, self.precision.reduce_dtype(compute), self.precision.gradient_dtype(compute)
+        return tuple(ITEM_BYTES[name] for name in names)
+
+
+def memory_of_step(step, state_bytes):
+    """`({"pass": Figures, "update": Figures}, states)`: the fullest time of forward and backward pass, the optimizer's
+    step after it, and the most of `Figures.states` at any time.
+
+    Args:
+        step: the `StepPlan`.
+        state_bytes: bytes of optimizer state for an element: 8 for Adam's two float32 moments.
+    """
+    trained = [plan for plan in step.plans if plan.trainable]
+    state = sum(prod(plan.part_shape(step.shard_size)) * state_bytes for plan in trained)
+    copied = [plan for plan in step.plans if plan.dim is not None or plan.part_dtype != plan.dtype]
+    parts = sum(step.part_bytes(plan, plan.part_dtype) for plan in copied)
+    gradients = sum(step.part_bytes(plan, plan.part_dtype) for plan in trained)
+    alone = sum(plan.nbytes for plan in step.plans if plan not in copied)
+    moments = [*_opening(step, alone, parts), *_reducing(step, parts), *_summing(step, parts)]
+    moments = [replace(figures, state=state) for figures in moments]
+    update = Figures(alone, parts, gradients, state)
+    largest = max(moments, key=lambda figures: figures.total)
+    return {"pass": largest, "update": update}, max(figures.states for figures in (*moments, update))
+
+
+def _opening(step, alone, parts):
+    """While whole weights are put in place, bucket by bucket."""
+    there = alone + sum(plan.nbytes for plan in step.plans if plan.dim is None and plan.part_dtype != plan.dtype)
+    yield Figures(there, parts)
+    for bucket in step.gathers:
+        if bucket.unit not in step.units:
+            there += bucket.size * ITEM_BYTES[bucket.dtype]
+            yield Figures(there, parts, buckets=_gather_buffers(step, bucket))
+
+
+def _gather_buffers(step, bucket):
+    """What a gather needs besides: the buffer, and of several weights one after the other as it is cut out of it."""
+    members = [step.plans[number] for number in bucket.members]
+    cut_out = max(plan.nbytes for plan in members) if len(members) > 1 or members[0].dim else 0
+    return bucket.size * ITEM_BYTES[bucket.dtype] + cut_out
+
+
+def _weights(step, unit):
+    """`(whole weights, those of units that come and go among them)` while the backward pass is at `unit`."""
+    always = sum(plan.nbytes for plan in step.plans if not step.comes_and_goes(plan))
+    held = step.held_units(unit)
+    gathered = sum(plan.nbytes for plan in step.plans if step.comes_and_goes(plan) and plan.unit in held)
+    return always + gathered, gathered
+
+
+def _parts_in_pass(step, parts):
+    """Bytes of parts while whole weights are in place: those of the same dtype are lent, but with units."""
+    if step.units:
+        return parts
+    cut = [plan for plan in step.plans if plan.dim is not None and plan.part_dtype == plan.dtype]
+    return parts - sum(step.part_bytes(plan, plan.part_dtype) for plan in cut)
+
+
+def _reducing(step, parts):
+    """While the gradients of each bucket are reduced, in the last micro-step."""
+    parts, reduced = _parts_in_pass(step, parts), 0
+    waiting = sum(_waiting(step, bucket) for bucket in step.reduces)
+    for bucket in step.reduces:
+        waiting -= _waiting(step, bucket)
+        weights, gathered = _weights(step, bucket.unit)
+        held = step.held_units(bucket.unit)
+        for other in step.gathers:
+            if other.unit in held:
+                buffers = _gather_buffers(step, other)
+                yield Figures(weights, parts, reduced + waiting, buckets=buffers, passing=gathered)
+        buffers = _reduce_buffers(step, bucket)
+        compute, summed, waits = step.item_bytes(bucket)
+        own = bucket.size * (compute + (summed if step.micro_steps > 1 else 0))
+        passing = gathered + (0 if step.at_once else own)
+        yield Figures(weights, parts, reduced + waiting + own, buckets=buffers, passing=passing)
+        reduced += bucket.size * waits // _count(step, bucket)
+    weights, gathered = _weights(step, "")
+    yield Figures(weights, parts, reduced, passing=gathered)
+
+
+def _waiting(step, bucket):
+    """Bytes of whole gradients of a bucket whose turn hasn't come."""
+    compute, summed, _ = step.item_bytes(bucket)
+    return bucket.size * ((compute if step.at_once else 0) + (summed if step.micro_steps > 1 else 0))
+
+
+def _count(step, bucket):
+    return step.shard_size if bucket.kind == "reducescatter" else 1
+
+
+def _reduce_buffers(step, bucket):
+    """What a reduction needs at the most besides its gradients as they came, of which the last one stays to the end."""
+    compute, summed, waits = step.item_bytes(bucket)
+    size, count = bucket.size, _count(step, bucket)
+    last = step.plans[bucket.members[-1]]
+    copied = compute != summed or last.dim or step.micro_steps > 1
+    scattering, cutting = summed * (count + 1) // count, (summed + waits) // count
+    if len(bucket.members) == 1:
+        return size * max(scattering if copied else summed // count, cutting)
+    joining = 2 * summed if copied else 0
+    gone = size * compute - last.size * compute + (size * summed if step.micro_steps > 1 else 0)
+    joined = size * summed - (gone if step.micro_steps > 1 else 0)
+    return max(0, joined, size * max(joining, scattering, cutting) - gone)
+
+
+def _summing(step, parts):
+    """At the end of a backward pass whose gradients are summed up with those before it."""
+    if step.micro_steps == 1:
+        return
+    gradients = 0
+    for bucket in step.reduces:
+        compute, summed, _ = step.item_bytes(bucket)
+        both = step.micro_steps > 2 or step.at_once or compute != summed
+        gradients += bucket.size * (compute + summed if both else compute)
+    weights, _ = _weights(step, "")
+    yield Figures(weights, _parts_in_pass(step, parts), gradients)
+
+
+def bucket_traffic(step, bucket):
+    """What one run of a bucket's collective sends: a list of `(kind, bytes)`, as `count_collectives` counts."""
+    whole = bucket.size * ITEM_BYTES[bucket.dtype]
+    if bucket.kind == "allgather":
+        return [("all_gather", wire_bytes("all_gather", step.shard_size, whole))]
+    if bucket.kind == "allreduce":
+        return [("all_reduce", wire_bytes("all_reduce", step.shard_size * step.replicas, whole))]
+    over_replicas = [("all_reduce", wire_bytes("all_reduce", step.replicas, whole // step.shard_size))]
+    scattered = ("reduce_scatter", wire_bytes("reduce_scatter", step.shard_size, whole))
+    return [scattered, *(over_replicas if step.replicas > 1 else [])]
+
+
+def traffic_of_step(step):
+    """Kind of collective -> `(calls, bytes)` that one rank makes and sends in a step."""
+    sums = {}
+    for bucket in (*step.gathers, *step.reduces):
+        # weights of a unit are gathered for forward and for backward of every micro-step
+        times = 2 * step.micro_steps if bucket.kind == "allgather" and bucket.unit in step.units else 1
+        for kind, nbytes in bucket_traffic(step, bucket):
+            calls, before = sums.get(kind, (0, 0))
+            sums[kind] = calls + times, before + times * nbytes
+    return sums

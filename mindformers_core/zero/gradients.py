@@ -1,0 +1,142 @@
+"""`value_and_grad()`: micro-steps of a Cell under `hsdp()`, and the reduced gradients of a step."""
+
+from mindspore import ParameterTuple, ops
+from mindspore.graph.api import _pynative_executor
+
+from mindformers_core.pipeline.forward_backward import ForwardBackward, forget_recordings, is_differentiable
+from mindformers_core.pipeline.stage_function import StageFunction
+from mindformers_core.zero.loss_scale import LossScale
+from mindformers_core.zero.optimizers import check_optimizers
+from mindformers_core.zero.step_gradients import StepGradients
+from mindformers_core.zero.storage import storage_of
+
+__all__ = ["value_and_grad"]
+
+
+def value_and_grad(cell, compiled=False, loss_scale=None):
+    """The function that takes a micro-step of a Cell: forward, backward, and in the last one of a step the reduction.
+
+    It stands in the place of `mindspore.value_and_grad`:
+
+    >>> gradient_of = value_and_grad(cell)
+    >>> loss, gradients = gradient_of(*inputs)
+    >>> if gradients is not None:
+    ...     optimizer(gradients)
+
+    Args:
+        cell: what `hsdp()` returned. It gives the loss, a floating scalar, alone or as its first result.
+        compiled: whether forward and backward pass are compiled with `jit`: as one function, or, where units are
+            gathered one by one, one for each unit. All gradients of a compiled function come at its end.
+        loss_scale: a `LossScale`; the gradients come unscaled, and a step in which any is not finite gives None.
+
+    Returns:
+        A function of local inputs, arguments of the Cell, in PyNative. It returns `(results, gradients)`: what the Cell
+        returned, as local tensors, and for every `accumulate_grad_step`-th call a tuple in the order of
+        `cell.trainable_params()`, otherwise None. A gradient has the shape and dtype of its parameter; it is the sum
+        over ranks of the terms of a loss that the mesh computes together, or (`gradients_mean`) the mean over ranks
+        with losses of their own; and the mean over micro-steps. All ranks call it alike.
+
+    Raises:
+        TypeError, ValueError: not a Cell that `hsdp()` was called with, or one without parameters to train; a loss
+            scale that ranks don't agree about. The function: a Cell that doesn't give a loss; parameters frozen or
+            replaced since `hsdp()`; a step that another function has begun; at the first gradients of each function, an
+            optimizer that can't work with parts.
+    """
+    storage = storage_of(cell)
+    if not isinstance(compiled, bool):
+        raise TypeError(f"value_and_grad(compiled={compiled!r}): should be True or False")
+    if not storage.trained:
+        raise ValueError(f"{storage.label} has no parameters to train: leave it as it is, and call it")
+    _check_loss_scale(loss_scale, storage)
+    return _GradientFunction(cell, compiled, loss_scale)
+
+
+def _check_loss_scale(loss_scale, storage):
+    if loss_scale is None:
+        return
+    if not isinstance(loss_scale, LossScale):
+        raise TypeError(f"value_and_grad(loss_scale={loss_scale!r}): should be a LossScale, such as LossScale(mesh=…)")
+    mesh = storage.settings.mesh
+    if loss_scale.mesh is None and mesh.size > 1:
+        raise ValueError(
+            f"{storage.label} is trained by the {mesh.size} ranks of {mesh}, which have to skip a step together, but "
+            "LossScale asks this rank alone: give it the mesh, LossScale(mesh=mesh)"
+        )
+
+
+class _GradientFunction:
+    """See `value_and_grad`."""
+
+    def __init__(self, cell, compiled, loss_scale):
+        self.cell, self.loss_scale = cell, loss_scale
+        self.storage = storage_of(cell)
+        self._function = StageFunction(cell, None, compiled)
+        self._passes = ForwardBackward(_first)
+        self._weights = ParameterTuple([self.storage.parameters[number].whole for number in self.storage.trained])
+        self._step, self._micro_step = None, 0
+        self._has_checked = False  # whether optimizers were looked at
+
+    def __call__(self, *inputs, **kwargs):
+        storage, count = self.storage, self.storage.settings.accumulate_grad_step
+        storage.check_trained()
+        try:
+            self._function.prepare(inputs, kwargs)
+            if self._micro_step == 0:
+                self._begin()
+            is_last = self._micro_step == count - 1
+            results, found = self._forward_and_backward(inputs, kwargs, is_last)
+            self._micro_step = (self._micro_step + 1) % count
+            gradients = self._finish(found) if is_last else self._step.add(found)
+        except BaseException:
+            if self._step is not None:
+                self._end()
+            raise
+        return (results[0] if len(results) == 1 else results), gradients
+
+    def _begin(self):
+        assert self._step is None, self.storage.label
+        if _pynative_executor.grad_flag():  # an error has ended a gradient of somebody else
+            forget_recordings()
+        self.storage.check_closed()
+        self.storage.open(training=True)
+        self._step = StepGradients(self.storage)
+
+    def _end(self):
+        """Forget the step, and go back to parts."""
+        self._step, self._micro_step = None, 0
+        self.storage.collector = None
+        self._passes.forget()
+        self.storage.close()
+
+    def _forward_and_backward(self, inputs, kwargs, is_last):
+        """The results, and the gradients that the backward pass gave."""
+        storage = self.storage
+        results = self._passes.forward(0, lambda: self._checked(self._function(inputs, kwargs)), ())
+        if is_last and storage.settings.reduces_as_they_come:
+            storage.collector = self._step.collector(at_once=self._function.compiled)
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        _, found = self._passes.backward(0, (ops.full_like(results[0], scale),), self._weights)
+        storage.drop_units()
+        return results, list(found)
+
+    def _finish(self, found):
+        collector = self.storage.collector
+        gradients = self._step.reduce(found) if collector is None else collector.finish()
+        if not self._has_checked:
+            check_optimizers(self.storage)
+            self._has_checked = True
+        self._end()
+        return gradients if self.loss_scale is None else self.loss_scale.unscale(gradients)
+
+    def _checked(self, results):
+        loss = results[0]
+        if loss.ndim > 0 or not is_differentiable(loss):
+            raise ValueError(
+                f"{self.storage.label} should return the loss, a floating scalar, alone or first: it gave a tensor of "
+                f"shape {tuple(loss.shape)} and dtype {loss.dtype}"
+            )
+        return results
+
+
+def _first(results):
+    return results[:1]

@@ -1,0 +1,211 @@
+"""`hsdp()`: hybrid sharded data parallelism, ZeRO 1, 2 and 3 (Rajbhandari et al. 2020; RFC ICY7S6).
+
+| level | a rank keeps a part of | a step communicates, in sizes of all weights |
+|---|---|---|
+| `shard_size=1` | nothing | 2: all-reduce of gradients |
+| `"level1"` | optimizer state, and the master copy | 2: gradients reduce-scattered, weights gathered |
+| `"level2"` | gradients, too: a bucket is reduced and dropped as soon as it is complete | 2 |
+| `"level3"` | weights, too: a unit's are gathered for its forward and again for its backward pass | 3 |
+"""
+
+from mindspore import nn
+
+from mindformers_core.communication import world
+from mindformers_core.mesh import DeviceMesh, nearest
+from mindformers_core.tensor_parallel.labels import cell_label
+from mindformers_core.tensor_parallel.shard import shard
+from mindformers_core.tensor_parallel.sharded_cells import ShardedCell
+from mindformers_core.zero.buckets import parse_comm_fusion
+from mindformers_core.zero.installing import install, planned_parameters
+from mindformers_core.zero.optimizers import refuse_optimizers_of
+from mindformers_core.zero.precision import MixedPrecision
+from mindformers_core.zero.settings import (
+    REPLICATE_AXIS_SUFFIX,
+    SHARD_AXIS_SUFFIX,
+    HsdpSettings,
+    check_flags,
+    check_settings,
+)
+from mindformers_core.zero.storage import HsdpStorage
+from mindformers_core.zero.units import find_units
+
+__all__ = ["hsdp"]
+
+
+def hsdp(
+    cell,
+    shard_size=1,
+    threshold=64,
+    optimizer_level="level1",
+    accumulate_grad_step=1,
+    *,
+    axis="dp",
+    mesh=None,
+    gradients_mean=None,
+    comm_fusion="auto",
+    reshard_after_forward=None,
+    prefetch=1,
+    mixed_precision=None,
+    units=None,
+):
+    """Train `cell` on the ranks of a data-parallel axis, with what each of them keeps cut into parts; gives `cell`.
+
+    The weights of a Cell that `shard()` was called with are whole over its data-parallel axis, and every rank's batch
+    differs: so what a backward pass gives is one term of their gradient. `hsdp()` decides where and when the terms are
+    reduced, and what is kept whole. Afterwards `cell.trainable_params()`, `parameters_and_names()` and the like give
+    *parts*, `Parameter`s with `layout` and `global_shape`: build the optimizer of them. Take steps with
+    `mindformers_core.zero.value_and_grad(cell)`, or as a `PipelineStage`; a call of the Cell evaluates.
+
+    Args:
+        cell: sharded over a mesh with the data-parallel axis: its loss is that of the whole batch. Or sharded over
+            other axes only (give `mesh`), or plain: every rank computes a loss of its own.
+        shard_size: number of parts, a divisor of the axis' size: so many neighbours shard, and all such groups hold
+            the same. Default: 1, plain data parallelism.
+        threshold: in KB (1024 bytes). Parameters that are not larger, as they compute, stay whole, and so do those of
+            which no dim can be cut; `explain()` and `memory_report()` list them.
+        optimizer_level: `"level1"`, `"level2"` or `"level3"`, see above.
+        accumulate_grad_step: micro-steps of a step; their gradients are averaged, and reduced after the last one.
+        axis, mesh: the data-parallel axis, and a mesh with it where the Cell isn't sharded over it. Default: all ranks.
+        gradients_mean: whether gradients are averaged over the axis. Default: where ranks have losses of their own.
+        comm_fusion: what is communicated together, see `parse_comm_fusion`. Default: buckets of 64 MB.
+        reshard_after_forward: at level 3, whether a unit's weights are dropped after its forward pass. If not, all are
+            gathered at the beginning of a step, and stay. Default: True, but False in a pipeline.
+        prefetch: at level 3, how many units ahead weights are gathered.
+        mixed_precision: a `MixedPrecision`. Default: everything in the dtypes of the parameters.
+        units: at level 3, paths of the Cells whose weights are gathered together. Default: see `find_units`.
+
+    Raises:
+        TypeError, ValueError: an argument that can't be; a second call; an optimizer that holds the parameters already.
+    """
+    mesh, has_axis = _checked_mesh(cell, axis, mesh)
+    check_settings(mesh, axis, shard_size, threshold, optimizer_level, accumulate_grad_step, prefetch)
+    check_flags(gradients_mean=gradients_mean, reshard_after_forward=reshard_after_forward)
+    settings = HsdpSettings(
+        *_refined(mesh, axis, shard_size), axis, shard_size, threshold, optimizer_level, accumulate_grad_step,
+        reshard_after_forward, prefetch, _checked_precision(mixed_precision),
+        _checked_mean(gradients_mean, has_axis, axis, cell),
+    )  # fmt: skip
+    fusion, units = parse_comm_fusion(comm_fusion), _checked_units(cell, units)
+    refuse_optimizers_of(cell)
+    if not isinstance(cell, ShardedCell):  # all that can be wrong with it has been looked for
+        shard(cell, DeviceMesh((1,), ("rank",), (world().rank,)))
+    tree, _ = cell.__dict__["_sharding"]
+    install(tree, settings, planned_parameters(tree, settings, units), fusion, has_axis)
+    return cell
+
+
+def _checked_precision(mixed_precision):
+    precision = MixedPrecision() if mixed_precision is None else mixed_precision
+    if not isinstance(precision, MixedPrecision):
+        raise TypeError(
+            f"hsdp(mixed_precision={mixed_precision!r}): should be a MixedPrecision, such as "
+            'MixedPrecision(compute="float16")'
+        )
+    return precision
+
+
+def _checked_mean(gradients_mean, has_axis, axis, cell):
+    if gradients_mean and has_axis:
+        raise ValueError(
+            f"hsdp(gradients_mean=True): {cell_label('', cell)} is sharded over axis '{axis}', so its loss is that of "
+            "the whole batch, and gradients are terms of a sum: leave gradients_mean out"
+        )
+    return not has_axis if gradients_mean is None else bool(gradients_mean)
+
+
+def _refuse_second(cell):
+    """Raise `ValueError` where a Cell, or one below, is in a tree that `hsdp()` can't take, or has taken."""
+    for path, child in cell.cells_and_names():
+        if isinstance(child, ShardedCell):
+            tree, inner = child.__dict__["_sharding"]
+            if isinstance(tree.storage, HsdpStorage):
+                where = f"{cell_label(path, child)} is under hsdp() already" if path else (
+                    f"hsdp() was called with {tree.label('')} already"
+                )  # fmt: skip
+                raise ValueError(f"{where}: call it once, with the root Cell, and build the optimizer after that")
+            if path == "" and inner != "":
+                raise ValueError(
+                    f"hsdp() takes a Cell as shard() was called with it: this is {tree.label(inner)} in "
+                    f"{tree.label('')}, call hsdp() with that"
+                )
+            if path != "" and child is tree.cells[""]:
+                raise ValueError(
+                    f"{cell_label(path, child)} in {cell_label('', cell)} is sharded by itself: call hsdp() with that "
+                    "Cell alone, or shard() with the root"
+                )
+
+
+def _checked_mesh(cell, axis, mesh):
+    """The mesh that has the data-parallel axis, and whether the Cell is sharded over that."""
+    if not isinstance(cell, nn.Cell):
+        raise TypeError(f"hsdp() takes a Cell, an instance of a subclass of nn.Cell, not {cell!r}")
+    if not isinstance(axis, str):
+        raise TypeError(f"hsdp(axis={axis!r}): should be the name of one mesh axis")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"hsdp(mesh={mesh!r}): should be a DeviceMesh, as init_device_mesh() makes it")
+    _refuse_second(cell)
+    own = cell.__dict__["_sharding"][0].mesh if isinstance(cell, ShardedCell) else None
+    if mesh is None:
+        mesh = DeviceMesh((world().size,), (axis,)) if own is None else own
+    if world().rank not in mesh:
+        raise ValueError(
+            f"hsdp(mesh={mesh!r}): this is rank {world().rank}, which isn't in it: give a mesh that has it"
+        )
+    if own is not None and own != mesh:
+        _check_part(cell, own, axis, mesh)
+    return mesh, own is not None and axis in own.axis_names
+
+
+def _check_part(cell, own, axis, mesh):
+    """Raise `ValueError` where a Cell is sharded over a mesh that isn't this rank's part of another one."""
+    if axis in own.axis_names:
+        raise ValueError(
+            f"hsdp(mesh={mesh!r}): {cell_label('', cell)} is sharded over {own!r}, which has axis '{axis}': leave "
+            "mesh out"
+        )
+    parts = set(own.axis_names) <= set(mesh.axis_names)
+    if own.size > 1 and not (parts and mesh.sub_mesh(own.axis_names, world().rank) == own):
+        raise ValueError(
+            f"hsdp(mesh={mesh!r}): {cell_label('', cell)} is sharded over {own!r}, which isn't what rank "
+            f"{world().rank} has of that mesh: shard it over mesh.sub_mesh(…) of the mesh that hsdp() gets"
+        )
+
+
+def _refined(mesh, axis, shard_size):
+    """The mesh with the axis split where only a part of it shards; the axes that shard, and those that replicate."""
+    size = mesh.axis_size(axis)
+    if shard_size == size:
+        return mesh, (axis,), ()
+    if shard_size == 1:
+        return mesh, (), (axis,)
+    place = mesh.axis_names.index(axis)
+    names = (axis + REPLICATE_AXIS_SUFFIX, axis + SHARD_AXIS_SUFFIX)
+    shape = (*mesh.shape[:place], size // shard_size, shard_size, *mesh.shape[place + 1 :])
+    for name in names:
+        if name in mesh.axis_names:
+            raise ValueError(
+                f"hsdp(shard_size={shard_size}) cuts axis '{axis}' of {mesh} into {' and '.join(names)}, but the mesh "
+                f"has an axis '{name}': rename that"
+            )
+    refined = DeviceMesh(shape, (*mesh.axis_names[:place], *names, *mesh.axis_names[place + 1 :]), mesh.rank_list)
+    return refined, names[1:], names[:1]
+
+
+def _checked_units(cell, units):
+    """Paths of the units."""
+    if units is None:
+        return find_units(cell)
+    if not isinstance(units, (tuple, list)) or not all(isinstance(unit, str) for unit in units):
+        raise TypeError(f"hsdp(units={units!r}): should be a tuple of paths of Cells, such as ('layers.0', 'layers.1')")
+    paths = [path for path, _ in cell.cells_and_names() if path]
+    for place, unit in enumerate(units):
+        if unit not in paths:
+            raise ValueError(
+                f"hsdp(units=…): there is no Cell '{unit}' in {cell_label('', cell)}{nearest(unit, paths)}"
+            )
+        if unit in units[:place]:
+            raise ValueError(f"hsdp(units=…): Cell '{unit}' is given twice: give it once")
+    nested = [(one, other) for one in units for other in units if other.startswith(f"{one}.")]
+    if nested:
+        raise ValueError(f"hsdp(units=…): Cell '{nested[0][1]}' lies in '{nested[0][0]}': give one of the two")
+    return tuple(units)

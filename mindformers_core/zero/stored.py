@@ -1,0 +1,150 @@
+"""One parameter as it is stored: the whole that computes, and the part that this rank keeps and updates."""
+
+from mindspore import DeviceCtx, Parameter, mint, ops
+from mindspore import dtype as mstype
+
+from mindformers_core.tensor_parallel.move import dtype_name
+from mindformers_core.zero.pages import give_back, take
+
+__all__ = ["StoredParameter", "as_dtype", "bytes_of"]
+
+
+def as_dtype(tensor, name):
+    """A tensor in the dtype of this name; itself where it has that."""
+    return tensor if dtype_name(tensor.dtype) == name else ops.cast(tensor, getattr(mstype, name))
+
+
+def bytes_of(tensor):
+    """Bytes that a tensor's memory takes, as MindSpore has allocated it."""
+    return 0 if tensor.is_meta else tensor.untyped_storage().size()
+
+
+class StoredParameter:
+    """A Parameter that Cells compute with, and the one that the optimizer updates.
+
+    The memory of the whole is given back and filled again behind a Parameter that stays the same: MindSpore's tapes and
+    compiled graphs find the values that are there when they run.
+
+    Args:
+        plan: the `ParameterPlan`.
+        whole: the Parameter that Cells compute with, with its values.
+        source: the Parameter that there was, with the values in full precision; it may be `whole`.
+        layout: of the part, on a mesh that has the shard axis.
+        index: this rank's place along the shard axis.
+        count: number of parts.
+        meter: the `MemoryMeter` that hears of all memory taken and given back here.
+
+    Attributes:
+        plan, whole: as given.
+        part: the Parameter of this rank's part, with `layout` and `global_shape`; `whole` where that is updated.
+        lent: whether the memory of the part is given back while the whole holds its values.
+        holders: how many times the whole was asked for and not released yet.
+        is_shared: whether another `StoredParameter` has the same part, which is never lent then.
+    """
+
+    def __init__(self, plan, whole, source, layout, index, count, meter):
+        self.plan, self.whole, self.index, self.count, self._meter = plan, whole, index, count, meter
+        self.part = self._new_part(source, layout)
+        self.lent, self.holders, self.is_shared = False, 0, False
+        self._held = {"weights": bytes_of(whole), "parts": bytes_of(self.part) if self.is_copied else 0}
+        for kind, nbytes in self._held.items():
+            meter.add(kind, nbytes)
+        if self.is_copied and whole is source and not whole.is_meta:
+            whole.set_data(mint.zeros(plan.shape, dtype=whole.dtype))  # whoever has the values elsewhere keeps them
+
+    @property
+    def is_cut(self):
+        """Whether ranks keep different parts."""
+        return self.plan.dim is not None
+
+    @property
+    def is_copied(self):
+        """Whether whole and part are two things."""
+        return self.part is not self.whole
+
+    @property
+    def part_shape(self):
+        """The shape of the part."""
+        return self.plan.part_shape(self.count)
+
+    def _new_part(self, source, layout):
+        if not self.is_cut and self.plan.part_dtype == self.plan.dtype:
+            return self.whole
+        dtype = getattr(mstype, self.plan.part_dtype)
+        if self.whole.is_meta:
+            with DeviceCtx("meta"):
+                values = mint.zeros(self.part_shape, dtype=dtype)
+                part = Parameter(values, name=self.whole.name, requires_grad=self.whole.requires_grad)
+        else:
+            values = ops.cast(self._slice(source), dtype)
+            part = Parameter(values, name=self.whole.name, requires_grad=self.whole.requires_grad)
+        vars(part).update({name: value for name, value in vars(self.whole).items() if name not in vars(part)})
+        part.layout = layout
+        return part
+
+    def _slice(self, whole):
+        """This rank's part of a tensor of the whole's shape: a tensor of its own."""
+        if not self.is_cut:
+            return whole.value().copy()
+        length = self.plan.shape[self.plan.dim] // self.count
+        return ops.cat((mint.narrow(whole.value(), self.plan.dim, self.index * length, length),), 0)
+
+    def sent(self):
+        """This rank's part, flat, in the dtype that computes: what a gather sends."""
+        part = self._slice(self.whole) if self.lent else self.part.value()
+        return as_dtype(part, self.plan.dtype).reshape(-1)
+
+    def rows(self, whole):
+        """A tensor of the whole's shape as `count` rows, one for each part, flat."""
+        dim, shape = self.plan.dim, self.plan.shape
+        cut = whole.reshape(*shape[:dim], self.count, shape[dim] // self.count, *shape[dim + 1 :])
+        return ops.moveaxis(cut, dim, 0).reshape(self.count, -1) if dim else cut.reshape(self.count, -1)
+
+    def joined(self, rows):
+        """The whole of `rows`, which may be a view: the other way round."""
+        if not self.plan.dim and rows.is_contiguous():
+            return rows.reshape(self.plan.shape)
+        parts = mint.unbind(rows, 0)
+        if self.plan.dim:
+            return ops.cat([part.reshape(self.part_shape) for part in parts], self.plan.dim)
+        return ops.cat(parts, 0).reshape(self.plan.shape)
+
+    def fill(self, values):
+        """Give the whole memory, and `values`."""
+        self._refill("weights", self.whole, values)
+
+    def lend(self):
+        """Give the part's memory back while the whole holds its values in the same dtype."""
+        if self.is_cut and self.plan.part_dtype == self.plan.dtype and not (self.lent or self.is_shared):
+            self._give_back("parts", self.part)
+            self.lent = True
+
+    def release(self):
+        """Give the whole's memory back; a part that was lent is there again."""
+        if self.lent:
+            self._refill("parts", self.part, self._slice(self.whole))
+            self.lent = False
+        if self.is_copied:
+            self._give_back("weights", self.whole)
+
+    def share(self, other):
+        """Have the part of another `StoredParameter`, planned alike, instead of one's own; neither whole is needed."""
+        self._meter.add("parts", -self._held["parts"])
+        self._held["parts"] = 0
+        self.part = other.part
+        self.is_shared = other.is_shared = True
+        self._give_back("weights", self.whole)
+
+    def _refill(self, kind, parameter, values):
+        """Give a Parameter memory again, with `values`."""
+        self._meter.watch("buckets", values)
+        self._meter.add(kind, values.nbytes - self._held[kind])
+        self._held[kind] = values.nbytes
+        take(parameter, values.nbytes)
+        ops.assign(parameter, values)  # the storage's own copy_() gave wrong values
+
+    def _give_back(self, kind, parameter):
+        if self._held[kind]:
+            self._meter.add(kind, -self._held[kind])
+            self._held[kind] = 0
+            give_back(parameter)

@@ -1,0 +1,111 @@
+"""Large tensors in PyNative: collectives through memory that ranks of one host share, and what they are instead of."""
+
+from itertools import product
+
+import mindspore as ms
+import numpy as np
+import pytest
+from launch import on_ranks
+
+from mindformers_core import communication as comm
+from mindformers_core.communication import shared_collectives, world
+from mindformers_core.communication.groups import make_group
+from mindformers_core.communication.world import process_state
+from mindformers_core.mesh import init_device_mesh
+
+SHAPE = (8, 64, 1000)  # 2 MB
+
+
+def meetings(group):
+    """How often the ranks of a group have met."""
+    return shared_collectives.shared_group(group).meetings
+
+
+def values(rank, shape=SHAPE, dtype=np.float32):
+    return np.random.default_rng(rank).integers(-3, 4, shape).astype(dtype)
+
+
+@on_ranks(4)
+def case_large_tensors_on_subgroups():
+    """Forward and gradient of the collectives that are made of them, over rows, columns, and all in both orders."""
+    mesh = init_device_mesh((2, 2), ("dp", "tp"))
+    for axes, dim in product((("dp",), ("tp",), ("dp", "tp"), ("tp", "dp")), range(3)):
+        group = make_group(mesh, axes)
+        before, xs = meetings(group), [values(rank) for rank in group.ranks]
+        x, total = ms.Tensor(xs[group.index]), sum(xs)
+        part, whole = np.split(total, group.size, dim)[group.index], np.concatenate(xs, dim)
+        for collective, truth, weight, gradient in (
+            (comm.AllReduceVarying(mesh, axes), total, xs, total),
+            (comm.AllGatherVarying(mesh, axes, dim), whole, [whole * rank for rank in group.ranks], None),
+            (comm.ReduceScatter(mesh, axes, dim), part, [np.split(x, group.size, dim)[0] for x in xs], None),
+        ):
+            weights = ms.Tensor(weight[group.index])
+            result, backward = ms.vjp(collective, x)
+            np.testing.assert_array_equal(result.asnumpy(), truth)
+            if gradient is None and isinstance(collective, comm.AllGatherVarying):
+                gradient = np.split(whole * sum(group.ranks), group.size, dim)[group.index]
+            elif gradient is None:
+                gradient = np.concatenate(weight, dim)
+            np.testing.assert_array_equal(backward(weights)[0].asnumpy(), gradient)
+        assert meetings(group) >= before + 6
+
+
+@on_ranks(4)
+def case_sums_have_the_same_bits_on_all_ranks():
+    """Of floats whose sum depends on the order."""
+    mesh = init_device_mesh((4,), ("dp",))
+    x = np.random.default_rng(world().rank).normal(size=100_003).astype(np.float32)
+    summed = comm.AllReduce(mesh, "dp")(ms.Tensor(x))
+    everywhere = comm.AllGather(mesh, "dp", 0)(summed.reshape(1, -1)).asnumpy()
+    assert all(row.tobytes() == everywhere[0].tobytes() for row in everywhere)
+
+
+@on_ranks(2)
+def case_large_views_that_are_not_contiguous():
+    """Their elements count, in the order of the view."""
+    mesh = init_device_mesh((2,), ("dp",))
+    xs = [values(rank) for rank in range(2)]
+    view = ms.mint.transpose(ms.Tensor(xs[world().rank]), 0, 2)
+    np.testing.assert_array_equal(comm.AllReduce(mesh, "dp")(view).asnumpy(), sum(xs).T)
+    whole = np.concatenate([x.T for x in xs], 1)
+    np.testing.assert_array_equal(comm.AllGather(mesh, "dp", 1)(view).asnumpy(), whole)
+
+
+@on_ranks(2)
+def case_what_goes_another_way():
+    """Small tensors, other dtypes and reductions, and ranks of several hosts: the same results, without meetings."""
+    mesh = init_device_mesh((2,), ("dp",))
+    group = make_group(mesh, "dp")
+    before = meetings(group)
+    reduce, gather = comm.AllReduce(mesh, "dp"), comm.AllGather(mesh, "dp", 1)
+    scatter, largest = comm.ReduceScatter(mesh, "dp", 1), comm.AllReduce(mesh, "dp", "max")
+    small = [values(rank, (4, 6)) for rank in range(2)]
+    np.testing.assert_array_equal(reduce(ms.Tensor(small[world().rank])).asnumpy(), sum(small))
+    for dtype in (np.float16, np.int32):
+        xs = [values(rank, dtype=dtype) for rank in range(2)]
+        np.testing.assert_array_equal(reduce(ms.Tensor(xs[world().rank])).asnumpy(), sum(xs))
+    xs = [values(rank) for rank in range(2)]
+    x = ms.Tensor(xs[world().rank])
+    np.testing.assert_array_equal(largest(x).asnumpy(), np.maximum(*xs))
+    assert meetings(group) == before
+    collectives = (reduce, gather, scatter)
+    shared = [collective(x).asnumpy() for collective in collectives]
+    assert meetings(group) > before
+    memo = process_state().memo(shared_collectives.__name__)
+    kept = memo[group.ranks]
+    memo[group.ranks] = None  # as on several hosts
+    for result, collective in zip(shared, collectives):
+        np.testing.assert_array_equal(collective(x).asnumpy(), result)
+    memo[group.ranks] = kept
+
+
+@on_ranks(2)
+def case_other_calls_are_an_error_that_names_them():
+    """Both ranks are told at once what failed; a group of its own, which can't be used after it."""
+    mesh = init_device_mesh((2,), ("dp",), rank_list=[1, 0])
+    x = ms.Tensor(values(0))
+    collective = (comm.AllReduce(mesh, "dp"), comm.AllGather(mesh, "dp", 0))[world().rank]
+    kind = ("all_reduce", "all_gather")[world().rank]
+    with pytest.raises(RuntimeError, match=rf"{kind} over dp \(ranks 1, 0\) failed on rank {world().rank}") as failure:
+        collective(x)
+    assert "called something else" in str(failure.value.__cause__) or "ended" in str(failure.value.__cause__)

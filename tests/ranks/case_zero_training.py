@@ -1,0 +1,99 @@
+"""Training by recipe with sharded state, gradients and weights: the curve and the parameters of one rank; resuming."""
+
+import os
+import shutil
+import tempfile
+
+import pytest
+from case_training import DEEP, compare_with_one_rank, job_on, pipeline
+from launch import on_ranks
+
+from mindformers_core.communication import count_collectives, world
+from mindformers_core.trainer.saved_state import save_state
+from mindformers_core.trainer.training_loop import resume, train_step
+
+DP_AND_TP, DP, PP_AND_DP = (1, 2, 1, 2), (1, 4, 1, 1), (2, 2, 1, 1)
+
+
+def zero(level, *overrides):
+    """Overrides for a level; all weights that can be are cut."""
+    sharded = f"parallelism.zero_level={level}", "parallelism.zero_threshold_kb=0", "parallelism.data_parallel_shard=-1"
+    return *sharded, *overrides
+
+
+def compare(level, local, *overrides, shape=DP_AND_TP, shards=2, alike=()):
+    """Two steps with `local` sequences at once of the 8 of a step (16 of `DEEP`) equal those of one rank, and the
+    optimizer's parameters and moments are parts, over tp and `shards` data-parallel ranks."""
+    sequences = 16 if alike else 8
+    overrides = zero(level, f"training.local_batch_size={local}", *overrides)
+    count = sequences // (local * shape[1])
+    job = compare_with_one_rank(*overrides, shape=shape, alike=alike, micro_batches=count, steps=2)
+    parameters = job.optimizer.parameters
+    assert [part.shape for part in parameters] == [moment.shape for moment in job.optimizer.moments1]
+    sizes = [part.layout.mesh.axis_size(*sum(part.layout.dims, ())) for part in parameters]
+    assert max(sizes) == shards * shape[3], sizes
+    return job
+
+
+@on_ranks(4)
+def case_levels_equal_one_rank():
+    """Data and tensor parallel, PyNative: one micro-batch, and four whose gradients are reduced once."""
+    compare(0, 4, shards=1)
+    job = compare(1, 1, "parallelism.sequence_parallel=true")
+    with count_collectives() as counts:
+        train_step(job)
+    assert [counts[kind, ("dp",)][0] for kind in ("all_gather", "reduce_scatter")] == [1, 1], counts
+    compare(2, 4)
+    compare(3, 1, "parallelism.sequence_parallel=true")
+
+
+@on_ranks(4)
+def case_compiled_levels_equal_one_rank():
+    """Graph mode; at level 3 every layer is a graph of its own."""
+    compare(2, 1, "context.mode=0")
+    compare(3, 4, "context.mode=0")
+
+
+@on_ranks(4)
+def case_eager_levels_equal_one_rank():
+    """Operator by operator."""
+    compare(2, 1, "context.engine=eager")
+    compare(3, 4, "context.engine=eager")
+
+
+@on_ranks(4)
+def case_groups_that_shard_equal_one_rank():
+    """Two groups of two ranks: sharded within a group, alike in both."""
+    for level in (1, 3):
+        compare(level, 1, "parallelism.data_parallel_replicate=2", shape=DP)
+
+
+@on_ranks(4)
+def case_pipelined_levels_equal_one_rank():
+    """Every stage is sharded over its data-parallel ranks; several runs a step, tied embeddings, also on one rank."""
+    compare(2, 4, *pipeline("zb_h1"), "context.mode=0", shape=PP_AND_DP, alike=DEEP)
+    compare(3, 4, *pipeline("zb_v", 2), shape=PP_AND_DP, alike=DEEP)
+
+
+@on_ranks(4)
+def case_resumed_levels_go_on_bit_by_bit():
+    """After a step every rank saves its parts of weights and moments, and another job takes them up."""
+    folder = os.path.join(tempfile.gettempdir(), f"mindformers_core_case_zero_{os.environ['MS_SCHED_PORT']}")
+    for level in (1, 2, 3):
+        unbroken = job_on(DP_AND_TP, None, *zero(level))
+        train_step(unbroken)
+        saved = save_state(f"{folder}/{level}", unbroken.state(), unbroken.tensors(), world().rank, unbroken.barrier)
+        resumed = resume(job_on(DP_AND_TP, None, *zero(level), "training.seed=7"), saved)
+        rows = [train_step(job) for job in (unbroken, resumed)]
+        assert [rows[0][key] for key in ("step", "loss", "gradient_norm")] == [
+            rows[1][key] for key in ("step", "loss", "gradient_norm")
+        ]
+        for one, other in zip(unbroken.tensors(), resumed.tensors(), strict=True):
+            assert (one.asnumpy() == other.asnumpy()).all(), one.name
+    with pytest.raises(
+        ValueError, match=r"was saved with zero .*'zero_level': 3.*, but this run has .*'zero_level': 2"
+    ):
+        resume(job_on(DP_AND_TP, None, *zero(2)), saved)
+    unbroken.barrier()  # all ranks have read, before one of them removes the folder
+    if world().rank == 0:
+        shutil.rmtree(folder)

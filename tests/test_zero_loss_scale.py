@@ -1,0 +1,86 @@
+"""`LossScale` and `all_finite` on one rank: the scale after every step, unscaled values, dtypes."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, amp
+
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.zero import LossScale, all_finite
+
+DTYPES = (ms.float16, ms.float32, ms.bfloat16)
+
+
+def tensor(values, dtype=ms.float32):
+    return Tensor(np.array(values, np.float32), ms.float32).astype(dtype)
+
+
+def numbers(values):
+    return values.astype(ms.float32).asnumpy().tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_element_that_is_not_finite_is_found(dtype):
+    fine = tensor(np.full((3, 5), 60000.0), dtype)  # their sum is beyond float16, they aren't
+    assert all_finite(None, (fine, tensor(1.0, dtype))) is True
+    for bad in (np.inf, -np.inf, np.nan):
+        spoilt = np.ones((3, 5), np.float32)
+        spoilt[2, 4] = bad
+        assert all_finite(None, [fine, tensor(spoilt, dtype)]) is False
+        assert all_finite(None, [tensor(bad, dtype), fine]) is False
+
+
+def test_dtypes_may_be_mixed_and_nothing_is_finite(rank_0_of_4):
+    assert all_finite(None, [tensor([1.0], dtype) for dtype in DTYPES])
+    assert not all_finite(None, [*(tensor([1.0], dtype) for dtype in DTYPES), tensor([np.nan])])
+    assert all_finite(None, ())
+    assert all_finite(init_device_mesh((1,), ("dp",)), ())
+    assert not all_finite(init_device_mesh((1,), ("dp",)), [tensor([np.inf])])
+
+
+def test_the_scale_halves_at_a_skipped_step_and_doubles_after_a_window_of_finite_ones():
+    scale = LossScale(amp.DynamicLossScaler(8, 2, 3))
+    fine, bad = (tensor([1.0]),), (tensor([np.inf]),)
+    seen = []
+    for gradients in (fine, fine, bad, fine, fine, fine, fine, bad, bad, bad, bad, bad):
+        assert (scale.unscale(gradients) is None) == (gradients is bad)
+        seen.append((scale.value, scale.skipped))
+    assert [value for value, _ in seen] == [8, 8, 4, 4, 4, 8, 8, 4, 2, 1, 1, 1]
+    assert [skipped for _, skipped in seen] == [0, 0, 1, 1, 1, 1, 1, 2, 3, 4, 5, 6]
+    assert isinstance(scale.value, float)
+
+
+def test_a_static_scale_stays_and_skips_too():
+    scale = LossScale(amp.StaticLossScaler(1000))
+    assert scale.unscale((tensor([np.nan]),)) is None
+    assert (scale.value, scale.skipped) == (1000.0, 1)
+    np.testing.assert_allclose(numbers(scale.unscale((tensor([500.0]),))[0]), [0.5], rtol=1e-6)
+
+
+def test_the_default_scaler():
+    scale = LossScale()
+    assert (scale.value, scale.skipped) == (65536.0, 0)
+    assert (scale.scaler.scale_window, scale.scaler.scale_factor) == (2000, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_are_divided_by_the_scale_in_their_dtype(dtype):
+    scale = LossScale(amp.StaticLossScaler(2.0**26))  # its reciprocal is zero in float16
+    values = [2.0**15, -(2.0**14), 0.0]
+    unscaled = scale.unscale([tensor(values, dtype), tensor(2.0**15, dtype)])
+    assert isinstance(unscaled, tuple) and [one.dtype for one in unscaled] == [dtype, dtype]
+    assert numbers(unscaled[0]) == [2.0**-11, -(2.0**-12), 0.0] and numbers(unscaled[1]) == 2.0**-11
+
+
+def test_the_scale_that_was_in_the_loss_is_the_one_that_is_taken_out():
+    scale = LossScale(amp.DynamicLossScaler(8, 2, 1))  # doubles after each step
+    for _ in range(3):
+        scaled = tensor([3.0 * scale.value])
+        assert numbers(scale.unscale((scaled,))[0]) == [3.0]
+    assert scale.value == 64.0
+
+
+@pytest.mark.parametrize("scaler", [2**16, amp.DynamicLossScaleManager()], ids=["number", "manager"])
+def test_another_scaler_is_refused(scaler):
+    with pytest.raises(TypeError, match="DynamicLossScaler or StaticLossScaler"):
+        LossScale(scaler)

@@ -1,0 +1,17 @@
+"""docs/zero.md shows what the report says today; what is measured, and its code: tests/ranks/case_zero_page.py."""
+
+import sys
+
+from launch import ROOT
+
+from mindformers_core.communication import shutdown
+
+sys.path.insert(0, str(ROOT / "docs"))
+from make_zero import PAGE, computed_tables  # noqa: E402
+from page_blocks import filled  # noqa: E402
+
+
+def test_the_page_is_up_to_date():
+    shutdown()
+    page = PAGE.read_text(encoding="utf-8")
+    assert filled(page, computed_tables()) == page, "run python docs/make_zero.py"
