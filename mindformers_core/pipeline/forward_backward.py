@@ -1,6 +1,6 @@
 """Forward and backward of a function apart, with several calls outstanding: PyNative's autograd, a tape for each."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from mindspore import nn, ops
@@ -31,10 +31,11 @@ class ForwardBackward:
 
     Args:
         differentiated: takes the tuple of outputs and gives those that gradients will come in for.
+        around: gives a context manager that is open during every pass.
     """
 
-    def __init__(self, differentiated):
-        self._differentiated = differentiated
+    def __init__(self, differentiated, around=nullcontext):
+        self._differentiated, self._around = differentiated, around
         self._calls, self._free = {}, []
 
     def forget(self):
@@ -61,7 +62,7 @@ class ForwardBackward:
             return flowing[0] if len(flowing) == 1 else tuple(flowing)
 
         tape.function = recorded
-        with _clean_after_errors():
+        with _clean_after_errors(), self._around():
             tape(*inputs)
         tape.function = None
         self._calls[key] = _Call(tape, inputs, tuple(flowing))
@@ -92,7 +93,7 @@ class ForwardBackward:
         take = ops.GradOperation(get_all=flowing[0], get_by_list=flowing[1], sens_param=True)
         sens = gradients[0] if len(gradients) == 1 else tuple(gradients)
         by = (weights,) if weights else ()
-        with _clean_after_errors():
+        with _clean_after_errors(), self._around():
             found = take(call.tape, *by)(*call.inputs, sens)
         self._free.append(call.tape)
         if all(flowing):

@@ -15,6 +15,7 @@ from mindformers_core.pipeline.stage_gradients import StageGradients
 from mindformers_core.pipeline.stage_weights import StageWeights
 from mindformers_core.tensor_parallel.move import dtype_name
 from mindformers_core.tensor_parallel.parameter_storage import parameter_storage
+from mindformers_core.tensor_parallel.sharded_cells import computing_parameters
 
 __all__ = ["PipelineStage"]
 
@@ -77,7 +78,7 @@ class PipelineStage:
         self._weights = StageWeights(cell)
         self.parameters = tuple(cell.trainable_params())
         self._function = StageFunction(cell, loss_fn, compiled)
-        self._passes = ForwardBackward(_first if self.is_last else _floating)
+        self._passes = ForwardBackward(_first if self.is_last else _floating, self._storage.passing)
         self._gradients = StageGradients(self._storage)
         self._kept = {}  # micro-batch -> what its gradients of the weights come of
         self._rank_stages = None
@@ -284,9 +285,8 @@ class PipelineStage:
                 "stage, and the schedule, anew"
             )
         self._storage.check_trained()
-        known, now = (
-            {id(p): p.name for p in parameters} for parameters in (self.parameters, self.cell.trainable_params())
-        )
+        trained = [parameter for parameter in computing_parameters(self.cell) if parameter.requires_grad]
+        known, now = ({id(p): p.name for p in parameters} for parameters in (self._weights.parameters, trained))
         if known.keys() != now.keys():
             name = next(name for place, name in (known | now).items() if (place in known) != (place in now))
             raise ValueError(

@@ -6,7 +6,7 @@ from mindformers_core.communication import communicator
 from mindformers_core.layout import Layout
 from mindformers_core.tensor_parallel.move import move
 
-__all__ = ["ClipByGlobalNorm", "clip_by_global_norm", "sum_over"]
+__all__ = ["ClipByGlobalNorm", "clip_by_global_norm", "sharding_of", "sum_cell", "sum_over"]
 
 
 class ClipByGlobalNorm(nn.Cell):
@@ -40,12 +40,10 @@ class ClipByGlobalNorm(nn.Cell):
         for place, (parameter, is_counted) in enumerate(zip(parameters, counted, strict=True)):
             if not is_counted:
                 continue
-            layout = getattr(parameter, "layout", None)
-            key = (None, ()) if layout is None else (layout.mesh, _sharding_axes(layout))
-            places.setdefault(key, []).append(place)
+            places.setdefault(sharding_of(parameter), []).append(place)
         self.places = tuple(tuple(entry) for entry in places.values())
-        self.sums = nn.CellList([_sum_over(mesh, axes) for mesh, axes in places])
-        self.sum_of_all = _sum_over(mesh, tuple(over))
+        self.sums = nn.CellList([sum_cell(mesh, axes) for mesh, axes in places])
+        self.sum_of_all = sum_cell(mesh, tuple(over))
 
     def construct(self, gradients):
         total = ops.zeros((), float32)  # a tensor where this rank counts nothing, too
@@ -70,13 +68,17 @@ def clip_by_global_norm(gradients, parameters, max_norm, **across_stages):
     return ClipByGlobalNorm(parameters, max_norm, **across_stages)(tuple(gradients))
 
 
-def _sum_over(mesh, axes):
+def sum_cell(mesh, axes):
     """The Cell that sums a tensor over axes of a mesh; over none it gives what it gets."""
     return communicator(mesh).make("all_reduce", axes, op="sum") if axes else nn.Identity()
 
 
-def _sharding_axes(layout):
-    return tuple(axis for axis in layout.mesh.axis_names if any(axis in axes for axes in layout.dims))
+def sharding_of(parameter):
+    """`(mesh, axes)`: what a parameter is cut over; `(None, ())` for one that isn't distributed."""
+    layout = getattr(parameter, "layout", None)
+    if layout is None:
+        return None, ()
+    return layout.mesh, tuple(axis for axis in layout.mesh.axis_names if any(axis in axes for axes in layout.dims))
 
 
 def sum_over(mesh, axes, value):

@@ -13,8 +13,8 @@ class ParameterStorage:
 
     Attributes:
         parts: id of a Parameter that the Cells compute with -> the Parameter that optimizers and users see for it.
-        units: path of a Cell -> a function of `(call, args, kwargs)` that calls it, with its weights in place.
-        units_compiled: whether each of these Cells is compiled by itself when it is called next; set from outside.
+        units: the Cells, by path, whose weights come and go with their calls.
+        units_compiled: whether each unit's Cell is compiled by itself when it is called next; set from outside.
         is_open: whether all values that computing needs are there, or come by themselves.
     """
 
@@ -26,6 +26,17 @@ class ParameterStorage:
     def calling(self):
         """A context manager around a call of a Cell from outside, in PyNative."""
         return nullcontext()
+
+    def passing(self):
+        """A context manager around a forward or backward pass whose gradients are taken as they should be."""
+        return nullcontext()
+
+    def unit(self, path):
+        """A function of `(call, args, kwargs)` that calls the Cell at `path` with weights in place; None: call it."""
+        return None
+
+    def give_parts(self):
+        """Somebody from outside is going to look at the parts."""
 
     def entering(self, args, kwargs):
         """The arguments that the root Cell gets for those that it was called with."""

@@ -42,9 +42,10 @@ class ShardedCell:
 
     def parameters_and_names(self, name_prefix="", expand=True):
         """As MindSpore's, of the Parameters that optimizers and checkpoints are to see."""
-        parts = self.__dict__["_sharding"][0].storage.parts
+        storage = self.__dict__["_sharding"][0].storage
+        storage.give_parts()
         for name, parameter in super().parameters_and_names(name_prefix, expand):
-            yield name, parts.get(id(parameter), parameter)
+            yield name, storage.parts.get(id(parameter), parameter)
 
     def add_flags(self, **flags):
         """As MindSpore's, which `set_train` calls: programs depend on the flag."""
@@ -57,12 +58,16 @@ class GeneratedCell(ShardedCell):
 
     def __call__(self, *args, program=None, **kwargs):
         tree, path = self.__dict__["_sharding"]
-        if program is None:
-            return tree.enter(path, super().__call__, args, kwargs)
-        unit = tree.storage.units.get(path)
+        call, unit = super().__call__, tree.storage.unit(path)
         if unit is None:
-            return super().__call__(*args, program=program, **kwargs)
-        return unit(super().__call__, args, {**kwargs, "program": program})
+            return tree.enter(path, call, args, kwargs) if program is None else call(*args, program=program, **kwargs)
+        if program is not None:
+            return unit(call, args, {**kwargs, "program": program})
+
+        def call_in_unit(*args, **kwargs):
+            return unit(call, args, {"program": tree.running, **kwargs})
+
+        return tree.enter(path, call_in_unit, args, kwargs)
 
     def __getattr__(self, name):
         value = super().__getattr__(name)
@@ -79,7 +84,7 @@ class EagerCell(ShardedCell):
 
     def __call__(self, *args, **kwargs):
         tree, path = self.__dict__["_sharding"]
-        unit = tree.storage.units.get(path)
+        unit = tree.storage.unit(path)
         return super().__call__(*args, **kwargs) if unit is None else unit(super().__call__, args, kwargs)
 
     def construct(self, *args, **kwargs):

@@ -57,10 +57,11 @@ def _check_loss_scale(loss_scale, storage):
     if not isinstance(loss_scale, LossScale):
         raise TypeError(f"value_and_grad(loss_scale={loss_scale!r}): should be a LossScale, such as LossScale(mesh=…)")
     mesh = storage.settings.mesh
-    if loss_scale.mesh is None and mesh.size > 1:
+    if mesh.size > 1 and (loss_scale.mesh is None or not set(mesh.rank_list) <= set(loss_scale.mesh.rank_list)):
         raise ValueError(
             f"{storage.label} is trained by the {mesh.size} ranks of {mesh}, which have to skip a step together, but "
-            "LossScale asks this rank alone: give it the mesh, LossScale(mesh=mesh)"
+            f"LossScale asks {'this rank alone' if loss_scale.mesh is None else f'those of {loss_scale.mesh!r}'}: give "
+            "it the mesh, LossScale(mesh=mesh)"
         )
 
 
@@ -71,7 +72,7 @@ class _GradientFunction:
         self.cell, self.loss_scale = cell, loss_scale
         self.storage = storage_of(cell)
         self._function = StageFunction(cell, None, compiled)
-        self._passes = ForwardBackward(_first)
+        self._passes = ForwardBackward(_first, self.storage.passing)
         self._weights = ParameterTuple([self.storage.parameters[number].whole for number in self.storage.trained])
         self._step, self._micro_step = None, 0
         self._has_checked = False  # whether optimizers were looked at

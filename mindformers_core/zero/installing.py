@@ -40,11 +40,15 @@ def planned_parameters(tree, settings, units):
             )
         own = dtype_name(parameter.dtype)
         floats = is_float(own)
+        if parameter.requires_grad and not floats:
+            raise ValueError(
+                f"parameter '{path}' of {tree.label('')} is {own}, which has no gradient: make it with "
+                "requires_grad=False"
+            )
         dtype, part_dtype = (precision.compute_dtype(own), precision.parameter_dtype(own)) if floats else (own, own)
         by_unit = settings.level == "level3" and settings.shard_size > 1 and len(holding[id(parameter)]) == 1
         unit = next(iter(holding[id(parameter)])) if by_unit else ""
-        trainable = parameter.requires_grad and floats
-        parameters.append(ParameterPlan(path, tuple(parameter.shape), dtype, part_dtype, trainable, unit))
+        parameters.append(ParameterPlan(path, tuple(parameter.shape), dtype, part_dtype, parameter.requires_grad, unit))
     return plan_parameters(parameters, settings.shard_size, settings.threshold, settings.level)
 
 

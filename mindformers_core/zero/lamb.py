@@ -5,8 +5,7 @@ import math
 import mindspore as ms
 from mindspore import nn, ops
 
-from mindformers_core.communication import communicator
-from mindformers_core.placement import Shard
+from mindformers_core.tensor_parallel.clipping import sharding_of, sum_cell
 
 __all__ = ["Lamb"]
 
@@ -61,9 +60,9 @@ class Lamb(nn.Optimizer):
         self.moments2 = self._zeros_like("lamb.moment2.")
         groups = {}
         for place, parameter in enumerate(self.parameters):
-            groups.setdefault(_sharding(parameter), []).append(place)
+            groups.setdefault(sharding_of(parameter), []).append(place)
         self.places = tuple(tuple(places) for places in groups.values())
-        self.sums = nn.CellList([_sum_over(mesh, axes) for mesh, axes in groups])
+        self.sums = nn.CellList([sum_cell(mesh, axes) for mesh, axes in groups])
 
     def _zeros_like(self, prefix):
         return ms.ParameterTuple(
@@ -127,16 +126,3 @@ def _one_minus_exp(x):
     """
     power = ops.exp(x)
     return ops.select(x < -1.0, 1.0 - power, ops.tanh(-0.5 * x) * (1.0 + power))
-
-
-def _sharding(parameter):
-    """`(mesh, axes)`: what the parameter is cut over; `(None, ())` for a whole one."""
-    layout = getattr(parameter, "layout", None)
-    if layout is None:
-        return None, ()
-    axes = tuple(axis for axis in layout.mesh.axis_names if isinstance(layout.placement(axis), Shard))
-    return (layout.mesh, axes) if axes else (None, ())
-
-
-def _sum_over(mesh, axes):
-    return communicator(mesh).make("all_reduce", axes, op="sum") if axes else nn.Identity()

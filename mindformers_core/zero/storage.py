@@ -45,7 +45,8 @@ class HsdpStorage(ParameterStorage):
         self.meter, self.label, self.cells = meter, label, tuple(cells)
         self.parts = {id(stored.whole): stored.part for stored in parameters if stored.is_copied}
         self.units, self.schedule, self.exchange, self.collector = {}, None, None, None
-        self.is_open = self.is_training = False
+        self.is_open = self.is_training = self._in_pass = False
+        self._callers = {}  # path of a Cell -> what `unit()` gives for it
         self._numbers = {id(stored.whole): number for number, stored in enumerate(parameters)}
 
     @property
@@ -183,7 +184,7 @@ class HsdpStorage(ParameterStorage):
     @contextmanager
     def calling(self):
         """Around a call from outside: opens for it. Gradients are refused but where `value_and_grad` takes them."""
-        if not self.is_training:
+        if not self._in_pass:
             self._refuse_gradients()
         if self.is_open:
             yield
@@ -193,6 +194,29 @@ class HsdpStorage(ParameterStorage):
             yield
         finally:
             self.close()
+
+    @contextmanager
+    def passing(self):
+        """See `ParameterStorage`."""
+        self._in_pass = True
+        try:
+            yield
+        finally:
+            self._in_pass = False
+
+    def unit(self, path):
+        """See `ParameterStorage`."""
+        if not self.units:
+            return None
+        if path not in self._callers:
+            inside = [call for unit, call in self.units.items() if f"{path}.".startswith(f"{unit}.")]
+            self._callers[path] = inside[0] if inside else None
+        return self._callers[path]
+
+    def give_parts(self):
+        """See `ParameterStorage`: parts that were lent are there again, until the next step."""
+        for stored in self.parameters:
+            stored.take_back()
 
     def _refuse_gradients(self):
         """Raise `ValueError` where MindSpore records a call: with a flag of its own, or one of the Cell."""
@@ -257,6 +281,7 @@ class HsdpStorage(ParameterStorage):
             else:
                 gathers.append(bucket)
         self.gathers = gathers
+        self.reduces = [replace(bucket, unit="") if number in bucket.members else bucket for bucket in self.reduces]
         self.schedule.regroup()
 
     def gradient_came(self, number, gradient):

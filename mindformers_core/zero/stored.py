@@ -46,6 +46,7 @@ class StoredParameter:
         self.plan, self.whole, self.index, self.count, self._meter = plan, whole, index, count, meter
         self.part = self._new_part(source, layout)
         self.lent, self.holders, self.is_shared = False, 0, False
+        self._place = self._address()
         self._held = {"weights": bytes_of(whole), "parts": bytes_of(self.part) if self.is_copied else 0}
         for kind, nbytes in self._held.items():
             meter.add(kind, nbytes)
@@ -116,14 +117,21 @@ class StoredParameter:
     def lend(self):
         """Give the part's memory back while the whole holds its values in the same dtype."""
         if self.is_cut and self.plan.part_dtype == self.plan.dtype and not (self.lent or self.is_shared):
+            if self._address() != self._place:  # after set_data: memory that somebody else may have, too
+                self.part.set_data(ops.cat((self.part.value(),), 0))
+                self._place = self._address()
             self._give_back("parts", self.part)
             self.lent = True
 
-    def release(self):
-        """Give the whole's memory back; a part that was lent is there again."""
+    def take_back(self):
+        """Let a part that was lent have its values again, while the whole keeps them, too."""
         if self.lent:
             self._refill("parts", self.part, self._slice(self.whole))
-            self.lent = False
+            self._place, self.lent = self._address(), False
+
+    def release(self):
+        """Give the whole's memory back; a part that was lent is there again."""
+        self.take_back()
         if self.is_copied:
             self._give_back("weights", self.whole)
 
@@ -134,6 +142,10 @@ class StoredParameter:
         self.part = other.part
         self.is_shared = other.is_shared = True
         self._give_back("weights", self.whole)
+
+    def _address(self):
+        """Where the part is in memory."""
+        return None if self.part.is_meta else self.part.data_ptr()
 
     def _refill(self, kind, parameter, values):
         """Give a Parameter memory again, with `values`."""

@@ -66,7 +66,7 @@ class UnitSchedule:
         self.storage, self.prefetch = storage, prefetch
         self.regroup()
         self._order, self._met = [], []  # units as the last pass called them; as this one has, so far
-        self._held, self._missing, self._graphs = set(), {}, {}
+        self._held, self._missing, self._finished, self._graphs = set(), {}, [], {}
         self.called = []
 
     def regroup(self):
@@ -96,27 +96,32 @@ class UnitSchedule:
         """The gradient of a unit's output has come."""
         if self._met:
             self._order, self._met = self._met, []
+        self._drop_finished()
         self._missing.setdefault(unit, sum(self._waiting.get(unit, ())))
         self._hold(unit, -1)
 
     def gradient_came(self, unit):
-        """One more gradient of a unit's weights is there; after the last one the weights are dropped.
+        """One more gradient of a unit's weights is there; after the last one the weights are dropped soon.
 
-        Where a unit has weights that aren't trained, gradients of activations may still need these: then they stay
-        until the pass ends.
+        Gradients of activations may still need weights that are used without a gradient, too: so they go when the next
+        unit's turn has come. Where a unit has weights that aren't trained, they stay until the pass ends.
         """
         if unit in self._missing:
             self._missing[unit] -= 1
             if self._missing[unit] == 0 and all(self._waiting[unit]):
                 del self._missing[unit]
-                self._drop(unit)
+                self._finished.append(unit)
 
     def end(self):
         """After a pass, also one that failed: all units are in parts."""
         self._order, self._met = self._met or self._order, []
-        self._missing = {}
+        self._missing, self._finished = {}, []
         for unit in list(self._held):
             self._drop(unit)
+
+    def _drop_finished(self):
+        while self._finished:
+            self._drop(self._finished.pop())
 
     def compiled(self, path, call, constants):
         """The compiled function of a unit's Cell for one program; made anew where values were put into other memory.
@@ -173,16 +178,18 @@ class _Unit:
 
     def __call__(self, call, args, kwargs):
         schedule, unit = self.schedule, self.unit
-        schedule.before_forward(unit)
+        if unit in schedule.called:  # a Cell below the unit's own
+            return call(*args, **kwargs)
         schedule.called.append(unit)
         try:
+            schedule.before_forward(unit)
             result = self._call(call, args, kwargs)
+            if _pynative_executor.grad_flag():
+                map_leaves(self._await_gradient, result)
+            return result
         finally:
             schedule.called.pop()
-        if _pynative_executor.grad_flag():
-            map_leaves(self._await_gradient, result)
-        schedule.after_forward(unit)
-        return result
+            schedule.after_forward(unit)
 
     def _call(self, call, args, kwargs):
         schedule, unit = self.schedule, self.unit
