@@ -252,8 +252,7 @@ def case_integers_pynative():
 @on_ranks(4)
 def case_integers_jit():
     """The same in graphs, where they travel as 16-bit parts in floats: int64 as four, all others like int32, as two."""
-    for axes in AXES:
-        check_integers(axes, np.int32, jit=True)
+    check_integers(AXES[0], np.int32, jit=True)
     for axes, dtype in zip(AXES[1:], (np.bool_, np.int16, np.int64), strict=True):
         check_integers(axes, dtype, jit=True)
 
