@@ -123,10 +123,10 @@ class _GradientFunction:
     def _finish(self, found):
         collector = self.storage.collector
         gradients = self._step.reduce(found) if collector is None else collector.finish()
+        self._end()
         if not self._has_checked:
             check_optimizers(self.storage)
             self._has_checked = True
-        self._end()
         return gradients if self.loss_scale is None else self.loss_scale.unscale(gradients)
 
     def _checked(self, results):

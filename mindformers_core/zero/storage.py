@@ -214,8 +214,11 @@ class HsdpStorage(ParameterStorage):
         return self._callers[path]
 
     def give_parts(self):
-        """See `ParameterStorage`: parts that were lent are there again, until the next step."""
-        for stored in self.parameters:
+        """See `ParameterStorage`: parts that were lent are there again, until the next step.
+
+        Not in a pass: there it is MindSpore that asks, for identities only.
+        """
+        for stored in () if self._in_pass else self.parameters:
             stored.take_back()
 
     def _refuse_gradients(self):
