@@ -12,3 +12,12 @@ def rank_0_of_4():
     init_distributed("fake", world_size=4)
     yield
     shutdown()
+
+
+@pytest.fixture
+def one_rank():
+    """A world of this process alone."""
+    shutdown()
+    init_distributed()
+    yield
+    shutdown()

@@ -25,11 +25,13 @@ class Scale(nn.Cell):
         return ops.mean(x * x) if self.is_last else x
 
 
-def pipeline(cells, micro_batch_num=4, kind=ScheduleLoopedBFS, loss_fn=None, compiled=False, tied=(), **options):
+def pipeline(
+    cells, micro_batch_num=4, kind=ScheduleLoopedBFS, loss_fn=None, compiled=False, tied=(), loss_scale=None, **options
+):
     """A schedule that runs all the Cells here."""
-    last = len(cells) - 1
+    of_last = {"loss_fn": loss_fn, "loss_scale": loss_scale}
     stages = [
-        PipelineStage(cell, place, len(cells), None, "pp", loss_fn if place == last else None, compiled, tied)
+        PipelineStage(cell, place, len(cells), compiled=compiled, tied=tied, **(of_last if cell is cells[-1] else {}))
         for place, cell in enumerate(cells)
     ]
     return kind(stages, micro_batch_num, **options)

@@ -15,13 +15,7 @@ from mindformers_core.mesh import init_device_mesh
 from mindformers_core.pipeline import PipelineStage, ScheduleGPipe, ScheduleLoopedBFS
 from mindformers_core.tensor_parallel import shard
 
-
-@pytest.fixture(autouse=True)
-def one_rank():
-    shutdown()
-    init_distributed()
-    yield
-    shutdown()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Gives(nn.Cell):
@@ -41,7 +35,7 @@ INTEGERS, FLOATS = Tensor(np.zeros(3, np.int32)), Tensor(array(2, 3))
 @pytest.mark.parametrize(
     ("cells", "message"),
     [
-        ((Gives(FLOATS, None), Squares()), "step F0@0: output 1 of Gives is None of type NoneType: a stage returns a"),
+        ((Gives(FLOATS, None), Squares()), "step F0@0: output 1 of Gives is None of type NoneType: it should return a"),
         ((Gives(INTEGERS), Squares()), r"the Gives of stage 0 gave int32 \[3\]: without a floating tensor no gradient"),
         ((Through(), Through()), r"the Through of stage 1, the last stage, should .* it gave float32 \[2, 4\]"),
         ((Gives(FLOATS), Scale(1, True)), r"stage 1 \(rank 0\), step F0@1: with Float32 \(2, 3\) from stage 0: "),

@@ -9,7 +9,6 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from small_pipelines import Scale, Squares, Through, array, pipeline
 
-from mindformers_core.communication import init_distributed, shutdown
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.pipeline import (
     MetaStep,
@@ -24,13 +23,7 @@ from mindformers_core.pipeline.schedules.micro_batches import split_micro_batche
 sys.path.insert(0, str(Path(__file__).parent / "ranks"))
 import pipeline_models as models  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def one_rank():
-    shutdown()
-    init_distributed()
-    yield
-    shutdown()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def check(schedule, *args, rtol=1e-5, **kwargs):

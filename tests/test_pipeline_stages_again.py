@@ -9,19 +9,12 @@ import pytest
 from mindspore import Tensor, nn, ops
 from small_pipelines import Scale, array, pipeline
 
-from mindformers_core.communication import init_distributed, shutdown
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.pipeline import PipelineStage, ScheduleLoopedBFS, ScheduleZBV
 from mindformers_core.pipeline.forward_backward import _Tape
 from mindformers_core.tensor_parallel import shard
 
-
-@pytest.fixture(autouse=True)
-def one_rank():
-    shutdown()
-    init_distributed()
-    yield
-    shutdown()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def sharded_cells():

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from split_models import SMALL, Sequence, batch, build, configs_of, whole_of
 
-from mindformers_core.communication import init_distributed, shutdown
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LayerSpec, LlamaConfig, LlamaForCausalLM
@@ -18,21 +17,14 @@ from mindformers_core.tensor_parallel.explaining import make_report
 from mindformers_core.tensor_parallel.explaining.algorithms import algorithm_steps
 
 
-@pytest.fixture
-def one_rank():
-    shutdown()
-    init_distributed()
-    yield init_device_mesh((1, 1), ("dp", "tp"))
-    shutdown()
-
-
 @pytest.mark.parametrize("mode", ["generated", "eager"])
 @pytest.mark.parametrize("name", ["both", "empty", "heterogeneous"])
 def test_sharded_stages_compute_the_whole(one_rank, name, mode):
     """On a mesh of one rank; hidden states travel as local tensors."""
+    mesh = init_device_mesh((1, 1), ("dp", "tp"))
     states, labels = batch()
     for config, vp_stage in configs_of(name, tie_word_embeddings=True).values():
-        stage = shard(build(config, vp_stage), one_rank, Sequence, seed=1, mode=mode)
+        stage = shard(build(config, vp_stage), mesh, Sequence, seed=1, mode=mode)
         states = stage(states, labels).to_local()
     np.testing.assert_allclose(
         states.asnumpy(), whole_of(name, tie_word_embeddings=True)(*batch()).asnumpy(), rtol=1e-6

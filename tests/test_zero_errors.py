@@ -1,9 +1,11 @@
 """What `hsdp()` and `value_and_grad` can't do: errors that name Cell, parameter, axis and size, and what would work."""
 
 import gc
+import re
 
 import mindspore as ms
 import pytest
+from launch import run_ranks
 from mindspore import nn
 from mindspore.experimental import optim
 from small_zero import Net
@@ -303,3 +305,15 @@ def test_an_optimizer_of_the_weights_that_compute():
     ):
         check_optimizers(storage_of(net))
     del optimizer
+
+
+def test_a_rank_that_dies_in_a_step_ends_the_others():
+    """At once, with errors that name the collective and the ranks; their parameters are what they were."""
+    launched = run_ranks(4, "tests/ranks/dead_in_step.py", timeout=120)
+    for survivor, other in ((0, 1), (2, 3)):
+        text = launched.logs[survivor].partition("ended after ")[2]
+        named = (
+            rf"reduce_scatter over dp \(ranks {survivor}, {other}\) failed on rank {survivor}: another rank has died"
+        )
+        assert re.match(r"\d s with: " + named, text), text
+        assert "parameters are as before: True" in text, text

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, mint
 
-from mindformers_core.communication import init_distributed, shutdown
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.zero.exchange import Exchange
@@ -16,13 +15,7 @@ from mindformers_core.zero.plan import ParameterPlan, plan_parameters
 from mindformers_core.zero.precision import MixedPrecision
 from mindformers_core.zero.stored import StoredParameter
 
-
-@pytest.fixture(autouse=True)
-def one_rank():
-    shutdown()
-    init_distributed()
-    yield
-    shutdown()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def drawn(seed):

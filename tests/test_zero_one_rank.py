@@ -6,18 +6,11 @@ import pytest
 from mindspore import Tensor, amp, nn, ops
 from small_zero import Linear, Net, array, both_modes, check, expected, inputs
 
-from mindformers_core.communication import init_distributed, shutdown
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.zero import LossScale, MixedPrecision, hsdp, value_and_grad
 
-
-@pytest.fixture(autouse=True)
-def one_rank():
-    shutdown()
-    init_distributed()
-    yield
-    shutdown()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def sharded(net):

@@ -8,17 +8,10 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from small_zero import Linear, Net, array, both_modes, check, expected, inputs
 
-from mindformers_core.communication import init_distributed, shutdown
 from mindformers_core.tensor_parallel import jit
 from mindformers_core.zero import MixedPrecision, gathered, hsdp, value_and_grad
 
-
-@pytest.fixture(autouse=True)
-def one_rank():
-    shutdown()
-    init_distributed()
-    yield
-    shutdown()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def test_a_gradient_that_mindspore_takes_of_a_call():

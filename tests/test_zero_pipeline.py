@@ -3,23 +3,16 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, amp, nn, ops
 from small_pipelines import Scale, array, pipeline
 
-from mindformers_core.communication import init_distributed, shutdown
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.pipeline import PipelineStage
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.zero import MixedPrecision, gathered, hsdp, share_parts
+from mindformers_core.tensor_parallel.sharded_cells import computing_parameters
+from mindformers_core.zero import LossScale, MixedPrecision, gathered, hsdp, share_parts
 
-
-@pytest.fixture(autouse=True)
-def one_rank():
-    shutdown()
-    init_distributed()
-    yield
-    shutdown()
-
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 HALF = MixedPrecision(compute="float16", output="float32")
 
@@ -74,6 +67,38 @@ def test_sums_over_micro_batches_are_in_the_dtype_of_the_reduction():
     schedule = pipeline([hsdp(Sum(), mixed_precision=HALF)], 4)
     schedule.run(Tensor(np.array([4 * 3000, 4, 4, 4], np.float32)))
     assert schedule.stages[0].gradients[0].asnumpy() == 3003  # 3000 + 1 is 3000 in float16
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_loss_scale_reaches_all_stages(compiled):
+    """What it multiplies the loss by is divided out; a step that overflows is left out."""
+    scale = LossScale(amp.DynamicLossScaler(2.0**14, 2, 1000))
+    x, target = Tensor(array(8, 4)), Tensor(array(8, 4, seed=3))
+    loss, expected = gradients(cells(), compiled)
+    schedule = pipeline(cells(), 2, loss_fn=loss_of, compiled=compiled, loss_scale=scale)
+    assert float(schedule.run(x, target=target)) == loss
+    found = [gradient for stage in schedule.stages for gradient in stage.gradients]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.asnumpy(), other.asnumpy() * 2.0**14)
+    for one, other in zip(scale.unscale(found), expected, strict=True):
+        np.testing.assert_array_equal(one.asnumpy(), other.asnumpy())
+    for stage in schedule.stages:
+        stage.zero_gradients()
+    schedule.run(Tensor(np.full((8, 4), np.inf, np.float32)), target=target)
+    assert scale.unscale(gradient for stage in schedule.stages for gradient in stage.gradients) is None
+    assert (scale.value, scale.skipped) == (2.0**13, 1)
+    with pytest.raises(ValueError, match="stage 0 has a loss_scale: only the last one, 1, may have one"):
+        PipelineStage(Scale(0), 0, 2, loss_scale=scale)
+
+
+def test_an_optimizer_of_what_computes_is_found_at_the_first_gradients():
+    made = cells(mixed_precision=HALF)
+    schedule = pipeline(made, 2, loss_fn=loss_of)
+    optimizer = nn.SGD(computing_parameters(made[0]))
+    schedule.run(Tensor(array(8, 4)), target=Tensor(array(8, 4, seed=3)))
+    with pytest.raises(ValueError, match="SGD holds 'weights.0.weight' of the root Cell .* as it computes"):
+        _ = schedule.stages[0].gradients
+    del optimizer
 
 
 def test_calls_in_the_wrong_order():

@@ -47,6 +47,9 @@ class PipelineStage:
             `target`, and gives the loss. Default: the Cell returns the loss, a floating scalar, alone or as its first
             output.
         tied: paths of parameters that other stages may hold, too.
+        loss_scale: of the last stage: a `zero.LossScale`, by whose `value` the loss is multiplied before gradients are
+            taken. All ranks, with a LossScale built alike over the whole mesh, `unscale()` the gradients of their
+            stages.
         compiled: whether forward and backward pass are compiled with `jit`, once for all micro-batches of a shape.
 
     Attributes:
@@ -59,13 +62,16 @@ class PipelineStage:
             that is sharded over several ranks; a Cell of which only a part is under `hsdp()`, or that is such a part.
     """
 
-    def __init__(self, cell, stage_index, stage_num, mesh=None, axis="pp", loss_fn=None, compiled=False, tied=()):
+    def __init__(
+        self, cell, stage_index, stage_num, mesh=None, axis="pp", loss_fn=None, compiled=False, tied=(), loss_scale=None
+    ):
         if not isinstance(cell, nn.Cell):
             raise TypeError(f"PipelineStage() takes a Cell, an instance of a subclass of nn.Cell, not {cell!r}")
         if stage_index not in range(stage_num):
             raise ValueError(f"stage {stage_index!r} of {stage_num}: stages count from 0 to {stage_num - 1}")
-        if loss_fn is not None and stage_index != stage_num - 1:
-            raise ValueError(f"stage {stage_index} has a loss_fn: only the last one, {stage_num - 1}, may have one")
+        for name, given in (("loss_fn", loss_fn), ("loss_scale", loss_scale)):
+            if given is not None and stage_index != stage_num - 1:
+                raise ValueError(f"stage {stage_index} has a {name}: only the last one, {stage_num - 1}, may have one")
         self.cell, self.stage_index, self.stage_num, self.compiled = cell, stage_index, stage_num, compiled
         self.tied = tuple(tied)
         here = world()
@@ -81,7 +87,7 @@ class PipelineStage:
         self._passes = ForwardBackward(_first if self.is_last else _floating, self._storage.passing)
         self._gradients = StageGradients(self._storage)
         self._kept = {}  # micro-batch -> what its gradients of the weights come of
-        self._rank_stages = None
+        self._rank_stages, self._loss_scale = None, loss_scale
         self._agreed = set()  # layouts of outputs that the next stage takes
         self._training, self._micro_batch_num = False, 1
 
@@ -234,7 +240,8 @@ class PipelineStage:
         """As `backward`, but the weights' gradients wait for `backward_weight`."""
         outputs = self._passes.outputs(micro_index)
         if gradients is None:
-            gradients = (ops.full_like(outputs[0], 1.0 / self._micro_batch_num),)
+            scale = 1.0 if self._loss_scale is None else self._loss_scale.value
+            gradients = (ops.full_like(outputs[0], scale / self._micro_batch_num),)
         self._check_gradients(outputs, gradients)
         given, found = self._passes.backward(micro_index, gradients, self._weights.asked())
         self._storage.drop_units()

@@ -93,16 +93,12 @@ class StageFunction:
         gives memory back and takes other does so where graphs follow.
         """
         key = names, tuple(child.training for child in self._cells)
-        places = [weight.data_ptr() for weight in self._weights if not self._moves(weight)]
+        places = [weight.data_ptr() for weight in self._weights if id(weight) not in self.storage.parts]
         known, graph = self._graphs.get(key, (None, None))
         if known != places:
             graph = jit(self._graph(names))
             self._graphs[key] = places, graph
         return graph
-
-    def _moves(self, weight):
-        """Whether a storage gives the weight's memory back between steps."""
-        return id(weight) in self.storage.parts
 
     def own_kwargs(self, input_count, kwargs):
         """Those of the keyword arguments of a run that this function takes besides so many inputs."""
@@ -145,7 +141,7 @@ class StageFunction:
             if not isinstance(entry, Tensor):
                 raise TypeError(
                     f"output {place} of {own_class(self.cell).__name__} is {entry!r} of type {type(entry).__name__}: "
-                    "a stage returns a tensor, or a tuple of tensors"
+                    "it should return a tensor, or a tuple of tensors"
                 )
         return results
 

@@ -64,8 +64,8 @@ def zero_state(recipe, mesh):
         mesh: the whole mesh, with the axis `dp`.
     """
     sizes, dp_size = recipe.parallelism, mesh.axis_size("dp")
-    if sizes.zero_level == 0:
-        return {"zero": {"zero_level": 0}}
-    groups = sizes.data_parallel_replicate
+    if sizes.zero_level == 0:  # as in a checkpoint that says nothing about it
+        return {"zero": None}
+    groups = sizes.data_parallel_replicate  # not the level: parts are the same at all of them
     shards = {"data_parallel_replicate": groups, "data_parallel_shard": dp_size // groups}
-    return {"zero": {"zero_level": sizes.zero_level, **shards, "zero_threshold_kb": sizes.zero_threshold_kb}}
+    return {"zero": {**shards, "zero_threshold_kb": sizes.zero_threshold_kb}}

@@ -87,11 +87,14 @@ class StepPlan:
         place = self.units.index(unit)
         return self.units[max(0, place - self.prefetch) : place + 1]
 
-    def item_bytes(self, bucket):
-        """Bytes of an element in a bucket of gradients: `(as it computes, as it is summed, as it waits afterwards)`."""
-        compute = self.plans[bucket.members[0]].dtype
-        names = compute, self.precision.reduce_dtype(compute), self.precision.gradient_dtype(compute)
-        return tuple(ITEM_BYTES[name] for name in names)
+    def gradient_bytes(self, bucket):
+        """Bytes of whole gradients of a bucket: `(as they compute, as they are summed, as they wait afterwards)`."""
+        members = [self.plans[number] for number in bucket.members]
+        dtypes = (None, self.precision.reduce_dtype, self.precision.gradient_dtype)
+        return tuple(
+            sum(plan.size * ITEM_BYTES[dtype_of(plan.dtype) if dtype_of else plan.dtype] for plan in members)
+            for dtype_of in dtypes
+        )
 
 
 def memory_of_step(step, state_bytes):
@@ -161,19 +164,19 @@ def _reducing(step, parts):
                 buffers = _gather_buffers(step, other)
                 yield Figures(weights, parts, reduced + waiting, buckets=buffers, passing=gathered)
         buffers = _reduce_buffers(step, bucket)
-        compute, summed, waits = step.item_bytes(bucket)
-        own = bucket.size * (compute + (summed if step.micro_steps > 1 else 0))
+        compute, summed, waits = step.gradient_bytes(bucket)
+        own = compute + (summed if step.micro_steps > 1 else 0)
         passing = gathered + (0 if step.at_once else own)
         yield Figures(weights, parts, reduced + waiting + own, buckets=buffers, passing=passing)
-        reduced += bucket.size * waits // _count(step, bucket)
+        reduced += waits // _count(step, bucket)
     weights, gathered = _weights(step, "")
     yield Figures(weights, parts, reduced, passing=gathered)
 
 
 def _waiting(step, bucket):
     """Bytes of whole gradients of a bucket whose turn hasn't come."""
-    compute, summed, _ = step.item_bytes(bucket)
-    return bucket.size * ((compute if step.at_once else 0) + (summed if step.micro_steps > 1 else 0))
+    compute, summed, _ = step.gradient_bytes(bucket)
+    return (compute if step.at_once else 0) + (summed if step.micro_steps > 1 else 0)
 
 
 def _count(step, bucket):
@@ -182,17 +185,16 @@ def _count(step, bucket):
 
 def _reduce_buffers(step, bucket):
     """What a reduction needs at the most besides its gradients as they came, of which the last one stays to the end."""
-    compute, summed, waits = step.item_bytes(bucket)
-    size, count = bucket.size, _count(step, bucket)
+    (compute, summed, waits), count = step.gradient_bytes(bucket), _count(step, bucket)
     last = step.plans[bucket.members[-1]]
     copied = compute != summed or last.dim or step.micro_steps > 1
     scattering, cutting = summed * (count + 1) // count, (summed + waits) // count
     if len(bucket.members) == 1:
-        return size * max(scattering if copied else summed // count, cutting)
+        return max(scattering if copied else summed // count, cutting)
     joining = 2 * summed if copied else 0
-    gone = size * compute - last.size * compute + (size * summed if step.micro_steps > 1 else 0)
-    joined = size * summed - (gone if step.micro_steps > 1 else 0)
-    return max(0, joined, size * max(joining, scattering, cutting) - gone)
+    gone = compute - last.nbytes + (summed if step.micro_steps > 1 else 0)
+    joined = summed - (gone if step.micro_steps > 1 else 0)
+    return max(0, joined, max(joining, scattering, cutting) - gone)
 
 
 def _summing(step, parts):
@@ -201,9 +203,9 @@ def _summing(step, parts):
         return
     gradients = 0
     for bucket in step.reduces:
-        compute, summed, _ = step.item_bytes(bucket)
+        compute, summed, _ = step.gradient_bytes(bucket)
         both = step.micro_steps > 2 or step.at_once or compute != summed
-        gradients += bucket.size * (compute + summed if both else compute)
+        gradients += compute + summed if both else compute
     weights, _ = _weights(step, "")
     yield Figures(weights, _parts_in_pass(step, parts), gradients)
 

@@ -65,7 +65,8 @@ def hsdp(
             which no dim can be cut; `explain()` and `memory_report()` list them.
         optimizer_level: `"level1"`, `"level2"` or `"level3"`, see above.
         accumulate_grad_step: micro-steps of a step; their gradients are averaged, and reduced after the last one.
-        axis, mesh: the data-parallel axis, and a mesh with it where the Cell isn't sharded over it. Default: all ranks.
+        axis, mesh: the data-parallel axis, and a mesh with it where the Cell isn't sharded over it, and with the axes
+            (of size 1) that a plain Cell's `shard()` hooks name. Default: all ranks.
         gradients_mean: whether gradients are averaged over the axis. Default: where ranks have losses of their own.
         comm_fusion: what is communicated together, see `parse_comm_fusion`. Default: buckets of 64 MB.
         reshard_after_forward: at level 3, whether a unit's weights are dropped after its forward pass. If not, all are
@@ -87,8 +88,8 @@ def hsdp(
     )  # fmt: skip
     fusion, units = parse_comm_fusion(comm_fusion), _checked_units(cell, units)
     refuse_optimizers_of(cell)
-    if not isinstance(cell, ShardedCell):  # all that can be wrong with it has been looked for
-        shard(cell, DeviceMesh((1,), ("rank",), (world().rank,)))
+    if not isinstance(cell, ShardedCell):  # what else can be wrong with it was looked for
+        _shard_plain(cell, mesh, axis)
     tree, _ = cell.__dict__["_sharding"]
     install(tree, settings, planned_parameters(tree, settings, units), fusion, has_axis)
     return cell
@@ -111,6 +112,19 @@ def _checked_mean(gradients_mean, has_axis, axis, cell):
             "the whole batch, and gradients are terms of a sum: leave gradients_mean out"
         )
     return not has_axis if gradients_mean is None else bool(gradients_mean)
+
+
+def _shard_plain(cell, mesh, axis):
+    """Shard a plain Cell over this rank alone, on a mesh with the other axes, which hooks may name, if of size 1."""
+    others = [name for name in mesh.axis_names if name != axis]
+    names = others if others and mesh.axis_size(*others) == 1 else ["rank"]
+    try:
+        shard(cell, DeviceMesh((1,) * len(names), names, (world().rank,)))
+    except ValueError as error:
+        raise ValueError(
+            f"{error} (hsdp() shards a plain Cell over one rank: where its hooks name mesh axes, call shard() before, "
+            "or give hsdp() a mesh in which these have size 1)"
+        ) from error
 
 
 def _refuse_second(cell):

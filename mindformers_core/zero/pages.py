@@ -11,6 +11,7 @@ import mmap
 __all__ = ["give_back", "take"]
 
 _DONT_NEED = getattr(mmap, "MADV_DONTNEED", None)  # other systems have none
+_SYSTEM = None if _DONT_NEED is None else ctypes.CDLL(None)
 
 
 def _keeps_addresses(tensor):
@@ -25,7 +26,7 @@ def give_back(tensor):
         return
     first = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (memory.data_ptr() + memory.size() - first) // mmap.PAGESIZE * mmap.PAGESIZE
-    if length > 0 and ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), _DONT_NEED):
+    if length > 0 and _SYSTEM.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), _DONT_NEED):
         raise MemoryError(f"the system doesn't take {length} bytes back")
 
 

@@ -12,6 +12,7 @@ from mindformers_core.tensor_parallel.parameter_storage import ParameterStorage
 from mindformers_core.tensor_parallel.sharded_cells import ShardedCell, computing_parameters
 from mindformers_core.zero.explained import explained_lines
 from mindformers_core.zero.formulas import StepPlan
+from mindformers_core.zero.optimizers import check_optimizers
 from mindformers_core.zero.step_gradients import StepGradients
 from mindformers_core.zero.stored import as_dtype
 
@@ -45,7 +46,7 @@ class HsdpStorage(ParameterStorage):
         self.meter, self.label, self.cells = meter, label, tuple(cells)
         self.parts = {id(stored.whole): stored.part for stored in parameters if stored.is_copied}
         self.units, self.schedule, self.exchange, self.collector = {}, None, None, None
-        self.is_open = self.is_training = self._in_pass = False
+        self.is_open = self.is_training = self._in_pass = self._has_checked = False
         self._callers = {}  # path of a Cell -> what `unit()` gives for it
         self._numbers = {id(stored.whole): number for number, stored in enumerate(parameters)}
 
@@ -97,7 +98,7 @@ class HsdpStorage(ParameterStorage):
             raise
         if not self.units:
             for stored in self.parameters:
-                if stored.holders:
+                if stored.is_filled:
                     stored.lend()
 
     def _check_in_place(self):
@@ -123,15 +124,13 @@ class HsdpStorage(ParameterStorage):
         for stored in self.parameters:
             if stored.is_copied and not stored.is_cut:
                 stored.fill(stored.sent().reshape(stored.plan.shape))
-                stored.holders += 1
 
     def close(self):
         """Go back to parts."""
         if self.schedule is not None:
             self.schedule.end()
         for stored in self.parameters:
-            if stored.holders:
-                stored.holders = 0
+            if stored.is_filled:
                 stored.release()
         if self.is_training:
             self.meter.begin("update")
@@ -144,13 +143,10 @@ class HsdpStorage(ParameterStorage):
         members = [self.parameters[number] for number in bucket.members]
         with _no_grad():
             self.exchange.gather(members)
-        for stored in members:
-            stored.holders += 1
 
     def empty(self, bucket):
         """Give back the memory of the whole weights of a bucket."""
         for number in bucket.members:
-            self.parameters[number].holders = 0
             self.parameters[number].release()
 
     def keep_units(self):
@@ -179,7 +175,15 @@ class HsdpStorage(ParameterStorage):
 
     def reduced(self, gradients):
         """Sums of whole gradients, reduced over the data-parallel ranks, which all call this; takes them out."""
-        return StepGradients(self).reduce(gradients)
+        reduced = StepGradients(self).reduce(gradients)
+        self.check_optimizers()
+        return reduced
+
+    def check_optimizers(self):
+        """At the first gradients: raise `ValueError` where an optimizer can't work with parts."""
+        if not self._has_checked:
+            check_optimizers(self)
+            self._has_checked = True
 
     @contextmanager
     def calling(self):

@@ -38,14 +38,14 @@ class StoredParameter:
         plan, whole: as given.
         part: the Parameter of this rank's part, with `layout` and `global_shape`; `whole` where that is updated.
         lent: whether the memory of the part is given back while the whole holds its values.
-        holders: how many times the whole was asked for and not released yet.
+        is_filled: whether the whole was given values and not released yet.
         is_shared: whether another `StoredParameter` has the same part, which is never lent then.
     """
 
     def __init__(self, plan, whole, source, layout, index, count, meter):
         self.plan, self.whole, self.index, self.count, self._meter = plan, whole, index, count, meter
         self.part = self._new_part(source, layout)
-        self.lent, self.holders, self.is_shared = False, 0, False
+        self.lent = self.is_filled = self.is_shared = False
         self._place = self._address()
         self._held = {"weights": bytes_of(whole), "parts": bytes_of(self.part) if self.is_copied else 0}
         for kind, nbytes in self._held.items():
@@ -113,6 +113,7 @@ class StoredParameter:
     def fill(self, values):
         """Give the whole memory, and `values`."""
         self._refill("weights", self.whole, values)
+        self.is_filled = True
 
     def lend(self):
         """Give the part's memory back while the whole holds its values in the same dtype."""
@@ -132,6 +133,7 @@ class StoredParameter:
     def release(self):
         """Give the whole's memory back; a part that was lent is there again."""
         self.take_back()
+        self.is_filled = False
         if self.is_copied:
             self._give_back("weights", self.whole)
 

@@ -15,6 +15,7 @@ from mindformers_core.tensor_parallel.compiling import jit
 from mindformers_core.tensor_parallel.dtensor import DTensor
 from mindformers_core.tensor_parallel.generation.deferral import PRODUCTS
 from mindformers_core.tensor_parallel.sharded_cells import computing_parameters
+from mindformers_core.tensor_parallel.sharded_tree import MOST_PROGRAMS
 
 __all__ = ["UnitSchedule", "find_units", "unit_of"]
 
@@ -144,6 +145,9 @@ class UnitSchedule:
 
             graph = jit(run)
             self._graphs[key] = places, graph, constants  # which have to live as long as their ids are known
+            alike = [other for other in self._graphs if other[0] == path]
+            if len(alike) > MOST_PROGRAMS:
+                del self._graphs[alike[0]]
         return graph
 
     def _hold(self, unit, direction):
