@@ -81,7 +81,7 @@ class Communicator:
             raise ValueError(f"{step} is on {step.source.mesh!r}, not on this communicator's {self.mesh!r}")
         return self.make(step.kind, step.axes, **collective_attributes(step))
 
-    def make(self, kind, axes, **attributes):
+    def make(self, kind, axes, number=0, **attributes):
         """The differentiable Cell of a kind of step: `make("all_gather", axes=("tp",), dim=1)`.
 
         Equal calls share one. The first call for new axes creates a process group and must be made by all its ranks.
@@ -89,6 +89,7 @@ class Communicator:
         Args:
             kind: a key of `STEP_KINDS`.
             axes: mesh axes of the joint group, major to minor.
+            number: tells several that are alike apart.
             attributes: what the kind needs of `dim`, `to_dim`, `op`, and (permute) the layouts `source` and `target`.
 
         Raises:
@@ -106,7 +107,7 @@ class Communicator:
             )
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
         arguments = tuple(self._own(attributes[name], f"{kind} {name}") for name in names)
-        key = (kind, axes, *arguments)
+        key = (kind, axes, number, *arguments)
         if key not in self._cells:
             self._cells[key] = _Shared(cell_class(self.mesh, axes, *arguments))
         return self._cells[key]

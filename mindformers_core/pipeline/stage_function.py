@@ -1,5 +1,6 @@
 """A stage's Cell as a function of local tensors, in PyNative or compiled."""
 
+from contextlib import nullcontext
 from inspect import Parameter as Argument
 from inspect import signature
 
@@ -65,6 +66,9 @@ class StageFunction:
         self.takes = by_name if loss_fn is None else [*by_name, _TARGET]
         self.takes_any = any(a.kind == Argument.VAR_KEYWORD for a in arguments)
         self.layouts = ()
+        self._programs = nullcontext  # what is open while programs are asked for
+        if compiled and isinstance(cell, ShardedCell):
+            self._programs = cell.__dict__["_sharding"][0].for_compiled
         if self.compiled:
             forbid_reuse(cell)
         self._cells = [child for _, child in cell.cells_and_names()]
@@ -80,7 +84,8 @@ class StageFunction:
             results = self.storage.leaving(results)
         else:
             self.storage.units_compiled = self._units_compiled
-            results = self._checked(self.cell(*inputs, **named))
+            with self._programs():
+                results = self._checked(self.cell(*inputs, **named))
             self.layouts = tuple(getattr(result, "layout", None) for result in results)
             results = tuple(result.to_local() if isinstance(result, DTensor) else result for result in results)
         return results if self.loss_fn is None else self._checked(self.loss_fn(*target, *results))
@@ -110,7 +115,8 @@ class StageFunction:
         """Make the program of a sharded Cell, if it lacks one for these, so that nothing is captured in a gradient."""
         if isinstance(self.cell, GeneratedCell):
             inputs, named = self.storage.entering(tuple(inputs), self._parted(kwargs)[1])
-            program = prepare(self.cell, *inputs, **named)
+            with self._programs():
+                program = prepare(self.cell, *inputs, **named)
             self.layouts = tuple(result.layout for result in program.results)
 
     def _parted(self, kwargs):

@@ -62,7 +62,8 @@ class _ChooseProgram(_CompileTimeChoice):
         """While a graph is compiled: one of the programs that there are."""
         tree, path = _cell(number)
         tree.storage.check_compiling()
-        program = tree.known_program(path, args, kwargs)
+        with tree.for_compiled():
+            program = tree.known_program(path, args, kwargs)
         _STATE.setdefault("met", []).append(ref(tree))
         if program is None:
             _STATE["missing"] = tree, path, args, kwargs
@@ -156,14 +157,16 @@ def jit(function=None, **options):
                 return result
             tree, path, *call = _STATE["missing"]
             tried.append(_missing_key())
-            tree.program(path, *call)
+            with tree.for_compiled():
+                tree.program(path, *call)
 
     return run
 
 
 def _missing_key():
     tree, path, *call = _STATE["missing"]
-    return tree.key(path, *call)
+    with tree.for_compiled():
+        return tree.key(path, *call)
 
 
 def _remove_dump():

@@ -46,7 +46,8 @@ def explain(cell, *inputs, html=None, **named_inputs):
 
     For every Cell each operator with global and local shapes and layouts, and each redistribution with its collectives
     and bytes forward and backward; in all the bytes per mesh axis and the peak of activations. Of a root Cell under
-    `zero.hsdp()` besides what is sharded, bucket by bucket, what stays whole, and what this sends in a step.
+    `zero.hsdp()` besides what is sharded, bucket by bucket, what stays whole, and what this sends in a step; of one
+    with `recompute()` what is computed again, and the bytes that are saved with and without.
 
     Args:
         cell: a Cell of a sharded tree.
@@ -59,10 +60,10 @@ def explain(cell, *inputs, html=None, **named_inputs):
     """
     tree, path = _sharding(cell)
     frame = prepare(cell, *inputs, **named_inputs).frame if inputs or named_inputs else _last_plan(tree, path)
-    storage = tree.storage.explained() if path == "" else []
+    rest = [*tree.storage.explained(), *tree.activations.explained(frame)] if path == "" else []
     if html is not None:
-        Path(html).write_text(page(frame, tree.label(path), algorithm_steps, storage), encoding="utf-8")
-    return explain_plan(frame, algorithm_steps, storage)
+        Path(html).write_text(page(frame, tree.label(path), algorithm_steps, rest), encoding="utf-8")
+    return explain_plan(frame, algorithm_steps, rest)
 
 
 def _last_plan(tree, path):

@@ -127,7 +127,7 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
         frame = load_plan(saved_plan, graph, tree.mesh)
     else:
         frame = propagate(graph, tree.mesh, layouts, parameters, declarations, cost_model(), final=path == "")
-    return _generated(tree, path, signature, graph, frame)
+    return _generated(tree, path, signature, graph, tree.activations.marked(path, frame, tree.compiling))
 
 
 def _bind(tree, path, args, kwargs):
@@ -155,7 +155,8 @@ def _generated(tree, path, signature, graph, frame):
     prefix = f"{path}." if path else ""
     classes = {cell[len(prefix) :]: kind for cell, kind in tree.classes.items() if not path or cell.startswith(prefix)}
     classes[""] = tree.classes[path]
-    source = module_source(frame, classes, cost_model(), tree.function_names, header, tree.deferring)
+    recomputes = tree.activations.marks and tree.compiling
+    source = module_source(frame, classes, cost_model(), tree.function_names, header, tree.deferring, recomputes)
     tree.function_names.update(source.functions.values())
     name = source.functions[frame]
     module = load_module(name, source)

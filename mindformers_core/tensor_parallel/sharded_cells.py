@@ -7,8 +7,11 @@ from mindspore import Parameter, ParameterTuple, nn
 from mindformers_core.tensor_parallel.compiling import choose_program, eager_method
 from mindformers_core.tensor_parallel.dtensor import parameter_meta, parameter_view, wrap
 
-__all__ = ["EagerCell", "GeneratedCell", "ShardedCell", "computing_parameters", "located", "sharded_class"]
+__all__ = [
+    "CONTAINERS", "EagerCell", "GeneratedCell", "ShardedCell", "computing_parameters", "located", "sharded_class",
+]  # fmt: skip
 
+CONTAINERS = (nn.CellList, nn.CellDict, nn.SequentialCell)  # they hold other Cells in a row
 _LOCATED = (ValueError, TypeError, IndexError, RuntimeError)
 
 

@@ -5,6 +5,7 @@ from collections import OrderedDict
 from contextlib import contextmanager
 from inspect import getsourcefile, getsourcelines, signature
 
+from mindformers_core.tensor_parallel.activation_policy import ActivationPolicy
 from mindformers_core.tensor_parallel.boundary import Boundary
 from mindformers_core.tensor_parallel.capturing.graph import CallNode
 from mindformers_core.tensor_parallel.capturing.structure import map_leaves
@@ -36,6 +37,8 @@ class ShardedTree:
         training: the flags of all Cells, or None where they have to be read again.
         deferred_gradients: the `DeferredGradients` whose matmuls leave the gradients of weights for later, or None.
         deferring: whether calls do that now: they have programs of their own.
+        activations: the `ActivationPolicy`: what becomes of activations between forward and backward pass.
+        compiling: whether a program is asked for that a compiled function calls.
         versions: how often something was set in a Cell that programs depend on, or one became eager.
     """
 
@@ -49,7 +52,7 @@ class ShardedTree:
         self.versions = 0
         self.running = self.views = self.training = self.deferred_gradients = None
         self.deferring = False
-        self.storage = ParameterStorage()
+        self.storage, self.activations, self.compiling = ParameterStorage(), ActivationPolicy(), False
         self._eager = set()
         self._as_it_is = _with_own_gradient(self.classes)
         self._methods = {path: {} for path in self.cells}
@@ -145,7 +148,7 @@ class ShardedTree:
             kwargs["program"] = program.name  # the backward pass calls it again, as it was called
         before, self.running = self.running, program.name
         try:
-            with self.storage.calling():
+            with self.storage.calling(), self.activations.calling():
                 result = program.wrapped(call(*args, **kwargs))
             return self.storage.leaving(result) if path == "" else result
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
@@ -184,9 +187,19 @@ class ShardedTree:
     def key(self, path, args, kwargs):
         """What a program of a call is found by."""
         try:
-            return path, self.deferring, self._flags(), signature_key(args), signature_key(kwargs)
+            kind = self.deferring, self.activations.marks and self.compiling
+            return path, kind, self._flags(), signature_key(args), signature_key(kwargs)
         except TypeError as error:
             raise TypeError(f"{self.label(path)}: {error}") from None
+
+    @contextmanager
+    def for_compiled(self):
+        """While open, the programs that are asked for are those of compiled functions."""
+        before, self.compiling = self.compiling, True
+        try:
+            yield
+        finally:
+            self.compiling = before
 
     def _flags(self):
         if self.training is None:

@@ -64,6 +64,7 @@ def split_weight_gradients(cell):
             f"{', '.join(eager)}: runs operator by operator (eager), where weight gradients can't be split off: "
             'shard(cell, mesh, mode="generated"), and mark no Cell of it eager'
         )
+    tree.activations.check_splitting()
     if tree.deferred_gradients is None:
         tree.deferred_gradients = DeferredGradients(tree)
     tree.deferring = True

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mindformers_core.models.configuration import LlamaConfig
+from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
 from mindformers_core.trainer.pipeline_recipe import PLACE_IN_PIPELINE, check_pipeline
+from mindformers_core.trainer.recompute_recipe import check_recompute
 from mindformers_core.trainer.zero_recipe import check_zero
 
 __all__ = [
@@ -147,11 +149,14 @@ class Recipe:
     checkpoint: Checkpoint = Checkpoint()
     monitor: Monitor = Monitor()
     context: Context = Context()
+    recompute: RecomputeSettings = RecomputeSettings()
+    swap: SwapSettings = SwapSettings()
 
 
 def check_recipe(recipe):
     """Raise `ValueError` for the first combination of keys that can't work, with the keys' paths."""
-    for check in (_check_available, _check_model_divides, check_pipeline, check_zero, _check_data, _check_schedule):
+    about_ranks = (check_pipeline, check_zero)
+    for check in (_check_available, _check_model_divides, *about_ranks, check_recompute, _check_data, _check_schedule):
         check(recipe)
     sizes = recipe.parallelism
     if sizes.data_parallel_shard > 0:

@@ -57,6 +57,8 @@ def load_recipe(path, overrides=()):
     if not isinstance(sections, dict):
         raise TypeError(f"{path}: a recipe is a mapping of sections, not {sections!r}")
     for keys, value in parse_overrides(overrides):
+        if len(keys) > 1 and keys[0] in sections:  # the rest of a section that was given as true or false
+            sections[keys[0]] = _spelled_out(sections[keys[0]], typing.get_type_hints(Recipe).get(keys[0]))
         _put(sections, keys, value)
     try:
         return recipe_from_dict(sections)
@@ -91,7 +93,8 @@ def _parse_yaml(text, where):
     try:
         return yaml.load(text, _RecipeLoader)  # noqa: S506  (a SafeLoader)
     except yaml.YAMLError as error:
-        raise ValueError(f"{where}: not valid YAML: {error}") from None
+        quotes = "; a text that begins with * needs quotes" if "alias" in str(error) else ""
+        raise ValueError(f"{where}: not valid YAML: {error}{quotes}") from None
 
 
 def _put(sections, keys, value):
@@ -138,17 +141,23 @@ def _convert_union(value, arguments, path):
     raise TypeError(f"{path}: {value!r} ({_show(type(value))}) should be {', '.join(others)} or {last}")
 
 
+def _spelled_out(value, section):
+    """`true` or `false` in the place of a section that has a `switch`, as that key of it; else `value` as it is."""
+    switch = getattr(section, "switch", None)
+    return {switch: value} if switch and isinstance(value, bool) else value
+
+
 def _convert_section(value, section, path):
-    value = {} if value is None else value
+    value = _spelled_out({} if value is None else value, section)
     if not isinstance(value, dict):
-        raise TypeError(f"{path}: {value!r} should be a section with keys, as {_example_keys(section)}")
+        short = "true, false or " if hasattr(section, "switch") else ""
+        raise TypeError(f"{path}: {value!r} should be {short}a section with keys, as {_example_keys(section)}")
     hints = typing.get_type_hints(section)
     fields = {entry.name: entry for entry in dataclasses.fields(section) if entry.init}
     prefix = f"{path}." if path else ""
     for key in value:
         if key not in fields:
-            kind = "key" if path else "section"
-            raise ValueError(f"{prefix}{key}: unknown {kind}{nearest(key, fields)}; known: {', '.join(fields)}")
+            raise ValueError(f"{prefix}{_unknown(key, fields, section, 'key' if path else 'section')}")
     parts = {}
     for name, entry in fields.items():
         has_default = entry.default is not dataclasses.MISSING or entry.default_factory is not dataclasses.MISSING
@@ -156,12 +165,19 @@ def _convert_section(value, section, path):
             continue
         if name not in value:
             raise ValueError(f"{prefix}{name}: missing; it is a {_show(hints[name])} and has no default")
-        parts[name] = _convert(value[name], hints[name], prefix + name)
+        as_given = entry.metadata.get("as_given")  # the section checks its forms itself
+        parts[name] = value[name] if as_given else _convert(value[name], hints[name], prefix + name)
         _check_range(parts[name], entry.metadata, prefix + name)
     try:
         return section(**parts)
     except (TypeError, ValueError) as error:  # a section's own check: its message begins with the key
         raise type(error)(f"{prefix}{error}") from None
+
+
+def _unknown(key, known, section, kind):
+    ours = getattr(section, "called", {}).get(key)
+    hint = f" (here it is called '{ours}')" if ours else nearest(key, known)
+    return f"{key}: unknown {kind}{hint}; known: {', '.join(known)}"
 
 
 def _convert_sequence(value, origin, arguments, path):

@@ -59,8 +59,7 @@ def hsdp(
     Args:
         cell: sharded over a mesh with the data-parallel axis: its loss is that of the whole batch. Or sharded over
             other axes only (give `mesh`), or plain: every rank computes a loss of its own.
-        shard_size: number of parts, a divisor of the axis' size: so many neighbours shard, and all such groups hold
-            the same. Default: 1, plain data parallelism.
+        shard_size: number of parts, a divisor of the axis' size; groups of so many neighbours hold the same. 1: plain.
         threshold: in KB (1024 bytes). Parameters that are not larger, as they compute, stay whole, and so do those of
             which no dim can be cut; `explain()` and `memory_report()` list them.
         optimizer_level: `"level1"`, `"level2"` or `"level3"`, see above.
@@ -90,7 +89,7 @@ def hsdp(
     refuse_optimizers_of(cell)
     if not isinstance(cell, ShardedCell):  # what else can be wrong with it was looked for
         _shard_plain(cell, mesh, axis)
-    tree, _ = cell.__dict__["_sharding"]
+    tree = cell.__dict__["_sharding"][0]
     install(tree, settings, planned_parameters(tree, settings, units), fusion, has_axis)
     return cell
 

@@ -6,7 +6,7 @@ are there. The next units' weights are gathered ahead. Collectives are issued in
 asynchronous launches overlap them, CPU doesn't.
 """
 
-from mindspore import Tensor, nn
+from mindspore import Tensor
 from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.pipeline.stage_function import forbid_reuse
@@ -14,7 +14,7 @@ from mindformers_core.tensor_parallel.capturing.structure import map_leaves
 from mindformers_core.tensor_parallel.compiling import jit
 from mindformers_core.tensor_parallel.dtensor import DTensor
 from mindformers_core.tensor_parallel.generation.deferral import PRODUCTS
-from mindformers_core.tensor_parallel.sharded_cells import computing_parameters
+from mindformers_core.tensor_parallel.sharded_cells import CONTAINERS, computing_parameters
 from mindformers_core.tensor_parallel.sharded_tree import MOST_PROGRAMS
 
 __all__ = ["UnitSchedule", "find_units", "unit_of"]
@@ -30,7 +30,7 @@ def find_units(cell):
     def visit(path, child):
         for name, inner in child.name_cells().items():
             inner_path = f"{path}.{name}" if path else name
-            if isinstance(child, _CONTAINERS) or not _has_container(inner):
+            if isinstance(child, CONTAINERS) or not _has_container(inner):
                 units.append(inner_path)
             else:
                 visit(inner_path, inner)
@@ -40,11 +40,10 @@ def find_units(cell):
 
 
 _CONSTANTS = ("program", PRODUCTS)
-_CONTAINERS = (nn.CellList, nn.CellDict, nn.SequentialCell)
 
 
 def _has_container(cell):
-    return any(isinstance(child, _CONTAINERS) for _, child in cell.cells_and_names())
+    return any(isinstance(child, CONTAINERS) for _, child in cell.cells_and_names())
 
 
 def unit_of(path, units):
@@ -193,7 +192,12 @@ class _Unit:
             return result
         finally:
             schedule.called.pop()
-            schedule.after_forward(unit)
+            if not (_pynative_executor.grad_flag() and self._stays(call.__self__)):
+                schedule.after_forward(unit)
+
+    def _stays(self, cell):
+        tree, _ = cell.__dict__["_sharding"]
+        return tree.activations.keeps_weights(self.unit)
 
     def _call(self, call, args, kwargs):
         schedule, unit = self.schedule, self.unit

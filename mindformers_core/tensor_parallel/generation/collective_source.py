@@ -6,14 +6,16 @@ from mindformers_core.layout import Layout
 __all__ = ["collective_name", "collective_source"]
 
 
-def collective_source(step):
-    """The expression for the Cell of a `Step`, where `collectives` is the mesh's `Communicator` and `mesh` the mesh.
+def collective_source(step, number=0):
+    """The expression for the Cell of a `Step`, where `collectives` is the mesh's `Communicator` and `mesh` the mesh;
+    `number` tells several that are alike apart.
 
     >>> all_gather = collective_source(step)
     'collectives.make("all_gather", axes=("tp",), dim=1)'
     """
     attributes = [f"axes={_text(step.axes)}"]
     attributes += [f"{name}={_text(value)}" for name, value in collective_attributes(step).items()]
+    attributes += [f"number={number}"] if number else []
     return f'collectives.make("{step.kind}", {", ".join(attributes)})'
 
 

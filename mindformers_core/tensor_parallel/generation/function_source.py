@@ -1,5 +1,6 @@
 """From the plan of one Cell call to the source of one function: straight-line code on local tensors."""
 
+import ast
 import keyword
 from inspect import Parameter
 
@@ -68,6 +69,7 @@ class _Function:
         self.assigned = assigned_names(frame.graph)
         self.deferral = parts.deferrals.get(frame, NOTHING_DEFERRED)
         self.places = {id(node): place for place, node in enumerate(frame.graph.nodes)}
+        self.keeper = None  # of the instruction that is written now
 
     def lines(self, name):
         """The whole function."""
@@ -79,6 +81,7 @@ class _Function:
         for constant in self.frame.graph.constants:
             self._enter(constant.value, self.parts.constant(self.frame, constant))
         for instruction in self.frame.instructions:
+            self.keeper = self.frame.keepers.get(instruction)
             if isinstance(instruction, Move):
                 self._move(instruction)
             elif isinstance(instruction, CallPlan):
@@ -181,10 +184,20 @@ class _Function:
             return f'float("{leaf!r}")'
         return repr(leaf) if leaf is None or isinstance(leaf, (bool, int, float, str)) else "None"
 
-    def _assign(self, hint, expression):
+    def _assign(self, hint, expression, communicates=False):
         variable = self._variable(hint)
-        self.body.append(f"{variable} = {expression}")
+        self.body.append(f"{variable} = {self._kept(expression, communicates)}")
         return variable
+
+    def _kept(self, expression, communicates=False):
+        """An expression, called through the keeper of its instruction where that has one for it."""
+        if self.keeper is None or (communicates and not self.keeper.takes_collectives):
+            return expression
+        used = {node.id for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name)}
+        inputs = ", ".join(name for name in sorted(used) if name in self.names)
+        if not inputs:  # such as where a random generator stands, which another draw would move on
+            return expression
+        return f"{self.parts.keeper(self.keeper)}(lambda {inputs}: {expression}, {inputs})"
 
     def _move(self, move):
         waits = (move.value.id, move.target) in self.deferral.waiting
@@ -206,7 +219,7 @@ class _Function:
         if dtype == "bool":
             expression = f"ops.cast({expression}, ms.bool_)"
         stem = source.rpartition(".")[2].partition("[")[0]
-        variable = self._assign(f"{stem}_{_AFTER[steps[-1].kind]}", expression)
+        variable = self._assign(f"{stem}_{_AFTER[steps[-1].kind]}", expression, communicates=True)
         self.body[-1] += f"  # {comment}"
         return variable
 
@@ -226,7 +239,7 @@ class _Function:
             self.variables[outputs.id, next(pairs)] = self._assign(next(hints), expression)
         elif isinstance(outputs, (tuple, list)) and outputs and all(isinstance(entry, Value) for entry in outputs):
             variables = [self._variable(hint) for hint in hints]
-            self.body.append(f"{', '.join(variables)}{',' * (len(variables) == 1)} = {expression}")
+            self.body.append(f"{', '.join(variables)}{',' * (len(variables) == 1)} = {self._kept(expression)}")
             for value, variable in zip(outputs, variables):
                 self.variables[value.id, next(pairs)] = variable
         elif not values_in(outputs):
@@ -313,7 +326,8 @@ class _Function:
         outputs = values_in(node.outputs)
         variables = [self._variable(hint) for _ in outputs]
         many = isinstance(node.outputs, (tuple, list))
-        self.body.append(f"{', '.join(variables)}{',' * (many and len(outputs) == 1)} = {expression}")
+        targets = f"{', '.join(variables)}{',' * (many and len(outputs) == 1)}"
+        self.body.append(f"{targets} = {self._kept(expression)}")
         names.update((value.id, variable) for value, variable in zip(outputs, variables))
 
 

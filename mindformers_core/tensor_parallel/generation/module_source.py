@@ -39,7 +39,7 @@ class ModuleSource:
     deferrals: dict
 
 
-def module_source(frame, cells, cost_model, taken, header, defer_weights=False):
+def module_source(frame, cells, cost_model, taken, header, defer_weights=False, separate_collectives=False):
     """The module of a whole plan.
 
     Args:
@@ -49,8 +49,10 @@ def module_source(frame, cells, cost_model, taken, header, defer_weights=False):
         taken: names of functions that are not to be used again.
         header: lines of the module's docstring.
         defer_weights: whether matmuls leave the gradients of their weights for later: see `deferral.py`.
+        separate_collectives: whether each call of a collective has an object of its own: where PyNative differentiates
+            a graph that recomputes Cells, MindSpore confuses what several calls of one have saved.
     """
-    parts = ModuleParts(frame, cells, cost_model, taken, defer_weights)
+    parts = ModuleParts(frame, cells, cost_model, taken, defer_weights, separate_collectives)
     functions = [function_source(each, parts.function_name(each), parts) for each in parts.frames]
     parts.check_arguments()
     text = "\n".join([*parts.head(header), *("\n\n" + "\n".join(lines) for lines in functions)]) + "\n"
@@ -68,13 +70,13 @@ class ModuleParts:
         functions, constants, borrowed, deferrals: as in `ModuleSource`.
     """
 
-    def __init__(self, frame, cells, cost_model, taken, defer_weights):
+    def __init__(self, frame, cells, cost_model, taken, defer_weights, separate_collectives):
         self.cells, self.cost_model, self.mesh = cells, cost_model, frame.mesh
         self.imports, self.variables = set(), set()
         self.frames = _distinct(frame)
         self.deferrals = deferrals(self.frames) if defer_weights else {}
         self.constants, self.borrowed = {}, {}
-        self._collectives, self._instances = {}, {}
+        self._collectives, self._instances, self._separate = {}, {}, separate_collectives
         names, wanted = set(taken), [f"parallel_{snake_case(self._class_name(each))}" for each in self.frames]
         self.functions = {each: _unique(name, names) for each, name in zip(self.frames, wanted)}
         self.reserved = {*_RESERVED, *([PRODUCTS] if defer_weights else []), *self.functions.values()}
@@ -134,6 +136,11 @@ class ModuleParts:
         """The expression for the same tensor, through which no gradient flows back."""
         self.imports.add("from mindspore import ops")
         return f"ops.stop_gradient({expression})"
+
+    def keeper(self, keeper):
+        """Name of the object of a `Keeper`."""
+        self.imports.add(keeper.imports)
+        return self._instance(keeper.name, keeper.constructor)
 
     def child(self, frame, call):
         """The expression for the Cell that is called."""
@@ -199,7 +206,7 @@ class ModuleParts:
 
     def collective(self, step):
         """Name of the object that carries out a step."""
-        text = collective_source(step)
+        text = collective_source(step, len(self._collectives) if self._separate else 0)
         if text not in self._collectives:
             self._collectives[text] = self._global(collective_name(step))
         return self._collectives[text]

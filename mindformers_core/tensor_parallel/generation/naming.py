@@ -38,6 +38,9 @@ class Names:
         self._taken.add(name)
         return name
 
+    def __contains__(self, name):
+        return name in self._taken
+
     def variable(self, hint):
         """A name that is free, and now taken: the hint, or `hint_2`, `hint_3`, …; `sum_` where Python has that name."""
         stem = re.sub(r"\W", "_", hint) or "value"

@@ -89,6 +89,7 @@ class FramePlan:
         lifted: pairs (Value of this graph, Layout) that the caller has to pass besides the arguments: a parameter that
             several Cells use in a moved form, moved once above them, or a tensor of another Cell's call.
         gradients: numbers of the Values that a trainable parameter is behind.
+        keepers: instruction -> the `Keeper` by which what it makes is kept for the backward pass; others are as usual.
     """
 
     graph: object
@@ -98,6 +99,7 @@ class FramePlan:
     results: tuple
     lifted: tuple = ()
     gradients: frozenset = field(default=frozenset())
+    keepers: dict = field(default_factory=dict)
 
     @property
     def moves(self):

@@ -1,0 +1,12 @@
+"""Activations that are computed again or kept on the host, chosen by the names of operators and Cells.
+
+The public names load the module behind them when they are first used: settings and patterns need no MindSpore.
+"""
+
+from mindformers_core.front_door import public_names
+
+_PUBLIC = {"list_operators": "listing", "recompute": "recomputing"}
+
+__all__ = [*_PUBLIC]
+
+__getattr__, __dir__ = public_names(__name__, _PUBLIC)

@@ -1,0 +1,187 @@
+"""`recompute: {budget: 0.5}`: what to compute again so that activations take a part of their bytes. Pure Python."""
+
+import math
+from dataclasses import dataclass
+
+from mindformers_core.recompute.filling import improved, mixed, pieces_of
+from mindformers_core.recompute.frontier import Measured, best_of, corners, lower_hull, trade_of
+from mindformers_core.recompute.links import links_of
+from mindformers_core.recompute.settings import check_budget
+from mindformers_core.recompute.wording import layers_together
+from mindformers_core.tensor_parallel.explaining.wording import bytes_shown
+
+__all__ = ["Choice", "Part", "choose", "described", "operations_shown"]
+
+_SMALL = 400  # instructions of a program in which everything is tried to be changed
+_WORK = 60_000  # how often that asks, times the number of instructions
+_NEAR = 3  # corners of the curve on either side of the budget that this starts from
+_UNITS = ("", "k", "M", "G", "T", "P", "E")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One instruction that is computed again.
+
+    Attributes:
+        key: which.
+        saved_bytes: of its result, which is not kept; 0 for one that nothing needs but what is computed again from it.
+        flops: what computing it again takes.
+    """
+
+    key: tuple
+    saved_bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is computed again.
+
+    Attributes:
+        dropped: keys of the instructions whose results aren't kept (frozenset): each is computed again once.
+        saved_bytes: bytes of activations that are kept.
+        flops: operations that are computed again.
+        all_bytes: bytes that are kept where nothing is computed again.
+        curve: points `(saved_bytes, flops)` from nothing computed again to the least memory: of all that are known, no
+            other has less of both. Operations ascend (where something costs none, two may have 0), bytes descend.
+        forward_flops: operations of the whole forward pass.
+        parts: a `Part` for every one of `dropped`, in the order of the program.
+    """
+
+    dropped: frozenset
+    saved_bytes: int
+    flops: int
+    all_bytes: int
+    curve: tuple
+    forward_flops: int
+    parts: tuple
+
+
+def choose(frame, budget, saved_bytes, recomputed, price, keep=(), where="recompute.budget"):
+    """What to compute again so that at most `budget` of the saved bytes stay, for as few operations as can be found.
+
+    Instructions at the same place of equal layers are treated alike, but where a budget lies between two such choices:
+    then the first layers follow the one and the others the other. What layers return is kept, so that never more than
+    one layer is computed again at once. To give up tensors for operations is the idea of Chen et al., "Training deep
+    nets with sublinear memory cost", 2016; see `frontier` and `filling` for how it is chosen.
+
+    Args:
+        frame: the `FramePlan` of the root.
+        budget: above 0, at most 1: the part of the bytes saved for the backward pass that may stay.
+        saved_bytes: (frozenset of dropped keys) -> bytes that are saved then.
+        recomputed: (frozenset of dropped keys) -> those of them that are computed again.
+        price: key -> operations of computing it once more.
+        keep: keys of instructions that must not be computed again.
+        where: what to call the budget in errors.
+
+    Raises:
+        TypeError, ValueError: see `check_budget`; or no choice needs so little: names the least part that can be had.
+    """
+    check_budget(budget, where)
+    links = links_of(frame)
+    measured = Measured(saved_bytes, recomputed, price)
+    all_bytes = measured.nbytes(frozenset())
+    limit = math.floor(all_bytes * budget + 1e-6)
+    trade = trade_of(links, measured, links.results.union(keep))
+    sets = [trade.dropped(groups) for groups in (*corners(trade, limit), trade.droppable)]
+    for dropped in sets:
+        measured.again(dropped), measured.nbytes(dropped)
+    least = min(map(measured.nbytes, sets))
+    if least > limit:
+        raise ValueError(
+            f"{where}: {budget!r} is out of reach: with all computed again that may be, {bytes_shown(least)} of "
+            f"{bytes_shown(all_bytes)} stay; the least budget for this model is {_above(least / all_bytes)}"
+        )
+    chosen = frozenset() if all_bytes <= limit else _within(limit, links, measured)
+    return _choice(chosen, links, measured, trade)
+
+
+def _above(part):
+    """A part as text, with three decimals, not less than it is."""
+    return f"{math.ceil(1000 * part) / 1000:g}"
+
+
+def _within(limit, links, measured):
+    """The cheapest set that is found within `limit` bytes."""
+
+    def fits(dropped):
+        return measured.nbytes(dropped) <= limit
+
+    keys = list(links.makers)
+    hull = lower_hull(measured.points())
+    fitting = next(place for place, (nbytes, _, _) in enumerate(hull) if nbytes <= limit)
+    is_small = len(keys) <= _SMALL
+    near = _NEAR if is_small else 1
+    left, right = reversed(hull[max(0, fitting - near) : fitting]), hull[fitting : fitting + near]
+    pairs = [(above[2], below[2]) for above in left for below in right]
+    starts = [(*mixed(keys, links.borders, *pair, fits), *pair) for pair in pairs]
+    starts += [(below, 0, len(keys), frozenset(), below) for _, _, below in right]
+    questions = _WORK // len(keys) // len(starts)
+    better = []
+    for dropped, first, end, above, below in starts:
+        changeable = keys if is_small else keys[first:end]
+        pieces = pieces_of([key for key in changeable if key in below - above], links.makers)
+        better.append(improved(dropped, changeable, pieces, measured, limit, questions))
+    return min(better, key=lambda some: (measured.flops(some), measured.nbytes(some)))
+
+
+def _choice(dropped, links, measured, trade):
+    """The `Choice` of a set, without what is never asked for."""
+    again = measured.again(dropped)
+    dropped = again if measured.nbytes(again) == measured.nbytes(dropped) else dropped
+    parts = []
+    for key, group in links.groups.items():
+        if key in dropped:
+            nbytes = trade.sizes[group] // len(trade.keys[group]) if group in trade.needed else 0
+            parts.append(Part(key, nbytes, measured.price(key)))
+    everything = measured.nbytes(frozenset()), 0
+    curve = [(nbytes, flops) for nbytes, flops, _ in best_of(measured.points())]
+    return Choice(
+        dropped=dropped,
+        saved_bytes=measured.nbytes(dropped),
+        flops=measured.flops(dropped),
+        all_bytes=everything[0],
+        curve=tuple(dict.fromkeys([everything, *curve])),
+        forward_flops=sum(map(measured.price, links.makers)),
+        parts=tuple(parts),
+    )
+
+
+def described(choice, names):
+    """Lines of text: what is computed again, what that saves and takes, and the sums.
+
+    Args:
+        choice: a `Choice`.
+        names: key -> name of an instruction, as `"model.layers.0.mlp.silu"`. Equal names of layers in a row come in one
+            line, as `model.layers.0-7.mlp.silu`.
+    """
+    lines = []
+    for name, places in layers_together([names(part.key) for part in choice.parts]):
+        inside = [choice.parts[place] for place in places]
+        lines.append((name, sum(part.saved_bytes for part in inside), sum(part.flops for part in inside)))
+    saved = choice.all_bytes - choice.saved_bytes
+    instead = sum(nbytes for _, nbytes, _ in lines) - saved
+    lines += [("kept in their place, to compute from", -instead, 0)] if instead > 0 else []
+    lines.append(("together", saved, choice.flops))
+    width = max(len(name) for name, _, _ in lines)
+    part = 100 * choice.saved_bytes / max(choice.all_bytes, 1)
+    share = 100 * choice.flops / max(choice.forward_flops, 1)
+    return [
+        f"{bytes_shown(choice.saved_bytes)} of {bytes_shown(choice.all_bytes)} of saved activations stay "
+        f"({part:.1f} %); {operations_shown(choice.flops)} are computed again, {share:.1f} % of the forward pass",
+        f"{'computed again':{width}}  {'saves':>10}  {'operations':>12}",
+        *(f"{name:{width}}  {_signed(nbytes):>10}  {operations_shown(flops):>12}" for name, nbytes, flops in lines),
+    ]
+
+
+def _signed(nbytes):
+    return bytes_shown(nbytes) if nbytes >= 0 else f"-{bytes_shown(-nbytes)}"
+
+
+def operations_shown(count):
+    """`"1.5 GFLOP"`; `"0"` for none."""
+    if not count:
+        return "0"
+    unit = min(int(math.log10(count) / 3 + 1e-12), len(_UNITS) - 1)
+    scaled = count / 1000**unit
+    return f"{scaled:.3g} {_UNITS[unit]}FLOP" if scaled < 100 else f"{scaled:.0f} {_UNITS[unit]}FLOP"

@@ -1,0 +1,182 @@
+"""From settings to the instructions of a program whose results are not kept. Pure Python."""
+
+from mindformers_core.mesh import nearest
+from mindformers_core.recompute.operator_names import operator_names
+from mindformers_core.recompute.patterns import parse_pattern, select
+from mindformers_core.recompute.places import called_cells, operators_in_order
+from mindformers_core.recompute.prediction import cell_keys
+from mindformers_core.tensor_parallel.propagation.plan import CallPlan, Move
+
+__all__ = ["check_whole_cells", "choose_keys", "full_layers", "kept_in_any_case", "layers_of", "whole_cells"]
+
+
+def layers_of(containers):
+    """Number of a layer -> paths of the Cells that are it.
+
+    Args:
+        containers: paths of the outermost Cells that hold others in a row, with the names of those in them:
+            `(path, names)`; names that are numbers count as they are, others in their order.
+    """
+    layers = {}
+    for path, names in containers:
+        for place, name in enumerate(names):
+            number = int(name) if name.isdigit() else place
+            layers.setdefault(number, []).append(f"{path}.{name}" if path else name)
+    return layers
+
+
+def full_layers(asked, layers, is_part=False):
+    """Paths of the layers that are recomputed wholly.
+
+    Args:
+        asked: True, or a tuple of numbers; None: none.
+        layers: what `layers_of` gives.
+        is_part: whether other layers may be elsewhere.
+
+    Raises:
+        ValueError: a layer that there isn't.
+    """
+    if not asked:
+        return []
+    if is_part:
+        return [path for number in sorted(layers) if asked is True or number in asked for path in layers[number]]
+    if not layers:
+        raise ValueError("recompute.full: the model has no layers, Cells in a CellList, CellDict or SequentialCell")
+    numbers = sorted(layers) if asked is True else asked
+    for number in numbers:
+        if number not in layers:
+            raise ValueError(
+                f"recompute.full: there is no layer {number}: the layers are {min(layers)} to {max(layers)}"
+                f"{nearest(str(number), list(map(str, layers)))}"
+            )
+    return [path for number in numbers for path in layers[number]]
+
+
+def _can_run_again(place):
+    """Whether the results of an instruction can be had again by running it once more."""
+    if isinstance(place.entry, CallPlan):  # a Cell with a bprop keeps what that needs
+        return False
+    return isinstance(place.entry, Move) or bool(place.entry.inputs)
+
+
+def whole_cells(settings, full, paths):
+    """Which Cells are recomputed, and which ones in them are excluded; patterns that are for no Cell are left out.
+
+    Args:
+        settings: the `RecomputeSettings`.
+        full: paths of the layers that are recomputed wholly.
+        paths: of all Cells.
+
+    Returns:
+        A list of paths; a list of `(path, path of the excluded Cell in it)`.
+    """
+    cells = [(path, path) for path in paths]
+    chosen = {*full, *_selected(settings.select, [], cells, "recompute.select", True).cells}
+    excluded = _selected(settings.exclude, [], cells, "recompute.exclude", True).cells
+    chosen = sorted(path for path in chosen if not any(_is_below(path, other) for other in excluded))
+    return chosen, [(path, other) for path in chosen for other in excluded if _is_below(other, path)]
+
+
+def _is_below(path, other):
+    """Whether a Cell is another one, or lies in it."""
+    return not other or f"{path}.".startswith(f"{other}.")
+
+
+def check_whole_cells(settings, frame, gaps, is_part=False):
+    """Raise `ValueError` where a graph can't do what is asked for: it recomputes whole Cells, and everything in them.
+
+    Args:
+        settings: the `RecomputeSettings`.
+        frame: the `FramePlan` of the program.
+        gaps: excluded Cells in recomputed ones, as `whole_cells` gives them.
+        is_part: as in `choose_keys`.
+    """
+    instead = "or run in PyNative (recipe: context.mode: 1)"
+    if settings.budget is not None:
+        raise ValueError(f"recompute.budget chooses operators, but a graph recomputes whole Cells: use full, {instead}")
+    if not settings.mp_comm_recompute:
+        raise ValueError(
+            f"recompute.mp_comm_recompute: False keeps collectives' results, which a graph can't: use True, {instead}"
+        )
+    if gaps:
+        raise ValueError(
+            f"recompute.exclude: Cell '{gaps[0][1]}' lies in '{gaps[0][0]}', which is recomputed, but a graph "
+            f"recomputes whole Cells: select the Cells beside it, {instead}"
+        )
+    names, cells = operator_names(frame), called_cells(frame)
+    for where, patterns in (("select", settings.select), ("exclude", settings.exclude)):
+        found = _selected(patterns, names, cells, f"recompute.{where}", is_part)
+        for pattern, (_, operators) in found.by_pattern.items():
+            if operators:
+                raise ValueError(
+                    f"recompute.{where}: '{pattern}' selects operators, but a graph recomputes whole Cells: name "
+                    f"Cells, {instead}"
+                )
+
+
+def choose_keys(settings, frame, algorithm, path="", full=(), boundaries=(), is_part=False):
+    """Which results of a program are not kept: a set of keys of instructions.
+
+    Args:
+        settings: the `RecomputeSettings`, without a budget.
+        frame: the `FramePlan` of the program.
+        algorithm: what tells of distributed algorithms, see `saved_activations`.
+        path: of the Cell whose call it is.
+        full: paths of the Cells that are recomputed wholly.
+        boundaries: paths of Cells whose results are kept in any case.
+        is_part: whether patterns may be for what isn't in this program.
+
+    Raises:
+        ValueError: a pattern that matches nothing, though the program is not a part.
+    """
+    names, cells, is_part = operator_names(frame, path), _cells(frame, path), bool(is_part or path)
+    selected = _selected(settings.select, names, cells, "recompute.select", is_part)
+    chosen = set(selected.operators)
+    for key in (*selected.cells, *(key for key, cell in cells if cell in full)):
+        chosen |= cell_keys(frame, key, algorithm)
+    return chosen - kept_in_any_case(settings, frame, algorithm, path, boundaries, is_part)
+
+
+def kept_in_any_case(settings, frame, algorithm, path="", boundaries=(), is_part=False):
+    """Keys of the instructions whose results are kept, whatever is selected; arguments as of `choose_keys`."""
+    names, cells, is_part = operator_names(frame, path), _cells(frame, path), bool(is_part or path)
+    excluded = _selected(settings.exclude, names, cells, "recompute.exclude", is_part)
+    kept = set(excluded.operators)
+    for place in operators_in_order(frame):
+        if not _may_go(place, settings.mp_comm_recompute) or any(_lies_in(place.key, cell) for cell in excluded.cells):
+            kept.add(place.key)
+    inner = [key for key, cell in cells if cell in boundaries]
+    for key in inner:
+        inside = {place.key for place in operators_in_order(frame) if _lies_in(place.key, key)}
+        kept |= inside - cell_keys(frame, key, algorithm)
+    return kept
+
+
+def _cells(frame, path):
+    """`called_cells` with paths from the root, of a call of the Cell at `path`."""
+    return [(key, f"{path}.{inner}".strip(".")) for key, inner in called_cells(frame)]
+
+
+def _selected(patterns, names, cells, where, is_part):
+    """What patterns select; those that match nothing are left out of a part."""
+    if is_part:
+        parsed = [parse_pattern(pattern, f"{where}[{place}]") for place, pattern in enumerate(patterns)]
+        patterns = [pattern for pattern in parsed if _matches(pattern, names, cells)]
+    return select(patterns, names, cells, where)
+
+
+def _matches(pattern, names, cells):
+    try:
+        select([pattern], names, cells)
+    except ValueError:
+        return False
+    return True
+
+
+def _lies_in(key, cell):
+    return key[: len(cell)] == cell
+
+
+def _may_go(place, with_communication):
+    moves = isinstance(place.entry, Move) and bool(place.entry.steps)
+    return _can_run_again(place) and (with_communication or not moves)

@@ -1,0 +1,215 @@
+"""What to compute again so that the least is kept for the least work: the corners of the best trade. Pure Python.
+
+Keeping everything and computing everything again are the ends of a curve. For any price of a byte in operations, the
+best point is a minimum cut: a value is at hand in the backward pass if a gradient needs it, or if something is computed
+again from it; what is at hand was either kept, and costs its bytes, or is computed again, and costs its operations.
+Choosing by a minimum cut is the idea of PyTorch's partitioner (functorch, `min_cut_rematerialization_partition`), for
+one price; walking over all prices gives the lower convex hull of the curve.
+"""
+
+from dataclasses import dataclass
+
+from mindformers_core.recompute.closure import cheapest_closure
+
+__all__ = ["Measured", "Trade", "best_of", "corners", "lower_hull", "trade_of"]
+
+_DEPTH = 5  # how often the curve is halved, far from the budget
+
+
+class Measured:
+    """Bytes and operations of sets of dropped instructions, each asked for once.
+
+    Args:
+        saved_bytes, recomputed, price: see `budget.choose`.
+    """
+
+    def __init__(self, saved_bytes, recomputed, price):
+        self._saved_bytes, self._recomputed, self._price = saved_bytes, recomputed, price
+        self._nbytes, self._again, self._prices = {}, {}, {}
+        self.asked = 0
+
+    def nbytes(self, dropped):
+        """Bytes that are kept where `dropped`, a frozenset of keys, isn't."""
+        if dropped not in self._nbytes:
+            self.asked += 1
+            self._nbytes[dropped] = int(self._saved_bytes(dropped))
+        return self._nbytes[dropped]
+
+    def again(self, dropped):
+        """Those of the dropped instructions that are computed again."""
+        if dropped not in self._again:
+            self.asked += 1
+            self._again[dropped] = frozenset(self._recomputed(dropped))
+        return self._again[dropped]
+
+    def flops(self, dropped):
+        """What is computed again, in operations."""
+        return sum(map(self.price, self.again(dropped)))
+
+    def price(self, key):
+        """Operations of one instruction."""
+        if key not in self._prices:
+            self._prices[key] = round(self._price(key))
+        return self._prices[key]
+
+    def points(self):
+        """`(bytes, operations, dropped)` of all sets of which both are known."""
+        return [(self._nbytes[known], self.flops(known), known) for known in self._again if known in self._nbytes]
+
+
+@dataclass(frozen=True, eq=False)
+class Trade:
+    """What is known of a program, for each of its groups of alike instructions.
+
+    Attributes:
+        keys: group -> its instructions, in order.
+        makers: group -> groups of the instructions that make its inputs.
+        bases: group of views -> the group whose memory they see.
+        sizes: group -> bytes of its results; 0 for views.
+        prices: group -> operations.
+        needed: groups whose results some gradient needs, and what those are views of.
+        droppable: groups that may be computed again.
+    """
+
+    keys: dict
+    makers: dict
+    bases: dict
+    sizes: dict
+    prices: dict
+    needed: frozenset
+    droppable: frozenset
+
+    def dropped(self, groups):
+        """The instructions of `groups`, and their views, as a frozenset."""
+        found = (group for group in self.keys if group in self.droppable and self._memory(group) in groups)
+        return frozenset(key for group in found for key in self.keys[group])
+
+    def _memory(self, group):
+        while group in self.bases:
+            group = self.bases[group]
+        return group
+
+
+def trade_of(links, measured, keep):
+    """The `Trade` of a program.
+
+    What costs no operations is taken for a view of what its first input is; of others the results count. Where that
+    isn't all (copies, statistics), the points of the curve are still what is measured, but not all may be found.
+
+    Args:
+        links: its `Links`.
+        measured: a `Measured`.
+        keep: instructions that must not be computed again; nor is what their results are views of.
+    """
+    keys, makers = {}, {}
+    for key, group in links.groups.items():
+        keys.setdefault(group, []).append(key)
+        makers.setdefault(group, {}).update(dict.fromkeys(links.groups[maker] for maker in links.makers[key]))
+    kept = _with_memory(keep, links, measured)
+    droppable = frozenset(group for group in keys if kept.isdisjoint(keys[group]))
+    prices = {group: sum(map(measured.price, members)) for group, members in keys.items()}
+    bases = {group: next(iter(makers[group])) for group in keys if makers[group] and not prices[group]}
+    needed = _needed(keys, makers, measured)
+    for group in list(needed):
+        while group in bases:
+            group = bases[group]
+            needed.add(group)
+    sizes = {group: sum(map(links.nbytes.get, members)) for group, members in keys.items()}
+    sizes |= dict.fromkeys(bases, 0)
+    return Trade(keys, makers, bases, sizes, prices, frozenset(needed), droppable)
+
+
+def _with_memory(keep, links, measured):
+    """Instructions, and those that their results may be views of: what costs nothing may be a view."""
+    kept = set()
+    for key in keep:
+        kept.add(key)
+        while not measured.price(key) and links.makers[key]:
+            key = links.makers[key][0]
+            kept.add(key)
+    return kept
+
+
+def _needed(keys, makers, measured):
+    """Groups whose results a gradient needs: what is computed again if nothing that is computed from it is dropped."""
+    colours = {}
+    near = {group: set(made_from) for group, made_from in makers.items()}
+    for group, made_from in makers.items():
+        for maker in made_from:
+            near[maker].add(group)
+    for group in keys:
+        taken = {colours.get(other) for other in near[group] - {group}}
+        colours[group] = next(colour for colour in range(len(keys)) if colour not in taken)
+    found = set()
+    for colour in sorted(set(colours.values())):
+        middle = {keys[group][len(keys[group]) // 2]: group for group in keys if colours[group] == colour}
+        found |= {middle[key] for key in measured.again(frozenset(middle)) if key in middle}
+    return found
+
+
+def corners(trade, limit):
+    """Sets of groups to drop, for ever more operations and fewer bytes: the lower convex hull, finest around `limit`.
+
+    Args:
+        trade: a `Trade`.
+        limit: bytes.
+    """
+    first = frozenset(), sum(trade.sizes[group] for group in trade.needed), 0
+    last = _cheapest(trade, 1 + sum(trade.prices.values()), 1)
+    return [groups for groups, _, _ in [first, *_between(trade, first, last, limit, 0), last]]
+
+
+def _between(trade, left, right, limit, depth):
+    """The corners between two, left to right, each `(groups, bytes, operations)`."""
+    fewer, more = left[1] - right[1], right[2] - left[2]
+    around = left[1] > limit >= right[1]
+    if fewer <= 0 or more <= 0 or (depth > _DEPTH and not around):
+        return []
+    middle = _cheapest(trade, more, fewer)
+    if more * middle[1] + fewer * middle[2] >= more * left[1] + fewer * left[2]:
+        return []
+    before = _between(trade, left, middle, limit, depth + 1)
+    return [*before, middle, *_between(trade, middle, right, limit, depth + 1)]
+
+
+def _cheapest(trade, byte_price, operation_price):
+    """`(groups to compute again, bytes kept, operations)` with the least sum at these prices."""
+    costs, implications = {}, []
+    for group, size in trade.sizes.items():
+        at_hand, again = ("at hand", group), ("again", group)
+        costs[at_hand] = 0 if group in trade.needed else byte_price * size
+        if group in trade.bases:
+            implications.append((at_hand, ("at hand", trade.bases[group])))
+        elif group in trade.droppable:
+            costs[again] = operation_price * trade.prices[group] - byte_price * size
+            implications.append((again, at_hand))
+            implications += [(again, ("at hand", maker)) for maker in trade.makers[group] if maker != group]
+    found = cheapest_closure(costs, implications)
+    groups = frozenset(group for kind, group in found if kind == "again")
+    at_hand = trade.needed.union(group for kind, group in found if kind == "at hand")
+    kept = sum(trade.sizes[group] for group in at_hand - groups)
+    return groups, kept, sum(trade.prices[group] for group in groups)
+
+
+def best_of(points):
+    """Those of `(bytes, operations, set)` that no other has less of both of, operations ascending."""
+    best = []
+    for point in sorted(points, key=lambda point: (point[1], point[0])):
+        if not best or point[0] < best[-1][0]:
+            best.append(point)
+    return best
+
+
+def lower_hull(points):
+    """The corners of the convex hull of `(bytes, operations, set)` on the side where both are few, bytes descending."""
+    hull = []
+    for point in best_of(points):
+        while len(hull) > 1 and _is_above(hull[-1], hull[-2], point):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _is_above(point, left, right):
+    """Whether a point is not below the line between two others."""
+    return (point[1] - left[1]) * (left[0] - right[0]) >= (right[1] - left[1]) * (left[0] - point[0])

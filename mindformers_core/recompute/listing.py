@@ -1,0 +1,61 @@
+"""`list_operators()`: the names that patterns can select, with the bytes that are saved of each."""
+
+from dataclasses import dataclass
+
+from mindformers_core.recompute.algorithms import algorithm_of
+from mindformers_core.recompute.operator_names import operator_names
+from mindformers_core.recompute.prediction import saved_activations
+from mindformers_core.tensor_parallel.inspecting import prepare
+from mindformers_core.tensor_parallel.sharded_cells import ShardedCell
+
+__all__ = ["ListedOperator", "OperatorList", "list_operators"]
+
+
+@dataclass(frozen=True)
+class ListedOperator:
+    """One operator of a program.
+
+    Attributes:
+        name: a pattern that selects it: `"model.layers.0.self_attn.weights"`.
+        operator: what it is, as MindSpore calls it.
+        saved_bytes: what PyNative keeps of its results for the backward pass, on one rank.
+    """
+
+    name: str
+    operator: str
+    saved_bytes: int
+
+
+class OperatorList(list):
+    """`ListedOperator`s, in the order in which they run; as text a table."""
+
+    def __str__(self):
+        width = max((len(entry.name) for entry in self), default=0)
+        lines = [f"{entry.name:{width}}  {entry.operator:24}  {entry.saved_bytes:>14,}" for entry in self]
+        head = f"{'name':{width}}  {'operator':24}  {'saved bytes':>14}"
+        total = sum(entry.saved_bytes for entry in self)
+        return "\n".join([head, *lines, f"{'together':{width}}  {'':24}  {total:>14,}"])
+
+
+def list_operators(cell, *inputs, **named_inputs):
+    """All operators of a call of a sharded Cell by the names that patterns of `recompute()` know, with saved bytes.
+
+    Args:
+        cell: the root of a sharded tree; what is recomputed already counts as it is without.
+        inputs, named_inputs: as it is called, this rank's parts; see `prepare`.
+
+    Returns:
+        An `OperatorList`; print it.
+
+    Raises:
+        TypeError: `cell` isn't sharded.
+    """
+    if not isinstance(cell, ShardedCell):
+        raise TypeError(f"list_operators() takes a Cell that shard() was called with, not {type(cell).__name__}")
+    frame = prepare(cell, *inputs, **named_inputs).frame
+    saved = {}
+    for tensor in saved_activations(frame, algorithm=algorithm_of):
+        saved[tensor.key] = saved.get(tensor.key, 0) + tensor.nbytes
+    return OperatorList(
+        ListedOperator(name.text, name.operator, saved.get(name.place.key, 0)) for name in operator_names(frame)
+    )

@@ -1,0 +1,53 @@
+"""From a choice of instructions to a plan in which they have their keepers. Pure Python.
+
+Calls that are alike share a `FramePlan`; where the choice differs between them, they get plans of their own.
+"""
+
+from dataclasses import replace
+
+from mindformers_core.tensor_parallel.propagation.plan import CallPlan
+
+__all__ = ["marked", "unshared"]
+
+
+def marked(frame, choice):
+    """A copy of a plan in which chosen instructions have a `Keeper`; calls for which all is alike share one still.
+
+    Args:
+        frame: the `FramePlan` of a whole program.
+        choice: key of an instruction (see `Place`) -> its `Keeper`.
+
+    Returns:
+        A `FramePlan`; `frame` itself where nothing is chosen.
+    """
+    return _marked(frame, frozenset(choice.items()), {})
+
+
+def _marked(frame, choice, known):
+    if not choice:
+        return frame
+    memo = id(frame), choice
+    if memo not in known:
+        own, below = {}, {}
+        for key, keeper in choice:
+            if len(key) == 1:
+                own[key[0]] = keeper
+            else:
+                below.setdefault(key[0], set()).add((key[1:], keeper))
+        instructions = list(frame.instructions)
+        for index, inner in below.items():
+            call = instructions[index]
+            assert isinstance(call, CallPlan), (frame.graph.path, index)
+            instructions[index] = replace(call, frame=_marked(call.frame, frozenset(inner), known))
+        keepers = {instructions[index]: keeper for index, keeper in own.items()}
+        known[memo] = replace(frame, instructions=tuple(instructions), keepers=keepers)
+    return known[memo]
+
+
+def unshared(frame):
+    """A copy of a plan in which every call has a `FramePlan` of its own, and so every Cell a function."""
+    instructions = [
+        replace(entry, frame=unshared(entry.frame)) if isinstance(entry, CallPlan) and entry.frame else entry
+        for entry in frame.instructions
+    ]
+    return replace(frame, instructions=tuple(instructions))

@@ -1,0 +1,128 @@
+"""Recomputed on several ranks: the same bits as without; collectives run again or their results are kept."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from launch import on_ranks
+from mindspore import Parameter, Tensor, nn, ops
+
+from mindformers_core.communication import count_collectives, world
+from mindformers_core.layout import layout
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.pipeline import PipelineStage, Schedule1F1B, ScheduleZBH1
+from mindformers_core.recompute import recompute
+from mindformers_core.recompute.keeping import count_recomputations
+from mindformers_core.tensor_parallel import shard
+from mindformers_core.zero import hsdp, value_and_grad
+
+X = np.random.default_rng(0).normal(size=(8, 4, 8)).astype(np.float32)
+FULL, OPERATORS = {"full": True}, {"select": ["*.softmax", "*.first", "layers.1.*"]}
+
+
+class Block(nn.Cell):
+    """Two matmuls, cut over tp, with softmax and dropout between them, and a residual sum."""
+
+    def __init__(self, random):
+        super().__init__()
+        self.up = Parameter(Tensor(random.normal(size=(8, 16)).astype(np.float32)), name="up")
+        self.down = Parameter(Tensor(random.normal(size=(16, 8)).astype(np.float32)), name="down")
+
+    def shard(self, config=None):
+        return {"x": layout(..., None)}, layout(..., None), {"up": layout(None, "tp"), "down": layout("tp", None)}
+
+    def construct(self, x):
+        first = ops.matmul(x, self.up)
+        h = ops.softmax(ops.dropout(ops.tanh(first), 0.2), -1)
+        return x + ops.matmul(h, self.down)
+
+
+class Tower(nn.Cell):
+    """Blocks with these numbers; the last ones give a loss."""
+
+    def __init__(self, numbers, is_last):
+        super().__init__()
+        self.layers = nn.CellDict([(str(number), Block(np.random.default_rng(number))) for number in numbers])
+        self.is_last = is_last
+
+    def shard(self, config=None):
+        return {"x": layout("dp")}, None if self.is_last else layout("dp"), None
+
+    def construct(self, x):
+        for layer in self.layers.values():
+            x = layer(x)
+        return x.square().mean() if self.is_last else x
+
+
+def pipelined(compiled, kind=Schedule1F1B, **settings):
+    """Loss and gradients of a stage on pp 2 x tp 2, and how many calls ran again."""
+    mesh = init_device_mesh((2, 1, 2), ("pp", "dp", "tp"))
+    (place,) = mesh.coordinate(world().rank, ("pp",))
+    cell = shard(Tower((2 * place, 2 * place + 1), place == 1), mesh.sub_mesh(("dp", "tp"), world().rank)).set_train()
+    stage = PipelineStage(recompute(cell, is_part=True, **settings), place, 2, mesh=mesh, compiled=compiled)
+    ms.manual_seed(5)
+    with count_recomputations() as counted:
+        loss = kind(stage, 4).run(Tensor(X))
+        losses = [] if loss is None else [np.array(float(loss))]
+        return [*losses, *arrays(stage.gradients)], sum(counted.values())
+
+
+def sharded(compiled, level="level3", tp=2, **settings):
+    """The same of two steps on dp x tp under `hsdp()`, and the Cell."""
+    mesh = init_device_mesh((world().size // tp, tp), ("dp", "tp"))
+    cell = recompute(shard(Tower(range(3), True), mesh).set_train(), **settings)
+    net = hsdp(cell, mesh.axis_size("dp"), threshold=0, optimizer_level=level)
+    gradient_of = value_and_grad(net, compiled)
+    ms.manual_seed(5)
+    (place,) = mesh.coordinate(world().rank, ("dp",))
+    x, found = Tensor(np.split(X, mesh.axis_size("dp"))[place]), []
+    with count_recomputations() as counted, count_collectives() as sent:
+        for _ in range(2):
+            loss, gradients = gradient_of(x)
+            found += [float(loss), *arrays(gradients)]
+    return found, sum(counted.values()), sent
+
+
+def arrays(tensors):
+    return [tensor.asnumpy().copy() for tensor in tensors]
+
+
+def equal(found, expected):
+    return len(found) == len(expected) and all(map(np.array_equal, found, expected))
+
+
+@on_ranks(4)
+def case_recomputed_stages_give_the_same_bits():
+    """tp 2 x pp 2, with dropout, PyNative and compiled."""
+    for compiled in (False, True):
+        expected, none = pipelined(compiled)
+        assert none == 0
+        for settings in (FULL, {"select": "layers.1"}) if compiled else (FULL, OPERATORS):
+            found, count = pipelined(compiled, **settings)
+            assert equal(found, expected), (compiled, settings)
+            assert compiled or count > 0
+    with pytest.raises(ValueError, match="is recomputed, but a schedule with weight steps"):
+        pipelined(False, ScheduleZBH1, full=True)
+
+
+@on_ranks(4)
+def case_recomputed_levels_give_the_same_bits():
+    """dp 2 x tp 2; at level 3 weights are there when they are needed again, also where operators cross units."""
+    for compiled in (False, True):
+        expected, _, _ = sharded(compiled)
+        for settings in (FULL, {**FULL, "parallel_optimizer_comm_recompute": False}):
+            found, count, _ = sharded(compiled, **settings)
+            assert equal(found, expected), (compiled, settings)
+            assert compiled or count > 0
+    expected, _, _ = sharded(False)
+    found, _, _ = sharded(False, select=["**.*"])
+    assert equal(found, expected)
+
+
+@on_ranks(4)
+def case_collectives_run_again_or_are_kept():
+    """Forward all-reduces of tp run once more, or not; weights that are kept are gathered once."""
+    plain, again, kept = (sharded(False, "level1", **s)[2] for s in ({}, FULL, {**FULL, "mp_comm_recompute": False}))
+    assert kept == plain
+    assert again["all_reduce", ("tp",)][0] > plain["all_reduce", ("tp",)][0]
+    gathered, stays = (sharded(False, **s)[2] for s in (FULL, {**FULL, "parallel_optimizer_comm_recompute": False}))
+    assert stays["all_gather", ("dp",)][0] < gathered["all_gather", ("dp",)][0]

@@ -1,0 +1,239 @@
+"""What is kept and what runs again where results are dropped: counted by hand on small graphs."""
+
+import pytest
+from mindspore import Parameter, Tensor, nn, ops
+from planned_models import planned
+
+from mindformers_core.layout import layout
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.operators import tensor_meta
+from mindformers_core.recompute.algorithms import algorithm_of
+from mindformers_core.recompute.places import called_cells, operators_in_order
+from mindformers_core.recompute.prediction import cell_keys, recomputed, saved_activations, saved_bytes
+
+
+class Chain(nn.Cell):
+    """`function` of the input times a weight."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.weight = Parameter(Tensor([2.0]))
+        self.function = function
+
+    def construct(self, x):
+        return self.function(ops.mul(x, self.weight))
+
+
+MESH = init_device_mesh((2,), ("tp",))
+ONE = 4 * 8 * 4  # bytes of a local float32 tensor of shape (4, 8)
+
+
+def chain(function, arriving=None):
+    """The plan of a `Chain` for (8, 8), cut in two parts, and the key of each instruction by its operator."""
+    arriving = {"x": layout("tp") if arriving is None else arriving}
+    _, frame = planned(Chain(function), MESH, (tensor_meta((8, 8), "float32"),), arriving=arriving)
+    keys = {}
+    for place in operators_in_order(frame):
+        if hasattr(place.entry, "node"):
+            keys.setdefault(place.entry.node.operator, place.key)
+    return frame, keys
+
+
+def kept_operators(frame, dropped=frozenset()):
+    names = {
+        place.key: place.entry.node.operator for place in operators_in_order(frame) if hasattr(place.entry, "node")
+    }
+    return [names[saved.key] for saved in saved_activations(frame, dropped, arguments_need=False)]
+
+
+def exp_sin_cos(x):
+    return ops.cos(ops.sin(ops.exp(x)))
+
+
+def test_a_chain():
+    """Mul keeps x, which the caller has; Exp its result; Sin and Cos what they take, of which Sin's is Exp's."""
+    frame, keys = chain(exp_sin_cos)
+    assert kept_operators(frame) == ["Exp", "Sin"]
+    assert saved_bytes(frame, arguments_need=False) == 2 * ONE
+    assert recomputed(frame, ()) == set()
+
+
+@pytest.mark.parametrize(
+    "dropped, kept, again",
+    [
+        (["Sin"], ["Exp"], ["Sin"]),  # from Exp's result, which is kept anyhow
+        (["Exp"], ["Mul", "Sin"], ["Exp"]),  # from Mul's, which is not
+        (["Exp", "Sin"], ["Mul"], ["Exp", "Sin"]),
+        (["Mul"], ["Exp", "Sin"], []),  # nobody asks
+        (["Mul", "Exp"], ["Sin"], ["Mul", "Exp"]),  # all the way from what the caller has
+        (["Mul", "Exp", "Sin", "Cos"], [], ["Mul", "Exp", "Sin"]),
+        (["Cos"], ["Exp", "Sin"], []),
+    ],
+)
+def test_dropped_results(dropped, kept, again):
+    frame, keys = chain(exp_sin_cos)
+    chosen = frozenset(keys[name] for name in dropped)
+    assert sorted(kept_operators(frame, chosen)) == kept
+    assert saved_bytes(frame, chosen, arguments_need=False) == len(kept) * ONE
+    assert recomputed(frame, chosen, arguments_need=False) == {keys[name] for name in again}
+
+
+def test_dropped_views():
+    """Exp of x, transposed, squared: Exp's result, and Square's copy of the view, which goes with the view."""
+    frame, keys = chain(lambda x: ops.square(ops.transpose(ops.exp(x), (1, 0))))
+    saved = saved_activations(frame, arguments_need=False)
+    assert [one.key for one in saved] == [keys["Exp"], keys["Square"]]
+    assert [one.nbytes for one in saved] == [ONE, ONE]
+    dropped = {keys["Transpose"]}
+    assert [one.key for one in saved_activations(frame, dropped, arguments_need=False)] == [keys["Exp"]]
+    assert recomputed(frame, dropped, arguments_need=False) == dropped
+    kept = saved_activations(frame, {keys["Exp"]}, arguments_need=False)
+    assert [one.key for one in kept] == [keys["Mul"], keys["Square"]]
+
+
+def test_what_an_operator_makes_for_itself_stays():
+    frame, keys = chain(lambda x: ops.exp(x).std(1, keepdims=True))
+    (name,) = keys.keys() - {"Mul", "Exp"}
+    sizes = [one.nbytes for one in saved_activations(frame, {keys["Exp"], keys[name]}, arguments_need=False)]
+    assert sorted(sizes) == [4 * 4, ONE, ONE, ONE]  # a variance, differences, their powers; and what Exp takes
+
+
+def test_several_results_and_indices():
+    """Dropping one of several results drops all; the places of the largest are kept in int32."""
+    frame, keys = chain(lambda x: ops.topk(ops.exp(x), 2, -1)[0])
+    assert sorted(one.nbytes for one in saved_activations(frame, arguments_need=False)) == [4 * 2 * 4, ONE]
+    assert kept_operators(frame, {keys["TopK"]}) == ["Exp"]
+
+
+def _steps(place):
+    return getattr(place.entry, "steps", ())
+
+
+def test_moves_are_kept_and_dropped():
+    """A sum over ranks is kept with its terms, and made again by adding them once more."""
+    frame, keys = chain(lambda x: ops.sin(ops.sum(ops.exp(x), 0)))
+    (key,) = [
+        place.key for place in operators_in_order(frame) if [step.kind for step in _steps(place)] == ["all_reduce"]
+    ]
+    saved = saved_activations(frame, arguments_need=False)
+    assert [one.nbytes for one in saved] == [ONE, 8 * 4, 8 * 4]  # Exp's result, the partial sum, and the sum
+    dropped = saved_activations(frame, {key}, arguments_need=False)
+    assert [one.nbytes for one in dropped] == [ONE, 8 * 4]
+    assert recomputed(frame, {key}, arguments_need=False) == {key}
+
+
+class Layer(nn.Cell):
+    """Two operators, one of them a view if asked for."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.last = last
+
+    def construct(self, x):
+        return self.last(ops.sin(ops.exp(x)))
+
+
+class Outer(nn.Cell):
+    """A layer in a layer."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.inner = Layer(last)
+
+    def construct(self, x):
+        return ops.reshape(self.inner(ops.cos(x)), (8, 8))
+
+
+class Net(nn.Cell):
+    """Layers behind a weight."""
+
+    def __init__(self, last, kind):
+        super().__init__()
+        self.weight = Parameter(Tensor([2.0]))
+        self.first, self.second = kind(last), kind(last)
+
+    def construct(self, x):
+        return ops.tanh(self.second(self.first(ops.mul(x, self.weight))))
+
+
+def net(last, kind=Outer):
+    return planned(Net(last, kind), MESH, (tensor_meta((8, 8), "float32"),), arriving={"x": layout("tp")})[1]
+
+
+def names_of(frame, keys):
+    found = [place.entry for place in operators_in_order(frame) if place.key in keys]
+    return [entry.node.operator for entry in found if hasattr(entry, "node")]
+
+
+def test_a_selected_cell_keeps_its_results():
+    """Also what they are views of, through the calls of other Cells."""
+    frame, viewing = net(ops.abs), net(lambda x: ops.reshape(x, (8, 8)))
+    paths = {path: key for key, path in called_cells(frame)}
+    assert names_of(frame, cell_keys(frame, paths["first"])) == ["Cos", "Exp", "Sin"]
+    assert names_of(frame, cell_keys(frame, paths["first.inner"])) == ["Exp", "Sin"]
+    assert names_of(viewing, cell_keys(viewing, paths["first"])) == ["Cos", "Exp"]
+    assert cell_keys(viewing, paths["first.inner"]) < cell_keys(viewing, paths["first"])
+    assert "Tanh" not in names_of(frame, cell_keys(frame, ()))
+    assert len(cell_keys(frame, ())) == len(operators_in_order(frame)) - 1
+
+
+def test_full_recomputation_keeps_one_tensor_for_a_layer():
+    frame = net(ops.abs, Layer)
+    layers = [key for key, path in called_cells(frame) if path in ("first", "second")]
+    dropped = frozenset().union(*(cell_keys(frame, key) for key in layers))
+    kept = kept_operators(frame, dropped)
+    assert sorted(kept) == ["Abs", "Mul", "Tanh"]  # each layer's input, and what Tanh keeps
+    assert len(recomputed(frame, dropped, arguments_need=False)) == 4
+
+
+class Shared(nn.Cell):
+    """One layer twice: its calls have a plan in common, and keys of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor([2.0]))
+        self.layer = Layer(ops.sin)
+
+    def construct(self, x):
+        return self.layer(self.layer(ops.mul(x, self.weight)))
+
+
+def test_one_of_two_calls():
+    _, frame = planned(Shared(), MESH, (tensor_meta((8, 8), "float32"),), arriving={"x": layout("tp")})
+    first, second = (key for key, path in called_cells(frame) if path == "layer")
+    whole = saved_bytes(frame, arguments_need=False)
+    dropped = saved_bytes(frame, cell_keys(frame, second), arguments_need=False)
+    assert (whole, dropped) == (4 * ONE, 3 * ONE)  # of the second: Exp's and Sin's results, or the first's result
+    assert first != second
+
+
+def test_errors():
+    frame, _ = chain(exp_sin_cos)
+    with pytest.raises(ValueError, match=r"no instruction at \(7,\), which is to be dropped"):
+        saved_bytes(frame, {(7,)})
+    with pytest.raises(ValueError, match=r"no call of a Cell at \(1,\)"):
+        cell_keys(frame, (1,))
+    cut, _ = chain(lambda x: ops.softmax(x, -1), layout(None, "tp"))
+    with pytest.raises(ValueError, match="Softmax .* runs the distributed algorithm 'softmax'.*algorithm_of"):
+        saved_bytes(cut)
+
+
+@pytest.mark.usefixtures("rank_0_of_4")
+def test_dropout_keeps_what_it_draws_by():
+    """Its mask is made again from a seed and an offset, two int64 numbers."""
+    frame, keys = chain(lambda x: ops.dropout(ops.exp(x), 0.5))
+    (name,) = keys.keys() - {"Mul", "Exp"}
+    whole = saved_activations(frame, frozenset(), algorithm_of, arguments_need=False)
+    dropped = saved_activations(frame, {keys[name]}, algorithm_of, arguments_need=False)
+    assert [one.nbytes for one in whole] == [ONE, ONE]  # Exp's result, and the mask as floats
+    assert sorted(one.nbytes for one in dropped) == [8, 8, ONE]
+
+
+@pytest.mark.usefixtures("rank_0_of_4")
+def test_a_distributed_algorithm():
+    """Of a softmax over two ranks: what `test_models_on_four_ranks` measures is dropped with the operator."""
+    cut, keys = chain(lambda x: ops.softmax(x, -1), layout(None, "tp"))
+    whole = saved_bytes(cut, algorithm=algorithm_of, arguments_need=False)
+    dropped = saved_bytes(cut, {keys["Softmax"]}, algorithm_of, arguments_need=False)
+    assert dropped < whole
+    assert recomputed(cut, {keys["Softmax"]}, algorithm_of, arguments_need=False) == {keys["Softmax"]}

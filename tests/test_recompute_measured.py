@@ -1,0 +1,104 @@
+"""What is kept for the backward pass, and what is computed again, measured as it runs, is what was foretold."""
+
+import gc
+
+import mindspore as ms
+import pytest
+from mindspore import Tensor
+from saved_tensors import measured, scalar_of
+from test_recompute_gradients import INPUTS, Net, llama, sharded
+
+from mindformers_core.recompute import keeping, recompute
+from mindformers_core.recompute.algorithms import algorithm_of
+from mindformers_core.recompute.keeping import Handle, count_recomputations
+from mindformers_core.recompute.prediction import recomputed, saved_bytes
+from mindformers_core.tensor_parallel import programs
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+SETTINGS = [
+    (llama, {"full": True}),
+    (llama, {"full": [1]}),
+    (llama, {"select": ["*.Softmax", "*.silu"]}),
+    (llama, {"select": ["layers.*.self_attn", "layers.0-1.mlp.Mul"]}),
+    (llama, {"full": True, "exclude": ["*.self_attn.weights", "layers.2.mlp"]}),
+    (llama, {"budget": 0.5}),
+    (Net, {"full": True}),
+    (Net, {"select": ["*.Transpose", "*.tanh", "blocks.1.*[0-99]"]}),
+]
+
+
+def kept_tensors(monkeypatch, net, inputs):
+    """A function that gives all tensors that are kept between forward and backward pass of a call, and the gradient."""
+    packed, found = [], []
+    pack = keeping._pack
+    monkeypatch.setattr(keeping, "_pack", lambda tensor: packed.append(pack(tensor)) or packed[-1])
+
+    def forward(*inputs):
+        result = scalar_of(net(*inputs))
+        gc.collect()
+        found.extend(tensors_in(packed, set()))
+        return result
+
+    with count_recomputations() as counted:
+        ms.value_and_grad(forward, None, net.trainable_params())(*inputs)
+    return found, sum(counted.values())
+
+
+def tensors_in(kept, seen):
+    """All tensors in what autograd keeps: those as they are, and what calls need that will be made again."""
+    if isinstance(kept, Tensor):
+        return [kept]
+    if isinstance(kept, (list, tuple)):
+        return [tensor for entry in kept for tensor in tensors_in(entry, seen)]
+    if isinstance(kept, keeping._Saved):
+        return [kept.tensor] if kept.handle is None else tensors_in(kept.handle, seen)
+    if isinstance(kept, Handle) and id(kept.call) not in seen:
+        seen.add(id(kept.call))
+        return tensors_in(kept.call.inputs, seen)
+    return []
+
+
+def others(net, inputs):
+    """What is there anyway: inputs, parameters, and constants of the program."""
+    functions = programs(net)[-1].functions.values()
+    constants = {id(t): t for f in functions for name, t in vars_of(f) if name.startswith("constant_")}
+    return [*inputs, *net.trainable_params(), *constants.values()]
+
+
+def vars_of(function):
+    return function.__globals__.items()
+
+
+def place_of(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("make, settings", SETTINGS)
+def test_measured_is_foretold(monkeypatch, make, settings):
+    inputs = INPUTS[make]()
+    plain = sharded(make)
+    plain(*inputs)
+    before = measured(lambda *given: plain(*given), *inputs, exclude=others(plain, inputs))
+    net = recompute(sharded(make), **settings)
+    net(*inputs)
+    tensors, again = kept_tensors(monkeypatch, net, inputs)
+    outside = set(map(place_of, others(net, inputs)))
+    places = {place_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    after = sum(nbytes for place, nbytes in places.items() if place not in outside)
+    frame = programs(net)[-1].frame
+    keys = net.__dict__["_sharding"][0].activations.dropped[""]
+    assert after == saved_bytes(frame, keys, algorithm_of) < before == saved_bytes(frame, frozenset(), algorithm_of)
+    if make is llama:  # a distributed algorithm is several calls
+        assert again == len(recomputed(frame, keys, algorithm_of))
+
+
+def test_full_recompute_keeps_one_tensor_of_a_layer(monkeypatch):
+    """Its input, which is the result of the layer before it, and nothing else."""
+    net, inputs = recompute(sharded(llama), full=True), INPUTS[llama]()
+    net(*inputs)
+    tensors, _ = kept_tensors(monkeypatch, net, inputs)
+    outside = set(map(place_of, others(net, inputs)))
+    distinct = {place_of(tensor): tensor for tensor in tensors if place_of(tensor) not in outside}
+    hidden = [tensor.shape for tensor in distinct.values() if tensor.shape == (2, 8, 32)]
+    layers, head = 3, 2  # the final norm keeps its normed and its scaled input, besides the last layer's result
+    assert len(hidden) == layers + 1 + head

@@ -1,0 +1,143 @@
+"""What it costs to compute an instruction again: figures found by hand."""
+
+from types import SimpleNamespace
+
+import pytest
+from captured_models import Function, small_llama
+from mindspore import Parameter, Tensor, nn, ops
+from planned_models import planned
+
+from mindformers_core.layout import layout
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.operators import signature_of, tensor_meta
+from mindformers_core.recompute.operations import OPERATIONS_PER_BYTE, operations
+from mindformers_core.recompute.places import Place, operators_in_order
+from mindformers_core.tensor_parallel.capturing.graph import OperatorNode
+from mindformers_core.tensor_parallel.capturing.structure import Value
+from mindformers_core.tensor_parallel.propagation.plan import OperatorPlan
+
+ONE, TWO = init_device_mesh((1,), ("tp",)), init_device_mesh((2,), ("tp",))
+TOKENS = 2 * 8  # of the small Llama: hidden 24, intermediate 40, 4 heads of 6, 2 of keys, 32 words, 2 layers
+ATTENTION, MLP = "model.layers.1.self_attn", "model.layers.1.mlp"
+
+
+def float_meta(*shape):
+    return tensor_meta(shape, "float32")
+
+
+def llama(mesh):
+    model, make = small_llama()
+    args, named = make(1)
+    return planned(model.set_train(), mesh, args, named, SimpleNamespace(sequence_parallel=False))[1]
+
+
+def costs(frame, path):
+    """`[(operator, cost)]` of the instructions in one Cell's `construct`."""
+    places = [place for place in operators_in_order(frame) if place.path == path]
+    steps = {place.key: operations(place, lambda plan: ()) for place in places}
+    return [(place.entry.node.operator, steps[place.key]) for place in places if hasattr(place.entry, "node")]
+
+
+def test_products_of_a_llama():
+    frame = llama(ONE)
+    for path, inside, outside in (
+        (f"{ATTENTION}.q_proj", 24, 24),
+        (f"{ATTENTION}.k_proj", 24, 12),
+        (f"{ATTENTION}.o_proj", 24, 24),
+        (f"{MLP}.gate_proj", 24, 40),
+        (f"{MLP}.down_proj", 40, 24),
+        ("lm_head", 24, 32),
+    ):
+        assert costs(frame, path) == [("Dense", 2 * TOKENS * inside * outside)]
+    products = [cost for operator, cost in costs(frame, ATTENTION) if operator == "MatMulExt"]
+    assert products == [2 * (2 * 4) * 8 * 8 * 6] * 2
+
+
+def test_element_by_element():
+    frame = llama(ONE)
+    assert costs(frame, MLP) == [("SiLU", 4 * TOKENS * 40), ("Mul", TOKENS * 40)]
+    found = dict(costs(frame, ATTENTION))
+    assert found["Softmax"] == 5 * (2 * 4 * 8 * 8)
+    assert found["Reshape"] == found["ExpandDims"] == 0
+    assert costs(frame, "model.norm") == [
+        *(("Square", TOKENS * 24), ("ReduceMean", TOKENS * 24), ("Add", TOKENS), ("Rsqrt", TOKENS)),
+        *(("Mul", TOKENS * 24), ("Mul", TOKENS * 24)),
+    ]
+    assert costs(frame, "model.embed_tokens") == [("Gather", TOKENS * 24)]  # not the table's 32 * 24
+
+
+def test_each_rank_computes_its_part():
+    whole, half = llama(ONE), llama(TWO)
+    for path in (f"{ATTENTION}.q_proj", f"{ATTENTION}.o_proj", f"{MLP}.gate_proj", f"{MLP}.down_proj"):
+        assert [2 * cost for _, cost in costs(half, path)] == [cost for _, cost in costs(whole, path)]
+    assert costs(half, MLP) == [("SiLU", 4 * TOKENS * 20), ("Mul", TOKENS * 20)]
+
+
+def test_what_is_sent_has_a_price():
+    """An all-reduce of n ranks sends 2 (n - 1) / n of the tensor; to mark a tensor as varying takes nothing."""
+    moves = {place.path: place for place in operators_in_order(llama(TWO)) if not hasattr(place.entry, "node")}
+    assert operations(moves[f"{MLP}.down_proj"]) == OPERATIONS_PER_BYTE * TOKENS * 24 * 4
+    assert operations(moves["model.layers.1"]) == 0
+
+
+def test_what_an_algorithm_sends():
+    mesh = init_device_mesh((2,), ("tp",))
+    cell = Function(lambda x: ops.softmax(x, 1))
+    _, frame = planned(cell, mesh, (float_meta(4, 6),), arriving={"inputs": layout(None, "tp")})
+    (place,) = [place for place in operators_in_order(frame) if getattr(place.entry, "algorithm", None)]
+    with pytest.raises(ValueError, match=r"Softmax .* algorithm 'softmax' over tp: algorithm_steps has to tell"):
+        operations(place)
+    step = SimpleNamespace(forward=("all_reduce", 16))
+    assert operations(place, lambda plan: [(step, True)]) == 5 * 4 * 3 + 16 * OPERATIONS_PER_BYTE
+
+
+def place_of(operator, tensors, shapes, cut=None):
+    """A `Place` of one operator whose inputs are whole tensors; `cut`: factor -> axes."""
+    signature = signature_of(operator, tensors)
+    given = [tensor.shape for tensor in tensors if hasattr(tensor, "shape")]
+    values = [Value(number, shape, "float32", "") for number, shape in enumerate(given)]
+    made = tuple(Value(len(values) + number, shape, "float32", "") for number, shape in enumerate(shapes))
+    node = OperatorNode(operator, "function", tuple(values), {}, made, None, None, "here:1")
+    layouts = [tuple(layout().bind(TWO, len(value.shape)) for value in group) for group in (values, made)]
+    return Place((0,), "", SimpleNamespace(mesh=TWO), OperatorPlan(node, signature, *layouts, cut or {}))
+
+
+def test_attention_and_convolutions():
+    query, key = float_meta(2, 4, 8 * 6), float_meta(2, 10, 2 * 6)  # 8 heads in 2 groups
+    tensors = [query, key, key, *[None] * 7, 8]
+    shapes = [(2, 8, 4, 8), (2, 8, 4, 8), (1,), (2, 4, 48)]
+    scores = 2 * 8 * 4 * 10
+    whole = scores * (2 * 6 + 2 * 6 + 6)
+    assert operations(place_of("FlashAttentionScore", tensors, shapes)) == whole
+    assert operations(place_of("FlashAttentionScore", tensors, shapes, {"g": ("tp",)})) == whole // 2
+    image, kernel = float_meta(3, 4, 9, 9), float_meta(6, 2, 3, 3)  # in 2 groups
+    tensors = [image, kernel, 6, 3, 1, "valid", 0, 1, 1, 2]
+    assert operations(place_of("Conv2D", tensors, [(3, 6, 7, 7)])) == 2 * (3 * 6 * 7 * 7) * (2 * 3 * 3)
+
+
+def test_a_cell_with_a_gradient_of_its_own():
+    class Scaled(nn.Cell):
+        """A Cell with a `bprop`."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = Parameter(Tensor([[1.0] * 5] * 3), name="weight")
+
+        def construct(self, x):
+            return ops.relu(ops.matmul(x, self.weight))
+
+        def bprop(self, x, out, dout):
+            return (dout,)
+
+    class Root(nn.Cell):
+        """Calls it."""
+
+        def __init__(self):
+            super().__init__()
+            self.scaled = Scaled()
+
+        def construct(self, x):
+            return self.scaled(x)
+
+    _, frame = planned(Root(), ONE, (float_meta(4, 3),))
+    assert [operations(place) for place in operators_in_order(frame)] == [2 * 4 * 3 * 5 + 4 * 5]

@@ -1,0 +1,295 @@
+"""Names of operators: of real programs and of Cells with loops and tuples; every text selects what it names."""
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from captured_models import MODELS, small_llama
+from mindspore import Tensor, nn, ops
+from planned_models import planned
+
+from mindformers_core.layout import layout
+from mindformers_core.mesh import DeviceMesh, init_device_mesh
+from mindformers_core.recompute import operator_names as module
+from mindformers_core.recompute.operator_names import friendly_name, operator_names, plain_name
+from mindformers_core.recompute.patterns import select
+from mindformers_core.recompute.places import called_cells, operators_in_order
+from mindformers_core.tensor_parallel import shard
+from mindformers_core.tensor_parallel.propagation.plan import CallPlan, FramePlan, Move, OperatorPlan
+
+MESH = DeviceMesh((2, 2), ("dp", "tp"))
+
+
+def check_texts(frame, path=""):
+    """Every text selects its operator, and besides at most one of every other call of the same Cell."""
+    names = operator_names(frame, path)
+    cells = [(key, f"{path}.{inner}".strip(".")) for key, inner in called_cells(frame)]
+    by_key = {name.place.key: name for name in names}
+    for name in names:
+        found = select([name.text], names, cells)
+        assert found.cells == () and name.place.key in found.operators, name.text
+        assert {by_key[key].path for key in found.operators} == {name.path}, name.text
+        assert len({key[:-1] for key in found.operators}) == len(found.operators), name.text
+    return names
+
+
+def names_in(construct, *children, **others):
+    """The names in a Cell with this `construct(self, x)`, and with children `a`, `b`, …"""
+
+    class Model(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            for name, child in zip("abc", children):
+                setattr(self, name, child)
+
+    Model.construct = construct
+    _, frame = planned(Model(), MESH, [Tensor(np.ones((4, 4), np.float32))], **others)
+    return check_texts(frame)
+
+
+def texts_in(construct, *children, **others):
+    return [name.text for name in names_in(construct, *children, **others)]
+
+
+def test_operators_and_variables():
+    def construct(self, x):
+        weights = ops.softmax(x, -1)
+        return ops.matmul(ops.matmul(weights, x), ops.exp(x))
+
+    names = names_in(construct)
+    assert [name.text for name in names] == ["weights", "MatMul[0]", "Exp", "MatMul[1]"]
+    assert [name.variable for name in names] == ["weights", None, None, None]
+    assert [(name.number, name.count) for name in names] == [(0, 1), (0, 2), (0, 1), (1, 2)]
+    assert [name.operator for name in names] == [name.place.entry.node.operator for name in names]
+    assert [name.place.key for name in names] == [(0,), (1,), (2,), (3,)]
+
+
+def test_the_variable_may_be_given_more_than_once():
+    def construct(self, x):
+        x = ops.exp(x)
+        x = ops.matmul(x, x)
+        x = ops.exp(x)
+        y = ops.neg(x)
+        return y
+
+    names = names_in(construct)
+    assert [name.text for name in names] == ["Exp[0]", "MatMul", "Exp[1]", "y"]
+    numbers = [[(label.number, label.count) for label in name.labels if label.variable] for name in names]
+    assert numbers == [[(0, 3)], [(1, 3)], [(2, 3)], [(0, 1)]]
+
+
+def test_loops():
+    def construct(self, x):
+        total = x
+        for _ in range(3):
+            part = ops.exp(total)
+            total = total + part
+        return total
+
+    names = names_in(construct)
+    assert [name.text for name in names] == [
+        f"{operator}[{number}]" for number in range(3) for operator in ("Exp", "Add")
+    ]
+    found = select(["part[1-2]", "total[0]"], names, [((), "")])
+    assert found.operators == (names[1].place.key, names[2].place.key, names[4].place.key)
+
+
+def test_results_in_tuples():
+    def construct(self, x):
+        first, second = ops.split(x, 2)
+        _, third = ops.split(second, 1)
+        first = ops.neg(first)
+        return first, second, third
+
+    names = names_in(construct)
+    assert [name.text for name in names] == ["second", "third", "Neg"]
+    assert [name.variables for name in names] == [("first", "second"), ("third",), ("first",)]
+    assert names[0].variable == "first"
+    found = select(["first", "second"], names, [((), "")])
+    split, _, negated = (name.place.key for name in names)
+    assert found.by_pattern == {"first": ((), (split, negated)), "second": ((), (split,))}
+
+
+def test_a_variable_that_is_called_like_a_cell():
+    def construct(self, x):
+        a = ops.exp(self.a(x))
+        b = ops.exp(ops.neg(self.b(a)))
+        return b
+
+    # `a` and `b` are the Cells; what a MindSpore Cell computes is not what the line that calls it assigns
+    assert texts_in(construct, nn.ReLU(), nn.Tanh()) == ["a.ReLU", "Exp[0]", "b.Tanh", "Neg", "Exp[1]"]
+
+
+def test_a_variable_that_is_called_like_an_operator():
+    def construct(self, x):
+        Exp = ops.neg(x)  # noqa: N806
+        exp = ops.exp(Exp)
+        return ops.exp(exp)
+
+    # `Exp[0]` is the first variable and the first operator of that name, `exp[0]` that operator alone
+    assert texts_in(construct) == ["Neg", "exp[0]", "Exp[1]"]
+
+
+def test_names_that_are_also_found_further_inside():
+    def construct(self, x):
+        y = ops.relu(self.a(x))
+        return ops.exp(y)
+
+    class Inner(nn.Cell):
+        def construct(self, x):
+            y = ops.exp(x)
+            return y
+
+    names = names_in(construct, Inner())
+    assert [name.text for name in names] == ["a.y", ".y", ".Exp"]
+    cells = [((), ""), ((0,), "a")]
+    assert select(["y"], names, cells).operators == (names[0].place.key, names[1].place.key)
+
+
+def test_a_cell_that_is_called_twice():
+    def construct(self, x):
+        return self.a(self.a(x))
+
+    names = names_in(construct, nn.Tanh())
+    assert [name.text for name in names] == ["a.Tanh", "a.Tanh"]
+    assert [(name.number, name.count) for name in names] == [(0, 1), (0, 1)]
+
+
+def test_a_cell_with_a_bprop_is_a_cell():
+    class Double(nn.Cell):
+        def construct(self, x):
+            return x * 2
+
+        def bprop(self, x, out, gradient):
+            return (gradient * 2,)
+
+    def construct(self, x):
+        return ops.exp(self.a(x))
+
+    assert texts_in(construct, Double()) == ["Exp"]
+
+
+def test_redistributions():
+    def construct(self, x):
+        y = ops.matmul(x, x)
+        return y
+
+    names = names_in(construct, arriving={"x": layout(None, "tp")})
+    moves = [name for name in names if isinstance(name.place.entry, Move)]
+    assert moves and all(name.operator in ("all_gather", "all_reduce", "all_to_all", "slice") for name in moves)
+    assert all(name.variable is None for name in moves)
+
+
+def move(*steps):
+    kinds = tuple(SimpleNamespace(kind=kind, op=op) for kind, op in steps)
+    return Move(None, None, None, kinds, "", True)
+
+
+def test_redistributions_of_several_steps_and_of_none():
+    instructions = (
+        move(),
+        move(("mark_varying", None)),
+        move(("to_partial", "avg")),
+        move(("all_gather_varying", None)),
+        move(("slice", None), ("mark_varying", None), ("all_gather", None)),
+        move(("to_partial", "sum")),
+        move(("all_gather", None), ("all_gather", None)),
+    )
+    frame = FramePlan(SimpleNamespace(nodes=()), MESH, {}, instructions, ())
+    names = check_texts(frame)
+    assert [name.operator for name in names] == ["all_gather", "slice+all_gather", "mask", "all_gather+all_gather"]
+    assert [name.text for name in names] == ["all_gather[0]", "slice+all_gather", "mask", "all_gather+all_gather"]
+    found = select(["all_gather"], names, [((), "")])
+    assert found.operators == ((3,), (4,), (6,))
+    assert select(["all_gather[1]"], names, [((), "")]).operators == ((4,),)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "batch norm"])  # which has no plan
+def test_texts_of_whole_models(name):
+    cell, batch = MODELS[name]()
+    args, named = batch(0)
+    _, frame = planned(cell, MESH, args, named)
+    names = check_texts(frame)
+    assert names
+    keys = [place.key for place in operators_in_order(frame)]
+    assert [name.place.key for name in names] == [key for key in keys if key in {name.place.key for name in names}]
+    unnamed = [place.entry for place in operators_in_order(frame) if place.key not in {n.place.key for n in names}]
+    assert not any(isinstance(entry, OperatorPlan) for entry in unnamed)
+
+
+def test_texts_of_a_model_that_lies_in_another():
+    cell, batch = small_llama()
+    args, named = batch(0)
+    _, frame = planned(cell, MESH, args, named)
+    names = check_texts(frame, "student.inner")
+    assert {name.path.split(".")[0] for name in names} == {"student"}
+    assert "student.inner.model.layers.0.self_attn.weights" in {name.text for name in names}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_sharded_llama():
+    cell, batch = small_llama()
+    args, named = batch(0)
+    net = shard(cell, init_device_mesh((1, 1), ("dp", "tp")))
+    net.set_train()
+    net(*args, **named)
+    tree = net.__dict__["_sharding"][0]
+    names = check_texts(next(iter(tree.programs.values())).frame)
+    texts = [name.text for name in names]
+    assert len(set(texts)) == len(texts)
+    assert "model.layers.1.self_attn.weights" in texts
+    assert "model.layers.1.mlp.SiLU" in texts
+    assert "model.layers.1.self_attn.MatMul[1]" in texts
+    assert not any(isinstance(name.place.entry, Move) for name in names)
+
+
+def test_operators_are_called_without_suffix():
+    assert [friendly_name(name) for name in ("MatMulExt", "SplitView", "TransposeExtView", "View", "Ext", "Next")] == [
+        "MatMul",
+        "Split",
+        "Transpose",
+        "View",
+        "Ext",
+        "Next",
+    ]
+    assert {plain_name(name) for name in ("MatMul", "mat_mul", "MATMUL", "Mat_Mul_")} == {"matmul"}
+    assert plain_name("_MatMul") == "_matmul"
+
+
+def random_frame(generator, depth):
+    """A frame of operators whose variables are called like operators and Cells."""
+    instructions, nodes, variables = [], [], {}
+    known = []
+    for _ in range(generator.randint(1, 5)):
+        if depth and generator.random() < 0.5:
+            child = generator.choice(("norm", "Mul", "mul", "a", "0", "7-0", "b c"))
+            inner = (
+                generator.choice(known) if known and generator.random() < 0.5 else random_frame(generator, depth - 1)
+            )
+            known.append(inner)
+            instructions.append(
+                CallPlan(SimpleNamespace(child=child, graph=inner.graph, source="a line"), (), (), inner)
+            )
+            continue
+        if generator.random() < 0.2:
+            instructions.append(move(*[("all_gather", None), ("slice", None)][: generator.randint(1, 2)]))
+            continue
+        operator = generator.choice(("Mul", "MulExt", "Norm", "mul_ext_view", "Slice", "_Mul"))
+        node = SimpleNamespace(operator=operator, source=None)
+        named = generator.choice(
+            (None, ("norm",), ("Mul",), ("mul",), ("MUL", None, "a"), ("mul_",), ("slice", "Slice"))
+        )
+        variables[len(nodes)] = named
+        nodes.append(node)
+        instructions.append(OperatorPlan(node, None, (), (), {}))
+    graph = SimpleNamespace(nodes=tuple(nodes), variables=variables)
+    return FramePlan(graph, MESH, {}, tuple(instructions), ())
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_texts_of_random_programs(seed, monkeypatch):
+    monkeypatch.setattr(module, "assigned_names", lambda graph: graph.variables)
+    generator = random.Random(seed)
+    for _ in range(60):
+        check_texts(random_frame(generator, 3))

@@ -1,0 +1,278 @@
+"""Sections recompute and swap of a recipe: short forms, overrides, round trips, and what can't stand together."""
+
+import pytest
+import yaml
+from test_recipe import CONFIGS, TINY
+
+from mindformers_core.recompute.settings import (
+    DEFAULT_OP_SWAP,
+    LayerSwap,
+    OperatorSwap,
+    RecomputeSettings,
+    SwapSettings,
+)
+from mindformers_core.trainer.recipe_loader import load_recipe, recipe_to_yaml
+from mindformers_core.trainer.recompute_recipe import recompute_arguments, swap_settings
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_without_the_sections_recomputes_and_swaps_nothing(path):
+    recipe = load_recipe(str(path))
+    sections = yaml.safe_load(path.read_text())
+    if "recompute" not in sections:
+        assert recipe.recompute == RecomputeSettings() and not recipe.recompute.is_on
+    if "swap" not in sections:
+        assert recipe.swap == SwapSettings() and swap_settings(recipe) is None
+
+
+def recipe_of(text, tmp_path, overrides=()):
+    """The recipe of the tiny model with the sections of `text`."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text((CONFIGS / "llama_tiny_cpu.yaml").read_text() + "\n" + text)
+    return load_recipe(str(path), overrides)
+
+
+RECOMPUTE = [  # YAML, and what it means
+    ("recompute: true", RecomputeSettings(full=True)),
+    ("recompute: false", None),
+    ("recompute:", None),
+    ("recompute: {}", None),
+    ("recompute: {full: false, mp_comm_recompute: false}", None),
+    ("recompute: {full: 0-2}", RecomputeSettings(full=(0, 1, 2))),
+    ("recompute: {full: '0,3'}", RecomputeSettings(full=(0, 3))),
+    ("recompute: {full: [0-1, 3]}", RecomputeSettings(full=(0, 1, 3))),
+    ("recompute: {budget: 0.5}", RecomputeSettings(budget=0.5)),
+    ("recompute: {budget: 1, exclude: ['*.cast']}", RecomputeSettings(budget=1.0, exclude=("*.cast",))),
+    ("recompute: {select: layers.*.mlp}", RecomputeSettings(select=("layers.*.mlp",))),
+    (
+        "recompute:\n  full: [0]\n  select: [layers.1-3.mlp, 'layers.*.self_attn.softmax']\n"
+        "  exclude: ['*.MatMul[1]']\n  mp_comm_recompute: false\n",
+        RecomputeSettings((0,), ("layers.1-3.mlp", "layers.*.self_attn.softmax"), ("*.MatMul[1]",), False),
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "meant"), RECOMPUTE, ids=[text for text, _ in RECOMPUTE])
+def test_section_recompute(text, meant, tmp_path):
+    recipe = recipe_of(text, tmp_path)
+    assert (recipe.recompute if recipe.recompute.is_on else None) == meant
+    assert swap_settings(recipe) is None
+    (tmp_path / "again.yaml").write_text(recipe_to_yaml(recipe))
+    assert load_recipe(str(tmp_path / "again.yaml")) == recipe
+    hash(recipe.recompute)
+
+
+SWAP = [
+    ("swap: true", SwapSettings(op_swap=[{"op_name": DEFAULT_OP_SWAP}])),
+    ("swap: false", None),
+    ("swap:", None),
+    (
+        "swap: {swap: true, default_prefetch: 10}",
+        SwapSettings(True, 10, (), (OperatorSwap(DEFAULT_OP_SWAP, True, 10),)),
+    ),
+    ("swap: {swap: false, default_prefetch: 10, layer_swap: [{layers: [0]}]}", None),
+    (
+        "swap:\n  swap: true\n  layer_swap:\n    - backward_prefetch: 20\n      layers: [0,3]\n",
+        SwapSettings(True, 1, (LayerSwap((0, 3), 20),)),
+    ),
+    (
+        "swap:\n  op_swap:\n    - op_name: attention\n      backward_prefetch: 20\n      layers: [0,1,2]\n"
+        "    - {op_name: attention, backward_prefetch: 10, layers: ['3']}\n",
+        SwapSettings(True, 1, (), (OperatorSwap("attention", (0, 1, 2), 20), OperatorSwap("attention", (3,), 10))),
+    ),
+    (
+        "swap:\n  default_prefetch: 2\n  op_swap:\n    '*.cast': true\n    mlp: {layers: 0-1}\n"
+        "  layer_swap: [{layers: 2-3}]\n",
+        SwapSettings(
+            True, 2, (LayerSwap((2, 3), 2),), (OperatorSwap("*.cast", True, 2), OperatorSwap("mlp", (0, 1), 2))
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "meant"), SWAP, ids=[text for text, _ in SWAP])
+def test_section_swap(text, meant, tmp_path):
+    recipe = recipe_of(text, tmp_path)
+    assert swap_settings(recipe) == meant
+    assert not recipe.recompute.is_on
+    (tmp_path / "again.yaml").write_text(recipe_to_yaml(recipe))
+    assert load_recipe(str(tmp_path / "again.yaml")) == recipe
+    hash(recipe.swap)
+
+
+OVERRIDES = [  # the file's section, overrides, and what they make of it together
+    ("", ["recompute=true"], RecomputeSettings(full=True)),
+    ("", ["recompute.full=true"], RecomputeSettings(full=True)),
+    ("", ["recompute.full=0-1"], RecomputeSettings(full=(0, 1))),
+    ("", ["recompute.full=0,3"], RecomputeSettings(full=(0, 3))),
+    ("", ["recompute.select=[layers.*.mlp, '*.cast']"], RecomputeSettings(select=("layers.*.mlp", "*.cast"))),
+    ("", ["recompute=true", "recompute.mp_comm_recompute=false"], RecomputeSettings(True, mp_comm_recompute=False)),
+    ("recompute: true", ["recompute.full=[0]"], RecomputeSettings(full=(0,))),
+    ("recompute: true", ["recompute.exclude=x"], RecomputeSettings(full=True, exclude=("x",))),
+    ("recompute: true", ["recompute.full=false", "recompute.budget=0.5"], RecomputeSettings(budget=0.5)),
+    ("recompute: false", ["recompute.budget=0.5"], RecomputeSettings(budget=0.5)),
+    ("recompute: {budget: 0.5}", ["recompute=false"], None),
+    ("recompute: {full: true, exclude: [x]}", ["recompute=false"], None),
+]
+
+
+@pytest.mark.parametrize(("text", "overrides", "meant"), OVERRIDES, ids=[f"{o[0]} {' '.join(o[1])}" for o in OVERRIDES])
+def test_overrides_of_recompute(text, overrides, meant, tmp_path):
+    recipe = recipe_of(text, tmp_path, overrides)
+    assert (recipe.recompute if recipe.recompute.is_on else None) == meant
+
+
+def test_overrides_of_swap(tmp_path):
+    assert swap_settings(load_recipe(TINY, ["swap=true", "swap.default_prefetch=3"])).op_swap[0].backward_prefetch == 3
+    assert swap_settings(recipe_of("swap: {layer_swap: [{layers: true}]}", tmp_path, ["swap.swap=false"])) is None
+    named = ["swap.op_swap={layers.*.mlp: {layers: [1]}}"]
+    assert swap_settings(load_recipe(TINY, named)).op_swap == (OperatorSwap("layers.*.mlp", (1,), 1),)
+
+
+LEVEL_3 = ["parallelism.zero_level=3"]
+
+
+def test_what_can_stand_together():
+    flag = "recompute.parallel_optimizer_comm_recompute=false"
+    assert load_recipe(TINY, ["recompute=true", flag, *LEVEL_3]).recompute.is_on
+    apart = load_recipe(TINY, ["recompute.full=0-1", "swap.layer_swap=[{layers: 2-3}]"])
+    assert apart.recompute.is_on and swap_settings(apart) is not None
+    off = load_recipe(TINY, ["recompute=true", "swap={swap: false, layer_swap: [{layers: true}]}"])
+    assert swap_settings(off) is None
+    for compiled in ("recompute=true", "recompute.select=layers.*.mlp", "swap={swap: false, op_swap: {a: true}}"):
+        load_recipe(TINY, [compiled, "context.mode=0"])
+
+
+ERRORS = [  # overrides of the tiny recipe with 4 layers, error, and a piece of its text
+    (
+        ["recompute=3"],
+        TypeError,
+        "recompute: 3 should be true, false or a section with keys, as full, select, exclude, mp_c",
+    ),
+    (
+        ["swap=[1]"],
+        TypeError,
+        "swap: [1] should be true, false or a section with keys, as swap, default_prefetch, layer_",
+    ),
+    (["recompte=true"], ValueError, "recompte: unknown section (did you mean 'recompute'?); known: model, training"),
+    (
+        ["recompute.ful=true"],
+        ValueError,
+        "recompute.ful: unknown key (did you mean 'full'?); known: full, select, exclude,",
+    ),
+    (
+        ["recompute.select_recompute=a"],
+        ValueError,
+        "recompute.select_recompute: unknown key (here it is called 'select')",
+    ),
+    (
+        ["recompute.recompute=true"],
+        ValueError,
+        "recompute.recompute: unknown key (here it is called 'full'); known: full",
+    ),
+    (
+        ["recompute.full_recompute_layer=[0]"],
+        ValueError,
+        "full_recompute_layer: unknown key (here it is called 'full')",
+    ),
+    (["recompute.exclude_op=a"], ValueError, "recompute.exclude_op: unknown key (here it is called 'exclude')"),
+    (["swap.enable=true"], ValueError, "swap.enable: unknown key (here it is called 'swap'); known: swap, default_pre"),
+    (["swap.prefetch=3"], ValueError, "swap.prefetch: unknown key (did you mean 'default_prefetch'?)"),
+    (
+        ["recompute.full=3"],
+        TypeError,
+        "recompute.full: 3 should be true for all layers, a list of layer numbers, as [0, 3]",
+    ),
+    (["recompute.full=[1, 1]"], ValueError, "recompute.full: layer 1 is given twice in [1, 1]"),
+    (["recompute.select=[1]"], TypeError, "recompute.select[0]: 1 should be a pattern"),
+    (["recompute.select=*.cast"], ValueError, "; a text that begins with * needs quotes"),
+    (
+        ["recompute.exclude=a"],
+        ValueError,
+        "recompute.exclude: ['a'] is taken out of what is recomputed, but nothing is",
+    ),
+    (["recompute.mp_comm_recompute=1"], TypeError, "recompute.mp_comm_recompute: 1 (int) should be true or false"),
+    (["recompute.budget=half"], TypeError, "recompute.budget: 'half' (str) should be a number"),
+    (["recompute.budget=true"], TypeError, "recompute.budget: True (bool) should be a number"),
+    (["recompute.budget=0"], ValueError, "recompute.budget: 0.0 has to be a number above 0 and at most 1"),
+    (["recompute.budget=1.5"], ValueError, "recompute.budget: 1.5 has to be a number above 0 and at most 1"),
+    (
+        ["recompute.budget=0.5", "recompute.full=true"],
+        ValueError,
+        "recompute.budget: 0.5 chooses what is recomputed, but full says it, too (True): give one of the two",
+    ),
+    (["swap.default_prefetch=2"], ValueError, "swap.default_prefetch: 2 is given, but nothing to swap"),
+    (["swap.default_prefetch=0"], ValueError, "swap.default_prefetch: 0 should be at least 1"),
+    (["swap.default_prefetch=a"], TypeError, "swap.default_prefetch: 'a' (str) should be a whole number"),
+    (["swap.layer_swap=[{layrs: 3}]"], ValueError, "swap.layer_swap[0].layrs: unknown key (did you mean 'layers'?)"),
+    (
+        ["swap.op_swap.layers.*.mlp=true"],
+        ValueError,
+        "swap.op_swap['layers'].*: unknown key; known: layers, backward_pre",
+    ),
+    (
+        ["recompute.full=2-4"],
+        ValueError,
+        "recompute.full: there is no layer 4: model.num_hidden_layers 4 makes layers 0 to 3",
+    ),
+    (
+        ["swap.layer_swap=[{layers: [0]}, {layers: [1, 7]}]"],
+        ValueError,
+        "swap.layer_swap[1].layers: there is no layer 7",
+    ),
+    (
+        ["swap.op_swap={mlp: {layers: [4]}}"],
+        ValueError,
+        "swap.op_swap['mlp'].layers: there is no layer 4: model.num_hid",
+    ),
+    (
+        ["recompute=true", "recompute.parallel_optimizer_comm_recompute=false"],
+        ValueError,
+        "recompute.parallel_optimizer_comm_recompute: False is about the gathered weights of parallelism.zero_level 3, "
+        "but zero_level is 0: leave it out, or use parallelism.zero_level=3",
+    ),
+    (
+        ["recompute.full=1-3", "swap.layer_swap=[{layers: [0]}, {layers: [2, 3]}]"],
+        ValueError,
+        "swap.layer_swap[1].layers: layer 2 can't be swapped and recomputed (recompute.full): what is computed again",
+    ),
+    (
+        ["recompute=true", "swap.layer_swap=[{layers: true}]"],
+        ValueError,
+        "swap.layer_swap[0].layers: all layers can't be",
+    ),
+    (["recompute=true", "swap.layer_swap=[{layers: [3]}]"], ValueError, "swap.layer_swap[0].layers: layer 3 can't be"),
+    (
+        ["recompute.budget=0.5", "context.mode=0"],
+        ValueError,
+        "recompute.budget: 0.5 chooses single operators, but context.mode: 0 (graph mode) compiles the passes, and "
+        "then only whole Cells can be recomputed: use recompute.full, recompute.select with patterns of Cells, or ",
+    ),
+    (
+        ["swap=true", "context.mode=0"],
+        ValueError,
+        "swap: nothing can be swapped where context.mode: 0 (graph mode) compiles the passes: leave section swap out "
+        "(swap=false) and use recompute.full, recompute.select with patterns of Cells, or context.mode=1 (PyNative)",
+    ),
+    (
+        ["swap.layer_swap=[{layers: [0]}]", "context.mode=0"],
+        ValueError,
+        "swap: nothing can be swapped where context.mode",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "message"),
+    ERRORS,
+    ids=[f"{index} {' '.join(error[0])}" for index, error in enumerate(ERRORS)],
+)
+def test_mistakes(overrides, kind, message):
+    with pytest.raises(kind) as caught:
+        load_recipe(TINY, overrides)
+    assert message in str(caught.value)
+
+
+def test_swap_is_refused_where_a_model_is_built():
+    with pytest.raises(ValueError, match="swap: activations can't be swapped yet"):
+        recompute_arguments(load_recipe(TINY, ["swap.swap=true"]))

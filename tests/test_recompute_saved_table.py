@@ -1,0 +1,203 @@
+"""The table of what gradients keep says what MindSpore keeps, for every operator in it, and views are what it views."""
+
+import sys
+from dataclasses import dataclass
+
+import mindspore as ms
+import numpy as np
+import pytest
+from generated_modules import Program, module_source, write
+from mindspore import Parameter, Tensor, ops
+from operator_source_calls import ALL_CALLS, BROKEN, WITHOUT_GRADIENT, WITHOUT_KERNEL, Call
+
+from mindformers_core.operators import registered_operators
+from mindformers_core.recompute.saved_by_operator import Operand, is_known, known_operators, saved_by
+from mindformers_core.recompute.views import contiguous_strides, is_contiguous, reshaped
+
+SINGLE = np.random.default_rng(4).uniform(1, 2, (4, 8)).astype(np.float32)
+# Calls that make their inputs into other tensors before they save them.
+FLATTENING = ("DeprecatedTake",)
+MORE = [
+    Call("Slice", [SINGLE, (0, 2), (4, 6)], None),
+    Call("Outer", [SINGLE[0], SINGLE[1]], None),
+    Call("Dense", [SINGLE, SINGLE, SINGLE[:, 0]], None),
+]
+BROKEN_IN_GRAPHS = {"ToDevice([4, 8], CPU)", "EmptyLike([4, 8])"}
+NO_KERNEL_FOR_ARGUMENTS = ("Addcdiv", "Addcmul", "Copy")
+
+
+@dataclass
+class Placeholder:
+    """A tensor among the arguments of a call."""
+
+    place: int
+    shape: tuple
+    dtype: str
+
+
+@dataclass
+class Measured:
+    """A call as source, and where its tensors stand among its arguments."""
+
+    call: Call
+    number: int
+    values: list
+    places: list
+
+
+def calls():
+    left_out = {*BROKEN, *WITHOUT_GRADIENT} - BROKEN_IN_GRAPHS
+    for call in [*ALL_CALLS, *MORE]:
+        if call.name not in (*WITHOUT_KERNEL, *FLATTENING, *NO_KERNEL_FOR_ARGUMENTS) and str(call) not in left_out:
+            yield call
+
+
+def program_of(call):
+    """A `Program` of one call, and the places of its tensors among its arguments."""
+    values, places = [], []
+
+    def stand_in(argument, place):
+        if isinstance(argument, (np.ndarray, np.generic)):
+            value = np.asarray(argument)
+            kind = {"f": np.float32, "i": np.int32}.get(value.dtype.kind, value.dtype)
+            values.append(value.astype(kind))
+            places.append(place)
+            return Placeholder(len(values) - 1, value.shape, str(values[-1].dtype))
+        if isinstance(argument, (tuple, list)):
+            return type(argument)(stand_in(entry, place) for entry in argument)
+        return argument
+
+    args = tuple(stand_in(argument, place) for place, argument in enumerate(call.args))
+    named = {key: stand_in(value, len(args) + place) for place, (key, value) in enumerate(call.named.items())}
+    attributes = {} if any(isinstance(value, Placeholder) for value in named.values()) else named
+    program = Program(values, len(values))
+    kwargs = {} if call.name in ("Conv2D", "MaxPool") else named
+    program.call("result", call.name, args, kwargs, attributes, lambda tensor: f"a{tensor.place}")
+    program.result = "result"
+    return program, places
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory):
+    """The functions of all calls."""
+    folder = tmp_path_factory.mktemp("saved")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield write(folder, "calls_that_save", module_source([program_of(call)[0] for call in calls()]))
+        sys.modules.pop("calls_that_save", None)
+
+
+def address(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+def kept(function, values, needing, view):
+    """What is saved: `("input", number)`, `("output", number)` or `("own", bytes)`, sorted, and bytes of the results.
+
+    Args:
+        function: of the tensors.
+        values: arrays.
+        needing: numbers of those that need a gradient.
+        view: number of the one that is a view, or None.
+    """
+    zero, packed, held = Parameter(Tensor(np.float32(0))), [], {}
+
+    def forward(zero):
+        inputs = []
+        for number, value in enumerate(values):
+            whole = Tensor(value.reshape(1, *value.shape)) if number == view else Tensor(value)
+            made = ops.add(whole, zero) if number in needing else whole
+            inputs.append(ops.reshape(made, value.shape) if number == view else made)
+        with ms.saved_tensors_hooks(lambda tensor: (packed.append(tensor), tensor)[1], lambda tensor: tensor):
+            results = function(*inputs)
+        held["inputs"], held["results"] = inputs, results
+        floats = [ops.cast(result, ms.float32).sum() for result in results if result.dtype.is_floating_point]
+        return sum(floats) + zero
+
+    ms.value_and_grad(forward, 0)(zero)
+    known = {address(one): ("output", number) for number, one in reversed([*enumerate(held["results"])])}
+    known |= {address(one): ("input", number) for number, one in enumerate(held["inputs"])}
+    names = {address(one): known.get(address(one), ("own", one.untyped_storage().nbytes())) for one in packed}
+    return sorted(names.values()), held["results"]
+
+
+def expected(call, values, places, needing, view, results):
+    """The same by the table."""
+    row = saved_by(call.name)
+    operands = [
+        Operand(place, value.shape, str(value.dtype), value.itemsize, number in needing)
+        for number, (place, value) in enumerate(zip(places, values))
+    ]
+    made = [
+        Operand(number, tuple(one.shape), str(one.dtype).lower(), one.itemsize) for number, one in enumerate(results)
+    ]
+    found = []
+    for operand in row.kept_inputs(operands):
+        number = next(number for number, other in enumerate(operands) if other is operand)
+        is_copied = number == view and not row.as_they_are
+        found.append(("own", operand.nbytes) if is_copied else ("input", number))
+    found += [("output", result.place) for result in row.kept_outputs(operands, made)]
+    return sorted([*found, *(("own", nbytes) for nbytes in row.internal_sizes(operands, made))])
+
+
+def float_numbers(values):
+    return [number for number, value in enumerate(values) if value.dtype == np.float32]
+
+
+@pytest.mark.parametrize("number, call", list(enumerate(calls())), ids=str)
+def test_a_row_is_what_is_kept(module, number, call):
+    """Whichever of the inputs needs a gradient, and whichever of them is a view."""
+    assert is_known(call.name)
+    program, places = program_of(call)
+    function, values = getattr(module, f"call_{number}"), program.values
+    floats = float_numbers(values)
+    cases = [({one}, None) for one in floats] + [(set(floats), None)] * (len(floats) > 1)
+    twice = call.name == "FmodTensor"  # makes two copies of a view
+    cases += [(set(floats), view) for view in range(len(values)) if values[view].ndim and floats and not twice]
+    for needing, view in cases:
+        found, results = kept(function, values, needing, view)
+        assert found == expected(call, values, places, needing, view, results), (needing, view)
+
+
+def test_every_row_is_measured():
+    measured = {call.name for call in calls()}
+    assert {name for name in known_operators() if name not in measured} == set()
+    assert set(known_operators()) <= set(registered_operators())
+
+
+def test_what_is_unknown_keeps_all_that_is_floating():
+    assert not is_known("Swiglu")
+    operands = [Operand(0, (2,), "float32", 4), Operand(1, (2,), "int32", 4)]
+    row = saved_by("Swiglu")
+    assert row.kept_inputs(operands) == row.kept_outputs(operands, operands) == operands[:1]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_reshapes_of_views(seed):
+    """A reshape is a view where NumPy says so, with its strides."""
+    random = np.random.default_rng(seed)
+    array = np.zeros(random.integers(1, 5, random.integers(1, 5)))
+    shape, strides = array.shape, tuple(stride // 8 for stride in array.strides)
+    assert is_contiguous(shape, strides) and is_contiguous(shape, contiguous_strides(shape))
+    for _ in range(2):
+        array = array.transpose(random.permutation(array.ndim))
+        array = array[tuple(slice(0, random.integers(1, size + 1)) for size in array.shape)]
+    target = tuple(random.permutation([*array.shape, 1])) if random.integers(2) else _regrouped(random, array.size)
+    assert np.prod(target) == array.size
+    result = array.reshape(target)
+    found = reshaped(array.shape, tuple(stride // 8 for stride in array.strides), target)
+    assert (found is not None) == np.shares_memory(result, array)
+    assert is_contiguous(array.shape, tuple(stride // 8 for stride in array.strides)) == array.flags.c_contiguous
+    if found is not None:
+        same = [one * 8 == other for size, one, other in zip(target, found, result.strides) if size != 1]
+        assert all(same)
+
+
+def _regrouped(random, count):
+    """A shape with so many elements, of random factors."""
+    sizes = []
+    while count > 1:
+        factor = int(random.choice([one for one in range(2, count + 1) if count % one == 0]))
+        sizes.append(factor)
+        count //= factor
+    return tuple(sizes)

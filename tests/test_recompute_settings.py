@@ -1,0 +1,237 @@
+"""Settings of recompute and swap: every form that is taken, and an error that says what would be, for every other."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from mindformers_core.recompute.settings import (
+    DEFAULT_OP_SWAP,
+    LayerSwap,
+    OperatorSwap,
+    RecomputeSettings,
+    SwapSettings,
+)
+
+
+def test_defaults_ask_for_nothing():
+    assert RecomputeSettings() == RecomputeSettings(None, (), (), True, None, None)
+    assert SwapSettings() == SwapSettings(False, 1, (), ())
+    assert not RecomputeSettings().is_on and not SwapSettings().is_on
+
+
+@pytest.mark.parametrize(
+    "given", [{"full": True}, {"full": [0]}, {"select": "a"}, {"budget": 1}, {"budget": 0.5, "exclude": "*.cast"}]
+)
+def test_any_choice_is_on(given):
+    assert RecomputeSettings(**given).is_on
+    assert not RecomputeSettings(full=False, mp_comm_recompute=False).is_on
+
+
+def test_one_form_of_recompute_settings():
+    given = RecomputeSettings(full="0-2", select="layers.*.mlp", exclude=["*.cast", "x"], mp_comm_recompute=False)
+    assert given == RecomputeSettings((0, 1, 2), ("layers.*.mlp",), ("*.cast", "x"), False)
+    assert dataclasses.replace(given, select=None).select == ()
+    hash(given)
+
+
+RECOMPUTE_ERRORS = [
+    ({"full": "7-0"}, ValueError, "full: range '7-0' ends before it begins"),
+    ({"select": 3}, TypeError, "select: 3 should be a pattern, or a list of patterns, as ['layers.0-7.mlp']"),
+    ({"select": {"mlp": True}}, TypeError, "select: {'mlp': True} should be a pattern, or a list"),
+    ({"select": ["a", 3]}, TypeError, "select[1]: 3 should be a pattern, a text as 'layers.0-7.mlp'"),
+    ({"select": ["a", " "]}, ValueError, "select[1]: ' ' is an empty pattern: it should name a Cell or an operator"),
+    ({"select": ""}, ValueError, "select: '' is an empty pattern"),
+    ({"full": True, "exclude": [None]}, TypeError, "exclude[0]: None should be a pattern"),
+    (
+        {"exclude": "*.cast"},
+        ValueError,
+        "exclude: ['*.cast'] is taken out of what is recomputed, but nothing is: give fu",
+    ),
+    ({"full": True, "mp_comm_recompute": None}, TypeError, "mp_comm_recompute: None should be true or false"),
+    (
+        {"parallel_optimizer_comm_recompute": 1},
+        TypeError,
+        "parallel_optimizer_comm_recompute: 1 should be true or false",
+    ),
+    ({"budget": True}, TypeError, "budget: True (bool) has to be a number above 0 and at most 1: the part"),
+    ({"budget": "0.5"}, TypeError, "budget: '0.5' (str) has to be a number"),
+    ({"budget": 0}, ValueError, "budget: 0 has to be a number above 0 and at most 1: the part"),
+    ({"budget": 1.01}, ValueError, "budget: 1.01 has to be a number above 0 and at most 1"),
+    ({"budget": -0.5}, ValueError, "budget: -0.5 has to be a number above 0"),
+    ({"budget": float("nan")}, ValueError, "budget: nan has to be a number above 0"),
+    (
+        {"budget": 0.5, "full": [0, 1]},
+        ValueError,
+        "budget: 0.5 chooses what is recomputed, but full says it, too ([0, 1]): give one of the two; exclude",
+    ),
+    (
+        {"budget": 0.5, "select": "a"},
+        ValueError,
+        "budget: 0.5 chooses what is recomputed, but select says it, too (['a'])",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "kind", "message"), RECOMPUTE_ERRORS, ids=[str(e[0]) for e in RECOMPUTE_ERRORS])
+def test_wrong_recompute_settings(given, kind, message):
+    with pytest.raises(kind) as caught:
+        RecomputeSettings(**given)
+    assert message in str(caught.value)
+
+
+def test_layers_to_swap():
+    given = [{"layers": "0-1", "backward_prefetch": 20}, {"layers": [3]}, {"layers": [5], "backward_prefetch": None}]
+    settings = SwapSettings(layer_swap=given, default_prefetch=7)
+    assert settings.layer_swap == (LayerSwap((0, 1), 20), LayerSwap((3,), 7), LayerSwap((5,), 7))
+    assert settings.is_on and settings.swap is True and settings.op_swap == ()
+    assert SwapSettings(layer_swap={"layers": True}).layer_swap == (LayerSwap(True, 1),)
+
+
+ATTENTION_AND_MLP = (
+    OperatorSwap("attention", (0, 1, 2), 20),
+    OperatorSwap("attention", (3,), 10),
+    OperatorSwap("mlp", (1, 2), 4),
+    OperatorSwap("*.cast", True, 4),
+)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [
+            {"op_name": "attention", "backward_prefetch": 20, "layers": [0, 1, 2]},
+            {"op_name": "attention", "backward_prefetch": 10, "layers": [3]},
+            {"op_name": "mlp", "layers": "1-2"},
+            {"op_name": "*.cast"},
+        ],
+        {
+            "attention": [{"backward_prefetch": 20, "layers": "0-2"}, {"backward_prefetch": 10, "layers": [3]}],
+            "mlp": {"layers": [1, 2]},
+            "*.cast": True,
+        },
+        ATTENTION_AND_MLP,
+    ],
+)
+def test_operators_to_swap_in_both_forms(given):
+    settings = SwapSettings(op_swap=given, default_prefetch=4)
+    assert settings.op_swap == ATTENTION_AND_MLP
+    assert settings.is_on
+    assert SwapSettings(**dataclasses.asdict(settings)) == settings == dataclasses.replace(settings)
+    hash(settings)
+
+
+def test_one_operator_to_swap_needs_no_list():
+    assert SwapSettings(op_swap={"op_name": "a", "layers": [1]}).op_swap == (OperatorSwap("a", (1,), 1),)
+
+
+def test_swap_alone_is_attention_and_false_is_nothing():
+    settings = SwapSettings(swap=True, default_prefetch=10)
+    assert settings.op_swap == (OperatorSwap(DEFAULT_OP_SWAP, True, 10),) and settings.layer_swap == ()
+    assert SwapSettings(swap=True, layer_swap=[{"layers": [0]}]).op_swap == ()
+    assert not SwapSettings(swap=False, layer_swap=[{"layers": [0]}]).is_on
+    assert not SwapSettings(swap=False, default_prefetch=10).is_on
+    assert not SwapSettings(layer_swap=[], op_swap={}).is_on and not SwapSettings(None, 1, None, None).is_on
+
+
+SWAP_ERRORS = [
+    ({"swap": 1}, TypeError, "swap: 1 should be true or false"),
+    (
+        {"default_prefetch": 0},
+        ValueError,
+        "default_prefetch: 0 should be at least 1: tensors ahead of the one that is ne",
+    ),
+    ({"default_prefetch": 1.0}, TypeError, "default_prefetch: 1.0 should be a whole number of tensors"),
+    ({"default_prefetch": True}, TypeError, "default_prefetch: True should be a whole number"),
+    (
+        {"default_prefetch": 4},
+        ValueError,
+        "default_prefetch: 4 is given, but nothing to swap: give swap=true, layer_swap or op_swap",
+    ),
+    ({"layer_swap": "0-3"}, TypeError, "layer_swap: '0-3' should be a mapping with layers and backward_prefetch"),
+    ({"layer_swap": [3]}, TypeError, "layer_swap[0]: 3 should be a mapping with layers and backward_prefetch"),
+    ({"layer_swap": [{}]}, ValueError, "layer_swap[0].layers: missing; it should be true for all layers, a list of"),
+    (
+        {"layer_swap": [{"layer": [0]}]},
+        ValueError,
+        "layer_swap[0].layer: unknown key (did you mean 'layers'?); known: layers, backward_prefetch",
+    ),
+    ({"layer_swap": [{"op_name": "a"}]}, ValueError, "layer_swap[0].op_name: unknown key"),
+    ({"layer_swap": [{"layers": None}]}, ValueError, "layer_swap[0].layers: None means no layer: leave the entry out"),
+    ({"layer_swap": [{"layers": [0]}, {"layers": "1-x"}]}, ValueError, "layer_swap[1].layers: '1-x' is neither"),
+    (
+        {"layer_swap": [{"layers": [0], "backward_prefetch": 0}]},
+        ValueError,
+        "layer_swap[0].backward_prefetch: 0 should",
+    ),
+    (
+        {"layer_swap": [{"layers": [0], "backward_prefetch": "2"}]},
+        TypeError,
+        "layer_swap[0].backward_prefetch: '2' should",
+    ),
+    (
+        {"layer_swap": [{"layers": "0-3"}, {"layers": [5, 3]}]},
+        ValueError,
+        "layer_swap[1].layers: layer 3 is in layer_swap[0], too: give one backward_prefetch for each",
+    ),
+    (
+        {"layer_swap": [{"layers": True}, {"layers": True}]},
+        ValueError,
+        "layer_swap[1].layers: all layers are in layer_sw",
+    ),
+    ({"op_swap": "*.cast"}, TypeError, "op_swap: '*.cast' should be a mapping with layers and backward_prefetch"),
+    ({"op_swap": ["*.cast"]}, TypeError, "op_swap[0]: '*.cast' should be a mapping"),
+    (
+        {"op_swap": [{"layers": [0]}]},
+        ValueError,
+        "op_swap[0].op_name: missing; it should be a pattern, as 'layers.0-7.mlp'",
+    ),
+    (
+        {"op_swap": [{"op_nam": "a"}]},
+        ValueError,
+        "op_swap[0].op_nam: unknown key (did you mean 'op_name'?); known: op_name,",
+    ),
+    ({"op_swap": [{"op_name": ""}]}, ValueError, "op_swap[0].op_name: '' is an empty pattern"),
+    ({"op_swap": {3: True}}, TypeError, "op_swap[3].op_name: 3 should be a pattern"),
+    (
+        {"op_swap": {"a": None}},
+        TypeError,
+        "op_swap['a']: None should be a mapping with layers and backward_prefetch or true",
+    ),
+    ({"op_swap": {"a": False}}, TypeError, "op_swap['a']: False should be a mapping"),
+    ({"op_swap": {"a": []}}, ValueError, "op_swap['a']: [] has no entry: leave it out, or give true for all layers"),
+    ({"op_swap": {"a": [3]}}, TypeError, "op_swap['a'][0]: 3 should be a mapping"),
+    (
+        {"op_swap": {"a": {"op_name": "b"}}},
+        ValueError,
+        "op_swap['a'].op_name: unknown key; known: layers, backward_prefe",
+    ),
+    (
+        {"op_swap": {"a": {"layers": False}}},
+        ValueError,
+        "op_swap['a'].layers: False means no layer: leave the entry out",
+    ),
+    (
+        {"op_swap": {"a": {"backward_prefetch": -1}}},
+        ValueError,
+        "op_swap['a'].backward_prefetch: -1 should be at least 1",
+    ),
+    (
+        {"op_swap": {"a": [{"layers": [0, 1]}, {}], "b": True}},
+        ValueError,
+        "op_swap['a'][1].layers: layer 0 is in op_swap['a'][0], too",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "kind", "message"), SWAP_ERRORS, ids=[str(error[0]) for error in SWAP_ERRORS])
+def test_wrong_swap_settings(given, kind, message):
+    with pytest.raises(kind) as caught:
+        SwapSettings(**given)
+    assert message in str(caught.value)
+
+
+def test_settings_need_no_mindspore():
+    code = "import sys; sys.modules['mindspore'] = None; import mindformers_core.recompute.settings"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
