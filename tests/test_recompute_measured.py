@@ -87,7 +87,9 @@ def test_measured_is_foretold(monkeypatch, make, settings):
     after = sum(nbytes for place, nbytes in places.items() if place not in outside)
     frame = programs(net)[-1].frame
     keys = net.__dict__["_sharding"][0].activations.dropped[""]
-    assert after == saved_bytes(frame, keys, algorithm_of) < before == saved_bytes(frame, frozenset(), algorithm_of)
+    foretold = saved_bytes(frame, keys, algorithm_of)
+    seeds = 0 if make is llama else 6 * 8  # of the draws: after manual_seed they are all one, the generator's own
+    assert foretold - seeds <= after <= foretold < before == saved_bytes(frame, frozenset(), algorithm_of)
     if make is llama:  # a distributed algorithm is several calls
         assert again == len(recomputed(frame, keys, algorithm_of))
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from test_recipe import TINY
 
-from mindformers_core.recompute.settings import RecomputeSettings
+from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
 from mindformers_core.trainer.recipe_loader import load_recipe
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -26,8 +26,11 @@ def test_the_code_of_the_page_runs(capsys):
     assert "computed again: model.layers.1-2.mlp.Mul" in printed
 
 
-def test_the_recipe_of_the_page_is_one(tmp_path):
+def test_the_recipes_of_the_page_are_some(tmp_path):
     path = tmp_path / "recipe.yaml"
-    path.write_text(Path(TINY).read_text(encoding="utf-8") + "\n" + block("yaml"), encoding="utf-8")
-    recipe = load_recipe(path, ["parallelism.zero_level=3", "parallelism.zero_threshold_kb=0"])
-    assert recipe.recompute == RecomputeSettings(**yaml.safe_load(block("yaml"))["recompute"])
+    sections = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
+    path.write_text("\n".join([Path(TINY).read_text(encoding="utf-8"), *sections]), encoding="utf-8")
+    recipe = load_recipe(path, ["parallelism.zero_level=3", "recompute.full=null"])
+    given = yaml.safe_load("".join(sections))
+    assert recipe.recompute == RecomputeSettings(**{**given["recompute"], "full": None})
+    assert recipe.swap == SwapSettings(**given["swap"]) and recipe.swap.is_on

@@ -5,7 +5,7 @@ The public names load the module behind them when they are first used: settings 
 
 from mindformers_core.front_door import public_names
 
-_PUBLIC = {"list_operators": "listing", "recompute": "recomputing"}
+_PUBLIC = {"list_operators": "listing", "recompute": "recomputing", "swap": "recomputing"}
 
 __all__ = [*_PUBLIC]
 

@@ -7,7 +7,15 @@ from mindformers_core.recompute.places import called_cells, operators_in_order
 from mindformers_core.recompute.prediction import cell_keys
 from mindformers_core.tensor_parallel.propagation.plan import CallPlan, Move
 
-__all__ = ["check_whole_cells", "choose_keys", "full_layers", "kept_in_any_case", "layers_of", "whole_cells"]
+__all__ = [
+    "check_whole_cells",
+    "choose_keys",
+    "full_layers",
+    "kept_in_any_case",
+    "layers_of",
+    "swapped_keys",
+    "whole_cells",
+]
 
 
 def layers_of(containers):
@@ -25,13 +33,14 @@ def layers_of(containers):
     return layers
 
 
-def full_layers(asked, layers, is_part=False):
-    """Paths of the layers that are recomputed wholly.
+def full_layers(asked, layers, is_part=False, where="recompute.full"):
+    """Paths of the layers that are asked for.
 
     Args:
         asked: True, or a tuple of numbers; None: none.
         layers: what `layers_of` gives.
         is_part: whether other layers may be elsewhere.
+        where: the key, for errors.
 
     Raises:
         ValueError: a layer that there isn't.
@@ -41,12 +50,12 @@ def full_layers(asked, layers, is_part=False):
     if is_part:
         return [path for number in sorted(layers) if asked is True or number in asked for path in layers[number]]
     if not layers:
-        raise ValueError("recompute.full: the model has no layers, Cells in a CellList, CellDict or SequentialCell")
+        raise ValueError(f"{where}: the model has no layers, Cells in a CellList, CellDict or SequentialCell")
     numbers = sorted(layers) if asked is True else asked
     for number in numbers:
         if number not in layers:
             raise ValueError(
-                f"recompute.full: there is no layer {number}: the layers are {min(layers)} to {max(layers)}"
+                f"{where}: there is no layer {number}: the layers are {min(layers)} to {max(layers)}"
                 f"{nearest(str(number), list(map(str, layers)))}"
             )
     return [path for number in numbers for path in layers[number]]
@@ -150,6 +159,43 @@ def kept_in_any_case(settings, frame, algorithm, path="", boundaries=(), is_part
         inside = {place.key for place in operators_in_order(frame) if _lies_in(place.key, key)}
         kept |= inside - cell_keys(frame, key, algorithm)
     return kept
+
+
+def swapped_keys(settings, frame, layers, path="", is_part=False):
+    """Which results of a program go to the host: key -> how many saved tensors ahead of its use one comes back.
+
+    Args:
+        settings: the `SwapSettings`.
+        frame: the `FramePlan` of the program.
+        layers: what `layers_of` gives.
+        path: of the Cell whose call it is.
+        is_part: whether layers and patterns may be for what isn't in this program.
+
+    Raises:
+        ValueError: a layer that there isn't, or a pattern that matches nothing, though the program is not a part.
+    """
+    if not settings.is_on:
+        return {}
+    names, cells, is_part = operator_names(frame, path), _cells(frame, path), bool(is_part or path)
+    keys = [place.key for place in operators_in_order(frame) if not isinstance(place.entry, CallPlan)]
+
+    def inside(paths):
+        roots = [key for key, cell in cells if cell in paths]
+        return [key for key in keys if any(_lies_in(key, root) for root in roots)]
+
+    found = {}
+    for place, entry in enumerate(settings.layer_swap):
+        paths = full_layers(entry.layers, layers, is_part, f"swap.layer_swap[{place}].layers")
+        found |= dict.fromkeys(inside(paths), entry.backward_prefetch)
+    for entry in settings.op_swap:
+        where = f"swap.op_swap[{entry.op_name!r}]"
+        selected = _selected((entry.op_name,), names, cells, where, is_part)
+        chosen = [key for key in keys if any(_lies_in(key, root) for root in (*selected.cells, *selected.operators))]
+        if entry.layers is not True:
+            allowed = set(inside(full_layers(entry.layers, layers, is_part, f"{where}.layers")))
+            chosen = [key for key in chosen if key in allowed]
+        found |= dict.fromkeys(chosen, entry.backward_prefetch)
+    return found
 
 
 def _cells(frame, path):

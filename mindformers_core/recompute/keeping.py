@@ -1,10 +1,10 @@
 """What PyNative keeps of an operator for the backward pass: a way to compute it again instead of its results.
 
 Generated programs call the operators that were chosen through `Recomputed`. While a program runs, `saved_tensors_hooks`
-shows us every tensor that an operator's gradient is going to need (Paszke et al.'s saved tensors; MindSpore has them
-since 2.8). A result of such a call is not kept: in its place goes a handle that runs the call again, when the backward
-pass asks for it. What the call needs is kept in the same way, so that a chain of such calls is run again from the last
-tensor that was kept (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016), each at most once.
+shows us every tensor that an operator's gradient is going to need. A result of such a call is not kept: in its place
+goes a handle that runs the call again, when the backward pass asks for it. What the call needs is kept in the same way,
+so that a chain of such calls is run again from the last tensor that was kept (Chen et al., "Training Deep Nets with
+Sublinear Memory Cost", 2016), each at most once.
 
 A tensor is known by what MindSpore lets us attach to it, which goes along to where it is saved. Only the variable that
 holds the tensor, those that have saved it, and calls that need it keep a handle alive.
@@ -20,22 +20,40 @@ from mindspore.graph.api import _no_grad, _pynative_executor, saved_tensors_hook
 from mindformers_core.communication.world import process_state
 from mindformers_core.tensor_parallel.capturing.structure import map_leaves
 
-__all__ = ["Handle", "Recomputation", "Recomputed", "count_recomputations", "handle_of", "keeping", "kept"]
+__all__ = ["Handle", "Recomputation", "Recomputed", "count_recomputations", "handle_of", "keeping", "kept", "session"]
 
 _KEY = "mindformers_core"
-_STATE = process_state().memo(__name__)  # "running": calls, the innermost last; "made": handles by node; "counters"
+_STATE = process_state().memo(__name__)  # "session": the one that is going on; "counters"
 
 
 @contextmanager
 def keeping():
     """While open, tensors that autograd saves are kept as the calls that make them say. PyNative."""
-    before = _STATE.get("running"), _STATE.get("made")
-    _STATE["running"], _STATE["made"] = [_Outside()], {}
+    before = _STATE.get("session")
+    _STATE["session"] = Session()
     try:
         with saved_tensors_hooks(_pack, _unpack):
             yield
     finally:
-        _STATE["running"], _STATE["made"] = before
+        _STATE["session"] = before
+
+
+class Session:
+    """One forward pass.
+
+    Attributes:
+        running: calls that are going on, the innermost last.
+        made: place of a result in autograd's graph -> a weak reference to its `Handle`.
+        offloaded: weak references to what was copied to the host, in the order in which it was.
+    """
+
+    def __init__(self):
+        self.running, self.made, self.offloaded = [_Outside()], {}, []
+
+
+def session():
+    """The `Session` that is going on, or None."""
+    return _STATE.get("session")
 
 
 class _Outside:
@@ -49,7 +67,7 @@ def _pack(tensor):
     handle = handle_of(tensor) or _handle_of_copied(tensor)
     if handle is not None:
         return _Saved(handle)
-    unsettled = _STATE["running"][-1].unsettled
+    unsettled = session().running[-1].unsettled
     if unsettled is None or tensor._grad_node is None:
         return tensor
     saved = _Saved(None, tensor)  # perhaps a result of the call that is going on, which isn't known yet
@@ -67,7 +85,9 @@ def _handle_of_copied(tensor):
     if node is None or node.name() != "Contiguous":
         return None
     made_by, index = node.next_functions[0]
-    handle = _STATE["made"].get((str(made_by), index))  # the text has a number that no other node has
+    if made_by is None:
+        return None
+    handle = session().made.get((str(made_by), index))  # the text has a number that no other node has
     return None if handle is None else handle()
 
 
@@ -90,7 +110,7 @@ class Handle:
 
     def expect(self):
         """Somebody is going to ask for the value."""
-        self.call.expected += 1
+        self.call.expect(self.index)
 
     def read(self):
         """The value, as somebody who was expected asks for it."""
@@ -98,7 +118,7 @@ class Handle:
 
     def forgo(self):
         """Somebody who was expected doesn't ask."""
-        self.call.forgone()
+        self.call.forgone(self.index)
 
 
 class _Saved:
@@ -144,15 +164,15 @@ def kept(function, inputs, kind):
         inputs: what it is called with: tensors, and structures of them.
         kind: the class of what gives its results again, such as `Recomputation`.
     """
-    running = _STATE.get("running")
-    if not running or not _pynative_executor.grad_flag():
+    now = session()
+    if now is None or not _pynative_executor.grad_flag():
         return function(*inputs)
     call = kind(function, inputs)
-    running.append(call)
+    now.running.append(call)
     try:
         result = function(*inputs)
     finally:
-        running.pop()
+        now.running.pop()
     return _settled(call, result)
 
 
@@ -160,12 +180,13 @@ def _settled(call, result):
     """The results of a call, each known by a handle from now on, and what the call itself has saved of them."""
     many = isinstance(result, (tuple, list))
     tensors = [tensor.contiguous() for tensor in (result if many else (result,))]  # or whoever takes them would do it
+    call.settle(tensors)
     for index, tensor in enumerate(tensors):
         handle = Handle(call, index)
         tensor.kept_by = handle
         tensor._set_user_data(_KEY, ref(handle))
         node = str(tensor._grad_node)
-        _STATE["made"][node, tensor._output_index] = ref(handle)
+        session().made[node, tensor._output_index] = ref(handle)
         for saved in call.unsettled:
             if saved.tensor._output_index == tensor._output_index and str(saved.tensor._grad_node) == node:
                 saved.settle(handle)
@@ -190,15 +211,22 @@ class Recomputation:
         self.inputs = map_leaves(_as_input, inputs)
         self._results, self._is_over = None, False
 
+    def settle(self, tensors):
+        """The results are there; they aren't needed."""
+
+    def expect(self, index):
+        """Somebody is going to ask for a result."""
+        self.expected += 1
+
     def value(self, index):
         """One of its results, as somebody who was expected asks for it."""
         if self._results is None:
             self._run()
         result = self._results[index]
-        self.forgone()
+        self.forgone(index)
         return result
 
-    def forgone(self):
+    def forgone(self, index):
         """Somebody who was expected has asked, or doesn't."""
         self.expected -= 1
         if self.expected <= 0:

@@ -5,11 +5,11 @@ import mindspore as ms
 from mindformers_core.models import LlamaForCausalLM, tied_paths
 from mindformers_core.models.layer_specs import stage_index
 from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage
-from mindformers_core.recompute import recompute
+from mindformers_core.recompute import recompute, swap
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
 from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run, model_part, recipe_schedule
-from mindformers_core.trainer.recompute_recipe import recompute_arguments
+from mindformers_core.trainer.recompute_recipe import recompute_arguments, swap_arguments
 from mindformers_core.trainer.step import update_function
 from mindformers_core.zero import hsdp, share_parts
 
@@ -28,6 +28,7 @@ def build_chunks(recipe, mesh, rank):
             net = LlamaForCausalLM(config, vp_stage=chunk)
         shard(net, inner, recipe.parallelism, seed=recipe.training.seed, mode=recipe.context.engine)
         recompute(net, is_part=True, **recompute_arguments(recipe))
+        swap(net, is_part=True, **swap_arguments(recipe))
         chunks.append((stage_index(config, chunk), net))
     return chunks
 

@@ -4,20 +4,17 @@ from dataclasses import fields
 
 from mindformers_core.recompute.layers import common_layers
 
-__all__ = ["check_recompute", "recompute_arguments", "swap_settings"]
+__all__ = ["check_recompute", "recompute_arguments", "swap_arguments", "swap_settings"]
 
 
 def recompute_arguments(recipe):
-    """What the recipe says to `recompute()`, as keyword arguments.
-
-    Raises:
-        ValueError: it says that activations are swapped.
-    """
-    if swap_settings(recipe) is not None:
-        raise ValueError(
-            "swap: activations can't be swapped yet: leave section swap out, or use recompute"
-        )
+    """What the recipe says to `recompute()`, as keyword arguments."""
     return {entry.name: getattr(recipe.recompute, entry.name) for entry in fields(recipe.recompute)}
+
+
+def swap_arguments(recipe):
+    """What the recipe says to `swap()`, as keyword arguments."""
+    return {entry.name: getattr(recipe.swap, entry.name) for entry in fields(recipe.swap)}
 
 
 def swap_settings(recipe):

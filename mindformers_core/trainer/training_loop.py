@@ -13,7 +13,7 @@ from mindformers_core.communication import init_distributed
 from mindformers_core.files import write_whole
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaForCausalLM
-from mindformers_core.recompute import recompute
+from mindformers_core.recompute import recompute, swap
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.tensor_parallel.clipping import sum_over
 from mindformers_core.trainer.adamw import AdamW
@@ -25,7 +25,7 @@ from mindformers_core.trainer.pipeline_step import build_schedule, own_parameter
 from mindformers_core.trainer.progress import Progress
 from mindformers_core.trainer.recipe import MESH_AXES, Recipe, accumulation_steps, global_batch_size, mesh_shape
 from mindformers_core.trainer.recipe_loader import recipe_to_yaml
-from mindformers_core.trainer.recompute_recipe import recompute_arguments
+from mindformers_core.trainer.recompute_recipe import recompute_arguments, swap_arguments
 from mindformers_core.trainer.run_folder import open_run_folder
 from mindformers_core.trainer.saved_state import find_checkpoint, load_state, save_state
 from mindformers_core.trainer.step import step_function
@@ -141,7 +141,7 @@ def build_model(recipe, mesh):
     with ms.DeviceCtx("meta"):
         net = LlamaForCausalLM(recipe.model)
     shard(net, mesh, recipe.parallelism, seed=recipe.training.seed, mode=recipe.context.engine)
-    return recompute(net, **recompute_arguments(recipe))
+    return swap(recompute(net, **recompute_arguments(recipe)), **swap_arguments(recipe))
 
 
 def run_steps(job):

@@ -10,7 +10,7 @@ from mindformers_core.communication import count_collectives, world
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.pipeline import PipelineStage, Schedule1F1B, ScheduleZBH1
-from mindformers_core.recompute import recompute
+from mindformers_core.recompute import recompute, swap
 from mindformers_core.recompute.keeping import count_recomputations
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.zero import hsdp, value_and_grad
@@ -53,12 +53,13 @@ class Tower(nn.Cell):
         return x.square().mean() if self.is_last else x
 
 
-def pipelined(compiled, kind=Schedule1F1B, **settings):
+def pipelined(compiled, kind=Schedule1F1B, swapped=None, **settings):
     """Loss and gradients of a stage on pp 2 x tp 2, and how many calls ran again."""
     mesh = init_device_mesh((2, 1, 2), ("pp", "dp", "tp"))
     (place,) = mesh.coordinate(world().rank, ("pp",))
     cell = shard(Tower((2 * place, 2 * place + 1), place == 1), mesh.sub_mesh(("dp", "tp"), world().rank)).set_train()
-    stage = PipelineStage(recompute(cell, is_part=True, **settings), place, 2, mesh=mesh, compiled=compiled)
+    swap(recompute(cell, is_part=True, **settings), is_part=True, **(swapped or {}))
+    stage = PipelineStage(cell, place, 2, mesh=mesh, compiled=compiled)
     ms.manual_seed(5)
     with count_recomputations() as counted:
         loss = kind(stage, 4).run(Tensor(X))
@@ -66,10 +67,11 @@ def pipelined(compiled, kind=Schedule1F1B, **settings):
         return [*losses, *arrays(stage.gradients)], sum(counted.values())
 
 
-def sharded(compiled, level="level3", tp=2, **settings):
+def sharded(compiled, level="level3", tp=2, swapped=None, **settings):
     """The same of two steps on dp x tp under `hsdp()`, and the Cell."""
     mesh = init_device_mesh((world().size // tp, tp), ("dp", "tp"))
     cell = recompute(shard(Tower(range(3), True), mesh).set_train(), **settings)
+    swap(cell, **(swapped or {}))
     net = hsdp(cell, mesh.axis_size("dp"), threshold=0, optimizer_level=level)
     gradient_of = value_and_grad(net, compiled)
     ms.manual_seed(5)
@@ -100,7 +102,11 @@ def case_recomputed_stages_give_the_same_bits():
             found, count = pipelined(compiled, **settings)
             assert equal(found, expected), (compiled, settings)
             assert compiled or count > 0
-    with pytest.raises(ValueError, match="is recomputed, but a schedule with weight steps"):
+    expected, _ = pipelined(False)
+    for settings in ({}, {"select": "layers.1-2"}):
+        found, _ = pipelined(False, swapped={"op_swap": {"layers.0": True, "layers.3.first": True}}, **settings)
+        assert equal(found, expected), settings
+    with pytest.raises(ValueError, match="is recomputed or swapped, but a schedule with weight steps"):
         pipelined(False, ScheduleZBH1, full=True)
 
 
@@ -114,8 +120,8 @@ def case_recomputed_levels_give_the_same_bits():
             assert equal(found, expected), (compiled, settings)
             assert compiled or count > 0
     expected, _, _ = sharded(False)
-    found, _, _ = sharded(False, select=["**.*"])
-    assert equal(found, expected)
+    assert equal(sharded(False, select=["**.*"])[0], expected)
+    assert equal(sharded(False, swapped={"layer_swap": [{"layers": True, "backward_prefetch": 3}]})[0], expected)
 
 
 @on_ranks(4)
