@@ -84,7 +84,8 @@ class ChosenActivations(ActivationPolicy):
         swapped = self.swapped[path] = swapped_keys(self.swapping, frame, self.layers, path, self.is_part)
         for key, prefetch in swapped.items():
             if key in keepers:
-                name = next(name.text for name in operator_names(frame, path) if name.place.key == key)
+                texts = {name.place.key: name.text for name in operator_names(frame, path)}
+                name = texts.get(key, "a redistribution")
                 raise ValueError(
                     f"{name} of {self.tree.label('')} is recomputed and swapped: what is computed again isn't kept, "
                     "neither here nor on the host: choose one of the two (exclude takes it out of what is recomputed)"
@@ -120,18 +121,19 @@ class ChosenActivations(ActivationPolicy):
 
     def explained(self, frame):
         """See `ActivationPolicy`: what is computed again, by name, and the bytes that are saved with and without."""
-        keys = self.dropped.get("", set())
         texts = {name.place.key: name.text for name in operator_names(frame)}
+        keepers = {place.key: place.frame.keepers.get(place.entry) for place in operators_in_order(frame)}
+        keys = {key for key, keeper in keepers.items() if keeper and keeper.name == _RECOMPUTED[1]}
+        swapped = {key for key, keeper in keepers.items() if keeper} - keys
         again = sorted(recomputed(frame, keys, algorithm_of))
         before, after = (saved_bytes(frame, some, algorithm_of) for some in (frozenset(), keys))
         names = layers_together([texts[key] for key in again if key in texts])
         lines = []
-        swapped = self.swapped.get("", {})
         if swapped:
             saved = sum(t.nbytes for t in saved_activations(frame, keys, algorithm_of) if t.key in swapped)
             lines.append(f"swap: results of {len(swapped)} instructions wait on the host, {bytes_shown(saved)}")
         return lines + [
-            f"recompute: {len(again)} of {len(operators_in_order(frame))} instructions run again; "
+            f"recompute: {len(again)} of {len(keepers)} instructions run again; "
             f"{bytes_shown(after)} of {bytes_shown(before)} of activations are kept for the backward pass",
             *(f"  computed again: {name}" for name, _ in names),
         ]
