@@ -140,8 +140,15 @@ def choose_keys(settings, frame, algorithm, path="", full=(), boundaries=(), is_
     """
     names, cells, is_part = operator_names(frame, path), _cells(frame, path), bool(is_part or path)
     selected = _selected(settings.select, names, cells, "recompute.select", is_part)
+    closed = {place.key for place in operators_in_order(frame) if isinstance(place.entry, CallPlan)}
+    for pattern, (keys, operators) in selected.by_pattern.items():
+        if keys and not operators and closed.issuperset(keys):
+            raise ValueError(
+                f"recompute.select: '{pattern}' selects Cells with a bprop of their own, which keep what that needs: "
+                "select others"
+            )
     chosen = set(selected.operators)
-    for key in (*selected.cells, *(key for key, cell in cells if cell in full)):
+    for key in {*selected.cells, *(key for key, cell in cells if cell in full)} - closed:
         chosen |= cell_keys(frame, key, algorithm)
     return chosen - kept_in_any_case(settings, frame, algorithm, path, boundaries, is_part)
 
@@ -154,7 +161,9 @@ def kept_in_any_case(settings, frame, algorithm, path="", boundaries=(), is_part
     for place in operators_in_order(frame):
         if not _may_go(place, settings.mp_comm_recompute) or any(_lies_in(place.key, cell) for cell in excluded.cells):
             kept.add(place.key)
-    inner = [key for key, cell in cells if cell in boundaries]
+    inner = [key for key, cell in cells if key == () or cell in boundaries]  # who called may change what it got
+    closed = {place.key for place in operators_in_order(frame) if isinstance(place.entry, CallPlan)}
+    inner = [key for key in inner if key not in closed]
     for key in inner:
         inside = {place.key for place in operators_in_order(frame) if _lies_in(place.key, key)}
         kept |= inside - cell_keys(frame, key, algorithm)

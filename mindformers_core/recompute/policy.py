@@ -56,6 +56,7 @@ class ChosenActivations(ActivationPolicy):
         self.layers = layers_of(_containers(tree))
         self.full = full_layers(settings.full, self.layers, is_part)
         self.dropped, self.swapped, self.choices = {}, {}, {}
+        self._has_matched = False  # all patterns, in some program
         self._recomputed = set()  # paths of Cells in which something is
         cells, self._gaps = whole_cells(settings, self.full, list(tree.cells))
         for path in cells:
@@ -77,11 +78,13 @@ class ChosenActivations(ActivationPolicy):
                     f"swap: nothing of {self.tree.label('')} can be swapped in a compiled function: run in PyNative "
                     "(recipe: context.mode: 1), or leave swap() out"
                 )
-            check_whole_cells(self.settings, frame, self._gaps, self.is_part)
+            check_whole_cells(self.settings, frame, self._gaps, self._is_lenient(frame))
             return unshared(frame)  # MindSpore confuses collectives that several recomputed Cells call
         keeper = Keeper(*_RECOMPUTED, takes_collectives=self.settings.mp_comm_recompute)
-        keepers = dict.fromkeys(self.chosen(path, frame), keeper)
-        swapped = self.swapped[path] = swapped_keys(self.swapping, frame, self.layers, path, self.is_part)
+        lenient = self._is_lenient(frame)
+        keepers = dict.fromkeys(self.chosen(path, frame, lenient), keeper)
+        swapped = self.swapped[path] = swapped_keys(self.swapping, frame, self.layers, path, lenient)
+        self._has_matched = self._has_matched or not (lenient or path)
         for key, prefetch in swapped.items():
             if key in keepers:
                 texts = {name.place.key: name.text for name in operator_names(frame, path)}
@@ -93,13 +96,17 @@ class ChosenActivations(ActivationPolicy):
             keepers[key] = Keeper(_ON_HOST, f"on_host_{prefetch}", f"OnHost(prefetch={prefetch})")
         return marked(frame, keepers)
 
-    def chosen(self, path, frame):
+    def _is_lenient(self, frame):
+        """Whether patterns may match nothing: they are for other stages, were all found before, or in evaluation."""
+        return self.is_part or self._has_matched or not frame.graph.training
+
+    def chosen(self, path, frame, lenient):
         """Keys of the instructions of a program, of a call of the Cell at `path`, that are computed again."""
         units = tuple(self.tree.storage.units)
         if self.settings.budget is None:
-            keys = choose_keys(self.settings, frame, algorithm_of, path, self.full, units, self.is_part)
+            keys = choose_keys(self.settings, frame, algorithm_of, path, self.full, units, lenient)
         else:
-            choice = choice_within(self.settings, frame, path, units, self.is_part)
+            choice = choice_within(self.settings, frame, path, units, lenient)
             keys = self._report(choice, frame, path)
         places = [place for place in operators_in_order(frame) if place.key in keys]
         self.dropped[path] = keys

@@ -114,7 +114,8 @@ def jit(function=None, **options):
     """`mindspore.jit` for functions that call sharded Cells: signatures that are new are captured, then compiled.
 
     Plain `mindspore.jit` compiles such calls, too, once the Cell has been called with these shapes in PyNative, or
-    `prepare(cell, *inputs)` has made the program; without one it raises an error. Inside a compiled function tensors
+    `prepare(cell, *inputs)` (under `recompute()` with `compiled=True`) has made the program; without one it raises an
+    error. Inside a compiled function tensors
     are this rank's parts, plain ones: those that go into the sharded Cell, those that it returns, and gradients.
 
     Args:

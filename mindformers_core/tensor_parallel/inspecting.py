@@ -1,5 +1,6 @@
 """Looking at what a sharded Cell runs: make a program ahead of time, list programs, explain one."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 from mindformers_core.tensor_parallel.explaining import explain_plan, page
@@ -9,7 +10,7 @@ from mindformers_core.tensor_parallel.sharded_cells import EagerCell, ShardedCel
 __all__ = ["explain", "prepare", "programs"]
 
 
-def prepare(cell, *inputs, saved_plan=None, **named_inputs):
+def prepare(cell, *inputs, saved_plan=None, compiled=False, **named_inputs):
     """Make the program of `cell(*inputs, **named_inputs)`, without computing anything.
 
     Args:
@@ -18,6 +19,7 @@ def prepare(cell, *inputs, saved_plan=None, **named_inputs):
             `TensorMeta` will do.
         saved_plan: a file that `save_plan(program.frame, path)` wrote: its layouts and moves are used in the place of
             a propagation. Default: propagate, unless there is a program for such inputs already.
+        compiled: whether it is for a compiled function; that is another program under `recompute()` only.
 
     Returns:
         The `Program`: `.file` is the generated module, `.frame` the plan.
@@ -29,7 +31,8 @@ def prepare(cell, *inputs, saved_plan=None, **named_inputs):
     tree, path = _sharding(cell)
     if isinstance(cell, EagerCell):
         raise ValueError(f"{tree.label(path)} runs operator by operator (eager): it has no programs, its children have")
-    return tree.program(path, inputs, named_inputs, saved_plan)
+    with tree.for_compiled() if compiled else nullcontext():
+        return tree.program(path, inputs, named_inputs, saved_plan)
 
 
 def programs(cell):

@@ -215,10 +215,13 @@ class ShardedTree:
         shapes = []
         map_leaves(lambda leaf: shapes.append(describe(leaf)) if hasattr(leaf, "shape") else None, (args, kwargs))
         shown = ", ".join(f"{dtype}{list(shape)}" for shape, dtype, _ in shapes)
+        before = "prepare(cell, *inputs), or a call with such inputs in PyNative"
+        if self.activations.marks:
+            before = "prepare(cell, *inputs, compiled=True)"
         return (
             f"{self.label(path)} is sharded and has no program yet for inputs ({shown}), this rank's parts; it has "
             f"{len(self.programs)} for others. Compile with mindformers_core.jit in the place of mindspore.jit, which "
-            "makes it, or make it before: prepare(cell, *inputs), or a call with such inputs in PyNative"
+            f"makes it, or make it before: {before}"
         )
 
     def _attach(self, program):

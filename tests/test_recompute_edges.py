@@ -1,0 +1,132 @@
+"""Where recomputing could go wrong silently: results that callers change, Cells with a bprop, evaluation, plain jit."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from test_recompute_gradients import INPUTS, Net, equal, llama, sharded
+
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.recompute import list_operators, recompute
+from mindformers_core.tensor_parallel import explain, prepare, shard
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+X = Tensor(np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32))
+
+
+class Twice(nn.Cell):
+    """Has a gradient of its own."""
+
+    def construct(self, x):
+        return x * 2
+
+    def bprop(self, x, out, dout):
+        return (dout * 2,)
+
+
+class Layers(nn.Cell):
+    """Returns a tensor; every other layer has a bprop."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.CellList([nn.Dense(8, 8), Twice(), nn.Dense(8, 8), Twice()])
+        self.dropout = nn.Dropout(p=0.2)
+
+    def construct(self, x):
+        for layer in self.layers:
+            x = ops.exp(layer(x) * 0.1)
+        return ops.exp(self.dropout(x))
+
+
+def make(**settings):
+    ms.set_seed(1)
+    net = shard(Layers().set_train(), init_device_mesh((1,), ("tp",)))
+    for parameter in net.get_parameters():
+        values = np.random.default_rng(len(parameter.name)).normal(size=parameter.shape)
+        parameter.set_data(Tensor(values.astype(np.float32)))
+    return recompute(net, **settings)
+
+
+def gradients(net, function):
+    ms.manual_seed(3)
+    return [g.asnumpy() for g in ms.grad(function, None, net.trainable_params())(X)]
+
+
+@pytest.mark.parametrize("change", ["setitem", "copy_", "assign_value"])
+def test_a_result_that_the_caller_changes(change):
+    """What is computed again must not take the changed tensor for what the program gave."""
+
+    def twice(net, x):
+        y = net(x).to_local()
+        other = ops.ones_like(y) * 3
+        if change == "setitem":
+            y[0] = 3.0
+        elif change == "copy_":
+            y.copy_(other)
+        else:
+            y.assign_value(other)
+        return net(y).to_local().sum()
+
+    plain, net = make(), make(select="*.exp")
+    assert equal(gradients(net, lambda x: twice(net, x)), gradients(plain, lambda x: twice(plain, x)))
+
+
+def test_cells_with_a_bprop():
+    """Are kept where others are selected with them; alone they are an error."""
+    plain = make()
+    expected = gradients(plain, lambda x: plain(x).to_local().sum())
+    for settings in ({"full": True}, {"select": "layers.*"}, {"select": "**.*", "exclude": "layers.1"}):
+        net = make(**settings)
+        assert equal(gradients(net, lambda x, net=net: net(x).to_local().sum()), expected), settings
+    with pytest.raises(ValueError, match=r"recompute.select: 'layers.1' selects Cells with a bprop of their own"):
+        make(select="layers.1")(X)
+
+
+def test_evaluation_needs_nothing_of_what_training_has():
+    net = recompute(sharded(Net), full=True, exclude="*.dropout*")
+    inputs = INPUTS[Net]()
+    net(*inputs)
+    net.set_train(False)
+    net(*inputs)
+    net = recompute(sharded(Net), select="*.tanhh")
+    with pytest.raises(ValueError, match="matches no Cell or operator"):
+        net(*inputs)
+
+
+def test_plain_jit_of_a_prepared_program():
+    net, inputs = recompute(sharded(llama), full=True), INPUTS[llama]()
+    expected = float(net(*inputs).to_local())
+    compiled = ms.jit(lambda_of(net))
+    with pytest.raises(RuntimeError, match=r"make it before: prepare\(cell, \*inputs, compiled=True\)"):
+        compiled(*inputs)
+    prepare(net, *inputs, compiled=True)
+    np.testing.assert_allclose(float(ms.jit(lambda_of(net))(*inputs)), expected, 1e-6)
+
+
+def lambda_of(net):
+    def call(ids, labels):
+        return net(ids, labels)
+
+    return call
+
+
+def test_each_program_is_explained_as_it_is():
+    net, inputs = recompute(sharded(Net), budget=0.5), INPUTS[Net]()
+    net(*inputs)
+    training = explain(net)
+    net.set_train(False)
+    net(*inputs)
+    assert explain(net) != training
+    net.set_train(True)
+    net(*inputs)
+    assert explain(net) == training
+
+
+def test_operators_are_listed_with_and_without_recompute():
+    inputs = INPUTS[llama]()
+    plain, chosen = (list_operators(net, *inputs) for net in (sharded(llama), recompute(sharded(llama), full=True)))
+    assert str(plain) == str(chosen)
+    assert sum(entry.saved_bytes for entry in plain) > 0
+    assert plain[0].name == "model.embed_tokens.Gather"
+    with pytest.raises(TypeError, match=r"list_operators\(\) takes a Cell that shard\(\) was called with"):
+        list_operators(nn.Dense(2, 2))
