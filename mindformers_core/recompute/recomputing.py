@@ -29,13 +29,15 @@ def recompute(cell, is_part=False, **settings):
             settings that can't be. When a program is made: a pattern that matches nothing. In compiled functions:
             anything but whole Cells.
     """
-    tree, settings = _checked_tree(cell, "recompute"), RecomputeSettings(**settings)
+    settings = RecomputeSettings(**settings)
+    if not settings.is_on:
+        return cell
+    tree = _checked_tree(cell, "recompute")
     known = tree.activations if tree.activations.marks else None
     if known is not None and known.settings.is_on:
         raise ValueError(f"recompute() was called with {tree.label('')} already: give everything in one call")
-    if settings.is_on:
-        tree.activations = ChosenActivations(tree, settings, known.swapping if known else SwapSettings(), is_part)
-        tree.forget_programs()
+    tree.activations = ChosenActivations(tree, settings, known.swapping if known else SwapSettings(), is_part)
+    tree.forget_programs()
     return cell
 
 
@@ -54,13 +56,15 @@ def swap(cell, is_part=False, **settings):
         TypeError: not a sharded Cell. ValueError: as for `recompute()`; when a program is made, also what is recomputed
             and swapped; in compiled functions, anything.
     """
-    tree, settings = _checked_tree(cell, "swap"), SwapSettings(**settings)
+    settings = SwapSettings(**settings)
+    if not settings.is_on:
+        return cell
+    tree = _checked_tree(cell, "swap")
     known = tree.activations if tree.activations.marks else None
     if known is not None and known.swapping.is_on:
         raise ValueError(f"swap() was called with {tree.label('')} already: give everything in one call")
-    if settings.is_on:
-        tree.activations = ChosenActivations(tree, known.settings if known else RecomputeSettings(), settings, is_part)
-        tree.forget_programs()
+    tree.activations = ChosenActivations(tree, known.settings if known else RecomputeSettings(), settings, is_part)
+    tree.forget_programs()
     return cell
 
 
