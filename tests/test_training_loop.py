@@ -291,3 +291,24 @@ def test_saved_state_keeps_every_tensor(run, tmp_path):
     assert (job.step, job.consumed) == (6, 24)
     for one, other in zip(job.tensors(), fresh.tensors(), strict=True):
         assert not np.array_equal(one.asnumpy(), other.asnumpy()), one.name
+
+
+@pytest.mark.parametrize(
+    "name, overrides",
+    [
+        ("full", ["recompute=true"]),
+        ("compiled", ["recompute.full=[1]", "context.mode=0"]),
+        ("both", ["recompute.select=[layers.1.mlp]", "swap.layer_swap=[{layers: [0], backward_prefetch: 2}]"]),
+        ("budget", ["recompute.budget=0.6"]),
+    ],
+)
+def test_recomputed_and_swapped_runs_give_the_same_curve(run, tmp_path, name, overrides):
+    """To the last bit; and the recipe that the run leaves says the same."""
+    short = "training.steps=3", "model.num_hidden_layers=2", *(["context.mode=0"] if name == "compiled" else [])
+    plain, _ = run("plain", *short)
+    found, _ = run(name, *short, *overrides)
+    assert found == plain
+    saved = load_recipe(str(tmp_path / name / "config.yaml"))
+    given = load_recipe(ONE_RANK, [*SMALL, *short, *overrides])
+    assert (saved.recompute, saved.swap) == (given.recompute, given.swap)
+    assert saved.recompute.is_on
