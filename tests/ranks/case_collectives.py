@@ -237,8 +237,8 @@ def case_float32_jit():
 
 @on_ranks(4)
 def case_float16_jit():
-    """And in half precision."""
-    for axes in AXES:
+    """And in half precision, for the first and the last of them."""
+    for axes in (AXES[0], AXES[-1]):
         check_floats(axes, np.float16, jit=True)
 
 

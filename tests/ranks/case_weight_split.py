@@ -92,8 +92,9 @@ def case_split_backward_on_dp_2():
 
 @on_ranks(4)
 def case_split_backward_on_dp_2_tp_2():
-    """Both, with sequence parallelism."""
-    check((2, 2), ("dp", "tp"), sequence_parallel=True)
+    """Both, with sequence parallelism, and tied embeddings."""
+    mesh = init_device_mesh((2, 2), ("dp", "tp"))
+    check_made(lambda: llama(mesh, True, sequence_parallel=True), micro_batches(mesh))
 
 
 class Sharded(nn.Cell):
