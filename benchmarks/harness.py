@@ -98,7 +98,8 @@ def run_benchmark(script, world_size, make_variants, title, remarks=None, timeou
     if isinstance(outcome, str):
         print(outcome, file=sys.stderr)
         return 1
-    lines = ["; ".join([title, f"{world_size} ranks", *_machine()]), "", *_table(outcome)]
+    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+    lines = ["; ".join([title, ranks, *_machine()]), "", *_table(outcome)]
     all_kept = True
     if remarks is not None:
         more, all_kept = remarks({result.name: result for result in outcome})
@@ -156,7 +157,7 @@ def _serve(make_variants, repeats, folder):
     world = init_distributed(timeout=300)
     _pin(cores[world.rank % len(cores)])
     variants = make_variants()
-    barrier = _barrier()
+    barrier = _barrier(world.size)
     for _ in range(WARM_UP):
         for variant in variants:
             _timed(variant, world.rank, barrier)
@@ -190,8 +191,10 @@ def _pin(core):
         os.sched_setaffinity(int(thread), {core})
 
 
-def _barrier():
+def _barrier(size):
     """A function that returns when all ranks have called it."""
+    if size == 1:  # MindSpore has no communication then
+        return lambda: None
     all_reduce, token = ops.AllReduce(), ms.Tensor([1.0], ms.float32)
     return lambda: all_reduce(token).asnumpy()
 

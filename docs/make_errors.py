@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ PAGE = ROOT / "docs" / "errors.md"
 LINKS = ("mindformers_core", "configs", "scripts", "setup.py", "pyproject.toml")
 COMMAND_LINE = ["python", "-m", "mindformers_core"]
 TIMEOUT_SECONDS = 150
+AT_A_TIME = 2  # processes with cases
 PORT = "8118"  # stands in commands and on the page for a port on which somebody listens
 # What a person looks for at the end of a run; tracebacks and progress before it are left out.
 TELLING = re.compile(r"(error|usage|\w+Error|\w+\.sh|python -m mindformers_core.*): ")
@@ -82,9 +84,16 @@ def load_cases():
 
 def run_cases(prelude, cases):
     """`{title: (message, exit code)}`; a Python case has the exit code None."""
-    together = [case for case in cases if case.runs == "together"]
-    results = run_together(prelude, together) if together else {}
-    return results | {case.title: run_alone(case.bash) for case in cases if case.runs != "together"}
+    by_kind = {kind: [case for case in cases if case.runs == kind] for kind in {case.runs: None for case in cases}}
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        several = [
+            pool.submit(run_together, beginning, by_kind.pop(kind))
+            for kind, beginning in (("together", prelude), ("one_rank", ""))
+            if kind in by_kind
+        ]
+        alone = {case.title: pool.submit(run_alone, case.bash) for found in by_kind.values() for case in found}
+        results = {title: result for group in several for title, result in group.result().items()}
+        return results | {title: result.result() for title, result in alone.items()}
 
 
 def problems(case, message, exit_code):

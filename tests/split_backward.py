@@ -58,7 +58,7 @@ def gradients(net, micro_batches, compiled, split, order=None):
     order = range(len(micro_batches))[::-1] if order is None else order
     deferred = split_weight_gradients(net) if split else None
     for inputs in micro_batches:
-        prepare(net, *inputs)
+        prepare(net, *inputs, compiled=compiled)
     stage = (Compiled if compiled else Interpreted)(net)
     stage.set_grad(True)
     results = [stage(*inputs) for inputs in micro_batches]

@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
@@ -70,6 +71,10 @@ def test_a_rank_that_sits_out_only_waits():
     variant = harness.Variant("a", "a", lambda: events.append("run"), ranks=(0,))
     assert harness._timed(variant, 1, lambda: events.append("barrier")) is None
     assert events == ["barrier"]
+
+
+def test_one_rank_waits_for_nobody():
+    assert harness._barrier(1)() is None
 
 
 def test_a_call_is_timed_not_a_run(monkeypatch):
@@ -170,3 +175,46 @@ def test_a_pipeline_that_is_slower_than_on_gloo_fails_the_benchmark(ratio, kept)
     assert all_kept == kept
     assert "- 1f1b/pynative: 0.500 of single/pynative; ideal 0.5625, 0.889 of that; limit 0.727, kept" in shown
     assert any("zb_v/jit: 1.000 of single/jit; ideal 0.5104" in line for line in shown)
+
+
+def recompute_memory(**resident):
+    """What `memory_of` gives for all variants: peaks as given by variant, in PyNative; what is kept is foretold."""
+    benchmark = importlib.import_module("recompute_memory")
+    found = {pair: {"resident": 100.0} for pair in benchmark.SETTINGS}
+    for variant, megabytes in (dict.fromkeys(("none", "selective", "budget_0.5", "full"), 40.0) | resident).items():
+        found[variant, "pynative"] = {"resident": megabytes, "kept": megabytes, "foretold": megabytes}
+    return found
+
+
+@pytest.mark.parametrize(("variant", "ratio", "kept"), [("selective", 1.1, True), ("selective", 1.11, False)])
+def test_a_recompute_that_takes_too_long_fails_the_benchmark(variant, ratio, kept):
+    benchmark = importlib.import_module("recompute")
+    names = [f"{variant}/{mode}" for variant, mode in benchmark.SETTINGS]
+    results = {name: harness.Result(name, name, (2.0,), (2.0,)) for name in names}
+    results[f"{variant}/pynative"] = harness.Result("", "", (2 * ratio,), (2 * ratio,))
+    shown, all_kept = benchmark.time_remarks(results)
+    assert all_kept == kept
+    assert f"- selective/pynative: {ratio:.3f} of none/pynative in time; limit 1.1" in "\n".join(shown)
+
+
+def test_memory_that_does_not_fall_fails_the_benchmark():
+    benchmark = importlib.import_module("recompute")
+    shown, all_kept = benchmark.memory_remarks(recompute_memory(none=100.0))
+    assert all_kept and "- full/jit: peak resident memory 100 MB over that before, 1.000 of none/jit" in shown
+    shown, all_kept = benchmark.memory_remarks(recompute_memory(none=100.0, full=56.0))
+    assert not all_kept and any("0.560 of none/pynative; limit 0.55, EXCEEDED" in line for line in shown)
+
+
+def test_memory_that_was_not_foretold_fails_the_benchmark():
+    benchmark, memory = importlib.import_module("recompute"), recompute_memory(none=100.0)
+    memory["full", "pynative"]["foretold"] = 41.0
+    shown, all_kept = benchmark.memory_remarks(memory)
+    assert not all_kept and any("foretold 41.0 MB, off by 0.0244; limit 0.02, EXCEEDED" in line for line in shown)
+
+
+def test_gradients_that_differ_in_a_bit_stop_the_benchmark():
+    benchmark = importlib.import_module("recompute")
+    one = np.float32(1)
+    benchmark.check_equal("full/jit", [one, one], [one, one])
+    with pytest.raises(ValueError, match="full/jit: gradient 0 differs"):
+        benchmark.check_equal("full/jit", [one, np.nextafter(one, np.float32(2))], [one, one])

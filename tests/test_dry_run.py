@@ -62,7 +62,15 @@ def test_levels_take_as_much_as_the_papers_formulas():
 
 
 def test_pipeline_ranks_shard_their_stages():
-    found, text = figures("configs/llama_tiny_pp.yaml", "parallelism.zero_level=1", "parallelism.zero_threshold_kb=0")
+    """And tell what of their activations is recomputed and swapped."""
+    kept = 'recompute.select=["*.weights"]', "swap.op_swap={layers.*.mlp.SiLU: true}"
+    sharded = "parallelism.zero_level=1", "parallelism.zero_threshold_kb=0"
+    found, text = figures("configs/llama_tiny_pp.yaml", *sharded, *kept)
+    shown = text[text.index("activations of one micro-batch") : text.index("\nparameter ")]
+    assert re.search(
+        r"^  stage \d:\n  recompute: 2 of \d+ instructions run again; .*kept for the backward", shown, re.M
+    )
+    assert re.search(r"^    model.layers.[02]-[13].self_attn: weights\n  swap: results of 2 instructions", shown, re.M)
     assert "level 1, optimizer state in 2 parts" in text and "stay whole" not in text
     kept = int(re.search(r"keeps and updates ([\d,]+)", text)[1].replace(",", ""))
     assert found["AdamW state"] == 8 * kept and found["weights"] == 2 * 4 * kept

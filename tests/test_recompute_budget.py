@@ -7,8 +7,6 @@ from itertools import combinations
 from xml.etree import ElementTree
 
 import pytest
-from captured_models import small_llama
-from planned_models import planned
 
 from mindformers_core.layout import bind_layout, layout
 from mindformers_core.mesh import init_device_mesh
@@ -16,9 +14,6 @@ from mindformers_core.recompute.budget import choose, described, operations_show
 from mindformers_core.recompute.closure import cheapest_closure
 from mindformers_core.recompute.curve import curve_picture
 from mindformers_core.recompute.links import links_of
-from mindformers_core.recompute.operations import operations
-from mindformers_core.recompute.places import operators_in_order
-from mindformers_core.recompute.prediction import recomputed, saved_bytes
 from mindformers_core.recompute.settings import check_budget
 from mindformers_core.tensor_parallel.capturing.graph import CallNode, CellGraph, OperatorNode
 from mindformers_core.tensor_parallel.capturing.structure import Value
@@ -283,19 +278,3 @@ def test_the_picture():
     assert circles[-1].get("class") == "chosen"
     texts = ["".join(one.itertext()) for one in root.iter(f"{SVG}text")]
     assert "saved activations, KiB" in texts and "computed again, of the forward pass" in texts
-
-
-def test_a_llama():
-    """Cheap operators go before products; what layers return and what gradients don't need stays."""
-    model, make = small_llama()
-    args, named = make(1)
-    _, frame = planned(model.set_train(), MESH, args, named)
-    places = {place.key: place for place in operators_in_order(frame)}
-    prices = {key: operations(place) for key, place in places.items()}
-    choice = choose(frame, 0.5, lambda some: saved_bytes(frame, some), lambda some: recomputed(frame, some), prices.get)
-    assert choice.saved_bytes == saved_bytes(frame, choice.dropped) <= choice.all_bytes / 2
-    assert choice.flops == sum(map(prices.get, recomputed(frame, choice.dropped))) < 0.1 * choice.forward_flops
-    names = {f"{places[key].path}.{places[key].entry.node.operator}" for key in choice.dropped}
-    assert {f"model.layers.{layer}.mlp.{operator}" for layer in (0, 1) for operator in ("SiLU", "Mul")} <= names
-    assert not any(name.endswith("MatMulExt") or "mlp." in name and "Dense" in name for name in names)
-    assert not choice.dropped & links_of(frame).results

@@ -110,15 +110,16 @@ def _steps(place):
 
 
 def test_moves_are_kept_and_dropped():
-    """A sum over ranks is kept with its terms, and made again by adding them once more."""
+    """A sum over ranks is kept without its terms; to be made again by adding them once more, with them instead."""
     frame, keys = chain(lambda x: ops.sin(ops.sum(ops.exp(x), 0)))
     (key,) = [
         place.key for place in operators_in_order(frame) if [step.kind for step in _steps(place)] == ["all_reduce"]
     ]
     saved = saved_activations(frame, arguments_need=False)
-    assert [one.nbytes for one in saved] == [ONE, 8 * 4, 8 * 4]  # Exp's result, the partial sum, and the sum
+    assert [one.nbytes for one in saved] == [ONE, 8 * 4]  # Exp's result, and the sum
     dropped = saved_activations(frame, {key}, arguments_need=False)
-    assert [one.nbytes for one in dropped] == [ONE, 8 * 4]
+    assert [one.nbytes for one in dropped] == [ONE, 8 * 4]  # Exp's result, and the partial sum
+    assert dropped[1].key != key == saved[1].key
     assert recomputed(frame, {key}, arguments_need=False) == {key}
 
 

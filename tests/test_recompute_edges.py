@@ -130,3 +130,14 @@ def test_operators_are_listed_with_and_without_recompute():
     assert plain[0].name == "model.embed_tokens.Gather"
     with pytest.raises(TypeError, match=r"list_operators\(\) takes a Cell that shard\(\) was called with"):
         list_operators(nn.Dense(2, 2))
+
+
+def test_operators_are_listed_where_a_pattern_is_wrong():
+    """It is what one calls then; and the wrong pattern is an error still."""
+    inputs = INPUTS[llama]()
+    net = recompute(sharded(llama), select="*.softmx")
+    listed = list_operators(net, *inputs)
+    assert str(listed) == str(list_operators(sharded(llama), *inputs))
+    with pytest.raises(ValueError, match="'\\*.softmx' matches no Cell or operator"):
+        net(*inputs)
+    assert str(list_operators(net, *inputs)) == str(listed)

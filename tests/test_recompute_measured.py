@@ -10,6 +10,7 @@ from test_recompute_gradients import INPUTS, Net, llama, sharded
 
 from mindformers_core.recompute import keeping, recompute
 from mindformers_core.recompute.algorithms import algorithm_of
+from mindformers_core.recompute.explained import keepers_by_key
 from mindformers_core.recompute.keeping import Handle, count_recomputations
 from mindformers_core.recompute.prediction import recomputed, saved_bytes
 from mindformers_core.tensor_parallel import programs
@@ -86,7 +87,7 @@ def test_measured_is_foretold(monkeypatch, make, settings):
     places = {place_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
     after = sum(nbytes for place, nbytes in places.items() if place not in outside)
     frame = programs(net)[-1].frame
-    keys = net.__dict__["_sharding"][0].activations.dropped[""]
+    keys = frozenset(keepers_by_key(frame))
     foretold = saved_bytes(frame, keys, algorithm_of)
     seeds = 0 if make is llama else 6 * 8  # of the draws: after manual_seed they are all one, the generator's own
     assert foretold - seeds <= after <= foretold < before == saved_bytes(frame, frozenset(), algorithm_of)

@@ -33,17 +33,17 @@ def tensors_in(structure):
     return [structure] if isinstance(structure, Tensor) else []
 
 
+def constants_of(program):
+    """What a program keeps of constants, which are there anyway."""
+    found = [function.__globals__.items() for function in program.functions.values()]
+    return [value for items in found for name, value in items if name.startswith("constant_")]
+
+
 def measured_and_program(net, args, named):
     """Bytes that a sharded Cell keeps, and the program that it ran."""
     net(*args, **named)
     (program,) = net.__dict__["_sharding"][0].programs.values()
-    constants = [
-        value
-        for function in program.functions.values()
-        for name, value in function.__globals__.items()
-        if name.startswith("constant_")
-    ]
-    exclude = [*nn.Cell.trainable_params(net), *constants, *tensors_in((args, named))]
+    exclude = [*nn.Cell.trainable_params(net), *constants_of(program), *tensors_in((args, named))]
 
     def run(*given):
         return net(*given[: len(args)], **dict(zip(named, given[len(args) :])))
@@ -92,11 +92,7 @@ def test_llama_with_inputs_that_are_closed_over(layers):
     ids, labels = (Tensor(draw.integers(0, 128, (2, 32)).astype(np.int32)) for _ in range(2))
     passed, program = measured_and_program(net, (ids, labels), {})
     fresh = [Tensor(one.asnumpy()) for one in (ids, labels)]
-    constants = [
-        value for function in program.functions.values() for name, value in function.__globals__.items()
-        if name.startswith("constant_")
-    ]  # fmt: skip
-    closed = measured(lambda: net(*fresh), exclude=[*fresh, *net.trainable_params(), *constants])
+    closed = measured(lambda: net(*fresh), exclude=[*fresh, *net.trainable_params(), *constants_of(program)])
     assert saved_bytes(program.frame) == passed
     assert saved_bytes(program.frame, arguments_need=False) == closed < passed
 

@@ -11,6 +11,7 @@ from test_recompute_measured import others, place_of, tensors_in
 
 from mindformers_core.recompute import keeping, offloading, recompute, swap
 from mindformers_core.recompute.algorithms import algorithm_of
+from mindformers_core.recompute.explained import keepers_by_key
 from mindformers_core.recompute.prediction import saved_activations
 from mindformers_core.tensor_parallel import explain, programs
 from mindformers_core.zero import hsdp, value_and_grad
@@ -72,7 +73,8 @@ def test_what_is_saved_waits_on_the_host(monkeypatch, make, settings):
         return [s for s in packed if not isinstance(s, keeping._Saved) or s.handle is None]
 
     ms.value_and_grad(forward, None, net.trainable_params())(*inputs)
-    frame, swapped = programs(net)[-1].frame, net.__dict__["_sharding"][0].activations.swapped[""]
+    frame = programs(net)[-1].frame
+    swapped = keepers_by_key(frame)
     saved = saved_activations(frame, algorithm=algorithm_of)
     assert kept["fetched"] == []
     assert kept["host"] > 0

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -302,8 +303,8 @@ def test_saved_state_keeps_every_tensor(run, tmp_path):
         ("budget", ["recompute.budget=0.6"]),
     ],
 )
-def test_recomputed_and_swapped_runs_give_the_same_curve(run, tmp_path, name, overrides):
-    """To the last bit; and the recipe that the run leaves says the same."""
+def test_recomputed_and_swapped_runs_give_the_same_curve(run, tmp_path, capsys, name, overrides):
+    """To the last bit; and the recipe that the run leaves says the same. A choice within a budget is told and drawn."""
     short = "training.steps=3", "model.num_hidden_layers=2", *(["context.mode=0"] if name == "compiled" else [])
     plain, _ = run("plain", *short)
     found, _ = run(name, *short, *overrides)
@@ -312,3 +313,12 @@ def test_recomputed_and_swapped_runs_give_the_same_curve(run, tmp_path, name, ov
     given = load_recipe(ONE_RANK, [*SMALL, *short, *overrides])
     assert (saved.recompute, saved.swap) == (given.recompute, given.swap)
     assert saved.recompute.is_on
+    picture = tmp_path / name / "recompute_curve.svg"
+    assert picture.exists() == (name == "budget")
+    if name == "budget":
+        said = capsys.readouterr().out
+        told = re.search(
+            r"^recompute, budget 0.6: (.*) of (.*) of saved activations stay .*, \d+\.\d % of the forward", said, re.M
+        )
+        assert f"chosen: {told[1]} of {told[2]} stay" in picture.read_text()
+        assert said.count(f"what memory costs: {picture}") == 1

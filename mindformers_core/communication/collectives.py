@@ -12,7 +12,7 @@ from mindspore import nn, ops
 from mindformers_core.communication import backend_cpu, backend_fake, backend_native
 from mindformers_core.communication.groups import make_group
 from mindformers_core.communication.local import Keep, Pad, Scale, Slice, Then
-from mindformers_core.communication.raw import Identity
+from mindformers_core.communication.raw import Alias, Identity
 from mindformers_core.communication.world import world
 from mindformers_core.layout import PARTIAL_OPS
 from mindformers_core.mesh import nearest
@@ -36,6 +36,7 @@ __all__ = [
     "UnmarkVarying",
 ]
 
+_EVERYTHING, _ONLY_THE_GRADIENT = (0, 1, 2), (2,)  # of what a `bprop` takes: x, out, dout
 _BACKENDS = {"native": backend_native, "cpu": backend_cpu, "fake": backend_fake}
 
 
@@ -51,6 +52,7 @@ class Collective(nn.Cell):
         super().__init__(auto_prefix=False)
         self.forward = forward
         self.backward = backward
+        self.used_bprop_inputs = _ONLY_THE_GRADIENT  # else PyNative keeps x and out for the backward pass
 
     def construct(self, x):
         return self.forward(x)
@@ -70,6 +72,7 @@ class AllReduce(Collective):
         group = make_group(mesh, axes)
         super().__init__(_averaged(_raw("AllReduce", group, _base(op)), group, op), _averaged(None, group, op))
         self.is_extreme = op in ("max", "min") and group.size > 1
+        self.used_bprop_inputs = _EVERYTHING if self.is_extreme else _ONLY_THE_GRADIENT
         self.count = _raw("AllReduce", group, "sum")
 
     def bprop(self, x, out, dout):
@@ -115,6 +118,7 @@ class ReduceScatter(Collective):
         scatter = _raw("ReduceScatter", group, dim, _base(op))
         super().__init__(_averaged(scatter, group, op), _averaged(gather, group, op))
         self.is_extreme = op in ("max", "min") and group.size > 1
+        self.used_bprop_inputs = _EVERYTHING if self.is_extreme else _ONLY_THE_GRADIENT
         self.gather = gather
         self.count = _raw("ReduceScatter", group, dim, "sum")
 
@@ -177,14 +181,14 @@ class MarkVarying(Collective):
 
     def __init__(self, mesh, axes):
         group = make_group(mesh, axes)
-        super().__init__(Identity(), _raw("AllReduce", group, "sum"))
+        super().__init__(Alias(), _raw("AllReduce", group, "sum"))
 
 
 class UnmarkVarying(Collective):
     """Varying → Replicate: identity / ÷ n. Sends nothing."""
 
     def __init__(self, mesh, axes):
-        super().__init__(Identity(), _averaged(None, make_group(mesh, axes), "avg"))
+        super().__init__(Alias(), _averaged(None, make_group(mesh, axes), "avg"))
 
 
 class ToPartial(Collective):
@@ -200,9 +204,9 @@ class ToPartial(Collective):
         if op == "sum":
             super().__init__(Keep(group, 0), Identity())
         elif op == "avg":
-            super().__init__(Identity(), Scale(float(group.size)) if group.size > 1 else Identity())
+            super().__init__(Alias(), Scale(float(group.size)) if group.size > 1 else Identity())
         else:
-            super().__init__(Identity(), _raw("AllReduce", group, "sum"))
+            super().__init__(Alias(), _raw("AllReduce", group, "sum"))
 
 
 class ToPartialVarying(Collective):

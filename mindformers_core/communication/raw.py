@@ -17,6 +17,7 @@ from mindformers_core.communication.world import process_state, world
 _PAD = ops.PadV3()  # unlike `ops.pad` without branches, which a graph's backward can't always compile
 
 __all__ = [
+    "Alias",
     "AllGather",
     "AllReduce",
     "AllToAll",
@@ -114,6 +115,16 @@ class Identity(nn.Cell):
         # an operator, which the compiler removes: a Cell with a bprop that hands a Parameter through as it is
         # gives that of its first call at every later one
         return ops.cast(x, x.dtype)
+
+
+class Alias(Identity):
+    """An identity for a forward pass: its result is a tensor of its own, in the same memory.
+
+    PyNative takes what a Cell with a `bprop` hands through for a view, and all operators that keep a view keep a copy.
+    """
+
+    def __call__(self, x):
+        return ops.stop_gradient(x)
 
 
 @constexpr

@@ -1,12 +1,13 @@
 """The stages of one rank together: what they agree on with those of other ranks, and what is summed over stages."""
 
 from mindformers_core.pipeline.agreement import check_names, check_stages, tied_parameters
+from mindformers_core.pipeline.stage_activations import StageActivations
 from mindformers_core.pipeline.tables.step import MetaStepType
 
 __all__ = ["RankStages"]
 
 # kinds of messages, in the place where those of a schedule's steps have the type of the step
-_DESCRIPTIONS, _DIGESTS, _GRADIENTS, _RESULTS = range(len(MetaStepType), len(MetaStepType) + 4)
+_DESCRIPTIONS, _DIGESTS, _GRADIENTS, _RESULTS, _ACTIVATIONS = range(len(MetaStepType), len(MetaStepType) + 5)
 
 
 class RankStages:
@@ -24,7 +25,8 @@ class RankStages:
         tied: path of a parameter that several stages hold -> `(stage, place among its parameters)` of each, ascending.
 
     Raises:
-        ValueError: stages that don't make a pipeline, or parameters of the same path that aren't alike.
+        ValueError: stages that don't make a pipeline, parameters of the same path that aren't alike, or layers to be
+            recomputed or swapped that no stage has.
     """
 
     def __init__(self, stages, stage_ranks):
@@ -38,18 +40,26 @@ class RankStages:
         check_stages(self.described)
         self.tied = tied_parameters(self.described)
         self._check_values()
+        told = [each["activations"] for each in self.described]
+        self._activations = StageActivations(self.stages, told, lambda value: self._from_all(value, _ACTIVATIONS))
 
     def begin(self, training, table, names):
         """Before the first step of a table; `names` are those of the keyword arguments."""
         check_names(names, self.described)
+        self._activations.check_unchanged()
         steps = [part for step in table.orders[self.rank] for part in step.sub_steps or (step,)]
         split = {step.stage_index for step in steps if step.type == MetaStepType.BWD_INPUT}
         for index, stage in self.stages.items():
             stage.begin(training, table.micro_batch_num, index in split)
 
     def finish(self, training):
-        """After the last step: gradients of tied parameters are summed over their stages, and all added up."""
+        """After the last step: gradients of tied parameters are summed over their stages, and all added up.
+
+        Raises:
+            ValueError: on all ranks, after the first pass: a pattern of recompute or swap that matches on no stage.
+        """
         if training:
+            self._activations.check_programs()
             for number, holders in enumerate(self.tied.values()):
                 self._sum_gradients(number, holders)
         for stage in self.stages.values():

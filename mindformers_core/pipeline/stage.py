@@ -10,6 +10,7 @@ from mindformers_core.communication.world import world
 from mindformers_core.pipeline.boundary_layouts import check_boundary, declared_inputs
 from mindformers_core.pipeline.forward_backward import ForwardBackward, is_differentiable
 from mindformers_core.pipeline.rank_stages import RankStages
+from mindformers_core.pipeline.stage_activations import told_by
 from mindformers_core.pipeline.stage_function import StageFunction, own_class
 from mindformers_core.pipeline.stage_gradients import StageGradients
 from mindformers_core.pipeline.stage_weights import StageWeights
@@ -155,6 +156,7 @@ class PipelineStage:
             "takes_any": self._function.takes_any,
             "inputs": declared_inputs(self.cell, self._function.by_place),
             "tied": list(self.tied),
+            "activations": told_by(self.cell),
             "parameters": [_described(path, parameter) for path, parameter in self.cell.parameters_and_names()],
         }
 

@@ -5,7 +5,12 @@ The public names load the module behind them when they are first used: settings 
 
 from mindformers_core.front_door import public_names
 
-_PUBLIC = {"list_operators": "listing", "recompute": "recomputing", "swap": "recomputing"}
+_PUBLIC = {
+    "list_operators": "listing",
+    "recompute": "recomputing",
+    "swap": "recomputing",
+    "write_curve": "budget_curve",
+}
 
 __all__ = [*_PUBLIC]
 

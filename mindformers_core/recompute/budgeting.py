@@ -1,13 +1,13 @@
 """What is computed again of a program under a budget: the choice of `budget.py` with all that it is made of."""
 
-from functools import cache, partial
+from functools import cache
 
 from mindformers_core.recompute.algorithms import algorithm_of
 from mindformers_core.recompute.budget import choose
 from mindformers_core.recompute.choosing import kept_in_any_case
 from mindformers_core.recompute.operations import operations
 from mindformers_core.recompute.places import operators_in_order
-from mindformers_core.recompute.prediction import recomputed, saved_bytes
+from mindformers_core.recompute.prediction import Prediction
 from mindformers_core.tensor_parallel.explaining.algorithms import algorithm_steps
 
 __all__ = ["choice_within"]
@@ -27,12 +27,12 @@ def choice_within(settings, frame, path="", boundaries=(), is_part=False):
         ValueError: nothing needs so little; or a pattern of `exclude` that matches nothing.
     """
     algorithm, places = cache(algorithm_of), {place.key: place for place in operators_in_order(frame)}
-    steps = cache(algorithm_steps)
+    steps, prediction = cache(algorithm_steps), Prediction(frame, algorithm)
     return choose(
         frame,
         settings.budget,
-        partial(saved_bytes, frame, algorithm=algorithm),
-        partial(recomputed, frame, algorithm=algorithm),
+        prediction.saved_bytes,
+        prediction.recomputed,
         lambda key: operations(places[key], steps),
         keep=kept_in_any_case(settings, frame, algorithm, path, boundaries, is_part),
     )

@@ -2,9 +2,9 @@
 
 from mindformers_core.mesh import nearest
 from mindformers_core.recompute.operator_names import operator_names
-from mindformers_core.recompute.patterns import parse_pattern, select
+from mindformers_core.recompute.patterns import select
 from mindformers_core.recompute.places import called_cells, operators_in_order
-from mindformers_core.recompute.prediction import cell_keys
+from mindformers_core.recompute.prediction import Prediction
 from mindformers_core.tensor_parallel.propagation.plan import CallPlan, Move
 
 __all__ = [
@@ -80,8 +80,8 @@ def whole_cells(settings, full, paths):
         A list of paths; a list of `(path, path of the excluded Cell in it)`.
     """
     cells = [(path, path) for path in paths]
-    chosen = {*full, *_selected(settings.select, [], cells, "recompute.select", True).cells}
-    excluded = _selected(settings.exclude, [], cells, "recompute.exclude", True).cells
+    chosen = {*full, *select(settings.select, [], cells, "recompute.select", required=False).cells}
+    excluded = select(settings.exclude, [], cells, "recompute.exclude", required=False).cells
     chosen = sorted(path for path in chosen if not any(_is_below(path, other) for other in excluded))
     return chosen, [(path, other) for path in chosen for other in excluded if _is_below(other, path)]
 
@@ -112,9 +112,9 @@ def check_whole_cells(settings, frame, gaps, is_part=False):
             f"recompute.exclude: Cell '{gaps[0][1]}' lies in '{gaps[0][0]}', which is recomputed, but a graph "
             f"recomputes whole Cells: select the Cells beside it, {instead}"
         )
-    names, cells = operator_names(frame), called_cells(frame)
+    program = _Program(frame, "")
     for where, patterns in (("select", settings.select), ("exclude", settings.exclude)):
-        found = _selected(patterns, names, cells, f"recompute.{where}", is_part)
+        found = program.selected(patterns, f"recompute.{where}", is_part)
         for pattern, (_, operators) in found.by_pattern.items():
             if operators:
                 raise ValueError(
@@ -138,35 +138,35 @@ def choose_keys(settings, frame, algorithm, path="", full=(), boundaries=(), is_
     Raises:
         ValueError: a pattern that matches nothing, though the program is not a part.
     """
-    names, cells, is_part = operator_names(frame, path), _cells(frame, path), bool(is_part or path)
-    selected = _selected(settings.select, names, cells, "recompute.select", is_part)
-    closed = {place.key for place in operators_in_order(frame) if isinstance(place.entry, CallPlan)}
+    program, prediction = _Program(frame, path), Prediction(frame, algorithm)
+    selected = program.selected(settings.select, "recompute.select", is_part)
     for pattern, (keys, operators) in selected.by_pattern.items():
-        if keys and not operators and closed.issuperset(keys):
+        if keys and not operators and program.closed.issuperset(keys):
             raise ValueError(
                 f"recompute.select: '{pattern}' selects Cells with a bprop of their own, which keep what that needs: "
                 "select others"
             )
     chosen = set(selected.operators)
-    for key in {*selected.cells, *(key for key, cell in cells if cell in full)} - closed:
-        chosen |= cell_keys(frame, key, algorithm)
-    return chosen - kept_in_any_case(settings, frame, algorithm, path, boundaries, is_part)
+    for key in {*selected.cells, *(key for key, cell in program.cells if cell in full)} - program.closed:
+        chosen |= prediction.cell_keys(key)
+    return chosen - _kept_in_any_case(settings, program, prediction, boundaries, is_part)
 
 
 def kept_in_any_case(settings, frame, algorithm, path="", boundaries=(), is_part=False):
     """Keys of the instructions whose results are kept, whatever is selected; arguments as of `choose_keys`."""
-    names, cells, is_part = operator_names(frame, path), _cells(frame, path), bool(is_part or path)
-    excluded = _selected(settings.exclude, names, cells, "recompute.exclude", is_part)
+    return _kept_in_any_case(settings, _Program(frame, path), Prediction(frame, algorithm), boundaries, is_part)
+
+
+def _kept_in_any_case(settings, program, prediction, boundaries, is_part):
+    excluded = program.selected(settings.exclude, "recompute.exclude", is_part)
     kept = set(excluded.operators)
-    for place in operators_in_order(frame):
+    for place in program.places:
         if not _may_go(place, settings.mp_comm_recompute) or any(_lies_in(place.key, cell) for cell in excluded.cells):
             kept.add(place.key)
-    inner = [key for key, cell in cells if key == () or cell in boundaries]  # who called may change what it got
-    closed = {place.key for place in operators_in_order(frame) if isinstance(place.entry, CallPlan)}
-    inner = [key for key in inner if key not in closed]
-    for key in inner:
-        inside = {place.key for place in operators_in_order(frame) if _lies_in(place.key, key)}
-        kept |= inside - cell_keys(frame, key, algorithm)
+    for key, cell in program.cells:
+        if key not in program.closed and (key == () or cell in boundaries):  # who called may change what it got
+            inside = {place.key for place in program.places if _lies_in(place.key, key)}
+            kept |= inside - prediction.cell_keys(key)
     return kept
 
 
@@ -185,11 +185,11 @@ def swapped_keys(settings, frame, layers, path="", is_part=False):
     """
     if not settings.is_on:
         return {}
-    names, cells, is_part = operator_names(frame, path), _cells(frame, path), bool(is_part or path)
-    keys = [place.key for place in operators_in_order(frame) if not isinstance(place.entry, CallPlan)]
+    program, is_part = _Program(frame, path), bool(is_part or path)
+    keys = [place.key for place in program.places if place.key not in program.closed]
 
     def inside(paths):
-        roots = [key for key, cell in cells if cell in paths]
+        roots = [key for key, cell in program.cells if cell in paths]
         return [key for key in keys if any(_lies_in(key, root) for root in roots)]
 
     found = {}
@@ -198,7 +198,7 @@ def swapped_keys(settings, frame, layers, path="", is_part=False):
         found |= dict.fromkeys(inside(paths), entry.backward_prefetch)
     for entry in settings.op_swap:
         where = f"swap.op_swap[{entry.op_name!r}]"
-        selected = _selected((entry.op_name,), names, cells, where, is_part)
+        selected = program.selected((entry.op_name,), where, is_part)
         chosen = [key for key in keys if any(_lies_in(key, root) for root in (*selected.cells, *selected.operators))]
         if entry.layers is not True:
             allowed = set(inside(full_layers(entry.layers, layers, is_part, f"{where}.layers")))
@@ -207,25 +207,26 @@ def swapped_keys(settings, frame, layers, path="", is_part=False):
     return found
 
 
-def _cells(frame, path):
-    """`called_cells` with paths from the root, of a call of the Cell at `path`."""
-    return [(key, f"{path}.{inner}".strip(".")) for key, inner in called_cells(frame)]
+class _Program:
+    """What patterns are matched with.
 
+    Attributes:
+        path: of the Cell whose call it is.
+        places: a `Place` for every instruction.
+        names: its `OperatorName`s.
+        cells: `(key, path from the root)` of every call of a Cell.
+        closed: keys of the calls of Cells with a `bprop` of their own.
+    """
 
-def _selected(patterns, names, cells, where, is_part):
-    """What patterns select; those that match nothing are left out of a part."""
-    if is_part:
-        parsed = [parse_pattern(pattern, f"{where}[{place}]") for place, pattern in enumerate(patterns)]
-        patterns = [pattern for pattern in parsed if _matches(pattern, names, cells)]
-    return select(patterns, names, cells, where)
+    def __init__(self, frame, path):
+        self.path = path
+        self.places, self.names = operators_in_order(frame), operator_names(frame, path)
+        self.cells = [(key, f"{path}.{inner}".strip(".")) for key, inner in called_cells(frame)]
+        self.closed = {place.key for place in self.places if isinstance(place.entry, CallPlan)}
 
-
-def _matches(pattern, names, cells):
-    try:
-        select([pattern], names, cells)
-    except ValueError:
-        return False
-    return True
+    def selected(self, patterns, where, is_part):
+        """The `Selection`; in a part, patterns may be for what is elsewhere."""
+        return select(patterns, self.names, self.cells, where, required=not (is_part or self.path))
 
 
 def _lies_in(key, cell):

@@ -3,10 +3,13 @@
 As `tensor_parallel.explaining.memory`, which asks what is alive when; here it is asked what the gradients keep.
 """
 
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from dataclasses import replace
+from itertools import count
 from math import prod
 
-from mindformers_core.recompute.saved_by_operator import Operand, saved_by
+from mindformers_core.recompute.courses import Course, Memory, Repetition, Run, Tensor, placeholder
+from mindformers_core.recompute.saved_by_operator import saved_by
 from mindformers_core.recompute.views import contiguous_strides, gives_its_input, viewed
 from mindformers_core.redistribution.planner import ITEM_SIZES
 from mindformers_core.redistribution.steps import STEP_KINDS
@@ -14,106 +17,45 @@ from mindformers_core.tensor_parallel.capturing.structure import values_in
 from mindformers_core.tensor_parallel.propagation.aliases import match_arguments
 from mindformers_core.tensor_parallel.propagation.plan import CallPlan, Move
 
-__all__ = ["Course", "Memory", "Run", "Tensor", "follow"]
+__all__ = ["Following"]
 
 _CUTS = frozenset(("StopGradient", "FullLike", "EmptyLike"))  # their results need no gradient; those of `Sign` do
-_VIEWING_STEPS = frozenset(("identity", "slice"))
+_EXTREMES = frozenset(("max", "min"))
 
 
-@dataclass(frozen=True, eq=False)
-class Memory:
-    """A piece of memory on one rank, made by the instruction at `key`, which `value` is the first tensor in."""
+class Following:
+    """Follows a program, for one set of dropped instructions after the other.
 
-    key: tuple
-    value: object
-    nbytes: int
-
-
-@dataclass(frozen=True, eq=False)
-class Tensor:
-    """A tensor as one rank holds it.
-
-    Attributes:
-        value: its `Value`.
-        shape: local shape.
-        strides: in elements.
-        needs: whether a gradient flows back to it.
-        memory: where it lies; None for what belongs to others: parameters, constants, arguments of the root.
-        run: the `Run` that makes it, or None.
-        base: the `Tensor` whose memory it shares, or None.
-        is_view: whether MindSpore counts it as a view, also of all there is: most operators copy what is.
-    """
-
-    value: object
-    shape: tuple
-    strides: tuple
-    needs: bool
-    memory: Memory | None = None
-    run: "Run | None" = None
-    base: "Tensor | None" = None
-    is_view: bool = False
-
-    @property
-    def nbytes(self):
-        """Bytes of its elements."""
-        return prod(self.shape) * ITEM_SIZES[self.value.dtype]
-
-    def operand(self, place):
-        """The same as an `Operand`."""
-        return Operand(place, self.shape, self.value.dtype, ITEM_SIZES[self.value.dtype], self.needs)
-
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """One operator, or one step of a move, as it runs.
-
-    Attributes:
-        key: of the instruction that it belongs to.
-        inputs: the `Tensor`s that it takes.
-        saved: `Tensor`s that its gradient keeps.
-        own: pieces of `Memory` that its gradient keeps and that are neither input nor result: copies, statistics.
-    """
-
-    key: tuple
-    inputs: tuple
-    saved: list = field(default_factory=list)
-    own: list = field(default_factory=list)
-
-
-@dataclass(frozen=True, eq=False)
-class Course:
-    """What a program does, in order.
-
-    Attributes:
-        runs: the `Run`s.
-        results: key of the root, `()`, and of every call that is gone into -> the `Tensor`s that it gives.
-    """
-
-    runs: list = field(default_factory=list)
-    results: dict = field(default_factory=dict)
-
-
-def follow(frame, dropped=frozenset(), algorithm=None, arguments_need=True):
-    """The `Course` of a program.
+    Calls that a frame makes of one `FramePlan`, as those of equal layers, are followed once for each way in which
+    instructions in them are dropped and their arguments look.
 
     Args:
         frame: the root's `FramePlan`.
-        dropped: keys of instructions whose results are computed again; they are no views.
         algorithm: `OperatorPlan` with an `algorithm` -> pair of the `CellGraph` of what runs in its place and, for each
             of its nodes, the `Step`s of a redistribution or None. See `mindformers_core.recompute.algorithms`.
         arguments_need: whether gradients flow back to the root's arguments: see `saved_activations`.
-
-    Raises:
-        ValueError: a distributed algorithm, and no `algorithm` to ask.
     """
-    course = Course()
-    follower = _Follower(course, dropped, algorithm)
-    given = {}
-    for value in values_in(frame.graph.arguments):
-        layout = frame.layouts[value.id]
-        given[value.id, layout] = _outside(value, layout.local_shape(value.shape), arguments_need)
-    follower.frame(frame, given, ())
-    return course
+
+    def __init__(self, frame, algorithm=None, arguments_need=True):
+        self.frame, self.algorithm, self.arguments_need = frame, algorithm, arguments_need
+        self._known = {}
+
+    def course(self, dropped=frozenset()):
+        """The `Course` of the program.
+
+        Args:
+            dropped: keys of instructions whose results are computed again; they are no views.
+
+        Raises:
+            ValueError: a distributed algorithm, and no `algorithm` to ask.
+        """
+        given = {}
+        for value in values_in(self.frame.graph.arguments):
+            layout = self.frame.layouts[value.id]
+            given[value.id, layout] = _outside(value, layout.local_shape(value.shape), self.arguments_need)
+        course = Course(frozenset(dropped))
+        _Follower(course, self.algorithm, self._known).frame(self.frame, given, ())
+        return course
 
 
 def _outside(value, shape, needs):
@@ -122,10 +64,22 @@ def _outside(value, shape, needs):
 
 
 class _Follower:
-    """Goes through a program and notes down what runs."""
+    """Goes through a program and notes down what runs.
 
-    def __init__(self, course, dropped, algorithm):
-        self.course, self.dropped, self.algorithm = course, dropped, algorithm
+    Args:
+        course: the `Course`, to be filled.
+        algorithm: see `Following`.
+        known: what a call does that others repeat: its `FramePlan`, what is dropped and what it is given -> `Course`,
+            and the plan again, which has to live as long as its id is used.
+    """
+
+    def __init__(self, course, algorithm, known):
+        self.course, self.algorithm, self.known = course, algorithm, known
+        self.numbers = count(len(course.given))
+        self.dropped_below = {}
+        for key in course.dropped:
+            for end in range(1, len(key)):
+                self.dropped_below.setdefault(key[:end], set()).add(key[end:])
 
     def frame(self, frame, given, key):
         """Go through a frame; `(number of Value, layout) -> Tensor` of all that is at hand at its end."""
@@ -135,19 +89,20 @@ class _Follower:
             needs = getattr(use, "trainable", False) and "float" in value.dtype
             held[value.id, layout] = _outside(value, layout.local_shape(value.shape), needs)
         held |= given
+        often = Counter(id(call.frame) for call in frame.calls)
         for index, entry in enumerate(frame.instructions):
             if isinstance(entry, Move):
                 tensor = held[entry.value.id, entry.source]
                 held[entry.value.id, entry.target] = self.steps((*key, index), tensor, entry.steps)
             elif isinstance(entry, CallPlan) and entry.frame is not None:
-                self.call(entry, held, (*key, index))
+                self.call(entry, held, (*key, index), often[id(entry.frame)] > 1)
             else:
                 self.entry(entry, held, (*key, index))
         results = zip(values_in(frame.graph.result), frame.results)
         self.course.results[key] = [held[value.id, layout] for value, layout in results]
         return held
 
-    def call(self, entry, held, key):
+    def call(self, entry, held, key, is_repeated):
         """Go through a called Cell."""
         called, node = entry.frame, entry.node
         layouts = dict(zip(values_in((node.args, node.kwargs)), entry.inputs))
@@ -156,9 +111,25 @@ class _Follower:
         }
         for (inner, inner_layout), (outer, layout) in zip(called.lifted, entry.lifted):
             given[inner.id, inner_layout] = held[outer.id, layout]
-        self.frame(called, given, key)
+        if is_repeated:
+            self.repeated(called, given, key)
+        else:
+            self.frame(called, given, key)
         for value, layout, tensor in zip(values_in(node.outputs), entry.outputs, self.course.results[key]):
             held[value.id, layout] = tensor
+
+    def repeated(self, frame, given, key):
+        """Go through a frame that is called often, as it was gone through before where all is alike."""
+        dropped = frozenset(self.dropped_below.get(key, ()))
+        call = id(frame), dropped, tuple((place, tensor.look) for place, tensor in given.items())
+        if call not in self.known:
+            inner = {place: placeholder(tensor, number) for number, (place, tensor) in enumerate(given.items())}
+            course = Course(dropped, tuple(inner.values()))
+            _Follower(course, self.algorithm, self.known).frame(frame, inner, ())
+            self.known[call] = course, frame
+        repetition = Repetition(key, self.known[call][0], given.values())
+        self.course.runs.append(repetition)
+        self.course.results[key] = self.course.results_of(key)
 
     def entry(self, entry, held, key):
         """One operator, or the call of a Cell with a `bprop`."""
@@ -193,10 +164,10 @@ class _Follower:
             if row.as_they_are or not tensor.is_view:
                 run.saved.append(tensor)
             else:
-                run.own.append(Memory(key, tensor.value, tensor.nbytes))
+                run.own.append(self.memory(key, tensor.nbytes))
         run.saved.extend(results[result] for result in row.kept_outputs([*operands], [*results]))
         sizes = row.internal_sizes([*operands], [*results])
-        run.own.extend(Memory(key, made[0].value, nbytes) for nbytes in sizes)
+        run.own.extend(self.memory(key, nbytes) for nbytes in sizes)
         return made
 
     def results(self, run, node, tensors, shapes):
@@ -216,14 +187,19 @@ class _Follower:
 
     def made(self, run, value, shape, needs, strides=None, base=None, is_view=False):
         """A result: contiguous and in memory of its own, unless told otherwise."""
-        if run.key in self.dropped:
+        if run.key in self.course.dropped:
             strides, base, is_view = None, None, False
-        memory = Memory(run.key, value, prod(shape) * ITEM_SIZES[value.dtype]) if base is None else base.memory
+        nbytes = prod(shape) * ITEM_SIZES[value.dtype]
+        memory = self.memory(run.key, nbytes) if base is None else base.memory
         strides = contiguous_strides(shape) if strides is None else strides
         return Tensor(value, tuple(shape), tuple(strides), needs, memory, run, base, is_view)
 
+    def memory(self, key, nbytes):
+        """A new piece of `Memory`."""
+        return Memory(key, next(self.numbers), nbytes)
+
     def steps(self, key, tensor, steps):
-        """The result of a move. Each step is a Cell with a `bprop`, for which what it takes and gives is kept.
+        """The result of a move. A step keeps what it takes and gives where the gradient goes to who holds an extreme.
 
         Truth values move as integers.
         """
@@ -233,10 +209,12 @@ class _Follower:
         for step in steps:
             run = Run(key, (tensor,))
             self.course.runs.append(run)
-            is_view = STEP_KINDS[step.kind].runs(step.op)[0] in _VIEWING_STEPS
-            how = (tensor.strides, tensor, True) if is_view else ()
+            kind = STEP_KINDS[step.kind].runs(step.op)[0]
+            views = {"identity": tensor.is_view, "slice": True}
+            how = (tensor.strides, tensor, views[kind]) if kind in views else ()
             moved = self.made(run, tensor.value, step.output_shape, tensor.needs, *how)
-            run.saved.extend([tensor, moved] if tensor.needs else [])
+            counts_holders = step.op in _EXTREMES and kind not in views
+            run.saved.extend([tensor, moved] if tensor.needs and counts_holders else [])
             tensor = moved
         return tensor
 

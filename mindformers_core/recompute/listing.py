@@ -6,6 +6,7 @@ from mindformers_core.recompute.algorithms import algorithm_of
 from mindformers_core.recompute.operator_names import operator_names
 from mindformers_core.recompute.prediction import saved_activations
 from mindformers_core.tensor_parallel.inspecting import prepare
+from mindformers_core.tensor_parallel.program import plan_call
 from mindformers_core.tensor_parallel.sharded_cells import ShardedCell
 
 __all__ = ["ListedOperator", "OperatorList", "list_operators"]
@@ -41,7 +42,8 @@ def list_operators(cell, *inputs, **named_inputs):
     """All operators of a call of a sharded Cell by the names that patterns of `recompute()` know, with saved bytes.
 
     Args:
-        cell: the root of a sharded tree; what is recomputed already counts as it is without.
+        cell: the root of a sharded tree; what is recomputed already counts as it is without, and patterns that were
+            given and match nothing are no error here.
         inputs, named_inputs: as it is called, this rank's parts; see `prepare`.
 
     Returns:
@@ -52,10 +54,19 @@ def list_operators(cell, *inputs, **named_inputs):
     """
     if not isinstance(cell, ShardedCell):
         raise TypeError(f"list_operators() takes a Cell that shard() was called with, not {type(cell).__name__}")
-    frame = prepare(cell, *inputs, **named_inputs).frame
+    frame = _plan(cell, inputs, named_inputs)
     saved = {}
     for tensor in saved_activations(frame, algorithm=algorithm_of):
         saved[tensor.key] = saved.get(tensor.key, 0) + tensor.nbytes
     return OperatorList(
         ListedOperator(name.text, name.operator, saved.get(name.place.key, 0)) for name in operator_names(frame)
     )
+
+
+def _plan(cell, inputs, named_inputs):
+    """The `FramePlan` of a call: of its program, but where patterns, which may be wrong, are to be matched for that."""
+    tree, path = cell.__dict__["_sharding"]
+    if not tree.activations.marks:
+        return prepare(cell, *inputs, **named_inputs).frame
+    program = tree.known_program(path, inputs, named_inputs)
+    return plan_call(tree, path, inputs, named_inputs)[1] if program is None else program.frame

@@ -158,7 +158,7 @@ def parse_pattern(text, where):
     return Pattern(text, where, tuple(segments))
 
 
-def select(patterns, names, cells, where="select"):
+def select(patterns, names, cells, where="select", required=True):
     """What patterns select: each all Cells that it matches, or, if it matches none, all operators.
 
     Args:
@@ -166,6 +166,7 @@ def select(patterns, names, cells, where="select"):
         names: the `OperatorName`s of a program.
         cells: its Cells, as `called_cells` gives them: `(key, path)`.
         where: what `patterns` are, for errors: `"recompute.select"`.
+        required: whether a pattern that matches nothing is an error.
 
     Returns:
         A `Selection`.
@@ -180,7 +181,7 @@ def select(patterns, names, cells, where="select"):
     for place, given in enumerate(patterns):
         pattern = given if isinstance(given, Pattern) else parse_pattern(given, f"{where}[{place}]")
         by_pattern[pattern.text] = _selected(pattern, names, cells)
-        if not any(by_pattern[pattern.text]):
+        if required and not any(by_pattern[pattern.text]):
             raise ValueError(f"{pattern.where}: {pattern.text!r} matches no {what_is_there(pattern, names, cells)}")
     chosen_cells = {key for keys, _ in by_pattern.values() for key in keys}
     chosen = {key for _, keys in by_pattern.values() for key in keys}

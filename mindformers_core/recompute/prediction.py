@@ -7,12 +7,14 @@ instruction are not held: what it takes to compute them again is, back to what i
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 from mindformers_core.mesh import nearest
-from mindformers_core.recompute.following import follow
-from mindformers_core.recompute.places import operators_in_order
+from mindformers_core.recompute.following import Following
+from mindformers_core.recompute.places import called_cells, operators_in_order
+from mindformers_core.tensor_parallel.propagation.plan import Move
 
-__all__ = ["SavedTensor", "cell_keys", "recomputed", "saved_activations", "saved_bytes"]
+__all__ = ["Prediction", "SavedTensor", "cell_keys", "recomputed", "saved_activations", "saved_bytes"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,17 +23,17 @@ class SavedTensor:
 
     Attributes:
         key: of the instruction that makes it (see `places`).
-        value: the `Value` that it was made for.
         nbytes: bytes on one rank.
     """
 
     key: tuple
-    value: object
     nbytes: int
 
 
 def saved_activations(frame, dropped=frozenset(), algorithm=None, arguments_need=True):
     """What PyNative keeps for the backward pass of a program, in the order in which gradients ask for it.
+
+    What the calls of equal layers ask for comes together, call by call.
 
     Parameters, constants of the module and arguments of the root belong to others and are not in the list; copies
     of views of them are.
@@ -41,7 +43,7 @@ def saved_activations(frame, dropped=frozenset(), algorithm=None, arguments_need
         dropped: keys of instructions whose results are computed again instead of being kept. What takes no tensors (a
             draw of random numbers) never runs again. What an operator keeps besides its inputs and results (the powers
             in a variance, a copy of an input that is a view) is kept all the same.
-        algorithm: gives what runs in the place of an operator with a distributed algorithm (see `follow`):
+        algorithm: gives what runs in the place of an operator with a distributed algorithm (see `Following`):
             `mindformers_core.recompute.algorithms.algorithm_of`.
         arguments_need: whether gradients flow back to the root's arguments, of whatever dtype. They do wherever the
             differentiated function (`mindspore.value_and_grad`) takes them as its own, even if only the gradients of
@@ -53,13 +55,12 @@ def saved_activations(frame, dropped=frozenset(), algorithm=None, arguments_need
     Raises:
         ValueError: a key that no instruction has; a distributed algorithm, and no `algorithm` to ask.
     """
-    return _Backward(frame, dropped, algorithm, arguments_need).saved()
+    return Prediction(frame, algorithm, arguments_need).saved(frozenset(dropped))
 
 
 def saved_bytes(frame, dropped=frozenset(), algorithm=None, arguments_need=True):
     """The sum of `saved_activations`, in bytes on one rank. Takes and raises the same."""
-    saved = saved_activations(frame, dropped, algorithm, arguments_need)
-    return sum(tensor.nbytes for tensor in saved)
+    return Prediction(frame, algorithm, arguments_need).saved_bytes(frozenset(dropped))
 
 
 def recomputed(frame, dropped, algorithm=None, arguments_need=True):
@@ -67,8 +68,7 @@ def recomputed(frame, dropped, algorithm=None, arguments_need=True):
 
     An instruction runs again where a gradient asks for one of its results, or another one that runs again does.
     """
-    backward = _Backward(frame, dropped, algorithm, arguments_need)
-    return {run.key for run in backward.again}
+    return Prediction(frame, algorithm, arguments_need).recomputed(frozenset(dropped))
 
 
 def cell_keys(frame, key, algorithm=None):
@@ -84,54 +84,57 @@ def cell_keys(frame, key, algorithm=None):
     Raises:
         ValueError: there is no call at `key`.
     """
-    course = follow(frame, algorithm=algorithm)
-    if key not in course.results:
-        raise ValueError(f"no call of a Cell at {key}{nearest(str(key), map(str, course.results))}")
-    made = {run.key for run in course.runs if run.key[: len(key)] == tuple(key)}
-    for tensor in course.results[key]:
-        while tensor is not None:
-            made.discard(tensor.run and tensor.run.key)
-            tensor = tensor.base
-    return frozenset(made)
+    return Prediction(frame, algorithm).cell_keys(tuple(key))
 
 
-class _Backward:
-    """What the backward pass of a program keeps and computes again.
+class Prediction:
+    """What PyNative keeps of a program, and computes again, for one choice after the other.
 
-    Attributes:
-        kept: pieces of memory, each once.
-        again: the `Run`s that run again.
+    Each method tells what the function of its name does; asked more than once, it is much faster. `dropped` has to be a
+    frozenset.
+
+    Args:
+        frame, algorithm, arguments_need: as of `saved_activations`.
     """
 
-    def __init__(self, frame, dropped, algorithm, arguments_need):
-        _check(frame, dropped)
-        self.dropped = frozenset(dropped)
-        self.kept, self.again = {}, {}
-        for run in follow(frame, self.dropped, algorithm, arguments_need).runs:
-            self.kept.update(dict.fromkeys(run.own))
-            for tensor in run.saved:
-                self._hold(tensor)
+    def __init__(self, frame, algorithm=None, arguments_need=True):
+        self._frame, self._following = frame, Following(frame, algorithm, arguments_need)
+        self._places = {place.key: place for place in operators_in_order(frame)}
+        self._demand, self._undisturbed = cache(self._demand_of), cache(self._following.course)
 
-    def saved(self):
+    def saved(self, dropped=frozenset()):
         """See `saved_activations`."""
-        return [SavedTensor(memory.key, memory.value, memory.nbytes) for memory in self.kept]
+        return [SavedTensor(memory.key, memory.nbytes) for memory in self._demand(dropped).kept]
 
-    def _hold(self, tensor):
-        """A tensor has to be at hand in the backward pass. Long chains are dropped, so there is no recursion."""
-        waiting = [tensor]
-        while waiting:
-            tensor = waiting.pop()
-            if tensor.run is None or tensor.run.key not in self.dropped or not tensor.run.inputs:
-                if tensor.memory is not None:
-                    self.kept[tensor.memory] = None
-            elif tensor.run not in self.again:
-                self.again[tensor.run] = None
-                waiting.extend(tensor.run.inputs)
+    def saved_bytes(self, dropped=frozenset()):
+        """See `saved_bytes`."""
+        return sum(memory.nbytes for memory in self._demand(dropped).kept)
+
+    def recomputed(self, dropped):
+        """See `recomputed`."""
+        return set(self._demand(dropped).again)
+
+    def cell_keys(self, key):
+        """See `cell_keys`."""
+        results = self._undisturbed().results_of(key)
+        if results is None:
+            calls = [str(other) for other, _ in called_cells(self._frame)]
+            raise ValueError(f"no call of a Cell at {key}{nearest(str(key), calls)}")
+        made = {inner for inner, place in self._places.items() if inner[: len(key)] == key and _runs(place.entry)}
+        for tensor in results:
+            while tensor is not None:
+                made.discard(tensor.key)
+                tensor = tensor.base
+        return frozenset(made)
+
+    def _demand_of(self, dropped):
+        unknown = dropped.difference(self._places)
+        if unknown:
+            raise ValueError(
+                f"no instruction at {min(unknown)}, which is to be dropped: take keys from operators_in_order(frame)"
+            )
+        return self._following.course(dropped).demand()
 
 
-def _check(frame, dropped):
-    """Refuse keys that aren't there."""
-    unknown = set(dropped) - {place.key for place in operators_in_order(frame)} if dropped else ()
-    if unknown:
-        key = min(unknown)
-        raise ValueError(f"no instruction at {key}, which is to be dropped: take keys from operators_in_order(frame)")
+def _runs(entry):
+    return not isinstance(entry, Move) or bool(entry.steps)

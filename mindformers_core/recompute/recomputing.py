@@ -6,7 +6,7 @@ functions recompute whole Cells, by MindSpore's own marks.
 
 from mindformers_core.recompute.policy import ChosenActivations
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
-from mindformers_core.tensor_parallel.sharded_cells import EagerCell, ShardedCell
+from mindformers_core.tensor_parallel.sharded_cells import tree_of_root
 
 __all__ = ["recompute", "swap"]
 
@@ -29,16 +29,7 @@ def recompute(cell, is_part=False, **settings):
             settings that can't be. When a program is made: a pattern that matches nothing. In compiled functions:
             anything but whole Cells.
     """
-    settings = RecomputeSettings(**settings)
-    if not settings.is_on:
-        return cell
-    tree = _checked_tree(cell, "recompute")
-    known = tree.activations if tree.activations.marks else None
-    if known is not None and known.settings.is_on:
-        raise ValueError(f"recompute() was called with {tree.label('')} already: give everything in one call")
-    tree.activations = ChosenActivations(tree, settings, known.swapping if known else SwapSettings(), is_part)
-    tree.forget_programs()
-    return cell
+    return _given(cell, "recompute", "settings", RecomputeSettings(**settings), is_part)
 
 
 def swap(cell, is_part=False, **settings):
@@ -56,36 +47,24 @@ def swap(cell, is_part=False, **settings):
         TypeError: not a sharded Cell. ValueError: as for `recompute()`; when a program is made, also what is recomputed
             and swapped; in compiled functions, anything.
     """
-    settings = SwapSettings(**settings)
+    return _given(cell, "swap", "swapping", SwapSettings(**settings), is_part)
+
+
+def _given(cell, function, which, settings, is_part):
+    """Change one of the settings that the `ChosenActivations` of a root Cell are made of; gives the Cell."""
     if not settings.is_on:
         return cell
-    tree = _checked_tree(cell, "swap")
-    known = tree.activations if tree.activations.marks else None
-    if known is not None and known.swapping.is_on:
-        raise ValueError(f"swap() was called with {tree.label('')} already: give everything in one call")
-    tree.activations = ChosenActivations(tree, known.settings if known else RecomputeSettings(), settings, is_part)
-    tree.forget_programs()
-    return cell
-
-
-def _checked_tree(cell, function):
-    """The `ShardedTree` of a root Cell whose activations can be kept in another way."""
-    if not isinstance(cell, ShardedCell):
-        raise TypeError(
-            f"{function}() takes a Cell that shard() was called with, not {type(cell).__name__}: on one card, "
-            'shard(cell, init_device_mesh((1,), ("dp",))) first'
-        )
-    tree, path = cell.__dict__["_sharding"]
-    if path:
-        raise ValueError(f"{function}() takes the root: call it with {tree.label('')}, and name '{path}' in a pattern")
-    for inner, child in tree.cells.items():
-        if isinstance(child, EagerCell):
-            raise ValueError(
-                f"{tree.label(inner)} runs operator by operator (eager), where {function}() can't name operators: "
-                'shard(cell, mesh, mode="generated"), and mark no Cell of it eager'
-            )
+    tree = tree_of_root(cell, function, ", and name this one in a pattern")
+    for path, child in tree.cells.items():
         if child._recompute_cell is not None:
             raise ValueError(
-                f"{tree.label(inner)} is recomputed by its own recompute() already: leave that out, and select it here"
+                f"{tree.label(path)} is recomputed by its own recompute() already: leave that out, and select it here"
             )
-    return tree
+    known = {"settings": RecomputeSettings(), "swapping": SwapSettings()}
+    if tree.activations.marks:
+        known = {name: getattr(tree.activations, name) for name in known}
+    if known[which].is_on:
+        raise ValueError(f"{function}() was called with {tree.label('')} already: give everything in one call")
+    tree.activations = ChosenActivations(tree, is_part=is_part, **{**known, which: settings})
+    tree.forget_programs()
+    return cell

@@ -1,8 +1,12 @@
 """Names of many operators in few lines: those of layers in a row together. Pure Python."""
 
 import re
+import textwrap
 
-__all__ = ["layers_together"]
+__all__ = ["cells_together", "layers_together", "names_shown"]
+
+_WIDTH = 120
+_UNBROKEN = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def layers_together(names):
@@ -24,6 +28,28 @@ def layers_together(names):
         for run in _runs(sorted(places, key=lambda number: -1 if number is None else number)):
             shown = "" if run == [None] else f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}"
             lines.append((f"{before}{shown}{after}", [place for number in run for place in places[number]]))
+    return lines
+
+
+def cells_together(paths):
+    """Paths of Cells, those of layers in a row in one: `model.layers.0-7`, `model.layers.0-7.mlp`."""
+    return [text.removesuffix(".") for text, _ in layers_together(f"{path}." for path in paths)]
+
+
+def names_shown(names):
+    """Names of operators as lines of at most 120 columns, indented: by Cells, those of layers in a row together.
+
+    Args:
+        names: as of `layers_together`.
+    """
+    operators = {}
+    for text, _ in layers_together(names):
+        cell, _, operator = text.rpartition(".")
+        operators.setdefault(cell or "(root)", []).append(operator)
+    lines = []
+    for cell, inside in operators.items():
+        text = f"{cell}: {', '.join(dict.fromkeys(inside))}"
+        lines += textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="    ", **_UNBROKEN)
     return lines
 
 

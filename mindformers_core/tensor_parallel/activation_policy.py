@@ -4,9 +4,9 @@
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-__all__ = ["ActivationPolicy", "Keeper"]
+__all__ = ["ActivationPolicy", "ExplainedActivations", "Keeper", "Mark"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,37 @@ class Keeper:
     name: str
     constructor: str
     takes_collectives: bool = True
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What is said of an instruction whose results are kept in another way.
+
+    Attributes:
+        kind: `"recomputed"`: it runs again in the backward pass; `"on host"`: its results wait for that on the host;
+            `"kept for others"`: what it makes is kept, since others are computed again from it.
+        nbytes: on one rank, bytes that the device doesn't keep for the backward pass because of it, of its results and
+            of copies of views; of the last kind, bytes that it keeps.
+        sends: whether the collectives in it run again, too.
+    """
+
+    kind: str
+    nbytes: int
+    sends: bool = False
+
+
+@dataclass(frozen=True)
+class ExplainedActivations:
+    """What there is to say about a program.
+
+    Attributes:
+        lines: text about the whole program.
+        marks: key of an instruction -> its `Mark`. A key is the indices of the calls that lead there, among the
+            `instructions` of each `FramePlan`, and its own.
+    """
+
+    lines: tuple = ()
+    marks: dict = field(default_factory=dict)
 
 
 class ActivationPolicy:
@@ -47,13 +78,22 @@ class ActivationPolicy:
         """A context manager around a call of a Cell from outside, in PyNative."""
         return nullcontext()
 
-    def check_splitting(self):
-        """Raise `ValueError` where weights' gradients can't be computed apart from those of inputs."""
+    def told(self):
+        """What the policies of a pipeline's other stages have to know, as JSON can hold it; None: nothing."""
+        return None
+
+    def check_stages(self, told):
+        """Raise `ValueError` for what none of a pipeline's stages has; `told`: by every stage, ascending."""
 
     def keeps_weights(self, unit):
         """Whether the weights of a unit that were gathered for its forward pass stay for its backward pass."""
         return False
 
-    def explained(self, frame):
-        """Lines of text for `explain()` of a root's `FramePlan`."""
-        return []
+    def explained(self, frame, path=""):
+        """The `ExplainedActivations` of a program, for `explain()`.
+
+        Args:
+            frame: its `FramePlan`.
+            path: of a Cell that it calls: the marks are those in the first call of this one, with their keys in there.
+        """
+        return ExplainedActivations()

@@ -7,7 +7,7 @@ from mindformers_core.tensor_parallel.explaining import explain_plan, page
 from mindformers_core.tensor_parallel.explaining.algorithms import algorithm_steps
 from mindformers_core.tensor_parallel.sharded_cells import EagerCell, ShardedCell
 
-__all__ = ["explain", "prepare", "programs"]
+__all__ = ["explain", "explain_activations", "prepare", "programs"]
 
 
 def prepare(cell, *inputs, saved_plan=None, compiled=False, **named_inputs):
@@ -49,8 +49,9 @@ def explain(cell, *inputs, html=None, **named_inputs):
 
     For every Cell each operator with global and local shapes and layouts, and each redistribution with its collectives
     and bytes forward and backward; in all the bytes per mesh axis and the peak of activations. Of a root Cell under
-    `zero.hsdp()` besides what is sharded, bucket by bucket, what stays whole, and what this sends in a step; of one
-    with `recompute()` what is computed again, and the bytes that are saved with and without.
+    `zero.hsdp()` besides what is sharded, bucket by bucket, what stays whole, and what this sends in a step. Under
+    `recompute()` or `swap()` each operator and redistribution that is computed again, or waits on the host, has a mark
+    with the bytes that this saves, `[recomputed: 1.5 MiB not kept]`; of a root Cell these are summed up at the end.
 
     Args:
         cell: a Cell of a sharded tree.
@@ -62,19 +63,38 @@ def explain(cell, *inputs, html=None, **named_inputs):
         TypeError: `cell` isn't sharded. ValueError: no inputs are given, and no program was made yet.
     """
     tree, path = _sharding(cell)
-    frame = prepare(cell, *inputs, **named_inputs).frame if inputs or named_inputs else _last_plan(tree, path)
-    rest = [*tree.storage.explained(), *tree.activations.explained(frame)] if path == "" else []
+    if inputs or named_inputs:
+        whole, inner = prepare(cell, *inputs, **named_inputs).frame, ""
+    else:
+        whole, inner = _last_program(tree, path)
+    frame = dict(reversed([*whole.walk()]))[inner]
+    activations = tree.activations.explained(whole, inner)
+    rest = [*tree.storage.explained(), *activations.lines] if path == "" else []
     if html is not None:
-        Path(html).write_text(page(frame, tree.label(path), algorithm_steps, rest), encoding="utf-8")
-    return explain_plan(frame, algorithm_steps, rest)
+        shown = page(frame, tree.label(path), algorithm_steps, rest, activations.marks)
+        Path(html).write_text(shown, encoding="utf-8")
+    return explain_plan(frame, algorithm_steps, rest, activations.marks)
 
 
-def _last_plan(tree, path):
-    """The `FramePlan` of a Cell in the program that ran last with it."""
+def explain_activations(cell, *inputs, compiled=False, **named_inputs):
+    """What `recompute()` and `swap()` do in all: lines, with which `explain(cell, *inputs)` ends. None without them.
+
+    Args:
+        cell: the root of a sharded tree.
+        inputs, compiled, named_inputs: as for `prepare`.
+    """
+    tree, _ = _sharding(cell)
+    if not tree.activations.marks:
+        return ()
+    return tree.activations.explained(prepare(cell, *inputs, compiled=compiled, **named_inputs).frame).lines
+
+
+def _last_program(tree, path):
+    """`(FramePlan, path of a Cell in it)` of the program that ran last with this Cell."""
     for program in reversed(tree.programs.values()):
-        for inner, frame in program.frame.walk(program.path):
-            if inner == path:
-                return frame
+        for inner, _ in program.frame.walk():
+            if f"{program.path}.{inner}".strip(".") == path:
+                return program.frame, inner
     raise ValueError(f"{tree.label(path)} has no program yet: give explain() inputs, or call the Cell before")
 
 

@@ -19,7 +19,7 @@ from mindformers_core.tensor_parallel.move import cost_model, dtype_name
 from mindformers_core.tensor_parallel.propagation import propagate
 from mindformers_core.tensor_parallel.propagation.saved import load_plan
 
-__all__ = ["Program", "describe", "make_program", "signature_key"]
+__all__ = ["Program", "describe", "make_program", "plan_call", "signature_key"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +102,16 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
         signature: what `signature_key` gives for them.
         saved_plan: a file to take the plan from, or None.
     """
+    graph, frame = plan_call(tree, path, args, kwargs, saved_plan)
+    return _generated(tree, path, signature, graph, tree.activations.marked(path, frame, tree.compiling))
+
+
+def plan_call(tree, path, args, kwargs, saved_plan=None):
+    """Capture and propagate one call; arguments as of `make_program`.
+
+    Returns:
+        `(CellGraph, FramePlan)`, without what the tree's `ActivationPolicy` makes of the plan.
+    """
     bound = _bind(tree, path, args, kwargs)
     declared = tree.declarations[path].inputs if path == "" and path in tree.declarations else {}
     arriving = []
@@ -127,7 +137,7 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
         frame = load_plan(saved_plan, graph, tree.mesh)
     else:
         frame = propagate(graph, tree.mesh, layouts, parameters, declarations, cost_model(), final=path == "")
-    return _generated(tree, path, signature, graph, tree.activations.marked(path, frame, tree.compiling))
+    return graph, frame
 
 
 def _bind(tree, path, args, kwargs):

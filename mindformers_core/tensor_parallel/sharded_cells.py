@@ -9,6 +9,7 @@ from mindformers_core.tensor_parallel.dtensor import parameter_meta, parameter_v
 
 __all__ = [
     "CONTAINERS", "EagerCell", "GeneratedCell", "ShardedCell", "computing_parameters", "located", "sharded_class",
+    "tree_of_root",
 ]  # fmt: skip
 
 CONTAINERS = (nn.CellList, nn.CellDict, nn.SequentialCell)  # they hold other Cells in a row
@@ -153,3 +154,34 @@ def located(error, label):
     found = type(error)(text).with_traceback(error.__traceback__)
     found.is_located = True
     return found
+
+
+def tree_of_root(cell, function, instead=""):
+    """The `ShardedTree` of a root Cell all of whose Cells run generated programs.
+
+    Args:
+        cell: what a user gave.
+        function: name of the function that it was given to, for errors.
+        instead: what else to do with a Cell below the root, for errors.
+
+    Raises:
+        TypeError: it isn't sharded. ValueError: it is a Cell below a root, or one of its Cells runs eagerly.
+    """
+    if not isinstance(cell, ShardedCell):
+        raise TypeError(
+            f"{function}() takes a Cell that shard() was called with, not {type(cell).__name__}: on one card, "
+            'shard(cell, init_device_mesh((1,), ("dp",))) first'
+        )
+    tree, path = cell.__dict__["_sharding"]
+    if path:
+        raise ValueError(
+            f"{tree.label(path)} is part of a sharded tree, and {function}() takes the root: call it with "
+            f"{tree.label('')}{instead}"
+        )
+    eager = [tree.label(inner) for inner, child in tree.cells.items() if isinstance(child, EagerCell)]
+    if eager:
+        raise ValueError(
+            f"{', '.join(eager)}: runs operator by operator (eager), where {function}() can't change what runs: "
+            'shard(cell, mesh, mode="generated"), and mark no Cell of it eager'
+        )
+    return tree

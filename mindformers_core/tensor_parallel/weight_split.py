@@ -27,7 +27,7 @@ from mindspore.graph.api import _no_grad
 
 from mindformers_core.communication import communicator
 from mindformers_core.tensor_parallel.generation.deferral import PRODUCTS, DeferredWeight, deferred_weights
-from mindformers_core.tensor_parallel.sharded_cells import EagerCell, ShardedCell, computing_parameters
+from mindformers_core.tensor_parallel.sharded_cells import computing_parameters, tree_of_root
 
 __all__ = ["DeferredGradients", "PendingGradients", "split_weight_gradients"]
 
@@ -50,21 +50,7 @@ def split_weight_gradients(cell):
     Raises:
         TypeError: `cell` isn't sharded. ValueError: it isn't the root of its tree, or runs operator by operator.
     """
-    if not isinstance(cell, ShardedCell):
-        raise TypeError(
-            f"{type(cell).__name__} isn't sharded, and has no programs in which weight gradients could be split off: "
-            "shard(cell, mesh) first; a mesh of one rank will do"
-        )
-    tree, path = cell.__dict__["_sharding"]
-    if path:
-        raise ValueError(f"{tree.label(path)} is part of a sharded tree: split the gradients of {tree.label('')}")
-    eager = [tree.label(path) for path, child in tree.cells.items() if isinstance(child, EagerCell)]
-    if eager:
-        raise ValueError(
-            f"{', '.join(eager)}: runs operator by operator (eager), where weight gradients can't be split off: "
-            'shard(cell, mesh, mode="generated"), and mark no Cell of it eager'
-        )
-    tree.activations.check_splitting()
+    tree = tree_of_root(cell, "split_weight_gradients")
     if tree.deferred_gradients is None:
         tree.deferred_gradients = DeferredGradients(tree)
     tree.deferring = True

@@ -15,10 +15,13 @@ from mindformers_core.communication import init_distributed
 from mindformers_core.communication.world import shutdown
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaForCausalLM
+from mindformers_core.recompute import recompute, swap
 from mindformers_core.tensor_parallel import shard
+from mindformers_core.tensor_parallel.inspecting import explain_activations
 from mindformers_core.trainer.pipeline_recipe import recipe_timeline
 from mindformers_core.trainer.pipeline_step import build_chunks, hsdp_chunks
 from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, global_batch_size, mesh_shape
+from mindformers_core.trainer.recompute_recipe import recompute_arguments, swap_arguments
 from mindformers_core.trainer.zero_recipe import SHARDED, zero_settings
 from mindformers_core.zero import memory_report
 
@@ -64,12 +67,14 @@ class RankFacts:
         level: of `hsdp()`, 0 for plain data parallelism.
         shards: number of parts that parameters are cut into.
         bytes: keys of `_ROWS` -> bytes, at the fullest time of a step.
+        activations: lines about what is recomputed and swapped, of one micro-batch.
     """
 
     parameters: tuple
     level: int
     shards: int
     bytes: dict
+    activations: tuple = ()
 
     @property
     def total(self):
@@ -110,17 +115,28 @@ def _facts_of_rank(recipe, mesh, rank, micro_batches):
         else:
             chunks = build_chunks(recipe, mesh, rank)
             batch = recipe.parallelism.pipeline_parallel_microbatch_size
-        for index, net in chunks:
-            _run_forward(recipe, mesh, index, net, batch)
+        inputs = [_inputs(recipe, index, batch) for index, _ in chunks]
+        for (_, net), given in zip(chunks, inputs, strict=True):
+            with ms.DeviceCtx("meta"):
+                net(*given)
         zero = zero_settings(recipe, mesh, micro_batches)
         nets = [net for _, net in chunks]
         hsdp_chunks(recipe, nets, zero)
-        return _facts(recipe, nets, zero["shard_size"])
+        return _facts(recipe, nets, zero["shard_size"], _activations(recipe, chunks, inputs))
     finally:
         shutdown()
 
 
-def _facts(recipe, nets, shards):
+def _activations(recipe, chunks, inputs):
+    """Lines about what is recomputed and swapped in each of the Cells of a rank."""
+    lines = []
+    for (stage, net), given in zip(chunks, inputs, strict=True):
+        found = explain_activations(net, *given, compiled=recipe.context.mode == 0)
+        lines += [f"stage {stage}:", *found] if found and recipe.parallelism.pipeline_parallel > 1 else found
+    return tuple(lines)
+
+
+def _facts(recipe, nets, shards, activations):
     """The `RankFacts` of Cells under `hsdp()`."""
     at_once = recipe.context.mode == 0 or recipe.parallelism.pipeline_parallel > 1  # all gradients of a backward pass
     reports = [memory_report(net, compiled=at_once) for net in nets]
@@ -133,25 +149,25 @@ def _facts(recipe, nets, shards):
         for path, parameter in net.parameters_and_names():
             parameters[path] = _fact(parameter, plans[path], shards)
     level = recipe.parallelism.zero_level if shards > 1 else 0
-    return RankFacts(tuple(parameters.values()), level, shards, bytes_by_kind)
+    return RankFacts(tuple(parameters.values()), level, shards, bytes_by_kind, activations)
 
 
 def _whole_model(recipe, mesh):
     with ms.DeviceCtx("meta"):
-        return shard(LlamaForCausalLM(recipe.model), mesh, recipe.parallelism, mode=recipe.context.engine)
+        net = shard(LlamaForCausalLM(recipe.model), mesh, recipe.parallelism, mode=recipe.context.engine)
+    return swap(recompute(net, **recompute_arguments(recipe)), **swap_arguments(recipe))
 
 
-def _run_forward(recipe, mesh, stage, net, batch):
-    """A forward pass of a Cell on the meta device; stages after the first take hidden states."""
+def _inputs(recipe, stage, batch):
+    """What the Cell of a stage is called with, on the meta device; stages after the first take hidden states."""
     length, sizes = recipe.train_dataset.seq_length, recipe.parallelism
     with ms.DeviceCtx("meta"):
         ids = ms.mint.zeros((batch, length), dtype=ms.int32)
         if stage == 0:
-            net(ids, ids)
-            return
+            return ids, ids
         length = length // sizes.tensor_parallel if sizes.sequence_parallel else length
         shape = (batch, length, recipe.model.hidden_size)
-        net(ms.mint.zeros(shape, dtype=getattr(ms, recipe.model.dtype)), ids)
+        return ms.mint.zeros(shape, dtype=getattr(ms, recipe.model.dtype)), ids
 
 
 def pipeline_report(timeline, parts):
@@ -181,7 +197,10 @@ def report(facts):
     lines = [f"parameters  {whole:,} in all, {local:,} on each rank", *_sharded(facts)]
     lines.append("bytes on each rank at the fullest time (without activations)")
     lines += [f"  {title:<22} {_gib(facts.bytes[kind])}" for kind, title in _ROWS.items() if facts.bytes[kind]]
-    lines += [f"  {'together':<22} {_gib(facts.total)}", ""]
+    lines += [f"  {'together':<22} {_gib(facts.total)}"]
+    if facts.activations:
+        lines += ["activations of one micro-batch, on each rank", *(f"  {line}" for line in facts.activations)]
+    lines.append("")
     return "\n".join(lines + _table(parameters))
 
 

@@ -17,6 +17,7 @@ from mindformers_core.recompute import recompute, swap
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.tensor_parallel.clipping import sum_over
 from mindformers_core.trainer.adamw import AdamW
+from mindformers_core.trainer.budget_report import report_budget
 from mindformers_core.trainer.data import TokenDataset, first_sequence, open_dataset
 from mindformers_core.trainer.learning_rate import learning_rate
 from mindformers_core.trainer.metrics import MetricsFile, TensorBoardFile, draw_losses, require_extra
@@ -43,7 +44,7 @@ class Job:
     rank: int
     mesh: object
     dataset: TokenDataset
-    cells: tuple  # the sharded model; of a pipeline this rank's chunks of it
+    cells: dict  # number of a stage -> its sharded Cell, of this rank; without a pipeline 0 -> the model
     optimizer: AdamW
     micro_batches: int  # forward and backward passes of a step; in a pipeline runs of its schedule
     batch_size: int  # sequences of a step, of all dp ranks together
@@ -116,7 +117,7 @@ def _on_one_stage(recipe, mesh, rank, zero):
     net = hsdp(build_model(recipe, mesh), **zero)
     optimizer = AdamW(net.trainable_params(), recipe.optimizer)
     run_step = step_function(net, optimizer, recipe.training.max_norm, recipe.context.mode == 0)
-    return (net,), optimizer, run_step
+    return {0: net}, optimizer, run_step
 
 
 def _on_stages(recipe, mesh, rank, zero):
@@ -124,7 +125,7 @@ def _on_stages(recipe, mesh, rank, zero):
     schedule = build_schedule(recipe, mesh, rank, zero)
     optimizer = AdamW(own_parameters(schedule), recipe.optimizer)
     run_step = pipeline_step_function(schedule, optimizer, recipe.training.max_norm, mesh, recipe.context.mode == 0)
-    return tuple(stage.cell for stage in schedule.stages), optimizer, run_step
+    return {stage.stage_index: stage.cell for stage in schedule.stages}, optimizer, run_step
 
 
 def resume(job, checkpoint):
@@ -160,6 +161,8 @@ def run_steps(job):
     while job.step < recipe.training.steps:
         row = train_step(job)
         losses.append(row["loss"])
+        if len(losses) == 1:  # there are programs now
+            report_budget(recipe, job.mesh, job.rank, job.cells)
         for record in records:
             record(row)
         if not math.isfinite(row["loss"]):

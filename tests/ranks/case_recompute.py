@@ -1,20 +1,30 @@
 """Recomputed on several ranks: the same bits as without; collectives run again or their results are kept."""
 
+from pathlib import Path
+
 import mindspore as ms
 import numpy as np
 import pytest
 from launch import on_ranks
 from mindspore import Parameter, Tensor, nn, ops
+from saved_tensors import measured
 
 from mindformers_core.communication import count_collectives, world
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.pipeline import PipelineStage, Schedule1F1B, ScheduleZBH1
 from mindformers_core.recompute import recompute, swap
+from mindformers_core.recompute.algorithms import algorithm_of
 from mindformers_core.recompute.keeping import count_recomputations
-from mindformers_core.tensor_parallel import shard
+from mindformers_core.recompute.prediction import saved_bytes
+from mindformers_core.tensor_parallel import programs, shard
+from mindformers_core.trainer.data import TokenDataset
+from mindformers_core.trainer.recipe import MESH_AXES
+from mindformers_core.trainer.recipe_loader import load_recipe
+from mindformers_core.trainer.training_loop import make_job, train_step
 from mindformers_core.zero import hsdp, value_and_grad
 
+RECIPE = Path(__file__).parent.parent.parent / "configs" / "llama_tiny_pp.yaml"
 X = np.random.default_rng(0).normal(size=(8, 4, 8)).astype(np.float32)
 FULL, OPERATORS = {"full": True}, {"select": ["*.softmax", "*.first", "layers.1.*"]}
 
@@ -106,8 +116,22 @@ def case_recomputed_stages_give_the_same_bits():
     for settings in ({}, {"select": "layers.1-2"}):
         found, _ = pipelined(False, swapped={"op_swap": {"layers.0": True, "layers.3.first": True}}, **settings)
         assert equal(found, expected), settings
-    with pytest.raises(ValueError, match="is recomputed or swapped, but a schedule with weight steps"):
-        pipelined(False, ScheduleZBH1, full=True)
+    for compiled in (False, True):  # what a weight step needs is there again after the input step
+        assert equal(pipelined(compiled, ScheduleZBH1, **FULL)[0], pipelined(compiled, ScheduleZBH1)[0]), compiled
+    found, count = pipelined(False, ScheduleZBH1, swapped={"op_swap": {"layers.0": True}}, select="layers.1-2")
+    assert equal(found, pipelined(False, ScheduleZBH1)[0]) and count > 0
+
+
+@on_ranks(2)
+def case_kept_bytes_are_foretold():
+    """Nothing is kept of a collective, and no copy of a weight that is marked as varying."""
+    for shape in ((1, 2), (2, 1)):
+        net = shard(Tower(range(3), True), init_device_mesh(shape, ("dp", "tp"))).set_train()
+        x = Tensor(X)
+        net(x)
+        frame, weights = programs(net)[-1].frame, net.trainable_params()
+        found = measured(net, x, exclude=weights)
+        assert found == saved_bytes(frame, algorithm=algorithm_of), (shape, found)
 
 
 @on_ranks(4)
@@ -132,3 +156,43 @@ def case_collectives_run_again_or_are_kept():
     assert again["all_reduce", ("tp",)][0] > plain["all_reduce", ("tp",)][0]
     gathered, stays = (sharded(False, **s)[2] for s in (FULL, {**FULL, "parallel_optimizer_comm_recompute": False}))
     assert stays["all_gather", ("dp",)][0] < gathered["all_gather", ("dp",)][0]
+
+
+def stage_schedule(stages=(0, 1), **settings):
+    """A schedule of a stage each on two ranks; on these, `recompute()` is called."""
+    mesh, place = init_device_mesh((2, 1, 1), ("pp", "dp", "tp")), world().rank
+    cell = shard(Tower((2 * place, 2 * place + 1), place == 1), mesh.sub_mesh(("dp", "tp"), place)).set_train()
+    if place in stages:
+        recompute(cell, is_part=True, **settings)
+    return Schedule1F1B(PipelineStage(cell, place, 2, mesh=mesh), 4)
+
+
+@on_ranks(2)
+def case_what_is_on_no_stage():
+    """Is an error on both ranks, also where only one of them asks; layers have their numbers in the whole model."""
+    for stages, layers in (((0, 1), "0 to 3"), ((1,), "2 to 3")):
+        with pytest.raises(ValueError, match=f"^recompute.full: there is no layer 4: the layers are {layers}"):
+            stage_schedule(stages, full=[2, 4]).meet()
+        schedule = stage_schedule(stages, select=["layers.3.first", "layers.2.furst"])
+        with pytest.raises(ValueError, match=r"select\[1\]: 'layers.2.furst' matches .* \(did you mean 'first'\?\)"):
+            schedule.run(Tensor(X))
+        assert not any(gradient.any() for gradient in arrays(schedule.stage.gradients))
+    schedule = stage_schedule(full=[0], select="layers.3.softmax", exclude="layers.1")
+    with count_recomputations() as counted:
+        for _ in range(2):
+            schedule.run(Tensor(X))
+    assert counted
+
+
+@on_ranks(2)
+def case_what_is_on_no_stage_of_a_recipe():
+    mesh = init_device_mesh((2, 1, 1, 1), MESH_AXES)
+    tokens = TokenDataset(np.random.default_rng(0).integers(0, 256, 5000), 16, seed=1)
+    one_by_one = [f"parallelism.{key}=1" for key in ("data_parallel_shard", "tensor_parallel")]
+    small = [*one_by_one, "parallelism.sequence_parallel=false", "train_dataset.seq_length=16", "monitor.plot=false"]
+    recipe = load_recipe(str(RECIPE), [*small, "recompute.select=[layers.3.mlp, layers.0.self_atn]"])
+    job = make_job(recipe, mesh, world().rank, tokens)
+    before = arrays(job.optimizer.parameters)
+    with pytest.raises(ValueError, match=r"select\[1\]: 'layers.0.self_atn' matches .* \(did you mean 'self_attn'"):
+        train_step(job)
+    assert equal(arrays(job.optimizer.parameters), before)

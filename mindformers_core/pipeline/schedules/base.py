@@ -113,7 +113,8 @@ class PipelineScheduleBase:
             The `RankStages` of this rank.
 
         Raises:
-            ValueError: stages that don't make a pipeline, or parameters of the same path that aren't alike.
+            ValueError: stages that don't make a pipeline, parameters of the same path that aren't alike, or layers to
+                be recomputed or swapped that are on no stage.
         """
         return self.stages[0].meet(self.stages, self.table.stage_ranks)
 
@@ -127,6 +128,9 @@ class PipelineScheduleBase:
         Returns:
             What the last stage's Cell returned, put together over the micro-batches; None on other ranks, unless
             `share_outputs`.
+
+        Raises:
+            ValueError: after the first run, on all ranks: a pattern of recompute or swap that matches on no stage.
         """
         return self.run_microbatches(self.split_micro_batches(args, kwargs))
 

@@ -6,29 +6,43 @@ from itertools import count
 from mindformers_core.tensor_parallel.explaining.report import CallRow, MoveRow, make_report
 from mindformers_core.tensor_parallel.explaining.style import HUES, STYLE
 from mindformers_core.tensor_parallel.explaining.traffic import bytes_by_axes, collectives_of
-from mindformers_core.tensor_parallel.explaining.wording import bytes_shown, call_path, folded, step_shown
+from mindformers_core.tensor_parallel.explaining.wording import (
+    bytes_shown,
+    call_path,
+    folded,
+    mark_shown,
+    step_shown,
+)
 
 __all__ = ["page"]
 
 _OPEN_DEPTH = 3  # Cells so far below the root are open at first
+_MARKS = {  # kind of a `Mark` -> its sign, and what it means
+    "recomputed": ("↻", "runs again in the backward pass, and bytes that aren't kept because of that"),
+    "kept for others": ("▪", "kept, since others are computed again from it"),
+    "on host": ("⇅", "waits for the backward pass on the host"),
+}
 
 
-def page(frame, title, algorithm_steps=None, storage=()):
+def page(frame, title, algorithm_steps=None, storage=(), marks=None):
     """What a plan does, as one HTML page: totals, and the tree of Cells with all tensors and all communication.
 
     A dim that is cut is a chip in the colour of its axis, `512→128 tp`; a partial sum has a solid frame, a varying mark
-    a dashed one. Coloured bands are redistributions that communicate. Cells that are alike are shown once.
+    a dashed one. Coloured bands are redistributions that communicate. What is computed again in the backward pass, or
+    waits for it on the host, has a mark with bytes. Cells that are alike are shown once.
 
     Args:
         frame: the `FramePlan` of the root.
         title: of the page.
         algorithm_steps: see `make_report`.
-        storage: lines of text about how the parameters are stored: a title, and what is shown when it is opened.
+        storage: lines of text about how parameters and activations are stored: a title, and what is shown when it is
+            opened.
+        marks: see `make_report`.
 
     Returns:
         The page's source, all text in it escaped.
     """
-    report = make_report(frame, algorithm_steps)
+    report = make_report(frame, algorithm_steps, marks)
     mode = "training" if report.training else "evaluation"
     about = f"{report.root.class_name} on the mesh {report.mesh}, captured in {mode}: {report.cells} calls of Cells"
     tree = _Tree(report.mesh)
@@ -37,7 +51,7 @@ def page(frame, title, algorithm_steps=None, storage=()):
         _tag("p", escape(about), "about"),
         _tag("div", _totals(report) + _figures(report), "cards"),
         *_stored(storage),
-        _legend(report.mesh),
+        _legend(report.mesh, {mark.kind for mark in (marks or {}).values()}),
         _tag("div", tree.cell(report.root, "", report.root.path or report.root.class_name, 0), "tree"),
     ]
     hues = "".join(f".axis-{place} {{ --hue: {hue}; }}\n" for place, hue in enumerate(HUES))
@@ -119,7 +133,17 @@ def _stored(lines):
     return [_tag("details", content, "card stored")]
 
 
-def _legend(mesh):
+def _mark(kind, text):
+    """A pill that says what is done to a result."""
+    return _tag("span", f"{_MARKS[kind][0]} {escape(text)}", f"mark {kind.replace(' ', '-')}")
+
+
+def _mark_of(mark):
+    """The same for the mark of a row, if it has one."""
+    return "" if mark is None else _mark(mark.kind, mark_shown(mark))
+
+
+def _legend(mesh, kinds):
     axes = [
         _tag("span", _chip(mesh, (axis,), f"{escape(axis)}<small>{size}</small>"))
         for axis, size in zip(mesh.axis_names, mesh.shape)
@@ -132,6 +156,7 @@ def _legend(mesh):
             "span", _chip(mesh, sample, f"≈ {escape(sample[0])}", "varying") + " whole, used differently by each rank"
         ),
     ]
+    axes += [_tag("span", f"{_mark(kind, kind)} {escape(_MARKS[kind][1])}") for kind in _MARKS if kind in kinds]
     return _tag("div", "".join(axes), "legend")
 
 
@@ -194,7 +219,8 @@ class _Tree:
         names = ", ".join(entry.name for entry in row.results)
         attribute = f' <span class="attribute">self.{escape(row.attribute)}</span>' if row.attribute else ""
         call = f'<span class="name">{escape(names)} =</span> {escape(row.operator)}({escape(", ".join(row.inputs))})'
-        content = self._row(call + attribute, "<br>".join(map(self._tensor, row.results)), row.source)
+        shapes = "<br>".join(map(self._tensor, row.results))
+        content = self._row(call + attribute, shapes, row.source, mark=row.mark)
         if row.algorithm is None:
             return content
         over = f" over {', '.join(row.axes)}" if row.axes else ""
@@ -205,15 +231,16 @@ class _Tree:
         after = self._layout(row.tensor.shape, row.local_shape, row.target)
         before = self._layout(row.tensor.shape, row.tensor.local_shape, row.tensor.layout)
         layouts = _tag("span", f"{before} → {after}", "shape", title=f"{row.tensor.layout} -> {row.target}")
-        return self._band(row.steps, escape(row.tensor.name), layouts, f"for {row.reason}")
+        return self._band(row.steps, escape(row.tensor.name), layouts, f"for {row.reason}", row.mark)
 
-    def _band(self, steps, what, layouts, reason):
+    def _band(self, steps, what, layouts, reason, mark=None):
         """What is communicated, in the colour of its axis; what is local, in grey."""
         sending = next((step for step in steps if step.collectives), None)
         kind = "local" if sending is None else f"sends {_hue(self.mesh, sending.axes)}"
         lines = [line for step in steps for line in self._step(step)] or ["no communication"]
         left = _tag("div", f"{_tag('code', what)} {'<br>'.join(lines)}")
-        right = _tag("div", "<br>".join(filter(None, (layouts, _tag("span", escape(reason), "reason")))))
+        about = "<br>".join(filter(None, (layouts, _tag("span", escape(reason), "reason"))))
+        right = _tag("div", _mark_of(mark) + about)
         return _tag("div", left + right, f"move {kind}")
 
     @staticmethod
@@ -239,8 +266,9 @@ class _Tree:
         return self._row(f'<span class="name">{kind}</span> {escape(entry.name)}', self._tensor(entry), "", "input")
 
     @staticmethod
-    def _row(call, shapes, source, kind=""):
-        parts = _tag("span", call, "operator") + _tag("span", shapes) + _tag("span", escape(source), "source")
+    def _row(call, shapes, source, kind="", mark=None):
+        parts = _tag("span", call, "operator") + _tag("span", _mark_of(mark) + shapes)
+        parts += _tag("span", escape(source), "source")
         return _tag("div", parts, f"row {kind}".strip())
 
     def _tensor(self, entry):

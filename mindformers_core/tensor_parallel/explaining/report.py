@@ -1,6 +1,7 @@
 """What a `FramePlan` does, as plain data that text and page are written from. Pure Python.
 
-Equal calls share one `CellReport`, as they share one `FramePlan`: a report of 80 identical layers is that of one.
+Equal calls share one `CellReport`, as they share one `FramePlan`: a report of 80 identical layers is that of one. Where
+marks differ, there are several.
 """
 
 import os
@@ -10,7 +11,7 @@ from mindformers_core.layout import Layout
 from mindformers_core.tensor_parallel.capturing.structure import values_in
 from mindformers_core.tensor_parallel.explaining.memory import activation_peaks
 from mindformers_core.tensor_parallel.explaining.traffic import step_entries, total
-from mindformers_core.tensor_parallel.propagation.plan import Move, OperatorPlan
+from mindformers_core.tensor_parallel.propagation.plan import CallPlan, Move
 
 __all__ = ["CallRow", "CellReport", "MoveRow", "OperatorRow", "Report", "TensorEntry", "make_report"]
 
@@ -43,6 +44,7 @@ class MoveRow:
         local_shape: of every rank's part after.
         steps: tuple of `StepEntry`.
         reason: who asked for it.
+        mark: its `Mark`, where its result is kept in another way than usual, or None.
     """
 
     tensor: TensorEntry
@@ -50,6 +52,7 @@ class MoveRow:
     local_shape: tuple
     steps: tuple
     reason: str
+    mark: object = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +66,7 @@ class OperatorRow:
         algorithm: name of the distributed algorithm that runs in its place, or None.
         axes: the axes that the algorithm bridges.
         steps: a `StepEntry` for everything that the algorithm communicates.
+        mark: its `Mark`, where its results are kept in another way than usual, or None.
     """
 
     operator: str
@@ -73,6 +77,7 @@ class OperatorRow:
     algorithm: str | None
     axes: tuple
     steps: tuple
+    mark: object = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,40 +148,52 @@ class Report:
         return self.root.traffic
 
 
-def make_report(frame, algorithm_steps=None):
+def make_report(frame, algorithm_steps=None, marks=None):
     """The `Report` of a plan.
 
     Args:
         frame: the `FramePlan` of the root.
         algorithm_steps: `(operator_plan) -> pairs (Step, gradient)` of all that the distributed algorithm of an
             `OperatorPlan` communicates, and whether a gradient flows back through it inside of the algorithm.
+        marks: key of an instruction -> its `Mark`, see `ExplainedActivations`.
 
     Raises:
         ValueError: an operator runs a distributed algorithm, and there is no `algorithm_steps`: nothing is hidden.
     """
-    root = _cell_report(frame, algorithm_steps, {})
+    root = _cell_report(frame, algorithm_steps, marks or {}, {})
     calls = sum(1 for _ in frame.walk())
     return Report(frame.mesh, frame.graph.training, root, *activation_peaks(frame), calls)
 
 
-def _cell_report(frame, algorithm_steps, known):
-    """The `CellReport` of a frame, made once; `known` are those that exist, by the identity of their frames."""
-    if id(frame) in known:
-        return known[id(frame)]
+def _cell_report(frame, algorithm_steps, marks, known):
+    """The `CellReport` of a frame, made once for equal marks; `known` are those that exist, by identity and marks."""
+    memo = id(frame), frozenset(marks.items())
+    if memo in known:
+        return known[memo]
     graph, names = frame.graph, _names(frame.graph)
-    rows = tuple(_row(entry, frame, names, algorithm_steps, known) for entry in frame.instructions)
+    inner = {}
+    for key, mark in marks.items():
+        inner.setdefault(key[0], {})[key[1:]] = mark
+    rows = []
+    for index, entry in enumerate(frame.instructions):
+        below = inner.get(index, {})
+        if isinstance(entry, CallPlan):
+            called = None if entry.frame is None else _cell_report(entry.frame, algorithm_steps, below, known)
+            rows.append(_call_row(entry, names, called))
+        else:
+            rows.append(_row(entry, frame, names, algorithm_steps, below.get(())))
 
     def entries(values):
         return tuple(_tensor(value, frame.layouts[value.id], names) for value in values)
 
-    known[id(frame)] = report = CellReport(
+    known[memo] = report = CellReport(
         path=graph.path,
         class_name=graph.class_name.rpartition(".")[2],
         arguments=entries(dict.fromkeys(values_in(graph.arguments))),
         parameters=entries(use.value for use in graph.parameters),
         constants=entries(constant.value for constant in graph.constants),
         lifted=tuple(_tensor(value, layout, names) for value, layout in frame.lifted),
-        rows=rows,
+        rows=tuple(rows),
         results=tuple(_tensor(value, layout, names) for value, layout in zip(values_in(graph.result), frame.results)),
         traffic=total(rows),
     )
@@ -204,22 +221,28 @@ def _tensor(value, layout, names):
     return TensorEntry(_name(value, names), value.dtype, value.shape, layout.local_shape(value.shape), layout)
 
 
-def _row(entry, frame, names, algorithm_steps, known):
+def _row(entry, frame, names, algorithm_steps, mark):
+    again = mark is not None and mark.sends
     if isinstance(entry, Move):
         before = _tensor(entry.value, entry.source, names)
-        steps = step_entries((step, entry.gradient) for step in entry.steps)
-        return MoveRow(before, entry.target, entry.target.local_shape(entry.value.shape), steps, entry.reason)
+        steps = step_entries(((step, entry.gradient) for step in entry.steps), again)
+        return MoveRow(before, entry.target, entry.target.local_shape(entry.value.shape), steps, entry.reason, mark)
+    steps = step_entries(_algorithm_steps(entry, frame, algorithm_steps), again)
+    how = entry.algorithm, entry.cut_axes, steps, mark
+    return OperatorRow(entry.node.operator, entry.node.attribute, *_taken_and_given(entry, names), *how)
+
+
+def _call_row(entry, names, report):
+    child = f"/{entry.node.graph.path}" if entry.node.child is None else entry.node.child
+    return CallRow(child, *_taken_and_given(entry, names), report)
+
+
+def _taken_and_given(entry, names):
+    """`(source, inputs, results)` of what a node makes."""
     node = entry.node
     inputs = tuple(_name(value, names) for value in values_in((node.args, node.kwargs)))
     results = tuple(_tensor(value, layout, names) for value, layout in zip(values_in(node.outputs), entry.outputs))
-    source = os.path.basename(node.source)
-    if isinstance(entry, OperatorPlan):
-        steps = step_entries(_algorithm_steps(entry, frame, algorithm_steps))
-        how = entry.algorithm, entry.cut_axes, steps
-        return OperatorRow(node.operator, node.attribute, source, inputs, results, *how)
-    report = None if entry.frame is None else _cell_report(entry.frame, algorithm_steps, known)
-    child = f"/{node.graph.path}" if node.child is None else node.child
-    return CallRow(child, source, inputs, results, report)
+    return os.path.basename(node.source), inputs, results
 
 
 def _algorithm_steps(plan, frame, algorithm_steps):

@@ -80,6 +80,12 @@ tr.sum td { border-top: 1px solid var(--line); font-weight: 600; }
 .move.local { color: var(--soft); padding-top: 1px; padding-bottom: 1px; }
 .move b { font-weight: 650; }
 .reason { color: var(--faint); font-size: 12px; overflow-wrap: anywhere; }
+.mark { display: inline-block; border-radius: 10px; padding: 0 9px; font: 600 11px/18px system-ui, "Segoe UI",
+  "DejaVu Sans", sans-serif; white-space: nowrap; border: 1px solid var(--soft); color: var(--text); }
+.mark.recomputed { background: var(--soft); color: var(--card); }
+.mark.kept-for-others { border-style: dotted; }
+.mark.on-host { border-style: double; border-width: 3px; line-height: 14px; }
+.row .mark, .move .mark { float: right; }
 .nothing { color: var(--faint); }
 .stored { margin-bottom: 20px; }
 .stored summary { font-weight: 600; cursor: pointer; }

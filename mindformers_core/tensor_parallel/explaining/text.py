@@ -7,6 +7,7 @@ from mindformers_core.tensor_parallel.explaining.wording import (
     call_path,
     dims_shown,
     folded,
+    mark_shown,
     sent_shown,
     step_shown,
 )
@@ -17,19 +18,22 @@ _WIDTH = 120
 _COLUMNS = (52, 92)  # where the shapes and the layouts start
 
 
-def explain_plan(frame, algorithm_steps=None, storage=()):
+def explain_plan(frame, algorithm_steps=None, storage=(), marks=None):
     """What a plan does, Cell by Cell, as text for a terminal.
 
     Operators and other tensors come with their dtype, their shape (global -> of a rank, where these differ) and layout.
     A line with an arrow is a redistribution that communicates, now or for the gradient; one with a dot is local. Bytes
-    are what one rank sends. Cells that are alike are shown once.
+    are what one rank sends. Cells that are alike are shown once. What is in brackets is computed again in the
+    backward pass, or waits for it on the host, with the bytes that the device doesn't keep because of that;
+    `for others`: none, it runs, or is kept, since others that are computed again need it.
 
     Args:
         frame: the `FramePlan` of the root.
         algorithm_steps: see `make_report`.
-        storage: lines about how the parameters are stored, to follow the rest.
+        storage: lines about how parameters and activations are stored, to follow the rest.
+        marks: see `make_report`.
     """
-    report = make_report(frame, algorithm_steps)
+    report = make_report(frame, algorithm_steps, marks)
     mode = "training" if report.training else "evaluation"
     lines = [
         f"{report.root.class_name} on the mesh {report.mesh}, captured in {mode}: {report.cells} calls of Cells",
@@ -62,7 +66,7 @@ def _cell_lines(report, path, title, depth, shown):
 def _group_lines(group, path, depth, shown):
     row, pad = group[0], "  " * depth
     if isinstance(row, MoveRow):
-        return _move_lines(row, pad)
+        return _marked(_move_lines(row, pad), row.mark)
     if not isinstance(row, CallRow):
         return _operator_lines(row, pad)
     if row.report is None:
@@ -80,7 +84,8 @@ def _operator_lines(row, pad):
     call = f"{row.operator}({', '.join(row.inputs)}){named}  {row.source}"
     lines = []
     for place, entry in enumerate(row.results):
-        lines += _line(f"{pad}{entry.name} = {call}" if place == 0 else f"{pad}{entry.name}", entry)
+        left, mark = (f"{pad}{entry.name} = {call}", row.mark) if place == 0 else (f"{pad}{entry.name}", None)
+        lines += _line(left, entry, mark)
     if row.algorithm is not None:
         over = f" over {', '.join(row.axes)}" if row.axes else ""
         lines.append(f"{pad}  by the distributed algorithm '{row.algorithm}'{over}")
@@ -104,23 +109,33 @@ def _move_lines(row, pad):
     return [*lines, f"{pad}    {reason}"]
 
 
+def _marked(lines, mark):
+    """Lines with a mark at the right of the first one that it fits on; else it has a line of its own."""
+    if mark is None:
+        return lines
+    shown = f"  [{mark_shown(mark)}]"
+    for place, line in enumerate(lines):
+        if len(line) + len(shown) <= _WIDTH:
+            return [*lines[:place], line + shown.rjust(_WIDTH - len(line)), *lines[place + 1 :]]
+    return [*lines, shown.rjust(_WIDTH)]
+
+
 def _arrow(step, pad):
     return f"{pad}{'→' if step.collectives else '·'} "
 
 
-def _line(left, entry):
-    """A tensor's line: what it is, its shapes, its layout; on two lines where it is too long."""
+def _line(left, entry, mark=None):
+    """A tensor's line: what it is, its shapes, its layout, its mark; on several lines where it is too long."""
     local = "" if entry.local_shape == entry.shape else f" -> {dims_shown(entry.local_shape)}"
     shapes = f"{entry.dtype} {dims_shown(entry.shape)}{local}"
     line = f"{left:{_COLUMNS[0] - 1}} {shapes}"
     whole = f"{line:{_COLUMNS[1] - 1}} {entry.layout}"
-    if len(whole) <= _WIDTH:
-        return [whole]
     line = f"{line} {entry.layout}"
-    if len(line) <= _WIDTH:
-        return [line]
     rest = f"{shapes}  {entry.layout}"
-    return [left, " " * max(min(_COLUMNS[0], _WIDTH - len(rest)), 4) + rest]
+    two = [left, " " * max(min(_COLUMNS[0], _WIDTH - len(rest)), 4) + rest]
+    ways = [_marked(lines, mark) for lines in ([whole], [line], two)]
+    fitting = [lines for lines in ways if max(map(len, lines)) <= _WIDTH]
+    return min(fitting or ways[2:], key=len)
 
 
 def _total_lines(report):

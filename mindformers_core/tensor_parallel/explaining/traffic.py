@@ -15,6 +15,7 @@ class StepEntry:
         kind, axes, dim, to_dim, op: see `redistribution.Step`.
         forward: `(name, bytes)`: what runs forward, and what a rank sends in it.
         backward: the same for the gradient; None where no gradient flows back in training.
+        again: whether what runs forward runs once more in the backward pass, since its result wasn't kept.
     """
 
     kind: str
@@ -24,22 +25,28 @@ class StepEntry:
     op: str | None
     forward: tuple
     backward: tuple | None
+    again: bool = False
 
     @property
     def collectives(self):
         """`(direction, name, bytes)` of what is sent; local operations are left out."""
-        ways = (("forward", self.forward), ("backward", self.backward or ("", 0)))
+        ways = [("forward", self.forward), ("backward", self.backward or ("", 0))]
+        ways += [("backward", self.forward)] if self.again else []
         return tuple((way, name, count) for way, (name, count) in ways if name in COLLECTIVES)
 
 
-def step_entries(steps):
-    """`StepEntry`s of pairs (`Step`, whether a gradient flows back through it in training)."""
-    return tuple(
-        StepEntry(
-            step.kind, step.axes, step.dim, step.to_dim, step.op, step.forward, step.backward if gradient else None
-        )
-        for step, gradient in steps
-    )
+def step_entries(steps, again=False):
+    """`StepEntry`s of pairs (`Step`, whether a gradient flows back through it in training).
+
+    Args:
+        steps: the pairs.
+        again: see `StepEntry`.
+    """
+
+    def entry(step, backward):
+        return StepEntry(step.kind, step.axes, step.dim, step.to_dim, step.op, step.forward, backward, again)
+
+    return tuple(entry(step, step.backward if gradient else None) for step, gradient in steps)
 
 
 def total(rows):

@@ -4,7 +4,7 @@ from mindformers_core.redistribution.steps import COLLECTIVES
 from mindformers_core.tensor_parallel.explaining.report import CallRow
 from mindformers_core.tensor_parallel.explaining.traffic import bytes_by_axes
 
-__all__ = ["MARKS", "bytes_shown", "call_path", "dims_shown", "folded", "sent_shown", "step_shown"]
+__all__ = ["MARKS", "bytes_shown", "call_path", "dims_shown", "folded", "mark_shown", "sent_shown", "step_shown"]
 
 MARKS = {  # what a step does that is local, in words
     "slice": "sliced",
@@ -54,9 +54,21 @@ def step_shown(step):
     else:
         forward = f"{MARKS[name]}{places} {over}"
     if step.backward is None:
-        return forward, "no gradient"
-    name, count = step.backward
-    return forward, f"{name}, {bytes_shown(count)}" if name in COLLECTIVES else MARKS[name]
+        backward = "no gradient"
+    else:
+        name, count = step.backward
+        backward = f"{name}, {bytes_shown(count)}" if name in COLLECTIVES else MARKS[name]
+    name, count = step.forward
+    if step.again and name in COLLECTIVES:
+        backward = f"{name} again, {bytes_shown(count)}; {backward}"
+    return forward, backward
+
+
+def mark_shown(mark):
+    """`"recomputed: 1.5 MiB not kept"`, `"recomputed for others"` where that is nothing, `"on host: 1.5 MiB"`, …."""
+    if mark.kind == "recomputed":
+        return f"recomputed: {bytes_shown(mark.nbytes)} not kept" if mark.nbytes else "recomputed for others"
+    return f"{mark.kind}: {bytes_shown(mark.nbytes)}"
 
 
 def folded(rows):

@@ -1,0 +1,141 @@
+"""What one variant of recompute.py holds in memory: run as a process of its own, since a peak is a process's.
+
+    python benchmarks/recompute_memory.py full pynative
+
+prints a JSON object with MB (10^6 bytes): `resident`, by how much the peak resident memory of a step is over what was
+resident before it; in PyNative also `kept`, all that is there between forward and backward pass and wasn't before, and
+`foretold`, what the plan says of that. A step of a short text and, in PyNative, an evaluation come first, so that what
+MindSpore takes once is there: on CPU an operator that broadcasts keeps four times the bytes of its float32 result.
+"""
+
+import gc
+import json
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import mindspore as ms
+import numpy as np
+import psutil
+from mindspore import Tensor
+
+from mindformers_core.communication import init_distributed
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.models import LlamaConfig, LlamaForCausalLM
+from mindformers_core.recompute import recompute
+from mindformers_core.recompute.algorithms import algorithm_of
+from mindformers_core.recompute.places import operators_in_order
+from mindformers_core.recompute.prediction import saved_bytes
+from mindformers_core.tensor_parallel import programs, shard
+from mindformers_core.zero import hsdp, value_and_grad
+
+# Of the 63 MB that a layer keeps, attention's weights take 17, as much as 8 hidden states. With twice as many heads it
+# would be more, but computing them again would take a seventh of a step here: exponentials are slow on one core.
+LAYERS, HIDDEN, LENGTH, BATCH, HEADS = 4, 512, 512, 2, 8
+CONFIG = LlamaConfig(
+    hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+    vocab_size=HIDDEN, max_position_embeddings=LENGTH,
+)  # fmt: skip
+SHORT = 16  # length of the text of the first step
+STEPS = 2
+SEED = 5
+# From queries and keys to the weights, all that has a number for each pair of tokens (Korthikanti et al., "Reducing
+# Activation Recomputation in Large Transformer Models", 2022), and the transposes, of whose results matmul keeps copies
+CORE_ATTENTION = [f"*.self_attn.{name}" for name in ("Transpose[0-1]", "MatMul[0]", "scores", "Add[2]", "weights")]
+SETTINGS = {  # (variant, mode) -> what recompute() is asked for
+    ("none", "pynative"): {},
+    ("selective", "pynative"): {"select": CORE_ATTENTION},
+    ("budget_0.5", "pynative"): {"budget": 0.5},
+    ("full", "pynative"): {"full": True},
+    ("none", "jit"): {},
+    ("selective", "jit"): {"select": "*.self_attn"},  # a graph recomputes whole Cells
+    ("full", "jit"): {"full": True},
+}
+
+
+def model_of(variant, mode):
+    """The model of a variant: a Llama, sharded over a mesh of one, with the same parameters every time."""
+    with ms.DeviceCtx("meta"):
+        net = LlamaForCausalLM(CONFIG).set_train()
+    return recompute(shard(net, init_device_mesh((1, 1), ("dp", "tp")), seed=SEED), **SETTINGS[variant, mode])
+
+
+def text(length):
+    """Ids and labels."""
+    ids = np.random.default_rng(SEED).integers(0, HIDDEN, (2, BATCH, length)).astype(np.int32)
+    return tuple(map(Tensor, ids))
+
+
+def step_of(net, mode):
+    """A function of ids and labels: loss and gradients, when they are there."""
+    gradient_of = value_and_grad(hsdp(net), compiled=mode == "jit")
+
+    def step(*inputs):
+        loss, gradients = gradient_of(*inputs)
+        return [one.asnumpy() for one in (loss, *gradients)]
+
+    return step
+
+
+def peak_over_before(net, mode):
+    """Bytes by which the peak resident memory of steps is over what was resident right before them."""
+    step, inputs = step_of(net, mode), text(LENGTH)
+    step(*text(SHORT))
+    if mode == "pynative":
+        net(*inputs)
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+    for _ in range(STEPS):
+        step(*inputs)
+    status = Path("/proc/self/status").read_text()  # the other counter, ru_maxrss, begins at what the parent has
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) - before
+
+
+def kept_bytes(net):
+    """Bytes of all tensors that are there between forward and backward pass of a call, and weren't before it."""
+    inputs, found = text(LENGTH), {}
+    net(*inputs)
+    before = set(map(place_of, live_tensors()))
+
+    def forward(*given):
+        with ms.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):  # or Python wouldn't know them
+            loss = net(*given)
+        gc.collect()
+        found.update({place_of(tensor): tensor.untyped_storage().nbytes() for tensor in live_tensors()})
+        return loss
+
+    ms.value_and_grad(forward, None, net.trainable_params())(*inputs)
+    return sum(nbytes for place, nbytes in found.items() if place not in before)
+
+
+def live_tensors():
+    """All tensors with memory that Python holds."""
+    return [one for one in gc.get_objects() if issubclass(type(one), Tensor)]  # isinstance would ask weak proxies
+
+
+def place_of(tensor):
+    """Where its memory is."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def foretold_bytes(net):
+    """The same by the plan of the program that ran last."""
+    frame = programs(net)[-1].frame
+    again = {place.key for place in operators_in_order(frame) if place.entry in place.frame.keepers}
+    return saved_bytes(frame, again, algorithm_of)
+
+
+def main(variant, mode):
+    """Print what this variant holds."""
+    init_distributed()
+    figures = {"resident": peak_over_before(model_of(variant, mode), mode)}
+    if mode == "pynative":
+        net = model_of(variant, mode)
+        figures |= {"kept": kept_bytes(net), "foretold": foretold_bytes(net)}
+    print(json.dumps({name: nbytes / 1e6 for name, nbytes in figures.items()}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,71 @@
+"""What is wrong with `recompute()` and `swap()` on the stages of a pipeline together: an error on all of its ranks."""
+
+__all__ = ["StageActivations", "activations_of", "told_by"]
+
+
+def activations_of(cell):
+    """The `ActivationPolicy` of a stage's Cell; None of one that isn't sharded."""
+    sharding = cell.__dict__.get("_sharding")
+    return None if sharding is None else sharding[0].activations
+
+
+def told_by(cell):
+    """What the policy of a stage's Cell tells those of others, as JSON can hold it; None: nothing."""
+    policy = activations_of(cell)
+    return None if policy is None else policy.told()
+
+
+class StageActivations:
+    """What becomes of the activations of this rank's stages, after all stages have told each other what they know.
+
+    Args:
+        stages: stage index -> `PipelineStage`, of this rank.
+        told: what the `ActivationPolicy` of every stage of the pipeline tells, ascending; None of those that tell
+            nothing.
+        from_all: gives what every pipeline rank gives, in their order; all of them have to call it.
+
+    Raises:
+        ValueError: a policy finds something wrong with what was told.
+    """
+
+    def __init__(self, stages, told, from_all):
+        self._stages, self._from_all = stages, from_all
+        self._policies = {index: activations_of(stage.cell) for index, stage in stages.items()}
+        self._waits = any(each is not None for each in told)  # for programs: the same on all ranks
+        if self._waits:
+            self._check(told)
+
+    def check_unchanged(self):
+        """Raise `ValueError` where a stage was given another policy since."""
+        for index, stage in self._stages.items():
+            if activations_of(stage.cell) is not self._policies[index]:
+                raise ValueError(
+                    f"recompute() or swap() was called with the Cell of stage {index} after the stages had met: call "
+                    "it before, and make the PipelineStage, and the schedule, anew"
+                )
+
+    def check_programs(self):
+        """The same as at first, once more, now that all stages have programs; later calls do nothing."""
+        if not self._waits:
+            return
+        own = [(index, told_by(stage.cell)) for index, stage in self._stages.items()]
+        self._check([told for _, told in sorted(self._collected(own), key=lambda entry: entry[0])])
+        self._waits = False
+
+    def _check(self, told):
+        problems = [(index, _problem(policy, told)) for index, policy in self._policies.items()]
+        for _, problem in sorted(self._collected(problems)):
+            if problem:
+                raise ValueError(problem)
+
+    def _collected(self, own):
+        return [tuple(entry) for entries in self._from_all(own) for entry in entries]
+
+
+def _problem(policy, told):
+    try:
+        if policy is not None:
+            policy.check_stages(told)
+    except ValueError as error:
+        return str(error)
+    return ""

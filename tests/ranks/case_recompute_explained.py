@@ -1,0 +1,34 @@
+"""What `explain()` says is sent again is what is: calls and bytes, also of distributed algorithms."""
+
+import mindspore as ms
+from case_recompute import FULL, OPERATORS, Tower, X
+from launch import on_ranks
+from mindspore import Tensor
+
+from mindformers_core.communication import count_collectives
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.recompute import recompute
+from mindformers_core.tensor_parallel import programs, shard
+from mindformers_core.tensor_parallel.explaining import make_report
+from mindformers_core.tensor_parallel.explaining.algorithms import algorithm_steps
+
+
+@on_ranks(2)
+def case_what_is_sent_again_is_explained():
+    counts = []
+    for settings in ({}, FULL, OPERATORS, {**FULL, "mp_comm_recompute": False}):
+        mesh = init_device_mesh((1, 2), ("dp", "tp"))
+        cell = recompute(shard(Tower(range(3), True), mesh).set_train(), **settings)
+        gradient_of = ms.value_and_grad(lambda x, cell=cell: cell(x).to_local(), None, cell.trainable_params())
+        with count_collectives() as sent:
+            gradient_of(Tensor(X))
+        frame = programs(cell)[-1].frame
+        marks = cell.__dict__["_sharding"][0].activations.explained(frame).marks
+        told = {}
+        for (axes, _, name), both in make_report(frame, algorithm_steps, marks).traffic.items():
+            before = told.get((name, axes), (0, 0))
+            told[name, axes] = tuple(map(sum, zip(before, both)))
+        assert told == dict(sent), settings
+        counts.append(told["all_reduce", ("tp",)][0])
+    plain, full, operators, kept = counts
+    assert operators > full > plain == kept

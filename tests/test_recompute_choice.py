@@ -1,0 +1,60 @@
+"""What a budget chooses in a Llama: cheap operators first, and never more bytes for more work than a choice by hand."""
+
+import pytest
+from captured_models import small_llama
+from planned_models import planned
+
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.recompute.budgeting import choice_within
+from mindformers_core.recompute.choosing import choose_keys
+from mindformers_core.recompute.links import links_of
+from mindformers_core.recompute.operations import operations
+from mindformers_core.recompute.places import operators_in_order
+from mindformers_core.recompute.prediction import Prediction
+from mindformers_core.recompute.settings import RecomputeSettings
+
+LAYERS = ("model.layers.0", "model.layers.1")
+SCORES = ["*.self_attn.MatMul[0]", "*.self_attn.scores", "*.self_attn.Add[2]", "*.self_attn.weights"]
+WITHOUT_GAIN = ("softmax", "scores")  # softmax takes as many bytes as it gives; of 8 words there are few scores
+BY_HAND = {
+    "softmax": {"select": "*.softmax"},
+    "scores": {"select": SCORES},
+    "attention": {"select": "*.self_attn"},
+    "norms": {"select": "*.*norm"},
+    "mlp": {"select": "*.mlp"},
+    "silu": {"select": "*.silu"},
+    "full": {"full": True},
+}
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """A plan, its `Prediction`, and what every instruction costs."""
+    model, make = small_llama()
+    args, named = make(1)
+    _, frame = planned(model.set_train(), init_device_mesh((1,), ("tp",)), args, named)
+    return frame, Prediction(frame), {place.key: operations(place) for place in operators_in_order(frame)}
+
+
+def test_cheap_operators_go_first(llama):
+    """Products, what layers return and what gradients don't need stay."""
+    frame, prediction, prices = llama
+    places = {place.key: place for place in operators_in_order(frame)}
+    choice = choice_within(RecomputeSettings(budget=0.5), frame)
+    assert choice.saved_bytes == prediction.saved_bytes(choice.dropped) <= choice.all_bytes / 2
+    assert choice.flops == sum(map(prices.get, prediction.recomputed(choice.dropped))) < 0.1 * choice.forward_flops
+    names = {f"{places[key].path}.{places[key].entry.node.operator}" for key in choice.dropped}
+    assert {f"{layer}.mlp.{operator}" for layer in LAYERS for operator in ("SiLU", "Mul")} <= names
+    assert not any(name.endswith("MatMulExt") or "mlp." in name and "Dense" in name for name in names)
+    assert not choice.dropped & links_of(frame).results
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_no_worse_than_by_hand(llama, name):
+    frame, prediction, prices = llama
+    dropped = frozenset(choose_keys(RecomputeSettings(**BY_HAND[name]), frame, None, full=LAYERS * (name == "full")))
+    nbytes, flops = prediction.saved_bytes(dropped), sum(map(prices.get, prediction.recomputed(dropped)))
+    whole = prediction.saved_bytes()
+    assert flops > 0 and (nbytes < whole) == (name not in WITHOUT_GAIN)
+    choice = choice_within(RecomputeSettings(budget=min(1, nbytes / whole)), frame)
+    assert choice.saved_bytes <= nbytes and choice.flops <= flops

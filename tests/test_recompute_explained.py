@@ -1,0 +1,212 @@
+"""What `explain()` shows of recompute and swap: marks whose bytes add up; what runs again is sent again."""
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, nn, ops
+from test_recompute_gradients import INPUTS, Net, llama, sharded
+
+from mindformers_core.communication import init_distributed, shutdown
+from mindformers_core.mesh import DeviceMesh, init_device_mesh
+from mindformers_core.models import LlamaConfig, LlamaForCausalLM
+from mindformers_core.operators import tensor_meta
+from mindformers_core.recompute import explained as explained_module
+from mindformers_core.recompute import list_operators, recompute, swap, write_curve
+from mindformers_core.recompute.algorithms import algorithm_of
+from mindformers_core.recompute.explained import keepers_by_key
+from mindformers_core.recompute.places import called_cells
+from mindformers_core.recompute.prediction import SavedTensor, recomputed, saved_activations, saved_bytes
+from mindformers_core.tensor_parallel import explain, prepare, shard
+from mindformers_core.tensor_parallel.explaining import make_report
+from mindformers_core.tensor_parallel.explaining.algorithms import algorithm_steps
+from mindformers_core.tensor_parallel.explaining.report import CallRow
+from mindformers_core.tensor_parallel.explaining.traffic import collectives_of
+from mindformers_core.trainer.budget_report import report_budget
+from mindformers_core.trainer.recipe import MESH_AXES
+from mindformers_core.zero import hsdp, value_and_grad
+
+IDS = tensor_meta((2, 8), "int32")
+one_rank = pytest.mark.usefixtures("one_rank")
+
+
+def explained(net, frame, path=""):
+    return net.__dict__["_sharding"][0].activations.explained(frame, path)
+
+
+def rows_of(report):
+    """The rows of all calls; of equal ones as often as they are called."""
+    for row in report.rows:
+        yield row
+        if isinstance(row, CallRow) and row.report is not None:
+            yield from rows_of(row.report)
+
+
+SETTINGS = [
+    {"full": True},
+    {"full": "1", "select": "*.softmax", "exclude": "layers.1.mlp.Mul"},
+    {"select": ["*.Transpose", "*.MatMul", "*.SiLU"]},
+    {"budget": 0.5},
+]
+
+
+@one_rank
+@pytest.mark.parametrize("make", [llama, Net])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_the_marks_add_up(make, settings):
+    """Whatever runs again has one; what isn't kept, less what is kept instead, is what is saved in all."""
+    if make is Net and "budget" not in settings:
+        settings = {"full": True}
+    net, inputs = recompute(sharded(make), **settings), INPUTS[make]()
+    frame = prepare(net, *inputs).frame
+    marks, dropped = explained(net, frame).marks, frozenset(keepers_by_key(frame))
+    again = {key for key, mark in marks.items() if mark.kind == "recomputed"}
+    assert again == recomputed(frame, dropped, algorithm_of)
+    before, after = (saved_bytes(frame, keys, algorithm_of) for keys in (frozenset(), dropped))
+    signs = {"recomputed": 1, "kept for others": -1}
+    assert sum(signs[mark.kind] * mark.nbytes for mark in marks.values()) == before - after > 0
+    rows = list(rows_of(make_report(frame, algorithm_steps, marks).root))
+    assert sum(getattr(row, "mark", None) is not None for row in rows) == len(marks)
+
+
+@one_rank
+def test_a_mark_has_the_bytes_that_are_listed(tmp_path):
+    """Of an operator of which only the result was kept; the same on the page, and in the part of a Cell."""
+    inputs = INPUTS[llama]()
+    listed = {entry.name: entry.saved_bytes for entry in list_operators(sharded(llama), *inputs)}
+    net = swap(recompute(sharded(llama), select="layers.1.mlp.SiLU"), op_swap={"layers.2.mlp.SiLU": True})
+    assert listed["model.layers.1.mlp.SiLU"] == 4096
+    net(*inputs)
+    lines = explain(net, html=tmp_path / "page.html").splitlines()
+    marked = [line for line in lines if re.search(r"  \[.*: .*\]$", line)]
+    assert [re.sub(r"^ *%\d+ = (\w+)\(.*  \[", r"\1 [", line) for line in marked] == [
+        "SiLU [recomputed: 4.0 KiB not kept]",
+        "SiLU [on host: 4.0 KiB]",
+    ]
+    assert all(len(line) == 120 for line in marked)
+    assert "  model.layers.1.mlp: SiLU" in lines
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert page.count('<span class="mark recomputed">↻ recomputed: 4.0 KiB not kept</span>') == 1
+    assert page.count('<span class="mark on-host">⇅ on host: 4.0 KiB</span>') == 1
+    part = explain(net.model.layers["2"].mlp)
+    assert part.count("[on host: 4.0 KiB]") == 1 and "recomputed" not in part
+    plain = sharded(llama)
+    assert "[" + "recomputed" not in explain(plain, *inputs, html=tmp_path / "page.html")
+    assert '"mark' not in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+@one_rank
+def test_what_waits_on_the_host():
+    net = swap(sharded(llama), swap=True)
+    frame = prepare(net, *INPUTS[llama]()).frame
+    found = explained(net, frame)
+    keys = keepers_by_key(frame).keys()
+    assert {mark.kind for mark in found.marks.values()} == {"on host"}
+    swapped = [tensor.nbytes for tensor in saved_activations(frame, algorithm=algorithm_of) if tensor.key in keys]
+    assert sum(mark.nbytes for mark in found.marks.values()) == sum(swapped) > 0
+    (line,) = found.lines
+    assert line.startswith(f"swap: results of {len(found.marks)} instructions wait on the host, ")
+    key = next(key for key, path in called_cells(frame) if path == "model.layers.1.self_attn")
+    inside = {inner[len(key) :] for inner in found.marks if inner[: len(key)] == key}
+    assert explained(net, frame, "model.layers.1.self_attn").marks.keys() == inside != set()
+
+
+def test_what_is_sent_again():
+    """A redistribution that runs again sends its bytes once more, in the backward pass; all else sends what it did."""
+    shutdown()
+    init_distributed("fake", world_size=2)
+    try:
+        counts = []
+        for settings in ({}, {"full": True}, {"full": True, "mp_comm_recompute": False}):
+            sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+            net = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).set_train()
+            net = recompute(shard(net, init_device_mesh((1, 2), ("dp", "tp"))), **settings)
+            frame = prepare(net, IDS, IDS).frame
+            marks = explained(net, frame).marks
+            rows = [row for row in rows_of(make_report(frame, algorithm_steps, marks).root) if hasattr(row, "steps")]
+            again = [step for row in rows if getattr(row, "mark", None) for step in row.steps if step.again]
+            sent = collectives_of(make_report(frame, algorithm_steps, marks).traffic)
+            counts.append((sent, [name for step in again for way, name, _ in step.collectives if way == "forward"]))
+    finally:
+        shutdown()
+    (plain, none), (full, again), (kept, nothing) = counts
+    assert (none, nothing) == ([], []) and kept == plain
+    assert again and all(full[name] == (plain[name][0], plain[name][1] + again.count(name)) for name in plain)
+
+
+@one_rank
+def test_compiled_functions_recompute_whole_cells():
+    net = recompute(sharded(llama), full="0-1", select="layers.2.mlp")
+    frame = prepare(net, *INPUTS[llama](), compiled=True).frame
+    found = explained(net, frame)
+    assert found.lines == ("recompute, whole Cells in a compiled function: model.layers.0-1, model.layers.2.mlp",)
+    assert found.marks == {}
+
+
+@one_rank
+def test_the_picture_of_a_budget(tmp_path):
+    """As of the program that ran last."""
+    net, inputs = recompute(sharded(llama), budget=0.5), INPUTS[llama]()
+    with pytest.raises(ValueError, match=r"the root Cell .* has no program yet: call it, or prepare"):
+        write_curve(net, tmp_path / "curve.svg")
+    with pytest.raises(ValueError, match=r"has no budget: call recompute\(cell, budget=0.5\)"):
+        write_curve(sharded(llama), tmp_path / "curve.svg")
+    with pytest.raises(TypeError, match=r"write_curve\(\) takes a Cell that shard\(\) was called with, not ndarray"):
+        write_curve(np.zeros(1), tmp_path / "curve.svg")
+    assert list(tmp_path.iterdir()) == []
+    value_and_grad(hsdp(net))(*inputs)
+    said = write_curve(net, tmp_path / "curve.svg")
+    (choice,) = net.__dict__["_sharding"][0].activations.choices.values()
+    assert said.startswith("recompute, budget 0.5: ") and choice.saved_bytes <= choice.all_bytes / 2
+    share = f"{100 * choice.flops / choice.forward_flops:.1f} %"
+    assert f", {share} of the forward pass\n" in said
+    assert f", {share}</text>" in (tmp_path / "curve.svg").read_text(encoding="utf-8")
+    assert "  model.layers.0-2.mlp.SiLU " in said
+
+
+@one_rank
+def test_every_stage_has_its_picture(tmp_path, capsys):
+    """From the first rank that has it, and from no other."""
+    net = recompute(sharded(llama), budget=0.6)
+    prepare(net, *INPUTS[llama]())
+    mesh = DeviceMesh((2, 1, 1, 2), MESH_AXES)
+    for pipeline, budget in ((2, 0.6), (1, 0.6), (2, None)):
+        recipe = SimpleNamespace(
+            recompute=SimpleNamespace(budget=budget),
+            parallelism=SimpleNamespace(pipeline_parallel=pipeline),
+            training=SimpleNamespace(output_dir=str(tmp_path)),
+        )
+        for rank in range(4) if pipeline == 2 else (0,):
+            report_budget(recipe, mesh, rank, {rank // 2: net, 2 + rank // 2: net} if pipeline == 2 else {0: net})
+    stages = [f"recompute_curve_stage_{stage}.svg" for stage in range(4)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["recompute_curve.svg", *stages])
+    said = capsys.readouterr().out
+    assert re.findall(r"^(.*)recompute, budget 0.6: ", said, re.M) == [f"stage {s}: " for s in (0, 2, 1, 3)] + [""]
+    assert re.findall(r"what memory costs: .*/(.*)", said)[0] == stages[0]
+
+
+class Turned(nn.Cell):
+    """A product of a view: it keeps a copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor(np.ones((4, 4), np.float32)))
+
+    def construct(self, x):
+        return ops.matmul(ops.transpose(x * self.weight, (1, 0)), self.weight)
+
+
+@one_rank
+def test_a_copy_counts_for_who_makes_the_view():
+    net = recompute(shard(Turned().set_train(), init_device_mesh((1,), ("tp",))), select=".Transpose")
+    frame = prepare(net, tensor_meta((4, 4), "float32")).frame
+    before, after = (saved_bytes(frame, keys, algorithm_of) for keys in (frozenset(), frozenset(keepers_by_key(frame))))
+    marks = {mark.kind: mark.nbytes for mark in explained(net, frame).marks.values()}
+    assert marks == {"recomputed": 64, "kept for others": 64} and before == after
+
+
+def test_a_copy_counts_also_behind_a_move_that_does_nothing():
+    links = SimpleNamespace(makers={(0,): (), (1,): ((0,),), (2,): ((1,),)}, nbytes={(0,): 8, (1,): 8, (2,): 4})
+    before, after = [SavedTensor((2,), 8), SavedTensor((2,), 5)], [SavedTensor((2,), 5)]
+    assert explained_module._bytes_not_kept(links, {(0,)}, before, after) == {(0,): 8, (2,): 0}

@@ -1,0 +1,148 @@
+"""Patterns and layers on stages of a pipeline: those that are on none of them are an error, on all ranks."""
+
+import re
+
+import pytest
+from mindspore import Tensor, nn, ops
+from small_pipelines import Scale, array, pipeline
+
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.recompute import recompute, swap
+from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
+from mindformers_core.recompute.stages import check_stages
+from mindformers_core.tensor_parallel import prepare, shard
+
+X = Tensor(array(4, 4))
+FIRST = {
+    "layers": [0],
+    "unnumbered": [],
+    "cells": ["", "layers.0"],
+    "operators": [["layers.0", [["Tanh", False, 0, 1]]]],
+}
+SECOND = {"layers": [1], "unnumbered": [], "cells": ["", "layers.1"], "operators": [["", [["mean", True, 0, 1]]]]}
+WITHOUT_PROGRAM = {"cells": None, "operators": []}
+
+
+def scales(settings, swapped, second=None):
+    """Two stages on one rank, layers 0 and 1; the second one with settings of its own, or the same."""
+    mesh = init_device_mesh((1,), ("tp",))
+    cells = [shard(Scale(number, number == 1), mesh).set_train() for number in range(2)]
+    for cell, own in zip(cells, (settings, settings if second is None else second)):
+        swap(recompute(cell, is_part=True, **own), is_part=True, **swapped)
+    return pipeline(cells, 2)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("settings", "swapped", "message"),
+    [
+        ({"full": "0-2"}, {}, "recompute.full: there is no layer 2: the layers are 0 to 1"),
+        ({}, {"layer_swap": [{"layers": [1, 3]}]}, "swap.layer_swap[0].layers: there is no layer 3: the layers are 0"),
+        ({}, {"op_swap": {"tanh": {"layers": "4"}}}, "swap.op_swap['tanh'].layers: there is no layer 4: the layers"),
+    ],
+)
+def test_a_layer_that_is_on_no_stage_is_found_when_they_meet(settings, swapped, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        scales(settings, swapped).meet()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("settings", "swapped", "message"),
+    [
+        (
+            {"select": ["weights.0", "*.tanhh"]},
+            {},
+            "recompute.select[1]: '*.tanhh' matches no Cell or operator: nothing is called 'tanhh' (did you mean",
+        ),
+        (
+            {"full": True, "exclude": "weights.2"},
+            {},
+            "recompute.exclude[0]: 'weights.2' matches no Cell or operator: 'weights' is there, below it are '0-1'",
+        ),
+        ({}, {"op_swap": {"mul": True, "muls": True}}, "swap.op_swap['muls'][0]: 'muls' matches no Cell or"),
+    ],
+)
+def test_a_pattern_that_matches_on_no_stage_is_found_in_the_first_run(settings, swapped, message):
+    schedule = scales(settings, swapped)
+    for _ in range(2):  # a second attempt is no better
+        with pytest.raises(ValueError, match=re.escape(message)):
+            schedule.run(X)
+    assert not any(gradient.asnumpy().any() for stage in schedule.stages for gradient in stage.gradients)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_patterns_that_match_on_some_stage():
+    """Of one stage an operator, of the other a Cell; evaluation asks for nothing, runs after the first neither."""
+    asked = {"full": [1], "select": ["weights.0", ".reduce_mean"]}
+    schedule = scales(asked, {"op_swap": {".mul": True}}, {"full": "0"})
+    schedule.evaluate(X)
+    prepare(schedule.stages[0].cell.weights["0"], Tensor(array(2, 4)))  # a program of a part
+    schedule.run(X)
+    schedule.meet()._from_all = None
+    schedule.run(X)
+    with pytest.raises(
+        ValueError, match=r"'mean' matches no .*; looked for on stages \[0\] of 2: recompute\(\) or swap"
+    ):
+        pipeline([recompute(shard_of(Scale(0)), is_part=True, select="mean"), Scale(1, True)], 2).run(X)
+
+
+def shard_of(cell):
+    return shard(cell, init_device_mesh((1,), ("tp",))).set_train()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_recompute_after_the_stages_have_met():
+    schedule = pipeline([shard_of(Scale(0)), shard_of(Scale(1, True))], 2)
+    schedule.run(X)
+    recompute(schedule.stages[1].cell, is_part=True, full=True)
+    with pytest.raises(ValueError, match=r"called with the Cell of stage 1 after the stages had met: call it before"):
+        schedule.run(X)
+
+
+class Named(nn.Cell):
+    """Its layers have names that are no numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.CellDict([("first", nn.Dense(4, 4))])
+
+    def construct(self, x):
+        return ops.mean(self.layers["first"](x))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_layers_without_numbers_on_a_stage():
+    cells = [shard_of(Scale(0)), shard_of(Named())]
+    for cell in cells:
+        recompute(cell, is_part=True, full=[0])
+    with pytest.raises(ValueError, match=r"^recompute.full: 'layers.first' has no number, and its place on a stage"):
+        pipeline(cells, 2).meet()
+
+
+def check(told, swapped=None, **settings):
+    check_stages(RecomputeSettings(**settings), SwapSettings(**(swapped or {})), told)
+
+
+def test_what_stages_tell():
+    check([FIRST, SECOND], select=["layers.1", "*.tanh", "mean"], exclude="layers.0")
+    check([FIRST, SECOND], {"op_swap": {"mean": {"layers": "0-1"}}}, full="0-1")
+    check([FIRST, SECOND | WITHOUT_PROGRAM], select="nothing")
+    check([FIRST, SECOND], {"swap": False, "op_swap": {"nothing": True}, "layer_swap": [{"layers": "2-3"}]})
+    for told, settings, message in (
+        (
+            [FIRST, SECOND],
+            {"select": "layers.2"},
+            r"^recompute.select\[0\]: 'layers.2' matches no .* below it are '0-1'$",
+        ),
+        (
+            [FIRST, SECOND],
+            {"select": "layers.0.tan"},
+            r"'layers.0' is there, below it are 'Tanh' \(did you mean 'Tanh'",
+        ),
+        ([FIRST, SECOND | WITHOUT_PROGRAM], {"full": [2]}, r"^recompute.full: there is no layer 2: .* 0 to 1$"),
+        ([FIRST, None], {"full": "0-1"}, r"no layer 1: the layers are 0 to 0; looked for on stages \[0\] of 2"),
+        ([FIRST | {"layers": []}, None], {"full": True}, "recompute.full: the model has no layers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check(told, **settings)
