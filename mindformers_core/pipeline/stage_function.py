@@ -6,13 +6,14 @@ from inspect import signature
 
 from mindspore import Tensor
 
+from mindformers_core.pipeline.compiled_cells import CompiledCells, forbid_reuse
 from mindformers_core.tensor_parallel.compiling import jit
 from mindformers_core.tensor_parallel.dtensor import DTensor
 from mindformers_core.tensor_parallel.inspecting import prepare
 from mindformers_core.tensor_parallel.parameter_storage import parameter_storage
 from mindformers_core.tensor_parallel.sharded_cells import GeneratedCell, ShardedCell, computing_parameters
 
-__all__ = ["StageFunction", "forbid_reuse", "own_class"]
+__all__ = ["StageFunction", "own_class"]
 
 _TARGET = "target"
 
@@ -25,20 +26,12 @@ def own_class(cell):
     return tree.classes[path]
 
 
-def forbid_reuse(cell):
-    """Before a Cell is compiled that PyNative differentiates: else all calls of one with a `bprop` get the last one's
-    tensors."""
-    for _, child in cell.cells_and_names():
-        if child.has_bprop:
-            child.add_flags(__function_forbid_reuse__=True)
-
-
 class StageFunction:
     """Calls a Cell, and the loss function if there is one; gives a tuple of local tensors.
 
     Args:
-        cell, loss_fn, compiled: as of `PipelineStage`. Where the storage gathers weights unit by unit, what is compiled
-            is each unit by itself.
+        cell, loss_fn, compiled: as of `PipelineStage`. Where the storage gathers weights unit by unit, or Cells are
+            recomputed, Cells are compiled each by itself: see `CompiledCells`.
 
     Attributes:
         by_place, takes: names of the arguments that can be given by place, and of those that can be given by name.
@@ -56,7 +49,7 @@ class StageFunction:
                 "its output only. Let the Cell itself compute the loss, from an argument of its own"
             )
         self.cell, self.storage = cell, parameter_storage(cell)
-        self.compiled, self._units_compiled = compiled and not self.storage.units, compiled
+        self._is_compiled, self._cells_compiled = compiled, None
         self.loss_fn = None if loss_fn is None else _judging(loss_fn, compiled)
         arguments = list(signature(own_class(cell).construct).parameters.values())[1:]
         by_name = [a.name for a in arguments if a.kind in (Argument.POSITIONAL_OR_KEYWORD, Argument.KEYWORD_ONLY)]
@@ -66,14 +59,22 @@ class StageFunction:
         self.takes = by_name if loss_fn is None else [*by_name, _TARGET]
         self.takes_any = any(a.kind == Argument.VAR_KEYWORD for a in arguments)
         self.layouts = ()
-        self._programs = nullcontext  # what is open while programs are asked for
         if compiled and isinstance(cell, ShardedCell):
-            self._programs = cell.__dict__["_sharding"][0].for_compiled
-        if self.compiled:
-            forbid_reuse(cell)
+            self._cells_compiled = CompiledCells(cell.__dict__["_sharding"][0])
         self._cells = [child for _, child in cell.cells_and_names()]
         self._weights = computing_parameters(cell)
         self._graphs = {}  # (names of what is passed by name, training flags) -> (places of the values, function)
+
+    def _programs(self):
+        """What is open while programs are asked for."""
+        return nullcontext() if self._cells_compiled is None else self._cells_compiled.programs()
+
+    @property
+    def compiled(self):
+        """Whether the Cell is one compiled function."""
+        if not self._is_compiled or self.storage.units:
+            return False
+        return self._cells_compiled is None or not self._cells_compiled.recomputes
 
     def __call__(self, inputs, kwargs):
         """The results; `kwargs` are the Cell's and, with a loss function, `target`."""
@@ -83,8 +84,8 @@ class StageFunction:
             results = self._checked(self._compiled(tuple(named))(*inputs, *named.values()))
             results = self.storage.leaving(results)
         else:
-            self.storage.units_compiled = self._units_compiled
-            with self._programs():
+            apart = nullcontext() if self._cells_compiled is None else self._cells_compiled.calling()
+            with self._programs(), apart:
                 results = self._checked(self.cell(*inputs, **named))
             self.layouts = tuple(getattr(result, "layout", None) for result in results)
             results = tuple(result.to_local() if isinstance(result, DTensor) else result for result in results)
@@ -101,6 +102,7 @@ class StageFunction:
         places = [weight.data_ptr() for weight in self._weights if id(weight) not in self.storage.parts]
         known, graph = self._graphs.get(key, (None, None))
         if known != places:
+            forbid_reuse(self.cell)
             graph = jit(self._graph(names))
             self._graphs[key] = places, graph
         return graph

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mindformers_core.tensor_parallel.propagation.plan import CallPlan
 
-__all__ = ["marked", "unshared"]
+__all__ = ["apart", "marked", "unshared"]
 
 
 def marked(frame, choice):
@@ -51,3 +51,42 @@ def unshared(frame):
         for entry in frame.instructions
     ]
     return replace(frame, instructions=tuple(instructions))
+
+
+def apart(frame, keys):
+    """A copy of a plan in which some calls' functions take their weights as arguments, alike ones in one function.
+
+    Args:
+        frame: the `FramePlan` of a whole program.
+        keys: of calls (see `called_cells`), none of them within another one.
+    """
+    return _apart(frame, frozenset(keys), {}, {})
+
+
+def _apart(frame, keys, known, taking):
+    if not keys:
+        return frame
+    if (id(frame), keys) not in known:
+        below = {}
+        for key in keys:
+            below.setdefault(key[0], set()).add(key[1:])
+        instructions = list(frame.instructions)
+        for index, inner in below.items():
+            called = instructions[index].frame
+            if inner == {()}:
+                if id(called) not in taking:
+                    taking[id(called)] = _with_weights(unshared(called))
+                called = taking[id(called)]
+            else:
+                called = _apart(called, frozenset(inner), known, taking)
+            instructions[index] = replace(instructions[index], frame=called)
+        known[id(frame), keys] = replace(frame, instructions=tuple(instructions))
+    return known[id(frame), keys]
+
+
+def _with_weights(frame):
+    instructions = [
+        replace(entry, frame=_with_weights(entry.frame)) if isinstance(entry, CallPlan) and entry.frame else entry
+        for entry in frame.instructions
+    ]
+    return replace(frame, instructions=tuple(instructions), takes_weights=True)

@@ -6,6 +6,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from mindspore.graph.api import _pynative_executor
 
+from mindformers_core.recompute.again import call_again
 from mindformers_core.recompute.algorithms import algorithm_of
 from mindformers_core.recompute.budget import described
 from mindformers_core.recompute.budgeting import choice_within
@@ -19,7 +20,7 @@ from mindformers_core.recompute.choosing import (
 )
 from mindformers_core.recompute.explained import explained_activations
 from mindformers_core.recompute.keeping import keeping
-from mindformers_core.recompute.marking import marked, unshared
+from mindformers_core.recompute.marking import apart, marked, unshared
 from mindformers_core.recompute.operator_names import operator_names
 from mindformers_core.recompute.places import called_cells, operators_in_order
 from mindformers_core.recompute.stages import check_stages, stage_told
@@ -61,19 +62,23 @@ class ChosenActivations(ActivationPolicy):
         self._cells, self._gaps = whole_cells(settings, self.full, list(tree.cells))
         for path in self._cells:
             tree.cells[path]._recompute(True, False)  # what recompute() does for graphs, and nothing for PyNative
+        self.recomputed_cells = [
+            path for path in self._cells if not any(_lies_in(path, other) for other in self._cells if other != path)
+        ]
 
     def marked(self, path, frame, compiled):
         """See `ActivationPolicy`."""
         if not path:
             self._frame = frame
-        if compiled:
+        if compiled is not None:
             if self.swapping.is_on:
                 raise ValueError(
                     f"swap: nothing of {self.tree.label('')} can be swapped in a compiled function: run in PyNative "
                     "(recipe: context.mode: 1), or leave swap() out"
                 )
             check_whole_cells(self.settings, frame, self._gaps, self._is_lenient(frame))
-            frame = unshared(frame)  # MindSpore confuses collectives that several recomputed Cells call
+            keys = [key for key, inner in called_cells(frame) if f"{path}.{inner}".strip(".") in compiled]
+            frame = apart(frame, keys) if keys else unshared(frame)  # else MindSpore confuses collectives in them
             self._compiled.add(frame)
             return frame
         keeper = Keeper(*_RECOMPUTED, takes_collectives=self.settings.mp_comm_recompute)
@@ -119,6 +124,19 @@ class ChosenActivations(ActivationPolicy):
         lines = described(choice, lambda key: names.get(key, "a redistribution"))
         _LOG.info("%s, within budget %s:\n%s", self.tree.label(path), self.settings.budget, "\n".join(lines))
 
+    def call_again(self, function, others, args, kwargs):
+        """See `ActivationPolicy`."""
+        return call_again(function, others, args, kwargs)
+
+    def check_compiling(self):
+        """See `ActivationPolicy`."""
+        if self.recomputed_cells and _pynative_executor.grad_flag():
+            raise ValueError(
+                f"{self.tree.label('')} is recomputed, but PyNative differentiates a compiled function that calls it, "
+                "and keeps all of it: take gradients with zero.value_and_grad(hsdp(cell), compiled=True), or within "
+                "the compiled function"
+            )
+
     def told(self):
         """See `ActivationPolicy`."""
         return stage_told(self.layers, self._frame)
@@ -141,11 +159,16 @@ class ChosenActivations(ActivationPolicy):
 
     def calling(self):
         """See `ActivationPolicy`."""
-        needed = _pynative_executor.grad_flag() and not self.tree.compiling
+        needed = _pynative_executor.grad_flag() and self.tree.compiling is None
         if needed and self._frame is not None and not (self.is_part or self._has_matched):
             self.check_stages([self.told()])  # trained without being in training mode
             self._has_matched = True
         return keeping() if needed else nullcontext()
+
+
+def _lies_in(path, other):
+    """Whether a Cell is below another one."""
+    return not other or path.startswith(f"{other}.")
 
 
 def _containers(tree):

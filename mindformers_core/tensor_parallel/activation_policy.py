@@ -62,21 +62,34 @@ class ActivationPolicy:
 
     Attributes:
         marks: whether programs for PyNative differ from those for compiled functions.
+        recomputed_cells: paths of the outermost Cells that run again where they are compiled.
     """
 
     marks = False
+    recomputed_cells = ()
 
     def marked(self, path, frame, compiled):
         """The `FramePlan` of a call of the Cell at `path`, with a `Keeper` for some instructions.
 
+        Args:
+            path, frame: of the call.
+            compiled: None for PyNative; for compiled functions paths of Cells whose functions take their weights.
+
         Raises:
-            ValueError: the policy can't be honoured, in the program or in a `compiled` function.
+            ValueError: the policy can't be honoured, in the program or in a compiled function.
         """
         return frame
 
     def calling(self):
         """A context manager around a call of a Cell from outside, in PyNative."""
         return nullcontext()
+
+    def call_again(self, function, others, args, kwargs):
+        """Call the compiled function of one of `recomputed_cells` in PyNative; it reads other Parameters, too."""
+        raise NotImplementedError
+
+    def check_compiling(self):
+        """Raise `ValueError` where a compiled function that calls the tree's Cells as a whole can't do what is asked."""
 
     def told(self):
         """What the policies of a pipeline's other stages have to know, as JSON can hold it; None: nothing."""

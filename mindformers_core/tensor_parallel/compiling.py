@@ -62,6 +62,7 @@ class _ChooseProgram(_CompileTimeChoice):
         """While a graph is compiled: one of the programs that there are."""
         tree, path = _cell(number)
         tree.storage.check_compiling()
+        tree.activations.check_compiling()
         with tree.for_compiled():
             program = tree.known_program(path, args, kwargs)
         _STATE.setdefault("met", []).append(ref(tree))

@@ -14,13 +14,11 @@ class ParameterStorage:
     Attributes:
         parts: id of a Parameter that the Cells compute with -> the Parameter that optimizers and users see for it.
         units: the Cells, by path, whose weights come and go with their calls.
-        units_compiled: whether each unit's Cell is compiled by itself when it is called next; set from outside.
         is_open: whether all values that computing needs are there, or come by themselves.
     """
 
     parts = {}
     units = {}
-    units_compiled = False
     is_open = True
 
     def calling(self):

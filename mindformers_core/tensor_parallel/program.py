@@ -165,7 +165,7 @@ def _generated(tree, path, signature, graph, frame):
     prefix = f"{path}." if path else ""
     classes = {cell[len(prefix) :]: kind for cell, kind in tree.classes.items() if not path or cell.startswith(prefix)}
     classes[""] = tree.classes[path]
-    recomputes = tree.activations.marks and tree.compiling
+    recomputes = tree.activations.marks and tree.compiling is not None
     source = module_source(frame, classes, cost_model(), tree.function_names, header, tree.deferring, recomputes)
     tree.function_names.update(source.functions.values())
     name = source.functions[frame]

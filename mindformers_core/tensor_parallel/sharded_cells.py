@@ -63,6 +63,8 @@ class GeneratedCell(ShardedCell):
     def __call__(self, *args, program=None, **kwargs):
         tree, path = self.__dict__["_sharding"]
         call, unit = super().__call__, tree.storage.unit(path)
+        if program is not None and path in tree.compiled_cells:
+            call = tree.compiled_cells[path]
         if unit is None:
             return tree.enter(path, call, args, kwargs) if program is None else call(*args, program=program, **kwargs)
         if program is not None:

@@ -11,6 +11,7 @@ from mindformers_core.tensor_parallel.capturing.graph import CallNode
 from mindformers_core.tensor_parallel.capturing.structure import map_leaves
 from mindformers_core.tensor_parallel.compiling import enrol
 from mindformers_core.tensor_parallel.dtensor import DTensor
+from mindformers_core.tensor_parallel.generation.passed_weights import weights_of_call
 from mindformers_core.tensor_parallel.parameter_storage import ParameterStorage
 from mindformers_core.tensor_parallel.program import describe, make_program, signature_key
 from mindformers_core.tensor_parallel.sharded_cells import EagerCell, GeneratedCell, located, sharded_class
@@ -38,7 +39,9 @@ class ShardedTree:
         deferred_gradients: the `DeferredGradients` whose matmuls leave the gradients of weights for later, or None.
         deferring: whether calls do that now: they have programs of their own.
         activations: the `ActivationPolicy`: what becomes of activations between forward and backward pass.
-        compiling: whether a program is asked for that a compiled function calls.
+        compiling: None; while programs are asked for that compiled functions call, paths of the Cells whose functions
+            take their weights as arguments.
+        compiled_cells: path of a Cell -> the function that a running program calls in its place.
         versions: how often something was set in a Cell that programs depend on, or one became eager.
     """
 
@@ -52,7 +55,8 @@ class ShardedTree:
         self.versions = 0
         self.running = self.views = self.training = self.deferred_gradients = None
         self.deferring = False
-        self.storage, self.activations, self.compiling = ParameterStorage(), ActivationPolicy(), False
+        self.storage, self.activations, self.compiling = ParameterStorage(), ActivationPolicy(), None
+        self.compiled_cells = {}
         self._eager = set()
         self._as_it_is = _with_own_gradient(self.classes)
         self._methods = {path: {} for path in self.cells}
@@ -187,15 +191,15 @@ class ShardedTree:
     def key(self, path, args, kwargs):
         """What a program of a call is found by."""
         try:
-            kind = self.deferring, self.activations.marks and self.compiling
+            kind = self.deferring, self.compiling if self.activations.marks else None
             return path, kind, self._flags(), signature_key(args), signature_key(kwargs)
         except TypeError as error:
             raise TypeError(f"{self.label(path)}: {error}") from None
 
     @contextmanager
-    def for_compiled(self):
-        """While open, the programs that are asked for are those of compiled functions."""
-        before, self.compiling = self.compiling, True
+    def for_compiled(self, taking_weights=()):
+        """While open, the programs that are asked for are those of compiled functions; paths as of `compiling`."""
+        before, self.compiling = self.compiling, taking_weights
         try:
             yield
         finally:
@@ -244,6 +248,13 @@ class ShardedTree:
             return self._parameter(prefix, graph.parameters[index].path)
         calls = [node for node in graph.nodes if isinstance(node, CallNode)]
         return self.cells[_joined(prefix, calls[index].graph.path)]
+
+    def weights_of_call(self, path, function):
+        """The weights that a call of the Cell at `path` passes in the running program to its function of that name."""
+        (program,) = [each for each in self.programs.values() if each.name == self.running]
+        names = program.source.functions
+        frame, graph = next(call[1:] for call in _calls(program) if (call[0], names[call[1]]) == (path, function))
+        return weights_of_call(frame, graph, lambda inner: self._parameter(program.path, inner))
 
     def _parameter(self, prefix, path):
         owner, _, name = _joined(prefix, path).rpartition(".")

@@ -9,13 +9,9 @@ asynchronous launches overlap them, CPU doesn't.
 from mindspore import Tensor
 from mindspore.graph.api import _pynative_executor
 
-from mindformers_core.pipeline.stage_function import forbid_reuse
 from mindformers_core.tensor_parallel.capturing.structure import map_leaves
-from mindformers_core.tensor_parallel.compiling import jit
 from mindformers_core.tensor_parallel.dtensor import DTensor
-from mindformers_core.tensor_parallel.generation.deferral import PRODUCTS
-from mindformers_core.tensor_parallel.sharded_cells import CONTAINERS, computing_parameters
-from mindformers_core.tensor_parallel.sharded_tree import MOST_PROGRAMS
+from mindformers_core.tensor_parallel.sharded_cells import CONTAINERS
 
 __all__ = ["UnitSchedule", "find_units", "unit_of"]
 
@@ -37,9 +33,6 @@ def find_units(cell):
 
     visit("", cell)
     return tuple(units)
-
-
-_CONSTANTS = ("program", PRODUCTS)
 
 
 def _has_container(cell):
@@ -66,7 +59,7 @@ class UnitSchedule:
         self.storage, self.prefetch = storage, prefetch
         self.regroup()
         self._order, self._met = [], []  # units as the last pass called them; as this one has, so far
-        self._held, self._missing, self._finished, self._graphs = set(), {}, [], {}
+        self._held, self._missing, self._finished = set(), {}, []
         self.called = []
 
     def regroup(self):
@@ -123,32 +116,6 @@ class UnitSchedule:
         while self._finished:
             self._drop(self._finished.pop())
 
-    def compiled(self, path, call, constants):
-        """The compiled function of a unit's Cell for one program; made anew where values were put into other memory.
-
-        Args:
-            path: of the unit.
-            call: the Cell's method that is called otherwise.
-            constants: arguments that are compiled in: the program, and the objects of split weight gradients.
-        """
-        cell = call.__self__
-        key = path, *map(_identity, constants.values())
-        parameters = computing_parameters(cell)
-        places = [each.data_ptr() for each in parameters if id(each) not in self.storage.parts]
-        known, graph, _ = self._graphs.get(key, (None, None, None))
-        if known != places:
-            forbid_reuse(cell)
-
-            def run(*args, **kwargs):
-                return cell(*args, **constants, **kwargs)
-
-            graph = jit(run)
-            self._graphs[key] = places, graph, constants  # which have to live as long as their ids are known
-            alike = [other for other in self._graphs if other[0] == path]
-            if len(alike) > MOST_PROGRAMS:
-                del self._graphs[alike[0]]
-        return graph
-
     def _hold(self, unit, direction):
         """Gather a unit and the next ones in the last pass's order, each if it isn't there."""
         ahead = []
@@ -169,10 +136,6 @@ class UnitSchedule:
                 self.storage.empty(bucket)
 
 
-def _identity(constant):
-    return constant if isinstance(constant, str) else id(constant)
-
-
 class _Unit:
     """Calls the Cell of a unit with its weights in place."""
 
@@ -186,26 +149,18 @@ class _Unit:
         schedule.called.append(unit)
         try:
             schedule.before_forward(unit)
-            result = self._call(call, args, kwargs)
+            result = call(*args, **kwargs)
             if _pynative_executor.grad_flag():
                 map_leaves(self._await_gradient, result)
             return result
         finally:
             schedule.called.pop()
-            if not (_pynative_executor.grad_flag() and self._stays(call.__self__)):
+            if not (_pynative_executor.grad_flag() and self._stays()):
                 schedule.after_forward(unit)
 
-    def _stays(self, cell):
-        tree, _ = cell.__dict__["_sharding"]
+    def _stays(self):
+        tree, _ = self.schedule.storage.cells[0].__dict__["_sharding"]
         return tree.activations.keeps_weights(self.unit)
-
-    def _call(self, call, args, kwargs):
-        schedule, unit = self.schedule, self.unit
-        if schedule.storage.units_compiled and "program" in kwargs:
-            constants = {name: kwargs[name] for name in _CONSTANTS if name in kwargs}
-            kwargs = {name: value for name, value in kwargs.items() if name not in _CONSTANTS}
-            call = schedule.compiled(unit, call, constants)
-        return call(*args, **kwargs)
 
     def _await_gradient(self, leaf):
         tensor = leaf.to_local() if isinstance(leaf, DTensor) else leaf

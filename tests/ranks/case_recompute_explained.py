@@ -31,4 +31,4 @@ def case_what_is_sent_again_is_explained():
         assert told == dict(sent), settings
         counts.append(told["all_reduce", ("tp",)][0])
     plain, full, operators, kept = counts
-    assert operators > full > plain == kept
+    assert min(operators, full) > plain == kept, counts

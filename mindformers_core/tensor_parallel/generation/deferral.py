@@ -10,7 +10,9 @@ from mindformers_core.tensor_parallel.capturing.graph import CallNode
 from mindformers_core.tensor_parallel.capturing.structure import Value, values_in
 from mindformers_core.tensor_parallel.propagation.plan import CallPlan, Move
 
-__all__ = ["NOTHING_DEFERRED", "PRODUCTS", "Deferral", "DeferredWeight", "deferrals", "deferred_weights"]
+__all__ = [
+    "NOTHING_DEFERRED", "PRODUCTS", "Deferral", "DeferredWeight", "deferrals", "deferred_weights", "parameter_path",
+]  # fmt: skip
 
 PRODUCTS = "deferred_products"  # what a generated function calls the objects that stand for its deferred operators
 _PRODUCTS = frozenset({"Dense", "MatMul", "MatMulExt", "Mm", "BatchMatMul", "DeprecatedMatmul"})
@@ -109,7 +111,7 @@ def deferred_weights(program_path, frame, graph, below):
     def visit(frame, graph, passed):
         deferral, ways = below[frame], {}
         for number, use in enumerate(frame.graph.parameters):
-            stored, path = frame.layouts[use.value.id], _joined(program_path, _parameter_path(frame, graph, number))
+            stored, path = frame.layouts[use.value.id], _joined(program_path, parameter_path(frame, graph, number))
             ways[use.value.id, stored] = path, ()
             if (use.value.id, stored) in deferral.needed:
                 ordinary.add(path)
@@ -138,7 +140,7 @@ def deferred_weights(program_path, frame, graph, below):
     return visit(frame, graph, []), ordinary
 
 
-def _parameter_path(frame, graph, number):
+def parameter_path(frame, graph, number):
     """The path of a parameter of a plan, in one of the calls that share the plan."""
     if number < len(graph.parameters):
         return graph.parameters[number].path

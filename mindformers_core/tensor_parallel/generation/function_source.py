@@ -10,6 +10,7 @@ from mindformers_core.tensor_parallel.generation.algorithm_graph import algorith
 from mindformers_core.tensor_parallel.generation.deferral import NOTHING_DEFERRED, PRODUCTS
 from mindformers_core.tensor_parallel.generation.naming import Names, assigned_names
 from mindformers_core.tensor_parallel.generation.operator_source import dtype_source
+from mindformers_core.tensor_parallel.generation.passed_weights import WEIGHTS, passed_parameter, passed_to_call
 from mindformers_core.tensor_parallel.propagation.plan import CallPlan, Move
 
 __all__ = ["function_source"]
@@ -97,7 +98,8 @@ class _Function:
             self.body.insert(0, f"{PRODUCTS} = self.{PRODUCTS}_of_{name}")
         elif self.deferral.places:
             deferred = [PRODUCTS]
-        head = f"def {name}({', '.join(['self', *parameters, *lifted, *deferred, *rest])}):"
+        weights = [WEIGHTS] if self.frame.takes_weights else []
+        head = f"def {name}({', '.join(['self', *parameters, *lifted, *deferred, *weights, *rest])}):"
         return [head, *self._described(), *(f"    {line}" for line in self.body)]
 
     def _described(self):
@@ -147,7 +149,8 @@ class _Function:
 
     def _enter_parameter(self, use):
         """A parameter; cut off from the gradient where all of that is deferred."""
-        expression = self.parts.parameter(self.frame, use)
+        takes = self.frame.takes_weights
+        expression = passed_parameter(self.frame, use) if takes else self.parts.parameter(self.frame, use)
         waits = (use.value.id, self.frame.layouts[use.value.id]) in self.deferral.waiting
         self._enter(use.value, self._assign(use.value.hint, self.parts.cut(expression)) if waits else expression)
 
@@ -261,6 +264,8 @@ class _Function:
             ]
             if call in self.deferral.places:
                 args.append(f"{PRODUCTS}={PRODUCTS}[{self.deferral.places[call]}]")
+            if self.frame.takes_weights:
+                args.append(f"{WEIGHTS}={passed_to_call(self.frame, call)}")
             args.append(f'program="{self.parts.function_name(call.frame)}"')
         expression = f"{self.parts.child(self.frame, call)}({', '.join(args)})"
         self._receive(node.outputs, call.outputs, self._hints(node, self.parts.called_name(call)), expression)

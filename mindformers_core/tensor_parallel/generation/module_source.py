@@ -13,6 +13,7 @@ from mindformers_core.tensor_parallel.generation.deferral import PRODUCTS, defer
 from mindformers_core.tensor_parallel.generation.function_source import function_source
 from mindformers_core.tensor_parallel.generation.naming import snake_case
 from mindformers_core.tensor_parallel.generation.operator_source import dtype_source, operator_source
+from mindformers_core.tensor_parallel.generation.passed_weights import WEIGHTS
 
 __all__ = ["ModuleSource", "module_source"]
 
@@ -79,7 +80,9 @@ class ModuleParts:
         self._collectives, self._instances, self._separate = {}, {}, separate_collectives
         names, wanted = set(taken), [f"parallel_{snake_case(self._class_name(each))}" for each in self.frames]
         self.functions = {each: _unique(name, names) for each, name in zip(self.frames, wanted)}
-        self.reserved = {*_RESERVED, *([PRODUCTS] if defer_weights else []), *self.functions.values()}
+        passed = [WEIGHTS] if any(each.takes_weights for each in self.frames) else []
+        passed += [PRODUCTS] if defer_weights else []
+        self.reserved = {*_RESERVED, *passed, *self.functions.values()}
 
     @staticmethod
     def _class_name(frame):

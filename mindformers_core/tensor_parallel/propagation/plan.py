@@ -90,6 +90,7 @@ class FramePlan:
             several Cells use in a moved form, moved once above them, or a tensor of another Cell's call.
         gradients: numbers of the Values that a trainable parameter is behind.
         keepers: instruction -> the `Keeper` by which what it makes is kept for the backward pass; others are as usual.
+        takes_weights: whether the generated function takes its parameters, and those of what it calls, as arguments.
     """
 
     graph: object
@@ -100,6 +101,7 @@ class FramePlan:
     lifted: tuple = ()
     gradients: frozenset = field(default=frozenset())
     keepers: dict = field(default_factory=dict)
+    takes_weights: bool = False
 
     @property
     def moves(self):
