@@ -26,7 +26,13 @@ LIMITS = {  # of a variant's time over that of none in the same mode
     ("full", "jit"): 1.40,
 }
 KEPT_LIMIT = 0.02  # what is measured to be kept differs from what is foretold by this part at most
-RESIDENT_LIMITS = {"selective": 0.95, "budget_0.5": 0.75, "full": 0.55}  # of none's in PyNative
+RESIDENT_LIMITS = {  # of a variant's peak resident memory, over that before, over none's in the same mode
+    ("selective", "pynative"): 0.95,
+    ("budget_0.5", "pynative"): 0.75,
+    ("full", "pynative"): 0.55,
+    ("selective", "jit"): 0.75,
+    ("full", "jit"): 0.55,
+}
 MEMORY_TIMEOUT = 300  # seconds
 
 
@@ -92,9 +98,9 @@ def memory_remarks(memory):
         name, base = f"{variant}/{mode}", memory["none", mode]
         ratio = found["resident"] / base["resident"]
         line = f"- {name}: peak resident memory {found['resident']:.0f} MB over that before, {ratio:.3f} of none/{mode}"
-        if mode == "pynative" and variant in RESIDENT_LIMITS:
-            line += f"; {verdict(ratio, RESIDENT_LIMITS[variant])}"
-            all_kept = all_kept and ratio <= RESIDENT_LIMITS[variant]
+        if (limit := RESIDENT_LIMITS.get((variant, mode))) is not None:
+            line += f"; {verdict(ratio, limit)}"
+            all_kept = all_kept and ratio <= limit
         lines.append(line)
         if "kept" in found:
             error = abs(found["kept"] / found["foretold"] - 1)

@@ -18,12 +18,12 @@ def call_again(function, others, args, kwargs):
         others: Parameters besides its arguments that it gives gradients of.
         args, kwargs: what it is called with.
     """
-    floats = []
+    needed = []  # a gradient of
 
     def taken(leaf):
-        if isinstance(leaf, Tensor) and is_float(dtype_name(leaf.dtype)):
-            floats.append(leaf)
-            return _Place(len(floats) - 1)
+        if isinstance(leaf, Tensor) and leaf._requires_grad and is_float(dtype_name(leaf.dtype)):
+            needed.append(leaf)
+            return _Place(len(needed) - 1)
         return leaf
 
     held = map_leaves(taken, (args, kwargs))
@@ -32,7 +32,7 @@ def call_again(function, others, args, kwargs):
         inner, named = map_leaves(lambda leaf: _plain(given[leaf.number] if isinstance(leaf, _Place) else leaf), held)
         return function(*inner, **named)
 
-    return mindspore_recompute(_Block(run, others), *floats)
+    return mindspore_recompute(_Block(run, others), *needed)
 
 
 def _plain(leaf):
@@ -41,7 +41,7 @@ def _plain(leaf):
 
 
 class _Place:
-    """Stands for a floating tensor: MindSpore hands these over one by one, and takes no others."""
+    """Stands for a tensor that needs a gradient: MindSpore takes these one by one, and floating ones only."""
 
     def __init__(self, number):
         self.number = number

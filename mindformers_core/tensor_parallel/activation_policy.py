@@ -89,7 +89,7 @@ class ActivationPolicy:
         raise NotImplementedError
 
     def check_compiling(self):
-        """Raise `ValueError` where a compiled function that calls the tree's Cells as a whole can't do what is asked."""
+        """Raise `ValueError` where a compiled function that calls the Cells as a whole can't do what is asked."""
 
     def told(self):
         """What the policies of a pipeline's other stages have to know, as JSON can hold it; None: nothing."""
