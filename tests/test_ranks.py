@@ -1,4 +1,4 @@
-"""All multi-rank cases (`tests/ranks/case_*.py`): one launch for each world size, of the selected cases only."""
+"""All multi-rank cases (`tests/ranks/case_*.py`), one launch for each world size; and a launch in which ranks die."""
 
 import pytest
 from launch import find_cases, run_cases
@@ -26,3 +26,22 @@ def test_case(failures, world_size, case):
     failure = failures(world_size)[case]
     if failure is not None:
         pytest.fail(failure, pytrace=False)
+
+
+def test_a_dead_rank_is_an_error(with_dead_ranks_launched):
+    """Whoever waits for it ends with an error that names the collective; in PyNative also the axis and ranks."""
+    launched = with_dead_ranks_launched
+    for rank, said in enumerate(
+        (
+            "all_reduce over tp (ranks 0, 3) failed on rank 0: another rank has died",
+            "all_gather over tp (ranks 1, 4) failed on rank 1: another rank has died",  # by messages, not reductions
+            "AllReduce",  # in a graph, of which MindSpore itself says what failed
+        )
+    ):
+        ends = launched.logs[rank].split("ended after ")[1:]
+        assert len(ends) == (2 if rank == 1 else 1), launched.tail(rank)
+        for end in ends:
+            seconds, _, error = end.partition(" s with: ")
+            assert said in error, launched.tail(rank)
+            assert int(seconds) < 60
+    assert launched.logs[1].count("ended after 1 s") + launched.logs[1].count("ended after 0 s") >= 1  # shared memory

@@ -230,14 +230,14 @@ def case_floats_pynative():
 
 @on_ranks(4)
 def case_float32_jit():
-    """The same inside a compiled graph for each group."""
-    for axes in AXES:
+    """The same inside a compiled graph, for two of the groups."""
+    for axes in AXES[1:3]:
         check_floats(axes, np.float32, jit=True)
 
 
 @on_ranks(4)
 def case_float16_jit():
-    """And in half precision, for the first and the last of them."""
+    """And in half precision, for the others."""
     for axes in (AXES[0], AXES[-1]):
         check_floats(axes, np.float16, jit=True)
 
@@ -252,8 +252,7 @@ def case_integers_pynative():
 @on_ranks(4)
 def case_integers_jit():
     """The same in graphs, where they travel as 16-bit parts in floats: int64 as four, all others like int32, as two."""
-    check_integers(AXES[0], np.int32, jit=True)
-    for axes, dtype in zip(AXES[1:], (np.bool_, np.int16, np.int64), strict=True):
+    for axes, dtype in ((AXES[1], np.bool_), (AXES[2], np.int16), (AXES[3], np.int64)):
         check_integers(axes, dtype, jit=True)
 
 

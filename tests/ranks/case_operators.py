@@ -15,7 +15,7 @@ from recorded_rules import rules_met
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import init_device_mesh
 
-MORE = {"rule": 2, "function": 6}  # combinations drawn at random for one call
+MORE = {"rule": 1, "function": 3}  # combinations drawn at random for one call
 DTYPES = {F: "float32", "int": "int32", "bool": "bool"}
 
 

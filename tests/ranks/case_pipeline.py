@@ -33,7 +33,7 @@ def case_every_schedule_equals_one_card():
     compare_all(compiled=False)
 
 
-@on_ranks(2, 4)
+@on_ranks(4)
 def case_every_compiled_schedule_equals_one_card():
     """Stages compiled, the schedule in Python."""
     compare_all(compiled=True)
