@@ -66,6 +66,7 @@ class CompiledCells:
 
     def __init__(self, tree):
         self._tree, self._graphs, self._known = tree, {}, {}
+        self._version, self._taken = None, {}  # of the tree's programs; what their functions take
 
     @property
     def recomputes(self):
@@ -96,14 +97,25 @@ class CompiledCells:
     def _call(self, path, again, *args, **kwargs):
         constants = {name: kwargs.pop(name) for name in _CONSTANTS if name in kwargs}
         function = constants["program"]
-        args, kwargs = _by_place(getattr(type(self._tree.cells[path]), function), args, kwargs)
+        names, weights = self._takes(path, again, function)
+        args, kwargs = _by_place(names, args, kwargs)
         if not again:
             return self._compiled(path, path, constants)(*args, **kwargs)
         graph = self._compiled(function, path, constants, own=len(args))
-        args += tuple(self._tree.weights_of_call(path, function))
+        args += weights
         if not _pynative_executor.grad_flag():
             return graph(*args, **kwargs)
         return self._tree.activations.call_again(graph, _collectors(constants.get(PRODUCTS, ())), args, kwargs)
+
+    def _takes(self, path, again, function):
+        """Names of the arguments of a Cell's function in the running program, and the weights to pass."""
+        if self._version != self._tree.versions:
+            self._version, self._taken = self._tree.versions, {}
+        key = self._tree.running, path, function
+        if key not in self._taken:
+            names = list(signature(getattr(type(self._tree.cells[path]), function)).parameters)[1:]
+            self._taken[key] = names, tuple(self._tree.weights_of_call(path, function)) if again else ()
+        return self._taken[key]
 
     def _compiled(self, owner, path, constants, own=None):
         """The compiled function of a Cell for one program; made anew where values were put into other memory.
@@ -137,9 +149,9 @@ class CompiledCells:
         return graph
 
 
-def _by_place(function, args, kwargs):
+def _by_place(names, args, kwargs):
     """Arguments by place, as far as can be: of tensors in a tuple that is given by name a graph has no gradient."""
-    names, kwargs = list(signature(function).parameters)[1 + len(args) :], dict(kwargs)
+    names, kwargs = names[len(args) :], dict(kwargs)
     while names and names[0] in kwargs:
         args += (kwargs.pop(names.pop(0)),)
     return args, kwargs
