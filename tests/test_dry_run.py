@@ -101,3 +101,11 @@ def test_report_adds_up():
     assert "layers.*.weight 2 (8, 4) (4, 4) (2, 4) [(tp, dp), -]" in lines
     plain = report(RankFacts(facts, 0, 1, taken))
     assert "zero" not in plain and "stay whole" not in plain
+
+
+def test_patterns_that_are_nowhere_are_found_before_launch():
+    """On no stage of a pipeline, though each runs without the others."""
+    done, _ = dry_run("configs/llama_tiny_pp.yaml", "recompute.select=layers.*.mlpp")
+    assert done.returncode != 0
+    assert "recompute.select[0]: 'layers.*.mlpp' matches no Cell or operator" in done.stderr
+    assert "(did you mean 'mlp'?)" in done.stderr

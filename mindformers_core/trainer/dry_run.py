@@ -16,6 +16,7 @@ from mindformers_core.communication.world import shutdown
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaForCausalLM
 from mindformers_core.recompute import recompute, swap
+from mindformers_core.recompute.stages import check_stages
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.tensor_parallel.inspecting import explain_activations
 from mindformers_core.trainer.pipeline_recipe import recipe_timeline
@@ -68,6 +69,7 @@ class RankFacts:
         shards: number of parts that parameters are cut into.
         bytes: keys of `_ROWS` -> bytes, at the fullest time of a step.
         activations: lines about what is recomputed and swapped, of one micro-batch.
+        told: `(stage, what its ActivationPolicy tells)` of the rank's stages.
     """
 
     parameters: tuple
@@ -75,6 +77,7 @@ class RankFacts:
     shards: int
     bytes: dict
     activations: tuple = ()
+    told: tuple = ()
 
     @property
     def total(self):
@@ -86,13 +89,17 @@ def dry_run(recipe):
     """The report, after building, sharding and running the model forward on rank 0 of the recipe's mesh.
 
     Raises:
-        ValueError: anything that would make the real run fail on shapes: a dim that its axes don't divide, ….
+        ValueError: anything that would make the real run fail on shapes: a dim that its axes don't divide, …; layers
+            and patterns of recompute and swap that are nowhere.
     """
     mesh = init_device_mesh(mesh_shape(recipe), MESH_AXES)
     dp_size = mesh.axis_size("dp")
     micro_batches = accumulation_steps(recipe, dp_size)
     ranks = mesh.group(mesh.rank_list[0], ("pp",))
     parts = [_facts_of_rank(recipe, mesh, rank, micro_batches) for rank in ranks]
+    told = [each for _, each in sorted((entry for part in parts for entry in part.told), key=lambda entry: entry[0])]
+    if any(told):
+        check_stages(recipe.recompute, recipe.swap, told)
     training, length = recipe.training, recipe.train_dataset.seq_length
     kind = "micro-batches" if len(parts) == 1 else "pipeline runs"
     batches = f"{dp_size} dp ranks x {micro_batches} {kind} x {training.local_batch_size}"
@@ -122,7 +129,8 @@ def _facts_of_rank(recipe, mesh, rank, micro_batches):
         zero = zero_settings(recipe, mesh, micro_batches)
         nets = [net for _, net in chunks]
         hsdp_chunks(recipe, nets, zero)
-        return _facts(recipe, nets, zero["shard_size"], _activations(recipe, chunks, inputs))
+        told = tuple((stage, net.__dict__["_sharding"][0].activations.told()) for stage, net in chunks)
+        return _facts(recipe, nets, zero["shard_size"], _activations(recipe, chunks, inputs), told)
     finally:
         shutdown()
 
@@ -136,7 +144,7 @@ def _activations(recipe, chunks, inputs):
     return tuple(lines)
 
 
-def _facts(recipe, nets, shards, activations):
+def _facts(recipe, nets, shards, activations, told):
     """The `RankFacts` of Cells under `hsdp()`."""
     at_once = recipe.context.mode == 0 or recipe.parallelism.pipeline_parallel > 1  # all gradients of a backward pass
     reports = [memory_report(net, compiled=at_once) for net in nets]
@@ -149,7 +157,7 @@ def _facts(recipe, nets, shards, activations):
         for path, parameter in net.parameters_and_names():
             parameters[path] = _fact(parameter, plans[path], shards)
     level = recipe.parallelism.zero_level if shards > 1 else 0
-    return RankFacts(tuple(parameters.values()), level, shards, bytes_by_kind, activations)
+    return RankFacts(tuple(parameters.values()), level, shards, bytes_by_kind, activations, told)
 
 
 def _whole_model(recipe, mesh):
