@@ -7,8 +7,10 @@ from mindspore import Tensor, nn, ops
 from test_recompute_gradients import INPUTS, Net, equal, llama, sharded
 
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.recompute import list_operators, recompute
-from mindformers_core.tensor_parallel import explain, prepare, shard
+from mindformers_core.recompute import list_operators, recompute, swap
+from mindformers_core.recompute.explained import keepers_by_key
+from mindformers_core.recompute.keeping import count_recomputations
+from mindformers_core.tensor_parallel import explain, prepare, programs, shard
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 X = Tensor(np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32))
@@ -141,3 +143,29 @@ def test_operators_are_listed_where_a_pattern_is_wrong():
     with pytest.raises(ValueError, match="'\\*.softmx' matches no Cell or operator"):
         net(*inputs)
     assert str(list_operators(net, *inputs)) == str(listed)
+
+
+def test_gradients_of_a_cell_itself_recompute_and_swap():
+    """`mindspore.value_and_grad(net)`: MindSpore says within the call only that there is to be a gradient."""
+    inputs = INPUTS[llama]()
+    plain = sharded(llama)
+    expected = ms.value_and_grad(plain, None, plain.trainable_params())(*inputs)[1]
+    net = recompute(sharded(llama), full=True)
+    with count_recomputations() as counted:
+        _, found = ms.value_and_grad(net, None, net.trainable_params())(*inputs)
+    assert sum(counted.values()) > 0
+    assert all(np.array_equal(one.asnumpy(), other.asnumpy()) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_budget_leaves_alone_what_is_swapped():
+    net, inputs = swap(recompute(sharded(llama), budget=0.6), op_swap={"*.mlp": True}), INPUTS[llama]()
+    net(*inputs)
+    kinds = {keeper.name for keeper in keepers_by_key(programs(net)[-1].frame).values()}
+    assert "recomputed" in kinds and len(kinds) > 1
+
+
+def test_settings_that_there_are_not():
+    with pytest.raises(TypeError, match=r"recompute\(\) has no setting 'selct' \(did you mean 'select'\?\): there are"):
+        recompute(sharded(llama), selct="*.mlp")
+    with pytest.raises(TypeError, match="takes 1 positional argument"):
+        recompute(sharded(llama), "*.mlp")

@@ -6,14 +6,14 @@ all that its gradient needs, whatever is marked in it. What is around these Cell
 
 from contextlib import contextmanager
 from functools import partial
-from inspect import signature
 
 from mindspore.graph.api import _pynative_executor
 
+from mindformers_core.pipeline.flat_calls import giver, put_together, skeleton, taker
 from mindformers_core.tensor_parallel.compiling import jit
 from mindformers_core.tensor_parallel.generation.deferral import PRODUCTS
+from mindformers_core.tensor_parallel.generation.passed_weights import WEIGHTS
 from mindformers_core.tensor_parallel.sharded_cells import CONTAINERS, computing_parameters
-from mindformers_core.tensor_parallel.sharded_tree import MOST_PROGRAMS
 
 __all__ = ["CompiledCells", "cells_apart", "forbid_reuse"]
 
@@ -66,7 +66,7 @@ class CompiledCells:
 
     def __init__(self, tree):
         self._tree, self._graphs, self._known = tree, {}, {}
-        self._version, self._taken = None, {}  # of the tree's programs; what their functions take
+        self._known_calls = {}  # (running program, path, function) -> what `_called` gives
 
     @property
     def recomputes(self):
@@ -96,65 +96,57 @@ class CompiledCells:
 
     def _call(self, path, again, *args, **kwargs):
         constants = {name: kwargs.pop(name) for name in _CONSTANTS if name in kwargs}
-        function = constants["program"]
-        names, weights = self._takes(path, again, function)
-        args, kwargs = _by_place(names, args, kwargs)
-        if not again:
-            return self._compiled(path, path, constants)(*args, **kwargs)
-        graph = self._compiled(function, path, constants, own=len(args))
-        args += weights
-        if not _pynative_executor.grad_flag():
-            return graph(*args, **kwargs)
-        return self._tree.activations.call_again(graph, _collectors(constants.get(PRODUCTS, ())), args, kwargs)
+        result, weights = self._called(path, again, constants["program"])
+        if again:
+            kwargs[WEIGHTS] = weights
+        tensors = []
+        take = taker((args, kwargs), tensors)
+        graph = self._compiled(path, again, constants, skeleton((args, kwargs)), take, giver(result))
+        if again and _pynative_executor.grad_flag():
+            collectors = _collectors(constants.get(PRODUCTS, ()))
+            given = self._tree.activations.call_again(graph, collectors, tensors)
+        else:
+            given = graph(*tensors)
+        return put_together(result, given)
 
-    def _takes(self, path, again, function):
-        """Names of the arguments of a Cell's function in the running program, and the weights to pass."""
-        if self._version != self._tree.versions:
-            self._version, self._taken = self._tree.versions, {}
+    def _called(self, path, again, function):
+        """The result of a Cell's function in the running program, as a structure, and the weights to pass."""
         key = self._tree.running, path, function
-        if key not in self._taken:
-            names = list(signature(getattr(type(self._tree.cells[path]), function)).parameters)[1:]
-            self._taken[key] = names, tuple(self._tree.weights_of_call(path, function)) if again else ()
-        return self._taken[key]
+        if key not in self._known_calls:
+            program, frame, graph = self._tree.running_call(path, function)
+            weights = self._tree.weights_of_call(program, frame, graph) if again else ()
+            names = {each.name for each in self._tree.programs.values()}
+            self._known_calls = {known: call for known, call in self._known_calls.items() if known[0] in names}
+            self._known_calls[key] = frame.graph.result, tuple(weights)
+        return self._known_calls[key]
 
-    def _compiled(self, owner, path, constants, own=None):
+    def _compiled(self, path, again, constants, structure, take, give):
         """The compiled function of a Cell for one program; made anew where values were put into other memory.
 
         Args:
-            owner: whose it is: the path, or what all Cells have in common that share it and pass their weights.
-            path: of the Cell that is compiled.
+            path: of the Cell.
+            again: whether it is recomputed: then it takes its weights, and all that have this function share it.
             constants: arguments that are compiled in: the program, and the objects of split weight gradients.
-            own: how many arguments the Cell's weights come behind; None: they are its own.
+            structure: of the arguments, as `skeleton` gives it.
+            take, give: from tensors to arguments, and from the result to tensors.
         """
-        cell = self._tree.cells[path]
-        key = owner, *map(_identity, constants.values())
-        parts = self._tree.storage.parts
-        held = [each for each in computing_parameters(cell) if id(each) not in parts] if own is None else []
+        cell, parts = self._tree.cells[path], self._tree.storage.parts
+        key = constants["program"], "" if again else path, structure, *map(_identity, constants.values())
+        held = [] if again else [each for each in computing_parameters(cell) if id(each) not in parts]
         places = [each.data_ptr() for each in held]
         known, graph, _ = self._graphs.get(key, (None, None, None))
         if known != places:
             forbid_reuse(cell)
 
-            def run(*args, **kwargs):
-                return cell(*args, **constants, **kwargs)
+            def run(*tensors):
+                args, kwargs = take(tensors)
+                return give(cell(*args, **constants, **kwargs))
 
-            def run_with_weights(*args, **kwargs):
-                return cell(*args[:own], weights=args[own:], **constants, **kwargs)
-
-            graph = jit(run if own is None else run_with_weights)
+            graph = jit(run)
+            alive = {name for each in self._tree.programs.values() for name in each.source.functions.values()}
+            self._graphs = {other: entry for other, entry in self._graphs.items() if other[0] in alive}
             self._graphs[key] = places, graph, constants  # which have to live as long as their ids are known
-            alike = [other for other in self._graphs if other[0] == owner]
-            if len(alike) > MOST_PROGRAMS:
-                del self._graphs[alike[0]]
         return graph
-
-
-def _by_place(names, args, kwargs):
-    """Arguments by place, as far as can be: of tensors in a tuple that is given by name a graph has no gradient."""
-    names, kwargs = names[len(args) :], dict(kwargs)
-    while names and names[0] in kwargs:
-        args += (kwargs.pop(names.pop(0)),)
-    return args, kwargs
 
 
 def _identity(constant):

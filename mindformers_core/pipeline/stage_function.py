@@ -119,6 +119,7 @@ class StageFunction:
             inputs, named = self.storage.entering(tuple(inputs), self._parted(kwargs)[1])
             with self._programs():
                 program = prepare(self.cell, *inputs, **named)
+            self.cell.__dict__["_sharding"][0].activations.check_matched()
             self.layouts = tuple(result.layout for result in program.results)
 
     def _parted(self, kwargs):

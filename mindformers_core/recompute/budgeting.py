@@ -13,7 +13,7 @@ from mindformers_core.tensor_parallel.explaining.algorithms import algorithm_ste
 __all__ = ["choice_within"]
 
 
-def choice_within(settings, frame, path="", boundaries=(), is_part=False):
+def choice_within(settings, frame, path="", boundaries=(), is_part=False, swapped=frozenset()):
     """The `Choice` of a program.
 
     Args:
@@ -22,6 +22,7 @@ def choice_within(settings, frame, path="", boundaries=(), is_part=False):
         path: of the Cell whose call it is.
         boundaries: paths of Cells whose results are kept in any case.
         is_part: whether patterns may be for what isn't in this program.
+        swapped: keys of instructions whose results wait on the host: they aren't chosen, and their bytes count.
 
     Raises:
         ValueError: nothing needs so little; or a pattern of `exclude` that matches nothing.
@@ -34,5 +35,5 @@ def choice_within(settings, frame, path="", boundaries=(), is_part=False):
         prediction.saved_bytes,
         prediction.recomputed,
         lambda key: operations(places[key], steps),
-        keep=kept_in_any_case(settings, frame, algorithm, path, boundaries, is_part),
+        keep=kept_in_any_case(settings, frame, algorithm, path, boundaries, is_part) | swapped,
     )

@@ -73,6 +73,8 @@ def _apart(frame, keys, known, taking):
         instructions = list(frame.instructions)
         for index, inner in below.items():
             called = instructions[index].frame
+            if called is None:  # a Cell with a bprop
+                continue
             if inner == {()}:
                 if id(called) not in taking:
                     taking[id(called)] = _with_weights(unshared(called))

@@ -60,8 +60,6 @@ class ChosenActivations(ActivationPolicy):
         self._has_matched = False  # all patterns, in some program
         self._recomputed = set()  # paths of Cells in which something is
         self._cells, self._gaps = whole_cells(settings, self.full, list(tree.cells))
-        for path in self._cells:
-            tree.cells[path]._recompute(True, False)  # what recompute() does for graphs, and nothing for PyNative
         self.recomputed_cells = [
             path for path in self._cells if not any(_lies_in(path, other) for other in self._cells if other != path)
         ]
@@ -77,15 +75,17 @@ class ChosenActivations(ActivationPolicy):
                     "(recipe: context.mode: 1), or leave swap() out"
                 )
             check_whole_cells(self.settings, frame, self._gaps, self._is_lenient(frame))
+            for inner in () if compiled else self._cells:
+                self.tree.cells[inner]._recompute(True, False)  # what recompute() does for graphs, not for PyNative
             keys = [key for key, inner in called_cells(frame) if f"{path}.{inner}".strip(".") in compiled]
             frame = apart(frame, keys) if keys else unshared(frame)  # else MindSpore confuses collectives in them
             self._compiled.add(frame)
             return frame
         keeper = Keeper(*_RECOMPUTED, takes_collectives=self.settings.mp_comm_recompute)
         lenient = self._is_lenient(frame)
-        keys, choice = self._chosen(path, frame, lenient)
-        keepers = dict.fromkeys(keys, keeper)
         swapped = swapped_keys(self.swapping, frame, self.layers, path, lenient)
+        keys, choice = self._chosen(path, frame, lenient, swapped)
+        keepers = dict.fromkeys(keys, keeper)
         self._has_matched = self._has_matched or not (lenient or path)
         for key, prefetch in swapped.items():
             if key in keepers:
@@ -105,13 +105,16 @@ class ChosenActivations(ActivationPolicy):
         """Whether patterns may match nothing: they are for other stages, were all found before, or in evaluation."""
         return self.is_part or self._has_matched or not frame.graph.training
 
-    def _chosen(self, path, frame, lenient):
-        """`(keys, Choice or None)`: the instructions of a program of the Cell at `path` that are computed again."""
+    def _chosen(self, path, frame, lenient, swapped):
+        """`(keys, Choice or None)`: the instructions of a program of the Cell at `path` that are computed again.
+
+        A budget leaves alone what is `swapped`.
+        """
         units, choice = tuple(self.tree.storage.units), None
-        if self.settings.budget is None:
+        if self.settings.budget is None or path:  # a budget is for the whole
             keys = choose_keys(self.settings, frame, algorithm_of, path, self.full, units, lenient)
         else:
-            choice = choice_within(self.settings, frame, path, units, lenient)
+            choice = choice_within(self.settings, frame, path, units, lenient, frozenset(swapped))
             keys = choice.dropped
             self._report(choice, frame, path)
         places = [place for place in operators_in_order(frame) if place.key in keys]
@@ -124,9 +127,9 @@ class ChosenActivations(ActivationPolicy):
         lines = described(choice, lambda key: names.get(key, "a redistribution"))
         _LOG.info("%s, within budget %s:\n%s", self.tree.label(path), self.settings.budget, "\n".join(lines))
 
-    def call_again(self, function, others, args, kwargs):
+    def call_again(self, function, others, tensors):
         """See `ActivationPolicy`."""
-        return call_again(function, others, args, kwargs)
+        return call_again(function, others, tensors)
 
     def check_compiling(self):
         """See `ActivationPolicy`."""
@@ -136,6 +139,12 @@ class ChosenActivations(ActivationPolicy):
                 "and keeps all of it: take gradients with zero.value_and_grad(hsdp(cell), compiled=True), or within "
                 "the compiled function"
             )
+
+    def check_matched(self):
+        """See `ActivationPolicy`."""
+        if self._frame is not None and not (self.is_part or self._has_matched):
+            self.check_stages([self.told()])
+            self._has_matched = True
 
     def told(self):
         """See `ActivationPolicy`."""
@@ -159,10 +168,10 @@ class ChosenActivations(ActivationPolicy):
 
     def calling(self):
         """See `ActivationPolicy`."""
-        needed = _pynative_executor.grad_flag() and self.tree.compiling is None
-        if needed and self._frame is not None and not (self.is_part or self._has_matched):
-            self.check_stages([self.told()])  # trained without being in training mode
-            self._has_matched = True
+        asked = _pynative_executor.grad_flag() or self.tree.cells[""].requires_grad  # mindspore.grad(cell) sets that
+        needed = asked and self.tree.compiling is None
+        if needed:
+            self.check_matched()
         return keeping() if needed else nullcontext()
 
 

@@ -1,9 +1,12 @@
 """`recompute()` and `swap()`: activations chosen by name, computed again or kept on the host (RFC ICY7S6).
 
 In PyNative every chosen operator's results are let go of one by one, see `keeping.py` and `offloading.py`. Compiled
-functions recompute whole Cells, by MindSpore's own marks.
+functions recompute whole Cells, see `again.py`.
 """
 
+from dataclasses import fields
+
+from mindformers_core.mesh import nearest
 from mindformers_core.recompute.policy import ChosenActivations
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
 from mindformers_core.tensor_parallel.sharded_cells import tree_of_root
@@ -11,7 +14,7 @@ from mindformers_core.tensor_parallel.sharded_cells import tree_of_root
 __all__ = ["recompute", "swap"]
 
 
-def recompute(cell, is_part=False, **settings):
+def recompute(cell, *, is_part=False, **settings):
     """Have the backward pass of a sharded Cell compute again what it would otherwise keep; gives `cell`.
 
     What is selected are operators, or Cells: of a Cell its results are kept, everything in it is computed again. What
@@ -25,14 +28,14 @@ def recompute(cell, is_part=False, **settings):
             `parallel_optimizer_comm_recompute`, `budget`. For patterns, see `patterns.py`.
 
     Raises:
-        TypeError: not a sharded Cell. ValueError: a Cell below a root, or that runs eagerly, or was given here before;
-            settings that can't be. When a program is made: a pattern that matches nothing. In compiled functions:
-            anything but whole Cells.
+        TypeError: not a sharded Cell; a setting that there isn't.
+        ValueError: a Cell below a root, or that runs eagerly, or was given here before; settings that can't be. When a
+            program is made: a pattern that matches nothing. In compiled functions: anything but whole Cells.
     """
-    return _given(cell, "recompute", "settings", RecomputeSettings(**settings), is_part)
+    return _given(cell, "recompute", "settings", _made(RecomputeSettings, "recompute", settings), is_part)
 
 
-def swap(cell, is_part=False, **settings):
+def swap(cell, *, is_part=False, **settings):
     """Have results of a sharded Cell that the backward pass needs wait for it on the host; gives `cell`.
 
     They are copied there as they are saved, and copied back some saved tensors ahead of their use. Of a selected Cell
@@ -44,10 +47,21 @@ def swap(cell, is_part=False, **settings):
         settings: see `SwapSettings`: `swap`, `default_prefetch`, `layer_swap`, `op_swap`.
 
     Raises:
-        TypeError: not a sharded Cell. ValueError: as for `recompute()`; when a program is made, also what is recomputed
+        TypeError: as for `recompute()`. ValueError: as for it; when a program is made, also what is recomputed
             and swapped; in compiled functions, anything.
     """
-    return _given(cell, "swap", "swapping", SwapSettings(**settings), is_part)
+    return _given(cell, "swap", "swapping", _made(SwapSettings, "swap", settings), is_part)
+
+
+def _made(kind, function, settings):
+    """The settings, of names that there are."""
+    known = [entry.name for entry in fields(kind)]
+    for name in settings:
+        if name not in known:
+            raise TypeError(
+                f"{function}() has no setting '{name}'{nearest(name, known)}: there are is_part, {', '.join(known)}"
+            )
+    return kind(**settings)
 
 
 def _given(cell, function, which, settings, is_part):

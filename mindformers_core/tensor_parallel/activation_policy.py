@@ -84,12 +84,15 @@ class ActivationPolicy:
         """A context manager around a call of a Cell from outside, in PyNative."""
         return nullcontext()
 
-    def call_again(self, function, others, args, kwargs):
-        """Call the compiled function of one of `recomputed_cells` in PyNative; it reads other Parameters, too."""
+    def call_again(self, function, others, tensors):
+        """Call a compiled function of tensors, one of `recomputed_cells`, in PyNative; it reads other Parameters."""
         raise NotImplementedError
 
     def check_compiling(self):
         """Raise `ValueError` where a compiled function that calls the Cells as a whole can't do what is asked."""
+
+    def check_matched(self):
+        """Before gradients, also of Cells that aren't in training mode: raise `ValueError` for what matches nothing."""
 
     def told(self):
         """What the policies of a pipeline's other stages have to know, as JSON can hold it; None: nothing."""

@@ -249,11 +249,14 @@ class ShardedTree:
         calls = [node for node in graph.nodes if isinstance(node, CallNode)]
         return self.cells[_joined(prefix, calls[index].graph.path)]
 
-    def weights_of_call(self, path, function):
-        """The weights that a call of the Cell at `path` passes in the running program to its function of that name."""
+    def running_call(self, path, function):
+        """`(Program, FramePlan, CellGraph)` of a call of the Cell at `path`, its function of that name, that is on."""
         (program,) = [each for each in self.programs.values() if each.name == self.running]
         names = program.source.functions
-        frame, graph = next(call[1:] for call in _calls(program) if (call[0], names[call[1]]) == (path, function))
+        return next((program, *call[1:]) for call in _calls(program) if (call[0], names[call[1]]) == (path, function))
+
+    def weights_of_call(self, program, frame, graph):
+        """The weights that such a call passes, as a list."""
         return weights_of_call(frame, graph, lambda inner: self._parameter(program.path, inner))
 
     def _parameter(self, prefix, path):

@@ -9,7 +9,7 @@ from mindformers_core.tensor_parallel.generation.deferral import parameter_path
 
 __all__ = ["WEIGHTS", "passed_parameter", "passed_to_call", "weights_of_call"]
 
-WEIGHTS = "weights"  # what a generated function calls the tuple
+WEIGHTS = "passed_weights"  # what a generated function calls the tuple
 
 
 def passed_parameter(frame, use):
