@@ -13,7 +13,8 @@ from mindformers_core.recompute.algorithms import algorithm_of
 from mindformers_core.recompute.explained import keepers_by_key
 from mindformers_core.recompute.keeping import Handle, count_recomputations
 from mindformers_core.recompute.prediction import recomputed, saved_bytes
-from mindformers_core.tensor_parallel import programs
+from mindformers_core.tensor_parallel import explain, programs
+from mindformers_core.zero import hsdp, value_and_grad
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 SETTINGS = [
@@ -105,3 +106,12 @@ def test_full_recompute_keeps_one_tensor_of_a_layer(monkeypatch):
     hidden = [tensor.shape for tensor in distinct.values() if tensor.shape == (2, 8, 32)]
     layers, head = 3, 2  # the final norm keeps its normed and its scaled input, besides the last layer's result
     assert len(hidden) == layers + 1 + head
+
+
+@pytest.mark.parametrize("settings", [{"full": True}, {"budget": 0.3}, {"select": "**"}])
+def test_explain_foretells_what_runs_again_under_hsdp(settings):
+    """Integers of the loss are kept, whatever is selected: autograd keeps them as they are."""
+    net = hsdp(recompute(sharded(llama), **settings))
+    with count_recomputations() as counted:
+        value_and_grad(net)(*INPUTS[llama]())
+    assert f"recompute: {sum(counted.values())} of " in explain(net)

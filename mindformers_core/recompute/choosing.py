@@ -5,6 +5,7 @@ from mindformers_core.recompute.operator_names import operator_names
 from mindformers_core.recompute.patterns import select
 from mindformers_core.recompute.places import called_cells, operators_in_order
 from mindformers_core.recompute.prediction import Prediction
+from mindformers_core.tensor_parallel.capturing.structure import values_in
 from mindformers_core.tensor_parallel.propagation.plan import CallPlan, Move
 
 __all__ = [
@@ -62,10 +63,15 @@ def full_layers(asked, layers, is_part=False, where="recompute.full"):
 
 
 def _can_run_again(place):
-    """Whether the results of an instruction can be had again by running it once more."""
+    """Whether the results of an instruction can be had again by running it once more.
+
+    Integers and truth values have no gradient: autograd keeps those that it needs as they are.
+    """
     if isinstance(place.entry, CallPlan):  # a Cell with a bprop keeps what that needs
         return False
-    return isinstance(place.entry, Move) or bool(place.entry.inputs)
+    if isinstance(place.entry, Move):
+        return "float" in place.entry.value.dtype
+    return bool(place.entry.inputs) and any("float" in value.dtype for value in values_in(place.entry.node.outputs))
 
 
 def whole_cells(settings, full, paths):

@@ -19,18 +19,19 @@ def keepers_by_key(frame):
     return {place.key: place.frame.keepers[place.entry] for place in places}
 
 
-def explained_activations(frame, recomputing, algorithm, path=""):
+def explained_activations(frame, recomputing, algorithm, path="", arguments_need=True):
     """The `ExplainedActivations` of a program.
 
     Args:
         frame: its `FramePlan`, with keepers.
         recomputing: what the keepers of instructions that are computed again are called; others wait on the host.
         algorithm: as for `saved_activations`.
+        arguments_need: as for `saved_activations`.
         path: of a Cell in it; the marks are those in its first call, with their keys in there.
     """
     keepers = keepers_by_key(frame)
     dropped = frozenset(key for key, keeper in keepers.items() if keeper.name == recomputing)
-    predicted = Prediction(frame, algorithm)
+    predicted = Prediction(frame, algorithm, arguments_need)
     again, before, after = predicted.recomputed(dropped), predicted.saved(), predicted.saved(dropped)
     lost = _bytes_not_kept(links_of(frame), again, before, after)
     marks = {key: Mark("kept for others", -nbytes) for key, nbytes in lost.items() if nbytes < 0}

@@ -164,7 +164,8 @@ class ChosenActivations(ActivationPolicy):
         if frame in self._compiled:
             shown = cells_together([each for _, each in called_cells(frame) if each in self._cells])
             return ExplainedActivations((f"recompute, whole Cells in a compiled function: {', '.join(shown)}",))
-        return explained_activations(frame, _RECOMPUTED[1], algorithm_of, path)
+        arguments_need = not self.tree.storage.takes_gradients
+        return explained_activations(frame, _RECOMPUTED[1], algorithm_of, path, arguments_need)
 
     def calling(self):
         """See `ActivationPolicy`."""

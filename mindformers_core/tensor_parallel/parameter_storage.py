@@ -14,11 +14,13 @@ class ParameterStorage:
     Attributes:
         parts: id of a Parameter that the Cells compute with -> the Parameter that optimizers and users see for it.
         units: the Cells, by path, whose weights come and go with their calls.
+        takes_gradients: whether gradients are taken by a function that differentiates no inputs.
         is_open: whether all values that computing needs are there, or come by themselves.
     """
 
     parts = {}
     units = {}
+    takes_gradients = False
     is_open = True
 
     def calling(self):

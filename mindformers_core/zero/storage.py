@@ -45,7 +45,7 @@ class HsdpStorage(ParameterStorage):
         self.settings, self.parameters, self.gathers, self.reduces = settings, parameters, gathers, reduces
         self.meter, self.label, self.cells = meter, label, tuple(cells)
         self.parts = {id(stored.whole): stored.part for stored in parameters if stored.is_copied}
-        self.units, self.schedule, self.exchange, self.collector = {}, None, None, None
+        self.takes_gradients, self.units, self.schedule, self.exchange, self.collector = True, {}, None, None, None
         self.is_open = self.is_training = self._in_pass = self._has_checked = False
         self._callers = {}  # path of a Cell -> what `unit()` gives for it
         self._numbers = {id(stored.whole): number for number, stored in enumerate(parameters)}
