@@ -130,6 +130,15 @@ def test_operators_are_listed_with_and_without_recompute():
     assert str(plain) == str(chosen)
     assert sum(entry.saved_bytes for entry in plain) > 0
     assert plain[0].name == "model.embed_tokens.Gather"
+    (weights,) = [entry for entry in plain if entry.name == "model.layers.1.self_attn.weights"]
+    assert "Softmax" in weights.others and weights.saved_bytes > 0
+    attention, mlp, layer = (
+        next(entry for entry in plain.cells if entry.name == f"model.layers.1{part}")
+        for part in (".self_attn", ".mlp", "")
+    )
+    assert (attention.operator, layer.operator) == ("LlamaAttention", "LlamaDecoderLayer")
+    assert weights.saved_bytes < attention.saved_bytes < layer.saved_bytes - mlp.saved_bytes
+    assert "model.layers.1.self_attn.weights" in str(plain) and "LlamaAttention" in str(plain)
     with pytest.raises(TypeError, match=r"list_operators\(\) takes a Cell that shard\(\) was called with"):
         list_operators(nn.Dense(2, 2))
 

@@ -89,6 +89,7 @@ def test_a_mark_has_the_bytes_that_are_listed(tmp_path):
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert page.count('<span class="mark recomputed">↻ recomputed: 4.0 KiB not kept</span>') == 1
     assert page.count('<span class="mark on-host">⇅ on host: 4.0 KiB</span>') == 1
+    assert '<details open="" class="card stored">' in page or '<details class="card stored" open="">' in page
     part = explain(net.model.layers["2"].mlp)
     assert part.count("[on host: 4.0 KiB]") == 1 and "recomputed" not in part
     plain = sharded(llama)

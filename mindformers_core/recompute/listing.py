@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from mindformers_core.recompute.algorithms import algorithm_of
 from mindformers_core.recompute.operator_names import operator_names
+from mindformers_core.recompute.places import called_cells
 from mindformers_core.recompute.prediction import saved_activations
 from mindformers_core.tensor_parallel.inspecting import prepare
 from mindformers_core.tensor_parallel.program import plan_call
@@ -14,28 +15,40 @@ __all__ = ["ListedOperator", "OperatorList", "list_operators"]
 
 @dataclass(frozen=True)
 class ListedOperator:
-    """One operator of a program.
+    """One operator of a program, or all of a Cell.
 
     Attributes:
         name: a pattern that selects it: `"model.layers.0.self_attn.weights"`.
-        operator: what it is, as MindSpore calls it.
+        operator: what it is, as MindSpore calls it; of a Cell its class.
         saved_bytes: what PyNative keeps of its results for the backward pass, on one rank.
+        others: what may stand in the place of the last part of the name: `("Softmax[0]",)`.
     """
 
     name: str
     operator: str
     saved_bytes: int
+    others: tuple = ()
 
 
 class OperatorList(list):
-    """`ListedOperator`s, in the order in which they run; as text a table."""
+    """`ListedOperator`s, in the order in which they run; as text two tables.
+
+    Attributes:
+        cells: the same of Cells that are called, each with all that is in it.
+    """
+
+    cells = ()
 
     def __str__(self):
-        width = max((len(entry.name) for entry in self), default=0)
-        lines = [f"{entry.name:{width}}  {entry.operator:24}  {entry.saved_bytes:>14,}" for entry in self]
-        head = f"{'name':{width}}  {'operator':24}  {'saved bytes':>14}"
+        width = max((len(entry.name) for entry in (*self, *self.cells)), default=0)
+        rows = [("Cell", "class", self.cells, lambda entry: entry.operator)]
+        rows += [("operator", "also called", self, lambda entry: ", ".join(entry.others))]
+        lines = []
+        for head, second, entries, shown in rows:
+            lines.append(f"{head:{width}}  {second:24}  {'saved bytes':>14}")
+            lines += [f"{entry.name:{width}}  {shown(entry):24}  {entry.saved_bytes:>14,}" for entry in entries]
         total = sum(entry.saved_bytes for entry in self)
-        return "\n".join([head, *lines, f"{'together':{width}}  {'':24}  {total:>14,}"])
+        return "\n".join([*lines, f"{'together':{width}}  {'':24}  {total:>14,}"])
 
 
 def list_operators(cell, *inputs, **named_inputs):
@@ -58,9 +71,25 @@ def list_operators(cell, *inputs, **named_inputs):
     saved = {}
     for tensor in saved_activations(frame, algorithm=algorithm_of):
         saved[tensor.key] = saved.get(tensor.key, 0) + tensor.nbytes
-    return OperatorList(
-        ListedOperator(name.text, name.operator, saved.get(name.place.key, 0)) for name in operator_names(frame)
+    listed = OperatorList(
+        ListedOperator(name.text, name.operator, saved.get(name.place.key, 0), _others(name))
+        for name in operator_names(frame)
     )
+    cells = {}
+    for key, path in called_cells(frame):
+        inside = sum(nbytes for other, nbytes in saved.items() if other[: len(key)] == key)
+        cells[path] = cells.get(path, 0) + inside
+    tree, root = cell.__dict__["_sharding"]
+    paths = {path: f"{root}.{path}".strip(".") for path in cells if path}
+    listed.cells = [ListedOperator(p, tree.classes[whole].__name__, cells[p]) for p, whole in paths.items()]
+    return listed
+
+
+def _others(name):
+    """What an operator may be called besides the last part of its text."""
+    used = name.text.rpartition(".")[2]
+    shown = [f"{label.name}[{label.number}]" if label.count > 1 else label.name for label in name.labels]
+    return tuple(dict.fromkeys(text for text in shown if text != used))
 
 
 def _plan(cell, inputs, named_inputs):

@@ -69,11 +69,11 @@ def explain(cell, *inputs, html=None, **named_inputs):
         whole, inner = _last_program(tree, path)
     frame = dict(reversed([*whole.walk()]))[inner]
     activations = tree.activations.explained(whole, inner)
-    rest = [*tree.storage.explained(), *activations.lines] if path == "" else []
+    stored, kept = (tree.storage.explained(), activations.lines) if path == "" else ((), ())
     if html is not None:
-        shown = page(frame, tree.label(path), algorithm_steps, rest, activations.marks)
+        shown = page(frame, tree.label(path), algorithm_steps, stored, activations.marks, kept)
         Path(html).write_text(shown, encoding="utf-8")
-    return explain_plan(frame, algorithm_steps, rest, activations.marks)
+    return explain_plan(frame, algorithm_steps, [*stored, *kept], activations.marks)
 
 
 def explain_activations(cell, *inputs, compiled=False, **named_inputs):

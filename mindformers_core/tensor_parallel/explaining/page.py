@@ -24,7 +24,7 @@ _MARKS = {  # kind of a `Mark` -> its sign, and what it means
 }
 
 
-def page(frame, title, algorithm_steps=None, storage=(), marks=None):
+def page(frame, title, algorithm_steps=None, storage=(), marks=None, activations=()):
     """What a plan does, as one HTML page: totals, and the tree of Cells with all tensors and all communication.
 
     A dim that is cut is a chip in the colour of its axis, `512→128 tp`; a partial sum has a solid frame, a varying mark
@@ -35,9 +35,9 @@ def page(frame, title, algorithm_steps=None, storage=(), marks=None):
         frame: the `FramePlan` of the root.
         title: of the page.
         algorithm_steps: see `make_report`.
-        storage: lines of text about how parameters and activations are stored: a title, and what is shown when it is
-            opened.
+        storage: lines of text about how parameters are stored: a title, and what is shown when it is opened.
         marks: see `make_report`.
+        activations: lines of text about what is computed again or waits on the host.
 
     Returns:
         The page's source, all text in it escaped.
@@ -51,6 +51,7 @@ def page(frame, title, algorithm_steps=None, storage=(), marks=None):
         _tag("p", escape(about), "about"),
         _tag("div", _totals(report) + _figures(report), "cards"),
         *_stored(storage),
+        *_stored(activations, open=""),
         _legend(report.mesh, {mark.kind for mark in (marks or {}).values()}),
         _tag("div", tree.cell(report.root, "", report.root.path or report.root.class_name, 0), "tree"),
     ]
@@ -125,12 +126,12 @@ def _figures(report):
     return _tag("div", _tag("h2", "One rank") + _tag("div", "".join(shown), "figures"), "card")
 
 
-def _stored(lines):
+def _stored(lines, **attributes):
     """A card that can be opened, or nothing."""
     if not lines:
         return []
     content = _tag("summary", escape(lines[0])) + _tag("pre", escape("\n".join(lines[1:])))
-    return [_tag("details", content, "card stored")]
+    return [_tag("details", content, "card stored", **attributes)]
 
 
 def _mark(kind, text):
