@@ -1,7 +1,7 @@
 """All multi-rank cases (`tests/ranks/case_*.py`), one launch for each world size; and a launch in which ranks die."""
 
 import pytest
-from launch import find_cases, run_cases
+from launch import find_cases, run_cases, run_ranks
 
 
 @pytest.fixture(scope="session")
@@ -28,9 +28,9 @@ def test_case(failures, world_size, case):
         pytest.fail(failure, pytrace=False)
 
 
-def test_a_dead_rank_is_an_error(with_dead_ranks_launched):
+def test_a_dead_rank_is_an_error():
     """Whoever waits for it ends with an error that names the collective; in PyNative also the axis and ranks."""
-    launched = with_dead_ranks_launched
+    launched = run_ranks(6, "tests/ranks/dead_rank.py", timeout=150)
     for rank, said in enumerate(
         (
             "all_reduce over tp (ranks 0, 3) failed on rank 0: another rank has died",
