@@ -1,5 +1,7 @@
 """All multi-rank cases (`tests/ranks/case_*.py`), one launch for each world size; and a launch in which ranks die."""
 
+import re
+
 import pytest
 from launch import find_cases, run_cases, run_ranks
 
@@ -33,15 +35,15 @@ def test_a_dead_rank_is_an_error():
     launched = run_ranks(6, "tests/ranks/dead_rank.py", timeout=150)
     for rank, said in enumerate(
         (
-            "all_reduce over tp (ranks 0, 3) failed on rank 0: another rank has died",
-            "all_gather over tp (ranks 1, 4) failed on rank 1: another rank has died",  # by messages, not reductions
-            "AllReduce",  # in a graph, of which MindSpore itself says what failed
+            r"all_reduce over tp \(ranks 0, 3\) failed on rank 0: another rank has died",
+            r"all_gather over tp \(ranks 1, 4\) failed on rank 1: another rank has died",  # by messages, not reductions
+            r"AllReduce|all_reduce over tp \(ranks 2, 5\)",  # in a graph, of which mostly MindSpore says what failed
         )
     ):
         ends = launched.logs[rank].split("ended after ")[1:]
         assert len(ends) == (2 if rank == 1 else 1), launched.tail(rank)
         for end in ends:
             seconds, _, error = end.partition(" s with: ")
-            assert said in error, launched.tail(rank)
+            assert re.search(said, error), launched.tail(rank)
             assert int(seconds) < 60
     assert launched.logs[1].count("ended after 1 s") + launched.logs[1].count("ended after 0 s") >= 1  # shared memory
