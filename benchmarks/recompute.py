@@ -21,9 +21,9 @@ TITLE = (
 )
 LIMITS = {  # of a variant's time over that of none in the same mode
     ("selective", "pynative"): 1.10,
-    ("selective", "jit"): 1.45,  # attention with its projections, 40 % of a layer
+    ("selective", "jit"): 1.30,  # attention with its projections, 40 % of a layer
     ("full", "pynative"): 1.40,  # a forward pass more, a third of the step, and what is done to tell what to run again
-    ("full", "jit"): 1.60,
+    ("full", "jit"): 1.40,
 }
 KEPT_LIMIT = 0.02  # what is measured to be kept differs from what is foretold by this part at most
 RESIDENT_LIMITS = {  # of a variant's peak resident memory, over that before, over none's in the same mode
