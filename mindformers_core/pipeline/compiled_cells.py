@@ -9,7 +9,7 @@ from functools import partial
 
 from mindspore.graph.api import _pynative_executor
 
-from mindformers_core.pipeline.flat_calls import giver, put_together, skeleton, taker
+from mindformers_core.pipeline.flat_calls import giver, put_together, skeleton, taker, tensors_in
 from mindformers_core.tensor_parallel.compiling import jit
 from mindformers_core.tensor_parallel.generation.deferral import PRODUCTS
 from mindformers_core.tensor_parallel.generation.passed_weights import WEIGHTS
@@ -99,9 +99,8 @@ class CompiledCells:
         result, weights = self._called(path, again, constants["program"])
         if again:
             kwargs[WEIGHTS] = weights
-        tensors = []
-        take = taker((args, kwargs), tensors)
-        graph = self._compiled(path, again, constants, skeleton((args, kwargs)), take, giver(result))
+        graph = self._compiled(path, again, constants, (args, kwargs), result)
+        tensors = tensors_in((args, kwargs))
         if again and _pynative_executor.grad_flag():
             collectors = _collectors(constants.get(PRODUCTS, ()))
             given = self._tree.activations.call_again(graph, collectors, tensors)
@@ -120,23 +119,24 @@ class CompiledCells:
             self._known_calls[key] = frame.graph.result, tuple(weights)
         return self._known_calls[key]
 
-    def _compiled(self, path, again, constants, structure, take, give):
+    def _compiled(self, path, again, constants, arguments, result):
         """The compiled function of a Cell for one program; made anew where values were put into other memory.
 
         Args:
             path: of the Cell.
             again: whether it is recomputed: then it takes its weights, and all that have this function share it.
             constants: arguments that are compiled in: the program, and the objects of split weight gradients.
-            structure: of the arguments, as `skeleton` gives it.
-            take, give: from tensors to arguments, and from the result to tensors.
+            arguments: `(args, kwargs)` as it is called.
+            result: what it gives, with `Value`s for tensors.
         """
         cell, parts = self._tree.cells[path], self._tree.storage.parts
-        key = constants["program"], "" if again else path, structure, *map(_identity, constants.values())
+        key = constants["program"], "" if again else path, skeleton(arguments), *map(_identity, constants.values())
         held = [] if again else [each for each in computing_parameters(cell) if id(each) not in parts]
         places = [each.data_ptr() for each in held]
         known, graph, _ = self._graphs.get(key, (None, None, None))
         if known != places:
             forbid_reuse(cell)
+            take, give = taker(arguments), giver(result)
 
             def run(*tensors):
                 args, kwargs = take(tensors)

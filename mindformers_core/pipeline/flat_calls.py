@@ -5,11 +5,13 @@ and results in dicts give them. So structures are taken apart before it, and put
 small functions of functions, which is what a graph can follow.
 """
 
+from itertools import count
+
 from mindspore import Tensor
 
 from mindformers_core.tensor_parallel.capturing.structure import Value, map_leaves
 
-__all__ = ["giver", "put_together", "skeleton", "taker"]
+__all__ = ["giver", "put_together", "skeleton", "taker", "tensors_in"]
 
 
 def skeleton(structure):
@@ -21,19 +23,31 @@ def skeleton(structure):
     return Tensor if isinstance(structure, Tensor) else (type(structure), repr(structure))
 
 
-def taker(structure, tensors):
-    """A function that makes a structure of a flat tuple of its tensors, which are appended to a list."""
+def tensors_in(structure):
+    """The tensors in a structure, as a list."""
     if isinstance(structure, Tensor):
-        tensors.append(structure)
-        return _at(len(tensors) - 1)
+        return [structure]
+    entries = structure if isinstance(structure, (tuple, list)) else ()
+    entries = structure.values() if isinstance(structure, dict) else entries
+    return [tensor for entry in entries for tensor in tensors_in(entry)]
+
+
+def taker(structure):
+    """A function that makes a structure of a flat tuple of its tensors, in the order of `tensors_in`."""
+    return _taker(structure, count())
+
+
+def _taker(structure, places):
+    if isinstance(structure, Tensor):
+        return _at(next(places))
     if isinstance(structure, dict):
         take = _no_entries
         for name, value in structure.items():
-            take = _with_entry(name, taker(value, tensors), take)
+            take = _with_entry(name, _taker(value, places), take)
         return take
     if isinstance(structure, (tuple, list)):
         take = _nothing
-        for part in reversed([taker(entry, tensors) for entry in structure]):
+        for part in reversed([_taker(entry, places) for entry in structure]):
             take = _with_first(part, take)
         return _as_list(take) if isinstance(structure, list) else take
     return _constant(structure)

@@ -44,13 +44,18 @@ def _marked(frame, choice, known):
     return known[memo]
 
 
-def unshared(frame):
-    """A copy of a plan in which every call has a `FramePlan` of its own, and so every Cell a function."""
+def unshared(frame, **changes):
+    """A copy of a plan in which every call has a `FramePlan` of its own, and so every Cell a function.
+
+    Args:
+        frame: the plan.
+        changes: fields of all of these `FramePlan`s that are to be others.
+    """
     instructions = [
-        replace(entry, frame=unshared(entry.frame)) if isinstance(entry, CallPlan) and entry.frame else entry
+        replace(entry, frame=unshared(entry.frame, **changes)) if isinstance(entry, CallPlan) and entry.frame else entry
         for entry in frame.instructions
     ]
-    return replace(frame, instructions=tuple(instructions))
+    return replace(frame, instructions=tuple(instructions), **changes)
 
 
 def apart(frame, keys):
@@ -77,18 +82,10 @@ def _apart(frame, keys, known, taking):
                 continue
             if inner == {()}:
                 if id(called) not in taking:
-                    taking[id(called)] = _with_weights(unshared(called))
+                    taking[id(called)] = unshared(called, takes_weights=True)
                 called = taking[id(called)]
             else:
                 called = _apart(called, frozenset(inner), known, taking)
             instructions[index] = replace(instructions[index], frame=called)
         known[id(frame), keys] = replace(frame, instructions=tuple(instructions))
     return known[id(frame), keys]
-
-
-def _with_weights(frame):
-    instructions = [
-        replace(entry, frame=_with_weights(entry.frame)) if isinstance(entry, CallPlan) and entry.frame else entry
-        for entry in frame.instructions
-    ]
-    return replace(frame, instructions=tuple(instructions), takes_weights=True)
