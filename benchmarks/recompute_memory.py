@@ -5,7 +5,8 @@
 prints a JSON object with MB (10^6 bytes): `resident`, by how much the peak resident memory of a step is over what was
 resident before it; in PyNative also `kept`, all that is there between forward and backward pass and wasn't before, and
 `foretold`, what the plan says of that. A step of a short text and, in PyNative, an evaluation come first, so that what
-MindSpore takes once is there: on CPU an operator that broadcasts keeps four times the bytes of its float32 result.
+MindSpore takes once is there: on CPU an operator that broadcasts keeps four times the bytes of its float32 result. So
+is the room for gradients, which activations can use while there are none yet: hence a batch in which they are larger.
 """
 
 import gc
@@ -31,26 +32,24 @@ from mindformers_core.recompute.prediction import saved_bytes
 from mindformers_core.tensor_parallel import programs, shard
 from mindformers_core.zero import hsdp, value_and_grad
 
-# Of the 63 MB that a layer keeps, attention's weights take 17, as much as 8 hidden states. With twice as many heads it
-# would be more, but computing them again would take a seventh of a step here: exponentials are slow on one core.
-LAYERS, HIDDEN, LENGTH, BATCH, HEADS = 4, 512, 512, 2, 8
+# Attention's core (scores, softmax, mixing) has 7 % of the forward pass's operations, and takes about 7 % of its time,
+# as in models whose hidden size is long. Of the 55 MB that a layer keeps of a sequence, its weights take 8.
+LAYERS, HIDDEN, LENGTH, HEADS, VOCABULARY = 4, 1024, 512, 8, 512
+BATCH, MEMORY_BATCH = 1, 2  # sequences in a step that is timed, and in one whose memory is measured
 CONFIG = LlamaConfig(
     hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-    vocab_size=HIDDEN, max_position_embeddings=LENGTH,
+    vocab_size=VOCABULARY, max_position_embeddings=LENGTH,
 )  # fmt: skip
 SHORT = 16  # length of the text of the first step
 STEPS = 2
 SEED = 5
-# From queries and keys to the weights, all that has a number for each pair of tokens (Korthikanti et al., "Reducing
-# Activation Recomputation in Large Transformer Models", 2022), and the transposes, of whose results matmul keeps copies
-CORE_ATTENTION = [f"*.self_attn.{name}" for name in ("Transpose[0-1]", "MatMul[0]", "scores", "Add[2]", "weights")]
 SETTINGS = {  # (variant, mode) -> what recompute() is asked for
     ("none", "pynative"): {},
-    ("selective", "pynative"): {"select": CORE_ATTENTION},
+    ("selective", "pynative"): {"select": "*.core_attention"},
     ("budget_0.5", "pynative"): {"budget": 0.5},
     ("full", "pynative"): {"full": True},
     ("none", "jit"): {},
-    ("selective", "jit"): {"select": "*.self_attn"},  # a graph recomputes whole Cells
+    ("selective", "jit"): {"select": "*.core_attention"},
     ("full", "jit"): {"full": True},
 }
 
@@ -62,27 +61,29 @@ def model_of(variant, mode):
     return recompute(shard(net, init_device_mesh((1, 1), ("dp", "tp")), seed=SEED), **SETTINGS[variant, mode])
 
 
-def text(length):
+def text(batch, length):
     """Ids and labels."""
-    ids = np.random.default_rng(SEED).integers(0, HIDDEN, (2, BATCH, length)).astype(np.int32)
+    ids = np.random.default_rng(SEED).integers(0, VOCABULARY, (2, batch, length)).astype(np.int32)
     return tuple(map(Tensor, ids))
 
 
 def step_of(net, mode):
-    """A function of ids and labels: loss and gradients, when they are there."""
+    """A function of ids and labels: loss and gradients, as tensors, when they are there."""
     gradient_of = value_and_grad(hsdp(net), compiled=mode == "jit")
 
     def step(*inputs):
         loss, gradients = gradient_of(*inputs)
-        return [one.asnumpy() for one in (loss, *gradients)]
+        for one in (loss, *gradients):
+            one.asnumpy()  # waits for it; a copy of all would be in the peak
+        return loss, *gradients
 
     return step
 
 
 def peak_over_before(net, mode):
     """Bytes by which the peak resident memory of steps is over what was resident right before them."""
-    step, inputs = step_of(net, mode), text(LENGTH)
-    step(*text(SHORT))
+    step, inputs = step_of(net, mode), text(MEMORY_BATCH, LENGTH)
+    step(*text(MEMORY_BATCH, SHORT))
     if mode == "pynative":
         net(*inputs)
     gc.collect()
@@ -95,7 +96,7 @@ def peak_over_before(net, mode):
 
 def kept_bytes(net):
     """Bytes of all tensors that are there between forward and backward pass of a call, and weren't before it."""
-    inputs, found = text(LENGTH), {}
+    inputs, found = text(MEMORY_BATCH, LENGTH), {}
     net(*inputs)
     before = set(map(place_of, live_tensors()))
 

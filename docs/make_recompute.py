@@ -33,12 +33,12 @@ def model():
 def explained():
     """What `explain` says of a part of a layer, and at its end."""
     net, inputs = model()
-    recompute(net, select=["*.softmax", "layers.0-3.mlp.SiLU"])
+    recompute(net, select=["*.core_attention", "layers.0-3.mlp.SiLU"])
     swap(net, op_swap={"layers.0-3.mlp.up_proj": True})
     lines = explain(net, *inputs).splitlines()
     start, end, sums = (
         next(place for place, line in enumerate(lines) if line.startswith(beginning))
-        for beginning in ("        %27 = MatMulExt", "        down_proj", "recompute:")
+        for beginning in ("        core_attention", "        down_proj", "recompute:")
     )
     return "\n".join(["…", *lines[start:end], "…", *lines[sums:]])
 

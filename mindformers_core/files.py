@@ -11,7 +11,15 @@ def write_whole(path, contents):
     Args:
         path: of the file; its folder has to exist.
         contents: bytes, or a text, which is written as UTF-8.
+
+    Raises:
+        FileNotFoundError: there is no such folder. IsADirectoryError: `path` is a folder itself.
     """
+    folder = os.path.dirname(os.fspath(path))
+    if folder and not os.path.isdir(folder):
+        raise FileNotFoundError(f"'{os.fspath(path)}' can't be written: there is no folder '{folder}': make it before")
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"'{os.fspath(path)}' can't be written: it is a folder: give the path of a file in it")
     unfinished = f"{os.fspath(path)}.{os.getpid()}.unfinished"
     try:
         with open(unfinished, "wb") as file:

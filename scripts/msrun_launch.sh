@@ -15,7 +15,7 @@ Usage: bash scripts/msrun_launch.sh COMMAND [WORKER_NUM] [LOCAL_WORKER] [MASTER_
   MASTER_ADDR       address of the first machine (127.0.0.1)
   MASTER_PORT       port of the scheduler there (8118); 0 takes a free one, on one machine only
   NODE_RANK         number of this machine, from 0 (0)
-  LOG_DIR           folder for worker_N.log and scheduler.log (output/msrun_log)
+  LOG_DIR           folder for worker_N.log and scheduler.log (output/msrun_log); those of an earlier launch are removed
   JOIN              True: wait for the workers, show the first one's output, fail when one fails (True).
                     False: start them and return at once; nobody then notices a failure
   CLUSTER_TIME_OUT  seconds to wait until all processes have met (7200)

@@ -105,8 +105,7 @@ def run(args):
     first = args.node_rank * args.local_worker_num
     logs = {rank: args.log_dir / f"worker_{rank}.log" for rank in range(first, first + args.local_worker_num)}
     args.log_dir.mkdir(parents=True, exist_ok=True)
-    for log in logs.values():
-        log.unlink(missing_ok=True)
+    remove_old_logs(args)
     print(f"{args.local_worker_num} of {args.worker_num} workers start here, logs in {args.log_dir}", flush=True)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
@@ -129,6 +128,22 @@ def run(args):
     if code or failure:
         return report(failure, code, args.log_dir, logs)
     return 0
+
+
+def remove_old_logs(args):
+    """Remove logs of an earlier launch: those that this machine writes, and those of ranks that there aren't now.
+
+    Other machines may have begun to write theirs, in the same folder.
+    """
+    first = args.node_rank * args.local_worker_num
+    own = range(first, first + args.local_worker_num)
+    others = {*range(args.worker_num)}.difference(own)
+    for log in args.log_dir.glob("worker_*.log"):
+        number = log.stem.removeprefix("worker_")
+        if number.isdecimal() and int(number) not in others:
+            log.unlink(missing_ok=True)
+    if args.node_rank == 0:
+        (args.log_dir / "scheduler.log").unlink(missing_ok=True)
 
 
 def msrun_command(args):

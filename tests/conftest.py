@@ -1,6 +1,11 @@
 """Fixtures that several test files share."""
 
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+from launch import run_cases, run_ranks
 
 from mindformers_core.communication import init_distributed, shutdown
 
@@ -21,3 +26,36 @@ def one_rank():
     init_distributed()
     yield
     shutdown()
+
+
+def pytest_collection_modifyitems(items):
+    """Tests that look at launches come last."""
+    items.sort(key=lambda item: item.path.name == "test_ranks.py")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_for_the_garbage_collector():
+    """MindSpore keeps what it compiles: full collections would take longer from file to file, up to half a second."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def launches(request):
+    """Launches that the selected tests look at, as futures: they begin before the first test, and run beside them all.
+
+    By world size those of its selected cases, one launch after the other; as "dead" the one in which ranks die, beside
+    these, since it waits for a minute itself.
+    """
+    selected = [item for item in request.session.items if item.path.name == "test_ranks.py"]
+    cases, stop = {}, threading.Event()
+    for item in selected:
+        if item.originalname == "test_case":
+            cases.setdefault(item.callspec.params["world_size"], []).append(item.callspec.params["case"])
+    with ThreadPoolExecutor(1) as in_turn, ThreadPoolExecutor(1) as alone:
+        futures = {size: in_turn.submit(run_cases, size, cases[size], stop=stop) for size in cases}
+        if any(item.originalname == "test_a_dead_rank_is_an_error" for item in selected):
+            futures["dead"] = alone.submit(run_ranks, 6, "tests/ranks/dead_rank.py", timeout=150, stop=stop)
+        yield futures
+        stop.set()  # pytest was interrupted, or ends at the first failure

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,7 @@ class Launched:
         return "\n".join(self.logs.get(rank, "no log").splitlines()[-lines:])
 
 
-def run_ranks(world_size, script, *arguments, timeout=120, env=None):
+def run_ranks(world_size, script, *arguments, timeout=120, env=None, stop=None):
     """Run a Python script on `world_size` ranks under msrun, and leave no process behind.
 
     Args:
@@ -65,6 +66,7 @@ def run_ranks(world_size, script, *arguments, timeout=120, env=None):
         script: path of the script, absolute or from the repository's root; `arguments` follow it.
         timeout: seconds until everything is killed.
         env: variables to add to the environment.
+        stop: a `threading.Event`; once it is set, everything is killed.
 
     Returns:
         A `Launched`; whether the exit code is right is the caller's to check.
@@ -80,7 +82,7 @@ def run_ranks(world_size, script, *arguments, timeout=120, env=None):
         with open(Path(folder) / "msrun.log", "w") as output:
             launcher = subprocess.Popen(command, env=variables, cwd=folder, stdout=output, stderr=output)
             try:
-                exit_code = _wait(launcher, start + timeout, Path(output.name))
+                exit_code = _wait(launcher, start + timeout, Path(output.name), stop or threading.Event())
             finally:
                 _kill_tree(launcher)
         logs = {rank: _read(Path(folder) / f"worker_{rank}.log") for rank in range(world_size)}
@@ -89,18 +91,18 @@ def run_ranks(world_size, script, *arguments, timeout=120, env=None):
         return Launched(exit_code, logs, time.monotonic() - start)
 
 
-def run_cases(world_size, cases, case_timeout=120):
+def run_cases(world_size, cases, case_timeout=120, stop=None):
     """Run cases (`"module::function"`) in one launch; again for what is left when a case breaks a launch.
 
     Returns:
-        For every case its failure as text, or None where it passed on all ranks.
+        For every case its failure as text, or None where it passed on all ranks. Less, if `stop` was set.
     """
     failures = {}
-    while len(failures) < len(cases):
+    while len(failures) < len(cases) and not (stop and stop.is_set()):
         rest = [case for case in cases if case not in failures]
         with tempfile.TemporaryDirectory(prefix="cases_") as results:
             timeout = 60 + case_timeout * len(rest)
-            launched = run_ranks(world_size, WORKER, results, case_timeout, *rest, timeout=timeout)
+            launched = run_ranks(world_size, WORKER, results, case_timeout, *rest, timeout=timeout, stop=stop)
             for index, case in enumerate(rest):
                 reports = [_read(Path(results) / f"{index}.{rank}.json") for rank in range(world_size)]
                 if not any(reports) and index > 0:
@@ -130,9 +132,12 @@ def free_port():
                 return port
 
 
-def _wait(launcher, deadline, log):
-    """Exit code of msrun, or None at the deadline; 1 once it says that a rank failed: its scheduler stays long."""
-    while time.monotonic() < deadline:
+def _wait(launcher, deadline, log, stop):
+    """Exit code of msrun, or None at the deadline or when stopped.
+
+    1 once it says that a rank failed: its scheduler stays long.
+    """
+    while time.monotonic() < deadline and not stop.is_set():
         if launcher.poll() is not None:
             return launcher.returncode
         if "exit with exception" in _read(log):

@@ -1,4 +1,4 @@
-"""Cells that are compiled each by itself: which they are, what they share, and that their memory is let go of."""
+"""Functions that are compiled each by itself: which they are, what they share, and that old ones go."""
 
 import mindspore as ms
 import numpy as np
@@ -7,59 +7,9 @@ from mindspore import Parameter, Tensor, nn, ops
 from test_recompute_gradients import INPUTS, llama, sharded
 
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.pipeline.compiled_cells import cells_apart
 from mindformers_core.recompute import recompute
 from mindformers_core.tensor_parallel import jit, programs, shard
 from mindformers_core.zero import hsdp, value_and_grad
-
-
-class Layer(nn.Cell):
-    """A Cell with two others."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention, self.mlp = nn.Dense(2, 2), nn.Dense(2, 2)
-
-
-class Model(nn.Cell):
-    """Two layers, between an embedding and a head."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(4, 2), nn.Dense(2, 4)
-        self.layers = nn.CellList([Layer(), Layer()])
-
-
-class Outer(nn.Cell):
-    """A model in a model."""
-
-    def __init__(self):
-        super().__init__()
-        self.model, self.loss = Model(), nn.MSELoss()
-
-
-LAYERS = ["model.layers.0", "model.layers.1"]
-REST = ["model.embedding", "model.head", "loss"]
-UNITS = [*LAYERS, "model.embedding", "model.head"]
-
-
-@pytest.mark.parametrize(
-    "units, recomputed, again, once",
-    [
-        ([], LAYERS, LAYERS, REST),
-        ([], LAYERS[:1], LAYERS[:1], [LAYERS[1], *REST]),
-        ([], ["model"], ["model"], ["loss"]),
-        ([], [""], ["model", "loss"], []),
-        ([], [f"{LAYERS[1]}.mlp"], [f"{LAYERS[1]}.mlp"], [LAYERS[0], f"{LAYERS[1]}.attention", *REST]),
-        (UNITS, [], [], UNITS),
-        (UNITS, LAYERS, LAYERS, UNITS[2:]),
-        (UNITS, ["model"], UNITS, []),
-        (UNITS, [f"{LAYERS[0]}.mlp"], [f"{LAYERS[0]}.mlp"], [f"{LAYERS[0]}.attention", *UNITS[1:]]),
-    ],
-)
-def test_which_cells_are_compiled_apart(units, recomputed, again, once):
-    """What holds a recomputed Cell isn't compiled; weights that come and go are in place for one unit at a time."""
-    assert cells_apart(Outer(), units, recomputed) == dict.fromkeys(again, True) | dict.fromkeys(once, False)
 
 
 def step(**settings):
@@ -69,18 +19,93 @@ def step(**settings):
     return net, gradient_of, [loss.asnumpy(), *(gradient.asnumpy() for gradient in gradients)]
 
 
+def compiled_by(gradient_of):
+    return sorted(name for name, *_ in gradient_of._function._cells_compiled._graphs)
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_alike_layers_share_a_compiled_function():
     """It takes their weights as arguments; MindSpore keeps memory for every compiled function that there is."""
     _, _, expected = step()
     net, gradient_of, found = step(full=True)
     assert all(map(np.array_equal, found, expected))
-    compiled = [key[1] or key[0] for key in gradient_of._function._cells_compiled._graphs]
     layer = "parallel_llama_decoder_layer"
-    assert sorted(compiled) == ["lm_head", "loss", "model.embed_tokens", "model.norm", layer]
+    around = ["parallel_llama_for_causal_lm_part1", "parallel_llama_model_part1", "parallel_llama_model_part2"]
+    assert compiled_by(gradient_of) == [layer, *around]
     source = programs(net)[-1].source.text
     head = source.partition(f"def {layer}(")[2].partition(":")[0]
     assert head.endswith(", passed_weights)") and "passed_weights=passed_weights[1:5], program=" in source
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("pattern", ["*.mlp", "*.up_proj", ["layers.0.self_attn", "*.down_proj"], "*.input_layernorm"])
+def test_what_is_around_recomputed_cells_is_compiled_in_parts(pattern):
+    """With the bits of the whole as one function."""
+    _, _, expected = step()
+    _, _, found = step(select=pattern)
+    assert all(map(np.array_equal, found, expected))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_as_few_functions_as_can_be():
+    """Two for each layer, that of the recomputed Cell and that of what follows; alike layers share them."""
+    _, gradient_of, _ = step(select="*.mlp")
+    assert compiled_by(gradient_of) == [
+        "parallel_llama_decoder_layer_part1", "parallel_llama_for_causal_lm_part1", "parallel_llama_mlp",
+        "parallel_llama_model_part1", "parallel_llama_model_part2",
+    ]  # fmt: skip
+
+
+class Scaled(nn.Cell):
+    """An identity with a gradient of its own making."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def construct(self, x):
+        return ops.sin(x)
+
+    def bprop(self, x, out, dout):
+        return (self.factor * dout,)
+
+
+class Scaling(nn.Cell):
+    """A layer with such a Cell, and with one that may be recomputed."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.scaled, self.dense = Scaled(factor), nn.Dense(4, 4)
+
+    def construct(self, x):
+        return self.dense(self.scaled(ops.tanh(x))) + x
+
+
+class Scalings(nn.Cell):
+    """Three layers, alike but for a number that only a gradient reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.CellList([Scaling(factor) for factor in (2.0, 3.0, 5.0)])
+
+    def construct(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("settings", [{"full": True}, {"select": "*.dense"}])
+def test_cells_with_a_gradient_of_their_own_share_no_function(settings):
+    """What it reads isn't known from their forward pass."""
+    x, found = Tensor(np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)), []
+    for given in ({}, settings):
+        ms.set_seed(1)
+        net = recompute(shard(Scalings().set_train(), init_device_mesh((1,), ("dp",))), **given)
+        loss, gradients = value_and_grad(hsdp(net), compiled=True)(x)
+        found.append([loss.asnumpy(), *(gradient.asnumpy() for gradient in gradients)])
+    for mine, whole in zip(*found, strict=True):
+        np.testing.assert_allclose(mine, whole, 1e-5, 1e-6)
 
 
 class Structured(nn.Cell):
@@ -91,8 +116,9 @@ class Structured(nn.Cell):
         values = np.random.default_rng(seed).normal(size=(8, 8)).astype(np.float32)
         self.weight = Parameter(Tensor(values), name="weight")
 
-    def construct(self, pair, by_name, *rest, scale=None):
+    def construct(self, pair, by_name, *rest, scale=None, kind="none", mask=0):
         x, (y, _) = pair
+        assert kind == "a kind" and mask is None and by_name["text"] == "after a tensor"
         x = ops.tanh(ops.matmul(x, self.weight)) + by_name["z"] * rest[0]
         return {"pair": (x * scale, [y, None]), "number": 3}
 
@@ -107,7 +133,8 @@ class Stack(nn.Cell):
     def construct(self, x):
         y = ops.tanh(x)
         for layer in self.layers:
-            found = layer((x, (y, None)), {"z": x * 2}, y, scale=ops.sin(x))
+            named = {"z": x * 2, "none": None, "text": "after a tensor"}
+            found = layer((x, (y, None)), named, y, scale=ops.sin(x), kind="a kind", mask=None)
             x, (y, _) = found["pair"]
         return (x * y).mean()
 
@@ -129,6 +156,48 @@ def test_tensors_in_structures_have_gradients(settings):
     expected, found = structured_steps(False), structured_steps(True, **settings)
     for mine, whole in zip(found, expected, strict=True):
         np.testing.assert_allclose(mine, whole, 1e-5, 1e-6)
+
+
+class Watched(nn.Cell):
+    """Cells that give no tensor, and a number that a program has written in."""
+
+    def __init__(self):
+        super().__init__()
+        self.silent, self.dense, self.factor = Silent(), nn.Dense(4, 4), 1.0
+
+    def construct(self, x):
+        self.silent(x * 2)
+        return (self.dense(ops.tanh(x)) * self.factor).square().mean()
+
+
+class Silent(nn.Cell):
+    """Gives nothing."""
+
+    def construct(self, x):
+        ops.sin(x)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_recomputed_cell_without_results():
+    """Is part of what is around it."""
+    x = Tensor(np.ones((2, 4), np.float32))
+    net = recompute(shard(Watched().set_train(), init_device_mesh((1,), ("dp",))), select=["silent", "dense"])
+    gradient_of = value_and_grad(hsdp(net), compiled=True)
+    assert np.isfinite(gradient_of(x)[0].asnumpy())
+    assert compiled_by(gradient_of) == ["parallel_dense", "parallel_watched_part1", "parallel_watched_part2"]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_compiled_functions_go_with_their_programs():
+    x = Tensor(np.ones((2, 4), np.float32))
+    net = recompute(shard(Watched().set_train(), init_device_mesh((1,), ("dp",))), select="dense")
+    gradient_of = value_and_grad(hsdp(net), compiled=True)
+    losses = []
+    for factor in (1.0, 2.0, 3.0):
+        net.factor = factor
+        losses.append(float(gradient_of(x)[0]) / factor**2)
+        assert len(compiled_by(gradient_of)) == 3 == len(gradient_of._function._cells_compiled._calls)
+    np.testing.assert_allclose(losses, losses[0], 1e-6)
 
 
 @pytest.mark.usefixtures("one_rank")

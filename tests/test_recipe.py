@@ -11,7 +11,8 @@ from mindformers_core.pipeline.schedules.named import SCHEDULES, schedule_class
 from mindformers_core.trainer.learning_rate import learning_rate
 from mindformers_core.trainer.pipeline_recipe import model_part, recipe_timeline
 from mindformers_core.trainer.recipe import accumulation_steps, mesh_shape
-from mindformers_core.trainer.recipe_loader import load_recipe, parse_overrides, recipe_to_yaml
+from mindformers_core.trainer.recipe_loader import load_recipe, recipe_to_yaml
+from mindformers_core.trainer.recipe_text import parse_overrides
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 TINY = str(CONFIGS / "llama_tiny_cpu.yaml")
@@ -50,6 +51,8 @@ def test_overrides(override, read):
 
 # overrides of the quickstart's recipe, error, and a piece of its text
 ERRORS = [
+    (["full=true"], ValueError, "full: unknown section (did you mean 'recompute.full'?); known: model, training"),
+    (["seed=7"], ValueError, "seed: unknown section (did you mean 'training.seed'?)"),
     (["trainig.steps=7"], ValueError, "trainig: unknown section (did you mean 'training'?)"),
     (
         ["parallelism.tensor_paralel=2"],
@@ -199,11 +202,31 @@ def test_missing_keys_files_and_sections(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no recipe file '.*shrt.yaml' \(did you mean 'short.yaml'\?\)"):
         load_recipe(str(tmp_path / "shrt.yaml"))
     (tmp_path / "twice.yaml").write_text("training: {steps: 1, steps: 2}")
-    with pytest.raises(ValueError, match="key 'steps' is given twice"):
+    with pytest.raises(ValueError, match="twice.yaml: not valid YAML: key 'steps' is given twice$"):
         load_recipe(str(tmp_path / "twice.yaml"))
     (tmp_path / "list.yaml").write_text("- 1")
     with pytest.raises(TypeError, match="a recipe is a mapping of sections"):
         load_recipe(str(tmp_path / "list.yaml"))
+
+
+NO_YAML = [  # text, and the error behind the file's path
+    (
+        "model:\n  a: 1\nmonitor:\n\nmodel: {}\n",
+        ", line 5: not valid YAML: key 'model' is given twice, first in line 1",
+    ),
+    ("model: [1\nb: 2\n", ", line 2: not valid YAML: while parsing a flow sequence, expected ',' or ']', but got ':'"),
+    ("a: \x01", ": not valid YAML: unacceptable character #x0001: special characters are not allowed"),
+    ("a: 1\n{[b]: 2}: 3", ", line 2: not valid YAML: while constructing a mapping, found unhashable key"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), NO_YAML)
+def test_no_yaml(text, message, tmp_path):
+    """One line, with the file and the line in it."""
+    (tmp_path / "wrong.yaml").write_text(text)
+    with pytest.raises(ValueError) as caught:
+        load_recipe(str(tmp_path / "wrong.yaml"))
+    assert str(caught.value) == f"{tmp_path / 'wrong.yaml'}{message}"
 
 
 def test_wrong_number_of_ranks_says_how_to_launch():

@@ -14,7 +14,7 @@ from mindformers_core.recompute.budget import choose, described, operations_show
 from mindformers_core.recompute.closure import cheapest_closure
 from mindformers_core.recompute.curve import curve_picture
 from mindformers_core.recompute.links import links_of
-from mindformers_core.recompute.settings import check_budget
+from mindformers_core.recompute.setting_checks import check_budget
 from mindformers_core.tensor_parallel.capturing.graph import CallNode, CellGraph, OperatorNode
 from mindformers_core.tensor_parallel.capturing.structure import Value
 from mindformers_core.tensor_parallel.propagation.plan import CallPlan, FramePlan, OperatorPlan
@@ -67,14 +67,21 @@ class Model:
         return found
 
     def saved_bytes(self, dropped):
+        return sum(map(self.sizes.get, self.kept(dropped)))
+
+    def kept(self, dropped):
         taken = {maker for key in self.recomputed(dropped) for maker in self.makers[key]}
-        return sum(self.sizes[memory] for memory in {self.memory[key] for key in (self.needed | taken) - dropped})
+        return {self.memory[key] for key in (self.needed | taken) - dropped}
+
+    def not_kept(self, dropped):
+        before, after = self.kept(frozenset()), self.kept(dropped)
+        return {key: size * ((key in before) - (key in after)) for key, size in self.sizes.items()}
 
     def flops(self, dropped):
         return sum(self.prices[key] for key in self.recomputed(dropped))
 
     def choose(self, frame, budget, **more):
-        return choose(frame, budget, self.saved_bytes, self.recomputed, self.prices.get, **more)
+        return choose(frame, budget, self.saved_bytes, self.recomputed, self.not_kept, self.prices.get, **more)
 
 
 def random_program(seed, count):

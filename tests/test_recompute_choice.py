@@ -14,11 +14,12 @@ from mindformers_core.recompute.prediction import Prediction
 from mindformers_core.recompute.settings import RecomputeSettings
 
 LAYERS = ("model.layers.0", "model.layers.1")
-SCORES = ["*.self_attn.MatMul[0]", "*.self_attn.scores", "*.self_attn.Add[2]", "*.self_attn.weights"]
+SCORES = [f"*.core_attention.{name}" for name in ("MatMul[0]", "scores", "Add", "weights")]
 WITHOUT_GAIN = ("softmax", "scores")  # softmax takes as many bytes as it gives; of 8 words there are few scores
 BY_HAND = {
     "softmax": {"select": "*.softmax"},
     "scores": {"select": SCORES},
+    "core attention": {"select": "*.core_attention"},
     "attention": {"select": "*.self_attn"},
     "norms": {"select": "*.*norm"},
     "mlp": {"select": "*.mlp"},

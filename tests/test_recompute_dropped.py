@@ -8,8 +8,9 @@ from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import tensor_meta
 from mindformers_core.recompute.algorithms import algorithm_of
-from mindformers_core.recompute.places import called_cells, operators_in_order
+from mindformers_core.recompute.places import operators_in_order
 from mindformers_core.recompute.prediction import cell_keys, recomputed, saved_activations, saved_bytes
+from mindformers_core.tensor_parallel.propagation.plan import called_cells
 
 
 class Chain(nn.Cell):

@@ -10,6 +10,7 @@ from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recompute import list_operators, recompute, swap
 from mindformers_core.recompute.explained import keepers_by_key
 from mindformers_core.recompute.keeping import count_recomputations
+from mindformers_core.recompute.listing import ListedOperator, OperatorList
 from mindformers_core.tensor_parallel import explain, prepare, programs, shard
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -54,9 +55,10 @@ def gradients(net, function):
     return [g.asnumpy() for g in ms.grad(function, None, net.trainable_params())(X)]
 
 
+@pytest.mark.parametrize("way", ["recompute", "swap"])
 @pytest.mark.parametrize("change", ["setitem", "copy_", "assign_value"])
-def test_a_result_that_the_caller_changes(change):
-    """What is computed again must not take the changed tensor for what the program gave."""
+def test_a_result_that_the_caller_changes(change, way):
+    """What is computed again, or copied to the host, must not take the changed tensor for what the program gave."""
 
     def twice(net, x):
         y = net(x).to_local()
@@ -69,7 +71,8 @@ def test_a_result_that_the_caller_changes(change):
             y.assign_value(other)
         return net(y).to_local().sum()
 
-    plain, net = make(), make(select="*.exp")
+    plain = make()
+    net = make(select="*.exp") if way == "recompute" else swap(make(), op_swap={"*.exp": True})
     assert equal(gradients(net, lambda x: twice(net, x)), gradients(plain, lambda x: twice(plain, x)))
 
 
@@ -130,7 +133,7 @@ def test_operators_are_listed_with_and_without_recompute():
     assert str(plain) == str(chosen)
     assert sum(entry.saved_bytes for entry in plain) > 0
     assert plain[0].name == "model.embed_tokens.Gather"
-    (weights,) = [entry for entry in plain if entry.name == "model.layers.1.self_attn.weights"]
+    (weights,) = [entry for entry in plain if entry.name == "model.layers.1.self_attn.core_attention.weights"]
     assert "Softmax" in weights.others and weights.saved_bytes > 0
     attention, mlp, layer = (
         next(entry for entry in plain.cells if entry.name == f"model.layers.1{part}")
@@ -138,7 +141,7 @@ def test_operators_are_listed_with_and_without_recompute():
     )
     assert (attention.operator, layer.operator) == ("LlamaAttention", "LlamaDecoderLayer")
     assert weights.saved_bytes < attention.saved_bytes < layer.saved_bytes - mlp.saved_bytes
-    assert "model.layers.1.self_attn.weights" in str(plain) and "LlamaAttention" in str(plain)
+    assert "model.layers.1.self_attn.core_attention.weights" in str(plain) and "LlamaAttention" in str(plain)
     with pytest.raises(TypeError, match=r"list_operators\(\) takes a Cell that shard\(\) was called with"):
         list_operators(nn.Dense(2, 2))
 
@@ -174,7 +177,52 @@ def test_a_budget_leaves_alone_what_is_swapped():
 
 
 def test_settings_that_there_are_not():
-    with pytest.raises(TypeError, match=r"recompute\(\) has no setting 'selct' \(did you mean 'select'\?\): there are"):
+    with pytest.raises(
+        TypeError, match=r"^recompute.selct: unknown setting \(did you mean 'select'\?\); known: is_part, fu"
+    ):
         recompute(sharded(llama), selct="*.mlp")
+    with pytest.raises(
+        TypeError, match=r"^swap.enable: unknown setting \(here it is called 'swap'\); known: is_part, swap"
+    ):
+        swap(sharded(llama), enable=True)
     with pytest.raises(TypeError, match="takes 1 positional argument"):
         recompute(sharded(llama), "*.mlp")
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "kind", "message"),
+    [
+        (recompute, {"full": "0-x"}, ValueError, r"^recompute.full: '0-x' is neither"),
+        (
+            recompute,
+            {"budget": "0.5"},
+            TypeError,
+            r"^recompute.budget: '0.5' \(str\) has to be .*; write 0.5, without quo",
+        ),
+        (recompute, {"select": ["a", 3]}, TypeError, r"^recompute.select\[1\]: 3 should be a pattern"),
+        (swap, {"op_swap": "*.mlp"}, TypeError, r"^swap.op_swap: '\*.mlp' should be .*; write {'\*.mlp': true}$"),
+        (swap, {"default_prefetch": 3}, ValueError, r"^swap.default_prefetch: 3 is given, but nothing to swap"),
+    ],
+)
+def test_errors_of_settings_begin_as_those_of_a_recipe(function, settings, kind, message):
+    with pytest.raises(kind, match=message):
+        function(sharded(Net), **settings)
+
+
+def test_cells_that_run_eagerly_are_named_some():
+    net = shard(llama().set_train(), init_device_mesh((1, 1), ("dp", "tp")), mode="eager")
+    with pytest.raises(ValueError, match=r"^the root Cell \(.*: runs operator by operator \(eager\), where") as caught:
+        recompute(net, full=True)
+    assert str(caught.value).count("Cell '") == 4 and ", …: runs" in str(caught.value)
+
+
+def test_columns_of_the_list_are_as_wide_as_they_need():
+    listed = OperatorList([ListedOperator("layers.0.t", "Transpose", 1234, ("Transpose[0]", "TransposeExtView[0]"))])
+    listed.cells = [ListedOperator("layers.0", "Layer", 1234)]
+    assert str(listed).splitlines() == [
+        "Cell        class                              saved bytes",
+        "layers.0    Layer                                    1,234",
+        "operator    also called                        saved bytes",
+        "layers.0.t  Transpose[0], TransposeExtView[0]        1,234",
+        "together                                             1,234",
+    ]

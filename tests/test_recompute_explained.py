@@ -16,14 +16,15 @@ from mindformers_core.recompute import explained as explained_module
 from mindformers_core.recompute import list_operators, recompute, swap, write_curve
 from mindformers_core.recompute.algorithms import algorithm_of
 from mindformers_core.recompute.explained import keepers_by_key
-from mindformers_core.recompute.places import called_cells
 from mindformers_core.recompute.prediction import SavedTensor, recomputed, saved_activations, saved_bytes
-from mindformers_core.tensor_parallel import explain, prepare, shard
+from mindformers_core.tensor_parallel import explain, prepare, programs, shard
 from mindformers_core.tensor_parallel.explaining import make_report
 from mindformers_core.tensor_parallel.explaining.algorithms import algorithm_steps
 from mindformers_core.tensor_parallel.explaining.report import CallRow
 from mindformers_core.tensor_parallel.explaining.traffic import collectives_of
-from mindformers_core.trainer.budget_report import report_budget
+from mindformers_core.tensor_parallel.explaining.wording import bytes_shown
+from mindformers_core.tensor_parallel.propagation.plan import called_cells
+from mindformers_core.trainer.activation_report import report_activations
 from mindformers_core.trainer.recipe import MESH_AXES
 from mindformers_core.zero import hsdp, value_and_grad
 
@@ -60,13 +61,15 @@ def test_the_marks_add_up(make, settings):
         settings = {"full": True}
     net, inputs = recompute(sharded(make), **settings), INPUTS[make]()
     frame = prepare(net, *inputs).frame
-    marks, dropped = explained(net, frame).marks, frozenset(keepers_by_key(frame))
+    found, dropped = explained(net, frame), frozenset(keepers_by_key(frame))
+    marks = found.marks
+    assert found.dropped == dropped
     again = {key for key, mark in marks.items() if mark.kind == "recomputed"}
     assert again == recomputed(frame, dropped, algorithm_of)
     before, after = (saved_bytes(frame, keys, algorithm_of) for keys in (frozenset(), dropped))
     signs = {"recomputed": 1, "kept for others": -1}
     assert sum(signs[mark.kind] * mark.nbytes for mark in marks.values()) == before - after > 0
-    rows = list(rows_of(make_report(frame, algorithm_steps, marks).root))
+    rows = list(rows_of(make_report(frame, algorithm_steps, found).root))
     assert sum(getattr(row, "mark", None) is not None for row in rows) == len(marks)
 
 
@@ -124,10 +127,10 @@ def test_what_is_sent_again():
             net = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).set_train()
             net = recompute(shard(net, init_device_mesh((1, 2), ("dp", "tp"))), **settings)
             frame = prepare(net, IDS, IDS).frame
-            marks = explained(net, frame).marks
-            rows = [row for row in rows_of(make_report(frame, algorithm_steps, marks).root) if hasattr(row, "steps")]
+            found = explained(net, frame)
+            rows = [row for row in rows_of(make_report(frame, algorithm_steps, found).root) if hasattr(row, "steps")]
             again = [step for row in rows if getattr(row, "mark", None) for step in row.steps if step.again]
-            sent = collectives_of(make_report(frame, algorithm_steps, marks).traffic)
+            sent = collectives_of(make_report(frame, algorithm_steps, found).traffic)
             counts.append((sent, [name for step in again for way, name, _ in step.collectives if way == "forward"]))
     finally:
         shutdown()
@@ -141,8 +144,112 @@ def test_compiled_functions_recompute_whole_cells():
     net = recompute(sharded(llama), full="0-1", select="layers.2.mlp")
     frame = prepare(net, *INPUTS[llama](), compiled=True).frame
     found = explained(net, frame)
-    assert found.lines == ("recompute, whole Cells in a compiled function: model.layers.0-1, model.layers.2.mlp",)
-    assert found.marks == {}
+    assert found.lines[0] == "recompute, whole Cells in a compiled function: model.layers.0-1, model.layers.2.mlp"
+    again = recompute(sharded(llama), full="0-1", select="layers.2.mlp")
+    frame_of_pynative = prepare(again, *INPUTS[llama]()).frame
+    dropped = frozenset(keepers_by_key(frame_of_pynative))
+    assert found.dropped == dropped
+    plain, left = (saved_bytes(frame_of_pynative, keys, algorithm_of) for keys in (frozenset(), dropped))
+    assert f"by the plan {bytes_shown(left)} of {bytes_shown(plain)} of activations are kept" in found.lines[1]
+    cells = {cell: key for key, cell in called_cells(frame)}
+    marked = {key: mark for key, mark in found.marks.items() if mark.kind}
+    assert marked.keys() == {cells[f"model.layers.{inner}"] for inner in ("0", "1", "2.mlp")}
+    assert {mark.kind for mark in marked.values()} == {"recomputed whole"}
+    assert sum(mark.nbytes for mark in marked.values()) >= plain - left > 0
+
+
+@one_rank
+def test_a_compiled_cell_that_runs_again_has_a_mark(tmp_path):
+    """Of the program that ran; where equal ones are shown once, too, and in the part of one of them."""
+    net = recompute(sharded(llama), full="0-1", select="layers.2.mlp")
+    value_and_grad(hsdp(net), compiled=True)(*INPUTS[llama]())
+    lines = explain(net, html=tmp_path / "page.html").splitlines()
+    marked = [line.split() for line in lines if "[recomputed whole: " in line]
+    assert [(words[0], words[-6:-4], words[-2:]) for words in marked] == [
+        ("layers.0", ["[recomputed", "whole:"], ["not", "kept]"]),
+        ("layers.1", ["[recomputed", "whole:"], ["not", "kept]"]),
+        ("mlp", ["[recomputed", "whole:"], ["not", "kept]"]),
+    ]
+    assert all(len(line) <= 120 for line in lines)
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert page.count('<span class="mark recomputed">↻ recomputed whole: ') == 3
+    part = explain(net.model.layers["2"].mlp).splitlines()
+    assert ".mlp  LlamaMLP " in part[2] and "[recomputed whole: " in part[2]
+
+
+@one_rank
+def test_what_is_held_at_the_peak_of_the_forward_pass():
+    """Less with recompute, and as before with what changes nothing; what is held in its place counts, and evaluation
+    is what it was."""
+    inputs, peaks = INPUTS[llama](), []
+    for settings in ({}, {"select": "*.weights"}, {"select": ["*.weights", "*.MatMul[0]", "*.scores"]}, {"full": True}):
+        net = recompute(sharded(llama), **settings)
+        frame = prepare(net, *inputs).frame
+        report = make_report(frame, algorithm_steps, explained(net, frame))
+        peaks.append(report.training_bytes)
+        assert report.evaluation_bytes == make_report(frame, algorithm_steps).evaluation_bytes
+        assert report.undropped_bytes == (peaks[0] if settings else None)
+        text = explain(net, *inputs)
+        assert ("at the peak of the forward pass: " in text) == bool(settings)
+        assert (f"in training ({bytes_shown(peaks[0])} without\nrecompute and swap), " in text) == bool(settings)
+    assert sorted(peaks, reverse=True) == peaks and len(set(peaks)) == 4
+
+
+class Chain(nn.Cell):
+    """Five operators in a row, and a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor(np.ones(16, np.float32)))
+
+    def construct(self, x):
+        exponent = ops.exp(x)
+        scaled = ops.mul(exponent, self.weight)
+        seen = ops.reshape(ops.cos(scaled), (4, 4))
+        return ops.tanh(ops.sin(seen))
+
+
+@one_rank
+@pytest.mark.parametrize(
+    ("select", "held"),
+    [  # in results of 64 bytes: that of exp has no gradient
+        ("none", 4),
+        (".Mul", 4),  # in its place that of exp
+        (".Cos", 4),  # held as the view
+        ([".Cos", ".Reshape"], 3),
+        ([".Mul", ".Cos", ".Reshape"], 3),
+    ],
+)
+def test_what_dropped_results_leave_behind(select, held):
+    net = shard(Chain().set_train(), init_device_mesh((1,), ("tp",)))
+    inputs = (tensor_meta((16,), "float32"),)
+    if select != "none":
+        recompute(net, select=select)
+    frame = prepare(net, *inputs).frame
+    assert make_report(frame, algorithm_steps, explained(net, frame)).training_bytes == 64 * held
+
+
+def test_what_compiled_cells_send_again():
+    """In a graph that holds the gradient what gradients need; called one by one all, also what only results do."""
+    shutdown()
+    init_distributed("fake", world_size=2)
+    try:
+        sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+        net = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).set_train()
+        net = recompute(shard(net, init_device_mesh((1, 2), ("dp", "tp"))), full=True)
+        counts, gradients = [], value_and_grad(hsdp(net), compiled=True)
+        for make in (lambda: prepare(net, IDS, IDS, compiled=True), lambda: gradients.prepare(IDS, IDS)):
+            make()
+            frame = programs(net)[-1].frame
+            found = explained(net, frame)
+            reports = [make_report(frame, algorithm_steps, each) for each in (None, found)]
+            plain, again = (collectives_of(report.traffic)["all_reduce"] for report in reports)
+            assert again[0] == plain[0]
+            counts.append(again[1] - plain[1])
+            assert [mark.kind for mark in found.marks.values() if mark.kind] == ["recomputed whole"] * 2
+    finally:
+        shutdown()
+    assert counts == [2, 4]  # of two layers the products of attention, and also those of mlp
 
 
 @one_rank
@@ -157,6 +264,10 @@ def test_the_picture_of_a_budget(tmp_path):
         write_curve(np.zeros(1), tmp_path / "curve.svg")
     assert list(tmp_path.iterdir()) == []
     value_and_grad(hsdp(net))(*inputs)
+    with pytest.raises(
+        FileNotFoundError, match=r"curve.svg' can't be written: there is no folder '.*nowhere': make it"
+    ):
+        write_curve(net, tmp_path / "nowhere" / "curve.svg")
     said = write_curve(net, tmp_path / "curve.svg")
     (choice,) = net.__dict__["_sharding"][0].activations.choices.values()
     assert said.startswith("recompute, budget 0.5: ") and choice.saved_bytes <= choice.all_bytes / 2
@@ -179,7 +290,7 @@ def test_every_stage_has_its_picture(tmp_path, capsys):
             training=SimpleNamespace(output_dir=str(tmp_path)),
         )
         for rank in range(4) if pipeline == 2 else (0,):
-            report_budget(recipe, mesh, rank, {rank // 2: net, 2 + rank // 2: net} if pipeline == 2 else {0: net})
+            report_activations(recipe, mesh, rank, {rank // 2: net, 2 + rank // 2: net} if pipeline == 2 else {0: net})
     stages = [f"recompute_curve_stage_{stage}.svg" for stage in range(4)]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["recompute_curve.svg", *stages])
     said = capsys.readouterr().out
@@ -210,4 +321,4 @@ def test_a_copy_counts_for_who_makes_the_view():
 def test_a_copy_counts_also_behind_a_move_that_does_nothing():
     links = SimpleNamespace(makers={(0,): (), (1,): ((0,),), (2,): ((1,),)}, nbytes={(0,): 8, (1,): 8, (2,): 4})
     before, after = [SavedTensor((2,), 8), SavedTensor((2,), 5)], [SavedTensor((2,), 5)]
-    assert explained_module._bytes_not_kept(links, {(0,)}, before, after) == {(0,): 8, (2,): 0}
+    assert explained_module.bytes_not_kept(links, {(0,)}, before, after) == {(0,): 8, (2,): 0}

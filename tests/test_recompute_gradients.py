@@ -3,7 +3,7 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
@@ -51,6 +51,49 @@ class Net(nn.Cell):
         return x.square().mean()
 
 
+class HalfLinear(nn.Cell):
+    """Casts and turns its weight, which takes no tensors but it."""
+
+    def __init__(self, width, outputs):
+        super().__init__()
+        self.weight = Parameter(Tensor(np.zeros((outputs, width), np.float32)), name="weight")
+
+    def construct(self, x):
+        half = self.weight.astype(ms.float16)
+        return ops.matmul(x, ops.transpose(half, (1, 0)))
+
+
+class Half(nn.Cell):
+    """Layers that compute in float16, a norm that casts to the dtype that there is, a table and it turned; a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = Parameter(Tensor(np.zeros((16, 8), np.float32)), name="table")
+        self.layers = nn.CellList([nn.SequentialCell(HalfLinear(8, 24), nn.Tanh(), HalfLinear(24, 8)) for _ in "abc"])
+        self.norm = nn.LayerNorm((8,))
+
+    def construct(self, ids):
+        x = self.table[ids].astype(ms.float16)
+        for layer in self.layers:
+            x = x + layer(x)
+        return ops.matmul(self.norm(x.astype(ms.float32)), self.table.T).square().mean()
+
+
+class Views(nn.Cell):
+    """Views that several operators copy, each for itself, whose gradients are added in that order; gives a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(8, 8)
+        self.scale = Parameter(Tensor(np.zeros((2, 6, 2, 4), np.float32)), name="scale")
+
+    def construct(self, x):
+        heads = ops.transpose(ops.reshape(self.dense(x), (2, 2, 2, 4)), (0, 2, 1, 3))
+        repeated = ops.concat((heads, heads, heads), 1)
+        part = ops.chunk(repeated, 2, -1)[0]
+        return (ops.tanh(part) * ops.exp(part) * ops.sin(part)).sum() + ops.exp(repeated * self.scale * 9).sum()
+
+
 def drawn(net):
     random = np.random.default_rng(0)
     for parameter in net.get_parameters():
@@ -66,7 +109,12 @@ def llama():
     return LlamaForCausalLM(CONFIG)
 
 
-INPUTS = {llama: lambda: tuple(map(Tensor, IDS)), Net: lambda: (Tensor(np.eye(4, 8, dtype=np.float32)),)}
+INPUTS = {
+    llama: lambda: tuple(map(Tensor, IDS)),
+    Net: lambda: (Tensor(np.eye(4, 8, dtype=np.float32)),),
+    Half: lambda: (Tensor(IDS[0] % 16),),
+    Views: lambda: (Tensor(np.random.default_rng(2).normal(size=(4, 8)).astype(np.float32)),),
+}
 
 
 def step(make, compiled=False, **settings):
@@ -90,9 +138,11 @@ CELLS = [
     (llama, {"full": True}),
     (llama, {"full": "1-2"}),
     (llama, {"select": ["layers.*.self_attn", "layers.0.mlp"]}),
+    (llama, {"select": "*.core_attention"}),
     (llama, {"full": True, "exclude": ["layers.1"]}),
     (Net, {"full": [0, 2]}),
     (Net, {"select": "blocks.1"}),
+    (Half, {"full": True}),
 ]
 OPERATORS = [
     (llama, {"select": ["*.softmax", "*.mlp.silu", "layers.0-1.*.*.Dense"]}),
@@ -102,11 +152,16 @@ OPERATORS = [
     (Net, {"full": True, "exclude": ["*.dropout"]}),
     (llama, {"budget": 0.5}),
     (Net, {"budget": 0.4, "exclude": "*.softmax"}),
+    (Half, {"select": ["layers.*.*.half", ".Transpose"]}),
+    (Half, {"budget": 0.3}),
+    (Views, {"budget": 0.6}),
+    (Views, {"select": ["*.Transpose", "*.Split", "*.Sin"]}),
 ]
 
 
 @pytest.mark.parametrize(
-    "make, settings, compiled", [(*case, False) for case in CELLS] + [(*CELLS[number], True) for number in (0, 3, 4)]
+    "make, settings, compiled",
+    [(*case, False) for case in CELLS] + [(*CELLS[n], True) for n in (0, 3, 5, 6, 7)],
 )
 def test_whole_cells_give_the_same_bits(make, settings, compiled):
     expected, none, _ = step(make, compiled)

@@ -75,6 +75,11 @@ LAYER_ERRORS = [
     ("0-", ValueError, "full: '0-' is neither"),
     ("0-3-5", ValueError, "full: '0-3-5' is neither"),
     ("all", ValueError, "full: 'all' is neither"),
+    ("true", ValueError, "full: 'true' is neither a layer's number nor a range: give true for all layers, a list of"),
+    (" True", ValueError, "; for all layers write true, without quotes"),
+    ("*", ValueError, "; for all layers write true, without quotes"),
+    (["all"], ValueError, "; for all layers write true, without quotes"),
+    ("none", ValueError, "; for no layer leave it out"),
     ("0:3", ValueError, "full: '0:3' is neither"),
     ("1000000", ValueError, "full: '1000000' is neither"),
     ("0-1000000", ValueError, "full: '0-1000000' is neither"),
@@ -111,7 +116,8 @@ def test_common_layers(one, other, both):
     assert common_layers(one, other) == both
 
 
-def test_only_a_number_is_taken_for_a_layer_by_mistake():
+@pytest.mark.parametrize("given", [0.5, -1])
+def test_only_a_number_is_taken_for_a_layer_by_mistake(given):
     with pytest.raises(TypeError) as caught:
-        layer_numbers(0.5, "full")
+        layer_numbers(given, "full")
     assert "alone" not in str(caught.value)

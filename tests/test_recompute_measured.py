@@ -6,7 +6,7 @@ import mindspore as ms
 import pytest
 from mindspore import Tensor
 from saved_tensors import measured, scalar_of
-from test_recompute_gradients import INPUTS, Net, llama, sharded
+from test_recompute_gradients import INPUTS, Half, Net, Views, llama, sharded
 
 from mindformers_core.recompute import keeping, recompute
 from mindformers_core.recompute.algorithms import algorithm_of
@@ -22,10 +22,17 @@ SETTINGS = [
     (llama, {"full": [1]}),
     (llama, {"select": ["*.Softmax", "*.silu"]}),
     (llama, {"select": ["layers.*.self_attn", "layers.0-1.mlp.Mul"]}),
-    (llama, {"full": True, "exclude": ["*.self_attn.weights", "layers.2.mlp"]}),
+    (llama, {"select": "*.core_attention"}),
+    (llama, {"full": True, "exclude": ["*.core_attention.weights", "layers.2.mlp"]}),
     (llama, {"budget": 0.5}),
     (Net, {"full": True}),
-    (Net, {"select": ["*.Transpose", "*.tanh", "blocks.1.*[0-99]"]}),
+    (Net, {"select": ["*.Transpose", "*.tanh", "blocks.1.*[0-2]"]}),
+    (Half, {"full": True}),
+    (Half, {"select": ["layers.*.*.half", "layers.1", ".Transpose"]}),
+    (Half, {"select": "**"}),
+    (Half, {"budget": 0.5}),
+    (Views, {"select": ["*.Transpose", "*.Split", "*.Exp"]}),
+    (Views, {"budget": 0.6}),
 ]
 
 
@@ -56,7 +63,7 @@ def tensors_in(kept, seen):
         return [kept.tensor] if kept.handle is None else tensors_in(kept.handle, seen)
     if isinstance(kept, Handle) and id(kept.call) not in seen:
         seen.add(id(kept.call))
-        return tensors_in(kept.call.inputs, seen)
+        return tensors_in(getattr(kept.call, "inputs", []), seen)  # what waits on the host has none
     return []
 
 
@@ -90,9 +97,9 @@ def test_measured_is_foretold(monkeypatch, make, settings):
     frame = programs(net)[-1].frame
     keys = frozenset(keepers_by_key(frame))
     foretold = saved_bytes(frame, keys, algorithm_of)
-    seeds = 0 if make is llama else 6 * 8  # of the draws: after manual_seed they are all one, the generator's own
+    seeds = 6 * 8 * (make is Net)  # of the draws: after manual_seed they are all one, the generator's own
     assert foretold - seeds <= after <= foretold < before == saved_bytes(frame, frozenset(), algorithm_of)
-    if make is llama:  # a distributed algorithm is several calls
+    if make is not Net:  # a distributed algorithm is several calls
         assert again == len(recomputed(frame, keys, algorithm_of))
 
 

@@ -11,6 +11,7 @@ from test_recipe import TINY
 
 from mindformers_core.communication import shutdown
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
+from mindformers_core.trainer.dry_run import dry_run
 from mindformers_core.trainer.recipe_loader import load_recipe
 
 sys.path.insert(0, str(ROOT / "docs"))
@@ -20,8 +21,8 @@ from page_blocks import filled  # noqa: E402
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
-def block(language):
-    return re.search(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)[1]
+def examples(language):
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
 
 
 def test_the_page_and_its_picture_are_up_to_date(tmp_path):
@@ -34,19 +35,39 @@ def test_the_page_and_its_picture_are_up_to_date(tmp_path):
 
 @pytest.mark.usefixtures("one_rank")
 def test_the_code_of_the_page_runs(capsys):
-    exec(compile(block("python"), "docs/recompute.md", "exec"), {})
+    names = {}
+    first, *_, of_swap = examples("python")
+    for example in (first, of_swap):
+        exec(compile(example, "docs/recompute.md", "exec"), names)
     printed = capsys.readouterr().out
-    assert "model.layers.0.self_attn.weights" in printed
-    assert "  model.layers.0-2.self_attn: weights\n" in printed
+    assert "model.layers.0.self_attn.core_attention.weights" in printed
+    assert (
+        "  model.layers.0-2.self_attn.core_attention: query, key, value, MatMul[0], scores, Add, weights\n" in printed
+    )
     assert "  model.layers.1-2.mlp: Mul\n" in printed
     assert re.search(r"= Softmax\(.*\[recomputed: 2.0 KiB not kept\]\n", printed)
+    assert printed.endswith("\nTrue\n")  # of the example of swap()
 
 
-def test_the_recipes_of_the_page_are_some(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    sections = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
-    path.write_text("\n".join([Path(TINY).read_text(encoding="utf-8"), *sections]), encoding="utf-8")
-    recipe = load_recipe(path, ["parallelism.zero_level=3", "recompute.full=null"])
-    given = yaml.safe_load("".join(sections))
-    assert recipe.recompute == RecomputeSettings(**{**given["recompute"], "full": None})
-    assert recipe.swap == SwapSettings(**given["swap"]) and recipe.swap.is_on
+def test_the_code_of_the_page_gives_the_same_again():
+    found = []
+    for _ in range(2):
+        names = {}
+        exec(compile(examples("python")[0], "docs/recompute.md", "exec"), names)
+        found.append(names["loss"].asnumpy())
+        shutdown()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_recipes_of_the_page_are_some(tmp_path, place):
+    """Each in the place of those sections of the tiny recipe, and as it is."""
+    path, tiny = tmp_path / "recipe.yaml", yaml.safe_load(Path(TINY).read_text(encoding="utf-8"))
+    given = yaml.safe_load(examples("yaml")[place])
+    path.write_text(yaml.safe_dump(tiny | given), encoding="utf-8")
+    recipe = load_recipe(path)
+    assert recipe.recompute == RecomputeSettings(**given.get("recompute", {}))
+    assert recipe.swap == SwapSettings(**given.get("swap", {}))
+    shutdown()
+    said = dry_run(recipe)
+    assert ("run again; " in said) == ("recompute" in given) and ("wait on the host" in said) == ("swap" in given)

@@ -4,13 +4,8 @@ import pytest
 import yaml
 from test_recipe import CONFIGS, TINY
 
-from mindformers_core.recompute.settings import (
-    DEFAULT_OP_SWAP,
-    LayerSwap,
-    OperatorSwap,
-    RecomputeSettings,
-    SwapSettings,
-)
+from mindformers_core.recompute.settings import DEFAULT_OP_SWAP, RecomputeSettings, SwapSettings
+from mindformers_core.recompute.swap_entries import LayerSwap, OperatorSwap
 from mindformers_core.trainer.recipe_loader import load_recipe, recipe_to_yaml
 from mindformers_core.trainer.recompute_recipe import swap_settings
 
@@ -129,6 +124,27 @@ def test_overrides_of_swap(tmp_path):
     assert swap_settings(load_recipe(TINY, named)).op_swap == (OperatorSwap("layers.*.mlp", (1,), 1),)
 
 
+@pytest.mark.parametrize("override", ["swap.op_swap.mlp=true", "swap.op_swap.mlp.layers=0-1"])
+def test_a_pattern_of_one_name_can_be_a_key(override):
+    assert [entry.op_name for entry in load_recipe(TINY, [override]).swap.op_swap] == ["mlp"]
+
+
+@pytest.mark.parametrize(
+    ("text", "better"),
+    [
+        ("recompute:\n  select:\n    - *.mlp", "- '*.mlp'"),
+        ("recompute: {select: *.mlp}", "recompute: {select: '*.mlp'}"),
+    ],
+)
+def test_a_bare_star_in_a_file(text, better, tmp_path):
+    """The line, with the quotes that it lacks."""
+    number = (CONFIGS / "llama_tiny_cpu.yaml").read_text().count("\n") + 2 + text.count("\n")
+    with pytest.raises(ValueError) as caught:
+        recipe_of(text, tmp_path)
+    where = f"{tmp_path / 'recipe.yaml'}, line {number}"
+    assert str(caught.value) == f"{where}: a text that begins with * needs quotes: write {better}"
+
+
 LEVEL_3 = ["parallelism.zero_level=3"]
 
 
@@ -141,6 +157,7 @@ def test_what_can_stand_together():
     assert swap_settings(off) is None
     for compiled in ("recompute=true", "recompute.select=layers.*.mlp", "swap={swap: false, op_swap: {a: true}}"):
         load_recipe(TINY, [compiled, "context.mode=0"])
+    load_recipe(TINY, ["recompute=false", "swap=false", "context.engine=eager"])
 
 
 ERRORS = [  # overrides of the tiny recipe with 4 layers, error, and a piece of its text
@@ -176,6 +193,12 @@ ERRORS = [  # overrides of the tiny recipe with 4 layers, error, and a piece of 
         "full_recompute_layer: unknown key (here it is called 'full')",
     ),
     (["recompute.exclude_op=a"], ValueError, "recompute.exclude_op: unknown key (here it is called 'exclude')"),
+    (
+        ["recompute.recompute_slice_activation=true"],
+        ValueError,
+        "recompute.recompute_slice_activation: unknown key (here sequence parallelism, in a recipe parallelism.sequence"
+        "_parallel, cuts what is kept between layers); known: full",
+    ),
     (["swap.enable=true"], ValueError, "swap.enable: unknown key (here it is called 'swap'); known: swap, default_pre"),
     (["swap.prefetch=3"], ValueError, "swap.prefetch: unknown key (did you mean 'default_prefetch'?)"),
     (
@@ -185,16 +208,29 @@ ERRORS = [  # overrides of the tiny recipe with 4 layers, error, and a piece of 
     ),
     (["recompute.full=[1, 1]"], ValueError, "recompute.full: layer 1 is given twice in [1, 1]"),
     (["recompute.select=[1]"], TypeError, "recompute.select[0]: 1 should be a pattern"),
-    (["recompute.select=*.cast"], ValueError, "; a text that begins with * needs quotes"),
+    (
+        ["recompute.select=*.cast"],
+        ValueError,
+        "override 'recompute.select=*.cast': a text that begins with * needs quotes of its own: write "
+        "\"recompute.select=['*.cast']\"",
+    ),
+    (["recompute.select=*.MatMul[1]"], ValueError, "write \"recompute.select=['*.MatMul[1]']\""),
+    (["recompute.select=[a, *.b,*.c[0]]"], ValueError, "write \"recompute.select=[a, '*.b','*.c[0]']\""),
+    (["swap.op_swap=*.mlp"], ValueError, "write \"swap.op_swap={'*.mlp': true}\""),
+    (["swap.op_swap={*.mlp: {layers: 0-1}}"], ValueError, "write \"swap.op_swap={'*.mlp': {layers: 0-1}}\""),
     (
         ["recompute.exclude=a"],
         ValueError,
         "recompute.exclude: ['a'] is taken out of what is recomputed, but nothing is",
     ),
-    (["recompute.mp_comm_recompute=1"], TypeError, "recompute.mp_comm_recompute: 1 (int) should be true or false"),
-    (["recompute.budget=half"], TypeError, "recompute.budget: 'half' (str) should be a number"),
-    (["recompute.budget=true"], TypeError, "recompute.budget: True (bool) should be a number"),
-    (["recompute.budget=0"], ValueError, "recompute.budget: 0.0 has to be a number above 0 and at most 1"),
+    (["recompute.mp_comm_recompute=1"], TypeError, "recompute.mp_comm_recompute: 1 should be true or false"),
+    (["recompute.mp_comm_recompute='true'"], TypeError, "'true' should be true or false; write true, without quotes"),
+    (["recompute.mp_comm_recompute=null"], TypeError, "recompute.mp_comm_recompute: None should be true or false"),
+    (["recompute.budget=half"], TypeError, "recompute.budget: 'half' (str) has to be a number above 0 and at most 1"),
+    (["recompute.budget=50%"], TypeError, "recompute.budget: '50%' (str) has to be a number"),
+    (["recompute.budget=true"], TypeError, "recompute.budget: True (bool) has to be a number"),
+    (["recompute.budget=0"], ValueError, "recompute.budget: 0 has to be a number above 0 and at most 1"),
+    (["recompute.budget=25"], ValueError, "recompute.budget: 25 has to be a number above 0 and at most 1"),
     (["recompute.budget=1.5"], ValueError, "recompute.budget: 1.5 has to be a number above 0 and at most 1"),
     (
         ["recompute.budget=0.5", "recompute.full=true"],
@@ -203,13 +239,18 @@ ERRORS = [  # overrides of the tiny recipe with 4 layers, error, and a piece of 
     ),
     (["swap.default_prefetch=2"], ValueError, "swap.default_prefetch: 2 is given, but nothing to swap"),
     (["swap.default_prefetch=0"], ValueError, "swap.default_prefetch: 0 should be at least 1"),
-    (["swap.default_prefetch=a"], TypeError, "swap.default_prefetch: 'a' (str) should be a whole number"),
+    (["swap.default_prefetch=a"], TypeError, "swap.default_prefetch: 'a' should be a whole number"),
+    (["swap.default_prefetch='2'"], TypeError, "should be a whole number of tensors; write 2, without quotes"),
+    (["swap.swap='true'"], TypeError, "swap.swap: 'true' should be true or false; write true, without quotes"),
+    (["swap.op_swap='*.mlp'"], TypeError, "swap.op_swap: '*.mlp' should be a mapping"),
     (["swap.layer_swap=[{layrs: 3}]"], ValueError, "swap.layer_swap[0].layrs: unknown key (did you mean 'layers'?)"),
     (
         ["swap.op_swap.layers.*.mlp=true"],
         ValueError,
-        "swap.op_swap['layers'].*: unknown key; known: layers, backward_pre",
+        "override 'swap.op_swap.layers.*.mlp=true': a pattern can't be a part of a key: write "
+        "\"swap.op_swap={'layers.*.mlp': true}\"",
     ),
+    (["swap.op_swap.*.mlp.layers=0-1"], ValueError, "write \"swap.op_swap={'*.mlp': {layers: 0-1}}\""),
     (
         ["recompute.full=2-4"],
         ValueError,
@@ -254,6 +295,14 @@ ERRORS = [  # overrides of the tiny recipe with 4 layers, error, and a piece of 
         "swap: nothing can be swapped where context.mode: 0 (graph mode) compiles the passes: leave section swap out "
         "(swap=false) and use recompute.full, recompute.select with patterns of Cells, or context.mode=1 (PyNative)",
     ),
+    (
+        ["recompute.budget=0.5", "context.engine=eager"],
+        ValueError,
+        "context.engine: eager keeps what every operator keeps, and recompute can't change that: use "
+        "context.engine=generated, or leave recompute out",
+    ),
+    (["swap=true", "context.engine=eager"], ValueError, "and swap can't change that: use context.engine=generated, or"),
+    (["recompute=true", "swap={op_swap: {a: true}}", "context.engine=eager"], ValueError, "recompute and swap can't"),
     (
         ["swap.layer_swap=[{layers: [0]}]", "context.mode=0"],
         ValueError,

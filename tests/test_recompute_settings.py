@@ -6,13 +6,8 @@ import sys
 
 import pytest
 
-from mindformers_core.recompute.settings import (
-    DEFAULT_OP_SWAP,
-    LayerSwap,
-    OperatorSwap,
-    RecomputeSettings,
-    SwapSettings,
-)
+from mindformers_core.recompute.settings import DEFAULT_OP_SWAP, RecomputeSettings, SwapSettings
+from mindformers_core.recompute.swap_entries import LayerSwap, OperatorSwap
 
 
 def test_defaults_ask_for_nothing():
@@ -26,7 +21,8 @@ def test_defaults_ask_for_nothing():
 )
 def test_any_choice_is_on(given):
     assert RecomputeSettings(**given).is_on
-    assert not RecomputeSettings(full=False, mp_comm_recompute=False).is_on
+    off = RecomputeSettings(full=False, mp_comm_recompute=False, parallel_optimizer_comm_recompute=False)
+    assert not off.is_on and dataclasses.replace(off, select=None) == off
 
 
 def test_one_form_of_recompute_settings():
@@ -49,6 +45,16 @@ RECOMPUTE_ERRORS = [
         ValueError,
         "exclude: ['*.cast'] is taken out of what is recomputed, but nothing is: give fu",
     ),
+    (
+        {"mp_comm_recompute": False},
+        ValueError,
+        "mp_comm_recompute: False is about what is recomputed, but nothing is: give full, select or budget, or leave",
+    ),
+    (
+        {"parallel_optimizer_comm_recompute": False},
+        ValueError,
+        "parallel_optimizer_comm_recompute: False is about what is recomputed, but nothing is",
+    ),
     ({"full": True, "mp_comm_recompute": None}, TypeError, "mp_comm_recompute: None should be true or false"),
     (
         {"parallel_optimizer_comm_recompute": 1},
@@ -56,7 +62,16 @@ RECOMPUTE_ERRORS = [
         "parallel_optimizer_comm_recompute: 1 should be true or false",
     ),
     ({"budget": True}, TypeError, "budget: True (bool) has to be a number above 0 and at most 1: the part"),
-    ({"budget": "0.5"}, TypeError, "budget: '0.5' (str) has to be a number"),
+    ({"budget": "0.5"}, TypeError, "bytes that may stay (1: all); write 0.5, without quotes"),
+    ({"budget": "12 %"}, TypeError, "budget: '12 %' (str) has to be a number above 0 and at most 1: the part of"),
+    ({"budget": "12 %"}, TypeError, "; 12 % is 0.12"),
+    ({"budget": "half"}, TypeError, "; 50 % is 0.5"),
+    ({"budget": 2.5}, ValueError, "; 2.5 % is 0.025"),
+    ({"budget": 1.5}, ValueError, "; 50 % is 0.5"),
+    ({"budget": 250}, ValueError, "; 50 % is 0.5"),
+    ({"select": True}, TypeError, "as ['layers.0-7.mlp']; whole layers are given to full"),
+    ({"full": True, "mp_comm_recompute": "False"}, TypeError, "should be true or false; write False, without quotes"),
+    ({"full": True, "mp_comm_recompute": "no"}, TypeError, "mp_comm_recompute: 'no' should be true or false"),
     ({"budget": 0}, ValueError, "budget: 0 has to be a number above 0 and at most 1: the part"),
     ({"budget": 1.01}, ValueError, "budget: 1.01 has to be a number above 0 and at most 1"),
     ({"budget": -0.5}, ValueError, "budget: -0.5 has to be a number above 0"),
@@ -122,6 +137,11 @@ def test_operators_to_swap_in_both_forms(given):
     hash(settings)
 
 
+def test_a_pattern_that_is_called_like_a_key():
+    meant = (OperatorSwap("layers", True, 1),)
+    assert SwapSettings(op_swap={"layers": True}).op_swap == SwapSettings(op_swap={"layers": [{}]}).op_swap == meant
+
+
 def test_one_operator_to_swap_needs_no_list():
     assert SwapSettings(op_swap={"op_name": "a", "layers": [1]}).op_swap == (OperatorSwap("a", (1,), 1),)
 
@@ -180,13 +200,42 @@ SWAP_ERRORS = [
         ValueError,
         "layer_swap[1].layers: all layers are in layer_sw",
     ),
-    ({"op_swap": "*.cast"}, TypeError, "op_swap: '*.cast' should be a mapping with layers and backward_prefetch"),
-    ({"op_swap": ["*.cast"]}, TypeError, "op_swap[0]: '*.cast' should be a mapping"),
+    ({"layer_swap": "0-3"}, TypeError, "with layers and backward_prefetch; write [{layers: 0-3}]"),
+    (
+        {"layer_swap": [0, 3]},
+        TypeError,
+        "layer_swap[0]: 0 should be a mapping with layers and backward_prefetch; write [",
+    ),
+    ({"layer_swap": [0, 3]}, TypeError, "; write [{layers: [0, 3]}]"),
+    ({"layer_swap": True}, TypeError, "; layer_swap is given as [{layers: 0-3, backward_prefetch: 2}]"),
+    (
+        {"layer_swap": {0: True}},
+        ValueError,
+        "layer_swap.0: unknown key; known: layers, backward_prefetch; layer_swap is",
+    ),
+    (
+        {"op_swap": "*.cast"},
+        TypeError,
+        "op_swap: '*.cast' should be a mapping with op_name, layers and backward_prefetch; write {'*.cast': true}",
+    ),
+    ({"op_swap": ["*.cast", "a"]}, TypeError, "op_swap[0]: '*.cast' should be a mapping"),
+    ({"op_swap": ["*.cast", "a"]}, TypeError, "; write {'*.cast': true, 'a': true}"),
+    (
+        {"op_swap": True},
+        TypeError,
+        "; op_swap is given as {'*.mlp': true, '*.cast': {layers: 0-3, backward_prefetch: 2}}",
+    ),
+    ({"op_swap": [{"*.mlp": True}]}, ValueError, "op_swap[0].*.mlp: unknown key; known: op_name, layers, backward_pre"),
+    ({"op_swap": [{"*.mlp": True}]}, ValueError, "; op_swap is given as {'*.mlp': true, '*.cast': {layers: 0-3, back"),
     (
         {"op_swap": [{"layers": [0]}]},
         ValueError,
-        "op_swap[0].op_name: missing; it should be a pattern, as 'layers.0-7.mlp'",
+        "op_swap[0].op_name: missing; it should be a pattern, as {op_name: '*.mlp', layers: 0-3}; everything in some "
+        "layers is given to layer_swap",
     ),
+    ({"op_swap": {"layers": [0, "2-3"]}}, ValueError, "op_swap.op_name: missing"),
+    ({"op_swap": {"layers": "0-1"}}, ValueError, "op_swap.op_name: missing"),
+    ({"op_swap": {"backward_prefetch": 2}}, ValueError, "op_swap.op_name: missing"),
     (
         {"op_swap": [{"op_nam": "a"}]},
         ValueError,
@@ -197,11 +246,15 @@ SWAP_ERRORS = [
     (
         {"op_swap": {"a": None}},
         TypeError,
-        "op_swap['a']: None should be a mapping with layers and backward_prefetch or true",
+        "op_swap['a']: None should be true for all layers, or a mapping with layers and backward_prefetch; {layers: ",
     ),
-    ({"op_swap": {"a": False}}, TypeError, "op_swap['a']: False should be a mapping"),
+    ({"op_swap": {"a": False}}, TypeError, "op_swap['a']: False should be true for all layers, or a mapping"),
+    ({"op_swap": {"a": "true"}}, TypeError, "op_swap['a']: 'true' should be true for all layers"),
+    ({"op_swap": {"a": "true"}}, TypeError, "; write true, without quotes"),
+    ({"op_swap": {"a": "0-1"}}, TypeError, "; write {layers: 0-1}"),
+    ({"op_swap": {"a": [0, 1]}}, TypeError, "; write {layers: [0, 1]}"),
     ({"op_swap": {"a": []}}, ValueError, "op_swap['a']: [] has no entry: leave it out, or give true for all layers"),
-    ({"op_swap": {"a": [3]}}, TypeError, "op_swap['a'][0]: 3 should be a mapping"),
+    ({"op_swap": {"a": [3]}}, TypeError, "op_swap['a'][0]: 3 should be true for all layers"),
     (
         {"op_swap": {"a": {"op_name": "b"}}},
         ValueError,

@@ -2,6 +2,7 @@
 
 import re
 
+import mindspore as ms
 import pytest
 from mindspore import Tensor, nn, ops
 from small_pipelines import Scale, array, pipeline
@@ -14,22 +15,29 @@ from mindformers_core.tensor_parallel import prepare, shard
 
 X = Tensor(array(4, 4))
 FIRST = {
-    "layers": [0],
-    "unnumbered": [],
+    "layers": [[0, "layers.0"]],
+    "paths": ["", "layers", "layers.0"],
     "cells": ["", "layers.0"],
+    "classes": {"layers.0": "First"},
     "operators": [["layers.0", [["Tanh", False, 0, 1]]]],
 }
-SECOND = {"layers": [1], "unnumbered": [], "cells": ["", "layers.1"], "operators": [["", [["mean", True, 0, 1]]]]}
+SECOND = {
+    "layers": [[1, "layers.1"]],
+    "paths": ["", "layers", "layers.1"],
+    "cells": ["", "layers.1"],
+    "classes": {"layers.1": "Second"},
+    "operators": [["", [["mean", True, 0, 1]]]],
+}
 WITHOUT_PROGRAM = {"cells": None, "operators": []}
 
 
-def scales(settings, swapped, second=None):
+def scales(settings, swapped, second=None, compiled=False):
     """Two stages on one rank, layers 0 and 1; the second one with settings of its own, or the same."""
     mesh = init_device_mesh((1,), ("tp",))
     cells = [shard(Scale(number, number == 1), mesh).set_train() for number in range(2)]
     for cell, own in zip(cells, (settings, settings if second is None else second)):
         swap(recompute(cell, is_part=True, **own), is_part=True, **swapped)
-    return pipeline(cells, 2)
+    return pipeline(cells, 2, compiled=compiled)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -58,9 +66,19 @@ def test_a_layer_that_is_on_no_stage_is_found_when_they_meet(settings, swapped, 
         (
             {"full": True, "exclude": "weights.2"},
             {},
-            "recompute.exclude[0]: 'weights.2' matches no Cell or operator: 'weights' is there, below it are '0-1'",
+            "recompute.exclude: 'weights.2' matches no Cell or operator: 'weights' is there, below it are '0-1'",
         ),
-        ({}, {"op_swap": {"mul": True, "muls": True}}, "swap.op_swap['muls'][0]: 'muls' matches no Cell or"),
+        (
+            {"select": ["weights.0-1", "weights.1-2"]},
+            {},
+            "recompute.select[1]: 'weights.1-2' is only partly there: below",
+        ),
+        (
+            {},
+            {"op_swap": {".mul": {"layers": "0"}}},
+            "swap.op_swap['.mul'].layers: nothing that '.mul' selects is in lay",
+        ),
+        ({}, {"op_swap": {"mul": True, "muls": True}}, "swap.op_swap['muls']: 'muls' matches no Cell or"),
     ],
 )
 def test_a_pattern_that_matches_on_no_stage_is_found_in_the_first_run(settings, swapped, message):
@@ -100,6 +118,43 @@ def test_recompute_after_the_stages_have_met():
         schedule.run(X)
 
 
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("settings", "swapped", "message"),
+    [
+        (
+            {"select": ["weights.1", "*.tanh"]},
+            {},
+            "recompute.select[1]: '*.tanh' matches no Cell of any stage, and compiled stages recompute whole Cells, no "
+            "operators: nothing is called 'tanh', but there are ",
+        ),
+        ({"select": "weights.2"}, {}, "1'; name Cells, or run in PyNative (recipe: context.mode: 1)"),
+        ({"full": True, "exclude": "*.tanh"}, {}, "recompute.exclude: '*.tanh' matches no Cell of any stage"),
+        ({"full": True, "mp_comm_recompute": False}, {}, "recompute.mp_comm_recompute: False keeps collectives'"),
+        ({"budget": 0.5}, {}, "recompute.budget chooses operators, but a graph recomputes whole Cells: use full"),
+        ({"select": "**", "exclude": "weights.1"}, {}, "Cell 'weights.1' lies in '', which is recomputed, but a"),
+        ({}, {"op_swap": {"tanh": True}}, "swap: nothing can be swapped in a graph, a compiled function: leave it"),
+    ],
+)
+def test_what_compiled_stages_can_not_do_is_found_when_they_meet(settings, swapped, message):
+    """Also of stages that have none of it, and would find nothing wrong."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        scales(settings, swapped, compiled=True).meet()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        scales({}, swapped, settings, compiled=True).meet()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_operators_of_a_stage_that_is_not_compiled():
+    """The pattern is for that one."""
+    schedule = scales({"select": "mul"}, {}, {"select": "weights.1"})
+    schedule.stages[1].compiled = True
+    schedule.meet()
+    schedule = scales({"select": "weights.1"}, {}, {"select": "mul"})
+    schedule.stages[0].compiled = True
+    schedule.meet()
+
+
 class Named(nn.Cell):
     """Its layers have names that are no numbers."""
 
@@ -126,23 +181,87 @@ def check(told, swapped=None, **settings):
 
 def test_what_stages_tell():
     check([FIRST, SECOND], select=["layers.1", "*.tanh", "mean"], exclude="layers.0")
-    check([FIRST, SECOND], {"op_swap": {"mean": {"layers": "0-1"}}}, full="0-1")
+    check([FIRST, SECOND], {"op_swap": {"tanh": {"layers": "0-1"}}}, full="0-1", exclude="mean")
+    check([FIRST, SECOND], {"op_swap": {"layers.*": {"layers": "1"}, "**": {"layers": "0"}}})
     check([FIRST, SECOND | WITHOUT_PROGRAM], select="nothing")
     check([FIRST, SECOND], {"swap": False, "op_swap": {"nothing": True}, "layer_swap": [{"layers": "2-3"}]})
+    check([FIRST, SECOND], select=["*.tanh", "mean"], exclude="*.tanh")
     for told, settings, message in (
         (
             [FIRST, SECOND],
+            {"full": True, "select": "*.tanh", "exclude": "layers.*"},
+            r"exclude: \['layers.\*'\] takes out all that is asked for by full \(True\) and select \(\['\*.tanh'\]\)",
+        ),
+        ([FIRST, SECOND], {"select": "mean", "exclude": "**"}, "takes out all that is asked for by select"),
+        (
+            [FIRST, SECOND],
             {"select": "layers.2"},
-            r"^recompute.select\[0\]: 'layers.2' matches no .* below it are '0-1'$",
+            r"^recompute.select: 'layers.2' matches no .* below it are '0-1'$",
         ),
         (
             [FIRST, SECOND],
             {"select": "layers.0.tan"},
             r"'layers.0' is there, below it are 'Tanh' \(did you mean 'Tanh'",
         ),
-        ([FIRST, SECOND | WITHOUT_PROGRAM], {"full": [2]}, r"^recompute.full: there is no layer 2: .* 0 to 1$"),
-        ([FIRST, None], {"full": "0-1"}, r"no layer 1: the layers are 0 to 0; looked for on stages \[0\] of 2"),
-        ([FIRST | {"layers": []}, None], {"full": True}, "recompute.full: the model has no layers"),
+        (
+            [FIRST, SECOND | WITHOUT_PROGRAM],
+            {"full": [2]},
+            r"^recompute.full: there is no layer 2: .* 0 to 1, 'layers.0-1'$",
+        ),
+        (
+            [FIRST, None],
+            {"full": "0-1"},
+            r"no layer 1: the layers are 0 to 0, 'layers.0'; looked for on stages \[0\] of 2",
+        ),
+        ([FIRST | {"layers": []}, None], {"full": True}, r"^recompute.full: the model .*; its Cells are 'layers', wh"),
+        (
+            [FIRST, SECOND],
+            {"select": ["layers.0-1", "layers.1-4"]},
+            r"^recompute.select\[1\]: 'layers.1-4' is only partly there: .* '0-1', not '2-4': write 'layers.1'$",
+        ),
+        (
+            [FIRST, SECOND],
+            {"exclude": "*.0,7.tanh", "full": True},
+            "^recompute.exclude: .* is only partly there: there are",
+        ),
+        (
+            [FIRST, None],
+            {"select": "layers.0-1"},
+            r"below 'layers' are '0', not '1': write 'layers.0'; looked for on sta",
+        ),
+        ([FIRST, SECOND], {"select": "Second"}, r"'Second' is a class, but Cells .*: write 'layers.\*'$"),
+        ([FIRST, SECOND], {"swapped": {"op_swap": {"tanh": {"layers": [1]}}}}, "in layer 1: it is in layer 0$"),
+        ([FIRST, SECOND], {"swapped": {"op_swap": {"mean": {"layers": "0-1"}}}}, "in layers 0-1: it is in no layer$"),
     ):
         with pytest.raises(ValueError, match=message):
             check(told, **settings)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_layers_without_numbers_of_a_whole_model():
+    """Their place is that in the model, also where what is asked for is checked only before gradients are taken."""
+    cell = recompute(shard_of(Named()), full=[0]).set_train(False)
+    with pytest.raises(ValueError, match="there is no layer 1"):
+        recompute(shard_of(Named()), full=[1])
+    ms.value_and_grad(cell, None, cell.trainable_params())(X)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_budget_is_out_of_reach_of_all_stages_together():
+    """When their programs are made; the greatest least part of those that need more is that of all of them."""
+    schedule = scales({"budget": 0.01}, {})
+    given = {stage: ((X if stage == 0 else X,), {}) for stage in range(2)}
+    with pytest.raises(ValueError, match=r"^recompute.budget: 0.01 is out of reach on stage \d: .* for all stages is"):
+        schedule.meet().prepare(schedule.table, given)
+    with pytest.raises(ValueError, match=r"stage 0 .*, step F0@0: .* 0.01 is out of reach: .* for this stage is"):
+        schedule.run(X)
+
+
+def test_the_least_budget_of_all_stages():
+    told = [FIRST | {"short": short} for short in ([2, 100], None, [9, 200], [4, 100])]
+    message = (
+        "recompute.budget: 0.01 is out of reach on stage 2: with all computed again that may be, 9 B of 200 B stay;"
+    )
+    with pytest.raises(ValueError, match=f"^{message} the least budget for all stages is 0.045$"):
+        check(told, budget=0.01)
+    check([FIRST | {"short": None}, SECOND], budget=0.01)

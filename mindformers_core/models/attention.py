@@ -6,7 +6,7 @@ from mindspore import nn, ops
 from mindformers_core.models.rotary import apply_rotary, positions
 from mindformers_core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, cast_to, gathered_layout
 
-__all__ = ["LlamaAttention", "causal_mask"]
+__all__ = ["CoreAttention", "LlamaAttention", "causal_mask"]
 
 
 class LlamaAttention(nn.Cell):
@@ -22,12 +22,12 @@ class LlamaAttention(nn.Cell):
         self.num_heads = config.num_attention_heads
         self.num_key_value_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
-        self.scale = config.head_dim**-0.5
         settings = {"weight_init": weight_init, "dtype": getattr(ms, config.dtype)}
         query_size, key_value_size = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         self.q_proj = ColumnParallelLinear(config.hidden_size, query_size, **settings)
         self.k_proj = ColumnParallelLinear(config.hidden_size, key_value_size, **settings)
         self.v_proj = ColumnParallelLinear(config.hidden_size, key_value_size, **settings)
+        self.core_attention = CoreAttention(config)
         self.o_proj = RowParallelLinear(query_size, config.hidden_size, **settings)
 
     def shard(self, config=None):
@@ -39,14 +39,36 @@ class LlamaAttention(nn.Cell):
         query = ops.reshape(self.q_proj(hidden_states), (batch, length, self.num_heads, self.head_dim))
         key = ops.reshape(self.k_proj(hidden_states), (batch, length, self.num_key_value_heads, self.head_dim))
         value = ops.reshape(self.v_proj(hidden_states), (batch, length, self.num_key_value_heads, self.head_dim))
-        query = ops.transpose(apply_rotary(query, cosines, sines), (0, 2, 1, 3))
-        key = ops.transpose(apply_rotary(key, cosines, sines), (0, 2, 3, 1))
+        query, key = apply_rotary(query, cosines, sines), apply_rotary(key, cosines, sines)
+        return self.o_proj(self.core_attention(query, key, value, mask))
+
+
+class CoreAttention(nn.Cell):
+    """Attention between its projections, without parameters: what selective recomputation computes again.
+
+    Takes queries (batch, length, heads, head_dim), keys and values (batch, length, key_value_heads, head_dim), and a
+    float32 mask that is added to scores (batch, heads, length, length); gives (batch, length, heads * head_dim). Its
+    name is Megatron-LM's (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022).
+
+    Args:
+        config: a `LlamaConfig`.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.num_key_value_heads = config.num_key_value_heads
+        self.scale = config.head_dim**-0.5
+
+    def construct(self, query, key, value, mask):
+        batch, length, _, head_dim = query.shape
+        query = ops.transpose(query, (0, 2, 1, 3))
+        key = ops.transpose(key, (0, 2, 3, 1))
         value = ops.transpose(value, (0, 2, 1, 3))
         scores = ops.mul(ops.matmul(query, self._repeat(key)), self.scale)
         weights = ops.softmax(ops.add(cast_to(scores, ms.float32), mask), -1)
         mixed = ops.matmul(cast_to(weights, query.dtype), self._repeat(value))
-        mixed = ops.reshape(ops.transpose(mixed, (0, 2, 1, 3)), (batch, length, self.num_heads * self.head_dim))
-        return self.o_proj(mixed)
+        return ops.reshape(ops.transpose(mixed, (0, 2, 1, 3)), (batch, length, self.num_heads * head_dim))
 
     def _repeat(self, x):
         """A copy of each key or value head for every query head of its group: (batch, heads, …, …) of either kind."""

@@ -2,7 +2,7 @@
 
 from mindformers_core.mesh import nearest
 
-__all__ = ["check_names", "check_stages", "tied_parameters"]
+__all__ = ["check_names", "check_stages", "raise_first", "tied_parameters"]
 
 
 def check_stages(described):
@@ -15,6 +15,17 @@ def check_stages(described):
     numbers = sorted({each["stage_num"] for each in described})
     if len(numbers) > 1 or indices != list(range(numbers[0])):
         raise ValueError(f"these are the stages {indices} of pipelines with {numbers} stages: should be all of one")
+
+
+def raise_first(problems):
+    """Raise `ValueError` with what is wrong on the first stage on which something is.
+
+    Args:
+        problems: `(stage, what is wrong there, "" for nothing)` of all stages of the pipeline, in any order.
+    """
+    for _, problem in sorted(map(tuple, problems)):
+        if problem:
+            raise ValueError(problem)
 
 
 def check_names(names, described):

@@ -1,21 +1,20 @@
 """Cells of a sharded tree that are compiled each by itself, where a pass can't be one compiled function.
 
 So it is where weights come and go unit by unit, and where Cells are recomputed: of a compiled function PyNative keeps
-all that its gradient needs, whatever is marked in it. What is around these Cells runs in PyNative.
+all that its gradient needs, whatever is marked in it. What is around these Cells is compiled in parts (see `cut`).
 """
 
-from contextlib import contextmanager
 from functools import partial
 
+from mindspore import Parameter, ops
 from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.pipeline.flat_calls import giver, put_together, skeleton, taker, tensors_in
 from mindformers_core.tensor_parallel.compiling import jit
 from mindformers_core.tensor_parallel.generation.deferral import PRODUCTS
 from mindformers_core.tensor_parallel.generation.passed_weights import WEIGHTS
-from mindformers_core.tensor_parallel.sharded_cells import CONTAINERS, computing_parameters
 
-__all__ = ["CompiledCells", "cells_apart", "forbid_reuse"]
+__all__ = ["CompiledCells", "forbid_reuse"]
 
 _CONSTANTS = ("program", PRODUCTS)
 
@@ -28,125 +27,94 @@ def forbid_reuse(cell):
             child.add_flags(__function_forbid_reuse__=True)
 
 
-def cells_apart(cell, units, recomputed):
-    """Which Cells are compiled each by itself: a dict, path -> whether it is recomputed.
-
-    Args:
-        cell: the root, which itself is none of them.
-        units: paths of Cells whose weights come and go with their calls; what is beside them isn't compiled.
-        recomputed: paths of Cells that are recomputed, none within another one. One that holds units stands for
-            these, which can't be in place together.
-    """
-    found = {}
-
-    def visit(path, child, again, in_unit):
-        for name, inner in child.name_cells().items():
-            place = f"{path}.{name}" if path else name
-            inner_again, inner_in_unit = again or place in recomputed, in_unit or place in units
-            holds_units = not inner_in_unit and _any_below(units, place)
-            if holds_units or isinstance(inner, CONTAINERS) or not again and _any_below(recomputed, place):
-                visit(place, inner, inner_again, inner_in_unit)
-            elif inner_in_unit or not units:
-                found[place] = inner_again
-
-    visit("", cell, "" in recomputed, False)
-    return found
-
-
-def _any_below(paths, place):
-    return any(path.startswith(f"{place}.") for path in paths)
-
-
 class CompiledCells:
-    """The Cells of one tree that are compiled each by itself.
+    """The functions of one tree's programs that are compiled each by itself.
 
     Args:
         tree: the `ShardedTree`.
     """
 
     def __init__(self, tree):
-        self._tree, self._graphs, self._known = tree, {}, {}
-        self._known_calls = {}  # (running program, path, function) -> what `_called` gives
+        self._tree, self._graphs = tree, {}
+        self._calls = {}  # (running program, path, function) -> what calls it, or None where it isn't compiled
 
     @property
     def recomputes(self):
         """Whether any Cells are recomputed."""
         return bool(self._tree.activations.recomputed_cells)
 
-    def programs(self):
-        """A context manager; while it is open, programs are asked for in which these Cells can be called apart."""
-        return self._tree.for_compiled(tuple(path for path, again in self._apart().items() if again))
-
-    @contextmanager
     def calling(self):
-        """While open, calls of these Cells from within the root's are those of their compiled functions."""
-        tree = self._tree
-        calls = {path: partial(self._call, path, again) for path, again in self._apart().items()}
-        before, tree.compiled_cells = tree.compiled_cells, calls
-        try:
-            yield
-        finally:
-            tree.compiled_cells = before
+        """A context manager; while it is open, programs are asked for that have such functions, and run with them."""
+        apart = tuple(self._tree.activations.recomputed_cells), tuple(self._tree.storage.units)
+        return self._tree.for_compiled(apart if any(apart) else (), self)
 
-    def _apart(self):
-        known = tuple(self._tree.storage.units), tuple(self._tree.activations.recomputed_cells)
-        if known not in self._known:
-            self._known = {known: cells_apart(self._tree.cells[""], *known) if any(known) else {}}
-        return self._known[known]
+    def function_of(self, path, function):
+        """What to call in the place of a function of the running program; None where that isn't compiled by itself.
 
-    def _call(self, path, again, *args, **kwargs):
+        Args:
+            path: of the Cell whose method it is.
+            function: its name.
+        """
+        key = self._tree.running, path, function
+        if key not in self._calls:
+            names = {each.name for each in self._tree.programs.values()}
+            self._calls = {known: call for known, call in self._calls.items() if known[0] in names}
+            self._calls[key] = self._called(path, function)
+        return self._calls[key]
+
+    def _called(self, path, function):
+        program, frame, graph = self._tree.running_call(path, function)
+        if frame.compiled is None:
+            return None
+        weights = self._tree.weights_of_call(program, frame, graph)
+        shared_by = path if _has_own_gradients(frame) else ""
+        return partial(self._call, self._tree.cells[path], frame, tuple(weights), shared_by)
+
+    def _call(self, cell, frame, weights, shared_by, *args, **kwargs):
         constants = {name: kwargs.pop(name) for name in _CONSTANTS if name in kwargs}
-        result, weights = self._called(path, again, constants["program"])
-        if again:
-            kwargs[WEIGHTS] = weights
-        graph = self._compiled(path, again, constants, (args, kwargs), result)
+        kwargs[WEIGHTS] = weights
+        graph = self._compiled(cell, frame, shared_by, constants, (args, kwargs))
         tensors = tensors_in((args, kwargs))
-        if again and _pynative_executor.grad_flag():
+        if frame.compiled == "again" and _pynative_executor.grad_flag():
             collectors = _collectors(constants.get(PRODUCTS, ()))
             given = self._tree.activations.call_again(graph, collectors, tensors)
         else:
-            given = graph(*tensors)
-        return put_together(result, given)
+            given = graph(*map(_no_parameter, tensors))
+        return put_together(frame.graph.result, given)
 
-    def _called(self, path, again, function):
-        """The result of a Cell's function in the running program, as a structure, and the weights to pass."""
-        key = self._tree.running, path, function
-        if key not in self._known_calls:
-            program, frame, graph = self._tree.running_call(path, function)
-            weights = self._tree.weights_of_call(program, frame, graph) if again else ()
-            names = {each.name for each in self._tree.programs.values()}
-            self._known_calls = {known: call for known, call in self._known_calls.items() if known[0] in names}
-            self._known_calls[key] = frame.graph.result, tuple(weights)
-        return self._known_calls[key]
-
-    def _compiled(self, path, again, constants, arguments, result):
-        """The compiled function of a Cell for one program; made anew where values were put into other memory.
+    def _compiled(self, cell, frame, shared_by, constants, arguments):
+        """The compiled function for calls of a `FramePlan`'s function.
 
         Args:
-            path: of the Cell.
-            again: whether it is recomputed: then it takes its weights, and all that have this function share it.
+            cell: that is called.
+            frame: the plan.
+            shared_by: Cells for which it is the same share a compiled function.
             constants: arguments that are compiled in: the program, and the objects of split weight gradients.
             arguments: `(args, kwargs)` as it is called.
-            result: what it gives, with `Value`s for tensors.
         """
-        cell, parts = self._tree.cells[path], self._tree.storage.parts
-        key = constants["program"], "" if again else path, skeleton(arguments), *map(_identity, constants.values())
-        held = [] if again else [each for each in computing_parameters(cell) if id(each) not in parts]
-        places = [each.data_ptr() for each in held]
-        known, graph, _ = self._graphs.get(key, (None, None, None))
-        if known != places:
+        key = constants["program"], shared_by, skeleton(arguments), *map(_identity, constants.values())
+        if key not in self._graphs:
             forbid_reuse(cell)
-            take, give = taker(arguments), giver(result)
+            take, give = taker(arguments), giver(frame.graph.result)
 
             def run(*tensors):
                 args, kwargs = take(tensors)
                 return give(cell(*args, **constants, **kwargs))
 
-            graph = jit(run)
             alive = {name for each in self._tree.programs.values() for name in each.source.functions.values()}
             self._graphs = {other: entry for other, entry in self._graphs.items() if other[0] in alive}
-            self._graphs[key] = places, graph, constants  # which have to live as long as their ids are known
-        return graph
+            self._graphs[key] = jit(run), constants  # which have to live as long as their ids are known
+        return self._graphs[key][0]
+
+
+def _has_own_gradients(frame):
+    """Whether a plan calls Cells with a `bprop`: what that reads of a Cell is compiled in, and no plan tells of it."""
+    return any(call.frame is None or _has_own_gradients(call.frame) for call in frame.calls)
+
+
+def _no_parameter(tensor):
+    """A Parameter as any other tensor, with its gradient: a graph would take it for its own."""
+    return ops.reshape(tensor, tensor.shape) if isinstance(tensor, Parameter) else tensor
 
 
 def _identity(constant):

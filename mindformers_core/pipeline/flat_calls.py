@@ -33,7 +33,10 @@ def tensors_in(structure):
 
 
 def taker(structure):
-    """A function that makes a structure of a flat tuple of its tensors, in the order of `tensors_in`."""
+    """A function that makes a structure of a flat tuple of its tensors, in the order of `tensors_in`.
+
+    What is no tensor in it is 0 in what that gives.
+    """
     return _taker(structure, count())
 
 
@@ -50,7 +53,7 @@ def _taker(structure, places):
         for part in reversed([_taker(entry, places) for entry in structure]):
             take = _with_first(part, take)
         return _as_list(take) if isinstance(structure, list) else take
-    return _constant(structure)
+    return _written_in
 
 
 def giver(structure):
@@ -78,11 +81,9 @@ def _at(place):
     return take
 
 
-def _constant(value):
-    def take(flat):
-        return value
-
-    return take
+def _written_in(flat):
+    """In the place of what is no tensor. Generated functions have it written in, and graphs take few of its kinds."""
+    return 0
 
 
 def _nothing(flat):

@@ -4,12 +4,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from mindspore import nn, ops
-from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.operators.signature import is_float
 from mindformers_core.tensor_parallel.move import dtype_name
+from mindformers_core.tensor_parallel.recordings import forget_recordings
 
-__all__ = ["ForwardBackward", "forget_recordings", "is_differentiable"]
+__all__ = ["ForwardBackward", "is_differentiable"]
 
 
 def is_differentiable(tensor):
@@ -111,14 +111,6 @@ def _clean_after_errors():
         raise
 
 
-def forget_recordings():
-    """Make MindSpore forget all gradients that it records, also those that an error has ended."""
-    _pynative_executor.set_grad_flag(True)
-    _pynative_executor.new_graph(forget_recordings)  # without one, it goes on counting a gradient that hadn't begun
-    _pynative_executor.clear_res()
-    _pynative_executor.set_grad_flag(False)
-
-
 class _Tape(nn.Cell):
     """One call on the tape. MindSpore finds a tape by the Cell and its inputs, so calls in flight need a Cell each."""
 
@@ -129,5 +121,8 @@ class _Tape(nn.Cell):
 
     def construct(self, *inputs):
         if self.function is None:
-            raise RuntimeError("MindSpore lost a forward pass that was to be differentiated, and began a second one")
+            raise RuntimeError(
+                "MindSpore lost a forward pass that was to be differentiated: an error in another gradient, such as "
+                "mindspore.value_and_grad's, had left it recording; it is cleared now, call again"
+            )
         return self.function(*inputs)

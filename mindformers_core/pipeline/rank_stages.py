@@ -1,13 +1,13 @@
 """The stages of one rank together: what they agree on with those of other ranks, and what is summed over stages."""
 
-from mindformers_core.pipeline.agreement import check_names, check_stages, tied_parameters
+from mindformers_core.pipeline.agreement import check_names, check_stages, raise_first, tied_parameters
 from mindformers_core.pipeline.stage_activations import StageActivations
 from mindformers_core.pipeline.tables.step import MetaStepType
 
 __all__ = ["RankStages"]
 
 # kinds of messages, in the place where those of a schedule's steps have the type of the step
-_DESCRIPTIONS, _DIGESTS, _GRADIENTS, _RESULTS, _ACTIVATIONS = range(len(MetaStepType), len(MetaStepType) + 5)
+_DESCRIPTIONS, _DIGESTS, _GRADIENTS, _RESULTS, _ACTIVATIONS, _PROGRAMS = range(len(MetaStepType), len(MetaStepType) + 6)
 
 
 class RankStages:
@@ -43,12 +43,34 @@ class RankStages:
         told = [each["activations"] for each in self.described]
         self._activations = StageActivations(self.stages, told, lambda value: self._from_all(value, _ACTIVATIONS))
 
+    def prepare(self, table, given):
+        """Make the programs of training ahead of a table's first step; all ranks of the pipeline have to call this.
+
+        Args:
+            table: the `ScheduleTable` that will run.
+            given: stage index -> `(inputs, keyword arguments)` of a micro-batch, of this rank's stages; `TensorMeta`s
+                will do.
+
+        Raises:
+            ValueError: on all ranks: a stage can't have a program; or a pattern of recompute or swap that matches on no
+                stage, or a budget that is out of reach on one.
+        """
+        self._activations.check_unchanged()
+        split, problems = self._split(table), []
+        for index, stage in self.stages.items():
+            try:
+                stage.prepare(*given[index], index in split)
+                problems.append((index, ""))
+            except (ValueError, TypeError) as error:  # the others are to know it, too
+                problems.append((index, str(error)))
+        raise_first(problem for told in self._from_all(problems, _PROGRAMS) for problem in told)
+        self._activations.check_programs()
+
     def begin(self, training, table, names):
         """Before the first step of a table; `names` are those of the keyword arguments."""
         check_names(names, self.described)
         self._activations.check_unchanged()
-        steps = [part for step in table.orders[self.rank] for part in step.sub_steps or (step,)]
-        split = {step.stage_index for step in steps if step.type == MetaStepType.BWD_INPUT}
+        split = self._split(table)
         for index, stage in self.stages.items():
             stage.begin(training, table.micro_batch_num, index in split)
 
@@ -85,6 +107,11 @@ class RankStages:
         """For every parameter of a stage whether it is counted there: of tied ones the first stage's is."""
         elsewhere = {place for holders in self.tied.values() for stage, place in holders[1:] if stage == stage_index}
         return tuple(place not in elsewhere for place in range(len(self.stages[stage_index].parameters)))
+
+    def _split(self, table):
+        """Those of this rank's stages that have steps `BWD_INPUT` in a table."""
+        steps = [part for step in table.orders[self.rank] for part in step.sub_steps or (step,)]
+        return {step.stage_index for step in steps if step.type == MetaStepType.BWD_INPUT}
 
     def _global_rank(self, stage):
         return self.ranks[self.stage_ranks[stage]]

@@ -156,13 +156,26 @@ class PipelineStage:
             "takes_any": self._function.takes_any,
             "inputs": declared_inputs(self.cell, self._function.by_place),
             "tied": list(self.tied),
-            "activations": told_by(self.cell),
+            "activations": told_by(self),
             "parameters": [_described(path, parameter) for path, parameter in self.cell.parameters_and_names()],
         }
 
     def digest(self, place):
         """A short text that stands for the values of a parameter."""
         return blake2b(self.parameters[place].get_bytes(), digest_size=16).hexdigest()
+
+    def prepare(self, inputs, kwargs, is_split):
+        """Make the program of a micro-batch ahead of its forward pass; nothing is computed.
+
+        Args:
+            inputs, kwargs: as of `forward`; a `TensorMeta` will do for a tensor.
+            is_split: as of `begin`.
+        """
+        self._weights.begin(is_split)
+        try:
+            self._function.prepare(inputs, self._function.own_kwargs(len(inputs), kwargs))
+        finally:
+            self._weights.end()
 
     def begin(self, training, micro_batch_num, is_split):
         """Before the first step of a pass; what a pass that failed has left is dropped.
@@ -202,6 +215,8 @@ class PipelineStage:
         """
         kwargs = self._function.own_kwargs(len(inputs), kwargs)
         self._function.prepare(inputs, kwargs)
+        if self._training:
+            self._function.check_gradients()
         outputs = self._recorded(micro_index, inputs, kwargs) if self._training else self._function(inputs, kwargs)
         self._storage.drop_units()
         if not self.is_last and self._function.layouts not in self._agreed:

@@ -1,5 +1,7 @@
 """What is wrong with `recompute()` and `swap()` on the stages of a pipeline together: an error on all of its ranks."""
 
+from mindformers_core.pipeline.agreement import raise_first
+
 __all__ = ["StageActivations", "activations_of", "told_by"]
 
 
@@ -9,10 +11,11 @@ def activations_of(cell):
     return None if sharding is None else sharding[0].activations
 
 
-def told_by(cell):
-    """What the policy of a stage's Cell tells those of others, as JSON can hold it; None: nothing."""
-    policy = activations_of(cell)
-    return None if policy is None else policy.told()
+def told_by(stage):
+    """What the policy of a `PipelineStage`'s Cell tells those of others, as JSON can hold it; None: nothing."""
+    policy = activations_of(stage.cell)
+    told = None if policy is None else policy.told()
+    return None if told is None else told | {"compiled": stage.compiled}
 
 
 class StageActivations:
@@ -48,24 +51,26 @@ class StageActivations:
         """The same as at first, once more, now that all stages have programs; later calls do nothing."""
         if not self._waits:
             return
-        own = [(index, told_by(stage.cell)) for index, stage in self._stages.items()]
-        self._check([told for _, told in sorted(self._collected(own), key=lambda entry: entry[0])])
+        own = [(index, told_by(stage)) for index, stage in self._stages.items()]
+        self._check([told for _, told in sorted(self._collected(own), key=lambda entry: entry[0])], have_programs=True)
         self._waits = False
 
-    def _check(self, told):
-        problems = [(index, _problem(policy, told)) for index, policy in self._policies.items()]
-        for _, problem in sorted(self._collected(problems)):
-            if problem:
-                raise ValueError(problem)
+    def _check(self, told, have_programs=False):
+        problems = [(index, self._problem(index, told, have_programs)) for index in self._stages]
+        raise_first(self._collected(problems))
 
     def _collected(self, own):
         return [tuple(entry) for entries in self._from_all(own) for entry in entries]
 
-
-def _problem(policy, told):
-    try:
-        if policy is not None:
-            policy.check_stages(told)
-    except ValueError as error:
-        return str(error)
-    return ""
+    def _problem(self, index, told, have_programs):
+        policy = self._policies[index]
+        try:
+            if policy is not None:
+                policy.check_stages(told)
+                if self._stages[index].compiled:
+                    policy.check_compiled_stage(told)
+                if have_programs:
+                    policy.check_matched()
+        except ValueError as error:
+            return str(error)
+        return ""

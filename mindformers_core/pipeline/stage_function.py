@@ -31,7 +31,7 @@ class StageFunction:
 
     Args:
         cell, loss_fn, compiled: as of `PipelineStage`. Where the storage gathers weights unit by unit, or Cells are
-            recomputed, Cells are compiled each by itself: see `CompiledCells`.
+            recomputed, several functions are compiled: see `CompiledCells`.
 
     Attributes:
         by_place, takes: names of the arguments that can be given by place, and of those that can be given by name.
@@ -65,9 +65,9 @@ class StageFunction:
         self._weights = computing_parameters(cell)
         self._graphs = {}  # (names of what is passed by name, training flags) -> (places of the values, function)
 
-    def _programs(self):
-        """What is open while programs are asked for."""
-        return nullcontext() if self._cells_compiled is None else self._cells_compiled.programs()
+    def _apart(self):
+        """What is open while programs are asked for, or run whose functions are compiled each by itself."""
+        return nullcontext() if self._cells_compiled is None else self._cells_compiled.calling()
 
     @property
     def compiled(self):
@@ -84,8 +84,7 @@ class StageFunction:
             results = self._checked(self._compiled(tuple(named))(*inputs, *named.values()))
             results = self.storage.leaving(results)
         else:
-            apart = nullcontext() if self._cells_compiled is None else self._cells_compiled.calling()
-            with self._programs(), apart:
+            with self._apart():
                 results = self._checked(self.cell(*inputs, **named))
             self.layouts = tuple(getattr(result, "layout", None) for result in results)
             results = tuple(result.to_local() if isinstance(result, DTensor) else result for result in results)
@@ -117,10 +116,14 @@ class StageFunction:
         """Make the program of a sharded Cell, if it lacks one for these, so that nothing is captured in a gradient."""
         if isinstance(self.cell, GeneratedCell):
             inputs, named = self.storage.entering(tuple(inputs), self._parted(kwargs)[1])
-            with self._programs():
+            with self._apart():
                 program = prepare(self.cell, *inputs, **named)
-            self.cell.__dict__["_sharding"][0].activations.check_matched()
             self.layouts = tuple(result.layout for result in program.results)
+
+    def check_gradients(self):
+        """Raise `ValueError` where gradients can't be taken of the program as recompute or swap ask for."""
+        if isinstance(self.cell, GeneratedCell):
+            self.cell.__dict__["_sharding"][0].activations.check_matched()
 
     def _parted(self, kwargs):
         """The target in a tuple, and the other keyword arguments."""

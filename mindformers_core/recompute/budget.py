@@ -1,16 +1,16 @@
 """`recompute: {budget: 0.5}`: what to compute again so that activations take a part of their bytes. Pure Python."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mindformers_core.recompute.filling import improved, mixed, pieces_of
 from mindformers_core.recompute.frontier import Measured, best_of, corners, lower_hull, trade_of
 from mindformers_core.recompute.links import links_of
-from mindformers_core.recompute.settings import check_budget
+from mindformers_core.recompute.setting_checks import check_budget
 from mindformers_core.recompute.wording import layers_together
 from mindformers_core.tensor_parallel.explaining.wording import bytes_shown
 
-__all__ = ["Choice", "Part", "choose", "described", "operations_shown"]
+__all__ = ["Choice", "Part", "choose", "described", "operations_shown", "out_of_reach", "rows_of"]
 
 _SMALL = 400  # instructions of a program in which everything is tried to be changed
 _WORK = 60_000  # how often that asks, times the number of instructions
@@ -24,7 +24,8 @@ class Part:
 
     Attributes:
         key: which.
-        saved_bytes: of its result, which is not kept; 0 for one that nothing needs but what is computed again from it.
+        saved_bytes: that aren't kept because of it: its result, and copies that operators keep of views; 0 for one that
+            nothing needs but what is computed again from it.
         flops: what computing it again takes.
     """
 
@@ -46,6 +47,8 @@ class Choice:
             other has less of both. Operations ascend (where something costs none, two may have 0), bytes descend.
         forward_flops: operations of the whole forward pass.
         parts: a `Part` for every one of `dropped`, in the order of the program.
+        problem: why gradients can't be taken of the program, where nothing is chosen; else empty.
+        least_bytes: the least that can be kept.
     """
 
     dropped: frozenset
@@ -55,9 +58,11 @@ class Choice:
     curve: tuple
     forward_flops: int
     parts: tuple
+    problem: str = ""
+    least_bytes: int = 0
 
 
-def choose(frame, budget, saved_bytes, recomputed, price, keep=(), where="recompute.budget"):
+def choose(frame, budget, saved_bytes, recomputed, not_kept, price, keep=(), is_part=False, where="recompute.budget"):
     """What to compute again so that at most `budget` of the saved bytes stay, for as few operations as can be found.
 
     Instructions at the same place of equal layers are treated alike, but where a budget lies between two such choices:
@@ -70,12 +75,16 @@ def choose(frame, budget, saved_bytes, recomputed, price, keep=(), where="recomp
         budget: above 0, at most 1: the part of the bytes saved for the backward pass that may stay.
         saved_bytes: (frozenset of dropped keys) -> bytes that are saved then.
         recomputed: (frozenset of dropped keys) -> those of them that are computed again.
+        not_kept: (frozenset of dropped keys) -> key -> bytes that aren't kept because of it.
         price: key -> operations of computing it once more.
         keep: keys of instructions that must not be computed again.
+        is_part: whether the program is one of a stage of a pipeline, for all of which there is one budget.
         where: what to call the budget in errors.
 
     Raises:
         TypeError, ValueError: see `check_budget`; or no choice needs so little: names the least part that can be had.
+            Of an evaluation program, which keeps nothing as long as nobody asks for gradients, and of a stage, which
+            knows nothing of the others, that is the `problem` of the `Choice`.
     """
     check_budget(budget, where)
     links = links_of(frame)
@@ -88,12 +97,29 @@ def choose(frame, budget, saved_bytes, recomputed, price, keep=(), where="recomp
         measured.again(dropped), measured.nbytes(dropped)
     least = min(map(measured.nbytes, sets))
     if least > limit:
-        raise ValueError(
-            f"{where}: {budget!r} is out of reach: with all computed again that may be, {bytes_shown(least)} of "
-            f"{bytes_shown(all_bytes)} stay; the least budget for this model is {_above(least / all_bytes)}"
-        )
+        whose = "this stage" if is_part else "this model"
+        problem = out_of_reach(budget, least, all_bytes, "", whose, where)
+        if frame.graph.training and not is_part:
+            raise ValueError(problem)
+        return replace(_choice(frozenset(), links, measured, not_kept), problem=problem, least_bytes=least)
     chosen = frozenset() if all_bytes <= limit else _within(limit, links, measured)
-    return _choice(chosen, links, measured, trade)
+    return replace(_choice(chosen, links, measured, not_kept), least_bytes=least)
+
+
+def out_of_reach(budget, least_bytes, all_bytes, place, whose, where="recompute.budget"):
+    """The text of the error.
+
+    Args:
+        budget: what was asked for.
+        least_bytes, all_bytes: what can be kept at the least, and what is kept without.
+        place: of the program: `" on stage 1"`, or empty.
+        whose: what the least budget is for.
+        where: what to call the budget.
+    """
+    return (
+        f"{where}: {budget!r} is out of reach{place}: with all computed again that may be, {bytes_shown(least_bytes)} "
+        f"of {bytes_shown(all_bytes)} stay; the least budget for {whose} is {_above(least_bytes / all_bytes)}"
+    )
 
 
 def _above(part):
@@ -125,15 +151,11 @@ def _within(limit, links, measured):
     return min(better, key=lambda some: (measured.flops(some), measured.nbytes(some)))
 
 
-def _choice(dropped, links, measured, trade):
+def _choice(dropped, links, measured, not_kept):
     """The `Choice` of a set, without what is never asked for."""
     again = measured.again(dropped)
     dropped = again if measured.nbytes(again) == measured.nbytes(dropped) else dropped
-    parts = []
-    for key, group in links.groups.items():
-        if key in dropped:
-            nbytes = trade.sizes[group] // len(trade.keys[group]) if group in trade.needed else 0
-            parts.append(Part(key, nbytes, measured.price(key)))
+    saves = not_kept(dropped)
     everything = measured.nbytes(frozenset()), 0
     curve = [(nbytes, flops) for nbytes, flops, _ in best_of(measured.points())]
     return Choice(
@@ -143,33 +165,38 @@ def _choice(dropped, links, measured, trade):
         all_bytes=everything[0],
         curve=tuple(dict.fromkeys([everything, *curve])),
         forward_flops=sum(map(measured.price, links.makers)),
-        parts=tuple(parts),
+        parts=tuple(Part(key, saves.get(key, 0), measured.price(key)) for key in links.makers if key in dropped),
     )
 
 
-def described(choice, names):
-    """Lines of text: what is computed again, what that saves and takes, and the sums.
+def rows_of(choice, names):
+    """What is computed again, as rows `(name, bytes that this saves, operations)` whose sums are those of the choice.
 
     Args:
         choice: a `Choice`.
         names: key -> name of an instruction, as `"model.layers.0.mlp.silu"`. Equal names of layers in a row come in one
-            line, as `model.layers.0-7.mlp.silu`.
+            row, as `model.layers.0-7.mlp.silu`; what neither saves nor takes anything has none.
     """
-    lines = []
+    rows = []
     for name, places in layers_together([names(part.key) for part in choice.parts]):
         inside = [choice.parts[place] for place in places]
-        lines.append((name, sum(part.saved_bytes for part in inside), sum(part.flops for part in inside)))
-    saved = choice.all_bytes - choice.saved_bytes
-    instead = sum(nbytes for _, nbytes, _ in lines) - saved
-    lines += [("kept in their place, to compute from", -instead, 0)] if instead > 0 else []
-    lines.append(("together", saved, choice.flops))
-    width = max(len(name) for name, _, _ in lines)
+        rows.append((name, sum(part.saved_bytes for part in inside), sum(part.flops for part in inside)))
+    besides = choice.all_bytes - choice.saved_bytes - sum(nbytes for _, nbytes, _ in rows)
+    rows.append(("kept in their place, to compute from", besides, 0))
+    return [row for row in rows if row[1] or row[2]]
+
+
+def described(choice, names):
+    """Lines of text: what is computed again, what that saves and takes, and the sums; arguments as of `rows_of`."""
+    lines = [*rows_of(choice, names), ("together", choice.all_bytes - choice.saved_bytes, choice.flops)]
+    head = "computed again"
+    width = max(len(head), *(len(name) for name, _, _ in lines))
     part = 100 * choice.saved_bytes / max(choice.all_bytes, 1)
     share = 100 * choice.flops / max(choice.forward_flops, 1)
     return [
         f"{bytes_shown(choice.saved_bytes)} of {bytes_shown(choice.all_bytes)} of saved activations stay "
         f"({part:.1f} %); {operations_shown(choice.flops)} are computed again, {share:.1f} % of the forward pass",
-        f"{'computed again':{width}}  {'saves':>10}  {'operations':>12}",
+        f"{head:{width}}  {'saves':>10}  {'operations':>12}",
         *(f"{name:{width}}  {_signed(nbytes):>10}  {operations_shown(flops):>12}" for name, nbytes, flops in lines),
     ]
 

@@ -3,7 +3,7 @@
 from mindformers_core.files import write_whole
 from mindformers_core.recompute.budget import described
 from mindformers_core.recompute.curve import curve_picture
-from mindformers_core.recompute.operator_names import operator_names
+from mindformers_core.recompute.operator_names import operator_texts
 from mindformers_core.tensor_parallel.sharded_cells import tree_of_root
 
 __all__ = ["write_curve"]
@@ -23,7 +23,8 @@ def write_curve(cell, path):
         it takes.
 
     Raises:
-        TypeError: `cell` isn't sharded. ValueError: it is no root, has no budget, or no program yet.
+        TypeError: `cell` isn't sharded. ValueError: it is no root, has no budget, or no program yet; the
+            budget is out of reach.
     """
     tree = tree_of_root(cell, "write_curve")
     policy = tree.activations
@@ -33,7 +34,9 @@ def write_curve(cell, path):
     if frame is None:
         raise ValueError(f"{tree.label('')} has no program yet: call it, or prepare(cell, *inputs), before")
     choice = policy.choices[frame]
+    if choice.problem:
+        raise ValueError(choice.problem)
     write_whole(path, curve_picture(choice))
-    names = {name.place.key: name.text for name in operator_names(frame)}
-    head, *table = described(choice, lambda key: names.get(key, "a redistribution"))
+    texts = operator_texts(frame)
+    head, *table = described(choice, lambda key: texts.get(key, "a redistribution"))
     return "\n".join([f"recompute, budget {policy.settings.budget:g}: {head}", *(f"  {line}" for line in table)])

@@ -1,29 +1,39 @@
 """From settings to the instructions of a program whose results are not kept. Pure Python."""
 
 from mindformers_core.mesh import nearest
+from mindformers_core.recompute.contradictions import check_something_left
 from mindformers_core.recompute.operator_names import operator_names
 from mindformers_core.recompute.patterns import select
-from mindformers_core.recompute.places import called_cells, operators_in_order
+from mindformers_core.recompute.places import cell_classes, operators_in_order
 from mindformers_core.recompute.prediction import Prediction
+from mindformers_core.recompute.views import is_cast_to_its_dtype
+from mindformers_core.recompute.wording import cells_together, quoted
 from mindformers_core.tensor_parallel.capturing.structure import values_in
-from mindformers_core.tensor_parallel.propagation.plan import CallPlan, Move
+from mindformers_core.tensor_parallel.propagation.plan import CallPlan, Move, called_cells, joined_path
 
 __all__ = [
+    "INSTEAD_OF_GRAPHS",
+    "Program",
+    "cell_lies_in",
+    "check_for_graphs",
     "check_whole_cells",
     "choose_keys",
     "full_layers",
     "kept_in_any_case",
     "layers_of",
-    "swapped_keys",
+    "lies_in_call",
     "whole_cells",
 ]
+
+_SHOWN = 5
+INSTEAD_OF_GRAPHS = "or run in PyNative (recipe: context.mode: 1)"
 
 
 def layers_of(containers):
     """Number of a layer -> paths of the Cells that are it.
 
     Args:
-        containers: paths of the outermost Cells that hold others in a row, with the names of those in them:
+        containers: paths of the outermost Cells that hold layers in a row, with the names of those in them:
             `(path, names)`; names that are numbers count as they are, others in their order.
     """
     layers = {}
@@ -34,7 +44,7 @@ def layers_of(containers):
     return layers
 
 
-def full_layers(asked, layers, is_part=False, where="recompute.full"):
+def full_layers(asked, layers, is_part=False, where="recompute.full", paths=()):
     """Paths of the layers that are asked for.
 
     Args:
@@ -42,6 +52,7 @@ def full_layers(asked, layers, is_part=False, where="recompute.full"):
         layers: what `layers_of` gives.
         is_part: whether other layers may be elsewhere.
         where: the key, for errors.
+        paths: of all Cells, for errors.
 
     Raises:
         ValueError: a layer that there isn't.
@@ -51,27 +62,42 @@ def full_layers(asked, layers, is_part=False, where="recompute.full"):
     if is_part:
         return [path for number in sorted(layers) if asked is True or number in asked for path in layers[number]]
     if not layers:
-        raise ValueError(f"{where}: the model has no layers, Cells in a CellList, CellDict or SequentialCell")
+        there = [path for path in paths if path and "." not in path]
+        instead = f"; its Cells are {_shown(there)}, which select can name in patterns" if there else ""
+        raise ValueError(
+            f"{where}: the model has no layers, Cells in a CellList or CellDict, or in a SequentialCell with more in "
+            f"it than single Cells of MindSpore, such as Dense and GELU{instead}"
+        )
     numbers = sorted(layers) if asked is True else asked
     for number in numbers:
         if number not in layers:
             raise ValueError(
-                f"{where}: there is no layer {number}: the layers are {min(layers)} to {max(layers)}"
+                f"{where}: there is no layer {number}: the layers are {min(layers)} to {max(layers)}, "
+                f"{_shown([path for known in sorted(layers) for path in layers[known]])}"
                 f"{nearest(str(number), list(map(str, layers)))}"
             )
     return [path for number in numbers for path in layers[number]]
 
 
+def _shown(paths):
+    """The first of some Cells, those of layers in a row in one."""
+    together = cells_together(paths)
+    return quoted(together[:_SHOWN]) + ", …" * (len(together) > _SHOWN)
+
+
 def _can_run_again(place):
     """Whether the results of an instruction can be had again by running it once more.
 
-    Integers and truth values have no gradient: autograd keeps those that it needs as they are.
+    Integers and truth values have no gradient: autograd keeps those that it needs as they are. What gives its input
+    back makes nothing.
     """
     if isinstance(place.entry, CallPlan):  # a Cell with a bprop keeps what that needs
         return False
     if isinstance(place.entry, Move):
         return "float" in place.entry.value.dtype
-    return bool(place.entry.inputs) and any("float" in value.dtype for value in values_in(place.entry.node.outputs))
+    if not place.entry.inputs or is_cast_to_its_dtype(place.entry.node):
+        return False
+    return any("float" in value.dtype for value in values_in(place.entry.node.outputs))
 
 
 def whole_cells(settings, full, paths):
@@ -88,25 +114,25 @@ def whole_cells(settings, full, paths):
     cells = [(path, path) for path in paths]
     chosen = {*full, *select(settings.select, [], cells, "recompute.select", required=False).cells}
     excluded = select(settings.exclude, [], cells, "recompute.exclude", required=False).cells
-    chosen = sorted(path for path in chosen if not any(_is_below(path, other) for other in excluded))
-    return chosen, [(path, other) for path in chosen for other in excluded if _is_below(other, path)]
+    chosen = sorted(path for path in chosen if not any(cell_lies_in(path, other) for other in excluded))
+    return chosen, [(path, other) for path in chosen for other in excluded if cell_lies_in(other, path)]
 
 
-def _is_below(path, other):
-    """Whether a Cell is another one, or lies in it."""
+def cell_lies_in(path, other):
+    """Whether a Cell is another one, or lies in it, by their paths."""
     return not other or f"{path}.".startswith(f"{other}.")
 
 
-def check_whole_cells(settings, frame, gaps, is_part=False):
-    """Raise `ValueError` where a graph can't do what is asked for: it recomputes whole Cells, and everything in them.
+def check_for_graphs(settings, swapping, gaps):
+    """Raise `ValueError` where a graph can't do what is asked for, whatever the program: it recomputes whole Cells.
 
     Args:
-        settings: the `RecomputeSettings`.
-        frame: the `FramePlan` of the program.
+        settings, swapping: the `RecomputeSettings` and the `SwapSettings`.
         gaps: excluded Cells in recomputed ones, as `whole_cells` gives them.
-        is_part: as in `choose_keys`.
     """
-    instead = "or run in PyNative (recipe: context.mode: 1)"
+    instead = INSTEAD_OF_GRAPHS
+    if swapping.is_on:
+        raise ValueError(f"swap: nothing can be swapped in a graph, a compiled function: leave it out, {instead}")
     if settings.budget is not None:
         raise ValueError(f"recompute.budget chooses operators, but a graph recomputes whole Cells: use full, {instead}")
     if not settings.mp_comm_recompute:
@@ -118,14 +144,29 @@ def check_whole_cells(settings, frame, gaps, is_part=False):
             f"recompute.exclude: Cell '{gaps[0][1]}' lies in '{gaps[0][0]}', which is recomputed, but a graph "
             f"recomputes whole Cells: select the Cells beside it, {instead}"
         )
-    program = _Program(frame, "")
-    for where, patterns in (("select", settings.select), ("exclude", settings.exclude)):
-        found = program.selected(patterns, f"recompute.{where}", is_part)
-        for pattern, (_, operators) in found.by_pattern.items():
+
+
+def check_whole_cells(settings, swapping, frame, gaps, is_part=False, full=()):
+    """Raise `ValueError` where a graph can't do what is asked for of a program: patterns that select operators, too.
+
+    Args:
+        settings, swapping, gaps: as of `check_for_graphs`.
+        frame: the `FramePlan` of the program.
+        is_part, full: as in `choose_keys`.
+    """
+    check_for_graphs(settings, swapping, gaps)
+    program = Program(frame, "")
+    found = {
+        key: program.selected(getattr(settings, key), f"recompute.{key}", is_part) for key in ("select", "exclude")
+    }
+    if not is_part:
+        check_something_left(settings, full, program.names, program.cells, found["select"], found["exclude"])
+    for where, selection in found.items():
+        for pattern, (_, operators) in selection.by_pattern.items():
             if operators:
                 raise ValueError(
                     f"recompute.{where}: '{pattern}' selects operators, but a graph recomputes whole Cells: name "
-                    f"Cells, {instead}"
+                    f"Cells, {INSTEAD_OF_GRAPHS}"
                 )
 
 
@@ -142,9 +183,9 @@ def choose_keys(settings, frame, algorithm, path="", full=(), boundaries=(), is_
         is_part: whether patterns may be for what isn't in this program.
 
     Raises:
-        ValueError: a pattern that matches nothing, though the program is not a part.
+        ValueError: a pattern that matches nothing, or `exclude` leaves nothing, though the program is not a part.
     """
-    program, prediction = _Program(frame, path), Prediction(frame, algorithm)
+    program, prediction = Program(frame, path), Prediction(frame, algorithm)
     selected = program.selected(settings.select, "recompute.select", is_part)
     for pattern, (keys, operators) in selected.by_pattern.items():
         if keys and not operators and program.closed.issuperset(keys):
@@ -152,90 +193,66 @@ def choose_keys(settings, frame, algorithm, path="", full=(), boundaries=(), is_
                 f"recompute.select: '{pattern}' selects Cells with a bprop of their own, which keep what that needs: "
                 "select others"
             )
+    excluded = program.selected(settings.exclude, "recompute.exclude", is_part)
+    if not (is_part or path):
+        check_something_left(settings, full, program.names, program.cells, selected, excluded)
     chosen = set(selected.operators)
     for key in {*selected.cells, *(key for key, cell in program.cells if cell in full)} - program.closed:
         chosen |= prediction.cell_keys(key)
-    return chosen - _kept_in_any_case(settings, program, prediction, boundaries, is_part)
+    return chosen - _kept_in_any_case(settings, program, prediction, boundaries, excluded)
 
 
 def kept_in_any_case(settings, frame, algorithm, path="", boundaries=(), is_part=False):
     """Keys of the instructions whose results are kept, whatever is selected; arguments as of `choose_keys`."""
-    return _kept_in_any_case(settings, _Program(frame, path), Prediction(frame, algorithm), boundaries, is_part)
-
-
-def _kept_in_any_case(settings, program, prediction, boundaries, is_part):
+    program = Program(frame, path)
     excluded = program.selected(settings.exclude, "recompute.exclude", is_part)
+    return _kept_in_any_case(settings, program, Prediction(frame, algorithm), boundaries, excluded)
+
+
+def _kept_in_any_case(settings, program, prediction, boundaries, excluded):
     kept = set(excluded.operators)
     for place in program.places:
-        if not _may_go(place, settings.mp_comm_recompute) or any(_lies_in(place.key, cell) for cell in excluded.cells):
+        is_excluded = any(lies_in_call(place.key, cell) for cell in excluded.cells)
+        if is_excluded or not _may_go(place, settings.mp_comm_recompute):
             kept.add(place.key)
     for key, cell in program.cells:
         if key not in program.closed and (key == () or cell in boundaries):  # who called may change what it got
-            inside = {place.key for place in program.places if _lies_in(place.key, key)}
+            inside = {place.key for place in program.places if lies_in_call(place.key, key)}
             kept |= inside - prediction.cell_keys(key)
     return kept
 
 
-def swapped_keys(settings, frame, layers, path="", is_part=False):
-    """Which results of a program go to the host: key -> how many saved tensors ahead of its use one comes back.
-
-    Args:
-        settings: the `SwapSettings`.
-        frame: the `FramePlan` of the program.
-        layers: what `layers_of` gives.
-        path: of the Cell whose call it is.
-        is_part: whether layers and patterns may be for what isn't in this program.
-
-    Raises:
-        ValueError: a layer that there isn't, or a pattern that matches nothing, though the program is not a part.
-    """
-    if not settings.is_on:
-        return {}
-    program, is_part = _Program(frame, path), bool(is_part or path)
-    keys = [place.key for place in program.places if place.key not in program.closed]
-
-    def inside(paths):
-        roots = [key for key, cell in program.cells if cell in paths]
-        return [key for key in keys if any(_lies_in(key, root) for root in roots)]
-
-    found = {}
-    for place, entry in enumerate(settings.layer_swap):
-        paths = full_layers(entry.layers, layers, is_part, f"swap.layer_swap[{place}].layers")
-        found |= dict.fromkeys(inside(paths), entry.backward_prefetch)
-    for entry in settings.op_swap:
-        where = f"swap.op_swap[{entry.op_name!r}]"
-        selected = program.selected((entry.op_name,), where, is_part)
-        chosen = [key for key in keys if any(_lies_in(key, root) for root in (*selected.cells, *selected.operators))]
-        if entry.layers is not True:
-            allowed = set(inside(full_layers(entry.layers, layers, is_part, f"{where}.layers")))
-            chosen = [key for key in chosen if key in allowed]
-        found |= dict.fromkeys(chosen, entry.backward_prefetch)
-    return found
-
-
-class _Program:
+class Program:
     """What patterns are matched with.
 
-    Attributes:
+    Args:
+        frame: its `FramePlan`.
         path: of the Cell whose call it is.
+
+    Attributes:
+        path: as given.
         places: a `Place` for every instruction.
         names: its `OperatorName`s.
         cells: `(key, path from the root)` of every call of a Cell.
         closed: keys of the calls of Cells with a `bprop` of their own.
+        classes: path of a Cell -> name of its class.
     """
 
     def __init__(self, frame, path):
         self.path = path
         self.places, self.names = operators_in_order(frame), operator_names(frame, path)
-        self.cells = [(key, f"{path}.{inner}".strip(".")) for key, inner in called_cells(frame)]
+        self.cells = [(key, joined_path(path, inner)) for key, inner in called_cells(frame)]
         self.closed = {place.key for place in self.places if isinstance(place.entry, CallPlan)}
+        self.classes = {joined_path(path, inner): name for inner, name in cell_classes(frame).items()}
 
     def selected(self, patterns, where, is_part):
         """The `Selection`; in a part, patterns may be for what is elsewhere."""
-        return select(patterns, self.names, self.cells, where, required=not (is_part or self.path))
+        required = not (is_part or self.path)
+        return select(patterns, self.names, self.cells, where, required, self.classes)
 
 
-def _lies_in(key, cell):
+def lies_in_call(key, cell):
+    """Whether an instruction lies in the call of a Cell, or is it, by their keys."""
     return key[: len(cell)] == cell
 
 

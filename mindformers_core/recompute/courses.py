@@ -20,11 +20,13 @@ class Memory:
         key: of the instruction that makes it; empty for that of a `placeholder`.
         number: tells pieces apart.
         nbytes: its size.
+        on_host: whether it is a copy on the host, of a result of an instruction.
     """
 
     key: tuple
     number: int
     nbytes: int
+    on_host: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +42,8 @@ class Tensor:
         run: the `Run` that makes it, or None.
         base: the `Tensor` whose memory it shares, or None.
         is_view: whether MindSpore counts it as a view, also of all there is: most operators copy what is.
+        has_handle: whether copies of it, where it is a view, can be had again, as it can.
+        on_host: the `Memory` of its copy on the host, which is kept in its place, or None.
         repeated: the `Repetition` that makes it, and the `Tensor` of its course that it is, or None.
     """
 
@@ -51,6 +55,8 @@ class Tensor:
     run: "Run | None" = None
     base: "Tensor | None" = None
     is_view: bool = False
+    has_handle: bool = False
+    on_host: Memory | None = None
     repeated: "tuple | None" = None
 
     @property
@@ -61,7 +67,8 @@ class Tensor:
     @property
     def look(self):
         """All of it that what is made of it depends on."""
-        return self.value.dtype, self.shape, self.strides, self.needs, self.is_view
+        how = self.is_view, self.has_handle, self.on_host is not None
+        return self.value.dtype, self.shape, self.strides, self.needs, *how
 
     @property
     def key(self):
@@ -77,7 +84,7 @@ class Tensor:
 
 def placeholder(tensor, number):
     """A `Tensor` that looks like another one, which is given to a call that others repeat; with its place there."""
-    return replace(tensor, memory=Memory((), number, 0), run=None, base=None, repeated=None)
+    return replace(tensor, memory=Memory((), number, 0), run=None, base=None, on_host=None, repeated=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,8 +173,9 @@ class Course:
             elif tensor in self.given:
                 found.given[tensor] = None
             elif tensor.run is None or tensor.run.key not in self.dropped or not tensor.run.inputs:
-                if tensor.memory is not None:
-                    found.kept[tensor.memory] = None
+                memory = tensor.on_host or tensor.memory
+                if memory is not None:
+                    found.kept[memory] = None
             else:
                 found.again[tensor.run.key] = None
                 waiting.extend(tensor.run.inputs)
@@ -195,7 +203,8 @@ class Repetition:
             return inner
         base = None if inner.base is None else self.tensor(inner.base)
         memory = None if inner.memory is None else self._memory(inner.memory)
-        return replace(inner, memory=memory, run=None, base=base, repeated=(self, inner))
+        on_host = None if inner.on_host is None else self._memory(inner.on_host)
+        return replace(inner, memory=memory, run=None, base=base, on_host=on_host, repeated=(self, inner))
 
     def add_demand(self, inner, found):
         """Add what `Course.demand` tells to a `Demand`; the `Tensor`s that have to be at hand for it."""
@@ -208,4 +217,4 @@ class Repetition:
     def _memory(self, inner):
         if inner in self._memories:
             return self._memories[inner]
-        return Memory(self.key + inner.key, inner.number, inner.nbytes)
+        return replace(inner, key=self.key + inner.key)

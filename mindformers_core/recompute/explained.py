@@ -2,15 +2,17 @@
 
 from collections import Counter
 
+from mindformers_core.recompute.following import Following
 from mindformers_core.recompute.links import links_of
-from mindformers_core.recompute.operator_names import operator_names
-from mindformers_core.recompute.places import called_cells, operators_in_order
+from mindformers_core.recompute.operator_names import operator_texts
+from mindformers_core.recompute.places import operators_in_order
 from mindformers_core.recompute.prediction import Prediction
-from mindformers_core.recompute.wording import names_shown
+from mindformers_core.recompute.wording import cells_together, names_shown
 from mindformers_core.tensor_parallel.activation_policy import ExplainedActivations, Mark
 from mindformers_core.tensor_parallel.explaining.wording import bytes_shown
+from mindformers_core.tensor_parallel.propagation.plan import called_cells
 
-__all__ = ["explained_activations", "keepers_by_key"]
+__all__ = ["bytes_not_kept", "explained_activations", "explained_cells", "keepers_by_key"]
 
 
 def keepers_by_key(frame):
@@ -19,7 +21,7 @@ def keepers_by_key(frame):
     return {place.key: place.frame.keepers[place.entry] for place in places}
 
 
-def explained_activations(frame, recomputing, algorithm, path="", arguments_need=True):
+def explained_activations(frame, recomputing, algorithm, path="", arguments_need=True, swaps=False):
     """The `ExplainedActivations` of a program.
 
     Args:
@@ -28,26 +30,70 @@ def explained_activations(frame, recomputing, algorithm, path="", arguments_need
         algorithm: as for `saved_activations`.
         arguments_need: as for `saved_activations`.
         path: of a Cell in it; the marks are those in its first call, with their keys in there.
+        swaps: whether something was to wait on the host, also if there is nothing.
     """
     keepers = keepers_by_key(frame)
     dropped = frozenset(key for key, keeper in keepers.items() if keeper.name == recomputing)
     predicted = Prediction(frame, algorithm, arguments_need)
     again, before, after = predicted.recomputed(dropped), predicted.saved(), predicted.saved(dropped)
-    lost = _bytes_not_kept(links_of(frame), again, before, after)
+    lost = bytes_not_kept(links_of(frame), again, before, after)
     marks = {key: Mark("kept for others", -nbytes) for key, nbytes in lost.items() if nbytes < 0}
     marks |= {key: Mark("recomputed", max(lost[key], 0), keepers[key].takes_collectives) for key in again}
-    on_host = Counter()
-    for tensor in after:
-        if tensor.key in keepers and tensor.key not in dropped:
-            on_host[tensor.key] += tensor.nbytes
+    on_host, swapped = Counter(), keepers.keys() - dropped
+    if swapped:  # each result on the host is a copy of its own, where the device has views of one piece of memory
+        after = Following(frame, algorithm, arguments_need).course(dropped, swapped).demand().kept
+        for memory in after:
+            if memory.on_host:
+                on_host[memory.key] += memory.nbytes
     marks |= {key: Mark("on host", nbytes) for key, nbytes in on_host.items()}
+    lines = _lines(frame, again, on_host if swaps or swapped else None, before, after)
+    return _inside(path, frame, lines, marks, keepers)
+
+
+def explained_cells(frame, cells, apart, algorithm, path="", arguments_need=True):
+    """The same of the program of a compiled function, in which whole Cells run again, by the plan.
+
+    Of such a Cell what it is called with is kept. Of all others it is taken that a graph keeps what PyNative does.
+
+    Args:
+        frame: its `FramePlan`.
+        cells: keys of their calls, none within another one.
+        apart: whether each is compiled, and called again, by itself.
+        algorithm, path, arguments_need: as of `explained_activations`.
+    """
+    predicted = Prediction(frame, algorithm, arguments_need)
+    dropped = frozenset().union(*map(predicted.cell_keys, cells))
+    before, after = predicted.saved(), predicted.saved(dropped)
+    again = predicted.recomputed(dropped)
+    if apart:  # these run again as they are; in a graph only what is needed does
+        again = {place.key for place in operators_in_order(frame) if any(_lies_in(place.key, key) for key in cells)}
+    marks = {key: Mark("", 0, sends=True) for key in again}
+    for key in cells:
+        kept, left = (sum(tensor.nbytes for tensor in some if _lies_in(tensor.key, key)) for some in (before, after))
+        marks[key] = Mark("recomputed whole", max(kept - left, 0))
+    names = cells_together([cell for key, cell in called_cells(frame) if key in cells])
+    left, kept = (bytes_shown(sum(tensor.nbytes for tensor in some)) for some in (after, before))
+    lines = (
+        f"recompute, whole Cells in a compiled function: {', '.join(names)}",
+        f"by the plan {left} of {kept} of activations are kept for the backward pass",
+        "(of Cells that don't run again as PyNative keeps them: a graph may keep more, or less)",
+    )
+    return _inside(path, frame, lines, marks, dropped)
+
+
+def _lies_in(key, cell):
+    return key[: len(cell)] == cell
+
+
+def _inside(path, frame, lines, marks, dropped):
+    """The `ExplainedActivations` of the first call of the Cell at `path`, with the lines of the whole program."""
     start = next(key for key, cell in called_cells(frame) if cell == path)
-    inside = {key[len(start) :]: mark for key, mark in marks.items() if key[: len(start)] == start}
-    lines = _lines(frame, again, None if dropped == keepers.keys() else on_host, before, after)
-    return ExplainedActivations(tuple(lines), inside)
+    inside = {key[len(start) :]: mark for key, mark in marks.items() if _lies_in(key, start)}
+    gone = frozenset(key[len(start) :] for key in dropped if _lies_in(key, start))
+    return ExplainedActivations(tuple(lines), inside, gone)
 
 
-def _bytes_not_kept(links, again, before, after):
+def bytes_not_kept(links, again, before, after):
     """Key -> bytes that are kept without and aren't with what runs `again`; negative where they are kept instead.
 
     An operator that takes a view keeps a copy. What isn't kept by one that doesn't run again counts for who makes that
@@ -85,7 +131,7 @@ def _lines(frame, again, on_host, before, after):
             f"recompute: {len(again)} of {len(operators_in_order(frame))} instructions run again; {kept} of "
             f"{all_of_them} of activations are kept for the backward pass"
         )
-    texts = {name.place.key: name.text for name in operator_names(frame)}
+    texts = operator_texts(frame)
     names = [texts[key] for key in sorted(again) if key in texts]
     yield from ["computed again:", *names_shown(names)] if names else []
     if on_host is not None:

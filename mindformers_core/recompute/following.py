@@ -40,11 +40,12 @@ class Following:
         self.frame, self.algorithm, self.arguments_need = frame, algorithm, arguments_need
         self._known = {}
 
-    def course(self, dropped=frozenset()):
+    def course(self, dropped=frozenset(), on_host=frozenset()):
         """The `Course` of the program.
 
         Args:
-            dropped: keys of instructions whose results are computed again; they are no views.
+            dropped: keys of instructions whose results are computed again.
+            on_host: keys of instructions whose results wait on the host, each as a copy of its own.
 
         Raises:
             ValueError: a distributed algorithm, and no `algorithm` to ask.
@@ -54,8 +55,17 @@ class Following:
             layout = self.frame.layouts[value.id]
             given[value.id, layout] = _outside(value, layout.local_shape(value.shape), self.arguments_need)
         course = Course(frozenset(dropped))
-        _Follower(course, self.algorithm, self._known).frame(self.frame, given, ())
+        _Follower(course, self.algorithm, self._known, frozenset(on_host)).frame(self.frame, given, ())
         return course
+
+
+def _below(keys):
+    """Key of a call -> set of those keys that lie in it, as they are there."""
+    below = {}
+    for key in keys:
+        for end in range(1, len(key)):
+            below.setdefault(key[:end], set()).add(key[end:])
+    return below
 
 
 def _outside(value, shape, needs):
@@ -71,15 +81,13 @@ class _Follower:
         algorithm: see `Following`.
         known: what a call does that others repeat: its `FramePlan`, what is dropped and what it is given -> `Course`,
             and the plan again, which has to live as long as its id is used.
+        on_host: keys of instructions whose results wait on the host.
     """
 
-    def __init__(self, course, algorithm, known):
-        self.course, self.algorithm, self.known = course, algorithm, known
+    def __init__(self, course, algorithm, known, on_host):
+        self.course, self.algorithm, self.known, self.on_host = course, algorithm, known, on_host
         self.numbers = count(len(course.given))
-        self.dropped_below = {}
-        for key in course.dropped:
-            for end in range(1, len(key)):
-                self.dropped_below.setdefault(key[:end], set()).add(key[end:])
+        self.dropped_below, self.on_host_below = _below(course.dropped), _below(on_host)
 
     def frame(self, frame, given, key):
         """Go through a frame; `(number of Value, layout) -> Tensor` of all that is at hand at its end."""
@@ -120,12 +128,12 @@ class _Follower:
 
     def repeated(self, frame, given, key):
         """Go through a frame that is called often, as it was gone through before where all is alike."""
-        dropped = frozenset(self.dropped_below.get(key, ()))
-        call = id(frame), dropped, tuple((place, tensor.look) for place, tensor in given.items())
+        dropped, on_host = (frozenset(below.get(key, ())) for below in (self.dropped_below, self.on_host_below))
+        call = id(frame), dropped, on_host, tuple((place, tensor.look) for place, tensor in given.items())
         if call not in self.known:
             inner = {place: placeholder(tensor, number) for number, (place, tensor) in enumerate(given.items())}
             course = Course(dropped, tuple(inner.values()))
-            _Follower(course, self.algorithm, self.known).frame(frame, inner, ())
+            _Follower(course, self.algorithm, self.known, on_host).frame(frame, inner, ())
             self.known[call] = course, frame
         repetition = Repetition(key, self.known[call][0], given.values())
         self.course.runs.append(repetition)
@@ -161,7 +169,7 @@ class _Follower:
         results = {tensor.operand(place): tensor for place, tensor in enumerate(made)}
         for operand in row.kept_inputs([*operands]):
             tensor = operands[operand]
-            if row.as_they_are or not tensor.is_view:
+            if row.as_they_are or not tensor.is_view or tensor.has_handle:
                 run.saved.append(tensor)
             else:
                 run.own.append(self.memory(key, tensor.nbytes))
@@ -187,16 +195,17 @@ class _Follower:
 
     def made(self, run, value, shape, needs, strides=None, base=None, is_view=False):
         """A result: contiguous and in memory of its own, unless told otherwise."""
-        if run.key in self.course.dropped:
-            strides, base, is_view = None, None, False
         nbytes = prod(shape) * ITEM_SIZES[value.dtype]
+        on_host = self.memory(run.key, nbytes, True) if run.key in self.on_host else None
+        # of copies that gradients flow through it is known of what they are
+        has_handle = needs and (on_host is not None or run.key in self.course.dropped)
         memory = self.memory(run.key, nbytes) if base is None else base.memory
         strides = contiguous_strides(shape) if strides is None else strides
-        return Tensor(value, tuple(shape), tuple(strides), needs, memory, run, base, is_view)
+        return Tensor(value, tuple(shape), tuple(strides), needs, memory, run, base, is_view, has_handle, on_host)
 
-    def memory(self, key, nbytes):
+    def memory(self, key, nbytes, on_host=False):
         """A new piece of `Memory`."""
-        return Memory(key, next(self.numbers), nbytes)
+        return Memory(key, next(self.numbers), nbytes, on_host)
 
     def steps(self, key, tensor, steps):
         """The result of a move. A step keeps what it takes and gives where the gradient goes to who holds an extreme.

@@ -14,7 +14,7 @@ from collections import Counter
 from contextlib import contextmanager
 from weakref import ref
 
-from mindspore import Tensor
+from mindspore import Parameter, Tensor
 from mindspore.graph.api import _no_grad, _pynative_executor, saved_tensors_hooks
 
 from mindformers_core.communication.world import process_state
@@ -179,9 +179,11 @@ def kept(function, inputs, kind):
 def _settled(call, result):
     """The results of a call, each known by a handle from now on, and what the call itself has saved of them."""
     many = isinstance(result, (tuple, list))
-    tensors = [tensor.contiguous() for tensor in (result if many else (result,))]  # or whoever takes them would do it
+    tensors = list(result) if many else [result]
     call.settle(tensors)
     for index, tensor in enumerate(tensors):
+        if isinstance(tensor, Parameter):  # given back as it is: it stays anyway, and a mark would, too
+            continue
         handle = Handle(call, index)
         tensor.kept_by = handle
         tensor._set_user_data(_KEY, ref(handle))

@@ -5,6 +5,10 @@ import re
 __all__ = ["LAYERS_FORMS", "common_layers", "layer_numbers"]
 
 LAYERS_FORMS = "true for all layers, a list of layer numbers, as [0, 3], or ranges of them, as '0-7' or '0,3,5-7'"
+_FOR_WORDS = {
+    **dict.fromkeys(("true", "all", "*", "yes", "on"), "; for all layers write true, without quotes"),
+    **dict.fromkeys(("false", "none", "null", "no", "off"), "; for no layer leave it out"),
+}
 # five digits: a mistyped end shouldn't make a list that fills the memory
 _RANGE = re.compile(r"\s*([0-9]{1,5})\s*(?:-\s*([0-9]{1,5})\s*)?")
 
@@ -28,7 +32,7 @@ def layer_numbers(given, where):
     if given is True:
         return True
     if not isinstance(given, (str, list, tuple)):
-        alone = f"; layer {given} alone is [{given}]" if type(given) is int else ""
+        alone = f"; layer {given} alone is [{given}]" if type(given) is int and given >= 0 else ""
         raise TypeError(f"{where}: {given!r} should be {LAYERS_FORMS}{alone}")
     numbers = set()
     for part in [given] if isinstance(given, str) else given:
@@ -56,7 +60,8 @@ def _numbers_of(part, where):
     for text in part.split(","):
         found = _RANGE.fullmatch(text)
         if not found:
-            raise ValueError(f"{where}: {text!r} is neither a layer's number nor a range: give {LAYERS_FORMS}")
+            better = _FOR_WORDS.get(text.strip().lower(), "")
+            raise ValueError(f"{where}: {text!r} is neither a layer's number nor a range: give {LAYERS_FORMS}{better}")
         first, last = int(found[1]), int(found[2] or found[1])
         if last < first:
             raise ValueError(f"{where}: range '{text.strip()}' ends before it begins: try '{last}-{first}'")

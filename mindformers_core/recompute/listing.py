@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from mindformers_core.recompute.algorithms import algorithm_of
 from mindformers_core.recompute.operator_names import operator_names
-from mindformers_core.recompute.places import called_cells
 from mindformers_core.recompute.prediction import saved_activations
 from mindformers_core.tensor_parallel.inspecting import prepare
 from mindformers_core.tensor_parallel.program import plan_call
+from mindformers_core.tensor_parallel.propagation.plan import called_cells, joined_path
 from mindformers_core.tensor_parallel.sharded_cells import ShardedCell
 
 __all__ = ["ListedOperator", "OperatorList", "list_operators"]
@@ -18,7 +18,7 @@ class ListedOperator:
     """One operator of a program, or all of a Cell.
 
     Attributes:
-        name: a pattern that selects it: `"model.layers.0.self_attn.weights"`.
+        name: a pattern that selects it: `"model.layers.0.self_attn.core_attention.weights"`.
         operator: what it is, as MindSpore calls it; of a Cell its class.
         saved_bytes: what PyNative keeps of its results for the backward pass, on one rank.
         others: what may stand in the place of the last part of the name: `("Softmax[0]",)`.
@@ -40,15 +40,13 @@ class OperatorList(list):
     cells = ()
 
     def __str__(self):
-        width = max((len(entry.name) for entry in (*self, *self.cells)), default=0)
-        rows = [("Cell", "class", self.cells, lambda entry: entry.operator)]
-        rows += [("operator", "also called", self, lambda entry: ", ".join(entry.others))]
-        lines = []
-        for head, second, entries, shown in rows:
-            lines.append(f"{head:{width}}  {second:24}  {'saved bytes':>14}")
-            lines += [f"{entry.name:{width}}  {shown(entry):24}  {entry.saved_bytes:>14,}" for entry in entries]
-        total = sum(entry.saved_bytes for entry in self)
-        return "\n".join([*lines, f"{'together':{width}}  {'':24}  {total:>14,}"])
+        rows = [("Cell", "class", "saved bytes")]
+        rows += [(entry.name, entry.operator, f"{entry.saved_bytes:,}") for entry in self.cells]
+        rows.append(("operator", "also called", "saved bytes"))
+        rows += [(entry.name, ", ".join(entry.others), f"{entry.saved_bytes:,}") for entry in self]
+        rows.append(("together", "", f"{sum(entry.saved_bytes for entry in self):,}"))
+        first, second, third = (max(map(len, column)) for column in zip(*rows))
+        return "\n".join(f"{name:{first}}  {other:{second}}  {nbytes:>{third}}" for name, other, nbytes in rows)
 
 
 def list_operators(cell, *inputs, **named_inputs):
@@ -80,7 +78,7 @@ def list_operators(cell, *inputs, **named_inputs):
         inside = sum(nbytes for other, nbytes in saved.items() if other[: len(key)] == key)
         cells[path] = cells.get(path, 0) + inside
     tree, root = cell.__dict__["_sharding"]
-    paths = {path: f"{root}.{path}".strip(".") for path in cells if path}
+    paths = {path: joined_path(root, path) for path in cells if path}
     listed.cells = [ListedOperator(p, tree.classes[whole].__name__, cells[p]) for p, whole in paths.items()]
     return listed
 

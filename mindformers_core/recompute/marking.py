@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mindformers_core.tensor_parallel.propagation.plan import CallPlan
 
-__all__ = ["apart", "marked", "unshared"]
+__all__ = ["marked"]
 
 
 def marked(frame, choice):
@@ -42,50 +42,3 @@ def _marked(frame, choice, known):
         keepers = {instructions[index]: keeper for index, keeper in own.items()}
         known[memo] = replace(frame, instructions=tuple(instructions), keepers=keepers)
     return known[memo]
-
-
-def unshared(frame, **changes):
-    """A copy of a plan in which every call has a `FramePlan` of its own, and so every Cell a function.
-
-    Args:
-        frame: the plan.
-        changes: fields of all of these `FramePlan`s that are to be others.
-    """
-    instructions = [
-        replace(entry, frame=unshared(entry.frame, **changes)) if isinstance(entry, CallPlan) and entry.frame else entry
-        for entry in frame.instructions
-    ]
-    return replace(frame, instructions=tuple(instructions), **changes)
-
-
-def apart(frame, keys):
-    """A copy of a plan in which some calls' functions take their weights as arguments, alike ones in one function.
-
-    Args:
-        frame: the `FramePlan` of a whole program.
-        keys: of calls (see `called_cells`), none of them within another one.
-    """
-    return _apart(frame, frozenset(keys), {}, {})
-
-
-def _apart(frame, keys, known, taking):
-    if not keys:
-        return frame
-    if (id(frame), keys) not in known:
-        below = {}
-        for key in keys:
-            below.setdefault(key[0], set()).add(key[1:])
-        instructions = list(frame.instructions)
-        for index, inner in below.items():
-            called = instructions[index].frame
-            if called is None:  # a Cell with a bprop
-                continue
-            if inner == {()}:
-                if id(called) not in taking:
-                    taking[id(called)] = unshared(called, takes_weights=True)
-                called = taking[id(called)]
-            else:
-                called = _apart(called, frozenset(inner), known, taking)
-            instructions[index] = replace(instructions[index], frame=called)
-        known[id(frame), keys] = replace(frame, instructions=tuple(instructions))
-    return known[id(frame), keys]

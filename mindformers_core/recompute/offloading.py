@@ -98,7 +98,11 @@ class _Entry:
 
 
 def _copied(tensor, device):
-    """A copy of a tensor in the memory of a device, given by name."""
-    if tensor.device == device == "CPU":  # Tensor.to() can't copy there
-        return ops.cat((tensor.reshape(-1),)).reshape(tensor.shape)
+    """A copy of a tensor in the memory of a device, given by name.
+
+    Never a view: MindSpore joins what a saved tensor is replaced by to its graph again, for gradients of gradients, but
+    a view in the place of a tensor that is none it leaves out, and these gradients are wrong.
+    """
+    if tensor.device == device == "CPU":  # Tensor.to() can't copy there, and copy_() no parts of a stage's input
+        return ops.cat((tensor,)) if tensor.ndim else ops.zeros_like(tensor).copy_(tensor)
     return tensor.to(device, non_blocking=True, copy=True)

@@ -1,7 +1,7 @@
 """What a user calls the operators of a program: by operator, or by the variable of their result. Pure Python.
 
-In `layers.3.self_attn.weights` and `layers.3.self_attn.MatMul[1]`, what follows the path of the Cell is a `Label`. An
-operator has several; those alike in one call of a Cell are numbered from 0 in the order in which they run.
+In `layers.3.core_attention.weights` and `layers.3.core_attention.MatMul[1]`, what follows the path of the Cell is a
+`Label`. An operator has several; those alike in one call of a Cell are numbered from 0 in the order in which they run.
 """
 
 import re
@@ -10,14 +10,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
 
-from mindformers_core.recompute.places import Place, called_cells, operators_in_order
+from mindformers_core.recompute.places import Place, operators_in_order
 from mindformers_core.redistribution.steps import STEP_KINDS
-from mindformers_core.tensor_parallel.generation.naming import assigned_names, snake_case
-from mindformers_core.tensor_parallel.propagation.plan import CallPlan, Move
+from mindformers_core.tensor_parallel.generation.naming import all_assigned_names, snake_case
+from mindformers_core.tensor_parallel.propagation.plan import CallPlan, Move, called_cells, joined_path
 
-__all__ = ["Label", "OperatorName", "friendly_name", "operator_names", "plain_name"]
+__all__ = ["Label", "OperatorName", "friendly_name", "operator_names", "operator_texts", "plain_name"]
 
 _SUFFIXES = ("ExtView", "Ext", "View")
+_CASTS = ("ToDtype", "TypeAs")
+_ALSO_CALLED = {"Dense": "MatMul"}  # in a call in which nothing else is called so
 _UNTYPABLE = re.compile(r"[\s\[\],/*?]")  # what a pattern can't contain, or takes for something else
 _LIKE_A_RANGE = re.compile(r"[0-9-]*-[0-9-]*")
 
@@ -52,8 +54,9 @@ class OperatorName:
         path: of the Cell in whose `construct` it stands, from the root of the model; "" for the root.
         operator: as captured: `"MatMulExt"`; of a redistribution what it runs on a rank: `"all_gather"`, or
             `"slice+all_gather"` where that is more than one step.
-        labels: its `Label`s: the operator without suffix, as captured, each step of a redistribution, and the variables
-            that its results are assigned to.
+        labels: its `Label`s: the operator without suffix, as captured, each step of a redistribution, the variables
+            that its results are assigned to, and last what it is also called: a product with a linear layer's weight is
+            `Dense`, and `MatMul` where nothing else of the call of the Cell is.
         text: the pattern that selects this operator and nothing else: the path of its Cell, then a variable of its own,
             or else the operator. It starts with a dot, which stands for the root, where the same name is also found
             further inside. Of a Cell that is called more than once it selects an operator of each call, at most.
@@ -99,13 +102,21 @@ def operator_names(frame, path=""):
     Returns:
         A list of `OperatorName`s in the order of execution.
     """
-    named = _numbered([replace(name, path=_joined(path, name.path)) for name in _named(frame)])
-    texts = _texts(named, [_joined(path, inner) for _, inner in called_cells(frame)])
+    named = [replace(name, path=joined_path(path, name.path)) for name in _named(frame)]
+    named = _numbered(_with_second_names(named))
+    texts = _texts(named, [joined_path(path, inner) for _, inner in called_cells(frame)])
     return [replace(name, text=text) for name, text in zip(named, texts)]
 
 
+def operator_texts(frame, path=""):
+    """Key of an instruction -> `text` of its `OperatorName`, if it has one; arguments as of `operator_names`."""
+    return {name.place.key: name.text for name in operator_names(frame, path)}
+
+
 def friendly_name(operator):
-    """An operator as people call it: `MatMulExt` is `MatMul`, `TransposeExtView` `Transpose`."""
+    """An operator as people call it: `MatMulExt` is `MatMul`, `TransposeExtView` `Transpose`, `x.astype()` `Cast`."""
+    if operator in _CASTS:
+        return "Cast"
     for suffix in _SUFFIXES:
         if operator.endswith(suffix) and operator != suffix:
             return operator.removesuffix(suffix)
@@ -116,10 +127,6 @@ def plain_name(operator):
     """What operators are compared by, without case and inner underscores: `mat_mul` and `MatMul` are `matmul`."""
     bare = operator.lstrip("_")
     return "_" * (len(operator) - len(bare)) + bare.replace("_", "").lower()
-
-
-def _joined(path, inner):
-    return f"{path}.{inner}".strip(".")
 
 
 def _named(frame):
@@ -160,14 +167,26 @@ def _variables(graph, callers):
 
     What a MindSpore Cell computes is captured with the line that calls it, which assigns the Cell's result.
     """
-    assigned = assigned_names(graph)
-    own = {index: assigned[index] or () for index, node in enumerate(graph.nodes) if node.source not in callers}
-    return {id(node): [name for name in own.get(index, ()) if name] for index, node in enumerate(graph.nodes)}
+    assigned = all_assigned_names(graph)
+    own = {index: assigned.get(index, ()) for index, node in enumerate(graph.nodes) if node.source not in callers}
+    return {id(node): own.get(index, ()) for index, node in enumerate(graph.nodes)}
 
 
 def _labels(operators, variables=()):
     labels = [Label(name, False) for name in operators] + [Label(name, True) for name in variables]
     return tuple({(label.variable, label.plain): label for label in reversed(labels)}.values())[::-1]
+
+
+def _with_second_names(named):
+    """With the labels of `_ALSO_CALLED`."""
+    taken = {(name.place.key[:-1], plain_name(label.name)) for name in named for label in name.labels}
+    found = []
+    for name in named:
+        also = _ALSO_CALLED.get(name.operator)
+        if also is not None and (name.place.key[:-1], plain_name(also)) not in taken:
+            name = replace(name, labels=(*name.labels, Label(also, False)))
+        found.append(name)
+    return found
 
 
 def _numbered(named):
@@ -206,7 +225,7 @@ class _Names:
 
     def selects_one(self, path, spelling, number, anchored):
         """Whether a text selects one operator in each call of a Cell at most, and nothing elsewhere."""
-        full = _joined(path, spelling)
+        full = joined_path(path, spelling)
         if number is None and full in (self.cells if anchored else self.cell_endings):
             return False  # a pattern that matches a Cell selects Cells
         found = set()

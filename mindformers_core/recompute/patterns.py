@@ -1,7 +1,7 @@
 """Patterns that select Cells and operators of a program by their names. Pure Python.
 
 A pattern is made of segments with dots between, one for each Cell on the way and, where it names an operator, one for
-that: `layers.0-7.self_attn.softmax`. It may begin anywhere in a path; one that starts with a dot begins at the root.
+that: `layers.0-7.mlp.SiLU`. It may begin anywhere in a path; one that starts with a dot begins at the root.
 
     name        with wildcards: `*` for any characters, `?` for one: `*_proj`
     0,3,5-7     numbers of Cells in a list
@@ -10,7 +10,7 @@ that: `layers.0-7.self_attn.softmax`. It may begin anywhere in a path; one that 
     name[0-2]   as the last segment: of the operators alike in one call of a Cell the first three
 
 Cells and variables are called as they are in the code; of operators, case, underscores and the suffixes Ext, View and
-ExtView don't matter.
+ExtView don't matter. All numbers have to be there: `layers.0-7.mlp` of 4 layers is an error, as is a name that isn't.
 """
 
 import re
@@ -19,14 +19,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mindformers_core.recompute.operator_names import plain_name
-from mindformers_core.recompute.unmatched import what_is_there
+from mindformers_core.recompute.regular_expressions import as_patterns, is_expression
+from mindformers_core.recompute.unmatched import quoted, what_is_missing, what_is_there
 
-__all__ = ["Pattern", "Segment", "Selection", "parse_pattern", "select"]
+__all__ = ["Pattern", "Segment", "Selection", "parse_pattern", "parse_patterns", "select"]
 
 _ALLOWED = (
     "a pattern is names with the wildcards * and ?, numbers (3 or 0-7 or 0,3,5-7), * for one segment or ** for any "
     "number of them, with dots between; its last name may have an index: MatMul[1]"
 )
+# five digits: a mistyped end shouldn't make a list that fills the memory
+_RANGE = re.compile("([0-9]{1,5})(?:-([0-9]{1,5}))?")
 
 
 @dataclass(frozen=True)
@@ -151,38 +154,50 @@ def parse_pattern(text, where):
         parts = text[rooted:].split(".")
         segments = [_segment(part, place, len(parts)) for place, part in enumerate(parts, 1)]
     except ValueError as error:
-        raise ValueError(f"{where}: {text!r}: {error}; {_ALLOWED}") from None
+        meant = quoted(each.text for each in _meant(text))
+        expression = f"; it is no regular expression: write {meant}" if meant else ""
+        raise ValueError(f"{where}: {text!r}: {error}; {_ALLOWED}{expression}") from None
     if not rooted:
         begins_anywhere = segments[0].name == "*" and segments[0].indices is None and len(segments) > 1
         segments = [Segment("**", "**"), *segments[begins_anywhere:]]
     return Pattern(text, where, tuple(segments))
 
 
-def select(patterns, names, cells, where="select", required=True):
+def parse_patterns(patterns, where):
+    """The `Pattern`s of a list of texts, or of `Pattern`s; `where` it stands, in which several are told by number."""
+    several = len(patterns) > 1
+    return [
+        given if isinstance(given, Pattern) else parse_pattern(given, f"{where}[{place}]" if several else where)
+        for place, given in enumerate(patterns)
+    ]
+
+
+def select(patterns, names, cells, where="select", required=True, classes=None):
     """What patterns select: each all Cells that it matches, or, if it matches none, all operators.
 
     Args:
         patterns: texts, or `Pattern`s.
         names: the `OperatorName`s of a program.
-        cells: its Cells, as `called_cells` gives them: `(key, path)`.
+        cells: its Cells, as `called_cells` gives them: `(key, path)`; no two have the same key.
         where: what `patterns` are, for errors: `"recompute.select"`.
-        required: whether a pattern that matches nothing is an error.
+        required: whether a pattern, or a number in one, that matches nothing is an error.
+        classes: path of a Cell -> name of its class, for errors; default: not known.
 
     Returns:
         A `Selection`.
 
     Raises:
         TypeError: a pattern is no string.
-        ValueError: one is no pattern, or matches nothing; the error names what is there instead.
+        ValueError: one is no pattern, or it, or a number in it, matches nothing; the error names what is there instead.
     """
     if isinstance(patterns, (str, Pattern)) or not isinstance(patterns, Iterable):
         raise TypeError(f"{where}: {patterns!r} should be a list of patterns")
     by_pattern = {}
-    for place, given in enumerate(patterns):
-        pattern = given if isinstance(given, Pattern) else parse_pattern(given, f"{where}[{place}]")
-        by_pattern[pattern.text] = _selected(pattern, names, cells)
-        if required and not any(by_pattern[pattern.text]):
-            raise ValueError(f"{pattern.where}: {pattern.text!r} matches no {what_is_there(pattern, names, cells)}")
+    for pattern in parse_patterns(list(patterns), where):
+        found = by_pattern[pattern.text] = _selected(pattern, names, cells)
+        problem = _problem(pattern, found, names, cells, classes or {}) if required else ""
+        if problem:
+            raise ValueError(f"{pattern.where}: {pattern.text!r} {problem}")
     chosen_cells = {key for keys, _ in by_pattern.values() for key in keys}
     chosen = {key for _, keys in by_pattern.values() for key in keys}
     return Selection(
@@ -190,6 +205,32 @@ def select(patterns, names, cells, where="select", required=True):
         tuple(name.place.key for name in names if name.place.key in chosen),
         by_pattern,
     )
+
+
+def _problem(pattern, found, names, cells, classes):
+    """What is wrong with a pattern that selects `found`, as the end of a sentence; nothing where it is right."""
+    if any(found):
+        return what_is_missing(pattern, found, names, cells)
+    if not is_expression(pattern.text):
+        return f"matches no {what_is_there(pattern, names, cells, classes)}"
+    meant = _meant(pattern.text)
+    wrong = next((each for each in meant or [pattern] if not any(_selected(each, names, cells))), None)
+    if wrong is None:
+        better = f"write {quoted(each.text for each in meant)}"
+    else:
+        better = f"{wrong.text!r} matches no {what_is_there(wrong, names, cells, classes)}"
+    return (
+        "matches no Cell or operator, and looks like a regular expression: a pattern is a path with the wildcards "
+        f"* and **, and numbers (0-7): {better}"
+    )
+
+
+def _meant(text):
+    """What a regular expression would be as `Pattern`s, if that is simple."""
+    try:
+        return [parse_pattern(each, "") for each in as_patterns(text)]
+    except ValueError:
+        return []
 
 
 def _selected(pattern, names, cells):
@@ -250,9 +291,9 @@ def _ranges(text, part):
     """`0,3,5-7` as pairs `(first, last)`; `part`: the segment that it stands in."""
     ranges = []
     for entry in text.split(","):
-        found = re.fullmatch("([0-9]+)(?:-([0-9]+))?", entry)
+        found = _RANGE.fullmatch(entry)
         if not found:
-            raise ValueError(f"{entry!r} in {part!r} is neither a number from 0 nor a range")
+            raise ValueError(f"{entry!r} in {part!r} is neither a number from 0 to 99999 nor a range")
         first, last = int(found[1]), int(found[2] or found[1])
         if last < first:
             raise ValueError(f"the range {entry!r} ends before it begins: write {last}-{first}")

@@ -6,9 +6,9 @@ the place.
 
 from dataclasses import dataclass
 
-from mindformers_core.tensor_parallel.propagation.plan import CallPlan
+from mindformers_core.tensor_parallel.propagation.plan import CallPlan, called_path
 
-__all__ = ["Place", "called_cells", "operators_in_order"]
+__all__ = ["Place", "cell_classes", "operators_in_order"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,9 +33,12 @@ def operators_in_order(frame):
     return [place for place in _walk(frame, (), "") if not _is_gone_into(place.entry)]
 
 
-def called_cells(frame):
-    """`(key, path)` of the root, `((), "")`, and of every call of a Cell, in the order of the calls."""
-    return [((), ""), *((place.key, _called_path(place)) for place in _walk(frame, (), "") if _is_call(place.entry))]
+def cell_classes(frame):
+    """Path -> name of the class, without its module, of every Cell that is called but the root."""
+    calls = [place for place in _walk(frame, (), "") if isinstance(place.entry, CallPlan)]
+    return {
+        called_path(place.entry, place.path): place.entry.node.graph.class_name.rpartition(".")[2] for place in calls
+    }
 
 
 def _walk(frame, before, path):
@@ -43,19 +46,8 @@ def _walk(frame, before, path):
         place = Place((*before, index), path, frame, entry)
         yield place
         if _is_gone_into(entry):
-            yield from _walk(entry.frame, place.key, _called_path(place))
-
-
-def _is_call(entry):
-    return isinstance(entry, CallPlan)
+            yield from _walk(entry.frame, place.key, called_path(entry, path))
 
 
 def _is_gone_into(entry):
-    return _is_call(entry) and entry.frame is not None
-
-
-def _called_path(place):
-    node = place.entry.node
-    if node.child is None:
-        return node.graph.path
-    return f"{place.path}.{node.child}" if place.path else node.child
+    return isinstance(entry, CallPlan) and entry.frame is not None

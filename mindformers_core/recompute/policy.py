@@ -2,8 +2,9 @@
 
 import logging
 from contextlib import nullcontext
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
+from mindspore import nn
 from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.recompute.again import call_again
@@ -11,21 +12,24 @@ from mindformers_core.recompute.algorithms import algorithm_of
 from mindformers_core.recompute.budget import described
 from mindformers_core.recompute.budgeting import choice_within
 from mindformers_core.recompute.choosing import (
+    cell_lies_in,
     check_whole_cells,
     choose_keys,
     full_layers,
     layers_of,
-    swapped_keys,
     whole_cells,
 )
-from mindformers_core.recompute.explained import explained_activations
+from mindformers_core.recompute.contradictions import check_gathers
+from mindformers_core.recompute.explained import explained_activations, explained_cells
 from mindformers_core.recompute.keeping import keeping
-from mindformers_core.recompute.marking import apart, marked, unshared
-from mindformers_core.recompute.operator_names import operator_names
-from mindformers_core.recompute.places import called_cells, operators_in_order
-from mindformers_core.recompute.stages import check_stages, stage_told
-from mindformers_core.recompute.wording import cells_together
-from mindformers_core.tensor_parallel.activation_policy import ActivationPolicy, ExplainedActivations, Keeper
+from mindformers_core.recompute.marking import marked
+from mindformers_core.recompute.operator_names import operator_texts
+from mindformers_core.recompute.places import operators_in_order
+from mindformers_core.recompute.stages import check_compiled_stage, check_stages, stage_told
+from mindformers_core.recompute.swapped import check_apart, swapped_keys
+from mindformers_core.tensor_parallel.activation_policy import ActivationPolicy, Keeper
+from mindformers_core.tensor_parallel.generation.cutting import calls_alone, calls_of, unshared
+from mindformers_core.tensor_parallel.propagation.plan import joined_path
 from mindformers_core.tensor_parallel.sharded_cells import CONTAINERS
 
 __all__ = ["ChosenActivations"]
@@ -54,14 +58,20 @@ class ChosenActivations(ActivationPolicy):
     def __init__(self, tree, settings, swapping, is_part=False):
         self.tree, self.settings, self.swapping, self.is_part = tree, settings, swapping, is_part
         self.layers = layers_of(_containers(tree))
-        self.full = full_layers(settings.full, self.layers, is_part)
-        self.choices, self._compiled = WeakKeyDictionary(), WeakSet()  # the plans of programs of compiled functions
+        self.choices = WeakKeyDictionary()
+        self._compiled = WeakKeyDictionary()  # plan of a program of compiled functions -> (its path, `compiled`)
         self._frame = None  # of the last program
+        self._short = None  # of a budget: (bytes that can be kept at the least, all bytes), where that is too much
         self._has_matched = False  # all patterns, in some program
         self._recomputed = set()  # paths of Cells in which something is
+        if not is_part:
+            check_stages(settings, swapping, [self.told()])
+        if tree.storage.settings is not None:  # else hsdp() may still be called
+            check_gathers(settings, tree.storage.settings)
+        self.full = full_layers(settings.full, self.layers, is_part=True)
         self._cells, self._gaps = whole_cells(settings, self.full, list(tree.cells))
         self.recomputed_cells = [
-            path for path in self._cells if not any(_lies_in(path, other) for other in self._cells if other != path)
+            path for path in self._cells if not any(cell_lies_in(path, other) for other in self._cells if other != path)
         ]
 
     def marked(self, path, frame, compiled):
@@ -69,32 +79,22 @@ class ChosenActivations(ActivationPolicy):
         if not path:
             self._frame = frame
         if compiled is not None:
-            if self.swapping.is_on:
-                raise ValueError(
-                    f"swap: nothing of {self.tree.label('')} can be swapped in a compiled function: run in PyNative "
-                    "(recipe: context.mode: 1), or leave swap() out"
-                )
-            check_whole_cells(self.settings, frame, self._gaps, self._is_lenient(frame))
+            lenient = self._is_lenient(frame)
+            check_whole_cells(self.settings, self.swapping, frame, self._gaps, lenient, self.full)
             for inner in () if compiled else self._cells:
                 self.tree.cells[inner]._recompute(True, False)  # what recompute() does for graphs, not for PyNative
-            keys = [key for key, inner in called_cells(frame) if f"{path}.{inner}".strip(".") in compiled]
-            frame = apart(frame, keys) if keys else unshared(frame)  # else MindSpore confuses collectives in them
-            self._compiled.add(frame)
+            frame = frame if compiled else unshared(frame)  # else MindSpore confuses collectives in them
+            self._compiled[frame] = path, compiled
             return frame
         keeper = Keeper(*_RECOMPUTED, takes_collectives=self.settings.mp_comm_recompute)
         lenient = self._is_lenient(frame)
-        swapped = swapped_keys(self.swapping, frame, self.layers, path, lenient)
+        swapped = swapped_keys(self.swapping, frame, self.layers, algorithm_of, path, lenient)
         keys, choice = self._chosen(path, frame, lenient, swapped)
         keepers = dict.fromkeys(keys, keeper)
         self._has_matched = self._has_matched or not (lenient or path)
+        own = self.settings, self.swapping, frame, self.layers
+        check_apart(*own, keys, swapped, self.tree.label(""), path, self.full)
         for key, prefetch in swapped.items():
-            if key in keepers:
-                texts = {name.place.key: name.text for name in operator_names(frame, path)}
-                name = texts.get(key, "a redistribution")
-                raise ValueError(
-                    f"{name} of {self.tree.label('')} is recomputed and swapped: what is computed again isn't kept, "
-                    "neither here nor on the host: choose one of the two (exclude takes it out of what is recomputed)"
-                )
             keepers[key] = Keeper(_ON_HOST, f"on_host_{prefetch}", f"OnHost(prefetch={prefetch})")
         frame = marked(frame, keepers)
         if choice is not None:
@@ -114,16 +114,21 @@ class ChosenActivations(ActivationPolicy):
         if self.settings.budget is None or path:  # a budget is for the whole
             keys = choose_keys(self.settings, frame, algorithm_of, path, self.full, units, lenient)
         else:
-            choice = choice_within(self.settings, frame, path, units, lenient, frozenset(swapped))
+            needed = not self.tree.storage.takes_gradients
+            own = self.settings, frame, path, units, lenient, frozenset(swapped), needed
+            choice = choice_within(*own, is_part=self.is_part)
             keys = choice.dropped
-            self._report(choice, frame, path)
+            if frame.graph.training:
+                self._short = (choice.least_bytes, choice.all_bytes) if choice.problem else None
+            if not choice.problem:
+                self._report(choice, frame, path)
         places = [place for place in operators_in_order(frame) if place.key in keys]
-        self._recomputed |= {f"{path}.{place.path}".strip(".") for place in places}
+        self._recomputed |= {joined_path(path, place.path) for place in places}
         return keys, choice
 
     def _report(self, choice, frame, path):
         """Tell what was chosen."""
-        names = {name.place.key: name.text for name in operator_names(frame, path)}
+        names = operator_texts(frame, path)
         lines = described(choice, lambda key: names.get(key, "a redistribution"))
         _LOG.info("%s, within budget %s:\n%s", self.tree.label(path), self.settings.budget, "\n".join(lines))
 
@@ -142,17 +147,27 @@ class ChosenActivations(ActivationPolicy):
 
     def check_matched(self):
         """See `ActivationPolicy`."""
+        check_gathers(self.settings, self.tree.storage.settings)
+        program = next(reversed(self.tree.programs.values()), None)
+        choice = None if program is None else self.choices.get(program.frame)
+        if choice is not None and choice.problem:
+            raise ValueError(choice.problem)
         if self._frame is not None and not (self.is_part or self._has_matched):
             self.check_stages([self.told()])
             self._has_matched = True
 
     def told(self):
         """See `ActivationPolicy`."""
-        return stage_told(self.layers, self._frame)
+        return stage_told(self.layers, self._frame, list(self.tree.cells), self._short)
 
     def check_stages(self, told):
         """See `ActivationPolicy`."""
+        check_gathers(self.settings, self.tree.storage.settings)
         check_stages(self.settings, self.swapping, told)
+
+    def check_compiled_stage(self, told):
+        """See `ActivationPolicy`."""
+        check_compiled_stage(self.settings, self.swapping, self._gaps, [each for each in told if each is not None])
 
     def keeps_weights(self, unit):
         """See `ActivationPolicy`."""
@@ -161,11 +176,13 @@ class ChosenActivations(ActivationPolicy):
 
     def explained(self, frame, path=""):
         """See `ActivationPolicy`."""
-        if frame in self._compiled:
-            shown = cells_together([each for _, each in called_cells(frame) if each in self._cells])
-            return ExplainedActivations((f"recompute, whole Cells in a compiled function: {', '.join(shown)}",))
         arguments_need = not self.tree.storage.takes_gradients
-        return explained_activations(frame, _RECOMPUTED[1], algorithm_of, path, arguments_need)
+        if frame in self._compiled:
+            called, compiled = self._compiled[frame]
+            again, units = (calls_of(frame, called, cells) for cells in compiled or (self.recomputed_cells, ()))
+            cells = [key for key, how in calls_alone(frame, again, units).items() if how == "again"]
+            return explained_cells(frame, cells, bool(compiled), algorithm_of, path, arguments_need)
+        return explained_activations(frame, _RECOMPUTED[1], algorithm_of, path, arguments_need, self.swapping.is_on)
 
     def calling(self):
         """See `ActivationPolicy`."""
@@ -176,15 +193,21 @@ class ChosenActivations(ActivationPolicy):
         return keeping() if needed else nullcontext()
 
 
-def _lies_in(path, other):
-    """Whether a Cell is below another one."""
-    return not other or path.startswith(f"{other}.")
-
-
 def _containers(tree):
-    """The outermost Cells that hold others in a row: `(path, names of those)`."""
+    """The outermost Cells that hold layers in a row: `(path, names of those)`."""
     found = []
     for path, cell in tree.cells.items():
-        if isinstance(cell, CONTAINERS) and not any(f"{path}.".startswith(f"{other}.") for other, _ in found):
+        if _holds_layers(cell) and not any(f"{path}.".startswith(f"{other}.") for other, _ in found):
             found.append((path, tuple(cell.name_cells())))
     return found
+
+
+def _holds_layers(cell):
+    """Whether the Cells in a Cell are layers: a SequentialCell may also be a stem or head of Dense and GELU."""
+    is_sequence = isinstance(cell, nn.SequentialCell)
+    return isinstance(cell, CONTAINERS) and not (is_sequence and all(map(_is_single, cell.cells())))
+
+
+def _is_single(cell):
+    """Whether a Cell is MindSpore's own, or of this package, and holds no others."""
+    return type(cell).__module__.startswith(("mindspore.", "mindformers_core.")) and not cell.name_cells()

@@ -11,8 +11,8 @@ from functools import cache
 
 from mindformers_core.mesh import nearest
 from mindformers_core.recompute.following import Following
-from mindformers_core.recompute.places import called_cells, operators_in_order
-from mindformers_core.tensor_parallel.propagation.plan import Move
+from mindformers_core.recompute.places import operators_in_order
+from mindformers_core.tensor_parallel.propagation.plan import Move, called_cells
 
 __all__ = ["Prediction", "SavedTensor", "cell_keys", "recomputed", "saved_activations", "saved_bytes"]
 

@@ -29,8 +29,9 @@ def recompute(cell, *, is_part=False, **settings):
 
     Raises:
         TypeError: not a sharded Cell; a setting that there isn't.
-        ValueError: a Cell below a root, or that runs eagerly, or was given here before; settings that can't be. When a
-            program is made: a pattern that matches nothing. In compiled functions: anything but whole Cells.
+        ValueError: a Cell below a root, or that runs eagerly, or was given here before; settings that can't be, or
+            change nothing. When a program is made: a pattern that matches nothing, or `exclude` that leaves nothing. In
+            compiled functions: anything but whole Cells.
     """
     return _given(cell, "recompute", "settings", _made(RecomputeSettings, "recompute", settings), is_part)
 
@@ -54,14 +55,17 @@ def swap(cell, *, is_part=False, **settings):
 
 
 def _made(kind, function, settings):
-    """The settings, of names that there are."""
+    """The settings, of names that there are; errors begin with the key's path, as those of a recipe."""
     known = [entry.name for entry in fields(kind)]
     for name in settings:
         if name not in known:
-            raise TypeError(
-                f"{function}() has no setting '{name}'{nearest(name, known)}: there are is_part, {', '.join(known)}"
-            )
-    return kind(**settings)
+            instead = kind.instead.get(name)
+            hint = f" (here {instead})" if instead else nearest(name, known)
+            raise TypeError(f"{function}.{name}: unknown setting{hint}; known: is_part, {', '.join(known)}")
+    try:
+        return kind(**settings)
+    except (TypeError, ValueError) as error:  # the message begins with the key
+        raise type(error)(f"{function}.{error}") from None
 
 
 def _given(cell, function, which, settings, is_part):

@@ -8,21 +8,13 @@ every pipeline stage.
 """
 
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import ClassVar
 
-from mindformers_core.mesh import nearest
-from mindformers_core.recompute.layers import LAYERS_FORMS, common_layers, layer_numbers
+from mindformers_core.recompute.layers import layer_numbers
+from mindformers_core.recompute.setting_checks import check_budget, check_flag, checked_patterns, checked_prefetch
+from mindformers_core.recompute.swap_entries import LayerSwap, OperatorSwap, layer_swaps, operator_swaps
 
-__all__ = [
-    "DEFAULT_OP_SWAP",
-    "LayerSwap",
-    "OperatorSwap",
-    "RecomputeSettings",
-    "SwapSettings",
-    "check_budget",
-    "layer_numbers",
-]
+__all__ = ["DEFAULT_OP_SWAP", "RecomputeSettings", "SwapSettings"]
 
 # MindSpore Transformers swaps its flash_attention operators; here attention may be written in plain operators, too
 DEFAULT_OP_SWAP = "*.self_attn"
@@ -33,28 +25,14 @@ def _as_given(default=None):
     return field(default=default, metadata={"as_given": True})
 
 
-def check_budget(budget, where="recompute.budget"):
-    """Raise unless `budget` is a number above 0, and 1 at the most.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is out of this range.
-    """
-    allowed = "a number above 0 and at most 1: the part of the saved activations' bytes that may stay (1: all)"
-    if isinstance(budget, bool) or not isinstance(budget, Real):
-        raise TypeError(f"{where}: {budget!r} ({type(budget).__name__}) has to be {allowed}")
-    if not 0 < budget <= 1:
-        per_cent = f"; {budget} % is {budget / 100:g}" if 1 < budget <= 100 else ""
-        raise ValueError(f"{where}: {budget!r} has to be {allowed}{per_cent}")
-
-
 @dataclass(frozen=True)
 class RecomputeSettings:
     """What the backward pass computes again, from what it keeps. Checked, and in one form, when made.
 
     Attributes:
-        full: layers that are recomputed wholly: None, True (all entries of CellLists and CellDicts), or their numbers,
-            in ascending order; given in any form that `layer_numbers` takes.
+        full: layers that are recomputed wholly: None, True (all entries of CellLists, CellDicts, and SequentialCells
+            with more in them than single Cells of MindSpore), or their numbers, in ascending order; given in any form
+            that `layer_numbers` takes. False where all is switched off, whatever the flags below say.
         select: patterns of what else is recomputed, operators or Cells; one may be given without a list.
         exclude: patterns of what never is, whatever else says.
         mp_comm_recompute: whether collectives in what is recomputed run again, as in `Cell.recompute`; if not, their
@@ -70,32 +48,46 @@ class RecomputeSettings:
     """
 
     switch: ClassVar[str] = "full"  # the key that `recompute: true` in a recipe stands for
-    # MindSpore Transformers' keys, of r1.9 and of r2.0
-    called: ClassVar[dict] = {
-        **dict.fromkeys(("recompute", "full_recompute_layer"), "full"),
-        **dict.fromkeys(("select_recompute", "select_module"), "select"),
-        **dict.fromkeys(("select_recompute_exclude", "exclude_op"), "exclude"),
+    # MindSpore Transformers' keys, of r1.9 and of r2.0, and what there is here
+    instead: ClassVar[dict] = {
+        **dict.fromkeys(("recompute", "full_recompute_layer"), "it is called 'full'"),
+        **dict.fromkeys(("select_recompute", "select_module"), "it is called 'select'"),
+        **dict.fromkeys(("select_recompute_exclude", "exclude_op"), "it is called 'exclude'"),
+        "recompute_slice_activation": "sequence parallelism, in a recipe parallelism.sequence_parallel, cuts what is "
+        "kept between layers",
     }
 
     full: bool | tuple[int, ...] | None = _as_given()
     select: tuple[str, ...] = _as_given(())
     exclude: tuple[str, ...] = _as_given(())
-    mp_comm_recompute: bool = True
-    parallel_optimizer_comm_recompute: bool | None = None
-    budget: float | None = None
+    mp_comm_recompute: bool = _as_given(True)
+    parallel_optimizer_comm_recompute: bool | None = _as_given()
+    budget: float | None = _as_given()
 
     def __post_init__(self):
-        _put(self, full=layer_numbers(self.full, "full"))
-        _put(self, select=_patterns(self.select, "select"), exclude=_patterns(self.exclude, "exclude"))
-        _check_flag(self.mp_comm_recompute, "mp_comm_recompute")
+        is_off = self.full is False and not self.select and self.budget is None
+        _put(self, full=False if is_off else layer_numbers(self.full, "full"))
+        _put(self, select=checked_patterns(self.select, "select"), exclude=checked_patterns(self.exclude, "exclude"))
+        check_flag(self.mp_comm_recompute, "mp_comm_recompute")
         if self.parallel_optimizer_comm_recompute is not None:
-            _check_flag(self.parallel_optimizer_comm_recompute, "parallel_optimizer_comm_recompute")
+            check_flag(self.parallel_optimizer_comm_recompute, "parallel_optimizer_comm_recompute")
         self._check_budget()
-        if self.exclude and not self.is_on:
+        self._check_about_something()
+
+    def _check_about_something(self):
+        if self.is_on:
+            return
+        if self.exclude:
             raise ValueError(
                 f"exclude: {list(self.exclude)} is taken out of what is recomputed, but nothing is: give full, select "
                 "or budget, or leave it out"
             )
+        for name in ("mp_comm_recompute", "parallel_optimizer_comm_recompute"):
+            if getattr(self, name) is False and self.full is None:
+                raise ValueError(
+                    f"{name}: False is about what is recomputed, but nothing is: give full, select or budget, or "
+                    "leave it out"
+                )
 
     def _check_budget(self):
         budget = self.budget
@@ -114,34 +106,6 @@ class RecomputeSettings:
     def is_on(self):
         """Whether anything is to be recomputed."""
         return bool(self.full or self.select or self.budget is not None)
-
-
-@dataclass(frozen=True)
-class LayerSwap:
-    """Layers of which everything that is saved goes to the host.
-
-    Attributes:
-        layers: True for all, or their numbers, in ascending order.
-        backward_prefetch: how many saved tensors ahead of its use one is copied back.
-    """
-
-    layers: bool | tuple[int, ...]
-    backward_prefetch: int
-
-
-@dataclass(frozen=True)
-class OperatorSwap:
-    """Operators, or Cells, of which everything that is saved goes to the host.
-
-    Attributes:
-        op_name: their pattern.
-        layers: True, or numbers of the only layers in which it counts, in ascending order.
-        backward_prefetch: how many saved tensors ahead of its use one is copied back.
-    """
-
-    op_name: str
-    layers: bool | tuple[int, ...]
-    backward_prefetch: int
 
 
 @dataclass(frozen=True)
@@ -165,137 +129,37 @@ class SwapSettings:
     """
 
     switch: ClassVar[str] = "swap"  # the key that `swap: true` in a recipe stands for
-    called: ClassVar[dict] = {"enable": "swap"}  # in MindSpore Transformers r2.0
+    instead: ClassVar[dict] = {"enable": "it is called 'swap'"}  # in MindSpore Transformers r2.0
 
-    swap: bool | None = None
-    default_prefetch: int = 1
+    swap: bool | None = _as_given()
+    default_prefetch: int = _as_given(1)
     layer_swap: tuple[LayerSwap, ...] = _as_given(())
     op_swap: tuple[OperatorSwap, ...] = _as_given(())
 
     def __post_init__(self):
-        prefetch = _checked_prefetch(self.default_prefetch, "default_prefetch")
+        prefetch = checked_prefetch(self.default_prefetch, "default_prefetch")
         if self.swap is not None:
-            _check_flag(self.swap, "swap")
-        layers, operators = _layer_swaps(self.layer_swap, prefetch), _op_swaps(self.op_swap, prefetch)
+            check_flag(self.swap, "swap")
+        layers, operators = layer_swaps(self.layer_swap, prefetch), operator_swaps(self.op_swap, prefetch)
         if self.swap is None and not layers and not operators and prefetch != 1:
             raise ValueError(
                 f"default_prefetch: {prefetch} is given, but nothing to swap: give swap=true, layer_swap or op_swap"
             )
+        is_short = False
         if self.swap and not layers and not operators:
-            operators = (OperatorSwap(DEFAULT_OP_SWAP, True, prefetch),)
+            operators, is_short = (OperatorSwap(DEFAULT_OP_SWAP, True, prefetch),), True
         is_on = bool(layers or operators) if self.swap is None else self.swap
-        _put(self, swap=is_on, layer_swap=layers, op_swap=operators)
+        _put(self, swap=is_on, layer_swap=layers, op_swap=operators, _is_short=is_short)
 
     @property
     def is_on(self):
         """Whether anything is to be swapped."""
         return self.swap
 
-
-def _patterns(given, where):
-    """One pattern or several, as a tuple; what they mean is checked where Cells are known."""
-    if given is None:
-        return ()
-    entries = [given] if isinstance(given, str) else given
-    if not isinstance(entries, (list, tuple)):
-        raise TypeError(f"{where}: {given!r} should be a pattern, or a list of patterns, as ['layers.0-7.mlp']")
-    for index, pattern in enumerate(entries):
-        _check_pattern(pattern, where if isinstance(given, str) else f"{where}[{index}]")
-    return tuple(entries)
-
-
-def _check_pattern(pattern, where):
-    if not isinstance(pattern, str):
-        raise TypeError(f"{where}: {pattern!r} should be a pattern, a text as 'layers.0-7.mlp'")
-    if not pattern.strip():
-        raise ValueError(f"{where}: {pattern!r} is an empty pattern: it should name a Cell or an operator")
-
-
-def _layer_swaps(given, default_prefetch):
-    found = []
-    for where, entry in _listed(() if given is None else given, "layer_swap"):
-        _check_keys(entry, ("layers", "backward_prefetch"), where)
-        if "layers" not in entry:
-            raise ValueError(f"{where}.layers: missing; it should be {LAYERS_FORMS}")
-        found.append((where, LayerSwap(*_layers_and_prefetch(entry, where, default_prefetch))))
-    return _apart(found)
-
-
-def _op_swaps(given, default_prefetch):
-    found = []
-    for where, entry in _named(given):
-        _check_keys(entry, ("op_name", "layers", "backward_prefetch"), where)
-        if "op_name" not in entry:
-            raise ValueError(f"{where}.op_name: missing; it should be a pattern, as 'layers.0-7.mlp'")
-        _check_pattern(entry["op_name"], f"{where}.op_name")
-        found.append((where, OperatorSwap(entry["op_name"], *_layers_and_prefetch(entry, where, default_prefetch))))
-    return _apart(found)
-
-
-def _named(given):
-    """`(where, dict)` of the entries of `op_swap`, in either form, all with their `op_name`."""
-    if not isinstance(given, dict) or "op_name" in given:
-        yield from _listed(() if given is None else given, "op_swap")
-        return
-    for pattern, settings in given.items():
-        where = f"op_swap[{pattern!r}]"
-        if settings in ([], ()):
-            raise ValueError(f"{where}: {settings} has no entry: leave it out, or give true for all layers")
-        for inner, entry in _listed({} if settings is True else settings, where, " or true"):
-            _check_keys(entry, ("layers", "backward_prefetch"), inner)
-            yield inner, {"op_name": pattern, **entry}
-
-
-def _listed(given, where, other=""):
-    """`(where, dict)` of every entry of a list of dicts, or of the only one."""
-    several = isinstance(given, (list, tuple))
-    for index, entry in enumerate(given if several else (given,)):
-        path = f"{where}[{index}]" if several else where
-        if isinstance(entry, (LayerSwap, OperatorSwap)):
-            entry = vars(entry)
-        if not isinstance(entry, dict):
-            raise TypeError(f"{path}: {entry!r} should be a mapping with layers and backward_prefetch{other}")
-        yield path, entry
-
-
-def _check_keys(entry, known, where):
-    for key in entry:
-        if key not in known:
-            raise ValueError(f"{where}.{key}: unknown key{nearest(key, known)}; known: {', '.join(known)}")
-
-
-def _layers_and_prefetch(entry, where, default_prefetch):
-    layers = layer_numbers(entry.get("layers", True), f"{where}.layers")
-    if layers is None:
-        raise ValueError(f"{where}.layers: {entry['layers']} means no layer: leave the entry out")
-    prefetch = entry.get("backward_prefetch")
-    return layers, _checked_prefetch(default_prefetch if prefetch is None else prefetch, f"{where}.backward_prefetch")
-
-
-def _apart(found):
-    """The entries of `(where, entry)` pairs, of which no two are about the same thing in the same layer."""
-    for index, (where, entry) in enumerate(found):
-        for earlier_where, earlier in found[:index]:
-            shared = common_layers(entry.layers, earlier.layers)
-            if shared and getattr(entry, "op_name", None) == getattr(earlier, "op_name", None):
-                which = "all layers are" if shared is True else f"layer {shared[0]} is"
-                raise ValueError(
-                    f"{where}.layers: {which} in {earlier_where}, too: give one backward_prefetch for each"
-                )
-    return tuple(entry for _, entry in found)
-
-
-def _checked_prefetch(given, where):
-    if type(given) is not int:
-        raise TypeError(f"{where}: {given!r} should be a whole number of tensors")
-    if given < 1:
-        raise ValueError(f"{where}: {given} should be at least 1: tensors ahead of the one that is needed")
-    return given
-
-
-def _check_flag(given, where):
-    if not isinstance(given, bool):
-        raise TypeError(f"{where}: {given!r} should be true or false")
+    def where(self, entry):
+        """What asks for an `OperatorSwap`, for errors: `"swap.op_swap['*.mlp']"`."""
+        key = f"op_swap[{entry.op_name!r}]"
+        return f"swap.swap: true, which means {key}" if self._is_short else f"swap.{key}"
 
 
 def _put(settings, **values):

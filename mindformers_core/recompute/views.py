@@ -7,7 +7,7 @@ can't be: there a contiguous copy is made, and the result is a view of that.
 from mindformers_core.tensor_parallel.capturing.structure import values_in
 from mindformers_core.tensor_parallel.generation.operator_rewrites import rewrite
 
-__all__ = ["contiguous_strides", "gives_its_input", "is_contiguous", "reshaped", "viewed"]
+__all__ = ["contiguous_strides", "gives_its_input", "is_cast_to_its_dtype", "is_contiguous", "reshaped", "viewed"]
 
 _RESHAPES = frozenset(
     ("Reshape", "ViewAs", "FlattenExt", "ExpandDims", "ExpandDimsView", "DeprecatedUnsqueeze", "Squeeze")
@@ -96,10 +96,16 @@ def gives_its_input(node, shape, strides):
 
     Takes what `viewed` does.
     """
+    if is_cast_to_its_dtype(node):
+        return True
     name, _, _ = rewrite(node.operator, tuple(node.args), dict(node.kwargs))
-    if name in _CASTS:
-        return values_in(node.outputs)[0].dtype == values_in((node.args, node.kwargs))[0].dtype
     return name == "StopGradient" or name in _SAME_WHERE_CONTIGUOUS and is_contiguous(shape, strides)
+
+
+def is_cast_to_its_dtype(node):
+    """Whether an operator is a cast to the dtype that its tensor has: it gives the same object back."""
+    name, _, _ = rewrite(node.operator, tuple(node.args), dict(node.kwargs))
+    return name in _CASTS and values_in(node.outputs)[0].dtype == values_in((node.args, node.kwargs))[0].dtype
 
 
 def _transpose(node, args, kwargs, strides, targets):

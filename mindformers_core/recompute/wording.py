@@ -3,7 +3,7 @@
 import re
 import textwrap
 
-__all__ = ["cells_together", "layers_together", "names_shown"]
+__all__ = ["cells_together", "layers_together", "names_shown", "quoted", "ranges_shown"]
 
 _WIDTH = 120
 _UNBROKEN = {"break_long_words": False, "break_on_hyphens": False}
@@ -26,7 +26,7 @@ def layers_together(names):
     lines = []
     for (before, after), places in found.items():
         for run in _runs(sorted(places, key=lambda number: -1 if number is None else number)):
-            shown = "" if run == [None] else f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}"
+            shown = "" if run == [None] else _range_shown(run)
             lines.append((f"{before}{shown}{after}", [place for number in run for place in places[number]]))
     return lines
 
@@ -51,6 +51,20 @@ def names_shown(names):
         text = f"{cell}: {', '.join(dict.fromkeys(inside))}"
         lines += textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="    ", **_UNBROKEN)
     return lines
+
+
+def ranges_shown(numbers):
+    """Numbers as texts, ascending, those in a row together: `["0-3", "7"]`."""
+    return [_range_shown(run) for run in _runs(sorted(numbers))]
+
+
+def quoted(texts):
+    """Texts in quotes, with commas between."""
+    return ", ".join(f"'{text}'" for text in texts)
+
+
+def _range_shown(run):
+    return f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}"
 
 
 def _runs(numbers):

@@ -32,7 +32,8 @@ class Mark:
 
     Attributes:
         kind: `"recomputed"`: it runs again in the backward pass; `"on host"`: its results wait for that on the host;
-            `"kept for others"`: what it makes is kept, since others are computed again from it.
+            `"kept for others"`: what it makes is kept, since others are computed again from it; of a call of a Cell,
+            `"recomputed whole"`: all in it runs again; `""`: it does as part of such a Cell, and nothing is shown.
         nbytes: on one rank, bytes that the device doesn't keep for the backward pass because of it, of its results and
             of copies of views; of the last kind, bytes that it keeps.
         sends: whether the collectives in it run again, too.
@@ -51,10 +52,12 @@ class ExplainedActivations:
         lines: text about the whole program.
         marks: key of an instruction -> its `Mark`. A key is the indices of the calls that lead there, among the
             `instructions` of each `FramePlan`, and its own.
+        dropped: keys of the instructions whose results the device doesn't hold for the backward pass.
     """
 
     lines: tuple = ()
     marks: dict = field(default_factory=dict)
+    dropped: frozenset = frozenset()
 
 
 class ActivationPolicy:
@@ -73,7 +76,7 @@ class ActivationPolicy:
 
         Args:
             path, frame: of the call.
-            compiled: None for PyNative; for compiled functions paths of Cells whose functions take their weights.
+            compiled: None for PyNative; otherwise as `ShardedTree.compiling`, empty where the whole is one function.
 
         Raises:
             ValueError: the policy can't be honoured, in the program or in a compiled function.
@@ -92,7 +95,8 @@ class ActivationPolicy:
         """Raise `ValueError` where a compiled function that calls the Cells as a whole can't do what is asked."""
 
     def check_matched(self):
-        """Before gradients, also of Cells that aren't in training mode: raise `ValueError` for what matches nothing."""
+        """Before gradients of the program that was asked for last, also of Cells that aren't in training mode: raise
+        `ValueError` for what matches nothing, or can't be honoured."""
 
     def told(self):
         """What the policies of a pipeline's other stages have to know, as JSON can hold it; None: nothing."""
@@ -100,6 +104,9 @@ class ActivationPolicy:
 
     def check_stages(self, told):
         """Raise `ValueError` for what none of a pipeline's stages has; `told`: by every stage, ascending."""
+
+    def check_compiled_stage(self, told):
+        """Raise `ValueError` for what a compiled stage can't do; `told`: as of `check_stages`, with `"compiled"`."""
 
     def keeps_weights(self, unit):
         """Whether the weights of a unit that were gathered for its forward pass stay for its backward pass."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from mindformers_core.tensor_parallel.explaining import explain_plan, page
 from mindformers_core.tensor_parallel.explaining.algorithms import algorithm_steps
+from mindformers_core.tensor_parallel.propagation.plan import joined_path
 from mindformers_core.tensor_parallel.sharded_cells import EagerCell, ShardedCell
 
 __all__ = ["explain", "explain_activations", "prepare", "programs"]
@@ -51,7 +52,8 @@ def explain(cell, *inputs, html=None, **named_inputs):
     and bytes forward and backward; in all the bytes per mesh axis and the peak of activations. Of a root Cell under
     `zero.hsdp()` besides what is sharded, bucket by bucket, what stays whole, and what this sends in a step. Under
     `recompute()` or `swap()` each operator and redistribution that is computed again, or waits on the host, has a mark
-    with the bytes that this saves, `[recomputed: 1.5 MiB not kept]`; of a root Cell these are summed up at the end.
+    with the bytes that this saves, `[recomputed: 1.5 MiB not kept]`; of a root Cell these are summed up at the end. In
+    the program of a compiled function the Cells have it, in which all runs again.
 
     Args:
         cell: a Cell of a sharded tree.
@@ -71,9 +73,9 @@ def explain(cell, *inputs, html=None, **named_inputs):
     activations = tree.activations.explained(whole, inner)
     stored, kept = (tree.storage.explained(), activations.lines) if path == "" else ((), ())
     if html is not None:
-        shown = page(frame, tree.label(path), algorithm_steps, stored, activations.marks, kept)
+        shown = page(frame, tree.label(path), algorithm_steps, stored, activations, kept)
         Path(html).write_text(shown, encoding="utf-8")
-    return explain_plan(frame, algorithm_steps, [*stored, *kept], activations.marks)
+    return explain_plan(frame, algorithm_steps, [*stored, *kept], activations)
 
 
 def explain_activations(cell, *inputs, compiled=False, **named_inputs):
@@ -81,19 +83,27 @@ def explain_activations(cell, *inputs, compiled=False, **named_inputs):
 
     Args:
         cell: the root of a sharded tree.
-        inputs, compiled, named_inputs: as for `prepare`.
+        inputs, compiled, named_inputs: as for `prepare`; without any, the program that ran last.
+
+    Raises:
+        ValueError: what would be an error as soon as gradients are taken; or no inputs are given, and nothing ran.
     """
     tree, _ = _sharding(cell)
     if not tree.activations.marks:
         return ()
-    return tree.activations.explained(prepare(cell, *inputs, compiled=compiled, **named_inputs).frame).lines
+    if inputs or named_inputs:
+        frame = prepare(cell, *inputs, compiled=compiled, **named_inputs).frame
+    else:
+        frame, _ = _last_program(tree, "")
+    tree.activations.check_matched()
+    return tree.activations.explained(frame).lines
 
 
 def _last_program(tree, path):
     """`(FramePlan, path of a Cell in it)` of the program that ran last with this Cell."""
     for program in reversed(tree.programs.values()):
         for inner, _ in program.frame.walk():
-            if f"{program.path}.{inner}".strip(".") == path:
+            if joined_path(program.path, inner) == path:
                 return program.frame, inner
     raise ValueError(f"{tree.label(path)} has no program yet: give explain() inputs, or call the Cell before")
 

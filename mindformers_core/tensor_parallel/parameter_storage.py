@@ -16,12 +16,14 @@ class ParameterStorage:
         units: the Cells, by path, whose weights come and go with their calls.
         takes_gradients: whether gradients are taken by a function that differentiates no inputs.
         is_open: whether all values that computing needs are there, or come by themselves.
+        settings: the `HsdpSettings`, or None.
     """
 
     parts = {}
     units = {}
     takes_gradients = False
     is_open = True
+    settings = None
 
     def calling(self):
         """A context manager around a call of a Cell from outside, in PyNative."""

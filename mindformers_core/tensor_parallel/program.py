@@ -13,6 +13,7 @@ from mindformers_core.operators import TensorMeta, tensor_meta
 from mindformers_core.tensor_parallel.capturing import capture
 from mindformers_core.tensor_parallel.capturing.structure import map_leaves, values_in
 from mindformers_core.tensor_parallel.dtensor import DTensor, wrap
+from mindformers_core.tensor_parallel.generation.cutting import calls_of, cut
 from mindformers_core.tensor_parallel.generation.load import load_module
 from mindformers_core.tensor_parallel.generation.module_source import module_source
 from mindformers_core.tensor_parallel.move import cost_model, dtype_name
@@ -31,6 +32,7 @@ class Program:
         path: the called Cell.
         signature: what tells it from others: see `describe`.
         frame: its `FramePlan`.
+        generated: the `FramePlan` that was generated: the same one, but where some of it is compiled by itself.
         graph: what was captured.
         file: the generated module.
         source: the `ModuleSource`.
@@ -42,6 +44,7 @@ class Program:
     path: str
     signature: tuple
     frame: object
+    generated: object
     graph: object
     file: str
     source: object = field(repr=False)
@@ -165,15 +168,16 @@ def _generated(tree, path, signature, graph, frame):
     prefix = f"{path}." if path else ""
     classes = {cell[len(prefix) :]: kind for cell, kind in tree.classes.items() if not path or cell.startswith(prefix)}
     classes[""] = tree.classes[path]
-    recomputes = tree.activations.marks and tree.compiling is not None
-    source = module_source(frame, classes, cost_model(), tree.function_names, header, tree.deferring, recomputes)
+    generated = cut(frame, *(calls_of(frame, path, cells) for cells in tree.compiling)) if tree.compiling else frame
+    apart = generated is not frame or tree.activations.marks and tree.compiling is not None
+    source = module_source(generated, classes, cost_model(), tree.function_names, header, tree.deferring, apart)
     tree.function_names.update(source.functions.values())
-    name = source.functions[frame]
+    name = source.functions[generated]
     module = load_module(name, source)
     functions = {function: getattr(module, function) for function in source.functions.values()}
     values = values_in(graph.result)
     results = tuple(tensor_meta(v.shape, v.dtype, layout, False) for v, layout in zip(values, frame.results))
-    return Program(name, path, signature, frame, graph, module.__file__, source, functions, results)
+    return Program(name, path, signature, frame, generated, graph, module.__file__, source, functions, results)
 
 
 def _header(tree, path, graph, frame):

@@ -13,6 +13,7 @@ __all__ = [
 ]  # fmt: skip
 
 CONTAINERS = (nn.CellList, nn.CellDict, nn.SequentialCell)  # they hold other Cells in a row
+_SHOWN = 5  # Cells of a list in an error
 _LOCATED = (ValueError, TypeError, IndexError, RuntimeError)
 
 
@@ -44,6 +45,16 @@ class ShardedCell:
         elif not (same or tree.running or name.startswith("__") or name in _attributes_of_any_cell()):
             tree.forget_programs()
 
+    def recompute(self, *args, **settings):
+        """As MindSpore's; not where activations are chosen by name: `recompute()` and `swap()` leave it out, too."""
+        tree, path = self.__dict__["_sharding"]
+        if tree.activations.marks:
+            raise ValueError(
+                f"recompute() or swap() was called with {tree.label('')} already: select {tree.label(path)} there, in "
+                "a pattern, and leave its own recompute() out"
+            )
+        return super().recompute(*args, **settings)
+
     def parameters_and_names(self, name_prefix="", expand=True):
         """As MindSpore's, of the Parameters that optimizers and checkpoints are to see."""
         storage = self.__dict__["_sharding"][0].storage
@@ -63,8 +74,8 @@ class GeneratedCell(ShardedCell):
     def __call__(self, *args, program=None, **kwargs):
         tree, path = self.__dict__["_sharding"]
         call, unit = super().__call__, tree.storage.unit(path)
-        if program is not None and path in tree.compiled_cells:
-            call = tree.compiled_cells[path]
+        if program is not None and tree.compiled_cells is not None:
+            call = tree.compiled_cells.function_of(path, program) or call
         if unit is None:
             return tree.enter(path, call, args, kwargs) if program is None else call(*args, program=program, **kwargs)
         if program is not None:
@@ -120,7 +131,6 @@ class EagerCell(ShardedCell):
         return value
 
 
-@cache
 def sharded_class(mixin, cls, programs=()):
     """`cls` with a mixin; `programs` are pairs (name, function) that become methods."""
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__, **dict(programs)})
@@ -182,8 +192,9 @@ def tree_of_root(cell, function, instead=""):
         )
     eager = [tree.label(inner) for inner, child in tree.cells.items() if isinstance(child, EagerCell)]
     if eager:
+        shown = ", ".join(eager[:_SHOWN]) + (", …" if len(eager) > _SHOWN else "")
         raise ValueError(
-            f"{', '.join(eager)}: runs operator by operator (eager), where {function}() can't change what runs: "
+            f"{shown}: runs operator by operator (eager), where {function}() can't change what runs: "
             'shard(cell, mesh, mode="generated"), and mark no Cell of it eager'
         )
     return tree

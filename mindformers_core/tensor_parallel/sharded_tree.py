@@ -4,16 +4,18 @@ import logging
 from collections import OrderedDict
 from contextlib import contextmanager
 from inspect import getsourcefile, getsourcelines, signature
+from weakref import WeakValueDictionary
 
 from mindformers_core.tensor_parallel.activation_policy import ActivationPolicy
 from mindformers_core.tensor_parallel.boundary import Boundary
-from mindformers_core.tensor_parallel.capturing.graph import CallNode
 from mindformers_core.tensor_parallel.capturing.structure import map_leaves
 from mindformers_core.tensor_parallel.compiling import enrol
 from mindformers_core.tensor_parallel.dtensor import DTensor
 from mindformers_core.tensor_parallel.generation.passed_weights import weights_of_call
 from mindformers_core.tensor_parallel.parameter_storage import ParameterStorage
 from mindformers_core.tensor_parallel.program import describe, make_program, signature_key
+from mindformers_core.tensor_parallel.propagation.plan import called_graphs, joined_path
+from mindformers_core.tensor_parallel.recordings import no_gradient_left_waiting
 from mindformers_core.tensor_parallel.sharded_cells import EagerCell, GeneratedCell, located, sharded_class
 
 __all__ = ["MOST_PROGRAMS", "ShardedTree"]
@@ -39,9 +41,9 @@ class ShardedTree:
         deferred_gradients: the `DeferredGradients` whose matmuls leave the gradients of weights for later, or None.
         deferring: whether calls do that now: they have programs of their own.
         activations: the `ActivationPolicy`: what becomes of activations between forward and backward pass.
-        compiling: None; while programs are asked for that compiled functions call, paths of the Cells whose functions
-            take their weights as arguments.
-        compiled_cells: path of a Cell -> the function that a running program calls in its place.
+        compiling: None; while programs are asked for that are compiled as a whole, (); where they are compiled part by
+            part, paths of the Cells that run again, and of those that are units.
+        compiled_cells: what calls such functions of a running program (`CompiledCells`), or None.
         versions: how often something was set in a Cell that programs depend on, or one became eager.
     """
 
@@ -56,10 +58,11 @@ class ShardedTree:
         self.running = self.views = self.training = self.deferred_gradients = None
         self.deferring = False
         self.storage, self.activations, self.compiling = ParameterStorage(), ActivationPolicy(), None
-        self.compiled_cells = {}
+        self.compiled_cells = None
         self._eager = set()
         self._as_it_is = _with_own_gradient(self.classes)
         self._methods = {path: {} for path in self.cells}
+        self._kinds = WeakValueDictionary()  # what `sharded_class` is given -> the class, which alike Cells share
         for path, cell in self.cells.items():
             if cell._recompute_cell is not None and not hasattr(cell._recompute_cell, "wrap_cell"):
                 raise ValueError(
@@ -84,7 +87,8 @@ class ShardedTree:
         mixin = EagerCell if path in self._eager else GeneratedCell
         programs = () if mixin is EagerCell else tuple(self._methods[path].items())
         cell = self.cells[path]
-        cell.__class__ = sharded_class(mixin, self.classes[path], programs)
+        kind = mixin, self.classes[path], programs
+        cell.__class__ = self._kinds.get(kind) or self._kinds.setdefault(kind, sharded_class(*kind))
         wrapped = getattr(cell._recompute_cell, "wrap_cell", None)
         if wrapped is not None:
             wrapped.function = cell.construct  # `recompute()` keeps the method that there was when it was called
@@ -144,6 +148,10 @@ class ShardedTree:
 
     def enter(self, path, call, args, kwargs):
         """A call from outside, in PyNative: local tensors in, DTensors out."""
+        with no_gradient_left_waiting(self.cells[path]):
+            return self._entered(path, call, args, kwargs)
+
+    def _entered(self, path, call, args, kwargs):
         if path == "":
             args, kwargs = self.storage.entering(args, kwargs)
         program = self.program(path, args, kwargs)
@@ -191,19 +199,20 @@ class ShardedTree:
     def key(self, path, args, kwargs):
         """What a program of a call is found by."""
         try:
-            kind = self.deferring, self.compiling if self.activations.marks else None
+            kind = self.deferring, self.compiling if self.activations.marks else self.compiling or None
             return path, kind, self._flags(), signature_key(args), signature_key(kwargs)
         except TypeError as error:
             raise TypeError(f"{self.label(path)}: {error}") from None
 
     @contextmanager
-    def for_compiled(self, taking_weights=()):
-        """While open, the programs that are asked for are those of compiled functions; paths as of `compiling`."""
-        before, self.compiling = self.compiling, taking_weights
+    def for_compiled(self, compiling=(), compiled_cells=None):
+        """While open, the programs that are asked for are those of compiled functions; arguments as the attributes."""
+        before = self.compiling, self.compiled_cells
+        self.compiling, self.compiled_cells = compiling, compiled_cells
         try:
             yield
         finally:
-            self.compiling = before
+            self.compiling, self.compiled_cells = before
 
     def _flags(self):
         if self.training is None:
@@ -236,18 +245,17 @@ class ShardedTree:
             for read in graph.parameters:
                 self.storage.reading(self._parameter(program.path, read.path), path)
             for attribute, kind, index in program.source.borrowed.get(frame, ()):
-                self.cells[path].__dict__[attribute] = self._elsewhere(program.path, graph, kind, index)
+                self.cells[path].__dict__[attribute] = self._elsewhere(program.path, frame, graph, kind, index)
         if self.deferring:
             self.deferred_gradients.attach(program)
         for path in {path for path, _, _ in _calls(program)}:
             self._dress(path)
 
-    def _elsewhere(self, prefix, graph, kind, index):
+    def _elsewhere(self, prefix, frame, graph, kind, index):
         """A parameter or Cell that a graph uses, and that isn't below its own Cell."""
         if kind == "parameter":
             return self._parameter(prefix, graph.parameters[index].path)
-        calls = [node for node in graph.nodes if isinstance(node, CallNode)]
-        return self.cells[_joined(prefix, calls[index].graph.path)]
+        return self.cells[joined_path(prefix, list(called_graphs(frame, graph))[index][1].path)]
 
     def running_call(self, path, function):
         """`(Program, FramePlan, CellGraph)` of a call of the Cell at `path`, its function of that name, that is on."""
@@ -260,7 +268,7 @@ class ShardedTree:
         return weights_of_call(frame, graph, lambda inner: self._parameter(program.path, inner))
 
     def _parameter(self, prefix, path):
-        owner, _, name = _joined(prefix, path).rpartition(".")
+        owner, _, name = joined_path(prefix, path).rpartition(".")
         return self.cells[owner]._params[name]
 
     def forget_programs(self):
@@ -298,18 +306,13 @@ def _local(leaf):
     return leaf._local if type(leaf) is DTensor else leaf
 
 
-def _joined(prefix, path):
-    return f"{prefix}.{path}" if prefix and path else prefix or path
-
-
 def _calls(program):
     """`(path, FramePlan, CellGraph)` of every call in a program; of shared plans, each call's own graph."""
 
     def visit(path, frame, graph):
         yield path, frame, graph
-        nodes = [node for node in graph.nodes if isinstance(node, CallNode)]
-        for call, node in zip(frame.calls, nodes, strict=True):
+        for call, inner in called_graphs(frame, graph):
             if call.frame is not None:
-                yield from visit(_joined(program.path, node.graph.path), call.frame, node.graph)
+                yield from visit(joined_path(program.path, inner.path), call.frame, inner)
 
-    return visit(program.path, program.frame, program.graph)
+    return visit(program.path, program.generated, program.graph)

@@ -173,7 +173,7 @@ class DeferredGradients:
     def attach(self, program):
         """Give the Cell of a new program the objects that stand for its deferred operators."""
         below = program.source.deferrals
-        structure, ordinary = deferred_weights(program.path, program.frame, program.graph, below)
+        structure, ordinary = deferred_weights(program.path, program.generated, program.graph, below)
         self._ordinary |= {id(self._parameter(path)) for path in ordinary}
         alike = {}
 

@@ -15,7 +15,13 @@ _DEPENDENCIES = ("mindspore", "numpy", "scipy", "yaml")
 
 def main(arguments=None):
     """Run one command; returns the exit code: 0 done, 1 runs differ or learnt nothing, 2 a wrong command or file."""
-    arguments = _parser().parse_args(arguments)
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(arguments)
+    if "overrides" in arguments:  # argparse takes those that stand together only
+        arguments.overrides += [text for text in rest if not text.startswith("-")]
+        rest = [text for text in rest if text.startswith("-")]
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return arguments.run(arguments)
 
 

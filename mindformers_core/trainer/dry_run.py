@@ -15,14 +15,14 @@ from mindformers_core.communication import init_distributed
 from mindformers_core.communication.world import shutdown
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaForCausalLM
-from mindformers_core.recompute import recompute, swap
 from mindformers_core.recompute.stages import check_stages
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.tensor_parallel.inspecting import explain_activations
+from mindformers_core.tensor_parallel.inspecting import explain_activations, prepare
+from mindformers_core.trainer.activations import with_activations
+from mindformers_core.trainer.micro_batch import micro_batch
 from mindformers_core.trainer.pipeline_recipe import recipe_timeline
 from mindformers_core.trainer.pipeline_step import build_chunks, hsdp_chunks
 from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, global_batch_size, mesh_shape
-from mindformers_core.trainer.recompute_recipe import recompute_arguments, swap_arguments
 from mindformers_core.trainer.zero_recipe import SHARDED, zero_settings
 from mindformers_core.zero import memory_report
 
@@ -118,29 +118,37 @@ def _facts_of_rank(recipe, mesh, rank, micro_batches):
     try:
         if recipe.parallelism.pipeline_parallel == 1:
             chunks = [(0, _whole_model(recipe, mesh))]
-            batch = recipe.training.local_batch_size
         else:
             chunks = build_chunks(recipe, mesh, rank)
-            batch = recipe.parallelism.pipeline_parallel_microbatch_size
-        inputs = [_inputs(recipe, index, batch) for index, _ in chunks]
-        for (_, net), given in zip(chunks, inputs, strict=True):
+        for stage, net in chunks:
             with ms.DeviceCtx("meta"):
-                net(*given)
+                net(*(ms.mint.zeros(each.shape, dtype=getattr(ms, each.dtype)) for each in micro_batch(recipe, stage)))
         zero = zero_settings(recipe, mesh, micro_batches)
         nets = [net for _, net in chunks]
         hsdp_chunks(recipe, nets, zero)
-        told = tuple((stage, net.__dict__["_sharding"][0].activations.told()) for stage, net in chunks)
-        return _facts(recipe, nets, zero["shard_size"], _activations(recipe, chunks, inputs), told)
+        told = tuple((stage, _told(recipe, stage, net)) for stage, net in chunks)
+        is_short = any(each and each["short"] for _, each in told)  # of a budget, for which all stages are looked at
+        activations = () if is_short else _activations(recipe, chunks)
+        return _facts(recipe, nets, zero["shard_size"], activations, told)
     finally:
         shutdown()
 
 
-def _activations(recipe, chunks, inputs):
+def _told(recipe, stage, net):
+    """What the `ActivationPolicy` of a stage tells, once it has the program that training would run."""
+    activations = net.__dict__["_sharding"][0].activations
+    if activations.marks:
+        prepare(net, *micro_batch(recipe, stage), compiled=recipe.context.mode == 0)
+    return activations.told()
+
+
+def _activations(recipe, chunks):
     """Lines about what is recomputed and swapped in each of the Cells of a rank."""
     lines = []
-    for (stage, net), given in zip(chunks, inputs, strict=True):
-        found = explain_activations(net, *given, compiled=recipe.context.mode == 0)
-        lines += [f"stage {stage}:", *found] if found and recipe.parallelism.pipeline_parallel > 1 else found
+    for stage, net in chunks:
+        found = explain_activations(net, *micro_batch(recipe, stage), compiled=recipe.context.mode == 0)
+        is_stage = found and recipe.parallelism.pipeline_parallel > 1
+        lines += [f"stage {stage}:", *(f"  {line}" for line in found)] if is_stage else found
     return tuple(lines)
 
 
@@ -162,20 +170,8 @@ def _facts(recipe, nets, shards, activations, told):
 
 def _whole_model(recipe, mesh):
     with ms.DeviceCtx("meta"):
-        net = shard(LlamaForCausalLM(recipe.model), mesh, recipe.parallelism, mode=recipe.context.engine)
-    return swap(recompute(net, **recompute_arguments(recipe)), **swap_arguments(recipe))
-
-
-def _inputs(recipe, stage, batch):
-    """What the Cell of a stage is called with, on the meta device; stages after the first take hidden states."""
-    length, sizes = recipe.train_dataset.seq_length, recipe.parallelism
-    with ms.DeviceCtx("meta"):
-        ids = ms.mint.zeros((batch, length), dtype=ms.int32)
-        if stage == 0:
-            return ids, ids
-        length = length // sizes.tensor_parallel if sizes.sequence_parallel else length
-        shape = (batch, length, recipe.model.hidden_size)
-        return ms.mint.zeros(shape, dtype=getattr(ms, recipe.model.dtype)), ids
+        net = shard(LlamaForCausalLM(recipe.model).set_train(), mesh, recipe.parallelism, mode=recipe.context.engine)
+    return with_activations(net, recipe)
 
 
 def pipeline_report(timeline, parts):

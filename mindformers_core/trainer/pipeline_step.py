@@ -5,11 +5,10 @@ import mindspore as ms
 from mindformers_core.models import LlamaForCausalLM, tied_paths
 from mindformers_core.models.layer_specs import stage_index
 from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage
-from mindformers_core.recompute import recompute, swap
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
+from mindformers_core.trainer.activations import with_activations
 from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run, model_part, recipe_schedule
-from mindformers_core.trainer.recompute_recipe import recompute_arguments, swap_arguments
 from mindformers_core.trainer.step import update_function
 from mindformers_core.zero import hsdp, share_parts
 
@@ -25,11 +24,9 @@ def build_chunks(recipe, mesh, rank):
     for chunk in range(config.virtual_pipeline):
         chunk = chunk if config.virtual_pipeline > 1 else None
         with ms.DeviceCtx("meta"):
-            net = LlamaForCausalLM(config, vp_stage=chunk)
+            net = LlamaForCausalLM(config, vp_stage=chunk).set_train()
         shard(net, inner, recipe.parallelism, seed=recipe.training.seed, mode=recipe.context.engine)
-        recompute(net, is_part=True, **recompute_arguments(recipe))
-        swap(net, is_part=True, **swap_arguments(recipe))
-        chunks.append((stage_index(config, chunk), net))
+        chunks.append((stage_index(config, chunk), with_activations(net, recipe)))
     return chunks
 
 
@@ -69,7 +66,7 @@ def own_parameters(schedule):
     return list(dict.fromkeys(parameter for stage in schedule.stages for parameter in stage.parameters))
 
 
-def pipeline_step_function(schedule, optimizer, max_norm, mesh, compiled):
+def pipeline_step_function(schedule, optimizer, max_norm, mesh, compiled, given):
     """The function that takes one step; see `step_function`, whose function has the same arguments and results.
 
     Gradients are reduced over data-parallel ranks once, after the last of the runs, as many as hsdp's
@@ -81,8 +78,13 @@ def pipeline_step_function(schedule, optimizer, max_norm, mesh, compiled):
         max_norm: of the gradients of all stages, see `ClipByGlobalNorm`.
         mesh: with the axis "pp".
         compiled: whether clipping and update are compiled, as the stages are.
+        given: stage index -> what its Cell takes in a micro-batch, see `micro_batch`; of this rank's stages.
+
+    Raises:
+        ValueError: on all ranks of the pipeline: stages that don't fit, or of which one has no program for this.
     """
-    schedule.meet()
+    named = {stage: ((first,), {"labels": labels}) for stage, (first, labels) in given.items()}
+    schedule.meet().prepare(schedule.table, named)
     counted = _first_of_each(schedule, [stage.counted for stage in schedule.stages])
     clip = ClipByGlobalNorm(optimizer.parameters, max_norm, mesh, ("pp",), counted)
     update = update_function(optimizer, clip, compiled)

@@ -5,7 +5,6 @@ One generic walk over the type hints of the dataclasses: a new key needs a field
 
 import dataclasses
 import os
-import re
 import types
 import typing
 
@@ -13,24 +12,11 @@ import yaml
 
 from mindformers_core.mesh import nearest
 from mindformers_core.trainer.recipe import Recipe, check_recipe
+from mindformers_core.trainer.recipe_text import parse_overrides, parse_yaml
 
-__all__ = ["load_recipe", "recipe_from_dict", "recipe_to_yaml", "parse_overrides"]
+__all__ = ["load_recipe", "recipe_from_dict", "recipe_to_yaml"]
 
-
-class _RecipeLoader(yaml.SafeLoader):
-    """Safe YAML, with `1e-4` read as a number (YAML 1.2, but not PyYAML's 1.1) and with keys given twice refused."""
-
-    def construct_mapping(self, node, deep=False):
-        """The dict of `node`; raises `yaml.YAMLError` for a key that is there twice."""
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"key '{key}' is given twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-_SCIENTIFIC = re.compile(r"^[-+]?(\d+\.?|\d*\.\d+)[eE][-+]?\d+$")
-_RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("-+.0123456789"))
+_FEW = 2  # sections that are told where a key of them stands among the sections
 
 
 def load_recipe(path, overrides=()):
@@ -47,7 +33,7 @@ def load_recipe(path, overrides=()):
     """
     try:
         with open(path, encoding="utf-8") as file:
-            sections = _parse_yaml(file.read(), path)
+            sections = parse_yaml(file.read(), path)
     except (FileNotFoundError, IsADirectoryError):
         folder = os.path.dirname(path) or "."
         names = os.listdir(folder) if os.path.isdir(folder) else []
@@ -76,25 +62,6 @@ def recipe_from_dict(sections):
 def recipe_to_yaml(recipe):
     """The whole recipe, defaults included, as YAML text that `load_recipe` reads back."""
     return yaml.safe_dump(_plain(dataclasses.asdict(recipe)), sort_keys=False, allow_unicode=True)
-
-
-def parse_overrides(overrides):
-    """`["a.b=1"]` -> `[(("a", "b"), 1)]`; raises `ValueError` for a text of another form."""
-    pairs = []
-    for text in overrides:
-        key, equals, value = text.partition("=")
-        if not equals or not all(key.split(".")):
-            raise ValueError(f"'{text}' is no override: write section.key=value, as training.steps=10")
-        pairs.append((tuple(key.split(".")), _parse_yaml(value, f"override '{text}'")))
-    return pairs
-
-
-def _parse_yaml(text, where):
-    try:
-        return yaml.load(text, _RecipeLoader)  # noqa: S506  (a SafeLoader)
-    except yaml.YAMLError as error:
-        quotes = "; a text that begins with * needs quotes" if "alias" in str(error) else ""
-        raise ValueError(f"{where}: not valid YAML: {error}{quotes}") from None
 
 
 def _put(sections, keys, value):
@@ -175,9 +142,18 @@ def _convert_section(value, section, path):
 
 
 def _unknown(key, known, section, kind):
-    ours = getattr(section, "called", {}).get(key)
-    hint = f" (here it is called '{ours}')" if ours else nearest(key, known)
+    instead = getattr(section, "instead", {}).get(key)
+    inside = _sections_with(key) if kind == "section" else []
+    hint = f" (here {instead})" if instead else nearest(key, known)
+    if 0 < len(inside) <= _FEW:
+        hint = f" (did you mean {' or '.join(repr(f'{name}.{key}') for name in inside)}?)"
     return f"{key}: unknown {kind}{hint}; known: {', '.join(known)}"
+
+
+def _sections_with(key):
+    """Names of the sections of a recipe that have a key."""
+    sections = typing.get_type_hints(Recipe).items()
+    return [name for name, section in sections if key in (entry.name for entry in dataclasses.fields(section))]
 
 
 def _convert_sequence(value, origin, arguments, path):

@@ -28,8 +28,18 @@ def check_recompute(recipe):
     What patterns match is known only where Cells are; so whether compiled passes can do what they ask for is not
     checked here.
     """
-    for check in (_check_compiled, _check_layers, _check_gathers, _check_both):
+    for check in (_check_engine, _check_compiled, _check_layers, _check_gathers, _check_both):
         check(recipe)
+
+
+def _check_engine(recipe):
+    asked = {"recompute": recipe.recompute.is_on, "swap": recipe.swap.is_on}
+    sections = " and ".join(name for name in asked if asked[name])
+    if sections and recipe.context.engine == "eager":
+        raise ValueError(
+            f"context.engine: eager keeps what every operator keeps, and {sections} can't change that: use "
+            f"context.engine=generated, or leave {sections} out"
+        )
 
 
 def _check_compiled(recipe):
@@ -52,7 +62,7 @@ def _check_compiled(recipe):
 def _check_layers(recipe):
     count = recipe.model.num_hidden_layers
     for path, layers in _named_layers(recipe):
-        if layers is not None and layers is not True and layers[-1] >= count:
+        if isinstance(layers, tuple) and layers[-1] >= count:
             raise ValueError(
                 f"{path}: there is no layer {layers[-1]}: model.num_hidden_layers {count} makes layers 0 to {count - 1}"
             )
@@ -67,7 +77,7 @@ def _named_layers(recipe):
     for index, entry in enumerate(swap.layer_swap):
         yield f"swap.layer_swap[{index}].layers", entry.layers
     for entry in swap.op_swap:
-        yield f"swap.op_swap[{entry.op_name!r}].layers", entry.layers
+        yield f"{swap.where(entry)}.layers", entry.layers
 
 
 def _check_gathers(recipe):

@@ -7,7 +7,7 @@ from mindformers_core.zero import value_and_grad
 __all__ = ["step_function", "update_function"]
 
 
-def step_function(net, optimizer, max_norm, compiled):
+def step_function(net, optimizer, max_norm, compiled, given):
     """The function that takes one step.
 
     Forward and backward pass run once for every micro-batch. In graph mode they are one compiled function, and clipping
@@ -18,6 +18,7 @@ def step_function(net, optimizer, max_norm, compiled):
         optimizer: an `AdamW` of its parts, `net.trainable_params()`.
         max_norm: of the gradients, see `ClipByGlobalNorm`.
         compiled: whether the passes and the update are compiled, each at its first call.
+        given: what the model takes in a micro-batch, see `micro_batch`; its program is made now.
 
     Returns:
         A function of `input_ids` and `labels`, int32 tensors of shape (micro-batches, sequences of one, tokens of a
@@ -26,6 +27,7 @@ def step_function(net, optimizer, max_norm, compiled):
         local tensors that are the same on all ranks.
     """
     gradient_of = value_and_grad(net, compiled=compiled)
+    gradient_of.prepare(*given)
     update = update_function(optimizer, ClipByGlobalNorm(optimizer.parameters, max_norm), compiled)
 
     def step(input_ids, labels, rate, eps, decay):

@@ -13,20 +13,20 @@ from mindformers_core.communication import init_distributed
 from mindformers_core.files import write_whole
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaForCausalLM
-from mindformers_core.recompute import recompute, swap
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.tensor_parallel.clipping import sum_over
+from mindformers_core.trainer.activation_report import report_activations
+from mindformers_core.trainer.activations import with_activations
 from mindformers_core.trainer.adamw import AdamW
-from mindformers_core.trainer.budget_report import report_budget
 from mindformers_core.trainer.data import TokenDataset, first_sequence, open_dataset
 from mindformers_core.trainer.learning_rate import learning_rate
 from mindformers_core.trainer.metrics import MetricsFile, TensorBoardFile, draw_losses, require_extra
+from mindformers_core.trainer.micro_batch import micro_batch
 from mindformers_core.trainer.pipeline_recipe import pipeline_state
 from mindformers_core.trainer.pipeline_step import build_schedule, own_parameters, pipeline_step_function
 from mindformers_core.trainer.progress import Progress
 from mindformers_core.trainer.recipe import MESH_AXES, Recipe, accumulation_steps, global_batch_size, mesh_shape
 from mindformers_core.trainer.recipe_loader import recipe_to_yaml
-from mindformers_core.trainer.recompute_recipe import recompute_arguments, swap_arguments
 from mindformers_core.trainer.run_folder import open_run_folder
 from mindformers_core.trainer.saved_state import find_checkpoint, load_state, save_state
 from mindformers_core.trainer.step import step_function
@@ -72,10 +72,12 @@ class Job:
 
 
 def prepare(recipe):
-    """The `Job` of `recipe`, before its first step: ranks joined, data open, model sharded, checkpoint loaded.
+    """The `Job` of `recipe`, before its first step: ranks joined, data open, model sharded, its programs made,
+    checkpoint loaded.
 
     Raises:
-        ValueError, FileNotFoundError: a recipe that doesn't fit the ranks, the data or the checkpoint.
+        ValueError, FileNotFoundError: a recipe that doesn't fit the ranks, the data or the checkpoint; recompute or
+            swap that the model can't do, on all ranks of a pipeline alike.
         ModuleNotFoundError: an extra that the recipe needs is not installed.
     """
     _check_extras(recipe)
@@ -116,7 +118,8 @@ def _on_one_stage(recipe, mesh, rank, zero):
     """`(cells, optimizer, run_step)` without a pipeline; `zero` are the arguments of `hsdp()`."""
     net = hsdp(build_model(recipe, mesh), **zero)
     optimizer = AdamW(net.trainable_params(), recipe.optimizer)
-    run_step = step_function(net, optimizer, recipe.training.max_norm, recipe.context.mode == 0)
+    given = micro_batch(recipe)
+    run_step = step_function(net, optimizer, recipe.training.max_norm, recipe.context.mode == 0, given)
     return {0: net}, optimizer, run_step
 
 
@@ -124,7 +127,9 @@ def _on_stages(recipe, mesh, rank, zero):
     """The same for this rank's stages of a pipeline."""
     schedule = build_schedule(recipe, mesh, rank, zero)
     optimizer = AdamW(own_parameters(schedule), recipe.optimizer)
-    run_step = pipeline_step_function(schedule, optimizer, recipe.training.max_norm, mesh, recipe.context.mode == 0)
+    given = {stage.stage_index: micro_batch(recipe, stage.stage_index) for stage in schedule.stages}
+    is_compiled = recipe.context.mode == 0
+    run_step = pipeline_step_function(schedule, optimizer, recipe.training.max_norm, mesh, is_compiled, given)
     return {stage.stage_index: stage.cell for stage in schedule.stages}, optimizer, run_step
 
 
@@ -140,9 +145,9 @@ def resume(job, checkpoint):
 def build_model(recipe, mesh):
     """The recipe's model, sharded over `mesh`, its values drawn from the recipe's seed."""
     with ms.DeviceCtx("meta"):
-        net = LlamaForCausalLM(recipe.model)
+        net = LlamaForCausalLM(recipe.model).set_train()
     shard(net, mesh, recipe.parallelism, seed=recipe.training.seed, mode=recipe.context.engine)
-    return swap(recompute(net, **recompute_arguments(recipe)), **swap_arguments(recipe))
+    return with_activations(net, recipe)
 
 
 def run_steps(job):
@@ -162,7 +167,7 @@ def run_steps(job):
         row = train_step(job)
         losses.append(row["loss"])
         if len(losses) == 1:  # there are programs now
-            report_budget(recipe, job.mesh, job.rank, job.cells)
+            report_activations(recipe, job.mesh, job.rank, job.cells)
         for record in records:
             record(row)
         if not math.isfinite(row["loss"]):

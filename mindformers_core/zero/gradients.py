@@ -3,8 +3,9 @@
 from mindspore import ParameterTuple, ops
 from mindspore.graph.api import _pynative_executor
 
-from mindformers_core.pipeline.forward_backward import ForwardBackward, forget_recordings, is_differentiable
+from mindformers_core.pipeline.forward_backward import ForwardBackward, is_differentiable
 from mindformers_core.pipeline.stage_function import StageFunction
+from mindformers_core.tensor_parallel.recordings import forget_recordings
 from mindformers_core.zero.loss_scale import LossScale
 from mindformers_core.zero.optimizers import check_optimizers
 from mindformers_core.zero.step_gradients import StepGradients
@@ -34,7 +35,8 @@ def value_and_grad(cell, compiled=False, loss_scale=None):
         returned, as local tensors, and for every `accumulate_grad_step`-th call a tuple in the order of
         `cell.trainable_params()`, otherwise None. A gradient has the shape and dtype of its parameter; it is the sum
         over ranks of the terms of a loss that the mesh computes together, or (`gradients_mean`) the mean over ranks
-        with losses of their own; and the mean over micro-steps. All ranks call it alike.
+        with losses of their own; and the mean over micro-steps. All ranks call it alike. Its `prepare(*inputs)` makes
+        the program of such a call, and computes nothing.
 
     Raises:
         TypeError, ValueError: not a Cell that `hsdp()` was called with, or one without parameters to train; a loss
@@ -81,7 +83,7 @@ class _GradientFunction:
         storage, count = self.storage, self.storage.settings.accumulate_grad_step
         storage.check_trained()
         try:
-            self._function.prepare(inputs, kwargs)
+            self.prepare(*inputs, **kwargs)
             if self._micro_step == 0:
                 self._begin()
             is_last = self._micro_step == count - 1
@@ -93,6 +95,11 @@ class _GradientFunction:
                 self._end()
             raise
         return (results[0] if len(results) == 1 else results), gradients
+
+    def prepare(self, *inputs, **kwargs):
+        """Make the program of a call ahead of it; of tensors only shapes and dtypes matter, a `TensorMeta` will do."""
+        self._function.prepare(inputs, kwargs)
+        self._function.check_gradients()
 
     def _begin(self):
         assert self._step is None, self.storage.label

@@ -1,6 +1,6 @@
 """What `hsdp()` does to a sharded tree: plans, parts, layouts, buckets, and hooks on gradients."""
 
-from functools import partial
+from weakref import proxy
 
 from mindspore import DeviceCtx, Parameter, mint, ops
 from mindspore import dtype as mstype
@@ -134,6 +134,11 @@ def _connect(storage):
         settings.mesh, settings.shard_axes, settings.replicate_axes, settings.scale, settings.precision, storage.meter
     )
     for number in storage.trained:
-        storage.parameters[number].whole.register_hook(partial(storage.gradient_came, number))
+        storage.parameters[number].whole.register_hook(_listener(proxy(storage), number))
     for stored in storage.parameters:
         stored.release()
+
+
+def _listener(storage, number):
+    """A hook on a parameter. MindSpore keeps it out of the garbage collector's sight, so `storage` is a weak one."""
+    return lambda gradient: storage.gradient_came(number, gradient)

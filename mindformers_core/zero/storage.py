@@ -6,9 +6,9 @@ from dataclasses import replace
 from mindspore import nn
 from mindspore.graph.api import _no_grad, _pynative_executor
 
-from mindformers_core.pipeline.forward_backward import forget_recordings
 from mindformers_core.tensor_parallel.labels import cell_label
 from mindformers_core.tensor_parallel.parameter_storage import ParameterStorage
+from mindformers_core.tensor_parallel.recordings import forget_recordings
 from mindformers_core.tensor_parallel.sharded_cells import ShardedCell, computing_parameters
 from mindformers_core.zero.explained import explained_lines
 from mindformers_core.zero.formulas import StepPlan

@@ -60,7 +60,7 @@ class OperatorNode:
         outputs: structure: a Value, or a tuple of them.
         primitive: a `PrimitiveUse` where kind is `"primitive"`, else None.
         attribute: name of the primitive among the attributes of its Cell (`"matmul"` for `self.matmul(x, w)`), or None.
-        source: `file:line` of the user's code.
+        source: `file:line` of the user's code; None where that is in no file.
     """
 
     operator: str
@@ -70,7 +70,7 @@ class OperatorNode:
     outputs: object
     primitive: PrimitiveUse | None
     attribute: str | None
-    source: str
+    source: str | None
 
     @property
     def constant(self):
@@ -93,7 +93,7 @@ class CallNode:
         args, kwargs: structures of the caller's Values.
         outputs: structure of new Values of the caller.
         graph: the `CellGraph` of this call.
-        source: `file:line` of the user's code.
+        source: `file:line` of the user's code; None where that is in no file.
     """
 
     child: str | None
@@ -101,7 +101,7 @@ class CallNode:
     kwargs: dict
     outputs: object
     graph: "CellGraph"
-    source: str
+    source: str | None
 
     def __str__(self):
         called = f"self.{self.child}" if self.child is not None else f"<{self.graph.path}>"

@@ -19,12 +19,13 @@ __all__ = ["page"]
 _OPEN_DEPTH = 3  # Cells so far below the root are open at first
 _MARKS = {  # kind of a `Mark` -> its sign, and what it means
     "recomputed": ("↻", "runs again in the backward pass, and bytes that aren't kept because of that"),
+    "recomputed whole": ("↻", "all in it runs again in the backward pass, and bytes that by the plan aren't kept"),
     "kept for others": ("▪", "kept, since others are computed again from it"),
     "on host": ("⇅", "waits for the backward pass on the host"),
 }
 
 
-def page(frame, title, algorithm_steps=None, storage=(), marks=None, activations=()):
+def page(frame, title, algorithm_steps=None, storage=(), activations=None, kept=()):
     """What a plan does, as one HTML page: totals, and the tree of Cells with all tensors and all communication.
 
     A dim that is cut is a chip in the colour of its axis, `512→128 tp`; a partial sum has a solid frame, a varying mark
@@ -36,13 +37,14 @@ def page(frame, title, algorithm_steps=None, storage=(), marks=None, activations
         title: of the page.
         algorithm_steps: see `make_report`.
         storage: lines of text about how parameters are stored: a title, and what is shown when it is opened.
-        marks: see `make_report`.
-        activations: lines of text about what is computed again or waits on the host.
+        activations: see `make_report`.
+        kept: lines of text about what is computed again or waits on the host.
 
     Returns:
         The page's source, all text in it escaped.
     """
-    report = make_report(frame, algorithm_steps, marks)
+    report = make_report(frame, algorithm_steps, activations)
+    kinds = {mark.kind for mark in (activations.marks if activations else {}).values()}
     mode = "training" if report.training else "evaluation"
     about = f"{report.root.class_name} on the mesh {report.mesh}, captured in {mode}: {report.cells} calls of Cells"
     tree = _Tree(report.mesh)
@@ -51,9 +53,9 @@ def page(frame, title, algorithm_steps=None, storage=(), marks=None, activations
         _tag("p", escape(about), "about"),
         _tag("div", _totals(report) + _figures(report), "cards"),
         *_stored(storage),
-        *_stored(activations, open=""),
-        _legend(report.mesh, {mark.kind for mark in (marks or {}).values()}),
-        _tag("div", tree.cell(report.root, "", report.root.path or report.root.class_name, 0), "tree"),
+        *_stored(kept, open=""),
+        _legend(report.mesh, kinds),
+        _tag("div", tree.cell(report.root, "", report.root.path or report.root.class_name, 0, report.mark), "tree"),
     ]
     hues = "".join(f".axis-{place} {{ --hue: {hue}; }}\n" for place, hue in enumerate(HUES))
     return (
@@ -117,8 +119,11 @@ def _numbers(both, collectives):
 
 def _figures(report):
     numbers = [sum(column) for column in zip(*collectives_of(report.traffic).values())] or [0, 0]
-    figures = [
-        (bytes_shown(report.training_bytes), "of activations at most, in training"),
+    figures = [(bytes_shown(report.training_bytes), "of activations at most, in training")]
+    if report.undropped_bytes is not None:
+        undropped = "of them without recompute and swap; all in the forward pass"
+        figures.append((bytes_shown(report.undropped_bytes), undropped))
+    figures += [
         (bytes_shown(report.evaluation_bytes), "of activations at most, in evaluation"),
         (f"{numbers[0]} + {numbers[1]}", "collectives, forward + backward"),
     ]
@@ -136,12 +141,12 @@ def _stored(lines, **attributes):
 
 def _mark(kind, text):
     """A pill that says what is done to a result."""
-    return _tag("span", f"{_MARKS[kind][0]} {escape(text)}", f"mark {kind.replace(' ', '-')}")
+    return _tag("span", f"{_MARKS[kind][0]} {escape(text)}", f"mark {kind.removesuffix(' whole').replace(' ', '-')}")
 
 
 def _mark_of(mark):
     """The same for the mark of a row, if it has one."""
-    return "" if mark is None else _mark(mark.kind, mark_shown(mark))
+    return _mark(mark.kind, mark_shown(mark)) if mark is not None and mark.kind else ""
 
 
 def _legend(mesh, kinds):
@@ -174,10 +179,10 @@ class _Tree:
         self.shown = {}
         self.numbers = count()
 
-    def cell(self, report, path, name, depth):
+    def cell(self, report, path, name, depth, mark=None):
         """A Cell that can be opened, or where to look for one that is like it."""
         if id(report) in self.shown:
-            return self.again(report, name)
+            return self.again(report, name, mark)
         anchor = f"cell-{next(self.numbers)}"
         self.shown[id(report)] = anchor, path or name
         head = _tag("span", escape(name), "child", title=path or name) + _tag(
@@ -190,15 +195,16 @@ class _Tree:
         returned = ", ".join(escape(entry.name) for entry in report.results)
         body.append(self._row(f'<span class="name">return</span> {returned}', "", "", "input"))
         opened = {"open": "open"} if depth < _OPEN_DEPTH else {}
-        content = _tag("summary", head + self._sent(report.traffic)) + _tag("div", "\n".join(body), "body")
+        head += self._sent(report.traffic) + _mark_of(mark)
+        content = _tag("summary", head) + _tag("div", "\n".join(body), "body")
         return _tag("details", content, "cell", id=anchor, **opened)
 
-    def again(self, report, name):
+    def again(self, report, name, mark):
         """A Cell that was shown before."""
         anchor, path = self.shown[id(report)]
         link = "as " + _tag("a", escape(path), href=f"#{anchor}")
         parts = _tag("code", escape(name)) + _tag("span", escape(report.class_name), "class") + _tag("span", link)
-        return _tag("div", parts + self._sent(report.traffic), "again")
+        return _tag("div", parts + self._sent(report.traffic) + _mark_of(mark), "again")
 
     def _group(self, group, path, depth):
         row = group[0]
@@ -210,10 +216,10 @@ class _Tree:
         if row.report is None:
             shapes = "<br>".join(map(self._tensor, row.results))
             return self._row(f'{call} <span class="name">has a bprop</span>', shapes, row.source)
-        content = self.cell(row.report, call_path(path, row.child), row.child, depth)
+        content = self.cell(row.report, call_path(path, row.child), row.child, depth, row.mark)
         if len(group) > 1:
             last = f" … {group[-1].child}" if len(group) > 2 else ""
-            content += self.again(row.report, f"{group[1].child}{last}  ×{len(group) - 1}")
+            content += self.again(row.report, f"{group[1].child}{last}  ×{len(group) - 1}", row.mark)
         return content
 
     def _operator(self, row):

@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 
 from mindformers_core.layout import Layout
+from mindformers_core.tensor_parallel.activation_policy import ExplainedActivations
 from mindformers_core.tensor_parallel.capturing.structure import values_in
 from mindformers_core.tensor_parallel.explaining.memory import activation_peaks
 from mindformers_core.tensor_parallel.explaining.traffic import step_entries, total
@@ -90,6 +91,7 @@ class CallRow:
         inputs: names of the tensors that are passed.
         results: a `TensorEntry` for every tensor that comes back.
         report: the `CellReport`, the same object for equal calls; None for a Cell with a `bprop`, on whole tensors.
+        mark: its `Mark`, where the Cell as a whole runs again, or None.
     """
 
     child: str
@@ -97,6 +99,7 @@ class CallRow:
     inputs: tuple
     results: tuple
     report: "CellReport | None"
+    mark: object = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +135,9 @@ class Report:
         training: whether the root Cell was captured in training.
         root: the `CellReport` of the root.
         training_bytes, evaluation_bytes: activations of a rank at the peak, see `activation_peaks`.
+        undropped_bytes: the first of these if all were held; None where they are.
         cells: number of Cell calls.
+        mark: the `Mark` of the root, or None.
     """
 
     mesh: object
@@ -140,7 +145,9 @@ class Report:
     root: CellReport
     training_bytes: int
     evaluation_bytes: int
+    undropped_bytes: int | None
     cells: int
+    mark: object = None
 
     @property
     def traffic(self):
@@ -148,21 +155,24 @@ class Report:
         return self.root.traffic
 
 
-def make_report(frame, algorithm_steps=None, marks=None):
+def make_report(frame, algorithm_steps=None, activations=None):
     """The `Report` of a plan.
 
     Args:
         frame: the `FramePlan` of the root.
         algorithm_steps: `(operator_plan) -> pairs (Step, gradient)` of all that the distributed algorithm of an
             `OperatorPlan` communicates, and whether a gradient flows back through it inside of the algorithm.
-        marks: key of an instruction -> its `Mark`, see `ExplainedActivations`.
+        activations: the `ExplainedActivations` of the plan. Default: all are held.
 
     Raises:
         ValueError: an operator runs a distributed algorithm, and there is no `algorithm_steps`: nothing is hidden.
     """
-    root = _cell_report(frame, algorithm_steps, marks or {}, {})
+    activations = ExplainedActivations() if activations is None else activations
+    root = _cell_report(frame, algorithm_steps, activations.marks, {})
     calls = sum(1 for _ in frame.walk())
-    return Report(frame.mesh, frame.graph.training, root, *activation_peaks(frame), calls)
+    peaks = activation_peaks(frame, activations.dropped)
+    undropped = activation_peaks(frame)[0] if activations.dropped else None
+    return Report(frame.mesh, frame.graph.training, root, *peaks, undropped, calls, activations.marks.get(()))
 
 
 def _cell_report(frame, algorithm_steps, marks, known):
@@ -173,13 +183,15 @@ def _cell_report(frame, algorithm_steps, marks, known):
     graph, names = frame.graph, _names(frame.graph)
     inner = {}
     for key, mark in marks.items():
+        if not key:  # of the call itself
+            continue
         inner.setdefault(key[0], {})[key[1:]] = mark
     rows = []
     for index, entry in enumerate(frame.instructions):
         below = inner.get(index, {})
         if isinstance(entry, CallPlan):
             called = None if entry.frame is None else _cell_report(entry.frame, algorithm_steps, below, known)
-            rows.append(_call_row(entry, names, called))
+            rows.append(_call_row(entry, names, called, below.get(())))
         else:
             rows.append(_row(entry, frame, names, algorithm_steps, below.get(())))
 
@@ -232,9 +244,9 @@ def _row(entry, frame, names, algorithm_steps, mark):
     return OperatorRow(entry.node.operator, entry.node.attribute, *_taken_and_given(entry, names), *how)
 
 
-def _call_row(entry, names, report):
+def _call_row(entry, names, report, mark):
     child = f"/{entry.node.graph.path}" if entry.node.child is None else entry.node.child
-    return CallRow(child, *_taken_and_given(entry, names), report)
+    return CallRow(child, *_taken_and_given(entry, names), report, mark)
 
 
 def _taken_and_given(entry, names):
@@ -242,7 +254,7 @@ def _taken_and_given(entry, names):
     node = entry.node
     inputs = tuple(_name(value, names) for value in values_in((node.args, node.kwargs)))
     results = tuple(_tensor(value, layout, names) for value, layout in zip(values_in(node.outputs), entry.outputs))
-    return os.path.basename(node.source), inputs, results
+    return os.path.basename(node.source or ""), inputs, results
 
 
 def _algorithm_steps(plan, frame, algorithm_steps):

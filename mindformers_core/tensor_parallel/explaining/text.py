@@ -18,7 +18,7 @@ _WIDTH = 120
 _COLUMNS = (52, 92)  # where the shapes and the layouts start
 
 
-def explain_plan(frame, algorithm_steps=None, storage=(), marks=None):
+def explain_plan(frame, algorithm_steps=None, storage=(), activations=None):
     """What a plan does, Cell by Cell, as text for a terminal.
 
     Operators and other tensors come with their dtype, their shape (global -> of a rank, where these differ) and layout.
@@ -31,26 +31,26 @@ def explain_plan(frame, algorithm_steps=None, storage=(), marks=None):
         frame: the `FramePlan` of the root.
         algorithm_steps: see `make_report`.
         storage: lines about how parameters and activations are stored, to follow the rest.
-        marks: see `make_report`.
+        activations: see `make_report`.
     """
-    report = make_report(frame, algorithm_steps, marks)
+    report = make_report(frame, algorithm_steps, activations)
     mode = "training" if report.training else "evaluation"
     lines = [
         f"{report.root.class_name} on the mesh {report.mesh}, captured in {mode}: {report.cells} calls of Cells",
         "",
     ]
-    lines += _cell_lines(report.root, "", report.root.path or "(root)", 0, {})
+    lines += _cell_lines(report.root, "", report.root.path or "(root)", 0, {}, report.mark)
     return "\n".join([*lines, "", *_total_lines(report), *(["", *storage] if storage else [])])
 
 
-def _cell_lines(report, path, title, depth, shown):
+def _cell_lines(report, path, title, depth, shown, mark=None):
     """The lines of a Cell; of one that was `shown` (the identity of its report -> its path) where to look."""
     pad = "  " * depth
     if id(report) in shown:
-        return [f"{pad}{title}  {report.class_name}: as {shown[id(report)]}"]
+        return _marked([f"{pad}{title}  {report.class_name}: as {shown[id(report)]}"], mark)
     shown[id(report)] = path or title
     sent = sent_shown(report.traffic)
-    lines = [f"{pad}{title}  {report.class_name}" + (f"  (sends {sent})" if sent else "")]
+    lines = _marked([f"{pad}{title}  {report.class_name}" + (f"  (sends {sent})" if sent else "")], mark)
     pad += "  "
     lifted = [("lifted", entry) for entry in report.lifted]
     for kind, entry in (
@@ -72,10 +72,10 @@ def _group_lines(group, path, depth, shown):
     if row.report is None:
         lines = [f"{pad}{row.child}({', '.join(row.inputs)})  has a bprop: on whole tensors  {row.source}"]
         return lines + [line for entry in row.results for line in _line(f"{pad}  {entry.name}", entry)]
-    lines = _cell_lines(row.report, call_path(path, row.child), row.child, depth, shown)
+    lines = _cell_lines(row.report, call_path(path, row.child), row.child, depth, shown, row.mark)
     if len(group) > 1:
         title = group[1].child + (f" … {group[-1].child}" if len(group) > 2 else "")
-        lines.append(f"{pad}{title}  {row.report.class_name}: as {shown[id(row.report)]}")
+        lines += _marked([f"{pad}{title}  {row.report.class_name}: as {shown[id(row.report)]}"], row.mark)
     return lines
 
 
@@ -111,7 +111,7 @@ def _move_lines(row, pad):
 
 def _marked(lines, mark):
     """Lines with a mark at the right of the first one that it fits on; else it has a line of its own."""
-    if mark is None:
+    if mark is None or not mark.kind:
         return lines
     shown = f"  [{mark_shown(mark)}]"
     for place, line in enumerate(lines):
@@ -149,8 +149,13 @@ def _total_lines(report):
     if len(bytes_by_axes(traffic)) > 1:
         both = [sum(column) for column in zip(*bytes_by_axes(traffic).values())]
         lines.append(_total_line("all", *both, collectives_of(traffic)))
-    held = f"{bytes_shown(report.training_bytes)} in training, {bytes_shown(report.evaluation_bytes)} in evaluation"
-    return [*lines, f"Activations that one rank holds at the peak: {held}."]
+    training, evaluation = map(bytes_shown, (report.training_bytes, report.evaluation_bytes))
+    held = "Activations that one rank holds at the peak"
+    if report.undropped_bytes is None:
+        return [*lines, f"{held}: {training} in training, {evaluation} in evaluation."]
+    undropped = bytes_shown(report.undropped_bytes)
+    lines.append(f"{held} of the forward pass: {training} in training ({undropped} without")
+    return [*lines, f"recompute and swap), {evaluation} in evaluation."]
 
 
 def _total_line(over, forward, backward, collectives):

@@ -68,6 +68,8 @@ def mark_shown(mark):
     """`"recomputed: 1.5 MiB not kept"`, `"recomputed for others"` where that is nothing, `"on host: 1.5 MiB"`, …."""
     if mark.kind == "recomputed":
         return f"recomputed: {bytes_shown(mark.nbytes)} not kept" if mark.nbytes else "recomputed for others"
+    if mark.kind == "recomputed whole":
+        return f"recomputed whole: {bytes_shown(mark.nbytes)} not kept"
     return f"{mark.kind}: {bytes_shown(mark.nbytes)}"
 
 
@@ -77,7 +79,7 @@ def folded(rows):
     for row in rows:
         last = groups[-1][-1] if groups else None
         alike = isinstance(row, CallRow) and isinstance(last, CallRow) and row.report is last.report is not None
-        if alike and row.child != last.child:
+        if alike and row.child != last.child and row.mark == last.mark:
             groups[-1].append(row)
         else:
             groups.append([row])

@@ -6,12 +6,11 @@ An operator is *deferred* where its weight is a trained parameter of two dims, a
 
 from dataclasses import dataclass
 
-from mindformers_core.tensor_parallel.capturing.graph import CallNode
 from mindformers_core.tensor_parallel.capturing.structure import Value, values_in
-from mindformers_core.tensor_parallel.propagation.plan import CallPlan, Move
+from mindformers_core.tensor_parallel.propagation.plan import CallPlan, Move, called_graphs, joined_path, parameter_path
 
 __all__ = [
-    "NOTHING_DEFERRED", "PRODUCTS", "Deferral", "DeferredWeight", "deferrals", "deferred_weights", "parameter_path",
+    "NOTHING_DEFERRED", "PRODUCTS", "Deferral", "DeferredWeight", "deferrals", "deferred_weights",
 ]  # fmt: skip
 
 PRODUCTS = "deferred_products"  # what a generated function calls the objects that stand for its deferred operators
@@ -111,12 +110,12 @@ def deferred_weights(program_path, frame, graph, below):
     def visit(frame, graph, passed):
         deferral, ways = below[frame], {}
         for number, use in enumerate(frame.graph.parameters):
-            stored, path = frame.layouts[use.value.id], _joined(program_path, parameter_path(frame, graph, number))
+            stored, path = frame.layouts[use.value.id], joined_path(program_path, parameter_path(frame, graph, number))
             ways[use.value.id, stored] = path, ()
             if (use.value.id, stored) in deferral.needed:
                 ordinary.add(path)
-        ways |= {(value.id, layout): way for (value, layout), way in zip(frame.lifted, passed, strict=True)}
-        calls = iter([node for node in graph.nodes if isinstance(node, CallNode)])
+        ways |= {(value.id, layout): way for (value, layout), way in zip(frame.lifted, passed, strict=True) if way}
+        graphs = dict(called_graphs(frame, graph))
         found = []
         for entry in frame.instructions:
             if isinstance(entry, Move):
@@ -124,12 +123,11 @@ def deferred_weights(program_path, frame, graph, below):
                     path, steps = ways[entry.value.id, entry.source]
                     ways[entry.value.id, entry.target] = path, (*steps, *entry.steps)
             elif isinstance(entry, CallPlan):
-                node = next(calls)
                 if entry.frame is None:
-                    uses = [use for inner in node.graph.calls() for use in inner.parameters]
-                    ordinary.update(_joined(program_path, use.path) for use in uses)
+                    uses = [use for inner in graphs[entry].calls() for use in inner.parameters]
+                    ordinary.update(joined_path(program_path, use.path) for use in uses)
                 else:
-                    inner = visit(entry.frame, node.graph, [ways.get((v.id, layout)) for v, layout in entry.lifted])
+                    inner = visit(entry.frame, graphs[entry], [ways.get((v.id, layout)) for v, layout in entry.lifted])
                     found += [inner] if entry in deferral.places else []
             elif entry in deferral.places:
                 weight = values_in((entry.node.args, entry.node.kwargs))[1]
@@ -138,14 +136,6 @@ def deferred_weights(program_path, frame, graph, below):
         return tuple(found)
 
     return visit(frame, graph, []), ordinary
-
-
-def parameter_path(frame, graph, number):
-    """The path of a parameter of a plan, in one of the calls that share the plan."""
-    if number < len(graph.parameters):
-        return graph.parameters[number].path
-    use = frame.graph.parameters[number]  # moved here for calls further down
-    return use.path if use.local is None else _joined(graph.path, use.local)
 
 
 def _is_transposed(node):
@@ -163,7 +153,3 @@ def _is_transposed(node):
         return True
     transpose_x, transpose_weight = (*rest, False, False)[:2]
     return None if transpose_x else bool(transpose_weight)
-
-
-def _joined(prefix, path):
-    return f"{prefix}.{path}" if prefix and path else prefix or path

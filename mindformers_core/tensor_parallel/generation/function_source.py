@@ -197,10 +197,9 @@ class _Function:
         if self.keeper is None or (communicates and not self.keeper.takes_collectives):
             return expression
         used = {node.id for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name)}
-        inputs = ", ".join(name for name in sorted(used) if name in self.names)
-        if not inputs:  # such as where a random generator stands, which another draw would move on
-            return expression
-        return f"{self.parts.keeper(self.keeper)}(lambda {inputs}: {expression}, {inputs})"
+        inputs = [name for name in sorted(used) if name in self.names]  # none where it takes weights alone
+        function = f"lambda{' ' * bool(inputs)}{', '.join(inputs)}: {expression}"
+        return f"{self.parts.keeper(self.keeper)}({', '.join([function, *inputs])})"
 
     def _move(self, move):
         waits = (move.value.id, move.target) in self.deferral.waiting
@@ -268,7 +267,11 @@ class _Function:
                 args.append(f"{WEIGHTS}={passed_to_call(self.frame, call)}")
             args.append(f'program="{self.parts.function_name(call.frame)}"')
         expression = f"{self.parts.child(self.frame, call)}({', '.join(args)})"
-        self._receive(node.outputs, call.outputs, self._hints(node, self.parts.called_name(call)), expression)
+        if call.is_part:
+            hints = [self.parts.operator_name(value.hint) for value in node.outputs]
+        else:
+            hints = self._hints(node, self.parts.called_name(call))
+        self._receive(node.outputs, call.outputs, hints, expression)
 
     def _waits(self, call):
         """Of every tensor that is passed besides the arguments, whether its gradient is deferred by the callee."""
@@ -332,7 +335,8 @@ class _Function:
         variables = [self._variable(hint) for _ in outputs]
         many = isinstance(node.outputs, (tuple, list))
         targets = f"{', '.join(variables)}{',' * (many and len(outputs) == 1)}"
-        self.body.append(f"{targets} = {self._kept(expression)}")
+        # without operands it draws random numbers, and would draw others when it runs again
+        self.body.append(f"{targets} = {self._kept(expression) if operands else expression}")
         names.update((value.id, variable) for value, variable in zip(outputs, variables))
 
 

@@ -146,7 +146,9 @@ class ModuleParts:
         return self._instance(keeper.name, keeper.constructor)
 
     def child(self, frame, call):
-        """The expression for the Cell that is called."""
+        """The expression for the Cell that is called; for a part of a Cell that is the Cell itself."""
+        if call.is_part:
+            return "self"
         if call.node.child is not None:
             return self._path_expression(frame, call.node.child)
         return self._borrow(frame, "cell", frame.calls.index(call))
@@ -160,7 +162,7 @@ class ModuleParts:
 
     @staticmethod
     def called_name(call):
-        """What the result of a call may be called."""
+        """What the result of a call of a Cell may be called."""
         name = (call.node.child or call.node.graph.path).rpartition(".")[2]
         return name if name.isidentifier() else snake_case(call.node.graph.class_name.rpartition(".")[2])
 

@@ -12,11 +12,12 @@ from itertools import groupby
 from mindformers_core.tensor_parallel.capturing.graph import CallNode
 from mindformers_core.tensor_parallel.capturing.structure import values_in
 
-__all__ = ["Names", "assigned_names", "snake_case"]
+__all__ = ["Names", "all_assigned_names", "assigned_names", "snake_case"]
 
 _WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])")
 _ONE_WORD = re.compile(r"mat_mul|re_lu|ge_lu|si_lu|swi_glu")  # as everybody writes them
 _OPERATIONS = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Subscript)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 _SYMBOLS = {"mult": "mul", "usub": "neg", "lt": "less", "gt": "greater", "lte": "lessequal", "gte": "greaterequal"}
 
 
@@ -73,13 +74,33 @@ def assigned_names(graph):
         once.
     """
     names = dict.fromkeys(range(len(graph.nodes)))
+    for index, statement, count in _assigned(graph):
+        names[index] = _names(statement.targets[0], count)
+    return names
+
+
+def all_assigned_names(graph):
+    """The same of all targets of an assignment: `p` and `q` for `p = q = self.norm(x)`.
+
+    Args:
+        graph: as of `assigned_names`.
+
+    Returns:
+        Index of every node that has any -> a tuple of its names.
+    """
+    return {
+        index: tuple(name for target in statement.targets for name in _names(target, count) or () if name)
+        for index, statement, count in _assigned(graph)
+    }
+
+
+def _assigned(graph):
+    """`(index of a node, the _Statement that assigns what it computes, number of tensors)`."""
     placed = [(index, node, _statement(node.source)) for index, node in enumerate(graph.nodes)]
     for statement, run in groupby(placed, key=lambda entry: entry[2]):
         if statement is not None:
-            run = [(index, node) for index, node, _ in run]
-            for index, node in _outermost(statement, run):
-                names[index] = statement.names(len(values_in(node.outputs)))
-    return names
+            for index, node in _outermost(statement, [(index, node) for index, node, _ in run]):
+                yield index, statement, len(values_in(node.outputs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,20 +108,25 @@ class _Statement:
     """An assignment.
 
     Attributes:
-        target: a name, or a tuple of names and None.
+        targets: a name, or a tuple of names and None, each; a name with a star stands for all that others leave.
         outermost: what computes the assigned value, by kind: `"q_proj"`, `"add"`; two of them in `a(x) if c else b(x)`.
         inner: the kinds of all else that is computed in the statement.
     """
 
-    target: object
+    targets: tuple
     outermost: tuple
     inner: tuple
 
-    def names(self, count):
-        """Names for `count` tensors, or None."""
-        if isinstance(self.target, str):
-            return (self.target,) * count
-        return self.target if len(self.target) == count else None
+
+def _names(target, count):
+    """What a target of a `_Statement` calls `count` tensors, or None."""
+    if isinstance(target, str):
+        return (target,) * count
+    names = []
+    for name in target:
+        is_rest = name is not None and name.startswith("*")
+        names += [name[1:]] * (count - len(target) + 1) if is_rest else [name]
+    return tuple(names) if len(names) == count else None
 
 
 def _outermost(statement, run):
@@ -163,11 +189,12 @@ def _read(node):
         operations, outermost = _kinds(node.value), tuple(map(_expression_kind, _results(node.value)))
     else:
         return None
-    target = _target(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+    targets = map(_target, node.targets if isinstance(node, ast.Assign) else [node.target])
+    targets = tuple(target for target in targets if target)
     for kind in outermost:
         if kind in operations:
             operations.remove(kind)
-    return _Statement(target, outermost, tuple(operations)) if target and outermost else None
+    return _Statement(targets, outermost, tuple(operations)) if targets and outermost else None
 
 
 def _target(node):
@@ -175,14 +202,19 @@ def _target(node):
     if isinstance(node, (ast.Tuple, ast.List)):
         names = tuple(map(_target, node.elts))
         return tuple(name if isinstance(name, str) else None for name in names) if any(names) else None
+    if isinstance(node, ast.Starred):
+        name = _target(node.value)
+        return f"*{name}" if isinstance(name, str) else None
     name = getattr(node, "id", getattr(node, "attr", None))
     return name if name and name.strip("_") else None
 
 
 def _results(value):
-    """The operations of which one gives an expression's value."""
+    """The operations of which one gives an expression's value, or each in a comprehension."""
     if isinstance(value, ast.IfExp):
         return _results(value.body) + _results(value.orelse)
+    if isinstance(value, _COMPREHENSIONS):
+        return _results(value.value if isinstance(value, ast.DictComp) else value.elt)
     return [value] if isinstance(value, _OPERATIONS) else []
 
 

@@ -4,8 +4,7 @@ A function takes a tuple: its own parameters, in the order of its plan's graph, 
 of a generated function.
 """
 
-from mindformers_core.tensor_parallel.capturing.graph import CallNode
-from mindformers_core.tensor_parallel.generation.deferral import parameter_path
+from mindformers_core.tensor_parallel.propagation.plan import called_graphs, parameter_path
 
 __all__ = ["WEIGHTS", "passed_parameter", "passed_to_call", "weights_of_call"]
 
@@ -42,8 +41,7 @@ def weights_of_call(frame, graph, find):
         find: gives a parameter by its path from the Cell of the program.
     """
     found = [find(parameter_path(frame, graph, number)) for number in range(len(frame.graph.parameters))]
-    nodes = [node for node in graph.nodes if isinstance(node, CallNode)]
-    for call, node in zip(frame.calls, nodes, strict=True):
+    for call, inner in called_graphs(frame, graph):
         if call.frame is not None:
-            found += weights_of_call(call.frame, node.graph, find)
+            found += weights_of_call(call.frame, inner, find)
     return found

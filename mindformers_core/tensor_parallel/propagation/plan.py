@@ -4,11 +4,14 @@ A plan is a list of instructions in the order of execution. A tensor at hand is 
 the layout in which it arrives or is made, or one that a `Move` took it to earlier in the same frame.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mindformers_core.layout import Layout
 
-__all__ = ["CallPlan", "FramePlan", "Move", "OperatorPlan"]
+__all__ = [
+    "CallPlan", "FramePlan", "Move", "OperatorPlan", "called_cells", "called_graphs", "called_path", "joined_path",
+    "parameter_path",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +77,11 @@ class CallPlan:
     frame: "FramePlan | None"
     lifted: tuple = ()
 
+    @property
+    def is_part(self):
+        """Whether it calls no other Cell, but a part of the one that it stands in (see `cut`)."""
+        return self.node.child == ""
+
 
 @dataclass(frozen=True, eq=False)
 class FramePlan:
@@ -91,6 +99,8 @@ class FramePlan:
         gradients: numbers of the Values that a trainable parameter is behind.
         keepers: instruction -> the `Keeper` by which what it makes is kept for the backward pass; others are as usual.
         takes_weights: whether the generated function takes its parameters, and those of what it calls, as arguments.
+        compiled: of a function that is compiled by itself (see `cut`) `"once"`, or `"again"` where it also runs again
+            in the backward pass; else None.
     """
 
     graph: object
@@ -102,6 +112,7 @@ class FramePlan:
     gradients: frozenset = field(default=frozenset())
     keepers: dict = field(default_factory=dict)
     takes_weights: bool = False
+    compiled: str | None = None
 
     @property
     def moves(self):
@@ -118,6 +129,65 @@ class FramePlan:
         yield path, self
         for call in self.calls:
             if call.frame is not None:
-                child = call.node.child
-                inner = call.node.graph.path if child is None else f"{path}.{child}" if path else child
-                yield from call.frame.walk(inner)
+                yield from call.frame.walk(called_path(call, path))
+
+
+def joined_path(path, inner):
+    """The path of what lies at `inner` below the Cell at `path`; both may be empty."""
+    return f"{path}.{inner}" if path and inner else path or inner
+
+
+def called_cells(frame):
+    """`(key, path)` of the root, `((), "")`, and of every call of a Cell, in the order of the calls.
+
+    A key is the indices of the calls that lead there, among the `instructions` of each frame, and its own.
+    """
+    return [((), ""), *_calls_below(frame, (), "")]
+
+
+def _calls_below(frame, before, path):
+    for index, call in enumerate(frame.instructions):
+        if isinstance(call, CallPlan):
+            key, inner = (*before, index), called_path(call, path)
+            yield key, inner
+            if call.frame is not None:
+                yield from _calls_below(call.frame, key, inner)
+
+
+def called_path(call, path):
+    """The path of the Cell that a call in the Cell at `path` calls."""
+    child = call.node.child
+    if child is None:
+        return call.node.graph.path
+    return joined_path(path, child)
+
+
+def called_graphs(frame, graph):
+    """Pairs (`CallPlan`, `CellGraph`): every call of a plan, with the graph of it in one of the calls that share it.
+
+    Args:
+        frame: the plan.
+        graph: the `CellGraph` of that call.
+    """
+    places = {id(node): place for place, node in enumerate(frame.graph.nodes)}
+    for call in frame.calls:
+        if call.is_part:
+            yield call, _graph_of_part(frame, graph, call.node.graph, places)
+        else:
+            yield call, graph.nodes[places[id(call.node)]].graph
+
+
+def _graph_of_part(frame, graph, part, places):
+    """The graph of a part of a Cell's instructions, in another call of such a Cell."""
+    numbers = [frame.graph.parameters.index(use) for use in part.parameters]
+    uses = [replace(frame.graph.parameters[n], path=parameter_path(frame, graph, n)) for n in numbers]
+    nodes = tuple(graph.nodes[places[id(node)]] for node in part.nodes)
+    return replace(part, path=graph.path, call=graph.call, nodes=nodes, parameters=tuple(uses))
+
+
+def parameter_path(frame, graph, number):
+    """The path of a parameter of a plan, in one of the calls that share the plan."""
+    if number < len(graph.parameters):
+        return graph.parameters[number].path
+    use = frame.graph.parameters[number]  # moved here for calls further down
+    return use.path if use.local is None else joined_path(graph.path, use.local)

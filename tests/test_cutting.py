@@ -1,0 +1,176 @@
+"""Plans that are cut into functions which are compiled each by itself: which these are, what goes in and out."""
+
+import mindspore as ms
+import pytest
+from mindspore import nn, ops
+
+from mindformers_core.communication import init_distributed, shutdown
+from mindformers_core.layout import layout
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.operators import tensor_meta
+from mindformers_core.tensor_parallel import shard
+from mindformers_core.tensor_parallel.propagation.plan import OperatorPlan, called_graphs
+
+
+class Layer(nn.Cell):
+    """A Cell with two others, and operators between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.mlp = nn.Dense(2, 2), nn.Dense(2, 2)
+
+    def construct(self, x, scale):
+        return x + self.mlp(ops.tanh(x + self.attention(x) * scale))
+
+
+class Model(nn.Cell):
+    """Two layers, between an embedding and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(4, 2), nn.Dense(2, 4)
+        self.layers = nn.CellList([Layer(), Layer()])
+
+    def construct(self, ids):
+        x = ops.tanh(self.embedding(ids))
+        scale = ops.arange(2).astype(x.dtype)
+        for layer in self.layers:
+            x = layer(x, scale)
+        return self.head(ops.tanh(x))
+
+
+class Outer(nn.Cell):
+    """A model in a model."""
+
+    def __init__(self):
+        super().__init__()
+        self.model, self.loss = Model(), nn.ReLU()
+
+    def construct(self, ids):
+        return self.loss(self.model(ids)).mean()
+
+
+LAYERS = ["model.layers.0", "model.layers.1"]
+UNITS = [*LAYERS, "model.embedding", "model.head"]
+FIRST, SECOND = "model.layers.0 part1", "model.layers.1 part1"
+BEFORE, AFTER, LOSS = "model part1", "model part2", " part1"
+
+
+def cut_program(again=(), units=()):
+    """The program of a model that is cut."""
+    net = shard(Outer().set_train(), init_device_mesh((1,), ("dp",)))
+    tree, _ = net.__dict__["_sharding"]
+    with tree.for_compiled((tuple(again), tuple(units))):
+        return tree.program("", (tensor_meta((2, 3), "int32"),), {})
+
+
+def compiled_functions(frame, graph):
+    """Path and number of each function that is compiled by itself -> how, in the order of the calls."""
+    if frame.compiled:
+        part = frame.graph.class_name.partition("Part")[2]
+        return {graph.path + (f" part{part}" if part else ""): frame.compiled}
+    found = {}
+    for call, inner in called_graphs(frame, graph):
+        found |= compiled_functions(call.frame, inner)
+    return found
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    "units, recomputed, again, once",
+    [
+        ([], LAYERS, LAYERS, [BEFORE, AFTER, LOSS]),
+        ([], LAYERS[:1], LAYERS[:1], [BEFORE, AFTER, LOSS]),
+        ([], ["model"], ["model"], [LOSS]),
+        ([], [""], ["model", "loss"], []),
+        ([], [f"{LAYERS[1]}.mlp"], [f"{LAYERS[1]}.mlp"], [BEFORE, SECOND, AFTER, LOSS]),
+        (UNITS, [], [], UNITS),
+        (UNITS, LAYERS, LAYERS, UNITS[2:]),
+        (UNITS, ["model"], UNITS, []),
+        (UNITS, [f"{LAYERS[0]}.mlp"], [f"{LAYERS[0]}.mlp"], [FIRST, *UNITS[1:]]),
+    ],
+)
+def test_which_functions_are_compiled(units, recomputed, again, once):
+    """What holds a recomputed Cell isn't compiled, but in parts; weights that come and go are there for one unit."""
+    program = cut_program(recomputed, units)
+    found = compiled_functions(program.generated, program.graph)
+    assert found == dict.fromkeys(again, "again") | dict.fromkeys(once, "once")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_goes_into_a_part_and_comes_out():
+    """All that is taken from before, and all that is needed after; constants stay out."""
+    layer = cut_program([f"{path}.attention" for path in LAYERS]).generated.calls[0].frame.calls[1].frame
+    (_, part) = layer.calls
+    assert [value.hint for value, _ in part.lifted] == ["attention", "scale", "x"]
+    assert len(part.outputs) == 1 and part.frame.takes_weights
+    assert [use.local for use in part.frame.graph.parameters] == []  # those of mlp are passed to its function
+    assert part.frame.calls[0].node.child == "mlp"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_single_operator_is_no_part():
+    """`tanh` after the recomputed layers, before the recomputed head."""
+    program = cut_program([*LAYERS, "model.head"])
+    model = program.generated.calls[0].frame
+    assert [call.node.child for call in model.calls] == ["", "layers.0", "layers.1", "head"]
+    operators = [entry.node.operator for entry in model.instructions if isinstance(entry, OperatorPlan)]
+    assert operators[-1] == "Tanh"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_alike_cells_share_their_parts():
+    """Each call still has its own weights."""
+    program = cut_program([f"{path}.attention" for path in LAYERS])
+    first, second = [pair for pair in called_graphs(*model_of(program)) if pair[0].node.child != ""]
+    assert first[0].frame is second[0].frame
+    paths = [[use.path for call in graph.calls() for use in call.parameters] for _, graph in (first, second)]
+    assert paths[0] != paths[1] == [path.replace("layers.0", "layers.1") for path in paths[0]]
+
+
+class Masked(nn.Cell):
+    """A constant that a Cell gives is cut over `tp`, and something else is made of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.mask, self.cut = nn.Dense(8, 8), Mask(), CutMask()
+
+    def construct(self, x):
+        x = ops.tanh(self.dense(x)) * 2
+        mask = self.mask(8)
+        return self.dense(x * self.cut(mask) * 2 + mask).square().mean()
+
+
+class Mask(nn.Cell):
+    """A constant."""
+
+    def construct(self, length):
+        return ops.cos(ops.arange(length).astype(ms.float32))
+
+
+class CutMask(nn.Cell):
+    """Takes it cut."""
+
+    def shard(self, config=None):
+        return {"mask": layout("tp")}, layout("tp"), None
+
+    def construct(self, mask):
+        return ops.exp(mask)
+
+
+def test_what_is_made_of_constants_stays_out_with_their_moves():
+    shutdown()
+    init_distributed("fake", world_size=2)
+    try:
+        tree, _ = shard(Masked().set_train(), init_device_mesh((1, 2), ("dp", "tp"))).__dict__["_sharding"]
+        with tree.for_compiled((("dense",), ())):
+            frame = tree.program("", (tensor_meta((4, 8), "float32"),), {}).generated
+    finally:
+        shutdown()
+    assert [call.node.child for call in frame.calls if call.frame.compiled] == ["dense", "", "dense", ""]
+    assert not any(value.constant for call in frame.calls if call.node.child == "" for value in call.node.outputs)
+
+
+def model_of(program):
+    (call, graph), *_ = called_graphs(program.generated, program.graph)
+    return call.frame, graph
