@@ -18,6 +18,7 @@ import psutil
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 WORKER = TESTS / "ranks" / "worker.py"
+_ENVIRONMENT = dict(os.environ)  # as it was when pytest began: launches run beside tests that set variables
 
 
 def on_ranks(*world_sizes):
@@ -72,9 +73,9 @@ def run_ranks(world_size, script, *arguments, timeout=120, env=None, stop=None):
         A `Launched`; whether the exit code is right is the caller's to check.
     """
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-        python_path = os.pathsep.join([str(ROOT), str(TESTS), os.environ.get("PYTHONPATH", "")])
-        variables = {"GLOG_v": "3", **os.environ, "PATH": path, "PYTHONPATH": python_path, **(env or {})}
+        path = os.pathsep.join([str(Path(sys.executable).parent), _ENVIRONMENT.get("PATH", "")])
+        python_path = os.pathsep.join([str(ROOT), str(TESTS), _ENVIRONMENT.get("PYTHONPATH", "")])
+        variables = {"GLOG_v": "3", **_ENVIRONMENT, "PATH": path, "PYTHONPATH": python_path, **(env or {})}
         command = ["msrun", f"--worker_num={world_size}", f"--local_worker_num={world_size}", "--join=True"]
         command += [f"--master_port={free_port()}", "--cluster_time_out=60", f"--log_dir={folder}"]
         command += [str(ROOT / script), *map(str, arguments)]

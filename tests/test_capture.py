@@ -1,5 +1,6 @@
 """Capture: the graph holds all that a Cell does, captures nothing else, and leaves the Cell as it was."""
 
+import os
 import pickle
 import re
 
@@ -285,6 +286,12 @@ def test_runs_under_meta_in_jit_and_inside_a_gradient():
             return ops.exp(x) * 2
 
     assert only_operators(capture(Jitted(), X)) == ["Exp", "Muls"]
+    ms.set_context(mode=ms.GRAPH_MODE)
+    try:
+        assert only_operators(capture(Function(lambda x: nn.Tanh()(Jitted()(x))), X)) == ["Exp", "Muls", "Tanh"]
+        assert ms.get_context("mode") == ms.GRAPH_MODE
+    finally:
+        ms.set_context(mode=ms.PYNATIVE_MODE)
     x = Tensor(np.ones((2, 4), np.float32))
     graphs = []
 
@@ -305,6 +312,17 @@ def test_runs_under_meta_in_jit_and_inside_a_gradient():
     assert only_operators(graph) == ["MatMul", "BiasAdd"]
     assert dense.weight.is_meta and dense.weight.has_init
     np.testing.assert_array_equal(scaled.constants[0].array, FIVE)
+
+
+def test_processes_started_meanwhile_compile():
+    """What another thread starts while a Cell is captured inherits no variable that forbids it."""
+    environment = dict(os.environ)
+
+    def construct(x):
+        assert dict(os.environ) == environment
+        return ms.jit(ops.exp)(x)
+
+    assert only_operators(capture(Function(construct), X)) == ["Exp"]
 
 
 def test_work_of_capture_grows_with_the_layers():

@@ -7,7 +7,6 @@ it makes have values: they are the graph's constants.
 """
 
 import inspect
-import os
 from collections import OrderedDict
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -17,7 +16,7 @@ import mindspore as ms
 from mindspore import DeviceCtx, Parameter, Tensor, nn
 from mindspore.common.device import _DEVICE_STACK
 from mindspore.common.generator import default_generator
-from mindspore.graph.api import _no_grad
+from mindspore.graph.api import _JitExecutor, _no_grad
 from mindspore.utils import MsDispatchMode
 
 from mindformers_core.operators import TensorMeta
@@ -63,7 +62,7 @@ def capture(cell, *inputs, **named_inputs):
         raise ValueError(f"{cell_label('', cell)} is sharded already: capture() takes the single-card model")
     recorder = Recorder(_CapturedTree(cell))
     with ExitStack() as scope:
-        scope.enter_context(_environment("MS_JIT", "0"))  # functions under @ms.jit run as Python
+        scope.enter_context(_nothing_compiled())
         if ms.get_context("device_target") == "meta":
             scope.enter_context(DeviceCtx(_real_device()))
         scope.enter_context(_random_state())
@@ -275,16 +274,21 @@ class _HandOver:
 
 
 @contextmanager
-def _environment(name, value):
-    before = os.environ.get(name)
-    os.environ[name] = value
+def _nothing_compiled():
+    """While open, functions under `@ms.jit` run as Python, and so do Cells in graph mode.
+
+    Not by `MS_JIT=0`: a process that another thread starts meanwhile would inherit it, and never compile anything.
+    """
+    call, mode = _JitExecutor.__call__, ms.get_context("mode")
+    _JitExecutor.__call__ = lambda executor, *args, **kwargs: executor.fn(*args, **kwargs)
+    if mode != ms.PYNATIVE_MODE:
+        ms.set_context(mode=ms.PYNATIVE_MODE)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        _JitExecutor.__call__ = call
+        if mode != ms.PYNATIVE_MODE:
+            ms.set_context(mode=mode)
 
 
 @contextmanager
