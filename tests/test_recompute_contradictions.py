@@ -13,7 +13,7 @@ from mindformers_core.tensor_parallel import prepare, shard
 from mindformers_core.zero import hsdp, value_and_grad
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-GATHERS = "recompute.parallel_optimizer_comm_recompute: False is about the gathered weights of hsdp(optimizer_level="
+GATHERS = "recompute.parallel_optimizer_comm_recompute: True is about the gathered weights of hsdp(optimizer_level="
 
 
 @pytest.mark.parametrize(
@@ -23,9 +23,9 @@ GATHERS = "recompute.parallel_optimizer_comm_recompute: False is about the gathe
             {"full": True, "exclude": "**"},
             "full (True), so nothing is recomputed: exclude less, or leave recompute out",
         ),
-        ({"full": [0, 2], "exclude": "layers.*"}, "full ((0, 2)), so"),
+        ({"full": [0, 2], "exclude": "layers.*"}, "full ([0, 2]), so"),
         ({"select": "*.mlp", "exclude": "*.mlp"}, "select (['*.mlp']), so"),
-        ({"full": [1], "select": "*.mlp", "exclude": ["layers.1", "mlp"]}, "full ((1,)) and select (['*.mlp']), so"),
+        ({"full": [1], "select": "*.mlp", "exclude": ["layers.1", "mlp"]}, "full ([1]) and select (['*.mlp']), so"),
     ],
 )
 def test_all_is_excluded(settings, asked):
@@ -64,9 +64,9 @@ def test_gathered_weights_at_other_levels(level):
     def told(net):
         return net if level is None else hsdp(net, optimizer_level=level)
 
-    settings = {"full": True, "parallel_optimizer_comm_recompute": False}
+    settings = {"full": True, "parallel_optimizer_comm_recompute": True}
     instead = f"optimizer_level is '{level}'" if level else "hsdp() wasn't called"
-    expected = "^.*" + re.escape(f"{GATHERS}'level3'), but {instead}: leave it out, or use that level")
+    expected = "^.*" + re.escape(f"{GATHERS}'level3'), but {instead}: leave it out, or use hsdp(")
     if level:
         with pytest.raises(ValueError, match=expected):
             recompute(told(sharded(Net)), **settings)
@@ -83,6 +83,8 @@ def test_gathered_weights_at_other_levels(level):
     with pytest.raises(ValueError, match=expected):
         pipeline([told(recompute(cell, is_part=True, **settings)) for cell in cells], 2).meet()
     value_and_grad(hsdp(recompute(sharded(Net), **settings), optimizer_level="level3"))(*INPUTS[Net]())
+    stays = recompute(sharded(Net), full=True, parallel_optimizer_comm_recompute=False)  # true at every level
+    value_and_grad(told(stays) if level else hsdp(stays, optimizer_level="level2"))(*INPUTS[Net]())
 
 
 @pytest.mark.parametrize("path", ["", "model.layers.0"])

@@ -150,7 +150,8 @@ LEVEL_3 = ["parallelism.zero_level=3"]
 
 def test_what_can_stand_together():
     flag = "recompute.parallel_optimizer_comm_recompute=false"
-    assert load_recipe(TINY, ["recompute=true", flag, *LEVEL_3]).recompute.is_on
+    for level in ([], LEVEL_3):
+        assert load_recipe(TINY, ["recompute=true", flag, *level]).recompute.is_on
     apart = load_recipe(TINY, ["recompute.full=0-1", "swap.layer_swap=[{layers: 2-3}]"])
     assert apart.recompute.is_on and swap_settings(apart) is not None
     off = load_recipe(TINY, ["recompute=true", "swap={swap: false, layer_swap: [{layers: true}]}"])
@@ -191,6 +192,19 @@ ERRORS = [  # overrides of the tiny recipe with 4 layers, error, and a piece of 
         ["recompute.full_recompute_layer=[0]"],
         ValueError,
         "full_recompute_layer: unknown key (here it is called 'full')",
+    ),
+    (["recompute.mode=full"], ValueError, "recompute.mode: unknown key (here full and select may stand together, and "),
+    (
+        ["recompute.select_comm_recompute=true"],
+        ValueError,
+        "unknown key (here select names collectives, too, as ",
+    ),
+    (["recompute_config.recompute=true"], ValueError, "unknown section (here it is called 'recompute'); known: model"),
+    (["swap_config={swap: true}"], ValueError, "swap_config: unknown section (here it is called 'swap'); known: model"),
+    (
+        ["recompute_comm.enable=true"],
+        ValueError,
+        "(here recompute.mp_comm_recompute says whether collectives run",
     ),
     (["recompute.exclude_op=a"], ValueError, "recompute.exclude_op: unknown key (here it is called 'exclude')"),
     (
@@ -267,9 +281,9 @@ ERRORS = [  # overrides of the tiny recipe with 4 layers, error, and a piece of 
         "swap.op_swap['mlp'].layers: there is no layer 4: model.num_hid",
     ),
     (
-        ["recompute=true", "recompute.parallel_optimizer_comm_recompute=false"],
+        ["recompute=true", "recompute.parallel_optimizer_comm_recompute=true"],
         ValueError,
-        "recompute.parallel_optimizer_comm_recompute: False is about the gathered weights of parallelism.zero_level 3, "
+        "recompute.parallel_optimizer_comm_recompute: True is about the gathered weights of parallelism.zero_level=3, "
         "but zero_level is 0: leave it out, or use parallelism.zero_level=3",
     ),
     (

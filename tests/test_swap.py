@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from saved_tensors import scalar_of
-from test_recompute_gradients import INPUTS, Net, drawn, llama, sharded
+from test_recompute_gradients import INPUTS, Half, Net, drawn, llama, sharded
 from test_recompute_measured import others, place_of, tensors_in
 
 from mindformers_core.mesh import init_device_mesh
@@ -30,6 +30,7 @@ SETTINGS = [
     (llama, {"op_swap": {"*.softmax": True, "layers.*.mlp": {"layers": [0], "backward_prefetch": 20}}}),
     (Net, {"layer_swap": [{"layers": True}]}),
     (Net, {"op_swap": {"*.tanh": True, "*.Transpose": True, "*.dropout": True}, "default_prefetch": 2}),
+    (Half, {"op_swap": {"**": True}}),
 ]
 
 
@@ -86,7 +87,7 @@ def test_gradients_of_gradients(pattern):
 
 
 class Tied(nn.Cell):
-    """Of what it saves one is a copy of a view of a weight, and one of a view of integers: both stay on the device."""
+    """Of what it saves one is a view of a weight, and one of integers, which stays on the device."""
 
     def __init__(self):
         super().__init__()
@@ -105,6 +106,7 @@ FORETOLD = [
     *((llama, {"op_swap": {f"**.{pattern}": True}}, {}) for pattern in PATTERNS),
     (llama, {"op_swap": {"*.self_attn": True}}, {"full": [1], "exclude": "*.self_attn"}),
     (llama, {"op_swap": {"*.core_attention.Transpose": True}}, {"select": ["*.weights", "*.mlp"]}),
+    *((Half, {"op_swap": {f"layers.*.{name}": True}}, {}) for name in ("**.Cast", "**.Transpose", "0")),
     (Tied, {"op_swap": {"**": True}}, {}),
     (Tied, {"op_swap": {"*.ExpandDims": True, "*.norm": True}}, {}),
     *((Views, {"op_swap": {pattern: True}}, {}) for pattern in ("*.exp", "*.Reshape", "*.Transpose", "*.Split*", "**")),

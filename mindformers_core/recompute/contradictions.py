@@ -23,8 +23,9 @@ def check_something_left(settings, full, names, cells, selected, excluded):
 
     chosen = keys(selected, full)
     if chosen and chosen <= keys(excluded):
-        given = {"full": settings.full, "select": list(settings.select)}
-        asked = " and ".join(f"{key} ({value})" for key, value in given.items() if value)
+        given = {"full": settings.full, "select": settings.select}
+        shown = {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}
+        asked = " and ".join(f"{key} ({value})" for key, value in shown.items() if value)
         raise ValueError(
             f"recompute.exclude: {list(settings.exclude)} takes out all that is asked for by {asked}, so nothing is "
             "recomputed: exclude less, or leave recompute out"
@@ -37,17 +38,19 @@ def _around(path):
     return [".".join(parts[:end]) for end in range(len(parts) + 1)]
 
 
-def check_gathers(settings, sharding):
-    """Raise `ValueError` where weights that are gathered are spoken of, and none are.
+def check_gathers(settings, gathers, wanted, instead):
+    """Raise `ValueError` where weights are to be gathered again, and none are gathered.
+
+    That they stay (False) is true then, too, so it may be said.
 
     Args:
         settings: the `RecomputeSettings`.
-        sharding: the `HsdpSettings` of the tree, or None.
+        gathers: whether weights are gathered: level 3 of `hsdp()`.
+        wanted: how one says that they should be: `"parallelism.zero_level=3"`.
+        instead: what was said: `"zero_level is 2"`.
     """
-    given, level = settings.parallel_optimizer_comm_recompute, sharding and sharding.level
-    if given is not None and level != "level3":
-        instead = f"optimizer_level is '{level}'" if level else "hsdp() wasn't called"
+    if settings.parallel_optimizer_comm_recompute and not gathers:
         raise ValueError(
-            f"recompute.parallel_optimizer_comm_recompute: {given} is about the gathered weights of "
-            f"hsdp(optimizer_level='level3'), but {instead}: leave it out, or use that level"
+            "recompute.parallel_optimizer_comm_recompute: True is about the gathered weights of "
+            f"{wanted}, but {instead}: leave it out, or use {wanted}"
         )

@@ -3,15 +3,12 @@
 Generated programs call the operators that were chosen through `OnHost`. A result that autograd saves is copied to the
 host, and let go of on the device. The backward pass asks for saved tensors in the reverse order: when it asks for one,
 those that come next are copied back already (Rhu et al., "vDNN", 2016; MindSpore Transformers' `backward_prefetch`).
-On Ascend and GPU the copies are asynchronous; on CPU, where both are one memory, they are real copies all the same.
 """
 
 from functools import partial
 from weakref import ref
 
-from mindspore import ops
-from mindspore.graph.api import _no_grad
-
+from mindformers_core.recompute.host_copies import to_device, to_host
 from mindformers_core.recompute.keeping import kept, session
 
 __all__ = ["Offloading", "OnHost"]
@@ -62,7 +59,7 @@ class Offloading:
     def value(self, index):
         """One of the results, as somebody who was expected asks for it; the next ones are copied back, too."""
         entry = self._entries[index]
-        result = entry.fetch()
+        result = entry.fetch().use()
         self.forgone(index)
         for before in range(entry.place - 1, max(entry.place - self._prefetch, 0) - 1, -1):
             ahead = self._offloaded[before]()
@@ -79,7 +76,7 @@ class Offloading:
 
 
 class _Entry:
-    """One result: on the host, and for a while on the device."""
+    """One result: on the host, and for a while, `Arriving`, on the device."""
 
     def __init__(self, tensor):
         self._tensor, self._device_name = ref(tensor), tensor.device
@@ -87,22 +84,9 @@ class _Entry:
         self.expected = 0
 
     def offload(self):
-        with _no_grad():
-            self.host = _copied(self._tensor(), "CPU")
+        self.host = to_host(self._tensor())
 
     def fetch(self):
         if self.device is None:
-            with _no_grad():
-                self.device = _copied(self.host, self._device_name)
+            self.device = to_device(self.host, self._device_name)
         return self.device
-
-
-def _copied(tensor, device):
-    """A copy of a tensor in the memory of a device, given by name.
-
-    Never a view: MindSpore joins what a saved tensor is replaced by to its graph again, for gradients of gradients, but
-    a view in the place of a tensor that is none it leaves out, and these gradients are wrong.
-    """
-    if tensor.device == device == "CPU":  # Tensor.to() can't copy there, and copy_() no parts of a stage's input
-        return ops.cat((tensor,)) if tensor.ndim else ops.zeros_like(tensor).copy_(tensor)
-    return tensor.to(device, non_blocking=True, copy=True)

@@ -67,7 +67,7 @@ class ChosenActivations(ActivationPolicy):
         if not is_part:
             check_stages(settings, swapping, [self.told()])
         if tree.storage.settings is not None:  # else hsdp() may still be called
-            check_gathers(settings, tree.storage.settings)
+            self._check_gathers()
         self.full = full_layers(settings.full, self.layers, is_part=True)
         self._cells, self._gaps = whole_cells(settings, self.full, list(tree.cells))
         self.recomputed_cells = [
@@ -147,7 +147,7 @@ class ChosenActivations(ActivationPolicy):
 
     def check_matched(self):
         """See `ActivationPolicy`."""
-        check_gathers(self.settings, self.tree.storage.settings)
+        self._check_gathers()
         program = next(reversed(self.tree.programs.values()), None)
         choice = None if program is None else self.choices.get(program.frame)
         if choice is not None and choice.problem:
@@ -156,13 +156,19 @@ class ChosenActivations(ActivationPolicy):
             self.check_stages([self.told()])
             self._has_matched = True
 
+    def _check_gathers(self):
+        sharding = self.tree.storage.settings
+        instead = f"optimizer_level is '{sharding.level}'" if sharding else "hsdp() wasn't called"
+        gathers = sharding is not None and sharding.level == "level3"
+        check_gathers(self.settings, gathers, "hsdp(optimizer_level='level3')", instead)
+
     def told(self):
         """See `ActivationPolicy`."""
         return stage_told(self.layers, self._frame, list(self.tree.cells), self._short)
 
     def check_stages(self, told):
         """See `ActivationPolicy`."""
-        check_gathers(self.settings, self.tree.storage.settings)
+        self._check_gathers()
         check_stages(self.settings, self.swapping, told)
 
     def check_compiled_stage(self, told):

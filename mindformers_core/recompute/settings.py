@@ -38,8 +38,8 @@ class RecomputeSettings:
         mp_comm_recompute: whether collectives in what is recomputed run again, as in `Cell.recompute`; if not, their
             results are kept.
         parallel_optimizer_comm_recompute: whether weights that were gathered for a recomputed part (level 3 of `hsdp`)
-            are dropped after forward and gathered again; False: kept until backward. None: as `hsdp` was told with
-            `reshard_after_forward`.
+            are dropped after forward and gathered again; False: kept until backward, as at all other levels. None: as
+            `hsdp` was told with `reshard_after_forward`.
         budget: the part of the saved bytes that may be kept, more than 0 and at most 1: what is recomputed is chosen
             so. Instead of `full` and `select`.
 
@@ -53,6 +53,8 @@ class RecomputeSettings:
         **dict.fromkeys(("recompute", "full_recompute_layer"), "it is called 'full'"),
         **dict.fromkeys(("select_recompute", "select_module"), "it is called 'select'"),
         **dict.fromkeys(("select_recompute_exclude", "exclude_op"), "it is called 'exclude'"),
+        "mode": "full and select may stand together, and say themselves what is recomputed",
+        "select_comm_recompute": "select names collectives, too, as '*.all_gather'",
         "recompute_slice_activation": "sequence parallelism, in a recipe parallelism.sequence_parallel, cuts what is "
         "kept between layers",
     }

@@ -4,9 +4,9 @@ from mindformers_core.recompute.choosing import Program, cell_lies_in, full_laye
 from mindformers_core.recompute.operator_names import operator_texts
 from mindformers_core.recompute.places import operators_in_order
 from mindformers_core.recompute.prediction import cell_keys
+from mindformers_core.recompute.views import is_cast_to_its_dtype
 from mindformers_core.recompute.wording import ranges_shown
-from mindformers_core.tensor_parallel.capturing.structure import values_in
-from mindformers_core.tensor_parallel.propagation.plan import Move
+from mindformers_core.tensor_parallel.propagation.plan import OperatorPlan
 
 __all__ = ["check_apart", "check_narrowed", "swapped_keys"]
 
@@ -33,16 +33,13 @@ def swapped_keys(settings, frame, layers, algorithm=None, path="", is_part=False
     found = {}
     for _, entry, keys in _asked(settings, Program(frame, path), layers, bool(is_part or path)):
         found |= dict.fromkeys(keys, entry.backward_prefetch)
-    inner = cell_keys(frame, (), algorithm) - {place.key for place in operators_in_order(frame) if not _takes(place)}
+    inner = cell_keys(frame, (), algorithm) - {place.key for place in operators_in_order(frame) if _is_no_result(place)}
     return {key: prefetch for key, prefetch in found.items() if key in inner}
 
 
-def _takes(place):
-    """Whether an instruction takes more than weights and constants of its Cell: what is made of these alone stays."""
-    entry, graph = place.entry, place.frame.graph
-    own = {use.value.id for use in (*graph.parameters, *graph.constants)}
-    taken = (entry.value,) if isinstance(entry, Move) else values_in((entry.node.args, entry.node.kwargs))
-    return any(value.id not in own for value in taken)
+def _is_no_result(place):
+    """Whether an instruction gives what it takes, perhaps a weight: that goes with who made it, or stays."""
+    return isinstance(place.entry, OperatorPlan) and is_cast_to_its_dtype(place.entry.node)
 
 
 def _asked(settings, program, layers, is_part):

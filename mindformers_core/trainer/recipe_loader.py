@@ -143,7 +143,7 @@ def _convert_section(value, section, path):
 
 def _unknown(key, known, section, kind):
     instead = getattr(section, "instead", {}).get(key)
-    inside = _sections_with(key) if kind == "section" else []
+    inside = _sections_with(key) if kind == "section" and not instead else []
     hint = f" (here {instead})" if instead else nearest(key, known)
     if 0 < len(inside) <= _FEW:
         hint = f" (did you mean {' or '.join(repr(f'{name}.{key}') for name in inside)}?)"
@@ -152,8 +152,9 @@ def _unknown(key, known, section, kind):
 
 def _sections_with(key):
     """Names of the sections of a recipe that have a key."""
-    sections = typing.get_type_hints(Recipe).items()
-    return [name for name, section in sections if key in (entry.name for entry in dataclasses.fields(section))]
+    hints = typing.get_type_hints(Recipe)
+    sections = [entry.name for entry in dataclasses.fields(Recipe)]
+    return [name for name in sections if key in (entry.name for entry in dataclasses.fields(hints[name]))]
 
 
 def _convert_sequence(value, origin, arguments, path):

@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 
+from mindformers_core.recompute.contradictions import check_gathers
 from mindformers_core.recompute.layers import common_layers
 
 __all__ = ["check_recompute", "recompute_arguments", "swap_arguments", "swap_settings"]
@@ -81,12 +82,8 @@ def _named_layers(recipe):
 
 
 def _check_gathers(recipe):
-    given, level = recipe.recompute.parallel_optimizer_comm_recompute, recipe.parallelism.zero_level
-    if given is not None and level != 3:
-        raise ValueError(
-            f"recompute.parallel_optimizer_comm_recompute: {given} is about the gathered weights of "
-            f"parallelism.zero_level 3, but zero_level is {level}: leave it out, or use parallelism.zero_level=3"
-        )
+    level = recipe.parallelism.zero_level
+    check_gathers(recipe.recompute, level == 3, "parallelism.zero_level=3", f"zero_level is {level}")
 
 
 def _check_both(recipe):
