@@ -141,6 +141,32 @@ def test_several_targets_and_comprehensions():
     assert found[3:] == [*[("parts",)] * 3, *[("by_place",)] * 3, ("one", "other")]
 
 
+def parallel(self, x):
+    q, k, v = self.a(x), self.b(self.a(x)), x
+    first, second = ops.exp(x * 2), ops.exp(x)
+    (left, right), total = pair = ops.split(x, 2), x + q
+    for layer in self.layers:
+        even, odd = layer(x), ops.exp(layer(x))
+    one, two = self.a(x) if x is q else self.b(x), ops.exp(x)
+    *rest, last = self.a(x), self.b(x)
+    return q, k, v, first, second, left, right, total, pair, even, odd, one, two, rest, last
+
+
+def test_parallel_assignments():
+    found = names_of(parallel)
+    assert found[:6] == [
+        ("a", ("q",)),
+        ("a", None),
+        ("b", ("k",)),
+        ("Mul", None),
+        ("Exp", ("first",)),
+        ("Exp", ("second",)),
+    ]
+    assert found[6:8] == [("Split", None), ("Add", ("total",))]
+    assert [names for _, names in found[8:14]] == [("even",), None, ("odd",)] * 2
+    assert [names for _, names in found[14:]] == [None] * 4
+
+
 def test_loops_name_every_round():
     assert names_of(loop) == [
         *[("layers.0", ("x",)), ("layers.1", ("x",))],

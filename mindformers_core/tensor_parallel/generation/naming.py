@@ -74,8 +74,8 @@ def assigned_names(graph):
         once.
     """
     names = dict.fromkeys(range(len(graph.nodes)))
-    for index, statement, count in _assigned(graph):
-        names[index] = _names(statement.targets[0], count)
+    for index, targets, count in _assigned(graph):
+        names[index] = _names(targets[0], count)
     return names
 
 
@@ -89,18 +89,24 @@ def all_assigned_names(graph):
         Index of every node that has any -> a tuple of its names.
     """
     return {
-        index: tuple(name for target in statement.targets for name in _names(target, count) or () if name)
-        for index, statement, count in _assigned(graph)
+        index: tuple(name for target in targets for name in _names(target, count) or () if name)
+        for index, targets, count in _assigned(graph)
     }
 
 
 def _assigned(graph):
-    """`(index of a node, the _Statement that assigns what it computes, number of tensors)`."""
+    """`(index of a node, the targets that what it computes is assigned to, number of tensors)`."""
     placed = [(index, node, _statement(node.source)) for index, node in enumerate(graph.nodes)]
     for statement, run in groupby(placed, key=lambda entry: entry[2]):
-        if statement is not None:
-            for index, node in _outermost(statement, [(index, node) for index, node, _ in run]):
-                yield index, statement, len(values_in(node.outputs))
+        run = [(index, node) for index, node, _ in run]
+        if statement is None:
+            continue
+        if statement.parallel:
+            found = _in_parallel(statement.parallel, run)
+        else:
+            found = ((index, node, statement.targets) for index, node in _outermost(statement, run))
+        for index, node, targets in found:
+            yield index, targets, len(values_in(node.outputs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,11 +117,13 @@ class _Statement:
         targets: a name, or a tuple of names and None, each; a name with a star stands for all that others leave.
         outermost: what computes the assigned value, by kind: `"q_proj"`, `"add"`; two of them in `a(x) if c else b(x)`.
         inner: the kinds of all else that is computed in the statement.
+        parallel: of `a, b = f(x), g(h(x))` all that is computed, in order: kinds, and the targets of what each gives.
     """
 
     targets: tuple
     outermost: tuple
     inner: tuple
+    parallel: tuple = ()
 
 
 def _names(target, count):
@@ -142,6 +150,15 @@ def _outermost(statement, run):
     if not alike or len(alike) % (inner + 1):
         return run[-1:]
     return alike[inner :: inner + 1]
+
+
+def _in_parallel(parts, run):
+    """`(index, node, targets)` of what one or more executions of a parallel assignment give, if they are told apart."""
+    expected = parts * (len(run) // len(parts))
+    pairs = ((node, kind) for (_, node), (kind, _) in zip(run, expected))
+    # a Cell may be called by any variable: `layer(x)`
+    if len(expected) == len(run) and all(isinstance(node, CallNode) or _is_kind(node, kind) for node, kind in pairs):
+        yield from ((index, node, targets) for (index, node), (_, targets) in zip(run, expected) if targets)
 
 
 def _kind(node):
@@ -191,10 +208,34 @@ def _read(node):
         return None
     targets = map(_target, node.targets if isinstance(node, ast.Assign) else [node.target])
     targets = tuple(target for target in targets if target)
+    if isinstance(node.value, ast.Tuple):
+        parallel = _parallel(node.value.elts, [target for target in targets if isinstance(target, tuple)])
+        return _Statement((), (), (), parallel) if parallel else None
     for kind in outermost:
         if kind in operations:
             operations.remove(kind)
     return _Statement(targets, outermost, tuple(operations)) if targets and outermost else None
+
+
+def _parallel(values, targets):
+    """What `a, b = f(x), g(h(x))` computes, as `_Statement.parallel`; nothing where names don't stand one by one."""
+    if any(len(target) != len(values) or any(name and name[0] == "*" for name in target) for target in targets):
+        return ()
+    parts = []
+    for place, value in enumerate(values):
+        if any(isinstance(node, (*_COMPREHENSIONS, ast.IfExp, ast.Lambda)) for node in ast.walk(value)):
+            return ()
+        names = tuple(target[place] for target in targets if target[place])
+        parts += [(_expression_kind(node), names if node is value else ()) for node in _in_order(value)]
+    return tuple(parts)
+
+
+def _in_order(value):
+    """The operations of an expression in the order in which they run."""
+    for child in ast.iter_child_nodes(value):
+        yield from _in_order(child)
+    if isinstance(value, _OPERATIONS):
+        yield value
 
 
 def _target(node):
