@@ -149,7 +149,10 @@ def parallel(self, x):
         even, odd = layer(x), ops.exp(layer(x))
     one, two = self.a(x) if x is q else self.b(x), ops.exp(x)
     *rest, last = self.a(x), self.b(x)
-    return q, k, v, first, second, left, right, total, pair, even, odd, one, two, rest, last
+    for flag in (False, False):
+        three, four = flag and ops.exp(x), ops.exp(x)
+    [turned, part] = ops.cat((x.permute(1, 0), x)), x[:2]
+    return three, four, turned, part, q, k, v, first, second, left, right, total, pair, even, odd, one, two, rest, last
 
 
 def test_parallel_assignments():
@@ -164,7 +167,8 @@ def test_parallel_assignments():
     ]
     assert found[6:8] == [("Split", None), ("Add", ("total",))]
     assert [names for _, names in found[8:14]] == [("even",), None, ("odd",)] * 2
-    assert [names for _, names in found[14:]] == [None] * 4
+    assert [names for _, names in found[14:20]] == [None] * 6
+    assert [names for _, names in found[20:]] == [None, ("turned",), ("part",)]
 
 
 def test_loops_name_every_round():

@@ -206,6 +206,14 @@ def test_what_must_be_kept():
         model.choose(frame, 0.1, keep=keep, where="mine")
 
 
+def test_what_must_be_kept_in_one_layer():
+    """The other layers aren't kept because of it."""
+    frame, model = deep(30)
+    everything = {(layer, number) for layer in range(30) for number in (0, 1, 2)}
+    choice = model.choose(frame, 0.112, keep={(7, 1), (7, 2)})
+    assert everything - {(7, number) for number in range(3)} <= choice.dropped <= everything - {(7, 1), (7, 2)}
+
+
 def test_the_whole_budget_computes_nothing_again():
     frame, model = deep(3)
     choice = model.choose(frame, 1)

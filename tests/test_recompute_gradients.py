@@ -94,6 +94,20 @@ class Views(nn.Cell):
         return (ops.tanh(part) * ops.exp(part) * ops.sin(part)).sum() + ops.exp(repeated * self.scale * 9).sum()
 
 
+class Cast(nn.Cell):
+    """Layers that cast to the dtype that there is, as norms do, which gives the same tensor back; a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.CellList([nn.Dense(8, 8) for _ in "ab"])
+
+    def construct(self, x):
+        for layer in self.layers:
+            hidden = ops.tanh(layer(x)).astype(ms.float32)
+            x = x + ops.exp(ops.sin(hidden))
+        return x.square().mean()
+
+
 def drawn(net):
     random = np.random.default_rng(0)
     for parameter in net.get_parameters():
@@ -113,6 +127,7 @@ INPUTS = {
     llama: lambda: tuple(map(Tensor, IDS)),
     Net: lambda: (Tensor(np.eye(4, 8, dtype=np.float32)),),
     Half: lambda: (Tensor(IDS[0] % 16),),
+    Cast: lambda: (Tensor(np.eye(4, 8, dtype=np.float32)),),
     Views: lambda: (Tensor(np.random.default_rng(2).normal(size=(4, 8)).astype(np.float32)),),
 }
 
@@ -154,6 +169,7 @@ OPERATORS = [
     (Net, {"budget": 0.4, "exclude": "*.softmax"}),
     (Half, {"select": ["layers.*.*.half", ".Transpose"]}),
     (Half, {"budget": 0.3}),
+    (Cast, {"budget": 0.3}),
     (Views, {"budget": 0.6}),
     (Views, {"select": ["*.Transpose", "*.Split", "*.Sin"]}),
 ]

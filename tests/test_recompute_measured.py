@@ -6,14 +6,16 @@ import mindspore as ms
 import pytest
 from mindspore import Tensor
 from saved_tensors import measured, scalar_of
-from test_recompute_gradients import INPUTS, Half, Net, Views, llama, sharded
+from test_recompute_gradients import INPUTS, Cast, Half, Net, Views, drawn, llama, sharded
 
+from mindformers_core.communication import backend_fake, init_distributed, shutdown
+from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recompute import keeping, recompute
 from mindformers_core.recompute.algorithms import algorithm_of
 from mindformers_core.recompute.explained import keepers_by_key
 from mindformers_core.recompute.keeping import Handle, count_recomputations
 from mindformers_core.recompute.prediction import recomputed, saved_bytes
-from mindformers_core.tensor_parallel import explain, programs
+from mindformers_core.tensor_parallel import explain, programs, shard
 from mindformers_core.zero import hsdp, value_and_grad
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -31,6 +33,9 @@ SETTINGS = [
     (Half, {"select": ["layers.*.*.half", "layers.1", ".Transpose"]}),
     (Half, {"select": "**"}),
     (Half, {"budget": 0.5}),
+    (Cast, {"select": ["**"]}),
+    (Cast, {"select": ["*.sin", "*.exp", "*.tanh"]}),
+    (Cast, {"budget": 0.3}),
     (Views, {"select": ["*.Transpose", "*.Split", "*.Exp"]}),
     (Views, {"budget": 0.6}),
 ]
@@ -122,3 +127,23 @@ def test_explain_foretells_what_runs_again_under_hsdp(settings):
     with count_recomputations() as counted:
         value_and_grad(net)(*INPUTS[llama]())
     assert f"recompute: {sum(counted.values())} of " in explain(net)
+
+
+@pytest.mark.parametrize("settings", [{"select": "*.input_layernorm.Mul[1]"}, {"select": ["*.Mul", "*.SiLU"]}])
+def test_operators_whose_results_are_marked(monkeypatch, settings):
+    """What tensor parallelism marks as varying is what gradients keep: the mark goes with the operator."""
+    shutdown()
+    init_distributed("fake", world_size=2)
+    monkeypatch.setattr(backend_fake.AllReduce, "construct", lambda self, x: x + 0)  # of its own, as a real one's is
+    inputs = INPUTS[llama]()
+    net = shard(drawn(llama()).set_train(), init_device_mesh((1, 2), ("dp", "tp")))
+    net = recompute(net, **settings)
+    net(*inputs)
+    tensors, again = kept_tensors(monkeypatch, net, inputs)
+    outside = set(map(place_of, others(net, inputs)))
+    places = {place_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    frame = programs(net)[-1].frame
+    keys = frozenset(keepers_by_key(frame))
+    foretold = saved_bytes(frame, keys, algorithm_of)
+    assert sum(nbytes for place, nbytes in places.items() if place not in outside) == foretold
+    assert again == len(recomputed(frame, keys, algorithm_of)) >= 6 and foretold < saved_bytes(frame, frozenset(), algorithm_of)

@@ -145,10 +145,11 @@ def test_what_is_saved_waits_on_the_host(monkeypatch, make, settings, recomputin
     if make is not Net:  # it has a distributed algorithm, of several calls, and seeds
         assert kept["host"] == sorted(marks)
         of_all = bytes_shown(sum(marks) + on_device)
-        assert explained.lines[-1] == (
+        assert (
             f"swap: results of {len(marks)} instructions wait on the host, {bytes_shown(sum(marks))} of {of_all} that "
             "are kept"
-        )
+        ) in explained.lines
+        assert explained.lines[-1].startswith("nothing is swapped: no gradient needs") == (not marks)
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 5])

@@ -1,7 +1,10 @@
 """From settings to the instructions of a program whose results are not kept. Pure Python."""
 
+from dataclasses import replace
+
 from mindformers_core.mesh import nearest
 from mindformers_core.recompute.contradictions import check_something_left
+from mindformers_core.recompute.links import links_of
 from mindformers_core.recompute.operator_names import operator_names
 from mindformers_core.recompute.patterns import select
 from mindformers_core.recompute.places import cell_classes, operators_in_order
@@ -230,7 +233,7 @@ class Program:
         path: of the Cell whose call it is.
 
     Attributes:
-        path: as given.
+        frame, path: as given.
         places: a `Place` for every instruction.
         names: its `OperatorName`s.
         cells: `(key, path from the root)` of every call of a Cell.
@@ -239,16 +242,28 @@ class Program:
     """
 
     def __init__(self, frame, path):
-        self.path = path
+        self.frame, self.path = frame, path
         self.places, self.names = operators_in_order(frame), operator_names(frame, path)
         self.cells = [(key, joined_path(path, inner)) for key, inner in called_cells(frame)]
         self.closed = {place.key for place in self.places if isinstance(place.entry, CallPlan)}
         self.classes = {joined_path(path, inner): name for inner, name in cell_classes(frame).items()}
 
     def selected(self, patterns, where, is_part):
-        """The `Selection`; in a part, patterns may be for what is elsewhere."""
+        """The `Selection`; in a part, patterns may be for what is elsewhere.
+
+        With operators go redistributions of their results that do nothing on a rank, and so have no names: gradients
+        need what these give, in the same memory.
+        """
         required = not (is_part or self.path)
-        return select(patterns, self.names, self.cells, where, required, self.classes)
+        found = select(patterns, self.names, self.cells, where, required, self.classes)
+        return replace(found, operators=self._with_nameless(found.operators)) if found.operators else found
+
+    def _with_nameless(self, operators):
+        named, makers, found = {name.place.key for name in self.names}, links_of(self.frame).makers, {*operators}
+        for place in self.places:
+            if isinstance(place.entry, Move) and place.key not in named:
+                found |= {place.key} if not found.isdisjoint(makers[place.key]) else set()
+        return tuple(place.key for place in self.places if place.key in found)
 
 
 def lies_in_call(key, cell):

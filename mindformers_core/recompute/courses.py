@@ -21,12 +21,14 @@ class Memory:
         number: tells pieces apart.
         nbytes: its size.
         on_host: whether it is a copy on the host, of a result of an instruction.
+        view: the `Tensor`, a view, of which an operator keeps this copy, or None.
     """
 
     key: tuple
     number: int
     nbytes: int
     on_host: bool = False
+    view: "Tensor | None" = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,4 +219,5 @@ class Repetition:
     def _memory(self, inner):
         if inner in self._memories:
             return self._memories[inner]
-        return replace(inner, key=self.key + inner.key)
+        view = None if inner.view is None else self.tensor(inner.view)
+        return replace(inner, key=self.key + inner.key, view=view)

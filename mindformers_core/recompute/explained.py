@@ -1,6 +1,6 @@
 """What `explain()` says of results that are kept in another way: a mark for each, and the sums. Pure Python."""
 
-from collections import Counter
+from collections import Counter, deque
 
 from mindformers_core.recompute.following import Following
 from mindformers_core.recompute.links import links_of
@@ -13,6 +13,12 @@ from mindformers_core.tensor_parallel.explaining.wording import bytes_shown
 from mindformers_core.tensor_parallel.propagation.plan import called_cells
 
 __all__ = ["bytes_not_kept", "explained_activations", "explained_cells", "keepers_by_key"]
+
+
+_NOT_NEEDED = (
+    "no gradient needs what is selected (of a Cell: besides its results, which stay); list_operators() shows what is "
+    "saved of each operator; select such ones, or the Cell around"
+)
 
 
 def keepers_by_key(frame):
@@ -46,7 +52,7 @@ def explained_activations(frame, recomputing, algorithm, path="", arguments_need
             if memory.on_host:
                 on_host[memory.key] += memory.nbytes
     marks |= {key: Mark("on host", nbytes) for key, nbytes in on_host.items()}
-    lines = _lines(frame, again, on_host if swaps or swapped else None, before, after)
+    lines = _lines(frame, dropped, again, on_host if swaps or swapped else None, before, after)
     return _inside(path, frame, lines, marks, keepers)
 
 
@@ -96,13 +102,14 @@ def _inside(path, frame, lines, marks, dropped):
 def bytes_not_kept(links, again, before, after):
     """Key -> bytes that are kept without and aren't with what runs `again`; negative where they are kept instead.
 
-    An operator that takes a view keeps a copy. What isn't kept by one that doesn't run again counts for who makes that
-    view. Together this is all that isn't kept any more, but for copies of what no one of `again` makes.
+    A copy of a view that an operator keeps counts for who makes that view; what else isn't kept by one that doesn't run
+    again, for who makes what it takes. Together this is all that isn't kept any more, but for what no one of `again`
+    makes.
     """
     lost = Counter()
     for sign, tensors in ((1, before), (-1, after)):
         for tensor in tensors:
-            lost[tensor.key] += sign * tensor.nbytes
+            lost[tensor.owner if tensor.owner in again else tensor.key] += sign * tensor.nbytes
     for key in [key for key, nbytes in lost.items() if nbytes > 0 and key not in again]:
         for maker in _nearest(key, links.makers, again):
             part = min(lost[key], links.nbytes[maker])
@@ -113,17 +120,18 @@ def bytes_not_kept(links, again, before, after):
 
 def _nearest(key, makers, again):
     """Those of `again` that make what an instruction takes, or what that is made of, and so on."""
-    found, waiting = {}, list(makers[key])
+    found, waiting, seen = [], deque(makers[key]), {*makers[key]}
     while waiting:
-        maker = waiting.pop(0)
+        maker = waiting.popleft()
         if maker in again:
-            found[maker] = None
-        else:
-            waiting.extend(makers[maker])
-    return list(found)
+            found.append(maker)
+            continue
+        waiting.extend(other for other in makers[maker] if other not in seen)
+        seen.update(makers[maker])
+    return found
 
 
-def _lines(frame, again, on_host, before, after):
+def _lines(frame, dropped, again, on_host, before, after):
     """The sums, and the names of what is computed again; `on_host`: key -> bytes, or None where nothing is swapped."""
     kept, all_of_them = (bytes_shown(sum(tensor.nbytes for tensor in some)) for some in (after, before))
     if again or on_host is None:
@@ -131,9 +139,13 @@ def _lines(frame, again, on_host, before, after):
             f"recompute: {len(again)} of {len(operators_in_order(frame))} instructions run again; {kept} of "
             f"{all_of_them} of activations are kept for the backward pass"
         )
+    if dropped and not again:
+        yield f"nothing runs again: {_NOT_NEEDED}"
     texts = operator_texts(frame)
     names = [texts[key] for key in sorted(again) if key in texts]
     yield from ["computed again:", *names_shown(names)] if names else []
     if on_host is not None:
         waiting = bytes_shown(sum(on_host.values()))
         yield f"swap: results of {len(on_host)} instructions wait on the host, {waiting} of {kept} that are kept"
+        if not on_host:
+            yield f"nothing is swapped: {_NOT_NEEDED}"

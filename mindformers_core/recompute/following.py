@@ -10,7 +10,7 @@ from math import prod
 
 from mindformers_core.recompute.courses import Course, Memory, Repetition, Run, Tensor, placeholder
 from mindformers_core.recompute.saved_by_operator import saved_by
-from mindformers_core.recompute.views import contiguous_strides, gives_its_input, viewed
+from mindformers_core.recompute.views import contiguous_strides, gives_its_input, is_cast_to_its_dtype, viewed
 from mindformers_core.redistribution.planner import ITEM_SIZES
 from mindformers_core.redistribution.steps import STEP_KINDS
 from mindformers_core.tensor_parallel.capturing.structure import values_in
@@ -172,7 +172,7 @@ class _Follower:
             if row.as_they_are or not tensor.is_view or tensor.has_handle:
                 run.saved.append(tensor)
             else:
-                run.own.append(self.memory(key, tensor.nbytes))
+                run.own.append(self.memory(key, tensor.nbytes, view=tensor))
         run.saved.extend(results[result] for result in row.kept_outputs([*operands], [*results]))
         sizes = row.internal_sizes([*operands], [*results])
         run.own.extend(self.memory(key, nbytes) for nbytes in sizes)
@@ -185,6 +185,8 @@ class _Follower:
         if not tensors or not outputs:
             return [self.made(run, *output) for output in outputs]
         base = tensors[0]
+        if is_cast_to_its_dtype(node):  # the same object, with all that is known of it
+            return [base]
         if gives_its_input(node, base.shape, base.strides):
             return [self.made(run, *output, base.strides, base, base.is_view) for output in outputs]
         views = viewed(node, base.shape, base.strides, shapes)
@@ -203,9 +205,9 @@ class _Follower:
         strides = contiguous_strides(shape) if strides is None else strides
         return Tensor(value, tuple(shape), tuple(strides), needs, memory, run, base, is_view, has_handle, on_host)
 
-    def memory(self, key, nbytes, on_host=False):
+    def memory(self, key, nbytes, on_host=False, view=None):
         """A new piece of `Memory`."""
-        return Memory(key, next(self.numbers), nbytes, on_host)
+        return Memory(key, next(self.numbers), nbytes, on_host, view)
 
     def steps(self, key, tensor, steps):
         """The result of a move. A step keeps what it takes and gives where the gradient goes to who holds an extreme.

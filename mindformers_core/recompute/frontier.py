@@ -8,6 +8,7 @@ one price; walking over all prices gives the lower convex hull of the curve.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from mindformers_core.recompute.closure import cheapest_closure
 
@@ -101,11 +102,11 @@ def trade_of(links, measured, keep):
         measured: a `Measured`.
         keep: instructions that must not be computed again; nor is what their results are views of.
     """
-    keys, makers = {}, {}
-    for key, group in links.groups.items():
-        keys.setdefault(group, []).append(key)
-        makers.setdefault(group, {}).update(dict.fromkeys(links.groups[maker] for maker in links.makers[key]))
     kept = _with_memory(keep, links, measured)
+    groups, keys, makers = _groups(links, kept), {}, {}
+    for key, group in groups.items():
+        keys.setdefault(group, []).append(key)
+        makers.setdefault(group, {}).update(dict.fromkeys(groups[maker] for maker in links.makers[key]))
     droppable = frozenset(group for group in keys if kept.isdisjoint(keys[group]))
     prices = {group: sum(map(measured.price, members)) for group, members in keys.items()}
     bases = {group: next(iter(makers[group])) for group in keys if makers[group] and not prices[group]}
@@ -117,6 +118,17 @@ def trade_of(links, measured, keep):
     sizes = {group: sum(map(links.nbytes.get, members)) for group, members in keys.items()}
     sizes |= dict.fromkeys(bases, 0)
     return Trade(keys, makers, bases, sizes, prices, frozenset(needed), droppable)
+
+
+def _groups(links, kept):
+    """Key -> group: layers are alike where they are equal, and the same instructions of them are kept."""
+    order, found, numbers = list(links.makers), {}, {}
+    for start, end in pairwise(links.borders):
+        inside = order[start:end]
+        pattern = frozenset(links.groups[key] for key in inside if key in kept)
+        number = numbers.setdefault(pattern, len(numbers))
+        found |= {key: (number, links.groups[key]) for key in inside}
+    return found
 
 
 def _with_memory(keep, links, measured):

@@ -20,7 +20,8 @@ class ListedOperator:
     Attributes:
         name: a pattern that selects it: `"model.layers.0.self_attn.core_attention.weights"`.
         operator: what it is, as MindSpore calls it; of a Cell its class.
-        saved_bytes: what PyNative keeps of its results for the backward pass, on one rank.
+        saved_bytes: what PyNative keeps of its results for the backward pass, also as copies of views that it makes, on
+            one rank.
         others: what may stand in the place of the last part of the name: `("Softmax[0]",)`.
     """
 
@@ -68,7 +69,7 @@ def list_operators(cell, *inputs, **named_inputs):
     frame = _plan(cell, inputs, named_inputs)
     saved = {}
     for tensor in saved_activations(frame, algorithm=algorithm_of):
-        saved[tensor.key] = saved.get(tensor.key, 0) + tensor.nbytes
+        saved[tensor.owner] = saved.get(tensor.owner, 0) + tensor.nbytes
     listed = OperatorList(
         ListedOperator(name.text, name.operator, saved.get(name.place.key, 0), _others(name))
         for name in operator_names(frame)

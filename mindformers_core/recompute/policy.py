@@ -159,7 +159,7 @@ class ChosenActivations(ActivationPolicy):
     def _check_gathers(self):
         sharding = self.tree.storage.settings
         instead = f"optimizer_level is '{sharding.level}'" if sharding else "hsdp() wasn't called"
-        gathers = sharding is not None and sharding.level == "level3"
+        gathers = not self.settings.is_on or sharding is not None and sharding.level == "level3"
         check_gathers(self.settings, gathers, "hsdp(optimizer_level='level3')", instead)
 
     def told(self):

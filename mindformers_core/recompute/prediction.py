@@ -24,10 +24,17 @@ class SavedTensor:
     Attributes:
         key: of the instruction that makes it (see `places`).
         nbytes: bytes on one rank.
+        view: key of the instruction that makes the view of which this is a copy that an operator keeps, or None.
     """
 
     key: tuple
     nbytes: int
+    view: tuple | None = None
+
+    @property
+    def owner(self):
+        """Key of the instruction that is to be dropped so that it isn't kept."""
+        return self.key if self.view is None else self.view
 
 
 def saved_activations(frame, dropped=frozenset(), algorithm=None, arguments_need=True):
@@ -104,7 +111,8 @@ class Prediction:
 
     def saved(self, dropped=frozenset()):
         """See `saved_activations`."""
-        return [SavedTensor(memory.key, memory.nbytes) for memory in self._demand(dropped).kept]
+        kept = self._demand(dropped).kept
+        return [SavedTensor(memory.key, memory.nbytes, memory.view and memory.view.key) for memory in kept]
 
     def saved_bytes(self, dropped=frozenset()):
         """See `saved_bytes`."""

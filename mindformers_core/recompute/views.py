@@ -92,12 +92,7 @@ def viewed(node, shape, strides, targets):
 
 
 def gives_its_input(node, shape, strides):
-    """Whether an operator's result is just what its first tensor is, as of a cast to the dtype that it has.
-
-    Takes what `viewed` does.
-    """
-    if is_cast_to_its_dtype(node):
-        return True
+    """Whether an operator's result is just what its first tensor is; takes what `viewed` does."""
     name, _, _ = rewrite(node.operator, tuple(node.args), dict(node.kwargs))
     return name == "StopGradient" or name in _SAME_WHERE_CONTIGUOUS and is_contiguous(shape, strides)
 

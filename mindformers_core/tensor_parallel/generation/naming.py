@@ -17,6 +17,7 @@ __all__ = ["Names", "all_assigned_names", "assigned_names", "snake_case"]
 _WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])")
 _ONE_WORD = re.compile(r"mat_mul|re_lu|ge_lu|si_lu|swi_glu")  # as everybody writes them
 _OPERATIONS = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Subscript)
+_CONDITIONS = (ast.IfExp, ast.BoolOp)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 _SYMBOLS = {"mult": "mul", "usub": "neg", "lt": "less", "gt": "greater", "lte": "lessequal", "gte": "greaterequal"}
 
@@ -154,10 +155,10 @@ def _outermost(statement, run):
 
 def _in_parallel(parts, run):
     """`(index, node, targets)` of what one or more executions of a parallel assignment give, if they are told apart."""
-    expected = parts * (len(run) // len(parts))
-    pairs = ((node, kind) for (_, node), (kind, _) in zip(run, expected))
-    # a Cell may be called by any variable: `layer(x)`
-    if len(expected) == len(run) and all(isinstance(node, CallNode) or _is_kind(node, kind) for node, kind in pairs):
+    expected, kinds = parts * (len(run) // len(parts)), {kind for kind, _ in parts}
+    # an operator may be captured under another name, but not under that of another one in the statement
+    others = ((node, kinds - {kind}) for (_, node), (kind, _) in zip(run, expected) if not _is_kind(node, kind))
+    if len(expected) == len(run) and not any(_is_kind(node, kind) for node, kinds in others for kind in kinds):
         yield from ((index, node, targets) for (index, node), (_, targets) in zip(run, expected) if targets)
 
 
@@ -208,7 +209,7 @@ def _read(node):
         return None
     targets = map(_target, node.targets if isinstance(node, ast.Assign) else [node.target])
     targets = tuple(target for target in targets if target)
-    if isinstance(node.value, ast.Tuple):
+    if isinstance(node.value, (ast.Tuple, ast.List)):
         parallel = _parallel(node.value.elts, [target for target in targets if isinstance(target, tuple)])
         return _Statement((), (), (), parallel) if parallel else None
     for kind in outermost:
@@ -223,7 +224,7 @@ def _parallel(values, targets):
         return ()
     parts = []
     for place, value in enumerate(values):
-        if any(isinstance(node, (*_COMPREHENSIONS, ast.IfExp, ast.Lambda)) for node in ast.walk(value)):
+        if any(isinstance(node, (*_COMPREHENSIONS, *_CONDITIONS, ast.Lambda)) for node in ast.walk(value)):
             return ()
         names = tuple(target[place] for target in targets if target[place])
         parts += [(_expression_kind(node), names if node is value else ()) for node in _in_order(value)]
