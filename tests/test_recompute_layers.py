@@ -18,7 +18,8 @@ from mindformers_core.recompute.layers import common_layers, layer_numbers
         (" 5 - 7 , 0", (0, 5, 6, 7)),
         ("12", (12,)),
         ("4-4", (4,)),
-        ([3, 0], (0, 3)),
+        ([0, 3], (0, 3)),
+        (["5-7", 0], (0, 5, 6, 7)),
         ((0,), (0,)),
         (["0-3", "5"], (0, 1, 2, 3, 5)),
         ([9, "0-1,4"], (0, 1, 4, 9)),
@@ -43,7 +44,8 @@ def random_layers(generator, numbers):
     generator.shuffle(parts)
     if generator.random() < 0.5:
         return ",".join(parts)
-    return [int(part) if part.isdigit() and generator.random() < 0.5 else part for part in parts]
+    parts = [int(part) if part.isdigit() and generator.random() < 0.5 else part for part in parts]
+    return parts if any(isinstance(part, str) for part in parts) else sorted(parts)  # numbers alone have an order
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -87,9 +89,21 @@ LAYER_ERRORS = [
     (
         [3, 4, 4],
         ValueError,
-        "full: layer 4 is given twice in [3, 4, 4]: these are numbers of layers, from 0, not how many",
+        "full: layer 4 is given twice in [3, 4, 4]: these are numbers of layers of the whole model, from 0; how many",
     ),
     ("0-3,2", ValueError, "full: layer 2 is given twice in '0-3,2'"),
+    (
+        [2, 1],
+        ValueError,
+        "full: [2, 1] should be in ascending order, [1, 2]: these are numbers of layers of the whole model, from 0; "
+        "how many layers of each pipeline stage, as in MindSpore Transformers, can't be given: of stages of 4 layers "
+        "that would be '0-1,4'",
+    ),
+    ((2, 0), ValueError, "full: (2, 0) should be in ascending order, [0, 2]: these are numbers"),
+    ([2, 0], ValueError, "of stages of 4 layers that would be '0-1'"),
+    ([2, 2], ValueError, "of stages of 4 layers that would be '0-1,4-5'"),
+    ([8, 1, 3], ValueError, "of stages of 8 layers that would be '0-7,8,16-18'"),
+    ([[2, 1], [1, 1]], TypeError, "; how many layers of each pipeline stage, as in MindSpore Transformers, can't be"),
 ]
 
 
@@ -114,6 +128,13 @@ def test_wrong_layer_numbers(given, kind, message):
 )
 def test_common_layers(one, other, both):
     assert common_layers(one, other) == both
+
+
+@pytest.mark.parametrize("given", [[0, 0], [*range(9, 0, -1)], "1,1"])
+def test_no_example_of_stages_where_it_would_be_no_help(given):
+    with pytest.raises(ValueError) as caught:
+        layer_numbers(given, "full")
+    assert str(caught.value).endswith("as in MindSpore Transformers, can't be given")
 
 
 @pytest.mark.parametrize("given", [0.5, -1])

@@ -79,7 +79,15 @@ def test_an_index_is_there_if_any_call_has_it():
 EXPRESSIONS = {  # what it is as patterns, if it is simple
     r"feed_forward\.mul": ["feed_forward.mul"],
     ".*x": ["*x"],
-    ".*self_attn.*": ["*self_attn.*"],
+    ".*self_attn.*": ["*.self_attn"],
+    ".*self_attn": ["*.self_attn"],
+    ".*norm.*": ["*norm"],
+    r".*\.norm": ["*norm"],
+    r"self_attn\..*": ["self_attn"],
+    r"layers\..*": ["layers.*"],
+    r"layers\.\d+\..*": ["layers.*"],
+    "^mlp.*$": ["mlp"],
+    "layers.{0,1}.*": ["layers.0,1.*"],
     r".*\.mlp": ["*.mlp"],
     r"layers\.\d+": ["layers.*"],
     r"^model\.layers\.[0-9]+\.mlp$": ["model.layers.*.mlp"],
@@ -88,7 +96,7 @@ EXPRESSIONS = {  # what it is as patterns, if it is simple
     "layers.[0-3].mlp": ["layers.0-3.mlp"],
     "layers.{0,1}.mlp": ["layers.0,1.mlp"],
     "layers.*.mlp$": ["layers.*.mlp"],
-    "mlp.+": ["mlp.*"],
+    "mlp.+": ["mlp"],
     "self_attn|mlp": ["self_attn", "mlp"],
     "layers.(0|1).(?:mlp|self_attn)": [
         *("layers.0.mlp", "layers.0.self_attn"),
@@ -138,7 +146,43 @@ def test_regular_expressions_that_match_nothing(pattern, better):
 def test_regular_expressions_that_are_no_pattern():
     assert refused("layers.[0-3].mlp").endswith("MatMul[1]; it is no regular expression: write 'layers.0-3.mlp'")
     assert refused("a.[1]").endswith("; it is no regular expression: write 'a.1'")
+    for slashed, dotted in (("layers/0/mlp", "layers.0.mlp"), ("/model/layers/*/", ".model.layers.*")):
+        assert re.match(": '/' in '.+' is not part of a name; a pattern is names with", refused(slashed))
+        assert refused(slashed).endswith(f"MatMul[1]; it is a path with dots: write {dotted!r}")
+    assert refused("layers//[").endswith("its last name may have an index: MatMul[1]")
     assert refused("layers..[0-3]").endswith("its last name may have an index: MatMul[1]")
+
+
+NORMS = ["norm", *(f"layers.{layer}.{name}_layernorm" for layer in (0, 1) for name in ("input", "post_attention"))]
+
+
+@pytest.mark.parametrize(("text", "paths"), [(r".*\.norm", NORMS), (".*norm.*", NORMS), (".*mlp.*", ["layers.0.mlp"])])
+def test_what_is_to_be_written_selects_what_the_expression_means(text, paths):
+    """Llama's norms: `input_layernorm`, too; of `mlp` the Cell, not only those in it."""
+    cells = [((), ""), *(((number,), f"model.{path}") for number, path in enumerate([*NORMS, "layers.0.mlp"]))]
+    cells += [((5, 0), "model.layers.0.mlp.up_proj")]
+    selection = select(as_patterns(text), [], cells)
+    assert [path for key, path in cells if key in selection.cells] == [f"model.{path}" for path in paths]
+
+
+USUAL = {
+    "feed_forward.mul": "nothing is called 'feed_forward' (did you mean 'mlp'?)",
+    "*.attention_norm.norm": "nothing is called 'attention_norm' (did you mean 'input_layernorm'?)",
+    "layers.*.ffn": "'layers.*' is there, below it are 'input_layernorm', 'self_attn', 'mlp'",
+    "layers.*.feed_forward": "'layers.*' is there, below it are 'input_layernorm', 'self_attn', 'mlp' (did you mean 'm",
+    "self.model.mlp": "nothing is called 'self': a pattern begins with the name behind it: write 'model.mlp'",
+    "*.self.mlp": "nothing is called 'self': a pattern begins with the name behind it: write '*.mlp'",
+    ".self.model": "nothing is called 'self': a pattern begins with the name behind it: write '.model'",
+}
+
+
+@pytest.mark.parametrize("pattern", USUAL)
+def test_names_of_mindspore_transformers_and_of_the_code(pattern):
+    assert refused(pattern).startswith(f" matches no Cell or operator: {USUAL[pattern]}")
+
+
+def test_names_of_mindspore_transformers_where_there_is_no_such_cell():
+    assert "input_layernorm" not in refused("attention_norm", cells=[((), ""), ((0,), "norm")], names=[])
 
 
 DEEPER = {

@@ -163,7 +163,6 @@ WRONG = {
     "a,b": "',' in 'a,b' is not part of a name",
     "a.b c": "' ' in 'b c' is not part of a name",
     "layers.0 ": "' ' in '0 ' is not part of a name",
-    "layers/mlp": "'/' in 'layers/mlp' is not part of a name",
 }
 
 

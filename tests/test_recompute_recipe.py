@@ -33,6 +33,7 @@ RECOMPUTE = [  # YAML, and what it means
     ("recompute:", None),
     ("recompute: {}", None),
     ("recompute: {full: false, mp_comm_recompute: false}", None),
+    ("recompute: {full: false, exclude: [a]}", None),
     ("recompute: {full: 0-2}", RecomputeSettings(full=(0, 1, 2))),
     ("recompute: {full: '0,3'}", RecomputeSettings(full=(0, 3))),
     ("recompute: {full: [0-1, 3]}", RecomputeSettings(full=(0, 1, 3))),
@@ -186,7 +187,8 @@ ERRORS = [  # overrides of the tiny recipe with 4 layers, error, and a piece of 
     (
         ["recompute.recompute=true"],
         ValueError,
-        "recompute.recompute: unknown key (here it is called 'full'); known: full",
+        "recompute.recompute: unknown key (here it is called 'full', and a list in it is numbers of layers of the "
+        "whole model, where MindSpore Transformers' list says how many layers of each pipeline stage); known: full",
     ),
     (
         ["recompute.full_recompute_layer=[0]"],

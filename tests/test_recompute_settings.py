@@ -25,6 +25,19 @@ def test_any_choice_is_on(given):
     assert not off.is_on and dataclasses.replace(off, select=None) == off
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"exclude": ["a"]},
+        {"mp_comm_recompute": False},
+        *({"parallel_optimizer_comm_recompute": f} for f in (True, False)),
+    ],
+)
+def test_switched_off_whatever_the_flags_say(flags):
+    off = RecomputeSettings(full=False, **flags)
+    assert not off.is_on and dataclasses.replace(off) == off
+
+
 def test_one_form_of_recompute_settings():
     given = RecomputeSettings(full="0-2", select="layers.*.mlp", exclude=["*.cast", "x"], mp_comm_recompute=False)
     assert given == RecomputeSettings((0, 1, 2), ("layers.*.mlp",), ("*.cast", "x"), False)
@@ -36,6 +49,29 @@ RECOMPUTE_ERRORS = [
     ({"full": "7-0"}, ValueError, "full: range '7-0' ends before it begins"),
     ({"select": 3}, TypeError, "select: 3 should be a pattern, or a list of patterns, as ['layers.0-7.mlp']"),
     ({"select": {"mlp": True}}, TypeError, "select: {'mlp': True} should be a pattern, or a list"),
+    (
+        {"select": {".*mlp": ["0-31"]}},
+        TypeError,
+        "select: {'.*mlp': ['0-31']} should be a pattern, or a list of patterns: write ['layers.0-31.mlp']",
+    ),
+    ({"exclude": {r"mlp\.mul": True, "b": False}}, TypeError, "a list of patterns: write ['*.mlp.mul']"),
+    (
+        {"select": {"mlp": [0, 1]}},
+        TypeError,
+        "['layers.0-1.mlp']; layers are numbers in the whole model, not how many ",
+    ),
+    ({"select": {"mlp": [2, 1]}}, TypeError, "a list of patterns, as ['layers.0-7.mlp']"),
+    ({"select": {"mlp": False}}, TypeError, "select: {'mlp': False} names nothing: leave it out"),
+    ({"select": False}, TypeError, "select: False names nothing: leave it out"),
+    ({"exclude": False}, TypeError, "exclude: False names nothing: leave it out"),
+    (
+        {"select": True},
+        TypeError,
+        "full; MindSpore Transformers' default operators are ['*.mlp.Mul', '*.mlp.SiLU'] here",
+    ),
+    ({"budget": "4GiB"}, TypeError, "may stay (1: all); it is a part of these bytes, not a size: half of them is 0.5"),
+    ({"budget": "512 m"}, TypeError, "it is a part of these bytes, not a size"),
+    ({"full": [2, 1]}, ValueError, "full: [2, 1] should be in ascending order, [1, 2]: these are"),
     ({"select": ["a", 3]}, TypeError, "select[1]: 3 should be a pattern, a text as 'layers.0-7.mlp'"),
     ({"select": ["a", " "]}, ValueError, "select[1]: ' ' is an empty pattern: it should name a Cell or an operator"),
     ({"select": ""}, ValueError, "select: '' is an empty pattern"),
@@ -191,7 +227,7 @@ SWAP_ERRORS = [
         "layer_swap[0].backward_prefetch: '2' should",
     ),
     (
-        {"layer_swap": [{"layers": "0-3"}, {"layers": [5, 3]}]},
+        {"layer_swap": [{"layers": "0-3"}, {"layers": [3, 5]}]},
         ValueError,
         "layer_swap[1].layers: layer 3 is in layer_swap[0], too: give one backward_prefetch for each",
     ),
@@ -242,6 +278,15 @@ SWAP_ERRORS = [
         "op_swap[0].op_nam: unknown key (did you mean 'op_name'?); known: op_name,",
     ),
     ({"op_swap": [{"op_name": ""}]}, ValueError, "op_swap[0].op_name: '' is an empty pattern"),
+    (
+        {"op_swap": [{"op_name": ["*.mlp", "*.self_attn"], "layers": "0-3"}]},
+        TypeError,
+        "op_swap[0].op_name: ['*.mlp', '*.self_attn'] should be one pattern; write an entry for each: [{op_name: "
+        "'*.mlp', layers: '0-3'}, {op_name: '*.self_attn', layers: '0-3'}]",
+    ),
+    ({"op_swap": [{"op_name": ["a", 3]}]}, TypeError, "op_swap[0].op_name: ['a', 3] should be a pattern"),
+    ({"layer_swap": [{"layers": [2, 0]}]}, ValueError, "layer_swap[0].layers: [2, 0] should be in ascending order, [0"),
+    ({"op_swap": {"a": {"layers": [2, 0]}}}, ValueError, "op_swap['a'].layers: [2, 0] should be in ascending order, "),
     ({"op_swap": {3: True}}, TypeError, "op_swap[3].op_name: 3 should be a pattern"),
     (
         {"op_swap": {"a": None}},

@@ -9,6 +9,11 @@ _FOR_WORDS = {
     **dict.fromkeys(("true", "all", "*", "yes", "on"), "; for all layers write true, without quotes"),
     **dict.fromkeys(("false", "none", "null", "no", "off"), "; for no layer leave it out"),
 }
+_NO_COUNTS = (
+    "these are numbers of layers of the whole model, from 0; how many layers of each pipeline stage, as in MindSpore "
+    "Transformers, can't be given"
+)
+_FEW, _STAGE = 8, 4  # stages of which an example is shown, and the least number of layers that they have in it
 # five digits: a mistyped end shouldn't make a list that fills the memory
 _RANGE = re.compile(r"\s*([0-9]{1,5})\s*(?:-\s*([0-9]{1,5})\s*)?")
 
@@ -18,14 +23,15 @@ def layer_numbers(given, where):
 
     Args:
         given: None or False: none; True: all; a text of numbers and ranges, ends included, as "0,3,5-7"; or a list of
-            numbers and such texts.
+            numbers and such texts. Numbers alone are in ascending order: a list in another one is likely to say how
+            many layers of each pipeline stage, as in MindSpore Transformers.
         where: the key that it was given for, for errors.
 
     Returns:
         None, True, or a tuple of ints in ascending order, at least one.
 
     Raises:
-        TypeError, ValueError: anything else, or a layer that is given twice; begins with `where`.
+        TypeError, ValueError: anything else, or a layer that is given twice, or too late; begins with `where`.
     """
     if given is None or given is False:
         return None
@@ -38,14 +44,28 @@ def layer_numbers(given, where):
     for part in [given] if isinstance(given, str) else given:
         for number in _numbers_of(part, where):
             if number in numbers:
-                raise ValueError(
-                    f"{where}: layer {number} is given twice in {given!r}: these are numbers of layers, from 0, "
-                    "not how many layers of every pipeline stage"
-                )
+                raise ValueError(f"{where}: layer {number} is given twice in {given!r}: {_no_counts(given)}")
             numbers.add(number)
     if not numbers:
         raise ValueError(f"{where}: {given!r} has no layer in it: give {LAYERS_FORMS}, or leave it out")
+    if _are_numbers(given) and list(given) != sorted(given):
+        raise ValueError(f"{where}: {given!r} should be in ascending order, {sorted(given)}: {_no_counts(given)}")
     return tuple(sorted(numbers))
+
+
+def _are_numbers(given):
+    """Whether it is a list of numbers alone, as MindSpore Transformers' list of how many layers of each stage is."""
+    return isinstance(given, (list, tuple)) and all(type(part) is int for part in given)
+
+
+def _no_counts(given):
+    """What numbers of layers are, and how they are written for those who meant how many layers of each stage."""
+    if not _are_numbers(given) or not any(given) or len(given) > _FEW:
+        return _NO_COUNTS
+    size = max(_STAGE, *given)
+    firsts = ((stage * size, count) for stage, count in enumerate(given) if count)
+    shown = (f"{first}-{first + count - 1}" if count > 1 else f"{first}" for first, count in firsts)
+    return f"{_NO_COUNTS}: of stages of {size} layers that would be '{','.join(shown)}'"
 
 
 def _numbers_of(part, where):
@@ -55,7 +75,8 @@ def _numbers_of(part, where):
             raise ValueError(f"{where}: {part} should be at least 0, the number of the first layer")
         return [part]
     if not isinstance(part, str):
-        raise TypeError(f"{where}: {part!r} is no number of a layer: give {LAYERS_FORMS}")
+        counts = f"; {_NO_COUNTS}" if isinstance(part, (list, tuple)) else ""
+        raise TypeError(f"{where}: {part!r} is no number of a layer: give {LAYERS_FORMS}{counts}")
     numbers = []
     for text in part.split(","):
         found = _RANGE.fullmatch(text)

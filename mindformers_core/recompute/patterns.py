@@ -154,9 +154,7 @@ def parse_pattern(text, where):
         parts = text[rooted:].split(".")
         segments = [_segment(part, place, len(parts)) for place, part in enumerate(parts, 1)]
     except ValueError as error:
-        meant = quoted(each.text for each in _meant(text))
-        expression = f"; it is no regular expression: write {meant}" if meant else ""
-        raise ValueError(f"{where}: {text!r}: {error}; {_ALLOWED}{expression}") from None
+        raise ValueError(f"{where}: {text!r}: {error}; {_ALLOWED}{_better(text)}") from None
     if not rooted:
         begins_anywhere = segments[0].name == "*" and segments[0].indices is None and len(segments) > 1
         segments = [Segment("**", "**"), *segments[begins_anywhere:]]
@@ -223,6 +221,18 @@ def _problem(pattern, found, names, cells, classes):
         "matches no Cell or operator, and looks like a regular expression: a pattern is a path with the wildcards "
         f"* and **, and numbers (0-7): {better}"
     )
+
+
+def _better(text):
+    """What to write for a text that is no pattern, if that is simple: the end of a sentence."""
+    try:
+        dotted = parse_pattern(re.sub("/+", ".", text.rstrip("/")), "").text if "/" in text else ""
+    except ValueError:
+        dotted = ""
+    if dotted:
+        return f"; it is a path with dots: write {dotted!r}"
+    meant = quoted(each.text for each in _meant(text))
+    return f"; it is no regular expression: write {meant}" if meant else ""
 
 
 def _meant(text):

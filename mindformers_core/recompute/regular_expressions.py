@@ -2,6 +2,8 @@
 
 import re
 
+from mindformers_core.recompute.usual_names import WHOLE_NAMES
+
 __all__ = ["as_patterns", "is_expression"]
 
 # what no pattern has; `.*` and `.+` for any characters, `[0-3]` for a digit
@@ -12,6 +14,10 @@ _WRITTEN = (
     (r"(\\[dw]|\[0-9\]|\[\^\.\])[*+]?", "*"),
     (r"[\[{]([0-9,-]+)[\]}][*+]?", r"\1"),  # [0-3], and {0,1} of a shell
 )
+
+
+_BELOW = rf"(?<=[\w*])((?<!layers){_DOT})?\.[*+]$"  # what is in a Cell is selected with it
+_BEGUN = re.compile(rf"^\*(?=({'|'.join(sorted(WHOLE_NAMES))})(\.|$))")  # any characters before a whole name
 
 
 def is_expression(text):
@@ -41,7 +47,10 @@ def _alternatives(text):
 
 def _as_pattern(text):
     any_name = r"\.[*+]" if r"\." in text else r"^\.[*+](?=\w)"  # else dots are likely to be those of a path
+    below = _BELOW if r"\." in text or text.startswith((".*", "^")) else r"(?<=\w)\.\+$"
     text = text.replace(r"\.", _DOT)
-    for written, meant in (*_WRITTEN, (any_name, "*")):
+    for written, meant in (*_WRITTEN, (below, ""), (any_name, "*")):
         text = re.sub(written, meant, text)
-    return text.replace(".+", ".*").replace(_DOT, ".")
+    text = _BEGUN.sub("*.", text.replace(".+", ".*").replace(_DOT, "."))
+    # MindSpore Transformers' operator in every norm; here these are Cells, of names that end so
+    return "*norm" if text == "*.norm" else text

@@ -1,10 +1,15 @@
 """Values of single settings, checked: flags, numbers and patterns; an error says what would be right. Pure Python."""
 
+import re
 from numbers import Real
+
+from mindformers_core.recompute.expression_dicts import patterns_of
 
 __all__ = ["check_budget", "check_flag", "check_pattern", "checked_patterns", "checked_prefetch"]
 
 _FLAGS = {"true": True, "false": False}
+_DEFAULT_OPERATORS = "; MindSpore Transformers' default operators are ['*.mlp.Mul', '*.mlp.SiLU'] here"
+_SIZE = re.compile(r"[0-9.]+\s*([kmgtp]i?)?b(ytes?)?|[0-9.]+\s*[kmgtp]i?", re.IGNORECASE)
 
 
 def check_budget(budget, where="recompute.budget"):
@@ -16,10 +21,17 @@ def check_budget(budget, where="recompute.budget"):
     """
     allowed = "a number above 0 and at most 1: the part of the saved activations' bytes that may stay (1: all)"
     if isinstance(budget, bool) or not isinstance(budget, Real):
-        better = _unquoted(budget, float) or f"; {_per_cent(budget)}"
+        better = _unquoted(budget, float) or f"; {_as_part(budget)}"
         raise TypeError(f"{where}: {budget!r} ({type(budget).__name__}) has to be {allowed}{better}")
     if not 0 < budget <= 1:
         raise ValueError(f"{where}: {budget!r} has to be {allowed}; {_per_cent(budget)}")
+
+
+def _as_part(budget):
+    """What to write for what is no number."""
+    if isinstance(budget, str) and _SIZE.fullmatch(budget.strip()):
+        return "it is a part of these bytes, not a size: half of them is 0.5"
+    return _per_cent(budget)
 
 
 def _per_cent(budget):
@@ -55,11 +67,25 @@ def checked_patterns(given, where):
         return ()
     entries = [given] if isinstance(given, str) else given
     if not isinstance(entries, (list, tuple)):
-        layers = "; whole layers are given to full" if isinstance(given, (bool, int)) else ""
-        raise TypeError(f"{where}: {given!r} should be a pattern, or a list of patterns, as ['layers.0-7.mlp']{layers}")
+        raise TypeError(f"{where}: {given!r} {_in_patterns(given, where)}")
     for index, pattern in enumerate(entries):
         check_pattern(pattern, where if isinstance(given, str) else f"{where}[{index}]")
     return tuple(entries)
+
+
+def _in_patterns(given, where):
+    """How patterns are given, for an error about something else: the end of a sentence."""
+    patterns = patterns_of(given) if isinstance(given, dict) else None
+    if given is False or patterns == []:
+        return "names nothing: leave it out"
+    form = "should be a pattern, or a list of patterns"
+    if patterns:
+        numbers = any(isinstance(value, (list, tuple)) and {*map(type, value)} == {int} for value in given.values())
+        about = "; layers are numbers in the whole model, not how many of each pipeline stage" if numbers else ""
+        return f"{form}: write {patterns}{about}"
+    layers = "; whole layers are given to full" if isinstance(given, (bool, int)) else ""
+    usual = _DEFAULT_OPERATORS if given is True and where == "select" else ""
+    return f"{form}, as ['layers.0-7.mlp']{layers}{usual}"
 
 
 def check_pattern(pattern, where):

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from mindformers_core.recompute.layers import layer_numbers
 from mindformers_core.recompute.setting_checks import check_budget, check_flag, checked_patterns, checked_prefetch
+from mindformers_core.recompute.short_forms import written_recompute, written_swap
 from mindformers_core.recompute.swap_entries import LayerSwap, OperatorSwap, layer_swaps, operator_swaps
 
 __all__ = ["DEFAULT_OP_SWAP", "RecomputeSettings", "SwapSettings"]
@@ -50,11 +51,14 @@ class RecomputeSettings:
     switch: ClassVar[str] = "full"  # the key that `recompute: true` in a recipe stands for
     # MindSpore Transformers' keys, of r1.9 and of r2.0, and what there is here
     instead: ClassVar[dict] = {
-        **dict.fromkeys(("recompute", "full_recompute_layer"), "it is called 'full'"),
+        "recompute": "it is called 'full', and a list in it is numbers of layers of the whole model, where MindSpore "
+        "Transformers' list says how many layers of each pipeline stage",
+        "full_recompute_layer": "it is called 'full'",
         **dict.fromkeys(("select_recompute", "select_module"), "it is called 'select'"),
         **dict.fromkeys(("select_recompute_exclude", "exclude_op"), "it is called 'exclude'"),
         "mode": "full and select may stand together, and say themselves what is recomputed",
         "select_comm_recompute": "select names collectives, too, as '*.all_gather'",
+        "select_comm_recompute_exclude": "exclude names collectives, too, as '*.all_gather'",
         "recompute_slice_activation": "sequence parallelism, in a recipe parallelism.sequence_parallel, cuts what is "
         "kept between layers",
     }
@@ -77,7 +81,7 @@ class RecomputeSettings:
         self._check_about_something()
 
     def _check_about_something(self):
-        if self.is_on:
+        if self.is_on or self.full is False:
             return
         if self.exclude:
             raise ValueError(
@@ -85,7 +89,7 @@ class RecomputeSettings:
                 "or budget, or leave it out"
             )
         for name in ("mp_comm_recompute", "parallel_optimizer_comm_recompute"):
-            if getattr(self, name) is False and self.full is None:
+            if getattr(self, name) is False:
                 raise ValueError(
                     f"{name}: False is about what is recomputed, but nothing is: give full, select or budget, or "
                     "leave it out"
@@ -103,6 +107,11 @@ class RecomputeSettings:
                     f"budget: {budget} chooses what is recomputed, but {name} says it, too "
                     f"({_shown(given)}): give one of the two; exclude can stand beside either"
                 )
+
+    @staticmethod
+    def written(given):
+        """What to write, as a section's value, for something that is none: `"{full: 0-3}"`, or nothing."""
+        return written_recompute(given)
 
     @property
     def is_on(self):
@@ -152,6 +161,11 @@ class SwapSettings:
             operators, is_short = (OperatorSwap(DEFAULT_OP_SWAP, True, prefetch),), True
         is_on = bool(layers or operators) if self.swap is None else self.swap
         _put(self, swap=is_on, layer_swap=layers, op_swap=operators, _is_short=is_short)
+
+    @staticmethod
+    def written(given):
+        """What to write, as a section's value, for something that is none: `"true"`, or nothing."""
+        return written_swap(given)
 
     @property
     def is_on(self):

@@ -66,9 +66,19 @@ def operator_swaps(given, default_prefetch):
                 f"{where}.op_name: missing; it should be a pattern, as {{op_name: '*.mlp', layers: 0-3}}; everything "
                 "in some layers is given to layer_swap"
             )
-        check_pattern(entry["op_name"], f"{where}.op_name")
+        _check_one_pattern(entry, where)
         found.append((where, OperatorSwap(entry["op_name"], *_layers_and_prefetch(entry, where, default_prefetch))))
     return _apart(found)
+
+
+def _check_one_pattern(entry, where):
+    """Raise unless `op_name` of an entry is a pattern; of several it is told how they are written."""
+    patterns = entry["op_name"]
+    if isinstance(patterns, (list, tuple)) and patterns and all(isinstance(each, str) for each in patterns):
+        rest = "".join(f", {key}: {value!r}" for key, value in entry.items() if key != "op_name" and value is not None)
+        written = ", ".join(f"{{op_name: {each!r}{rest}}}" for each in patterns)
+        raise TypeError(f"{where}.op_name: {patterns!r} should be one pattern; write an entry for each: [{written}]")
+    check_pattern(patterns, f"{where}.op_name")
 
 
 def _named(given):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from difflib import SequenceMatcher
 
 from mindformers_core.recompute.operator_names import Label, plain_name
+from mindformers_core.recompute.usual_names import USUAL_NAMES
 from mindformers_core.recompute.wording import quoted, ranges_shown
 
 __all__ = ["what_is_missing", "what_is_there"]
@@ -108,19 +109,24 @@ def _nearest_names(pattern, names, cells, classes):
     furthest = max(place for places in reached.values() for place in places)
     there = {path for path in paths if furthest in reached[path]}
     labels = [name.labels for name in names if name.path in there]
-    known = dict.fromkeys(_last(path) for path in paths if path and _above(path) in there)
-    known |= dict.fromkeys(label.name for each in labels for label in each if label is each[0] or label.variable)
+    inside = dict.fromkeys(_last(path) for path in paths if path and _above(path) in there)
+    known = inside | dict.fromkeys(
+        label.name for each in labels for label in each if label is each[0] or label.variable
+    )
     led = _led(pattern, furthest)
     if furthest == len(pattern.segments):
         return f"{led!r} holds Cells but is itself never called: write '{led}.*'; below it are {_listed(known)}"
     wrong = pattern.segments[furthest]
+    if wrong.text == "self" and furthest + 1 < len(pattern.segments):
+        without = re.sub(r"(^|\.)self\.", r"\1", pattern.text, count=1)
+        return f"nothing is called 'self': a pattern begins with the name behind it: write {without!r}"
     if any(wrong.fits_operator(each) for each in labels):
         return f"{_led(pattern, furthest + 1)!r} is an operator, nothing is below it"
     alike = [path for path in paths if path in classes and _above(path) in there and _has_class(wrong, classes[path])]
     if alike:
         better = dict.fromkeys(_rewritten(pattern, furthest, _named(path, pattern, led)) for path in alike)
         return f"{wrong.text!r} is a class, but Cells are called by their names: write {quoted(better)}"
-    nearest = _about_collectives(wrong.text, names) or _nearest(wrong.text, known)
+    nearest = _about_collectives(wrong.text, names) or _usual(wrong.text, inside) or _nearest(wrong.text, known)
     deeper = _deeper(pattern, furthest, names, paths) if led else ""
     if deeper:
         return f"{led!r} is there, and {wrong.text!r} is further down: write {deeper!r}"
@@ -203,6 +209,12 @@ def _listed(known):
     shown = ranges_shown({int(name) for name in known if re.fullmatch("[0-9]+", name)})
     shown += [name for name in known if not re.fullmatch("[0-9]+", name)]
     return quoted(shown[:_SHOWN]) + (", …" if len(shown) > _SHOWN else "") if shown else "no names"
+
+
+def _usual(name, cells):
+    """The Cell here that does what MindSpore Transformers' Cell of a name does, if it is there."""
+    usual = USUAL_NAMES.get(name.strip("*"))
+    return f" (did you mean '{usual}'?)" if usual in cells else ""
 
 
 def _nearest(name, known):

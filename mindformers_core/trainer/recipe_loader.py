@@ -117,14 +117,16 @@ def _spelled_out(value, section):
 def _convert_section(value, section, path):
     value = _spelled_out({} if value is None else value, section)
     if not isinstance(value, dict):
-        short = "true, false or " if hasattr(section, "switch") else ""
-        raise TypeError(f"{path}: {value!r} should be {short}a section with keys, as {_example_keys(section)}")
+        has_switch = hasattr(section, "switch")
+        short, written = ("true, false or ", section.written(value)) if has_switch else ("", "")
+        better = f"; write {path}: {written}" if written else ""
+        raise TypeError(f"{path}: {value!r} should be {short}a section with keys, as {_example_keys(section)}{better}")
     hints = typing.get_type_hints(section)
     fields = {entry.name: entry for entry in dataclasses.fields(section) if entry.init}
     prefix = f"{path}." if path else ""
     for key in value:
         if key not in fields:
-            raise ValueError(f"{prefix}{_unknown(key, fields, section, 'key' if path else 'section')}")
+            raise ValueError(f"{prefix}{_unknown(key, value[key], fields, section, 'key' if path else 'section')}")
     parts = {}
     for name, entry in fields.items():
         has_default = entry.default is not dataclasses.MISSING or entry.default_factory is not dataclasses.MISSING
@@ -141,13 +143,20 @@ def _convert_section(value, section, path):
         raise type(error)(f"{prefix}{error}") from None
 
 
-def _unknown(key, known, section, kind):
+def _unknown(key, value, known, section, kind):
     instead = getattr(section, "instead", {}).get(key)
+    is_switch = instead and hasattr(section, "switch") and instead.startswith(f"it is called '{section.switch}'")
+    if instead and not is_switch and (value is None or value is False):
+        return f"{key}: unknown {kind} (leave it out: {_as_yaml(value)} asks for nothing)"
     inside = _sections_with(key) if kind == "section" and not instead else []
     hint = f" (here {instead})" if instead else nearest(key, known)
     if 0 < len(inside) <= _FEW:
         hint = f" (did you mean {' or '.join(repr(f'{name}.{key}') for name in inside)}?)"
     return f"{key}: unknown {kind}{hint}; known: {', '.join(known)}"
+
+
+def _as_yaml(value):
+    return yaml.safe_dump(value).split("\n", 1)[0]
 
 
 def _sections_with(key):
