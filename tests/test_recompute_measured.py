@@ -146,4 +146,6 @@ def test_operators_whose_results_are_marked(monkeypatch, settings):
     keys = frozenset(keepers_by_key(frame))
     foretold = saved_bytes(frame, keys, algorithm_of)
     assert sum(nbytes for place, nbytes in places.items() if place not in outside) == foretold
-    assert again == len(recomputed(frame, keys, algorithm_of)) >= 6 and foretold < saved_bytes(frame, frozenset(), algorithm_of)
+    assert again == len(recomputed(frame, keys, algorithm_of)) >= 6 and foretold < saved_bytes(
+        frame, frozenset(), algorithm_of
+    )

@@ -133,6 +133,7 @@ class SwapSettings:
             `backward_prefetch`.
         op_swap: `OperatorSwap`s; given as a list of such dicts with `op_name`, too, or as a dict of patterns, each with
             such a dict, a list of them, or True. Without `layers` it counts in all.
+        is_short: whether `swap: true` was all that was given.
 
     Raises:
         TypeError, ValueError: anything else, or layers with two values of `backward_prefetch`; the message begins with
@@ -160,7 +161,7 @@ class SwapSettings:
         if self.swap and not layers and not operators:
             operators, is_short = (OperatorSwap(DEFAULT_OP_SWAP, True, prefetch),), True
         is_on = bool(layers or operators) if self.swap is None else self.swap
-        _put(self, swap=is_on, layer_swap=layers, op_swap=operators, _is_short=is_short)
+        _put(self, swap=is_on, layer_swap=layers, op_swap=operators, is_short=is_short)
 
     @staticmethod
     def written(given):
@@ -175,7 +176,7 @@ class SwapSettings:
     def where(self, entry):
         """What asks for an `OperatorSwap`, for errors: `"swap.op_swap['*.mlp']"`."""
         key = f"op_swap[{entry.op_name!r}]"
-        return f"swap.swap: true, which means {key}" if self._is_short else f"swap.{key}"
+        return f"swap.swap: true, which means {key}" if self.is_short else f"swap.{key}"
 
 
 def _put(settings, **values):

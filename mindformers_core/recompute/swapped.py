@@ -78,10 +78,11 @@ def check_apart(settings, swapping, frame, layers, again, on_host, label, path="
         label: whose program it is.
         full: paths of the Cells that are recomputed wholly.
     """
-    key = next((key for key in on_host if key in again), None)
-    if key is None:
+    both = [key for key in on_host if key in again]
+    if not both:
         return
-    program = Program(frame, path)
+    texts = operator_texts(frame, path)
+    key, program = next((key for key in both if key in texts), both[0]), Program(frame, path)
     roots = [root for root, cell in program.cells if cell in full]
     patterns = program.selected(settings.select, "recompute.select", True).by_pattern
     asked = [("recompute.full", roots), *((f"recompute.select {text!r}", sum(patterns[text], ())) for text in patterns)]
@@ -89,7 +90,7 @@ def check_apart(settings, swapping, frame, layers, again, on_host, label, path="
     swapped = [where for where, _, keys in _asked(swapping, program, layers, True) if key in keys]
     *_, cell = (cell for root, cell in program.cells if lies_in_call(key, root))
     redistribution = f"a redistribution in '{cell}'" if cell else "a redistribution"
-    name = operator_texts(frame, path).get(key, redistribution)
+    name = texts.get(key, redistribution)
     who = f"recomputed ({', '.join(recomputed)}) and swapped ({', '.join(swapped)})"
     raise ValueError(
         f"{name} of {label} is {who}: what is computed again isn't kept, neither here nor on the host: choose one of "

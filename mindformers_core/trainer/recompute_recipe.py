@@ -15,7 +15,8 @@ def recompute_arguments(recipe):
 
 def swap_arguments(recipe):
     """What the recipe says to `swap()`, as keyword arguments."""
-    return {entry.name: getattr(recipe.swap, entry.name) for entry in fields(recipe.swap)}
+    given = {entry.name: getattr(recipe.swap, entry.name) for entry in fields(recipe.swap)}
+    return given | ({"op_swap": ()} if recipe.swap.is_short else {})  # errors name what was given
 
 
 def swap_settings(recipe):

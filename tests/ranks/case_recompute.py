@@ -19,7 +19,7 @@ from mindformers_core.recompute import recompute, swap
 from mindformers_core.recompute.algorithms import algorithm_of
 from mindformers_core.recompute.keeping import count_recomputations
 from mindformers_core.recompute.prediction import saved_bytes
-from mindformers_core.tensor_parallel import programs, shard
+from mindformers_core.tensor_parallel import explain, programs, shard
 from mindformers_core.trainer.data import TokenDataset
 from mindformers_core.trainer.recipe import MESH_AXES
 from mindformers_core.trainer.recipe_loader import load_recipe
@@ -179,6 +179,27 @@ def case_a_compiled_llama_has_the_same_bits():
         loss, gradients = value_and_grad(hsdp(net), compiled=True)(*(Tensor(each, ms.int32) for each in ids))
         found.append([loss.asnumpy(), *arrays(gradients)])
     assert equal(*found)
+
+
+@on_ranks(2)
+def case_marked_results_of_a_llama():
+    """tp 2: what is marked as varying, as inputs of column-parallel weights, goes with the operator that makes it."""
+    mesh, ids = init_device_mesh((1, 2), ("dp", "tp")), np.random.default_rng(1).integers(0, 64, (2, 2, 8))
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    results = []
+    norms = "layers.*.*norm.Mul[1]"
+    for settings, swapped in (({}, {}), ({"select": norms}, {}), ({}, {"op_swap": {norms: True}})):
+        with ms.DeviceCtx("meta"):
+            net = LlamaForCausalLM(config).set_train()
+        net = swap(recompute(shard(net, mesh, seed=3), **settings), **swapped)
+        with count_recomputations() as counted:
+            loss, gradients = value_and_grad(hsdp(net))(*(Tensor(each, ms.int32) for each in ids))
+        assert (len(counted) > 0) == bool(settings)
+        assert "no gradient needs" not in explain(net)
+        results.append([loss.asnumpy(), *arrays(gradients)])
+    assert all(equal(found, results[0]) for found in results)
 
 
 @on_ranks(4)

@@ -16,6 +16,8 @@ import mindspore as ms
 from mindspore import DeviceCtx, Parameter, Tensor, nn
 from mindspore.common.device import _DEVICE_STACK
 from mindspore.common.generator import default_generator
+from mindspore.graph import jit_trace
+from mindspore.graph._utils.pijit_context import PIJitCaptureContext
 from mindspore.graph.api import _JitExecutor, _no_grad
 from mindspore.utils import MsDispatchMode
 
@@ -34,6 +36,14 @@ _DRAWING = frozenset(
     + ("RandExt", "Randn", "RandInt", "Gamma", "Poisson")
 )
 _DRAWING_IN_PLACE = frozenset({"InplaceUniform", "InplaceNormal", "InplaceRandom", "InplaceExponential"})
+# What functions under `@ms.jit` come to in each of its modes, ast, trace and bytecode; and what runs them as Python
+_WITHOUT_COMPILING = (
+    (_JitExecutor, "__call__", lambda executor, *args, **kwargs: executor.fn(*args, **kwargs)),
+    (jit_trace, "_jit_trace_begin", lambda *args, **kwargs: True),
+    (jit_trace, "_jit_trace_end", lambda result, **kwargs: result),
+    (PIJitCaptureContext, "__enter__", lambda context: context),
+    (PIJitCaptureContext, "__exit__", lambda *raised: None),
+)
 
 
 def capture(cell, *inputs, **named_inputs):
@@ -279,14 +289,16 @@ def _nothing_compiled():
 
     Not by `MS_JIT=0`: a process that another thread starts meanwhile would inherit it, and never compile anything.
     """
-    call, mode = _JitExecutor.__call__, ms.get_context("mode")
-    _JitExecutor.__call__ = lambda executor, *args, **kwargs: executor.fn(*args, **kwargs)
+    mode, before = ms.get_context("mode"), [getattr(owner, name) for owner, name, _ in _WITHOUT_COMPILING]
+    for owner, name, function in _WITHOUT_COMPILING:
+        setattr(owner, name, function)
     if mode != ms.PYNATIVE_MODE:
         ms.set_context(mode=ms.PYNATIVE_MODE)
     try:
         yield
     finally:
-        _JitExecutor.__call__ = call
+        for (owner, name, _), function in zip(_WITHOUT_COMPILING, before):
+            setattr(owner, name, function)
         if mode != ms.PYNATIVE_MODE:
             ms.set_context(mode=mode)
 

@@ -1,0 +1,76 @@
+"""Whose bytes copies are that operators keep of views, in what `explain()` and `list_operators()` tell."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, nn, ops
+from test_recompute_explained import IDS, explained
+from test_recompute_gradients import llama, sharded
+
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.operators import tensor_meta
+from mindformers_core.recompute import list_operators, recompute
+from mindformers_core.recompute.algorithms import algorithm_of
+from mindformers_core.recompute.explained import bytes_not_kept, keepers_by_key
+from mindformers_core.recompute.operator_names import operator_texts
+from mindformers_core.recompute.prediction import SavedTensor, saved_bytes
+from mindformers_core.tensor_parallel import prepare, shard
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+class Turned(nn.Cell):
+    """A product of a view: it keeps a copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor(np.ones((4, 4), np.float32)))
+
+    def construct(self, x):
+        return ops.matmul(ops.transpose(x * self.weight, (1, 0)), self.weight)
+
+
+def test_a_copy_counts_for_who_makes_the_view():
+    net = recompute(shard(Turned().set_train(), init_device_mesh((1,), ("tp",))), select=".Transpose")
+    frame = prepare(net, tensor_meta((4, 4), "float32")).frame
+    before, after = (saved_bytes(frame, keys, algorithm_of) for keys in (frozenset(), frozenset(keepers_by_key(frame))))
+    marks = {mark.kind: mark.nbytes for mark in explained(net, frame).marks.values()}
+    assert marks == {"recomputed": 64, "kept for others": 64} and before == after
+
+
+def test_work_grows_with_the_instructions():
+    """Each pair of instructions takes both of the one before: paths through them double from pair to pair."""
+    asked = []
+
+    class Makers(dict):
+        def __getitem__(self, key):
+            asked.append(key)
+            return super().__getitem__(key)
+
+    makers = Makers({(0,): (), (1,): ()})
+    makers |= {(number,): ((number // 2 * 2 - 2,), (number // 2 * 2 - 1,)) for number in range(2, 40)}
+    links = SimpleNamespace(makers=makers, nbytes=dict.fromkeys(makers, 8))
+    assert bytes_not_kept(links, {(0,)}, [SavedTensor((39,), 8)], []) == {(0,): 8, (39,): 0}
+    assert len(asked) < 100
+
+
+def test_copies_count_for_who_makes_the_views():
+    """Softmax for its result alone, transposes for the copies that both products keep; so they are listed, too."""
+    net = recompute(sharded(llama), select="*.core_attention")
+    frame = prepare(net, IDS, IDS).frame
+    attention = "model.layers.0.self_attn.core_attention."
+    names = {key: name for key, name in operator_texts(frame).items() if name.startswith(attention)}
+    marks = explained(net, frame).marks
+    found = {name.removeprefix(attention): marks[key].nbytes for key, name in names.items() if key in marks}
+    saving = {"query": 2048, "Reshape[0]": 2048, "weights": 2048, "Reshape[1]": 2048}
+    assert {name: nbytes for name, nbytes in found.items() if nbytes} == saving
+    assert {"key", "value", "MatMul[0]", "scores"} <= found.keys()
+    listed = {entry.name.removeprefix(attention): entry.saved_bytes for entry in list_operators(net, IDS, IDS)}
+    assert {name: listed[name] for name in found if listed[name]} == saving
+
+
+def test_a_copy_counts_also_behind_a_move_that_does_nothing():
+    links = SimpleNamespace(makers={(0,): (), (1,): ((0,),), (2,): ((1,),)}, nbytes={(0,): 8, (1,): 8, (2,): 4})
+    before, after = [SavedTensor((2,), 8), SavedTensor((2,), 5)], [SavedTensor((2,), 5)]
+    assert bytes_not_kept(links, {(0,)}, before, after) == {(0,): 8, (2,): 0}
