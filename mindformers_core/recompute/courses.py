@@ -21,14 +21,14 @@ class Memory:
         number: tells pieces apart.
         nbytes: its size.
         on_host: whether it is a copy on the host, of a result of an instruction.
-        view: the `Tensor`, a view, of which an operator keeps this copy, or None.
+        view: the `source` of the view of which an operator keeps this copy, or None.
     """
 
     key: tuple
     number: int
     nbytes: int
     on_host: bool = False
-    view: "Tensor | None" = field(default=None, compare=False)
+    view: tuple | int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +78,13 @@ class Tensor:
         if self.repeated is not None:
             return self.repeated[0].key + self.repeated[1].key
         return None if self.run is None else self.run.key
+
+    @property
+    def source(self):
+        """Key of the instruction that makes it, or the number of a `placeholder`, or None."""
+        if self.key is not None:
+            return self.key
+        return self.memory.number if self.memory is not None and self.memory.key == () else None
 
     def operand(self, place):
         """The same as an `Operand`."""
@@ -195,6 +202,7 @@ class Repetition:
     def __init__(self, key, course, given):
         self.key, self.course = key, course
         self._given = dict(zip(course.given, given, strict=True))
+        self._sources = [tensor.source for tensor in given]
         self._memories = {other.memory: tensor.memory for other, tensor in self._given.items()}
 
     def tensor(self, inner):
@@ -219,5 +227,7 @@ class Repetition:
     def _memory(self, inner):
         if inner in self._memories:
             return self._memories[inner]
-        view = None if inner.view is None else self.tensor(inner.view)
+        view = inner.view
+        if view is not None:
+            view = self._sources[view] if isinstance(view, int) else self.key + view
         return replace(inner, key=self.key + inner.key, view=view)

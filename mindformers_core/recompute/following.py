@@ -172,7 +172,7 @@ class _Follower:
             if row.as_they_are or not tensor.is_view or tensor.has_handle:
                 run.saved.append(tensor)
             else:
-                run.own.append(self.memory(key, tensor.nbytes, view=tensor))
+                run.own.append(self.memory(key, tensor.nbytes, view=tensor.source))
         run.saved.extend(results[result] for result in row.kept_outputs([*operands], [*results]))
         sizes = row.internal_sizes([*operands], [*results])
         run.own.extend(self.memory(key, nbytes) for nbytes in sizes)

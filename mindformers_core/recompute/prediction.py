@@ -112,7 +112,8 @@ class Prediction:
     def saved(self, dropped=frozenset()):
         """See `saved_activations`."""
         kept = self._demand(dropped).kept
-        return [SavedTensor(memory.key, memory.nbytes, memory.view and memory.view.key) for memory in kept]
+        views = (memory.view if isinstance(memory.view, tuple) else None for memory in kept)
+        return [SavedTensor(memory.key, memory.nbytes, view) for memory, view in zip(kept, views)]
 
     def saved_bytes(self, dropped=frozenset()):
         """See `saved_bytes`."""
