@@ -1,6 +1,7 @@
 """From settings to the instructions of a program whose results are not kept. Pure Python."""
 
 from dataclasses import replace
+from functools import cached_property
 
 from mindformers_core.mesh import nearest
 from mindformers_core.recompute.contradictions import check_something_left
@@ -259,11 +260,17 @@ class Program:
         return replace(found, operators=self._with_nameless(found.operators)) if found.operators else found
 
     def _with_nameless(self, operators):
-        named, makers, found = {name.place.key for name in self.names}, links_of(self.frame).makers, {*operators}
-        for place in self.places:
-            if isinstance(place.entry, Move) and place.key not in named:
-                found |= {place.key} if not found.isdisjoint(makers[place.key]) else set()
+        found = {*operators}
+        for key, makers in self._nameless:
+            found |= set() if found.isdisjoint(makers) else {key}
         return tuple(place.key for place in self.places if place.key in found)
+
+    @cached_property
+    def _nameless(self):
+        """Redistributions without names, in order: `(key, keys of those that make what they take)`."""
+        named, makers = {name.place.key for name in self.names}, links_of(self.frame).makers
+        moves = [place.key for place in self.places if isinstance(place.entry, Move)]
+        return [(key, makers[key]) for key in moves if key not in named]
 
 
 def lies_in_call(key, cell):

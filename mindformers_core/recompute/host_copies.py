@@ -51,7 +51,7 @@ class Arriving:
 
 def to_host(tensor):
     """A copy of a tensor on the host, for `to_device`; the tensor's memory is kept until it has been read."""
-    device = _device_of(tensor)
+    device = _kind(tensor.device)
     with _no_grad():
         if device == _HOST:
             return _copied(tensor)
@@ -65,7 +65,7 @@ def to_host(tensor):
 
 def to_device(host, device):
     """An `Arriving` copy of what `to_host` gave, on the device of that name, as `Tensor.device` has it."""
-    device = device.partition(":")[0]
+    device = _kind(device)
     with _no_grad():
         if device == _HOST:
             return Arriving(_copied(host))
@@ -82,8 +82,8 @@ def _stream():
     return _STATE["stream"]
 
 
-def _device_of(tensor):
-    return tensor.device.partition(":")[0]  # "Ascend:0"
+def _kind(device):
+    return device.partition(":")[0]  # of "Ascend:0"
 
 
 def _copied(tensor):

@@ -2,7 +2,7 @@
 
 import re
 
-__all__ = ["LAYERS_FORMS", "common_layers", "layer_numbers"]
+__all__ = ["LAYERS_FORMS", "are_layers", "are_numbers", "common_layers", "layer_numbers"]
 
 LAYERS_FORMS = "true for all layers, a list of layer numbers, as [0, 3], or ranges of them, as '0-7' or '0,3,5-7'"
 _FOR_WORDS = {
@@ -48,19 +48,27 @@ def layer_numbers(given, where):
             numbers.add(number)
     if not numbers:
         raise ValueError(f"{where}: {given!r} has no layer in it: give {LAYERS_FORMS}, or leave it out")
-    if _are_numbers(given) and list(given) != sorted(given):
+    if are_numbers(given) and list(given) != sorted(given):
         raise ValueError(f"{where}: {given!r} should be in ascending order, {sorted(given)}: {_no_counts(given)}")
     return tuple(sorted(numbers))
 
 
-def _are_numbers(given):
+def are_layers(given):
+    """Whether something is numbers of layers, in one of their forms; True, for all of them, isn't."""
+    try:
+        return isinstance(layer_numbers(given, ""), tuple)
+    except (TypeError, ValueError):
+        return False
+
+
+def are_numbers(given):
     """Whether it is a list of numbers alone, as MindSpore Transformers' list of how many layers of each stage is."""
     return isinstance(given, (list, tuple)) and all(type(part) is int for part in given)
 
 
 def _no_counts(given):
     """What numbers of layers are, and how they are written for those who meant how many layers of each stage."""
-    if not _are_numbers(given) or not any(given) or len(given) > _FEW:
+    if not are_numbers(given) or not any(given) or len(given) > _FEW:
         return _NO_COUNTS
     size = max(_STAGE, *given)
     firsts = ((stage * size, count) for stage, count in enumerate(given) if count)

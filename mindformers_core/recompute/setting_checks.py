@@ -4,6 +4,7 @@ import re
 from numbers import Real
 
 from mindformers_core.recompute.expression_dicts import patterns_of
+from mindformers_core.recompute.layers import are_numbers
 
 __all__ = ["check_budget", "check_flag", "check_pattern", "checked_patterns", "checked_prefetch"]
 
@@ -80,7 +81,7 @@ def _in_patterns(given, where):
         return "names nothing: leave it out"
     form = "should be a pattern, or a list of patterns"
     if patterns:
-        numbers = any(isinstance(value, (list, tuple)) and {*map(type, value)} == {int} for value in given.values())
+        numbers = any(map(are_numbers, given.values()))
         about = "; layers are numbers in the whole model, not how many of each pipeline stage" if numbers else ""
         return f"{form}: write {patterns}{about}"
     layers = "; whole layers are given to full" if isinstance(given, (bool, int)) else ""

@@ -108,10 +108,7 @@ class RecomputeSettings:
                     f"({_shown(given)}): give one of the two; exclude can stand beside either"
                 )
 
-    @staticmethod
-    def written(given):
-        """What to write, as a section's value, for something that is none: `"{full: 0-3}"`, or nothing."""
-        return written_recompute(given)
+    written = staticmethod(written_recompute)  # what to write, as a section's value, for something that is none
 
     @property
     def is_on(self):
@@ -163,10 +160,7 @@ class SwapSettings:
         is_on = bool(layers or operators) if self.swap is None else self.swap
         _put(self, swap=is_on, layer_swap=layers, op_swap=operators, is_short=is_short)
 
-    @staticmethod
-    def written(given):
-        """What to write, as a section's value, for something that is none: `"true"`, or nothing."""
-        return written_swap(given)
+    written = staticmethod(written_swap)  # what to write, as a section's value, for something that is none
 
     @property
     def is_on(self):

@@ -1,6 +1,6 @@
 """What a section of a recipe would be in place of a bare value that is none of its forms. Pure Python."""
 
-from mindformers_core.recompute.layers import layer_numbers
+from mindformers_core.recompute.layers import are_layers
 
 __all__ = ["written_recompute", "written_swap"]
 
@@ -35,10 +35,7 @@ def written_swap(given):
 def _layers(given):
     """Numbers of layers in any form, or one alone, as they are written in YAML; nothing for anything else."""
     given = [given] if type(given) is int else given
-    try:
-        if not isinstance(layer_numbers(given, ""), tuple):
-            return ""
-    except (TypeError, ValueError):
+    if not are_layers(given):
         return ""
     quoted = isinstance(given, str) and ("," in given or given.strip().isdigit())  # else YAML reads something else
     return repr(given) if quoted or not isinstance(given, str) else given

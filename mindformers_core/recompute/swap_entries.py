@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mindformers_core.mesh import nearest
-from mindformers_core.recompute.layers import LAYERS_FORMS, common_layers, layer_numbers
+from mindformers_core.recompute.layers import LAYERS_FORMS, are_layers, common_layers, layer_numbers
 from mindformers_core.recompute.setting_checks import check_pattern, checked_prefetch
 
 __all__ = ["LayerSwap", "OperatorSwap", "layer_swaps", "operator_swaps"]
@@ -115,7 +115,7 @@ def _listed(given, where, form):
 
 
 def _as_layers(given):
-    form = f"write [{{layers: {_shown(given)}}}]" if _are_layers(given) else f"layer_swap is given as {_LAYER_FORM}"
+    form = f"write [{{layers: {_shown(given)}}}]" if are_layers(given) else f"layer_swap is given as {_LAYER_FORM}"
     return f"a mapping with layers and backward_prefetch; {form}"
 
 
@@ -131,17 +131,9 @@ def _as_settings(given):
     form = "{layers: 0-3, backward_prefetch: 2} is one"
     if given in ("true", "True"):
         form = "write true, without quotes"
-    elif _are_layers(given):
+    elif are_layers(given):
         form = f"write {{layers: {_shown(given)}}}"
     return f"true for all layers, or a mapping with layers and backward_prefetch; {form}"
-
-
-def _are_layers(given):
-    """Whether something is numbers of layers, in one of their forms."""
-    try:
-        return isinstance(layer_numbers(given, ""), tuple)
-    except (TypeError, ValueError):
-        return False
 
 
 def _shown(layers):
