@@ -23,6 +23,7 @@ from mindformers_core.operators import (
     tensor_meta,
 )
 from mindformers_core.operators.registry import _RULES
+from mindformers_core.operators.resolve import OperatorCall, alternatives
 from mindformers_core.redistribution import CPU, plan_redistribution
 
 MESH = init_device_mesh((2, 2), ("a", "b"))
@@ -31,6 +32,7 @@ ALGORITHMS = {
     *("weighted_mean", "softmax", "log_softmax", "logsumexp", "gather", "gather_elements", "index_select", "embedding"),
 }
 COMBINATIONS = 60  # of input layouts, a call
+ARRIVING = 3  # of these, with which every layout of an output is asked for
 
 
 def all_cases(test):
@@ -84,9 +86,8 @@ def test_the_factors_give_the_shapes(call):
     outputs = compute(call.function, args, named, tensors)
     assert [shape_of(signature, dims) for dims in signature.inputs] == [tensor.shape for tensor in tensors]
     assert [shape_of(signature, dims) for dims in signature.outputs] == [np.shape(output) for output in outputs]
-    known = set(signature.sizes)
     for factors in (signature.reduced, signature.whole, signature.distributed):
-        assert set(factors) <= known
+        assert set(factors) <= set(signature.sizes)
     assert set(signature.distributed.values()) <= ALGORITHMS
     assert all(group <= set(range(len(tensors))) for group in signature.linear)
     for dims in (*signature.inputs, *signature.outputs):
@@ -130,23 +131,44 @@ def test_shards_compute_what_one_card_does(call):
     tensors = tensors_of(call)
     for layouts in combinations(tensors, rng):
         metas = [meta_of(tensor, layout) for tensor, layout in zip(tensors, layouts)]
-        signature, args, named = ask(call, metas)
-        resolution = resolve(signature, metas, MESH, CPU)
-        locals_ = []
-        for tensor, arriving, needed in zip(tensors, layouts, resolution.inputs):
-            local = ranks.distribute(tensor, arriving, rng) if tensor.dtype.kind == "f" else cut(tensor, arriving)
-            arriving = arriving if tensor.dtype.kind == "f" else arriving.replace(varying=())
-            locals_.append(moved(local, arriving, needed, tensor))
-        results = on_ranks(call, signature, resolution, args, named, locals_, tensors)
-        expected = compute(call.function, args, named, tensors)
-        for number, (layout, whole) in enumerate(zip(resolution.outputs, expected)):
-            local = {rank: np.asarray(outputs[number], float) for rank, outputs in results.items()}
-            shapes = {part.shape for part in local.values()}
-            assert shapes == {layout.local_shape(np.shape(whole))}, (layouts, resolution)
-            try:
-                np.testing.assert_allclose(ranks.collect(local, layout, np.shape(whole)), whole, rtol=1e-7, atol=1e-9)
-            except AssertionError as error:
-                raise AssertionError(f"{layouts} -> {resolution}: {error}") from error
+        signature, *_ = ask(call, metas)
+        check_resolution(call, tensors, layouts, resolve(signature, metas, MESH, CPU), rng)
+
+
+@all_cases
+def test_alternatives_compute_what_one_card_does(call):
+    """Every choice that the layout wanted of an output, or that of an input, gives rise to: as the look-ahead asks."""
+    rng = np.random.default_rng(zlib.crc32(str(call).encode()) + 1)
+    tensors = tensors_of(call)
+    signature, args, named = ask(call, list(map(meta_of, tensors)))
+    outputs = [np.asarray(output, float) for output in compute(call.function, args, named, tensors)]
+    wanted = [(dims, layout) for dims, output in zip(signature.outputs, outputs) for layout in layouts_of(output)]
+    wanted = [(dims, layout) for dims, layout in wanted if not layout.partial and not layout.varying]
+    for layouts in combinations(tensors, rng)[-ARRIVING:]:
+        metas = [meta_of(tensor, layout) for tensor, layout in zip(tensors, layouts)]
+        ways = alternatives(OperatorCall(signature, tuple(metas), MESH, CPU), wanted)
+        for resolution in {(way.outputs, way.inputs): way for way in ways}.values():
+            check_resolution(call, tensors, layouts, resolution, rng)
+
+
+def check_resolution(call, tensors, layouts, resolution, rng):
+    """Compute on every rank with the inputs moved as resolved; shapes and values are the parts of one card's."""
+    signature, args, named = ask(call, [meta_of(tensor, layout) for tensor, layout in zip(tensors, layouts)])
+    locals_ = []
+    for tensor, arriving, needed in zip(tensors, layouts, resolution.inputs):
+        local = ranks.distribute(tensor, arriving, rng) if tensor.dtype.kind == "f" else cut(tensor, arriving)
+        arriving = arriving if tensor.dtype.kind == "f" else arriving.replace(varying=())
+        locals_.append(moved(local, arriving, needed, tensor))
+    results = on_ranks(call, signature, resolution, args, named, locals_, tensors)
+    expected = compute(call.function, args, named, tensors)
+    for number, (layout, whole) in enumerate(zip(resolution.outputs, expected)):
+        local = {rank: np.asarray(outputs[number], float) for rank, outputs in results.items()}
+        shapes = {part.shape for part in local.values()}
+        assert shapes == {layout.local_shape(np.shape(whole))}, (layouts, resolution)
+        try:
+            np.testing.assert_allclose(ranks.collect(local, layout, np.shape(whole)), whole, rtol=1e-7, atol=1e-9)
+        except AssertionError as error:
+            raise AssertionError(f"{layouts} -> {resolution}: {error}") from error
 
 
 def cut(tensor, layout):
@@ -210,20 +232,16 @@ def test_what_is_called_linear_is(call):
             np.testing.assert_allclose(2 * first - 3 * second, both, rtol=1e-9, atol=1e-9)
 
 
-BENT_FUNCTIONS = ("Exp", "ReLU", "SiLU", "GeLU", "Sigmoid", "Abs", "Square", "Sqrt", "Rsqrt", "Reciprocal", "OnesLike")
-BENT_FAMILIES = ("Softmax", "LogSoftmax", "CumProd", "Sort", "TopK", "ReduceMax", "LayerNorm", "ProdExt", "Std")
+NONLINEAR = (
+    "Exp", "ReLU", "SiLU", "GeLU", "Sigmoid", "Abs", "Square", "Sqrt", "Rsqrt", "Reciprocal", "OnesLike",
+    "Softmax", "LogSoftmax", "CumProd", "Sort", "TopK", "ReduceMax", "LayerNorm", "ProdExt", "Std",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BENT_FUNCTIONS)
-def test_functions_that_bend_are_not_called_linear(name):
-    assert signature_of(name, [tensor_meta((4, 8), "float32")]).linear == ()
-
-
-@pytest.mark.parametrize("name", BENT_FAMILIES)
-def test_families_that_bend_are_not_called_linear(name):
-    for call in CALLS:
-        if call.name == name:
-            assert ask(call, [meta_of(tensor) for tensor in tensors_of(call)])[0].linear == ()
+def test_nonlinear_operators_are_not_called_linear():
+    calls = [call for call in ALL_CALLS if call.name in NONLINEAR]
+    assert {call.name for call in calls} == set(NONLINEAR)
+    assert not [call for call in calls if ask(call, list(map(meta_of, tensors_of(call))))[0].linear]
 
 
 def test_a_partial_sum_passes_a_linear_operator_and_is_reduced_for_another():

@@ -13,7 +13,7 @@ from mindformers_core.layout import Layout
 from mindformers_core.operators.signature import Signature, tensor_meta
 from mindformers_core.redistribution import plan_redistribution
 
-__all__ = ["OperatorCall", "Resolution", "alternatives", "repeated", "resolve"]
+__all__ = ["OperatorCall", "Resolution", "alternatives", "checked_outputs", "repeated", "resolve"]
 
 _REPLICATE = ("replicate", None, None)
 
@@ -171,29 +171,64 @@ def _options(signature, metas, arriving, axis):
 
 def _candidate(call, axes_of, carried, limit):
     """The `Resolution` of one choice; None where it isn't the one that is given, or where it costs `limit` or more."""
-    signature, mesh = call.signature, call.mesh
-    reduced = {axis: op for factor, op in signature.reduced.items() for axis in axes_of.get(factor, ())}
-    active = {axis for axes in axes_of.values() for axis in axes} | set(carried)
-    active |= {axis for meta in call.metas if meta.differentiable for axis in meta.layout.varying}
-    inputs, cost = [], 0.0
-    for index, (dims, meta) in enumerate(zip(signature.inputs, call.metas)):
-        terms = {axis: op for axis, (group, op) in carried.items() if index in group}
-        terms |= reduced if index in signature.added else {}
-        needed = _place(mesh, dims, axes_of, terms, active if meta.differentiable else ())
+    signature, cost = call.signature, 0.0
+    inputs, outputs = _placed(signature, call.metas, call.mesh, axes_of, carried)
+    for index, (needed, meta) in enumerate(zip(inputs, call.metas)):
         if index not in call.free:
             cost += _price(meta.layout, needed, meta.shape, meta.dtype, call.cost_model)
         given = call.inputs[index] if call.inputs is not None else None
         if cost >= limit or (given is not None and needed.replace(varying=()) != given.replace(varying=())):
             return None
-        inputs.append(needed)
-    terms = {axis: op for axis, (_, op) in carried.items()} | reduced
-    gone = {axis for factor in _vanishing(signature) for axis in axes_of.get(factor, ())}
-    outputs = tuple(_place(mesh, dims, axes_of, terms, active - gone) for dims in signature.outputs)
     for dims, made, wanted in zip(signature.outputs, outputs, call.outputs or ()):
         if wanted is not None:
             shape = tuple(math.prod(signature.sizes[factor] for factor in factors) for factors in dims)
             cost += _price(made, wanted, shape, call.metas[0].dtype if call.metas else "float32", call.cost_model)
-    return None if cost >= limit else Resolution(tuple(inputs), outputs, axes_of, cost, carried)
+    return None if cost >= limit else Resolution(inputs, outputs, axes_of, cost, carried)
+
+
+def _placed(signature, metas, mesh, axes_of, carried):
+    """The layouts that the inputs must have, and that the outputs then have."""
+    reduced = {axis: op for factor, op in signature.reduced.items() for axis in axes_of.get(factor, ())}
+    active = {axis for axes in axes_of.values() for axis in axes} | set(carried)
+    active |= {axis for meta in metas if meta.differentiable for axis in meta.layout.varying}
+    inputs = []
+    for index, (dims, meta) in enumerate(zip(signature.inputs, metas)):
+        terms = {axis: op for axis, (group, op) in carried.items() if index in group}
+        terms |= reduced if index in signature.added else {}
+        inputs.append(_place(mesh, dims, axes_of, terms, active if meta.differentiable else ()))
+    terms = {axis: op for axis, (_, op) in carried.items()} | reduced
+    gone = {axis for factor in _vanishing(signature) for axis in axes_of.get(factor, ())}
+    outputs = tuple(_place(mesh, dims, axes_of, terms, active - gone) for dims in signature.outputs)
+    return tuple(inputs), outputs
+
+
+def checked_outputs(signature, metas, mesh, axes_of):
+    """The layouts of an operator's outputs, where it computes with its inputs as they are: a check, no search.
+
+    Args:
+        signature, mesh: as of an `OperatorCall`.
+        metas: a `TensorMeta` for every tensor input, with the layout that it has.
+        axes_of: factor -> the axes that cut it.
+
+    Raises:
+        ValueError: it can't be computed so; names the input, its layout and the one that it must have.
+    """
+    places = [factor for factor, axes in axes_of.items() for _ in axes]
+    named = [axis for axes in axes_of.values() for axis in axes]
+    whole = sorted(signature.whole & set(places))
+    if whole or len(set(named)) < len(named) or not _cuts_fit(signature, mesh, axes_of):
+        raise ValueError(f"it can't be cut as {axes_of}" + (f": '{whole[0]}' has to be whole" if whole else ""))
+    carried = {}
+    for axis in mesh.axis_names:
+        ops = {index: dict(meta.layout.partial).get(axis) for index, meta in enumerate(metas)}
+        group = {index for index, op in ops.items() if op is not None}
+        if {ops[index] for index in group} in ({"sum"}, {"avg"}) and axis not in named and group in signature.linear:
+            carried[axis] = group, ops[min(group)]
+    inputs, outputs = _placed(signature, metas, mesh, axes_of, carried)
+    for index, (meta, needed) in enumerate(zip(metas, inputs)):
+        if meta.layout != needed:
+            raise ValueError(f"input {index} has layout {meta.layout}, where {needed} is needed")
+    return outputs
 
 
 def _price(source, target, shape, dtype, cost_model):

@@ -178,7 +178,8 @@ def _broadcast(x, target):
 def broadcast_to(x, *shape, **named):
     """`x` repeated along dims of size 1 and new leading dims; -1 keeps a dim."""
     source, output, sizes = _broadcast(x, integers(shape or tuple(named.values()), "a shape"))
-    return Signature((source,), (output,), sizes, linear=_LINEAR, localize=_to_output_shape)
+    made = frozenset(sizes) - {factor for factors in source for factor in factors}
+    return Signature((source,), (output,), sizes, linear=_LINEAR, localize=_to_output_shape, made=made)
 
 
 @register_operator("ExpandAs")

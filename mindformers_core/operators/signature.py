@@ -67,7 +67,10 @@ class Signature:
         sizes: size of every factor.
         reduced: factors that no output has, with the operation (`"sum"`, …) that combines the shards' results: where
             such a factor is sharded, the outputs are partial.
-        whole: factors along which the operator can't be cut.
+        whole: factors along which the operator can't be cut. A factor that no input has is one of them, unless it is
+            `made`: what is local to a rank doesn't say which part of it that rank is to give.
+        made: factors that no input has, of which the local call gives a part (by what `localize` makes of its
+            arguments), as of a dim that is broadcast.
         linear: groups of inputs. Partial sums may pass through the operator where they come in through all inputs of
             one group (a replicated member is turned into a partial first): `({0, 1},)` for an addition,
             `({0}, {1})` for a product, which is linear in one argument at a time.
@@ -91,3 +94,10 @@ class Signature:
     distributed: dict = field(default_factory=dict)
     run: str | None = None
     localize: object = None
+    made: frozenset = frozenset()
+
+    def __post_init__(self):
+        taken = {factor for dims in self.inputs for factors in dims for factor in factors}
+        given = {factor for dims in self.outputs for factors in dims for factor in factors}
+        assert not self.made & taken, (self.made, self.inputs)
+        object.__setattr__(self, "whole", self.whole | (given - taken - self.made))

@@ -18,6 +18,7 @@ from mindformers_core.tensor_parallel.generation.load import load_module
 from mindformers_core.tensor_parallel.generation.module_source import module_source
 from mindformers_core.tensor_parallel.move import cost_model, dtype_name
 from mindformers_core.tensor_parallel.propagation import propagate
+from mindformers_core.tensor_parallel.propagation.checking import check_plan
 from mindformers_core.tensor_parallel.propagation.saved import load_plan
 
 __all__ = ["Program", "describe", "make_program", "plan_call", "signature_key"]
@@ -140,6 +141,7 @@ def plan_call(tree, path, args, kwargs, saved_plan=None):
         frame = load_plan(saved_plan, graph, tree.mesh)
     else:
         frame = propagate(graph, tree.mesh, layouts, parameters, declarations, cost_model(), final=path == "")
+    check_plan(frame, final=path == "")
     return graph, frame
 
 
@@ -170,6 +172,8 @@ def _generated(tree, path, signature, graph, frame):
     classes[""] = tree.classes[path]
     generated = cut(frame, *(calls_of(frame, path, cells) for cells in tree.compiling)) if tree.compiling else frame
     apart = generated is not frame or tree.activations.marks and tree.compiling is not None
+    if generated is not frame:
+        check_plan(generated)
     source = module_source(generated, classes, cost_model(), tree.function_names, header, tree.deferring, apart)
     tree.function_names.update(source.functions.values())
     name = source.functions[generated]

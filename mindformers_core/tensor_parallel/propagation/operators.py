@@ -2,12 +2,12 @@
 
 import math
 
-from mindformers_core.operators import Signature, signature_of, tensor_meta
+from mindformers_core.operators import Signature, TensorMeta, signature_of, tensor_meta
 from mindformers_core.operators.registry import rule_attributes
 from mindformers_core.tensor_parallel.capturing.structure import Value, map_leaves, values_in
 from mindformers_core.tensor_parallel.propagation.plan import OperatorPlan
 
-__all__ = ["NO_GRADIENT", "operator_plan", "operator_signature"]
+__all__ = ["NO_GRADIENT", "algorithm_of", "local_shapes", "operator_plan", "operator_signature"]
 
 # Operators with float results through which no gradient flows
 NO_GRADIENT = frozenset(
@@ -27,13 +27,35 @@ def operator_signature(node):
     if not values_in((node.args, node.kwargs)):
         return _free_signature(outputs)
     args, kwargs = map_leaves(_without_layout, (node.args, node.kwargs))
-    attributes = node.primitive.attributes if node.primitive is not None else {}
-    signature = signature_of(node.operator, args, kwargs | rule_attributes(node.operator, attributes))
-    foretold = [tuple(math.prod(signature.sizes[f] for f in factors) for factors in dims) for dims in signature.outputs]
+    signature = _asked(node, args, kwargs)
+    foretold = _output_shapes(signature)
     if foretold != [value.shape for value in outputs]:
         made = ", ".join(value.described for value in outputs)
         raise ValueError(f"operator '{node.operator}' makes {made}, where its rule foretold shapes {foretold}")
     return signature
+
+
+def local_shapes(plan):
+    """The shapes that the local call of an `OperatorPlan` gives: its rule is asked with local shapes and arguments."""
+    node, metas = plan.node, []
+    for value, layout in zip(values_in((node.args, node.kwargs)), plan.inputs):
+        metas.append(tensor_meta(layout.local_shape(value.shape), value.dtype, None, value.constant))
+    arguments = node.args, node.kwargs
+    if plan.signature.localize is not None:
+        shapes = [layout.local_shape(value.shape) for value, layout in zip(values_in(node.outputs), plan.outputs)]
+        arguments = plan.signature.localize((*node.args, *node.kwargs.values()), shapes), {}
+    parts = iter(metas)
+    arguments = map_leaves(lambda leaf: next(parts) if isinstance(leaf, (Value, TensorMeta)) else leaf, arguments)
+    return _output_shapes(_asked(node, *arguments))
+
+
+def _asked(node, args, kwargs):
+    attributes = node.primitive.attributes if node.primitive is not None else {}
+    return signature_of(node.operator, args, kwargs | rule_attributes(node.operator, attributes))
+
+
+def _output_shapes(signature):
+    return [tuple(math.prod(signature.sizes[f] for f in factors) for factors in dims) for dims in signature.outputs]
 
 
 def _without_layout(leaf):
@@ -49,11 +71,11 @@ def _free_signature(outputs):
 
 def operator_plan(node, signature, resolution):
     """The `OperatorPlan` of a choice."""
-    algorithm, cut_axes = _algorithm(node.operator, signature, resolution.axes_of)
+    algorithm, cut_axes = algorithm_of(node.operator, signature, resolution.axes_of)
     return OperatorPlan(node, signature, resolution.inputs, resolution.outputs, resolution.axes_of, algorithm, cut_axes)
 
 
-def _algorithm(name, signature, axes_of):
+def algorithm_of(name, signature, axes_of):
     """The name of the algorithm that runs in the operator's place, if any, and the axes that it bridges."""
     cut_factors = [factor for factor in signature.distributed if axes_of.get(factor)]
     needed = {signature.distributed[factor] for factor in cut_factors} | ({signature.run} - {None})

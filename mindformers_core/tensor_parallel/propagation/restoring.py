@@ -1,9 +1,7 @@
 """From the data of a plan's file to the plan: the other half of `saved.py`. Pure Python.
 
-Little in a file is taken on trust: the graph must be the one that the plan was made for, every layout must fit its
-tensor, what an instruction takes must be at hand, an operator's dims must be cut alike, calls must fit the Cells that
-they call, and every move must lead where it says by steps that there are. What isn't checked is where an operator's
-tensors are partial or varying.
+The graph must be the one that the plan was made for, every layout must fit its tensor, and every move must consist of
+steps that there are; the plan as a whole is then checked like one that was searched (see `checking.py`).
 """
 
 from dataclasses import replace
@@ -15,7 +13,7 @@ from mindformers_core.redistribution.space import SearchSpace
 from mindformers_core.redistribution.steps import Step
 from mindformers_core.tensor_parallel.capturing.graph import CallNode
 from mindformers_core.tensor_parallel.capturing.structure import shown, values_in
-from mindformers_core.tensor_parallel.propagation.aliases import match_arguments, outer_index, parameter_index
+from mindformers_core.tensor_parallel.propagation.aliases import outer_index, parameter_index
 from mindformers_core.tensor_parallel.propagation.operators import operator_signature
 from mindformers_core.tensor_parallel.propagation.plan import CallPlan, FramePlan, Move, OperatorPlan
 
@@ -121,7 +119,6 @@ class _Frame:
 
     Attributes:
         values: number -> Value of the graph.
-        at_hand: `(number, layout)` of every tensor at hand so far.
     """
 
     def __init__(self, frames, graph, where):
@@ -129,22 +126,17 @@ class _Frame:
         self.graph = graph
         self.where = where
         self.values = _values_of(graph)
-        self.at_hand = set()
 
     def build(self, data):
         """The `FramePlan`."""
-        made = {value.id for node in self.graph.nodes for value in values_in(node.outputs)}
         layouts = {int(n): self._layout(self.values[int(n)], entry) for n, entry in data["layouts"].items()}
-        lifted = tuple((self.values[n], self._layout(self.values[n], entry)) for n, entry in data["lifted"])
-        self.at_hand |= {(number, layout) for number, layout in layouts.items() if number not in made}
-        self.at_hand |= {(value.id, layout) for value, layout in lifted}
         return FramePlan(
             graph=self.graph,
             mesh=self.frames.mesh,
             layouts=layouts,
             instructions=tuple(map(self._instruction, data["instructions"])),
-            results=self._taken(values_in(self.graph.result), data["results"], "the result"),
-            lifted=lifted,
+            results=self._layouts(values_in(self.graph.result), data["results"], "the result"),
+            lifted=self._lifted(data),
             gradients=frozenset(data["gradients"]),
         )
 
@@ -152,52 +144,22 @@ class _Frame:
         if "move" in data:
             return self._move(data)
         node = self.graph.nodes[data["node"]]
-        inputs = self._taken(values_in((node.args, node.kwargs)), data["inputs"], str(node))
-        made = self._paired(values_in(node.outputs), data["outputs"], str(node))
-        self.at_hand |= {(value.id, layout) for value, layout in made}
-        outputs = tuple(layout for _, layout in made)
+        inputs = self._layouts(values_in((node.args, node.kwargs)), data["inputs"], str(node))
+        outputs = self._layouts(values_in(node.outputs), data["outputs"], str(node))
         if isinstance(node, CallNode):
-            lifted = self._paired(
-                [self.values[n] for n, _ in data["lifted"]], [e for _, e in data["lifted"]], str(node)
-            )
+            lifted = self._lifted(data)
             frame = None if data["frame"] is None else self.frames.frame(data["frame"], node.graph)
-            call = CallPlan(node, inputs, outputs, frame, lifted)
-            self._check_call(call)
-            return call
+            return CallPlan(node, inputs, outputs, frame, lifted)
         signature = operator_signature(node)
         cuts = {factor: tuple(axes) for factor, axes in data["axes_of"].items()}
-        self._check_cuts(str(node), cuts, (*signature.inputs, *signature.outputs), (*inputs, *outputs))
         algorithm = data.get("algorithm"), tuple(data.get("cut_axes", ()))
         return OperatorPlan(node, signature, inputs, outputs, cuts, *algorithm)
 
-    def _check_cuts(self, what, cuts, mappings, layouts):
-        """Raise `ValueError` where a dim isn't cut as the operator's factors are."""
-        for mapping, layout in zip(mappings, layouts, strict=True):
-            dims = tuple(tuple(axis for factor in factors for axis in cuts.get(factor, ())) for factors in mapping)
-            if dims != layout.dims:
-                needed = layout.replace(dims=dims)
-                raise ValueError(
-                    f"{self.where}: {what} has a tensor in layout {layout}, but with {cuts} it is {needed}"
-                )
-
-    def _check_call(self, call):
-        """Raise `ValueError` where a called Cell doesn't get what it is planned for, or gives something else."""
-        if call.frame is None:
-            return
-        layouts = dict(zip(values_in((call.node.args, call.node.kwargs)), call.inputs))
-        pairs = [(layouts[o], call.frame.layouts[i.id]) for i, o in match_arguments(call.node).items()]
-        pairs += zip((layout for _, layout in call.lifted), (layout for _, layout in call.frame.lifted), strict=True)
-        for given, planned in (*pairs, *zip(call.outputs, call.frame.results, strict=True)):
-            if given != planned:
-                raise ValueError(f"{self.where}: {call.node} has a tensor in layout {given}, the Cell in {planned}")
-
     def _move(self, data):
         value = self.values[data["move"]]
-        (source,) = self._taken([value], [data["from"]], f"the move of {value.described}")
-        target = self._layout(value, data["to"])
+        source, target = self._layout(value, data["from"]), self._layout(value, data["to"])
         itemsize = data.get("itemsize", ITEM_SIZES[value.dtype])
         steps = self._steps(value, source, target, itemsize, data["by"])
-        self.at_hand.add((value.id, target))
         return Move(value, source, target, steps, data["reason"], data["gradient"])
 
     def _steps(self, value, source, target, itemsize, saved):
@@ -216,29 +178,15 @@ class _Frame:
             if state is None:
                 raise ValueError(f"{self.where}: {value.described} in layout {before} can't take the step {data}")
             steps.append(Step(*told, before, space.layout(*state), before.local_shape(value.shape), itemsize))
-        if space.layout(*state) != target:
-            arrived = space.layout(*state)
-            raise ValueError(
-                f"{self.where}: the steps of {value.described} lead from {source} to {arrived}, not {target}"
-            )
         return tuple(steps)
 
-    def _taken(self, values, entries, what):
-        """The layouts in which tensors are taken; each must be at hand."""
-        pairs = self._paired(values, entries, what)
-        for value, layout in pairs:
-            if (value.id, layout) not in self.at_hand:
-                known = ", ".join(str(other) for number, other in self.at_hand if number == value.id) or "none"
-                raise ValueError(
-                    f"{self.where}: {what} takes {value.described} in layout {layout}, which isn't at hand; it is in "
-                    f"{known}"
-                )
-        return tuple(layout for _, layout in pairs)
+    def _lifted(self, data):
+        return tuple((self.values[n], self._layout(self.values[n], entry)) for n, entry in data["lifted"])
 
-    def _paired(self, values, entries, what):
+    def _layouts(self, values, entries, what):
         if len(values) != len(entries):
             raise ValueError(f"{self.where}: {what} has {len(values)} tensors, the plan {len(entries)} layouts")
-        return tuple((value, self._layout(value, entry)) for value, entry in zip(values, entries))
+        return tuple(map(self._layout, values, entries))
 
     def _layout(self, value, entry):
         """The `Layout` of a Value from its data; it must fit."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 from mindformers_core.files import write_whole
 from mindformers_core.redistribution.planner import ITEM_SIZES
 from mindformers_core.tensor_parallel.capturing.structure import values_in
+from mindformers_core.tensor_parallel.propagation.checking import PlanError, check_plan
 from mindformers_core.tensor_parallel.propagation.outer import with_exports
 from mindformers_core.tensor_parallel.propagation.plan import CallPlan, Move
 from mindformers_core.tensor_parallel.propagation.restoring import graph_lines, restored
@@ -69,7 +70,12 @@ def load_plan(path, graph, mesh):
     if list(planned.items()) != list(zip(mesh.axis_names, mesh.shape)):
         found = ", ".join(f"{name}={size}" for name, size in planned.items())
         raise ValueError(f"{path} is a plan for the mesh ({found}), not for {mesh}: plan anew for this one")
-    return restored(path, data["frames"], with_exports(graph), mesh)
+    frame = restored(path, data["frames"], with_exports(graph), mesh)
+    try:
+        check_plan(frame)
+    except PlanError as error:
+        raise ValueError(f"{path}: {error}; the file was changed: plan anew") from error
+    return frame
 
 
 def _frame_data(frame, places):

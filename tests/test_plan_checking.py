@@ -1,0 +1,270 @@
+"""The type checker of plans: each fault that is planted in a plan is named, and no choice of a rule is refused."""
+
+import zlib
+from dataclasses import replace
+from functools import lru_cache
+from inspect import isfunction
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from captured_models import small_llama
+from mindspore import nn, ops
+from operator_source_calls import ALL_CALLS
+from planned_models import planned
+from test_operators import MESH as SQUARE
+from test_operators import ask, combinations, fill, meta_of, shape_of, tensors_of
+
+from mindformers_core.layout import Layout, layout
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.operators import TensorMeta, tensor_meta
+from mindformers_core.operators.resolve import OperatorCall, alternatives
+from mindformers_core.redistribution import CPU
+from mindformers_core.tensor_parallel.capturing.graph import OperatorNode
+from mindformers_core.tensor_parallel.capturing.structure import Value, values_in
+from mindformers_core.tensor_parallel.propagation import CallPlan, Move
+from mindformers_core.tensor_parallel.propagation.checking import PlanError, check_plan
+from mindformers_core.tensor_parallel.propagation.operators import local_shapes, operator_plan
+
+MESH = init_device_mesh((2, 2), ("dp", "tp"))
+
+
+def on(*dims, partial=(), varying=()):
+    """A layout on the mesh: an axis or None for every dim."""
+    return Layout.on(MESH, [(dim,) if dim else () for dim in dims], dict.fromkeys(partial, "sum"), varying)
+
+
+@lru_cache(1)
+def llama():
+    """The plan of a small Llama with data, tensor and sequence parallelism."""
+    model, make = small_llama()
+    args, named = make(1)
+    return planned(model, MESH, args, named, SimpleNamespace(batch_axes="dp", sequence_parallel=True))[1]
+
+
+def rebuilt(frame, path, edit, known=None):
+    """A copy of a plan with `edit` applied to the first frame at `path`; what is shared stays shared."""
+    known = {} if known is None else known
+    if id(frame) not in known:
+        instructions = [
+            replace(entry, frame=rebuilt(entry.frame, below(path, entry), edit, known))
+            if isinstance(entry, CallPlan)
+            else entry
+            for entry in frame.instructions
+        ]
+        copy = replace(frame, instructions=tuple(instructions))
+        known[id(frame)] = edit(copy) if path == "" else copy
+    return known[id(frame)]
+
+
+def below(path, call):
+    """The rest of a path below a call; None where it doesn't lead there."""
+    child = call.node.child
+    return None if path is None or not f"{path}.".startswith(f"{child}.") else path[len(child) + 1 :]
+
+
+def entry(kind, change, number=0):
+    """An edit of a frame: an instruction (a move, or a node by its name) becomes those that `change` gives."""
+
+    def edit(frame):
+        found = [place for place, each in enumerate(frame.instructions) if kind == name_of(each)]
+        entries = list(frame.instructions)
+        entries[found[number] : found[number] + 1] = change(entries[found[number]])
+        return replace(frame, instructions=tuple(entries))
+
+    return edit
+
+
+def name_of(each):
+    if isinstance(each, Move):
+        return "move"
+    return each.node.child if isinstance(each, CallPlan) else each.node.operator
+
+
+def field(**changes):
+    """An instruction, or a frame, with other fields; a function gets the old value."""
+
+    def change(old):
+        made = {name: new(getattr(old, name)) for name, new in changes.items() if isfunction(new)}
+        return replace(old, **changes | made)
+
+    return change
+
+
+def becomes(**changes):
+    change = field(**changes)
+    return lambda old: [change(old)]
+
+
+def first(layout):
+    """The first of several layouts is another."""
+    return lambda old: (layout, *old[1:])
+
+
+def step(**changes):
+    """The first step of a Move is another."""
+    return lambda steps: (replace(steps[0], **changes), *steps[1:])
+
+
+ATTENTION, NORM = "model.layers.0.self_attn", "model.layers.0.input_layernorm"
+CORE = f"{ATTENTION}.core_attention"
+Q, OUT, LOSS, EMBED = f"{ATTENTION}.q_proj", f"{ATTENTION}.o_proj", "loss", "model.embed_tokens"
+BACKWARDS = {"instructions": lambda all_: (all_[1], all_[0], *all_[2:])}
+FAULTS = {  # name -> (path of the Cell, edit of its frame, what the error says)
+    "a gather is missing": ("", entry("move", lambda old: [], 1), r"call: takes .* as \[dp, -, -\] \(varying: tp\)"),
+    "a mark is missing": (Q, entry("move", lambda old: []), r"Dense: takes %1.*\(varying: dp\), which isn't at hand"),
+    "a reduction is missing": (OUT, entry("move", lambda old: [], 1), r"takes %2.* as \[dp, tp, -\].*partial sum"),
+    "reduced twice": (OUT, entry("move", lambda old: [old, old], 1), "which is at hand already"),
+    "carried out in another order": (Q, field(**BACKWARDS), "which isn't at hand"),
+    "an operator is missing": (CORE, entry("Mul", lambda old: []), "takes %11.* no layout yet"),
+    "the last operator is missing": (CORE, entry("Reshape", lambda old: [], -1), "1 operators or calls .* never"),
+    "an operator twice": (CORE, entry("Mul", lambda old: [old, old]), "Mul: is carried out twice"),
+    "a call twice": ("model", entry("norm", lambda old: [old, old]), "the call: is carried out twice"),
+    "parts of a whole": (ATTENTION, entry("Split", becomes(outputs=first(on("dp", None, None, "tp")))), "Split: gives"),
+    "an output's cut forgotten": (CORE, entry("Softmax", becomes(outputs=(on("dp"),))), r"gives %\d+.* planned is"),
+    "an output's sum forgotten": (OUT, entry("Dense", becomes(outputs=(on("dp", None, None),))), "partial sum: tp"),
+    "an output's mark added": (
+        NORM, entry("Square", becomes(outputs=(on("dp", None, None, varying=["tp"]),))), "gives %1"),
+    "an input in another cut": (
+        LOSS, entry("Exp", becomes(inputs=(on("dp", "tp", None),))), r"Exp: takes %4.*isn't at hand"),
+    "an input's mark dropped": (Q, lambda frame: unmarked(frame), r"input 1 has layout \[tp, -\], where .*varying: dp"),
+    "one input too few": (CORE, entry("MatMulExt", becomes(inputs=lambda old: old[:1])), "takes 2 tensors, planned"),
+    "a factor not cut": (CORE, entry("Softmax", becomes(axes_of={"d0": ("dp",)})), r"input 0 has layout .* where"),
+    "a factor too much": (
+        CORE, entry("Add", becomes(axes_of={"d0": ("dp",), "d1": ("tp",), "d3": ("tp",)})), "can't be cut as"),
+    "a whole factor cut": (ATTENTION, entry("Split", becomes(axes_of={"d3": ("tp",)})), "'d3' has to be whole"),
+    "a factor that no input has": (
+        ATTENTION, entry("Split", becomes(axes_of={"d0": ("dp",), "part0": ("tp",)})), "'part0' has to be whole"),
+    "an algorithm forgotten": (
+        EMBED, entry("Gather", becomes(algorithm=None, cut_axes=())), "runs None, where gather is needed"),
+    "an algorithm over other axes": (EMBED, entry("Gather", becomes(cut_axes=("dp",))), "runs gather"),
+    "an algorithm without need": (CORE, entry("Softmax", becomes(algorithm="softmax")), "runs softmax, where None"),
+    "global sizes in a local call": (
+        CORE, entry("Reshape", becomes(signature=lambda old: replace(old, localize=None))), "elements can't become"),
+    "another size in a local call": (
+        CORE, entry("BroadcastTo", becomes(signature=lambda old: replace(old, localize=twice))), "gives local shapes"),
+    "another rule": (
+        CORE, entry("Mul", becomes(signature=lambda old: replace(old, linear=()))), "has another rule: 'linear'"),
+    "a sum through a logarithm": (LOSS, lambda frame: unreduced(frame), r"Log: input 0 .*\(partial sum: tp\), where"),
+    "a step of another kind": (
+        LOSS, entry("move", becomes(steps=step(kind="all_gather")), 1), "can't take the step all_gather"),
+    "a step over another axis": (LOSS, entry("move", becomes(steps=step(axes=("dp",))), 1), "can't take the step"),
+    "a gather without a sum": (
+        "", entry("move", becomes(steps=step(kind="all_gather")), 1), r"can't take the step all_gather dim 1"),
+    "a gather along another dim": ("", entry("move", becomes(steps=step(dim=0)), 1), "can't take the step"),
+    "a step of another size": ("", entry("move", becomes(steps=step(shape=(2, 8, 24))), 1), "goes on from"),
+    "no steps": (OUT, entry("move", becomes(steps=()), 1), "its steps lead from"),
+    "another target": (OUT, entry("move", becomes(target=on("dp", None, "tp")), 1), "its steps lead from"),
+    "from a layout that isn't there": (OUT, entry("move", becomes(source=on("dp", "tp", None)), 1), "isn't at hand"),
+    "a gradient forgotten": (OUT, entry("move", becomes(gradient=False)), "is planned without a gradient"),
+    "gradients of the frame": (NORM, field(gradients=frozenset()), "gradients of .* planned wrongly"),
+    "passed otherwise": ("model", lambda frame: passed(frame), r"has %6.* as \[dp, tp, -\], the Cell in \[dp, -, -\]"),
+    "given otherwise": ("model", entry("norm", becomes(outputs=(on("dp", None, None),))), "call: has .*the Cell in"),
+    "handed down without need": (
+        "model", entry("norm", lambda old: [replace(old, lifted=(*old.lifted, lent(old)))]), "hands down"),
+    "results in another layout": (OUT, field(results=(on("dp", None, None),)), "as .*which isn't at hand"),
+    "a constant that is cut": (
+        "model", field(layouts=lambda old: old | {2: on("dp", None, None)}), "constant .* not whole"),
+    "on another mesh": (NORM, field(mesh=init_device_mesh((2, 2), ("dp", "tp"), (4, 5, 6, 7))), "on another mesh than"),
+}  # fmt: skip
+
+
+def twice(args, shapes):
+    """A broadcast to twice the local size."""
+    return args[0], (*shapes[0][:2], 2 * shapes[0][2], *shapes[0][3:])
+
+
+def unmarked(frame):
+    """A weight goes into its product without its mark."""
+    frame = entry("move", lambda old: [])(frame)
+    return entry("Dense", becomes(inputs=lambda old: (old[0], on("tp", None))))(frame)
+
+
+def unreduced(frame):
+    frame = entry("move", lambda old: [], 1)(frame)
+    return entry("Log", becomes(inputs=(on("dp", None, partial=["tp"]),)))(frame)
+
+
+def passed(frame):
+    """The last norm is planned for an input that its caller doesn't pass."""
+    change = becomes(frame=lambda inner: replace(inner, layouts=inner.layouts | {0: on("dp", None, None)}))
+    return entry("norm", change)(frame)
+
+
+def lent(call):
+    return values_in(call.node.args)[0], call.inputs[0]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_named(name):
+    path, edit, message = FAULTS[name]
+    with pytest.raises(PlanError, match=message) as raised:
+        check_plan(rebuilt(llama(), path, edit), final=True)
+    assert str(raised.value).count("\n") == 0 and "the plan of" in str(raised.value)
+    check_plan(rebuilt(llama(), path, lambda frame: frame), final=True)
+
+
+def test_results_of_a_root_are_reduced():
+    def unreduced_loss(frame):
+        frame = entry("move", lambda old: [], -1)(frame)
+        left = frame.layouts[values_in(frame.graph.result)[0].id]
+        return replace(frame, results=(left,))
+
+    plan = rebuilt(llama(), LOSS, unreduced_loss)
+    scalar = plan.calls[-1].frame.results[0]
+    plan = entry("loss", becomes(outputs=(scalar,)))(replace(plan, results=(scalar,)))
+    plan = replace(plan, layouts=plan.layouts | {plan.calls[-1].node.outputs.id: scalar})
+    check_plan(plan)
+    with pytest.raises(PlanError, match="which is not reduced"):
+        check_plan(plan, final=True)
+
+
+class Gated(nn.Cell):
+    """A gated block as of Mamba: two parts of one product, of which one goes through a column-parallel layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp, self.dt, self.out = (nn.Dense(8, size, has_bias=False) for size in (16, 8, 8))
+
+    def construct(self, x):
+        u, z = ops.chunk(self.inp(x), 2, -1)
+        y = self.dt(ops.silu(u))
+        y = (ops.expand_dims(y, -1) * ops.expand_dims(u, -1)).sum(-1)
+        return self.out(y * ops.silu(z)).square().mean()
+
+
+def test_a_part_of_a_whole_tensor_is_not_taken_to_be_cut():
+    plan = {"dt": {"weight": {"weight": layout("tp", None)}}, "out": {"weight": {"weight": layout(None, "tp")}}}
+    x = tensor_meta((4, 2, 8), "float32")
+    check_plan(planned(Gated(), MESH, (x,), plan=plan, arriving={"x": layout("dp")})[1], final=True)
+
+
+@pytest.mark.parametrize("call", ALL_CALLS, ids=str)
+def test_the_local_call_of_every_choice_gives_the_parts(call):
+    """Of every rule: asked with local shapes it gives those of the parts, whatever output is wanted."""
+    rng = np.random.default_rng(zlib.crc32(str(call).encode()))
+    tensors = tensors_of(call)
+    signature, args, named = ask(call, list(map(meta_of, tensors)))
+    shapes = [shape_of(signature, dims) for dims in signature.outputs]
+    values = iter([Value(number, t.shape, str(t.dtype), "x") for number, t in enumerate(tensors)])
+    args = fill(args, TensorMeta, values)
+    named = {name: fill(value, TensorMeta, values) for name, value in named.items()}
+    outputs = tuple(Value(100 + number, shape, "float32", "y") for number, shape in enumerate(shapes))
+    node = OperatorNode(call.name, "function", tuple(args), named, outputs, None, None, None)
+    wanted = [(d, given) for d, shape in zip(signature.outputs, shapes) for given in cuts_of(shape)]
+    for layouts in combinations(tensors, rng)[-3:]:
+        metas = tuple(map(meta_of, tensors, layouts))
+        for way in alternatives(OperatorCall(signature, metas, SQUARE, CPU), wanted):
+            plan = operator_plan(node, signature, way)
+            if plan.algorithm is None:
+                parts = [given.local_shape(shape) for given, shape in zip(way.outputs, shapes)]
+                assert local_shapes(plan) == parts, (layouts, way)
+
+
+def cuts_of(shape):
+    """Layouts that cut dims, by one axis each or both."""
+    for a in (None, *range(len(shape))):
+        for b in (None, *range(len(shape))):
+            dims = [[axis for axis, dim in (("a", a), ("b", b)) if dim == place] for place in range(len(shape))]
+            if all(size % 2 ** len(axes) == 0 for size, axes in zip(shape, dims)):
+                yield Layout.on(SQUARE, dims)
