@@ -5,11 +5,12 @@ Pure Python, in one process. Each is beside a part of the same work that is writ
 
 import sys
 from itertools import count, product
+from types import SimpleNamespace
 
 import mindspore as ms
 from harness import Variant, run_benchmark
 
-from mindformers_core.layout import Layout
+from mindformers_core.layout import Layout, bind_layout, layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.operators import tensor_meta
@@ -17,6 +18,10 @@ from mindformers_core.pipeline.schedules.named import schedule_class
 from mindformers_core.pipeline.tables.step import MetaStep, MetaStepType
 from mindformers_core.redistribution import plan_redistribution
 from mindformers_core.tensor_parallel.capturing.capture import capture
+from mindformers_core.tensor_parallel.capturing.structure import values_in
+from mindformers_core.tensor_parallel.declare import collect_declarations
+from mindformers_core.tensor_parallel.propagation import propagate
+from mindformers_core.tensor_parallel.propagation.checking import check_plan
 
 TITLE = "Planning, in Python"
 PLANS = 1000  # in a run
@@ -24,6 +29,7 @@ RANKS, MICRO_BATCHES, CHUNKS = 64, 1024, 4  # of the table
 LAYERS = 80  # of the model, with Llama 3 70B's sizes
 SIZES = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
 LIMITS = {"redistribution/new": 100e-6, "table/planned": 10.0, "capture/80_layers": 15.0}  # seconds
+CHECK_LIMIT = 0.03  # of planning: what its type checker may take
 
 
 def make_variants():
@@ -45,6 +51,7 @@ def make_variants():
         Variant("table/steps", "table/steps", steps_by_hand),
         Variant("table/planned", "table/steps", planned),
         *(_capture(layers) for layers in (1, LAYERS)),
+        *_plan_and_check(LAYERS),
     ]
 
 
@@ -63,10 +70,37 @@ def planned():
 
 
 def _capture(layers):
+    model, ids = _llama(layers)
+    return Variant(f"capture/{layers}_layers", "capture/1_layers", lambda: capture(model, ids, labels=ids))
+
+
+def _llama(layers):
     with ms.DeviceCtx("meta"):
         model = LlamaForCausalLM(LlamaConfig(vocab_size=128256, num_hidden_layers=layers, **SIZES))
-    ids = tensor_meta((16, 1024), "int32")
-    return Variant(f"capture/{layers}_layers", "capture/1_layers", lambda: capture(model, ids, labels=ids))
+    return model, tensor_meta((16, 1024), "int32")
+
+
+def _plan_and_check(layers):
+    """Layouts of 8 x 8 data and tensor parallelism with sequence parallelism; and the type checker over the plan."""
+    mesh, (model, ids) = DeviceMesh((8, 8), ("dp", "tp")), _llama(layers)
+    declarations = collect_declarations(model, SimpleNamespace(batch_axes="dp", sequence_parallel=True), None)
+    graph = capture(model, ids, labels=ids)
+    arguments = {value.id: Layout.on(mesh, ((), ())) for value in values_in(graph.arguments)}
+    stored = {}
+    for use in (use for call in graph.calls() for use in call.parameters):
+        stored[use.path] = bind_layout(layout(), mesh, len(use.value.shape))
+    for path, declared in declarations.items():
+        for name, given in declared.weights.items():
+            stored[f"{path}.{name}"] = bind_layout(given, mesh)
+
+    def plan():
+        return propagate(graph, mesh, arguments, stored, declarations)
+
+    frame = plan()
+    return [
+        Variant(f"propagate/{layers}_layers", "capture/1_layers", plan),
+        Variant(f"check/{layers}_layers", "capture/1_layers", lambda: check_plan(frame, final=True)),
+    ]
 
 
 def remarks(results):
@@ -75,7 +109,12 @@ def remarks(results):
     for name, limit in LIMITS.items():
         verdict = "kept" if results[name].median < limit else "EXCEEDED"
         lines.append(f"- {name}: {results[name].median:.3g} s; limit {limit:g} s, {verdict}")
-    return lines, all(results[name].median < limit for name, limit in LIMITS.items())
+    names = [f"{part}/{LAYERS}_layers" for part in ("check", "capture", "propagate")]
+    check, *planning = [results[name].median for name in names]
+    share = check / sum(planning)
+    verdict = "kept" if share < CHECK_LIMIT else "EXCEEDED"
+    lines.append(f"- {names[0]}: {share:.2%} of capture and propagation; limit {CHECK_LIMIT:.0%}, {verdict}")
+    return lines, share < CHECK_LIMIT and all(results[name].median < limit for name, limit in LIMITS.items())
 
 
 if __name__ == "__main__":
