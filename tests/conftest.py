@@ -6,6 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from launch import run_cases, run_ranks
+from timings import (  # noqa: F401 (hooks of pytest)
+    pytest_addoption,
+    pytest_configure,
+    pytest_runtest_protocol,
+    pytest_terminal_summary,
+    remember_launches,
+)
 
 from mindformers_core.communication import init_distributed, shutdown
 
@@ -58,4 +65,6 @@ def launches(request):
         if any(item.originalname == "test_a_dead_rank_is_an_error" for item in selected):
             futures["dead"] = alone.submit(run_ranks, 6, "tests/ranks/dead_rank.py", timeout=150, stop=stop)
         yield futures
+        done = {size: futures[size].result() for size in cases if futures[size].done()}
+        remember_launches(request.config, done)
         stop.set()  # pytest was interrupted, or ends at the first failure

@@ -21,28 +21,31 @@ WORKER = TESTS / "ranks" / "worker.py"
 _ENVIRONMENT = dict(os.environ)  # as it was when pytest began: launches run beside tests that set variables
 
 
-def on_ranks(*world_sizes):
-    """Declare on how many ranks a `case_*` function runs: `@on_ranks(2)`, `@on_ranks(2, 4)`. Read by `find_cases`."""
-    assert all(isinstance(size, int) and size > 1 for size in world_sizes), world_sizes
+def on_ranks(*world_sizes, nightly=()):
+    """Declare on how many ranks a `case_*` function runs: `@on_ranks(2)`, `@on_ranks(4, nightly=(2, 8))`: on 4 ranks,
+    at night also on 2 and 8. Read by `find_cases`.
+    """
+    assert all(isinstance(size, int) and size > 1 for size in (*world_sizes, *nightly)), (world_sizes, nightly)
     return lambda function: function
 
 
 def find_cases():
-    """All cases as `(world size, "module::function")`, found by reading the files: nothing is imported."""
+    """All cases as `(world size, "module::function", nightly)`, found by reading the files: nothing is imported."""
     found = []
     for path in sorted((TESTS / "ranks").glob("case_*.py")):
         for node in ast.parse(path.read_text()).body:
             if not (isinstance(node, ast.FunctionDef) and node.name.startswith("case_")):
                 continue
-            sizes = [_sizes(decorator) for decorator in node.decorator_list]
-            assert any(sizes), f"{path.name}: {node.name} lacks its @on_ranks(…)"
-            found += [(size, f"{path.stem}::{node.name}") for size in sum(sizes, [])]
+            sizes = sum((_sizes(decorator) for decorator in node.decorator_list), [])
+            assert sizes, f"{path.name}: {node.name} lacks its @on_ranks(…)"
+            found += [(size, f"{path.stem}::{node.name}", nightly) for size, nightly in sizes]
     return sorted(found)
 
 
 def _sizes(decorator):
     if isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Name) and decorator.func.id == "on_ranks":
-        return [ast.literal_eval(argument) for argument in decorator.args]
+        at_night = [size for keyword in decorator.keywords for size in ast.literal_eval(keyword.value)]
+        return [(ast.literal_eval(size), False) for size in decorator.args] + [(size, True) for size in at_night]
     return []
 
 
@@ -57,6 +60,18 @@ class Launched:
     def tail(self, rank, lines=25):
         """The last lines of a rank's log."""
         return "\n".join(self.logs.get(rank, "no log").splitlines()[-lines:])
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """What a case came to: its failure as text (None: it passed on all ranks), the seconds of its slowest rank, the CPU
+    seconds of all ranks together, and the most bytes that a rank has held so far.
+    """
+
+    failure: str | None
+    seconds: float
+    cpu_seconds: float
+    peak_memory: int
 
 
 def run_ranks(world_size, script, *arguments, timeout=120, env=None, stop=None):
@@ -96,27 +111,40 @@ def run_cases(world_size, cases, case_timeout=120, stop=None):
     """Run cases (`"module::function"`) in one launch; again for what is left when a case breaks a launch.
 
     Returns:
-        For every case its failure as text, or None where it passed on all ranks. Less, if `stop` was set.
+        The `CaseResult` of every case, less if `stop` was set; the seconds that launches took beside their cases.
     """
-    failures = {}
-    while len(failures) < len(cases) and not (stop and stop.is_set()):
-        rest = [case for case in cases if case not in failures]
-        with tempfile.TemporaryDirectory(prefix="cases_") as results:
+    results, starting = {}, 0.0
+    while len(results) < len(cases) and not (stop and stop.is_set()):
+        rest = [case for case in cases if case not in results]
+        with tempfile.TemporaryDirectory(prefix="cases_") as folder:
             timeout = 60 + case_timeout * len(rest)
-            launched = run_ranks(world_size, WORKER, results, case_timeout, *rest, timeout=timeout, stop=stop)
+            launched = run_ranks(world_size, WORKER, folder, case_timeout, *rest, timeout=timeout, stop=stop)
+            starting += launched.seconds
             for index, case in enumerate(rest):
-                reports = [_read(Path(results) / f"{index}.{rank}.json") for rank in range(world_size)]
+                reports = [_read(Path(folder) / f"{index}.{rank}.json") for rank in range(world_size)]
                 if not any(reports) and index > 0:
                     break
-                failures[case] = _failure(case, reports, launched)
-    return failures
+                results[case] = _result(case, [json.loads(report) if report else None for report in reports], launched)
+                starting -= results[case].seconds
+    return results, starting
+
+
+def _result(case, reports, launched):
+    """The `CaseResult` from what every rank reports, None where a rank did not finish."""
+    done = [report for report in reports if report]
+    return CaseResult(
+        failure=_failure(case, reports, launched),
+        seconds=max((report["seconds"] for report in done), default=0.0),
+        cpu_seconds=sum(report["cpu_seconds"] for report in done),
+        peak_memory=max((report["peak_memory"] for report in done), default=0),
+    )
 
 
 def _failure(case, reports, launched):
     """None when all ranks passed, else what every rank says, alike ranks together."""
     said = {}
     for rank, report in enumerate(reports):
-        text = json.loads(report)["failure"] if report else f"did not finish; its log ends:\n{launched.tail(rank)}"
+        text = report["failure"] if report else f"did not finish; its log ends:\n{launched.tail(rank)}"
         said.setdefault(text, []).append(rank)
     if list(said) == [None]:
         return None

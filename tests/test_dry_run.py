@@ -10,6 +10,8 @@ import pytest
 
 from mindformers_core.trainer.dry_run import ParameterFact, RankFacts, report
 
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).parent.parent
 # prints the largest resident set in KiB after the command has run
 MEASURED = (

@@ -33,6 +33,7 @@ def text():
     return make_errors.PAGE.read_text(encoding="utf-8")
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("title", QUICK)
 def test_an_error_is_as_on_the_page(results, text, title):
     case, (message, exit_code) = CASES[title], results[title]

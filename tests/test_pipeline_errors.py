@@ -134,6 +134,7 @@ def test_stages_that_make_no_sense(make, message):
         make()
 
 
+@pytest.mark.ranks
 def test_a_stage_that_dies_is_named():
     """The others end at once, with errors that say what they waited for."""
     launched = run_ranks(3, "tests/ranks/dead_stage.py", timeout=90)

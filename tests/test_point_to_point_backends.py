@@ -88,6 +88,7 @@ def test_native_messages(monkeypatch):
     assert not any(devices.wires.values())
 
 
+@pytest.mark.ranks
 def test_a_rank_that_dies_and_shutdown():
     """Under msrun: who waits for a dead rank hears of it at once; `shutdown()` leaves nothing behind."""
     launched = run_ranks(3, "tests/ranks/ending_rank.py", timeout=120)

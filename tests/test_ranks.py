@@ -5,13 +5,19 @@ import re
 import pytest
 from launch import find_cases
 
+pytestmark = pytest.mark.ranks
 
-@pytest.mark.parametrize(("world_size", "case"), find_cases())
-def test_case(launches, world_size, case):
+
+@pytest.mark.parametrize(
+    ("world_size", "case"),
+    [pytest.param(size, case, marks=pytest.mark.nightly if nightly else ()) for size, case, nightly in find_cases()],
+)
+def test_case(launches, record_property, world_size, case):
     """A case passes on all its ranks."""
-    failure = launches[world_size].result()[case]
-    if failure is not None:
-        pytest.fail(failure, pytrace=False)
+    results, _ = launches[world_size].result()
+    record_property("in its launch", results[case])
+    if results[case].failure is not None:
+        pytest.fail(results[case].failure, pytrace=False)
 
 
 def test_a_dead_rank_is_an_error(launches):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).parent.parent
 # An evaluation and a short step come first: what MindSpore takes once isn't counted.
 MEASURED = """

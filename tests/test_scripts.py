@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # Ranks that never meet. The scheduler process runs the same program, and stays where a rank is to fail.

@@ -307,6 +307,7 @@ def test_an_optimizer_of_the_weights_that_compute():
     del optimizer
 
 
+@pytest.mark.ranks
 def test_a_rank_that_dies_in_a_step_ends_the_others():
     """At once, with errors that name the collective and the ranks; their parameters are what they were."""
     launched = run_ranks(4, "tests/ranks/dead_in_step.py", timeout=120)

@@ -2,19 +2,21 @@
 
 How to write a multi-rank test:
 1. Make a file `tests/ranks/case_<topic>.py` with `from launch import on_ranks`.
-2. In it, functions `case_<what>()` without arguments, decorated `@on_ranks(2)`, `@on_ranks(4)` or `@on_ranks(2, 4)`.
+2. In it, functions `case_<what>()` without arguments, decorated `@on_ranks(2)`, `@on_ranks(2, 4)` or, to run on more
+   ranks only at night, `@on_ranks(4, nightly=(8,))`.
    Every rank calls the function; communication is initialised: `from mindformers_core.communication import world`.
 3. Check with `assert`, `np.testing.assert_allclose` or `pytest.raises` on every rank. Loop over parameters inside.
 4. `pytest tests/test_ranks.py -k case_<what>` runs it; it is found by reading the file, there is no list to add to.
 All cases of one world size share one launch, in the same order on all ranks, MindSpore's and NumPy's seeds reset and
 PyNative mode restored before each. A failure on any rank fails the case; where a rank then waits for a partner that has
-failed, the launch ends and a new one runs the rest. Keep a case to a few seconds.
+failed, the launch ends and a new one runs the rest. Keep a case to a few seconds: pytest prints the slowest at its end.
 """
 
 import faulthandler
 import importlib
 import json
 import os
+import resource
 import sys
 import time
 import traceback
@@ -33,11 +35,12 @@ def main(results, case_timeout, cases):
     world = init_distributed()
     for index, case in enumerate(cases):
         faulthandler.dump_traceback_later(case_timeout, exit=True)
-        start = time.monotonic()
-        failure = run(case)
-        seconds = round(time.monotonic() - start, 2)
-        print(f"{case}: {seconds} s", flush=True)
-        write(results, index, world.rank, {"case": case, "failure": failure, "seconds": seconds})
+        start, start_cpu = time.monotonic(), time.process_time()
+        report = {"case": case, "failure": run(case), "seconds": round(time.monotonic() - start, 2)}
+        report["cpu_seconds"] = round(time.process_time() - start_cpu, 2)
+        report["peak_memory"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes, on Linux
+        print(f"{case}: {report['seconds']} s", flush=True)
+        write(results, index, world.rank, report)
         if not together(results, index, world.size):
             print(f"{case}: a rank failed and another one is stuck; ending this launch", flush=True)
             os._exit(1)

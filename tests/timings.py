@@ -1,0 +1,75 @@
+"""What takes the time of a pytest run, printed at its end: tests and rank cases, launches, CPU seconds, memory."""
+
+import resource
+import time
+from dataclasses import dataclass
+
+import pytest
+
+_TIMES = pytest.StashKey[list]()
+_LAUNCHES = pytest.StashKey[dict]()
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds by the clock and by the CPU that a test took with its fixtures; a rank case, in its launch."""
+
+    seconds: float
+    cpu_seconds: float
+    name: str
+
+
+def pytest_addoption(parser):
+    """`--slowest N`: how many tests the table at the end has; 25 by default, 0 for none."""
+    parser.addoption("--slowest", type=int, default=25, metavar="N", help="print the N slowest tests and rank cases")
+
+
+def pytest_configure(config):
+    """Begin with nothing timed."""
+    config.stash[_TIMES], config.stash[_LAUNCHES] = [], {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Time a test with its fixtures. What is recorded of a case is its time in the launch, not the wait for it."""
+    start, start_cpu = time.monotonic(), time.process_time()
+    result = yield
+    times = item.config.stash[_TIMES]
+    case = dict(item.user_properties).get("in its launch")
+    if case is not None:
+        times.append(Timed(case.seconds, case.cpu_seconds, item.nodeid))
+    else:
+        times.append(Timed(time.monotonic() - start, time.process_time() - start_cpu, item.nodeid))
+    return result
+
+
+def remember_launches(config, launches):
+    """Keep what launches by world size ended with: each a dict of `CaseResult`, and the seconds beside the cases."""
+    config.stash[_LAUNCHES].update(launches)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """The slowest tests and rank cases together, then each launch, then the whole."""
+    wanted, times = config.getoption("slowest"), config.stash[_TIMES]
+    if not wanted or not times:
+        return
+    terminalreporter.section(f"slowest {min(wanted, len(times))} of {len(times)}: seconds, CPU seconds (of all ranks)")
+    for timed in sorted(times, key=lambda timed: -timed.seconds)[:wanted]:
+        terminalreporter.write_line(f"{timed.seconds:8.2f} {timed.cpu_seconds:8.2f}  {timed.name}")
+    for size, (results, starting) in config.stash[_LAUNCHES].items():
+        terminalreporter.write_line(_launch_line(size, list(results.values()), starting))
+    own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    cpu_seconds, child_seconds = (usage.ru_utime + usage.ru_stime for usage in (own, children))
+    terminalreporter.write_line(
+        f"pytest: {cpu_seconds:.0f} CPU s, peak memory: {own.ru_maxrss / 2**20:.1f} GiB; "
+        f"processes that it started and waited for: {child_seconds:.0f} CPU s"
+    )
+
+
+def _launch_line(size, results, starting):
+    seconds, cpu_seconds = (sum(getattr(result, name) for result in results) for name in ("seconds", "cpu_seconds"))
+    peak = max((result.peak_memory for result in results), default=0)
+    return (
+        f"{len(results)} cases on {size} ranks: {seconds:.0f} s, {cpu_seconds:.0f} CPU s; to start and end launches: "
+        f"{starting:.0f} s; peak memory of a rank: {peak / 2**30:.1f} GiB"
+    )
