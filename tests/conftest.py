@@ -35,9 +35,15 @@ def one_rank():
     shutdown()
 
 
+def script_of(item):
+    """The script and number of ranks of `@pytest.mark.ranks("dead_rank.py", 6)`, or ()."""
+    marker = item.get_closest_marker("ranks")
+    return marker.args if marker else ()
+
+
 def pytest_collection_modifyitems(items):
     """Tests that look at launches come last."""
-    items.sort(key=lambda item: item.path.name == "test_ranks.py")
+    items.sort(key=lambda item: item.path.name == "test_ranks.py" or bool(script_of(item)))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,18 +58,20 @@ def little_for_the_garbage_collector():
 def launches(request):
     """Launches that the selected tests look at, as futures: they begin before the first test, and run beside them all.
 
-    By world size those of its selected cases, one launch after the other; as "dead" the one in which ranks die, beside
-    these, since it waits for a minute itself.
+    By world size those of its selected cases, one launch after the other; by name the scripts of tests with
+    `@pytest.mark.ranks(script, world_size)`, beside these: ranks die in them, so that others wait.
     """
-    selected = [item for item in request.session.items if item.path.name == "test_ranks.py"]
-    cases, stop = {}, threading.Event()
-    for item in selected:
-        if item.originalname == "test_case":
+    cases, scripts, stop = {}, {}, threading.Event()
+    for item in request.session.items:
+        if item.originalname == "test_case" and item.path.name == "test_ranks.py":
             cases.setdefault(item.callspec.params["world_size"], []).append(item.callspec.params["case"])
-    with ThreadPoolExecutor(1) as in_turn, ThreadPoolExecutor(1) as alone:
+        elif script_of(item):
+            script, world_size = script_of(item)
+            scripts[script] = world_size
+    with ThreadPoolExecutor(1) as in_turn, ThreadPoolExecutor(1) as beside:
         futures = {size: in_turn.submit(run_cases, size, cases[size], stop=stop) for size in cases}
-        if any(item.originalname == "test_a_dead_rank_is_an_error" for item in selected):
-            futures["dead"] = alone.submit(run_ranks, 6, "tests/ranks/dead_rank.py", timeout=150, stop=stop)
+        for script, world_size in scripts.items():
+            futures[script] = beside.submit(run_ranks, world_size, f"tests/ranks/{script}", timeout=150, stop=stop)
         yield futures
         done = {size: futures[size].result() for size in cases if futures[size].done()}
         remember_launches(request.config, done)

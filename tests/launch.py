@@ -118,7 +118,8 @@ def run_cases(world_size, cases, case_timeout=120, stop=None):
         rest = [case for case in cases if case not in results]
         with tempfile.TemporaryDirectory(prefix="cases_") as folder:
             timeout = 60 + case_timeout * len(rest)
-            launched = run_ranks(world_size, WORKER, folder, case_timeout, *rest, timeout=timeout, stop=stop)
+            env = {"TRUTHS": folder}  # where `truth.once` leaves what it computes
+            launched = run_ranks(world_size, WORKER, folder, case_timeout, *rest, timeout=timeout, env=env, stop=stop)
             starting += launched.seconds
             for index, case in enumerate(rest):
                 reports = [_read(Path(folder) / f"{index}.{rank}.json") for rank in range(world_size)]

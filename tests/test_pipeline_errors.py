@@ -5,7 +5,6 @@ import re
 import mindspore as ms
 import numpy as np
 import pytest
-from launch import run_ranks
 from mindspore import Tensor, mint, nn, ops
 from small_pipelines import Scale, Squares, Through, array, pipeline
 
@@ -134,10 +133,10 @@ def test_stages_that_make_no_sense(make, message):
         make()
 
 
-@pytest.mark.ranks
-def test_a_stage_that_dies_is_named():
+@pytest.mark.ranks("dead_stage.py", 3)
+def test_a_stage_that_dies_is_named(launches):
     """The others end at once, with errors that say what they waited for."""
-    launched = run_ranks(3, "tests/ranks/dead_stage.py", timeout=90)
+    launched = launches["dead_stage.py"].result()
     first, last = (launched.logs[rank].partition("ended after ")[2] for rank in (0, 2))
     for text, waiting in (
         (first, r"stage 0 \(rank 0\), step RB\d@0, waiting for SB\d@1 of stage 1 \(rank 1\): "),

@@ -5,7 +5,6 @@ from collections import defaultdict, deque
 import mindspore as ms
 import numpy as np
 import pytest
-from launch import run_ranks
 from message_tensors import bits_of, random_tensor, tensor
 
 from mindformers_core.communication import channel, count_collectives, init_distributed, shutdown
@@ -88,10 +87,10 @@ def test_native_messages(monkeypatch):
     assert not any(devices.wires.values())
 
 
-@pytest.mark.ranks
-def test_a_rank_that_dies_and_shutdown():
+@pytest.mark.ranks("ending_rank.py", 3)
+def test_a_rank_that_dies_and_shutdown(launches):
     """Under msrun: who waits for a dead rank hears of it at once; `shutdown()` leaves nothing behind."""
-    launched = run_ranks(3, "tests/ranks/ending_rank.py", timeout=120)
+    launched = launches["ending_rank.py"].result()
     for rank in (0, 1):
         said = launched.logs[rank]
         assert f"rank {rank} was waiting for message (5, {rank}) from rank 2: it has ended" in said, launched.tail(rank)

@@ -20,9 +20,10 @@ def test_case(launches, record_property, world_size, case):
         pytest.fail(results[case].failure, pytrace=False)
 
 
+@pytest.mark.ranks("dead_rank.py", 6)
 def test_a_dead_rank_is_an_error(launches):
     """Whoever waits for it ends with an error that names the collective; in PyNative also the axis and ranks."""
-    launched = launches["dead"].result()
+    launched = launches["dead_rank.py"].result()
     for rank, said in enumerate(
         (
             r"all_reduce over tp \(ranks 0, 3\) failed on rank 0: another rank has died",

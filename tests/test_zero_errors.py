@@ -5,7 +5,6 @@ import re
 
 import mindspore as ms
 import pytest
-from launch import run_ranks
 from mindspore import nn
 from mindspore.experimental import optim
 from small_zero import Net
@@ -307,10 +306,10 @@ def test_an_optimizer_of_the_weights_that_compute():
     del optimizer
 
 
-@pytest.mark.ranks
-def test_a_rank_that_dies_in_a_step_ends_the_others():
+@pytest.mark.ranks("dead_in_step.py", 4)
+def test_a_rank_that_dies_in_a_step_ends_the_others(launches):
     """At once, with errors that name the collective and the ranks; their parameters are what they were."""
-    launched = run_ranks(4, "tests/ranks/dead_in_step.py", timeout=120)
+    launched = launches["dead_in_step.py"].result()
     for survivor, other in ((0, 1), (2, 3)):
         text = launched.logs[survivor].partition("ended after ")[2]
         named = (

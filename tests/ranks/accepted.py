@@ -14,17 +14,18 @@ def accepted(signature, floats, mesh):
     Args:
         signature: the operator's `Signature`.
         floats: whether each input is of a floating dtype: others carry no terms of a sum.
-        mesh: a mesh of the axes `AXES`.
+        mesh: a mesh of one or two axes.
 
     Yields:
-        A tuple of layouts, one for each input. A factor that both axes cut is cut in both orders.
+        A tuple of layouts, one for each input. A factor that two axes cut is cut in both orders.
     """
     arriving = {factor for dims in signature.inputs for factors in dims for factor in factors}
     groups = [group for group in signature.linear if group and all(floats[place] for place in group)]
     factors = [factor for factor in signature.sizes if factor in arriving and factor not in signature.whole]
-    for picks in product([None, *factors, *groups], repeat=len(AXES)):
-        for order in permutations(AXES) if picks[0] == picks[1] and isinstance(picks[0], str) else (AXES,):
-            chosen = dict(zip(AXES, picks))
+    axes = mesh.axis_names
+    for picks in product([None, *factors, *groups], repeat=mesh.ndim):
+        for order in permutations(axes) if picks[0] == picks[-1] and isinstance(picks[0], str) else (axes,):
+            chosen = dict(zip(axes, picks))
             axes_of = {}
             for axis in order:
                 if isinstance(chosen[axis], str):
@@ -51,13 +52,13 @@ def at_random(shapes, floats, mesh, random, count):
 
 
 def layouts_of(shape, is_float, mesh):
-    choices = [None, *range(len(shape)), *(["sum", "avg", "varying"] if is_float else [])]
+    choices, axes = [None, *range(len(shape)), *(["sum", "avg", "varying"] if is_float else [])], mesh.axis_names
     found = {}
-    for picks in product(choices, repeat=len(AXES)):
-        partial = {axis: pick for axis, pick in zip(AXES, picks) if pick in ("sum", "avg")}
-        varying = [axis for axis, pick in zip(AXES, picks) if pick == "varying"]
-        for order in permutations(AXES):
-            dims = [[axis for axis in order if picks[AXES.index(axis)] == dim] for dim in range(len(shape))]
+    for picks in product(choices, repeat=mesh.ndim):
+        partial = {axis: pick for axis, pick in zip(axes, picks) if pick in ("sum", "avg")}
+        varying = [axis for axis, pick in zip(axes, picks) if pick == "varying"]
+        for order in permutations(axes):
+            dims = [[axis for axis in order if picks[axes.index(axis)] == dim] for dim in range(len(shape))]
             if all(size % mesh.axis_size(*axes) == 0 for size, axes in zip(shape, dims)):
                 found[Layout.on(mesh, dims, partial, varying)] = None
     return list(found)

@@ -1,6 +1,7 @@
-"""Every operator rule against one card on a 2x2 mesh: forward and gradient, for all placements that the rule accepts.
+"""Every operator rule against one card: forward and gradient, for all placements that the rule accepts.
 
 A few more layouts of the inputs, drawn at random, bring redistributions, averages and varying tensors into the game.
+On one axis; at night on a 2x2 mesh, too, which tests in one process and random programs also have.
 """
 
 import numpy as np
@@ -12,6 +13,7 @@ from one_card import check, draw, is_float
 from operator_source_calls import ALL_CALLS, BROKEN, WITHOUT_GRADIENT, WITHOUT_KERNEL
 from recorded_rules import rules_met
 
+from mindformers_core.communication import world
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import init_device_mesh
 
@@ -19,10 +21,10 @@ MORE = {"rule": 1, "function": 3}  # combinations drawn at random for one call
 DTYPES = {F: "float32", "int": "int32", "bool": "bool"}
 
 
-@on_ranks(4)
+@on_ranks(2, nightly=(4,))
 def case_operators_equal_one_card():
     """By the name of the rule: every registered operator that has a kernel on CPU and isn't random."""
-    mesh, failures = init_device_mesh((2, 2), AXES), []
+    mesh, failures = mesh_of_all(), []
     calls = [call for call in ALL_CALLS if str(call) not in BROKEN and call.name not in (*WITHOUT_KERNEL, "Dropout")]
     for call in calls:
         direct = DirectCall(call)
@@ -34,10 +36,10 @@ def case_operators_equal_one_card():
     assert not failures, f"{len(failures)} of {len(calls)} operators fail:\n" + "\n".join(failures)
 
 
-@on_ranks(4)
+@on_ranks(2, nightly=(4,))
 def case_what_authors_write_equals_one_card():
     """As an author calls them, with all placements that any of the rules met accepts of the function's own inputs."""
-    mesh, failures = init_device_mesh((2, 2), AXES), []
+    mesh, failures = mesh_of_all(), []
     for name, (function, inputs) in CALLS.items():
         random = np.random.default_rng(7)
         values = [draw(random, shape, DTYPES[kind]) for kind, shape in inputs]
@@ -49,6 +51,11 @@ def case_what_authors_write_equals_one_card():
                 choices[tuple(given.get(place, layout) for place, layout in enumerate(whole))] = None
         _collect(failures, name, function, values, [*choices, *_more("function", values, mesh)])
     assert not failures, f"{len(failures)} of {len(CALLS)} functions fail:\n" + "\n".join(failures)
+
+
+def mesh_of_all():
+    """All ranks on one axis; four on two."""
+    return init_device_mesh((2,), ("tp",)) if world().size == 2 else init_device_mesh((2, 2), AXES)
 
 
 def _more(what, values, mesh):

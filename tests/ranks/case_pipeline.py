@@ -18,25 +18,32 @@ def chunks_of(kind):
     return 2 if issubclass(kind, PipelineScheduleMulti) else 1
 
 
-def compare_all(compiled):
-    """Every built-in schedule."""
+def compare_schedules(names=tuple(SCHEDULES), steps=2, compiled=False):
+    """Built-in schedules, by default all of them."""
     rows = 2 * (count := 2 * world().size)
-    expected = one_card(rows)
-    for name, kind in SCHEDULES.items():
+    expected = one_card(rows, steps)
+    for name in names:
+        kind = SCHEDULES[name]
         schedule = schedule_of(kind, count, chunks_of(kind), compiled=compiled)
-        assert_alike(pipelined(schedule, rows), expected, name)
+        assert_alike(pipelined(schedule, rows, steps), expected, name)
 
 
-@on_ranks(2, 4)
+@on_ranks(4, nightly=(2,))
 def case_every_schedule_equals_one_card():
     """In PyNative; tensors of three kinds between stages, an embedding that is the head."""
-    compare_all(compiled=False)
+    compare_schedules()
 
 
 @on_ranks(4)
+def case_compiled_schedules_equal_one_card():
+    """Stages compiled, the schedule in Python: two stages on a rank, with split backward passes and with whole ones."""
+    compare_schedules(("interleaved_1f1b", "zb_v"), compiled=True)
+
+
+@on_ranks(nightly=(2, 4))
 def case_every_compiled_schedule_equals_one_card():
-    """Stages compiled, the schedule in Python."""
-    compare_all(compiled=True)
+    """Five steps of each."""
+    compare_schedules(steps=5, compiled=True)
 
 
 def on_a_mesh(shape, kind, compiled=False, count=4, **options):
@@ -50,13 +57,17 @@ def on_a_mesh(shape, kind, compiled=False, count=4, **options):
 @on_ranks(4)
 def case_pipelines_compose_with_the_other_axes():
     """Two stages of two ranks each: cut over tp, over dp; weight gradients later or not; PyNative and compiled."""
-    expected = one_card(8, 2)
-    for shape in ((2, 1, 2), (2, 2, 1)):
-        for kind in (Schedule1F1B, ScheduleZBV):
-            for compiled in (False, True):
-                schedule, mesh = on_a_mesh(shape, kind, compiled)
-                what = f"{kind.__name__} on {shape}, compiled: {compiled}"
-                assert_alike(pipelined(schedule, 8, 2, mesh), expected, what)
+    expected, over_tp, over_dp = one_card(8, 2), (2, 1, 2), (2, 2, 1)
+    for shape, kind, modes in (
+        (over_tp, Schedule1F1B, [False]),
+        (over_tp, ScheduleZBV, [False, True]),
+        (over_dp, Schedule1F1B, [True]),
+        (over_dp, ScheduleZBV, [False]),
+    ):
+        for compiled in modes:
+            schedule, mesh = on_a_mesh(shape, kind, compiled)
+            what = f"{kind.__name__} on {shape}, compiled: {compiled}"
+            assert_alike(pipelined(schedule, 8, 2, mesh), expected, what)
 
 
 @on_ranks(4)

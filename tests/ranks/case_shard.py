@@ -6,6 +6,7 @@ import mindspore as ms
 import numpy as np
 from launch import on_ranks
 from mindspore import Tensor, nn, ops
+from truth import once
 
 from mindformers_core.communication import count_collectives, world
 from mindformers_core.layout import layout
@@ -40,6 +41,11 @@ def built(make):
         return make()
 
 
+def arrays(tensors):
+    """Copies of what tensors hold now."""
+    return [tensor.asnumpy().copy() for tensor in tensors]
+
+
 def batch():
     random = np.random.default_rng(3)
     tokens = random.integers(0, 64, (BATCH, LENGTH + 1)).astype(np.int32)
@@ -55,10 +61,10 @@ def my_rows(array, mesh):
 
 
 def compare(mine, whole, parameters, what, rtol=1e-5, atol=1e-6):
-    """Local parts against the slices of one card's values, for all parameters."""
+    """Local parts against the slices of one card's values, arrays, for all parameters."""
     assert len(mine) == len(whole) == len(parameters)
     for local, value, parameter in zip(mine, whole, parameters):
-        expected = value.asnumpy()[parameter.layout.local_slices(value.shape, world().rank)]
+        expected = value[parameter.layout.local_slices(value.shape, world().rank)]
         np.testing.assert_allclose(local.asnumpy(), expected, rtol, atol, err_msg=f"{what} of {parameter.name}")
 
 
@@ -88,18 +94,18 @@ def case_mlp_trains_as_on_one_card():
         loss, gradients = ms.value_and_grad(single, None, single.trainable_params())(x)
         my_loss, mine = ms.value_and_grad(parallel, None, parallel.trainable_params())(x)
         np.testing.assert_allclose(float(my_loss), float(loss), 1e-5)
-        compare(mine, gradients, parallel.trainable_params(), "gradient")
+        compare(mine, arrays(gradients), parallel.trainable_params(), "gradient")
         one(gradients)
         two(mine)
-    compare(parallel.trainable_params(), single.trainable_params(), parallel.trainable_params(), "value")
+    compare(parallel.trainable_params(), arrays(single.trainable_params()), parallel.trainable_params(), "value")
 
 
 class Layers(nn.Cell):
-    """Four decoder layers, and nothing else."""
+    """Decoder layers, and nothing else."""
 
-    def __init__(self, config):
+    def __init__(self, config, number):
         super().__init__()
-        self.layers = nn.CellList([LlamaDecoderLayer(config, number) for number in range(1, 5)])
+        self.layers = nn.CellList([LlamaDecoderLayer(config, place) for place in range(1, number + 1)])
         self.head_dim = config.head_dim
 
     def shard(self, config=None):
@@ -112,35 +118,47 @@ class Layers(nn.Cell):
         return x
 
 
+def layers_input():
+    """For the layers: hidden states, the weights of a sum of results, and the other inputs, tensors."""
+    random = np.random.default_rng(0)
+    x, weights = random.normal(size=(2, BATCH, LENGTH, HIDDEN)).astype(np.float32)
+    tables = [Tensor(random.normal(size=(LENGTH, 1, tiny().head_dim)).astype(np.float32)) for _ in range(2)]
+    return x, weights, (*tables, Tensor(np.zeros((LENGTH, LENGTH), np.float32)))
+
+
+@once
+def layers_alone(number):
+    """The weighted sum of the layers' results on one card; its gradients of the input, and of all parameters."""
+    single, (x, weights, others) = built(lambda: Layers(tiny(), number)), layers_input()
+    materialize(single, seed=5)
+    total, (slope, gradients) = ms.value_and_grad(
+        lambda x: ops.mul(single(x, *others), Tensor(weights)).sum(), 0, single.trainable_params()
+    )(Tensor(x))
+    return float(total), slope.asnumpy(), arrays(gradients)
+
+
+def sharded_layers(sequence_parallel, number):
+    """The layers cut over two ranks, and the layout of their input."""
+    mesh, cell = init_device_mesh((2,), ("tp",)), built(lambda: Layers(tiny(), number))
+    shard(cell, mesh, Parallel(sequence_parallel), seed=5)
+    return cell, layout(None, "tp" if sequence_parallel else None, None).bind(mesh)
+
+
 def run_layers(sequence_parallel):
     """Counts of a forward and of a forward and backward pass, with the outputs compared to one card's."""
-    mesh = init_device_mesh((2,), ("tp",))
-    config = tiny()
-    single, parallel = built(lambda: Layers(config)), built(lambda: Layers(config))
-    materialize(single, seed=5)
-    shard(parallel, mesh, Parallel(sequence_parallel), seed=5)
-    random = np.random.default_rng(0)
-    x = random.normal(size=(BATCH, LENGTH, HIDDEN)).astype(np.float32)
-    weights = Tensor(random.normal(size=x.shape).astype(np.float32))
-    tables = [Tensor(random.normal(size=(LENGTH, 1, config.head_dim)).astype(np.float32)) for _ in range(2)]
-    others = (*tables, Tensor(np.zeros((LENGTH, LENGTH), np.float32)))
-    part = layout(None, "tp" if sequence_parallel else None, None).bind(mesh)
+    (parallel, part), (x, weights, others) = sharded_layers(sequence_parallel, 4), layers_input()
     mine = Tensor(x[part.local_slices(x.shape, world().rank)])
     with count_collectives() as forward:
         parallel(mine, *others)
     with count_collectives() as both:
         output, (my_x, my_gradients) = ms.value_and_grad(
-            lambda x: ops.mul(parallel(x, *others), weights).sum().redistribute(layout()),
+            lambda x: ops.mul(parallel(x, *others), Tensor(weights)).sum().redistribute(layout()),
             0,
             parallel.trainable_params(),
         )(mine)
-    truth, (x_gradient, gradients) = ms.value_and_grad(
-        lambda x: ops.mul(single(x, *others), weights).sum(), 0, single.trainable_params()
-    )(Tensor(x))
-    np.testing.assert_allclose(float(output), float(truth), 1e-5, 1e-5)
-    np.testing.assert_allclose(
-        my_x.asnumpy(), x_gradient.asnumpy()[part.local_slices(x.shape, world().rank)], 1e-4, 1e-5
-    )
+    total, slope, gradients = layers_alone(4)
+    np.testing.assert_allclose(float(output), total, 1e-5, 1e-5)
+    np.testing.assert_allclose(my_x.asnumpy(), slope[part.local_slices(x.shape, world().rank)], 1e-4, 1e-5)
     compare(my_gradients, gradients, parallel.trainable_params(), "gradient", 1e-4, 1e-5)
     return dict(forward), dict(both)
 
@@ -166,42 +184,52 @@ def case_sequence_parallel_gathers_and_scatters():
     assert both == {("all_gather", ("tp",)): (16, 16 * on_wire), ("reduce_scatter", ("tp",)): (16, 16 * on_wire)}
 
 
-def train_both(mesh, config, parallel_config, steps=3):
-    """Loss, gradients of all parameters, and parameters after some steps of AdamW, all as on one card."""
-    single, parallel = built(lambda: LlamaForCausalLM(config)), built(lambda: LlamaForCausalLM(config))
-    materialize(single, seed=11)
-    shard(parallel, mesh, parallel_config, seed=11)
-    compare(parallel.trainable_params(), single.trainable_params(), parallel.trainable_params(), "initial value", 0, 0)
-    ids, labels = batch()
-    one, two = (nn.AdamWeightDecay(cell.trainable_params(), 1e-3) for cell in (single, parallel))
+@once
+def llama_alone(config, steps):
+    """On one card the initial values, the loss and gradients of each step of AdamW, and the values at the end."""
+    net, (ids, labels), rows = built(lambda: LlamaForCausalLM(config)), batch(), []
+    materialize(net, seed=11)
+    parameters = net.trainable_params()
+    first, optimizer = arrays(parameters), nn.AdamWeightDecay(parameters, 1e-3)
     for _ in range(steps):
-        loss, gradients = ms.value_and_grad(single, None, single.trainable_params())(Tensor(ids), Tensor(labels))
-        step = ms.value_and_grad(parallel, None, parallel.trainable_params())
-        my_loss, mine = step(my_rows(ids, mesh), my_rows(labels, mesh))
-        np.testing.assert_allclose(float(my_loss), float(loss), 1e-5)
-        compare(mine, gradients, parallel.trainable_params(), "gradient", 1e-4, 2e-6)
-        one(gradients)
-        two(mine)
-    compare(parallel.trainable_params(), single.trainable_params(), parallel.trainable_params(), "value", 1e-4, 2e-5)
+        loss, gradients = ms.value_and_grad(net, None, parameters)(Tensor(ids), Tensor(labels))
+        rows.append((float(loss), arrays(gradients)))
+        optimizer(gradients)
+    return first, rows, arrays(parameters)
+
+
+def check_llama(mesh, config, parallel_config, steps=3):
+    """Loss, gradients of all parameters, and parameters after some steps of AdamW, all as on one card."""
+    (first, rows, last), (ids, labels) = llama_alone(config, steps), batch()
+    net = shard(built(lambda: LlamaForCausalLM(config)), mesh, parallel_config, seed=11)
+    parameters = net.trainable_params()
+    compare(parameters, first, parameters, "initial value", 0, 0)
+    optimizer = nn.AdamWeightDecay(parameters, 1e-3)
+    for loss, gradients in rows:
+        my_loss, mine = ms.value_and_grad(net, None, parameters)(my_rows(ids, mesh), my_rows(labels, mesh))
+        np.testing.assert_allclose(float(my_loss), loss, 1e-5)
+        compare(mine, gradients, parameters, "gradient", 1e-4, 2e-6)
+        optimizer(mine)
+    compare(parameters, last, parameters, "value", 1e-4, 2e-5)
 
 
 @on_ranks(4)
 def case_llama_on_dp_2_tp_2():
     """Grouped-query attention, an untied head, labels that don't count."""
-    train_both(init_device_mesh((2, 2), ("dp", "tp")), tiny(), Parallel())
+    check_llama(init_device_mesh((2, 2), ("dp", "tp")), tiny(), Parallel())
 
 
 @on_ranks(4)
 def case_llama_sequence_parallel_tied():
     """Sequence parallel, and an embedding that is the head, too."""
-    train_both(init_device_mesh((2, 2), ("dp", "tp")), tiny(tie_word_embeddings=True), Parallel(sequence_parallel=True))
+    check_llama(init_device_mesh((2, 2), ("dp", "tp")), tiny(tie_word_embeddings=True), Parallel(True))
 
 
 @on_ranks(4)
 def case_llama_on_other_meshes():
     """Pure data parallelism and pure tensor parallelism over 4 ranks, axes of size 1 among them, tp before dp."""
-    train_both(init_device_mesh((1, 4, 1), ("pp", "dp", "tp")), tiny(num_hidden_layers=2), Parallel(), 1)
-    train_both(
+    check_llama(init_device_mesh((1, 4, 1), ("pp", "dp", "tp")), tiny(num_hidden_layers=2), Parallel(), 1)
+    check_llama(
         init_device_mesh((4, 1), ("tp", "dp")), tiny(num_hidden_layers=2, num_key_value_heads=4), Parallel(True), 1
     )
-    train_both(init_device_mesh((2, 2), ("tp", "dp")), tiny(num_hidden_layers=2), Parallel(), 1)
+    check_llama(init_device_mesh((2, 2), ("tp", "dp")), tiny(num_hidden_layers=2), Parallel(), 1)

@@ -3,12 +3,12 @@
 import os
 import shutil
 import tempfile
-from functools import cache
 from pathlib import Path
 
 import mindspore as ms
 import numpy as np
 from launch import on_ranks
+from truth import once
 
 from mindformers_core.communication import world
 from mindformers_core.layout import Layout
@@ -36,7 +36,7 @@ def job_on(shape, ranks, *overrides):
     return make_job(recipe, mesh, world().rank, TokenDataset(tokens, 16, seed=1))
 
 
-@cache
+@once
 def training_alone(*overrides):
     """Four steps in four micro-batches on this rank for itself: of each its row, and the parameters by name."""
     job = job_on((1, 1, 1, 1), [world().rank], *overrides)
@@ -89,14 +89,8 @@ def case_eager_training_equals_one_rank():
 
 
 @on_ranks(4)
-def case_compiled_training_equals_one_rank():
-    """Graph mode: forward and backward of two micro-batches in one graph, clipping and AdamW in another."""
-    compare_with_one_rank("context.mode=0")
-
-
-@on_ranks(4)
 def case_compiled_sequence_parallel_training_equals_one_rank():
-    """With sequence parallel."""
+    """Graph mode: forward and backward of two micro-batches in one graph, clipping and AdamW in another."""
     compare_with_one_rank("context.mode=0", "parallelism.sequence_parallel=true")
 
 
@@ -128,7 +122,7 @@ def case_compiled_pipelined_training_equals_one_rank():
     compare_with_one_rank(*overrides, shape=(2, 1, 1, 2), alike=DEEP)
 
 
-@on_ranks(8)
+@on_ranks(nightly=(8,))
 def case_pipelined_training_on_three_axes_equals_one_rank():
     """pp 2 x dp 2 x tp 2."""
     overrides = [*pipeline("interleaved_1f1b", 2), "parallelism.sequence_parallel=true"]

@@ -2,7 +2,6 @@
 
 import inspect
 from dataclasses import dataclass
-from functools import cache
 
 import mindspore as ms
 import numpy as np
@@ -10,6 +9,7 @@ from graph_collectives import count_in_graph
 from mindspore import Tensor
 from models import EXAMPLES, axes_of
 from one_card import part_of
+from truth import once
 
 from mindformers_core.communication import count_collectives
 from mindformers_core.layout import bind_layout
@@ -30,7 +30,7 @@ class Truth:
     gradients: dict
 
 
-@cache
+@once
 def truth(name):
     """The `Truth` of a model, with the values of `built` and the inputs of `SEED`."""
     example, cell = EXAMPLES[name], built(name)

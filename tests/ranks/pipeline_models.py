@@ -4,6 +4,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import Normal, initializer
+from truth import once
 
 from mindformers_core.communication import world
 from mindformers_core.layout import layout
@@ -141,6 +142,7 @@ def train(gradients_of, groups, steps=5):
     return rows, [(p.name, p.asnumpy()) for p in all_of_them], slices
 
 
+@once
 def one_card(rows, steps=5):
     """What `train` gives on one card."""
     model = part()

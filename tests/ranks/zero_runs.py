@@ -6,6 +6,7 @@ from functools import cache
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
+from truth import once
 
 from mindformers_core.communication import world
 from mindformers_core.mesh import init_device_mesh
@@ -64,7 +65,7 @@ def train_alone(net, steps, max_norm=0, optimizer=adamw):
     return _train(net, parameters, lambda *batch: gradient_of(*map(Tensor, batch)), steps, max_norm, optimizer)
 
 
-@cache
+@once
 def alone(steps, max_norm=0, **changes):
     """`train_alone` of a Llama, once."""
     return train_alone(llama(**changes), steps, max_norm)
