@@ -107,7 +107,7 @@ def run_ranks(world_size, script, *arguments, timeout=120, env=None, stop=None):
         return Launched(exit_code, logs, time.monotonic() - start)
 
 
-def run_cases(world_size, cases, case_timeout=120, stop=None):
+def run_cases(world_size, cases, case_timeout=300, stop=None):
     """Run cases (`"module::function"`) in one launch; again for what is left when a case breaks a launch.
 
     Returns:

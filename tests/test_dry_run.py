@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from mindformers_core.communication import shutdown
+from mindformers_core.trainer.command_line import main
 from mindformers_core.trainer.dry_run import ParameterFact, RankFacts, report
-
-pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).parent.parent
 # prints the largest resident set in KiB after the command has run
@@ -20,38 +20,48 @@ MEASURED = (
 )
 
 
-def dry_run(*arguments):
-    """The finished process of a dry run."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOG_v": "3"}
-    command = [sys.executable, "-c", MEASURED, "train", "--dry-run", "--config", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def dry_run(capsys, monkeypatch):
+    """A function of the command line of a dry run that gives its exit code, output and errors."""
+    monkeypatch.chdir(ROOT)
+
+    def run(*arguments):
+        shutdown()
+        code = main(["train", "--dry-run", "--config", *arguments])
+        return code, *capsys.readouterr()
+
+    yield run
+    shutdown()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "whole", "local", "ranks"),
     [("llama3_8b", "8,030,261,248", "1,004,015,616", 8), ("llama3_70b", "70,553,706,496", "8,820,367,360", 128)],
 )
 def test_large_recipes_are_checked_in_little_memory(name, whole, local, ranks):
-    done = dry_run(f"configs/{name}.yaml")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOG_v": "3"}
+    command = [sys.executable, "-c", MEASURED, "train", "--dry-run", "--config", f"configs/{name}.yaml"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert f": {ranks} ranks" in done.stdout
     assert f"{whole} in all, {local} on each rank" in done.stdout
     assert int(done.stdout.rpartition("KiB")[2]) < 4 * 2**20
 
 
-def figures(*arguments):
+def figures(text):
     """The whole number in each line of a dry run, by the line's first words; the lines of parameters are left out."""
-    done = dry_run(*arguments)
-    assert done.returncode == 0, done.stderr
-    lines = [re.fullmatch(r"  (\D+?) +([\d,]+) \(.* GiB\)", line) for line in done.stdout.splitlines()]
-    return {line[1]: int(line[2].replace(",", "")) for line in lines if line}, done.stdout
+    lines = [re.fullmatch(r"  (\D+?) +([\d,]+) \(.* GiB\)", line) for line in text.splitlines()]
+    return {line[1]: int(line[2].replace(",", "")) for line in lines if line}
 
 
-def test_levels_take_as_much_as_the_papers_formulas():
+def test_levels_take_as_much_as_the_papers_formulas(dry_run):
     """Of 70B weights in float32 on 16 x 8 ranks, with one micro-batch: sharded is what the level says."""
     local, part = 8_820_367_360, 552_509_440  # on 8 tensor-parallel ranks; also cut into 16, but for 1,318,912 of norms
     sharded = "parallelism.zero_level=3", "training.global_batch_size=16"
-    found, text = figures("configs/llama3_70b.yaml", *sharded)
+    code, text, errors = dry_run("configs/llama3_70b.yaml", *sharded)
+    assert code == 0, errors
+    found = figures(text)
     assert f"{part:,} parameters" in text and "161 stay whole, 1,318,912 parameters: model.layers.*.input" in text
     assert found["AdamW state"] == 8 * part
     assert found["their parts"] == 4 * (part - 1_318_912)
@@ -59,11 +69,13 @@ def test_levels_take_as_much_as_the_papers_formulas():
     assert found["together"] == sum(found.values()) - found["together"]
 
 
-def test_pipeline_ranks_shard_their_stages():
+def test_pipeline_ranks_shard_their_stages(dry_run):
     """And tell what of their activations is recomputed and swapped."""
     kept = 'recompute.select=["*.weights"]', "swap.op_swap={layers.*.mlp.SiLU: true}"
     sharded = "parallelism.zero_level=1", "parallelism.zero_threshold_kb=0"
-    found, text = figures("configs/llama_tiny_pp.yaml", *sharded, *kept)
+    code, text, errors = dry_run("configs/llama_tiny_pp.yaml", *sharded, *kept)
+    assert code == 0, errors
+    found = figures(text)
     shown = text[text.index("activations of one micro-batch") : text.index("\nparameter ")]
     assert re.search(
         r"^  stage \d:\n    recompute: 2 of \d+ instructions run again; .*kept for the backward", shown, re.M
@@ -78,10 +90,10 @@ def test_pipeline_ranks_shard_their_stages():
     assert found["AdamW state"] == 8 * kept and found["weights"] == 2 * 4 * kept
 
 
-def test_mesh_that_does_not_fit_is_an_error():
-    done = dry_run("configs/llama3_70b.yaml", "parallelism.tensor_parallel=16")
-    assert done.returncode == 2
-    assert "model.num_key_value_heads: 8 can't be cut into parallelism.tensor_parallel 16 parts: try 8" in done.stderr
+def test_mesh_that_does_not_fit_is_an_error(dry_run):
+    code, _, errors = dry_run("configs/llama3_70b.yaml", "parallelism.tensor_parallel=16")
+    assert code == 2
+    assert "model.num_key_value_heads: 8 can't be cut into parallelism.tensor_parallel 16 parts: try 8" in errors
 
 
 def test_report_adds_up():
@@ -105,19 +117,17 @@ def test_report_adds_up():
     assert "zero" not in plain and "stay whole" not in plain
 
 
-def test_patterns_that_are_nowhere_are_found_before_launch():
+def test_patterns_that_are_nowhere_are_found_before_launch(dry_run):
     """On no stage of a pipeline, though each runs without the others."""
-    done = dry_run("configs/llama_tiny_pp.yaml", "recompute.select=layers.*.mlpp")
-    assert done.returncode != 0
-    assert "recompute.select: 'layers.*.mlpp' matches no Cell or operator" in done.stderr
-    assert "(did you mean 'mlp'?)" in done.stderr
+    code, _, errors = dry_run("configs/llama_tiny_pp.yaml", "recompute.select=layers.*.mlpp")
+    assert code != 0
+    assert "recompute.select: 'layers.*.mlpp' matches no Cell or operator" in errors
+    assert "(did you mean 'mlp'?)" in errors
 
 
-def test_a_budget_out_of_reach_is_told_for_all_stages_at_once():
+def test_a_budget_out_of_reach_is_told_for_all_stages_at_once(dry_run):
     """Two stages need different parts: the first correction is enough."""
-    done = dry_run("configs/llama_tiny_pp.yaml", "recompute.budget=0.01")
-    assert done.returncode == 2
-    told = re.search(
-        r"budget: 0.01 is out of reach on stage 1: .* the least budget for all stages is (.*)$", done.stderr
-    )
-    assert dry_run("configs/llama_tiny_pp.yaml", f"recompute.budget={told[1]}").returncode == 0
+    code, _, errors = dry_run("configs/llama_tiny_pp.yaml", "recompute.budget=0.01")
+    assert code == 2
+    told = re.search(r"budget: 0.01 is out of reach on stage 1: .* the least budget for all stages is (.*)$", errors)
+    assert dry_run("configs/llama_tiny_pp.yaml", f"recompute.budget={told[1]}")[0] == 0
