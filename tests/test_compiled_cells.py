@@ -1,12 +1,10 @@
 """Functions that are compiled each by itself: which they are, what they share, and that old ones go."""
 
-from functools import cache
-
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
-from test_recompute_gradients import INPUTS, llama, sharded
+from test_recompute_gradients import INPUTS, llama, sharded, without
 
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recompute import recompute
@@ -21,12 +19,6 @@ def step(**settings):
     return net, gradient_of, [loss.asnumpy(), *(gradient.asnumpy() for gradient in gradients)]
 
 
-@cache
-def expected():
-    """Loss and gradients of the whole as one function."""
-    return step()[2]
-
-
 def compiled_by(gradient_of):
     return sorted(name for name, *_ in gradient_of._function._cells_compiled._graphs)
 
@@ -35,7 +27,7 @@ def compiled_by(gradient_of):
 def test_alike_layers_share_a_compiled_function():
     """It takes their weights as arguments; MindSpore keeps memory for every compiled function that there is."""
     net, gradient_of, found = step(full=True)
-    assert all(map(np.array_equal, found, expected()))
+    assert all(map(np.array_equal, found, without(llama, compiled=True)))  # of which the first step
     layer = "parallel_llama_decoder_layer"
     around = ["parallel_llama_for_causal_lm_part1", "parallel_llama_model_part1", "parallel_llama_model_part2"]
     assert compiled_by(gradient_of) == [layer, *around]
@@ -50,7 +42,7 @@ def test_what_is_around_recomputed_cells_is_compiled_in_parts(pattern):
     """With the bits of the whole as one function, and in as few functions as can be: two for each layer, that of the
     recomputed Cell and that of what follows; alike layers share them."""
     _, gradient_of, found = step(select=pattern)
-    assert all(map(np.array_equal, found, expected()))
+    assert all(map(np.array_equal, found, without(llama, compiled=True)))  # of which the first step
     if pattern == "*.mlp":
         assert compiled_by(gradient_of) == [
             "parallel_llama_decoder_layer_part1", "parallel_llama_for_causal_lm_part1", "parallel_llama_mlp",

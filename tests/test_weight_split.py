@@ -21,7 +21,7 @@ from mindformers_core.tensor_parallel.layers import RMSNorm
 from mindformers_core.tensor_parallel.weight_split import split_weight_gradients
 
 SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 16,
 }  # fmt: skip
 
@@ -120,8 +120,8 @@ MODELS = {  # name -> (how to make it, micro-batches, products, parameters witho
     "products": (Products, on_floats, 8, {"plain", "turned"}),
     "others": (Others, on_floats, 1, set()),
     "nothing": (Head, on_floats, 0, set()),
-    "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SIZES)), on_tokens, 15, None),
-    "tied": (lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)), on_tokens, 15, None),
+    "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SIZES)), on_tokens, 8, None),
+    "tied": (lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)), on_tokens, 8, None),
 }
 
 
@@ -270,7 +270,7 @@ def test_programs_that_defer_different_weights(compiled):
 @pytest.mark.parametrize("compiled", [False, True], ids=["pynative", "jit"])
 def test_recomputed_cells(compiled):
     def make():
-        net = LlamaForCausalLM(LlamaConfig(**SIZES))
+        net = LlamaForCausalLM(LlamaConfig(**(SIZES | {"num_hidden_layers": 2})))
         net.model.layers["0"].recompute()
         net.model.layers["1"].mlp.recompute()
         return net
