@@ -1,11 +1,14 @@
 """`shard()` on Cells that do unusual things, against one card: gradients of inputs and parameters, for some steps."""
 
+from functools import partial
+
 import mindspore as ms
 import numpy as np
 from launch import on_ranks
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import Normal, initializer
 from one_card import part_of
+from truth import once
 
 from mindformers_core.communication import count_collectives, world
 from mindformers_core.layout import layout
@@ -38,37 +41,51 @@ def compare(make, mesh, plan, x_layout, train=None, steps=2, shape=(4, 6, HIDDEN
         The collectives of the last step, as counted.
     """
     with ms.DeviceCtx("meta"):
-        single, parallel = make(), make()
-    materialize(single, seed=3)
-    shard(parallel, mesh, plan={"": {"input": x_layout}, **(plan or {})}, seed=3)
-    after(parallel)
-    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+        cell = make()
+    shard(cell, mesh, plan={"": {"input": x_layout}, **(plan or {})}, seed=3)
+    after(cell)
     bound = x_layout.bind(mesh, len(shape))
-    ours, theirs = Tensor(part_of(x, bound)), Tensor(x)
-    whole, mine = (
-        [p for p in cell.trainable_params() if train is None or p.name in train] for cell in (single, parallel)
-    )
-    assert mine and [p.name for p in whole] == [p.name for p in mine]
-    one, two = nn.SGD(whole, 0.002), nn.SGD(mine, 0.002)
-    for step in range(steps):
-        np.testing.assert_allclose(
-            float(ops.sum(parallel(ours)).full_tensor()), float(ops.sum(single(theirs))), 1e-5, 1e-5
-        )
-        loss, (x_gradient, gradients) = ms.value_and_grad(lambda x: ops.sum(single(x)), 0, whole)(theirs)
+    x, weights = Tensor(part_of(input_of(shape), bound)), chosen(cell, train)
+    optimizer = nn.SGD(weights, 0.002)
+    for step, (loss, slope, truth) in enumerate(alone(make, train, steps, shape)):
+        assert weights and [weight.name for weight in weights] == list(truth)
+        np.testing.assert_allclose(float(ops.sum(cell(x)).full_tensor()), loss, 1e-5, 1e-5)
         with count_collectives() as counts:
-            total, (my_x_gradient, my_gradients) = ms.value_and_grad(
-                lambda x: ops.sum(parallel(x)).full_tensor(), 0, mine
-            )(ours)
-        np.testing.assert_allclose(float(total), float(loss), 1e-5, 1e-5, err_msg=f"loss in step {step}")
-        np.testing.assert_allclose(
-            my_x_gradient.asnumpy(), part_of(x_gradient.asnumpy(), bound), 1e-4, 1e-5, err_msg=f"input, step {step}"
-        )
-        for parameter, found, expected in zip(mine, my_gradients, gradients):
-            expected = part_of(expected.asnumpy(), parameter.layout)
-            np.testing.assert_allclose(found.asnumpy(), expected, 1e-4, 2e-5, err_msg=f"{parameter.name}, step {step}")
-        one(gradients)
-        two(my_gradients)
+            total, (my_slope, gradients) = ms.value_and_grad(
+                lambda x: ops.sum(cell(x)).full_tensor(), 0, weights
+            )(x)
+        np.testing.assert_allclose(float(total), loss, 1e-5, 1e-5, err_msg=f"loss in step {step}")
+        np.testing.assert_allclose(my_slope.asnumpy(), part_of(slope, bound), 1e-4, 1e-5, err_msg=f"input, step {step}")
+        for weight, found in zip(weights, gradients, strict=True):
+            expected = part_of(truth[weight.name], weight.layout)
+            np.testing.assert_allclose(found.asnumpy(), expected, 1e-4, 2e-5, err_msg=f"{weight.name}, step {step}")
+        optimizer(gradients)
     return dict(counts)
+
+
+@once
+def alone(make, train, steps, shape):
+    """Of every step on one card: the loss, its gradient of the input, and of the parameters by name."""
+    with ms.DeviceCtx("meta"):
+        cell = make()
+    materialize(cell, seed=3)
+    weights, found = chosen(cell, train), []
+    optimizer = nn.SGD(weights, 0.002)
+    for _ in range(steps):
+        loss, (slope, gradients) = ms.value_and_grad(lambda x: ops.sum(cell(x)), 0, weights)(Tensor(input_of(shape)))
+        named = {weight.name: gradient.asnumpy() for weight, gradient in zip(weights, gradients, strict=True)}
+        found.append((float(loss), slope.asnumpy(), named))
+        optimizer(gradients)
+    return found
+
+
+def chosen(cell, train):
+    """The trainable parameters of these names; all for None."""
+    return [parameter for parameter in cell.trainable_params() if train is None or parameter.name in train]
+
+
+def input_of(shape):
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
 class Linear(nn.Cell):
@@ -143,7 +160,7 @@ def case_recompute():
     gathered = {f"{block}.{name}": {"weight": layout("tp")} for block in ("first", "second") for name in "qkvo"}
     for way in ("cell", "function"):
         for used, x_layout in ((plan, layout()), (gathered, layout("tp")), (gathered, layout())):
-            compare(lambda way=way: Recomputed(way), mesh, used, x_layout)
+            compare(partial(Recomputed, way), mesh, used, x_layout)
 
 
 class Dropping(nn.Cell):

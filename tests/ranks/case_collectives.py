@@ -230,16 +230,15 @@ def case_floats_pynative():
 
 @on_ranks(4)
 def case_float32_jit():
-    """The same inside a compiled graph, for two of the groups."""
-    for axes in AXES[1:3]:
-        check_floats(axes, np.float32, jit=True)
+    """The same inside a compiled graph, for the group of all ranks."""
+    check_floats(AXES[2], np.float32, jit=True)
 
 
-@on_ranks(4)
-def case_float16_jit():
-    """And in half precision, for the others."""
-    for axes in (AXES[0], AXES[-1]):
-        check_floats(axes, np.float16, jit=True)
+@on_ranks(nightly=(4,))
+def case_other_floats_jit():
+    """And for other groups, in half precision, too."""
+    for axes, dtype in ((AXES[1], np.float32), (AXES[0], np.float16), (AXES[3], np.float16)):
+        check_floats(axes, dtype, jit=True)
 
 
 @on_ranks(4)
@@ -252,7 +251,7 @@ def case_integers_pynative():
 @on_ranks(4)
 def case_integers_jit():
     """The same in graphs, where they travel as 16-bit parts in floats: int64 as four, all others like int32, as two."""
-    for axes, dtype in ((AXES[1], np.bool_), (AXES[2], np.int16), (AXES[3], np.int64)):
+    for axes, dtype in ((AXES[1], np.bool_), (AXES[3], np.int64)):
         check_integers(axes, dtype, jit=True)
 
 
