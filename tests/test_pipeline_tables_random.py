@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from seeds import seeds
 
 from mindformers_core.pipeline.tables.lowering import forward_only, lowered
 from mindformers_core.pipeline.tables.simulating import StepCosts, simulate
@@ -20,10 +21,8 @@ from tests.pipeline_random_tables import (
     works,
 )
 
-RANDOM_TABLES = 2000
 
-
-@pytest.mark.parametrize("start", range(0, RANDOM_TABLES, 250))
+@pytest.mark.parametrize("start", seeds(500, 2000, 250))
 def test_random_tables_work_and_take_the_time_that_they_should(start):
     for seed in range(start, start + 250):
         rng = random.Random(seed)
@@ -97,10 +96,11 @@ def spoilt(rng, table):
     return replace(table, orders=tuple(map(tuple, orders)))
 
 
+@pytest.mark.parametrize("start", seeds(100, 400, 100))
 @pytest.mark.parametrize("buffered", [True, False])
-def test_the_verdict_on_spoilt_tables(buffered):
+def test_the_verdict_on_spoilt_tables(buffered, start):
     verdicts = {True: 0, False: 0}
-    for seed in range(RANDOM_TABLES // 5):
+    for seed in range(start, start + 100):
         rng = random.Random(seed)
         good = lowered(random_table(rng, overlap=0), buffered=rng.random() < 0.5)
         for _ in range(10):
@@ -108,7 +108,7 @@ def test_the_verdict_on_spoilt_tables(buffered):
             verdict = accepted(given, buffered)
             assert verdict == works(given, buffered), (seed, given)
             verdicts[verdict] += 1
-    assert min(verdicts.values()) > 200, verdicts
+    assert min(verdicts.values()) > 50, verdicts
 
 
 def accepted(table, buffered):

@@ -120,9 +120,8 @@ def test_a_step_is_compiled_once(run, monkeypatch, local):
 
 @pytest.mark.parametrize(("in_place", "mode"), [(True, 1), (False, 1), (True, 0)])
 def test_resumed_run_is_the_unbroken_run(run, tmp_path, in_place, mode):
-    unbroken, _ = run("unbroken", f"context.mode={mode}")
     saving = ("checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=3", f"context.mode={mode}")
-    run("broken", *saving)
+    unbroken, _ = run("broken", *saving)
     source = tmp_path / "broken" / "checkpoint" / "step_3"
     assert sorted(os.listdir(source.parent)) == ["step_3", "step_6"]
     resumed, summary = run("broken" if in_place else "new", f"checkpoint.load_path={source}", *saving)
