@@ -232,6 +232,8 @@ CALLS = [
     Call("Softmax", [Y, (-1,)], _softmax),
     Call("Softmax", [Y, (0, 1)], _softmax),
     Call("LogSoftmax", [X, 0], lambda x, dim: np.log(_softmax(x, dim))),
+    *[Call(name, [SCALAR, dim], lambda x, _: x) for name in ("SumExt", "MeanExt", "ReduceMax") for dim in (-1, (0,))],
+    Call("MaxDim", [SCALAR, -1], lambda x, _: (x, np.int64(0))),
     # shape
     Call("Reshape", [Y, (8, 8)], lambda x, *s: x.reshape(_one(s))),
     Call("Reshape", [Y, 2, -1], lambda x, *s: x.reshape(_one(s))),

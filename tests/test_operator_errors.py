@@ -21,6 +21,7 @@ ERRORS = [
     ("FlashAttentionScore", [(2, 4, 64)] * 3 + [None] * 7 + [4, 1.0, 1.0, 1, 1, 0, 5], "not one of BSH"),
     ("SumExt", [(4, 8), 2], "dim 2 is out of range"),
     ("SumExt", [(4, 8), (0, -2)], "twice"),
+    ("SumExt", [(), 1], "out of range"),
     ("DeprecatedSum", [(4, 8), 0, None, False, 3], "initial=3"),
     ("Argmax", [(4, 8), 5, 34], "out of range"),
     ("Softmax", [(4, 8), 7], "out of range"),

@@ -11,7 +11,7 @@ from mindspore import nn, ops
 
 from mindformers_core.communication import backend_cpu, backend_fake, backend_native
 from mindformers_core.communication.groups import make_group
-from mindformers_core.communication.local import Keep, Pad, Scale, Slice, Then
+from mindformers_core.communication.local import Keep, Pad, Scale, Slice, SliceOfGradient, Then
 from mindformers_core.communication.raw import Alias, Identity
 from mindformers_core.communication.world import world
 from mindformers_core.layout import PARTIAL_OPS
@@ -97,7 +97,7 @@ class AllGather(Collective):
 
     def __init__(self, mesh, axes, dim):
         group = make_group(mesh, axes)
-        super().__init__(_raw("AllGather", group, dim), Slice(group, dim))
+        super().__init__(_raw("AllGather", group, dim), SliceOfGradient(group, dim))
 
 
 class AllGatherVarying(Collective):
@@ -222,7 +222,7 @@ class PadToPartial(Collective):
 
     def __init__(self, mesh, axes, dim):
         group = make_group(mesh, axes)
-        super().__init__(Pad(group, dim), Slice(group, dim))
+        super().__init__(Pad(group, dim), SliceOfGradient(group, dim))
 
 
 def _raw(name, group, *arguments):

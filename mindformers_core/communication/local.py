@@ -5,7 +5,7 @@ from mindspore import dtype as mstype
 
 from mindformers_core.communication.raw import chunk, placed
 
-__all__ = ["Keep", "Pad", "Scale", "Slice", "Then"]
+__all__ = ["Keep", "Pad", "Scale", "Slice", "SliceOfGradient", "Then"]
 
 
 # unlike `ops.zeros_like` without branches, which a graph's backward can't always compile
@@ -33,6 +33,14 @@ class Slice(_Local):
 
     def construct(self, x):
         return chunk(x, self.index, self.size, self.dim)
+
+
+class SliceOfGradient(Slice):
+    """As `Slice`, but contiguous: MindSpore's gradient of some splits takes every gradient for that."""
+
+    def __call__(self, x):
+        part = self.construct(x)
+        return part if part.is_contiguous() and not part.storage_offset() else ops.cat((part,), self.dim)
 
 
 class Pad(_Local):

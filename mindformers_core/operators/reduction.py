@@ -99,6 +99,9 @@ def _last(order, given):
 
 
 def _reduced_dims(operation, given, ndim):
+    """The dims counted from the front; for a tensor without dims, 0 and -1 name its one element, as in MindSpore."""
+    if ndim == 0 and operation not in ("var", "std") and given.get("dim") in (0, -1, (0,), (-1,), [0], [-1]):
+        return ()
     if operation in _ONE_DIM:
         dim = given.get("dim")
         return tuple(range(ndim)) if dim is None else (as_dim(dim, ndim),)

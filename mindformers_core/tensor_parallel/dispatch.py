@@ -21,6 +21,7 @@ from mindformers_core.tensor_parallel.move import cost_model, dtype_name, move
 __all__ = ["Dispatcher"]
 
 _ABOUT_TYPES = frozenset({"typeof"})  # operators that ask for a tensor's type and compute nothing
+_SPLITS = ("SplitTensorView", "SplitWithSize", "SplitWithSizeView")  # gradients of views are wrong (docs/mindspore.md)
 _MOST_PROGRAMS = 65536  # a number that changes with every step would fill the memory with programs
 
 
@@ -78,7 +79,12 @@ class Dispatcher:
             if len(self.programs) >= _MOST_PROGRAMS:
                 self.programs.clear()
             self.programs[key] = program
-        return program.run(func, primitive, args, tensors)
+        return program.run(_split if func.name in _SPLITS else func, primitive, args, tensors)
+
+
+def _split(input, split_size, dim=0):
+    """As these operators, by the method, whose gradient is right."""
+    return input.split(split_size, dim)
 
 
 def _on_locals(args):

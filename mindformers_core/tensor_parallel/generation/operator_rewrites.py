@@ -98,6 +98,14 @@ def _select_index(name, args, kwargs):
     return _strided(x, dim % len(x.shape), index, index + 1, 1, drop=True)
 
 
+def _split_by_method(name, args, kwargs):
+    """The method, whose gradient is right on CPU whatever the pieces' gradients are views of (docs/mindspore.md)."""
+    x, size, dim = (*args, *kwargs.values(), 0)[:3]
+    if isinstance(size, int) and x.shape[dim] % size:  # as lengths, it keeps nothing for the gradient
+        size = tuple(min(size, x.shape[dim] - start) for start in range(0, x.shape[dim], size))
+    return "DeprecatedSplit", (x, size, dim), {}
+
+
 def _strided(x, dim, start, end, step, drop):
     def along(value, others):
         return tuple(value if place == dim else others for place in range(len(x.shape)))
@@ -144,5 +152,6 @@ _RULES = {
     "SliceExt": _slice_one_dim,
     "SliceExtView": _slice_one_dim,
     "SelectExtView": _select_index,
+    **dict.fromkeys(("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), _split_by_method),
     "UnstackExtView": _renamed("Unstack"),
 }
