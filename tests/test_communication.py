@@ -224,6 +224,16 @@ def test_wrong_collectives(dry):
         comm.Permute(dry, ("dp", "tp"), Layout.on(dry, (("dp", "tp"),)), Layout.on(dry, (("dp",),)))
 
 
+@pytest.mark.parametrize("rank", range(6))
+def test_a_permute_sends_to_who_takes_its_part(rank):
+    """On 2 x 3 ranks, unlike 2 x 2, that isn't who has the part that it takes."""
+    init_distributed("fake", world_size=6, rank=rank)
+    mesh, taken = init_device_mesh((2, 3), ("dp", "tp")), [0, 2, 4, 1, 3, 5]  # rank -> whose part it gets
+    permute = comm.Permute(mesh, mesh.axis_names, *(Layout.on(mesh, (axes,)) for axes in (("dp", "tp"), ("tp", "dp"))))
+    assert (permute.forward.destination, permute.forward.origin) == (taken.index(rank), taken[rank])
+    assert (permute.backward.destination, permute.backward.origin) == (taken[rank], taken.index(rank))
+
+
 def test_groups_of_a_large_mesh():
     init_distributed("fake", world_size=16384, rank=9001)
     mesh = init_device_mesh((32, 64, 8), ("pp", "dp", "tp"))

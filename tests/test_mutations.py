@@ -1,0 +1,47 @@
+"""The faults of the mutation exam fit the code as it is, and the exam reads pytest's output right; see `mutate.py`."""
+
+import pytest
+from launch import ROOT
+from mutate import FAULTS, first_failure, read_faults, recorded
+
+FLOORS = ("mesh", "layout", "redistribution", "communication", "operators", "tensor_parallel", "pipeline", "zero")
+FLOORS += ("recompute", "models", "trainer")
+
+
+@pytest.mark.parametrize("fault", read_faults(), ids=lambda fault: fault.name)
+def test_a_fault_can_be_planted(fault):
+    whole = (ROOT / "mindformers_core" / fault.file).read_text()
+    assert fault.planted(whole) != whole
+    assert not fault.found_by or (ROOT / fault.found_by.partition("::")[0]).is_file(), fault.found_by
+    with pytest.raises(ValueError, match=rf"{fault.name}: .* has it 0 times"):
+        fault.planted(whole.replace(fault.old, fault.new))
+
+
+def test_faults_are_on_all_floors():
+    faults = read_faults()
+    assert len(faults) >= 44
+    assert len({fault.name for fault in faults}) == len(faults)
+    assert {fault.floor for fault in faults} == set(FLOORS)
+
+
+def test_who_found_it_is_written_down():
+    text = FAULTS.read_text()
+    last = read_faults()[-1]
+    written = recorded(text, last.name, 'tests/test_x.py::test_y["a: b"]')
+    assert written != text and written.count("\n") == text.count("\n")
+    assert 'test_y[\\"a: b\\"]"' in written.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "output", "found"),
+    [
+        (0, "3 passed", ""),
+        (1, "FAILED tests/test_x.py::test_y[a b - c::d] - assert [1] == 2\n", "tests/test_x.py::test_y[a b - c::d]"),
+        (1, "FAILED tests/test_x.py::test_y\nFAILED tests/test_x.py::test_z\n", "tests/test_x.py::test_y"),
+        (2, "ERROR tests/test_x.py - ImportError: no\n", "tests/test_x.py"),
+        (4, "ImportError while loading conftest", "pytest ended with 4"),
+        (None, "", "it took too long"),
+    ],
+)
+def test_the_first_failure(exit_code, output, found):
+    assert first_failure(exit_code, output) == found
