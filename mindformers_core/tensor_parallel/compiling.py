@@ -3,9 +3,11 @@
 MindSpore infers types before it compiles, and asks Python for what an operator of ours gives at that moment: the name
 of the method that holds the program. So the choice takes place in the middle of a compilation, and nothing of it is
 left in the graph. A capture can't (classic primitives don't run on the meta device then): `jit()` makes a missing
-program after the compilation has stopped at it, and compiles again.
+program after the compilation has stopped at it, and compiles again. It stops at a shape that is none: of an error that
+is raised in Python MindSpore writes a page, and a file; of this one, which its bindings raise, nothing.
 """
 
+import os
 from functools import wraps
 from itertools import count
 from pathlib import Path
@@ -22,7 +24,9 @@ from mindformers_core.tensor_parallel.move import dtype_name
 
 __all__ = ["choose_program", "eager_method", "enrol", "jit"]
 
-_STATE = process_state().memo(__name__)  # "cells": number -> (reference to a tree, path); "missing": a call; "refused"
+_STATE = process_state().memo(__name__)  # "cells": number -> (reference to a tree, path); in a `jit()` also
+# "met": references to trees, of a compilation; "missing": a call that it stopped at; "refused": whether it met an error
+_NOT_A_SHAPE = {"dtype": ms.TensorType(ms.float32), "shape": ("none",), "value": None}
 _NUMBERS = count()
 
 
@@ -48,7 +52,8 @@ class _CompileTimeChoice(PrimitiveWithInfer):
         self.add_prim_attr("forbid_reuse_result", True)
 
     def __infer__(self, *arguments):
-        return {"dtype": None, "shape": None, "value": self.compiled(*map(_described, arguments))}
+        name = self.compiled(*map(_described, arguments))
+        return _NOT_A_SHAPE if name is None else {"dtype": None, "shape": None, "value": name}
 
 
 class _ChooseProgram(_CompileTimeChoice):
@@ -59,16 +64,19 @@ class _ChooseProgram(_CompileTimeChoice):
         return tree.running or tree.program(path, args, kwargs).name
 
     def compiled(self, number, args, kwargs):
-        """While a graph is compiled: one of the programs that there are."""
+        """While a graph is compiled: one of the programs that there are; in `jit()` else None, to stop."""
         tree, path = _cell(number)
         tree.storage.check_compiling()
         tree.activations.check_compiling()
         with tree.for_compiled():
             program = tree.known_program(path, args, kwargs)
-        _STATE.setdefault("met", []).append(ref(tree))
+        if _STATE.get("met") is not None:
+            _STATE["met"].append(ref(tree))
+        elif program is None:
+            raise RuntimeError(tree.missing_program(path, args, kwargs))
         if program is None:
             _STATE["missing"] = tree, path, args, kwargs
-            raise RuntimeError(tree.missing_program(path, args, kwargs))
+            return None
         return program.name
 
 
@@ -139,41 +147,44 @@ def jit(function=None, **options):
     @wraps(function if not isinstance(function, ms.nn.Cell) else function.construct)
     def run(*args, **kwargs):
         map_leaves(_check_plain, (args, kwargs))
-        tried = []
+        made, outer = [], _STATE.get("met")
         while True:
-            _STATE.pop("missing", None)
             _STATE["met"] = []
             state = states()
             if state not in compiled:
                 compiled[state] = ms.jit(function, **options)
             try:
                 result = compiled[state](*args, **kwargs)
-            except RuntimeError:
-                if "missing" in _STATE or _STATE.pop("refused", False):
+            except Exception:
+                missing = _STATE.pop("missing", None)
+                if _STATE.pop("refused", False):
                     _remove_dump()
-                if "missing" not in _STATE or _missing_key() in tried:
+                if missing is None:
                     raise
             else:
                 met.extend(tree for tree in dict.fromkeys(_STATE["met"]) if tree not in met)
                 compiled.setdefault(states(), compiled[state])
                 return result
-            tree, path, *call = _STATE["missing"]
-            tried.append(_missing_key())
-            with tree.for_compiled():
-                tree.program(path, *call)
+            finally:
+                _STATE["met"] = outer
+            made.append(_make_program(*missing, made))
 
     return run
 
 
-def _missing_key():
-    tree, path, *call = _STATE["missing"]
+def _make_program(tree, path, args, kwargs, made):
+    """Make what a compilation stopped at; gives its tree and key. An error where that is among those `made` already."""
     with tree.for_compiled():
-        return tree.key(path, *call)
+        key = tree, tree.key(path, args, kwargs)
+        if key in made:
+            raise RuntimeError(tree.missing_program(path, args, kwargs)) from None
+        tree.program(path, args, kwargs)
+    return key
 
 
 def _remove_dump():
     """Remove what MindSpore writes down of a compilation that fails, and the folders that it made for it."""
-    folder = Path(ms.get_context("save_graphs_path") or ".") / f"rank_{world().rank}" / "om"
+    folder = Path(os.environ.get("MS_OM_PATH") or ".") / f"rank_{world().rank}" / "om"
     (folder / "analyze_fail.ir").unlink(missing_ok=True)
     for left in (folder, folder.parent):
         if left.is_dir() and not any(left.iterdir()):
