@@ -20,6 +20,7 @@ _LAUNCHERS = (  # (variable of the rank, variable of the number of ranks, name)
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "mpirun"),
     ("PMI_RANK", "PMI_SIZE", "mpirun"),
 )
+_NO_THREADS = {"runtime_num_threads": 0, "inter_op_parallel_num": 1}  # that run kernels; one that runs graphs
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def init_distributed(backend=None, world_size=None, rank=None, timeout=60):
 
     Reads what `msrun` or `mpirun` put into the environment; a process started by neither is a world of its own.
     On CPU, MindSpore is switched to blocking launches first, which makes everything that communicates several times
-    faster and errors surface where they happen.
+    faster and errors surface where they happen, and gets this rank's share of the cores (`_share_cores`).
 
     Args:
         backend: None chooses by device target; `"fake"` is a dry run of `world_size` ranks in this one process.
@@ -132,6 +133,8 @@ def init_distributed(backend=None, world_size=None, rank=None, timeout=60):
         ms.runtime.launch_blocking()
     group = None
     if backend != "fake" and launch.size > 1:
+        if device_target == "CPU":
+            _share_cores(launch.size)
         group = _join()
         launch = Launch(launch.launcher, ms_communication.get_rank(), ms_communication.get_group_size())
     _PROCESS.world = World(launch.rank or 0, launch.size, backend, device_target, launch.launcher, group)
@@ -220,6 +223,18 @@ def _serve_as_scheduler(timeout):
     ms.set_device("CPU")
     ms_communication.init()
     sys.exit(0)
+
+
+def _share_cores(ranks):
+    """Give this process its share of the cores, as if all ranks were on this host, before MindSpore starts its threads.
+
+    By default each process has a thread for every core. They poll (`sched_yield`) while they have nothing to do, and so
+    does a caller while they have: with more threads than cores most of the time goes to that. A rank without a second
+    core gets no such thread: kernels run in the thread that calls them. What the user sets by
+    `mindspore.device_context.cpu.op_tuning.threads_num()` and `mindspore.runtime.dispatch_threads_num()` comes first.
+    """
+    share = len(os.sched_getaffinity(0)) // ranks
+    ms.set_context(**({"runtime_num_threads": share} if share > 1 else _NO_THREADS))
 
 
 def _join():

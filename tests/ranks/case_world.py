@@ -1,5 +1,8 @@
 """The world that `init_distributed` finds under msrun."""
 
+import os
+from pathlib import Path
+
 import mindspore as ms
 import numpy as np
 from launch import on_ranks
@@ -24,3 +27,13 @@ def case_all_reduce_of_mindspore():
     """The ranks really reach each other."""
     total = ops.AllReduce(group=world().group)(ms.Tensor(np.float32([world().rank + 1])))
     assert total.asnumpy() == [3]
+
+
+@on_ranks(2, 4)
+def case_threads():
+    """MindSpore's threads that poll are no more than this rank's share of the cores, though kernels would use more."""
+    x = ms.Tensor(np.ones((1024, 1024), np.float32))
+    assert (ops.exp(x) * x).sum().asnumpy() > 0
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    share = max(1, len(os.sched_getaffinity(0)) // world().size)
+    assert sum(name.startswith(("ActorThread", "KernelThread")) for name in names) <= share, names
