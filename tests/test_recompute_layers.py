@@ -59,7 +59,6 @@ def test_layer_numbers_of_any_set_written_in_any_way(seed):
 
 LAYER_ERRORS = [
     (3, TypeError, "full: 3 should be true for all layers, a list of layer numbers, as [0, 3], or ranges of them, as "),
-    (3, TypeError, "; layer 3 alone is [3]"),
     (
         0.5,
         TypeError,
@@ -76,12 +75,8 @@ LAYER_ERRORS = [
     ("-1", ValueError, "full: '-1' is neither"),
     ("0-", ValueError, "full: '0-' is neither"),
     ("0-3-5", ValueError, "full: '0-3-5' is neither"),
-    ("all", ValueError, "full: 'all' is neither"),
     ("true", ValueError, "full: 'true' is neither a layer's number nor a range: give true for all layers, a list of"),
-    (" True", ValueError, "; for all layers write true, without quotes"),
-    ("*", ValueError, "; for all layers write true, without quotes"),
-    (["all"], ValueError, "; for all layers write true, without quotes"),
-    ("none", ValueError, "; for no layer leave it out"),
+    (["all"], ValueError, "full: 'all' is neither a layer's number nor a range: give true for all layers, a list of"),
     ("0:3", ValueError, "full: '0:3' is neither"),
     ("1000000", ValueError, "full: '1000000' is neither"),
     ("0-1000000", ValueError, "full: '0-1000000' is neither"),
@@ -96,14 +91,9 @@ LAYER_ERRORS = [
         [2, 1],
         ValueError,
         "full: [2, 1] should be in ascending order, [1, 2]: these are numbers of layers of the whole model, from 0; "
-        "how many layers of each pipeline stage, as in MindSpore Transformers, can't be given: of stages of 4 layers "
-        "that would be '0-1,4'",
+        "how many layers of each pipeline stage, as in MindSpore Transformers, can't be given",
     ),
     ((2, 0), ValueError, "full: (2, 0) should be in ascending order, [0, 2]: these are numbers"),
-    ([2, 0], ValueError, "of stages of 4 layers that would be '0-1'"),
-    ([2, 2], ValueError, "of stages of 4 layers that would be '0-1,4-5'"),
-    ([8, 1, 3], ValueError, "of stages of 8 layers that would be '0-7,8,16-18'"),
-    ([[2, 1], [1, 1]], TypeError, "; how many layers of each pipeline stage, as in MindSpore Transformers, can't be"),
 ]
 
 
@@ -128,17 +118,3 @@ def test_wrong_layer_numbers(given, kind, message):
 )
 def test_common_layers(one, other, both):
     assert common_layers(one, other) == both
-
-
-@pytest.mark.parametrize("given", [[0, 0], [*range(9, 0, -1)], "1,1"])
-def test_no_example_of_stages_where_it_would_be_no_help(given):
-    with pytest.raises(ValueError) as caught:
-        layer_numbers(given, "full")
-    assert str(caught.value).endswith("as in MindSpore Transformers, can't be given")
-
-
-@pytest.mark.parametrize("given", [0.5, -1])
-def test_only_a_number_is_taken_for_a_layer_by_mistake(given):
-    with pytest.raises(TypeError) as caught:
-        layer_numbers(given, "full")
-    assert "alone" not in str(caught.value)

@@ -160,6 +160,8 @@ WRONG = {
     "0-7[1]": "'0-7' in '0-7[1]' is not the name of an operator",
     "a.b**": "** in 'b**' is not a segment of its own: within a name, write one *",
     "a***[0]": "** in 'a***' is not a segment of its own: within a name, write one *",
+    "layers.[0-3].mlp": "the brackets in '[0-3]' are not a name with an index behind it",
+    "layers/0/mlp": "'/' in 'layers/0/mlp' is not part of a name",
     "a,b": "',' in 'a,b' is not part of a name",
     "a.b c": "' ' in 'b c' is not part of a name",
     "layers.0 ": "' ' in '0 ' is not part of a name",
@@ -170,7 +172,7 @@ WRONG = {
 def test_what_is_no_pattern(pattern):
     message = refused(pattern)
     assert message.startswith(f": {WRONG[pattern]}; a pattern is names with the wildcards * and ?, numbers (3 or 0-7")
-    assert message.endswith("its last name may have an index: MatMul[1]")
+    assert message.endswith("may have an index: MatMul[1]; it is no regular expression: docs/recompute.md")
 
 
 @pytest.mark.parametrize("given", [3, None, ["a"], b"a"])

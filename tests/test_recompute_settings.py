@@ -49,28 +49,7 @@ RECOMPUTE_ERRORS = [
     ({"full": "7-0"}, ValueError, "full: range '7-0' ends before it begins"),
     ({"select": 3}, TypeError, "select: 3 should be a pattern, or a list of patterns, as ['layers.0-7.mlp']"),
     ({"select": {"mlp": True}}, TypeError, "select: {'mlp': True} should be a pattern, or a list"),
-    (
-        {"select": {".*mlp": ["0-31"]}},
-        TypeError,
-        "select: {'.*mlp': ['0-31']} should be a pattern, or a list of patterns: write ['layers.0-31.mlp']",
-    ),
-    ({"exclude": {r"mlp\.mul": True, "b": False}}, TypeError, "a list of patterns: write ['*.mlp.mul']"),
-    (
-        {"select": {"mlp": [0, 1]}},
-        TypeError,
-        "['layers.0-1.mlp']; layers are numbers in the whole model, not how many ",
-    ),
-    ({"select": {"mlp": [2, 1]}}, TypeError, "a list of patterns, as ['layers.0-7.mlp']"),
-    ({"select": {"mlp": False}}, TypeError, "select: {'mlp': False} names nothing: leave it out"),
-    ({"select": False}, TypeError, "select: False names nothing: leave it out"),
-    ({"exclude": False}, TypeError, "exclude: False names nothing: leave it out"),
-    (
-        {"select": True},
-        TypeError,
-        "full; MindSpore Transformers' default operators are ['*.mlp.Mul', '*.mlp.SiLU'] here",
-    ),
-    ({"budget": "4GiB"}, TypeError, "may stay (1: all); it is a part of these bytes, not a size: half of them is 0.5"),
-    ({"budget": "512 m"}, TypeError, "it is a part of these bytes, not a size"),
+    ({"exclude": False}, TypeError, "exclude: False should be a pattern, or a list of patterns, as"),
     ({"full": [2, 1]}, ValueError, "full: [2, 1] should be in ascending order, [1, 2]: these are"),
     ({"select": ["a", 3]}, TypeError, "select[1]: 3 should be a pattern, a text as 'layers.0-7.mlp'"),
     ({"select": ["a", " "]}, ValueError, "select[1]: ' ' is an empty pattern: it should name a Cell or an operator"),
@@ -91,23 +70,19 @@ RECOMPUTE_ERRORS = [
         ValueError,
         "parallel_optimizer_comm_recompute: False is about what is recomputed, but nothing is",
     ),
-    ({"full": True, "mp_comm_recompute": None}, TypeError, "mp_comm_recompute: None should be true or false"),
+    (
+        {"full": True, "mp_comm_recompute": None},
+        TypeError,
+        "mp_comm_recompute: None (NoneType) should be true or false",
+    ),
     (
         {"parallel_optimizer_comm_recompute": 1},
         TypeError,
-        "parallel_optimizer_comm_recompute: 1 should be true or false",
+        "parallel_optimizer_comm_recompute: 1 (int) should be true or false",
     ),
     ({"budget": True}, TypeError, "budget: True (bool) has to be a number above 0 and at most 1: the part"),
-    ({"budget": "0.5"}, TypeError, "bytes that may stay (1: all); write 0.5, without quotes"),
-    ({"budget": "12 %"}, TypeError, "budget: '12 %' (str) has to be a number above 0 and at most 1: the part of"),
-    ({"budget": "12 %"}, TypeError, "; 12 % is 0.12"),
-    ({"budget": "half"}, TypeError, "; 50 % is 0.5"),
-    ({"budget": 2.5}, ValueError, "; 2.5 % is 0.025"),
-    ({"budget": 1.5}, ValueError, "; 50 % is 0.5"),
-    ({"budget": 250}, ValueError, "; 50 % is 0.5"),
-    ({"select": True}, TypeError, "as ['layers.0-7.mlp']; whole layers are given to full"),
-    ({"full": True, "mp_comm_recompute": "False"}, TypeError, "should be true or false; write False, without quotes"),
-    ({"full": True, "mp_comm_recompute": "no"}, TypeError, "mp_comm_recompute: 'no' should be true or false"),
+    ({"budget": "0.5"}, TypeError, "budget: '0.5' (str) has to be a number above 0 and at most 1: the part of"),
+    ({"full": True, "mp_comm_recompute": "no"}, TypeError, "mp_comm_recompute: 'no' (str) should be true or false"),
     ({"budget": 0}, ValueError, "budget: 0 has to be a number above 0 and at most 1: the part"),
     ({"budget": 1.01}, ValueError, "budget: 1.01 has to be a number above 0 and at most 1"),
     ({"budget": -0.5}, ValueError, "budget: -0.5 has to be a number above 0"),
@@ -192,14 +167,14 @@ def test_swap_alone_is_attention_and_false_is_nothing():
 
 
 SWAP_ERRORS = [
-    ({"swap": 1}, TypeError, "swap: 1 should be true or false"),
+    ({"swap": 1}, TypeError, "swap: 1 (int) should be true or false"),
     (
         {"default_prefetch": 0},
         ValueError,
         "default_prefetch: 0 should be at least 1: tensors ahead of the one that is ne",
     ),
-    ({"default_prefetch": 1.0}, TypeError, "default_prefetch: 1.0 should be a whole number of tensors"),
-    ({"default_prefetch": True}, TypeError, "default_prefetch: True should be a whole number"),
+    ({"default_prefetch": 1.0}, TypeError, "default_prefetch: 1.0 (float) should be a whole number of tensors"),
+    ({"default_prefetch": True}, TypeError, "default_prefetch: True (bool) should be a whole number"),
     (
         {"default_prefetch": 4},
         ValueError,
@@ -224,7 +199,7 @@ SWAP_ERRORS = [
     (
         {"layer_swap": [{"layers": [0], "backward_prefetch": "2"}]},
         TypeError,
-        "layer_swap[0].backward_prefetch: '2' should",
+        "layer_swap[0].backward_prefetch: '2' (str) should",
     ),
     (
         {"layer_swap": [{"layers": "0-3"}, {"layers": [3, 5]}]},
@@ -236,13 +211,6 @@ SWAP_ERRORS = [
         ValueError,
         "layer_swap[1].layers: all layers are in layer_sw",
     ),
-    ({"layer_swap": "0-3"}, TypeError, "with layers and backward_prefetch; write [{layers: 0-3}]"),
-    (
-        {"layer_swap": [0, 3]},
-        TypeError,
-        "layer_swap[0]: 0 should be a mapping with layers and backward_prefetch; write [",
-    ),
-    ({"layer_swap": [0, 3]}, TypeError, "; write [{layers: [0, 3]}]"),
     ({"layer_swap": True}, TypeError, "; layer_swap is given as [{layers: 0-3, backward_prefetch: 2}]"),
     (
         {"layer_swap": {0: True}},
@@ -252,10 +220,9 @@ SWAP_ERRORS = [
     (
         {"op_swap": "*.cast"},
         TypeError,
-        "op_swap: '*.cast' should be a mapping with op_name, layers and backward_prefetch; write {'*.cast': true}",
+        "op_swap: '*.cast' should be a mapping with op_name, layers and backward_prefetch; op_swap is",
     ),
     ({"op_swap": ["*.cast", "a"]}, TypeError, "op_swap[0]: '*.cast' should be a mapping"),
-    ({"op_swap": ["*.cast", "a"]}, TypeError, "; write {'*.cast': true, 'a': true}"),
     (
         {"op_swap": True},
         TypeError,
@@ -278,12 +245,6 @@ SWAP_ERRORS = [
         "op_swap[0].op_nam: unknown key (did you mean 'op_name'?); known: op_name,",
     ),
     ({"op_swap": [{"op_name": ""}]}, ValueError, "op_swap[0].op_name: '' is an empty pattern"),
-    (
-        {"op_swap": [{"op_name": ["*.mlp", "*.self_attn"], "layers": "0-3"}]},
-        TypeError,
-        "op_swap[0].op_name: ['*.mlp', '*.self_attn'] should be one pattern; write an entry for each: [{op_name: "
-        "'*.mlp', layers: '0-3'}, {op_name: '*.self_attn', layers: '0-3'}]",
-    ),
     ({"op_swap": [{"op_name": ["a", 3]}]}, TypeError, "op_swap[0].op_name: ['a', 3] should be a pattern"),
     ({"layer_swap": [{"layers": [2, 0]}]}, ValueError, "layer_swap[0].layers: [2, 0] should be in ascending order, [0"),
     ({"op_swap": {"a": {"layers": [2, 0]}}}, ValueError, "op_swap['a'].layers: [2, 0] should be in ascending order, "),
@@ -295,9 +256,6 @@ SWAP_ERRORS = [
     ),
     ({"op_swap": {"a": False}}, TypeError, "op_swap['a']: False should be true for all layers, or a mapping"),
     ({"op_swap": {"a": "true"}}, TypeError, "op_swap['a']: 'true' should be true for all layers"),
-    ({"op_swap": {"a": "true"}}, TypeError, "; write true, without quotes"),
-    ({"op_swap": {"a": "0-1"}}, TypeError, "; write {layers: 0-1}"),
-    ({"op_swap": {"a": [0, 1]}}, TypeError, "; write {layers: [0, 1]}"),
     ({"op_swap": {"a": []}}, ValueError, "op_swap['a']: [] has no entry: leave it out, or give true for all layers"),
     ({"op_swap": {"a": [3]}}, TypeError, "op_swap['a'][0]: 3 should be true for all layers"),
     (

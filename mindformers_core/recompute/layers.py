@@ -2,18 +2,13 @@
 
 import re
 
-__all__ = ["LAYERS_FORMS", "are_layers", "are_numbers", "common_layers", "layer_numbers"]
+__all__ = ["LAYERS_FORMS", "common_layers", "layer_numbers"]
 
 LAYERS_FORMS = "true for all layers, a list of layer numbers, as [0, 3], or ranges of them, as '0-7' or '0,3,5-7'"
-_FOR_WORDS = {
-    **dict.fromkeys(("true", "all", "*", "yes", "on"), "; for all layers write true, without quotes"),
-    **dict.fromkeys(("false", "none", "null", "no", "off"), "; for no layer leave it out"),
-}
 _NO_COUNTS = (
     "these are numbers of layers of the whole model, from 0; how many layers of each pipeline stage, as in MindSpore "
     "Transformers, can't be given"
 )
-_FEW, _STAGE = 8, 4  # stages of which an example is shown, and the least number of layers that they have in it
 # five digits: a mistyped end shouldn't make a list that fills the memory
 _RANGE = re.compile(r"\s*([0-9]{1,5})\s*(?:-\s*([0-9]{1,5})\s*)?")
 
@@ -38,42 +33,19 @@ def layer_numbers(given, where):
     if given is True:
         return True
     if not isinstance(given, (str, list, tuple)):
-        alone = f"; layer {given} alone is [{given}]" if type(given) is int and given >= 0 else ""
-        raise TypeError(f"{where}: {given!r} should be {LAYERS_FORMS}{alone}")
+        raise TypeError(f"{where}: {given!r} should be {LAYERS_FORMS}")
     numbers = set()
     for part in [given] if isinstance(given, str) else given:
         for number in _numbers_of(part, where):
             if number in numbers:
-                raise ValueError(f"{where}: layer {number} is given twice in {given!r}: {_no_counts(given)}")
+                raise ValueError(f"{where}: layer {number} is given twice in {given!r}: {_NO_COUNTS}")
             numbers.add(number)
     if not numbers:
         raise ValueError(f"{where}: {given!r} has no layer in it: give {LAYERS_FORMS}, or leave it out")
-    if are_numbers(given) and list(given) != sorted(given):
-        raise ValueError(f"{where}: {given!r} should be in ascending order, {sorted(given)}: {_no_counts(given)}")
+    numbers_alone = not isinstance(given, str) and all(type(part) is int for part in given)
+    if numbers_alone and list(given) != sorted(given):
+        raise ValueError(f"{where}: {given!r} should be in ascending order, {sorted(given)}: {_NO_COUNTS}")
     return tuple(sorted(numbers))
-
-
-def are_layers(given):
-    """Whether something is numbers of layers, in one of their forms; True, for all of them, isn't."""
-    try:
-        return isinstance(layer_numbers(given, ""), tuple)
-    except (TypeError, ValueError):
-        return False
-
-
-def are_numbers(given):
-    """Whether it is a list of numbers alone, as MindSpore Transformers' list of how many layers of each stage is."""
-    return isinstance(given, (list, tuple)) and all(type(part) is int for part in given)
-
-
-def _no_counts(given):
-    """What numbers of layers are, and how they are written for those who meant how many layers of each stage."""
-    if not are_numbers(given) or not any(given) or len(given) > _FEW:
-        return _NO_COUNTS
-    size = max(_STAGE, *given)
-    firsts = ((stage * size, count) for stage, count in enumerate(given) if count)
-    shown = (f"{first}-{first + count - 1}" if count > 1 else f"{first}" for first, count in firsts)
-    return f"{_NO_COUNTS}: of stages of {size} layers that would be '{','.join(shown)}'"
 
 
 def _numbers_of(part, where):
@@ -83,14 +55,12 @@ def _numbers_of(part, where):
             raise ValueError(f"{where}: {part} should be at least 0, the number of the first layer")
         return [part]
     if not isinstance(part, str):
-        counts = f"; {_NO_COUNTS}" if isinstance(part, (list, tuple)) else ""
-        raise TypeError(f"{where}: {part!r} is no number of a layer: give {LAYERS_FORMS}{counts}")
+        raise TypeError(f"{where}: {part!r} is no number of a layer: give {LAYERS_FORMS}")
     numbers = []
     for text in part.split(","):
         found = _RANGE.fullmatch(text)
         if not found:
-            better = _FOR_WORDS.get(text.strip().lower(), "")
-            raise ValueError(f"{where}: {text!r} is neither a layer's number nor a range: give {LAYERS_FORMS}{better}")
+            raise ValueError(f"{where}: {text!r} is neither a layer's number nor a range: give {LAYERS_FORMS}")
         first, last = int(found[1]), int(found[2] or found[1])
         if last < first:
             raise ValueError(f"{where}: range '{text.strip()}' ends before it begins: try '{last}-{first}'")

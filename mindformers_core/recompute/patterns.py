@@ -19,15 +19,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mindformers_core.recompute.operator_names import plain_name
-from mindformers_core.recompute.regular_expressions import as_patterns, is_expression
-from mindformers_core.recompute.unmatched import quoted, what_is_missing, what_is_there
+from mindformers_core.recompute.unmatched import what_is_missing, what_is_there
 
 __all__ = ["Pattern", "Segment", "Selection", "parse_pattern", "parse_patterns", "select"]
 
 _ALLOWED = (
     "a pattern is names with the wildcards * and ?, numbers (3 or 0-7 or 0,3,5-7), * for one segment or ** for any "
-    "number of them, with dots between; its last name may have an index: MatMul[1]"
+    "number of them, with dots between; its last name may have an index: MatMul[1]; it is no regular "
+    "expression: docs/recompute.md"
 )
+_SIGNS = re.compile(r"[\\^$|(){}]|^\.\*|\.\+")  # of regular expressions, in no pattern that could match
 # five digits: a mistyped end shouldn't make a list that fills the memory
 _RANGE = re.compile("([0-9]{1,5})(?:-([0-9]{1,5}))?")
 
@@ -154,7 +155,7 @@ def parse_pattern(text, where):
         parts = text[rooted:].split(".")
         segments = [_segment(part, place, len(parts)) for place, part in enumerate(parts, 1)]
     except ValueError as error:
-        raise ValueError(f"{where}: {text!r}: {error}; {_ALLOWED}{_better(text)}") from None
+        raise ValueError(f"{where}: {text!r}: {error}; {_ALLOWED}") from None
     if not rooted:
         begins_anywhere = segments[0].name == "*" and segments[0].indices is None and len(segments) > 1
         segments = [Segment("**", "**"), *segments[begins_anywhere:]]
@@ -209,38 +210,8 @@ def _problem(pattern, found, names, cells, classes):
     """What is wrong with a pattern that selects `found`, as the end of a sentence; nothing where it is right."""
     if any(found):
         return what_is_missing(pattern, found, names, cells)
-    if not is_expression(pattern.text):
-        return f"matches no {what_is_there(pattern, names, cells, classes)}"
-    meant = _meant(pattern.text)
-    wrong = next((each for each in meant or [pattern] if not any(_selected(each, names, cells))), None)
-    if wrong is None:
-        better = f"write {quoted(each.text for each in meant)}"
-    else:
-        better = f"{wrong.text!r} matches no {what_is_there(wrong, names, cells, classes)}"
-    return (
-        "matches no Cell or operator, and looks like a regular expression: a pattern is a path with the wildcards "
-        f"* and **, and numbers (0-7): {better}"
-    )
-
-
-def _better(text):
-    """What to write for a text that is no pattern, if that is simple: the end of a sentence."""
-    try:
-        dotted = parse_pattern(re.sub("/+", ".", text.rstrip("/")), "").text if "/" in text else ""
-    except ValueError:
-        dotted = ""
-    if dotted:
-        return f"; it is a path with dots: write {dotted!r}"
-    meant = quoted(each.text for each in _meant(text))
-    return f"; it is no regular expression: write {meant}" if meant else ""
-
-
-def _meant(text):
-    """What a regular expression would be as `Pattern`s, if that is simple."""
-    try:
-        return [parse_pattern(each, "") for each in as_patterns(text)]
-    except ValueError:
-        return []
+    hint = "; patterns are no regular expressions: docs/recompute.md" if _SIGNS.search(pattern.text) else ""
+    return f"matches no {what_is_there(pattern, names, cells, classes)}{hint}"
 
 
 def _selected(pattern, names, cells):

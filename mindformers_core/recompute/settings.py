@@ -12,7 +12,6 @@ from typing import ClassVar
 
 from mindformers_core.recompute.layers import layer_numbers
 from mindformers_core.recompute.setting_checks import check_budget, check_flag, checked_patterns, checked_prefetch
-from mindformers_core.recompute.short_forms import written_recompute, written_swap
 from mindformers_core.recompute.swap_entries import LayerSwap, OperatorSwap, layer_swaps, operator_swaps
 
 __all__ = ["DEFAULT_OP_SWAP", "RecomputeSettings", "SwapSettings"]
@@ -49,6 +48,7 @@ class RecomputeSettings:
     """
 
     switch: ClassVar[str] = "full"  # the key that `recompute: true` in a recipe stands for
+    page: ClassVar[str] = "docs/recompute.md"
     # MindSpore Transformers' keys, of r1.9 and of r2.0, and what there is here
     instead: ClassVar[dict] = {
         "recompute": "it is called 'full', and a list in it is numbers of layers of the whole model, where MindSpore "
@@ -108,8 +108,6 @@ class RecomputeSettings:
                     f"({_shown(given)}): give one of the two; exclude can stand beside either"
                 )
 
-    written = staticmethod(written_recompute)  # what to write, as a section's value, for something that is none
-
     @property
     def is_on(self):
         """Whether anything is to be recomputed."""
@@ -138,6 +136,7 @@ class SwapSettings:
     """
 
     switch: ClassVar[str] = "swap"  # the key that `swap: true` in a recipe stands for
+    page: ClassVar[str] = "docs/recompute.md"
     instead: ClassVar[dict] = {"enable": "it is called 'swap'"}  # in MindSpore Transformers r2.0
 
     swap: bool | None = _as_given()
@@ -159,8 +158,6 @@ class SwapSettings:
             operators, is_short = (OperatorSwap(DEFAULT_OP_SWAP, True, prefetch),), True
         is_on = bool(layers or operators) if self.swap is None else self.swap
         _put(self, swap=is_on, layer_swap=layers, op_swap=operators, is_short=is_short)
-
-    written = staticmethod(written_swap)  # what to write, as a section's value, for something that is none
 
     @property
     def is_on(self):

@@ -3,13 +3,21 @@
 from dataclasses import dataclass
 
 from mindformers_core.mesh import nearest
-from mindformers_core.recompute.layers import LAYERS_FORMS, are_layers, common_layers, layer_numbers
+from mindformers_core.recompute.layers import LAYERS_FORMS, common_layers, layer_numbers
 from mindformers_core.recompute.setting_checks import check_pattern, checked_prefetch
 
 __all__ = ["LayerSwap", "OperatorSwap", "layer_swaps", "operator_swaps"]
 
-_LAYER_FORM = "[{layers: 0-3, backward_prefetch: 2}]"
-_OPERATOR_FORMS = "{'*.mlp': true, '*.cast': {layers: 0-3, backward_prefetch: 2}} or [{op_name: '*.mlp', layers: 0-3}]"
+_LAYER_FORM = "; layer_swap is given as [{layers: 0-3, backward_prefetch: 2}]"
+_OPERATOR_FORMS = (
+    "; op_swap is given as {'*.mlp': true, '*.cast': {layers: 0-3, backward_prefetch: 2}} or [{op_name: '*.mlp', "
+    "layers: 0-3}]"
+)
+_LAYER_ENTRY = f"a mapping with layers and backward_prefetch{_LAYER_FORM}"
+_OPERATOR_ENTRY = f"a mapping with op_name, layers and backward_prefetch{_OPERATOR_FORMS}"
+_SETTINGS = (
+    "true for all layers, or a mapping with layers and backward_prefetch; {layers: 0-3, backward_prefetch: 2} is one"
+)
 
 
 @dataclass(frozen=True)
@@ -47,8 +55,8 @@ def layer_swaps(given, default_prefetch):
         TypeError, ValueError: no form of it, or layers that are given twice; begins with the key.
     """
     found = []
-    for where, entry in _listed(() if given is None else given, "layer_swap", _as_layers):
-        _check_keys(entry, ("layers", "backward_prefetch"), where, f"; layer_swap is given as {_LAYER_FORM}")
+    for where, entry in _listed(() if given is None else given, "layer_swap", _LAYER_ENTRY):
+        _check_keys(entry, ("layers", "backward_prefetch"), where, _LAYER_FORM)
         if "layers" not in entry:
             raise ValueError(f"{where}.layers: missing; it should be {LAYERS_FORMS}")
         found.append((where, LayerSwap(*_layers_and_prefetch(entry, where, default_prefetch))))
@@ -60,37 +68,27 @@ def operator_swaps(given, default_prefetch):
     found = []
     for where, entry in _named(given):
         known = ("op_name", "layers", "backward_prefetch")
-        _check_keys(entry, known, where, f"; op_swap is given as {_OPERATOR_FORMS}")
+        _check_keys(entry, known, where, _OPERATOR_FORMS)
         if "op_name" not in entry:
             raise ValueError(
                 f"{where}.op_name: missing; it should be a pattern, as {{op_name: '*.mlp', layers: 0-3}}; everything "
                 "in some layers is given to layer_swap"
             )
-        _check_one_pattern(entry, where)
+        check_pattern(entry["op_name"], f"{where}.op_name")
         found.append((where, OperatorSwap(entry["op_name"], *_layers_and_prefetch(entry, where, default_prefetch))))
     return _apart(found)
-
-
-def _check_one_pattern(entry, where):
-    """Raise unless `op_name` of an entry is a pattern; of several it is told how they are written."""
-    patterns = entry["op_name"]
-    if isinstance(patterns, (list, tuple)) and patterns and all(isinstance(each, str) for each in patterns):
-        rest = "".join(f", {key}: {value!r}" for key, value in entry.items() if key != "op_name" and value is not None)
-        written = ", ".join(f"{{op_name: {each!r}{rest}}}" for each in patterns)
-        raise TypeError(f"{where}.op_name: {patterns!r} should be one pattern; write an entry for each: [{written}]")
-    check_pattern(patterns, f"{where}.op_name")
 
 
 def _named(given):
     """`(where, dict)` of the entries of `op_swap`, in either form, all with their `op_name`."""
     if not isinstance(given, dict) or _is_entry(given):
-        yield from _listed(() if given is None else given, "op_swap", _as_patterns)
+        yield from _listed(() if given is None else given, "op_swap", _OPERATOR_ENTRY)
         return
     for pattern, settings in given.items():
         where = f"op_swap[{pattern!r}]"
         if settings in ([], ()):
             raise ValueError(f"{where}: {settings} has no entry: leave it out, or give true for all layers")
-        for inner, entry in _listed({} if settings is True else settings, where, _as_settings):
+        for inner, entry in _listed({} if settings is True else settings, where, _SETTINGS):
             _check_keys(entry, ("layers", "backward_prefetch"), inner)
             yield inner, {"op_name": pattern, **entry}
 
@@ -103,41 +101,15 @@ def _is_entry(given):
 
 
 def _listed(given, where, form):
-    """`(where, dict)` of every entry of a list of dicts, or of the only one; `form`: of what else how it is written."""
+    """`(where, dict)` of every entry of a list of dicts, or of the only one; `form`: what each should be."""
     several = isinstance(given, (list, tuple))
     for index, entry in enumerate(given if several else (given,)):
         path = f"{where}[{index}]" if several else where
         if isinstance(entry, (LayerSwap, OperatorSwap)):
             entry = vars(entry)
         if not isinstance(entry, dict):
-            raise TypeError(f"{path}: {entry!r} should be {form(given)}")
+            raise TypeError(f"{path}: {entry!r} should be {form}")
         yield path, entry
-
-
-def _as_layers(given):
-    form = f"write [{{layers: {_shown(given)}}}]" if are_layers(given) else f"layer_swap is given as {_LAYER_FORM}"
-    return f"a mapping with layers and backward_prefetch; {form}"
-
-
-def _as_patterns(given):
-    texts = [given] if isinstance(given, str) else given
-    form = f"op_swap is given as {_OPERATOR_FORMS}"
-    if isinstance(texts, (list, tuple)) and all(isinstance(text, str) for text in texts):
-        form = f"write {{{', '.join(f'{text!r}: true' for text in texts)}}}"
-    return f"a mapping with op_name, layers and backward_prefetch; {form}"
-
-
-def _as_settings(given):
-    form = "{layers: 0-3, backward_prefetch: 2} is one"
-    if given in ("true", "True"):
-        form = "write true, without quotes"
-    elif are_layers(given):
-        form = f"write {{layers: {_shown(given)}}}"
-    return f"true for all layers, or a mapping with layers and backward_prefetch; {form}"
-
-
-def _shown(layers):
-    return layers if isinstance(layers, str) else list(layers)
 
 
 def _check_keys(entry, known, where, form=""):

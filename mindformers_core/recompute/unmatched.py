@@ -5,7 +5,6 @@ from dataclasses import replace
 from difflib import SequenceMatcher
 
 from mindformers_core.recompute.operator_names import Label, plain_name
-from mindformers_core.recompute.usual_names import USUAL_NAMES
 from mindformers_core.recompute.wording import quoted, ranges_shown
 
 __all__ = ["what_is_missing", "what_is_there"]
@@ -13,7 +12,6 @@ __all__ = ["what_is_missing", "what_is_there"]
 _SHOWN = 5
 _LIKENESS = 0.6  # of 1; those less like are no help
 _NEAREST = 3
-_COLLECTIVES = ("allreduce", "allgather", "reducescatter", "alltoall")
 
 
 def what_is_there(pattern, names, cells, classes):
@@ -109,24 +107,19 @@ def _nearest_names(pattern, names, cells, classes):
     furthest = max(place for places in reached.values() for place in places)
     there = {path for path in paths if furthest in reached[path]}
     labels = [name.labels for name in names if name.path in there]
-    inside = dict.fromkeys(_last(path) for path in paths if path and _above(path) in there)
-    known = inside | dict.fromkeys(
-        label.name for each in labels for label in each if label is each[0] or label.variable
-    )
+    known = dict.fromkeys(_last(path) for path in paths if path and _above(path) in there)
+    known |= dict.fromkeys(label.name for each in labels for label in each if label is each[0] or label.variable)
     led = _led(pattern, furthest)
     if furthest == len(pattern.segments):
         return f"{led!r} holds Cells but is itself never called: write '{led}.*'; below it are {_listed(known)}"
     wrong = pattern.segments[furthest]
-    if wrong.text == "self" and furthest + 1 < len(pattern.segments):
-        without = re.sub(r"(^|\.)self\.", r"\1", pattern.text, count=1)
-        return f"nothing is called 'self': a pattern begins with the name behind it: write {without!r}"
     if any(wrong.fits_operator(each) for each in labels):
         return f"{_led(pattern, furthest + 1)!r} is an operator, nothing is below it"
     alike = [path for path in paths if path in classes and _above(path) in there and _has_class(wrong, classes[path])]
     if alike:
         better = dict.fromkeys(_rewritten(pattern, furthest, _named(path, pattern, led)) for path in alike)
         return f"{wrong.text!r} is a class, but Cells are called by their names: write {quoted(better)}"
-    nearest = _about_collectives(wrong.text, names) or _usual(wrong.text, inside) or _nearest(wrong.text, known)
+    nearest = _nearest(wrong.text, known)
     deeper = _deeper(pattern, furthest, names, paths) if led else ""
     if deeper:
         return f"{led!r} is there, and {wrong.text!r} is further down: write {deeper!r}"
@@ -135,21 +128,6 @@ def _nearest_names(pattern, names, cells, classes):
     if pattern.text.startswith("."):
         return f"at the root are {_listed(known)}{nearest}; without the dot at its beginning it may begin anywhere"
     return f"nothing is called {wrong.text!r}{nearest or ', but there are ' + _listed(known)}"
-
-
-def _about_collectives(name, names):
-    """What there is to say of a collective, of which an operator's name would be no help."""
-    if not _is_collective(name):
-        return ""
-    there = dict.fromkeys(label.name for each in names for label in each.labels if _is_collective(label.name))
-    return (
-        f" (a collective: of this program {quoted(there) or 'none'} can be named; recompute.mp_comm_recompute says "
-        "whether all those in what is recomputed run again)"
-    )
-
-
-def _is_collective(name):
-    return plain_name(name.strip("*")).startswith(_COLLECTIVES)
 
 
 def _deeper(pattern, place, names, paths):
@@ -209,12 +187,6 @@ def _listed(known):
     shown = ranges_shown({int(name) for name in known if re.fullmatch("[0-9]+", name)})
     shown += [name for name in known if not re.fullmatch("[0-9]+", name)]
     return quoted(shown[:_SHOWN]) + (", …" if len(shown) > _SHOWN else "") if shown else "no names"
-
-
-def _usual(name, cells):
-    """The Cell here that does what MindSpore Transformers' Cell of a name does, if it is there."""
-    usual = USUAL_NAMES.get(name.strip("*"))
-    return f" (did you mean '{usual}'?)" if usual in cells else ""
 
 
 def _nearest(name, known):

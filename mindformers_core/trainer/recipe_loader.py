@@ -117,10 +117,8 @@ def _spelled_out(value, section):
 def _convert_section(value, section, path):
     value = _spelled_out({} if value is None else value, section)
     if not isinstance(value, dict):
-        has_switch = hasattr(section, "switch")
-        short, written = ("true, false or ", section.written(value)) if has_switch else ("", "")
-        better = f"; write {path}: {written}" if written else ""
-        raise TypeError(f"{path}: {value!r} should be {short}a section with keys, as {_example_keys(section)}{better}")
+        short, page = ("true, false or ", f": {section.page}") if hasattr(section, "switch") else ("", "")
+        raise TypeError(f"{path}: {value!r} should be {short}a section with keys, as {_example_keys(section)}{page}")
     hints = typing.get_type_hints(section)
     fields = {entry.name: entry for entry in dataclasses.fields(section) if entry.init}
     prefix = f"{path}." if path else ""
