@@ -226,14 +226,15 @@ def _serve_as_scheduler(timeout):
 
 
 def _share_cores(ranks):
-    """Give this process its share of the cores, as if all ranks were on this host, before MindSpore starts its threads.
+    """Give this process its share of the cores before MindSpore starts its threads: as if all ranks were on this host.
 
     By default each process has a thread for every core. They poll (`sched_yield`) while they have nothing to do, and so
     does a caller while they have: with more threads than cores most of the time goes to that. A rank without a second
     core gets no such thread: kernels run in the thread that calls them. What the user sets by
     `mindspore.device_context.cpu.op_tuning.threads_num()` and `mindspore.runtime.dispatch_threads_num()` comes first.
     """
-    share = len(os.sched_getaffinity(0)) // ranks
+    own, launcher = (len(os.sched_getaffinity(process)) for process in (0, os.getppid()))
+    share = own if own < launcher else own // ranks  # fewer than the launcher's: msrun has bound this rank to its own
     ms.set_context(**({"runtime_num_threads": share} if share > 1 else _NO_THREADS))
 
 
