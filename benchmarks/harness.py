@@ -16,6 +16,8 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
@@ -25,6 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import mindspore as ms
+from memory_watch import GB, MEMORY_LIMIT, MemoryWatch
 from mindspore import ops
 
 from mindformers_core.communication import init_distributed
@@ -88,23 +91,27 @@ def run_benchmark(script, world_size, make_variants, title, remarks=None, timeou
         timeout: seconds until the ranks are killed.
 
     Returns:
-        The exit code: 0, or 1 where a limit is exceeded, or a rank failed, whose log is then shown.
+        The exit code: 0, or 1 where a limit is exceeded, that of memory included, or a rank failed, whose log is then
+        shown. Both end the ranks within seconds.
     """
     if "MS_ROLE" in os.environ:
-        _serve(make_variants, int(sys.argv[1]), Path(sys.argv[2]))
+        _serve_or_end(make_variants, int(sys.argv[1]), Path(sys.argv[2]))
         return 0
     options = _options(title)
-    outcome = _launch(script, world_size, options.repeats, timeout)
-    if isinstance(outcome, str):
-        print(outcome, file=sys.stderr)
-        return 1
+    with MemoryWatch() as watch:
+        outcome = _launch(script, world_size, options.repeats, timeout, watch)
+        if isinstance(outcome, str):
+            print(outcome, file=sys.stderr)
+            return 1
+        more, all_kept = ([], True) if remarks is None else remarks({result.name: result for result in outcome})
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
-    lines = ["; ".join([title, ranks, *_machine()]), "", *_table(outcome)]
-    all_kept = True
-    if remarks is not None:
-        more, all_kept = remarks({result.name: result for result in outcome})
-        lines += ["", *more]
-    text = "\n".join(lines)
+    kept = watch.peak <= MEMORY_LIMIT
+    more.append(
+        f"- peak memory: {watch.peak / GB:.2f} GB, all processes together; "
+        f"limit {MEMORY_LIMIT / GB:g} GB, {'kept' if kept else 'EXCEEDED'}"
+    )
+    all_kept = all_kept and kept
+    text = "\n".join(["; ".join([title, ranks, *_machine()]), "", *_table(outcome), "", *more])
     print(text)
     if options.json is not None:
         _write(options.json, json.dumps(_records(outcome), indent=1) + "\n")
@@ -126,11 +133,14 @@ def _options(title):
     return options
 
 
-def _launch(script, world_size, repeats, timeout):
+def _launch(script, world_size, repeats, timeout, watch):
     """The results of all ranks together, or the text of what went wrong."""
     with tempfile.TemporaryDirectory(prefix="benchmark_") as folder:
         one_thread = {"OMP_NUM_THREADS": "1"}  # of a kernel: more would only fight for the rank's one core
-        launched = run_ranks(world_size, Path(script).resolve(), repeats, folder, timeout=timeout, env=one_thread)
+        script = Path(script).resolve()
+        launched = run_ranks(world_size, script, repeats, folder, timeout=timeout, env=one_thread, stop=watch.exceeded)
+        if watch.exceeded.is_set():
+            return f"ended: {script.name} took {watch.peak / GB:.2f} GB; the limit is {MEMORY_LIMIT / GB:g} GB"
         reports = [Path(folder) / f"{rank}.json" for rank in range(world_size)]
         silent = [rank for rank, report in enumerate(reports) if not report.exists()]
         if silent:
@@ -149,6 +159,16 @@ def _merged(reports):
         walls, cpus = (zip(*(entry[key] for entry in ran), strict=True) for key in ("wall", "cpu"))
         results.append(Result(*names.pop(), tuple(map(max, walls)), tuple(map(sum, cpus))))
     return results
+
+
+def _serve_or_end(make_variants, repeats, folder):
+    """`_serve`, or end at once: MindSpore's own end waits for the other ranks, and msrun for this one."""
+    try:
+        _serve(make_variants, repeats, folder)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _serve(make_variants, repeats, folder):
@@ -188,7 +208,8 @@ def _timed(variant, rank, barrier):
 def _pin(core):
     """Bind every thread of this process to one core."""
     for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), {core})
+        with suppress(ProcessLookupError):  # it has ended since
+            os.sched_setaffinity(int(thread), {core})
 
 
 def _barrier(size):

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import harness
 from launch import Launched
+from memory_watch import MemoryWatch, total
 
 BENCHMARKS = Path(harness.__file__).parent
 
@@ -29,13 +31,9 @@ def results():
     return harness._merged([first, second])
 
 
-def test_a_repeat_takes_as_long_as_its_slowest_rank(results):
+def test_a_repeat_takes_as_long_as_its_slowest_rank_and_the_cpu_time_of_all_that_ran(results):
     base, both = results
     assert (base.wall, both.wall) == ((2.0, 4.0, 3.0), (8.0, 5.0, 5.0))
-
-
-def test_cpu_time_is_that_of_all_ranks_that_ran(results):
-    base, both = results
     assert (base.cpu, both.cpu) == ((1.0, 2.0, 1.5), (4.5, 3.0, 3.5))
 
 
@@ -73,10 +71,6 @@ def test_a_rank_that_sits_out_only_waits():
     assert events == ["barrier"]
 
 
-def test_one_rank_waits_for_nobody():
-    assert harness._barrier(1)() is None
-
-
 def test_a_call_is_timed_not_a_run(monkeypatch):
     clock = iter([10.0, 18.0])
     monkeypatch.setattr(harness.time, "perf_counter", lambda: next(clock))
@@ -110,6 +104,47 @@ def test_a_failed_launch_is_reported_with_the_ranks_logs(monkeypatch, capsys):
     assert "ValueError: bad" in capsys.readouterr().err
 
 
+def test_a_rank_that_fails_ends_at_once_with_its_error(monkeypatch, capsys):
+    ended = []
+    monkeypatch.setattr(harness, "init_distributed", lambda **_: 1 / 0)
+    monkeypatch.setattr(harness.os, "_exit", ended.append)
+    monkeypatch.setenv("MS_ROLE", "MS_WORKER")
+    monkeypatch.setattr(sys, "argv", ["x.py", "5", "folder"])
+    harness.run_benchmark("x.py", 2, list, "title")
+    assert ended == [1] and "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_a_thread_that_has_ended_is_not_pinned(monkeypatch):
+    pinned, ended = {}, 2
+
+    def pin(thread, cores):
+        if thread == ended:
+            raise ProcessLookupError
+        pinned[thread] = cores
+
+    monkeypatch.setattr(harness.os, "listdir", lambda _: ["1", "2", "3"])
+    monkeypatch.setattr(harness.os, "sched_setaffinity", pin)
+    harness._pin(7)
+    assert pinned == {1: {7}, 3: {7}}
+
+
+def test_too_much_memory_ends_the_ranks(monkeypatch, capsys):
+    def ranks(*arguments, stop, **options):
+        assert stop.wait(10)
+        return Launched(None, {}, 0.5)
+
+    monkeypatch.setattr(harness, "run_ranks", ranks)
+    monkeypatch.setattr(harness, "MemoryWatch", lambda: MemoryWatch(limit=10**7, interval=0.01))
+    monkeypatch.setattr(sys, "argv", ["x.py"])
+    assert harness.run_benchmark("x.py", 2, list, "title") == 1
+    assert re.match(r"ended: x.py took 0\.\d+ GB; the limit", capsys.readouterr().err)
+
+
+def test_memory_is_that_of_all_processes_with_shared_files_once():
+    first, second = ("VmPeak:\t 900 kB\nVmHWM:\t {} kB\nRssFile:\t {} kB\n".format(*of) for of in ((50, 10), (70, 30)))
+    assert total([first, second, "Name:\tended\n"]) == 1024 * (40 + 40 + 30)
+
+
 def test_the_figures_of_a_run_are_printed_and_written(monkeypatch, tmp_path, capsys):
     def ranks(world_size, script, repeats, folder, **options):
         for rank in range(world_size):
@@ -121,7 +156,7 @@ def test_the_figures_of_a_run_are_printed_and_written(monkeypatch, tmp_path, cap
     for kept in (True, False):
         told = lambda results, kept=kept: ([f"remark {results['a'].median}"], kept)  # noqa: E731
         assert harness.run_benchmark("x.py", 2, list, "title", told) == int(not kept)
-        assert "remark 0.5" in capsys.readouterr().out
+        assert re.search(r"remark 0\.5\n- peak memory: 0\.\d+ GB, all.* kept\n$", capsys.readouterr().out)
     assert [entry["ratio"] for entry in json.loads((tmp_path / "out.json").read_text())] == [1.0, 0.5]
 
 
