@@ -145,7 +145,8 @@ def test_a_rule_that_foretells_another_shape_is_named():
 def test_numbers_in_arguments_are_told_apart():
     """`1`, `1.0` and `True` are equal, and yet other programs; so are attributes of classic primitives."""
     x = distribute_tensor(Tensor(ARRAY.astype(np.int32)), layout("dp"), MESH)
-    assert (x * 1).dtype == ms.int32 and (x * 1.0).dtype == ms.float32
+    for one, dtype in ((1, ms.int32), (1.0, ms.float32), (True, ms.int32)):
+        assert (x * one).dtype == dtype and (x * one)._meta.dtype == str(dtype).lower()
     assert (x * 2).to_local()[0, 1] == 2 and (x * 3).to_local()[0, 1] == 3
     y = placed(None, "tp")
     assert [len(ops.Unstack(axis=axis)(y)) for axis in (0, 1)] == [4, 8]

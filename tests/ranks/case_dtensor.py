@@ -184,6 +184,8 @@ def case_the_gradient_of_a_dtensor_argument():
     gradient = ms.grad(loss)(x)
     np.testing.assert_allclose(gradient.asnumpy(), 18 * part_of(array, x.layout), 1e-5)
     np.testing.assert_allclose(seen[0], 6 * part_of(array, x.layout), 1e-5)
+    plain = ms.grad(lambda scale: (x * scale).sum().full_tensor())(Tensor(array[:, :1]))  # whole: a sum over all ranks
+    np.testing.assert_allclose(plain.asnumpy(), array.sum(1, keepdims=True), 1e-5, 1e-5)
 
 
 @on_ranks(2)
