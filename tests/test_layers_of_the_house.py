@@ -14,6 +14,7 @@ FLOORS = (
     "mesh",
     "front_door",
     "files",
+    "ranges",
     "placement",
     "layout",
     "redistribution",
@@ -27,7 +28,7 @@ FLOORS = (
     "models",
     "trainer",
 )
-PURE_FLOORS = {"mesh", "front_door", "files", "placement", "layout", "redistribution", "operators"}
+PURE_FLOORS = {"mesh", "front_door", "files", "ranges", "placement", "layout", "redistribution", "operators"}
 # on a floor that is not pure as a whole
 PURE_PACKAGES = (f"{PACKAGE}.pipeline.tables", f"{PACKAGE}.pipeline.schedules")
 FRAMEWORKS = {"mindspore", "torch", "jax", "tensorflow"}

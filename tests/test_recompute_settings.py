@@ -171,7 +171,7 @@ SWAP_ERRORS = [
     (
         {"default_prefetch": 0},
         ValueError,
-        "default_prefetch: 0 should be at least 1: tensors ahead of the one that is ne",
+        "default_prefetch: 0 should be at least 1 and at most 1000000",
     ),
     ({"default_prefetch": 1.0}, TypeError, "default_prefetch: 1.0 (float) should be a whole number of tensors"),
     ({"default_prefetch": True}, TypeError, "default_prefetch: True (bool) should be a whole number"),

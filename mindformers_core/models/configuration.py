@@ -5,8 +5,12 @@ from dataclasses import dataclass, field, fields, replace
 from mindformers_core.mesh import nearest
 from mindformers_core.models.layer_specs import layers_of_stages
 from mindformers_core.pipeline.schedules.placement import PLACEMENTS
+from mindformers_core.ranges import bounded, check_range, check_ranges
 
-__all__ = ["LlamaConfig"]
+__all__ = ["MOST_CHUNKS", "MOST_LAYERS", "MOST_PIPELINE_RANKS", "LlamaConfig"]
+
+# more are a mistyped number
+MOST_LAYERS, MOST_PIPELINE_RANKS, MOST_CHUNKS = 10_000, 1024, 128
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _COUNTS = (
@@ -21,6 +25,7 @@ _COUNTS = (
     "pipeline_parallel",
     "virtual_pipeline",
 )
+_NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range")
 _FLAGS = ("tie_word_embeddings", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 # What one layer can have of its own: hidden states, rotary tables and dtype are the whole model's.
 _LAYER_KEYS = (
@@ -67,22 +72,22 @@ class LlamaConfig:
         TypeError, ValueError: a value of the wrong type, out of range, or that doesn't fit another one.
     """
 
-    vocab_size: int = 32000
-    hidden_size: int = 4096
-    intermediate_size: int = 11008
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
+    vocab_size: int = bounded(32000, 1, 2**24)
+    hidden_size: int = bounded(4096, 1, 2**20)
+    intermediate_size: int = bounded(11008, 1, 2**22)
+    num_hidden_layers: int = bounded(32, 1, MOST_LAYERS)
+    num_attention_heads: int = bounded(32, 1, 2**14)
+    num_key_value_heads: int | None = bounded(None, 1, 2**14)
+    head_dim: int | None = bounded(None, 1, 2**14)
+    max_position_embeddings: int = bounded(2048, 1, 2**24)
+    rms_norm_eps: float = bounded(1e-6, above=0, at_most=1)
+    rope_theta: float = bounded(10000.0, above=0, at_most=1e12)
     tie_word_embeddings: bool = False
-    initializer_range: float = 0.02
+    initializer_range: float = bounded(0.02, above=0, at_most=100)
     dtype: str = "float32"
-    pipeline_parallel: int = 1
+    pipeline_parallel: int = bounded(1, 1, MOST_PIPELINE_RANKS)
     pipeline_rank: int = 0
-    virtual_pipeline: int = 1
+    virtual_pipeline: int = bounded(1, 1, MOST_CHUNKS)
     pipeline_placement: str = "loop"
     layers_per_stage: tuple[int, ...] | None = None
     account_for_embedding_in_pipeline_split: bool = False
@@ -94,24 +99,23 @@ class LlamaConfig:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         for name in _COUNTS:
             if name != "head_dim" or self.head_dim is not None:
-                _check_count(name, getattr(self, name))
+                _check_whole(name, getattr(self, name))
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name}: expected a number, not {value!r}")
+        check_ranges(self)
         if self.head_dim is None:
             _check_divides("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        self._check_numbers()
+        self._check_flags()
         _check_divides("num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads)
         if self.head_dim % 2:
             raise ValueError(f"head_dim: {self.head_dim} should be even: rotary embedding turns pairs of values")
         self._check_pipeline()
         self._check_block_specs()
 
-    def _check_numbers(self):
-        for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"{name}: expected a number, not {value!r}")
-            if value <= 0:
-                raise ValueError(f"{name}: {value} should be greater than 0")
+    def _check_flags(self):
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}: expected true or false, not {getattr(self, name)!r}")
@@ -127,7 +131,8 @@ class LlamaConfig:
         if self.layers_per_stage is not None:
             given = _as_tuple("layers_per_stage", self.layers_per_stage, "whole numbers")
             for stage, count in enumerate(given):
-                _check_count(f"layers_per_stage[{stage}]", count, at_least=0)
+                _check_whole(f"layers_per_stage[{stage}]", count)
+            check_range(given, {"at_least": 0, "at_most": MOST_LAYERS}, "layers_per_stage")
             object.__setattr__(self, "layers_per_stage", given)
         layers_of_stages(self)
 
@@ -197,11 +202,9 @@ def _check_choice(name, value, choices):
         raise ValueError(f"{name}: {value!r} should be one of {', '.join(choices)}{nearest(value, choices)}")
 
 
-def _check_count(name, value, at_least=1):
+def _check_whole(name, value):
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: expected an int, not {value!r}")
-    if value < at_least:
-        raise ValueError(f"{name}: {value} should be at least {at_least}")
 
 
 def _check_divides(name, value, divisor_name, divisor):

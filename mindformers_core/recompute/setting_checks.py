@@ -2,6 +2,8 @@
 
 from numbers import Real
 
+from mindformers_core.ranges import check_range
+
 __all__ = ["check_budget", "check_flag", "check_pattern", "checked_patterns", "checked_prefetch"]
 
 
@@ -29,8 +31,7 @@ def checked_prefetch(given, where):
     """How many saved tensors ahead of its use one is copied back: at least 1, else an error."""
     if type(given) is not int:
         raise TypeError(f"{where}: {given!r} ({type(given).__name__}) should be a whole number of tensors")
-    if given < 1:
-        raise ValueError(f"{where}: {given} should be at least 1: tensors ahead of the one that is needed")
+    check_range(given, {"at_least": 1, "at_most": 10**6}, where)
     return given
 
 

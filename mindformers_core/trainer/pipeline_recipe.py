@@ -15,6 +15,7 @@ __all__ = [
     "recipe_timeline",
 ]
 
+_MOST_PASSES = 2**18  # a schedule's table has a line for each
 # keys of the model's config that follow from the section parallelism
 PLACE_IN_PIPELINE = (
     "pipeline_parallel",
@@ -44,6 +45,12 @@ def check_pipeline(recipe):
 def _planned(recipe):
     """The recipe's schedule, to be looked at."""
     sizes, count = recipe.parallelism, micro_batches_of_a_run(recipe)
+    passes = sizes.pipeline_parallel * sizes.pipeline_parallel_interleave_num * count
+    if passes > _MOST_PASSES:
+        raise ValueError(
+            f"training.local_batch_size: {recipe.training.local_batch_size} makes {count} micro-batches, and {passes} "
+            f"forward passes of pipeline stages: at most {_MOST_PASSES} are possible"
+        )
     kind = recipe_schedule(recipe)
     try:
         return kind.planned(sizes.pipeline_parallel, count, sizes.pipeline_parallel_interleave_num)

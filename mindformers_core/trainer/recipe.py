@@ -8,7 +8,8 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from mindformers_core.models.configuration import LlamaConfig
+from mindformers_core.models.configuration import MOST_CHUNKS, MOST_LAYERS, MOST_PIPELINE_RANKS, LlamaConfig
+from mindformers_core.ranges import bounded
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
 from mindformers_core.trainer.pipeline_recipe import PLACE_IN_PIPELINE, check_pipeline
 from mindformers_core.trainer.recompute_recipe import check_recompute
@@ -22,30 +23,25 @@ __all__ = [
     "global_batch_size",
     "warmup_steps",
     "MESH_AXES",
-    "bounded",
 ]
 
 MESH_AXES = ("pp", "dp", "cp", "tp")
+_RANKS, _MANY = 2**17, 10**9  # the most on an axis, and altogether; the most steps, or sequences of a step
 # MindSpore 2.10 has no bfloat16 CPU kernel of Gather, which the embedding needs
 _DTYPES = {"CPU": ("float32", "float16")} | dict.fromkeys(("GPU", "Ascend"), ("float32", "float16", "bfloat16"))
-
-
-def bounded(default, at_least=None, below=None):
-    """A dataclass field with a range, which the loader checks: `at_least` <= value < `below`."""
-    return field(default=default, metadata={"at_least": at_least, "below": below})
 
 
 @dataclass(frozen=True)
 class Training:
     """How long, how much at once, and where the run folder is."""
 
-    steps: int = bounded(1000, at_least=1)
-    local_batch_size: int = bounded(1, at_least=1)  # sequences of one forward pass (or pipeline run) of one dp rank
+    steps: int = bounded(1000, 1, _MANY)
+    local_batch_size: int = bounded(1, 1, 10**6)  # sequences of one forward pass (or pipeline run) of one dp rank
     # one of these two is enough: the other, or where none is given one micro-batch, follows (`accumulation_steps`)
-    global_batch_size: int | None = bounded(None, at_least=1)  # sequences of one step, of all dp ranks together
-    gradient_accumulation_steps: int | None = bounded(None, at_least=1)  # micro-batches of one step on a dp rank
-    max_norm: float = bounded(1.0, at_least=0.0)  # largest global norm of the gradients; 0: no clipping
-    seed: int = bounded(42, at_least=0)
+    global_batch_size: int | None = bounded(None, 1, _MANY)  # sequences of one step, of all dp ranks together
+    gradient_accumulation_steps: int | None = bounded(None, 1, 10**6)  # micro-batches of one step on a dp rank
+    max_norm: float = bounded(1.0, 0.0, 1e12)  # largest global norm of the gradients; 0: no clipping
+    seed: int = bounded(42, 0, 2**32 - 1)
     output_dir: str = ""  # run folder; default output/<name of the recipe's file>
 
 
@@ -56,20 +52,21 @@ class Parallelism:
     A batch is sharded among all dp ranks. What else they shard is said by `zero_level`, see `hsdp`.
     """
 
-    data_parallel_replicate: int = bounded(1, at_least=1)  # groups of dp ranks; every group holds the same
-    data_parallel_shard: int = -1  # dp ranks of a group; -1: all ranks that the others leave
+    data_parallel_replicate: int = bounded(1, 1, _RANKS)  # groups of dp ranks; every group holds the same
+    data_parallel_shard: int = bounded(-1, -1, _RANKS)  # dp ranks of a group; -1: all ranks that the others leave
     zero_level: Literal[0, 1, 2, 3] = 0  # a group shards 1 optimizer state, 2 gradients too, 3 weights too
-    zero_threshold_kb: int = bounded(64, at_least=0)  # weights of as many KB, and smaller ones, stay whole
+    zero_threshold_kb: int = bounded(64, 0, 2**40)  # weights of as many KB, and smaller ones, stay whole
     reshard_after_forward: bool | None = None  # level 3: drop weights after forward; default: yes, in a pipeline no
     comm_fusion: str | int | float | dict = field(default="auto", hash=False)  # see `parse_comm_fusion`
-    tensor_parallel: int = bounded(1, at_least=1)
+    tensor_parallel: int = bounded(1, 1, _RANKS)
     sequence_parallel: bool = False  # norms work on a slice of the sequence dim, over the tp axis
-    context_parallel: int = bounded(1, at_least=1)
-    pipeline_parallel: int = bounded(1, at_least=1)  # ranks that the layers are spread over; at 1 the rest is unused
+    context_parallel: int = bounded(1, 1, _RANKS)
+    pipeline_parallel: int = bounded(1, 1, MOST_PIPELINE_RANKS)  # ranks for the layers; at 1 the rest is unused
     pipeline_parallel_schedule: str = "1f1b"  # a name of `SCHEDULES`, or the import path of a class of one's own
-    pipeline_parallel_layers_per_stage: tuple[int, ...] = ()  # by stage, over all ranks and chunks; default: alike
-    pipeline_parallel_interleave_num: int = bounded(1, at_least=1)  # stages (chunks of layers) on every rank
-    pipeline_parallel_microbatch_size: int = bounded(1, at_least=1)  # local_batch_size is cut into such micro-batches
+    # by stage, over all ranks and chunks; default: alike
+    pipeline_parallel_layers_per_stage: tuple[int, ...] = bounded((), 0, MOST_LAYERS)
+    pipeline_parallel_interleave_num: int = bounded(1, 1, MOST_CHUNKS)  # stages (chunks of layers) on every rank
+    pipeline_parallel_microbatch_size: int = bounded(1, 1, 10**6)  # local_batch_size is cut into such micro-batches
 
     @property
     def batch_axes(self):
@@ -82,9 +79,9 @@ class Optimizer:
     """AdamW (Loshchilov and Hutter 2019), with bias correction."""
 
     type: Literal["AdamW"] = "AdamW"
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = bounded(1e-8, at_least=0.0)
-    weight_decay: float = bounded(0.01, at_least=0.0)
+    betas: tuple[float, float] = bounded((0.9, 0.95), 0, below=1)
+    eps: float = bounded(1e-8, 0.0, 1)
+    weight_decay: float = bounded(0.01, 0.0, 100)
     weight_decay_exclude: tuple[str, ...] = ("*norm*", "*bias*")  # patterns of parameter names that don't decay
 
 
@@ -93,10 +90,10 @@ class LrScheduler:
     """The learning rate at every step: linear from 0 during warm-up, then by `type`."""
 
     type: Literal["ConstantWarmUpLR", "LinearWithWarmUpLR", "CosineWithWarmUpLR"] = "CosineWithWarmUpLR"
-    learning_rate: float = bounded(1e-5, at_least=0.0)  # at the end of warm-up
-    lr_end: float = bounded(0.0, at_least=0.0)  # at the last step
-    warmup_steps: int = bounded(0, at_least=0)
-    warmup_ratio: float | None = bounded(None, at_least=0.0, below=1.0)  # of training.steps, instead of warmup_steps
+    learning_rate: float = bounded(1e-5, 0.0, 100)  # at the end of warm-up
+    lr_end: float = bounded(0.0, 0.0, 100)  # at the last step
+    warmup_steps: int = bounded(0, 0, _MANY)
+    warmup_ratio: float | None = bounded(None, 0.0, below=1.0)  # of training.steps, instead of warmup_steps
 
 
 @dataclass(frozen=True)
@@ -104,8 +101,8 @@ class TrainDataset:
     """Text, read as bytes, or token ids in a `.npy` file."""
 
     data_path: tuple[str, ...] = ()  # files, or folders with text; default: the sources of Python's standard library
-    seq_length: int = bounded(1024, at_least=1)
-    max_bytes: int = bounded(16_000_000, at_least=1)  # text beyond this is left out
+    seq_length: int = bounded(1024, 1, 2**24)
+    max_bytes: int = bounded(16_000_000, 1, 2**50)  # text beyond this is left out
     cache_dir: str = "~/.cache/mindformers_core"  # where the bytes of text files are put together
 
 
@@ -114,7 +111,7 @@ class Checkpoint:
     """Saving into the run folder, and resuming."""
 
     enable_save: bool = False
-    save_interleaved_steps: int = bounded(1000, at_least=1)
+    save_interleaved_steps: int = bounded(1000, 1, _MANY)
     load_path: str = ""  # a run folder (its newest checkpoint) or one of its checkpoint/step_N folders
 
 
@@ -122,7 +119,7 @@ class Checkpoint:
 class Monitor:
     """What is shown and drawn besides metrics.jsonl."""
 
-    log_interval: int = bounded(10, at_least=1)  # steps between printed lines where there's no terminal
+    log_interval: int = bounded(10, 1, _MANY)  # steps between printed lines where there's no terminal
     plot: bool = True  # draw loss.png at the end (extra `plot`)
     tensorboard: bool = False  # write event files (extra `tensorboard`)
 
@@ -187,6 +184,10 @@ def mesh_shape(recipe, world_size=None):
                 "give a size, as parallelism.data_parallel_shard=8"
             )
         shard = max(1, world_size // others)
+    if shard * others > _RANKS:
+        raise ValueError(
+            f"parallelism: its sizes need {shard * others} ranks altogether: at most {_RANKS} are possible"
+        )
     if world_size is not None and shard * others != world_size:
         raise ValueError(_wrong_number_of_ranks(sizes, shard, shard * others, world_size))
     dp = sizes.data_parallel_replicate * shard
@@ -318,6 +319,3 @@ def _check_schedule(recipe):
         raise ValueError(
             f"lr_scheduler.lr_end: {schedule.lr_end} is more than lr_scheduler.learning_rate {schedule.learning_rate}"
         )
-    for index, beta in enumerate(recipe.optimizer.betas):
-        if not 0 <= beta < 1:
-            raise ValueError(f"optimizer.betas[{index}]: {beta} should be at least 0 and below 1")

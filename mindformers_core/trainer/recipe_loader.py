@@ -11,6 +11,7 @@ import typing
 import yaml
 
 from mindformers_core.mesh import nearest
+from mindformers_core.ranges import check_range
 from mindformers_core.trainer.recipe import Recipe, check_recipe
 from mindformers_core.trainer.recipe_text import parse_overrides, parse_yaml
 
@@ -134,7 +135,7 @@ def _convert_section(value, section, path):
             raise ValueError(f"{prefix}{name}: missing; it is a {_show(hints[name])} and has no default")
         as_given = entry.metadata.get("as_given")  # the section checks its forms itself
         parts[name] = value[name] if as_given else _convert(value[name], hints[name], prefix + name)
-        _check_range(parts[name], entry.metadata, prefix + name)
+        check_range(parts[name], entry.metadata, prefix + name)
     try:
         return section(**parts)
     except (TypeError, ValueError) as error:  # a section's own check: its message begins with the key
@@ -178,7 +179,7 @@ def _convert_sequence(value, origin, arguments, path):
 
 def _convert_scalar(value, hint, path):
     if hint is float and type(value) is int:
-        return float(value)
+        return float(value) if abs(value) < 2**1023 else value  # the range refuses what is no float
     if type(value) is hint:
         return value
     raise TypeError(f"{path}: {value!r} ({_show(type(value))}) should be {_kind(hint)}")
@@ -189,15 +190,6 @@ def _kind(hint):
     kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", dict: "a mapping"}
     assert hint in kinds, f"the loader knows no type {hint}"
     return kinds[hint]
-
-
-def _check_range(value, limits, path):
-    if value is None or not limits:
-        return
-    if limits.get("at_least") is not None and not value >= limits["at_least"]:
-        raise ValueError(f"{path}: {value} should be at least {limits['at_least']}")
-    if limits.get("below") is not None and not value < limits["below"]:
-        raise ValueError(f"{path}: {value} should be below {limits['below']}")
 
 
 def _show(hint):

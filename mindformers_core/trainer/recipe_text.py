@@ -30,7 +30,15 @@ class _RecipeLoader(yaml.SafeLoader):
             lines[key] = line
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node):
+        """A whole number; one with more digits than Python reads is infinite, which is in no key's range."""
+        try:
+            return super().construct_yaml_int(node)
+        except ValueError:
+            return float("-inf" if node.value.startswith("-") else "inf")
 
+
+_RecipeLoader.add_constructor("tag:yaml.org,2002:int", _RecipeLoader.construct_yaml_int)
 _RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("-+.0123456789"))
 
 

@@ -15,6 +15,7 @@ AUTO_MEGABYTES = 64
 KINDS = ("allreduce", "allgather", "reducescatter")
 _MODES = ("auto", "size", "index")
 _KEYS = ("mode", "config")
+_MOST_MB = 2**30
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,8 @@ def _is_number(given):
 
 
 def _megabytes(number, where):
-    if not 0 <= number < float("inf"):
-        raise ValueError(f"{where}: {number} MB should be at least 0 (0: every tensor by itself)")
+    if not 0 <= number <= _MOST_MB:
+        raise ValueError(f"{where}: {number} MB should be at least 0 (0: every tensor by itself), at most {_MOST_MB}")
     return number
 
 
