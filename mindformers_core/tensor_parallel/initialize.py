@@ -112,7 +112,7 @@ def _set_values(parameter, initializer, layout, rank, seed, path):
     dtype, shape = parameter.dtype, tuple(parameter.shape)
     slices = tuple(slice(0, size) for size in shape) if layout is None else layout.local_slices(shape, rank)
     is_bfloat16 = dtype == ms.bfloat16  # NumPy has none: through float32
-    drawn_dtype = np.float32 if is_bfloat16 else ms.dtype_to_nptype(dtype)
+    drawn_dtype = np.float32 if is_bfloat16 else np.dtype(str(dtype).lower()).type
     tensor = ms.Tensor(draw_slice(initializer, shape, slices, seed, path, drawn_dtype))
     parameter.set_data(tensor.astype(dtype) if is_bfloat16 else tensor, slice_shape=True)
     parameter.init_mode = None  # set_data keeps it, and init_data() would draw again
