@@ -4,6 +4,8 @@
 which it keeps alive.
 """
 
+from functools import cache
+
 import numpy as np
 from mindspore import Tensor
 from mindspore import dtype as mstype
@@ -35,5 +37,10 @@ def empty_tensor(name, shape):
     if dtype in _NOT_OF_NUMPY:
         tensor = Tensor(np.zeros(shape), dtype)
         return tensor, as_bytes(tensor)
-    array = np.empty(shape, mstype.dtype_to_nptype(dtype))
+    array = np.empty(shape, _numpy_dtype(dtype))
     return Tensor.from_numpy(array), array.reshape(-1).view(np.uint8)
+
+
+@cache
+def _numpy_dtype(dtype):
+    return Tensor(0, dtype).asnumpy().dtype
