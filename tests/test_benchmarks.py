@@ -56,19 +56,13 @@ def test_the_table_is_aligned_markdown(results):
     assert cells == ["both", "1.67", "5000", "5000 – 8000", "3500", "3"]
 
 
-def test_timing_runs_what_was_prepared_behind_the_barrier():
+def test_timing_runs_what_was_prepared_behind_the_barrier_and_a_rank_that_sits_out_only_waits():
     events = []
     prepare, run = lambda: events.append("prepare") or ("x",), lambda x: events.append(f"run {x}")
-    variant = harness.Variant("a", "a", run, prepare, ranks=(0,), calls=4)
-    wall, cpu = harness._timed(variant, 0, lambda: events.append("barrier"))
+    variant, barrier = harness.Variant("a", "a", run, prepare, ranks=(0,), calls=4), lambda: events.append("barrier")
+    wall, cpu = harness._timed(variant, 0, barrier)
     assert events == ["prepare", "barrier", "run x"] and 0 <= wall < 1 and 0 <= cpu < 1
-
-
-def test_a_rank_that_sits_out_only_waits():
-    events = []
-    variant = harness.Variant("a", "a", lambda: events.append("run"), ranks=(0,))
-    assert harness._timed(variant, 1, lambda: events.append("barrier")) is None
-    assert events == ["barrier"]
+    assert harness._timed(variant, 1, barrier) is None and events[3:] == ["barrier"]
 
 
 def test_a_call_is_timed_not_a_run(monkeypatch):

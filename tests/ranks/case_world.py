@@ -22,13 +22,6 @@ def case_world():
     assert init_distributed(world_size=here.size) is here
 
 
-@on_ranks(2)
-def case_all_reduce_of_mindspore():
-    """The ranks really reach each other."""
-    total = ops.AllReduce(group=world().group)(ms.Tensor(np.float32([world().rank + 1])))
-    assert total.asnumpy() == [3]
-
-
 @on_ranks(2, 4)
 def case_threads():
     """MindSpore's threads that poll are no more than this rank's share of the cores, though kernels would use more."""
