@@ -39,17 +39,11 @@ def test_configs_are_values():
 TWO, COUNTED = {"pipeline_parallel": 2}, {"account_for_embedding_in_pipeline_split": True}
 ERRORS = [
     ({"pipeline_parallel": 4}, ValueError, r"num_hidden_layers: 6 should be .* \(4\): for example 4 or 8; or give"),
-    (
-        {**TWO, **COUNTED},
-        ValueError,
-        r"num_hidden_layers: 6 with embedding counted makes 7, .* \(2\): for example 5 or 7",
-    ),
+    ({**TWO, **COUNTED}, ValueError,
+        r"num_hidden_layers: 6 with embedding counted makes 7, .* \(2\): for example 5 or 7"),
     ({"pipeline_parallel": 3, **BOTH_COUNTED}, ValueError, "embedding and output layer counted makes 8"),
-    (
-        {**TWO, "layers_per_stage": [6]},
-        ValueError,
-        r"layers_per_stage: \[6\] has 1 entries, but .* 2 .* 1 makes 2 stages",
-    ),
+    ({**TWO, "layers_per_stage": [6]}, ValueError,
+        r"layers_per_stage: \[6\] has 1 entries, but .* 2 .* 1 makes 2 stages"),
     ({**TWO, "layers_per_stage": [3, 4]}, ValueError, r"layers_per_stage: \[3, 4\] makes 7 layers, .* is 6"),
     ({**TWO, "layers_per_stage": [7, -1]}, ValueError, r"layers_per_stage\[1\]: -1 should be at least 0"),
     ({**TWO, "layers_per_stage": [3, 3.0]}, TypeError, r"layers_per_stage\[1\]: expected an int, not 3.0"),
@@ -57,38 +51,23 @@ ERRORS = [
     ({**TWO, "layers_per_stage": [3, 3], **COUNTED}, ValueError, "leave account_for_embedding_in_pipeline_split out"),
     ({"pipeline_parallel": 4, "layers_per_stage": [0, 6, 0, 0]}, ValueError, "leaves stage 2 without anything"),
     ({"pipeline_parallel": 3, "layers_per_stage": [3, 0, 3]}, ValueError, "leaves stage 1 without anything"),
-    (
-        {"account_for_loss_in_pipeline_split": 1},
-        TypeError,
-        "account_for_loss_in_pipeline_split: expected true or false",
-    ),
+    ({"account_for_loss_in_pipeline_split": 1}, TypeError,
+        "account_for_loss_in_pipeline_split: expected true or false"),
     ({"pipeline_placement": "V"}, ValueError, "pipeline_placement: 'V' should be one of loop, v"),
     ({**TWO, "pipeline_placement": "v"}, ValueError, 'virtual_pipeline: 1 should be 2 with pipeline_placement: "v"'),
-    (
-        {"heterogeneous_block_specs": [{}]},
-        ValueError,
-        "heterogeneous_block_specs: 1 entries, but num_hidden_layers is 6",
-    ),
+    ({"heterogeneous_block_specs": [{}]}, ValueError,
+        "heterogeneous_block_specs: 1 entries, but num_hidden_layers is 6"),
     ({"heterogeneous_block_specs": {}}, TypeError, "heterogeneous_block_specs: expected a list of dicts, not {}"),
     ({"heterogeneous_block_specs": [{}] * 5 + [3]}, TypeError, r"heterogeneous_block_specs\[5\]: expected a dict"),
-    (
-        {"heterogeneous_block_specs": [{"intermediate": 8}] * 6},
-        ValueError,
-        r"heterogeneous_block_specs\[0\]: unknown key 'intermediate' \(did you mean 'intermediate_size'\?\)",
-    ),
-    (
-        {"heterogeneous_block_specs": [{"intermediate_size": "8"}] * 6},
-        TypeError,
-        r"specs\[0\]: inter.* expected an int",
-    ),
+    ({"heterogeneous_block_specs": [{"intermediate": 8}] * 6}, ValueError,
+        r"heterogeneous_block_specs\[0\]: unknown key 'intermediate' \(did you mean 'intermediate_size'\?\)"),
+    ({"heterogeneous_block_specs": [{"intermediate_size": "8"}] * 6}, TypeError,
+        r"specs\[0\]: inter.* expected an int"),
     ({"heterogeneous_block_specs": [{"hidden_size": 8}] * 6}, ValueError, "unknown key 'hidden_size'.* own are: inter"),
-    (
-        {"heterogeneous_block_specs": [{}] * 4 + [{"num_key_value_heads": 3}, {}]},
-        ValueError,
-        r"heterogeneous_block_specs\[4\]: num_attention_heads: 4 .* num_key_value_heads .3.",
-    ),
+    ({"heterogeneous_block_specs": [{}] * 4 + [{"num_key_value_heads": 3}, {}]}, ValueError,
+        r"heterogeneous_block_specs\[4\]: num_attention_heads: 4 .* num_key_value_heads .3."),
     ({"layer_per_stage": [3, 3]}, ValueError, "unknown key 'layer_per_stage' .*did you mean 'layers_per_stage'"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "kind", "message"), ERRORS)

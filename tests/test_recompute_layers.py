@@ -59,11 +59,8 @@ def test_layer_numbers_of_any_set_written_in_any_way(seed):
 
 LAYER_ERRORS = [
     (3, TypeError, "full: 3 should be true for all layers, a list of layer numbers, as [0, 3], or ranges of them, as "),
-    (
-        0.5,
-        TypeError,
-        "full: 0.5 should be true for all layers, a list of layer numbers, as [0, 3], or ranges of them, ",
-    ),
+    (0.5, TypeError,
+        "full: 0.5 should be true for all layers, a list of layer numbers, as [0, 3], or ranges of them, "),
     ({"layers": 1}, TypeError, "full: {'layers': 1} should be true for all layers"),
     ([True], TypeError, "full: True is no number of a layer: give true for all layers, a list of"),
     ([0.0], TypeError, "full: 0.0 is no number of a layer"),
@@ -81,11 +78,8 @@ LAYER_ERRORS = [
     ("1000000", ValueError, "full: '1000000' is neither"),
     ("0-1000000", ValueError, "full: '0-1000000' is neither"),
     ("1, 7-5", ValueError, "full: range '7-5' ends before it begins: try '5-7'"),
-    (
-        [3, 4, 4],
-        ValueError,
-        "full: layer 4 is given twice in [3, 4, 4]: these are numbers of layers of the whole model, from 0; how many",
-    ),
+    ([3, 4, 4], ValueError,
+        "full: layer 4 is given twice in [3, 4, 4]: these are numbers of layers of the whole model, from 0; how many"),
     ("0-3,2", ValueError, "full: layer 2 is given twice in '0-3,2'"),
     (
         [2, 1],
@@ -94,7 +88,7 @@ LAYER_ERRORS = [
         "how many layers of each pipeline stage, as in MindSpore Transformers, can't be given",
     ),
     ((2, 0), ValueError, "full: (2, 0) should be in ascending order, [0, 2]: these are numbers"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "kind", "message"), LAYER_ERRORS, ids=[str(error[0]) for error in LAYER_ERRORS])

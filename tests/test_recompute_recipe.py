@@ -169,22 +169,13 @@ ERRORS = [  # overrides of the tiny recipe with 4 layers, error, and a piece of 
         "recompute: 3 should be true, false or a section with keys, as full, select, exclude, mp_comm_recompute: docs/"
         "recompute.md",
     ),
-    (
-        ["swap=[1]"],
-        TypeError,
-        "swap: [1] should be true, false or a section with keys, as swap, default_prefetch, layer_",
-    ),
+    (["swap=[1]"], TypeError,
+        "swap: [1] should be true, false or a section with keys, as swap, default_prefetch, layer_"),
     (["recompte=true"], ValueError, "recompte: unknown section (did you mean 'recompute'?); known: model, training"),
-    (
-        ["recompute.ful=true"],
-        ValueError,
-        "recompute.ful: unknown key (did you mean 'full'?); known: full, select, exclude,",
-    ),
-    (
-        ["recompute.select_recompute=a"],
-        ValueError,
-        "recompute.select_recompute: unknown key (here it is called 'select')",
-    ),
+    (["recompute.ful=true"], ValueError,
+        "recompute.ful: unknown key (did you mean 'full'?); known: full, select, exclude,"),
+    (["recompute.select_recompute=a"], ValueError,
+        "recompute.select_recompute: unknown key (here it is called 'select')"),
     (
         ["recompute.recompute=true"],
         ValueError,
@@ -192,19 +183,11 @@ ERRORS = [  # overrides of the tiny recipe with 4 layers, error, and a piece of 
         "whole model, where MindSpore Transformers' list says how many layers of each pipeline stage); known: full",
     ),
     (["recompute.mode=full"], ValueError, "recompute.mode: unknown key (here full and select may stand together, and "),
-    (
-        ["recompute.select_comm_recompute=true"],
-        ValueError,
-        "unknown key (here select names collectives, too, as ",
-    ),
+    (["recompute.select_comm_recompute=true"], ValueError, "unknown key (here select names collectives, too, as "),
     (["recompute.mode=null"], ValueError, "recompute.mode: unknown key (leave it out: null asks for nothing)"),
     (["recompute_comm=null"], ValueError, "recompute_comm: unknown section (leave it out: null asks for nothing)"),
     (["recompute_config.recompute=true"], ValueError, "unknown section (here it is called 'recompute'); known: model"),
-    (
-        ["recompute_comm.enable=true"],
-        ValueError,
-        "(here recompute.mp_comm_recompute says whether collectives run",
-    ),
+    (["recompute_comm.enable=true"], ValueError, "(here recompute.mp_comm_recompute says whether collectives run"),
     (
         ["recompute.recompute_slice_activation=true"],
         ValueError,
@@ -213,11 +196,8 @@ ERRORS = [  # overrides of the tiny recipe with 4 layers, error, and a piece of 
     ),
     (["swap.enable=true"], ValueError, "swap.enable: unknown key (here it is called 'swap'); known: swap, default_pre"),
     (["swap.prefetch=3"], ValueError, "swap.prefetch: unknown key (did you mean 'default_prefetch'?)"),
-    (
-        ["recompute.full=3"],
-        TypeError,
-        "recompute.full: 3 should be true for all layers, a list of layer numbers, as [0, 3]",
-    ),
+    (["recompute.full=3"], TypeError,
+        "recompute.full: 3 should be true for all layers, a list of layer numbers, as [0, 3]"),
     (["recompute.select=[1]"], TypeError, "recompute.select[0]: 1 should be a pattern"),
     (
         ["recompute.select=*.cast"],
@@ -236,37 +216,22 @@ ERRORS = [  # overrides of the tiny recipe with 4 layers, error, and a piece of 
         "\"swap.op_swap={'layers.*.mlp': true}\"",
     ),
     (["swap.op_swap.*.mlp.layers=0-1"], ValueError, "write \"swap.op_swap={'*.mlp': {layers: 0-1}}\""),
-    (
-        ["recompute.full=2-4"],
-        ValueError,
-        "recompute.full: there is no layer 4: model.num_hidden_layers 4 makes layers 0 to 3",
-    ),
-    (
-        ["swap.layer_swap=[{layers: [0]}, {layers: [1, 7]}]"],
-        ValueError,
-        "swap.layer_swap[1].layers: there is no layer 7",
-    ),
-    (
-        ["swap.op_swap={mlp: {layers: [4]}}"],
-        ValueError,
-        "swap.op_swap['mlp'].layers: there is no layer 4: model.num_hid",
-    ),
+    (["recompute.full=2-4"], ValueError,
+        "recompute.full: there is no layer 4: model.num_hidden_layers 4 makes layers 0 to 3"),
+    (["swap.layer_swap=[{layers: [0]}, {layers: [1, 7]}]"], ValueError,
+        "swap.layer_swap[1].layers: there is no layer 7"),
+    (["swap.op_swap={mlp: {layers: [4]}}"], ValueError,
+        "swap.op_swap['mlp'].layers: there is no layer 4: model.num_hid"),
     (
         ["recompute=true", "recompute.parallel_optimizer_comm_recompute=true"],
         ValueError,
         "recompute.parallel_optimizer_comm_recompute: True is about the gathered weights of parallelism.zero_level=3, "
         "but zero_level is 0: leave it out, or use parallelism.zero_level=3",
     ),
-    (
-        ["recompute.full=1-3", "swap.layer_swap=[{layers: [0]}, {layers: [2, 3]}]"],
-        ValueError,
-        "swap.layer_swap[1].layers: layer 2 can't be swapped and recomputed (recompute.full): what is computed again",
-    ),
-    (
-        ["recompute=true", "swap.layer_swap=[{layers: true}]"],
-        ValueError,
-        "swap.layer_swap[0].layers: all layers can't be",
-    ),
+    (["recompute.full=1-3", "swap.layer_swap=[{layers: [0]}, {layers: [2, 3]}]"], ValueError,
+        "swap.layer_swap[1].layers: layer 2 can't be swapped and recomputed (recompute.full): what is computed again"),
+    (["recompute=true", "swap.layer_swap=[{layers: true}]"], ValueError,
+        "swap.layer_swap[0].layers: all layers can't be"),
     (["recompute=true", "swap.layer_swap=[{layers: [3]}]"], ValueError, "swap.layer_swap[0].layers: layer 3 can't be"),
     (
         ["recompute.budget=0.5", "context.mode=0"],
@@ -288,12 +253,9 @@ ERRORS = [  # overrides of the tiny recipe with 4 layers, error, and a piece of 
     ),
     (["swap=true", "context.engine=eager"], ValueError, "and swap can't change that: use context.engine=generated, or"),
     (["recompute=true", "swap={op_swap: {a: true}}", "context.engine=eager"], ValueError, "recompute and swap can't"),
-    (
-        ["swap.layer_swap=[{layers: [0]}]", "context.mode=0"],
-        ValueError,
-        "swap: nothing can be swapped where context.mode",
-    ),
-]
+    (["swap.layer_swap=[{layers: [0]}]", "context.mode=0"], ValueError,
+        "swap: nothing can be swapped where context.mode"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

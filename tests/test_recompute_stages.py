@@ -58,28 +58,16 @@ def test_a_layer_that_is_on_no_stage_is_found_when_they_meet(settings, swapped, 
 @pytest.mark.parametrize(
     ("settings", "swapped", "message"),
     [
-        (
-            {"select": ["weights.0", "*.tanhh"]},
-            {},
-            "recompute.select[1]: '*.tanhh' matches no Cell or operator: nothing is called 'tanhh' (did you mean",
-        ),
-        (
-            {"full": True, "exclude": "weights.2"},
-            {},
-            "recompute.exclude: 'weights.2' matches no Cell or operator: 'weights' is there, below it are '0-1'",
-        ),
-        (
-            {"select": ["weights.0-1", "weights.1-2"]},
-            {},
-            "recompute.select[1]: 'weights.1-2' is only partly there: below",
-        ),
-        (
-            {},
-            {"op_swap": {".mul": {"layers": "0"}}},
-            "swap.op_swap['.mul'].layers: nothing that '.mul' selects is in lay",
-        ),
+        ({"select": ["weights.0", "*.tanhh"]}, {},
+            "recompute.select[1]: '*.tanhh' matches no Cell or operator: nothing is called 'tanhh' (did you mean"),
+        ({"full": True, "exclude": "weights.2"}, {},
+            "recompute.exclude: 'weights.2' matches no Cell or operator: 'weights' is there, below it are '0-1'"),
+        ({"select": ["weights.0-1", "weights.1-2"]}, {},
+            "recompute.select[1]: 'weights.1-2' is only partly there: below"),
+        ({}, {"op_swap": {".mul": {"layers": "0"}}},
+            "swap.op_swap['.mul'].layers: nothing that '.mul' selects is in lay"),
         ({}, {"op_swap": {"mul": True, "muls": True}}, "swap.op_swap['muls']: 'muls' matches no Cell or"),
-    ],
+    ],  # fmt: skip
 )
 def test_a_pattern_that_matches_on_no_stage_is_found_in_the_first_run(settings, swapped, message):
     schedule = scales(settings, swapped)
@@ -187,52 +175,27 @@ def test_what_stages_tell():
     check([FIRST, SECOND], {"swap": False, "op_swap": {"nothing": True}, "layer_swap": [{"layers": "2-3"}]})
     check([FIRST, SECOND], select=["*.tanh", "mean"], exclude="*.tanh")
     for told, settings, message in (
-        (
-            [FIRST, SECOND],
-            {"full": True, "select": "*.tanh", "exclude": "layers.*"},
-            r"exclude: \['layers.\*'\] takes out all that is asked for by full \(True\) and select \(\['\*.tanh'\]\)",
-        ),
+        ([FIRST, SECOND], {"full": True, "select": "*.tanh", "exclude": "layers.*"},
+            r"exclude: \['layers.\*'\] takes out all that is asked for by full \(True\) and select \(\['\*.tanh'\]\)"),
         ([FIRST, SECOND], {"select": "mean", "exclude": "**"}, "takes out all that is asked for by select"),
-        (
-            [FIRST, SECOND],
-            {"select": "layers.2"},
-            r"^recompute.select: 'layers.2' matches no .* below it are '0-1'$",
-        ),
-        (
-            [FIRST, SECOND],
-            {"select": "layers.0.tan"},
-            r"'layers.0' is there, below it are 'Tanh' \(did you mean 'Tanh'",
-        ),
-        (
-            [FIRST, SECOND | WITHOUT_PROGRAM],
-            {"full": [2]},
-            r"^recompute.full: there is no layer 2: .* 0 to 1, 'layers.0-1'$",
-        ),
-        (
-            [FIRST, None],
-            {"full": "0-1"},
-            r"no layer 1: the layers are 0 to 0, 'layers.0'; looked for on stages \[0\] of 2",
-        ),
+        ([FIRST, SECOND], {"select": "layers.2"}, r"^recompute.select: 'layers.2' matches no .* below it are '0-1'$"),
+        ([FIRST, SECOND], {"select": "layers.0.tan"},
+            r"'layers.0' is there, below it are 'Tanh' \(did you mean 'Tanh'"),
+        ([FIRST, SECOND | WITHOUT_PROGRAM], {"full": [2]},
+            r"^recompute.full: there is no layer 2: .* 0 to 1, 'layers.0-1'$"),
+        ([FIRST, None], {"full": "0-1"},
+            r"no layer 1: the layers are 0 to 0, 'layers.0'; looked for on stages \[0\] of 2"),
         ([FIRST | {"layers": []}, None], {"full": True}, r"^recompute.full: the model .*; its Cells are 'layers', wh"),
-        (
-            [FIRST, SECOND],
-            {"select": ["layers.0-1", "layers.1-4"]},
-            r"^recompute.select\[1\]: 'layers.1-4' is only partly there: .* '0-1', not '2-4': write 'layers.1'$",
-        ),
-        (
-            [FIRST, SECOND],
-            {"exclude": "*.0,7.tanh", "full": True},
-            "^recompute.exclude: .* is only partly there: there are",
-        ),
-        (
-            [FIRST, None],
-            {"select": "layers.0-1"},
-            r"below 'layers' are '0', not '1': write 'layers.0'; looked for on sta",
-        ),
+        ([FIRST, SECOND], {"select": ["layers.0-1", "layers.1-4"]},
+            r"^recompute.select\[1\]: 'layers.1-4' is only partly there: .* '0-1', not '2-4': write 'layers.1'$"),
+        ([FIRST, SECOND], {"exclude": "*.0,7.tanh", "full": True},
+            "^recompute.exclude: .* is only partly there: there are"),
+        ([FIRST, None], {"select": "layers.0-1"},
+            r"below 'layers' are '0', not '1': write 'layers.0'; looked for on sta"),
         ([FIRST, SECOND], {"select": "Second"}, r"'Second' is a class, but Cells .*: write 'layers.\*'$"),
         ([FIRST, SECOND], {"swapped": {"op_swap": {"tanh": {"layers": [1]}}}}, "in layer 1: it is in layer 0$"),
         ([FIRST, SECOND], {"swapped": {"op_swap": {"mean": {"layers": "0-1"}}}}, "in layers 0-1: it is in no layer$"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             check(told, **settings)
 

@@ -120,43 +120,27 @@ ERRORS = [  # overrides of llama_tiny_zero.yaml, error, and a piece of its text
     ([f"{LEVEL}=level1"], ValueError, f"{LEVEL}: 'level1' is not one of 0, 1, 2, 3"),
     (["parallelism.zero_levl=1"], ValueError, "parallelism.zero_levl: unknown key (did you mean 'zero_level'?)"),
     ([f"{SHARD}=1"], ValueError, f"{LEVEL}: 2 shards optimizer state and gradients among data_par"),
-    (
-        [f"{SHARD}=1", f"{REPLICATE}=2"],
-        ValueError,
-        f"{SHARD} is 1, so nothing would be sharded: use data_parallel_shard=2",
-    ),
+    ([f"{SHARD}=1", f"{REPLICATE}=2"], ValueError,
+        f"{SHARD} is 1, so nothing would be sharded: use data_parallel_shard=2"),
     ([f"{SHARD}=0"], ValueError, f"{SHARD}: 0 is neither -1 nor at least 1"),
     ([f"{REPLICATE}=0"], ValueError, f"{REPLICATE}: 0 should be at least 1"),
     ([f"{REPLICATE}=-1"], ValueError, f"{REPLICATE}: -1 should be at least 1"),
     (["parallelism.zero_threshold_kb=-1"], ValueError, "parallelism.zero_threshold_kb: -1 should be at least 0"),
-    (
-        ["parallelism.zero_threshold_kb=0.5"],
-        TypeError,
-        "parallelism.zero_threshold_kb: 0.5 (float) should be a whole number",
-    ),
-    (
-        [f"{RESHARD}=true"],
-        ValueError,
-        f"{RESHARD}: True is about the sharded weights of {LEVEL} 3, but zero_level is 2",
-    ),
+    (["parallelism.zero_threshold_kb=0.5"], TypeError,
+        "parallelism.zero_threshold_kb: 0.5 (float) should be a whole number"),
+    ([f"{RESHARD}=true"], ValueError,
+        f"{RESHARD}: True is about the sharded weights of {LEVEL} 3, but zero_level is 2"),
     ([f"{RESHARD}=false"], ValueError, f"{RESHARD}: False is about"),
     ([f"{LEVEL}=3", f"{RESHARD}=1"], TypeError, f"{RESHARD}: 1 (int) should be true or false"),
-    (
-        [f"{FUSION}=true"],
-        TypeError,
-        f"{FUSION}: True (bool) should be a text, a whole number, a number or a mapping",
-    ),
+    ([f"{FUSION}=true"], TypeError, f"{FUSION}: True (bool) should be a text, a whole number, a number or a mapping"),
     ([f"{FUSION}=null"], TypeError, f"{FUSION}: None (NoneType) should be a text"),
     ([f"{FUSION}=atuo"], ValueError, f"{FUSION}: 'atuo' should be 'auto', a number of MB"),
     ([f"{FUSION}=-3"], ValueError, f"{FUSION}: -3 MB should be at least 0"),
     ([f"{FUSION}={{mode: sise, config: 3}}"], ValueError, f"{FUSION}.mode: 'sise' should be"),
     ([f"{FUSION}={{alreduce: auto}}"], ValueError, f"{FUSION}: unknown key 'alreduce'"),
     ([f"{FUSION}={{alreduce: auto}}"], ValueError, "(did you mean 'allreduce'?)"),
-    (
-        [f"{FUSION}={{allreduce: {{mode: index, config: 3}}}}"],
-        TypeError,
-        f"{FUSION}.allreduce.config: 3 should be a list of counts",
-    ),
+    ([f"{FUSION}={{allreduce: {{mode: index, config: 3}}}}"], TypeError,
+        f"{FUSION}.allreduce.config: 3 should be a list of counts"),
     ([f"{ACCUMULATE}=0"], ValueError, f"{ACCUMULATE}: 0 should be at least 1"),
     ([f"{ACCUMULATE}=2.0"], TypeError, f"{ACCUMULATE}: 2.0 (float) should be a whole number"),
     (
@@ -167,12 +151,9 @@ ERRORS = [  # overrides of llama_tiny_zero.yaml, error, and a piece of its text
     ),
     ([f"{GLOBAL}=9"], ValueError, "= 8: try global_batch_size=8, or give only one of the two"),
     ([f"{GLOBAL}=2"], ValueError, "= 8: try global_batch_size=8, or give only one of the two"),
-    (
-        [f"{REPLICATE}=2", f"{GLOBAL}=12", f"{ACCUMULATE}=null"],
-        ValueError,
-        f"{GLOBAL}: 12 is no multiple of training.local_batch_size 2 x 4 data-parallel ranks = 8: try 8",
-    ),
-]
+    ([f"{REPLICATE}=2", f"{GLOBAL}=12", f"{ACCUMULATE}=null"], ValueError,
+        f"{GLOBAL}: 12 is no multiple of training.local_batch_size 2 x 4 data-parallel ranks = 8: try 8"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
