@@ -13,6 +13,7 @@ import gc
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -35,6 +36,7 @@ from mindformers_core.zero import hsdp, value_and_grad
 # Attention's core (scores, softmax, mixing) has 7 % of the forward pass's operations, and takes about 7 % of its time,
 # as in models whose hidden size is long. Of the 55 MB that a layer keeps of a sequence, its weights take 8.
 LAYERS, HIDDEN, LENGTH, HEADS, VOCABULARY = 4, 1024, 512, 8, 512
+TIMED_LAYERS = 2  # of the models that are timed: all variants are alive then
 BATCH, MEMORY_BATCH = 1, 2  # sequences in a step that is timed, and in one whose memory is measured
 CONFIG = LlamaConfig(
     hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
@@ -54,10 +56,10 @@ SETTINGS = {  # (variant, mode) -> what recompute() is asked for
 }
 
 
-def model_of(variant, mode):
+def model_of(variant, mode, layers=LAYERS):
     """The model of a variant: a Llama, sharded over a mesh of one, with the same parameters every time."""
     with ms.DeviceCtx("meta"):
-        net = LlamaForCausalLM(CONFIG).set_train()
+        net = LlamaForCausalLM(replace(CONFIG, num_hidden_layers=layers)).set_train()
     return recompute(shard(net, init_device_mesh((1, 1), ("dp", "tp")), seed=SEED), **SETTINGS[variant, mode])
 
 
