@@ -4,6 +4,7 @@ import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import mindspore as ms
 import pytest
 from launch import run_cases, run_ranks
 from timings import (  # noqa: F401 (hooks of pytest)
@@ -15,6 +16,8 @@ from timings import (  # noqa: F401 (hooks of pytest)
 )
 
 from mindformers_core.communication import init_distributed, shutdown
+
+ms.set_context(runtime_num_threads=0, inter_op_parallel_num=1)  # threads that poll would take cores from launches
 
 
 @pytest.fixture
