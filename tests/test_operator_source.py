@@ -210,6 +210,11 @@ def test_an_unknown_operator_says_what_to_do():
 X, MASK = tensor_meta((4, 8), "float32"), tensor_meta((4, 8), "bool")
 WRITTEN = [
     ("MatMul", (X, X, False, True), {}, None, "matmul_impl(x, x, False, True)"),
+    ("MatMulExt", (X, X), {}, None, "matmul_ext_op(x, x)"),
+    ("MatMulExt", (tensor_meta((1, 1, 8), "float32"), X), {}, None, "ops.tensor_dot(x, x, 1)"),
+    ("SplitWithSizeView", (X, (2, 6), 1), {}, None, "x.split((2, 6), 1)"),
+    ("SplitTensorView", (X, 4, 1), {}, None, "x.split(4, 1)"),
+    ("SplitTensorView", (X, 3, -1), {}, None, "x.split((3, 3, 2), -1)"),
     ("AddExt", (X, X), {}, None, "add_op(x, x)"),
     ("AddScalar", (X, 1.5, 2), {}, None, "add_ext_op(x, 1.5, 2)"),
     ("Concat", ([X, X], 1), {}, None, "concat_impl((x, x), 1)"),

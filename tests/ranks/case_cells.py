@@ -304,3 +304,11 @@ def case_gradients_of_splits():
             gradient = ms.grad(cell)
             found = (jit(gradient) if run == "compiled" else gradient)(Tensor(mine))
             np.testing.assert_allclose(found.asnumpy(), expected, 1e-5, 1e-5, err_msg=f"{name}, {run}")
+
+
+@on_ranks(2)
+def case_products_of_one_row():
+    """Of a tensor that has one row locally, MindSpore's gradient of a matmul has a dim too many."""
+    mesh = init_device_mesh((2,), ("tp",))
+    for x_layout in (layout(None, None, "tp"), layout(None, "tp")):
+        compare(Attention, mesh, {"o": {"output": layout(None, "tp")}}, x_layout, steps=1, shape=(1, 2, HIDDEN))

@@ -260,6 +260,7 @@ def _parameters(function, skipped=0):
 _FUNCTIONS = {  # operator -> function of `mindspore.ops`, parameters
     "Cast": ("cast", {"input": _REQUIRED, "dtype": _REQUIRED}),
     "StopGradient": ("stop_gradient", {"value": _REQUIRED}),
+    "TensorDot": ("tensor_dot", {"x1": _REQUIRED, "x2": _REQUIRED, "axes": _REQUIRED}),
     "FullLike": ("full_like", {"input": _REQUIRED, "fill_value": _REQUIRED, "dtype": None}),
 }
 _INTERCEPTED = {  # their `__call__` doesn't tell the parameters, as it is ours (interception.py) or the general one
