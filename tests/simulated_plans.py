@@ -3,11 +3,11 @@
 import numpy as np
 from simulated_ranks import distribute, run_forward
 
-from mindformers_core.tensor_parallel.capturing.structure import Value, map_leaves, values_in
+from mindformers_core.tensor_parallel.capturing.structure import map_leaves, values_in
 from mindformers_core.tensor_parallel.propagation import CallPlan, Move
 from mindformers_core.tensor_parallel.propagation.aliases import match_arguments
 
-__all__ = ["NUMPY", "simulate"]
+__all__ = ["computed", "simulate"]
 
 NUMPY = {
     "Add": np.add,
@@ -17,9 +17,26 @@ NUMPY = {
     "Muls": np.multiply,
     "Neg": np.negative,
     "ReLU": lambda x: np.maximum(x, 0),
-    "MatMul": lambda a, b, *transposed: np.matmul(a, b),
+    **dict.fromkeys(("MatMul", "MatMulExt"), lambda a, b, *transposed: np.matmul(a, b)),
     "Transpose": np.transpose,
+    "Split": lambda x, dim, count: np.split(x, count, dim),
+    "SplitWithSizeView": lambda x, lengths, dim: np.split(x, np.cumsum(lengths)[:-1], dim),
+    "Unstack": lambda x, dim: [np.take(x, index, dim) for index in range(x.shape[dim])],
+    "TopK": lambda x, count: (-np.sort(-x)[..., :count], np.argsort(-x)[..., :count]),
+    "Narrow": lambda x, dim, start, length: np.take(x, range(start, start + length), dim),
+    "StridedSlice": lambda x, begin, end, strides, *masks: x[tuple(map(slice, begin, end, strides))],
+    "Squeeze": np.squeeze,
+    "ExpandDims": np.expand_dims,
+    "Concat": np.concatenate,
+    "SumExt": lambda x, dim, keepdim, dtype: x.sum(dim, keepdims=keepdim),
 }
+
+
+def computed(node, args, kwargs):
+    """The results of an operator, in order."""
+    axis = [node.primitive.attributes["axis"]] if node.operator == "Unstack" else []
+    results = NUMPY[node.operator](*args, *kwargs.values(), *axis)
+    return list(results) if isinstance(results, (tuple, list)) else [results]
 
 
 def simulate(plan, inputs, parameters, rng):
@@ -74,11 +91,18 @@ def _called(call, path, inputs, hand, parameters, stored):
 
 
 def _operated(plan, path, inputs, hand, parameters, stored):
+    """All results on all ranks, by the local call."""
     assert plan.algorithm is None
-    node, local = plan.node, {}
-    tensors = [hand[value.id, layout] for value, layout in zip(values_in(node.args), plan.inputs, strict=True)]
+    node, args, kwargs = plan.node, plan.node.args, plan.node.kwargs
+    values = values_in((args, kwargs))
+    tensors = [hand[value.id, layout] for value, layout in zip(values, plan.inputs, strict=True)]
+    if plan.signature.localize is not None:
+        shapes = [layout.local_shape(value.shape) for value, layout in zip(values_in(node.outputs), plan.outputs)]
+        args, kwargs = plan.signature.localize((*args, *kwargs.values()), shapes), {}
+    results = [{} for _ in plan.outputs]
     for rank in tensors[0]:
         rest = iter([tensor[rank] for tensor in tensors])
-        args = map_leaves(lambda leaf, rest=rest: next(rest) if isinstance(leaf, Value) else leaf, node.args)
-        local[rank] = NUMPY[node.operator](*args)
-    return [local]
+        local = map_leaves(lambda leaf, rest=rest: next(rest) if values_in(leaf) else leaf, (args, kwargs))
+        for result, part in zip(results, computed(node, *local), strict=True):
+            result[rank] = part
+    return results

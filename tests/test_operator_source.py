@@ -7,7 +7,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from generated_modules import Program, float_places, gradients_of, module_source, record, run_jitted, write
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor
 from operator_source_calls import ALL_CALLS, BROKEN, WITHOUT_GRADIENT, WITHOUT_KERNEL
 
 from mindformers_core.operators import registered_operators, tensor_meta
@@ -137,53 +137,6 @@ def test_calls_of_every_operator(folder):
         values, places = list(map(Tensor, program.values)), float_places(program, flowing[number])
         slopes = gradients_of(getattr(module, f"call_{number}"), values, places, flowing[number])
         compare(f"gradient of {call} in jit", gradients[number], slopes)
-
-
-class Handed(nn.Cell):
-    """An identity whose gradient is a tensor, given beforehand."""
-
-    def __init__(self, gradient):
-        super().__init__()
-        self.gradient = gradient
-
-    def construct(self, x):
-        return ops.stop_gradient(x)
-
-    def bprop(self, x, out, dout):
-        return (self.gradient,)
-
-
-def test_gradients_that_are_views(folder):
-    """A gradient with an offset and strides is taken as a contiguous one, in PyNative by what gives several results."""
-    names = ("Split", "Chunk", "Unstack", "TopK", "DeprecatedSplit")
-    calls = [call for call in ALL_CALLS if call.name.startswith(names) and str(call) not in BROKEN]
-    programs = [program_of(call) for call in calls]
-    module = write(folder, "calls_with_gradients_that_are_views", module_source(programs))
-    for number, (call, program) in enumerate(zip(calls, programs)):
-        operator, x = getattr(module, f"call_{number}"), Tensor(program.values[0])
-        shapes = [result.shape if "Float" in str(result.dtype) else None for result in operator(x)]
-        handed = [None if shape is None else _second_half(np.random.default_rng(5), shape) for shape in shapes]
-        views, copies = (_slope(operator, x, given) for given in (handed, map(_copied, handed)))
-        compare(f"gradient of {call}", [views], [copies])
-
-
-def _second_half(random, shape):
-    """A view of half a tensor that is drawn."""
-    tensor = Tensor(random.normal(size=(*shape[:-1], 2 * shape[-1])).astype(np.float32))
-    return ops.slice(tensor, (0,) * (len(shape) - 1) + (shape[-1],), shape)
-
-
-def _copied(tensor):
-    return None if tensor is None else Tensor(tensor.asnumpy().copy())
-
-
-def _slope(operator, x, gradients):
-    """The gradient of `x` where the operator's results have these gradients."""
-
-    def loss(x):
-        return sum(Handed(given)(result).sum() for result, given in zip(operator(x), gradients) if given is not None)
-
-    return ms.grad(loss)(x).asnumpy()
 
 
 def test_calls_without_a_kernel_infer_on_the_meta_device(folder):

@@ -1,10 +1,12 @@
-"""Propagation of random programs: hundreds of Cell trees with random layouts, run in NumPy on simulated ranks."""
+"""Propagation of random Cell trees with random layouts ($RANDOM_PROGRAMS of them), run in NumPy on simulated ranks."""
+
+import os
 
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, mint, nn, ops
 from plan_checks import check_plan, move_bytes
-from simulated_plans import NUMPY, simulate
+from simulated_plans import computed, simulate
 from simulated_ranks import collect
 
 from mindformers_core.layout import Layout, layout
@@ -22,7 +24,27 @@ from mindformers_core.tensor_parallel.propagation.propagate import Propagation
 SIZE = 8
 MESHES = ((2, 2), ("dp", "tp")), ((2, 4), ("dp", "tp")), ((2, 2, 2), ("dp", "cp", "tp"))
 BINARY = {"Add": ops.add, "Sub": ops.sub, "Mul": ops.mul}
-UNARY = {"Neg": ops.neg, "ReLU": ops.relu, "Transpose": lambda x: ops.transpose(x, (1, 0))}
+UNARY = {
+    "Neg": ops.neg,
+    "ReLU": ops.relu,
+    "Transpose": lambda x: ops.transpose(x, (1, 0)),
+    # parts of a tensor, which lie in different ways: as rows and columns of products
+    "halves": lambda x: _product(*ops.split(x, SIZE // 2, 1)),
+    "swapped": lambda x: ops.concat(ops.chunk(x, 2, 0)[::-1], 0),
+    "lengths": lambda x: ops.concat(mint.split(x, (3, 5), 1)[::-1], 1),
+    "unstacked": lambda x: _outer(*ops.unstack(x, 0)[1:6:4]) + _outer(*ops.unstack(x, 1)[:2]),
+    "top": lambda x: _product(*[ops.topk(part, 2)[0] for part in (x, ops.neg(x))]),
+    "views": lambda x: _product(x.narrow(1, 5, 3), x[:, 2:5]),
+    "row": lambda x: _outer(x[3], x[:, 6]) + ops.sum(x, 0, keepdim=True),
+}
+
+
+def _product(a, b):
+    return ops.matmul(a, ops.transpose(b, (1, 0)))
+
+
+def _outer(a, b):
+    return ops.expand_dims(a, 1) * ops.expand_dims(b, 0)
 
 
 class Program(nn.Cell):
@@ -41,7 +63,7 @@ class Program(nn.Cell):
         self.children = nn.CellList([Program(rng, depth - 1, self.weight) for _ in range(2)] if depth else [])
         kinds = [*BINARY, *UNARY, "matmul", "weight", "bias"] + (["call"] * 4 if depth else [])
         self.steps = [
-            (kinds[rng.integers(len(kinds))], *rng.integers(0, 1 << 30, 3)) for _ in range(rng.integers(1, 7))
+            (kinds[rng.integers(len(kinds))], *rng.integers(0, 1 << 30, 3)) for _ in range(rng.integers(1, 6))
         ]
         self.count = int(rng.integers(1, 3))
 
@@ -101,8 +123,8 @@ def evaluate(graph, given, parameters, path=""):
         known[use.value.id] = parameters[use.path]
     for node in graph.nodes:
         if hasattr(node, "operator"):
-            args = map_leaves(lambda leaf: known[leaf.id] if values_in(leaf) else leaf, node.args)
-            results = [NUMPY[node.operator](*args)]
+            args = map_leaves(lambda leaf: known[leaf.id] if values_in(leaf) else leaf, (node.args, node.kwargs))
+            results = computed(node, *args)
         else:
             inner = {a.id: known[b.id] for a, b in match_arguments(node).items()}
             results = evaluate(node.graph, inner, parameters)
@@ -110,12 +132,10 @@ def evaluate(graph, given, parameters, path=""):
     return [known[value.id] for value in values_in(graph.result)]
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("RANDOM_PROGRAMS", 120))))
 def test_random_programs(seed):
     rng = np.random.default_rng(seed)
-    mesh = init_device_mesh(
-        *[((2, 2), ("dp", "tp")), ((2, 4), ("dp", "tp")), ((2, 2, 2), ("dp", "cp", "tp"))][seed % 3]
-    )
+    mesh = init_device_mesh(*MESHES[seed % len(MESHES)])
     cell = Program(rng, int(rng.integers(3)), None)
     graph = capture(cell, *[tensor_meta((SIZE, SIZE), "float32")] * 2)
     declarations = draw_declarations(rng, mesh, cell)

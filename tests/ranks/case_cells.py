@@ -51,9 +51,7 @@ def compare(make, mesh, plan, x_layout, train=None, steps=2, shape=(4, 6, HIDDEN
         assert weights and [weight.name for weight in weights] == list(truth)
         np.testing.assert_allclose(float(ops.sum(cell(x)).full_tensor()), loss, 1e-5, 1e-5)
         with count_collectives() as counts:
-            total, (my_slope, gradients) = ms.value_and_grad(
-                lambda x: ops.sum(cell(x)).full_tensor(), 0, weights
-            )(x)
+            total, (my_slope, gradients) = ms.value_and_grad(lambda x: ops.sum(cell(x)).full_tensor(), 0, weights)(x)
         np.testing.assert_allclose(float(total), loss, 1e-5, 1e-5, err_msg=f"loss in step {step}")
         np.testing.assert_allclose(my_slope.asnumpy(), part_of(slope, bound), 1e-4, 1e-5, err_msg=f"input, step {step}")
         for weight, found in zip(weights, gradients, strict=True):
