@@ -165,6 +165,7 @@ WRITTEN = [
     ("MatMul", (X, X, False, True), {}, None, "matmul_impl(x, x, False, True)"),
     ("MatMulExt", (X, X), {}, None, "matmul_ext_op(x, x)"),
     ("MatMulExt", (tensor_meta((1, 1, 8), "float32"), X), {}, None, "ops.tensor_dot(x, x, 1)"),
+    ("MatMulExt", (tensor_meta((4, 1), "float32"), X), {}, None, "mul_op(x, x)"),
     ("SplitWithSizeView", (X, (2, 6), 1), {}, None, "x.split((2, 6), 1)"),
     ("SplitTensorView", (X, 4, 1), {}, None, "x.split(4, 1)"),
     ("SplitTensorView", (X, 3, -1), {}, None, "x.split((3, 3, 2), -1)"),

@@ -79,18 +79,18 @@ class Dispatcher:
             if len(self.programs) >= _MOST_PROGRAMS:
                 self.programs.clear()
             self.programs[key] = program
-        return program.run(_MENDED.get(func.name, func), primitive, args, tensors)
+        return program.run(_FIXED.get(func.name, func), primitive, args, tensors)
 
 
 def _matmul(input, mat2):
+    if min(input.ndim, mat2.ndim) > 1 and input.shape[-1] == 1:
+        return input * mat2
     is_one_row = input.ndim > 2 >= mat2.ndim and math.prod(input.shape[:-1]) == 1
     return ops.tensor_dot(input, mat2, 1) if is_one_row else ops.auto_generate.matmul_ext_op(input, mat2)
 
 
 # operators whose gradient in MindSpore is wrong on CPU (docs/mindspore.md), and what gives the same
-_MENDED = {"MatMulExt": _matmul} | dict.fromkeys(
-    ("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), lambda input, size, dim=0: input.split(size, dim)
-)
+_FIXED = {"MatMulExt": _matmul} | dict.fromkeys(("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), Tensor.split)
 
 
 def _on_locals(args):

@@ -106,11 +106,13 @@ def _split_by_method(name, args, kwargs):
     return "DeprecatedSplit", (x, size, dim), {}
 
 
-def _matmul_of_one_row(name, args, kwargs):
-    """Of a local tensor with one row, in three dims or more, the gradient would have a dim too many."""
+def _product_with_a_gradient(name, args, kwargs):
+    """Where MindSpore's gradient of a product of local tensors has a dim too many, or fails (docs/mindspore.md)."""
     shapes = [x.layout.local_shape(x.shape) if getattr(x, "layout", None) else x.shape for x in args[:2]]
-    is_one_row = len(shapes) == 2 and len(shapes[0]) > 2 >= len(shapes[1]) and set(shapes[0][:-1]) == {1}
-    return ("TensorDot", (*args[:2], 1), {}) if is_one_row else (name, args, kwargs)
+    if min(map(len, shapes)) > 1 and shapes[0][-1] == 1:
+        return "Mul", args, kwargs
+    is_one_row = len(shapes[0]) > 2 >= len(shapes[-1]) and set(shapes[0][:-1]) == {1}
+    return ("TensorDot", (*args, 1), {}) if is_one_row else (name, args, kwargs)
 
 
 def _strided(x, dim, start, end, step, drop):
@@ -138,7 +140,7 @@ _RULES = {
     "DeprecatedArgmax": _dim_given,
     "DeprecatedArgmin": _dim_given,
     "Contiguous": _renamed("Identity"),  # a graph that returns one may fail to be scheduled
-    "MatMulExt": _matmul_of_one_row,
+    "MatMulExt": _product_with_a_gradient,
     "Mm": _renamed("MatMulExt"),
     "Mv": _renamed("MatMulExt"),
     "Dot": _renamed("MatMulExt"),
