@@ -218,8 +218,10 @@ def test_a_run_that_failed_leaves_nothing():
     before = [gradient.asnumpy() for gradient in schedule.stages[0].gradients]
     with pytest.raises(ValueError, match=r"stage 0 \(rank 0\), step F0@0: "):
         schedule.run(Tensor(array(8, 5)))
-    for gradient, expected in zip(schedule.stages[0].gradients, before, strict=True):
-        assert (gradient.asnumpy() == expected).all()
+    for count in (1, 2):
+        for gradient, expected in zip(schedule.stages[0].gradients, before, strict=True):
+            np.testing.assert_allclose(gradient.asnumpy(), count * expected, 1e-6)  # also of runs after it was read
+        schedule.run(x)
     for stage in schedule.stages:
         stage.zero_gradients()
     check(schedule, x)

@@ -23,6 +23,7 @@ from mindformers_core.trainer.compare import largest_difference, read_losses
 from mindformers_core.trainer.progress import Progress
 from mindformers_core.trainer.recipe import Optimizer
 from mindformers_core.trainer.recipe_loader import load_recipe
+from mindformers_core.trainer.saved_state import find_checkpoint
 from mindformers_core.trainer.training_loop import prepare, run_steps
 
 ONE_RANK = str(Path(__file__).parent.parent / "configs" / "llama_tiny_cpu_1p.yaml")
@@ -244,6 +245,12 @@ def test_half_written_metrics_line_is_dropped_when_resuming(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "lo')
     metrics.MetricsFile(str(tmp_path), after_step=2).write({"step": 3, "loss": 9.0})
     assert read_losses(str(tmp_path)) == {1: 1.0, 2: 0.5, 3: 9.0}
+
+
+def test_the_newest_checkpoint_has_the_highest_number(tmp_path):
+    for step in (2, 9, 10):
+        (tmp_path / "checkpoint" / f"step_{step}").mkdir(parents=True)
+    assert find_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint" / "step_10")
 
 
 def test_missing_extra_is_told_before_the_first_step(run, monkeypatch):
