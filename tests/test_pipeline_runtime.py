@@ -14,11 +14,14 @@ from mindformers_core.pipeline import (
     MetaStep,
     MetaStepType,
     PipelineScheduleMulti,
+    PipelineStage,
     ScheduleInterleaved1F1B,
     ScheduleLoopedBFS,
+    ScheduleZBH1,
     ScheduleZBV,
 )
 from mindformers_core.pipeline.schedules.micro_batches import split_micro_batches
+from mindformers_core.tensor_parallel import shard
 
 sys.path.insert(0, str(Path(__file__).parent / "ranks"))
 import pipeline_models as models  # noqa: E402
@@ -208,6 +211,26 @@ def test_sharded_stages_defer_the_gradients_of_weights(compiled):
     schedule = models.schedule_of(ScheduleZBV, 4, 2, make=make, compiled=compiled)
     models.assert_alike(models.pipelined(schedule, 8, 2), expected, "zb_v")
     assert schedule.stages[0]._weights._deferred is not None
+
+
+class Twice(nn.Cell):
+    """A weight whose gradient is deferred in part: a product's is, that of a square isn't."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor(array(4, 4)), name="weight")
+
+    def construct(self, x):
+        return ops.square(ops.matmul(x, self.weight)).mean() + ops.square(self.weight).sum()
+
+
+def test_both_parts_of_a_weights_gradient_count():
+    x = Tensor(array(8, 4))
+    cell, plain = shard(Twice().set_train(), init_device_mesh((1,), ("tp",))), Twice()
+    schedule = ScheduleZBH1(PipelineStage(cell, 0, 1), 2)
+    schedule.run(x)
+    expected = ms.grad(plain, None, plain.trainable_params())(x)[0].asnumpy()
+    np.testing.assert_allclose(schedule.stages[0].gradients[0].asnumpy(), expected, 1e-5)
 
 
 def test_a_run_that_failed_leaves_nothing():
