@@ -35,7 +35,7 @@ UNARY = {
     "half": (lambda x, n: x * 0.5, None),
     "square": (lambda x, n: ops.tanh(x) * x * 0.5, None),
     "shifted": (lambda x, n: x + 1.0, None),
-    "softmax": (lambda x, n: ops.softmax(x, n % x.ndim) * 4, _some),
+    "softmax": (lambda x, n: ops.softmax(x, n % x.ndim) * 4, lambda x: _some(x) and 1 not in x.shape),
     "normed": (lambda x, n: (x - ops.mean(x, -1, True)) * ops.rsqrt(ops.mean(ops.square(x), -1, True) + 1.0), _some),
     "less the largest": (lambda x, n: x - ops.amax(_distinct(x, n % x.ndim), n % x.ndim, True), _some),
     "less a sum": (lambda x, n: x - ops.sum(x, 0, keepdim=True) * 0.25, _some),
@@ -78,9 +78,7 @@ BINARY = {
     "joined": lambda x, y: ops.concat([x, y], -1) if x.ndim else x + y,
     "side by side": lambda x, y: ops.stack((x, y), -1) * 0.5,
     "state": lambda x, y: (ops.expand_dims(x, -1) * ops.tanh(ops.expand_dims(y, -2))).sum(-1) * GENTLE if x.ndim else x,
-    "attention": lambda x, y: (
-        ops.matmul(ops.softmax(ops.matmul(x, ops.swapaxes(y, -1, -2)) * 0.2, -1), y) if x.ndim > 1 else x * ops.tanh(y)
-    ),
+    "attention": lambda x, y: _attention(x, y) if x.ndim > 1 and x.shape[-2] > 1 else x * ops.tanh(y),
 }
 WEIGHTED = {
     "matmul": lambda x, w: ops.matmul(x, w[: x.shape[-1]]) * GENTLE,
@@ -108,6 +106,10 @@ def _distinct(x, dim):
     """`x` plus a slope along `dim`, so that the order of what is equal but for rounding is one."""
     slope = np.float32(np.arange(x.shape[dim]) * ODD)
     return x + ops.reshape(Tensor(slope), (1,) * (dim % x.ndim) + (-1,) + (1,) * (x.ndim - 1 - dim % x.ndim))
+
+
+def _attention(x, y):
+    return ops.matmul(ops.softmax(ops.matmul(x, ops.swapaxes(y, -1, -2)) * 0.2, -1), y)
 
 
 def _gated(x, w):
