@@ -22,6 +22,8 @@ def once(function):
     @cache
     @wraps(function)
     def shared(*args, **kwargs):
+        if "TRUTHS" not in os.environ:  # in a test of one process
+            return function(*args, **kwargs)
         key = repr((function.__module__, function.__qualname__, args, sorted(kwargs.items())))
         assert " at 0x" not in key, f"an argument of which each rank has its own: {key}"
         path = Path(os.environ["TRUTHS"]) / f"{sha256(key.encode()).hexdigest()}.truth"
