@@ -80,7 +80,9 @@ def first_failure(exit_code, output):
     if exit_code in (0, 5):  # 5: there was none to run
         return ""
     failed = re.search(r"^(?:FAILED|ERROR) (tests/\S+?(?:\[.*?\])?)(?: - .*)?$", output, re.MULTILINE)
-    return failed[1] if failed else "it took too long" if exit_code is None else f"pytest ended with {exit_code}"
+    if failed or exit_code is None:
+        return failed[1] if failed else "it took too long"
+    return f"pytest ended with {exit_code}: {output.strip().splitlines()[-1:]}"
 
 
 def run_tests(copy, *selected):

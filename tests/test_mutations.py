@@ -39,7 +39,7 @@ def test_who_found_it_is_written_down():
         (1, "FAILED tests/test_x.py::test_y[a b - c::d] - assert [1] == 2\n", "tests/test_x.py::test_y[a b - c::d]"),
         (1, "FAILED tests/test_x.py::test_y\nFAILED tests/test_x.py::test_z\n", "tests/test_x.py::test_y"),
         (2, "ERROR tests/test_x.py - ImportError: no\n", "tests/test_x.py"),
-        (4, "ImportError while loading conftest", "pytest ended with 4"),
+        (4, "\nERROR: not found: tests/x.py::y\n", "pytest ended with 4: ['ERROR: not found: tests/x.py::y']"),
         (None, "", "it took too long"),
     ],
 )
