@@ -24,9 +24,10 @@ from pathlib import Path
 import yaml
 from launch import ROOT, _kill_tree
 
-FAULTS, FAULTS_TEST = ROOT / "tests" / "mutations.yaml", "test_mutations.py"  # which would find them all
+FAULTS = ROOT / "tests" / "mutations.yaml"
 PYTEST = ("-m", "pytest", "-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider")
 QUICK = ("-m", "not ranks and not nightly", "--ignore=tests/test_ranks.py")
+QUICK += ("--ignore=tests/test_mutations.py",)  # which would find them all
 RANKS = ("tests/test_ranks.py",)
 LIMIT = 2400  # seconds that one call of pytest may take: a fault may make ranks wait for each other
 
@@ -120,7 +121,7 @@ def main(only, record):
     missed, start = [], time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
         copy = Path(folder) / "copy"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "output", FAULTS_TEST))
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "output"))
         (copy / ".venv").symlink_to((ROOT / ".venv").resolve())
         known = dict.fromkeys(fault.found_by for fault in faults if fault.found_by)
         if known and (broken := run_tests(copy, *known)):
