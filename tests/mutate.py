@@ -28,7 +28,7 @@ FAULTS = ROOT / "tests" / "mutations.yaml"
 PYTEST = ("-m", "pytest", "-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider")
 QUICK = ("-m", "not ranks and not nightly", "--ignore=tests/test_ranks.py")
 QUICK += ("--ignore=tests/test_mutations.py",)  # which would find them all
-RANKS = ("tests/test_ranks.py",)
+RANKS = ("-m", "not nightly", "tests/test_ranks.py")
 LIMIT = 2400  # seconds that one call of pytest may take: a fault may make ranks wait for each other
 
 

@@ -145,6 +145,26 @@ def case_micro_batches_may_differ_in_shape():
 
 
 @on_ranks(2)
+def case_what_a_failed_run_has_sent_is_not_taken():
+    """Stage 0 has sent three micro-batches when stage 1 fails at its first one."""
+    schedule = schedule_of(ScheduleGPipe, 4)
+    (stage,) = schedule.stages
+    forward = stage.forward
+
+    def failing(micro_index, *given):
+        if micro_index == 3 * (1 - stage.stage_index):
+            raise RuntimeError("no more")
+        return forward(micro_index, *given)
+
+    stage.forward = failing
+    tokens, named = batch(8, 1)
+    with pytest.raises(RuntimeError, match="no more"):
+        schedule.run(tokens, **named)
+    stage.forward = forward
+    assert_alike(pipelined(schedule, 8, 1), one_card(8, 1), "after it")
+
+
+@on_ranks(2)
 def case_errors_name_both_stages():
     """What a stage can't take, keyword arguments that nobody takes, tied parameters that aren't alike."""
     schedule = schedule_of(ScheduleGPipe, 2)
