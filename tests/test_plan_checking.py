@@ -24,7 +24,7 @@ from mindformers_core.tensor_parallel.capturing.graph import OperatorNode
 from mindformers_core.tensor_parallel.capturing.structure import Value, values_in
 from mindformers_core.tensor_parallel.propagation import CallPlan, Move
 from mindformers_core.tensor_parallel.propagation.checking import PlanError, check_plan
-from mindformers_core.tensor_parallel.propagation.operators import local_shapes, operator_plan
+from mindformers_core.tensor_parallel.propagation.operators import local_call_shapes, operator_plan
 
 MESH = init_device_mesh((2, 2), ("dp", "tp"))
 
@@ -258,7 +258,7 @@ def test_the_local_call_of_every_choice_gives_the_parts(call):
             plan = operator_plan(node, signature, way)
             if plan.algorithm is None:
                 parts = [given.local_shape(shape) for given, shape in zip(way.outputs, shapes)]
-                assert local_shapes(plan) == parts, (layouts, way)
+                assert local_call_shapes(plan) == parts, (layouts, way)
 
 
 def cuts_of(shape):

@@ -21,7 +21,6 @@ from mindformers_core.tensor_parallel.move import cost_model, dtype_name, move
 __all__ = ["Dispatcher"]
 
 _ABOUT_TYPES = frozenset({"typeof"})  # operators that ask for a tensor's type and compute nothing
-_SPLITS = ("SplitTensorView", "SplitWithSize", "SplitWithSizeView")  # gradients of views are wrong (docs/mindspore.md)
 _MOST_PROGRAMS = 65536  # a number that changes with every step would fill the memory with programs
 
 

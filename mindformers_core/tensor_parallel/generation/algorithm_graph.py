@@ -46,13 +46,9 @@ def algorithm_graph(plan, mesh, rank=None):
     metas = [tensor_meta(layout.local_shape(value.shape), value.dtype) for layout, value in zip(plan.inputs, values)]
     graph = capture(_Algorithm(plan, cut), *metas)
     found = [value.shape for value in values_in(graph.result)]
-    expected = _local_shapes(plan)
+    expected = plan.local_shapes
     assert found == expected, f"algorithm '{plan.algorithm}' of {plan.node.operator} gives {found}, not {expected}"
     return graph
-
-
-def _local_shapes(plan):
-    return [layout.local_shape(value.shape) for value, layout in zip(values_in(plan.node.outputs), plan.outputs)]
 
 
 def _local_arguments(plan):
@@ -63,7 +59,7 @@ def _local_arguments(plan):
     )
     if plan.signature.localize is None:
         return args, kwargs
-    return plan.signature.localize((*args, *kwargs.values()), _local_shapes(plan)), {}
+    return plan.signature.localize((*args, *kwargs.values()), plan.local_shapes), {}
 
 
 class _Algorithm(nn.Cell):
@@ -97,7 +93,7 @@ class _Writer:
 
     def operator(self, plan, args, kwargs):
         """The operator of a plan. What the algorithm made of its attributes is in its arguments only."""
-        node, shapes = plan.node, iter(_local_shapes(plan))
+        node, shapes = plan.node, iter(plan.local_shapes)
         outputs = map_leaves(lambda value: tensor_meta(next(shapes), value.dtype), node.outputs)
         changed = node.primitive and args[node.primitive.inputs :] != node.args[node.primitive.inputs :]
         kind, primitive = ("function", None) if changed else (node.kind, node.primitive)

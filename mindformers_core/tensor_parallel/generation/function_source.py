@@ -300,8 +300,8 @@ class _Function:
         if plan.algorithm is not None:
             return self._algorithm(plan, (args, kwargs), hint)
         if plan.signature.localize is not None:
-            shapes = [layout.local_shape(value.shape) for value, layout in zip(values_in(node.outputs), plan.outputs)]
-            localized = _filled(tuple(plan.signature.localize((*args, *kwargs.values()), shapes)), operands)
+            localized = plan.signature.localize((*args, *kwargs.values()), plan.local_shapes)
+            localized = _filled(tuple(localized), operands)
             args, kwargs = (args, kwargs) if localized == (*args, *kwargs.values()) else (localized, {})
         expression = self.parts.operator_call(node, args, kwargs)
         self._receive(node.outputs, plan.outputs, self._hints(node, hint), expression)

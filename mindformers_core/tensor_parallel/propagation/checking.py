@@ -16,7 +16,7 @@ from mindformers_core.tensor_parallel.propagation.frames import FLOWS, NOTHING, 
 from mindformers_core.tensor_parallel.propagation.operators import (
     NO_GRADIENT,
     algorithm_of,
-    local_shapes,
+    local_call_shapes,
     operator_signature,
 )
 from mindformers_core.tensor_parallel.propagation.plan import CallPlan, Move
@@ -63,21 +63,22 @@ def _check(known, frame, flows):
         What flows back through each result.
     """
     if id(frame) not in known:
-        known[id(frame)] = frame, _Frame(known, frame, flows).results()
+        known[id(frame)] = frame, _FrameCheck(known, frame, flows).results()
     return known[id(frame)][1]
 
 
-class _Frame:
+class _FrameCheck:
     """One frame while its instructions are checked, one after the other.
 
     Attributes:
         hand: number of a Value -> the layouts that it has so far.
         flows: number of a Value -> what flows back through it.
+        node: what the current instruction carries out; None for a redistribution, and between instructions.
         left: identities of the nodes that no instruction has carried out yet.
     """
 
     def __init__(self, known, frame, flows):
-        self.known, self.frame, self.graph, self.line = known, frame, frame.graph, None
+        self.known, self.frame, self.graph, self.node = known, frame, frame.graph, None
         self.left = {id(node) for node in self.graph.nodes}
         self.flows = {use.value.id: NOTHING for use in self.graph.constants}
         for use in self.graph.parameters:
@@ -99,13 +100,13 @@ class _Frame:
     def results(self):
         """See `_check`."""
         for entry in self.frame.instructions:
-            self.line = None if isinstance(entry, Move) else entry.node
+            self.node = None if isinstance(entry, Move) else entry.node
             if isinstance(entry, Move):
                 self.move(entry)
                 continue
-            self.take(values_in((self.line.args, self.line.kwargs)), entry.inputs)
+            self.take(values_in((self.node.args, self.node.kwargs)), entry.inputs)
             self.call(entry) if isinstance(entry, CallPlan) else self.operate(entry)
-        self.line = None
+        self.node = None
         if self.left:
             self.fault(f"{len(self.left)} operators or calls of it are never carried out")
         results = values_in(self.graph.result)
@@ -118,7 +119,7 @@ class _Frame:
 
     def fault(self, text):
         """Raise the `PlanError` of the current instruction."""
-        source = "" if self.line is None else f", {self.line.source}: {getattr(self.line, 'operator', 'the call')}"
+        source = "" if self.node is None else f", {self.node.source}: {getattr(self.node, 'operator', 'the call')}"
         raise PlanError(f"the plan of {graph_label(self.graph)}{source}: {text}")
 
     def take(self, values, layouts):
@@ -192,7 +193,7 @@ class _Frame:
         try:
             signature = operator_signature(node)
             outputs = checked_outputs(signature, metas, mesh, plan.axes_of)
-            shapes = local_shapes(plan) if plan.algorithm is None and values else None
+            shapes = local_call_shapes(plan) if plan.algorithm is None and values else None
         except (ValueError, TypeError) as error:
             self.fault(str(error))
         made = values_in(node.outputs)
@@ -202,9 +203,8 @@ class _Frame:
             if layout != planned:
                 self.fault(f"gives {value.described} as {layout}, planned is {planned}")
         self.produce(node, plan.outputs)
-        parts = [layout.local_shape(value.shape) for value, layout in zip(made, plan.outputs)]
-        if shapes not in (None, parts):
-            self.fault(f"gives local shapes {shapes}, where {parts} are the parts")
+        if shapes not in (None, plan.local_shapes):
+            self.fault(f"gives local shapes {shapes}, where {plan.local_shapes} are the parts")
         for name in _SIGNATURE:
             if getattr(signature, name) != getattr(plan.signature, name):
                 self.fault(f"has another rule: '{name}'")

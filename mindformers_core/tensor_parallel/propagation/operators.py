@@ -7,7 +7,7 @@ from mindformers_core.operators.registry import rule_attributes
 from mindformers_core.tensor_parallel.capturing.structure import Value, map_leaves, values_in
 from mindformers_core.tensor_parallel.propagation.plan import OperatorPlan
 
-__all__ = ["NO_GRADIENT", "algorithm_of", "local_shapes", "operator_plan", "operator_signature"]
+__all__ = ["NO_GRADIENT", "algorithm_of", "local_call_shapes", "operator_plan", "operator_signature"]
 
 # Operators with float results through which no gradient flows
 NO_GRADIENT = frozenset(
@@ -35,15 +35,14 @@ def operator_signature(node):
     return signature
 
 
-def local_shapes(plan):
+def local_call_shapes(plan):
     """The shapes that the local call of an `OperatorPlan` gives: its rule is asked with local shapes and arguments."""
     node, metas = plan.node, []
     for value, layout in zip(values_in((node.args, node.kwargs)), plan.inputs):
         metas.append(tensor_meta(layout.local_shape(value.shape), value.dtype, None, value.constant))
     arguments = node.args, node.kwargs
     if plan.signature.localize is not None:
-        shapes = [layout.local_shape(value.shape) for value, layout in zip(values_in(node.outputs), plan.outputs)]
-        arguments = plan.signature.localize((*node.args, *node.kwargs.values()), shapes), {}
+        arguments = plan.signature.localize((*node.args, *node.kwargs.values()), plan.local_shapes), {}
     parts = iter(metas)
     arguments = map_leaves(lambda leaf: next(parts) if isinstance(leaf, (Value, TensorMeta)) else leaf, arguments)
     return _output_shapes(_asked(node, *arguments))

@@ -7,6 +7,7 @@ the layout in which it arrives or is made, or one that a `Move` took it to earli
 from dataclasses import dataclass, field, replace
 
 from mindformers_core.layout import Layout
+from mindformers_core.tensor_parallel.capturing.structure import values_in
 
 __all__ = [
     "CallPlan", "FramePlan", "Move", "OperatorPlan", "called_cells", "called_graphs", "called_path", "joined_path",
@@ -56,6 +57,12 @@ class OperatorPlan:
     axes_of: dict
     algorithm: str | None = None
     cut_axes: tuple = ()
+
+    @property
+    def local_shapes(self):
+        """The shape of a rank's part of every output."""
+        values = values_in(self.node.outputs)
+        return [layout.local_shape(value.shape) for value, layout in zip(values, self.outputs, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)

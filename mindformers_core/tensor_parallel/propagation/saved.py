@@ -42,13 +42,14 @@ def save_plan(frame, path):
     write_whole(path, _written(whole, 0) + "\n")
 
 
-def load_plan(path, graph, mesh):
+def load_plan(path, graph, mesh, final=False):
     """The plan in a file that `save_plan` wrote; nothing is searched.
 
     Args:
         path: of the file.
         graph: the captured `CellGraph` of the same Cell, with inputs of the same shapes.
         mesh: a mesh of the shape and axis names of the plan's.
+        final: see `check_plan`.
 
     Returns:
         A `FramePlan` like the one saved; its graphs are those of `graph`.
@@ -72,7 +73,7 @@ def load_plan(path, graph, mesh):
         raise ValueError(f"{path} is a plan for the mesh ({found}), not for {mesh}: plan anew for this one")
     frame = restored(path, data["frames"], with_exports(graph), mesh)
     try:
-        check_plan(frame)
+        check_plan(frame, final)
     except PlanError as error:
         raise ValueError(f"{path}: {error}; the file was changed: plan anew") from error
     return frame
