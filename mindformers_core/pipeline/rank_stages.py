@@ -1,5 +1,7 @@
 """The stages of one rank together: what they agree on with those of other ranks, and what is summed over stages."""
 
+import secrets
+
 from mindformers_core.pipeline.agreement import check_names, check_stages, raise_first, tied_parameters
 from mindformers_core.pipeline.stage_activations import StageActivations
 from mindformers_core.pipeline.tables.step import MetaStepType
@@ -21,7 +23,8 @@ class RankStages:
 
     Attributes:
         described: what every stage of the pipeline says of itself (`PipelineStage.description`).
-        passes: how many were begun, as on all ranks.
+        current_pass: what tags of the pass that runs have in common, and no other of any pipeline: a pass that failed
+            may have left messages.
         tied: path of a parameter that several stages hold -> `(stage, place among its parameters)` of each, ascending.
 
     Raises:
@@ -31,12 +34,13 @@ class RankStages:
 
     def __init__(self, stages, stage_ranks):
         self.stages = {stage.stage_index: stage for stage in stages}
-        self.stage_ranks, self.passes = tuple(stage_ranks), 0
+        self.stage_ranks, self._passes = tuple(stage_ranks), 0
         some = stages[0]
         self.ranks, self.rank, self.channel = some.ranks, self.stage_ranks[some.stage_index], some.channel
         self.axes = (some.axis,)
-        told = self._from_all([stage.description() for stage in stages], _DESCRIPTIONS)
-        self.described = sorted((each for entry in told for each in entry), key=lambda each: each["stage"])
+        told = self._from_all((secrets.randbits(31), [stage.description() for stage in stages]), _DESCRIPTIONS)
+        self._number = told[0][0]
+        self.described = sorted((each for _, entry in told for each in entry), key=lambda each: each["stage"])
         check_stages(self.described)
         self.tied = tied_parameters(self.described)
         self._check_values()
@@ -66,8 +70,13 @@ class RankStages:
         raise_first(problem for told in self._from_all(problems, _PROGRAMS) for problem in told)
         self._activations.check_programs()
 
+    @property
+    def current_pass(self):
+        return self._number, self._passes
+
     def begin(self, training, table, names):
         """Before the first step of a table; `names` are those of the keyword arguments."""
+        self._passes += 1
         check_names(names, self.described)
         self._activations.check_unchanged()
         split = self._split(table)
@@ -95,7 +104,7 @@ class RankStages:
     def share(self, results):
         """The last stage's results, a tuple of tensors, on all ranks; `results` counts on its rank alone."""
         last = len(self.stage_ranks) - 1
-        tag = (_RESULTS, last, 0)
+        tag = (_RESULTS, last, 0, *self.current_pass)
         if last not in self.stages:
             return self.channel.receive(self._global_rank(last), tag)
         for rank, number in enumerate(self.ranks):
@@ -157,19 +166,23 @@ class RankStages:
         elsewhere = [stage for stage, _ in holders if self.stage_ranks[stage] != root]
         if not own:
             return
+
+        def tag(stage):
+            return (_GRADIENTS, stage, number, *self.current_pass)
+
+        everyone = len(self.stage_ranks)
         if self.rank == root:
             total = own[holders[0][0]]
             for stage, _ in holders[1:]:
-                tag = (_GRADIENTS, stage, number)
-                received = stage in elsewhere
-                total = total + (self.channel.receive(self._global_rank(stage), tag)[0] if received else own[stage])
+                sent = stage in elsewhere
+                added = self.channel.receive(self._global_rank(stage), tag(stage))[0] if sent else own[stage]
+                total = total + added
             for rank in sorted({self.stage_ranks[stage] for stage in elsewhere}):
-                self.channel.send((total,), self.ranks[rank], (_GRADIENTS, len(self.stage_ranks), number), self.axes)
+                self.channel.send((total,), self.ranks[rank], tag(everyone), self.axes)
         else:
             for stage, gradient in own.items():
-                self.channel.send((gradient,), self.ranks[root], (_GRADIENTS, stage, number), self.axes)
-            tag = (_GRADIENTS, len(self.stage_ranks), number)
-            total = self.channel.receive(self.ranks[root], tag)[0]
+                self.channel.send((gradient,), self.ranks[root], tag(stage), self.axes)
+            total = self.channel.receive(self.ranks[root], tag(everyone))[0]
         for stage, place in holders:
             if stage in self.stages:
                 self.stages[stage].new_gradients[place] = total

@@ -29,10 +29,9 @@ def run_table(schedule, table, micro_batches, training):
             f"{len(micro_batches)}"
         )
     stages = schedule.meet()
-    stages.passes += 1
-    run = _Run(schedule, table, micro_batches, stages.passes)
     try:
         stages.begin(training, table, {name for _, kwargs in micro_batches for name in kwargs})
+        run = _Run(schedule, table, micro_batches, stages.current_pass)
         for step in table.orders[run.rank]:
             run.carry_out(step)
         stages.finish(training)
@@ -47,8 +46,9 @@ def run_table(schedule, table, micro_batches, training):
 class _Run:
     """One pass over a batch on this rank: the mailbox between steps, and what each type of step does."""
 
-    def __init__(self, schedule, table, micro_batches, number):
-        self.schedule, self.table, self.micro_batches, self.number = schedule, table, micro_batches, number
+    def __init__(self, schedule, table, micro_batches, current_pass):
+        self.schedule, self.table, self.micro_batches = schedule, table, micro_batches
+        self.current_pass = current_pass
         self.stages = {stage.stage_index: stage for stage in schedule.stages}
         some = schedule.stages[0]
         self.ranks, self.axis, self.channel = some.ranks, some.axis, some.channel
@@ -137,7 +137,7 @@ class _Run:
 
     def tag(self, sending):
         """What tells a message from others, also of a pass that failed: both ends take it from the step that sends."""
-        return int(sending.type), sending.stage_index, sending.micro_index, self.number
+        return int(sending.type), sending.stage_index, sending.micro_index, *self.current_pass
 
     def rank_of(self, step):
         """The global rank of a step's stage."""
