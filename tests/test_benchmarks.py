@@ -6,7 +6,6 @@ import re
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
@@ -183,35 +182,6 @@ def test_a_program_that_is_slower_than_by_hand_fails_the_benchmark(generated, ke
     assert f"mlp/generated/jit: {generated:.3f} of mlp/handwritten/jit; limit 1.03" in "\n".join(shown)
 
 
-@pytest.mark.parametrize(
-    ("cached", "first", "marked", "kept"),
-    [(42, 1800, 1800, True), (44, 1800, 1800, False), (42, 2000, 1800, False), (42, 1800, 2000, False)],
-)
-def test_a_limit_that_is_exceeded_fails_the_benchmark(cached, first, marked, kept):
-    benchmark = importlib.import_module("tensor_parallel")
-    medians = operator_results(plain=28, cached=cached, plain_first=900, first=first, first_marked=marked)
-    shown, all_kept = benchmark.remarks(medians)
-    assert all_kept == kept
-    text = "\n".join(shown)
-    assert f"op/matmul/first: {first:.1f} µs in all, {first - 900:.1f} µs over plain_first" in text
-    assert f"{cached - 28:.1f} µs over plain; limit 15" in text
-    assert ("EXCEEDED" in text) != kept
-
-
-@pytest.mark.parametrize(("ratio", "kept"), [(0.727, True), (0.728, False)])
-def test_a_pipeline_that_is_slower_than_on_gloo_fails_the_benchmark(ratio, kept):
-    benchmark = importlib.import_module("pipeline")
-    names = [f"{name}/{mode}" for name in ("single", *benchmark.SCHEDULES) for mode in ("pynative", "jit")]
-    results = {name: harness.Result(name, name, (2.0,), (2.0,)) for name in names}
-    for mode in ("pynative", "jit"):
-        results[f"1f1b/{mode}"] = harness.Result("", "", (1.0,), (1.0,))
-    results["1f1b/jit"] = harness.Result("", "", (2 * ratio,), (2 * ratio,))
-    shown, all_kept = benchmark.remarks(results)
-    assert all_kept == kept
-    assert "- 1f1b/pynative: 0.500 of single/pynative; ideal 0.5625, 0.889 of that; limit 0.727, kept" in shown
-    assert any("zb_v/jit: 1.000 of single/jit; ideal 0.5104" in line for line in shown)
-
-
 def recompute_memory(**resident):
     """What `memory_of` gives for all variants: peaks as given by variant, in PyNative; what is kept is foretold."""
     benchmark = importlib.import_module("recompute_memory")
@@ -219,17 +189,6 @@ def recompute_memory(**resident):
     for variant, megabytes in (dict.fromkeys(("none", "selective", "budget_0.5", "full"), 40.0) | resident).items():
         found[variant, "pynative"] = {"resident": megabytes, "kept": megabytes, "foretold": megabytes}
     return found
-
-
-@pytest.mark.parametrize(("variant", "ratio", "kept"), [("selective", 1.1, True), ("selective", 1.11, False)])
-def test_a_recompute_that_takes_too_long_fails_the_benchmark(variant, ratio, kept):
-    benchmark = importlib.import_module("recompute")
-    names = [f"{variant}/{mode}" for variant, mode in benchmark.SETTINGS]
-    results = {name: harness.Result(name, name, (2.0,), (2.0,)) for name in names}
-    results[f"{variant}/pynative"] = harness.Result("", "", (2 * ratio,), (2 * ratio,))
-    shown, all_kept = benchmark.time_remarks(results)
-    assert all_kept == kept
-    assert f"- selective/pynative: {ratio:.3f} of none/pynative in time; limit 1.1" in "\n".join(shown)
 
 
 def test_memory_that_does_not_fall_fails_the_benchmark():
@@ -248,9 +207,3 @@ def test_memory_that_was_not_foretold_fails_the_benchmark():
     assert not all_kept and any("foretold 41.0 MB, off by 0.0244; limit 0.02, EXCEEDED" in line for line in shown)
 
 
-def test_gradients_that_differ_in_a_bit_stop_the_benchmark():
-    benchmark = importlib.import_module("recompute")
-    one = np.float32(1)
-    benchmark.check_equal("full/jit", [one, one], [one, one])
-    with pytest.raises(ValueError, match="full/jit: gradient 0 differs"):
-        benchmark.check_equal("full/jit", [one, np.nextafter(one, np.float32(2))], [one, one])

@@ -1,9 +1,7 @@
 """Pictures of pipeline schedules show what the simulator found."""
 
 import os
-import re
 import sys
-from itertools import combinations
 from xml.etree import ElementTree
 
 import matplotlib
@@ -122,57 +120,6 @@ def test_large_tables_stay_small_files(tmp_path, monkeypatch):
     assert 24 < width < 28 and 16 < height < 18
     assert len(list(root.iter(f"{SVG}image"))) == 1
     assert not step_boxes(tmp_path / "s.svg")[0]
-
-
-# Machado, Oliveira, Fernandes 2009: what the three kinds of dichromats see, in linear RGB
-VISIONS = {
-    "normal": np.eye(3),
-    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
-    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
-}
-
-
-def linear_channels(colour):
-    """Linear RGB of `#rrggbb`."""
-    channels = np.array([int(colour[at : at + 2], 16) for at in (1, 3, 5)]) / 255
-    return np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
-
-
-def seen(colour, vision):
-    """CIELAB coordinates of a colour as somebody sees it."""
-    linear = linear_channels(colour)
-    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
-    xyz = to_xyz @ np.clip(np.array(VISIONS[vision]) @ linear, 0, 1) / (0.9505, 1, 1.089)
-    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
-    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
-
-
-@pytest.mark.parametrize(("vision", "least"), [("normal", 21), ("protan", 21), ("deutan", 21), ("tritan", 12.5)])
-def test_colours_can_be_told_apart_by_the_colour_blind(vision, least):
-    shades = {kind: [seen(drawing._colour(kind, chunk, 2), vision) for chunk in (0, 1)] for kind in COMPUTES}
-    for one, other in combinations(COMPUTES, 2):
-        nearest = min(np.linalg.norm(a - b) for a in shades[one] for b in shades[other])
-        assert nearest >= least, f"{one.name}, {other.name}: {nearest:.1f}"
-
-
-def luminance(colour):
-    """WCAG 2's relative luminance."""
-    return linear_channels(colour) @ (0.2126, 0.7152, 0.0722)
-
-
-def test_numbers_can_be_read_on_all_colours(tmp_path):
-    """With a contrast of 4.5 (WCAG 2, AA)."""
-    for kind, chunk_num in (("dualpipe_v", 2), ("interleaved_1f1b", 3)):
-        draw_schedule(schedule_class(kind).planned(2, 4, chunk_num), tmp_path / "s.svg")
-        inks = [
-            (re.search(r"fill: (\S+?)(;|$)", element.get("style"))[1], float(element.get("x")), float(element.get("y")))
-            for element in ElementTree.parse(tmp_path / "s.svg").getroot().iter(f"{SVG}text")
-        ]
-        for colour, left, right, top, bottom in step_boxes(tmp_path / "s.svg")[0]:
-            (ink,) = [ink for ink, x, y in inks if left < x < right and top < y < bottom]
-            dark, light = sorted(map(luminance, (colour, ink)))
-            assert (light + 0.05) / (dark + 0.05) >= 4.5, (colour, ink)
 
 
 class Unfit:

@@ -39,22 +39,6 @@ def test_a_copy_counts_for_who_makes_the_view():
     assert marks == {"recomputed": 64, "kept for others": 64} and before == after
 
 
-def test_work_grows_with_the_instructions():
-    """Each pair of instructions takes both of the one before: paths through them double from pair to pair."""
-    asked = []
-
-    class Makers(dict):
-        def __getitem__(self, key):
-            asked.append(key)
-            return super().__getitem__(key)
-
-    makers = Makers({(0,): (), (1,): ()})
-    makers |= {(number,): ((number // 2 * 2 - 2,), (number // 2 * 2 - 1,)) for number in range(2, 40)}
-    links = SimpleNamespace(makers=makers, nbytes=dict.fromkeys(makers, 8))
-    assert bytes_not_kept(links, {(0,)}, [SavedTensor((39,), 8)], []) == {(0,): 8, (39,): 0}
-    assert len(asked) < 100
-
-
 def test_copies_count_for_who_makes_the_views():
     """Softmax for its result alone, transposes for the copies that both products keep; so they are listed, too."""
     net = recompute(sharded(llama), select="*.core_attention")

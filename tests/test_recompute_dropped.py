@@ -92,13 +92,6 @@ def test_dropped_views():
     assert [one.key for one in kept] == [keys["Mul"], keys["Square"]]
 
 
-def test_what_an_operator_makes_for_itself_stays():
-    frame, keys = chain(lambda x: ops.exp(x).std(1, keepdims=True))
-    (name,) = keys.keys() - {"Mul", "Exp"}
-    sizes = [one.nbytes for one in saved_activations(frame, {keys["Exp"], keys[name]}, arguments_need=False)]
-    assert sorted(sizes) == [4 * 4, ONE, ONE, ONE]  # a variance, differences, their powers; and what Exp takes
-
-
 def test_several_results_and_indices():
     """Dropping one of several results drops all; the places of the largest are kept in int32."""
     frame, keys = chain(lambda x: ops.topk(ops.exp(x), 2, -1)[0])
@@ -179,15 +172,6 @@ def test_a_selected_cell_keeps_its_results():
     assert len(cell_keys(frame, ())) == len(operators_in_order(frame)) - 1
 
 
-def test_full_recomputation_keeps_one_tensor_for_a_layer():
-    frame = net(ops.abs, Layer)
-    layers = [key for key, path in called_cells(frame) if path in ("first", "second")]
-    dropped = frozenset().union(*(cell_keys(frame, key) for key in layers))
-    kept = kept_operators(frame, dropped)
-    assert sorted(kept) == ["Abs", "Mul", "Tanh"]  # each layer's input, and what Tanh keeps
-    assert len(recomputed(frame, dropped, arguments_need=False)) == 4
-
-
 class Shared(nn.Cell):
     """One layer twice: its calls have a plan in common, and keys of their own."""
 
@@ -231,11 +215,3 @@ def test_dropout_keeps_what_it_draws_by():
     assert sorted(one.nbytes for one in dropped) == [8, 8, ONE]
 
 
-@pytest.mark.usefixtures("rank_0_of_4")
-def test_a_distributed_algorithm():
-    """Of a softmax over two ranks: what `test_models_on_four_ranks` measures is dropped with the operator."""
-    cut, keys = chain(lambda x: ops.softmax(x, -1), layout(None, "tp"))
-    whole = saved_bytes(cut, algorithm=algorithm_of, arguments_need=False)
-    dropped = saved_bytes(cut, {keys["Softmax"]}, algorithm_of, arguments_need=False)
-    assert dropped < whole
-    assert recomputed(cut, {keys["Softmax"]}, algorithm_of, arguments_need=False) == {keys["Softmax"]}

@@ -139,25 +139,6 @@ def test_what_is_sent_again():
 
 
 @one_rank
-def test_compiled_functions_recompute_whole_cells():
-    net = recompute(sharded(llama), full="0-1", select="layers.2.mlp")
-    frame = prepare(net, *INPUTS[llama](), compiled=True).frame
-    found = explained(net, frame)
-    assert found.lines[0] == "recompute, whole Cells in a compiled function: model.layers.0-1, model.layers.2.mlp"
-    again = recompute(sharded(llama), full="0-1", select="layers.2.mlp")
-    frame_of_pynative = prepare(again, *INPUTS[llama]()).frame
-    dropped = frozenset(keepers_by_key(frame_of_pynative))
-    assert found.dropped == dropped
-    plain, left = (saved_bytes(frame_of_pynative, keys, algorithm_of) for keys in (frozenset(), dropped))
-    assert f"by the plan {bytes_shown(left)} of {bytes_shown(plain)} of activations are kept" in found.lines[1]
-    cells = {cell: key for key, cell in called_cells(frame)}
-    marked = {key: mark for key, mark in found.marks.items() if mark.kind}
-    assert marked.keys() == {cells[f"model.layers.{inner}"] for inner in ("0", "1", "2.mlp")}
-    assert {mark.kind for mark in marked.values()} == {"recomputed whole"}
-    assert sum(mark.nbytes for mark in marked.values()) >= plain - left > 0
-
-
-@one_rank
 def test_a_compiled_cell_that_runs_again_has_a_mark(tmp_path):
     """Of the program that ran; where equal ones are shown once, too, and in the part of one of them."""
     net = recompute(sharded(llama), full="0-1", select="layers.2.mlp")

@@ -68,7 +68,7 @@ def test_a_number_of_no_layer(given, where):
 
 
 @pytest.mark.parametrize(
-    "given", [{"settings": {"full": True}}, {"swapped": {"layer_swap": {"layers": True}}}], ids=["full", "layer_swap"]
+    "given", [{"settings": {"full": True}}, {"swapped": {"layer_swap": [{"layers": True}]}}], ids=["full", "layer_swap"]
 )
 def test_a_model_without_layers(given):
     what = r"in a SequentialCell with more in it than single Cells of MindSpore, such as Dense and GELU"

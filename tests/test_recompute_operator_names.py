@@ -1,6 +1,5 @@
 """Names of operators: of real programs and of Cells with loops and tuples; every text selects what it names."""
 
-import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,12 +10,11 @@ from planned_models import planned
 
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh, init_device_mesh
-from mindformers_core.recompute import operator_names as module
 from mindformers_core.recompute.operator_names import friendly_name, operator_names, operator_texts, plain_name
 from mindformers_core.recompute.patterns import select
 from mindformers_core.recompute.places import cell_classes, operators_in_order
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.tensor_parallel.propagation.plan import CallPlan, FramePlan, Move, OperatorPlan, called_cells
+from mindformers_core.tensor_parallel.propagation.plan import FramePlan, Move, OperatorPlan, called_cells
 
 MESH = DeviceMesh((2, 2), ("dp", "tp"))
 
@@ -157,15 +155,6 @@ def test_names_that_are_also_found_further_inside():
     assert select(["y"], names, cells).operators == (names[0].place.key, names[1].place.key)
 
 
-def test_a_cell_that_is_called_twice():
-    def construct(self, x):
-        return self.a(self.a(x))
-
-    names = names_in(construct, nn.Tanh())
-    assert [name.text for name in names] == ["a.Tanh", "a.Tanh"]
-    assert [(name.number, name.count) for name in names] == [(0, 1), (0, 1)]
-
-
 def test_a_cell_with_a_bprop_is_a_cell():
     class Double(nn.Cell):
         def construct(self, x):
@@ -226,15 +215,6 @@ def test_texts_of_whole_models(name):
     assert [name.place.key for name in names] == [key for key in keys if key in {name.place.key for name in names}]
     unnamed = [place.entry for place in operators_in_order(frame) if place.key not in {n.place.key for n in names}]
     assert not any(isinstance(entry, OperatorPlan) for entry in unnamed)
-
-
-def test_texts_of_a_model_that_lies_in_another():
-    cell, batch = small_llama()
-    args, named = batch(0)
-    _, frame = planned(cell, MESH, args, named)
-    names = check_texts(frame, "student.inner")
-    assert {name.path.split(".")[0] for name in names} == {"student"}
-    assert "student.inner.model.layers.0.self_attn.core_attention.weights" in {name.text for name in names}
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -314,37 +294,3 @@ def test_operators_are_called_without_suffix():
     assert plain_name("_MatMul") == "_matmul"
 
 
-def random_frame(generator, depth):
-    """A frame of operators whose variables are called like operators and Cells."""
-    instructions, nodes, variables = [], [], {}
-    known = []
-    for _ in range(generator.randint(1, 5)):
-        if depth and generator.random() < 0.5:
-            child = generator.choice(("norm", "Mul", "mul", "a", "0", "7-0", "b c"))
-            inner = (
-                generator.choice(known) if known and generator.random() < 0.5 else random_frame(generator, depth - 1)
-            )
-            known.append(inner)
-            instructions.append(
-                CallPlan(SimpleNamespace(child=child, graph=inner.graph, source="a line"), (), (), inner)
-            )
-            continue
-        if generator.random() < 0.2:
-            instructions.append(move(*[("all_gather", None), ("slice", None)][: generator.randint(1, 2)]))
-            continue
-        operator = generator.choice(("Mul", "MulExt", "Norm", "mul_ext_view", "Slice", "_Mul"))
-        node = SimpleNamespace(operator=operator, source=None)
-        named = generator.choice((None, ("norm",), ("Mul",), ("mul",), ("MUL", "a"), ("mul_",), ("slice", "Slice")))
-        variables |= {} if named is None else {len(nodes): named}
-        nodes.append(node)
-        instructions.append(OperatorPlan(node, None, (), (), {}))
-    graph = SimpleNamespace(nodes=tuple(nodes), variables=variables)
-    return FramePlan(graph, MESH, {}, tuple(instructions), ())
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_texts_of_random_programs(seed, monkeypatch):
-    monkeypatch.setattr(module, "all_assigned_names", lambda graph: graph.variables)
-    generator = random.Random(seed)
-    for _ in range(60):
-        check_texts(random_frame(generator, 3))

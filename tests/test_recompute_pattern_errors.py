@@ -1,4 +1,4 @@
-"""Patterns that are only partly there, regular expressions, and classes in the place of names: what would be right."""
+"""Patterns that are only partly there, and what recompute and swap say of those that match nothing."""
 
 import re
 
@@ -14,38 +14,21 @@ from mindformers_core.recompute.operator_names import operator_texts
 from mindformers_core.recompute.patterns import select
 from mindformers_core.tensor_parallel import prepare, shard
 
-CLASSES = {
-    path: {
-        "": "Model",
-        "input_layernorm": "RMSNorm",
-        "self_attn": "Attention",
-        "q_proj": "Linear",
-        "mlp": "LlamaMLP",
-        "gate_proj": "Linear",
-        "model": "Base",
-    }.get(path.rpartition(".")[2], "DecoderLayer")
-    for _, path in CELLS
-    if path
-}
-
 
 def refused(pattern, names=NAMES, cells=CELLS):
     with pytest.raises(ValueError) as error:
-        select([pattern], names, cells, "recompute.select", classes=CLASSES)
+        select([pattern], names, cells, "recompute.select")
     return removed(str(error.value), f"recompute.select: {pattern!r}")
 
 
 PARTLY = {
-    "layers.0-9.mlp": "below 'layers' are '0-7', not '8-9': write 'layers.0-7.mlp'",
-    "layers.1,9.mlp": "below 'layers' are '0-7', not '9': write 'layers.1.mlp'",
-    "model.layers.6-12,20.mlp.all_gather": "below 'model.layers' are '0-7', not '8-12', '20': write "
-    "'model.layers.6-7.mlp.all_gather'",
-    ".model.**.7-8.mlp": "below 'model.**' are '0-7', not '8': write '.model.**.7.mlp'",
-    "*.5-8.self_attn.softmax": "there are '0-7', not '8': write '*.5-7.self_attn.softmax'",
-    "0-8": "there are '0-7', not '8': write '0-7'",
-    "2.self_attn.MatMul[1-2]": "a call of a Cell has 2 of 'MatMul' at most, not '2': write '2.self_attn.MatMul[1]'",
-    "*.MatMul[0,1,4-5]": "a call of a Cell has 2 of 'MatMul' at most, not '4-5': write '*.MatMul[0-1]'",
-    "7-8.self_attn.MatMul[1-2]": "there are '0-7', not '8': write '7.self_attn.MatMul[1-2]'",
+    "layers.0-9.mlp": "below 'layers' are '0-7', not '8-9'",
+    "model.layers.6-12,20.mlp.all_gather": "below 'model.layers' are '0-7', not '8-12', '20'",
+    ".model.**.7-8.mlp": "below 'model.**' are '0-7', not '8'",
+    "*.5-8.self_attn.softmax": "there are '0-7', not '8'",
+    "2.self_attn.MatMul[1-2]": "a call of a Cell has 2 of 'MatMul' at most, not '2'",
+    "*.MatMul[0,1,4-5]": "a call of a Cell has 2 of 'MatMul' at most, not '4-5'",
+    "7-8.self_attn.MatMul[1-2]": "there are '0-7', not '8'",
 }
 
 
@@ -62,8 +45,8 @@ def test_a_number_is_there_if_any_list_on_the_way_has_it():
     paths += [f"{path}.mlp" for path in paths if "layers" in path]
     cells = [((), ""), *(((place,), path) for place, path in enumerate(paths))]
     assert len(select(["layers.0-3.mlp", "*.0-3.mlp"], [], cells).cells) == 6
-    assert refused("0-8.mlp", [], cells).endswith("there are '0-3', not '4-8': write '0-3.mlp'")
-    assert refused("encoder.*.0-3", [], cells).endswith("are '0-1', not '2-3': write 'encoder.*.0-1'")
+    assert refused("0-8.mlp", [], cells).endswith("there are '0-3', not '4-8'")
+    assert refused("encoder.*.0-3", [], cells).endswith("are '0-1', not '2-3'")
     assert len(select(["0-8"], [], cells).cells) == 15
 
 
@@ -72,66 +55,17 @@ def test_an_index_is_there_if_any_call_has_it():
     names += [name_of((1, 0), "b", "Mul")]
     cells = [((), ""), ((0,), "a"), ((1,), "b")]
     assert len(select(["*.mul[0-2]"], names, cells).operators) == 4
-    assert refused("b.mul[0-2]", names, cells).endswith("has 1 of 'mul' at most, not '1-2': write 'b.mul[0]'")
+    assert refused("b.mul[0-2]", names, cells).endswith("has 1 of 'mul' at most, not '1-2'")
 
 
-HINT = "; patterns are no regular expressions: docs/recompute.md"
-
-
-@pytest.mark.parametrize(
-    "pattern", [r"layers\.\d+", "self_atn|mlp", ".*x", "mlp.+", "^mlp", "mlp$", "(mlp)", "layers.{0}"]
-)
+@pytest.mark.parametrize("pattern", [r"layers\.\d+", "self_atn|mlp", ".*x", "mlp.+", "^mlp", "mlp$", "layers.{0}"])
 def test_regular_expressions_that_match_nothing(pattern):
-    assert re.fullmatch(
-        f" matches no Cell or operator: [^;]+{HINT}", refused(pattern).replace("; without", ", without")
-    )
+    assert refused(pattern).endswith("; patterns are no regular expressions: docs/recompute.md")
 
 
 @pytest.mark.parametrize("pattern", ["layers.*.mpl", "*.x", "layers.*_x", ".x.*", "x.mlp.*", "a.MatMul[0-1]", "a+b"])
 def test_patterns_are_not_taken_for_regular_expressions(pattern):
     assert "regular" not in refused(pattern)
-
-
-DEEPER = {
-    "layers.*.softmax": ("'layers.*'", "softmax", "layers.*.**.softmax"),
-    "layers.*.MatMul[1]": ("'layers.*'", "MatMul", "layers.*.**.MatMul[1]"),
-    "model.gate_proj": ("'model'", "gate_proj", "model.**.gate_proj"),
-}
-
-
-@pytest.mark.parametrize("pattern", DEEPER)
-def test_what_is_further_down(pattern):
-    led, name, better = DEEPER[pattern]
-    said = f" matches no Cell or operator: {led} is there, and '{name}' is further down: write '{better}'"
-    assert refused(pattern) == said
-    assert any(select([better], NAMES, CELLS).by_pattern[better])
-    assert "further" not in refused(pattern.replace(name, "nothing")) + refused(f".mlp.{name}")
-
-
-IN_CLASSES = {
-    "LlamaMLP": ["*.mlp"],
-    "llama_mlp": ["*.mlp"],
-    "LlamaMLP[0]": ["*.mlp"],
-    "*.LlamaMLP": ["*.mlp"],
-    "layers.*.LlamaMLP": ["layers.*.mlp"],
-    "LlamaMLP.all_gather": ["mlp.all_gather"],
-    ".Base.layers": [".model.layers"],
-    "layers.1.**.Linear": ["layers.1.**.q_proj", "layers.1.**.gate_proj"],
-    "Linear": ["*.q_proj", "*.gate_proj"],
-    "DecoderLayer": ["layers.*"],
-    "model.layers.DecoderLayer.mlp": ["model.layers.*.mlp"],
-}
-
-
-@pytest.mark.parametrize("pattern", IN_CLASSES)
-def test_classes_in_the_place_of_names(pattern):
-    name = next(part for part in re.split(r"[.\[]", pattern) if part.replace("_", "").lower() in KNOWN)
-    written = ", ".join(f"'{text}'" for text in IN_CLASSES[pattern])
-    about = f"'{name}' is a class, but Cells are called by their names: write {written}"
-    assert refused(pattern) == f" matches no Cell or operator: {about}"
-
-
-KNOWN = {name.lower() for name in CLASSES.values()}
 
 
 class Product(nn.Cell):
@@ -180,12 +114,7 @@ X = Tensor(np.ones((2, 4), np.float32))
         ({"select": "layers.2-4"}, "recompute.select: 'layers.2-4' is only partly there: below 'layers' are '0-3'"),
         ({"select": ["layers.*", "layers.4,1"]}, "recompute.select[1]: 'layers.4,1' is only partly there: below"),
         ({"full": True, "exclude": "layers.0-9"}, "recompute.exclude: 'layers.0-9' is only partly there: below"),
-        ({"select": "Product"}, "'Product' is a class, but Cells are called by their names: write 'layers.*'"),
-        (
-            {"select": "Product.tanhh"},
-            "'Product' is a class, but Cells are called by their names: write 'layers.*.tanhh'",
-        ),
-        ({"select": r"layers\.\d+"}, "; patterns are no regular expressions: docs/recompute.md"),
+        ({"select": "layers.0.tanhh"}, "below 'layers.0' are 'weight', 'Tanh' (did you mean 'Tanh'?)"),
     ],
 )
 def test_recompute_names_them(settings, message, compiled):
@@ -199,7 +128,6 @@ def test_recompute_names_them(settings, message, compiled):
     [
         ({"op_swap": {"layers.2-4": True}}, "swap.op_swap['layers.2-4']: 'layers.2-4' is only partly there: below"),
         ({"op_swap": {"*.tanhh": True}}, "swap.op_swap['*.tanhh']: '*.tanhh' matches no Cell or operator"),
-        ({"op_swap": [{"op_name": "Product"}]}, "swap.op_swap['Product']: 'Product' matches no Cell or operator: 'Pr"),
         (
             {"op_swap": {"layers.0-1.tanh": {"layers": "2-3"}}},
             "swap.op_swap['layers.0-1.tanh'].layers: nothing that 'layers.0-1.tanh' selects is in layers 2-3: it is in "

@@ -116,7 +116,6 @@ def test_examples_of_operators(pattern):
 
 def test_variables_are_called_exactly_as_in_the_code():
     assert "did you mean 'weights'?" in refused("self_attn.Weights")
-    assert "did you mean 'MatMul'?" in refused("_matmul")
 
 
 def test_several_patterns_together():
@@ -133,38 +132,22 @@ def test_several_patterns_together():
 
 WRONG = {
     "": "an empty pattern",
-    "  ": "an empty pattern",
     ".": "segment 1 is empty",
     "a..b": "segment 2 is empty",
-    "..a": "segment 1 is empty",
     "a.b.": "segment 3 is empty",
     "layers.7-0": "the range '7-0' ends before it begins: write 0-7",
-    "layers.1,7-0.a": "the range '7-0' ends before it begins: write 0-7",
     "layers.0-": "'0-' in '0-' is neither a number from 0 to 99999 nor a range",
-    "layers.-3": "'-3' in '-3' is neither a number from 0 to 99999 nor a range",
     "layers.1,,2": "'' in '1,,2' is neither a number from 0 to 99999 nor a range",
-    "layers.0-1-2": "'0-1-2' in '0-1-2' is neither a number from 0 to 99999 nor a range",
     "layers[0].mlp": "'layers[0]' has an index, which only an operator at the end has: a Cell in a list is layers.0",
-    "mul[": "the brackets in 'mul[' are not a name with an index behind it",
-    "mul]": "the brackets in 'mul]' are not a name with an index behind it",
-    "mul[1": "the brackets in 'mul[1' are not a name with an index behind it",
     "mul[1]x": "the brackets in 'mul[1]x' are not a name with an index behind it",
-    "mul[1][2]": "the brackets in 'mul[1][2]' are not a name with an index behind it",
-    "mul][1]": "the brackets in 'mul][1]' are not a name with an index behind it",
     "layers.0-100000": "'0-100000' in '0-100000' is neither a number from 0 to 99999 nor a range",
-    "mul[]": "'' in 'mul[]' is neither a number from 0 to 99999 nor a range",
     "mul[x]": "'x' in 'mul[x]' is neither a number from 0 to 99999 nor a range",
-    "mul[*]": "'*' in 'mul[*]' is neither a number from 0 to 99999 nor a range",
     "mul[2-1]": "the range '2-1' ends before it begins: write 1-2",
     "**[1]": "'**' in '**[1]' is not the name of an operator",
     "0-7[1]": "'0-7' in '0-7[1]' is not the name of an operator",
     "a.b**": "** in 'b**' is not a segment of its own: within a name, write one *",
-    "a***[0]": "** in 'a***' is not a segment of its own: within a name, write one *",
-    "layers.[0-3].mlp": "the brackets in '[0-3]' are not a name with an index behind it",
     "layers/0/mlp": "'/' in 'layers/0/mlp' is not part of a name",
     "a,b": "',' in 'a,b' is not part of a name",
-    "a.b c": "' ' in 'b c' is not part of a name",
-    "layers.0 ": "' ' in '0 ' is not part of a name",
 }
 
 
@@ -188,46 +171,30 @@ def test_what_is_no_list_of_patterns(given):
 
 
 NOTHING = {
-    "layers.*.attention": "Cell or operator: 'layers.*' is there, below it are 'input_layernorm', 'self_attn', 'mlp' "
-    "(did you mean 'self_attn'?)",
-    "layers.*.attention.softmax": "Cell or operator: 'layers.*' is there, below it are 'input_layernorm', "
-    "'self_attn', 'mlp' (did you mean 'self_attn'?)",
-    "layers.*.self_attn.softmaxx": "Cell or operator: 'layers.*.self_attn' is there, below it are 'q_proj', "
-    "'MatMul', 'Softmax', 'weights' (did you mean 'Softmax'?)",
-    "layers.8-9.mlp": "Cell or operator: 'layers' is there, below it are '0-7'",
-    "layers": "Cell or operator: 'layers' holds Cells but is itself never called: write 'layers.*'; below it are '0-7'",
-    "layer.0": "Cell or operator: nothing is called 'layer' (did you mean 'layers' or 'input_layernorm'?)",
-    "*.layer.0": "Cell or operator: nothing is called 'layer' (did you mean 'layers' or 'input_layernorm'?)",
-    "xyz": "Cell or operator: nothing is called 'xyz', but there are '0-7', 'model', 'layers', 'input_layernorm', "
-    "'self_attn', …",
-    ".layers.0": "Cell or operator: at the root are 'model', 'Cast'; without the dot at its beginning it may begin "
-    "anywhere",
-    ".mode": "Cell or operator: at the root are 'model', 'Cast' (did you mean 'model'?); without the dot at its "
-    "beginning it may begin anywhere",
-    "0.self_attn.softmax.y": "Cell or operator: '0.self_attn.softmax' is an operator, nothing is below it",
-    "0.mlp.**.q_projection": "Cell or operator: '0.mlp.**' is there, below it are 'gate_proj', 'MatMul', 'all_gather' "
-    "(did you mean 'gate_proj'?)",
-    "self_attn.matmul[2]": "operator: a call of a Cell has 2 of 'matmul' at most, the last one is [1]",
-    "softmax[1-3]": "operator: a call of a Cell has 1 of 'softmax' at most, the last one is [0]",
-    "layers.*.mlp[0]": "operator: 'mlp' is a Cell, and an index counts operators; a Cell in a list is name.0",
-    "layers.*.mlpp[0]": "Cell or operator: 'layers.*' is there, below it are 'input_layernorm', 'self_attn', 'mlp' "
-    "(did you mean 'mlp'?)",
+    "layers.*.self": "below 'layers.*' are 'input_layernorm', 'self_attn', 'mlp' (did you mean 'self_attn'?)",
+    "layers.*.self.softmax": "below 'layers.*' are 'input_layernorm', 'self_attn', 'mlp' (did you mean 'self_attn'?)",
+    "layers.*.self_attn.Softmaxx": "below 'layers.*.self_attn' are 'q_proj', 'MatMul', 'MatMulExt', 'Softmax', "
+    "'weights' (did you mean 'Softmax'?)",
+    "layers.8-9.mlp": "below 'layers' are '0-7'",
+    "layers": "'layers' is a list of Cells, which is never called itself: below it are '0-7'",
+    "layer.0": "there are '0-7', 'model', 'layers', 'input_layernorm', 'self_attn', … (did you mean 'layers'?)",
+    "xyz": "there are '0-7', 'model', 'layers', 'input_layernorm', 'self_attn', …",
+    ".layers.0": "at the root are 'model', 'Cast'",
+    ".mode": "at the root are 'model', 'Cast' (did you mean 'model'?)",
+    "0.mlp.**.gate_projection": "below '0.mlp.**' are 'gate_proj', 'MatMul', 'MatMulExt', 'all_gather' (did you mean "
+    "'gate_proj'?)",
+    "self_attn.matmul[2]": "a call of a Cell has 2 of 'matmul' at most",
+    "layers.*.mlp[0]": "below 'layers.*' are 'input_layernorm', 'self_attn', 'mlp' (did you mean 'mlp'?)",
 }
 
 
 @pytest.mark.parametrize("pattern", NOTHING)
 def test_what_matches_nothing(pattern):
-    assert refused(pattern) == f" matches no {NOTHING[pattern]}"
-
-
-def test_no_more_than_three_near_names():
-    names = [name_of((number,), "", f"Add{number}") for number in range(5)]
-    with pytest.raises(ValueError, match=re.escape("(did you mean 'Add0', 'Add1' or 'Add2'?)")):
-        select(["Add"], names, [((), "")])
+    assert refused(pattern) == f" matches no Cell or operator: {NOTHING[pattern]}"
 
 
 def test_a_program_without_operators():
-    with pytest.raises(ValueError, match="nothing is called 'a', but there are no names"):
+    with pytest.raises(ValueError, match="there are no names"):
         select(["a"], [], [((), "")])
 
 

@@ -33,13 +33,10 @@ RECOMPUTE = [  # YAML, and what it means
     ("recompute:", None),
     ("recompute: {}", None),
     ("recompute: {full: false, mp_comm_recompute: false}", None),
-    ("recompute: {full: false, exclude: [a]}", None),
     ("recompute: {full: 0-2}", RecomputeSettings(full=(0, 1, 2))),
-    ("recompute: {full: '0,3'}", RecomputeSettings(full=(0, 3))),
     ("recompute: {full: [0-1, 3]}", RecomputeSettings(full=(0, 1, 3))),
     ("recompute: {budget: 0.5}", RecomputeSettings(budget=0.5)),
     ("recompute: {budget: 1, exclude: ['*.cast']}", RecomputeSettings(budget=1.0, exclude=("*.cast",))),
-    ("recompute: {select: layers.*.mlp}", RecomputeSettings(select=("layers.*.mlp",))),
     (
         "recompute:\n  full: [0]\n  select: [layers.1-3.mlp, 'layers.*.self_attn.softmax']\n"
         "  exclude: ['*.MatMul[1]']\n  mp_comm_recompute: false\n",
@@ -98,17 +95,14 @@ def test_section_swap(text, meant, tmp_path):
 
 OVERRIDES = [  # the file's section, overrides, and what they make of it together
     ("", ["recompute=true"], RecomputeSettings(full=True)),
-    ("", ["recompute.full=true"], RecomputeSettings(full=True)),
     ("", ["recompute.full=0-1"], RecomputeSettings(full=(0, 1))),
     ("", ["recompute.full=0,3"], RecomputeSettings(full=(0, 3))),
     ("", ["recompute.select=[layers.*.mlp, '*.cast']"], RecomputeSettings(select=("layers.*.mlp", "*.cast"))),
     ("", ["recompute=true", "recompute.mp_comm_recompute=false"], RecomputeSettings(True, mp_comm_recompute=False)),
     ("recompute: true", ["recompute.full=[0]"], RecomputeSettings(full=(0,))),
-    ("recompute: true", ["recompute.exclude=x"], RecomputeSettings(full=True, exclude=("x",))),
     ("recompute: true", ["recompute.full=false", "recompute.budget=0.5"], RecomputeSettings(budget=0.5)),
     ("recompute: false", ["recompute.budget=0.5"], RecomputeSettings(budget=0.5)),
     ("recompute: {budget: 0.5}", ["recompute=false"], None),
-    ("recompute: {full: true, exclude: [x]}", ["recompute=false"], None),
 ]
 
 
@@ -174,31 +168,12 @@ ERRORS = [  # overrides of the tiny recipe with 4 layers, error, and a piece of 
     (["recompte=true"], ValueError, "recompte: unknown section (did you mean 'recompute'?); known: model, training"),
     (["recompute.ful=true"], ValueError,
         "recompute.ful: unknown key (did you mean 'full'?); known: full, select, exclude,"),
-    (["recompute.select_recompute=a"], ValueError,
-        "recompute.select_recompute: unknown key (here it is called 'select')"),
-    (
-        ["recompute.recompute=true"],
-        ValueError,
-        "recompute.recompute: unknown key (here it is called 'full', and a list in it is numbers of layers of the "
-        "whole model, where MindSpore Transformers' list says how many layers of each pipeline stage); known: full",
-    ),
-    (["recompute.mode=full"], ValueError, "recompute.mode: unknown key (here full and select may stand together, and "),
-    (["recompute.select_comm_recompute=true"], ValueError, "unknown key (here select names collectives, too, as "),
-    (["recompute.mode=null"], ValueError, "recompute.mode: unknown key (leave it out: null asks for nothing)"),
-    (["recompute_comm=null"], ValueError, "recompute_comm: unknown section (leave it out: null asks for nothing)"),
-    (["recompute_config.recompute=true"], ValueError, "unknown section (here it is called 'recompute'); known: model"),
-    (["recompute_comm.enable=true"], ValueError, "(here recompute.mp_comm_recompute says whether collectives run"),
-    (
-        ["recompute.recompute_slice_activation=true"],
-        ValueError,
-        "recompute.recompute_slice_activation: unknown key (here sequence parallelism, in a recipe parallelism.sequence"
-        "_parallel, cuts what is kept between layers); known: full",
-    ),
-    (["swap.enable=true"], ValueError, "swap.enable: unknown key (here it is called 'swap'); known: swap, default_pre"),
+    (["recompute.select_recompute=a"], ValueError, "unknown key (did you mean 'select'?); known: full, "),
+    (["recompute.recompute=true"], ValueError, "mp_comm_recompute, parallel_optimizer_comm_recompute, budget: docs/"),
+    (["recompute_config.recompute=true"], ValueError, "unknown section (did you mean 'recompute'?); known: model"),
     (["swap.prefetch=3"], ValueError, "swap.prefetch: unknown key (did you mean 'default_prefetch'?)"),
     (["recompute.full=3"], TypeError,
         "recompute.full: 3 should be true for all layers, a list of layer numbers, as [0, 3]"),
-    (["recompute.select=[1]"], TypeError, "recompute.select[0]: 1 should be a pattern"),
     (
         ["recompute.select=*.cast"],
         ValueError,
@@ -208,7 +183,6 @@ ERRORS = [  # overrides of the tiny recipe with 4 layers, error, and a piece of 
     (["recompute.select=[a, *.b,*.c[0]]"], ValueError, "write \"recompute.select=[a, '*.b','*.c[0]']\""),
     (["swap.op_swap=*.mlp"], ValueError, "write \"swap.op_swap={'*.mlp': true}\""),
     (["swap.op_swap={*.mlp: {layers: 0-1}}"], ValueError, "write \"swap.op_swap={'*.mlp': {layers: 0-1}}\""),
-    (["recompute.mp_comm_recompute='true'"], TypeError, "mp_comm_recompute: 'true' (str) should be true or false"),
     (
         ["swap.op_swap.layers.*.mlp=true"],
         ValueError,
@@ -232,7 +206,6 @@ ERRORS = [  # overrides of the tiny recipe with 4 layers, error, and a piece of 
         "swap.layer_swap[1].layers: layer 2 can't be swapped and recomputed (recompute.full): what is computed again"),
     (["recompute=true", "swap.layer_swap=[{layers: true}]"], ValueError,
         "swap.layer_swap[0].layers: all layers can't be"),
-    (["recompute=true", "swap.layer_swap=[{layers: [3]}]"], ValueError, "swap.layer_swap[0].layers: layer 3 can't be"),
     (
         ["recompute.budget=0.5", "context.mode=0"],
         ValueError,
@@ -251,10 +224,7 @@ ERRORS = [  # overrides of the tiny recipe with 4 layers, error, and a piece of 
         "context.engine: eager keeps what every operator keeps, and recompute can't change that: use "
         "context.engine=generated, or leave recompute out",
     ),
-    (["swap=true", "context.engine=eager"], ValueError, "and swap can't change that: use context.engine=generated, or"),
     (["recompute=true", "swap={op_swap: {a: true}}", "context.engine=eager"], ValueError, "recompute and swap can't"),
-    (["swap.layer_swap=[{layers: [0]}]", "context.mode=0"], ValueError,
-        "swap: nothing can be swapped where context.mode"),
 ]  # fmt: skip
 
 

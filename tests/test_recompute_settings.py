@@ -48,13 +48,10 @@ def test_one_form_of_recompute_settings():
 RECOMPUTE_ERRORS = [
     ({"full": "7-0"}, ValueError, "full: range '7-0' ends before it begins"),
     ({"select": 3}, TypeError, "select: 3 should be a pattern, or a list of patterns, as ['layers.0-7.mlp']"),
-    ({"select": {"mlp": True}}, TypeError, "select: {'mlp': True} should be a pattern, or a list"),
     ({"exclude": False}, TypeError, "exclude: False should be a pattern, or a list of patterns, as"),
-    ({"full": [2, 1]}, ValueError, "full: [2, 1] should be in ascending order, [1, 2]: these are"),
+    ({"full": [2, 1]}, ValueError, "full: [2, 1] should be in ascending order, [1, 2]"),
     ({"select": ["a", 3]}, TypeError, "select[1]: 3 should be a pattern, a text as 'layers.0-7.mlp'"),
     ({"select": ["a", " "]}, ValueError, "select[1]: ' ' is an empty pattern: it should name a Cell or an operator"),
-    ({"select": ""}, ValueError, "select: '' is an empty pattern"),
-    ({"full": True, "exclude": [None]}, TypeError, "exclude[0]: None should be a pattern"),
     ({"exclude": "*.cast"}, ValueError,
         "exclude: ['*.cast'] is taken out of what is recomputed, but nothing is: give fu"),
     ({"mp_comm_recompute": False}, ValueError,
@@ -65,12 +62,9 @@ RECOMPUTE_ERRORS = [
         "mp_comm_recompute: None (NoneType) should be true or false"),
     ({"parallel_optimizer_comm_recompute": 1}, TypeError,
         "parallel_optimizer_comm_recompute: 1 (int) should be true or false"),
-    ({"budget": True}, TypeError, "budget: True (bool) has to be a number above 0 and at most 1: the part"),
     ({"budget": "0.5"}, TypeError, "budget: '0.5' (str) has to be a number above 0 and at most 1: the part of"),
-    ({"full": True, "mp_comm_recompute": "no"}, TypeError, "mp_comm_recompute: 'no' (str) should be true or false"),
     ({"budget": 0}, ValueError, "budget: 0 has to be a number above 0 and at most 1: the part"),
     ({"budget": 1.01}, ValueError, "budget: 1.01 has to be a number above 0 and at most 1"),
-    ({"budget": -0.5}, ValueError, "budget: -0.5 has to be a number above 0"),
     ({"budget": float("nan")}, ValueError, "budget: nan has to be a number above 0"),
     ({"budget": 0.5, "full": [0, 1]}, ValueError,
         "budget: 0.5 chooses what is recomputed, but full says it, too ([0, 1]): give one of the two; exclude"),
@@ -91,49 +85,18 @@ def test_layers_to_swap():
     settings = SwapSettings(layer_swap=given, default_prefetch=7)
     assert settings.layer_swap == (LayerSwap((0, 1), 20), LayerSwap((3,), 7), LayerSwap((5,), 7))
     assert settings.is_on and settings.swap is True and settings.op_swap == ()
-    assert SwapSettings(layer_swap={"layers": True}).layer_swap == (LayerSwap(True, 1),)
+    assert SwapSettings(layer_swap=[{"layers": True}]).layer_swap == (LayerSwap(True, 1),)
 
 
-ATTENTION_AND_MLP = (
-    OperatorSwap("attention", (0, 1, 2), 20),
-    OperatorSwap("attention", (3,), 10),
-    OperatorSwap("mlp", (1, 2), 4),
-    OperatorSwap("*.cast", True, 4),
-)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        [
-            {"op_name": "attention", "backward_prefetch": 20, "layers": [0, 1, 2]},
-            {"op_name": "attention", "backward_prefetch": 10, "layers": [3]},
-            {"op_name": "mlp", "layers": "1-2"},
-            {"op_name": "*.cast"},
-        ],
-        {
-            "attention": [{"backward_prefetch": 20, "layers": "0-2"}, {"backward_prefetch": 10, "layers": [3]}],
-            "mlp": {"layers": [1, 2]},
-            "*.cast": True,
-        },
-        ATTENTION_AND_MLP,
-    ],
-)
-def test_operators_to_swap_in_both_forms(given):
-    settings = SwapSettings(op_swap=given, default_prefetch=4)
-    assert settings.op_swap == ATTENTION_AND_MLP
-    assert settings.is_on
-    assert SwapSettings(**dataclasses.asdict(settings)) == settings == dataclasses.replace(settings)
-    hash(settings)
-
-
-def test_a_pattern_that_is_called_like_a_key():
-    meant = (OperatorSwap("layers", True, 1),)
-    assert SwapSettings(op_swap={"layers": True}).op_swap == SwapSettings(op_swap={"layers": [{}]}).op_swap == meant
-
-
-def test_one_operator_to_swap_needs_no_list():
-    assert SwapSettings(op_swap={"op_name": "a", "layers": [1]}).op_swap == (OperatorSwap("a", (1,), 1),)
+def test_operators_to_swap_in_both_forms():
+    listed = [{"op_name": "attention", "backward_prefetch": 20, "layers": [0, 1]}, {"op_name": "*.cast"}]
+    named = {"attention": {"backward_prefetch": 20, "layers": "0-1"}, "*.cast": True}
+    expected = (OperatorSwap("attention", (0, 1), 20), OperatorSwap("*.cast", True, 4))
+    for given in (listed, named, expected):
+        settings = SwapSettings(op_swap=given, default_prefetch=4)
+        assert settings.op_swap == expected and settings.is_on
+        assert dataclasses.replace(settings) == settings
+    assert SwapSettings(op_swap={"layers": True}).op_swap == (OperatorSwap("layers", True, 1),)  # named like a key
 
 
 def test_swap_alone_is_attention_and_false_is_nothing():
@@ -152,14 +115,15 @@ SWAP_ERRORS = [
     ({"default_prefetch": True}, TypeError, "default_prefetch: True (bool) should be a whole number"),
     ({"default_prefetch": 4}, ValueError,
         "default_prefetch: 4 is given, but nothing to swap: give swap=true, layer_swap or op_swap"),
-    ({"layer_swap": "0-3"}, TypeError, "layer_swap: '0-3' should be a mapping with layers and backward_prefetch"),
-    ({"layer_swap": [3]}, TypeError, "layer_swap[0]: 3 should be a mapping with layers and backward_prefetch"),
-    ({"layer_swap": [{}]}, ValueError, "layer_swap[0].layers: missing; it should be true for all layers, a list of"),
+    ({"layer_swap": "0-3"}, TypeError, "layer_swap: '0-3' should be given as [{layers: 0-3, backward_prefetch: 2}]"),
+    ({"layer_swap": {"layers": True}}, TypeError, "layer_swap: {'layers': True} should be given as [{layers: 0-3, "),
+    ({"layer_swap": [3]}, TypeError, "layer_swap[0]: 3 should be a mapping with layers, backward_prefetch; layer_swap"),
+    ({"layer_swap": [{}]}, ValueError, "layer_swap[0].layers: missing; layer_swap is given as"),
     ({"layer_swap": [{"layer": [0]}]}, ValueError,
         "layer_swap[0].layer: unknown key (did you mean 'layers'?); known: layers, backward_prefetch"),
-    ({"layer_swap": [{"op_name": "a"}]}, ValueError, "layer_swap[0].op_name: unknown key"),
     ({"layer_swap": [{"layers": None}]}, ValueError, "layer_swap[0].layers: None means no layer: leave the entry out"),
     ({"layer_swap": [{"layers": [0]}, {"layers": "1-x"}]}, ValueError, "layer_swap[1].layers: '1-x' is neither"),
+    ({"layer_swap": [{"layers": [2, 0]}]}, ValueError, "layer_swap[0].layers: [2, 0] should be in ascending order, [0"),
     ({"layer_swap": [{"layers": [0], "backward_prefetch": 0}]}, ValueError,
         "layer_swap[0].backward_prefetch: 0 should"),
     ({"layer_swap": [{"layers": [0], "backward_prefetch": "2"}]}, TypeError,
@@ -168,46 +132,24 @@ SWAP_ERRORS = [
         "layer_swap[1].layers: layer 3 is in layer_swap[0], too: give one backward_prefetch for each"),
     ({"layer_swap": [{"layers": True}, {"layers": True}]}, ValueError,
         "layer_swap[1].layers: all layers are in layer_sw"),
-    ({"layer_swap": True}, TypeError, "; layer_swap is given as [{layers: 0-3, backward_prefetch: 2}]"),
-    ({"layer_swap": {0: True}}, ValueError,
-        "layer_swap.0: unknown key; known: layers, backward_prefetch; layer_swap is"),
-    ({"op_swap": "*.cast"}, TypeError,
-        "op_swap: '*.cast' should be a mapping with op_name, layers and backward_prefetch; op_swap is"),
-    ({"op_swap": ["*.cast", "a"]}, TypeError, "op_swap[0]: '*.cast' should be a mapping"),
-    ({"op_swap": True}, TypeError,
-        "; op_swap is given as {'*.mlp': true, '*.cast': {layers: 0-3, backward_prefetch: 2}}"),
+    ({"op_swap": "*.cast"}, TypeError, "op_swap: '*.cast' should be given as {'*.mlp': true, '*.cast': {layers: 0-3"),
+    ({"op_swap": ["*.cast"]}, TypeError, "op_swap[0]: '*.cast' should be a mapping with op_name, layers, backward"),
     ({"op_swap": [{"*.mlp": True}]}, ValueError, "op_swap[0].*.mlp: unknown key; known: op_name, layers, backward_pre"),
-    ({"op_swap": [{"*.mlp": True}]}, ValueError, "; op_swap is given as {'*.mlp': true, '*.cast': {layers: 0-3, back"),
-    (
-        {"op_swap": [{"layers": [0]}]},
-        ValueError,
-        "op_swap[0].op_name: missing; it should be a pattern, as {op_name: '*.mlp', layers: 0-3}; everything in some "
-        "layers is given to layer_swap",
-    ),
-    ({"op_swap": {"layers": [0, "2-3"]}}, ValueError, "op_swap.op_name: missing"),
-    ({"op_swap": {"layers": "0-1"}}, ValueError, "op_swap.op_name: missing"),
-    ({"op_swap": {"backward_prefetch": 2}}, ValueError, "op_swap.op_name: missing"),
-    ({"op_swap": [{"op_nam": "a"}]}, ValueError,
-        "op_swap[0].op_nam: unknown key (did you mean 'op_name'?); known: op_name,"),
+    ({"op_swap": [{"layers": [0]}]}, ValueError, "op_swap[0].op_name: missing; op_swap is given as"),
+    ({"op_swap": [{"op_nam": "a"}]}, ValueError, "op_swap[0].op_nam: unknown key (did you mean 'op_name'?)"),
     ({"op_swap": [{"op_name": ""}]}, ValueError, "op_swap[0].op_name: '' is an empty pattern"),
-    ({"op_swap": [{"op_name": ["a", 3]}]}, TypeError, "op_swap[0].op_name: ['a', 3] should be a pattern"),
-    ({"layer_swap": [{"layers": [2, 0]}]}, ValueError, "layer_swap[0].layers: [2, 0] should be in ascending order, [0"),
+    ({"op_swap": [{"op_name": "a"}, {"op_name": "a", "layers": [1]}]}, ValueError,
+        "op_swap[1].layers: layer 1 is in op_swap[0], too"),
+    ({"op_swap": {"layers": "0-1"}}, TypeError, "op_swap['layers']: '0-1' should be a mapping with layers, backward"),
     ({"op_swap": {"a": {"layers": [2, 0]}}}, ValueError, "op_swap['a'].layers: [2, 0] should be in ascending order, "),
     ({"op_swap": {3: True}}, TypeError, "op_swap[3].op_name: 3 should be a pattern"),
-    ({"op_swap": {"a": None}}, TypeError,
-        "op_swap['a']: None should be true for all layers, or a mapping with layers and backward_prefetch; {layers: "),
-    ({"op_swap": {"a": False}}, TypeError, "op_swap['a']: False should be true for all layers, or a mapping"),
-    ({"op_swap": {"a": "true"}}, TypeError, "op_swap['a']: 'true' should be true for all layers"),
-    ({"op_swap": {"a": []}}, ValueError, "op_swap['a']: [] has no entry: leave it out, or give true for all layers"),
-    ({"op_swap": {"a": [3]}}, TypeError, "op_swap['a'][0]: 3 should be true for all layers"),
+    ({"op_swap": {"a": False}}, TypeError, "op_swap['a']: False should be a mapping with layers, backward_prefetch"),
     ({"op_swap": {"a": {"op_name": "b"}}}, ValueError,
         "op_swap['a'].op_name: unknown key; known: layers, backward_prefe"),
     ({"op_swap": {"a": {"layers": False}}}, ValueError,
         "op_swap['a'].layers: False means no layer: leave the entry out"),
     ({"op_swap": {"a": {"backward_prefetch": -1}}}, ValueError,
         "op_swap['a'].backward_prefetch: -1 should be at least 1"),
-    ({"op_swap": {"a": [{"layers": [0, 1]}, {}], "b": True}}, ValueError,
-        "op_swap['a'][1].layers: layer 0 is in op_swap['a'][0], too"),
 ]  # fmt: skip
 
 

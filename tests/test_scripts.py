@@ -28,8 +28,6 @@ if case != "finish" and rank == "1":
     time.sleep(1)
     if case == "raise":
         raise ValueError("a broken rank")
-    if case == "exit":
-        sys.exit(3)
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(0 if case == "finish" else 60)
 """
@@ -106,7 +104,6 @@ def test_logs_of_other_machines_stay(tmp_path):
     ("case", "code", "shown"),
     [
         ("raise", 1, ["worker 1 ended with exit code 1", "ValueError: a broken rank"]),
-        ("exit", 3, ["worker 1 ended with exit code 3", "rank 1 runs"]),
         ("kill", 137, ["worker 1 was killed by SIGKILL", "rank 1 runs"]),
     ],
 )
@@ -167,7 +164,6 @@ def test_port_in_use_names_it_and_a_free_one(tmp_path):
         ((), 2, "Usage: bash scripts/msrun_launch.sh COMMAND"),
         (("-h",), 0, "CLUSTER_TIME_OUT"),
         (("worker.py", "two"), 2, "invalid int value: 'two'"),
-        (("worker.py", "0"), 2, "numbers from 1 up"),
         (("worker.py", "8", "3"), 2, "WORKER_NUM 8 is not a multiple of LOCAL_WORKER 3"),
         (("worker.py", "16", "8", "127.0.0.1", "8118", "2"), 2, "NODE_RANK is 0 to 1"),
         (("worker.py", "16", "8", "203.0.113.7", "8118", "0"), 2, "203.0.113.7 is not an address of this machine"),
@@ -231,12 +227,6 @@ def test_another_python_is_named(clone, tmp_path, name):
     assert not (clone / ".venv").exists()
 
 
-def test_no_python_at_all(clone, tmp_path):
-    done = in_clone(clone, "test.sh", fake_path(tmp_path / "bin"))
-    assert done.returncode == 1
-    assert "no Python at all" in done.stdout
-
-
 def test_venv_of_another_python_is_left_alone(clone, tmp_path):
     path = fake_path(tmp_path / "bin", python3=pretend_python())
     (clone / ".venv" / "bin").mkdir(parents=True)
@@ -252,7 +242,6 @@ def test_venv_of_another_python_is_left_alone(clone, tmp_path):
     ("failure", "message"),
     [
         ("No module named venv", "comes without the venv module"),
-        ("ensurepip is not available", "apt install python3.11-venv"),
         ("Read-only file system", "Read-only file system"),
     ],
 )
@@ -269,7 +258,6 @@ def test_a_venv_that_fails_is_explained(clone, tmp_path, failure, message):
     [
         ("NewConnectionError; No matching distribution found for mindspore", "can't reach the package index"),
         ("ERROR: No matching distribution found for mindspore==2.10.*", "no wheel of MindSpore 2.10"),
-        ("error: command 'gcc' failed", "found no wheel"),
         ("OSError: [Errno 28] No space left on device", "the disk is full"),
         ("something else", "could not install"),
     ],
@@ -330,7 +318,6 @@ def test_launchers_need_mindspore(clone, tmp_path):
     [
         ((), "8 8 127.0.0.1 8118 0 output/msrun_log True 7200"),
         (("4",), "4 4 127.0.0.1 8118 0 output/msrun_log True 7200"),
-        (("4", "9000", "logs", "False", "60"), "4 4 127.0.0.1 9000 0 logs False 60"),
         (("16", "8", "10.0.0.1", "9000", "1"), "16 8 10.0.0.1 9000 1 output/msrun_log True 7200"),
         (("16", "8", "10.0.0.1", "9000", "1", "logs", "False", "60"), "16 8 10.0.0.1 9000 1 logs False 60"),
     ],

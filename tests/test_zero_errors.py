@@ -14,7 +14,7 @@ from mindformers_core.mesh import DeviceMesh, init_device_mesh
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.trainer.adamw import AdamW
 from mindformers_core.trainer.recipe import Optimizer
-from mindformers_core.zero import Lamb, LossScale, MixedPrecision, hsdp, value_and_grad
+from mindformers_core.zero import Lamb, LossScale, hsdp, value_and_grad
 from mindformers_core.zero.optimizers import check_optimizers
 from mindformers_core.zero.storage import storage_of
 
@@ -123,40 +123,22 @@ def test_what_is_no_cell(cell):
             ValueError,
             r"3\): doesn't divide the 4 ranks of axis 'dp' of .*choose of 1, 2",
         ),
-        ("shard_size", 8, ValueError, "choose of 1, 2"),
         ("shard_size", 0, ValueError, "at least 1"),
         ("shard_size", 2.0, TypeError, r"2\.0\): should be an int"),
-        ("shard_size", True, TypeError, "an int"),
-        ("shard_size", "2", TypeError, "an int"),
         ("threshold", -1, ValueError, "at least 0 KB"),
-        ("threshold", float("nan"), ValueError, "at least 0 KB"),
         ("threshold", "64", TypeError, "a number of KB"),
-        ("threshold", True, TypeError, "a number of KB"),
         ("optimizer_level", "level4", ValueError, r"choose of level1, level2, level3 \(did you mean 'level3'\?\)"),
-        ("optimizer_level", "lvl2", ValueError, "did you mean 'level2'"),
-        ("optimizer_level", 3, ValueError, "choose of level1, level2, level3"),
-        ("optimizer_level", ["level1"], ValueError, "choose of level1, level2, level3"),
         ("accumulate_grad_step", 0, ValueError, "at least 1"),
-        ("accumulate_grad_step", 1.5, TypeError, "an int"),
-        ("axis", 3, TypeError, "the name of one mesh axis"),
         ("axis", ("dp", "tp"), TypeError, "the name of one mesh axis"),
         ("mesh", (2, 2), TypeError, "a DeviceMesh"),
-        ("mesh", "dp", TypeError, "a DeviceMesh"),
         ("mesh", DeviceMesh((2,), ("dp",), (2, 3)), ValueError, "this is rank 0, which isn't in it"),
         ("gradients_mean", "yes", TypeError, "True or False"),
-        ("gradients_mean", 1, TypeError, "True or False"),
         ("comm_fusion", "atuo", ValueError, r"'atuo' .*did you mean 'auto'"),
         ("reshard_after_forward", "yes", TypeError, "True or False"),
-        ("reshard_after_forward", 0, TypeError, "True or False"),
         ("prefetch", -1, ValueError, "at least 0"),
-        ("prefetch", 0.5, TypeError, "an int"),
         ("mixed_precision", "float16", TypeError, r"a MixedPrecision, such as MixedPrecision\(compute="),
-        ("mixed_precision", MixedPrecision, TypeError, "a MixedPrecision"),
         ("units", "first", TypeError, r"'first'\): should be a tuple of paths"),
-        ("units", 3, TypeError, "a tuple of paths"),
-        ("units", (3,), TypeError, "a tuple of paths"),
         ("units", ("frist",), ValueError, r"no Cell 'frist' in the root Cell \(Net\) \(did you mean 'first'\?\)"),
-        ("units", ("first.weight",), ValueError, "no Cell 'first.weight'"),
         ("units", ("first", "second", "first"), ValueError, "Cell 'first' is given twice"),
         ("units", ("rest", "rest.0"), ValueError, r"Cell 'rest\.0' lies in 'rest': give one of the two"),
     ],

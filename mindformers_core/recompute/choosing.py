@@ -8,7 +8,7 @@ from mindformers_core.recompute.contradictions import check_something_left
 from mindformers_core.recompute.links import links_of
 from mindformers_core.recompute.operator_names import operator_names
 from mindformers_core.recompute.patterns import select
-from mindformers_core.recompute.places import cell_classes, operators_in_order
+from mindformers_core.recompute.places import operators_in_order
 from mindformers_core.recompute.prediction import Prediction
 from mindformers_core.recompute.views import is_cast_to_its_dtype
 from mindformers_core.recompute.wording import cells_together, quoted
@@ -239,7 +239,6 @@ class Program:
         names: its `OperatorName`s.
         cells: `(key, path from the root)` of every call of a Cell.
         closed: keys of the calls of Cells with a `bprop` of their own.
-        classes: path of a Cell -> name of its class.
     """
 
     def __init__(self, frame, path):
@@ -247,7 +246,6 @@ class Program:
         self.places, self.names = operators_in_order(frame), operator_names(frame, path)
         self.cells = [(key, joined_path(path, inner)) for key, inner in called_cells(frame)]
         self.closed = {place.key for place in self.places if isinstance(place.entry, CallPlan)}
-        self.classes = {joined_path(path, inner): name for inner, name in cell_classes(frame).items()}
 
     def selected(self, patterns, where, is_part):
         """The `Selection`; in a part, patterns may be for what is elsewhere.
@@ -256,7 +254,7 @@ class Program:
         need what these give, in the same memory.
         """
         required = not (is_part or self.path)
-        found = select(patterns, self.names, self.cells, where, required, self.classes)
+        found = select(patterns, self.names, self.cells, where, required)
         return replace(found, operators=self._with_nameless(found.operators)) if found.operators else found
 
     def _with_nameless(self, operators):

@@ -5,10 +5,6 @@ import re
 __all__ = ["LAYERS_FORMS", "common_layers", "layer_numbers"]
 
 LAYERS_FORMS = "true for all layers, a list of layer numbers, as [0, 3], or ranges of them, as '0-7' or '0,3,5-7'"
-_NO_COUNTS = (
-    "these are numbers of layers of the whole model, from 0; how many layers of each pipeline stage, as in MindSpore "
-    "Transformers, can't be given"
-)
 # five digits: a mistyped end shouldn't make a list that fills the memory
 _RANGE = re.compile(r"\s*([0-9]{1,5})\s*(?:-\s*([0-9]{1,5})\s*)?")
 
@@ -38,13 +34,16 @@ def layer_numbers(given, where):
     for part in [given] if isinstance(given, str) else given:
         for number in _numbers_of(part, where):
             if number in numbers:
-                raise ValueError(f"{where}: layer {number} is given twice in {given!r}: {_NO_COUNTS}")
+                raise ValueError(f"{where}: layer {number} is given twice in {given!r}")
             numbers.add(number)
     if not numbers:
         raise ValueError(f"{where}: {given!r} has no layer in it: give {LAYERS_FORMS}, or leave it out")
     numbers_alone = not isinstance(given, str) and all(type(part) is int for part in given)
     if numbers_alone and list(given) != sorted(given):
-        raise ValueError(f"{where}: {given!r} should be in ascending order, {sorted(given)}: {_NO_COUNTS}")
+        raise ValueError(
+            f"{where}: {given!r} should be in ascending order, {sorted(given)}: these are numbers of layers of the "
+            "whole model, not how many layers each pipeline stage has"
+        )
     return tuple(sorted(numbers))
 
 

@@ -171,7 +171,7 @@ def parse_patterns(patterns, where):
     ]
 
 
-def select(patterns, names, cells, where="select", required=True, classes=None):
+def select(patterns, names, cells, where="select", required=True):
     """What patterns select: each all Cells that it matches, or, if it matches none, all operators.
 
     Args:
@@ -180,7 +180,6 @@ def select(patterns, names, cells, where="select", required=True, classes=None):
         cells: its Cells, as `called_cells` gives them: `(key, path)`; no two have the same key.
         where: what `patterns` are, for errors: `"recompute.select"`.
         required: whether a pattern, or a number in one, that matches nothing is an error.
-        classes: path of a Cell -> name of its class, for errors; default: not known.
 
     Returns:
         A `Selection`.
@@ -194,7 +193,7 @@ def select(patterns, names, cells, where="select", required=True, classes=None):
     by_pattern = {}
     for pattern in parse_patterns(list(patterns), where):
         found = by_pattern[pattern.text] = _selected(pattern, names, cells)
-        problem = _problem(pattern, found, names, cells, classes or {}) if required else ""
+        problem = _problem(pattern, found, names, cells) if required else ""
         if problem:
             raise ValueError(f"{pattern.where}: {pattern.text!r} {problem}")
     chosen_cells = {key for keys, _ in by_pattern.values() for key in keys}
@@ -206,12 +205,12 @@ def select(patterns, names, cells, where="select", required=True, classes=None):
     )
 
 
-def _problem(pattern, found, names, cells, classes):
+def _problem(pattern, found, names, cells):
     """What is wrong with a pattern that selects `found`, as the end of a sentence; nothing where it is right."""
     if any(found):
         return what_is_missing(pattern, found, names, cells)
     hint = "; patterns are no regular expressions: docs/recompute.md" if _SIGNS.search(pattern.text) else ""
-    return f"matches no {what_is_there(pattern, names, cells, classes)}{hint}"
+    return f"matches no Cell or operator: {what_is_there(pattern, names, cells)}{hint}"
 
 
 def _selected(pattern, names, cells):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mindformers_core.tensor_parallel.propagation.plan import CallPlan, called_path
 
-__all__ = ["Place", "cell_classes", "operators_in_order"]
+__all__ = ["Place", "operators_in_order"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,14 +31,6 @@ class Place:
 def operators_in_order(frame):
     """A `Place` for every instruction of a program in the order in which they run; calls are gone into."""
     return [place for place in _walk(frame, (), "") if not _is_gone_into(place.entry)]
-
-
-def cell_classes(frame):
-    """Path -> name of the class, without its module, of every Cell that is called but the root."""
-    calls = [place for place in _walk(frame, (), "") if isinstance(place.entry, CallPlan)]
-    return {
-        called_path(place.entry, place.path): place.entry.node.graph.class_name.rpartition(".")[2] for place in calls
-    }
 
 
 def _walk(frame, before, path):

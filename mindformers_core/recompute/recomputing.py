@@ -59,9 +59,8 @@ def _made(kind, function, settings):
     known = [entry.name for entry in fields(kind)]
     for name in settings:
         if name not in known:
-            instead = kind.instead.get(name)
-            hint = f" (here {instead})" if instead else nearest(name, known)
-            raise TypeError(f"{function}.{name}: unknown setting{hint}; known: is_part, {', '.join(known)}")
+            hint = f"{nearest(name, known)}; known: is_part, {', '.join(known)}: {kind.page}"
+            raise TypeError(f"{function}.{name}: unknown setting{hint}")
     try:
         return kind(**settings)
     except (TypeError, ValueError) as error:  # the message begins with the key

@@ -49,19 +49,6 @@ class RecomputeSettings:
 
     switch: ClassVar[str] = "full"  # the key that `recompute: true` in a recipe stands for
     page: ClassVar[str] = "docs/recompute.md"
-    # MindSpore Transformers' keys, of r1.9 and of r2.0, and what there is here
-    instead: ClassVar[dict] = {
-        "recompute": "it is called 'full', and a list in it is numbers of layers of the whole model, where MindSpore "
-        "Transformers' list says how many layers of each pipeline stage",
-        "full_recompute_layer": "it is called 'full'",
-        **dict.fromkeys(("select_recompute", "select_module"), "it is called 'select'"),
-        **dict.fromkeys(("select_recompute_exclude", "exclude_op"), "it is called 'exclude'"),
-        "mode": "full and select may stand together, and say themselves what is recomputed",
-        "select_comm_recompute": "select names collectives, too, as '*.all_gather'",
-        "select_comm_recompute_exclude": "exclude names collectives, too, as '*.all_gather'",
-        "recompute_slice_activation": "sequence parallelism, in a recipe parallelism.sequence_parallel, cuts what is "
-        "kept between layers",
-    }
 
     full: bool | tuple[int, ...] | None = _as_given()
     select: tuple[str, ...] = _as_given(())
@@ -127,7 +114,7 @@ class SwapSettings:
         layer_swap: `LayerSwap`s; given as a list of dicts of `layers`, in a form that `layer_numbers` takes, and
             `backward_prefetch`.
         op_swap: `OperatorSwap`s; given as a list of such dicts with `op_name`, too, or as a dict of patterns, each with
-            such a dict, a list of them, or True. Without `layers` it counts in all.
+            such a dict, or True. Without `layers` it counts in all.
         is_short: whether `swap: true` was all that was given.
 
     Raises:
@@ -137,7 +124,6 @@ class SwapSettings:
 
     switch: ClassVar[str] = "swap"  # the key that `swap: true` in a recipe stands for
     page: ClassVar[str] = "docs/recompute.md"
-    instead: ClassVar[dict] = {"enable": "it is called 'swap'"}  # in MindSpore Transformers r2.0
 
     swap: bool | None = _as_given()
     default_prefetch: int = _as_given(1)

@@ -9,7 +9,7 @@ from mindformers_core.recompute.choosing import INSTEAD_OF_GRAPHS, check_for_gra
 from mindformers_core.recompute.contradictions import check_something_left
 from mindformers_core.recompute.operator_names import Label, OperatorName, operator_names
 from mindformers_core.recompute.patterns import parse_patterns, select
-from mindformers_core.recompute.places import Place, cell_classes
+from mindformers_core.recompute.places import Place
 from mindformers_core.recompute.swapped import check_narrowed
 from mindformers_core.recompute.unmatched import what_is_there
 from mindformers_core.tensor_parallel.propagation.plan import called_cells
@@ -31,13 +31,11 @@ def stage_told(layers, frame, paths=(), short=None):
         "layers": [[number, path] for number in sorted(layers) for path in layers[number]],
         "paths": list(paths),
         "cells": None,
-        "classes": {},
         "operators": [],
         "short": short and list(short),
     }
     if frame is not None:
         told["cells"] = list(dict.fromkeys(path for _, path in called_cells(frame)))
-        told["classes"] = cell_classes(frame)
         told["operators"] = [
             [name.path, [[label.name, label.variable, label.number, label.count] for label in name.labels]]
             for name in operator_names(frame)
@@ -103,7 +101,7 @@ def check_compiled_stage(settings, swapping, gaps, told):
     for where in ("select", "exclude"):
         for pattern in parse_patterns(getattr(settings, where), f"recompute.{where}"):
             if not select((pattern,), [], cells, required=False).cells:
-                there = what_is_there(pattern, [], cells, {}).partition(": ")[2]
+                there = what_is_there(pattern, [], cells)
                 raise ValueError(
                     f"{pattern.where}: {pattern.text!r} matches no Cell of any stage, and compiled stages recompute "
                     f"whole Cells, no operators: {there}; name Cells, {INSTEAD_OF_GRAPHS}"
@@ -136,12 +134,11 @@ def _check_patterns(settings, swapping, known, layers):
         OperatorName(Place((len(cells) + place,), path, None, None), path, "", tuple(Label(*label) for label in each))
         for place, (path, each) in enumerate(labels)
     ]
-    classes = {path: name for each in known for path, name in each["classes"].items()}
-    selected = select(settings.select, names, cells, "recompute.select", classes=classes)
-    excluded = select(settings.exclude, names, cells, "recompute.exclude", classes=classes)
+    selected = select(settings.select, names, cells, "recompute.select")
+    excluded = select(settings.exclude, names, cells, "recompute.exclude")
     check_something_left(settings, full_layers(settings.full, layers, True), names, cells, selected, excluded)
     for entry in swapping.op_swap if swapping.is_on else ():
         where = swapping.where(entry)
-        selected = select((entry.op_name,), names, cells, where, classes=classes)
+        selected = select((entry.op_name,), names, cells, where)
         if entry.layers is not True:
             check_narrowed(entry, where, selected, names, cells, layers)

@@ -6,7 +6,7 @@ Face's `config.json`.
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 from mindformers_core.models.configuration import MOST_CHUNKS, MOST_LAYERS, MOST_PIPELINE_RANKS, LlamaConfig
 from mindformers_core.ranges import bounded
@@ -136,14 +136,6 @@ class Context:
 @dataclass(frozen=True)
 class Recipe:
     """One training job."""
-
-    # MindSpore Transformers' sections, of r1.9 and of r2.0, and what there is here
-    instead: ClassVar[dict] = {
-        "recompute_config": "it is called 'recompute'",
-        "swap_config": "it is called 'swap'",
-        "recompute_comm": "recompute.mp_comm_recompute says whether collectives run again, and recompute.select names "
-        "single ones, as '*.all_gather'",
-    }
 
     model: LlamaConfig
     training: Training = Training()

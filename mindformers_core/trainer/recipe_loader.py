@@ -125,7 +125,7 @@ def _convert_section(value, section, path):
     prefix = f"{path}." if path else ""
     for key in value:
         if key not in fields:
-            raise ValueError(f"{prefix}{_unknown(key, value[key], fields, section, 'key' if path else 'section')}")
+            raise ValueError(f"{prefix}{_unknown(key, fields, section, 'key' if path else 'section')}")
     parts = {}
     for name, entry in fields.items():
         has_default = entry.default is not dataclasses.MISSING or entry.default_factory is not dataclasses.MISSING
@@ -142,20 +142,13 @@ def _convert_section(value, section, path):
         raise type(error)(f"{prefix}{error}") from None
 
 
-def _unknown(key, value, known, section, kind):
-    instead = getattr(section, "instead", {}).get(key)
-    is_switch = instead and hasattr(section, "switch") and instead.startswith(f"it is called '{section.switch}'")
-    if instead and not is_switch and (value is None or value is False):
-        return f"{key}: unknown {kind} (leave it out: {_as_yaml(value)} asks for nothing)"
-    inside = _sections_with(key) if kind == "section" and not instead else []
-    hint = f" (here {instead})" if instead else nearest(key, known)
+def _unknown(key, known, section, kind):
+    inside = _sections_with(key) if kind == "section" else []
+    hint = nearest(key, known)
     if 0 < len(inside) <= _FEW:
         hint = f" (did you mean {' or '.join(repr(f'{name}.{key}') for name in inside)}?)"
-    return f"{key}: unknown {kind}{hint}; known: {', '.join(known)}"
-
-
-def _as_yaml(value):
-    return yaml.safe_dump(value).split("\n", 1)[0]
+    page = f": {section.page}" if hasattr(section, "page") else ""
+    return f"{key}: unknown {kind}{hint}; known: {', '.join(known)}{page}"
 
 
 def _sections_with(key):
