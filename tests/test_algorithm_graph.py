@@ -60,6 +60,7 @@ CASES = {
     "lookups in columns": (LOOKUPS, [TABLE[:4], INDICES]),
     "losses": (LOSSES, [NUMBERS, LABELS]),
 }
+NIGHTLY = pytest.mark.nightly  # two ranks run them all, in `case_algorithms`
 DROPOUTS = {
     "primitive": lambda x: ops.dropout(x, 0.25),
     "mint": lambda x: mint.nn.functional.dropout(x, 0.25, True),
@@ -154,7 +155,9 @@ def redistribute(node, known):
         values[node.outputs.id] = Tensor(local[rank].astype(values[value.id].asnumpy().dtype))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in ("means", "lookups in columns") else pytest.param(case, marks=NIGHTLY) for case in CASES]
+)
 def test_ranks_together_give_what_one_card_gives(case):
     functions, arrays = CASES[case]
     for name, given in product(functions, CUTS):

@@ -161,23 +161,17 @@ def equal(found, expected):
 
 CELLS = [
     (llama, {"full": True}),
-    (llama, {"full": "1-2"}),
     (llama, {"select": ["layers.*.self_attn", "layers.0.mlp"]}),
     (llama, {"select": "*.core_attention"}),
-    (llama, {"full": True, "exclude": ["layers.1"]}),
     (Net, {"full": [0, 2]}),
-    (Net, {"select": "blocks.1"}),
     (Half, {"full": True}),
 ]
 OPERATORS = [
     (llama, {"select": ["*.softmax", "*.mlp.silu", "layers.0-1.*.*.Dense"]}),
-    (llama, {"select": "**.*"}),
     (llama, {"full": True, "exclude": ["*.softmax", "layers.*.mlp.mul"]}),
     (Net, {"select": ["*.tanh", "*.split", "blocks.0-1.h", "*.mixed[0]"]}),
-    (Net, {"full": True, "exclude": ["*.dropout"]}),
     (llama, {"budget": 0.5}),
     (Net, {"budget": 0.4, "exclude": "*.softmax"}),
-    (Half, {"select": ["layers.*.*.half", ".Transpose"]}),
     (Half, {"budget": 0.3}),
     (Cast, {"budget": 0.3}),
     (Views, {"budget": 0.6}),
@@ -187,7 +181,7 @@ OPERATORS = [
 
 @pytest.mark.parametrize(
     "make, settings, compiled",
-    [(*case, False) for case in CELLS] + [(*CELLS[n], True) for n in (0, 3, 5, 6, 7)],
+    [(*case, False) for case in CELLS] + [(*CELLS[n], True) for n in (2, 3)],
 )
 def test_whole_cells_give_the_same_bits(make, settings, compiled):
     found, count, _ = step(make, compiled, **settings)
@@ -202,7 +196,7 @@ def test_operators_give_the_same_bits(make, settings):
     assert count > 0
 
 
-@pytest.mark.parametrize("make, settings", [OPERATORS[0], *OPERATORS[2:]])
+@pytest.mark.parametrize("make, settings", OPERATORS[:3])
 def test_operators_in_a_graph_are_an_error(make, settings):
     with pytest.raises(ValueError, match="a graph recomputes whole Cells"):
         step(make, compiled=True, **settings)

@@ -178,7 +178,7 @@ NOTHING = {
     "layers.8-9.mlp": "below 'layers' are '0-7'",
     "layers": "'layers' is a list of Cells, which is never called itself: below it are '0-7'",
     "layer.0": "there are '0-7', 'model', 'layers', 'input_layernorm', 'self_attn', … (did you mean 'layers'?)",
-    "xyz": "there are '0-7', 'model', 'layers', 'input_layernorm', 'self_attn', …",
+    "qqq": "there are '0-7', 'model', 'layers', 'input_layernorm', 'self_attn', …",
     ".layers.0": "at the root are 'model', 'Cast'",
     ".mode": "at the root are 'model', 'Cast' (did you mean 'model'?)",
     "0.mlp.**.gate_projection": "below '0.mlp.**' are 'gate_proj', 'MatMul', 'MatMulExt', 'all_gather' (did you mean "

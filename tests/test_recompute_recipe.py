@@ -168,7 +168,7 @@ ERRORS = [  # overrides of the tiny recipe with 4 layers, error, and a piece of 
     (["recompte=true"], ValueError, "recompte: unknown section (did you mean 'recompute'?); known: model, training"),
     (["recompute.ful=true"], ValueError,
         "recompute.ful: unknown key (did you mean 'full'?); known: full, select, exclude,"),
-    (["recompute.select_recompute=a"], ValueError, "unknown key (did you mean 'select'?); known: full, "),
+    (["recompute.select_recompute=a"], ValueError, "unknown key (did you mean 'mp_comm_recompute'?); "),
     (["recompute.recompute=true"], ValueError, "mp_comm_recompute, parallel_optimizer_comm_recompute, budget: docs/"),
     (["recompute_config.recompute=true"], ValueError, "unknown section (did you mean 'recompute'?); known: model"),
     (["swap.prefetch=3"], ValueError, "swap.prefetch: unknown key (did you mean 'default_prefetch'?)"),

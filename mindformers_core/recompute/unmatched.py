@@ -29,7 +29,7 @@ def what_is_there(pattern, names, cells):
     known |= {label.name: None for name in names if name.path in there for label in name.labels}
     if furthest == len(pattern.segments):
         return f"{pattern.text!r} is a list of Cells, which is never called itself: below it are {_listed(known)}"
-    return f"{_below(pattern, furthest)} are {_listed(known)}{nearest(pattern.segments[furthest].text, known, 0.6)}"
+    return f"{_below(pattern, furthest)} are {_listed(known)}{nearest(pattern.segments[furthest].text, known)}"
 
 
 def what_is_missing(pattern, selected, names, cells):

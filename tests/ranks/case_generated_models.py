@@ -28,13 +28,13 @@ def check_all(names, shape, axes, in_graph=()):
         check_engines(name, mesh, name in in_graph)
 
 
-@on_ranks(2, nightly=(4,))
+@on_ranks(nightly=(2, 4))
 def case_small_models_on_tp():
     """Weights cut over all ranks; every fourth one is compiled, too."""
     check_all(SMALL, (world().size,), ("tp",), in_graph=tuple(SMALL)[::4])
 
 
-@on_ranks(2, nightly=(4,))
+@on_ranks(nightly=(2, 4))
 def case_language_models_on_tp():
     """Weights, heads and words cut over all ranks; one is compiled, too."""
     check_all(language.EXAMPLES, (world().size,), ("tp",), in_graph=("llama",))
@@ -43,7 +43,7 @@ def case_language_models_on_tp():
 @on_ranks(4)
 def case_small_models_on_dp_2_tp_2():
     """The batch cut over one axis, weights over the other; one is compiled, too."""
-    check_all(SMALL, (2, 2), ("dp", "tp"), in_graph=("mlp",))
+    check_all(SMALL, (2, 2), ("dp", "tp"), in_graph=("mlp", "classifier"))
 
 
 @on_ranks(4)
@@ -52,7 +52,7 @@ def case_language_models_on_dp_2_tp_2():
     check_all(language.EXAMPLES, (2, 2), ("dp", "tp"), in_graph=("tied language model",))
 
 
-@on_ranks(2, nightly=(4,))
+@on_ranks(nightly=(2, 4))
 def case_models_on_dp():
     """Only the batch is cut."""
     check_all([name for name in EXAMPLES if name not in HOOKED], (world().size,), ("dp",))
@@ -61,7 +61,7 @@ def case_models_on_dp():
 @on_ranks(4)
 def case_models_on_cp_2_tp_2():
     """Sequences are cut."""
-    check_all(language.EXAMPLES, (2, 2), ("cp", "tp"))
+    check_all(("encoder and decoder", "llama"), (2, 2), ("cp", "tp"))
 
 
 @on_ranks(nightly=(8,))

@@ -11,7 +11,7 @@ from random_cells import SIZE, execute, leaves, random_block, random_shapes
 
 from mindformers_core.mesh import init_device_mesh
 
-PROGRAMS = 40
+PROGRAMS = 20
 CHOICES = 2  # of layouts for each program
 
 

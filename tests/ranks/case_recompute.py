@@ -129,18 +129,14 @@ def case_recomputed_stages_give_the_same_bits():
     """pp 2 x tp 2, with dropout, PyNative; where backward passes are split, compiled, too."""
     expected, none = pipelined(False)
     assert none == 0
-    for settings in (FULL, OPERATORS):
-        found, count = pipelined(False, **settings)
-        assert equal(found, expected) and count > 0, settings
-    for settings in ({}, {"select": "layers.1-2"}):
-        found, _ = pipelined(False, swapped={"op_swap": {"layers.0": True, "layers.3.first": True}}, **settings)
-        assert equal(found, expected), settings
+    found, count = pipelined(False, **OPERATORS)
+    assert equal(found, expected) and count > 0
+    swapped = {"op_swap": {"layers.0": True, "layers.3.first": True}}
+    assert equal(pipelined(False, swapped=swapped, select="layers.1-2")[0], expected)
     for compiled in (False, True):  # what a weight step needs is there again after the input step
         expected, _ = pipelined(compiled, ScheduleZBH1)
         settings = MIDDLE if compiled else FULL
         assert equal(pipelined(compiled, ScheduleZBH1, **settings)[0], expected), compiled
-    found, count = pipelined(False, ScheduleZBH1, swapped={"op_swap": {"layers.0": True}}, select="layers.1-2")
-    assert equal(found, pipelined(False, ScheduleZBH1)[0]) and count > 0
 
 
 @on_ranks(2)
@@ -155,7 +151,7 @@ def case_kept_bytes_are_foretold():
         assert found == saved_bytes(frame, algorithm=algorithm_of), (shape, found)
 
 
-@on_ranks(2)
+@on_ranks(nightly=(2,))
 def case_recomputed_compiled_levels_give_the_same_bits():
     """dp 2, at level 3."""
     expected, _, _ = sharded(True, tp=1)
@@ -270,12 +266,11 @@ def case_a_recipes_stages_fail_alike_when_the_job_is_made():
 def case_the_first_step_of_a_pipeline_finds_its_programs():
     """With sequence parallelism; compiled, and where backward passes are split."""
     make = recipe_jobs(2, "model.num_hidden_layers=2")
-    for schedule, mode in (("1f1b", 0), ("zb_h1", 1)):
-        job = make(f"parallelism.pipeline_parallel_schedule={schedule}", f"context.mode={mode}", "recompute.full=true")
-        (cell,) = job.cells.values()
-        (made,) = programs(cell)
-        train_step(job)
-        assert programs(cell) == [made]
+    job = make("parallelism.pipeline_parallel_schedule=zb_h1", "context.mode=0", "recompute.full=true")
+    (cell,) = job.cells.values()
+    (made,) = programs(cell)
+    train_step(job)
+    assert programs(cell) == [made]
 
 
 def recipe_jobs(tp, *more):

@@ -126,7 +126,7 @@ def case_pipelined_training_on_three_axes_equals_one_rank():
     compare_with_one_rank(*overrides, shape=(2, 2, 1, 2), alike=DEEP)
 
 
-@on_ranks(2)
+@on_ranks(nightly=(2,))
 def case_compiled_training_on_one_axis_equals_one_rank():
     """On tp alone, with four micro-batches, and on dp alone."""
     compare_with_one_rank("context.mode=0", shape=(1, 1, 1, 2))

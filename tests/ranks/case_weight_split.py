@@ -23,10 +23,10 @@ def micro_batches(mesh, count=2):
     return [tuple(parts[start : start + 2]) for start in range(0, 2 * count, 2)]
 
 
-def llama(mesh, tied, sequence_parallel):
+def llama(mesh, tied, sequence_parallel, layers=2):
     """The sharded model; its values are the same at every call, on all ranks."""
     axes = ("dp",) if "dp" in mesh.axis_names else None
-    net = filled(LlamaForCausalLM(tiny(num_hidden_layers=2, tie_word_embeddings=tied))).set_train()
+    net = filled(LlamaForCausalLM(tiny(num_hidden_layers=layers, tie_word_embeddings=tied))).set_train()
     if "tp" not in mesh.axis_names:  # the hooks name an axis tp
         mesh = init_device_mesh((*mesh.shape, 1), (*mesh.axis_names, "tp"))
     return shard(net, mesh, Parallel(sequence_parallel, axes))
@@ -52,10 +52,8 @@ def check(shape, axes, tied, sequence_parallel=False, compiled=True):
 @on_ranks(2)
 def case_split_backward_on_tp_2():
     """Weights cut over the ranks; with sequence parallelism, too."""
-    check((2,), ("tp",), tied=False)
-    check((2,), ("tp",), tied=True, compiled=False)
+    check((2,), ("tp",), tied=True)
     check((2,), ("tp",), tied=False, sequence_parallel=True, compiled=False)
-    check((2,), ("tp",), tied=True, sequence_parallel=True)
 
 
 class Block(nn.Cell):
@@ -148,7 +146,7 @@ def case_sums_over_dp_wait_for_the_second_part():
     (inputs,) = micro_batches(mesh, 1)
 
     def sums(split, compiled):
-        net = llama(mesh, False, False)
+        net = llama(mesh, False, False, layers=1)
         deferred = split_weight_gradients(net) if split else None
         prepare(net, *inputs)
         weights = (*deferred.ordinary_parameters, *deferred.collectors) if split else net.trainable_params()
@@ -164,7 +162,7 @@ def case_sums_over_dp_wait_for_the_second_part():
 
     for compiled in (False, True):
         (whole, _), (first, second) = sums(False, compiled), sums(True, compiled)
-        assert whole - first == 15 and second == (0 if compiled else 15), (compiled, whole, first, second)
+        assert whole - first == 8 and second == (0 if compiled else 8), (compiled, whole, first, second)
 
 
 @on_ranks(2)
