@@ -173,7 +173,7 @@ def test_what_is_no_list_of_patterns(given):
 NOTHING = {
     "layers.*.self": "below 'layers.*' are 'input_layernorm', 'self_attn', 'mlp' (did you mean 'self_attn'?)",
     "layers.*.self.softmax": "below 'layers.*' are 'input_layernorm', 'self_attn', 'mlp' (did you mean 'self_attn'?)",
-    "layers.*.self_attn.Softmaxx": "below 'layers.*.self_attn' are 'q_proj', 'MatMul', 'MatMulExt', 'Softmax', "
+    "layers.*.self_attn.Softmaxx": "below 'layers.*.self_attn' are 'q_proj', 'MatMul', 'Softmax', "
     "'weights' (did you mean 'Softmax'?)",
     "layers.8-9.mlp": "below 'layers' are '0-7'",
     "layers": "'layers' is a list of Cells, which is never called itself: below it are '0-7'",
@@ -181,7 +181,7 @@ NOTHING = {
     "qqq": "there are '0-7', 'model', 'layers', 'input_layernorm', 'self_attn', …",
     ".layers.0": "at the root are 'model', 'Cast'",
     ".mode": "at the root are 'model', 'Cast' (did you mean 'model'?)",
-    "0.mlp.**.gate_projection": "below '0.mlp.**' are 'gate_proj', 'MatMul', 'MatMulExt', 'all_gather' (did you mean "
+    "0.mlp.**.gate_projection": "below '0.mlp.**' are 'gate_proj', 'MatMul', 'all_gather' (did you mean "
     "'gate_proj'?)",
     "self_attn.matmul[2]": "a call of a Cell has 2 of 'matmul' at most",
     "layers.*.mlp[0]": "below 'layers.*' are 'input_layernorm', 'self_attn', 'mlp' (did you mean 'mlp'?)",

@@ -26,7 +26,8 @@ def what_is_there(pattern, names, cells):
     furthest = max(place for places in reached.values() for place in places)
     there = {path for path in paths if furthest in reached[path]}
     known = dict.fromkeys(_last(path) for path in paths if path and _above(path) in there)
-    known |= {label.name: None for name in names if name.path in there for label in name.labels}
+    labels = [name.labels for name in names if name.path in there]
+    known |= {label.name: None for each in labels for label in each if label is each[0] or label.variable}
     if furthest == len(pattern.segments):
         return f"{pattern.text!r} is a list of Cells, which is never called itself: below it are {_listed(known)}"
     return f"{_below(pattern, furthest)} are {_listed(known)}{nearest(pattern.segments[furthest].text, known)}"
