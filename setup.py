@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 EXTRAS = {
-    "test": ["pytest>=7"],
+    "test": ["pytest>=7", "pytest-xdist>=3.5"],
     "plot": ["matplotlib>=3.7"],
     "dev": ["ruff>=0.5"],
     "tensorboard": ["tensorboard>=2.12"],

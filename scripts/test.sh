@@ -7,5 +7,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 prepare_environment
 export GLOG_v=${GLOG_v:-3}
+case "$*" in *"not ranks"*) set -- -n 2 "$@" ;; esac # no launch needs the other core
 .venv/bin/python -m ruff check .
 exec .venv/bin/python -m pytest "$@"

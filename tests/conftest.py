@@ -10,7 +10,7 @@ from launch import run_cases, run_ranks
 from timings import (  # noqa: F401 (hooks of pytest)
     pytest_addoption,
     pytest_configure,
-    pytest_runtest_protocol,
+    pytest_runtest_makereport,
     pytest_terminal_summary,
     remember_launches,
 )

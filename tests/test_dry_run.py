@@ -35,17 +35,13 @@ def dry_run(capsys, monkeypatch):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("name", "whole", "local", "ranks"),
-    [("llama3_8b", "8,030,261,248", "1,004,015,616", 8), ("llama3_70b", "70,553,706,496", "8,820,367,360", 128)],
-)
-def test_large_recipes_are_checked_in_little_memory(name, whole, local, ranks):
+def test_a_large_recipe_is_checked_in_little_memory():
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOG_v": "3"}
-    command = [sys.executable, "-c", MEASURED, "train", "--dry-run", "--config", f"configs/{name}.yaml"]
+    command = [sys.executable, "-c", MEASURED, "train", "--dry-run", "--config", "configs/llama3_70b.yaml"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert f": {ranks} ranks" in done.stdout
-    assert f"{whole} in all, {local} on each rank" in done.stdout
+    assert ": 128 ranks" in done.stdout
+    assert "70,553,706,496 in all, 8,820,367,360 on each rank" in done.stdout
     assert int(done.stdout.rpartition("KiB")[2]) < 4 * 2**20
 
 
@@ -125,6 +121,7 @@ def test_patterns_that_are_nowhere_are_found_before_launch(dry_run):
     assert "(did you mean 'mlp'?)" in errors
 
 
+@pytest.mark.nightly
 def test_a_budget_out_of_reach_is_told_for_all_stages_at_once(dry_run):
     """Two stages need different parts: the first correction is enough."""
     code, _, errors = dry_run("configs/llama_tiny_pp.yaml", "recompute.budget=0.01")

@@ -32,7 +32,7 @@ def alone(monkeypatch):
     [
         (
             ["recompute.select=[layers.0.mlp, layers.*.mlpp]"],
-            "recompute.select[1]: 'layers.*.mlpp' matches no Cell or operator: 'layers.*' is there",
+            "recompute.select[1]: 'layers.*.mlpp' matches no Cell or operator: below 'layers.*'",
         ),
         (["recompute.exclude=['*.sofmax']", "recompute.full=true"], "recompute.exclude: '*.sofmax' matches no"),
         (["swap.op_swap={'*.mpl': true}"], "swap.op_swap['*.mpl']: '*.mpl' matches no Cell or operator"),

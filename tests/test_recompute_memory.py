@@ -76,6 +76,7 @@ def test_full_recompute_takes_a_layer_instead_of_all(without):
     assert full["rise"] < 0.5 * without["rise"]
 
 
+@pytest.mark.nightly
 def test_compiled_layers_let_go_of_their_memory():
     """They share a compiled function, which holds the memory of one."""
     without, full = step_of("compiled"), step_of("compiled", full=True)

@@ -301,14 +301,13 @@ def test_saved_state_keeps_every_tensor(run, tmp_path):
     "name, overrides",
     [
         ("full", ["recompute=true"]),
-        ("compiled", ["recompute.full=[1]", "context.mode=0"]),
         ("both", ["recompute.select=[layers.1.mlp]", "swap.layer_swap=[{layers: [0], backward_prefetch: 2}]"]),
         ("budget", ["recompute.budget=0.6"]),
     ],
 )
 def test_recomputed_and_swapped_runs_give_the_same_curve(run, tmp_path, capsys, name, overrides):
     """To the last bit; and the recipe that the run leaves says the same. A choice within a budget is told and drawn."""
-    short = "training.steps=3", "model.num_hidden_layers=2", *(["context.mode=0"] if name == "compiled" else [])
+    short = "training.steps=3", "model.num_hidden_layers=2"
     plain, _ = run("plain", *short)
     found, _ = run(name, *short, *overrides)
     assert found == plain

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
-_TIMES = pytest.StashKey[list]()
+_TIMES = pytest.StashKey[dict]()
 _LAUNCHES = pytest.StashKey[dict]()
+_START = pytest.StashKey[float]()  # CPU seconds of the process when a test began
+_CASE, _CPU = "in its launch", "CPU seconds"  # properties of a report
 
 
 @dataclass(frozen=True)
@@ -26,21 +28,29 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Begin with nothing timed."""
-    config.stash[_TIMES], config.stash[_LAUNCHES] = [], {}
+    config.stash[_TIMES], config.stash[_LAUNCHES] = {}, {}
+    config.pluginmanager.register(_Collector(config.stash[_TIMES]))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    """Time a test with its fixtures. What is recorded of a case is its time in the launch, not the wait for it."""
-    start, start_cpu = time.monotonic(), time.process_time()
-    result = yield
-    times = item.config.stash[_TIMES]
-    case = dict(item.user_properties).get("in its launch")
-    if case is not None:
-        times.append(Timed(case.seconds, case.cpu_seconds, item.nodeid))
-    else:
-        times.append(Timed(time.monotonic() - start, time.process_time() - start_cpu, item.nodeid))
-    return result
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item, call):
+    """Let a test's last report tell its CPU time: reports may come from another process."""
+    if call.when == "setup":
+        item.stash[_START] = time.process_time() - call.duration
+    elif call.when == "teardown":
+        item.user_properties.append((_CPU, time.process_time() - item.stash[_START]))
+
+
+class _Collector:
+    """Adds the seconds of a test's reports up. What counts of a case is its time in the launch, not the wait for it."""
+
+    def __init__(self, times):
+        self.times = times
+
+    def pytest_runtest_logreport(self, report):
+        known, told = self.times.get(report.nodeid, Timed(0.0, 0.0, report.nodeid)), dict(report.user_properties)
+        seconds, cpu_seconds = told.get(_CASE, (known.seconds + report.duration, told.get(_CPU, 0.0)))
+        self.times[report.nodeid] = Timed(seconds, cpu_seconds, report.nodeid)
 
 
 def remember_launches(config, launches):
@@ -50,7 +60,7 @@ def remember_launches(config, launches):
 
 def pytest_terminal_summary(terminalreporter, config):
     """The slowest tests and rank cases together, then each launch, then the whole."""
-    wanted, times = config.getoption("slowest"), config.stash[_TIMES]
+    wanted, times = config.getoption("slowest"), config.stash[_TIMES].values()
     if not wanted or not times:
         return
     terminalreporter.section(f"slowest {min(wanted, len(times))} of {len(times)}: seconds, CPU seconds (of all ranks)")

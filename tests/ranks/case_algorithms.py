@@ -110,7 +110,7 @@ def case_lookup_algorithms():
 
 @on_ranks(2)
 def case_loss_algorithms():
-    check(LOSSES, [NUMBERS, LABELS], [ROWS, layout("tp")])
+    check({name: LOSSES[name] for name in ("summed", "weighted")}, [NUMBERS, LABELS], [ROWS, layout("tp")])
     check(LOSSES, [NUMBERS, LABELS], [COLUMNS, layout()])
 
 

@@ -241,7 +241,7 @@ def case_weights_that_their_input_contradicts():
         layout("dp", "tp"),
         layout(None, "dp_tp"),
     ):
-        for x_layout in (layout("dp"), layout(None, "tp"), layout(("tp", "dp")), layout("tp", "dp"), layout()):
+        for x_layout in (layout("dp"), layout(None, "tp"), layout("tp", "dp")):
             plan = {name: {"weight": given} for name in "qkvo"}
             compare(Attention, mesh, plan, x_layout, steps=1)
     zero = {name: {"weight": layout("dp", None)} for name in "qkvo"}
@@ -257,9 +257,7 @@ def case_inputs_that_are_declared():
     mesh = init_device_mesh((2, 2, 1), ("dp", "tp", "cp"))
     for first in (
         layout("dp"),
-        layout(),
         layout("dp", "cp", "tp"),
-        layout(None, ("dp", "tp")),
         layout("tp", None, "dp"),
     ):
         for second in (layout("dp", None, None), layout(None, "tp", None), layout(..., "tp")):

@@ -59,7 +59,6 @@ def case_pipelines_compose_with_the_other_axes():
     """Two stages of two ranks each: cut over tp, over dp; weight gradients later or not; PyNative and compiled."""
     expected, over_tp, over_dp = one_card(8, 2), (2, 1, 2), (2, 2, 1)
     for shape, kind, modes in (
-        (over_tp, Schedule1F1B, [False]),
         (over_tp, ScheduleZBV, [False, True]),
         (over_dp, Schedule1F1B, [True]),
         (over_dp, ScheduleZBV, [False]),

@@ -170,7 +170,7 @@ def case_recomputed_levels_give_the_same_bits():
     assert equal(sharded(False, swapped={"layer_swap": [{"layers": True, "backward_prefetch": 3}]})[0], expected)
 
 
-@on_ranks(2)
+@on_ranks(nightly=(2,))
 def case_a_compiled_llama_has_the_same_bits():
     """tp 2 with sequence parallelism: what is around the recomputed Cells is in functions of its own."""
     mesh, ids = init_device_mesh((1, 2), ("dp", "tp")), np.random.default_rng(1).integers(0, 64, (2, 2, 8))

@@ -112,7 +112,7 @@ def case_pipelined_training_equals_one_rank():
     compare_with_one_rank(*overrides, shape=(2, 1, 1, 2), alike=DEEP, steps=2)
 
 
-@on_ranks(4)
+@on_ranks(nightly=(4,))
 def case_compiled_pipelined_training_equals_one_rank():
     """Graph mode: every stage, of one layer, compiled, and the update."""
     overrides = [*pipeline("zb_h1"), "context.mode=0", "parallelism.sequence_parallel=true"]

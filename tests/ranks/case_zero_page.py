@@ -12,7 +12,7 @@ from page_blocks import filled  # noqa: E402
 from mindformers_core.communication import world  # noqa: E402
 
 
-@on_ranks(4)
+@on_ranks(nightly=(4,))
 def case_the_measured_table_of_the_page():
     """As rank 0 sees it."""
     table, page = measured_table(), PAGE.read_text(encoding="utf-8")

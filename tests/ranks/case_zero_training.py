@@ -55,7 +55,6 @@ def case_compiled_levels_equal_one_rank():
 @on_ranks(4)
 def case_eager_levels_equal_one_rank():
     """Operator by operator."""
-    compare(2, 1, "context.engine=eager")
     compare(3, 4, "context.engine=eager")
 
 
@@ -77,7 +76,7 @@ def case_pipelined_levels_equal_one_rank():
 def case_resumed_levels_go_on_bit_by_bit():
     """After a step every rank saves its parts of weights and moments; a job of another level takes them up."""
     folder = os.path.join(tempfile.gettempdir(), f"mindformers_core_case_zero_{os.environ['MS_SCHED_PORT']}")
-    for level in (1, 2, 3):
+    for level in (1, 3):
         unbroken = job_on(DP_AND_TP, None, *zero(level))
         train_step(unbroken)
         saved = save_state(f"{folder}/{level}", unbroken.state(), unbroken.tensors(), world().rank, unbroken.barrier)
