@@ -68,6 +68,7 @@ def rows_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.ranks
 def test_micro_batches_do_not_change_the_curve(run, tmp_path):
     whole, _ = run("whole")
     split, _ = run("split", "training.local_batch_size=2")
@@ -78,6 +79,7 @@ def test_micro_batches_do_not_change_the_curve(run, tmp_path):
     assert largest_difference(whole, other)[0] > 1e-4
 
 
+@pytest.mark.ranks
 def test_engines_and_graph_mode_give_the_same_curve(run, tmp_path):
     """With two micro-batches: losses, norms, and (through a checkpoint) parameters and moments."""
     batches = "training.local_batch_size=2", "checkpoint.enable_save=true"
@@ -116,6 +118,7 @@ def test_a_step_is_compiled_once(run, monkeypatch):
     assert "stage_function" in passes and "update" in update
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("in_place", "mode"), [(False, 1), (True, 0)])
 def test_resumed_run_is_the_unbroken_run(run, tmp_path, in_place, mode):
     saving = ("checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=3", f"context.mode={mode}")
@@ -297,6 +300,7 @@ def test_saved_state_keeps_every_tensor(run, tmp_path):
         assert not np.array_equal(one.asnumpy(), other.asnumpy()), one.name
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "name, overrides",
     [

@@ -11,6 +11,7 @@ from make_zero import PAGE, computed_tables  # noqa: E402
 from page_blocks import filled  # noqa: E402
 
 
+@pytest.mark.ranks
 def test_the_page_is_up_to_date():
     shutdown()
     page = PAGE.read_text(encoding="utf-8")
