@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 from launch import ROOT
 
 from mindformers_core.communication import shutdown
