@@ -51,7 +51,7 @@ def figures(text):
     return {line[1]: int(line[2].replace(",", "")) for line in lines if line}
 
 
-@pytest.mark.ranks
+@pytest.mark.nightly
 def test_levels_take_as_much_as_the_papers_formulas(dry_run):
     """Of 70B weights in float32 on 16 x 8 ranks, with one micro-batch: sharded is what the level says."""
     local, part = 8_820_367_360, 552_509_440  # on 8 tensor-parallel ranks; also cut into 16, but for 1,318,912 of norms

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.ranks
+pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).parent.parent
 # An evaluation and a short step come first: what MindSpore takes once isn't counted.
@@ -76,7 +76,6 @@ def test_full_recompute_takes_a_layer_instead_of_all(without):
     assert full["rise"] < 0.5 * without["rise"]
 
 
-@pytest.mark.nightly
 def test_compiled_layers_let_go_of_their_memory():
     """They share a compiled function, which holds the memory of one."""
     without, full = step_of("compiled"), step_of("compiled", full=True)
