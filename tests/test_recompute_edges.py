@@ -10,7 +10,6 @@ from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recompute import list_operators, recompute, swap
 from mindformers_core.recompute.explained import keepers_by_key
 from mindformers_core.recompute.keeping import count_recomputations
-from mindformers_core.recompute.listing import ListedOperator, OperatorList
 from mindformers_core.tensor_parallel import explain, prepare, programs, shard
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -210,15 +209,3 @@ def test_cells_that_run_eagerly_are_named_some():
     with pytest.raises(ValueError, match=r"^the root Cell \(.*: runs operator by operator \(eager\), where") as caught:
         recompute(net, full=True)
     assert str(caught.value).count("Cell '") == 4 and ", …: runs" in str(caught.value)
-
-
-def test_columns_of_the_list_are_as_wide_as_they_need():
-    listed = OperatorList([ListedOperator("layers.0.t", "Transpose", 1234, ("Transpose[0]", "TransposeExtView[0]"))])
-    listed.cells = [ListedOperator("layers.0", "Layer", 1234)]
-    assert str(listed).splitlines() == [
-        "Cell        class                              saved bytes",
-        "layers.0    Layer                                    1,234",
-        "operator    also called                        saved bytes",
-        "layers.0.t  Transpose[0], TransposeExtView[0]        1,234",
-        "together                                             1,234",
-    ]
