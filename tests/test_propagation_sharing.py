@@ -1,12 +1,13 @@
 """Propagation over several Cells: which moves are shared, what is handed down, what is remembered, and errors."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from captured_models import small_llama
-from mindspore import Parameter, Tensor, nn, ops
-from plan_checks import CONFIGS, MESH, check_plan, plan_of, stored, whole
+from mindspore import Parameter, Tensor, mint, nn, ops
+from plan_checks import CONFIGS, MESH, check_plan, move_bytes, plan_of, stored, whole
 from simulated_plans import simulate
 from simulated_ranks import collect
 
@@ -115,6 +116,43 @@ def test_projections_of_one_input_share_its_mark_through_all_levels():
     assert marks == [("", "MatMul")], "in the root, once"
     assert plan.layouts[0] == layout("dp").bind(MESH, 2)
     assert all(str(frame.layouts[0]) == "[dp, -] (varying: tp)" for path, frame in plan.walk() if path)
+
+
+class Readers(nn.Cell):
+    """Three layers that read one tensor, and one that reads what they give, between residual sums and norms."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.embed, self.norm = make(), nn.LayerNorm((32,))
+        self.q, self.k, self.v, self.o = make(), make(), make(), make()
+
+    def construct(self, x):
+        x = self.embed(x)
+        h = self.norm(x)
+        return x + self.o(ops.relu(self.q(h) * self.k(h) + self.v(h)))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_readers_that_reshape_their_input_share_its_moves(sequence_parallel):
+    """`nn.Dense` reshapes before its product: mark, gather and reduce-scatter belong above that, as `mint`'s do."""
+    column, row = {"weight": {"weight": layout("tp", None)}}, {"weight": {"weight": layout(None, "tp")}}
+    plan = {"q": column, "k": column, "v": column, "o": row}
+    if sequence_parallel:
+        plan["norm"], plan["o"] = {"input": layout(None, "tp", None)}, {**row, "output": layout(None, "tp", None)}
+    found = []
+    for make in (lambda: nn.Dense(32, 32), lambda: mint.nn.Linear(32, 32, bias=False)):
+        made = plan_of(Readers(make), [tensor_meta((2, 8, 32), "float32")], {}, plan=plan)
+        check_plan(made)
+        moves = [move for _, frame in made.walk() for move in frame.moves if len(move.value.shape) > 1]
+        kinds = Counter(step.kind for move in moves for step in move.steps if step.nbytes or step.backward[1])
+        found.append((move_bytes(made)[0], kinds))
+    dense, linear = found
+    assert dense == linear
+    assert dense[1] == (
+        {"slice": 1, "all_gather_varying": 1, "reduce_scatter": 1}
+        if sequence_parallel
+        else {"mark_varying": 1, "all_reduce": 1}
+    )
 
 
 def test_an_argument_that_is_used_as_it_arrives_and_moved_is_moved_where_it_is():

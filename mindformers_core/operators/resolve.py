@@ -28,6 +28,7 @@ class Resolution:
         axes_of: for every factor the axes that cut it, major to minor.
         cost: seconds of redistribution by the cost model, forward and backward.
         carried: axis -> (inputs, op): the partial sums that pass through, and the inputs through which they come.
+        marked: axes on which the inputs are marked as varying though nothing here asks for it. Default: none.
     """
 
     inputs: tuple
@@ -35,6 +36,7 @@ class Resolution:
     axes_of: dict
     cost: float
     carried: dict
+    marked: frozenset = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +106,7 @@ def alternatives(call, suggested=()):
 def repeated(call, resolution):
     """The choice of `resolution` for another `OperatorCall` of the same operator, or None where it can't be made."""
     call = replace(call, metas=_fixed(call.metas, call.inputs))
-    return _candidate(call, resolution.axes_of, resolution.carried, math.inf)
+    return _candidate(call, resolution.axes_of, resolution.carried, math.inf, resolution.marked)
 
 
 def _fixed(metas, inputs):
@@ -169,10 +171,10 @@ def _options(signature, metas, arriving, axis):
     return [*options, _REPLICATE]
 
 
-def _candidate(call, axes_of, carried, limit):
+def _candidate(call, axes_of, carried, limit, marked=frozenset()):
     """The `Resolution` of one choice; None where it isn't the one that is given, or where it costs `limit` or more."""
     signature, cost = call.signature, 0.0
-    inputs, outputs = _placed(signature, call.metas, call.mesh, axes_of, carried)
+    inputs, outputs = _placed(signature, call.metas, call.mesh, axes_of, carried, marked)
     for index, (needed, meta) in enumerate(zip(inputs, call.metas)):
         if index not in call.free:
             cost += _price(meta.layout, needed, meta.shape, meta.dtype, call.cost_model)
@@ -183,13 +185,13 @@ def _candidate(call, axes_of, carried, limit):
         if wanted is not None:
             shape = tuple(math.prod(signature.sizes[factor] for factor in factors) for factors in dims)
             cost += _price(made, wanted, shape, call.metas[0].dtype if call.metas else "float32", call.cost_model)
-    return None if cost >= limit else Resolution(inputs, outputs, axes_of, cost, carried)
+    return None if cost >= limit else Resolution(inputs, outputs, axes_of, cost, carried, marked)
 
 
-def _placed(signature, metas, mesh, axes_of, carried):
+def _placed(signature, metas, mesh, axes_of, carried, marked=frozenset()):
     """The layouts that the inputs must have, and that the outputs then have."""
     reduced = {axis: op for factor, op in signature.reduced.items() for axis in axes_of.get(factor, ())}
-    active = {axis for axes in axes_of.values() for axis in axes} | set(carried)
+    active = {axis for axes in axes_of.values() for axis in axes} | set(carried) | marked
     active |= {axis for meta in metas if meta.differentiable for axis in meta.layout.varying}
     inputs = []
     for index, (dims, meta) in enumerate(zip(signature.inputs, metas)):

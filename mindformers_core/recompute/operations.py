@@ -7,10 +7,10 @@ another place. What a rank sends has a price in operations, or the cheapest to c
 
 from math import prod
 
+from mindformers_core.operators.views import is_view
 from mindformers_core.redistribution.steps import COLLECTIVES
 from mindformers_core.tensor_parallel.capturing.graph import CallNode
 from mindformers_core.tensor_parallel.capturing.structure import values_in
-from mindformers_core.tensor_parallel.explaining.memory import is_view
 from mindformers_core.tensor_parallel.propagation.costs import work_of
 from mindformers_core.tensor_parallel.propagation.operators import operator_signature
 from mindformers_core.tensor_parallel.propagation.plan import CallPlan, Move

@@ -8,23 +8,14 @@ distributed algorithm or a move of several steps needs while it runs is not in t
 
 from math import prod
 
+from mindformers_core.operators.views import is_view
 from mindformers_core.redistribution.planner import ITEM_SIZES
 from mindformers_core.redistribution.steps import STEP_KINDS
 from mindformers_core.tensor_parallel.capturing.structure import values_in
 from mindformers_core.tensor_parallel.propagation.aliases import match_arguments
 from mindformers_core.tensor_parallel.propagation.plan import CallPlan, Move
 
-__all__ = ["activation_peaks", "is_view"]
-
-_VIEWS = frozenset(
-    ("Reshape", "ViewAs", "Flatten", "FlattenExt", "ExpandDims", "DeprecatedUnsqueeze", "Squeeze", "TExt")
-    + ("Identity", "StopGradient")
-)
-
-
-def is_view(operator):
-    """Whether an operator's result needs no memory of its own: it is the input's, seen with another shape."""
-    return operator in _VIEWS or operator.endswith("View")
+__all__ = ["activation_peaks"]
 
 
 def activation_peaks(frame, dropped=frozenset()):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+from mindformers_core.operators.views import is_view
 from mindformers_core.redistribution import plan_redistribution
 
 __all__ = ["NOTHING_PAID", "Cost", "forms_cost", "move_cost", "work_of"]
@@ -30,9 +31,12 @@ class Cost:
         """Whether nothing is more than in `other`, and something less."""
         slack = 1e-9 * max(self.seconds, other.seconds)
         less = self.seconds < other.seconds - slack or (self.nbytes, self.work) < (other.nbytes, other.work)
-        return less and (
-            self.nbytes <= other.nbytes and self.work <= other.work and self.seconds <= other.seconds + slack
-        )
+        return less and self.is_no_more_than(other)
+
+    def is_no_more_than(self, other):
+        """Whether nothing is more than in `other`."""
+        slack = 1e-9 * max(self.seconds, other.seconds)
+        return self.nbytes <= other.nbytes and self.work <= other.work and self.seconds <= other.seconds + slack
 
 
 NOTHING_PAID = Cost(0, 0.0, 0)
@@ -55,5 +59,10 @@ def forms_cost(forms, value, trained, cost_model):
 
 
 def work_of(plan, mesh):
-    """The terms that a rank computes for an operator: all combinations of its factors, summed ones included."""
+    """The terms that a rank computes for an operator: all combinations of its factors, summed ones included.
+
+    Of a view none.
+    """
+    if is_view(plan.node.operator):
+        return 0
     return prod(size // mesh.axis_size(*plan.axes_of.get(factor, ())) for factor, size in plan.signature.sizes.items())

@@ -7,6 +7,8 @@ accepted costs no more bytes, seconds or work than before, and less of one, so t
 The effort is limited: it grows with the square of a Cell's operators, of which real ones have a few dozen.
 """
 
+from dataclasses import replace
+
 from mindformers_core.operators.resolve import alternatives
 from mindformers_core.tensor_parallel.capturing.structure import values_in
 from mindformers_core.tensor_parallel.propagation.costs import move_cost
@@ -38,7 +40,45 @@ def improve(run, graph, arguments, final, wanted):
                     break
                 if left <= 0:
                     break
+    return _hoisted(best, lambda more: decide_frame(run, graph, arguments, final, wanted, choices | more))
+
+
+def _hoisted(best, decide):
+    """The best `Decision` once what results are needed for is done above the operators that make them, at no more cost.
+
+    There whoever else reads the tensor can share the move: `nn.Dense` reshapes its input before the product, and so
+    would mark, or gather, a copy for each of the layers that read one tensor. An operator that is linear in its one
+    input commutes with all redistributions.
+
+    Args:
+        best: the `Decision` so far.
+        decide: choices, as `decide_frame` takes them -> the `Decision` for them and those of `best`.
+    """
+    hoisted = {}
+    for place in reversed(range(len(best.entries))):  # the readers of a view's view come first
+        way = _above(best, place)
+        if way is not None:
+            trial = decide(hoisted | {place: way})
+            if trial.cost.is_no_more_than(best.cost):
+                best, hoisted = trial, hoisted | {place: way}
     return best
+
+
+def _above(decision, place):
+    """How an operator that is linear in its one input makes its result as it is needed; None where it does already."""
+    entry, asked = decision.entries[place], decision.asked[place]
+    if isinstance(entry, CallDecision) or len(asked.metas) != 1 or {0} not in asked.signature.linear:
+        return None
+    values, results = values_in((entry.node.args, entry.node.kwargs)), values_in(entry.node.outputs)
+    if len(results) != 1 or values[0].id in {use.value.id for use in decision.graph.parameters}:
+        return None
+    forms = decision.forms[results[0].id]
+    needed = forms.entry()
+    cuts = {axis for axes in needed.dims for axis in axes} - {axis for axes in forms.first.dims for axis in axes}
+    if needed == forms.first or cuts:  # a slice sends nothing, and has nothing to share
+        return None
+    way = _making(asked, 0, needed.replace(varying=()))
+    return None if way is None else replace(way, marked=frozenset(needed.varying))
 
 
 def _candidates(run, decision, choices, tried):
