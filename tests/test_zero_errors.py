@@ -218,7 +218,7 @@ def test_a_loss_scale_that_ranks_do_not_agree_about():
 
 def test_shard_after_hsdp():
     for net in (hsdp(Net()), hsdp(sharded())):
-        with pytest.raises(ValueError, match="Net, or a Cell in it, is sharded already"):
+        with pytest.raises(ValueError, match=r"Net, or a Cell in it, is sharded by hsdp\(\): call shard\(\) first"):
             shard(net, init_device_mesh(SIZES, AXES))
 
 

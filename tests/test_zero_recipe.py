@@ -29,6 +29,7 @@ def test_our_recipe_shards_gradients_over_two_ranks():
         "accumulate_grad_step": 2,
         "comm_fusion": "auto",
         "reshard_after_forward": None,
+        "gradient_accumulation_shard": None,
     }
 
 
@@ -122,6 +123,7 @@ ERRORS = [  # overrides of llama_tiny_zero.yaml, error, and a piece of its text
     ([f"{SHARD}=1", f"{REPLICATE}=2"], ValueError,
         f"{SHARD} is 1, so nothing would be sharded: use data_parallel_shard=2"),
     ([f"{SHARD}=0"], ValueError, f"{SHARD}: 0 is neither -1 nor at least 1"),
+    (["parallelism.gradient_accumulation_shard=true", f"{LEVEL}=0"], ValueError, "true is about sums of"),
     ([f"{RESHARD}=true"], ValueError,
         f"{RESHARD}: True is about the sharded weights of {LEVEL} 3, but zero_level is 2"),
     ([f"{LEVEL}=3", f"{RESHARD}=1"], TypeError, f"{RESHARD}: 1 (int) should be true or false"),

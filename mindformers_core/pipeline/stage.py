@@ -34,8 +34,8 @@ class PipelineStage:
     parameters need paths of their own, such as layers by their number in the whole model.
 
     Of a Cell under `hsdp()` the weights are gathered when a run begins, and stay whole until `gradients` is asked for:
-    its micro-batches, and further runs of a step, neither gather nor reduce. In between the optimizer's parameters have
-    no values. At level 3 `hsdp(reshard_after_forward=True)` has weights gathered for every micro-batch.
+    further runs of a step don't gather again. In between the optimizer's parameters have no values. At level 3
+    `hsdp(reshard_after_forward=True)` has weights gathered for every micro-batch.
 
     Args:
         cell: the Cell, plain, or sharded over the ranks of this stage (`shard(cell, mesh.sub_mesh(("dp", "tp")))`).
@@ -115,7 +115,7 @@ class PipelineStage:
 
     @property
     def new_gradients(self):
-        """Those of the run that is going on, of whole weights: a list that may be changed, or None."""
+        """Those of the run that is going on, as they are summed: a list that may be changed, or None."""
         return self._gradients.of_run
 
     def zero_gradients(self):

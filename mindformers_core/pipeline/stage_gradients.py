@@ -13,13 +13,14 @@ class StageGradients:
         storage: the `ParameterStorage` of the stage's Cell.
 
     Attributes:
-        of_run: the sums over the micro-batches so far of the run that is going on, a list of whole gradients; or None.
+        of_run: the sums over the micro-batches so far of the run that is going on, a list of what
+            `ParameterStorage.summed` gives; or None.
     """
 
     def __init__(self, storage):
         self._storage = storage
         self.of_run = None
-        self._waiting, self._reduced = None, None  # sums over runs: whole ones, and what became of earlier ones
+        self._waiting, self._reduced = None, None  # sums over runs, and what became of earlier ones
         self._training, self._has_finished, self._has_opened = False, True, False
 
     def begin(self, training):

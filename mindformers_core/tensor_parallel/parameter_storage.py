@@ -84,11 +84,14 @@ class ParameterStorage:
         """Values that computing needs may go."""
 
     def summed(self, gradients):
-        """Gradients of the trained Parameters that the Cells compute with, a list, in the dtypes to sum them in."""
+        """What is summed up for gradients of the trained Parameters that Cells compute with, a list that is used up.
+
+        They themselves, in the dtypes to sum them in, or this rank's parts of them.
+        """
         return gradients
 
     def reduced(self, gradients):
-        """Of the sums of such gradients, a list that may be used up, those of the Parameters that users see."""
+        """Of sums of what `summed` gave, a list that may be used up, the gradients of the Parameters that users see."""
         return gradients
 
 

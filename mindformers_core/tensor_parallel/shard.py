@@ -9,6 +9,7 @@ from mindformers_core.tensor_parallel.declare import cell_label, collect_declara
 from mindformers_core.tensor_parallel.deriving import derived_layouts
 from mindformers_core.tensor_parallel.dtensor import placed_parameter
 from mindformers_core.tensor_parallel.initialize import initializer_of, materialize
+from mindformers_core.tensor_parallel.optimizers_before import refuse_optimizers_of
 from mindformers_core.tensor_parallel.sharded_cells import ShardedCell, computing_parameters
 from mindformers_core.tensor_parallel.sharded_tree import ShardedTree
 
@@ -59,10 +60,7 @@ def shard(cell, mesh, config=None, plan=None, seed=0, mode="generated", inputs=N
         raise TypeError(f"shard() takes a Cell, an instance of a subclass of nn.Cell, not {cell!r}")
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"shard() takes a DeviceMesh, as init_device_mesh() makes it, not {mesh!r}")
-    if any(isinstance(child, ShardedCell) for _, child in cell.cells_and_names()):
-        raise ValueError(
-            f"{type(cell).__name__}, or a Cell in it, is sharded already: call shard() once, with the root Cell"
-        )
+    _refuse_sharded(cell)
     if mode not in MODES:
         raise ValueError(f"shard(mode={mode!r}): choose one of {', '.join(MODES)}{nearest(str(mode), MODES)}")
     declarations = collect_declarations(cell, config, plan)
@@ -77,6 +75,14 @@ def shard(cell, mesh, config=None, plan=None, seed=0, mode="generated", inputs=N
         for path in tree.cells:
             tree.mark_eager(path)
     return cell
+
+
+def _refuse_sharded(cell):
+    for _, child in cell.cells_and_names():
+        if isinstance(child, ShardedCell):
+            is_hsdp = child.__dict__["_sharding"][0].storage.settings is not None
+            how = "by hsdp(): call shard() first, then hsdp()" if is_hsdp else "already: call shard() once"
+            raise ValueError(f"{type(cell).__name__}, or a Cell in it, is sharded {how}, with the root Cell")
 
 
 def _refuse_operator_declarations(tree):
@@ -94,6 +100,7 @@ def _place_parameters(cell, layouts, seed):
     In a dry run (the fake backend) these stay without values, on the meta device: nothing is allocated.
     """
     named = dict(cell.parameters_and_names())
+    refuse_optimizers_of(cell, "shard", {path for path in named if any(layouts[path].dims)})
     shapes = {path: tuple(p.shape) for path, p in named.items() if initializer_of(p) is not None}
     if world().backend == "fake":
         parts = {path: _meta_part(named[path], layouts[path]) for path in shapes}

@@ -57,6 +57,7 @@ class Parallelism:
     zero_level: Literal[0, 1, 2, 3] = 0  # a group shards 1 optimizer state, 2 gradients too, 3 weights too
     zero_threshold_kb: int = bounded(64, 0, 2**40)  # weights of as many KB, and smaller ones, stay whole
     reshard_after_forward: bool | None = None  # level 3: drop weights after forward; default: yes, in a pipeline no
+    gradient_accumulation_shard: bool | None = None  # sums over micro-steps in parts; default: at levels 2 and 3
     comm_fusion: str | int | float | dict = field(default="auto", hash=False)  # see `parse_comm_fusion`
     tensor_parallel: int = bounded(1, 1, _RANKS)
     sequence_parallel: bool = False  # norms work on a slice of the sequence dim, over the tp axis

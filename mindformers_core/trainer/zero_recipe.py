@@ -22,6 +22,11 @@ def check_zero(recipe):
             f"parallelism.reshard_after_forward: {sizes.reshard_after_forward} is about the sharded weights of "
             f"parallelism.zero_level 3, but zero_level is {level}: leave it out, or use zero_level=3"
         )
+    if sizes.gradient_accumulation_shard and level == 0:
+        raise ValueError(
+            "parallelism.gradient_accumulation_shard: true is about sums of gradients that parallelism.zero_level 1, 2 "
+            "or 3 shards, but zero_level is 0: leave it out, or use zero_level=2"
+        )
     try:
         parse_comm_fusion(sizes.comm_fusion)
     except (TypeError, ValueError) as error:  # its message begins with the key
@@ -38,7 +43,8 @@ def zero_settings(recipe, mesh, micro_batches):
 
     Returns:
         A dict with `shard_size` (ranks; 1 at `zero_level: 0`), `threshold` (KB), `optimizer_level`,
-        `accumulate_grad_step`, `comm_fusion` and `reshard_after_forward` (None below level 3).
+        `accumulate_grad_step`, `comm_fusion`, `reshard_after_forward` (None below level 3) and
+        `gradient_accumulation_shard`.
     """
     sizes = recipe.parallelism
     groups = sizes.data_parallel_replicate
@@ -53,6 +59,7 @@ def zero_settings(recipe, mesh, micro_batches):
         "accumulate_grad_step": micro_batches,
         "comm_fusion": sizes.comm_fusion,
         "reshard_after_forward": reshard,
+        "gradient_accumulation_shard": sizes.gradient_accumulation_shard,
     }
 
 

@@ -5,6 +5,8 @@ Tensors are copied by `ops.cat` alone, also single ones: on CPU it takes a tenth
 reshape of what isn't contiguous.
 """
 
+from math import prod
+
 from mindspore import mint, ops
 
 from mindformers_core.communication import communicator
@@ -50,13 +52,28 @@ class Exchange:
 
     def reduce_scatter(self, members, gradients):
         """The reduced parts of whole gradients of parameters that are cut; takes the tensors out of the list."""
+        return self._finished(members, self._scattered(members, gradients))
+
+    def scatter(self, members, gradients):
+        """As `reduce_scatter`, without what `finish` does: the sums over the shard axis, in the dtype they are summed
+        in."""
+        return self._parts(members, self._scattered(members, gradients), is_sum=True)
+
+    def finish(self, members, sums):
+        """The reduced parts, of the sums of what `scatter` gave; takes the tensors out of the list."""
+        flat = [self._buffer(part.reshape(-1)) for part in sums]
+        sums.clear()
+        return self._finished(members, self._joined(flat))
+
+    def _scattered(self, members, gradients):
         dtype = self.precision.reduce_dtype(members[0].plan.dtype)
         rows = [self._buffer(stored.rows(as_dtype(one, dtype))) for stored, one in zip(members, gradients, strict=True)]
         gradients.clear()
         flat = self._joined(rows, 1)
-        reduced = self._over_replicas(self._buffer(self._scatter(flat.reshape(-1))))
-        del flat
-        return self._parts(members, reduced, [stored.plan.size // stored.count for stored in members])
+        return self._buffer(self._scatter(flat.reshape(-1)))
+
+    def _finished(self, members, scattered):
+        return self._parts(members, self._over_replicas(scattered))
 
     def all_reduce(self, members, gradients):
         """The reduced gradients of parameters that are whole; takes the tensors out of the list."""
@@ -66,19 +83,22 @@ class Exchange:
         flat = self._joined(flat)
         reduced = self._over_all(flat)
         del flat
-        return self._parts(members, reduced, [stored.plan.size for stored in members])
+        return self._parts(members, reduced)
 
-    def _parts(self, members, reduced, lengths):
-        """A flat buffer of reduced gradients, scaled, as a list of tensors with memory of their own."""
+    def _parts(self, members, reduced, is_sum=False):
+        """A flat buffer of gradients as a list of tensors with memory of their own; scaled, but where sums go on."""
         self._buffer(reduced)
         parts, begin = [], 0
-        for stored, length in zip(members, lengths):
+        for stored in members:
+            length = prod(stored.part_shape)
             part = reduced if len(members) == 1 else mint.narrow(reduced, 0, begin, length)
-            if self.scale != 1:
+            if self.scale != 1 and not is_sum:
                 part = part * self.scale
             elif len(members) > 1:
                 part = ops.cat((part,), 0)
-            part = as_dtype(part, self.precision.gradient_dtype(stored.plan.dtype)).reshape(stored.part_shape)
+            if not is_sum:
+                part = as_dtype(part, self.precision.gradient_dtype(stored.plan.dtype))
+            part = part.reshape(stored.part_shape)
             parts.append(self.meter.watch("gradients", part))
             begin += length
         return parts

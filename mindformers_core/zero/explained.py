@@ -73,7 +73,8 @@ def _members(step, bucket):
 
 def _traffic_lines(step):
     traffic = traffic_of_step(step)
-    micro = f" of {step.micro_steps} micro-steps" if step.micro_steps > 1 else ""
+    kept = "parts of their gradients' sums" if step.sums_shards else "whole sums of their gradients"
+    micro = f" of {step.micro_steps} micro-steps, between which it keeps {kept}" if step.micro_steps > 1 else ""
     lines = [f"  besides, one rank sends in a training step{micro}:"]
     for kind, (calls, nbytes) in traffic.items():
         lines.append(f"    {kind:16}{bytes_shown(nbytes):>12}   {calls} {'call' if calls == 1 else 'calls'}")

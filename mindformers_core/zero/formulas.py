@@ -57,6 +57,7 @@ class StepPlan:
         gathers, reduces: `Bucket`s, in the order in which they run.
         micro_steps: of a step.
         at_once: whether all gradients of a backward pass are there before the first is reduced.
+        sums_shards: whether every micro-step's gradients are reduce-scattered, and sums of parts kept.
         units: paths of the units that come and go, in the order of the Cells.
         prefetch: how many units are gathered ahead.
     """
@@ -69,6 +70,7 @@ class StepPlan:
     reduces: tuple
     micro_steps: int = 1
     at_once: bool = True
+    sums_shards: bool = False
     units: tuple = ()
     prefetch: int = 1
 
@@ -163,11 +165,14 @@ def _reducing(step, parts):
             if other.unit in held:
                 buffers = _gather_buffers(step, other)
                 yield Figures(weights, parts, reduced + waiting, buckets=buffers, passing=gathered)
-        buffers = _reduce_buffers(step, bucket)
         compute, summed, waits = step.gradient_bytes(bucket)
-        own = compute + (summed if step.micro_steps > 1 else 0)
+        own, sums = compute, _sum_bytes(step, bucket)
+        if sums == summed:  # whole ones: first they are added, then the new sums are reduced
+            yield Figures(weights, parts, reduced + waiting + own + sums, passing=gathered + (not step.at_once) * own)
+            own, sums = summed, step.plans[bucket.members[-1]].nbytes  # the last gradient that came stays
+        buffers = _reduce_buffers(step, bucket, own)
         passing = gathered + (0 if step.at_once else own)
-        yield Figures(weights, parts, reduced + waiting + own, buckets=buffers, passing=passing)
+        yield Figures(weights, parts, reduced + waiting + own + sums, buckets=buffers, passing=passing)
         reduced += waits // _count(step, bucket)
     weights, gathered = _weights(step, "")
     yield Figures(weights, parts, reduced, passing=gathered)
@@ -175,37 +180,43 @@ def _reducing(step, parts):
 
 def _waiting(step, bucket):
     """Bytes of whole gradients of a bucket whose turn hasn't come."""
-    compute, summed, _ = step.gradient_bytes(bucket)
-    return (compute if step.at_once else 0) + (summed if step.micro_steps > 1 else 0)
+    compute, _, _ = step.gradient_bytes(bucket)
+    return (compute if step.at_once else 0) + _sum_bytes(step, bucket)
+
+
+def _sum_bytes(step, bucket):
+    """Bytes of the sums over the micro-steps before."""
+    _, summed, _ = step.gradient_bytes(bucket)
+    if step.micro_steps == 1:
+        return 0
+    return summed // _count(step, bucket) if step.sums_shards else summed
 
 
 def _count(step, bucket):
     return step.shard_size if bucket.kind == "reducescatter" else 1
 
 
-def _reduce_buffers(step, bucket):
-    """What a reduction needs at the most besides its gradients as they came, of which the last one stays to the end."""
-    (compute, summed, waits), count = step.gradient_bytes(bucket), _count(step, bucket)
+def _reduce_buffers(step, bucket, own):
+    """What a reduction needs at the most besides its gradients, `own` bytes, of which the last one stays to the end."""
+    (_, summed, waits), count = step.gradient_bytes(bucket), _count(step, bucket)
     last = step.plans[bucket.members[-1]]
-    copied = compute != summed or last.dim or step.micro_steps > 1
+    copied = own != summed or last.dim
     scattering, cutting = summed * (count + 1) // count, (summed + waits) // count
     if len(bucket.members) == 1:
         return max(scattering if copied else summed // count, cutting)
     joining = 2 * summed if copied else 0
-    gone = compute - last.nbytes + (summed if step.micro_steps > 1 else 0)
-    joined = summed - (gone if step.micro_steps > 1 else 0)
-    return max(0, joined, max(joining, scattering, cutting) - gone)
+    gone = own - own * last.size // bucket.size
+    return max(0, summed, max(joining, scattering, cutting) - gone)
 
 
 def _summing(step, parts):
     """At the end of a backward pass whose gradients are summed up with those before it."""
-    if step.micro_steps == 1:
+    if step.micro_steps == 1 or step.sums_shards:
         return
     gradients = 0
     for bucket in step.reduces:
         compute, summed, _ = step.gradient_bytes(bucket)
-        both = step.micro_steps > 2 or step.at_once or compute != summed
-        gradients += compute + summed if both else compute
+        gradients += compute + summed if step.micro_steps > 2 else max(compute, summed)
     weights, _ = _weights(step, "")
     yield Figures(weights, _parts_in_pass(step, parts), gradients)
 
@@ -227,8 +238,9 @@ def traffic_of_step(step):
     sums = {}
     for bucket in (*step.gathers, *step.reduces):
         # weights of a unit are gathered for forward and for backward of every micro-step
-        times = 2 * step.micro_steps if bucket.kind == "allgather" and bucket.unit in step.units else 1
+        gathers = 2 * step.micro_steps if bucket.kind == "allgather" and bucket.unit in step.units else 1
         for kind, nbytes in bucket_traffic(step, bucket):
+            times = step.micro_steps if kind == "reduce_scatter" and step.sums_shards else gathers
             calls, before = sums.get(kind, (0, 0))
             sums[kind] = calls + times, before + times * nbytes
     return sums

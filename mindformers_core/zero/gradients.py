@@ -6,9 +6,9 @@ from mindspore.graph.api import _pynative_executor
 from mindformers_core.pipeline.forward_backward import ForwardBackward, is_differentiable
 from mindformers_core.pipeline.stage_function import StageFunction
 from mindformers_core.tensor_parallel.recordings import forget_recordings
+from mindformers_core.zero.collecting import GradientCollector
 from mindformers_core.zero.loss_scale import LossScale
 from mindformers_core.zero.optimizers import check_optimizers
-from mindformers_core.zero.step_gradients import StepGradients
 from mindformers_core.zero.storage import storage_of
 
 __all__ = ["value_and_grad"]
@@ -87,9 +87,9 @@ class _GradientFunction:
             if self._micro_step == 0:
                 self._begin()
             is_last = self._micro_step == count - 1
-            results, found = self._forward_and_backward(inputs, kwargs, is_last)
+            results = self._forward_and_backward(inputs, kwargs, is_last)
             self._micro_step = (self._micro_step + 1) % count
-            gradients = self._finish(found) if is_last else self._step.add(found)
+            gradients = self._finish() if is_last else None
         except BaseException:
             if self._step is not None:
                 self._end()
@@ -107,7 +107,7 @@ class _GradientFunction:
             forget_recordings()
         self.storage.check_closed()
         self.storage.open(training=True)
-        self._step = StepGradients(self.storage)
+        self._step = GradientCollector(self.storage)
 
     def _end(self):
         """Forget the step, and go back to parts."""
@@ -117,19 +117,22 @@ class _GradientFunction:
         self.storage.close()
 
     def _forward_and_backward(self, inputs, kwargs, is_last):
-        """The results, and the gradients that the backward pass gave."""
+        """The results; the gradients that the backward pass gives go to the step's collector."""
         storage = self.storage
         results = self._passes.forward(0, lambda: self._checked(self._function(inputs, kwargs)), ())
-        if is_last and storage.settings.reduces_as_they_come:
-            storage.collector = self._step.collector(at_once=self._function.compiled)
+        as_they_come = storage.settings.reduces_as_they_come and (is_last or storage.settings.sums_shards)
+        self._step.begin(is_last, at_once=as_they_come and self._function.compiled)
+        storage.collector = self._step if as_they_come else None
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         _, found = self._passes.backward(0, (ops.full_like(results[0], scale),), self._weights)
+        storage.collector, found = None, list(found)
         storage.drop_units()
-        return results, list(found)
+        if not as_they_come:
+            self._step.take(found)
+        return results
 
-    def _finish(self, found):
-        collector = self.storage.collector
-        gradients = self._step.reduce(found) if collector is None else collector.finish()
+    def _finish(self):
+        gradients = self._step.finish()
         self._end()
         if not self._has_checked:
             check_optimizers(self.storage)

@@ -13,11 +13,11 @@ from mindspore import nn
 from mindformers_core.communication import world
 from mindformers_core.mesh import DeviceMesh, nearest
 from mindformers_core.tensor_parallel.labels import cell_label
+from mindformers_core.tensor_parallel.optimizers_before import refuse_optimizers_of
 from mindformers_core.tensor_parallel.shard import shard
 from mindformers_core.tensor_parallel.sharded_cells import ShardedCell
 from mindformers_core.zero.buckets import parse_comm_fusion
 from mindformers_core.zero.installing import install, planned_parameters
-from mindformers_core.zero.optimizers import refuse_optimizers_of
 from mindformers_core.zero.precision import MixedPrecision
 from mindformers_core.zero.settings import (
     REPLICATE_AXIS_SUFFIX,
@@ -47,13 +47,14 @@ def hsdp(
     prefetch=1,
     mixed_precision=None,
     units=None,
+    gradient_accumulation_shard=None,
 ):
     """Train `cell` on the ranks of a data-parallel axis, with what each of them keeps cut into parts; gives `cell`.
 
     The weights of a Cell that `shard()` was called with are whole over its data-parallel axis, and every rank's batch
     differs: so what a backward pass gives is one term of their gradient. `hsdp()` decides where and when the terms are
-    reduced, and what is kept whole. Afterwards `cell.trainable_params()`, `parameters_and_names()` and the like give
-    *parts*, `Parameter`s with `layout` and `global_shape`: build the optimizer of them. Take steps with
+    reduced. Afterwards `cell.trainable_params()`, `parameters_and_names()` and the like give *parts*, `Parameter`s with
+    `layout` and `global_shape`: build the optimizer of them. Take steps with
     `mindformers_core.zero.value_and_grad(cell)`, or as a `PipelineStage`; a call of the Cell evaluates.
 
     Args:
@@ -63,7 +64,7 @@ def hsdp(
         threshold: in KB (1024 bytes). Parameters that are not larger, as they compute, stay whole, and so do those of
             which no dim can be cut; `explain()` and `memory_report()` list them.
         optimizer_level: `"level1"`, `"level2"` or `"level3"`, see above.
-        accumulate_grad_step: micro-steps of a step; their gradients are averaged, and reduced after the last one.
+        accumulate_grad_step: micro-steps of a step, over which gradients are averaged.
         axis, mesh: the data-parallel axis, and a mesh with it where the Cell isn't sharded over it, and with the axes
             (of size 1) that a plain Cell's `shard()` hooks name. Default: all ranks.
         gradients_mean: whether gradients are averaged over the axis. Default: where ranks have losses of their own.
@@ -73,25 +74,32 @@ def hsdp(
         prefetch: at level 3, how many units ahead weights are gathered.
         mixed_precision: a `MixedPrecision`. Default: everything in the dtypes of the parameters.
         units: at level 3, paths of the Cells whose weights are gathered together. Default: see `find_units`.
+        gradient_accumulation_shard: whether sums of gradients over micro-steps and micro-batches are kept in parts, and
+            each one's gradients reduce-scattered. Default: at levels 2 and 3. (MindSpore: `parallel_optimizer_config`.)
 
     Raises:
         TypeError, ValueError: an argument that can't be; a second call; an optimizer that holds the parameters already.
     """
     mesh, has_axis = _checked_mesh(cell, axis, mesh)
-    check_settings(mesh, axis, shard_size, threshold, optimizer_level, accumulate_grad_step, prefetch)
-    check_flags(gradients_mean=gradients_mean, reshard_after_forward=reshard_after_forward)
-    settings = HsdpSettings(
-        *_refined(mesh, axis, shard_size), axis, shard_size, threshold, optimizer_level, accumulate_grad_step,
-        reshard_after_forward, prefetch, _checked_precision(mixed_precision),
-        _checked_mean(gradients_mean, has_axis, axis, cell),
+    settings = _settings(
+        mesh, axis, shard_size, threshold, optimizer_level, accumulate_grad_step, reshard_after_forward, prefetch,
+        _checked_precision(mixed_precision), _checked_mean(gradients_mean, has_axis, axis, cell),
+        gradient_accumulation_shard,
     )  # fmt: skip
     fusion, units = parse_comm_fusion(comm_fusion), _checked_units(cell, units)
-    refuse_optimizers_of(cell)
-    if not isinstance(cell, ShardedCell):  # what else can be wrong with it was looked for
-        _shard_plain(cell, mesh, axis)
-    tree = cell.__dict__["_sharding"][0]
+    refuse_optimizers_of(cell, "hsdp")
+    tree = _sharded_tree(cell, mesh, axis)  # what else can be wrong with it was looked for
     install(tree, settings, planned_parameters(tree, settings, units), fusion, has_axis)
     return cell
+
+
+def _settings(mesh, axis, shard_size, threshold, level, count, reshard, prefetch, precision, mean, shards):
+    check_settings(mesh, axis, shard_size, threshold, level, count, prefetch)
+    check_flags(reshard_after_forward=reshard, gradient_accumulation_shard=shards)
+    return HsdpSettings(
+        *_refined(mesh, axis, shard_size), axis, shard_size, threshold, level, count, reshard, prefetch, precision,
+        mean, shards,
+    )  # fmt: skip
 
 
 def _checked_precision(mixed_precision):
@@ -105,6 +113,7 @@ def _checked_precision(mixed_precision):
 
 
 def _checked_mean(gradients_mean, has_axis, axis, cell):
+    check_flags(gradients_mean=gradients_mean)
     if gradients_mean and has_axis:
         raise ValueError(
             f"hsdp(gradients_mean=True): {cell_label('', cell)} is sharded over axis '{axis}', so its loss is that of "
@@ -113,8 +122,11 @@ def _checked_mean(gradients_mean, has_axis, axis, cell):
     return not has_axis if gradients_mean is None else bool(gradients_mean)
 
 
-def _shard_plain(cell, mesh, axis):
-    """Shard a plain Cell over this rank alone, on a mesh with the other axes, which hooks may name, if of size 1."""
+def _sharded_tree(cell, mesh, axis):
+    """The `ShardedTree` of a Cell; a plain one is sharded over this rank alone, on a mesh with the other axes, which
+    hooks may name, if of size 1."""
+    if isinstance(cell, ShardedCell):
+        return cell.__dict__["_sharding"][0]
     others = [name for name in mesh.axis_names if name != axis]
     names = others if others and mesh.axis_size(*others) == 1 else ["rank"]
     try:
@@ -124,6 +136,7 @@ def _shard_plain(cell, mesh, axis):
             f"{error} (hsdp() shards a plain Cell over one rank: where its hooks name mesh axes, call shard() before, "
             "or give hsdp() a mesh in which these have size 1)"
         ) from error
+    return cell.__dict__["_sharding"][0]
 
 
 def _refuse_second(cell):

@@ -24,8 +24,8 @@ class HsdpSettings:
 
     Attributes:
         mesh: with the data-parallel axis, split in two where a part of it shards.
-        axis, shard_size, threshold, level, accumulate_grad_step, reshard_after_forward, prefetch, precision: see
-            `hsdp`.
+        axis, shard_size, threshold, level, accumulate_grad_step, reshard_after_forward, prefetch, precision,
+            gradient_accumulation_shard: see `hsdp`.
         shard_axes, replicate_axes: axes of `mesh` over which parts lie, and over which they are alike.
         gradients_mean: whether gradients are averaged over data-parallel ranks; else they are terms of a sum.
     """
@@ -42,11 +42,20 @@ class HsdpSettings:
     prefetch: int
     precision: MixedPrecision
     gradients_mean: bool
+    gradient_accumulation_shard: bool | None = None
+
+    @property
+    def sums_shards(self):
+        """Whether the gradients of each micro-step are reduce-scattered, and only the sums of parts are kept."""
+        by_level = self.level != "level1"
+        return self.shard_size > 1 and (
+            by_level if self.gradient_accumulation_shard is None else self.gradient_accumulation_shard
+        )
 
     @property
     def reduces_as_they_come(self):
         """Whether gradients are reduced while the backward pass runs; at level 1 the whole ones stay until its end."""
-        return self.shard_size == 1 or self.level != "level1"
+        return self.shard_size == 1 or self.level != "level1" or self.sums_shards
 
     @property
     def scale(self):

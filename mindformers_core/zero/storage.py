@@ -10,11 +10,10 @@ from mindformers_core.tensor_parallel.labels import cell_label
 from mindformers_core.tensor_parallel.parameter_storage import ParameterStorage
 from mindformers_core.tensor_parallel.recordings import forget_recordings
 from mindformers_core.tensor_parallel.sharded_cells import ShardedCell, computing_parameters
+from mindformers_core.zero.collecting import reduced, summed
 from mindformers_core.zero.explained import explained_lines
 from mindformers_core.zero.formulas import StepPlan
 from mindformers_core.zero.optimizers import check_optimizers
-from mindformers_core.zero.step_gradients import StepGradients
-from mindformers_core.zero.stored import as_dtype
 
 __all__ = ["HsdpStorage", "gathered", "storage_of"]
 
@@ -169,15 +168,14 @@ class HsdpStorage(ParameterStorage):
         self.parts[id(stored.whole)] = stored.part
 
     def summed(self, gradients):
-        """Whole gradients in the dtypes that they are reduced in."""
-        dtypes = [self.settings.precision.reduce_dtype(self.parameters[number].plan.dtype) for number in self.trained]
-        return [as_dtype(gradient, dtype) for gradient, dtype in zip(gradients, dtypes, strict=True)]
+        """See `ParameterStorage`: whole ones, or (`sums_shards`) this rank's parts of their sums over ranks."""
+        return summed(self, gradients)
 
     def reduced(self, gradients):
-        """Sums of whole gradients, reduced over the data-parallel ranks, which all call this; takes them out."""
-        reduced = StepGradients(self).reduce(gradients)
+        """Sums of what `summed` gave, reduced over the data-parallel ranks, which all call this; takes them out."""
+        found = reduced(self, gradients)
         self.check_optimizers()
-        return reduced
+        return found
 
     def check_optimizers(self):
         """At the first gradients: raise `ValueError` where an optimizer can't work with parts."""
@@ -310,7 +308,7 @@ class HsdpStorage(ParameterStorage):
         return StepPlan(
             tuple(stored.plan for stored in self.parameters), settings.shard_size, replicas, settings.precision,
             tuple(self.gathers), tuple(self.reduces), settings.accumulate_grad_step, at_once,
-            tuple(self.units), settings.prefetch,
+            settings.sums_shards, tuple(self.units), settings.prefetch,
         )  # fmt: skip
 
 

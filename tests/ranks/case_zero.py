@@ -46,7 +46,8 @@ def case_steps_of_each_level_equal_one_card():
 @on_ranks(4)
 def case_accumulated_steps_equal_one_card():
     """Four micro-steps of one sequence a rank."""
-    check("level1", 2, 4, clipped=True, steps=2, threshold=2)
+    check("level1", 2, 4, clipped=True, steps=2, threshold=2, gradient_accumulation_shard=True)
+    check("level2", 4, 4, clipped=True, steps=2, gradient_accumulation_shard=False)
     check("level3", 2, 4, clipped=False, steps=2)
 
 
@@ -153,12 +154,22 @@ def case_a_hybrid_step_communicates_parts_across():
 
 
 @on_ranks(2)
-def case_micro_steps_communicate_no_gradients():
-    """Weights are gathered once a step, or, where units come and go, twice a micro-step."""
-    for level, gathers in (("level1", (1, 0, 0, 0)), ("level2", (1, 0, 0, 0)), ("level3", (2, 2, 2, 2))):
-        counts, net = counted(4, shard_size=2, optimizer_level=level)
+def case_what_micro_steps_communicate():
+    """Weights are gathered once a step, or, where units come and go, twice a micro-step; gradients are reduced in every
+    micro-step where sums are sharded, else in the last one.
+    """
+    once, always = (0, 0, 0, 1), (1, 1, 1, 1)
+    for level, gathers, scatters, shards in (
+        ("level1", (1, 0, 0, 0), once, None),
+        ("level1", (1, 0, 0, 0), always, True),
+        ("level2", (1, 0, 0, 0), always, None),
+        ("level3", (2, 2, 2, 2), always, None),
+        ("level3", (2, 2, 2, 2), once, False),
+    ):
+        counts, net = counted(4, shard_size=2, optimizer_level=level, gradient_accumulation_shard=shards)
         half = bytes_of_all(net) // 2
-        assert [count.get(("reduce_scatter", ("dp",)), (0, 0))[1] for count in counts] == [0, 0, 0, half], level
+        scattered = [count.get(("reduce_scatter", ("dp",)), (0, 0))[1] for count in counts]
+        assert scattered == [times * half for times in scatters], (level, shards, counts)
         gathered = [count.get(("all_gather", ("dp",)), (0, 0))[1] for count in counts]
         assert gathered == [times * half for times in gathers], (level, counts)
         assert set().union(*counts) == {("reduce_scatter", ("dp",)), ("all_gather", ("dp",))}

@@ -112,17 +112,21 @@ def case_measured_memory_and_traffic_of_other_steps():
     """Micro-steps, kept weights, one bucket for all, a compiled function; replicas: what a step sends, to the byte."""
     for policy, level, options in (
         ("float32", "level1", {"accumulate_grad_step": 3, "comm_fusion": 0.2}),
-        ("mixed", "level2", {"accumulate_grad_step": 2}),
+        ("mixed", "level2", {"accumulate_grad_step": 2, "gradient_accumulation_shard": False}),
+        ("float32", "level2", {"accumulate_grad_step": 8}),
+        ("mixed", "replicas", {"accumulate_grad_step": 3}),
         ("mixed", "level3", {"accumulate_grad_step": 2, "prefetch": 2}),
         ("float32", "level3", {"reshard_after_forward": False}),
         ("float32", "level2", {"compiled": True}),
-        ("mixed", "replicas", {}),
     ):
         training = Training(policy, level, **options).steps(2)
         for moment, measured in training.report.measured.items():
             computed = training.report.computed[moment]
             message = f"{policy} {level} {options} {moment}\n{measured}\n{computed}"
             np.testing.assert_allclose(measured.total, computed.total, rtol=0.02, err_msg=message)
+        if options.get("accumulate_grad_step") == 8:  # besides the gradients of one bucket, sums of parts
+            fullest = training.report.computed["pass"]
+            assert fullest.gradients - fullest.passing <= (WEIGHTS / RANKS + BIASES) * 4
         sent = {}
         for (kind, _), counted in training.counts.items():
             sent[kind] = tuple(map(sum, zip(sent.get(kind, (0, 0)), counted)))

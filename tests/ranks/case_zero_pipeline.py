@@ -88,12 +88,14 @@ def case_zero_stages_equal_one_card():
 
 
 @on_ranks(4)
-def case_zero_steps_communicate_once():
-    """Whatever the number of micro-batches and runs: each bucket is gathered once and reduced once; evaluations in
-    between change nothing. Only `reshard_after_forward=True` gathers for every micro-batch, twice."""
+def case_what_zero_steps_communicate():
+    """Whatever the number of micro-batches and runs, each bucket is gathered once; evaluations in between change
+    nothing. Only `reshard_after_forward=True` gathers for every micro-batch, twice. Where sums are sharded every
+    micro-batch's gradients are reduced, else once a step."""
     (_, true), *_ = one_card(2 * ROWS, 1)[0]
-    for level, reshard in (("level1", None), ("level3", None), ("level3", True)):
+    for level, reshard, shards in (("level1", None, None), ("level3", None, False), ("level3", True, None)):
         options = {"optimizer_level": level, "reshard_after_forward": reshard, "accumulate_grad_step": 2}
+        options["gradient_accumulation_shard"] = shards
         schedule, mesh = zero_schedule(Schedule1F1B, **options)
         tokens, named = my_rows(mesh, *batch(2 * ROWS))
         halves = [(tokens[own], {k: v[own] for k, v in named.items()}) for own in (slice(0, 4), slice(4, 8))]
@@ -110,7 +112,8 @@ def case_zero_steps_communicate_once():
         passes = 2 * COUNT * 2 + COUNT  # forward and backward in both runs, and forward
         gathers = (buckets - 1) * passes + 1 if reshard else buckets  # the embedding is in no unit
         found = {kind: calls for (kind, axes), (calls, _) in counts.items() if axes == ("dp",)}
-        assert found["reduce_scatter"] == buckets and found["all_gather"] == gathers, (level, reshard, found)
+        scatters = buckets * 2 * COUNT if level == "level3" and shards is None else buckets
+        assert found["reduce_scatter"] == scatters and found["all_gather"] == gathers, (level, reshard, found)
         for path, value in values_of(schedule).items():
             np.testing.assert_array_equal(value, before[path])  # parts are there again
         for stage in schedule.stages:

@@ -76,11 +76,12 @@ def case_pipelined_levels_equal_one_rank():
 def case_resumed_levels_go_on_bit_by_bit():
     """After a step every rank saves its parts of weights and moments; a job of another level takes them up."""
     folder = os.path.join(tempfile.gettempdir(), f"mindformers_core_case_zero_{os.environ['MS_SCHED_PORT']}")
+    whole = "parallelism.gradient_accumulation_shard=false"  # at all levels sums in one order
     for level in (1, 3):
-        unbroken = job_on(DP_AND_TP, None, *zero(level))
+        unbroken = job_on(DP_AND_TP, None, *zero(level, whole))
         train_step(unbroken)
         saved = save_state(f"{folder}/{level}", unbroken.state(), unbroken.tensors(), world().rank, unbroken.barrier)
-        resumed = resume(job_on(DP_AND_TP, None, *zero(level % 3 + 1), "training.seed=7"), saved)
+        resumed = resume(job_on(DP_AND_TP, None, *zero(level % 3 + 1, whole), "training.seed=7"), saved)
         rows = [train_step(job) for job in (unbroken, resumed)]
         assert [rows[0][key] for key in ("step", "loss", "gradient_norm")] == [
             rows[1][key] for key in ("step", "loss", "gradient_norm")
