@@ -40,8 +40,12 @@ def test_exit_code_and_text(tmp_path, capsys):
 
 def test_short_and_missing_runs_are_errors(tmp_path, capsys):
     run_a, run_b = write_run(tmp_path / "a", [4.0, 2.0]), write_run(tmp_path / "b", [4.0])
+    assert main(["compare", run_a, run_b]) == 0
+    said = capsys.readouterr().out
+    assert f"{run_a} has 2 steps (1 to 2), of which 1 steps (1 to 1) are in both\n1 steps; largest" in said
+    (tmp_path / "b" / "metrics.jsonl").write_text('{"step": 3, "loss": 2}\n')
     assert main(["compare", run_a, run_b]) == 2
-    assert "step 2 is in one run only: one has 2 steps (1 to 2), the other 1 (1 to 1)" in capsys.readouterr().err
+    assert "they have no step in common: one has 2 steps (1 to 2), the other 1 steps" in capsys.readouterr().err
     assert main(["compare", run_a, str(tmp_path / "nowhere")]) == 2
     assert "nowhere' is no run" in capsys.readouterr().err
     assert main(["compare", run_a, write_run(tmp_path / "empty", [])]) == 2

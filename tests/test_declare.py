@@ -48,7 +48,7 @@ def test_single_tuple_and_dict_forms():
         (({"y": COLUMNS}, None, None), r"input layout names 'y', but construct\(\) takes x, scale"),
         (
             (None, None, {"wieght": COLUMNS}),
-            "names 'wieght', but the Cell's own parameters are weight, bias.*did you mean 'weight'",
+            "names 'wieght', but the Cell's parameters are weight, bias.*did you mean 'weight'",
         ),
         (((COLUMNS,) * 3, None, None), r"has 3 entries, but construct\(\) takes x, scale"),
         ((None, None, layout("tp", "tp")), "'tp' is used twice"),
@@ -90,6 +90,41 @@ def test_a_weight_that_does_not_divide():
 def test_plans_that_are_wrong(plan, message):
     with pytest.raises((TypeError, ValueError), match=message):
         shard(Net(), MESH, plan=plan)
+
+
+@pytest.mark.parametrize("weight", [COLUMNS, None])
+def test_an_optimizer_that_was_built_before_shard(weight):
+    """Of parameters that become parts; those that stay whole it may go on with."""
+    cell = Linear((None, None, weight))
+    optimizer = nn.Adam(cell.trainable_params())
+    if weight is None:
+        assert shard(cell, MESH).trainable_params()[0] is optimizer.parameters[0]
+        return
+    with pytest.raises(ValueError, match="^Adam was built with parameters of .*'weight' .* before shard"):
+        shard(cell, MESH)
+    del optimizer
+    shard(cell, MESH)
+
+
+class Above(nn.Cell):
+    """Speaks of the parameter of a Cell below, whose own hook says something else."""
+
+    def __init__(self, **weights):
+        super().__init__()
+        self.fc, self.weights = Linear((None, None, ROWS)), weights
+
+    def shard(self, config):
+        return None, None, self.weights
+
+    def construct(self, x):
+        return self.fc(x)
+
+
+def test_a_hook_names_parameters_of_cells_below():
+    declared = collect_declarations(Above(**{"fc.weight": COLUMNS}))
+    assert declared["fc"].weights == {"weight": COLUMNS} and not declared[""].weights
+    with pytest.raises(ValueError, match="names 'fc.wieght', but the Cell's .* fc.bias .did you mean 'fc.weight'"):
+        collect_declarations(Above(**{"fc.wieght": COLUMNS}))
 
 
 def test_patterns():

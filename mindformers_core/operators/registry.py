@@ -60,8 +60,9 @@ def signature_of(name, args, kwargs=None):
     rule = _RULES.get(name)
     if rule is None:
         raise ValueError(
-            f"operator '{name}' has no rule, so its layouts are unknown{nearest(name, _RULES, 0.7)}. Register one with "
-            f"@register_operator('{name}') (mindformers_core.operators), or run it on local tensors with local_map(...)"
+            f"operator '{name}' has no rule, so its layouts are unknown{nearest(name, _RULES, 0.7)}: register one with "
+            f"@register_operator('{name}') (mindformers_core.operators), or run it on local tensors with "
+            "local_map(function, …), in a Cell that runs operator by operator: cell.eager() after shard()"
         )
     try:
         return rule(*args, **(kwargs or {}))

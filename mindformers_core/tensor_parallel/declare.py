@@ -11,6 +11,7 @@ from mindformers_core.layout import Layout, LayoutSpec, bind_layout
 from mindformers_core.mesh import nearest
 from mindformers_core.tensor_parallel.labels import cell_label
 from mindformers_core.tensor_parallel.propagation.declaration import Declaration, OperatorDeclaration
+from mindformers_core.tensor_parallel.propagation.plan import joined_path
 
 __all__ = ["cell_label", "collect_declarations"]
 
@@ -31,11 +32,12 @@ def collect_declarations(cell, config=None, plan=None):
     """
     paths = dict(cell.cells_and_names())
     found = {}
-    for path, child in paths.items():
-        declared = _read_hook(path, child, config) if _has_hook(child) else None
+    for path, child in reversed(paths.items()):  # from below: what a Cell above says of a parameter wins
         operators = _sharded_primitives(path, child)
-        if declared or operators:
-            found[path] = _override(declared, Declaration(operators=operators))
+        if operators:
+            found[path] = _override(found.get(path), Declaration(operators=operators))
+        for place, declared in _read_hook(path, child, config) if _has_hook(child) else ():
+            found[place] = _override(found.get(place), declared)
     for pattern, entry in (plan or {}).items():
         for path, declared in _read_plan_entry(paths, pattern, entry):
             found[path] = _override(found.get(path), declared)
@@ -47,6 +49,7 @@ def _has_hook(cell):
 
 
 def _read_hook(path, cell, config):
+    """Pairs (Cell path, `Declaration`)."""
     returned = cell.shard(config)
     if not isinstance(returned, tuple) or len(returned) != 3:
         raise TypeError(
@@ -58,19 +61,26 @@ def _read_hook(path, cell, config):
 
 
 def _declaration(path, cell, parts, source):
+    """Pairs (Cell path, `Declaration`): of the Cell, and of those below whose parameters it names by their paths."""
     where = f"{cell_label(path, cell)}, {source}"
     arguments = list(inspect.signature(type(cell).construct).parameters)[1:]
     own = list(cell._params)
     inputs = _by_name(parts[0], arguments, arguments[:1], f"{where}: input layout", "construct() takes")
     outputs = _by_name(parts[1], None, [0], f"{where}: output layout", "")
+    named = isinstance(parts[2], dict)
     weights = _by_name(
         parts[2],
-        own,
+        [name for name, _ in cell.parameters_and_names()] if named else own,
         ["weight"] if "weight" in own else own[:1],
         f"{where}: weight layout",
-        "the Cell's own parameters are",
+        f"the Cell's {'' if named else 'own '}parameters are",
     )
-    return Declaration(inputs, outputs, weights)
+    by_cell = {"": Declaration(inputs, outputs, {name: weights[name] for name in weights if name in own})}
+    for name in weights.keys() - set(own):
+        inner, _, local = name.rpartition(".")
+        declared = Declaration(weights={local: weights[name]})
+        by_cell[inner] = _override(by_cell.get(inner), declared)
+    return [(joined_path(path, inner), declared) for inner, declared in by_cell.items()]
 
 
 def _by_name(declared, names, default, what, there):
@@ -105,7 +115,7 @@ def _read_plan_entry(paths, pattern, entry):
     if matching:
         _check_plan_keys(source, entry, _PLAN_KEYS)
         parts = [entry.get(key) for key in _PLAN_KEYS]
-        return [(path, _declaration(path, paths[path], parts, source)) for path in matching]
+        return [pair for path in matching for pair in _declaration(path, paths[path], parts, source)]
     head, _, tail = pattern.rpartition(".")
     primitives = [(path, name) for path, child in paths.items() for name in _primitives(child)]
     matching = [(path, name) for path, name in primitives if _matches(path, head) and fnmatchcase(name, tail)]

@@ -36,20 +36,17 @@ def read_losses(run):
 
 
 def largest_difference(first, second):
-    """`(difference, step)`: the largest of `|a - b| / max(|a|, |b|)` over the steps of two `{step: loss}`.
+    """`(difference, step)`: the largest of `|a - b| / max(|a|, |b|)` over the common steps of two `{step: loss}`.
 
     A loss that is not a number differs infinitely.
 
     Raises:
-        ValueError: a step that only one of them has.
+        ValueError: they have no step in common.
     """
-    alone = sorted(first.keys() ^ second.keys())
-    if alone:
-        raise ValueError(
-            f"step {alone[0]} is in one run only: one has {len(first)} steps ({min(first)} to {max(first)}), "
-            f"the other {len(second)} ({min(second)} to {max(second)})"
-        )
-    difference, step = max((_relative(first[step], second[step]), -step) for step in first)
+    common = first.keys() & second.keys()
+    if not common:
+        raise ValueError(f"they have no step in common: one has {_steps(first)}, the other {_steps(second)}")
+    difference, step = max((_relative(first[step], second[step]), -step) for step in common)
     return difference, -step
 
 
@@ -82,15 +79,22 @@ def compare_runs(run_a, run_b, threshold, fell=None):
         difference, step = largest_difference(losses_a, losses_b)
     except ValueError as error:
         raise ValueError(f"{run_a} and {run_b} can't be compared: {error}") from None
-    same = difference <= threshold
+    same, common = difference <= threshold, losses_a.keys() & losses_b.keys()
+    for run, losses in ((run_a, losses_a), (run_b, losses_b)):
+        if len(losses) > len(common):  # of a run that was resumed, or that ended earlier
+            print(f"{run} has {_steps(losses)}, of which {_steps(common)} are in both")
     print(
-        f"{len(losses_a)} steps; largest relative difference of the loss {difference:.3e} at step {step} "
+        f"{len(common)} steps; largest relative difference of the loss {difference:.3e} at step {step} "
         f"({losses_a[step]:.7g} and {losses_b[step]:.7g}): {'within' if same else 'ABOVE'} the threshold {threshold:g}"
     )
     if fell is None:
         return same
     falls = [_tell_fall(run, losses, fell) for run, losses in ((run_a, losses_a), (run_b, losses_b))]
     return same and all(falls)
+
+
+def _steps(numbers):
+    return f"{len(numbers)} steps ({min(numbers)} to {max(numbers)})"
 
 
 def _tell_fall(run, losses, limit):

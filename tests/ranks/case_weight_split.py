@@ -3,7 +3,6 @@
 import mindspore as ms
 import numpy as np
 from case_shard import MLP, Parallel, batch, my_rows, tiny
-from graph_collectives import count_in_graph
 from launch import on_ranks
 from mindspore import Tensor, nn, ops
 from split_backward import Interpreted, assert_same, filled, gradients
@@ -12,7 +11,7 @@ from mindformers_core.communication import count_collectives
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaForCausalLM
-from mindformers_core.tensor_parallel import jit, prepare, shard
+from mindformers_core.tensor_parallel import prepare, shard
 from mindformers_core.tensor_parallel.weight_split import split_weight_gradients
 
 
@@ -141,28 +140,26 @@ def case_split_backward_of_gathered_weights():
 
 @on_ranks(2)
 def case_sums_over_dp_wait_for_the_second_part():
-    """In PyNative and in a graph: only those of embedding and norms are in the first part."""
+    """Only those of embedding and norms are in the first part."""
     mesh = init_device_mesh((2, 1), ("dp", "tp"))
     (inputs,) = micro_batches(mesh, 1)
 
-    def sums(split, compiled):
+    def sums(split):
         net = llama(mesh, False, False, layers=1)
         deferred = split_weight_gradients(net) if split else None
         prepare(net, *inputs)
         weights = (*deferred.ordinary_parameters, *deferred.collectors) if split else net.trainable_params()
-        step = ms.value_and_grad(net if compiled else Interpreted(net), None, weights)
-        with count_in_graph(mesh) if compiled else count_collectives() as first:
-            jit(step)(*inputs) if compiled else step(*inputs)
+        with count_collectives() as first:
+            ms.value_and_grad(Interpreted(net), None, weights)(*inputs)
         second = {}
-        if split and not compiled:
+        if split:
             pending = deferred.take()
             with count_collectives() as second:
                 deferred.weight_gradients(pending)
         return [counts.get(("all_reduce", ("dp",)), (0, 0))[0] for counts in (first, second)]
 
-    for compiled in (False, True):
-        (whole, _), (first, second) = sums(False, compiled), sums(True, compiled)
-        assert whole - first == 8 and second == (0 if compiled else 8), (compiled, whole, first, second)
+    (whole, _), (first, second) = sums(False), sums(True)
+    assert whole - first == second == 8, (whole, first, second)
 
 
 @on_ranks(2)

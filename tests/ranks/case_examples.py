@@ -1,0 +1,29 @@
+"""The scripts in examples/: whatever is parallel in them, the losses are those of one card."""
+
+import io
+import sys
+from contextlib import redirect_stdout
+
+import numpy as np
+from launch import ROOT, on_ranks
+
+from mindformers_core.communication import world
+
+sys.path.insert(0, str(ROOT / "examples"))
+import vit  # noqa: E402
+import vit_by_plan  # noqa: E402
+import vit_in_a_pipeline  # noqa: E402
+import vit_with_hooks  # noqa: E402
+import vit_with_hsdp  # noqa: E402
+
+
+@on_ranks(4)
+def case_vision_transformers_equal_one_card():
+    """By a plan, with hooks and jit, with `hsdp` and recompute, in a pipeline."""
+    expected = vit.train()
+    assert len(expected) == vit.STEPS and expected[-1] != expected[0]
+    for script in (vit_by_plan, vit_with_hooks, vit_with_hsdp, vit_in_a_pipeline):
+        with redirect_stdout(io.StringIO()):
+            found = script.train(world().rank)
+        losses = found[0] if script is vit_with_hsdp else found
+        np.testing.assert_allclose(losses, expected, 1e-5, err_msg=script.__name__)
