@@ -1,6 +1,7 @@
 """Recipes: every key typed, every mistake an error that names the key's path and what is allowed."""
 
 import dataclasses
+import runpy
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,14 @@ def test_wrong_number_of_ranks_says_how_to_launch():
         mesh_shape(rest, 5)
     with pytest.raises(ValueError, match="data_parallel_shard: -1 .* a dry run launches none"):
         mesh_shape(rest)
+
+
+def test_the_page_has_all_keys():
+    """docs/recipe.md is as `python docs/make_recipe.py` writes it."""
+    make = runpy.run_path(str(CONFIGS.parent / "docs" / "make_recipe.py"))
+    text = make["page"]()
+    assert make["PAGE"].read_text(encoding="utf-8") == text
+    assert "| `gradient_accumulation_shard` | `bool or None` | `null` |  | sums over micro-steps" in text
 
 
 def test_parse_overrides_keeps_the_value_whole():

@@ -217,6 +217,17 @@ def test_a_root_takes_dtensors():
         net(distribute_tensor(X, layout(), init_device_mesh((4,), ("tp",))))
 
 
+def test_an_input_that_was_forgotten_where_others_are_declared():
+    class Loss(nn.Cell):
+        def construct(self, x, label):
+            return nn.CrossEntropyLoss()(x, label)
+
+    net = tensor_parallel.shard(Loss(), MESH, plan={"": {"input": {"x": layout("dp")}}})
+    told = r"'x' \(4, 8\), which is \(8, 8\) in all, \[dp, -\], but with 'label' \(4,\) of no declared layout, which is"
+    with pytest.raises(ValueError, match=told):
+        net(X, Tensor(np.zeros(4, np.int32)))
+
+
 def test_a_cell_under_two_names():
     cell = nn.SequentialCell([Linear(), nn.ReLU()])
     cell.append(cell[0])

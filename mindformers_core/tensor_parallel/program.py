@@ -125,16 +125,22 @@ def plan_call(tree, path, args, kwargs, saved_plan=None):
             return leaf
         layout = _arriving_layout(leaf, declared.get(name), tree.mesh, f"input '{name}' of {tree.label(path)}")
         shape, dtype, _ = describe(leaf)
-        arriving.append(layout)
+        arriving.append((name, shape, layout))
         return TensorMeta(layout.global_shape(shape), dtype, None, False)
 
     for name, value in list(bound.arguments.items())[1:]:
         bound.arguments[name] = map_leaves(lambda leaf, name=name: enter(leaf, name), value)
     tree.check_cells()
-    with tree.as_written():
-        graph = capture(tree.cells[path], *bound.args[1:], **bound.kwargs)
+    try:
+        with tree.as_written():
+            graph = capture(tree.cells[path], *bound.args[1:], **bound.kwargs)
+    except ValueError as error:
+        undeclared = _undeclared([entry for entry in arriving if entry[0] not in declared], arriving)
+        if not undeclared:
+            raise
+        raise ValueError(f"{str(error).rstrip('.')}; {tree.label(path)} was called with {undeclared}") from error
     values = values_in(graph.arguments)
-    layouts = {value.id: layout for value, layout in zip(values, arriving, strict=True)}
+    layouts = {value.id: layout for value, (_, _, layout) in zip(values, arriving, strict=True)}
     declarations = tree.below(path, tree.declarations)
     parameters = tree.below(path, tree.parameter_layouts)
     if saved_plan is not None:
@@ -143,6 +149,19 @@ def plan_call(tree, path, args, kwargs, saved_plan=None):
         frame = propagate(graph, tree.mesh, layouts, parameters, declarations, cost_model(), final=path == "")
         check_plan(frame, final=path == "")
     return graph, frame
+
+
+def _undeclared(undeclared, arriving):
+    """Where some inputs are cut and others taken as whole, both; a frequent reason for shapes that don't fit."""
+    cut = [(name, shape, layout) for name, shape, layout in arriving if any(layout.dims)]
+    whole = [(name, shape) for name, shape, layout in undeclared if shape and layout.is_replicated]
+    if not cut or not whole:
+        return ""
+    (name, local, layout), (other, shape) = cut[0], whole[0]
+    return (
+        f"'{name}' {local}, which is {layout.global_shape(local)} in all, {layout}, but with '{other}' {shape} of no "
+        "declared layout, which is taken as whole: declare that, too, if each rank gives its part"
+    )
 
 
 def _bind(tree, path, args, kwargs):
