@@ -5,7 +5,8 @@ while rank 1 waits; in all others a rank takes half of it. `flat_all_reduce` is 
 all gradients in one tensor, one all-reduce of MindSpore, slices of it for the optimizer. That all have the same
 parameters after some steps is checked before any is timed. Under jit the forward pass is compiled and PyNative
 differentiates it, everywhere: on CPU that is twice as fast as a graph with the gradient in it. `bare` are the
-collectives alone, of as many bytes as the model has.
+collectives alone, of as many bytes as the model has. `_of_4` has four micro-steps, between which sums of parts are
+kept, or (`_whole`) whole sums.
 """
 
 import sys
@@ -51,7 +52,11 @@ OURS = {  # name -> what hsdp() is called with
     "level2": {"shard_size": DP, "optimizer_level": "level2"},
     "level3": {"shard_size": DP, "optimizer_level": "level3"},
     "level3_keep": {"shard_size": DP, "optimizer_level": "level3", "reshard_after_forward": False},
-}
+    "level2_of_4": {"shard_size": DP, "optimizer_level": "level2", "accumulate_grad_step": 4},
+    "level2_of_4_whole": {
+        "shard_size": DP, "optimizer_level": "level2", "accumulate_grad_step": 4, "gradient_accumulation_shard": False,
+    },
+}  # fmt: skip
 BY_HAND = "flat_all_reduce"
 LIMITS = (  # of a variant's time over another one's of the same mode
     ("ddp", "single", 0.583),  # PyTorch's DDP on gloo, on such a machine
@@ -139,13 +144,16 @@ def by_hand_of(inputs, is_compiled):
 
 
 def ours_of(inputs, is_compiled, **asked):
-    """The same for `hsdp()`."""
+    """The same for `hsdp()`; the batch is cut into the micro-steps that are asked for."""
+    x, *tables = inputs
+    micro_batches = [Tensor(part) for part in np.split(x.asnumpy(), asked.get("accumulate_grad_step", 1))]
     mesh = init_device_mesh((DP, 1), ("dp", "tp"))
     net = hsdp(shard(make_net(), mesh["tp"]), mesh=mesh, **asked)
     gradient_of, optimizer = value_and_grad(net, compiled=is_compiled), optimizer_of(net.trainable_params())
 
     def step():
-        _, gradients = gradient_of(*inputs)
+        for part in micro_batches:
+            _, gradients = gradient_of(part, *tables)
         optimizer(gradients)
         finish(net)
 
