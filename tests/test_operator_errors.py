@@ -1,6 +1,8 @@
 """What the rules of operators say of calls that don't fit, and how a user adds a rule."""
 
 import pytest
+from documents import code_blocks
+from launch import ROOT
 
 from mindformers_core.operators import Signature, elementwise, register_operator, registry, signature_of, tensor_meta
 
@@ -87,3 +89,12 @@ def test_a_user_registers_an_operator_of_his_own(monkeypatch):
     assert isinstance(signature_of("OnlyInThisTest", [tensor_meta((4,), F32)]), Signature)
     with pytest.raises(ValueError, match="already has a rule"):
         register_operator("OnlyInThisTest")(rule)
+
+
+def test_the_rule_of_the_page(monkeypatch):
+    """docs/tensor_parallel.md: distances between rows; only their number may be cut."""
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    (block,) = [text for text in code_blocks(ROOT / "docs" / "tensor_parallel.md", "python") if "Cdist" in text]
+    exec(compile(block, "tensor_parallel.md", "exec"), {})
+    found = signature_of("Cdist", [tensor_meta((4, 8), F32), tensor_meta((6, 8), F32), 2.0])
+    assert found.outputs == ((("n",), ("m",)),) and found.sizes == {"n": 4, "m": 6, "k": 8} and found.whole == {"k"}
