@@ -4,6 +4,7 @@ import re
 
 import pytest
 from launch import find_cases
+from timings import CASE
 
 pytestmark = pytest.mark.ranks
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.ranks
 def test_case(launches, record_property, world_size, case):
     """A case passes on all its ranks."""
     results, _ = launches[world_size].result()
-    record_property("in its launch", (results[case].seconds, results[case].cpu_seconds))
+    record_property(CASE, (results[case].seconds, results[case].cpu_seconds))
     if results[case].failure is not None:
         pytest.fail(results[case].failure, pytrace=False)
 

@@ -9,7 +9,7 @@ import pytest
 _TIMES = pytest.StashKey[dict]()
 _LAUNCHES = pytest.StashKey[dict]()
 _START = pytest.StashKey[float]()  # CPU seconds of the process when a test began
-_CASE, _CPU = "in its launch", "CPU seconds"  # properties of a report
+CASE, _CPU = "in its launch", "CPU seconds"  # properties of a report
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Collector:
 
     def pytest_runtest_logreport(self, report):
         known, told = self.times.get(report.nodeid, Timed(0.0, 0.0, report.nodeid)), dict(report.user_properties)
-        seconds, cpu_seconds = told.get(_CASE, (known.seconds + report.duration, told.get(_CPU, 0.0)))
+        seconds, cpu_seconds = told.get(CASE, (known.seconds + report.duration, told.get(_CPU, 0.0)))
         self.times[report.nodeid] = Timed(seconds, cpu_seconds, report.nodeid)
 
 

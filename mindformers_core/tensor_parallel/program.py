@@ -135,7 +135,7 @@ def plan_call(tree, path, args, kwargs, saved_plan=None):
         with tree.as_written():
             graph = capture(tree.cells[path], *bound.args[1:], **bound.kwargs)
     except ValueError as error:
-        undeclared = _undeclared([entry for entry in arriving if entry[0] not in declared], arriving)
+        undeclared = _undeclared(arriving, declared)
         if not undeclared:
             raise
         raise ValueError(f"{str(error).rstrip('.')}; {tree.label(path)} was called with {undeclared}") from error
@@ -151,10 +151,10 @@ def plan_call(tree, path, args, kwargs, saved_plan=None):
     return graph, frame
 
 
-def _undeclared(undeclared, arriving):
+def _undeclared(arriving, declared):
     """Where some inputs are cut and others taken as whole, both; a frequent reason for shapes that don't fit."""
     cut = [(name, shape, layout) for name, shape, layout in arriving if any(layout.dims)]
-    whole = [(name, shape) for name, shape, layout in undeclared if shape and layout.is_replicated]
+    whole = [(name, shape) for name, shape, at in arriving if name not in declared and shape and at.is_replicated]
     if not cut or not whole:
         return ""
     (name, local, layout), (other, shape) = cut[0], whole[0]

@@ -41,6 +41,10 @@ class GradientCollector:
         self._is_last, self._pending, self._next = is_last, {}, 0
         self._unseen = [storage.parameters[number].plan.nbytes for number in storage.trained] if at_once else []
 
+    def end(self):
+        """After the backward pass of a micro-step, which has given all gradients."""
+        assert self._next == len(self.storage.reduces), (self._next, sorted(self._pending))
+
     def came(self, number, gradient):
         """A whole gradient has come; returns what may take its place, so that its memory is free."""
         if self._unseen:
@@ -116,7 +120,7 @@ class GradientCollector:
 
         Whole weights are released before: gradients may take more memory in those dtypes.
         """
-        assert not self.sums and not self._pending, (sorted(self.sums), sorted(self._pending))
+        assert not self.sums, sorted(self.sums)
         storage, gradients = self.storage, []
         storage.close()
         for number in storage.trained:
@@ -130,6 +134,7 @@ def summed(storage, gradients):
     collector = GradientCollector(storage)
     collector.begin(is_last=False)
     collector.take(gradients)
+    collector.end()
     return [collector.sums[number] for number in storage.trained]
 
 

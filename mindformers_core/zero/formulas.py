@@ -206,7 +206,7 @@ def _reduce_buffers(step, bucket, own):
         return max(scattering if copied else summed // count, cutting)
     joining = 2 * summed if copied else 0
     gone = own - own * last.size // bucket.size
-    return max(0, summed, max(joining, scattering, cutting) - gone)
+    return max(summed, max(joining, scattering, cutting) - gone)
 
 
 def _summing(step, parts):

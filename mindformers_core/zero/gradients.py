@@ -129,6 +129,7 @@ class _GradientFunction:
         storage.drop_units()
         if not as_they_come:
             self._step.take(found)
+        self._step.end()
         return results
 
     def _finish(self):

@@ -42,15 +42,13 @@ class HsdpSettings:
     prefetch: int
     precision: MixedPrecision
     gradients_mean: bool
-    gradient_accumulation_shard: bool | None = None
+    gradient_accumulation_shard: bool | None
 
     @property
     def sums_shards(self):
         """Whether the gradients of each micro-step are reduce-scattered, and only the sums of parts are kept."""
-        by_level = self.level != "level1"
-        return self.shard_size > 1 and (
-            by_level if self.gradient_accumulation_shard is None else self.gradient_accumulation_shard
-        )
+        asked = self.gradient_accumulation_shard
+        return self.shard_size > 1 and (self.level != "level1" if asked is None else asked)
 
     @property
     def reduces_as_they_come(self):

@@ -4,6 +4,7 @@ The start is what `decide_frame` chooses operator by operator. From every redist
 choices are tried: backward, that who makes the tensor makes it as it is wanted, then also those before who make what
 that takes, and so on; and forward, that who takes it computes in another way. All that follows is decided anew. What is
 accepted costs no more bytes, seconds or work than before, and less of one, so the end is never worse than the start.
+At last redistributions are moved above shape operators, where that costs no more: there they can be shared.
 The effort is limited: it grows with the square of a Cell's operators, of which real ones have a few dozen.
 """
 
@@ -22,6 +23,14 @@ MOST_NODES = 150_000  # operators and calls that are decided for one call of a C
 def improve(run, graph, arguments, final, wanted):
     """The best `Decision` that is found for a call; the arguments are those of `decide_frame`."""
     best, choices = run.decide(graph, arguments, final, wanted), {}
+
+    def tried_out(candidate):
+        """The `Decision` with some choices more; None where they ask of a later operator what it can't do."""
+        try:
+            return decide_frame(run, graph, arguments, final, wanted, choices | candidate)
+        except ValueError:
+            return None
+
     left = MOST_NODES // max(1, len(graph.nodes))
     progress = bool(best.cost.nbytes or best.cost.seconds)
     while progress and left > 0:
@@ -30,20 +39,17 @@ def improve(run, graph, arguments, final, wanted):
             more = False
             for origin, candidate in _candidates(run, best, choices, tried):
                 left -= 1
-                try:
-                    trial = decide_frame(run, graph, arguments, final, wanted, choices | candidate)
-                except ValueError:  # such a choice asks of a later operator what it can't do
-                    continue
-                if trial.cost.improves_on(best.cost):
+                trial = tried_out(candidate)
+                if trial is not None and trial.cost.improves_on(best.cost):
                     best, choices, progress, more = trial, choices | candidate, True, True
                     tried.add(origin)
                     break
                 if left <= 0:
                     break
-    return _hoisted(best, lambda more: decide_frame(run, graph, arguments, final, wanted, choices | more))
+    return _hoisted(best, tried_out)
 
 
-def _hoisted(best, decide):
+def _hoisted(best, tried_out):
     """The best `Decision` once what results are needed for is done above the operators that make them, at no more cost.
 
     There whoever else reads the tensor can share the move: `nn.Dense` reshapes its input before the product, and so
@@ -52,14 +58,14 @@ def _hoisted(best, decide):
 
     Args:
         best: the `Decision` so far.
-        decide: choices, as `decide_frame` takes them -> the `Decision` for them and those of `best`.
+        tried_out: choices, as `decide_frame` takes them -> the `Decision` for them and those of `best`, or None.
     """
     hoisted = {}
     for place in reversed(range(len(best.entries))):  # the readers of a view's view come first
         way = _above(best, place)
         if way is not None:
-            trial = decide(hoisted | {place: way})
-            if trial.cost.is_no_more_than(best.cost):
+            trial = tried_out(hoisted | {place: way})
+            if trial is not None and trial.cost.is_no_more_than(best.cost):
                 best, hoisted = trial, hoisted | {place: way}
     return best
 
