@@ -13,6 +13,7 @@ failed, the launch ends and a new one runs the rest. Keep a case to a few second
 """
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -35,6 +36,8 @@ def main(results, case_timeout, cases):
     world = init_distributed()
     for index, case in enumerate(cases):
         faulthandler.dump_traceback_later(case_timeout, exit=True)
+        gc.collect()
+        gc.freeze()  # else each search for optimizers, of `shard()` and `hsdp()`, looks at what earlier cases have left
         start, start_cpu = time.monotonic(), time.process_time()
         report = {"case": case, "failure": run(case), "seconds": round(time.monotonic() - start, 2)}
         report["cpu_seconds"] = round(time.process_time() - start_cpu, 2)
