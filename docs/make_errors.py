@@ -8,6 +8,7 @@ Everything runs in a folder that looks like a fresh clone: links to this one, no
 import io
 import json
 import linecache
+import logging
 import os
 import re
 import shlex
@@ -33,7 +34,7 @@ TIMEOUT_SECONDS = 150
 AT_A_TIME = 2  # processes with cases
 PORT = "8118"  # stands in commands and on the page for a port on which somebody listens
 # What a person looks for at the end of a run; tracebacks and progress before it are left out.
-TELLING = re.compile(r"(error|usage|\w+Error|\w+\.sh|python -m mindformers_core.*): ")
+TELLING = re.compile(r"(error|warning|note|usage|\w+Error|\w+\.sh|python -m mindformers_core.*): ")
 HEAD = """# What errors look like
 
 Made by `python docs/make_errors.py` from real runs; `tests/test_errors_page.py` runs the quick ones again and compares.
@@ -147,12 +148,18 @@ def together_process():
 
 
 def snippet_message(snippet, names):
-    """The last lines of the traceback that a snippet ends with."""
+    """The last lines of the traceback that a snippet ends with, or the warnings that it logs."""
+    warnings, logger = io.StringIO(), logging.getLogger("mindformers_core")
+    handler = logging.StreamHandler(warnings)
+    handler.setFormatter(logging.Formatter("warning: %(message)s"))
+    logger.addHandler(handler)
     try:
         execute("snippet.py", snippet, names)
     except Exception as error:  # whatever a snippet raises is its result
         return "".join(traceback.format_exception_only(error)).strip()
-    return "no error"
+    finally:
+        logger.removeHandler(handler)
+    return warnings.getvalue().strip() or "no error"
 
 
 def execute(name, source, names):

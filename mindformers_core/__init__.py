@@ -24,6 +24,7 @@ _PUBLIC = {
     "DTensor": "tensor_parallel",
     "distribute_tensor": "tensor_parallel",
     "explain": "tensor_parallel",
+    "full_parameters": "tensor_parallel",
     "jit": "tensor_parallel",
     "local_map": "tensor_parallel",
     "prepare": "tensor_parallel",

@@ -7,6 +7,12 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 prepare_environment
 export GLOG_v=${GLOG_v:-3}
+if [ $# -eq 0 ]; then # in two halves: what needs no launch on both cores first
+    failed=0
+    bash scripts/test.sh -m "not ranks and not nightly" || failed=1
+    bash scripts/test.sh -m "ranks and not nightly" || failed=1
+    exit $failed
+fi
 case "$*" in *"not ranks"*) set -- -n 2 "$@" ;; esac # no launch needs the other core
 .venv/bin/python -m ruff check .
 exec .venv/bin/python -m pytest "$@"

@@ -42,7 +42,7 @@ def test_short_and_missing_runs_are_errors(tmp_path, capsys):
     run_a, run_b = write_run(tmp_path / "a", [4.0, 2.0]), write_run(tmp_path / "b", [4.0])
     assert main(["compare", run_a, run_b]) == 0
     said = capsys.readouterr().out
-    assert f"{run_a} has 2 steps (1 to 2), of which 1 steps (1 to 1) are in both\n1 steps; largest" in said
+    assert f"note: {run_a} has 2 steps (1 to 2), of which 1 steps (1 to 1) are in both\n1 steps; largest" in said
     (tmp_path / "b" / "metrics.jsonl").write_text('{"step": 3, "loss": 2}\n')
     assert main(["compare", run_a, run_b]) == 2
     assert "they have no step in common: one has 2 steps (1 to 2), the other 1 steps" in capsys.readouterr().err

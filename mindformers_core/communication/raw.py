@@ -56,6 +56,10 @@ class RawCollective(nn.Cell):
     def __call__(self, x):
         if process_state().counters:
             record(self.kind, self.group, x)
+        return self.uncounted(x)
+
+    def uncounted(self, x):
+        """A call that `count_collectives` doesn't see: of what ranks tell each other besides the program."""
         try:
             return self.eager(x)
         except RuntimeError as error:

@@ -13,7 +13,7 @@ from mindformers_core.layout import Layout
 from mindformers_core.operators.signature import Signature, tensor_meta
 from mindformers_core.redistribution import plan_redistribution
 
-__all__ = ["OperatorCall", "Resolution", "alternatives", "checked_outputs", "repeated", "resolve"]
+__all__ = ["OperatorCall", "Resolution", "alternatives", "checked_outputs", "repeated", "resolve", "undivided"]
 
 _REPLICATE = ("replicate", None, None)
 
@@ -157,6 +157,26 @@ def _factor_axes(signature, dims, layout):
             if taken != signature.sizes[factor]:
                 break
     return cut
+
+
+def undivided(signature, dims, source, target):
+    """Why a dim of an input that arrives sharded is gathered, where the reason is its size; else an empty string.
+
+    Args:
+        signature: the operator's `Signature`.
+        dims: the input's entry in it.
+        source, target: the layouts in which the input arrives, and is taken.
+    """
+    for dim, (factors, axes, kept) in enumerate(zip(dims, source.dims, target.dims)):
+        lost = [axis for axis in axes if axis not in kept]
+        sizes = [signature.sizes[factor] for factor in factors]
+        if lost and len(sizes) > 1 and sizes[0] % source.mesh.axis_size(*axes):
+            product_of = " x ".join(map(str, sizes))
+            return (
+                f"dim {dim}, {product_of}, can't stay sharded over {' and '.join(axes)}: {sizes[0]} doesn't divide by "
+                f"{source.mesh.axis_size(*axes)}"
+            )
+    return ""
 
 
 def _options(signature, metas, arriving, axis):

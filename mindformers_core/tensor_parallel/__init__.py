@@ -3,6 +3,7 @@
 from mindformers_core.tensor_parallel.clipping import clip_by_global_norm
 from mindformers_core.tensor_parallel.compiling import jit
 from mindformers_core.tensor_parallel.dtensor import DTensor, distribute_tensor
+from mindformers_core.tensor_parallel.full_parameters import full_parameters
 from mindformers_core.tensor_parallel.initialize import materialize
 from mindformers_core.tensor_parallel.inspecting import explain, prepare, programs
 from mindformers_core.tensor_parallel.interception import intercept_operators
@@ -30,6 +31,7 @@ __all__ = [
     "clip_by_global_norm",
     "distribute_tensor",
     "explain",
+    "full_parameters",
     "jit",
     "local_map",
     "materialize",

@@ -22,17 +22,18 @@ class Boundary:
         weight_axes: axes on which a parameter of this Cell or of one below it is sharded. An input that is gathered
             or reduced to be whole on such an axis arrives *varying*: work with sharded weights differs along the
             axis, and so the gradient is reduced (or reduce-scattered) once, where it leaves the Cell.
-        is_root: whether this is the Cell that `shard()` was called with: it takes plain tensors as this rank's parts.
+        is_root: whether this is the Cell that `shard()` was called with.
+        takes_parts: whether plain tensors are this rank's parts of what is declared; else they are whole.
     """
 
-    def __init__(self, label, mesh, arguments, declaration, weight_axes, is_root):
+    def __init__(self, label, mesh, arguments, declaration, weight_axes, is_root, takes_parts):
         self.label = label
         self.mesh = mesh
         self.arguments = arguments
         self.inputs = declaration.inputs if declaration else {}
         self.outputs = declaration.outputs if declaration else {}
         self.weight_axes = weight_axes
-        self.is_root = is_root
+        self.is_root, self.takes_parts = is_root, takes_parts
         self.targets = {}
 
     def enter(self, args, kwargs):
@@ -97,9 +98,9 @@ class Boundary:
         return tensor
 
     def _adopt(self, tensor, declared, name):
-        """A plain tensor: at the root this rank's part of what is declared, further in the same on all ranks."""
+        """A plain tensor: this rank's part of what is declared, at the root; else the same on all ranks."""
         layout = Layout.on(self.mesh, ((),) * tensor.ndim)
-        if self.is_root and declared is not None:
+        if self.takes_parts and declared is not None:
             layout = bind_layout(declared, self.mesh, tensor.ndim, name=name)
         shape = layout.global_shape(tensor.shape)
         return wrap(tensor, tensor_meta(shape, dtype_name(tensor.dtype), layout, constant=not tensor._requires_grad))

@@ -20,6 +20,7 @@ from mindformers_core.communication.world import process_state, world
 from mindformers_core.operators import TensorMeta
 from mindformers_core.tensor_parallel.capturing.structure import map_leaves
 from mindformers_core.tensor_parallel.dtensor import DTensor
+from mindformers_core.tensor_parallel.first_inputs import compare_inputs
 from mindformers_core.tensor_parallel.move import dtype_name
 
 __all__ = ["choose_program", "eager_method", "enrol", "jit"]
@@ -168,6 +169,7 @@ def jit(function=None, **options):
             finally:
                 _STATE["met"] = outer
             made.append(_make_program(*missing, made))
+            _compare_inputs(*missing[:2], args, kwargs)
 
     return run
 
@@ -180,6 +182,19 @@ def _make_program(tree, path, args, kwargs, made):
             raise RuntimeError(tree.missing_program(path, args, kwargs)) from None
         tree.program(path, args, kwargs)
     return key
+
+
+def _compare_inputs(tree, path, args, kwargs):
+    """Compare what a compiled function is called with, which the root Cell's inputs come from, among the ranks."""
+    (*_, program) = tree.programs.values()
+    if tree.compared is None or path != "" or not program.communicates:
+        return
+    layouts = [program.frame.layouts[value.id] for value in program.inputs]
+    shards = {axis: layout.placement(axis) for layout in layouts for dim in layout.dims for axis in dim}
+    tensors = []
+    map_leaves(lambda leaf: tensors.append(leaf) if type(leaf) is ms.Tensor else None, (args, kwargs))
+    inputs = [(f"argument {place}", tensor) for place, tensor in enumerate(tensors)]
+    compare_inputs(tree.label(""), tree.mesh, inputs, [shards] * len(inputs))
 
 
 def _remove_dump():

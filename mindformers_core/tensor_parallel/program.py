@@ -1,6 +1,7 @@
 """The programs of a sharded tree: for every signature that comes, one captured, propagated and generated module."""
 
 import inspect
+import logging
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -19,9 +20,12 @@ from mindformers_core.tensor_parallel.generation.module_source import module_sou
 from mindformers_core.tensor_parallel.move import cost_model, dtype_name
 from mindformers_core.tensor_parallel.propagation import propagate
 from mindformers_core.tensor_parallel.propagation.checking import check_plan
+from mindformers_core.tensor_parallel.propagation.plan import joined_path
 from mindformers_core.tensor_parallel.propagation.saved import load_plan
 
-__all__ = ["Program", "describe", "make_program", "plan_call", "signature_key"]
+_LOG = logging.getLogger("mindformers_core")
+
+__all__ = ["Program", "arriving_tensors", "describe", "make_program", "plan_call", "signature_key"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +55,12 @@ class Program:
     source: object = field(repr=False)
     functions: dict = field(repr=False)
     results: tuple = field(repr=False)
+
+    @property
+    def communicates(self):
+        """Whether it moves tensors between ranks, forward or backward."""
+        entries = [entry for _, frame in self.frame.walk() for entry in frame.instructions]
+        return any(getattr(entry, "steps", ()) or getattr(entry, "algorithm", None) for entry in entries)
 
     @property
     def inputs(self):
@@ -117,25 +127,23 @@ def plan_call(tree, path, args, kwargs, saved_plan=None):
         `(CellGraph, FramePlan)`, without what the tree's `ActivationPolicy` makes of the plan.
     """
     bound = _bind(tree, path, args, kwargs)
-    declared = tree.declarations[path].inputs if path == "" and path in tree.declarations else {}
-    arriving = []
+    arriving = arriving_tensors(tree, path, args, kwargs)
+    coming = iter(arriving)
 
-    def enter(leaf, name):
+    def enter(leaf):
         if not isinstance(leaf, (Tensor, TensorMeta)):
             return leaf
-        layout = _arriving_layout(leaf, declared.get(name), tree.mesh, f"input '{name}' of {tree.label(path)}")
         shape, dtype, _ = describe(leaf)
-        arriving.append((name, shape, layout))
-        return TensorMeta(layout.global_shape(shape), dtype, None, False)
+        return TensorMeta(next(coming)[2].global_shape(shape), dtype, None, False)
 
     for name, value in list(bound.arguments.items())[1:]:
-        bound.arguments[name] = map_leaves(lambda leaf, name=name: enter(leaf, name), value)
+        bound.arguments[name] = map_leaves(enter, value)
     tree.check_cells()
     try:
         with tree.as_written():
             graph = capture(tree.cells[path], *bound.args[1:], **bound.kwargs)
     except ValueError as error:
-        undeclared = _undeclared(arriving, declared)
+        undeclared = _undeclared(arriving, _declared_inputs(tree, path))
         if not undeclared:
             raise
         raise ValueError(f"{str(error).rstrip('.')}; {tree.label(path)} was called with {undeclared}") from error
@@ -148,11 +156,45 @@ def plan_call(tree, path, args, kwargs, saved_plan=None):
     else:
         frame = propagate(graph, tree.mesh, layouts, parameters, declarations, cost_model(), final=path == "")
         check_plan(frame, final=path == "")
+    if not tree.programs:
+        _warn_of_undivided(tree, path, frame)
     return graph, frame
+
+
+def _warn_of_undivided(tree, path, frame):
+    """Warn, once for equal Cells, where tensors are gathered since their sizes don't divide."""
+    cells = {}
+    for inner, each in frame.walk():
+        for why in {move.reason for move in each.moves if move.undivided}:
+            cells.setdefault(why, []).append(tree.label(joined_path(path, inner)))
+    for why, labels in cells.items():
+        more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
+        _LOG.warning("%s%s gathers what is sharded for %s; explain() shows where", labels[0], more, why)
+
+
+def arriving_tensors(tree, path, args, kwargs):
+    """`(name of the argument, tensor, Layout in which it arrives)` of every tensor that a Cell is called with."""
+    bound, declared, found = _bind(tree, path, args, kwargs), _declared_inputs(tree, path), []
+
+    def enter(leaf, name):
+        if isinstance(leaf, (Tensor, TensorMeta)):
+            what = f"input '{name}' of {tree.label(path)}"
+            found.append((name, leaf, _arriving_layout(leaf, declared.get(name), tree.mesh, what)))
+
+    for name, value in list(bound.arguments.items())[1:]:
+        map_leaves(lambda leaf, name=name: enter(leaf, name), value)
+    return found
+
+
+def _declared_inputs(tree, path):
+    """Argument -> the layout in which plain tensors arrive that Python code calls the Cell with."""
+    takes_parts = path == "" and path in tree.declarations and not tree.takes_full_batch
+    return tree.declarations[path].inputs if takes_parts else {}
 
 
 def _undeclared(arriving, declared):
     """Where some inputs are cut and others taken as whole, both; a frequent reason for shapes that don't fit."""
+    arriving = [(name, describe(leaf)[0], layout) for name, leaf, layout in arriving]
     cut = [(name, shape, layout) for name, shape, layout in arriving if any(layout.dims)]
     whole = [(name, shape) for name, shape, at in arriving if name not in declared and shape and at.is_replicated]
     if not cut or not whole:

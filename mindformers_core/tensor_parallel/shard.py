@@ -16,9 +16,10 @@ from mindformers_core.tensor_parallel.sharded_tree import ShardedTree
 __all__ = ["MODES", "replace_parameters", "shard"]
 
 MODES = ("generated", "eager")
+FULL_BATCH = "full_batch"
 
 
-def shard(cell, mesh, config=None, plan=None, seed=0, mode="generated", inputs=None):
+def shard(cell, mesh, config=None, plan=None, seed=0, mode="generated", inputs=None, check_inputs=True):
     """Distribute `cell` over `mesh`: afterwards it computes, in PyNative and under `jit`, what it computed on one card.
 
     Every Cell class in the tree may define `shard(self, config)` and return `(input_layout, output_layout,
@@ -47,15 +48,35 @@ def shard(cell, mesh, config=None, plan=None, seed=0, mode="generated", inputs=N
         seed: of the initial values of parameters built on the meta device: the same global values for any mesh.
         mode: `"generated"`, or `"eager"`: every operator is dispatched as it comes, in PyNative only.
         inputs: arguments of one call, as a tuple, with whole tensors (only shapes and dtypes matter: `TensorMeta`s will
-            do). With them parameters that nobody declares are stored as their operators take them.
+            do). With them parameters that nobody declares are stored as their operators take them. Or
+            `"full_batch"`: plain tensors passed to `cell` are whole, the same on all ranks, which take their parts.
+        check_inputs: whether, before it first computes with inputs of new shapes, ranks compare these shapes, and warn
+            where ranks that should have different parts of the batch have the same, or the other way round.
 
     Returns:
         `cell` itself.
 
     Raises:
         TypeError, ValueError: a declaration that is malformed or doesn't fit; names the Cell's path, the tensor, its
-            shape and layout.
+            shape and layout. Later, of a call: ranks have parts of different shapes.
     """
+    _check_arguments(cell, mesh, mode, inputs)
+    takes_full_batch = isinstance(inputs, str)
+    declarations = collect_declarations(cell, config, plan)
+    layouts = _declared_layouts(cell, mesh, declarations)
+    whole = {path: Layout.on(mesh, ((),) * p.ndim) for path, p in cell.parameters_and_names() if path not in layouts}
+    if inputs is not None and not takes_full_batch:
+        layouts = derived_layouts(cell, mesh, declarations, layouts | whole, frozenset(whole), inputs)
+    _place_parameters(cell, layouts | {path: whole[path] for path in whole if path not in layouts}, seed)
+    tree = ShardedTree(cell, mesh, declarations, takes_full_batch, check_inputs)
+    if mode == "eager":
+        _refuse_operator_declarations(tree)
+        for path in tree.cells:
+            tree.mark_eager(path)
+    return cell
+
+
+def _check_arguments(cell, mesh, mode, inputs):
     if not isinstance(cell, nn.Cell):
         raise TypeError(f"shard() takes a Cell, an instance of a subclass of nn.Cell, not {cell!r}")
     if not isinstance(mesh, DeviceMesh):
@@ -63,18 +84,8 @@ def shard(cell, mesh, config=None, plan=None, seed=0, mode="generated", inputs=N
     _refuse_sharded(cell)
     if mode not in MODES:
         raise ValueError(f"shard(mode={mode!r}): choose one of {', '.join(MODES)}{nearest(str(mode), MODES)}")
-    declarations = collect_declarations(cell, config, plan)
-    layouts = _declared_layouts(cell, mesh, declarations)
-    whole = {path: Layout.on(mesh, ((),) * p.ndim) for path, p in cell.parameters_and_names() if path not in layouts}
-    if inputs is not None:
-        layouts = derived_layouts(cell, mesh, declarations, layouts | whole, frozenset(whole), inputs)
-    _place_parameters(cell, layouts | {path: whole[path] for path in whole if path not in layouts}, seed)
-    tree = ShardedTree(cell, mesh, declarations, {path: p.layout for path, p in cell.parameters_and_names()})
-    if mode == "eager":
-        _refuse_operator_declarations(tree)
-        for path in tree.cells:
-            tree.mark_eager(path)
-    return cell
+    if isinstance(inputs, str) and inputs != FULL_BATCH:
+        raise ValueError(f"shard(inputs={inputs!r}): give the arguments of one call as a tuple, or {FULL_BATCH!r}")
 
 
 def _refuse_sharded(cell):

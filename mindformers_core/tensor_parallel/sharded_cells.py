@@ -1,9 +1,11 @@
 """What the Cells of a sharded tree become: subclasses of their own classes that run a program, or run eagerly."""
 
+import logging
 from functools import cache
 
-from mindspore import Parameter, ParameterTuple, nn
+from mindspore import Parameter, ParameterTuple, Tensor, nn
 
+from mindformers_core.tensor_parallel.capturing.structure import map_leaves
 from mindformers_core.tensor_parallel.compiling import choose_program, eager_method
 from mindformers_core.tensor_parallel.dtensor import parameter_meta, parameter_view, wrap
 
@@ -13,6 +15,7 @@ __all__ = [
 ]  # fmt: skip
 
 CONTAINERS = (nn.CellList, nn.CellDict, nn.SequentialCell)  # they hold other Cells in a row
+_LOG = logging.getLogger("mindformers_core")
 _SHOWN = 5  # Cells of a list in an error
 _LOCATED = (ValueError, TypeError, IndexError, RuntimeError)
 
@@ -61,6 +64,18 @@ class ShardedCell:
         storage.give_parts()
         for name, parameter in super().parameters_and_names(name_prefix, expand):
             yield name, storage.parts.get(id(parameter), parameter)
+
+    @property
+    def parameter_layout_dict(self):
+        """As MindSpore's, which its functions ask for that save a Cell: they write the parts that this rank has."""
+        tree, path = self.__dict__["_sharding"]
+        if any(any(parameter.layout.dims) for parameter in self.get_parameters()):
+            _LOG.warning(
+                "%s is sharded: what MindSpore saves of it are this rank's parts, which fit this mesh only; for whole "
+                "tensors all ranks call mindformers_core.full_parameters(net), and one saves what it returns",
+                tree.label(path),
+            )
+        return super().parameter_layout_dict
 
     def add_flags(self, **flags):
         """As MindSpore's, which `set_train` calls: programs depend on the flag."""
@@ -112,6 +127,8 @@ class EagerCell(ShardedCell):
         tree, path = self.__dict__["_sharding"]
         boundary = tree.boundaries[path]
         if tree.views is None:
+            if path == "":
+                tree.compare_inputs(_shapes(args, kwargs), args, kwargs)
             with tree.running_eagerly():
                 args, kwargs = tree.storage.entering(args, kwargs) if path == "" else (args, kwargs)
                 result = self.run_eagerly(*args, **kwargs)
@@ -129,6 +146,12 @@ class EagerCell(ShardedCell):
         if isinstance(value, ParameterTuple):
             return tuple(_view(parameter, self.__dict__["_sharding"][0]) for parameter in value)
         return value
+
+
+def _shapes(args, kwargs):
+    shapes = []
+    map_leaves(lambda leaf: shapes.append(tuple(leaf.shape)) if isinstance(leaf, Tensor) else None, (args, kwargs))
+    return tuple(shapes)
 
 
 def sharded_class(mixin, cls, programs=()):

@@ -6,14 +6,16 @@ from contextlib import contextmanager
 from inspect import getsourcefile, getsourcelines, signature
 from weakref import WeakValueDictionary
 
+from mindformers_core.communication import world
 from mindformers_core.tensor_parallel.activation_policy import ActivationPolicy
 from mindformers_core.tensor_parallel.boundary import Boundary
 from mindformers_core.tensor_parallel.capturing.structure import map_leaves
 from mindformers_core.tensor_parallel.compiling import enrol
 from mindformers_core.tensor_parallel.dtensor import DTensor
+from mindformers_core.tensor_parallel.first_inputs import compare_inputs
 from mindformers_core.tensor_parallel.generation.passed_weights import weights_of_call
 from mindformers_core.tensor_parallel.parameter_storage import ParameterStorage
-from mindformers_core.tensor_parallel.program import describe, make_program, signature_key
+from mindformers_core.tensor_parallel.program import arriving_tensors, describe, make_program, signature_key
 from mindformers_core.tensor_parallel.propagation.plan import called_graphs, joined_path
 from mindformers_core.tensor_parallel.recordings import no_gradient_left_waiting
 from mindformers_core.tensor_parallel.sharded_cells import EagerCell, GeneratedCell, located, sharded_class
@@ -45,10 +47,14 @@ class ShardedTree:
             part, paths of the Cells that run again, and of those that are units.
         compiled_cells: what calls such functions of a running program (`CompiledCells`), or None.
         versions: how often something was set in a Cell that programs depend on, or one became eager.
+        takes_full_batch: whether plain tensors that the root is called with are whole, not this rank's parts.
+        compared: the signatures for which ranks have compared the root's inputs; None where they don't.
     """
 
-    def __init__(self, root, mesh, declarations, parameter_layouts):
-        self.mesh, self.declarations, self.parameter_layouts = mesh, declarations, parameter_layouts
+    def __init__(self, root, mesh, declarations, takes_full_batch, check_inputs):
+        self.mesh, self.declarations, self.takes_full_batch = mesh, declarations, takes_full_batch
+        self.parameter_layouts = {path: parameter.layout for path, parameter in root.parameters_and_names()}
+        self.compared = set() if check_inputs and mesh.size > 1 and world().backend != "fake" else None
         self.cells = dict(root.cells_and_names())
         self.classes = {path: type(cell) for path, cell in self.cells.items()}
         self.boundaries = {path: self._boundary(path, cell) for path, cell in self.cells.items()}
@@ -78,7 +84,8 @@ class ShardedTree:
         if "program" in names:
             raise ValueError(f"{self.label(path)}: construct has an argument 'program', which shard() needs: rename it")
         axes = {axis for parameter in cell.get_parameters() for dim in parameter.layout.dims for axis in dim}
-        return Boundary(self.label(path), self.mesh, names, self.declarations.get(path), frozenset(axes), path == "")
+        what = self.label(path), self.mesh, names, self.declarations.get(path), frozenset(axes)
+        return Boundary(*what, is_root=path == "", takes_parts=path == "" and not self.takes_full_batch)
 
     def _dress(self, path):
         """Give a Cell the class that it needs now."""
@@ -155,6 +162,8 @@ class ShardedTree:
         if path == "":
             args, kwargs = self.storage.entering(args, kwargs)
         program = self.program(path, args, kwargs)
+        if path == "" and program.communicates:
+            self.compare_inputs(program.signature, args, kwargs)
         args, kwargs = map_leaves(_local, (args, kwargs))
         if self.cells[path]._recompute_cell is not None:
             kwargs["program"] = program.name  # the backward pass calls it again, as it was called
@@ -167,6 +176,16 @@ class ShardedTree:
             raise located(error, self.label(path)) from error.__cause__
         finally:
             self.running = before
+
+    def compare_inputs(self, signature, args, kwargs):
+        """Compare what the root is called with among the ranks, once for a signature: see `compare_inputs`."""
+        if self.compared is None or signature in self.compared:
+            return
+        self.compared.add(signature)
+        arriving = arriving_tensors(self, "", args, kwargs)
+        inputs = [(name, _local(leaf)) for name, leaf, _ in arriving]
+        placements = [{axis: layout.placement(axis) for axis in self.mesh.axis_names} for _, _, layout in arriving]
+        compare_inputs(self.label(""), self.mesh, inputs, placements)
 
     @contextmanager
     def running_eagerly(self):

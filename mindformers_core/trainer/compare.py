@@ -82,7 +82,7 @@ def compare_runs(run_a, run_b, threshold, fell=None):
     same, common = difference <= threshold, losses_a.keys() & losses_b.keys()
     for run, losses in ((run_a, losses_a), (run_b, losses_b)):
         if len(losses) > len(common):  # of a run that was resumed, or that ended earlier
-            print(f"{run} has {_steps(losses)}, of which {_steps(common)} are in both")
+            print(f"note: {run} has {_steps(losses)}, of which {_steps(common)} are in both")
     print(
         f"{len(common)} steps; largest relative difference of the loss {difference:.3e} at step {step} "
         f"({losses_a[step]:.7g} and {losses_b[step]:.7g}): {'within' if same else 'ABOVE'} the threshold {threshold:g}"

@@ -6,7 +6,7 @@ Where the tensors are moved is decided later (see `placing.py`): here it is only
 from dataclasses import dataclass, field, replace
 
 from mindformers_core.operators import tensor_meta
-from mindformers_core.operators.resolve import OperatorCall
+from mindformers_core.operators.resolve import OperatorCall, undivided
 from mindformers_core.operators.signature import is_float
 from mindformers_core.tensor_parallel.capturing.graph import CallNode
 from mindformers_core.tensor_parallel.capturing.structure import values_in
@@ -172,8 +172,9 @@ class _Frame:
             plan = operator_plan(node, signature, self.run.resolve(node, asked, self.choices.get(place)))
         except _LOCATED as error:
             raise type(error)(self.located(node, str(error))) from error
-        for key, layout in zip(keys, plan.inputs):
-            self.take(key, layout, node.operator)
+        for key, layout, dims in zip(keys, plan.inputs, signature.inputs):
+            why = undivided(signature, dims, self.decision.current[key], layout)
+            self.take(key, layout, f"{node.operator}: {why}" if why else node.operator)
         flow = max((self.decision.flows[key] for key in keys), default=NOTHING)
         flow = min(flow, FLOWS) if node.operator in NO_GRADIENT else flow
         made = values_in(node.outputs)

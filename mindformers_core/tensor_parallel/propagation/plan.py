@@ -35,6 +35,11 @@ class Move:
     reason: str
     gradient: bool
 
+    @property
+    def undivided(self):
+        """Why a dim can't stay sharded, where its size doesn't divide; else an empty string."""
+        return self.reason.partition(": ")[2]
+
 
 @dataclass(frozen=True, eq=False)
 class OperatorPlan:
