@@ -187,7 +187,7 @@ def _make_program(tree, path, args, kwargs, made):
 def _compare_inputs(tree, path, args, kwargs):
     """Compare what a compiled function is called with, which the root Cell's inputs come from, among the ranks."""
     (*_, program) = tree.programs.values()
-    if tree.compared is None or path != "" or not program.communicates:
+    if not tree.check_inputs or path != "" or not program.communicates:
         return
     layouts = [program.frame.layouts[value.id] for value in program.inputs]
     shards = {axis: layout.placement(axis) for layout in layouts for dim in layout.dims for axis in dim}

@@ -48,13 +48,15 @@ class ShardedTree:
         compiled_cells: what calls such functions of a running program (`CompiledCells`), or None.
         versions: how often something was set in a Cell that programs depend on, or one became eager.
         takes_full_batch: whether plain tensors that the root is called with are whole, not this rank's parts.
-        compared: the signatures for which ranks have compared the root's inputs; None where they don't.
+        check_inputs: whether ranks compare the root's inputs before its first call with a signature.
+        compared: the signatures that were called, and compared if they are.
     """
 
     def __init__(self, root, mesh, declarations, takes_full_batch, check_inputs):
         self.mesh, self.declarations, self.takes_full_batch = mesh, declarations, takes_full_batch
         self.parameter_layouts = {path: parameter.layout for path, parameter in root.parameters_and_names()}
-        self.compared = set() if check_inputs and mesh.size > 1 and world().backend != "fake" else None
+        self.check_inputs = check_inputs and mesh.size > 1 and world().backend != "fake"
+        self.compared = set()
         self.cells = dict(root.cells_and_names())
         self.classes = {path: type(cell) for path, cell in self.cells.items()}
         self.boundaries = {path: self._boundary(path, cell) for path, cell in self.cells.items()}
@@ -162,8 +164,8 @@ class ShardedTree:
         if path == "":
             args, kwargs = self.storage.entering(args, kwargs)
         program = self.program(path, args, kwargs)
-        if path == "" and program.communicates:
-            self.compare_inputs(program.signature, args, kwargs)
+        if path == "" and program.signature not in self.compared:
+            self.compare_inputs(program.signature, args, kwargs, program.communicates)
         args, kwargs = map_leaves(_local, (args, kwargs))
         if self.cells[path]._recompute_cell is not None:
             kwargs["program"] = program.name  # the backward pass calls it again, as it was called
@@ -177,11 +179,13 @@ class ShardedTree:
         finally:
             self.running = before
 
-    def compare_inputs(self, signature, args, kwargs):
+    def compare_inputs(self, signature, args, kwargs, communicates=True):
         """Compare what the root is called with among the ranks, once for a signature: see `compare_inputs`."""
-        if self.compared is None or signature in self.compared:
+        if signature in self.compared:
             return
         self.compared.add(signature)
+        if not self.check_inputs or not communicates:
+            return
         arriving = arriving_tensors(self, "", args, kwargs)
         inputs = [(name, _local(leaf)) for name, leaf, _ in arriving]
         placements = [{axis: layout.placement(axis) for axis in self.mesh.axis_names} for _, _, layout in arriving]
