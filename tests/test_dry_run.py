@@ -47,8 +47,24 @@ def test_a_large_recipe_is_checked_in_little_memory():
 
 def figures(text):
     """The whole number in each line of a dry run, by the line's first words; the lines of parameters are left out."""
-    lines = [re.fullmatch(r"  (\D+?) +([\d,]+) \(.* GiB\)", line) for line in text.splitlines()]
+    lines = [re.fullmatch(r"  (\D+?) +([\d,]+) \(.* GiB\)(, fits in \d+ GB)?", line) for line in text.splitlines()]
     return {line[1]: int(line[2].replace(",", "")) for line in lines if line}
+
+
+def test_activations_are_counted(dry_run):
+    """Of every live micro-batch what is kept, and of one layer what is computed again."""
+    recipe, gpipe = "configs/llama_tiny_pp.yaml", "parallelism.pipeline_parallel_schedule=gpipe"
+    found = [
+        figures(dry_run(recipe, gpipe, f"training.local_batch_size={count}", "training.global_batch_size=16")[1])
+        for count in (2, 8)
+    ]
+    assert found[0]["activations"] * 4 == found[1]["activations"]
+    text = dry_run(recipe, "recompute.full=true")[1]
+    found, (kept, whole) = figures(text), re.search(r"; (\d+) KiB of (\d+) KiB of activations are kept", text).groups()
+    taken = 32 * 64 * 4 + 64 * 4  # half of a sequence's tokens, each a hidden state of float32; and labels
+    assert abs(found["activations"] - taken - int(kept) * 1024) < 1024
+    assert abs(2 * found["computed again at once"] - (int(whole) - int(kept)) * 1024) < 2048
+    assert found["together"] == sum(found.values()) - found["together"] and "fits in 1 GB" in text
 
 
 @pytest.mark.nightly
@@ -107,7 +123,7 @@ def test_report_adds_up():
     assert lines[2] == "1 stay whole, 4 parameters: norm.weight"
     assert lines[4:9] == [
         "weights 136 (0.00 GiB)", "gradients 72 (0.00 GiB)", "AdamW state 160 (0.00 GiB)", "buckets 1 (0.00 GiB)",
-        "together 369 (0.00 GiB)",
+        "together 369 (0.00 GiB), and activations, which no plan of the eager engine tells",
     ]  # fmt: skip
     assert "layers.*.weight 2 (8, 4) (4, 4) (2, 4) [(tp, dp), -]" in lines
     plain = report(RankFacts(facts, 0, 1, taken))

@@ -135,12 +135,17 @@ def test_what_a_distributed_algorithm_sends():
     weight, reduced = 4, 4 * 4
     assert collectives_of(traffic) == {"all_reduce": (2, 2)}
     assert bytes_by_axes(traffic) == {("tp",): (2 * reduced, reduced + weight)}
-    assert "distributed algorithm 'softmax' over tp" in explain_plan(cut_softmax(), algorithm_steps)
+    assert "distributed algorithm 'softmax' over tp" in explain_plan(make_report(cut_softmax(), algorithm_steps))
 
 
 def test_an_algorithm_is_not_left_out():
     with pytest.raises(ValueError, match=r"Softmax \(.*test_explain.py:\d+\) runs the distributed algorithm 'softmax'"):
         make_report(cut_softmax())
+
+
+def unsent(frame):
+    """The report of a plan, without what distributed algorithms send."""
+    return make_report(frame, lambda plan: ())
 
 
 def example(name):
@@ -152,13 +157,13 @@ def example(name):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_totals_are_the_sums_of_all_moves(name):
     frame = example(name)
-    report = make_report(frame, lambda plan: ())
+    report = unsent(frame)
     moves = [move for _, found in frame.walk() for move in found.moves]
     forward = sum(step.forward[1] for move in moves for step in move.steps)
     backward = sum(step.backward[1] for move in moves if move.gradient for step in move.steps)
     assert [sum(both) for both in zip(*bytes_by_axes(report.traffic).values())] == [forward, backward]
     assert forward and backward
-    lines = explain_plan(frame, lambda plan: ()).splitlines()
+    lines = explain_plan(unsent(frame)).splitlines()
     assert max(map(len, lines)) <= 120
 
 
@@ -171,7 +176,7 @@ def llama(layers=4):
 
 
 def test_the_text():
-    text = explain_plan(llama(), lambda plan: ())
+    text = explain_plan(unsent(llama()))
     lines = text.splitlines()
     assert max(map(len, lines)) <= 120
     assert lines[0] == "LlamaForCausalLM on the mesh (dp=2, tp=2), captured in training: 58 calls of Cells"
@@ -192,17 +197,46 @@ def test_the_text():
 
 def test_arrows_mark_what_communicates():
     frame = feed_forward(sequence_parallel=True)
-    marked = [line.split()[1] for line in explain_plan(frame).splitlines() if line.strip().startswith("→")]
+    marked = [line.split()[1] for line in explain_plan(make_report(frame)).splitlines() if line.strip().startswith("→")]
     rows = [row.report for row in make_report(frame).root.rows if hasattr(row, "report")]
     moves = [row for report in rows for row in report.rows if isinstance(row, MoveRow)]
     assert len(marked) == 3 and marked.count("weight") == 1
     assert len(moves) + sum(isinstance(row, MoveRow) for row in make_report(frame).root.rows) == 3
 
 
+def test_operators_of_one_line_come_together():
+    """In the page they can be opened; where one line has few, each is shown."""
+
+    class Losses(nn.Cell):
+        def construct(self, x):
+            few = ops.exp(ops.sin(ops.cos(ops.tan(x))))
+            return ops.tan(ops.exp(ops.sin(ops.cos(ops.tan(few)))))
+
+    report = unsent(planned(Losses(), TP, (tensor_meta((3,), "float32"),))[1])
+    shown = [line.split("  test_")[0].strip() for line in explain_plan(report).splitlines()[4:10]]
+    *alone, names, last = shown
+    assert [line.split()[2] for line in alone] == ["Tan(x)", "Cos(%1)", "Sin(%2)", "Exp(%3)"]
+    assert names == "· 4 operators: Tan, Cos, Sin, Exp" and last == "%9 = Tan(%8)"
+    found = "".join(Reader(page(report, "losses")).text)
+    assert "4 operators: Tan, Cos, Sin, Exp" in found and "Exp(%7)" in found
+
+
+def test_what_is_sent_of_parameters_is_in_the_table():
+    """In a step of several micro-steps, with what the passes send as often."""
+    report = make_report(feed_forward(False), None, None, 2, {(("tp", "hsdp"), "backward", "all_reduce"): (3, 7)})
+    lines = explain_plan(report).splitlines()
+    start = lines.index("One rank sends in a step of 2 micro-steps:")
+    rows = [line.split() for line in lines[start + 2 : start + 5]]
+    assert rows[0][:1] == ["tp"] and rows[0][-4:] == ["all_reduce", "2", "+", "2"]
+    assert rows[1] == ["tp,", "hsdp", "0", "7", "B", "all_reduce", "0", "+", "3"]
+    assert rows[2][-4:] == ["all_reduce", "2", "+", "5"]
+    assert "a step of 2 micro-steps" in page(report, "sums") and "tp, hsdp" in page(report, "sums")
+
+
 def test_nothing_to_say():
     _, frame = planned(Function(ops.exp), TP, (tensor_meta((3,), "float32"),))
-    assert "Nothing is communicated." in explain_plan(frame)
-    assert "Nothing is communicated." in page(frame, "alone")
+    assert "Nothing is communicated." in explain_plan(make_report(frame))
+    assert "Nothing is communicated." in page(make_report(frame), "alone")
 
 
 def test_a_cell_whose_code_is_in_no_file():
@@ -210,7 +244,8 @@ def test_a_cell_whose_code_is_in_no_file():
     made = {"nn": nn, "ops": ops}
     exec("class Typed(nn.Cell):\n    def construct(self, x):\n        return ops.exp(x)", made)
     _, frame = planned(made["Typed"](), TP, (tensor_meta((3,), "float32"),))
-    assert re.search(r"Exp\(x\) +float32 \[3\]", explain_plan(frame)) and "Exp" in page(frame, "typed")
+    assert re.search(r"Exp\(x\) +float32 \[3\]", explain_plan(make_report(frame)))
+    assert "Exp" in page(make_report(frame), "typed")
 
 
 def test_bytes_as_words():
@@ -244,7 +279,7 @@ class Reader(HTMLParser):
 
 
 def test_the_page_stands_alone():
-    source = page(llama(), "Llama", lambda plan: ())
+    source = page(unsent(llama()), "Llama")
     found = Reader(source)
     assert not found.open
     assert not {tag for tag, _ in found.elements} & {"script", "link", "img", "iframe", "object", "base"}
@@ -257,26 +292,26 @@ def test_the_page_stands_alone():
 
 def test_the_page_says_what_the_text_says():
     frame = llama()
-    found = Reader(page(frame, "Llama", lambda plan: ()))
+    found = Reader(page(unsent(frame), "Llama"))
     text = "".join(found.text)
-    report = make_report(frame, lambda plan: ())
+    report = unsent(frame)
     assert bytes_shown(report.training_bytes) in text and bytes_shown(report.evaluation_bytes) in text
     bands = [kind for kind in found.all_of("class") if kind.startswith("move sends")]
-    arrows = [line for line in explain_plan(frame, lambda plan: ()).splitlines() if line.strip().startswith("→")]
+    arrows = [line for line in explain_plan(unsent(frame)).splitlines() if line.strip().startswith("→")]
     assert len(bands) == len(arrows)
     assert "layers.1 … layers.3  ×3" in text
     assert any("[2, 8, 40] -> [1, 8, 20] [dp, -, tp]" in title for title in found.all_of("title"))
 
 
 def test_the_page_grows_with_what_differs_only():
-    sizes = [len(page(llama(layers), "Llama", lambda plan: ())) for layers in (2, 8)]
+    sizes = [len(page(unsent(llama(layers)), "Llama")) for layers in (2, 8)]
     assert abs(sizes[1] - sizes[0]) < 100
 
 
 def test_everything_is_escaped():
     odd = type("Odd<b>&amp;", (FeedForward,), {})
     _, frame = planned(odd(), TP, (tensor_meta((4, 6, 8), "float32"),))
-    source = page(frame, "<script>&\"'")
+    source = page(make_report(frame), "<script>&\"'")
     found = Reader(source)
     text = "".join(found.text)
     assert text.count("<script>&\"'") == 2 and text.count("Odd<b>&amp;") == 3

@@ -65,10 +65,12 @@ class ActivationPolicy:
 
     Attributes:
         marks: whether programs for PyNative differ from those for compiled functions.
+        layers: number of a layer -> paths of the Cells that are it.
         recomputed_cells: paths of the outermost Cells that run again where they are compiled.
     """
 
     marks = False
+    layers = {}
     recomputed_cells = ()
 
     def marked(self, path, frame, compiled):

@@ -3,7 +3,7 @@
 from contextlib import nullcontext
 from pathlib import Path
 
-from mindformers_core.tensor_parallel.explaining import explain_plan, page
+from mindformers_core.tensor_parallel.explaining import explain_plan, make_report, page
 from mindformers_core.tensor_parallel.explaining.algorithms import algorithm_steps
 from mindformers_core.tensor_parallel.propagation.plan import joined_path
 from mindformers_core.tensor_parallel.sharded_cells import EagerCell, ShardedCell
@@ -72,10 +72,10 @@ def explain(cell, *inputs, html=None, **named_inputs):
     frame = dict(reversed([*whole.walk()]))[inner]
     activations = tree.activations.explained(whole, inner)
     stored, kept = (tree.storage.explained(), activations.lines) if path == "" else ((), ())
+    report = make_report(frame, algorithm_steps, activations, *(tree.storage.traffic() if path == "" else ()))
     if html is not None:
-        shown = page(frame, tree.label(path), algorithm_steps, stored, activations, kept)
-        Path(html).write_text(shown, encoding="utf-8")
-    return explain_plan(frame, algorithm_steps, [*stored, *kept], activations)
+        Path(html).write_text(page(report, tree.label(path), stored, kept), encoding="utf-8")
+    return explain_plan(report, [*stored, *kept])
 
 
 def explain_activations(cell, *inputs, compiled=False, **named_inputs):

@@ -62,6 +62,10 @@ class ParameterStorage:
         """Lines of text for `explain()`."""
         return []
 
+    def traffic(self):
+        """`(micro-steps of a step, what a step sends of parameters and gradients)`, the latter as `traffic.total`."""
+        return 1, {}
+
     # What a pipeline's stage asks, whose forward and backward passes of several micro-batches lie between each other.
 
     def check_trained(self):

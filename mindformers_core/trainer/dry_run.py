@@ -15,7 +15,11 @@ from mindformers_core.communication import init_distributed
 from mindformers_core.communication.world import shutdown
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaForCausalLM
+from mindformers_core.recompute.algorithms import algorithm_of
+from mindformers_core.recompute.explained import recomputed_at_once
+from mindformers_core.recompute.prediction import saved_bytes
 from mindformers_core.recompute.stages import check_stages
+from mindformers_core.redistribution.planner import ITEM_SIZES
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.tensor_parallel.inspecting import explain_activations, prepare
 from mindformers_core.trainer.activations import with_activations
@@ -28,12 +32,16 @@ from mindformers_core.zero import memory_report
 
 __all__ = ["RankFacts", "ParameterFact", "dry_run", "pipeline_report", "report"]
 
-_ROWS = {  # fields of a memory report's `Figures`
+_COMPUTED = {  # fields of a memory report's `Figures`
     "weights": "weights",
     "parts": "their parts",
     "gradients": "gradients",
     "state": "AdamW state",
     "buckets": "buckets",
+}
+_ROWS = _COMPUTED | {
+    "activations": "activations",
+    "recomputed": "computed again at once",
 }
 
 
@@ -67,7 +75,8 @@ class RankFacts:
         parameters: `ParameterFact`s, each parameter once.
         level: of `hsdp()`, 0 for plain data parallelism.
         shards: number of parts that parameters are cut into.
-        bytes: keys of `_ROWS` -> bytes, at the fullest time of a step.
+        bytes: keys of `_ROWS` -> bytes, at the fullest time of a step; activations are those that PyNative keeps for
+            the backward pass of all micro-batches that are live at a time, besides one layer's that are computed again.
         activations: lines about what is recomputed and swapped, of one micro-batch.
         told: `(stage, what its ActivationPolicy tells)` of the rank's stages.
     """
@@ -96,7 +105,9 @@ def dry_run(recipe):
     dp_size = mesh.axis_size("dp")
     micro_batches = accumulation_steps(recipe, dp_size)
     ranks = mesh.group(mesh.rank_list[0], ("pp",))
-    parts = [_facts_of_rank(recipe, mesh, rank, micro_batches) for rank in ranks]
+    timeline = recipe_timeline(recipe) if len(ranks) > 1 else None
+    live = timeline.peak_live if timeline else (1,)
+    parts = [_facts_of_rank(recipe, mesh, rank, micro_batches, count) for rank, count in zip(ranks, live, strict=True)]
     told = [each for _, each in sorted((entry for part in parts for entry in part.told), key=lambda entry: entry[0])]
     if any(told):
         check_stages(recipe.recompute, recipe.swap, told)
@@ -109,11 +120,12 @@ def dry_run(recipe):
     )
     if len(parts) == 1:
         return head + report(parts[0])
-    return head + pipeline_report(recipe_timeline(recipe), parts)
+    return head + pipeline_report(timeline, parts)
 
 
-def _facts_of_rank(recipe, mesh, rank, micro_batches):
-    """The `RankFacts` of a rank, after its Cells have run forward on shapes alone."""
+def _facts_of_rank(recipe, mesh, rank, micro_batches, live):
+    """The `RankFacts` of a rank, on which `live` micro-batches are at a time, after its Cells have run on shapes alone.
+    """
     init_distributed("fake", world_size=mesh.size, rank=rank)
     try:
         if recipe.parallelism.pipeline_parallel == 1:
@@ -129,9 +141,23 @@ def _facts_of_rank(recipe, mesh, rank, micro_batches):
         told = tuple((stage, _told(recipe, stage, net)) for stage, net in chunks)
         is_short = any(each and each["short"] for _, each in told)  # of a budget, for which all stages are looked at
         activations = () if is_short else _activations(recipe, chunks)
-        return _facts(recipe, nets, zero["shard_size"], activations, told)
+        facts = _facts(recipe, nets, zero["shard_size"], activations, told)
+        if recipe.context.engine != "eager":  # which has no plan
+            kept, recomputed = zip(*(_kept(recipe, stage, net) for stage, net in chunks))
+            facts.bytes.update(activations=int(live * sum(kept)), recomputed=max(recomputed))
+        return facts
     finally:
         shutdown()
+
+
+def _kept(recipe, stage, net):
+    """Bytes of what a stage takes in a micro-batch and keeps for its backward pass; and those that come back in it."""
+    given, policy = micro_batch(recipe, stage), net.__dict__["_sharding"][0].activations
+    frame = prepare(net, *given, compiled=recipe.context.mode == 0).frame
+    explained, layers = policy.explained(frame), {path for paths in policy.layers.values() for path in paths}
+    taken = sum(math.prod(each.shape) * ITEM_SIZES[each.dtype] for each in given)
+    kept = saved_bytes(frame, explained.dropped, algorithm_of, arguments_need=False)
+    return taken + kept, recomputed_at_once(frame, layers, explained.marks)
 
 
 def _told(recipe, stage, net):
@@ -158,7 +184,7 @@ def _facts(recipe, nets, shards, activations, told):
     reports = [memory_report(net, compiled=at_once) for net in nets]
     fullest = max(("pass", "update"), key=lambda moment: sum(report.computed[moment].total for report in reports))
     figures = [report.computed[fullest] for report in reports]
-    bytes_by_kind = {kind: sum(getattr(each, kind) for each in figures) for kind in _ROWS}
+    bytes_by_kind = {kind: sum(getattr(each, kind) for each in figures) for kind in _COMPUTED}
     parameters = {}
     for net, report in zip(nets, reports, strict=True):
         plans = {plan.path: plan for plan in report.step.plans}
@@ -199,9 +225,12 @@ def report(facts):
     parameters = facts.parameters
     whole, local = (_count(parameters, shape) for shape in ("global_shape", "local_shape"))
     lines = [f"parameters  {whole:,} in all, {local:,} on each rank", *_sharded(facts)]
-    lines.append("bytes on each rank at the fullest time (without activations)")
-    lines += [f"  {title:<22} {_gib(facts.bytes[kind])}" for kind, title in _ROWS.items() if facts.bytes[kind]]
-    lines += [f"  {'together':<22} {_gib(facts.total)}"]
+    lines.append("bytes on each rank at the fullest time (without buffers of an operator, while it runs)")
+    lines += [f"  {title:<22} {_gib(facts.bytes[kind])}" for kind, title in _ROWS.items() if facts.bytes.get(kind)]
+    if "activations" in facts.bytes:
+        lines += [f"  {'together':<22} {_gib(facts.total)}, fits in {-(-facts.total // 10**9)} GB"]
+    else:
+        lines += [f"  {'together':<22} {_gib(facts.total)}, and activations, which no plan of the eager engine tells"]
     if facts.activations:
         lines += ["activations of one micro-batch, on each rank", *(f"  {line}" for line in facts.activations)]
     lines.append("")

@@ -1,8 +1,8 @@
-"""What `explain()` says of a Cell under `hsdp()`: what is cut, what is whole, all buckets, and what a step sends."""
+"""What `explain()` says of a Cell under `hsdp()`: what is cut, what is whole, and all buckets."""
 
 from mindformers_core.operators.signature import ITEM_BYTES
 from mindformers_core.tensor_parallel.explaining.wording import bytes_shown
-from mindformers_core.zero.formulas import bucket_traffic, traffic_of_step
+from mindformers_core.zero.formulas import bucket_traffic
 
 __all__ = ["bucket_lines", "explained_lines", "whole_lines"]
 
@@ -33,7 +33,10 @@ def explained_lines(settings, step):
         lines.append(
             f"  {len(cut)} parameters are cut: {bytes_shown(whole)} as they compute, {bytes_shown(kept)} of parts here"
         )
-    return [*lines, *whole_lines(step), *bucket_lines(step), *_traffic_lines(step)]
+    if step.micro_steps > 1:
+        kept = "parts of their gradients' sums" if step.sums_shards else "whole sums of their gradients"
+        lines.append(f"  between {step.micro_steps} micro-steps a rank keeps {kept}")
+    return [*lines, *whole_lines(step), *bucket_lines(step)]
 
 
 def whole_lines(step):
@@ -69,13 +72,3 @@ def bucket_lines(step):
 def _members(step, bucket):
     paths = [step.plans[number].path for number in bucket.members]
     return ", ".join(paths) if len(paths) < 3 else f"{paths[0]} … {paths[-1]} ({len(paths)} in all)"
-
-
-def _traffic_lines(step):
-    traffic = traffic_of_step(step)
-    kept = "parts of their gradients' sums" if step.sums_shards else "whole sums of their gradients"
-    micro = f" of {step.micro_steps} micro-steps, between which it keeps {kept}" if step.micro_steps > 1 else ""
-    lines = [f"  besides, one rank sends in a training step{micro}:"]
-    for kind, (calls, nbytes) in traffic.items():
-        lines.append(f"    {kind:16}{bytes_shown(nbytes):>12}   {calls} {'call' if calls == 1 else 'calls'}")
-    return lines

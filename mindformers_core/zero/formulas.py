@@ -234,13 +234,17 @@ def bucket_traffic(step, bucket):
 
 
 def traffic_of_step(step):
-    """Kind of collective -> `(calls, bytes)` that one rank makes and sends in a step."""
+    """`("forward" or "backward", kind of collective)` -> `(calls, bytes)` that one rank makes and sends in a step.
+
+    Weights that are whole between steps are gathered before the forward pass.
+    """
     sums = {}
     for bucket in (*step.gathers, *step.reduces):
-        # weights of a unit are gathered for forward and for backward of every micro-step
-        gathers = 2 * step.micro_steps if bucket.kind == "allgather" and bucket.unit in step.units else 1
+        is_gather = bucket.kind == "allgather"
+        comes_and_goes = is_gather and bucket.unit in step.units
         for kind, nbytes in bucket_traffic(step, bucket):
-            times = step.micro_steps if kind == "reduce_scatter" and step.sums_shards else gathers
-            calls, before = sums.get(kind, (0, 0))
-            sums[kind] = calls + times, before + times * nbytes
+            times = step.micro_steps if comes_and_goes or (kind == "reduce_scatter" and step.sums_shards) else 1
+            for way in ("forward",) * is_gather + ("backward",) * (comes_and_goes or not is_gather):
+                calls, before = sums.get((way, kind), (0, 0))
+                sums[way, kind] = calls + times, before + times * nbytes
     return sums

@@ -35,9 +35,8 @@ def case_optimizers_update_parts():
 
     def groups(parameters):
         few, rest = parameters[:2], parameters[2:]
-        return nn.Adam(
-            [{"params": few, "lr": 0.1, "weight_decay": 0.1}, {"params": rest}, {"order_params": parameters}]
-        )
+        settings = {"params": few, "lr": 0.1, "weight_decay": 0.1}, {"params": rest}, {"order_params": parameters}
+        return nn.Adam([*settings], eps=0.1)  # as of `adam`
 
     def momentum(parameters):
         return nn.Momentum(parameters, 0.01, 0.9, weight_decay=0.1)

@@ -3,7 +3,7 @@
 from html import escape
 from itertools import count
 
-from mindformers_core.tensor_parallel.explaining.report import CallRow, MoveRow, make_report
+from mindformers_core.tensor_parallel.explaining.report import CallRow, MoveRow
 from mindformers_core.tensor_parallel.explaining.style import HUES, STYLE
 from mindformers_core.tensor_parallel.explaining.traffic import bytes_by_axes, collectives_of
 from mindformers_core.tensor_parallel.explaining.wording import (
@@ -25,26 +25,23 @@ _MARKS = {  # kind of a `Mark` -> its sign, and what it means
 }
 
 
-def page(frame, title, algorithm_steps=None, storage=(), activations=None, kept=()):
+def page(report, title, storage=(), kept=()):
     """What a plan does, as one HTML page: totals, and the tree of Cells with all tensors and all communication.
 
     A dim that is cut is a chip in the colour of its axis, `512→128 tp`; a partial sum has a solid frame, a varying mark
     a dashed one. Coloured bands are redistributions that communicate. What is computed again in the backward pass, or
-    waits for it on the host, has a mark with bytes. Cells that are alike are shown once.
+    waits for it on the host, has a mark with bytes. Cells that are alike are shown once; many operators of one line of
+    code can be opened.
 
     Args:
-        frame: the `FramePlan` of the root.
+        report: the `Report` of the root's plan.
         title: of the page.
-        algorithm_steps: see `make_report`.
         storage: lines of text about how parameters are stored: a title, and what is shown when it is opened.
-        activations: see `make_report`.
         kept: lines of text about what is computed again or waits on the host.
 
     Returns:
         The page's source, all text in it escaped.
     """
-    report = make_report(frame, algorithm_steps, activations)
-    kinds = {mark.kind for mark in (activations.marks if activations else {}).values()}
     mode = "training" if report.training else "evaluation"
     about = f"{report.root.class_name} on the mesh {report.mesh}, captured in {mode}: {report.cells} calls of Cells"
     tree = _Tree(report.mesh)
@@ -54,7 +51,7 @@ def page(frame, title, algorithm_steps=None, storage=(), activations=None, kept=
         _tag("div", _totals(report) + _figures(report), "cards"),
         *_stored(storage),
         *_stored(kept, open=""),
-        _legend(report.mesh, kinds),
+        _legend(report.mesh, report.kinds),
         _tag("div", tree.cell(report.root, "", report.root.path or report.root.class_name, 0, report.mark), "tree"),
     ]
     hues = "".join(f".axis-{place} {{ --hue: {hue}; }}\n" for place, hue in enumerate(HUES))
@@ -77,14 +74,20 @@ def _tag(name, content, kind="", **attributes):
 
 def _hue(mesh, axes):
     """The class that gives an element the colour of an axis, of several that of the first."""
-    return f"axis-{mesh.axis_names.index(axes[0]) % len(HUES)}"
+    return f"axis-{_place(mesh, axes[0])}"
+
+
+def _place(mesh, axis):
+    """Number of the colour of an axis; what isn't one, as hsdp, has the next."""
+    names = (*mesh.axis_names, axis)
+    return names.index(axis) % len(HUES)
 
 
 def _chip(mesh, axes, text, kind="", title=""):
     """A word in the colour of its axis; of two, where there are more, in a run from one to the other."""
     joint = {}
     if len(axes) > 1:
-        kind, joint = f"{kind} joint", {"style": f"--other: {HUES[mesh.axis_names.index(axes[1]) % len(HUES)]}"}
+        kind, joint = f"{kind} joint", {"style": f"--other: {HUES[_place(mesh, axes[1])]}"}
     named = {"title": title} if title else {}
     return _tag("span", text, f"chip {_hue(mesh, axes)} {kind}".strip(), **named, **joint)
 
@@ -108,7 +111,8 @@ def _totals(report):
         numbers = _numbers(whole, collectives_of(report.traffic))
         rows.append(_tag("tr", _tag("td", "all") + _tag("td", "") + numbers, "sum"))
     table = _tag("table", "\n".join(rows)) if sums else _tag("p", "Nothing is communicated.", "nothing")
-    return _tag("div", _tag("h2", "What one rank sends in a step") + table, "card")
+    step = "a step" if report.micro_steps == 1 else f"a step of {report.micro_steps} micro-steps"
+    return _tag("div", _tag("h2", f"What one rank sends in {step}") + table, "card")
 
 
 def _numbers(both, collectives):
@@ -211,7 +215,10 @@ class _Tree:
         if isinstance(row, MoveRow):
             return self._move(row)
         if not isinstance(row, CallRow):
-            return self._operator(row)
+            inner = "".join(map(self._operator, group[:-1]))
+            names = escape(f"{len(group) - 1} operators: " + ", ".join(row.operator for row in group[:-1]))
+            inner = _tag("details", _tag("summary", names) + inner, "inner") if inner else ""
+            return inner + self._operator(group[-1])
         call = f"{escape(row.child)}({escape(', '.join(row.inputs))})"
         if row.report is None:
             shapes = "<br>".join(map(self._tensor, row.results))

@@ -138,6 +138,9 @@ class Report:
         undropped_bytes: the first of these if all were held; None where they are.
         cells: number of Cell calls.
         mark: the `Mark` of the root, or None.
+        kinds: of all `Mark`s.
+        micro_steps: forward and backward passes of a step.
+        stored_traffic: what a step sends of parameters and gradients, see `total`.
     """
 
     mesh: object
@@ -147,15 +150,21 @@ class Report:
     evaluation_bytes: int
     undropped_bytes: int | None
     cells: int
-    mark: object = None
+    mark: object
+    kinds: set
+    micro_steps: int
+    stored_traffic: dict
 
     @property
     def traffic(self):
         """Of one step and one rank, see `total`."""
-        return self.root.traffic
+        times = self.micro_steps
+        return {key: (number * times, count * times) for key, (number, count) in self.root.traffic.items()} | (
+            self.stored_traffic
+        )
 
 
-def make_report(frame, algorithm_steps=None, activations=None):
+def make_report(frame, algorithm_steps=None, activations=None, micro_steps=1, stored_traffic=None):
     """The `Report` of a plan.
 
     Args:
@@ -163,6 +172,7 @@ def make_report(frame, algorithm_steps=None, activations=None):
         algorithm_steps: `(operator_plan) -> pairs (Step, gradient)` of all that the distributed algorithm of an
             `OperatorPlan` communicates, and whether a gradient flows back through it inside of the algorithm.
         activations: the `ExplainedActivations` of the plan. Default: all are held.
+        micro_steps, stored_traffic: see `Report`. Default: one, and nothing.
 
     Raises:
         ValueError: an operator runs a distributed algorithm, and there is no `algorithm_steps`: nothing is hidden.
@@ -172,7 +182,9 @@ def make_report(frame, algorithm_steps=None, activations=None):
     calls = sum(1 for _ in frame.walk())
     peaks = activation_peaks(frame, activations.dropped)
     undropped = activation_peaks(frame)[0] if activations.dropped else None
-    return Report(frame.mesh, frame.graph.training, root, *peaks, undropped, calls, activations.marks.get(()))
+    mark, kinds = activations.marks.get(()), {mark.kind for mark in activations.marks.values()}
+    how = *peaks, undropped, calls, mark, kinds, micro_steps, stored_traffic or {}
+    return Report(frame.mesh, frame.graph.training, root, *how)
 
 
 def _cell_report(frame, algorithm_steps, marks, known):

@@ -1,6 +1,8 @@
 """A plan as text for a terminal of 120 columns. Pure Python."""
 
-from mindformers_core.tensor_parallel.explaining.report import CallRow, MoveRow, make_report
+from textwrap import wrap
+
+from mindformers_core.tensor_parallel.explaining.report import CallRow, MoveRow
 from mindformers_core.tensor_parallel.explaining.traffic import bytes_by_axes, collectives_of
 from mindformers_core.tensor_parallel.explaining.wording import (
     bytes_shown,
@@ -18,22 +20,20 @@ _WIDTH = 120
 _COLUMNS = (52, 92)  # where the shapes and the layouts start
 
 
-def explain_plan(frame, algorithm_steps=None, storage=(), activations=None):
+def explain_plan(report, storage=()):
     """What a plan does, Cell by Cell, as text for a terminal.
 
     Operators and other tensors come with their dtype, their shape (global -> of a rank, where these differ) and layout.
     A line with an arrow is a redistribution that communicates, now or for the gradient; one with a dot is local. Bytes
-    are what one rank sends. Cells that are alike are shown once. What is in brackets is computed again in the
-    backward pass, or waits for it on the host, with the bytes that the device doesn't keep because of that;
-    `for others`: none, it runs, or is kept, since others that are computed again need it.
+    are what one rank sends. Cells that are alike are shown once; of five and more
+    operators of one line of code, as of a loss of MindSpore's, the last one, after the names of the others. What is in
+    brackets is computed again in the backward pass, or waits for it on the host, with the bytes that the device doesn't
+    keep because of that; `for others`: none, it runs, or is kept, since others that are computed again need it.
 
     Args:
-        frame: the `FramePlan` of the root.
-        algorithm_steps: see `make_report`.
+        report: the `Report` of the root's plan.
         storage: lines about how parameters and activations are stored, to follow the rest.
-        activations: see `make_report`.
     """
-    report = make_report(frame, algorithm_steps, activations)
     mode = "training" if report.training else "evaluation"
     lines = [
         f"{report.root.class_name} on the mesh {report.mesh}, captured in {mode}: {report.cells} calls of Cells",
@@ -68,7 +68,9 @@ def _group_lines(group, path, depth, shown):
     if isinstance(row, MoveRow):
         return _marked(_move_lines(row, pad), row.mark)
     if not isinstance(row, CallRow):
-        return _operator_lines(row, pad)
+        inner = [f"{len(group) - 1} operators: " + ", ".join(row.operator for row in group[:-1])] if group[1:] else []
+        shown = {"initial_indent": f"{pad}· ", "subsequent_indent": f"{pad}  "}
+        return [*(line for text in inner for line in wrap(text, _WIDTH, **shown)), *_operator_lines(group[-1], pad)]
     if row.report is None:
         lines = [f"{pad}{row.child}({', '.join(row.inputs)})  has a bprop: on whole tensors  {row.source}"]
         return lines + [line for entry in row.results for line in _line(f"{pad}  {entry.name}", entry)]
@@ -141,7 +143,8 @@ def _line(left, entry, mark=None):
 def _total_lines(report):
     """What one rank sends in a step, by axes, and what it holds."""
     traffic = report.traffic
-    lines = ["One rank sends in a step:" if traffic else "Nothing is communicated."]
+    step = "a step" if report.micro_steps == 1 else f"a step of {report.micro_steps} micro-steps"
+    lines = [f"One rank sends in {step}:" if traffic else "Nothing is communicated."]
     if traffic:
         lines.append(f"  {'over':16}{'forward':>12}{'backward':>12}   collectives forward + backward")
     for axes, (forward, backward) in bytes_by_axes(traffic).items():

@@ -1,7 +1,7 @@
 """How text and page say things alike: sizes, shapes, runs of equal Cells. Pure Python."""
 
 from mindformers_core.redistribution.steps import COLLECTIVES
-from mindformers_core.tensor_parallel.explaining.report import CallRow
+from mindformers_core.tensor_parallel.explaining.report import CallRow, OperatorRow
 from mindformers_core.tensor_parallel.explaining.traffic import bytes_by_axes
 
 __all__ = ["MARKS", "bytes_shown", "call_path", "dims_shown", "folded", "mark_shown", "sent_shown", "step_shown"]
@@ -13,6 +13,7 @@ MARKS = {  # what a step does that is local, in words
     "scale": "scaled",
     "identity": "nothing",
 }
+_MANY = 5  # operators of one line that come together
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -74,13 +75,22 @@ def mark_shown(mark):
 
 
 def folded(rows):
-    """The rows of a Cell in groups: calls in a row that are equal come together, all else by itself."""
+    """The rows of a Cell in groups: equal calls in a row come together, and many operators of one line of code."""
     groups = []
     for row in rows:
-        last = groups[-1][-1] if groups else None
-        alike = isinstance(row, CallRow) and isinstance(last, CallRow) and row.report is last.report is not None
-        if alike and row.child != last.child and row.mark == last.mark:
+        if groups and (_equal_calls(groups[-1][-1], row) or _one_line(groups[-1][-1], row)):
             groups[-1].append(row)
         else:
             groups.append([row])
-    return groups
+    few = [isinstance(group[0], OperatorRow) and len(group) < _MANY for group in groups]
+    return [part for group, apart in zip(groups, few) for part in ([[row] for row in group] if apart else [group])]
+
+
+def _equal_calls(last, row):
+    alike = isinstance(row, CallRow) and isinstance(last, CallRow) and row.report is last.report is not None
+    return alike and row.child != last.child and row.mark == last.mark
+
+
+def _one_line(last, row):
+    plain = all(isinstance(each, OperatorRow) and each.algorithm is each.mark is None for each in (last, row))
+    return plain and row.source == last.source != ""
