@@ -240,3 +240,19 @@ def test_a_partial_sum_that_is_needed_whole_and_cut_is_reduced_once():
         [["all_reduce"], ["slice"]],
         [["reduce_scatter"], ["all_gather"]],
     )
+
+
+class Heads(nn.Cell):
+    """Features cut into heads."""
+
+    def construct(self, x):
+        return x.reshape(x.shape[0], -1, 4).sum()
+
+
+@pytest.mark.parametrize("heads", [3, 4])
+def test_a_gather_tells_that_a_dim_does_not_divide(heads):
+    arriving = {0: layout(None, "tp").bind(MESH)}
+    plan = plan_of(Heads(), (tensor_meta((2, 4 * heads), "float32"),), {}, arriving=arriving)
+    said = [move.reason for move in plan.moves if move.undivided]
+    wanted = ["Reshape: dim 1, 3 x 4, can't stay sharded over tp: 3 doesn't divide by 2"]
+    assert said == (wanted if heads == 3 else [])

@@ -115,7 +115,7 @@ def lambda_of(net):
 
 
 def test_each_program_is_explained_as_it_is():
-    net, inputs = recompute(sharded(Net), budget=0.5), INPUTS[Net]()
+    net, inputs = recompute(sharded(Net), budget=0.95), INPUTS[Net]()
     net(*inputs)
     training = explain(net)
     net.set_train(False)
