@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from mindformers_core.mesh import nearest
+from mindformers_core.hints import nearest
 
 __all__ = ["public_names"]
 

@@ -5,15 +5,10 @@ We say *axis* for the mesh and *dim* for a tensor, never the other way round.
 
 import math
 import os
-from difflib import get_close_matches
 
-__all__ = ["DeviceMesh", "init_device_mesh", "nearest", "launch_rank"]
+from mindformers_core.hints import nearest
 
-
-def nearest(name, known, likeness=0.5):
-    """`" (did you mean 'x'?)"` for the entry of `known` most like `name` (0 to 1: at least `likeness`), or `""`."""
-    close = get_close_matches(str(name), [str(entry) for entry in known], n=1, cutoff=likeness)
-    return f" (did you mean '{close[0]}'?)" if close else ""
+__all__ = ["DeviceMesh", "init_device_mesh", "launch_rank"]
 
 
 def launch_rank():

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mindformers_core.mesh import nearest
+from mindformers_core.hints import nearest
 
 __all__ = ["PARTIAL_OPS", "Partial", "Replicate", "Shard", "Varying"]
 

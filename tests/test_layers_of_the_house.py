@@ -11,6 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "mindformers_core"
 FLOORS = (
+    "hints",
+    "dtypes",
     "mesh",
     "front_door",
     "files",
@@ -28,7 +30,8 @@ FLOORS = (
     "models",
     "trainer",
 )
-PURE_FLOORS = {"mesh", "front_door", "files", "ranges", "placement", "layout", "redistribution", "operators"}
+PURE_FLOORS = {"hints", "dtypes", "mesh", "front_door", "files", "ranges", "placement", "layout", "redistribution"}
+PURE_FLOORS |= {"operators"}
 # on a floor that is not pure as a whole
 PURE_PACKAGES = (f"{PACKAGE}.pipeline.tables", f"{PACKAGE}.pipeline.schedules")
 FRAMEWORKS = {"mindspore", "torch", "jax", "tensorflow"}

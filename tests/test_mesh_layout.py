@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from work import calls_in
 
+from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout, LayoutSpec, Partial, Replicate, Shard, Varying, bind_layout, layout
-from mindformers_core.mesh import DeviceMesh, init_device_mesh, launch_rank, nearest
+from mindformers_core.mesh import DeviceMesh, init_device_mesh, launch_rank
 
 LAUNCHERS = ("RANK_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 

@@ -9,6 +9,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from test_recompute_gradients import INPUTS, Net, llama, sharded
 
 from mindformers_core.communication import init_distributed, shutdown
+from mindformers_core.hints import bytes_shown
 from mindformers_core.mesh import DeviceMesh, init_device_mesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.operators import tensor_meta
@@ -21,7 +22,6 @@ from mindformers_core.tensor_parallel.explaining import make_report
 from mindformers_core.tensor_parallel.explaining.algorithms import algorithm_steps
 from mindformers_core.tensor_parallel.explaining.report import CallRow
 from mindformers_core.tensor_parallel.explaining.traffic import collectives_of
-from mindformers_core.tensor_parallel.explaining.wording import bytes_shown
 from mindformers_core.tensor_parallel.propagation.plan import called_cells
 from mindformers_core.trainer.activation_report import report_activations
 from mindformers_core.trainer.recipe import MESH_AXES

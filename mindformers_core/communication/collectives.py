@@ -14,8 +14,8 @@ from mindformers_core.communication.groups import make_group
 from mindformers_core.communication.local import Keep, Pad, Scale, Slice, SliceOfGradient, Then
 from mindformers_core.communication.raw import Alias, Identity
 from mindformers_core.communication.world import world
+from mindformers_core.hints import nearest
 from mindformers_core.layout import PARTIAL_OPS
-from mindformers_core.mesh import nearest
 
 __all__ = [
     "AllGather",

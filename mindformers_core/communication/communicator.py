@@ -4,8 +4,9 @@ from mindspore import nn, ops
 
 from mindformers_core.communication import collectives
 from mindformers_core.communication.world import process_state
+from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout
-from mindformers_core.mesh import DeviceMesh, nearest
+from mindformers_core.mesh import DeviceMesh
 
 __all__ = ["Communicator", "collective_attributes", "communicator"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import mindspore as ms
 from mindspore import communication as ms_communication
 
-from mindformers_core.mesh import nearest
+from mindformers_core.hints import nearest
 
 __all__ = ["BACKENDS", "Launch", "World", "init_distributed", "process_state", "read_launch", "shutdown", "world"]
 

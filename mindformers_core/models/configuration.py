@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, fields, replace
 
-from mindformers_core.mesh import nearest
+from mindformers_core.hints import nearest
 from mindformers_core.models.layer_specs import layers_of_stages
 from mindformers_core.pipeline.schedules.placement import PLACEMENTS
 from mindformers_core.ranges import bounded, check_range, check_ranges

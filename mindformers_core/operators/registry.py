@@ -1,6 +1,6 @@
 """The table of operator rules: `register_operator("Name")` enters one, `signature_of` asks it. Pure Python."""
 
-from mindformers_core.mesh import nearest
+from mindformers_core.hints import nearest
 
 __all__ = ["register_operator", "registered_operators", "rule_attributes", "signature_of"]
 

@@ -9,10 +9,7 @@ tables of pointwise operators.
 from dataclasses import dataclass, field
 from functools import cache
 
-__all__ = ["ITEM_BYTES", "Signature", "TensorMeta", "tensor_meta", "is_float"]
-
-ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1}
-ITEM_BYTES |= {"uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1}  # dtype name -> bytes of an element
+__all__ = ["Signature", "TensorMeta", "tensor_meta", "is_float"]
 
 
 class TensorMeta:

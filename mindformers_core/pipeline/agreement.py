@@ -1,6 +1,6 @@
 """What the stages of a pipeline have to know of each other, and whether it fits. Pure Python, on plain data."""
 
-from mindformers_core.mesh import nearest
+from mindformers_core.hints import nearest
 
 __all__ = ["check_names", "check_stages", "raise_first", "tied_parameters"]
 

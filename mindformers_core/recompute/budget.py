@@ -3,12 +3,12 @@
 import math
 from dataclasses import dataclass, replace
 
+from mindformers_core.hints import bytes_shown
 from mindformers_core.recompute.filling import improved, mixed, pieces_of
 from mindformers_core.recompute.frontier import Measured, best_of, corners, lower_hull, trade_of
 from mindformers_core.recompute.links import links_of
 from mindformers_core.recompute.setting_checks import check_budget
 from mindformers_core.recompute.wording import layers_together
-from mindformers_core.tensor_parallel.explaining.wording import bytes_shown
 
 __all__ = ["Choice", "Part", "choose", "described", "operations_shown", "out_of_reach", "rows_of"]
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import cached_property
 
-from mindformers_core.mesh import nearest
+from mindformers_core.hints import nearest
 from mindformers_core.recompute.contradictions import check_something_left
 from mindformers_core.recompute.links import links_of
 from mindformers_core.recompute.operator_names import operator_names

@@ -6,8 +6,8 @@ Calls that do the same share a `Course`: what the backward pass asks for within 
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.recompute.saved_by_operator import Operand
-from mindformers_core.redistribution.planner import ITEM_SIZES
 
 __all__ = ["Course", "Demand", "Memory", "Repetition", "Run", "Tensor", "placeholder"]
 
@@ -64,7 +64,7 @@ class Tensor:
     @property
     def nbytes(self):
         """Bytes of its elements."""
-        return prod(self.shape) * ITEM_SIZES[self.value.dtype]
+        return prod(self.shape) * ITEM_BYTES[self.value.dtype]
 
     @property
     def look(self):
@@ -88,7 +88,7 @@ class Tensor:
 
     def operand(self, place):
         """The same as an `Operand`."""
-        return Operand(place, self.shape, self.value.dtype, ITEM_SIZES[self.value.dtype], self.needs)
+        return Operand(place, self.shape, self.value.dtype, ITEM_BYTES[self.value.dtype], self.needs)
 
 
 def placeholder(tensor, number):

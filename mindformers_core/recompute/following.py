@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import count
 from math import prod
 
+from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.recompute.courses import Course, Memory, Repetition, Run, Tensor, placeholder
 from mindformers_core.recompute.saved_by_operator import saved_by
 from mindformers_core.recompute.views import contiguous_strides, gives_its_input, is_cast_to_its_dtype, viewed
-from mindformers_core.redistribution.planner import ITEM_SIZES
 from mindformers_core.redistribution.steps import STEP_KINDS
 from mindformers_core.tensor_parallel.capturing.structure import values_in
 from mindformers_core.tensor_parallel.propagation.aliases import match_arguments
@@ -197,7 +197,7 @@ class _Follower:
 
     def made(self, run, value, shape, needs, strides=None, base=None, is_view=False):
         """A result: contiguous and in memory of its own, unless told otherwise."""
-        nbytes = prod(shape) * ITEM_SIZES[value.dtype]
+        nbytes = prod(shape) * ITEM_BYTES[value.dtype]
         on_host = self.memory(run.key, nbytes, True) if run.key in self.on_host else None
         # of copies that gradients flow through it is known of what they are
         has_handle = needs and (on_host is not None or run.key in self.course.dropped)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 
-from mindformers_core.redistribution.planner import ITEM_SIZES
+from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.tensor_parallel.capturing.structure import values_in
 from mindformers_core.tensor_parallel.propagation.aliases import match_arguments
 from mindformers_core.tensor_parallel.propagation.plan import CallPlan, Move
@@ -65,7 +65,7 @@ def _follow(found, frame, given, before, position, in_layer):
             nbytes[key], groups[key] = 0, (*position, index)
             for value, layout in _results(entry):
                 made[value.id, layout] = key
-                nbytes[key] += prod(layout.local_shape(value.shape)) * ITEM_SIZES[value.dtype]
+                nbytes[key] += prod(layout.local_shape(value.shape)) * ITEM_BYTES[value.dtype]
             continue
         is_layer = equal.count(id(entry.frame)) > 1 and _size(entry.frame) > _LARGEST_PART
         if is_layer:

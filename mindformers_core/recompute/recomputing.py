@@ -6,7 +6,7 @@ functions recompute whole Cells, see `again.py`.
 
 from dataclasses import fields
 
-from mindformers_core.mesh import nearest
+from mindformers_core.hints import nearest
 from mindformers_core.recompute.policy import ChosenActivations
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
 from mindformers_core.tensor_parallel.sharded_cells import tree_of_root

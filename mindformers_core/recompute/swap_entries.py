@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mindformers_core.mesh import nearest
+from mindformers_core.hints import nearest
 from mindformers_core.recompute.layers import common_layers, layer_numbers
 from mindformers_core.recompute.setting_checks import check_pattern, checked_prefetch
 

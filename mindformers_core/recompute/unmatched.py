@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from mindformers_core.mesh import nearest
+from mindformers_core.hints import nearest
 from mindformers_core.recompute.wording import quoted, ranges_shown
 
 __all__ = ["what_is_missing", "what_is_there"]

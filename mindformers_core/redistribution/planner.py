@@ -11,8 +11,9 @@ from functools import lru_cache
 from itertools import count
 from math import prod
 
+from mindformers_core.dtypes import ITEM_BYTES
+from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout
-from mindformers_core.mesh import nearest
 from mindformers_core.redistribution.bounds import lower_bound
 from mindformers_core.redistribution.cost import CPU, CostModel
 from mindformers_core.redistribution.moves import REPLICATE, SHARD, VARYING, compatible, moves
@@ -20,11 +21,6 @@ from mindformers_core.redistribution.space import SearchSpace
 from mindformers_core.redistribution.steps import STEP_KINDS, Step
 
 __all__ = ["Plan", "plan_redistribution"]
-
-ITEM_SIZES = {
-    "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2, "int32": 4, "uint32": 4,
-    "float32": 4, "int64": 8, "uint64": 8, "float64": 8, "complex64": 8, "complex128": 16,
-}  # fmt: skip
 
 # What every step costs in the search over and above its collectives, in seconds: of equal plans the shorter wins.
 PER_STEP = 1e-12
@@ -104,10 +100,10 @@ def _item_size(dtype):
     if isinstance(dtype, int) and not isinstance(dtype, bool) and dtype > 0:
         return dtype
     name = str(dtype).lower()
-    if name not in ITEM_SIZES:
-        known = ", ".join(ITEM_SIZES)
-        raise ValueError(f"unknown dtype {dtype!r}{nearest(name, ITEM_SIZES)}: use a size in bytes, or one of {known}")
-    return ITEM_SIZES[name]
+    if name not in ITEM_BYTES:
+        known = ", ".join(ITEM_BYTES)
+        raise ValueError(f"unknown dtype {dtype!r}{nearest(name, ITEM_BYTES)}: use a size in bytes, or one of {known}")
+    return ITEM_BYTES[name]
 
 
 @lru_cache(maxsize=65536)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from mindspore import nn
 from mindspore.ops import Primitive
 
+from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout, LayoutSpec, bind_layout
-from mindformers_core.mesh import nearest
 from mindformers_core.tensor_parallel.labels import cell_label
 from mindformers_core.tensor_parallel.propagation.declaration import Declaration, OperatorDeclaration
 from mindformers_core.tensor_parallel.propagation.plan import joined_path

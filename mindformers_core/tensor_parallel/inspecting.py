@@ -71,8 +71,8 @@ def explain(cell, *inputs, html=None, **named_inputs):
         whole, inner = _last_program(tree, path)
     frame = dict(reversed([*whole.walk()]))[inner]
     activations = tree.activations.explained(whole, inner)
-    stored, kept = (tree.storage.explained(), activations.lines) if path == "" else ((), ())
-    report = make_report(frame, algorithm_steps, activations, *(tree.storage.traffic() if path == "" else ()))
+    (stored, *step), kept = (tree.storage.explained(), activations.lines) if path == "" else (((),), ())
+    report = make_report(frame, algorithm_steps, activations, *step)
     if html is not None:
         Path(html).write_text(page(report, tree.label(path), stored, kept), encoding="utf-8")
     return explain_plan(report, [*stored, *kept])

@@ -59,12 +59,8 @@ class ParameterStorage:
         """The Cell at path `reader` has a program, made just now, that reads a parameter; None: it is read now."""
 
     def explained(self):
-        """Lines of text for `explain()`."""
-        return []
-
-    def traffic(self):
-        """`(micro-steps of a step, what a step sends of parameters and gradients)`, the latter as `traffic.total`."""
-        return 1, {}
+        """`(lines of text for explain(), micro-steps of a step, what it sends of parameters)`, see `traffic.total`."""
+        return [], 1, {}
 
     # What a pipeline's stage asks, whose forward and backward passes of several micro-batches lie between each other.
 

@@ -3,8 +3,9 @@
 from mindspore import DeviceCtx, Parameter, ParameterTuple, mint, nn
 
 from mindformers_core.communication import world
+from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout, bind_layout
-from mindformers_core.mesh import DeviceMesh, nearest
+from mindformers_core.mesh import DeviceMesh
 from mindformers_core.tensor_parallel.declare import cell_label, collect_declarations
 from mindformers_core.tensor_parallel.deriving import derived_layouts
 from mindformers_core.tensor_parallel.dtensor import placed_parameter

@@ -10,7 +10,8 @@ import mindspore as ms
 from mindspore import nn
 
 from mindformers_core.communication import world
-from mindformers_core.mesh import DeviceMesh, nearest
+from mindformers_core.hints import nearest
+from mindformers_core.mesh import DeviceMesh
 from mindformers_core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from mindformers_core.tensor_parallel.shard import shard
 

@@ -13,13 +13,13 @@ import mindspore as ms
 
 from mindformers_core.communication import init_distributed
 from mindformers_core.communication.world import shutdown
+from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaForCausalLM
 from mindformers_core.recompute.algorithms import algorithm_of
 from mindformers_core.recompute.explained import recomputed_at_once
 from mindformers_core.recompute.prediction import saved_bytes
 from mindformers_core.recompute.stages import check_stages
-from mindformers_core.redistribution.planner import ITEM_SIZES
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.tensor_parallel.inspecting import explain_activations, prepare
 from mindformers_core.trainer.activations import with_activations
@@ -155,7 +155,7 @@ def _kept(recipe, stage, net):
     given, policy = micro_batch(recipe, stage), net.__dict__["_sharding"][0].activations
     frame = prepare(net, *given, compiled=recipe.context.mode == 0).frame
     explained, layers = policy.explained(frame), {path for paths in policy.layers.values() for path in paths}
-    taken = sum(math.prod(each.shape) * ITEM_SIZES[each.dtype] for each in given)
+    taken = sum(math.prod(each.shape) * ITEM_BYTES[each.dtype] for each in given)
     kept = saved_bytes(frame, explained.dropped, algorithm_of, arguments_need=False)
     return taken + kept, recomputed_at_once(frame, layers, explained.marks)
 

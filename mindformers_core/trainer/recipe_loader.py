@@ -10,7 +10,7 @@ import typing
 
 import yaml
 
-from mindformers_core.mesh import nearest
+from mindformers_core.hints import nearest
 from mindformers_core.ranges import check_range
 from mindformers_core.trainer.recipe import Recipe, check_recipe
 from mindformers_core.trainer.recipe_text import parse_overrides, parse_yaml

@@ -11,7 +11,7 @@ import shutil
 
 import mindspore as ms
 
-from mindformers_core.mesh import nearest
+from mindformers_core.hints import nearest
 
 __all__ = ["save_state", "load_state", "find_checkpoint"]
 

@@ -7,7 +7,7 @@ gradient buckets these are made; MindSpore's `comm_fusion` gives the ways to cho
 
 from dataclasses import dataclass
 
-from mindformers_core.mesh import nearest
+from mindformers_core.hints import nearest
 
 __all__ = ["AUTO_MEGABYTES", "Bucket", "Fusion", "KINDS", "make_buckets", "parse_comm_fusion"]
 

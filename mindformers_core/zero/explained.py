@@ -1,10 +1,10 @@
 """What `explain()` says of a Cell under `hsdp()`: what is cut, what is whole, and all buckets."""
 
-from mindformers_core.operators.signature import ITEM_BYTES
-from mindformers_core.tensor_parallel.explaining.wording import bytes_shown
-from mindformers_core.zero.formulas import bucket_traffic
+from mindformers_core.dtypes import ITEM_BYTES
+from mindformers_core.hints import bytes_shown
+from mindformers_core.zero.formulas import bucket_traffic, traffic_of_step
 
-__all__ = ["bucket_lines", "explained_lines", "whole_lines"]
+__all__ = ["bucket_lines", "explained", "explained_lines", "whole_lines"]
 
 _NAMES = {"allgather": "all_gather", "reducescatter": "reduce_scatter", "allreduce": "all_reduce"}
 _KEPT = {
@@ -12,6 +12,13 @@ _KEPT = {
     "level2": "optimizer state and gradients",
     "level3": "optimizer state, gradients and weights",
 }
+
+
+def explained(settings, step):
+    """What `ParameterStorage.explained` gives, of a `HsdpSettings` and a `StepPlan`."""
+    axes = settings.axis, "hsdp"
+    traffic = {(axes, *key): sent for key, sent in traffic_of_step(step).items() if sent[1]}
+    return explained_lines(settings, step), step.micro_steps, traffic
 
 
 def explained_lines(settings, step):

@@ -8,7 +8,7 @@ of weights, 2Ψ of gradients, and 12Ψ of optimizer state, the float32 master co
 from dataclasses import dataclass, replace
 from math import prod
 
-from mindformers_core.operators.signature import ITEM_BYTES
+from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.redistribution.steps import wire_bytes
 from mindformers_core.zero.precision import MixedPrecision
 

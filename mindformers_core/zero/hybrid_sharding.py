@@ -11,7 +11,8 @@
 from mindspore import nn
 
 from mindformers_core.communication import world
-from mindformers_core.mesh import DeviceMesh, nearest
+from mindformers_core.hints import nearest
+from mindformers_core.mesh import DeviceMesh
 from mindformers_core.tensor_parallel.labels import cell_label
 from mindformers_core.tensor_parallel.optimizers_before import refuse_optimizers_of
 from mindformers_core.tensor_parallel.shard import shard

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from mindspore import nn
 
-from mindformers_core.tensor_parallel.explaining.wording import bytes_shown
+from mindformers_core.hints import bytes_shown
 from mindformers_core.zero.explained import bucket_lines, whole_lines
 from mindformers_core.zero.formulas import Figures, StepPlan, memory_of_step
 from mindformers_core.zero.meter import MOMENTS

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 
-from mindformers_core.operators.signature import ITEM_BYTES
+from mindformers_core.dtypes import ITEM_BYTES
 
 __all__ = ["LEVELS", "ParameterPlan", "plan_parameters"]
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from mindformers_core.mesh import nearest
+from mindformers_core.hints import nearest
 
 __all__ = ["MixedPrecision"]
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from mindspore import Tensor
 
-from mindformers_core.mesh import DeviceMesh, nearest
+from mindformers_core.hints import nearest
+from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators.signature import is_float
 from mindformers_core.tensor_parallel.capturing.structure import map_leaves
 from mindformers_core.tensor_parallel.dtensor import DTensor

@@ -11,8 +11,8 @@ from mindformers_core.tensor_parallel.parameter_storage import ParameterStorage
 from mindformers_core.tensor_parallel.recordings import forget_recordings
 from mindformers_core.tensor_parallel.sharded_cells import ShardedCell, computing_parameters
 from mindformers_core.zero.collecting import reduced, summed
-from mindformers_core.zero.explained import explained_lines
-from mindformers_core.zero.formulas import StepPlan, traffic_of_step
+from mindformers_core.zero.explained import explained
+from mindformers_core.zero.formulas import StepPlan
 from mindformers_core.zero.optimizers import check_optimizers
 
 __all__ = ["HsdpStorage", "gathered", "storage_of"]
@@ -298,12 +298,7 @@ class HsdpStorage(ParameterStorage):
 
     def explained(self):
         """See `ParameterStorage`."""
-        return explained_lines(self.settings, self.step_plan())
-
-    def traffic(self):
-        """See `ParameterStorage`."""
-        step, axes = self.step_plan(), (self.settings.axis, "hsdp")
-        return step.micro_steps, {(axes, *key): sent for key, sent in traffic_of_step(step).items() if sent[1]}
+        return explained(self.settings, self.step_plan())
 
     def step_plan(self, compiled=False):
         """The `StepPlan` of a step, of which passes are `compiled` or not."""

@@ -3,7 +3,7 @@
 from importlib import import_module
 from types import MappingProxyType
 
-from mindformers_core.mesh import nearest
+from mindformers_core.hints import nearest
 from mindformers_core.pipeline.schedules.base import PipelineScheduleBase
 from mindformers_core.pipeline.schedules.dualpipe_v import ScheduleDualPipeV
 from mindformers_core.pipeline.schedules.from_table import schedule_of_table

@@ -2,7 +2,7 @@
 
 import os
 
-from mindformers_core.mesh import nearest
+from mindformers_core.hints import nearest
 from mindformers_core.pipeline.tables.simulating import StepCosts, Timeline, simulate
 from mindformers_core.pipeline.tables.table import ScheduleTable
 

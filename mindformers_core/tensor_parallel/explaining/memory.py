@@ -8,8 +8,8 @@ distributed algorithm or a move of several steps needs while it runs is not in t
 
 from math import prod
 
+from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.operators.views import is_view
-from mindformers_core.redistribution.planner import ITEM_SIZES
 from mindformers_core.redistribution.steps import STEP_KINDS
 from mindformers_core.tensor_parallel.capturing.structure import values_in
 from mindformers_core.tensor_parallel.propagation.aliases import match_arguments
@@ -75,7 +75,7 @@ def _copies(move):
 
 
 def _bytes(value, layout):
-    return prod(layout.local_shape(value.shape)) * ITEM_SIZES[value.dtype]
+    return prod(layout.local_shape(value.shape)) * ITEM_BYTES[value.dtype]
 
 
 class _Flat:

@@ -3,16 +3,11 @@
 from html import escape
 from itertools import count
 
+from mindformers_core.hints import bytes_shown
 from mindformers_core.tensor_parallel.explaining.report import CallRow, MoveRow
 from mindformers_core.tensor_parallel.explaining.style import HUES, STYLE
 from mindformers_core.tensor_parallel.explaining.traffic import bytes_by_axes, collectives_of
-from mindformers_core.tensor_parallel.explaining.wording import (
-    bytes_shown,
-    call_path,
-    folded,
-    mark_shown,
-    step_shown,
-)
+from mindformers_core.tensor_parallel.explaining.wording import call_path, folded, mark_shown, step_shown
 
 __all__ = ["page"]
 

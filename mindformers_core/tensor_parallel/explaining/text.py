@@ -2,10 +2,10 @@
 
 from textwrap import wrap
 
+from mindformers_core.hints import bytes_shown
 from mindformers_core.tensor_parallel.explaining.report import CallRow, MoveRow
 from mindformers_core.tensor_parallel.explaining.traffic import bytes_by_axes, collectives_of
 from mindformers_core.tensor_parallel.explaining.wording import (
-    bytes_shown,
     call_path,
     dims_shown,
     folded,

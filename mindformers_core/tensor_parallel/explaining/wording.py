@@ -1,10 +1,11 @@
 """How text and page say things alike: sizes, shapes, runs of equal Cells. Pure Python."""
 
+from mindformers_core.hints import bytes_shown
 from mindformers_core.redistribution.steps import COLLECTIVES
 from mindformers_core.tensor_parallel.explaining.report import CallRow, OperatorRow
 from mindformers_core.tensor_parallel.explaining.traffic import bytes_by_axes
 
-__all__ = ["MARKS", "bytes_shown", "call_path", "dims_shown", "folded", "mark_shown", "sent_shown", "step_shown"]
+__all__ = ["MARKS", "call_path", "dims_shown", "folded", "mark_shown", "sent_shown", "step_shown"]
 
 MARKS = {  # what a step does that is local, in words
     "slice": "sliced",
@@ -14,16 +15,6 @@ MARKS = {  # what a step does that is local, in words
     "identity": "nothing",
 }
 _MANY = 5  # operators of one line that come together
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def bytes_shown(count):
-    """`"1.5 MiB"`; `"0"` for none."""
-    if not count:
-        return "0"
-    unit = next(place for place in range(len(_UNITS)) if count < 1024 ** (place + 1) or place == len(_UNITS) - 1)
-    scaled = count / 1024**unit
-    return f"{scaled:.0f} {_UNITS[unit]}" if unit == 0 or scaled >= 100 else f"{scaled:.1f} {_UNITS[unit]}"
 
 
 def sent_shown(traffic):

@@ -1,7 +1,7 @@
 """What a Cell's declarations ask of the tensors that cross its boundary. Pure Python."""
 
+from mindformers_core.hints import nearest
 from mindformers_core.layout import bind_layout
-from mindformers_core.mesh import nearest
 from mindformers_core.tensor_parallel.capturing.structure import Value, map_leaves, values_in
 from mindformers_core.tensor_parallel.labels import class_label
 from mindformers_core.tensor_parallel.propagation.outer import own_result

@@ -6,9 +6,9 @@ steps that there are; the plan as a whole is then checked like one that was sear
 
 from dataclasses import replace
 
+from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.layout import Layout
 from mindformers_core.redistribution.moves import moves
-from mindformers_core.redistribution.planner import ITEM_SIZES
 from mindformers_core.redistribution.space import SearchSpace
 from mindformers_core.redistribution.steps import Step
 from mindformers_core.tensor_parallel.capturing.graph import CallNode
@@ -158,7 +158,7 @@ class _Frame:
     def _move(self, data):
         value = self.values[data["move"]]
         source, target = self._layout(value, data["from"]), self._layout(value, data["to"])
-        itemsize = data.get("itemsize", ITEM_SIZES[value.dtype])
+        itemsize = data.get("itemsize", ITEM_BYTES[value.dtype])
         steps = self._steps(value, source, target, itemsize, data["by"])
         return Move(value, source, target, steps, data["reason"], data["gradient"])
 

@@ -9,8 +9,8 @@ not in it. A layout is written dim by dim: `["dp", null, ["cp", "tp"]]` is `[dp,
 import json
 from dataclasses import replace
 
+from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.files import write_whole
-from mindformers_core.redistribution.planner import ITEM_SIZES
 from mindformers_core.tensor_parallel.capturing.structure import values_in
 from mindformers_core.tensor_parallel.propagation.checking import PlanError, check_plan
 from mindformers_core.tensor_parallel.propagation.outer import with_exports
@@ -115,7 +115,7 @@ def _instruction_data(entry, numbers, places):
     if isinstance(entry, Move):
         data = {"move": entry.value.id, "from": _layout_data(entry.source), "to": _layout_data(entry.target)}
         data |= {"by": [_step_data(step) for step in entry.steps], "reason": entry.reason, "gradient": entry.gradient}
-        itemsize = {step.itemsize for step in entry.steps} - {ITEM_SIZES[entry.value.dtype]}
+        itemsize = {step.itemsize for step in entry.steps} - {ITEM_BYTES[entry.value.dtype]}
         return data | ({"itemsize": itemsize.pop()} if itemsize else {})
     inputs, outputs = (list(map(_layout_data, layouts)) for layouts in (entry.inputs, entry.outputs))
     data = {"node": numbers[id(entry.node)], "inputs": inputs, "outputs": outputs}

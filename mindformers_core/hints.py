@@ -1,0 +1,22 @@
+"""Words that errors and reports share: the nearest known name, and a number of bytes. Pure Python."""
+
+from difflib import get_close_matches
+
+__all__ = ["bytes_shown", "nearest"]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def nearest(name, known, likeness=0.5):
+    """`" (did you mean 'x'?)"` for the entry of `known` most like `name` (0 to 1: at least `likeness`), or `""`."""
+    close = get_close_matches(str(name), [str(entry) for entry in known], n=1, cutoff=likeness)
+    return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def bytes_shown(count):
+    """`"1.5 MiB"`; `"0"` for none."""
+    if not count:
+        return "0"
+    unit = next(place for place in range(len(_UNITS)) if count < 1024 ** (place + 1) or place == len(_UNITS) - 1)
+    scaled = count / 1024**unit
+    return f"{scaled:.0f} {_UNITS[unit]}" if unit == 0 or scaled >= 100 else f"{scaled:.1f} {_UNITS[unit]}"
