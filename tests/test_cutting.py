@@ -10,6 +10,7 @@ from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import tensor_meta
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.tensor_parallel.propagation.plan import OperatorPlan, called_graphs
+from mindformers_core.tensor_parallel.sharded_cells import tree_of
 
 
 class Layer(nn.Cell):
@@ -59,7 +60,7 @@ BEFORE, AFTER, LOSS = "model part1", "model part2", " part1"
 def cut_program(again=(), units=()):
     """The program of a model that is cut."""
     net = shard(Outer().set_train(), init_device_mesh((1,), ("dp",)))
-    tree, _ = net.__dict__["_sharding"]
+    tree = tree_of(net)
     with tree.for_compiled((tuple(again), tuple(units))):
         return tree.program("", (tensor_meta((2, 3), "int32"),), {})
 
@@ -162,7 +163,7 @@ def test_what_is_made_of_constants_stays_out_with_their_moves():
     shutdown()
     init_distributed("fake", world_size=2)
     try:
-        tree, _ = shard(Masked().set_train(), init_device_mesh((1, 2), ("dp", "tp"))).__dict__["_sharding"]
+        tree = tree_of(shard(Masked().set_train(), init_device_mesh((1, 2), ("dp", "tp"))))
         with tree.for_compiled((("dense",), ())):
             frame = tree.program("", (tensor_meta((4, 8), "float32"),), {}).generated
     finally:

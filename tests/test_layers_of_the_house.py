@@ -282,3 +282,10 @@ def test_objects_that_change_are_seen():
     )
     seen = sorted(name for _, name, _ in mutable_objects(tree, mutable_classes([tree])))
     assert seen == ["STATE", "TABLE", "inner"]
+
+
+def test_the_tree_of_a_cell_is_asked_for():
+    """`tree_of(cell)`, not the attribute that it is kept in."""
+    keepers = {"sharded_cells.py", "sharded_tree.py", "parameter_storage.py", "capture.py", Path(__file__).name}
+    wrong = [path for path in ALL_SOURCES if path.name not in keepers and '"_sharding"' in path.read_text("utf-8")]
+    assert not wrong

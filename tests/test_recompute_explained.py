@@ -23,6 +23,7 @@ from mindformers_core.tensor_parallel.explaining.algorithms import algorithm_ste
 from mindformers_core.tensor_parallel.explaining.report import CallRow
 from mindformers_core.tensor_parallel.explaining.traffic import collectives_of
 from mindformers_core.tensor_parallel.propagation.plan import called_cells
+from mindformers_core.tensor_parallel.sharded_cells import tree_of
 from mindformers_core.trainer.activation_report import report_activations
 from mindformers_core.trainer.recipe import MESH_AXES
 from mindformers_core.zero import hsdp, value_and_grad
@@ -32,7 +33,7 @@ one_rank = pytest.mark.usefixtures("one_rank")
 
 
 def explained(net, frame, path=""):
-    return net.__dict__["_sharding"][0].activations.explained(frame, path)
+    return tree_of(net).activations.explained(frame, path)
 
 
 def rows_of(report):
@@ -249,7 +250,7 @@ def test_the_picture_of_a_budget(tmp_path):
     ):
         write_curve(net, tmp_path / "nowhere" / "curve.svg")
     said = write_curve(net, tmp_path / "curve.svg")
-    (choice,) = net.__dict__["_sharding"][0].activations.choices.values()
+    (choice,) = tree_of(net).activations.choices.values()
     assert said.startswith("recompute, budget 0.5: ") and choice.saved_bytes <= choice.all_bytes / 2
     share = f"{100 * choice.flops / choice.forward_flops:.1f} %"
     assert f", {share} of the forward pass\n" in said

@@ -8,6 +8,7 @@ from mindspore import mint, nn
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recompute import recompute, swap
 from mindformers_core.tensor_parallel import shard
+from mindformers_core.tensor_parallel.sharded_cells import tree_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -31,7 +32,7 @@ class Model(nn.Cell):
 
 
 def layers_of(asked=True, **cells):
-    return sharded(**cells, settings={"full": asked}).__dict__["_sharding"][0].activations.full
+    return tree_of(sharded(**cells, settings={"full": asked})).activations.full
 
 
 def sharded(settings=None, swapped=None, **cells):

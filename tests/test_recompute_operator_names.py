@@ -15,6 +15,7 @@ from mindformers_core.recompute.patterns import select
 from mindformers_core.recompute.places import operators_in_order
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.tensor_parallel.propagation.plan import FramePlan, Move, OperatorPlan, called_cells
+from mindformers_core.tensor_parallel.sharded_cells import tree_of
 
 MESH = DeviceMesh((2, 2), ("dp", "tp"))
 
@@ -224,7 +225,7 @@ def test_a_sharded_llama():
     net = shard(cell, init_device_mesh((1, 1), ("dp", "tp")))
     net.set_train()
     net(*args, **named)
-    tree = net.__dict__["_sharding"][0]
+    tree = tree_of(net)
     names = check_texts(next(iter(tree.programs.values())).frame)
     texts = [name.text for name in names]
     assert len(set(texts)) == len(texts)

@@ -13,6 +13,7 @@ from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.recompute.algorithms import algorithm_of
 from mindformers_core.recompute.prediction import saved_bytes
 from mindformers_core.tensor_parallel import shard
+from mindformers_core.tensor_parallel.sharded_cells import tree_of
 
 WITHOUT_RULE = ("batch norm",)
 
@@ -42,7 +43,7 @@ def constants_of(program):
 def measured_and_program(net, args, named):
     """Bytes that a sharded Cell keeps, and the program that it ran."""
     net(*args, **named)
-    (program,) = net.__dict__["_sharding"][0].programs.values()
+    (program,) = tree_of(net).programs.values()
     exclude = [*nn.Cell.trainable_params(net), *constants_of(program), *tensors_in((args, named))]
 
     def run(*given):

@@ -21,6 +21,7 @@ from mindformers_core.recompute.operator_names import operator_texts
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
 from mindformers_core.recompute.swapped import check_apart, swapped_keys
 from mindformers_core.tensor_parallel import explain, prepare, programs, shard
+from mindformers_core.tensor_parallel.sharded_cells import tree_of
 from mindformers_core.zero import hsdp, value_and_grad
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -134,7 +135,7 @@ def test_what_is_saved_waits_on_the_host(monkeypatch, make, settings, recomputin
 
     ms.value_and_grad(forward, None, net.trainable_params())(*inputs)
     frame = programs(net)[-1].frame
-    explained = net.__dict__["_sharding"][0].activations.explained(frame)
+    explained = tree_of(net).activations.explained(frame)
     marks = [mark.nbytes for mark in explained.marks.values() if mark.kind == "on host"]
     assert kept["fetched"] == [] and sum(kept["host"]) == sum(marks)
     outside = set(map(place_of, others(net, inputs)))

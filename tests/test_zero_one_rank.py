@@ -12,6 +12,7 @@ from small_zero import Linear, Net, array, both_modes, check, expected, inputs
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.recompute import recompute
 from mindformers_core.tensor_parallel import shard
+from mindformers_core.tensor_parallel.sharded_cells import tree_of
 from mindformers_core.zero import LossScale, MixedPrecision, hsdp, value_and_grad
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -55,7 +56,7 @@ def test_what_is_dropped_is_freed(level):
     net = hsdp(recompute(sharded(Net()), select=["*.first"]), optimizer_level=level, threshold=0)
     gradient_of = value_and_grad(net)
     gradient_of(inputs())
-    held = [weakref.ref(each) for each in (net, net.__dict__["_sharding"][0], net.first.weight)]
+    held = [weakref.ref(each) for each in (net, tree_of(net), net.first.weight)]
     del net, gradient_of
     gc.collect()
     assert [ref() for ref in held] == [None] * 3

@@ -9,7 +9,7 @@ from small_pipelines import Scale, array, pipeline
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.pipeline import PipelineStage
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.tensor_parallel.sharded_cells import computing_parameters
+from mindformers_core.tensor_parallel.sharded_cells import computing_parameters, tree_of
 from mindformers_core.zero import LossScale, MixedPrecision, gathered, hsdp, share_parts
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -112,7 +112,7 @@ def test_calls_in_the_wrong_order():
         with pytest.raises(ValueError, match="in the middle of a step or of gathered"):
             stages.run(Tensor(array(8, 4)))
         stages.evaluate(Tensor(array(8, 4)))
-        assert made[0].__dict__["_sharding"][0].storage.is_open
+        assert tree_of(made[0]).storage.is_open
     next(iter(made[0].trainable_params())).requires_grad = False
     with pytest.raises(ValueError, match="requires_grad of 'weights.0.weight' has changed"):
         PipelineStage(made[0], 0, 3)

@@ -1,7 +1,7 @@
 """Whether a stage gives its tensors in the layouts that the next one takes them in: only local tensors travel."""
 
 from mindformers_core.layout import LayoutSpec, bind_layout, layout
-from mindformers_core.tensor_parallel.sharded_cells import ShardedCell
+from mindformers_core.tensor_parallel.sharded_cells import ShardedCell, tree_of
 
 __all__ = ["check_boundary", "declared_inputs"]
 
@@ -13,7 +13,7 @@ def declared_inputs(cell, names):
     """
     if not isinstance(cell, ShardedCell):
         return None
-    declaration = cell.__dict__["_sharding"][0].declarations.get("")
+    declaration = tree_of(cell).declarations.get("")
     inputs = declaration.inputs if declaration else {}
     return [[name, _entries(inputs.get(name))] for name in names]
 

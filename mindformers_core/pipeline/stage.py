@@ -16,7 +16,7 @@ from mindformers_core.pipeline.stage_gradients import StageGradients
 from mindformers_core.pipeline.stage_weights import StageWeights
 from mindformers_core.tensor_parallel.move import dtype_name
 from mindformers_core.tensor_parallel.parameter_storage import parameter_storage
-from mindformers_core.tensor_parallel.sharded_cells import computing_parameters
+from mindformers_core.tensor_parallel.sharded_cells import ShardedCell, computing_parameters, tree_of
 
 __all__ = ["PipelineStage"]
 
@@ -302,8 +302,7 @@ class PipelineStage:
 
     def _check_trained(self):
         """Raise `ValueError` where parameters were frozen or thawed, or cut by `hsdp()`, since the stage was made."""
-        sharding = self.cell.__dict__.get("_sharding")
-        if sharding is not None and sharding[0].storage is not self._storage:
+        if isinstance(self.cell, ShardedCell) and tree_of(self.cell).storage is not self._storage:
             raise ValueError(
                 f"hsdp() was called with {self._name()} after its PipelineStage was made: call it before, and make the "
                 "stage, and the schedule, anew"

@@ -1,14 +1,14 @@
 """What is wrong with `recompute()` and `swap()` on the stages of a pipeline together: an error on all of its ranks."""
 
 from mindformers_core.pipeline.agreement import raise_first
+from mindformers_core.tensor_parallel.sharded_cells import ShardedCell, tree_of
 
 __all__ = ["StageActivations", "activations_of", "told_by"]
 
 
 def activations_of(cell):
     """The `ActivationPolicy` of a stage's Cell; None of one that isn't sharded."""
-    sharding = cell.__dict__.get("_sharding")
-    return None if sharding is None else sharding[0].activations
+    return tree_of(cell).activations if isinstance(cell, ShardedCell) else None
 
 
 def told_by(stage):

@@ -11,7 +11,13 @@ from mindformers_core.tensor_parallel.compiling import jit
 from mindformers_core.tensor_parallel.dtensor import DTensor
 from mindformers_core.tensor_parallel.inspecting import prepare
 from mindformers_core.tensor_parallel.parameter_storage import parameter_storage
-from mindformers_core.tensor_parallel.sharded_cells import GeneratedCell, ShardedCell, computing_parameters
+from mindformers_core.tensor_parallel.sharded_cells import (
+    GeneratedCell,
+    ShardedCell,
+    computing_parameters,
+    tree_and_path,
+    tree_of,
+)
 
 __all__ = ["StageFunction", "own_class"]
 
@@ -22,7 +28,7 @@ def own_class(cell):
     """The class that a Cell has as its user wrote it, sharded or not."""
     if not isinstance(cell, ShardedCell):
         return type(cell)
-    tree, path = cell.__dict__["_sharding"]
+    tree, path = tree_and_path(cell)
     return tree.classes[path]
 
 
@@ -43,7 +49,7 @@ class StageFunction:
     """
 
     def __init__(self, cell, loss_fn, compiled):
-        if loss_fn is not None and isinstance(cell, ShardedCell) and cell.__dict__["_sharding"][0].mesh.size > 1:
+        if loss_fn is not None and isinstance(cell, ShardedCell) and tree_of(cell).mesh.size > 1:
             raise ValueError(
                 f"{own_class(cell).__name__} is sharded over several ranks: a loss_fn would see this rank's part of "
                 "its output only. Let the Cell itself compute the loss, from an argument of its own"
@@ -60,7 +66,7 @@ class StageFunction:
         self.takes_any = any(a.kind == Argument.VAR_KEYWORD for a in arguments)
         self.layouts = ()
         if compiled and isinstance(cell, ShardedCell):
-            self._cells_compiled = CompiledCells(cell.__dict__["_sharding"][0])
+            self._cells_compiled = CompiledCells(tree_of(cell))
         self._cells = [child for _, child in cell.cells_and_names()]
         self._weights = computing_parameters(cell)
         self._graphs = {}  # (names of what is passed by name, training flags) -> (places of the values, function)
@@ -123,7 +129,7 @@ class StageFunction:
     def check_gradients(self):
         """Raise `ValueError` where gradients can't be taken of the program as recompute or swap ask for."""
         if isinstance(self.cell, GeneratedCell):
-            self.cell.__dict__["_sharding"][0].activations.check_matched()
+            tree_of(self.cell).activations.check_matched()
 
     def _parted(self, kwargs):
         """The target in a tuple, and the other keyword arguments."""

@@ -8,7 +8,7 @@ from mindformers_core.recompute.prediction import saved_activations
 from mindformers_core.tensor_parallel.inspecting import prepare
 from mindformers_core.tensor_parallel.program import plan_call
 from mindformers_core.tensor_parallel.propagation.plan import called_cells, joined_path
-from mindformers_core.tensor_parallel.sharded_cells import ShardedCell
+from mindformers_core.tensor_parallel.sharded_cells import ShardedCell, tree_and_path
 
 __all__ = ["ListedOperator", "OperatorList", "list_operators"]
 
@@ -78,7 +78,7 @@ def list_operators(cell, *inputs, **named_inputs):
     for key, path in called_cells(frame):
         inside = sum(nbytes for other, nbytes in saved.items() if other[: len(key)] == key)
         cells[path] = cells.get(path, 0) + inside
-    tree, root = cell.__dict__["_sharding"]
+    tree, root = tree_and_path(cell)
     paths = {path: joined_path(root, path) for path in cells if path}
     listed.cells = [ListedOperator(p, tree.classes[whole].__name__, cells[p]) for p, whole in paths.items()]
     return listed
@@ -93,7 +93,7 @@ def _others(name):
 
 def _plan(cell, inputs, named_inputs):
     """The `FramePlan` of a call: of its program, but where patterns, which may be wrong, are to be matched for that."""
-    tree, path = cell.__dict__["_sharding"]
+    tree, path = tree_and_path(cell)
     if not tree.activations.marks:
         return prepare(cell, *inputs, **named_inputs).frame
     program = tree.known_program(path, inputs, named_inputs)

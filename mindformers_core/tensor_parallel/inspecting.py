@@ -6,7 +6,7 @@ from pathlib import Path
 from mindformers_core.tensor_parallel.explaining import explain_plan, make_report, page
 from mindformers_core.tensor_parallel.explaining.algorithms import algorithm_steps
 from mindformers_core.tensor_parallel.propagation.plan import joined_path
-from mindformers_core.tensor_parallel.sharded_cells import EagerCell, ShardedCell
+from mindformers_core.tensor_parallel.sharded_cells import EagerCell, tree_and_path, tree_of
 
 __all__ = ["explain", "explain_activations", "prepare", "programs"]
 
@@ -29,7 +29,7 @@ def prepare(cell, *inputs, saved_plan=None, compiled=False, **named_inputs):
         TypeError: `cell` isn't sharded. ValueError: it runs eagerly, or can't be captured (`CaptureError`);
             or the saved plan is for something else.
     """
-    tree, path = _sharding(cell)
+    tree, path = tree_and_path(cell)
     if isinstance(cell, EagerCell):
         raise ValueError(f"{tree.label(path)} runs operator by operator (eager): it has no programs, its children have")
     with tree.for_compiled() if compiled else nullcontext():
@@ -42,7 +42,7 @@ def programs(cell):
     There are at most 64 for each Cell that is called from outside; beyond that the one that was used longest ago is
     forgotten, with a warning.
     """
-    return list(_sharding(cell)[0].programs.values())
+    return list(tree_of(cell).programs.values())
 
 
 def explain(cell, *inputs, html=None, **named_inputs):
@@ -64,7 +64,7 @@ def explain(cell, *inputs, html=None, **named_inputs):
     Raises:
         TypeError: `cell` isn't sharded. ValueError: no inputs are given, and no program was made yet.
     """
-    tree, path = _sharding(cell)
+    tree, path = tree_and_path(cell)
     if inputs or named_inputs:
         whole, inner = prepare(cell, *inputs, **named_inputs).frame, ""
     else:
@@ -88,7 +88,7 @@ def explain_activations(cell, *inputs, compiled=False, **named_inputs):
     Raises:
         ValueError: what would be an error as soon as gradients are taken; or no inputs are given, and nothing ran.
     """
-    tree, _ = _sharding(cell)
+    tree = tree_of(cell)
     if not tree.activations.marks:
         return ()
     if inputs or named_inputs:
@@ -106,9 +106,3 @@ def _last_program(tree, path):
             if joined_path(program.path, inner) == path:
                 return program.frame, inner
     raise ValueError(f"{tree.label(path)} has no program yet: give explain() inputs, or call the Cell before")
-
-
-def _sharding(cell):
-    if not isinstance(cell, ShardedCell):
-        raise TypeError(f"{type(cell).__name__} isn't sharded: call shard(cell, mesh, ...) first")
-    return cell.__dict__["_sharding"]

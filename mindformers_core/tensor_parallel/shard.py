@@ -11,7 +11,7 @@ from mindformers_core.tensor_parallel.deriving import derived_layouts
 from mindformers_core.tensor_parallel.dtensor import placed_parameter
 from mindformers_core.tensor_parallel.initialize import initializer_of, materialize
 from mindformers_core.tensor_parallel.optimizers_before import refuse_optimizers_of
-from mindformers_core.tensor_parallel.sharded_cells import ShardedCell, computing_parameters
+from mindformers_core.tensor_parallel.sharded_cells import ShardedCell, computing_parameters, tree_of
 from mindformers_core.tensor_parallel.sharded_tree import ShardedTree
 
 __all__ = ["MODES", "replace_parameters", "shard"]
@@ -92,7 +92,7 @@ def _check_arguments(cell, mesh, mode, inputs):
 def _refuse_sharded(cell):
     for _, child in cell.cells_and_names():
         if isinstance(child, ShardedCell):
-            is_hsdp = child.__dict__["_sharding"][0].storage.settings is not None
+            is_hsdp = tree_of(child).storage.settings is not None
             how = "by hsdp(): call shard() first, then hsdp()" if is_hsdp else "already: call shard() once"
             raise ValueError(f"{type(cell).__name__}, or a Cell in it, is sharded {how}, with the root Cell")
 

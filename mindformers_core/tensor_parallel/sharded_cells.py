@@ -11,7 +11,7 @@ from mindformers_core.tensor_parallel.dtensor import parameter_meta, parameter_v
 
 __all__ = [
     "CONTAINERS", "EagerCell", "GeneratedCell", "ShardedCell", "computing_parameters", "located", "sharded_class",
-    "tree_of_root",
+    "tree_and_path", "tree_of", "tree_of_root",
 ]  # fmt: skip
 
 CONTAINERS = (nn.CellList, nn.CellDict, nn.SequentialCell)  # they hold other Cells in a row
@@ -81,6 +81,22 @@ class ShardedCell:
         """As MindSpore's, which `set_train` calls: programs depend on the flag."""
         self.__dict__["_sharding"][0].training = None
         return super().add_flags(**flags)
+
+
+def tree_and_path(cell):
+    """The `ShardedTree` that a Cell belongs to, and the Cell's path in it.
+
+    Raises:
+        TypeError: `cell` isn't sharded.
+    """
+    if not isinstance(cell, ShardedCell):
+        raise TypeError(f"{type(cell).__name__} isn't sharded: call shard(cell, mesh, ...) first")
+    return cell.__dict__["_sharding"]
+
+
+def tree_of(cell):
+    """The first of `tree_and_path`, which raises the same."""
+    return tree_and_path(cell)[0]
 
 
 class GeneratedCell(ShardedCell):

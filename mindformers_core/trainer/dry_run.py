@@ -22,6 +22,7 @@ from mindformers_core.recompute.prediction import saved_bytes
 from mindformers_core.recompute.stages import check_stages
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.tensor_parallel.inspecting import explain_activations, prepare
+from mindformers_core.tensor_parallel.sharded_cells import tree_of
 from mindformers_core.trainer.activations import with_activations
 from mindformers_core.trainer.micro_batch import micro_batch
 from mindformers_core.trainer.pipeline_recipe import recipe_timeline
@@ -152,7 +153,7 @@ def _facts_of_rank(recipe, mesh, rank, micro_batches, live):
 
 def _kept(recipe, stage, net):
     """Bytes of what a stage takes in a micro-batch and keeps for its backward pass; and those that come back in it."""
-    given, policy = micro_batch(recipe, stage), net.__dict__["_sharding"][0].activations
+    given, policy = micro_batch(recipe, stage), tree_of(net).activations
     frame = prepare(net, *given, compiled=recipe.context.mode == 0).frame
     explained, layers = policy.explained(frame), {path for paths in policy.layers.values() for path in paths}
     taken = sum(math.prod(each.shape) * ITEM_BYTES[each.dtype] for each in given)
@@ -162,7 +163,7 @@ def _kept(recipe, stage, net):
 
 def _told(recipe, stage, net):
     """What the `ActivationPolicy` of a stage tells, once it has the program that training would run."""
-    activations = net.__dict__["_sharding"][0].activations
+    activations = tree_of(net).activations
     if activations.marks:
         prepare(net, *micro_batch(recipe, stage), compiled=recipe.context.mode == 0)
     return activations.told()

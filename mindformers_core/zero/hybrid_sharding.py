@@ -16,7 +16,7 @@ from mindformers_core.mesh import DeviceMesh
 from mindformers_core.tensor_parallel.labels import cell_label
 from mindformers_core.tensor_parallel.optimizers_before import refuse_optimizers_of
 from mindformers_core.tensor_parallel.shard import shard
-from mindformers_core.tensor_parallel.sharded_cells import ShardedCell
+from mindformers_core.tensor_parallel.sharded_cells import ShardedCell, tree_and_path, tree_of
 from mindformers_core.zero.buckets import parse_comm_fusion
 from mindformers_core.zero.installing import install, planned_parameters
 from mindformers_core.zero.precision import MixedPrecision
@@ -127,7 +127,7 @@ def _sharded_tree(cell, mesh, axis):
     """The `ShardedTree` of a Cell; a plain one is sharded over this rank alone, on a mesh with the other axes, which
     hooks may name, if of size 1."""
     if isinstance(cell, ShardedCell):
-        return cell.__dict__["_sharding"][0]
+        return tree_of(cell)
     others = [name for name in mesh.axis_names if name != axis]
     names = others if others and mesh.axis_size(*others) == 1 else ["rank"]
     try:
@@ -137,14 +137,14 @@ def _sharded_tree(cell, mesh, axis):
             f"{error} (hsdp() shards a plain Cell over one rank: where its hooks name mesh axes, call shard() before, "
             "or give hsdp() a mesh in which these have size 1)"
         ) from error
-    return cell.__dict__["_sharding"][0]
+    return tree_of(cell)
 
 
 def _refuse_second(cell):
     """Raise `ValueError` where a Cell, or one below, is in a tree that `hsdp()` can't take, or has taken."""
     for path, child in cell.cells_and_names():
         if isinstance(child, ShardedCell):
-            tree, inner = child.__dict__["_sharding"]
+            tree, inner = tree_and_path(child)
             if isinstance(tree.storage, HsdpStorage):
                 where = f"{cell_label(path, child)} is under hsdp() already" if path else (
                     f"hsdp() was called with {tree.label('')} already"
@@ -171,7 +171,7 @@ def _checked_mesh(cell, axis, mesh):
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"hsdp(mesh={mesh!r}): should be a DeviceMesh, as init_device_mesh() makes it")
     _refuse_second(cell)
-    own = cell.__dict__["_sharding"][0].mesh if isinstance(cell, ShardedCell) else None
+    own = tree_of(cell).mesh if isinstance(cell, ShardedCell) else None
     if mesh is None:
         mesh = DeviceMesh((world().size,), (axis,)) if own is None else own
     if world().rank not in mesh:

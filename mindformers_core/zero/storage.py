@@ -9,7 +9,7 @@ from mindspore.graph.api import _no_grad, _pynative_executor
 from mindformers_core.tensor_parallel.labels import cell_label
 from mindformers_core.tensor_parallel.parameter_storage import ParameterStorage
 from mindformers_core.tensor_parallel.recordings import forget_recordings
-from mindformers_core.tensor_parallel.sharded_cells import ShardedCell, computing_parameters
+from mindformers_core.tensor_parallel.sharded_cells import ShardedCell, computing_parameters, tree_and_path
 from mindformers_core.zero.collecting import reduced, summed
 from mindformers_core.zero.explained import explained
 from mindformers_core.zero.formulas import StepPlan
@@ -319,7 +319,7 @@ def storage_of(cell):
         TypeError, ValueError: not a Cell that `hsdp()` was called with.
     """
     if isinstance(cell, ShardedCell):
-        tree, path = cell.__dict__["_sharding"]
+        tree, path = tree_and_path(cell)
         if isinstance(tree.storage, HsdpStorage):
             if path == "":
                 return tree.storage

@@ -11,7 +11,7 @@ from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.tensor_parallel.capturing.structure import map_leaves
 from mindformers_core.tensor_parallel.dtensor import DTensor
-from mindformers_core.tensor_parallel.sharded_cells import CONTAINERS
+from mindformers_core.tensor_parallel.sharded_cells import CONTAINERS, tree_of
 
 __all__ = ["UnitSchedule", "find_units", "unit_of"]
 
@@ -159,7 +159,7 @@ class _Unit:
                 schedule.after_forward(unit)
 
     def _stays(self):
-        tree, _ = self.schedule.storage.cells[0].__dict__["_sharding"]
+        tree = tree_of(self.schedule.storage.cells[0])
         return tree.activations.keeps_weights(self.unit)
 
     def _await_gradient(self, leaf):

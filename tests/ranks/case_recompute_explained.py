@@ -11,6 +11,7 @@ from mindformers_core.recompute import recompute
 from mindformers_core.tensor_parallel import programs, shard
 from mindformers_core.tensor_parallel.explaining import make_report
 from mindformers_core.tensor_parallel.explaining.algorithms import algorithm_steps
+from mindformers_core.tensor_parallel.sharded_cells import tree_of
 
 
 @on_ranks(2)
@@ -31,7 +32,7 @@ def case_what_is_sent_again_is_explained():
 def told(cell):
     """`(name, axes) -> (number, bytes)` of what is sent by the program that ran last."""
     frame, found = programs(cell)[-1].frame, {}
-    activations = cell.__dict__["_sharding"][0].activations.explained(frame)
+    activations = tree_of(cell).activations.explained(frame)
     for (axes, _, name), both in make_report(frame, algorithm_steps, activations).traffic.items():
         before = found.get((name, axes), (0, 0))
         found[name, axes] = tuple(map(sum, zip(before, both)))

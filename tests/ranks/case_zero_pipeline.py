@@ -16,6 +16,7 @@ from mindformers_core.pipeline import (
     ScheduleZBV,
 )
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
+from mindformers_core.tensor_parallel.sharded_cells import tree_of
 from mindformers_core.zero import hsdp, share_parts
 
 PIPELINES, ROWS, COUNT, STEPS = 2, 8, 4, 2
@@ -140,7 +141,7 @@ def case_zero_stages_recover():
     with pytest.raises(RuntimeError, match="no more"):
         run(schedule, mesh, number=1)
     stage.forward = forward
-    storage = stage.cell.__dict__["_sharding"][0].storage
+    storage = tree_of(stage.cell).storage
     assert not storage.is_open
     for path, gradient in gradients_of(schedule).items():
         np.testing.assert_array_equal(gradient.asnumpy(), before[path])

@@ -13,6 +13,7 @@ from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
+from mindformers_core.tensor_parallel.sharded_cells import tree_of
 from mindformers_core.trainer.adamw import AdamW
 from mindformers_core.trainer.recipe import Optimizer, Parallelism
 from mindformers_core.zero import hsdp, value_and_grad
@@ -87,7 +88,7 @@ def train_parts(net, mesh, steps, max_norm=0, optimizer=adamw, compiled=False, l
 
 def micro_batches(net, mesh, batch):
     """This rank's part of a batch for each micro-step, as tensors."""
-    count = net.__dict__["_sharding"][0].storage.settings.accumulate_grad_step
+    count = tree_of(net).storage.settings.accumulate_grad_step
     dp, place = mesh.axis_size("dp"), mesh.group_index(world().rank, ("dp",))
     return [[Tensor(np.split(entry, dp * count)[part * dp + place]) for entry in batch] for part in range(count)]
 
