@@ -23,8 +23,8 @@ from mindformers_core.models.rotary import rotary_tables
 from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage, Schedule1F1B, simulate
 from mindformers_core.pipeline.schedules.named import SCHEDULES, schedule_class
 from mindformers_core.pipeline.schedules.placement import PLACEMENTS
+from mindformers_core.sharding.initialize import materialize
 from mindformers_core.tensor_parallel import jit, shard
-from mindformers_core.tensor_parallel.initialize import materialize
 
 STAGES = 2
 MICRO_BATCHES = 8

@@ -10,18 +10,18 @@ from types import SimpleNamespace
 import mindspore as ms
 from harness import Variant, run_benchmark
 
+from mindformers_core.capture.capture import capture
 from mindformers_core.layout import Layout, bind_layout, layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.operators import tensor_meta
 from mindformers_core.pipeline.schedules.named import schedule_class
 from mindformers_core.pipeline.tables.step import MetaStep, MetaStepType
+from mindformers_core.program.structure import values_in
+from mindformers_core.propagation.checking import check_plan
+from mindformers_core.propagation.propagate import propagate
 from mindformers_core.redistribution import plan_redistribution
-from mindformers_core.tensor_parallel.capturing.capture import capture
-from mindformers_core.tensor_parallel.capturing.structure import values_in
-from mindformers_core.tensor_parallel.declare import collect_declarations
-from mindformers_core.tensor_parallel.propagation import propagate
-from mindformers_core.tensor_parallel.propagation.checking import check_plan
+from mindformers_core.sharding.declare import collect_declarations
 
 TITLE = "Planning, in Python"
 PLANS = 1000  # in a run

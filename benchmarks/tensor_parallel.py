@@ -23,8 +23,8 @@ from mindformers_core.models import LlamaConfig
 from mindformers_core.models.attention import causal_mask
 from mindformers_core.models.llama import LlamaDecoderLayer
 from mindformers_core.models.rotary import rotary_tables
+from mindformers_core.sharding.initialize import materialize
 from mindformers_core.tensor_parallel import DTensor, jit, shard
-from mindformers_core.tensor_parallel.initialize import materialize
 
 TP = 2
 LAYERS, HIDDEN, LENGTH, BATCH = 4, 256, 128, 8

@@ -24,8 +24,8 @@ from mindformers_core.models import LlamaConfig
 from mindformers_core.models.attention import causal_mask
 from mindformers_core.models.llama import LlamaDecoderLayer
 from mindformers_core.models.rotary import rotary_tables
+from mindformers_core.sharding.initialize import materialize
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.tensor_parallel.initialize import materialize
 from mindformers_core.zero import hsdp, value_and_grad
 
 DP = 2

@@ -12,13 +12,13 @@ def public_names(package, modules):
 
     Args:
         package: its `__name__`.
-        modules: public name -> the module in the package that defines it.
+        modules: public name -> the module that defines it: one of the package, or with a dot, of the package around it.
     """
 
     def get(name):
         if name not in modules:
             raise AttributeError(f"module '{package}' has no attribute '{name}'{nearest(name, modules)}")
-        return getattr(import_module(f"{package}.{modules[name]}"), name)
+        return getattr(import_module(f".{modules[name]}", package), name)
 
     def names():
         return sorted([*vars(import_module(package)), *modules])

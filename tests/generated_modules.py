@@ -8,8 +8,8 @@ import numpy as np
 from mindspore import Tensor
 from mindspore._c_expression import NoFallbackGuard
 
-from mindformers_core.tensor_parallel.generation.operator_source import operator_source
-from mindformers_core.tensor_parallel.indexing import index_tensor
+from mindformers_core.dtensor.indexing import index_tensor
+from mindformers_core.generation.operator_source import operator_source
 
 GROUP = 40  # programs that are compiled together
 

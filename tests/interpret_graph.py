@@ -8,9 +8,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from mindformers_core.tensor_parallel.capturing.graph import CallNode
-from mindformers_core.tensor_parallel.capturing.structure import DType, Value, map_leaves
-from mindformers_core.tensor_parallel.generation.operator_source import operator_source
+from mindformers_core.generation.operator_source import operator_source
+from mindformers_core.program.graph import CallNode
+from mindformers_core.program.structure import DType, Value, map_leaves
 
 __all__ = ["interpret"]
 

@@ -2,13 +2,13 @@
 
 from types import SimpleNamespace
 
+from mindformers_core.capture.capture import capture
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.tensor_parallel.capturing import capture
-from mindformers_core.tensor_parallel.capturing.structure import values_in
-from mindformers_core.tensor_parallel.declare import collect_declarations
-from mindformers_core.tensor_parallel.propagation import propagate
-from mindformers_core.tensor_parallel.propagation.checking import check_plan
+from mindformers_core.program.structure import values_in
+from mindformers_core.propagation.checking import check_plan
+from mindformers_core.propagation.propagate import propagate
+from mindformers_core.sharding.declare import collect_declarations
 
 __all__ = ["CONFIGS", "MESH", "check_plan", "move_bytes", "plan_of", "stored", "whole"]
 

@@ -1,10 +1,10 @@
 """Plans of Cells for tests: captured, with what is declared for them, propagated on a mesh."""
 
+from mindformers_core.capture.capture import capture
 from mindformers_core.layout import bind_layout, layout
-from mindformers_core.tensor_parallel.capturing import capture
-from mindformers_core.tensor_parallel.capturing.structure import values_in
-from mindformers_core.tensor_parallel.declare import collect_declarations
-from mindformers_core.tensor_parallel.propagation import propagate
+from mindformers_core.program.structure import values_in
+from mindformers_core.propagation.propagate import propagate
+from mindformers_core.sharding.declare import collect_declarations
 
 __all__ = ["planned"]
 

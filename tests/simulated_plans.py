@@ -3,9 +3,9 @@
 import numpy as np
 from simulated_ranks import distribute, run_forward
 
-from mindformers_core.tensor_parallel.capturing.structure import map_leaves, values_in
-from mindformers_core.tensor_parallel.propagation import CallPlan, Move
-from mindformers_core.tensor_parallel.propagation.aliases import match_arguments
+from mindformers_core.program.aliases import match_arguments
+from mindformers_core.program.plan import CallPlan, Move
+from mindformers_core.program.structure import map_leaves, values_in
 
 __all__ = ["computed", "simulate"]
 

@@ -4,8 +4,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import ParameterTuple, Tensor, nn, ops
 
+from mindformers_core.passes.weight_split import split_weight_gradients
 from mindformers_core.tensor_parallel import prepare
-from mindformers_core.tensor_parallel.weight_split import split_weight_gradients
 
 __all__ = ["Compiled", "Interpreted", "assert_same", "filled", "gradients"]
 

@@ -24,14 +24,15 @@ from algorithm_calls import (
 from mindspore import Tensor, mint, ops
 from simulated_ranks import collect, distribute, run_forward
 
+from mindformers_core.capture.algorithm_graph import algorithm_graph
+from mindformers_core.capture.capture import capture
+from mindformers_core.dtensor.distributed_operators import ALGORITHMS
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
+from mindformers_core.program.plan import OperatorPlan
+from mindformers_core.program.structure import Value, map_leaves, values_in
+from mindformers_core.propagation.propagate import propagate
 from mindformers_core.redistribution import CPU, plan_redistribution
-from mindformers_core.tensor_parallel.capturing import capture
-from mindformers_core.tensor_parallel.capturing.structure import Value, map_leaves, values_in
-from mindformers_core.tensor_parallel.distributed_operators import ALGORITHMS
-from mindformers_core.tensor_parallel.generation.algorithm_graph import algorithm_graph
-from mindformers_core.tensor_parallel.propagation import OperatorPlan, propagate
 
 sys.path.append(str(Path(__file__).parent / "ranks"))
 from direct_calls import Operator  # noqa: E402, its folder is on the path only now

@@ -205,5 +205,3 @@ def test_memory_that_was_not_foretold_fails_the_benchmark():
     memory["full", "pynative"]["foretold"] = 41.0
     shown, all_kept = benchmark.memory_remarks(memory)
     assert not all_kept and any("foretold 41.0 MB, off by 0.0244; limit 0.02, EXCEEDED" in line for line in shown)
-
-

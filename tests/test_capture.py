@@ -13,11 +13,11 @@ from mindspore.graph.api import _pynative_executor
 from ranks.mindspore_calls import CALLS
 from work import calls_in
 
+from mindformers_core.capture.capture import capture
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.operators import tensor_meta
-from mindformers_core.tensor_parallel.capturing.capture import capture
-from mindformers_core.tensor_parallel.capturing.graph import CallNode, OperatorNode, structure_key
-from mindformers_core.tensor_parallel.capturing.structure import values_in
+from mindformers_core.program.graph import CallNode, OperatorNode, structure_key
+from mindformers_core.program.structure import values_in
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])

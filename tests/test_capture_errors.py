@@ -9,12 +9,12 @@ from captured_models import Function, assert_unchanged, snapshot
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 
+from mindformers_core.capture.capture import capture
+from mindformers_core.capture.traced import CaptureError
 from mindformers_core.layout import layout
 from mindformers_core.operators import tensor_meta
+from mindformers_core.program.graph import OperatorNode
 from mindformers_core.tensor_parallel import local_map
-from mindformers_core.tensor_parallel.capturing.capture import capture
-from mindformers_core.tensor_parallel.capturing.graph import OperatorNode
-from mindformers_core.tensor_parallel.capturing.traced import CaptureError
 
 HERE = Path(__file__).name
 X = tensor_meta((2, 4), "float32")

@@ -8,8 +8,8 @@ from captured_models import Function
 from mindspore import nn, ops
 from test_capture import only_operators
 
+from mindformers_core.capture.capture import _WITHOUT_COMPILING, capture
 from mindformers_core.operators import tensor_meta
-from mindformers_core.tensor_parallel.capturing.capture import _WITHOUT_COMPILING, capture
 
 X = tensor_meta((2, 4), "float32")
 

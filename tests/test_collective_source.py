@@ -5,11 +5,11 @@ import itertools
 import pytest
 
 from mindformers_core.communication import communicator
+from mindformers_core.generation.collective_source import collective_name, collective_source
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.redistribution import CPU, plan_redistribution
 from mindformers_core.redistribution.steps import STEP_KINDS, Step
-from mindformers_core.tensor_parallel.generation.collective_source import collective_name, collective_source
 
 pytestmark = pytest.mark.usefixtures("rank_0_of_4")
 MESH = init_device_mesh((2, 2), ("dp", "tp"))

@@ -8,9 +8,9 @@ from mindformers_core.communication import init_distributed, shutdown
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import tensor_meta
+from mindformers_core.program.plan import OperatorPlan, called_graphs
+from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.tensor_parallel.propagation.plan import OperatorPlan, called_graphs
-from mindformers_core.tensor_parallel.sharded_cells import tree_of
 
 
 class Layer(nn.Cell):

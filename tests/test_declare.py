@@ -8,9 +8,9 @@ from small_cells import Linear, Net
 from mindformers_core.layout import Layout as OurLayout
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
+from mindformers_core.propagation.declaration import Declaration, OperatorDeclaration
+from mindformers_core.sharding.declare import collect_declarations
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.tensor_parallel.declare import collect_declarations
-from mindformers_core.tensor_parallel.propagation.declaration import Declaration, OperatorDeclaration
 
 pytestmark = pytest.mark.usefixtures("rank_0_of_4")
 MESH = init_device_mesh((2, 2), ("dp", "tp"))

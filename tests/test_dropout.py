@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
-from mindformers_core.tensor_parallel.dropout import connect_generator, counters, dropout_with_mask, next_random_state
+from mindformers_core.dtensor.dropout import connect_generator, counters, dropout_with_mask, next_random_state
 
 SIZE = 1024
 

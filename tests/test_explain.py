@@ -10,14 +10,15 @@ from mindspore import Parameter, Tensor, nn, ops
 from models import EXAMPLES, axes_of
 from planned_models import planned
 
+from mindformers_core.analysis.traffic import bytes_by_axes, collectives_of
+from mindformers_core.capture.algorithm_steps import algorithm_steps
+from mindformers_core.explaining.page import page
+from mindformers_core.explaining.report import MoveRow, make_report
+from mindformers_core.explaining.text import explain_plan
 from mindformers_core.hints import bytes_shown
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import tensor_meta
-from mindformers_core.tensor_parallel.explaining import explain_plan, make_report, page
-from mindformers_core.tensor_parallel.explaining.algorithms import algorithm_steps
-from mindformers_core.tensor_parallel.explaining.report import MoveRow
-from mindformers_core.tensor_parallel.explaining.traffic import bytes_by_axes, collectives_of
 from mindformers_core.tensor_parallel.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear
 
 TP = init_device_mesh((2,), ("tp",))

@@ -6,7 +6,7 @@ import pytest
 
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.placement import Replicate, Shard
-from mindformers_core.tensor_parallel.first_inputs import check_equal_shapes, suspicious_inputs
+from mindformers_core.sharding.first_inputs import check_equal_shapes, suspicious_inputs
 
 MESH = DeviceMesh((2, 2), ("dp", "tp"))  # ranks 0 and 1 are dp 0
 NAMES = ("image", "label")

@@ -11,7 +11,7 @@ from mindspore.common import initializer as init
 
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh
-from mindformers_core.tensor_parallel.initialize import _uniforms, draw_slice, initializer_of, materialize
+from mindformers_core.sharding.initialize import _uniforms, draw_slice, initializer_of, materialize
 
 DRAWN = [
     init.Normal(0.02, 1.0),

@@ -13,7 +13,7 @@ from mindformers_core.models import LayerSpec, LlamaConfig, LlamaForCausalLM, Ll
 from mindformers_core.models.attention import LlamaAttention, causal_mask
 from mindformers_core.models.llama import LlamaDecoderLayer, LlamaMLP
 from mindformers_core.models.rotary import apply_rotary, rotary_tables
-from mindformers_core.tensor_parallel.initialize import materialize
+from mindformers_core.sharding.initialize import materialize
 
 SMALL = {
     "vocab_size": 32,

@@ -4,8 +4,19 @@ import pytest
 from launch import ROOT
 from mutate import FAULTS, first_failure, read_faults, recorded
 
-FLOORS = ("mesh", "layout", "redistribution", "communication", "operators", "tensor_parallel", "pipeline", "zero")
-FLOORS += ("recompute", "models", "trainer")
+FLOORS = ("mesh", "layout", "redistribution", "operators", "program", "propagation", "analysis", "communication")
+FLOORS += (
+    "dtensor",
+    "capture",
+    "sharding",
+    "tensor_parallel",
+    "passes",
+    "recompute",
+    "zero",
+    "pipeline",
+    "models",
+    "trainer",
+)
 
 
 @pytest.mark.parametrize("fault", read_faults(), ids=lambda fault: fault.name)

@@ -9,10 +9,10 @@ import pytest
 from captured_models import small_llama
 from mindspore import Tensor, nn, ops
 
-from mindformers_core.tensor_parallel.capturing.capture import capture
-from mindformers_core.tensor_parallel.capturing.graph import CellGraph, OperatorNode
-from mindformers_core.tensor_parallel.capturing.structure import Value
-from mindformers_core.tensor_parallel.generation.naming import Names, assigned_names, snake_case
+from mindformers_core.capture.capture import capture
+from mindformers_core.program.graph import CellGraph, OperatorNode
+from mindformers_core.program.naming import Names, assigned_names, snake_case
+from mindformers_core.program.structure import Value
 
 
 def names_of(construct):

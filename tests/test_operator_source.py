@@ -10,9 +10,9 @@ from generated_modules import Program, float_places, gradients_of, module_source
 from mindspore import Tensor
 from operator_source_calls import ALL_CALLS, BROKEN, WITHOUT_GRADIENT, WITHOUT_KERNEL
 
+from mindformers_core.generation.operator_source import operator_source
 from mindformers_core.operators import registered_operators, tensor_meta
-from mindformers_core.tensor_parallel.capturing.structure import DType
-from mindformers_core.tensor_parallel.generation.operator_source import operator_source
+from mindformers_core.program.structure import DType
 
 sys.path.append(str(Path(__file__).parent / "ranks"))
 from mindspore_calls import CALLS as AUTHORS_CALLS  # noqa: E402

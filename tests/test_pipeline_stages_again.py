@@ -10,8 +10,8 @@ from mindspore import Tensor, nn, ops
 from small_pipelines import Scale, array, pipeline
 
 from mindformers_core.mesh import init_device_mesh
+from mindformers_core.passes.forward_backward import _Tape
 from mindformers_core.pipeline import PipelineStage, ScheduleLoopedBFS, ScheduleZBV
-from mindformers_core.pipeline.forward_backward import _Tape
 from mindformers_core.tensor_parallel import shard
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -10,9 +10,9 @@ from launch import ROOT
 from mindspore import Parameter, Tensor, nn, ops
 from plan_checks import MESH, plan_of
 
+from mindformers_core.explaining.report import make_report
 from mindformers_core.layout import layout
 from mindformers_core.operators import tensor_meta
-from mindformers_core.tensor_parallel.explaining import make_report
 
 sys.path.insert(0, str(ROOT / "examples"))
 import vit  # noqa: E402

@@ -19,12 +19,12 @@ from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import TensorMeta, tensor_meta
 from mindformers_core.operators.resolve import OperatorCall, alternatives
+from mindformers_core.program.graph import OperatorNode
+from mindformers_core.program.plan import CallPlan, Move
+from mindformers_core.program.structure import Value, values_in
+from mindformers_core.propagation.checking import PlanError, check_plan
+from mindformers_core.propagation.operators import local_call_shapes, operator_plan
 from mindformers_core.redistribution import CPU
-from mindformers_core.tensor_parallel.capturing.graph import OperatorNode
-from mindformers_core.tensor_parallel.capturing.structure import Value, values_in
-from mindformers_core.tensor_parallel.propagation import CallPlan, Move
-from mindformers_core.tensor_parallel.propagation.checking import PlanError, check_plan
-from mindformers_core.tensor_parallel.propagation.operators import local_call_shapes, operator_plan
 
 MESH = init_device_mesh((2, 2), ("dp", "tp"))
 

@@ -9,18 +9,18 @@ from captured_models import MODELS, small_llama
 from mindspore import Parameter, Tensor, nn, ops
 from plan_checks import CONFIGS, MESH, check_plan, move_bytes, plan_of, stored, whole
 
+from mindformers_core.capture.capture import capture
 from mindformers_core.communication import count_collectives
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import tensor_meta
+from mindformers_core.program.plan import CallPlan, OperatorPlan
+from mindformers_core.program.structure import values_in
+from mindformers_core.propagation.declaration import Declaration, OperatorDeclaration
+from mindformers_core.propagation.frames import FLOWS
+from mindformers_core.propagation.propagate import Propagation, derive_parameters, propagate
 from mindformers_core.redistribution import CPU
 from mindformers_core.tensor_parallel import distribute_tensor, shard
-from mindformers_core.tensor_parallel.capturing import capture
-from mindformers_core.tensor_parallel.capturing.structure import values_in
-from mindformers_core.tensor_parallel.propagation import CallPlan, OperatorPlan, derive_parameters, propagate
-from mindformers_core.tensor_parallel.propagation.declaration import Declaration, OperatorDeclaration
-from mindformers_core.tensor_parallel.propagation.frames import FLOWS
-from mindformers_core.tensor_parallel.propagation.propagate import Propagation
 
 CAPTURED = [name for name in MODELS if name != "batch norm"]  # has no rule
 

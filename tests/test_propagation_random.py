@@ -9,17 +9,16 @@ from plan_checks import check_plan, move_bytes
 from simulated_plans import computed, simulate
 from simulated_ranks import collect
 
+from mindformers_core.capture.capture import capture
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import tensor_meta
+from mindformers_core.program.aliases import match_arguments
+from mindformers_core.program.structure import map_leaves, values_in
+from mindformers_core.propagation.declaration import Declaration, OperatorDeclaration
+from mindformers_core.propagation.frames import FLOWS
+from mindformers_core.propagation.propagate import Propagation, derive_parameters, propagate
 from mindformers_core.redistribution import CPU
-from mindformers_core.tensor_parallel.capturing import capture
-from mindformers_core.tensor_parallel.capturing.structure import map_leaves, values_in
-from mindformers_core.tensor_parallel.propagation import derive_parameters, propagate
-from mindformers_core.tensor_parallel.propagation.aliases import match_arguments
-from mindformers_core.tensor_parallel.propagation.declaration import Declaration, OperatorDeclaration
-from mindformers_core.tensor_parallel.propagation.frames import FLOWS
-from mindformers_core.tensor_parallel.propagation.propagate import Propagation
 
 SIZE = 8
 MESHES = ((2, 2), ("dp", "tp")), ((2, 4), ("dp", "tp")), ((2, 2, 2), ("dp", "cp", "tp"))

@@ -11,13 +11,13 @@ from plan_checks import CONFIGS, MESH, check_plan, move_bytes, plan_of, stored, 
 from simulated_plans import simulate
 from simulated_ranks import collect
 
+from mindformers_core.capture.capture import capture
 from mindformers_core.layout import Layout, layout
 from mindformers_core.operators import tensor_meta
-from mindformers_core.tensor_parallel.capturing import capture
-from mindformers_core.tensor_parallel.capturing.structure import values_in
-from mindformers_core.tensor_parallel.declare import collect_declarations
-from mindformers_core.tensor_parallel.propagation import propagate
-from mindformers_core.tensor_parallel.propagation.declaration import Declaration, OperatorDeclaration
+from mindformers_core.program.structure import values_in
+from mindformers_core.propagation.declaration import Declaration, OperatorDeclaration
+from mindformers_core.propagation.propagate import propagate
+from mindformers_core.sharding.declare import collect_declarations
 
 PAIR = [tensor_meta((8, 8), "float32")] * 2
 

@@ -9,13 +9,13 @@ import pytest
 
 from mindformers_core.layout import bind_layout, layout
 from mindformers_core.mesh import init_device_mesh
+from mindformers_core.program.graph import CallNode, CellGraph, OperatorNode
+from mindformers_core.program.links import links_of
+from mindformers_core.program.plan import CallPlan, FramePlan, OperatorPlan
+from mindformers_core.program.structure import Value
 from mindformers_core.recompute.budget import choose, described, operations_shown
 from mindformers_core.recompute.closure import cheapest_closure
 from mindformers_core.recompute.curve import curve_picture
-from mindformers_core.recompute.links import links_of
-from mindformers_core.tensor_parallel.capturing.graph import CallNode, CellGraph, OperatorNode
-from mindformers_core.tensor_parallel.capturing.structure import Value
-from mindformers_core.tensor_parallel.propagation.plan import CallPlan, FramePlan, OperatorPlan
 
 MESH = init_device_mesh((1,), ("tp",))
 ROW = bind_layout(layout(), MESH, 1)

@@ -4,12 +4,12 @@ import pytest
 from captured_models import small_llama
 from planned_models import planned
 
+from mindformers_core.analysis.operations import operations
 from mindformers_core.mesh import init_device_mesh
+from mindformers_core.program.links import links_of
+from mindformers_core.program.places import operators_in_order
 from mindformers_core.recompute.budgeting import choice_within
 from mindformers_core.recompute.choosing import choose_keys
-from mindformers_core.recompute.links import links_of
-from mindformers_core.recompute.operations import operations
-from mindformers_core.recompute.places import operators_in_order
 from mindformers_core.recompute.prediction import Prediction
 from mindformers_core.recompute.settings import RecomputeSettings
 

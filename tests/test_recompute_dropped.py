@@ -7,10 +7,10 @@ from planned_models import planned
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import tensor_meta
+from mindformers_core.program.places import operators_in_order
+from mindformers_core.program.plan import called_cells
 from mindformers_core.recompute.algorithms import algorithm_of
-from mindformers_core.recompute.places import operators_in_order
 from mindformers_core.recompute.prediction import cell_keys, recomputed, saved_activations, saved_bytes
-from mindformers_core.tensor_parallel.propagation.plan import called_cells
 
 
 class Chain(nn.Cell):
@@ -213,5 +213,3 @@ def test_dropout_keeps_what_it_draws_by():
     dropped = saved_activations(frame, {keys[name]}, algorithm_of, arguments_need=False)
     assert [one.nbytes for one in whole] == [ONE, ONE]  # Exp's result, and the mask as floats
     assert sorted(one.nbytes for one in dropped) == [8, 8, ONE]
-
-

@@ -6,9 +6,9 @@ import pytest
 from test_recompute_gradients import INPUTS, Net, llama, sharded
 
 from mindformers_core.recompute import recompute, write_curve
+from mindformers_core.sharding.inspecting import explain_activations
+from mindformers_core.sharding.recordings import forget_recordings
 from mindformers_core.tensor_parallel import explain
-from mindformers_core.tensor_parallel.inspecting import explain_activations
-from mindformers_core.tensor_parallel.recordings import forget_recordings
 from mindformers_core.zero import hsdp, value_and_grad
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -8,22 +8,21 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from test_recompute_gradients import INPUTS, Net, llama, sharded
 
+from mindformers_core.analysis.traffic import collectives_of
+from mindformers_core.capture.algorithm_steps import algorithm_steps
 from mindformers_core.communication import init_distributed, shutdown
+from mindformers_core.explaining.report import CallRow, make_report
 from mindformers_core.hints import bytes_shown
 from mindformers_core.mesh import DeviceMesh, init_device_mesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.operators import tensor_meta
+from mindformers_core.program.plan import called_cells
 from mindformers_core.recompute import list_operators, recompute, swap, write_curve
 from mindformers_core.recompute.algorithms import algorithm_of
 from mindformers_core.recompute.explained import keepers_by_key
 from mindformers_core.recompute.prediction import recomputed, saved_activations, saved_bytes
+from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import explain, prepare, programs, shard
-from mindformers_core.tensor_parallel.explaining import make_report
-from mindformers_core.tensor_parallel.explaining.algorithms import algorithm_steps
-from mindformers_core.tensor_parallel.explaining.report import CallRow
-from mindformers_core.tensor_parallel.explaining.traffic import collectives_of
-from mindformers_core.tensor_parallel.propagation.plan import called_cells
-from mindformers_core.tensor_parallel.sharded_cells import tree_of
 from mindformers_core.trainer.activation_report import report_activations
 from mindformers_core.trainer.recipe import MESH_AXES
 from mindformers_core.zero import hsdp, value_and_grad

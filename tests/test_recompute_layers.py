@@ -1,6 +1,5 @@
 """Numbers of layers in every form in which they can be given, and errors for every other."""
 
-
 import pytest
 
 from mindformers_core.recompute.layers import common_layers, layer_numbers

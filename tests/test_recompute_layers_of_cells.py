@@ -7,8 +7,8 @@ from mindspore import mint, nn
 
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recompute import recompute, swap
+from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.tensor_parallel.sharded_cells import tree_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -7,14 +7,14 @@ from captured_models import Function, small_llama
 from mindspore import Parameter, Tensor, nn, ops
 from planned_models import planned
 
+from mindformers_core.analysis.operations import OPERATIONS_PER_BYTE, operations
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import signature_of, tensor_meta
-from mindformers_core.recompute.operations import OPERATIONS_PER_BYTE, operations
-from mindformers_core.recompute.places import Place, operators_in_order
-from mindformers_core.tensor_parallel.capturing.graph import OperatorNode
-from mindformers_core.tensor_parallel.capturing.structure import Value
-from mindformers_core.tensor_parallel.propagation.plan import OperatorPlan
+from mindformers_core.program.graph import OperatorNode
+from mindformers_core.program.places import Place, operators_in_order
+from mindformers_core.program.plan import OperatorPlan
+from mindformers_core.program.structure import Value
 
 ONE, TWO = init_device_mesh((1,), ("tp",)), init_device_mesh((2,), ("tp",))
 TOKENS = 2 * 8  # of the small Llama: hidden 24, intermediate 40, 4 heads of 6, 2 of keys, 32 words, 2 layers

@@ -10,12 +10,12 @@ from planned_models import planned
 
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh, init_device_mesh
-from mindformers_core.recompute.operator_names import friendly_name, operator_names, operator_texts, plain_name
+from mindformers_core.program.operator_names import friendly_name, operator_names, operator_texts, plain_name
+from mindformers_core.program.places import operators_in_order
+from mindformers_core.program.plan import FramePlan, Move, OperatorPlan, called_cells
 from mindformers_core.recompute.patterns import select
-from mindformers_core.recompute.places import operators_in_order
+from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.tensor_parallel.propagation.plan import FramePlan, Move, OperatorPlan, called_cells
-from mindformers_core.tensor_parallel.sharded_cells import tree_of
 
 MESH = DeviceMesh((2, 2), ("dp", "tp"))
 
@@ -292,5 +292,3 @@ def test_operators_are_called_without_suffix():
     ]  # fmt: skip
     assert {plain_name(name) for name in ("MatMul", "mat_mul", "MATMUL", "Mat_Mul_")} == {"matmul"}
     assert plain_name("_MatMul") == "_matmul"
-
-

@@ -8,9 +8,9 @@ from mindspore import Tensor, nn, ops
 from test_recompute_patterns import CELLS, NAMES, name_of, removed
 
 from mindformers_core.mesh import init_device_mesh
+from mindformers_core.program.operator_names import operator_texts
 from mindformers_core.recompute import recompute, swap
 from mindformers_core.recompute.explained import keepers_by_key
-from mindformers_core.recompute.operator_names import operator_texts
 from mindformers_core.recompute.patterns import select
 from mindformers_core.tensor_parallel import prepare, shard
 

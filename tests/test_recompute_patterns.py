@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from mindformers_core.recompute.operator_names import Label, OperatorName
+from mindformers_core.program.operator_names import Label, OperatorName
+from mindformers_core.program.places import Place
 from mindformers_core.recompute.patterns import Pattern, parse_pattern, select
-from mindformers_core.recompute.places import Place
 
 
 def name_of(key, path, operator, *variables, number=0, count=1):
@@ -181,8 +181,7 @@ NOTHING = {
     "qqq": "there are '0-7', 'model', 'layers', 'input_layernorm', 'self_attn', …",
     ".layers.0": "at the root are 'model', 'Cast'",
     ".mode": "at the root are 'model', 'Cast' (did you mean 'model'?)",
-    "0.mlp.**.gate_projection": "below '0.mlp.**' are 'gate_proj', 'MatMul', 'all_gather' (did you mean "
-    "'gate_proj'?)",
+    "0.mlp.**.gate_projection": "below '0.mlp.**' are 'gate_proj', 'MatMul', 'all_gather' (did you mean 'gate_proj'?)",
     "self_attn.matmul[2]": "a call of a Cell has 2 of 'matmul' at most",
     "layers.*.mlp[0]": "below 'layers.*' are 'input_layernorm', 'self_attn', 'mlp' (did you mean 'mlp'?)",
 }

@@ -12,8 +12,8 @@ from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.recompute.algorithms import algorithm_of
 from mindformers_core.recompute.prediction import saved_bytes
+from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.tensor_parallel.sharded_cells import tree_of
 
 WITHOUT_RULE = ("batch norm",)
 

@@ -6,12 +6,12 @@ import pytest
 
 from mindformers_core.layout import bind_layout, layout
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.recompute.places import operators_in_order
+from mindformers_core.program.cutting import unshared
+from mindformers_core.program.graph import CallNode, CellGraph, OperatorNode, ParameterUse
+from mindformers_core.program.places import operators_in_order
+from mindformers_core.program.plan import CallPlan, FramePlan, OperatorPlan, called_cells
+from mindformers_core.program.structure import Value
 from mindformers_core.recompute.prediction import Prediction
-from mindformers_core.tensor_parallel.capturing.graph import CallNode, CellGraph, OperatorNode, ParameterUse
-from mindformers_core.tensor_parallel.capturing.structure import Value
-from mindformers_core.tensor_parallel.generation.cutting import unshared
-from mindformers_core.tensor_parallel.propagation.plan import CallPlan, FramePlan, OperatorPlan, called_cells
 
 MESH = init_device_mesh((1,), ("tp",))
 SHAPE = (4, 4)

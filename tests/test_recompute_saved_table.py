@@ -10,9 +10,9 @@ from generated_modules import Program, module_source, write
 from mindspore import Parameter, Tensor, ops
 from operator_source_calls import ALL_CALLS, BROKEN, WITHOUT_GRADIENT, WITHOUT_KERNEL, Call
 
+from mindformers_core.analysis.saved_by_operator import Operand, is_known, known_operators, saved_by
+from mindformers_core.analysis.views import contiguous_strides, is_contiguous, reshaped
 from mindformers_core.operators import registered_operators
-from mindformers_core.recompute.saved_by_operator import Operand, is_known, known_operators, saved_by
-from mindformers_core.recompute.views import contiguous_strides, is_contiguous, reshaped
 
 SINGLE = np.random.default_rng(4).uniform(1, 2, (4, 8)).astype(np.float32)
 # Calls that make their inputs into other tensors before they save them.

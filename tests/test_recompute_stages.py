@@ -56,14 +56,26 @@ def test_a_layer_that_is_on_no_stage_is_found_when_they_meet(settings, swapped, 
 @pytest.mark.parametrize(
     ("settings", "swapped", "message"),
     [
-        ({"select": ["weights.0", "*.tanhh"]}, {},
-            "recompute.select[1]: '*.tanhh' matches no Cell or operator: there are"),
-        ({"full": True, "exclude": "weights.2"}, {},
-            "recompute.exclude: 'weights.2' matches no Cell or operator: below 'weights' are '0-1'"),
-        ({"select": ["weights.0-1", "weights.1-2"]}, {},
-            "recompute.select[1]: 'weights.1-2' is only partly there: below"),
-        ({}, {"op_swap": {".mul": {"layers": "0"}}},
-            "swap.op_swap['.mul'].layers: nothing that '.mul' selects is in lay"),
+        (
+            {"select": ["weights.0", "*.tanhh"]},
+            {},
+            "recompute.select[1]: '*.tanhh' matches no Cell or operator: there are",
+        ),
+        (
+            {"full": True, "exclude": "weights.2"},
+            {},
+            "recompute.exclude: 'weights.2' matches no Cell or operator: below 'weights' are '0-1'",
+        ),
+        (
+            {"select": ["weights.0-1", "weights.1-2"]},
+            {},
+            "recompute.select[1]: 'weights.1-2' is only partly there: below",
+        ),
+        (
+            {},
+            {"op_swap": {".mul": {"layers": "0"}}},
+            "swap.op_swap['.mul'].layers: nothing that '.mul' selects is in lay",
+        ),
         ({}, {"op_swap": {"mul": True, "muls": True}}, "swap.op_swap['muls']: 'muls' matches no Cell or"),
     ],  # fmt: skip
 )

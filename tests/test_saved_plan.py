@@ -11,13 +11,13 @@ from models import EXAMPLES, axes_of
 from plan_checks import check_plan
 from planned_models import planned
 
+from mindformers_core.capture.capture import capture
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import tensor_meta
-from mindformers_core.tensor_parallel.capturing import capture
-from mindformers_core.tensor_parallel.capturing.structure import values_in
-from mindformers_core.tensor_parallel.propagation import Move, OperatorPlan
-from mindformers_core.tensor_parallel.propagation.saved import load_plan, save_plan
+from mindformers_core.program.plan import Move, OperatorPlan
+from mindformers_core.program.structure import values_in
+from mindformers_core.propagation.saved import load_plan, save_plan
 
 MESH = init_device_mesh((2, 2), ("dp", "tp"))
 CONFIG = SimpleNamespace(batch_axes="dp", sequence_parallel=True)

@@ -144,20 +144,35 @@ def test_containers_and_keyword_arguments():
 @pytest.mark.parametrize(
     ("make", "output", "message"),
     [
-        (lambda x: (x, x), (None, None, layout()),
-            r"the root Cell \(Returns\) declares a layout for output 2, but its outputs are 0, 1"),
-        (lambda x: {"logits": x}, {"logit": layout()},
-            "output 'logit', but its outputs are 'logits'.*did you mean 'logits'"),
-        (lambda x: (x, 3), (None, layout()),
-            r"output 1 of the root Cell \(Returns\) has a declared layout.*is 3, which is no tensor"),
-        (lambda x: x, layout("dp", "tp", None),
-            r"output 0 of the root Cell \(Returns\): layout .* it has 3 entries.*2 dims"),
+        (
+            lambda x: (x, x),
+            (None, None, layout()),
+            r"the root Cell \(Returns\) declares a layout for output 2, but its outputs are 0, 1",
+        ),
+        (
+            lambda x: {"logits": x},
+            {"logit": layout()},
+            "output 'logit', but its outputs are 'logits'.*did you mean 'logits'",
+        ),
+        (
+            lambda x: (x, 3),
+            (None, layout()),
+            r"output 1 of the root Cell \(Returns\) has a declared layout.*is 3, which is no tensor",
+        ),
+        (
+            lambda x: x,
+            layout("dp", "tp", None),
+            r"output 0 of the root Cell \(Returns\): layout .* it has 3 entries.*2 dims",
+        ),
         (lambda x: x[:3], layout("dp"), r"output 0 of the root Cell \(Returns\).*shape \(3, 8\): dim 0 has size 3"),
         (lambda x: ops.erfc(ops.inverse(x)), None, r"in the root Cell \(Returns\): operator '\w+' has no rule"),
         (lambda x: x @ x, None, r"in the root Cell \(Returns\): operator MatMul"),
         (lambda x: x[9], None, r"in the root Cell \(Returns\): index 9 is out of range"),
-        (lambda x: float(x.redistribute(layout("dp")).sum()), None,
-            r"in the root Cell \(Returns\): float\(\) of a DTensor"),
+        (
+            lambda x: float(x.redistribute(layout("dp")).sum()),
+            None,
+            r"in the root Cell \(Returns\): float\(\) of a DTensor",
+        ),
     ],  # fmt: skip
 )
 def test_errors_name_the_cell(make, output, message):

@@ -8,7 +8,7 @@ from mindspore.common.initializer import Normal
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from mindformers_core.tensor_parallel.split import split, split_layer
+from mindformers_core.tensor_parallel.splitting import split, split_layer
 
 
 def test_column_parallel():

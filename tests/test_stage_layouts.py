@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from split_models import SMALL, Sequence, batch, build, configs_of, whole_of
 
+from mindformers_core.capture.algorithm_steps import algorithm_steps
+from mindformers_core.explaining.report import make_report
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LayerSpec, LlamaConfig, LlamaForCausalLM
 from mindformers_core.models.llama import LLAMA_LAYER, LlamaDecoderLayer
 from mindformers_core.operators import tensor_meta
 from mindformers_core.tensor_parallel import prepare, shard
-from mindformers_core.tensor_parallel.explaining import make_report
-from mindformers_core.tensor_parallel.explaining.algorithms import algorithm_steps
 
 
 @pytest.mark.parametrize("mode", ["generated", "eager"])

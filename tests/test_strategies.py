@@ -10,9 +10,9 @@ from operator_calls import CALLS, is_many
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import resolve, signature_of, tensor_meta
+from mindformers_core.propagation.declaration import OperatorDeclaration
+from mindformers_core.propagation.strategies import declared_layouts
 from mindformers_core.redistribution import CPU
-from mindformers_core.tensor_parallel.propagation.declaration import OperatorDeclaration
-from mindformers_core.tensor_parallel.propagation.strategies import declared_layouts
 
 MESH = init_device_mesh((2, 4), ("dp", "tp"))
 WHERE = "Cell 'dense1' (Dense), operator 'matmul' (MatMul)"

@@ -5,9 +5,9 @@ import pytest
 from captured_models import small_llama
 from mindspore import Parameter, Tensor, nn, ops
 
+from mindformers_core.capture.capture import capture
 from mindformers_core.operators import tensor_meta
-from mindformers_core.tensor_parallel.capturing.capture import capture
-from mindformers_core.tensor_parallel.capturing.graph import structure_key
+from mindformers_core.program.graph import structure_key
 
 X = tensor_meta((2, 4), "float32")
 FIVE, SIX = np.full(4, 5, np.float32), np.full(4, 6, np.float32)

@@ -13,15 +13,15 @@ from test_recompute_measured import others, place_of, tensors_in
 
 from mindformers_core.hints import bytes_shown
 from mindformers_core.mesh import init_device_mesh
+from mindformers_core.program.operator_names import operator_texts
 from mindformers_core.recompute import keeping, offloading, recompute, swap
 from mindformers_core.recompute.algorithms import algorithm_of
 from mindformers_core.recompute.choosing import choose_keys
 from mindformers_core.recompute.offloading import Offloading
-from mindformers_core.recompute.operator_names import operator_texts
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
 from mindformers_core.recompute.swapped import check_apart, swapped_keys
+from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import explain, prepare, programs, shard
-from mindformers_core.tensor_parallel.sharded_cells import tree_of
 from mindformers_core.zero import hsdp, value_and_grad
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from mindspore.graph import api as graph_api
 
+from mindformers_core.sharding.inspecting import programs
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm, clip_by_global_norm
-from mindformers_core.tensor_parallel.inspecting import programs
 from mindformers_core.trainer import metrics, training_loop
 from mindformers_core.trainer.adamw import AdamW
 from mindformers_core.trainer.command_line import main

@@ -16,9 +16,9 @@ from split_backward import Compiled, Interpreted, assert_same, filled, gradients
 from mindformers_core.communication import init_distributed
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
+from mindformers_core.passes.weight_split import split_weight_gradients
 from mindformers_core.tensor_parallel import prepare, programs, shard
 from mindformers_core.tensor_parallel.layers import RMSNorm
-from mindformers_core.tensor_parallel.weight_split import split_weight_gradients
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,

@@ -11,8 +11,8 @@ from small_zero import Linear, Net, array, both_modes, check, expected, inputs
 
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.recompute import recompute
+from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.tensor_parallel.sharded_cells import tree_of
 from mindformers_core.zero import LossScale, MixedPrecision, hsdp, value_and_grad
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -8,8 +8,8 @@ from small_pipelines import Scale, array, pipeline
 
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.pipeline import PipelineStage
+from mindformers_core.sharding.sharded_cells import computing_parameters, tree_of
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.tensor_parallel.sharded_cells import computing_parameters, tree_of
 from mindformers_core.zero import LossScale, MixedPrecision, gathered, hsdp, share_parts
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -1,7 +1,7 @@
 """Whether a stage gives its tensors in the layouts that the next one takes them in: only local tensors travel."""
 
 from mindformers_core.layout import LayoutSpec, bind_layout, layout
-from mindformers_core.tensor_parallel.sharded_cells import ShardedCell, tree_of
+from mindformers_core.sharding.sharded_cells import ShardedCell, tree_of
 
 __all__ = ["check_boundary", "declared_inputs"]
 

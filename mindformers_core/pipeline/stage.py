@@ -7,16 +7,16 @@ from mindspore import nn, ops
 
 from mindformers_core.communication.point_to_point import channel
 from mindformers_core.communication.world import world
+from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
+from mindformers_core.passes.stage_function import StageFunction, own_class
 from mindformers_core.pipeline.boundary_layouts import check_boundary, declared_inputs
-from mindformers_core.pipeline.forward_backward import ForwardBackward, is_differentiable
 from mindformers_core.pipeline.rank_stages import RankStages
 from mindformers_core.pipeline.stage_activations import told_by
-from mindformers_core.pipeline.stage_function import StageFunction, own_class
 from mindformers_core.pipeline.stage_gradients import StageGradients
 from mindformers_core.pipeline.stage_weights import StageWeights
-from mindformers_core.tensor_parallel.move import dtype_name
-from mindformers_core.tensor_parallel.parameter_storage import parameter_storage
-from mindformers_core.tensor_parallel.sharded_cells import ShardedCell, computing_parameters, tree_of
+from mindformers_core.sharding.parameter_storage import parameter_storage
+from mindformers_core.sharding.sharded_cells import ShardedCell, computing_parameters, tree_of
 
 __all__ = ["PipelineStage"]
 

@@ -1,7 +1,7 @@
 """What is wrong with `recompute()` and `swap()` on the stages of a pipeline together: an error on all of its ranks."""
 
 from mindformers_core.pipeline.agreement import raise_first
-from mindformers_core.tensor_parallel.sharded_cells import ShardedCell, tree_of
+from mindformers_core.sharding.sharded_cells import ShardedCell, tree_of
 
 __all__ = ["StageActivations", "activations_of", "told_by"]
 

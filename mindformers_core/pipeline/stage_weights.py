@@ -4,8 +4,8 @@ import logging
 
 from mindspore import ParameterTuple
 
-from mindformers_core.tensor_parallel.sharded_cells import EagerCell, ShardedCell, computing_parameters
-from mindformers_core.tensor_parallel.weight_split import split_weight_gradients
+from mindformers_core.passes.weight_split import split_weight_gradients
+from mindformers_core.sharding.sharded_cells import EagerCell, ShardedCell, computing_parameters
 
 __all__ = ["StageWeights"]
 

@@ -3,8 +3,8 @@
 from mindspore import Parameter, nn, ops
 from mindspore import recompute as mindspore_recompute
 
+from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators.signature import is_float
-from mindformers_core.tensor_parallel.move import dtype_name
 
 __all__ = ["call_again"]
 

@@ -1,8 +1,8 @@
 """What runs in the place of an operator with a distributed algorithm, for those who foretell what it keeps."""
 
+from mindformers_core.capture.algorithm_graph import algorithm_graph
+from mindformers_core.dtensor.move import cost_model
 from mindformers_core.redistribution import plan_redistribution
-from mindformers_core.tensor_parallel.generation.algorithm_graph import algorithm_graph
-from mindformers_core.tensor_parallel.move import cost_model
 
 __all__ = ["algorithm_of"]
 

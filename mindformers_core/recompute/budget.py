@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass, replace
 
 from mindformers_core.hints import bytes_shown
+from mindformers_core.program.links import links_of
 from mindformers_core.recompute.filling import improved, mixed, pieces_of
 from mindformers_core.recompute.frontier import Measured, best_of, corners, lower_hull, trade_of
-from mindformers_core.recompute.links import links_of
 from mindformers_core.recompute.setting_checks import check_budget
 from mindformers_core.recompute.wording import layers_together
 

@@ -1,10 +1,10 @@
 """`write_curve()`: what was chosen under a budget, as a picture of what memory costs, and in words."""
 
 from mindformers_core.files import write_whole
+from mindformers_core.program.operator_names import operator_texts
 from mindformers_core.recompute.budget import described
 from mindformers_core.recompute.curve import curve_picture
-from mindformers_core.recompute.operator_names import operator_texts
-from mindformers_core.tensor_parallel.sharded_cells import tree_of_root
+from mindformers_core.sharding.sharded_cells import tree_of_root
 
 __all__ = ["write_curve"]
 

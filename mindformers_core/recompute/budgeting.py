@@ -2,15 +2,15 @@
 
 from functools import cache
 
+from mindformers_core.analysis.operations import operations
+from mindformers_core.capture.algorithm_steps import algorithm_steps
+from mindformers_core.program.links import links_of
+from mindformers_core.program.places import operators_in_order
 from mindformers_core.recompute.algorithms import algorithm_of
 from mindformers_core.recompute.budget import choose
 from mindformers_core.recompute.choosing import kept_in_any_case
 from mindformers_core.recompute.explained import bytes_not_kept
-from mindformers_core.recompute.links import links_of
-from mindformers_core.recompute.operations import operations
-from mindformers_core.recompute.places import operators_in_order
 from mindformers_core.recompute.prediction import Prediction
-from mindformers_core.tensor_parallel.explaining.algorithms import algorithm_steps
 
 __all__ = ["choice_within"]
 

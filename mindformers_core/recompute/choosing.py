@@ -3,17 +3,17 @@
 from dataclasses import replace
 from functools import cached_property
 
+from mindformers_core.analysis.views import is_cast_to_its_dtype
 from mindformers_core.hints import nearest
+from mindformers_core.program.links import links_of
+from mindformers_core.program.operator_names import operator_names
+from mindformers_core.program.places import operators_in_order
+from mindformers_core.program.plan import CallPlan, Move, called_cells, joined_path
+from mindformers_core.program.structure import values_in
 from mindformers_core.recompute.contradictions import check_something_left
-from mindformers_core.recompute.links import links_of
-from mindformers_core.recompute.operator_names import operator_names
 from mindformers_core.recompute.patterns import select
-from mindformers_core.recompute.places import operators_in_order
 from mindformers_core.recompute.prediction import Prediction
-from mindformers_core.recompute.views import is_cast_to_its_dtype
 from mindformers_core.recompute.wording import cells_together, quoted
-from mindformers_core.tensor_parallel.capturing.structure import values_in
-from mindformers_core.tensor_parallel.propagation.plan import CallPlan, Move, called_cells, joined_path
 
 __all__ = [
     "INSTEAD_OF_GRAPHS",

@@ -18,7 +18,7 @@ from mindspore import Parameter, Tensor
 from mindspore.graph.api import _no_grad, _pynative_executor, saved_tensors_hooks
 
 from mindformers_core.communication.world import process_state
-from mindformers_core.tensor_parallel.capturing.structure import map_leaves
+from mindformers_core.program.structure import map_leaves
 
 __all__ = ["Handle", "Recomputation", "Recomputed", "count_recomputations", "handle_of", "keeping", "kept", "session"]
 

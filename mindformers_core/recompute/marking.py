@@ -5,7 +5,7 @@ Calls that are alike share a `FramePlan`; where the choice differs between them,
 
 from dataclasses import replace
 
-from mindformers_core.tensor_parallel.propagation.plan import CallPlan
+from mindformers_core.program.plan import CallPlan
 
 __all__ = ["marked"]
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from mindformers_core.recompute.operator_names import plain_name
+from mindformers_core.program.operator_names import plain_name
 from mindformers_core.recompute.unmatched import what_is_missing, what_is_there
 
 __all__ = ["Pattern", "Segment", "Selection", "parse_pattern", "parse_patterns", "select"]

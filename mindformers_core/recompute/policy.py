@@ -7,6 +7,11 @@ from weakref import WeakKeyDictionary
 from mindspore import nn
 from mindspore.graph.api import _pynative_executor
 
+from mindformers_core.program.activation_policy import ActivationPolicy, Keeper
+from mindformers_core.program.cutting import calls_alone, calls_of, unshared
+from mindformers_core.program.operator_names import operator_texts
+from mindformers_core.program.places import operators_in_order
+from mindformers_core.program.plan import joined_path
 from mindformers_core.recompute.again import call_again
 from mindformers_core.recompute.algorithms import algorithm_of
 from mindformers_core.recompute.budget import described
@@ -23,14 +28,9 @@ from mindformers_core.recompute.contradictions import check_gathers
 from mindformers_core.recompute.explained import explained_activations, explained_cells
 from mindformers_core.recompute.keeping import keeping
 from mindformers_core.recompute.marking import marked
-from mindformers_core.recompute.operator_names import operator_texts
-from mindformers_core.recompute.places import operators_in_order
 from mindformers_core.recompute.stages import check_compiled_stage, check_stages, stage_told
 from mindformers_core.recompute.swapped import check_apart, swapped_keys
-from mindformers_core.tensor_parallel.activation_policy import ActivationPolicy, Keeper
-from mindformers_core.tensor_parallel.generation.cutting import calls_alone, calls_of, unshared
-from mindformers_core.tensor_parallel.propagation.plan import joined_path
-from mindformers_core.tensor_parallel.sharded_cells import CONTAINERS
+from mindformers_core.sharding.sharded_cells import CONTAINERS
 
 __all__ = ["ChosenActivations"]
 

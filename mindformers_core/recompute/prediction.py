@@ -9,10 +9,10 @@ instruction are not held: what it takes to compute them again is, back to what i
 from dataclasses import dataclass
 from functools import cache
 
+from mindformers_core.analysis.following import Following
 from mindformers_core.hints import nearest
-from mindformers_core.recompute.following import Following
-from mindformers_core.recompute.places import operators_in_order
-from mindformers_core.tensor_parallel.propagation.plan import Move, called_cells
+from mindformers_core.program.places import operators_in_order
+from mindformers_core.program.plan import Move, called_cells
 
 __all__ = ["Prediction", "SavedTensor", "cell_keys", "recomputed", "saved_activations", "saved_bytes"]
 

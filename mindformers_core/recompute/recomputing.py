@@ -9,7 +9,7 @@ from dataclasses import fields
 from mindformers_core.hints import nearest
 from mindformers_core.recompute.policy import ChosenActivations
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
-from mindformers_core.tensor_parallel.sharded_cells import tree_of_root
+from mindformers_core.sharding.sharded_cells import tree_of_root
 
 __all__ = ["recompute", "swap"]
 

@@ -4,15 +4,15 @@ A stage alone can't judge a pattern: what it doesn't have may be on another one.
 operators when all of them have a program. What no compiled stage can do is known when they meet, too.
 """
 
+from mindformers_core.program.operator_names import Label, OperatorName, operator_names
+from mindformers_core.program.places import Place
+from mindformers_core.program.plan import called_cells
 from mindformers_core.recompute.budget import out_of_reach
 from mindformers_core.recompute.choosing import INSTEAD_OF_GRAPHS, check_for_graphs, full_layers
 from mindformers_core.recompute.contradictions import check_something_left
-from mindformers_core.recompute.operator_names import Label, OperatorName, operator_names
 from mindformers_core.recompute.patterns import parse_patterns, select
-from mindformers_core.recompute.places import Place
 from mindformers_core.recompute.swapped import check_narrowed
 from mindformers_core.recompute.unmatched import what_is_there
-from mindformers_core.tensor_parallel.propagation.plan import called_cells
 
 __all__ = ["check_compiled_stage", "check_stages", "stage_told"]
 

@@ -1,12 +1,12 @@
 """From swap settings to the instructions of a program whose results wait on the host. Pure Python."""
 
+from mindformers_core.analysis.views import is_cast_to_its_dtype
+from mindformers_core.program.operator_names import operator_texts
+from mindformers_core.program.places import operators_in_order
+from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.recompute.choosing import Program, cell_lies_in, full_layers, lies_in_call
-from mindformers_core.recompute.operator_names import operator_texts
-from mindformers_core.recompute.places import operators_in_order
 from mindformers_core.recompute.prediction import cell_keys
-from mindformers_core.recompute.views import is_cast_to_its_dtype
 from mindformers_core.recompute.wording import ranges_shown
-from mindformers_core.tensor_parallel.propagation.plan import OperatorPlan
 
 __all__ = ["check_apart", "check_narrowed", "swapped_keys"]
 

@@ -1,46 +1,33 @@
-"""Tensor parallelism: global tensors (`DTensor`), `shard()` hooks, `local_map`, layers that declare their layouts."""
+"""Tensor parallelism: global tensors (`DTensor`), `shard()` hooks, `local_map`, layers that declare their layouts.
 
-from mindformers_core.tensor_parallel.clipping import clip_by_global_norm
-from mindformers_core.tensor_parallel.compiling import jit
-from mindformers_core.tensor_parallel.dtensor import DTensor, distribute_tensor
-from mindformers_core.tensor_parallel.full_parameters import full_parameters
-from mindformers_core.tensor_parallel.initialize import materialize
-from mindformers_core.tensor_parallel.inspecting import explain, prepare, programs
-from mindformers_core.tensor_parallel.interception import intercept_operators
-from mindformers_core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    LayerNorm,
-    RMSNorm,
-    RowParallelLinear,
-    VocabParallelCrossEntropy,
-    VocabParallelEmbedding,
-)
-from mindformers_core.tensor_parallel.local_map import local_map
-from mindformers_core.tensor_parallel.propagation.saved import save_plan
-from mindformers_core.tensor_parallel.shard import shard
-from mindformers_core.tensor_parallel.split import split, split_layer
+The public names load the module behind them when they are first used.
+"""
 
-__all__ = [
-    "ColumnParallelLinear",
-    "DTensor",
-    "LayerNorm",
-    "RMSNorm",
-    "RowParallelLinear",
-    "VocabParallelCrossEntropy",
-    "VocabParallelEmbedding",
-    "clip_by_global_norm",
-    "distribute_tensor",
-    "explain",
-    "full_parameters",
-    "jit",
-    "local_map",
-    "materialize",
-    "prepare",
-    "programs",
-    "save_plan",
-    "shard",
-    "split",
-    "split_layer",
-]
+from mindformers_core.front_door import public_names
 
-intercept_operators()
+_PUBLIC = {
+    "ColumnParallelLinear": "layers",
+    "LayerNorm": "layers",
+    "RMSNorm": "layers",
+    "RowParallelLinear": "layers",
+    "VocabParallelCrossEntropy": "layers",
+    "VocabParallelEmbedding": "layers",
+    "clip_by_global_norm": "clipping",
+    "split": "splitting",
+    "split_layer": "splitting",
+    "DTensor": ".dtensor.dtensor",
+    "distribute_tensor": ".dtensor.dtensor",
+    "explain": ".sharding.inspecting",
+    "full_parameters": ".sharding.full_parameters",
+    "jit": ".sharding.compiling",
+    "local_map": ".sharding.local_map",
+    "materialize": ".sharding.initialize",
+    "prepare": ".sharding.inspecting",
+    "programs": ".sharding.inspecting",
+    "save_plan": ".propagation.saved",
+    "shard": ".sharding.shard",
+}
+
+__all__ = [*_PUBLIC]
+
+__getattr__, __dir__ = public_names(__name__, _PUBLIC)

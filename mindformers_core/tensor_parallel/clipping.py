@@ -3,8 +3,8 @@
 from mindspore import float32, nn, ops
 
 from mindformers_core.communication import communicator
+from mindformers_core.dtensor.move import move
 from mindformers_core.layout import Layout
-from mindformers_core.tensor_parallel.move import move
 
 __all__ = ["ClipByGlobalNorm", "clip_by_global_norm", "sharding_of", "sum_cell", "sum_over"]
 

@@ -3,7 +3,7 @@
 import os
 
 from mindformers_core.recompute import write_curve
-from mindformers_core.tensor_parallel.inspecting import explain_activations
+from mindformers_core.sharding.inspecting import explain_activations
 
 __all__ = ["report_activations"]
 

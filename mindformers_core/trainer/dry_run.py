@@ -20,9 +20,9 @@ from mindformers_core.recompute.algorithms import algorithm_of
 from mindformers_core.recompute.explained import recomputed_at_once
 from mindformers_core.recompute.prediction import saved_bytes
 from mindformers_core.recompute.stages import check_stages
+from mindformers_core.sharding.inspecting import explain_activations, prepare
+from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.tensor_parallel.inspecting import explain_activations, prepare
-from mindformers_core.tensor_parallel.sharded_cells import tree_of
 from mindformers_core.trainer.activations import with_activations
 from mindformers_core.trainer.micro_batch import micro_batch
 from mindformers_core.trainer.pipeline_recipe import recipe_timeline
@@ -125,8 +125,7 @@ def dry_run(recipe):
 
 
 def _facts_of_rank(recipe, mesh, rank, micro_batches, live):
-    """The `RankFacts` of a rank, on which `live` micro-batches are at a time, after its Cells have run on shapes alone.
-    """
+    """The `RankFacts` of a rank, on which `live` micro-batches are at a time, its Cells run on shapes."""
     init_distributed("fake", world_size=mesh.size, rank=rank)
     try:
         if recipe.parallelism.pipeline_parallel == 1:

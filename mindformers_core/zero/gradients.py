@@ -3,9 +3,9 @@
 from mindspore import ParameterTuple, ops
 from mindspore.graph.api import _pynative_executor
 
-from mindformers_core.pipeline.forward_backward import ForwardBackward, is_differentiable
-from mindformers_core.pipeline.stage_function import StageFunction
-from mindformers_core.tensor_parallel.recordings import forget_recordings
+from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
+from mindformers_core.passes.stage_function import StageFunction
+from mindformers_core.sharding.recordings import forget_recordings
 from mindformers_core.zero.collecting import GradientCollector
 from mindformers_core.zero.loss_scale import LossScale
 from mindformers_core.zero.optimizers import check_optimizers

@@ -13,10 +13,10 @@ from mindspore import nn
 from mindformers_core.communication import world
 from mindformers_core.hints import nearest
 from mindformers_core.mesh import DeviceMesh
-from mindformers_core.tensor_parallel.labels import cell_label
-from mindformers_core.tensor_parallel.optimizers_before import refuse_optimizers_of
-from mindformers_core.tensor_parallel.shard import shard
-from mindformers_core.tensor_parallel.sharded_cells import ShardedCell, tree_and_path, tree_of
+from mindformers_core.program.labels import cell_label
+from mindformers_core.sharding.optimizers_before import refuse_optimizers_of
+from mindformers_core.sharding.shard import shard
+from mindformers_core.sharding.sharded_cells import ShardedCell, tree_and_path, tree_of
 from mindformers_core.zero.buckets import parse_comm_fusion
 from mindformers_core.zero.installing import install, planned_parameters
 from mindformers_core.zero.precision import MixedPrecision

@@ -6,11 +6,11 @@ from mindspore import DeviceCtx, Parameter, mint, ops
 from mindspore import dtype as mstype
 
 from mindformers_core.communication import world
+from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.layout import Layout
 from mindformers_core.operators.signature import is_float
-from mindformers_core.tensor_parallel.move import dtype_name
-from mindformers_core.tensor_parallel.shard import replace_parameters
+from mindformers_core.sharding.shard import replace_parameters
 from mindformers_core.zero.buckets import Fusion, make_buckets
 from mindformers_core.zero.exchange import Exchange
 from mindformers_core.zero.meter import MemoryMeter

@@ -3,7 +3,7 @@
 from mindspore import nn
 from mindspore.nn.optim.thor import ThorAscend, ThorGpu
 
-from mindformers_core.tensor_parallel.optimizers_before import optimizers_holding
+from mindformers_core.sharding.optimizers_before import optimizers_holding
 
 __all__ = ["check_optimizers"]
 

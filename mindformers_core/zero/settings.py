@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from mindspore import Tensor
 
+from mindformers_core.dtensor.dtensor import DTensor
+from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.hints import nearest
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators.signature import is_float
-from mindformers_core.tensor_parallel.capturing.structure import map_leaves
-from mindformers_core.tensor_parallel.dtensor import DTensor
-from mindformers_core.tensor_parallel.move import dtype_name
+from mindformers_core.program.structure import map_leaves
 from mindformers_core.zero.plan import LEVELS
 from mindformers_core.zero.precision import MixedPrecision
 from mindformers_core.zero.stored import as_dtype

@@ -6,10 +6,10 @@ from dataclasses import replace
 from mindspore import nn
 from mindspore.graph.api import _no_grad, _pynative_executor
 
-from mindformers_core.tensor_parallel.labels import cell_label
-from mindformers_core.tensor_parallel.parameter_storage import ParameterStorage
-from mindformers_core.tensor_parallel.recordings import forget_recordings
-from mindformers_core.tensor_parallel.sharded_cells import ShardedCell, computing_parameters, tree_and_path
+from mindformers_core.program.labels import cell_label
+from mindformers_core.sharding.parameter_storage import ParameterStorage
+from mindformers_core.sharding.recordings import forget_recordings
+from mindformers_core.sharding.sharded_cells import ShardedCell, computing_parameters, tree_and_path
 from mindformers_core.zero.collecting import reduced, summed
 from mindformers_core.zero.explained import explained
 from mindformers_core.zero.formulas import StepPlan

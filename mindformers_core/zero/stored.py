@@ -3,7 +3,7 @@
 from mindspore import DeviceCtx, Parameter, mint, ops
 from mindspore import dtype as mstype
 
-from mindformers_core.tensor_parallel.move import dtype_name
+from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.zero.pages import give_back, take
 
 __all__ = ["StoredParameter", "as_dtype", "bytes_of"]

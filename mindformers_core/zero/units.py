@@ -9,9 +9,9 @@ asynchronous launches overlap them, CPU doesn't.
 from mindspore import Tensor
 from mindspore.graph.api import _pynative_executor
 
-from mindformers_core.tensor_parallel.capturing.structure import map_leaves
-from mindformers_core.tensor_parallel.dtensor import DTensor
-from mindformers_core.tensor_parallel.sharded_cells import CONTAINERS, tree_of
+from mindformers_core.dtensor.dtensor import DTensor
+from mindformers_core.program.structure import map_leaves
+from mindformers_core.sharding.sharded_cells import CONTAINERS, tree_of
 
 __all__ = ["UnitSchedule", "find_units", "unit_of"]
 

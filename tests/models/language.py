@@ -9,7 +9,7 @@ from mindspore.common.initializer import Normal, One, initializer
 
 from mindformers_core.layout import layout
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
-from mindformers_core.tensor_parallel.initialize import materialize
+from mindformers_core.sharding.initialize import materialize
 from models.attention import Attention, FeedForward, attention_plan
 from models.example import Example, columns, ids, rows
 

@@ -22,8 +22,8 @@ from one_card import part_of
 
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
+from mindformers_core.sharding.compiling import jit
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.tensor_parallel.compiling import jit
 
 COLUMNS, ROWS = layout(None, "tp"), layout("tp", None)
 

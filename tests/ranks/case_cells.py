@@ -13,9 +13,9 @@ from truth import once
 from mindformers_core.communication import count_collectives, world
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
+from mindformers_core.sharding.initialize import materialize
 from mindformers_core.tensor_parallel import jit, shard
 from mindformers_core.tensor_parallel.clipping import sum_over
-from mindformers_core.tensor_parallel.initialize import materialize
 
 HIDDEN = 8
 

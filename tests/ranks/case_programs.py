@@ -300,6 +300,6 @@ def case_a_step_does_no_layout_arithmetic():
     sys.setprofile(note)
     gradient_of(numbers())
     sys.setprofile(None)
-    arithmetic = ("layout", "mesh", "redistribution/", "operators/", "tensor_parallel/propagation/")
-    arithmetic += tuple(f"tensor_parallel/{name}" for name in ("dispatch", "boundary", "move", "generation/"))
+    arithmetic = ("layout", "mesh", "redistribution/", "operators/", "propagation/", "analysis/", "generation/")
+    arithmetic += ("dtensor/dispatch", "dtensor/move", "sharding/boundary")
     assert called and not [name for name in called if name.startswith(arithmetic)], called

@@ -5,13 +5,13 @@ from case_recompute import FULL, OPERATORS, Tower, X
 from launch import on_ranks
 from mindspore import Tensor
 
+from mindformers_core.capture.algorithm_steps import algorithm_steps
 from mindformers_core.communication import count_collectives
+from mindformers_core.explaining.report import make_report
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recompute import recompute
+from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import programs, shard
-from mindformers_core.tensor_parallel.explaining import make_report
-from mindformers_core.tensor_parallel.explaining.algorithms import algorithm_steps
-from mindformers_core.tensor_parallel.sharded_cells import tree_of
 
 
 @on_ranks(2)

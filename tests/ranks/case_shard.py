@@ -13,8 +13,8 @@ from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.models.llama import LlamaDecoderLayer
+from mindformers_core.sharding.initialize import materialize
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.tensor_parallel.initialize import materialize
 from mindformers_core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 BATCH, LENGTH, HIDDEN = 4, 16, 32

@@ -7,9 +7,9 @@ from mindspore.common.initializer import Normal
 
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
+from mindformers_core.sharding.initialize import draw_slice
 from mindformers_core.tensor_parallel import distribute_tensor
-from mindformers_core.tensor_parallel.initialize import draw_slice
-from mindformers_core.tensor_parallel.split import split
+from mindformers_core.tensor_parallel.splitting import split
 
 X = np.random.default_rng(1).normal(size=(4, 8)).astype(np.float32)
 IDS = np.random.default_rng(2).integers(0, 8, (4, 3)).astype(np.int32)

@@ -11,8 +11,8 @@ from mindformers_core.communication import count_collectives
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaForCausalLM
+from mindformers_core.passes.weight_split import split_weight_gradients
 from mindformers_core.tensor_parallel import prepare, shard
-from mindformers_core.tensor_parallel.weight_split import split_weight_gradients
 
 
 def micro_batches(mesh, count=2):

@@ -15,8 +15,8 @@ from mindformers_core.pipeline import (
     ScheduleZBH1,
     ScheduleZBV,
 )
+from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
-from mindformers_core.tensor_parallel.sharded_cells import tree_of
 from mindformers_core.zero import hsdp, share_parts
 
 PIPELINES, ROWS, COUNT, STEPS = 2, 8, 4, 2

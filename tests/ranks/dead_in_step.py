@@ -9,7 +9,7 @@ from mindspore import Tensor, nn
 
 from mindformers_core import communication
 from mindformers_core.mesh import DeviceMesh
-from mindformers_core.tensor_parallel.sharded_cells import computing_parameters
+from mindformers_core.sharding.sharded_cells import computing_parameters
 from mindformers_core.zero import hsdp, value_and_grad
 
 world = communication.init_distributed(timeout=5)  # so that the scheduler ends soon, too

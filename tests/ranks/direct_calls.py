@@ -3,9 +3,9 @@
 import numpy as np
 from mindspore import Tensor
 
+from mindformers_core.generation.operator_source import operator_source
 from mindformers_core.operators import signature_of, tensor_meta
 from mindformers_core.tensor_parallel import DTensor
-from mindformers_core.tensor_parallel.generation.operator_source import operator_source
 
 _COMPILED: dict = {}
 

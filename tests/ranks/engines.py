@@ -13,8 +13,8 @@ from truth import once
 
 from mindformers_core.communication import count_collectives
 from mindformers_core.layout import bind_layout
+from mindformers_core.program.structure import map_leaves
 from mindformers_core.tensor_parallel import DTensor, jit, shard
-from mindformers_core.tensor_parallel.capturing.structure import map_leaves
 
 __all__ = ["check_engines", "check_in_graph", "check_in_pynative"]
 

@@ -4,8 +4,9 @@ from unittest.mock import patch
 
 from one_card import is_float
 
+from mindformers_core.dtensor import dispatch
 from mindformers_core.operators import signature_of
-from mindformers_core.tensor_parallel import DTensor, dispatch, distribute_tensor
+from mindformers_core.tensor_parallel import DTensor, distribute_tensor
 
 
 def rules_met(function, values, layouts):

@@ -1,0 +1,1 @@
+"""What a plan costs: saved tensors, peak memory, operations, traffic. Pure Python."""

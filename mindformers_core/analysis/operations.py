@@ -1,0 +1,157 @@
+"""What it costs to run an instruction of a program once more: floating-point operations on one rank. Pure Python.
+
+Multiplications and additions count one each, so a matmul of (m, k) by (k, n) has 2·m·n·k, as in Megatron-LM's formula
+(Narayanan et al., 2021). An elementary function (exp, square root) counts one, and so does moving an element to
+another place. What a rank sends has a price in operations, or the cheapest to compute again would be a collective.
+"""
+
+from math import prod
+
+from mindformers_core.operators.views import is_view
+from mindformers_core.program.graph import CallNode
+from mindformers_core.program.plan import CallPlan, Move
+from mindformers_core.program.structure import values_in
+from mindformers_core.propagation.costs import work_of
+from mindformers_core.propagation.operators import operator_signature
+from mindformers_core.redistribution.steps import COLLECTIVES
+
+__all__ = ["OPERATIONS_PER_BYTE", "operations"]
+
+# What a device computes while it sends a byte: an A100's 312 TFLOP/s of bfloat16 over NVLink's 300 GB/s (see
+# `redistribution.cost.GPU`); an Ascend 910B's 354 TFLOP/s over 196 GB/s is 1800.
+OPERATIONS_PER_BYTE = 1040
+
+_PRODUCTS = frozenset(
+    ("MatMul", "MatMulExt", "BatchMatMul", "BatchMatMulExt", "DeprecatedMatmul", "Mm", "Mv", "Dot", "Dense", "Linear")
+    + ("Addmm", "Baddbmm")
+)
+_CONVOLUTION = ("n", "o", "oh", "ow", "c", "kh", "kw")  # factors that are multiplied out
+_READS_A_PART = frozenset(  # of a table or a larger tensor: what counts is what comes out
+    ("Gather", "DeprecatedGather", "IndexSelect", "DeprecatedIndexSelect", "Take", "DeprecatedTake", "GatherD")
+    + ("GatherNd", "Embedding", "StridedSlice", "Slice", "Narrow", "SliceExt")
+)
+_PER_ELEMENT = {
+    "Sigmoid": 3,  # exp, add, divide
+    "SiLU": 4,
+    "Swiglu": 5,
+    "GLU": 4,
+    "Tanh": 4,
+    "Softplus": 3,
+    "SoftplusExt": 3,
+    "GeLU": 8,
+    "GeluExt": 8,
+    "FastGeLU": 8,
+    "Softmax": 5,  # maximum, subtract, exp, sum, divide
+    "LogSoftmax": 5,
+    "LogSoftmaxExt": 5,
+    "LogSumExp": 4,
+    "RmsNorm": 4,  # square, sum, scale twice
+    "LayerNorm": 7,  # sum, subtract, square, sum, scale twice, add
+    "LayerNormExt": 7,
+    "GroupNorm": 7,
+    "Var": 4,
+    "Std": 4,
+    "VarMean": 4,
+    "StdMean": 4,
+    "ReduceStd": 4,
+    "DeprecatedVar": 4,
+    "DeprecatedStd": 4,
+    "RotaryPositionEmbedding": 3,
+    "SquaredDifference": 2,
+    "SmoothL1Loss": 4,
+    "SoftmaxCrossEntropyWithLogits": 7,
+    "SparseSoftmaxCrossEntropyWithLogits": 7,
+    "Dropout": 10,  # most of them for the random number
+    "FuncDropoutExt": 10,
+}
+
+
+def operations(place, algorithm_steps=None):
+    """How many floating-point operations one instruction takes on a rank, forward.
+
+    Args:
+        place: a `Place`.
+        algorithm_steps: what the distributed algorithms of operators send, see `explaining.report.make_report`.
+
+    Returns:
+        A whole number: 2·m·n·k for products, attention (the whole of the scores, whatever is masked) and convolutions;
+        1 to 10 an element of the largest tensor for others; 0 for views; `OPERATIONS_PER_BYTE` for what is sent.
+
+    Raises:
+        ValueError: an operator runs a distributed algorithm, and there is no `algorithm_steps`.
+    """
+    entry = place.entry
+    if isinstance(entry, Move):
+        return sum(map(_step_operations, entry.steps))
+    if isinstance(entry, CallPlan):
+        return _whole_operations(entry.node.graph)
+    shapes = [layout.local_shape(value.shape) for value, layout in _tensors(entry)]
+    inputs = len(entry.inputs)
+    own = _own_operations(entry, place.frame.mesh, shapes[:inputs], shapes[inputs:])
+    if entry.algorithm is None:
+        return own
+    if algorithm_steps is None:
+        raise ValueError(
+            f"Cell '{place.path}': operator {entry.node.operator} ({entry.node.source}) runs the distributed algorithm "
+            f"'{entry.algorithm}' over {', '.join(entry.cut_axes)}: algorithm_steps has to tell what it sends"
+        )
+    return own + sum(_step_operations(step) for step, _ in algorithm_steps(entry))
+
+
+def _tensors(plan):
+    """`(Value, Layout)` of all inputs, then of all outputs of an `OperatorPlan`."""
+    values = [*values_in((plan.node.args, plan.node.kwargs)), *values_in(plan.node.outputs)]
+    return zip(values, (*plan.inputs, *plan.outputs))
+
+
+def _own_operations(plan, mesh, inputs, outputs):
+    """What an operator computes on local tensors of these shapes."""
+    name = plan.node.operator
+    if name in _PRODUCTS:
+        return 2 * work_of(plan, mesh)
+    if name in ("Conv2D", "FlashAttentionScore"):
+        sizes = plan.signature.sizes
+        local = {factor: sizes[factor] // mesh.axis_size(*plan.axes_of.get(factor, ())) for factor in sizes}
+        return _fused_operations(name, local)
+    return _elementwise_operations(name, plan.algorithm is None, inputs, outputs)
+
+
+def _fused_operations(name, sizes):
+    """Of an operator whose result is a sum over factors that neither all inputs nor outputs have; `sizes`: local."""
+    if name == "Conv2D":
+        return 2 * prod(sizes[factor] for factor in _CONVOLUTION)
+    scores = sizes.get("b", 1) * sizes["g"] * sizes["r"] * sizes["s"] * sizes["t"]
+    return scores * (2 * sizes["d"] + 2 * sizes["v"] + 1 + _PER_ELEMENT["Softmax"])  # 1: scaled
+
+
+def _elementwise_operations(name, may_view, inputs, outputs):
+    if may_view and is_view(name):
+        return 0
+    counted = outputs if name in _READS_A_PART else [*inputs, *outputs]
+    return _PER_ELEMENT.get(name, 1) * max(map(prod, counted), default=0)
+
+
+def _step_operations(step):
+    """What one step of a redistribution costs."""
+    name, nbytes = step.forward
+    if name in COLLECTIVES:
+        return OPERATIONS_PER_BYTE * nbytes
+    return 0 if name == "identity" else prod(step.output_shape)
+
+
+def _whole_operations(graph):
+    """What a Cell computes that runs as it is, on whole tensors."""
+    total = 0
+    for node in graph.nodes:
+        if isinstance(node, CallNode):
+            total += _whole_operations(node.graph)
+            continue
+        sizes = operator_signature(node).sizes
+        if node.operator in _PRODUCTS:
+            total += 2 * prod(sizes.values())
+        elif node.operator in ("Conv2D", "FlashAttentionScore"):
+            total += _fused_operations(node.operator, sizes)
+        else:
+            shapes = [[value.shape for value in values_in(part)] for part in ((node.args, node.kwargs), node.outputs)]
+            total += _elementwise_operations(node.operator, True, *shapes)
+    return total

@@ -1,0 +1,114 @@
+"""Distributed algorithms written down: each runs once on traced tensors, and what it does is a graph for one rank.
+
+So there is one text of an algorithm: the eager engine runs it, and generated code spells out what it does.
+"""
+
+from dataclasses import replace
+
+import mindspore as ms
+from mindspore import nn
+
+from mindformers_core.capture.capture import capture
+from mindformers_core.capture.frame import Made
+from mindformers_core.capture.traced import Traced, call_site
+from mindformers_core.dtensor.distributed_operators import ALGORITHMS, Cut
+from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.operators import TensorMeta, tensor_meta
+from mindformers_core.program.graph import OperatorNode
+from mindformers_core.program.structure import Value, map_leaves, values_in
+
+__all__ = ["algorithm_graph"]
+
+
+def algorithm_graph(plan, mesh, rank=None):
+    """What runs in the place of an operator that is cut where it can't simply be, on local shapes.
+
+    Three kinds of nodes are special:
+
+    - the operator itself, under its own name, with other tensors among its arguments;
+    - `Redistribute(value, source, target)`, which moves a local tensor from one `Layout` to another;
+    - `RandomState()`, which gives seed and offset of a random draw (`next_random_state` in `dropout.py`).
+
+    Args:
+        plan: the `OperatorPlan` of an operator that has an `algorithm`.
+        mesh: the mesh of its layouts.
+        rank: for which rank; default: this process's. Graphs of different ranks differ in constants only.
+
+    Returns:
+        A `CellGraph`. Its arguments are the operator's tensors, in the order of `values_in((node.args, node.kwargs))`;
+        its result has the structure of `node.outputs`.
+
+    Raises:
+        CaptureError: the algorithm looks at values.
+    """
+    values = values_in((plan.node.args, plan.node.kwargs))
+    cut = Cut(mesh, plan.cut_axes, plan.inputs, tuple(value.shape for value in values), rank)
+    metas = [tensor_meta(layout.local_shape(value.shape), value.dtype) for layout, value in zip(plan.inputs, values)]
+    graph = capture(_Algorithm(plan, cut), *metas)
+    found = [value.shape for value in values_in(graph.result)]
+    expected = plan.local_shapes
+    assert found == expected, f"algorithm '{plan.algorithm}' of {plan.node.operator} gives {found}, not {expected}"
+    return graph
+
+
+def _local_arguments(plan):
+    """The arguments of the local call, with a `TensorMeta` in the place of every tensor."""
+    args, kwargs = map_leaves(
+        lambda leaf: tensor_meta(leaf.shape, leaf.dtype) if isinstance(leaf, Value) else leaf,
+        (plan.node.args, plan.node.kwargs),
+    )
+    if plan.signature.localize is None:
+        return args, kwargs
+    return plan.signature.localize((*args, *kwargs.values()), plan.local_shapes), {}
+
+
+class _Algorithm(nn.Cell):
+    """An algorithm as a Cell of the operator's local tensors, to be captured."""
+
+    def __init__(self, plan, cut):
+        super().__init__()
+        self.plan, self.cut = plan, cut
+
+    def construct(self, *tensors):
+        plan, write = self.plan, _Writer(tensors[0].recorder)
+        cut = replace(self.cut, move=write.move, next_random_state=write.recorder.random_state)
+        args, kwargs = _local_arguments(plan)
+        given = iter(tensors)
+        args, kwargs = map_leaves(lambda leaf: next(given) if isinstance(leaf, TensorMeta) else leaf, (args, kwargs))
+        return ALGORITHMS[plan.algorithm](lambda *local: write.operator(plan, local, kwargs), args, cut)
+
+
+class _Writer:
+    """Writes the nodes that no operator call writes by itself."""
+
+    def __init__(self, recorder):
+        self.recorder = recorder
+
+    def move(self, local, source, target):
+        """As `move` in `move.py`."""
+        if source == target:
+            return local
+        shape = target.local_shape(source.global_shape(local.shape))
+        return self._write("Redistribute", (local, source, target), tensor_meta(shape, dtype_name(local.dtype)))
+
+    def operator(self, plan, args, kwargs):
+        """The operator of a plan. What the algorithm made of its attributes is in its arguments only."""
+        node, shapes = plan.node, iter(plan.local_shapes)
+        outputs = map_leaves(lambda value: tensor_meta(next(shapes), value.dtype), node.outputs)
+        changed = node.primitive and args[node.primitive.inputs :] != node.args[node.primitive.inputs :]
+        kind, primitive = ("function", None) if changed else (node.kind, node.primitive)
+        return self._write(node.operator, args, outputs, kwargs=kwargs, kind=kind, primitive=primitive)
+
+    def _write(self, operator, args, outputs, kwargs=None, kind="function", primitive=None):
+        """Write a node whose results have the metas `outputs`; gives the traced results."""
+        recorder, frame = self.recorder, self.recorder.frames[-1]
+        shown = map_leaves(frame.leaf, recorder.stand_in((args, kwargs or {})))
+
+        def make(meta):
+            stand_in = recorder.meta(meta.shape, getattr(ms, "bool_" if meta.dtype == "bool" else meta.dtype))
+            return Traced.around(recorder, stand_in, Made(frame, frame.new_value(stand_in, operator)))
+
+        results = map_leaves(make, outputs)
+        made = map_leaves(frame.leaf, results)
+        frame.nodes.append(OperatorNode(operator, kind, *shown, made, primitive, None, call_site()[0]))
+        return results

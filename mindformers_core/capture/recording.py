@@ -1,0 +1,297 @@
+"""Writes down what Cells do with traced tensors: a frame for every call of a Cell, a node for every operator."""
+
+import inspect
+import re
+from functools import cache
+from itertools import count
+
+from mindspore import DeviceCtx, Parameter, Tensor, mint
+from mindspore import dtype as mstype
+from mindspore._c_expression import NoFallbackGuard
+from mindspore.ops import Primitive, tensor_method
+
+from mindformers_core.capture.frame import Frame, Held, Loose, Made, plain_leaf
+from mindformers_core.capture.traced import CaptureError, Traced, call_site
+from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
+from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.program.graph import CallNode, OperatorNode, PrimitiveUse
+from mindformers_core.program.structure import map_leaves, values_in
+
+__all__ = ["Recorder"]
+
+_MESSAGE_END = re.compile(r"\n\s*-{20,}")  # where MindSpore goes on with its C++ stack
+
+
+class Recorder:
+    """Records one capture.
+
+    Attributes:
+        tree: the `CapturedTree`: it knows the names of Cells and parameters.
+        frames: the calls that are open, innermost last.
+        inferring: whether an operator is run on the meta device right now.
+        root: the finished `CellGraph` of the root.
+    """
+
+    def __init__(self, tree):
+        self.tree = tree
+        self.frames = []
+        self.inferring = False
+        self.root = None
+        self._silent = False
+        self._calls = 0
+        self._metas = {}  # (shape, dtype) -> meta tensor
+        self._loose = {}  # id -> (plain tensor, its stand-in)
+
+    def hold(self, tensor, path):
+        """The stand-in of a tensor that the tree keeps at `path`, or of a Parameter that it doesn't own (None)."""
+        shape = getattr(tensor, "global_shape", tensor.shape)  # a sharded Parameter holds a part only
+        return Traced.around(self, self.meta(shape, tensor.dtype), Held(path), tensor)
+
+    def input(self, shape, dtype):
+        """An argument of the root."""
+        return Traced.around(self, self.meta(shape, dtype), Made(None, None))
+
+    def meta(self, shape, dtype):
+        """A meta tensor."""
+        key = tuple(shape), dtype
+        found = self._metas.get(key)
+        if found is None:
+            with NoFallbackGuard(), DeviceCtx("meta"):
+                found = self._metas[key] = mint.empty(key[0], dtype=dtype)
+        return found
+
+    def error(self, text):
+        """A `CaptureError` that says where we are."""
+        source, _ = call_site()
+        frame = self.frames[-1] if self.frames else None
+        if frame is None:
+            return CaptureError(f"{source}: {text}")
+        return CaptureError(f"in {self.tree.label(frame.cell)}, {source or self.tree.source(frame.cell)}: {text}")
+
+    def values_of(self, tensor, what):
+        """The plain tensor with a constant's values, computed only now if need be. An error for any other."""
+        if tensor.original is None and tensor.deferred is not None:
+            tensor.original = tensor.deferred()
+        if tensor.original is not None and not isinstance(tensor.original, Parameter):
+            return tensor.original
+        raise self.error(
+            f"{what} needs the values of a tensor, {dtype_name(tensor.dtype)}{list(tensor.shape)}, and while a Cell "
+            "is captured there are none, only shapes. Mark the Cell, cell.eager() after shard(), and it runs operator "
+            "by operator, in PyNative; or restructure it: ops.where or ops.masked_fill in the place of a branch, "
+            "x.shape in the place of a count, an argument of construct in the place of a switch"
+        )
+
+    def stray(self, parameter):
+        """The error for a Parameter that the tree doesn't own."""
+        return self.error(
+            f"parameter '{parameter.name}' of shape {tuple(parameter.shape)} belongs to no Cell of the tree, and "
+            "would be neither trained nor saved: make it an attribute of a Cell (several in a ParameterTuple), and "
+            "keep Cells in an nn.CellList, not in a plain list"
+        )
+
+    def call(self, cell, construct, args, kwargs):
+        """A Cell's `construct(*args, **kwargs)`, recorded as a node of the caller and as a graph of its own."""
+        source, _ = call_site()
+        args, kwargs = self.stand_in(args), self.stand_in(kwargs)
+        caller = self.frames[-1] if self.frames else None
+        shown = ((), {}) if caller is None else map_leaves(caller.leaf, (args, kwargs))
+        frame = Frame(self.tree, cell, self._calls)
+        self._calls += 1
+        frame.take_arguments(construct, args, kwargs, caller)
+        self.frames.append(frame)
+        try:
+            result = self.stand_in(construct(*args, **kwargs))
+            graph = frame.finish(result)
+        finally:
+            self.frames.pop()
+        if caller is None:
+            self.root = graph
+            return result
+        received = {}
+
+        def receive(leaf):
+            if not isinstance(leaf, Traced):
+                return leaf
+            if id(leaf) not in received:
+                made = caller.new_value(leaf, self.tree.name(cell), frame.value_of(leaf).constant)
+                known = (leaf.original, leaf.deferred) if made.constant else (None, None)
+                received[id(leaf)] = Traced.around(self, leaf.meta, Made(caller, made), *known)
+            return received[id(leaf)]
+
+        result = map_leaves(receive, result)
+        called = self.tree.local_path(caller.cell, cell)
+        caller.nodes.append(CallNode(called, *shown, map_leaves(caller.leaf, result), graph, source))
+        return result
+
+    def random_state(self):
+        """A draw from MindSpore's default generator as a node, `RandomState()`, of two int64 results without dims."""
+        frame, source = self.frames[-1], call_site()[0]
+        meta = self.meta((), mstype.int64)
+        values = [frame.new_value(meta, hint) for hint in ("seed", "offset")]
+        frame.nodes.append(OperatorNode("RandomState", "function", (), {}, tuple(values), None, None, source))
+        return tuple([Traced.around(self, meta, Made(frame, value)) for value in values])
+
+    def operator(self, func, args, kwargs):
+        """Run an operator on the meta device, and write it down. What MindSpore finds as `__fallback__`."""
+        primitive, name = None, func.name
+        kind = "method" if type(func).__name__ == "TensorOverloadCall" else "function"
+        if len(args) == 3 and type(args[1]) is str and isinstance(args[0], Primitive):
+            primitive, _, args = args
+            kind = "primitive"
+        if name.startswith("Inplace"):
+            raise self.error(f"operator '{name}' changes a tensor in place: use its result, as in x = x + y")
+        args = self.stand_in(args)
+        kwargs = self.stand_in(kwargs)
+        metas = self._infer(func, primitive, args, kwargs)
+        if self._silent or not _has_tensor(metas):
+            return map_leaves(self._unlisted, metas)
+        return self._write(func, kind, primitive, args, kwargs, metas)
+
+    def _unlisted(self, leaf):
+        """A traced tensor that no graph has, around a meta tensor."""
+        return Traced.around(self, leaf, Made(None, None)) if isinstance(leaf, Tensor) else leaf
+
+    def _write(self, func, kind, primitive, args, kwargs, metas):
+        """Make the node, and the traced results."""
+        name, frame = func.name, self.frames[-1]
+        shown = map_leaves(frame.leaf, (tuple(args[: WITHOUT_SEEDS.get(name)]), kwargs))
+        used = values_in(shown)
+        constant = bool(used) and all(value.constant for value in used)
+        source, called = call_site()
+        use = None
+        if primitive is not None:
+            attributes = map_leaves(plain_leaf, dict(primitive.init_attrs))
+            if name in WITHOUT_SEEDS:
+                attributes = {key: value for key, value in attributes.items() if key not in ("Seed0", "Seed1")}
+            called_class = type(primitive)
+            inputs = _count_inputs(primitive, args)
+            use = PrimitiveUse(called_class.__module__, called_class.__name__, attributes, inputs)
+        attribute = self.tree.attribute(frame.cell, called)
+        values = self._computing(func, primitive, args, kwargs) if constant else None
+        places = count()
+
+        def make(leaf):
+            if not isinstance(leaf, Tensor):
+                return leaf
+            made, place = Made(frame, frame.new_value(leaf, name, constant)), next(places)
+            return Traced.around(self, leaf, made, deferred=values and (lambda: values()[place]))
+
+        results = map_leaves(make, metas)
+        frame.nodes.append(OperatorNode(name, kind, *shown, map_leaves(frame.leaf, results), use, attribute, source))
+        return results
+
+    def _computing(self, func, primitive, args, kwargs):
+        """A function that runs an operator on constants for real, once, and gives the tensors among its results."""
+
+        def real(leaf):
+            return self.values_of(leaf, "a constant") if type(leaf) is Traced else leaf
+
+        @cache
+        def compute():
+            call, named = map_leaves(real, (tuple(args), kwargs))
+            self.inferring, before = True, self.inferring
+            try:
+                with NoFallbackGuard():
+                    result = func(*call, **named) if primitive is None else func(primitive, func.name, call)
+            finally:
+                self.inferring = before
+            found = []
+            map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, result)
+            return found
+
+        return compute
+
+    def _infer(self, func, primitive, args, kwargs):
+        """The results as meta tensors."""
+        call = map_leaves(_meta_leaf, tuple(args))
+        if primitive is not None:
+            call = (primitive, func.name, call)
+        self.inferring, before = True, self.inferring
+        try:
+            with NoFallbackGuard(), DeviceCtx("meta"):
+                result = func(*call, **map_leaves(_meta_leaf, kwargs))
+        except Exception as error:
+            if "Not implement" not in str(error) or _method_behind(func.name) is None:
+                shown = ", ".join(map(repr, args))
+                message = _MESSAGE_END.split(str(error))[0].strip()
+                raise self.error(f"operator {func.name}({shown}) can't be run on shapes alone: {message}") from error
+            result = None
+        finally:
+            self.inferring = before
+        return self._infer_method(func.name, args, kwargs) if result is None else result
+
+    def _infer_method(self, name, args, kwargs):
+        """As `_infer`, for a method that gives nothing on the meta device: by the Python function behind it."""
+        behind = _method_behind(name)
+        if behind is None:
+            raise self.error(f"operator '{name}' gives no shape on the meta device: use functions of mindspore.ops")
+        self._silent, before = True, self._silent
+        try:
+            return map_leaves(_meta_leaf, behind(*args, **kwargs))
+        finally:
+            self._silent = before
+
+    def stand_in(self, structure):
+        """The structure with a traced tensor in the place of every plain one; itself where there is none."""
+        if not _has_plain(structure):
+            return structure
+
+        def replace(leaf):
+            return self._loose_tensor(leaf) if isinstance(leaf, Tensor) and type(leaf) is not Traced else leaf
+
+        return map_leaves(replace, structure)
+
+    def _loose_tensor(self, tensor):
+        if isinstance(tensor, Parameter):
+            raise self.stray(tensor)
+        found = self._loose.get(id(tensor))
+        if found is None:
+            stand_in = Traced.around(self, self.meta(tensor.shape, tensor.dtype), Loose(), tensor)
+            found = self._loose[id(tensor)] = tensor, stand_in
+        return found[1]
+
+
+@cache
+def _method_behind(name):
+    """The Python function that is a Tensor's method on devices without one of their own, or None."""
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().removeprefix("deprecated_")
+    prefixes = ("deprecated_tensor_", "tensor_") if name.startswith("Deprecated") else ("tensor_", "deprecated_tensor_")
+    reduced = snake.removeprefix("reduce_")
+    names = [*(prefix + snake for prefix in prefixes), f"reduce_tensor_{reduced}", f"tensor_{reduced}"]
+    return next((getattr(tensor_method, known) for known in names if hasattr(tensor_method, known)), None)
+
+
+def _count_inputs(primitive, args):
+    """How many of a classic primitive's arguments its call takes: its class may have put its attributes behind them."""
+    if "__call__" not in vars(type(primitive)):
+        return len(args)
+    most = _most_inputs(type(primitive))
+    if most is not None:
+        return min(len(args), most)
+    given = max((place + 1 for place, argument in enumerate(args) if _has_tensor(argument)), default=0)
+    return given if len(args) - given == len(primitive.init_attrs) else len(args)
+
+
+@cache
+def _most_inputs(kind):
+    """How many arguments a call of this class of primitives takes; None where it takes any number."""
+    parameters = inspect.signature(kind.__call__).parameters.values()
+    any_number = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters)
+    return None if any_number else len(parameters) - 1
+
+
+def _has_plain(structure):
+    """Whether there is a tensor in a structure that isn't traced."""
+    if isinstance(structure, Tensor):
+        return type(structure) is not Traced
+    if isinstance(structure, (tuple, list)):
+        return any(map(_has_plain, structure))
+    return isinstance(structure, dict) and any(map(_has_plain, structure.values()))
+
+
+def _has_tensor(structure):
+    return isinstance(structure, Tensor) or (isinstance(structure, (tuple, list)) and any(map(_has_tensor, structure)))
+
+
+def _meta_leaf(leaf):
+    return leaf.meta if type(leaf) is Traced else leaf

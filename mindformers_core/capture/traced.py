@@ -1,0 +1,191 @@
+"""The tensor that stands in for others while a Cell is captured: it has a shape, and tells what is done with it."""
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import mindspore
+from mindspore import Tensor
+from mindspore.ops import Primitive
+
+from mindformers_core.dtensor.indexing import index_tensor
+
+__all__ = ["CaptureError", "Traced", "call_site"]
+
+_MINDSPORE = str(Path(mindspore.__file__).parent)
+_ENGINE = str(Path(__file__).parent.parent)
+_MODEL_CODE = (str(Path(_ENGINE) / "models"), str(Path(_ENGINE) / "tensor_parallel"))  # ours, and yet no engine
+
+
+class CaptureError(ValueError):
+    """A Cell that can't be captured; names its path, its class, and the line of the user's code."""
+
+
+class Traced(Tensor):
+    """A tensor on the meta device, seen by a recorder.
+
+    Attributes:
+        recorder: what is told of every operator.
+        meta: the plain meta tensor that operators are run with.
+        entry: what the tensor is, for the recorder: a `Value` with the frame that made it, a parameter or a constant.
+        original: the Parameter or plain tensor that it stands for, or None. A plain one's values may be read.
+        deferred: what computes `original`, for the result of an operator on constants; else None.
+    """
+
+    @staticmethod
+    def around(recorder, meta, entry, original=None, deferred=None):
+        """A new one."""
+        tensor = Tensor._make_subclass(Traced, meta)
+        tensor.recorder = recorder
+        tensor.meta = meta
+        tensor.entry = entry
+        tensor.original = original
+        tensor.deferred = deferred
+        return tensor
+
+    def __fallback__(self, func, args, kwargs=None):
+        return self.recorder.operator(func, args, kwargs or {})
+
+    def __getattr__(self, name):
+        """What a Parameter has and a tensor hasn't: its name, whether it is trained, …."""
+        original = self.__dict__.get("original")
+        if original is None or name.startswith("__"):
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        return getattr(original, name)
+
+    @property
+    def data(self):
+        """This tensor."""
+        return self
+
+    @property
+    def has_init(self):
+        """False: nothing is to be initialised while a tree is captured."""
+        return False
+
+    def value(self):
+        """This tensor."""
+        return self
+
+    def _values(self, what):
+        """The plain tensor that holds the values, where they are known; `what` asks for them."""
+        return self.recorder.values_of(self, what)
+
+    def asnumpy(self):
+        """An error, but for a constant."""
+        return self._values("asnumpy()").asnumpy()
+
+    def numpy(self):
+        """See `asnumpy`."""
+        return self._values("numpy()").asnumpy()
+
+    def tolist(self):
+        """See `asnumpy`."""
+        return self._values("tolist()").tolist()
+
+    def item(self):
+        """See `asnumpy`."""
+        return self._values("item()").item()
+
+    def __bool__(self):
+        return bool(self._values("bool(), which if, while, and, or and not ask for,"))
+
+    def __int__(self):
+        return int(self._values("int()"))
+
+    def __float__(self):
+        return float(self._values("float()"))
+
+    def __complex__(self):
+        return complex(self._values("complex()"))
+
+    def __index__(self):
+        return int(self._values("use as an index or a count"))
+
+    def __array__(self, dtype=None):
+        return self._values("conversion to NumPy").asnumpy().astype(dtype)
+
+    def __contains__(self, item):
+        return item in self._values("the operator 'in'")
+
+    def __len__(self):
+        if not self.shape:
+            raise TypeError("len() of a tensor without dims")
+        return self.shape[0]
+
+    def __iter__(self):
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index):
+        return index_tensor(self, index)
+
+    def __setitem__(self, index, value):
+        raise self.recorder.error(
+            "assignment by index changes a tensor in place: build the new tensor with ops.where or ops.masked_fill"
+        )
+
+    def redistribute(self, *_):
+        """A `DTensor`'s: an error here."""
+        raise self.by_hand("redistribute()")
+
+    to_local = full_tensor = redistribute
+
+    def by_hand(self, what):
+        """The error for parallel code that is written by hand."""
+        return self.recorder.error(
+            f"{what} is parallel code written by hand, on tensors of a mesh; a Cell is captured as single-card code. "
+            "Mark the Cell, cell.eager() after shard(), or leave it to the layouts that are declared"
+        )
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce_ex__(self, protocol):
+        raise self.recorder.error("a tensor can't be pickled while its Cell is captured")
+
+    def __repr__(self):
+        return f"{str(self.dtype).lower()}{list(self.shape)}"
+
+    # `h += f(h)` makes a new tensor
+    __iadd__ = Tensor.__add__
+    __isub__ = Tensor.__sub__
+    __imul__ = Tensor.__mul__
+    __itruediv__ = Tensor.__truediv__
+    __str__ = __repr__
+    __hash__ = Tensor.__hash__
+
+
+def call_site():
+    """Where the user's code is now, and which primitive it calls.
+
+    Returns:
+        `file:line` of the innermost frame outside of MindSpore and of this engine, or else of the innermost one in a
+        MindSpore layer, or None; and the `Primitive` object that is being called, or None.
+    """
+    frame = sys._getframe(1)
+    primitive, layer = None, None
+    while frame is not None:
+        name = frame.f_code.co_filename
+        owner = _owner(name)
+        if owner == "user":
+            return f"{name}:{frame.f_lineno}", primitive
+        if owner == "mindspore":
+            if primitive is None and layer is None and frame.f_code.co_name == "__call__":
+                called = frame.f_locals.get("self")
+                primitive = called if isinstance(called, Primitive) else None
+            if layer is None and frame.f_code.co_name == "construct":
+                layer = f"{name}:{frame.f_lineno}"
+        elif frame.f_code.co_name == "_run_root":
+            break
+        frame = frame.f_back
+    return layer, primitive
+
+
+@cache
+def _owner(filename):
+    """Whose code a file is: `"user"`, `"mindspore"` or `"engine"`."""
+    if filename.startswith(_MINDSPORE):
+        return "mindspore"
+    if filename.startswith(_ENGINE) and not filename.startswith(_MODEL_CODE):
+        return "engine"
+    return "user" if not filename.startswith("<") else "engine"

@@ -1,0 +1,253 @@
+"""What happens when an operator meets a `DTensor`: rules are asked once per kind of call, then a cached program runs.
+
+A kind of call is the operator's name, the metas of its tensors (shape, dtype, layout) and its other arguments. Its
+program says how each input moves, what the local arguments are, and what the outputs are. The cached path does no
+layout arithmetic.
+"""
+
+import math
+
+from mindspore import Parameter, Tensor, ops
+
+from mindformers_core.communication import world
+from mindformers_core.dtensor.distributed_operators import ALGORITHMS, Cut
+from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
+from mindformers_core.dtensor.dtensor import DTensor, parameter_view, wrap
+from mindformers_core.dtensor.move import cost_model, dtype_name, move
+from mindformers_core.layout import Layout
+from mindformers_core.operators import TensorMeta, resolve, signature_of, tensor_meta
+from mindformers_core.operators.registry import rule_attributes
+
+__all__ = ["Dispatcher"]
+
+_ABOUT_TYPES = frozenset({"typeof"})  # operators that ask for a tensor's type and compute nothing
+_MOST_PROGRAMS = 65536  # a number that changes with every step would fill the memory with programs
+
+
+class Dispatcher:
+    """Runs operators on DTensors. Its instance is what MindSpore finds as `DTensor.__fallback__`.
+
+    Attributes:
+        programs: kind of call -> `_Program`.
+        world: the `World` that they were made in: they know this process's rank.
+    """
+
+    def __init__(self):
+        self.programs = {}
+        self.world = None
+
+    def __call__(self, func, args, kwargs=None):
+        """Run operator `func` on the global tensors in `args`.
+
+        Raises:
+            ValueError: the operator has no rule, the call doesn't fit its rule, or its tensors are on different meshes.
+        """
+        primitive = None
+        if len(args) == 3 and type(args[1]) is str and type(args[2]) is tuple:
+            primitive, _, args = args  # how calls of classic primitives arrive
+            args = args[: WITHOUT_SEEDS.get(func.name)]
+        if func.name in _ABOUT_TYPES:
+            return func(*_on_locals((primitive, func.name, args) if primitive else args))
+        key, tensors = [func.name], []
+        for argument in args:
+            kind = type(argument)
+            if kind is DTensor:
+                key.append(argument._meta)
+                tensors.append(argument)
+            else:
+                _describe(argument, kind, key, tensors)
+        if kwargs:
+            for name, value in kwargs.items():
+                key.append(name)
+                _describe(value, type(value), key, tensors)
+        attributes = {} if primitive is None else rule_attributes(func.name, vars(primitive))
+        key.extend(attributes.values())
+        key = tuple(key)
+        if self.world is not world():
+            self.programs.clear()
+            self.world = world()
+        try:
+            program = self.programs.get(key)
+        except TypeError as error:  # not hashable
+            shown = ", ".join(type(argument).__name__ for argument in args)
+            raise TypeError(
+                f"operator '{func.name}' on DTensors takes tensors, numbers, strings, tuples and lists, not ({shown})"
+            ) from error
+        if program is None:
+            program = _Program(func.name, args, kwargs or {}, attributes, tensors)
+            if len(self.programs) >= _MOST_PROGRAMS:
+                self.programs.clear()
+            self.programs[key] = program
+        return program.run(_FIXED.get(func.name, func), primitive, args, tensors)
+
+
+def _matmul(input, mat2):
+    if min(input.ndim, mat2.ndim) > 1 and input.shape[-1] == 1:
+        return input * mat2
+    is_one_row = input.ndim > 2 >= mat2.ndim and math.prod(input.shape[:-1]) == 1
+    return ops.tensor_dot(input, mat2, 1) if is_one_row else ops.auto_generate.matmul_ext_op(input, mat2)
+
+
+# operators whose gradient in MindSpore is wrong on CPU (docs/mindspore.md), and what gives the same
+_FIXED = {"MatMulExt": _matmul} | dict.fromkeys(("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), Tensor.split)
+
+
+def _on_locals(args):
+    return tuple(_on_locals(a) if type(a) is tuple else a._local if type(a) is DTensor else a for a in args)
+
+
+def _describe(argument, kind, key, tensors):
+    """Append to `key` what tells this argument from others, and its tensors to `tensors`."""
+    if kind is DTensor:
+        key.append(argument._meta)
+        tensors.append(argument)
+    elif isinstance(argument, Parameter) and hasattr(argument, "global_shape"):
+        _describe(parameter_view(argument), DTensor, key, tensors)
+    elif isinstance(argument, Tensor):
+        key.append((argument.shape, argument.dtype, argument._requires_grad))
+        tensors.append(argument)
+    elif kind is tuple or kind is list:
+        key.append(len(argument))
+        for entry in argument:
+            _describe(entry, type(entry), key, tensors)
+    else:
+        key.append(kind)  # since 1 == 1.0 == True
+        key.append(argument)
+
+
+class _Program:
+    """One kind of call, resolved.
+
+    Attributes:
+        targets: for every tensor the layout that it must move to, or None.
+        algorithm: what runs in the operator's place, or None; it gets the `cut` that it has to bridge.
+        args, kwargs: the local call's arguments, a `TensorMeta` in the place of every tensor.
+        direct: whether the local call is the global one with local tensors in it, nothing else.
+        constant: whether no gradient flows to the outputs.
+        metas: the outputs' `TensorMeta`s; known after the first run, which tells their dtypes.
+    """
+
+    def __init__(self, name, args, kwargs, attributes, tensors):
+        self.name = name
+        self.metas = None
+        if name.startswith("Inplace"):
+            raise TypeError(
+                f"operator '{name}' would change a distributed tensor in place: use its result, as in x = x + y"
+            )
+        mesh = _common_mesh(name, tensors)
+        metas = [_meta_of(tensor, mesh) for tensor in tensors]
+        args, kwargs = _fill((args, kwargs), Tensor, iter(metas))
+        self.constant = not any(meta.differentiable for meta in metas)
+        signature = signature_of(name, args, kwargs | attributes)
+        resolution = resolve(signature, metas, mesh, cost_model())
+        self.layouts = resolution.outputs
+        self.shapes = tuple(_global_shape(signature, dims) for dims in signature.outputs)
+        self.targets = tuple(map(_target, metas, resolution.inputs))
+        self.algorithm, self.cut = _algorithm(name, signature, resolution, mesh, metas)
+        flat = not kwargs and sum(isinstance(argument, TensorMeta) for argument in args) == len(metas)
+        self.direct = flat and signature.localize is None and self.algorithm is None and not any(self.targets)
+        if signature.localize is not None:
+            local_shapes = [layout.local_shape(shape) for layout, shape in zip(self.layouts, self.shapes)]
+            args, kwargs = signature.localize((*args, *kwargs.values()), local_shapes), {}
+        self.args, self.kwargs = args, kwargs
+
+    def run(self, func, primitive, args, tensors):
+        """Move the inputs, call the operator on local tensors, wrap what comes out."""
+        if self.direct:
+            args = [argument._local if type(argument) is DTensor else argument for argument in args]
+            result = func(*args) if primitive is None else func(primitive, self.name, tuple(args))
+        else:
+            result = self._run_moved(func, primitive, tensors)
+        metas = self.metas
+        if metas is None:
+            metas = self.metas = self._check_outputs(result)
+        if isinstance(result, Tensor):
+            return wrap(result, metas[0])
+        return tuple(map(wrap, result, metas))
+
+    def _run_moved(self, func, primitive, tensors):
+        parts = [_local_part(tensor, target) for tensor, target in zip(tensors, self.targets)]
+        args, kwargs = _fill((self.args, self.kwargs), TensorMeta, iter(parts))
+
+        def operator(*local_args):
+            if primitive is not None:
+                return func(primitive, self.name, tuple(local_args))
+            return func(*local_args, **kwargs)
+
+        return operator(*args) if self.algorithm is None else self.algorithm(operator, args, self.cut)
+
+    def _check_outputs(self, result):
+        """The outputs' metas; a local result of another shape than the rule foretold is the rule's fault."""
+        results = [result] if isinstance(result, Tensor) else result
+        metas = tuple(
+            tensor_meta(shape, dtype_name(local.dtype), layout, self.constant)
+            for local, shape, layout in zip(results, self.shapes, self.layouts, strict=True)
+        )
+        for local, meta in zip(results, metas):
+            if tuple(local.shape) != meta.local_shape:
+                raise ValueError(
+                    f"operator '{self.name}' returned a local tensor of shape {local.shape} where its rule foretold "
+                    f"{meta.local_shape} ({meta}): the rule is wrong for this call"
+                )
+        return metas
+
+
+def _fill(value, placeholder, replacements):
+    """`value` with every instance of `placeholder` in its tuples, lists and dicts replaced by the next replacement."""
+    if isinstance(value, placeholder):
+        return next(replacements)
+    if isinstance(value, (tuple, list)):
+        return type(value)([_fill(entry, placeholder, replacements) for entry in value])
+    if isinstance(value, dict):
+        return {name: _fill(entry, placeholder, replacements) for name, entry in value.items()}
+    return value
+
+
+def _common_mesh(name, tensors):
+    meshes = {tensor.mesh: tensor for tensor in tensors if type(tensor) is DTensor}
+    if len(meshes) > 1:
+        shown = "; ".join(f"{tensor.layout!r}" for tensor in meshes.values())
+        raise ValueError(
+            f"operator '{name}' got tensors on different meshes: {shown}. Take one over to the other's mesh first: "
+            "distribute_tensor(x.full_tensor(), layout, mesh)"
+        )
+    return next(iter(meshes))
+
+
+def _meta_of(tensor, mesh):
+    """A DTensor's meta; a plain tensor is one that every rank holds alike."""
+    if type(tensor) is DTensor:
+        return tensor._meta
+    layout = Layout.on(mesh, ((),) * tensor.ndim)
+    return tensor_meta(tuple(tensor.shape), dtype_name(tensor.dtype), layout, constant=not tensor._requires_grad)
+
+
+def _target(meta, needed):
+    """The layout that a tensor must move to, or None; varying marks matter only where there is a gradient."""
+    arriving = meta.layout if meta.differentiable else meta.layout.replace(varying=())
+    return None if arriving == needed else needed
+
+
+def _local_part(tensor, target):
+    if type(tensor) is DTensor:
+        return tensor._local if target is None else tensor.redistribute(target)._local
+    return tensor if target is None else move(tensor, Layout.on(target.mesh, ((),) * tensor.ndim), target)
+
+
+def _global_shape(signature, dims):
+    return tuple(math.prod(signature.sizes[factor] for factor in factors) for factors in dims)
+
+
+def _algorithm(name, signature, resolution, mesh, metas):
+    """The algorithm that runs in the operator's place, if any, and the `Cut` that it bridges."""
+    cut_factors = [factor for factor in signature.distributed if resolution.axes_of.get(factor)]
+    needed = {signature.distributed[factor] for factor in cut_factors} | ({signature.run} - {None})
+    if not needed:
+        return None, None
+    if len(needed) > 1 or not needed <= set(ALGORITHMS):
+        raise ValueError(
+            f"operator '{name}' asks for the algorithms {sorted(needed)}; "
+            f"there is one at a time of {sorted(ALGORITHMS)}"
+        )
+    axes = tuple(axis for factor in cut_factors for axis in resolution.axes_of[factor])
+    return ALGORITHMS[needed.pop()], Cut(mesh, axes, resolution.inputs, tuple(meta.shape for meta in metas))

@@ -1,0 +1,308 @@
+"""`DTensor`: a global tensor of which every rank holds its part; operators on it are single-card operators.
+
+A `DTensor` carries the local tensor (`to_local()`) and what it is a part of: a global shape, a dtype and a `Layout`.
+Any MindSpore operator called with one is looked up in the operator rules (`mindformers_core.operators`), which say
+how its inputs must lie and how its outputs then lie (see `dispatch.py`). The idea of such a tensor is that of
+PyTorch's DTensor and of OneFlow's global tensor.
+"""
+
+import copy
+
+from mindspore import Parameter, Tensor
+from mindspore.graph.api import _pynative_executor
+
+from mindformers_core.communication import world
+from mindformers_core.dtensor.indexing import index_tensor
+from mindformers_core.dtensor.move import dtype_name, move
+from mindformers_core.layout import Layout, bind_layout
+from mindformers_core.operators import tensor_meta
+
+__all__ = ["DTensor", "distribute_tensor", "wrap"]
+
+
+class DTensor(Tensor):
+    """A tensor on a device mesh. Made by `distribute_tensor`, `DTensor.from_local`, `shard()`, and operators.
+
+    `shape`, `ndim`, `size` and `len()` are the global ones. Its values may be read (`asnumpy()`, `float()`, …) where
+    every rank holds the whole tensor; elsewhere that is an error, never a silent gather: ask for `full_tensor()`.
+    """
+
+    @staticmethod
+    def from_local(local, layout, mesh=None):
+        """The global tensor of which `local` is this rank's part in `layout`.
+
+        Args:
+            local: a plain tensor.
+            layout: a `Layout`, or a `layout(...)` specification with `mesh`.
+            mesh: the mesh to bind the specification to.
+
+        Raises:
+            TypeError: `local` is a DTensor already. ValueError: the layout doesn't fit.
+        """
+        if isinstance(local, DTensor):
+            raise TypeError(
+                "DTensor.from_local takes a plain tensor; this is a DTensor already: use redistribute(layout)"
+            )
+        _check_tensor(local, "DTensor.from_local")
+        bound = bind_layout(layout, mesh, local.ndim, name="local tensor")
+        return _wrap_leaf(local, tensor_meta(bound.global_shape(local.shape), dtype_name(local.dtype), bound))
+
+    @property
+    def layout(self):
+        """The `Layout`: where this tensor lives on its mesh."""
+        return self._meta.layout
+
+    @property
+    def mesh(self):
+        """The `DeviceMesh`."""
+        return self._meta.layout.mesh
+
+    @property
+    def shape(self):
+        """The global shape."""
+        return self._meta.shape
+
+    @property
+    def ndim(self):
+        """Number of dims."""
+        return len(self._meta.shape)
+
+    @property
+    def size(self):
+        """Number of elements of the global tensor."""
+        count = 1
+        for size in self._meta.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self):
+        """Bytes of the global tensor."""
+        return self.size * self.itemsize
+
+    @property
+    def data(self):
+        """This tensor: what is read from it is global, too."""
+        return self
+
+    def dim(self):
+        """Number of dims."""
+        return self.ndim
+
+    def numel(self):
+        """Number of elements of the global tensor."""
+        return self.size
+
+    def to_local(self):
+        """This rank's part, a plain tensor through which gradients flow."""
+        return self._local
+
+    def redistribute(self, layout, mesh=None):
+        """The same global tensor in another layout; the communication that it takes is differentiable.
+
+        A result is kept and shared by all who ask for the same layout, so that the three projections of one input
+        cost one collective, forward and backward. (Not by a tensor that was made outside of any gradient function: it
+        may outlive a step, and what is kept would belong to the step before. Nor inside of `saved_tensors_hooks`: a
+        recomputation must run what the forward pass ran.)
+
+        Raises:
+            ValueError: the layout doesn't fit the tensor, or is on another mesh.
+        """
+        target = layout if isinstance(layout, Layout) and layout.ndim == self.ndim else None
+        if target is not None and target.mesh != self.mesh:
+            raise ValueError(
+                f"redistribute() moves a tensor on its own mesh: this one of shape {self.shape} lives as "
+                f"{self.layout!r}, and {target!r} is on another. "
+                "Take it over with distribute_tensor(x.full_tensor(), layout, mesh)"
+            )
+        if target is None:
+            target = bind_layout(layout, mesh or self.mesh, self.ndim, self.layout)
+        if target == self.layout:
+            return self
+        kept = None if _pynative_executor.is_saved_tensor_hook_active() else self._moved
+        key = target, _pynative_executor.requires_grad()  # what was moved without a gradient has none to give
+        moved = None if kept is None else kept.get(key)
+        if moved is None:
+            meta = tensor_meta(self.shape, self._meta.dtype, target, self._meta.constant)
+            moved = wrap(move(self._local, self.layout, target, self.shape), meta)
+            if kept is not None:
+                kept[key] = moved
+        return moved
+
+    def full_tensor(self):
+        """The whole tensor, a plain one, on every rank."""
+        return self.redistribute(Layout.on(self.mesh, ((),) * self.ndim))._local
+
+    def _whole(self, what):
+        layout = self.layout
+        if layout.partial or any(layout.dims):
+            raise ValueError(
+                f"{what} of a DTensor of shape {self.shape} that lives as {layout!r}: this rank holds only a part. Use "
+                ".full_tensor() for the whole, or .to_local() for this rank's part"
+            )
+        return self._local
+
+    @property
+    def strides(self):
+        """Bytes from one element to the next along every dim, where every rank holds the whole."""
+        return self._whole("strides").strides
+
+    def asnumpy(self):
+        """The values as a NumPy array, where every rank holds the whole."""
+        return self._whole("asnumpy()").asnumpy()
+
+    def numpy(self):
+        """See `asnumpy`."""
+        return self.asnumpy()
+
+    def tolist(self):
+        """The values as nested lists, where every rank holds the whole."""
+        return self._whole("tolist()").tolist()
+
+    def item(self):
+        """The value of a tensor with one element, where every rank holds the whole."""
+        return self._whole("item()").item()
+
+    def __bool__(self):
+        return bool(self._whole("bool()"))
+
+    def __int__(self):
+        return int(self._whole("int()"))
+
+    def __float__(self):
+        return float(self._whole("float()"))
+
+    def __index__(self):
+        return int(self._whole("int()"))
+
+    def __array__(self, dtype=None):
+        return self.asnumpy() if dtype is None else self.asnumpy().astype(dtype)
+
+    def __len__(self):
+        if not self.shape:
+            raise TypeError("len() of a DTensor without dims")
+        return self.shape[0]
+
+    def __iter__(self):
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index):
+        return index_tensor(self, index)
+
+    def __setitem__(self, index, value):
+        raise TypeError(
+            "a DTensor can't be assigned to by index: build the new tensor with ops.where or ops.masked_fill"
+        )
+
+    def __deepcopy__(self, memo):
+        return wrap(copy.deepcopy(self._local, memo), self._meta)
+
+    def __repr__(self):
+        return f"DTensor(shape={self.shape}, dtype={self._meta.dtype}, layout={self.layout!r}, local={self._local})"
+
+    __array_ufunc__ = None  # so that a NumPy number on the left leaves the operator to us
+    # `h += f(h)` makes a new tensor: others may share the parts of the old one
+    __iadd__ = Tensor.__add__
+    __isub__ = Tensor.__sub__
+    __imul__ = Tensor.__mul__
+    __itruediv__ = Tensor.__truediv__
+    __str__ = __repr__
+    __hash__ = Tensor.__hash__
+
+
+def _reading(name):
+    def read(self, *args):
+        return getattr(self._whole(f"{name}()"), name)(*args)
+
+    read.__name__ = name
+    read.__doc__ = f"`Tensor.{name}`, where every rank holds the whole."
+    return read
+
+
+for _name in ("data_ptr", "get_bytes", "is_contiguous", "storage", "stride", "untyped_storage"):
+    setattr(DTensor, _name, _reading(_name))
+
+
+def wrap(local, meta):
+    """A `DTensor` around a local tensor, without any check."""
+    tensor = Tensor._make_subclass(DTensor, local)
+    tensor._local = local
+    tensor._meta = meta
+    tensor._moved = {}
+    return tensor
+
+
+def _wrap_leaf(local, meta):
+    """As `wrap`, for what may outlive a step: it keeps what it was moved to only while a gradient is recorded."""
+    tensor = wrap(local, meta)
+    if not _pynative_executor.requires_grad():
+        tensor._moved = None
+    return tensor
+
+
+def _check_tensor(tensor, what):
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{what} takes a mindspore.Tensor, not {type(tensor).__name__}")
+
+
+def distribute_tensor(tensor, layout, mesh=None):
+    """Give every rank its part of a tensor that all ranks hold alike.
+
+    Args:
+        tensor: the global tensor, the same on all ranks. For a `Parameter`, the DTensor is backed by a new Parameter
+            with this rank's part: `to_local()` is what an optimizer trains.
+        layout: a `Layout`, or a `layout(...)` specification with `mesh`.
+        mesh: the mesh to bind the specification to.
+
+    Raises:
+        ValueError: the layout doesn't fit the shape.
+    """
+    if isinstance(tensor, DTensor):
+        return tensor.redistribute(layout, mesh)
+    _check_tensor(tensor, "distribute_tensor")
+    bound = bind_layout(layout, mesh, tensor.ndim)
+    if isinstance(tensor, Parameter):
+        return parameter_view(placed_parameter(tensor, bound))
+    bound.local_shape(tensor.shape)
+    whole = wrap(
+        tensor, tensor_meta(tuple(tensor.shape), dtype_name(tensor.dtype), Layout.on(bound.mesh, ((),) * tensor.ndim))
+    )
+    placed = whole.redistribute(bound)
+    return _wrap_leaf(placed._local, placed._meta)
+
+
+def placed_parameter(parameter, layout, global_shape=None):
+    """A `Parameter` of the same name that holds this rank's part only, with `.layout` and `.global_shape`.
+
+    It is a new object wherever the shape changes: MindSpore's autograd remembers the shape that a Parameter was made
+    with.
+
+    Args:
+        parameter: holds the whole value; or the part already, where `global_shape` says so.
+        layout: the `Layout`; no partial and no varying ones.
+        global_shape: shape of the whole, where `parameter` holds a part.
+    """
+    if layout.partial or layout.varying:
+        raise ValueError(f"parameter '{parameter.name}': a parameter is sharded or replicated, not {layout}")
+    shape = tuple(parameter.shape) if global_shape is None else global_shape
+    if any(layout.dims):
+        layout.local_shape(shape, f"parameter '{parameter.name}'")
+        part = parameter if global_shape is not None else parameter.value()[layout.local_slices(shape, world().rank)]
+        placed = Parameter(part, name=parameter.name, requires_grad=parameter.requires_grad)
+        vars(placed).update({name: value for name, value in vars(parameter).items() if name not in vars(placed)})
+        parameter = placed
+    parameter.layout = layout
+    parameter.global_shape = shape
+    return parameter
+
+
+def parameter_view(parameter):
+    """The DTensor that operators see for a placed `Parameter`: gradients flow to the parameter."""
+    return _wrap_leaf(parameter, parameter_meta(parameter))
+
+
+def parameter_meta(parameter):
+    """The `TensorMeta` of a placed `Parameter`, as it computes: it may be stored in another layout."""
+    constant = not parameter.requires_grad
+    layout = getattr(parameter, "computing_layout", parameter.layout)
+    return tensor_meta(parameter.global_shape, dtype_name(parameter.dtype), layout, constant)

@@ -1,0 +1,71 @@
+"""The one place where we hook into MindSpore, so that operators which meet a `DTensor` come to our dispatcher.
+
+MindSpore asks a Tensor subclass for `__fallback__` at every operator call. Two gaps are closed here: a call whose
+first tensor is a plain one looks for `__fallback__` on `Tensor` itself; and a few primitives do not ask at all.
+"""
+
+from mindspore import Parameter, Tensor, ops
+
+from mindformers_core.dtensor.dispatch import Dispatcher
+from mindformers_core.dtensor.dtensor import DTensor
+
+__all__ = ["intercept_operators"]
+
+# Primitives that don't ask for `__fallback__`, with those of their attributes that their rule takes as arguments.
+_SILENT = (
+    (ops.Stack, ("axis",)),
+    (ops.auto_generate.StackExt, ("dim",)),
+    (ops.AddN, ()),
+    (ops.auto_generate.FullLike, ()),
+    (ops.auto_generate.RandLikeExt, ()),
+)
+
+
+class _PlainTensorFallback:
+    """Gives plain tensors the dispatcher, and Parameters none: with one, every optimizer would be slower."""
+
+    def __init__(self, dispatcher):
+        self.dispatcher = dispatcher
+
+    def __get__(self, tensor, owner):
+        if issubclass(owner, Parameter):
+            raise AttributeError("__fallback__")
+        return self.dispatcher
+
+
+class _Call:
+    """A primitive's own `__call__`, in the form in which MindSpore hands operators to `__fallback__`."""
+
+    def __init__(self, primitive, call, count):
+        self.name = primitive.name
+        self.primitive = primitive
+        self.call = call
+        self.count = count
+
+    def __call__(self, *args):
+        return self.call(self.primitive, *args[: self.count])
+
+
+def intercept_operators():
+    """Send operators on DTensors to a new `Dispatcher`. Called once, when the package is imported."""
+    dispatcher = Dispatcher()
+    DTensor.__fallback__ = dispatcher
+    Tensor.__fallback__ = _PlainTensorFallback(dispatcher)
+    for primitive, attributes in _SILENT:
+        primitive.__call__ = _asking(primitive.__call__, attributes, dispatcher)
+
+
+def _asking(call, attributes, dispatcher):
+    """A `__call__` that hands calls with DTensors to the dispatcher, and leaves others alone."""
+
+    def asking_call(self, *args):
+        if not _has_dtensor(args):
+            return call(self, *args)
+        more = tuple(getattr(self, name) for name in attributes)
+        return dispatcher(_Call(self, call, len(args)), (*args, *more))
+
+    return asking_call
+
+
+def _has_dtensor(args):
+    return any(type(entry) is DTensor or (isinstance(entry, (tuple, list)) and _has_dtensor(entry)) for entry in args)

@@ -1,0 +1,282 @@
+"""What a `FramePlan` does, as plain data that text and page are written from. Pure Python.
+
+Equal calls share one `CellReport`, as they share one `FramePlan`: a report of 80 identical layers is that of one. Where
+marks differ, there are several.
+"""
+
+import os
+from dataclasses import dataclass
+
+from mindformers_core.analysis.memory import activation_peaks
+from mindformers_core.analysis.traffic import step_entries, total
+from mindformers_core.layout import Layout
+from mindformers_core.program.activation_policy import ExplainedActivations
+from mindformers_core.program.plan import CallPlan, Move
+from mindformers_core.program.structure import values_in
+
+__all__ = ["CallRow", "CellReport", "MoveRow", "OperatorRow", "Report", "TensorEntry", "make_report"]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor.
+
+    Attributes:
+        name: an argument's or parameter's name, else the number of its Value, as `"%3"`.
+        dtype: its name.
+        shape, local_shape: global, and of every rank's part.
+        layout: its `Layout`.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple
+    local_shape: tuple
+    layout: Layout
+
+
+@dataclass(frozen=True, eq=False)
+class MoveRow:
+    """One redistribution.
+
+    Attributes:
+        tensor: what moves, as it is before.
+        target: its layout after.
+        local_shape: of every rank's part after.
+        steps: tuple of `StepEntry`.
+        reason: who asked for it.
+        mark: its `Mark`, where its result is kept in another way than usual, or None.
+    """
+
+    tensor: TensorEntry
+    target: Layout
+    local_shape: tuple
+    steps: tuple
+    reason: str
+    mark: object = None
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorRow:
+    """One operator.
+
+    Attributes:
+        operator, attribute, source: see `OperatorNode`; the source without its folder.
+        inputs: names of the tensors that it takes.
+        results: a `TensorEntry` for every tensor that it gives.
+        algorithm: name of the distributed algorithm that runs in its place, or None.
+        axes: the axes that the algorithm bridges.
+        steps: a `StepEntry` for everything that the algorithm communicates.
+        mark: its `Mark`, where its results are kept in another way than usual, or None.
+    """
+
+    operator: str
+    attribute: str | None
+    source: str
+    inputs: tuple
+    results: tuple
+    algorithm: str | None
+    axes: tuple
+    steps: tuple
+    mark: object = None
+
+
+@dataclass(frozen=True, eq=False)
+class CallRow:
+    """A call of another Cell.
+
+    Attributes:
+        child: its path from the calling Cell; from the root, with a leading `/`, where it isn't below that.
+        source: without its folder.
+        inputs: names of the tensors that are passed.
+        results: a `TensorEntry` for every tensor that comes back.
+        report: the `CellReport`, the same object for equal calls; None for a Cell with a `bprop`, on whole tensors.
+        mark: its `Mark`, where the Cell as a whole runs again, or None.
+    """
+
+    child: str
+    source: str
+    inputs: tuple
+    results: tuple
+    report: "CellReport | None"
+    mark: object = None
+
+
+@dataclass(frozen=True, eq=False)
+class CellReport:
+    """One call of one Cell.
+
+    Attributes:
+        path: of the Cell from the root; of equal calls that of the first.
+        class_name: without its module.
+        arguments, parameters, constants, lifted: `TensorEntry`s of what comes in.
+        rows: `MoveRow`s, `OperatorRow`s and `CallRow`s, in order.
+        results: `TensorEntry`s.
+        traffic: of this call and all below it, see `total`.
+    """
+
+    path: str
+    class_name: str
+    arguments: tuple
+    parameters: tuple
+    constants: tuple
+    lifted: tuple
+    rows: tuple
+    results: tuple
+    traffic: dict
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """What a plan does.
+
+    Attributes:
+        mesh: the mesh.
+        training: whether the root Cell was captured in training.
+        root: the `CellReport` of the root.
+        training_bytes, evaluation_bytes: activations of a rank at the peak, see `activation_peaks`.
+        undropped_bytes: the first of these if all were held; None where they are.
+        cells: number of Cell calls.
+        mark: the `Mark` of the root, or None.
+        kinds: of all `Mark`s.
+        micro_steps: forward and backward passes of a step.
+        stored_traffic: what a step sends of parameters and gradients, see `total`.
+    """
+
+    mesh: object
+    training: bool
+    root: CellReport
+    training_bytes: int
+    evaluation_bytes: int
+    undropped_bytes: int | None
+    cells: int
+    mark: object
+    kinds: set
+    micro_steps: int
+    stored_traffic: dict
+
+    @property
+    def traffic(self):
+        """Of one step and one rank, see `total`."""
+        times = self.micro_steps
+        return {key: (number * times, count * times) for key, (number, count) in self.root.traffic.items()} | (
+            self.stored_traffic
+        )
+
+
+def make_report(frame, algorithm_steps=None, activations=None, micro_steps=1, stored_traffic=None):
+    """The `Report` of a plan.
+
+    Args:
+        frame: the `FramePlan` of the root.
+        algorithm_steps: `(operator_plan) -> pairs (Step, gradient)` of all that the distributed algorithm of an
+            `OperatorPlan` communicates, and whether a gradient flows back through it inside of the algorithm.
+        activations: the `ExplainedActivations` of the plan. Default: all are held.
+        micro_steps, stored_traffic: see `Report`. Default: one, and nothing.
+
+    Raises:
+        ValueError: an operator runs a distributed algorithm, and there is no `algorithm_steps`: nothing is hidden.
+    """
+    activations = ExplainedActivations() if activations is None else activations
+    root = _cell_report(frame, algorithm_steps, activations.marks, {})
+    calls = sum(1 for _ in frame.walk())
+    peaks = activation_peaks(frame, activations.dropped)
+    undropped = activation_peaks(frame)[0] if activations.dropped else None
+    mark, kinds = activations.marks.get(()), {mark.kind for mark in activations.marks.values()}
+    how = *peaks, undropped, calls, mark, kinds, micro_steps, stored_traffic or {}
+    return Report(frame.mesh, frame.graph.training, root, *how)
+
+
+def _cell_report(frame, algorithm_steps, marks, known):
+    """The `CellReport` of a frame, made once for equal marks; `known` are those that exist, by identity and marks."""
+    memo = id(frame), frozenset(marks.items())
+    if memo in known:
+        return known[memo]
+    graph, names = frame.graph, _names(frame.graph)
+    inner = {}
+    for key, mark in marks.items():
+        if not key:  # of the call itself
+            continue
+        inner.setdefault(key[0], {})[key[1:]] = mark
+    rows = []
+    for index, entry in enumerate(frame.instructions):
+        below = inner.get(index, {})
+        if isinstance(entry, CallPlan):
+            called = None if entry.frame is None else _cell_report(entry.frame, algorithm_steps, below, known)
+            rows.append(_call_row(entry, names, called, below.get(())))
+        else:
+            rows.append(_row(entry, frame, names, algorithm_steps, below.get(())))
+
+    def entries(values):
+        return tuple(_tensor(value, frame.layouts[value.id], names) for value in values)
+
+    known[memo] = report = CellReport(
+        path=graph.path,
+        class_name=graph.class_name.rpartition(".")[2],
+        arguments=entries(dict.fromkeys(values_in(graph.arguments))),
+        parameters=entries(use.value for use in graph.parameters),
+        constants=entries(constant.value for constant in graph.constants),
+        lifted=tuple(_tensor(value, layout, names) for value, layout in frame.lifted),
+        rows=tuple(rows),
+        results=tuple(_tensor(value, layout, names) for value, layout in zip(values_in(graph.result), frame.results)),
+        traffic=total(rows),
+    )
+    return report
+
+
+def _names(graph):
+    """What to call every Value of a graph that isn't made by a node, by its number; the others have their numbers."""
+    names = {}
+    for name, structure in graph.arguments.items():
+        values = values_in(structure)
+        for place, value in enumerate(values):
+            names.setdefault(value.id, name if values == [structure] else f"{name}.{place}")
+    names |= {use.value.id: use.local or use.path for use in graph.parameters}
+    for constant in graph.constants:
+        names[constant.value.id] = constant.local or constant.path or f"constant %{constant.value.id}"
+    return names
+
+
+def _name(value, names):
+    return names.get(value.id, f"%{value.id}")
+
+
+def _tensor(value, layout, names):
+    return TensorEntry(_name(value, names), value.dtype, value.shape, layout.local_shape(value.shape), layout)
+
+
+def _row(entry, frame, names, algorithm_steps, mark):
+    again = mark is not None and mark.sends
+    if isinstance(entry, Move):
+        before = _tensor(entry.value, entry.source, names)
+        steps = step_entries(((step, entry.gradient) for step in entry.steps), again)
+        return MoveRow(before, entry.target, entry.target.local_shape(entry.value.shape), steps, entry.reason, mark)
+    steps = step_entries(_algorithm_steps(entry, frame, algorithm_steps), again)
+    how = entry.algorithm, entry.cut_axes, steps, mark
+    return OperatorRow(entry.node.operator, entry.node.attribute, *_taken_and_given(entry, names), *how)
+
+
+def _call_row(entry, names, report, mark):
+    child = f"/{entry.node.graph.path}" if entry.node.child is None else entry.node.child
+    return CallRow(child, *_taken_and_given(entry, names), report, mark)
+
+
+def _taken_and_given(entry, names):
+    """`(source, inputs, results)` of what a node makes."""
+    node = entry.node
+    inputs = tuple(_name(value, names) for value in values_in((node.args, node.kwargs)))
+    results = tuple(_tensor(value, layout, names) for value, layout in zip(values_in(node.outputs), entry.outputs))
+    return os.path.basename(node.source or ""), inputs, results
+
+
+def _algorithm_steps(plan, frame, algorithm_steps):
+    """Pairs (Step, whether its backward collective runs in training) of an operator's distributed algorithm."""
+    if plan.algorithm is None:
+        return ()
+    if algorithm_steps is None:
+        raise ValueError(
+            f"Cell '{frame.graph.path}': operator {plan.node.operator} ({plan.node.source}) runs the distributed "
+            f"algorithm '{plan.algorithm}' over {', '.join(plan.cut_axes)}: algorithm_steps has to tell what it sends"
+        )
+    flows = any(value.id in frame.gradients for value in values_in(plan.node.outputs))
+    return tuple((step, gradient and flows) for step, gradient in algorithm_steps(plan))

@@ -1,0 +1,87 @@
+"""How text and page say things alike: sizes, shapes, runs of equal Cells. Pure Python."""
+
+from mindformers_core.analysis.traffic import bytes_by_axes
+from mindformers_core.explaining.report import CallRow, OperatorRow
+from mindformers_core.hints import bytes_shown
+from mindformers_core.redistribution.steps import COLLECTIVES
+
+__all__ = ["MARKS", "call_path", "dims_shown", "folded", "mark_shown", "sent_shown", "step_shown"]
+
+MARKS = {  # what a step does that is local, in words
+    "slice": "sliced",
+    "pad": "put into zeros",
+    "mask": "zeros but on the first rank",
+    "scale": "scaled",
+    "identity": "nothing",
+}
+_MANY = 5  # operators of one line that come together
+
+
+def sent_shown(traffic):
+    """`"192 KiB forward, 1.5 MiB backward"`, or `""` for nothing."""
+    sums = [sum(column) for column in zip(*bytes_by_axes(traffic).values())]
+    return ", ".join(f"{bytes_shown(count)} {way}" for count, way in zip(sums, ("forward", "backward")) if count)
+
+
+def dims_shown(shape):
+    """`"[2, 8]"`."""
+    return str(list(shape))
+
+
+def call_path(path, child):
+    """Path of a called Cell from the root."""
+    return child[1:] if child.startswith("/") else f"{path}.{child}" if path else child
+
+
+def step_shown(step):
+    """What one `StepEntry` runs: `(forward, backward)`, as `("all_gather dim 1 over tp, 16 KiB", "slice")`."""
+    over = f"over {', '.join(step.axes)}"
+    places = "" if step.dim is None else f" dim {step.dim}" + ("" if step.to_dim is None else f" to {step.to_dim}")
+    name, count = step.forward
+    if step.kind == "mark_varying":
+        forward = f"marked varying {over}"
+    elif name in COLLECTIVES:
+        op = "" if step.op in (None, "sum") else f" {step.op}"
+        forward = f"{name}{op}{places} {over}, {bytes_shown(count)}"
+    else:
+        forward = f"{MARKS[name]}{places} {over}"
+    if step.backward is None:
+        backward = "no gradient"
+    else:
+        name, count = step.backward
+        backward = f"{name}, {bytes_shown(count)}" if name in COLLECTIVES else MARKS[name]
+    name, count = step.forward
+    if step.again and name in COLLECTIVES:
+        backward = f"{name} again, {bytes_shown(count)}; {backward}"
+    return forward, backward
+
+
+def mark_shown(mark):
+    """`"recomputed: 1.5 MiB not kept"`, `"recomputed for others"` where that is nothing, `"on host: 1.5 MiB"`, …."""
+    if mark.kind == "recomputed":
+        return f"recomputed: {bytes_shown(mark.nbytes)} not kept" if mark.nbytes else "recomputed for others"
+    if mark.kind == "recomputed whole":
+        return f"recomputed whole: {bytes_shown(mark.nbytes)} not kept"
+    return f"{mark.kind}: {bytes_shown(mark.nbytes)}"
+
+
+def folded(rows):
+    """The rows of a Cell in groups: equal calls in a row come together, and many operators of one line of code."""
+    groups = []
+    for row in rows:
+        if groups and (_equal_calls(groups[-1][-1], row) or _one_line(groups[-1][-1], row)):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    few = [isinstance(group[0], OperatorRow) and len(group) < _MANY for group in groups]
+    return [part for group, apart in zip(groups, few) for part in ([[row] for row in group] if apart else [group])]
+
+
+def _equal_calls(last, row):
+    alike = isinstance(row, CallRow) and isinstance(last, CallRow) and row.report is last.report is not None
+    return alike and row.child != last.child and row.mark == last.mark
+
+
+def _one_line(last, row):
+    plain = all(isinstance(each, OperatorRow) and each.algorithm is each.mark is None for each in (last, row))
+    return plain and row.source == last.source != ""

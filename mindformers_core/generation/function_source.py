@@ -1,0 +1,346 @@
+"""From the plan of one Cell call to the source of one function: straight-line code on local tensors."""
+
+import ast
+import keyword
+from inspect import Parameter
+
+from mindformers_core.capture.algorithm_graph import algorithm_graph
+from mindformers_core.generation.operator_source import dtype_source
+from mindformers_core.operators import TensorMeta
+from mindformers_core.program.deferral import NOTHING_DEFERRED, PRODUCTS
+from mindformers_core.program.naming import Names, assigned_names
+from mindformers_core.program.passed_weights import WEIGHTS, passed_parameter, passed_to_call
+from mindformers_core.program.plan import CallPlan, Move
+from mindformers_core.program.structure import DType, Value, map_leaves, values_in
+
+__all__ = ["function_source"]
+
+_AFTER = {  # step kind -> what a tensor is called after it
+    "slice": "slice",
+    "slice_varying": "slice",
+    "all_gather": "whole",
+    "all_gather_varying": "whole",
+    "all_to_all": "exchanged",
+    "permute": "exchanged",
+    "all_reduce": "sum",
+    "all_reduce_varying": "sum",
+    "reduce_scatter": "scattered",
+    "mark_varying": "marked",
+    "unmark_varying": "unmarked",
+    "to_partial": "term",
+    "to_partial_varying": "term",
+    "pad": "padded",
+}
+
+
+class Operand(TensorMeta):
+    """A tensor among the arguments of an operator: global shape, dtype, layout, and the variable that holds it."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name, shape, dtype, layout=None):
+        super().__init__(shape, dtype, layout, constant=False)
+        self.name = name
+
+
+def function_source(frame, name, parts):
+    """The lines of `def name(self, …)` for a `FramePlan`.
+
+    Args:
+        frame: the plan.
+        name: of the function.
+        parts: the `ModuleParts` that collect what the function needs at the top of its module.
+    """
+    return _Function(frame, parts).lines(name)
+
+
+class _Function:
+    """One function while it is written.
+
+    Attributes:
+        variables: (number of a Value, Layout) -> the expression that holds it.
+        cut: likewise -> the variable that holds it cut off from the gradient.
+    """
+
+    def __init__(self, frame, parts):
+        self.frame, self.parts = frame, parts
+        self.names = Names(parts.reserved)
+        self.variables, self.cut = {}, {}
+        self.body = []
+        self.assigned = assigned_names(frame.graph)
+        self.deferral = parts.deferrals.get(frame, NOTHING_DEFERRED)
+        self.places = {id(node): place for place, node in enumerate(frame.graph.nodes)}
+        self.keeper = None  # of the instruction that is written now
+
+    def lines(self, name):
+        """The whole function."""
+        parameters = self._parameters()
+        for use in self.frame.graph.parameters:
+            self._enter_parameter(use)
+        lifted = self.parts.lifted_names(self.frame)
+        self.variables.update(zip(((value.id, layout) for value, layout in self.frame.lifted), lifted))
+        for constant in self.frame.graph.constants:
+            self._enter(constant.value, self.parts.constant(self.frame, constant))
+        for instruction in self.frame.instructions:
+            self.keeper = self.frame.keepers.get(instruction)
+            if isinstance(instruction, Move):
+                self._move(instruction)
+            elif isinstance(instruction, CallPlan):
+                self._call(instruction)
+            else:
+                self._operator(instruction)
+        results = iter(zip(values_in(self.frame.graph.result), self.frame.results))
+        self.body.append(f"return {self._structure(self.frame.graph.result, results)}")
+        rest = [parameter for parameter in parameters if parameter.startswith("**")]
+        parameters = [parameter for parameter in parameters if parameter not in rest]
+        deferred = []
+        if self.deferral.places and self.frame is self.parts.frames[-1]:
+            self.body.insert(0, f"{PRODUCTS} = self.{PRODUCTS}_of_{name}")
+        elif self.deferral.places:
+            deferred = [PRODUCTS]
+        weights = [WEIGHTS] if self.frame.takes_weights else []
+        head = f"def {name}({', '.join(['self', *parameters, *lifted, *deferred, *weights, *rest])}):"
+        return [head, *self._described(), *(f"    {line}" for line in self.body)]
+
+    def _described(self):
+        """Comments: the layouts of what comes in and what goes out."""
+        arguments = [
+            f"{name}: {', '.join(self._shown(value, self.frame.layouts[value.id]) for value in values_in(structure))}"
+            for name, structure in self.frame.graph.arguments.items()
+            if values_in(structure)
+        ]
+        arguments += [f"{value.hint}: {self._shown(value, layout)}" for value, layout in self.frame.lifted]
+        results = map(self._shown, values_in(self.frame.graph.result), self.frame.results)
+        return [*(f"    # {line}" for line in arguments), f"    # returns {', '.join(results) or 'nothing'}"]
+
+    @staticmethod
+    def _shown(value, layout):
+        return f"{value.dtype} {list(value.shape)} as {layout}"
+
+    def _parameters(self):
+        """The function's parameters, as `construct` has them, and the variables of the tensors in them."""
+        written, star = [], {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}
+        kinds = self.parts.construct_parameters(self.frame)
+        for name, structure in self.frame.graph.arguments.items():
+            variable = self.names.keep(name)
+            self.parts.variables.add(variable)
+            written.append(star.get(kinds[name].kind, "") + variable)
+            self._unpack(structure, variable, self.frame.layouts)
+        return written
+
+    def _unpack(self, structure, expression, layouts):
+        """Enter every tensor in a structure that the expression holds."""
+        if isinstance(structure, Value):
+            self.variables[structure.id, layouts[structure.id]] = expression
+        elif isinstance(structure, dict):
+            for key, entry in structure.items():
+                self._unpack(entry, f"{expression}[{key!r}]", layouts)
+        elif isinstance(structure, (tuple, list)):
+            for place, entry in enumerate(structure):
+                self._unpack(entry, f"{expression}[{place}]", layouts)
+
+    def _variable(self, hint):
+        variable = self.names.variable(hint)
+        self.parts.variables.add(variable)
+        return variable
+
+    def _enter(self, value, expression):
+        self.variables[value.id, self.frame.layouts[value.id]] = expression
+
+    def _enter_parameter(self, use):
+        """A parameter; cut off from the gradient where all of that is deferred."""
+        takes = self.frame.takes_weights
+        expression = passed_parameter(self.frame, use) if takes else self.parts.parameter(self.frame, use)
+        waits = (use.value.id, self.frame.layouts[use.value.id]) in self.deferral.waiting
+        self._enter(use.value, self._assign(use.value.hint, self.parts.cut(expression)) if waits else expression)
+
+    def _cut(self, value, layout):
+        """The variable that something deferred takes; cut off from the gradient here where others take that."""
+        variable = value.id, layout
+        if variable not in self.deferral.needed:
+            return self.variables[variable]
+        if variable not in self.cut:
+            self.cut[variable] = self._assign(f"{value.hint}_cut", self.parts.cut(self.variables[variable]))
+        return self.cut[variable]
+
+    def _structure(self, structure, results):
+        """A structure of Values and plain leaves as source; `results` gives `(Value, Layout)` one by one."""
+        if isinstance(structure, Value):
+            value, layout = next(results)
+            return self.variables[value.id, layout]
+        if isinstance(structure, dict):
+            entries = [f"{key!r}: {self._structure(entry, results)}" for key, entry in structure.items()]
+            return f"{{{', '.join(entries)}}}"
+        if isinstance(structure, (tuple, list)):
+            entries = [self._structure(entry, results) for entry in structure]
+            if isinstance(structure, list):
+                return f"[{', '.join(entries)}]"
+            return f"({', '.join(entries)}{',' * (len(entries) == 1)})"
+        return self._leaf(structure)
+
+    def _leaf(self, leaf):
+        """What is no tensor. The called function has it written in, so what has no text is left out."""
+        if isinstance(leaf, DType):
+            self.parts.imports.add("import mindspore as ms")
+            return dtype_source(leaf)
+        if isinstance(leaf, float) and repr(leaf) in ("inf", "-inf", "nan"):
+            return f'float("{leaf!r}")'
+        return repr(leaf) if leaf is None or isinstance(leaf, (bool, int, float, str)) else "None"
+
+    def _assign(self, hint, expression, communicates=False):
+        variable = self._variable(hint)
+        self.body.append(f"{variable} = {self._kept(expression, communicates)}")
+        return variable
+
+    def _kept(self, expression, communicates=False):
+        """An expression, called through the keeper of its instruction where that has one for it."""
+        if self.keeper is None or (communicates and not self.keeper.takes_collectives):
+            return expression
+        used = {node.id for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name)}
+        inputs = [name for name in sorted(used) if name in self.names]  # none where it takes weights alone
+        function = f"lambda{' ' * bool(inputs)}{', '.join(inputs)}: {expression}"
+        return f"{self.parts.keeper(self.keeper)}({', '.join([function, *inputs])})"
+
+    def _move(self, move):
+        waits = (move.value.id, move.target) in self.deferral.waiting
+        source = self._cut(move.value, move.source) if waits else self.variables[move.value.id, move.source]
+        self.variables[move.value.id, move.target] = self._redistributed(
+            source, move.steps, move.value.dtype, f"{move.source} -> {move.target}"
+        )
+
+    def _redistributed(self, source, steps, dtype, comment):
+        """The variable that holds the result of some steps; sums of bools are made of integers."""
+        if not steps:
+            return source
+        expression = source
+        if dtype == "bool":
+            self.parts.imports |= {"import mindspore as ms", "from mindspore import ops"}
+            expression = f"ops.cast({source}, ms.int32)"
+        for step in steps:
+            expression = f"{self.parts.collective(step)}({expression})"
+        if dtype == "bool":
+            expression = f"ops.cast({expression}, ms.bool_)"
+        stem = source.rpartition(".")[2].partition("[")[0]
+        variable = self._assign(f"{stem}_{_AFTER[steps[-1].kind]}", expression, communicates=True)
+        self.body[-1] += f"  # {comment}"
+        return variable
+
+    def _hints(self, node, operator):
+        """What the results of a node are called: as in the user's code, else after the operator."""
+        count = len(values_in(node.outputs))
+        names = self.assigned.get(self.places.get(id(node))) or (None,) * count
+        if len(names) != count:
+            names = (None,) * count
+        return [name if name and not keyword.iskeyword(name) else operator for name in names]
+
+    def _receive(self, outputs, layouts, hints, expression):
+        """Assign what a call gives to variables."""
+        hints = iter(hints)
+        pairs = iter(layouts)
+        if isinstance(outputs, Value):
+            self.variables[outputs.id, next(pairs)] = self._assign(next(hints), expression)
+        elif isinstance(outputs, (tuple, list)) and outputs and all(isinstance(entry, Value) for entry in outputs):
+            variables = [self._variable(hint) for hint in hints]
+            self.body.append(f"{', '.join(variables)}{',' * (len(variables) == 1)} = {self._kept(expression)}")
+            for value, variable in zip(outputs, variables):
+                self.variables[value.id, next(pairs)] = variable
+        elif not values_in(outputs):
+            self.body.append(expression)
+        else:
+            variable = self._assign("results", expression)
+            self._unpack(outputs, variable, dict(zip([value.id for value in values_in(outputs)], layouts)))
+
+    def _call(self, call):
+        node = call.node
+        inputs = iter(zip(values_in((node.args, node.kwargs)), call.inputs))
+        args = [self._structure(argument, inputs) for argument in node.args]
+        args += [f"{name}={self._structure(argument, inputs)}" for name, argument in node.kwargs.items()]
+        if call.frame is not None:
+            lifted = zip(self.parts.lifted_names(call.frame), call.lifted, self._waits(call))
+            args += [
+                f"{name}={self._cut(value, layout) if waits else self.variables[value.id, layout]}"
+                for name, (value, layout), waits in lifted
+            ]
+            if call in self.deferral.places:
+                args.append(f"{PRODUCTS}={PRODUCTS}[{self.deferral.places[call]}]")
+            if self.frame.takes_weights:
+                args.append(f"{WEIGHTS}={passed_to_call(self.frame, call)}")
+            args.append(f'program="{self.parts.function_name(call.frame)}"')
+        expression = f"{self.parts.child(self.frame, call)}({', '.join(args)})"
+        if call.is_part:
+            hints = [self.parts.operator_name(value.hint) for value in node.outputs]
+        else:
+            hints = self._hints(node, self.parts.called_name(call))
+        self._receive(node.outputs, call.outputs, hints, expression)
+
+    def _waits(self, call):
+        """Of every tensor that is passed besides the arguments, whether its gradient is deferred by the callee."""
+        waiting = self.parts.deferrals.get(call.frame, NOTHING_DEFERRED).waiting
+        return [(value.id, layout) in waiting for value, layout in call.frame.lifted]
+
+    def _deferred_operator(self, plan, values, hint):
+        """A deferred operator: the object that stands for it takes the same tensors."""
+        (x, weight, *bias), layouts = values, plan.inputs
+        args = [self.variables[x.id, layouts[0]], self._cut(weight, layouts[1])]
+        args += [self.variables[value.id, layout] for value, layout in zip(bias, layouts[2:])]
+        expression = f"{PRODUCTS}[{self.deferral.places[plan]}]({', '.join(args)})"
+        self._receive(plan.node.outputs, plan.outputs, self._hints(plan.node, hint), expression)
+
+    def _operator(self, plan):
+        node = plan.node
+        values = values_in((node.args, node.kwargs))
+        if plan in self.deferral.places:
+            return self._deferred_operator(plan, values, self.parts.operator_name(node.operator))
+        operands = [
+            Operand(self.variables[value.id, layout], value.shape, value.dtype, layout)
+            for value, layout in zip(values, plan.inputs)
+        ]
+        args, kwargs = _filled((node.args, node.kwargs), operands)
+        hint = self.parts.operator_name(node.operator)
+        if plan.algorithm is not None:
+            return self._algorithm(plan, (args, kwargs), hint)
+        if plan.signature.localize is not None:
+            localized = plan.signature.localize((*args, *kwargs.values()), plan.local_shapes)
+            localized = _filled(tuple(localized), operands)
+            args, kwargs = (args, kwargs) if localized == (*args, *kwargs.values()) else (localized, {})
+        expression = self.parts.operator_call(node, args, kwargs)
+        self._receive(node.outputs, plan.outputs, self._hints(node, hint), expression)
+
+    def _algorithm(self, plan, arguments, hint):
+        """The operators and collectives of a distributed algorithm, in the operator's place."""
+        graph = algorithm_graph(plan, self.frame.mesh)
+        names, operands = {}, []
+        map_leaves(lambda leaf: operands.append(leaf) if isinstance(leaf, Operand) else None, arguments)
+        for value, operand in zip(values_in(graph.arguments), operands):
+            names[value.id] = operand.name
+        for constant in graph.constants:
+            names[constant.value.id] = self.parts.constant(self.frame, constant)
+        self.body.append(f"# {plan.node.operator} over {', '.join(plan.cut_axes) or 'all parts'}: {plan.algorithm}")
+        for node in graph.nodes:
+            self._algorithm_step(node, names, hint)
+        made = [names[value.id] for value in values_in(graph.result)]
+        for value, layout, variable in zip(values_in(plan.node.outputs), plan.outputs, made, strict=True):
+            self.variables[value.id, layout] = variable
+
+    def _algorithm_step(self, node, names, hint):
+        if node.operator == "Redistribute":
+            value, source, target = node.args
+            steps = self.parts.steps(value, source, target)
+            names[node.outputs.id] = self._redistributed(names[value.id], steps, value.dtype, f"{source} -> {target}")
+            return
+        operands = [Operand(names[value.id], value.shape, value.dtype) for value in values_in((node.args, node.kwargs))]
+        args, kwargs = _filled((node.args, node.kwargs), operands)
+        expression = self.parts.operator_call(node, args, kwargs)
+        outputs = values_in(node.outputs)
+        variables = [self._variable(hint) for _ in outputs]
+        many = isinstance(node.outputs, (tuple, list))
+        targets = f"{', '.join(variables)}{',' * (many and len(outputs) == 1)}"
+        # without operands it draws random numbers, and would draw others when it runs again
+        self.body.append(f"{targets} = {self._kept(expression) if operands else expression}")
+        names.update((value.id, variable) for value, variable in zip(outputs, variables))
+
+
+def _filled(structure, operands):
+    """A structure with the `Operand`s, in order, in the place of every Value or `TensorMeta`."""
+    rest = iter(operands)
+    return map_leaves(lambda leaf: next(rest) if isinstance(leaf, (Value, TensorMeta)) else leaf, structure)

@@ -1,0 +1,288 @@
+"""From a propagated plan to one readable Python module: a function for every distinct `FramePlan` in it."""
+
+from dataclasses import dataclass
+from inspect import signature
+from keyword import iskeyword
+
+from mindspore import nn
+
+from mindformers_core.generation.collective_source import collective_name, collective_source
+from mindformers_core.generation.function_source import function_source
+from mindformers_core.generation.operator_source import dtype_source, operator_source
+from mindformers_core.program.deferral import PRODUCTS, deferrals
+from mindformers_core.program.naming import snake_case
+from mindformers_core.program.passed_weights import WEIGHTS
+from mindformers_core.program.structure import DType, map_leaves
+from mindformers_core.redistribution import plan_redistribution
+
+__all__ = ["ModuleSource", "module_source"]
+
+_RESERVED = ("ms", "ops", "self", "program", "mesh", "collectives", "communicator", "DeviceMesh", "Layout")
+
+
+@dataclass(frozen=True)
+class ModuleSource:
+    """A generated module, not yet written.
+
+    Attributes:
+        text: the source.
+        functions: `FramePlan` -> name of its function.
+        constants: name in the module -> `Constant`: tensors that the loader puts there.
+        borrowed: `FramePlan` -> (attribute, `"parameter"` or `"cell"`, index among the graph's parameters or the
+            plan's calls): what a Cell has to be given because it lies outside of it.
+        deferrals: `FramePlan` -> its `Deferral`; empty where nothing is to be deferred.
+    """
+
+    text: str
+    functions: dict
+    constants: dict
+    borrowed: dict
+    deferrals: dict
+
+
+def module_source(frame, cells, cost_model, taken, header, defer_weights=False, separate_collectives=False):
+    """The module of a whole plan.
+
+    Args:
+        frame: the root's `FramePlan`.
+        cells: path of a Cell -> the class whose `construct` was captured.
+        cost_model: what redistributions cost; the steps of a distributed algorithm are planned with it.
+        taken: names of functions that are not to be used again.
+        header: lines of the module's docstring.
+        defer_weights: whether matmuls leave the gradients of their weights for later: see `deferral.py`.
+        separate_collectives: whether each call of a collective has an object of its own: where PyNative differentiates
+            a graph that recomputes Cells, MindSpore confuses what several calls of one have saved.
+    """
+    parts = ModuleParts(frame, cells, cost_model, taken, defer_weights, separate_collectives)
+    functions = [function_source(each, parts.function_name(each), parts) for each in parts.frames]
+    parts.check_arguments()
+    text = "\n".join([*parts.head(header), *("\n\n" + "\n".join(lines) for lines in functions)]) + "\n"
+    return ModuleSource(text, dict(parts.functions), dict(parts.constants), dict(parts.borrowed), parts.deferrals)
+
+
+class ModuleParts:
+    """What the functions of one module share, collected while they are written.
+
+    Attributes:
+        frames: the distinct `FramePlan`s, callees before their callers.
+        imports: lines.
+        reserved: names that no variable of a function may have; they grow.
+        variables: names that some function's variables have, so that nothing in the module is called so.
+        functions, constants, borrowed, deferrals: as in `ModuleSource`.
+    """
+
+    def __init__(self, frame, cells, cost_model, taken, defer_weights, separate_collectives):
+        self.cells, self.cost_model, self.mesh = cells, cost_model, frame.mesh
+        self.imports, self.variables = set(), set()
+        self.frames = _distinct(frame)
+        self.deferrals = deferrals(self.frames) if defer_weights else {}
+        self.constants, self.borrowed = {}, {}
+        self._collectives, self._instances, self._separate = {}, {}, separate_collectives
+        names, wanted = set(taken), [f"parallel_{snake_case(self._class_name(each))}" for each in self.frames]
+        self.functions = {each: _unique(name, names) for each, name in zip(self.frames, wanted)}
+        passed = [WEIGHTS] if any(each.takes_weights for each in self.frames) else []
+        passed += [PRODUCTS] if defer_weights else []
+        self.reserved = {*_RESERVED, *passed, *self.functions.values()}
+
+    @staticmethod
+    def _class_name(frame):
+        return frame.graph.class_name.rpartition(".")[2]
+
+    def head(self, header):
+        """The lines above the functions."""
+        mesh = self.mesh
+        ranks = "" if tuple(mesh.rank_list) == tuple(range(mesh.size)) else f", {tuple(mesh.rank_list)}"
+        made = [
+            "from mindformers_core.communication import communicator",
+            "from mindformers_core.layout import Layout",
+            "from mindformers_core.mesh import DeviceMesh",
+        ]
+        used = [line for line in made if line.rpartition(" ")[2] != "Layout" or "Layout.on(" in str(self._collectives)]
+        lines = ['"""' + header[0], *header[1:], '"""', "", *sorted(self.imports), *used, ""]
+        lines += [f"mesh = DeviceMesh({mesh.shape}, {mesh.axis_names}{ranks})", "collectives = communicator(mesh)"]
+        lines += [f"{name} = {text}" for text, name in self._collectives.items()]
+        lines += [f"{name} = {constructor}" for constructor, name in self._instances.items()]
+        if self.constants:
+            lines += ["", "# Tensors that the model makes itself; the loader puts them here."]
+            lines += [
+                f"# {name}: {constant.value.dtype} {list(constant.value.shape)}"
+                for name, constant in self.constants.items()
+            ]
+        return lines
+
+    def check_arguments(self):
+        """Raise an error where an argument of a Cell has a name that its module needs."""
+        needed = {line.rpartition(" ")[2] for line in self.imports} | self.reserved
+        for frame in self.frames:
+            for name in frame.graph.arguments:
+                if name in needed:
+                    raise ValueError(
+                        f"Cell '{frame.graph.path}' ({self._class_name(frame)}): an argument of construct is called "
+                        f"'{name}', a name that generated modules need for something else: give it another one"
+                    )
+
+    def function_name(self, frame):
+        """Name of a plan's function."""
+        return self.functions[frame]
+
+    def construct_parameters(self, frame):
+        """The parameters of the `construct` that a plan is of, by name."""
+        return signature(self.cells[frame.graph.path].construct).parameters
+
+    def parameter(self, frame, use):
+        """The expression for a parameter."""
+        if use.local is not None:
+            return self._path_expression(frame, use.local)
+        return self._borrow(frame, "parameter", frame.graph.parameters.index(use))
+
+    def cut(self, expression):
+        """The expression for the same tensor, through which no gradient flows back."""
+        self.imports.add("from mindspore import ops")
+        return f"ops.stop_gradient({expression})"
+
+    def keeper(self, keeper):
+        """Name of the object of a `Keeper`."""
+        self.imports.add(keeper.imports)
+        return self._instance(keeper.name, keeper.constructor)
+
+    def child(self, frame, call):
+        """The expression for the Cell that is called; for a part of a Cell that is the Cell itself."""
+        if call.is_part:
+            return "self"
+        if call.node.child is not None:
+            return self._path_expression(frame, call.node.child)
+        return self._borrow(frame, "cell", frame.calls.index(call))
+
+    def _borrow(self, frame, kind, index):
+        entries = self.borrowed.setdefault(frame, [])
+        attribute = f"{kind}_{index}_of_{self.function_name(frame)}"
+        if (attribute, kind, index) not in entries:
+            entries.append((attribute, kind, index))
+        return f"self.{attribute}"
+
+    @staticmethod
+    def called_name(call):
+        """What the result of a call of a Cell may be called."""
+        name = (call.node.child or call.node.graph.path).rpartition(".")[2]
+        return name if name.isidentifier() else snake_case(call.node.graph.class_name.rpartition(".")[2])
+
+    @staticmethod
+    def operator_name(operator):
+        """What the result of an operator may be called."""
+        return snake_case(operator).removesuffix("_ext").removesuffix("_ext_view").removesuffix("_view")
+
+    @staticmethod
+    def lifted_names(frame):
+        """The keyword arguments that carry a plan's `lifted` tensors."""
+        return [f"passed_{value.hint}_{place}" for place, (value, _) in enumerate(frame.lifted)]
+
+    def _path_expression(self, frame, path):
+        """`layers.0.weight` as `self.layers[0].weight`, as seen from the Cell of a plan."""
+        where, expression = frame.graph.path, "self"
+        for part in path.split("."):
+            if issubclass(self.cells.get(where, object), nn.CellDict):
+                expression += f"[{part!r}]"
+            elif part.isdigit():
+                expression += f"[{part}]"
+            elif part.isidentifier() and not iskeyword(part):
+                expression += f".{part}"
+            else:
+                expression = f"getattr({expression}, {part!r})"
+            where = f"{where}.{part}" if where else part
+        return expression
+
+    def constant(self, frame, constant):
+        """The expression for a constant: a Cell's attribute is read where it is, everything else lies in the module."""
+        if constant.local is not None and constant.path.rpartition(".")[0] in self.cells:
+            return self._path_expression(frame, constant.local)
+        for name, known in self.constants.items():
+            same = known.digest == constant.digest and known.value.shape == constant.value.shape
+            if same and known.value.dtype == constant.value.dtype:
+                return name
+        hint = constant.value.hint if constant.value.hint.isidentifier() else "constant"
+        name = self._global(f"{hint}_{len(self.constants)}")
+        self.constants[name] = constant
+        return name
+
+    def steps(self, value, source, target):
+        """The steps of a redistribution of a local tensor."""
+        shape = source.global_shape(value.shape)
+        return plan_redistribution(source, target, shape, value.dtype, self.cost_model).steps
+
+    def collective(self, step):
+        """Name of the object that carries out a step."""
+        text = collective_source(step, len(self._collectives) if self._separate else 0)
+        if text not in self._collectives:
+            self._collectives[text] = self._global(collective_name(step))
+        return self._collectives[text]
+
+    def operator_call(self, node, args, kwargs):
+        """An operator call as source; `Operand`s stand for tensors."""
+        primitive = node.primitive
+        if primitive is not None and args[primitive.inputs :] == node.args[primitive.inputs :] and not kwargs:
+            self.imports.add(f"from {primitive.module} import {primitive.name}")
+            attributes = ", ".join(f"{key}={self._literal(value)}" for key, value in primitive.attributes.items())
+            called = self._instance(self.operator_name(node.operator) + "_op", f"{primitive.name}({attributes})")
+            return f"{called}({', '.join(map(self._argument, args[: primitive.inputs]))})"
+        call = operator_source(node.operator, args, kwargs, primitive and primitive.attributes)
+        self.imports.update(call.imports)
+        function = call.instance and self._instance(*call.instance)
+        return call.expression(lambda operand: operand.name, function)
+
+    def _instance(self, hint, constructor):
+        if constructor not in self._instances:
+            self._instances[constructor] = self._global(hint)
+        return self._instances[constructor]
+
+    def _global(self, hint):
+        name = _unique(hint, self.reserved | self.variables)
+        self.reserved.add(name)
+        return name
+
+    def _literal(self, value):
+        text = repr(map_leaves(lambda leaf: _Text(dtype_source(leaf)) if isinstance(leaf, DType) else leaf, value))
+        if "ms." in text:
+            self.imports.add("import mindspore as ms")
+        return text
+
+    def _argument(self, argument):
+        if hasattr(argument, "name") and hasattr(argument, "layout"):
+            return argument.name
+        if isinstance(argument, (tuple, list)):
+            return f"({', '.join(map(self._argument, argument))}{',' * (len(argument) == 1)})"
+        return self._literal(argument)
+
+
+class _Text:
+    """Prints as its text."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def __repr__(self):
+        return self.text
+
+
+def _distinct(frame):
+    """The different plans below and including this one, callees first."""
+    found = {}
+
+    def visit(each):
+        if id(each) not in found:
+            for call in each.calls:
+                if call.frame is not None:
+                    visit(call.frame)
+            found[id(each)] = each
+
+    visit(frame)
+    return list(found.values())
+
+
+def _unique(name, taken):
+    """The name, or the first of `name_2`, `name_3`, … that isn't taken; takes it."""
+    number, free = 1, name
+    while free in taken:
+        number += 1
+        free = f"{name}_{number}"
+    taken.add(free)
+    return free

@@ -1,0 +1,327 @@
+"""How to call an operator from generated source, so that PyNative runs the call and `@ms.jit` compiles it.
+
+What `__fallback__` sees of an operator (an `OpCall`) can't be compiled. What can be is, in the order in which we look:
+a Tensor's method, where the operator is a variant of one and not on every device a kernel (`DeprecatedSum`, `TopkExt`);
+a ready object that takes all arguments by position (`matmul_ext_op`, `concat_impl`), as fast as any form in PyNative;
+and a class, of which one instance is made for each set of attributes (`ops.LayerNorm`).
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+from mindspore import ops
+from mindspore._c_expression import typing
+from mindspore.ops import Primitive, auto_generate
+from mindspore.ops.auto_generate import cpp_create_prim_instance_helper, gen_ops_prim, pyboost_inner_prim
+
+from mindformers_core.operators.operator_rewrites import rewrite
+from mindformers_core.program.structure import DType
+
+__all__ = ["Call", "dtype_source", "operator_source"]
+
+_REQUIRED = inspect.Parameter.empty
+_DTYPES = frozenset({"dtype", "output_type", "dst_type"})  # parameters that arrive as the numbers of dtypes
+_WORDS = {  # parameters that arrive as the numbers of words
+    "data_format": ("NCHW", "NHWC", "NCDHW"),
+    "approximate": ("none", "tanh"),
+    "rounding_mode": ("floor", "trunc"),
+    "reduction": ("sum", "mean", "none"),
+    "pad_mode": ("pad", "same", "valid"),
+    "input_layout": ("BSH", "BNSD", "SBH", "BSND", "TND", "TH"),
+}
+_SPELLINGS = (  # of one parameter, by a method and by its operator
+    {"dim", "dims", "axis", "axes"},
+    {"keepdim", "keepdims", "keep_dims"},
+    {"other", "mat2", "exponent"},
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operator call, ready to be written.
+
+    Attributes:
+        imports: lines that the module needs at its top.
+        instance: None, or (name to start from, constructor expression) of an object to be made once, in the module.
+        function: what is called: a function, the `instance`, or, with a leading dot, a method of the first argument.
+        args: source for constants, and the placeholders of tensors; tuples may hold either.
+        kwargs: likewise, by name.
+    """
+
+    imports: tuple
+    instance: tuple | None
+    function: str
+    args: tuple
+    kwargs: dict = field(default_factory=dict)
+
+    def expression(self, name_of: Callable, function: str | None = None) -> str:
+        """The call as source.
+
+        Args:
+            name_of: placeholder -> name of the variable that holds the tensor.
+            function: the name that the `instance` got in the module, if not the one to start from.
+        """
+        args = [_written(argument, name_of) for argument in self.args]
+        function = function or self.function
+        if function.startswith("."):
+            function = args.pop(0) + function
+        args += [f"{key}={_written(value, name_of)}" for key, value in self.kwargs.items()]
+        return f"{function}({', '.join(args)})"
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How an operator is called.
+
+    Attributes:
+        imports: an import line, or "".
+        function: as in `Call`; of a class, what constructs the instance.
+        parameters: name -> default, of the call; None where they are unknown, and arguments are passed as they came.
+        attributes: name -> default, of the constructor; None where there is nothing to construct.
+        every: whether all parameters must be given.
+        named: parameters that are given by name.
+    """
+
+    imports: str
+    function: str
+    parameters: dict | None
+    attributes: dict | None = None
+    every: bool = False
+    named: frozenset = frozenset()
+
+
+def operator_source(name: str, args: tuple, kwargs: dict | None = None, attributes: dict | None = None) -> Call:
+    """How one operator call is written.
+
+    Args:
+        name: the operator, as `__fallback__` names it.
+        args, kwargs: its own arguments; in the place of every tensor an object that has its `shape` and `dtype`.
+        attributes: of a classic primitive, its attributes by name (`primitive.init_attrs`).
+
+    Raises:
+        ValueError: no source is known for the operator; says how to add it.
+        TypeError: the arguments don't fit its parameters.
+    """
+    new_name, args, kwargs = rewrite(name, tuple(args), dict(kwargs or {}))
+    form = _form(new_name)
+    if form is None:
+        raise ValueError(
+            f"operator '{name}' has no source that @ms.jit can compile. If it is a Tensor's method, enter the method "
+            "into _METHODS (mindformers_core/generation/operator_source.py); if another operator does the same, "
+            "enter how its call is rewritten into _RULES (operator_rewrites.py)"
+        )
+    if form.parameters is None:
+        given = tuple(_constant("", value) for value in args)
+        named = {key: _constant(key, value) for key, value in kwargs.items()}
+        return Call(_imports(form, (*given, *named.values())), None, form.function, given, named)
+    values = _bound(name, form, args, kwargs, attributes or {})
+    given, named = _in_order(name, form, form.parameters, values)
+    if form.attributes is None:
+        return Call(_imports(form, (*given, *named.values())), None, form.function, given, named)
+    constant, _ = _in_order(name, form, form.attributes, values)
+    instance = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", new_name).lower() + "_op"
+    constructor = f"{form.function}({', '.join(map(_written, constant))})"
+    return Call(_imports(form, (*given, *constant)), (instance, constructor), instance, given)
+
+
+def _imports(form, values):
+    dtypes = any(isinstance(value, str) and value.startswith("ms.") for value in values)
+    return (*([form.imports] if form.imports else []), *(["import mindspore as ms"] if dtypes else []))
+
+
+def _bound(name, form, args, kwargs, attributes):
+    """Values by parameter: given by position (the constructor's behind the call's), by name, or as `attributes`."""
+    names = [*form.parameters, *(form.attributes or ())]
+    values = dict(zip(names, args))
+    unknown = list(args[len(names) :])
+    for key, value in kwargs.items():
+        alike = next((group for group in _SPELLINGS if key in group), {key})
+        parameter = next((parameter for parameter in names if parameter in alike), None)
+        if parameter is None or parameter in values:
+            unknown.append(key)
+        values[parameter] = value
+    if unknown:
+        raise TypeError(f"operator '{name}' takes ({', '.join(names)}) and got {', '.join(map(repr, unknown))} besides")
+    values = {key: value for key, value in attributes.items() if key in (form.attributes or ())} | values
+    return {parameter: _constant(parameter, value) for parameter, value in values.items()}
+
+
+def _in_order(name, form, parameters, values):
+    """`values` by position and by name; defaults stand in the gaps, and at the end if every parameter must be given.
+
+    What a method was given it is given again, defaults too: those of its variants differ (`x.std()` on CPU).
+    """
+    usual = {parameter: _constant(parameter, default) for parameter, default in parameters.items()}
+    given = {parameter: values.get(parameter, default) for parameter, default in usual.items()}
+    missing = [parameter for parameter, value in given.items() if value is _REQUIRED]
+    if missing:
+        raise TypeError(f"operator '{name}' needs its argument {', '.join(missing)}")
+    named = {parameter: given.pop(parameter) for parameter in usual if parameter in form.named}
+    kept = given if form.every else values if form.function.startswith(".") else ()
+    for parameter in reversed([*given]):
+        if parameter in kept or not _same(given[parameter], usual[parameter]):
+            break
+        del given[parameter]
+    return tuple(given.values()), {key: value for key, value in named.items() if not _same(value, usual[key])}
+
+
+def _same(value, usual):
+    return isinstance(value, str) and value == usual
+
+
+def _constant(parameter, value):
+    """A constant as source; a placeholder as it is; a tuple or list that holds placeholders as a tuple of both."""
+    if type(value) is int and parameter in _DTYPES:
+        value = typing.type_id_to_type(value)
+    if type(value) is int and parameter in _WORDS:
+        (value,) = (word for word in _WORDS[parameter] if auto_generate.str_to_enum("", parameter, word) == value)
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, (tuple, list)):
+        entries = tuple(_constant("", entry) for entry in value)
+        return _written(entries) if all(isinstance(entry, str) for entry in entries) else entries
+    if isinstance(value, (typing.Type, DType)):
+        return dtype_source(value)
+    if isinstance(value, float) and repr(value) in ("inf", "-inf", "nan"):
+        return f'float("{value!r}")'
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else value
+
+
+def dtype_source(dtype):
+    """A dtype, or a `DType`, as source: `ms.float32`."""
+    return f"ms.{dtype}".lower().replace("bool", "bool_")
+
+
+def _written(value, name_of=None):
+    if isinstance(value, tuple):
+        return f"({', '.join(_written(entry, name_of) for entry in value)}{',' * (len(value) == 1)})"
+    return value if isinstance(value, str) else name_of(value)
+
+
+@cache
+def _form(name):
+    """The `_Form` of an operator, or None."""
+    ready = _ready().get(name)
+    parameters = _INTERCEPTED.get(name) or (_parameters(getattr(auto_generate, ready).__call__) if ready else None)
+    if name in _METHODS:
+        return _Form("", f".{_METHODS[name]}", parameters, named=_NAMED)
+    if name == "RandomState":
+        return _Form("from mindformers_core.dtensor.dropout import next_random_state", "next_random_state", {})
+    if name in _FUNCTIONS:
+        function, parameters = _FUNCTIONS[name]
+        named = _NAMED if name == "FullLike" else frozenset()
+        return _Form("from mindspore import ops", f"ops.{function}", parameters, named=named)
+    if ready:
+        every = ready.endswith("_impl")
+        defaults = cpp_create_prim_instance_helper.op_args_default_value.get(name, {}) if every else {}
+        return _Form(f"from {auto_generate.__name__} import {ready}", ready, parameters | defaults, every=every)
+    return _constructed(name)
+
+
+def _constructed(name):
+    """The `_Form` of an operator that is an instance of a class."""
+    public = hasattr(ops, name)
+    kind = getattr(ops if public else auto_generate, name, None)
+    if not (inspect.isclass(kind) and issubclass(kind, Primitive)):
+        return None
+    if name in _INTERCEPTED:
+        parameters = _INTERCEPTED[name]
+    elif "__call__" in vars(kind):
+        parameters = _parameters(kind.__call__, skipped=1)
+    else:
+        parameters = dict.fromkeys(getattr(kind(), "input_names", ("input",)), _REQUIRED)
+    attributes = _parameters(kind.__init__, skipped=1)
+    if public:
+        return _Form("from mindspore import ops", f"ops.{name}", parameters, attributes)
+    return _Form(f"from {auto_generate.__name__} import {name}", name, parameters, attributes)
+
+
+@cache
+def _ready():
+    """Operator -> name of the object in `mindspore.ops.auto_generate` that can be called as it is."""
+    objects = vars(gen_ops_prim).items()
+    found = {value.name: name for name, value in objects if name.endswith("_op") and isinstance(value, Primitive)}
+    for name, value in vars(pyboost_inner_prim).items():
+        if name.endswith("_impl"):
+            found[type(value).__name__.removeprefix("_Pyboost").removesuffix("Prim")] = name
+    return found
+
+
+def _parameters(function, skipped=0):
+    """Parameter -> default, without the first `skipped`."""
+    parameters = list(inspect.signature(function).parameters.values())[skipped:]
+    return {parameter.name: parameter.default for parameter in parameters}
+
+
+_FUNCTIONS = {  # operator -> function of `mindspore.ops`, parameters
+    "Cast": ("cast", {"input": _REQUIRED, "dtype": _REQUIRED}),
+    "StopGradient": ("stop_gradient", {"value": _REQUIRED}),
+    "TensorDot": ("tensor_dot", {"x1": _REQUIRED, "x2": _REQUIRED, "axes": _REQUIRED}),
+    "FullLike": ("full_like", {"input": _REQUIRED, "fill_value": _REQUIRED, "dtype": None}),
+}
+_INTERCEPTED = {  # their `__call__` doesn't tell the parameters, as it is ours (interception.py) or the general one
+    "SoftmaxCrossEntropyWithLogits": {"logits": _REQUIRED, "labels": _REQUIRED},
+    "AddN": {"x": _REQUIRED},
+    "Conv2D": {"x": _REQUIRED, "w": _REQUIRED},
+    "Stack": {"x": _REQUIRED},
+    "StackExt": {"tensors": _REQUIRED, "dim": 0},
+}
+_NAMED = frozenset({"beta", "alpha", "dtype", "output_size"})  # what methods and `full_like` take by name only
+
+# Operators that are variants of a Tensor's method, which finds what the device has in their place.
+_METHODS = {
+    "Addmm": "addmm",
+    "ArgMaxExt": "argmax",
+    "ArgMinExt": "argmin",
+    "ArgSort": "argsort",
+    "Baddbmm": "baddbmm",
+    "BitwiseOrTensor": "bitwise_or",
+    "BitwiseXorTensor": "bitwise_xor",
+    "Chunk": "chunk",
+    "CumsumExt": "cumsum",
+    "DeprecatedArgmax": "argmax",
+    "DeprecatedArgmin": "argmin",
+    "DeprecatedCumsum": "cumsum",
+    "DeprecatedGather": "gather",
+    "DeprecatedIndexSelect": "index_select",
+    "DeprecatedMatmul": "matmul",
+    "DeprecatedMax": "max",
+    "DeprecatedMean": "mean",
+    "DeprecatedMin": "min",
+    "DeprecatedProd": "prod",
+    "DeprecatedReduceAll": "all",
+    "DeprecatedReduceAny": "any",
+    "DeprecatedRepeatInterleave": "repeat_interleave",
+    "DeprecatedSplit": "split",
+    "DeprecatedStd": "std",
+    "DeprecatedSum": "sum",
+    "DeprecatedTake": "take",
+    "DeprecatedUnsqueeze": "unsqueeze",
+    "DeprecatedVar": "var",
+    "ExpandAs": "expand_as",
+    "FmodScalar": "fmod",
+    "FmodTensor": "fmod",
+    "IndexSelect": "index_select",
+    "Log10": "log10",
+    "Log2": "log2",
+    "LogAddExp": "logaddexp",
+    "LogSumExp": "logsumexp",
+    "MaskedFillScalar": "masked_fill",
+    "Narrow": "narrow",
+    "Outer": "outer",
+    "RemainderTensorScalar": "remainder",
+    "RemainderTensorTensor": "remainder",
+    "RepeatInterleaveInt": "repeat_interleave",
+    "SortExt": "sort",
+    "SplitTensor": "split",
+    "Std": "std",
+    "TExt": "t",
+    "TopkExt": "topk",
+    "TrilExt": "tril",
+    "TypeAs": "type_as",
+    "Var": "var",
+}

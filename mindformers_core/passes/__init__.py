@@ -1,0 +1,1 @@
+"""Forward and backward of a Cell: gradients, compiled Cells, flat calls, weight gradients apart."""

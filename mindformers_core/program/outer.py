@@ -1,0 +1,107 @@
+"""Tensors that a Cell uses without having been passed them: where two calls have a common caller, it gets them as a
+result and hands them down. Pure Python.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, fields, replace
+
+from mindformers_core.program.graph import CallNode, CellGraph
+from mindformers_core.program.structure import values_in
+
+__all__ = ["ExportingGraph", "own_result", "with_exports"]
+
+
+@dataclass(frozen=True, eq=False)
+class ExportingGraph(CellGraph):
+    """A graph whose `result` is a pair: what the Cell returns, and a tuple of tensors that other Cells' calls use."""
+
+
+def own_result(graph):
+    """What the Cell of a graph returns."""
+    return graph.result[0] if isinstance(graph, ExportingGraph) else graph.result
+
+
+def with_exports(graph):
+    """The graph in which every outer value is one of an open call: that of a caller, directly or not.
+
+    Args:
+        graph: the root's.
+    """
+    if not any(call.outer for call in graph.calls()):
+        return graph
+    return _Threading(graph).root()
+
+
+class _Threading:
+    """The rewriting of one tree of calls.
+
+    Attributes:
+        chains: number of a call -> the graphs from the root to it.
+        exported: number of a call -> its Values that it returns besides.
+        received: (number of a call, number of a Value that it returns besides) -> the caller's new Value.
+        moved: (number of the using call, number of the Value there) -> the `OuterValue` in its place.
+    """
+
+    def __init__(self, graph):
+        self.graph = graph
+        self.chains, self.exported, self.received, self.moved = {}, defaultdict(list), {}, {}
+        self.counts = {}
+        self._walk(graph, ())
+        uses = [(use, chain) for chain in self.chains.values() for use in chain[-1].outer]
+        # a call that uses what those below it made has a number for it, so it comes before those above it
+        uses.sort(key=lambda pair: (not self._is_below(pair[0].call, pair[1]), -len(pair[1])))
+        for use, chain in uses:
+            self.moved[chain[-1].call, use.value.id] = self._reachable(use, chain)
+
+    def root(self):
+        """The new root."""
+        return self._rebuilt(self.graph)
+
+    def _walk(self, graph, above):
+        chain = self.chains[graph.call] = (*above, graph)
+        for node in graph.nodes:
+            if isinstance(node, CallNode):
+                self._walk(node.graph, chain)
+
+    def _is_below(self, call, chain):
+        """Whether a call was made within the last one of `chain`."""
+        return chain[-1] in self.chains[call]
+
+    def _reachable(self, use, chain):
+        """The outer value as one of the closest call that is open in both: each on the way returns it to its caller."""
+        maker, number = self.chains[use.call], use.id
+        depth = sum(1 for ours, theirs in zip(chain, maker) if ours is theirs)
+        for place in range(len(maker) - 1, depth - 1, -1):
+            inner, caller = maker[place], maker[place - 1]
+            if (inner.call, number) not in self.received:
+                here = use.value.id if caller is chain[-1] else self._new_number(caller)
+                self.exported[inner.call].append(replace(use.value, id=number))
+                self.received[inner.call, number] = replace(use.value, id=here)
+            number = self.received[inner.call, number].id
+        common = maker[depth - 1]
+        return replace(use, path=common.path, call=common.call, id=number)
+
+    def _new_number(self, graph):
+        if graph.call not in self.counts:
+            numbers = [entry.value.id for entry in (*graph.parameters, *graph.constants, *graph.outer)]
+            numbers += [value.id for value in values_in([graph.arguments, *(node.outputs for node in graph.nodes)])]
+            self.counts[graph.call] = max(numbers, default=-1) + 1
+        self.counts[graph.call] += 1
+        return self.counts[graph.call] - 1
+
+    def _rebuilt(self, graph):
+        parts = {part.name: getattr(graph, part.name) for part in fields(CellGraph)}
+        parts["nodes"] = tuple(self._node(node) if isinstance(node, CallNode) else node for node in graph.nodes)
+        outer = [self.moved[graph.call, use.value.id] for use in graph.outer]
+        parts["outer"] = tuple(use for use in outer if use.call != graph.call)
+        exported = self.exported.get(graph.call)
+        if exported is None:
+            return CellGraph(**parts)
+        return ExportingGraph(**parts | {"result": (graph.result, tuple(exported))})
+
+    def _node(self, node):
+        outputs = node.outputs
+        if node.graph.call in self.exported:
+            call = node.graph.call
+            outputs = outputs, tuple(self.received[call, value.id] for value in self.exported[call])
+        return replace(node, graph=self._rebuilt(node.graph), outputs=outputs)

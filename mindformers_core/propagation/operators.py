@@ -1,0 +1,84 @@
+"""One operator: its rule is asked, and the cheapest choice that it leaves is taken. Pure Python."""
+
+import math
+
+from mindformers_core.operators import Signature, TensorMeta, signature_of, tensor_meta
+from mindformers_core.operators.registry import rule_attributes
+from mindformers_core.program.plan import OperatorPlan
+from mindformers_core.program.structure import Value, map_leaves, values_in
+
+__all__ = ["NO_GRADIENT", "algorithm_of", "local_call_shapes", "operator_plan", "operator_signature"]
+
+# Operators with float results through which no gradient flows
+NO_GRADIENT = frozenset(
+    ("StopGradient", "ZerosLike", "ZerosLikeExt", "OnesLike", "OnesLikeExt", "Sign", "Floor", "Ceil", "Round", "Trunc")
+)
+
+
+def operator_signature(node):
+    """The `Signature` of an `OperatorNode`.
+
+    One that takes no tensors has the same results on every rank.
+
+    Raises:
+        ValueError: there is no rule, it rejects the call, or it foretells other shapes than there are.
+    """
+    outputs = values_in(node.outputs)
+    if not values_in((node.args, node.kwargs)):
+        return _free_signature(outputs)
+    args, kwargs = map_leaves(_without_layout, (node.args, node.kwargs))
+    signature = _asked(node, args, kwargs)
+    foretold = _output_shapes(signature)
+    if foretold != [value.shape for value in outputs]:
+        made = ", ".join(value.described for value in outputs)
+        raise ValueError(f"operator '{node.operator}' makes {made}, where its rule foretold shapes {foretold}")
+    return signature
+
+
+def local_call_shapes(plan):
+    """The shapes that the local call of an `OperatorPlan` gives: its rule is asked with local shapes and arguments."""
+    node, metas = plan.node, []
+    for value, layout in zip(values_in((node.args, node.kwargs)), plan.inputs):
+        metas.append(tensor_meta(layout.local_shape(value.shape), value.dtype, None, value.constant))
+    arguments = node.args, node.kwargs
+    if plan.signature.localize is not None:
+        arguments = plan.signature.localize((*node.args, *node.kwargs.values()), plan.local_shapes), {}
+    parts = iter(metas)
+    arguments = map_leaves(lambda leaf: next(parts) if isinstance(leaf, (Value, TensorMeta)) else leaf, arguments)
+    return _output_shapes(_asked(node, *arguments))
+
+
+def _asked(node, args, kwargs):
+    attributes = node.primitive.attributes if node.primitive is not None else {}
+    return signature_of(node.operator, args, kwargs | rule_attributes(node.operator, attributes))
+
+
+def _output_shapes(signature):
+    return [tuple(math.prod(signature.sizes[f] for f in factors) for factors in dims) for dims in signature.outputs]
+
+
+def _without_layout(leaf):
+    return tensor_meta(leaf.shape, leaf.dtype, None, leaf.constant) if isinstance(leaf, Value) else leaf
+
+
+def _free_signature(outputs):
+    """Of an operator without tensors among its arguments: every dim is a factor that nothing cuts."""
+    names = [tuple((f"{place}.{dim}",) for dim in range(len(value.shape))) for place, value in enumerate(outputs)]
+    sizes = {name: size for dims, value in zip(names, outputs) for (name,), size in zip(dims, value.shape)}
+    return Signature((), tuple(names), sizes)
+
+
+def operator_plan(node, signature, resolution):
+    """The `OperatorPlan` of a choice."""
+    algorithm, cut_axes = algorithm_of(node.operator, signature, resolution.axes_of)
+    return OperatorPlan(node, signature, resolution.inputs, resolution.outputs, resolution.axes_of, algorithm, cut_axes)
+
+
+def algorithm_of(name, signature, axes_of):
+    """The name of the algorithm that runs in the operator's place, if any, and the axes that it bridges."""
+    cut_factors = [factor for factor in signature.distributed if axes_of.get(factor)]
+    needed = {signature.distributed[factor] for factor in cut_factors} | ({signature.run} - {None})
+    if len(needed) > 1:
+        raise ValueError(f"operator '{name}' asks for the algorithms {sorted(needed)}; there is one at a time")
+    axes = tuple(axis for factor in cut_factors for axis in axes_of[factor])
+    return (needed.pop(), axes) if needed else (None, ())

@@ -1,0 +1,162 @@
+"""Where tensors are moved: from the `Decision` for a call to its `FramePlan`. Pure Python.
+
+A tensor is moved in the frame that makes it, right before the first who needs it. One that comes from outside is moved
+by the caller, as long as the callee and those below it need it in moved forms only (all of them by way of one: that is
+then the one that is passed), and so the projections of one input share its mark. Further forms, and those of
+parameters, are made in the closest frame above all who need them, and handed down as `lifted`.
+"""
+
+from dataclasses import replace
+
+from mindformers_core.program.plan import CallPlan, FramePlan, Move
+from mindformers_core.program.structure import values_in
+from mindformers_core.propagation.frames import TRAINED, CallDecision
+from mindformers_core.redistribution import plan_redistribution
+
+__all__ = ["place_frame"]
+
+
+def place_frame(run, decision, passed, lifted=()):
+    """The `FramePlan` of a call.
+
+    Args:
+        run: the `Propagation`; it places child calls.
+        decision: the `Decision` for this call.
+        passed: number of every argument's Value -> layout in which the caller passes it.
+        lifted: pairs (key, layout) of what it passes besides.
+    """
+    return _Placed(run, decision, passed, lifted).plan()
+
+
+class _Placed:
+    """One frame while its moves are placed."""
+
+    def __init__(self, run, decision, passed, lifted):
+        self.run = run
+        self.decision = decision
+        self.first = {key: passed.get(key, forms.first) for key, forms in decision.forms.items()}
+        self.at_hand = {}  # key -> layouts; empty for what isn't made yet
+        for key in (*passed, *run.parameter_index.uses(decision.graph)):
+            self.at_hand[key] = {self.first[key]}
+        self.at_hand |= {key: set() for key in run.outer_index.uses(decision.graph)}
+        for key, layout in lifted:
+            self.first[key] = self.first[key] if self.at_hand[key] else layout
+            self.at_hand[key].add(layout)
+        self.lifted = lifted
+        self.values, self.added = self._values(), {"parameters": [], "outer": []}
+        self.instructions = []
+        self.made_here = self._made_here()
+
+    def plan(self):
+        """See `place_frame`."""
+        graph = self.decision.graph
+        lifted = tuple((self._value(key), layout) for key, layout in self.lifted)
+        for constant in graph.constants:
+            self.at_hand[constant.value.id] = {self.first[constant.value.id]}
+        *steps, results = self.decision.used
+        for entry, used in zip(self.decision.entries, steps, strict=True):
+            for key, layout in used:
+                self._ensure(key, layout)
+            self.instructions.append(self._call(entry) if isinstance(entry, CallDecision) else entry)
+            for value in values_in(entry.node.outputs):
+                self.at_hand[value.id] = {self.first[value.id]}
+        for key, layout in results:
+            self._ensure(key, layout)
+        added = {part: (*getattr(graph, part), *uses) for part, uses in self.added.items() if uses}
+        graph = replace(graph, **added) if added else graph
+        known = {value.id: key for key, value in self.values.items()}
+        return FramePlan(
+            graph,
+            self.run.mesh,
+            {number: self.first[key] for number, key in known.items()},
+            tuple(self.instructions),
+            tuple(layout for _, layout in results),
+            lifted,
+            frozenset(number for number, key in known.items() if self.decision.flows[key] == TRAINED),
+        )
+
+    def _values(self):
+        """Key -> Value of this graph."""
+        graph = self.decision.graph
+        found = [use.value for use in graph.constants]
+        found += values_in(graph.arguments) + values_in([node.outputs for node in graph.nodes])
+        values = {value.id: value for value in found} | {use.path: use.value for use in graph.parameters}
+        return values | {(use.call, use.id): use.value for use in graph.outer}
+
+    def _value(self, key):
+        """The Value of a tensor; one that only calls further down take from elsewhere becomes one of this graph's."""
+        value = self.values.get(key)
+        if value is None:
+            part, index = (
+                ("outer", self.run.outer_index) if isinstance(key, tuple) else ("parameters", self.run.parameter_index)
+            )
+            use = index.uses(self.decision.graph)[key]
+            number = 1 + max((known.id for known in self.values.values()), default=-1)
+            value = self.values[key] = replace(use.value, id=number)
+            self.added[part].append(replace(use, value=value))
+        return value
+
+    def _ensure(self, key, layout):
+        """See to it that a tensor is at hand in this layout."""
+        if layout in self.at_hand[key]:
+            return
+        source, reason = self.decision.forms[key].moves[layout]
+        self._ensure(key, source)
+        value = self._value(key)
+        steps = plan_redistribution(source, layout, value.shape, value.dtype, self.run.cost_model).steps
+        gradient = self.decision.flows[key] == TRAINED
+        self.instructions.append(Move(value, source, layout, steps, reason, gradient))
+        self.at_hand[key].add(layout)
+
+    def _made_here(self):
+        """Key -> the layouts that this frame makes, if they aren't at hand: for itself, or for several calls."""
+        certain, counts = {}, {}
+        for key, layout in (pair for used in self.decision.used for pair in used):
+            certain.setdefault(key, set()).add(layout)
+        for call in self.decision.entries:
+            if not isinstance(call, CallDecision) or call.decision is None:
+                continue
+            for inner, outer in call.keys.items():
+                needs = call.decision.forms[inner]
+                entry = needs.first if isinstance(inner, str) else needs.entry()
+                certain.setdefault(outer, set()).add(entry)
+                for layout in needs.needed():
+                    here = self.decision.forms[outer].moves.get(layout)
+                    same_way = here is not None and here[0] == needs.moves[layout][0]
+                    counts[outer, layout] = counts.get((outer, layout), 0) + (1 if same_way else 2)
+        for (key, layout), count in counts.items():
+            if count > 1:
+                certain[key].add(layout)
+        ways = {key: [self.decision.forms[key].way(layout) for layout in found] for key, found in certain.items()}
+        return {key: {layout for way in found for layout in way} for key, found in ways.items()}
+
+    def _call(self, entry):
+        """The `CallPlan` of a call, whose tensors are seen to."""
+        node = entry.node
+        if entry.decision is None:
+            inputs = tuple(self.run.replicated(value) for value in values_in((node.args, node.kwargs)))
+            return CallPlan(node, inputs, entry.outputs, None)
+        passed, lifted = {}, []
+        for inner, outer in entry.keys.items():
+            needs = entry.decision.forms[inner]
+            wanted = needs.entries({needs.first, *self.made_here.get(outer, ()), *self.at_hand[outer]})
+            if isinstance(inner, int):
+                passed[inner] = self._passed(wanted, needs, outer)
+                lifted += [(inner, layout) for layout in wanted if layout != passed[inner]]
+            else:
+                stored = needs.first if isinstance(inner, str) else None
+                lifted += [(inner, layout) for layout in wanted if layout != stored]
+            for layout in wanted:
+                self._ensure(outer, layout)
+        frame = self.run.place(entry.decision, passed, tuple(lifted))
+        layouts = {entry.keys[inner]: layout for inner, layout in passed.items()}
+        keys = {value.id: key for key, value in self.values.items()}
+        inputs = tuple(layouts[keys.get(value.id, value.id)] for value in values_in((node.args, node.kwargs)))
+        pairs = tuple((self._value(entry.keys[inner]), layout) for inner, layout in lifted)
+        return CallPlan(node, inputs, entry.outputs, frame, pairs)
+
+    def _passed(self, wanted, needs, outer):
+        """The layout in which an argument is passed; in one that is at hand anyway where the callee doesn't use it."""
+        if not wanted:
+            return self.first[outer]
+        return needs.entry() if needs.entry() in wanted else wanted[0]

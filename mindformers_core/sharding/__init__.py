@@ -1,0 +1,1 @@
+"""Sharding: `shard()`, the tree of sharded Cells, their programs in PyNative and under `jit`."""

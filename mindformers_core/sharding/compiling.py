@@ -1,0 +1,214 @@
+"""`@ms.jit` and sharded Cells: while MindSpore compiles a call, we are asked which generated program it is to be.
+
+MindSpore infers types before it compiles, and asks Python for what an operator of ours gives at that moment: the name
+of the method that holds the program. So the choice takes place in the middle of a compilation, and nothing of it is
+left in the graph. A capture can't (classic primitives don't run on the meta device then): `jit()` makes a missing
+program after the compilation has stopped at it, and compiles again. It stops at a shape that is none: of an error that
+is raised in Python MindSpore writes a page, and a file; of this one, which its bindings raise, nothing.
+"""
+
+import os
+from functools import wraps
+from itertools import count
+from pathlib import Path
+from weakref import ref
+
+import mindspore as ms
+from mindspore.ops.primitive import PrimitiveWithInfer
+
+from mindformers_core.communication.world import process_state, world
+from mindformers_core.dtensor.dtensor import DTensor
+from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.operators import TensorMeta
+from mindformers_core.program.structure import map_leaves
+from mindformers_core.sharding.first_inputs import compare_inputs
+
+__all__ = ["choose_program", "eager_method", "enrol", "jit"]
+
+_STATE = process_state().memo(__name__)  # "cells": number -> (reference to a tree, path); in a `jit()` also
+# "met": references to trees, of a compilation; "missing": a call that it stopped at; "refused": whether it met an error
+_NOT_A_SHAPE = {"dtype": ms.TensorType(ms.float32), "shape": ("none",), "value": None}
+_NUMBERS = count()
+
+
+def enrol(tree, path):
+    """The number by which a compiled call names the Cell at `path` of a sharded tree."""
+    number = next(_NUMBERS)
+    _STATE.setdefault("cells", {})[number] = ref(tree), path
+    return number
+
+
+def _cell(number):
+    tree, path = _STATE["cells"][number]
+    return tree(), path
+
+
+class _CompileTimeChoice(PrimitiveWithInfer):
+    """An operator that is gone after type inference: a method's name stands in its place."""
+
+    def __init__(self):
+        super().__init__(type(self).__name__)
+        self.set_const_prim(True)
+        self.add_prim_attr("constexpr_prim", True)
+        self.add_prim_attr("forbid_reuse_result", True)
+
+    def __infer__(self, *arguments):
+        name = self.compiled(*map(_described, arguments))
+        return _NOT_A_SHAPE if name is None else {"dtype": None, "shape": None, "value": name}
+
+
+class _ChooseProgram(_CompileTimeChoice):
+    """The name of the program for a call of the Cell with this number."""
+
+    def __call__(self, number, args, kwargs):
+        tree, path = _cell(number)
+        return tree.running or tree.program(path, args, kwargs).name
+
+    def compiled(self, number, args, kwargs):
+        """While a graph is compiled: one of the programs that there are; in `jit()` else None, to stop."""
+        tree, path = _cell(number)
+        tree.storage.check_compiling()
+        tree.activations.check_compiling()
+        with tree.for_compiled():
+            program = tree.known_program(path, args, kwargs)
+        if _STATE.get("met") is not None:
+            _STATE["met"].append(ref(tree))
+        elif program is None:
+            raise RuntimeError(tree.missing_program(path, args, kwargs))
+        if program is None:
+            _STATE["missing"] = tree, path, args, kwargs
+            return None
+        return program.name
+
+
+class _EagerMethod(_CompileTimeChoice):
+    """The name of the method that runs a Cell operator by operator: in PyNative only."""
+
+    def __call__(self, number):
+        return "run_eagerly"
+
+    def compiled(self, number):
+        """An error that names the Cell."""
+        tree, path = _cell(number)
+        _STATE["refused"] = True
+        raise RuntimeError(tree.why_not_compiled(path))
+
+
+choose_program = _ChooseProgram()
+eager_method = _EagerMethod()
+
+
+def _described(argument):
+    """The value of an argument of a compiled call, with a `TensorMeta` of its local shape for every tensor."""
+    return _structure(argument["value"], argument["shape"], argument["dtype"])
+
+
+def _structure(value, shape, dtype):
+    """A value that MindSpore infers, with its shape and dtype: of dicts, these are lists in the order of the keys."""
+    if isinstance(value, dict):
+        return {key: _structure(*entry) for key, *entry in zip(value, value.values(), shape, dtype)}
+    if isinstance(dtype, (tuple, list)):
+        values = [None] * len(dtype) if value is None else value
+        return type(dtype)(map(_structure, values, shape, dtype))
+    if isinstance(dtype, ms.TensorType):
+        return TensorMeta(tuple(shape), dtype_name(dtype.element_type()), None, False)
+    if value is not None or dtype is None:
+        return value
+    raise TypeError(
+        f"a sharded Cell got an argument of type {dtype} whose value isn't known when it is compiled (mutable()?): "
+        "pass a constant, which is compiled in, or a tensor"
+    )
+
+
+def jit(function=None, **options):
+    """`mindspore.jit` for functions that call sharded Cells: signatures that are new are captured, then compiled.
+
+    Plain `mindspore.jit` compiles such calls, too, once the Cell has been called with these shapes in PyNative, or
+    `prepare(cell, *inputs)` (under `recompute()` with `compiled=True`) has made the program; without one it raises an
+    error. Inside a compiled function tensors
+    are this rank's parts, plain ones: those that go into the sharded Cell, those that it returns, and gradients.
+
+    Args:
+        function: a function or a Cell; None to use this as a decorator with options.
+        options: of `mindspore.jit`. Its `capture_mode` has to be the default, `"ast"`: the others ignore or miscompute
+            the gradients of collectives.
+
+    Raises:
+        ValueError: another `capture_mode`. TypeError: the compiled function gets a `DTensor`.
+    """
+    if options.get("capture_mode", "ast") != "ast":
+        raise ValueError(f"jit(capture_mode={options['capture_mode']!r}): only 'ast' keeps the collectives' gradients")
+    if function is None:
+        return lambda function: jit(function, **options)
+    compiled, met = {}, []  # state of the sharded trees that were met -> compiled function
+
+    def states():
+        return tuple(tree().state() for tree in met if tree() is not None)
+
+    @wraps(function if not isinstance(function, ms.nn.Cell) else function.construct)
+    def run(*args, **kwargs):
+        map_leaves(_check_plain, (args, kwargs))
+        made, outer = [], _STATE.get("met")
+        while True:
+            _STATE["met"] = []
+            state = states()
+            if state not in compiled:
+                compiled[state] = ms.jit(function, **options)
+            try:
+                result = compiled[state](*args, **kwargs)
+            except Exception:
+                missing = _STATE.pop("missing", None)
+                if _STATE.pop("refused", False):
+                    _remove_dump()
+                if missing is None:
+                    raise
+            else:
+                met.extend(tree for tree in dict.fromkeys(_STATE["met"]) if tree not in met)
+                compiled.setdefault(states(), compiled[state])
+                return result
+            finally:
+                _STATE["met"] = outer
+            made.append(_make_program(*missing, made))
+            _compare_inputs(*missing[:2], args, kwargs)
+
+    return run
+
+
+def _make_program(tree, path, args, kwargs, made):
+    """Make what a compilation stopped at; gives its tree and key. An error where that is among those `made` already."""
+    with tree.for_compiled():
+        key = tree, tree.key(path, args, kwargs)
+        if key in made:
+            raise RuntimeError(tree.missing_program(path, args, kwargs)) from None
+        tree.program(path, args, kwargs)
+    return key
+
+
+def _compare_inputs(tree, path, args, kwargs):
+    """Compare what a compiled function is called with, which the root Cell's inputs come from, among the ranks."""
+    (*_, program) = tree.programs.values()
+    if not tree.check_inputs or path != "" or not program.communicates:
+        return
+    layouts = [program.frame.layouts[value.id] for value in program.inputs]
+    shards = {axis: layout.placement(axis) for layout in layouts for dim in layout.dims for axis in dim}
+    tensors = []
+    map_leaves(lambda leaf: tensors.append(leaf) if type(leaf) is ms.Tensor else None, (args, kwargs))
+    inputs = [(f"argument {place}", tensor) for place, tensor in enumerate(tensors)]
+    compare_inputs(tree.label(""), tree.mesh, inputs, [shards] * len(inputs))
+
+
+def _remove_dump():
+    """Remove what MindSpore writes down of a compilation that fails, and the folders that it made for it."""
+    folder = Path(os.environ.get("MS_OM_PATH") or ".") / f"rank_{world().rank}" / "om"
+    (folder / "analyze_fail.ir").unlink(missing_ok=True)
+    for left in (folder, folder.parent):
+        if left.is_dir() and not any(left.iterdir()):
+            left.rmdir()
+
+
+def _check_plain(leaf):
+    if isinstance(leaf, DTensor):
+        raise TypeError(
+            f"a function compiled by jit() works on local tensors, and got a DTensor of shape {leaf.shape} that lives "
+            f"as {leaf.layout}: pass x.to_local(), in the layout that the Cell declares for its input"
+        )

@@ -1,0 +1,235 @@
+"""Who declares what: the layouts that `shard()` hooks, plans and sharded primitives give to tensors."""
+
+import inspect
+from fnmatch import fnmatchcase
+from types import SimpleNamespace
+
+from mindspore import nn
+from mindspore.ops import Primitive
+
+from mindformers_core.hints import nearest
+from mindformers_core.layout import Layout, LayoutSpec, bind_layout
+from mindformers_core.program.labels import cell_label
+from mindformers_core.program.plan import joined_path
+from mindformers_core.propagation.declaration import Declaration, OperatorDeclaration
+
+__all__ = ["cell_label", "collect_declarations"]
+
+_PLAN_KEYS = ("input", "output", "weight")
+_OPERATOR_KEYS = ("input", "output")
+
+
+def collect_declarations(cell, config=None, plan=None):
+    """Cell path -> `Declaration`, for every Cell in the tree that a hook, the plan or a primitive speaks of.
+
+    A plan wins over a hook, part by part: a plan that gives a weight leaves the hook's input alone. Likewise it wins
+    over `primitive.shard(in_strategy, out_strategy)`, which counts for primitives that are attributes of a Cell. A
+    plan's pattern that matches no Cell may end in the name of such an attribute: `"layers.*.mlp.matmul"`.
+
+    Raises:
+        TypeError, ValueError: a hook that returns something else than three layouts, names that the Cell doesn't
+            have, a pattern that neither a Cell's path nor a primitive's matches. All name the Cell's path and class.
+    """
+    paths = dict(cell.cells_and_names())
+    found = {}
+    for path, child in reversed(paths.items()):  # from below: what a Cell above says of a parameter wins
+        operators = _sharded_primitives(path, child)
+        if operators:
+            found[path] = _override(found.get(path), Declaration(operators=operators))
+        for place, declared in _read_hook(path, child, config) if _has_hook(child) else ():
+            found[place] = _override(found.get(place), declared)
+    for pattern, entry in (plan or {}).items():
+        for path, declared in _read_plan_entry(paths, pattern, entry):
+            found[path] = _override(found.get(path), declared)
+    return found
+
+
+def _has_hook(cell):
+    return getattr(type(cell), "shard", None) is not nn.Cell.shard
+
+
+def _read_hook(path, cell, config):
+    """Pairs (Cell path, `Declaration`)."""
+    returned = cell.shard(config)
+    if not isinstance(returned, tuple) or len(returned) != 3:
+        raise TypeError(
+            f"{cell_label(path, cell)}: shard(self, config) should return "
+            "(input_layout, output_layout, weight_layout), "
+            f"each a layout, a tuple, a dict or None, not {returned!r}"
+        )
+    return _declaration(path, cell, returned, f"{type(cell).__name__}.shard()")
+
+
+def _declaration(path, cell, parts, source):
+    """Pairs (Cell path, `Declaration`): of the Cell, and of those below whose parameters it names by their paths."""
+    where = f"{cell_label(path, cell)}, {source}"
+    arguments = list(inspect.signature(type(cell).construct).parameters)[1:]
+    own = list(cell._params)
+    inputs = _by_name(parts[0], arguments, arguments[:1], f"{where}: input layout", "construct() takes")
+    outputs = _by_name(parts[1], None, [0], f"{where}: output layout", "")
+    named = isinstance(parts[2], dict)
+    weights = _by_name(
+        parts[2],
+        [name for name, _ in cell.parameters_and_names()] if named else own,
+        ["weight"] if "weight" in own else own[:1],
+        f"{where}: weight layout",
+        f"the Cell's {'' if named else 'own '}parameters are",
+    )
+    by_cell = {"": Declaration(inputs, outputs, {name: weights[name] for name in weights if name in own})}
+    for name in weights.keys() - set(own):
+        inner, _, local = name.rpartition(".")
+        declared = Declaration(weights={local: weights[name]})
+        by_cell[inner] = _override(by_cell.get(inner), declared)
+    return [(joined_path(path, inner), declared) for inner, declared in by_cell.items()]
+
+
+def _by_name(declared, names, default, what, there):
+    """Normalise a declared part to a dict: a dict by name, a tuple by position, a single layout for `default`."""
+    if declared is None:
+        return {}
+    if isinstance(declared, dict):
+        for name in declared:
+            if names is not None and name not in names:
+                raise ValueError(
+                    f"{what} names '{name}', but {there} {', '.join(names) or 'none'}{nearest(name, names)}"
+                )
+        entries = declared
+    elif isinstance(declared, (tuple, list)):
+        if names is not None and len(declared) > len(names):
+            raise ValueError(f"{what} has {len(declared)} entries, but {there} {', '.join(names) or 'none'}")
+        entries = dict(zip(names if names is not None else range(len(declared)), declared))
+    else:
+        if not default:
+            raise ValueError(f"{what} is {declared}, but {there} none")
+        entries = {default[0]: declared}
+    for name, entry in entries.items():
+        if not (entry is None or _is_layout(entry)):
+            raise TypeError(f"{what} of '{name}' is {entry!r}: write layout(…), or None to derive it")
+    return {name: entry for name, entry in entries.items() if entry is not None}
+
+
+def _read_plan_entry(paths, pattern, entry):
+    """Pairs (Cell path, `Declaration`) of one entry of a plan."""
+    source = f"plan entry '{pattern}'"
+    matching = [path for path in paths if _matches(path, pattern)]
+    if matching:
+        _check_plan_keys(source, entry, _PLAN_KEYS)
+        parts = [entry.get(key) for key in _PLAN_KEYS]
+        return [pair for path in matching for pair in _declaration(path, paths[path], parts, source)]
+    head, _, tail = pattern.rpartition(".")
+    primitives = [(path, name) for path, child in paths.items() for name in _primitives(child)]
+    matching = [(path, name) for path, name in primitives if _matches(path, head) and fnmatchcase(name, tail)]
+    if not matching:
+        known = [*filter(None, paths), *(f"{path}.{name}" if path else name for path, name in primitives)]
+        raise ValueError(
+            f"plan pattern '{pattern}' matches no Cell of {type(paths['']).__name__}, and no primitive that is an "
+            f"attribute of one{nearest(pattern, known)}"
+        )
+    _check_plan_keys(source, entry, _OPERATOR_KEYS)
+    found = []
+    for path, name in matching:
+        where = f"{_operator_label(path, paths[path], name)}, {source}"
+        declared = OperatorDeclaration(*(_by_tensor(entry.get(key), f"{where}: {key}") for key in _OPERATOR_KEYS))
+        found.append((path, Declaration(operators={name: declared})))
+    return found
+
+
+def _operator_label(path, cell, name):
+    """How errors call the primitive that a Cell keeps under this name."""
+    return f"{cell_label(path, cell)}, operator '{name}' ({cell.__dict__[name].name})"
+
+
+def _primitives(cell):
+    """Name -> primitive, for those that are attributes of the Cell."""
+    return {name: value for name, value in cell.__dict__.items() if isinstance(value, Primitive)}
+
+
+def _sharded_primitives(path, cell):
+    """Name -> `OperatorDeclaration`, for the primitives that were told by `Primitive.shard()` how to be cut."""
+    found = {}
+    for name, primitive in _primitives(cell).items():
+        where = f"{_operator_label(path, cell, name)}, {primitive.name}.shard()"
+        declared = OperatorDeclaration(
+            _stored(primitive, "in_strategy", "in_layout", where),
+            _stored(primitive, "out_strategy", "out_layout", where),
+        )
+        if declared != OperatorDeclaration():
+            found[name] = declared
+    return found
+
+
+def _stored(primitive, strategy_name, layout_name, where):
+    """What `Primitive.shard()` left among the attributes: strategies, or a dict for every layout, without its ranks."""
+    layouts, strategies = primitive.attrs.get(layout_name), primitive.attrs.get(strategy_name)
+    if layouts is not None and strategies is not None:
+        raise ValueError(f"{where}: it was called with strategies and again with layouts; call it once")
+    if layouts is None:
+        return _by_tensor(strategies, f"{where}: {strategy_name}")
+    where = f"{where}: {strategy_name}"
+    return _by_tensor([_as_layout(parts, where) for parts in layouts], where)
+
+
+def _as_layout(parts, where):
+    return bind_layout(SimpleNamespace(to_dict=lambda: parts), None, name=where) if isinstance(parts, dict) else parts
+
+
+def _by_tensor(declared, what):
+    """Normalise a declared part of an operator to None or a tuple, one entry for every tensor."""
+    if declared is None:
+        return None
+    if _is_layout(declared) or isinstance(declared, (tuple, list)) and declared and _is_strategy(declared):
+        declared = (declared,)
+    if not isinstance(declared, (tuple, list)):
+        raise TypeError(f"{what} is {declared!r}: write a tuple with a layout(…), a strategy or None for every tensor")
+    for place, entry in enumerate(declared):
+        if not (entry is None or _is_layout(entry) or _is_strategy(entry)):
+            raise TypeError(
+                f"{what} {place} is {entry!r}: write layout(…), a strategy as (2, 1) (into how many parts each dim is "
+                "cut), or None to derive it"
+            )
+    return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in declared)
+
+
+def _is_layout(entry):
+    return isinstance(entry, (LayoutSpec, Layout)) or hasattr(entry, "to_dict")
+
+
+def _is_strategy(entry):
+    return isinstance(entry, (tuple, list)) and all(type(count) is int and count > 0 for count in entry)
+
+
+def _check_plan_keys(source, entry, keys):
+    if not isinstance(entry, dict):
+        raise TypeError(f"{source} should be a dict with the keys {', '.join(keys)}, not {entry!r}")
+    for key in entry:
+        if key not in keys:
+            of = "" if key not in _PLAN_KEYS else " (an operator has no weights, only inputs)"
+            raise ValueError(f"{source}: unknown key '{key}'; allowed: {', '.join(keys)}{of or nearest(key, keys)}")
+
+
+def _override(base, other):
+    """What `base` (None: nothing) declares, save for what `other` does."""
+    if base is None:
+        return other
+    operators = dict(base.operators)
+    for name, declared in other.operators.items():
+        before = operators.get(name, OperatorDeclaration())
+        inputs = before.inputs if declared.inputs is None else declared.inputs
+        outputs = before.outputs if declared.outputs is None else declared.outputs
+        operators[name] = OperatorDeclaration(inputs, outputs)
+    return Declaration(
+        base.inputs | other.inputs, base.outputs | other.outputs, base.weights | other.weights, operators
+    )
+
+
+def _matches(path, pattern):
+    """Whether a path like `layers.0.mlp` matches a pattern, segment by segment; `**` stands for any number of them."""
+    return _match_segments(path.split(".") if path else [], pattern.split(".") if pattern else [])
+
+
+def _match_segments(segments, patterns):
+    if not patterns:
+        return not segments
+    if patterns[0] == "**":
+        return any(_match_segments(segments[skip:], patterns[1:]) for skip in range(len(segments) + 1))
+    return bool(segments) and fnmatchcase(segments[0], patterns[0]) and _match_segments(segments[1:], patterns[1:])

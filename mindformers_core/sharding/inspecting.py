@@ -1,0 +1,110 @@
+"""Looking at what a sharded Cell runs: make a program ahead of time, list programs, explain one."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+from mindformers_core.capture.algorithm_steps import algorithm_steps
+from mindformers_core.explaining.page import page
+from mindformers_core.explaining.report import make_report
+from mindformers_core.explaining.text import explain_plan
+from mindformers_core.program.plan import joined_path
+from mindformers_core.sharding.sharded_cells import EagerCell, tree_and_path, tree_of
+
+__all__ = ["explain", "explain_activations", "prepare", "programs"]
+
+
+def prepare(cell, *inputs, saved_plan=None, compiled=False, **named_inputs):
+    """Make the program of `cell(*inputs, **named_inputs)`, without computing anything.
+
+    Args:
+        cell: a Cell of a sharded tree.
+        inputs, named_inputs: as it will be called, this rank's parts; of tensors only shapes and dtypes matter, and a
+            `TensorMeta` will do.
+        saved_plan: a file that `save_plan(program.frame, path)` wrote: its layouts and moves are used in the place of
+            a propagation. Default: propagate, unless there is a program for such inputs already.
+        compiled: whether it is for a compiled function; that is another program under `recompute()` only.
+
+    Returns:
+        The `Program`: `.file` is the generated module, `.frame` the plan.
+
+    Raises:
+        TypeError: `cell` isn't sharded. ValueError: it runs eagerly, or can't be captured (`CaptureError`);
+            or the saved plan is for something else.
+    """
+    tree, path = tree_and_path(cell)
+    if isinstance(cell, EagerCell):
+        raise ValueError(f"{tree.label(path)} runs operator by operator (eager): it has no programs, its children have")
+    with tree.for_compiled() if compiled else nullcontext():
+        return tree.program(path, inputs, named_inputs, saved_plan)
+
+
+def programs(cell):
+    """The programs that the sharded tree of `cell` has so far, one for every signature; that used last at the end.
+
+    There are at most 64 for each Cell that is called from outside; beyond that the one that was used longest ago is
+    forgotten, with a warning.
+    """
+    return list(tree_of(cell).programs.values())
+
+
+def explain(cell, *inputs, html=None, **named_inputs):
+    """What a sharded Cell computes and sends: its plan as text.
+
+    For every Cell each operator with global and local shapes and layouts, and each redistribution with its collectives
+    and bytes forward and backward; in all the bytes per mesh axis and the peak of activations. Of a root Cell under
+    `zero.hsdp()` besides what is sharded, bucket by bucket, what stays whole, and what this sends in a step. Under
+    `recompute()` or `swap()` each operator and redistribution that is computed again, or waits on the host, has a mark
+    with the bytes that this saves, `[recomputed: 1.5 MiB not kept]`; of a root Cell these are summed up at the end. In
+    the program of a compiled function the Cells have it, in which all runs again.
+
+    Args:
+        cell: a Cell of a sharded tree.
+        inputs, named_inputs: as for `prepare`; without any, the program that ran last with this Cell in it is
+            explained: of a Cell below the one that was called, its part.
+        html: a path: writes the same as one self-contained page as well.
+
+    Raises:
+        TypeError: `cell` isn't sharded. ValueError: no inputs are given, and no program was made yet.
+    """
+    tree, path = tree_and_path(cell)
+    if inputs or named_inputs:
+        whole, inner = prepare(cell, *inputs, **named_inputs).frame, ""
+    else:
+        whole, inner = _last_program(tree, path)
+    frame = dict(reversed([*whole.walk()]))[inner]
+    activations = tree.activations.explained(whole, inner)
+    (stored, *step), kept = (tree.storage.explained(), activations.lines) if path == "" else (((),), ())
+    report = make_report(frame, algorithm_steps, activations, *step)
+    if html is not None:
+        Path(html).write_text(page(report, tree.label(path), stored, kept), encoding="utf-8")
+    return explain_plan(report, [*stored, *kept])
+
+
+def explain_activations(cell, *inputs, compiled=False, **named_inputs):
+    """What `recompute()` and `swap()` do in all: lines, with which `explain(cell, *inputs)` ends. None without them.
+
+    Args:
+        cell: the root of a sharded tree.
+        inputs, compiled, named_inputs: as for `prepare`; without any, the program that ran last.
+
+    Raises:
+        ValueError: what would be an error as soon as gradients are taken; or no inputs are given, and nothing ran.
+    """
+    tree = tree_of(cell)
+    if not tree.activations.marks:
+        return ()
+    if inputs or named_inputs:
+        frame = prepare(cell, *inputs, compiled=compiled, **named_inputs).frame
+    else:
+        frame, _ = _last_program(tree, "")
+    tree.activations.check_matched()
+    return tree.activations.explained(frame).lines
+
+
+def _last_program(tree, path):
+    """`(FramePlan, path of a Cell in it)` of the program that ran last with this Cell."""
+    for program in reversed(tree.programs.values()):
+        for inner, _ in program.frame.walk():
+            if joined_path(program.path, inner) == path:
+                return program.frame, inner
+    raise ValueError(f"{tree.label(path)} has no program yet: give explain() inputs, or call the Cell before")

@@ -1,0 +1,164 @@
+"""`shard()`: a single-card Cell tree becomes parallel, in place, from the layouts declared for a few of its tensors."""
+
+from mindspore import DeviceCtx, Parameter, ParameterTuple, mint, nn
+
+from mindformers_core.communication import world
+from mindformers_core.dtensor.dtensor import placed_parameter
+from mindformers_core.hints import nearest
+from mindformers_core.layout import Layout, bind_layout
+from mindformers_core.mesh import DeviceMesh
+from mindformers_core.sharding.declare import cell_label, collect_declarations
+from mindformers_core.sharding.deriving import derived_layouts
+from mindformers_core.sharding.initialize import initializer_of, materialize
+from mindformers_core.sharding.optimizers_before import refuse_optimizers_of
+from mindformers_core.sharding.sharded_cells import ShardedCell, computing_parameters, tree_of
+from mindformers_core.sharding.sharded_tree import ShardedTree
+
+__all__ = ["MODES", "replace_parameters", "shard"]
+
+MODES = ("generated", "eager")
+FULL_BATCH = "full_batch"
+
+
+def shard(cell, mesh, config=None, plan=None, seed=0, mode="generated", inputs=None, check_inputs=True):
+    """Distribute `cell` over `mesh`: afterwards it computes, in PyNative and under `jit`, what it computed on one card.
+
+    Every Cell class in the tree may define `shard(self, config)` and return `(input_layout, output_layout,
+    weight_layout)`, each a layout, a tuple by position, a dict by argument or parameter name, or `None` to derive it
+    (RFC ICY7S6). What nobody declares is derived by propagation: layouts of activations, and with `inputs` those of
+    parameters, too; else these are replicated.
+
+    The first call with inputs of new shapes captures the Cell, propagates the layouts, and generates a program of plain
+    code on local tensors, which then runs; `explain`, `prepare` and `programs` show what and where it is. Cells that
+    need the values of tensors in Python are marked by `cell.net.gate.eager()`: they run operator by operator.
+
+    The tree stays the user's own: Cells keep their identity, attributes and names. Sharded parameters are replaced by
+    `Parameter`s of the same name that hold this rank's part (all have `.layout` and `.global_shape`), so optimizers,
+    which are built afterwards, and checkpoints see local tensors. Plain tensors passed to `cell` are this rank's parts
+    in the declared input layouts; results are `DTensor`s in PyNative, and this rank's parts inside compiled functions.
+    Hooks on Cells see local tensors where a program runs, and global ones where a Cell runs eagerly.
+
+    Args:
+        cell: the Cell, built the ordinary way, or under `ms.DeviceCtx("meta")` so that nothing is allocated before its
+            part is.
+        mesh: a `DeviceMesh`.
+        config: passed to the hooks.
+        plan: `{"layers.*.mlp.fc1": {"input": …, "output": …, "weight": …}}`, layouts by path pattern (`*` is one
+            segment, `**` any number), for Cells that nobody may edit. It wins over hooks. A path may end in a primitive
+            that a Cell keeps, `{"dense1.matmul": {"input": (…, …)}}`; `primitive.shard(in_strategy)` says the same.
+        seed: of the initial values of parameters built on the meta device: the same global values for any mesh.
+        mode: `"generated"`, or `"eager"`: every operator is dispatched as it comes, in PyNative only.
+        inputs: arguments of one call, as a tuple, with whole tensors (only shapes and dtypes matter: `TensorMeta`s will
+            do). With them parameters that nobody declares are stored as their operators take them. Or
+            `"full_batch"`: plain tensors passed to `cell` are whole, the same on all ranks, which take their parts.
+        check_inputs: whether, before it first computes with inputs of new shapes, ranks compare these shapes, and warn
+            where ranks that should have different parts of the batch have the same, or the other way round.
+
+    Returns:
+        `cell` itself.
+
+    Raises:
+        TypeError, ValueError: a declaration that is malformed or doesn't fit; names the Cell's path, the tensor, its
+            shape and layout. Later, of a call: ranks have parts of different shapes.
+    """
+    _check_arguments(cell, mesh, mode, inputs)
+    takes_full_batch = isinstance(inputs, str)
+    declarations = collect_declarations(cell, config, plan)
+    layouts = _declared_layouts(cell, mesh, declarations)
+    whole = {path: Layout.on(mesh, ((),) * p.ndim) for path, p in cell.parameters_and_names() if path not in layouts}
+    if inputs is not None and not takes_full_batch:
+        layouts = derived_layouts(cell, mesh, declarations, layouts | whole, frozenset(whole), inputs)
+    _place_parameters(cell, layouts | {path: whole[path] for path in whole if path not in layouts}, seed)
+    tree = ShardedTree(cell, mesh, declarations, takes_full_batch, check_inputs)
+    if mode == "eager":
+        _refuse_operator_declarations(tree)
+        for path in tree.cells:
+            tree.mark_eager(path)
+    return cell
+
+
+def _check_arguments(cell, mesh, mode, inputs):
+    if not isinstance(cell, nn.Cell):
+        raise TypeError(f"shard() takes a Cell, an instance of a subclass of nn.Cell, not {cell!r}")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"shard() takes a DeviceMesh, as init_device_mesh() makes it, not {mesh!r}")
+    _refuse_sharded(cell)
+    if mode not in MODES:
+        raise ValueError(f"shard(mode={mode!r}): choose one of {', '.join(MODES)}{nearest(str(mode), MODES)}")
+    if isinstance(inputs, str) and inputs != FULL_BATCH:
+        raise ValueError(f"shard(inputs={inputs!r}): give the arguments of one call as a tuple, or {FULL_BATCH!r}")
+
+
+def _refuse_sharded(cell):
+    for _, child in cell.cells_and_names():
+        if isinstance(child, ShardedCell):
+            is_hsdp = tree_of(child).storage.settings is not None
+            how = "by hsdp(): call shard() first, then hsdp()" if is_hsdp else "already: call shard() once"
+            raise ValueError(f"{type(cell).__name__}, or a Cell in it, is sharded {how}, with the root Cell")
+
+
+def _refuse_operator_declarations(tree):
+    for path, declaration in tree.declarations.items():
+        if declaration.operators:
+            raise ValueError(
+                f"{tree.label(path)} declares layouts for its operators {', '.join(declaration.operators)}, which the "
+                'eager engine can\'t honour: use mode="generated", or declare the layouts of tensors'
+            )
+
+
+def _place_parameters(cell, layouts, seed):
+    """Cut every parameter of the tree to this rank's part; those without values yet draw theirs from the seed.
+
+    In a dry run (the fake backend) these stay without values, on the meta device: nothing is allocated.
+    """
+    named = dict(cell.parameters_and_names())
+    refuse_optimizers_of(cell, "shard", {path for path in named if any(layouts[path].dims)})
+    shapes = {path: tuple(p.shape) for path, p in named.items() if initializer_of(p) is not None}
+    if world().backend == "fake":
+        parts = {path: _meta_part(named[path], layouts[path]) for path in shapes}
+    else:
+        materialize(cell, seed, layouts, world().rank)
+        parts = {}
+    placed = {id(p): placed_parameter(parts.get(path, p), layouts[path], shapes.get(path)) for path, p in named.items()}
+    replace_parameters(cell, placed)
+
+
+def replace_parameters(cell, placed):
+    """Put other Parameters into a Cell and those below: `placed` has them by the id of those that there are."""
+    for _, child in cell.cells_and_names():
+        for name, parameter in child._params.items():
+            if parameter is not None:
+                child._params[name] = placed[id(parameter)]
+        for name, value in list(child.__dict__.items()):
+            if isinstance(value, (tuple, list)) and value and all(id(entry) in placed for entry in value):
+                del child.__dict__[name]  # where it lies from now on, reading it asks `__getattr__`, which gives views
+                child._params_list[name] = ParameterTuple([placed[id(parameter)] for parameter in value])
+    for _, child in cell.cells_and_names():
+        if child._recompute_cell is not None:  # it remembers the parameters that it differentiates by
+            trained = [parameter for parameter in computing_parameters(child) if parameter.requires_grad]
+            object.__setattr__(child._recompute_cell, "internal_params", trained)
+
+
+def _meta_part(parameter, layout):
+    """A Parameter on the meta device with the shape of this rank's part."""
+    with DeviceCtx("meta"):
+        part = mint.zeros(layout.local_shape(parameter.shape), dtype=parameter.dtype)
+        return Parameter(part, name=parameter.name, requires_grad=parameter.requires_grad)
+
+
+def _declared_layouts(cell, mesh, declarations):
+    """Parameter path -> layout, where one is declared."""
+    declared = {}
+    for path, child in cell.cells_and_names():
+        weights = declarations[path].weights if path in declarations else {}
+        for name, given in weights.items():
+            where = f"parameter '{name}' of {cell_label(path, child)}"
+            parameter = child._params[name]
+            layout = bind_layout(given, mesh, parameter.ndim, name=where)
+            layout.local_shape(parameter.shape, where)
+            if declared.setdefault(id(parameter), layout) != layout:
+                raise ValueError(
+                    f"{where} is declared as {layout}, but it is shared, and elsewhere declared as "
+                    f"{declared[id(parameter)]}"
+                )
+    return {path: declared[id(p)] for path, p in cell.parameters_and_names() if id(p) in declared}

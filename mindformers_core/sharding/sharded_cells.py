@@ -1,0 +1,239 @@
+"""What the Cells of a sharded tree become: subclasses of their own classes that run a program, or run eagerly."""
+
+import logging
+from functools import cache
+
+from mindspore import Parameter, ParameterTuple, Tensor, nn
+
+from mindformers_core.dtensor.dtensor import parameter_meta, parameter_view, wrap
+from mindformers_core.program.structure import map_leaves
+from mindformers_core.sharding.compiling import choose_program, eager_method
+
+__all__ = [
+    "CONTAINERS", "EagerCell", "GeneratedCell", "ShardedCell", "computing_parameters", "located", "sharded_class",
+    "tree_and_path", "tree_of", "tree_of_root",
+]  # fmt: skip
+
+CONTAINERS = (nn.CellList, nn.CellDict, nn.SequentialCell)  # they hold other Cells in a row
+_LOG = logging.getLogger("mindformers_core")
+_SHOWN = 5  # Cells of a list in an error
+_LOCATED = (ValueError, TypeError, IndexError, RuntimeError)
+
+
+class ShardedCell:
+    """Mixed into the class of every Cell of a sharded tree."""
+
+    def eager(self):
+        """From now on run this Cell, and those around it, operator by operator; the Cells in it keep their programs.
+
+        For Cells whose Python code needs the values of tensors, and for debugging: operators then meet `DTensor`s in
+        the user's own code.
+
+        Returns:
+            The Cell itself.
+        """
+        tree, path = self.__dict__["_sharding"]
+        tree.mark_eager(path)
+        return self
+
+    def __setattr__(self, name, value):
+        """A program has the numbers that a Cell keeps written in: with another one, it is made anew."""
+        tree, path = self.__dict__["_sharding"]
+        if isinstance(value, nn.Cell) and not name.startswith("_"):
+            raise ValueError(f"{tree.label(path)} is sharded already: put Cell '{name}' into it before shard()")
+        same = name in self.__dict__ and self.__dict__[name] is value
+        super().__setattr__(name, value)
+        if name == "training":
+            tree.training = None
+        elif not (same or tree.running or name.startswith("__") or name in _attributes_of_any_cell()):
+            tree.forget_programs()
+
+    def recompute(self, *args, **settings):
+        """As MindSpore's; not where activations are chosen by name: `recompute()` and `swap()` leave it out, too."""
+        tree, path = self.__dict__["_sharding"]
+        if tree.activations.marks:
+            raise ValueError(
+                f"recompute() or swap() was called with {tree.label('')} already: select {tree.label(path)} there, in "
+                "a pattern, and leave its own recompute() out"
+            )
+        return super().recompute(*args, **settings)
+
+    def parameters_and_names(self, name_prefix="", expand=True):
+        """As MindSpore's, of the Parameters that optimizers and checkpoints are to see."""
+        storage = self.__dict__["_sharding"][0].storage
+        storage.give_parts()
+        for name, parameter in super().parameters_and_names(name_prefix, expand):
+            yield name, storage.parts.get(id(parameter), parameter)
+
+    @property
+    def parameter_layout_dict(self):
+        """As MindSpore's, which its functions ask for that save a Cell: they write the parts that this rank has."""
+        tree, path = self.__dict__["_sharding"]
+        if any(any(parameter.layout.dims) for parameter in self.get_parameters()):
+            _LOG.warning(
+                "%s is sharded: what MindSpore saves of it are this rank's parts, which fit this mesh only; for whole "
+                "tensors all ranks call mindformers_core.full_parameters(net), and one saves what it returns",
+                tree.label(path),
+            )
+        return super().parameter_layout_dict
+
+    def add_flags(self, **flags):
+        """As MindSpore's, which `set_train` calls: programs depend on the flag."""
+        self.__dict__["_sharding"][0].training = None
+        return super().add_flags(**flags)
+
+
+def tree_and_path(cell):
+    """The `ShardedTree` that a Cell belongs to, and the Cell's path in it.
+
+    Raises:
+        TypeError: `cell` isn't sharded.
+    """
+    if not isinstance(cell, ShardedCell):
+        raise TypeError(f"{type(cell).__name__} isn't sharded: call shard(cell, mesh, ...) first")
+    return cell.__dict__["_sharding"]
+
+
+def tree_of(cell):
+    """The first of `tree_and_path`, which raises the same."""
+    return tree_and_path(cell)[0]
+
+
+class GeneratedCell(ShardedCell):
+    """A Cell that runs generated programs: its methods of such names as `parallel_llama_mlp`."""
+
+    def __call__(self, *args, program=None, **kwargs):
+        tree, path = self.__dict__["_sharding"]
+        call, unit = super().__call__, tree.storage.unit(path)
+        if program is not None and tree.compiled_cells is not None:
+            call = tree.compiled_cells.function_of(path, program) or call
+        if unit is None:
+            return tree.enter(path, call, args, kwargs) if program is None else call(*args, program=program, **kwargs)
+        if program is not None:
+            return unit(call, args, {**kwargs, "program": program})
+
+        def call_in_unit(*args, **kwargs):
+            return unit(call, args, {"program": tree.running, **kwargs})
+
+        return tree.enter(path, call_in_unit, args, kwargs)
+
+    def __getattr__(self, name):
+        value = super().__getattr__(name)
+        return self.__dict__["_sharding"][0].storage.seen(value) if isinstance(value, Parameter) else value
+
+    def construct(self, *args, program=None, **kwargs):
+        if program is None:
+            program = choose_program(self.sharded_cell_number, args, kwargs)
+        return getattr(self, program)(*args, **kwargs)
+
+
+class EagerCell(ShardedCell):
+    """A Cell that runs operator by operator: tensors are `DTensor`s, moved at its boundary as declared."""
+
+    def __call__(self, *args, **kwargs):
+        tree, path = self.__dict__["_sharding"]
+        unit = tree.storage.unit(path)
+        return super().__call__(*args, **kwargs) if unit is None else unit(super().__call__, args, kwargs)
+
+    def construct(self, *args, **kwargs):
+        return getattr(self, eager_method(self.sharded_cell_number))(*args, **kwargs)
+
+    def run_eagerly(self, *args, **kwargs):
+        """The user's `construct` on DTensors, between the declared moves."""
+        tree, path = self.__dict__["_sharding"]
+        boundary = tree.boundaries[path]
+        if tree.views is None:
+            if path == "":
+                tree.compare_inputs(_shapes(args, kwargs), args, kwargs)
+            with tree.running_eagerly():
+                args, kwargs = tree.storage.entering(args, kwargs) if path == "" else (args, kwargs)
+                result = self.run_eagerly(*args, **kwargs)
+                return tree.storage.leaving(result) if path == "" else result
+        try:
+            args, kwargs = boundary.enter(args, kwargs)
+            return boundary.leave(super().construct(*args, **kwargs))
+        except _LOCATED as error:
+            raise located(error, boundary.label) from error.__cause__
+
+    def __getattr__(self, name):
+        value = super().__getattr__(name)
+        if isinstance(value, Parameter) and hasattr(value, "global_shape"):
+            return _view(value, self.__dict__["_sharding"][0])
+        if isinstance(value, ParameterTuple):
+            return tuple(_view(parameter, self.__dict__["_sharding"][0]) for parameter in value)
+        return value
+
+
+def _shapes(args, kwargs):
+    shapes = []
+    map_leaves(lambda leaf: shapes.append(tuple(leaf.shape)) if isinstance(leaf, Tensor) else None, (args, kwargs))
+    return tuple(shapes)
+
+
+def sharded_class(mixin, cls, programs=()):
+    """`cls` with a mixin; `programs` are pairs (name, function) that become methods."""
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__, **dict(programs)})
+
+
+@cache
+def _attributes_of_any_cell():
+    """Names of what MindSpore itself keeps in a Cell, and changes while it runs."""
+    return frozenset(vars(nn.Cell())) | {"_mutable_flags", "_func_graph_flags"}
+
+
+def computing_parameters(cell):
+    """The Parameters that a Cell and those below compute with, as a list."""
+    return [parameter for _, parameter in nn.Cell.parameters_and_names(cell)]
+
+
+def _view(parameter, tree):
+    """The DTensor of a parameter, one for a whole forward pass, so that all its uses share marks and gathers."""
+    if tree.views is None:
+        return parameter_view(tree.storage.seen(parameter))
+    tree.storage.reading(parameter)
+    view = tree.views.get(id(parameter))
+    if view is None:
+        view = tree.views[id(parameter)] = wrap(parameter, parameter_meta(parameter))
+    return view
+
+
+def located(error, label):
+    """The error with the innermost Cell's name in front, once. A user's own kind of error is left as it is."""
+    if type(error) not in _LOCATED or getattr(error, "is_located", False):
+        return error
+    text = str(error) if label in str(error) else f"in {label}: {error}"
+    found = type(error)(text).with_traceback(error.__traceback__)
+    found.is_located = True
+    return found
+
+
+def tree_of_root(cell, function, instead=""):
+    """The `ShardedTree` of a root Cell all of whose Cells run generated programs.
+
+    Args:
+        cell: what a user gave.
+        function: name of the function that it was given to, for errors.
+        instead: what else to do with a Cell below the root, for errors.
+
+    Raises:
+        TypeError: it isn't sharded. ValueError: it is a Cell below a root, or one of its Cells runs eagerly.
+    """
+    if not isinstance(cell, ShardedCell):
+        raise TypeError(
+            f"{function}() takes a Cell that shard() was called with, not {type(cell).__name__}: on one card, "
+            'shard(cell, init_device_mesh((1,), ("dp",))) first'
+        )
+    tree, path = cell.__dict__["_sharding"]
+    if path:
+        raise ValueError(
+            f"{tree.label(path)} is part of a sharded tree, and {function}() takes the root: call it with "
+            f"{tree.label('')}{instead}"
+        )
+    eager = [tree.label(inner) for inner, child in tree.cells.items() if isinstance(child, EagerCell)]
+    if eager:
+        shown = ", ".join(eager[:_SHOWN]) + (", …" if len(eager) > _SHOWN else "")
+        raise ValueError(
+            f"{shown}: runs operator by operator (eager), where {function}() can't change what runs: "
+            'shard(cell, mesh, mode="generated"), and mark no Cell of it eager'
+        )
+    return tree
