@@ -10,6 +10,7 @@ import re
 import typing
 from pathlib import Path
 
+from mindformers_core.models.spec import DEFAULT_MODEL
 from mindformers_core.trainer.recipe import Recipe
 
 __all__ = ["PAGE", "page"]
@@ -33,6 +34,9 @@ def page():
 def _section(name, section):
     yield f"## {name}\n\n{(inspect.getdoc(section) or '').partition(chr(10))[0]}\n"
     yield "| key | type | default | range | |\n|---|---|---|---|---|"
+    if name == "model":
+        page = "see [models.md](models.md)"
+        yield f'| `name` | `str` | `"{DEFAULT_MODEL}"` |  | the model: a name, or package.module:Class, {page} |'
     remarks, hints = _remarks(section), typing.get_type_hints(section)
     for entry in dataclasses.fields(section):
         if entry.init:

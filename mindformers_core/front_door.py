@@ -1,10 +1,10 @@
-"""Packages whose public names load the module behind them when they are first used. Pure Python."""
+"""Names that are imported when they are first used: public names of packages, a user's own by path. Pure Python."""
 
 from importlib import import_module
 
 from mindformers_core.hints import nearest
 
-__all__ = ["public_names"]
+__all__ = ["import_object", "public_names"]
 
 
 def public_names(package, modules):
@@ -24,3 +24,26 @@ def public_names(package, modules):
         return sorted([*vars(import_module(package)), *modules])
 
     return get, names
+
+
+def import_object(path, what):
+    """What "package.module:NAME" stands for; `what` is what errors call it.
+
+    Raises:
+        ValueError: no such module or attribute, with the nearest one that there is.
+    """
+    module_name, _, attribute = path.rpartition(":" if ":" in path else ".")
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        # Only where the module itself, or a package that it is in, isn't there: its own imports' failures are theirs.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(
+            f"{what} {path!r}: there is no module {error.name!r}: write where Python can import it from (the working "
+            "folder is searched if it is on PYTHONPATH)"
+        ) from error
+    if not hasattr(module, attribute):
+        hint = nearest(attribute, [name for name, value in vars(module).items() if isinstance(value, type)])
+        raise ValueError(f"{what} {path!r}: the module {module_name!r} has no {attribute!r}{hint}")
+    return getattr(module, attribute)

@@ -4,7 +4,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from mindformers_core.models import LlamaConfig, LlamaForCausalLM, stage_index
+from mindformers_core.models import LlamaConfig, LlamaForCausalLM
+from mindformers_core.pipeline import split_layers
 from mindformers_core.tensor_parallel import materialize
 
 __all__ = [
@@ -16,7 +17,8 @@ __all__ = [
     "batch",
     "build",
     "built",
-    "configs_of",
+    "config_of",
+    "parts_of",
     "run",
     "whole_of",
 ]
@@ -30,7 +32,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 16,
 }
-BOTH_COUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+BOTH_COUNTED = {"embedding_counts": True, "loss_counts": True}
 BLOCKS = [
     {},
     {"intermediate_size": 16},
@@ -39,54 +41,49 @@ BLOCKS = [
     {"num_attention_heads": 2},
     {"rms_norm_eps": 1e-3},
 ]
-# name -> (how many ranks, changes of the config, layers of every stage, stages of every rank)
+V = {"chunks": 2, "placement": "v"}
+# name -> (how many ranks, changes of the config, of the split, layers of every stage, stages of every rank)
 SPLITS = {
-    "whole": (1, {}, [6], [[0]]),
-    "even": (3, {}, [2, 2, 2], [[0], [1], [2]]),
-    "uneven": (3, {"layers_per_stage": [1, 3, 2]}, [1, 3, 2], [[0], [1], [2]]),
-    "empty": (3, {"layers_per_stage": [0, 6, 0]}, [0, 6, 0], [[0], [1], [2]]),
-    "embedding": (7, {"account_for_embedding_in_pipeline_split": True}, [0, *[1] * 6], [[s] for s in range(7)]),
-    "both": (4, BOTH_COUNTED, [1, 2, 2, 1], [[0], [1], [2], [3]]),
-    "both, one": (1, BOTH_COUNTED, [6], [[0]]),
-    "loop": (3, {"virtual_pipeline": 2}, [1] * 6, [[0, 3], [1, 4], [2, 5]]),
-    "loop, both": (2, {"virtual_pipeline": 2, **BOTH_COUNTED}, [1, 2, 2, 1], [[0, 2], [1, 3]]),
-    "loop, uneven": (2, {"virtual_pipeline": 2, "layers_per_stage": (2, 1, 1, 2)}, [2, 1, 1, 2], [[0, 2], [1, 3]]),
-    "v": (3, {"virtual_pipeline": 2, "pipeline_placement": "v"}, [1] * 6, [[0, 5], [1, 4], [2, 3]]),
-    "v, both": (
-        2,
-        {"virtual_pipeline": 2, "pipeline_placement": "v", **BOTH_COUNTED},
-        [1, 2, 2, 1],
-        [[0, 3], [1, 2]],
-    ),
-    "heterogeneous": (2, {"heterogeneous_block_specs": BLOCKS, "layers_per_stage": [2, 4]}, [2, 4], [[0], [1]]),
+    "whole": (1, {}, {}, [6], [[0]]),
+    "even": (3, {}, {}, [2, 2, 2], [[0], [1], [2]]),
+    "uneven": (3, {}, {"layers_per_stage": [1, 3, 2]}, [1, 3, 2], [[0], [1], [2]]),
+    "empty": (3, {}, {"layers_per_stage": [0, 6, 0]}, [0, 6, 0], [[0], [1], [2]]),
+    "embedding": (7, {}, {"embedding_counts": True}, [0, *[1] * 6], [[s] for s in range(7)]),
+    "both": (4, {}, BOTH_COUNTED, [1, 2, 2, 1], [[0], [1], [2], [3]]),
+    "both, one": (1, {}, BOTH_COUNTED, [6], [[0]]),
+    "loop": (3, {}, {"chunks": 2}, [1] * 6, [[0, 3], [1, 4], [2, 5]]),
+    "loop, both": (2, {}, {"chunks": 2, **BOTH_COUNTED}, [1, 2, 2, 1], [[0, 2], [1, 3]]),
+    "loop, uneven": (2, {}, {"chunks": 2, "layers_per_stage": (2, 1, 1, 2)}, [2, 1, 1, 2], [[0, 2], [1, 3]]),
+    "v": (3, {}, V, [1] * 6, [[0, 5], [1, 4], [2, 3]]),
+    "v, both": (2, {}, {**V, **BOTH_COUNTED}, [1, 2, 2, 1], [[0, 3], [1, 2]]),
+    "heterogeneous": (2, {"heterogeneous_block_specs": BLOCKS}, {"layers_per_stage": [2, 4]}, [2, 4], [[0], [1]]),
 }
 
 
-def configs_of(name, **changes):
-    """`{stage: (config, vp_stage)}` of a split, asked for rank by rank and chunk by chunk."""
-    ranks, split, _, _ = SPLITS[name]
-    found = {}
-    for rank in range(ranks):
-        config = LlamaConfig(**{**SMALL, **split, **changes, "pipeline_parallel": ranks, "pipeline_rank": rank})
-        chunks = range(config.virtual_pipeline) if config.virtual_pipeline > 1 else [None]
-        found |= {stage_index(config, chunk): (config, chunk) for chunk in chunks}
-    return dict(sorted(found.items()))
+def parts_of(name):
+    """The `LayerRange` of every stage of a split."""
+    ranks, _, split, _, _ = SPLITS[name]
+    split = {key: value for key, value in split.items() if key != "placement"}
+    return split_layers(SMALL["num_hidden_layers"], ranks * split.pop("chunks", 1), **split)
 
 
-def build(config, vp_stage=None):
+def config_of(name, **changes):
+    return LlamaConfig(**{**SMALL, **SPLITS[name][1], **changes})
+
+
+def build(config, layers=None):
     with ms.DeviceCtx("meta"):
-        return LlamaForCausalLM(config, vp_stage=vp_stage)
+        return LlamaForCausalLM(config, layers=layers)
 
 
-def built(config, vp_stage=None):
-    model = build(config, vp_stage)
+def built(config, layers=None):
+    model = build(config, layers)
     materialize(model, seed=1)
     return model
 
 
 def whole_of(name, **changes):
-    blocks = SPLITS[name][1].get("heterogeneous_block_specs")
-    return built(LlamaConfig(**SMALL, heterogeneous_block_specs=blocks, **changes))
+    return built(config_of(name, **changes))
 
 
 def batch():

@@ -62,7 +62,8 @@ def test_all_kinds_of_commands_are_found():
 
 
 @pytest.mark.parametrize(("where", "words", "ranks"), COMMANDS)
-def test_a_command_names_a_recipe_that_fits_its_ranks(where, words, ranks):
+def test_a_command_names_a_recipe_that_fits_its_ranks(where, words, ranks, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
     _, recipe, *overrides = shlex.split(words.replace("--dry-run", ""), comments=True)
     recipe = load_recipe(str(ROOT / recipe), overrides)
     _, dp, _, _ = mesh_shape(recipe, ranks)

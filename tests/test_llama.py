@@ -9,10 +9,11 @@ from mindspore import Tensor, nn, ops
 from mindspore.common.initializer import Normal
 
 from mindformers_core.layout import layout
-from mindformers_core.models import LayerSpec, LlamaConfig, LlamaForCausalLM, LlamaModel, get_transformer_layer_offset
+from mindformers_core.models import LayerSpec, LlamaConfig, LlamaForCausalLM, LlamaModel
 from mindformers_core.models.attention import LlamaAttention, causal_mask
 from mindformers_core.models.llama import LlamaDecoderLayer, LlamaMLP
 from mindformers_core.models.rotary import apply_rotary, rotary_tables
+from mindformers_core.pipeline import split_layers
 from mindformers_core.sharding.initialize import materialize
 
 SMALL = {
@@ -187,15 +188,12 @@ def test_building_and_running_on_meta_allocates_nothing():
 
 
 def test_stages_of_a_pipeline_compute_the_whole():
-    """4 layers on 2 ranks with 2 chunks each: run one after another they give the loss of the whole model."""
-    layers = {"num_hidden_layers": 4, "pipeline_parallel": 2, "virtual_pipeline": 2}
+    """4 stages, run one after another, give the loss of the whole model."""
     whole, (ids, labels) = small_model(num_hidden_layers=4), small_batch()
     hidden_states, names = ids, []
-    for chunk, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        config = LlamaConfig(**{**SMALL, **layers, "pipeline_rank": rank})
-        assert get_transformer_layer_offset(config, chunk) == 2 * chunk + rank
+    for layers in split_layers(4, 4):
         with ms.DeviceCtx("meta"):
-            stage = LlamaForCausalLM(config, vp_stage=chunk)
+            stage = LlamaForCausalLM(LlamaConfig(**{**SMALL, "num_hidden_layers": 4}), layers=layers)
         materialize(stage, seed=1)
         names += [parameter.name for parameter in stage.trainable_params()]
         hidden_states = stage(hidden_states, labels)
@@ -209,8 +207,7 @@ def test_layer_spec_replaces_a_part():
             return hidden_states
 
     spec = LayerSpec(LlamaDecoderLayer, {"mlp": Numbered})
-    config = LlamaConfig(**{**SMALL, "pipeline_parallel": 2, "pipeline_rank": 1})
-    model = LlamaModel(config, spec)
+    model = LlamaModel(LlamaConfig(**SMALL), spec, split_layers(2, 2)[1])
     (layer,) = model.layers.values()
     assert type(layer.mlp) is Numbered and layer.layer_number == 2
     assert model.build_layer(spec, 1).layer_number == 2
@@ -243,8 +240,6 @@ def test_hooks_name_the_batch_only_where_the_config_does():
         ({"tie_word_embeddings": 1}, TypeError, "tie_word_embeddings: expected true or false"),
         ({"dtype": "bf16"}, ValueError, "dtype: 'bf16' should be one of float32, float16, bfloat16"),
         ({"dtype": "float23"}, ValueError, "did you mean 'float32'"),
-        ({"pipeline_parallel": 3}, ValueError, "num_hidden_layers: 2 .* pipeline_parallel . virtual_pipeline .3."),
-        ({"pipeline_rank": 1}, ValueError, "pipeline_rank: 1 should be an int from 0 to 0"),
         ({"num_kv_heads": 2}, ValueError, "unknown key 'num_kv_heads' .*did you mean 'num_key_value_heads'"),
     ],
 )
@@ -257,10 +252,3 @@ def test_config_defaults():
     config = LlamaConfig.from_dict({"num_attention_heads": 8, "hidden_size": 64})
     assert (config.num_key_value_heads, config.head_dim) == (8, 8)
     assert LlamaConfig.from_dict({**SMALL, "head_dim": 10}).head_dim == 10
-
-
-@pytest.mark.parametrize("vp_stage", [None, 2, -1])
-def test_stage_errors(vp_stage):
-    config = LlamaConfig(**{**SMALL, "virtual_pipeline": 2})
-    with pytest.raises(ValueError, match="vp_stage: .*0 to 1"):
-        get_transformer_layer_offset(config, vp_stage)

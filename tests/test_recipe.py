@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mindformers_core.models.layer_specs import get_num_layers_to_build
 from mindformers_core.pipeline.schedules.named import SCHEDULES, schedule_class
 from mindformers_core.trainer.learning_rate import learning_rate
-from mindformers_core.trainer.pipeline_recipe import model_part, recipe_timeline
+from mindformers_core.trainer.pipeline_recipe import layers_of_stages, recipe_timeline, stages_held
 from mindformers_core.trainer.recipe import accumulation_steps, mesh_shape
 from mindformers_core.trainer.recipe_loader import load_recipe, recipe_to_yaml
 from mindformers_core.trainer.recipe_text import parse_overrides
@@ -89,7 +88,11 @@ ERRORS = [
     (["optimizer.betas=[0.9, x]"], TypeError, "optimizer.betas[1]: 'x' (str) should be a number"),
     (["optimizer.betas=0.9"], TypeError, "optimizer.betas: 0.9 should be a list of float"),
     (["lr_scheduler.warmup_ratio=0.1"], ValueError, "warmup_steps and warmup_ratio are both given"),
-    (["model.pipeline_parallel=2"], ValueError, "model.pipeline_parallel: 2 follows from section parallelism"),
+    (["model.name=lama"], ValueError, "model.name: no model is called 'lama' (did you mean 'llama'?)"),
+    (["model.name=3"], TypeError, "model.name: 3 should be a text: llama, or package.module:Class: docs/models.md"),
+    (["model.name=no_such:Net"], ValueError, "model.name: model 'no_such:Net': there is no module 'no_such'"),
+    (["model.name=json:loads"], TypeError, "model.name: json:loads is <function loads"),
+    (["model.pipeline_parallel=2"], ValueError, "model.pipeline_parallel: unknown key"),
     (["lr_scheduler.lr_end=1.0"], ValueError, "lr_scheduler.lr_end: 1.0 is more than lr_scheduler.learning_rate"),
     (["training.steps"], ValueError, "'training.steps' is no override: write section.key=value"),
     (["training.steps.more=1"], ValueError, "'training.steps.more': training.steps is a value, not a section"),
@@ -127,7 +130,7 @@ def test_mistakes_of_pipelines(overrides, message):
 
 def test_a_pipeline_of_one_rank_leaves_its_other_keys_unused():
     recipe = load_recipe(str(CONFIGS / "llama_tiny_pp.yaml"), [f"{PP}=1", f"{PP}_microbatch_size=3"])
-    assert recipe.model.pipeline_parallel == 1
+    assert recipe.parallelism.pipeline_parallel == 1
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -136,9 +139,8 @@ def test_every_schedule_can_be_named(name):
     recipe = load_recipe(
         str(CONFIGS / "llama_tiny_pp.yaml"), [f"{PP}_schedule={name}", f"{PP}_interleave_num={chunks}"]
     )
-    parts = [model_part(recipe, rank) for rank in range(2)]
-    numbers = [get_num_layers_to_build(part, chunk) for part in parts for chunk in range(chunks)]
-    assert sum(numbers) == 4 and recipe_timeline(recipe).makespan > 0
+    assert sum(layers.count for layers in layers_of_stages(recipe)) == 4 and recipe_timeline(recipe).makespan > 0
+    assert sorted(stages_held(recipe, 0) + stages_held(recipe, 1)) == [*range(2 * chunks)]
 
 
 @pytest.mark.parametrize("overrides, kind, message", ERRORS, ids=[" ".join(error[0]) for error in ERRORS])

@@ -8,9 +8,7 @@ import typing
 import pytest
 from test_recipe import TINY
 
-from mindformers_core.models.configuration import LlamaConfig
 from mindformers_core.ranges import bounded
-from mindformers_core.trainer.pipeline_recipe import PLACE_IN_PIPELINE
 from mindformers_core.trainer.recipe import MESH_AXES, Recipe, mesh_shape
 from mindformers_core.trainer.recipe_loader import load_recipe
 
@@ -36,8 +34,7 @@ def numeric_keys():
             continue
         hints = typing.get_type_hints(kind)
         for entry in dataclasses.fields(kind):
-            follows = kind is LlamaConfig and entry.name in PLACE_IN_PIPELINE
-            if scalars(hints[entry.name]) & {int, float} and entry.init and not follows:
+            if scalars(hints[entry.name]) & {int, float} and entry.init:
                 yield f"{section}.{entry.name}", entry, typing.get_origin(hints[entry.name]) is tuple
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import mindspore as ms
 import numpy as np
 import pytest
-from split_models import SMALL, Sequence, batch, build, configs_of, whole_of
+from split_models import SMALL, Sequence, batch, build, config_of, parts_of, whole_of
 
 from mindformers_core.capture.algorithm_steps import algorithm_steps
 from mindformers_core.explaining.report import make_report
@@ -23,18 +23,18 @@ def test_sharded_stages_compute_the_whole(one_rank, name, mode):
     """On a mesh of one rank; hidden states travel as local tensors."""
     mesh = init_device_mesh((1, 1), ("dp", "tp"))
     states, labels = batch()
-    for config, vp_stage in configs_of(name, tie_word_embeddings=True).values():
-        stage = shard(build(config, vp_stage), mesh, Sequence, seed=1, mode=mode)
+    for layers in parts_of(name):
+        stage = shard(build(config_of(name, tie_word_embeddings=True), layers), mesh, Sequence, seed=1, mode=mode)
         states = stage(states, labels).to_local()
     np.testing.assert_allclose(
         states.asnumpy(), whole_of(name, tie_word_embeddings=True)(*batch()).asnumpy(), rtol=1e-6
     )
 
 
-def planned(config, stage_inputs, options, vp_stage=None, layer_spec=LLAMA_LAYER):
+def planned(config, stage_inputs, options, layers=None, layer_spec=LLAMA_LAYER):
     """The plan of a stage on the mesh (dp 2, tp 2)."""
     with ms.DeviceCtx("meta"):
-        net = LlamaForCausalLM(config, layer_spec, vp_stage)
+        net = LlamaForCausalLM(config, layer_spec, layers)
         shard(net, init_device_mesh((2, 2), ("dp", "tp")), options)
     return prepare(net, stage_inputs, tensor_meta((2, 8), "int32")).frame
 
@@ -69,7 +69,7 @@ def test_boundaries_send_nothing(rank_0_of_4, name, options):
     ids, states = tensor_meta((2, 8), "int32"), tensor_meta((2, length, 24), "float32")
     batch_size = 4 if getattr(options, "batch_axes", None) else 2
     whole = planned(LlamaConfig(**SMALL), ids, options)
-    frames = [planned(config, states if i else ids, options, c) for i, (config, c) in configs_of(name).items()]
+    frames = [planned(config_of(name), states if i else ids, options, part) for i, part in enumerate(parts_of(name))]
     assert added(map(traffic, frames)) == traffic(whole)
     for frame, following in zip(frames, frames[1:]):
         arriving = following.graph.arguments["input_ids"]
@@ -87,17 +87,15 @@ class GatheredLayer(LlamaDecoderLayer):
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_boundary_doesnt_depend_on_the_layers(rank_0_of_4, stage):
     """Stages agree with their neighbours whatever the layers leave behind."""
-    config, _ = configs_of("even")[stage]
     given = tensor_meta((2, 4, 24), "float32") if stage else tensor_meta((2, 8), "int32")
-    frame = planned(config, given, Sequence, layer_spec=LayerSpec(GatheredLayer))
+    frame = planned(config_of("even"), given, Sequence, parts_of("even")[stage], LayerSpec(GatheredLayer))
     held = layout("dp", "tp", None).bind(frame.mesh)
     assert (frame.results == (held,)) == (stage < 2)
     assert stage == 0 or frame.layouts[frame.graph.arguments["input_ids"].id] == held
 
 
 def test_mask_and_rotary_tables_have_the_global_length(rank_0_of_4):
-    config, vp_stage = configs_of("even")[1]
-    frame = planned(config, tensor_meta((2, 4, 24), "float32"), Sequence, vp_stage)
+    frame = planned(config_of("even"), tensor_meta((2, 4, 24), "float32"), Sequence, parts_of("even")[1])
     layers = [inner for path, inner in frame.walk() if path.startswith("model.layers.") and path.count(".") == 2]
     for layer in layers:
         shapes = {name: tuple(value.shape) for name, value in layer.graph.arguments.items()}
@@ -108,9 +106,8 @@ def test_mask_and_rotary_tables_have_the_global_length(rank_0_of_4):
 def test_a_tied_embedding_costs_one_more_gradient(rank_0_of_4):
     """The runtime adds up the two stages' gradients; each was reduced over dp before."""
     ids, states = tensor_meta((2, 8), "int32"), tensor_meta((2, 4, 24), "float32")
-    frames = [
-        planned(c, states if i else ids, Sequence) for i, (c, _) in configs_of("even", tie_word_embeddings=True).items()
-    ]
+    config = config_of("even", tie_word_embeddings=True)
+    frames = [planned(config, states if i else ids, Sequence, part) for i, part in enumerate(parts_of("even"))]
     expected = added([traffic(planned(LlamaConfig(**SMALL, tie_word_embeddings=True), ids, Sequence))])
     number, count = expected[("dp",), "backward", "all_reduce"]
     expected[("dp",), "backward", "all_reduce"] = number + 1, count + 16 * 24 * 4

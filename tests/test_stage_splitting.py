@@ -3,21 +3,27 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from split_models import SMALL, SPLITS, Sequence, batch, build, built, configs_of, run, whole_of
-
-from mindformers_core.models import (
-    LlamaConfig,
-    get_num_layers_to_build,
-    get_transformer_layer_offset,
-    layers_of_stages,
-    model_split_manual,
-    stage_index,
+from split_models import (
+    BOTH_COUNTED,
+    SMALL,
+    SPLITS,
+    Sequence,
+    batch,
+    build,
+    built,
+    config_of,
+    parts_of,
+    run,
+    whole_of,
 )
+
+from mindformers_core.models import LlamaConfig, model_split_manual
+from mindformers_core.pipeline import split_layers, stages_of_rank
 from mindformers_core.tensor_parallel import materialize
 
 
 def stages_of(name, **changes):
-    return [built(*place) for place in configs_of(name, **changes).values()]
+    return [built(config_of(name, **changes), layers) for layers in parts_of(name)]
 
 
 def manual_stages(counts, **changes):
@@ -43,23 +49,43 @@ def assert_composes(stages, whole, twice=()):
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_layers_and_places_of_stages(name):
-    ranks, split, counts, held = SPLITS[name]
-    for rank in range(ranks):
-        config = LlamaConfig(**{**SMALL, **split, "pipeline_parallel": ranks, "pipeline_rank": rank})
-        assert list(layers_of_stages(config)) == counts
-        chunks = range(config.virtual_pipeline) if config.virtual_pipeline > 1 else [None]
-        assert [stage_index(config, chunk) for chunk in chunks] == held[rank]
-        assert [get_num_layers_to_build(config, chunk) for chunk in chunks] == [counts[s] for s in held[rank]]
-        assert [get_transformer_layer_offset(config, chunk) for chunk in chunks] == [
-            sum(counts[:s]) for s in held[rank]
-        ]
+    ranks, _, split, counts, held = SPLITS[name]
+    parts = parts_of(name)
+    assert [part.count for part in parts] == counts
+    assert [part.offset for part in parts] == [sum(counts[:stage]) for stage in range(len(counts))]
+    assert [part.is_first for part in parts] == [stage == 0 for stage in range(len(counts))]
+    assert [part.is_last for part in parts] == [stage == len(counts) - 1 for stage in range(len(counts))]
+    place = split.get("chunks", 1), split.get("placement", "loop")
+    assert [stages_of_rank(rank, ranks, *place) for rank in range(ranks)] == held
+
+
+ERRORS = [
+    (4, {}, r"num_hidden_layers: 6 should be .* \(4\): for example 4 or 8; or give"),
+    (
+        2,
+        {"embedding_counts": True},
+        r"num_hidden_layers: 6 with embedding counted makes 7, .* \(2\): for example 5 or 7",
+    ),
+    (3, BOTH_COUNTED, "embedding and output layer counted makes 8"),
+    (2, {"layers_per_stage": [6]}, r"layers_per_stage: \[6\] has 1 entries, but there are 2 stages"),
+    (2, {"layers_per_stage": [3, 4]}, r"layers_per_stage: \[3, 4\] makes 7 layers, .* is 6"),
+    (2, {"layers_per_stage": [3, 3], **BOTH_COUNTED}, "leave account_for_embedding_in_pipeline_split and"),
+    (4, {"layers_per_stage": [0, 6, 0, 0]}, "leaves stage 2 without anything"),
+    (3, {"layers_per_stage": [3, 0, 3]}, "leaves stage 1 without anything"),
+]
+
+
+@pytest.mark.parametrize(("stages", "split", "message"), ERRORS)
+def test_splits_that_cannot_be(stages, split, message):
+    with pytest.raises(ValueError, match=message):
+        split_layers(6, stages, **split)
 
 
 @pytest.mark.parametrize(("name", "tied"), [*((name, False) for name in SPLITS), ("empty", True), ("v, both", True)])
 def test_stages_are_the_whole(name, tied):
     """Parameters with their initial values, and the loss where the stages run one after another."""
     stages, whole = stages_of(name, tie_word_embeddings=tied), whole_of(name, tie_word_embeddings=tied)
-    assert len(stages) == len(SPLITS[name][2])
+    assert len(stages) == len(SPLITS[name][3])
     assert_composes(stages, whole, ["model.embed_tokens.weight"] if tied and len(stages) > 1 else [])
     loss = run(stages, *batch()).asnumpy()
     np.testing.assert_allclose(loss, whole(*batch()).asnumpy(), rtol=1e-6)
@@ -85,7 +111,7 @@ def test_gradients_of_stages_are_the_wholes(name, tied):
 
 @pytest.mark.parametrize(("name", "tied"), [("whole", True), ("uneven", False), ("empty", True)])
 def test_manual_split_makes_the_same_stages(name, tied):
-    counts = SPLITS[name][2]
+    counts = SPLITS[name][3]
     by_hand = manual_stages(counts, tie_word_embeddings=tied)
     for stage, other in zip(by_hand, stages_of(name, tie_word_embeddings=tied)):
         assert [*dict(stage.parameters_and_names())] == [*dict(other.parameters_and_names())]
@@ -112,7 +138,7 @@ def test_manual_split_in_the_rfcs_words():
     np.testing.assert_allclose(run([first, last], *batch()).asnumpy(), whole(*batch()).asnumpy(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("make", [stages_of, lambda name, **changes: manual_stages(SPLITS[name][2], **changes)])
+@pytest.mark.parametrize("make", [stages_of, lambda name, **changes: manual_stages(SPLITS[name][3], **changes)])
 def test_compiled_stages_compute_the_whole(make):
     """A stage without layers, one without embedding and head, and one with a tied embedding that isn't the first."""
     stages = make("empty", tie_word_embeddings=True)
@@ -140,8 +166,8 @@ def test_a_stage_never_makes_the_others_parameters(monkeypatch):
     monkeypatch.setattr(ms.Parameter, "__init__", counted)
     sizes = {"vocab_size": 2**24, "hidden_size": 512, "intermediate_size": 2**22, "num_hidden_layers": 3}
     blocks = [{}, {"intermediate_size": 48}, {}]
-    place = {"pipeline_parallel": 3, "pipeline_rank": 1, "heterogeneous_block_specs": blocks}
-    stage = built(LlamaConfig(**sizes, num_attention_heads=4, **place))
+    config = LlamaConfig(**sizes, num_attention_heads=4, heterogeneous_block_specs=blocks)
+    stage = built(config, split_layers(3, 3)[1])
     attention, mlp = [(512, 512)] * 4, [(48, 512), (48, 512), (512, 48)]
     assert sorted(set(made)) == sorted({(512,), *attention, *mlp})
     values = {path: p.asnumpy().shape for path, p in stage.parameters_and_names()}
@@ -150,16 +176,16 @@ def test_a_stage_never_makes_the_others_parameters(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("stage", "counts", "changes", "message"),
+    ("stage", "counts", "layers", "message"),
     [
-        (2, [3, 3], {}, "stage_index: 2 should be from 0 to 1"),
-        (-1, [3, 3], {}, "stage_index: -1 should be from 0 to 1"),
-        (0, [3, 4], {}, r"layers_per_stage: \[3, 4\] makes 7 layers, but num_hidden_layers is 6"),
-        (0, [3, 3], {"virtual_pipeline": 2}, "a stage already: its config has pipeline_parallel 1 and virtual_.* 2"),
+        (2, [3, 3], None, "stage_index: 2 should be from 0 to 1"),
+        (-1, [3, 3], None, "stage_index: -1 should be from 0 to 1"),
+        (0, [3, 4], None, r"layers_per_stage: \[3, 4\] makes 7 layers, but num_hidden_layers is 6"),
+        (0, [3, 3], split_layers(6, 2)[0], "a stage already: it has 3 of 6 layers"),
     ],
 )
-def test_manual_split_errors(stage, counts, changes, message):
-    model = build(LlamaConfig(**SMALL, **changes), *([0] if changes else []))
+def test_manual_split_errors(stage, counts, layers, message):
+    model = build(LlamaConfig(**SMALL), layers)
     names = [*dict(model.parameters_and_names())]
     with pytest.raises(ValueError, match=message):
         model_split_manual(model, stage, counts)

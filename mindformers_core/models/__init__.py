@@ -6,17 +6,13 @@ The public names load the module behind them when they are first used: configs a
 from mindformers_core.front_door import public_names
 
 _PUBLIC = {
+    "LayerRange": "layer_specs",
     "LayerSpec": "layer_specs",
     "LlamaConfig": "configuration",
     "LlamaForCausalLM": "llama",
     "LlamaModel": "llama",
-    "get_num_layers_to_build": "layer_specs",
-    "get_transformer_layer_offset": "layer_specs",
-    "layers_of_stages": "layer_specs",
+    "ModelSpec": "spec",
     "model_split_manual": "manual_split",
-    "stage_count": "layer_specs",
-    "stage_index": "layer_specs",
-    "tied_paths": "layer_specs",
 }
 
 __all__ = [*_PUBLIC]

@@ -3,15 +3,11 @@
 from dataclasses import dataclass, field, fields, replace
 
 from mindformers_core.hints import nearest
-from mindformers_core.models.layer_specs import layers_of_stages
-from mindformers_core.pipeline.schedules.placement import PLACEMENTS
-from mindformers_core.ranges import bounded, check_range, check_ranges
+from mindformers_core.ranges import bounded, check_ranges
 
-__all__ = ["MOST_CHUNKS", "MOST_LAYERS", "MOST_PIPELINE_RANKS", "LlamaConfig"]
+__all__ = ["MOST_LAYERS", "LlamaConfig"]
 
-# more are a mistyped number
-MOST_LAYERS, MOST_PIPELINE_RANKS, MOST_CHUNKS = 10_000, 1024, 128
-
+MOST_LAYERS = 10_000  # more are a mistyped number
 _DTYPES = ("float32", "float16", "bfloat16")
 _COUNTS = (
     "vocab_size",
@@ -22,8 +18,6 @@ _COUNTS = (
     "num_key_value_heads",
     "head_dim",
     "max_position_embeddings",
-    "pipeline_parallel",
-    "virtual_pipeline",
 )
 _NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range")
 _FLAGS = ("tie_word_embeddings", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
@@ -39,7 +33,7 @@ _LAYER_KEYS = (
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """A Llama-style decoder and the part of it that this process holds. Checked when made.
+    """A Llama-style decoder. Checked when made.
 
     Attributes:
         vocab_size: number of token ids.
@@ -53,16 +47,11 @@ class LlamaConfig:
         rms_norm_eps: added to the mean square in the norms.
         rope_theta: base of the rotary frequencies.
         tie_word_embeddings: whether the output layer uses the embedding's weight. Where the first and the last stage
-            are two, both have it, under the same path: its gradient is the sum of theirs.
+            of a pipeline are two, both have it, under the same path: its gradient is the sum of theirs.
         initializer_range: standard deviation of the initial weights.
         dtype: of parameters and computation: float32, float16 or bfloat16.
-        pipeline_parallel: number of ranks that the layers are spread over.
-        pipeline_rank: which of them this is, from 0.
-        virtual_pipeline: number of model chunks on each of them. Every chunk is a stage.
-        pipeline_placement: which stages a rank holds: "loop" or "v", see `stage_index`; "v" needs two chunks.
-        layers_per_stage: number of decoder layers of every stage, over all ranks and chunks; the first and the last
-            may have none. Default: all alike.
-        account_for_embedding_in_pipeline_split: whether the embedding counts as a layer where all are alike.
+        account_for_embedding_in_pipeline_split: whether the embedding counts as a layer where all stages of a pipeline
+            have as many.
         account_for_loss_in_pipeline_split: whether the output layer does.
         heterogeneous_block_specs: what layers have of their own: for every decoder layer a dict with its values of
             `intermediate_size`, `num_attention_heads`, `num_key_value_heads`, `rms_norm_eps` and `initializer_range`;
@@ -85,11 +74,6 @@ class LlamaConfig:
     tie_word_embeddings: bool = False
     initializer_range: float = bounded(0.02, above=0, at_most=100)
     dtype: str = "float32"
-    pipeline_parallel: int = bounded(1, 1, MOST_PIPELINE_RANKS)
-    pipeline_rank: int = 0
-    virtual_pipeline: int = bounded(1, 1, MOST_CHUNKS)
-    pipeline_placement: str = "loop"
-    layers_per_stage: tuple[int, ...] | None = None
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
     heterogeneous_block_specs: tuple[dict, ...] | None = field(default=None, hash=False)
@@ -112,7 +96,6 @@ class LlamaConfig:
         _check_divides("num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads)
         if self.head_dim % 2:
             raise ValueError(f"head_dim: {self.head_dim} should be even: rotary embedding turns pairs of values")
-        self._check_pipeline()
         self._check_block_specs()
 
     def _check_flags(self):
@@ -120,21 +103,6 @@ class LlamaConfig:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}: expected true or false, not {getattr(self, name)!r}")
         _check_choice("dtype", self.dtype, _DTYPES)
-
-    def _check_pipeline(self):
-        rank = self.pipeline_rank
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.pipeline_parallel:
-            raise ValueError(f"pipeline_rank: {rank!r} should be an int from 0 to {self.pipeline_parallel - 1}")
-        _check_choice("pipeline_placement", self.pipeline_placement, PLACEMENTS)
-        if self.pipeline_placement == "v" and self.virtual_pipeline != 2:
-            raise ValueError(f'virtual_pipeline: {self.virtual_pipeline} should be 2 with pipeline_placement: "v"')
-        if self.layers_per_stage is not None:
-            given = _as_tuple("layers_per_stage", self.layers_per_stage, "whole numbers")
-            for stage, count in enumerate(given):
-                _check_whole(f"layers_per_stage[{stage}]", count)
-            check_range(given, {"at_least": 0, "at_most": MOST_LAYERS}, "layers_per_stage")
-            object.__setattr__(self, "layers_per_stage", given)
-        layers_of_stages(self)
 
     def _check_block_specs(self):
         if self.heterogeneous_block_specs is None:

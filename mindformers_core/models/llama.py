@@ -6,13 +6,7 @@ from mindspore.common.initializer import Normal
 
 from mindformers_core.layout import layout
 from mindformers_core.models.attention import LlamaAttention, causal_mask
-from mindformers_core.models.layer_specs import (
-    LayerSpec,
-    get_num_layers_to_build,
-    get_transformer_layer_offset,
-    stage_count,
-    stage_index,
-)
+from mindformers_core.models.layer_specs import LayerRange, LayerSpec
 from mindformers_core.models.rotary import rotary_tables
 from mindformers_core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -89,33 +83,30 @@ class LlamaModel(nn.Cell):
     Args:
         config: a `LlamaConfig`.
         layer_spec: what a layer is made of.
-        vp_stage: which of the `config.virtual_pipeline` chunks to build; None where there is one.
+        layers: the `LayerRange` to build, see `split_layers`; None: the whole model.
 
     Attributes:
         is_first: whether ids come in. The last stage has `embed_tokens` too where its weight is tied to the output's.
     """
 
-    def __init__(self, config, layer_spec=LLAMA_LAYER, vp_stage=None):
+    def __init__(self, config, layer_spec=LLAMA_LAYER, layers=None):
         super().__init__()
         self.config = config
-        self.vp_stage = vp_stage
+        part = LayerRange(0, config.num_hidden_layers) if layers is None else layers
         dtype = getattr(ms, config.dtype)
-        stage = stage_index(config, vp_stage)
-        is_last = stage == stage_count(config) - 1
-        self.is_first = stage == 0
+        self.layer_offset, self.is_first = part.offset, part.is_first
         self.embed_tokens = self.norm = None
-        if self.is_first or (is_last and config.tie_word_embeddings):
+        if self.is_first or (part.is_last and config.tie_word_embeddings):
             weight_init = Normal(config.initializer_range)
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, weight_init, dtype)
-        count, offset = get_num_layers_to_build(config, vp_stage), get_transformer_layer_offset(config, vp_stage)
-        numbers = range(1, count + 1)
-        self.layers = nn.CellDict([(str(offset + n - 1), self.build_layer(layer_spec, n)) for n in numbers])
-        if is_last:
+        numbers = range(1, part.count + 1)
+        self.layers = nn.CellDict([(str(part.offset + n - 1), self.build_layer(layer_spec, n)) for n in numbers])
+        if part.is_last:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
     def build_layer(self, layer_spec, layer_number):
-        """The layer `layer_number` of this chunk, from 1 (RFC ICY7S6)."""
-        global_layer_number = layer_number + get_transformer_layer_offset(self.config, self.vp_stage)
+        """The layer `layer_number` of this part, from 1 (RFC ICY7S6)."""
+        global_layer_number = layer_number + self.layer_offset
         layer_config = self.config.get_config_for_layer(global_layer_number)
         return layer_spec.module(layer_config, global_layer_number, **layer_spec.submodules)
 
@@ -141,12 +132,12 @@ class LlamaForCausalLM(nn.Cell):
     Args:
         config: a `LlamaConfig`.
         layer_spec: what a layer is made of.
-        vp_stage: which of the `config.virtual_pipeline` chunks to build; None where there is one.
+        layers: the `LayerRange` to build, see `split_layers`; None: the whole model.
     """
 
-    def __init__(self, config, layer_spec=LLAMA_LAYER, vp_stage=None):
+    def __init__(self, config, layer_spec=LLAMA_LAYER, layers=None):
         super().__init__()
-        self.model = LlamaModel(config, layer_spec, vp_stage)
+        self.model = LlamaModel(config, layer_spec, layers)
         self.is_tied = config.tie_word_embeddings
         self.lm_head = None
         if self.model.norm is not None and not self.is_tied:

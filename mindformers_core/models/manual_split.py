@@ -1,7 +1,5 @@
 """Stages of a pipeline by hand: build the whole model, and take away what other stages hold (RFC ICY7S6)."""
 
-from dataclasses import replace
-
 __all__ = ["model_split_manual"]
 
 
@@ -11,7 +9,7 @@ def model_split_manual(model, stage_index, layers_per_stage):
     Build the model under `ms.DeviceCtx("meta")`: then nothing is ever allocated for other stages.
 
     Args:
-        model: the whole model, before `shard()`; its config's `pipeline_parallel` is 1.
+        model: the whole model, before `shard()`.
         stage_index: which stage to keep, from 0.
         layers_per_stage: number of decoder layers of every stage.
 
@@ -24,14 +22,14 @@ def model_split_manual(model, stage_index, layers_per_stage):
     decoder, last = model.model, len(layers_per_stage) - 1
     if not 0 <= stage_index <= last:
         raise ValueError(f"stage_index: {stage_index} should be from 0 to {last}")
-    config = decoder.config
-    if config.pipeline_parallel > 1 or config.virtual_pipeline > 1:
+    whole = decoder.config.num_hidden_layers
+    if len(decoder.layers) != whole:
+        raise ValueError(f"the model is a stage already: it has {len(decoder.layers)} of {whole} layers: build all")
+    if sum(layers_per_stage) != whole:
         raise ValueError(
-            f"the model is a stage already: its config has pipeline_parallel {config.pipeline_parallel} and "
-            f"virtual_pipeline {config.virtual_pipeline}; build the whole one, with both at 1"
+            f"layers_per_stage: {list(layers_per_stage)} makes {sum(layers_per_stage)} layers, but num_hidden_layers "
+            f"is {whole}"
         )
-    place = {"pipeline_parallel": last + 1, "pipeline_rank": stage_index, "layers_per_stage": layers_per_stage}
-    decoder.config = replace(config, **place)
     names = list(decoder.layers.keys())
     offset = sum(layers_per_stage[:stage_index])
     for name in (*names[:offset], *names[offset + layers_per_stage[stage_index] :]):

@@ -34,6 +34,8 @@ _PUBLIC = {
     "schedule_class": "schedules.named",
     "schedule_of_table": "schedules.from_table",
     "PipelineStage": "stage",
+    "split_layers": "layer_split",
+    "stages_of_rank": "layer_split",
 }
 
 __all__ = [*_PUBLIC]

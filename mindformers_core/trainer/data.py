@@ -15,7 +15,9 @@ from functools import lru_cache
 
 import numpy as np
 
-__all__ = ["TokenDataset", "open_dataset", "text_files", "first_sequence"]
+from mindformers_core.front_door import import_object
+
+__all__ = ["TokenDataset", "dataset_of", "first_sequence", "open_dataset", "text_files"]
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -70,6 +72,32 @@ def first_sequence(consumed, micro_batch, dp_rank, dp_size, local_batch_size):
     micro-batch is sharded over dp in order.
     """
     return consumed + (micro_batch * dp_size + dp_rank) * local_batch_size
+
+
+def dataset_of(recipe):
+    """The dataset of a recipe: a `TokenDataset`, or what the function `train_dataset.factory` opens.
+
+    That function is called with the recipe's section `train_dataset`, the model's config and the seed. What it returns
+    has a method `batch(first, count)`, which gives a tuple of arrays, each with samples `first` to `first + count - 1`
+    of an endless stream along its first dim, the same on every rank: a rank asks for its part.
+
+    Raises:
+        ValueError: a factory that can't be imported. TypeError: what it returns has no `batch`. More: `open_dataset`.
+    """
+    section, seed = recipe.train_dataset, recipe.training.seed
+    if not section.factory:
+        return open_dataset(section, recipe.model.vocab_size, seed)
+    try:
+        factory = import_object(section.factory, "dataset")
+    except ValueError as error:
+        raise ValueError(f"train_dataset.factory: {error}") from None
+    dataset = factory(section, recipe.model, seed)
+    if not callable(getattr(dataset, "batch", None)):
+        raise TypeError(
+            f"train_dataset.factory: {section.factory} returned {dataset!r}, which has no method batch(first, count): "
+            "docs/models.md"
+        )
+    return dataset
 
 
 def open_dataset(section, vocab_size, seed):

@@ -15,18 +15,15 @@ from mindformers_core.communication import init_distributed
 from mindformers_core.communication.world import shutdown
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.models import LlamaForCausalLM
 from mindformers_core.recompute.algorithms import algorithm_of
 from mindformers_core.recompute.explained import recomputed_at_once
 from mindformers_core.recompute.prediction import saved_bytes
 from mindformers_core.recompute.stages import check_stages
 from mindformers_core.sharding.inspecting import explain_activations, prepare
 from mindformers_core.sharding.sharded_cells import tree_of
-from mindformers_core.tensor_parallel import shard
-from mindformers_core.trainer.activations import with_activations
 from mindformers_core.trainer.micro_batch import micro_batch
 from mindformers_core.trainer.pipeline_recipe import recipe_timeline
-from mindformers_core.trainer.pipeline_step import build_chunks, hsdp_chunks
+from mindformers_core.trainer.pipeline_step import build_chunks, hsdp_chunks, sharded_model
 from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, global_batch_size, mesh_shape
 from mindformers_core.trainer.zero_recipe import SHARDED, zero_settings
 from mindformers_core.zero import memory_report
@@ -129,12 +126,11 @@ def _facts_of_rank(recipe, mesh, rank, micro_batches, live):
     init_distributed("fake", world_size=mesh.size, rank=rank)
     try:
         if recipe.parallelism.pipeline_parallel == 1:
-            chunks = [(0, _whole_model(recipe, mesh))]
+            chunks = [(0, sharded_model(recipe, mesh))]
         else:
             chunks = build_chunks(recipe, mesh, rank)
         for stage, net in chunks:
-            with ms.DeviceCtx("meta"):
-                net(*(ms.mint.zeros(each.shape, dtype=getattr(ms, each.dtype)) for each in micro_batch(recipe, stage)))
+            _plan(recipe, stage, net)
         zero = zero_settings(recipe, mesh, micro_batches)
         nets = [net for _, net in chunks]
         hsdp_chunks(recipe, nets, zero)
@@ -148,6 +144,16 @@ def _facts_of_rank(recipe, mesh, rank, micro_batches, live):
         return facts
     finally:
         shutdown()
+
+
+def _plan(recipe, stage, net):
+    """Have a stage find its layouts, or fail with the error of the real run."""
+    given = micro_batch(recipe, stage)
+    if recipe.context.engine == "generated":
+        prepare(net, *given, compiled=recipe.context.mode == 0)
+    else:
+        with ms.DeviceCtx("meta"):
+            net(*(ms.mint.zeros(each.shape, dtype=getattr(ms, each.dtype)) for each in given))
 
 
 def _kept(recipe, stage, net):
@@ -192,12 +198,6 @@ def _facts(recipe, nets, shards, activations, told):
             parameters[path] = _fact(parameter, plans[path], shards)
     level = recipe.parallelism.zero_level if shards > 1 else 0
     return RankFacts(tuple(parameters.values()), level, shards, bytes_by_kind, activations, told)
-
-
-def _whole_model(recipe, mesh):
-    with ms.DeviceCtx("meta"):
-        net = shard(LlamaForCausalLM(recipe.model).set_train(), mesh, recipe.parallelism, mode=recipe.context.engine)
-    return with_activations(net, recipe)
 
 
 def pipeline_report(timeline, parts):

@@ -1,29 +1,20 @@
 """What a recipe says about its pipeline: the schedule, and the part of the model on a rank. No MindSpore is called."""
 
-import dataclasses
-
+from mindformers_core.pipeline.layer_split import split_layers, stages_of_rank
 from mindformers_core.pipeline.schedules.named import schedule_class
 from mindformers_core.pipeline.tables.simulating import simulate
 
 __all__ = [
-    "PLACE_IN_PIPELINE",
     "check_pipeline",
+    "layers_of_stages",
     "micro_batches_of_a_run",
-    "model_part",
     "pipeline_state",
     "recipe_schedule",
     "recipe_timeline",
+    "stages_held",
 ]
 
 _MOST_PASSES = 2**18  # a schedule's table has a line for each
-# keys of the model's config that follow from the section parallelism
-PLACE_IN_PIPELINE = (
-    "pipeline_parallel",
-    "pipeline_rank",
-    "virtual_pipeline",
-    "pipeline_placement",
-    "layers_per_stage",
-)
 
 
 def check_pipeline(recipe):
@@ -31,9 +22,14 @@ def check_pipeline(recipe):
     sizes = recipe.parallelism
     if sizes.pipeline_parallel == 1:
         return
+    if recipe.spec.boundary is None:
+        raise ValueError(
+            f"parallelism.pipeline_parallel: {sizes.pipeline_parallel}, but the model {recipe.model_name} can't be "
+            "split into stages: its ModelSpec has no boundary: docs/models.md"
+        )
     _planned(recipe)
     try:
-        model_part(recipe, 0)
+        layers_of_stages(recipe)
     except ValueError as error:
         raise ValueError(
             f"parallelism.pipeline_parallel {sizes.pipeline_parallel} x pipeline_parallel_interleave_num "
@@ -95,21 +91,27 @@ def micro_batches_of_a_run(recipe):
     return batch // size
 
 
-def model_part(recipe, pipeline_rank):
-    """The model's config with the place of a pipeline rank in it.
+def layers_of_stages(recipe):
+    """The `LayerRange` of every stage.
 
     Raises:
-        ValueError: layers that can't be spread so.
+        ValueError: layers that can't be split so.
     """
-    sizes = recipe.parallelism
-    return dataclasses.replace(
-        recipe.model,
-        pipeline_parallel=sizes.pipeline_parallel,
-        pipeline_rank=pipeline_rank,
-        virtual_pipeline=sizes.pipeline_parallel_interleave_num,
-        pipeline_placement=recipe_schedule(recipe).placement,
-        layers_per_stage=sizes.pipeline_parallel_layers_per_stage or None,
+    sizes, model = recipe.parallelism, recipe.model
+    return split_layers(
+        model.num_hidden_layers,
+        sizes.pipeline_parallel * sizes.pipeline_parallel_interleave_num,
+        sizes.pipeline_parallel_layers_per_stage or None,
+        getattr(model, "account_for_embedding_in_pipeline_split", False),
+        getattr(model, "account_for_loss_in_pipeline_split", False),
     )
+
+
+def stages_held(recipe, pipeline_rank):
+    """Numbers of the stages that a pipeline rank holds."""
+    sizes = recipe.parallelism
+    chunks, placement = sizes.pipeline_parallel_interleave_num, recipe_schedule(recipe).placement
+    return stages_of_rank(pipeline_rank, sizes.pipeline_parallel, chunks, placement)
 
 
 def pipeline_state(recipe):

@@ -2,32 +2,36 @@
 
 import mindspore as ms
 
-from mindformers_core.models import LlamaForCausalLM, tied_paths
-from mindformers_core.models.layer_specs import stage_index
 from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
 from mindformers_core.trainer.activations import with_activations
-from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run, model_part, recipe_schedule
+from mindformers_core.trainer.pipeline_recipe import (
+    layers_of_stages,
+    micro_batches_of_a_run,
+    recipe_schedule,
+    stages_held,
+)
 from mindformers_core.trainer.step import update_function
 from mindformers_core.zero import hsdp, share_parts
 
-__all__ = ["build_chunks", "build_schedule", "hsdp_chunks", "own_parameters", "pipeline_step_function"]
+__all__ = ["build_chunks", "build_schedule", "hsdp_chunks", "own_parameters", "pipeline_step_function", "sharded_model"]
 
 
 def build_chunks(recipe, mesh, rank):
     """`[(stage index, Cell), …]`: the chunks of the recipe's model that `rank` of `mesh` holds, sharded, in order."""
     (pipeline_rank,) = mesh.coordinate(rank, ("pp",))
-    config = model_part(recipe, pipeline_rank)
     inner = mesh.sub_mesh(tuple(axis for axis in mesh.axis_names if axis != "pp"), rank)
-    chunks = []
-    for chunk in range(config.virtual_pipeline):
-        chunk = chunk if config.virtual_pipeline > 1 else None
-        with ms.DeviceCtx("meta"):
-            net = LlamaForCausalLM(config, vp_stage=chunk).set_train()
-        shard(net, inner, recipe.parallelism, seed=recipe.training.seed, mode=recipe.context.engine)
-        chunks.append((stage_index(config, chunk), with_activations(net, recipe)))
-    return chunks
+    layers = layers_of_stages(recipe)
+    return [(stage, sharded_model(recipe, inner, layers[stage])) for stage in stages_held(recipe, pipeline_rank)]
+
+
+def sharded_model(recipe, mesh, layers=None):
+    """The recipe's model, or the stage of it with these layers, sharded over `mesh`, its values drawn from the seed."""
+    with ms.DeviceCtx("meta"):
+        net = recipe.spec.build(recipe.model, layers).set_train()
+    shard(net, mesh, recipe.parallelism, seed=recipe.training.seed, mode=recipe.context.engine)
+    return with_activations(net, recipe)
 
 
 def hsdp_chunks(recipe, nets, zero):
@@ -40,7 +44,7 @@ def hsdp_chunks(recipe, nets, zero):
     """
     for net in nets:
         hsdp(net, **zero)
-    share_parts(nets, tied_paths(recipe.model))
+    share_parts(nets, recipe.spec.tied(recipe.model))
 
 
 def build_schedule(recipe, mesh, rank, zero):
@@ -52,7 +56,7 @@ def build_schedule(recipe, mesh, rank, zero):
     stage_num = sizes.pipeline_parallel * sizes.pipeline_parallel_interleave_num
     stages = [
         PipelineStage(
-            net, index, stage_num, mesh=mesh, compiled=recipe.context.mode == 0, tied=tied_paths(recipe.model)
+            net, index, stage_num, mesh=mesh, compiled=recipe.context.mode == 0, tied=recipe.spec.tied(recipe.model)
         )
         for index, net in chunks
     ]
@@ -66,7 +70,7 @@ def own_parameters(schedule):
     return list(dict.fromkeys(parameter for stage in schedule.stages for parameter in stage.parameters))
 
 
-def pipeline_step_function(schedule, optimizer, max_norm, mesh, compiled, given):
+def pipeline_step_function(schedule, optimizer, max_norm, mesh, compiled, given, names):
     """The function that takes one step; see `step_function`, whose function has the same arguments and results.
 
     Gradients are reduced over data-parallel ranks once, after the last of the runs, as many as hsdp's
@@ -79,20 +83,21 @@ def pipeline_step_function(schedule, optimizer, max_norm, mesh, compiled, given)
         mesh: with the axis "pp".
         compiled: whether clipping and update are compiled, as the stages are.
         given: stage index -> what its Cell takes in a micro-batch, see `micro_batch`; of this rank's stages.
+        names: of the arguments of the whole model; all but the first go to every stage by name.
 
     Raises:
         ValueError: on all ranks of the pipeline: stages that don't fit, or of which one has no program for this.
     """
-    named = {stage: ((first,), {"labels": labels}) for stage, (first, labels) in given.items()}
+    named = {stage: ((first,), dict(zip(names[1:], others))) for stage, (first, *others) in given.items()}
     schedule.meet().prepare(schedule.table, named)
     counted = _first_of_each(schedule, [stage.counted for stage in schedule.stages])
     clip = ClipByGlobalNorm(optimizer.parameters, max_norm, mesh, ("pp",), counted)
     update = update_function(optimizer, clip, compiled)
 
-    def step(input_ids, labels, rate, eps, decay):
+    def step(arrays, rate, eps, decay):
         for stage in schedule.stages:
             stage.zero_gradients()
-        losses = [schedule.run(ids, labels=targets) for ids, targets in zip(input_ids, labels)]
+        losses = [schedule.run(first, **dict(zip(names[1:], others))) for first, *others in zip(*arrays)]
         gradients = _first_of_each(schedule, [stage.gradients for stage in schedule.stages])
         return sum(losses) / len(losses), update(rate, eps, decay, *gradients)
 

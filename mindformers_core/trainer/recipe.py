@@ -6,12 +6,13 @@ Face's `config.json`.
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
-from mindformers_core.models.configuration import MOST_CHUNKS, MOST_LAYERS, MOST_PIPELINE_RANKS, LlamaConfig
+from mindformers_core.models.configuration import MOST_LAYERS, LlamaConfig
+from mindformers_core.models.spec import DEFAULT_MODEL, model_spec
 from mindformers_core.ranges import bounded
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
-from mindformers_core.trainer.pipeline_recipe import PLACE_IN_PIPELINE, check_pipeline
+from mindformers_core.trainer.pipeline_recipe import check_pipeline
 from mindformers_core.trainer.recompute_recipe import check_recompute
 from mindformers_core.trainer.zero_recipe import check_zero
 
@@ -62,11 +63,11 @@ class Parallelism:
     tensor_parallel: int = bounded(1, 1, _RANKS)
     sequence_parallel: bool = False  # norms work on a slice of the sequence dim, over the tp axis
     context_parallel: int = bounded(1, 1, _RANKS)
-    pipeline_parallel: int = bounded(1, 1, MOST_PIPELINE_RANKS)  # ranks for the layers; at 1 the rest is unused
+    pipeline_parallel: int = bounded(1, 1, 1024)  # ranks for the layers; at 1 the rest is unused
     pipeline_parallel_schedule: str = "1f1b"  # a name of `SCHEDULES`, or the import path of a class of one's own
     # by stage, over all ranks and chunks; default: alike
     pipeline_parallel_layers_per_stage: tuple[int, ...] = bounded((), 0, MOST_LAYERS)
-    pipeline_parallel_interleave_num: int = bounded(1, 1, MOST_CHUNKS)  # stages (chunks of layers) on every rank
+    pipeline_parallel_interleave_num: int = bounded(1, 1, 128)  # stages (chunks of layers) on every rank
     pipeline_parallel_microbatch_size: int = bounded(1, 1, 10**6)  # local_batch_size is cut into such micro-batches
 
     @property
@@ -99,12 +100,14 @@ class LrScheduler:
 
 @dataclass(frozen=True)
 class TrainDataset:
-    """Text, read as bytes, or token ids in a `.npy` file."""
+    """Text, read as bytes, or token ids in a `.npy` file; or a dataset of one's own."""
 
     data_path: tuple[str, ...] = ()  # files, or folders with text; default: the sources of Python's standard library
     seq_length: int = bounded(1024, 1, 2**24)
     max_bytes: int = bounded(16_000_000, 1, 2**50)  # text beyond this is left out
     cache_dir: str = "~/.cache/mindformers_core"  # where the bytes of text files are put together
+    factory: str = ""  # package.module:function, which opens a dataset of one's own, see docs/models.md
+    options: dict = field(default_factory=dict, hash=False)  # what is left to that function
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ class Context:
 class Recipe:
     """One training job."""
 
-    model: LlamaConfig
+    model: LlamaConfig  # or the config of another model that the key model.name says
     training: Training = Training()
     parallelism: Parallelism = Parallelism()
     optimizer: Optimizer = Optimizer()
@@ -149,6 +152,12 @@ class Recipe:
     context: Context = Context()
     recompute: RecomputeSettings = RecomputeSettings()
     swap: SwapSettings = SwapSettings()
+    model_name: ClassVar[str] = DEFAULT_MODEL
+
+    @property
+    def spec(self):
+        """The `ModelSpec` of the model."""
+        return model_spec(self.model_name)
 
 
 def check_recipe(recipe):
@@ -256,32 +265,22 @@ def _check_available(recipe):
         )
     if sizes.data_parallel_shard < 1 and sizes.data_parallel_shard != -1:
         raise ValueError(f"parallelism.data_parallel_shard: {sizes.data_parallel_shard} is neither -1 nor at least 1")
-    for key in PLACE_IN_PIPELINE:
-        if getattr(recipe.model, key) != getattr(LlamaConfig, key):
-            raise ValueError(
-                f"model.{key}: {getattr(recipe.model, key)} follows from section parallelism: leave it out"
-            )
     if recipe.context.mode == 0 and recipe.context.engine == "eager":
         raise ValueError(
             "context.engine: eager can't be compiled, as context.mode: 0 (graph mode) asks: use "
             "context.engine=generated, or context.mode=1 (PyNative)"
         )
-    dtypes = _DTYPES[recipe.context.device_target]
-    if recipe.model.dtype not in dtypes:
+    dtypes, dtype = _DTYPES[recipe.context.device_target], getattr(recipe.model, "dtype", "float32")
+    if dtype not in dtypes:
         raise ValueError(
-            f"model.dtype: MindSpore can't run {recipe.model.dtype} models on context.device_target "
+            f"model.dtype: MindSpore can't run {dtype} models on context.device_target "
             f"{recipe.context.device_target}: use {' or '.join(dtypes)} there, or another device_target"
         )
 
 
 def _check_model_divides(recipe):
-    tp, model = recipe.parallelism.tensor_parallel, recipe.model
-    sizes = {}  # (key, size), each once: layers may differ
-    for number in range(1, model.num_hidden_layers + 1):
-        layer = model.get_config_for_layer(number)
-        for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-            sizes[key, getattr(layer, key)] = None
-    for key, size in (*sizes, ("vocab_size", model.vocab_size)):
+    tp = recipe.parallelism.tensor_parallel
+    for key, size in recipe.spec.divided(recipe.model):
         if size % tp:
             fitting = [divisor for divisor in range(1, tp) if size % divisor == 0]
             raise ValueError(
@@ -296,12 +295,21 @@ def _check_model_divides(recipe):
 
 
 def _check_data(recipe):
-    seq_length, longest = recipe.train_dataset.seq_length, recipe.model.max_position_embeddings
-    if seq_length > longest:
-        raise ValueError(f"train_dataset.seq_length: {seq_length} is more than model.max_position_embeddings {longest}")
-    is_text = not any(path.endswith(".npy") for path in recipe.train_dataset.data_path)
-    if is_text and recipe.model.vocab_size < 256:
-        raise ValueError(f"model.vocab_size: {recipe.model.vocab_size} is too small for bytes of text: at least 256")
+    dataset, model = recipe.train_dataset, recipe.model
+    longest, vocab_size = (getattr(model, key, None) for key in ("max_position_embeddings", "vocab_size"))
+    if longest is not None and dataset.seq_length > longest:
+        raise ValueError(
+            f"train_dataset.seq_length: {dataset.seq_length} is more than model.max_position_embeddings {longest}"
+        )
+    if dataset.factory:
+        return
+    if vocab_size is None:
+        raise ValueError(
+            "train_dataset.factory: missing: a model without vocab_size doesn't take tokens; name the function that "
+            "opens its dataset, as my_package.data:open_images"
+        )
+    if not any(path.endswith(".npy") for path in dataset.data_path) and vocab_size < 256:
+        raise ValueError(f"model.vocab_size: {vocab_size} is too small for bytes of text: at least 256")
 
 
 def _check_schedule(recipe):

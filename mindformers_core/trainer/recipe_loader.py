@@ -11,6 +11,7 @@ import typing
 import yaml
 
 from mindformers_core.hints import nearest
+from mindformers_core.models.spec import DEFAULT_MODEL, model_spec
 from mindformers_core.ranges import check_range
 from mindformers_core.trainer.recipe import Recipe, check_recipe
 from mindformers_core.trainer.recipe_text import parse_overrides, parse_yaml
@@ -55,14 +56,33 @@ def load_recipe(path, overrides=()):
 
 def recipe_from_dict(sections):
     """The checked `Recipe` of nested dicts; errors as in `load_recipe`."""
-    recipe = _convert(sections, Recipe, "")
+    model = sections.get("model")
+    name = model.get("name", DEFAULT_MODEL) if isinstance(model, dict) else DEFAULT_MODEL
+    if isinstance(model, dict):
+        sections = sections | {"model": {key: value for key, value in model.items() if key != "name"}}
+    recipe = _convert(sections, _recipe_class(name), "")
     check_recipe(recipe)
     return recipe
 
 
+def _recipe_class(name):
+    """`Recipe`, with the config of the model of this name."""
+    if name == DEFAULT_MODEL:
+        return Recipe
+    try:
+        config = model_spec(name).config
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"model.name: {error}: docs/models.md") from None
+    return dataclasses.make_dataclass(
+        "Recipe", [("model", config)], bases=(Recipe,), namespace={"model_name": name}, frozen=True
+    )
+
+
 def recipe_to_yaml(recipe):
     """The whole recipe, defaults included, as YAML text that `load_recipe` reads back."""
-    return yaml.safe_dump(_plain(dataclasses.asdict(recipe)), sort_keys=False, allow_unicode=True)
+    sections = _plain(dataclasses.asdict(recipe))
+    sections["model"] = {"name": recipe.model_name} | sections["model"]
+    return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
 
 
 def _put(sections, keys, value):

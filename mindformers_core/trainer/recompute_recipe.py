@@ -62,9 +62,9 @@ def _check_compiled(recipe):
 
 
 def _check_layers(recipe):
-    count = recipe.model.num_hidden_layers
+    count = getattr(recipe.model, "num_hidden_layers", None)
     for path, layers in _named_layers(recipe):
-        if isinstance(layers, tuple) and layers[-1] >= count:
+        if count is not None and isinstance(layers, tuple) and layers[-1] >= count:
             raise ValueError(
                 f"{path}: there is no layer {layers[-1]}: model.num_hidden_layers {count} makes layers 0 to {count - 1}"
             )

@@ -14,15 +14,15 @@ def step_function(net, optimizer, max_norm, compiled, given):
     and update another: the schedule of micro-steps and collectives of gradients stays in Python.
 
     Args:
-        net: the model that `hsdp()` returned; called with input ids and labels, it gives the loss.
+        net: the model that `hsdp()` returned; called with the arrays of a batch, it gives the loss.
         optimizer: an `AdamW` of its parts, `net.trainable_params()`.
         max_norm: of the gradients, see `ClipByGlobalNorm`.
         compiled: whether the passes and the update are compiled, each at its first call.
         given: what the model takes in a micro-batch, see `micro_batch`; its program is made now.
 
     Returns:
-        A function of `input_ids` and `labels`, int32 tensors of shape (micro-batches, sequences of one, tokens of a
-        sequence) on this rank, as many micro-batches as hsdp's `accumulate_grad_step`; and of the float32 scalars of
+        A function of the tensors that the model is called with, a sequence, each of shape (micro-batches, samples of
+        one, …) on this rank, as many micro-batches as hsdp's `accumulate_grad_step`; and of the float32 scalars of
         `AdamW.scalars`. It updates the parameters, and returns the mean loss and the gradients' norm before clipping,
         local tensors that are the same on all ranks.
     """
@@ -30,11 +30,11 @@ def step_function(net, optimizer, max_norm, compiled, given):
     gradient_of.prepare(*given)
     update = update_function(optimizer, ClipByGlobalNorm(optimizer.parameters, max_norm), compiled)
 
-    def step(input_ids, labels, rate, eps, decay):
+    def step(arrays, rate, eps, decay):
         losses, gradients = [], None
-        for ids, targets in zip(input_ids, labels, strict=True):
-            assert gradients is None, f"{len(input_ids)} micro-batches are more than accumulate_grad_step"
-            loss, gradients = gradient_of(ids, targets)
+        for inputs in zip(*arrays, strict=True):
+            assert gradients is None, f"{len(arrays[0])} micro-batches are more than accumulate_grad_step"
+            loss, gradients = gradient_of(*inputs)
             losses.append(loss)
         return sum(losses) / len(losses), update(rate, eps, decay, *gradients)
 

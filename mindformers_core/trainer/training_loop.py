@@ -12,18 +12,15 @@ import numpy as np
 from mindformers_core.communication import init_distributed
 from mindformers_core.files import write_whole
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.models import LlamaForCausalLM
-from mindformers_core.tensor_parallel import shard
 from mindformers_core.tensor_parallel.clipping import sum_over
 from mindformers_core.trainer.activation_report import report_activations
-from mindformers_core.trainer.activations import with_activations
 from mindformers_core.trainer.adamw import AdamW
-from mindformers_core.trainer.data import TokenDataset, first_sequence, open_dataset
+from mindformers_core.trainer.data import dataset_of, first_sequence
 from mindformers_core.trainer.learning_rate import learning_rate
 from mindformers_core.trainer.metrics import MetricsFile, TensorBoardFile, draw_losses, require_extra
 from mindformers_core.trainer.micro_batch import micro_batch
 from mindformers_core.trainer.pipeline_recipe import pipeline_state
-from mindformers_core.trainer.pipeline_step import build_schedule, own_parameters, pipeline_step_function
+from mindformers_core.trainer.pipeline_step import build_schedule, own_parameters, pipeline_step_function, sharded_model
 from mindformers_core.trainer.progress import Progress
 from mindformers_core.trainer.recipe import MESH_AXES, Recipe, accumulation_steps, global_batch_size, mesh_shape
 from mindformers_core.trainer.recipe_loader import recipe_to_yaml
@@ -43,7 +40,7 @@ class Job:
     recipe: Recipe
     rank: int
     mesh: object
-    dataset: TokenDataset
+    dataset: object  # see `dataset_of`
     cells: dict  # number of a stage -> its sharded Cell, of this rank; without a pipeline 0 -> the model
     optimizer: AdamW
     micro_batches: int  # forward and backward passes of a step; in a pipeline runs of its schedule
@@ -63,7 +60,7 @@ class Job:
     def fixed_state(self):
         """What must be the same in the run that resumes."""
         sizes = dict(zip(self.mesh.axis_names, self.mesh.shape))
-        model = dataclasses.asdict(self.recipe.model)
+        model = {"name": self.recipe.model_name, **dataclasses.asdict(self.recipe.model)}
         return {"mesh": sizes, "model": model} | pipeline_state(self.recipe) | zero_state(self.recipe, self.mesh)
 
     def tensors(self):
@@ -86,7 +83,7 @@ def prepare(recipe):
     ms.set_context(mode=ms.PYNATIVE_MODE)  # in graph mode passes and update are compiled, what is between them isn't
     world = init_distributed()  # msrun's scheduler stays in here
     mesh = init_device_mesh(mesh_shape(recipe, world.size), MESH_AXES)
-    dataset = open_dataset(recipe.train_dataset, recipe.model.vocab_size, recipe.training.seed)
+    dataset = dataset_of(recipe)
     checkpoint = find_checkpoint(recipe.checkpoint.load_path) if recipe.checkpoint.load_path else None
     job = make_job(recipe, mesh, world.rank, dataset)
     return job if checkpoint is None else resume(job, checkpoint)
@@ -116,7 +113,7 @@ def make_job(recipe, mesh, rank, dataset):
 
 def _on_one_stage(recipe, mesh, rank, zero):
     """`(cells, optimizer, run_step)` without a pipeline; `zero` are the arguments of `hsdp()`."""
-    net = hsdp(build_model(recipe, mesh), **zero)
+    net = hsdp(sharded_model(recipe, mesh), **zero)
     optimizer = AdamW(net.trainable_params(), recipe.optimizer)
     given = micro_batch(recipe)
     run_step = step_function(net, optimizer, recipe.training.max_norm, recipe.context.mode == 0, given)
@@ -129,7 +126,8 @@ def _on_stages(recipe, mesh, rank, zero):
     optimizer = AdamW(own_parameters(schedule), recipe.optimizer)
     given = {stage.stage_index: micro_batch(recipe, stage.stage_index) for stage in schedule.stages}
     is_compiled = recipe.context.mode == 0
-    run_step = pipeline_step_function(schedule, optimizer, recipe.training.max_norm, mesh, is_compiled, given)
+    names = recipe.spec.inputs
+    run_step = pipeline_step_function(schedule, optimizer, recipe.training.max_norm, mesh, is_compiled, given, names)
     return {stage.stage_index: stage.cell for stage in schedule.stages}, optimizer, run_step
 
 
@@ -140,14 +138,6 @@ def resume(job, checkpoint):
     if job.step >= job.recipe.training.steps:
         raise ValueError(f"training.steps: {job.recipe.training.steps}, but {checkpoint} already has {job.step} steps")
     return job
-
-
-def build_model(recipe, mesh):
-    """The recipe's model, sharded over `mesh`, its values drawn from the recipe's seed."""
-    with ms.DeviceCtx("meta"):
-        net = LlamaForCausalLM(recipe.model).set_train()
-    shard(net, mesh, recipe.parallelism, seed=recipe.training.seed, mode=recipe.context.engine)
-    return with_activations(net, recipe)
 
 
 def run_steps(job):
@@ -195,7 +185,7 @@ def train_step(job):
     job.step += 1
     job.consumed += job.batch_size
     rate = learning_rate(job.recipe, job.step)
-    loss, norm = job.run_step(*map(ms.Tensor, batch), *job.optimizer.scalars(job.step, rate))
+    loss, norm = job.run_step(tuple(map(ms.Tensor, batch)), *job.optimizer.scalars(job.step, rate))
     loss, norm = float(loss.asnumpy()), float(norm.asnumpy())
     seconds = time.perf_counter() - started
     return {
@@ -209,7 +199,7 @@ def train_step(job):
 
 
 def _batch(job):
-    """`(input_ids, labels)` of this step's micro-batches on this rank, each (micro-batches, local batch, sequence)."""
+    """The arrays of this step's micro-batches on this rank, each (micro-batches, local batch, …): ids and labels."""
     (dp_rank,) = job.mesh.coordinate(job.rank, ("dp",))
     dp_size, local = job.mesh.axis_size("dp"), job.recipe.training.local_batch_size
     firsts = [first_sequence(job.consumed, index, dp_rank, dp_size, local) for index in range(job.micro_batches)]

@@ -3,7 +3,6 @@
 import io
 import sys
 from contextlib import redirect_stdout
-from dataclasses import replace
 
 import mindspore as ms
 import numpy as np
@@ -36,7 +35,7 @@ def case_the_page_s_pipeline_equals_one_card():
     (source,) = [block for block in code_blocks(PAGE, "python") if "LlamaForCausalLM" in block]
     exec(compile(source, "pipeline.md", "exec"), names)
     with ms.DeviceCtx("meta"):
-        whole = LlamaForCausalLM(replace(names["config"], pipeline_parallel=1, pipeline_rank=0))
+        whole = LlamaForCausalLM(names["config"])
     materialize(whole, seed=0)
     weights = whole.trainable_params()
     ids, stage = names["ids"], names["stage"]

@@ -1,8 +1,8 @@
 """Schedules by name: those that are built in, and a user's own by import path. Pure Python."""
 
-from importlib import import_module
 from types import MappingProxyType
 
+from mindformers_core.front_door import import_object
 from mindformers_core.hints import nearest
 from mindformers_core.pipeline.schedules.base import PipelineScheduleBase
 from mindformers_core.pipeline.schedules.dualpipe_v import ScheduleDualPipeV
@@ -48,36 +48,18 @@ def schedule_class(name):
         return SCHEDULES[name]
     if name.lower().endswith(tuple(f".{suffix}" for suffix in SUFFIXES)):
         return schedule_of_table(load_table(name))
-    module_name, _, attribute = name.rpartition(":" if ":" in name else ".")
-    if not module_name or not attribute:
+    if not name.strip(".:").rpartition(":" if ":" in name else ".")[0]:
         raise ValueError(
             f"no pipeline schedule is called {name!r}{nearest(name, SCHEDULES)}: use {', '.join(SCHEDULES)}, the "
             "import path of a class, as my.module.MySchedule, or a table's file, as my_table.csv"
         )
-    module = _imported(module_name, name)
-    found = getattr(module, attribute, None)
-    if found is None:
-        hint = nearest(attribute, [known for known, value in vars(module).items() if _is_schedule(value)])
-        raise ValueError(f"pipeline schedule {name!r}: the module {module_name!r} has no {attribute!r}{hint}")
+    found = import_object(name, "pipeline schedule")
     if not _is_schedule(found):
         raise TypeError(
             f"pipeline schedule {name!r} is {found!r}: it should be a subclass of PipelineScheduleSingle or "
             "PipelineScheduleMulti"
         )
     return found
-
-
-def _imported(module_name, name):
-    try:
-        return import_module(module_name)
-    except ModuleNotFoundError as error:
-        # Only where the module itself, or a package that it is in, isn't there: its own imports' failures are theirs.
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise ValueError(
-            f"pipeline schedule {name!r}: there is no module {error.name!r}: write where Python can import it from "
-            f"(the working folder is searched if it is on PYTHONPATH), or one of {', '.join(SCHEDULES)}"
-        ) from error
 
 
 def _is_schedule(value):

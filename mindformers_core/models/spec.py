@@ -1,0 +1,97 @@
+"""What a trainer has to know about a kind of model: `ModelSpec`s by name, and a user's own. Pure Python."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from mindformers_core.front_door import import_object
+from mindformers_core.hints import nearest
+from mindformers_core.models.configuration import LlamaConfig
+from mindformers_core.operators.signature import tensor_meta
+
+__all__ = ["DEFAULT_MODEL", "MODELS", "ModelSpec", "model_spec"]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A kind of model that a recipe can name (the word is torchtitan's).
+
+    Attributes:
+        cell: class of the model, or where to import it from, "package.module:Class". `cell(config)` makes the model on
+            the meta device; it is called with the arrays of a batch, and returns the loss, a mean over samples.
+        config: dataclass of the recipe's section `model`; a key `model.KEY` is its field KEY.
+        inputs: names of the arguments of `construct`, in the order in which the dataset gives their arrays. Only
+            pipelines need them: the first goes through the stages, the others go to each stage by name.
+        boundary: `boundary(config, batch, length)` is the `TensorMeta` that a stage sends to the next, where this rank
+            has `length` positions of the sequence. With it the model can be a pipeline: `cell(config,
+            layers=LayerRange)` makes a stage, and the config has `num_hidden_layers`. None: it can't.
+        tied: `tied(config)` gives paths of the parameters that the first and the last stage share.
+        divided: `divided(config)` is a list of `(key, size)`, sizes that `tensor_parallel` has to divide.
+    """
+
+    cell: object
+    config: type
+    inputs: tuple = ()
+    boundary: Callable | None = None
+    tied: Callable = lambda config: ()
+    divided: Callable = lambda config: ()
+
+    def build(self, config, layers=None):
+        """The Cell of a config, or the stage of it with these layers, a `LayerRange`."""
+        cell = import_object(self.cell, "model") if isinstance(self.cell, str) else self.cell
+        return cell(config) if layers is None else cell(config, layers=layers)
+
+
+def _llama_boundary(config, batch, length):
+    return tensor_meta((batch, length, config.hidden_size), config.dtype)
+
+
+def _llama_tied(config):
+    return ("model.embed_tokens.weight",) if config.tie_word_embeddings else ()
+
+
+def _llama_divided(config):
+    layers = [config.get_config_for_layer(number) for number in range(1, config.num_hidden_layers + 1)]
+    keys = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    sizes = dict.fromkeys((key, getattr(layer, key)) for layer in layers for key in keys)
+    return [*sizes, ("vocab_size", config.vocab_size)]
+
+
+DEFAULT_MODEL = "llama"
+MODELS = MappingProxyType(
+    {
+        DEFAULT_MODEL: ModelSpec(
+            "mindformers_core.models.llama:LlamaForCausalLM",
+            LlamaConfig,
+            inputs=("input_ids", "labels"),
+            boundary=_llama_boundary,
+            tied=_llama_tied,
+            divided=_llama_divided,
+        )
+    }
+)
+
+
+def model_spec(name):
+    """The `ModelSpec` that a name stands for.
+
+    Args:
+        name: a key of `MODELS`, or "package.module:NAME" of a `ModelSpec`, or of a Cell's class with the attribute
+            `config_class`, the dataclass of its config.
+
+    Raises:
+        TypeError: no text; or what is imported is neither. ValueError: no such name, module or attribute.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"{name!r} should be a text: {', '.join(MODELS)}, or package.module:Class")
+    if name in MODELS:
+        return MODELS[name]
+    if ":" not in name:
+        known = ", ".join(MODELS)
+        raise ValueError(f"no model is called {name!r}{nearest(name, MODELS)}: {known}, or package.module:Class")
+    found = import_object(name, "model")
+    if isinstance(found, ModelSpec):
+        return found
+    if not isinstance(found, type) or not hasattr(getattr(found, "config_class", None), "__dataclass_fields__"):
+        raise TypeError(f"{name} is {found!r}: it should be a ModelSpec, or a class with config_class = a dataclass")
+    return ModelSpec(found, found.config_class)

@@ -1,0 +1,93 @@
+"""Which decoder layers each stage of a pipeline holds, and which stages each rank. Pure Python.
+
+Stages count from 0 over all ranks and chunks, in the order in which a micro-batch passes them (Megatron-LM).
+"""
+
+from itertools import accumulate
+
+from mindformers_core.models.layer_specs import LayerRange
+from mindformers_core.pipeline.schedules.placement import PLACEMENTS
+
+__all__ = ["split_layers", "stages_of_rank"]
+
+
+def split_layers(count, stages, layers_per_stage=None, embedding_counts=False, loss_counts=False):
+    """The decoder layers of every stage.
+
+    Args:
+        count: number of decoder layers of the whole model.
+        stages: number of stages, over all ranks and chunks.
+        layers_per_stage: number of decoder layers of each stage; the first and the last may have none. Default: all
+            stages have the same number.
+        embedding_counts: whether the embedding counts as a layer, so that the first stage has one decoder layer less
+            than the others (Megatron-LM's `account_for_embedding_in_pipeline_split`).
+        loss_counts: whether the output layer does, so that the last stage has one less.
+
+    Returns:
+        A tuple of `LayerRange`.
+
+    Raises:
+        ValueError: layers that can't be split so.
+    """
+    if layers_per_stage is None:
+        total = count + embedding_counts + loss_counts
+        if total % stages:
+            raise ValueError(_uneven(count, stages, embedding_counts, loss_counts))
+        counts = [total // stages] * stages
+        counts[0] -= embedding_counts
+        counts[-1] -= loss_counts
+    else:
+        counts = list(layers_per_stage)
+        _check_counts(count, stages, counts, embedding_counts or loss_counts)
+    offsets = [0, *accumulate(counts)]
+    return tuple(
+        LayerRange(offsets[stage], counts[stage], is_first=stage == 0, is_last=stage == stages - 1)
+        for stage in range(stages)
+    )
+
+
+def stages_of_rank(rank, ranks, chunks=1, placement="loop"):
+    """Numbers of the stages that a pipeline rank holds, ascending.
+
+    Args:
+        rank: which of the pipeline's ranks, from 0.
+        ranks: number of the pipeline's ranks.
+        chunks: number of stages on each rank.
+        placement: of p ranks, rank r holds the stages r, p + r, … ("loop", Narayanan et al. 2021), or r and
+            2p - 1 - r ("v", Qi et al. 2024).
+
+    Raises:
+        ValueError: as many chunks as the placement doesn't have.
+    """
+    return [stage for stage, holder in enumerate(PLACEMENTS[placement](ranks * chunks, ranks)) if holder == rank]
+
+
+def _uneven(count, stages, embedding_counts, loss_counts):
+    """The error's text for layers that are no multiple of the stages."""
+    counted = [name for name, asked in (("embedding", embedding_counts), ("output layer", loss_counts)) if asked]
+    total = count + len(counted)
+    what = f" with {' and '.join(counted)} counted makes {total}, which" if counted else ""
+    below = total // stages * stages - len(counted)
+    fitting = [str(fit) for fit in (below, below + stages) if fit >= 1]
+    return (
+        f"num_hidden_layers: {count}{what} should be a multiple of the number of stages ({stages}): for example "
+        f"{' or '.join(fitting)}; or give the number of layers of every stage as layers_per_stage"
+    )
+
+
+def _check_counts(count, stages, counts, some_counted):
+    what = f"layers_per_stage: {counts}"
+    if len(counts) != stages:
+        raise ValueError(f"{what} has {len(counts)} entries, but there are {stages} stages: give the layers of each")
+    if sum(counts) != count:
+        raise ValueError(f"{what} makes {sum(counts)} layers, but num_hidden_layers is {count}")
+    if 0 in counts[1:-1]:
+        raise ValueError(
+            f"{what} leaves stage {counts.index(0, 1)} without anything: only the first stage, which has the "
+            "embedding, and the last one, which has the output layer, can do without decoder layers"
+        )
+    if some_counted:
+        raise ValueError(
+            f"{what} already says where all layers are: leave account_for_embedding_in_pipeline_split and "
+            "account_for_loss_in_pipeline_split out, or layers_per_stage"
+        )

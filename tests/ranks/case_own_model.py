@@ -1,0 +1,39 @@
+"""A model and a dataset that aren't ours, named by a recipe: `examples/own_model.yaml`."""
+
+import sys
+
+import numpy as np
+from launch import ROOT, on_ranks
+
+from mindformers_core.communication import world
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.trainer.data import dataset_of
+from mindformers_core.trainer.recipe import MESH_AXES
+from mindformers_core.trainer.recipe_loader import load_recipe
+from mindformers_core.trainer.training_loop import make_job, train_step
+
+sys.path.insert(0, str(ROOT / "examples"))
+SMALL = ("training.local_batch_size=4", "training.global_batch_size=16")
+PIPELINE = ("parallelism.pipeline_parallel=2", "parallelism.pipeline_parallel_microbatch_size=2")
+MESHES = {
+    "dp 2, tp 2": ((1, 2, 1, 2), ()),
+    "compiled": ((1, 2, 1, 2), ("context.mode=0",)),
+    "ZeRO 3, recompute": ((1, 2, 1, 2), ("parallelism.zero_level=3", "recompute.full=true")),
+    "pp 2, dp 2": ((2, 2, 1, 1), (*PIPELINE, "parallelism.tensor_parallel=1")),
+}
+
+
+def rows(shape, ranks, *overrides):
+    """Loss and norm of four steps."""
+    recipe = load_recipe(str(ROOT / "examples" / "own_model.yaml"), [*SMALL, *overrides])
+    job = make_job(recipe, init_device_mesh(shape, MESH_AXES, ranks), world().rank, dataset_of(recipe))
+    return [[row["loss"], row["gradient_norm"]] for row in (train_step(job) for _ in range(4))]
+
+
+@on_ranks(4)
+def case_a_model_of_ones_own_equals_one_card():
+    """On every mesh; the class alone, which knows no stages, too."""
+    expected = rows((1, 1, 1, 1), [world().rank], "model.name=own_model:Classifier")
+    assert expected[-1] != expected[0]
+    for name, (shape, overrides) in MESHES.items():
+        np.testing.assert_allclose(rows(shape, None, *overrides), expected, 1e-5, err_msg=name)
