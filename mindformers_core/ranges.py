@@ -1,8 +1,9 @@
-"""Ranges of numbers, as data beside the fields of a dataclass, and their errors. Pure Python."""
+"""Ranges of numbers, beside the fields of a dataclass or as texts, and their errors. Pure Python."""
 
+import re
 from dataclasses import field, fields
 
-__all__ = ["bounded", "check_range", "check_ranges"]
+__all__ = ["bounded", "check_range", "check_ranges", "parse_ranges"]
 
 _WORDS = {"at_least": "at least", "above": "greater than", "at_most": "at most", "below": "below"}
 _HOLDS = {
@@ -12,6 +13,7 @@ _HOLDS = {
     "below": lambda value, limit: value < limit,
 }
 _LONGEST = 40  # characters of a number that are shown
+_RANGE = re.compile(r"([0-9]{1,5})(?:\s*-\s*([0-9]{1,5}))?")
 
 
 def bounded(default, at_least=None, at_most=None, above=None, below=None):
@@ -48,3 +50,21 @@ def check_range(value, limits, path):
 def _shown(value):
     text = str(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text)} digits)"
+
+
+def parse_ranges(text):
+    """`"0,3,5-7"` as pairs `(first, last)`, both included.
+
+    Raises:
+        ValueError: anything else; five digits at most, since a mistyped end should not make a list that fills memory.
+    """
+    ranges = []
+    for entry in text.split(","):
+        found = _RANGE.fullmatch(entry.strip())
+        if not found:
+            raise ValueError(f"'{_shown(entry)}' is neither a number from 0 to 99999 nor a range")
+        first, last = int(found[1]), int(found[2] or found[1])
+        if last < first:
+            raise ValueError(f"the range {entry.strip()!r} ends before it begins: write {last}-{first}")
+        ranges.append((first, last))
+    return tuple(ranges)

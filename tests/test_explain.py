@@ -11,7 +11,7 @@ from models import EXAMPLES, axes_of
 from planned_models import planned
 
 from mindformers_core.analysis.traffic import bytes_by_axes, collectives_of
-from mindformers_core.capture.algorithm_steps import algorithm_steps
+from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.explaining.page import page
 from mindformers_core.explaining.report import MoveRow, make_report
 from mindformers_core.explaining.text import explain_plan
@@ -132,11 +132,11 @@ def cut_softmax():
 @pytest.mark.usefixtures("rank_0_of_4")
 def test_what_a_distributed_algorithm_sends():
     """Of a softmax: a maximum without a gradient, a sum with one; both are as long as the reduced tensor."""
-    traffic = make_report(cut_softmax(), algorithm_steps).traffic
+    traffic = make_report(cut_softmax(), algorithm_of).traffic
     weight, reduced = 4, 4 * 4
     assert collectives_of(traffic) == {"all_reduce": (2, 2)}
     assert bytes_by_axes(traffic) == {("tp",): (2 * reduced, reduced + weight)}
-    assert "distributed algorithm 'softmax' over tp" in explain_plan(make_report(cut_softmax(), algorithm_steps))
+    assert "distributed algorithm 'softmax' over tp" in explain_plan(make_report(cut_softmax(), algorithm_of))
 
 
 def test_an_algorithm_is_not_left_out():
@@ -146,7 +146,7 @@ def test_an_algorithm_is_not_left_out():
 
 def unsent(frame):
     """The report of a plan, without what distributed algorithms send."""
-    return make_report(frame, lambda plan: ())
+    return make_report(frame, lambda plan: (SimpleNamespace(arguments={}, nodes=[]), []))
 
 
 def example(name):

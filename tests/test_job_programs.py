@@ -39,13 +39,9 @@ def alone(monkeypatch):
         (["recompute.budget=0.01"], "recompute.budget: 0.01 is out of reach: with all computed again that may be, "),
         (
             ["recompute.select=['*.softmax']", "swap.op_swap={layers.0.self_attn: true}"],
-            "model.layers.0.self_attn.core_attention.weights of the root Cell (LlamaForCausalLM) is recomputed (recomp",
+            "model.layers.0.self_attn.core_attention.weights of the root Cell (LlamaForCausalLM) is recomputed and swa",
         ),
         (["recompute.select=['*.softmax']", "context.mode=0"], "recompute.select: '*.softmax' selects operators, but"),
-        (
-            ["recompute.full=true", "recompute.mp_comm_recompute=false", "context.mode=0"],
-            "recompute.mp_comm_recompute: False keeps collectives' results, which a graph can't",
-        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -116,7 +112,7 @@ def test_the_first_run_finds_the_stages_programs(kind, compiled):
     ("settings", "swapped", "message"),
     [
         ({"budget": 0.01, "exclude": "*.tanh"}, {}, "recompute.budget: 0.01 is out of reach"),
-        ({"select": "*.mul"}, {"op_swap": {"mul": True}}, "is recomputed .* and swapped"),
+        ({"select": "*.mul"}, {"op_swap": {"mul": True}}, "is recomputed and swapped"),
         ({"select": "*.mull"}, {}, r"recompute.select: '\*.mull' matches no Cell or operator"),
     ],
 )

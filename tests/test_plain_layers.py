@@ -18,6 +18,9 @@ sys.path.insert(0, str(ROOT / "examples"))
 import vit  # noqa: E402
 
 
+NO_ALGORITHM = SimpleNamespace(arguments={}, nodes=[]), []
+
+
 class Plain(nn.Cell):
     """Words and places → the mean loss, of the layers of `examples/vit.py`, which are MindSpore's own."""
 
@@ -38,7 +41,7 @@ def sent_by_a_layer(make, size, config, plan=None):
     """`(direction, collective)` -> `(calls, bytes)` over tp of one more layer, the bytes in hidden states of a rank."""
     ids, arriving = (tensor_meta((4, 8), "int32"),) * 2, dict.fromkeys((0, 1), layout("dp", None).bind(MESH))
     two, three = (
-        make_report(plan_of(make(count).set_train(), ids, {}, config, plan, arriving), lambda plan: ()).traffic
+        make_report(plan_of(make(count).set_train(), ids, {}, config, plan, arriving), lambda _: NO_ALGORITHM).traffic
         for count in (2, 3)
     )
     more = {key: [after - before for after, before in zip(three[key], two[key])] for key in three if key[0] == ("tp",)}

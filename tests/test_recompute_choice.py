@@ -5,12 +5,12 @@ from captured_models import small_llama
 from planned_models import planned
 
 from mindformers_core.analysis.operations import operations
+from mindformers_core.analysis.prediction import Prediction
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.program.links import links_of
 from mindformers_core.program.places import operators_in_order
-from mindformers_core.recompute.budgeting import choice_within
-from mindformers_core.recompute.choosing import choose_keys
-from mindformers_core.recompute.prediction import Prediction
+from mindformers_core.recompute.budget import choice_within
+from mindformers_core.recompute.selection import NamedProgram, recomputed_keys
 from mindformers_core.recompute.settings import RecomputeSettings
 
 LAYERS = ("model.layers.0", "model.layers.1")
@@ -41,7 +41,7 @@ def test_cheap_operators_go_first(llama):
     """Products, what layers return and what gradients don't need stay."""
     frame, prediction, prices = llama
     places = {place.key: place for place in operators_in_order(frame)}
-    choice = choice_within(RecomputeSettings(budget=0.5), frame)
+    choice = choice_within(RecomputeSettings(budget=0.5), NamedProgram(frame))
     assert choice.saved_bytes == prediction.saved_bytes(choice.dropped) <= choice.all_bytes / 2
     assert choice.flops == sum(map(prices.get, prediction.recomputed(choice.dropped))) < 0.1 * choice.forward_flops
     names = {f"{places[key].path}.{places[key].entry.node.operator}" for key in choice.dropped}
@@ -53,9 +53,10 @@ def test_cheap_operators_go_first(llama):
 @pytest.mark.parametrize("name", BY_HAND)
 def test_no_worse_than_by_hand(llama, name):
     frame, prediction, prices = llama
-    dropped = frozenset(choose_keys(RecomputeSettings(**BY_HAND[name]), frame, None, full=LAYERS * (name == "full")))
+    settings, full = RecomputeSettings(**BY_HAND[name]), LAYERS * (name == "full")
+    dropped = frozenset(recomputed_keys(settings, NamedProgram(frame), full))
     nbytes, flops = prediction.saved_bytes(dropped), sum(map(prices.get, prediction.recomputed(dropped)))
     whole = prediction.saved_bytes()
     assert flops > 0 and (nbytes < whole) == (name not in WITHOUT_GAIN)
-    choice = choice_within(RecomputeSettings(budget=min(1, nbytes / whole)), frame)
+    choice = choice_within(RecomputeSettings(budget=min(1, nbytes / whole)), NamedProgram(frame))
     assert choice.saved_bytes <= nbytes and choice.flops <= flops

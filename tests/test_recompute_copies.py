@@ -8,13 +8,13 @@ from mindspore import Parameter, Tensor, nn, ops
 from test_recompute_explained import IDS, explained
 from test_recompute_gradients import llama, sharded
 
+from mindformers_core.analysis.prediction import SavedTensor, saved_bytes
+from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.operator_names import operator_texts
 from mindformers_core.recompute import list_operators, recompute
-from mindformers_core.recompute.algorithms import algorithm_of
 from mindformers_core.recompute.explained import bytes_not_kept, keepers_by_key
-from mindformers_core.recompute.prediction import SavedTensor, saved_bytes
 from mindformers_core.tensor_parallel import prepare, shard
 
 pytestmark = pytest.mark.usefixtures("one_rank")

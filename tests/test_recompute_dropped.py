@@ -4,13 +4,13 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from planned_models import planned
 
+from mindformers_core.analysis.prediction import cell_keys, recomputed, saved_activations, saved_bytes
+from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.places import operators_in_order
 from mindformers_core.program.plan import called_cells
-from mindformers_core.recompute.algorithms import algorithm_of
-from mindformers_core.recompute.prediction import cell_keys, recomputed, saved_activations, saved_bytes
 
 
 class Chain(nn.Cell):

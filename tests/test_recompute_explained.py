@@ -8,8 +8,9 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from test_recompute_gradients import INPUTS, Net, llama, sharded
 
+from mindformers_core.analysis.prediction import recomputed, saved_activations, saved_bytes
 from mindformers_core.analysis.traffic import collectives_of
-from mindformers_core.capture.algorithm_steps import algorithm_steps
+from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication import init_distributed, shutdown
 from mindformers_core.explaining.report import CallRow, make_report
 from mindformers_core.hints import bytes_shown
@@ -18,9 +19,7 @@ from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.plan import called_cells
 from mindformers_core.recompute import list_operators, recompute, swap, write_curve
-from mindformers_core.recompute.algorithms import algorithm_of
 from mindformers_core.recompute.explained import keepers_by_key
-from mindformers_core.recompute.prediction import recomputed, saved_activations, saved_bytes
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import explain, prepare, programs, shard
 from mindformers_core.trainer.activation_report import report_activations
@@ -68,7 +67,7 @@ def test_the_marks_add_up(make, settings):
     before, after = (saved_bytes(frame, keys, algorithm_of) for keys in (frozenset(), dropped))
     signs = {"recomputed": 1, "kept for others": -1}
     assert sum(signs[mark.kind] * mark.nbytes for mark in marks.values()) == before - after > 0
-    rows = list(rows_of(make_report(frame, algorithm_steps, found).root))
+    rows = list(rows_of(make_report(frame, algorithm_of, found).root))
     assert sum(getattr(row, "mark", None) is not None for row in rows) == len(marks)
 
 
@@ -127,9 +126,9 @@ def test_what_is_sent_again():
             net = recompute(shard(net, init_device_mesh((1, 2), ("dp", "tp"))), **settings)
             frame = prepare(net, IDS, IDS).frame
             found = explained(net, frame)
-            rows = [row for row in rows_of(make_report(frame, algorithm_steps, found).root) if hasattr(row, "steps")]
+            rows = [row for row in rows_of(make_report(frame, algorithm_of, found).root) if hasattr(row, "steps")]
             again = [step for row in rows if getattr(row, "mark", None) for step in row.steps if step.again]
-            sent = collectives_of(make_report(frame, algorithm_steps, found).traffic)
+            sent = collectives_of(make_report(frame, algorithm_of, found).traffic)
             counts.append((sent, [name for step in again for way, name, _ in step.collectives if way == "forward"]))
     finally:
         shutdown()
@@ -165,9 +164,9 @@ def test_what_is_held_at_the_peak_of_the_forward_pass():
     for settings in ({}, {"select": "*.weights"}, {"select": ["*.weights", "*.MatMul[0]", "*.scores"]}, {"full": True}):
         net = recompute(sharded(llama), **settings)
         frame = prepare(net, *inputs).frame
-        report = make_report(frame, algorithm_steps, explained(net, frame))
+        report = make_report(frame, algorithm_of, explained(net, frame))
         peaks.append(report.training_bytes)
-        assert report.evaluation_bytes == make_report(frame, algorithm_steps).evaluation_bytes
+        assert report.evaluation_bytes == make_report(frame, algorithm_of).evaluation_bytes
         assert report.undropped_bytes == (peaks[0] if settings else None)
         text = explain(net, *inputs)
         assert ("at the peak of the forward pass: " in text) == bool(settings)
@@ -206,7 +205,7 @@ def test_what_dropped_results_leave_behind(select, held):
     if select != "none":
         recompute(net, select=select)
     frame = prepare(net, *inputs).frame
-    assert make_report(frame, algorithm_steps, explained(net, frame)).training_bytes == 64 * held
+    assert make_report(frame, algorithm_of, explained(net, frame)).training_bytes == 64 * held
 
 
 def test_what_compiled_cells_send_again():
@@ -222,7 +221,7 @@ def test_what_compiled_cells_send_again():
             make()
             frame = programs(net)[-1].frame
             found = explained(net, frame)
-            reports = [make_report(frame, algorithm_steps, each) for each in (None, found)]
+            reports = [make_report(frame, algorithm_of, each) for each in (None, found)]
             plain, again = (collectives_of(report.traffic)["all_reduce"] for report in reports)
             assert again[0] == plain[0]
             counts.append(again[1] - plain[1])

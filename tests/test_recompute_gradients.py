@@ -198,5 +198,5 @@ def test_operators_give_the_same_bits(make, settings):
 
 @pytest.mark.parametrize("make, settings", OPERATORS[:3])
 def test_operators_in_a_graph_are_an_error(make, settings):
-    with pytest.raises(ValueError, match="a graph recomputes whole Cells"):
+    with pytest.raises(ValueError, match="compiled functions can only recompute whole Cells"):
         step(make, compiled=True, **settings)

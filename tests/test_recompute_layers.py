@@ -2,7 +2,7 @@
 
 import pytest
 
-from mindformers_core.recompute.layers import common_layers, layer_numbers
+from mindformers_core.recompute.settings import layer_numbers
 
 
 @pytest.mark.parametrize(
@@ -26,14 +26,14 @@ def test_forms_of_layer_numbers(given, numbers):
 
 LAYER_ERRORS = [
     (3, TypeError, "full: 3 should be true for all layers, a list of layer numbers, as [0, 3], or ranges of them, as "),
-    ([True], TypeError, "full: True is no number of a layer: give true for all layers, a list of"),
-    ([-1], ValueError, "full: -1 should be at least 0, the number of the first layer"),
+    ([True], TypeError, "full: [True] should be true for all layers, a list of"),
+    ([-1], ValueError, "full: '-1' is neither a number from 0 to 99999 nor a range: give true for all"),
     ([], ValueError, "full: [] has no layer in it: give true for all layers"),
     ("0-", ValueError, "full: '0-' is neither"),
-    ("true", ValueError, "full: 'true' is neither a layer's number nor a range: give true for all layers, a list of"),
+    ("true", ValueError, "full: 'true' is neither a number from 0 to 99999 nor a range: give true for all"),
     ("0-1000000", ValueError, "full: '0-1000000' is neither"),
-    ("1, 7-5", ValueError, "full: range '7-5' ends before it begins: try '5-7'"),
-    ([3, 4, 4], ValueError, "full: layer 4 is given twice in [3, 4, 4]"),
+    ("1, 7-5", ValueError, "full: the range '7-5' ends before it begins: write 5-7"),
+    ([3, 4, 4], ValueError, "full: [3, 4, 4] gives a layer twice"),
     ((2, 0), ValueError, "full: (2, 0) should be in ascending order, [0, 2]"),
 ]  # fmt: skip
 
@@ -43,19 +43,3 @@ def test_wrong_layer_numbers(given, kind, message):
     with pytest.raises(kind) as caught:
         layer_numbers(given, "full")
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "both"),
-    [
-        (True, True, True),
-        (True, (1, 2), (1, 2)),
-        ((1, 2), True, (1, 2)),
-        ((0, 2, 4), (1, 2, 4), (2, 4)),
-        ((0,), (1,), ()),
-        (None, True, ()),
-        (True, None, ()),
-    ],
-)
-def test_common_layers(one, other, both):
-    assert common_layers(one, other) == both

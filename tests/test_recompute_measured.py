@@ -8,13 +8,13 @@ from mindspore import Tensor
 from saved_tensors import measured, scalar_of
 from test_recompute_gradients import INPUTS, Cast, Half, Net, Views, drawn, llama, sharded
 
+from mindformers_core.analysis.prediction import recomputed, saved_bytes
+from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication import backend_fake, init_distributed, shutdown
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recompute import keeping, recompute
-from mindformers_core.recompute.algorithms import algorithm_of
 from mindformers_core.recompute.explained import keepers_by_key
 from mindformers_core.recompute.keeping import Handle, count_recomputations
-from mindformers_core.recompute.prediction import recomputed, saved_bytes
 from mindformers_core.tensor_parallel import explain, programs, shard
 from mindformers_core.zero import hsdp, value_and_grad
 

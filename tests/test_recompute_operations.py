@@ -35,7 +35,8 @@ def llama(mesh):
 def costs(frame, path):
     """`[(operator, cost)]` of the instructions in one Cell's `construct`."""
     places = [place for place in operators_in_order(frame) if place.path == path]
-    steps = {place.key: operations(place, lambda plan: ()) for place in places}
+    nothing = SimpleNamespace(arguments={}, nodes=[]), []
+    steps = {place.key: operations(place, lambda plan: nothing) for place in places}
     return [(place.entry.node.operator, steps[place.key]) for place in places if hasattr(place.entry, "node")]
 
 
@@ -86,10 +87,11 @@ def test_what_an_algorithm_sends():
     cell = Function(lambda x: ops.softmax(x, 1))
     _, frame = planned(cell, mesh, (float_meta(4, 6),), arriving={"inputs": layout(None, "tp")})
     (place,) = [place for place in operators_in_order(frame) if getattr(place.entry, "algorithm", None)]
-    with pytest.raises(ValueError, match=r"Softmax .* algorithm 'softmax' over tp: algorithm_steps has to tell"):
+    with pytest.raises(ValueError, match=r"Softmax .* algorithm 'softmax' over tp: pass algorithm=algorithm_of"):
         operations(place)
     step = SimpleNamespace(forward=("all_reduce", 16))
-    assert operations(place, lambda plan: [(step, True)]) == 5 * 4 * 3 + 16 * OPERATIONS_PER_BYTE
+    graph = SimpleNamespace(arguments={}, nodes=[SimpleNamespace(operator="Redistribute", args=(), kwargs={})])
+    assert operations(place, lambda plan: (graph, [[step]])) == 5 * 4 * 3 + 16 * OPERATIONS_PER_BYTE
 
 
 def place_of(operator, tensors, shapes, cut=None):

@@ -7,13 +7,13 @@ import pytest
 from captured_models import MODELS, small_llama
 from mindspore import Tensor, nn, ops
 from planned_models import planned
+from test_recompute_patterns import select
 
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh, init_device_mesh
 from mindformers_core.program.operator_names import friendly_name, operator_names, operator_texts, plain_name
 from mindformers_core.program.places import operators_in_order
 from mindformers_core.program.plan import FramePlan, Move, OperatorPlan, called_cells
-from mindformers_core.recompute.patterns import select
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import shard
 

@@ -5,13 +5,12 @@ import re
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from test_recompute_patterns import CELLS, NAMES, name_of, removed
+from test_recompute_patterns import CELLS, NAMES, name_of, removed, select
 
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.program.operator_names import operator_texts
 from mindformers_core.recompute import recompute, swap
 from mindformers_core.recompute.explained import keepers_by_key
-from mindformers_core.recompute.patterns import select
 from mindformers_core.tensor_parallel import prepare, shard
 
 
@@ -130,12 +129,11 @@ def test_recompute_names_them(settings, message, compiled):
         ({"op_swap": {"*.tanhh": True}}, "swap.op_swap['*.tanhh']: '*.tanhh' matches no Cell or operator"),
         (
             {"op_swap": {"layers.0-1.tanh": {"layers": "2-3"}}},
-            "swap.op_swap['layers.0-1.tanh'].layers: nothing that 'layers.0-1.tanh' selects is in layers 2-3: it is in "
-            "layers 0-1",
+            "swap.op_swap['layers.0-1.tanh'].layers: nothing that 'layers.0-1.tanh' selects is in layers [2, 3]",
         ),
         (
             {"op_swap": {".matmul": {"layers": "1,3"}}},
-            "swap.op_swap['.matmul'].layers: nothing that '.matmul' selects is in layers 1, 3: it is in no layer",
+            "swap.op_swap['.matmul'].layers: nothing that '.matmul' selects is in layers [1, 3]",
         ),
         (
             {"op_swap": {".matmul": {"layers": [7]}}},

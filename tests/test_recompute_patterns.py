@@ -1,12 +1,13 @@
 """Patterns that select Cells and operators: examples, and all errors."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from mindformers_core.program.operator_names import Label, OperatorName
 from mindformers_core.program.places import Place
-from mindformers_core.recompute.patterns import Pattern, parse_pattern, select
+from mindformers_core.recompute.patterns import check_found, match, parse_pattern
 
 
 def name_of(key, path, operator, *variables, number=0, count=1):
@@ -50,6 +51,20 @@ NAMES = [
     ),
     name_of((1,), "", "Cast"),
 ]
+
+
+def select(patterns, names, cells, where="select", required=True):
+    """The keys that patterns select, of Cells and of operators, in order, together and by pattern."""
+    found = []
+    for number, text in enumerate(patterns):
+        place = f"{where}[{number}]" if len(patterns) > 1 else where
+        found.append(match(parse_pattern(text, place), names, cells))
+        if required:
+            check_found(found[-1].pattern, [found[-1].found])
+    chosen = {key for each in found for key in (*each.cells, *each.operators)}
+    together = [key for key, _ in cells if key in chosen], [n.place.key for n in names if n.place.key in chosen]
+    by_pattern = {each.pattern.text: (each.cells, each.operators) for each in found}
+    return SimpleNamespace(cells=tuple(together[0]), operators=tuple(together[1]), by_pattern=by_pattern)
 
 
 def chosen(*patterns):
@@ -126,8 +141,6 @@ def test_several_patterns_together():
     assert list(found.by_pattern) == patterns
     assert found.by_pattern["layers.0.*.MatMul[0]"] == ((), ((0, 0, 1, 1),))
     assert found.by_pattern["layers.0-1.mlp"] == (((0, 0, 2), (0, 1, 2)), ())
-    assert select([parse_pattern(text, "x") for text in patterns], NAMES, CELLS) == found
-    assert select([], NAMES, CELLS).by_pattern == {}
 
 
 WRONG = {
@@ -136,12 +149,12 @@ WRONG = {
     "a..b": "segment 2 is empty",
     "a.b.": "segment 3 is empty",
     "layers.7-0": "the range '7-0' ends before it begins: write 0-7",
-    "layers.0-": "'0-' in '0-' is neither a number from 0 to 99999 nor a range",
-    "layers.1,,2": "'' in '1,,2' is neither a number from 0 to 99999 nor a range",
+    "layers.0-": "'0-' is neither a number from 0 to 99999 nor a range",
+    "layers.1,,2": "'' is neither a number from 0 to 99999 nor a range",
     "layers[0].mlp": "'layers[0]' has an index, which only an operator at the end has: a Cell in a list is layers.0",
     "mul[1]x": "the brackets in 'mul[1]x' are not a name with an index behind it",
-    "layers.0-100000": "'0-100000' in '0-100000' is neither a number from 0 to 99999 nor a range",
-    "mul[x]": "'x' in 'mul[x]' is neither a number from 0 to 99999 nor a range",
+    "layers.0-100000": "'0-100000' is neither a number from 0 to 99999 nor a range",
+    "mul[x]": "'x' is neither a number from 0 to 99999 nor a range",
     "mul[2-1]": "the range '2-1' ends before it begins: write 1-2",
     "**[1]": "'**' in '**[1]' is not the name of an operator",
     "0-7[1]": "'0-7' in '0-7[1]' is not the name of an operator",
@@ -164,19 +177,13 @@ def test_what_is_no_text(given):
         chosen(given)
 
 
-@pytest.mark.parametrize("given", ["layers.*.mlp", 3, None])
-def test_what_is_no_list_of_patterns(given):
-    with pytest.raises(TypeError, match=re.escape(f"swap.select: {given!r} should be a list of patterns")):
-        select(given, NAMES, CELLS, "swap.select")
-
-
 NOTHING = {
     "layers.*.self": "below 'layers.*' are 'input_layernorm', 'self_attn', 'mlp' (did you mean 'self_attn'?)",
     "layers.*.self.softmax": "below 'layers.*' are 'input_layernorm', 'self_attn', 'mlp' (did you mean 'self_attn'?)",
     "layers.*.self_attn.Softmaxx": "below 'layers.*.self_attn' are 'q_proj', 'MatMul', 'Softmax', "
     "'weights' (did you mean 'Softmax'?)",
     "layers.8-9.mlp": "below 'layers' are '0-7'",
-    "layers": "'layers' is a list of Cells, which is never called itself: below it are '0-7'",
+    "layers": "below 'layers' are '0-7'",
     "layer.0": "there are '0-7', 'model', 'layers', 'input_layernorm', 'self_attn', … (did you mean 'layers'?)",
     "qqq": "there are '0-7', 'model', 'layers', 'input_layernorm', 'self_attn', …",
     ".layers.0": "at the root are 'model', 'Cast'",
@@ -195,10 +202,3 @@ def test_what_matches_nothing(pattern):
 def test_a_program_without_operators():
     with pytest.raises(ValueError, match="there are no names"):
         select(["a"], [], [((), "")])
-
-
-def test_the_pattern_of_a_config_is_read_before_there_is_a_model():
-    pattern = parse_pattern("layers.0-7.mlp", "recompute.select[4]")
-    assert isinstance(pattern, Pattern)
-    with pytest.raises(ValueError, match=re.escape("recompute.select[4]: 'layers.0-7.mlp' matches no Cell")):
-        select([pattern], [], [((), "")])

@@ -7,11 +7,11 @@ from mindspore import Parameter, Tensor, nn, ops
 from models import EXAMPLES, axes_of
 from saved_tensors import measured
 
+from mindformers_core.analysis.prediction import saved_bytes
+from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication import backend_fake
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
-from mindformers_core.recompute.algorithms import algorithm_of
-from mindformers_core.recompute.prediction import saved_bytes
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import shard
 

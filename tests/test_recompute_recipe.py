@@ -4,10 +4,18 @@ import pytest
 import yaml
 from test_recipe import CONFIGS, TINY
 
-from mindformers_core.recompute.settings import DEFAULT_OP_SWAP, RecomputeSettings, SwapSettings
-from mindformers_core.recompute.swap_entries import LayerSwap, OperatorSwap
+from mindformers_core.recompute.settings import (
+    DEFAULT_OP_SWAP,
+    LayerSwap,
+    OperatorSwap,
+    RecomputeSettings,
+    SwapSettings,
+)
 from mindformers_core.trainer.recipe_loader import load_recipe, recipe_to_yaml
-from mindformers_core.trainer.recompute_recipe import swap_settings
+
+
+def swap_settings(recipe):
+    return recipe.swap if recipe.swap.is_on else None
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -190,34 +198,17 @@ ERRORS = [  # overrides of the tiny recipe with 4 layers, error, and a piece of 
         "\"swap.op_swap={'layers.*.mlp': true}\"",
     ),
     (["swap.op_swap.*.mlp.layers=0-1"], ValueError, "write \"swap.op_swap={'*.mlp': {layers: 0-1}}\""),
-    (["recompute.full=2-4"], ValueError,
-        "recompute.full: there is no layer 4: model.num_hidden_layers 4 makes layers 0 to 3"),
-    (["swap.layer_swap=[{layers: [0]}, {layers: [1, 7]}]"], ValueError,
-        "swap.layer_swap[1].layers: there is no layer 7"),
-    (["swap.op_swap={mlp: {layers: [4]}}"], ValueError,
-        "swap.op_swap['mlp'].layers: there is no layer 4: model.num_hid"),
     (
         ["recompute=true", "recompute.parallel_optimizer_comm_recompute=true"],
         ValueError,
         "recompute.parallel_optimizer_comm_recompute: True is about the gathered weights of parallelism.zero_level=3, "
         "but zero_level is 0: leave it out, or use parallelism.zero_level=3",
     ),
-    (["recompute.full=1-3", "swap.layer_swap=[{layers: [0]}, {layers: [2, 3]}]"], ValueError,
-        "swap.layer_swap[1].layers: layer 2 can't be swapped and recomputed (recompute.full): what is computed again"),
-    (["recompute=true", "swap.layer_swap=[{layers: true}]"], ValueError,
-        "swap.layer_swap[0].layers: all layers can't be"),
-    (
-        ["recompute.budget=0.5", "context.mode=0"],
-        ValueError,
-        "recompute.budget: 0.5 chooses single operators, but context.mode: 0 (graph mode) compiles the passes, and "
-        "then only whole Cells can be recomputed: use recompute.full, recompute.select with patterns of Cells, or ",
-    ),
-    (
-        ["swap=true", "context.mode=0"],
-        ValueError,
-        "swap: nothing can be swapped where context.mode: 0 (graph mode) compiles the passes: leave section swap out "
-        "(swap=false) and use recompute.full, recompute.select with patterns of Cells, or context.mode=1 (PyNative)",
-    ),
+    (["recompute.budget=0.5", "context.mode=0"], ValueError,
+        "recompute.budget: compiled functions can only recompute whole Cells: use recompute.full, or recompute.select"),
+    (["swap=true", "context.mode=0"], ValueError, "swap: compiled functions can only recompute whole Cells"),
+    (["recompute.full=true", "recompute.mp_comm_recompute=false", "context.mode=0"], ValueError,
+        "recompute.mp_comm_recompute: false: compiled functions can only recompute whole Cells"),
     (
         ["recompute.budget=0.5", "context.engine=eager"],
         ValueError,

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from mindformers_core.analysis.prediction import Prediction
 from mindformers_core.layout import bind_layout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.program.cutting import unshared
@@ -11,7 +12,6 @@ from mindformers_core.program.graph import CallNode, CellGraph, OperatorNode, Pa
 from mindformers_core.program.places import operators_in_order
 from mindformers_core.program.plan import CallPlan, FramePlan, OperatorPlan, called_cells
 from mindformers_core.program.structure import Value
-from mindformers_core.recompute.prediction import Prediction
 
 MESH = init_device_mesh((1,), ("tp",))
 SHAPE = (4, 4)

@@ -6,8 +6,13 @@ import sys
 
 import pytest
 
-from mindformers_core.recompute.settings import DEFAULT_OP_SWAP, RecomputeSettings, SwapSettings
-from mindformers_core.recompute.swap_entries import LayerSwap, OperatorSwap
+from mindformers_core.recompute.settings import (
+    DEFAULT_OP_SWAP,
+    LayerSwap,
+    OperatorSwap,
+    RecomputeSettings,
+    SwapSettings,
+)
 
 
 def test_defaults_ask_for_nothing():
@@ -46,14 +51,14 @@ def test_one_form_of_recompute_settings():
 
 
 RECOMPUTE_ERRORS = [
-    ({"full": "7-0"}, ValueError, "full: range '7-0' ends before it begins"),
+    ({"full": "7-0"}, ValueError, "full: the range '7-0' ends before it begins"),
     ({"select": 3}, TypeError, "select: 3 should be a pattern, or a list of patterns, as ['layers.0-7.mlp']"),
     ({"exclude": False}, TypeError, "exclude: False should be a pattern, or a list of patterns, as"),
     ({"full": [2, 1]}, ValueError, "full: [2, 1] should be in ascending order, [1, 2]"),
     ({"select": ["a", 3]}, TypeError, "select[1]: 3 should be a pattern, a text as 'layers.0-7.mlp'"),
     ({"select": ["a", " "]}, ValueError, "select[1]: ' ' is an empty pattern: it should name a Cell or an operator"),
     ({"exclude": "*.cast"}, ValueError,
-        "exclude: ['*.cast'] is taken out of what is recomputed, but nothing is: give fu"),
+        "exclude: ['*.cast'] is about what is recomputed, but nothing is: give fu"),
     ({"mp_comm_recompute": False}, ValueError,
         "mp_comm_recompute: False is about what is recomputed, but nothing is: give full, select or budget, or leave"),
     ({"parallel_optimizer_comm_recompute": False}, ValueError,
@@ -120,7 +125,7 @@ SWAP_ERRORS = [
     ({"layer_swap": [3]}, TypeError, "layer_swap[0]: 3 should be a mapping with layers, backward_prefetch; layer_swap"),
     ({"layer_swap": [{}]}, ValueError, "layer_swap[0].layers: missing; layer_swap is given as"),
     ({"layer_swap": [{"layer": [0]}]}, ValueError,
-        "layer_swap[0].layer: unknown key (did you mean 'layers'?); known: layers, backward_prefetch"),
+        "layer_swap[0].layer: unknown key (did you mean 'layers'?); layer_swap is given as"),
     ({"layer_swap": [{"layers": None}]}, ValueError, "layer_swap[0].layers: None means no layer: leave the entry out"),
     ({"layer_swap": [{"layers": [0]}, {"layers": "1-x"}]}, ValueError, "layer_swap[1].layers: '1-x' is neither"),
     ({"layer_swap": [{"layers": [2, 0]}]}, ValueError, "layer_swap[0].layers: [2, 0] should be in ascending order, [0"),
@@ -128,24 +133,18 @@ SWAP_ERRORS = [
         "layer_swap[0].backward_prefetch: 0 should"),
     ({"layer_swap": [{"layers": [0], "backward_prefetch": "2"}]}, TypeError,
         "layer_swap[0].backward_prefetch: '2' (str) should"),
-    ({"layer_swap": [{"layers": "0-3"}, {"layers": [3, 5]}]}, ValueError,
-        "layer_swap[1].layers: layer 3 is in layer_swap[0], too: give one backward_prefetch for each"),
-    ({"layer_swap": [{"layers": True}, {"layers": True}]}, ValueError,
-        "layer_swap[1].layers: all layers are in layer_sw"),
     ({"op_swap": "*.cast"}, TypeError, "op_swap: '*.cast' should be given as {'*.mlp': true, '*.cast': {layers: 0-3"),
     ({"op_swap": ["*.cast"]}, TypeError, "op_swap[0]: '*.cast' should be a mapping with op_name, layers, backward"),
-    ({"op_swap": [{"*.mlp": True}]}, ValueError, "op_swap[0].*.mlp: unknown key; known: op_name, layers, backward_pre"),
+    ({"op_swap": [{"*.mlp": True}]}, ValueError, "op_swap[0].*.mlp: unknown key; op_swap is given as"),
     ({"op_swap": [{"layers": [0]}]}, ValueError, "op_swap[0].op_name: missing; op_swap is given as"),
     ({"op_swap": [{"op_nam": "a"}]}, ValueError, "op_swap[0].op_nam: unknown key (did you mean 'op_name'?)"),
     ({"op_swap": [{"op_name": ""}]}, ValueError, "op_swap[0].op_name: '' is an empty pattern"),
-    ({"op_swap": [{"op_name": "a"}, {"op_name": "a", "layers": [1]}]}, ValueError,
-        "op_swap[1].layers: layer 1 is in op_swap[0], too"),
     ({"op_swap": {"layers": "0-1"}}, TypeError, "op_swap['layers']: '0-1' should be a mapping with layers, backward"),
     ({"op_swap": {"a": {"layers": [2, 0]}}}, ValueError, "op_swap['a'].layers: [2, 0] should be in ascending order, "),
     ({"op_swap": {3: True}}, TypeError, "op_swap[3].op_name: 3 should be a pattern"),
     ({"op_swap": {"a": False}}, TypeError, "op_swap['a']: False should be a mapping with layers, backward_prefetch"),
     ({"op_swap": {"a": {"op_name": "b"}}}, ValueError,
-        "op_swap['a'].op_name: unknown key; known: layers, backward_prefe"),
+        "op_swap['a'].op_name: unknown key; op_swap is given as"),
     ({"op_swap": {"a": {"layers": False}}}, ValueError,
         "op_swap['a'].layers: False means no layer: leave the entry out"),
     ({"op_swap": {"a": {"backward_prefetch": -1}}}, ValueError,

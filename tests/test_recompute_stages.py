@@ -1,6 +1,8 @@
 """Patterns and layers on stages of a pipeline: those that are on none of them are an error, on all ranks."""
 
+import json
 import re
+from types import SimpleNamespace
 
 import mindspore as ms
 import pytest
@@ -8,25 +10,34 @@ from mindspore import Tensor, nn, ops
 from small_pipelines import Scale, array, pipeline
 
 from mindformers_core.mesh import init_device_mesh
+from mindformers_core.program.operator_names import Label, OperatorName
+from mindformers_core.program.places import Place
 from mindformers_core.recompute import recompute, swap
+from mindformers_core.recompute.selection import NamedProgram
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
-from mindformers_core.recompute.stages import check_stages
+from mindformers_core.recompute.stages import check_stages, stage_summary
 from mindformers_core.tensor_parallel import prepare, shard
 
 X = Tensor(array(4, 4))
-FIRST = {
-    "layers": [[0, "layers.0"]],
-    "paths": ["", "layers", "layers.0"],
-    "cells": ["", "layers.0"],
-    "operators": [["layers.0", [["Tanh", False, 0, 1]]]],
-}
-SECOND = {
-    "layers": [[1, "layers.1"]],
-    "paths": ["", "layers", "layers.1"],
-    "cells": ["", "layers.1"],
-    "operators": [["", [["mean", True, 0, 1]]]],
-}
-WITHOUT_PROGRAM = {"cells": None, "operators": []}
+LAYERS = {0: ["layers.0"]}, {1: ["layers.1"]}
+PATHS = ["", "layers", "layers.0"], ["", "layers", "layers.1"]
+
+
+def program_of(cells, path, operator, variable):
+    """What is known of a program of some Cells with one operator."""
+    label = Label(variable or operator, bool(variable))
+    name = OperatorName(Place((len(cells),), path, None, None), path, operator, (label,))
+    program = object.__new__(NamedProgram)
+    program.names, program.closed, program.path = [name], set(), ""
+    program.cells = [((number,), each) for number, each in enumerate(cells)]
+    program.places, program._nameless = [name.place], []
+    inside = {key: {name.place.key} for key, each in program.cells if each in (path, "")}
+    program.prediction = SimpleNamespace(cell_keys=lambda key: inside.get(key, set()))
+    program.inside = lambda roots: {name.place.key} if {*roots} & {name.place.key, *inside} else set()
+    return program
+
+
+PROGRAMS = program_of(["", "layers.0"], "layers.0", "Tanh", None), program_of(["", "layers.1"], "", "Mean", "mean")
 
 
 def scales(settings, swapped, second=None, compiled=False):
@@ -91,7 +102,7 @@ def test_a_pattern_that_matches_on_no_stage_is_found_in_the_first_run(settings, 
 def test_patterns_that_match_on_some_stage():
     """Of one stage an operator, of the other a Cell; evaluation asks for nothing, runs after the first neither."""
     asked = {"full": [1], "select": ["weights.0", ".reduce_mean"]}
-    schedule = scales(asked, {"op_swap": {".mul": True}}, {"full": "0"})
+    schedule = scales(asked, {"op_swap": {".mul": True}}, {"full": "0", "select": ".reduce_mean"})
     schedule.evaluate(X)
     prepare(schedule.stages[0].cell.weights["0"], Tensor(array(2, 4)))  # a program of a part
     schedule.run(X)
@@ -123,15 +134,15 @@ def test_recompute_after_the_stages_have_met():
         (
             {"select": ["weights.1", "*.tanh"]},
             {},
-            "recompute.select[1]: '*.tanh' matches no Cell of any stage, and compiled stages recompute whole Cells, no "
-            "operators: there are ",
+            "recompute.select: '*.tanh' matches no Cell of any stage, and compiled stages recompute whole Cells, no "
+            "operators: name Cells",
         ),
-        ({"select": "weights.2"}, {}, "1'; name Cells, or run in PyNative (recipe: context.mode: 1)"),
+        ({"select": "weights.2"}, {}, "name Cells, or run in PyNative (recipe: context.mode: 1)"),
         ({"full": True, "exclude": "*.tanh"}, {}, "recompute.exclude: '*.tanh' matches no Cell of any stage"),
-        ({"full": True, "mp_comm_recompute": False}, {}, "recompute.mp_comm_recompute: False keeps collectives'"),
-        ({"budget": 0.5}, {}, "recompute.budget chooses operators, but a graph recomputes whole Cells: use full"),
-        ({"select": "**", "exclude": "weights.1"}, {}, "Cell 'weights.1' lies in '', which is recomputed, but a"),
-        ({}, {"op_swap": {"tanh": True}}, "swap: nothing can be swapped in a graph, a compiled function: leave it"),
+        ({"full": True, "mp_comm_recompute": False}, {}, "recompute.mp_comm_recompute: false: compiled functions"),
+        ({"budget": 0.5}, {}, "recompute.budget: compiled functions can only recompute whole Cells: use"),
+        ({"select": "**", "exclude": "weights.1"}, {}, "Cell 'weights.1' lies in '', which is recomputed, but "),
+        ({}, {"op_swap": {"tanh": True}}, "swap: compiled functions can only recompute whole Cells"),
     ],
 )
 def test_what_compiled_stages_can_not_do_is_found_when_they_meet(settings, swapped, message):
@@ -173,40 +184,42 @@ def test_layers_without_numbers_on_a_stage():
         pipeline(cells, 2).meet()
 
 
-def check(told, swapped=None, **settings):
-    check_stages(RecomputeSettings(**settings), SwapSettings(**(swapped or {})), told)
+def check(stages="01", swapped=None, layers=LAYERS, shorts=(None, None), programs="01", **settings):
+    """`check_stages` for a pipeline of two stages, of which only some were given these settings, or have programs."""
+    settings, swapping = RecomputeSettings(**settings), SwapSettings(**(swapped or {}))
+    summaries = []
+    for stage in range(2):
+        full = [path for number in layers[stage] if settings.full is True or number in (settings.full or ())
+                for path in layers[stage][number]]  # fmt: skip
+        program = PROGRAMS[stage] if str(stage) in programs else None
+        own = settings, swapping, layers[stage], PATHS[stage], program, full, shorts[stage]
+        summaries.append(json.loads(json.dumps(stage_summary(*own))) if str(stage) in stages else None)
+    check_stages(settings, swapping, summaries)
 
 
-def test_what_stages_tell():
-    check([FIRST, SECOND], select=["layers.1", "*.tanh", "mean"], exclude="layers.0")
-    check([FIRST, SECOND], {"op_swap": {"tanh": {"layers": "0-1"}}}, full="0-1", exclude="mean")
-    check([FIRST, SECOND], {"op_swap": {"layers.*": {"layers": "1"}, "**": {"layers": "0"}}})
-    check([FIRST, SECOND | WITHOUT_PROGRAM], select="nothing")
-    check([FIRST, SECOND], {"swap": False, "op_swap": {"nothing": True}, "layer_swap": [{"layers": "2-3"}]})
-    check([FIRST, SECOND], select=["*.tanh", "mean"], exclude="*.tanh")
-    for told, settings, message in (
-        ([FIRST, SECOND], {"full": True, "select": "*.tanh", "exclude": "layers.*"},
-            r"exclude: \['layers.\*'\] takes out all that is asked for by full \(True\) and select \(\['\*.tanh'\]\)"),
-        ([FIRST, SECOND], {"select": "mean", "exclude": "**"}, "takes out all that is asked for by select"),
-        ([FIRST, SECOND], {"select": "layers.2"}, r"^recompute.select: 'layers.2' .* below 'layers' are '0-1'$"),
-        ([FIRST, SECOND], {"select": "layers.0.tan"},
-            r"below 'layers.0' are 'Tanh' \(did you mean 'Tanh'"),
-        ([FIRST, SECOND | WITHOUT_PROGRAM], {"full": [2]},
-            r"^recompute.full: there is no layer 2: .* 0 to 1, 'layers.0-1'$"),
-        ([FIRST, None], {"full": "0-1"},
-            r"no layer 1: the layers are 0 to 0, 'layers.0'; looked for on stages \[0\] of 2"),
-        ([FIRST | {"layers": []}, None], {"full": True}, r"^recompute.full: the model .*; its Cells are 'layers', wh"),
-        ([FIRST, SECOND], {"select": ["layers.0-1", "layers.1-4"]},
-            r"^recompute.select\[1\]: 'layers.1-4' is only partly there: .* '0-1', not '2-4'$"),
-        ([FIRST, SECOND], {"exclude": "*.0,7.tanh", "full": True},
-            "^recompute.exclude: .* is only partly there: there are"),
-        ([FIRST, None], {"select": "layers.0-1"},
-            r"below 'layers' are '0', not '1'; looked for on sta"),
-        ([FIRST, SECOND], {"swapped": {"op_swap": {"tanh": {"layers": [1]}}}}, "in layer 1: it is in layer 0$"),
-        ([FIRST, SECOND], {"swapped": {"op_swap": {"mean": {"layers": "0-1"}}}}, "in layers 0-1: it is in no layer$"),
+def test_what_stages_know_of_each_other():
+    check(select=["layers.1", "*.tanh", "mean"], exclude="layers.0")
+    check(swapped={"op_swap": {"tanh": {"layers": "0-1"}}}, full="0-1", exclude="mean")
+    check(programs="0", select="nothing")
+    check(swapped={"swap": False, "op_swap": {"nothing": True}, "layer_swap": [{"layers": "2-3"}]})
+    check(select=["*.tanh", "mean"], exclude="*.tanh")
+    for given, message in (
+        ({"select": ["*.tanh"], "exclude": "layers.*"},
+            r"exclude: \['layers.\*'\] takes out all that is asked for by select \(\['\*.tanh'\]\), so nothing"),
+        ({"select": "mean", "exclude": "**"}, "takes out all that is asked for by select"),
+        ({"select": "layers.2"}, r"^recompute.select: 'layers.2' .* below 'layers' are '0-1'$"),
+        ({"select": "layers.0.tan"}, r"below 'layers.0' are 'Tanh' \(did you mean 'Tanh'"),
+        ({"full": [2], "programs": "0"}, r"^recompute.full: there is no layer 2: .* 0 to 1, 'layers.0-1'$"),
+        ({"stages": "0", "full": "0-1"}, r"no layer 1: the layers are 0 to 0, .*; looked for on stages \[0\] of 2"),
+        ({"stages": "0", "layers": ({}, {}), "full": True}, r"^recompute.full: the model .*; its Cells are 'l"),
+        ({"select": ["layers.0-1", "layers.1-4"]},
+            r"^recompute.select\[1\]: 'layers.1-4' is only partly there: .* '1', not '2-4'$"),
+        ({"exclude": "*.0,7.tanh", "full": True}, "^recompute.exclude: .* is only partly there: there are"),
+        ({"stages": "0", "select": "layers.0-1"}, r"below 'layers' are '0', not '1'; looked for on sta"),
+        ({"swapped": {"op_swap": {"tanh": {"layers": [1]}}}}, r"nothing that 'tanh' selects is in layers \[1\]$"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
-            check(told, **settings)
+            check(**given)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -230,10 +243,9 @@ def test_a_budget_is_out_of_reach_of_all_stages_together():
 
 
 def test_the_least_budget_of_all_stages():
-    told = [FIRST | {"short": short} for short in ([2, 100], None, [9, 200], [4, 100])]
     message = (
-        "recompute.budget: 0.01 is out of reach on stage 2: with all computed again that may be, 9 B of 200 B stay;"
+        "recompute.budget: 0.01 is out of reach on stage 1: with all computed again that may be, 9 B of 200 B stay;"
     )
     with pytest.raises(ValueError, match=f"^{message} the least budget for all stages is 0.045$"):
-        check(told, budget=0.01)
-    check([FIRST | {"short": None}, SECOND], budget=0.01)
+        check(shorts=([2, 100], [9, 200]), budget=0.01)
+    check(budget=0.01)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from split_models import SMALL, Sequence, batch, build, config_of, parts_of, whole_of
 
-from mindformers_core.capture.algorithm_steps import algorithm_steps
+from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.explaining.report import make_report
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
@@ -49,7 +49,7 @@ def added(traffics):
 
 
 def traffic(frame):
-    return make_report(frame, algorithm_steps).traffic
+    return make_report(frame, algorithm_of).traffic
 
 
 OPTIONS = {

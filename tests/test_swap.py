@@ -11,15 +11,14 @@ from saved_tensors import scalar_of
 from test_recompute_gradients import INPUTS, Half, Net, drawn, llama, sharded, without
 from test_recompute_measured import others, place_of, tensors_in
 
+from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.hints import bytes_shown
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.program.operator_names import operator_texts
 from mindformers_core.recompute import keeping, offloading, recompute, swap
-from mindformers_core.recompute.algorithms import algorithm_of
-from mindformers_core.recompute.choosing import choose_keys
 from mindformers_core.recompute.offloading import Offloading
+from mindformers_core.recompute.selection import NamedProgram, check_apart, recomputed_keys, swapped_keys
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
-from mindformers_core.recompute.swapped import check_apart, swapped_keys
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import explain, prepare, programs, shard
 from mindformers_core.zero import hsdp, value_and_grad
@@ -171,41 +170,43 @@ def test_results_come_back_ahead_of_use(monkeypatch, prefetch):
 
 
 BOTH = [  # what recompute() and swap() are told, an operator that both take, and who asks for it
-    ({"full": "0-1"}, {"layer_swap": [{"layers": "1-2"}]}, "layers.1.mlp.SiLU", "recompute.full", "swap.layer_swap[0]"),
+    (
+        {"full": "0-1"},
+        {"layer_swap": [{"layers": "1-2"}]},
+        "layers.1.mlp.SiLU",
+        "recompute.full and swap.layer_swap[0]",
+    ),
     (
         {"select": ["*.tanh", "*.mlp", "layers.1.*.silu"]},
         {"op_swap": {"*.self_attn": True, "**.silu": {"layers": [1]}}},
         "layers.1.mlp.SiLU",
-        "recompute.select '*.mlp', recompute.select 'layers.1.*.silu'",
-        "swap.op_swap['**.silu']",
+        "recompute.select '*.mlp' and recompute.select 'layers.1.*.silu' and swap.op_swap['**.silu']",
     ),
 ]
 
 
-@pytest.mark.parametrize(("settings", "swapping", "name", "recomputed", "swapped"), BOTH)
-def test_who_asks_for_what_is_recomputed_and_swapped(settings, swapping, name, recomputed, swapped):
+@pytest.mark.parametrize(("settings", "swapping", "name", "asked"), BOTH)
+def test_who_asks_for_what_is_recomputed_and_swapped(settings, swapping, name, asked):
     settings, swapping = RecomputeSettings(**settings), SwapSettings(**swapping)
-    frame = prepare(sharded(llama), *INPUTS[llama]()).frame
+    program = NamedProgram(prepare(sharded(llama), *INPUTS[llama]()).frame, "", algorithm_of)
     layers = {number: [f"model.layers.{number}"] for number in range(3)}
     full = [layers[number][0] for number in settings.full or ()]
-    again = choose_keys(settings, frame, algorithm_of, full=full, is_part=True)
-    on_host = swapped_keys(swapping, frame, layers, is_part=True)
-    (key,) = (key for key, text in operator_texts(frame).items() if text == f"model.{name}")
+    again, on_host = recomputed_keys(settings, program, full), swapped_keys(swapping, program, layers)
+    (key,) = (key for key, text in operator_texts(program.frame).items() if text == f"model.{name}")
     assert key in again and key in on_host
-    given = {"full": full, "label": "the Net"}
-    message = f"model.{name} of the Net is recomputed ({recomputed}) and swapped ({swapped}): what is computed again"
+    message = f"model.{name} of the Net is recomputed and swapped, by {asked}: what is computed again"
     with pytest.raises(ValueError, match=re.escape(message)):
-        check_apart(settings, swapping, frame, layers, again, {key: 1}, **given)
-    check_apart(settings, swapping, frame, layers, again - on_host.keys(), on_host, **given)
+        check_apart(settings, swapping, program, layers, full, [key], "the Net")
+    check_apart(settings, swapping, program, layers, full, [], "the Net")
 
 
 def test_what_cant_be():
     with pytest.raises(ValueError, match=r"swap\(\) was called with the root Cell \(Net\) already"):
         swap(swap(sharded(Net), swap=True, op_swap={"*.tanh": True}), swap=True)
-    with pytest.raises(ValueError, match="swap: nothing can be swapped in a graph"):
+    with pytest.raises(ValueError, match="swap: compiled functions can only recompute whole Cells"):
         value_and_grad(hsdp(swap(sharded(llama), swap=True)), compiled=True)(*INPUTS[llama]())
     both = swap(recompute(sharded(llama), full="0-1"), layer_swap=[{"layers": [1]}])
-    with pytest.raises(ValueError, match=r"model.layers.1.input_layernorm.Square .* is recomputed \(recompute.full"):
+    with pytest.raises(ValueError, match=r"model.layers.1.input_layernorm.Square .* and swapped, by recompute.full"):
         both(*INPUTS[llama]())
     with pytest.raises(ValueError, match=r"swap.op_swap\['\*.softmx'\]: '\*.softmx' matches no Cell or operator"):
         swap(sharded(llama), op_swap={"*.softmx": True})(*INPUTS[llama]())
@@ -223,6 +224,6 @@ def test_what_cant_be():
     with pytest.raises(ValueError, match=rf"{meant}: '\*.self_attn' matches no Cell or operator"):
         swap(sharded(Net), swap=True)(Tensor(np.eye(4, 8, dtype=np.float32)))
     both = swap(recompute(sharded(llama), full=True), swap=True)
-    with pytest.raises(ValueError, match=rf"is recomputed \(recompute.full\) and swapped \({meant}\)"):
+    with pytest.raises(ValueError, match=rf"is recomputed and swapped, by recompute.full and {meant}"):
         both(*INPUTS[llama]())
     assert swap(sharded(Net), swap=False, op_swap={"*.tanh": True})(Tensor(np.eye(4, 8, dtype=np.float32))) is not None

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import count
 from math import prod
 
+from mindformers_core.analysis.algorithms import algorithm_parts
 from mindformers_core.analysis.courses import Course, Memory, Repetition, Run, Tensor, placeholder
 from mindformers_core.analysis.saved_by_operator import saved_by
 from mindformers_core.analysis.views import contiguous_strides, gives_its_input, is_cast_to_its_dtype, viewed
@@ -31,8 +32,7 @@ class Following:
 
     Args:
         frame: the root's `FramePlan`.
-        algorithm: `OperatorPlan` with an `algorithm` -> pair of the `CellGraph` of what runs in its place and, for each
-            of its nodes, the `Step`s of a redistribution or None. See `mindformers_core.recompute.algorithms`.
+        algorithm: as of `algorithm_parts`.
         arguments_need: whether gradients flow back to the root's arguments: see `saved_activations`.
     """
 
@@ -246,16 +246,11 @@ class _Follower:
 
     def distributed(self, key, plan, tensors):
         """The results of a distributed algorithm: those of its operators and moves."""
-        if self.algorithm is None:
-            raise ValueError(
-                f"{plan.node.operator} ({plan.node.source}) runs the distributed algorithm '{plan.algorithm}': to "
-                "foretell what it keeps, pass algorithm=mindformers_core.recompute.algorithms.algorithm_of"
-            )
-        graph, moves = self.algorithm(plan)
+        parts, graph = algorithm_parts(plan, self.algorithm)
         held = {value.id: tensor for value, tensor in zip(values_in(graph.arguments), tensors)}
         for use in graph.constants:
             held[use.value.id] = _outside(use.value, use.value.shape, False)
-        for node, steps in zip(graph.nodes, moves, strict=True):
+        for node, steps in parts:
             taken = [held[value.id] for value in values_in((node.args, node.kwargs))]
             outputs = values_in(node.outputs)
             if steps is not None:

@@ -7,6 +7,7 @@ another place. What a rank sends has a price in operations, or the cheapest to c
 
 from math import prod
 
+from mindformers_core.analysis.algorithms import algorithm_steps
 from mindformers_core.operators.views import is_view
 from mindformers_core.program.graph import CallNode
 from mindformers_core.program.plan import CallPlan, Move
@@ -66,19 +67,19 @@ _PER_ELEMENT = {
 }
 
 
-def operations(place, algorithm_steps=None):
+def operations(place, algorithm=None):
     """How many floating-point operations one instruction takes on a rank, forward.
 
     Args:
         place: a `Place`.
-        algorithm_steps: what the distributed algorithms of operators send, see `explaining.report.make_report`.
+        algorithm: as of `algorithm_parts`.
 
     Returns:
         A whole number: 2·m·n·k for products, attention (the whole of the scores, whatever is masked) and convolutions;
         1 to 10 an element of the largest tensor for others; 0 for views; `OPERATIONS_PER_BYTE` for what is sent.
 
     Raises:
-        ValueError: an operator runs a distributed algorithm, and there is no `algorithm_steps`.
+        ValueError: an operator runs a distributed algorithm, and there is no `algorithm`.
     """
     entry = place.entry
     if isinstance(entry, Move):
@@ -90,12 +91,7 @@ def operations(place, algorithm_steps=None):
     own = _own_operations(entry, place.frame.mesh, shapes[:inputs], shapes[inputs:])
     if entry.algorithm is None:
         return own
-    if algorithm_steps is None:
-        raise ValueError(
-            f"Cell '{place.path}': operator {entry.node.operator} ({entry.node.source}) runs the distributed algorithm "
-            f"'{entry.algorithm}' over {', '.join(entry.cut_axes)}: algorithm_steps has to tell what it sends"
-        )
-    return own + sum(_step_operations(step) for step, _ in algorithm_steps(entry))
+    return own + sum(_step_operations(step) for step, _ in algorithm_steps(entry, algorithm))
 
 
 def _tensors(plan):

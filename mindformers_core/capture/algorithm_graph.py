@@ -12,12 +12,35 @@ from mindformers_core.capture.capture import capture
 from mindformers_core.capture.frame import Made
 from mindformers_core.capture.traced import Traced, call_site
 from mindformers_core.dtensor.distributed_operators import ALGORITHMS, Cut
-from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.dtensor.move import cost_model, dtype_name
 from mindformers_core.operators import TensorMeta, tensor_meta
 from mindformers_core.program.graph import OperatorNode
 from mindformers_core.program.structure import Value, map_leaves, values_in
+from mindformers_core.redistribution import plan_redistribution
 
-__all__ = ["algorithm_graph"]
+__all__ = ["algorithm_graph", "algorithm_of"]
+
+
+def algorithm_of(plan):
+    """Pair of an algorithm's `CellGraph` on this process's device and, for each of its nodes, the `Step`s of a
+    redistribution or None.
+
+    Args:
+        plan: an `OperatorPlan` that has an `algorithm`.
+
+    Raises:
+        CaptureError: the algorithm looks at values.
+    """
+    mesh = plan.inputs[0].mesh
+    graph = algorithm_graph(plan, mesh, mesh.rank_list[0])
+    return graph, [_steps(node) for node in graph.nodes]
+
+
+def _steps(node):
+    if node.operator != "Redistribute":
+        return None
+    value, source, target = node.args
+    return plan_redistribution(source, target, source.global_shape(value.shape), value.dtype, cost_model()).steps
 
 
 def algorithm_graph(plan, mesh, rank=None):

@@ -7,6 +7,7 @@ marks differ, there are several.
 import os
 from dataclasses import dataclass
 
+from mindformers_core.analysis.algorithms import algorithm_steps
 from mindformers_core.analysis.memory import activation_peaks
 from mindformers_core.analysis.traffic import step_entries, total
 from mindformers_core.layout import Layout
@@ -164,21 +165,20 @@ class Report:
         )
 
 
-def make_report(frame, algorithm_steps=None, activations=None, micro_steps=1, stored_traffic=None):
+def make_report(frame, algorithm=None, activations=None, micro_steps=1, stored_traffic=None):
     """The `Report` of a plan.
 
     Args:
         frame: the `FramePlan` of the root.
-        algorithm_steps: `(operator_plan) -> pairs (Step, gradient)` of all that the distributed algorithm of an
-            `OperatorPlan` communicates, and whether a gradient flows back through it inside of the algorithm.
+        algorithm: as of `algorithm_parts`.
         activations: the `ExplainedActivations` of the plan. Default: all are held.
         micro_steps, stored_traffic: see `Report`. Default: one, and nothing.
 
     Raises:
-        ValueError: an operator runs a distributed algorithm, and there is no `algorithm_steps`: nothing is hidden.
+        ValueError: an operator runs a distributed algorithm, and there is no `algorithm`: nothing is hidden.
     """
     activations = ExplainedActivations() if activations is None else activations
-    root = _cell_report(frame, algorithm_steps, activations.marks, {})
+    root = _cell_report(frame, algorithm, activations.marks, {})
     calls = sum(1 for _ in frame.walk())
     peaks = activation_peaks(frame, activations.dropped)
     undropped = activation_peaks(frame)[0] if activations.dropped else None
@@ -187,7 +187,7 @@ def make_report(frame, algorithm_steps=None, activations=None, micro_steps=1, st
     return Report(frame.mesh, frame.graph.training, root, *how)
 
 
-def _cell_report(frame, algorithm_steps, marks, known):
+def _cell_report(frame, algorithm, marks, known):
     """The `CellReport` of a frame, made once for equal marks; `known` are those that exist, by identity and marks."""
     memo = id(frame), frozenset(marks.items())
     if memo in known:
@@ -202,10 +202,10 @@ def _cell_report(frame, algorithm_steps, marks, known):
     for index, entry in enumerate(frame.instructions):
         below = inner.get(index, {})
         if isinstance(entry, CallPlan):
-            called = None if entry.frame is None else _cell_report(entry.frame, algorithm_steps, below, known)
+            called = None if entry.frame is None else _cell_report(entry.frame, algorithm, below, known)
             rows.append(_call_row(entry, names, called, below.get(())))
         else:
-            rows.append(_row(entry, frame, names, algorithm_steps, below.get(())))
+            rows.append(_row(entry, frame, names, algorithm, below.get(())))
 
     def entries(values):
         return tuple(_tensor(value, frame.layouts[value.id], names) for value in values)
@@ -245,13 +245,13 @@ def _tensor(value, layout, names):
     return TensorEntry(_name(value, names), value.dtype, value.shape, layout.local_shape(value.shape), layout)
 
 
-def _row(entry, frame, names, algorithm_steps, mark):
+def _row(entry, frame, names, algorithm, mark):
     again = mark is not None and mark.sends
     if isinstance(entry, Move):
         before = _tensor(entry.value, entry.source, names)
         steps = step_entries(((step, entry.gradient) for step in entry.steps), again)
         return MoveRow(before, entry.target, entry.target.local_shape(entry.value.shape), steps, entry.reason, mark)
-    steps = step_entries(_algorithm_steps(entry, frame, algorithm_steps), again)
+    steps = step_entries(_algorithm_steps(entry, frame, algorithm), again)
     how = entry.algorithm, entry.cut_axes, steps, mark
     return OperatorRow(entry.node.operator, entry.node.attribute, *_taken_and_given(entry, names), *how)
 
@@ -269,14 +269,9 @@ def _taken_and_given(entry, names):
     return os.path.basename(node.source or ""), inputs, results
 
 
-def _algorithm_steps(plan, frame, algorithm_steps):
+def _algorithm_steps(plan, frame, algorithm):
     """Pairs (Step, whether its backward collective runs in training) of an operator's distributed algorithm."""
     if plan.algorithm is None:
         return ()
-    if algorithm_steps is None:
-        raise ValueError(
-            f"Cell '{frame.graph.path}': operator {plan.node.operator} ({plan.node.source}) runs the distributed "
-            f"algorithm '{plan.algorithm}' over {', '.join(plan.cut_axes)}: algorithm_steps has to tell what it sends"
-        )
     flows = any(value.id in frame.gradients for value in values_in(plan.node.outputs))
-    return tuple((step, gradient and flows) for step, gradient in algorithm_steps(plan))
+    return tuple((step, gradient and flows) for step, gradient in algorithm_steps(plan, algorithm))

@@ -129,7 +129,7 @@ class StageFunction:
     def check_gradients(self):
         """Raise `ValueError` where gradients can't be taken of the program as recompute or swap ask for."""
         if isinstance(self.cell, GeneratedCell):
-            tree_of(self.cell).activations.check_matched()
+            tree_of(self.cell).activations.validate_for_backward()
 
     def _parted(self, kwargs):
         """The target in a tuple, and the other keyword arguments."""

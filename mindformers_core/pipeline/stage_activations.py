@@ -14,7 +14,7 @@ def activations_of(cell):
 def told_by(stage):
     """What the policy of a `PipelineStage`'s Cell tells those of others, as JSON can hold it; None: nothing."""
     policy = activations_of(stage.cell)
-    told = None if policy is None else policy.told()
+    told = None if policy is None else policy.stage_summary()
     return None if told is None else told | {"compiled": stage.compiled}
 
 
@@ -70,7 +70,7 @@ class StageActivations:
                 if self._stages[index].compiled:
                     policy.check_compiled_stage(told)
                 if have_programs:
-                    policy.check_matched()
+                    policy.validate_for_backward()
         except ValueError as error:
             return str(error)
         return ""

@@ -96,19 +96,19 @@ class ActivationPolicy:
     def check_compiling(self):
         """Raise `ValueError` where a compiled function that calls the Cells as a whole can't do what is asked."""
 
-    def check_matched(self):
+    def validate_for_backward(self):
         """Before gradients of the program that was asked for last, also of Cells that aren't in training mode: raise
         `ValueError` for what matches nothing, or can't be honoured."""
 
-    def told(self):
+    def stage_summary(self):
         """What the policies of a pipeline's other stages have to know, as JSON can hold it; None: nothing."""
         return None
 
-    def check_stages(self, told):
-        """Raise `ValueError` for what none of a pipeline's stages has; `told`: by every stage, ascending."""
+    def check_stages(self, summaries):
+        """Raise `ValueError` for what none of a pipeline's stages has; `summaries`: of every stage, ascending."""
 
-    def check_compiled_stage(self, told):
-        """Raise `ValueError` for what a compiled stage can't do; `told`: as of `check_stages`, with `"compiled"`."""
+    def check_compiled_stage(self, summaries):
+        """Raise `ValueError` for what a compiled stage can't do; as `check_stages`, with `"compiled"` in each."""
 
     def keeps_weights(self, unit):
         """Whether the weights of a unit that were gathered for its forward pass stay for its backward pass."""

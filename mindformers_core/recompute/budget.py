@@ -2,15 +2,18 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 
+from mindformers_core.analysis.operations import operations
 from mindformers_core.hints import bytes_shown
 from mindformers_core.program.links import links_of
+from mindformers_core.recompute.explained import bytes_not_kept
 from mindformers_core.recompute.filling import improved, mixed, pieces_of
 from mindformers_core.recompute.frontier import Measured, best_of, corners, lower_hull, trade_of
-from mindformers_core.recompute.setting_checks import check_budget
+from mindformers_core.recompute.selection import kept_keys
 from mindformers_core.recompute.wording import layers_together
 
-__all__ = ["Choice", "Part", "choose", "described", "operations_shown", "out_of_reach", "rows_of"]
+__all__ = ["Choice", "Part", "choice_within", "choose", "described", "operations_shown", "out_of_reach", "rows_of"]
 
 _SMALL = 400  # instructions of a program in which everything is tried to be changed
 _WORK = 60_000  # how often that asks, times the number of instructions
@@ -62,6 +65,39 @@ class Choice:
     least_bytes: int = 0
 
 
+def choice_within(settings, program, boundaries=(), swapped=frozenset(), is_part=False):
+    """The `Choice` of a program.
+
+    Args:
+        settings: the `RecomputeSettings`, with a budget.
+        program: the `NamedProgram`.
+        boundaries: paths of Cells whose results are kept in any case.
+        swapped: keys of instructions whose results wait on the host: they aren't chosen, and their bytes count.
+        is_part: whether the program is one of a stage.
+
+    Raises:
+        ValueError: nothing needs so little, see `choose`.
+    """
+    algorithm = program.algorithm and cache(program.algorithm)
+    places = {place.key: place for place in program.places}
+    prediction = program.prediction
+
+    def not_kept(dropped):
+        again = prediction.recomputed(dropped)
+        return bytes_not_kept(links_of(program.frame), again, prediction.saved(), prediction.saved(dropped))
+
+    return choose(
+        program.frame,
+        settings.budget,
+        prediction.saved_bytes,
+        prediction.recomputed,
+        not_kept,
+        lambda key: operations(places[key], algorithm),
+        keep=kept_keys(settings, program, boundaries) | swapped,
+        is_part=is_part,
+    )
+
+
 def choose(frame, budget, saved_bytes, recomputed, not_kept, price, keep=(), is_part=False, where="recompute.budget"):
     """What to compute again so that at most `budget` of the saved bytes stay, for as few operations as can be found.
 
@@ -82,11 +118,10 @@ def choose(frame, budget, saved_bytes, recomputed, not_kept, price, keep=(), is_
         where: what to call the budget in errors.
 
     Raises:
-        TypeError, ValueError: see `check_budget`; or no choice needs so little: names the least part that can be had.
-            Of an evaluation program, which keeps nothing as long as nobody asks for gradients, and of a stage, which
-            knows nothing of the others, that is the `problem` of the `Choice`.
+        ValueError: no choice needs so little: names the least part that can be had. Of an evaluation program, which
+            keeps nothing as long as nobody asks for gradients, and of a stage, which knows nothing of the others, that
+            is the `problem` of the `Choice`.
     """
-    check_budget(budget, where)
     links = links_of(frame)
     measured = Measured(saved_bytes, recomputed, price)
     all_bytes = measured.nbytes(frozenset())

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
+from mindformers_core.analysis.prediction import saved_activations
+from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.program.operator_names import operator_names
 from mindformers_core.program.plan import called_cells, joined_path
-from mindformers_core.recompute.algorithms import algorithm_of
-from mindformers_core.recompute.prediction import saved_activations
 from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.sharding.program import plan_call
 from mindformers_core.sharding.sharded_cells import ShardedCell, tree_and_path

@@ -14,14 +14,16 @@ ExtView don't matter. All numbers have to be there: `layers.0-7.mlp` of 4 layers
 """
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
+from mindformers_core.hints import nearest
 from mindformers_core.program.operator_names import plain_name
-from mindformers_core.recompute.unmatched import what_is_missing, what_is_there
+from mindformers_core.ranges import parse_ranges
+from mindformers_core.recompute.wording import quoted, ranges_shown
 
-__all__ = ["Pattern", "Segment", "Selection", "parse_pattern", "parse_patterns", "select"]
+__all__ = ["Found", "Match", "Pattern", "Segment", "check_found", "match", "parse_pattern"]
 
 _ALLOWED = (
     "a pattern is names with the wildcards * and ?, numbers (3 or 0-7 or 0,3,5-7), * for one segment or ** for any "
@@ -29,8 +31,7 @@ _ALLOWED = (
     "expression: docs/recompute.md"
 )
 _SIGNS = re.compile(r"[\\^$|(){}]|^\.\*|\.\+")  # of regular expressions, in no pattern that could match
-# five digits: a mistyped end shouldn't make a list that fills the memory
-_RANGE = re.compile("([0-9]{1,5})(?:-([0-9]{1,5}))?")
+_SHOWN = 5  # names in an error
 
 
 @dataclass(frozen=True)
@@ -117,21 +118,6 @@ class Pattern:
         return reached
 
 
-@dataclass(frozen=True)
-class Selection:
-    """What patterns select.
-
-    Attributes:
-        cells: keys of calls of Cells, in the order of the calls.
-        operators: keys of operators, in the order of execution.
-        by_pattern: text of every pattern -> (keys of Cells, keys of operators) that it selects.
-    """
-
-    cells: tuple
-    operators: tuple
-    by_pattern: dict
-
-
 def parse_pattern(text, where):
     """Read a pattern.
 
@@ -162,65 +148,159 @@ def parse_pattern(text, where):
     return Pattern(text, where, tuple(segments))
 
 
-def parse_patterns(patterns, where):
-    """The `Pattern`s of a list of texts, or of `Pattern`s; `where` it stands, in which several are told by number."""
-    several = len(patterns) > 1
-    return [
-        given if isinstance(given, Pattern) else parse_pattern(given, f"{where}[{place}]" if several else where)
-        for place, given in enumerate(patterns)
-    ]
+class Found(NamedTuple):
+    """What a pattern found in one program, for the error and for the stages of a pipeline: plain data.
+
+    Attributes:
+        cells, operators: whether it selects Cells, or operators.
+        reached: number of its segments that lead somewhere.
+        below: names of what is there, where it leads no further.
+        numbers: pairs of the place of a segment of numbers and the numbers that are there.
+        alike: for an index, how many such operators a call of a Cell has at most.
+    """
+
+    cells: bool
+    operators: bool
+    reached: int
+    below: list
+    numbers: list
+    alike: int
 
 
-def select(patterns, names, cells, where="select", required=True):
-    """What patterns select: each all Cells that it matches, or, if it matches none, all operators.
+@dataclass(frozen=True)
+class Match:
+    """What a pattern selects in a program: all Cells that it matches, or, if it matches none, all operators.
+
+    Attributes:
+        pattern: the `Pattern`.
+        cells: keys of calls of Cells, in the order of the calls.
+        operators: keys of operators, in the order of execution.
+        found: the same as `Found`.
+    """
+
+    pattern: Pattern
+    cells: tuple
+    operators: tuple
+    found: Found
+
+
+def match(pattern, names, cells):
+    """The `Match` of a pattern.
 
     Args:
-        patterns: texts, or `Pattern`s.
+        pattern: the `Pattern`.
         names: the `OperatorName`s of a program.
         cells: its Cells, as `called_cells` gives them: `(key, path)`; no two have the same key.
-        where: what `patterns` are, for errors: `"recompute.select"`.
-        required: whether a pattern, or a number in one, that matches nothing is an error.
-
-    Returns:
-        A `Selection`.
-
-    Raises:
-        TypeError: a pattern is no string.
-        ValueError: one is no pattern, or it, or a number in it, matches nothing; the error names what is there instead.
     """
-    if isinstance(patterns, (str, Pattern)) or not isinstance(patterns, Iterable):
-        raise TypeError(f"{where}: {patterns!r} should be a list of patterns")
-    by_pattern = {}
-    for pattern in parse_patterns(list(patterns), where):
-        found = by_pattern[pattern.text] = _selected(pattern, names, cells)
-        problem = _problem(pattern, found, names, cells) if required else ""
-        if problem:
-            raise ValueError(f"{pattern.where}: {pattern.text!r} {problem}")
-    chosen_cells = {key for keys, _ in by_pattern.values() for key in keys}
-    chosen = {key for _, keys in by_pattern.values() for key in keys}
-    return Selection(
-        tuple(key for key, _ in cells if key in chosen_cells),
-        tuple(name.place.key for name in names if name.place.key in chosen),
-        by_pattern,
-    )
-
-
-def _problem(pattern, found, names, cells):
-    """What is wrong with a pattern that selects `found`, as the end of a sentence; nothing where it is right."""
-    if any(found):
-        return what_is_missing(pattern, found, names, cells)
-    hint = "; patterns are no regular expressions: docs/recompute.md" if _SIGNS.search(pattern.text) else ""
-    return f"matches no Cell or operator: {what_is_there(pattern, names, cells)}{hint}"
-
-
-def _selected(pattern, names, cells):
-    """`(keys of Cells, keys of operators)`; one of them is empty."""
-    reached = {path: pattern.after(path) for _, path in cells}
+    reached = {path: pattern.after(path) for path in _beginnings(cells)}
     selected = tuple(key for key, path in cells if len(pattern.segments) in reached[path])
-    if selected:
-        return selected, ()
-    fitting = (name for name in names if pattern.matches_operator(reached[name.path], name.labels))
-    return (), tuple(name.place.key for name in fitting)
+    fitting = [name for name in names if pattern.matches_operator(reached[name.path], name.labels)]
+    operators = () if selected else tuple(name.place.key for name in fitting)
+    furthest = max(place for places in reached.values() for place in places)
+    there = {path for path, places in reached.items() if furthest in places}
+    below = dict.fromkeys(_last(path) for path in reached if path and _above(path) in there)
+    labels = [name.labels for name in names if name.path in there]
+    below |= {label.name: None for each in labels for label in each if label is each[0] or label.variable}
+    keys = {*selected, *operators}
+    chosen = {path for key, path in cells if key in keys} | {n.path for n in names if n.place.key in keys}
+    numbers, alike = _numbers(pattern, reached, chosen), _alike(pattern, names)
+    found = Found(bool(selected), bool(operators), furthest, list(below), numbers, alike)
+    return Match(pattern, selected, operators, found)
+
+
+def check_found(pattern, found):
+    """Raise `ValueError` where a pattern, or a number in it, matches nothing; names what is there instead.
+
+    Args:
+        pattern: the `Pattern`.
+        found: a `Found` of every program in which it may match, such as of all stages of a pipeline.
+    """
+    problem = _problem(pattern, found)
+    if problem:
+        raise ValueError(f"{pattern.where}: {pattern.text!r} {problem}")
+
+
+def _problem(pattern, found):
+    """What is wrong with a pattern, as the end of a sentence; nothing where it is right."""
+    furthest = max(each.reached for each in found)
+    below = dict.fromkeys(name for each in found if each.reached == furthest for name in each.below)
+    most, last = max(each.alike for each in found), pattern.segments[-1]
+    has = f"a call of a Cell has {most} of {last.name!r} at most"
+    if not any(each.cells or each.operators for each in found):
+        hint = "; patterns are no regular expressions: docs/recompute.md" if _SIGNS.search(pattern.text) else ""
+        if most:
+            return f"matches no Cell or operator: {has}{hint}"
+        wanted = pattern.segments[furthest].text if furthest < len(pattern.segments) else ""
+        where = _shown_until(pattern, furthest)
+        return f"matches no Cell or operator: {where} are {_listed(below)}{nearest(wanted, below)}{hint}"
+    for place, segment in enumerate(pattern.segments):
+        known = {number for each in found for number in dict(each.numbers).get(place, ())}
+        if segment.numbers is not None and (missing := _missing(segment.numbers, known)):
+            where = _shown_until(pattern, place)
+            return f"is only partly there: {where} are {quoted(ranges_shown(known))}, not {missing}"
+    missing = _missing(last.indices or (), range(most))
+    return f"is only partly there: {has}, not {missing}" if missing else ""
+
+
+def _numbers(pattern, reached, chosen):
+    """The place of every segment of numbers, with those of the Cells beside the ones that lead to what is `chosen`."""
+    found = []
+    for place, segment in enumerate(pattern.segments):
+        if segment.numbers is None:
+            continue
+        head = replace(pattern, segments=pattern.segments[: place + 1])
+        leading = [path for path in reached if any(f"{each}.".startswith(f"{path}.") for each in chosen)]
+        used = {_above(path) for path in leading if place + 1 in head.after(path)}
+        beside = {_last(path) for path in reached if _above(path) in used}
+        found.append((place, sorted(int(number) for number in beside if number.isdigit())))
+    return found
+
+
+def _alike(pattern, names):
+    """Of a pattern with an index, how many operators a call of a Cell has at most that it matches but for the index."""
+    *before, last = pattern.segments
+    if last.indices is None:
+        return 0
+    pattern = replace(pattern, segments=(*before, replace(last, text=last.name, indices=None)))
+    reached = {path: pattern.after(path) for path in {name.path for name in names}}
+    labels = (label for name in names for label in name.labels if pattern.matches_operator(reached[name.path], [label]))
+    return max((label.count for label in labels), default=0)
+
+
+def _missing(ranges, there):
+    """The numbers of some ranges that are not there, as ranges in quotes; nothing where all are."""
+    numbers = {number for first, last in ranges for number in range(first, last + 1)}
+    return quoted(ranges_shown(numbers - set(there)))
+
+
+def _shown_until(pattern, end):
+    """Where a pattern leads by its segments up to `end`."""
+    led = ".".join(segment.text for segment in pattern.segments[int(not pattern.text.startswith(".")) : end])
+    return f"below {led!r}" if led else "at the root" if pattern.text.startswith(".") else "there"
+
+
+def _beginnings(cells):
+    """Of `a.b`: nothing, `a` and `a.b`; a list of Cells is never called and only there as a beginning."""
+    found = {"": None}
+    for _, path in cells:
+        parts = path.split(".") if path else []
+        found |= dict.fromkeys(".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return list(found)
+
+
+def _above(path):
+    return path.rpartition(".")[0]
+
+
+def _last(path):
+    return path.rpartition(".")[2]
+
+
+def _listed(known):
+    """The first of some names; all numbers among them as ranges."""
+    shown = ranges_shown({int(name) for name in known if name.isdecimal()})
+    shown += [name for name in known if not name.isdecimal()]
+    return quoted(shown[:_SHOWN]) + (", …" if len(shown) > _SHOWN else "") if shown else "no names"
 
 
 def _is_in(number, ranges):
@@ -241,7 +321,7 @@ def _segment(part, place, count):
     if bracket or "]" in part:
         return _indexed(part, name, rest, place == count)
     if re.fullmatch("[0-9,-]+", part):
-        return Segment(part, None, _ranges(part, part))
+        return Segment(part, None, parse_ranges(part))
     _check_name(part)
     return Segment(part, part)
 
@@ -256,7 +336,7 @@ def _indexed(part, name, rest, is_last):
     if name == "**" or re.fullmatch("[0-9,-]+", name):
         raise ValueError(f"{name!r} in {part!r} is not the name of an operator")
     _check_name(name)
-    return Segment(part, name, None, _ranges(rest[:-1], part))
+    return Segment(part, name, None, parse_ranges(rest[:-1]))
 
 
 def _check_name(name):
@@ -265,17 +345,3 @@ def _check_name(name):
     wrong = re.search(r"[\s,/]", name)
     if wrong:
         raise ValueError(f"{wrong[0]!r} in {name!r} is not part of a name")
-
-
-def _ranges(text, part):
-    """`0,3,5-7` as pairs `(first, last)`; `part`: the segment that it stands in."""
-    ranges = []
-    for entry in text.split(","):
-        found = _RANGE.fullmatch(entry)
-        if not found:
-            raise ValueError(f"{entry!r} in {part!r} is neither a number from 0 to 99999 nor a range")
-        first, last = int(found[1]), int(found[2] or found[1])
-        if last < first:
-            raise ValueError(f"the range {entry!r} ends before it begins: write {last}-{first}")
-        ranges.append((first, last))
-    return tuple(ranges)

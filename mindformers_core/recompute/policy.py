@@ -7,29 +7,27 @@ from weakref import WeakKeyDictionary
 from mindspore import nn
 from mindspore.graph.api import _pynative_executor
 
+from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.program.activation_policy import ActivationPolicy, Keeper
 from mindformers_core.program.cutting import calls_alone, calls_of, unshared
-from mindformers_core.program.operator_names import operator_texts
-from mindformers_core.program.places import operators_in_order
 from mindformers_core.program.plan import joined_path
 from mindformers_core.recompute.again import call_again
-from mindformers_core.recompute.algorithms import algorithm_of
-from mindformers_core.recompute.budget import described
-from mindformers_core.recompute.budgeting import choice_within
-from mindformers_core.recompute.choosing import (
-    cell_lies_in,
-    check_whole_cells,
-    choose_keys,
-    full_layers,
-    layers_of,
-    whole_cells,
-)
-from mindformers_core.recompute.contradictions import check_gathers
+from mindformers_core.recompute.budget import choice_within, described
 from mindformers_core.recompute.explained import explained_activations, explained_cells
 from mindformers_core.recompute.keeping import keeping
 from mindformers_core.recompute.marking import marked
-from mindformers_core.recompute.stages import check_compiled_stage, check_stages, stage_told
-from mindformers_core.recompute.swapped import check_apart, swapped_keys
+from mindformers_core.recompute.selection import (
+    NamedProgram,
+    cell_lies_in,
+    check_apart,
+    full_layers,
+    layers_of,
+    recomputed_keys,
+    swapped_keys,
+    whole_cells,
+)
+from mindformers_core.recompute.settings import check_compilable, check_gathers
+from mindformers_core.recompute.stages import check_compiled_stages, check_stages, stage_summary
 from mindformers_core.sharding.sharded_cells import CONTAINERS
 
 __all__ = ["ChosenActivations"]
@@ -59,16 +57,15 @@ class ChosenActivations(ActivationPolicy):
         self.tree, self.settings, self.swapping, self.is_part = tree, settings, swapping, is_part
         self.layers = layers_of(_containers(tree))
         self.choices = WeakKeyDictionary()
+        self.full = full_layers(settings.full, self.layers, is_part=True)
         self._compiled = WeakKeyDictionary()  # plan of a program of compiled functions -> (its path, `compiled`)
-        self._frame = None  # of the last program
-        self._short = None  # of a budget: (bytes that can be kept at the least, all bytes), where that is too much
+        self._summary = stage_summary(settings, swapping, self.layers, tree.cells)
         self._has_matched = False  # all patterns, in some program
         self._recomputed = set()  # paths of Cells in which something is
         if not is_part:
-            check_stages(settings, swapping, [self.told()])
+            check_stages(settings, swapping, [self._summary])
         if tree.storage.settings is not None:  # else hsdp() may still be called
             self._check_gathers()
-        self.full = full_layers(settings.full, self.layers, is_part=True)
         self._cells, self._gaps = whole_cells(settings, self.full, list(tree.cells))
         self.recomputed_cells = [
             path for path in self._cells if not any(cell_lies_in(path, other) for other in self._cells if other != path)
@@ -76,24 +73,20 @@ class ChosenActivations(ActivationPolicy):
 
     def marked(self, path, frame, compiled):
         """See `ActivationPolicy`."""
+        program = NamedProgram(frame, path, algorithm_of, not self.tree.storage.takes_gradients)
         if not path:
-            self._frame = frame
+            self._summary = stage_summary(*self._asked, self.tree.cells, program, self.full)
+        # patterns may match nothing where they are for other stages, were all found before, or in evaluation
+        if not (path or self.is_part or self._has_matched or not frame.graph.training):
+            check_stages(self.settings, self.swapping, [self._summary])
+            self._has_matched = True
         if compiled is not None:
-            lenient = self._is_lenient(frame)
-            check_whole_cells(self.settings, self.swapping, frame, self._gaps, lenient, self.full)
-            for inner in () if compiled else self._cells:
-                self.tree.cells[inner]._recompute(True, False)  # what recompute() does for graphs, not for PyNative
-            frame = frame if compiled else unshared(frame)  # else MindSpore confuses collectives in them
-            self._compiled[frame] = path, compiled
-            return frame
-        keeper = Keeper(*_RECOMPUTED, takes_collectives=self.settings.mp_comm_recompute)
-        lenient = self._is_lenient(frame)
-        swapped = swapped_keys(self.swapping, frame, self.layers, algorithm_of, path, lenient)
-        keys, choice = self._chosen(path, frame, lenient, swapped)
-        keepers = dict.fromkeys(keys, keeper)
-        self._has_matched = self._has_matched or not (lenient or path)
-        own = self.settings, self.swapping, frame, self.layers
-        check_apart(*own, keys, swapped, self.tree.label(""), path, self.full)
+            return self._compiled_frame(program, compiled)
+        swapped = swapped_keys(self.swapping, program, self.layers)
+        keys, choice = self._chosen(program, swapped)
+        both = [key for key in swapped if key in keys]
+        check_apart(self.settings, self.swapping, program, self.layers, self.full, both, self.tree.label(""))
+        keepers = dict.fromkeys(keys, Keeper(*_RECOMPUTED, takes_collectives=self.settings.mp_comm_recompute))
         for key, prefetch in swapped.items():
             keepers[key] = Keeper(_ON_HOST, f"on_host_{prefetch}", f"OnHost(prefetch={prefetch})")
         frame = marked(frame, keepers)
@@ -101,36 +94,57 @@ class ChosenActivations(ActivationPolicy):
             self.choices[frame] = choice
         return frame
 
-    def _is_lenient(self, frame):
-        """Whether patterns may match nothing: they are for other stages, were all found before, or in evaluation."""
-        return self.is_part or self._has_matched or not frame.graph.training
+    @property
+    def _asked(self):
+        return self.settings, self.swapping, self.layers
 
-    def _chosen(self, path, frame, lenient, swapped):
-        """`(keys, Choice or None)`: the instructions of a program of the Cell at `path` that are computed again.
+    def _compiled_frame(self, program, compiled):
+        """The `FramePlan` of a compiled function, in which whole Cells run again."""
+        self._check_compilable()
+        for key in ("select", "exclude"):
+            for each in program.matches(getattr(self.settings, key), f"recompute.{key}"):
+                if each.operators:
+                    raise ValueError(
+                        f"recompute.{key}: {each.pattern.text!r} selects operators, but compiled functions can only "
+                        "recompute whole Cells: name Cells, or run in PyNative (recipe: context.mode: 1)"
+                    )
+        for inner in () if compiled else self._cells:
+            self.tree.cells[inner]._recompute(True, False)  # what recompute() does for graphs, not for PyNative
+        frame = program.frame if compiled else unshared(program.frame)  # else MindSpore confuses collectives in them
+        self._compiled[frame] = program.path, compiled
+        return frame
+
+    def _check_compilable(self):
+        check_compilable(self.settings, self.swapping)
+        if self._gaps:
+            around, inner = self._gaps[0]
+            raise ValueError(
+                f"recompute.exclude: Cell '{inner}' lies in '{around}', which is recomputed, but compiled functions "
+                "can only recompute whole Cells: select the Cells beside it, or run in PyNative (recipe: "
+                "context.mode: 1)"
+            )
+
+    def _chosen(self, program, swapped):
+        """`(keys, Choice or None)`: the instructions of a program that are computed again.
 
         A budget leaves alone what is `swapped`.
         """
         units, choice = tuple(self.tree.storage.units), None
-        if self.settings.budget is None or path:  # a budget is for the whole
-            keys = choose_keys(self.settings, frame, algorithm_of, path, self.full, units, lenient)
+        if self.settings.budget is None or program.path:  # a budget is for the whole
+            keys = recomputed_keys(self.settings, program, self.full, units)
         else:
-            needed = not self.tree.storage.takes_gradients
-            own = self.settings, frame, path, units, lenient, frozenset(swapped), needed
-            choice = choice_within(*own, is_part=self.is_part)
+            choice = choice_within(self.settings, program, units, frozenset(swapped), self.is_part)
             keys = choice.dropped
-            if frame.graph.training:
-                self._short = (choice.least_bytes, choice.all_bytes) if choice.problem else None
+            if program.frame.graph.training:
+                self._summary["short"] = [choice.least_bytes, choice.all_bytes] if choice.problem else None
             if not choice.problem:
-                self._report(choice, frame, path)
-        places = [place for place in operators_in_order(frame) if place.key in keys]
-        self._recomputed |= {joined_path(path, place.path) for place in places}
+                names = {name.place.key: name.text for name in program.names}
+                lines = described(choice, lambda key: names.get(key, "a redistribution"))
+                label = self.tree.label(program.path)
+                _LOG.info("%s, within budget %s:\n%s", label, self.settings.budget, "\n".join(lines))
+        places = [place for place in program.places if place.key in keys]
+        self._recomputed |= {joined_path(program.path, place.path) for place in places}
         return keys, choice
-
-    def _report(self, choice, frame, path):
-        """Tell what was chosen."""
-        names = operator_texts(frame, path)
-        lines = described(choice, lambda key: names.get(key, "a redistribution"))
-        _LOG.info("%s, within budget %s:\n%s", self.tree.label(path), self.settings.budget, "\n".join(lines))
 
     def call_again(self, function, others, tensors):
         """See `ActivationPolicy`."""
@@ -145,35 +159,38 @@ class ChosenActivations(ActivationPolicy):
                 "the compiled function"
             )
 
-    def check_matched(self):
+    def validate_for_backward(self):
         """See `ActivationPolicy`."""
         self._check_gathers()
         program = next(reversed(self.tree.programs.values()), None)
         choice = None if program is None else self.choices.get(program.frame)
         if choice is not None and choice.problem:
             raise ValueError(choice.problem)
-        if self._frame is not None and not (self.is_part or self._has_matched):
-            self.check_stages([self.told()])
+        if self._summary["found"] is not None and not (self.is_part or self._has_matched):
+            check_stages(self.settings, self.swapping, [self._summary])
             self._has_matched = True
 
     def _check_gathers(self):
         sharding = self.tree.storage.settings
         instead = f"optimizer_level is '{sharding.level}'" if sharding else "hsdp() wasn't called"
-        gathers = not self.settings.is_on or sharding is not None and sharding.level == "level3"
+        gathers = sharding is not None and sharding.level == "level3"
         check_gathers(self.settings, gathers, "hsdp(optimizer_level='level3')", instead)
 
-    def told(self):
+    def stage_summary(self):
         """See `ActivationPolicy`."""
-        return stage_told(self.layers, self._frame, list(self.tree.cells), self._short)
+        return self._summary
 
-    def check_stages(self, told):
+    def check_stages(self, summaries):
         """See `ActivationPolicy`."""
         self._check_gathers()
-        check_stages(self.settings, self.swapping, told)
+        check_stages(self.settings, self.swapping, summaries)
 
-    def check_compiled_stage(self, told):
+    def check_compiled_stage(self, summaries):
         """See `ActivationPolicy`."""
-        check_compiled_stage(self.settings, self.swapping, self._gaps, [each for each in told if each is not None])
+        self._check_compilable()
+        known = [summary for summary in summaries if summary is not None]
+        if all(summary["compiled"] for summary in known):
+            check_compiled_stages(self.settings, known)
 
     def keeps_weights(self, unit):
         """See `ActivationPolicy`."""
@@ -195,7 +212,7 @@ class ChosenActivations(ActivationPolicy):
         asked = _pynative_executor.grad_flag() or self.tree.cells[""].requires_grad  # mindspore.grad(cell) sets that
         needed = asked and self.tree.compiling is None
         if needed:
-            self.check_matched()
+            self.validate_for_backward()
         return keeping() if needed else nullcontext()
 
 

@@ -1,6 +1,6 @@
 """`recompute()` and `swap()`: activations chosen by name, computed again or kept on the host (RFC ICY7S6).
 
-In PyNative every chosen operator's results are let go of one by one, see `keeping.py` and `offloading.py`. Compiled
+In PyNative results of every chosen operator are freed one by one, see `keeping.py` and `offloading.py`. Compiled
 functions recompute whole Cells, see `again.py`.
 """
 
@@ -14,7 +14,7 @@ from mindformers_core.sharding.sharded_cells import tree_of_root
 __all__ = ["recompute", "swap"]
 
 
-def recompute(cell, *, is_part=False, **settings):
+def recompute(cell, settings=None, *, is_part=False, **keys):
     """Have the backward pass of a sharded Cell compute again what it would otherwise keep; gives `cell`.
 
     What is selected are operators, or Cells: of a Cell its results are kept, everything in it is computed again. What
@@ -23,8 +23,9 @@ def recompute(cell, *, is_part=False, **settings):
 
     Args:
         cell: the root of a tree that `shard()` made; on one card, over a mesh of one. Before or after `hsdp()`.
+        settings: a `RecomputeSettings`, as a recipe has it; default: that of `keys`.
         is_part: whether the Cell is a stage of a pipeline: layers and patterns that aren't here may be on another one.
-        settings: see `RecomputeSettings`: `full`, `select`, `exclude`, `mp_comm_recompute`,
+        keys: see `RecomputeSettings`: `full`, `select`, `exclude`, `mp_comm_recompute`,
             `parallel_optimizer_comm_recompute`, `budget`. For patterns, see `patterns.py`.
 
     Raises:
@@ -33,10 +34,10 @@ def recompute(cell, *, is_part=False, **settings):
             change nothing. When a program is made: a pattern that matches nothing, or `exclude` that leaves nothing. In
             compiled functions: anything but whole Cells.
     """
-    return _given(cell, "recompute", "settings", _made(RecomputeSettings, "recompute", settings), is_part)
+    return _given(cell, "recompute", "settings", _made(RecomputeSettings, "recompute", settings, keys), is_part)
 
 
-def swap(cell, *, is_part=False, **settings):
+def swap(cell, settings=None, *, is_part=False, **keys):
     """Have results of a sharded Cell that the backward pass needs wait for it on the host; gives `cell`.
 
     They are copied there as they are saved, and copied back some saved tensors ahead of their use. Of a selected Cell
@@ -44,25 +45,30 @@ def swap(cell, *, is_part=False, **settings):
 
     Args:
         cell: the root of a tree that `shard()` made; on one card, over a mesh of one. Before or after `hsdp()`.
+        settings: a `SwapSettings`, as a recipe has it; default: that of `keys`.
         is_part: whether the Cell is a stage of a pipeline: layers and patterns that aren't here may be on another one.
-        settings: see `SwapSettings`: `swap`, `default_prefetch`, `layer_swap`, `op_swap`.
+        keys: see `SwapSettings`: `swap`, `default_prefetch`, `layer_swap`, `op_swap`.
 
     Raises:
         TypeError: as for `recompute()`. ValueError: as for it; when a program is made, also what is recomputed
             and swapped; in compiled functions, anything.
     """
-    return _given(cell, "swap", "swapping", _made(SwapSettings, "swap", settings), is_part)
+    return _given(cell, "swap", "swapping", _made(SwapSettings, "swap", settings, keys), is_part)
 
 
-def _made(kind, function, settings):
+def _made(kind, function, settings, keys):
     """The settings, of names that there are; errors begin with the key's path, as those of a recipe."""
+    if settings is not None:
+        if keys or not isinstance(settings, kind):
+            raise TypeError(f"{function}() takes a {kind.__name__}, or its keys by name, not {settings!r}, {keys}")
+        return settings
     known = [entry.name for entry in fields(kind)]
-    for name in settings:
+    for name in keys:
         if name not in known:
             hint = f"{nearest(name, known)}; known: is_part, {', '.join(known)}: {kind.page}"
             raise TypeError(f"{function}.{name}: unknown setting{hint}")
     try:
-        return kind(**settings)
+        return kind(**keys)
     except (TypeError, ValueError) as error:  # the message begins with the key
         raise type(error)(f"{function}.{error}") from None
 

@@ -1,27 +1,36 @@
-"""What is computed again, and what is kept on the host, as it was asked for, checked. Pure Python.
+"""Which activations are recomputed or swapped, as a user asks for it: checked, and in one form. Pure Python.
 
 Keys are those of MindSpore Transformers: `mp_comm_recompute` and `parallel_optimizer_comm_recompute` of its page
 "Memory Optimization" (r1.9, `recompute_config`); `swap`, `default_prefetch`, `layer_swap` and `op_swap` of its page
 "Fine-Grained Activations SWAP" (r1.5, `swap_config`); ranges of layers as texts of its page "Training Memory
-Optimization" (r2.0). Numbers of layers say which ones of the whole model, as the second page has it, not how many of
-every pipeline stage.
+Optimization" (r2.0). Numbers of layers are those in the whole model, as on the second page, not in a pipeline stage.
 """
 
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import ClassVar
 
-from mindformers_core.recompute.layers import layer_numbers
-from mindformers_core.recompute.setting_checks import check_budget, check_flag, checked_patterns, checked_prefetch
-from mindformers_core.recompute.swap_entries import LayerSwap, OperatorSwap, layer_swaps, operator_swaps
+from mindformers_core.hints import nearest
+from mindformers_core.ranges import check_range, parse_ranges
 
-__all__ = ["DEFAULT_OP_SWAP", "RecomputeSettings", "SwapSettings"]
+__all__ = [
+    "DEFAULT_OP_SWAP", "LayerSwap", "OperatorSwap", "RecomputeSettings", "SwapSettings", "check_compilable",
+    "check_gathers", "layer_numbers",
+]  # fmt: skip
 
+PAGE = "docs/recompute.md"
 # MindSpore Transformers swaps its flash_attention operators; here attention may be written in plain operators, too
 DEFAULT_OP_SWAP = "*.self_attn"
+LAYERS_FORMS = "true for all layers, a list of layer numbers, as [0, 3], or ranges of them, as '0-7' or '0,3,5-7'"
+_FORMS = {
+    "layer_swap": "[{layers: 0-3, backward_prefetch: 2}]",
+    "op_swap": "{'*.mlp': true, '*.cast': {layers: 0-3, backward_prefetch: 2}} or [{op_name: '*.mlp', layers: 0-3}]",
+}
+_BUDGET = "a number above 0 and at most 1: the part of the saved activations' bytes that may stay (1: all)"
 
 
 def _as_given(default=None):
-    """A field whose value a recipe's loader hands over as it is: its forms are checked here."""
+    """A field whose value a recipe's loader leaves as it is: its forms are checked here."""
     return field(default=default, metadata={"as_given": True})
 
 
@@ -38,8 +47,8 @@ class RecomputeSettings:
         mp_comm_recompute: whether collectives in what is recomputed run again, as in `Cell.recompute`; if not, their
             results are kept.
         parallel_optimizer_comm_recompute: whether weights that were gathered for a recomputed part (level 3 of `hsdp`)
-            are dropped after forward and gathered again; False: kept until backward, as at all other levels. None: as
-            `hsdp` was told with `reshard_after_forward`.
+            are freed after forward and gathered again; False: kept until backward, as at all other levels. None: as
+            `reshard_after_forward` of `hsdp` says.
         budget: the part of the saved bytes that may be kept, more than 0 and at most 1: what is recomputed is chosen
             so. Instead of `full` and `select`.
 
@@ -48,7 +57,7 @@ class RecomputeSettings:
     """
 
     switch: ClassVar[str] = "full"  # the key that `recompute: true` in a recipe stands for
-    page: ClassVar[str] = "docs/recompute.md"
+    page: ClassVar[str] = PAGE
 
     full: bool | tuple[int, ...] | None = _as_given()
     select: tuple[str, ...] = _as_given(())
@@ -60,45 +69,71 @@ class RecomputeSettings:
     def __post_init__(self):
         is_off = self.full is False and not self.select and self.budget is None
         _put(self, full=False if is_off else layer_numbers(self.full, "full"))
-        _put(self, select=checked_patterns(self.select, "select"), exclude=checked_patterns(self.exclude, "exclude"))
-        check_flag(self.mp_comm_recompute, "mp_comm_recompute")
+        _put(self, select=_patterns(self.select, "select"), exclude=_patterns(self.exclude, "exclude"))
+        _check_flag(self.mp_comm_recompute, "mp_comm_recompute")
         if self.parallel_optimizer_comm_recompute is not None:
-            check_flag(self.parallel_optimizer_comm_recompute, "parallel_optimizer_comm_recompute")
-        self._check_budget()
-        self._check_about_something()
-
-    def _check_about_something(self):
-        if self.is_on or self.full is False:
-            return
-        if self.exclude:
-            raise ValueError(
-                f"exclude: {list(self.exclude)} is taken out of what is recomputed, but nothing is: give full, select "
-                "or budget, or leave it out"
-            )
-        for name in ("mp_comm_recompute", "parallel_optimizer_comm_recompute"):
-            if getattr(self, name) is False:
+            _check_flag(self.parallel_optimizer_comm_recompute, "parallel_optimizer_comm_recompute")
+        if self.budget is not None:
+            self._check_budget()
+        idle = {
+            "exclude": bool(self.exclude),
+            "mp_comm_recompute": not self.mp_comm_recompute,
+            "parallel_optimizer_comm_recompute": self.parallel_optimizer_comm_recompute is False,
+        }
+        for name in idle if not self.is_on and self.full is not False else ():
+            if idle[name]:
+                given = getattr(self, name)
                 raise ValueError(
-                    f"{name}: False is about what is recomputed, but nothing is: give full, select or budget, or "
-                    "leave it out"
+                    f"{name}: {list(given) if name == 'exclude' else given} is about what is recomputed, but nothing "
+                    "is: give full, select or budget, or leave it out"
                 )
 
     def _check_budget(self):
         budget = self.budget
-        if budget is None:
-            return
-        check_budget(budget, "budget")
+        if isinstance(budget, bool) or not isinstance(budget, Real):
+            raise TypeError(f"budget: {budget!r} ({type(budget).__name__}) has to be {_BUDGET}")
+        if not 0 < budget <= 1:
+            raise ValueError(f"budget: {budget!r} has to be {_BUDGET}")
         for name in ("full", "select"):
-            given = getattr(self, name)
-            if given:
+            if given := getattr(self, name):
+                shown = list(given) if isinstance(given, tuple) else given
                 raise ValueError(
-                    f"budget: {budget} chooses what is recomputed, but {name} says it, too "
-                    f"({_shown(given)}): give one of the two; exclude can stand beside either"
+                    f"budget: {budget} chooses what is recomputed, but {name} says it, too ({shown}): give one of the "
+                    "two; exclude can stand beside either"
                 )
 
     @property
     def is_on(self):
         """Whether anything is to be recomputed."""
         return bool(self.full or self.select or self.budget is not None)
+
+
+@dataclass(frozen=True)
+class LayerSwap:
+    """Layers of which everything that is saved goes to the host.
+
+    Attributes:
+        layers: True for all, or their numbers, in ascending order.
+        backward_prefetch: how many saved tensors ahead of its use one is copied back.
+    """
+
+    layers: bool | tuple[int, ...]
+    backward_prefetch: int
+
+
+@dataclass(frozen=True)
+class OperatorSwap:
+    """Operators, or Cells, of which everything that is saved goes to the host.
+
+    Attributes:
+        op_name: their pattern.
+        layers: True, or numbers of the only layers in which it counts, in ascending order.
+        backward_prefetch: how many saved tensors ahead of its use one is copied back.
+    """
+
+    op_name: str
+    layers: bool | tuple[int, ...]
+    backward_prefetch: int
 
 
 @dataclass(frozen=True)
@@ -114,16 +149,15 @@ class SwapSettings:
         layer_swap: `LayerSwap`s; given as a list of dicts of `layers`, in a form that `layer_numbers` takes, and
             `backward_prefetch`.
         op_swap: `OperatorSwap`s; given as a list of such dicts with `op_name`, too, or as a dict of patterns, each with
-            such a dict, or True. Without `layers` it counts in all.
+            such a dict, or True. Without `layers` it counts in all. Of several that select the same the last counts.
         is_short: whether `swap: true` was all that was given.
 
     Raises:
-        TypeError, ValueError: anything else, or layers with two values of `backward_prefetch`; the message begins with
-            the key.
+        TypeError, ValueError: anything else; the message begins with the key.
     """
 
     switch: ClassVar[str] = "swap"  # the key that `swap: true` in a recipe stands for
-    page: ClassVar[str] = "docs/recompute.md"
+    page: ClassVar[str] = PAGE
 
     swap: bool | None = _as_given()
     default_prefetch: int = _as_given(1)
@@ -131,17 +165,24 @@ class SwapSettings:
     op_swap: tuple[OperatorSwap, ...] = _as_given(())
 
     def __post_init__(self):
-        prefetch = checked_prefetch(self.default_prefetch, "default_prefetch")
+        prefetch = _prefetch(self.default_prefetch, "default_prefetch")
         if self.swap is not None:
-            check_flag(self.swap, "swap")
-        layers, operators = layer_swaps(self.layer_swap, prefetch), operator_swaps(self.op_swap, prefetch)
+            _check_flag(self.swap, "swap")
+        layers = tuple(
+            LayerSwap(*_layers_and_prefetch(entry, where, prefetch))
+            for where, entry in _entries(self.layer_swap, "layer_swap", "layers")
+        )
+        operators = tuple(
+            OperatorSwap(_pattern(entry["op_name"], f"{where}.op_name"), *_layers_and_prefetch(entry, where, prefetch))
+            for where, entry in _entries(self.op_swap, "op_swap", "op_name")
+        )
         if self.swap is None and not layers and not operators and prefetch != 1:
             raise ValueError(
                 f"default_prefetch: {prefetch} is given, but nothing to swap: give swap=true, layer_swap or op_swap"
             )
-        is_short = False
-        if self.swap and not layers and not operators:
-            operators, is_short = (OperatorSwap(DEFAULT_OP_SWAP, True, prefetch),), True
+        is_short = bool(self.swap and not layers and not operators)
+        if is_short:
+            operators = (OperatorSwap(DEFAULT_OP_SWAP, True, prefetch),)
         is_on = bool(layers or operators) if self.swap is None else self.swap
         _put(self, swap=is_on, layer_swap=layers, op_swap=operators, is_short=is_short)
 
@@ -156,10 +197,141 @@ class SwapSettings:
         return f"swap.swap: true, which means {key}" if self.is_short else f"swap.{key}"
 
 
+def check_compilable(settings, swapping):
+    """Raise `ValueError` for settings that compiled functions can't follow: they recompute whole Cells only."""
+    asked = {
+        "recompute.budget": settings.budget is not None,
+        "recompute.mp_comm_recompute: false": settings.is_on and not settings.mp_comm_recompute,
+        "swap": swapping.is_on,
+    }
+    wrong = next((key for key in asked if asked[key]), None)
+    if wrong is not None:
+        raise ValueError(
+            f"{wrong}: compiled functions can only recompute whole Cells: use recompute.full, or recompute.select with "
+            f"patterns of Cells, or run in PyNative (recipe: context.mode: 1)"
+        )
+
+
+def check_gathers(settings, gathers, wanted, instead):
+    """Raise `ValueError` where weights are to be gathered again, and none are gathered.
+
+    That they stay (False) is true then, too, so it may be said.
+
+    Args:
+        settings: the `RecomputeSettings`.
+        gathers: whether weights are gathered: level 3 of `hsdp()`.
+        wanted: how one says that they should be: `"parallelism.zero_level=3"`.
+        instead: what was said: `"zero_level is 2"`.
+    """
+    if settings.is_on and settings.parallel_optimizer_comm_recompute and not gathers:
+        raise ValueError(
+            "recompute.parallel_optimizer_comm_recompute: True is about the gathered weights of "
+            f"{wanted}, but {instead}: leave it out, or use {wanted}"
+        )
+
+
+def layer_numbers(given, where):
+    """Which layers are meant, by their number in the whole model, from 0.
+
+    Args:
+        given: None or False: none; True: all; a text of numbers and ranges, ends included, as "0,3,5-7"; or a list of
+            numbers and such texts. Numbers alone are in ascending order: a list in another one is likely to say how
+            many layers of each pipeline stage, as in MindSpore Transformers.
+        where: the key that it was given for, for errors.
+
+    Returns:
+        None, True, or a tuple of ints in ascending order, at least one.
+
+    Raises:
+        TypeError, ValueError: anything else, or a layer that is given twice; begins with `where`.
+    """
+    if given is None or given is False:
+        return None
+    if given is True:
+        return True
+    parts = [given] if isinstance(given, str) else given
+    if not isinstance(parts, (list, tuple)) or not all(type(part) in (int, str) for part in parts):
+        raise TypeError(f"{where}: {given!r} should be {LAYERS_FORMS}")
+    try:
+        ranges = [pair for part in parts for pair in parse_ranges(str(part))]
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}: give {LAYERS_FORMS}") from None
+    numbers = [number for first, last in ranges for number in range(first, last + 1)]
+    if not numbers:
+        raise ValueError(f"{where}: {given!r} has no layer in it: give {LAYERS_FORMS}, or leave it out")
+    if len(numbers) != len(set(numbers)):
+        raise ValueError(f"{where}: {given!r} gives a layer twice")
+    if list(parts) == numbers != sorted(numbers):
+        raise ValueError(
+            f"{where}: {given!r} should be in ascending order, {sorted(numbers)}: these are numbers of layers of the "
+            "whole model, not how many layers each pipeline stage has"
+        )
+    return tuple(sorted(numbers))
+
+
+def _patterns(given, where):
+    """One pattern or several, as a tuple; what they mean is checked where Cells are known."""
+    if given is None:
+        return ()
+    entries = [given] if isinstance(given, str) else given
+    if not isinstance(entries, (list, tuple)):
+        raise TypeError(f"{where}: {given!r} should be a pattern, or a list of patterns, as ['layers.0-7.mlp']")
+    single = isinstance(given, str)
+    return tuple(_pattern(entry, where if single else f"{where}[{place}]") for place, entry in enumerate(entries))
+
+
+def _pattern(given, where):
+    if not isinstance(given, str):
+        raise TypeError(f"{where}: {given!r} should be a pattern, a text as 'layers.0-7.mlp'")
+    if not given.strip():
+        raise ValueError(f"{where}: {given!r} is an empty pattern: it should name a Cell or an operator")
+    return given
+
+
+def _entries(given, key, needed):
+    """`(where, dict)` of every entry of `layer_swap` or `op_swap`, with keys that there are."""
+    form = f"{key} is given as {_FORMS[key]}"
+    known = ["op_name", "layers", "backward_prefetch"][key == "layer_swap" :]
+    if isinstance(given, dict) and key == "op_swap":
+        named = [(f"op_swap[{name!r}]", {} if e is True else e, {"op_name": name}) for name, e in given.items()]
+        known = known[1:]
+    elif isinstance(given, (list, tuple, type(None))):
+        made = (LayerSwap, OperatorSwap)  # what settings have made of an entry is taken again
+        plain = [vars(entry) if isinstance(entry, made) else entry for entry in given or ()]
+        named = [(f"{key}[{place}]", entry, {}) for place, entry in enumerate(plain)]
+    else:
+        raise TypeError(f"{key}: {given!r} should be given as {_FORMS[key]}")
+    for where, entry, name in named:
+        if not isinstance(entry, dict):
+            raise TypeError(f"{where}: {entry!r} should be a mapping with {', '.join(known)}; {form}")
+        for other in entry:
+            if other not in known:
+                raise ValueError(f"{where}.{other}: unknown key{nearest(other, known)}; {form}")
+        if needed not in (name | entry):
+            raise ValueError(f"{where}.{needed}: missing; {form}")
+        yield where, name | entry
+
+
+def _layers_and_prefetch(entry, where, default_prefetch):
+    layers = layer_numbers(entry.get("layers", True), f"{where}.layers")
+    if layers is None:
+        raise ValueError(f"{where}.layers: {entry['layers']} means no layer: leave the entry out")
+    prefetch = entry.get("backward_prefetch")
+    return layers, _prefetch(default_prefetch if prefetch is None else prefetch, f"{where}.backward_prefetch")
+
+
+def _prefetch(given, where):
+    if type(given) is not int:
+        raise TypeError(f"{where}: {given!r} ({type(given).__name__}) should be a whole number of tensors")
+    check_range(given, {"at_least": 1, "at_most": 10**6}, where)
+    return given
+
+
+def _check_flag(given, where):
+    if not isinstance(given, bool):
+        raise TypeError(f"{where}: {given!r} ({type(given).__name__}) should be true or false")
+
+
 def _put(settings, **values):
     for name, value in values.items():
         object.__setattr__(settings, name, value)
-
-
-def _shown(value):
-    return list(value) if isinstance(value, tuple) else value

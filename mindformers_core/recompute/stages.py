@@ -1,124 +1,97 @@
-"""What the stages of a pipeline tell each other, so that what is asked for and on none is found out. Pure Python.
+"""Whether what is asked for is anywhere: in the model's program, or in that of one of a pipeline's stages. Pure Python.
 
 A stage alone can't judge a pattern: what it doesn't have may be on another one. Layers are known when the stages meet,
 operators when all of them have a program. What no compiled stage can do is known when they meet, too.
 """
 
-from mindformers_core.program.operator_names import Label, OperatorName, operator_names
-from mindformers_core.program.places import Place
-from mindformers_core.program.plan import called_cells
 from mindformers_core.recompute.budget import out_of_reach
-from mindformers_core.recompute.choosing import INSTEAD_OF_GRAPHS, check_for_graphs, full_layers
-from mindformers_core.recompute.contradictions import check_something_left
-from mindformers_core.recompute.patterns import parse_patterns, select
-from mindformers_core.recompute.swapped import check_narrowed
-from mindformers_core.recompute.unmatched import what_is_there
+from mindformers_core.recompute.patterns import Found, check_found, match, parse_pattern
+from mindformers_core.recompute.selection import chosen_keys, excluded_keys, full_layers, operator_swap_keys
 
-__all__ = ["check_compiled_stage", "check_stages", "stage_told"]
+__all__ = ["check_compiled_stages", "check_stages", "stage_summary"]
 
 
-def stage_told(layers, frame, paths=(), short=None):
-    """What others have to know of a stage, as JSON can hold it.
+def stage_summary(settings, swapping, layers, paths=(), program=None, full=(), short=None):
+    """What the others have to know of a stage, as JSON can hold it.
 
     Args:
+        settings, swapping: the `RecomputeSettings`, and the `SwapSettings`.
         layers: what `layers_of` gives.
-        frame: the `FramePlan` of the last program of the stage's Cell; None before there is one.
         paths: of all Cells of the stage.
+        program: the `NamedProgram` of the stage's last program; None before there is one.
+        full: paths of the Cells that are recomputed wholly.
         short: `(bytes that can be kept at the least, all bytes)` of the training program that is beyond the budget;
             None where none is.
     """
-    told = {
+    return {
         "layers": [[number, path] for number in sorted(layers) for path in layers[number]],
         "paths": list(paths),
-        "cells": None,
-        "operators": [],
+        "found": program and _found(settings, swapping, layers, program, full),
         "short": short and list(short),
     }
-    if frame is not None:
-        told["cells"] = list(dict.fromkeys(path for _, path in called_cells(frame)))
-        told["operators"] = [
-            [name.path, [[label.name, label.variable, label.number, label.count] for label in name.labels]]
-            for name in operator_names(frame)
-        ]
-    return told
 
 
-def check_stages(settings, swapping, told):
-    """Raise `ValueError` for a layer or a pattern, or a number in one, that is on no stage; with names of all stages.
-    The same where `exclude` leaves nothing on any stage.
+def _found(settings, swapping, layers, program, full):
+    """What a program has of what is asked for, by pattern."""
+    chosen = chosen_keys(settings, program, full)
+    swapped = {}
+    for entry in swapping.op_swap if swapping.is_on else ():
+        (one,) = program.matches((entry.op_name,), swapping.where(entry))
+        is_in_layers = entry.layers is True or bool(operator_swap_keys(entry, one, program, layers))
+        swapped[swapping.where(entry)] = [one.found, is_in_layers]
+    return {
+        "select": {m.pattern.text: m.found for m in program.matches(settings.select, "recompute.select")},
+        "exclude": {m.pattern.text: m.found for m in program.matches(settings.exclude, "recompute.exclude")},
+        "chosen": [len(chosen), len(chosen - excluded_keys(settings, program))],
+        "swapped": swapped,
+    }
 
-    And for a budget that is out of reach on some stage, with what would do for all of them.
 
-    Patterns are checked once all stages have a program. Of a stage with which neither `recompute()` nor `swap()` was
-    called, nothing is known.
+def check_stages(settings, swapping, summaries):
+    """Raise `ValueError` for a layer or a pattern, or a number in one, that is on no stage; where `exclude` leaves
+    nothing on any; and for a budget that is out of reach on some stage, with what would do for all of them.
+
+    Patterns are checked once all stages have a program, on those stages that were given them. Of a stage with which
+    neither `recompute()` nor `swap()` was called, nothing is known.
 
     Args:
         settings: the `RecomputeSettings` of a stage.
         swapping: its `SwapSettings`.
-        told: what every stage of the pipeline tells, see `stage_told`, ascending; None of stages without settings.
+        summaries: `stage_summary` of every stage of the pipeline, ascending; None of stages without settings.
     """
-    stages = [stage for stage, each in enumerate(told) if each is not None]
-    known = [told[stage] for stage in stages]
-    layers = {}
-    for number, path in sorted(entry for each in known for entry in each["layers"]):
-        layers.setdefault(number, []).append(path)
+    known = [summary for summary in summaries if summary is not None]
     try:
-        paths = list(dict.fromkeys(path for each in known for path in each["paths"]))
-        _check_layers(settings, swapping, layers, paths, is_whole=len(told) == 1)
-        if all(each["cells"] is not None for each in known):
-            _check_patterns(settings, swapping, known, layers)
+        _check_layers(settings, swapping, known, is_whole=len(summaries) == 1)
+        found = [summary["found"] for summary in known]
+        if all(each is not None for each in found):
+            _check_recompute(settings, found)
+            _check_swap(swapping, found)
     except ValueError as error:
-        if len(stages) == len(told):
+        if len(known) == len(summaries):
             raise
+        stages = [stage for stage, summary in enumerate(summaries) if summary is not None]
         raise ValueError(
-            f"{error}; looked for on stages {stages} of {len(told)}: recompute() or swap() was called with no other"
+            f"{error}; looked for on stages {stages} of {len(summaries)}: recompute() or swap() was called with no "
+            "other"
         ) from None
-    _check_budget(settings, told)
-
-
-def _check_budget(settings, told):
-    short = {stage: each["short"] for stage, each in enumerate(told) if each is not None and each.get("short")}
+    short = {stage: each["short"] for stage, each in enumerate(summaries) if each is not None and each["short"]}
     if settings.budget is not None and short:
         stage = max(short, key=lambda stage: short[stage][0] / short[stage][1])
         raise ValueError(out_of_reach(settings.budget, *short[stage], f" on stage {stage}", "all stages"))
 
 
-def check_compiled_stage(settings, swapping, gaps, told):
-    """Raise `ValueError` for what a compiled stage can't do, as far as it shows before there are programs.
-
-    That is all but whole Cells. A pattern that matches no Cell of any stage selects operators, or nothing; where other
-    stages run in PyNative these may be theirs.
-
-    Args:
-        settings, swapping: as of `check_stages`.
-        gaps: as of `check_for_graphs`.
-        told: what the stages tell that have settings, each with `"compiled"`.
-    """
-    check_for_graphs(settings, swapping, gaps)
-    if not all(each["compiled"] for each in told):
-        return
-    cells = [(path, path) for path in dict.fromkeys(path for each in told for path in each["paths"])]
-    for where in ("select", "exclude"):
-        for pattern in parse_patterns(getattr(settings, where), f"recompute.{where}"):
-            if not select((pattern,), [], cells, required=False).cells:
-                there = what_is_there(pattern, [], cells)
-                raise ValueError(
-                    f"{pattern.where}: {pattern.text!r} matches no Cell of any stage, and compiled stages recompute "
-                    f"whole Cells, no operators: {there}; name Cells, {INSTEAD_OF_GRAPHS}"
-                )
-
-
-def _check_layers(settings, swapping, layers, paths, is_whole):
-    """Layers that are asked for: all there, and by numbers that they have; `paths`: of all Cells, for errors."""
-    named = [path for each in layers.values() for path in each if not path.rpartition(".")[2].isdigit()]
-    unnumbered = [] if is_whole else named
+def _check_layers(settings, swapping, known, is_whole):
+    """Layers that are asked for: all there, and by numbers that they have."""
+    layers, paths = {}, dict.fromkeys(path for summary in known for path in summary["paths"])
+    for number, path in sorted(entry for summary in known for entry in summary["layers"]):
+        layers.setdefault(number, []).append(path)
+    unnumbered = [path for each in layers.values() for path in each if not path.rpartition(".")[2].isdigit()]
     asked = [("recompute.full", settings.full)]
     if swapping.is_on:
         asked += [(f"swap.layer_swap[{place}].layers", e.layers) for place, e in enumerate(swapping.layer_swap)]
-        narrowed = [entry for entry in swapping.op_swap if entry.layers is not True]
-        asked += [(f"{swapping.where(entry)}.layers", entry.layers) for entry in narrowed]
+        asked += [(f"{swapping.where(e)}.layers", e.layers) for e in swapping.op_swap if e.layers is not True]
     for where, numbers in asked:
-        if numbers and numbers is not True and unnumbered:
+        if numbers and numbers is not True and unnumbered and not is_whole:
             raise ValueError(
                 f"{where}: '{unnumbered[0]}' has no number, and its place on a stage isn't that in the model: call "
                 "layers by their number in the model, give true for all, or name them in a pattern"
@@ -126,19 +99,40 @@ def _check_layers(settings, swapping, layers, paths, is_whole):
         full_layers(numbers, layers, where=where, paths=paths)
 
 
-def _check_patterns(settings, swapping, known, layers):
-    paths = dict.fromkeys(path for each in known for path in each["cells"])
-    labels = [operator for each in known for operator in each["operators"]]
-    cells = [((place,), path) for place, path in enumerate(paths)]
-    names = [
-        OperatorName(Place((len(cells) + place,), path, None, None), path, "", tuple(Label(*label) for label in each))
-        for place, (path, each) in enumerate(labels)
-    ]
-    selected = select(settings.select, names, cells, "recompute.select")
-    excluded = select(settings.exclude, names, cells, "recompute.exclude")
-    check_something_left(settings, full_layers(settings.full, layers, True), names, cells, selected, excluded)
+def _check_recompute(settings, found):
+    for key in ("select", "exclude"):
+        patterns = getattr(settings, key)
+        for number, text in enumerate(patterns):
+            where = f"recompute.{key}[{number}]" if len(patterns) > 1 else f"recompute.{key}"
+            check_found(parse_pattern(text, where), [Found(*each[key][text]) for each in found if text in each[key]])
+    chosen, left = (sum(each["chosen"][place] for each in found) for place in (0, 1))
+    if chosen and not left:
+        given = {"full": settings.full, "select": settings.select}
+        shown = {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}
+        asked = " and ".join(f"{key} ({value})" for key, value in shown.items() if value)
+        raise ValueError(
+            f"recompute.exclude: {list(settings.exclude)} takes out all that is asked for by {asked}, so nothing is "
+            "recomputed: exclude less, or leave recompute out"
+        )
+
+
+def _check_swap(swapping, found):
     for entry in swapping.op_swap if swapping.is_on else ():
         where = swapping.where(entry)
-        selected = select((entry.op_name,), names, cells, where)
-        if entry.layers is not True:
-            check_narrowed(entry, where, selected, names, cells, layers)
+        told = [each["swapped"][where] for each in found if where in each["swapped"]]
+        check_found(parse_pattern(entry.op_name, where), [Found(*match) for match, _ in told])
+        if not any(is_in_layers for _, is_in_layers in told):
+            layers = list(entry.layers)
+            raise ValueError(f"{where}.layers: nothing that {entry.op_name!r} selects is in layers {layers}")
+
+
+def check_compiled_stages(settings, summaries):
+    """Raise `ValueError` for a pattern that matches no Cell of any compiled stage: it selects operators, or nothing."""
+    cells = [(path, path) for path in dict.fromkeys(path for summary in summaries for path in summary["paths"])]
+    patterns = [("select", text) for text in settings.select] + [("exclude", text) for text in settings.exclude]
+    for key, text in patterns:
+        if not match(parse_pattern(text, f"recompute.{key}"), [], cells).cells:
+            raise ValueError(
+                f"recompute.{key}: {text!r} matches no Cell of any stage, and compiled stages recompute whole Cells, "
+                "no operators: name Cells, or run in PyNative (recipe: context.mode: 1)"
+            )

@@ -3,7 +3,7 @@
 from contextlib import nullcontext
 from pathlib import Path
 
-from mindformers_core.capture.algorithm_steps import algorithm_steps
+from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.explaining.page import page
 from mindformers_core.explaining.report import make_report
 from mindformers_core.explaining.text import explain_plan
@@ -74,7 +74,7 @@ def explain(cell, *inputs, html=None, **named_inputs):
     frame = dict(reversed([*whole.walk()]))[inner]
     activations = tree.activations.explained(whole, inner)
     (stored, *step), kept = (tree.storage.explained(), activations.lines) if path == "" else (((),), ())
-    report = make_report(frame, algorithm_steps, activations, *step)
+    report = make_report(frame, algorithm_of, activations, *step)
     if html is not None:
         Path(html).write_text(page(report, tree.label(path), stored, kept), encoding="utf-8")
     return explain_plan(report, [*stored, *kept])
@@ -97,7 +97,7 @@ def explain_activations(cell, *inputs, compiled=False, **named_inputs):
         frame = prepare(cell, *inputs, compiled=compiled, **named_inputs).frame
     else:
         frame, _ = _last_program(tree, "")
-    tree.activations.check_matched()
+    tree.activations.validate_for_backward()
     return tree.activations.explained(frame).lines
 
 

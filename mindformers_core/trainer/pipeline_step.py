@@ -3,9 +3,9 @@
 import mindspore as ms
 
 from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage
+from mindformers_core.recompute import recompute, swap
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
-from mindformers_core.trainer.activations import with_activations
 from mindformers_core.trainer.pipeline_recipe import (
     layers_of_stages,
     micro_batches_of_a_run,
@@ -31,7 +31,8 @@ def sharded_model(recipe, mesh, layers=None):
     with ms.DeviceCtx("meta"):
         net = recipe.spec.build(recipe.model, layers).set_train()
     shard(net, mesh, recipe.parallelism, seed=recipe.training.seed, mode=recipe.context.engine)
-    return with_activations(net, recipe)
+    is_part = recipe.parallelism.pipeline_parallel > 1
+    return swap(recompute(net, recipe.recompute, is_part=is_part), recipe.swap, is_part=is_part)
 
 
 def hsdp_chunks(recipe, nets, zero):

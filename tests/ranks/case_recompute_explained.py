@@ -5,7 +5,7 @@ from case_recompute import FULL, OPERATORS, Tower, X
 from launch import on_ranks
 from mindspore import Tensor
 
-from mindformers_core.capture.algorithm_steps import algorithm_steps
+from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication import count_collectives
 from mindformers_core.explaining.report import make_report
 from mindformers_core.mesh import init_device_mesh
@@ -33,7 +33,7 @@ def told(cell):
     """`(name, axes) -> (number, bytes)` of what is sent by the program that ran last."""
     frame, found = programs(cell)[-1].frame, {}
     activations = tree_of(cell).activations.explained(frame)
-    for (axes, _, name), both in make_report(frame, algorithm_steps, activations).traffic.items():
+    for (axes, _, name), both in make_report(frame, algorithm_of, activations).traffic.items():
         before = found.get((name, axes), (0, 0))
         found[name, axes] = tuple(map(sum, zip(before, both)))
     return found

@@ -51,7 +51,7 @@ def saved_activations(frame, dropped=frozenset(), algorithm=None, arguments_need
             draw of random numbers) never runs again. What an operator keeps besides its inputs and results (the powers
             in a variance, a copy of an input that is a view) is kept all the same.
         algorithm: gives what runs in the place of an operator with a distributed algorithm (see `Following`):
-            `mindformers_core.recompute.algorithms.algorithm_of`.
+            `mindformers_core.capture.algorithm_graph.algorithm_of`.
         arguments_need: whether gradients flow back to the root's arguments, of whatever dtype. They do wherever the
             differentiated function (`mindspore.value_and_grad`) takes them as its own, even if only the gradients of
             weights are asked for; they don't where it has them from around it.

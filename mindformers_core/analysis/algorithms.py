@@ -1,0 +1,42 @@
+"""What the distributed algorithm of an operator runs and sends, by its graph for one rank. Pure Python."""
+
+from mindformers_core.operators.signature import is_float
+from mindformers_core.program.structure import values_in
+from mindformers_core.propagation.operators import NO_GRADIENT
+
+__all__ = ["algorithm_parts", "algorithm_steps"]
+
+
+def algorithm_parts(plan, algorithm):
+    """`(node, Steps of a redistribution or None)` of all that runs in the place of an operator, and the `CellGraph`.
+
+    Args:
+        plan: an `OperatorPlan` that has an `algorithm`.
+        algorithm: gives the `CellGraph`, and the steps of every node: `capture.algorithm_graph.algorithm_of`.
+
+    Raises:
+        ValueError: `algorithm` is None.
+    """
+    if algorithm is None:
+        raise ValueError(
+            f"operator {plan.node.operator} ({plan.node.source}) runs the distributed algorithm '{plan.algorithm}' "
+            f"over {', '.join(plan.cut_axes)}: pass algorithm=algorithm_of (mindformers_core.capture.algorithm_graph)"
+        )
+    graph, steps = algorithm(plan)
+    return list(zip(graph.nodes, steps, strict=True)), graph
+
+
+def algorithm_steps(plan, algorithm):
+    """Pairs (`Step`, whether a gradient flows back through it inside the algorithm) of all that it sends, in order.
+
+    Takes and raises the same as `algorithm_parts`.
+    """
+    parts, graph = algorithm_parts(plan, algorithm)
+    flowing = {value.id for value in values_in(graph.arguments) if is_float(value.dtype)}
+    found = []
+    for node, steps in parts:
+        flows = node.operator not in NO_GRADIENT and any(v.id in flowing for v in values_in((node.args, node.kwargs)))
+        found += [(step, flows) for step in steps or ()]
+        if flows:
+            flowing |= {value.id for value in values_in(node.outputs) if is_float(value.dtype)}
+    return tuple(found)

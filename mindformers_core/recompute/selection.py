@@ -1,0 +1,293 @@
+"""From settings to the instructions of a program that are computed again or wait on the host. Pure Python."""
+
+from dataclasses import replace
+from functools import cached_property
+
+from mindformers_core.analysis.prediction import Prediction
+from mindformers_core.analysis.views import is_cast_to_its_dtype
+from mindformers_core.hints import nearest
+from mindformers_core.program.links import links_of
+from mindformers_core.program.operator_names import operator_names, operator_texts
+from mindformers_core.program.places import operators_in_order
+from mindformers_core.program.plan import CallPlan, Move, OperatorPlan, called_cells, joined_path
+from mindformers_core.program.structure import values_in
+from mindformers_core.recompute.patterns import match, parse_pattern
+from mindformers_core.recompute.wording import cells_together, quoted
+
+__all__ = [
+    "NamedProgram", "cell_lies_in", "check_apart", "chosen_keys", "excluded_keys", "full_layers", "kept_keys",
+    "layers_of", "operator_swap_keys", "recomputed_keys", "swapped_keys", "whole_cells",
+]  # fmt: skip
+
+_SHOWN = 5
+
+
+class NamedProgram:
+    """What patterns are matched with, made once for a program.
+
+    Args:
+        frame: its `FramePlan`.
+        path: of the Cell whose call it is.
+        algorithm, arguments_need: as of `Prediction`.
+
+    Attributes:
+        frame, path, algorithm: as given.
+        places: a `Place` for every instruction.
+        names: its `OperatorName`s.
+        cells: `(key, path from the root)` of every call of a Cell.
+        closed: keys of the calls of Cells with a `bprop` of their own.
+        prediction: its `Prediction`.
+    """
+
+    def __init__(self, frame, path="", algorithm=None, arguments_need=True):
+        self.frame, self.path, self.algorithm = frame, path, algorithm
+        self.places, self.names = operators_in_order(frame), operator_names(frame, path)
+        self.cells = [(key, joined_path(path, inner)) for key, inner in called_cells(frame)]
+        self.closed = {place.key for place in self.places if isinstance(place.entry, CallPlan)}
+        self.prediction = Prediction(frame, algorithm, arguments_need)
+
+    def matches(self, patterns, where):
+        """A `Match` for each of some patterns, texts; `where` they are given, for errors: `"recompute.select"`.
+
+        With operators go redistributions of their results that do nothing on a rank, and so have no names: gradients
+        need what these give, in the same memory.
+        """
+        places = [where] if len(patterns) == 1 else [f"{where}[{number}]" for number in range(len(patterns))]
+        for text, place in zip(patterns, places):
+            found = match(parse_pattern(text, place), self.names, self.cells)
+            yield replace(found, operators=self._with_nameless(found.operators))
+
+    def inside(self, roots):
+        """Keys of the instructions that lie in calls of Cells, or are among `roots` themselves."""
+        roots, keys = set(roots), (place.key for place in self.places)
+        return {key for key in keys if any(key[:end] in roots for end in range(len(key) + 1))}
+
+    def calls(self, paths):
+        """Keys of the calls of some Cells."""
+        return [key for key, path in self.cells if path in paths]
+
+    def _with_nameless(self, operators):
+        found = {*operators}
+        for key, makers in self._nameless if found else ():
+            found |= set() if found.isdisjoint(makers) else {key}
+        return tuple(place.key for place in self.places if place.key in found)
+
+    @cached_property
+    def _nameless(self):
+        """Redistributions without names, in order: `(key, keys of those that make what they take)`."""
+        named, makers = {name.place.key for name in self.names}, links_of(self.frame).makers
+        moves = [place.key for place in self.places if isinstance(place.entry, Move)]
+        return [(key, makers[key]) for key in moves if key not in named]
+
+
+def recomputed_keys(settings, program, full=(), boundaries=()):
+    """Which results of a program are not kept: a set of keys of instructions.
+
+    Args:
+        settings: the `RecomputeSettings`, without a budget.
+        program: the `NamedProgram`.
+        full: paths of the Cells that are recomputed wholly.
+        boundaries: paths of Cells whose results are kept in any case.
+
+    Raises:
+        ValueError: a pattern of Cells with a `bprop` of their own.
+    """
+    return chosen_keys(settings, program, full) - kept_keys(settings, program, boundaries)
+
+
+def chosen_keys(settings, program, full=()):
+    """Keys of the instructions that `full` and `select` name, whatever is kept; arguments as of `recomputed_keys`."""
+    return set().union(*(keys for _, keys in _recompute_requests(settings, program, full)))
+
+
+def _recompute_requests(settings, program, full):
+    """`(what asks, keys of instructions)` of all that is to be recomputed."""
+    yield "recompute.full", _keys_of_cells(program, program.calls(full))
+    for each in program.matches(settings.select, "recompute.select"):
+        if each.cells and program.closed.issuperset(each.cells):
+            raise ValueError(
+                f"{each.pattern.where}: {each.pattern.text!r} selects Cells with a bprop of their own, which keep what "
+                "that needs: select others"
+            )
+        yield f"recompute.select {each.pattern.text!r}", {*each.operators, *_keys_of_cells(program, each.cells)}
+
+
+def _keys_of_cells(program, calls):
+    return set().union(*(program.prediction.cell_keys(key) for key in calls if key not in program.closed))
+
+
+def excluded_keys(settings, program):
+    """Keys of the instructions that `exclude` names."""
+    matches = program.matches(settings.exclude, "recompute.exclude")
+    return program.inside(key for each in matches for key in (*each.cells, *each.operators))
+
+
+def kept_keys(settings, program, boundaries=()):
+    """Keys of the instructions whose results are kept, whatever is selected; arguments as of `recomputed_keys`."""
+    kept = excluded_keys(settings, program)
+    for place in program.places:
+        sends = isinstance(place.entry, Move) and bool(place.entry.steps)
+        if not _can_run_again(place) or (sends and not settings.mp_comm_recompute):
+            kept.add(place.key)
+    for key, cell in program.cells:
+        if key not in program.closed and (key == () or cell in boundaries):  # who called may change what it got
+            kept |= program.inside([key]) - program.prediction.cell_keys(key)
+    return kept
+
+
+def _can_run_again(place):
+    """Whether the results of an instruction can be had again by running it once more.
+
+    Integers and truth values have no gradient: autograd keeps those that it needs as they are. What gives its input
+    back makes nothing.
+    """
+    if isinstance(place.entry, CallPlan):  # a Cell with a bprop keeps what that needs
+        return False
+    if isinstance(place.entry, Move):
+        return "float" in place.entry.value.dtype
+    if not place.entry.inputs or is_cast_to_its_dtype(place.entry.node):
+        return False
+    return any("float" in value.dtype for value in values_in(place.entry.node.outputs))
+
+
+def swapped_keys(settings, program, layers):
+    """Which results of a program go to the host: key -> how many saved tensors ahead of its use one comes back.
+
+    What the program returns stays, whatever is selected: who called may change what it got, and the host wouldn't know.
+
+    Args:
+        settings: the `SwapSettings`.
+        program: the `NamedProgram`.
+        layers: what `layers_of` gives.
+    """
+    found = {}
+    for _, prefetch, keys in _swap_requests(settings, program, layers):
+        found |= dict.fromkeys(keys, prefetch)
+    results = {place.key for place in program.places if not _gives_its_input(place)}
+    inner = program.prediction.cell_keys(()) & results if found else ()
+    return {place.key: found[place.key] for place in program.places if place.key in found and place.key in inner}
+
+
+def _gives_its_input(place):
+    """Whether an instruction gives what it takes, perhaps a weight: that goes with who made it, or stays."""
+    return isinstance(place.entry, OperatorPlan) and is_cast_to_its_dtype(place.entry.node)
+
+
+def _swap_requests(settings, program, layers):
+    """`(what asks, backward_prefetch, keys of instructions)` of all that is to be swapped."""
+    for place, entry in enumerate(settings.layer_swap if settings.is_on else ()):
+        yield f"swap.layer_swap[{place}]", entry.backward_prefetch, _in_layers(entry.layers, program, layers)
+    for entry in settings.op_swap if settings.is_on else ():
+        (found,) = program.matches((entry.op_name,), settings.where(entry))
+        yield settings.where(entry), entry.backward_prefetch, operator_swap_keys(entry, found, program, layers)
+
+
+def operator_swap_keys(entry, found, program, layers):
+    """Keys of the instructions that an `OperatorSwap` selects, by the `Match` of its pattern."""
+    keys = program.inside((*found.cells, *found.operators)) - program.closed
+    return keys if entry.layers is True else keys & _in_layers(entry.layers, program, layers)
+
+
+def _in_layers(asked, program, layers):
+    return program.inside(program.calls(full_layers(asked, layers, is_part=True))) - program.closed
+
+
+def check_apart(settings, swapping, program, layers, full, both, label):
+    """Raise `ValueError` for an instruction that is computed again and waits on the host, with what asks for it.
+
+    Args:
+        settings, swapping: the `RecomputeSettings`, and the `SwapSettings`.
+        program, layers, full: as of `recomputed_keys` and `swapped_keys`.
+        both: keys of such instructions.
+        label: whose program it is.
+    """
+    if not both:
+        return
+    texts = operator_texts(program.frame, program.path)
+    key = next((key for key in both if key in texts), both[0])
+    asked = [(where, keys) for where, keys in _recompute_requests(settings, program, full)]
+    asked += [(where, keys) for where, _, keys in _swap_requests(swapping, program, layers)]
+    who = " and ".join(where for where, keys in asked if key in keys)
+    raise ValueError(
+        f"{texts.get(key, 'a redistribution')} of {label} is recomputed and swapped, by {who}: what is computed again "
+        "isn't kept, neither here nor on the host: choose one of the two (exclude takes it out of what is recomputed)"
+    )
+
+
+def layers_of(containers):
+    """Number of a layer -> paths of the Cells that are it.
+
+    Args:
+        containers: paths of the outermost Cells that hold layers in a row, with the names of those in them:
+            `(path, names)`; names that are numbers count as they are, others in their order.
+    """
+    layers = {}
+    for path, names in containers:
+        for place, name in enumerate(names):
+            number = int(name) if name.isdigit() else place
+            layers.setdefault(number, []).append(f"{path}.{name}" if path else name)
+    return layers
+
+
+def full_layers(asked, layers, is_part=False, where="recompute.full", paths=()):
+    """Paths of the layers that are asked for.
+
+    Args:
+        asked: True, or a tuple of numbers; None: none.
+        layers: what `layers_of` gives.
+        is_part: whether other layers may be elsewhere.
+        where: the key, for errors.
+        paths: of all Cells, for errors.
+
+    Raises:
+        ValueError: a layer that there isn't.
+    """
+    numbers = sorted(layers) if asked is True else asked or ()
+    if asked and not layers and not is_part:
+        there = [path for path in paths if path and "." not in path]
+        instead = f"; its Cells are {_shown(there)}, which select can name in patterns" if there else ""
+        raise ValueError(
+            f"{where}: the model has no layers, Cells in a CellList or CellDict, or in a SequentialCell with more in "
+            f"it than single Cells of MindSpore, such as Dense and GELU{instead}"
+        )
+    for number in () if is_part else numbers:
+        if number not in layers:
+            raise ValueError(
+                f"{where}: there is no layer {number}: the layers are {min(layers)} to {max(layers)}, "
+                f"{_shown([path for known in sorted(layers) for path in layers[known]])}"
+                f"{nearest(str(number), list(map(str, layers)))}"
+            )
+    return [path for number in numbers for path in layers.get(number, ())]
+
+
+def _shown(paths):
+    """The first of some Cells, those of layers in a row in one."""
+    together = cells_together(paths)
+    return quoted(together[:_SHOWN]) + ", …" * (len(together) > _SHOWN)
+
+
+def whole_cells(settings, full, paths):
+    """Which Cells are recomputed where functions are compiled; patterns that are for no Cell are left out.
+
+    Args:
+        settings: the `RecomputeSettings`.
+        full: paths of the layers that are recomputed wholly.
+        paths: of all Cells.
+
+    Returns:
+        A list of paths; a list of `(path, path of the excluded Cell in it)`.
+    """
+    cells = [(path, path) for path in paths]
+
+    def matched(patterns):
+        return [path for text in patterns for path in match(parse_pattern(text, ""), [], cells).cells]
+
+    excluded = matched(settings.exclude)
+    chosen = {*full, *matched(settings.select)}
+    chosen = sorted(path for path in chosen if not any(cell_lies_in(path, other) for other in excluded))
+    return chosen, [(path, other) for path in chosen for other in excluded if cell_lies_in(other, path)]
+
+
+def cell_lies_in(path, other):
+    """Whether a Cell is another one, or lies in it, by their paths."""
+    return not other or f"{path}.".startswith(f"{other}.")
