@@ -17,7 +17,6 @@ from mindformers_core.operators import tensor_meta
 sys.path.insert(0, str(ROOT / "examples"))
 import vit  # noqa: E402
 
-
 NO_ALGORITHM = SimpleNamespace(arguments={}, nodes=[]), []
 
 
