@@ -1,12 +1,14 @@
 """Plans of Cells for tests: captured, with what is declared for them, propagated on a mesh."""
 
+from types import SimpleNamespace
+
 from mindformers_core.capture.capture import capture
 from mindformers_core.layout import bind_layout, layout
 from mindformers_core.program.structure import values_in
 from mindformers_core.propagation.propagate import propagate
 from mindformers_core.sharding.declare import collect_declarations
 
-__all__ = ["planned"]
+__all__ = ["planned", "silent_algorithm"]
 
 
 def planned(cell, mesh, args, named=None, config=None, plan=None, arriving=None):
@@ -31,3 +33,10 @@ def planned(cell, mesh, args, named=None, config=None, plan=None, arriving=None)
     dims = {use.path: len(use.value.shape) for call in graph.calls() for use in call.parameters}
     parameters = {path: bind_layout(given, mesh, dims.get(path)) for path, given in stored.items()}
     return graph, propagate(graph, mesh, arguments, parameters, declarations)
+
+
+def silent_algorithm(plan):
+    """In the place of `algorithm_of`: as if the operator itself ran, and nothing were sent."""
+    node = plan.node
+    arguments, result = values_in((node.args, node.kwargs)), values_in(node.outputs)
+    return SimpleNamespace(arguments=arguments, constants=(), nodes=[node], result=result), [None]

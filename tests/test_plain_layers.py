@@ -9,6 +9,7 @@ from captured_models import small_llama
 from launch import ROOT
 from mindspore import Parameter, Tensor, nn, ops
 from plan_checks import MESH, plan_of
+from planned_models import silent_algorithm
 
 from mindformers_core.explaining.report import make_report
 from mindformers_core.layout import layout
@@ -16,8 +17,6 @@ from mindformers_core.operators import tensor_meta
 
 sys.path.insert(0, str(ROOT / "examples"))
 import vit  # noqa: E402
-
-NO_ALGORITHM = SimpleNamespace(arguments={}, nodes=[]), []
 
 
 class Plain(nn.Cell):
@@ -40,7 +39,7 @@ def sent_by_a_layer(make, size, config, plan=None):
     """`(direction, collective)` -> `(calls, bytes)` over tp of one more layer, the bytes in hidden states of a rank."""
     ids, arriving = (tensor_meta((4, 8), "int32"),) * 2, dict.fromkeys((0, 1), layout("dp", None).bind(MESH))
     two, three = (
-        make_report(plan_of(make(count).set_train(), ids, {}, config, plan, arriving), lambda _: NO_ALGORITHM).traffic
+        make_report(plan_of(make(count).set_train(), ids, {}, config, plan, arriving), silent_algorithm).traffic
         for count in (2, 3)
     )
     more = {key: [after - before for after, before in zip(three[key], two[key])] for key in three if key[0] == ("tp",)}

@@ -103,12 +103,14 @@ class Run:
     Attributes:
         key: of the instruction that it belongs to.
         inputs: the `Tensor`s that it takes.
+        made: pieces of `Memory` of its results.
         saved: `Tensor`s that its gradient keeps.
         own: pieces of `Memory` that its gradient keeps and that are neither input nor result: copies, statistics.
     """
 
     key: tuple
     inputs: tuple
+    made: list = field(default_factory=list)
     saved: list = field(default_factory=list)
     own: list = field(default_factory=list)
 
@@ -154,6 +156,16 @@ class Course:
                 found = run.course.results_of(key[len(run.key) :])
                 return None if found is None else [*map(run.tensor, found)]
         return None
+
+    def events(self, outer=lambda memory: memory):
+        """`(made, own, used)`: the `Memory` of every run, those of repetitions as `outer` gives them."""
+        for run in self.runs:
+            if isinstance(run, Repetition):
+                yield from run.course.events(lambda memory, run=run: outer(run.memory(memory)))
+                continue
+            used = [outer(tensor.memory) for tensor in run.inputs if tensor.memory is not None]
+            made, own = (list(map(outer, some)) for some in (run.made, run.own))
+            yield made, own, [memory for memory in used if memory is not None]
 
     def demand(self, tensor=None):
         """The `Demand` of one of its tensors; None: of all that its gradients keep."""
@@ -212,19 +224,20 @@ class Repetition:
         if inner.key is None:  # a parameter or a constant
             return inner
         base = None if inner.base is None else self.tensor(inner.base)
-        memory = None if inner.memory is None else self._memory(inner.memory)
-        on_host = None if inner.on_host is None else self._memory(inner.on_host)
+        memory = None if inner.memory is None else self.memory(inner.memory)
+        on_host = None if inner.on_host is None else self.memory(inner.on_host)
         return replace(inner, memory=memory, run=None, base=base, on_host=on_host, repeated=(self, inner))
 
     def add_demand(self, inner, found):
         """Add what `Course.demand` tells to a `Demand`; the `Tensor`s that have to be at hand for it."""
         demand = self.course.demand(inner)
-        kept = map(self._memory, demand.kept)
+        kept = map(self.memory, demand.kept)
         found.kept.update(dict.fromkeys(memory for memory in kept if memory is not None))
         found.again.update(dict.fromkeys(self.key + key for key in demand.again))
         return [self._given[other] for other in demand.given]
 
-    def _memory(self, inner):
+    def memory(self, inner):
+        """The `Memory` that one of the course's is here; None for what belongs to others."""
         if inner in self._memories:
             return self._memories[inner]
         view = inner.view

@@ -202,6 +202,7 @@ class _Follower:
         # of copies that gradients flow through it is known of what they are
         has_handle = needs and (on_host is not None or run.key in self.course.dropped)
         memory = self.memory(run.key, nbytes) if base is None else base.memory
+        run.made.extend([memory] if base is None else [])
         strides = contiguous_strides(shape) if strides is None else strides
         return Tensor(value, tuple(shape), tuple(strides), needs, memory, run, base, is_view, has_handle, on_host)
 

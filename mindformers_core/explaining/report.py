@@ -180,8 +180,10 @@ def make_report(frame, algorithm=None, activations=None, micro_steps=1, stored_t
     activations = ExplainedActivations() if activations is None else activations
     root = _cell_report(frame, algorithm, activations.marks, {})
     calls = sum(1 for _ in frame.walk())
-    peaks = activation_peaks(frame, activations.dropped)
-    undropped = activation_peaks(frame)[0] if activations.dropped else None
+    peaks, undropped = activation_peaks(frame, algorithm, activations), None
+    if activations.dropped or activations.on_host:
+        held = ExplainedActivations(arguments_need=activations.arguments_need)
+        undropped, _ = activation_peaks(frame, algorithm, held)
     mark, kinds = activations.marks.get(()), {mark.kind for mark in activations.marks.values()}
     how = *peaks, undropped, calls, mark, kinds, micro_steps, stored_traffic or {}
     return Report(frame.mesh, frame.graph.training, root, *how)

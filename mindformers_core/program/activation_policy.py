@@ -52,12 +52,16 @@ class ExplainedActivations:
         lines: text about the whole program.
         marks: key of an instruction -> its `Mark`. A key is the indices of the calls that lead there, among the
             `instructions` of each `FramePlan`, and its own.
-        dropped: keys of the instructions whose results the device doesn't hold for the backward pass.
+        dropped, on_host: keys of the instructions whose results are computed again, and of those whose results wait on
+            the host.
+        arguments_need: whether gradients flow back to the root's arguments, see `Prediction`.
     """
 
     lines: tuple = ()
     marks: dict = field(default_factory=dict)
     dropped: frozenset = frozenset()
+    on_host: frozenset = frozenset()
+    arguments_need: bool = False
 
 
 class ActivationPolicy:

@@ -53,7 +53,7 @@ def explained_activations(frame, recomputing, algorithm, path="", arguments_need
                 on_host[memory.key] += memory.nbytes
     marks |= {key: Mark("on host", nbytes) for key, nbytes in on_host.items()}
     lines = _lines(frame, dropped, again, on_host if swaps or swapped else None, before, after)
-    return _inside(path, frame, lines, marks, keepers)
+    return _inside(path, frame, lines, marks, (dropped, swapped))
 
 
 def explained_cells(frame, cells, apart, algorithm, path="", arguments_need=True):
@@ -84,19 +84,19 @@ def explained_cells(frame, cells, apart, algorithm, path="", arguments_need=True
         f"by the plan {left} of {kept} of activations are kept for the backward pass",
         "(of Cells that don't run again as PyNative keeps them: a graph may keep more, or less)",
     )
-    return _inside(path, frame, lines, marks, dropped)
+    return _inside(path, frame, lines, marks, (dropped, ()))
 
 
 def _lies_in(key, cell):
     return key[: len(cell)] == cell
 
 
-def _inside(path, frame, lines, marks, dropped):
+def _inside(path, frame, lines, marks, sets):
     """The `ExplainedActivations` of the first call of the Cell at `path`, with the lines of the whole program."""
     start = next(key for key, cell in called_cells(frame) if cell == path)
     inside = {key[len(start) :]: mark for key, mark in marks.items() if _lies_in(key, start)}
-    gone = frozenset(key[len(start) :] for key in dropped if _lies_in(key, start))
-    return ExplainedActivations(tuple(lines), inside, gone)
+    sets = (frozenset(key[len(start) :] for key in keys if _lies_in(key, start)) for keys in sets)
+    return ExplainedActivations(tuple(lines), inside, *sets)
 
 
 def recomputed_at_once(frame, layers, marks):

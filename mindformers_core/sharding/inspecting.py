@@ -1,6 +1,7 @@
 """Looking at what a sharded Cell runs: make a program ahead of time, list programs, explain one."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from mindformers_core.capture.algorithm_graph import algorithm_of
@@ -72,7 +73,8 @@ def explain(cell, *inputs, html=None, **named_inputs):
     else:
         whole, inner = _last_program(tree, path)
     frame = dict(reversed([*whole.walk()]))[inner]
-    activations = tree.activations.explained(whole, inner)
+    needed = bool(inner) or not tree.storage.takes_gradients
+    activations = replace(tree.activations.explained(whole, inner), arguments_need=needed)
     (stored, *step), kept = (tree.storage.explained(), activations.lines) if path == "" else (((),), ())
     report = make_report(frame, algorithm_of, activations, *step)
     if html is not None:
