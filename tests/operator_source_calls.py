@@ -160,6 +160,7 @@ MORE_CALLS = [
     Call("ToDtype", [X, 42], lambda x, dtype: x.astype(np.float16)),
     Call("ToDevice", [X, "CPU"], lambda x, device: x),
     Call("BatchMatMulExt", [Y, f(2, 8, 4)], np.matmul),
+    Call("TensorDot", [Y, f(8, 4), 1], lambda x, y, axes: np.tensordot(x, y, axes)),
     Call("Mm", [X, f(8, 4)], np.matmul),
     Call("Mv", [X, f(8)], np.matmul),
     Call("Dot", [f(8), f(8)], np.matmul),

@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor, ops
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import elementwise, register_operator
-from mindformers_core.operators.registry import _RULES
+from mindformers_core.operators.registry import _FACTS
 from mindformers_core.tensor_parallel import DTensor, distribute_tensor, local_map
 
 pytestmark = pytest.mark.usefixtures("rank_0_of_4")
@@ -130,16 +130,16 @@ def test_an_operator_without_a_rule_says_how_to_register_one():
         with pytest.raises(ValueError, match="'Erfinv' already has a rule"):
             register_operator("Erfinv")(elementwise)
     finally:
-        _RULES.pop("Erfinv")
+        _FACTS.pop("Erfinv")
 
 
 def test_a_rule_that_foretells_another_shape_is_named():
     try:
-        register_operator("BesselI0")(lambda x: _RULES["Transpose"](x))
+        register_operator("BesselI0")(lambda x: _FACTS["Transpose"].rule(x))
         with pytest.raises(ValueError, match="operator 'BesselI0' returned a local tensor.*the rule is wrong"):
             ops.bessel_i0(placed("dp"))
     finally:
-        _RULES.pop("BesselI0")
+        _FACTS.pop("BesselI0")
 
 
 def test_numbers_in_arguments_are_told_apart():

@@ -80,7 +80,7 @@ def test_errors_say_what_is_wrong(name, args, message):
 
 
 def test_a_user_registers_an_operator_of_his_own(monkeypatch):
-    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))  # other tests look at the real one
+    monkeypatch.setattr(registry, "_FACTS", dict(registry._FACTS))  # other tests look at the real one
 
     @register_operator("OnlyInThisTest")
     def rule(x):
@@ -93,7 +93,7 @@ def test_a_user_registers_an_operator_of_his_own(monkeypatch):
 
 def test_the_rule_of_the_page(monkeypatch):
     """docs/tensor_parallel.md: distances between rows; only their number may be cut."""
-    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    monkeypatch.setattr(registry, "_FACTS", dict(registry._FACTS))
     (block,) = [text for text in code_blocks(ROOT / "docs" / "tensor_parallel.md", "python") if "Cdist" in text]
     exec(compile(block, "tensor_parallel.md", "exec"), {})
     found = signature_of("Cdist", [tensor_meta((4, 8), F32), tensor_meta((6, 8), F32), 2.0])

@@ -22,7 +22,7 @@ from mindformers_core.operators import (
     signature_of,
     tensor_meta,
 )
-from mindformers_core.operators.registry import _RULES
+from mindformers_core.operators.registry import _FACTS
 from mindformers_core.operators.resolve import OperatorCall, alternatives
 from mindformers_core.redistribution import CPU, plan_redistribution
 
@@ -336,7 +336,7 @@ def test_every_operator_with_a_rule_of_its_own_is_among_the_calls():
 
 def _kind(name):
     """What two operators of one rule share: the function, and what it is told to compute."""
-    rule = _RULES[name]
+    rule = _FACTS[name].rule
     return (rule.func, rule.args[0]) if isinstance(rule, partial) else rule
 
 

@@ -10,9 +10,10 @@ from generated_modules import Program, module_source, write
 from mindspore import Parameter, Tensor, ops
 from operator_source_calls import ALL_CALLS, BROKEN, WITHOUT_GRADIENT, WITHOUT_KERNEL, Call
 
-from mindformers_core.analysis.saved_by_operator import Operand, is_known, known_operators, saved_by
-from mindformers_core.analysis.views import contiguous_strides, is_contiguous, reshaped
 from mindformers_core.operators import registered_operators
+from mindformers_core.operators.registry import facts_of
+from mindformers_core.operators.saved import UNMEASURED, Operand
+from mindformers_core.operators.views import contiguous_strides, is_contiguous, reshaped
 
 SINGLE = np.random.default_rng(4).uniform(1, 2, (4, 8)).astype(np.float32)
 # Calls that make their inputs into other tensors before they save them.
@@ -123,7 +124,7 @@ def kept(function, values, needing, view):
 
 def expected(call, values, places, needing, view, results):
     """The same by the table."""
-    row = saved_by(call.name)
+    row = facts_of(call.name).saved
     operands = [
         Operand(place, value.shape, str(value.dtype), value.itemsize, number in needing)
         for number, (place, value) in enumerate(zip(places, values))
@@ -147,7 +148,7 @@ def float_numbers(values):
 @pytest.mark.parametrize("number, call", list(enumerate(calls())), ids=str)
 def test_a_row_is_what_is_kept(module, number, call):
     """Whichever of the inputs needs a gradient, and whichever of them is a view."""
-    assert is_known(call.name)
+    assert facts_of(call.name).saves is not UNMEASURED
     program, places = program_of(call)
     function, values = getattr(module, f"call_{number}"), program.values
     floats = float_numbers(values)
@@ -159,17 +160,17 @@ def test_a_row_is_what_is_kept(module, number, call):
         assert found == expected(call, values, places, needing, view, results), (needing, view)
 
 
-def test_every_row_is_measured():
+def test_every_record_is_whole_and_measured():
+    """Of each operator it is said what its gradient keeps, and that was measured, or can't be on CPU."""
     measured = {call.name for call in calls()}
-    assert {name for name in known_operators() if name not in measured} == set()
-    assert set(known_operators()) <= set(registered_operators())
+    assert all(facts_of(name).saves is not None for name in registered_operators())
+    assert {name for name in registered_operators() if facts_of(name).saves is not UNMEASURED} == measured
 
 
-def test_what_is_unknown_keeps_all_that_is_floating():
-    assert not is_known("Swiglu")
+def test_what_is_unmeasured_keeps_all_that_is_floating():
     operands = [Operand(0, (2,), "float32", 4), Operand(1, (2,), "int32", 4)]
-    row = saved_by("Swiglu")
-    assert row.kept_inputs(operands) == row.kept_outputs(operands, operands) == operands[:1]
+    assert facts_of("NobodysOperator").saved is facts_of("Swiglu").saved is UNMEASURED
+    assert UNMEASURED.kept_inputs(operands) == UNMEASURED.kept_outputs(operands, operands) == operands[:1]
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -185,7 +186,7 @@ def test_reshapes_of_views(seed):
     target = tuple(random.permutation([*array.shape, 1])) if random.integers(2) else _regrouped(random, array.size)
     assert np.prod(target) == array.size
     result = array.reshape(target)
-    found = reshaped(array.shape, tuple(stride // 8 for stride in array.strides), target)
+    (found,) = reshaped(None, (), {}, array.shape, tuple(stride // 8 for stride in array.strides), [target])
     assert (found is not None) == np.shares_memory(result, array)
     assert is_contiguous(array.shape, tuple(stride // 8 for stride in array.strides)) == array.flags.c_contiguous
     if found is not None:

@@ -135,7 +135,7 @@ def test_recompute_after_the_stages_have_met():
             {"select": ["weights.1", "*.tanh"]},
             {},
             "recompute.select: '*.tanh' matches no Cell of any stage, and compiled stages recompute whole Cells, no "
-            "operators: name Cells",
+            "operators: there are ",
         ),
         ({"select": "weights.2"}, {}, "name Cells, or run in PyNative (recipe: context.mode: 1)"),
         ({"full": True, "exclude": "*.tanh"}, {}, "recompute.exclude: '*.tanh' matches no Cell of any stage"),

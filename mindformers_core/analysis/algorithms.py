@@ -2,7 +2,7 @@
 
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.structure import values_in
-from mindformers_core.propagation.operators import NO_GRADIENT
+from mindformers_core.propagation.operators import passes_gradient
 
 __all__ = ["algorithm_parts", "algorithm_steps"]
 
@@ -35,7 +35,8 @@ def algorithm_steps(plan, algorithm):
     flowing = {value.id for value in values_in(graph.arguments) if is_float(value.dtype)}
     found = []
     for node, steps in parts:
-        flows = node.operator not in NO_GRADIENT and any(v.id in flowing for v in values_in((node.args, node.kwargs)))
+        taken = values_in((node.args, node.kwargs))
+        flows = passes_gradient(node.operator) and any(value.id in flowing for value in taken)
         found += [(step, flows) for step in steps or ()]
         if flows:
             flowing |= {value.id for value in values_in(node.outputs) if is_float(value.dtype)}

@@ -6,8 +6,8 @@ Calls that do the same share a `Course`: what the backward pass asks for within 
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from mindformers_core.analysis.saved_by_operator import Operand
 from mindformers_core.dtypes import ITEM_BYTES
+from mindformers_core.operators.saved import Operand
 
 __all__ = ["Course", "Demand", "Memory", "Repetition", "Run", "Tensor", "placeholder"]
 

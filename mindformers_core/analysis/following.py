@@ -10,9 +10,10 @@ from math import prod
 
 from mindformers_core.analysis.algorithms import algorithm_parts
 from mindformers_core.analysis.courses import Course, Memory, Repetition, Run, Tensor, placeholder
-from mindformers_core.analysis.saved_by_operator import saved_by
-from mindformers_core.analysis.views import contiguous_strides, gives_its_input, is_cast_to_its_dtype, viewed
+from mindformers_core.analysis.views import gives_its_input, is_cast_to_its_dtype, viewed
 from mindformers_core.dtypes import ITEM_BYTES
+from mindformers_core.operators.registry import NO_GRADIENT, facts_of
+from mindformers_core.operators.views import contiguous_strides
 from mindformers_core.program.aliases import match_arguments
 from mindformers_core.program.plan import CallPlan, Move
 from mindformers_core.program.structure import values_in
@@ -20,7 +21,6 @@ from mindformers_core.redistribution.steps import STEP_KINDS
 
 __all__ = ["Following"]
 
-_CUTS = frozenset(("StopGradient", "FullLike", "EmptyLike"))  # their results need no gradient; those of `Sign` do
 _EXTREMES = frozenset(("max", "min"))
 
 
@@ -165,7 +165,7 @@ class _Follower:
         made = self.results(run, node, tensors, shapes)
         if not needs:
             return made
-        row = saved_by(node.operator)
+        row = facts_of(node.operator).saved
         results = {tensor.operand(place): tensor for place, tensor in enumerate(made)}
         for operand in row.kept_inputs([*operands]):
             tensor = operands[operand]
@@ -180,7 +180,7 @@ class _Follower:
 
     def results(self, run, node, tensors, shapes):
         """The results of an operator as tensors."""
-        needs = node.operator not in _CUTS and any(tensor.needs for tensor in tensors)
+        needs = facts_of(node.operator).gradient != NO_GRADIENT and any(tensor.needs for tensor in tensors)
         outputs = [(value, shape, needs) for value, shape in zip(values_in(node.outputs), shapes)]
         if not tensors or not outputs:
             return [self.made(run, *output) for output in outputs]

@@ -8,11 +8,10 @@ another place. What a rank sends has a price in operations, or the cheapest to c
 from math import prod
 
 from mindformers_core.analysis.algorithms import algorithm_steps
-from mindformers_core.operators.views import is_view
+from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.graph import CallNode
 from mindformers_core.program.plan import CallPlan, Move
 from mindformers_core.program.structure import values_in
-from mindformers_core.propagation.costs import work_of
 from mindformers_core.propagation.operators import operator_signature
 from mindformers_core.redistribution.steps import COLLECTIVES
 
@@ -21,50 +20,6 @@ __all__ = ["OPERATIONS_PER_BYTE", "operations"]
 # What a device computes while it sends a byte: an A100's 312 TFLOP/s of bfloat16 over NVLink's 300 GB/s (see
 # `redistribution.cost.GPU`); an Ascend 910B's 354 TFLOP/s over 196 GB/s is 1800.
 OPERATIONS_PER_BYTE = 1040
-
-_PRODUCTS = frozenset(
-    ("MatMul", "MatMulExt", "BatchMatMul", "BatchMatMulExt", "DeprecatedMatmul", "Mm", "Mv", "Dot", "Dense", "Linear")
-    + ("Addmm", "Baddbmm")
-)
-_CONVOLUTION = ("n", "o", "oh", "ow", "c", "kh", "kw")  # factors that are multiplied out
-_READS_A_PART = frozenset(  # of a table or a larger tensor: what counts is what comes out
-    ("Gather", "DeprecatedGather", "IndexSelect", "DeprecatedIndexSelect", "Take", "DeprecatedTake", "GatherD")
-    + ("GatherNd", "Embedding", "StridedSlice", "Slice", "Narrow", "SliceExt")
-)
-_PER_ELEMENT = {
-    "Sigmoid": 3,  # exp, add, divide
-    "SiLU": 4,
-    "Swiglu": 5,
-    "GLU": 4,
-    "Tanh": 4,
-    "Softplus": 3,
-    "SoftplusExt": 3,
-    "GeLU": 8,
-    "GeluExt": 8,
-    "FastGeLU": 8,
-    "Softmax": 5,  # maximum, subtract, exp, sum, divide
-    "LogSoftmax": 5,
-    "LogSoftmaxExt": 5,
-    "LogSumExp": 4,
-    "RmsNorm": 4,  # square, sum, scale twice
-    "LayerNorm": 7,  # sum, subtract, square, sum, scale twice, add
-    "LayerNormExt": 7,
-    "GroupNorm": 7,
-    "Var": 4,
-    "Std": 4,
-    "VarMean": 4,
-    "StdMean": 4,
-    "ReduceStd": 4,
-    "DeprecatedVar": 4,
-    "DeprecatedStd": 4,
-    "RotaryPositionEmbedding": 3,
-    "SquaredDifference": 2,
-    "SmoothL1Loss": 4,
-    "SoftmaxCrossEntropyWithLogits": 7,
-    "SparseSoftmaxCrossEntropyWithLogits": 7,
-    "Dropout": 10,  # most of them for the random number
-    "FuncDropoutExt": 10,
-}
 
 
 def operations(place, algorithm=None):
@@ -102,29 +57,20 @@ def _tensors(plan):
 
 def _own_operations(plan, mesh, inputs, outputs):
     """What an operator computes on local tensors of these shapes."""
-    name = plan.node.operator
-    if name in _PRODUCTS:
-        return 2 * work_of(plan, mesh)
-    if name in ("Conv2D", "FlashAttentionScore"):
-        sizes = plan.signature.sizes
-        local = {factor: sizes[factor] // mesh.axis_size(*plan.axes_of.get(factor, ())) for factor in sizes}
-        return _fused_operations(name, local)
-    return _elementwise_operations(name, plan.algorithm is None, inputs, outputs)
+    sizes = plan.signature.sizes
+    local = {factor: sizes[factor] // mesh.axis_size(*plan.axes_of.get(factor, ())) for factor in sizes}
+    return _computed(plan.node.operator, local, inputs, outputs, may_view=plan.algorithm is None)
 
 
-def _fused_operations(name, sizes):
-    """Of an operator whose result is a sum over factors that neither all inputs nor outputs have; `sizes`: local."""
-    if name == "Conv2D":
-        return 2 * prod(sizes[factor] for factor in _CONVOLUTION)
-    scores = sizes.get("b", 1) * sizes["g"] * sizes["r"] * sizes["s"] * sizes["t"]
-    return scores * (2 * sizes["d"] + 2 * sizes["v"] + 1 + _PER_ELEMENT["Softmax"])  # 1: scaled
-
-
-def _elementwise_operations(name, may_view, inputs, outputs):
-    if may_view and is_view(name):
+def _computed(name, sizes, inputs, outputs, may_view=True):
+    """What an operator computes, of the sizes of its factors, and the shapes of its inputs and outputs."""
+    facts = facts_of(name)
+    if callable(facts.operations):
+        return facts.operations(sizes)
+    if may_view and facts.computes_nothing:
         return 0
-    counted = outputs if name in _READS_A_PART else [*inputs, *outputs]
-    return _PER_ELEMENT.get(name, 1) * max(map(prod, counted), default=0)
+    counted = outputs if facts.reads_a_part else [*inputs, *outputs]
+    return facts.operations * max(map(prod, counted), default=0)
 
 
 def _step_operations(step):
@@ -142,12 +88,6 @@ def _whole_operations(graph):
         if isinstance(node, CallNode):
             total += _whole_operations(node.graph)
             continue
-        sizes = operator_signature(node).sizes
-        if node.operator in _PRODUCTS:
-            total += 2 * prod(sizes.values())
-        elif node.operator in ("Conv2D", "FlashAttentionScore"):
-            total += _fused_operations(node.operator, sizes)
-        else:
-            shapes = [[value.shape for value in values_in(part)] for part in ((node.args, node.kwargs), node.outputs)]
-            total += _elementwise_operations(node.operator, True, *shapes)
+        shapes = [[value.shape for value in values_in(part)] for part in ((node.args, node.kwargs), node.outputs)]
+        total += _computed(node.operator, operator_signature(node).sizes, *shapes)
     return total

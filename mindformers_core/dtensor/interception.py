@@ -9,7 +9,7 @@ from mindspore import Parameter, Tensor, ops
 from mindformers_core.dtensor.dispatch import Dispatcher
 from mindformers_core.dtensor.dtensor import DTensor
 
-__all__ = ["intercept_operators"]
+__all__ = ["custom_operator", "intercept_operators"]
 
 # Primitives that don't ask for `__fallback__`, with those of their attributes that their rule takes as arguments.
 _SILENT = (
@@ -44,6 +44,41 @@ class _Call:
 
     def __call__(self, *args):
         return self.call(self.primitive, *args[: self.count])
+
+
+class _Function:
+    """A function of tensors, in the form in which MindSpore hands operators to `__fallback__`."""
+
+    def __init__(self, name, function):
+        self.name, self.function = name, function
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+def custom_operator(name, function):
+    """A function of tensors as one operator, which has a rule of its own: `register_operator(name, source=…)`.
+
+    >>> scale = custom_operator("MyScale", my_package.scale)  # called by models; on one card it is the function
+
+    Args:
+        name: of the operator.
+        function: what one rank computes on its parts, from operators of MindSpore, by positional arguments. Generated
+            code, also under `jit`, calls what `source` says: this function.
+
+    Returns:
+        A function that a Cell's `construct` calls: with plain tensors it calls `function`; distributed ones, and those
+        of a capture, go where operators go.
+    """
+    operator = _Function(name, function)
+
+    def call(*args):
+        for tensor in args:
+            if isinstance(tensor, Tensor) and "__fallback__" in vars(type(tensor)) and type(tensor) is not Tensor:
+                return tensor.__fallback__(operator, args, {})
+        return function(*args)
+
+    return call
 
 
 def intercept_operators():

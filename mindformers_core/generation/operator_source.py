@@ -6,6 +6,7 @@ a ready object that takes all arguments by position (`matmul_ext_op`, `concat_im
 and a class, of which one instance is made for each set of attributes (`ops.LayerNorm`).
 """
 
+import ast
 import inspect
 import re
 from collections.abc import Callable
@@ -18,12 +19,13 @@ from mindspore._c_expression import typing
 from mindspore.ops import Primitive, auto_generate
 from mindspore.ops.auto_generate import cpp_create_prim_instance_helper, gen_ops_prim, pyboost_inner_prim
 
-from mindformers_core.operators.operator_rewrites import rewrite
+from mindformers_core.operators.registry import facts_of, rewritten
 from mindformers_core.program.structure import DType
 
 __all__ = ["Call", "dtype_source", "operator_source"]
 
 _REQUIRED = inspect.Parameter.empty
+_NAMED = frozenset({"beta", "alpha", "dtype", "output_size"})  # what methods and `full_like` take by name only
 _DTYPES = frozenset({"dtype", "output_type", "dst_type"})  # parameters that arrive as the numbers of dtypes
 _WORDS = {  # parameters that arrive as the numbers of words
     "data_format": ("NCHW", "NHWC", "NCDHW"),
@@ -106,13 +108,12 @@ def operator_source(name: str, args: tuple, kwargs: dict | None = None, attribut
         ValueError: no source is known for the operator; says how to add it.
         TypeError: the arguments don't fit its parameters.
     """
-    new_name, args, kwargs = rewrite(name, tuple(args), dict(kwargs or {}))
+    new_name, args, kwargs = rewritten(name, tuple(args), dict(kwargs or {}))
     form = _form(new_name)
     if form is None:
         raise ValueError(
-            f"operator '{name}' has no source that @ms.jit can compile. If it is a Tensor's method, enter the method "
-            "into _METHODS (mindformers_core/generation/operator_source.py); if another operator does the same, "
-            "enter how its call is rewritten into _RULES (operator_rewrites.py)"
+            f"operator '{name}' has no source that @ms.jit can compile: say how it is called where it is registered, "
+            f"@register_operator('{name}', source='my_package.my_function')"
         )
     if form.parameters is None:
         given = tuple(_constant("", value) for value in args)
@@ -205,21 +206,34 @@ def _written(value, name_of=None):
 @cache
 def _form(name):
     """The `_Form` of an operator, or None."""
-    ready = _ready().get(name)
-    parameters = _INTERCEPTED.get(name) or (_parameters(getattr(auto_generate, ready).__call__) if ready else None)
-    if name in _METHODS:
-        return _Form("", f".{_METHODS[name]}", parameters, named=_NAMED)
+    ready, source = _ready().get(name), facts_of(name).source
+    named = _parsed(source)
+    parameters = named if named is not None else _parameters(getattr(auto_generate, ready).__call__) if ready else None
     if name == "RandomState":
         return _Form("from mindformers_core.dtensor.dropout import next_random_state", "next_random_state", {})
-    if name in _FUNCTIONS:
-        function, parameters = _FUNCTIONS[name]
-        named = _NAMED if name == "FullLike" else frozenset()
-        return _Form("from mindspore import ops", f"ops.{function}", parameters, named=named)
+    if source.startswith("."):
+        return _Form("", source, parameters, named=_NAMED)
+    if source.startswith("ops."):
+        by_name = _NAMED if name == "FullLike" else frozenset()
+        return _Form("from mindspore import ops", source.partition("(")[0], parameters, named=by_name)
+    if source and not source.startswith("("):
+        module, _, function = source.rpartition(".")
+        return _Form(f"from {module} import {function}", function, None)
     if ready:
         every = ready.endswith("_impl")
         defaults = cpp_create_prim_instance_helper.op_args_default_value.get(name, {}) if every else {}
         return _Form(f"from {auto_generate.__name__} import {ready}", ready, parameters | defaults, every=every)
     return _constructed(name)
+
+
+def _parsed(source):
+    """Parameter -> default, of a source that names them, as "ops.full_like(input, fill_value, dtype=None)"."""
+    if "(" not in source:
+        return None
+    written = ast.parse(f"def call{source[source.index('(') :]}: pass").body[0].args
+    names = [argument.arg for argument in written.args]
+    defaults = [_REQUIRED] * (len(names) - len(written.defaults)) + [ast.literal_eval(d) for d in written.defaults]
+    return dict(zip(names, defaults))
 
 
 def _constructed(name):
@@ -228,8 +242,9 @@ def _constructed(name):
     kind = getattr(ops if public else auto_generate, name, None)
     if not (inspect.isclass(kind) and issubclass(kind, Primitive)):
         return None
-    if name in _INTERCEPTED:
-        parameters = _INTERCEPTED[name]
+    parameters = _parsed(facts_of(name).source)
+    if parameters is not None:
+        pass
     elif "__call__" in vars(kind):
         parameters = _parameters(kind.__call__, skipped=1)
     else:
@@ -255,73 +270,3 @@ def _parameters(function, skipped=0):
     """Parameter -> default, without the first `skipped`."""
     parameters = list(inspect.signature(function).parameters.values())[skipped:]
     return {parameter.name: parameter.default for parameter in parameters}
-
-
-_FUNCTIONS = {  # operator -> function of `mindspore.ops`, parameters
-    "Cast": ("cast", {"input": _REQUIRED, "dtype": _REQUIRED}),
-    "StopGradient": ("stop_gradient", {"value": _REQUIRED}),
-    "TensorDot": ("tensor_dot", {"x1": _REQUIRED, "x2": _REQUIRED, "axes": _REQUIRED}),
-    "FullLike": ("full_like", {"input": _REQUIRED, "fill_value": _REQUIRED, "dtype": None}),
-}
-_INTERCEPTED = {  # their `__call__` doesn't tell the parameters, as it is ours (interception.py) or the general one
-    "SoftmaxCrossEntropyWithLogits": {"logits": _REQUIRED, "labels": _REQUIRED},
-    "AddN": {"x": _REQUIRED},
-    "Conv2D": {"x": _REQUIRED, "w": _REQUIRED},
-    "Stack": {"x": _REQUIRED},
-    "StackExt": {"tensors": _REQUIRED, "dim": 0},
-}
-_NAMED = frozenset({"beta", "alpha", "dtype", "output_size"})  # what methods and `full_like` take by name only
-
-# Operators that are variants of a Tensor's method, which finds what the device has in their place.
-_METHODS = {
-    "Addmm": "addmm",
-    "ArgMaxExt": "argmax",
-    "ArgMinExt": "argmin",
-    "ArgSort": "argsort",
-    "Baddbmm": "baddbmm",
-    "BitwiseOrTensor": "bitwise_or",
-    "BitwiseXorTensor": "bitwise_xor",
-    "Chunk": "chunk",
-    "CumsumExt": "cumsum",
-    "DeprecatedArgmax": "argmax",
-    "DeprecatedArgmin": "argmin",
-    "DeprecatedCumsum": "cumsum",
-    "DeprecatedGather": "gather",
-    "DeprecatedIndexSelect": "index_select",
-    "DeprecatedMatmul": "matmul",
-    "DeprecatedMax": "max",
-    "DeprecatedMean": "mean",
-    "DeprecatedMin": "min",
-    "DeprecatedProd": "prod",
-    "DeprecatedReduceAll": "all",
-    "DeprecatedReduceAny": "any",
-    "DeprecatedRepeatInterleave": "repeat_interleave",
-    "DeprecatedSplit": "split",
-    "DeprecatedStd": "std",
-    "DeprecatedSum": "sum",
-    "DeprecatedTake": "take",
-    "DeprecatedUnsqueeze": "unsqueeze",
-    "DeprecatedVar": "var",
-    "ExpandAs": "expand_as",
-    "FmodScalar": "fmod",
-    "FmodTensor": "fmod",
-    "IndexSelect": "index_select",
-    "Log10": "log10",
-    "Log2": "log2",
-    "LogAddExp": "logaddexp",
-    "LogSumExp": "logsumexp",
-    "MaskedFillScalar": "masked_fill",
-    "Narrow": "narrow",
-    "Outer": "outer",
-    "RemainderTensorScalar": "remainder",
-    "RemainderTensorTensor": "remainder",
-    "RepeatInterleaveInt": "repeat_interleave",
-    "SortExt": "sort",
-    "SplitTensor": "split",
-    "Std": "std",
-    "TExt": "t",
-    "TopkExt": "topk",
-    "TrilExt": "tril",
-    "TypeAs": "type_as",
-    "Var": "var",
-}

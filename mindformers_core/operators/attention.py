@@ -3,6 +3,7 @@
 import math
 
 from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.saved import UNMEASURED
 from mindformers_core.operators.signature import Signature, TensorMeta
 
 __all__ = []
@@ -11,7 +12,13 @@ _LAYOUTS = ("BSH", "BNSD", "SBH", "BSND", "TND")  # by the number that MindSpore
 _HEAD_NUM = 10  # place among the operator's arguments
 
 
-@register_operator("FlashAttentionScore")
+def _operations(sizes):
+    """Two products, a scale and a softmax, of all scores, whatever is masked."""
+    scores = sizes.get("b", 1) * sizes["g"] * sizes["r"] * sizes["s"] * sizes["t"]
+    return scores * (2 * sizes["d"] + 2 * sizes["v"] + 1 + 5)
+
+
+@register_operator("FlashAttentionScore", saves=UNMEASURED, operations=_operations)
 def flash_attention(query, key, value, real_shift=None, drop_mask=None, padding_mask=None, attn_mask=None, prefix=None,
                     actual_seq_qlen=None, actual_seq_kvlen=None, head_num=1, keep_prob=1.0, *others):  # fmt: skip
     """Softmax's maxima and sums, an unused output, and the attention. Heads of `query` share those of `key` in groups.

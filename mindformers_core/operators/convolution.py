@@ -1,7 +1,10 @@
 """Rules of convolution, pooling and group norm of images (batch, channels, height, width): the last two are whole."""
 
+from math import prod
+
 from mindformers_core.operators.dims import dim_names, dim_sizes
 from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.saved import SavedByOperator
 from mindformers_core.operators.signature import Signature
 
 __all__ = []
@@ -9,7 +12,16 @@ __all__ = []
 _PAD_MODES = ("pad", "same", "valid")  # by the number that MindSpore gives them
 
 
-@register_operator("Conv2D")
+_PADDING = ("pad_mode", "pad", "stride", "dilation", "group", "data_format")
+_POOL_SAVES = SavedByOperator("all", outputs=(0,), as_they_are=True)
+_SAVES = SavedByOperator(inputs_by_need={0: (1,), 1: (0,)}, as_they_are=True)
+
+
+def _operations(sizes):
+    return 2 * prod(sizes[factor] for factor in ("n", "o", "oh", "ow", "c", "kh", "kw"))
+
+
+@register_operator("Conv2D", attributes=_PADDING, saves=_SAVES, operations=_operations, source="(x, w)")
 def convolution(x, weight, out_channel=None, kernel_size=None, mode=1, *settings, **named):
     """`x` by `weight` (channels out, channels in / group, height, width): a sum over windows and channels in.
 
@@ -33,19 +45,19 @@ def convolution(x, weight, out_channel=None, kernel_size=None, mode=1, *settings
     return Signature((image, kernel), (output,), sizes, reduced, whole=frozenset(whole), linear=({0}, {1}))
 
 
-@register_operator("MaxPool")
+@register_operator("MaxPool", attributes=("kernel_size", "strides", "pad_mode", "data_format"), saves=_POOL_SAVES)
 def max_pool(x, kernel_size=1, strides=1, pad_mode="valid", data_format="NCHW"):
     """The largest of every window."""
     return _pooled(x, kernel_size, strides, pad_mode, data_format, linear=())
 
 
-@register_operator("AvgPool")
+@register_operator("AvgPool", saves=_POOL_SAVES)
 def average_pool(x, kernel_size=1, strides=1, pad_mode="valid", data_format="NCHW"):
     """The mean of every window: linear."""
     return _pooled(x, kernel_size, strides, pad_mode, data_format, linear=({0},))
 
 
-@register_operator("GroupNorm")
+@register_operator("GroupNorm", saves=SavedByOperator("all", outputs=(1, 2)), operations=7)
 def group_norm(x, num_groups, weight=None, bias=None, eps=1e-5):
     """Every group of channels normalised: the result, mean and reciprocal standard deviation. Groups are parallel."""
     if x.ndim < 2 or x.shape[1] % num_groups:

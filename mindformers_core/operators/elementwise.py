@@ -1,33 +1,84 @@
 """Rules of operators that work element by element, with broadcasting: a table per algebraic property."""
 
-from mindformers_core.operators.registry import register_operator
+from dataclasses import replace
+
+from mindformers_core.operators import views
+from mindformers_core.operators.registry import NO_GRADIENT, ZERO, register_operator
+from mindformers_core.operators.rewrites import as_cast, condition_first, masked_fill, without_alpha
+from mindformers_core.operators.saved import (
+    INPUTS,
+    INPUTS_AND_RESULT,
+    INPUTS_AS_THEY_ARE,
+    MASKS,
+    NOTHING,
+    OTHER_OPERAND,
+    RESULT,
+    UNMEASURED,
+    SavedByOperator,
+)
 from mindformers_core.operators.signature import Signature, TensorMeta, is_float
 
 __all__ = ["broadcast_shape", "elementwise", "keeps_digits", "tensors_in"]
 
-_LINEAR_UNARY = ("Neg", "Identity", "Contiguous", "Copy", "Clone", "StopGradient")
-_LINEAR_IN_FIRST = ("Muls", "Divs", "Div", "RealDiv")
-_SUMS = ("Add", "AddExt", "AddScalar", "Sub", "SubExt", "SubScalar", "AddN")
-_PRODUCTS = ("Mul",)
+
+def _quotient(operands, results):
+    """The truncated quotient, where the divisor needs a gradient."""
+    return [results[0].nbytes] if any(operand.needs for operand in operands if operand.place == 1) else []
+
+
+_QUOTIENT = SavedByOperator(inputs_by_need={0: (1,), 1: (1,)}, outputs_by_need={1: (0,)})
+_LOGARITHM = SavedByOperator("all", internal=lambda operands, results: [4])  # a float32 number
+_LOG_ADD_EXP = SavedByOperator("all", internal=lambda operands, results: [results[0].nbytes] * 2)
+# operators that are linear in nothing: names, what their gradient keeps, and what else is known of them
 _NONLINEAR = (
     # unary
-    "Abs", "ACos", "Asin", "Atan", "Ceil", "CeLU", "Cos", "Cosh", "Elu", "EluExt", "Erf", "Erfc", "Exp", "Expm1",
-    "FastGeLU", "Floor", "GeLU", "GeluExt", "HSigmoid", "HSwish", "IsFinite", "IsInf", "IsNan",
-    "LeakyReLUExt", "Log", "Log1p", "Log2", "Log10", "LogicalNot",
-    "Mish", "OnesLike", "OnesLikeExt", "ReLU", "ReLU6", "Reciprocal", "Round", "Rsqrt", "Sigmoid", "Sign", "SiLU",
-    "Sin", "Sinh", "Softplus", "SoftplusExt", "Sqrt", "Square", "Tan", "Tanh", "Trunc", "ZerosLike", "ZerosLikeExt",
-    "FullLike", "EmptyLike", "BitwiseNot", "Inv", "MishExt", "SeLU", "SeLUExt",
+    ("Abs Cos Cosh Erf Erfc HSigmoid HSwish Log Log1p NanToNum Sin Sinh Square", INPUTS, {}),
+    ("ACos Asin Atan Mish ReLU6", INPUTS_AS_THEY_ARE, {}),
+    ("Elu Exp Expm1 Inv ReLU Reciprocal Rsqrt SeLU Sqrt", RESULT, {}),
+    ("Tan", INPUTS_AND_RESULT, {}),
+    ("CeLU", SavedByOperator("all", outputs=(0,), as_they_are=True), {}),
+    ("EluExt LeakyReLUExt MishExt SeLUExt", UNMEASURED, {}),
+    ("Sigmoid", RESULT, {"operations": 3}),  # exp, add, divide
+    ("Tanh", RESULT, {"operations": 4}),
+    ("SiLU", INPUTS, {"operations": 4}),
+    ("Softplus", INPUTS_AS_THEY_ARE, {"operations": 3}),
+    ("SoftplusExt", UNMEASURED, {"operations": 3}),
+    ("GeLU", INPUTS_AND_RESULT, {"operations": 8}),
+    ("FastGeLU", INPUTS_AS_THEY_ARE, {"operations": 8}),
+    ("GeluExt", UNMEASURED, {"operations": 8}),
+    ("Log2", _LOGARITHM, {"source": ".log2"}),
+    ("Log10", _LOGARITHM, {"source": ".log10"}),
+    ("Ceil Floor OnesLike Round Sign Trunc ZerosLike", NOTHING, {"gradient": ZERO}),
+    ("OnesLikeExt ZerosLikeExt", UNMEASURED, {"gradient": ZERO}),
+    ("EmptyLike", NOTHING, {"gradient": NO_GRADIENT}),
+    ("FullLike", NOTHING, {"gradient": NO_GRADIENT, "source": "ops.full_like(input, fill_value, dtype=None)"}),
+    ("IsFinite IsInf IsNan LogicalNot", NOTHING, {}),
+    ("BitwiseNot", UNMEASURED, {}),
     # binary and ternary
-    "Addcdiv", "AddcdivExt", "Addcmul", "AddcmulExt", "Atan2", "Atan2Ext", "BitwiseAnd",
-    "BitwiseOr", "BitwiseXor", "BitwiseAndScalar", "BitwiseAndTensor", "BitwiseOrScalar", "BitwiseOrTensor",
-    "BitwiseXorScalar", "BitwiseXorTensor", "DivMod", "DivMods", "Equal", "EqualExt", "FloorDiv", "FloorDivScalar",
-    "FloorMod", "Greater", "GreaterEqual", "GreaterEqualScalar", "Less", "LessEqual",
-    "LessScalar", "EqScalar", "LogicalAnd", "LogicalOr", "LogicalXor", "Maximum",
-    "Minimum", "Mod", "NotEqual", "Pow", "PowScalarTensor", "PowTensorScalar",
-    "RemainderTensorScalar", "RemainderTensorTensor", "FmodScalar", "FmodTensor", "SquaredDifference", "Xlogy",
-    "ClampScalar", "ClampTensor", "LogAddExp", "NanToNum", "Lerp", "LerpScalar",
-    "TruncateDiv", "TruncateMod",
-)  # fmt: skip
+    ("Addcdiv AddcdivExt Addcmul AddcmulExt EqualExt FloorDivScalar", UNMEASURED, {}),
+    ("ClampScalar ClampTensor DivMod Lerp Maximum Minimum PowTensorScalar Xlogy", INPUTS, {}),
+    ("Atan2 FloorMod Mod TruncateMod", INPUTS_AS_THEY_ARE, {}),
+    ("Pow PowScalarTensor", INPUTS_AND_RESULT, {}),
+    ("SquaredDifference", INPUTS_AS_THEY_ARE, {"operations": 2}),
+    ("Atan2Ext", INPUTS_AS_THEY_ARE, {"rewrite": "Atan2"}),
+    ("LerpScalar", INPUTS, {"rewrite": "Lerp"}),
+    ("LogAddExp", _LOG_ADD_EXP, {"source": ".logaddexp"}),
+    ("FmodScalar", INPUTS, {"source": ".fmod"}),
+    ("FmodTensor", SavedByOperator("all", internal=_quotient), {"source": ".fmod"}),
+    ("RemainderTensorTensor", SavedByOperator((1,), internal=_quotient), {"source": ".remainder"}),
+    ("RemainderTensorScalar", NOTHING, {"source": ".remainder"}),
+    ("DivMods FloorDiv TruncateDiv", NOTHING, {}),
+    ("Equal Greater GreaterEqual Less LessEqual LogicalAnd LogicalOr LogicalXor NotEqual", NOTHING, {}),
+    ("EqScalar", NOTHING, {"rewrite": "Equal"}),
+    ("LessScalar", NOTHING, {"rewrite": "Less"}),
+    ("GreaterEqualScalar", NOTHING, {"rewrite": "GreaterEqual"}),
+    ("BitwiseAnd BitwiseAndTensor BitwiseOr BitwiseXor", NOTHING, {}),
+    ("BitwiseAndScalar", NOTHING, {"rewrite": "BitwiseAnd"}),
+    ("BitwiseOrScalar", NOTHING, {"rewrite": "BitwiseOr"}),
+    ("BitwiseXorScalar", NOTHING, {"rewrite": "BitwiseXor"}),
+    ("BitwiseOrTensor", NOTHING, {"source": ".bitwise_or"}),
+    ("BitwiseXorTensor", NOTHING, {"source": ".bitwise_xor"}),
+)
 
 
 def tensors_in(args):
@@ -68,35 +119,48 @@ def elementwise(*args, linear=(), **more):
     return Signature(tuple(dims), (output,), sizes, linear=linear, **more)
 
 
-@register_operator(*_NONLINEAR)
 def _nonlinear(*args, **named):
     return elementwise(*args, *named.values())
 
 
-@register_operator("LogSigmoid")
+for _names, _saves, _facts in _NONLINEAR:
+    register_operator(*_names.split(), saves=_saves, **_facts)(_nonlinear)
+
+
+@register_operator("LogSigmoid", saves=UNMEASURED)
 def _log_sigmoid(x):
     """The second output is what the kernel keeps for its gradient."""
     plain = elementwise(x)
     return Signature(plain.inputs, plain.outputs * 2, plain.sizes)
 
 
-@register_operator(*_LINEAR_UNARY)
+@register_operator("Neg", "Identity", saves=NOTHING)
+@register_operator("Contiguous", saves=NOTHING, rewrite="Identity")  # a graph that returns one may not be scheduled
+@register_operator("Copy", "Clone", saves=UNMEASURED)
+@register_operator(
+    "StopGradient", saves=NOTHING, gradient=NO_GRADIENT, view=views.INPUT, source="ops.stop_gradient(value)"
+)
 def _linear_unary(x, *_, **__):
     return elementwise(x, linear=({0},))
 
 
-@register_operator(*_LINEAR_IN_FIRST)
+@register_operator("Muls", "Divs", saves=NOTHING)
+@register_operator("Div", saves=_QUOTIENT)
+@register_operator("RealDiv", saves=replace(_QUOTIENT, as_they_are=True))
 def _linear_in_first(x, *args, **named):
     return elementwise(x, *args, *named.values(), linear=({0},) if isinstance(x, TensorMeta) else ())
 
 
-@register_operator(*_PRODUCTS)
+@register_operator("Mul", saves=OTHER_OPERAND)
 def _product(*factors, **named):
     tensors = tensors_in([*factors, *named.values()])
     return elementwise(*tensors, linear=tuple({index} for index in range(len(tensors))))
 
 
-@register_operator(*_SUMS)
+@register_operator("Add", "Sub", saves=NOTHING)
+@register_operator("AddExt", "AddScalar", saves=NOTHING, rewrite=without_alpha("Add"))
+@register_operator("SubExt", "SubScalar", saves=NOTHING, rewrite=without_alpha("Sub"))
+@register_operator("AddN", saves=NOTHING, source="(x)")
 def _sum_of_terms(*terms, **named):
     """A sum of tensors is linear in all of them together; with anything else than a 0 among them it is only affine."""
     terms = [*terms, *(value for name, value in named.items() if name != "alpha")]
@@ -105,7 +169,7 @@ def _sum_of_terms(*terms, **named):
     return elementwise(*tensors, linear=() if affine else (set(range(len(tensors))),))
 
 
-@register_operator("Select", "DeprecatedWhere")
+@register_operator("Select", "DeprecatedWhere", saves=MASKS, rewrite=condition_first)
 def _select(*args, **named):
     """The condition comes first, or, called as a method, second."""
     tensors = tensors_in([*args, *named.values()])
@@ -113,18 +177,22 @@ def _select(*args, **named):
     return elementwise(*tensors, linear=({0, 1, 2} - {condition},) if len(tensors) == 3 else ())
 
 
-@register_operator("MaskedFill", "MaskedFillScalar")
+@register_operator("MaskedFill", saves=MASKS)
+@register_operator("MaskedFillScalar", saves=MASKS, rewrite=masked_fill, source=".masked_fill")
 def _masked_fill(x, mask, value):
     return elementwise(x, mask, value, linear=({0},) if isinstance(value, (int, float)) and value == 0 else ())
 
 
-@register_operator("Cast", "ToDtype", "ToDevice")
+@register_operator("Cast", saves=NOTHING, view=views.INPUT_IF_OF_ITS_DTYPE, source="ops.cast(input, dtype)")
+@register_operator("ToDtype", saves=NOTHING, rewrite=as_cast)
+@register_operator("ToDevice", saves=NOTHING, view=views.INPUT_IF_CONTIGUOUS)
 def _cast(x, dtype=None, *_, **__):
     """Partial sums pass where the new dtype holds what the old one does: half-precision terms would lose digits."""
     return elementwise(x, linear=({0},) if is_float(x.dtype) and keeps_digits(dtype) else ())
 
 
-@register_operator("TypeAs", "ToOther")
+@register_operator("TypeAs", saves=NOTHING, view=views.INPUT_IF_OF_ITS_DTYPE, source=".type_as")
+@register_operator("ToOther", saves=NOTHING, view=views.INPUT_IF_CONTIGUOUS)
 def _cast_like(x, other, *_, **__):
     plain = elementwise(x)
     looked_at = {f"t{dim}": size for dim, size in enumerate(other.shape)}

@@ -3,12 +3,14 @@
 from mindformers_core.operators.dims import as_dim, dim_names, dim_sizes
 from mindformers_core.operators.elementwise import elementwise
 from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.saved import INPUTS, UNMEASURED
 from mindformers_core.operators.signature import Signature
 
 __all__ = []
 
 
-@register_operator("Swiglu", "GLU")
+@register_operator("Swiglu", saves=UNMEASURED, operations=5)
+@register_operator("GLU", saves=INPUTS, operations=4)
 def gated(x, dim=-1):
     """One half of `dim` times a function of the other: the halves of a shard are not shards of the halves."""
     place, names = as_dim(dim, x.ndim), dim_names(x)
@@ -19,7 +21,7 @@ def gated(x, dim=-1):
     return Signature((names,), (output,), sizes, whole=frozenset(names[place]))
 
 
-@register_operator("RotaryPositionEmbedding")
+@register_operator("RotaryPositionEmbedding", saves=UNMEASURED, operations=3)
 def rotary_embedding(x, cos, sin, mode=0):
     """Pairs of elements of the last dim, rotated by angles that are broadcast to `x`: linear in `x`."""
     plain = elementwise(x, cos, sin)

@@ -3,6 +3,7 @@
 from mindformers_core.operators.dims import as_dim, as_dims, dim_names, dim_sizes, integers, plain_names
 from mindformers_core.operators.elementwise import keeps_digits, tensors_in
 from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.saved import INDICES, INPUTS, INPUTS_AS_THEY_ARE, NOTHING, SECOND_RESULT, UNMEASURED
 from mindformers_core.operators.signature import Signature, TensorMeta
 
 __all__ = []
@@ -34,14 +35,14 @@ def _summed(factor, algorithm):
     return {"reduced": {factor: "sum"}, "distributed": {factor: algorithm}}
 
 
-@register_operator("Gather")
+@register_operator("Gather", saves=INDICES, reads_a_part=True)
 def gather(params, input_indices, axis, batch_dims=0, localize=None):
     """`params` at `input_indices` along `axis`."""
     inputs, output, sizes, more = _lookup(params, input_indices, axis, batch_dims, "gather")
     return Signature(inputs, (output,), sizes, linear=({0},), localize=localize, **more)
 
 
-@register_operator("DeprecatedGather")
+@register_operator("DeprecatedGather", saves=INDICES, reads_a_part=True, source=".gather")
 def gather_method(x, input_indices, axis, batch_dims=0):
     """`x.gather(indices, axis)`, whose arguments may come by name."""
     return gather(x, input_indices, axis, batch_dims, _positional(x, input_indices, axis, batch_dims))
@@ -52,7 +53,7 @@ def _positional(*arguments):
     return lambda args, shapes: arguments
 
 
-@register_operator("IndexSelect", "DeprecatedIndexSelect")
+@register_operator("IndexSelect", "DeprecatedIndexSelect", saves=INDICES, reads_a_part=True, source=".index_select")
 def index_select(x, dim=None, index=None, axis=None):
     """`x` at the positions of a 1-D `index` along `dim`."""
     dim = dim if axis is None else axis
@@ -62,7 +63,8 @@ def index_select(x, dim=None, index=None, axis=None):
     return Signature(inputs, (output,), sizes, linear=({0},), localize=_positional(x, dim, index), **more)
 
 
-@register_operator("Take", "DeprecatedTake")
+@register_operator("Take", saves=UNMEASURED, reads_a_part=True)
+@register_operator("DeprecatedTake", saves=UNMEASURED, reads_a_part=True, source=".take")
 def take(x, indices, axis=None, mode="clip"):
     """`x` at `indices` along `axis`, by NumPy's rules for indices out of range, so with all of the dim at hand."""
     if axis is None:
@@ -73,7 +75,7 @@ def take(x, indices, axis=None, mode="clip"):
     return Signature(inputs, (output,), sizes, linear=({0},), **more)
 
 
-@register_operator("GatherD")
+@register_operator("GatherD", saves=INPUTS, reads_a_part=True)
 def gather_elements(x, dim, index):
     """`out[i][j] = x[i][index[i][j]]` for `dim` 1: the other dims go together where they have the same size."""
     place = as_dim(dim, x.ndim)
@@ -94,7 +96,7 @@ def gather_elements(x, dim, index):
     return Signature(inputs, (tuple(found),), sizes, **more)
 
 
-@register_operator("GatherNd")
+@register_operator("GatherNd", saves=INDICES, reads_a_part=True)
 def gather_nd(x, indices):
     """`x` at coordinates, of which the last dim of `indices` holds as many as there are."""
     depth = indices.shape[-1] if indices.ndim else 0
@@ -106,7 +108,7 @@ def gather_nd(x, indices):
     return Signature((names, found), ((*found[:-1], *names[depth:]),), sizes, whole=whole, linear=({0},))
 
 
-@register_operator("Embedding")
+@register_operator("Embedding", saves=UNMEASURED, reads_a_part=True)
 def embedding(indices, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False):
     """Rows of `weight` by number. With a padding row, whose gradient is left out, the vocabulary is whole."""
     if max_norm is not None or scale_grad_by_freq:
@@ -119,7 +121,8 @@ def embedding(indices, weight, padding_idx=None, max_norm=None, norm_type=2.0, s
     return Signature((found, (("v",), ("h",))), ((*found, ("h",)),), sizes, linear=({1},), **more)
 
 
-@register_operator("OneHot", "OneHotExt")
+@register_operator("OneHot", saves=NOTHING)
+@register_operator("OneHotExt", saves=UNMEASURED)
 def one_hot(indices, depth, on_value=1, off_value=0, axis=-1):
     """A new dim at `axis`, in which position `indices` is on."""
     if integers((depth,), "a depth")[0] < 0:
@@ -144,7 +147,8 @@ def _whole_along(x, dims, outputs=1, resized=None, linear=()):
     return Signature((names,), (output,) * outputs, sizes, whole=whole, linear=linear)
 
 
-@register_operator("TopK", "TopkExt")
+@register_operator("TopK", saves=SECOND_RESULT)
+@register_operator("TopkExt", saves=SECOND_RESULT, source=".topk")
 def top_k(x, k, dim=-1, largest=True, sorted=True):
     """The `k` largest along `dim`, and their positions."""
     place = as_dim(dim, x.ndim)
@@ -153,19 +157,21 @@ def top_k(x, k, dim=-1, largest=True, sorted=True):
     return _whole_along(x, (place,), outputs=2, resized=k)
 
 
-@register_operator("Sort", "SortExt")
+@register_operator("Sort", saves=INPUTS_AS_THEY_ARE, attributes=("axis",))
+@register_operator("SortExt", saves=INPUTS_AS_THEY_ARE, source=".sort")
 def sort(x, dim=-1, descending=False, stable=False, axis=None):
     """Values in order along `dim`, and their positions."""
     return _whole_along(x, (as_dim(dim if axis is None else axis, x.ndim),), outputs=2)
 
 
-@register_operator("ArgSort")
+@register_operator("ArgSort", saves=INPUTS_AS_THEY_ARE, source=".argsort")
 def arg_sort(x, dim=-1, descending=False, stable=False):
     """Positions in order of value along `dim`."""
     return _whole_along(x, (as_dim(dim, x.ndim),))
 
 
-@register_operator("CumSum", "CumsumExt", "DeprecatedCumsum")
+@register_operator("CumSum", saves=NOTHING)
+@register_operator("CumsumExt", "DeprecatedCumsum", saves=NOTHING, source=".cumsum")
 def cumulative_sum(x, *args, **named):
     """Sums of all elements up to each along a dim."""
     plain = dict(zip(("dim", "dtype"), args)) | plain_names(named)
@@ -174,13 +180,14 @@ def cumulative_sum(x, *args, **named):
     return _whole_along(x, (as_dim(plain.get("dim"), x.ndim),), linear=({0},) if passes else ())
 
 
-@register_operator("CumProd")
+@register_operator("CumProd", saves=INPUTS_AS_THEY_ARE)
 def cumulative_product(x, dim, *_):
     """Products of all elements up to each along `dim`."""
     return _whole_along(x, (as_dim(dim, x.ndim),))
 
 
-@register_operator("Triu", "Tril", "TrilExt")
+@register_operator("Triu", "Tril", saves=NOTHING)
+@register_operator("TrilExt", saves=NOTHING, source=".tril")
 def triangle(x, diagonal=0):
     """Zero below, or above, a diagonal of the last two dims."""
     if x.ndim < 2:
@@ -188,7 +195,7 @@ def triangle(x, diagonal=0):
     return _whole_along(x, as_dims((-2, -1), x.ndim), linear=({0},))
 
 
-@register_operator("DiagExt")
+@register_operator("DiagExt", saves=UNMEASURED)
 def diagonal_matrix(x, diagonal=0):
     """A matrix with the vector `x` on a diagonal, or the diagonal of a matrix: all is whole."""
     if x.ndim not in (1, 2):

@@ -1,7 +1,10 @@
 """Rules of operators that join tensors along a dim, or take one apart. The dim in question is whole; all are linear."""
 
+from mindformers_core.operators import views
 from mindformers_core.operators.dims import along, as_dim, dim_names, dim_sizes
 from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.rewrites import split_by_method
+from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING, UNMEASURED
 from mindformers_core.operators.signature import Signature
 
 __all__ = []
@@ -19,7 +22,7 @@ def _check_alike(tensors, but=None):
             raise ValueError(f"tensor 0 has shape {first.shape} and tensor {number} {other.shape}: they differ{where}")
 
 
-@register_operator("Concat")
+@register_operator("Concat", saves=NOTHING)
 def concat(tensors, dim=0, axis=None):
     """Tensors one behind the other along `dim`. Slices of a joined dim are no joined slices, hence whole."""
     _check_alike(tensors[:1])
@@ -32,7 +35,8 @@ def concat(tensors, dim=0, axis=None):
     return Signature(tuple(inputs), (names,), sizes, whole=frozenset(parts), linear=(set(range(len(tensors))),))
 
 
-@register_operator("Stack", "StackExt")
+@register_operator("Stack", saves=NOTHING, attributes=("axis",), source="(x)")
+@register_operator("StackExt", saves=UNMEASURED, source="(tensors, dim=0)")
 def stack(tensors, dim=0, axis=None):
     """Tensors side by side along a new dim."""
     _check_alike(tensors)
@@ -62,7 +66,7 @@ def _pieces(x, dim, length):
     return [min(length, size - start) for start in range(0, size, length)] or [0]
 
 
-@register_operator("Split")
+@register_operator("Split", saves=NOTHING, view=views.parts)
 def split_evenly(x, dim=0, output_num=1, axis=None):
     """`output_num` equal pieces."""
     dim = dim if axis is None else axis
@@ -72,14 +76,19 @@ def split_evenly(x, dim=0, output_num=1, axis=None):
     return _split(x, dim, [size // output_num] * output_num)
 
 
-@register_operator("SplitTensor", "SplitTensorView", "SplitWithSize", "SplitWithSizeView", "DeprecatedSplit")
+@register_operator("SplitTensor", saves=INPUTS_AS_THEY_ARE, view=views.parts, source=".split")
+@register_operator("DeprecatedSplit", saves=NOTHING, view=views.parts, source=".split")
+@register_operator(
+    "SplitTensorView", "SplitWithSize", "SplitWithSizeView", saves=NOTHING, view=views.parts, rewrite=split_by_method
+)
 def split(x, split_size, dim=0, axis=None):
     """Pieces of the length, or of the lengths, given."""
     dim = dim if axis is None else axis
     return _split(x, dim, split_size if isinstance(split_size, (tuple, list)) else _pieces(x, dim, split_size))
 
 
-@register_operator("Chunk", "ChunkView")
+@register_operator("Chunk", saves=INPUTS_AS_THEY_ARE, view=views.parts, source=".chunk")
+@register_operator("ChunkView", saves=NOTHING, view=views.parts)
 def chunk(x, chunks, dim=0):
     """At most `chunks` pieces, equal save for the last."""
     if chunks < 1:
@@ -87,7 +96,8 @@ def chunk(x, chunks, dim=0):
     return _split(x, dim, _pieces(x, dim, max(1, -(-x.shape[as_dim(dim, x.ndim)] // chunks))))
 
 
-@register_operator("Unstack", "UnstackExtView")
+@register_operator("Unstack", saves=NOTHING, view=views.unstacked, attributes=("axis",))
+@register_operator("UnstackExtView", saves=NOTHING, view=views.unstacked, rewrite="Unstack")
 def unstack(x, dim=0, axis=None, num=None):
     """One output for every index of a dim, without that dim."""
     factor, names = along(x, dim if axis is None else axis), dim_names(x)

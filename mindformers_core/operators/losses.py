@@ -2,6 +2,7 @@
 
 from mindformers_core.operators.dims import dim_names, dim_sizes
 from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.saved import INPUTS, SECOND_RESULT, SavedByOperator
 from mindformers_core.operators.signature import Signature
 
 __all__ = []
@@ -9,7 +10,7 @@ __all__ = []
 _REDUCTIONS = ("sum", "mean", "none")  # by the number that MindSpore gives them
 
 
-@register_operator("NLLLoss")
+@register_operator("NLLLoss", saves=SavedByOperator("all", outputs=(1,)))
 def negative_log_likelihood(logits, labels, weight, reduction="mean", ignore_index=-100):
     """Of log-probabilities (examples, classes): the loss, and the sum of the labels' weights.
 
@@ -28,7 +29,7 @@ def negative_log_likelihood(logits, labels, weight, reduction="mean", ignore_ind
     return Signature(inputs, ((), ()), sizes, {"n": "sum"}, whole=frozenset("c"), **more)
 
 
-@register_operator("SmoothL1Loss")
+@register_operator("SmoothL1Loss", saves=INPUTS, operations=4)
 def smooth_l1_loss(x, target, beta=1.0, reduction="none"):
     """Square near 0, absolute further off; of every element, or their sum or mean."""
     reduction = _REDUCTIONS[reduction] if isinstance(reduction, int) else reduction
@@ -41,7 +42,7 @@ def smooth_l1_loss(x, target, beta=1.0, reduction="none"):
     return Signature((names, names), ((),), sizes, dict.fromkeys(sizes, "sum"), **more)
 
 
-@register_operator("SoftmaxCrossEntropyWithLogits")
+@register_operator("SoftmaxCrossEntropyWithLogits", saves=SECOND_RESULT, operations=7, source="(logits, labels)")
 def softmax_cross_entropy(logits, labels):
     """Of (examples, classes) with probabilities as labels: a loss for every example, and the gradient of logits."""
     if logits.ndim != 2 or labels.shape != logits.shape:
@@ -51,7 +52,9 @@ def softmax_cross_entropy(logits, labels):
     return Signature((names, names), (names[:1], names), sizes, whole=frozenset({"d1"}))
 
 
-@register_operator("SparseSoftmaxCrossEntropyWithLogits")
+@register_operator(
+    "SparseSoftmaxCrossEntropyWithLogits", saves=SavedByOperator("all", outputs=(0,), as_they_are=True), operations=7
+)
 def sparse_softmax_cross_entropy(logits, labels):
     """Of (examples, classes) with positions as labels: the mean over examples."""
     if logits.ndim != 2 or labels.shape != logits.shape[:1]:

@@ -1,7 +1,11 @@
 """Rules of the matmul family, by one equation notation: `contraction("b m k, b k n -> b m n", …)`."""
 
+from math import prod
+
 from mindformers_core.operators.elementwise import broadcast_shape
 from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.rewrites import product_with_a_gradient
+from mindformers_core.operators.saved import INPUTS, NOTHING, OTHER_OPERAND, SavedByOperator
 from mindformers_core.operators.signature import Signature
 
 __all__ = ["contraction"]
@@ -55,19 +59,50 @@ def _matmul(a, b, transpose_a=False, transpose_b=False):
     return contraction(f"{batch_dims(a)} {last_a}, {batch_dims(b)} {last_b} -> {output}", a, b)
 
 
-@register_operator("MatMul", "BatchMatMul", "MatMulExt", "BatchMatMulExt", "Mm", "Mv", "Dot")
+def _operations(sizes):
+    """A multiplication and an addition for every combination of factors."""
+    return 2 * prod(sizes.values())
+
+
+@register_operator("MatMul", saves=OTHER_OPERAND, operations=_operations, product="x @ w")
+@register_operator("BatchMatMul", saves=INPUTS, operations=_operations, product="x @ w")
+@register_operator("BatchMatMulExt", saves=INPUTS, operations=_operations)
+@register_operator(
+    "MatMulExt", saves=OTHER_OPERAND, operations=_operations, product="x @ w", rewrite=product_with_a_gradient
+)
+@register_operator("Mm", saves=OTHER_OPERAND, operations=_operations, product="x @ w", rewrite="MatMulExt")
+@register_operator("Mv", "Dot", saves=OTHER_OPERAND, operations=_operations, rewrite="MatMulExt")
 def matmul(a, b, transpose_a=False, transpose_b=False):
     """`a @ b`, either side transposed in its last two dims on request."""
     return _matmul(a, b, transpose_a, transpose_b)
 
 
-@register_operator("DeprecatedMatmul")
+@register_operator("DeprecatedMatmul", saves=OTHER_OPERAND, operations=_operations, product="x @ w", source=".matmul")
 def matmul_method(x, tensor2):
     """`x.matmul(tensor2=…)`."""
     return _matmul(x, tensor2)
 
 
-@register_operator("Dense")
+def _copies(operands, results):
+    """Of each operand, for the gradient of the other."""
+    first, second = operands
+    return [second.nbytes] * first.needs + [first.nbytes] * second.needs
+
+
+@register_operator(
+    "TensorDot",
+    saves=SavedByOperator(internal=_copies),
+    operations=_operations,
+    source="ops.tensor_dot(x1, x2, axes)",
+)
+def tensor_dot(a, b, axes):
+    """The last dim of `a` with the first of a matrix or vector `b`: what `MatMulExt` may be written as."""
+    if axes != 1 or b.ndim > 2:
+        raise ValueError(f"axes={axes!r} of {a.shape} and {b.shape}: only axes=1 with a matrix: use matmul")
+    return _matmul(a, b)
+
+
+@register_operator("Dense", saves=SavedByOperator((0, 1)), operations=_operations, product="x @ w.T")
 def dense(x, weight, bias=None):
     """`x @ weight.T + bias`."""
     dims = " ".join(f"b{dim}" for dim in range(x.ndim - 1))
@@ -78,7 +113,7 @@ def dense(x, weight, bias=None):
     return contraction(equation, x, weight, bias, linear=({0, 2}, {1, 2}), added=(2,))
 
 
-@register_operator("BiasAdd")
+@register_operator("BiasAdd", saves=NOTHING)
 def bias_add(x, bias, data_format=0, *_):
     """`x + bias` along dim 1 (NCHW, and matrices): linear in both together."""
     if x.ndim < 2 or bias.shape != (x.shape[1],):
@@ -87,7 +122,12 @@ def bias_add(x, bias, data_format=0, *_):
     return contraction(f"{dims}, c -> {dims}", x, bias, linear=({0, 1},))
 
 
-@register_operator("Addmm", "Baddbmm")
+@register_operator(
+    "Addmm", saves=SavedByOperator(inputs_by_need={1: (2,), 2: (1,)}), operations=_operations, source=".addmm"
+)
+@register_operator(
+    "Baddbmm", saves=SavedByOperator(inputs_by_need={1: (1, 2), 2: (1, 2)}), operations=_operations, source=".baddbmm"
+)
 def add_matmul(x, a, b, beta=1, alpha=1):
     """`beta * x + alpha * a @ b` of matrices, or of batches of them, where `x` may be broadcast."""
     batch = "b " if a.ndim == 3 else ""
@@ -101,7 +141,11 @@ def add_matmul(x, a, b, beta=1, alpha=1):
     return contraction(equation, x, a, b, linear=({0, 1}, {0, 2}), added=(0,))
 
 
-@register_operator("Outer")
+def _first_as_column(operands, results):
+    return [operand.nbytes for operand in operands[:1] if any(other.needs for other in operands if other.place == 1)]
+
+
+@register_operator("Outer", saves=SavedByOperator(inputs_by_need={0: (1,)}, internal=_first_as_column), source=".outer")
 def outer(a, b):
     """All products of the elements of two vectors."""
     return contraction("m, n -> m n", a, b)

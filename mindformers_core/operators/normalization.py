@@ -2,6 +2,7 @@
 
 from mindformers_core.operators.dims import as_dim, dim_names, dim_sizes
 from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.saved import UNMEASURED, SavedByOperator
 from mindformers_core.operators.signature import Signature
 
 __all__ = []
@@ -22,14 +23,17 @@ def _normalised(x, start, parameters, statistics, parameter_start=None):
     return Signature((names, *(own,) * len(parameters)), (names, *(statistic,) * statistics), dim_sizes(x), whole=whole)
 
 
-@register_operator("LayerNorm")
+_SAVES = SavedByOperator((0, 1), outputs=(1, 2), as_they_are=True)
+
+
+@register_operator("LayerNorm", saves=_SAVES, operations=7)  # sum, subtract, square, sum, scale twice, add
 def layer_norm(x, gamma, beta, begin_norm_axis=1, begin_params_axis=1, epsilon=1e-7):
     """Layer norm over the dims from `begin_norm_axis` on: the result, mean and variance."""
     start = as_dim(begin_norm_axis, x.ndim)
     return _normalised(x, start, (gamma, beta), 2, as_dim(begin_params_axis, x.ndim))
 
 
-@register_operator("LayerNormExt")
+@register_operator("LayerNormExt", saves=UNMEASURED, operations=7)
 def layer_norm_shape(x, normalized_shape, weight=None, bias=None, eps=1e-5):
     """Layer norm over the last dims, of `normalized_shape`: the result, mean and reciprocal standard deviation."""
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
@@ -38,7 +42,7 @@ def layer_norm_shape(x, normalized_shape, weight=None, bias=None, eps=1e-5):
     return _normalised(x, x.ndim - len(shape), [given for given in (weight, bias) if given is not None], 2)
 
 
-@register_operator("RmsNorm")
+@register_operator("RmsNorm", saves=UNMEASURED, operations=4)  # square, sum, scale twice
 def rms_norm(x, gamma, epsilon=1e-6):
     """RMS norm over the dims of `gamma`: the result and the reciprocal root mean square."""
     if not 1 <= gamma.ndim <= x.ndim:

@@ -3,12 +3,14 @@
 from mindformers_core.operators.dims import dim_names, dim_sizes, integers
 from mindformers_core.operators.elementwise import tensors_in
 from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.saved import NOTHING, UNMEASURED
 from mindformers_core.operators.signature import Signature
 
 __all__ = []
 
 
-@register_operator("ConstantPadND", "PadV3")
+@register_operator("ConstantPadND", saves=UNMEASURED)
+@register_operator("PadV3", saves=NOTHING)
 def pad(x, padding, value=0.0):
     """`x` with `padding`, pairs (before, behind) from the last dim on: linear where what is added is 0, or from `x`."""
     padding = integers((padding,), "a padding")

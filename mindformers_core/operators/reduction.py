@@ -1,10 +1,21 @@
 """Rules of reductions: a table of operators by what they compute, and one rule for all."""
 
 from functools import partial
+from math import prod
 
 from mindformers_core.operators.dims import as_dim, as_dims, dim_names, dim_sizes, plain_names
 from mindformers_core.operators.elementwise import keeps_digits
 from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.rewrites import dim_given, float_reduction
+from mindformers_core.operators.saved import (
+    BOTH_RESULTS,
+    INPUTS_AND_RESULT,
+    INPUTS_AS_THEY_ARE,
+    NOTHING,
+    SECOND_RESULT,
+    UNMEASURED,
+    SavedByOperator,
+)
 from mindformers_core.operators.signature import Signature
 
 __all__ = []
@@ -12,49 +23,76 @@ __all__ = []
 _PLAIN = ("dim", "keepdim", "dtype")
 _SPREAD = ("dim", "correction", "keepdim")
 _INDEX = ("dim", "keepdim")
+_EXTREMES = ("dim", "keepdim", "initial", "where", "return_indices")
 
-# What each operator computes, its number of outputs, and the names of its positional arguments behind the tensor.
+
+def _spread(operands, results):
+    """Of a variance: the differences from the mean, and their powers."""
+    return [operands[0].nbytes] * 2
+
+
+def _spread_and_variance(operands, results):
+    return [*_spread(operands, results), results[0].nbytes]
+
+
+def _index_of_extreme(operands, results):
+    """Where each extreme stands, in int64."""
+    return [prod(results[0].shape) * 8]
+
+
+def _maximum_exponentials_and_sum(operands, results):
+    return [results[0].nbytes, operands[0].nbytes, results[0].nbytes]
+
+
+_VARIANCE = SavedByOperator(internal=_spread)
+_DEVIATION = SavedByOperator(outputs=(0,), internal=_spread_and_variance)
+_EXTREME = SavedByOperator(outputs=(0,), internal=_index_of_extreme)
+_LOG_SUM_EXP = SavedByOperator("all", internal=_maximum_exponentials_and_sum)
+_BOTH = SavedByOperator("all", outputs=(0, 1), as_they_are=True)
+
+# What each operator computes, its number of outputs, the names of its positional arguments behind the tensor, what its
+# gradient keeps, and what else is known of it.
 _OPERATORS = {
-    "SumExt": ("sum", 1, _PLAIN),
-    "ReduceSum": ("sum", 1, ("dim", "keepdim", "skip_mode")),
-    "DeprecatedSum": ("sum", 1, ("dim", "dtype", "keepdim", "initial")),
-    "MeanExt": ("mean", 1, _PLAIN),
-    "ReduceMean": ("mean", 1, _PLAIN),
-    "DeprecatedMean": ("mean", 1, _PLAIN),
-    "ProdExt": ("prod", 1, _PLAIN),
-    "ReduceProd": ("prod", 1, _PLAIN),
-    "DeprecatedProd": ("prod", 1, _PLAIN),
-    "Max": ("max", 1, ()),
-    "ReduceMax": ("max", 1, _PLAIN),
-    "DeprecatedMax": ("extreme", 1, ("dim", "keepdim", "initial", "where", "return_indices")),
-    "Min": ("min", 1, ()),
-    "ReduceMin": ("min", 1, _PLAIN),
-    "DeprecatedMin": ("extreme", 1, ("dim", "keepdim", "initial", "where", "return_indices")),
-    "ReduceAll": ("all", 1, _PLAIN),
-    "DeprecatedReduceAll": ("all", 1, _PLAIN),
-    "Any": ("any", 1, ()),
-    "AnyExt": ("any", 1, _PLAIN),
-    "ReduceAny": ("any", 1, _PLAIN),
-    "DeprecatedReduceAny": ("any", 1, _PLAIN),
-    "Argmax": ("argmax", 1, ("dim", "dtype")),
-    "ArgMaxExt": ("argmax", 1, _INDEX),
-    "DeprecatedArgmax": ("argmax", 1, _INDEX),
-    "Argmin": ("argmin", 1, ("dim", "dtype")),
-    "ArgMinExt": ("argmin", 1, _INDEX),
-    "DeprecatedArgmin": ("argmin", 1, _INDEX),
-    "ArgMaxWithValue": ("max_with_index", 2, _INDEX),
-    "ArgMinWithValue": ("min_with_index", 2, _INDEX),
-    "MaxDim": ("max_dim", 2, _INDEX),
-    "MinDim": ("min_dim", 2, _INDEX),
-    "Var": ("var", 1, _SPREAD),
-    "Std": ("std", 1, _SPREAD),
-    "DeprecatedVar": ("var", 1, _SPREAD),
-    "DeprecatedStd": ("std", 1, _SPREAD),
-    "VarMean": ("var", 2, _SPREAD),
-    "StdMean": ("std", 2, _SPREAD),
-    "ReduceStd": ("std", 2, ("dim", "unbiased", "keepdim")),
-    "LogSumExp": ("logsumexp", 1, _PLAIN),
-    "LinalgVectorNorm": ("norm", 1, ("ord", "dim", "keepdim", "dtype")),
+    "SumExt": ("sum", 1, _PLAIN, NOTHING, {}),
+    "ReduceSum": ("sum", 1, ("dim", "keepdim", "skip_mode"), NOTHING, {"rewrite": float_reduction("SumExt")}),
+    "DeprecatedSum": ("sum", 1, ("dim", "dtype", "keepdim", "initial"), NOTHING, {"source": ".sum"}),
+    "MeanExt": ("mean", 1, _PLAIN, NOTHING, {}),
+    "ReduceMean": ("mean", 1, _PLAIN, NOTHING, {"rewrite": float_reduction("MeanExt")}),
+    "DeprecatedMean": ("mean", 1, _PLAIN, NOTHING, {"source": ".mean"}),
+    "ProdExt": ("prod", 1, _PLAIN, INPUTS_AND_RESULT, {}),
+    "ReduceProd": ("prod", 1, _PLAIN, INPUTS_AS_THEY_ARE, {}),
+    "DeprecatedProd": ("prod", 1, _PLAIN, INPUTS_AND_RESULT, {"source": ".prod"}),
+    "Max": ("max", 1, (), INPUTS_AND_RESULT, {}),
+    "ReduceMax": ("max", 1, _PLAIN, INPUTS_AND_RESULT, {}),
+    "DeprecatedMax": ("extreme", 1, _EXTREMES, _EXTREME, {"source": ".max"}),
+    "Min": ("min", 1, (), INPUTS_AND_RESULT, {}),
+    "ReduceMin": ("min", 1, _PLAIN, INPUTS_AND_RESULT, {}),
+    "DeprecatedMin": ("extreme", 1, _EXTREMES, _EXTREME, {"source": ".min"}),
+    "ReduceAll": ("all", 1, _PLAIN, NOTHING, {}),
+    "DeprecatedReduceAll": ("all", 1, _PLAIN, NOTHING, {"source": ".all"}),
+    "Any": ("any", 1, (), NOTHING, {}),
+    "AnyExt": ("any", 1, _PLAIN, NOTHING, {}),
+    "ReduceAny": ("any", 1, _PLAIN, NOTHING, {}),
+    "DeprecatedReduceAny": ("any", 1, _PLAIN, NOTHING, {"source": ".any"}),
+    "Argmax": ("argmax", 1, ("dim", "dtype"), NOTHING, {}),
+    "ArgMaxExt": ("argmax", 1, _INDEX, NOTHING, {"source": ".argmax"}),
+    "DeprecatedArgmax": ("argmax", 1, _INDEX, NOTHING, {"source": ".argmax", "rewrite": dim_given}),
+    "Argmin": ("argmin", 1, ("dim", "dtype"), NOTHING, {}),
+    "ArgMinExt": ("argmin", 1, _INDEX, NOTHING, {"source": ".argmin"}),
+    "DeprecatedArgmin": ("argmin", 1, _INDEX, NOTHING, {"source": ".argmin", "rewrite": dim_given}),
+    "ArgMaxWithValue": ("max_with_index", 2, _INDEX, BOTH_RESULTS, {}),
+    "ArgMinWithValue": ("min_with_index", 2, _INDEX, BOTH_RESULTS, {}),
+    "MaxDim": ("max_dim", 2, _INDEX, SECOND_RESULT, {}),
+    "MinDim": ("min_dim", 2, _INDEX, SECOND_RESULT, {}),
+    "Var": ("var", 1, _SPREAD, _VARIANCE, {"source": ".var", "operations": 4}),
+    "Std": ("std", 1, _SPREAD, _DEVIATION, {"source": ".std", "operations": 4}),
+    "DeprecatedVar": ("var", 1, _SPREAD, _VARIANCE, {"source": ".var", "operations": 4}),
+    "DeprecatedStd": ("std", 1, _SPREAD, _DEVIATION, {"source": ".std", "operations": 4}),
+    "VarMean": ("var", 2, _SPREAD, UNMEASURED, {"operations": 4}),
+    "StdMean": ("std", 2, _SPREAD, UNMEASURED, {"operations": 4}),
+    "ReduceStd": ("std", 2, ("dim", "unbiased", "keepdim"), _BOTH, {"operations": 4}),
+    "LogSumExp": ("logsumexp", 1, _PLAIN, _LOG_SUM_EXP, {"source": ".logsumexp", "operations": 4}),
+    "LinalgVectorNorm": ("norm", 1, ("ord", "dim", "keepdim", "dtype"), UNMEASURED, {}),
 }
 _WHOLE = ("prod", "var", "std", "norm", "extreme")  # "extreme": its call by position would be another operator's
 _ONE_DIM = ("argmax", "argmin", "max_with_index", "min_with_index", "max_dim", "min_dim")
@@ -119,5 +157,5 @@ def _algebra(operation, factors, ndim, given):
     return {"distributed": dict.fromkeys(factors, operation)}
 
 
-for _name, _row in _OPERATORS.items():
-    register_operator(_name)(partial(_reduce, *_row))
+for _name, (*_row, _saves, _facts) in _OPERATORS.items():
+    register_operator(_name, saves=_saves, **_facts)(partial(_reduce, *_row))

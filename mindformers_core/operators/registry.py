@@ -1,41 +1,97 @@
-"""The table of operator rules: `register_operator("Name")` enters one, `signature_of` asks it. Pure Python."""
+"""The records of operators: `register_operator("Name", …)` enters one, `facts_of` reads it. Pure Python."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 from mindformers_core.hints import nearest
+from mindformers_core.operators.saved import UNMEASURED, SavedByOperator
+from mindformers_core.operators.views import INPUT_IF_OF_ITS_DTYPE, strided
 
-__all__ = ["register_operator", "registered_operators", "rule_attributes", "signature_of"]
+__all__ = [
+    "FLOWS", "NO_GRADIENT", "OperatorFacts", "ZERO", "facts_of", "register_operator", "registered_operators",
+    "rewritten", "rule_attributes", "signature_of",
+]  # fmt: skip
 
-_RULES: dict = {}  # the one registry: operator name -> rule
-_ATTRIBUTES = {  # what a rule takes as arguments, but the primitive as attributes
-    "Sort": ("axis",),
-    "Stack": ("axis",),
-    "Unstack": ("axis",),
-    "Conv2D": ("pad_mode", "pad", "stride", "dilation", "group", "data_format"),
-    "MaxPool": ("kernel_size", "strides", "pad_mode", "data_format"),
-}
+FLOWS, ZERO, NO_GRADIENT = "flows", "zero", "none"
+_FACTS: dict = {}  # the one registry: operator name -> its `OperatorFacts`
 
 
-def register_operator(*names):
+@dataclass(frozen=True)
+class OperatorFacts:
+    """All that is known of an operator.
+
+    Attributes:
+        rule: its rule, see `register_operator`; None for an operator that nobody registered.
+        attributes: names of attributes of a classic primitive that the rule takes as named arguments.
+        gradient: `FLOWS`; `ZERO`: a gradient is recorded, and is 0; `NO_GRADIENT`: none is recorded.
+        saves: the `SavedByOperator`: what its gradient keeps. None: `UNMEASURED`.
+        view: a function of `operators.views`, or one of its constants, where results are views of the first tensor.
+        operations: floating-point operations for an element of its largest tensor; or a function that gives the number
+            from the local sizes of all factors of its `Signature`, a dict.
+        reads_a_part: whether it reads only those elements of its inputs that it gives, as an embedding does.
+        product: `"x @ w"` or `"x @ w.T"` of its first two arguments, where the gradient of `w` can be computed apart.
+        source: how generated code calls it, where MindSpore's own object of its name isn't right: `".name"`, a method
+            of the first tensor; `"ops.name(input, dim=0)"`, a function of `mindspore.ops` with its parameters;
+            `"(x, dim=0)"`, the object, with parameters that it doesn't say; `"package.module.name"`, a function of a
+            user's own, called with the operator's arguments.
+        rewrite: another operator that is called in its place: its name, or a function `(name, args, kwargs)` that gives
+            the same three.
+    """
+
+    rule: Callable | None = None
+    attributes: tuple = ()
+    gradient: str = FLOWS
+    saves: SavedByOperator | None = None
+    view: Callable | str | None = None
+    operations: Callable | int = 1
+    reads_a_part: bool = False
+    product: str = ""
+    source: str = ""
+    rewrite: Callable | str | None = None
+
+    @property
+    def saved(self):
+        """The `SavedByOperator`."""
+        return UNMEASURED if self.saves is None else self.saves
+
+    @property
+    def computes_nothing(self):
+        """Whether results are always views."""
+        return self.view not in (None, strided, INPUT_IF_OF_ITS_DTYPE)
+
+
+_UNKNOWN = OperatorFacts()
+
+
+def register_operator(*names, **facts):
     """Decorator that makes a function the rule of the operators called `names`.
 
     The rule is called with the operator's own arguments, a `TensorMeta` (global shape and dtype) in the place of
     every tensor, and returns a `Signature`. It raises `ValueError` where shapes or arguments don't fit, before
     anything is computed.
 
-    >>> @register_operator("MyScale")
+    >>> @register_operator("MyScale", source="my_package.my_scale", saves=NOTHING)
     ... def my_scale(x, factor):
     ...     return elementwise(x)
 
+    Args:
+        names: of operators, as MindSpore calls them.
+        facts: what else is known of them, see `OperatorFacts`.
+
     Raises:
-        ValueError: a name that already has a rule.
+        ValueError: a name that already has a rule. TypeError: a fact that there isn't.
     """
+    known = [entry.name for entry in fields(OperatorFacts)][1:]
+    for key in facts:
+        if key not in known:
+            raise TypeError(f"register_operator: unknown fact '{key}'{nearest(key, known)}; known: {', '.join(known)}")
 
     def enter(rule):
         for name in names:
-            if name in _RULES:
-                raise ValueError(
-                    f"operator '{name}' already has a rule, {_RULES[name].__module__}.{_RULES[name].__name__}"
-                )
-            _RULES[name] = rule
+            if name in _FACTS:
+                other = _FACTS[name].rule
+                raise ValueError(f"operator '{name}' already has a rule, {other.__module__}.{other.__name__}")
+            _FACTS[name] = OperatorFacts(rule, **facts)
         return rule
 
     return enter
@@ -43,12 +99,25 @@ def register_operator(*names):
 
 def registered_operators():
     """Names of all operators that have a rule, sorted."""
-    return tuple(sorted(_RULES))
+    return tuple(sorted(_FACTS))
+
+
+def facts_of(name):
+    """The `OperatorFacts` of an operator; of one that nobody registered, what is taken of any."""
+    return _FACTS.get(name, _UNKNOWN)
+
+
+def rewritten(name, args, kwargs):
+    """The same call as `(name, args, kwargs)` of the operator to be written; unchanged where it has no `rewrite`."""
+    rewrite = facts_of(name).rewrite
+    if rewrite is None:
+        return name, args, kwargs
+    return (rewrite, args, kwargs) if isinstance(rewrite, str) else rewrite(name, args, kwargs)
 
 
 def rule_attributes(name, attributes):
     """Those of a primitive's attributes (a dict) that its rule takes as named arguments."""
-    return {wanted: attributes[wanted] for wanted in _ATTRIBUTES.get(name, ()) if wanted in attributes}
+    return {wanted: attributes[wanted] for wanted in facts_of(name).attributes if wanted in attributes}
 
 
 def signature_of(name, args, kwargs=None):
@@ -57,10 +126,10 @@ def signature_of(name, args, kwargs=None):
     Raises:
         ValueError: there is no rule, or the rule rejects the call; names the operator and its arguments.
     """
-    rule = _RULES.get(name)
+    rule = facts_of(name).rule
     if rule is None:
         raise ValueError(
-            f"operator '{name}' has no rule, so its layouts are unknown{nearest(name, _RULES, 0.7)}: register one with "
+            f"operator '{name}' has no rule, so its layouts are unknown{nearest(name, _FACTS, 0.7)}: register one with "
             f"@register_operator('{name}') (mindformers_core.operators), or run it on local tensors with "
             "local_map(function, …), in a Cell that runs operator by operator: cell.eager() after shard()"
         )

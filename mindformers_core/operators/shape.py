@@ -2,8 +2,11 @@
 
 import math
 
+from mindformers_core.operators import views
 from mindformers_core.operators.dims import along, as_dim, as_dims, dim_names, dim_sizes, integers
 from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.rewrites import as_transpose, sizes_together
+from mindformers_core.operators.saved import NOTHING, UNMEASURED
 from mindformers_core.operators.signature import Signature, TensorMeta
 
 __all__ = ["common_factors"]
@@ -69,13 +72,13 @@ def _to_output_shape(args, shapes):
     return args[0], tuple(shapes[0])
 
 
-@register_operator("Reshape", "View")
+@register_operator("Reshape", "View", saves=NOTHING, view=views.reshaped, rewrite=sizes_together("Reshape"))
 def reshape(x, *shape, **named):
     """`x.reshape(2, -1)`, `reshape(x, (2, -1))`, `x.view(shape=…)`."""
     return _reshaped(x, integers(shape or tuple(named.values()), "a shape"), _to_output_shape)
 
 
-@register_operator("ViewAs")
+@register_operator("ViewAs", saves=NOTHING, view=views.reshaped)
 def view_as(x, other):
     """`x` in the shape of `other`, which is looked at no further."""
     if math.prod(x.shape) != math.prod(other.shape):
@@ -84,13 +87,13 @@ def view_as(x, other):
     return Signature((source, target), (target,), sizes, whole=whole, linear=_LINEAR)
 
 
-@register_operator("Flatten")
+@register_operator("Flatten", saves=NOTHING)
 def flatten(x):
     """All dims but the first become one."""
     return _reshaped(x, (x.shape[0], math.prod(x.shape[1:])) if x.ndim else (1,), None)
 
 
-@register_operator("FlattenExt")
+@register_operator("FlattenExt", saves=NOTHING, view=views.reshaped)
 def flatten_range(x, start_dim=0, end_dim=-1):
     """Dims `start_dim` to `end_dim`, that one included, become one."""
     if x.ndim == 0:
@@ -106,7 +109,9 @@ def _permuted(x, order):
     return Signature((names,), (tuple(names[dim] for dim in order),), dim_sizes(x), linear=_LINEAR)
 
 
-@register_operator("Transpose", "TransposeView", "DeprecatedTranspose")
+@register_operator(
+    "Transpose", "TransposeView", "DeprecatedTranspose", saves=NOTHING, view=views.transposed, rewrite=as_transpose
+)
 def transpose(x, *order, **named):
     """The dims of `x` in another order; without one, reversed."""
     order = integers(order or tuple(named.values()), "an order of dims") or tuple(range(x.ndim))[::-1]
@@ -115,7 +120,7 @@ def transpose(x, *order, **named):
     return _permuted(x, as_dims(order, x.ndim) if order else ())
 
 
-@register_operator("TransposeExtView")
+@register_operator("TransposeExtView", saves=NOTHING, view=views.swapped)
 def swap_dims(x, dim0, dim1):
     """Two dims change places."""
     order = list(range(x.ndim))
@@ -124,7 +129,7 @@ def swap_dims(x, dim0, dim1):
     return _permuted(x, order)
 
 
-@register_operator("TExt")
+@register_operator("TExt", saves=NOTHING, view=views.reversed_dims, source=".t")
 def matrix_transpose(x):
     """The transpose of a matrix, or of less."""
     if x.ndim > 2:
@@ -132,7 +137,8 @@ def matrix_transpose(x):
     return _permuted(x, tuple(range(x.ndim))[::-1])
 
 
-@register_operator("ExpandDims", "ExpandDimsView", "DeprecatedUnsqueeze")
+@register_operator("ExpandDims", "ExpandDimsView", saves=NOTHING, view=views.reshaped)
+@register_operator("DeprecatedUnsqueeze", saves=NOTHING, view=views.reshaped, source=".unsqueeze")
 def expand_dims(x, dim=None, axis=None):
     """A new dim of size 1 at `dim` of the result."""
     place = as_dim(axis if dim is None else dim, x.ndim + 1)
@@ -140,7 +146,7 @@ def expand_dims(x, dim=None, axis=None):
     return Signature((names,), ((*names[:place], (), *names[place:]),), dim_sizes(x), linear=_LINEAR)
 
 
-@register_operator("Squeeze")
+@register_operator("Squeeze", saves=NOTHING, view=views.reshaped)
 def squeeze(x, dim=None, axis=None):
     """Drops the dims named, or all, that are of size 1.
 
@@ -174,7 +180,9 @@ def _broadcast(x, target):
     return source, output, {f"d{dim}": size for dim, size in enumerate(target)}
 
 
-@register_operator("BroadcastTo", "BroadcastToView")
+@register_operator(
+    "BroadcastTo", "BroadcastToView", saves=NOTHING, view=views.broadcast, rewrite=sizes_together("BroadcastTo")
+)
 def broadcast_to(x, *shape, **named):
     """`x` repeated along dims of size 1 and new leading dims; -1 keeps a dim."""
     source, output, sizes = _broadcast(x, integers(shape or tuple(named.values()), "a shape"))
@@ -182,14 +190,14 @@ def broadcast_to(x, *shape, **named):
     return Signature((source,), (output,), sizes, linear=_LINEAR, localize=_to_output_shape, made=made)
 
 
-@register_operator("ExpandAs")
+@register_operator("ExpandAs", saves=NOTHING, view=views.broadcast, source=".expand_as")
 def expand_as(x, other):
     """`x` broadcast to the shape of `other`, which is looked at no further."""
     source, output, sizes = _broadcast(x, other.shape)
     return Signature((source, output), (output,), sizes, linear=_LINEAR)
 
 
-@register_operator("Tile", "Repeat")
+@register_operator("Tile", "Repeat", saves=NOTHING, rewrite=sizes_together("Tile"))
 def tile(x, *counts, **named):
     """The whole tensor several times in a row, along each dim. A repeated dim is minor to its repetitions: no cut."""
     counts = integers(counts or tuple(named.values()), "a number of repetitions")
@@ -204,7 +212,7 @@ def tile(x, *counts, **named):
     return Signature((names,), (tuple(output),), sizes, linear=_LINEAR)
 
 
-@register_operator("RepeatInterleaveInt", "DeprecatedRepeatInterleave")
+@register_operator("RepeatInterleaveInt", "DeprecatedRepeatInterleave", saves=NOTHING, source=".repeat_interleave")
 def repeat_interleave(x, repeats, dim=None, output_size=None):
     """Every element several times in a row, along `dim` or in the flattened tensor: `dim` is major, and may be cut."""
     if isinstance(repeats, (TensorMeta, tuple, list)):
@@ -223,13 +231,13 @@ def _reordered_within(x, dims):
     return Signature((names,), (names,), dim_sizes(x), whole=frozenset(names[dim][0] for dim in dims), linear=_LINEAR)
 
 
-@register_operator("ReverseV2")
+@register_operator("ReverseV2", saves=NOTHING)
 def flip(x, dims=None, axis=None):
     """Elements in reverse order along `dims`."""
     return _reordered_within(x, as_dims(axis if dims is None else dims, x.ndim))
 
 
-@register_operator("Roll")
+@register_operator("Roll", saves=UNMEASURED)
 def roll(x, shifts, dims=None):
     """Elements shifted along `dims`, around the end; without dims, in the flattened tensor."""
     return _reordered_within(x, as_dims(dims, x.ndim))

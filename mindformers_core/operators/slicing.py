@@ -1,7 +1,10 @@
 """Rules of slices: a dim that is taken whole stays parallel, any other is needed whole. All are linear."""
 
+from mindformers_core.operators import views
 from mindformers_core.operators.dims import along, as_dim, dim_names, dim_sizes, integers
 from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.rewrites import select_index, slice_one_dim
+from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING
 from mindformers_core.operators.signature import Signature
 
 __all__ = []
@@ -30,7 +33,7 @@ def _is_all(taken, size):
     return taken == range(size)
 
 
-@register_operator("StridedSlice")
+@register_operator("StridedSlice", saves=NOTHING, view=views.strided, reads_a_part=True)
 def strided_slice(x, begin, end, strides, *masks):
     """Python's slices, one for each dim, in MindSpore's encoding.
 
@@ -79,7 +82,7 @@ def _whole_locally(begin, end, strides, masks, full):
     return localize
 
 
-@register_operator("Slice")
+@register_operator("Slice", saves=INPUTS_AS_THEY_ARE, reads_a_part=True)
 def slice_sizes(x, begin, size):
     """`size[i]` elements of dim i from `begin[i]` on; -1 for the rest."""
     begin, size = integers((begin,), "begin"), integers((size,), "size")
@@ -93,7 +96,8 @@ def slice_sizes(x, begin, size):
     return _sliced(x, ranges, lambda args, shapes: (args[0], begin, tuple(shapes[0])))
 
 
-@register_operator("Narrow", "NarrowView")
+@register_operator("Narrow", saves=INPUTS_AS_THEY_ARE, view=views.parts, source=".narrow")
+@register_operator("NarrowView", saves=INPUTS_AS_THEY_ARE, view=views.parts)
 def narrow(x, dim, start, length):
     """`length` elements of one dim from `start` on."""
     place = as_dim(dim, x.ndim)
@@ -104,7 +108,7 @@ def narrow(x, dim, start, length):
     return _sliced(x, ranges, lambda args, shapes: (args[0], dim, start, shapes[0][place]))
 
 
-@register_operator("SliceExt", "SliceExtView")
+@register_operator("SliceExt", "SliceExtView", saves=NOTHING, reads_a_part=True, rewrite=slice_one_dim)
 def slice_one_dim(x, dim, start, end, step=1):
     """`x[start:end:step]` along one dim."""
     place = as_dim(dim, x.ndim)
@@ -115,7 +119,7 @@ def slice_one_dim(x, dim, start, end, step=1):
     return _sliced(x, ranges, lambda args, shapes: (args[0], dim, 0, shapes[0][place], 1))
 
 
-@register_operator("SelectExtView")
+@register_operator("SelectExtView", saves=NOTHING, reads_a_part=True, rewrite=select_index)
 def select_index(x, dim, index):
     """One index of a dim, which the result lacks."""
     place = int(along(x, dim)[1:])

@@ -2,18 +2,20 @@
 
 from mindformers_core.operators.dims import as_dims, dim_names, dim_sizes, plain_names
 from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.saved import RESULT, UNMEASURED
 from mindformers_core.operators.signature import Signature
 
 __all__ = []
 
 
-@register_operator("Softmax")
+@register_operator("Softmax", saves=RESULT, operations=5)  # maximum, subtract, exp, sum, divide
 def softmax(x, dim=-1, **named):
     """Softmax over one dim, or whole over several."""
     return _normalise("softmax", x, dim, (), named)
 
 
-@register_operator("LogSoftmax", "LogSoftmaxExt")
+@register_operator("LogSoftmax", saves=RESULT, operations=5)
+@register_operator("LogSoftmaxExt", saves=UNMEASURED, operations=5)
 def log_softmax(x, dim=-1, *more, **named):
     """Log-softmax over one dim; `LogSoftmaxExt` has a dtype argument too, which it computes in."""
     return _normalise("log_softmax", x, dim, more, named)

@@ -1,13 +1,115 @@
-"""Operators that compute nothing: their result is their input, seen with another shape. Pure Python."""
+"""Which results of operators are views of their first tensor in PyNative, and with which strides. Pure Python.
 
-__all__ = ["is_view"]
+A view has the memory of another tensor and strides of its own, counted in elements. A reshape of a transposed tensor
+can't be: there a contiguous copy is made, and the result is a view of that.
 
-_VIEWS = frozenset(
-    ("Reshape", "ViewAs", "Flatten", "FlattenExt", "ExpandDims", "DeprecatedUnsqueeze", "Squeeze", "TExt")
-    + ("Identity", "StopGradient")
-)
+The functions are called with an operator's node, its arguments as `rewritten` has them, shape and strides of its first
+tensor on one rank, and the local shapes of its results. They return the strides of each result, themselves None for a
+view of a copy that the operator makes; or None where no result is a view.
+"""
+
+__all__ = [
+    "INPUT", "INPUT_IF_CONTIGUOUS", "INPUT_IF_OF_ITS_DTYPE", "broadcast", "contiguous_strides", "is_contiguous",
+    "parts", "reshaped", "reversed_dims", "strided", "swapped", "transposed", "unstacked",
+]  # fmt: skip
+
+INPUT = "input"  # the result is just what the first tensor is
+INPUT_IF_CONTIGUOUS = "input if contiguous"
+INPUT_IF_OF_ITS_DTYPE = "input if of its dtype"  # the same object
 
 
-def is_view(operator):
-    """Whether an operator's result needs no memory of its own: it is the input's, seen with another shape."""
-    return operator in _VIEWS or operator.endswith("View")
+def contiguous_strides(shape):
+    """Strides of a tensor whose elements lie one behind the other, the last dim's closest."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def is_contiguous(shape, strides):
+    """Whether strides are those of a contiguous tensor, wherever they matter."""
+    if 0 in shape:
+        return True
+    return all(size == 1 or one == other for size, one, other in zip(shape, strides, contiguous_strides(shape)))
+
+
+def _reshaped_strides(shape, strides, target):
+    """Strides of the view with shape `target`, or None where there is none."""
+    if 0 in shape:
+        return contiguous_strides(target)
+    runs = _runs(shape, strides)
+    found = []
+    for size in reversed(target):
+        while runs and runs[-1][0] == 1:
+            runs.pop()
+        count, stride = runs.pop() if runs else (1, 1)
+        if count % size:
+            return None
+        found.append(stride)
+        runs.append((count // size, stride * size))
+    return tuple(reversed(found))
+
+
+def _runs(shape, strides):
+    """`(number of elements, stride)` of dims that are evenly spaced together, major to minor."""
+    runs = []
+    for size, stride in zip(shape, strides):
+        if size == 1:
+            continue
+        if runs and runs[-1][1] == stride * size:
+            runs[-1] = (runs[-1][0] * size, stride)
+        else:
+            runs.append((size, stride))
+    return runs
+
+
+def reshaped(node, args, kwargs, shape, strides, targets):
+    """Of a reshape."""
+    return (_reshaped_strides(shape, strides, targets[0]),)
+
+
+def broadcast(node, args, kwargs, shape, strides, targets):
+    """Dims that are repeated have the stride 0."""
+    new = len(targets[0]) - len(shape)
+    kept = [stride if size == wanted else 0 for size, wanted, stride in zip(shape, targets[0][new:], strides)]
+    return ((*(0,) * new, *kept),)
+
+
+def parts(node, args, kwargs, shape, strides, targets):
+    """Every result is a part of it."""
+    return (strides,) * len(targets)
+
+
+def transposed(node, args, kwargs, shape, strides, targets):
+    """The dims in another order."""
+    return (tuple(strides[dim] for dim in args[1]),)
+
+
+def swapped(node, args, kwargs, shape, strides, targets):
+    """Two dims change places."""
+    first, second = (*args[1:], *kwargs.values())
+    found = list(strides)
+    found[first], found[second] = strides[second], strides[first]
+    return (tuple(found),)
+
+
+def reversed_dims(node, args, kwargs, shape, strides, targets):
+    """The dims in the opposite order."""
+    return (strides[::-1],)
+
+
+def unstacked(node, args, kwargs, shape, strides, targets):
+    """Without one dim."""
+    attributes = node.primitive.attributes if node.primitive is not None else {}
+    given = [*args[1:2], *(value for name, value in (attributes | kwargs).items() if name in ("axis", "dim"))]
+    dim = (given[-1] if given else 0) % len(strides)
+    return ((*strides[:dim], *strides[dim + 1 :]),) * len(targets)
+
+
+def strided(node, args, kwargs, shape, strides, targets):
+    """A view where no masks are given; MindSpore copies otherwise."""
+    steps, masks = args[3], args[4:]
+    if any(masks) or kwargs or len(strides) != len(targets[0]) or any(step < 1 for step in steps):
+        return None
+    return (tuple(stride * step for stride, step in zip(strides, (*steps, *(1,) * len(strides)))),)

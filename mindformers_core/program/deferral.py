@@ -6,6 +6,7 @@ An operator is *deferred* where its weight is a trained parameter of two dims, a
 
 from dataclasses import dataclass
 
+from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.plan import CallPlan, Move, called_graphs, joined_path, parameter_path
 from mindformers_core.program.structure import Value, values_in
 
@@ -14,7 +15,6 @@ __all__ = [
 ]  # fmt: skip
 
 PRODUCTS = "deferred_products"  # what a generated function calls the objects that stand for its deferred operators
-_PRODUCTS = frozenset({"Dense", "MatMul", "MatMulExt", "Mm", "BatchMatMul", "DeprecatedMatmul"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +141,8 @@ def deferred_weights(program_path, frame, graph, below):
 def _is_transposed(node):
     """Whether an operator computes `x @ weight.T`; None where it doesn't compute `x @ weight` either."""
     arguments = (*node.args, *node.kwargs.values())
-    if node.operator not in _PRODUCTS or len(arguments) < 2:
+    product = facts_of(node.operator).product
+    if not product or len(arguments) < 2:
         return None
     x, weight, *rest = arguments
     outputs = values_in(node.outputs)
@@ -149,7 +150,7 @@ def _is_transposed(node):
         return None
     if len({x.dtype, weight.dtype, outputs[0].dtype}) != 1:
         return None
-    if node.operator == "Dense":
+    if product == "x @ w.T":
         return True
     transpose_x, transpose_weight = (*rest, False, False)[:2]
     return None if transpose_x else bool(transpose_weight)

@@ -13,10 +13,10 @@ from mindformers_core.program.structure import values_in
 from mindformers_core.propagation.boundaries import graph_label
 from mindformers_core.propagation.frames import FLOWS, NOTHING, TRAINED
 from mindformers_core.propagation.operators import (
-    NO_GRADIENT,
     algorithm_of,
     local_call_shapes,
     operator_signature,
+    passes_gradient,
 )
 from mindformers_core.redistribution.moves import moves
 from mindformers_core.redistribution.space import SearchSpace
@@ -189,7 +189,7 @@ class _FrameCheck:
             for value, layout, flow in zip(values, plan.inputs, flows)
         ]
         flow = max(flows, default=NOTHING)
-        flow = min(flow, FLOWS) if node.operator in NO_GRADIENT else flow
+        flow = flow if passes_gradient(node.operator) else min(flow, FLOWS)
         try:
             signature = operator_signature(node)
             outputs = checked_outputs(signature, metas, mesh, plan.axes_of)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from mindformers_core.operators.views import is_view
+from mindformers_core.operators.registry import facts_of
 from mindformers_core.redistribution import plan_redistribution
 
 __all__ = ["NOTHING_PAID", "Cost", "forms_cost", "move_cost", "work_of"]
@@ -63,6 +63,6 @@ def work_of(plan, mesh):
 
     Of a view none.
     """
-    if is_view(plan.node.operator):
+    if facts_of(plan.node.operator).computes_nothing:
         return 0
     return prod(size // mesh.axis_size(*plan.axes_of.get(factor, ())) for factor, size in plan.signature.sizes.items())

@@ -19,7 +19,7 @@ from mindformers_core.propagation.boundaries import (
 )
 from mindformers_core.propagation.costs import NOTHING_PAID, Cost, forms_cost, move_cost, work_of
 from mindformers_core.propagation.forms import Forms
-from mindformers_core.propagation.operators import NO_GRADIENT, operator_plan
+from mindformers_core.propagation.operators import operator_plan, passes_gradient
 from mindformers_core.propagation.strategies import declared_layouts
 
 __all__ = ["FLOWS", "NOTHING", "TRAINED", "CallDecision", "Decision", "decide_frame"]
@@ -176,7 +176,7 @@ class _Frame:
             why = undivided(signature, dims, self.decision.current[key], layout)
             self.take(key, layout, f"{node.operator}: {why}" if why else node.operator)
         flow = max((self.decision.flows[key] for key in keys), default=NOTHING)
-        flow = min(flow, FLOWS) if node.operator in NO_GRADIENT else flow
+        flow = flow if passes_gradient(node.operator) else min(flow, FLOWS)
         made = values_in(node.outputs)
         for value, layout in zip(made, plan.outputs, strict=True):
             self.enter(value.id, value, layout, flow if is_float(value.dtype) and not value.constant else NOTHING)

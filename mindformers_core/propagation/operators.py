@@ -3,16 +3,16 @@
 import math
 
 from mindformers_core.operators import Signature, TensorMeta, signature_of, tensor_meta
-from mindformers_core.operators.registry import rule_attributes
+from mindformers_core.operators.registry import FLOWS, facts_of, rule_attributes
 from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.program.structure import Value, map_leaves, values_in
 
-__all__ = ["NO_GRADIENT", "algorithm_of", "local_call_shapes", "operator_plan", "operator_signature"]
+__all__ = ["algorithm_of", "local_call_shapes", "operator_plan", "operator_signature", "passes_gradient"]
 
-# Operators with float results through which no gradient flows
-NO_GRADIENT = frozenset(
-    ("StopGradient", "ZerosLike", "ZerosLikeExt", "OnesLike", "OnesLikeExt", "Sign", "Floor", "Ceil", "Round", "Trunc")
-)
+
+def passes_gradient(operator):
+    """Whether a gradient that isn't 0 flows through an operator with float results."""
+    return facts_of(operator).gradient == FLOWS
 
 
 def operator_signature(node):

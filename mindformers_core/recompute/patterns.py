@@ -23,7 +23,7 @@ from mindformers_core.program.operator_names import plain_name
 from mindformers_core.ranges import parse_ranges
 from mindformers_core.recompute.wording import quoted, ranges_shown
 
-__all__ = ["Found", "Match", "Pattern", "Segment", "check_found", "match", "parse_pattern"]
+__all__ = ["Found", "Match", "Pattern", "Segment", "check_found", "match", "parse_pattern", "what_is_there"]
 
 _ALLOWED = (
     "a pattern is names with the wildcards * and ?, numbers (3 or 0-7 or 0,3,5-7), * for one segment or ** for any "
@@ -119,14 +119,11 @@ class Pattern:
 
 
 def parse_pattern(text, where):
-    """Read a pattern.
+    """The `Pattern` of a text.
 
     Args:
         text: the pattern.
         where: where it was given, for errors: `"recompute.select[1]"`.
-
-    Returns:
-        The `Pattern`.
 
     Raises:
         TypeError: `text` is no string.
@@ -222,17 +219,13 @@ def check_found(pattern, found):
 
 def _problem(pattern, found):
     """What is wrong with a pattern, as the end of a sentence; nothing where it is right."""
-    furthest = max(each.reached for each in found)
-    below = dict.fromkeys(name for each in found if each.reached == furthest for name in each.below)
     most, last = max(each.alike for each in found), pattern.segments[-1]
     has = f"a call of a Cell has {most} of {last.name!r} at most"
     if not any(each.cells or each.operators for each in found):
         hint = "; patterns are no regular expressions: docs/recompute.md" if _SIGNS.search(pattern.text) else ""
         if most:
             return f"matches no Cell or operator: {has}{hint}"
-        wanted = pattern.segments[furthest].text if furthest < len(pattern.segments) else ""
-        where = _shown_until(pattern, furthest)
-        return f"matches no Cell or operator: {where} are {_listed(below)}{nearest(wanted, below)}{hint}"
+        return f"matches no Cell or operator: {what_is_there(pattern, found)}{hint}"
     for place, segment in enumerate(pattern.segments):
         known = {number for each in found for number in dict(each.numbers).get(place, ())}
         if segment.numbers is not None and (missing := _missing(segment.numbers, known)):
@@ -242,8 +235,16 @@ def _problem(pattern, found):
     return f"is only partly there: {has}, not {missing}" if missing else ""
 
 
+def what_is_there(pattern, found):
+    """The names where a pattern that matches nothing leads no further, the nearest one among them."""
+    furthest = max(each.reached for each in found)
+    below = dict.fromkeys(name for each in found if each.reached == furthest for name in each.below)
+    wanted = pattern.segments[furthest].text if furthest < len(pattern.segments) else ""
+    return f"{_shown_until(pattern, furthest)} are {_listed(below)}{nearest(wanted, below)}"
+
+
 def _numbers(pattern, reached, chosen):
-    """The place of every segment of numbers, with those of the Cells beside the ones that lead to what is `chosen`."""
+    """The place of every segment of numbers, with those of the Cells beside the ones that lead to the `chosen`."""
     found = []
     for place, segment in enumerate(pattern.segments):
         if segment.numbers is None:

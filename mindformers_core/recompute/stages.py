@@ -5,7 +5,7 @@ operators when all of them have a program. What no compiled stage can do is know
 """
 
 from mindformers_core.recompute.budget import out_of_reach
-from mindformers_core.recompute.patterns import Found, check_found, match, parse_pattern
+from mindformers_core.recompute.patterns import Found, check_found, match, parse_pattern, what_is_there
 from mindformers_core.recompute.selection import chosen_keys, excluded_keys, full_layers, operator_swap_keys
 
 __all__ = ["check_compiled_stages", "check_stages", "stage_summary"]
@@ -131,8 +131,10 @@ def check_compiled_stages(settings, summaries):
     cells = [(path, path) for path in dict.fromkeys(path for summary in summaries for path in summary["paths"])]
     patterns = [("select", text) for text in settings.select] + [("exclude", text) for text in settings.exclude]
     for key, text in patterns:
-        if not match(parse_pattern(text, f"recompute.{key}"), [], cells).cells:
+        found = match(parse_pattern(text, f"recompute.{key}"), [], cells)
+        if not found.cells:
             raise ValueError(
                 f"recompute.{key}: {text!r} matches no Cell of any stage, and compiled stages recompute whole Cells, "
-                "no operators: name Cells, or run in PyNative (recipe: context.mode: 1)"
+                f"no operators: {what_is_there(found.pattern, [found.found])}; name Cells, or run in PyNative (recipe: "
+                "context.mode: 1)"
             )

@@ -16,6 +16,7 @@ _PUBLIC = {
     "split": "splitting",
     "split_layer": "splitting",
     "DTensor": ".dtensor.dtensor",
+    "custom_operator": ".dtensor.interception",
     "distribute_tensor": ".dtensor.dtensor",
     "explain": ".sharding.inspecting",
     "full_parameters": ".sharding.full_parameters",

@@ -1,23 +1,16 @@
-"""Operator calls that are better written as calls of another operator: a table.
+"""Operator calls that are better written as calls of another operator. Pure Python.
 
 They are: scalar forms and views that lack a kernel or a gradient on CPU where the plain operator has both; slower forms
 of what a newer operator computes; sizes that come one by one (`x.reshape(2, -1)`); arguments in a method's order.
 """
 
-__all__ = ["rewrite"]
+__all__ = [
+    "as_cast", "as_transpose", "condition_first", "dim_given", "float_reduction", "masked_fill",
+    "product_with_a_gradient", "select_index", "sizes_together", "slice_one_dim", "split_by_method", "without_alpha",
+]  # fmt: skip
 
 
-def rewrite(name: str, args: tuple, kwargs: dict) -> tuple:
-    """The same call as `(name, args, kwargs)` of the operator to be written; unchanged where the table has no row."""
-    rule = _RULES.get(name)
-    return (name, args, kwargs) if rule is None else rule(name, args, kwargs)
-
-
-def _renamed(new_name):
-    return lambda name, args, kwargs: (new_name, args, kwargs)
-
-
-def _without_alpha(new_name):
+def without_alpha(new_name):
     """`x + alpha * y` where alpha is 1: the general one multiplies first on CPU, and takes twice as long."""
 
     def rule(name, args, kwargs):
@@ -29,7 +22,7 @@ def _without_alpha(new_name):
     return rule
 
 
-def _sizes_together(new_name):
+def sizes_together(new_name):
     """`(x, 2, -1)` as `(x, (2, -1))`."""
 
     def rule(name, args, kwargs):
@@ -41,18 +34,18 @@ def _sizes_together(new_name):
     return rule
 
 
-def _transpose(name, args, kwargs):
+def as_transpose(name, args, kwargs):
     """The dims in another order; without one, reversed."""
-    _, (x, order), _ = _sizes_together(name)(name, args, kwargs)
+    _, (x, order), _ = sizes_together(name)(name, args, kwargs)
     return "Transpose", (x, order or tuple(range(len(x.shape)))[::-1]), {}
 
 
-def _cast(name, args, kwargs):
+def as_cast(name, args, kwargs):
     """Without the arguments about copying, which a graph has no use for."""
     return "Cast", (args[0], args[1] if len(args) > 1 else kwargs["dtype"]), {}
 
 
-def _condition_first(name, args, kwargs):
+def condition_first(name, args, kwargs):
     """`x.where(condition, y)` brings its tensor before the condition."""
     first, second, third = (*args, *kwargs.values())
     if "bool" in _dtype_name(first) and name != "DeprecatedWhere":
@@ -60,12 +53,12 @@ def _condition_first(name, args, kwargs):
     return "Select", (second, first, third), {}
 
 
-def _dim_given(name, args, kwargs):
+def dim_given(name, args, kwargs):
     """`x.argmax()` as `x.argmax(None)`: without an argument, a graph takes the last dim."""
     return name, args if len(args) > 1 or kwargs else (*args, None), kwargs
 
 
-def _float_reduction(new_name):
+def float_reduction(new_name):
     """The newer reduction, which takes a third less time; only where both compute in the same dtype."""
 
     def rule(name, args, kwargs):
@@ -77,7 +70,7 @@ def _float_reduction(new_name):
     return rule
 
 
-def _masked_fill(name, args, kwargs):
+def masked_fill(name, args, kwargs):
     """The operator takes a third of the method's time, but no integers on CPU."""
     return ("MaskedFill" if "float" in _dtype_name(args[0]) else name), args, kwargs
 
@@ -86,19 +79,19 @@ def _dtype_name(tensor):
     return str(getattr(tensor, "dtype", "")).lower()
 
 
-def _slice_one_dim(name, args, kwargs):
+def slice_one_dim(name, args, kwargs):
     """`x[start:end:step]` along one dim. The masks say that the other dims are whole, whatever their sizes."""
     x, dim, start, end, step = (*args, *kwargs.values(), 1)[:5]
     return _strided(x, dim % len(x.shape), start, end, step, drop=False)
 
 
-def _select_index(name, args, kwargs):
+def select_index(name, args, kwargs):
     """One index of a dim, which the result lacks."""
     x, dim, index = (*args, *kwargs.values())
     return _strided(x, dim % len(x.shape), index, index + 1, 1, drop=True)
 
 
-def _split_by_method(name, args, kwargs):
+def split_by_method(name, args, kwargs):
     """The method, whose gradient is right on CPU whatever the pieces' gradients are views of (docs/mindspore.md)."""
     x, size, dim = (*args, *kwargs.values(), 0)[:3]
     if isinstance(size, int) and x.shape[dim] % size:  # as lengths, it keeps nothing for the gradient
@@ -106,7 +99,7 @@ def _split_by_method(name, args, kwargs):
     return "DeprecatedSplit", (x, size, dim), {}
 
 
-def _product_with_a_gradient(name, args, kwargs):
+def product_with_a_gradient(name, args, kwargs):
     """Where MindSpore's gradient of a product of local tensors has a dim too many, or fails (docs/mindspore.md)."""
     shapes = [x.layout.local_shape(x.shape) if getattr(x, "layout", None) else x.shape for x in args[:2]]
     if min(map(len, shapes)) > 1 and shapes[0][-1] == 1:
@@ -122,46 +115,3 @@ def _strided(x, dim, start, end, step, drop):
     others = sum(1 << place for place in range(len(x.shape)) if place != dim)
     begin, end, strides = along(start, 0), along(end, 0), along(step, 1)
     return "StridedSlice", (x, begin, end, strides, others, others, 0, 0, drop << dim), {}
-
-
-_RULES = {
-    "AddExt": _without_alpha("Add"),
-    "AddScalar": _without_alpha("Add"),
-    "SubExt": _without_alpha("Sub"),
-    "SubScalar": _without_alpha("Sub"),
-    "EqScalar": _renamed("Equal"),
-    "LessScalar": _renamed("Less"),
-    "GreaterEqualScalar": _renamed("GreaterEqual"),
-    "LerpScalar": _renamed("Lerp"),
-    "BitwiseAndScalar": _renamed("BitwiseAnd"),
-    "BitwiseOrScalar": _renamed("BitwiseOr"),
-    "BitwiseXorScalar": _renamed("BitwiseXor"),
-    "Atan2Ext": _renamed("Atan2"),
-    "DeprecatedArgmax": _dim_given,
-    "DeprecatedArgmin": _dim_given,
-    "Contiguous": _renamed("Identity"),  # a graph that returns one may fail to be scheduled
-    "MatMulExt": _product_with_a_gradient,
-    "Mm": _renamed("MatMulExt"),
-    "Mv": _renamed("MatMulExt"),
-    "Dot": _renamed("MatMulExt"),
-    "ToDtype": _cast,
-    "MaskedFillScalar": _masked_fill,
-    "ReduceSum": _float_reduction("SumExt"),
-    "ReduceMean": _float_reduction("MeanExt"),
-    "Reshape": _sizes_together("Reshape"),
-    "View": _sizes_together("Reshape"),
-    "BroadcastTo": _sizes_together("BroadcastTo"),
-    "BroadcastToView": _sizes_together("BroadcastTo"),
-    "Tile": _sizes_together("Tile"),
-    "Repeat": _sizes_together("Tile"),
-    "Transpose": _transpose,
-    "TransposeView": _transpose,
-    "DeprecatedTranspose": _transpose,
-    "Select": _condition_first,
-    "DeprecatedWhere": _condition_first,
-    "SliceExt": _slice_one_dim,
-    "SliceExtView": _slice_one_dim,
-    "SelectExtView": _select_index,
-    **dict.fromkeys(("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), _split_by_method),
-    "UnstackExtView": _renamed("Unstack"),
-}

@@ -1,0 +1,113 @@
+"""What the gradient of an operator keeps of its inputs and results, in PyNative on CPU. Pure Python.
+
+Measured with `mindspore.saved_tensors_hooks` (MindSpore 2.10); tests/test_recompute_saved_table.py holds every operator
+to that.
+
+An *operand* is a place among an operator's arguments as they were captured, positional ones first, tensor or not: in
+`2 / x` the tensor `x` is operand 1.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+
+from mindformers_core.operators.signature import is_float
+
+__all__ = [
+    "BOTH_RESULTS", "INDICES", "INPUTS", "INPUTS_AND_RESULT", "INPUTS_AS_THEY_ARE", "MASKS", "NOTHING", "OTHER_OPERAND",
+    "Operand", "RESULT", "SECOND_RESULT", "SavedByOperator", "UNMEASURED",
+]  # fmt: skip
+
+ALL, FLOATS, INTEGERS, BOOLS = "all", "floats", "integers", "bools"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One tensor that an operator takes or gives, on one rank.
+
+    Attributes:
+        place: among the arguments, or among the results.
+        shape: local shape.
+        dtype: name.
+        item_size: bytes of one element.
+        needs: whether a gradient flows back to it.
+    """
+
+    place: int
+    shape: tuple
+    dtype: str
+    item_size: int
+    needs: bool = False
+
+    @property
+    def nbytes(self):
+        """Bytes of the tensor on one rank."""
+        return prod(self.shape) * self.item_size
+
+
+@dataclass(frozen=True)
+class SavedByOperator:
+    """What is kept.
+
+    Attributes:
+        inputs: places of operands that are kept whichever of them needs a gradient; or `"all"`, `"floats"`,
+            `"integers"` (such as indices), or `"bools"` (masks).
+        inputs_by_need: place of an operand -> places of those that are kept where it needs a gradient.
+        outputs: places of the results that are kept; or `"floats"`.
+        outputs_by_need: place of an operand -> places of the results that are kept where it needs a gradient.
+        internal: `(operands, results) -> sizes`, bytes of each tensor that the operator makes for itself and keeps.
+        as_they_are: whether an input that is a view is kept as such, that is, with the memory that it is a view of.
+            Else the operator makes a copy first, even of a contiguous one, and that is what is kept.
+    """
+
+    inputs: tuple | str = ()
+    inputs_by_need: dict = field(default_factory=dict)
+    outputs: tuple | str = ()
+    outputs_by_need: dict = field(default_factory=dict)
+    internal: Callable | None = None
+    as_they_are: bool = False
+
+    def kept_inputs(self, operands):
+        """Those of the `Operand`s that are kept, in order."""
+        if self.inputs == ALL:
+            return list(operands)
+        if isinstance(self.inputs, str):
+            return [operand for operand in operands if _kind(operand.dtype) == self.inputs]
+        places = _places(self.inputs, self.inputs_by_need, operands)
+        return [operand for operand in operands if operand.place in places]
+
+    def kept_outputs(self, operands, results):
+        """Those of the results, `Operand`s too, that are kept, in order."""
+        if self.outputs == FLOATS:
+            return [result for result in results if is_float(result.dtype)]
+        places = _places(self.outputs, self.outputs_by_need, operands)
+        return [result for result in results if result.place in places]
+
+    def internal_sizes(self, operands, results):
+        """Bytes of each tensor that is neither an input nor a result and is kept."""
+        return list(self.internal(operands, results)) if self.internal else []
+
+
+def _kind(dtype):
+    return FLOATS if is_float(dtype) else BOOLS if dtype == "bool" else INTEGERS
+
+
+def _places(always, by_need, operands):
+    found = set(always)
+    for operand in operands:
+        if operand.needs:
+            found.update(by_need.get(operand.place, ()))
+    return found
+
+
+NOTHING = SavedByOperator()
+INPUTS = SavedByOperator(ALL)
+INPUTS_AS_THEY_ARE = SavedByOperator(ALL, as_they_are=True)
+INPUTS_AND_RESULT = SavedByOperator(ALL, outputs=(0,))
+RESULT = SavedByOperator(outputs=(0,))
+SECOND_RESULT = SavedByOperator(outputs=(1,))
+BOTH_RESULTS = SavedByOperator(outputs=(0, 1))
+OTHER_OPERAND = SavedByOperator(inputs_by_need={0: (1,), 1: (0,)})  # each is kept for the gradient of the other
+MASKS = SavedByOperator(BOOLS)
+INDICES = SavedByOperator(INTEGERS, as_they_are=True)
+UNMEASURED = SavedByOperator(FLOATS, outputs=FLOATS)  # without a kernel on CPU, or a user's own: the most

@@ -1,0 +1,77 @@
+"""A user's own operator, as docs/tensor_parallel.md registers one: both engines, compiled, and what is known of it."""
+
+import sys
+
+import mindspore as ms
+import numpy as np
+import pytest
+from documents import code_blocks
+from launch import ROOT
+from mindspore import Parameter, Tensor, nn
+
+from mindformers_core.layout import layout
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.operators import registry
+from mindformers_core.recompute import list_operators, recompute
+from mindformers_core.tensor_parallel import explain, jit, programs, shard
+
+X = Tensor(np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32))
+
+
+@pytest.fixture
+def package(monkeypatch, tmp_path):
+    """The page's `my_package`, imported."""
+    monkeypatch.setattr(registry, "_FACTS", dict(registry._FACTS))
+    (block,) = [text for text in code_blocks(ROOT / "docs" / "tensor_parallel.md", "python") if "MyGate" in text]
+    (tmp_path / "my_package.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield __import__("my_package")
+    del sys.modules["my_package"]
+
+
+class Gated(nn.Cell):
+    """A product with a weight that is cut, and the operator."""
+
+    def __init__(self, gate):
+        super().__init__()
+        self.weight = Parameter(Tensor(np.random.default_rng(1).normal(size=(8, 8)).astype(np.float32)))
+        self.gate = gate
+
+    def shard(self, config):
+        return {"x": layout("tp", None)}, None, None
+
+    def construct(self, x):
+        return self.gate(ms.ops.matmul(x, self.weight), 2.0).sum()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_custom_operator_in_both_engines_and_compiled(package):
+    mesh = init_device_mesh((1,), ("tp",))
+    alone = Gated(package.my_gate)
+    expected, expected_gradient = ms.value_and_grad(alone, None, alone.trainable_params())(X)
+    for mode, compiled in (("generated", False), ("generated", True), ("eager", False)):
+        net = shard(Gated(package.my_gate), mesh, mode=mode)
+        gradient_of = ms.value_and_grad(net, None, net.trainable_params())
+        loss, (gradient,) = (jit(gradient_of) if compiled else gradient_of)(X)
+        np.testing.assert_allclose(loss.asnumpy(), expected.asnumpy(), rtol=1e-6, err_msg=mode)
+        np.testing.assert_allclose(gradient.asnumpy(), expected_gradient[0].asnumpy(), rtol=1e-5, err_msg=mode)
+        if mode == "generated":
+            assert "from my_package import gate" in programs(net)[-1].source.text
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_is_known_of_a_custom_operator(package):
+    """`explain` shows it, and of what it keeps, its result, recompute knows."""
+    net = shard(Gated(package.my_gate).set_train(), init_device_mesh((1,), ("tp",)))
+    assert "MyGate(" in explain(net, X)
+    (listed,) = [entry for entry in list_operators(net, X) if entry.operator == "MyGate"]
+    assert listed.saved_bytes == 4 * 8 * 4
+    loss = net(X)
+    again = recompute(shard(Gated(package.my_gate).set_train(), init_device_mesh((1,), ("tp",))), select="*.MyGate")
+    assert again(X).asnumpy() == loss.asnumpy()
+    assert "recomputed(" in programs(again)[-1].source.text
+
+
+def test_an_unknown_fact():
+    with pytest.raises(TypeError, match=r"register_operator: unknown fact 'save' \(did you mean 'saves'\?\)"):
+        registry.register_operator("Whatever", save=None)
