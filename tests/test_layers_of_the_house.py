@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ FLOORS = (
     "tensor_parallel",
     "models",
     "passes",
+    "optimizers",
     *SIBLINGS,
     "trainer",
 )
@@ -52,6 +54,7 @@ NEVER = {(one, other) for one in SIBLINGS for other in SIBLINGS if one != other}
 FRAMEWORKS = {"mindspore", "torch", "jax", "tensorflow"}
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 60
+MAX_FOLDER_FILES = 20
 CONTAINERS = {"dict", "list", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "deque"}
 # Filled while modules are imported (decorators), and by users that register an operator of their own; never by a call.
 REGISTRIES = {"mindformers_core.operators.registry"}
@@ -205,6 +208,12 @@ def test_every_public_name_exists():
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOG_v": "3"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_folders_are_small():
+    folders = Counter(path.parent.relative_to(ROOT) for path in MODULES.values())
+    large = {str(folder): count for folder, count in folders.items() if count > MAX_FOLDER_FILES}
+    assert not large, f"at most {MAX_FOLDER_FILES} files a folder"
 
 
 @pytest.mark.parametrize("path", ALL_SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

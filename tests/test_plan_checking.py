@@ -112,10 +112,10 @@ Q, OUT, LOSS, EMBED = f"{ATTENTION}.q_proj", f"{ATTENTION}.o_proj", "loss", "mod
 BACKWARDS = {"instructions": lambda all_: (all_[1], all_[0], *all_[2:])}
 FAULTS = {  # name -> (path of the Cell, edit of its frame, what the error says)
     "a gather is missing": ("", entry("move", lambda old: [], 1), r"call: takes .* as \[dp, -, -\] \(varying: tp\)"),
-    "a mark is missing": (Q, entry("move", lambda old: []), r"Dense: takes %1.*\(varying: dp\), which isn't at hand"),
+    "a mark is missing": (Q, entry("move", lambda old: []), r"Dense: takes %1.*\(varying: dp\), which isn't available"),
     "a reduction is missing": (OUT, entry("move", lambda old: [], 1), r"takes %2.* as \[dp, tp, -\].*partial sum"),
-    "reduced twice": (OUT, entry("move", lambda old: [old, old], 1), "which is at hand already"),
-    "carried out in another order": (Q, field(**BACKWARDS), "which isn't at hand"),
+    "reduced twice": (OUT, entry("move", lambda old: [old, old], 1), "which is available already"),
+    "carried out in another order": (Q, field(**BACKWARDS), "which isn't available"),
     "an operator is missing": (CORE, entry("Mul", lambda old: []), "takes %11.* no layout yet"),
     "the last operator is missing": (CORE, entry("Reshape", lambda old: [], -1), "1 operators or calls .* never"),
     "an operator twice": (CORE, entry("Mul", lambda old: [old, old]), "Mul: is carried out twice"),
@@ -126,7 +126,7 @@ FAULTS = {  # name -> (path of the Cell, edit of its frame, what the error says)
     "an output's mark added": (
         NORM, entry("Square", becomes(outputs=(on("dp", None, None, varying=["tp"]),))), "gives %1"),
     "an input in another cut": (
-        LOSS, entry("Exp", becomes(inputs=(on("dp", "tp", None),))), r"Exp: takes %4.*isn't at hand"),
+        LOSS, entry("Exp", becomes(inputs=(on("dp", "tp", None),))), r"Exp: takes %4.*isn't available"),
     "an input's mark dropped": (Q, lambda frame: unmarked(frame), r"input 1 has layout \[tp, -\], where .*varying: dp"),
     "one input too few": (CORE, entry("MatMulExt", becomes(inputs=lambda old: old[:1])), "takes 2 tensors, planned"),
     "a factor not cut": (CORE, entry("Softmax", becomes(axes_of={"d0": ("dp",)})), r"input 0 has layout .* where"),
@@ -155,14 +155,14 @@ FAULTS = {  # name -> (path of the Cell, edit of its frame, what the error says)
     "a step of another size": ("", entry("move", becomes(steps=step(shape=(2, 8, 24))), 1), "goes on from"),
     "no steps": (OUT, entry("move", becomes(steps=()), 1), "its steps lead from"),
     "another target": (OUT, entry("move", becomes(target=on("dp", None, "tp")), 1), "its steps lead from"),
-    "from a layout that isn't there": (OUT, entry("move", becomes(source=on("dp", "tp", None)), 1), "isn't at hand"),
+    "from a layout that isn't there": (OUT, entry("move", becomes(source=on("dp", "tp", None)), 1), "isn't available"),
     "a gradient forgotten": (OUT, entry("move", becomes(gradient=False)), "is planned without a gradient"),
     "gradients of the frame": (NORM, field(gradients=frozenset()), "gradients of .* planned wrongly"),
     "passed otherwise": ("model", lambda frame: passed(frame), r"has %6.* as \[dp, tp, -\], the Cell in \[dp, -, -\]"),
     "given otherwise": ("model", entry("norm", becomes(outputs=(on("dp", None, None),))), "call: has .*the Cell in"),
     "handed down without need": (
         "model", entry("norm", lambda old: [replace(old, lifted=(*old.lifted, lent(old)))]), "hands down"),
-    "results in another layout": (OUT, field(results=(on("dp", None, None),)), "as .*which isn't at hand"),
+    "results in another layout": (OUT, field(results=(on("dp", None, None),)), "as .*which isn't available"),
     "a constant that is cut": (
         "model", field(layouts=lambda old: old | {2: on("dp", None, None)}), "constant .* not whole"),
     "on another mesh": (NORM, field(mesh=init_device_mesh((2, 2), ("dp", "tp"), (4, 5, 6, 7))), "on another mesh than"),

@@ -8,7 +8,7 @@ import pytest
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import resolve, signature_of, tensor_meta
-from mindformers_core.operators.shape import common_factors
+from mindformers_core.operators.rules.shape import common_factors
 from mindformers_core.redistribution import CPU
 
 MESH = init_device_mesh((2, 2), ("a", "b"))

@@ -218,12 +218,12 @@ def whole_logits(data):
 EDITS = {
     "unknown axis": (lambda data: data["frames"][0]["layouts"].update({"0": ["pp", None]}), "unknown mesh axis 'pp'"),
     "too many dims": (lambda data: data["frames"][0]["layouts"].update({"0": ["dp"]}), "2 dims, but layout"),
-    "not at hand": (lambda data: instruction(data, "move").update({"from": ["tp", None]}), "can't take|isn't at"),
+    "not available": (lambda data: instruction(data, "move").update({"from": ["tp", None]}), "can't take|isn't at"),
     "wrong target": (lambda data: instruction(data, "move").update(to=["dp", "tp"]), "lead from|can't take"),
     "wrong step": (lambda data: instruction(data, "move")["by"][0].update(step="all_to_all"), "can't take the step"),
     "other cut": (lambda data: instruction(data, "operator")["axes_of"].clear(), "input 0 has layout .* where"),
     "missing": (lambda data: instruction(data, "operator").pop("inputs"), "missing or malformed"),
-    "other result": (lambda data: data["frames"][2].update(results=[["dp", None, None]]), "isn't at hand"),
+    "other result": (lambda data: data["frames"][2].update(results=[["dp", None, None]]), "isn't available"),
     "other call": (whole_logits, r"has %3.* as \[-, -, -\], the Cell in \[.*, tp\]"),
 }
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from mindspore.graph import api as graph_api
 
+from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.sharding.inspecting import programs
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm, clip_by_global_norm
 from mindformers_core.trainer import metrics, training_loop
-from mindformers_core.trainer.adamw import AdamW
 from mindformers_core.trainer.command_line import main
 from mindformers_core.trainer.compare import largest_difference, read_losses
 from mindformers_core.trainer.progress import Progress

@@ -11,8 +11,8 @@ from small_zero import Net
 
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh, init_device_mesh
+from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.trainer.adamw import AdamW
 from mindformers_core.trainer.recipe import Optimizer
 from mindformers_core.zero import Lamb, LossScale, hsdp, value_and_grad
 from mindformers_core.zero.optimizers import check_optimizers

@@ -117,12 +117,12 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """What has to be at hand in the backward pass.
+    """What has to be available in the backward pass.
 
     Attributes:
         kept: pieces of `Memory` that are kept, as the keys of a dict.
         again: keys of instructions that run again, in the same way.
-        given: placeholders that have to be at hand.
+        given: placeholders that have to be available.
     """
 
     kept: dict = field(default_factory=dict)
@@ -181,7 +181,7 @@ class Course:
         return self._demands[tensor]
 
     def _hold(self, tensors, found):
-        """Tensors have to be at hand. Long chains are dropped, so there is no recursion."""
+        """Tensors have to be available. Long chains are dropped, so there is no recursion."""
         waiting, seen = [*tensors][::-1], set()
         while waiting:
             tensor = waiting.pop()
@@ -229,7 +229,7 @@ class Repetition:
         return replace(inner, memory=memory, run=None, base=base, on_host=on_host, repeated=(self, inner))
 
     def add_demand(self, inner, found):
-        """Add what `Course.demand` tells to a `Demand`; the `Tensor`s that have to be at hand for it."""
+        """Add what `Course.demand` tells to a `Demand`; the `Tensor`s that have to be available for it."""
         demand = self.course.demand(inner)
         kept = map(self.memory, demand.kept)
         found.kept.update(dict.fromkeys(memory for memory in kept if memory is not None))

@@ -90,7 +90,7 @@ class _Follower:
         self.dropped_below, self.on_host_below = _below(course.dropped), _below(on_host)
 
     def frame(self, frame, given, key):
-        """Go through a frame; `(number of Value, layout) -> Tensor` of all that is at hand at its end."""
+        """Go through a frame; `(number of Value, layout) -> Tensor` of all that is available at its end."""
         held = {}
         for use in (*frame.graph.parameters, *frame.graph.constants):
             value, layout = use.value, frame.layouts[use.value.id]
@@ -196,7 +196,7 @@ class _Follower:
         return [self.made(run, *output, strides, None if strides is None else base, True) for output, strides in pairs]
 
     def made(self, run, value, shape, needs, strides=None, base=None, is_view=False):
-        """A result: contiguous and in memory of its own, unless told otherwise."""
+        """A result: contiguous and in memory of its own, unless the arguments say otherwise."""
         nbytes = prod(shape) * ITEM_BYTES[value.dtype]
         on_host = self.memory(run.key, nbytes, True) if run.key in self.on_host else None
         # of copies that gradients flow through it is known of what they are

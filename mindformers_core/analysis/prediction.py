@@ -2,7 +2,7 @@
 
 What is kept is what gradients need (`operators.saved`), each piece of memory once: a saved view holds all of the
 memory that it is a view of, and most operators that take a view hold a copy of their own. Results of a dropped
-instruction are not held: what it takes to compute them again is, back to what is at hand (Chen et al.,
+instruction are not held: what it takes to compute them again is, back to what is available (Chen et al.,
 "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174, with a choice for every single result).
 """
 

@@ -25,7 +25,7 @@ class Traced(Tensor):
     """A tensor on the meta device, seen by a recorder.
 
     Attributes:
-        recorder: what is told of every operator.
+        recorder: what records every operator.
         meta: the plain meta tensor that operators are run with.
         entry: what the tensor is, for the recorder: a `Value` with the frame that made it, a parameter or a constant.
         original: the Parameter or plain tensor that it stands for, or None. A plain one's values may be read.

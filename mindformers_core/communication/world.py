@@ -72,7 +72,7 @@ class _ProcessState:
     def memo(self, owner):
         """The dict in which `owner`, a module's `__name__`, keeps what holds for this world only: a rank, its Cells.
 
-        Always the same dict, so it may be kept at hand; `shutdown()` empties it.
+        Always the same dict, so it may be kept available; `shutdown()` empties it.
         """
         return self._memos.setdefault(owner, {})
 

@@ -177,7 +177,7 @@ class _Program:
         return operator(*args) if self.algorithm is None else self.algorithm(operator, args, self.cut)
 
     def _check_outputs(self, result):
-        """The outputs' metas; a local result of another shape than the rule foretold is the rule's fault."""
+        """The outputs' metas; a local result of another shape than the rule predicted is the rule's fault."""
         results = [result] if isinstance(result, Tensor) else result
         metas = tuple(
             tensor_meta(shape, dtype_name(local.dtype), layout, self.constant)
@@ -186,7 +186,7 @@ class _Program:
         for local, meta in zip(results, metas):
             if tuple(local.shape) != meta.local_shape:
                 raise ValueError(
-                    f"operator '{self.name}' returned a local tensor of shape {local.shape} where its rule foretold "
+                    f"operator '{self.name}' returned a local tensor of shape {local.shape} where its rule predicted "
                     f"{meta.local_shape} ({meta}): the rule is wrong for this call"
                 )
         return metas

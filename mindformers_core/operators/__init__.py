@@ -1,24 +1,10 @@
 """What each operator does to layouts: the registry, and one small file of rule tables a family. Pure Python."""
 
-from mindformers_core.operators import (  # noqa: F401  (their tables fill the registry)
-    attention,
-    convolution,
-    fused,
-    indexing,
-    joining,
-    losses,
-    normalization,
-    padding,
-    randomness,
-    reduction,
-    shape,
-    slicing,
-    softmax,
-)
-from mindformers_core.operators.elementwise import elementwise
-from mindformers_core.operators.matmul import contraction
+from mindformers_core.operators import rules  # noqa: F401  (its tables fill the registry)
 from mindformers_core.operators.registry import register_operator, registered_operators, signature_of
 from mindformers_core.operators.resolve import Resolution, resolve
+from mindformers_core.operators.rules.elementwise import elementwise
+from mindformers_core.operators.rules.matmul import contraction
 from mindformers_core.operators.signature import Signature, TensorMeta, tensor_meta
 
 __all__ = [

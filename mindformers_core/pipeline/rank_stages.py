@@ -13,7 +13,7 @@ _DESCRIPTIONS, _DIGESTS, _GRADIENTS, _RESULTS, _ACTIVATIONS, _PROGRAMS = range(l
 
 
 class RankStages:
-    """The stages of this rank, after they and those of the other ranks have told each other what they are.
+    """The stages of this rank, after they and those of the other ranks have exchanged their descriptions.
 
     All ranks of the pipeline have to make theirs at the same time: they talk.
 
@@ -38,14 +38,14 @@ class RankStages:
         some = stages[0]
         self.ranks, self.rank, self.channel = some.ranks, self.stage_ranks[some.stage_index], some.channel
         self.axes = (some.axis,)
-        told = self._from_all((secrets.randbits(31), [stage.description() for stage in stages]), _DESCRIPTIONS)
-        self._number = told[0][0]
-        self.described = sorted((each for _, entry in told for each in entry), key=lambda each: each["stage"])
+        received = self._from_all((secrets.randbits(31), [stage.description() for stage in stages]), _DESCRIPTIONS)
+        self._number = received[0][0]
+        self.described = sorted((each for _, entry in received for each in entry), key=lambda each: each["stage"])
         check_stages(self.described)
         self.tied = tied_parameters(self.described)
         self._check_values()
-        told = [each["activations"] for each in self.described]
-        self._activations = StageActivations(self.stages, told, lambda value: self._from_all(value, _ACTIVATIONS))
+        received = [each["activations"] for each in self.described]
+        self._activations = StageActivations(self.stages, received, lambda value: self._from_all(value, _ACTIVATIONS))
 
     def prepare(self, table, given):
         """Make the programs of training ahead of a table's first step; all ranks of the pipeline have to call this.
@@ -67,7 +67,7 @@ class RankStages:
                 problems.append((index, ""))
             except (ValueError, TypeError) as error:  # the others are to know it, too
                 problems.append((index, str(error)))
-        raise_first(problem for told in self._from_all(problems, _PROGRAMS) for problem in told)
+        raise_first(problem for received in self._from_all(problems, _PROGRAMS) for problem in received)
         self._activations.check_programs()
 
     @property
@@ -150,7 +150,7 @@ class RankStages:
             if index in self.stages
         ]
         first = {}
-        for path, index, digest in sorted(entry for told in self._from_all(own, _DIGESTS) for entry in told):
+        for path, index, digest in sorted(entry for received in self._from_all(own, _DIGESTS) for entry in received):
             stage, expected = first.setdefault(path, (index, digest))
             if digest != expected:
                 raise ValueError(

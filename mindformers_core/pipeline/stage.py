@@ -12,7 +12,7 @@ from mindformers_core.passes.forward_backward import ForwardBackward, is_differe
 from mindformers_core.passes.stage_function import StageFunction, own_class
 from mindformers_core.pipeline.boundary_layouts import check_boundary, declared_inputs
 from mindformers_core.pipeline.rank_stages import RankStages
-from mindformers_core.pipeline.stage_activations import told_by
+from mindformers_core.pipeline.stage_activations import summary_of
 from mindformers_core.pipeline.stage_gradients import StageGradients
 from mindformers_core.pipeline.stage_weights import StageWeights
 from mindformers_core.sharding.parameter_storage import parameter_storage
@@ -156,7 +156,7 @@ class PipelineStage:
             "takes_any": self._function.takes_any,
             "inputs": declared_inputs(self.cell, self._function.by_place),
             "tied": list(self.tied),
-            "activations": told_by(self),
+            "activations": summary_of(self),
             "parameters": [_described(path, parameter) for path, parameter in self.cell.parameters_and_names()],
         }
 

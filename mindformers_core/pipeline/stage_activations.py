@@ -3,7 +3,7 @@
 from mindformers_core.pipeline.agreement import raise_first
 from mindformers_core.sharding.sharded_cells import ShardedCell, tree_of
 
-__all__ = ["StageActivations", "activations_of", "told_by"]
+__all__ = ["StageActivations", "activations_of", "summary_of"]
 
 
 def activations_of(cell):
@@ -11,32 +11,31 @@ def activations_of(cell):
     return tree_of(cell).activations if isinstance(cell, ShardedCell) else None
 
 
-def told_by(stage):
+def summary_of(stage):
     """What the policy of a `PipelineStage`'s Cell tells those of others, as JSON can hold it; None: nothing."""
     policy = activations_of(stage.cell)
-    told = None if policy is None else policy.stage_summary()
-    return None if told is None else told | {"compiled": stage.compiled}
+    summaries = None if policy is None else policy.stage_summary()
+    return None if summaries is None else summaries | {"compiled": stage.compiled}
 
 
 class StageActivations:
-    """What becomes of the activations of this rank's stages, after all stages have told each other what they know.
+    """What becomes of the activations of this rank's stages, after all stages have exchanged what they know.
 
     Args:
         stages: stage index -> `PipelineStage`, of this rank.
-        told: what the `ActivationPolicy` of every stage of the pipeline tells, ascending; None of those that tell
-            nothing.
+        summaries: `stage_summary` of the `ActivationPolicy` of every stage, ascending; None of those without one.
         from_all: gives what every pipeline rank gives, in their order; all of them have to call it.
 
     Raises:
-        ValueError: a policy finds something wrong with what was told.
+        ValueError: a policy finds something wrong with the summaries.
     """
 
-    def __init__(self, stages, told, from_all):
+    def __init__(self, stages, summaries, from_all):
         self._stages, self._from_all = stages, from_all
         self._policies = {index: activations_of(stage.cell) for index, stage in stages.items()}
-        self._waits = any(each is not None for each in told)  # for programs: the same on all ranks
+        self._waits = any(each is not None for each in summaries)  # for programs: the same on all ranks
         if self._waits:
-            self._check(told)
+            self._check(summaries)
 
     def check_unchanged(self):
         """Raise `ValueError` where a stage was given another policy since."""
@@ -51,24 +50,25 @@ class StageActivations:
         """The same as at first, once more, now that all stages have programs; later calls do nothing."""
         if not self._waits:
             return
-        own = [(index, told_by(stage)) for index, stage in self._stages.items()]
-        self._check([told for _, told in sorted(self._collected(own), key=lambda entry: entry[0])], have_programs=True)
+        own = [(index, summary_of(stage)) for index, stage in self._stages.items()]
+        collected = sorted(self._collected(own), key=lambda entry: entry[0])
+        self._check([summary for _, summary in collected], have_programs=True)
         self._waits = False
 
-    def _check(self, told, have_programs=False):
-        problems = [(index, self._problem(index, told, have_programs)) for index in self._stages]
+    def _check(self, summaries, have_programs=False):
+        problems = [(index, self._problem(index, summaries, have_programs)) for index in self._stages]
         raise_first(self._collected(problems))
 
     def _collected(self, own):
         return [tuple(entry) for entries in self._from_all(own) for entry in entries]
 
-    def _problem(self, index, told, have_programs):
+    def _problem(self, index, summaries, have_programs):
         policy = self._policies[index]
         try:
             if policy is not None:
-                policy.check_stages(told)
+                policy.check_stages(summaries)
                 if self._stages[index].compiled:
-                    policy.check_compiled_stage(told)
+                    policy.check_compiled_stage(summaries)
                 if have_programs:
                     policy.validate_for_backward()
         except ValueError as error:

@@ -47,7 +47,7 @@ def links_of(frame):
 
 
 def _follow(found, frame, given, before, position, in_layer):
-    """Enter a frame's instructions; returns `(number of Value, layout) -> key` of all that is at hand at its end.
+    """Enter a frame's instructions; returns `(number of Value, layout) -> key` of all that is available at its end.
 
     Args:
         found: what `Links` is made of.

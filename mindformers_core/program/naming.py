@@ -142,7 +142,7 @@ def _outermost(statement, run):
     """Those of the nodes of one or more executions of a statement that give what it assigns.
 
     Inner operations come before outer ones, so that of `n` alike in a statement it is every `n`-th. Several alike where
-    the statement has one are a loop. What can't be told from its kind is the last one.
+    the statement has one are a loop. Where the kind doesn't say, it is the last one.
     """
     alike = [entry for entry in run if any(_is_kind(entry[1], kind) for kind in statement.outermost)]
     inner = sum(kind in statement.outermost for kind in statement.inner)
@@ -154,7 +154,7 @@ def _outermost(statement, run):
 
 
 def _in_parallel(parts, run):
-    """`(index, node, targets)` of what one or more executions of a parallel assignment give, if they are told apart."""
+    """`(index, node, targets)` of what executions of a parallel assignment give, if they can be distinguished."""
     expected, kinds = parts * (len(run) // len(parts)), {kind for kind, _ in parts}
     # an operator may be captured under another name, but not under that of another one in the statement
     others = ((node, kinds - {kind}) for (_, node), (kind, _) in zip(run, expected) if not _is_kind(node, kind))
@@ -195,7 +195,7 @@ def _statements(text):
         if isinstance(node, ast.stmt) and not hasattr(node, "body") and not isinstance(node, ast.Match):
             statement = _read(node)
             for line in range(node.lineno, node.end_lineno + 1):
-                found[line] = None if line in found else statement  # two on one line can't be told apart
+                found[line] = None if line in found else statement  # two on one line can't be distinguished
     return found
 
 

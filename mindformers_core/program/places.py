@@ -1,7 +1,6 @@
 """Every operator of a program with its place: through which calls of Cells it is reached. Pure Python.
 
-Two layers that do the same share one `FramePlan`; what is recomputed in one of them and not in the other is told by
-the place.
+Two equal layers share one `FramePlan`; a place distinguishes what is recomputed in one of them and not in the other.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """What the propagation pass decides, as plain data: a `FramePlan` for every distinct call of a Cell. Pure Python.
 
-A plan is a list of instructions in the order of execution. A tensor at hand is told by its `Value` and its `Layout`:
+A plan is a list of instructions in the order of execution. A tensor is identified by its `Value` and its `Layout`:
 the layout in which it arrives or is made, or one that a `Move` took it to earlier in the same frame.
 """
 
@@ -48,7 +48,7 @@ class OperatorPlan:
     Attributes:
         node: the `OperatorNode`.
         signature: its `Signature`.
-        inputs: the layout of every tensor input, in the order of `values_in((node.args, node.kwargs))`; all at hand.
+        inputs: the layout of every tensor input, in the order of `values_in((node.args, node.kwargs))`; all available.
         outputs: the layout of every output, in the order of `values_in(node.outputs)`.
         axes_of: for every factor the axes that cut it (see `Resolution`).
         algorithm: name of the distributed algorithm that runs in its place, or None.
@@ -102,10 +102,10 @@ class FramePlan:
     Attributes:
         graph: the `CellGraph`; of identical calls that of the first.
         mesh: the mesh of all layouts.
-        layouts: number of every Value in the graph -> the layout in which it is first at hand: arguments as the caller
-            passes them, parameters as they are stored, constants as they are made, results as their node makes them.
+        layouts: number of every Value in the graph -> the layout in which it is first available: arguments as the
+            caller passes them, parameters as they are stored, constants and results as they are made.
         instructions: `Move`s, `OperatorPlan`s and `CallPlan`s, in order.
-        results: the layout of every Value in `graph.result`, in order; each is at hand at the end.
+        results: the layout of every Value in `graph.result`, in order; each is available at the end.
         lifted: pairs (Value of this graph, Layout) that the caller has to pass besides the arguments: a parameter that
             several Cells use in a moved form, moved once above them, or a tensor of another Cell's call.
         gradients: numbers of the Values that a trainable parameter is behind.

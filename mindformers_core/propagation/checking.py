@@ -130,7 +130,7 @@ class _FrameCheck:
             known = self.hand.get(value.id, ())
             if layout not in known:
                 shown = ", ".join(map(str, known)) or "no layout yet"
-                self.fault(f"takes {value.described} as {layout}, which isn't at hand; it is in {shown}")
+                self.fault(f"takes {value.described} as {layout}, which isn't available; it is in {shown}")
 
     def make(self, value, layout):
         """A tensor gets a layout that it didn't have."""
@@ -140,7 +140,7 @@ class _FrameCheck:
             self.fault(str(error))
         known = self.hand.setdefault(value.id, set())
         if layout in known:
-            self.fault(f"makes {value.described} as {layout}, which is at hand already")
+            self.fault(f"makes {value.described} as {layout}, which is available already")
         known.add(layout)
 
     def produce(self, node, layouts):
@@ -166,9 +166,9 @@ class _FrameCheck:
             start = (at, at.local_shape(shape))
             if start != (step.source, step.shape):
                 self.fault(f"{what} goes on from {step.source}, {step.shape}")
-            told = step.kind, step.axes, step.dim, step.to_dim, step.op
+            taken = step.kind, step.axes, step.dim, step.to_dim, step.op
             space = SearchSpace(step.source, step.target, shape, step.itemsize)
-            ways = (space.layout(*state) for *way, state in moves(space, *space.state(at)) if tuple(way) == told)
+            ways = (space.layout(*state) for *way, state in moves(space, *space.state(at)) if tuple(way) == taken)
             if step.target not in ways:
                 self.fault(f"{what} can't take the step {step}")
             at = step.target

@@ -1,6 +1,6 @@
 """The forms of one tensor: the layouts that it is needed in, and the moves that lead to them. Pure Python.
 
-The moves are a tree: its root is the layout in which the tensor is first at hand. What a call needs of a tensor from
+The moves are a tree: its root is the layout in which the tensor is first available. What a call needs of a tensor from
 outside is such a tree, too; the caller decides which of its moves it makes itself.
 """
 
@@ -11,8 +11,8 @@ class Forms:
     """One tensor's forms, as far as one call and those below it are concerned.
 
     Attributes:
-        first: the layout in which it is first at hand.
-        moves: target -> (source, reason), in an order in which every source is at hand when it is needed.
+        first: the layout in which it is first available.
+        moves: target -> (source, reason), in an order in which every source is available when it is needed.
         wanted: the layouts (the keys) that some operator, or the caller, takes it in; not those on the way.
     """
 
@@ -24,17 +24,17 @@ class Forms:
         self.wanted = {}
 
     def move(self, source, target, reason):
-        """See to it that the layout `target` is at hand, from `source` if need be."""
+        """See to it that the layout `target` is available, from `source` if need be."""
         if target != self.first and target not in self.moves:
             assert source == self.first or source in self.moves, (source, self.first, self.moves)
             self.moves[target] = source, reason
 
     def want(self, layout):
-        """Say that the tensor is taken in this layout, which is at hand."""
+        """Say that the tensor is taken in this layout, which is available."""
         self.wanted[layout] = None
 
     def merge(self, other):
-        """Take over what another call needs, whose `first` is at hand here."""
+        """Take over what another call needs, whose `first` is available here."""
         for target, (source, reason) in other.moves.items():
             self.move(source, target, reason)
         self.wanted.update(other.wanted)

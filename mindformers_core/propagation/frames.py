@@ -135,7 +135,7 @@ class _Frame:
         return self.keys.get(value.id, value.id)
 
     def enter(self, key, value, layout, flow):
-        """A tensor is first at hand in `layout`; marks matter only where there is a gradient."""
+        """A tensor is first available in `layout`; marks matter only where there is a gradient."""
         layout = layout if flow or not layout.varying else layout.replace(varying=())
         self.decision.values[key] = value
         self.decision.forms[key] = Forms(layout)

@@ -21,17 +21,17 @@ def operator_signature(node):
     One that takes no tensors has the same results on every rank.
 
     Raises:
-        ValueError: there is no rule, it rejects the call, or it foretells other shapes than there are.
+        ValueError: there is no rule, it rejects the call, or it predicts other shapes than there are.
     """
     outputs = values_in(node.outputs)
     if not values_in((node.args, node.kwargs)):
         return _free_signature(outputs)
     args, kwargs = map_leaves(_without_layout, (node.args, node.kwargs))
     signature = _asked(node, args, kwargs)
-    foretold = _output_shapes(signature)
-    if foretold != [value.shape for value in outputs]:
+    predicted = _output_shapes(signature)
+    if predicted != [value.shape for value in outputs]:
         made = ", ".join(value.described for value in outputs)
-        raise ValueError(f"operator '{node.operator}' makes {made}, where its rule foretold shapes {foretold}")
+        raise ValueError(f"operator '{node.operator}' makes {made}, where its rule predicted shapes {predicted}")
     return signature
 
 

@@ -97,7 +97,7 @@ class _Placed:
         return value
 
     def _ensure(self, key, layout):
-        """See to it that a tensor is at hand in this layout."""
+        """See to it that a tensor is available in this layout."""
         if layout in self.at_hand[key]:
             return
         source, reason = self.decision.forms[key].moves[layout]
@@ -109,7 +109,7 @@ class _Placed:
         self.at_hand[key].add(layout)
 
     def _made_here(self):
-        """Key -> the layouts that this frame makes, if they aren't at hand: for itself, or for several calls."""
+        """Key -> the layouts that this frame makes, if they aren't available: for itself, or for several calls."""
         certain, counts = {}, {}
         for key, layout in (pair for used in self.decision.used for pair in used):
             certain.setdefault(key, set()).add(layout)
@@ -156,7 +156,7 @@ class _Placed:
         return CallPlan(node, inputs, entry.outputs, frame, pairs)
 
     def _passed(self, wanted, needs, outer):
-        """The layout in which an argument is passed; in one that is at hand anyway where the callee doesn't use it."""
+        """The layout in which an argument is passed; any available one where the callee doesn't use it."""
         if not wanted:
             return self.first[outer]
         return needs.entry() if needs.entry() in wanted else wanted[0]

@@ -62,7 +62,7 @@ def propagate(graph, mesh, arguments, parameters, declarations=None, cost_model=
 def derive_parameters(graph, mesh, arguments, parameters, declarations=None, cost_model=CPU, free=()):
     """Layouts in which parameters are best stored, for those that nobody declares.
 
-    The parameters of `free` are taken to be at hand in any layout, and each is then stored as its operators took it:
+    The parameters of `free` are taken to be available in any layout, and each is then stored as its operators took it:
     where several took it differently, in the layout from which the others are reached at the least cost.
 
     Args:

@@ -169,15 +169,15 @@ class _Frame:
         space = SearchSpace(source, target, value.shape, itemsize)
         state, steps = space.state(source), []
         for data in saved:
-            told = (data["step"], tuple(data["axes"]), data.get("dim"), data.get("to_dim"), data.get("op"))
+            wanted = (data["step"], tuple(data["axes"]), data.get("dim"), data.get("to_dim"), data.get("op"))
             after = self._layout(value, data["to"]) if "to" in data else None
             reached = (
-                s for *what, s in moves(space, *state) if tuple(what) == told and after in (None, space.layout(*s))
+                s for *what, s in moves(space, *state) if tuple(what) == wanted and after in (None, space.layout(*s))
             )
             before, state = space.layout(*state), next(reached, None)
             if state is None:
                 raise ValueError(f"{self.where}: {value.described} in layout {before} can't take the step {data}")
-            steps.append(Step(*told, before, space.layout(*state), before.local_shape(value.shape), itemsize))
+            steps.append(Step(*wanted, before, space.layout(*state), before.local_shape(value.shape), itemsize))
         return tuple(steps)
 
     def _lifted(self, data):

@@ -9,7 +9,7 @@ _PUBLIC = {
     "list_operators": "listing",
     "recompute": "recomputing",
     "swap": "recomputing",
-    "write_curve": "budget_curve",
+    "write_curve": "listing",
 }
 
 __all__ = [*_PUBLIC]

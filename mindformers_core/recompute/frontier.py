@@ -1,8 +1,8 @@
 """What to compute again so that the least is kept for the least work: the corners of the best trade. Pure Python.
 
 Keeping everything and computing everything again are the ends of a curve. For any price of a byte in operations, the
-best point is a minimum cut: a value is at hand in the backward pass if a gradient needs it, or if something is computed
-again from it; what is at hand was either kept, and costs its bytes, or is computed again, and costs its operations.
+best point is a minimum cut: a value is available in the backward pass if a gradient needs it, or if something is
+recomputed from it; an available value was either kept, and costs its bytes, or recomputed, and costs its operations.
 Choosing by a minimum cut is the idea of PyTorch's partitioner (functorch, `min_cut_rematerialization_partition`), for
 one price; walking over all prices gives the lower convex hull of the curve.
 """
@@ -188,17 +188,17 @@ def _cheapest(trade, byte_price, operation_price):
     """`(groups to compute again, bytes kept, operations)` with the least sum at these prices."""
     costs, implications = {}, []
     for group, size in trade.sizes.items():
-        at_hand, again = ("at hand", group), ("again", group)
+        at_hand, again = ("available", group), ("again", group)
         costs[at_hand] = 0 if group in trade.needed else byte_price * size
         if group in trade.bases:
-            implications.append((at_hand, ("at hand", trade.bases[group])))
+            implications.append((at_hand, ("available", trade.bases[group])))
         elif group in trade.droppable:
             costs[again] = operation_price * trade.prices[group] - byte_price * size
             implications.append((again, at_hand))
-            implications += [(again, ("at hand", maker)) for maker in trade.makers[group] if maker != group]
+            implications += [(again, ("available", maker)) for maker in trade.makers[group] if maker != group]
     found = cheapest_closure(costs, implications)
     groups = frozenset(group for kind, group in found if kind == "again")
-    at_hand = trade.needed.union(group for kind, group in found if kind == "at hand")
+    at_hand = trade.needed.union(group for kind, group in found if kind == "available")
     kept = sum(trade.sizes[group] for group in at_hand - groups)
     return groups, kept, sum(trade.prices[group] for group in groups)
 

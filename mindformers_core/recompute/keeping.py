@@ -204,7 +204,7 @@ class Recomputation:
         function, inputs: of the call.
 
     Attributes:
-        expected: how many are still going to ask for a result; after the last one the results are let go of.
+        expected: how many are still going to ask for a result; after the last one the results are freed.
         unsettled: what autograd has saved while the call was going on.
     """
 

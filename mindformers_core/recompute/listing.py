@@ -1,16 +1,19 @@
-"""`list_operators()`: the names that patterns can select, with the bytes that are saved of each."""
+"""`list_operators()`: the names that patterns can select, with saved bytes; `write_curve()`: what a budget chose."""
 
 from dataclasses import dataclass
 
 from mindformers_core.analysis.prediction import saved_activations
 from mindformers_core.capture.algorithm_graph import algorithm_of
-from mindformers_core.program.operator_names import operator_names
+from mindformers_core.files import write_whole
+from mindformers_core.program.operator_names import operator_names, operator_texts
 from mindformers_core.program.plan import called_cells, joined_path
+from mindformers_core.recompute.budget import described
+from mindformers_core.recompute.curve import curve_picture
 from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.sharding.program import plan_call
-from mindformers_core.sharding.sharded_cells import ShardedCell, tree_and_path
+from mindformers_core.sharding.sharded_cells import ShardedCell, tree_and_path, tree_of_root
 
-__all__ = ["ListedOperator", "OperatorList", "list_operators"]
+__all__ = ["ListedOperator", "OperatorList", "list_operators", "write_curve"]
 
 
 @dataclass(frozen=True)
@@ -98,3 +101,36 @@ def _plan(cell, inputs, named_inputs):
         return prepare(cell, *inputs, **named_inputs).frame
     program = tree.known_program(path, inputs, named_inputs)
     return plan_call(tree, path, inputs, named_inputs)[1] if program is None else program.frame
+
+
+def write_curve(cell, path):
+    """Write the Pareto curve of a Cell under a budget: saved bytes against what is computed again, and what was chosen.
+
+    It is that of the program that ran last: of a call, `value_and_grad`, or `prepare()`.
+
+    Args:
+        cell: the root of a sharded tree, after `recompute(cell, budget=…)`.
+        path: of the file, an SVG picture.
+
+    Returns:
+        What was chosen, as a table in text: what is computed again, the bytes that this saves and the operations that
+        it takes.
+
+    Raises:
+        TypeError: `cell` isn't sharded. ValueError: it is no root, has no budget, or no program yet; the
+            budget is out of reach.
+    """
+    tree = tree_of_root(cell, "write_curve")
+    policy = tree.activations
+    if not policy.marks or policy.settings.budget is None:
+        raise ValueError(f"{tree.label('')} has no budget: call recompute(cell, budget=0.5) with it before")
+    frame = next((each.frame for each in reversed(tree.programs.values()) if each.frame in policy.choices), None)
+    if frame is None:
+        raise ValueError(f"{tree.label('')} has no program yet: call it, or prepare(cell, *inputs), before")
+    choice = policy.choices[frame]
+    if choice.problem:
+        raise ValueError(choice.problem)
+    write_whole(path, curve_picture(choice))
+    texts = operator_texts(frame)
+    head, *table = described(choice, lambda key: texts.get(key, "a redistribution"))
+    return "\n".join([f"recompute, budget {policy.settings.budget:g}: {head}", *(f"  {line}" for line in table)])

@@ -1,7 +1,7 @@
 """What PyNative keeps of an operator on the host while the forward pass goes on, and brings back ahead of its use.
 
 Generated programs call the operators that were chosen through `OnHost`. A result that autograd saves is copied to the
-host, and let go of on the device. The backward pass asks for saved tensors in the reverse order: when it asks for one,
+host, and freed on the device. The backward pass asks for saved tensors in the reverse order: when it asks for one,
 those that come next are copied back already (Rhu et al., "vDNN", 2016; MindSpore Transformers' `backward_prefetch`).
 """
 

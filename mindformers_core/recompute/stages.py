@@ -119,9 +119,9 @@ def _check_recompute(settings, found):
 def _check_swap(swapping, found):
     for entry in swapping.op_swap if swapping.is_on else ():
         where = swapping.where(entry)
-        told = [each["swapped"][where] for each in found if where in each["swapped"]]
-        check_found(parse_pattern(entry.op_name, where), [Found(*match) for match, _ in told])
-        if not any(is_in_layers for _, is_in_layers in told):
+        found_there = [each["swapped"][where] for each in found if where in each["swapped"]]
+        check_found(parse_pattern(entry.op_name, where), [Found(*match) for match, _ in found_there])
+        if not any(is_in_layers for _, is_in_layers in found_there):
             layers = list(entry.layers)
             raise ValueError(f"{where}.layers: nothing that {entry.op_name!r} selects is in layers {layers}")
 

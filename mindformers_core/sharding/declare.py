@@ -145,7 +145,7 @@ def _primitives(cell):
 
 
 def _sharded_primitives(path, cell):
-    """Name -> `OperatorDeclaration`, for the primitives that were told by `Primitive.shard()` how to be cut."""
+    """Name -> `OperatorDeclaration`, for the primitives whose strategy `Primitive.shard()` has set."""
     found = {}
     for name, primitive in _primitives(cell).items():
         where = f"{_operator_label(path, cell, name)}, {primitive.name}.shard()"

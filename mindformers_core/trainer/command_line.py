@@ -8,7 +8,7 @@ import sys
 __all__ = ["main"]
 
 _DESCRIPTION = "Train Llama-style models from a YAML recipe, on a mesh."
-# errors that a user's recipe, data or command causes: told in a line or two; others come with their traceback
+# errors that a user's recipe, data or command causes: reported in a line or two; others come with their traceback
 _USER_ERRORS = (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError)
 _DEPENDENCIES = ("mindspore", "numpy", "scipy", "yaml")
 

@@ -21,7 +21,7 @@ from mindformers_core.recompute.explained import recomputed_at_once
 from mindformers_core.recompute.stages import check_stages
 from mindformers_core.sharding.inspecting import explain_activations, prepare
 from mindformers_core.sharding.sharded_cells import tree_of
-from mindformers_core.trainer.micro_batch import micro_batch
+from mindformers_core.trainer.data import micro_batch
 from mindformers_core.trainer.pipeline_recipe import recipe_timeline
 from mindformers_core.trainer.pipeline_step import build_chunks, hsdp_chunks, sharded_model
 from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, global_batch_size, mesh_shape
@@ -76,7 +76,7 @@ class RankFacts:
         bytes: keys of `_ROWS` -> bytes, at the fullest time of a step; activations are those that PyNative keeps for
             the backward pass of all micro-batches that are live at a time, besides one layer's that are computed again.
         activations: lines about what is recomputed and swapped, of one micro-batch.
-        told: `(stage, what its ActivationPolicy tells)` of the rank's stages.
+        summaries: `(stage, stage_summary of its ActivationPolicy)` of the rank's stages.
     """
 
     parameters: tuple
@@ -84,7 +84,7 @@ class RankFacts:
     shards: int
     bytes: dict
     activations: tuple = ()
-    told: tuple = ()
+    summaries: tuple = ()
 
     @property
     def total(self):
@@ -106,9 +106,10 @@ def dry_run(recipe):
     timeline = recipe_timeline(recipe) if len(ranks) > 1 else None
     live = timeline.peak_live if timeline else (1,)
     parts = [_facts_of_rank(recipe, mesh, rank, micro_batches, count) for rank, count in zip(ranks, live, strict=True)]
-    told = [each for _, each in sorted((entry for part in parts for entry in part.told), key=lambda entry: entry[0])]
-    if any(told):
-        check_stages(recipe.recompute, recipe.swap, told)
+    by_stage = dict(entry for part in parts for entry in part.summaries)
+    summaries = [by_stage[stage] for stage in sorted(by_stage)]
+    if any(summaries):
+        check_stages(recipe.recompute, recipe.swap, summaries)
     training, length = recipe.training, recipe.train_dataset.seq_length
     kind = "micro-batches" if len(parts) == 1 else "pipeline runs"
     batches = f"{dp_size} dp ranks x {micro_batches} {kind} x {training.local_batch_size}"
@@ -134,10 +135,10 @@ def _facts_of_rank(recipe, mesh, rank, micro_batches, live):
         zero = zero_settings(recipe, mesh, micro_batches)
         nets = [net for _, net in chunks]
         hsdp_chunks(recipe, nets, zero)
-        told = tuple((stage, _told(recipe, stage, net)) for stage, net in chunks)
-        is_short = any(each and each["short"] for _, each in told)  # of a budget, for which all stages are looked at
+        summaries = tuple((stage, _summary(recipe, stage, net)) for stage, net in chunks)
+        is_short = any(each and each["short"] for _, each in summaries)  # of a budget, checked for all stages
         activations = () if is_short else _activations(recipe, chunks)
-        facts = _facts(recipe, nets, zero["shard_size"], activations, told)
+        facts = _facts(recipe, nets, zero["shard_size"], activations, summaries)
         if recipe.context.engine != "eager":  # which has no plan
             kept, recomputed = zip(*(_kept(recipe, stage, net) for stage, net in chunks))
             facts.bytes.update(activations=int(live * sum(kept)), recomputed=max(recomputed))
@@ -166,8 +167,8 @@ def _kept(recipe, stage, net):
     return taken + kept, recomputed_at_once(frame, layers, explained.marks)
 
 
-def _told(recipe, stage, net):
-    """What the `ActivationPolicy` of a stage tells, once it has the program that training would run."""
+def _summary(recipe, stage, net):
+    """`stage_summary` of the `ActivationPolicy` of a stage, once it has the program that training would run."""
     activations = tree_of(net).activations
     if activations.marks:
         prepare(net, *micro_batch(recipe, stage), compiled=recipe.context.mode == 0)
@@ -184,7 +185,7 @@ def _activations(recipe, chunks):
     return tuple(lines)
 
 
-def _facts(recipe, nets, shards, activations, told):
+def _facts(recipe, nets, shards, activations, summaries):
     """The `RankFacts` of Cells under `hsdp()`."""
     at_once = recipe.context.mode == 0 or recipe.parallelism.pipeline_parallel > 1  # all gradients of a backward pass
     reports = [memory_report(net, compiled=at_once) for net in nets]
@@ -197,7 +198,7 @@ def _facts(recipe, nets, shards, activations, told):
         for path, parameter in net.parameters_and_names():
             parameters[path] = _fact(parameter, plans[path], shards)
     level = recipe.parallelism.zero_level if shards > 1 else 0
-    return RankFacts(tuple(parameters.values()), level, shards, bytes_by_kind, activations, told)
+    return RankFacts(tuple(parameters.values()), level, shards, bytes_by_kind, activations, summaries)
 
 
 def pipeline_report(timeline, parts):

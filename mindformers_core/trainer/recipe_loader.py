@@ -18,7 +18,7 @@ from mindformers_core.trainer.recipe_text import parse_overrides, parse_yaml
 
 __all__ = ["load_recipe", "recipe_from_dict", "recipe_to_yaml"]
 
-_FEW = 2  # sections that are told where a key of them stands among the sections
+_FEW = 2  # sections that an error names where a key of them stands among the sections
 
 
 def load_recipe(path, overrides=()):

@@ -95,8 +95,8 @@ def parse_yaml(text, where):
         if "alias" in str(error):
             line = _with_quotes(text.splitlines()[mark.line].strip())
             raise _Starred(f"{place}: a text that begins with * needs quotes: write {line}") from None
-        told = ", ".join(part for part in (error.context, error.problem) if part)
-        raise ValueError(f"{place}: not valid YAML: {told}") from None
+        problem = ", ".join(part for part in (error.context, error.problem) if part)
+        raise ValueError(f"{place}: not valid YAML: {problem}") from None
 
 
 def _with_quotes(line):

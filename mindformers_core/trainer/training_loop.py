@@ -12,13 +12,12 @@ import numpy as np
 from mindformers_core.communication import init_distributed
 from mindformers_core.files import write_whole
 from mindformers_core.mesh import init_device_mesh
+from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.tensor_parallel.clipping import sum_over
 from mindformers_core.trainer.activation_report import report_activations
-from mindformers_core.trainer.adamw import AdamW
-from mindformers_core.trainer.data import dataset_of, first_sequence
+from mindformers_core.trainer.data import dataset_of, first_sequence, micro_batch
 from mindformers_core.trainer.learning_rate import learning_rate
 from mindformers_core.trainer.metrics import MetricsFile, TensorBoardFile, draw_losses, require_extra
-from mindformers_core.trainer.micro_batch import micro_batch
 from mindformers_core.trainer.pipeline_recipe import pipeline_state
 from mindformers_core.trainer.pipeline_step import build_schedule, own_parameters, pipeline_step_function, sharded_model
 from mindformers_core.trainer.progress import Progress
@@ -228,7 +227,7 @@ def _carries_on(recipe):
 
 
 def _check_extras(recipe):
-    """Missing extras are told before hours of training, not after."""
+    """Report missing extras before hours of training, not after."""
     if recipe.monitor.plot:
         require_extra("matplotlib", "plot", "monitor.plot")
     if recipe.monitor.tensorboard:

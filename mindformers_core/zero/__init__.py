@@ -9,12 +9,12 @@ _PUBLIC = {
     "hsdp": "hybrid_sharding",
     "value_and_grad": "gradients",
     "gathered": "storage",
-    "share_parts": "sharing",
+    "share_parts": "hybrid_sharding",
     "memory_report": "memory",
     "MixedPrecision": "precision",
     "LossScale": "loss_scale",
     "all_finite": "loss_scale",
-    "Lamb": "lamb",
+    "Lamb": ".optimizers.lamb",
 }
 
 __all__ = [*_PUBLIC]

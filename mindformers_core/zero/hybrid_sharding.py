@@ -8,6 +8,8 @@
 | `"level3"` | weights, too: a unit's are gathered for its forward and again for its backward pass | 3 |
 """
 
+from dataclasses import replace
+
 from mindspore import nn
 
 from mindformers_core.communication import world
@@ -27,10 +29,10 @@ from mindformers_core.zero.settings import (
     check_flags,
     check_settings,
 )
-from mindformers_core.zero.storage import HsdpStorage
+from mindformers_core.zero.storage import HsdpStorage, storage_of
 from mindformers_core.zero.units import find_units
 
-__all__ = ["hsdp"]
+__all__ = ["hsdp", "share_parts"]
 
 
 def hsdp(
@@ -236,3 +238,41 @@ def _checked_units(cell, units):
     if nested:
         raise ValueError(f"hsdp(units=…): Cell '{nested[0][1]}' lies in '{nested[0][0]}': give one of the two")
     return tuple(units)
+
+
+def share_parts(cells, paths):
+    """Let Cells of one rank update a parameter together that each of them computes with: stages of a pipeline whose
+    embedding is the output layer, too.
+
+    The first Cell's part is what all of them have afterwards, in `cell.trainable_params()`, too: it is stored, updated
+    and counted once. Call this before stages and optimizers are made of the Cells.
+
+    Args:
+        cells: what `hsdp()` was called with, alike.
+        paths: of parameters; those of any that only one Cell has, or none, are left as they are.
+
+    Raises:
+        ValueError: parameters of a path that are cut otherwise, or of other shapes or dtypes.
+    """
+    for path in paths:
+        holders = [(storage, storage.find(path)) for storage in map(storage_of, cells)]
+        holders = [(storage, stored) for storage, stored in holders if stored is not None]
+        for storage, stored in holders[1:]:
+            _check_alike(path, *holders[0], storage, stored)
+            storage.check_closed()
+            storage.share(stored, holders[0][1])
+
+
+def _check_alike(path, first_storage, first, storage, stored):
+    plans = [replace(one.plan, unit="", reason="") for one in (first, stored)]
+    if plans[0] != plans[1] or first.part.layout != stored.part.layout:
+        raise ValueError(
+            f"share_parts(): parameter '{path}' is {_shown(first)} in {first_storage.label}, but {_shown(stored)} in "
+            f"{storage.label}: only what shard() and hsdp() treat alike can be one parameter"
+        )
+
+
+def _shown(stored):
+    trained = "trained" if stored.plan.trainable else "frozen"
+    dtypes = f"{stored.plan.dtype}, updated in {stored.plan.part_dtype}"
+    return f"{trained}, of shape {stored.plan.shape}, {dtypes}, a part of {stored.part_shape} as {stored.part.layout}"

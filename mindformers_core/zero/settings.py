@@ -1,4 +1,4 @@
-"""What `hsdp()` was told, checked."""
+"""The arguments of `hsdp()`, checked."""
 
 from dataclasses import dataclass
 

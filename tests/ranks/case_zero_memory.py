@@ -6,8 +6,8 @@ from launch import on_ranks
 from mindspore import Tensor, nn
 
 from mindformers_core.communication import count_collectives
+from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.tensor_parallel import explain
-from mindformers_core.trainer.adamw import AdamW
 from mindformers_core.trainer.recipe import Optimizer
 from mindformers_core.zero import MixedPrecision, hsdp, memory_report, value_and_grad
 from mindformers_core.zero.explained import explained_lines

@@ -3,10 +3,10 @@
 from functools import partial
 from math import prod
 
-from mindformers_core.operators.dims import as_dim, as_dims, dim_names, dim_sizes, plain_names
-from mindformers_core.operators.elementwise import keeps_digits
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import dim_given, float_reduction
+from mindformers_core.operators.rules.dims import as_dim, as_dims, dim_names, dim_sizes, plain_names
+from mindformers_core.operators.rules.elementwise import keeps_digits
 from mindformers_core.operators.saved import (
     BOTH_RESULTS,
     INPUTS_AND_RESULT,

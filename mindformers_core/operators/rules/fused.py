@@ -1,8 +1,8 @@
 """Rules of fused operators that decoders call on accelerators: gates and rotary embedding, whole along one dim."""
 
-from mindformers_core.operators.dims import as_dim, dim_names, dim_sizes
-from mindformers_core.operators.elementwise import elementwise
 from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.rules.dims import as_dim, dim_names, dim_sizes
+from mindformers_core.operators.rules.elementwise import elementwise
 from mindformers_core.operators.saved import INPUTS, UNMEASURED
 from mindformers_core.operators.signature import Signature
 

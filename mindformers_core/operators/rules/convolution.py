@@ -2,8 +2,8 @@
 
 from math import prod
 
-from mindformers_core.operators.dims import dim_names, dim_sizes
 from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.rules.dims import dim_names, dim_sizes
 from mindformers_core.operators.saved import SavedByOperator
 from mindformers_core.operators.signature import Signature
 

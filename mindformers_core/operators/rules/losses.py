@@ -1,7 +1,7 @@
 """Rules of losses: examples are parallel, classes are whole."""
 
-from mindformers_core.operators.dims import dim_names, dim_sizes
 from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.rules.dims import dim_names, dim_sizes
 from mindformers_core.operators.saved import INPUTS, SECOND_RESULT, SavedByOperator
 from mindformers_core.operators.signature import Signature
 

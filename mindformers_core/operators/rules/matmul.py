@@ -2,9 +2,9 @@
 
 from math import prod
 
-from mindformers_core.operators.elementwise import broadcast_shape
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import product_with_a_gradient
+from mindformers_core.operators.rules.elementwise import broadcast_shape
 from mindformers_core.operators.saved import INPUTS, NOTHING, OTHER_OPERAND, SavedByOperator
 from mindformers_core.operators.signature import Signature
 

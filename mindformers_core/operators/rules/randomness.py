@@ -1,7 +1,7 @@
 """Rules of operators that draw random numbers: an algorithm always runs in their place; any mesh draws alike."""
 
-from mindformers_core.operators.elementwise import elementwise, tensors_in
 from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.rules.elementwise import elementwise, tensors_in
 from mindformers_core.operators.saved import SECOND_RESULT, UNMEASURED
 from mindformers_core.operators.signature import Signature
 

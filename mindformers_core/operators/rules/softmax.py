@@ -1,7 +1,7 @@
 """Rules of softmax and log-softmax, which can be cut along the dim that they normalise."""
 
-from mindformers_core.operators.dims import as_dims, dim_names, dim_sizes, plain_names
 from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.rules.dims import as_dims, dim_names, dim_sizes, plain_names
 from mindformers_core.operators.saved import RESULT, UNMEASURED
 from mindformers_core.operators.signature import Signature
 

@@ -1,8 +1,8 @@
 """Rules of operators that look up, order, accumulate or mask by position along a dim."""
 
-from mindformers_core.operators.dims import as_dim, as_dims, dim_names, dim_sizes, integers, plain_names
-from mindformers_core.operators.elementwise import keeps_digits, tensors_in
 from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.rules.dims import as_dim, as_dims, dim_names, dim_sizes, integers, plain_names
+from mindformers_core.operators.rules.elementwise import keeps_digits, tensors_in
 from mindformers_core.operators.saved import INDICES, INPUTS, INPUTS_AS_THEY_ARE, NOTHING, SECOND_RESULT, UNMEASURED
 from mindformers_core.operators.signature import Signature, TensorMeta
 
@@ -66,7 +66,7 @@ def index_select(x, dim=None, index=None, axis=None):
 @register_operator("Take", saves=UNMEASURED, reads_a_part=True)
 @register_operator("DeprecatedTake", saves=UNMEASURED, reads_a_part=True, source=".take")
 def take(x, indices, axis=None, mode="clip"):
-    """`x` at `indices` along `axis`, by NumPy's rules for indices out of range, so with all of the dim at hand."""
+    """`x` at `indices` along `axis`, by NumPy's rules for indices out of range, so with all of the dim available."""
     if axis is None:
         names, found = dim_names(x), dim_names(indices, "i")
         sizes = dim_sizes(x) | dim_sizes(indices, "i")

@@ -1,9 +1,9 @@
 """Rules of operators that join tensors along a dim, or take one apart. The dim in question is whole; all are linear."""
 
 from mindformers_core.operators import views
-from mindformers_core.operators.dims import along, as_dim, dim_names, dim_sizes
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import split_by_method
+from mindformers_core.operators.rules.dims import along, as_dim, dim_names, dim_sizes
 from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING, UNMEASURED
 from mindformers_core.operators.signature import Signature
 

@@ -1,9 +1,9 @@
 """Rules of slices: a dim that is taken whole stays parallel, any other is needed whole. All are linear."""
 
 from mindformers_core.operators import views
-from mindformers_core.operators.dims import along, as_dim, dim_names, dim_sizes, integers
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import select_index, slice_one_dim
+from mindformers_core.operators.rules.dims import along, as_dim, dim_names, dim_sizes, integers
 from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING
 from mindformers_core.operators.signature import Signature
 

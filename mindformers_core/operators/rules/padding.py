@@ -1,8 +1,8 @@
 """Rules of padding: a dim that grows or shrinks is whole, any other stays parallel."""
 
-from mindformers_core.operators.dims import dim_names, dim_sizes, integers
-from mindformers_core.operators.elementwise import tensors_in
 from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.rules.dims import dim_names, dim_sizes, integers
+from mindformers_core.operators.rules.elementwise import tensors_in
 from mindformers_core.operators.saved import NOTHING, UNMEASURED
 from mindformers_core.operators.signature import Signature
 

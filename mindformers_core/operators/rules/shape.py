@@ -3,9 +3,9 @@
 import math
 
 from mindformers_core.operators import views
-from mindformers_core.operators.dims import along, as_dim, as_dims, dim_names, dim_sizes, integers
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import as_transpose, sizes_together
+from mindformers_core.operators.rules.dims import along, as_dim, as_dims, dim_names, dim_sizes, integers
 from mindformers_core.operators.saved import NOTHING, UNMEASURED
 from mindformers_core.operators.signature import Signature, TensorMeta
 

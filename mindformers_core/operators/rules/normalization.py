@@ -1,7 +1,7 @@
 """Rules of layer norm and RMS norm: the dims that are normalised over are whole."""
 
-from mindformers_core.operators.dims import as_dim, dim_names, dim_sizes
 from mindformers_core.operators.registry import register_operator
+from mindformers_core.operators.rules.dims import as_dim, dim_names, dim_sizes
 from mindformers_core.operators.saved import UNMEASURED, SavedByOperator
 from mindformers_core.operators.signature import Signature
 

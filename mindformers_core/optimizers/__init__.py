@@ -1,0 +1,1 @@
+"""Optimizers: AdamW with compiled updates, and Lamb, whose norms are those of whole weights."""
