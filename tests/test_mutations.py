@@ -5,18 +5,8 @@ from launch import ROOT
 from mutate import FAULTS, first_failure, read_faults, recorded
 
 FLOORS = ("mesh", "layout", "redistribution", "operators", "program", "propagation", "analysis", "communication")
-FLOORS += (
-    "dtensor",
-    "capture",
-    "sharding",
-    "tensor_parallel",
-    "passes",
-    "recompute",
-    "zero",
-    "pipeline",
-    "models",
-    "trainer",
-)
+FLOORS += ("dtensor", "capture", "generation", "sharding", "tensor_parallel", "passes", "optimizers", "recompute")
+FLOORS += ("zero", "pipeline", "models", "trainer")
 
 
 @pytest.mark.parametrize("fault", read_faults(), ids=lambda fault: fault.name)

@@ -7,11 +7,11 @@ from functools import cache
 from mindformers_core.analysis.operations import operations
 from mindformers_core.hints import bytes_shown
 from mindformers_core.program.links import links_of
+from mindformers_core.program.name_ranges import layers_together
 from mindformers_core.recompute.explained import bytes_not_kept
 from mindformers_core.recompute.filling import improved, mixed, pieces_of
 from mindformers_core.recompute.frontier import Measured, best_of, corners, lower_hull, trade_of
 from mindformers_core.recompute.selection import kept_keys
-from mindformers_core.recompute.wording import layers_together
 
 __all__ = ["Choice", "Part", "choice_within", "choose", "described", "operations_shown", "out_of_reach", "rows_of"]
 

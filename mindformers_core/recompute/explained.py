@@ -7,10 +7,10 @@ from mindformers_core.analysis.prediction import Prediction
 from mindformers_core.hints import bytes_shown
 from mindformers_core.program.activation_policy import ExplainedActivations, Mark
 from mindformers_core.program.links import links_of
+from mindformers_core.program.name_ranges import cells_together, names_shown
 from mindformers_core.program.operator_names import operator_texts
 from mindformers_core.program.places import operators_in_order
 from mindformers_core.program.plan import called_cells
-from mindformers_core.recompute.wording import cells_together, names_shown
 
 __all__ = ["bytes_not_kept", "explained_activations", "explained_cells", "keepers_by_key", "recomputed_at_once"]
 

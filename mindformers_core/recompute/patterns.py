@@ -19,9 +19,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from mindformers_core.hints import nearest
+from mindformers_core.program.name_ranges import quoted, ranges_shown
 from mindformers_core.program.operator_names import plain_name
 from mindformers_core.ranges import parse_ranges
-from mindformers_core.recompute.wording import quoted, ranges_shown
 
 __all__ = ["Found", "Match", "Pattern", "Segment", "check_found", "match", "parse_pattern", "what_is_there"]
 

@@ -10,12 +10,12 @@ from mindspore.graph.api import _pynative_executor
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.program.activation_policy import ActivationPolicy, Keeper
 from mindformers_core.program.cutting import calls_alone, calls_of, unshared
+from mindformers_core.program.keepers import marked
 from mindformers_core.program.plan import joined_path
 from mindformers_core.recompute.again import call_again
 from mindformers_core.recompute.budget import choice_within, described
 from mindformers_core.recompute.explained import explained_activations, explained_cells
 from mindformers_core.recompute.keeping import keeping
-from mindformers_core.recompute.marking import marked
 from mindformers_core.recompute.selection import (
     NamedProgram,
     cell_lies_in,

@@ -7,12 +7,12 @@ from mindformers_core.analysis.prediction import Prediction
 from mindformers_core.analysis.views import is_cast_to_its_dtype
 from mindformers_core.hints import nearest
 from mindformers_core.program.links import links_of
+from mindformers_core.program.name_ranges import cells_together, quoted
 from mindformers_core.program.operator_names import operator_names, operator_texts
 from mindformers_core.program.places import operators_in_order
 from mindformers_core.program.plan import CallPlan, Move, OperatorPlan, called_cells, joined_path
 from mindformers_core.program.structure import values_in
 from mindformers_core.recompute.patterns import match, parse_pattern
-from mindformers_core.recompute.wording import cells_together, quoted
 
 __all__ = [
     "NamedProgram", "cell_lies_in", "check_apart", "chosen_keys", "excluded_keys", "full_layers", "kept_keys",
