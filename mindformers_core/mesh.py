@@ -161,6 +161,26 @@ class DeviceMesh:
     def __getitem__(self, axes):
         return self.sub_mesh(axes)
 
+    def split_axis(self, axis, **sizes):
+        """The mesh of the same ranks with several axes in the place of one.
+
+        >>> init_device_mesh((8, 2), ("dp", "tp")).split_axis("dp", dp_replicate=2, dp_shard=4)
+        DeviceMesh((2, 4, 2), ('dp_replicate', 'dp_shard', 'tp'))
+
+        Args:
+            axis: the axis to split.
+            sizes: name of each new axis -> its size, major to minor.
+
+        Raises:
+            ValueError: an unknown axis, names that the mesh has, or sizes whose product isn't that of the axis.
+        """
+        size, place = self.axis_size(axis), self.axis_names.index(axis)
+        if math.prod(sizes.values()) != size:
+            shown = " x ".join(f"{name} {part}" for name, part in sizes.items())
+            raise ValueError(f"split_axis('{axis}'): {shown} is not the axis's size {size} in {self}")
+        shape = (*self.shape[:place], *sizes.values(), *self.shape[place + 1 :])
+        return DeviceMesh(shape, (*self.axis_names[:place], *sizes, *self.axis_names[place + 1 :]), self.rank_list)
+
     def _span(self, base, axes):
         positions = [base]
         for axis in axes:

@@ -207,17 +207,15 @@ def _refined(mesh, axis, shard_size):
         return mesh, (axis,), ()
     if shard_size == 1:
         return mesh, (), (axis,)
-    place = mesh.axis_names.index(axis)
     names = (axis + REPLICATE_AXIS_SUFFIX, axis + SHARD_AXIS_SUFFIX)
-    shape = (*mesh.shape[:place], size // shard_size, shard_size, *mesh.shape[place + 1 :])
     for name in names:
         if name in mesh.axis_names:
             raise ValueError(
                 f"hsdp(shard_size={shard_size}) cuts axis '{axis}' of {mesh} into {' and '.join(names)}, but the mesh "
                 f"has an axis '{name}': rename that"
             )
-    refined = DeviceMesh(shape, (*mesh.axis_names[:place], *names, *mesh.axis_names[place + 1 :]), mesh.rank_list)
-    return refined, names[1:], names[:1]
+    sizes = (size // shard_size, shard_size)
+    return mesh.split_axis(axis, **dict(zip(names, sizes))), names[1:], names[:1]
 
 
 def _checked_units(cell, units):
