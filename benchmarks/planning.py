@@ -17,7 +17,7 @@ from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.operators import tensor_meta
 from mindformers_core.pipeline.schedules.named import schedule_class
 from mindformers_core.pipeline.tables.step import MetaStep, MetaStepType
-from mindformers_core.program.structure import values_in
+from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.checking import check_plan
 from mindformers_core.propagation.propagate import propagate
 from mindformers_core.redistribution import plan_redistribution
@@ -85,7 +85,7 @@ def _plan_and_check(layers):
     mesh, (model, ids) = DeviceMesh((8, 8), ("dp", "tp")), _llama(layers)
     declarations = collect_declarations(model, SimpleNamespace(batch_axes="dp", sequence_parallel=True), None)
     graph = capture(model, ids, labels=ids)
-    arguments = {value.id: Layout.on(mesh, ((), ())) for value in values_in(graph.arguments)}
+    arguments = {value.id: Layout.on(mesh, ((), ())) for value in tree_leaves(graph.arguments)}
     stored = {}
     for use in (use for call in graph.calls() for use in call.parameters):
         stored[use.path] = bind_layout(layout(), mesh, len(use.value.shape))

@@ -5,7 +5,7 @@ that is pure Python need no MindSpore. `layout(...)` is imported from its module
 layout`, because `mindformers_core.layout` is that module.
 """
 
-from mindformers_core.front_door import public_names
+from mindformers_core.lazy_exports import lazy_exports
 
 __version__ = "0.1.0"
 
@@ -35,4 +35,4 @@ _PUBLIC = {
 
 __all__ = [*_PUBLIC]
 
-__getattr__, __dir__ = public_names(__name__, _PUBLIC)
+__getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)

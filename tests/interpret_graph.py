@@ -10,7 +10,7 @@ from mindspore import Tensor
 
 from mindformers_core.generation.operator_source import operator_source
 from mindformers_core.program.graph import CallNode
-from mindformers_core.program.structure import DType, Value, map_leaves
+from mindformers_core.program.structure import DType, Value, tree_map
 
 __all__ = ["interpret"]
 
@@ -53,10 +53,10 @@ class _Run:
             return known[leaf.id]
 
         for node in graph.nodes:
-            args, named = map_leaves(fill, node.args), map_leaves(fill, node.kwargs)
+            args, named = tree_map(fill, node.args), tree_map(fill, node.kwargs)
             result = self.call(node.graph, args, named) if isinstance(node, CallNode) else _operate(node, args, named)
             _match(node.outputs, result, known)
-        return map_leaves(fill, graph.result)
+        return tree_map(fill, graph.result)
 
 
 def _match(structure, given, known):
@@ -77,10 +77,10 @@ def _match(structure, given, known):
 
 
 def _operate(node, args, named):
-    args, named = map_leaves(_dtype, (args, named))
+    args, named = tree_map(_dtype, (args, named))
     if node.primitive is not None:
         kind = getattr(import_module(node.primitive.module), node.primitive.name)
-        return kind(**map_leaves(_dtype, node.primitive.attributes))(*args[: node.primitive.inputs])
+        return kind(**tree_map(_dtype, node.primitive.attributes))(*args[: node.primitive.inputs])
     call = operator_source(node.operator, args, named)
     tensors = {}
 

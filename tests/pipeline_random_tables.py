@@ -80,8 +80,8 @@ def may_run(step, done, ranks):
             return False
         if kind not in SENDS:
             return True
-        makers = (FWD,) if kind == MetaStepType.FWD_SEND else (BWD, BWD_INPUT)
-        return any((micro, maker, stage) in done for maker in makers)
+        producers = (FWD,) if kind == MetaStepType.FWD_SEND else (BWD, BWD_INPUT)
+        return any((micro, maker, stage) in done for maker in producers)
     for options in produced_by(micro, kind, stage, len(ranks)):
         from_stage = options[0][2]
         if ranks[from_stage] == ranks[stage]:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from mindformers_core.capture.capture import capture
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.program.structure import values_in
+from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.checking import check_plan
 from mindformers_core.propagation.propagate import propagate
 from mindformers_core.sharding.declare import collect_declarations
@@ -38,7 +38,7 @@ def plan_of(model, args, named, config=None, plan=None, arriving=None, mesh=MESH
     """The plan of a model whose inputs arrive whole, or as `arriving` (by number) says."""
     declarations = collect_declarations(model, config, plan)
     graph = capture(model, *args, **named)
-    layouts = {value.id: whole(value, mesh) for value in values_in(graph.arguments)} | (arriving or {})
+    layouts = {value.id: whole(value, mesh) for value in tree_leaves(graph.arguments)} | (arriving or {})
     return propagate(graph, mesh, layouts, stored(graph, declarations, mesh), declarations)
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.layout import bind_layout, layout
-from mindformers_core.program.structure import values_in
+from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.propagate import propagate
 from mindformers_core.sharding.declare import collect_declarations
 
@@ -25,7 +25,7 @@ def planned(cell, mesh, args, named=None, config=None, plan=None, arriving=None)
     declarations = collect_declarations(cell, config, plan)
     arguments = {}
     for name, structure in graph.arguments.items():
-        for value in values_in(structure):
+        for value in tree_leaves(structure):
             arguments[value.id] = bind_layout((arriving or {}).get(name, layout()), mesh, len(value.shape))
     stored = {path: layout() for path in (use.path for call in graph.calls() for use in call.parameters)}
     for path, declared in declarations.items():
@@ -38,5 +38,5 @@ def planned(cell, mesh, args, named=None, config=None, plan=None, arriving=None)
 def silent_algorithm(plan):
     """In the place of `algorithm_of`: as if the operator itself ran, and nothing were sent."""
     node = plan.node
-    arguments, result = values_in((node.args, node.kwargs)), values_in(node.outputs)
+    arguments, result = tree_leaves((node.args, node.kwargs)), tree_leaves(node.outputs)
     return SimpleNamespace(arguments=arguments, constants=(), nodes=[node], result=result), [None]

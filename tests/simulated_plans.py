@@ -1,11 +1,11 @@
-"""Runs a `FramePlan` in NumPy, forward, on simulated ranks: a tensor is a dict from rank to array."""
+"""Runs a `CellPlan` in NumPy, forward, on simulated ranks: a tensor is a dict from rank to array."""
 
 import numpy as np
 from simulated_ranks import distribute, run_forward
 
 from mindformers_core.program.aliases import match_arguments
 from mindformers_core.program.plan import CallPlan, Move
-from mindformers_core.program.structure import map_leaves, values_in
+from mindformers_core.program.structure import tree_leaves, tree_map
 
 __all__ = ["computed", "simulate"]
 
@@ -43,7 +43,7 @@ def simulate(plan, inputs, parameters, rng):
     """The local results of the root, in order.
 
     Args:
-        plan: the root's `FramePlan`.
+        plan: the root's `CellPlan`.
         inputs: number of every argument's Value -> global array.
         parameters: path -> global array.
         rng: draws the terms of partial sums.
@@ -74,13 +74,13 @@ def _run(frame, path, given, lifted, parameters, stored):
                 local = run_forward(step, local)
             hand[entry.value.id, entry.target] = local
             continue
-        values = values_in((entry.node.args, entry.node.kwargs))
+        values = tree_leaves((entry.node.args, entry.node.kwargs))
         inputs = {value: hand[value.id, layout] for value, layout in zip(values, entry.inputs, strict=True)}
         run = _called if isinstance(entry, CallPlan) else _operated
         results = run(entry, path, inputs, hand, parameters, stored)
-        for value, layout, local in zip(values_in(entry.node.outputs), entry.outputs, results, strict=True):
+        for value, layout, local in zip(tree_leaves(entry.node.outputs), entry.outputs, results, strict=True):
             hand[value.id, layout] = local
-    return [hand[value.id, layout] for value, layout in zip(values_in(graph.result), frame.results, strict=True)]
+    return [hand[value.id, layout] for value, layout in zip(tree_leaves(graph.result), frame.results, strict=True)]
 
 
 def _called(call, path, inputs, hand, parameters, stored):
@@ -94,15 +94,15 @@ def _operated(plan, path, inputs, hand, parameters, stored):
     """All results on all ranks, by the local call."""
     assert plan.algorithm is None
     node, args, kwargs = plan.node, plan.node.args, plan.node.kwargs
-    values = values_in((args, kwargs))
+    values = tree_leaves((args, kwargs))
     tensors = [hand[value.id, layout] for value, layout in zip(values, plan.inputs, strict=True)]
     if plan.signature.localize is not None:
-        shapes = [layout.local_shape(value.shape) for value, layout in zip(values_in(node.outputs), plan.outputs)]
+        shapes = [layout.local_shape(value.shape) for value, layout in zip(tree_leaves(node.outputs), plan.outputs)]
         args, kwargs = plan.signature.localize((*args, *kwargs.values()), shapes), {}
     results = [{} for _ in plan.outputs]
     for rank in tensors[0]:
         rest = iter([tensor[rank] for tensor in tensors])
-        local = map_leaves(lambda leaf, rest=rest: next(rest) if values_in(leaf) else leaf, (args, kwargs))
+        local = tree_map(lambda leaf, rest=rest: next(rest) if tree_leaves(leaf) else leaf, (args, kwargs))
         for result, part in zip(results, computed(node, *local), strict=True):
             result[rank] = part
     return results

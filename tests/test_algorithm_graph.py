@@ -30,7 +30,7 @@ from mindformers_core.dtensor.distributed_operators import ALGORITHMS
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.program.plan import OperatorPlan
-from mindformers_core.program.structure import Value, map_leaves, values_in
+from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.propagation.propagate import propagate
 from mindformers_core.redistribution import CPU, plan_redistribution
 
@@ -79,7 +79,7 @@ def plans_of(function, arrays, given):
     """The captured graph of a function, and the plans of those operators in it that need an algorithm."""
     tensors = [Tensor(array) for array in arrays]
     graph = capture(Several({"": function}), *tensors)
-    arguments = values_in(list(graph.arguments.values()))
+    arguments = tree_leaves(list(graph.arguments.values()))
     layouts = [given.bind(MESH, 2), *(Layout.on(MESH, ((),) * array.ndim) for array in arrays[1:])]
     frame = propagate(graph, MESH, {value.id: each for value, each in zip(arguments, layouts)}, {}, {})
     plans = [entry for entry in frame.instructions if isinstance(entry, OperatorPlan) and entry.algorithm]
@@ -88,7 +88,7 @@ def plans_of(function, arrays, given):
 
 def known_values(graph, arrays):
     """Number of a Value -> tensor, of all Values of a graph, on one card."""
-    known = dict(zip([value.id for value in values_in(list(graph.arguments.values()))], map(Tensor, arrays)))
+    known = dict(zip([value.id for value in tree_leaves(list(graph.arguments.values()))], map(Tensor, arrays)))
     known |= {constant.value.id: Tensor(constant.array) for constant in graph.constants}
     for node in graph.nodes:
         run(node, known)
@@ -97,15 +97,13 @@ def known_values(graph, arrays):
 
 def run(node, known):
     """Run one operator, and enter its results."""
-    args, kwargs = map_leaves(
-        lambda leaf: known[leaf.id] if isinstance(leaf, Value) else leaf, (node.args, node.kwargs)
-    )
+    args, kwargs = tree_map(lambda leaf: known[leaf.id] if isinstance(leaf, Value) else leaf, (node.args, node.kwargs))
     if node.operator == "Embedding":  # without a kernel on CPU
         results = ops.gather(args[1], args[0], 0)
     else:
         results = Operator(node.operator)(*args, **kwargs)
     results = results if isinstance(results, tuple) else (results,)
-    known.update((value.id, result) for value, result in zip(values_in(node.outputs), results, strict=True))
+    known.update((value.id, result) for value, result in zip(tree_leaves(node.outputs), results, strict=True))
 
 
 def run_ranks(plan, inputs, state=None):
@@ -117,7 +115,7 @@ def run_ranks(plan, inputs, state=None):
     graphs = {rank: algorithm_graph(plan, MESH, rank) for rank in MESH.rank_list}
     random = np.random.default_rng(2)
     known = {rank: {} for rank in graphs}
-    arguments = values_in(list(graphs[0].arguments.values()))
+    arguments = tree_leaves(list(graphs[0].arguments.values()))
     for value, given, whole in zip(arguments, plan.inputs, inputs, strict=True):
         for rank, part in distribute(np.asarray(whole.asnumpy()), given, random).items():
             known[rank][value.id] = Tensor(np.asarray(part, whole.asnumpy().dtype))
@@ -128,11 +126,11 @@ def run_ranks(plan, inputs, state=None):
             redistribute(nodes[0], known)
         elif nodes[0].operator == "RandomState":
             for values in known.values():
-                values.update((value.id, number) for value, number in zip(values_in(nodes[0].outputs), state))
+                values.update((value.id, number) for value, number in zip(tree_leaves(nodes[0].outputs), state))
         else:
             for node, values in zip(nodes, known.values()):
                 run(node, values)
-    made = values_in(graphs[0].result)
+    made = tree_leaves(graphs[0].result)
     return [{rank: values[value.id].asnumpy() for rank, values in known.items()} for value in made]
 
 
@@ -165,9 +163,9 @@ def test_ranks_together_give_what_one_card_gives(case):
         graph, plans = plans_of_case(case, name, given)
         known = known_values(graph, arrays)
         for plan in plans:
-            inputs = [known[value.id] for value in values_in((plan.node.args, plan.node.kwargs))]
+            inputs = [known[value.id] for value in tree_leaves((plan.node.args, plan.node.kwargs))]
             wrong = f"{plan.node} as {[str(each) for each in plan.inputs]}"
-            results = zip(values_in(plan.node.outputs), plan.outputs, run_ranks(plan, inputs), strict=True)
+            results = zip(tree_leaves(plan.node.outputs), plan.outputs, run_ranks(plan, inputs), strict=True)
             for value, layout_of_result, local in results:
                 check_parts(local, layout_of_result, known[value.id].asnumpy(), wrong)
 

@@ -17,7 +17,7 @@ from mindformers_core.capture.capture import capture
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.graph import CallNode, OperatorNode, structure_key
-from mindformers_core.program.structure import values_in
+from mindformers_core.program.structure import tree_leaves
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
@@ -91,8 +91,8 @@ def test_large_shapes_and_operators_without_a_kernel():
     shapes = tensor_meta((4096, 2048, 64), "bfloat16"), tensor_meta((64,), "bfloat16")
     graph = capture(Function(function), *shapes)
     assert only_operators(graph) == ["Reshape", "RmsNorm", "FlashAttentionScore"]
-    assert [value.dtype for value in values_in(graph.result)] == ["bfloat16", "bfloat16"]
-    assert [value.shape for value in values_in(graph.result)] == [(4096, 2048, 64)] * 2
+    assert [value.dtype for value in tree_leaves(graph.result)] == ["bfloat16", "bfloat16"]
+    assert [value.shape for value in tree_leaves(graph.result)] == [(4096, 2048, 64)] * 2
 
 
 def test_a_graph_says_where_it_comes_from():
@@ -148,7 +148,7 @@ def test_inputs_and_generators_stay_as_they_are():
     np.testing.assert_array_equal(ms.get_rng_state().asnumpy(), state)
     drawn = next(node for node in graph.nodes if node.operator == "UniformReal")
     assert not drawn.constant
-    assert [node.operator for node in graph.nodes if not values_in((node.args, node.kwargs))] == [
+    assert [node.operator for node in graph.nodes if not tree_leaves((node.args, node.kwargs))] == [
         "RandomState",
         "UniformReal",
     ]

@@ -15,7 +15,7 @@ PURE_FLOORS = (  # each imports only from those before it, and never MindSpore
     "hints",
     "dtypes",
     "mesh",
-    "front_door",
+    "lazy_exports",
     "files",
     "ranges",
     "placement",

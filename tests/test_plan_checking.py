@@ -21,7 +21,7 @@ from mindformers_core.operators import TensorMeta, tensor_meta
 from mindformers_core.operators.resolve import OperatorCall, alternatives
 from mindformers_core.program.graph import OperatorNode
 from mindformers_core.program.plan import CallPlan, Move
-from mindformers_core.program.structure import Value, values_in
+from mindformers_core.program.structure import Value, tree_leaves
 from mindformers_core.propagation.checking import PlanError, check_plan
 from mindformers_core.propagation.operators import local_call_shapes, operator_plan
 from mindformers_core.redistribution import CPU
@@ -192,7 +192,7 @@ def passed(frame):
 
 
 def lent(call):
-    return values_in(call.node.args)[0], call.inputs[0]
+    return tree_leaves(call.node.args)[0], call.inputs[0]
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -207,7 +207,7 @@ def test_a_planted_fault_is_named(name):
 def test_results_of_a_root_are_reduced():
     def unreduced_loss(frame):
         frame = entry("move", lambda old: [], -1)(frame)
-        left = frame.layouts[values_in(frame.graph.result)[0].id]
+        left = frame.layouts[tree_leaves(frame.graph.result)[0].id]
         return replace(frame, results=(left,))
 
     plan = rebuilt(llama(), LOSS, unreduced_loss)

@@ -15,9 +15,9 @@ from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.plan import CallPlan, OperatorPlan
-from mindformers_core.program.structure import values_in
+from mindformers_core.program.structure import tree_leaves
+from mindformers_core.propagation.decide import FLOWS
 from mindformers_core.propagation.declaration import Declaration, OperatorDeclaration
-from mindformers_core.propagation.frames import FLOWS
 from mindformers_core.propagation.propagate import Propagation, derive_parameters, propagate
 from mindformers_core.redistribution import CPU
 from mindformers_core.tensor_parallel import distribute_tensor, shard
@@ -62,7 +62,7 @@ def extremes_bytes(plan):
     """Bytes of what the algorithm "max" communicates over one axis of 2: the maximum, and how many hold it."""
     entries = [entry for _, frame in plan.walk() for entry in frame.instructions]
     cut = [entry for entry in entries if getattr(entry, "algorithm", None) == "max"]
-    values = [pair for entry in cut for pair in zip(values_in(entry.node.outputs), entry.outputs)]
+    values = [pair for entry in cut for pair in zip(tree_leaves(entry.node.outputs), entry.outputs)]
     return sum(2 * 4 * prod(place.local_shape(value.shape)) for value, place in values)
 
 
@@ -114,7 +114,7 @@ def strategies(plan):
 def derived(cell, mesh, declarations, *inputs):
     """The layouts of all parameters, none of them declared, and the plan with these."""
     graph = capture(cell, *inputs)
-    arriving = {value.id: whole(value, mesh) for value in values_in(graph.arguments)}
+    arriving = {value.id: whole(value, mesh) for value in tree_leaves(graph.arguments)}
     found = stored(graph, declarations, mesh)
     found = derive_parameters(graph, mesh, arriving, found, declarations, free=found.keys())
     plan = propagate(graph, mesh, arriving, found, declarations)
@@ -164,7 +164,7 @@ def test_what_is_declared_spreads_both_ways(dense, declarations):
 def compared(cell, inputs, arriving, declarations=None, parameters=None, mesh=MESH):
     """The plan, and the costs with every operator decided by itself and after looking ahead."""
     graph = capture(cell, *inputs)
-    values = values_in(graph.arguments)
+    values = tree_leaves(graph.arguments)
     layouts = {value.id: place.bind(mesh, len(value.shape)) for value, place in zip(values, arriving)}
     found = stored(graph, declarations or {}, mesh) | (parameters or {})
     plan = propagate(graph, mesh, layouts, found, declarations)

@@ -14,9 +14,9 @@ from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.aliases import match_arguments
-from mindformers_core.program.structure import map_leaves, values_in
+from mindformers_core.program.structure import tree_leaves, tree_map
+from mindformers_core.propagation.decide import FLOWS
 from mindformers_core.propagation.declaration import Declaration, OperatorDeclaration
-from mindformers_core.propagation.frames import FLOWS
 from mindformers_core.propagation.propagate import Propagation, derive_parameters, propagate
 from mindformers_core.redistribution import CPU
 
@@ -122,13 +122,13 @@ def evaluate(graph, given, parameters, path=""):
         known[use.value.id] = parameters[use.path]
     for node in graph.nodes:
         if hasattr(node, "operator"):
-            args = map_leaves(lambda leaf: known[leaf.id] if values_in(leaf) else leaf, (node.args, node.kwargs))
+            args = tree_map(lambda leaf: known[leaf.id] if tree_leaves(leaf) else leaf, (node.args, node.kwargs))
             results = computed(node, *args)
         else:
             inner = {a.id: known[b.id] for a, b in match_arguments(node).items()}
             results = evaluate(node.graph, inner, parameters)
-        known.update(zip([value.id for value in values_in(node.outputs)], results, strict=True))
-    return [known[value.id] for value in values_in(graph.result)]
+        known.update(zip([value.id for value in tree_leaves(node.outputs)], results, strict=True))
+    return [known[value.id] for value in tree_leaves(graph.result)]
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("RANDOM_PROGRAMS", 120))))
@@ -138,7 +138,7 @@ def test_random_programs(seed):
     cell = Program(rng, int(rng.integers(3)), None)
     graph = capture(cell, *[tensor_meta((SIZE, SIZE), "float32")] * 2)
     declarations = draw_declarations(rng, mesh, cell)
-    values = {value.id: value for value in values_in(graph.arguments)}
+    values = {value.id: value for value in tree_leaves(graph.arguments)}
     arriving = {number: draw_layout(rng, mesh) for number in values}
     shapes = {path: tuple(parameter.shape) for path, parameter in cell.parameters_and_names()}
     stored = {path: draw_layout(rng, mesh, len(shape)) for path, shape in shapes.items()}

@@ -14,7 +14,7 @@ from simulated_ranks import collect
 from mindformers_core.capture.capture import capture
 from mindformers_core.layout import Layout, layout
 from mindformers_core.operators import tensor_meta
-from mindformers_core.program.structure import values_in
+from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.declaration import Declaration, OperatorDeclaration
 from mindformers_core.propagation.propagate import propagate
 from mindformers_core.sharding.declare import collect_declarations
@@ -68,7 +68,7 @@ def test_tensors_that_cells_pass_on_by_an_object(arriving):
         "": Declaration(outputs={0: layout("tp")}),
     }
     graph = capture(Passing(), PAIR[0])
-    (value,) = values_in(graph.arguments)
+    (value,) = tree_leaves(graph.arguments)
     plan = propagate(graph, MESH, {value.id: arriving.bind(MESH, 2)}, {}, declarations)
     check_plan(plan)
     rng = np.random.default_rng(3)
@@ -244,7 +244,7 @@ def test_identical_layers_share_one_plan():
     other = {"model.layers.3.mlp": Declaration(outputs={0: layout(None)})}
     graph = capture(model, *make(1)[0], **make(1)[1])
     declarations = collect_declarations(model, CONFIGS["sequence parallel"]) | other
-    arriving = {value.id: whole(value) for value in values_in(graph.arguments)}
+    arriving = {value.id: whole(value) for value in tree_leaves(graph.arguments)}
     plan = propagate(graph, MESH, arriving, stored(graph, declarations), declarations)
     layers = [frame for path, frame in plan.walk() if path.startswith("model.layers.") and path.count(".") == 2]
     assert layers[3] is not layers[0] and layers[5] is layers[0]

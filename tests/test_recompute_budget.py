@@ -10,12 +10,12 @@ import pytest
 from mindformers_core.layout import bind_layout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.program.graph import CallNode, CellGraph, OperatorNode
-from mindformers_core.program.links import links_of
-from mindformers_core.program.plan import CallPlan, FramePlan, OperatorPlan
+from mindformers_core.program.plan import CallPlan, CellPlan, OperatorPlan
+from mindformers_core.program.producers import links_of
 from mindformers_core.program.structure import Value
 from mindformers_core.recompute.budget import choose, described, operations_shown
-from mindformers_core.recompute.closure import cheapest_closure
 from mindformers_core.recompute.curve import curve_picture
+from mindformers_core.recompute.minimum_cut import minimum_cost_closure
 
 MESH = init_device_mesh((1,), ("tp",))
 ROW = bind_layout(layout(), MESH, 1)
@@ -23,10 +23,10 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def frame_of(steps, sizes, path=""):
-    """A `FramePlan`.
+    """A `CellPlan`.
 
     Args:
-        steps: for every instruction the numbers of those whose results it takes (-1: the argument), or the `FramePlan`
+        steps: for every instruction the numbers of those whose results it takes (-1: the argument), or the `CellPlan`
             of a layer, which takes the result before.
         sizes: for every instruction the bytes of its result.
         path: of the Cell.
@@ -35,7 +35,7 @@ def frame_of(steps, sizes, path=""):
     plans = []
     for number, step in enumerate(steps):
         made = values[number + 1]
-        if isinstance(step, FramePlan):
+        if isinstance(step, CellPlan):
             node = CallNode(f"layers.{number}", (values[number],), {}, made, step.graph, "here:1")
             plans.append(CallPlan(node, (ROW,), (ROW,), step))
         else:
@@ -43,17 +43,17 @@ def frame_of(steps, sizes, path=""):
             node = OperatorNode("Any", "function", taken, {}, made, None, None, "here:1")
             plans.append(OperatorPlan(node, None, (ROW,) * len(taken), (ROW,), {}))
     graph = CellGraph(path, "Any", 0, True, False, {"x": values[0]}, tuple(plan.node for plan in plans), values[-1])
-    return FramePlan(graph, MESH, dict.fromkeys(range(len(values)), ROW), tuple(plans), (ROW,))
+    return CellPlan(graph, MESH, dict.fromkeys(range(len(values)), ROW), tuple(plans), (ROW,))
 
 
 class Model:
-    """What a program saves and computes again, told by tables: key -> makers, bytes, operations; needed; views."""
+    """What a program saves and computes again, told by tables: key -> producers, bytes, operations; needed; views."""
 
-    def __init__(self, makers, sizes, prices, needed, views=()):
-        self.makers, self.sizes, self.prices, self.needed = makers, sizes, prices, frozenset(needed)
+    def __init__(self, producers, sizes, prices, needed, views=()):
+        self.producers, self.sizes, self.prices, self.needed = producers, sizes, prices, frozenset(needed)
         self.memory = {}
-        for key in makers:
-            self.memory[key] = self.memory[makers[key][0]] if key in views else key
+        for key in producers:
+            self.memory[key] = self.memory[producers[key][0]] if key in views else key
 
     def recomputed(self, dropped):
         found, waiting = set(), [key for key in dropped if key in self.needed]
@@ -61,14 +61,14 @@ class Model:
             key = waiting.pop()
             if key not in found:
                 found.add(key)
-                waiting += [maker for maker in self.makers[key] if maker in dropped]
+                waiting += [maker for maker in self.producers[key] if maker in dropped]
         return found
 
     def saved_bytes(self, dropped):
         return sum(map(self.sizes.get, self.kept(dropped)))
 
     def kept(self, dropped):
-        taken = {maker for key in self.recomputed(dropped) for maker in self.makers[key]}
+        taken = {maker for key in self.recomputed(dropped) for maker in self.producers[key]}
         return {self.memory[key] for key in (self.needed | taken) - dropped}
 
     def not_kept(self, dropped):
@@ -87,16 +87,18 @@ def random_program(seed, count):
     chance = random.Random(seed)
     steps, sizes, prices, views = [], {}, {}, set()
     for number in range(count):
-        makers = [max(-1, number - 1 - int(chance.expovariate(0.7))) for _ in range(chance.choice((1, 1, 1, 2, 2, 3)))]
-        if makers[0] >= 0 and chance.random() < 0.15:
+        producers = [
+            max(-1, number - 1 - int(chance.expovariate(0.7))) for _ in range(chance.choice((1, 1, 1, 2, 2, 3)))
+        ]
+        if producers[0] >= 0 and chance.random() < 0.15:
             views.add((number,))
-            makers = makers[:1]
-        steps.append(tuple(dict.fromkeys(makers)))
+            producers = producers[:1]
+        steps.append(tuple(dict.fromkeys(producers)))
         sizes[number,] = 16 * chance.choice((1, 2, 4, 4, 8, 16, 32))
         prices[number,] = 0 if (number,) in views else 10 * chance.choice((1, 2, 4, 8, 16, 64, 256, 1000))
     needed = [key for key in sizes if chance.random() < 0.6] or [(0,)]
-    makers = {(number,): tuple((maker,) for maker in step if maker >= 0) for number, step in enumerate(steps)}
-    return frame_of(steps, sizes.values()), Model(makers, sizes, prices, needed, views)
+    producers = {(number,): tuple((maker,) for maker in step if maker >= 0) for number, step in enumerate(steps)}
+    return frame_of(steps, sizes.values()), Model(producers, sizes, prices, needed, views)
 
 
 def subsets(keys):
@@ -108,7 +110,7 @@ def test_close_to_the_best_of_all_subsets():
     gaps = []
     for seed in range(40):
         frame, model = random_program(seed, 11)
-        known = [(model.saved_bytes(some), model.flops(some)) for some in subsets(list(model.makers))]
+        known = [(model.saved_bytes(some), model.flops(some)) for some in subsets(list(model.producers))]
         for budget in (0.8, 0.6, 0.5, 0.4, 0.25):
             limit = budget * model.saved_bytes(frozenset())
             best = min(flops for nbytes, flops in known if nbytes <= limit)
@@ -128,7 +130,7 @@ def test_the_curve():
         frame, model = random_program(seed, 8)
         curve = model.choose(frame, 0.5).curve
         assert curve[0] == (model.saved_bytes(frozenset()), 0)
-        known = [(model.saved_bytes(some), model.flops(some)) for some in subsets(list(model.makers))]
+        known = [(model.saved_bytes(some), model.flops(some)) for some in subsets(list(model.producers))]
         assert curve[-1] == min(known)
         assert all(left[0] > right[0] and left[1] < right[1] for left, right in zip(curve, curve[1:]))
         assert set(curve) <= set(known)
@@ -154,7 +156,7 @@ def test_cheapest_closure():
         pairs = [pair for pair in pairs if pair[0] != pair[1]]
         closed = [some for some in subsets(range(count)) if all(v in some for u, v in pairs if u in some)]
         best = min((sum(map(costs.get, some)), len(some)) for some in closed)
-        found = cheapest_closure(costs, pairs)
+        found = minimum_cost_closure(costs, pairs)
         assert found in closed and (sum(map(costs.get, found)), len(found)) == best
 
 
@@ -167,8 +169,8 @@ def deep(count):
     layer = frame_of([(-1,), (0,), (1,), (2,)], LAYER_SIZES, "layers.0")
     frame = frame_of([layer] * count, LAYER_SIZES[-1:] * count)
     links = links_of(frame)
-    prices = {key: LAYER_PRICES[key[1]] for key in links.makers}
-    return frame, Model(links.makers, {key: LAYER_SIZES[key[1]] for key in prices}, prices, prices)
+    prices = {key: LAYER_PRICES[key[1]] for key in links.producers}
+    return frame, Model(links.producers, {key: LAYER_SIZES[key[1]] for key in prices}, prices, prices)
 
 
 def test_equal_layers_are_treated_alike():

@@ -55,6 +55,6 @@ def test_copies_count_for_who_makes_the_views():
 
 
 def test_a_copy_counts_also_behind_a_move_that_does_nothing():
-    links = SimpleNamespace(makers={(0,): (), (1,): ((0,),), (2,): ((1,),)}, nbytes={(0,): 8, (1,): 8, (2,): 4})
+    links = SimpleNamespace(producers={(0,): (), (1,): ((0,),), (2,): ((1,),)}, nbytes={(0,): 8, (1,): 8, (2,): 4})
     before, after = [SavedTensor((2,), 8), SavedTensor((2,), 5)], [SavedTensor((2,), 5)]
     assert bytes_not_kept(links, {(0,)}, before, after) == {(0,): 8, (2,): 0}

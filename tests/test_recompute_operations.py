@@ -12,7 +12,7 @@ from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import signature_of, tensor_meta
 from mindformers_core.program.graph import OperatorNode
-from mindformers_core.program.places import Place, operators_in_order
+from mindformers_core.program.instructions import Instruction, operators_in_order
 from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.program.structure import Value
 
@@ -95,14 +95,14 @@ def test_what_an_algorithm_sends():
 
 
 def place_of(operator, tensors, shapes, cut=None):
-    """A `Place` of one operator whose inputs are whole tensors; `cut`: factor -> axes."""
+    """A `Instruction` of one operator whose inputs are whole tensors; `cut`: factor -> axes."""
     signature = signature_of(operator, tensors)
     given = [tensor.shape for tensor in tensors if hasattr(tensor, "shape")]
     values = [Value(number, shape, "float32", "") for number, shape in enumerate(given)]
     made = tuple(Value(len(values) + number, shape, "float32", "") for number, shape in enumerate(shapes))
     node = OperatorNode(operator, "function", tuple(values), {}, made, None, None, "here:1")
     layouts = [tuple(layout().bind(TWO, len(value.shape)) for value in group) for group in (values, made)]
-    return Place((0,), "", SimpleNamespace(mesh=TWO), OperatorPlan(node, signature, *layouts, cut or {}))
+    return Instruction((0,), "", SimpleNamespace(mesh=TWO), OperatorPlan(node, signature, *layouts, cut or {}))
 
 
 def test_attention_and_convolutions():

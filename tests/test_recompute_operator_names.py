@@ -11,9 +11,9 @@ from test_recompute_patterns import select
 
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh, init_device_mesh
+from mindformers_core.program.instructions import operators_in_order
 from mindformers_core.program.operator_names import friendly_name, operator_names, operator_texts, plain_name
-from mindformers_core.program.places import operators_in_order
-from mindformers_core.program.plan import FramePlan, Move, OperatorPlan, called_cells
+from mindformers_core.program.plan import CellPlan, Move, OperatorPlan, called_cells
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import shard
 
@@ -196,7 +196,7 @@ def test_redistributions_of_several_steps_and_of_none():
         move(("to_partial", "sum")),
         move(("all_gather", None), ("all_gather", None)),
     )
-    frame = FramePlan(SimpleNamespace(nodes=()), MESH, {}, instructions, ())
+    frame = CellPlan(SimpleNamespace(nodes=()), MESH, {}, instructions, ())
     names = check_texts(frame)
     assert [name.operator for name in names] == ["all_gather", "slice+all_gather", "mask", "all_gather+all_gather"]
     assert [name.text for name in names] == ["all_gather[0]", "slice+all_gather", "mask", "all_gather+all_gather"]

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from mindformers_core.program.instructions import Instruction
 from mindformers_core.program.operator_names import Label, OperatorName
-from mindformers_core.program.places import Place
 from mindformers_core.recompute.patterns import check_found, match, parse_pattern
 
 
@@ -15,7 +15,7 @@ def name_of(key, path, operator, *variables, number=0, count=1):
     friendly = re.sub("(ExtView|Ext|View)$", "", operator)
     labels = [Label(name, False, number, count) for name in dict.fromkeys((friendly, operator))]
     labels += [Label(name, True, number, count) for name in variables]
-    return OperatorName(Place(key, path, None, None), path, operator, tuple(labels))
+    return OperatorName(Instruction(key, path, None, None), path, operator, tuple(labels))
 
 
 LAYERS = range(8)

@@ -9,8 +9,8 @@ from mindformers_core.layout import bind_layout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.program.cutting import unshared
 from mindformers_core.program.graph import CallNode, CellGraph, OperatorNode, ParameterUse
-from mindformers_core.program.places import operators_in_order
-from mindformers_core.program.plan import CallPlan, FramePlan, OperatorPlan, called_cells
+from mindformers_core.program.instructions import operators_in_order
+from mindformers_core.program.plan import CallPlan, CellPlan, OperatorPlan, called_cells
 from mindformers_core.program.structure import Value
 
 MESH = init_device_mesh((1,), ("tp",))
@@ -23,11 +23,11 @@ BINARY = ("Add", "Mul", "MatMulExt", "Div")
 
 
 def frame_of(arguments, steps, results):
-    """A `FramePlan` with a weight.
+    """A `CellPlan` with a weight.
 
     Args:
         arguments: how many; the weight comes behind them.
-        steps: what is done: the name of an operator, or the `FramePlan` of a called Cell, and places of tensors.
+        steps: what is done: the name of an operator, or the `CellPlan` of a called Cell, and places of tensors.
         results: places of tensors.
     """
     values = [Value(number, SHAPE, "float32", "") for number in range(arguments + 1)]
@@ -47,11 +47,11 @@ def frame_of(arguments, steps, results):
     weight = ParameterUse(values[arguments], "weight", "weight", True)
     returned = tuple(values[place] for place in results)
     graph = CellGraph("", "Any", 0, True, False, given, tuple(plan.node for plan in plans), returned, (weight,))
-    return FramePlan(graph, MESH, dict.fromkeys(range(len(values)), WHOLE), tuple(plans), (WHOLE,) * len(results))
+    return CellPlan(graph, MESH, dict.fromkeys(range(len(values)), WHOLE), tuple(plans), (WHOLE,) * len(results))
 
 
 def random_frame(chance, depth, arguments=2):
-    """A `FramePlan` of random operators that calls others: some of them again and again."""
+    """A `CellPlan` of random operators that calls others: some of them again and again."""
     inner = [random_frame(chance, depth - 1, chance.randint(1, 3)) for _ in range(chance.randint(1, 2) * bool(depth))]
     steps, count = [], arguments + 1
     for _ in range(chance.randint(2, 7)):

@@ -10,8 +10,8 @@ from mindspore import Tensor, nn, ops
 from small_pipelines import Scale, array, pipeline
 
 from mindformers_core.mesh import init_device_mesh
+from mindformers_core.program.instructions import Instruction
 from mindformers_core.program.operator_names import Label, OperatorName
-from mindformers_core.program.places import Place
 from mindformers_core.recompute import recompute, swap
 from mindformers_core.recompute.selection import NamedProgram
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
@@ -26,7 +26,7 @@ PATHS = ["", "layers", "layers.0"], ["", "layers", "layers.1"]
 def program_of(cells, path, operator, variable):
     """What is known of a program of some Cells with one operator."""
     label = Label(variable or operator, bool(variable))
-    name = OperatorName(Place((len(cells),), path, None, None), path, operator, (label,))
+    name = OperatorName(Instruction((len(cells),), path, None, None), path, operator, (label,))
     program = object.__new__(NamedProgram)
     program.names, program.closed, program.path = [name], set(), ""
     program.cells = [((number,), each) for number, each in enumerate(cells)]

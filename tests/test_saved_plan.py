@@ -16,7 +16,7 @@ from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.plan import Move, OperatorPlan
-from mindformers_core.program.structure import values_in
+from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.saved import load_plan, save_plan
 
 MESH = init_device_mesh((2, 2), ("dp", "tp"))
@@ -107,7 +107,7 @@ class Around(nn.Cell):
 def test_tensors_that_are_handed_down_through_a_cell(tmp_path):
     graph, frame = planned(Around(), MESH, (tensor_meta((8, 4), "float32"),), arriving={"x": layout("dp")})
     (handed,) = frame.calls[1].frame.graph.outer
-    assert handed.value not in values_in([node.args for node in frame.calls[1].frame.graph.nodes])
+    assert handed.value not in tree_leaves([node.args for node in frame.calls[1].frame.graph.nodes])
     save_plan(frame, tmp_path / "plan.json")
     same_plan(frame, load_plan(tmp_path / "plan.json", graph, MESH), {})
 

@@ -9,11 +9,11 @@ from mindspore import Parameter, Tensor, mint
 
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh
-from mindformers_core.zero.exchange import Exchange
+from mindformers_core.zero.bucket_collectives import Exchange
 from mindformers_core.zero.meter import MemoryMeter
 from mindformers_core.zero.plan import ParameterPlan, plan_parameters
 from mindformers_core.zero.precision import MixedPrecision
-from mindformers_core.zero.stored import StoredParameter
+from mindformers_core.zero.sharded_parameter import ShardedParameter
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -38,7 +38,7 @@ def stored_on(rank, ranks, plans, values):
     for plan, value in zip(plans, values):
         whole = Parameter(Tensor(value), name=plan.path)
         layout = Layout.on(mesh, ((),) * len(plan.shape))
-        stored.append(StoredParameter(plan, whole, whole, layout, rank, ranks, meter))
+        stored.append(ShardedParameter(plan, whole, whole, layout, rank, ranks, meter))
     return stored, Exchange(mesh, (), (), 0.5, MixedPrecision(), meter)
 
 

@@ -1,7 +1,7 @@
 """What the distributed algorithm of an operator runs and sends, by its graph for one rank. Pure Python."""
 
 from mindformers_core.operators.signature import is_float
-from mindformers_core.program.structure import values_in
+from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.operators import passes_gradient
 
 __all__ = ["algorithm_parts", "algorithm_steps"]
@@ -32,12 +32,12 @@ def algorithm_steps(plan, algorithm):
     Takes and raises the same as `algorithm_parts`.
     """
     parts, graph = algorithm_parts(plan, algorithm)
-    flowing = {value.id for value in values_in(graph.arguments) if is_float(value.dtype)}
+    flowing = {value.id for value in tree_leaves(graph.arguments) if is_float(value.dtype)}
     found = []
     for node, steps in parts:
-        taken = values_in((node.args, node.kwargs))
+        taken = tree_leaves((node.args, node.kwargs))
         flows = passes_gradient(node.operator) and any(value.id in flowing for value in taken)
         found += [(step, flows) for step in steps or ()]
         if flows:
-            flowing |= {value.id for value in values_in(node.outputs) if is_float(value.dtype)}
+            flowing |= {value.id for value in tree_leaves(node.outputs) if is_float(value.dtype)}
     return tuple(found)

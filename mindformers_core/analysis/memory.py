@@ -4,7 +4,7 @@ What counts are results: what operators make, and what moves make of a tensor, a
 held like an activation). The arguments of the root and stored parameters belong to others.
 """
 
-from mindformers_core.analysis.following import Following
+from mindformers_core.analysis.saved_tensors import SavedTensorAnalysis
 
 __all__ = ["activation_peaks"]
 
@@ -17,7 +17,7 @@ def activation_peaks(frame, algorithm=None, activations=None):
     `Prediction`). In training what an operator keeps besides its inputs and results counts from then on.
 
     Args:
-        frame: the `FramePlan`.
+        frame: the `CellPlan`.
         algorithm: as of `algorithm_parts`.
         activations: the `ExplainedActivations`: what is computed again or waits on the host is not held for the
             backward pass. Default: all is held.
@@ -25,7 +25,7 @@ def activation_peaks(frame, algorithm=None, activations=None):
     Raises:
         ValueError: an operator runs a distributed algorithm, and there is no `algorithm`.
     """
-    following = Following(frame, algorithm, activations is not None and activations.arguments_need)
+    following = SavedTensorAnalysis(frame, algorithm, activations is not None and activations.arguments_need)
     course = following.course(*(() if activations is None else (activations.dropped, activations.on_host)))
     kept = {memory for memory in course.demand().kept if not memory.on_host}
     returned = [tensor.memory for tensor in course.results[()]]

@@ -11,7 +11,7 @@ from mindformers_core.analysis.algorithms import algorithm_steps
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.graph import CallNode
 from mindformers_core.program.plan import CallPlan, Move
-from mindformers_core.program.structure import values_in
+from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.operators import operator_signature
 from mindformers_core.redistribution.steps import COLLECTIVES
 
@@ -26,7 +26,7 @@ def operations(place, algorithm=None):
     """How many floating-point operations one instruction takes on a rank, forward.
 
     Args:
-        place: a `Place`.
+        place: a `Instruction`.
         algorithm: as of `algorithm_parts`.
 
     Returns:
@@ -51,7 +51,7 @@ def operations(place, algorithm=None):
 
 def _tensors(plan):
     """`(Value, Layout)` of all inputs, then of all outputs of an `OperatorPlan`."""
-    values = [*values_in((plan.node.args, plan.node.kwargs)), *values_in(plan.node.outputs)]
+    values = [*tree_leaves((plan.node.args, plan.node.kwargs)), *tree_leaves(plan.node.outputs)]
     return zip(values, (*plan.inputs, *plan.outputs))
 
 
@@ -88,6 +88,6 @@ def _whole_operations(graph):
         if isinstance(node, CallNode):
             total += _whole_operations(node.graph)
             continue
-        shapes = [[value.shape for value in values_in(part)] for part in ((node.args, node.kwargs), node.outputs)]
+        shapes = [[value.shape for value in tree_leaves(part)] for part in ((node.args, node.kwargs), node.outputs)]
         total += _computed(node.operator, operator_signature(node).sizes, *shapes)
     return total

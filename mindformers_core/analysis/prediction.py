@@ -9,9 +9,9 @@ instruction are not held: what it takes to compute them again is, back to what i
 from dataclasses import dataclass
 from functools import cache
 
-from mindformers_core.analysis.following import Following
+from mindformers_core.analysis.saved_tensors import SavedTensorAnalysis
 from mindformers_core.hints import nearest
-from mindformers_core.program.places import operators_in_order
+from mindformers_core.program.instructions import operators_in_order
 from mindformers_core.program.plan import Move, called_cells
 
 __all__ = ["Prediction", "SavedTensor", "cell_keys", "recomputed", "saved_activations", "saved_bytes"]
@@ -46,11 +46,11 @@ def saved_activations(frame, dropped=frozenset(), algorithm=None, arguments_need
     of views of them are.
 
     Args:
-        frame: the root's `FramePlan`.
+        frame: the root's `CellPlan`.
         dropped: keys of instructions whose results are computed again instead of being kept. What takes no tensors (a
             draw of random numbers) never runs again. What an operator keeps besides its inputs and results (the powers
             in a variance, a copy of an input that is a view) is kept all the same.
-        algorithm: gives what runs in the place of an operator with a distributed algorithm (see `Following`):
+        algorithm: gives what runs in the place of an operator with a distributed algorithm (see `SavedTensorAnalysis`):
             `mindformers_core.capture.algorithm_graph.algorithm_of`.
         arguments_need: whether gradients flow back to the root's arguments, of whatever dtype. They do wherever the
             differentiated function (`mindspore.value_and_grad`) takes them as its own, even if only the gradients of
@@ -84,7 +84,7 @@ def cell_keys(frame, key, algorithm=None):
     These are all but those that make its results and, where a result is a view, what it is a view of.
 
     Args:
-        frame: the root's `FramePlan`.
+        frame: the root's `CellPlan`.
         key: of the call (see `called_cells`); `()` is the root.
         algorithm: as for `saved_activations`.
 
@@ -105,7 +105,7 @@ class Prediction:
     """
 
     def __init__(self, frame, algorithm=None, arguments_need=True):
-        self._frame, self._following = frame, Following(frame, algorithm, arguments_need)
+        self._frame, self._following = frame, SavedTensorAnalysis(frame, algorithm, arguments_need)
         self._places = {place.key: place for place in operators_in_order(frame)}
         self._demand, self._undisturbed = cache(self._demand_of), cache(self._following.course)
 

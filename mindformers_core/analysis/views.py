@@ -2,7 +2,7 @@
 
 from mindformers_core.operators.registry import facts_of, rewritten
 from mindformers_core.operators.views import INPUT, INPUT_IF_CONTIGUOUS, INPUT_IF_OF_ITS_DTYPE, is_contiguous
-from mindformers_core.program.structure import values_in
+from mindformers_core.program.structure import tree_leaves
 
 __all__ = ["gives_its_input", "is_cast_to_its_dtype", "viewed"]
 
@@ -33,7 +33,7 @@ def is_cast_to_its_dtype(node):
     """Whether an operator is a cast to the dtype that its tensor has: it gives the same object back."""
     if _view_of(node) != INPUT_IF_OF_ITS_DTYPE:
         return False
-    return values_in(node.outputs)[0].dtype == values_in((node.args, node.kwargs))[0].dtype
+    return tree_leaves(node.outputs)[0].dtype == tree_leaves((node.args, node.kwargs))[0].dtype
 
 
 def _view_of(node):

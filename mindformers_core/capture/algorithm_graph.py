@@ -15,7 +15,7 @@ from mindformers_core.dtensor.distributed_operators import ALGORITHMS, Cut
 from mindformers_core.dtensor.move import cost_model, dtype_name
 from mindformers_core.operators import TensorMeta, tensor_meta
 from mindformers_core.program.graph import OperatorNode
-from mindformers_core.program.structure import Value, map_leaves, values_in
+from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.redistribution import plan_redistribution
 
 __all__ = ["algorithm_graph", "algorithm_of"]
@@ -58,17 +58,17 @@ def algorithm_graph(plan, mesh, rank=None):
         rank: for which rank; default: this process's. Graphs of different ranks differ in constants only.
 
     Returns:
-        A `CellGraph`. Its arguments are the operator's tensors, in the order of `values_in((node.args, node.kwargs))`;
-        its result has the structure of `node.outputs`.
+        A `CellGraph`. Its arguments are the operator's tensors, in the order of `tree_leaves((node.args,
+        node.kwargs))`; its result has the structure of `node.outputs`.
 
     Raises:
         CaptureError: the algorithm looks at values.
     """
-    values = values_in((plan.node.args, plan.node.kwargs))
+    values = tree_leaves((plan.node.args, plan.node.kwargs))
     cut = Cut(mesh, plan.cut_axes, plan.inputs, tuple(value.shape for value in values), rank)
     metas = [tensor_meta(layout.local_shape(value.shape), value.dtype) for layout, value in zip(plan.inputs, values)]
     graph = capture(_Algorithm(plan, cut), *metas)
-    found = [value.shape for value in values_in(graph.result)]
+    found = [value.shape for value in tree_leaves(graph.result)]
     expected = plan.local_shapes
     assert found == expected, f"algorithm '{plan.algorithm}' of {plan.node.operator} gives {found}, not {expected}"
     return graph
@@ -76,7 +76,7 @@ def algorithm_graph(plan, mesh, rank=None):
 
 def _local_arguments(plan):
     """The arguments of the local call, with a `TensorMeta` in the place of every tensor."""
-    args, kwargs = map_leaves(
+    args, kwargs = tree_map(
         lambda leaf: tensor_meta(leaf.shape, leaf.dtype) if isinstance(leaf, Value) else leaf,
         (plan.node.args, plan.node.kwargs),
     )
@@ -97,7 +97,7 @@ class _Algorithm(nn.Cell):
         cut = replace(self.cut, move=write.move, next_random_state=write.recorder.random_state)
         args, kwargs = _local_arguments(plan)
         given = iter(tensors)
-        args, kwargs = map_leaves(lambda leaf: next(given) if isinstance(leaf, TensorMeta) else leaf, (args, kwargs))
+        args, kwargs = tree_map(lambda leaf: next(given) if isinstance(leaf, TensorMeta) else leaf, (args, kwargs))
         return ALGORITHMS[plan.algorithm](lambda *local: write.operator(plan, local, kwargs), args, cut)
 
 
@@ -117,7 +117,7 @@ class _Writer:
     def operator(self, plan, args, kwargs):
         """The operator of a plan. What the algorithm made of its attributes is in its arguments only."""
         node, shapes = plan.node, iter(plan.local_shapes)
-        outputs = map_leaves(lambda value: tensor_meta(next(shapes), value.dtype), node.outputs)
+        outputs = tree_map(lambda value: tensor_meta(next(shapes), value.dtype), node.outputs)
         changed = node.primitive and args[node.primitive.inputs :] != node.args[node.primitive.inputs :]
         kind, primitive = ("function", None) if changed else (node.kind, node.primitive)
         return self._write(node.operator, args, outputs, kwargs=kwargs, kind=kind, primitive=primitive)
@@ -125,13 +125,13 @@ class _Writer:
     def _write(self, operator, args, outputs, kwargs=None, kind="function", primitive=None):
         """Write a node whose results have the metas `outputs`; gives the traced results."""
         recorder, frame = self.recorder, self.recorder.frames[-1]
-        shown = map_leaves(frame.leaf, recorder.stand_in((args, kwargs or {})))
+        shown = tree_map(frame.leaf, recorder.stand_in((args, kwargs or {})))
 
         def make(meta):
             stand_in = recorder.meta(meta.shape, getattr(ms, "bool_" if meta.dtype == "bool" else meta.dtype))
             return Traced.around(recorder, stand_in, Made(frame, frame.new_value(stand_in, operator)))
 
-        results = map_leaves(make, outputs)
-        made = map_leaves(frame.leaf, results)
+        results = tree_map(make, outputs)
+        made = tree_map(frame.leaf, results)
         frame.nodes.append(OperatorNode(operator, kind, *shown, made, primitive, None, call_site()[0]))
         return results

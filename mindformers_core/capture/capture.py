@@ -26,7 +26,7 @@ from mindformers_core.capture.traced import Traced
 from mindformers_core.dtensor.indexing import index_tensor
 from mindformers_core.operators import TensorMeta
 from mindformers_core.program.labels import cell_label
-from mindformers_core.program.structure import map_leaves
+from mindformers_core.program.structure import tree_map
 
 __all__ = ["capture"]
 
@@ -81,7 +81,7 @@ def capture(cell, *inputs, **named_inputs):
         scope.enter_context(_tensors_hand_over_to(recorder))
         scope.enter_context(_draws_recorded_by(recorder))
         scope.enter_context(_Unasked(recorder))
-        _run_root(cell, map_leaves(lambda leaf: _input(recorder, leaf), (inputs, named_inputs)))
+        _run_root(cell, tree_map(lambda leaf: _input(recorder, leaf), (inputs, named_inputs)))
     return recorder.root
 
 

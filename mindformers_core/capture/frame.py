@@ -8,8 +8,8 @@ from mindspore._c_expression import typing
 
 from mindformers_core.capture.traced import Traced
 from mindformers_core.dtensor.move import dtype_name
-from mindformers_core.program.graph import CellGraph, Constant, OuterValue, ParameterUse
-from mindformers_core.program.structure import DType, Value, map_leaves
+from mindformers_core.program.graph import CellGraph, Constant, FreeVariable, ParameterUse
+from mindformers_core.program.structure import DType, Value, tree_map
 
 __all__ = ["Frame", "Held", "Loose", "Made", "plain_leaf"]
 
@@ -43,7 +43,7 @@ class Frame:
         except TypeError as error:
             raise TypeError(f"{self.tree.label(self.cell)}, construct(): {error}") from None
         for name, structure in bound.arguments.items():
-            self.arguments[name] = map_leaves(lambda leaf, name=name: self._argument(leaf, name, caller), structure)
+            self.arguments[name] = tree_map(lambda leaf, name=name: self._argument(leaf, name, caller), structure)
 
     def _argument(self, leaf, name, caller):
         if not isinstance(leaf, Traced):
@@ -77,7 +77,7 @@ class Frame:
     def _import(self, tensor, entry):
         if type(entry) is Made:
             value = self.new_value(tensor, entry.value.hint, entry.value.constant)
-            self._outer.append(OuterValue(value, self.tree.path(entry.frame.cell), entry.frame.call, entry.value.id))
+            self._outer.append(FreeVariable(value, self.tree.path(entry.frame.cell), entry.frame.call, entry.value.id))
         elif isinstance(tensor.original, Parameter):
             if entry.path is None:
                 raise tensor.recorder.stray(tensor.original)
@@ -109,7 +109,7 @@ class Frame:
 
     def finish(self, result):
         """The finished graph."""
-        structure = map_leaves(self.leaf, result)
+        structure = tree_map(self.leaf, result)
         kind = self.tree.kind(self.cell)
         return CellGraph(
             path=self.tree.path(self.cell),

@@ -15,7 +15,7 @@ from mindformers_core.capture.traced import CaptureError, Traced, call_site
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.program.graph import CallNode, OperatorNode, PrimitiveUse
-from mindformers_core.program.structure import map_leaves, values_in
+from mindformers_core.program.structure import tree_leaves, tree_map
 
 __all__ = ["Recorder"]
 
@@ -94,7 +94,7 @@ class Recorder:
         source, _ = call_site()
         args, kwargs = self.stand_in(args), self.stand_in(kwargs)
         caller = self.frames[-1] if self.frames else None
-        shown = ((), {}) if caller is None else map_leaves(caller.leaf, (args, kwargs))
+        shown = ((), {}) if caller is None else tree_map(caller.leaf, (args, kwargs))
         frame = Frame(self.tree, cell, self._calls)
         self._calls += 1
         frame.take_arguments(construct, args, kwargs, caller)
@@ -118,9 +118,9 @@ class Recorder:
                 received[id(leaf)] = Traced.around(self, leaf.meta, Made(caller, made), *known)
             return received[id(leaf)]
 
-        result = map_leaves(receive, result)
+        result = tree_map(receive, result)
         called = self.tree.local_path(caller.cell, cell)
-        caller.nodes.append(CallNode(called, *shown, map_leaves(caller.leaf, result), graph, source))
+        caller.nodes.append(CallNode(called, *shown, tree_map(caller.leaf, result), graph, source))
         return result
 
     def random_state(self):
@@ -144,7 +144,7 @@ class Recorder:
         kwargs = self.stand_in(kwargs)
         metas = self._infer(func, primitive, args, kwargs)
         if self._silent or not _has_tensor(metas):
-            return map_leaves(self._unlisted, metas)
+            return tree_map(self._unlisted, metas)
         return self._write(func, kind, primitive, args, kwargs, metas)
 
     def _unlisted(self, leaf):
@@ -154,13 +154,13 @@ class Recorder:
     def _write(self, func, kind, primitive, args, kwargs, metas):
         """Make the node, and the traced results."""
         name, frame = func.name, self.frames[-1]
-        shown = map_leaves(frame.leaf, (tuple(args[: WITHOUT_SEEDS.get(name)]), kwargs))
-        used = values_in(shown)
+        shown = tree_map(frame.leaf, (tuple(args[: WITHOUT_SEEDS.get(name)]), kwargs))
+        used = tree_leaves(shown)
         constant = bool(used) and all(value.constant for value in used)
         source, called = call_site()
         use = None
         if primitive is not None:
-            attributes = map_leaves(plain_leaf, dict(primitive.init_attrs))
+            attributes = tree_map(plain_leaf, dict(primitive.init_attrs))
             if name in WITHOUT_SEEDS:
                 attributes = {key: value for key, value in attributes.items() if key not in ("Seed0", "Seed1")}
             called_class = type(primitive)
@@ -176,8 +176,8 @@ class Recorder:
             made, place = Made(frame, frame.new_value(leaf, name, constant)), next(places)
             return Traced.around(self, leaf, made, deferred=values and (lambda: values()[place]))
 
-        results = map_leaves(make, metas)
-        frame.nodes.append(OperatorNode(name, kind, *shown, map_leaves(frame.leaf, results), use, attribute, source))
+        results = tree_map(make, metas)
+        frame.nodes.append(OperatorNode(name, kind, *shown, tree_map(frame.leaf, results), use, attribute, source))
         return results
 
     def _computing(self, func, primitive, args, kwargs):
@@ -188,7 +188,7 @@ class Recorder:
 
         @cache
         def compute():
-            call, named = map_leaves(real, (tuple(args), kwargs))
+            call, named = tree_map(real, (tuple(args), kwargs))
             self.inferring, before = True, self.inferring
             try:
                 with NoFallbackGuard():
@@ -196,20 +196,20 @@ class Recorder:
             finally:
                 self.inferring = before
             found = []
-            map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, result)
+            tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, result)
             return found
 
         return compute
 
     def _infer(self, func, primitive, args, kwargs):
         """The results as meta tensors."""
-        call = map_leaves(_meta_leaf, tuple(args))
+        call = tree_map(_meta_leaf, tuple(args))
         if primitive is not None:
             call = (primitive, func.name, call)
         self.inferring, before = True, self.inferring
         try:
             with NoFallbackGuard(), DeviceCtx("meta"):
-                result = func(*call, **map_leaves(_meta_leaf, kwargs))
+                result = func(*call, **tree_map(_meta_leaf, kwargs))
         except Exception as error:
             if "Not implement" not in str(error) or _method_behind(func.name) is None:
                 shown = ", ".join(map(repr, args))
@@ -227,7 +227,7 @@ class Recorder:
             raise self.error(f"operator '{name}' gives no shape on the meta device: use functions of mindspore.ops")
         self._silent, before = True, self._silent
         try:
-            return map_leaves(_meta_leaf, behind(*args, **kwargs))
+            return tree_map(_meta_leaf, behind(*args, **kwargs))
         finally:
             self._silent = before
 
@@ -239,7 +239,7 @@ class Recorder:
         def replace(leaf):
             return self._loose_tensor(leaf) if isinstance(leaf, Tensor) and type(leaf) is not Traced else leaf
 
-        return map_leaves(replace, structure)
+        return tree_map(replace, structure)
 
     def _loose_tensor(self, tensor):
         if isinstance(tensor, Parameter):

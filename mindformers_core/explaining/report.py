@@ -1,6 +1,6 @@
-"""What a `FramePlan` does, as plain data that text and page are written from. Pure Python.
+"""What a `CellPlan` does, as plain data that text and page are written from. Pure Python.
 
-Equal calls share one `CellReport`, as they share one `FramePlan`: a report of 80 identical layers is that of one. Where
+Equal calls share one `CellReport`, as they share one `CellPlan`: a report of 80 identical layers is that of one. Where
 marks differ, there are several.
 """
 
@@ -13,7 +13,7 @@ from mindformers_core.analysis.traffic import step_entries, total
 from mindformers_core.layout import Layout
 from mindformers_core.program.activation_policy import ExplainedActivations
 from mindformers_core.program.plan import CallPlan, Move
-from mindformers_core.program.structure import values_in
+from mindformers_core.program.structure import tree_leaves
 
 __all__ = ["CallRow", "CellReport", "MoveRow", "OperatorRow", "Report", "TensorEntry", "make_report"]
 
@@ -169,7 +169,7 @@ def make_report(frame, algorithm=None, activations=None, micro_steps=1, stored_t
     """The `Report` of a plan.
 
     Args:
-        frame: the `FramePlan` of the root.
+        frame: the `CellPlan` of the root.
         algorithm: as of `algorithm_parts`.
         activations: the `ExplainedActivations` of the plan. Default: all are held.
         micro_steps, stored_traffic: see `Report`. Default: one, and nothing.
@@ -215,12 +215,12 @@ def _cell_report(frame, algorithm, marks, known):
     known[memo] = report = CellReport(
         path=graph.path,
         class_name=graph.class_name.rpartition(".")[2],
-        arguments=entries(dict.fromkeys(values_in(graph.arguments))),
+        arguments=entries(dict.fromkeys(tree_leaves(graph.arguments))),
         parameters=entries(use.value for use in graph.parameters),
         constants=entries(constant.value for constant in graph.constants),
         lifted=tuple(_tensor(value, layout, names) for value, layout in frame.lifted),
         rows=tuple(rows),
-        results=tuple(_tensor(value, layout, names) for value, layout in zip(values_in(graph.result), frame.results)),
+        results=tuple(_tensor(value, layout, names) for value, layout in zip(tree_leaves(graph.result), frame.results)),
         traffic=total(rows),
     )
     return report
@@ -230,7 +230,7 @@ def _names(graph):
     """What to call every Value of a graph that isn't made by a node, by its number; the others have their numbers."""
     names = {}
     for name, structure in graph.arguments.items():
-        values = values_in(structure)
+        values = tree_leaves(structure)
         for place, value in enumerate(values):
             names.setdefault(value.id, name if values == [structure] else f"{name}.{place}")
     names |= {use.value.id: use.local or use.path for use in graph.parameters}
@@ -266,8 +266,8 @@ def _call_row(entry, names, report, mark):
 def _taken_and_given(entry, names):
     """`(source, inputs, results)` of what a node makes."""
     node = entry.node
-    inputs = tuple(_name(value, names) for value in values_in((node.args, node.kwargs)))
-    results = tuple(_tensor(value, layout, names) for value, layout in zip(values_in(node.outputs), entry.outputs))
+    inputs = tuple(_name(value, names) for value in tree_leaves((node.args, node.kwargs)))
+    results = tuple(_tensor(value, layout, names) for value, layout in zip(tree_leaves(node.outputs), entry.outputs))
     return os.path.basename(node.source or ""), inputs, results
 
 
@@ -275,5 +275,5 @@ def _algorithm_steps(plan, frame, algorithm):
     """Pairs (Step, whether its backward collective runs in training) of an operator's distributed algorithm."""
     if plan.algorithm is None:
         return ()
-    flows = any(value.id in frame.gradients for value in values_in(plan.node.outputs))
+    flows = any(value.id in frame.gradients for value in tree_leaves(plan.node.outputs))
     return tuple((step, gradient and flows) for step, gradient in algorithm_steps(plan, algorithm))

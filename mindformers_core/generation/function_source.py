@@ -11,7 +11,7 @@ from mindformers_core.program.deferral import NOTHING_DEFERRED, PRODUCTS
 from mindformers_core.program.naming import Names, assigned_names
 from mindformers_core.program.passed_weights import WEIGHTS, passed_parameter, passed_to_call
 from mindformers_core.program.plan import CallPlan, Move
-from mindformers_core.program.structure import DType, Value, map_leaves, values_in
+from mindformers_core.program.structure import DType, Value, tree_leaves, tree_map
 
 __all__ = ["function_source"]
 
@@ -44,7 +44,7 @@ class Operand(TensorMeta):
 
 
 def function_source(frame, name, parts):
-    """The lines of `def name(self, …)` for a `FramePlan`.
+    """The lines of `def name(self, …)` for a `CellPlan`.
 
     Args:
         frame: the plan.
@@ -89,7 +89,7 @@ class _Function:
                 self._call(instruction)
             else:
                 self._operator(instruction)
-        results = iter(zip(values_in(self.frame.graph.result), self.frame.results))
+        results = iter(zip(tree_leaves(self.frame.graph.result), self.frame.results))
         self.body.append(f"return {self._structure(self.frame.graph.result, results)}")
         rest = [parameter for parameter in parameters if parameter.startswith("**")]
         parameters = [parameter for parameter in parameters if parameter not in rest]
@@ -105,12 +105,12 @@ class _Function:
     def _described(self):
         """Comments: the layouts of what comes in and what goes out."""
         arguments = [
-            f"{name}: {', '.join(self._shown(value, self.frame.layouts[value.id]) for value in values_in(structure))}"
+            f"{name}: {', '.join(self._shown(value, self.frame.layouts[value.id]) for value in tree_leaves(structure))}"
             for name, structure in self.frame.graph.arguments.items()
-            if values_in(structure)
+            if tree_leaves(structure)
         ]
         arguments += [f"{value.hint}: {self._shown(value, layout)}" for value, layout in self.frame.lifted]
-        results = map(self._shown, values_in(self.frame.graph.result), self.frame.results)
+        results = map(self._shown, tree_leaves(self.frame.graph.result), self.frame.results)
         return [*(f"    # {line}" for line in arguments), f"    # returns {', '.join(results) or 'nothing'}"]
 
     @staticmethod
@@ -227,7 +227,7 @@ class _Function:
 
     def _hints(self, node, operator):
         """What the results of a node are called: as in the user's code, else after the operator."""
-        count = len(values_in(node.outputs))
+        count = len(tree_leaves(node.outputs))
         names = self.assigned.get(self.places.get(id(node))) or (None,) * count
         if len(names) != count:
             names = (None,) * count
@@ -244,15 +244,15 @@ class _Function:
             self.body.append(f"{', '.join(variables)}{',' * (len(variables) == 1)} = {self._kept(expression)}")
             for value, variable in zip(outputs, variables):
                 self.variables[value.id, next(pairs)] = variable
-        elif not values_in(outputs):
+        elif not tree_leaves(outputs):
             self.body.append(expression)
         else:
             variable = self._assign("results", expression)
-            self._unpack(outputs, variable, dict(zip([value.id for value in values_in(outputs)], layouts)))
+            self._unpack(outputs, variable, dict(zip([value.id for value in tree_leaves(outputs)], layouts)))
 
     def _call(self, call):
         node = call.node
-        inputs = iter(zip(values_in((node.args, node.kwargs)), call.inputs))
+        inputs = iter(zip(tree_leaves((node.args, node.kwargs)), call.inputs))
         args = [self._structure(argument, inputs) for argument in node.args]
         args += [f"{name}={self._structure(argument, inputs)}" for name, argument in node.kwargs.items()]
         if call.frame is not None:
@@ -288,7 +288,7 @@ class _Function:
 
     def _operator(self, plan):
         node = plan.node
-        values = values_in((node.args, node.kwargs))
+        values = tree_leaves((node.args, node.kwargs))
         if plan in self.deferral.places:
             return self._deferred_operator(plan, values, self.parts.operator_name(node.operator))
         operands = [
@@ -310,16 +310,16 @@ class _Function:
         """The operators and collectives of a distributed algorithm, in the operator's place."""
         graph = algorithm_graph(plan, self.frame.mesh)
         names, operands = {}, []
-        map_leaves(lambda leaf: operands.append(leaf) if isinstance(leaf, Operand) else None, arguments)
-        for value, operand in zip(values_in(graph.arguments), operands):
+        tree_map(lambda leaf: operands.append(leaf) if isinstance(leaf, Operand) else None, arguments)
+        for value, operand in zip(tree_leaves(graph.arguments), operands):
             names[value.id] = operand.name
         for constant in graph.constants:
             names[constant.value.id] = self.parts.constant(self.frame, constant)
         self.body.append(f"# {plan.node.operator} over {', '.join(plan.cut_axes) or 'all parts'}: {plan.algorithm}")
         for node in graph.nodes:
             self._algorithm_step(node, names, hint)
-        made = [names[value.id] for value in values_in(graph.result)]
-        for value, layout, variable in zip(values_in(plan.node.outputs), plan.outputs, made, strict=True):
+        made = [names[value.id] for value in tree_leaves(graph.result)]
+        for value, layout, variable in zip(tree_leaves(plan.node.outputs), plan.outputs, made, strict=True):
             self.variables[value.id, layout] = variable
 
     def _algorithm_step(self, node, names, hint):
@@ -328,10 +328,12 @@ class _Function:
             steps = self.parts.steps(value, source, target)
             names[node.outputs.id] = self._redistributed(names[value.id], steps, value.dtype, f"{source} -> {target}")
             return
-        operands = [Operand(names[value.id], value.shape, value.dtype) for value in values_in((node.args, node.kwargs))]
+        operands = [
+            Operand(names[value.id], value.shape, value.dtype) for value in tree_leaves((node.args, node.kwargs))
+        ]
         args, kwargs = _filled((node.args, node.kwargs), operands)
         expression = self.parts.operator_call(node, args, kwargs)
-        outputs = values_in(node.outputs)
+        outputs = tree_leaves(node.outputs)
         variables = [self._variable(hint) for _ in outputs]
         many = isinstance(node.outputs, (tuple, list))
         targets = f"{', '.join(variables)}{',' * (many and len(outputs) == 1)}"
@@ -343,4 +345,4 @@ class _Function:
 def _filled(structure, operands):
     """A structure with the `Operand`s, in order, in the place of every Value or `TensorMeta`."""
     rest = iter(operands)
-    return map_leaves(lambda leaf: next(rest) if isinstance(leaf, (Value, TensorMeta)) else leaf, structure)
+    return tree_map(lambda leaf: next(rest) if isinstance(leaf, (Value, TensorMeta)) else leaf, structure)

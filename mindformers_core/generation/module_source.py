@@ -1,4 +1,4 @@
-"""From a propagated plan to one readable Python module: a function for every distinct `FramePlan` in it."""
+"""From a propagated plan to one readable Python module: a function for every distinct `CellPlan` in it."""
 
 from dataclasses import dataclass
 from inspect import signature
@@ -12,7 +12,7 @@ from mindformers_core.generation.operator_source import dtype_source, operator_s
 from mindformers_core.program.deferral import PRODUCTS, deferrals
 from mindformers_core.program.naming import snake_case
 from mindformers_core.program.passed_weights import WEIGHTS
-from mindformers_core.program.structure import DType, map_leaves
+from mindformers_core.program.structure import DType, tree_map
 from mindformers_core.redistribution import plan_redistribution
 
 __all__ = ["ModuleSource", "module_source"]
@@ -26,11 +26,11 @@ class ModuleSource:
 
     Attributes:
         text: the source.
-        functions: `FramePlan` -> name of its function.
+        functions: `CellPlan` -> name of its function.
         constants: name in the module -> `Constant`: tensors that the loader puts there.
-        borrowed: `FramePlan` -> (attribute, `"parameter"` or `"cell"`, index among the graph's parameters or the
+        borrowed: `CellPlan` -> (attribute, `"parameter"` or `"cell"`, index among the graph's parameters or the
             plan's calls): what a Cell has to be given because it lies outside of it.
-        deferrals: `FramePlan` -> its `Deferral`; empty where nothing is to be deferred.
+        deferrals: `CellPlan` -> its `Deferral`; empty where nothing is to be deferred.
     """
 
     text: str
@@ -44,7 +44,7 @@ def module_source(frame, cells, cost_model, taken, header, defer_weights=False, 
     """The module of a whole plan.
 
     Args:
-        frame: the root's `FramePlan`.
+        frame: the root's `CellPlan`.
         cells: path of a Cell -> the class whose `construct` was captured.
         cost_model: what redistributions cost; the steps of a distributed algorithm are planned with it.
         taken: names of functions that are not to be used again.
@@ -64,7 +64,7 @@ class ModuleParts:
     """What the functions of one module share, collected while they are written.
 
     Attributes:
-        frames: the distinct `FramePlan`s, callees before their callers.
+        frames: the distinct `CellPlan`s, callees before their callers.
         imports: lines.
         reserved: names that no variable of a function may have; they grow.
         variables: names that some function's variables have, so that nothing in the module is called so.
@@ -240,7 +240,7 @@ class ModuleParts:
         return name
 
     def _literal(self, value):
-        text = repr(map_leaves(lambda leaf: _Text(dtype_source(leaf)) if isinstance(leaf, DType) else leaf, value))
+        text = repr(tree_map(lambda leaf: _Text(dtype_source(leaf)) if isinstance(leaf, DType) else leaf, value))
         if "ms." in text:
             self.imports.add("import mindspore as ms")
         return text

@@ -3,7 +3,7 @@
 The public names load the module behind them when they are first used: configs and layer specs need no MindSpore.
 """
 
-from mindformers_core.front_door import public_names
+from mindformers_core.lazy_exports import lazy_exports
 
 _PUBLIC = {
     "LayerRange": "layer_specs",
@@ -17,4 +17,4 @@ _PUBLIC = {
 
 __all__ = [*_PUBLIC]
 
-__getattr__, __dir__ = public_names(__name__, _PUBLIC)
+__getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from mindformers_core.front_door import import_object
 from mindformers_core.hints import nearest
+from mindformers_core.lazy_exports import import_object
 from mindformers_core.models.configuration import LlamaConfig
 from mindformers_core.operators.signature import tensor_meta
 

@@ -9,7 +9,7 @@ from functools import partial
 from mindspore import Parameter, ops
 from mindspore.graph.api import _pynative_executor
 
-from mindformers_core.passes.flat_calls import giver, put_together, skeleton, taker, tensors_in
+from mindformers_core.passes.flat_calls import giver, skeleton, taker, tensors_in, unflatten
 from mindformers_core.program.deferral import PRODUCTS
 from mindformers_core.program.passed_weights import WEIGHTS
 from mindformers_core.sharding.compiling import jit
@@ -77,13 +77,13 @@ class CompiledCells:
         tensors = tensors_in((args, kwargs))
         if frame.compiled == "again" and _pynative_executor.grad_flag():
             collectors = _collectors(constants.get(PRODUCTS, ()))
-            given = self._tree.activations.call_again(graph, collectors, tensors)
+            given = self._tree.activations.checkpoint_call(graph, collectors, tensors)
         else:
             given = graph(*map(_no_parameter, tensors))
-        return put_together(frame.graph.result, given)
+        return unflatten(frame.graph.result, given)
 
     def _compiled(self, cell, frame, shared_by, constants, arguments):
-        """The compiled function for calls of a `FramePlan`'s function.
+        """The compiled function for calls of a `CellPlan`'s function.
 
         Args:
             cell: that is called.

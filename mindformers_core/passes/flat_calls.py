@@ -9,9 +9,9 @@ from itertools import count
 
 from mindspore import Tensor
 
-from mindformers_core.program.structure import Value, map_leaves
+from mindformers_core.program.structure import Value, tree_map
 
-__all__ = ["giver", "put_together", "skeleton", "taker", "tensors_in"]
+__all__ = ["giver", "unflatten", "skeleton", "taker", "tensors_in"]
 
 
 def skeleton(structure):
@@ -68,10 +68,10 @@ def giver(structure):
     return give
 
 
-def put_together(structure, tensors):
+def unflatten(structure, tensors):
     """What a `giver` has taken apart."""
     given = iter(tensors)
-    return map_leaves(lambda leaf: next(given) if isinstance(leaf, Value) else leaf, structure)
+    return tree_map(lambda leaf: next(given) if isinstance(leaf, Value) else leaf, structure)
 
 
 def _at(place):

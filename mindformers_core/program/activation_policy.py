@@ -51,7 +51,7 @@ class ExplainedActivations:
     Attributes:
         lines: text about the whole program.
         marks: key of an instruction -> its `Mark`. A key is the indices of the calls that lead there, among the
-            `instructions` of each `FramePlan`, and its own.
+            `instructions` of each `CellPlan`, and its own.
         dropped, on_host: keys of the instructions whose results are computed again, and of those whose results wait on
             the host.
         arguments_need: whether gradients flow back to the root's arguments, see `Prediction`.
@@ -78,7 +78,7 @@ class ActivationPolicy:
     recomputed_cells = ()
 
     def marked(self, path, frame, compiled):
-        """The `FramePlan` of a call of the Cell at `path`, with a `Keeper` for some instructions.
+        """The `CellPlan` of a call of the Cell at `path`, with a `Keeper` for some instructions.
 
         Args:
             path, frame: of the call.
@@ -93,7 +93,7 @@ class ActivationPolicy:
         """A context manager around a call of a Cell from outside, in PyNative."""
         return nullcontext()
 
-    def call_again(self, function, others, tensors):
+    def checkpoint_call(self, function, others, tensors):
         """Call a compiled function of tensors, one of `recomputed_cells`, in PyNative; it reads other Parameters."""
         raise NotImplementedError
 
@@ -122,7 +122,7 @@ class ActivationPolicy:
         """The `ExplainedActivations` of a program, for `explain()`.
 
         Args:
-            frame: its `FramePlan`.
+            frame: its `CellPlan`.
             path: of a Cell that it calls: the marks are those in the first call of this one, with their keys in there.
         """
         return ExplainedActivations()

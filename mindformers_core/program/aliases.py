@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from mindformers_core.program.graph import CallNode
-from mindformers_core.program.structure import values_in
+from mindformers_core.program.structure import tree_leaves
 
 __all__ = ["UseIndex", "match_arguments", "match_results", "outer_index", "parameter_index"]
 
@@ -13,21 +13,21 @@ def match_arguments(node):
     named, by_position, pairs = dict(node.kwargs), [], []
     for name, structure in node.graph.arguments.items():
         if name in named:
-            pairs += zip(values_in(structure), values_in(named.pop(name)), strict=True)
+            pairs += zip(tree_leaves(structure), tree_leaves(named.pop(name)), strict=True)
         else:
             by_position.append(structure)
     if named:  # what `**kwargs` takes: always the last
         collected = by_position.pop()
         assert collected.keys() == named.keys(), (collected, named)
         for name, structure in collected.items():
-            pairs += zip(values_in(structure), values_in(named[name]), strict=True)
-    pairs += zip(values_in(by_position), values_in(node.args), strict=True)
+            pairs += zip(tree_leaves(structure), tree_leaves(named[name]), strict=True)
+    pairs += zip(tree_leaves(by_position), tree_leaves(node.args), strict=True)
     return dict(pairs)
 
 
 def match_results(node):
     """Pairs (the caller's Value, the callee's Value) of what a `CallNode` returns, each of the caller's once."""
-    return dict(zip(values_in(node.outputs), values_in(node.graph.result), strict=True))
+    return dict(zip(tree_leaves(node.outputs), tree_leaves(node.graph.result), strict=True))
 
 
 class UseIndex:
@@ -91,7 +91,7 @@ def parameter_index():
 
 
 def outer_index():
-    """The `UseIndex` of tensors of open calls: (call, number of the Value there) -> `OuterValue`."""
+    """The `UseIndex` of tensors of open calls: (call, number of the Value there) -> `FreeVariable`."""
 
     def above(node, use, graph):
         return None if use.call == graph.call else use

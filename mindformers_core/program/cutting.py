@@ -8,8 +8,8 @@ functions as can be. They take their weights as arguments, so that Cells that ar
 from dataclasses import replace
 
 from mindformers_core.program.graph import CallNode
-from mindformers_core.program.plan import CallPlan, FramePlan, Move, called_cells, joined_path
-from mindformers_core.program.structure import values_in
+from mindformers_core.program.plan import CallPlan, CellPlan, Move, called_cells, joined_path
+from mindformers_core.program.structure import tree_leaves
 
 __all__ = ["calls_alone", "calls_of", "cut", "unshared"]
 
@@ -24,7 +24,7 @@ def calls_alone(frame, again, units):
     """Key of a call -> `"again"`, `"once"`, or `"in place"`: how calls stand alone in a program that is cut.
 
     Args:
-        frame: the `FramePlan` of a whole program.
+        frame: the `CellPlan` of a whole program.
         again: keys of calls (see `called_cells`) that run again in the backward pass; `()` is the root's. One that
             holds units stands for these, which can't be in place together.
         units: keys of calls whose weights come and go with them. Those that hold calls which run again are gone into:
@@ -33,7 +33,7 @@ def calls_alone(frame, again, units):
     found = {}
     for index, call in enumerate(frame.instructions):
         # MindSpore can't differentiate a compiled function without results
-        if not _is_call(call) or call.frame is None or not values_in(call.node.outputs):
+        if not _is_call(call) or call.frame is None or not tree_leaves(call.node.outputs):
             continue
         inner_again, inner_units = _below(again, index), _below(units, index)
         held = inner_units - {()}
@@ -62,11 +62,11 @@ def cut(frame, again, units):
 
 
 def unshared(frame, **changes):
-    """A copy of a plan in which every call has a `FramePlan` of its own, and so every Cell a function.
+    """A copy of a plan in which every call has a `CellPlan` of its own, and so every Cell a function.
 
     Args:
         frame: the plan.
-        changes: fields of all of these `FramePlan`s that are to be others.
+        changes: fields of all of these `CellPlan`s that are to be others.
     """
     instructions = [
         replace(entry, frame=unshared(entry.frame, **changes)) if isinstance(entry, CallPlan) and entry.frame else entry
@@ -82,7 +82,7 @@ class _Cutting:
         self.known, self.alone = {}, {}
 
     def cut(self, frame, alone, in_place):
-        """The copy of one `FramePlan`; keys begin with its calls. `in_place`: whether its weights are."""
+        """The copy of one `CellPlan`; keys begin with its calls. `in_place`: whether its weights are."""
         key = id(frame), alone, in_place
         if key not in self.known:
             below = {}
@@ -119,7 +119,7 @@ class _Parts:
     def __init__(self, frame, entries):
         self.frame, self.entries, self._run, self._count = frame, [], [], 0
         self.held = {use.value.id for use in (*frame.graph.parameters, *frame.graph.constants)}
-        last = _forms(values_in(frame.graph.result), frame.results)
+        last = _forms(tree_leaves(frame.graph.result), frame.results)
         taken = [_taken(entry) for entry in entries] + [last]
         for place, (mine, entry) in enumerate(zip(frame.instructions, entries, strict=True)):
             if mine is not entry:
@@ -172,7 +172,7 @@ class _Parts:
             constants=tuple(use for use in graph.constants if use.value.id in used),
         )  # fmt: skip
         layouts = tuple(layout for _, layout in outputs)
-        inner = FramePlan(part, frame.mesh, frame.layouts, tuple(run), layouts, tuple(lifted), frame.gradients)
+        inner = CellPlan(part, frame.mesh, frame.layouts, tuple(run), layouts, tuple(lifted), frame.gradients)
         inner = replace(unshared(inner, takes_weights=True), compiled="once")
         return CallPlan(CallNode("", (), {}, values, part, ""), (), layouts, inner, tuple(lifted))
 
@@ -185,7 +185,7 @@ def _taken(entry):
     """The forms of tensors that an instruction takes: (number of the Value, Layout) -> the Value."""
     if isinstance(entry, Move):
         return _forms([entry.value], [entry.source])
-    found = _forms(values_in((entry.node.args, entry.node.kwargs)), entry.inputs)
+    found = _forms(tree_leaves((entry.node.args, entry.node.kwargs)), entry.inputs)
     return found | _forms(*zip(*entry.lifted)) if _is_call(entry) and entry.lifted else found
 
 
@@ -193,7 +193,7 @@ def _made(entry):
     """The forms that an instruction makes."""
     if isinstance(entry, Move):
         return _forms([entry.value], [entry.target])
-    return _forms(values_in(entry.node.outputs), entry.outputs)
+    return _forms(tree_leaves(entry.node.outputs), entry.outputs)
 
 
 def _forms(values, layouts):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.plan import CallPlan, Move, called_graphs, joined_path, parameter_path
-from mindformers_core.program.structure import Value, values_in
+from mindformers_core.program.structure import Value, tree_leaves
 
 __all__ = [
     "NOTHING_DEFERRED", "PRODUCTS", "Deferral", "DeferredWeight", "deferrals", "deferred_weights",
@@ -19,7 +19,7 @@ PRODUCTS = "deferred_products"  # what a generated function calls the objects th
 
 @dataclass(frozen=True, eq=False)
 class Deferral:
-    """What one `FramePlan` defers.
+    """What one `CellPlan` defers.
 
     Attributes:
         places: every `OperatorPlan` that is deferred, and every `CallPlan` with such ones below -> its place, from 0.
@@ -51,7 +51,7 @@ class DeferredWeight:
 
 
 def deferrals(frames):
-    """`FramePlan` -> its `Deferral`, for all of them; callees come before their callers."""
+    """`CellPlan` -> its `Deferral`, for all of them; callees come before their callers."""
     found = {}
     for frame in frames:
         found[frame] = _deferral(frame, found)
@@ -61,14 +61,14 @@ def deferrals(frames):
 def _deferral(frame, below):
     trained = {use.value.id for use in frame.graph.parameters if use.trainable}
     chosen, waiting = [], set()
-    needed = {(value.id, layout) for value, layout in zip(values_in(frame.graph.result), frame.results, strict=True)}
+    needed = {(value.id, layout) for value, layout in zip(tree_leaves(frame.graph.result), frame.results, strict=True)}
     for entry in reversed(frame.instructions):  # who takes a tensor comes before it
         if isinstance(entry, Move):
             target = entry.value.id, entry.target
             if target in needed or target in waiting:
                 (needed if target in needed else waiting).add((entry.value.id, entry.source))
             continue
-        values = values_in((entry.node.args, entry.node.kwargs))
+        values = tree_leaves((entry.node.args, entry.node.kwargs))
         taken = [(value.id, layout) for value, layout in zip(values, entry.inputs, strict=True)]
         if isinstance(entry, CallPlan):
             _pass_down(entry, below.get(entry.frame), needed, waiting)
@@ -130,7 +130,7 @@ def deferred_weights(program_path, frame, graph, below):
                     inner = visit(entry.frame, graphs[entry], [ways.get((v.id, layout)) for v, layout in entry.lifted])
                     found += [inner] if entry in deferral.places else []
             elif entry in deferral.places:
-                weight = values_in((entry.node.args, entry.node.kwargs))[1]
+                weight = tree_leaves((entry.node.args, entry.node.kwargs))[1]
                 path, steps = ways[weight.id, entry.inputs[1]]
                 found.append(DeferredWeight(path, steps, _is_transposed(entry.node)))
         return tuple(found)
@@ -145,7 +145,7 @@ def _is_transposed(node):
     if not product or len(arguments) < 2:
         return None
     x, weight, *rest = arguments
-    outputs = values_in(node.outputs)
+    outputs = tree_leaves(node.outputs)
     if not (isinstance(x, Value) and isinstance(weight, Value)) or len(weight.shape) != 2 or not x.shape:
         return None
     if len({x.dtype, weight.dtype, outputs[0].dtype}) != 1:

@@ -16,7 +16,7 @@ from mindformers_core.program.structure import (
     described,
     shown,
     shown_arguments,
-    values_in,
+    tree_leaves,
 )
 
 __all__ = [
@@ -24,7 +24,7 @@ __all__ = [
     "CellGraph",
     "Constant",
     "OperatorNode",
-    "OuterValue",
+    "FreeVariable",
     "ParameterUse",
     "PrimitiveUse",
     "structure_key",
@@ -75,7 +75,7 @@ class OperatorNode:
     @property
     def constant(self):
         """Whether the results depend on constants only."""
-        return all(value.constant for value in values_in(self.outputs))
+        return all(value.constant for value in tree_leaves(self.outputs))
 
     def __str__(self):
         mark = "  (constant)" if self.constant else ""
@@ -147,7 +147,7 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class OuterValue:
+class FreeVariable:
     """A tensor that another Cell's call made, and that this one uses without having been passed it.
 
     Attributes:
@@ -175,7 +175,7 @@ class CellGraph:
             `**kwargs` as a dict.
         nodes: `OperatorNode`s and `CallNode`s, in order.
         result: structure.
-        parameters, constants, outer: `ParameterUse`s, `Constant`s and `OuterValue`s, in order of first use.
+        parameters, constants, outer: `ParameterUse`s, `Constant`s and `FreeVariable`s, in order of first use.
     """
 
     path: str
@@ -244,7 +244,7 @@ def _listing(graph):
     mode = "training" if graph.training else "evaluation"
     lines = [f"{graph.path or '<root>'} ({graph.class_name}, call {graph.call}, {mode})"]
     for name, structure in graph.arguments.items():
-        values = ", ".join(value.described for value in values_in(structure))
+        values = ", ".join(value.described for value in tree_leaves(structure))
         lines.append(f"  argument {name} = {shown(structure)}{'  # ' if values else ''}{values}")
     lines += [f"  parameter {use.value.described} = {use.local or f'<{use.path}>'}" for use in graph.parameters]
     for constant in graph.constants:

@@ -1,6 +1,6 @@
 """From a choice of instructions to a plan in which they have their keepers. Pure Python.
 
-Calls that are alike share a `FramePlan`; where the choice differs between them, they get plans of their own.
+Calls that are alike share a `CellPlan`; where the choice differs between them, they get plans of their own.
 """
 
 from dataclasses import replace
@@ -14,11 +14,11 @@ def marked(frame, choice):
     """A copy of a plan in which chosen instructions have a `Keeper`; calls for which all is alike share one still.
 
     Args:
-        frame: the `FramePlan` of a whole program.
-        choice: key of an instruction (see `Place`) -> its `Keeper`.
+        frame: the `CellPlan` of a whole program.
+        choice: key of an instruction (see `Instruction`) -> its `Keeper`.
 
     Returns:
-        A `FramePlan`; `frame` itself where nothing is chosen.
+        A `CellPlan`; `frame` itself where nothing is chosen.
     """
     return _marked(frame, frozenset(choice.items()), {})
 

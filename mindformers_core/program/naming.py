@@ -10,7 +10,7 @@ from functools import cache
 from itertools import groupby
 
 from mindformers_core.program.graph import CallNode
-from mindformers_core.program.structure import values_in
+from mindformers_core.program.structure import tree_leaves
 
 __all__ = ["Names", "all_assigned_names", "assigned_names", "snake_case"]
 
@@ -107,7 +107,7 @@ def _assigned(graph):
         else:
             found = ((index, node, statement.targets) for index, node in _outermost(statement, run))
         for index, node, targets in found:
-            yield index, targets, len(values_in(node.outputs))
+            yield index, targets, len(tree_leaves(node.outputs))
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
 
+from mindformers_core.program.instructions import Instruction, operators_in_order
 from mindformers_core.program.naming import all_assigned_names, snake_case
-from mindformers_core.program.places import Place, operators_in_order
 from mindformers_core.program.plan import CallPlan, Move, called_cells, joined_path
 from mindformers_core.redistribution.steps import STEP_KINDS
 
@@ -50,7 +50,7 @@ class OperatorName:
     """One operator or redistribution of a program, with all that it may be called.
 
     Attributes:
-        place: its `Place`.
+        place: its `Instruction`.
         path: of the Cell in whose `construct` it stands, from the root of the model; "" for the root.
         operator: as captured: `"MatMulExt"`; of a redistribution what it runs on a rank: `"all_gather"`, or
             `"slice+all_gather"` where that is more than one step.
@@ -62,7 +62,7 @@ class OperatorName:
             further inside. Of a Cell that is called more than once it selects an operator of each call, at most.
     """
 
-    place: Place
+    place: Instruction
     path: str
     operator: str
     labels: tuple
@@ -96,7 +96,7 @@ def operator_names(frame, path=""):
     selected as a Cell.
 
     Args:
-        frame: the `FramePlan` of a program.
+        frame: the `CellPlan` of a program.
         path: of the Cell that it is the program of, from the root of the model.
 
     Returns:
@@ -154,7 +154,7 @@ def _work(move):
 
 
 def _callers(frame):
-    """`FramePlan` -> the lines from which it is called."""
+    """`CellPlan` -> the lines from which it is called."""
     callers = {}
     for _, each in frame.walk():
         for call in each.calls:

@@ -1,4 +1,4 @@
-"""What the propagation pass decides, as plain data: a `FramePlan` for every distinct call of a Cell. Pure Python.
+"""What the propagation pass decides, as plain data: a `CellPlan` for every distinct call of a Cell. Pure Python.
 
 A plan is a list of instructions in the order of execution. A tensor is identified by its `Value` and its `Layout`:
 the layout in which it arrives or is made, or one that a `Move` took it to earlier in the same frame.
@@ -7,10 +7,10 @@ the layout in which it arrives or is made, or one that a `Move` took it to earli
 from dataclasses import dataclass, field, replace
 
 from mindformers_core.layout import Layout
-from mindformers_core.program.structure import values_in
+from mindformers_core.program.structure import tree_leaves
 
 __all__ = [
-    "CallPlan", "FramePlan", "Move", "OperatorPlan", "called_cells", "called_graphs", "called_path", "joined_path",
+    "CallPlan", "CellPlan", "Move", "OperatorPlan", "called_cells", "called_graphs", "called_path", "joined_path",
     "parameter_path",
 ]  # fmt: skip
 
@@ -48,8 +48,8 @@ class OperatorPlan:
     Attributes:
         node: the `OperatorNode`.
         signature: its `Signature`.
-        inputs: the layout of every tensor input, in the order of `values_in((node.args, node.kwargs))`; all available.
-        outputs: the layout of every output, in the order of `values_in(node.outputs)`.
+        inputs: the layout of every tensor input, in the order of `tree_leaves((node.args, node.kwargs))`; available.
+        outputs: the layout of every output, in the order of `tree_leaves(node.outputs)`.
         axes_of: for every factor the axes that cut it (see `Resolution`).
         algorithm: name of the distributed algorithm that runs in its place, or None.
         cut_axes: the axes that the algorithm bridges, major to minor.
@@ -66,7 +66,7 @@ class OperatorPlan:
     @property
     def local_shapes(self):
         """The shape of a rank's part of every output."""
-        values = values_in(self.node.outputs)
+        values = tree_leaves(self.node.outputs)
         return [layout.local_shape(value.shape) for value, layout in zip(values, self.outputs, strict=True)]
 
 
@@ -76,9 +76,9 @@ class CallPlan:
 
     Attributes:
         node: the `CallNode`.
-        inputs: the layout of every tensor that is passed, in the order of `values_in((node.args, node.kwargs))`.
-        outputs: the layout of every tensor that comes back, in the order of `values_in(node.outputs)`.
-        frame: the called Cell's `FramePlan`, the same object for identical calls (its `graph` is then that of the first
+        inputs: the layout of every tensor that is passed, in the order of `tree_leaves((node.args, node.kwargs))`.
+        outputs: the layout of every tensor that comes back, in the order of `tree_leaves(node.outputs)`.
+        frame: the called Cell's `CellPlan`, the same object for identical calls (its `graph` is then that of the first
             one); None for a Cell with a `bprop` of its own, which runs as it is on whole tensors.
         lifted: pairs (Value of this frame, Layout) that fill the callee's `lifted`, in order.
     """
@@ -86,7 +86,7 @@ class CallPlan:
     node: object
     inputs: tuple
     outputs: tuple
-    frame: "FramePlan | None"
+    frame: "CellPlan | None"
     lifted: tuple = ()
 
     @property
@@ -96,7 +96,7 @@ class CallPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class FramePlan:
+class CellPlan:
     """One call of one Cell.
 
     Attributes:

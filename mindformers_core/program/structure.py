@@ -5,7 +5,7 @@ Such *structures* are what a captured graph is made of. Pure Python.
 
 from dataclasses import dataclass
 
-__all__ = ["DType", "Value", "canonical", "described", "map_leaves", "shown", "shown_arguments", "values_in"]
+__all__ = ["DType", "Value", "canonical", "described", "tree_map", "shown", "shown_arguments", "tree_leaves"]
 
 
 @dataclass(frozen=True)
@@ -45,26 +45,26 @@ class DType:
         return self.name
 
 
-def map_leaves(function, structure):
+def tree_map(function, structure):
     """A structure of the same kind with `function` applied to all that isn't a tuple, list or dict."""
     kind = type(structure)
     if kind is tuple or kind is list:
-        return kind([map_leaves(function, entry) for entry in structure])
+        return kind([tree_map(function, entry) for entry in structure])
     if kind is dict:
-        return {name: map_leaves(function, entry) for name, entry in structure.items()}
+        return {name: tree_map(function, entry) for name, entry in structure.items()}
     if isinstance(structure, tuple) and hasattr(structure, "_fields"):
-        return kind(*[map_leaves(function, entry) for entry in structure])
+        return kind(*[tree_map(function, entry) for entry in structure])
     if isinstance(structure, (tuple, list)):
-        return kind([map_leaves(function, entry) for entry in structure])
+        return kind([tree_map(function, entry) for entry in structure])
     if isinstance(structure, dict):
-        return kind((name, map_leaves(function, entry)) for name, entry in structure.items())
+        return kind((name, tree_map(function, entry)) for name, entry in structure.items())
     return function(structure)
 
 
-def values_in(structure):
+def tree_leaves(structure):
     """The Values in a structure, in order; one that is there twice comes twice."""
     found = []
-    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Value) else None, structure)
+    tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Value) else None, structure)
     return found
 
 
@@ -81,7 +81,7 @@ def canonical(structure):
 
 def shown(structure):
     """A structure as text: Values by their numbers."""
-    return str(map_leaves(_Text, structure)) if isinstance(structure, (tuple, list, dict)) else str(structure)
+    return str(tree_map(_Text, structure)) if isinstance(structure, (tuple, list, dict)) else str(structure)
 
 
 def shown_arguments(args, kwargs):

@@ -2,9 +2,9 @@
 
 from mindformers_core.hints import nearest
 from mindformers_core.layout import bind_layout
+from mindformers_core.program.free_variables import own_result
 from mindformers_core.program.labels import class_label
-from mindformers_core.program.outer import own_result
-from mindformers_core.program.structure import Value, map_leaves, values_in
+from mindformers_core.program.structure import Value, tree_leaves, tree_map
 
 __all__ = [
     "boundary_target",
@@ -90,8 +90,8 @@ def _declared(graph, structures, layouts, what):
             continue
         shown = f"'{key}'" if what == "input" else repr(key)
         name = f"{what} {shown} of {graph_label(graph)}"
-        map_leaves(lambda leaf, declared=declared, name=name: _check_tensor(leaf, declared, name), structure)
-        for value in values_in(structure):
+        tree_map(lambda leaf, declared=declared, name=name: _check_tensor(leaf, declared, name), structure)
+        for value in tree_leaves(structure):
             found.setdefault(value.id, (value, declared, name))
     return list(found.values())
 

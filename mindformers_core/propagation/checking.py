@@ -9,9 +9,9 @@ from mindformers_core.operators.resolve import checked_outputs
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.aliases import match_arguments
 from mindformers_core.program.plan import CallPlan, Move
-from mindformers_core.program.structure import values_in
+from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.boundaries import graph_label
-from mindformers_core.propagation.frames import FLOWS, NOTHING, TRAINED
+from mindformers_core.propagation.decide import FLOWS, NOTHING, TRAINED
 from mindformers_core.propagation.operators import (
     algorithm_of,
     local_call_shapes,
@@ -34,7 +34,7 @@ def check_plan(frame, final=False):
     """Check the plan of a root.
 
     Args:
-        frame: its `FramePlan`.
+        frame: its `CellPlan`.
         final: whether its results must be neither partial nor varying. Default: False.
 
     Raises:
@@ -44,9 +44,9 @@ def check_plan(frame, final=False):
             and layouts.
     """
     graph = frame.graph
-    flows = {value.id: FLOWS if is_float(value.dtype) else NOTHING for value in values_in(graph.arguments)}
+    flows = {value.id: FLOWS if is_float(value.dtype) else NOTHING for value in tree_leaves(graph.arguments)}
     _check({}, frame, flows)
-    for value, layout in zip(values_in(graph.result), frame.results):
+    for value, layout in zip(tree_leaves(graph.result), frame.results):
         if final and (layout.partial or layout.varying):
             raise PlanError(f"{graph_label(graph)} returns {value.described} as {layout}, which is not reduced")
 
@@ -56,7 +56,7 @@ def _check(known, frame, flows):
 
     Args:
         known: identity of a frame that was checked -> (the frame, what flows back through each of its results).
-        frame: the `FramePlan`.
+        frame: the `CellPlan`.
         flows: number of every argument's and lifted Value -> what flows back through it.
 
     Returns:
@@ -87,7 +87,7 @@ class _FrameCheck:
         self.flows |= flows
         if any(layout.mesh != frame.mesh for layout in frame.layouts.values()):
             self.fault(f"tensors are on another mesh than {frame.mesh!r}")
-        stored = [*values_in(self.graph.arguments), *(use.value for use in self.graph.parameters)]
+        stored = [*tree_leaves(self.graph.arguments), *(use.value for use in self.graph.parameters)]
         self.hand = {value.id: {frame.layouts[value.id]} for value in stored}
         for use in self.graph.constants:
             layout = frame.layouts[use.value.id]
@@ -104,12 +104,12 @@ class _FrameCheck:
             if isinstance(entry, Move):
                 self.move(entry)
                 continue
-            self.take(values_in((self.node.args, self.node.kwargs)), entry.inputs)
+            self.take(tree_leaves((self.node.args, self.node.kwargs)), entry.inputs)
             self.call(entry) if isinstance(entry, CallPlan) else self.operate(entry)
         self.node = None
         if self.left:
             self.fault(f"{len(self.left)} operators or calls of it are never carried out")
-        results = values_in(self.graph.result)
+        results = tree_leaves(self.graph.result)
         self.take(results, self.frame.results)
         for number in self.frame.layouts.keys() & self.flows.keys():
             trained = self.flows[number] == TRAINED
@@ -145,7 +145,7 @@ class _FrameCheck:
 
     def produce(self, node, layouts):
         """A node is carried out, and gives its results in these layouts."""
-        values = values_in(node.outputs)
+        values = tree_leaves(node.outputs)
         if id(node) not in self.left:
             self.fault("is carried out twice")
         self.left.discard(id(node))
@@ -182,7 +182,7 @@ class _FrameCheck:
     def operate(self, plan):
         """Its outputs are those of its rule for these inputs, and its local call gives their parts."""
         node, mesh = plan.node, self.frame.mesh
-        values = values_in((node.args, node.kwargs))
+        values = tree_leaves((node.args, node.kwargs))
         flows = [self.flows[value.id] for value in values]
         metas = [
             tensor_meta(value.shape, value.dtype, layout, flow == NOTHING)
@@ -196,7 +196,7 @@ class _FrameCheck:
             shapes = local_call_shapes(plan) if plan.algorithm is None and values else None
         except (ValueError, TypeError) as error:
             self.fault(str(error))
-        made = values_in(node.outputs)
+        made = tree_leaves(node.outputs)
         for value, layout, planned in zip(made, outputs, plan.outputs):
             self.flows[value.id] = flow if is_float(value.dtype) and not value.constant else NOTHING
             layout = layout if self.flows[value.id] else layout.replace(varying=())
@@ -215,7 +215,7 @@ class _FrameCheck:
     def call(self, call):
         """The called Cell gets what it is planned for, and gives what the caller goes on with."""
         node, inner = call.node, call.frame
-        made = values_in(node.outputs)
+        made = tree_leaves(node.outputs)
         if inner is None:
             flows = self.call_whole(call, made)
         else:
@@ -231,7 +231,7 @@ class _FrameCheck:
 
     def pass_arguments(self, call):
         """What flows back through what a called Cell gets: number of the Value there -> that."""
-        passed = dict(zip(values_in((call.node.args, call.node.kwargs)), call.inputs))
+        passed = dict(zip(tree_leaves((call.node.args, call.node.kwargs)), call.inputs))
         pairs = [(callee, caller, passed[caller]) for callee, caller in match_arguments(call.node).items()]
         for callee, caller, layout in pairs:
             self.agree(caller, layout, call.frame.layouts[callee.id])
@@ -246,11 +246,11 @@ class _FrameCheck:
     def call_whole(self, call, made):
         """A Cell with a `bprop` of its own runs on whole tensors; what flows back through its results."""
         node = call.node
-        for value, layout in zip([*values_in((node.args, node.kwargs)), *made], (*call.inputs, *call.outputs)):
+        for value, layout in zip([*tree_leaves((node.args, node.kwargs)), *made], (*call.inputs, *call.outputs)):
             if not layout.is_replicated:
                 self.fault(f"has {value.described} as {layout}, a Cell with a bprop has it whole")
         trained = any(use.trainable for graph in node.graph.calls() for use in graph.parameters)
-        flows = [self.flows[value.id] for value in values_in((node.args, node.kwargs))]
+        flows = [self.flows[value.id] for value in tree_leaves((node.args, node.kwargs))]
         flow = max([*flows, TRAINED if trained else NOTHING])
         return [flow if is_float(value.dtype) and not value.constant else NOTHING for value in made]
 

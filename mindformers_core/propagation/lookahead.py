@@ -11,9 +11,9 @@ The effort is limited: it grows with the square of a Cell's operators, of which 
 from dataclasses import replace
 
 from mindformers_core.operators.resolve import alternatives
-from mindformers_core.program.structure import values_in
+from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.costs import move_cost
-from mindformers_core.propagation.frames import TRAINED, CallDecision, decide_frame
+from mindformers_core.propagation.decide import TRAINED, CallDecision, decide_frame
 
 __all__ = ["improve"]
 
@@ -75,7 +75,7 @@ def _above(decision, place):
     entry, asked = decision.entries[place], decision.asked[place]
     if isinstance(entry, CallDecision) or len(asked.metas) != 1 or {0} not in asked.signature.linear:
         return None
-    values, results = values_in((entry.node.args, entry.node.kwargs)), values_in(entry.node.outputs)
+    values, results = tree_leaves((entry.node.args, entry.node.kwargs)), tree_leaves(entry.node.outputs)
     if len(results) != 1 or values[0].id in {use.value.id for use in decision.graph.parameters}:
         return None
     forms = decision.forms[results[0].id]
@@ -99,10 +99,10 @@ def _candidates(run, decision, choices, tried):
         if len(calls) > 1:
             yield from (("calls", {place: None}) for place in calls)
     tried.add("calls")
-    makers = {
+    producers = {
         value.id: (place, number)
         for place, entry in enumerate(decision.entries)
-        for number, value in enumerate(values_in(entry.node.outputs))
+        for number, value in enumerate(tree_leaves(entry.node.outputs))
     }
     takers = {}
     for place, used in enumerate(decision.used[:-1]):
@@ -111,7 +111,7 @@ def _candidates(run, decision, choices, tried):
     for key, target in _moves_that_cost(run, decision):
         if (key, target) in tried:
             continue
-        yield from (((key, target), choice) for choice in _pulled(decision, makers, key, target))
+        yield from (((key, target), choice) for choice in _pulled(decision, producers, key, target))
         for place in takers.get((key, target), ()):
             if isinstance(decision.entries[place], CallDecision):
                 continue
@@ -139,18 +139,18 @@ def _moves_that_cost(run, decision):
                 yield key, target
 
 
-def _pulled(decision, makers, key, target):
+def _pulled(decision, producers, key, target):
     """Backward: the tensor is made in `target`, by one operator, by it and those before it, and so on."""
     chosen, frontier = {}, [(key, target)]
     while frontier:
         before, following = len(chosen), []
         for wanted_key, layout in frontier:
-            place, number = makers.get(wanted_key, (None, None))
+            place, number = producers.get(wanted_key, (None, None))
             if place is None or place in chosen:
                 continue
             entry, asked = decision.entries[place], decision.asked[place]
             if isinstance(entry, CallDecision):
-                count = len(values_in(entry.node.outputs))
+                count = len(tree_leaves(entry.node.outputs))
                 if entry.decision is not None:
                     chosen[place] = tuple(layout if other == number else None for other in range(count))
                 continue
@@ -174,7 +174,7 @@ def _making(asked, number, layout):
 def _missing(decision, entry, resolution):
     """Pairs (key, layout) of the inputs that an operator would then take otherwise than it does."""
     paths = {use.value.id: use.path for use in decision.graph.parameters}
-    keys = [paths.get(value.id, value.id) for value in values_in((entry.node.args, entry.node.kwargs))]
+    keys = [paths.get(value.id, value.id) for value in tree_leaves((entry.node.args, entry.node.kwargs))]
     return [
         (key, layout)
         for key, layout in zip(keys, resolution.inputs)

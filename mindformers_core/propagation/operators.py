@@ -5,7 +5,7 @@ import math
 from mindformers_core.operators import Signature, TensorMeta, signature_of, tensor_meta
 from mindformers_core.operators.registry import FLOWS, facts_of, rule_attributes
 from mindformers_core.program.plan import OperatorPlan
-from mindformers_core.program.structure import Value, map_leaves, values_in
+from mindformers_core.program.structure import Value, tree_leaves, tree_map
 
 __all__ = ["algorithm_of", "local_call_shapes", "operator_plan", "operator_signature", "passes_gradient"]
 
@@ -23,10 +23,10 @@ def operator_signature(node):
     Raises:
         ValueError: there is no rule, it rejects the call, or it predicts other shapes than there are.
     """
-    outputs = values_in(node.outputs)
-    if not values_in((node.args, node.kwargs)):
+    outputs = tree_leaves(node.outputs)
+    if not tree_leaves((node.args, node.kwargs)):
         return _free_signature(outputs)
-    args, kwargs = map_leaves(_without_layout, (node.args, node.kwargs))
+    args, kwargs = tree_map(_without_layout, (node.args, node.kwargs))
     signature = _asked(node, args, kwargs)
     predicted = _output_shapes(signature)
     if predicted != [value.shape for value in outputs]:
@@ -38,13 +38,13 @@ def operator_signature(node):
 def local_call_shapes(plan):
     """The shapes that the local call of an `OperatorPlan` gives: its rule is asked with local shapes and arguments."""
     node, metas = plan.node, []
-    for value, layout in zip(values_in((node.args, node.kwargs)), plan.inputs):
+    for value, layout in zip(tree_leaves((node.args, node.kwargs)), plan.inputs):
         metas.append(tensor_meta(layout.local_shape(value.shape), value.dtype, None, value.constant))
     arguments = node.args, node.kwargs
     if plan.signature.localize is not None:
         arguments = plan.signature.localize((*node.args, *node.kwargs.values()), plan.local_shapes), {}
     parts = iter(metas)
-    arguments = map_leaves(lambda leaf: next(parts) if isinstance(leaf, (Value, TensorMeta)) else leaf, arguments)
+    arguments = tree_map(lambda leaf: next(parts) if isinstance(leaf, (Value, TensorMeta)) else leaf, arguments)
     return _output_shapes(_asked(node, *arguments))
 
 

@@ -12,7 +12,7 @@ Where several would do, the choice is made in this order:
    for choices that cost more at one operator and less in all, until there are none.
 
 Steps 1 to 4 are those of the eager engine, which goes operator by operator as well. But here each tensor's moves are
-known before anything runs, so that they are shared across Cells (see `placing.py`). Spreading from declared operators
+known before anything runs, so that they are shared across Cells (see `insertion.py`). Spreading from declared operators
 at the least cost of redistribution is MindSpore's sharding propagation; that layouts are derived from factors, and
 conflicts settled in a stated order, follows OpenXLA Shardy.
 """
@@ -21,12 +21,12 @@ from mindformers_core.layout import Layout
 from mindformers_core.operators.resolve import repeated, resolve
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.aliases import outer_index, parameter_index
-from mindformers_core.program.outer import with_exports
-from mindformers_core.program.structure import values_in
-from mindformers_core.propagation.frames import FLOWS, NOTHING, decide_frame
+from mindformers_core.program.free_variables import lambda_lift
+from mindformers_core.program.structure import tree_leaves
+from mindformers_core.propagation.decide import FLOWS, NOTHING, decide_frame
+from mindformers_core.propagation.insertion import insert_redistributions
 from mindformers_core.propagation.lookahead import improve
 from mindformers_core.propagation.operators import operator_signature
-from mindformers_core.propagation.placing import place_frame
 from mindformers_core.redistribution import CPU, plan_redistribution
 
 __all__ = ["Propagation", "derive_parameters", "propagate"]
@@ -35,7 +35,7 @@ __all__ = ["Propagation", "derive_parameters", "propagate"]
 def propagate(graph, mesh, arguments, parameters, declarations=None, cost_model=CPU, final=True):
     """Layouts for every tensor of a captured Cell tree, and the redistributions between them.
 
-    Identical calls (the same graph, layouts and declarations) share one `FramePlan` object, so that a model of eighty
+    Identical calls (the same graph, layouts and declarations) share one `CellPlan` object, so that a model of eighty
     layers takes hardly longer than one of two.
 
     Args:
@@ -48,15 +48,15 @@ def propagate(graph, mesh, arguments, parameters, declarations=None, cost_model=
         final: whether partial and varying results of the root are reduced, as a loss should be. Default: True.
 
     Returns:
-        The root's `FramePlan`.
+        The root's `CellPlan`.
 
     Raises:
         ValueError, TypeError: a declaration that doesn't fit, an operator without a rule, or one whose rule rejects
             its arguments; all name the Cell, and those of operators the line of the source.
     """
-    run, graph = Propagation(mesh, parameters, declarations or {}, cost_model), with_exports(graph)
+    run, graph = Propagation(mesh, parameters, declarations or {}, cost_model), lambda_lift(graph)
     decision = run.decide_root(graph, arguments, final)
-    return run.place(decision, {value.id: arguments[value.id] for value in values_in(graph.arguments)}, ())
+    return run.place(decision, {value.id: arguments[value.id] for value in tree_leaves(graph.arguments)}, ())
 
 
 def derive_parameters(graph, mesh, arguments, parameters, declarations=None, cost_model=CPU, free=()):
@@ -72,7 +72,7 @@ def derive_parameters(graph, mesh, arguments, parameters, declarations=None, cos
     Returns:
         A layout for every parameter: those of `parameters`, with the ones that were found in the place of free ones.
     """
-    run, graph = Propagation(mesh, parameters, declarations or {}, cost_model, free), with_exports(graph)
+    run, graph = Propagation(mesh, parameters, declarations or {}, cost_model, free), lambda_lift(graph)
     decision = run.decide_root(graph, arguments, True)
     found = {}
     for path, use in run.parameter_index.uses(graph).items():
@@ -136,7 +136,7 @@ class Propagation:
     def decide_root(self, graph, layouts, final):
         """The `Decision` for the root; its inputs may be asked for their gradients, but nothing trained is behind."""
         arguments = {}
-        for value in values_in(graph.arguments):
+        for value in tree_leaves(graph.arguments):
             arguments[value.id] = layouts[value.id], FLOWS if is_float(value.dtype) else NOTHING, False
         return self.improved(graph, arguments, final)
 
@@ -186,11 +186,11 @@ class Propagation:
         return known
 
     def place(self, decision, passed, lifted):
-        """The `FramePlan` of a call, one for all identical ones; see `place_frame`."""
+        """The `CellPlan` of a call, one for all identical ones; see `insert_redistributions`."""
         key = (decision, tuple(passed.items()), lifted)
         known = self._plans.get(key)
         if known is None:
-            known = self._plans[key] = place_frame(self, decision, passed, lifted)
+            known = self._plans[key] = insert_redistributions(self, decision, passed, lifted)
         return known
 
 

@@ -10,8 +10,8 @@ from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.layout import Layout
 from mindformers_core.program.aliases import outer_index, parameter_index
 from mindformers_core.program.graph import CallNode
-from mindformers_core.program.plan import CallPlan, FramePlan, Move, OperatorPlan
-from mindformers_core.program.structure import shown, values_in
+from mindformers_core.program.plan import CallPlan, CellPlan, Move, OperatorPlan
+from mindformers_core.program.structure import shown, tree_leaves
 from mindformers_core.propagation.operators import operator_signature
 from mindformers_core.redistribution.moves import moves
 from mindformers_core.redistribution.space import SearchSpace
@@ -21,7 +21,7 @@ __all__ = ["graph_lines", "restored"]
 
 
 def restored(path, frames, graph, mesh):
-    """The `FramePlan` of the root.
+    """The `CellPlan` of the root.
 
     Args:
         path: what errors call the file.
@@ -39,7 +39,7 @@ def graph_lines(graph):
     """What a graph's key is made of, as lines that a person can compare, save the contents of called Cells."""
     lines = [f"{graph.class_name}, {'training' if graph.training else 'evaluation'}"]
     for name, structure in graph.arguments.items():
-        values = ", ".join(value.described for value in values_in(structure))
+        values = ", ".join(value.described for value in tree_leaves(structure))
         lines.append(f"argument {name} = {shown(structure)}" + (f" ({values})" if values else ""))
     for use in graph.parameters:
         frozen = "" if use.trainable else ", not trained"
@@ -58,7 +58,7 @@ class _Frames:
 
     Attributes:
         calls: number of every call -> its graph; a frame that several calls share has that of the call it names.
-        built: place of a frame in the file -> its `FramePlan`.
+        built: place of a frame in the file -> its `CellPlan`.
         indices: `UseIndex`es of what a graph takes from elsewhere, itself or further down.
     """
 
@@ -71,7 +71,7 @@ class _Frames:
         self.indices = {"parameters": parameter_index(), "outer": outer_index()}
 
     def frame(self, place, graph):
-        """The `FramePlan` at this place in the file, for a call with this graph."""
+        """The `CellPlan` at this place in the file, for a call with this graph."""
         self._check_graph(place, graph)
         if place not in self.built:
             where = f"{self.path}, Cell '{graph.path}'"
@@ -128,14 +128,14 @@ class _Frame:
         self.values = _values_of(graph)
 
     def build(self, data):
-        """The `FramePlan`."""
+        """The `CellPlan`."""
         layouts = {int(n): self._layout(self.values[int(n)], entry) for n, entry in data["layouts"].items()}
-        return FramePlan(
+        return CellPlan(
             graph=self.graph,
             mesh=self.frames.mesh,
             layouts=layouts,
             instructions=tuple(map(self._instruction, data["instructions"])),
-            results=self._layouts(values_in(self.graph.result), data["results"], "the result"),
+            results=self._layouts(tree_leaves(self.graph.result), data["results"], "the result"),
             lifted=self._lifted(data),
             gradients=frozenset(data["gradients"]),
         )
@@ -144,8 +144,8 @@ class _Frame:
         if "move" in data:
             return self._move(data)
         node = self.graph.nodes[data["node"]]
-        inputs = self._layouts(values_in((node.args, node.kwargs)), data["inputs"], str(node))
-        outputs = self._layouts(values_in(node.outputs), data["outputs"], str(node))
+        inputs = self._layouts(tree_leaves((node.args, node.kwargs)), data["inputs"], str(node))
+        outputs = self._layouts(tree_leaves(node.outputs), data["outputs"], str(node))
         if isinstance(node, CallNode):
             lifted = self._lifted(data)
             frame = None if data["frame"] is None else self.frames.frame(data["frame"], node.graph)
@@ -203,5 +203,5 @@ class _Frame:
 def _values_of(graph):
     """Number -> Value of all that is in a graph."""
     used = [use.value for use in (*graph.parameters, *graph.constants, *graph.outer)]
-    made = values_in([node.outputs for node in graph.nodes])
-    return {value.id: value for value in (*values_in(graph.arguments), *used, *made)}
+    made = tree_leaves([node.outputs for node in graph.nodes])
+    return {value.id: value for value in (*tree_leaves(graph.arguments), *used, *made)}

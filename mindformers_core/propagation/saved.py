@@ -1,6 +1,6 @@
 """Plans as JSON files: `save_plan` and `load_plan`. Pure Python.
 
-A file holds every distinct `FramePlan` once, with the structure key and a listing of its graph, and in it every move,
+A file holds every distinct `CellPlan` once, with the structure key and a listing of its graph, and in it every move,
 operator and call with all layouts. What follows from these and the captured graph (signatures, local shapes, bytes) is
 not in it. A layout is written dim by dim: `["dp", null, ["cp", "tp"]]` is `[dp, -, (cp, tp)]`; one with marks is
 `{"dims": […], "partial": {"tp": "sum"}, "varying": ["dp"]}`.
@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.files import write_whole
-from mindformers_core.program.outer import with_exports
+from mindformers_core.program.free_variables import lambda_lift
 from mindformers_core.program.plan import CallPlan, Move
-from mindformers_core.program.structure import values_in
+from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.checking import PlanError, check_plan
 from mindformers_core.propagation.restoring import graph_lines, restored
 
@@ -29,10 +29,10 @@ def save_plan(frame, path):
     Equal plans give equal files.
 
     Args:
-        frame: the `FramePlan` of the root.
+        frame: the `CellPlan` of the root.
         path: of a JSON file, as readable as `explain`'s text.
     """
-    frames = {}  # identity of a FramePlan -> (its place, the FramePlan), in the order in which they are first called
+    frames = {}  # identity of a CellPlan -> (its place, the CellPlan), in the order in which they are first called
     for _, found in frame.walk():
         frames.setdefault(id(found), (len(frames), found))
     places = {key: place for key, (place, _) in frames.items()}
@@ -52,7 +52,7 @@ def load_plan(path, graph, mesh, final=False):
         final: see `check_plan`.
 
     Returns:
-        A `FramePlan` like the one saved; its graphs are those of `graph`.
+        A `CellPlan` like the one saved; its graphs are those of `graph`.
 
     Raises:
         ValueError: the file is no plan, or of another version; the mesh is another one; the graph is another one than
@@ -71,7 +71,7 @@ def load_plan(path, graph, mesh, final=False):
     if list(planned.items()) != list(zip(mesh.axis_names, mesh.shape)):
         found = ", ".join(f"{name}={size}" for name, size in planned.items())
         raise ValueError(f"{path} is a plan for the mesh ({found}), not for {mesh}: plan anew for this one")
-    frame = restored(path, data["frames"], with_exports(graph), mesh)
+    frame = restored(path, data["frames"], lambda_lift(graph), mesh)
     try:
         check_plan(frame, final)
     except PlanError as error:
@@ -80,7 +80,7 @@ def load_plan(path, graph, mesh, final=False):
 
 
 def _frame_data(frame, places):
-    """A `FramePlan` as JSON-able data; `places`: identity of a FramePlan -> its place in the file."""
+    """A `CellPlan` as JSON-able data; `places`: identity of a CellPlan -> its place in the file."""
     graph, added = _as_planned(frame.graph)
     numbers = {id(node): number for number, node in enumerate(graph.nodes)}
     return {
@@ -99,8 +99,8 @@ def _frame_data(frame, places):
 
 def _as_planned(graph):
     """A frame's graph without what it takes from elsewhere for those below it only, and the numbers of that."""
-    used = {value.id for node in graph.nodes for value in values_in((node.args, node.kwargs))}
-    used |= {value.id for value in values_in(graph.result)}
+    used = {value.id for node in graph.nodes for value in tree_leaves((node.args, node.kwargs))}
+    used |= {value.id for value in tree_leaves(graph.result)}
     kept = {
         part: tuple(use for use in getattr(graph, part) if use.value.id in used) for part in ("parameters", "outer")
     }

@@ -6,11 +6,11 @@ from functools import cache
 
 from mindformers_core.analysis.operations import operations
 from mindformers_core.hints import bytes_shown
-from mindformers_core.program.links import links_of
 from mindformers_core.program.name_ranges import layers_together
+from mindformers_core.program.producers import links_of
 from mindformers_core.recompute.explained import bytes_not_kept
-from mindformers_core.recompute.filling import improved, mixed, pieces_of
-from mindformers_core.recompute.frontier import Measured, best_of, corners, lower_hull, trade_of
+from mindformers_core.recompute.knapsack import improved, mixed, pieces_of
+from mindformers_core.recompute.pareto import Measured, best_of, corners, lower_hull, trade_of
 from mindformers_core.recompute.selection import kept_keys
 
 __all__ = ["Choice", "Part", "choice_within", "choose", "described", "operations_shown", "out_of_reach", "rows_of"]
@@ -107,7 +107,7 @@ def choose(frame, budget, saved_bytes, recomputed, not_kept, price, keep=(), is_
     nets with sublinear memory cost", 2016; see `frontier` and `filling` for how it is chosen.
 
     Args:
-        frame: the `FramePlan` of the root.
+        frame: the `CellPlan` of the root.
         budget: above 0, at most 1: the part of the bytes saved for the backward pass that may stay.
         saved_bytes: (frozenset of dropped keys) -> bytes that are saved then.
         recomputed: (frozenset of dropped keys) -> those of them that are computed again.
@@ -168,20 +168,20 @@ def _within(limit, links, measured):
     def fits(dropped):
         return measured.nbytes(dropped) <= limit
 
-    keys = list(links.makers)
+    keys = list(links.producers)
     hull = lower_hull(measured.points())
     fitting = next(place for place, (nbytes, _, _) in enumerate(hull) if nbytes <= limit)
     is_small = len(keys) <= _SMALL
     near = _NEAR if is_small else 1
     left, right = reversed(hull[max(0, fitting - near) : fitting]), hull[fitting : fitting + near]
     pairs = [(above[2], below[2]) for above in left for below in right]
-    starts = [(*mixed(keys, links.borders, *pair, fits), *pair) for pair in pairs]
+    starts = [(*mixed(keys, links.layer_bounds, *pair, fits), *pair) for pair in pairs]
     starts += [(below, 0, len(keys), frozenset(), below) for _, _, below in right]
     questions = _WORK // len(keys) // len(starts)
     better = []
     for dropped, first, end, above, below in starts:
         changeable = keys if is_small else keys[first:end]
-        pieces = pieces_of([key for key in changeable if key in below - above], links.makers)
+        pieces = pieces_of([key for key in changeable if key in below - above], links.producers)
         better.append(improved(dropped, changeable, pieces, measured, limit, questions))
     return min(better, key=lambda some: (measured.flops(some), measured.nbytes(some)))
 
@@ -199,8 +199,8 @@ def _choice(dropped, links, measured, not_kept):
         flops=measured.flops(dropped),
         all_bytes=everything[0],
         curve=tuple(dict.fromkeys([everything, *curve])),
-        forward_flops=sum(map(measured.price, links.makers)),
-        parts=tuple(Part(key, saves.get(key, 0), measured.price(key)) for key in links.makers if key in dropped),
+        forward_flops=sum(map(measured.price, links.producers)),
+        parts=tuple(Part(key, saves.get(key, 0), measured.price(key)) for key in links.producers if key in dropped),
     )
 
 

@@ -2,15 +2,15 @@
 
 from collections import Counter, deque
 
-from mindformers_core.analysis.following import Following
 from mindformers_core.analysis.prediction import Prediction
+from mindformers_core.analysis.saved_tensors import SavedTensorAnalysis
 from mindformers_core.hints import bytes_shown
 from mindformers_core.program.activation_policy import ExplainedActivations, Mark
-from mindformers_core.program.links import links_of
+from mindformers_core.program.instructions import operators_in_order
 from mindformers_core.program.name_ranges import cells_together, names_shown
 from mindformers_core.program.operator_names import operator_texts
-from mindformers_core.program.places import operators_in_order
 from mindformers_core.program.plan import called_cells
+from mindformers_core.program.producers import links_of
 
 __all__ = ["bytes_not_kept", "explained_activations", "explained_cells", "keepers_by_key", "recomputed_at_once"]
 
@@ -31,7 +31,7 @@ def explained_activations(frame, recomputing, algorithm, path="", arguments_need
     """The `ExplainedActivations` of a program.
 
     Args:
-        frame: its `FramePlan`, with keepers.
+        frame: its `CellPlan`, with keepers.
         recomputing: what the keepers of instructions that are computed again are called; others wait on the host.
         algorithm: as for `saved_activations`.
         arguments_need: as for `saved_activations`.
@@ -47,7 +47,7 @@ def explained_activations(frame, recomputing, algorithm, path="", arguments_need
     marks |= {key: Mark("recomputed", max(lost[key], 0), keepers[key].takes_collectives) for key in again}
     on_host, swapped = Counter(), keepers.keys() - dropped
     if swapped:  # each result on the host is a copy of its own, where the device has views of one piece of memory
-        after = Following(frame, algorithm, arguments_need).course(dropped, swapped).demand().kept
+        after = SavedTensorAnalysis(frame, algorithm, arguments_need).course(dropped, swapped).demand().kept
         for memory in after:
             if memory.on_host:
                 on_host[memory.key] += memory.nbytes
@@ -62,7 +62,7 @@ def explained_cells(frame, cells, apart, algorithm, path="", arguments_need=True
     Of such a Cell what it is called with is kept. Of all others it is taken that a graph keeps what PyNative does.
 
     Args:
-        frame: its `FramePlan`.
+        frame: its `CellPlan`.
         cells: keys of their calls, none within another one.
         apart: whether each is compiled, and called again, by itself.
         algorithm, path, arguments_need: as of `explained_activations`.
@@ -103,7 +103,7 @@ def recomputed_at_once(frame, layers, marks):
     """The most bytes that are back at a time in the backward pass: of one layer, or of what is in none.
 
     Args:
-        frame: the `FramePlan`.
+        frame: the `CellPlan`.
         layers: paths of the Cells that each are computed again as a whole, or in parts.
         marks: as of `ExplainedActivations`.
     """
@@ -126,23 +126,23 @@ def bytes_not_kept(links, again, before, after):
         for tensor in tensors:
             lost[tensor.owner if tensor.owner in again else tensor.key] += sign * tensor.nbytes
     for key in [key for key, nbytes in lost.items() if nbytes > 0 and key not in again]:
-        for maker in _nearest(key, links.makers, again):
+        for maker in _nearest(key, links.producers, again):
             part = min(lost[key], links.nbytes[maker])
             lost[maker] += part
             lost[key] -= part
     return lost
 
 
-def _nearest(key, makers, again):
+def _nearest(key, producers, again):
     """Those of `again` that make what an instruction takes, or what that is made of, and so on."""
-    found, waiting, seen = [], deque(makers[key]), {*makers[key]}
+    found, waiting, seen = [], deque(producers[key]), {*producers[key]}
     while waiting:
         maker = waiting.popleft()
         if maker in again:
             found.append(maker)
             continue
-        waiting.extend(other for other in makers[maker] if other not in seen)
-        seen.update(makers[maker])
+        waiting.extend(other for other in producers[maker] if other not in seen)
+        seen.update(producers[maker])
     return found
 
 

@@ -18,7 +18,7 @@ from mindspore import Parameter, Tensor
 from mindspore.graph.api import _no_grad, _pynative_executor, saved_tensors_hooks
 
 from mindformers_core.communication.world import process_state
-from mindformers_core.program.structure import map_leaves
+from mindformers_core.program.structure import tree_map
 
 __all__ = ["Handle", "Recomputation", "Recomputed", "count_recomputations", "handle_of", "keeping", "kept", "session"]
 
@@ -210,7 +210,7 @@ class Recomputation:
 
     def __init__(self, function, inputs):
         self.function, self.expected, self.unsettled = function, 0, []
-        self.inputs = map_leaves(_as_input, inputs)
+        self.inputs = tree_map(_as_input, inputs)
         self._results, self._is_over = None, False
 
     def settle(self, tensors):
@@ -236,9 +236,9 @@ class Recomputation:
 
     def _run(self):
         if self._is_over:  # a second backward pass
-            map_leaves(lambda leaf: leaf.expect() if isinstance(leaf, Handle) else None, self.inputs)
+            tree_map(lambda leaf: leaf.expect() if isinstance(leaf, Handle) else None, self.inputs)
         self._is_over = True
-        inputs = map_leaves(lambda leaf: leaf.read() if isinstance(leaf, Handle) else leaf, self.inputs)
+        inputs = tree_map(lambda leaf: leaf.read() if isinstance(leaf, Handle) else leaf, self.inputs)
         with _no_grad():
             result = self.function(*inputs)
         for counted in _STATE.get("counters", ()):
@@ -248,7 +248,7 @@ class Recomputation:
 
     def __del__(self):
         if not self._is_over:
-            map_leaves(lambda leaf: leaf.forgo() if isinstance(leaf, Handle) else None, self.inputs)
+            tree_map(lambda leaf: leaf.forgo() if isinstance(leaf, Handle) else None, self.inputs)
 
 
 def _as_input(leaf):

@@ -95,7 +95,7 @@ def _others(name):
 
 
 def _plan(cell, inputs, named_inputs):
-    """The `FramePlan` of a call: of its program, but where patterns, which may be wrong, are to be matched for that."""
+    """The `CellPlan` of a call: of its program, but where patterns, which may be wrong, are to be matched for that."""
     tree, path = tree_and_path(cell)
     if not tree.activations.marks:
         return prepare(cell, *inputs, **named_inputs).frame

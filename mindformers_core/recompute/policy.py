@@ -12,8 +12,8 @@ from mindformers_core.program.activation_policy import ActivationPolicy, Keeper
 from mindformers_core.program.cutting import calls_alone, calls_of, unshared
 from mindformers_core.program.keepers import marked
 from mindformers_core.program.plan import joined_path
-from mindformers_core.recompute.again import call_again
 from mindformers_core.recompute.budget import choice_within, described
+from mindformers_core.recompute.checkpointing import checkpoint_call
 from mindformers_core.recompute.explained import explained_activations, explained_cells
 from mindformers_core.recompute.keeping import keeping
 from mindformers_core.recompute.selection import (
@@ -48,7 +48,7 @@ class ChosenActivations(ActivationPolicy):
 
     Attributes:
         settings, swapping: as given.
-        choices: `FramePlan` of a program -> its `Choice`, under a budget, as long as there is the program.
+        choices: `CellPlan` of a program -> its `Choice`, under a budget, as long as there is the program.
     """
 
     marks = True
@@ -99,7 +99,7 @@ class ChosenActivations(ActivationPolicy):
         return self.settings, self.swapping, self.layers
 
     def _compiled_frame(self, program, compiled):
-        """The `FramePlan` of a compiled function, in which whole Cells run again."""
+        """The `CellPlan` of a compiled function, in which whole Cells run again."""
         self._check_compilable()
         for key in ("select", "exclude"):
             for each in program.matches(getattr(self.settings, key), f"recompute.{key}"):
@@ -146,9 +146,9 @@ class ChosenActivations(ActivationPolicy):
         self._recomputed |= {joined_path(program.path, place.path) for place in places}
         return keys, choice
 
-    def call_again(self, function, others, tensors):
+    def checkpoint_call(self, function, others, tensors):
         """See `ActivationPolicy`."""
-        return call_again(function, others, tensors)
+        return checkpoint_call(function, others, tensors)
 
     def check_compiling(self):
         """See `ActivationPolicy`."""

@@ -1,7 +1,7 @@
 """`recompute()` and `swap()`: activations chosen by name, computed again or kept on the host (RFC ICY7S6).
 
 In PyNative results of every chosen operator are freed one by one, see `keeping.py` and `offloading.py`. Compiled
-functions recompute whole Cells, see `again.py`.
+functions recompute whole Cells, see `checkpointing.py`.
 """
 
 from dataclasses import fields

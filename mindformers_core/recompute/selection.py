@@ -6,12 +6,12 @@ from functools import cached_property
 from mindformers_core.analysis.prediction import Prediction
 from mindformers_core.analysis.views import is_cast_to_its_dtype
 from mindformers_core.hints import nearest
-from mindformers_core.program.links import links_of
+from mindformers_core.program.instructions import operators_in_order
 from mindformers_core.program.name_ranges import cells_together, quoted
 from mindformers_core.program.operator_names import operator_names, operator_texts
-from mindformers_core.program.places import operators_in_order
 from mindformers_core.program.plan import CallPlan, Move, OperatorPlan, called_cells, joined_path
-from mindformers_core.program.structure import values_in
+from mindformers_core.program.producers import links_of
+from mindformers_core.program.structure import tree_leaves
 from mindformers_core.recompute.patterns import match, parse_pattern
 
 __all__ = [
@@ -26,13 +26,13 @@ class NamedProgram:
     """What patterns are matched with, made once for a program.
 
     Args:
-        frame: its `FramePlan`.
+        frame: its `CellPlan`.
         path: of the Cell whose call it is.
         algorithm, arguments_need: as of `Prediction`.
 
     Attributes:
         frame, path, algorithm: as given.
-        places: a `Place` for every instruction.
+        places: a `Instruction` for every instruction.
         names: its `OperatorName`s.
         cells: `(key, path from the root)` of every call of a Cell.
         closed: keys of the calls of Cells with a `bprop` of their own.
@@ -68,16 +68,16 @@ class NamedProgram:
 
     def _with_nameless(self, operators):
         found = {*operators}
-        for key, makers in self._nameless if found else ():
-            found |= set() if found.isdisjoint(makers) else {key}
+        for key, producers in self._nameless if found else ():
+            found |= set() if found.isdisjoint(producers) else {key}
         return tuple(place.key for place in self.places if place.key in found)
 
     @cached_property
     def _nameless(self):
         """Redistributions without names, in order: `(key, keys of those that make what they take)`."""
-        named, makers = {name.place.key for name in self.names}, links_of(self.frame).makers
+        named, producers = {name.place.key for name in self.names}, links_of(self.frame).producers
         moves = [place.key for place in self.places if isinstance(place.entry, Move)]
-        return [(key, makers[key]) for key in moves if key not in named]
+        return [(key, producers[key]) for key in moves if key not in named]
 
 
 def recomputed_keys(settings, program, full=(), boundaries=()):
@@ -147,7 +147,7 @@ def _can_run_again(place):
         return "float" in place.entry.value.dtype
     if not place.entry.inputs or is_cast_to_its_dtype(place.entry.node):
         return False
-    return any("float" in value.dtype for value in values_in(place.entry.node.outputs))
+    return any("float" in value.dtype for value in tree_leaves(place.entry.node.outputs))
 
 
 def swapped_keys(settings, program, layers):

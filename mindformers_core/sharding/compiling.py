@@ -20,10 +20,10 @@ from mindformers_core.communication.world import process_state, world
 from mindformers_core.dtensor.dtensor import DTensor
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators import TensorMeta
-from mindformers_core.program.structure import map_leaves
+from mindformers_core.program.structure import tree_map
 from mindformers_core.sharding.first_inputs import compare_inputs
 
-__all__ = ["choose_program", "eager_method", "enrol", "jit"]
+__all__ = ["choose_program", "eager_method", "register_cell", "jit"]
 
 _STATE = process_state().memo(__name__)  # "cells": number -> (reference to a tree, path); in a `jit()` also
 # "met": references to trees, of a compilation; "missing": a call that it stopped at; "refused": whether it met an error
@@ -31,7 +31,7 @@ _NOT_A_SHAPE = {"dtype": ms.TensorType(ms.float32), "shape": ("none",), "value":
 _NUMBERS = count()
 
 
-def enrol(tree, path):
+def register_cell(tree, path):
     """The number by which a compiled call names the Cell at `path` of a sharded tree."""
     number = next(_NUMBERS)
     _STATE.setdefault("cells", {})[number] = ref(tree), path
@@ -147,7 +147,7 @@ def jit(function=None, **options):
 
     @wraps(function if not isinstance(function, ms.nn.Cell) else function.construct)
     def run(*args, **kwargs):
-        map_leaves(_check_plain, (args, kwargs))
+        tree_map(_check_plain, (args, kwargs))
         made, outer = [], _STATE.get("met")
         while True:
             _STATE["met"] = []
@@ -192,7 +192,7 @@ def _compare_inputs(tree, path, args, kwargs):
     layouts = [program.frame.layouts[value.id] for value in program.inputs]
     shards = {axis: layout.placement(axis) for layout in layouts for dim in layout.dims for axis in dim}
     tensors = []
-    map_leaves(lambda leaf: tensors.append(leaf) if type(leaf) is ms.Tensor else None, (args, kwargs))
+    tree_map(lambda leaf: tensors.append(leaf) if type(leaf) is ms.Tensor else None, (args, kwargs))
     inputs = [(f"argument {place}", tensor) for place, tensor in enumerate(tensors)]
     compare_inputs(tree.label(""), tree.mesh, inputs, [shards] * len(inputs))
 

@@ -3,7 +3,7 @@
 from mindformers_core.capture.capture import capture
 from mindformers_core.dtensor.move import cost_model
 from mindformers_core.layout import Layout, bind_layout
-from mindformers_core.program.structure import values_in
+from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.propagate import derive_parameters
 
 __all__ = ["derived_layouts"]
@@ -23,7 +23,7 @@ def derived_layouts(cell, mesh, declarations, layouts, free, inputs):
     declared = declarations[""].inputs if "" in declarations else {}
     arriving = {}
     for name, structure in graph.arguments.items():
-        for value in values_in(structure):
+        for value in tree_leaves(structure):
             layout = declared.get(name, Layout.on(mesh, ((),) * len(value.shape)))
             arriving[value.id] = bind_layout(layout, mesh, len(value.shape), name=f"input '{name}' of the root Cell")
     return derive_parameters(graph, mesh, arriving, layouts, declarations, cost_model(), free)

@@ -104,7 +104,7 @@ def explain_activations(cell, *inputs, compiled=False, **named_inputs):
 
 
 def _last_program(tree, path):
-    """`(FramePlan, path of a Cell in it)` of the program that ran last with this Cell."""
+    """`(CellPlan, path of a Cell in it)` of the program that ran last with this Cell."""
     for program in reversed(tree.programs.values()):
         for inner, _ in program.frame.walk():
             if joined_path(program.path, inner) == path:

@@ -18,7 +18,7 @@ from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.operators import TensorMeta, tensor_meta
 from mindformers_core.program.cutting import calls_of, cut
 from mindformers_core.program.plan import joined_path
-from mindformers_core.program.structure import map_leaves, values_in
+from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.propagation.checking import check_plan
 from mindformers_core.propagation.propagate import propagate
 from mindformers_core.propagation.saved import load_plan
@@ -36,8 +36,8 @@ class Program:
         name: the method of the called Cell that runs it.
         path: the called Cell.
         signature: what tells it from others: see `describe`.
-        frame: its `FramePlan`.
-        generated: the `FramePlan` that was generated: the same one, but where some of it is compiled by itself.
+        frame: its `CellPlan`.
+        generated: the `CellPlan` that was generated: the same one, but where some of it is compiled by itself.
         graph: what was captured.
         file: the generated module.
         source: the `ModuleSource`.
@@ -65,20 +65,20 @@ class Program:
     @property
     def inputs(self):
         """The `Value`s that it takes, with their global shapes."""
-        return values_in(self.graph.arguments)
+        return tree_leaves(self.graph.arguments)
 
     def wrapped(self, result):
         """The local result as a structure of DTensors."""
         if type(result) is Tensor and len(self.results) == 1:
             return wrap(result, self.results[0])
         found = []
-        map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, result)
+        tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, result)
         tensors = map(wrap, found, self.results)
-        return map_leaves(lambda leaf: next(tensors) if _is_value(leaf) else leaf, self.graph.result)
+        return tree_map(lambda leaf: next(tensors) if _is_value(leaf) else leaf, self.graph.result)
 
 
 def _is_value(leaf):
-    return bool(values_in(leaf))
+    return bool(tree_leaves(leaf))
 
 
 def describe(leaf):
@@ -124,7 +124,7 @@ def plan_call(tree, path, args, kwargs, saved_plan=None):
     """Capture and propagate one call; arguments as of `make_program`.
 
     Returns:
-        `(CellGraph, FramePlan)`, without what the tree's `ActivationPolicy` makes of the plan.
+        `(CellGraph, CellPlan)`, without what the tree's `ActivationPolicy` makes of the plan.
     """
     bound = _bind(tree, path, args, kwargs)
     arriving = arriving_tensors(tree, path, args, kwargs)
@@ -137,7 +137,7 @@ def plan_call(tree, path, args, kwargs, saved_plan=None):
         return TensorMeta(next(coming)[2].global_shape(shape), dtype, None, False)
 
     for name, value in list(bound.arguments.items())[1:]:
-        bound.arguments[name] = map_leaves(enter, value)
+        bound.arguments[name] = tree_map(enter, value)
     tree.check_cells()
     try:
         with tree.as_written():
@@ -147,7 +147,7 @@ def plan_call(tree, path, args, kwargs, saved_plan=None):
         if not undeclared:
             raise
         raise ValueError(f"{str(error).rstrip('.')}; {tree.label(path)} was called with {undeclared}") from error
-    values = values_in(graph.arguments)
+    values = tree_leaves(graph.arguments)
     layouts = {value.id: layout for value, (_, _, layout) in zip(values, arriving, strict=True)}
     declarations = tree.below(path, tree.declarations)
     parameters = tree.below(path, tree.parameter_layouts)
@@ -182,7 +182,7 @@ def arriving_tensors(tree, path, args, kwargs):
             found.append((name, leaf, _arriving_layout(leaf, declared.get(name), tree.mesh, what)))
 
     for name, value in list(bound.arguments.items())[1:]:
-        map_leaves(lambda leaf, name=name: enter(leaf, name), value)
+        tree_map(lambda leaf, name=name: enter(leaf, name), value)
     return found
 
 
@@ -240,7 +240,7 @@ def _generated(tree, path, signature, graph, frame):
     name = source.functions[generated]
     module = load_module(name, source)
     functions = {function: getattr(module, function) for function in source.functions.values()}
-    values = values_in(graph.result)
+    values = tree_leaves(graph.result)
     results = tuple(tensor_meta(v.shape, v.dtype, layout, False) for v, layout in zip(values, frame.results))
     return Program(name, path, signature, frame, generated, graph, module.__file__, source, functions, results)
 
@@ -249,7 +249,7 @@ def _header(tree, path, graph, frame):
     """The docstring of a generated module."""
     inputs = [
         f"    {value.hint}: {value.described.partition(' ')[2]} as {frame.layouts[value.id]}"
-        for value in values_in(graph.arguments)
+        for value in tree_leaves(graph.arguments)
     ]
     mode = "training" if graph.training else "evaluation"
     return [

@@ -6,7 +6,7 @@ from functools import cache
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from mindformers_core.dtensor.dtensor import parameter_meta, parameter_view, wrap
-from mindformers_core.program.structure import map_leaves
+from mindformers_core.program.structure import tree_map
 from mindformers_core.sharding.compiling import choose_program, eager_method
 
 __all__ = [
@@ -166,7 +166,7 @@ class EagerCell(ShardedCell):
 
 def _shapes(args, kwargs):
     shapes = []
-    map_leaves(lambda leaf: shapes.append(tuple(leaf.shape)) if isinstance(leaf, Tensor) else None, (args, kwargs))
+    tree_map(lambda leaf: shapes.append(tuple(leaf.shape)) if isinstance(leaf, Tensor) else None, (args, kwargs))
     return tuple(shapes)
 
 

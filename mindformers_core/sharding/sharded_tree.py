@@ -11,9 +11,9 @@ from mindformers_core.dtensor.dtensor import DTensor
 from mindformers_core.program.activation_policy import ActivationPolicy
 from mindformers_core.program.passed_weights import weights_of_call
 from mindformers_core.program.plan import called_graphs, joined_path
-from mindformers_core.program.structure import map_leaves
+from mindformers_core.program.structure import tree_map
 from mindformers_core.sharding.boundary import Boundary
-from mindformers_core.sharding.compiling import enrol
+from mindformers_core.sharding.compiling import register_cell
 from mindformers_core.sharding.first_inputs import compare_inputs
 from mindformers_core.sharding.parameter_storage import ParameterStorage
 from mindformers_core.sharding.program import arriving_tensors, describe, make_program, signature_key
@@ -77,9 +77,9 @@ class ShardedTree:
                     f"{self.label(path)} has recompute(use_reentrant=False), which keeps the method that it had before "
                     "shard(): call recompute() after shard()"
                 )
-            cell.__dict__["sharded_cell_number"] = enrol(self, path)
+            cell.__dict__["sharded_cell_number"] = register_cell(self, path)
             cell.__dict__["_sharding"] = self, path
-            self._dress(path)
+            self._set_class(path)
 
     def _boundary(self, path, cell):
         names = tuple(signature(type(cell).construct).parameters)[1:]
@@ -89,7 +89,7 @@ class ShardedTree:
         what = self.label(path), self.mesh, names, self.declarations.get(path), frozenset(axes)
         return Boundary(*what, is_root=path == "", takes_parts=path == "" and not self.takes_full_batch)
 
-    def _dress(self, path):
+    def _set_class(self, path):
         """Give a Cell the class that it needs now."""
         if path in self._as_it_is:
             return
@@ -123,7 +123,7 @@ class ShardedTree:
             above = ".".join(parts[:end])
             if above in self.cells:
                 self._eager.add(above)
-                self._dress(above)
+                self._set_class(above)
         self.versions += 1
 
     def check_cells(self):
@@ -145,7 +145,7 @@ class ShardedTree:
         finally:
             for path, cell in self.cells.items():
                 cell.__dict__["_sharding"] = self, path
-                self._dress(path)
+                self._set_class(path)
 
     @staticmethod
     def below(path, entries):
@@ -166,7 +166,7 @@ class ShardedTree:
         program = self.program(path, args, kwargs)
         if path == "" and program.signature not in self.compared:
             self.compare_inputs(program.signature, args, kwargs, program.communicates)
-        args, kwargs = map_leaves(_local, (args, kwargs))
+        args, kwargs = tree_map(_local, (args, kwargs))
         if self.cells[path]._recompute_cell is not None:
             kwargs["program"] = program.name  # the backward pass calls it again, as it was called
         before, self.running = self.running, program.name
@@ -249,7 +249,7 @@ class ShardedTree:
     def missing_program(self, path, args, kwargs):
         """The error of a call in a graph that there is no program for."""
         shapes = []
-        map_leaves(lambda leaf: shapes.append(describe(leaf)) if hasattr(leaf, "shape") else None, (args, kwargs))
+        tree_map(lambda leaf: shapes.append(describe(leaf)) if hasattr(leaf, "shape") else None, (args, kwargs))
         shown = ", ".join(f"{dtype}{list(shape)}" for shape, dtype, _ in shapes)
         before = "prepare(cell, *inputs), or a call with such inputs in PyNative"
         if self.activations.marks:
@@ -272,7 +272,7 @@ class ShardedTree:
         if self.deferring:
             self.deferred_gradients.attach(program)
         for path in {path for path, _, _ in _calls(program)}:
-            self._dress(path)
+            self._set_class(path)
 
     def _elsewhere(self, prefix, frame, graph, kind, index):
         """A parameter or Cell that a graph uses, and that isn't below its own Cell."""
@@ -281,7 +281,7 @@ class ShardedTree:
         return self.cells[joined_path(prefix, list(called_graphs(frame, graph))[index][1].path)]
 
     def running_call(self, path, function):
-        """`(Program, FramePlan, CellGraph)` of a call of the Cell at `path`, its function of that name, that is on."""
+        """`(Program, CellPlan, CellGraph)` of a call of the Cell at `path`, its function of that name, that is on."""
         (program,) = [each for each in self.programs.values() if each.name == self.running]
         names = program.source.functions
         return next((program, *call[1:]) for call in _calls(program) if (call[0], names[call[1]]) == (path, function))
@@ -301,7 +301,7 @@ class ShardedTree:
             self.programs.clear()
             for path, methods in self._methods.items():
                 methods.clear()
-                self._dress(path)
+                self._set_class(path)
 
     def _make_room(self):
         """Forget the program that was used longest ago where there are too many."""
@@ -316,7 +316,7 @@ class ShardedTree:
         )  # fmt: skip
         for path, frame, _ in _calls(old):
             self._methods[path].pop(old.source.functions[frame], None)
-            self._dress(path)
+            self._set_class(path)
 
 
 def _with_own_gradient(classes):
@@ -330,7 +330,7 @@ def _local(leaf):
 
 
 def _calls(program):
-    """`(path, FramePlan, CellGraph)` of every call in a program; of shared plans, each call's own graph."""
+    """`(path, CellPlan, CellGraph)` of every call in a program; of shared plans, each call's own graph."""
 
     def visit(path, frame, graph):
         yield path, frame, graph

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from mindformers_core.front_door import import_object
+from mindformers_core.lazy_exports import import_object
 from mindformers_core.operators.signature import tensor_meta
 
 __all__ = ["TokenDataset", "dataset_of", "first_sequence", "micro_batch", "open_dataset", "text_files"]

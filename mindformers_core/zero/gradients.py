@@ -6,7 +6,7 @@ from mindspore.graph.api import _pynative_executor
 from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
 from mindformers_core.passes.stage_function import StageFunction
 from mindformers_core.sharding.recordings import forget_recordings
-from mindformers_core.zero.collecting import GradientCollector
+from mindformers_core.zero.gradient_reducer import GradientCollector
 from mindformers_core.zero.loss_scale import LossScale
 from mindformers_core.zero.optimizers import check_optimizers
 from mindformers_core.zero.storage import storage_of

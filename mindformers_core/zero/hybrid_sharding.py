@@ -19,8 +19,8 @@ from mindformers_core.program.labels import cell_label
 from mindformers_core.sharding.optimizers_before import refuse_optimizers_of
 from mindformers_core.sharding.shard import shard
 from mindformers_core.sharding.sharded_cells import ShardedCell, tree_and_path, tree_of
+from mindformers_core.zero.apply import install, planned_parameters
 from mindformers_core.zero.buckets import parse_comm_fusion
-from mindformers_core.zero.installing import install, planned_parameters
 from mindformers_core.zero.precision import MixedPrecision
 from mindformers_core.zero.settings import (
     REPLICATE_AXIS_SUFFIX,

@@ -8,8 +8,8 @@ from mindformers_core.hints import bytes_shown
 from mindformers_core.zero.explained import bucket_lines, whole_lines
 from mindformers_core.zero.formulas import Figures, StepPlan, memory_of_step
 from mindformers_core.zero.meter import MOMENTS
+from mindformers_core.zero.sharded_parameter import bytes_of
 from mindformers_core.zero.storage import storage_of
-from mindformers_core.zero.stored import bytes_of
 
 __all__ = ["MemoryReport", "memory_report"]
 

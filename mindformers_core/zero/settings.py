@@ -9,10 +9,10 @@ from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.hints import nearest
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators.signature import is_float
-from mindformers_core.program.structure import map_leaves
+from mindformers_core.program.structure import tree_map
 from mindformers_core.zero.plan import LEVELS
 from mindformers_core.zero.precision import MixedPrecision
-from mindformers_core.zero.stored import as_dtype
+from mindformers_core.zero.sharded_parameter import as_dtype
 
 __all__ = ["HsdpSettings", "REPLICATE_AXIS_SUFFIX", "SHARD_AXIS_SUFFIX", "check_flags", "check_settings"]
 
@@ -77,7 +77,7 @@ def _cast(structure, dtype):
             return as_dtype(leaf, dtype)
         return leaf
 
-    return structure if dtype is None else map_leaves(cast, structure)
+    return structure if dtype is None else tree_map(cast, structure)
 
 
 def check_settings(mesh, axis, shard_size, threshold, optimizer_level, accumulate_grad_step, prefetch):

@@ -10,9 +10,9 @@ from mindformers_core.program.labels import cell_label
 from mindformers_core.sharding.parameter_storage import ParameterStorage
 from mindformers_core.sharding.recordings import forget_recordings
 from mindformers_core.sharding.sharded_cells import ShardedCell, computing_parameters, tree_and_path
-from mindformers_core.zero.collecting import reduced, summed
 from mindformers_core.zero.explained import explained
 from mindformers_core.zero.formulas import StepPlan
+from mindformers_core.zero.gradient_reducer import reduced, summed
 from mindformers_core.zero.optimizers import check_optimizers
 
 __all__ = ["HsdpStorage", "gathered", "storage_of"]
@@ -26,7 +26,7 @@ class HsdpStorage(ParameterStorage):
 
     Args:
         settings: the `HsdpSettings`.
-        parameters: `StoredParameter`s, in the order of the Cell's parameters.
+        parameters: `ShardedParameter`s, in the order of the Cell's parameters.
         gathers, reduces: `Bucket`s of weights in the order of the Cells, and of gradients in that of a backward pass.
         meter: the `MemoryMeter` that the parameters know, too.
         label: how errors call the root Cell.
@@ -159,7 +159,7 @@ class HsdpStorage(ParameterStorage):
             self.schedule.end()
 
     def find(self, path):
-        """The `StoredParameter` with this path, or None."""
+        """The `ShardedParameter` with this path, or None."""
         return next((stored for stored in self.parameters if stored.plan.path == path), None)
 
     def share(self, stored, other):

@@ -10,7 +10,7 @@ from mindspore import Tensor
 from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.dtensor.dtensor import DTensor
-from mindformers_core.program.structure import map_leaves
+from mindformers_core.program.structure import tree_map
 from mindformers_core.sharding.sharded_cells import CONTAINERS, tree_of
 
 __all__ = ["UnitSchedule", "find_units", "unit_of"]
@@ -151,7 +151,7 @@ class _Unit:
             schedule.before_forward(unit)
             result = call(*args, **kwargs)
             if _pynative_executor.grad_flag():
-                map_leaves(self._await_gradient, result)
+                tree_map(self._await_gradient, result)
             return result
         finally:
             schedule.called.pop()

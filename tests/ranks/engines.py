@@ -13,7 +13,7 @@ from truth import once
 
 from mindformers_core.communication import count_collectives
 from mindformers_core.layout import bind_layout
-from mindformers_core.program.structure import map_leaves
+from mindformers_core.program.structure import tree_map
 from mindformers_core.tensor_parallel import DTensor, jit, shard
 
 __all__ = ["check_engines", "check_in_graph", "check_in_pynative"]
@@ -37,7 +37,7 @@ def truth(name):
     args, kwargs = example.inputs(SEED)
     loss, gradients = step_of(cell, example)(*args, **kwargs)
     named = {p.name: gradient.asnumpy() for p, gradient in zip(cell.trainable_params(), gradients, strict=True)}
-    return Truth(map_leaves(_array, cell(*args, **kwargs)), loss.asnumpy(), named)
+    return Truth(tree_map(_array, cell(*args, **kwargs)), loss.asnumpy(), named)
 
 
 def built(name):
@@ -68,7 +68,7 @@ def sharded(name, mesh, mode):
         given = plan[""]["input"][argument]
         return lambda leaf: Tensor(part_of(leaf.asnumpy(), bind_layout(given, mesh, leaf.ndim)))
 
-    bound.arguments.update({key: map_leaves(part(key), value) for key, value in bound.arguments.items()})
+    bound.arguments.update({key: tree_map(part(key), value) for key, value in bound.arguments.items()})
     shard(cell, mesh, example.config(axes), plan=plan, mode=mode)
     return cell, bound.args, bound.kwargs
 
@@ -100,7 +100,7 @@ def check_in_pynative(name, mesh, mode):
     """
     cell, args, kwargs = sharded(name, mesh, mode)
     what = f"{name} on {mesh}, {mode}"
-    _same(map_leaves(_whole, cell(*args, **kwargs)), truth(name).result, what)
+    _same(tree_map(_whole, cell(*args, **kwargs)), truth(name).result, what)
     with count_collectives() as counts:
         loss, gradients = step_of(cell, EXAMPLES[name])(*args, **kwargs)
     _compare(what, truth(name), cell, _whole(loss), gradients)

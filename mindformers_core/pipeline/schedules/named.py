@@ -2,8 +2,8 @@
 
 from types import MappingProxyType
 
-from mindformers_core.front_door import import_object
 from mindformers_core.hints import nearest
+from mindformers_core.lazy_exports import import_object
 from mindformers_core.pipeline.schedules.base import PipelineScheduleBase
 from mindformers_core.pipeline.schedules.dualpipe_v import ScheduleDualPipeV
 from mindformers_core.pipeline.schedules.from_table import schedule_of_table

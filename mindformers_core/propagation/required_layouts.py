@@ -4,10 +4,10 @@ The moves are a tree: its root is the layout in which the tensor is first availa
 outside is such a tree, too; the caller decides which of its moves it makes itself.
 """
 
-__all__ = ["Forms"]
+__all__ = ["RequiredLayouts"]
 
 
-class Forms:
+class RequiredLayouts:
     """One tensor's forms, as far as one call and those below it are concerned.
 
     Attributes:

@@ -6,12 +6,12 @@ algorithm (1970).
 
 from collections import deque
 
-__all__ = ["cheapest_closure"]
+__all__ = ["minimum_cost_closure"]
 
 _SOURCE, _SINK = object(), object()
 
 
-def cheapest_closure(costs, implications):
+def minimum_cost_closure(costs, implications):
     """The set of nodes with the least sum of costs, among all that hold `v` wherever they hold `u`; smallest of equals.
 
     Args:

@@ -10,9 +10,9 @@ one price; walking over all prices gives the lower convex hull of the curve.
 from dataclasses import dataclass
 from itertools import pairwise
 
-from mindformers_core.recompute.closure import cheapest_closure
+from mindformers_core.recompute.minimum_cut import minimum_cost_closure
 
-__all__ = ["Measured", "Trade", "best_of", "corners", "lower_hull", "trade_of"]
+__all__ = ["Measured", "RematProblem", "best_of", "corners", "lower_hull", "trade_of"]
 
 _DEPTH = 5  # how often the curve is halved, far from the budget
 
@@ -59,12 +59,12 @@ class Measured:
 
 
 @dataclass(frozen=True, eq=False)
-class Trade:
+class RematProblem:
     """What is known of a program, for each of its groups of alike instructions.
 
     Attributes:
         keys: group -> its instructions, in order.
-        makers: group -> groups of the instructions that make its inputs.
+        producers: group -> groups of the instructions that make its inputs.
         bases: group of views -> the group whose memory they see.
         sizes: group -> bytes of its results; 0 for views.
         prices: group -> operations.
@@ -73,7 +73,7 @@ class Trade:
     """
 
     keys: dict
-    makers: dict
+    producers: dict
     bases: dict
     sizes: dict
     prices: dict
@@ -92,7 +92,7 @@ class Trade:
 
 
 def trade_of(links, measured, keep):
-    """The `Trade` of a program.
+    """The `RematProblem` of a program.
 
     What costs no operations is taken for a view of what its first input is; of others the results count. Where that
     isn't all (copies, statistics), the points of the curve are still what is measured, but not all may be found.
@@ -103,27 +103,27 @@ def trade_of(links, measured, keep):
         keep: instructions that must not be computed again; nor is what their results are views of.
     """
     kept = _with_memory(keep, links, measured)
-    groups, keys, makers = _groups(links, kept), {}, {}
+    groups, keys, producers = _groups(links, kept), {}, {}
     for key, group in groups.items():
         keys.setdefault(group, []).append(key)
-        makers.setdefault(group, {}).update(dict.fromkeys(groups[maker] for maker in links.makers[key]))
+        producers.setdefault(group, {}).update(dict.fromkeys(groups[maker] for maker in links.producers[key]))
     droppable = frozenset(group for group in keys if kept.isdisjoint(keys[group]))
     prices = {group: sum(map(measured.price, members)) for group, members in keys.items()}
-    bases = {group: next(iter(makers[group])) for group in keys if makers[group] and not prices[group]}
-    needed = _needed(keys, makers, measured)
+    bases = {group: next(iter(producers[group])) for group in keys if producers[group] and not prices[group]}
+    needed = _needed(keys, producers, measured)
     for group in list(needed):
         while group in bases:
             group = bases[group]
             needed.add(group)
     sizes = {group: sum(map(links.nbytes.get, members)) for group, members in keys.items()}
     sizes |= dict.fromkeys(bases, 0)
-    return Trade(keys, makers, bases, sizes, prices, frozenset(needed), droppable)
+    return RematProblem(keys, producers, bases, sizes, prices, frozenset(needed), droppable)
 
 
 def _groups(links, kept):
     """Key -> group: layers are alike where they are equal, and the same instructions of them are kept."""
-    order, found, numbers = list(links.makers), {}, {}
-    for start, end in pairwise(links.borders):
+    order, found, numbers = list(links.producers), {}, {}
+    for start, end in pairwise(links.layer_bounds):
         inside = order[start:end]
         pattern = frozenset(links.groups[key] for key in inside if key in kept)
         number = numbers.setdefault(pattern, len(numbers))
@@ -136,17 +136,17 @@ def _with_memory(keep, links, measured):
     kept = set()
     for key in keep:
         kept.add(key)
-        while not measured.price(key) and links.makers[key]:
-            key = links.makers[key][0]
+        while not measured.price(key) and links.producers[key]:
+            key = links.producers[key][0]
             kept.add(key)
     return kept
 
 
-def _needed(keys, makers, measured):
+def _needed(keys, producers, measured):
     """Groups whose results a gradient needs: what is computed again if nothing that is computed from it is dropped."""
     colours = {}
-    near = {group: set(made_from) for group, made_from in makers.items()}
-    for group, made_from in makers.items():
+    near = {group: set(made_from) for group, made_from in producers.items()}
+    for group, made_from in producers.items():
         for maker in made_from:
             near[maker].add(group)
     for group in keys:
@@ -163,7 +163,7 @@ def corners(trade, limit):
     """Sets of groups to drop, for ever more operations and fewer bytes: the lower convex hull, finest around `limit`.
 
     Args:
-        trade: a `Trade`.
+        trade: a `RematProblem`.
         limit: bytes.
     """
     first = frozenset(), sum(trade.sizes[group] for group in trade.needed), 0
@@ -195,8 +195,8 @@ def _cheapest(trade, byte_price, operation_price):
         elif group in trade.droppable:
             costs[again] = operation_price * trade.prices[group] - byte_price * size
             implications.append((again, at_hand))
-            implications += [(again, ("available", maker)) for maker in trade.makers[group] if maker != group]
-    found = cheapest_closure(costs, implications)
+            implications += [(again, ("available", maker)) for maker in trade.producers[group] if maker != group]
+    found = minimum_cost_closure(costs, implications)
     groups = frozenset(group for kind, group in found if kind == "again")
     at_hand = trade.needed.union(group for kind, group in found if kind == "available")
     kept = sum(trade.sizes[group] for group in at_hand - groups)

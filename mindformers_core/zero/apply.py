@@ -11,12 +11,12 @@ from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.layout import Layout
 from mindformers_core.operators.signature import is_float
 from mindformers_core.sharding.shard import replace_parameters
+from mindformers_core.zero.bucket_collectives import Exchange
 from mindformers_core.zero.buckets import Fusion, make_buckets
-from mindformers_core.zero.exchange import Exchange
 from mindformers_core.zero.meter import MemoryMeter
 from mindformers_core.zero.plan import ParameterPlan, plan_parameters
+from mindformers_core.zero.sharded_parameter import ShardedParameter
 from mindformers_core.zero.storage import HsdpStorage
-from mindformers_core.zero.stored import StoredParameter
 from mindformers_core.zero.units import UnitSchedule, unit_of
 
 __all__ = ["install", "planned_parameters"]
@@ -70,7 +70,7 @@ def install(tree, settings, plans, fusion, has_axis):
     for plan, source, whole in zip(plans, sources, wholes, strict=True):
         part_layout = _part_layout(plan, source.layout, settings)
         index = settings.mesh.group_index(world().rank, settings.shard_axes)
-        stored.append(StoredParameter(plan, whole, source, part_layout, index, settings.shard_size, meter))
+        stored.append(ShardedParameter(plan, whole, source, part_layout, index, settings.shard_size, meter))
         marks = (settings.axis,) if has_axis else ()
         tree.parameter_layouts[plan.path] = whole.computing_layout = source.layout.replace(varying=marks)
     for entry in stored:  # a whole that is what is updated, too

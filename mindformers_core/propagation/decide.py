@@ -1,6 +1,6 @@
 """One call of one Cell: the layouts in which every operator computes, chosen in the order of execution. Pure Python.
 
-Where the tensors are moved is decided later (see `placing.py`): here it is only written down which forms are needed.
+Where the tensors are moved is decided later (see `insertion.py`): here it is only written down which forms are needed.
 """
 
 from dataclasses import dataclass, field, replace
@@ -10,7 +10,7 @@ from mindformers_core.operators.resolve import OperatorCall, undivided
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.aliases import match_arguments, match_results
 from mindformers_core.program.graph import CallNode
-from mindformers_core.program.structure import values_in
+from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.boundaries import (
     boundary_target,
     declared_inputs,
@@ -18,8 +18,8 @@ from mindformers_core.propagation.boundaries import (
     graph_label,
 )
 from mindformers_core.propagation.costs import NOTHING_PAID, Cost, forms_cost, move_cost, work_of
-from mindformers_core.propagation.forms import Forms
 from mindformers_core.propagation.operators import operator_plan, passes_gradient
+from mindformers_core.propagation.required_layouts import RequiredLayouts
 from mindformers_core.propagation.strategies import declared_layouts
 
 __all__ = ["FLOWS", "NOTHING", "TRAINED", "CallDecision", "Decision", "decide_frame"]
@@ -37,7 +37,7 @@ class CallDecision:
         node: the `CallNode`.
         decision: the `Decision` of its frame; None for a Cell with a `bprop` of its own.
         keys: of every tensor that comes from outside: key in the callee's frame -> key in the caller's.
-        outputs: the layouts of `values_in(node.outputs)`.
+        outputs: the layouts of `tree_leaves(node.outputs)`.
     """
 
     node: CallNode
@@ -58,7 +58,7 @@ class Decision:
         entries: `OperatorPlan`s and `CallDecision`s, one for every node.
         asked: for every entry the `OperatorCall`; for a call the arguments as `decide_frame` takes them.
         values: key -> its Value, of this graph or of one below.
-        forms: key -> `Forms`, as needed here and below.
+        forms: key -> `RequiredLayouts`, as needed here and below.
         used: for every entry, and last for the results, pairs (key, layout) that it takes.
         flows: key -> `NOTHING`, `FLOWS` or `TRAINED`.
         current: key -> the layout in which operators get the tensor: after it was moved at the boundary.
@@ -87,7 +87,7 @@ def decide_frame(run, graph, arguments, final=False, wanted=None, choices=None):
         arguments: key of every argument and of every tensor of a caller that is used here or below -> (layout, what
             flows back, whether it may lie in any layout).
         final: whether partial and varying results are reduced: those of the root.
-        wanted: a layout or None for each of `values_in(graph.result)`: where nothing is declared, it is returned so.
+        wanted: a layout or None for each of `tree_leaves(graph.result)`: where nothing is declared, it is returned so.
         choices: place of a node -> what is chosen for it. For an operator a `Resolution`, which is repeated if it can
             be; for a call what it is `wanted` to return, after looking ahead. Default: the cheapest, for all.
     """
@@ -112,7 +112,7 @@ class _Frame:
         declaration = self.run.declaration(self.graph.path)
         uses = self.run.parameter_index.uses(self.graph)
         self.free |= {key for key, (_, _, free) in arguments.items() if free} | (self.run.free & uses.keys())
-        values = {value.id: value for value in values_in(self.graph.arguments)}
+        values = {value.id: value for value in tree_leaves(self.graph.arguments)}
         values |= {key: use.value for key, use in self.run.outer_index.uses(self.graph).items()}
         for key, (layout, flow, _) in arguments.items():
             self.enter(key, values[key], layout, flow)
@@ -138,7 +138,7 @@ class _Frame:
         """A tensor is first available in `layout`; marks matter only where there is a gradient."""
         layout = layout if flow or not layout.varying else layout.replace(varying=())
         self.decision.values[key] = value
-        self.decision.forms[key] = Forms(layout)
+        self.decision.forms[key] = RequiredLayouts(layout)
         self.decision.current[key] = layout
         self.decision.flows[key] = flow
 
@@ -161,7 +161,7 @@ class _Frame:
 
     def operate(self, node, place):
         """Decide an operator."""
-        values = values_in((node.args, node.kwargs))
+        values = tree_leaves((node.args, node.kwargs))
         keys = [self.key(value) for value in values]
         try:
             signature = self.run.signature(node)
@@ -177,7 +177,7 @@ class _Frame:
             self.take(key, layout, f"{node.operator}: {why}" if why else node.operator)
         flow = max((self.decision.flows[key] for key in keys), default=NOTHING)
         flow = flow if passes_gradient(node.operator) else min(flow, FLOWS)
-        made = values_in(node.outputs)
+        made = tree_leaves(node.outputs)
         for value, layout in zip(made, plan.outputs, strict=True):
             self.enter(value.id, value, layout, flow if is_float(value.dtype) and not value.constant else NOTHING)
         plan = replace(plan, outputs=tuple(self.decision.current[value.id] for value in made))  # without useless marks
@@ -233,7 +233,7 @@ class _Frame:
         for outer, inner in match_results(node).items():
             key = inner_keys.get(inner.id, inner.id)
             self.enter(outer.id, outer, callee.current[key], callee.flows[key])
-        outputs = tuple(self.decision.current[value.id] for value in values_in(node.outputs))
+        outputs = tuple(self.decision.current[value.id] for value in tree_leaves(node.outputs))
         self.decision.entries.append(CallDecision(node, callee, keys, outputs))
 
     def outer_key(self, key):
@@ -252,12 +252,12 @@ class _Frame:
                     f"{label} has a bprop of its own and runs on whole tensors, but its parameter '{path}' is sharded "
                     f"as {layout}: leave it whole, or write the Cell without a bprop"
                 )
-        values = values_in((node.args, node.kwargs))
+        values = tree_leaves((node.args, node.kwargs))
         for value in values:
             self.take(self.key(value), self.run.replicated(value), f"{label}, which has a bprop of its own")
         flows = [self.decision.flows[self.key(value)] for value in values]
         flows += [TRAINED for use in uses.values() if use.trainable]
-        outputs = values_in(node.outputs)
+        outputs = tree_leaves(node.outputs)
         for value in dict.fromkeys(outputs):
             differentiable = is_float(value.dtype) and not value.constant
             flow = max(flows, default=NOTHING) if differentiable else NOTHING
@@ -270,7 +270,7 @@ class _Frame:
         self.cross(declared, ())
         fixed = {value.id for value, _, _ in declared}
         self.decision.used.append([])
-        results = values_in(self.graph.result)
+        results = tree_leaves(self.graph.result)
         for value, layout in zip(results, wanted or ()):
             if layout is not None and value.id not in fixed:
                 self.cross([(value, layout, f"result of {self.label}")], ())

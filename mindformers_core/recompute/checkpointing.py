@@ -6,10 +6,10 @@ from mindspore import recompute as mindspore_recompute
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators.signature import is_float
 
-__all__ = ["call_again"]
+__all__ = ["checkpoint_call"]
 
 
-def call_again(function, others, tensors):
+def checkpoint_call(function, others, tensors):
     """Call a compiled function in PyNative so that nothing in it is kept for the backward pass, where it runs again.
 
     Args:

@@ -2,7 +2,7 @@
 
 from mindspore import ops
 
-from mindformers_core.zero.stored import as_dtype
+from mindformers_core.zero.sharded_parameter import as_dtype
 
 __all__ = ["GradientCollector", "reduced", "summed"]
 

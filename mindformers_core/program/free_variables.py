@@ -6,9 +6,9 @@ from collections import defaultdict
 from dataclasses import dataclass, fields, replace
 
 from mindformers_core.program.graph import CallNode, CellGraph
-from mindformers_core.program.structure import values_in
+from mindformers_core.program.structure import tree_leaves
 
-__all__ = ["ExportingGraph", "own_result", "with_exports"]
+__all__ = ["ExportingGraph", "own_result", "lambda_lift"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +21,7 @@ def own_result(graph):
     return graph.result[0] if isinstance(graph, ExportingGraph) else graph.result
 
 
-def with_exports(graph):
+def lambda_lift(graph):
     """The graph in which every outer value is one of an open call: that of a caller, directly or not.
 
     Args:
@@ -39,7 +39,7 @@ class _Threading:
         chains: number of a call -> the graphs from the root to it.
         exported: number of a call -> its Values that it returns besides.
         received: (number of a call, number of a Value that it returns besides) -> the caller's new Value.
-        moved: (number of the using call, number of the Value there) -> the `OuterValue` in its place.
+        moved: (number of the using call, number of the Value there) -> the `FreeVariable` in its place.
     """
 
     def __init__(self, graph):
@@ -84,7 +84,7 @@ class _Threading:
     def _new_number(self, graph):
         if graph.call not in self.counts:
             numbers = [entry.value.id for entry in (*graph.parameters, *graph.constants, *graph.outer)]
-            numbers += [value.id for value in values_in([graph.arguments, *(node.outputs for node in graph.nodes)])]
+            numbers += [value.id for value in tree_leaves([graph.arguments, *(node.outputs for node in graph.nodes)])]
             self.counts[graph.call] = max(numbers, default=-1) + 1
         self.counts[graph.call] += 1
         return self.counts[graph.call] - 1

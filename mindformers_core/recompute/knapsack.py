@@ -3,7 +3,7 @@
 __all__ = ["improved", "mixed", "pieces_of"]
 
 
-def mixed(keys, borders, above, below, fits):
+def mixed(keys, layer_bounds, above, below, fits):
     """A set that fits, made of one that needs more than the budget and one that needs less.
 
     The first layers drop what `below` drops, the others what `above` does: where layers are alike, bytes and operations
@@ -12,7 +12,7 @@ def mixed(keys, borders, above, below, fits):
 
     Args:
         keys: all instructions, in order.
-        borders: where layers begin and end in `keys`, ascending, with 0 and the number of all.
+        layer_bounds: where layers begin and end in `keys`, ascending, with 0 and the number of all.
         above, below: frozensets of keys; `below` fits.
         fits: frozenset of keys -> bool.
 
@@ -31,7 +31,7 @@ def mixed(keys, borders, above, below, fits):
             low, high = (low, middle) if fits(upto(places[middle])) else (middle, high)
         return places[low], places[high]
 
-    outside, inside = least(borders)
+    outside, inside = least(layer_bounds)
     _, place = least(range(outside, inside + 1)) if inside - outside > 1 else (0, inside)
     return upto(place), outside, inside
 
@@ -85,12 +85,12 @@ def _changes(dropped, near, pieces, measured):
                 yield (dropped - removed) | {key}
 
 
-def pieces_of(keys, makers):
+def pieces_of(keys, producers):
     """Sets of those instructions that hang together: one makes what another takes. `keys`: in order."""
     piece_of = {}
     for key in keys:
         joined = {key}
-        for maker in makers[key]:
+        for maker in producers[key]:
             if maker in piece_of:
                 joined |= piece_of[maker]
         for member in joined:

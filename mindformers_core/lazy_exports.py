@@ -4,10 +4,10 @@ from importlib import import_module
 
 from mindformers_core.hints import nearest
 
-__all__ = ["import_object", "public_names"]
+__all__ = ["import_object", "lazy_exports"]
 
 
-def public_names(package, modules):
+def lazy_exports(package, modules):
     """`__getattr__` and `__dir__` of a package.
 
     Args:

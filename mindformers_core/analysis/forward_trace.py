@@ -1,6 +1,6 @@
 """What a program does as a rank runs it: tensors, where they lie, and what backward passes ask for. Pure Python.
 
-Calls that do the same share a `Course`: what the backward pass asks for within is found once for all of them.
+Calls that do the same share a `ForwardTrace`: what the backward pass asks for within is found once for all of them.
 """
 
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,7 @@ from math import prod
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.operators.saved import Operand
 
-__all__ = ["Course", "Demand", "Memory", "Repetition", "Run", "Tensor", "placeholder"]
+__all__ = ["ForwardTrace", "BackwardLiveSet", "Memory", "SharedCall", "Run", "Tensor", "placeholder"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Tensor:
         is_view: whether MindSpore counts it as a view, also of all there is: most operators copy what is.
         has_handle: whether copies of it, where it is a view, can be had again, as it can.
         on_host: the `Memory` of its copy on the host, which is kept in its place, or None.
-        repeated: the `Repetition` that makes it, and the `Tensor` of its course that it is, or None.
+        repeated: the `SharedCall` that makes it, and the `Tensor` of its course that it is, or None.
     """
 
     value: object
@@ -116,7 +116,7 @@ class Run:
 
 
 @dataclass(frozen=True, eq=False)
-class Demand:
+class BackwardLiveSet:
     """What has to be available in the backward pass.
 
     Attributes:
@@ -131,13 +131,13 @@ class Demand:
 
 
 @dataclass(frozen=True, eq=False)
-class Course:
+class ForwardTrace:
     """What a program does, in order, for one set of dropped instructions.
 
     Attributes:
         dropped: their keys.
         given: the placeholders that it is given; none for that of a whole program.
-        runs: `Run`s and `Repetition`s.
+        runs: `Run`s and `SharedCall`s.
         results: key of the root, `()`, and of every call that is gone into -> the `Tensor`s that it gives.
     """
 
@@ -152,7 +152,7 @@ class Course:
         if key in self.results:
             return self.results[key]
         for run in self.runs:
-            if isinstance(run, Repetition) and key[: len(run.key)] == run.key:
+            if isinstance(run, SharedCall) and key[: len(run.key)] == run.key:
                 found = run.course.results_of(key[len(run.key) :])
                 return None if found is None else [*map(run.tensor, found)]
         return None
@@ -160,7 +160,7 @@ class Course:
     def events(self, outer=lambda memory: memory):
         """`(made, own, used)`: the `Memory` of every run, those of repetitions as `outer` gives them."""
         for run in self.runs:
-            if isinstance(run, Repetition):
+            if isinstance(run, SharedCall):
                 yield from run.course.events(lambda memory, run=run: outer(run.memory(memory)))
                 continue
             used = [outer(tensor.memory) for tensor in run.inputs if tensor.memory is not None]
@@ -168,11 +168,11 @@ class Course:
             yield made, own, [memory for memory in used if memory is not None]
 
     def demand(self, tensor=None):
-        """The `Demand` of one of its tensors; None: of all that its gradients keep."""
+        """The `BackwardLiveSet` of one of its tensors; None: of all that its gradients keep."""
         if tensor not in self._demands:
-            found = self._demands[tensor] = Demand()
+            found = self._demands[tensor] = BackwardLiveSet()
             for run in self.runs if tensor is None else ():
-                if isinstance(run, Repetition):
+                if isinstance(run, SharedCall):
                     self._hold(run.add_demand(None, found), found)
                 else:
                     found.kept.update(dict.fromkeys(run.own))
@@ -202,8 +202,8 @@ class Course:
                 waiting.extend(tensor.run.inputs)
 
 
-class Repetition:
-    """A call that does what a `Course` says.
+class SharedCall:
+    """A call that does what a `ForwardTrace` says.
 
     Args:
         key: of the call.
@@ -229,7 +229,7 @@ class Repetition:
         return replace(inner, memory=memory, run=None, base=base, on_host=on_host, repeated=(self, inner))
 
     def add_demand(self, inner, found):
-        """Add what `Course.demand` tells to a `Demand`; the `Tensor`s that have to be available for it."""
+        """Add `ForwardTrace.demand` to a `BackwardLiveSet`; returns the `Tensor`s that have to be available for it."""
         demand = self.course.demand(inner)
         kept = map(self.memory, demand.kept)
         found.kept.update(dict.fromkeys(memory for memory in kept if memory is not None))

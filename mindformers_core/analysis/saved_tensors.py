@@ -9,29 +9,29 @@ from itertools import count
 from math import prod
 
 from mindformers_core.analysis.algorithms import algorithm_parts
-from mindformers_core.analysis.courses import Course, Memory, Repetition, Run, Tensor, placeholder
+from mindformers_core.analysis.forward_trace import ForwardTrace, Memory, Run, SharedCall, Tensor, placeholder
 from mindformers_core.analysis.views import gives_its_input, is_cast_to_its_dtype, viewed
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.operators.registry import NO_GRADIENT, facts_of
 from mindformers_core.operators.views import contiguous_strides
 from mindformers_core.program.aliases import match_arguments
 from mindformers_core.program.plan import CallPlan, Move
-from mindformers_core.program.structure import values_in
+from mindformers_core.program.structure import tree_leaves
 from mindformers_core.redistribution.steps import STEP_KINDS
 
-__all__ = ["Following"]
+__all__ = ["SavedTensorAnalysis"]
 
 _EXTREMES = frozenset(("max", "min"))
 
 
-class Following:
+class SavedTensorAnalysis:
     """Follows a program, for one set of dropped instructions after the other.
 
-    Calls that a frame makes of one `FramePlan`, as those of equal layers, are followed once for each way in which
+    Calls that a frame makes of one `CellPlan`, as those of equal layers, are followed once for each way in which
     instructions in them are dropped and their arguments look.
 
     Args:
-        frame: the root's `FramePlan`.
+        frame: the root's `CellPlan`.
         algorithm: as of `algorithm_parts`.
         arguments_need: whether gradients flow back to the root's arguments: see `saved_activations`.
     """
@@ -41,7 +41,7 @@ class Following:
         self._known = {}
 
     def course(self, dropped=frozenset(), on_host=frozenset()):
-        """The `Course` of the program.
+        """The `ForwardTrace` of the program.
 
         Args:
             dropped: keys of instructions whose results are computed again.
@@ -51,10 +51,10 @@ class Following:
             ValueError: a distributed algorithm, and no `algorithm` to ask.
         """
         given = {}
-        for value in values_in(self.frame.graph.arguments):
+        for value in tree_leaves(self.frame.graph.arguments):
             layout = self.frame.layouts[value.id]
             given[value.id, layout] = _outside(value, layout.local_shape(value.shape), self.arguments_need)
-        course = Course(frozenset(dropped))
+        course = ForwardTrace(frozenset(dropped))
         _Follower(course, self.algorithm, self._known, frozenset(on_host)).frame(self.frame, given, ())
         return course
 
@@ -77,10 +77,10 @@ class _Follower:
     """Goes through a program and notes down what runs.
 
     Args:
-        course: the `Course`, to be filled.
-        algorithm: see `Following`.
-        known: what a call does that others repeat: its `FramePlan`, what is dropped and what it is given -> `Course`,
-            and the plan again, which has to live as long as its id is used.
+        course: the `ForwardTrace`, to be filled.
+        algorithm: see `SavedTensorAnalysis`.
+        known: what a call does that others repeat: its `CellPlan`, what is dropped and what it is given ->
+            `ForwardTrace`, and the plan again, which has to live as long as its id is used.
         on_host: keys of instructions whose results wait on the host.
     """
 
@@ -106,14 +106,14 @@ class _Follower:
                 self.call(entry, held, (*key, index), often[id(entry.frame)] > 1)
             else:
                 self.entry(entry, held, (*key, index))
-        results = zip(values_in(frame.graph.result), frame.results)
+        results = zip(tree_leaves(frame.graph.result), frame.results)
         self.course.results[key] = [held[value.id, layout] for value, layout in results]
         return held
 
     def call(self, entry, held, key, is_repeated):
         """Go through a called Cell."""
         called, node = entry.frame, entry.node
-        layouts = dict(zip(values_in((node.args, node.kwargs)), entry.inputs))
+        layouts = dict(zip(tree_leaves((node.args, node.kwargs)), entry.inputs))
         given = {
             (inner.id, layouts[outer]): held[outer.id, layouts[outer]] for inner, outer in match_arguments(node).items()
         }
@@ -123,7 +123,7 @@ class _Follower:
             self.repeated(called, given, key)
         else:
             self.frame(called, given, key)
-        for value, layout, tensor in zip(values_in(node.outputs), entry.outputs, self.course.results[key]):
+        for value, layout, tensor in zip(tree_leaves(node.outputs), entry.outputs, self.course.results[key]):
             held[value.id, layout] = tensor
 
     def repeated(self, frame, given, key):
@@ -132,32 +132,32 @@ class _Follower:
         call = id(frame), dropped, on_host, tuple((place, tensor.look) for place, tensor in given.items())
         if call not in self.known:
             inner = {place: placeholder(tensor, number) for number, (place, tensor) in enumerate(given.items())}
-            course = Course(dropped, tuple(inner.values()))
+            course = ForwardTrace(dropped, tuple(inner.values()))
             _Follower(course, self.algorithm, self.known, on_host).frame(frame, inner, ())
             self.known[call] = course, frame
-        repetition = Repetition(key, self.known[call][0], given.values())
+        repetition = SharedCall(key, self.known[call][0], given.values())
         self.course.runs.append(repetition)
         self.course.results[key] = self.course.results_of(key)
 
     def entry(self, entry, held, key):
         """One operator, or the call of a Cell with a `bprop`."""
         node = entry.node
-        values = values_in((node.args, node.kwargs))
+        values = tree_leaves((node.args, node.kwargs))
         tensors = [held[value.id, layout] for value, layout in zip(values, entry.inputs)]
-        shapes = [layout.local_shape(value.shape) for value, layout in zip(values_in(node.outputs), entry.outputs)]
+        shapes = [layout.local_shape(value.shape) for value, layout in zip(tree_leaves(node.outputs), entry.outputs)]
         if isinstance(entry, CallPlan):
             trained = any(use.trainable for call in node.graph.calls() for use in call.parameters)
-            made = self.own_gradient(key, tensors, values_in(node.outputs), shapes, trained)
+            made = self.own_gradient(key, tensors, tree_leaves(node.outputs), shapes, trained)
         elif entry.algorithm is not None:
             made = self.distributed(key, entry, tensors)
         else:
             made = self.operator(key, node, tensors, shapes)
-        for value, layout, tensor in zip(values_in(node.outputs), entry.outputs, made):
+        for value, layout, tensor in zip(tree_leaves(node.outputs), entry.outputs, made):
             held[value.id, layout] = tensor
 
     def operator(self, key, node, tensors, shapes):
         """The results of one operator."""
-        places = [place for place, one in enumerate((*node.args, *node.kwargs.values())) for _ in values_in(one)]
+        places = [place for place, one in enumerate((*node.args, *node.kwargs.values())) for _ in tree_leaves(one)]
         operands = {tensor.operand(place): tensor for place, tensor in zip(places, tensors)}
         needs = any(tensor.needs for tensor in tensors)
         run = Run(key, tuple(tensors))
@@ -181,7 +181,7 @@ class _Follower:
     def results(self, run, node, tensors, shapes):
         """The results of an operator as tensors."""
         needs = facts_of(node.operator).gradient != NO_GRADIENT and any(tensor.needs for tensor in tensors)
-        outputs = [(value, shape, needs) for value, shape in zip(values_in(node.outputs), shapes)]
+        outputs = [(value, shape, needs) for value, shape in zip(tree_leaves(node.outputs), shapes)]
         if not tensors or not outputs:
             return [self.made(run, *output) for output in outputs]
         base = tensors[0]
@@ -248,15 +248,15 @@ class _Follower:
     def distributed(self, key, plan, tensors):
         """The results of a distributed algorithm: those of its operators and moves."""
         parts, graph = algorithm_parts(plan, self.algorithm)
-        held = {value.id: tensor for value, tensor in zip(values_in(graph.arguments), tensors)}
+        held = {value.id: tensor for value, tensor in zip(tree_leaves(graph.arguments), tensors)}
         for use in graph.constants:
             held[use.value.id] = _outside(use.value, use.value.shape, False)
         for node, steps in parts:
-            taken = [held[value.id] for value in values_in((node.args, node.kwargs))]
-            outputs = values_in(node.outputs)
+            taken = [held[value.id] for value in tree_leaves((node.args, node.kwargs))]
+            outputs = tree_leaves(node.outputs)
             if steps is not None:
                 made = [self.steps(key, *taken, steps)]
             else:
                 made = self.operator(key, node, taken, [value.shape for value in outputs])
             held.update(zip((value.id for value in outputs), made))
-        return [held[value.id] for value in values_in(graph.result)]
+        return [held[value.id] for value in tree_leaves(graph.result)]

@@ -10,7 +10,7 @@ from math import prod
 from mindspore import mint, ops
 
 from mindformers_core.communication import communicator
-from mindformers_core.zero.stored import as_dtype
+from mindformers_core.zero.sharded_parameter import as_dtype
 
 __all__ = ["Exchange"]
 
@@ -38,7 +38,7 @@ class Exchange:
         self._over_all = plain("all_reduce", (*replicate_axes, *shard_axes), op="sum")
 
     def gather(self, members):
-        """Fill the wholes of some `StoredParameter`s, which are cut, from all ranks' parts."""
+        """Fill the wholes of some `ShardedParameter`s, which are cut, from all ranks' parts."""
         sent = self._joined([self._buffer(stored.sent()) for stored in members])
         table = self._buffer(self._gather(sent)).reshape(members[0].count, -1)
         self._buffer(table)

@@ -1,4 +1,4 @@
-"""Where tensors are moved: from the `Decision` for a call to its `FramePlan`. Pure Python.
+"""Where tensors are moved: from the `Decision` for a call to its `CellPlan`. Pure Python.
 
 A tensor is moved in the frame that makes it, right before the first who needs it. One that comes from outside is moved
 by the caller, as long as the callee and those below it need it in moved forms only (all of them by way of one: that is
@@ -8,16 +8,16 @@ parameters, are made in the closest frame above all who need them, and handed do
 
 from dataclasses import replace
 
-from mindformers_core.program.plan import CallPlan, FramePlan, Move
-from mindformers_core.program.structure import values_in
-from mindformers_core.propagation.frames import TRAINED, CallDecision
+from mindformers_core.program.plan import CallPlan, CellPlan, Move
+from mindformers_core.program.structure import tree_leaves
+from mindformers_core.propagation.decide import TRAINED, CallDecision
 from mindformers_core.redistribution import plan_redistribution
 
-__all__ = ["place_frame"]
+__all__ = ["insert_redistributions"]
 
 
-def place_frame(run, decision, passed, lifted=()):
-    """The `FramePlan` of a call.
+def insert_redistributions(run, decision, passed, lifted=()):
+    """The `CellPlan` of a call.
 
     Args:
         run: the `Propagation`; it places child calls.
@@ -48,7 +48,7 @@ class _Placed:
         self.made_here = self._made_here()
 
     def plan(self):
-        """See `place_frame`."""
+        """See `insert_redistributions`."""
         graph = self.decision.graph
         lifted = tuple((self._value(key), layout) for key, layout in self.lifted)
         for constant in graph.constants:
@@ -58,14 +58,14 @@ class _Placed:
             for key, layout in used:
                 self._ensure(key, layout)
             self.instructions.append(self._call(entry) if isinstance(entry, CallDecision) else entry)
-            for value in values_in(entry.node.outputs):
+            for value in tree_leaves(entry.node.outputs):
                 self.at_hand[value.id] = {self.first[value.id]}
         for key, layout in results:
             self._ensure(key, layout)
         added = {part: (*getattr(graph, part), *uses) for part, uses in self.added.items() if uses}
         graph = replace(graph, **added) if added else graph
         known = {value.id: key for key, value in self.values.items()}
-        return FramePlan(
+        return CellPlan(
             graph,
             self.run.mesh,
             {number: self.first[key] for number, key in known.items()},
@@ -79,7 +79,7 @@ class _Placed:
         """Key -> Value of this graph."""
         graph = self.decision.graph
         found = [use.value for use in graph.constants]
-        found += values_in(graph.arguments) + values_in([node.outputs for node in graph.nodes])
+        found += tree_leaves(graph.arguments) + tree_leaves([node.outputs for node in graph.nodes])
         values = {value.id: value for value in found} | {use.path: use.value for use in graph.parameters}
         return values | {(use.call, use.id): use.value for use in graph.outer}
 
@@ -134,7 +134,7 @@ class _Placed:
         """The `CallPlan` of a call, whose tensors are seen to."""
         node = entry.node
         if entry.decision is None:
-            inputs = tuple(self.run.replicated(value) for value in values_in((node.args, node.kwargs)))
+            inputs = tuple(self.run.replicated(value) for value in tree_leaves((node.args, node.kwargs)))
             return CallPlan(node, inputs, entry.outputs, None)
         passed, lifted = {}, []
         for inner, outer in entry.keys.items():
@@ -151,7 +151,7 @@ class _Placed:
         frame = self.run.place(entry.decision, passed, tuple(lifted))
         layouts = {entry.keys[inner]: layout for inner, layout in passed.items()}
         keys = {value.id: key for key, value in self.values.items()}
-        inputs = tuple(layouts[keys.get(value.id, value.id)] for value in values_in((node.args, node.kwargs)))
+        inputs = tuple(layouts[keys.get(value.id, value.id)] for value in tree_leaves((node.args, node.kwargs)))
         pairs = tuple((self._value(entry.keys[inner]), layout) for inner, layout in lifted)
         return CallPlan(node, inputs, entry.outputs, frame, pairs)
 

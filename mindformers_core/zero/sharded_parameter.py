@@ -4,9 +4,9 @@ from mindspore import DeviceCtx, Parameter, mint, ops
 from mindspore import dtype as mstype
 
 from mindformers_core.dtensor.move import dtype_name
-from mindformers_core.zero.pages import give_back, take
+from mindformers_core.zero.free_storage import give_back, take
 
-__all__ = ["StoredParameter", "as_dtype", "bytes_of"]
+__all__ = ["ShardedParameter", "as_dtype", "bytes_of"]
 
 
 def as_dtype(tensor, name):
@@ -19,7 +19,7 @@ def bytes_of(tensor):
     return 0 if tensor.is_meta else tensor.untyped_storage().size()
 
 
-class StoredParameter:
+class ShardedParameter:
     """A Parameter that Cells compute with, and the one that the optimizer updates.
 
     The memory of the whole is given back and filled again behind a Parameter that stays the same: MindSpore's tapes and
@@ -39,7 +39,7 @@ class StoredParameter:
         part: the Parameter of this rank's part, with `layout` and `global_shape`; `whole` where that is updated.
         lent: whether the memory of the part is given back while the whole holds its values.
         is_filled: whether the whole was given values and not released yet.
-        is_shared: whether another `StoredParameter` has the same part, which is never lent then.
+        is_shared: whether another `ShardedParameter` has the same part, which is never lent then.
     """
 
     def __init__(self, plan, whole, source, layout, index, count, meter):
@@ -138,7 +138,7 @@ class StoredParameter:
             self._give_back("weights", self.whole)
 
     def share(self, other):
-        """Have the part of another `StoredParameter`, planned alike, instead of one's own; neither whole is needed."""
+        """Have the part of another `ShardedParameter`, planned alike, instead of one's own; neither whole is needed."""
         self._meter.add("parts", -self._held["parts"])
         self._held["parts"] = 0
         self.part = other.part

@@ -6,7 +6,7 @@ from math import prod
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.program.aliases import match_arguments
 from mindformers_core.program.plan import CallPlan, Move
-from mindformers_core.program.structure import values_in
+from mindformers_core.program.structure import tree_leaves
 
 __all__ = ["Links", "links_of"]
 
@@ -18,32 +18,32 @@ class Links:
     """How the instructions of a program hang together; those of places, not calls that are gone into.
 
     Attributes:
-        makers: key -> keys of the instructions that make its inputs, each once, in order; arguments, parameters and
+        producers: key -> keys of the instructions that make its inputs, each once, in order; arguments, parameters and
             constants have none. In the order in which the instructions run.
         nbytes: key -> bytes of all its results, on one rank.
         groups: key -> its position, the same in all equal layers: a tuple of indices, where in the place of a layer's
             stands what its calls share.
-        borders: for every layer how many instructions come before it and before what follows it, ascending; 0 and the
-            number of all are there, too.
+        layer_bounds: for every layer how many instructions come before it and before what follows it, ascending; 0 and
+            the number of all are there, too.
         results: keys of the instructions that make what layers return.
     """
 
-    makers: dict
+    producers: dict
     nbytes: dict
     groups: dict
-    borders: tuple
+    layer_bounds: tuple
     results: frozenset
 
 
 def links_of(frame):
     """The `Links` of a program.
 
-    Layers are calls of one Cell, with more than 3 operators, that are equal and share their `FramePlan`; of nested ones
+    Layers are calls of one Cell, with more than 3 operators, that are equal and share their `CellPlan`; of nested ones
     the outermost.
     """
-    makers, nbytes, groups, borders, results = {}, {}, {}, {0}, set()
-    _follow((makers, nbytes, groups, borders, results), frame, {}, (), (), False)
-    return Links(makers, nbytes, groups, tuple(sorted(borders | {len(makers)})), frozenset(results))
+    producers, nbytes, groups, layer_bounds, results = {}, {}, {}, {0}, set()
+    _follow((producers, nbytes, groups, layer_bounds, results), frame, {}, (), (), False)
+    return Links(producers, nbytes, groups, tuple(sorted(layer_bounds | {len(producers)})), frozenset(results))
 
 
 def _follow(found, frame, given, before, position, in_layer):
@@ -55,13 +55,13 @@ def _follow(found, frame, given, before, position, in_layer):
         before, position: what keys and groups begin with.
         in_layer: whether the frame is that of a layer or below one.
     """
-    makers, nbytes, groups, borders, layer_results = found
+    producers, nbytes, groups, layer_bounds, layer_results = found
     made = dict(given)
     equal = [] if in_layer else [id(call.frame) for call in frame.calls if call.frame is not None]
     for index, entry in enumerate(frame.instructions):
         key = (*before, index)
         if not isinstance(entry, CallPlan) or entry.frame is None:
-            makers[key] = _makers(entry, made)
+            producers[key] = _makers(entry, made)
             nbytes[key], groups[key] = 0, (*position, index)
             for value, layout in _results(entry):
                 made[value.id, layout] = key
@@ -69,16 +69,16 @@ def _follow(found, frame, given, before, position, in_layer):
             continue
         is_layer = equal.count(id(entry.frame)) > 1 and _size(entry.frame) > _LARGEST_PART
         if is_layer:
-            borders.add(len(makers))
+            layer_bounds.add(len(producers))
         here = (*position, ("equal", id(entry.frame)) if is_layer else index)
         inside = _follow(found, entry.frame, _passed(entry, made), key, here, in_layer or is_layer)
         results = [
-            (value.id, layout) for value, layout in zip(values_in(entry.frame.graph.result), entry.frame.results)
+            (value.id, layout) for value, layout in zip(tree_leaves(entry.frame.graph.result), entry.frame.results)
         ]
         if is_layer:
-            borders.add(len(makers))
+            layer_bounds.add(len(producers))
             layer_results.update(inside[result] for result in results if result in inside)
-        for value, layout, result in zip(values_in(entry.node.outputs), entry.outputs, results):
+        for value, layout, result in zip(tree_leaves(entry.node.outputs), entry.outputs, results):
             _take(made, (value.id, layout), inside.get(result))
     return made
 
@@ -87,7 +87,7 @@ def _makers(entry, made):
     if isinstance(entry, Move):
         taken = [(entry.value.id, entry.source)]
     else:
-        values = values_in((entry.node.args, entry.node.kwargs))
+        values = tree_leaves((entry.node.args, entry.node.kwargs))
         taken = [(value.id, layout) for value, layout in zip(values, entry.inputs)]
     return tuple(dict.fromkeys(made[tensor] for tensor in taken if tensor in made))
 
@@ -95,12 +95,12 @@ def _makers(entry, made):
 def _results(entry):
     if isinstance(entry, Move):
         return [(entry.value, entry.target)]
-    return zip(values_in(entry.node.outputs), entry.outputs)
+    return zip(tree_leaves(entry.node.outputs), entry.outputs)
 
 
 def _passed(call, made):
     """What the called frame is given: `(number of its Value, layout) -> key`."""
-    layouts = dict(zip(values_in((call.node.args, call.node.kwargs)), call.inputs))
+    layouts = dict(zip(tree_leaves((call.node.args, call.node.kwargs)), call.inputs))
     passed = {}
     for inner, outer in match_arguments(call.node).items():
         _take(passed, (inner.id, layouts[outer]), made.get((outer.id, layouts[outer])))
