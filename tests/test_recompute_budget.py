@@ -202,8 +202,8 @@ def test_what_must_be_kept():
     keep = {(layer, 1) for layer in range(30)}
     choice = model.choose(frame, 56 / 96, keep=keep)
     assert choice.dropped == {(layer, 2) for layer in range(30)}
-    with pytest.raises(ValueError, match="mine: 0.1 is out of reach"):
-        model.choose(frame, 0.1, keep=keep, where="mine")
+    with pytest.raises(ValueError, match="recompute.budget: 0.1 is out of reach"):
+        model.choose(frame, 0.1, keep=keep)
 
 
 def test_what_must_be_kept_in_one_layer():

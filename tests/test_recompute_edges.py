@@ -4,12 +4,12 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
+from recomputations import count_recomputations
 from test_recompute_gradients import INPUTS, Net, equal, llama, sharded
 
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recompute import list_operators, recompute, swap
 from mindformers_core.recompute.explained import keepers_by_key
-from mindformers_core.recompute.keeping import count_recomputations
 from mindformers_core.tensor_parallel import explain, prepare, programs, shard
 
 pytestmark = pytest.mark.usefixtures("one_rank")

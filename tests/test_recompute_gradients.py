@@ -6,11 +6,11 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
+from recomputations import count_recomputations
 
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.recompute import recompute
-from mindformers_core.recompute.keeping import count_recomputations
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.zero import hsdp, value_and_grad
 

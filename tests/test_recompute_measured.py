@@ -5,6 +5,7 @@ import gc
 import mindspore as ms
 import pytest
 from mindspore import Tensor
+from recomputations import count_recomputations
 from saved_tensors import measured, scalar_of
 from test_recompute_gradients import INPUTS, Cast, Half, Net, Views, drawn, llama, sharded
 
@@ -14,7 +15,7 @@ from mindformers_core.communication import backend_fake, init_distributed, shutd
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recompute import keeping, recompute
 from mindformers_core.recompute.explained import keepers_by_key
-from mindformers_core.recompute.keeping import Handle, count_recomputations
+from mindformers_core.recompute.keeping import Handle
 from mindformers_core.tensor_parallel import explain, programs, shard
 from mindformers_core.zero import hsdp, value_and_grad
 

@@ -4,9 +4,12 @@ What counts are results: what operators make, and what moves make of a tensor, a
 held like an activation). The arguments of the root and stored parameters belong to others.
 """
 
-from mindformers_core.analysis.saved_tensors import SavedTensorAnalysis
+from collections import Counter
 
-__all__ = ["activation_peaks"]
+from mindformers_core.analysis.saved_tensors import SavedTensorAnalysis
+from mindformers_core.program.plan import called_cells
+
+__all__ = ["activation_peaks", "recomputed_at_once"]
 
 
 def activation_peaks(frame, algorithm=None, activations=None):
@@ -47,3 +50,18 @@ def _peak(events, kept):
         peak = max(peak, alive)
         alive -= sum(memory.nbytes for memory in freed.get(place, ()))
     return peak
+
+
+def recomputed_at_once(frame, layers, marks):
+    """The most bytes that are back at a time in the backward pass: of one layer, or of what is in none.
+
+    Args:
+        frame: the `CellPlan`.
+        layers: paths of the Cells that each are computed again as a whole, or in parts.
+        marks: as of `ExplainedActivations`.
+    """
+    calls = [key for key, path in called_cells(frame) if path in layers]
+    sums = Counter()
+    for key, mark in marks.items():
+        sums[next((call for call in calls if key[: len(call)] == call), key)] += mark.nbytes
+    return max(sums.values(), default=0)

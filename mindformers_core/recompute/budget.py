@@ -98,7 +98,7 @@ def choice_within(settings, program, boundaries=(), swapped=frozenset(), is_part
     )
 
 
-def choose(frame, budget, saved_bytes, recomputed, not_kept, price, keep=(), is_part=False, where="recompute.budget"):
+def choose(frame, budget, saved_bytes, recomputed, not_kept, price, keep=(), is_part=False):
     """What to compute again so that at most `budget` of the saved bytes stay, for as few operations as can be found.
 
     Instructions at the same place of equal layers are treated alike, but where a budget lies between two such choices:
@@ -115,7 +115,6 @@ def choose(frame, budget, saved_bytes, recomputed, not_kept, price, keep=(), is_
         price: key -> operations of computing it once more.
         keep: keys of instructions that must not be computed again.
         is_part: whether the program is one of a stage of a pipeline, for all of which there is one budget.
-        where: what to call the budget in errors.
 
     Raises:
         ValueError: no choice needs so little: names the least part that can be had. Of an evaluation program, which
@@ -133,7 +132,7 @@ def choose(frame, budget, saved_bytes, recomputed, not_kept, price, keep=(), is_
     least = min(map(measured.nbytes, sets))
     if least > limit:
         whose = "this stage" if is_part else "this model"
-        problem = out_of_reach(budget, least, all_bytes, "", whose, where)
+        problem = out_of_reach(budget, least, all_bytes, "", whose)
         if frame.graph.training and not is_part:
             raise ValueError(problem)
         return replace(_choice(frozenset(), links, measured, not_kept), problem=problem, least_bytes=least)
@@ -141,7 +140,7 @@ def choose(frame, budget, saved_bytes, recomputed, not_kept, price, keep=(), is_
     return replace(_choice(chosen, links, measured, not_kept), least_bytes=least)
 
 
-def out_of_reach(budget, least_bytes, all_bytes, place, whose, where="recompute.budget"):
+def out_of_reach(budget, least_bytes, all_bytes, place, whose):
     """The text of the error.
 
     Args:
@@ -149,17 +148,12 @@ def out_of_reach(budget, least_bytes, all_bytes, place, whose, where="recompute.
         least_bytes, all_bytes: what can be kept at the least, and what is kept without.
         place: of the program: `" on stage 1"`, or empty.
         whose: what the least budget is for.
-        where: what to call the budget.
     """
+    least = math.ceil(1000 * least_bytes / all_bytes) / 1000  # not less than it is
     return (
-        f"{where}: {budget!r} is out of reach{place}: with all computed again that may be, {bytes_shown(least_bytes)} "
-        f"of {bytes_shown(all_bytes)} stay; the least budget for {whose} is {_above(least_bytes / all_bytes)}"
+        f"recompute.budget: {budget!r} is out of reach{place}: with all computed again that may be, "
+        f"{bytes_shown(least_bytes)} of {bytes_shown(all_bytes)} stay; the least budget for {whose} is {least:g}"
     )
-
-
-def _above(part):
-    """A part as text, with three decimals, not less than it is."""
-    return f"{math.ceil(1000 * part) / 1000:g}"
 
 
 def _within(limit, links, measured):

@@ -12,7 +12,7 @@ from mindformers_core.program.operator_names import operator_texts
 from mindformers_core.program.plan import called_cells
 from mindformers_core.program.producers import links_of
 
-__all__ = ["bytes_not_kept", "explained_activations", "explained_cells", "keepers_by_key", "recomputed_at_once"]
+__all__ = ["bytes_not_kept", "explained_activations", "explained_cells", "keepers_by_key"]
 
 
 _NOT_NEEDED = (
@@ -97,21 +97,6 @@ def _inside(path, frame, lines, marks, sets):
     inside = {key[len(start) :]: mark for key, mark in marks.items() if _lies_in(key, start)}
     sets = (frozenset(key[len(start) :] for key in keys if _lies_in(key, start)) for keys in sets)
     return ExplainedActivations(tuple(lines), inside, *sets)
-
-
-def recomputed_at_once(frame, layers, marks):
-    """The most bytes that are back at a time in the backward pass: of one layer, or of what is in none.
-
-    Args:
-        frame: the `CellPlan`.
-        layers: paths of the Cells that each are computed again as a whole, or in parts.
-        marks: as of `ExplainedActivations`.
-    """
-    calls = [key for key, path in called_cells(frame) if path in layers]
-    sums = Counter()
-    for key, mark in marks.items():
-        sums[next((call for call in calls if _lies_in(key, call)), key)] += mark.nbytes
-    return max(sums.values(), default=0)
 
 
 def bytes_not_kept(links, again, before, after):

@@ -10,7 +10,6 @@ A tensor is known by what MindSpore lets us attach to it, which goes along to wh
 holds the tensor, those that have saved it, and calls that need it keep a handle alive.
 """
 
-from collections import Counter
 from contextlib import contextmanager
 from weakref import ref
 
@@ -20,10 +19,10 @@ from mindspore.graph.api import _no_grad, _pynative_executor, saved_tensors_hook
 from mindformers_core.communication.world import process_state
 from mindformers_core.program.structure import tree_map
 
-__all__ = ["Handle", "Recomputation", "Recomputed", "count_recomputations", "handle_of", "keeping", "kept", "session"]
+__all__ = ["Handle", "Recomputation", "Recomputed", "handle_of", "keeping", "kept", "session"]
 
 _KEY = "mindformers_core"
-_STATE = process_state().memo(__name__)  # "session": the one that is going on; "counters"
+_STATE = process_state().memo(__name__)  # "session": the one that is going on
 
 
 @contextmanager
@@ -241,8 +240,6 @@ class Recomputation:
         inputs = tree_map(lambda leaf: leaf.read() if isinstance(leaf, Handle) else leaf, self.inputs)
         with _no_grad():
             result = self.function(*inputs)
-        for counted in _STATE.get("counters", ()):
-            counted[self.function.__code__] += 1
         many = isinstance(result, (tuple, list))
         self._results = [tensor.contiguous() for tensor in (result if many else (result,))]
 
@@ -258,15 +255,3 @@ def _as_input(leaf):
         return leaf
     handle.expect()
     return handle
-
-
-@contextmanager
-def count_recomputations():
-    """Count calls that are made again while it is open: a `Counter` of the code objects of their functions."""
-    counted = Counter()
-    counters = _STATE.setdefault("counters", [])
-    counters.append(counted)
-    try:
-        yield counted
-    finally:
-        counters.remove(counted)

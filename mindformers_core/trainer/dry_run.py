@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import mindspore as ms
 
+from mindformers_core.analysis.memory import recomputed_at_once
 from mindformers_core.analysis.prediction import saved_bytes
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication import init_distributed
 from mindformers_core.communication.world import shutdown
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.recompute.explained import recomputed_at_once
 from mindformers_core.recompute.stages import check_stages
 from mindformers_core.sharding.inspecting import explain_activations, prepare
 from mindformers_core.sharding.sharded_cells import tree_of

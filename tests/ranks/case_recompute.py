@@ -8,6 +8,7 @@ import pytest
 from case_shard import Parallel
 from launch import on_ranks
 from mindspore import Parameter, Tensor, nn, ops
+from recomputations import count_recomputations
 from saved_tensors import measured
 
 from mindformers_core.analysis.prediction import saved_bytes
@@ -18,7 +19,6 @@ from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.pipeline import PipelineStage, Schedule1F1B, ScheduleZBH1
 from mindformers_core.recompute import recompute, swap
-from mindformers_core.recompute.keeping import count_recomputations
 from mindformers_core.tensor_parallel import explain, programs, shard
 from mindformers_core.trainer.data import TokenDataset
 from mindformers_core.trainer.recipe import MESH_AXES
