@@ -2,7 +2,7 @@
 
 The public names load the module behind them when they are first used, so that `import mindformers_core` and everything
 that is pure Python need no MindSpore. `layout(...)` is imported from its module, `from mindformers_core.layout import
-layout`, because `mindformers_core.layout` is that module.
+layout`, because `mindformers_core.layout` is that module; `mindformers_core.recompute` is a package that can be called.
 """
 
 from mindformers_core.lazy_exports import lazy_exports
@@ -20,6 +20,8 @@ _PUBLIC = {
     "plan_redistribution": "redistribution",
     "init_distributed": "communication",
     "register_operator": "operators",
+    "hsdp": "zero",
+    "swap": "recompute",
     "PipelineStage": "pipeline",
     "DTensor": "tensor_parallel",
     "distribute_tensor": "tensor_parallel",

@@ -36,6 +36,7 @@ orders:
 def test_what_the_files_look_like(tmp_path, suffix, text):
     path = tmp_path / f"table.{suffix}"
     save_table(small_table(), path)
+    assert path.suffix != ".csv" or path.read_text() == str(small_table())
     assert path.read_text() == text
     assert load_table(str(path)) == small_table()
 

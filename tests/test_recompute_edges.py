@@ -7,10 +7,13 @@ from mindspore import Tensor, nn, ops
 from recomputations import count_recomputations
 from test_recompute_gradients import INPUTS, Net, equal, llama, sharded
 
+import mindformers_core
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recompute import list_operators, recompute, swap
 from mindformers_core.recompute.explained import keepers_by_key
+from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import explain, prepare, programs, shard
+from mindformers_core.zero import hsdp
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 X = Tensor(np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32))
@@ -173,6 +176,12 @@ def test_a_budget_leaves_alone_what_is_swapped():
     net(*inputs)
     kinds = {keeper.name for keeper in keepers_by_key(programs(net)[-1].frame).values()}
     assert "recomputed" in kinds and len(kinds) > 1
+
+
+def test_the_package_is_the_function_too():
+    net = sharded(llama)
+    assert mindformers_core.recompute(net, full=True) is net and tree_of(net).activations.settings.full is True
+    assert mindformers_core.hsdp is hsdp and mindformers_core.swap is swap
 
 
 def test_settings_that_there_are_not():

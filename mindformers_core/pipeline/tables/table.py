@@ -1,5 +1,7 @@
 """The table of a pipeline schedule: every rank's steps in order, and which rank holds which stage. Pure Python."""
 
+import csv
+import io
 from dataclasses import dataclass
 
 from mindformers_core.pipeline.tables.step import MetaStep
@@ -29,6 +31,15 @@ class ScheduleTable:
             for number, step in enumerate(order):
                 if type(step) is not MetaStep or step[3] and not {*map(type, step[3])} <= {MetaStep}:
                     raise TypeError(f"step {number} of rank {rank}: {step!r} should be a MetaStep, and made of such")
+
+    def __str__(self):
+        """The text of its CSV file, see `save_table`."""
+        file = io.StringIO()
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["micro_batch_num", self.micro_batch_num])
+        writer.writerow(["stage_ranks", *self.stage_ranks])
+        writer.writerows([f"rank {rank}", *map(str, order)] for rank, order in enumerate(self.orders))
+        return file.getvalue()
 
     @property
     def rank_num(self):

@@ -1,7 +1,6 @@
 """Pipeline tables in files, CSV or YAML, to read, change by hand, and load again. Pure Python."""
 
 import csv
-import io
 
 import yaml
 
@@ -27,9 +26,7 @@ def save_table(table, path):
     Raises:
         ValueError: another suffix.
     """
-    write = _csv_text if checked_suffix(path, SUFFIXES) == "csv" else _yaml_text
-    text = write(table.micro_batch_num, table.stage_ranks, [list(map(str, order)) for order in table.orders])
-    write_whole(path, text)
+    write_whole(path, str(table) if checked_suffix(path, SUFFIXES) == "csv" else _yaml_text(table))
 
 
 def load_table(path):
@@ -67,15 +64,6 @@ def _step(text, path, place):
         raise ValueError(f"{path}, {place}: {error}") from None
 
 
-def _csv_text(micro_batch_num, stage_ranks, rank_texts):
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["micro_batch_num", micro_batch_num])
-    writer.writerow(["stage_ranks", *stage_ranks])
-    writer.writerows([f"rank {rank}", *texts] for rank, texts in enumerate(rank_texts))
-    return file.getvalue()
-
-
 def _read_csv(file, path):
     """Number of micro-batches, ranks of the stages, and for every rank [(place, text)]."""
     numbers, rank_cells = {}, []
@@ -106,8 +94,9 @@ def _whole_number(text, path, place):
     return int(text)
 
 
-def _yaml_text(micro_batch_num, stage_ranks, rank_texts):
-    values = (micro_batch_num, list(stage_ranks), rank_texts)
+def _yaml_text(table):
+    orders = [list(map(str, order)) for order in table.orders]
+    values = (table.micro_batch_num, list(table.stage_ranks), orders)
     return yaml.safe_dump(dict(zip(_KEYS, values)), sort_keys=False, default_flow_style=None, width=float("inf"))
 
 
