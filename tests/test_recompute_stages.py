@@ -216,6 +216,8 @@ def test_what_stages_know_of_each_other():
             r"^recompute.select\[1\]: 'layers.1-4' is only partly there: .* '1', not '2-4'$"),
         ({"exclude": "*.0,7.tanh", "full": True}, "^recompute.exclude: .* is only partly there: there are"),
         ({"stages": "0", "select": "layers.0-1"}, r"below 'layers' are '0', not '1'; looked for on sta"),
+        ({"swapped": {"op_swap": [{"op_name": "tanh", "layers": [n]} for n in (1, 0)]}},
+            r"nothing that 'tanh' selects is in layers \[1\]$"),
         ({"swapped": {"op_swap": {"tanh": {"layers": [1]}}}}, r"nothing that 'tanh' selects is in layers \[1\]$"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):

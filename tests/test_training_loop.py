@@ -121,7 +121,8 @@ def test_a_step_is_compiled_once(run, monkeypatch):
 @pytest.mark.ranks
 @pytest.mark.parametrize(("in_place", "mode"), [(False, 1), (True, 0)])
 def test_resumed_run_is_the_unbroken_run(run, tmp_path, in_place, mode):
-    saving = ("checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=3", f"context.mode={mode}")
+    blocks = "model.heterogeneous_block_specs=[{intermediate_size: 48}]"  # a tuple in the config, a list in the file
+    saving = ("checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=3", f"context.mode={mode}", blocks)
     unbroken, _ = run("broken", *saving)
     source = tmp_path / "broken" / "checkpoint" / "step_3"
     assert sorted(os.listdir(source.parent)) == ["step_3", "step_6"]

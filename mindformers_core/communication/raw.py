@@ -116,7 +116,7 @@ class Identity(nn.Cell):
         return x
 
     def construct(self, x):
-        # an operator, which the compiler removes: a Cell with a bprop thavailables a Parameter through as it is
+        # an operator, which the compiler removes: a Cell with a bprop that hands a Parameter through as it is
         # gives that of its first call at every later one
         return ops.cast(x, x.dtype)
 

@@ -91,7 +91,7 @@ def intercept_operators():
 
 
 def _asking(call, attributes, dispatcher):
-    """A `__call__` thavailables calls with DTensors to the dispatcher, and leaves others alone."""
+    """A `__call__` that hands calls with DTensors to the dispatcher, and leaves others alone."""
 
     def asking_call(self, *args):
         if not _has_dtensor(args):

@@ -91,7 +91,13 @@ def model_spec(name):
         raise ValueError(f"no model is called {name!r}{nearest(name, MODELS)}: {known}, or package.module:Class")
     found = import_object(name, "model")
     if isinstance(found, ModelSpec):
-        return found
+        return _checked(found, name)
     if not isinstance(found, type) or not hasattr(getattr(found, "config_class", None), "__dataclass_fields__"):
         raise TypeError(f"{name} is {found!r}: it should be a ModelSpec, or a class with config_class = a dataclass")
-    return ModelSpec(found, found.config_class)
+    return _checked(ModelSpec(found, found.config_class), name)
+
+
+def _checked(spec, name):
+    if "name" in spec.config.__dataclass_fields__:
+        raise ValueError(f"{name}: its config has a field 'name', which in a recipe is that of the model: rename it")
+    return spec

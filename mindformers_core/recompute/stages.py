@@ -38,13 +38,18 @@ def _found(settings, swapping, layers, program, full):
     for entry in swapping.op_swap if swapping.is_on else ():
         (one,) = program.matches((entry.op_name,), swapping.where(entry))
         is_in_layers = entry.layers is True or bool(operator_swap_keys(entry, one, program, layers))
-        swapped[swapping.where(entry)] = [one.found, is_in_layers]
+        swapped[_entry_key(entry)] = [one.found, is_in_layers]
     return {
         "select": {m.pattern.text: m.found for m in program.matches(settings.select, "recompute.select")},
         "exclude": {m.pattern.text: m.found for m in program.matches(settings.exclude, "recompute.exclude")},
         "chosen": [len(chosen), len(chosen - excluded_keys(settings, program))],
         "swapped": swapped,
     }
+
+
+def _entry_key(entry):
+    """What distinguishes entries of `op_swap`: the same pattern may come for several layers."""
+    return f"{entry.op_name} in {entry.layers}"
 
 
 def check_stages(settings, swapping, summaries):
@@ -119,7 +124,8 @@ def _check_recompute(settings, found):
 def _check_swap(swapping, found):
     for entry in swapping.op_swap if swapping.is_on else ():
         where = swapping.where(entry)
-        found_there = [each["swapped"][where] for each in found if where in each["swapped"]]
+        key = _entry_key(entry)
+        found_there = [each["swapped"][key] for each in found if key in each["swapped"]]
         check_found(parse_pattern(entry.op_name, where), [Found(*match) for match, _ in found_there])
         if not any(is_in_layers for _, is_in_layers in found_there):
             layers = list(entry.layers)

@@ -237,6 +237,11 @@ def micro_batch(recipe, stage=0):
         first, *others = (tensor_meta((batch, *array.shape[1:]), str(array.dtype)) for array in arrays)
     else:
         first, *others = [tensor_meta((batch, length), "int32")] * 2
+    if not is_whole and len(others) + 1 != len(recipe.spec.inputs):
+        raise ValueError(
+            f"model.name: the ModelSpec of {recipe.model_name} has the inputs {', '.join(recipe.spec.inputs)}, but the "
+            f"dataset gives {len(others) + 1} arrays: name them all"
+        )
     if stage > 0:
         length = length // sizes.tensor_parallel if sizes.sequence_parallel else length
         first = recipe.spec.boundary(recipe.model, batch, length)

@@ -22,10 +22,12 @@ def check_pipeline(recipe):
     sizes = recipe.parallelism
     if sizes.pipeline_parallel == 1:
         return
-    if recipe.spec.boundary is None:
+    lacking = [key for key in ("boundary", "inputs") if not getattr(recipe.spec, key)]
+    lacking += [] if hasattr(recipe.model, "num_hidden_layers") else ["config with num_hidden_layers"]
+    if lacking:
         raise ValueError(
             f"parallelism.pipeline_parallel: {sizes.pipeline_parallel}, but the model {recipe.model_name} can't be "
-            "split into stages: its ModelSpec has no boundary: docs/models.md"
+            f"split into stages: its ModelSpec has no {' and no '.join(lacking)}: docs/models.md"
         )
     _planned(recipe)
     try:

@@ -89,7 +89,7 @@ def pipeline_step_function(schedule, optimizer, max_norm, mesh, compiled, given,
     Raises:
         ValueError: on all ranks of the pipeline: stages that don't fit, or of which one has no program for this.
     """
-    named = {stage: ((first,), dict(zip(names[1:], others))) for stage, (first, *others) in given.items()}
+    named = {stage: ((first,), dict(zip(names[1:], others, strict=True))) for stage, (first, *others) in given.items()}
     schedule.meet().prepare(schedule.table, named)
     counted = _first_of_each(schedule, [stage.counted for stage in schedule.stages])
     clip = ClipByGlobalNorm(optimizer.parameters, max_norm, mesh, ("pp",), counted)
@@ -98,7 +98,7 @@ def pipeline_step_function(schedule, optimizer, max_norm, mesh, compiled, given,
     def step(arrays, rate, eps, decay):
         for stage in schedule.stages:
             stage.zero_gradients()
-        losses = [schedule.run(first, **dict(zip(names[1:], others))) for first, *others in zip(*arrays)]
+        losses = [schedule.run(first, **dict(zip(names[1:], others, strict=True))) for first, *others in zip(*arrays)]
         gradients = _first_of_each(schedule, [stage.gradients for stage in schedule.stages])
         return sum(losses) / len(losses), update(rate, eps, decay, *gradients)
 

@@ -80,7 +80,7 @@ def _recipe_class(name):
 
 def recipe_to_yaml(recipe):
     """The whole recipe, defaults included, as YAML text that `load_recipe` reads back."""
-    sections = _plain(dataclasses.asdict(recipe))
+    sections = _plain(recipe)
     sections["model"] = {"name": recipe.model_name} | sections["model"]
     return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
 
@@ -96,6 +96,8 @@ def _put(sections, keys, value):
 
 
 def _plain(value):
+    if dataclasses.is_dataclass(value):
+        return {entry.name: _plain(getattr(value, entry.name)) for entry in dataclasses.fields(value) if entry.init}
     if isinstance(value, dict):
         return {key: _plain(entry) for key, entry in value.items()}
     return [_plain(entry) for entry in value] if isinstance(value, (tuple, list)) else value
@@ -114,6 +116,8 @@ def _convert(value, hint, path):
         raise ValueError(f"{path}: {value!r} is not one of {', '.join(map(str, arguments))}{nearest(value, arguments)}")
     if origin in (tuple, list):
         return _convert_sequence(value, origin, arguments, path)
+    if origin is dict:
+        hint = dict
     return _convert_scalar(value, hint, path)
 
 
@@ -200,9 +204,9 @@ def _convert_scalar(value, hint, path):
 
 def _kind(hint):
     """A plain type in words."""
-    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", dict: "a mapping"}
-    assert hint in kinds, f"the loader knows no type {hint}"
-    return kinds[hint]
+    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+    kinds |= {dict: "a mapping", list: "a list"}
+    return kinds.get(hint) or f"a {_show(hint)}, which no YAML value is: declare the field as a plain type"
 
 
 def _show(hint):

@@ -79,7 +79,7 @@ def load_state(folder, expected, tensors, rank):
     """
     with open(os.path.join(folder, "state.json"), encoding="utf-8") as file:
         state = json.load(file)
-    for key, value in expected.items():
+    for key, value in json.loads(json.dumps(expected)).items():
         if state.get(key) != value:
             raise ValueError(
                 f"checkpoint.load_path: {folder} was saved with {key} {state.get(key)}, but this run has {value}: a "
