@@ -1,10 +1,12 @@
-"""Words that errors and reports share: the nearest known name, and a number of bytes. Pure Python."""
+"""Words that errors and reports share: the nearest known name, numbers of bytes and of operations. Pure Python."""
 
+import math
 from difflib import get_close_matches
 
-__all__ = ["bytes_shown", "nearest"]
+__all__ = ["bytes_shown", "nearest", "operations_shown"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_POWERS = ("", "k", "M", "G", "T", "P", "E")
 
 
 def nearest(name, known, likeness=0.5):
@@ -20,3 +22,12 @@ def bytes_shown(count):
     unit = next(place for place in range(len(_UNITS)) if count < 1024 ** (place + 1) or place == len(_UNITS) - 1)
     scaled = count / 1024**unit
     return f"{scaled:.0f} {_UNITS[unit]}" if unit == 0 or scaled >= 100 else f"{scaled:.1f} {_UNITS[unit]}"
+
+
+def operations_shown(count):
+    """`"1.5 GFLOP"`; `"0"` for none."""
+    if not count:
+        return "0"
+    unit = min(int(math.log10(count) / 3 + 1e-12), len(_POWERS) - 1)
+    scaled = count / 1000**unit
+    return f"{scaled:.3g} {_POWERS[unit]}FLOP" if scaled < 100 else f"{scaled:.0f} {_POWERS[unit]}FLOP"

@@ -7,13 +7,14 @@ from xml.etree import ElementTree
 
 import pytest
 
+from mindformers_core.hints import operations_shown
 from mindformers_core.layout import bind_layout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.program.graph import CallNode, CellGraph, OperatorNode
 from mindformers_core.program.plan import CallPlan, CellPlan, OperatorPlan
 from mindformers_core.program.producers import links_of
 from mindformers_core.program.structure import Value
-from mindformers_core.recompute.budget import choose, described, operations_shown
+from mindformers_core.recompute.budget import choose, described
 from mindformers_core.recompute.curve import curve_picture
 from mindformers_core.recompute.minimum_cut import minimum_cost_closure
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from mindformers_core.analysis.operations import operations
-from mindformers_core.hints import bytes_shown
+from mindformers_core.hints import bytes_shown, operations_shown
 from mindformers_core.program.name_ranges import layers_together
 from mindformers_core.program.producers import links_of
 from mindformers_core.recompute.explained import bytes_not_kept
@@ -13,12 +13,11 @@ from mindformers_core.recompute.knapsack import improved, mixed, pieces_of
 from mindformers_core.recompute.pareto import Measured, best_of, corners, lower_hull, trade_of
 from mindformers_core.recompute.selection import kept_keys
 
-__all__ = ["Choice", "Part", "choice_within", "choose", "described", "operations_shown", "out_of_reach", "rows_of"]
+__all__ = ["Choice", "Part", "choice_within", "choose", "described", "out_of_reach", "rows_of"]
 
 _SMALL = 400  # instructions of a program in which everything is tried to be changed
 _WORK = 60_000  # how often that asks, times the number of instructions
 _NEAR = 3  # corners of the curve on either side of the budget that this starts from
-_UNITS = ("", "k", "M", "G", "T", "P", "E")
 
 
 @dataclass(frozen=True)
@@ -232,12 +231,3 @@ def described(choice, names):
 
 def _signed(nbytes):
     return bytes_shown(nbytes) if nbytes >= 0 else f"-{bytes_shown(-nbytes)}"
-
-
-def operations_shown(count):
-    """`"1.5 GFLOP"`; `"0"` for none."""
-    if not count:
-        return "0"
-    unit = min(int(math.log10(count) / 3 + 1e-12), len(_UNITS) - 1)
-    scaled = count / 1000**unit
-    return f"{scaled:.3g} {_UNITS[unit]}FLOP" if scaled < 100 else f"{scaled:.0f} {_UNITS[unit]}FLOP"

@@ -4,8 +4,7 @@ from html import escape
 from math import floor, log10
 
 from mindformers_core.explaining.style import HUES, STYLE
-from mindformers_core.hints import bytes_shown
-from mindformers_core.recompute.budget import operations_shown
+from mindformers_core.hints import bytes_shown, operations_shown
 
 __all__ = ["curve_picture"]
 

@@ -75,7 +75,8 @@ class ChosenActivations(ActivationPolicy):
         """See `ActivationPolicy`."""
         program = NamedProgram(frame, path, algorithm_of, not self.tree.storage.takes_gradients)
         if not path:
-            self._summary = stage_summary(*self._asked, self.tree.cells, program, self.full)
+            asked = self.settings, self.swapping, self.layers, self.tree.cells
+            self._summary = stage_summary(*asked, program, self.full)
         # patterns may match nothing where they are for other stages, were all found before, or in evaluation
         if not (path or self.is_part or self._has_matched or not frame.graph.training):
             check_stages(self.settings, self.swapping, [self._summary])
@@ -93,10 +94,6 @@ class ChosenActivations(ActivationPolicy):
         if choice is not None:
             self.choices[frame] = choice
         return frame
-
-    @property
-    def _asked(self):
-        return self.settings, self.swapping, self.layers
 
     def _compiled_frame(self, program, compiled):
         """The `CellPlan` of a compiled function, in which whole Cells run again."""

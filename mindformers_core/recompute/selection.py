@@ -163,14 +163,11 @@ def swapped_keys(settings, program, layers):
     found = {}
     for _, prefetch, keys in _swap_requests(settings, program, layers):
         found |= dict.fromkeys(keys, prefetch)
-    results = {place.key for place in program.places if not _gives_its_input(place)}
-    inner = program.prediction.cell_keys(()) & results if found else ()
-    return {place.key: found[place.key] for place in program.places if place.key in found and place.key in inner}
-
-
-def _gives_its_input(place):
-    """Whether an instruction gives what it takes, perhaps a weight: that goes with who made it, or stays."""
-    return isinstance(place.entry, OperatorPlan) and is_cast_to_its_dtype(place.entry.node)
+    inner = program.prediction.cell_keys(()) if found else ()
+    places = [place for place in program.places if place.key in found and place.key in inner]
+    same = [place for place in places if isinstance(place.entry, OperatorPlan)]  # give what they take, perhaps a weight
+    same = {place.key for place in same if is_cast_to_its_dtype(place.entry.node)}
+    return {place.key: found[place.key] for place in places if place.key not in same}
 
 
 def _swap_requests(settings, program, layers):
