@@ -1,4 +1,4 @@
-"""`recompute: {budget: 0.5}`: what to compute again so that activations take a part of their bytes. Pure Python."""
+"""`recompute: {budget: 0.5}`: instructions to recompute so that half of the activation bytes stay. Pure Python."""
 
 import math
 from dataclasses import dataclass, replace
@@ -15,20 +15,20 @@ from mindformers_core.recompute.selection import kept_keys
 
 __all__ = ["Choice", "Part", "choice_within", "choose", "described", "out_of_reach", "rows_of"]
 
-_SMALL = 400  # instructions of a program in which everything is tried to be changed
-_WORK = 60_000  # how often that asks, times the number of instructions
-_NEAR = 3  # corners of the curve on either side of the budget that this starts from
+_SMALL = 400  # largest program, in instructions, in which local search changes every instruction
+_WORK = 60_000  # evaluations of the local search times the number of instructions
+_NEAR = 3  # starting corners of the curve on either side of the budget
 
 
 @dataclass(frozen=True)
 class Part:
-    """One instruction that is computed again.
+    """One recomputed instruction.
 
     Attributes:
-        key: which.
-        saved_bytes: that aren't kept because of it: its result, and copies that operators keep of views; 0 for one that
-            nothing needs but what is computed again from it.
-        flops: what computing it again takes.
+        key: its key.
+        saved_bytes: bytes that its recomputation frees: its result, and copies of views that operators save; 0 if only
+            recomputed instructions read the result.
+        flops: operations of one recomputation.
     """
 
     key: tuple
@@ -38,19 +38,19 @@ class Part:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is computed again.
+    """The recomputed instructions of a program, with their effect.
 
     Attributes:
-        dropped: keys of the instructions whose results aren't kept (frozenset): each is computed again once.
-        saved_bytes: bytes of activations that are kept.
-        flops: operations that are computed again.
-        all_bytes: bytes that are kept where nothing is computed again.
-        curve: points `(saved_bytes, flops)` from nothing computed again to the least memory: of all that are known, no
-            other has less of both. Operations ascend (where something costs none, two may have 0), bytes descend.
+        dropped: keys of the instructions whose results aren't saved (frozenset): each is recomputed once.
+        saved_bytes: bytes of saved activations.
+        flops: recomputed operations.
+        all_bytes: bytes of saved activations without recompute.
+        curve: Pareto points `(saved_bytes, flops)` from no recompute to the least memory, of all evaluated sets.
+            Operations ascend (two points may have 0, if some instruction costs none), bytes descend.
         forward_flops: operations of the whole forward pass.
-        parts: a `Part` for every one of `dropped`, in the order of the program.
-        problem: why gradients can't be taken of the program, where nothing is chosen; else empty.
-        least_bytes: the least that can be kept.
+        parts: a `Part` for each key of `dropped`, in the order of the program.
+        problem: reason why the program has no gradients, if no set fits; else empty.
+        least_bytes: the smallest reachable `saved_bytes`.
     """
 
     dropped: frozenset
@@ -70,12 +70,12 @@ def choice_within(settings, program, boundaries=(), swapped=frozenset(), is_part
     Args:
         settings: the `RecomputeSettings`, with a budget.
         program: the `NamedProgram`.
-        boundaries: paths of Cells whose results are kept in any case.
-        swapped: keys of instructions whose results wait on the host: they aren't chosen, and their bytes count.
-        is_part: whether the program is one of a stage.
+        boundaries: paths of Cells whose results are always saved.
+        swapped: keys of swapped instructions: never recomputed; their bytes count.
+        is_part: whether the program is that of a pipeline stage.
 
     Raises:
-        ValueError: nothing needs so little, see `choose`.
+        ValueError: no set fits the budget, see `choose`.
     """
     algorithm = program.algorithm and cache(program.algorithm)
     places = {place.key: place for place in program.places}
@@ -98,27 +98,26 @@ def choice_within(settings, program, boundaries=(), swapped=frozenset(), is_part
 
 
 def choose(frame, budget, saved_bytes, recomputed, not_kept, price, keep=(), is_part=False):
-    """What to compute again so that at most `budget` of the saved bytes stay, for as few operations as can be found.
+    """The `Choice` with the fewest recomputed operations found that saves at most the part `budget` of all bytes.
 
-    Instructions at the same place of equal layers are treated alike, but where a budget lies between two such choices:
-    then the first layers follow the one and the others the other. What layers return is kept, so that never more than
-    one layer is computed again at once. To give up tensors for operations is the idea of Chen et al., "Training deep
-    nets with sublinear memory cost", 2016; see `frontier` and `filling` for how it is chosen.
+    Instructions at the same position of equal layers are treated alike, unless the budget lies between two such sets:
+    then the first layers follow one set and the other layers the other. Results of layers are saved, so the backward
+    pass recomputes at most one layer at a time. Trading operations for memory is the idea of Chen et al., "Training
+    Deep Nets with Sublinear Memory Cost", 2016; `pareto` and `knapsack` have the algorithms.
 
     Args:
         frame: the `CellPlan` of the root.
-        budget: above 0, at most 1: the part of the bytes saved for the backward pass that may stay.
-        saved_bytes: (frozenset of dropped keys) -> bytes that are saved then.
-        recomputed: (frozenset of dropped keys) -> those of them that are computed again.
-        not_kept: (frozenset of dropped keys) -> key -> bytes that aren't kept because of it.
-        price: key -> operations of computing it once more.
-        keep: keys of instructions that must not be computed again.
-        is_part: whether the program is one of a stage of a pipeline, for all of which there is one budget.
+        budget: part of the saved bytes that may stay, above 0 and at most 1.
+        saved_bytes: (frozenset of dropped keys) -> saved bytes.
+        recomputed: (frozenset of dropped keys) -> the subset that the backward pass recomputes.
+        not_kept: (frozenset of dropped keys) -> {key: bytes that its recomputation frees}.
+        price: key -> operations of one recomputation.
+        keep: keys of instructions that are never recomputed.
+        is_part: whether the program is that of a pipeline stage; all stages share one budget.
 
     Raises:
-        ValueError: no choice needs so little: names the least part that can be had. Of an evaluation program, which
-            keeps nothing as long as nobody asks for gradients, and of a stage, which knows nothing of the others, that
-            is the `problem` of the `Choice`.
+        ValueError: no set fits the budget; the text has the least budget. For an evaluation program, which saves
+            nothing without gradients, and for a pipeline stage, the text becomes the `problem` of the `Choice`.
     """
     links = links_of(frame)
     measured = Measured(saved_bytes, recomputed, price)
@@ -140,15 +139,15 @@ def choose(frame, budget, saved_bytes, recomputed, not_kept, price, keep=(), is_
 
 
 def out_of_reach(budget, least_bytes, all_bytes, place, whose):
-    """The text of the error.
+    """Error text for a budget that no set fits.
 
     Args:
-        budget: what was asked for.
-        least_bytes, all_bytes: what can be kept at the least, and what is kept without.
-        place: of the program: `" on stage 1"`, or empty.
-        whose: what the least budget is for.
+        budget: the requested budget.
+        least_bytes, all_bytes: the smallest reachable saved bytes, and those without recompute.
+        place: location of the program: `" on stage 1"`, or empty.
+        whose: owner of the least budget, as `"this model"`.
     """
-    least = math.ceil(1000 * least_bytes / all_bytes) / 1000  # not less than it is
+    least = math.ceil(1000 * least_bytes / all_bytes) / 1000  # rounded up: the given budget is reachable
     return (
         f"recompute.budget: {budget!r} is out of reach{place}: with all computed again that may be, "
         f"{bytes_shown(least_bytes)} of {bytes_shown(all_bytes)} stay; the least budget for {whose} is {least:g}"
@@ -156,7 +155,7 @@ def out_of_reach(budget, least_bytes, all_bytes, place, whose):
 
 
 def _within(limit, links, measured):
-    """The cheapest set that is found within `limit` bytes."""
+    """The set with the fewest operations found within `limit` bytes."""
 
     def fits(dropped):
         return measured.nbytes(dropped) <= limit
@@ -180,7 +179,7 @@ def _within(limit, links, measured):
 
 
 def _choice(dropped, links, measured, not_kept):
-    """The `Choice` of a set, without what is never asked for."""
+    """The `Choice` of a set, without instructions whose results the backward pass never reads."""
     again = measured.again(dropped)
     dropped = again if measured.nbytes(again) == measured.nbytes(dropped) else dropped
     saves = not_kept(dropped)
@@ -198,12 +197,12 @@ def _choice(dropped, links, measured, not_kept):
 
 
 def rows_of(choice, names):
-    """What is computed again, as rows `(name, bytes that this saves, operations)` whose sums are those of the choice.
+    """Rows `(name, freed bytes, operations)` of the recomputed instructions; their sums are those of the choice.
 
     Args:
         choice: a `Choice`.
-        names: key -> name of an instruction, as `"model.layers.0.mlp.silu"`. Equal names of layers in a row come in one
-            row, as `model.layers.0-7.mlp.silu`; what neither saves nor takes anything has none.
+        names: key -> name of an instruction, as `"model.layers.0.mlp.silu"`. Equal names in consecutive layers share a
+            row, as `model.layers.0-7.mlp.silu`; rows of 0 bytes and 0 operations are left out.
     """
     rows = []
     for name, places in layers_together([names(part.key) for part in choice.parts]):
@@ -215,7 +214,7 @@ def rows_of(choice, names):
 
 
 def described(choice, names):
-    """Lines of text: what is computed again, what that saves and takes, and the sums; arguments as of `rows_of`."""
+    """Lines of text: recomputed instructions, freed bytes, operations, and the sums; arguments as `rows_of`."""
     lines = [*rows_of(choice, names), ("together", choice.all_bytes - choice.saved_bytes, choice.flops)]
     head = "computed again"
     width = max(len(head), *(len(name) for name, _, _ in lines))

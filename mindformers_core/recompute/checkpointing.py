@@ -10,12 +10,12 @@ __all__ = ["checkpoint_call"]
 
 
 def checkpoint_call(function, others, tensors):
-    """Call a compiled function in PyNative so that nothing in it is kept for the backward pass, where it runs again.
+    """Call a compiled function in PyNative; the backward pass runs it again and saves nothing inside.
 
     Args:
-        function: of tensors; gives a tuple of tensors.
-        others: Parameters besides its arguments that it gives gradients of.
-        tensors: what it is called with.
+        function: function of tensors that returns a tuple of tensors.
+        others: Parameters with gradients that aren't among its arguments.
+        tensors: its arguments.
     """
     needed = [place for place, tensor in enumerate(tensors) if _needs_gradient(tensor)]
 
@@ -29,17 +29,17 @@ def checkpoint_call(function, others, tensors):
 
 
 def _needs_gradient(tensor):
-    """MindSpore takes floating tensors only."""
+    """Whether a tensor is floating: MindSpore's `recompute` accepts gradients of floating tensors only."""
     return tensor._requires_grad and is_float(dtype_name(tensor.dtype))
 
 
 def _plain(leaf):
-    """A Parameter as any other tensor: a graph would take it for its own."""
+    """A Parameter as a plain tensor, which a graph doesn't treat as a weight of its own."""
     return ops.stop_gradient(leaf) if isinstance(leaf, Parameter) else leaf
 
 
 class _Block(nn.Cell):
-    """What MindSpore's `recompute` takes: a Cell, with the Parameters that it is to give gradients of."""
+    """Argument of MindSpore's `recompute`: a Cell with the Parameters that need gradients."""
 
     def __init__(self, function, others):
         super().__init__(auto_prefix=False)

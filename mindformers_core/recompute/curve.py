@@ -1,4 +1,4 @@
-"""A picture of what memory costs: saved bytes against what is computed again, and what was chosen. Pure Python."""
+"""A picture of a budget's Pareto curve: saved bytes against recomputed operations. Pure Python."""
 
 from html import escape
 from math import floor, log10
@@ -26,10 +26,10 @@ text {{ fill: var(--soft); }}
 
 
 def curve_picture(choice):
-    """The curve of a `Choice` as an SVG picture (text), light or dark as the reader's system is.
+    """The curve of a `Choice` as an SVG picture (text), light or dark as the reader's system.
 
-    To the right are the bytes that are saved for the backward pass, upwards the operations that are computed again, as
-    part of the forward pass. Every point is a choice that is known to be the best of its kind, the large one was taken.
+    The horizontal axis has the saved bytes, the vertical axis the recomputed operations as a part of the forward pass.
+    Each point is Pareto-optimal among all evaluated sets; the large point is the choice.
     """
     unit = max(place for place in range(len(_UNITS)) if choice.all_bytes >= 1024**place or place == 0)
     across = max(choice.all_bytes, 1) / 1024**unit
@@ -92,7 +92,7 @@ def _rows(rows):
 
 
 def _marked(x, y, choice):
-    """The chosen point, with lines to both axes and what it is."""
+    """The chosen point, with lines to both axes and its label."""
     share = choice.flops / max(choice.forward_flops, 1)
     yield f'<path class="guide" fill="none" d="M {_LEFT} {y:.1f} H {x:.1f} V {_BOTTOM}"/>'
     yield f'<circle class="chosen" cx="{x:.1f}" cy="{y:.1f}" r="7"/>'

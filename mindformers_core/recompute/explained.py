@@ -1,4 +1,4 @@
-"""What `explain()` says of results that are kept in another way: a mark for each, and the sums. Pure Python."""
+"""Recomputed and swapped results in `explain()`: an annotation for each instruction, and the sums. Pure Python."""
 
 from collections import Counter, deque
 
@@ -22,7 +22,7 @@ _NOT_NEEDED = (
 
 
 def keepers_by_key(frame):
-    """Key of an instruction -> its `Keeper`, of all that have one in a program."""
+    """Key of an instruction -> its `Keeper`, for the instructions of a program that have one."""
     places = [place for place in operators_in_order(frame) if place.entry in place.frame.keepers]
     return {place.key: place.frame.keepers[place.entry] for place in places}
 
@@ -32,11 +32,10 @@ def explained_activations(frame, recomputing, algorithm, path="", arguments_need
 
     Args:
         frame: its `CellPlan`, with keepers.
-        recomputing: what the keepers of instructions that are computed again are called; others wait on the host.
-        algorithm: as for `saved_activations`.
-        arguments_need: as for `saved_activations`.
-        path: of a Cell in it; the marks are those in its first call, with their keys in there.
-        swaps: whether something was to wait on the host, also if there is nothing.
+        recomputing: class name of the keepers of recomputed instructions; other keepers swap to the host.
+        algorithm, arguments_need: see `SavedTensorAnalysis`.
+        path: path of a Cell in the program; annotations are those of its first call, with keys relative to the Cell.
+        swaps: whether swapping was requested, even if no instruction is swapped.
     """
     keepers = keepers_by_key(frame)
     dropped = frozenset(key for key, keeper in keepers.items() if keeper.name == recomputing)
@@ -57,15 +56,15 @@ def explained_activations(frame, recomputing, algorithm, path="", arguments_need
 
 
 def explained_cells(frame, cells, apart, algorithm, path="", arguments_need=True):
-    """The same of the program of a compiled function, in which whole Cells run again, by the plan.
+    """The `ExplainedActivations` of a compiled function that recomputes whole Cells, by its plan.
 
-    Of such a Cell what it is called with is kept. Of all others it is taken that a graph keeps what PyNative does.
+    The arguments of a recomputed Cell are saved. Other Cells are assumed to save the same tensors as in PyNative.
 
     Args:
         frame: its `CellPlan`.
-        cells: keys of their calls, none within another one.
-        apart: whether each is compiled, and called again, by itself.
-        algorithm, path, arguments_need: as of `explained_activations`.
+        cells: keys of the calls of recomputed Cells, none inside another.
+        apart: whether each of them is compiled and called as a function of its own.
+        algorithm, path, arguments_need: see `explained_activations`.
     """
     predicted = Prediction(frame, algorithm, arguments_need)
     dropped = frozenset().union(*map(predicted.cell_keys, cells))
@@ -100,11 +99,11 @@ def _inside(path, frame, lines, marks, sets):
 
 
 def bytes_not_kept(links, again, before, after):
-    """Key -> bytes that are kept without and aren't with what runs `again`; negative where they are kept instead.
+    """Key -> saved bytes that recomputing the instructions `again` frees; negative for bytes that are saved instead.
 
-    A copy of a view that an operator keeps counts for who makes that view; what else isn't kept by one that doesn't run
-    again, for who makes what it takes. Together this is all that isn't kept any more, but for what no one of `again`
-    makes.
+    A saved copy of a view is charged to the producer of the view. Bytes no longer saved by an operator outside of
+    `again` are charged to the recomputed producers of its inputs. The sum is that of all freed bytes with a producer
+    in `again`.
     """
     lost = Counter()
     for sign, tensors in ((1, before), (-1, after)):
@@ -119,7 +118,7 @@ def bytes_not_kept(links, again, before, after):
 
 
 def _nearest(key, producers, again):
-    """Those of `again` that make what an instruction takes, or what that is made of, and so on."""
+    """The nearest producers in `again` of an instruction's inputs, searched through producers outside of `again`."""
     found, waiting, seen = [], deque(producers[key]), {*producers[key]}
     while waiting:
         maker = waiting.popleft()
@@ -132,7 +131,7 @@ def _nearest(key, producers, again):
 
 
 def _lines(frame, dropped, again, on_host, before, after):
-    """The sums, and the names of what is computed again; `on_host`: key -> bytes, or None where nothing is swapped."""
+    """The sums, and the names of recomputed instructions; `on_host`: key -> bytes, or None without swapping."""
     kept, all_of_them = (bytes_shown(sum(tensor.nbytes for tensor in some)) for some in (after, before))
     if again or on_host is None:
         yield (

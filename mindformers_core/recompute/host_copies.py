@@ -1,8 +1,8 @@
-"""Copies of tensors on the host, and back, beside the computation of a device. PyNative.
+"""Copies of tensors between a device and the host, overlapped with computation. PyNative.
 
-On Ascend and GPU a stream of its own copies, so that the device computes meanwhile: it begins when the tensor is there,
-and who uses what came back waits for it (Rhu et al., "vDNN", 2016, overlaps them so). On CPU, where both are one
-memory, copies are made at once. None of this has run on Ascend or GPU yet: tests put streams that take notes there.
+On Ascend and GPU a separate stream copies while the device computes: a copy starts when the tensor is computed, and
+consumers of a tensor wait for its copy (overlap as in Rhu et al., "vDNN", 2016). On CPU, with one memory for both,
+copies are synchronous. This module hasn't run on Ascend or GPU yet: tests replace the streams by recording ones.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from mindformers_core.communication.world import process_state
 __all__ = ["Arriving", "to_device", "to_host"]
 
 _HOST = "CPU"
-_STATE = process_state().memo(__name__)  # "stream": in which copies run; "leaving": (event, tensor) of those under way
+_STATE = process_state().memo(__name__)  # "stream": the copy stream; "leaving": (event, tensor) of copies under way
 
 
 def _moved_by_to(tensor, device):
@@ -32,25 +32,25 @@ _WAYS = {"Ascend": _moved_by_to, "GPU": _moved_by_move_to}
 
 @dataclass(frozen=True, eq=False)
 class Arriving:
-    """A tensor that comes back to its device.
+    """A tensor that is being copied back to its device.
 
     Attributes:
-        tensor: there already, its values perhaps not yet.
-        event: with which they are; None where copies are made at once.
+        tensor: the tensor; its values may be incomplete until `event`.
+        event: end of the copy; None for a synchronous one.
     """
 
     tensor: Tensor
     event: object = None
 
     def use(self):
-        """The tensor: what is computed from now on waits until its values are there."""
+        """Return the tensor; later computation waits for the end of the copy."""
         if self.event is not None:
             ms.runtime.current_stream().wait_event(self.event)
         return self.tensor
 
 
 def to_host(tensor):
-    """A copy of a tensor on the host, for `to_device`; the tensor's memory is kept until it has been read."""
+    """A copy of a tensor on the host, for `to_device`; the tensor's memory is not freed before the copy ends."""
     device = _kind(tensor.device)
     with _no_grad():
         if device == _HOST:
@@ -64,7 +64,7 @@ def to_host(tensor):
 
 
 def to_device(host, device):
-    """An `Arriving` copy of what `to_host` gave, on the device of that name, as `Tensor.device` has it."""
+    """An `Arriving` copy of a result of `to_host` on a device, named as in `Tensor.device`."""
     device = _kind(device)
     with _no_grad():
         if device == _HOST:
@@ -75,7 +75,7 @@ def to_device(host, device):
 
 
 def _stream():
-    """The stream in which copies run, one after the other; lets go of what has left meanwhile."""
+    """The stream that runs copies in order; releases tensors whose copies have ended."""
     if "stream" not in _STATE:
         _STATE.update(stream=ms.runtime.Stream(), leaving=[])
     _STATE["leaving"] = [(event, tensor) for event, tensor in _STATE["leaving"] if not event.query()]
@@ -83,14 +83,14 @@ def _stream():
 
 
 def _kind(device):
-    return device.partition(":")[0]  # of "Ascend:0"
+    return device.partition(":")[0]  # the kind of "Ascend:0"
 
 
 def _copied(tensor):
     """A copy in the same memory.
 
-    Never a view: MindSpore joins what a saved tensor is replaced by to its graph again, for gradients of gradients, but
-    a view in the place of a tensor that is none it leaves out, and these gradients are wrong.
+    Never a view: for gradients of gradients MindSpore connects the replacement of a saved tensor to its graph, except
+    for a view in place of a tensor that is no view, and such gradients are wrong.
     """
     # Tensor.to() can't copy on CPU, and copy_() no parts of a stage's input
     return ops.cat((tensor,)) if tensor.ndim else ops.zeros_like(tensor).copy_(tensor)

@@ -1,13 +1,13 @@
-"""What PyNative keeps of an operator for the backward pass: a way to compute it again instead of its results.
+"""Recomputation of single operators in PyNative: saved tensors are replaced by handles that run the operator again.
 
-Generated programs call the operators that were chosen through `Recomputed`. While a program runs, `saved_tensors_hooks`
-shows us every tensor that an operator's gradient is going to need. A result of such a call is not kept: in its place
-goes a handle that runs the call again, when the backward pass asks for it. What the call needs is kept in the same way,
-so that a chain of such calls is run again from the last tensor that was kept (Chen et al., "Training Deep Nets with
-Sublinear Memory Cost", 2016), each at most once.
+Generated programs call each selected operator through `Recomputed`. `saved_tensors_hooks` receives every tensor that
+the gradient of an operator will read. A result of a selected call is not saved: autograd saves a handle instead, which
+runs the call again when the backward pass reads it. Inputs of the call are saved in the same way, so a chain of
+selected calls is recomputed from its last saved tensor (Chen et al., "Training Deep Nets with Sublinear Memory Cost",
+2016), each call at most once.
 
-A tensor is known by what MindSpore lets us attach to it, which goes along to where it is saved. Only the variable that
-holds the tensor, those that have saved it, and calls that need it keep a handle alive.
+A tensor is identified by an attribute that MindSpore carries along to the hook. Three kinds of references keep a handle
+alive: the variable of the tensor, autograd nodes that saved it, and calls that take it as input.
 """
 
 from contextlib import contextmanager
@@ -22,12 +22,12 @@ from mindformers_core.program.structure import tree_map
 __all__ = ["Handle", "Recomputation", "Recomputed", "handle_of", "keeping", "kept", "session"]
 
 _KEY = "mindformers_core"
-_STATE = process_state().memo(__name__)  # "session": the one that is going on
+_STATE = process_state().memo(__name__)  # "session": the open one
 
 
 @contextmanager
 def keeping():
-    """While open, tensors that autograd saves are kept as the calls that make them say. PyNative."""
+    """Context in which the producing call of a tensor decides how autograd saves it. PyNative."""
     before = _STATE.get("session")
     _STATE["session"] = Session()
     try:
@@ -41,9 +41,9 @@ class Session:
     """One forward pass.
 
     Attributes:
-        running: calls that are going on, the innermost last.
-        made: place of a result in autograd's graph -> a weak reference to its `Handle`.
-        offloaded: weak references to what was copied to the host, in the order in which it was.
+        running: the open calls, the innermost last.
+        made: position of a result in autograd's graph -> a weak reference to its `Handle`.
+        offloaded: weak references to the entries that were copied to the host, in the order of the copies.
     """
 
     def __init__(self):
@@ -51,25 +51,25 @@ class Session:
 
 
 def session():
-    """The `Session` that is going on, or None."""
+    """The open `Session`, or None."""
     return _STATE.get("session")
 
 
 class _Outside:
-    """No call is going on: what is saved is kept as it is."""
+    """State without an open call: saved tensors stay as they are."""
 
     unsettled = None
 
 
 def _pack(tensor):
-    """What autograd keeps instead of a tensor."""
+    """The object that autograd saves in place of a tensor."""
     handle = handle_of(tensor) or _handle_of_copied(tensor)
     if handle is not None:
         return _Saved(handle)
     unsettled = session().running[-1].unsettled
     if unsettled is None or tensor._grad_node is None:
         return tensor
-    saved = _Saved(None, tensor)  # perhaps a result of the call that is going on, which isn't known yet
+    saved = _Saved(None, tensor)  # perhaps a result of the open call, not yet identified
     unsettled.append(saved)
     return saved
 
@@ -79,49 +79,49 @@ def _unpack(saved):
 
 
 def _handle_of_copied(tensor):
-    """The `Handle` of the view that an operator has just made a contiguous copy of, or None."""
+    """The `Handle` of the view whose contiguous copy an operator has just made, or None."""
     node = tensor._grad_node
     if node is None or node.name() != "Contiguous":
         return None
     made_by, index = node.next_functions[0]
     if made_by is None:
         return None
-    handle = session().made.get((str(made_by), index))  # the text has a number that no other node has
+    handle = session().made.get((str(made_by), index))  # the text of a node is unique
     return None if handle is None else handle()
 
 
 def handle_of(tensor):
-    """The `Handle` of a tensor that a `Keeper` has made, or None."""
-    mark = tensor._get_user_data(_KEY)
-    return None if mark is None else mark()
+    """The `Handle` of a tensor that a `Keeper` produced, or None."""
+    reference = tensor._get_user_data(_KEY)
+    return None if reference is None else reference()
 
 
 class Handle:
-    """One result of a call, which can be had again.
+    """One result of a call that can be restored.
 
     Args:
-        call: gives its results by `value(index)`.
-        index: which of them.
+        call: the call; its method `value(index)` returns a result.
+        index: index of the result.
     """
 
     def __init__(self, call, index):
         self.call, self.index = call, index
 
     def expect(self):
-        """Somebody is going to ask for the value."""
+        """Register one future reader."""
         self.call.expect(self.index)
 
     def read(self):
-        """The value, as somebody who was expected asks for it."""
+        """Return the value and release one reader."""
         return self.call.value(self.index)
 
-    def forgo(self):
-        """Somebody who was expected doesn't ask."""
-        self.call.forgone(self.index)
+    def release(self):
+        """Release one reader without reading."""
+        self.call.release(self.index)
 
 
 class _Saved:
-    """What autograd keeps: a handle, or, until a call is settled and for what isn't a result of it, a tensor."""
+    """The object that autograd saves: a handle, or a tensor while its call is open or if the call didn't produce it."""
 
     def __init__(self, handle, tensor=None):
         self.handle, self.tensor = None, tensor
@@ -130,12 +130,12 @@ class _Saved:
             self.settle(handle)
 
     def settle(self, handle):
-        """It is what the handle gives."""
+        """Replace the tensor by a handle."""
         self.handle, self.tensor = handle, None
         handle.expect()
 
     def read(self):
-        """The tensor."""
+        """Return the tensor."""
         if self.handle is None:
             return self.tensor
         if self.is_read:  # a second backward pass
@@ -145,23 +145,23 @@ class _Saved:
 
     def __del__(self):
         if self.handle is not None and not self.is_read:
-            self.handle.forgo()
+            self.handle.release()
 
 
 class Recomputed:
-    """Calls a function of tensors whose results are computed again when the backward pass needs them."""
+    """Wraps a function of tensors; the backward pass recomputes its results."""
 
     def __call__(self, function, *inputs):
         return kept(function, inputs, Recomputation)
 
 
 def kept(function, inputs, kind):
-    """Call a function of tensors; its results are kept for the backward pass in another way.
+    """Call a function of tensors; the backward pass restores its results.
 
     Args:
-        function: gives a tensor, or a tuple or list of tensors.
-        inputs: what it is called with: tensors, and structures of them.
-        kind: the class of what gives its results again, such as `Recomputation`.
+        function: function that returns a tensor, or a tuple or list of tensors.
+        inputs: its arguments: tensors, and pytrees of tensors.
+        kind: class of the object that restores the results, such as `Recomputation`.
     """
     now = session()
     if now is None or not _pynative_executor.grad_flag():
@@ -176,12 +176,12 @@ def kept(function, inputs, kind):
 
 
 def _settled(call, result):
-    """The results of a call, each known by a handle from now on, and what the call itself has saved of them."""
+    """Attach a handle to each result of a call, and replace the results that the call itself saved."""
     many = isinstance(result, (tuple, list))
     tensors = list(result) if many else [result]
     call.settle(tensors)
     for index, tensor in enumerate(tensors):
-        if isinstance(tensor, Parameter):  # given back as it is: it stays anyway, and a mark would, too
+        if isinstance(tensor, Parameter):  # returned unchanged: it outlives the session, and so would a handle
             continue
         handle = Handle(call, index)
         tensor.kept_by = handle
@@ -197,14 +197,14 @@ def _settled(call, result):
 
 
 class Recomputation:
-    """A call that is made again when its results are needed.
+    """A call that runs again when the backward pass reads one of its results.
 
     Args:
-        function, inputs: of the call.
+        function, inputs: function and arguments of the call.
 
     Attributes:
-        expected: how many are still going to ask for a result; after the last one the results are freed.
-        unsettled: what autograd has saved while the call was going on.
+        expected: number of future readers; the last one frees the results.
+        unsettled: tensors that autograd saved while the call was open.
     """
 
     def __init__(self, function, inputs):
@@ -213,22 +213,22 @@ class Recomputation:
         self._results, self._is_over = None, False
 
     def settle(self, tensors):
-        """The results are there; they aren't needed."""
+        """End of the call; its results are not stored."""
 
     def expect(self, index):
-        """Somebody is going to ask for a result."""
+        """Register one future reader of a result."""
         self.expected += 1
 
     def value(self, index):
-        """One of its results, as somebody who was expected asks for it."""
+        """Return one result and release one reader."""
         if self._results is None:
             self._run()
         result = self._results[index]
-        self.forgone(index)
+        self.release(index)
         return result
 
-    def forgone(self, index):
-        """Somebody who was expected has asked, or doesn't."""
+    def release(self, index):
+        """Release one reader."""
         self.expected -= 1
         if self.expected <= 0:
             self._results = None
@@ -245,11 +245,11 @@ class Recomputation:
 
     def __del__(self):
         if not self._is_over:
-            tree_map(lambda leaf: leaf.forgo() if isinstance(leaf, Handle) else None, self.inputs)
+            tree_map(lambda leaf: leaf.release() if isinstance(leaf, Handle) else None, self.inputs)
 
 
 def _as_input(leaf):
-    """What a call keeps of an input."""
+    """The object that a call stores for an input."""
     handle = handle_of(leaf) if isinstance(leaf, Tensor) else None
     if handle is None:
         return leaf

@@ -1,30 +1,30 @@
-"""Between two corners of the curve: what to compute again so that a budget is used up. Pure Python."""
+"""Sets to recompute between two corners of the Pareto curve that use up a budget. Pure Python."""
 
 __all__ = ["improved", "mixed", "pieces_of"]
 
 
 def mixed(keys, layer_bounds, above, below, fits):
-    """A set that fits, made of one that needs more than the budget and one that needs less.
+    """A set that fits, combined from a set above the budget and a set below it.
 
-    The first layers drop what `below` drops, the others what `above` does: where layers are alike, bytes and operations
-    lie on the line between the two, and there is no better set (it is the convex hull). What early layers keep is kept
-    longest, so these come first. Then the border goes on within a layer.
+    The first layers drop the keys of `below`, the other layers those of `above`: for equal layers, bytes and operations
+    lie on the line between both sets, the convex hull, so no other set is better. Tensors of early layers stay saved
+    longest, so early layers follow `below`. A second bisection places the border within a layer.
 
     Args:
         keys: all instructions, in order.
-        layer_bounds: where layers begin and end in `keys`, ascending, with 0 and the number of all.
+        layer_bounds: first and end positions of layers in `keys`, ascending, with 0 and `len(keys)`.
         above, below: frozensets of keys; `below` fits.
         fits: frozenset of keys -> bool.
 
     Returns:
-        `(set, first, end)`: instructions `first` to `end` were the last to be decided on.
+        `(set, first, end)`: positions of the layer that holds the border.
     """
 
     def upto(place):
         return below.intersection(keys[:place]) | above.intersection(keys[place:])
 
     def least(places):
-        """The first of ascending places that fits, by halving, and the last that doesn't; the last place fits."""
+        """The first of ascending places that fits, and the last that doesn't, by bisection; the last place fits."""
         low, high = 0, len(places) - 1
         while high - low > 1:
             middle = (low + high) // 2
@@ -37,18 +37,17 @@ def mixed(keys, layer_bounds, above, below, fits):
 
 
 def improved(dropped, near, pieces, measured, limit, questions):
-    """A set that fits `limit`, too, and costs no more: some of what is dropped is kept, or exchanged.
+    """A set within `limit` that costs no more than `dropped`, by local search (first improvement).
 
-    Local search: a piece or a single instruction is kept as long as that fits; else another one is dropped for it. The
-    first change that gains is made.
+    A change saves a piece or a single instruction if the result fits; otherwise another one is dropped in exchange.
 
     Args:
         dropped: a frozenset of keys.
-        near: the keys that may be changed one by one, in order.
-        pieces: sets of keys that may be changed together.
+        near: keys that may change one by one, in order.
+        pieces: sets of keys that may change together.
         measured: a `Measured`.
         limit: bytes.
-        questions: how often `measured` may be asked, about.
+        questions: approximate limit on evaluations by `measured`.
     """
     end = measured.asked + questions
     gained = True
@@ -66,7 +65,7 @@ def improved(dropped, near, pieces, measured, limit, questions):
 
 
 def _changes(dropped, near, pieces, measured):
-    """Sets that differ in little, the most promising first."""
+    """Sets that differ in one piece or one exchange, the most promising first."""
 
     def cost(some):
         return sum(map(measured.price, some))
@@ -86,7 +85,7 @@ def _changes(dropped, near, pieces, measured):
 
 
 def pieces_of(keys, producers):
-    """Sets of those instructions that hang together: one makes what another takes. `keys`: in order."""
+    """Connected components of instructions, by producer and consumer. `keys`: in order."""
     piece_of = {}
     for key in keys:
         joined = {key}

@@ -1,4 +1,4 @@
-"""`list_operators()`: the names that patterns can select, with saved bytes; `write_curve()`: what a budget chose."""
+"""`list_operators()`: names that patterns can select, with saved bytes; `write_curve()`: the choice of a budget."""
 
 from dataclasses import dataclass
 
@@ -22,10 +22,10 @@ class ListedOperator:
 
     Attributes:
         name: a pattern that selects it: `"model.layers.0.self_attn.core_attention.weights"`.
-        operator: what it is, as MindSpore calls it; of a Cell its class.
-        saved_bytes: what PyNative keeps of its results for the backward pass, also as copies of views that it makes, on
-            one rank.
-        others: what may stand in the place of the last part of the name: `("Softmax[0]",)`.
+        operator: its name in MindSpore; for a Cell its class.
+        saved_bytes: bytes of its results that PyNative saves for the backward pass on one rank, including copies of
+            views that it produces.
+        others: alternatives to the last part of the name: `("Softmax[0]",)`.
     """
 
     name: str
@@ -35,10 +35,10 @@ class ListedOperator:
 
 
 class OperatorList(list):
-    """`ListedOperator`s, in the order in which they run; as text two tables.
+    """`ListedOperator`s in the order of execution; two tables as text.
 
     Attributes:
-        cells: the same of Cells that are called, each with all that is in it.
+        cells: a `ListedOperator` for each called Cell, with the sums of its contents.
     """
 
     cells = ()
@@ -57,9 +57,9 @@ def list_operators(cell, *inputs, **named_inputs):
     """All operators of a call of a sharded Cell by the names that patterns of `recompute()` know, with saved bytes.
 
     Args:
-        cell: the root of a sharded tree; what is recomputed already counts as it is without, and patterns that were
-            given and match nothing are no error here.
-        inputs, named_inputs: as it is called, this rank's parts; see `prepare`.
+        cell: root of a sharded tree; bytes are those without recompute, and unmatched patterns of earlier settings
+            raise no error.
+        inputs, named_inputs: arguments of the call, this rank's parts; see `prepare`.
 
     Returns:
         An `OperatorList`; print it.
@@ -88,14 +88,14 @@ def list_operators(cell, *inputs, **named_inputs):
 
 
 def _others(name):
-    """What an operator may be called besides the last part of its text."""
+    """Alternative names of an operator for the last part of its text."""
     used = name.text.rpartition(".")[2]
     shown = [f"{label.name}[{label.number}]" if label.count > 1 else label.name for label in name.labels]
     return tuple(dict.fromkeys(text for text in shown if text != used))
 
 
 def _plan(cell, inputs, named_inputs):
-    """The `CellPlan` of a call: of its program, but where patterns, which may be wrong, are to be matched for that."""
+    """The `CellPlan` of a call; without a program, one that needs no match of patterns, which may be wrong."""
     tree, path = tree_and_path(cell)
     if not tree.activations.marks:
         return prepare(cell, *inputs, **named_inputs).frame
@@ -104,21 +104,21 @@ def _plan(cell, inputs, named_inputs):
 
 
 def write_curve(cell, path):
-    """Write the Pareto curve of a Cell under a budget: saved bytes against what is computed again, and what was chosen.
+    """Write the Pareto curve of a Cell under a budget: saved bytes against recomputed operations, and the choice.
 
-    It is that of the program that ran last: of a call, `value_and_grad`, or `prepare()`.
+    The curve is that of the last program of the Cell: from a call, `value_and_grad`, or `prepare()`.
 
     Args:
         cell: the root of a sharded tree, after `recompute(cell, budget=…)`.
-        path: of the file, an SVG picture.
+        path: path of the file, an SVG picture.
 
     Returns:
-        What was chosen, as a table in text: what is computed again, the bytes that this saves and the operations that
-        it takes.
+        The choice as a table in text: recomputed instructions, the bytes that each saves and the operations that each
+        costs.
 
     Raises:
-        TypeError: `cell` isn't sharded. ValueError: it is no root, has no budget, or no program yet; the
-            budget is out of reach.
+        TypeError: `cell` isn't sharded. ValueError: `cell` is no root, has no budget, or no program yet; no
+            choice fits the budget.
     """
     tree = tree_of_root(cell, "write_curve")
     policy = tree.activations

@@ -1,4 +1,4 @@
-"""The cheapest set that is closed under implications, by a minimum cut. Pure Python.
+"""The closed set of least cost under implications, by a minimum cut. Pure Python.
 
 Picard, "Maximal closure of a graph and applications to combinatorial problems", 1976; the cut is found by Dinic's
 algorithm (1970).
@@ -12,11 +12,11 @@ _SOURCE, _SINK = object(), object()
 
 
 def minimum_cost_closure(costs, implications):
-    """The set of nodes with the least sum of costs, among all that hold `v` wherever they hold `u`; smallest of equals.
+    """The set of nodes with the least sum of costs among all sets closed under `implications`; the smallest of equals.
 
     Args:
-        costs: node -> a whole number, less than 0 for a gain.
-        implications: pairs `(u, v)` of nodes.
+        costs: node -> an integer, negative for a gain.
+        implications: pairs `(u, v)` of nodes: a set with `u` has `v`.
 
     Returns:
         A set.
@@ -33,7 +33,7 @@ def minimum_cost_closure(costs, implications):
 
 
 def _levels(capacity):
-    """Distance from the source of every node that it reaches."""
+    """Distances of all reachable nodes from the source."""
     levels, waiting = {_SOURCE: 0}, deque([_SOURCE])
     while waiting:
         node = waiting.popleft()
@@ -45,7 +45,7 @@ def _levels(capacity):
 
 
 def _block(capacity, levels):
-    """Send as much as goes along shortest ways."""
+    """Send a blocking flow along shortest paths."""
     untried = {node: iter(list(capacity[node])) for node in levels}
     way = [_SOURCE]
     while way:

@@ -1,8 +1,8 @@
-"""What PyNative keeps of an operator on the host while the forward pass goes on, and brings back ahead of its use.
+"""Saved results of single operators on the host in PyNative, copied back ahead of their use.
 
-Generated programs call the operators that were chosen through `OnHost`. A result that autograd saves is copied to the
-host, and freed on the device. The backward pass asks for saved tensors in the reverse order: when it asks for one,
-those that come next are copied back already (Rhu et al., "vDNN", 2016; MindSpore Transformers' `backward_prefetch`).
+Generated programs call each selected operator through `OnHost`. A result that autograd saves is copied to the host, and
+freed on the device. The backward pass reads saved tensors in reverse order: each read starts the copies of the next
+ones (Rhu et al., "vDNN", 2016; `backward_prefetch` in MindSpore Transformers).
 """
 
 from functools import partial
@@ -15,10 +15,10 @@ __all__ = ["Offloading", "OnHost"]
 
 
 class OnHost:
-    """Calls a function of tensors whose results wait on the host for the backward pass.
+    """Wraps a function of tensors; its results stay on the host until the backward pass.
 
     Args:
-        prefetch: how many saved tensors ahead of its use one is copied back, at least 1.
+        prefetch: number of saved tensors between the copy back and the use of a tensor, at least 1.
     """
 
     def __init__(self, prefetch):
@@ -32,11 +32,11 @@ class Offloading:
     """A call whose results are copied to the host when autograd saves them.
 
     Args:
-        function, inputs: of the call; not kept.
+        function, inputs: function and arguments of the call; not stored.
         prefetch: as in `OnHost`.
 
     Attributes:
-        unsettled: what autograd has saved while the call was going on.
+        unsettled: tensors that autograd saved while the call was open.
     """
 
     def __init__(self, function, inputs, prefetch):
@@ -44,11 +44,11 @@ class Offloading:
         self._offloaded = session().offloaded
 
     def settle(self, tensors):
-        """The results are there."""
+        """End of the call."""
         self._entries = {index: _Entry(tensor) for index, tensor in enumerate(tensors)}
 
     def expect(self, index):
-        """Somebody is going to ask for a result: it goes to the host."""
+        """Register one future reader of a result, and copy the result to the host."""
         entry = self._entries[index]
         entry.expected += 1
         if entry.host is None:
@@ -57,18 +57,18 @@ class Offloading:
             self._offloaded.append(ref(entry))
 
     def value(self, index):
-        """One of the results, as somebody who was expected asks for it; the next ones are copied back, too."""
+        """Return one result, release one reader, and start copying back the next results."""
         entry = self._entries[index]
         result = entry.fetch().use()
-        self.forgone(index)
+        self.release(index)
         for before in range(entry.place - 1, max(entry.place - self._prefetch, 0) - 1, -1):
             ahead = self._offloaded[before]()
             if ahead is not None and ahead.expected > 0:
                 ahead.fetch()
         return result
 
-    def forgone(self, index):
-        """Somebody who was expected has asked, or doesn't."""
+    def release(self, index):
+        """Release one reader."""
         entry = self._entries[index]
         entry.expected -= 1
         if entry.expected <= 0:
@@ -76,7 +76,7 @@ class Offloading:
 
 
 class _Entry:
-    """One result: on the host, and for a while, `Arriving`, on the device."""
+    """One result: its copy on the host, and for some time an `Arriving` copy on the device."""
 
     def __init__(self, tensor):
         self._tensor, self._device_name = ref(tensor), tensor.device

@@ -1,10 +1,10 @@
-"""What to compute again so that the least is kept for the least work: the corners of the best trade. Pure Python.
+"""The Pareto curve of saved bytes against recomputed operations: corners of its convex hull. Pure Python.
 
-Keeping everything and computing everything again are the ends of a curve. For any price of a byte in operations, the
-best point is a minimum cut: a value is available in the backward pass if a gradient needs it, or if something is
-recomputed from it; an available value was either kept, and costs its bytes, or recomputed, and costs its operations.
-Choosing by a minimum cut is the idea of PyTorch's partitioner (functorch, `min_cut_rematerialization_partition`), for
-one price; walking over all prices gives the lower convex hull of the curve.
+Saving everything and recomputing everything are the ends of the curve. For any price of a byte in operations, the best
+point is a minimum cut: a value is available in the backward pass if a gradient reads it, or if another value is
+recomputed from it; an available value is either saved, at the price of its bytes, or recomputed, at the price of its
+operations. The minimum cut for one price is the idea of PyTorch's partitioner (functorch,
+`min_cut_rematerialization_partition`); all prices together give the lower convex hull of the curve.
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from mindformers_core.recompute.minimum_cut import minimum_cost_closure
 
 __all__ = ["Measured", "RematProblem", "best_of", "corners", "lower_hull", "trade_of"]
 
-_DEPTH = 5  # how often the curve is halved, far from the budget
+_DEPTH = 5  # bisections of the curve far from the budget
 
 
 class Measured:
-    """Bytes and operations of sets of dropped instructions, each asked for once.
+    """Bytes and operations of sets of dropped instructions, with a cache.
 
     Args:
         saved_bytes, recomputed, price: see `budget.choose`.
@@ -30,21 +30,21 @@ class Measured:
         self.asked = 0
 
     def nbytes(self, dropped):
-        """Bytes that are kept where `dropped`, a frozenset of keys, isn't."""
+        """Saved bytes without the results of `dropped`, a frozenset of keys."""
         if dropped not in self._nbytes:
             self.asked += 1
             self._nbytes[dropped] = int(self._saved_bytes(dropped))
         return self._nbytes[dropped]
 
     def again(self, dropped):
-        """Those of the dropped instructions that are computed again."""
+        """The subset of `dropped` that the backward pass recomputes."""
         if dropped not in self._again:
             self.asked += 1
             self._again[dropped] = frozenset(self._recomputed(dropped))
         return self._again[dropped]
 
     def flops(self, dropped):
-        """What is computed again, in operations."""
+        """Recomputed operations."""
         return sum(map(self.price, self.again(dropped)))
 
     def price(self, key):
@@ -54,22 +54,22 @@ class Measured:
         return self._prices[key]
 
     def points(self):
-        """`(bytes, operations, dropped)` of all sets of which both are known."""
+        """`(bytes, operations, dropped)` of all evaluated sets."""
         return [(self._nbytes[known], self.flops(known), known) for known in self._again if known in self._nbytes]
 
 
 @dataclass(frozen=True, eq=False)
 class RematProblem:
-    """What is known of a program, for each of its groups of alike instructions.
+    """The rematerialization problem of a program, by groups of equivalent instructions.
 
     Attributes:
         keys: group -> its instructions, in order.
-        producers: group -> groups of the instructions that make its inputs.
-        bases: group of views -> the group whose memory they see.
+        producers: group -> groups that produce its inputs.
+        bases: group of views -> the group that owns their memory.
         sizes: group -> bytes of its results; 0 for views.
         prices: group -> operations.
-        needed: groups whose results some gradient needs, and what those are views of.
-        droppable: groups that may be computed again.
+        needed: groups whose results some gradient reads, and the groups that own their memory.
+        droppable: groups that may be recomputed.
     """
 
     keys: dict
@@ -94,13 +94,13 @@ class RematProblem:
 def trade_of(links, measured, keep):
     """The `RematProblem` of a program.
 
-    What costs no operations is taken for a view of what its first input is; of others the results count. Where that
-    isn't all (copies, statistics), the points of the curve are still what is measured, but not all may be found.
+    An instruction without operations counts as a view of its first input; others count with their results. Copies and
+    statistics that this model leaves out make the search miss points, but the bytes of each point are evaluated.
 
     Args:
         links: its `Links`.
         measured: a `Measured`.
-        keep: instructions that must not be computed again; nor is what their results are views of.
+        keep: instructions that are never recomputed, nor are the owners of their memory.
     """
     kept = _with_memory(keep, links, measured)
     groups, keys, producers = _groups(links, kept), {}, {}
@@ -121,7 +121,7 @@ def trade_of(links, measured, keep):
 
 
 def _groups(links, kept):
-    """Key -> group: layers are alike where they are equal, and the same instructions of them are kept."""
+    """Key -> group: instructions at equal positions of equal layers with equal kept instructions."""
     order, found, numbers = list(links.producers), {}, {}
     for start, end in pairwise(links.layer_bounds):
         inside = order[start:end]
@@ -132,7 +132,7 @@ def _groups(links, kept):
 
 
 def _with_memory(keep, links, measured):
-    """Instructions, and those that their results may be views of: what costs nothing may be a view."""
+    """Instructions, and the possible owners of their memory: an instruction without operations may be a view."""
     kept = set()
     for key in keep:
         kept.add(key)
@@ -143,7 +143,7 @@ def _with_memory(keep, links, measured):
 
 
 def _needed(keys, producers, measured):
-    """Groups whose results a gradient needs: what is computed again if nothing that is computed from it is dropped."""
+    """Groups whose results a gradient reads: those recomputed if dropped without their consumers."""
     colours = {}
     near = {group: set(made_from) for group, made_from in producers.items()}
     for group, made_from in producers.items():
@@ -160,7 +160,7 @@ def _needed(keys, producers, measured):
 
 
 def corners(trade, limit):
-    """Sets of groups to drop, for ever more operations and fewer bytes: the lower convex hull, finest around `limit`.
+    """Sets of groups to drop, with ascending operations: the lower convex hull, finest around `limit`.
 
     Args:
         trade: a `RematProblem`.
@@ -172,7 +172,7 @@ def corners(trade, limit):
 
 
 def _between(trade, left, right, limit, depth):
-    """The corners between two, left to right, each `(groups, bytes, operations)`."""
+    """The corners between two corners, left to right, each `(groups, bytes, operations)`."""
     fewer, more = left[1] - right[1], right[2] - left[2]
     around = left[1] > limit >= right[1]
     if fewer <= 0 or more <= 0 or (depth > _DEPTH and not around):
@@ -185,7 +185,7 @@ def _between(trade, left, right, limit, depth):
 
 
 def _cheapest(trade, byte_price, operation_price):
-    """`(groups to compute again, bytes kept, operations)` with the least sum at these prices."""
+    """`(groups to recompute, saved bytes, operations)` with the least sum at these prices."""
     costs, implications = {}, []
     for group, size in trade.sizes.items():
         at_hand, again = ("available", group), ("again", group)
@@ -204,7 +204,7 @@ def _cheapest(trade, byte_price, operation_price):
 
 
 def best_of(points):
-    """Those of `(bytes, operations, set)` that no other has less of both of, operations ascending."""
+    """The Pareto-optimal ones of points `(bytes, operations, set)`, operations ascending."""
     best = []
     for point in sorted(points, key=lambda point: (point[1], point[0])):
         if not best or point[0] < best[-1][0]:
@@ -213,7 +213,7 @@ def best_of(points):
 
 
 def lower_hull(points):
-    """The corners of the convex hull of `(bytes, operations, set)` on the side where both are few, bytes descending."""
+    """Corners of the lower convex hull of points `(bytes, operations, set)`, bytes descending."""
     hull = []
     for point in best_of(points):
         while len(hull) > 1 and _is_above(hull[-1], hull[-2], point):
@@ -223,5 +223,5 @@ def lower_hull(points):
 
 
 def _is_above(point, left, right):
-    """Whether a point is not below the line between two others."""
+    """Whether a point is on or above the line between two others."""
     return (point[1] - left[1]) * (left[0] - right[0]) >= (right[1] - left[1]) * (left[0] - point[0])

@@ -1,16 +1,16 @@
 """Patterns that select Cells and operators of a program by their names. Pure Python.
 
-A pattern is made of segments with dots between, one for each Cell on the way and, where it names an operator, one for
-that: `layers.0-7.mlp.SiLU`. It may begin anywhere in a path; one that starts with a dot begins at the root.
+A pattern is a sequence of segments separated by dots: one segment for each Cell of a path and, for an operator, a last
+one for its name: `layers.0-7.mlp.SiLU`. A pattern may begin anywhere in a path; a leading dot anchors it at the root.
 
     name        with wildcards: `*` for any characters, `?` for one: `*_proj`
     0,3,5-7     numbers of Cells in a list
-    *           one segment; at the beginning of others also none: `*.cast` is a cast in any Cell and in the root
-    **          any number of segments, also none
-    name[0-2]   as the last segment: of the operators alike in one call of a Cell the first three
+    *           one segment; as the first segment also none: `*.cast` is a cast in any Cell and in the root
+    **          any number of segments, including none
+    name[0-2]   as the last segment: the first three of the operators with equal names in one call of a Cell
 
-Cells and variables are called as they are in the code; of operators, case, underscores and the suffixes Ext, View and
-ExtView don't matter. All numbers have to be there: `layers.0-7.mlp` of 4 layers is an error, as is a name that isn't.
+Cells and variables have their names from the code; for operators, case, underscores and the suffixes Ext, View and
+ExtView are ignored. All numbers must exist: `layers.0-7.mlp` of 4 layers is an error, as is an unknown name.
 """
 
 import re
@@ -39,8 +39,8 @@ class Segment:
     """One segment of a pattern.
 
     Attributes:
-        text: as written.
-        name: with wildcards; None for numbers.
+        text: the segment as written.
+        name: the name, with wildcards; None for numbers.
         numbers: `(first, last)` ranges, for Cells in a list; None for a name.
         indices: the ranges in brackets; None without brackets.
     """
@@ -52,17 +52,17 @@ class Segment:
 
     @property
     def many(self):
-        """Whether it stands for any number of segments."""
+        """Whether the segment matches any number of parts of a path."""
         return self.name == "**"
 
     def fits_cell(self, part):
-        """Whether it stands for one part of a Cell's path."""
+        """Whether the segment matches one part of a Cell's path."""
         if self.numbers is not None:
             return bool(re.fullmatch("[0-9]+", part)) and _is_in(int(part), self.numbers)
         return self.indices is None and bool(self._exact.fullmatch(part))
 
     def fits_operator(self, labels):
-        """Whether it stands for an operator with these `Label`s."""
+        """Whether the segment matches an operator with these `Label`s."""
         return any(self._fits_label(label) for label in labels)
 
     def _fits_label(self, label):
@@ -81,11 +81,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern, checked.
+    """A checked pattern.
 
     Attributes:
-        text: as written.
-        where: where it was given, as `"recompute.select[1]"`.
+        text: the pattern as written.
+        where: key of the setting that holds the pattern, as `"recompute.select[1]"`.
         segments: its `Segment`s; the first is `**` unless it begins at the root.
     """
 
@@ -94,14 +94,14 @@ class Pattern:
     segments: tuple
 
     def after(self, path):
-        """How many segments the path of a Cell may be (a set): all of them where the pattern matches the Cell."""
+        """Lengths of the segment prefixes that match the path of a Cell (a set); a full match includes all segments."""
         reached = self._passing({0})
         for part in path.split(".") if path else ():
             reached = self._next(reached, lambda segment, part=part: segment.fits_cell(part))
         return reached
 
     def matches_operator(self, reached, labels):
-        """Whether it matches an operator with these labels in a Cell, given what `after` says of the Cell's path."""
+        """Whether the pattern matches an operator with these labels; `reached`: `after` of its Cell's path."""
         return len(self.segments) in self._next(reached, lambda segment: segment.fits_operator(labels))
 
     def _next(self, reached, fits):
@@ -110,7 +110,7 @@ class Pattern:
         return self._passing(stay | {place + 1 for place, segment in ahead if not segment.many and fits(segment)})
 
     def _passing(self, reached):
-        """With the places behind every `**`, which may stand for nothing."""
+        """The lengths, and the length after each following `**`, which also matches no segment."""
         reached = set(reached)
         for place, segment in enumerate(self.segments):
             if place in reached and segment.many:
@@ -123,11 +123,11 @@ def parse_pattern(text, where):
 
     Args:
         text: the pattern.
-        where: where it was given, for errors: `"recompute.select[1]"`.
+        where: key of the setting that holds the pattern, for errors: `"recompute.select[1]"`.
 
     Raises:
         TypeError: `text` is no string.
-        ValueError: it is no pattern; the error shows the part that is wrong and what is allowed.
+        ValueError: `text` is no pattern; the error shows the wrong part and the allowed forms.
     """
     if not isinstance(text, str):
         raise TypeError(f"{where}: {text!r} should be a text, as 'layers.*.mlp': {_ALLOWED}")
@@ -146,14 +146,14 @@ def parse_pattern(text, where):
 
 
 class Found(NamedTuple):
-    """What a pattern found in one program, for the error and for the stages of a pipeline: plain data.
+    """Summary of a pattern's match in one program, for error texts and for other pipeline stages: plain data.
 
     Attributes:
-        cells, operators: whether it selects Cells, or operators.
-        reached: number of its segments that lead somewhere.
-        below: names of what is there, where it leads no further.
-        numbers: pairs of the place of a segment of numbers and the numbers that are there.
-        alike: for an index, how many such operators a call of a Cell has at most.
+        cells, operators: whether the pattern selects Cells, or operators.
+        reached: number of leading segments that match the beginning of some path.
+        below: names of Cells and operators below these paths.
+        numbers: pairs of the position of a segment of numbers and the numbers that exist there.
+        alike: for a pattern with an index, the largest number of such operators in one call of a Cell.
     """
 
     cells: bool
@@ -166,13 +166,13 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Match:
-    """What a pattern selects in a program: all Cells that it matches, or, if it matches none, all operators.
+    """Selection of a pattern in a program: all Cells with a matching path or, without any, all matching operators.
 
     Attributes:
         pattern: the `Pattern`.
         cells: keys of calls of Cells, in the order of the calls.
         operators: keys of operators, in the order of execution.
-        found: the same as `Found`.
+        found: the summary as a `Found`.
     """
 
     pattern: Pattern
@@ -187,7 +187,7 @@ def match(pattern, names, cells):
     Args:
         pattern: the `Pattern`.
         names: the `OperatorName`s of a program.
-        cells: its Cells, as `called_cells` gives them: `(key, path)`; no two have the same key.
+        cells: `(key, path)` of its Cells, from `called_cells`; keys are distinct.
     """
     reached = {path: pattern.after(path) for path in _beginnings(cells)}
     selected = tuple(key for key, path in cells if len(pattern.segments) in reached[path])
@@ -206,11 +206,11 @@ def match(pattern, names, cells):
 
 
 def check_found(pattern, found):
-    """Raise `ValueError` where a pattern, or a number in it, matches nothing; names what is there instead.
+    """Raise `ValueError` where a pattern, or a number in it, matches nothing; the text lists existing names.
 
     Args:
         pattern: the `Pattern`.
-        found: a `Found` of every program in which it may match, such as of all stages of a pipeline.
+        found: a `Found` for each program in which the pattern may match, such as of all stages of a pipeline.
     """
     problem = _problem(pattern, found)
     if problem:
@@ -218,7 +218,7 @@ def check_found(pattern, found):
 
 
 def _problem(pattern, found):
-    """What is wrong with a pattern, as the end of a sentence; nothing where it is right."""
+    """The fault of a pattern, as the end of a sentence; empty for a correct one."""
     most, last = max(each.alike for each in found), pattern.segments[-1]
     has = f"a call of a Cell has {most} of {last.name!r} at most"
     if not any(each.cells or each.operators for each in found):
@@ -236,7 +236,7 @@ def _problem(pattern, found):
 
 
 def what_is_there(pattern, found):
-    """The names where a pattern that matches nothing leads no further, the nearest one among them."""
+    """Existing names after the longest matching prefix of an unmatched pattern, with the nearest one."""
     furthest = max(each.reached for each in found)
     below = dict.fromkeys(name for each in found if each.reached == furthest for name in each.below)
     wanted = pattern.segments[furthest].text if furthest < len(pattern.segments) else ""
@@ -244,7 +244,7 @@ def what_is_there(pattern, found):
 
 
 def _numbers(pattern, reached, chosen):
-    """The place of every segment of numbers, with those of the Cells beside the ones that lead to the `chosen`."""
+    """Position of each segment of numbers, with the numbers of all sibling Cells on the paths of `chosen`."""
     found = []
     for place, segment in enumerate(pattern.segments):
         if segment.numbers is None:
@@ -258,7 +258,7 @@ def _numbers(pattern, reached, chosen):
 
 
 def _alike(pattern, names):
-    """Of a pattern with an index, how many operators a call of a Cell has at most that it matches but for the index."""
+    """Largest number of operators in one call of a Cell that match the pattern without its index."""
     *before, last = pattern.segments
     if last.indices is None:
         return 0
@@ -269,19 +269,19 @@ def _alike(pattern, names):
 
 
 def _missing(ranges, there):
-    """The numbers of some ranges that are not there, as ranges in quotes; nothing where all are."""
+    """The missing numbers of some ranges, as ranges in quotes; empty if all exist."""
     numbers = {number for first, last in ranges for number in range(first, last + 1)}
     return quoted(ranges_shown(numbers - set(there)))
 
 
 def _shown_until(pattern, end):
-    """Where a pattern leads by its segments up to `end`."""
+    """The location that the segments up to `end` match, as text."""
     led = ".".join(segment.text for segment in pattern.segments[int(not pattern.text.startswith(".")) : end])
     return f"below {led!r}" if led else "at the root" if pattern.text.startswith(".") else "there"
 
 
 def _beginnings(cells):
-    """Of `a.b`: nothing, `a` and `a.b`; a list of Cells is never called and only there as a beginning."""
+    """Prefixes of `a.b`: the empty one, `a` and `a.b`; a list of Cells is never called and exists as a prefix only."""
     found = {"": None}
     for _, path in cells:
         parts = path.split(".") if path else []
@@ -298,7 +298,7 @@ def _last(path):
 
 
 def _listed(known):
-    """The first of some names; all numbers among them as ranges."""
+    """The first few names; numbers among them as ranges."""
     shown = ranges_shown({int(name) for name in known if name.isdecimal()})
     shown += [name for name in known if not name.isdecimal()]
     return quoted(shown[:_SHOWN]) + (", …" if len(shown) > _SHOWN else "") if shown else "no names"
@@ -315,7 +315,7 @@ def _expression(name):
 
 
 def _segment(part, place, count):
-    """The `Segment` that is the `place`-th (from 1) of `count`; `ValueError` says what is wrong with it."""
+    """The `Segment` at position `place` (from 1) of `count`; a faulty one raises `ValueError` with the reason."""
     if not part:
         raise ValueError(f"segment {place} is empty")
     name, bracket, rest = part.partition("[")

@@ -1,4 +1,4 @@
-"""What becomes of a sharded tree's activations after `recompute()` and `swap()`."""
+"""The activation policy of a sharded tree after `recompute()` and `swap()`."""
 
 import logging
 from contextlib import nullcontext
@@ -38,7 +38,7 @@ _ON_HOST = "from mindformers_core.recompute.offloading import OnHost"
 
 
 class ChosenActivations(ActivationPolicy):
-    """What `recompute()` and `swap()` give a tree.
+    """The `ActivationPolicy` that `recompute()` and `swap()` install in a tree.
 
     Args:
         tree: the `ShardedTree`.
@@ -47,8 +47,8 @@ class ChosenActivations(ActivationPolicy):
         is_part: whether the tree is a part of the model.
 
     Attributes:
-        settings, swapping: as given.
-        choices: `CellPlan` of a program -> its `Choice`, under a budget, as long as there is the program.
+        settings, swapping: the arguments.
+        choices: `CellPlan` of a program -> its `Choice` under a budget, for the lifetime of the program.
     """
 
     marks = True
@@ -96,7 +96,7 @@ class ChosenActivations(ActivationPolicy):
         return frame
 
     def _compiled_frame(self, program, compiled):
-        """The `CellPlan` of a compiled function, in which whole Cells run again."""
+        """The `CellPlan` of a compiled function with recomputed Cells."""
         self._check_compilable()
         for key in ("select", "exclude"):
             for each in program.matches(getattr(self.settings, key), f"recompute.{key}"):
@@ -122,10 +122,7 @@ class ChosenActivations(ActivationPolicy):
             )
 
     def _chosen(self, program, swapped):
-        """`(keys, Choice or None)`: the instructions of a program that are computed again.
-
-        A budget leaves alone what is `swapped`.
-        """
+        """`(keys, Choice or None)`: the recomputed instructions of a program; a budget never selects `swapped` ones."""
         units, choice = tuple(self.tree.storage.units), None
         if self.settings.budget is None or program.path:  # a budget is for the whole
             keys = recomputed_keys(self.settings, program, self.full, units)
@@ -214,7 +211,7 @@ class ChosenActivations(ActivationPolicy):
 
 
 def _containers(tree):
-    """The outermost Cells that hold layers in a row: `(path, names of those)`."""
+    """The outermost containers of consecutive layers: `(path, names of the layers)`."""
     found = []
     for path, cell in tree.cells.items():
         if _holds_layers(cell) and not any(f"{path}.".startswith(f"{other}.") for other, _ in found):
@@ -223,11 +220,11 @@ def _containers(tree):
 
 
 def _holds_layers(cell):
-    """Whether the Cells in a Cell are layers: a SequentialCell may also be a stem or head of Dense and GELU."""
+    """Whether the children of a Cell are layers; a SequentialCell may also be a stem or head of Dense and GELU."""
     is_sequence = isinstance(cell, nn.SequentialCell)
     return isinstance(cell, CONTAINERS) and not (is_sequence and all(map(_is_single, cell.cells())))
 
 
 def _is_single(cell):
-    """Whether a Cell is MindSpore's own, or of this package, and holds no others."""
+    """Whether a Cell has no children and a class of MindSpore or of this package."""
     return type(cell).__module__.startswith(("mindspore.", "mindformers_core.")) and not cell.name_cells()

@@ -1,6 +1,6 @@
-"""`recompute()` and `swap()`: activations chosen by name, computed again or kept on the host (RFC ICY7S6).
+"""`recompute()` and `swap()`: activations selected by name are recomputed or kept on the host (RFC ICY7S6).
 
-In PyNative results of every chosen operator are freed one by one, see `keeping.py` and `offloading.py`. Compiled
+In PyNative the results of each selected operator are freed separately, see `keeping.py` and `offloading.py`. Compiled
 functions recompute whole Cells, see `checkpointing.py`.
 """
 
@@ -15,49 +15,49 @@ __all__ = ["recompute", "swap"]
 
 
 def recompute(cell, settings=None, *, is_part=False, **keys):
-    """Have the backward pass of a sharded Cell compute again what it would otherwise keep; gives `cell`.
+    """Recompute selected activations of a sharded Cell in the backward pass instead of saving them; returns `cell`.
 
-    What is selected are operators, or Cells: of a Cell its results are kept, everything in it is computed again. What
-    is computed again is run once, on inputs that are kept, or computed again in their turn; random numbers are the
-    same. Losses and gradients are bit by bit what they are without.
+    Patterns select operators, or Cells: the results of a selected Cell are saved, all values inside are recomputed.
+    Each selected operator runs once more, on saved or recomputed inputs, with the same random numbers. Losses and
+    gradients are bitwise equal to those without recompute.
 
     Args:
-        cell: the root of a tree that `shard()` made; on one card, over a mesh of one. Before or after `hsdp()`.
-        settings: a `RecomputeSettings`, as a recipe has it; default: that of `keys`.
-        is_part: whether the Cell is a stage of a pipeline: layers and patterns that aren't here may be on another one.
-        keys: see `RecomputeSettings`: `full`, `select`, `exclude`, `mp_comm_recompute`,
+        cell: root of a tree made by `shard()`; for one card, over a mesh of one. Before or after `hsdp()`.
+        settings: a `RecomputeSettings`, as from a recipe; default: one made of `keys`.
+        is_part: whether the Cell is a pipeline stage: missing layers and patterns may be on another stage.
+        keys: fields of `RecomputeSettings`: `full`, `select`, `exclude`, `mp_comm_recompute`,
             `parallel_optimizer_comm_recompute`, `budget`. For patterns, see `patterns.py`.
 
     Raises:
-        TypeError: not a sharded Cell; a setting that there isn't.
-        ValueError: a Cell below a root, or that runs eagerly, or was given here before; settings that can't be, or
-            change nothing. When a program is made: a pattern that matches nothing, or `exclude` that leaves nothing. In
-            compiled functions: anything but whole Cells.
+        TypeError: not a sharded Cell; an unknown setting.
+        ValueError: a Cell below a root, an eager Cell, a second call for the same Cell, settings that contradict each
+            other or change nothing. When a program is made: an unmatched pattern, or an `exclude` that leaves nothing
+            to recompute. In compiled functions: any selection other than whole Cells.
     """
     return _given(cell, "recompute", "settings", _made(RecomputeSettings, "recompute", settings, keys), is_part)
 
 
 def swap(cell, settings=None, *, is_part=False, **keys):
-    """Have results of a sharded Cell that the backward pass needs wait for it on the host; gives `cell`.
+    """Keep selected activations of a sharded Cell on the host until the backward pass reads them; returns `cell`.
 
-    They are copied there as they are saved, and copied back some saved tensors ahead of their use. Of a selected Cell
-    these are the results of everything in it. Losses and gradients are bit by bit what they are without. PyNative.
+    Each tensor is copied to the host when autograd saves it, and copied back `backward_prefetch` saved tensors before
+    its use. A selected Cell stands for all results inside. Losses and gradients are bitwise unchanged. PyNative.
 
     Args:
-        cell: the root of a tree that `shard()` made; on one card, over a mesh of one. Before or after `hsdp()`.
-        settings: a `SwapSettings`, as a recipe has it; default: that of `keys`.
-        is_part: whether the Cell is a stage of a pipeline: layers and patterns that aren't here may be on another one.
-        keys: see `SwapSettings`: `swap`, `default_prefetch`, `layer_swap`, `op_swap`.
+        cell: root of a tree made by `shard()`; for one card, over a mesh of one. Before or after `hsdp()`.
+        settings: a `SwapSettings`, as from a recipe; default: one made of `keys`.
+        is_part: whether the Cell is a pipeline stage: missing layers and patterns may be on another stage.
+        keys: fields of `SwapSettings`: `swap`, `default_prefetch`, `layer_swap`, `op_swap`.
 
     Raises:
-        TypeError: as for `recompute()`. ValueError: as for it; when a program is made, also what is recomputed
-            and swapped; in compiled functions, anything.
+        TypeError: as `recompute()`. ValueError: as `recompute()`; when a program is made, also an operator that
+            is both recomputed and swapped; in compiled functions, any setting.
     """
     return _given(cell, "swap", "swapping", _made(SwapSettings, "swap", settings, keys), is_part)
 
 
 def _made(kind, function, settings, keys):
-    """The settings, of names that there are; errors begin with the key's path, as those of a recipe."""
+    """The settings object of `keys`; errors begin with the key's path, as for a recipe."""
     if settings is not None:
         if keys or not isinstance(settings, kind):
             raise TypeError(f"{function}() takes a {kind.__name__}, or its keys by name, not {settings!r}, {keys}")
@@ -74,7 +74,7 @@ def _made(kind, function, settings, keys):
 
 
 def _given(cell, function, which, settings, is_part):
-    """Change one of the settings that the `ChosenActivations` of a root Cell are made of; gives the Cell."""
+    """Install a `ChosenActivations` with one changed setting in a root Cell; returns the Cell."""
     if not settings.is_on:
         return cell
     tree = tree_of_root(cell, function, ", and name this one in a pattern")

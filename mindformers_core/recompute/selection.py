@@ -1,4 +1,4 @@
-"""From settings to the instructions of a program that are computed again or wait on the host. Pure Python."""
+"""Selection of recomputed and swapped instructions of a program, from settings. Pure Python."""
 
 from dataclasses import replace
 from functools import cached_property
@@ -23,19 +23,19 @@ _SHOWN = 5
 
 
 class NamedProgram:
-    """What patterns are matched with, made once for a program.
+    """A program with all names that patterns match, collected once.
 
     Args:
         frame: its `CellPlan`.
-        path: of the Cell whose call it is.
-        algorithm, arguments_need: as of `Prediction`.
+        path: path of the root Cell of the program.
+        algorithm, arguments_need: see `Prediction`.
 
     Attributes:
-        frame, path, algorithm: as given.
-        places: a `Instruction` for every instruction.
+        frame, path, algorithm: the arguments.
+        places: its `Instruction`s in order.
         names: its `OperatorName`s.
-        cells: `(key, path from the root)` of every call of a Cell.
-        closed: keys of the calls of Cells with a `bprop` of their own.
+        cells: `(key, path from the root)` of each call of a Cell.
+        closed: keys of calls of Cells with a custom `bprop`.
         prediction: its `Prediction`.
     """
 
@@ -47,10 +47,10 @@ class NamedProgram:
         self.prediction = Prediction(frame, algorithm, arguments_need)
 
     def matches(self, patterns, where):
-        """A `Match` for each of some patterns, texts; `where` they are given, for errors: `"recompute.select"`.
+        """A `Match` for each pattern text; `where` is the key for errors: `"recompute.select"`.
 
-        With operators go redistributions of their results that do nothing on a rank, and so have no names: gradients
-        need what these give, in the same memory.
+        A match of operators includes redistributions of their results without local work, which have no names:
+        gradients read the results of these, in the same memory.
         """
         places = [where] if len(patterns) == 1 else [f"{where}[{number}]" for number in range(len(patterns))]
         for text, place in zip(patterns, places):
@@ -58,12 +58,12 @@ class NamedProgram:
             yield replace(found, operators=self._with_nameless(found.operators))
 
     def inside(self, roots):
-        """Keys of the instructions that lie in calls of Cells, or are among `roots` themselves."""
+        """Keys of the instructions inside the calls `roots`, and `roots` themselves."""
         roots, keys = set(roots), (place.key for place in self.places)
         return {key for key in keys if any(key[:end] in roots for end in range(len(key) + 1))}
 
     def calls(self, paths):
-        """Keys of the calls of some Cells."""
+        """Keys of all calls of the Cells at `paths`."""
         return [key for key, path in self.cells if path in paths]
 
     def _with_nameless(self, operators):
@@ -74,34 +74,34 @@ class NamedProgram:
 
     @cached_property
     def _nameless(self):
-        """Redistributions without names, in order: `(key, keys of those that make what they take)`."""
+        """Redistributions without names, in order: `(key, keys of their producers)`."""
         named, producers = {name.place.key for name in self.names}, links_of(self.frame).producers
         moves = [place.key for place in self.places if isinstance(place.entry, Move)]
         return [(key, producers[key]) for key in moves if key not in named]
 
 
 def recomputed_keys(settings, program, full=(), boundaries=()):
-    """Which results of a program are not kept: a set of keys of instructions.
+    """Keys of the recomputed instructions of a program (a set): their results are not saved.
 
     Args:
         settings: the `RecomputeSettings`, without a budget.
         program: the `NamedProgram`.
-        full: paths of the Cells that are recomputed wholly.
-        boundaries: paths of Cells whose results are kept in any case.
+        full: paths of the fully recomputed Cells.
+        boundaries: paths of Cells whose results are always saved.
 
     Raises:
-        ValueError: a pattern of Cells with a `bprop` of their own.
+        ValueError: a pattern selects only Cells with a custom `bprop`.
     """
     return chosen_keys(settings, program, full) - kept_keys(settings, program, boundaries)
 
 
 def chosen_keys(settings, program, full=()):
-    """Keys of the instructions that `full` and `select` name, whatever is kept; arguments as of `recomputed_keys`."""
+    """Keys of the instructions in `full` and `select`, including kept ones; arguments as `recomputed_keys`."""
     return set().union(*(keys for _, keys in _recompute_requests(settings, program, full)))
 
 
 def _recompute_requests(settings, program, full):
-    """`(what asks, keys of instructions)` of all that is to be recomputed."""
+    """`(setting, keys of instructions)` of each request to recompute."""
     yield "recompute.full", _keys_of_cells(program, program.calls(full))
     for each in program.matches(settings.select, "recompute.select"):
         if each.cells and program.closed.issuperset(each.cells):
@@ -117,31 +117,31 @@ def _keys_of_cells(program, calls):
 
 
 def excluded_keys(settings, program):
-    """Keys of the instructions that `exclude` names."""
+    """Keys of the instructions in `exclude`."""
     matches = program.matches(settings.exclude, "recompute.exclude")
     return program.inside(key for each in matches for key in (*each.cells, *each.operators))
 
 
 def kept_keys(settings, program, boundaries=()):
-    """Keys of the instructions whose results are kept, whatever is selected; arguments as of `recomputed_keys`."""
+    """Keys of the instructions whose results are always saved; arguments as `recomputed_keys`."""
     kept = excluded_keys(settings, program)
     for place in program.places:
         sends = isinstance(place.entry, Move) and bool(place.entry.steps)
         if not _can_run_again(place) or (sends and not settings.mp_comm_recompute):
             kept.add(place.key)
     for key, cell in program.cells:
-        if key not in program.closed and (key == () or cell in boundaries):  # who called may change what it got
+        if key not in program.closed and (key == () or cell in boundaries):  # the caller may write to it in place
             kept |= program.inside([key]) - program.prediction.cell_keys(key)
     return kept
 
 
 def _can_run_again(place):
-    """Whether the results of an instruction can be had again by running it once more.
+    """Whether an instruction can be recomputed.
 
-    Integers and truth values have no gradient: autograd keeps those that it needs as they are. What gives its input
-    back makes nothing.
+    Integers and bools have no gradient: autograd saves them unchanged. An instruction that returns its input produces
+    no tensor.
     """
-    if isinstance(place.entry, CallPlan):  # a Cell with a bprop keeps what that needs
+    if isinstance(place.entry, CallPlan):  # a Cell with a custom bprop saves its own tensors
         return False
     if isinstance(place.entry, Move):
         return "float" in place.entry.value.dtype
@@ -151,27 +151,27 @@ def _can_run_again(place):
 
 
 def swapped_keys(settings, program, layers):
-    """Which results of a program go to the host: key -> how many saved tensors ahead of its use one comes back.
+    """Swapped results of a program: key of the instruction -> `backward_prefetch`.
 
-    What the program returns stays, whatever is selected: who called may change what it got, and the host wouldn't know.
+    Results of the program itself are never swapped: the caller may write to them in place.
 
     Args:
         settings: the `SwapSettings`.
         program: the `NamedProgram`.
-        layers: what `layers_of` gives.
+        layers: the result of `layers_of`.
     """
     found = {}
     for _, prefetch, keys in _swap_requests(settings, program, layers):
         found |= dict.fromkeys(keys, prefetch)
     inner = program.prediction.cell_keys(()) if found else ()
     places = [place for place in program.places if place.key in found and place.key in inner]
-    same = [place for place in places if isinstance(place.entry, OperatorPlan)]  # give what they take, perhaps a weight
+    same = [place for place in places if isinstance(place.entry, OperatorPlan)]  # return their input, perhaps a weight
     same = {place.key for place in same if is_cast_to_its_dtype(place.entry.node)}
     return {place.key: found[place.key] for place in places if place.key not in same}
 
 
 def _swap_requests(settings, program, layers):
-    """`(what asks, backward_prefetch, keys of instructions)` of all that is to be swapped."""
+    """`(setting, backward_prefetch, keys of instructions)` of each request to swap."""
     for place, entry in enumerate(settings.layer_swap if settings.is_on else ()):
         yield f"swap.layer_swap[{place}]", entry.backward_prefetch, _in_layers(entry.layers, program, layers)
     for entry in settings.op_swap if settings.is_on else ():
@@ -180,7 +180,7 @@ def _swap_requests(settings, program, layers):
 
 
 def operator_swap_keys(entry, found, program, layers):
-    """Keys of the instructions that an `OperatorSwap` selects, by the `Match` of its pattern."""
+    """Keys of the instructions of an `OperatorSwap`, by the `Match` of its pattern."""
     keys = program.inside((*found.cells, *found.operators)) - program.closed
     return keys if entry.layers is True else keys & _in_layers(entry.layers, program, layers)
 
@@ -190,13 +190,13 @@ def _in_layers(asked, program, layers):
 
 
 def check_apart(settings, swapping, program, layers, full, both, label):
-    """Raise `ValueError` for an instruction that is computed again and waits on the host, with what asks for it.
+    """Raise `ValueError` for an instruction that is both recomputed and swapped, with the settings that request it.
 
     Args:
         settings, swapping: the `RecomputeSettings`, and the `SwapSettings`.
-        program, layers, full: as of `recomputed_keys` and `swapped_keys`.
+        program, layers, full: as for `recomputed_keys` and `swapped_keys`.
         both: keys of such instructions.
-        label: whose program it is.
+        label: owner of the program.
     """
     if not both:
         return
@@ -212,11 +212,11 @@ def check_apart(settings, swapping, program, layers, full, both, label):
 
 
 def layers_of(containers):
-    """Number of a layer -> paths of the Cells that are it.
+    """Number of a layer -> paths of the Cells with this number.
 
     Args:
-        containers: paths of the outermost Cells that hold layers in a row, with the names of those in them:
-            `(path, names)`; names that are numbers count as they are, others in their order.
+        containers: `(path, names)` of the outermost containers of consecutive layers; a numeric name is the layer's
+            number, other names count in order.
     """
     layers = {}
     for path, names in containers:
@@ -227,17 +227,17 @@ def layers_of(containers):
 
 
 def full_layers(asked, layers, is_part=False, where="recompute.full", paths=()):
-    """Paths of the layers that are asked for.
+    """Paths of the requested layers.
 
     Args:
         asked: True, or a tuple of numbers; None: none.
-        layers: what `layers_of` gives.
-        is_part: whether other layers may be elsewhere.
+        layers: the result of `layers_of`.
+        is_part: whether missing layers may be on other pipeline stages.
         where: the key, for errors.
-        paths: of all Cells, for errors.
+        paths: paths of all Cells, for errors.
 
     Raises:
-        ValueError: a layer that there isn't.
+        ValueError: an unknown layer.
     """
     numbers = sorted(layers) if asked is True else asked or ()
     if asked and not layers and not is_part:
@@ -258,21 +258,21 @@ def full_layers(asked, layers, is_part=False, where="recompute.full", paths=()):
 
 
 def _shown(paths):
-    """The first of some Cells, those of layers in a row in one."""
+    """The first few Cells, with consecutive layers as one range."""
     together = cells_together(paths)
     return quoted(together[:_SHOWN]) + ", …" * (len(together) > _SHOWN)
 
 
 def whole_cells(settings, full, paths):
-    """Which Cells are recomputed where functions are compiled; patterns that are for no Cell are left out.
+    """Recomputed Cells of compiled functions; patterns that match no Cell are ignored.
 
     Args:
         settings: the `RecomputeSettings`.
-        full: paths of the layers that are recomputed wholly.
-        paths: of all Cells.
+        full: paths of the fully recomputed layers.
+        paths: paths of all Cells.
 
     Returns:
-        A list of paths; a list of `(path, path of the excluded Cell in it)`.
+        A list of paths; a list of `(path, path of an excluded Cell inside)`.
     """
     cells = [(path, path) for path in paths]
 
@@ -286,5 +286,5 @@ def whole_cells(settings, full, paths):
 
 
 def cell_lies_in(path, other):
-    """Whether a Cell is another one, or lies in it, by their paths."""
+    """Whether the Cell at `path` is the Cell at `other` or a descendant."""
     return not other or f"{path}.".startswith(f"{other}.")

@@ -1,9 +1,9 @@
-"""Which activations are recomputed or swapped, as a user asks for it: checked, and in one form. Pure Python.
+"""Settings of recompute and swap: checked, and in one form. Pure Python.
 
 Keys are those of MindSpore Transformers: `mp_comm_recompute` and `parallel_optimizer_comm_recompute` of its page
 "Memory Optimization" (r1.9, `recompute_config`); `swap`, `default_prefetch`, `layer_swap` and `op_swap` of its page
 "Fine-Grained Activations SWAP" (r1.5, `swap_config`); ranges of layers as texts of its page "Training Memory
-Optimization" (r2.0). Numbers of layers are those in the whole model, as on the second page, not in a pipeline stage.
+Optimization" (r2.0). Layers are numbered in the whole model, as on the second page, not in a pipeline stage.
 """
 
 from dataclasses import dataclass, field
@@ -30,30 +30,30 @@ _BUDGET = "a number above 0 and at most 1: the part of the saved activations' by
 
 
 def _as_given(default=None):
-    """A field whose value a recipe's loader leaves as it is: its forms are checked here."""
+    """A field that the recipe loader passes on unchecked: this module checks its forms."""
     return field(default=default, metadata={"as_given": True})
 
 
 @dataclass(frozen=True)
 class RecomputeSettings:
-    """What the backward pass computes again, from what it keeps. Checked, and in one form, when made.
+    """Settings of recompute: the activations that the backward pass recomputes. Checked and normalized when made.
 
     Attributes:
-        full: layers that are recomputed wholly: None, True (all entries of CellLists, CellDicts, and SequentialCells
-            with more in them than single Cells of MindSpore), or their numbers, in ascending order; given in any form
-            that `layer_numbers` takes. False where all is switched off, whatever the flags below say.
-        select: patterns of what else is recomputed, operators or Cells; one may be given without a list.
-        exclude: patterns of what never is, whatever else says.
-        mp_comm_recompute: whether collectives in what is recomputed run again, as in `Cell.recompute`; if not, their
-            results are kept.
-        parallel_optimizer_comm_recompute: whether weights that were gathered for a recomputed part (level 3 of `hsdp`)
-            are freed after forward and gathered again; False: kept until backward, as at all other levels. None: as
-            `reshard_after_forward` of `hsdp` says.
-        budget: the part of the saved bytes that may be kept, more than 0 and at most 1: what is recomputed is chosen
-            so. Instead of `full` and `select`.
+        full: fully recomputed layers: None, True (all entries of CellLists, CellDicts, and of SequentialCells with
+            more than single Cells of MindSpore), or layer numbers in ascending order; accepts all forms of
+            `layer_numbers`. False switches recompute off, whatever the flags below are.
+        select: patterns of further operators or Cells to recompute; a single pattern needs no list.
+        exclude: patterns of operators or Cells that are never recomputed; overrides all other keys.
+        mp_comm_recompute: whether collectives of recomputed parts run again, as in `Cell.recompute`; if not, their
+            results are saved.
+        parallel_optimizer_comm_recompute: whether the gathered weights of a recomputed part (level 3 of `hsdp`) are
+            freed after the forward pass and gathered again; False: kept until the backward pass, as at all other
+            levels. None: `reshard_after_forward` of `hsdp` decides.
+        budget: part of the saved bytes that may stay, above 0 and at most 1; recomputed instructions are selected
+            accordingly. In place of `full` and `select`.
 
     Raises:
-        TypeError, ValueError: anything else, or keys that exclude each other; the message begins with the key.
+        TypeError, ValueError: other values, or keys that exclude each other; the message begins with the key.
     """
 
     switch: ClassVar[str] = "full"  # the key that `recompute: true` in a recipe stands for
@@ -104,17 +104,17 @@ class RecomputeSettings:
 
     @property
     def is_on(self):
-        """Whether anything is to be recomputed."""
+        """Whether recompute is on."""
         return bool(self.full or self.select or self.budget is not None)
 
 
 @dataclass(frozen=True)
 class LayerSwap:
-    """Layers of which everything that is saved goes to the host.
+    """Layers whose saved tensors are all swapped to the host.
 
     Attributes:
-        layers: True for all, or their numbers, in ascending order.
-        backward_prefetch: how many saved tensors ahead of its use one is copied back.
+        layers: True for all, or layer numbers in ascending order.
+        backward_prefetch: number of saved tensors between the copy back and the use of a tensor.
     """
 
     layers: bool | tuple[int, ...]
@@ -123,12 +123,12 @@ class LayerSwap:
 
 @dataclass(frozen=True)
 class OperatorSwap:
-    """Operators, or Cells, of which everything that is saved goes to the host.
+    """Operators, or Cells, whose saved tensors are all swapped to the host.
 
     Attributes:
         op_name: their pattern.
-        layers: True, or numbers of the only layers in which it counts, in ascending order.
-        backward_prefetch: how many saved tensors ahead of its use one is copied back.
+        layers: True for all, or numbers of the layers with matches, in ascending order.
+        backward_prefetch: number of saved tensors between the copy back and the use of a tensor.
     """
 
     op_name: str
@@ -138,22 +138,22 @@ class OperatorSwap:
 
 @dataclass(frozen=True)
 class SwapSettings:
-    """What goes to the host in the forward pass and back in the backward pass. Checked, and in one form, when made.
+    """Settings of swap: activations that stay on the host until the backward pass. Checked and normalized when made.
 
     Attributes:
-        swap: whether anything is swapped; default: where `layer_swap` or `op_swap` is given. True with neither of them:
-            attention of all layers, `DEFAULT_OP_SWAP`. False: nothing, whatever else is given.
-        default_prefetch: how many saved tensors ahead of its use in the backward pass one is copied back, where
-            nothing else is said. (In MindSpore Transformers for the default alone, in which it says
-            `backward_prefetch` everywhere else.) More hide the copies better and need more memory.
-        layer_swap: `LayerSwap`s; given as a list of dicts of `layers`, in a form that `layer_numbers` takes, and
+        swap: whether swapping is on; default: with `layer_swap` or `op_swap`. True with neither of them: attention of
+            all layers, `DEFAULT_OP_SWAP`. False: off, whatever the other keys are.
+        default_prefetch: default of `backward_prefetch`: number of saved tensors between the copy back and the use of
+            a tensor. (In MindSpore Transformers it belongs to the default operators alone.) A larger number hides
+            the copies better and needs more memory.
+        layer_swap: `LayerSwap`s; given as a list of dicts of `layers`, in a form of `layer_numbers`, and
             `backward_prefetch`.
-        op_swap: `OperatorSwap`s; given as a list of such dicts with `op_name`, too, or as a dict of patterns, each with
-            such a dict, or True. Without `layers` it counts in all. Of several that select the same the last counts.
-        is_short: whether `swap: true` was all that was given.
+        op_swap: `OperatorSwap`s; given as a list of such dicts with `op_name`, or as a dict from pattern to such a
+            dict or True. Without `layers` an entry selects in all layers. The last entry with a match overrides.
+        is_short: whether `swap: true` was the only setting.
 
     Raises:
-        TypeError, ValueError: anything else; the message begins with the key.
+        TypeError, ValueError: other values; the message begins with the key.
     """
 
     switch: ClassVar[str] = "swap"  # the key that `swap: true` in a recipe stands for
@@ -188,17 +188,17 @@ class SwapSettings:
 
     @property
     def is_on(self):
-        """Whether anything is to be swapped."""
+        """Whether swapping is on."""
         return self.swap
 
     def where(self, entry):
-        """What asks for an `OperatorSwap`, for errors: `"swap.op_swap['*.mlp']"`."""
+        """The key of an `OperatorSwap`, for errors: `"swap.op_swap['*.mlp']"`."""
         key = f"op_swap[{entry.op_name!r}]"
         return f"swap.swap: true, which means {key}" if self.is_short else f"swap.{key}"
 
 
 def check_compilable(settings, swapping):
-    """Raise `ValueError` for settings that compiled functions can't follow: they recompute whole Cells only."""
+    """Raise `ValueError` for settings beyond compiled functions, which recompute whole Cells only."""
     asked = {
         "recompute.budget": settings.budget is not None,
         "recompute.mp_comm_recompute: false": settings.is_on and not settings.mp_comm_recompute,
@@ -213,15 +213,15 @@ def check_compilable(settings, swapping):
 
 
 def check_gathers(settings, gathers, wanted, instead):
-    """Raise `ValueError` where weights are to be gathered again, and none are gathered.
+    """Raise `ValueError` if a setting requests gathering weights again and no weights are gathered.
 
-    That they stay (False) is true then, too, so it may be said.
+    False is allowed: weights that aren't gathered stay.
 
     Args:
         settings: the `RecomputeSettings`.
         gathers: whether weights are gathered: level 3 of `hsdp()`.
-        wanted: how one says that they should be: `"parallelism.zero_level=3"`.
-        instead: what was said: `"zero_level is 2"`.
+        wanted: the setting that gathers weights: `"parallelism.zero_level=3"`.
+        instead: the given setting: `"zero_level is 2"`.
     """
     if settings.is_on and settings.parallel_optimizer_comm_recompute and not gathers:
         raise ValueError(
@@ -231,19 +231,19 @@ def check_gathers(settings, gathers, wanted, instead):
 
 
 def layer_numbers(given, where):
-    """Which layers are meant, by their number in the whole model, from 0.
+    """The selected layers, numbered from 0 in the whole model.
 
     Args:
         given: None or False: none; True: all; a text of numbers and ranges, ends included, as "0,3,5-7"; or a list of
-            numbers and such texts. Numbers alone are in ascending order: a list in another one is likely to say how
-            many layers of each pipeline stage, as in MindSpore Transformers.
-        where: the key that it was given for, for errors.
+            numbers and such texts. A list of numbers must ascend: in MindSpore Transformers a list in another order
+            has the number of layers of each pipeline stage.
+        where: the key, for errors.
 
     Returns:
-        None, True, or a tuple of ints in ascending order, at least one.
+        None, True, or a tuple of at least one int in ascending order.
 
     Raises:
-        TypeError, ValueError: anything else, or a layer that is given twice; begins with `where`.
+        TypeError, ValueError: other values, or a duplicate layer; the message begins with `where`.
     """
     if given is None or given is False:
         return None
@@ -270,7 +270,7 @@ def layer_numbers(given, where):
 
 
 def _patterns(given, where):
-    """One pattern or several, as a tuple; what they mean is checked where Cells are known."""
+    """One pattern or several, as a tuple; `selection` checks their matches."""
     if given is None:
         return ()
     entries = [given] if isinstance(given, str) else given

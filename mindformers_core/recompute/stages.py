@@ -1,7 +1,7 @@
-"""Whether what is asked for is anywhere: in the model's program, or in that of one of a pipeline's stages. Pure Python.
+"""Checks of settings against the whole model: its program, or the programs of all pipeline stages. Pure Python.
 
-A stage alone can't judge a pattern: what it doesn't have may be on another one. Layers are known when the stages meet,
-operators when all of them have a program. What no compiled stage can do is known when they meet, too.
+One stage can't check a pattern: its matches may be on another stage. Layers are checked when the stages exchange their
+summaries, operators when all stages have a program. Limits of compiled stages are checked at the first exchange.
 """
 
 from mindformers_core.recompute.budget import out_of_reach
@@ -12,16 +12,15 @@ __all__ = ["check_compiled_stages", "check_stages", "stage_summary"]
 
 
 def stage_summary(settings, swapping, layers, paths=(), program=None, full=(), short=None):
-    """What the others have to know of a stage, as JSON can hold it.
+    """Summary of a stage for the other stages, as JSON values.
 
     Args:
         settings, swapping: the `RecomputeSettings`, and the `SwapSettings`.
-        layers: what `layers_of` gives.
-        paths: of all Cells of the stage.
-        program: the `NamedProgram` of the stage's last program; None before there is one.
-        full: paths of the Cells that are recomputed wholly.
-        short: `(bytes that can be kept at the least, all bytes)` of the training program that is beyond the budget;
-            None where none is.
+        layers: the result of `layers_of`.
+        paths: paths of all Cells of the stage.
+        program: the `NamedProgram` of the stage's last program; None before the first one.
+        full: paths of the fully recomputed Cells.
+        short: `(least bytes, all bytes)` of a training program that can't reach the budget; else None.
     """
     return {
         "layers": [[number, path] for number in sorted(layers) for path in layers[number]],
@@ -32,7 +31,7 @@ def stage_summary(settings, swapping, layers, paths=(), program=None, full=(), s
 
 
 def _found(settings, swapping, layers, program, full):
-    """What a program has of what is asked for, by pattern."""
+    """Matches of the settings' patterns in a program, by pattern."""
     chosen = chosen_keys(settings, program, full)
     swapped = {}
     for entry in swapping.op_swap if swapping.is_on else ():
@@ -48,21 +47,21 @@ def _found(settings, swapping, layers, program, full):
 
 
 def _entry_key(entry):
-    """What distinguishes entries of `op_swap`: the same pattern may come for several layers."""
+    """Identity of an entry of `op_swap`: one pattern may have several entries, for different layers."""
     return f"{entry.op_name} in {entry.layers}"
 
 
 def check_stages(settings, swapping, summaries):
-    """Raise `ValueError` for a layer or a pattern, or a number in one, that is on no stage; where `exclude` leaves
-    nothing on any; and for a budget that is out of reach on some stage, with what would do for all of them.
+    """Raise `ValueError` for a layer, a pattern or a number in a pattern that no stage has; for an `exclude` that
+    leaves nothing on any stage; and for a budget below the least of some stage, with the least budget of all stages.
 
-    Patterns are checked once all stages have a program, on those stages that were given them. Of a stage with which
-    neither `recompute()` nor `swap()` was called, nothing is known.
+    Patterns are checked once all stages have a program, on the stages that received them. A stage without a call of
+    `recompute()` or `swap()` has no summary.
 
     Args:
         settings: the `RecomputeSettings` of a stage.
         swapping: its `SwapSettings`.
-        summaries: `stage_summary` of every stage of the pipeline, ascending; None of stages without settings.
+        summaries: `stage_summary` of each pipeline stage, ascending; None for a stage without settings.
     """
     known = [summary for summary in summaries if summary is not None]
     try:
@@ -86,7 +85,7 @@ def check_stages(settings, swapping, summaries):
 
 
 def _check_layers(settings, swapping, known, is_whole):
-    """Layers that are asked for: all there, and by numbers that they have."""
+    """Raise `ValueError` for layer numbers that no stage has."""
     layers, paths = {}, dict.fromkeys(path for summary in known for path in summary["paths"])
     for number, path in sorted(entry for summary in known for entry in summary["layers"]):
         layers.setdefault(number, []).append(path)
