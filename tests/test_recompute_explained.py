@@ -127,7 +127,7 @@ def test_what_is_sent_again():
             frame = prepare(net, IDS, IDS).frame
             found = explained(net, frame)
             rows = [row for row in rows_of(make_report(frame, algorithm_of, found).root) if hasattr(row, "steps")]
-            again = [step for row in rows if getattr(row, "mark", None) for step in row.steps if step.again]
+            again = [step for row in rows if getattr(row, "mark", None) for step in row.steps if step.recomputed]
             sent = collectives_of(make_report(frame, algorithm_of, found).traffic)
             counts.append((sent, [name for step in again for way, name, _ in step.collectives if way == "forward"]))
     finally:

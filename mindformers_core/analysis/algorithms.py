@@ -1,4 +1,4 @@
-"""What the distributed algorithm of an operator runs and sends, by its graph for one rank. Pure Python."""
+"""Operators and collectives of a distributed algorithm, from its graph for one rank. Pure Python."""
 
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.structure import tree_leaves
@@ -8,11 +8,12 @@ __all__ = ["algorithm_parts", "algorithm_steps"]
 
 
 def algorithm_parts(plan, algorithm):
-    """`(node, Steps of a redistribution or None)` of all that runs in the place of an operator, and the `CellGraph`.
+    """Pairs `(node, Steps of a redistribution or None)` that run in place of an operator, and their `CellGraph`.
 
     Args:
         plan: an `OperatorPlan` that has an `algorithm`.
-        algorithm: gives the `CellGraph`, and the steps of every node: `capture.algorithm_graph.algorithm_of`.
+        algorithm: function from the plan to the `CellGraph` and the steps of each node:
+            `capture.algorithm_graph.algorithm_of`.
 
     Raises:
         ValueError: `algorithm` is None.
@@ -27,7 +28,7 @@ def algorithm_parts(plan, algorithm):
 
 
 def algorithm_steps(plan, algorithm):
-    """Pairs (`Step`, whether a gradient flows back through it inside the algorithm) of all that it sends, in order.
+    """Pairs (`Step`, whether a gradient flows back through it inside the algorithm) of its redistributions, in order.
 
     Takes and raises the same as `algorithm_parts`.
     """

@@ -1,6 +1,6 @@
-"""What a program does as a rank runs it: tensors, where they lie, and what backward passes ask for. Pure Python.
+"""The trace of a forward pass on one rank: tensors, their memory, and the live set of the backward pass. Pure Python.
 
-Calls that do the same share a `ForwardTrace`: what the backward pass asks for within is found once for all of them.
+Equal calls share a `ForwardTrace`, so its live set is computed once for all of them.
 """
 
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,7 @@ from math import prod
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.operators.saved import Operand
 
-__all__ = ["ForwardTrace", "BackwardLiveSet", "Memory", "SharedCall", "Run", "Tensor", "placeholder"]
+__all__ = ["ForwardTrace", "BackwardLiveSet", "Memory", "SharedCall", "Run", "LocalTensor", "placeholder"]
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class Memory:
     """A piece of memory on one rank.
 
     Attributes:
-        key: of the instruction that makes it; empty for that of a `placeholder`.
-        number: tells pieces apart.
-        nbytes: its size.
-        on_host: whether it is a copy on the host, of a result of an instruction.
-        view: the `source` of the view of which an operator keeps this copy, or None.
+        key: key of the producing instruction; empty for the memory of a `placeholder`.
+        number: identifies the piece.
+        nbytes: size in bytes.
+        on_host: whether the piece is a host copy of an instruction's result.
+        view: for the copy of a view that an operator saves, the `source` of the view; otherwise None.
     """
 
     key: tuple
@@ -32,165 +32,165 @@ class Memory:
 
 
 @dataclass(frozen=True, eq=False)
-class Tensor:
+class LocalTensor:
     """A tensor as one rank holds it.
 
     Attributes:
         value: its `Value`.
         shape: local shape.
         strides: in elements.
-        needs: whether a gradient flows back to it.
-        memory: where it lies; None for what belongs to others: parameters, constants, arguments of the root.
-        run: the `Run` that makes it, or None.
-        base: the `Tensor` whose memory it shares, or None.
-        is_view: whether MindSpore counts it as a view, also of all there is: most operators copy what is.
-        has_handle: whether copies of it, where it is a view, can be had again, as it can.
-        on_host: the `Memory` of its copy on the host, which is kept in its place, or None.
-        repeated: the `SharedCall` that makes it, and the `Tensor` of its course that it is, or None.
+        requires_grad: whether a gradient flows back to it.
+        memory: its `Memory`; None for parameters, constants and arguments of the root, which the caller owns.
+        run: the producing `Run`, or None.
+        base: the `LocalTensor` whose memory it shares, or None.
+        is_view: whether MindSpore treats it as a view, even one of the whole tensor: most operators copy a view.
+        has_handle: whether it is dropped or on the host, so that a copy of a view of it need not be saved either.
+        on_host: `Memory` of the host copy that is saved in its place, or None.
+        shared: the producing `SharedCall` and the corresponding `LocalTensor` of its trace, or None.
     """
 
     value: object
     shape: tuple
     strides: tuple
-    needs: bool
+    requires_grad: bool
     memory: Memory | None = None
     run: "Run | None" = None
-    base: "Tensor | None" = None
+    base: "LocalTensor | None" = None
     is_view: bool = False
     has_handle: bool = False
     on_host: Memory | None = None
-    repeated: "tuple | None" = None
+    shared: "tuple | None" = None
 
     @property
     def nbytes(self):
-        """Bytes of its elements."""
+        """Size of its elements in bytes."""
         return prod(self.shape) * ITEM_BYTES[self.value.dtype]
 
     @property
-    def look(self):
-        """All of it that what is made of it depends on."""
+    def traits(self):
+        """All of its properties on which the trace of a consumer depends."""
         how = self.is_view, self.has_handle, self.on_host is not None
-        return self.value.dtype, self.shape, self.strides, self.needs, *how
+        return self.value.dtype, self.shape, self.strides, self.requires_grad, *how
 
     @property
     def key(self):
-        """Of the instruction that makes it, or None."""
-        if self.repeated is not None:
-            return self.repeated[0].key + self.repeated[1].key
+        """Key of the producing instruction, or None."""
+        if self.shared is not None:
+            return self.shared[0].key + self.shared[1].key
         return None if self.run is None else self.run.key
 
     @property
     def source(self):
-        """Key of the instruction that makes it, or the number of a `placeholder`, or None."""
+        """Key of the producing instruction, the number of a `placeholder`, or None."""
         if self.key is not None:
             return self.key
         return self.memory.number if self.memory is not None and self.memory.key == () else None
 
     def operand(self, place):
-        """The same as an `Operand`."""
-        return Operand(place, self.shape, self.value.dtype, ITEM_BYTES[self.value.dtype], self.needs)
+        """The tensor as the `Operand` at an argument's place."""
+        return Operand(place, self.shape, self.value.dtype, ITEM_BYTES[self.value.dtype], self.requires_grad)
 
 
 def placeholder(tensor, number):
-    """A `Tensor` that looks like another one, which is given to a call that others repeat; with its place there."""
-    return replace(tensor, memory=Memory((), number, 0), run=None, base=None, on_host=None, repeated=None)
+    """A `LocalTensor` with the traits of another one: argument `number` of a trace that several calls share."""
+    return replace(tensor, memory=Memory((), number, 0), run=None, base=None, on_host=None, shared=None)
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One operator, or one step of a move, as it runs.
+    """One run of an operator, or of a step of a redistribution.
 
     Attributes:
-        key: of the instruction that it belongs to.
-        inputs: the `Tensor`s that it takes.
+        key: key of its instruction.
+        inputs: its input `LocalTensor`s.
         made: pieces of `Memory` of its results.
-        saved: `Tensor`s that its gradient keeps.
-        own: pieces of `Memory` that its gradient keeps and that are neither input nor result: copies, statistics.
+        saved: inputs and results that are saved for its gradient.
+        internal: pieces of `Memory` saved for its gradient that are neither input nor result: copies, statistics.
     """
 
     key: tuple
     inputs: tuple
     made: list = field(default_factory=list)
     saved: list = field(default_factory=list)
-    own: list = field(default_factory=list)
+    internal: list = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
 class BackwardLiveSet:
-    """What has to be available in the backward pass.
+    """Tensors that the backward pass reads.
 
     Attributes:
-        kept: pieces of `Memory` that are kept, as the keys of a dict.
-        again: keys of instructions that run again, in the same way.
-        given: placeholders that have to be available.
+        kept: pieces of `Memory` that stay allocated, as keys of a dict.
+        recomputed: keys of instructions that run again, as keys of a dict.
+        given: placeholders that are read, as keys of a dict.
     """
 
     kept: dict = field(default_factory=dict)
-    again: dict = field(default_factory=dict)
+    recomputed: dict = field(default_factory=dict)
     given: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class ForwardTrace:
-    """What a program does, in order, for one set of dropped instructions.
+    """The forward pass of a program, or of equal calls, for one set of dropped instructions.
 
     Attributes:
-        dropped: their keys.
-        given: the placeholders that it is given; none for that of a whole program.
-        runs: `Run`s and `SharedCall`s.
-        results: key of the root, `()`, and of every call that is gone into -> the `Tensor`s that it gives.
+        dropped: keys of the dropped instructions.
+        given: placeholders of its arguments; none for the trace of a whole program.
+        runs: `Run`s and `SharedCall`s, in order.
+        results: key of the root, `()`, and of each call that is traced inline -> its result `LocalTensor`s.
     """
 
     dropped: frozenset
     given: tuple = ()
     runs: list = field(default_factory=list)
     results: dict = field(default_factory=dict)
-    _demands: dict = field(default_factory=dict)
+    _live_sets: dict = field(default_factory=dict)
 
     def results_of(self, key):
-        """The `Tensor`s that the call at `key` gives, also within a repetition, or None where there is no such call."""
+        """Result `LocalTensor`s of the call at `key`, also inside a `SharedCall`; None without such a call."""
         if key in self.results:
             return self.results[key]
         for run in self.runs:
             if isinstance(run, SharedCall) and key[: len(run.key)] == run.key:
-                found = run.course.results_of(key[len(run.key) :])
+                found = run.trace.results_of(key[len(run.key) :])
                 return None if found is None else [*map(run.tensor, found)]
         return None
 
     def events(self, outer=lambda memory: memory):
-        """`(made, own, used)`: the `Memory` of every run, those of repetitions as `outer` gives them."""
+        """Yield `(made, internal, used)`, the `Memory` of each run; `outer` maps the memory of a shared trace."""
         for run in self.runs:
             if isinstance(run, SharedCall):
-                yield from run.course.events(lambda memory, run=run: outer(run.memory(memory)))
+                yield from run.trace.events(lambda memory, run=run: outer(run.memory(memory)))
                 continue
             used = [outer(tensor.memory) for tensor in run.inputs if tensor.memory is not None]
-            made, own = (list(map(outer, some)) for some in (run.made, run.own))
-            yield made, own, [memory for memory in used if memory is not None]
+            made, internal = (list(map(outer, some)) for some in (run.made, run.internal))
+            yield made, internal, [memory for memory in used if memory is not None]
 
-    def demand(self, tensor=None):
-        """The `BackwardLiveSet` of one of its tensors; None: of all that its gradients keep."""
-        if tensor not in self._demands:
-            found = self._demands[tensor] = BackwardLiveSet()
+    def live_set(self, tensor=None):
+        """The `BackwardLiveSet` of one of its tensors; None: of all tensors that are saved for gradients."""
+        if tensor not in self._live_sets:
+            found = self._live_sets[tensor] = BackwardLiveSet()
             for run in self.runs if tensor is None else ():
                 if isinstance(run, SharedCall):
-                    self._hold(run.add_demand(None, found), found)
+                    self._require(run.add_live_set(None, found), found)
                 else:
-                    found.kept.update(dict.fromkeys(run.own))
-                    self._hold(run.saved, found)
-            self._hold([] if tensor is None else [tensor], found)
-        return self._demands[tensor]
+                    found.kept.update(dict.fromkeys(run.internal))
+                    self._require(run.saved, found)
+            self._require([] if tensor is None else [tensor], found)
+        return self._live_sets[tensor]
 
-    def _hold(self, tensors, found):
-        """Tensors have to be available. Long chains are dropped, so there is no recursion."""
+    def _require(self, tensors, found):
+        """Add tensors that the backward pass reads. No recursion: chains of dropped instructions are long."""
         waiting, seen = [*tensors][::-1], set()
         while waiting:
             tensor = waiting.pop()
             if tensor in seen:
                 continue
             seen.add(tensor)
-            if tensor.repeated is not None:
-                repetition, inner = tensor.repeated
-                waiting.extend(repetition.add_demand(inner, found))
+            if tensor.shared is not None:
+                call, inner = tensor.shared
+                waiting.extend(call.add_live_set(inner, found))
             elif tensor in self.given:
                 found.given[tensor] = None
             elif tensor.run is None or tensor.run.key not in self.dropped or not tensor.run.inputs:
@@ -198,27 +198,27 @@ class ForwardTrace:
                 if memory is not None:
                     found.kept[memory] = None
             else:
-                found.again[tensor.run.key] = None
+                found.recomputed[tensor.run.key] = None
                 waiting.extend(tensor.run.inputs)
 
 
 class SharedCall:
-    """A call that does what a `ForwardTrace` says.
+    """A call whose `ForwardTrace` other calls share.
 
     Args:
-        key: of the call.
-        course: its root at `()`.
-        given: the `Tensor`s in the place of the course's placeholders.
+        key: key of the call.
+        trace: the shared trace, with its root at `()`.
+        given: the argument `LocalTensor`s, one for each placeholder of the trace.
     """
 
-    def __init__(self, key, course, given):
-        self.key, self.course = key, course
-        self._given = dict(zip(course.given, given, strict=True))
+    def __init__(self, key, trace, given):
+        self.key, self.trace = key, trace
+        self._given = dict(zip(trace.given, given, strict=True))
         self._sources = [tensor.source for tensor in given]
         self._memories = {other.memory: tensor.memory for other, tensor in self._given.items()}
 
     def tensor(self, inner):
-        """The `Tensor` that one of the course's is here."""
+        """The `LocalTensor` of this call for one of the shared trace."""
         if inner in self._given:
             return self._given[inner]
         if inner.key is None:  # a parameter or a constant
@@ -226,18 +226,18 @@ class SharedCall:
         base = None if inner.base is None else self.tensor(inner.base)
         memory = None if inner.memory is None else self.memory(inner.memory)
         on_host = None if inner.on_host is None else self.memory(inner.on_host)
-        return replace(inner, memory=memory, run=None, base=base, on_host=on_host, repeated=(self, inner))
+        return replace(inner, memory=memory, run=None, base=base, on_host=on_host, shared=(self, inner))
 
-    def add_demand(self, inner, found):
-        """Add `ForwardTrace.demand` to a `BackwardLiveSet`; returns the `Tensor`s that have to be available for it."""
-        demand = self.course.demand(inner)
-        kept = map(self.memory, demand.kept)
+    def add_live_set(self, inner, found):
+        """Add the trace's live set to a `BackwardLiveSet`; returns the argument `LocalTensor`s that it reads."""
+        live = self.trace.live_set(inner)
+        kept = map(self.memory, live.kept)
         found.kept.update(dict.fromkeys(memory for memory in kept if memory is not None))
-        found.again.update(dict.fromkeys(self.key + key for key in demand.again))
-        return [self._given[other] for other in demand.given]
+        found.recomputed.update(dict.fromkeys(self.key + key for key in live.recomputed))
+        return [self._given[other] for other in live.given]
 
     def memory(self, inner):
-        """The `Memory` that one of the course's is here; None for what belongs to others."""
+        """The `Memory` of this call for one of the shared trace; None for memory that the caller owns."""
         if inner in self._memories:
             return self._memories[inner]
         view = inner.view

@@ -1,7 +1,7 @@
-"""The most bytes of activations that a rank holds at once: a fold over the analysis of saved tensors. Pure Python.
+"""Peak memory of activations on one rank: a fold over the saved-tensor analysis. Pure Python.
 
-What counts are results: what operators make, and what moves make of a tensor, also of a parameter (a gathered weight is
-held like an activation). The arguments of the root and stored parameters belong to others.
+Results of operators and of redistributions count, a gathered weight as well. Arguments of the root and stored
+parameters don't: the caller owns them.
 """
 
 from collections import Counter
@@ -13,26 +13,26 @@ __all__ = ["activation_peaks", "recomputed_at_once"]
 
 
 def activation_peaks(frame, algorithm=None, activations=None):
-    """`(training, evaluation)`: the largest number of bytes that a rank holds at once in the forward pass.
+    """`(training, evaluation)`: peak bytes on one rank in the forward pass.
 
-    Over all instructions in the order in which they run: a result is held from the instruction that makes it to the
-    last one that uses it or a view of it, or to the end where the root returns it, or a gradient keeps it (see
-    `Prediction`). In training what an operator keeps besides its inputs and results counts from then on.
+    The live range of a result begins at its producer and ends at the last consumer of it or of a view of it; results of
+    the root and tensors saved for gradients (see `Prediction`) live to the end. In training, memory that an operator
+    saves besides its inputs and results counts from that operator on.
 
     Args:
         frame: the `CellPlan`.
         algorithm: as of `algorithm_parts`.
-        activations: the `ExplainedActivations`: what is computed again or waits on the host is not held for the
-            backward pass. Default: all is held.
+        activations: the `ExplainedActivations`: recomputed and swapped tensors are not kept for the backward pass.
+            Default: all saved tensors are kept.
 
     Raises:
-        ValueError: an operator runs a distributed algorithm, and there is no `algorithm`.
+        ValueError: an operator runs a distributed algorithm, and `algorithm` is None.
     """
-    following = SavedTensorAnalysis(frame, algorithm, activations is not None and activations.arguments_need)
-    course = following.course(*(() if activations is None else (activations.dropped, activations.on_host)))
-    kept = {memory for memory in course.demand().kept if not memory.on_host}
-    returned = [tensor.memory for tensor in course.results[()]]
-    events = [*course.events(), ((), (), [memory for memory in returned if memory is not None])]
+    analysis = SavedTensorAnalysis(frame, algorithm, activations is not None and activations.arguments_need)
+    trace = analysis.trace(*(() if activations is None else (activations.dropped, activations.on_host)))
+    kept = {memory for memory in trace.live_set().kept if not memory.on_host}
+    returned = [tensor.memory for tensor in trace.results[()]]
+    events = [*trace.events(), ((), (), [memory for memory in returned if memory is not None])]
     training = [((*made, *own), used) for made, own, used in events]
     return _peak(training, kept), _peak([(made, used) for made, _, used in events], ())
 
@@ -53,11 +53,11 @@ def _peak(events, kept):
 
 
 def recomputed_at_once(frame, layers, marks):
-    """The most bytes that are back at a time in the backward pass: of one layer, or of what is in none.
+    """Peak of recomputed bytes in the backward pass: the largest sum of one layer, or of one tensor outside of layers.
 
     Args:
         frame: the `CellPlan`.
-        layers: paths of the Cells that each are computed again as a whole, or in parts.
+        layers: paths of the Cells that are recomputed one at a time, as a whole or in parts.
         marks: as of `ExplainedActivations`.
     """
     calls = [key for key, path in called_cells(frame) if path in layers]

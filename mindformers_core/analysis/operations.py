@@ -1,8 +1,8 @@
-"""What it costs to run an instruction of a program once more: floating-point operations on one rank. Pure Python.
+"""The cost of an instruction: floating-point operations on one rank. Pure Python.
 
 Multiplications and additions count one each, so a matmul of (m, k) by (k, n) has 2·m·n·k, as in Megatron-LM's formula
-(Narayanan et al., 2021). An elementary function (exp, square root) counts one, and so does moving an element to
-another place. What a rank sends has a price in operations, or the cheapest to compute again would be a collective.
+(Narayanan et al., 2021). An elementary function (exp, square root) counts one, and so does the copy of an element. A
+sent byte has a price in operations: without it a collective would be the cheapest instruction to recompute.
 """
 
 from math import prod
@@ -23,18 +23,18 @@ OPERATIONS_PER_BYTE = 1040
 
 
 def operations(place, algorithm=None):
-    """How many floating-point operations one instruction takes on a rank, forward.
+    """Floating-point operations of one instruction in the forward pass of one rank.
 
     Args:
-        place: a `Instruction`.
+        place: the `Instruction`.
         algorithm: as of `algorithm_parts`.
 
     Returns:
-        A whole number: 2·m·n·k for products, attention (the whole of the scores, whatever is masked) and convolutions;
-        1 to 10 an element of the largest tensor for others; 0 for views; `OPERATIONS_PER_BYTE` for what is sent.
+        An integer: 2·m·n·k for products, attention (all scores, masked ones included) and convolutions; 1 to 10 for
+        each element of the largest tensor for others; 0 for views; `OPERATIONS_PER_BYTE` for each sent byte.
 
     Raises:
-        ValueError: an operator runs a distributed algorithm, and there is no `algorithm`.
+        ValueError: an operator runs a distributed algorithm, and `algorithm` is None.
     """
     entry = place.entry
     if isinstance(entry, Move):
@@ -50,20 +50,20 @@ def operations(place, algorithm=None):
 
 
 def _tensors(plan):
-    """`(Value, Layout)` of all inputs, then of all outputs of an `OperatorPlan`."""
+    """Pairs `(Value, Layout)` of the inputs, then of the outputs of an `OperatorPlan`."""
     values = [*tree_leaves((plan.node.args, plan.node.kwargs)), *tree_leaves(plan.node.outputs)]
     return zip(values, (*plan.inputs, *plan.outputs))
 
 
 def _own_operations(plan, mesh, inputs, outputs):
-    """What an operator computes on local tensors of these shapes."""
+    """Operations of an operator on local tensors of these shapes, without those of its collectives."""
     sizes = plan.signature.sizes
     local = {factor: sizes[factor] // mesh.axis_size(*plan.axes_of.get(factor, ())) for factor in sizes}
     return _computed(plan.node.operator, local, inputs, outputs, may_view=plan.algorithm is None)
 
 
 def _computed(name, sizes, inputs, outputs, may_view=True):
-    """What an operator computes, of the sizes of its factors, and the shapes of its inputs and outputs."""
+    """Operations of an operator by the sizes of its factors and the shapes of its inputs and outputs."""
     facts = facts_of(name)
     if callable(facts.operations):
         return facts.operations(sizes)
@@ -74,7 +74,7 @@ def _computed(name, sizes, inputs, outputs, may_view=True):
 
 
 def _step_operations(step):
-    """What one step of a redistribution costs."""
+    """Price of one step of a redistribution."""
     name, nbytes = step.forward
     if name in COLLECTIVES:
         return OPERATIONS_PER_BYTE * nbytes
@@ -82,7 +82,7 @@ def _step_operations(step):
 
 
 def _whole_operations(graph):
-    """What a Cell computes that runs as it is, on whole tensors."""
+    """Operations of a Cell that runs unsharded, on whole tensors."""
     total = 0
     for node in graph.nodes:
         if isinstance(node, CallNode):

@@ -1,4 +1,4 @@
-"""What is sent, in one step by one rank: counts and bytes of collectives, by mesh axes. Pure Python."""
+"""Traffic of one rank in one step: numbers and bytes of collectives by mesh axes. Pure Python."""
 
 from dataclasses import dataclass
 
@@ -13,9 +13,9 @@ class StepEntry:
 
     Attributes:
         kind, axes, dim, to_dim, op: see `redistribution.Step`.
-        forward: `(name, bytes)`: what runs forward, and what a rank sends in it.
-        backward: the same for the gradient; None where no gradient flows back in training.
-        again: whether what runs forward runs once more in the backward pass, since its result wasn't kept.
+        forward: `(name, bytes)` of the operation in the forward pass: its name and the bytes that one rank sends.
+        backward: the same for the gradient; None if no gradient flows back in training.
+        recomputed: whether the forward operation runs again in the backward pass.
     """
 
     kind: str
@@ -25,36 +25,36 @@ class StepEntry:
     op: str | None
     forward: tuple
     backward: tuple | None
-    again: bool = False
+    recomputed: bool = False
 
     @property
     def collectives(self):
-        """`(direction, name, bytes)` of what is sent; local operations are left out."""
+        """`(direction, name, bytes)` of each collective, without local operations."""
         ways = [("forward", self.forward), ("backward", self.backward or ("", 0))]
-        ways += [("backward", self.forward)] if self.again else []
+        ways += [("backward", self.forward)] if self.recomputed else []
         return tuple((way, name, count) for way, (name, count) in ways if name in COLLECTIVES)
 
 
-def step_entries(steps, again=False):
+def step_entries(steps, recomputed=False):
     """`StepEntry`s of pairs (`Step`, whether a gradient flows back through it in training).
 
     Args:
         steps: the pairs.
-        again: see `StepEntry`.
+        recomputed: see `StepEntry`.
     """
 
     def entry(step, backward):
-        return StepEntry(step.kind, step.axes, step.dim, step.to_dim, step.op, step.forward, backward, again)
+        return StepEntry(step.kind, step.axes, step.dim, step.to_dim, step.op, step.forward, backward, recomputed)
 
     return tuple(entry(step, step.backward if gradient else None) for step, gradient in steps)
 
 
 def total(rows):
-    """What the rows of a Cell send, those of the Cells that they call included.
+    """Traffic of the rows of a Cell, including those of called Cells.
 
     Returns:
         A dict `(axes, direction, name)` -> `(number of collectives, bytes)`; `direction` is `"forward"` or
-        `"backward"`, `name` a key of `COLLECTIVES`, and `bytes` what one rank sends in all of them together.
+        `"backward"`, `name` a key of `COLLECTIVES`, and `bytes` the sum over them that one rank sends.
     """
     sums = {}
 
@@ -73,7 +73,7 @@ def total(rows):
 
 
 def bytes_by_axes(traffic):
-    """`axes -> (bytes forward, bytes backward)` of a `total`; a group over several axes is an entry of its own."""
+    """`axes -> (bytes forward, bytes backward)` of a `total`; a group over several axes has its own entry."""
     sums = {}
     for (axes, way, _), (_, count) in traffic.items():
         forward, backward = sums.get(axes, (0, 0))

@@ -1,4 +1,4 @@
-"""Which results of the operators of a program are views in PyNative, by the records of operators. Pure Python."""
+"""Results that are views in PyNative, by the records of operators. Pure Python."""
 
 from mindformers_core.operators.registry import facts_of, rewritten
 from mindformers_core.operators.views import INPUT, INPUT_IF_CONTIGUOUS, INPUT_IF_OF_ITS_DTYPE, is_contiguous
@@ -8,15 +8,15 @@ __all__ = ["gives_its_input", "is_cast_to_its_dtype", "viewed"]
 
 
 def viewed(node, shape, strides, targets):
-    """The strides of an operator's results where they are views of its first tensor; None where they aren't.
+    """Strides of an operator's results if they are views of its first tensor; otherwise None.
 
     Args:
         node: the `OperatorNode`.
-        shape, strides: of its first tensor, on one rank.
+        shape, strides: local shape and strides of its first tensor.
         targets: local shapes of its results.
 
     Returns:
-        A tuple with the strides of each result, themselves None for a view of a copy that the operator makes; or None.
+        A tuple with the strides of each result, or None in it for a view of a copy that the operator makes.
     """
     name, args, kwargs = rewritten(node.operator, tuple(node.args), dict(node.kwargs))
     view = facts_of(name).view
@@ -24,13 +24,13 @@ def viewed(node, shape, strides, targets):
 
 
 def gives_its_input(node, shape, strides):
-    """Whether an operator's result is just what its first tensor is; takes what `viewed` does."""
+    """Whether an operator returns its first tensor unchanged; arguments are those of `viewed`."""
     view = _view_of(node)
     return view == INPUT or view == INPUT_IF_CONTIGUOUS and is_contiguous(shape, strides)
 
 
 def is_cast_to_its_dtype(node):
-    """Whether an operator is a cast to the dtype that its tensor has: it gives the same object back."""
+    """Whether an operator is a cast to its input's own dtype: it returns the same object."""
     if _view_of(node) != INPUT_IF_OF_ITS_DTYPE:
         return False
     return tree_leaves(node.outputs)[0].dtype == tree_leaves((node.args, node.kwargs))[0].dtype

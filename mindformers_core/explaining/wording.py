@@ -51,7 +51,7 @@ def step_shown(step):
         name, count = step.backward
         backward = f"{name}, {bytes_shown(count)}" if name in COLLECTIVES else MARKS[name]
     name, count = step.forward
-    if step.again and name in COLLECTIVES:
+    if step.recomputed and name in COLLECTIVES:
         backward = f"{name} again, {bytes_shown(count)}; {backward}"
     return forward, backward
 

@@ -126,7 +126,7 @@ def choose(frame, budget, saved_bytes, recomputed, not_kept, price, keep=(), is_
     trade = trade_of(links, measured, links.results.union(keep))
     sets = [trade.dropped(groups) for groups in (*corners(trade, limit), trade.droppable)]
     for dropped in sets:
-        measured.again(dropped), measured.nbytes(dropped)
+        measured.recomputed(dropped), measured.nbytes(dropped)
     least = min(map(measured.nbytes, sets))
     if least > limit:
         whose = "this stage" if is_part else "this model"
@@ -180,8 +180,8 @@ def _within(limit, links, measured):
 
 def _choice(dropped, links, measured, not_kept):
     """The `Choice` of a set, without instructions whose results the backward pass never reads."""
-    again = measured.again(dropped)
-    dropped = again if measured.nbytes(again) == measured.nbytes(dropped) else dropped
+    rerun = measured.recomputed(dropped)
+    dropped = rerun if measured.nbytes(rerun) == measured.nbytes(dropped) else dropped
     saves = not_kept(dropped)
     everything = measured.nbytes(frozenset()), 0
     curve = [(nbytes, flops) for nbytes, flops, _ in best_of(measured.points())]

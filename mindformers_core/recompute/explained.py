@@ -40,18 +40,18 @@ def explained_activations(frame, recomputing, algorithm, path="", arguments_need
     keepers = keepers_by_key(frame)
     dropped = frozenset(key for key, keeper in keepers.items() if keeper.name == recomputing)
     predicted = Prediction(frame, algorithm, arguments_need)
-    again, before, after = predicted.recomputed(dropped), predicted.saved(), predicted.saved(dropped)
-    lost = bytes_not_kept(links_of(frame), again, before, after)
+    rerun, before, after = predicted.recomputed(dropped), predicted.saved(), predicted.saved(dropped)
+    lost = bytes_not_kept(links_of(frame), rerun, before, after)
     marks = {key: Mark("kept for others", -nbytes) for key, nbytes in lost.items() if nbytes < 0}
-    marks |= {key: Mark("recomputed", max(lost[key], 0), keepers[key].takes_collectives) for key in again}
+    marks |= {key: Mark("recomputed", max(lost[key], 0), keepers[key].takes_collectives) for key in rerun}
     on_host, swapped = Counter(), keepers.keys() - dropped
     if swapped:  # each result on the host is a copy of its own, where the device has views of one piece of memory
-        after = SavedTensorAnalysis(frame, algorithm, arguments_need).course(dropped, swapped).demand().kept
+        after = SavedTensorAnalysis(frame, algorithm, arguments_need).trace(dropped, swapped).live_set().kept
         for memory in after:
             if memory.on_host:
                 on_host[memory.key] += memory.nbytes
     marks |= {key: Mark("on host", nbytes) for key, nbytes in on_host.items()}
-    lines = _lines(frame, dropped, again, on_host if swaps or swapped else None, before, after)
+    lines = _lines(frame, dropped, rerun, on_host if swaps or swapped else None, before, after)
     return _inside(path, frame, lines, marks, (dropped, swapped))
 
 
@@ -69,10 +69,10 @@ def explained_cells(frame, cells, apart, algorithm, path="", arguments_need=True
     predicted = Prediction(frame, algorithm, arguments_need)
     dropped = frozenset().union(*map(predicted.cell_keys, cells))
     before, after = predicted.saved(), predicted.saved(dropped)
-    again = predicted.recomputed(dropped)
+    rerun = predicted.recomputed(dropped)
     if apart:  # these run again as they are; in a graph only what is needed does
-        again = {place.key for place in operators_in_order(frame) if any(_lies_in(place.key, key) for key in cells)}
-    marks = {key: Mark("", 0, sends=True) for key in again}
+        rerun = {place.key for place in operators_in_order(frame) if any(_lies_in(place.key, key) for key in cells)}
+    marks = {key: Mark("", 0, sends=True) for key in rerun}
     for key in cells:
         kept, left = (sum(tensor.nbytes for tensor in some if _lies_in(tensor.key, key)) for some in (before, after))
         marks[key] = Mark("recomputed whole", max(kept - left, 0))
@@ -98,31 +98,31 @@ def _inside(path, frame, lines, marks, sets):
     return ExplainedActivations(tuple(lines), inside, *sets)
 
 
-def bytes_not_kept(links, again, before, after):
-    """Key -> saved bytes that recomputing the instructions `again` frees; negative for bytes that are saved instead.
+def bytes_not_kept(links, rerun, before, after):
+    """Key -> saved bytes that recomputing the instructions `rerun` frees; negative for bytes that are saved instead.
 
     A saved copy of a view is charged to the producer of the view. Bytes no longer saved by an operator outside of
-    `again` are charged to the recomputed producers of its inputs. The sum is that of all freed bytes with a producer
-    in `again`.
+    `rerun` are charged to the recomputed producers of its inputs. The sum is that of all freed bytes with a producer
+    in `rerun`.
     """
     lost = Counter()
     for sign, tensors in ((1, before), (-1, after)):
         for tensor in tensors:
-            lost[tensor.owner if tensor.owner in again else tensor.key] += sign * tensor.nbytes
-    for key in [key for key, nbytes in lost.items() if nbytes > 0 and key not in again]:
-        for maker in _nearest(key, links.producers, again):
+            lost[tensor.owner if tensor.owner in rerun else tensor.key] += sign * tensor.nbytes
+    for key in [key for key, nbytes in lost.items() if nbytes > 0 and key not in rerun]:
+        for maker in _nearest(key, links.producers, rerun):
             part = min(lost[key], links.nbytes[maker])
             lost[maker] += part
             lost[key] -= part
     return lost
 
 
-def _nearest(key, producers, again):
-    """The nearest producers in `again` of an instruction's inputs, searched through producers outside of `again`."""
+def _nearest(key, producers, rerun):
+    """The nearest producers in `rerun` of an instruction's inputs, searched through producers outside of `rerun`."""
     found, waiting, seen = [], deque(producers[key]), {*producers[key]}
     while waiting:
         maker = waiting.popleft()
-        if maker in again:
+        if maker in rerun:
             found.append(maker)
             continue
         waiting.extend(other for other in producers[maker] if other not in seen)
@@ -130,18 +130,18 @@ def _nearest(key, producers, again):
     return found
 
 
-def _lines(frame, dropped, again, on_host, before, after):
+def _lines(frame, dropped, rerun, on_host, before, after):
     """The sums, and the names of recomputed instructions; `on_host`: key -> bytes, or None without swapping."""
     kept, all_of_them = (bytes_shown(sum(tensor.nbytes for tensor in some)) for some in (after, before))
-    if again or on_host is None:
+    if rerun or on_host is None:
         yield (
-            f"recompute: {len(again)} of {len(operators_in_order(frame))} instructions run again; {kept} of "
+            f"recompute: {len(rerun)} of {len(operators_in_order(frame))} instructions run again; {kept} of "
             f"{all_of_them} of activations are kept for the backward pass"
         )
-    if dropped and not again:
+    if dropped and not rerun:
         yield f"nothing runs again: {_NOT_NEEDED}"
     texts = operator_texts(frame)
-    names = [texts[key] for key in sorted(again) if key in texts]
+    names = [texts[key] for key in sorted(rerun) if key in texts]
     yield from ["computed again:", *names_shown(names)] if names else []
     if on_host is not None:
         waiting = bytes_shown(sum(on_host.values()))

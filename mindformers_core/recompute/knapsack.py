@@ -52,8 +52,8 @@ def improved(dropped, near, pieces, measured, limit, questions):
     end = measured.asked + questions
     gained = True
     while gained and measured.asked < end:
-        again = measured.again(dropped)
-        dropped = again if measured.nbytes(again) <= limit else dropped
+        rerun = measured.recomputed(dropped)
+        dropped = rerun if measured.nbytes(rerun) <= limit else dropped
         gained = False
         for changed in _changes(dropped, near, pieces, measured):
             if measured.asked >= end:

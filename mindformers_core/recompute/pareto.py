@@ -26,7 +26,7 @@ class Measured:
 
     def __init__(self, saved_bytes, recomputed, price):
         self._saved_bytes, self._recomputed, self._price = saved_bytes, recomputed, price
-        self._nbytes, self._again, self._prices = {}, {}, {}
+        self._nbytes, self._rerun, self._prices = {}, {}, {}
         self.asked = 0
 
     def nbytes(self, dropped):
@@ -36,16 +36,16 @@ class Measured:
             self._nbytes[dropped] = int(self._saved_bytes(dropped))
         return self._nbytes[dropped]
 
-    def again(self, dropped):
+    def recomputed(self, dropped):
         """The subset of `dropped` that the backward pass recomputes."""
-        if dropped not in self._again:
+        if dropped not in self._rerun:
             self.asked += 1
-            self._again[dropped] = frozenset(self._recomputed(dropped))
-        return self._again[dropped]
+            self._rerun[dropped] = frozenset(self._recomputed(dropped))
+        return self._rerun[dropped]
 
     def flops(self, dropped):
         """Recomputed operations."""
-        return sum(map(self.price, self.again(dropped)))
+        return sum(map(self.price, self.recomputed(dropped)))
 
     def price(self, key):
         """Operations of one instruction."""
@@ -55,7 +55,7 @@ class Measured:
 
     def points(self):
         """`(bytes, operations, dropped)` of all evaluated sets."""
-        return [(self._nbytes[known], self.flops(known), known) for known in self._again if known in self._nbytes]
+        return [(self._nbytes[known], self.flops(known), known) for known in self._rerun if known in self._nbytes]
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +155,7 @@ def _needed(keys, producers, measured):
     found = set()
     for colour in sorted(set(colours.values())):
         middle = {keys[group][len(keys[group]) // 2]: group for group in keys if colours[group] == colour}
-        found |= {middle[key] for key in measured.again(frozenset(middle)) if key in middle}
+        found |= {middle[key] for key in measured.recomputed(frozenset(middle)) if key in middle}
     return found
 
 
@@ -188,18 +188,18 @@ def _cheapest(trade, byte_price, operation_price):
     """`(groups to recompute, saved bytes, operations)` with the least sum at these prices."""
     costs, implications = {}, []
     for group, size in trade.sizes.items():
-        at_hand, again = ("available", group), ("again", group)
-        costs[at_hand] = 0 if group in trade.needed else byte_price * size
+        available, recomputed = ("available", group), ("recomputed", group)
+        costs[available] = 0 if group in trade.needed else byte_price * size
         if group in trade.bases:
-            implications.append((at_hand, ("available", trade.bases[group])))
+            implications.append((available, ("available", trade.bases[group])))
         elif group in trade.droppable:
-            costs[again] = operation_price * trade.prices[group] - byte_price * size
-            implications.append((again, at_hand))
-            implications += [(again, ("available", maker)) for maker in trade.producers[group] if maker != group]
+            costs[recomputed] = operation_price * trade.prices[group] - byte_price * size
+            implications.append((recomputed, available))
+            implications += [(recomputed, ("available", maker)) for maker in trade.producers[group] if maker != group]
     found = minimum_cost_closure(costs, implications)
-    groups = frozenset(group for kind, group in found if kind == "again")
-    at_hand = trade.needed.union(group for kind, group in found if kind == "available")
-    kept = sum(trade.sizes[group] for group in at_hand - groups)
+    groups = frozenset(group for kind, group in found if kind == "recomputed")
+    available = trade.needed.union(group for kind, group in found if kind == "available")
+    kept = sum(trade.sizes[group] for group in available - groups)
     return groups, kept, sum(trade.prices[group] for group in groups)
 
 
