@@ -7,7 +7,7 @@ reordered locally. MindSpore's operators gather and scatter along dim 0; other d
 from mindspore import ops
 
 from mindformers_core.communication import raw
-from mindformers_core.communication.raw import chunk, reordered
+from mindformers_core.communication.local import chunk
 from mindformers_core.communication.world import world
 
 __all__ = ["AllGather", "AllReduce", "AllToAll", "Broadcast", "Permute", "ReduceScatter"]
@@ -66,7 +66,7 @@ class AllToAll(raw.AllToAll):
 
     def construct(self, x):
         if self.on_ascend:
-            return reordered(self.exchange(reordered(x, self.parts, self.to_dim)), self.places, self.dim)
+            return _reordered(self.exchange(_reordered(x, self.parts, self.to_dim)), self.places, self.dim)
         return chunk(_gather_along(self.exchange, x, self.places, self.dim), self.index, self.size, self.to_dim)
 
 
@@ -94,12 +94,19 @@ class Broadcast(raw.Broadcast):
 
 
 def _parts(group):
-    """For every place in the process group, which part (in the group's order) belongs there."""
+    """For every place in the process group, the index in the group's order of its part."""
     return tuple(group.ranks.index(rank) for rank in sorted(group.ranks))
 
 
 def _gather_along(gather, x, places, dim):
     gathered = gather(x)
     if dim == 0:
-        return reordered(gathered, places, 0)
+        return _reordered(gathered, places, 0)
     return ops.cat(tuple([chunk(gathered, place, len(places), 0) for place in places]), dim)
+
+
+def _reordered(x, order, dim):
+    """`x`, cut along `dim` into as many parts as `order` has entries, joined again in that order of parts."""
+    if order == tuple(range(len(order))):
+        return x
+    return ops.cat(tuple([chunk(x, part, len(order), dim) for part in order]), dim)

@@ -9,10 +9,9 @@ inside a graph comes MindSpore's own, which names the operator and the line of c
 
 from mindspore import nn, ops
 
-from mindformers_core.communication import backend_cpu, backend_fake, backend_native
+from mindformers_core.communication import backend_cpu, backend_native, raw
 from mindformers_core.communication.groups import make_group
-from mindformers_core.communication.local import Keep, Pad, Scale, Slice, SliceOfGradient, Then
-from mindformers_core.communication.raw import Alias, Identity
+from mindformers_core.communication.local import Alias, Identity, Keep, Pad, Scale, Slice, SliceOfGradient, Then
 from mindformers_core.communication.world import world
 from mindformers_core.hints import nearest
 from mindformers_core.layout import PARTIAL_OPS
@@ -37,7 +36,7 @@ __all__ = [
 ]
 
 _EVERYTHING, _ONLY_THE_GRADIENT = (0, 1, 2), (2,)  # of what a `bprop` takes: x, out, dout
-_BACKENDS = {"native": backend_native, "cpu": backend_cpu, "fake": backend_fake}
+_BACKENDS = {"native": backend_native, "cpu": backend_cpu, "fake": raw}
 
 
 class Collective(nn.Cell):
@@ -61,25 +60,37 @@ class Collective(nn.Cell):
         return (self.backward(dout),)
 
 
-class AllReduce(Collective):
-    """Partial → Replicate: all_reduce / identity. `op`: `sum`, `avg` (÷ n both ways), `max`, `min`.
+class _Reduction(Collective):
+    """A reduction with `op`. The gradient of an extreme goes to the elements that hold it, in equal shares.
 
-    The gradient of an extreme goes to the ranks that hold it, in equal shares.
+    Args:
+        group, op: as in the collectives that are reductions.
+        reduce: the reduction, without the division of `avg`.
+        gather: from the output to the input's shape; None: an identity.
+        count: the reduction that sums.
     """
+
+    def __init__(self, group, op, reduce, gather, count):
+        super().__init__(_averaged(reduce, group, op), _averaged(gather, group, op))
+        self.is_extreme = op in ("max", "min") and group.size > 1
+        self.used_bprop_inputs = _EVERYTHING if self.is_extreme else _ONLY_THE_GRADIENT
+        self.gather = gather or Identity()
+        self.count = count
+
+    def bprop(self, x, out, dout):
+        if self.is_extreme:
+            holds = ops.cast(ops.equal(x, self.gather(out)), dout.dtype)
+            return (holds * self.gather(dout / self.count(holds)),)
+        return (self.backward(dout),)
+
+
+class AllReduce(_Reduction):
+    """Partial → Replicate: all_reduce / identity. `op`: `sum`, `avg` (÷ n both ways), `max`, `min`."""
 
     def __init__(self, mesh, axes, op="sum"):
         _check_op(op, PARTIAL_OPS)
         group = make_group(mesh, axes)
-        super().__init__(_averaged(_raw("AllReduce", group, _base(op)), group, op), _averaged(None, group, op))
-        self.is_extreme = op in ("max", "min") and group.size > 1
-        self.used_bprop_inputs = _EVERYTHING if self.is_extreme else _ONLY_THE_GRADIENT
-        self.count = _raw("AllReduce", group, "sum")
-
-    def bprop(self, x, out, dout):
-        if self.is_extreme:
-            holds = ops.cast(ops.equal(x, out), dout.dtype)
-            return (holds * (dout / self.count(holds)),)
-        return (self.backward(dout),)
+        super().__init__(group, op, _raw("AllReduce", group, _base(op)), None, _raw("AllReduce", group, "sum"))
 
 
 class AllReduceVarying(Collective):
@@ -88,7 +99,7 @@ class AllReduceVarying(Collective):
     def __init__(self, mesh, axes, op="sum"):
         _check_op(op, ("sum", "avg"))
         group = make_group(mesh, axes)
-        # one each: see `_part_length`
+        # one each: see `local.part_length`
         super().__init__(*(_averaged(_raw("AllReduce", group, "sum"), group, op) for _ in range(2)))
 
 
@@ -108,25 +119,14 @@ class AllGatherVarying(Collective):
         super().__init__(_raw("AllGather", group, dim), _raw("ReduceScatter", group, dim, "sum"))
 
 
-class ReduceScatter(Collective):
+class ReduceScatter(_Reduction):
     """Partial → Shard(dim): reduce_scatter / all_gather. `op` as in `AllReduce`."""
 
     def __init__(self, mesh, axes, dim, op="sum"):
         _check_op(op, PARTIAL_OPS)
         group = make_group(mesh, axes)
-        gather = _raw("AllGather", group, dim)
-        scatter = _raw("ReduceScatter", group, dim, _base(op))
-        super().__init__(_averaged(scatter, group, op), _averaged(gather, group, op))
-        self.is_extreme = op in ("max", "min") and group.size > 1
-        self.used_bprop_inputs = _EVERYTHING if self.is_extreme else _ONLY_THE_GRADIENT
-        self.gather = gather
-        self.count = _raw("ReduceScatter", group, dim, "sum")
-
-    def bprop(self, x, out, dout):
-        if self.is_extreme:
-            holds = ops.cast(ops.equal(x, self.gather(out)), dout.dtype)
-            return (holds * self.gather(dout / self.count(holds)),)
-        return (self.backward(dout),)
+        reduce, count = (_raw("ReduceScatter", group, dim, kind) for kind in (_base(op), "sum"))
+        super().__init__(group, op, reduce, _raw("AllGather", group, dim), count)
 
 
 class AllToAll(Collective):

@@ -81,7 +81,7 @@ def _kinds():
     """(first line, last line, kind) of the backend's collectives, and of what gathers for others, whose kind is ""."""
     body = ast.parse(Path(backend_cpu.__file__).read_text()).body
     kinds = [(node, vars(backend_cpu)[node.name]) for node in body if isinstance(node, ast.ClassDef)]
-    kinds = [(node, "" if node.name == "_Gather" else getattr(kind, "kind", "") or None) for node, kind in kinds]
+    kinds = [(node, "" if node.name == "_Emulated" else getattr(kind, "kind", "") or None) for node, kind in kinds]
     return [(node.lineno, node.end_lineno, kind) for node, kind in kinds if kind is not None]
 
 

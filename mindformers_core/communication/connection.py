@@ -1,4 +1,4 @@
-"""A stream of bytes to and from one other process, over a connected socket: writing never waits, reading does."""
+"""A stream of bytes to and from one other process, over a connected socket: a write never waits, a read does."""
 
 import socket
 import struct
@@ -6,27 +6,36 @@ import threading
 from collections import deque
 from contextlib import suppress
 
-__all__ = ["Stream"]
+__all__ = ["Connection"]
 
-_MOST_PIECES = 512  # that the kernel takes at once
-_LAST_WORDS = 10.0  # seconds that a reader has left to take what is still unsent when a stream is closed
+_MOST_PIECES = 512  # in one call of the kernel
+_CLOSE_TIMEOUT = 10.0  # seconds in which the reader has to take the backlog when a connection is closed
 
 
-class Stream:
-    """One end of a stream.
+class Connection:
+    """One end of a connection to another process.
 
     Args:
-        connected: a socket, blocking, which the stream owns from now on.
-        limit: seconds without a byte after which reading gives up.
+        connected: a connected socket, which the connection owns from this call on.
+        timeout: seconds without a byte after which a read fails.
+
+    Attributes:
+        on_one_host: whether the other process runs on the same host, so that both can map the same memory.
     """
 
-    def __init__(self, connected, limit):
+    def __init__(self, connected, timeout):
         self.socket = connected
-        self.limit = limit
+        self.timeout = timeout
         self.closed = False
-        patience = struct.pack("ll", int(limit), int(limit % 1 * 1e6))  # seconds and microseconds
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
-        self._backlog = deque()  # copies of what the kernel had no room for
+        self.on_one_host = connected.family == socket.AF_UNIX
+        connected.settimeout(None)
+        duration = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))  # seconds and microseconds
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, duration)
+        if self.on_one_host:
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 23)  # the kernel takes what it allows
+        else:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._backlog = deque()  # copies of bytes for which the kernel had no room
         self._changed = threading.Condition()
         self._thread = None
 
@@ -36,7 +45,7 @@ class Stream:
             raise ConnectionError("the channel is closed")
 
     def write(self, pieces):
-        """Write arrays or bytes one after the other; they can be overwritten when this returns.
+        """Write arrays or bytes one after the other; the caller can overwrite them after the call.
 
         Raises:
             ConnectionError: the other end is closed, or this one.
@@ -48,11 +57,11 @@ class Stream:
                 self._backlog.append(b"".join(rest))
                 self._changed.notify()
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._work_off, daemon=True, name="channel backlog")
+                    self._thread = threading.Thread(target=self._write_backlog, daemon=True, name="channel backlog")
                     self._thread.start()
 
     def _write_now(self, pieces):
-        """Give the kernel what it has room for; returns what is left."""
+        """Pass to the kernel as many bytes as its buffer holds; returns the rest."""
         pieces = [memoryview(piece) for piece in pieces]
         while pieces:
             try:
@@ -67,22 +76,20 @@ class Stream:
                 pieces[0] = pieces[0][sent:]
         return pieces
 
-    def _work_off(self):
+    def _write_backlog(self):
         """The thread: write the backlog, waiting for the reader."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._backlog or self.closed)
                 if not self._backlog:
                     return
-                piece = self._backlog[0]
             try:
-                self.socket.sendall(piece)
-            except OSError:  # the reader is gone, which the next write says
-                piece = None
+                self.socket.sendall(self._backlog[0])
+                written = 1
+            except OSError:  # the reader has ended, which the next write reports
+                written = len(self._backlog)
             with self._changed:
-                if piece is None:
-                    self._backlog.clear()
-                else:
+                for _ in range(written):
                     self._backlog.popleft()
                 self._changed.notify_all()
 
@@ -105,7 +112,7 @@ class Stream:
             try:
                 count = self.socket.recv_into(memory, 0, socket.MSG_WAITALL)
             except BlockingIOError as error:
-                raise TimeoutError(f"nothing has come for {self.limit:g} s") from error
+                raise TimeoutError(f"nothing has come for {self.timeout:g} s") from error
             except OSError as error:
                 raise ConnectionError(f"it has ended ({error.strerror})") from error
             if count == 0:
@@ -113,15 +120,15 @@ class Stream:
             memory = memory[count:]
 
     def has_backlog(self):
-        """Whether something waits that the kernel had no room for."""
+        """Whether bytes wait for room in the kernel."""
         return bool(self._backlog)
 
     def close(self):
-        """Close this end when the backlog is written, or the reader has stopped reading for some seconds."""
+        """Close this end when the backlog is written, or after a timeout."""
         if self.closed:
             return
         with self._changed:
-            self._changed.wait_for(lambda: not self._backlog, _LAST_WORDS)
+            self._changed.wait_for(lambda: not self._backlog, _CLOSE_TIMEOUT)
             self.closed = True
             self._changed.notify_all()
         with suppress(OSError):  # the other end may have closed it already
