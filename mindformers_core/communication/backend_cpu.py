@@ -17,7 +17,7 @@ from mindformers_core.communication import raw
 from mindformers_core.communication.local import chunk, pad_part
 from mindformers_core.communication.shared_collectives import shared_group
 
-__all__ = ["AllGather", "AllReduce", "AllToAll", "Broadcast", "Permute", "ReduceScatter"]
+__all__ = ["CpuCollective"]
 
 _ZEROS_LIKE = ops.ZerosLike()
 _COMBINE = {"sum": ops.Add(), "max": ops.Maximum(), "min": ops.Minimum()}
@@ -26,27 +26,73 @@ _SHARED_FROM = 1 << 16  # bytes of a tensor that is worth connecting the ranks a
 _CARRIED = {mstype.bool_: mstype.int32, mstype.int16: mstype.int32}  # dtypes that messages can't hold
 
 
-class _Emulated(raw.RawCollective):
-    """A collective that is made of all-reduce sums in a graph, and of messages in PyNative."""
+class CpuCollective(raw.RawCollective):
+    """A collective that is made of all-reduce sums in a graph, and of messages in PyNative (`eager_…`)."""
 
-    def __init__(self, group, *arguments):
-        super().__init__(group, *arguments)
+    def __init__(self, group, kind, *arguments):
+        super().__init__(group, kind, *arguments)
         self.sum = _Sum(group)
+        self.op = arguments[-1]  # of a reduction
+        self.combine = _COMBINE.get(self.op)
         self.empty = Tensor(-0.0, mstype.float32)
 
-    def gather(self, x, dim):
-        """All-gather along a dim in a graph."""
+    def eager(self, x):
+        return getattr(self, f"eager_{self.kind}")(x, *self.arguments)
+
+    def all_reduce(self, x, op):
+        if self.op == "sum":  # an attribute, so that the graph has no branch
+            return self.sum(x)
+        return self._reduce(ops.unstack(self.all_gather(ops.unsqueeze(x, 0), 0)))
+
+    def eager_all_reduce(self, x, op):
+        if shared := op == "sum" and x.dtype == mstype.float32 and _shared(self.group, x):
+            return shared.all_reduce(x)
+        if op == "sum" and x.dtype in _SUMMED:
+            return self.sum.reduce(x)
+        return self._reduce(self._exchange([x] * self.size))
+
+    def all_gather(self, x, dim):
         return self.sum(pad_part(x, self.index, self.size, dim, self.empty))
 
-    def from_place(self, x, place):
-        """The tensor of the rank at a place of the group, in a graph."""
-        return ops.reshape(chunk(self.gather(ops.unsqueeze(x, 0), 0), place, self.size, 0), x.shape)
+    def eager_all_gather(self, x, dim):
+        if shared := _shared(self.group, x):
+            return shared.all_gather(x, dim)
+        return ops.cat(self._exchange([x] * self.size), dim)
 
-    def exchange(self, parts):
-        """In PyNative, send `parts[i]` to rank i of the group; returns the parts for this rank, in the group's order.
+    def reduce_scatter(self, x, dim, op):
+        return chunk(self.all_reduce(x, op), self.index, self.size, dim)
 
-        The nearest ranks come first.
-        """
+    def eager_reduce_scatter(self, x, dim, op):
+        if shared := op == "sum" and x.dtype == mstype.float32 and _shared(self.group, x):
+            return shared.reduce_scatter(x, dim)
+        return self._reduce(self._exchange([chunk(x, place, self.size, dim) for place in range(self.size)]))
+
+    def all_to_all(self, x, dim, to_dim):
+        return chunk(self.all_gather(x, dim), self.index, self.size, to_dim)
+
+    def eager_all_to_all(self, x, dim, to_dim):
+        return ops.cat(self._exchange([chunk(x, place, self.size, to_dim) for place in range(self.size)]), dim)
+
+    def permute(self, x, destination, origin):
+        return self.broadcast(x, origin)
+
+    def eager_permute(self, x, destination, origin):
+        if destination != self.index:
+            _send(x, destination, self.group)
+        return x if origin == self.index else _receive(x, origin, self.group)
+
+    def broadcast(self, x, root):
+        return ops.reshape(chunk(self.all_gather(ops.unsqueeze(x, 0), 0), root, self.size, 0), x.shape)
+
+    def eager_broadcast(self, x, root):
+        if self.index != root:
+            return _receive(x, root, self.group)
+        for step in range(1, self.size):
+            _send(x, (self.index + step) % self.size, self.group)
+        return x
+
+    def _exchange(self, parts):
+        """Send `parts[i]` to rank i of the group, the nearest ranks first; returns the parts for this rank in order."""
         for step in range(1, self.size):
             to = (self.index + step) % self.size
             _send(parts[to], to, self.group)
@@ -56,96 +102,12 @@ class _Emulated(raw.RawCollective):
             received[origin] = _receive(parts[self.index], origin, self.group)
         return received
 
-
-class AllReduce(_Emulated, raw.AllReduce):
-    """See `raw.AllReduce`."""
-
-    def __init__(self, group, op):
-        super().__init__(group, op)
-        self.combine = _COMBINE[op]
-
-    def eager(self, x):
-        if self.op == "sum" and x.dtype == mstype.float32 and (shared := _shared(self.group, x)):
-            return shared.all_reduce(x)
-        if self.op == "sum" and x.dtype in _SUMMED:
-            return self.sum.reduce(x)
-        return self.reduce(self.exchange([x] * self.size))
-
-    def construct(self, x):
-        if self.op == "sum":
-            return self.sum(x)
-        return self.reduce(ops.unstack(self.gather(ops.unsqueeze(x, 0), 0)))
-
-    def reduce(self, parts):
+    def _reduce(self, parts):
         """The elementwise reduction of tensors, in their order, so that all ranks get the same bits."""
         total = parts[0]
         for part in parts[1:]:
             total = self.combine(total, part)
         return total
-
-
-class AllGather(_Emulated, raw.AllGather):
-    """See `raw.AllGather`."""
-
-    def eager(self, x):
-        if shared := _shared(self.group, x):
-            return shared.all_gather(x, self.dim)
-        return ops.cat(self.exchange([x] * self.size), self.dim)
-
-    def construct(self, x):
-        return self.gather(x, self.dim)
-
-
-class ReduceScatter(_Emulated, raw.ReduceScatter):
-    """See `raw.ReduceScatter`."""
-
-    def __init__(self, group, dim, op):
-        super().__init__(group, dim, op)
-        self.all_reduce = AllReduce(group, op)
-
-    def eager(self, x):
-        if self.op == "sum" and x.dtype == mstype.float32 and (shared := _shared(self.group, x)):
-            return shared.reduce_scatter(x, self.dim)
-        return self.all_reduce.reduce(self.exchange([chunk(x, i, self.size, self.dim) for i in range(self.size)]))
-
-    def construct(self, x):
-        return chunk(self.all_reduce(x), self.index, self.size, self.dim)
-
-
-class AllToAll(_Emulated, raw.AllToAll):
-    """See `raw.AllToAll`."""
-
-    def eager(self, x):
-        return ops.cat(self.exchange([chunk(x, i, self.size, self.to_dim) for i in range(self.size)]), self.dim)
-
-    def construct(self, x):
-        return chunk(self.gather(x, self.dim), self.index, self.size, self.to_dim)
-
-
-class Permute(_Emulated, raw.Permute):
-    """See `raw.Permute`."""
-
-    def eager(self, x):
-        if self.destination != self.index:
-            _send(x, self.destination, self.group)
-        return x if self.origin == self.index else _receive(x, self.origin, self.group)
-
-    def construct(self, x):
-        return self.from_place(x, self.origin)
-
-
-class Broadcast(_Emulated, raw.Broadcast):
-    """See `raw.Broadcast`."""
-
-    def eager(self, x):
-        if self.index != self.root:
-            return _receive(x, self.root, self.group)
-        for step in range(1, self.size):
-            _send(x, (self.index + step) % self.size, self.group)
-        return x
-
-    def construct(self, x):
-        return self.from_place(x, self.root)
 
 
 class _Sum(nn.Cell):

@@ -9,9 +9,11 @@ inside a graph comes MindSpore's own, which names the operator and the line of c
 
 from mindspore import nn, ops
 
-from mindformers_core.communication import backend_cpu, backend_native, raw
+from mindformers_core.communication.backend_cpu import CpuCollective
+from mindformers_core.communication.backend_native import NativeCollective
 from mindformers_core.communication.groups import make_group
 from mindformers_core.communication.local import Alias, Identity, Keep, Pad, Scale, Slice, SliceOfGradient, Then
+from mindformers_core.communication.raw import RawCollective
 from mindformers_core.communication.world import world
 from mindformers_core.hints import nearest
 from mindformers_core.layout import PARTIAL_OPS
@@ -36,7 +38,7 @@ __all__ = [
 ]
 
 _EVERYTHING, _ONLY_THE_GRADIENT = (0, 1, 2), (2,)  # of what a `bprop` takes: x, out, dout
-_BACKENDS = {"native": backend_native, "cpu": backend_cpu, "fake": raw}
+_BACKENDS = {"native": NativeCollective, "cpu": CpuCollective, "fake": RawCollective}
 
 
 class Collective(nn.Cell):
@@ -90,7 +92,7 @@ class AllReduce(_Reduction):
     def __init__(self, mesh, axes, op="sum"):
         _check_op(op, PARTIAL_OPS)
         group = make_group(mesh, axes)
-        super().__init__(group, op, _raw("AllReduce", group, _base(op)), None, _raw("AllReduce", group, "sum"))
+        super().__init__(group, op, _raw("all_reduce", group, _base(op)), None, _raw("all_reduce", group, "sum"))
 
 
 class AllReduceVarying(Collective):
@@ -100,7 +102,7 @@ class AllReduceVarying(Collective):
         _check_op(op, ("sum", "avg"))
         group = make_group(mesh, axes)
         # one each: see `local.part_length`
-        super().__init__(*(_averaged(_raw("AllReduce", group, "sum"), group, op) for _ in range(2)))
+        super().__init__(*(_averaged(_raw("all_reduce", group, "sum"), group, op) for _ in range(2)))
 
 
 class AllGather(Collective):
@@ -108,7 +110,7 @@ class AllGather(Collective):
 
     def __init__(self, mesh, axes, dim):
         group = make_group(mesh, axes)
-        super().__init__(_raw("AllGather", group, dim), SliceOfGradient(group, dim))
+        super().__init__(_raw("all_gather", group, dim), SliceOfGradient(group, dim))
 
 
 class AllGatherVarying(Collective):
@@ -116,7 +118,7 @@ class AllGatherVarying(Collective):
 
     def __init__(self, mesh, axes, dim):
         group = make_group(mesh, axes)
-        super().__init__(_raw("AllGather", group, dim), _raw("ReduceScatter", group, dim, "sum"))
+        super().__init__(_raw("all_gather", group, dim), _raw("reduce_scatter", group, dim, "sum"))
 
 
 class ReduceScatter(_Reduction):
@@ -125,8 +127,8 @@ class ReduceScatter(_Reduction):
     def __init__(self, mesh, axes, dim, op="sum"):
         _check_op(op, PARTIAL_OPS)
         group = make_group(mesh, axes)
-        reduce, count = (_raw("ReduceScatter", group, dim, kind) for kind in (_base(op), "sum"))
-        super().__init__(group, op, reduce, _raw("AllGather", group, dim), count)
+        reduce, count = (_raw("reduce_scatter", group, dim, kind) for kind in (_base(op), "sum"))
+        super().__init__(group, op, reduce, _raw("all_gather", group, dim), count)
 
 
 class AllToAll(Collective):
@@ -134,7 +136,7 @@ class AllToAll(Collective):
 
     def __init__(self, mesh, axes, dim, to_dim):
         group = make_group(mesh, axes)
-        super().__init__(_raw("AllToAll", group, dim, to_dim), _raw("AllToAll", group, to_dim, dim))
+        super().__init__(_raw("all_to_all", group, dim, to_dim), _raw("all_to_all", group, to_dim, dim))
 
 
 class Permute(Collective):
@@ -146,8 +148,8 @@ class Permute(Collective):
     def __init__(self, mesh, axes, source, target):
         group = make_group(mesh, axes)
         destination, origin = _route(mesh, group, source, target), _route(mesh, group, target, source)
-        forward = _raw("Permute", group, destination, origin)
-        super().__init__(forward, _raw("Permute", group, origin, destination))
+        forward = _raw("permute", group, destination, origin)
+        super().__init__(forward, _raw("permute", group, origin, destination))
 
 
 class Broadcast(Collective):
@@ -157,7 +159,7 @@ class Broadcast(Collective):
         group = make_group(mesh, axes)
         if root not in range(mesh.axis_size(*group.axes)):
             raise ValueError(f"Broadcast root {root}: the group over {group} has places 0 to {group.size - 1}")
-        super().__init__(_raw("Broadcast", group, root), Keep(group, root))
+        super().__init__(_raw("broadcast", group, root), Keep(group, root))
 
 
 class SliceToShard(Collective):
@@ -165,7 +167,7 @@ class SliceToShard(Collective):
 
     def __init__(self, mesh, axes, dim):
         group = make_group(mesh, axes)
-        super().__init__(Slice(group, dim), _raw("AllGather", group, dim))
+        super().__init__(Slice(group, dim), _raw("all_gather", group, dim))
 
 
 class SliceVarying(Collective):
@@ -181,7 +183,7 @@ class MarkVarying(Collective):
 
     def __init__(self, mesh, axes):
         group = make_group(mesh, axes)
-        super().__init__(Alias(), _raw("AllReduce", group, "sum"))
+        super().__init__(Alias(), _raw("all_reduce", group, "sum"))
 
 
 class UnmarkVarying(Collective):
@@ -206,7 +208,7 @@ class ToPartial(Collective):
         elif op == "avg":
             super().__init__(Alias(), Scale(float(group.size)) if group.size > 1 else Identity())
         else:
-            super().__init__(Alias(), _raw("AllReduce", group, "sum"))
+            super().__init__(Alias(), _raw("all_reduce", group, "sum"))
 
 
 class ToPartialVarying(Collective):
@@ -225,11 +227,11 @@ class PadToPartial(Collective):
         super().__init__(Pad(group, dim), SliceOfGradient(group, dim))
 
 
-def _raw(name, group, *arguments):
-    """The world's backend's collective `name` over `group`; an identity over one rank."""
+def _raw(kind, group, *arguments):
+    """The collective of a kind over `group` by the world's backend; an identity over one rank."""
     if group.size == 1:
         return Identity()
-    return getattr(_BACKENDS[world().backend], name)(group, *arguments)
+    return _BACKENDS[world().backend](group, kind, *arguments)
 
 
 def _averaged(cell, group, op):

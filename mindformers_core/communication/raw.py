@@ -1,8 +1,7 @@
 """Collectives without gradient, one tensor in and one out: the base of all backends, and the backend of dry runs.
 
-A backend derives its collectives from the ones here. Each is written twice, because CPU can do more in PyNative than in
-a graph: `@ms.jit` compiles `construct`, while PyNative calls the Cell and so runs `eager`. Where both are the same,
-`eager` is `construct`.
+CPU can do more in PyNative than in a graph: `@ms.jit` compiles `construct`, while PyNative calls the Cell and so runs
+`eager`. In the other backends, `eager` is `construct`.
 
 In a dry run nothing is sent: a result has the right shape and dtype, as if all ranks of the group held this rank's
 tensor, summed or gathered; values mean nothing. Works on MindSpore's meta device.
@@ -20,28 +19,22 @@ from mindformers_core.communication.local import chunk
 from mindformers_core.communication.world import process_state, world
 from mindformers_core.redistribution.steps import wire_bytes
 
-__all__ = ["AllGather", "AllReduce", "AllToAll", "Broadcast", "Permute", "RawCollective", "ReduceScatter"]
+__all__ = ["RawCollective"]
 
 
 class RawCollective(nn.Cell):
-    """A collective of one group without gradient.
+    """A collective of one group without gradient. A backend's subclass overrides the methods named as the kinds.
 
-    Attributes:
-        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `permute` or `broadcast`.
-        takes: names of the arguments after the group, which become attributes.
+    Args:
         group: the `Group`.
+        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `permute` or `broadcast`.
+        arguments: those of the kind's method after the tensor.
     """
 
-    kind = ""
-    takes = ()
-
-    def __init__(self, group, *arguments):
+    def __init__(self, group, kind, *arguments):
         super().__init__(auto_prefix=False)
-        self.group = group
-        self.size = group.size
-        self.index = group.index
-        for name, argument in zip(self.takes, arguments, strict=True):
-            setattr(self, name, argument)
+        self.group, self.size, self.index = group, group.size, group.index
+        self.kind, self.arguments = kind, arguments
 
     def __call__(self, x):
         if process_state().counters:
@@ -66,50 +59,28 @@ class RawCollective(nn.Cell):
         return self.construct(x)
 
     def construct(self, x):
-        """The collective in a graph; here, in a dry run."""
+        return getattr(self, self.kind)(x, *self.arguments)
+
+    def all_reduce(self, x, op):
+        """The reduction of all ranks' tensors. `op`: `sum`, `max` or `min`."""
         return x
 
+    def all_gather(self, x, dim):
+        """All ranks' tensors, joined along `dim` in the group's order."""
+        return ops.cat((x,) * self.size, dim)
 
-class AllReduce(RawCollective):
-    """Every rank gets the reduction of all ranks' tensors. `op`: `sum`, `max` or `min`."""
+    def reduce_scatter(self, x, dim, op):
+        """Part i of the reduction of all tensors along `dim`, on rank i of the group. `op`: `sum`, `max` or `min`."""
+        return chunk(x, self.index, self.size, dim)
 
-    kind, takes = "all_reduce", ("op",)
+    def all_to_all(self, x, dim, to_dim):
+        """Part i of every rank's tensor along `to_dim`, on rank i; joined along `dim` in the group's order."""
+        return ops.cat((chunk(x, self.index, self.size, to_dim),) * self.size, dim)
 
+    def permute(self, x, destination, origin):
+        """The tensor of place `origin` of the group; this rank's tensor goes to place `destination`."""
+        return x
 
-class AllGather(RawCollective):
-    """Every rank gets all ranks' tensors, joined along `dim` in the group's order."""
-
-    kind, takes = "all_gather", ("dim",)
-
-    def construct(self, x):
-        return ops.cat((x,) * self.size, self.dim)
-
-
-class ReduceScatter(RawCollective):
-    """Rank i of the group gets part i, along `dim`, of the reduction of all tensors. `op`: `sum`, `max` or `min`."""
-
-    kind, takes = "reduce_scatter", ("dim", "op")
-
-    def construct(self, x):
-        return chunk(x, self.index, self.size, self.dim)
-
-
-class AllToAll(RawCollective):
-    """Rank i gets part i along `to_dim` of every rank's tensor, joined along `dim` in the group's order."""
-
-    kind, takes = "all_to_all", ("dim", "to_dim")
-
-    def construct(self, x):
-        return ops.cat((chunk(x, self.index, self.size, self.to_dim),) * self.size, self.dim)
-
-
-class Permute(RawCollective):
-    """Every rank's whole tensor goes to place `destination` of the group, and that of place `origin` comes."""
-
-    kind, takes = "permute", ("destination", "origin")
-
-
-class Broadcast(RawCollective):
-    """Every rank gets the tensor of place `root` of the group."""
-
-    kind, takes = "broadcast", ("root",)
+    def broadcast(self, x, root):
+        """The tensor of place `root` of the group."""
+        return x
