@@ -12,11 +12,12 @@ from mindspore import nn, ops
 from mindformers_core.communication.backend_cpu import CpuCollective
 from mindformers_core.communication.backend_native import NativeCollective
 from mindformers_core.communication.groups import make_group
-from mindformers_core.communication.local import Alias, Identity, Keep, Pad, Scale, Slice, SliceOfGradient, Then
+from mindformers_core.communication.local import Alias, Identity, Keep, Pad, Scale, Slice, SliceOfGradient
 from mindformers_core.communication.raw import RawCollective
 from mindformers_core.communication.world import world
 from mindformers_core.hints import nearest
 from mindformers_core.layout import PARTIAL_OPS
+from mindformers_core.redistribution.steps import EXTREMES
 
 __all__ = [
     "AllGather",
@@ -66,18 +67,21 @@ class _Reduction(Collective):
     """A reduction with `op`. The gradient of an extreme goes to the elements that hold it, in equal shares.
 
     Args:
-        group, op: as in the collectives that are reductions.
-        reduce: the reduction, without the division of `avg`.
-        gather: from the output to the input's shape; None: an identity.
-        count: the reduction that sums.
+        mesh, axes, op: as in the collectives that are reductions.
+        kind: `all_reduce` or `reduce_scatter`.
+        dim: of a reduce_scatter.
     """
 
-    def __init__(self, group, op, reduce, gather, count):
+    def __init__(self, mesh, axes, op, kind, *dim):
+        _check_op(op, PARTIAL_OPS)
+        group = make_group(mesh, axes)
+        reduce = _raw(kind, group, *dim, "sum" if op == "avg" else op)
+        gather = _raw("all_gather", group, *dim) if dim else Identity()  # from the output to the input's shape
         super().__init__(_averaged(reduce, group, op), _averaged(gather, group, op))
-        self.is_extreme = op in ("max", "min") and group.size > 1
+        self.gather = gather
+        self.is_extreme = op in EXTREMES and group.size > 1
         self.used_bprop_inputs = _EVERYTHING if self.is_extreme else _ONLY_THE_GRADIENT
-        self.gather = gather or Identity()
-        self.count = count
+        self.count = _raw(kind, group, *dim, "sum")
 
     def bprop(self, x, out, dout):
         if self.is_extreme:
@@ -90,9 +94,7 @@ class AllReduce(_Reduction):
     """Partial → Replicate: all_reduce / identity. `op`: `sum`, `avg` (÷ n both ways), `max`, `min`."""
 
     def __init__(self, mesh, axes, op="sum"):
-        _check_op(op, PARTIAL_OPS)
-        group = make_group(mesh, axes)
-        super().__init__(group, op, _raw("all_reduce", group, _base(op)), None, _raw("all_reduce", group, "sum"))
+        super().__init__(mesh, axes, op, "all_reduce")
 
 
 class AllReduceVarying(Collective):
@@ -125,10 +127,7 @@ class ReduceScatter(_Reduction):
     """Partial → Shard(dim): reduce_scatter / all_gather. `op` as in `AllReduce`."""
 
     def __init__(self, mesh, axes, dim, op="sum"):
-        _check_op(op, PARTIAL_OPS)
-        group = make_group(mesh, axes)
-        reduce, count = (_raw("reduce_scatter", group, dim, kind) for kind in (_base(op), "sum"))
-        super().__init__(group, op, reduce, _raw("all_gather", group, dim), count)
+        super().__init__(mesh, axes, op, "reduce_scatter", dim)
 
 
 class AllToAll(Collective):
@@ -190,7 +189,7 @@ class UnmarkVarying(Collective):
     """Varying → Replicate: identity / ÷ n. Sends nothing."""
 
     def __init__(self, mesh, axes):
-        super().__init__(Alias(), _averaged(None, make_group(mesh, axes), "avg"))
+        super().__init__(Alias(), _averaged(Identity(), make_group(mesh, axes), "avg"))
 
 
 class ToPartial(Collective):
@@ -206,7 +205,7 @@ class ToPartial(Collective):
         if op == "sum":
             super().__init__(Keep(group, 0), Identity())
         elif op == "avg":
-            super().__init__(Alias(), Scale(float(group.size)) if group.size > 1 else Identity())
+            super().__init__(Alias(), Scale(Identity(), float(group.size)) if group.size > 1 else Identity())
         else:
             super().__init__(Alias(), _raw("all_reduce", group, "sum"))
 
@@ -235,15 +234,8 @@ def _raw(kind, group, *arguments):
 
 
 def _averaged(cell, group, op):
-    """`cell` (None: identity), and for `avg` the division by the number of ranks after it."""
-    if op != "avg" or group.size == 1:
-        return cell or Identity()
-    scale = Scale(1.0 / group.size)
-    return Then(cell, scale) if cell is not None else scale
-
-
-def _base(op):
-    return "sum" if op == "avg" else op
+    """`cell`, and for `avg` the division by the number of ranks after it."""
+    return Scale(cell, 1.0 / group.size) if op == "avg" and group.size > 1 else cell
 
 
 def _check_op(op, allowed):

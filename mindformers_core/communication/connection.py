@@ -3,8 +3,8 @@
 import socket
 import struct
 import threading
-from collections import deque
 from contextlib import suppress
+from queue import Queue
 
 __all__ = ["Connection"]
 
@@ -35,8 +35,7 @@ class Connection:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 23)  # the kernel takes what it allows
         else:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._backlog = deque()  # copies of bytes for which the kernel had no room
-        self._changed = threading.Condition()
+        self._backlog = Queue()  # copies of bytes for which the kernel had no room; None ends the thread
         self._thread = None
 
     def check_open(self):
@@ -51,14 +50,12 @@ class Connection:
             ConnectionError: the other end is closed, or this one.
         """
         self.check_open()
-        with self._changed:
-            rest = pieces if self._backlog else self._write_now(pieces)
-            if rest:
-                self._backlog.append(b"".join(rest))
-                self._changed.notify()
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._write_backlog, daemon=True, name="channel backlog")
-                    self._thread.start()
+        rest = pieces if self.has_backlog() else self._write_now(pieces)
+        if rest:
+            self._backlog.put(b"".join(rest))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write_backlog, daemon=True, name="channel backlog")
+                self._thread.start()
 
     def _write_now(self, pieces):
         """Pass to the kernel as many bytes as its buffer holds; returns the rest."""
@@ -78,20 +75,10 @@ class Connection:
 
     def _write_backlog(self):
         """The thread: write the backlog, waiting for the reader."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._backlog or self.closed)
-                if not self._backlog:
-                    return
-            try:
-                self.socket.sendall(self._backlog[0])
-                written = 1
-            except OSError:  # the reader has ended, which the next write reports
-                written = len(self._backlog)
-            with self._changed:
-                for _ in range(written):
-                    self._backlog.popleft()
-                self._changed.notify_all()
+        while (piece := self._backlog.get()) is not None:
+            with suppress(OSError):  # the reader has ended, which the next write reports
+                self.socket.sendall(piece)
+            self._backlog.task_done()
 
     def read(self, count):
         """The next `count` bytes."""
@@ -121,18 +108,18 @@ class Connection:
 
     def has_backlog(self):
         """Whether bytes wait for room in the kernel."""
-        return bool(self._backlog)
+        return self._backlog.unfinished_tasks > 0
 
     def close(self):
         """Close this end when the backlog is written, or after a timeout."""
         if self.closed:
             return
-        with self._changed:
-            self._changed.wait_for(lambda: not self._backlog, _CLOSE_TIMEOUT)
-            self.closed = True
-            self._changed.notify_all()
+        self.closed = True
+        with self._backlog.all_tasks_done:
+            self._backlog.all_tasks_done.wait_for(lambda: not self.has_backlog(), _CLOSE_TIMEOUT)
         with suppress(OSError):  # the other end may have closed it already
             self.socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not None:
+            self._backlog.put(None)
             self._thread.join()
         self.socket.close()

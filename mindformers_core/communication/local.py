@@ -4,19 +4,7 @@ from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops import constexpr
 
-__all__ = [
-    "Alias",
-    "Identity",
-    "Keep",
-    "Pad",
-    "Scale",
-    "Slice",
-    "SliceOfGradient",
-    "Then",
-    "chunk",
-    "pad_part",
-    "part_length",
-]
+__all__ = ["Alias", "Identity", "Keep", "Pad", "Scale", "Slice", "SliceOfGradient", "chunk", "pad_part", "part_length"]
 
 # unlike `ops.zeros_like` and `ops.pad` without branches, which a graph's backward can't always compile
 _ZEROS_LIKE = ops.ZerosLike()
@@ -127,25 +115,14 @@ class Keep(_Local):
 
 
 class Scale(_Local):
-    """The tensor times a constant. Floats only: the average of integers is none."""
+    """The result of a Cell times a constant. Floats only: the average of integers is none."""
 
-    def __init__(self, factor):
+    def __init__(self, cell, factor):
         super().__init__()
+        self.cell = cell
         self.factor = factor
 
     def construct(self, x):
         if x.dtype in (mstype.int8, mstype.int16, mstype.int32, mstype.int64, mstype.uint8, mstype.bool_):
             raise TypeError("avg over ranks needs floats, but the tensor holds integers: cast it, or use sum")
-        return x * self.factor
-
-
-class Then(_Local):
-    """One Cell after the other."""
-
-    def __init__(self, first, second):
-        super().__init__()
-        self.first = first
-        self.second = second
-
-    def construct(self, x):
-        return self.second(self.first(x))
+        return self.cell(x) * self.factor
