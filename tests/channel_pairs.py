@@ -6,17 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 from mindformers_core.communication.connecting import connect_ranks
 from mindformers_core.communication.point_to_point import Channel
-from mindformers_core.communication.point_to_point_cpu import Carrier, Peer
+from mindformers_core.communication.point_to_point_cpu import Transport
 
 
-def joined_lines(size, apart=False, before=None, patience=20.0):
+def joined_connections(size, apart=False, before=None, timeout=20.0):
     """For every rank what `connect_ranks` gives.
 
     Args:
         size: number of ranks.
         apart: whether every rank believes to be on a host of its own.
-        before: called with all cards before anyone connects.
-        patience: seconds to wait.
+        before: called with all addresses before any rank connects.
+        timeout: of the connections, in seconds.
     """
     cards, together = [None] * size, threading.Barrier(size)
 
@@ -31,7 +31,7 @@ def joined_lines(size, apart=False, before=None, patience=20.0):
 
     with ThreadPoolExecutor(size) as threads:
         made = [
-            threads.submit(connect_ranks, rank, size, lambda text, rank=rank: share(rank, text), patience)
+            threads.submit(connect_ranks, rank, size, lambda text, rank=rank: share(rank, text), timeout, 20.0)
             for rank in range(size)
         ]
         return [future.result() for future in made]
@@ -39,7 +39,6 @@ def joined_lines(size, apart=False, before=None, patience=20.0):
 
 def joined_channels(size, apart=False, limit=20.0):
     """A `Channel` for every rank."""
-    return [
-        Channel(Carrier({other: Peer(line, limit) for other, line in lines.items()}), rank, size)
-        for rank, lines in enumerate(joined_lines(size, apart))
-    ]
+    with ThreadPoolExecutor(size) as threads:
+        transports = threads.map(Transport, range(size), joined_connections(size, apart, timeout=limit))
+        return [Channel(transport, rank, size) for rank, transport in enumerate(transports)]

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from mindformers_core import communication as comm
-from mindformers_core.communication import backend_native, count_collectives, init_distributed, read_launch, shutdown
+from mindformers_core.communication import count_collectives, init_distributed, read_launch, shutdown
+from mindformers_core.communication.backend_native import NativeCollective
 from mindformers_core.communication.groups import Group, make_group
 from mindformers_core.communication.world import Launch, process_state
 from mindformers_core.layout import Layout
@@ -230,8 +231,8 @@ def test_a_permute_sends_to_who_takes_its_part(rank):
     init_distributed("fake", world_size=6, rank=rank)
     mesh, taken = init_device_mesh((2, 3), ("dp", "tp")), [0, 2, 4, 1, 3, 5]  # rank -> whose part it gets
     permute = comm.Permute(mesh, mesh.axis_names, *(Layout.on(mesh, (axes,)) for axes in (("dp", "tp"), ("tp", "dp"))))
-    assert (permute.forward.destination, permute.forward.origin) == (taken.index(rank), taken[rank])
-    assert (permute.backward.destination, permute.backward.origin) == (taken[rank], taken.index(rank))
+    assert permute.forward.arguments == (taken.index(rank), taken[rank])  # destination, origin
+    assert permute.backward.arguments == (taken[rank], taken.index(rank))
 
 
 def test_groups_of_a_large_mesh():
@@ -250,23 +251,23 @@ def test_native_backend_uses_mindspores_operators(monkeypatch):
         monkeypatch.setattr(f"{module}.get_rank", lambda group: 1)
         monkeypatch.setattr(f"{module}.get_group_size", lambda group: 4)
     group = Group(("tp", "dp"), (0, 2, 1, 3), 2, "a_group")
-    reduce = backend_native.AllReduce(group, "max").reduce
+    reduce = NativeCollective(group, "all_reduce", "max").operator
     assert (reduce.name, reduce.op, reduce.group) == ("AllReduce", "max", "a_group")
-    scatter = backend_native.ReduceScatter(group, 1, "sum")
-    assert (scatter.scatter.name, scatter.scatter.op, scatter.scatter.group) == ("ReduceScatter", "sum", "a_group")
-    assert backend_native.AllGather(group, 0).gather.group == "a_group"
-    assert backend_native.Broadcast(group, 1).broadcast.root_rank == 2
+    scatter = NativeCollective(group, "reduce_scatter", 1, "sum")
+    assert (scatter.operator.name, scatter.operator.op, scatter.operator.group) == ("ReduceScatter", "sum", "a_group")
+    assert NativeCollective(group, "all_gather", 0).operator.group == "a_group"
+    assert NativeCollective(group, "broadcast", 1).operator.root_rank == 2
 
     def gathered(x):
         return ms.ops.cat([x + 10 * rank for rank in range(4)], 0)  # a process group counts ranks in ascending order
 
     x = ms.Tensor(np.arange(2).reshape(1, 2))
     for dim, truth in ((0, [[0, 1], [20, 21], [10, 11], [30, 31]]), (1, [[0, 1, 20, 21, 10, 11, 30, 31]])):
-        gather = backend_native.AllGather(group, dim)
-        gather.gather = gathered
+        gather = NativeCollective(group, "all_gather", dim)
+        gather.operator = gathered
         assert gather(x).asnumpy().tolist() == truth
-    scatter.scatter = lambda x: x
+    scatter.operator = lambda x: x
     assert scatter(ms.Tensor(np.arange(4).reshape(1, 4))).asnumpy().ravel().tolist() == [0, 2, 1, 3]
-    permute = backend_native.Permute(group, 0, 1)
-    permute.gather = gathered
+    permute = NativeCollective(group, "permute", 0, 1)
+    permute.operator = gathered
     assert permute(x).asnumpy().tolist() == [[20, 21]]

@@ -3,7 +3,6 @@
 Several ranks in this process; `tests/ranks/case_point_to_point.py` has those that are processes.
 """
 
-import mmap
 import os
 import socket
 import threading
@@ -13,12 +12,12 @@ from contextlib import suppress
 import mindspore as ms
 import numpy as np
 import pytest
-from channel_pairs import joined_channels, joined_lines
+from channel_pairs import joined_channels, joined_connections
 from message_tensors import bits_of, random_tensor, tensor
 from mindspore import mint
 
-from mindformers_core.communication import shared_segments
 from mindformers_core.communication.connecting import connect_ranks
+from mindformers_core.communication.shared_memory import SegmentWriter, read_segment
 
 BIG = 3 << 20  # bytes: more than a socket takes at once
 
@@ -34,11 +33,6 @@ def pair(request):
 
 def open_files():
     return len(os.listdir("/proc/self/fd"))
-
-
-def shared_memory(channel):
-    """Bytes in use for what the channel of rank 0 has sent to rank 1."""
-    return os.fstat(channel._carrier.peers[1].writer.file).st_blocks * 512
 
 
 def test_every_dtype_and_shape_arrives_bit_for_bit(pair):
@@ -142,9 +136,9 @@ def test_memory_is_used_again():
     for value in range(50):
         for _ in range(3):
             here.send((tensor(BIG // 4, value),), 1, (value,))
+            assert here._transport.segments.in_use[-1][1] < 3.1 * BIG
         for _ in range(3):
             there.receive(0, (value,))
-    assert shared_memory(here) < 3.1 * BIG
     here.close(), there.close()
 
 
@@ -160,21 +154,19 @@ def test_many_messages_on_their_way_take_few_files():
     here.close(), there.close()
 
 
-def test_segments_of_all_sizes_keep_what_they_hold(monkeypatch):
-    monkeypatch.setattr(shared_segments, "_FIRST", mmap.ALLOCATIONGRANULARITY)
-    file, random, sent = shared_segments.shared_file(), np.random.default_rng(1), []
-    writer, reader = shared_segments.SegmentWriter(file), shared_segments.SegmentReader(os.dup(file))
+def test_segments_of_all_sizes_keep_what_they_hold():
+    memory, random, sent = np.zeros(1 << 25, np.uint8), np.random.default_rng(1), []
+    writer = SegmentWriter(memory)
     for most in [*range(1, 40), *range(40, -1, -1)] * 5:  # on their way at once
         while len(sent) <= most:
             sizes = 2 ** random.integers(0, 18, 2) + random.integers(-1, 2, 2)
             pieces = [random.integers(0, 256, size, np.uint8) for size in sizes]
             sent.append((writer.write(pieces), pieces))
         while len(sent) > most:
-            place, pieces = sent.pop(0)
+            place, pieces = sent.pop(random.integers(len(sent)))
             memories = [np.empty_like(piece) for piece in pieces]
-            reader.read_into(place, memories)
+            read_segment(memory, place, memories)
             assert all((x == y).all() for x, y in zip(memories, pieces, strict=True))
-    writer.close(), reader.close()
 
 
 def test_objects(pair):
@@ -230,12 +222,10 @@ def test_a_peer_that_ends(pair):
 
 
 def test_a_peer_that_ends_in_the_middle_of_a_message():
-    lines = joined_lines(2, apart=True)
-    there = joined_channels(2)[1]
-    there._carrier.peers[0].stream.socket.close()
-    there._carrier.peers[0].stream.socket = lines[1][0].socket
-    lines[0][1].socket.sendall((1000).to_bytes(4, "little") + b'{"tag": [1]')
-    lines[0][1].socket.close()
+    here, there = joined_channels(2, apart=True)
+    connected = here._transport.connections[1].socket
+    connected.sendall((1000).to_bytes(4, "little") + b'{"tag": [1]')
+    here.close()
     with pytest.raises(RuntimeError, match=r"message \(1,\) from rank 0: it has ended"):
         there.receive(0, (1,))
     with pytest.raises(RuntimeError, match="the channel is closed"):  # not: the rest, taken for a message
@@ -273,11 +263,11 @@ def test_strangers_are_turned_away():
     """Whoever doesn't know the token gets no connection; the ranks find each other all the same."""
     strangers = []
 
-    def intrude(cards):
+    def intrude(addresses):
         for said in (bytes(36), bytes(32) + (1).to_bytes(4, "little"), b"short"):
             for family, address in (
-                (socket.AF_UNIX, b"\0" + cards[0]["unix"].encode()),
-                (socket.AF_INET, tuple(cards[0]["tcp"])),
+                (socket.AF_UNIX, b"\0" + addresses[0]["unix"].encode()),
+                (socket.AF_INET, tuple(addresses[0]["tcp"])),
             ):
                 stranger = socket.socket(family)
                 stranger.connect(address)
@@ -285,30 +275,30 @@ def test_strangers_are_turned_away():
                 strangers.append(stranger)
 
     before = open_files()
-    lines = joined_lines(2, before=intrude)
+    connections = joined_connections(2, before=intrude)
     for stranger in strangers:
         with suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
-    lines[0][1].socket.sendall(b"hello")
-    assert lines[1][0].socket.recv(5) == b"hello"
-    for line in (lines[0][1], lines[1][0], *strangers):
-        line.close()
+    connections[0][1].write([b"hello"])
+    assert connections[1][0].read(5) == b"hello"
+    for one in (connections[0][1], connections[1][0], *strangers):
+        one.close()
     assert open_files() == before
 
 
 def test_only_this_host_is_listened_to_without_a_scheduler_elsewhere(monkeypatch):
     monkeypatch.delenv("MS_SCHED_HOST", raising=False)
-    cards = []
-    for line in joined_lines(2, before=cards.extend):
-        next(iter(line.values())).close()
-    assert [card["tcp"][0] for card in cards] == ["127.0.0.1"] * 2
+    addresses = []
+    for connections in joined_connections(2, before=addresses.extend):
+        next(iter(connections.values())).close()
+    assert [address["tcp"][0] for address in addresses] == ["127.0.0.1"] * 2
 
 
 def test_a_rank_that_does_not_come():
     before = open_files()
     with pytest.raises(RuntimeError, match=r"rank 0: after 0.2 s, ranks \[1, 2\] have not connected"):
-        connect_ranks(0, 3, lambda card: [card] * 3, 0.2)
+        connect_ranks(0, 3, lambda text: [text] * 3, 20.0, 0.2)
     gone = '{"host": "", "unix": "", "tcp": ["127.0.0.1", 1], "token": "00"}'
     with pytest.raises(RuntimeError, match=r"rank 1 can't reach rank 0 \(TCP \['127.0.0.1', 1\]\)"):
-        connect_ranks(1, 2, lambda card: [gone, card], 0.2)
+        connect_ranks(1, 2, lambda text: [gone, text], 20.0, 0.2)
     assert open_files() == before

@@ -68,7 +68,7 @@ class Devices:
 def test_native_messages(monkeypatch):
     """With stand-ins for the operators: heads say what comes; long heads; dtypes that devices don't carry."""
     devices = Devices(monkeypatch)
-    here, there = (Channel(native.Carrier("a_group"), rank, 2) for rank in range(2))
+    here, there = (Channel(native.Transport("a_group"), rank, 2) for rank in range(2))
     assert not here.buffered
     carried = [dtype for dtype in ms.common.dtype.all_types if dtype not in native.UNKNOWN]
     tensors = [random_tensor(dtype, (2, 3), 1) for dtype in carried if dtype not in (ms.float16, ms.bfloat16)]

@@ -11,7 +11,8 @@ from test_recompute_gradients import INPUTS, Cast, Half, Net, Views, drawn, llam
 
 from mindformers_core.analysis.prediction import recomputed, saved_bytes
 from mindformers_core.capture.algorithm_graph import algorithm_of
-from mindformers_core.communication import backend_fake, init_distributed, shutdown
+from mindformers_core.communication import init_distributed, shutdown
+from mindformers_core.communication.raw import RawCollective
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recompute import keeping, recompute
 from mindformers_core.recompute.explained import keepers_by_key
@@ -127,7 +128,7 @@ def test_operators_whose_results_are_marked(monkeypatch, settings):
     """What tensor parallelism marks as varying is what gradients keep: the mark goes with the operator."""
     shutdown()
     init_distributed("fake", world_size=2)
-    monkeypatch.setattr(backend_fake.AllReduce, "construct", lambda self, x: x + 0)  # of its own, as a real one's is
+    monkeypatch.setattr(RawCollective, "all_reduce", lambda self, x, op: x + 0)  # of its own, as a real one's is
     inputs = INPUTS[llama]()
     net = shard(drawn(llama()).set_train(), init_device_mesh((1, 2), ("dp", "tp")))
     net = recompute(net, **settings)

@@ -9,7 +9,7 @@ from saved_tensors import measured
 
 from mindformers_core.analysis.prediction import saved_bytes
 from mindformers_core.capture.algorithm_graph import algorithm_of
-from mindformers_core.communication import backend_fake
+from mindformers_core.communication.raw import RawCollective
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.sharding.sharded_cells import tree_of
@@ -21,9 +21,9 @@ WITHOUT_RULE = ("batch norm",)
 @pytest.fixture
 def four_ranks(monkeypatch, rank_0_of_4):
     """Rank 0 of 4, where nothing is sent, but results are tensors of their own, as those of real collectives are."""
-    reduce_scatter = backend_fake.ReduceScatter.construct
-    monkeypatch.setattr(backend_fake.AllReduce, "construct", lambda self, x: x + 0)
-    monkeypatch.setattr(backend_fake.ReduceScatter, "construct", lambda self, x: reduce_scatter(self, x) + 0)
+    reduce_scatter = RawCollective.reduce_scatter
+    monkeypatch.setattr(RawCollective, "all_reduce", lambda self, x, op: x + 0)
+    monkeypatch.setattr(RawCollective, "reduce_scatter", lambda *arguments: reduce_scatter(*arguments) + 0)
 
 
 def tensors_in(structure):

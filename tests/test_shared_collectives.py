@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import mindspore as ms
 import numpy as np
 import pytest
-from channel_pairs import joined_lines
+from channel_pairs import joined_connections
 from message_tensors import bits_of, random_tensor
 
 from mindformers_core.communication.shared_collectives import _HALF, join_memory
@@ -26,8 +26,8 @@ def together(calls):
 
 def joined_groups(size, apart=False, limit=20.0):
     """The `SharedGroup` of every rank."""
-    lines = joined_lines(size, apart)
-    return together([lambda rank=rank: join_memory(rank, lines[rank], limit) for rank in range(size)])
+    connections = joined_connections(size, apart, timeout=limit)
+    return together([lambda rank=rank: join_memory(rank, connections[rank]) for rank in range(size)])
 
 
 def called(groups, name, xs, *arguments):
@@ -171,17 +171,17 @@ def test_a_rank_that_doesnt_come_is_an_error_at_the_limit():
 def test_a_rank_that_has_ended_is_an_error_at_once():
     groups = joined_groups(2)
     x = ms.Tensor(np.ones((4, 4), np.float32))
-    groups[1].streams[0].socket.close()  # as the system does for a process that ends
+    groups[1].connections[0].socket.close()  # as the system does for a process that ends
     start = time.monotonic()
     assert "with the rank at place 1 of 2: it has ended" in failures([lambda: groups[0].all_reduce(x)])[0]
     assert time.monotonic() - start < 10  # the limit is 20
 
 
 def test_a_rank_that_ends_while_memory_is_shared():
-    lines = joined_lines(2)
-    lines[1][0].close()
-    with pytest.raises(ConnectionError):
-        join_memory(0, lines[0])
+    connections = joined_connections(2)
+    connections[1][0].close()
+    with pytest.raises(RuntimeError, match="ranks can't share memory"):
+        join_memory(0, connections[0])
 
 
 def test_nothing_is_left_open():

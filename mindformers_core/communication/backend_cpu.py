@@ -1,8 +1,8 @@
 """The backend of CPU (MCCL): it has an all-reduce sum of float32 and float16, and in PyNative point-to-point messages.
 
-Everything else is made of these, as was measured cheapest: in PyNative from messages, which are buffered, so that all
-ranks may send first; in a graph from all-reduce sums of buffers that are empty except for the own part. The
-emptiness is -0.0, the one float that changes nothing it is added to, -0.0 included.
+All other collectives are made of these, in the way that was measured cheapest: in PyNative of messages, which are
+buffered, so that all ranks may send first; in a graph of all-reduce sums of buffers that hold -0.0 except for the own
+part: x + -0.0 is x for every float x, -0.0 included.
 
 In PyNative, large tensors of ranks on one host bypass MindSpore: see `shared_collectives`. 13 MB of float32 between two
 pinned ranks (two cores of an AMD EPYC), in ms: all-reduce 42 by MindSpore, 2.7 through shared memory; reduce-scatter 22
@@ -14,118 +14,106 @@ from mindspore import dtype as mstype
 from mindspore.ops.auto_generate.gen_ops_prim import dist_comm_irecv_op, dist_comm_isend_op
 
 from mindformers_core.communication import raw
-from mindformers_core.communication.raw import chunk, placed
+from mindformers_core.communication.local import chunk, pad_part
 from mindformers_core.communication.shared_collectives import shared_group
 
-__all__ = ["AllGather", "AllReduce", "AllToAll", "Broadcast", "Permute", "ReduceScatter"]
+__all__ = ["CpuCollective"]
 
 _ZEROS_LIKE = ops.ZerosLike()
+_COMBINE = {"sum": ops.Add(), "max": ops.Maximum(), "min": ops.Minimum()}
 _SUMMED = (mstype.float32, mstype.float16)
-_SHARED_FROM = 1 << 16  # bytes of a tensor that is worth the connecting of a first call
-_CARRIED = {mstype.bool_: mstype.int32, mstype.int16: mstype.int32}  # types that messages can't hold
+_SHARED_FROM = 1 << 16  # bytes of a tensor that is worth connecting the ranks at a first call
+_CARRIED = {mstype.bool_: mstype.int32, mstype.int16: mstype.int32}  # dtypes that messages can't hold
 
 
-class _Emulated(raw.RawCollective):
-    """What they are made of: `gather` in a graph, messages to and from `peers` in PyNative."""
+class CpuCollective(raw.RawCollective):
+    """A collective that is made of all-reduce sums in a graph, and of messages in PyNative (`eager_…`)."""
 
-    def __init__(self, group, *arguments):
-        super().__init__(group, *arguments)
-        self.gather = _Gather(group)
-        self.peers = _peers(group)
-
-
-class AllReduce(_Emulated, raw.AllReduce):
-    """See `raw.AllReduce`."""
-
-    def __init__(self, group, op):
-        super().__init__(group, op)
+    def __init__(self, group, kind, *arguments):
+        super().__init__(group, kind, *arguments)
         self.sum = _Sum(group)
+        self.op = arguments[-1]  # of a reduction
+        self.combine = _COMBINE.get(self.op)
+        self.empty = Tensor(-0.0, mstype.float32)
 
     def eager(self, x):
-        if self.op == "sum" and x.dtype == mstype.float32 and (shared := _shared(self.group, x)):
-            return shared.all_reduce(x)
-        if self.op == "sum" and x.dtype in _SUMMED:
-            return self.sum.reduce(x)
-        return _reduce(_exchange([x] * self.size, self.group, self.peers), self.op)
+        return getattr(self, f"eager_{self.kind}")(x, *self.arguments)
 
-    def construct(self, x):
-        if self.op == "sum":
+    def all_reduce(self, x, op):
+        if self.op == "sum":  # an attribute, so that the graph has no branch
             return self.sum(x)
-        return _reduce(ops.unstack(self.gather(ops.unsqueeze(x, 0), 0)), self.op)
+        return self._reduce(ops.unstack(self.all_gather(ops.unsqueeze(x, 0), 0)))
 
+    def eager_all_reduce(self, x, op):
+        if shared := op == "sum" and x.dtype == mstype.float32 and _shared(self.group, x):
+            return shared.all_reduce(x)
+        if op == "sum" and x.dtype in _SUMMED:
+            return self.sum.reduce(x)
+        return self._reduce(self._exchange([x] * self.size))
 
-class AllGather(_Emulated, raw.AllGather):
-    """See `raw.AllGather`."""
+    def all_gather(self, x, dim):
+        return self.sum(pad_part(x, self.index, self.size, dim, self.empty))
 
-    def eager(self, x):
+    def eager_all_gather(self, x, dim):
         if shared := _shared(self.group, x):
-            return shared.all_gather(x, self.dim)
-        return ops.cat(_exchange([x] * self.size, self.group, self.peers), self.dim)
+            return shared.all_gather(x, dim)
+        return ops.cat(self._exchange([x] * self.size), dim)
 
-    def construct(self, x):
-        return self.gather(x, self.dim)
+    def reduce_scatter(self, x, dim, op):
+        return chunk(self.all_reduce(x, op), self.index, self.size, dim)
 
+    def eager_reduce_scatter(self, x, dim, op):
+        if shared := op == "sum" and x.dtype == mstype.float32 and _shared(self.group, x):
+            return shared.reduce_scatter(x, dim)
+        return self._reduce(self._exchange([chunk(x, place, self.size, dim) for place in range(self.size)]))
 
-class ReduceScatter(_Emulated, raw.ReduceScatter):
-    """See `raw.ReduceScatter`."""
+    def all_to_all(self, x, dim, to_dim):
+        return chunk(self.all_gather(x, dim), self.index, self.size, to_dim)
 
-    def __init__(self, group, dim, op):
-        super().__init__(group, dim, op)
-        self.reduce = AllReduce(group, op)
+    def eager_all_to_all(self, x, dim, to_dim):
+        return ops.cat(self._exchange([chunk(x, place, self.size, to_dim) for place in range(self.size)]), dim)
 
-    def eager(self, x):
-        if self.op == "sum" and x.dtype == mstype.float32 and (shared := _shared(self.group, x)):
-            return shared.reduce_scatter(x, self.dim)
-        parts = [chunk(x, part, self.size, self.dim) for part in range(self.size)]
-        return _reduce(_exchange(parts, self.group, self.peers), self.op)
+    def permute(self, x, destination, origin):
+        return self.broadcast(x, origin)
 
-    def construct(self, x):
-        return chunk(self.reduce(x), self.index, self.size, self.dim)
+    def eager_permute(self, x, destination, origin):
+        if destination != self.index:
+            _send(x, destination, self.group)
+        return x if origin == self.index else _receive(x, origin, self.group)
 
+    def broadcast(self, x, root):
+        return ops.reshape(chunk(self.all_gather(ops.unsqueeze(x, 0), 0), root, self.size, 0), x.shape)
 
-class AllToAll(_Emulated, raw.AllToAll):
-    """See `raw.AllToAll`."""
-
-    def eager(self, x):
-        parts = [chunk(x, part, self.size, self.to_dim) for part in range(self.size)]
-        return ops.cat(_exchange(parts, self.group, self.peers), self.dim)
-
-    def construct(self, x):
-        return chunk(self.gather(x, self.dim), self.index, self.size, self.to_dim)
-
-
-class Permute(_Emulated, raw.Permute):
-    """See `raw.Permute`."""
-
-    def eager(self, x):
-        if self.destination != self.index:
-            _send(x, self.destination, self.group)
-        return x if self.origin == self.index else _receive(x, self.origin, self.group)
-
-    def construct(self, x):
-        gathered = self.gather(ops.unsqueeze(x, 0), 0)
-        return ops.reshape(chunk(gathered, self.origin, self.size, 0), x.shape)
-
-
-class Broadcast(_Emulated, raw.Broadcast):
-    """See `raw.Broadcast`."""
-
-    def eager(self, x):
-        if self.index != self.root:
-            return _receive(x, self.root, self.group)
-        for peer, _ in self.peers:
-            _send(x, peer, self.group)
+    def eager_broadcast(self, x, root):
+        if self.index != root:
+            return _receive(x, root, self.group)
+        for step in range(1, self.size):
+            _send(x, (self.index + step) % self.size, self.group)
         return x
 
-    def construct(self, x):
-        gathered = self.gather(ops.unsqueeze(x, 0), 0)
-        return ops.reshape(chunk(gathered, self.root, self.size, 0), x.shape)
+    def _exchange(self, parts):
+        """Send `parts[i]` to rank i of the group, the nearest ranks first; returns the parts for this rank in order."""
+        for step in range(1, self.size):
+            to = (self.index + step) % self.size
+            _send(parts[to], to, self.group)
+        received = list(parts)
+        for step in range(1, self.size):
+            origin = (self.index - step) % self.size
+            received[origin] = _receive(parts[self.index], origin, self.group)
+        return received
+
+    def _reduce(self, parts):
+        """The elementwise reduction of tensors, in their order, so that all ranks get the same bits."""
+        total = parts[0]
+        for part in parts[1:]:
+            total = self.combine(total, part)
+        return total
 
 
 class _Sum(nn.Cell):
     """All-reduce sum in a graph, of any dtype but float64.
 
-    Integers travel as 16-bit parts in float32, whose sums are exact for up to 256 ranks. Denormal floats become zero.
+    Integers are sent as 16-bit parts in float32, whose sums are exact for up to 256 ranks. Denormal floats become zero.
     """
 
     def __init__(self, group):
@@ -142,20 +130,6 @@ class _Sum(nn.Cell):
         if x.dtype == mstype.int64:
             return _joined(self.reduce(_limbs(x, 4)), 4, x.dtype)
         return ops.cast(_joined(self.reduce(_limbs(ops.cast(x, mstype.int32), 2)), 2, mstype.int32), x.dtype)
-
-
-class _Gather(nn.Cell):
-    """All-gather along a dim in a graph, by a sum of buffers that are empty but for the own part."""
-
-    def __init__(self, group):
-        super().__init__(auto_prefix=False)
-        self.sum = _Sum(group)
-        self.index = group.index
-        self.size = group.size
-        self.empty = Tensor(-0.0, mstype.float32)
-
-    def construct(self, x, dim):
-        return self.sum(placed(x, self.index, self.size, dim, self.empty))
 
 
 def _limbs(x, count):
@@ -180,22 +154,6 @@ def _shared(group, x):
     return shared_group(group) if x.nbytes >= _SHARED_FROM else None
 
 
-def _peers(group):
-    """The other ranks, nearest first, as pairs: the one to send to, and the one as far behind, to hear from."""
-    steps = range(1, group.size)
-    return tuple(((group.index + step) % group.size, (group.index - step) % group.size) for step in steps)
-
-
-def _exchange(parts, group, peers):
-    """Send `parts[i]` to rank i of the group, for all others; gives what they sent to this one, in their order."""
-    for to, _ in peers:
-        _send(parts[to], to, group)
-    received = list(parts)
-    for _, behind in peers:
-        received[behind] = _receive(parts[group.index], behind, group)
-    return received
-
-
 def _send(x, index, group):
     x = ops.cast(x, _CARRIED[x.dtype]) if x.dtype in _CARRIED else x
     dist_comm_isend_op(x, group.places[index], group.name, 0)
@@ -207,16 +165,3 @@ def _receive(like, index, group):
     buffer = _ZEROS_LIKE(like) if carried is None else ops.zeros(like.shape, carried)
     received = dist_comm_irecv_op(buffer, 0, group.places[index], group.name)[0]
     return received if carried is None else ops.cast(received, like.dtype)
-
-
-def _reduce(parts, op):
-    """Elementwise `sum`, `max` or `min` of tensors, in their order, so that all ranks get the same bits."""
-    total = parts[0]
-    for part in parts[1:]:
-        if op == "max":
-            total = ops.maximum(total, part)
-        elif op == "min":
-            total = ops.minimum(total, part)
-        else:
-            total = ops.add(total, part)
-    return total

@@ -9,13 +9,15 @@ inside a graph comes MindSpore's own, which names the operator and the line of c
 
 from mindspore import nn, ops
 
-from mindformers_core.communication import backend_cpu, backend_fake, backend_native
+from mindformers_core.communication.backend_cpu import CpuCollective
+from mindformers_core.communication.backend_native import NativeCollective
 from mindformers_core.communication.groups import make_group
-from mindformers_core.communication.local import Keep, Pad, Scale, Slice, SliceOfGradient, Then
-from mindformers_core.communication.raw import Alias, Identity
+from mindformers_core.communication.local import Alias, Identity, Keep, Pad, Scale, Slice, SliceOfGradient
+from mindformers_core.communication.raw import RawCollective
 from mindformers_core.communication.world import world
 from mindformers_core.hints import nearest
 from mindformers_core.layout import PARTIAL_OPS
+from mindformers_core.redistribution.steps import EXTREMES
 
 __all__ = [
     "AllGather",
@@ -37,7 +39,7 @@ __all__ = [
 ]
 
 _EVERYTHING, _ONLY_THE_GRADIENT = (0, 1, 2), (2,)  # of what a `bprop` takes: x, out, dout
-_BACKENDS = {"native": backend_native, "cpu": backend_cpu, "fake": backend_fake}
+_BACKENDS = {"native": NativeCollective, "cpu": CpuCollective, "fake": RawCollective}
 
 
 class Collective(nn.Cell):
@@ -61,66 +63,25 @@ class Collective(nn.Cell):
         return (self.backward(dout),)
 
 
-class AllReduce(Collective):
-    """Partial → Replicate: all_reduce / identity. `op`: `sum`, `avg` (÷ n both ways), `max`, `min`.
+class _Reduction(Collective):
+    """A reduction with `op`. The gradient of an extreme goes to the elements that hold it, in equal shares.
 
-    The gradient of an extreme goes to the ranks that hold it, in equal shares.
+    Args:
+        mesh, axes, op: as in the collectives that are reductions.
+        kind: `all_reduce` or `reduce_scatter`.
+        dim: of a reduce_scatter.
     """
 
-    def __init__(self, mesh, axes, op="sum"):
+    def __init__(self, mesh, axes, op, kind, *dim):
         _check_op(op, PARTIAL_OPS)
         group = make_group(mesh, axes)
-        super().__init__(_averaged(_raw("AllReduce", group, _base(op)), group, op), _averaged(None, group, op))
-        self.is_extreme = op in ("max", "min") and group.size > 1
-        self.used_bprop_inputs = _EVERYTHING if self.is_extreme else _ONLY_THE_GRADIENT
-        self.count = _raw("AllReduce", group, "sum")
-
-    def bprop(self, x, out, dout):
-        if self.is_extreme:
-            holds = ops.cast(ops.equal(x, out), dout.dtype)
-            return (holds * (dout / self.count(holds)),)
-        return (self.backward(dout),)
-
-
-class AllReduceVarying(Collective):
-    """Partial → Varying: all_reduce / all_reduce. `op`: `sum` or `avg` (÷ n both ways)."""
-
-    def __init__(self, mesh, axes, op="sum"):
-        _check_op(op, ("sum", "avg"))
-        group = make_group(mesh, axes)
-        # one each: see `_part_length`
-        super().__init__(*(_averaged(_raw("AllReduce", group, "sum"), group, op) for _ in range(2)))
-
-
-class AllGather(Collective):
-    """Shard(dim) → Replicate: all_gather / slice."""
-
-    def __init__(self, mesh, axes, dim):
-        group = make_group(mesh, axes)
-        super().__init__(_raw("AllGather", group, dim), SliceOfGradient(group, dim))
-
-
-class AllGatherVarying(Collective):
-    """Shard(dim) → Varying: all_gather / reduce_scatter."""
-
-    def __init__(self, mesh, axes, dim):
-        group = make_group(mesh, axes)
-        super().__init__(_raw("AllGather", group, dim), _raw("ReduceScatter", group, dim, "sum"))
-
-
-class ReduceScatter(Collective):
-    """Partial → Shard(dim): reduce_scatter / all_gather. `op` as in `AllReduce`."""
-
-    def __init__(self, mesh, axes, dim, op="sum"):
-        _check_op(op, PARTIAL_OPS)
-        group = make_group(mesh, axes)
-        gather = _raw("AllGather", group, dim)
-        scatter = _raw("ReduceScatter", group, dim, _base(op))
-        super().__init__(_averaged(scatter, group, op), _averaged(gather, group, op))
-        self.is_extreme = op in ("max", "min") and group.size > 1
-        self.used_bprop_inputs = _EVERYTHING if self.is_extreme else _ONLY_THE_GRADIENT
+        reduce = _raw(kind, group, *dim, "sum" if op == "avg" else op)
+        gather = _raw("all_gather", group, *dim) if dim else Identity()  # from the output to the input's shape
+        super().__init__(_averaged(reduce, group, op), _averaged(gather, group, op))
         self.gather = gather
-        self.count = _raw("ReduceScatter", group, dim, "sum")
+        self.is_extreme = op in EXTREMES and group.size > 1
+        self.used_bprop_inputs = _EVERYTHING if self.is_extreme else _ONLY_THE_GRADIENT
+        self.count = _raw(kind, group, *dim, "sum")
 
     def bprop(self, x, out, dout):
         if self.is_extreme:
@@ -129,12 +90,52 @@ class ReduceScatter(Collective):
         return (self.backward(dout),)
 
 
+class AllReduce(_Reduction):
+    """Partial → Replicate: all_reduce / identity. `op`: `sum`, `avg` (÷ n both ways), `max`, `min`."""
+
+    def __init__(self, mesh, axes, op="sum"):
+        super().__init__(mesh, axes, op, "all_reduce")
+
+
+class AllReduceVarying(Collective):
+    """Partial → Varying: all_reduce / all_reduce. `op`: `sum` or `avg` (÷ n both ways)."""
+
+    def __init__(self, mesh, axes, op="sum"):
+        _check_op(op, ("sum", "avg"))
+        group = make_group(mesh, axes)
+        # one each: see `local.part_length`
+        super().__init__(*(_averaged(_raw("all_reduce", group, "sum"), group, op) for _ in range(2)))
+
+
+class AllGather(Collective):
+    """Shard(dim) → Replicate: all_gather / slice."""
+
+    def __init__(self, mesh, axes, dim):
+        group = make_group(mesh, axes)
+        super().__init__(_raw("all_gather", group, dim), SliceOfGradient(group, dim))
+
+
+class AllGatherVarying(Collective):
+    """Shard(dim) → Varying: all_gather / reduce_scatter."""
+
+    def __init__(self, mesh, axes, dim):
+        group = make_group(mesh, axes)
+        super().__init__(_raw("all_gather", group, dim), _raw("reduce_scatter", group, dim, "sum"))
+
+
+class ReduceScatter(_Reduction):
+    """Partial → Shard(dim): reduce_scatter / all_gather. `op` as in `AllReduce`."""
+
+    def __init__(self, mesh, axes, dim, op="sum"):
+        super().__init__(mesh, axes, op, "reduce_scatter", dim)
+
+
 class AllToAll(Collective):
     """Shard(dim) → Shard(to_dim): all_to_all both ways."""
 
     def __init__(self, mesh, axes, dim, to_dim):
         group = make_group(mesh, axes)
-        super().__init__(_raw("AllToAll", group, dim, to_dim), _raw("AllToAll", group, to_dim, dim))
+        super().__init__(_raw("all_to_all", group, dim, to_dim), _raw("all_to_all", group, to_dim, dim))
 
 
 class Permute(Collective):
@@ -146,8 +147,8 @@ class Permute(Collective):
     def __init__(self, mesh, axes, source, target):
         group = make_group(mesh, axes)
         destination, origin = _route(mesh, group, source, target), _route(mesh, group, target, source)
-        forward = _raw("Permute", group, destination, origin)
-        super().__init__(forward, _raw("Permute", group, origin, destination))
+        forward = _raw("permute", group, destination, origin)
+        super().__init__(forward, _raw("permute", group, origin, destination))
 
 
 class Broadcast(Collective):
@@ -157,7 +158,7 @@ class Broadcast(Collective):
         group = make_group(mesh, axes)
         if root not in range(mesh.axis_size(*group.axes)):
             raise ValueError(f"Broadcast root {root}: the group over {group} has places 0 to {group.size - 1}")
-        super().__init__(_raw("Broadcast", group, root), Keep(group, root))
+        super().__init__(_raw("broadcast", group, root), Keep(group, root))
 
 
 class SliceToShard(Collective):
@@ -165,7 +166,7 @@ class SliceToShard(Collective):
 
     def __init__(self, mesh, axes, dim):
         group = make_group(mesh, axes)
-        super().__init__(Slice(group, dim), _raw("AllGather", group, dim))
+        super().__init__(Slice(group, dim), _raw("all_gather", group, dim))
 
 
 class SliceVarying(Collective):
@@ -181,14 +182,14 @@ class MarkVarying(Collective):
 
     def __init__(self, mesh, axes):
         group = make_group(mesh, axes)
-        super().__init__(Alias(), _raw("AllReduce", group, "sum"))
+        super().__init__(Alias(), _raw("all_reduce", group, "sum"))
 
 
 class UnmarkVarying(Collective):
     """Varying → Replicate: identity / ÷ n. Sends nothing."""
 
     def __init__(self, mesh, axes):
-        super().__init__(Alias(), _averaged(None, make_group(mesh, axes), "avg"))
+        super().__init__(Alias(), _averaged(Identity(), make_group(mesh, axes), "avg"))
 
 
 class ToPartial(Collective):
@@ -204,9 +205,9 @@ class ToPartial(Collective):
         if op == "sum":
             super().__init__(Keep(group, 0), Identity())
         elif op == "avg":
-            super().__init__(Alias(), Scale(float(group.size)) if group.size > 1 else Identity())
+            super().__init__(Alias(), Scale(Identity(), float(group.size)) if group.size > 1 else Identity())
         else:
-            super().__init__(Alias(), _raw("AllReduce", group, "sum"))
+            super().__init__(Alias(), _raw("all_reduce", group, "sum"))
 
 
 class ToPartialVarying(Collective):
@@ -225,23 +226,16 @@ class PadToPartial(Collective):
         super().__init__(Pad(group, dim), SliceOfGradient(group, dim))
 
 
-def _raw(name, group, *arguments):
-    """The world's backend's collective `name` over `group`; an identity over one rank."""
+def _raw(kind, group, *arguments):
+    """The collective of a kind over `group` by the world's backend; an identity over one rank."""
     if group.size == 1:
         return Identity()
-    return getattr(_BACKENDS[world().backend], name)(group, *arguments)
+    return _BACKENDS[world().backend](group, kind, *arguments)
 
 
 def _averaged(cell, group, op):
-    """`cell` (None: identity), and for `avg` the division by the number of ranks after it."""
-    if op != "avg" or group.size == 1:
-        return cell or Identity()
-    scale = Scale(1.0 / group.size)
-    return Then(cell, scale) if cell is not None else scale
-
-
-def _base(op):
-    return "sum" if op == "avg" else op
+    """`cell`, and for `avg` the division by the number of ranks after it."""
+    return Scale(cell, 1.0 / group.size) if op == "avg" and group.size > 1 else cell
 
 
 def _check_op(op, allowed):

@@ -135,7 +135,7 @@ def communicator(mesh):
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"communicator({mesh!r}): give a DeviceMesh, as init_device_mesh() makes it")
-    known = process_state().communicators
+    known = process_state().memo(__name__)
     if mesh not in known:
         known[mesh] = Communicator(mesh)
     return known[mesh]

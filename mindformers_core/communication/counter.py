@@ -1,12 +1,10 @@
 """Counting what is communicated: calls and bytes by kind of collective and axes."""
 
 from contextlib import contextmanager
-from math import prod
 
 from mindformers_core.communication.world import process_state
-from mindformers_core.redistribution.steps import wire_bytes
 
-__all__ = ["CollectiveCounts", "count_collectives", "record", "record_send"]
+__all__ = ["CollectiveCounts", "count_collectives", "record"]
 
 
 class CollectiveCounts(dict):
@@ -26,10 +24,10 @@ class CollectiveCounts(dict):
 
 @contextmanager
 def count_collectives():
-    """Count this rank's collectives, forward and backward, inside a `with` block: gives a `CollectiveCounts`.
+    """Count this rank's collectives, forward and backward, inside a `with` block, which gets a `CollectiveCounts`.
 
     Counts what runs in PyNative (dry runs with the fake backend too). A graph of `@ms.jit` runs without returning to
-    Python, so what it communicates can't be seen from here; the same program in PyNative has the same collectives.
+    Python, so its collectives can't be counted here; the same program in PyNative has the same collectives.
     """
     counters = process_state().counters
     counts = CollectiveCounts()
@@ -40,19 +38,7 @@ def count_collectives():
         counters[:] = [other for other in counters if other is not counts]
 
 
-def record(kind, group, x):
-    """Count collective `kind` of tensor `x` over `group` in every open block."""
-    whole = prod(x.shape) * x.itemsize * (group.size if kind == "all_gather" else 1)
-    # a broadcast's pipeline along the ring: all ranks but one send the whole, which is what an all-gather costs
-    nbytes = wire_bytes("all_gather" if kind == "broadcast" else kind, group.size, whole)
-    _count(kind, group.axes, nbytes)
-
-
-def record_send(axes, nbytes):
-    """Count a message to another rank in every open block."""
-    _count("send", tuple(axes), nbytes)
-
-
-def _count(kind, axes, nbytes):
+def record(kind, axes, nbytes):
+    """Count a call in every open block."""
     for counts in process_state().counters:
         counts.add(kind, axes, nbytes)

@@ -82,7 +82,7 @@ def _process_group(ranks, here):
     """MindSpore's name of the process group of `ranks` (ascending), which is created at the first call."""
     if len(ranks) == here.size:
         return here.group
-    names = process_state().group_names
+    names = process_state().memo(__name__)
     if ranks not in names:
         name = "ranks_" + hashlib.sha1(repr(ranks).encode()).hexdigest()[:16]
         ms_communication.create_group(name, list(ranks))

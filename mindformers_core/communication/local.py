@@ -1,15 +1,41 @@
-"""The local halves of differentiable collectives: what a rank does alone. Plain, without gradient."""
+"""The local parts of collectives, without gradient and without communication: cuts, paddings, scales, identities."""
 
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
+from mindspore.ops import constexpr
 
-from mindformers_core.communication.raw import chunk, placed
+__all__ = ["Alias", "Identity", "Keep", "Pad", "Scale", "Slice", "SliceOfGradient", "chunk", "pad_part", "part_length"]
 
-__all__ = ["Keep", "Pad", "Scale", "Slice", "SliceOfGradient", "Then"]
-
-
-# unlike `ops.zeros_like` without branches, which a graph's backward can't always compile
+# unlike `ops.zeros_like` and `ops.pad` without branches, which a graph's backward can't always compile
 _ZEROS_LIKE = ops.ZerosLike()
+_PAD = ops.PadV3()
+
+
+@constexpr
+def part_length(shape, count, dim):
+    """The size of each of `count` equal parts along `dim`; computed while a graph is compiled.
+
+    MindSpore can't compile a function with a branch that a forward pass and a `bprop` share, if PyNative differentiates
+    the graph, as pipeline stages do. Here the graph has none.
+    """
+    if shape[dim] % count != 0:
+        raise ValueError(f"a tensor of shape {shape} can't be cut along dim {dim} into {count} equal parts")
+    return shape[dim] // count
+
+
+def chunk(x, index, count, dim):
+    """Part `index` of `count` equal parts of `x` along `dim`."""
+    length = part_length(x.shape, count, dim)
+    before = (0,) * dim
+    after = x.shape[dim + 1 :]
+    return ops.slice(x, before + (index * length,) + (0,) * len(after), x.shape[:dim] + (length,) + after)
+
+
+def pad_part(x, index, count, dim, fill):
+    """`x` as part `index` of `count` equal parts along `dim`; the others hold the scalar tensor `fill`."""
+    length = x.shape[dim]
+    paddings = (0, 0) * (len(x.shape) - 1 - dim) + (index * length, (count - 1 - index) * length)
+    return _PAD(x, paddings, ops.cast(fill, x.dtype))
 
 
 class _Local(nn.Cell):
@@ -20,6 +46,29 @@ class _Local(nn.Cell):
 
     def __call__(self, x):
         return self.construct(x)
+
+
+class Identity(_Local):
+    """Every collective over one rank."""
+
+    def __call__(self, x):
+        return x
+
+    def construct(self, x):
+        # an operator, which the compiler removes: a Cell with a bprop that returns a Parameter itself
+        # returns the one of its first call at every later one
+        return ops.cast(x, x.dtype)
+
+
+class Alias(Identity):
+    """An identity for a forward pass: its result is a tensor of its own, in the same memory.
+
+    PyNative takes an input that a Cell with a `bprop` returns for a view, and all operators that save a view save a
+    copy.
+    """
+
+    def __call__(self, x):
+        return ops.stop_gradient(x)
 
 
 class Slice(_Local):
@@ -43,18 +92,15 @@ class SliceOfGradient(Slice):
         return part if part.is_contiguous() and not part.storage_offset() else ops.cat((part,), self.dim)
 
 
-class Pad(_Local):
+class Pad(Slice):
     """This rank's part along `dim` of an otherwise zero tensor."""
 
     def __init__(self, group, dim):
-        super().__init__()
-        self.index = group.index
-        self.size = group.size
-        self.dim = dim
+        super().__init__(group, dim)
         self.zero = Tensor(0, mstype.float32)
 
     def construct(self, x):
-        return placed(x, self.index, self.size, self.dim, self.zero)
+        return pad_part(x, self.index, self.size, self.dim, self.zero)
 
 
 class Keep(_Local):
@@ -69,25 +115,14 @@ class Keep(_Local):
 
 
 class Scale(_Local):
-    """The tensor times a constant. Floats only: the average of integers is none."""
+    """The result of a Cell times a constant. Floats only: the average of integers is none."""
 
-    def __init__(self, factor):
+    def __init__(self, cell, factor):
         super().__init__()
+        self.cell = cell
         self.factor = factor
 
     def construct(self, x):
         if x.dtype in (mstype.int8, mstype.int16, mstype.int32, mstype.int64, mstype.uint8, mstype.bool_):
             raise TypeError("avg over ranks needs floats, but the tensor holds integers: cast it, or use sum")
-        return x * self.factor
-
-
-class Then(_Local):
-    """One Cell after the other."""
-
-    def __init__(self, first, second):
-        super().__init__()
-        self.first = first
-        self.second = second
-
-    def construct(self, x):
-        return self.second(self.first(x))
+        return self.cell(x) * self.factor

@@ -1,7 +1,7 @@
 """Messages between two ranks, outside of compiled graphs: what pipeline stages send each other.
 
-`channel()` gives this process's `Channel`. How messages travel is the backend's affair: `point_to_point_cpu`
-(connections of our own), `point_to_point_native` (MindSpore's operators) or `point_to_point_fake` (dry runs).
+`channel()` gives this process's `Channel`. The backend's `Transport` carries the messages: `point_to_point_cpu`
+(sockets and shared memory), `point_to_point_native` (MindSpore's operators) or the one below (dry runs).
 """
 
 import weakref
@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 
 from mindspore import Tensor
 
-from mindformers_core.communication.counter import record_send
+from mindformers_core.communication.counter import record
 from mindformers_core.communication.world import process_state, world
 
 __all__ = ["Channel", "channel"]
@@ -20,19 +20,19 @@ LIMIT = 600.0  # seconds
 def channel(limit=LIMIT):
     """This process's `Channel` to all other ranks of the world, until `shutdown()` or the end of the process.
 
-    At the first call the ranks find each other: **all ranks of the world make it together**, also those that will send
-    nothing. Later calls return the same channel and can be made by any rank.
+    The first call is collective: **all ranks of the world make it**, also ranks that will send nothing; it connects
+    them. Later calls return the same channel and can be made by any rank.
 
     Args:
-        limit: seconds without any sign from a living rank after which `receive` gives up; counts at the first call.
+        limit: seconds without a byte from a living rank after which `receive` fails; counts at the first call.
 
     Raises:
-        RuntimeError: `init_distributed()` was not called, the world has one rank, or ranks didn't come.
+        RuntimeError: `init_distributed()` was not called, the world has one rank, or ranks didn't connect.
     """
     memo = process_state().memo(__name__)
-    if "keeper" not in memo:
-        memo["keeper"] = _Keeper(_make_channel(limit))
-    return memo["keeper"].channel
+    if "owner" not in memo:
+        memo["owner"] = _ChannelOwner(_make_channel(limit))
+    return memo["owner"].channel
 
 
 class Channel:
@@ -43,25 +43,25 @@ class Channel:
             receive in the order in which the other one sends, and send and receive in an order that can't block.
     """
 
-    def __init__(self, carrier, rank, size):
+    def __init__(self, transport, rank, size):
         self.rank, self.size = rank, size
-        self.buffered = carrier.buffered
-        self._carrier = carrier
-        self._mail = defaultdict(deque)  # (rank, tag) -> what came but was not asked for yet
+        self.buffered = transport.buffered
+        self._transport = transport
+        self._unread = defaultdict(deque)  # (rank, tag) -> messages that arrived before `receive` asked for them
 
     def send(self, tensors, to_rank, tag, axes=()):
-        """Send tensors as one message. They may be overwritten as soon as this returns.
+        """Send tensors as one message. The caller may overwrite them after the call.
 
         Counted by `count_collectives()` as one call of kind `"send"`, with all tensors' bytes.
 
         Args:
             tensors: tuple of plain local tensors, of any dtypes and shapes; may be empty.
             to_rank: global rank of the receiver.
-            tag: tuple of whole numbers by which the receiver asks for the message.
-            axes: the mesh axes to count it under, e.g. `("pp",)`.
+            tag: tuple of whole numbers; the receiver passes the same one to `receive`.
+            axes: the mesh axes under which the message is counted, e.g. `("pp",)`.
 
         Raises:
-            TypeError: something else than tensors, or another kind of tag.
+            TypeError: an entry that is not a tensor, or a tag that is not a tuple of whole numbers.
             ValueError: no such rank, or this one.
             RuntimeError: the receiver has ended, or the channel is closed.
         """
@@ -70,17 +70,17 @@ class Channel:
                 what = type(tensor).__name__
                 raise TypeError(f"item {place} of the message {tag} to rank {to_rank} is of type {what}, not a Tensor")
         self._send({}, tensors, to_rank, tag)
-        record_send(axes, sum(tensor.nbytes for tensor in tensors))
+        record("send", tuple(axes), sum(tensor.nbytes for tensor in tensors))
 
     def receive(self, from_rank, tag):
-        """The tensors of the message `tag` from a rank, as a tuple; waits for it.
+        """Wait for the message `tag` from a rank; returns its tensors, a tuple.
 
-        Messages can be asked for in another order than they were sent in; those of one rank with the same tag come in
+        Messages can be received in another order than they were sent; messages of one rank with the same tag arrive in
         the order in which they were sent. The tensors are new ones, with memory of their own.
 
         Raises:
-            TypeError, ValueError: as `send`; also if it was sent by `send_object`.
-            RuntimeError: the sender has ended, or nothing came within the limit.
+            TypeError, ValueError: as `send`; also for a message that `send_object` sent.
+            RuntimeError: the sender has ended, or no byte arrived within the limit.
         """
         head, tensors = self._receive(from_rank, tag)
         if "object" in head:
@@ -88,7 +88,7 @@ class Channel:
         return tensors
 
     def send_object(self, value, to_rank, tag):
-        """Send what JSON can hold: see `send`. It isn't counted.
+        """Send a value that JSON can hold: see `send`. The message isn't counted.
 
         Raises:
             TypeError: JSON can't hold the value.
@@ -96,36 +96,36 @@ class Channel:
         self._send({"object": value}, (), to_rank, tag)
 
     def receive_object(self, from_rank, tag):
-        """The value of the message `tag` that a rank sent with `send_object` (tuples come as lists): see `receive`."""
+        """The value of the message `tag` that a rank sent with `send_object` (a tuple as a list): see `receive`."""
         head, _ = self._receive(from_rank, tag)
         if "object" not in head:
             raise TypeError(f"message {tag} from rank {from_rank} consists of tensors: take it with receive()")
         return head["object"]
 
     def close(self):
-        """Let go of all connections, when what was sent is on its way. Done by `shutdown()` and at exit."""
-        self._carrier.close()
+        """Close all connections after the last byte is sent. `shutdown()` and the process's end call this."""
+        self._transport.close()
 
     def _send(self, head, tensors, to_rank, tag):
         self._check(to_rank, tag)
         try:
-            self._carrier.send(to_rank, {"tag": tag, **head}, tensors)
+            self._transport.send(to_rank, {"tag": tag, **head}, tensors)
         except (ConnectionError, TimeoutError) as error:
             raise RuntimeError(f"rank {self.rank} can't send message {tag} to rank {to_rank}: {error}") from error
 
     def _receive(self, from_rank, tag):
         self._check(from_rank, tag)
-        wanted = self._mail[from_rank, tag]
+        wanted = self._unread[from_rank, tag]
         while not wanted:
             try:
-                head, tensors = self._carrier.receive(from_rank)
+                head, tensors = self._transport.receive(from_rank)
             except (ConnectionError, TimeoutError) as error:
                 waiting = f"rank {self.rank} was waiting for message {tag} from rank {from_rank}"
-                raise RuntimeError(f"{waiting}: {error}{self._unread(from_rank)}") from error
-            self._mail[from_rank, tuple(head["tag"])].append((head, tensors))
+                raise RuntimeError(f"{waiting}: {error}{self._unread_tags(from_rank)}") from error
+            self._unread[from_rank, tuple(head["tag"])].append((head, tensors))
         message = wanted.popleft()
         if not wanted:
-            del self._mail[from_rank, tag]
+            del self._unread[from_rank, tag]
         return message
 
     def _check(self, rank, tag):
@@ -136,17 +136,33 @@ class Channel:
                 f"message {tag} between rank {self.rank} and rank {rank!r}: should be another of {self.size}"
             )
 
-    def _unread(self, rank):
-        tags = [tag for sender, tag in self._mail if sender == rank and self._mail[sender, tag]]
+    def _unread_tags(self, rank):
+        tags = [tag for (sender, tag), messages in self._unread.items() if sender == rank and messages]
         return f"; other messages of it came: {', '.join(map(str, tags[:8]))}" if tags else ""
 
 
-class _Keeper:
-    """What the memo holds: when `shutdown()` drops it, or the process ends, the channel is closed, whoever has it."""
+class _ChannelOwner:
+    """Held by the memo alone: the channel is closed when `shutdown()` empties the memo, or the process ends."""
 
-    def __init__(self, kept):
-        self.channel = kept
-        weakref.finalize(self, kept.close)
+    def __init__(self, owned):
+        self.channel = owned
+        weakref.finalize(self, owned.close)
+
+
+class _DryRunTransport:
+    """Discards every message; has none to receive, since no other rank runs that could send their shapes."""
+
+    buffered = True
+
+    def send(self, rank, head, tensors):
+        """Nothing to do."""
+
+    def receive(self, rank):
+        """Always an error."""
+        raise ConnectionError("this is a dry run (backend 'fake'), in which no other rank sends anything")
+
+    def close(self):
+        """Nothing to do."""
 
 
 def _make_channel(limit):
@@ -154,9 +170,9 @@ def _make_channel(limit):
     if here.size == 1:
         raise RuntimeError("a channel joins ranks, but this world has one rank: start several with msrun")
     if here.backend == "cpu":
-        from mindformers_core.communication import point_to_point_cpu as backend
+        from mindformers_core.communication.point_to_point_cpu import make_transport
     elif here.backend == "native":
-        from mindformers_core.communication import point_to_point_native as backend
+        from mindformers_core.communication.point_to_point_native import make_transport
     else:
-        from mindformers_core.communication import point_to_point_fake as backend
-    return Channel(backend.make_carrier(limit), here.rank, here.size)
+        return Channel(_DryRunTransport(), here.rank, here.size)
+    return Channel(make_transport(limit), here.rank, here.size)

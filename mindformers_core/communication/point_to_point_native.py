@@ -1,8 +1,8 @@
 """Point-to-point messages by MindSpore's operators on Ascend (HCCL) and GPU (NCCL): PyNative, and not buffered.
 
 A message is a block of bytes of a fixed size with its head (JSON), a second one where that is longer, and the tensors.
-The head is read on the host before the tensors are received, since it says what they are. What a device computes after
-a send waits for it, so that the sent tensor can be overwritten.
+The host reads the head before it receives the tensors, since the head holds their dtypes and shapes. Later work of the
+device waits for a send, so that the sent tensor can be overwritten.
 """
 
 import json
@@ -12,24 +12,23 @@ from mindspore import Tensor, ops
 from mindspore import dtype as mstype
 from mindspore.ops.auto_generate.gen_ops_prim import dist_comm_irecv_op, dist_comm_isend_op
 
-from mindformers_core.communication.tensor_bytes import described, dtype_named
+from mindformers_core.communication.tensor_bytes import HEAD_LENGTH, dtype_named, encode_head
 from mindformers_core.communication.world import world
 
-__all__ = ["make_carrier"]
+__all__ = ["Transport", "make_transport"]
 
 _BLOCK = 1024  # bytes
-_LENGTH = 4  # of these, for the length of the head
 _CARRIED = {mstype.bool_: mstype.uint8, mstype.int16: mstype.int32, mstype.uint16: mstype.int32}
 UNKNOWN = {mstype.complex64, mstype.complex128, mstype.qint4x2}
 UNKNOWN |= {mstype.float8_e4m3fn, mstype.float8_e5m2, mstype.hifloat8}
 
 
-def make_carrier(limit):
-    """The carrier of this rank. `limit` has no effect: the libraries have their own (`HCCL_EXEC_TIMEOUT`)."""
-    return Carrier(world().group)
+def make_transport(timeout):
+    """The transport of this rank. `timeout` has no effect: the libraries have their own (`HCCL_EXEC_TIMEOUT`)."""
+    return Transport(world().group)
 
 
-class Carrier:
+class Transport:
     """Messages in MindSpore's group of all ranks."""
 
     buffered = False
@@ -38,43 +37,31 @@ class Carrier:
         self.group = group
 
     def send(self, rank, head, tensors):
-        """Send a message; what follows on the device waits until the receiver takes it."""
+        """Send a message; later work of the device waits until the receiver takes it."""
         for tensor in tensors:
             if tensor.dtype in UNKNOWN:
                 raise TypeError(f"message {head['tag']} to rank {rank}: devices can't send {tensor.dtype} tensors")
-        encoded = json.dumps({**head, "tensors": [described(tensor) for tensor in tensors]}).encode()
-        block = len(encoded).to_bytes(_LENGTH, "little") + encoded
-        self._put(_bytes(block[:_BLOCK].ljust(_BLOCK, b"\0")), rank)
-        if len(block) > _BLOCK:
-            self._put(_bytes(block[_BLOCK:]), rank)
-        for tensor in tensors:
-            self._put(ops.cast(tensor, _CARRIED.get(tensor.dtype, tensor.dtype)), rank)
+        encoded = encode_head(head, tensors).ljust(_BLOCK, b"\0")
+        blocks = [Tensor(np.frombuffer(block, np.int8)) for block in (encoded[:_BLOCK], encoded[_BLOCK:]) if block]
+        for tensor in (*blocks, *tensors):
+            x = ops.cast(tensor, _CARRIED.get(tensor.dtype, tensor.dtype))
+            dist_comm_isend_op(x, rank, self.group, 0)[1].wait()
 
     def receive(self, rank):
         """The next message from a rank: its head, and its tensors."""
-        block = self._take((_BLOCK,), mstype.int8, rank).asnumpy().tobytes()
-        length = int.from_bytes(block[:_LENGTH], "little")
-        missing = _LENGTH + length - _BLOCK
-        if missing > 0:
-            block += self._take((missing,), mstype.int8, rank).asnumpy().tobytes()
-        head = json.loads(block[_LENGTH : _LENGTH + length])
-        tensors = []
-        for name, shape in head["tensors"]:
-            dtype = dtype_named(name)
-            tensors.append(ops.cast(self._take(tuple(shape), _CARRIED.get(dtype, dtype), rank), dtype))
-        return head, tuple(tensors)
+        encoded = self._receive_tensor((_BLOCK,), mstype.int8, rank).asnumpy().tobytes()
+        end = HEAD_LENGTH + int.from_bytes(encoded[:HEAD_LENGTH], "little")
+        if end > _BLOCK:
+            encoded += self._receive_tensor((end - _BLOCK,), mstype.int8, rank).asnumpy().tobytes()
+        head = json.loads(encoded[HEAD_LENGTH:end])
+        received = [self._receive_tensor(tuple(shape), dtype_named(name), rank) for name, shape in head["tensors"]]
+        return head, tuple(received)
 
     def close(self):
-        """The group is MindSpore's, and ends with it."""
+        """Nothing to do: the group is MindSpore's."""
 
-    def _put(self, x, rank):
-        dist_comm_isend_op(x, rank, self.group, 0)[1].wait()
-
-    def _take(self, shape, dtype, rank):
-        received, handle = dist_comm_irecv_op(ops.zeros(shape, dtype), 0, rank, self.group)
+    def _receive_tensor(self, shape, dtype, rank):
+        buffer = ops.zeros(shape, _CARRIED.get(dtype, dtype))
+        received, handle = dist_comm_irecv_op(buffer, 0, rank, self.group)
         handle.wait()
-        return received
-
-
-def _bytes(data):
-    return Tensor(np.frombuffer(data, np.int8))
+        return ops.cast(received, dtype)

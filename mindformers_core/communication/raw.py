@@ -1,65 +1,51 @@
-"""What a backend's collectives have in common: plain, without gradient, one tensor in and one out.
+"""Collectives without gradient, one tensor in and one out: the base of all backends, and the backend of dry runs.
 
-A backend derives its own from those here. Each is written twice, because CPU can do more in PyNative than in a graph:
-`@ms.jit` compiles `construct`, while PyNative calls the Cell and so runs `eager`. Where both are the same, `eager` is
-`construct`.
+CPU can do more in PyNative than in a graph: `@ms.jit` compiles `construct`, while PyNative calls the Cell and so runs
+`eager`. In the other backends, `eager` is `construct`.
+
+In a dry run nothing is sent: a result has the right shape and dtype, as if all ranks of the group held this rank's
+tensor, summed or gathered; values mean nothing. Works on MindSpore's meta device.
 
 Every rank must compile the same graph: MindSpore runs a graph's collectives one after another in an order that follows
-from its structure. So what differs between ranks stands in constants only, never in which operators there are.
+from its structure. So ranks differ in constants only, never in the operators of their graphs.
 """
 
+from math import prod
+
 from mindspore import nn, ops
-from mindspore.ops import constexpr
 
 from mindformers_core.communication.counter import record
+from mindformers_core.communication.local import chunk
 from mindformers_core.communication.world import process_state, world
+from mindformers_core.redistribution.steps import wire_bytes
 
-_PAD = ops.PadV3()  # unlike `ops.pad` without branches, which a graph's backward can't always compile
-
-__all__ = [
-    "Alias",
-    "AllGather",
-    "AllReduce",
-    "AllToAll",
-    "Broadcast",
-    "Identity",
-    "Permute",
-    "RawCollective",
-    "ReduceScatter",
-    "chunk",
-    "part_length",
-    "placed",
-    "reordered",
-]
+__all__ = ["RawCollective"]
 
 
 class RawCollective(nn.Cell):
-    """A collective of one group without gradient.
+    """A collective of one group without gradient. A backend's subclass overrides the methods named as the kinds.
 
-    Attributes:
-        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `permute` or `broadcast`.
-        takes: names of what it takes after the group, which become attributes.
+    Args:
         group: the `Group`.
+        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `permute` or `broadcast`.
+        arguments: those of the kind's method after the tensor.
     """
 
-    kind = ""
-    takes = ()
-
-    def __init__(self, group, *arguments):
+    def __init__(self, group, kind, *arguments):
         super().__init__(auto_prefix=False)
-        self.group = group
-        self.size = group.size
-        self.index = group.index
-        for name, argument in zip(self.takes, arguments, strict=True):
-            setattr(self, name, argument)
+        self.group, self.size, self.index = group, group.size, group.index
+        self.kind, self.arguments = kind, arguments
 
     def __call__(self, x):
         if process_state().counters:
-            record(self.kind, self.group, x)
+            whole = prod(x.shape) * x.itemsize * (self.size if self.kind == "all_gather" else 1)
+            # a broadcast's pipeline along the ring: all ranks but one send the whole tensor, as in an all-gather
+            cost = "all_gather" if self.kind == "broadcast" else self.kind
+            record(self.kind, self.group.axes, wire_bytes(cost, self.size, whole))
         return self.uncounted(x)
 
     def uncounted(self, x):
-        """A call that `count_collectives` doesn't see: of what ranks tell each other besides the program."""
+        """A call that `count_collectives` doesn't count: one that is no part of the program."""
         try:
             return self.eager(x)
         except RuntimeError as error:
@@ -69,97 +55,32 @@ class RawCollective(nn.Cell):
             ) from error
 
     def eager(self, x):
-        """What PyNative runs."""
+        """The collective in PyNative."""
         return self.construct(x)
 
-
-class AllReduce(RawCollective):
-    """Every rank gets the reduction of all ranks' tensors. `op`: `sum`, `max` or `min`."""
-
-    kind, takes = "all_reduce", ("op",)
-
-
-class AllGather(RawCollective):
-    """Every rank gets all ranks' tensors, joined along `dim` in the group's order."""
-
-    kind, takes = "all_gather", ("dim",)
-
-
-class ReduceScatter(RawCollective):
-    """Rank i of the group gets part i, along `dim`, of the reduction of all tensors. `op`: `sum`, `max` or `min`."""
-
-    kind, takes = "reduce_scatter", ("dim", "op")
-
-
-class AllToAll(RawCollective):
-    """Rank i gets part i along `to_dim` of every rank's tensor, joined along `dim` in the group's order."""
-
-    kind, takes = "all_to_all", ("dim", "to_dim")
-
-
-class Permute(RawCollective):
-    """Every rank's whole tensor goes to place `destination` of the group, and that of place `origin` comes."""
-
-    kind, takes = "permute", ("destination", "origin")
-
-
-class Broadcast(RawCollective):
-    """Every rank gets the tensor of place `root` of the group."""
-
-    kind, takes = "broadcast", ("root",)
-
-
-class Identity(nn.Cell):
-    """What every collective over one rank is."""
-
-    def __call__(self, x):
-        return x
-
     def construct(self, x):
-        # an operator, which the compiler removes: a Cell with a bprop that hands a Parameter through as it is
-        # gives that of its first call at every later one
-        return ops.cast(x, x.dtype)
+        return getattr(self, self.kind)(x, *self.arguments)
 
-
-class Alias(Identity):
-    """An identity for a forward pass: its result is a tensor of its own, in the same memory.
-
-    PyNative takes what a Cell with a `bprop` hands through for a view, and all operators that keep a view keep a copy.
-    """
-
-    def __call__(self, x):
-        return ops.stop_gradient(x)
-
-
-@constexpr
-def part_length(shape, count, dim):
-    """The size of each of `count` equal parts along `dim`; worked out while a graph is compiled.
-
-    MindSpore can't compile a function with a branch that a forward pass and a `bprop` share, if PyNative differentiates
-    the graph, as pipeline stages do. Here the graph has none.
-    """
-    if shape[dim] % count != 0:
-        raise ValueError(f"a tensor of shape {shape} can't be cut along dim {dim} into {count} equal parts")
-    return shape[dim] // count
-
-
-def chunk(x, index, count, dim):
-    """Part `index` of `count` equal parts of `x` along `dim`."""
-    length = part_length(x.shape, count, dim)
-    before = (0,) * dim
-    after = x.shape[dim + 1 :]
-    return ops.slice(x, before + (index * length,) + (0,) * len(after), x.shape[:dim] + (length,) + after)
-
-
-def placed(x, index, count, dim, fill):
-    """`x` as part `index` of `count` equal parts along `dim`; the others hold the scalar tensor `fill`."""
-    length = x.shape[dim]
-    paddings = (0, 0) * (len(x.shape) - 1 - dim) + (index * length, (count - 1 - index) * length)
-    return _PAD(x, paddings, ops.cast(fill, x.dtype))
-
-
-def reordered(x, order, dim):
-    """`x`, cut along `dim` into as many parts as `order` has entries, joined again in that order of parts."""
-    if order == tuple(range(len(order))):
+    def all_reduce(self, x, op):
+        """The reduction of all ranks' tensors. `op`: `sum`, `max` or `min`."""
         return x
-    return ops.cat(tuple([chunk(x, part, len(order), dim) for part in order]), dim)
+
+    def all_gather(self, x, dim):
+        """All ranks' tensors, joined along `dim` in the group's order."""
+        return ops.cat((x,) * self.size, dim)
+
+    def reduce_scatter(self, x, dim, op):
+        """Part i of the reduction of all tensors along `dim`, on rank i of the group. `op`: `sum`, `max` or `min`."""
+        return chunk(x, self.index, self.size, dim)
+
+    def all_to_all(self, x, dim, to_dim):
+        """Part i of every rank's tensor along `to_dim`, on rank i; joined along `dim` in the group's order."""
+        return ops.cat((chunk(x, self.index, self.size, to_dim),) * self.size, dim)
+
+    def permute(self, x, destination, origin):
+        """The tensor of place `origin` of the group; this rank's tensor goes to place `destination`."""
+        return x
+
+    def broadcast(self, x, root):
+        """The tensor of place `root` of the group."""
+        return x

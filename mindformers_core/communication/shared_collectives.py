@@ -9,25 +9,21 @@ Every element's sum is made by one rank, in the group's order, so that all get t
 """
 
 import math
-import mmap
-import os
-import socket
 import weakref
 import zlib
+from functools import partial
 
 import numpy as np
 
-from mindformers_core.communication.connecting import connect_ranks
-from mindformers_core.communication.point_to_point_cpu import share_cards
-from mindformers_core.communication.raw import part_length
-from mindformers_core.communication.shared_segments import shared_file
-from mindformers_core.communication.streams import Stream
+from mindformers_core.communication.connecting import all_gather_texts, connect_ranks
+from mindformers_core.communication.local import part_length
+from mindformers_core.communication.shared_memory import share_memory
 from mindformers_core.communication.tensor_bytes import as_bytes, described, empty_tensor
 from mindformers_core.communication.world import process_state
 
 __all__ = ["SharedGroup", "join_memory", "shared_group"]
 
-LIMIT = 30.0  # seconds that a rank waits for the others, as it does in MindSpore's collectives on CPU
+_TIMEOUT = 30.0  # seconds that a rank waits for the others, as in MindSpore's collectives on CPU
 _HALF = 1 << 21  # bytes of half a rank's memory: what is copied at once, and should stay in a core's cache
 _ALIGNED = 64  # bytes at whose multiples a rank's place in a half begins
 _TOKEN = 4  # bytes that ranks send each other when they meet
@@ -36,19 +32,15 @@ _TOKEN = 4  # bytes that ranks send each other when they meet
 def shared_group(group):
     """The `SharedGroup` of a `Group`; None where its ranks are on several hosts.
 
-    At the first call for these ranks they find each other: all of them make it together.
+    The first call for these ranks is collective: it connects them.
 
     Raises:
-        RuntimeError: ranks that didn't come.
+        RuntimeError: ranks that didn't connect.
     """
     memo = process_state().memo(__name__)
     if group.ranks not in memo:
-        index, size = group.index, group.size
-        lines = connect_ranks(index, size, lambda card: share_cards(card, index, size, group.name))
-        try:
-            memo[group.ranks] = join_memory(index, lines)
-        except OSError as error:
-            raise RuntimeError(f"ranks can't share memory: {error}") from error
+        share = partial(all_gather_texts, index=group.index, size=group.size, group_name=group.name)
+        memo[group.ranks] = join_memory(group.index, connect_ranks(group.index, group.size, share, _TIMEOUT))
     return memo[group.ranks]
 
 
@@ -61,16 +53,16 @@ class SharedGroup:
 
     Args:
         index: this rank's place in the group.
-        streams: place -> a `Stream` to that rank, for all others.
+        connections: place -> `Connection` to that rank, for all others.
         memories: of every rank, in the group's order, an array of bytes of shape (2, bytes of a half).
     """
 
-    def __init__(self, index, streams, memories):
+    def __init__(self, index, connections, memories):
         self.index, self.size = index, len(memories)
-        self.streams, self.memories = streams, memories
+        self.connections, self.memories = connections, memories
         self.shelf = memories[0].shape[1] // self.size // _ALIGNED * _ALIGNED  # bytes of a half for each rank
         self.meetings = 0
-        weakref.finalize(self, _close, streams)  # also at the end of the process
+        weakref.finalize(self, _close, connections)  # also at the end of the process
 
     def all_gather(self, x, dim):
         """All ranks' tensors, of any dtype, joined along `dim`."""
@@ -133,13 +125,13 @@ class SharedGroup:
         """Wait until all ranks have filled their halves; returns these, None for this rank's own."""
         token = zlib.crc32(f"{self.meetings} {call}".encode()).to_bytes(_TOKEN, "little")
         try:
-            for place in self.streams:
-                self.streams[place].write([token])
-            for place in self.streams:
-                if self.streams[place].read(_TOKEN) != token:
+            for place in self.connections:
+                self.connections[place].write([token])
+            for place in self.connections:
+                if self.connections[place].read(_TOKEN) != token:
                     raise ConnectionError("it called something else")
-        except BaseException as error:  # others may have met without this rank
-            _close(self.streams)
+        except BaseException as error:  # the other ranks may have met without this one
+            _close(self.connections)
             if isinstance(error, (ConnectionError, TimeoutError)):
                 raise RuntimeError(f"{call} with the rank at place {place} of {self.size}: {error}") from error
             raise
@@ -161,52 +153,23 @@ def _pieces(shape, most):
             yield slice(row, row + high), slice(column, column + wide)
 
 
-def join_memory(index, lines, limit=LIMIT):
-    """The `SharedGroup` of ranks that are connected; None if they are on several hosts. All of them call it together.
+def join_memory(index, connections):
+    """The `SharedGroup` of ranks that are connected; None if they are on several hosts. A collective call.
 
     Args:
         index: this rank's place in the group.
-        lines: place -> `Line` to that rank, which this takes over.
-        limit: seconds that a rank waits for the others.
+        connections: place -> `Connection` to that rank, for all others; the group owns them.
 
     Raises:
-        OSError: a rank has ended, or doesn't come.
+        RuntimeError: a rank has ended, or doesn't make the call within the timeout.
     """
-    on_one_host = all(line.files is not None for line in lines.values())
-    for line in lines.values():
-        for unneeded in line.files or ():  # for two ranks; here all read the same
-            os.close(unneeded)
-    streams = {place: Stream(line.socket, limit) for place, line in sorted(lines.items())}
-    try:
-        memories = _memories(index, streams) if on_one_host else None
-    except BaseException:
-        _close(streams)
-        raise
-    if memories is None:
-        _close(streams)
+    if not all(connection.on_one_host for connection in connections.values()):
+        _close(connections)
         return None
-    return SharedGroup(index, streams, memories)
+    memories = share_memory(index, connections, 2 * _HALF)
+    return SharedGroup(index, connections, [memories[place].reshape(2, _HALF) for place in sorted(memories)])
 
 
-def _memories(index, streams):
-    """The memories of all ranks, in their order; this rank's is new. `streams`: place -> a `Stream` to that rank."""
-    files = {index: shared_file()}
-    try:
-        os.ftruncate(files[index], 2 * _HALF)
-        for stream in streams.values():
-            socket.send_fds(stream.socket, [b"memory"], [files[index]])
-        for place, stream in streams.items():
-            _, received, _, _ = socket.recv_fds(stream.socket, len(b"memory"), 1)
-            if not received:
-                raise ConnectionError(f"the rank at place {place} has ended")
-            files[place] = received[0]
-        mapped = [mmap.mmap(file, 2 * _HALF) for _, file in sorted(files.items())]
-    finally:
-        for file in files.values():
-            os.close(file)
-    return [np.frombuffer(memory, np.uint8).reshape(2, _HALF) for memory in mapped]
-
-
-def _close(streams):
-    for stream in streams.values():
-        stream.close()
+def _close(connections):
+    for connection in connections.values():
+        connection.close()

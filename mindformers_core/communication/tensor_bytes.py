@@ -1,17 +1,19 @@
 """Tensors of the CPU as bytes and back, for messages: without a copy where MindSpore allows it.
 
 `asnumpy()` gives an array on a contiguous tensor's own memory, and `Tensor.from_numpy` a tensor on an array's memory,
-which it keeps alive.
+which the tensor keeps alive.
 """
 
+import json
 from functools import cache
 
 import numpy as np
 from mindspore import Tensor
 from mindspore import dtype as mstype
 
-__all__ = ["as_bytes", "described", "dtype_named", "empty_tensor"]
+__all__ = ["HEAD_LENGTH", "as_bytes", "described", "dtype_named", "empty_tensor", "encode_head"]
 
+HEAD_LENGTH = 4  # bytes before an encoded head that hold its length, little-endian
 _NOT_OF_NUMPY = (mstype.float8_e4m3fn, mstype.float8_e5m2, mstype.hifloat8, mstype.qint4x2)  # a byte each
 _DTYPES = {str(dtype): dtype for dtype in mstype.all_types}
 
@@ -21,13 +23,19 @@ def described(tensor):
     return [str(tensor.dtype), tensor.shape]
 
 
+def encode_head(head, tensors):
+    """The head of a message, a dict, as bytes: its length, then JSON, with the tensors' dtypes and shapes."""
+    encoded = json.dumps({**head, "tensors": [described(tensor) for tensor in tensors]}, separators=(",", ":")).encode()
+    return len(encoded).to_bytes(HEAD_LENGTH, "little") + encoded
+
+
 def dtype_named(name):
     """The dtype of a name in a description."""
     return _DTYPES[name]
 
 
 def as_bytes(tensor):
-    """A tensor's bytes, an array of uint8; of a contiguous tensor its own memory."""
+    """A tensor's bytes, an array of uint8; the memory of a contiguous tensor itself."""
     return tensor.asnumpy().reshape(-1).view(np.uint8)
 
 

@@ -16,9 +16,10 @@ from mindformers_core.hints import nearest
 __all__ = ["BACKENDS", "Launch", "World", "init_distributed", "process_state", "read_launch", "shutdown", "world"]
 
 BACKENDS = ("native", "cpu", "fake")
-_LAUNCHERS = (  # (variable of the rank, variable of the number of ranks, name)
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "mpirun"),
-    ("PMI_RANK", "PMI_SIZE", "mpirun"),
+_LAUNCHERS = (  # (name, a variable that it always sets, that of the rank, that of the number of ranks)
+    ("msrun", "MS_ROLE", "RANK_ID", "MS_WORKER_NUM"),
+    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("mpirun", "PMI_RANK", "PMI_RANK", "PMI_SIZE"),
 )
 _NO_THREADS = {"runtime_num_threads": 0, "inter_op_parallel_num": 1}  # that run kernels; one that runs graphs
 
@@ -63,8 +64,6 @@ class _ProcessState:
     def forget(self):
         """Be as before `init_distributed()`."""
         self.world = None
-        self.group_names = {}  # ranks, ascending -> MindSpore's name of their process group
-        self.communicators = {}  # mesh -> Communicator
         self.counters = []  # the `count_collectives` blocks that are open
         for memo in self._memos.values():
             memo.clear()
@@ -154,15 +153,16 @@ def read_launch(environ):
     Raises:
         ValueError: variables of a launcher that are incomplete or contradict each other.
     """
-    if "MS_ROLE" in environ:
-        if environ["MS_ROLE"] != "MS_WORKER":
-            raise ValueError(f"MS_ROLE={environ['MS_ROLE']}: a process that computes is an MS_WORKER; start with msrun")
-        rank = _number(environ, "RANK_ID", "msrun") if "RANK_ID" in environ else None
-        return _checked(Launch("msrun", rank, _number(environ, "MS_WORKER_NUM", "msrun")))
-    for rank_variable, size_variable, launcher in _LAUNCHERS:
-        if rank_variable in environ:
-            rank = _number(environ, rank_variable, launcher)
-            return _checked(Launch(launcher, rank, _number(environ, size_variable, launcher)))
+    if environ.get("MS_ROLE", "MS_WORKER") != "MS_WORKER":
+        raise ValueError(f"MS_ROLE={environ['MS_ROLE']}: a process that computes is an MS_WORKER; start with msrun")
+    for launcher, sign, rank_variable, size_variable in _LAUNCHERS:
+        if sign in environ:
+            known = launcher != "msrun" or rank_variable in environ
+            rank = _number(environ, rank_variable, launcher) if known else None
+            size = _number(environ, size_variable, launcher)
+            if size < 1 or (known and rank >= size):
+                raise ValueError(f"the environment of {launcher} says rank {rank} of {size}")
+            return Launch(launcher, rank, size)
     return Launch("none", 0, 1)
 
 
@@ -171,12 +171,6 @@ def _number(environ, variable, launcher):
     if not value.isdigit():
         raise ValueError(f"{variable}={value!r} in the environment of {launcher}: should be a whole number")
     return int(value)
-
-
-def _checked(launch):
-    if launch.size < 1 or (launch.rank is not None and launch.rank >= launch.size):
-        raise ValueError(f"the environment of {launch.launcher} says rank {launch.rank} of {launch.size}")
-    return launch
 
 
 def _fake_launch(world_size, rank):

@@ -1,0 +1,89 @@
+"""Memory that the processes of one host share; in it, segments that hold large messages.
+
+The memory of a rank is a file without a name, mapped by all ranks: the file ends with them. The system gives memory
+only to pages that were written, so a large mapping costs nothing. A writer copies a message into a free segment and
+sends its offset over a connection; the reader copies the message out and marks the segment as free.
+"""
+
+import mmap
+import os
+import socket
+from bisect import insort
+
+import numpy as np
+
+__all__ = ["SegmentWriter", "read_segment", "share_memory"]
+
+_HEADER = 64  # bytes of a segment before the message; the first one is 1 while the segment is in use
+_PAGE = 4096  # bytes at whose multiples segments begin
+_GREETING = b"memory"  # bytes that carry a file descriptor
+
+
+def share_memory(index, connections, size):
+    """New memory of every rank, mapped by all of them: `{rank: array of uint8}`. A collective call: all ranks make it.
+
+    Args:
+        index: this rank's key in the result.
+        connections: `{rank: Connection}` to all other ranks, which are on this host.
+        size: bytes of memory of each rank.
+
+    Raises:
+        RuntimeError: a rank has ended, or doesn't make the call within the timeout of its connection.
+    """
+    files = {index: os.memfd_create("mindformers_core")}
+    try:
+        os.ftruncate(files[index], size)
+        for connection in connections.values():
+            socket.send_fds(connection.socket, [_GREETING], [files[index]])
+        for rank, connection in connections.items():
+            _, received, _, _ = socket.recv_fds(connection.socket, len(_GREETING), 1)
+            if not received:
+                raise ConnectionError(f"the rank at place {rank} has ended")
+            files[rank] = received[0]
+        return {rank: np.frombuffer(mmap.mmap(file, size), np.uint8) for rank, file in files.items()}
+    except OSError as error:
+        for connection in connections.values():
+            connection.close()
+        raise RuntimeError(f"ranks can't share memory: {error}") from error
+    finally:
+        for file in files.values():
+            os.close(file)
+
+
+class SegmentWriter:
+    """Writes messages into `memory`, an array of uint8. Pages in use grow to the largest need at any one time."""
+
+    def __init__(self, memory):
+        self.memory = memory
+        self.in_use = []  # (begin, end) of every segment that may be in use, ascending
+
+    def write(self, pieces):
+        """Copy arrays of uint8 into a segment, one after the other; returns the segment's offset for the reader."""
+        size = _HEADER + sum(piece.size for piece in pieces)
+        offset = self._first_gap(size)
+        start = offset + _HEADER
+        for piece in pieces:
+            self.memory[start : start + piece.size] = piece
+            start += piece.size
+        self.memory[offset] = 1
+        insort(self.in_use, (offset, start))
+        return offset
+
+    def _first_gap(self, size):
+        """The offset of the first free range of `size` bytes (first fit: low pages stay in the cache)."""
+        self.in_use = [(begin, end) for begin, end in self.in_use if self.memory[begin]]
+        offset = 0
+        for begin, end in self.in_use:
+            if offset + size <= begin:
+                break
+            offset = -(-end // _PAGE) * _PAGE
+        return offset
+
+
+def read_segment(memory, offset, targets):
+    """Fill arrays of uint8, one after the other, from the segment at `offset`, and mark the segment as free."""
+    start = offset + _HEADER
+    for target in targets:
+        target[:] = memory[start : start + target.size]
+        start += target.size
+    memory[offset] = 0
