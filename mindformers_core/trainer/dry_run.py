@@ -19,16 +19,16 @@ from mindformers_core.communication.world import shutdown
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recompute.stages import check_stages
-from mindformers_core.sharding.inspecting import explain_activations, prepare
+from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.trainer.data import micro_batch
 from mindformers_core.trainer.pipeline_recipe import recipe_timeline
-from mindformers_core.trainer.pipeline_step import build_chunks, hsdp_chunks, sharded_model
 from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, global_batch_size, mesh_shape
+from mindformers_core.trainer.step import build_cells
 from mindformers_core.trainer.zero_recipe import SHARDED, zero_settings
 from mindformers_core.zero import memory_report
 
-__all__ = ["RankFacts", "ParameterFact", "dry_run", "pipeline_report", "report"]
+__all__ = ["RankFacts", "ParameterFact", "dry_run", "report"]
 
 _COMPUTED = {  # fields of a memory report's `Figures`
     "weights": "weights",
@@ -37,10 +37,7 @@ _COMPUTED = {  # fields of a memory report's `Figures`
     "state": "AdamW state",
     "buckets": "buckets",
 }
-_ROWS = _COMPUTED | {
-    "activations": "activations",
-    "recomputed": "computed again at once",
-}
+_ROWS = _COMPUTED | {"activations": "activations", "recomputed": "computed again at once"}
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,6 @@ class ParameterFact:
         name: its path.
         global_shape, local_shape, part_shape: whole; as a rank computes with it; of the part that a rank keeps between
             steps, and updates.
-        dtype: name of the dtype.
         layout: that of the part, as text.
         reason: why `hsdp()` leaves it whole on the ranks that shard others; empty where it cuts it.
     """
@@ -60,7 +56,6 @@ class ParameterFact:
     global_shape: tuple
     local_shape: tuple
     part_shape: tuple
-    dtype: str
     layout: str
     reason: str = ""
 
@@ -105,7 +100,7 @@ def dry_run(recipe):
     ranks = mesh.group(mesh.rank_list[0], ("pp",))
     timeline = recipe_timeline(recipe) if len(ranks) > 1 else None
     live = timeline.peak_live if timeline else (1,)
-    parts = [_facts_of_rank(recipe, mesh, rank, micro_batches, count) for rank, count in zip(ranks, live, strict=True)]
+    parts = [_facts_of_rank(recipe, mesh, rank, count) for rank, count in zip(ranks, live, strict=True)]
     by_stage = dict(entry for part in parts for entry in part.summaries)
     summaries = [by_stage[stage] for stage in sorted(by_stage)]
     if any(summaries):
@@ -119,70 +114,46 @@ def dry_run(recipe):
     )
     if len(parts) == 1:
         return head + report(parts[0])
-    return head + pipeline_report(timeline, parts)
+    return head + _pipeline_report(timeline, parts)
 
 
-def _facts_of_rank(recipe, mesh, rank, micro_batches, live):
+def _facts_of_rank(recipe, mesh, rank, live):
     """The `RankFacts` of a rank, on which `live` micro-batches are at a time, its Cells run on shapes."""
     init_distributed("fake", world_size=mesh.size, rank=rank)
     try:
-        if recipe.parallelism.pipeline_parallel == 1:
-            chunks = [(0, sharded_model(recipe, mesh))]
-        else:
-            chunks = build_chunks(recipe, mesh, rank)
-        for stage, net in chunks:
-            _plan(recipe, stage, net)
-        zero = zero_settings(recipe, mesh, micro_batches)
-        nets = [net for _, net in chunks]
-        hsdp_chunks(recipe, nets, zero)
-        summaries = tuple((stage, _summary(recipe, stage, net)) for stage, net in chunks)
-        is_short = any(each and each["short"] for _, each in summaries)  # of a budget, checked for all stages
-        activations = () if is_short else _activations(recipe, chunks)
-        facts = _facts(recipe, nets, zero["shard_size"], activations, summaries)
+        zero = zero_settings(recipe, mesh, accumulation_steps(recipe, mesh.axis_size("dp")))
+        cells = build_cells(recipe, mesh, rank, zero)
+        stages = [_planned(recipe, stage, net) for stage, net in cells.items()]
+        kept, recomputed, lines, summaries = zip(*stages)
+        facts = _facts(recipe, cells.values(), zero["shard_size"], sum(lines, ()), tuple(zip(cells, summaries)))
         if recipe.context.engine != "eager":  # which has no plan
-            kept, recomputed = zip(*(_kept(recipe, stage, net) for stage, net in chunks))
             facts.bytes.update(activations=int(live * sum(kept)), recomputed=max(recomputed))
         return facts
     finally:
         shutdown()
 
 
-def _plan(recipe, stage, net):
-    """Have a stage find its layouts, or fail with the error of the real run."""
-    given = micro_batch(recipe, stage)
-    if recipe.context.engine == "generated":
-        prepare(net, *given, compiled=recipe.context.mode == 0)
-    else:
+def _planned(recipe, stage, net):
+    """Have a stage find its layouts, or fail with the error of the real run.
+
+    Returns:
+        `(kept, recomputed, lines, summary)`: bytes of what the stage takes in a micro-batch and keeps for its backward
+        pass; bytes of the layer that are computed again at once; lines about what is recomputed and swapped; and the
+        `stage_summary` of its `ActivationPolicy`.
+    """
+    given, policy = micro_batch(recipe, stage), tree_of(net).activations
+    if recipe.context.engine == "eager":
         with ms.DeviceCtx("meta"):
             net(*(ms.mint.zeros(each.shape, dtype=getattr(ms, each.dtype)) for each in given))
-
-
-def _kept(recipe, stage, net):
-    """Bytes of what a stage takes in a micro-batch and keeps for its backward pass; and those that come back in it."""
-    given, policy = micro_batch(recipe, stage), tree_of(net).activations
+        return 0, 0, (), policy.stage_summary()
     frame = prepare(net, *given, compiled=recipe.context.mode == 0).frame
     explained, layers = policy.explained(frame), {path for paths in policy.layers.values() for path in paths}
     taken = sum(math.prod(each.shape) * ITEM_BYTES[each.dtype] for each in given)
     kept = saved_bytes(frame, explained.dropped, algorithm_of, arguments_need=False)
-    return taken + kept, recomputed_at_once(frame, layers, explained.marks)
-
-
-def _summary(recipe, stage, net):
-    """`stage_summary` of the `ActivationPolicy` of a stage, once it has the program that training would run."""
-    activations = tree_of(net).activations
-    if activations.marks:
-        prepare(net, *micro_batch(recipe, stage), compiled=recipe.context.mode == 0)
-    return activations.stage_summary()
-
-
-def _activations(recipe, chunks):
-    """Lines about what is recomputed and swapped in each of the Cells of a rank."""
-    lines = []
-    for stage, net in chunks:
-        found = explain_activations(net, *micro_batch(recipe, stage), compiled=recipe.context.mode == 0)
-        is_stage = found and recipe.parallelism.pipeline_parallel > 1
-        lines += [f"stage {stage}:", *(f"  {line}" for line in found)] if is_stage else found
-    return tuple(lines)
+    lines = explained.lines
+    if lines and recipe.parallelism.pipeline_parallel > 1:
+        lines = (f"stage {stage}:", *(f"  {line}" for line in lines))
+    return taken + kept, recomputed_at_once(frame, layers, explained.marks), lines, policy.stage_summary()
 
 
 def _facts(recipe, nets, shards, activations, summaries):
@@ -190,18 +161,19 @@ def _facts(recipe, nets, shards, activations, summaries):
     at_once = recipe.context.mode == 0 or recipe.parallelism.pipeline_parallel > 1  # all gradients of a backward pass
     reports = [memory_report(net, compiled=at_once) for net in nets]
     fullest = max(("pass", "update"), key=lambda moment: sum(report.computed[moment].total for report in reports))
-    figures = [report.computed[fullest] for report in reports]
-    bytes_by_kind = {kind: sum(getattr(each, kind) for each in figures) for kind in _COMPUTED}
+    bytes_by_kind = {kind: sum(getattr(each.computed[fullest], kind) for each in reports) for kind in _COMPUTED}
     parameters = {}
-    for net, report in zip(nets, reports, strict=True):
-        plans = {plan.path: plan for plan in report.step.plans}
+    for net, each in zip(nets, reports, strict=True):
+        plans = {plan.path: plan for plan in each.step.plans}
         for path, parameter in net.parameters_and_names():
-            parameters[path] = _fact(parameter, plans[path], shards)
+            plan = plans[path]
+            shapes = tuple(parameter.global_shape), plan.shape, plan.part_shape(shards)
+            parameters[path] = ParameterFact(path, *shapes, str(parameter.layout), plan.reason)
     level = recipe.parallelism.zero_level if shards > 1 else 0
     return RankFacts(tuple(parameters.values()), level, shards, bytes_by_kind, activations, summaries)
 
 
-def pipeline_report(timeline, parts):
+def _pipeline_report(timeline, parts):
     """The text for a pipeline: its schedule, every pipeline rank, and the figures of the fullest rank.
 
     Args:
@@ -271,12 +243,6 @@ def _table(parameters):
     rows += [(name, str(count), *map(str, shapes), layout) for (name, *shapes, layout), count in kinds.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-
-
-def _fact(parameter, plan, shards):
-    """The `ParameterFact` of a part, with its `ParameterPlan`."""
-    shapes = tuple(parameter.global_shape), plan.shape, plan.part_shape(shards)
-    return ParameterFact(plan.path, *shapes, plan.dtype, str(parameter.layout), plan.reason)
 
 
 def _gib(count):
