@@ -13,7 +13,8 @@ import yaml
 from mindformers_core.hints import nearest
 from mindformers_core.models.spec import DEFAULT_MODEL, model_spec
 from mindformers_core.ranges import check_range
-from mindformers_core.trainer.recipe import Recipe, check_recipe
+from mindformers_core.trainer.recipe import Recipe
+from mindformers_core.trainer.recipe_checks import check_recipe
 from mindformers_core.trainer.recipe_text import parse_overrides, parse_yaml
 
 __all__ = ["load_recipe", "recipe_from_dict", "recipe_to_yaml"]

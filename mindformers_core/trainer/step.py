@@ -8,18 +8,14 @@ from mindformers_core.recompute import recompute, swap
 from mindformers_core.tensor_parallel import jit, shard
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
 from mindformers_core.trainer.data import micro_batch
-from mindformers_core.trainer.pipeline_recipe import (
-    layers_of_stages,
-    micro_batches_of_a_run,
-    recipe_schedule,
-    stages_held,
-)
+from mindformers_core.trainer.pipeline_recipe import layers_of_rank, micro_batches_of_a_run, recipe_schedule
+from mindformers_core.trainer.zero_recipe import zero_settings
 from mindformers_core.zero import hsdp, share_parts, value_and_grad
 
 __all__ = ["build_cells", "pipeline_step_function", "step_function"]
 
 
-def build_cells(recipe, mesh, rank, zero):
+def build_cells(recipe, mesh, rank):
     """The recipe's model as `rank` of `mesh` holds it: sharded, under `hsdp()`, its values drawn from the seed.
 
     A parameter that several stages of the rank hold is stored and updated once.
@@ -28,15 +24,13 @@ def build_cells(recipe, mesh, rank, zero):
         recipe: the `Recipe`.
         mesh: with the axes `MESH_AXES`.
         rank: of a process.
-        zero: keyword arguments of `hsdp()`.
 
     Returns:
         A dict, number of a stage -> its Cell, in order; without a pipeline 0 -> the model.
     """
-    is_part, layers = recipe.parallelism.pipeline_parallel > 1, {0: None}
+    is_part, layers, zero = recipe.parallelism.pipeline_parallel > 1, {0: None}, zero_settings(recipe, mesh)
     if is_part:
-        (pipeline_rank,), split = mesh.coordinate(rank, ("pp",)), layers_of_stages(recipe)
-        layers = {stage: split[stage] for stage in stages_held(recipe, pipeline_rank)}
+        layers = layers_of_rank(recipe, *mesh.coordinate(rank, ("pp",)))
         mesh = mesh.sub_mesh(tuple(axis for axis in mesh.axis_names if axis != "pp"), rank)
     cells = {}
     for stage, part in layers.items():
@@ -103,45 +97,35 @@ def pipeline_step_function(recipe, mesh, cells):
     stages = [PipelineStage(net, index, stage_num, **options) for index, net in cells.items()]
     several = issubclass(kind, PipelineScheduleMulti)
     schedule = kind(stages if several else stages[0], micro_batches_of_a_run(recipe), share_outputs=True)
-    optimizer = AdamW(list(_first_of_each(stages, [stage.parameters for stage in stages])), recipe.optimizer)
-    given = {}
-    for index in cells:
-        first, *others = micro_batch(recipe, index)
-        given[index] = (first,), dict(zip(names, others, strict=True))
+    optimizer = AdamW(_once_each(stages, "parameters"), recipe.optimizer)
+    inputs = {index: micro_batch(recipe, index) for index in cells}
+    given = {index: ((first,), dict(zip(names, others, strict=True))) for index, (first, *others) in inputs.items()}
     schedule.meet().prepare(schedule.table, given)
-    counted = _first_of_each(stages, [stage.counted for stage in stages])
-    update = _update_function(recipe, optimizer, mesh=mesh, over=("pp",), counted=counted)
+    update = _update_function(recipe, optimizer, mesh=mesh, over=("pp",), counted=_once_each(stages, "counted"))
 
     def step(arrays, rate, eps, decay):
         for stage in stages:
             stage.zero_gradients()
         losses = [schedule.run(first, **dict(zip(names, others, strict=True))) for first, *others in zip(*arrays)]
-        gradients = _first_of_each(stages, [stage.gradients for stage in stages])
-        return sum(losses) / len(losses), update(rate, eps, decay, *gradients)
+        return sum(losses) / len(losses), update(rate, eps, decay, *_once_each(stages, "gradients"))
 
     return optimizer, step
 
 
-def _first_of_each(stages, by_stage):
-    """What belongs to the parameters of stages, given stage by stage, once for each parameter: a tuple."""
+def _once_each(stages, attribute):
+    """The entries of an attribute of stages, which has one for every parameter, without those of tied parameters."""
     entries = {}
-    for stage, values in zip(stages, by_stage, strict=True):
-        for parameter, value in zip(stage.parameters, values, strict=True):
+    for stage in stages:
+        for parameter, value in zip(stage.parameters, getattr(stage, attribute), strict=True):
             entries.setdefault(parameter, value)
-    return tuple(entries.values())
+    return list(entries.values())
 
 
 def _update_function(recipe, optimizer, **settings):
-    """The function of the scalars of `AdamW.scalars` and of all reduced gradients, one by one, that clips, updates,
-    and returns the norm before clipping.
+    """A function that clips the reduced gradients, updates the parameters, and returns the norm before clipping.
 
-    In graph mode it is compiled at its first call. Numbers that change from step to step are tensors, so that it is
-    compiled once.
-
-    Args:
-        recipe: the `Recipe`.
-        optimizer: an `AdamW`.
-        settings: keyword arguments of `ClipByGlobalNorm`.
+    It takes the scalars of `AdamW.scalars`, tensors, so that graph mode compiles it once, and the gradients one by one.
+    `settings` are keyword arguments of `ClipByGlobalNorm`.
     """
     clip = ClipByGlobalNorm(optimizer.parameters, recipe.training.max_norm, **settings)
 

@@ -30,7 +30,7 @@ from mindformers_core.trainer.records import (
 )
 from mindformers_core.trainer.saved_state import find_checkpoint, load_state, save_state
 from mindformers_core.trainer.step import build_cells, pipeline_step_function, step_function
-from mindformers_core.trainer.zero_recipe import zero_settings, zero_state
+from mindformers_core.trainer.zero_recipe import zero_state
 
 __all__ = ["Job", "prepare", "make_job", "resume", "run_steps", "train_step"]
 
@@ -108,7 +108,7 @@ def make_job(recipe, mesh, rank, dataset):
     micro_batches, batch_size = accumulation_steps(recipe, dp_size), global_batch_size(recipe, dp_size)
     ms.set_seed(recipe.training.seed)
     ms.manual_seed(recipe.training.seed)
-    cells = build_cells(recipe, mesh, rank, zero_settings(recipe, mesh, micro_batches))
+    cells = build_cells(recipe, mesh, rank)
     if recipe.parallelism.pipeline_parallel == 1:
         optimizer, run_step = step_function(recipe, cells[0])
     else:
