@@ -22,7 +22,7 @@ from mindformers_core.trainer.command_line import main
 from mindformers_core.trainer.compare import largest_difference, read_losses
 from mindformers_core.trainer.recipe import Optimizer
 from mindformers_core.trainer.recipe_loader import load_recipe
-from mindformers_core.trainer.records import Progress
+from mindformers_core.trainer.records import progress_writer
 from mindformers_core.trainer.saved_state import find_checkpoint
 from mindformers_core.trainer.training_loop import prepare, run_steps
 
@@ -233,10 +233,10 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize("stream, lines, returns", [(io.StringIO, 3, 0), (Terminal, 1, 20)])
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(stream, lines, returns):
     shown = stream()
-    progress = Progress(20, 10, shown)
+    write = progress_writer(20, 10, shown)
     numbers = {"loss": 2.0, "learning_rate": 1e-3, "gradient_norm": 0.5, "tokens_per_second": 1e4}
     for step in range(1, 21):
-        progress.show({"step": step, **numbers})
+        write({"step": step, **numbers})
     assert shown.getvalue().count("\n") == lines and shown.getvalue().count("\r") == returns
     assert "step 20/20  loss 2.0000" in shown.getvalue()
 

@@ -1,4 +1,4 @@
-"""What a run leaves for people and tools: a folder with metrics, a picture and event files; and printed lines."""
+"""Records of a run: the run folder with metrics, a picture and event files; and printed lines."""
 
 import importlib
 import json
@@ -10,14 +10,16 @@ from mindformers_core.files import write_whole
 from mindformers_core.recompute import write_curve
 from mindformers_core.sharding.inspecting import explain_activations
 
-__all__ = ["Progress", "draw_losses", "metrics_writer", "open_run_folder", "report_activations", "require_extras",
-           "tensorboard_writer"]  # fmt: skip
+__all__ = [
+    "draw_losses", "metrics_writer", "open_run_folder", "progress_writer", "report_activations", "require_extras",
+    "tensorboard_writer",
+]  # fmt: skip
 
 _BAR_WIDTH = 24
 
 
 def require_extras(recipe):
-    """Import what `monitor.plot` and `monitor.tensorboard` need: before hours of training, not after.
+    """Import the packages of `monitor.plot` and `monitor.tensorboard`, which training needs at its end only.
 
     Raises:
         ModuleNotFoundError: a missing package, with the extra to install and the key that needs it.
@@ -110,53 +112,42 @@ def draw_losses(folder):
     figure.savefig(os.path.join(folder, "loss.png"), dpi=120)
 
 
-class Progress:
-    """Shows steps as text: a bar on a terminal, a line every few steps elsewhere (log files).
+def progress_writer(total, interval, stream=None):
+    """A function that shows a row as text: a bar on a terminal, a line every few steps elsewhere (log files).
+
+    A row is a dict with `step`, `loss`, `learning_rate`, `gradient_norm` and `tokens_per_second`.
 
     Args:
         total: number of the last step.
         interval: steps between lines where the stream is no terminal.
         stream: default standard output.
     """
+    stream, first = sys.stdout if stream is None else stream, None
 
-    def __init__(self, total, interval, stream=None):
-        self.total, self.interval, self.started = total, interval, None
-        self.stream = sys.stdout if stream is None else stream
-
-    def show(self, row):
-        """Show the metrics of a step: `step`, `loss`, `learning_rate`, `gradient_norm`, `tokens_per_second`."""
-        step = row["step"]
+    def write(row):
+        nonlocal first
+        step, now = row["step"], time.perf_counter()
+        first = first or (step, now)
+        seconds = round((now - first[1]) / max(1, step - first[0]) * (total - step))
         text = (
-            f"step {step}/{self.total}  loss {row['loss']:.4f}  lr {row['learning_rate']:.3e}  "
-            f"norm {row['gradient_norm']:.3f}  {row['tokens_per_second']:,.0f} tokens/s  {self._remaining(step)}"
-        )
-        if self.stream.isatty():
-            done = _BAR_WIDTH * step // self.total
-            self.stream.write(f"\r[{'=' * done}{' ' * (_BAR_WIDTH - done)}] {text}" + "\n" * (step == self.total))
-        elif step % self.interval == 0 or step in (1, self.total):
-            self.stream.write(text + "\n")
-        self.stream.flush()
+            f"step {step}/{total}  loss {row['loss']:.4f}  lr {row['learning_rate']:.3e}  "
+            f"norm {row['gradient_norm']:.3f}  {row['tokens_per_second']:,.0f} tokens/s  "
+        ) + (f"{seconds // 60}:{seconds % 60:02d} left" if step > first[0] else "")
+        if stream.isatty():
+            stream.write(f"\r[{'=' * (_BAR_WIDTH * step // total):{_BAR_WIDTH}}] {text}" + "\n" * (step == total))
+        elif step % interval == 0 or step in (1, total):
+            stream.write(text + "\n")
+        stream.flush()
 
-    def _remaining(self, step):
-        if self.started is None:
-            self.started = (step, time.perf_counter())
-            return ""
-        first, since = self.started
-        seconds = round((time.perf_counter() - since) / (step - first) * (self.total - step))
-        return f"{seconds // 60}:{seconds % 60:02d} left"
+    return write
 
 
 def report_activations(recipe, mesh, rank, cells):
-    """Print what is recomputed and swapped; under a budget draw what memory costs into the run folder.
+    """Print the recomputed and swapped operators of this rank's `cells`, by number of their stage.
 
-    All ranks call this once there are programs. Of the ranks that hold a stage the first one prints; nothing is printed
-    without recompute and swap.
-
-    Args:
-        recipe: the `Recipe`.
-        mesh: with the axis "pp".
-        rank: of this process.
-        cells: number of a stage -> its Cell, of this rank.
+    Under a budget the curve of memory against recomputed operations is drawn into the run folder. Called on all ranks
+    after the first step, when there are programs; the first rank of every stage prints. Without recompute and swap
+    nothing is printed.
     """
     if any(mesh.coordinate(rank, tuple(axis for axis in mesh.axis_names if axis != "pp"))):
         return

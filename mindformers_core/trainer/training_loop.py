@@ -20,10 +20,10 @@ from mindformers_core.trainer.pipeline_recipe import pipeline_state
 from mindformers_core.trainer.recipe import MESH_AXES, Recipe, accumulation_steps, global_batch_size, mesh_shape
 from mindformers_core.trainer.recipe_loader import recipe_to_yaml
 from mindformers_core.trainer.records import (
-    Progress,
     draw_losses,
     metrics_writer,
     open_run_folder,
+    progress_writer,
     report_activations,
     require_extras,
     tensorboard_writer,
@@ -199,7 +199,7 @@ def _open_records(job):
     print(f"{recipe.training.steps} steps of {job.micro_batches} {kind} on ranks {job.mesh}; run folder {folder}")
     records = [metrics_writer(folder, after_step=job.step)]
     records += [tensorboard_writer(folder)] if recipe.monitor.tensorboard else []
-    return [*records, Progress(recipe.training.steps, recipe.monitor.log_interval).show]
+    return [*records, progress_writer(recipe.training.steps, recipe.monitor.log_interval)]
 
 
 def _carries_on(recipe):
