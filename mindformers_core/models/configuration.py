@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields, replace
 
 from mindformers_core.hints import nearest
-from mindformers_core.ranges import bounded, check_ranges
+from mindformers_core.ranges import bounded, check_range
 
 __all__ = ["MOST_LAYERS", "LlamaConfig"]
 
@@ -68,7 +68,7 @@ class LlamaConfig:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         for entry in fields(self):
             _check_type(entry.name, entry.type, getattr(self, entry.name))
-        check_ranges(self)
+            check_range(getattr(self, entry.name), entry.metadata, entry.name)
         if self.dtype not in _DTYPES:
             hint = nearest(self.dtype, _DTYPES)
             raise ValueError(f"dtype: {self.dtype!r} should be one of {', '.join(_DTYPES)}{hint}")
