@@ -1,41 +1,31 @@
 """Ranges of numbers, beside the fields of a dataclass or as texts, and their errors. Pure Python."""
 
 import re
-from dataclasses import field, fields
+from dataclasses import field
+from operator import ge, gt, le, lt
 
-__all__ = ["bounded", "check_range", "check_ranges", "parse_ranges"]
+__all__ = ["bounded", "check_range", "parse_ranges"]
 
 _WORDS = {"at_least": "at least", "above": "greater than", "at_most": "at most", "below": "below"}
-_HOLDS = {
-    "at_least": lambda value, limit: value >= limit,
-    "above": lambda value, limit: value > limit,
-    "at_most": lambda value, limit: value <= limit,
-    "below": lambda value, limit: value < limit,
-}
+_HOLDS = {"at_least": ge, "above": gt, "at_most": le, "below": lt}
 _LONGEST = 40  # characters of a number that are shown
 _RANGE = re.compile(r"([0-9]{1,5})(?:\s*-\s*([0-9]{1,5}))?")
 
 
 def bounded(default, at_least=None, at_most=None, above=None, below=None):
-    """A dataclass field with a range, an end of two kinds on either side; of a tuple, the range of each entry."""
+    """A dataclass field with a lower limit, inclusive or not, and an upper one; for a tuple, those of each entry."""
     limits = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
     given = {kind: limit for kind, limit in limits.items() if limit is not None}
     assert len(given) == 2, given
     return field(default=default, metadata=given)
 
 
-def check_ranges(section):
-    """`check_range` for each field of a dataclass object."""
-    for entry in fields(section):
-        check_range(getattr(section, entry.name), entry.metadata, entry.name)
-
-
 def check_range(value, limits, path):
-    """Raise `ValueError` unless `value`, None, or each entry of a tuple, is in the range; inf and nan are in none.
+    """Raise `ValueError` for a number, or an entry of a tuple, out of its range. None is allowed, NaN isn't.
 
     Args:
-        value: what was given.
-        limits: those of `bounded`; other entries are left alone, and without any all is allowed.
+        value: the number, tuple of numbers or None; of any type where there are no limits.
+        limits: metadata of a field that `bounded` made; other entries are ignored.
         path: the key, for the error.
     """
     limits = {kind: limit for kind, limit in limits.items() if kind in _HOLDS}
@@ -56,7 +46,7 @@ def parse_ranges(text):
     """`"0,3,5-7"` as pairs `(first, last)`, both included.
 
     Raises:
-        ValueError: anything else; five digits at most, since a mistyped end should not make a list that fills memory.
+        ValueError: another text, or a number of more than five digits: its range could fill the memory.
     """
     ranges = []
     for entry in text.split(","):

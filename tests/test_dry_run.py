@@ -110,11 +110,11 @@ def test_mesh_that_does_not_fit_is_an_error(dry_run):
 
 
 def test_report_adds_up():
-    cut = (8, 4), (4, 4), (2, 4), "float32", "[(tp, dp), -]"
+    cut = (8, 4), (4, 4), (2, 4), "[(tp, dp), -]"
     facts = (
         ParameterFact("layers.0.weight", *cut),
         ParameterFact("layers.1.weight", *cut),
-        ParameterFact("norm.weight", (4,), (4,), (4,), "bfloat16", "[-]", "8 bytes are few"),
+        ParameterFact("norm.weight", (4,), (4,), (4,), "[-]", "8 bytes are few"),
     )
     taken = {"weights": 136, "parts": 0, "gradients": 72, "state": 160, "buckets": 1}
     lines = [" ".join(line.split()) for line in report(RankFacts(facts, 2, 2, taken)).splitlines()]

@@ -9,7 +9,7 @@ import yaml
 
 from mindformers_core.pipeline.schedules.named import SCHEDULES, schedule_class
 from mindformers_core.trainer.learning_rate import learning_rate
-from mindformers_core.trainer.pipeline_recipe import layers_of_stages, recipe_timeline, stages_held
+from mindformers_core.trainer.pipeline_recipe import layers_of_rank, layers_of_stages, recipe_timeline
 from mindformers_core.trainer.recipe import accumulation_steps, mesh_shape
 from mindformers_core.trainer.recipe_loader import load_recipe, recipe_to_yaml
 from mindformers_core.trainer.recipe_text import parse_overrides
@@ -140,7 +140,7 @@ def test_every_schedule_can_be_named(name):
         str(CONFIGS / "llama_tiny_pp.yaml"), [f"{PP}_schedule={name}", f"{PP}_interleave_num={chunks}"]
     )
     assert sum(layers.count for layers in layers_of_stages(recipe)) == 4 and recipe_timeline(recipe).makespan > 0
-    assert sorted(stages_held(recipe, 0) + stages_held(recipe, 1)) == [*range(2 * chunks)]
+    assert {**layers_of_rank(recipe, 0), **layers_of_rank(recipe, 1)} == dict(enumerate(layers_of_stages(recipe)))
 
 
 @pytest.mark.parametrize("overrides, kind, message", ERRORS, ids=[" ".join(error[0]) for error in ERRORS])

@@ -22,8 +22,8 @@ from mindformers_core.recompute import list_operators, recompute, swap, write_cu
 from mindformers_core.recompute.explained import keepers_by_key
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import explain, prepare, programs, shard
-from mindformers_core.trainer.activation_report import report_activations
 from mindformers_core.trainer.recipe import MESH_AXES
+from mindformers_core.trainer.records import report_activations
 from mindformers_core.zero import hsdp, value_and_grad
 
 IDS = tensor_meta((2, 8), "int32")

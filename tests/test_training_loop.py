@@ -17,12 +17,12 @@ from mindspore.graph import api as graph_api
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.sharding.inspecting import programs
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm, clip_by_global_norm
-from mindformers_core.trainer import metrics, training_loop
+from mindformers_core.trainer import records, training_loop
 from mindformers_core.trainer.command_line import main
 from mindformers_core.trainer.compare import largest_difference, read_losses
-from mindformers_core.trainer.progress import Progress
 from mindformers_core.trainer.recipe import Optimizer
 from mindformers_core.trainer.recipe_loader import load_recipe
+from mindformers_core.trainer.records import progress_writer
 from mindformers_core.trainer.saved_state import find_checkpoint
 from mindformers_core.trainer.training_loop import prepare, run_steps
 
@@ -233,10 +233,10 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize("stream, lines, returns", [(io.StringIO, 3, 0), (Terminal, 1, 20)])
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(stream, lines, returns):
     shown = stream()
-    progress = Progress(20, 10, shown)
+    write = progress_writer(20, 10, shown)
     numbers = {"loss": 2.0, "learning_rate": 1e-3, "gradient_norm": 0.5, "tokens_per_second": 1e4}
     for step in range(1, 21):
-        progress.show({"step": step, **numbers})
+        write({"step": step, **numbers})
     assert shown.getvalue().count("\n") == lines and shown.getvalue().count("\r") == returns
     assert "step 20/20  loss 2.0000" in shown.getvalue()
 
@@ -244,7 +244,7 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(stream, lines, retu
 def test_half_written_metrics_line_is_dropped_when_resuming(tmp_path):
     rows = [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "lo')
-    metrics.MetricsFile(str(tmp_path), after_step=2).write({"step": 3, "loss": 9.0})
+    records.metrics_writer(str(tmp_path), after_step=2)({"step": 3, "loss": 9.0})
     assert read_losses(str(tmp_path)) == {1: 1.0, 2: 0.5, 3: 9.0}
 
 
@@ -255,7 +255,7 @@ def test_the_newest_checkpoint_has_the_highest_number(tmp_path):
 
 
 def test_missing_extra_is_told_before_the_first_step(run, monkeypatch):
-    monkeypatch.setattr(metrics.importlib, "import_module", fail_with(ModuleNotFoundError("no such module")))
+    monkeypatch.setattr(records.importlib, "import_module", fail_with(ModuleNotFoundError("no such module")))
     with pytest.raises(ModuleNotFoundError, match=r"monitor.plot needs matplotlib: pip install '.*\[plot\]'"):
         run("a", "monitor.plot=true")
 

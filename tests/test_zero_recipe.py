@@ -18,7 +18,7 @@ def settings(overrides, world_size=4):
     """The recipe of `overrides`, and what it says to hsdp()."""
     recipe = load_recipe(ZERO, overrides)
     mesh = init_device_mesh(mesh_shape(recipe, world_size), MESH_AXES)
-    return zero_settings(recipe, mesh, accumulation_steps(recipe, mesh.axis_size("dp")))
+    return zero_settings(recipe, mesh)
 
 
 def test_our_recipe_shards_gradients_over_two_ranks():

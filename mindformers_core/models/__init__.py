@@ -6,8 +6,8 @@ The public names load the module behind them when they are first used: configs a
 from mindformers_core.lazy_exports import lazy_exports
 
 _PUBLIC = {
-    "LayerRange": "layer_specs",
-    "LayerSpec": "layer_specs",
+    "LayerRange": "spec",
+    "LayerSpec": "spec",
     "LlamaConfig": "configuration",
     "LlamaForCausalLM": "llama",
     "LlamaModel": "llama",

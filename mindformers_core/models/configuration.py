@@ -3,32 +3,17 @@
 from dataclasses import dataclass, field, fields, replace
 
 from mindformers_core.hints import nearest
-from mindformers_core.ranges import bounded, check_ranges
+from mindformers_core.ranges import bounded, check_range
 
 __all__ = ["MOST_LAYERS", "LlamaConfig"]
 
 MOST_LAYERS = 10_000  # more are a mistyped number
 _DTYPES = ("float32", "float16", "bfloat16")
-_COUNTS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
-_NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range")
-_FLAGS = ("tie_word_embeddings", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+_EXPECTED = {int: "an int", int | None: "an int", float: "a number", bool: "true or false"}
 # What one layer can have of its own: hidden states, rotary tables and dtype are the whole model's.
 _LAYER_KEYS = (
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "rms_norm_eps",
-    "initializer_range",
-)
+    "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "initializer_range",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,40 +66,38 @@ class LlamaConfig:
     def __post_init__(self):
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
-        for name in _COUNTS:
-            if name != "head_dim" or self.head_dim is not None:
-                _check_whole(name, getattr(self, name))
-        for name in _NUMBERS:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"{name}: expected a number, not {value!r}")
-        check_ranges(self)
+        for entry in fields(self):
+            _check_type(entry.name, entry.type, getattr(self, entry.name))
+            check_range(getattr(self, entry.name), entry.metadata, entry.name)
+        if self.dtype not in _DTYPES:
+            hint = nearest(self.dtype, _DTYPES)
+            raise ValueError(f"dtype: {self.dtype!r} should be one of {', '.join(_DTYPES)}{hint}")
         if self.head_dim is None:
             _check_divides("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        self._check_flags()
         _check_divides("num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads)
         if self.head_dim % 2:
             raise ValueError(f"head_dim: {self.head_dim} should be even: rotary embedding turns pairs of values")
-        self._check_block_specs()
-
-    def _check_flags(self):
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}: expected true or false, not {getattr(self, name)!r}")
-        _check_choice("dtype", self.dtype, _DTYPES)
+        if self.heterogeneous_block_specs is not None:
+            self._check_block_specs()
 
     def _check_block_specs(self):
-        if self.heterogeneous_block_specs is None:
-            return
-        specs = _as_tuple("heterogeneous_block_specs", self.heterogeneous_block_specs, "dicts")
+        specs = self.heterogeneous_block_specs
+        if not isinstance(specs, (list, tuple)):
+            raise TypeError(f"heterogeneous_block_specs: expected a list of dicts, not {specs!r}")
         if len(specs) != self.num_hidden_layers:
             raise ValueError(
                 f"heterogeneous_block_specs: {len(specs)} entries, but num_hidden_layers is {self.num_hidden_layers}: "
                 "give a dict for every layer, {} where nothing differs"
             )
         for place, spec in enumerate(specs):
-            _check_block_spec(f"heterogeneous_block_specs[{place}]", spec)
+            where = f"heterogeneous_block_specs[{place}]"
+            if not isinstance(spec, dict):
+                raise TypeError(f"{where}: expected a dict by key, not {spec!r}")
+            for key in spec:
+                if key not in _LAYER_KEYS:
+                    hint, allowed = nearest(key, _LAYER_KEYS), ", ".join(_LAYER_KEYS)
+                    raise ValueError(f"{where}: unknown key '{key}'{hint}; a layer's own are: {allowed}")
         object.__setattr__(self, "heterogeneous_block_specs", tuple(dict(spec) for spec in specs))
         for number in range(1, len(specs) + 1):
             self.get_config_for_layer(number)
@@ -150,29 +133,11 @@ class LlamaConfig:
         return cls(**values)
 
 
-def _as_tuple(name, given, of_what):
-    if not isinstance(given, (list, tuple)):
-        raise TypeError(f"{name}: expected a list of {of_what}, not {given!r}")
-    return tuple(given)
-
-
-def _check_block_spec(where, spec):
-    if not isinstance(spec, dict):
-        raise TypeError(f"{where}: expected a dict by key, not {spec!r}")
-    for key in spec:
-        if key not in _LAYER_KEYS:
-            allowed = ", ".join(_LAYER_KEYS)
-            raise ValueError(f"{where}: unknown key '{key}'{nearest(key, _LAYER_KEYS)}; a layer's own are: {allowed}")
-
-
-def _check_choice(name, value, choices):
-    if value not in choices:
-        raise ValueError(f"{name}: {value!r} should be one of {', '.join(choices)}{nearest(value, choices)}")
-
-
-def _check_whole(name, value):
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected an int, not {value!r}")
+def _check_type(name, hint, value):
+    """Raise `TypeError` for a number or a flag of another type; True is no number."""
+    kind = int | float if hint is float else hint
+    if hint in _EXPECTED and (not isinstance(value, kind) or isinstance(value, bool) != (hint is bool)):
+        raise TypeError(f"{name}: expected {_EXPECTED[hint]}, not {value!r}")
 
 
 def _check_divides(name, value, divisor_name, divisor):

@@ -6,8 +6,8 @@ from mindspore.common.initializer import Normal
 
 from mindformers_core.layout import layout
 from mindformers_core.models.attention import LlamaAttention, causal_mask
-from mindformers_core.models.layer_specs import LayerRange, LayerSpec
 from mindformers_core.models.rotary import rotary_tables
+from mindformers_core.models.spec import LayerRange, LayerSpec
 from mindformers_core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RMSNorm,

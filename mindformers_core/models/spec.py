@@ -1,7 +1,7 @@
-"""What a trainer has to know about a kind of model: `ModelSpec`s by name, and a user's own. Pure Python."""
+"""Specs of models, layers and parts of a model: `ModelSpec`s by name, and those of users. Pure Python."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from types import MappingProxyType
 
 from mindformers_core.hints import nearest
@@ -9,7 +9,36 @@ from mindformers_core.lazy_exports import import_object
 from mindformers_core.models.configuration import LlamaConfig
 from mindformers_core.operators.signature import tensor_meta
 
-__all__ = ["DEFAULT_MODEL", "MODELS", "ModelSpec", "model_spec"]
+__all__ = ["DEFAULT_MODEL", "MODELS", "LayerRange", "LayerSpec", "ModelSpec", "model_spec"]
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A decoder layer's class and those of its parts, so that a user can replace them.
+
+    Attributes:
+        module: the layer's class, made by `module(config, layer_number, **submodules)`.
+        submodules: classes by argument name.
+    """
+
+    module: type
+    submodules: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LayerRange:
+    """Consecutive decoder layers of a model: all of them, or those of a pipeline stage.
+
+    Attributes:
+        offset: number of decoder layers of the whole model before these.
+        count: number of these; the first and the last part of a model may have none.
+        is_first, is_last: whether this is the part with the embedding, and the part with the output layer.
+    """
+
+    offset: int
+    count: int
+    is_first: bool = True
+    is_last: bool = True
 
 
 @dataclass(frozen=True)
@@ -42,14 +71,6 @@ class ModelSpec:
         return cell(config) if layers is None else cell(config, layers=layers)
 
 
-def _llama_boundary(config, batch, length):
-    return tensor_meta((batch, length, config.hidden_size), config.dtype)
-
-
-def _llama_tied(config):
-    return ("model.embed_tokens.weight",) if config.tie_word_embeddings else ()
-
-
 def _llama_divided(config):
     layers = [config.get_config_for_layer(number) for number in range(1, config.num_hidden_layers + 1)]
     keys = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -64,8 +85,8 @@ MODELS = MappingProxyType(
             "mindformers_core.models.llama:LlamaForCausalLM",
             LlamaConfig,
             inputs=("input_ids", "labels"),
-            boundary=_llama_boundary,
-            tied=_llama_tied,
+            boundary=lambda config, batch, length: tensor_meta((batch, length, config.hidden_size), config.dtype),
+            tied=lambda config: ("model.embed_tokens.weight",) if config.tie_word_embeddings else (),
             divided=_llama_divided,
         )
     }
@@ -90,14 +111,12 @@ def model_spec(name):
         known = ", ".join(MODELS)
         raise ValueError(f"no model is called {name!r}{nearest(name, MODELS)}: {known}, or package.module:Class")
     found = import_object(name, "model")
-    if isinstance(found, ModelSpec):
-        return _checked(found, name)
-    if not isinstance(found, type) or not hasattr(getattr(found, "config_class", None), "__dataclass_fields__"):
-        raise TypeError(f"{name} is {found!r}: it should be a ModelSpec, or a class with config_class = a dataclass")
-    return _checked(ModelSpec(found, found.config_class), name)
-
-
-def _checked(spec, name):
-    if "name" in spec.config.__dataclass_fields__:
+    if not isinstance(found, ModelSpec):
+        if not isinstance(found, type) or not is_dataclass(getattr(found, "config_class", None)):
+            raise TypeError(
+                f"{name} is {found!r}: it should be a ModelSpec, or a class with config_class = a dataclass"
+            )
+        found = ModelSpec(found, found.config_class)
+    if "name" in (entry.name for entry in fields(found.config)):
         raise ValueError(f"{name}: its config has a field 'name', which in a recipe is that of the model: rename it")
-    return spec
+    return found

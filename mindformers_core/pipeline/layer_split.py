@@ -5,7 +5,7 @@ Stages count from 0 over all ranks and chunks, in the order in which a micro-bat
 
 from itertools import accumulate
 
-from mindformers_core.models.layer_specs import LayerRange
+from mindformers_core.models.spec import LayerRange
 from mindformers_core.pipeline.schedules.placement import PLACEMENTS
 
 __all__ = ["split_layers", "stages_of_rank"]

@@ -5,16 +5,18 @@ import dataclasses
 import os
 import sys
 
+from mindformers_core.trainer.compare import compare_runs
+
 __all__ = ["main"]
 
 _DESCRIPTION = "Train Llama-style models from a YAML recipe, on a mesh."
-# errors that a user's recipe, data or command causes: reported in a line or two; others come with their traceback
+# errors of a user's recipe, data or command are reported in a line or two, others with their traceback
 _USER_ERRORS = (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError)
 _DEPENDENCIES = ("mindspore", "numpy", "scipy", "yaml")
 
 
 def main(arguments=None):
-    """Run one command; returns the exit code: 0 done, 1 runs differ or learnt nothing, 2 a wrong command or file."""
+    """Run one command; returns the exit code: 0 done, 1 runs that differ, 2 a wrong command or file."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(arguments)
     if "overrides" in arguments:  # argparse takes those that stand together only
@@ -51,7 +53,13 @@ def _parser():
 
 def _train(arguments):
     try:
-        recipe = _load(arguments)
+        from mindformers_core.trainer.recipe_loader import load_recipe
+
+        recipe = load_recipe(arguments.config, arguments.overrides)
+        if not recipe.training.output_dir:
+            name = os.path.splitext(os.path.basename(arguments.config))[0]
+            training = dataclasses.replace(recipe.training, output_dir=os.path.join("output", name))
+            recipe = dataclasses.replace(recipe, training=training)
         if arguments.dry_run:
             from mindformers_core.trainer.dry_run import dry_run
 
@@ -61,34 +69,21 @@ def _train(arguments):
 
         job = prepare(recipe)
     except _USER_ERRORS as error:
-        return _tell(error)
+        return _report(error)
     summary = run_steps(job)
     if job.rank == 0:
         print(summary)
     return 0
 
 
-def _load(arguments):
-    from mindformers_core.trainer.recipe_loader import load_recipe
-
-    recipe = load_recipe(arguments.config, arguments.overrides)
-    if recipe.training.output_dir:
-        return recipe
-    name = os.path.splitext(os.path.basename(arguments.config))[0]
-    training = dataclasses.replace(recipe.training, output_dir=os.path.join("output", name))
-    return dataclasses.replace(recipe, training=training)
-
-
 def _compare(arguments):
-    from mindformers_core.trainer.compare import compare_runs
-
     try:
         return 0 if compare_runs(arguments.run_a, arguments.run_b, arguments.threshold, arguments.fell) else 1
     except _USER_ERRORS as error:
-        return _tell(error)
+        return _report(error)
 
 
-def _tell(error):
+def _report(error):
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _DEPENDENCIES:
         error = (
             f"{error.name} is not installed in {sys.executable}: run bash scripts/quickstart.sh, or pip install . "

@@ -1,4 +1,4 @@
-"""Are two runs the same run? The largest relative difference of their loss curves; and have they learnt anything?"""
+"""Compares two runs: the largest relative difference of their loss curves, and the decrease of either's loss."""
 
 import json
 import math
@@ -51,64 +51,56 @@ def largest_difference(first, second):
 
 
 def fall(losses):
-    """The mean of the last 10 losses (of all, where there are fewer) over the first, for a `{step: loss}`.
+    """The mean of the last 10 losses, or of all, divided by the first, for a `{step: loss}`.
 
-    Not a number where a loss isn't one, or the first is 0.
+    NaN if a loss is NaN, or the first is 0.
     """
-    steps = sorted(losses)
-    last = [losses[step] for step in steps[-_LAST:]]
-    first = losses[steps[0]]
+    first, last = losses[min(losses)], [losses[step] for step in sorted(losses)[-_LAST:]]
     return sum(last) / len(last) / first if first else math.nan
 
 
 def compare_runs(run_a, run_b, threshold, fell=None):
-    """Print the largest difference of two runs, and with `fell` how far their losses fell. Errors as in the others.
+    """Print the largest difference of two runs, and `fall` of each; errors as in `read_losses`.
 
     Args:
         run_a, run_b: run folders, or metrics files.
-        threshold: the largest relative difference that runs may have.
-        fell: what `fall` of either run must be below, more than 0 and at most 1; None: whatever it is.
+        threshold: the largest allowed relative difference of two losses.
+        fell: limit that `fall` of either run must be below, more than 0 and at most 1; None: `fall` isn't checked.
 
     Returns:
-        Whether both hold.
+        Whether the difference and `fall` are within their limits.
     """
     if fell is not None and not 0 < fell <= 1:
         raise ValueError(f"--fell {fell:g}: give a part of the first loss, more than 0 and at most 1, as 0.7")
-    losses_a, losses_b = read_losses(run_a), read_losses(run_b)
+    runs = [(run, read_losses(run)) for run in (run_a, run_b)]
+    (_, losses_a), (_, losses_b) = runs
     try:
         difference, step = largest_difference(losses_a, losses_b)
     except ValueError as error:
         raise ValueError(f"{run_a} and {run_b} can't be compared: {error}") from None
-    same, common = difference <= threshold, losses_a.keys() & losses_b.keys()
-    for run, losses in ((run_a, losses_a), (run_b, losses_b)):
+    holds, common = difference <= threshold, losses_a.keys() & losses_b.keys()
+    for run, losses in runs:
         if len(losses) > len(common):  # of a run that was resumed, or that ended earlier
             print(f"note: {run} has {_steps(losses)}, of which {_steps(common)} are in both")
     print(
         f"{len(common)} steps; largest relative difference of the loss {difference:.3e} at step {step} "
-        f"({losses_a[step]:.7g} and {losses_b[step]:.7g}): {'within' if same else 'ABOVE'} the threshold {threshold:g}"
+        f"({losses_a[step]:.7g} and {losses_b[step]:.7g}): {'within' if holds else 'ABOVE'} the threshold {threshold:g}"
     )
-    if fell is None:
-        return same
-    falls = [_tell_fall(run, losses, fell) for run, losses in ((run_a, losses_a), (run_b, losses_b))]
-    return same and all(falls)
+    for run, losses in runs if fell is not None else ():
+        part, count = fall(losses), min(_LAST, len(losses))
+        print(
+            f"{run}: the last losses (mean of {count}) are {part:.3f} of the first, {losses[min(losses)]:.4f}: "
+            f"{'' if part < fell else 'NOT '}below {fell:g}"
+        )
+        holds = holds and part < fell
+    return holds
 
 
 def _steps(numbers):
     return f"{len(numbers)} steps ({min(numbers)} to {max(numbers)})"
 
 
-def _tell_fall(run, losses, limit):
-    part = fall(losses)
-    good = part < limit
-    print(
-        f"{run}: the last losses (mean of {min(_LAST, len(losses))}) are {part:.3f} of the first, "
-        f"{losses[min(losses)]:.4f}: {'' if good else 'NOT '}below {limit:g}"
-    )
-    return good
-
-
 def _relative(one, other):
     if not (math.isfinite(one) and math.isfinite(other)):
         return math.inf
-    largest = max(abs(one), abs(other))
-    return abs(one - other) / largest if largest else 0.0
+    return abs(one - other) / max(abs(one), abs(other)) if one != other else 0.0

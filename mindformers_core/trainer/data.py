@@ -25,19 +25,12 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """Sequences of `seq_length` tokens, shuffled anew by `seed` in every epoch.
+    """Sequences of `seq_length` tokens, shuffled anew by `seed` in every epoch."""
 
-    Attributes:
-        tokens: one-dimensional integer array, usually memory-mapped.
-        seq_length: tokens of one sequence.
-        seed: of the shuffle.
-        name: what errors call the data.
-    """
-
-    tokens: np.ndarray
+    tokens: np.ndarray  # one-dimensional, integers, usually memory-mapped
     seq_length: int
     seed: int
-    name: str = "train_dataset.data_path"
+    name: str = "train_dataset.data_path"  # of the data, for errors
 
     def __post_init__(self):
         if len(self) < 1:
@@ -67,23 +60,23 @@ class TokenDataset:
 
 
 def first_sequence(consumed, micro_batch, dp_rank, dp_size, local_batch_size):
-    """Place in the stream of the first sequence of this dp rank's micro-batch; all from 0.
+    """Index in the stream of the first sequence of a dp rank's micro-batch; all numbers start at 0.
 
-    `consumed` sequences went into earlier steps. Micro-batch by micro-batch the global batch is taken in order, and a
+    Earlier steps took `consumed` sequences. The global batch is divided into micro-batches in order, and each
     micro-batch is sharded over dp in order.
     """
     return consumed + (micro_batch * dp_size + dp_rank) * local_batch_size
 
 
 def dataset_of(recipe):
-    """The dataset of a recipe: a `TokenDataset`, or what the function `train_dataset.factory` opens.
+    """The dataset of a recipe: a `TokenDataset`, or the object that the function `train_dataset.factory` returns.
 
-    That function is called with the recipe's section `train_dataset`, the model's config and the seed. What it returns
-    has a method `batch(first, count)`, which gives a tuple of arrays, each with samples `first` to `first + count - 1`
-    of an endless stream along its first dim, the same on every rank: a rank asks for its part.
+    The function takes the recipe's section `train_dataset`, the model's config and the seed. The object has a method
+    `batch(first, count)`, which returns a tuple of arrays, each with samples `first` to `first + count - 1` of an
+    endless stream along its first dim. The stream is the same on all ranks; each rank requests its own samples.
 
     Raises:
-        ValueError: a factory that can't be imported. TypeError: what it returns has no `batch`. More: `open_dataset`.
+        ValueError: a factory that can't be imported. TypeError: an object without `batch`. More: `open_dataset`.
     """
     section, seed = recipe.train_dataset, recipe.training.seed
     if not section.factory:
@@ -104,35 +97,43 @@ def dataset_of(recipe):
 def open_dataset(section, vocab_size, seed):
     """The `TokenDataset` of a `train_dataset` section.
 
-    Text files become one file of bytes in the cache, made once, under a lock, and put in place whole. All tokens are
-    looked at once, here, so that no step has to.
+    The bytes of text files are cached in one file, which is written once, under a lock, and renamed when it is
+    complete. All tokens are checked here, so that no step has to.
 
     Raises:
-        FileNotFoundError: a path that isn't there, or a folder without files.
-        ValueError: a `.npy` file that isn't one row of whole numbers, mixed with others, or too little text; a
-            token that the model's vocabulary doesn't have.
+        FileNotFoundError: a path that doesn't exist, or a folder without files.
+        ValueError: a `.npy` file that isn't one row of whole numbers, or isn't the only file; too few tokens; a token
+            outside the model's vocabulary.
     """
-    arrays = [path for path in section.data_path if path.endswith(".npy")]
-    if arrays:
-        if len(section.data_path) > 1:
-            raise ValueError(f"train_dataset.data_path: {arrays[0]} stands alone, not in a list of {section.data_path}")
-        tokens, name = _open_array(arrays[0]), arrays[0]
-    else:
+    name = next((path for path in section.data_path if path.endswith(".npy")), None)
+    if name is None:
         files = text_files(section.data_path)
-        tokens, name = np.load(_cached(files, section.max_bytes, section.cache_dir), mmap_mode="r"), files[0]
-    name = f"train_dataset.data_path ({name} …)"
-    dataset = TokenDataset(tokens, section.seq_length, seed, name)
-    _check_tokens(tokens, vocab_size, name)
+        tokens, name = np.memmap(_cached(files, section.max_bytes, section.cache_dir), np.uint8, "r"), files[0]
+    elif len(section.data_path) > 1:
+        raise ValueError(f"train_dataset.data_path: {name} stands alone, not in a list of {section.data_path}")
+    elif not os.path.exists(os.path.expanduser(name)):
+        raise FileNotFoundError(f"train_dataset.data_path: there is no file '{name}'")
+    else:
+        tokens = np.load(os.path.expanduser(name), mmap_mode="r")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ValueError(
+            f"train_dataset.data_path: {name} holds {tokens.dtype} of shape {tokens.shape}, not one row of token ids"
+        )
+    dataset = TokenDataset(tokens, section.seq_length, seed, f"train_dataset.data_path ({name} …)")
+    place = tokens.argmin() if tokens.min() < 0 else tokens.argmax()
+    if not 0 <= tokens[place] < vocab_size:
+        limit = "negative: token ids start at 0" if tokens[place] < 0 else f"not below model.vocab_size {vocab_size}"
+        raise ValueError(f"{dataset.name}: token {tokens[place]} at place {place} is {limit}")
     return dataset
 
 
 def text_files(paths):
-    """All files that `paths` (files, folders, patterns) stand for, in an order that depends on their names only.
+    """All files of `paths` (files, folders, patterns), in an order that depends on their names only.
 
-    No paths: the `.py` files of Python's standard library.
+    Without paths: the `.py` files of Python's standard library.
 
     Raises:
-        FileNotFoundError: a path that isn't there, or a folder without files.
+        FileNotFoundError: a path that doesn't exist, or a folder without files.
     """
     if not paths:
         library = sysconfig.get_paths()["stdlib"]
@@ -160,57 +161,23 @@ def _files_below(folder, suffix, name):
     return files
 
 
-def _open_array(path):
-    try:
-        tokens = np.load(os.path.expanduser(path), mmap_mode="r")
-    except FileNotFoundError:
-        raise FileNotFoundError(f"train_dataset.data_path: there is no file '{path}'") from None
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise ValueError(
-            f"train_dataset.data_path: {path} holds {tokens.dtype} of shape {tokens.shape}, not one row of token ids"
-        )
-    return tokens
-
-
-def _check_tokens(tokens, vocab_size, name):
-    """Raise `ValueError` that names a token which isn't from 0 to `vocab_size - 1`, and its place."""
-    if tokens.min() < 0:
-        place = tokens.argmin()
-        raise ValueError(f"{name}: token {tokens[place]} at place {place} is negative: token ids start at 0")
-    if tokens.max() >= vocab_size:
-        place = tokens.argmax()
-        raise ValueError(f"{name}: token {tokens[place]} at place {place} is not below model.vocab_size {vocab_size}")
-
-
 def _cached(files, max_bytes, cache_dir):
-    """Path of the `.npy` file with the bytes of `files`, made if it isn't there."""
+    """Path of a file with the bytes of `files`, a zero byte after each, at most `max_bytes`; made where missing."""
     cache_dir = os.path.expanduser(cache_dir)
     os.makedirs(cache_dir, exist_ok=True)
     stamps = [(os.path.abspath(path), os.path.getsize(path), os.stat(path).st_mtime_ns) for path in files]
     key = hashlib.sha256(repr((stamps, max_bytes)).encode()).hexdigest()[:16]
-    target = os.path.join(cache_dir, f"bytes_{key}.npy")
+    target = os.path.join(cache_dir, f"bytes_{key}")
     with open(target + ".lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one rank of a machine works, the others wait; freed if it dies
         if not os.path.exists(target):
-            _write_bytes(files, max_bytes, target)
+            with open(target + ".unfinished", "wb") as tokens:
+                for path, size, _ in stamps:
+                    room = max_bytes - tokens.tell()
+                    with open(path, "rb") as file:
+                        tokens.write((file.read(min(size, room)) + b"\0")[:room])
+            os.replace(target + ".unfinished", target)
     return target
-
-
-def _write_bytes(files, max_bytes, target):
-    """The bytes of `files`, a zero byte after each, at most `max_bytes`, as a `.npy` file that appears whole."""
-    unfinished = target + ".unfinished"
-    total = min(max_bytes, sum(os.path.getsize(path) + 1 for path in files))
-    tokens = np.lib.format.open_memmap(unfinished, mode="w+", dtype=np.uint8, shape=(total,))
-    place = 0
-    for path in files:
-        if place >= total:
-            break
-        with open(path, "rb") as file:
-            content = np.frombuffer(file.read(total - place), dtype=np.uint8)
-        tokens[place : place + len(content)] = content
-        place += len(content) + 1
-    tokens.flush()
-    os.replace(unfinished, target)
 
 
 @lru_cache(maxsize=2)
@@ -219,15 +186,11 @@ def _shuffled(seed, epoch, count):
 
 
 def micro_batch(recipe, stage=0):
-    """The tensors that one forward pass of a stage takes, as this rank's parts: a tuple of `TensorMeta`s.
+    """The local inputs of one forward pass of the stage with this number: a tuple of `TensorMeta`s.
 
-    The first stage, or the whole model, takes what the dataset gives: input ids and labels of shape (sequences, tokens
-    of a sequence), or the arrays of a dataset of one's own. In the place of the first, every other stage takes
-    the hidden states that the stage before it sends.
-
-    Args:
-        recipe: the `Recipe`.
-        stage: number of the stage.
+    The first stage, or the whole model, takes the arrays of the dataset: input ids and labels of shape (sequences,
+    tokens of a sequence), or those of a user's dataset. Every other stage takes the hidden states of the stage before
+    it in place of the first array.
     """
     sizes, length = recipe.parallelism, recipe.train_dataset.seq_length
     is_whole = sizes.pipeline_parallel == 1

@@ -1,12 +1,6 @@
-"""The learning rate as a pure function of the step.
-
-MindSpore's own schedules are Cells that run on the device; a number that is computed here needs no device, can be drawn
-and tested, and is the same in a run that was resumed.
-"""
+"""The learning rate as a pure function of the step: in a resumed run it is the same, and it needs no device."""
 
 import math
-
-from mindformers_core.trainer.recipe import warmup_steps
 
 __all__ = ["learning_rate"]
 
@@ -18,7 +12,9 @@ def learning_rate(recipe, step):
     (ConstantWarmUpLR), or falls to `lr_end` at the last step, linearly (LinearWithWarmUpLR) or as half a cosine
     (CosineWithWarmUpLR; Loshchilov and Hutter 2017, without restarts).
     """
-    schedule, warmup = recipe.lr_scheduler, warmup_steps(recipe)
+    schedule, warmup = recipe.lr_scheduler, recipe.lr_scheduler.warmup_steps
+    if schedule.warmup_ratio is not None:
+        warmup = math.ceil(schedule.warmup_ratio * recipe.training.steps)
     if step < warmup:
         return schedule.learning_rate * step / warmup
     progress = (step - warmup) / max(1, recipe.training.steps - warmup)

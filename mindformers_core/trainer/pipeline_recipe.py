@@ -5,16 +5,9 @@ from mindformers_core.pipeline.schedules.named import schedule_class
 from mindformers_core.pipeline.tables.simulating import simulate
 
 __all__ = [
-    "check_pipeline",
-    "layers_of_stages",
-    "micro_batches_of_a_run",
-    "pipeline_state",
-    "recipe_schedule",
-    "recipe_timeline",
-    "stages_held",
-]
-
-_MOST_PASSES = 2**18  # a schedule's table has a line for each
+    "check_pipeline", "layers_of_rank", "layers_of_stages", "micro_batches_of_a_run", "pipeline_state",
+    "recipe_schedule", "recipe_timeline",
+]  # fmt: skip
 
 
 def check_pipeline(recipe):
@@ -29,7 +22,7 @@ def check_pipeline(recipe):
             f"parallelism.pipeline_parallel: {sizes.pipeline_parallel}, but the model {recipe.model_name} can't be "
             f"split into stages: its ModelSpec has no {' and no '.join(lacking)}: docs/models.md"
         )
-    _planned(recipe)
+    _plan(recipe)
     try:
         layers_of_stages(recipe)
     except ValueError as error:
@@ -40,14 +33,14 @@ def check_pipeline(recipe):
         ) from None
 
 
-def _planned(recipe):
-    """The recipe's schedule, to be looked at."""
+def _plan(recipe):
+    """The recipe's schedule without stages: its table can be simulated."""
     sizes, count = recipe.parallelism, micro_batches_of_a_run(recipe)
     passes = sizes.pipeline_parallel * sizes.pipeline_parallel_interleave_num * count
-    if passes > _MOST_PASSES:
+    if passes > 2**18:  # a schedule's table has a line for each
         raise ValueError(
             f"training.local_batch_size: {recipe.training.local_batch_size} makes {count} micro-batches, and {passes} "
-            f"forward passes of pipeline stages: at most {_MOST_PASSES} are possible"
+            f"forward passes of pipeline stages: at most {2**18} are possible"
         )
     kind = recipe_schedule(recipe)
     try:
@@ -63,7 +56,7 @@ def _planned(recipe):
 
 def recipe_timeline(recipe):
     """The simulated `Timeline` of the recipe's schedule, all passes of all stages taken as equally long."""
-    return simulate(_planned(recipe).table)
+    return simulate(_plan(recipe).table)
 
 
 def recipe_schedule(recipe):
@@ -109,22 +102,18 @@ def layers_of_stages(recipe):
     )
 
 
-def stages_held(recipe, pipeline_rank):
-    """Numbers of the stages that a pipeline rank holds."""
-    sizes = recipe.parallelism
+def layers_of_rank(recipe, pipeline_rank):
+    """A dict, number of a stage of a pipeline rank -> its `LayerRange`."""
+    sizes, layers = recipe.parallelism, layers_of_stages(recipe)
     chunks, placement = sizes.pipeline_parallel_interleave_num, recipe_schedule(recipe).placement
-    return stages_of_rank(pipeline_rank, sizes.pipeline_parallel, chunks, placement)
+    return {stage: layers[stage] for stage in stages_of_rank(pipeline_rank, sizes.pipeline_parallel, chunks, placement)}
 
 
 def pipeline_state(recipe):
-    """What has to be the same in a run that resumes: where every layer is. Empty without a pipeline."""
+    """The part of a checkpoint's state that fixes the stage of every layer; a resumed run has the same."""
     sizes = recipe.parallelism
     if sizes.pipeline_parallel == 1:
         return {}
-    return {
-        "pipeline": {
-            "chunks": sizes.pipeline_parallel_interleave_num,
-            "placement": recipe_schedule(recipe).placement,
-            "layers_per_stage": list(sizes.pipeline_parallel_layers_per_stage),
-        }
-    }
+    split = list(sizes.pipeline_parallel_layers_per_stage)
+    chunks, placement = sizes.pipeline_parallel_interleave_num, recipe_schedule(recipe).placement
+    return {"pipeline": {"chunks": chunks, "placement": placement, "layers_per_stage": split}}

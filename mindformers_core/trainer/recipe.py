@@ -1,10 +1,9 @@
-"""What a recipe says, as typed sections, and what can't stand together in one. No MindSpore is called here.
+"""What a recipe says, as typed sections, and the sizes that follow from them. No MindSpore is called here.
 
 Sections and keys are named as in MindSpore Transformers' current (PyNative) YAML format; keys of `model` as in Hugging
 Face's `config.json`.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -12,24 +11,11 @@ from mindformers_core.models.configuration import MOST_LAYERS, LlamaConfig
 from mindformers_core.models.spec import DEFAULT_MODEL, model_spec
 from mindformers_core.ranges import bounded
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
-from mindformers_core.trainer.pipeline_recipe import check_pipeline
-from mindformers_core.trainer.recompute_recipe import check_recompute
-from mindformers_core.trainer.zero_recipe import check_zero
 
-__all__ = [
-    "Recipe",
-    "check_recipe",
-    "mesh_shape",
-    "accumulation_steps",
-    "global_batch_size",
-    "warmup_steps",
-    "MESH_AXES",
-]
+__all__ = ["MESH_AXES", "Recipe", "accumulation_steps", "global_batch_size", "mesh_shape"]
 
 MESH_AXES = ("pp", "dp", "cp", "tp")
 _RANKS, _MANY = 2**17, 10**9  # the most on an axis, and altogether; the most steps, or sequences of a step
-# MindSpore 2.10 has no bfloat16 CPU kernel of Gather, which the embedding needs
-_DTYPES = {"CPU": ("float32", "float16")} | dict.fromkeys(("GPU", "Ascend"), ("float32", "float16", "bfloat16"))
 
 
 @dataclass(frozen=True)
@@ -160,16 +146,6 @@ class Recipe:
         return model_spec(self.model_name)
 
 
-def check_recipe(recipe):
-    """Raise `ValueError` for the first combination of keys that can't work, with the keys' paths."""
-    about_ranks = (check_pipeline, check_zero)
-    for check in (_check_available, _check_model_divides, *about_ranks, check_recompute, _check_data, _check_schedule):
-        check(recipe)
-    sizes = recipe.parallelism
-    if sizes.data_parallel_shard > 0:
-        accumulation_steps(recipe, sizes.data_parallel_replicate * sizes.data_parallel_shard)
-
-
 def mesh_shape(recipe, world_size=None):
     """Sizes of `MESH_AXES`; `world_size` (ranks that run) is needed for `data_parallel_shard: -1`.
 
@@ -177,35 +153,28 @@ def mesh_shape(recipe, world_size=None):
         ValueError: the sizes need another number of ranks than run.
     """
     sizes = recipe.parallelism
-    others = sizes.pipeline_parallel * sizes.data_parallel_replicate * sizes.context_parallel * sizes.tensor_parallel
-    shard = sizes.data_parallel_shard
+    pipeline, context, tensor = sizes.pipeline_parallel, sizes.context_parallel, sizes.tensor_parallel
+    replicate, shard = sizes.data_parallel_replicate, sizes.data_parallel_shard
     if shard == -1:
         if world_size is None:
             raise ValueError(
                 "parallelism.data_parallel_shard: -1 takes the ranks that were launched, but a dry run launches none: "
                 "give a size, as parallelism.data_parallel_shard=8"
             )
-        shard = max(1, world_size // others)
-    if shard * others > _RANKS:
+        shard = max(1, world_size // (pipeline * replicate * context * tensor))
+    needed = pipeline * replicate * shard * context * tensor
+    if needed > _RANKS:
+        raise ValueError(f"parallelism: its sizes need {needed} ranks altogether: at most {_RANKS} are possible")
+    if world_size not in (None, needed):
+        groups = f"data_parallel_replicate {replicate} x " if replicate > 1 else ""
         raise ValueError(
-            f"parallelism: its sizes need {shard * others} ranks altogether: at most {_RANKS} are possible"
+            f"parallelism: pipeline_parallel {pipeline} x {groups}data_parallel_shard {shard} x "
+            f"context_parallel {context} x tensor_parallel {tensor} needs {needed} ranks, "
+            f"but {world_size} {'was' if world_size == 1 else 'were'} launched. Either launch {needed}, as\n"
+            f'  bash scripts/msrun_launch.sh "-m mindformers_core train --config …" {needed} {needed}\n'
+            f"or change these sizes, as parallelism.data_parallel_shard=…"
         )
-    if world_size is not None and shard * others != world_size:
-        raise ValueError(_wrong_number_of_ranks(sizes, shard, shard * others, world_size))
-    dp = sizes.data_parallel_replicate * shard
-    return (sizes.pipeline_parallel, dp, sizes.context_parallel, sizes.tensor_parallel)
-
-
-def _wrong_number_of_ranks(sizes, shard, needed, world_size):
-    replicate = sizes.data_parallel_replicate
-    groups = f"data_parallel_replicate {replicate} x " if replicate > 1 else ""
-    return (
-        f"parallelism: pipeline_parallel {sizes.pipeline_parallel} x {groups}data_parallel_shard {shard} x "
-        f"context_parallel {sizes.context_parallel} x tensor_parallel {sizes.tensor_parallel} needs {needed} ranks, "
-        f"but {world_size} {'was' if world_size == 1 else 'were'} launched. Either launch {needed}, as\n"
-        f'  bash scripts/msrun_launch.sh "-m mindformers_core train --config …" {needed} {needed}\n'
-        f"or change these sizes, as parallelism.data_parallel_shard=…"
-    )
+    return pipeline, replicate * shard, context, tensor
 
 
 def accumulation_steps(recipe, dp_size):
@@ -221,102 +190,27 @@ def accumulation_steps(recipe, dp_size):
     Raises:
         ValueError: the global batch is not whole micro-batches, or is not as many as the recipe says.
     """
-    training = recipe.training
-    given, at_once = training.gradient_accumulation_steps, training.local_batch_size * dp_size
-    if training.global_batch_size is None:
-        return given or 1
-    if given is not None and training.global_batch_size != at_once * given:
-        raise ValueError(_batches_that_differ(training, dp_size, at_once))
-    if training.global_batch_size % at_once:
-        fitting = max(at_once, training.global_batch_size // at_once * at_once)
-        raise ValueError(
-            f"training.global_batch_size: {training.global_batch_size} is no multiple of training.local_batch_size "
-            f"{training.local_batch_size} x {dp_size} data-parallel ranks = {at_once}: try {fitting}"
-        )
-    return training.global_batch_size // at_once
-
-
-def _batches_that_differ(training, dp_size, at_once):
+    training, local = recipe.training, recipe.training.local_batch_size
     size, given = training.global_batch_size, training.gradient_accumulation_steps
-    fitting = f" or gradient_accumulation_steps={size // at_once}" if size % at_once == 0 else ""
-    return (
-        f"training.global_batch_size: {size} is not training.local_batch_size {training.local_batch_size} x {dp_size} "
-        f"data-parallel ranks x training.gradient_accumulation_steps {given} = {at_once * given}: try "
-        f"global_batch_size={at_once * given}{fitting}, or give only one of the two"
-    )
+    if size is None:
+        return given or 1
+    steps, rest = divmod(size, local * dp_size)
+    ranks = f"training.local_batch_size {local} x {dp_size} data-parallel ranks"
+    if given is not None and (steps != given or rest):
+        whole = local * dp_size * given
+        fitting = "" if rest else f" or gradient_accumulation_steps={steps}"
+        raise ValueError(
+            f"training.global_batch_size: {size} is not {ranks} x training.gradient_accumulation_steps {given} = "
+            f"{whole}: try global_batch_size={whole}{fitting}, or give only one of the two"
+        )
+    if rest:
+        raise ValueError(
+            f"training.global_batch_size: {size} is no multiple of {ranks} = {local * dp_size}: try "
+            f"{max(local * dp_size, size - rest)}"
+        )
+    return steps
 
 
 def global_batch_size(recipe, dp_size):
     """Sequences of one step, over all dp ranks and micro-batches; arguments and errors as in `accumulation_steps`."""
     return recipe.training.local_batch_size * dp_size * accumulation_steps(recipe, dp_size)
-
-
-def warmup_steps(recipe):
-    """Number of warm-up steps, from `warmup_steps` or `warmup_ratio`."""
-    ratio = recipe.lr_scheduler.warmup_ratio
-    return recipe.lr_scheduler.warmup_steps if ratio is None else math.ceil(ratio * recipe.training.steps)
-
-
-def _check_available(recipe):
-    sizes = recipe.parallelism
-    if sizes.context_parallel > 1:
-        raise ValueError(
-            f"parallelism.context_parallel: {sizes.context_parallel} is not available yet: it can only be 1"
-        )
-    if sizes.data_parallel_shard < 1 and sizes.data_parallel_shard != -1:
-        raise ValueError(f"parallelism.data_parallel_shard: {sizes.data_parallel_shard} is neither -1 nor at least 1")
-    if recipe.context.mode == 0 and recipe.context.engine == "eager":
-        raise ValueError(
-            "context.engine: eager can't be compiled, as context.mode: 0 (graph mode) asks: use "
-            "context.engine=generated, or context.mode=1 (PyNative)"
-        )
-    dtypes, dtype = _DTYPES[recipe.context.device_target], getattr(recipe.model, "dtype", "float32")
-    if dtype not in dtypes:
-        raise ValueError(
-            f"model.dtype: MindSpore can't run {dtype} models on context.device_target "
-            f"{recipe.context.device_target}: use {' or '.join(dtypes)} there, or another device_target"
-        )
-
-
-def _check_model_divides(recipe):
-    tp = recipe.parallelism.tensor_parallel
-    for key, size in recipe.spec.divided(recipe.model):
-        if size % tp:
-            fitting = [divisor for divisor in range(1, tp) if size % divisor == 0]
-            raise ValueError(
-                f"model.{key}: {size} can't be cut into parallelism.tensor_parallel {tp} parts: try {fitting[-1]}"
-            )
-    seq_length = recipe.train_dataset.seq_length
-    if recipe.parallelism.sequence_parallel and seq_length % tp:
-        raise ValueError(
-            f"train_dataset.seq_length: {seq_length} can't be cut into parallelism.tensor_parallel {tp} parts, as "
-            f"parallelism.sequence_parallel needs: try {seq_length // tp * tp}"
-        )
-
-
-def _check_data(recipe):
-    dataset, model = recipe.train_dataset, recipe.model
-    longest, vocab_size = (getattr(model, key, None) for key in ("max_position_embeddings", "vocab_size"))
-    if longest is not None and dataset.seq_length > longest:
-        raise ValueError(
-            f"train_dataset.seq_length: {dataset.seq_length} is more than model.max_position_embeddings {longest}"
-        )
-    if dataset.factory:
-        return
-    if vocab_size is None:
-        raise ValueError(
-            "train_dataset.factory: missing: a model without vocab_size doesn't take tokens; name the function that "
-            "opens its dataset, as my_package.data:open_images"
-        )
-    if not any(path.endswith(".npy") for path in dataset.data_path) and vocab_size < 256:
-        raise ValueError(f"model.vocab_size: {vocab_size} is too small for bytes of text: at least 256")
-
-
-def _check_schedule(recipe):
-    schedule = recipe.lr_scheduler
-    if schedule.warmup_ratio is not None and schedule.warmup_steps:
-        raise ValueError("lr_scheduler: warmup_steps and warmup_ratio are both given: give one")
-    if schedule.lr_end > schedule.learning_rate:
-        raise ValueError(
-            f"lr_scheduler.lr_end: {schedule.lr_end} is more than lr_scheduler.learning_rate {schedule.learning_rate}"
-        )

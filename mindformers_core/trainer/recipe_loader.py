@@ -13,12 +13,11 @@ import yaml
 from mindformers_core.hints import nearest
 from mindformers_core.models.spec import DEFAULT_MODEL, model_spec
 from mindformers_core.ranges import check_range
-from mindformers_core.trainer.recipe import Recipe, check_recipe
+from mindformers_core.trainer.recipe import Recipe
+from mindformers_core.trainer.recipe_checks import check_recipe
 from mindformers_core.trainer.recipe_text import parse_overrides, parse_yaml
 
 __all__ = ["load_recipe", "recipe_from_dict", "recipe_to_yaml"]
-
-_FEW = 2  # sections that an error names where a key of them stands among the sections
 
 
 def load_recipe(path, overrides=()):
@@ -109,28 +108,28 @@ def _convert(value, hint, path):
         return _convert_section(value, hint, path)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        return _convert_union(value, arguments, path)
+        if value is None and type(None) in arguments:
+            return None
+        hints = [argument for argument in arguments if argument is not type(None)]
+        return _convert(value, hints[0], path) if len(hints) == 1 else _check_plain(value, hints, path)
     if origin is typing.Literal:
         if any(value == allowed and type(value) is type(allowed) for allowed in arguments):
             return value
         raise ValueError(f"{path}: {value!r} is not one of {', '.join(map(str, arguments))}{nearest(value, arguments)}")
     if origin in (tuple, list):
         return _convert_sequence(value, origin, arguments, path)
-    if origin is dict:
-        hint = dict
-    return _convert_scalar(value, hint, path)
+    return _check_plain(value, [origin or hint], path)
 
 
-def _convert_union(value, arguments, path):
-    if value is None and type(None) in arguments:
-        return None
-    hints = [argument for argument in arguments if argument is not type(None)]
-    if len(hints) == 1:
-        return _convert(value, hints[0], path)
-    if type(value) in hints:  # several are plain types
+def _check_plain(value, hints, path):
+    """`value`, if it is of one of these plain types; a whole number can be a float."""
+    if type(value) in hints:
         return value
+    if hints == [float] and type(value) is int:
+        return float(value) if abs(value) < 2**1023 else value  # the range refuses what is no float
     *others, last = map(_kind, hints)
-    raise TypeError(f"{path}: {value!r} ({_show(type(value))}) should be {', '.join(others)} or {last}")
+    kinds = f"{', '.join(others)} or {last}" if others else last
+    raise TypeError(f"{path}: {value!r} ({_show(type(value))}) should be {kinds}")
 
 
 def _spelled_out(value, section):
@@ -141,45 +140,36 @@ def _spelled_out(value, section):
 
 def _convert_section(value, section, path):
     value = _spelled_out({} if value is None else value, section)
+    page = f": {section.page}" if hasattr(section, "page") else ""
     if not isinstance(value, dict):
-        short, page = ("true, false or ", f": {section.page}") if hasattr(section, "switch") else ("", "")
-        raise TypeError(f"{path}: {value!r} should be {short}a section with keys, as {_example_keys(section)}{page}")
+        short = "true, false or " if hasattr(section, "switch") else ""
+        keys = ", ".join(entry.name for entry in dataclasses.fields(section)[:4])
+        raise TypeError(f"{path}: {value!r} should be {short}a section with keys, as {keys}{page}")
     hints = typing.get_type_hints(section)
     fields = {entry.name: entry for entry in dataclasses.fields(section) if entry.init}
-    prefix = f"{path}." if path else ""
+    prefix, parts = f"{path}." if path else "", {}
     for key in value:
         if key not in fields:
-            raise ValueError(f"{prefix}{_unknown(key, fields, section, 'key' if path else 'section')}")
-    parts = {}
+            kind, hint = ("key", nearest(key, fields)) if path else ("section", _section_hint(key, fields))
+            raise ValueError(f"{prefix}{key}: unknown {kind}{hint}; known: {', '.join(fields)}{page}")
     for name, entry in fields.items():
-        has_default = entry.default is not dataclasses.MISSING or entry.default_factory is not dataclasses.MISSING
-        if name not in value and has_default:
-            continue
-        if name not in value:
+        if name in value:
+            as_given = entry.metadata.get("as_given")  # the section checks its forms itself
+            parts[name] = value[name] if as_given else _convert(value[name], hints[name], prefix + name)
+            check_range(parts[name], entry.metadata, prefix + name)
+        elif entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING:
             raise ValueError(f"{prefix}{name}: missing; it is a {_show(hints[name])} and has no default")
-        as_given = entry.metadata.get("as_given")  # the section checks its forms itself
-        parts[name] = value[name] if as_given else _convert(value[name], hints[name], prefix + name)
-        check_range(parts[name], entry.metadata, prefix + name)
     try:
         return section(**parts)
     except (TypeError, ValueError) as error:  # a section's own check: its message begins with the key
         raise type(error)(f"{prefix}{error}") from None
 
 
-def _unknown(key, known, section, kind):
-    inside = _sections_with(key) if kind == "section" else []
-    hint = nearest(key, known)
-    if 0 < len(inside) <= _FEW:
-        hint = f" (did you mean {' or '.join(repr(f'{name}.{key}') for name in inside)}?)"
-    page = f": {section.page}" if hasattr(section, "page") else ""
-    return f"{key}: unknown {kind}{hint}; known: {', '.join(known)}{page}"
-
-
-def _sections_with(key):
-    """Names of the sections of a recipe that have a key."""
+def _section_hint(name, known):
+    """The hint for an unknown section: one or two sections with a key of its name, or else the nearest section."""
     hints = typing.get_type_hints(Recipe)
-    sections = [entry.name for entry in dataclasses.fields(Recipe)]
-    return [name for name in sections if key in (entry.name for entry in dataclasses.fields(hints[name]))]
+    paths = [f"'{each}.{name}'" for each in hints if name in getattr(hints[each], "__dataclass_fields__", ())]
+    return f" (did you mean {' or '.join(paths)}?)" if 0 < len(paths) <= 2 else nearest(name, known)
 
 
 def _convert_sequence(value, origin, arguments, path):
@@ -194,14 +184,6 @@ def _convert_sequence(value, origin, arguments, path):
     return origin(_convert(entry, hint, f"{path}[{index}]") for index, (entry, hint) in enumerate(zip(value, hints)))
 
 
-def _convert_scalar(value, hint, path):
-    if hint is float and type(value) is int:
-        return float(value) if abs(value) < 2**1023 else value  # the range refuses what is no float
-    if type(value) is hint:
-        return value
-    raise TypeError(f"{path}: {value!r} ({_show(type(value))}) should be {_kind(hint)}")
-
-
 def _kind(hint):
     """A plain type in words."""
     kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
@@ -211,7 +193,3 @@ def _kind(hint):
 
 def _show(hint):
     return getattr(hint, "__name__", None) or str(hint)
-
-
-def _example_keys(section):
-    return ", ".join(entry.name for entry in dataclasses.fields(section)[:4])

@@ -7,8 +7,7 @@ import yaml
 
 __all__ = ["parse_overrides", "parse_yaml"]
 
-_BY_PATTERN = ("swap", "op_swap")  # the key whose value is a mapping of patterns, which have dots of their own
-_OF_A_PATTERN = ("layers", "backward_prefetch")
+_BY_PATTERN = "swap.op_swap"  # the key whose value is a mapping of patterns, which have dots of their own
 _SCIENTIFIC = re.compile(r"^[-+]?(\d+\.?|\d*\.\d+)[eE][-+]?\d+$")
 _STARRED = re.compile(r"""(?<![^\s\[{,:])\*(?:\[\d+\]|[^\s,:'"\[\]{}])*""")  # a text that begins with *, bare
 
@@ -50,41 +49,25 @@ def parse_overrides(overrides):
         keys = tuple(key.split("."))
         if not equals or not all(keys):
             raise ValueError(f"'{text}' is no override: write section.key=value, as training.steps=10")
-        _check_no_pattern(text, keys, value)
-        pairs.append((keys, _parse_override(text, key, value)))
+        pattern, setting = key.removeprefix(_BY_PATTERN + "."), ""
+        if keys[-1] in ("layers", "backward_prefetch"):
+            pattern, _, setting = pattern.rpartition(".")
+        if key.startswith(_BY_PATTERN + ".") and ("." in pattern or "*" in pattern):  # dots that divide no keys
+            better = f"{{{setting}: {value}}}" if setting else value
+            raise ValueError(
+                f"override '{text}': a pattern can't be a part of a key: write \"{_BY_PATTERN}={{'{pattern}': "
+                f'{better}}}"'
+            )
+        pairs.append((keys, parse_yaml(value, f"override '{text}'", key)))
     return pairs
 
 
-def _check_no_pattern(text, keys, value):
-    """Raise `ValueError` where a key goes on with a pattern, whose dots are not those of keys."""
-    inside = keys[2:]
-    has_setting = inside[-1:] and inside[-1] in _OF_A_PATTERN
-    pattern = ".".join(inside[:-1] if has_setting else inside)
-    if keys[:2] == _BY_PATTERN and ("." in pattern or "*" in pattern):
-        better = f"{{{inside[-1]}: {value}}}" if has_setting else value
-        raise ValueError(
-            f"override '{text}': a pattern can't be a part of a key: write \"swap.op_swap={{'{pattern}': {better}}}\""
-        )
+def parse_yaml(text, where, key=None):
+    """The value of a YAML text, that of an override where its `key` is given.
 
-
-def _parse_override(text, key, value):
-    try:
-        return parse_yaml(value, f"override '{text}'")
-    except _Starred:
-        better = _with_quotes(value)
-        if not better.startswith(("[", "{")):
-            better = f"{{{better}: true}}" if key == ".".join(_BY_PATTERN) else f"[{better}]"
-        raise ValueError(
-            f"override '{text}': a text that begins with * needs quotes of its own: write \"{key}={better}\""
-        ) from None
-
-
-class _Starred(ValueError):
-    """A text that begins with * and has no quotes: an alias, to YAML."""
-
-
-def parse_yaml(text, where):
-    """What a YAML text says; raises `ValueError`, which begins with `where`, for what is no YAML."""
+    Raises:
+        ValueError: the text is no YAML; the message begins with `where`.
+    """
     try:
         return yaml.load(text, _RecipeLoader)  # noqa: S506  (a SafeLoader)
     except yaml.YAMLError as error:
@@ -92,13 +75,13 @@ def parse_yaml(text, where):
         if mark is None:  # characters that YAML doesn't allow
             raise ValueError(f"{where}: not valid YAML: {str(error).splitlines()[0]}") from None
         place = f"{where}, line {mark.line + 1}" if "\n" in text else where
-        if "alias" in str(error):
-            line = _with_quotes(text.splitlines()[mark.line].strip())
-            raise _Starred(f"{place}: a text that begins with * needs quotes: write {line}") from None
+        if "alias" in str(error):  # what YAML takes a bare * for
+            better = _STARRED.sub(r"'\g<0>'", text.splitlines()[mark.line].strip())
+            if key is None:
+                raise ValueError(f"{place}: a text that begins with * needs quotes: write {better}") from None
+            if not better.startswith(("[", "{")):
+                better = f"{{{better}: true}}" if key == _BY_PATTERN else f"[{better}]"
+            better = f'a text that begins with * needs quotes of its own: write "{key}={better}"'
+            raise ValueError(f"{where}: {better}") from None
         problem = ", ".join(part for part in (error.context, error.problem) if part)
         raise ValueError(f"{place}: not valid YAML: {problem}") from None
-
-
-def _with_quotes(line):
-    """A line of YAML, or a value, with quotes around what begins with *."""
-    return _STARRED.sub(lambda found: f"'{found[0]}'", line)

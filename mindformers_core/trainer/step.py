@@ -1,34 +1,70 @@
-"""One optimizer step as one function of tensors: micro-steps, one reduction of gradients, clipping, and the update."""
+"""The recipe's model on this rank, whole or as stages of a pipeline, and one optimizer step over it."""
 
-from mindformers_core.tensor_parallel import jit
+import mindspore as ms
+
+from mindformers_core.optimizers.adamw import AdamW
+from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage
+from mindformers_core.recompute import recompute, swap
+from mindformers_core.tensor_parallel import jit, shard
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
-from mindformers_core.zero import value_and_grad
+from mindformers_core.trainer.data import micro_batch
+from mindformers_core.trainer.pipeline_recipe import layers_of_rank, micro_batches_of_a_run, recipe_schedule
+from mindformers_core.trainer.zero_recipe import zero_settings
+from mindformers_core.zero import hsdp, share_parts, value_and_grad
 
-__all__ = ["step_function", "update_function"]
+__all__ = ["build_cells", "pipeline_step_function", "step_function"]
 
 
-def step_function(net, optimizer, max_norm, compiled, given):
-    """The function that takes one step.
+def build_cells(recipe, mesh, rank):
+    """The recipe's model as `rank` of `mesh` holds it: sharded, under `hsdp()`, its values drawn from the seed.
+
+    A parameter that several stages of the rank hold is stored and updated once.
+
+    Args:
+        recipe: the `Recipe`.
+        mesh: with the axes `MESH_AXES`.
+        rank: of a process.
+
+    Returns:
+        A dict, number of a stage -> its Cell, in order; without a pipeline 0 -> the model.
+    """
+    is_part, layers, zero = recipe.parallelism.pipeline_parallel > 1, {0: None}, zero_settings(recipe, mesh)
+    if is_part:
+        layers = layers_of_rank(recipe, *mesh.coordinate(rank, ("pp",)))
+        mesh = mesh.sub_mesh(tuple(axis for axis in mesh.axis_names if axis != "pp"), rank)
+    cells = {}
+    for stage, part in layers.items():
+        with ms.DeviceCtx("meta"):
+            net = recipe.spec.build(recipe.model, part).set_train()
+        shard(net, mesh, recipe.parallelism, seed=recipe.training.seed, mode=recipe.context.engine)
+        cells[stage] = swap(recompute(net, recipe.recompute, is_part=is_part), recipe.swap, is_part=is_part)
+    for net in cells.values():
+        hsdp(net, **zero)
+    share_parts(list(cells.values()), recipe.spec.tied(recipe.model))
+    return cells
+
+
+def step_function(recipe, net):
+    """The optimizer and the function that takes one step, without a pipeline.
 
     Forward and backward pass run once for every micro-batch. In graph mode they are one compiled function, and clipping
     and update another: the schedule of micro-steps and collectives of gradients stays in Python.
 
     Args:
-        net: the model that `hsdp()` returned; called with the arrays of a batch, it gives the loss.
-        optimizer: an `AdamW` of its parts, `net.trainable_params()`.
-        max_norm: of the gradients, see `ClipByGlobalNorm`.
-        compiled: whether the passes and the update are compiled, each at its first call.
-        given: what the model takes in a micro-batch, see `micro_batch`; its program is made now.
+        recipe: the `Recipe`.
+        net: the model that `build_cells` made; called with the arrays of a batch, it gives the loss. Its program is
+            made now.
 
     Returns:
-        A function of the tensors that the model is called with, a sequence, each of shape (micro-batches, samples of
-        one, …) on this rank, as many micro-batches as hsdp's `accumulate_grad_step`; and of the float32 scalars of
-        `AdamW.scalars`. It updates the parameters, and returns the mean loss and the gradients' norm before clipping,
-        local tensors that are the same on all ranks.
+        `(optimizer, step)`: an `AdamW` of `net.trainable_params()`, and a function of the tensors that the model is
+        called with, a sequence, each of shape (micro-batches, samples of one, …) on this rank, as many micro-batches as
+        hsdp's `accumulate_grad_step`; and of the float32 scalars of `AdamW.scalars`. It updates the parameters, and
+        returns the mean loss and the gradients' norm before clipping, local tensors that are the same on all ranks.
     """
-    gradient_of = value_and_grad(net, compiled=compiled)
-    gradient_of.prepare(*given)
-    update = update_function(optimizer, ClipByGlobalNorm(optimizer.parameters, max_norm), compiled)
+    optimizer = AdamW(net.trainable_params(), recipe.optimizer)
+    gradient_of = value_and_grad(net, compiled=recipe.context.mode == 0)
+    gradient_of.prepare(*micro_batch(recipe))
+    update = _update_function(recipe, optimizer)
 
     def step(arrays, rate, eps, decay):
         losses, gradients = [], None
@@ -38,23 +74,64 @@ def step_function(net, optimizer, max_norm, compiled, given):
             losses.append(loss)
         return sum(losses) / len(losses), update(rate, eps, decay, *gradients)
 
-    return step
+    return optimizer, step
 
 
-def update_function(optimizer, clip, compiled):
-    """The function of the scalars of `AdamW.scalars` and of all reduced gradients, one by one, that clips, updates,
-    and returns the norm before clipping.
+def pipeline_step_function(recipe, mesh, cells):
+    """The same with this rank's stages of a pipeline, whose ranks call this together.
+
+    Gradients are reduced over data-parallel ranks once, after the last of the runs, as many as hsdp's
+    `accumulate_grad_step`.
 
     Args:
-        optimizer: an `AdamW`.
-        clip: the `ClipByGlobalNorm` of its parameters.
-        compiled: whether it is compiled, at its first call. Numbers that change from step to step are tensors, so that
-            it is compiled once.
+        recipe: the `Recipe`.
+        mesh: with the axes `MESH_AXES`.
+        cells: what `build_cells` returned.
+
+    Raises:
+        ValueError: on all ranks of the pipeline: stages that don't fit, or of which one has no program for this.
     """
+    sizes, names, kind = recipe.parallelism, recipe.spec.inputs[1:], recipe_schedule(recipe)
+    stage_num = sizes.pipeline_parallel * sizes.pipeline_parallel_interleave_num
+    options = {"mesh": mesh, "compiled": recipe.context.mode == 0, "tied": recipe.spec.tied(recipe.model)}
+    stages = [PipelineStage(net, index, stage_num, **options) for index, net in cells.items()]
+    several = issubclass(kind, PipelineScheduleMulti)
+    schedule = kind(stages if several else stages[0], micro_batches_of_a_run(recipe), share_outputs=True)
+    optimizer = AdamW(_once_each(stages, "parameters"), recipe.optimizer)
+    inputs = {index: micro_batch(recipe, index) for index in cells}
+    given = {index: ((first,), dict(zip(names, others, strict=True))) for index, (first, *others) in inputs.items()}
+    schedule.meet().prepare(schedule.table, given)
+    update = _update_function(recipe, optimizer, mesh=mesh, over=("pp",), counted=_once_each(stages, "counted"))
+
+    def step(arrays, rate, eps, decay):
+        for stage in stages:
+            stage.zero_gradients()
+        losses = [schedule.run(first, **dict(zip(names, others, strict=True))) for first, *others in zip(*arrays)]
+        return sum(losses) / len(losses), update(rate, eps, decay, *_once_each(stages, "gradients"))
+
+    return optimizer, step
+
+
+def _once_each(stages, attribute):
+    """The entries of an attribute of stages, which has one for every parameter, without those of tied parameters."""
+    entries = {}
+    for stage in stages:
+        for parameter, value in zip(stage.parameters, getattr(stage, attribute), strict=True):
+            entries.setdefault(parameter, value)
+    return list(entries.values())
+
+
+def _update_function(recipe, optimizer, **settings):
+    """A function that clips the reduced gradients, updates the parameters, and returns the norm before clipping.
+
+    It takes the scalars of `AdamW.scalars`, tensors, so that graph mode compiles it once, and the gradients one by one.
+    `settings` are keyword arguments of `ClipByGlobalNorm`.
+    """
+    clip = ClipByGlobalNorm(optimizer.parameters, recipe.training.max_norm, **settings)
 
     def update(rate, eps, decay, *gradients):  # one by one: tensors in a tuple would be compiled in as constants
         clipped, norm = clip(gradients)
         optimizer(clipped, rate, eps, decay)
         return norm
 
-    return jit(update) if compiled else update
+    return jit(update) if recipe.context.mode == 0 else update

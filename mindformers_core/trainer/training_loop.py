@@ -14,20 +14,23 @@ from mindformers_core.files import write_whole
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.tensor_parallel.clipping import sum_over
-from mindformers_core.trainer.activation_report import report_activations
-from mindformers_core.trainer.data import dataset_of, first_sequence, micro_batch
+from mindformers_core.trainer.data import dataset_of, first_sequence
 from mindformers_core.trainer.learning_rate import learning_rate
-from mindformers_core.trainer.metrics import MetricsFile, TensorBoardFile, draw_losses, require_extra
 from mindformers_core.trainer.pipeline_recipe import pipeline_state
-from mindformers_core.trainer.pipeline_step import build_schedule, own_parameters, pipeline_step_function, sharded_model
-from mindformers_core.trainer.progress import Progress
 from mindformers_core.trainer.recipe import MESH_AXES, Recipe, accumulation_steps, global_batch_size, mesh_shape
 from mindformers_core.trainer.recipe_loader import recipe_to_yaml
-from mindformers_core.trainer.run_folder import open_run_folder
+from mindformers_core.trainer.records import (
+    draw_losses,
+    metrics_writer,
+    open_run_folder,
+    progress_writer,
+    report_activations,
+    require_extras,
+    tensorboard_writer,
+)
 from mindformers_core.trainer.saved_state import find_checkpoint, load_state, save_state
-from mindformers_core.trainer.step import step_function
-from mindformers_core.trainer.zero_recipe import zero_settings, zero_state
-from mindformers_core.zero import hsdp
+from mindformers_core.trainer.step import build_cells, pipeline_step_function, step_function
+from mindformers_core.trainer.zero_recipe import zero_state
 
 __all__ = ["Job", "prepare", "make_job", "resume", "run_steps", "train_step"]
 
@@ -76,7 +79,7 @@ def prepare(recipe):
             swap that the model can't do, on all ranks of a pipeline alike.
         ModuleNotFoundError: an extra that the recipe needs is not installed.
     """
-    _check_extras(recipe)
+    require_extras(recipe)
     if ms.get_context("device_target") != recipe.context.device_target:  # can't be set once kernels have run
         _set_device(recipe.context.device_target)
     ms.set_context(mode=ms.PYNATIVE_MODE)  # in graph mode passes and update are compiled, what is between them isn't
@@ -105,29 +108,12 @@ def make_job(recipe, mesh, rank, dataset):
     micro_batches, batch_size = accumulation_steps(recipe, dp_size), global_batch_size(recipe, dp_size)
     ms.set_seed(recipe.training.seed)
     ms.manual_seed(recipe.training.seed)
-    build = _on_one_stage if recipe.parallelism.pipeline_parallel == 1 else _on_stages
-    cells, optimizer, run_step = build(recipe, mesh, rank, zero_settings(recipe, mesh, micro_batches))
+    cells = build_cells(recipe, mesh, rank)
+    if recipe.parallelism.pipeline_parallel == 1:
+        optimizer, run_step = step_function(recipe, cells[0])
+    else:
+        optimizer, run_step = pipeline_step_function(recipe, mesh, cells)
     return Job(recipe, rank, mesh, dataset, cells, optimizer, micro_batches, batch_size, run_step)
-
-
-def _on_one_stage(recipe, mesh, rank, zero):
-    """`(cells, optimizer, run_step)` without a pipeline; `zero` are the arguments of `hsdp()`."""
-    net = hsdp(sharded_model(recipe, mesh), **zero)
-    optimizer = AdamW(net.trainable_params(), recipe.optimizer)
-    given = micro_batch(recipe)
-    run_step = step_function(net, optimizer, recipe.training.max_norm, recipe.context.mode == 0, given)
-    return {0: net}, optimizer, run_step
-
-
-def _on_stages(recipe, mesh, rank, zero):
-    """The same for this rank's stages of a pipeline."""
-    schedule = build_schedule(recipe, mesh, rank, zero)
-    optimizer = AdamW(own_parameters(schedule), recipe.optimizer)
-    given = {stage.stage_index: micro_batch(recipe, stage.stage_index) for stage in schedule.stages}
-    is_compiled = recipe.context.mode == 0
-    names = recipe.spec.inputs
-    run_step = pipeline_step_function(schedule, optimizer, recipe.training.max_norm, mesh, is_compiled, given, names)
-    return {stage.stage_index: stage.cell for stage in schedule.stages}, optimizer, run_step
 
 
 def resume(job, checkpoint):
@@ -208,15 +194,12 @@ def _batch(job):
 def _open_records(job):
     """Make the run folder; functions that each take a step's row."""
     recipe, folder = job.recipe, job.recipe.training.output_dir
-    moved = open_run_folder(folder, recipe_to_yaml(recipe), keep=_carries_on(recipe))
-    if moved:
-        print(f"an earlier run was moved to {moved}")
+    open_run_folder(folder, recipe_to_yaml(recipe), keep=_carries_on(recipe))
     kind = "micro-batches" if recipe.parallelism.pipeline_parallel == 1 else "pipeline runs"
     print(f"{recipe.training.steps} steps of {job.micro_batches} {kind} on ranks {job.mesh}; run folder {folder}")
-    records = [MetricsFile(folder, after_step=job.step).write]
-    if recipe.monitor.tensorboard:
-        records.append(TensorBoardFile(folder).write)
-    return [*records, Progress(recipe.training.steps, recipe.monitor.log_interval).show]
+    records = [metrics_writer(folder, after_step=job.step)]
+    records += [tensorboard_writer(folder)] if recipe.monitor.tensorboard else []
+    return [*records, progress_writer(recipe.training.steps, recipe.monitor.log_interval)]
 
 
 def _carries_on(recipe):
@@ -224,11 +207,3 @@ def _carries_on(recipe):
     folder = os.path.realpath(recipe.training.output_dir)
     load_path = recipe.checkpoint.load_path
     return bool(load_path) and os.path.commonpath([folder, os.path.realpath(load_path)]) == folder
-
-
-def _check_extras(recipe):
-    """Report missing extras before hours of training, not after."""
-    if recipe.monitor.plot:
-        require_extra("matplotlib", "plot", "monitor.plot")
-    if recipe.monitor.tensorboard:
-        require_extra("tensorboard", "tensorboard", "monitor.tensorboard")

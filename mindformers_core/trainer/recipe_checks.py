@@ -1,0 +1,130 @@
+"""Which values of a recipe's keys exclude each other. No MindSpore is called here."""
+
+from mindformers_core.recompute.settings import check_compilable, check_gathers
+from mindformers_core.trainer.pipeline_recipe import check_pipeline
+from mindformers_core.trainer.recipe import accumulation_steps
+from mindformers_core.trainer.zero_recipe import SHARDED
+from mindformers_core.zero.buckets import parse_comm_fusion
+
+__all__ = ["check_recipe"]
+
+# MindSpore 2.10 has no bfloat16 CPU kernel of Gather, which the embedding needs
+_DTYPES = {"CPU": ("float32", "float16")} | dict.fromkeys(("GPU", "Ascend"), ("float32", "float16", "bfloat16"))
+
+
+def check_recipe(recipe):
+    """Raise `ValueError` or `TypeError` for the first keys that exclude each other, with their paths.
+
+    Layers and patterns of recompute and swap are matched later, with the Cells.
+    """
+    for check in (
+        _check_available, _check_model_divides, check_pipeline, _check_zero, _check_recompute, _check_data,
+        _check_schedule,
+    ):  # fmt: skip
+        check(recipe)
+    sizes = recipe.parallelism
+    if sizes.data_parallel_shard > 0:
+        accumulation_steps(recipe, sizes.data_parallel_replicate * sizes.data_parallel_shard)
+
+
+def _check_available(recipe):
+    sizes = recipe.parallelism
+    if sizes.context_parallel > 1:
+        raise ValueError(
+            f"parallelism.context_parallel: {sizes.context_parallel} is not available yet: it can only be 1"
+        )
+    if sizes.data_parallel_shard < 1 and sizes.data_parallel_shard != -1:
+        raise ValueError(f"parallelism.data_parallel_shard: {sizes.data_parallel_shard} is neither -1 nor at least 1")
+    if recipe.context.mode == 0 and recipe.context.engine == "eager":
+        raise ValueError(
+            "context.engine: eager can't be compiled, as context.mode: 0 (graph mode) asks: use "
+            "context.engine=generated, or context.mode=1 (PyNative)"
+        )
+    dtypes, dtype = _DTYPES[recipe.context.device_target], getattr(recipe.model, "dtype", "float32")
+    if dtype not in dtypes:
+        raise ValueError(
+            f"model.dtype: MindSpore can't run {dtype} models on context.device_target "
+            f"{recipe.context.device_target}: use {' or '.join(dtypes)} there, or another device_target"
+        )
+
+
+def _check_model_divides(recipe):
+    tp = recipe.parallelism.tensor_parallel
+    for key, size in recipe.spec.divided(recipe.model):
+        if size % tp:
+            fitting = [divisor for divisor in range(1, tp) if size % divisor == 0]
+            raise ValueError(
+                f"model.{key}: {size} can't be cut into parallelism.tensor_parallel {tp} parts: try {fitting[-1]}"
+            )
+    seq_length = recipe.train_dataset.seq_length
+    if recipe.parallelism.sequence_parallel and seq_length % tp:
+        raise ValueError(
+            f"train_dataset.seq_length: {seq_length} can't be cut into parallelism.tensor_parallel {tp} parts, as "
+            f"parallelism.sequence_parallel needs: try {seq_length // tp * tp}"
+        )
+
+
+def _check_data(recipe):
+    dataset, model = recipe.train_dataset, recipe.model
+    longest, vocab_size = (getattr(model, key, None) for key in ("max_position_embeddings", "vocab_size"))
+    if longest is not None and dataset.seq_length > longest:
+        raise ValueError(
+            f"train_dataset.seq_length: {dataset.seq_length} is more than model.max_position_embeddings {longest}"
+        )
+    if dataset.factory:
+        return
+    if vocab_size is None:
+        raise ValueError(
+            "train_dataset.factory: missing: a model without vocab_size doesn't take tokens; name the function that "
+            "opens its dataset, as my_package.data:open_images"
+        )
+    if not any(path.endswith(".npy") for path in dataset.data_path) and vocab_size < 256:
+        raise ValueError(f"model.vocab_size: {vocab_size} is too small for bytes of text: at least 256")
+
+
+def _check_schedule(recipe):
+    schedule = recipe.lr_scheduler
+    if schedule.warmup_ratio is not None and schedule.warmup_steps:
+        raise ValueError("lr_scheduler: warmup_steps and warmup_ratio are both given: give one")
+    if schedule.lr_end > schedule.learning_rate:
+        raise ValueError(
+            f"lr_scheduler.lr_end: {schedule.lr_end} is more than lr_scheduler.learning_rate {schedule.learning_rate}"
+        )
+
+
+def _check_zero(recipe):
+    sizes, level = recipe.parallelism, recipe.parallelism.zero_level
+    if level > 0 and sizes.data_parallel_shard == 1:
+        raise ValueError(
+            f"parallelism.zero_level: {level} shards {SHARDED[level]} among data_parallel_shard ranks, but "
+            f"parallelism.data_parallel_shard is 1, so nothing would be sharded: use data_parallel_shard=2 or more, or "
+            "zero_level=0"
+        )
+    if sizes.reshard_after_forward is not None and level != 3:
+        raise ValueError(
+            f"parallelism.reshard_after_forward: {sizes.reshard_after_forward} is about the sharded weights of "
+            f"parallelism.zero_level 3, but zero_level is {level}: leave it out, or use zero_level=3"
+        )
+    if sizes.gradient_accumulation_shard and level == 0:
+        raise ValueError(
+            "parallelism.gradient_accumulation_shard: true is about sums of gradients that parallelism.zero_level 1, 2 "
+            "or 3 shards, but zero_level is 0: leave it out, or use zero_level=2"
+        )
+    try:
+        parse_comm_fusion(sizes.comm_fusion)
+    except (TypeError, ValueError) as error:  # its message begins with the key
+        raise type(error)(f"parallelism.{error}") from None
+
+
+def _check_recompute(recipe):
+    asked = {"recompute": recipe.recompute.is_on, "swap": recipe.swap.is_on}
+    sections = " and ".join(name for name in asked if asked[name])
+    if sections and recipe.context.engine == "eager":
+        raise ValueError(
+            f"context.engine: eager keeps what every operator keeps, and {sections} can't change that: use "
+            f"context.engine=generated, or leave {sections} out"
+        )
+    if recipe.context.mode == 0:
+        check_compilable(recipe.recompute, recipe.swap)
+    level = recipe.parallelism.zero_level
+    check_gathers(recipe.recompute, level == 3, "parallelism.zero_level=3", f"zero_level is {level}")

@@ -1,0 +1,163 @@
+"""Records of a run: the run folder with metrics, a picture and event files; and printed lines."""
+
+import importlib
+import json
+import os
+import sys
+import time
+
+from mindformers_core.files import write_whole
+from mindformers_core.recompute import write_curve
+from mindformers_core.sharding.inspecting import explain_activations
+
+__all__ = [
+    "draw_losses", "metrics_writer", "open_run_folder", "progress_writer", "report_activations", "require_extras",
+    "tensorboard_writer",
+]  # fmt: skip
+
+_BAR_WIDTH = 24
+
+
+def require_extras(recipe):
+    """Import the packages of `monitor.plot` and `monitor.tensorboard`, which training needs at its end only.
+
+    Raises:
+        ModuleNotFoundError: a missing package, with the extra to install and the key that needs it.
+    """
+    for key, extra, module in (("plot", "plot", "matplotlib"), ("tensorboard", "tensorboard", "tensorboard")):
+        if getattr(recipe.monitor, key):
+            try:
+                importlib.import_module(module)
+            except ModuleNotFoundError as error:
+                raise ModuleNotFoundError(
+                    f"monitor.{key} needs {module}: pip install 'mindformers_core[{extra}]', or turn monitor.{key} off"
+                ) from error
+
+
+def open_run_folder(folder, config_text, keep):
+    """Make `folder`, with `config_text` as its config.yaml. Called on rank 0 only.
+
+    A finished or interrupted run in this folder is moved aside to `folder.1`, `folder.2`, …, never overwritten.
+
+    Args:
+        folder: of the run.
+        config_text: the recipe in YAML.
+        keep: whether this run resumes from a checkpoint in the folder, which then stays.
+    """
+    if os.path.exists(os.path.join(folder, "config.yaml")) and not keep:
+        moved = next(name for name in map(f"{folder}.{{}}".format, range(1, 10**6)) if not os.path.exists(name))
+        os.rename(folder, moved)
+        print(f"an earlier run was moved to {moved}")
+    os.makedirs(folder, exist_ok=True)
+    write_whole(os.path.join(folder, "config.yaml"), config_text)
+
+
+def metrics_writer(folder, after_step):
+    """A function that appends a row to metrics.jsonl, one JSON object a step, on disk at once.
+
+    A row is a dict with `step`, `loss` and other numbers.
+
+    Args:
+        folder: the run folder.
+        after_step: rows of later steps, which a resumed run writes anew, are dropped.
+    """
+    path = os.path.join(folder, "metrics.jsonl")
+    kept = [row for row in _read_rows(path) if row["step"] <= after_step] if os.path.exists(path) else []
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def write(row):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    return write
+
+
+def _read_rows(path):
+    """The rows of a metrics.jsonl file; an incomplete last line of a killed run is left out."""
+    with open(path, encoding="utf-8") as file:
+        return [json.loads(line) for line in file if line.endswith("\n")]
+
+
+def tensorboard_writer(folder):
+    """A function that adds the numbers of a row as scalars to TensorBoard event files below the run folder."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    writer = EventFileWriter(os.path.join(folder, "tensorboard"))
+
+    def write(row):
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in row.items() if tag != "step"]
+        writer.add_event(Event(step=row["step"], wall_time=time.time(), summary=Summary(value=values)))
+        writer.flush()
+
+    return write
+
+
+def draw_losses(folder):
+    """loss.png of the folder's metrics: loss (and learning rate, thin) by step."""
+    from matplotlib.figure import Figure
+
+    rows = _read_rows(os.path.join(folder, "metrics.jsonl"))
+    steps = [row["step"] for row in rows]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(steps, [row["loss"] for row in rows], color="tab:blue", label="loss")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=os.path.basename(os.path.abspath(folder)))
+    axes.grid(alpha=0.3)
+    rates = axes.twinx()
+    rates.plot(steps, [row["learning_rate"] for row in rows], color="tab:orange", linewidth=0.8, label="learning rate")
+    rates.set_ylabel("learning rate")
+    figure.legend(loc="upper right", bbox_to_anchor=(1, 1), bbox_transform=axes.transAxes)
+    figure.savefig(os.path.join(folder, "loss.png"), dpi=120)
+
+
+def progress_writer(total, interval, stream=None):
+    """A function that shows a row as text: a bar on a terminal, a line every few steps elsewhere (log files).
+
+    A row is a dict with `step`, `loss`, `learning_rate`, `gradient_norm` and `tokens_per_second`.
+
+    Args:
+        total: number of the last step.
+        interval: steps between lines where the stream is no terminal.
+        stream: default standard output.
+    """
+    stream, first = sys.stdout if stream is None else stream, None
+
+    def write(row):
+        nonlocal first
+        step, now = row["step"], time.perf_counter()
+        first = first or (step, now)
+        seconds = round((now - first[1]) / max(1, step - first[0]) * (total - step))
+        text = (
+            f"step {step}/{total}  loss {row['loss']:.4f}  lr {row['learning_rate']:.3e}  "
+            f"norm {row['gradient_norm']:.3f}  {row['tokens_per_second']:,.0f} tokens/s  "
+        ) + (f"{seconds // 60}:{seconds % 60:02d} left" if step > first[0] else "")
+        if stream.isatty():
+            stream.write(f"\r[{'=' * (_BAR_WIDTH * step // total):{_BAR_WIDTH}}] {text}" + "\n" * (step == total))
+        elif step % interval == 0 or step in (1, total):
+            stream.write(text + "\n")
+        stream.flush()
+
+    return write
+
+
+def report_activations(recipe, mesh, rank, cells):
+    """Print the recomputed and swapped operators of this rank's `cells`, by number of their stage.
+
+    Under a budget the curve of memory against recomputed operations is drawn into the run folder. Called on all ranks
+    after the first step, when there are programs; the first rank of every stage prints. Without recompute and swap
+    nothing is printed.
+    """
+    if any(mesh.coordinate(rank, tuple(axis for axis in mesh.axis_names if axis != "pp"))):
+        return
+    is_whole = recipe.parallelism.pipeline_parallel == 1
+    for stage, cell in cells.items():
+        if recipe.recompute.budget is None:
+            text = "\n  ".join(explain_activations(cell))
+        else:
+            name = "recompute_curve.svg" if is_whole else f"recompute_curve_stage_{stage}.svg"
+            path = os.path.join(recipe.training.output_dir, name)
+            text = f"{write_curve(cell, path)}\n  what memory costs: {path}"
+        if text:
+            print(text if is_whole else f"stage {stage}: {text}")
