@@ -16,9 +16,9 @@ from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout
 from mindformers_core.redistribution.bounds import lower_bound
 from mindformers_core.redistribution.cost import CPU, CostModel
-from mindformers_core.redistribution.moves import REPLICATE, SHARD, VARYING, compatible, moves
 from mindformers_core.redistribution.space import SearchSpace
 from mindformers_core.redistribution.steps import STEP_KINDS, Step
+from mindformers_core.redistribution.transitions import REPLICATE, SHARD, VARYING, compatible, transitions
 
 __all__ = ["Plan", "plan_redistribution"]
 
@@ -164,7 +164,7 @@ def _direct(start, goal, space):
 def _search(start, goal, space, model):
     """The cheapest path of moves from `start` to `goal`, by Dijkstra's algorithm with bounds (A*).
 
-    Ties go to fewer steps, and then to the move that `moves` yields first, which is the same on all ranks.
+    Ties go to fewer steps, and then to the move that `transitions` yields first, which is the same on all ranks.
     """
     rate = lru_cache(maxsize=None)(lambda kind, op, axes: _rate(kind, op, axes, space, model))
     local_bytes, left = lru_cache(maxsize=None)(space.local_bytes), lower_bound(space, goal, model)
@@ -178,7 +178,7 @@ def _search(start, goal, space, model):
         if paid > best[state]:
             continue
         volume = local_bytes(state[1])
-        for move in moves(space, *state):
+        for move in transitions(space, *state):
             kind, axes, _, _, op, after = move
             fixed, per_byte = rate(kind, op, axes)
             total = paid + PER_STEP + fixed + per_byte * max(volume, local_bytes(after[1]))

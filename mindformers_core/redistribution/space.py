@@ -3,15 +3,15 @@
 from math import gcd, prod
 
 from mindformers_core.layout import Layout
-from mindformers_core.redistribution.moves import REPLICATE, SHARD, VARYING
+from mindformers_core.redistribution.transitions import REPLICATE, SHARD, VARYING
 
 __all__ = ["SearchSpace"]
 
 
 class SearchSpace:
-    """The states that a search runs through: what the moving axes may do, the others staying as they are.
+    """The states that a search visits: the placements of the moving axes; the other axes stay as they are.
 
-    A state is `(dims, marks)`: the moving axes on every tensor dim, and for every moving axis a mark (see `moves`).
+    A state is `(dims, marks)`: the moving axes on every tensor dim, and a mark of every moving axis (`transitions`).
     """
 
     def __init__(self, source, target, shape, itemsize):
