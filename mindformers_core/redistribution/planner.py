@@ -16,8 +16,8 @@ from mindformers_core.layout import Layout
 from mindformers_core.redistribution.bounds import lower_bound
 from mindformers_core.redistribution.cost import CPU, CostModel
 from mindformers_core.redistribution.space import SearchSpace
-from mindformers_core.redistribution.steps import Step
-from mindformers_core.redistribution.transitions import compatible, transitions
+from mindformers_core.redistribution.steps import EXTREMES, Step
+from mindformers_core.redistribution.transitions import REPLICATE, compatible, transitions
 
 __all__ = ["Plan", "plan_redistribution"]
 
@@ -130,8 +130,13 @@ def _check(source, target, shape, model):
 def _search(start, goal, space, model):
     """The cheapest path of steps from `start` to `goal`, by Dijkstra's algorithm with bounds (A*).
 
-    Ties go to fewer steps, and then to the step that `transitions` yields first, which is the same on all ranks.
+    Ties go to fewer steps, and then to the step that `transitions` yields first, which is the same on all ranks. Where
+    one axis moves, a single step to `goal` costs least, save for an extreme that all ranks get.
     """
+    if len(space.axes) == 1 and not (start[1][0] in EXTREMES and goal[1][0] == REPLICATE):
+        for step in transitions(space, *start):
+            if step[-1] == goal:
+                return (step,)
     local_bytes, left, order = cache(space.local_bytes), lower_bound(space, goal, model), count()
 
     @cache
