@@ -18,8 +18,8 @@ from mindformers_core.propagation.operators import (
     operator_signature,
     passes_gradient,
 )
-from mindformers_core.redistribution.moves import moves
 from mindformers_core.redistribution.space import SearchSpace
+from mindformers_core.redistribution.transitions import transitions
 
 __all__ = ["PlanError", "check_plan"]
 
@@ -168,7 +168,7 @@ class _FrameCheck:
                 self.fault(f"{what} goes on from {step.source}, {step.shape}")
             taken = step.kind, step.axes, step.dim, step.to_dim, step.op
             space = SearchSpace(step.source, step.target, shape, step.itemsize)
-            ways = (space.layout(*state) for *way, state in moves(space, *space.state(at)) if tuple(way) == taken)
+            ways = (space.layout(*state) for *way, state in transitions(space, *space.state(at)) if tuple(way) == taken)
             if step.target not in ways:
                 self.fault(f"{what} can't take the step {step}")
             at = step.target

@@ -13,9 +13,9 @@ from mindformers_core.program.graph import CallNode
 from mindformers_core.program.plan import CallPlan, CellPlan, Move, OperatorPlan
 from mindformers_core.program.structure import shown, tree_leaves
 from mindformers_core.propagation.operators import operator_signature
-from mindformers_core.redistribution.moves import moves
 from mindformers_core.redistribution.space import SearchSpace
 from mindformers_core.redistribution.steps import Step
+from mindformers_core.redistribution.transitions import transitions
 
 __all__ = ["graph_lines", "restored"]
 
@@ -172,7 +172,9 @@ class _Frame:
             wanted = (data["step"], tuple(data["axes"]), data.get("dim"), data.get("to_dim"), data.get("op"))
             after = self._layout(value, data["to"]) if "to" in data else None
             reached = (
-                s for *what, s in moves(space, *state) if tuple(what) == wanted and after in (None, space.layout(*s))
+                s
+                for *what, s in transitions(space, *state)
+                if tuple(what) == wanted and after in (None, space.layout(*s))
             )
             before, state = space.layout(*state), next(reached, None)
             if state is None:

@@ -10,8 +10,8 @@ from functools import cache, lru_cache
 from math import inf
 
 from mindformers_core.redistribution.cost import Link
-from mindformers_core.redistribution.moves import REPLICATE, SHARD, VARYING
 from mindformers_core.redistribution.steps import EXTREMES, STEP_KINDS
+from mindformers_core.redistribution.transitions import REPLICATE, SHARD, VARYING
 
 __all__ = ["lower_bound"]
 

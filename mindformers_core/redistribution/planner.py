@@ -1,48 +1,28 @@
-"""The cheapest sequence of steps from one layout to another: Dijkstra's search over layouts. Pure Python.
+"""The cheapest sequence of steps from one layout to another: an A* search over layouts. Pure Python.
 
-A plan communicates only over axes that *move*: whose placement changes, or that cut a dim below an axis that moves.
-Ranks along other axes never wait for each other. Among the plans that keep to this, forward and backward cost together
-are least: training pays for both.
+A plan communicates only over axes that *move*: an axis whose placement changes, or that shards a dim minor to an axis
+that moves. Ranks along other axes never wait for each other. Among these plans the search returns the one with the
+least cost of forward and backward together, since training pays for both.
 """
 
 import heapq
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import count
-from math import prod
 
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout
 from mindformers_core.redistribution.bounds import lower_bound
 from mindformers_core.redistribution.cost import CPU, CostModel
-from mindformers_core.redistribution.moves import REPLICATE, SHARD, VARYING, compatible, moves
 from mindformers_core.redistribution.space import SearchSpace
-from mindformers_core.redistribution.steps import STEP_KINDS, Step
+from mindformers_core.redistribution.steps import EXTREMES, Step
+from mindformers_core.redistribution.transitions import REPLICATE, compatible, transitions
 
 __all__ = ["Plan", "plan_redistribution"]
 
 # What every step costs in the search over and above its collectives, in seconds: of equal plans the shorter wins.
 PER_STEP = 1e-12
-
-# The step that takes the only moving axis from one mark to another, where nothing can be cheaper. Most other pairs
-# take two steps; a max that all need may be reduced at once, or scattered and gathered (its gradient then costs less).
-DIRECT = {
-    (SHARD, SHARD): "all_to_all",
-    (SHARD, REPLICATE): "all_gather",
-    (SHARD, VARYING): "all_gather_varying",
-    (SHARD, "sum"): "pad",
-    (REPLICATE, SHARD): "slice",
-    (REPLICATE, VARYING): "mark_varying",
-    (VARYING, SHARD): "slice_varying",
-    (VARYING, REPLICATE): "unmark_varying",
-    (VARYING, "sum"): "to_partial_varying",
-    ("sum", VARYING): "all_reduce_varying",
-    ("avg", VARYING): "all_reduce_varying",
-    **{(REPLICATE, op): "to_partial" for op in ("sum", "avg", "max", "min")},
-    **{(op, REPLICATE): "all_reduce" for op in ("sum", "avg")},
-    **{(op, SHARD): "reduce_scatter" for op in ("sum", "avg", "max", "min")},
-}
 
 
 @dataclass(frozen=True)
@@ -112,15 +92,17 @@ def _plan(source, target, shape, itemsize, model):
     if source == target:
         return Plan(source, target, (), 0.0, 0.0)
     space = SearchSpace(source, target, shape, itemsize)
-    start, goal = space.state(source), space.state(target)
-    path = _direct(start, goal, space) or _search(start, goal, space, model)
     steps, layout = [], source
-    for *what, state in path:
+    for *what, state in _search(space.state(source), space.state(target), space, model):
         after = space.layout(*state)
         steps.append(Step(*what, layout, after, layout.local_shape(shape), itemsize))
         layout = after
-    costs = [_step_seconds(step, model) for step in steps]
-    return Plan(source, target, tuple(steps), sum(cost[0] for cost in costs), sum(cost[1] for cost in costs))
+
+    def seconds(runs):
+        return sum(model.seconds(name, step.axes, step.group_size, step.whole) for step, (name, _) in zip(steps, runs))
+
+    costs = seconds(step.forward for step in steps), seconds(step.backward for step in steps)
+    return Plan(source, target, tuple(steps), *costs)
 
 
 def _check(source, target, shape, model):
@@ -145,65 +127,35 @@ def _check(source, target, shape, model):
             )
 
 
-def _direct(start, goal, space):
-    """The path of one step where one axis moves: no other sequence for one axis is cheaper, whatever its link."""
-    if len(space.axes) > 1:
-        return None
-    (dims, (mark,)), (to_dims, (to_mark,)) = start, goal
-    kind = DIRECT.get((mark, to_mark))
-    if kind is None:
-        return None
-    dim = next((place for place, axes in enumerate(dims) if axes), None)
-    to_dim = next((place for place, axes in enumerate(to_dims) if axes), None)
-    op = next((entry for entry in (mark, to_mark) if entry not in (SHARD, REPLICATE, VARYING)), None)
-    if dim is None:
-        dim, to_dim = to_dim, None
-    return [(kind, space.axes, dim, to_dim, op, goal)]
-
-
 def _search(start, goal, space, model):
-    """The cheapest path of moves from `start` to `goal`, by Dijkstra's algorithm with bounds (A*).
+    """The cheapest path of steps from `start` to `goal`, by Dijkstra's algorithm with bounds (A*).
 
-    Ties go to fewer steps, and then to the move that `moves` yields first, which is the same on all ranks.
+    Ties go to fewer steps, and then to the step that `transitions` yields first, which is the same on all ranks. Where
+    one axis moves, a single step to `goal` costs least, save for an extreme that all ranks get.
     """
-    rate = lru_cache(maxsize=None)(lambda kind, op, axes: _rate(kind, op, axes, space, model))
-    local_bytes, left = lru_cache(maxsize=None)(space.local_bytes), lower_bound(space, goal, model)
-    order = count()
-    best, came_from = {start: 0.0}, {}
-    queue = [(0.0, next(order), 0.0, start)]
-    while queue:
-        _, _, paid, state = heapq.heappop(queue)
+    if len(space.axes) == 1 and not (start[1][0] in EXTREMES and goal[1][0] == REPLICATE):
+        for step in transitions(space, *start):
+            if step[-1] == goal:
+                return (step,)
+    local_bytes, left, order = cache(space.local_bytes), lower_bound(space, goal, model), count()
+
+    @cache
+    def rate(kind, op, axes):
+        forward, backward = model.step_rates(kind, op, axes, space.size(axes))
+        return forward[0] + backward[0], forward[1] + backward[1]
+
+    best, queue = {start: 0.0}, [(0.0, next(order), 0.0, start, ())]
+    while True:
+        _, _, paid, state, path = heapq.heappop(queue)
         if state == goal:
-            return _path(came_from, start, goal)
+            return path
         if paid > best[state]:
             continue
         volume = local_bytes(state[1])
-        for move in moves(space, *state):
-            kind, axes, _, _, op, after = move
+        for step in transitions(space, *state):
+            kind, axes, _, _, op, after = step
             fixed, per_byte = rate(kind, op, axes)
             total = paid + PER_STEP + fixed + per_byte * max(volume, local_bytes(after[1]))
             if total < best.get(after, float("inf")):
                 best[after] = total
-                came_from[after] = state, move
-                heapq.heappush(queue, (total + left(after), next(order), total, after))
-    raise AssertionError(f"no way from {start} to {goal}")
-
-
-def _rate(kind, op, axes, space, model):
-    """Seconds, and seconds for every byte, of a step: forward and backward together."""
-    forward, backward = model.step_rates(kind, op, axes, space.size(axes))
-    return forward[0] + backward[0], forward[1] + backward[1]
-
-
-def _path(came_from, start, goal):
-    path, state = [], goal
-    while state != start:
-        state, move = came_from[state]
-        path.append(move)
-    return path[::-1]
-
-
-def _step_seconds(step, model):
-    """`(forward, backward)` seconds of a step."""
-    whole = max(prod(step.shape), prod(step.output_shape)) * step.itemsize
-    return tuple(model.seconds(name, step.axes, step.group_size, whole) for name in STEP_KINDS[step.kind].runs(step.op))
+                heapq.heappush(queue, (total + left(after), next(order), total, after, (*path, step)))

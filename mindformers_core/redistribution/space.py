@@ -1,22 +1,23 @@
 """What a search for a plan may do: which axes move, on which dims, and what stays as it is. Pure Python."""
 
 from math import gcd, prod
+from os.path import commonprefix
 
 from mindformers_core.layout import Layout
-from mindformers_core.redistribution.moves import REPLICATE, SHARD, VARYING
+from mindformers_core.redistribution.transitions import REPLICATE, SHARD, VARYING
 
 __all__ = ["SearchSpace"]
 
 
 class SearchSpace:
-    """The states that a search runs through: what the moving axes may do, the others staying as they are.
+    """The states that a search visits: the placements of the moving axes; the other axes stay as they are.
 
-    A state is `(dims, marks)`: the moving axes on every tensor dim, and for every moving axis a mark (see `moves`).
+    A state is `(dims, marks)`: the moving axes on every tensor dim, and a mark of every moving axis (`transitions`).
     """
 
     def __init__(self, source, target, shape, itemsize):
         mesh = source.mesh
-        kept = [_common_prefix(*pair) for pair in zip(source.dims, target.dims)]
+        kept = [commonprefix(pair) for pair in zip(source.dims, target.dims)]
         still = {axis for axes in kept for axis in axes}
         still |= {axis for axis in mesh.axis_names if axis not in still and _unsharded_alike(source, target, axis)}
         self.mesh, self.kept = mesh, kept
@@ -32,11 +33,8 @@ class SearchSpace:
         self.ops = tuple(dict.fromkeys((*moving_ops, "sum")))
 
     def size(self, axes):
-        """Number of parts that `axes` cut a dim into."""
-        parts = 1
-        for axis in axes:
-            parts *= self.sizes[axis]
-        return parts
+        """Number of shards that `axes` cut a dim into."""
+        return prod([self.sizes[axis] for axis in axes])
 
     def state(self, layout):
         """The state of a layout of this space."""
@@ -64,13 +62,6 @@ def _twins(rooms, dims, to_dims, parts):
     return tuple(
         tuple(other for other in range(dim) if spare[dim] and spare[other] == spare[dim]) for dim in range(len(rooms))
     )
-
-
-def _common_prefix(first, second):
-    length = 0
-    while length < min(len(first), len(second)) and first[length] == second[length]:
-        length += 1
-    return first[:length]
 
 
 def _unsharded_alike(source, target, axis):

@@ -6,6 +6,7 @@ idea of Megatron-LM's *f* and *g* functions and of JAX's `pvary`, spelled out fo
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 from mindformers_core.layout import Layout
 
@@ -130,33 +131,31 @@ class Step:
         return self.target.local_shape(self.source.global_shape(self.shape))
 
     @property
+    def whole(self):
+        """Bytes of the larger of a rank's input and output."""
+        return max(prod(self.shape), prod(self.output_shape)) * self.itemsize
+
+    @property
     def forward(self):
-        """`(name, bytes)`: what runs forward, and the bytes that a rank sends in it (0 for a local operation)."""
-        return self._traffic(STEP_KINDS[self.kind].runs(self.op)[0])
+        """`(name, bytes)`: the forward collective and the bytes that a rank sends in it (0 for a local operation)."""
+        return self._traffic(0)
 
     @property
     def backward(self):
-        """`(name, bytes)`: what runs backward, and the bytes that a rank sends in it (0 for a local operation)."""
-        return self._traffic(STEP_KINDS[self.kind].runs(self.op)[1])
+        """`(name, bytes)`: the backward collective and the bytes that a rank sends in it (0 for a local operation)."""
+        return self._traffic(1)
 
     @property
     def nbytes(self):
         """Bytes that a rank sends forward."""
         return self.forward[1]
 
-    def _traffic(self, name):
-        whole = max(_volume(self.shape), _volume(self.output_shape)) * self.itemsize
-        return name, wire_bytes(name, self.group_size, whole)
+    def _traffic(self, way):
+        name = STEP_KINDS[self.kind].runs(self.op)[way]
+        return name, wire_bytes(name, self.group_size, self.whole)
 
     def __str__(self):
         dims = "" if self.dim is None else f" dim {self.dim}"
         dims += "" if self.to_dim is None else f" to dim {self.to_dim}"
         op = "" if self.op is None else f" {self.op}"
         return f"{self.kind}{op}{dims} over {', '.join(self.axes)}: {self.source} -> {self.target}, {self.nbytes} bytes"
-
-
-def _volume(shape):
-    count = 1
-    for size in shape:
-        count *= size
-    return count

@@ -5,7 +5,7 @@ from itertools import combinations, permutations
 
 from mindformers_core.redistribution.steps import EXTREMES
 
-__all__ = ["REPLICATE", "SHARD", "VARYING", "compatible", "moves"]
+__all__ = ["REPLICATE", "SHARD", "VARYING", "compatible", "transitions"]
 
 # Marks of an axis in a state; a partial axis is marked with its op.
 SHARD, REPLICATE, VARYING = "shard", "replicate", "varying"
@@ -17,7 +17,7 @@ def compatible(ops):
     return len(kinds) < 2
 
 
-def moves(space, dims, marks):
+def transitions(space, dims, marks):
     """Yield `(kind, axes, dim, to_dim, op, state)` for every step from a state `(dims, marks)`.
 
     Args:
