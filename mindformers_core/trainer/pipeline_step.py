@@ -90,7 +90,7 @@ def pipeline_step_function(schedule, optimizer, max_norm, mesh, compiled, given,
         ValueError: on all ranks of the pipeline: stages that don't fit, or of which one has no program for this.
     """
     named = {stage: ((first,), dict(zip(names[1:], others, strict=True))) for stage, (first, *others) in given.items()}
-    schedule.meet().prepare(schedule.table, named)
+    schedule.meet().make_programs(schedule.table, named)
     counted = _first_of_each(schedule, [stage.counted for stage in schedule.stages])
     clip = ClipByGlobalNorm(optimizer.parameters, max_norm, mesh, ("pp",), counted)
     update = update_function(optimizer, clip, compiled)
