@@ -99,7 +99,7 @@ GIVEN = {stage: ((tensor_meta((2, 4), "float32"),), {}) for stage in range(2)}
 def test_the_first_run_finds_the_stages_programs(kind, compiled):
     """Also those of schedules that split backward passes."""
     schedule = stages({"full": True}, {}, kind, compiled)
-    schedule.meet().prepare(schedule.table, GIVEN)
+    schedule.meet().make_programs(schedule.table, GIVEN)
     made = [programs(stage.cell) for stage in schedule.stages]
     assert [len(each) for each in made] == [1, 1]
     schedule.run(Tensor(array(4, 4)))
@@ -119,6 +119,6 @@ def test_the_first_run_finds_the_stages_programs(kind, compiled):
 def test_what_one_stage_can_not_do_ends_the_preparation(settings, swapped, message):
     schedule = stages(settings, swapped)
     with pytest.raises(ValueError, match=message):
-        schedule.meet().prepare(schedule.table, GIVEN)
+        schedule.meet().make_programs(schedule.table, GIVEN)
     with pytest.raises(ValueError, match=message):  # nor can it run
         schedule.run(Tensor(array(4, 4)))

@@ -210,7 +210,7 @@ def test_sharded_stages_defer_the_gradients_of_weights(compiled):
     make = models.sharded_part(init_device_mesh((1, 1), ("dp", "tp")))
     schedule = models.schedule_of(ScheduleZBV, 4, 2, make=make, compiled=compiled)
     models.assert_alike(models.pipelined(schedule, 8, 2), expected, "zb_v")
-    assert schedule.stages[0]._weights._deferred is not None
+    assert schedule.stages[0].weight_gradients._deferred is not None
 
 
 class Twice(nn.Cell):

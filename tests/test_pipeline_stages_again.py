@@ -80,10 +80,10 @@ def test_a_compiled_stage_sees_values_that_were_replaced(sharded):
     assert_equal(all_gradients(compiled, x), all_gradients(plain, x))
     np.testing.assert_allclose(float(compiled.evaluate(x)), float(plain.evaluate(x)), 1e-6)
     optimizer = nn.Momentum(list(compiled.stages[1].parameters), 0.1, 0.9)
-    graphs = dict(compiled.stages[1]._function._graphs)
+    graphs = dict(compiled.stages[1].function._graphs)
     optimizer(compiled.stages[1].gradients)
     assert_equal(all_gradients(compiled, x), all_gradients(plain, x))
-    assert compiled.stages[1]._function._graphs == graphs  # an optimizer's update needs no new graph
+    assert compiled.stages[1].function._graphs == graphs  # an optimizer's update needs no new graph
 
 
 class Dropping(nn.Cell):

@@ -239,7 +239,7 @@ def test_a_budget_is_out_of_reach_of_all_stages_together():
     schedule = scales({"budget": 0.01}, {})
     given = {stage: ((X if stage == 0 else X,), {}) for stage in range(2)}
     with pytest.raises(ValueError, match=r"^recompute.budget: 0.01 is out of reach on stage \d: .* for all stages is"):
-        schedule.meet().prepare(schedule.table, given)
+        schedule.meet().make_programs(schedule.table, given)
     with pytest.raises(ValueError, match=r"stage 0 .*, step F0@0: .* 0.01 is out of reach: .* for this stage is"):
         schedule.run(X)
 

@@ -118,7 +118,7 @@ class StageFunction:
         names -= set(self.by_place[:input_count])
         return {name: value for name, value in kwargs.items() if name in names}
 
-    def prepare(self, inputs, kwargs):
+    def make_program(self, inputs, kwargs):
         """Make the program of a sharded Cell, if it lacks one for these, so that nothing is captured in a gradient."""
         if isinstance(self.cell, GeneratedCell):
             inputs, named = self.storage.entering(tuple(inputs), self._parted(kwargs)[1])

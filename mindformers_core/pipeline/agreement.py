@@ -1,15 +1,16 @@
-"""What the stages of a pipeline have to know of each other, and whether it fits. Pure Python, on plain data."""
+"""Whether the stages of a pipeline fit together, judged by their descriptions. Pure Python, on plain data."""
 
 from mindformers_core.hints import nearest
+from mindformers_core.layout import layout
 
-__all__ = ["check_names", "check_stages", "raise_first", "tied_parameters"]
+__all__ = ["check_argument_names", "check_boundary", "check_stage_numbers", "raise_first", "tied_parameters"]
 
 
-def check_stages(described):
+def check_stage_numbers(described):
     """Raise `ValueError` unless these are all stages of one pipeline, once each.
 
     Args:
-        described: what every stage says of itself (`PipelineStage.description`), in ascending order of stages.
+        described: the descriptions of all stages (see `describe_stage`), in ascending order of stages.
     """
     indices = [each["stage"] for each in described]
     numbers = sorted({each["stage_num"] for each in described})
@@ -28,12 +29,12 @@ def raise_first(problems):
             raise ValueError(problem)
 
 
-def check_names(names, described):
+def check_argument_names(names, described):
     """Raise `TypeError` for a keyword argument of a run that no stage takes.
 
     Args:
         names: the keyword arguments' names.
-        described: see `check_stages`.
+        described: see `check_stage_numbers`.
     """
     if any(each["takes_any"] for each in described):
         return
@@ -44,10 +45,32 @@ def check_names(names, described):
             raise TypeError(f"no stage takes a keyword argument {name!r}{nearest(name, known)}; they take: {takers}")
 
 
+def check_boundary(layouts, producer, consumer):
+    """Raise `ValueError` where a stage returns a tensor in another layout than the next stage takes it in.
+
+    Only local tensors are sent from stage to stage.
+
+    Args:
+        layouts: those of the outputs, None for an output that isn't distributed.
+        producer, consumer: the descriptions of the two stages, see `check_stage_numbers`.
+    """
+    for place, (given, (name, entries)) in enumerate(zip(layouts, consumer["inputs"] or ())):
+        if given is None:
+            continue
+        entries = (tuple(entry) if isinstance(entry, list) else ... if entry == "..." else entry for entry in entries)
+        wanted = layout(*entries).bind(given.mesh, given.ndim)
+        if wanted.dims != given.dims:
+            raise ValueError(
+                f"stage {producer['stage']} ({producer['cell']}) gives output {place} as {given}, but stage "
+                f"{consumer['stage']} ({consumer['cell']}) takes its input '{name}' as {wanted}: declare both alike, "
+                "in the Cells' shard() or in a plan, for stages exchange local tensors"
+            )
+
+
 def tied_parameters(described):
     """The parameters that several stages hold: path -> the stages, ascending, as `(stage, place)`.
 
-    A place is that among the stage's trainable parameters.
+    The place counts the stage's trainable parameters, from 0.
 
     Raises:
         ValueError: a path on several stages that one of them doesn't name as tied; or it stands for parameters of

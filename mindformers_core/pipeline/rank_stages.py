@@ -1,10 +1,23 @@
 """The stages of one rank together: what they agree on with those of other ranks, and what is summed over stages."""
 
 import secrets
+from contextlib import contextmanager
+from hashlib import blake2b
 
-from mindformers_core.pipeline.agreement import check_names, check_stages, raise_first, tied_parameters
-from mindformers_core.pipeline.stage_activations import StageActivations
+from mindspore import ops
+
+from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.layout import LayoutSpec, bind_layout
+from mindformers_core.passes.stage_function import own_class
+from mindformers_core.pipeline.agreement import (
+    check_argument_names,
+    check_stage_numbers,
+    raise_first,
+    tied_parameters,
+)
+from mindformers_core.pipeline.tables.dependencies import plain_steps
 from mindformers_core.pipeline.tables.step import MetaStepType
+from mindformers_core.sharding.sharded_cells import ShardedCell, tree_of
 
 __all__ = ["RankStages"]
 
@@ -15,15 +28,16 @@ _DESCRIPTIONS, _DIGESTS, _GRADIENTS, _RESULTS, _ACTIVATIONS, _PROGRAMS = range(l
 class RankStages:
     """The stages of this rank, after they and those of the other ranks have exchanged their descriptions.
 
-    All ranks of the pipeline have to make theirs at the same time: they talk.
+    All ranks of the pipeline have to make theirs at the same time: they exchange messages.
 
     Args:
         stages: this rank's `PipelineStage`s, ascending.
         stage_ranks: for every stage of the pipeline the pipeline rank that holds it.
 
     Attributes:
-        described: what every stage of the pipeline says of itself (`PipelineStage.description`).
-        current_pass: what tags of the pass that runs have in common, and no other of any pipeline: a pass that failed
+        stages: stage index -> `PipelineStage`, of this rank.
+        described: the descriptions of all stages of the pipeline, see `_description`.
+        current_pass: what tags of the current pass have in common, and no other of any pipeline: a pass that failed
             may have left messages.
         tied: path of a parameter that several stages hold -> `(stage, place among its parameters)` of each, ascending.
 
@@ -34,20 +48,23 @@ class RankStages:
 
     def __init__(self, stages, stage_ranks):
         self.stages = {stage.stage_index: stage for stage in stages}
-        self.stage_ranks, self._passes = tuple(stage_ranks), 0
+        self.stage_ranks = tuple(stage_ranks)
         some = stages[0]
         self.ranks, self.rank, self.channel = some.ranks, self.stage_ranks[some.stage_index], some.channel
         self.axes = (some.axis,)
-        received = self._from_all((secrets.randbits(31), [stage.description() for stage in stages]), _DESCRIPTIONS)
-        self._number = received[0][0]
+        received = self._from_all((secrets.randbits(31), [_description(stage) for stage in stages]), _DESCRIPTIONS)
+        self.current_pass = received[0][0], 0
         self.described = sorted((each for _, entry in received for each in entry), key=lambda each: each["stage"])
-        check_stages(self.described)
+        check_stage_numbers(self.described)
         self.tied = tied_parameters(self.described)
         self._check_values()
-        received = [each["activations"] for each in self.described]
-        self._activations = StageActivations(self.stages, received, lambda value: self._from_all(value, _ACTIVATIONS))
+        self._policies = {index: _policy(stage) for index, stage in self.stages.items()}
+        summaries = [each["activations"] for each in self.described]
+        self._awaits_programs = any(each is not None for each in summaries)  # the same on all ranks
+        if self._awaits_programs:
+            self._check_activations(summaries)
 
-    def prepare(self, table, given):
+    def make_programs(self, table, given):
         """Make the programs of training ahead of a table's first step; all ranks of the pipeline have to call this.
 
         Args:
@@ -59,55 +76,58 @@ class RankStages:
             ValueError: on all ranks: a stage can't have a program; or a pattern of recompute or swap that matches on no
                 stage, or a budget that is out of reach on one.
         """
-        self._activations.check_unchanged()
+        self._check_policies()
         split, problems = self._split(table), []
         for index, stage in self.stages.items():
             try:
-                stage.prepare(*given[index], index in split)
+                stage.make_program(*given[index], index in split)
                 problems.append((index, ""))
             except (ValueError, TypeError) as error:  # the others are to know it, too
                 problems.append((index, str(error)))
-        raise_first(problem for received in self._from_all(problems, _PROGRAMS) for problem in received)
-        self._activations.check_programs()
+        self._raise_first(problems, _PROGRAMS)
+        self._check_programs()
 
-    @property
-    def current_pass(self):
-        return self._number, self._passes
+    @contextmanager
+    def running(self, training, table, names):
+        """Open while the steps of a table run; after the last one gradients are added up, after an error dropped.
 
-    def begin(self, training, table, names):
-        """Before the first step of a table; `names` are those of the keyword arguments."""
-        self._passes += 1
-        check_names(names, self.described)
-        self._activations.check_unchanged()
-        split = self._split(table)
-        for index, stage in self.stages.items():
-            stage.begin(training, table.micro_batch_num, index in split)
-
-    def finish(self, training):
-        """After the last step: gradients of tied parameters are summed over their stages, and all added up.
+        Gradients of tied parameters are summed over their stages. `names` are those of the keyword arguments.
 
         Raises:
             ValueError: on all ranks, after the first pass: a pattern of recompute or swap that matches on no stage.
         """
-        if training:
-            self._activations.check_programs()
-            for number, holders in enumerate(self.tied.values()):
-                self._sum_gradients(number, holders)
-        for stage in self.stages.values():
-            stage.finish()
+        self.current_pass = self.current_pass[0], self.current_pass[1] + 1
+        is_complete = False
+        try:
+            check_argument_names(names, self.described)
+            self._check_policies()
+            split = self._split(table)
+            for index, stage in self.stages.items():
+                stage.begin(training, table.micro_batch_num, index in split)
+            yield
+            if training:
+                self._check_programs()
+                for number, holders in enumerate(self.tied.values()):
+                    self._sum_gradients(number, holders)
+            is_complete = True
+        finally:
+            for stage in self.stages.values():
+                stage.end(is_complete)
 
-    def end(self):
-        """After a pass, also one that failed."""
-        for stage in self.stages.values():
-            stage.end()
+    def results(self, returned, dim, is_shared):
+        """What the last stage returned, merged: a tuple of tensors; None on other ranks unless `is_shared`.
 
-    def share(self, results):
-        """The last stage's results, a tuple of tensors, on all ranks; `results` counts on its rank alone."""
+        Args:
+            returned: the outputs of all micro-batches, a list of tuples; on other ranks than the last stage's anything.
+            dim: along which tensors are joined; of scalars the mean is taken.
+            is_shared: whether all ranks get the results.
+        """
         last = len(self.stage_ranks) - 1
         tag = (_RESULTS, last, 0, *self.current_pass)
         if last not in self.stages:
-            return self.channel.receive(self._global_rank(last), tag)
-        for rank, number in enumerate(self.ranks):
+            return self.channel.receive(self.global_rank(last), tag) if is_shared else None
+        results = _merged(returned, dim, self.stages[last].label)
+        for rank, number in enumerate(self.ranks) if is_shared else ():
             if rank != self.rank:
                 self.channel.send(results, number, tag, self.axes)
         return results
@@ -117,13 +137,14 @@ class RankStages:
         elsewhere = {place for holders in self.tied.values() for stage, place in holders[1:] if stage == stage_index}
         return tuple(place not in elsewhere for place in range(len(self.stages[stage_index].parameters)))
 
+    def global_rank(self, stage):
+        """The global rank that holds a stage."""
+        return self.ranks[self.stage_ranks[stage]]
+
     def _split(self, table):
         """Those of this rank's stages that have steps `BWD_INPUT` in a table."""
-        steps = [part for step in table.orders[self.rank] for part in step.sub_steps or (step,)]
+        steps = plain_steps(table.orders[self.rank])
         return {step.stage_index for step in steps if step.type == MetaStepType.BWD_INPUT}
-
-    def _global_rank(self, stage):
-        return self.ranks[self.stage_ranks[stage]]
 
     def _from_all(self, value, kind):
         """What every pipeline rank gives, in their order: rank 0 collects and hands out, so sends may wait."""
@@ -139,12 +160,16 @@ class RankStages:
             self.channel.send_object(values, rank, (kind, place, 1))
         return values
 
+    def _raise_first(self, problems, kind):
+        """Raise the first of all ranks' problems, on all of them; see `raise_first`."""
+        raise_first(problem for received in self._from_all(problems, kind) for problem in received)
+
     def _check_values(self):
-        """Tied parameters have to begin alike: else each stage would go its own way."""
+        """Raise `ValueError` for a tied parameter with several initial values: the stages would train several ones."""
         if not self.tied:
             return
         own = [
-            [path, index, self.stages[index].digest(place)]
+            [path, index, blake2b(self.stages[index].parameters[place].get_bytes(), digest_size=16).hexdigest()]
             for path, holders in self.tied.items()
             for index, place in holders
             if index in self.stages
@@ -159,11 +184,47 @@ class RankStages:
                     "path), or, if they are to be two parameters, two paths"
                 )
 
+    def _check_policies(self):
+        """Raise `ValueError` where `recompute()` or `swap()` was called since the stages have exchanged summaries."""
+        for index, stage in self.stages.items():
+            if _policy(stage) is not self._policies[index]:
+                raise ValueError(
+                    f"recompute() or swap() was called with the Cell of stage {index} after the stages had met: call "
+                    "it before, and make the PipelineStage, and the schedule, anew"
+                )
+
+    def _check_programs(self):
+        """Check the activations once more when all stages have programs; later calls do nothing."""
+        if self._awaits_programs:
+            own = [(index, _summary(stage)) for index, stage in self.stages.items()]
+            collected = sorted(
+                (entry for entries in self._from_all(own, _ACTIVATIONS) for entry in entries), key=_first
+            )
+            self._check_activations([summary for _, summary in collected], have_programs=True)
+            self._awaits_programs = False
+
+    def _check_activations(self, summaries, have_programs=False):
+        """Raise `ValueError`, on all ranks, where a stage's policy finds a fault in the summaries of all stages."""
+        problems = []
+        for index, policy in self._policies.items():
+            problem = ""
+            try:
+                if policy is not None:
+                    policy.check_stages(summaries)
+                    if self.stages[index].compiled:
+                        policy.check_compiled_stage(summaries)
+                    if have_programs:
+                        policy.validate_for_backward()
+            except ValueError as error:
+                problem = str(error)
+            problems.append((index, problem))
+        self._raise_first(problems, _ACTIVATIONS)
+
     def _sum_gradients(self, number, holders):
-        """The first stage's rank sums in the order of stages, and tells the others: all get the same bits."""
+        """The first stage's rank sums in the order of stages, and sends the sum to the others: equal bits on all."""
         root = self.stage_ranks[holders[0][0]]
-        own = {stage: self.stages[stage].new_gradients[place] for stage, place in holders if stage in self.stages}
-        elsewhere = [stage for stage, _ in holders if self.stage_ranks[stage] != root]
+        places = {stage: place for stage, place in holders if stage in self.stages}
+        own = {stage: self.stages[stage].weight_gradients.of_run[place] for stage, place in places.items()}
         if not own:
             return
 
@@ -174,15 +235,84 @@ class RankStages:
         if self.rank == root:
             total = own[holders[0][0]]
             for stage, _ in holders[1:]:
-                sent = stage in elsewhere
-                added = self.channel.receive(self._global_rank(stage), tag(stage))[0] if sent else own[stage]
-                total = total + added
-            for rank in sorted({self.stage_ranks[stage] for stage in elsewhere}):
+                total = total + (
+                    own[stage] if stage in own else self.channel.receive(self.global_rank(stage), tag(stage))[0]
+                )
+            for rank in sorted({self.stage_ranks[stage] for stage, _ in holders} - {root}):
                 self.channel.send((total,), self.ranks[rank], tag(everyone), self.axes)
         else:
             for stage, gradient in own.items():
                 self.channel.send((gradient,), self.ranks[root], tag(stage), self.axes)
             total = self.channel.receive(self.ranks[root], tag(everyone))[0]
-        for stage, place in holders:
-            if stage in self.stages:
-                self.stages[stage].new_gradients[place] = total
+        for stage, place in places.items():
+            self.stages[stage].weight_gradients.of_run[place] = total
+
+
+def _description(stage):
+    """What other stages have to know of a `PipelineStage`, as JSON can hold it.
+
+    Under "inputs" for every argument its name and the entries of its layout; None where the Cell isn't sharded. Under
+    "parameters" path, global shape, dtype, mesh axes by dim, and whether it is trained.
+    """
+    cell, inputs = stage.cell, None
+    if isinstance(cell, ShardedCell):
+        declaration = tree_of(cell).declarations.get("")
+        declared = declaration.inputs if declaration else {}
+        inputs = [[name, _entries(declared.get(name))] for name in stage.function.by_place]
+    parameters = []
+    for path, parameter in cell.parameters_and_names():
+        shape, layout = getattr(parameter, "global_shape", parameter.shape), getattr(parameter, "layout", None)
+        dims = None if layout is None else [list(axes) for axes in layout.dims]
+        parameters.append([path, list(shape), dtype_name(parameter.dtype), dims, bool(parameter.requires_grad)])
+    return {
+        "stage": stage.stage_index,
+        "stage_num": stage.stage_num,
+        "cell": own_class(cell).__name__,
+        "takes": list(stage.function.takes),
+        "takes_any": stage.function.takes_any,
+        "inputs": inputs,
+        "tied": list(stage.tied),
+        "activations": _summary(stage),
+        "parameters": parameters,
+    }
+
+
+def _entries(declared):
+    """The entries of a declared layout, `"..."` for `...`."""
+    if declared is None:
+        return ["..."]
+    entries = declared.entries if isinstance(declared, LayoutSpec) else bind_layout(declared, None).dims
+    return ["..." if entry is ... else entry for entry in entries]
+
+
+def _policy(stage):
+    """The `ActivationPolicy` of a stage's Cell; None of a Cell that isn't sharded."""
+    return tree_of(stage.cell).activations if isinstance(stage.cell, ShardedCell) else None
+
+
+def _summary(stage):
+    """The summary of a stage's `ActivationPolicy` for those of other stages, as JSON can hold it; None: nothing."""
+    policy = _policy(stage)
+    summary = None if policy is None else policy.stage_summary()
+    return None if summary is None else summary | {"compiled": stage.compiled}
+
+
+def _first(entry):
+    return entry[0]
+
+
+def _merged(returned, dim, label):
+    """The results of all micro-batches, a list of tuples, as one tuple: joined along `dim`, of scalars the mean."""
+    counts = sorted({len(each) for each in returned})
+    if len(counts) > 1:
+        raise ValueError(f"{label} returned {counts} tensors for different micro-batches: should be as many")
+    merged = []
+    for place, tensors in enumerate(zip(*returned)):
+        shape = tuple(tensors[0].shape)
+        if not shape:
+            merged.append(sum(tensors[1:], tensors[0]) / len(tensors))
+        elif not -len(shape) <= dim < len(shape):
+            raise ValueError(f"output {place} of {label} has the shape {shape}: no dim {dim} to join it along")
+        else:
+            merged.append(tensors[0] if len(tensors) == 1 else ops.concat(tensors, dim))
+    return tuple(merged)

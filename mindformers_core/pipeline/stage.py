@@ -1,7 +1,5 @@
 """`PipelineStage`: a part of a model with its place in a pipeline, and what the steps of a schedule do with it."""
 
-from hashlib import blake2b
-
 import mindspore as ms
 from mindspore import nn, ops
 
@@ -10,11 +8,9 @@ from mindformers_core.communication.world import world
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
 from mindformers_core.passes.stage_function import StageFunction, own_class
-from mindformers_core.pipeline.boundary_layouts import check_boundary, declared_inputs
+from mindformers_core.pipeline.agreement import check_boundary
 from mindformers_core.pipeline.rank_stages import RankStages
-from mindformers_core.pipeline.stage_activations import summary_of
 from mindformers_core.pipeline.stage_gradients import StageGradients
-from mindformers_core.pipeline.stage_weights import StageWeights
 from mindformers_core.sharding.parameter_storage import parameter_storage
 from mindformers_core.sharding.sharded_cells import ShardedCell, computing_parameters, tree_of
 
@@ -54,9 +50,12 @@ class PipelineStage:
         compiled: whether forward and backward pass are compiled with `jit`, once for all micro-batches of a shape.
 
     Attributes:
-        cell, stage_index, stage_num, tied, compiled: as given.
+        cell, stage_index, stage_num, tied, compiled, axis: as given.
+        is_last: whether this stage returns the loss.
         ranks: the global ranks of the pipeline that this rank belongs to, in the axis' order; `rank_num` of them.
         parameters: tuple of the trainable `Parameter`s, `cell.trainable_params()`.
+        function: the `StageFunction` of the Cell.
+        weight_gradients: the `StageGradients` of the Cell.
 
     Raises:
         TypeError, ValueError: no Cell, no such stage or axis; a `loss_fn` on another stage than the last, or for a Cell
@@ -74,6 +73,8 @@ class PipelineStage:
             if given is not None and stage_index != stage_num - 1:
                 raise ValueError(f"stage {stage_index} has a {name}: only the last one, {stage_num - 1}, may have one")
         self.cell, self.stage_index, self.stage_num, self.compiled = cell, stage_index, stage_num, compiled
+        self.is_last = stage_index == stage_num - 1
+        self.label = f"the {own_class(cell).__name__} of stage {stage_index}"
         self.tied = tuple(tied)
         here = world()
         self.ranks = tuple(range(here.size)) if mesh is None else mesh.group(here.rank, (axis,))
@@ -82,20 +83,13 @@ class PipelineStage:
         self._storage = parameter_storage(cell)
         self._storage.check_trained()
         self._storage.keep_units()
-        self._weights = StageWeights(cell)
         self.parameters = tuple(cell.trainable_params())
-        self._function = StageFunction(cell, loss_fn, compiled)
+        self.function = StageFunction(cell, loss_fn, compiled)
+        self.weight_gradients = StageGradients(cell, self._storage)
         self._passes = ForwardBackward(_first if self.is_last else _floating, self._storage.passing)
-        self._gradients = StageGradients(self._storage)
-        self._kept = {}  # micro-batch -> what its gradients of the weights come of
         self._rank_stages, self._loss_scale = None, loss_scale
         self._agreed = set()  # layouts of outputs that the next stage takes
         self._training, self._micro_batch_num = False, 1
-
-    @property
-    def is_last(self):
-        """Whether this stage gives the loss."""
-        return self.stage_index == self.stage_num - 1
 
     @property
     def channel(self):
@@ -110,17 +104,12 @@ class PipelineStage:
         Under `hsdp()` the sums are divided by its `accumulate_grad_step`, the number of runs of a step, and the first
         time after a run they are reduced: all data-parallel ranks have to ask for them, of their stages in one order.
         """
-        taken = self._gradients.taken()
+        taken = self.weight_gradients.taken()
         return tuple(ops.zeros_like(parameter) for parameter in self.parameters) if taken is None else taken
-
-    @property
-    def new_gradients(self):
-        """Those of the run that is going on, as they are summed: a list that may be changed, or None."""
-        return self._gradients.of_run
 
     def zero_gradients(self):
         """Forget the gradients of the runs so far."""
-        self._gradients.forget()
+        self.weight_gradients.forget()
 
     @property
     def counted(self):
@@ -140,42 +129,24 @@ class PipelineStage:
         known = self._rank_stages
         if known is None or known.stage_ranks != tuple(stage_ranks) or tuple(known.stages.values()) != tuple(stages):
             for stage in stages:
-                stage._gradients.close()  # values are compared
+                stage.weight_gradients.close()  # values are compared
             known = RankStages(stages, stage_ranks)
             for stage in stages:
                 stage._rank_stages = known
         return known
 
-    def description(self):
-        """What other stages have to know of this one, as JSON can hold it."""
-        return {
-            "stage": self.stage_index,
-            "stage_num": self.stage_num,
-            "cell": own_class(self.cell).__name__,
-            "takes": list(self._function.takes),
-            "takes_any": self._function.takes_any,
-            "inputs": declared_inputs(self.cell, self._function.by_place),
-            "tied": list(self.tied),
-            "activations": summary_of(self),
-            "parameters": [_described(path, parameter) for path, parameter in self.cell.parameters_and_names()],
-        }
-
-    def digest(self, place):
-        """A short text that stands for the values of a parameter."""
-        return blake2b(self.parameters[place].get_bytes(), digest_size=16).hexdigest()
-
-    def prepare(self, inputs, kwargs, is_split):
+    def make_program(self, inputs, kwargs, is_split):
         """Make the program of a micro-batch ahead of its forward pass; nothing is computed.
 
         Args:
             inputs, kwargs: as of `forward`; a `TensorMeta` will do for a tensor.
             is_split: as of `begin`.
         """
-        self._weights.begin(is_split)
+        self.weight_gradients.split_off(is_split)
         try:
-            self._function.prepare(inputs, self._function.own_kwargs(len(inputs), kwargs))
+            self.function.make_program(inputs, self.function.own_kwargs(len(inputs), kwargs))
         finally:
-            self._weights.end()
+            self.weight_gradients.whole()
 
     def begin(self, training, micro_batch_num, is_split):
         """Before the first step of a pass; what a pass that failed has left is dropped.
@@ -191,16 +162,13 @@ class PipelineStage:
                 "stages compiled by PipelineStage(..., compiled=True)"
             )
         self._check_trained()
-        self._weights.begin(is_split)
         self._training, self._micro_batch_num = training, micro_batch_num
-        self._kept = {}
         self._passes.forget()
-        self._gradients.begin(training)
+        self.weight_gradients.begin(training, is_split)
 
-    def end(self):
-        """After a pass, also one that failed."""
-        self._weights.end()
-        self._gradients.end()
+    def end(self, is_complete):
+        """After a pass: its gradients are added to those of the runs before, or dropped if it failed."""
+        self.weight_gradients.end(is_complete)
 
     def forward(self, micro_index, inputs, kwargs):
         """Forward pass of a micro-batch.
@@ -213,29 +181,29 @@ class PipelineStage:
         Returns:
             A tuple of local tensors: what the Cell returned, or the loss.
         """
-        kwargs = self._function.own_kwargs(len(inputs), kwargs)
-        self._function.prepare(inputs, kwargs)
+        kwargs = self.function.own_kwargs(len(inputs), kwargs)
+        self.function.make_program(inputs, kwargs)
         if self._training:
-            self._function.check_gradients()
-        outputs = self._recorded(micro_index, inputs, kwargs) if self._training else self._function(inputs, kwargs)
+            self.function.check_gradients()
+        outputs = self._recorded(micro_index, inputs, kwargs) if self._training else self.function(inputs, kwargs)
         self._storage.drop_units()
-        if not self.is_last and self._function.layouts not in self._agreed:
+        if not self.is_last and self.function.layouts not in self._agreed:
             described = self._rank_stages.described
-            check_boundary(self._function.layouts, *described[self.stage_index : self.stage_index + 2])
-            self._agreed.add(self._function.layouts)
+            check_boundary(self.function.layouts, *described[self.stage_index : self.stage_index + 2])
+            self._agreed.add(self.function.layouts)
         return outputs
 
     def _recorded(self, micro_index, inputs, kwargs):
         """A forward pass whose backward pass will come."""
         places = [] if self.stage_index == 0 else [p for p, tensor in enumerate(inputs) if is_differentiable(tensor)]
         if not places and not self.parameters:  # a tape that nobody asks for gradients would stay for ever
-            return self._passes.remember(micro_index, self._checked(self._function(inputs, kwargs)))
+            return self._passes.remember(micro_index, self._checked(self.function(inputs, kwargs)))
 
         def function(*recorded):
             merged = list(inputs)
             for place, tensor in zip(places, recorded):
                 merged[place] = tensor
-            return self._checked(self._function(merged, kwargs))
+            return self._checked(self.function(merged, kwargs))
 
         return self._passes.forward(micro_index, function, [inputs[place] for place in places])
 
@@ -260,42 +228,23 @@ class PipelineStage:
             scale = 1.0 if self._loss_scale is None else self._loss_scale.value
             gradients = (ops.full_like(outputs[0], scale / self._micro_batch_num),)
         self._check_gradients(outputs, gradients)
-        given, found = self._passes.backward(micro_index, gradients, self._weights.asked())
+        given, found = self._passes.backward(micro_index, gradients, self.weight_gradients.asked())
         self._storage.drop_units()
-        self._kept[micro_index] = self._weights.keep(found)
+        self.weight_gradients.keep(micro_index, found)
         return given
 
     def backward_weight(self, micro_index):
         """Add up a micro-batch's gradients of the weights, after `backward_input`."""
-        self._gradients.add(self._weights.gradients(self._kept.pop(micro_index)))
-
-    def merge(self, outputs, dim):
-        """The results of all micro-batches, a list of tuples, as one tuple: joined along `dim`, of scalars the mean."""
-        counts = sorted({len(each) for each in outputs})
-        if len(counts) > 1:
-            raise ValueError(f"{self._name()} returned {counts} tensors for different micro-batches: should be as many")
-        return tuple(self._merged(place, tensors, dim) for place, tensors in enumerate(zip(*outputs)))
-
-    def finish(self):
-        """After the last step of a pass: its gradients are added to those of the runs before."""
-        self._gradients.finish()
-
-    def _merged(self, place, tensors, dim):
-        if tensors[0].ndim == 0:
-            return sum(tensors[1:], tensors[0]) / len(tensors)
-        if not -tensors[0].ndim <= dim < tensors[0].ndim:
-            shape = tuple(tensors[0].shape)
-            raise ValueError(f"output {place} of {self._name()} has the shape {shape}: no dim {dim} to join it along")
-        return tensors[0] if len(tensors) == 1 else ops.concat(tensors, dim)
+        self.weight_gradients.add(micro_index)
 
     def _checked(self, outputs):
         """Outputs that a backward pass can begin at, or fail with an error."""
         if not self.is_last and not _floating(outputs):
             found = _shown(outputs)
-            raise TypeError(f"{self._name()} gave {found}: without a floating tensor no gradient can come back")
+            raise TypeError(f"{self.label} gave {found}: without a floating tensor no gradient can come back")
         if self.is_last and (outputs[0].ndim > 0 or not is_differentiable(outputs[0])):
             raise ValueError(
-                f"{self._name()}, the last stage, should return the loss, a floating scalar, alone or first, or get a "
+                f"{self.label}, the last stage, should return the loss, a floating scalar, alone or first, or get a "
                 f"loss_fn; it gave {_shown(outputs)}"
             )
         return outputs
@@ -304,12 +253,12 @@ class PipelineStage:
         """Raise `ValueError` where parameters were frozen or thawed, or cut by `hsdp()`, since the stage was made."""
         if isinstance(self.cell, ShardedCell) and tree_of(self.cell).storage is not self._storage:
             raise ValueError(
-                f"hsdp() was called with {self._name()} after its PipelineStage was made: call it before, and make the "
+                f"hsdp() was called with {self.label} after its PipelineStage was made: call it before, and make the "
                 "stage, and the schedule, anew"
             )
         self._storage.check_trained()
         trained = [parameter for parameter in computing_parameters(self.cell) if parameter.requires_grad]
-        known, now = ({id(p): p.name for p in parameters} for parameters in (self._weights.parameters, trained))
+        known, now = ({id(p): p.name for p in parameters} for parameters in (self.weight_gradients.parameters, trained))
         if known.keys() != now.keys():
             name = next(name for place, name in (known | now).items() if (place in known) != (place in now))
             raise ValueError(
@@ -322,11 +271,8 @@ class PipelineStage:
         if wanted != given:
             raise ValueError(
                 f"stage {self.stage_index + 1} gave back gradients {_shown(gradients)} for the floating outputs "
-                f"{_shown(outputs)} of {self._name()}"
+                f"{_shown(outputs)} of {self.label}"
             )
-
-    def _name(self):
-        return f"the {own_class(self.cell).__name__} of stage {self.stage_index}"
 
 
 def _first(outputs):
@@ -335,14 +281,6 @@ def _first(outputs):
 
 def _floating(outputs):
     return tuple(tensor for tensor in outputs if is_differentiable(tensor))
-
-
-def _described(path, parameter):
-    """Path, whole shape, dtype, mesh axes by dim, and whether it is trained."""
-    shape = getattr(parameter, "global_shape", parameter.shape)
-    layout = getattr(parameter, "layout", None)
-    dims = None if layout is None else [list(axes) for axes in layout.dims]
-    return [path, list(shape), dtype_name(parameter.dtype), dims, bool(parameter.requires_grad)]
 
 
 def _shown(tensors):

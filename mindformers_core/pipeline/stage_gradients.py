@@ -1,53 +1,113 @@
-"""The sums of a stage's gradients, over micro-batches and over runs, and how long its weights stay whole for them."""
+"""The gradients of a stage's weights: what a backward pass differentiates by, and their sums over micro-batches."""
+
+import logging
+
+from mindspore import ParameterTuple
+
+from mindformers_core.passes.weight_split import split_weight_gradients
+from mindformers_core.sharding.sharded_cells import EagerCell, ShardedCell, computing_parameters
 
 __all__ = ["StageGradients"]
 
+_LOG = logging.getLogger("mindformers_core")
+
 
 class StageGradients:
-    """Adds up a stage's gradients, and has them reduced once they are asked for.
+    """Computes a stage's weight gradients, with those of its inputs or later, adds them up, and has the sums reduced.
 
     The weights are put in place before the first pass. After a training pass they stay there, since further runs may
-    follow; they go when the gradients are taken, and after a pass that failed or that leaves no gradients.
+    follow; they are freed when the gradients are taken, and after a pass that failed or that leaves no gradients.
 
     Args:
-        storage: the `ParameterStorage` of the stage's Cell.
+        cell: the stage's Cell.
+        storage: the `ParameterStorage` of the Cell.
 
     Attributes:
-        of_run: the sums over the micro-batches so far of the run that is going on, a list of what
-            `ParameterStorage.summed` gives; or None.
+        parameters: tuple of the Parameters that the Cell computes with and that are trained, in the order of
+            `cell.trainable_params()`, which may be others (see `ParameterStorage`).
+        of_run: the sums over the micro-batches so far of the current run, a list of what `ParameterStorage.summed`
+            gives; or None.
     """
 
-    def __init__(self, storage):
-        self._storage = storage
+    def __init__(self, cell, storage):
+        self._cell, self._storage = cell, storage
+        self.parameters = tuple(p for p in computing_parameters(cell) if p.requires_grad)
+        self._asked = ParameterTuple(self.parameters)
+        self._deferred, self._has_warned = None, False
+        self._kept = {}  # micro-batch -> (Parameters, their gradients, `PendingGradients` or None)
         self.of_run = None
-        self._waiting, self._reduced = None, None  # sums over runs, and what became of earlier ones
-        self._training, self._has_finished, self._has_opened = False, True, False
+        self._waiting, self._reduced = None, None  # sums over runs, and the reduced sums of earlier ones
+        self._has_opened = False
 
-    def begin(self, training):
+    def split_off(self, is_split):
+        """Until `whole()`: whether programs leave the gradients of matmuls' weights to `add`.
+
+        That needs generated programs. Of other Cells (not sharded, or run eagerly) the backward pass computes all
+        gradients, and `add` takes them: right, but with no time saved, which a warning says once.
+        """
+        self._deferred = None
+        eager = any(isinstance(child, EagerCell) for _, child in self._cell.cells_and_names())
+        if is_split and isinstance(self._cell, ShardedCell) and not eager:
+            self._deferred = split_weight_gradients(self._cell)
+            self._deferred.discard()
+        elif is_split and self.parameters and not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "%s is not sharded, or runs eagerly: its weights' gradients can't be split off, and BWD_INPUT computes "
+                "them, too. shard(cell, mesh) first; a mesh of one rank will do", type(self._cell).__name__,
+            )  # fmt: skip
+
+    def whole(self):
+        """From now on backward passes of the Cell give all gradients, also those of other callers."""
+        if self._deferred is not None:
+            self._deferred.pause()
+
+    def begin(self, training, is_split):
         """Before a pass."""
-        self.of_run = None
-        self._training, self._has_finished = training, False
+        self.split_off(is_split)
+        self._kept, self.of_run = {}, None
         self._has_opened = self._has_opened or not self._storage.is_open
         self._storage.open(training)
 
-    def add(self, gradients):
-        """Whole gradients of a micro-batch."""
+    def asked(self):
+        """The `ParameterTuple` that a backward pass is to differentiate by; ask after the forward pass."""
+        wanted = self.parameters
+        if self._deferred is not None:
+            wanted = (*self._deferred.ordinary_parameters, *self._deferred.collectors)
+        if len(wanted) != len(self._asked) or any(one is not other for one, other in zip(wanted, self._asked)):
+            self._asked = ParameterTuple(wanted)
+        return self._asked
+
+    def keep(self, micro_index, found):
+        """Keep what `add` needs of a micro-batch's backward pass; `found`: the gradients of `asked()`, in order."""
+        if self._deferred is None:
+            self._kept[micro_index] = self.parameters, found, None
+        else:
+            ordinary = self._deferred.ordinary_parameters
+            pending = self._deferred.take(found[len(ordinary) :])
+            self._kept[micro_index] = ordinary, found[: len(ordinary)], pending
+
+    def add(self, micro_index):
+        """Compute the gradients of a micro-batch that its backward pass has left, and add all of them to the sums."""
+        ordinary, found, pending = self._kept.pop(micro_index)
+        named = {id(parameter): gradient for parameter, gradient in zip(ordinary, found, strict=True)}
+        for parameter, gradient in () if pending is None else self._deferred.weight_gradients(pending):
+            place = id(parameter)
+            named[place] = named[place] + gradient if place in named else gradient
+        gradients = [named[id(parameter)] for parameter in self.parameters]
         self.of_run = _added(self.of_run, self._storage.summed(gradients))
 
-    def finish(self):
-        """After the last step of a pass."""
-        if self._training:
+    def end(self, is_complete):
+        """After a pass; the gradients of one that failed are dropped."""
+        self.whole()
+        if is_complete:
             self._waiting = _added(self._waiting, self.of_run)
-        self.of_run, self._has_finished = None, True
-
-    def end(self):
-        """After a pass, also one that failed, whose gradients are dropped."""
         self.of_run = None
-        if not self._has_finished or self._waiting is None:
+        if not is_complete or self._waiting is None:
             self.close()
 
     def close(self):
-        """The weights needn't be in place any longer."""
+        """The weights may be freed."""
         if self._has_opened:
             self._has_opened = False
             self._storage.close()

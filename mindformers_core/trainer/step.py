@@ -100,7 +100,7 @@ def pipeline_step_function(recipe, mesh, cells):
     optimizer = AdamW(_once_each(stages, "parameters"), recipe.optimizer)
     inputs = {index: micro_batch(recipe, index) for index in cells}
     given = {index: ((first,), dict(zip(names, others, strict=True))) for index, (first, *others) in inputs.items()}
-    schedule.meet().prepare(schedule.table, given)
+    schedule.meet().make_programs(schedule.table, given)
     update = _update_function(recipe, optimizer, mesh=mesh, over=("pp",), counted=_once_each(stages, "counted"))
 
     def step(arrays, rate, eps, decay):

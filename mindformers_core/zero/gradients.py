@@ -98,7 +98,7 @@ class _GradientFunction:
 
     def prepare(self, *inputs, **kwargs):
         """Make the program of a call ahead of it; of tensors only shapes and dtypes matter, a `TensorMeta` will do."""
-        self._function.prepare(inputs, kwargs)
+        self._function.make_program(inputs, kwargs)
         self._function.check_gradients()
 
     def _begin(self):

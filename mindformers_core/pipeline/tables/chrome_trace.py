@@ -6,9 +6,9 @@ The format is Google's "Trace Event Format": complete events (`X`) for steps, fl
 import json
 
 from mindformers_core.files import write_whole
-from mindformers_core.pipeline.tables.simulating import Span
+from mindformers_core.pipeline.tables.simulating import Span, timeline_of
 from mindformers_core.pipeline.tables.step import MetaStepType
-from mindformers_core.pipeline.tables.views import as_timeline, checked_suffix
+from mindformers_core.pipeline.tables.table_files import checked_suffix
 
 __all__ = ["save_chrome_trace"]
 
@@ -55,7 +55,7 @@ def save_chrome_trace(schedule, path, costs=None):
 def _spans(schedule, costs):
     """For every rank its spans."""
     if not isinstance(schedule, list | tuple):
-        return as_timeline(schedule, costs).spans
+        return timeline_of(schedule, costs).spans
     if costs is not None:
         raise TypeError("costs are for schedules and tables: the times of measured spans are settled")
     for rank, spans in enumerate(schedule):

@@ -1,11 +1,27 @@
-"""What the steps of a pipeline table need, and the messages between ranks that follow from it. Pure Python.
-
-A message has a number, from 1 on; with a minus it stands for its sending.
-"""
+"""What the steps of a pipeline table need, and which messages between ranks follow from that. Pure Python."""
 
 from mindformers_core.pipeline.tables.step import MetaStep, MetaStepType
 
-__all__ = ["message_bases", "message_pairs", "message_steps", "plain_steps", "step_needs", "step_parts"]
+__all__ = [
+    "COMPUTE",
+    "FORWARD",
+    "OTHER_ENDS",
+    "is_message",
+    "message_sends",
+    "other_end",
+    "plain_steps",
+    "step_needs",
+    "step_parts",
+]
+
+COMPUTE = (MetaStepType.FWD, MetaStepType.BWD, MetaStepType.BWD_INPUT, MetaStepType.BWD_WEIGHT)
+FORWARD = (MetaStepType.FWD, MetaStepType.FWD_SEND, MetaStepType.FWD_RECV)
+OTHER_ENDS = {  # type of a send or receive -> type of the step at the other end, and how many stages further it is
+    MetaStepType.FWD_SEND: (MetaStepType.FWD_RECV, 1),
+    MetaStepType.FWD_RECV: (MetaStepType.FWD_SEND, -1),
+    MetaStepType.BWD_SEND: (MetaStepType.BWD_RECV, -1),
+    MetaStepType.BWD_RECV: (MetaStepType.BWD_SEND, 1),
+}
 
 
 def plain_steps(order):
@@ -24,50 +40,41 @@ def step_parts(kind, stage):
     return ((kind, stage),)
 
 
+def is_message(kind, stage, stage_ranks):
+    """Whether a send or receive, (type, stage), has another rank at its other end."""
+    other = stage + OTHER_ENDS[kind][1]
+    return 0 <= other < len(stage_ranks) and stage_ranks[other] != stage_ranks[stage]
+
+
+def message_sends(stage_ranks):
+    """The (type, stage) of the sends that every micro-batch causes, both directions of a border one after the other."""
+    pairs = zip(range(len(stage_ranks) - 1), range(1, len(stage_ranks)))
+    sends = (
+        send for stage, after in pairs for send in ((MetaStepType.FWD_SEND, stage), (MetaStepType.BWD_SEND, after))
+    )
+    return [send for send in sends if is_message(*send, stage_ranks)]
+
+
+def other_end(step):
+    """The receiving step of a sending one, and the sending step of a receiving one."""
+    kind, distance = OTHER_ENDS[step.type]
+    return MetaStep(step.micro_index, kind, step.stage_index + distance)
+
+
 def step_needs(kind, stage, stage_ranks):
     """The (type, stage) that must be settled before, on the same rank and for the same micro-batch: two at most."""
     if kind == MetaStepType.FWD:
         if stage == 0:
             return ()
-        local = stage_ranks[stage - 1] == stage_ranks[stage]
-        return ((kind, stage - 1) if local else (MetaStepType.FWD_RECV, stage),)
+        receive = MetaStepType.FWD_RECV, stage
+        return (receive if is_message(*receive, stage_ranks) else (kind, stage - 1),)
     if kind in (MetaStepType.BWD, MetaStepType.BWD_INPUT):
-        forward = (MetaStepType.FWD, stage)
+        forward, receive = (MetaStepType.FWD, stage), (MetaStepType.BWD_RECV, stage)
         if stage == len(stage_ranks) - 1:
             return (forward,)
-        local = stage_ranks[stage + 1] == stage_ranks[stage]
-        return forward, (MetaStepType.BWD_INPUT, stage + 1) if local else (MetaStepType.BWD_RECV, stage)
+        return forward, receive if is_message(*receive, stage_ranks) else (MetaStepType.BWD_INPUT, stage + 1)
     if kind == MetaStepType.FWD_SEND:
         return ((MetaStepType.FWD, stage),)
     if kind in (MetaStepType.BWD_SEND, MetaStepType.BWD_WEIGHT):
         return ((MetaStepType.BWD_INPUT, stage),)
     return ()
-
-
-def message_pairs(stage_ranks):
-    """The messages that every micro-batch causes: pairs of (type, stage) of a send and (type, stage) of its receive.
-
-    There are none between stages of the same rank.
-    """
-    pairs = []
-    for stage in range(len(stage_ranks) - 1):
-        if stage_ranks[stage] != stage_ranks[stage + 1]:
-            pairs.append(((MetaStepType.FWD_SEND, stage), (MetaStepType.FWD_RECV, stage + 1)))
-            pairs.append(((MetaStepType.BWD_SEND, stage + 1), (MetaStepType.BWD_RECV, stage)))
-    return tuple(pairs)
-
-
-def message_bases(table):
-    """{(type, stage): (sign, base)}: a send or receive of micro-batch i stands for the message sign * (base + i)."""
-    bases = {}
-    for number, (send, receive) in enumerate(message_pairs(table.stage_ranks)):
-        base = number * table.micro_batch_num + 1
-        bases[send], bases[receive] = (-1, base), (1, base)
-    return bases
-
-
-def message_steps(table, message):
-    """The step that a message stands for, and that at its other end."""
-    number, micro_index = divmod(abs(message) - 1, table.micro_batch_num)
-    send, receive = (MetaStep(micro_index, *place) for place in message_pairs(table.stage_ranks)[number])
-    return (send, receive) if message < 0 else (receive, send)

@@ -4,8 +4,9 @@ import io
 from typing import NamedTuple
 
 from mindformers_core.files import write_whole
+from mindformers_core.pipeline.tables.simulating import timeline_of
 from mindformers_core.pipeline.tables.step import MetaStepType
-from mindformers_core.pipeline.tables.views import as_timeline, checked_suffix
+from mindformers_core.pipeline.tables.table_files import checked_suffix
 
 __all__ = ["draw_schedule"]
 
@@ -86,7 +87,7 @@ def draw_schedule(schedule, path, costs=None, title=None):
         ValueError: another suffix, a table or costs that `simulate` rejects, or no compute step that takes time.
     """
     suffix = checked_suffix(path, ("svg", "png"))
-    timeline = as_timeline(schedule, costs)
+    timeline = timeline_of(schedule, costs)
     boxes = _boxes(timeline)
     if not any(box.kind in _KINDS for box in boxes):
         raise ValueError(f"{path}: there is no forward or backward step that takes time: nothing to draw")

@@ -1,8 +1,15 @@
-"""From the steps that a schedule is about to those that ranks carry out: sends and receives. Pure Python."""
+"""From the compute steps that a schedule writes to the steps that ranks run, with sends and receives. Pure Python."""
 
 from dataclasses import replace
 
-from mindformers_core.pipeline.tables.dependencies import message_bases, message_pairs, plain_steps
+from mindformers_core.pipeline.tables.dependencies import (
+    FORWARD,
+    OTHER_ENDS,
+    is_message,
+    message_sends,
+    other_end,
+    plain_steps,
+)
 from mindformers_core.pipeline.tables.simulating import simulate
 from mindformers_core.pipeline.tables.step import MetaStep, MetaStepType, overlapped
 
@@ -18,8 +25,6 @@ _SENDS = {
     MetaStepType.BWD: MetaStepType.BWD_SEND,
     MetaStepType.BWD_INPUT: MetaStepType.BWD_SEND,
 }
-_MESSAGES = frozenset(_RECEIVES.values()) | frozenset(_SENDS.values())
-_FORWARD = frozenset((MetaStepType.FWD, MetaStepType.FWD_SEND, MetaStepType.FWD_RECV))
 
 
 def lowered(table, buffered=True):
@@ -38,7 +43,7 @@ def lowered(table, buffered=True):
     Raises:
         ValueError: with `buffered=False`, a table for which there is no such order, as `validate` has it.
     """
-    if any(step[1] in _MESSAGES for order in table.orders for step in plain_steps(order)):
+    if any(step[1] in OTHER_ENDS for order in table.orders for step in plain_steps(order)):
         return table
     deferred = replace(table, orders=tuple(_rank_with_messages(table, rank) for rank in range(table.rank_num)))
     return deferred if buffered else _in_one_order(deferred)
@@ -51,53 +56,41 @@ def forward_only(table):
 
 def _forward_steps(order):
     for step in order:
-        if step.type in _FORWARD:
+        if step.type in FORWARD:
             yield step
-        elif forward := [part for part in step.sub_steps if part.type in _FORWARD]:
+        elif forward := [part for part in step.sub_steps if part.type in FORWARD]:
             yield forward[0] if len(forward) == 1 else overlapped(*forward)
 
 
 def _rank_with_messages(table, rank):
     """The order of a rank with sends and receives; a step that isn't on its rank gets none."""
-    existing = {place for pair in message_pairs(table.stage_ranks) for place in pair}
-    around = {  # (type, stage) -> the type of its receive and that of its send, None where there is none
-        (kind, stage): tuple(kinds[kind] if (kinds[kind], stage) in existing else None for kinds in (_RECEIVES, _SENDS))
-        for kind in _RECEIVES
-        for stage, holder in enumerate(table.stage_ranks)
-        if holder == rank
-    }
-    steps, nothing = [], (None, None)
+    own = [stage for stage, holder in enumerate(table.stage_ranks) if holder == rank]
+    places = {(kind, stage) for kind in OTHER_ENDS for stage in own if is_message(kind, stage, table.stage_ranks)}
+    steps = []
     for step in table.orders[rank]:
         sends = []
-        for micro_index, kind, stage, _ in step.sub_steps or (step,):
-            receive_kind, send_kind = around.get((kind, stage), nothing)
-            if receive_kind is not None:
-                steps.append(MetaStep(micro_index, receive_kind, stage))
-            if send_kind is not None:
-                sends.append(MetaStep(micro_index, send_kind, stage))
-        steps.append(step)
-        steps += sends
+        for micro, kind, stage, _ in step.sub_steps or (step,):
+            for kinds, messages in ((_RECEIVES, steps), (_SENDS, sends)):
+                if kind in kinds and (kinds[kind], stage) in places:
+                    messages.append(MetaStep(micro, kinds[kind], stage))
+        steps += [step, *sends]
     return tuple(steps)
 
 
 def _in_one_order(table):
     """Sends and receives at the time at which the message is sent, other steps at that at which they start."""
-    bases, spans = message_bases(table), simulate(table).spans
-    sent = {
-        bases[span.step[1:3]][1] + span.step.micro_index: span.start
-        for rank_spans in spans
-        for span in rank_spans
-        if span.step.type in _SENDS.values()
-    }
+    spans = simulate(table).spans
+    sent = {span.step: span.start for rank_spans in spans for span in rank_spans if span.step.type in _SENDS.values()}
+    numbers = {send: number for number, send in enumerate(message_sends(table.stage_ranks))}
     orders = []
     for order, rank_spans in zip(table.orders, spans):
-        starts, remaining = [], iter(rank_spans)
+        keys, remaining = [], iter(rank_spans)
         for step in order:
-            parts = [next(remaining) for _ in step.sub_steps or (step,)]
-            if step.type in _MESSAGES:
-                message = bases[step[1:3]][1] + step.micro_index
-                starts.append((sent[message], message))
+            first = [next(remaining) for _ in step.sub_steps or (step,)][0]
+            if step.type in OTHER_ENDS:
+                send = step if step in sent else other_end(step)
+                keys.append((sent[send], numbers[send[1:3]], step.micro_index))
             else:
-                starts.append((parts[0].start, len(sent) + 1))  # after the messages of the same time
-        orders.append(tuple(step for _, step in sorted(zip(starts, order), key=lambda pair: pair[0])))
+                keys.append((first.start, len(numbers)))  # after the messages of the same time
+        orders.append(tuple(step for _, step in sorted(zip(keys, order), key=lambda pair: pair[0])))
     return replace(table, orders=tuple(orders))

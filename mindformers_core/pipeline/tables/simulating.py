@@ -1,22 +1,17 @@
 """What a pipeline table costs in time and memory, by simulation. Pure Python."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from mindformers_core.pipeline.tables.dependencies import message_bases, message_pairs, plain_steps
-from mindformers_core.pipeline.tables.exchanging import exchanged
-from mindformers_core.pipeline.tables.step import MetaStep, MetaStepType
+from mindformers_core.pipeline.tables.dependencies import COMPUTE, plain_steps
+from mindformers_core.pipeline.tables.execution import Span, run_orders
+from mindformers_core.pipeline.tables.step import MetaStepType
+from mindformers_core.pipeline.tables.table import ScheduleTable
 from mindformers_core.pipeline.tables.validating import validate
 
-__all__ = ["Span", "StepCosts", "Timeline", "measured_costs", "simulate"]
+__all__ = ["Span", "StepCosts", "Timeline", "measured_costs", "simulate", "timeline_of"]
 
-_COSTS = {  # which field of StepCosts a compute step has its time from
-    MetaStepType.FWD: "forward",
-    MetaStepType.BWD: "backward",
-    MetaStepType.BWD_INPUT: "backward_input",
-    MetaStepType.BWD_WEIGHT: "backward_weight",
-}
-_BACKWARD = frozenset(_COSTS) - {MetaStepType.FWD}
+# which field of StepCosts a compute step has its time from
+_COSTS = dict(zip(COMPUTE, ("forward", "backward", "backward_input", "backward_weight")))
 
 
 @dataclass(frozen=True)
@@ -36,14 +31,6 @@ class StepCosts:
     backward_weight: float | tuple = 1.0
     transfer: float | tuple = 0.0
     backward: float | tuple | None = None
-
-
-class Span(NamedTuple):
-    """A step and its time: for sends and receives `start` equals `end`."""
-
-    step: MetaStep
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)
@@ -108,13 +95,45 @@ def simulate(table, costs=StepCosts()):  # noqa: B008 (frozen)
     Raises:
         ValueError: a table that `validate` rejects, or costs that are negative, missing or don't fit the stages.
     """
-    training = any(step[1] in _BACKWARD for order in table.orders for step in plain_steps(order))
+    training = any(step[1] in COMPUTE[1:] for order in table.orders for step in plain_steps(order))
     validate(table, training=training)
-    durations = _durations(table, costs)
-    bases = message_bases(table)
-    arrivals = _arrivals(table, durations, bases, _delays(table, costs))
-    spans = tuple(_rank_spans(order, durations, bases, arrivals) for order in table.orders)
-    return _timeline(table, spans, training)
+    durations, transfers = _durations(table, costs), _by_stage(costs, "transfer", table)
+    if None in transfers:
+        raise ValueError(f"StepCosts.transfer: there is none for stage {transfers.index(None)}")
+    spans, _ = run_orders(table, durations, transfers)
+    makespan = max((rank_spans[-1].end for rank_spans in spans if rank_spans), default=0.0)
+    computes = [[span for span in rank_spans if span.step[1] in COMPUTE] for rank_spans in spans]
+    busy = [sum(end - start for _, start, end in rank_spans) for rank_spans in computes]
+    lengths = [rank_spans[-1].end - rank_spans[0].start if rank_spans else 0.0 for rank_spans in computes]
+    sends = (MetaStepType.FWD_SEND, MetaStepType.BWD_SEND)
+    return Timeline(
+        spans=tuple(map(tuple, spans)),
+        makespan=makespan,
+        bubble_fraction=_idle_fraction(sum(busy), makespan * table.rank_num),
+        span_bubble_fractions=tuple(map(_idle_fraction, busy, lengths)),
+        peak_live=tuple(
+            _peak_live(rank_spans) / max(1, table.stage_ranks.count(rank)) if training else 0.0
+            for rank, rank_spans in enumerate(computes)
+        ),
+        messages=tuple(sum(span.step[1] in sends for span in rank_spans) for rank_spans in spans),
+    )
+
+
+def timeline_of(schedule, costs=None):
+    """The `Timeline` of a schedule (anything with a `.table`) or table, simulated with `costs`; a `Timeline` as it is.
+
+    Raises:
+        TypeError: something else, or `costs` beside a `Timeline`, whose times are settled.
+        ValueError: as `simulate`.
+    """
+    if isinstance(schedule, Timeline):
+        if costs is not None:
+            raise TypeError("costs are for schedules and tables: the times of a Timeline are settled")
+        return schedule
+    table = getattr(schedule, "table", schedule)
+    if not isinstance(table, ScheduleTable):
+        raise TypeError(f"a schedule, a ScheduleTable or a Timeline is needed, not {type(schedule).__name__}")
+    return simulate(table, StepCosts() if costs is None else costs)
 
 
 def _by_stage(costs, name, table):
@@ -131,10 +150,11 @@ def _by_stage(costs, name, table):
 
 def _durations(table, costs):
     """{(type, stage): duration} of the compute steps in the table."""
-    durations = {}
-    for kind, field in _COSTS.items():
-        for stage, number in enumerate(_by_stage(costs, field, table)):
-            durations[kind, stage] = number
+    durations = {
+        (kind, stage): number
+        for kind, field in _COSTS.items()
+        for stage, number in enumerate(_by_stage(costs, field, table))
+    }
     for stage in range(table.stage_num):
         parts = [durations[kind, stage] for kind in (MetaStepType.BWD_INPUT, MetaStepType.BWD_WEIGHT)]
         if durations[MetaStepType.BWD, stage] is None and None not in parts:
@@ -144,61 +164,6 @@ def _durations(table, costs):
             if durations.get((kind, stage), 0.0) is None:
                 raise ValueError(f"StepCosts.{_COSTS[kind]}: there is none for stage {stage}, and the table needs it")
     return durations
-
-
-def _delays(table, costs):
-    """For every pair of `message_pairs` the time that its messages are on their way."""
-    by_stage = _by_stage(costs, "transfer", table)
-    if None in by_stage:
-        raise ValueError(f"StepCosts.transfer: there is none for stage {by_stage.index(None)}")
-    return [by_stage[stage] for (_, stage), _ in message_pairs(table.stage_ranks)]
-
-
-def _arrivals(table, durations, bases, delays):
-    rank_messages, rank_works = [], []
-    for order in table.orders:
-        messages, works = [], []
-        for micro_index, kind, stage, _ in plain_steps(order):
-            sign, base = bases.get((kind, stage), (0, 0))
-            messages.append(sign * (base + micro_index))
-            works.append(durations.get((kind, stage), 0.0))
-        rank_messages.append(messages)
-        rank_works.append(works)
-    return exchanged(rank_messages, rank_works, delays, table.micro_batch_num)[0]
-
-
-def _rank_spans(order, durations, bases, arrivals):
-    spans, clock = [], 0.0
-    for step in plain_steps(order):
-        micro_index, kind, stage, _ = step
-        start = clock
-        if kind in _COSTS:
-            clock += durations[kind, stage]
-        else:
-            sign, base = bases[kind, stage]
-            if sign > 0:
-                start = clock = max(clock, arrivals[base + micro_index])
-        spans.append(Span(step, start, clock))
-    return tuple(spans)
-
-
-def _timeline(table, spans, training):
-    makespan = max((rank_spans[-1].end for rank_spans in spans if rank_spans), default=0.0)
-    computes = [[span for span in rank_spans if span.step[1] in _COSTS] for rank_spans in spans]
-    busy = [sum(end - start for _, start, end in rank_spans) for rank_spans in computes]
-    lengths = [rank_spans[-1].end - rank_spans[0].start if rank_spans else 0.0 for rank_spans in computes]
-    sends = (MetaStepType.FWD_SEND, MetaStepType.BWD_SEND)
-    return Timeline(
-        spans=spans,
-        makespan=makespan,
-        bubble_fraction=_idle_fraction(sum(busy), makespan * table.rank_num),
-        span_bubble_fractions=tuple(map(_idle_fraction, busy, lengths)),
-        peak_live=tuple(
-            _peak_live(rank_spans) / max(1, table.stage_ranks.count(rank)) if training else 0.0
-            for rank, rank_spans in enumerate(computes)
-        ),
-        messages=tuple(sum(span.step[1] in sends for span in rank_spans) for rank_spans in spans),
-    )
 
 
 def _idle_fraction(busy, length):

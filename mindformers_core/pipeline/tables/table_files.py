@@ -1,16 +1,17 @@
 """Pipeline tables in files, CSV or YAML, to read, change by hand, and load again. Pure Python."""
 
 import csv
+import os
 
 import yaml
 
 from mindformers_core.files import write_whole
-from mindformers_core.pipeline.tables.faults import head_fault
+from mindformers_core.hints import nearest
 from mindformers_core.pipeline.tables.step import step_from_text
 from mindformers_core.pipeline.tables.table import ScheduleTable
-from mindformers_core.pipeline.tables.views import checked_suffix
+from mindformers_core.pipeline.tables.validating import check_head
 
-__all__ = ["SUFFIXES", "load_table", "save_table"]
+__all__ = ["SUFFIXES", "checked_suffix", "load_table", "save_table"]
 
 _KEYS = ("micro_batch_num", "stage_ranks", "orders")
 SUFFIXES = ("csv", "yaml", "yml")
@@ -51,10 +52,24 @@ def load_table(path):
                 steps[text] = _step(text, path, place)
         orders.append(tuple(steps[text] for _, text in cells))
     table = ScheduleTable(tuple(orders), tuple(stage_ranks), micro_batch_num)
-    fault = head_fault(table)
-    if fault:
-        raise ValueError(f"{path}: {fault}")
+    try:
+        check_head(table)
+    except ValueError as fault:
+        raise ValueError(f"{path}: {fault}") from None
     return table
+
+
+def checked_suffix(path, allowed):
+    """The suffix of `path`, in lower case, without the dot.
+
+    Raises:
+        ValueError: another suffix than the `allowed` ones.
+    """
+    suffix = os.path.splitext(os.fspath(path))[1].lower()
+    if suffix[1:] not in allowed:
+        names = " or ".join(f".{name}" for name in allowed)
+        raise ValueError(f"{os.fspath(path)!r}: the name should end with {names}{nearest(suffix, allowed)}")
+    return suffix[1:]
 
 
 def _step(text, path, place):

@@ -1,28 +1,24 @@
-"""Whether a pipeline table can work; if not, where and why. Pure Python."""
+"""Whether a pipeline table can work; if not, where and why. Steps of a rank are numbered from 0. Pure Python."""
 
-from itertools import repeat
+from collections import defaultdict
 
 from mindformers_core.pipeline.tables.dependencies import (
-    message_bases,
-    message_pairs,
+    COMPUTE,
+    FORWARD,
+    OTHER_ENDS,
+    is_message,
+    message_sends,
+    other_end,
     plain_steps,
     step_needs,
     step_parts,
 )
-from mindformers_core.pipeline.tables.exchanging import exchanged, met
-from mindformers_core.pipeline.tables.faults import (
-    head_fault,
-    missing_fault,
-    overlap_fault,
-    rank_fault,
-    sequence_fault,
-    stuck_fault,
-)
-from mindformers_core.pipeline.tables.step import MetaStepType
+from mindformers_core.pipeline.tables.execution import run_orders
+from mindformers_core.pipeline.tables.step import MetaStep, MetaStepType
 
-__all__ = ["validate"]
+__all__ = ["check_head", "validate"]
 
-_FORWARD = (MetaStepType.FWD, MetaStepType.FWD_SEND, MetaStepType.FWD_RECV)
+_MOST_RANKS = 4  # that a fault writes out
 
 
 def validate(table, buffered=True, training=True):
@@ -37,84 +33,200 @@ def validate(table, buffered=True, training=True):
 
     Args:
         table: a lowered `ScheduleTable`.
-        buffered: whether a send returns at once. Otherwise it waits for its receive, and two ranks have to be of one
-            mind about the order of all messages between them.
+        buffered: whether a send returns at once. Otherwise it waits for its receive, and two ranks must have the same
+            order of all messages between them.
         training: False for a table that is forward only.
 
     Raises:
         ValueError: the first fault, with rank, number of the step in the rank's order (from 0), and step.
     """
-    _raise(head_fault(table))
-    bases = message_bases(table)
-    kinds = tuple(MetaStepType)[:-1] if training else _FORWARD
-    done = bytearray(_start(table, MetaStepType.OVERLAP, 0)) + b"\1" * table.micro_batch_num
-    rank_messages = [_checked(table, rank, bases, kinds, done) for rank in range(table.rank_num)]
-    _check_complete(table, kinds, done)
-    if buffered:
-        delays = [0] * len(message_pairs(table.stage_ranks))
-        _, waiting = exchanged(rank_messages, repeat(repeat(0)), delays, table.micro_batch_num)
-    else:
-        _raise(sequence_fault(table, rank_messages))
-        waiting = met(rank_messages)
-    _raise(stuck_fault(table, waiting))
+    check_head(table)
+    kinds = tuple(MetaStepType)[:-1] if training else FORWARD
+    _check_complete(table, kinds, [_check_order(table, rank, kinds) for rank in range(table.rank_num)])
+    if not buffered:
+        _check_message_orders(table)
+    _, stuck = run_orders(table, defaultdict(float), (0.0,) * table.stage_num, buffered)
+    if stuck:
+        raise ValueError(_deadlock(table, stuck))
 
 
-def _raise(fault):
-    if fault:
-        raise ValueError(fault)
+def check_head(table):
+    """Raise `ValueError` for a fault in the number of micro-batches or the stages' ranks."""
+    count, ranks = table.micro_batch_num, range(table.rank_num)
+    if type(count) is not int or count < 1:
+        raise ValueError(f"micro_batch_num: {count!r} should be a whole number from 1 on")
+    if not table.stage_ranks:
+        raise ValueError("stage_ranks: there are no stages")
+    for stage, rank in enumerate(table.stage_ranks):
+        if type(rank) is not int or rank not in ranks:
+            raise ValueError(
+                f"stage_ranks: stage {stage} is on rank {rank!r}, but the table has orders of {len(ranks)} rank(s)"
+            )
 
 
-def _start(table, kind, stage):
-    """Where in `done` the bytes for the micro-batches of a type and stage begin."""
-    return (kind * table.stage_num + stage) * table.micro_batch_num
+def _check_order(table, rank, kinds):
+    """Raise `ValueError` for the first fault of one rank's order, that of a compute step before those of others.
 
+    (`lowered` may have added the sends and receives, and then their faults come from those of compute steps.)
 
-def _plan(table, rank, bases, kinds):
-    """What to look up in `done` for every step of a rank.
+    Args:
+        table: the `ScheduleTable`.
+        rank: the rank.
+        kinds: the types of steps that are allowed.
 
     Returns:
-        {(type, stage): (starts of the two parts that it settles, of its two needs, sign and base of its message)};
-        where there is one part only, it stands twice, and instead of a need what is always settled.
+        {(micro-batch, type, stage) of what is settled: the step that does}.
     """
-    always = _start(table, MetaStepType.OVERLAP, 0)
-    compute = (MetaStepType.FWD, MetaStepType.BWD, MetaStepType.BWD_INPUT, MetaStepType.BWD_WEIGHT)
-    plan = {}
-    for stage, holder in enumerate(table.stage_ranks):
-        for kind in kinds:
-            if holder == rank and (kind in compute or (kind, stage) in bases):
-                parts = [_start(table, *part) for part in step_parts(kind, stage)]
-                needs = [_start(table, *need) for need in step_needs(kind, stage, table.stage_ranks)]
-                message = bases.get((kind, stage), (0, 0))
-                plan[kind, stage] = (parts[0], parts[-1], *(needs + [always, always])[:2], *message)
-    return plan
+    micro_batches, steps = range(table.micro_batch_num), list(_numbered(table.orders[rank]))
+    known = _known_steps(table, rank, kinds)
+    for computes_only in (True, False):
+        done = {}
+        for number, step in steps:
+            micro, kind, stage, _ = step
+            if computes_only and kind not in COMPUTE:
+                continue
+            fault = None
+            if (kind, stage) not in known or type(micro) is not int or micro not in micro_batches:
+                fault = _place_fault(table, rank, step, kinds)
+            else:
+                parts, needs = known[kind, stage]
+                earlier = done.get((micro, *parts[0]))
+                if earlier:
+                    fault = f"that was already done by step {_number(table, rank, earlier)}, {earlier}"
+                for need in () if computes_only or fault else needs:
+                    if (micro, *need) not in done:
+                        fault = fault or _need_fault(table, rank, micro, need)
+                for part in parts:
+                    done[(micro, *part)] = step
+            if fault:
+                raise ValueError(f"step {number} of rank {rank}, {step}: {fault}")
+    for number, step in enumerate(table.orders[rank]):
+        if step.sub_steps:
+            _check_overlap(table, f"step {number} of rank {rank}, {step}", step.sub_steps)
+    return done
 
 
-def _checked(table, rank, bases, kinds, done):
-    """Put down in `done` what a rank does; returns its messages."""
-    order, micro_batch_num = table.orders[rank], table.micro_batch_num
-    plan, messages = _plan(table, rank, bases, kinds), []
-    for micro_index, kind, stage, _ in plain_steps(order):
-        look_up = plan.get((kind, stage))
-        if look_up is None or type(micro_index) is not int or not 0 <= micro_index < micro_batch_num:
-            _raise(rank_fault(table, rank, kinds))
-        part, other_part, need, other_need, sign, base = look_up
-        if done[part + micro_index] or not done[need + micro_index] or not done[other_need + micro_index]:
-            _raise(rank_fault(table, rank, kinds))
-        done[part + micro_index] = done[other_part + micro_index] = 1
-        if sign:
-            messages.append(sign * (base + micro_index))
-    for number, step in enumerate(order):
-        if step[3]:
-            _raise(overlap_fault(table, rank, number, step))
-    return messages
+def _known_steps(table, rank, kinds):
+    """{(type, stage) of a step that the rank may have: (what it settles, what it needs)}."""
+    return {
+        (kind, stage): (step_parts(kind, stage), step_needs(kind, stage, table.stage_ranks))
+        for stage, holder in enumerate(table.stage_ranks)
+        for kind in kinds
+        if holder == rank and (kind in COMPUTE or is_message(kind, stage, table.stage_ranks))
+    }
+
+
+def _place_fault(table, rank, step, kinds):
+    """Why a step can't be on a rank at all."""
+    micro, kind, stage, _ = step
+    if kind == MetaStepType.OVERLAP:
+        return "the sub_steps of an OVERLAP are one or more steps of other types"
+    if type(stage) is not int or not 0 <= stage < table.stage_num:
+        return f"there is no stage {stage!r}; stages are 0 to {table.stage_num - 1}"
+    if table.stage_ranks[stage] != rank:
+        return f"stage {stage} is on rank {table.stage_ranks[stage]}"
+    if type(micro) is not int or not 0 <= micro < table.micro_batch_num:
+        return f"there is no micro-batch {micro!r}; they are 0 to {table.micro_batch_num - 1}"
+    if kind not in kinds:
+        return f"in a forward-only table there are {', '.join(known.name for known in kinds)}"
+    other = stage + OTHER_ENDS[kind][1]
+    if 0 <= other < table.stage_num:
+        return f"stages {stage} and {other} are both on rank {rank}, which sends itself nothing"
+    return f"stage {stage} is the {'last' if other > stage else 'first'}: there is nothing to send or receive"
+
+
+def _need_fault(table, rank, micro, need):
+    """That a step lacks `need`, (type, stage): it comes too late or never."""
+    for number, part in _numbered(table.orders[rank]):
+        if part.micro_index == micro and need in step_parts(part.type, part.stage_index):
+            return f"it needs {part}, which comes only as step {number}"
+    bare = all(step.type in COMPUTE for order in table.orders for step in plain_steps(order))
+    hint = "; the table has no sends and receives: lowered(table) adds them" if bare else ""
+    return f"it needs {_names(micro, need)}, which rank {rank} hasn't{hint}"
+
+
+def _check_overlap(table, where, parts):
+    """Raise `ValueError` where a part of an `OVERLAP` needs another part."""
+    for part in parts:
+        for need in step_needs(part.type, part.stage_index, table.stage_ranks):
+            for other in parts:
+                if other.micro_index == part.micro_index and need in step_parts(other.type, other.stage_index):
+                    raise ValueError(f"{where}: {part} needs {other}, so they can't overlap")
 
 
 def _check_complete(table, kinds, done):
-    """Compute steps, and the sends of all that is received (what steps need from elsewhere they have received)."""
+    """Raise `ValueError` for a missing compute step or send (the steps that need a receive are checked already)."""
     computes = (MetaStepType.FWD, MetaStepType.BWD_INPUT, MetaStepType.BWD_WEIGHT)
-    receives = dict(message_pairs(table.stage_ranks))
-    for kind, stage in [*((kind, stage) for kind in computes for stage in range(table.stage_num)), *receives]:
-        start = _start(table, kind, stage)
-        missing = done.find(0, start, start + table.micro_batch_num)
-        if kind in kinds and missing >= 0:
-            _raise(missing_fault(table, missing - start, (kind, stage), other_end=receives.get((kind, stage))))
+    sends = message_sends(table.stage_ranks)
+    for kind, stage in [*((kind, stage) for kind in computes for stage in range(table.stage_num)), *sends]:
+        rank = table.stage_ranks[stage]
+        for micro in range(table.micro_batch_num) if kind in kinds else ():
+            if (micro, kind, stage) not in done[rank]:
+                missing = f"rank {rank} has no {_names(micro, (kind, stage))}"
+                if kind in computes:
+                    raise ValueError(f"{missing}: the {kind.name} of micro-batch {micro} on stage {stage} is missing")
+                other = other_end(MetaStep(micro, kind, stage))
+                raise ValueError(f"{missing}, the other end of {_located(table, other)}")
+
+
+def _check_message_orders(table):
+    """Raise `ValueError` where two ranks have different orders of the messages between them."""
+    sequences = {}  # (rank, other rank) -> the sends and receives between them, as the rank orders them
+    for rank, order in enumerate(table.orders):
+        for step in plain_steps(order):
+            if step.type in OTHER_ENDS:
+                other = table.stage_ranks[other_end(step).stage_index]
+                sequences.setdefault((rank, other), []).append(step)
+    for (rank, other), sequence in sequences.items():
+        for own, others in zip(sequence, sequences[other, rank]):
+            if own != other_end(others):
+                raise ValueError(
+                    f"ranks {rank} and {other} have different orders of the messages between them, but sends wait for "
+                    f"their receives: where rank {rank} has {own} (its step {_number(table, rank, own)}), rank {other} "
+                    f"has {others} (its step {_number(table, other, others)})"
+                )
+
+
+def _deadlock(table, stuck):
+    """The ranks that wait for ever, first those that wait for one another in a circle; `stuck` as of `run_orders`."""
+    texts, awaited = {}, {}
+    for rank, place in stuck.items():
+        own = list(plain_steps(table.orders[rank]))[place]
+        other = other_end(own)
+        awaited[rank] = table.stage_ranks[other.stage_index]
+        texts[rank] = (
+            f"stuck at step {_number(table, rank, own)}, {own}, waiting for {other} of rank {awaited[rank]} "
+            f"(its step {_number(table, awaited[rank], other)})"
+        )
+    circle = [min(stuck)]
+    while awaited[circle[-1]] not in circle:
+        circle.append(awaited[circle[-1]])
+    circle = circle[circle.index(awaited[circle[-1]]) :]
+    behind = [rank for rank in sorted(stuck) if rank not in circle]
+    text = f"deadlock: rank {circle[0]} is " + ", which is ".join(texts[rank] for rank in circle[:_MOST_RANKS])
+    if len(circle) > _MOST_RANKS:
+        text += f", and so on, in a circle of {len(circle)} ranks"
+    return text + "".join(f"; rank {rank} is {texts[rank]}" for rank in behind[:_MOST_RANKS])
+
+
+def _numbered(order):
+    """(number in the order, step) of all steps; those of an `OVERLAP` have its number."""
+    for number, step in enumerate(order):
+        for part in step.sub_steps or (step,):
+            yield number, part
+
+
+def _number(table, rank, wanted):
+    return next(number for number, part in _numbered(table.orders[rank]) if part == wanted)
+
+
+def _located(table, step):
+    rank = table.stage_ranks[step.stage_index]
+    return f"step {_number(table, rank, step)} of rank {rank}, {step}"
+
+
+def _names(micro, place):
+    """The texts of the steps that settle (type, stage)."""
+    kind, stage = place
+    kinds = (each for each in MetaStepType if each == kind or place in step_parts(each, stage))
+    return " or ".join(str(MetaStep(micro, each, stage)) for each in kinds)
