@@ -85,7 +85,7 @@ class PipelineStage:
         self._weights = StageWeights(cell)
         self.parameters = tuple(cell.trainable_params())
         self._function = StageFunction(cell, loss_fn, compiled)
-        self._passes = ForwardBackward(_first if self.is_last else _floating, self._storage.passing)
+        self._passes = ForwardBackward(_first if self.is_last else _floating, self._storage.backward_scope)
         self._gradients = StageGradients(self._storage)
         self._kept = {}  # micro-batch -> what its gradients of the weights come of
         self._rank_stages, self._loss_scale = None, loss_scale

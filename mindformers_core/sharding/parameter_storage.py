@@ -25,11 +25,11 @@ class ParameterStorage:
     is_open = True
     settings = None
 
-    def calling(self):
+    def call_scope(self):
         """A context manager around a call of a Cell from outside, in PyNative."""
         return nullcontext()
 
-    def passing(self):
+    def backward_scope(self):
         """A context manager around a forward or backward pass whose gradients are taken as they should be."""
         return nullcontext()
 
@@ -40,22 +40,22 @@ class ParameterStorage:
     def give_parts(self):
         """Somebody from outside is going to look at the parts."""
 
-    def entering(self, args, kwargs):
+    def cast_inputs(self, args, kwargs):
         """The arguments that the root Cell gets for those that it was called with."""
         return args, kwargs
 
-    def leaving(self, result):
+    def cast_outputs(self, result):
         """What a call of the root Cell gives for its result."""
         return result
 
-    def seen(self, parameter):
+    def visible(self, parameter):
         """What reading a Cell's attribute gives that holds `parameter`."""
         return parameter
 
     def check_compiling(self):
         """Raise `ValueError` where a function that calls the Cells can't be compiled as things are."""
 
-    def reading(self, parameter, reader=None):
+    def on_read(self, parameter, reader=None):
         """The Cell at path `reader` has a program, made just now, that reads a parameter; None: it is read now."""
 
     def explained(self):

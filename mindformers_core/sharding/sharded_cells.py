@@ -119,7 +119,7 @@ class GeneratedCell(ShardedCell):
 
     def __getattr__(self, name):
         value = super().__getattr__(name)
-        return self.__dict__["_sharding"][0].storage.seen(value) if isinstance(value, Parameter) else value
+        return self.__dict__["_sharding"][0].storage.visible(value) if isinstance(value, Parameter) else value
 
     def construct(self, *args, program=None, **kwargs):
         if program is None:
@@ -146,9 +146,9 @@ class EagerCell(ShardedCell):
             if path == "":
                 tree.compare_inputs(_shapes(args, kwargs), args, kwargs)
             with tree.running_eagerly():
-                args, kwargs = tree.storage.entering(args, kwargs) if path == "" else (args, kwargs)
+                args, kwargs = tree.storage.cast_inputs(args, kwargs) if path == "" else (args, kwargs)
                 result = self.run_eagerly(*args, **kwargs)
-                return tree.storage.leaving(result) if path == "" else result
+                return tree.storage.cast_outputs(result) if path == "" else result
         try:
             args, kwargs = boundary.enter(args, kwargs)
             return boundary.leave(super().construct(*args, **kwargs))
@@ -189,8 +189,8 @@ def computing_parameters(cell):
 def _view(parameter, tree):
     """The DTensor of a parameter, one for a whole forward pass, so that all its uses share marks and gathers."""
     if tree.views is None:
-        return parameter_view(tree.storage.seen(parameter))
-    tree.storage.reading(parameter)
+        return parameter_view(tree.storage.visible(parameter))
+    tree.storage.on_read(parameter)
     view = tree.views.get(id(parameter))
     if view is None:
         view = tree.views[id(parameter)] = wrap(parameter, parameter_meta(parameter))

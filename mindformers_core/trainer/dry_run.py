@@ -30,7 +30,7 @@ from mindformers_core.zero import memory_report
 
 __all__ = ["RankFacts", "ParameterFact", "dry_run", "pipeline_report", "report"]
 
-_COMPUTED = {  # fields of a memory report's `Figures`
+_COMPUTED = {  # fields of a memory report's `MemoryEstimate`
     "weights": "weights",
     "parts": "their parts",
     "gradients": "gradients",
@@ -275,7 +275,7 @@ def _table(parameters):
 
 def _fact(parameter, plan, shards):
     """The `ParameterFact` of a part, with its `ParameterPlan`."""
-    shapes = tuple(parameter.global_shape), plan.shape, plan.part_shape(shards)
+    shapes = tuple(parameter.global_shape), plan.shape, plan.shard_shape(shards)
     return ParameterFact(plan.path, *shapes, plan.dtype, str(parameter.layout), plan.reason)
 
 

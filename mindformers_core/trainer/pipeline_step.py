@@ -13,7 +13,7 @@ from mindformers_core.trainer.pipeline_recipe import (
     stages_held,
 )
 from mindformers_core.trainer.step import update_function
-from mindformers_core.zero import hsdp, share_parts
+from mindformers_core.zero import hsdp, tie_shards
 
 __all__ = ["build_chunks", "build_schedule", "hsdp_chunks", "own_parameters", "pipeline_step_function", "sharded_model"]
 
@@ -45,7 +45,7 @@ def hsdp_chunks(recipe, nets, zero):
     """
     for net in nets:
         hsdp(net, **zero)
-    share_parts(nets, recipe.spec.tied(recipe.model))
+    tie_shards(nets, recipe.spec.tied(recipe.model))
 
 
 def build_schedule(recipe, mesh, rank, zero):

@@ -35,7 +35,7 @@ def explained_lines(settings, step):
     cut = [plan for plan in step.plans if plan.dim is not None]
     lines = [head]
     if cut:
-        kept = sum(step.part_bytes(plan, plan.part_dtype) for plan in cut)
+        kept = sum(step.shard_bytes(plan, plan.shard_dtype) for plan in cut)
         whole = sum(plan.nbytes for plan in cut)
         lines.append(
             f"  {len(cut)} parameters are cut: {bytes_shown(whole)} as they compute, {bytes_shown(kept)} of parts here"

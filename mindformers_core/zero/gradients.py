@@ -6,7 +6,7 @@ from mindspore.graph.api import _pynative_executor
 from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
 from mindformers_core.passes.stage_function import StageFunction
 from mindformers_core.sharding.recordings import forget_recordings
-from mindformers_core.zero.gradient_reducer import GradientCollector
+from mindformers_core.zero.gradient_reducer import GradientReducer
 from mindformers_core.zero.loss_scale import LossScale
 from mindformers_core.zero.optimizers import check_optimizers
 from mindformers_core.zero.storage import storage_of
@@ -74,8 +74,8 @@ class _GradientFunction:
         self.cell, self.loss_scale = cell, loss_scale
         self.storage = storage_of(cell)
         self._function = StageFunction(cell, None, compiled)
-        self._passes = ForwardBackward(_first, self.storage.passing)
-        self._weights = ParameterTuple([self.storage.parameters[number].whole for number in self.storage.trained])
+        self._passes = ForwardBackward(_first, self.storage.backward_scope)
+        self._weights = ParameterTuple([self.storage.parameters[number].unsharded for number in self.storage.trained])
         self._step, self._micro_step = None, 0
         self._has_checked = False  # whether optimizers were looked at
 
@@ -107,7 +107,7 @@ class _GradientFunction:
             forget_recordings()
         self.storage.check_closed()
         self.storage.open(training=True)
-        self._step = GradientCollector(self.storage)
+        self._step = GradientReducer(self.storage)
 
     def _end(self):
         """Forget the step, and go back to parts."""

@@ -34,7 +34,7 @@ class HsdpStorage(ParameterStorage):
 
     Attributes:
         settings, parameters, gathers, reduces, meter, label, cells: as given.
-        exchange: the `Exchange`; None in a dry run.
+        exchange: the `BucketCollectives`; None in a dry run.
         collector: what takes gradients as they come while a last micro-step's backward pass runs, or None.
         schedule: the `UnitSchedule` of units that are gathered one by one, or None.
         is_training: whether it was opened for gradients.
@@ -43,11 +43,11 @@ class HsdpStorage(ParameterStorage):
     def __init__(self, settings, parameters, gathers, reduces, meter, label, cells):
         self.settings, self.parameters, self.gathers, self.reduces = settings, parameters, gathers, reduces
         self.meter, self.label, self.cells = meter, label, tuple(cells)
-        self.parts = {id(stored.whole): stored.part for stored in parameters if stored.is_copied}
+        self.parts = {id(stored.unsharded): stored.shard for stored in parameters if stored.is_copied}
         self.takes_gradients, self.units, self.schedule, self.exchange, self.collector = True, {}, None, None, None
         self.is_open = self.is_training = self._in_pass = self._has_checked = False
         self._callers = {}  # path of a Cell -> what `unit()` gives for it
-        self._numbers = {id(stored.whole): number for number, stored in enumerate(parameters)}
+        self._numbers = {id(stored.unsharded): number for number, stored in enumerate(parameters)}
 
     @property
     def trained(self):
@@ -57,9 +57,9 @@ class HsdpStorage(ParameterStorage):
     def check_trained(self):
         """Raise `ValueError` where parameters were frozen or thawed since `hsdp()`."""
         for stored in self.parameters:
-            if stored.part.requires_grad != stored.plan.trainable:
+            if stored.shard.requires_grad != stored.plan.trainable:
                 raise ValueError(
-                    f"requires_grad of '{stored.plan.path}' has changed to {stored.part.requires_grad} since hsdp(), "
+                    f"requires_grad of '{stored.plan.path}' has changed to {stored.shard.requires_grad} since hsdp(), "
                     "which plans with it: freeze or thaw parameters before"
                 )
 
@@ -104,11 +104,11 @@ class HsdpStorage(ParameterStorage):
         """Raise `ValueError` where a Cell has another Parameter than `hsdp()` found, or differentiates by parts."""
         found = {id(parameter) for parameter in computing_parameters(self.cells[0])}
         for stored in self.parameters:
-            if id(stored.whole) not in found:
+            if id(stored.unsharded) not in found:
                 raise ValueError(
                     f"parameter '{stored.plan.path}' of {self.label} isn't the one that it had at hsdp(): don't put "
                     "another Parameter in its place, but assign values to the one that cell.parameters_and_names() "
-                    f"gives, this rank's part, of shape {stored.part_shape}"
+                    f"gives, this rank's part, of shape {stored.shard_shape}"
                 )
         parts = {id(part) for part in self.parts.values()}
         for cell in self.cells:
@@ -121,7 +121,7 @@ class HsdpStorage(ParameterStorage):
     def _refresh_copies(self):
         """Weights that are whole, but computed with in another dtype than they are updated in."""
         for stored in self.parameters:
-            if stored.is_copied and not stored.is_cut:
+            if stored.is_copied and not stored.is_sharded:
                 stored.fill(stored.sent().reshape(stored.plan.shape))
 
     def close(self):
@@ -165,7 +165,7 @@ class HsdpStorage(ParameterStorage):
     def share(self, stored, other):
         """Have a parameter of this tree update the part of another tree's instead of its own; both are closed."""
         stored.share(other)
-        self.parts[id(stored.whole)] = stored.part
+        self.parts[id(stored.unsharded)] = stored.shard
 
     def summed(self, gradients):
         """See `ParameterStorage`: whole ones, or (`sums_shards`) this rank's parts of their sums over ranks."""
@@ -184,7 +184,7 @@ class HsdpStorage(ParameterStorage):
             self._has_checked = True
 
     @contextmanager
-    def calling(self):
+    def call_scope(self):
         """Around a call from outside: opens for it. Gradients are refused but where `value_and_grad` takes them."""
         if not self._in_pass:
             self._refuse_gradients()
@@ -198,7 +198,7 @@ class HsdpStorage(ParameterStorage):
             self.close()
 
     @contextmanager
-    def passing(self):
+    def backward_scope(self):
         """See `ParameterStorage`."""
         self._in_pass = True
         try:
@@ -237,15 +237,15 @@ class HsdpStorage(ParameterStorage):
             "Cell outside of gradients, and without set_grad()"
         )
 
-    def entering(self, args, kwargs):
+    def cast_inputs(self, args, kwargs):
         """Floating inputs in the dtype that computes."""
         return self.settings.cast_inputs(args), self.settings.cast_inputs(kwargs)
 
-    def leaving(self, result):
+    def cast_outputs(self, result):
         """Floating results in the output's dtype."""
         return self.settings.cast_outputs(result)
 
-    def seen(self, parameter):
+    def visible(self, parameter):
         """The part, for whoever looks from outside."""
         return parameter if self.is_open else self.parts.get(id(parameter), parameter)
 
@@ -257,7 +257,7 @@ class HsdpStorage(ParameterStorage):
                 "with mindformers_core.zero.value_and_grad(cell, compiled=True), and call the Cell itself to evaluate"
             )
 
-    def reading(self, parameter, reader=None):
+    def on_read(self, parameter, reader=None):
         """See `ParameterStorage`: a weight that a Cell outside of its unit reads, too, becomes one of no unit.
 
         All ranks come here alike.

@@ -30,7 +30,7 @@ def tower(prefetch=1, **settings):
 
 def in_place(net):
     """How many layers' weights have memory: what was given back is zeros, but for the rests of pages at both ends."""
-    layers = [stored.whole for stored in storage_of(net).parameters if "layers" in stored.plan.path]
+    layers = [stored.unsharded for stored in storage_of(net).parameters if "layers" in stored.plan.path]
     filled = [np.count_nonzero(weight.asnumpy()) / SIZE**2 for weight in layers]
     assert all(share == 1 or share < 0.5 for share in filled), filled
     return filled.count(1)
