@@ -104,7 +104,7 @@ class StageFunction:
         gives memory back and takes other does so where graphs follow.
         """
         key = names, tuple(child.training for child in self._cells)
-        places = [weight.data_ptr() for weight in self._weights if id(weight) not in self.storage.parts]
+        places = [weight.data_ptr() for weight in self._weights if id(weight) not in self.storage.copied]
         known, graph = self._graphs.get(key, (None, None))
         if known != places:
             forbid_reuse(self.cell)

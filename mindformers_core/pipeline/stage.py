@@ -80,8 +80,7 @@ class PipelineStage:
         self.rank_num = len(self.ranks)
         self.axis = axis
         self._storage = parameter_storage(cell)
-        self._storage.check_trained()
-        self._storage.keep_units()
+        self._storage.prepare_pipeline()
         self._weights = StageWeights(cell)
         self.parameters = tuple(cell.trainable_params())
         self._function = StageFunction(cell, loss_fn, compiled)
@@ -218,7 +217,7 @@ class PipelineStage:
         if self._training:
             self._function.check_gradients()
         outputs = self._recorded(micro_index, inputs, kwargs) if self._training else self._function(inputs, kwargs)
-        self._storage.drop_units()
+        self._storage.free_units()
         if not self.is_last and self._function.layouts not in self._agreed:
             described = self._rank_stages.described
             check_boundary(self._function.layouts, *described[self.stage_index : self.stage_index + 2])
@@ -261,7 +260,7 @@ class PipelineStage:
             gradients = (ops.full_like(outputs[0], scale / self._micro_batch_num),)
         self._check_gradients(outputs, gradients)
         given, found = self._passes.backward(micro_index, gradients, self._weights.asked())
-        self._storage.drop_units()
+        self._storage.free_units()
         self._kept[micro_index] = self._weights.keep(found)
         return given
 
@@ -307,7 +306,7 @@ class PipelineStage:
                 f"hsdp() was called with {self._name()} after its PipelineStage was made: call it before, and make the "
                 "stage, and the schedule, anew"
             )
-        self._storage.check_trained()
+        self._storage.prepare_pipeline()
         trained = [parameter for parameter in computing_parameters(self.cell) if parameter.requires_grad]
         known, now = ({id(p): p.name for p in parameters} for parameters in (self._weights.parameters, trained))
         if known.keys() != now.keys():

@@ -61,9 +61,8 @@ class ShardedCell:
     def parameters_and_names(self, name_prefix="", expand=True):
         """As MindSpore's, of the Parameters that optimizers and checkpoints are to see."""
         storage = self.__dict__["_sharding"][0].storage
-        storage.give_parts()
         for name, parameter in super().parameters_and_names(name_prefix, expand):
-            yield name, storage.parts.get(id(parameter), parameter)
+            yield name, storage.stored(parameter)
 
     @property
     def parameter_layout_dict(self):
@@ -104,16 +103,14 @@ class GeneratedCell(ShardedCell):
 
     def __call__(self, *args, program=None, **kwargs):
         tree, path = self.__dict__["_sharding"]
-        call, unit = super().__call__, tree.storage.unit(path)
-        if program is not None and tree.compiled_cells is not None:
-            call = tree.compiled_cells.function_of(path, program) or call
-        if unit is None:
-            return tree.enter(path, call, args, kwargs) if program is None else call(*args, program=program, **kwargs)
+        call = super().__call__
         if program is not None:
-            return unit(call, args, {**kwargs, "program": program})
+            if tree.compiled_cells is not None:
+                call = tree.compiled_cells.function_of(path, program) or call
+            return tree.storage.call_cell(path, call, args, {**kwargs, "program": program})
 
         def call_in_unit(*args, **kwargs):
-            return unit(call, args, {"program": tree.running, **kwargs})
+            return tree.storage.call_cell(path, call, args, {"program": tree.running, **kwargs})
 
         return tree.enter(path, call_in_unit, args, kwargs)
 
@@ -132,8 +129,7 @@ class EagerCell(ShardedCell):
 
     def __call__(self, *args, **kwargs):
         tree, path = self.__dict__["_sharding"]
-        unit = tree.storage.unit(path)
-        return super().__call__(*args, **kwargs) if unit is None else unit(super().__call__, args, kwargs)
+        return tree.storage.call_cell(path, super().__call__, args, kwargs)
 
     def construct(self, *args, **kwargs):
         return getattr(self, eager_method(self.sharded_cell_number))(*args, **kwargs)

@@ -17,7 +17,7 @@ from mindformers_core.zero.meter import MemoryMeter
 from mindformers_core.zero.plan import ParameterPlan, plan_parameters
 from mindformers_core.zero.sharded_parameter import ShardedParameter
 from mindformers_core.zero.storage import HsdpStorage
-from mindformers_core.zero.units import UnitSchedule, unit_of
+from mindformers_core.zero.units import unit_of
 
 __all__ = ["apply_hsdp", "planned_parameters"]
 
@@ -31,7 +31,7 @@ def planned_parameters(tree, settings, units):
     precision, holding = settings.precision, {}  # id of a parameter -> the units of the Cells that hold it
     for path, cell in tree.cells.items():
         for parameter in cell._params.values():
-            holding.setdefault(id(parameter), set()).add(unit_of(f"{path}.", units))
+            holding.setdefault(id(parameter), set()).add(unit_of(path, units))
     parameters = []
     for path, parameter in tree.cells[""].parameters_and_names():
         if any(settings.axis in axes for axes in parameter.layout.dims):
@@ -80,9 +80,6 @@ def apply_hsdp(tree, settings, plans, fusion, has_axis):
             entry.unsharded.layout = _part_layout(entry.plan, entry.unsharded.layout, settings)
     buckets = _buckets(plans, settings, fusion)
     storage = HsdpStorage(settings, stored, *buckets, meter, tree.label(""), tree.cells.values())
-    if settings.level == "level3" and settings.reshard_after_forward is not False and storage.gathers:
-        storage.schedule = UnitSchedule(storage, settings.prefetch)
-        storage.units = storage.schedule.units()
     if world().backend != "fake":
         _connect(storage)
     tree.forget_programs()
@@ -133,15 +130,15 @@ def _buckets(plans, settings, fusion):
 def _connect(storage):
     """Make the collectives, listen to gradients, and go to parts."""
     settings = storage.settings
-    storage.exchange = BucketCollectives(
+    storage.collectives = BucketCollectives(
         settings.mesh, settings.shard_axes, settings.replicate_axes, settings.scale, settings.precision, storage.meter
     )
     for number in storage.trained:
-        storage.parameters[number].unsharded.register_hook(_listener(proxy(storage), number))
+        storage.parameters[number].unsharded.register_hook(_listener(proxy(storage.schedule), number))
     for stored in storage.parameters:
         stored.release()
 
 
-def _listener(storage, number):
-    """A hook on a parameter. MindSpore keeps it out of the garbage collector's sight, so `storage` is a weak one."""
-    return lambda gradient: storage.gradient_came(number, gradient)
+def _listener(schedule, number):
+    """A hook on a parameter that MindSpore hides from the garbage collector: so `schedule` is a weak reference."""
+    return lambda gradient: schedule.gradient_came(number, gradient)

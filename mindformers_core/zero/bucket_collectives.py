@@ -10,7 +10,7 @@ from math import prod
 from mindspore import mint, ops
 
 from mindformers_core.communication import communicator
-from mindformers_core.zero.sharded_parameter import as_dtype
+from mindformers_core.sharding.parameter_storage import as_dtype
 
 __all__ = ["BucketCollectives"]
 

@@ -2,7 +2,7 @@
 
 from mindspore import ops
 
-from mindformers_core.zero.sharded_parameter import as_dtype
+from mindformers_core.sharding.parameter_storage import as_dtype
 
 __all__ = ["GradientReducer", "reduced", "summed"]
 
@@ -86,7 +86,7 @@ class GradientReducer:
     def _add_parts(self, bucket, gradients):
         """Reduce-scatter the whole gradients of a bucket, which are taken out of the list, and add the parts."""
         members = [self.storage.parameters[number] for number in bucket.members]
-        for number, part in zip(bucket.members, self.storage.exchange.scatter(members, gradients), strict=True):
+        for number, part in zip(bucket.members, self.storage.collectives.scatter(members, gradients), strict=True):
             if number in self.sums:
                 part = self.storage.meter.watch("gradients", self.sums.pop(number) + part)
             self.sums[number] = part
@@ -110,9 +110,9 @@ class GradientReducer:
             members.append(storage.parameters[number])
             sums.append(self.sums.pop(number))
         if bucket.kind == "allreduce":
-            reduce = storage.exchange.all_reduce
+            reduce = storage.collectives.all_reduce
         else:
-            reduce = storage.exchange.finish if in_parts else storage.exchange.reduce_scatter
+            reduce = storage.collectives.finish if in_parts else storage.collectives.reduce_scatter
         self._reduced.update(zip(bucket.members, reduce(members, sums)))
 
     def finish(self):

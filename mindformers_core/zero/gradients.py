@@ -112,21 +112,21 @@ class _GradientFunction:
     def _end(self):
         """Forget the step, and go back to parts."""
         self._step, self._micro_step = None, 0
-        self.storage.collector = None
+        self.storage.reducer = None
         self._passes.forget()
         self.storage.close()
 
     def _forward_and_backward(self, inputs, kwargs, is_last):
-        """The results; the gradients that the backward pass gives go to the step's collector."""
+        """The results; the gradients that the backward pass gives go to the step's reducer."""
         storage = self.storage
         results = self._passes.forward(0, lambda: self._checked(self._function(inputs, kwargs)), ())
         as_they_come = storage.settings.reduces_as_they_come and (is_last or storage.settings.sums_shards)
         self._step.begin(is_last, at_once=as_they_come and self._function.compiled)
-        storage.collector = self._step if as_they_come else None
+        storage.reducer = self._step if as_they_come else None
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         _, found = self._passes.backward(0, (ops.full_like(results[0], scale),), self._weights)
-        storage.collector, found = None, list(found)
-        storage.drop_units()
+        storage.reducer, found = None, list(found)
+        storage.free_units()
         if not as_they_come:
             self._step.take(found)
         self._step.end()

@@ -253,12 +253,12 @@ def tie_shards(cells, paths):
         ValueError: parameters of a path that are cut otherwise, or of other shapes or dtypes.
     """
     for path in paths:
-        holders = [(storage, storage.find(path)) for storage in map(storage_of, cells)]
-        holders = [(storage, stored) for storage, stored in holders if stored is not None]
+        every = [(storage, stored) for storage in map(storage_of, cells) for stored in storage.parameters]
+        holders = [(storage, stored) for storage, stored in every if stored.plan.path == path]
         for storage, stored in holders[1:]:
             _check_alike(path, *holders[0], storage, stored)
             storage.check_closed()
-            storage.share(stored, holders[0][1])
+            stored.share(holders[0][1])
 
 
 share_parts = tie_shards

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from mindspore import nn
 
 from mindformers_core.hints import bytes_shown
-from mindformers_core.zero.explained import bucket_lines, whole_lines
+from mindformers_core.zero.explained import bucket_lines, step_plan, whole_lines
 from mindformers_core.zero.formulas import MemoryEstimate, StepPlan, memory_of_step
 from mindformers_core.zero.meter import MOMENTS
 from mindformers_core.zero.sharded_parameter import bytes_of
@@ -90,7 +90,7 @@ def memory_report(cell, optimizer=None, state_bytes=8, compiled=False):
     storage = storage_of(cell)
     if optimizer is not None and not isinstance(optimizer, nn.Cell):
         raise TypeError(f"memory_report(optimizer={optimizer!r}): should be an optimizer, a Cell with its state")
-    step = storage.step_plan(compiled)
+    step = step_plan(storage, compiled)
     measured = {}
     if len(storage.meter.peaks) == len(MOMENTS):
         state = None if optimizer is None else _state(storage, optimizer)

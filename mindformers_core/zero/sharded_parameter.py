@@ -3,15 +3,10 @@
 from mindspore import DeviceCtx, Parameter, mint, ops
 from mindspore import dtype as mstype
 
-from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.sharding.parameter_storage import as_dtype
 from mindformers_core.zero.free_storage import allocate_storage, free_storage
 
-__all__ = ["ShardedParameter", "as_dtype", "bytes_of"]
-
-
-def as_dtype(tensor, name):
-    """A tensor in the dtype of this name; itself where it has that."""
-    return tensor if dtype_name(tensor.dtype) == name else ops.cast(tensor, getattr(mstype, name))
+__all__ = ["ShardedParameter", "bytes_of"]
 
 
 def bytes_of(tensor):
