@@ -9,7 +9,7 @@ from mindspore import Parameter, Tensor, mint
 
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh
-from mindformers_core.zero.bucket_collectives import Exchange
+from mindformers_core.zero.bucket_collectives import BucketCollectives
 from mindformers_core.zero.meter import MemoryMeter
 from mindformers_core.zero.plan import ParameterPlan, plan_parameters
 from mindformers_core.zero.precision import MixedPrecision
@@ -32,14 +32,14 @@ def drawn(seed):
 
 
 def stored_on(rank, ranks, plans, values):
-    """What a rank stores, and its `Exchange`, whose collectives are still to come."""
+    """What a rank stores, and its `BucketCollectives`, whose collectives are still to come."""
     meter, mesh = MemoryMeter(), DeviceMesh((1,), ("dp",))
     stored = []
     for plan, value in zip(plans, values):
         whole = Parameter(Tensor(value), name=plan.path)
         layout = Layout.on(mesh, ((),) * len(plan.shape))
         stored.append(ShardedParameter(plan, whole, whole, layout, rank, ranks, meter))
-    return stored, Exchange(mesh, (), (), 0.5, MixedPrecision(), meter)
+    return stored, BucketCollectives(mesh, (), (), 0.5, MixedPrecision(), meter)
 
 
 def cut(value, plan, rank, ranks):
@@ -56,9 +56,9 @@ def test_parts_gathers_and_reductions(first):
         everyone = [stored_on(rank, ranks, plans, values) for rank in range(ranks)]
         for rank, (stored, _) in enumerate(everyone):
             for entry, plan, value in zip(stored, plans, values):
-                np.testing.assert_array_equal(entry.part.asnumpy(), cut(value, plan, rank, ranks), str(seed))
+                np.testing.assert_array_equal(entry.shard.asnumpy(), cut(value, plan, rank, ranks), str(seed))
                 rows = entry.rows(Tensor(value))
-                np.testing.assert_array_equal(rows[rank].asnumpy(), entry.part.asnumpy().reshape(-1), str(seed))
+                np.testing.assert_array_equal(rows[rank].asnumpy(), entry.shard.asnumpy().reshape(-1), str(seed))
                 np.testing.assert_array_equal(entry.joined(rows).asnumpy(), value, str(seed))
         check_gather(everyone, values, seed)
         check_reduce_scatter(everyone, plans, seed)
@@ -70,7 +70,7 @@ def check_gather(everyone, values, seed):
     for stored, _ in everyone:
         for entry in stored:
             entry.release()
-            entry.part.set_data(Tensor(entry.part.asnumpy() + 1))
+            entry.shard.set_data(Tensor(entry.shard.asnumpy() + 1))
     sent = []
     for stored, exchange in everyone:
         exchange._gather = lambda buffer: sent.append(buffer) or mint.zeros((buffer.size * len(everyone),))
@@ -80,11 +80,11 @@ def check_gather(everyone, values, seed):
         exchange._gather = lambda buffer: together
         exchange.gather(stored)
         for entry, value in zip(stored, values):
-            np.testing.assert_array_equal(entry.whole.asnumpy(), value + 1, str(seed))
-            before = entry.part.asnumpy().copy()
+            np.testing.assert_array_equal(entry.unsharded.asnumpy(), value + 1, str(seed))
+            before = entry.shard.asnumpy().copy()
             entry.lend()
             entry.release()
-            np.testing.assert_array_equal(entry.part.asnumpy(), before, str(seed))
+            np.testing.assert_array_equal(entry.shard.asnumpy(), before, str(seed))
 
 
 def check_reduce_scatter(everyone, plans, seed):

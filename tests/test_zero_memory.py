@@ -11,7 +11,7 @@ from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.tensor_parallel import explain, shard
 from mindformers_core.trainer.recipe import Parallelism
 from mindformers_core.zero import MixedPrecision, hsdp, memory_report
-from mindformers_core.zero.free_storage import give_back, take
+from mindformers_core.zero.free_storage import allocate_storage, free_storage
 from mindformers_core.zero.meter import MemoryMeter
 
 PAPER = MixedPrecision(parameter="float32", compute="float16", gradient="float16")
@@ -84,9 +84,9 @@ def test_memory_is_given_back_and_taken_again():
     address, process = tensor.untyped_storage().data_ptr(), psutil.Process()
     for _ in range(3):
         before = process.memory_info().rss
-        give_back(tensor)
+        free_storage(tensor)
         assert process.memory_info().rss < before - 60 * 2**20
-        take(tensor, 2**26)
+        allocate_storage(tensor, 2**26)
         ops.assign(tensor, values)
         assert tensor.untyped_storage().data_ptr() == address
         np.testing.assert_array_equal(tensor.asnumpy(), 1)

@@ -10,7 +10,7 @@ from mindformers_core.mesh import init_device_mesh
 from mindformers_core.pipeline import PipelineStage
 from mindformers_core.sharding.sharded_cells import computing_parameters, tree_of
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.zero import LossScale, MixedPrecision, gathered, hsdp, share_parts
+from mindformers_core.zero import LossScale, MixedPrecision, gathered, hsdp, tie_shards
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -132,6 +132,6 @@ def test_only_what_is_alike_is_shared():
     made = [hsdp(nn.Dense(4, 4)), hsdp(nn.Dense(4, 8)), hsdp(nn.Dense(4, 4), mixed_precision=HALF)]
     for other in made[1:]:
         with pytest.raises(ValueError, match=r"parameter 'weight' is trained, of shape \(4, 4\), float32, .* but"):
-            share_parts([made[0], other], ["weight"])
+            tie_shards([made[0], other], ["weight"])
     with pytest.raises(ValueError, match=r"isn't under hsdp\(\)"):
-        share_parts([made[0], nn.Dense(4, 4)], ["weight"])
+        tie_shards([made[0], nn.Dense(4, 4)], ["weight"])

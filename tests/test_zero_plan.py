@@ -49,7 +49,7 @@ def test_drawn_parameters(first):
 
 def check_part(plan, shard_size, seed):
     """A part has the whole's shape but along `dim`, the first that can be cut, and parts add up to the whole."""
-    part = plan.part_shape(shard_size)
+    part = plan.shard_shape(shard_size)
     assert plan.size == prod(plan.shape) and plan.nbytes == plan.size * BYTES[plan.dtype], (seed, plan)
     if plan.dim is None:
         assert part == plan.shape, (seed, plan)
@@ -63,7 +63,7 @@ def check_part(plan, shard_size, seed):
 
 def planned(shape, shard_size=2, threshold=0, level="level1", **fields):
     """The plan of one parameter."""
-    plan = ParameterPlan(**{"path": "weight", "shape": shape, "dtype": "float32", "part_dtype": "float32", **fields})
+    plan = ParameterPlan(**{"path": "weight", "shape": shape, "dtype": "float32", "shard_dtype": "float32", **fields})
     (plan,) = plan_parameters([plan], shard_size, threshold, level)
     return plan
 
@@ -77,8 +77,8 @@ def test_what_has_the_threshold_stays_whole_and_one_row_more_is_cut(dtype, lengt
 
 
 def test_the_threshold_counts_what_computes_not_the_master_copy():
-    assert planned((512,), threshold=1, dtype="float16", part_dtype="float32").dim is None
-    assert planned((512,), threshold=1, dtype="float32", part_dtype="float16").dim == 0
+    assert planned((512,), threshold=1, dtype="float16", shard_dtype="float32").dim is None
+    assert planned((512,), threshold=1, dtype="float32", shard_dtype="float16").dim == 0
 
 
 def test_scalars_and_empty_parameters_stay_whole_at_any_threshold():
@@ -89,7 +89,7 @@ def test_scalars_and_empty_parameters_stay_whole_at_any_threshold():
 
 def test_the_first_dim_that_can_be_cut():
     assert planned((3, 5, 8, 4), 4).dim == 2
-    assert planned((3, 5, 8, 4), 4).part_shape(4) == (3, 5, 2, 4)
+    assert planned((3, 5, 8, 4), 4).shard_shape(4) == (3, 5, 2, 4)
     assert planned((3, 5, 7), 4).reason == "no dim of [3, 5, 7] can be cut into 4 equal parts"
 
 
@@ -102,4 +102,4 @@ def test_what_is_not_trained_is_cut_at_level_3_only(level):
 
 def test_one_part_is_the_whole():
     plan = planned((8, 8), 1)
-    assert (plan.dim, plan.reason, plan.part_shape(1)) == (None, "shard_size is 1", (8, 8))
+    assert (plan.dim, plan.reason, plan.shard_shape(1)) == (None, "shard_size is 1", (8, 8))

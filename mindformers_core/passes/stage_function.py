@@ -86,9 +86,9 @@ class StageFunction:
         """The results; `kwargs` are the Cell's and, with a loss function, `target`."""
         target, named = self._parted(kwargs)
         if self.compiled:
-            inputs, named = self.storage.entering(tuple(inputs), named)
+            inputs, named = self.storage.cast_inputs(tuple(inputs), named)
             results = self._checked(self._compiled(tuple(named))(*inputs, *named.values()))
-            results = self.storage.leaving(results)
+            results = self.storage.cast_outputs(results)
         else:
             with self._apart():
                 results = self._checked(self.cell(*inputs, **named))
@@ -104,7 +104,7 @@ class StageFunction:
         gives memory back and takes other does so where graphs follow.
         """
         key = names, tuple(child.training for child in self._cells)
-        places = [weight.data_ptr() for weight in self._weights if id(weight) not in self.storage.parts]
+        places = [weight.data_ptr() for weight in self._weights if id(weight) not in self.storage.copied]
         known, graph = self._graphs.get(key, (None, None))
         if known != places:
             forbid_reuse(self.cell)
@@ -121,7 +121,7 @@ class StageFunction:
     def make_program(self, inputs, kwargs):
         """Make the program of a sharded Cell, if it lacks one for these, so that nothing is captured in a gradient."""
         if isinstance(self.cell, GeneratedCell):
-            inputs, named = self.storage.entering(tuple(inputs), self._parted(kwargs)[1])
+            inputs, named = self.storage.cast_inputs(tuple(inputs), self._parted(kwargs)[1])
             with self._apart():
                 program = prepare(self.cell, *inputs, **named)
             self.layouts = tuple(result.layout for result in program.results)

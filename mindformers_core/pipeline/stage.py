@@ -81,12 +81,11 @@ class PipelineStage:
         self.rank_num = len(self.ranks)
         self.axis = axis
         self._storage = parameter_storage(cell)
-        self._storage.check_trained()
-        self._storage.keep_units()
+        self._storage.prepare_pipeline()
         self.parameters = tuple(cell.trainable_params())
         self.function = StageFunction(cell, loss_fn, compiled)
         self.weight_gradients = StageGradients(cell, self._storage)
-        self._passes = ForwardBackward(_first if self.is_last else _floating, self._storage.passing)
+        self._passes = ForwardBackward(_first if self.is_last else _floating, self._storage.backward_scope)
         self._rank_stages, self._loss_scale = None, loss_scale
         self._agreed = set()  # layouts of outputs that the next stage takes
         self._training, self._micro_batch_num = False, 1
@@ -186,7 +185,7 @@ class PipelineStage:
         if self._training:
             self.function.check_gradients()
         outputs = self._recorded(micro_index, inputs, kwargs) if self._training else self.function(inputs, kwargs)
-        self._storage.drop_units()
+        self._storage.free_units()
         if not self.is_last and self.function.layouts not in self._agreed:
             described = self._rank_stages.described
             check_boundary(self.function.layouts, *described[self.stage_index : self.stage_index + 2])
@@ -229,7 +228,7 @@ class PipelineStage:
             gradients = (ops.full_like(outputs[0], scale / self._micro_batch_num),)
         self._check_gradients(outputs, gradients)
         given, found = self._passes.backward(micro_index, gradients, self.weight_gradients.asked())
-        self._storage.drop_units()
+        self._storage.free_units()
         self.weight_gradients.keep(micro_index, found)
         return given
 
@@ -256,7 +255,7 @@ class PipelineStage:
                 f"hsdp() was called with {self.label} after its PipelineStage was made: call it before, and make the "
                 "stage, and the schedule, anew"
             )
-        self._storage.check_trained()
+        self._storage.prepare_pipeline()
         trained = [parameter for parameter in computing_parameters(self.cell) if parameter.requires_grad]
         known, now = ({id(p): p.name for p in parameters} for parameters in (self.weight_gradients.parameters, trained))
         if known.keys() != now.keys():

@@ -67,7 +67,12 @@ class _ChooseProgram(_CompileTimeChoice):
     def compiled(self, number, args, kwargs):
         """While a graph is compiled: one of the programs that there are; in `jit()` else None, to stop."""
         tree, path = _cell(number)
-        tree.storage.check_compiling()
+        if not tree.storage.is_open:
+            raise ValueError(
+                f"{tree.label('')} is under hsdp(), whose weights are gathered around calls, not in a graph: compile "
+                "steps with mindformers_core.zero.value_and_grad(cell, compiled=True), and call the Cell itself to "
+                "evaluate"
+            )
         tree.activations.check_compiling()
         with tree.for_compiled():
             program = tree.known_program(path, args, kwargs)

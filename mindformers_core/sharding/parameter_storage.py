@@ -1,98 +1,127 @@
-"""Where the values of a sharded tree's parameters are while nothing is computed: by default, where they always are.
+"""Where the values of a sharded tree's parameters are between computations: by default, in the parameters themselves.
 
-`zero.hsdp()` gives a tree another storage: weights are whole while they are needed, and in parts otherwise.
+`zero.hsdp()` gives a tree another storage: weights are unsharded while they compute, and sharded otherwise.
 """
 
 from contextlib import nullcontext
 
-__all__ = ["ParameterStorage", "parameter_storage"]
+from mindspore import Tensor, ops
+from mindspore import dtype as mstype
+
+from mindformers_core.dtensor.dtensor import DTensor
+from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.operators.signature import is_float
+from mindformers_core.program.structure import tree_map
+
+__all__ = ["ParameterStorage", "as_dtype", "parameter_storage"]
 
 
 class ParameterStorage:
-    """What the Cells of a sharded tree ask of the storage of their parameters. This one keeps them as they are.
+    """The hooks that a sharded tree's Cells and a pipeline's stage call. This storage leaves parameters as they are.
 
     Attributes:
-        parts: id of a Parameter that the Cells compute with -> the Parameter that optimizers and users see for it.
-        units: the Cells, by path, whose weights come and go with their calls.
+        copied: ids of the Parameters that Cells compute with and that optimizers and users see another Parameter for;
+            their memory is freed between computations.
+        units: paths of the Cells whose weights are gathered for each call of them.
         takes_gradients: whether gradients are taken by a function that differentiates no inputs.
-        is_open: whether all values that computing needs are there, or come by themselves.
+        is_open: whether all values that computing needs are in place, or are gathered by the calls of units.
         settings: the `HsdpSettings`, or None.
+        input_dtype, output_dtype: names of the dtypes that floating inputs and results of the root Cell are cast to;
+            None leaves them as they are.
     """
 
-    parts = {}
-    units = {}
+    copied = frozenset()
+    units = ()
     takes_gradients = False
     is_open = True
-    settings = None
+    settings = input_dtype = output_dtype = None
 
-    def calling(self):
+    def call_scope(self):
         """A context manager around a call of a Cell from outside, in PyNative."""
         return nullcontext()
 
-    def passing(self):
-        """A context manager around a forward or backward pass whose gradients are taken as they should be."""
+    def backward_scope(self):
+        """A context manager around a forward or backward pass whose gradients reach `summed` or `value_and_grad`."""
         return nullcontext()
 
-    def unit(self, path):
-        """A function of `(call, args, kwargs)` that calls the Cell at `path` with weights in place; None: call it."""
-        return None
+    def call_cell(self, path, call, args, kwargs):
+        """`call(*args, **kwargs)`, a call of the Cell at `path`, with its weights in place."""
+        return call(*args, **kwargs)
 
-    def give_parts(self):
-        """Somebody from outside is going to look at the parts."""
-
-    def entering(self, args, kwargs):
-        """The arguments that the root Cell gets for those that it was called with."""
-        return args, kwargs
-
-    def leaving(self, result):
-        """What a call of the root Cell gives for its result."""
-        return result
-
-    def seen(self, parameter):
-        """What reading a Cell's attribute gives that holds `parameter`."""
+    def visible(self, parameter):
+        """The Parameter that a reader of a Cell's attribute gets for one that the Cell computes with."""
         return parameter
 
-    def check_compiling(self):
-        """Raise `ValueError` where a function that calls the Cells can't be compiled as things are."""
+    def stored(self, parameter):
+        """The Parameter that optimizers and checkpoints get for one that a Cell computes with, with its values."""
+        return parameter
 
-    def reading(self, parameter, reader=None):
-        """The Cell at path `reader` has a program, made just now, that reads a parameter; None: it is read now."""
+    def on_read(self, parameter, reader=None):
+        """A new program of the Cell at path `reader` reads a parameter; None: the parameter is read now."""
+
+    def cast_inputs(self, args, kwargs):
+        """The root Cell's arguments, with floating tensors in `input_dtype`."""
+        return _cast((args, kwargs), self.input_dtype)
+
+    def cast_outputs(self, result):
+        """The root Cell's result, with floating tensors in `output_dtype`."""
+        return _cast(result, self.output_dtype)
 
     def explained(self):
-        """`(lines of text for explain(), micro-steps of a step, what it sends of parameters)`, see `traffic.total`."""
+        """`(lines of text for explain(), micro-steps of a step, traffic of parameters)`, see `traffic.total`."""
         return [], 1, {}
 
-    # What a pipeline's stage asks, whose forward and backward passes of several micro-batches lie between each other.
+    # What a pipeline's stage calls: forward and backward passes of several micro-batches alternate.
 
-    def check_trained(self):
-        """Raise `ValueError` where parameters were frozen or thawed that may not be."""
+    def prepare_pipeline(self):
+        """Before a run: keep weights gathered during passes, unless `reshard_after_forward=True` asks for less.
 
-    def keep_units(self):
-        """From now on no weights come and go by themselves in the midst of a pass, unless that was asked for."""
+        Raises:
+            ValueError: parameters were frozen or thawed that may not be.
+        """
 
-    def drop_units(self):
-        """After a forward or backward pass: weights that come and go by themselves go."""
+    def free_units(self):
+        """After a forward or backward pass: free the gathered weights of units."""
 
     def open(self, training=False):
-        """Put all values in place that computing needs; where they are already, nothing happens.
+        """Put all values in place that computing needs; nothing happens where they are.
 
         Args:
             training: whether gradients will be taken.
         """
 
     def close(self):
-        """Values that computing needs may go."""
+        """Allow values that computing needs to be freed."""
 
     def summed(self, gradients):
-        """What is summed up for gradients of the trained Parameters that Cells compute with, a list that is used up.
+        """The terms of the sum over micro-batches, of whole gradients of the Parameters that Cells train.
 
-        They themselves, in the dtypes to sum them in, or this rank's parts of them.
+        Args:
+            gradients: a list, which is emptied.
+
+        Returns:
+            The gradients in the dtypes to sum them in, or this rank's shards of them: a list.
         """
         return gradients
 
     def reduced(self, gradients):
-        """Of sums of what `summed` gave, a list that may be used up, the gradients of the Parameters that users see."""
+        """The gradients of the Parameters that users see, of sums of what `summed` gave; may empty the list."""
         return gradients
+
+
+def as_dtype(tensor, name):
+    """A tensor in the dtype of this name; the tensor itself where it has that dtype."""
+    return tensor if dtype_name(tensor.dtype) == name else ops.cast(tensor, getattr(mstype, name))
+
+
+def _cast(structure, dtype):
+    """A pytree with floating tensors in the dtype of this name; as it is for None."""
+
+    def cast(leaf):
+        floats = isinstance(leaf, (Tensor, DTensor)) and is_float(dtype_name(leaf.dtype))
+        return as_dtype(leaf, dtype) if floats else leaf
+
+    return structure if dtype is None else tree_map(cast, structure)
 
 
 def parameter_storage(cell):

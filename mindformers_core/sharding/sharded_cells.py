@@ -61,9 +61,8 @@ class ShardedCell:
     def parameters_and_names(self, name_prefix="", expand=True):
         """As MindSpore's, of the Parameters that optimizers and checkpoints are to see."""
         storage = self.__dict__["_sharding"][0].storage
-        storage.give_parts()
         for name, parameter in super().parameters_and_names(name_prefix, expand):
-            yield name, storage.parts.get(id(parameter), parameter)
+            yield name, storage.stored(parameter)
 
     @property
     def parameter_layout_dict(self):
@@ -104,22 +103,20 @@ class GeneratedCell(ShardedCell):
 
     def __call__(self, *args, program=None, **kwargs):
         tree, path = self.__dict__["_sharding"]
-        call, unit = super().__call__, tree.storage.unit(path)
-        if program is not None and tree.compiled_cells is not None:
-            call = tree.compiled_cells.function_of(path, program) or call
-        if unit is None:
-            return tree.enter(path, call, args, kwargs) if program is None else call(*args, program=program, **kwargs)
+        call = super().__call__
         if program is not None:
-            return unit(call, args, {**kwargs, "program": program})
+            if tree.compiled_cells is not None:
+                call = tree.compiled_cells.function_of(path, program) or call
+            return tree.storage.call_cell(path, call, args, {**kwargs, "program": program})
 
         def call_in_unit(*args, **kwargs):
-            return unit(call, args, {"program": tree.running, **kwargs})
+            return tree.storage.call_cell(path, call, args, {"program": tree.running, **kwargs})
 
         return tree.enter(path, call_in_unit, args, kwargs)
 
     def __getattr__(self, name):
         value = super().__getattr__(name)
-        return self.__dict__["_sharding"][0].storage.seen(value) if isinstance(value, Parameter) else value
+        return self.__dict__["_sharding"][0].storage.visible(value) if isinstance(value, Parameter) else value
 
     def construct(self, *args, program=None, **kwargs):
         if program is None:
@@ -132,8 +129,7 @@ class EagerCell(ShardedCell):
 
     def __call__(self, *args, **kwargs):
         tree, path = self.__dict__["_sharding"]
-        unit = tree.storage.unit(path)
-        return super().__call__(*args, **kwargs) if unit is None else unit(super().__call__, args, kwargs)
+        return tree.storage.call_cell(path, super().__call__, args, kwargs)
 
     def construct(self, *args, **kwargs):
         return getattr(self, eager_method(self.sharded_cell_number))(*args, **kwargs)
@@ -146,9 +142,9 @@ class EagerCell(ShardedCell):
             if path == "":
                 tree.compare_inputs(_shapes(args, kwargs), args, kwargs)
             with tree.running_eagerly():
-                args, kwargs = tree.storage.entering(args, kwargs) if path == "" else (args, kwargs)
+                args, kwargs = tree.storage.cast_inputs(args, kwargs) if path == "" else (args, kwargs)
                 result = self.run_eagerly(*args, **kwargs)
-                return tree.storage.leaving(result) if path == "" else result
+                return tree.storage.cast_outputs(result) if path == "" else result
         try:
             args, kwargs = boundary.enter(args, kwargs)
             return boundary.leave(super().construct(*args, **kwargs))
@@ -189,8 +185,8 @@ def computing_parameters(cell):
 def _view(parameter, tree):
     """The DTensor of a parameter, one for a whole forward pass, so that all its uses share marks and gathers."""
     if tree.views is None:
-        return parameter_view(tree.storage.seen(parameter))
-    tree.storage.reading(parameter)
+        return parameter_view(tree.storage.visible(parameter))
+    tree.storage.on_read(parameter)
     view = tree.views.get(id(parameter))
     if view is None:
         view = tree.views[id(parameter)] = wrap(parameter, parameter_meta(parameter))

@@ -162,7 +162,7 @@ class ShardedTree:
 
     def _entered(self, path, call, args, kwargs):
         if path == "":
-            args, kwargs = self.storage.entering(args, kwargs)
+            args, kwargs = self.storage.cast_inputs(args, kwargs)
         program = self.program(path, args, kwargs)
         if path == "" and program.signature not in self.compared:
             self.compare_inputs(program.signature, args, kwargs, program.communicates)
@@ -171,9 +171,9 @@ class ShardedTree:
             kwargs["program"] = program.name  # the backward pass calls it again, as it was called
         before, self.running = self.running, program.name
         try:
-            with self.storage.calling(), self.activations.calling():
+            with self.storage.call_scope(), self.activations.calling():
                 result = program.wrapped(call(*args, **kwargs))
-            return self.storage.leaving(result) if path == "" else result
+            return self.storage.cast_outputs(result) if path == "" else result
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
             raise located(error, self.label(path)) from error.__cause__
         finally:
@@ -196,7 +196,7 @@ class ShardedTree:
         """While open, a call from outside runs operator by operator."""
         self.views = {}
         try:
-            with self.storage.calling():
+            with self.storage.call_scope():
                 yield
         finally:
             self.views = None
@@ -266,7 +266,7 @@ class ShardedTree:
         for path, frame, graph in _calls(program):
             self._methods[path][names[frame]] = program.functions[names[frame]]
             for read in graph.parameters:
-                self.storage.reading(self._parameter(program.path, read.path), path)
+                self.storage.on_read(self._parameter(program.path, read.path), path)
             for attribute, kind, index in program.source.borrowed.get(frame, ()):
                 self.cells[path].__dict__[attribute] = self._elsewhere(program.path, frame, graph, kind, index)
         if self.deferring:

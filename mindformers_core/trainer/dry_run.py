@@ -30,7 +30,7 @@ from mindformers_core.zero import memory_report
 
 __all__ = ["RankFacts", "ParameterFact", "dry_run", "report"]
 
-_TITLES = {  # kind of bytes -> title; all but the last two are fields of `zero.formulas.Figures`
+_TITLES = {  # kind of bytes -> title; all but the last two are fields of `zero.formulas.MemoryEstimate`
     "weights": "weights",
     "parts": "their parts",
     "gradients": "gradients",
@@ -131,7 +131,7 @@ def _facts_of_rank(recipe, cells, live):
     for net, each in zip(cells.values(), reports):
         plans = {plan.path: plan for plan in each.step.plans}
         for path, parameter in net.parameters_and_names():
-            shapes = tuple(parameter.global_shape), plans[path].shape, plans[path].part_shape(shards)
+            shapes = tuple(parameter.global_shape), plans[path].shape, plans[path].shard_shape(shards)
             parameters[path] = ParameterFact(path, *shapes, str(parameter.layout), plans[path].reason)
     level = recipe.parallelism.zero_level if shards > 1 else 0
     return RankFacts(tuple(parameters.values()), level, shards, nbytes, tuple(lines))

@@ -10,7 +10,7 @@ from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
 from mindformers_core.trainer.data import micro_batch
 from mindformers_core.trainer.pipeline_recipe import layers_of_rank, micro_batches_of_a_run, recipe_schedule
 from mindformers_core.trainer.zero_recipe import zero_settings
-from mindformers_core.zero import hsdp, share_parts, value_and_grad
+from mindformers_core.zero import hsdp, tie_shards, value_and_grad
 
 __all__ = ["build_cells", "pipeline_step_function", "step_function"]
 
@@ -40,7 +40,7 @@ def build_cells(recipe, mesh, rank):
         cells[stage] = swap(recompute(net, recipe.recompute, is_part=is_part), recipe.swap, is_part=is_part)
     for net in cells.values():
         hsdp(net, **zero)
-    share_parts(list(cells.values()), recipe.spec.tied(recipe.model))
+    tie_shards(list(cells.values()), recipe.spec.tied(recipe.model))
     return cells
 
 

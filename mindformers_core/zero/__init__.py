@@ -9,6 +9,7 @@ _PUBLIC = {
     "hsdp": "hybrid_sharding",
     "value_and_grad": "gradients",
     "gathered": "storage",
+    "tie_shards": "hybrid_sharding",
     "share_parts": "hybrid_sharding",
     "memory_report": "memory",
     "MixedPrecision": "precision",

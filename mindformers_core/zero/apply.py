@@ -11,15 +11,15 @@ from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.layout import Layout
 from mindformers_core.operators.signature import is_float
 from mindformers_core.sharding.shard import replace_parameters
-from mindformers_core.zero.bucket_collectives import Exchange
+from mindformers_core.zero.bucket_collectives import BucketCollectives
 from mindformers_core.zero.buckets import Fusion, make_buckets
 from mindformers_core.zero.meter import MemoryMeter
 from mindformers_core.zero.plan import ParameterPlan, plan_parameters
 from mindformers_core.zero.sharded_parameter import ShardedParameter
 from mindformers_core.zero.storage import HsdpStorage
-from mindformers_core.zero.units import UnitSchedule, unit_of
+from mindformers_core.zero.units import unit_of
 
-__all__ = ["install", "planned_parameters"]
+__all__ = ["apply_hsdp", "planned_parameters"]
 
 
 def planned_parameters(tree, settings, units):
@@ -31,7 +31,7 @@ def planned_parameters(tree, settings, units):
     precision, holding = settings.precision, {}  # id of a parameter -> the units of the Cells that hold it
     for path, cell in tree.cells.items():
         for parameter in cell._params.values():
-            holding.setdefault(id(parameter), set()).add(unit_of(f"{path}.", units))
+            holding.setdefault(id(parameter), set()).add(unit_of(path, units))
     parameters = []
     for path, parameter in tree.cells[""].parameters_and_names():
         if any(settings.axis in axes for axes in parameter.layout.dims):
@@ -46,14 +46,16 @@ def planned_parameters(tree, settings, units):
                 f"parameter '{path}' of {tree.label('')} is {own}, which has no gradient: make it with "
                 "requires_grad=False"
             )
-        dtype, part_dtype = (precision.compute_dtype(own), precision.parameter_dtype(own)) if floats else (own, own)
+        dtype, shard_dtype = (precision.compute_dtype(own), precision.parameter_dtype(own)) if floats else (own, own)
         by_unit = settings.level == "level3" and settings.shard_size > 1 and len(holding[id(parameter)]) == 1
         unit = next(iter(holding[id(parameter)])) if by_unit else ""
-        parameters.append(ParameterPlan(path, tuple(parameter.shape), dtype, part_dtype, parameter.requires_grad, unit))
+        parameters.append(
+            ParameterPlan(path, tuple(parameter.shape), dtype, shard_dtype, parameter.requires_grad, unit)
+        )
     return plan_parameters(parameters, settings.shard_size, settings.threshold, settings.level)
 
 
-def install(tree, settings, plans, fusion, has_axis):
+def apply_hsdp(tree, settings, plans, fusion, has_axis):
     """Give the tree its `HsdpStorage`.
 
     Args:
@@ -75,12 +77,9 @@ def install(tree, settings, plans, fusion, has_axis):
         tree.parameter_layouts[plan.path] = whole.computing_layout = source.layout.replace(varying=marks)
     for entry in stored:  # a whole that is what is updated, too
         if not entry.is_copied:
-            entry.whole.layout = _part_layout(entry.plan, entry.whole.layout, settings)
+            entry.unsharded.layout = _part_layout(entry.plan, entry.unsharded.layout, settings)
     buckets = _buckets(plans, settings, fusion)
     storage = HsdpStorage(settings, stored, *buckets, meter, tree.label(""), tree.cells.values())
-    if settings.level == "level3" and settings.reshard_after_forward is not False and storage.gathers:
-        storage.schedule = UnitSchedule(storage, settings.prefetch)
-        storage.units = storage.schedule.units()
     if world().backend != "fake":
         _connect(storage)
     tree.forget_programs()
@@ -131,15 +130,15 @@ def _buckets(plans, settings, fusion):
 def _connect(storage):
     """Make the collectives, listen to gradients, and go to parts."""
     settings = storage.settings
-    storage.exchange = Exchange(
+    storage.collectives = BucketCollectives(
         settings.mesh, settings.shard_axes, settings.replicate_axes, settings.scale, settings.precision, storage.meter
     )
     for number in storage.trained:
-        storage.parameters[number].whole.register_hook(_listener(proxy(storage), number))
+        storage.parameters[number].unsharded.register_hook(_listener(proxy(storage.schedule), number))
     for stored in storage.parameters:
         stored.release()
 
 
-def _listener(storage, number):
-    """A hook on a parameter. MindSpore keeps it out of the garbage collector's sight, so `storage` is a weak one."""
-    return lambda gradient: storage.gradient_came(number, gradient)
+def _listener(schedule, number):
+    """A hook on a parameter that MindSpore hides from the garbage collector: so `schedule` is a weak reference."""
+    return lambda gradient: schedule.gradient_came(number, gradient)

@@ -10,12 +10,12 @@ from math import prod
 from mindspore import mint, ops
 
 from mindformers_core.communication import communicator
-from mindformers_core.zero.sharded_parameter import as_dtype
+from mindformers_core.sharding.parameter_storage import as_dtype
 
-__all__ = ["Exchange"]
+__all__ = ["BucketCollectives"]
 
 
-class Exchange:
+class BucketCollectives:
     """Gathers and reduces over the data-parallel axes of a mesh; all their ranks call alike.
 
     Args:
@@ -90,7 +90,7 @@ class Exchange:
         self._buffer(reduced)
         parts, begin = [], 0
         for stored in members:
-            length = prod(stored.part_shape)
+            length = prod(stored.shard_shape)
             part = reduced if len(members) == 1 else mint.narrow(reduced, 0, begin, length)
             if self.scale != 1 and not is_sum:
                 part = part * self.scale
@@ -98,7 +98,7 @@ class Exchange:
                 part = ops.cat((part,), 0)
             if not is_sum:
                 part = as_dtype(part, self.precision.gradient_dtype(stored.plan.dtype))
-            part = part.reshape(stored.part_shape)
+            part = part.reshape(stored.shard_shape)
             parts.append(self.meter.watch("gradients", part))
             begin += length
         return parts

@@ -2,9 +2,9 @@
 
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.hints import bytes_shown
-from mindformers_core.zero.formulas import bucket_traffic, traffic_of_step
+from mindformers_core.zero.formulas import StepPlan, bucket_traffic, traffic_of_step
 
-__all__ = ["bucket_lines", "explained", "explained_lines", "whole_lines"]
+__all__ = ["bucket_lines", "explained", "explained_lines", "step_plan", "whole_lines"]
 
 _NAMES = {"allgather": "all_gather", "reducescatter": "reduce_scatter", "allreduce": "all_reduce"}
 _KEPT = {
@@ -14,8 +14,21 @@ _KEPT = {
 }
 
 
-def explained(settings, step):
-    """What `ParameterStorage.explained` gives, of a `HsdpSettings` and a `StepPlan`."""
+def step_plan(storage, compiled=False):
+    """The `StepPlan` of a step under a `HsdpStorage`, with forward and backward passes that are `compiled` or not."""
+    settings = storage.settings
+    replicas = settings.mesh.axis_size(*settings.replicate_axes)
+    at_once = not settings.reduces_as_they_come or (compiled and not storage.units)
+    return StepPlan(
+        tuple(stored.plan for stored in storage.parameters), settings.shard_size, replicas, settings.precision,
+        tuple(storage.gathers), tuple(storage.reduces), settings.accumulate_grad_step, at_once, settings.sums_shards,
+        storage.units, settings.prefetch,
+    )  # fmt: skip
+
+
+def explained(storage):
+    """The result of `ParameterStorage.explained` for a `HsdpStorage`."""
+    settings, step = storage.settings, step_plan(storage)
     axes = settings.axis, "hsdp"
     traffic = {(axes, *key): sent for key, sent in traffic_of_step(step).items() if sent[1]}
     return explained_lines(settings, step), step.micro_steps, traffic
@@ -35,7 +48,7 @@ def explained_lines(settings, step):
     cut = [plan for plan in step.plans if plan.dim is not None]
     lines = [head]
     if cut:
-        kept = sum(step.part_bytes(plan, plan.part_dtype) for plan in cut)
+        kept = sum(step.shard_bytes(plan, plan.shard_dtype) for plan in cut)
         whole = sum(plan.nbytes for plan in cut)
         lines.append(
             f"  {len(cut)} parameters are cut: {bytes_shown(whole)} as they compute, {bytes_shown(kept)} of parts here"

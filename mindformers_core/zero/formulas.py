@@ -2,7 +2,7 @@
 
 What the ZeRO paper counts as model states (Rajbhandari et al. 2020, section 3: of Ψ weights in mixed precision 2Ψ bytes
 of weights, 2Ψ of gradients, and 12Ψ of optimizer state, the float32 master copy among it) are the first four kinds of
-`Figures`; buffers, which it treats apart (section 6.2), are the fifth.
+`MemoryEstimate`; buffers, which it treats apart (section 6.2), are the fifth.
 """
 
 from dataclasses import dataclass, replace
@@ -12,11 +12,11 @@ from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.redistribution.steps import wire_bytes
 from mindformers_core.zero.precision import MixedPrecision
 
-__all__ = ["Figures", "StepPlan", "bucket_traffic", "memory_of_step", "traffic_of_step"]
+__all__ = ["MemoryEstimate", "StepPlan", "bucket_traffic", "memory_of_step", "traffic_of_step"]
 
 
 @dataclass(frozen=True)
-class Figures:
+class MemoryEstimate:
     """Bytes on a rank at one time. Activations are not among them.
 
     Attributes:
@@ -74,9 +74,9 @@ class StepPlan:
     units: tuple = ()
     prefetch: int = 1
 
-    def part_bytes(self, plan, dtype):
+    def shard_bytes(self, plan, dtype):
         """Bytes of a rank's part in a dtype, given by name."""
-        return prod(plan.part_shape(self.shard_size)) * ITEM_BYTES[dtype]
+        return prod(plan.shard_shape(self.shard_size)) * ITEM_BYTES[dtype]
 
     def comes_and_goes(self, plan):
         """Whether a weight is gathered with its unit."""
@@ -100,34 +100,34 @@ class StepPlan:
 
 
 def memory_of_step(step, state_bytes):
-    """`({"pass": Figures, "update": Figures}, states)`: the fullest time of forward and backward pass, the optimizer's
-    step after it, and the most of `Figures.states` at any time.
+    """`({"pass": MemoryEstimate, "update": MemoryEstimate}, states)`: the fullest time of forward and backward pass,
+    the optimizer's step after it, and the most of `MemoryEstimate.states` at any time.
 
     Args:
         step: the `StepPlan`.
         state_bytes: bytes of optimizer state for an element: 8 for Adam's two float32 moments.
     """
     trained = [plan for plan in step.plans if plan.trainable]
-    state = sum(prod(plan.part_shape(step.shard_size)) * state_bytes for plan in trained)
-    copied = [plan for plan in step.plans if plan.dim is not None or plan.part_dtype != plan.dtype]
-    parts = sum(step.part_bytes(plan, plan.part_dtype) for plan in copied)
-    gradients = sum(step.part_bytes(plan, plan.part_dtype) for plan in trained)
+    state = sum(prod(plan.shard_shape(step.shard_size)) * state_bytes for plan in trained)
+    copied = [plan for plan in step.plans if plan.dim is not None or plan.shard_dtype != plan.dtype]
+    parts = sum(step.shard_bytes(plan, plan.shard_dtype) for plan in copied)
+    gradients = sum(step.shard_bytes(plan, plan.shard_dtype) for plan in trained)
     alone = sum(plan.nbytes for plan in step.plans if plan not in copied)
     moments = [*_opening(step, alone, parts), *_reducing(step, parts), *_summing(step, parts)]
     moments = [replace(figures, state=state) for figures in moments]
-    update = Figures(alone, parts, gradients, state)
+    update = MemoryEstimate(alone, parts, gradients, state)
     largest = max(moments, key=lambda figures: figures.total)
     return {"pass": largest, "update": update}, max(figures.states for figures in (*moments, update))
 
 
 def _opening(step, alone, parts):
     """While whole weights are put in place, bucket by bucket."""
-    there = alone + sum(plan.nbytes for plan in step.plans if plan.dim is None and plan.part_dtype != plan.dtype)
-    yield Figures(there, parts)
+    there = alone + sum(plan.nbytes for plan in step.plans if plan.dim is None and plan.shard_dtype != plan.dtype)
+    yield MemoryEstimate(there, parts)
     for bucket in step.gathers:
         if bucket.unit not in step.units:
             there += bucket.size * ITEM_BYTES[bucket.dtype]
-            yield Figures(there, parts, buckets=_gather_buffers(step, bucket))
+            yield MemoryEstimate(there, parts, buckets=_gather_buffers(step, bucket))
 
 
 def _gather_buffers(step, bucket):
@@ -149,8 +149,8 @@ def _parts_in_pass(step, parts):
     """Bytes of parts while whole weights are in place: those of the same dtype are lent, but with units."""
     if step.units:
         return parts
-    cut = [plan for plan in step.plans if plan.dim is not None and plan.part_dtype == plan.dtype]
-    return parts - sum(step.part_bytes(plan, plan.part_dtype) for plan in cut)
+    cut = [plan for plan in step.plans if plan.dim is not None and plan.shard_dtype == plan.dtype]
+    return parts - sum(step.shard_bytes(plan, plan.shard_dtype) for plan in cut)
 
 
 def _reducing(step, parts):
@@ -164,18 +164,20 @@ def _reducing(step, parts):
         for other in step.gathers:
             if other.unit in held:
                 buffers = _gather_buffers(step, other)
-                yield Figures(weights, parts, reduced + waiting, buckets=buffers, passing=gathered)
+                yield MemoryEstimate(weights, parts, reduced + waiting, buckets=buffers, passing=gathered)
         compute, summed, waits = step.gradient_bytes(bucket)
         own, sums = compute, _sum_bytes(step, bucket)
         if sums == summed:  # whole ones: first they are added, then the new sums are reduced
-            yield Figures(weights, parts, reduced + waiting + own + sums, passing=gathered + (not step.at_once) * own)
+            yield MemoryEstimate(
+                weights, parts, reduced + waiting + own + sums, passing=gathered + (not step.at_once) * own
+            )
             own, sums = summed, step.plans[bucket.members[-1]].nbytes  # the last gradient that came stays
         buffers = _reduce_buffers(step, bucket, own)
         passing = gathered + (0 if step.at_once else own)
-        yield Figures(weights, parts, reduced + waiting + own + sums, buckets=buffers, passing=passing)
+        yield MemoryEstimate(weights, parts, reduced + waiting + own + sums, buckets=buffers, passing=passing)
         reduced += waits // _count(step, bucket)
     weights, gathered = _weights(step, "")
-    yield Figures(weights, parts, reduced, passing=gathered)
+    yield MemoryEstimate(weights, parts, reduced, passing=gathered)
 
 
 def _waiting(step, bucket):
@@ -218,7 +220,7 @@ def _summing(step, parts):
         compute, summed, _ = step.gradient_bytes(bucket)
         gradients += compute + summed if step.micro_steps > 2 else max(compute, summed)
     weights, _ = _weights(step, "")
-    yield Figures(weights, _parts_in_pass(step, parts), gradients)
+    yield MemoryEstimate(weights, _parts_in_pass(step, parts), gradients)
 
 
 def bucket_traffic(step, bucket):

@@ -8,7 +8,7 @@ written.
 import ctypes
 import mmap
 
-__all__ = ["give_back", "take"]
+__all__ = ["free_storage", "allocate_storage"]
 
 _DONT_NEED = getattr(mmap, "MADV_DONTNEED", None)  # other systems have none
 _SYSTEM = None if _DONT_NEED is None else ctypes.CDLL(None)
@@ -18,7 +18,7 @@ def _keeps_addresses(tensor):
     return _DONT_NEED is not None and tensor.device == "CPU"
 
 
-def give_back(tensor):
+def free_storage(tensor):
     """Nobody needs what is in a tensor's memory: free it, but for the rests of pages at both ends."""
     memory = tensor.untyped_storage()
     if not _keeps_addresses(tensor):
@@ -30,7 +30,7 @@ def give_back(tensor):
         raise MemoryError(f"the system doesn't take {length} bytes back")
 
 
-def take(tensor, nbytes):
+def allocate_storage(tensor, nbytes):
     """A tensor has its memory again, with garbage in it."""
     if not _keeps_addresses(tensor):
         tensor.untyped_storage().resize_(nbytes)

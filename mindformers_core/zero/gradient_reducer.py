@@ -1,13 +1,13 @@
-"""`GradientCollector`: the gradients of one step, summed over micro-steps and reduced bucket by bucket."""
+"""`GradientReducer`: the gradients of one step, summed over micro-steps and reduced bucket by bucket."""
 
 from mindspore import ops
 
-from mindformers_core.zero.sharded_parameter import as_dtype
+from mindformers_core.sharding.parameter_storage import as_dtype
 
-__all__ = ["GradientCollector", "reduced", "summed"]
+__all__ = ["GradientReducer", "reduced", "summed"]
 
 
-class GradientCollector:
+class GradientReducer:
     """Sums and reduces the gradients of one step.
 
     Where sums are sharded (`HsdpSettings.sums_shards`), every micro-step's gradients are reduce-scattered, and what is
@@ -86,7 +86,7 @@ class GradientCollector:
     def _add_parts(self, bucket, gradients):
         """Reduce-scatter the whole gradients of a bucket, which are taken out of the list, and add the parts."""
         members = [self.storage.parameters[number] for number in bucket.members]
-        for number, part in zip(bucket.members, self.storage.exchange.scatter(members, gradients), strict=True):
+        for number, part in zip(bucket.members, self.storage.collectives.scatter(members, gradients), strict=True):
             if number in self.sums:
                 part = self.storage.meter.watch("gradients", self.sums.pop(number) + part)
             self.sums[number] = part
@@ -110,9 +110,9 @@ class GradientCollector:
             members.append(storage.parameters[number])
             sums.append(self.sums.pop(number))
         if bucket.kind == "allreduce":
-            reduce = storage.exchange.all_reduce
+            reduce = storage.collectives.all_reduce
         else:
-            reduce = storage.exchange.finish if in_parts else storage.exchange.reduce_scatter
+            reduce = storage.collectives.finish if in_parts else storage.collectives.reduce_scatter
         self._reduced.update(zip(bucket.members, reduce(members, sums)))
 
     def finish(self):
@@ -124,14 +124,14 @@ class GradientCollector:
         storage, gradients = self.storage, []
         storage.close()
         for number in storage.trained:
-            gradient = as_dtype(self._reduced.pop(number), storage.parameters[number].plan.part_dtype)
+            gradient = as_dtype(self._reduced.pop(number), storage.parameters[number].plan.shard_dtype)
             gradients.append(storage.meter.watch("gradients", gradient))
         return tuple(gradients)
 
 
 def summed(storage, gradients):
     """What is summed up for the whole gradients of a micro-batch, all of which are taken out of the list."""
-    collector = GradientCollector(storage)
+    collector = GradientReducer(storage)
     collector.begin(is_last=False)
     collector.take(gradients)
     collector.end()
@@ -140,7 +140,7 @@ def summed(storage, gradients):
 
 def reduced(storage, sums):
     """The reduced gradients, a tuple, of the sums of what `summed` gave, all of which are taken out of the list."""
-    collector = GradientCollector(storage, zip(storage.trained, sums, strict=True))
+    collector = GradientReducer(storage, zip(storage.trained, sums, strict=True))
     sums.clear()
     for bucket in storage.reduces:
         collector.reduce(bucket, storage.settings.sums_shards and bucket.kind == "reducescatter")

@@ -6,7 +6,7 @@ from mindspore.graph.api import _pynative_executor
 from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
 from mindformers_core.passes.stage_function import StageFunction
 from mindformers_core.sharding.recordings import forget_recordings
-from mindformers_core.zero.gradient_reducer import GradientCollector
+from mindformers_core.zero.gradient_reducer import GradientReducer
 from mindformers_core.zero.loss_scale import LossScale
 from mindformers_core.zero.optimizers import check_optimizers
 from mindformers_core.zero.storage import storage_of
@@ -74,8 +74,8 @@ class _GradientFunction:
         self.cell, self.loss_scale = cell, loss_scale
         self.storage = storage_of(cell)
         self._function = StageFunction(cell, None, compiled)
-        self._passes = ForwardBackward(_first, self.storage.passing)
-        self._weights = ParameterTuple([self.storage.parameters[number].whole for number in self.storage.trained])
+        self._passes = ForwardBackward(_first, self.storage.backward_scope)
+        self._weights = ParameterTuple([self.storage.parameters[number].unsharded for number in self.storage.trained])
         self._step, self._micro_step = None, 0
         self._has_checked = False  # whether optimizers were looked at
 
@@ -107,26 +107,26 @@ class _GradientFunction:
             forget_recordings()
         self.storage.check_closed()
         self.storage.open(training=True)
-        self._step = GradientCollector(self.storage)
+        self._step = GradientReducer(self.storage)
 
     def _end(self):
         """Forget the step, and go back to parts."""
         self._step, self._micro_step = None, 0
-        self.storage.collector = None
+        self.storage.reducer = None
         self._passes.forget()
         self.storage.close()
 
     def _forward_and_backward(self, inputs, kwargs, is_last):
-        """The results; the gradients that the backward pass gives go to the step's collector."""
+        """The results; the gradients that the backward pass gives go to the step's reducer."""
         storage = self.storage
         results = self._passes.forward(0, lambda: self._checked(self._function(inputs, kwargs)), ())
         as_they_come = storage.settings.reduces_as_they_come and (is_last or storage.settings.sums_shards)
         self._step.begin(is_last, at_once=as_they_come and self._function.compiled)
-        storage.collector = self._step if as_they_come else None
+        storage.reducer = self._step if as_they_come else None
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         _, found = self._passes.backward(0, (ops.full_like(results[0], scale),), self._weights)
-        storage.collector, found = None, list(found)
-        storage.drop_units()
+        storage.reducer, found = None, list(found)
+        storage.free_units()
         if not as_they_come:
             self._step.take(found)
         self._step.end()

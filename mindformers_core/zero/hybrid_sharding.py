@@ -19,7 +19,7 @@ from mindformers_core.program.labels import cell_label
 from mindformers_core.sharding.optimizers_before import refuse_optimizers_of
 from mindformers_core.sharding.shard import shard
 from mindformers_core.sharding.sharded_cells import ShardedCell, tree_and_path, tree_of
-from mindformers_core.zero.apply import install, planned_parameters
+from mindformers_core.zero.apply import apply_hsdp, planned_parameters
 from mindformers_core.zero.buckets import parse_comm_fusion
 from mindformers_core.zero.precision import MixedPrecision
 from mindformers_core.zero.settings import (
@@ -32,7 +32,7 @@ from mindformers_core.zero.settings import (
 from mindformers_core.zero.storage import HsdpStorage, storage_of
 from mindformers_core.zero.units import find_units
 
-__all__ = ["hsdp", "share_parts"]
+__all__ = ["hsdp", "share_parts", "tie_shards"]
 
 
 def hsdp(
@@ -92,7 +92,7 @@ def hsdp(
     fusion, units = parse_comm_fusion(comm_fusion), _checked_units(cell, units)
     refuse_optimizers_of(cell, "hsdp")
     tree = _sharded_tree(cell, mesh, axis)  # what else can be wrong with it was looked for
-    install(tree, settings, planned_parameters(tree, settings, units), fusion, has_axis)
+    apply_hsdp(tree, settings, planned_parameters(tree, settings, units), fusion, has_axis)
     return cell
 
 
@@ -238,7 +238,7 @@ def _checked_units(cell, units):
     return tuple(units)
 
 
-def share_parts(cells, paths):
+def tie_shards(cells, paths):
     """Let Cells of one rank update a parameter together that each of them computes with: stages of a pipeline whose
     embedding is the output layer, too.
 
@@ -253,24 +253,27 @@ def share_parts(cells, paths):
         ValueError: parameters of a path that are cut otherwise, or of other shapes or dtypes.
     """
     for path in paths:
-        holders = [(storage, storage.find(path)) for storage in map(storage_of, cells)]
-        holders = [(storage, stored) for storage, stored in holders if stored is not None]
+        every = [(storage, stored) for storage in map(storage_of, cells) for stored in storage.parameters]
+        holders = [(storage, stored) for storage, stored in every if stored.plan.path == path]
         for storage, stored in holders[1:]:
             _check_alike(path, *holders[0], storage, stored)
             storage.check_closed()
-            storage.share(stored, holders[0][1])
+            stored.share(holders[0][1])
+
+
+share_parts = tie_shards
 
 
 def _check_alike(path, first_storage, first, storage, stored):
     plans = [replace(one.plan, unit="", reason="") for one in (first, stored)]
-    if plans[0] != plans[1] or first.part.layout != stored.part.layout:
+    if plans[0] != plans[1] or first.shard.layout != stored.shard.layout:
         raise ValueError(
-            f"share_parts(): parameter '{path}' is {_shown(first)} in {first_storage.label}, but {_shown(stored)} in "
+            f"tie_shards(): parameter '{path}' is {_shown(first)} in {first_storage.label}, but {_shown(stored)} in "
             f"{storage.label}: only what shard() and hsdp() treat alike can be one parameter"
         )
 
 
 def _shown(stored):
     trained = "trained" if stored.plan.trainable else "frozen"
-    dtypes = f"{stored.plan.dtype}, updated in {stored.plan.part_dtype}"
-    return f"{trained}, of shape {stored.plan.shape}, {dtypes}, a part of {stored.part_shape} as {stored.part.layout}"
+    dtypes = f"{stored.plan.dtype}, updated in {stored.plan.shard_dtype}"
+    return f"{trained}, of shape {stored.plan.shape}, {dtypes}, a part of {stored.shard_shape} as {stored.shard.layout}"

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from mindspore import nn
 
 from mindformers_core.hints import bytes_shown
-from mindformers_core.zero.explained import bucket_lines, whole_lines
-from mindformers_core.zero.formulas import Figures, StepPlan, memory_of_step
+from mindformers_core.zero.explained import bucket_lines, step_plan, whole_lines
+from mindformers_core.zero.formulas import MemoryEstimate, StepPlan, memory_of_step
 from mindformers_core.zero.meter import MOMENTS
 from mindformers_core.zero.sharded_parameter import bytes_of
 from mindformers_core.zero.storage import storage_of
@@ -29,9 +29,9 @@ class MemoryReport:
     """Bytes on this rank, without activations. `str()` gives a table, and lists what stays whole, and the buckets.
 
     Attributes:
-        computed: `{"pass": Figures, "update": Figures}`: at the fullest time of forward and backward pass, and in the
-            optimizer's step after it, when whole weights are gone. `Figures` has `weights`, `parts`, `gradients`,
-            `state`, `buckets`, and `total`.
+        computed: `{"pass": MemoryEstimate, "update": MemoryEstimate}`: at the fullest time of forward and backward
+            pass, and in the optimizer's step after it, when whole weights are gone. `MemoryEstimate` has `weights`,
+            `parts`, `gradients`, `state`, `buckets`, and `total`.
         measured: the same of the last step: tensors that were there, with the memory that MindSpore gave them; {}
             before the first step, and in a dry run. `state` is 0 where no optimizer was given.
         step: the `StepPlan`: `plans` says of every parameter its shape, dim that is cut and reason to stay whole,
@@ -90,7 +90,7 @@ def memory_report(cell, optimizer=None, state_bytes=8, compiled=False):
     storage = storage_of(cell)
     if optimizer is not None and not isinstance(optimizer, nn.Cell):
         raise TypeError(f"memory_report(optimizer={optimizer!r}): should be an optimizer, a Cell with its state")
-    step = storage.step_plan(compiled)
+    step = step_plan(storage, compiled)
     measured = {}
     if len(storage.meter.peaks) == len(MOMENTS):
         state = None if optimizer is None else _state(storage, optimizer)
@@ -100,12 +100,12 @@ def memory_report(cell, optimizer=None, state_bytes=8, compiled=False):
 
 
 def _figures(peak, state):
-    return Figures(peak["weights"], peak["parts"], peak["gradients"], state or 0, peak["buckets"])
+    return MemoryEstimate(peak["weights"], peak["parts"], peak["gradients"], state or 0, peak["buckets"])
 
 
 def _state(storage, optimizer):
     """Bytes of an optimizer's own Parameters."""
-    weights = {id(parameter) for stored in storage.parameters for parameter in (stored.whole, stored.part)}
+    weights = {id(parameter) for stored in storage.parameters for parameter in (stored.unsharded, stored.shard)}
     return sum(bytes_of(parameter) for parameter in optimizer.get_parameters() if id(parameter) not in weights)
 
 

@@ -20,8 +20,8 @@ def check_optimizers(storage):
     That is one that holds weights as they compute, whose memory comes and goes, or one whose step needs whole tensors
     and that holds parts of them.
     """
-    wholes = {id(stored.whole): stored.plan.path for stored in storage.parameters if stored.is_copied}
-    cut = {id(stored.part): stored.plan.path for stored in storage.parameters if any(stored.part.layout.dims)}
+    wholes = {id(stored.unsharded): stored.plan.path for stored in storage.parameters if stored.is_copied}
+    cut = {id(stored.shard): stored.plan.path for stored in storage.parameters if any(stored.shard.layout.dims)}
     for optimizer, held in optimizers_holding(wholes | cut):
         for parameter in held:
             if id(parameter) in wholes:

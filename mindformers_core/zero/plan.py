@@ -18,7 +18,7 @@ class ParameterPlan:
         path: of the parameter.
         shape: of what this rank computes with: whole over the data-parallel axis, its part over others.
         dtype: name of the dtype that it computes with.
-        part_dtype: name of the dtype that the optimizer updates.
+        shard_dtype: name of the dtype that the optimizer updates.
         trainable: whether it gets a gradient.
         unit: path of the Cell whose parameters are gathered together with it.
         dim: the dim that is cut, or None where the parameter stays whole.
@@ -28,7 +28,7 @@ class ParameterPlan:
     path: str
     shape: tuple
     dtype: str
-    part_dtype: str
+    shard_dtype: str
     trainable: bool = True
     unit: str = ""
     dim: int | None = None
@@ -44,7 +44,7 @@ class ParameterPlan:
         """Bytes of the whole in the dtype that it computes with."""
         return self.size * ITEM_BYTES[self.dtype]
 
-    def part_shape(self, shard_size):
+    def shard_shape(self, shard_size):
         """The shape of one of `shard_size` parts; that of the whole where it isn't cut."""
         if self.dim is None:
             return self.shape

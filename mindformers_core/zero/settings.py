@@ -1,18 +1,11 @@
-"""The arguments of `hsdp()`, checked."""
+"""The arguments of `hsdp()`, checked. Pure Python."""
 
 from dataclasses import dataclass
 
-from mindspore import Tensor
-
-from mindformers_core.dtensor.dtensor import DTensor
-from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.hints import nearest
 from mindformers_core.mesh import DeviceMesh
-from mindformers_core.operators.signature import is_float
-from mindformers_core.program.structure import tree_map
 from mindformers_core.zero.plan import LEVELS
 from mindformers_core.zero.precision import MixedPrecision
-from mindformers_core.zero.sharded_parameter import as_dtype
 
 __all__ = ["HsdpSettings", "REPLICATE_AXIS_SUFFIX", "SHARD_AXIS_SUFFIX", "check_flags", "check_settings"]
 
@@ -61,23 +54,6 @@ class HsdpSettings:
         """What sums of gradients are multiplied by."""
         count = self.mesh.axis_size(*self.replicate_axes, *self.shard_axes) if self.gradients_mean else 1
         return 1 / (count * self.accumulate_grad_step)
-
-    def cast_inputs(self, structure):
-        """Floating tensors in the dtype that computes, if one is asked for."""
-        return _cast(structure, self.precision.compute)
-
-    def cast_outputs(self, structure):
-        """Floating tensors in the output's dtype, if one is asked for."""
-        return _cast(structure, self.precision.output)
-
-
-def _cast(structure, dtype):
-    def cast(leaf):
-        if isinstance(leaf, (Tensor, DTensor)) and is_float(dtype_name(leaf.dtype)):
-            return as_dtype(leaf, dtype)
-        return leaf
-
-    return structure if dtype is None else tree_map(cast, structure)
 
 
 def check_settings(mesh, axis, shard_size, threshold, optimizer_level, accumulate_grad_step, prefetch):

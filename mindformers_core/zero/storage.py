@@ -1,70 +1,72 @@
-"""`HsdpStorage`: the parameters of one sharded tree between steps in parts, and whole while they compute."""
+"""`HsdpStorage`: the parameters of one sharded tree: sharded between steps, unsharded while they compute."""
 
 from contextlib import contextmanager
 from dataclasses import replace
 
 from mindspore import nn
-from mindspore.graph.api import _no_grad, _pynative_executor
+from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.program.labels import cell_label
 from mindformers_core.sharding.parameter_storage import ParameterStorage
 from mindformers_core.sharding.recordings import forget_recordings
 from mindformers_core.sharding.sharded_cells import ShardedCell, computing_parameters, tree_and_path
 from mindformers_core.zero.explained import explained
-from mindformers_core.zero.formulas import StepPlan
 from mindformers_core.zero.gradient_reducer import reduced, summed
 from mindformers_core.zero.optimizers import check_optimizers
+from mindformers_core.zero.units import UnitSchedule
 
 __all__ = ["HsdpStorage", "gathered", "storage_of"]
 
 
 class HsdpStorage(ParameterStorage):
-    """What `hsdp()` keeps for a tree.
+    """The storage that `hsdp()` gives a tree; see `ParameterStorage` for the hooks.
 
-    Between `open()` and `close()` whole weights are in place: all of them, or, where units are gathered one by one,
-    those of no unit, while the others come and go with the calls of their Cells.
+    Between `open()` and `close()` unsharded weights are in place: all of them, or, where units are gathered one by one,
+    those of no unit, while the calls of a unit's Cell gather and free the others.
 
     Args:
         settings: the `HsdpSettings`.
         parameters: `ShardedParameter`s, in the order of the Cell's parameters.
         gathers, reduces: `Bucket`s of weights in the order of the Cells, and of gradients in that of a backward pass.
-        meter: the `MemoryMeter` that the parameters know, too.
-        label: how errors call the root Cell.
+        meter: the `MemoryMeter` that the parameters count their memory with.
+        label: the name of the root Cell in errors.
         cells: all Cells of the tree.
 
     Attributes:
         settings, parameters, gathers, reduces, meter, label, cells: as given.
-        exchange: the `Exchange`; None in a dry run.
-        collector: what takes gradients as they come while a last micro-step's backward pass runs, or None.
-        schedule: the `UnitSchedule` of units that are gathered one by one, or None.
+        trained: numbers of the parameters that get gradients, in order.
+        collectives: the `BucketCollectives`; None in a dry run.
+        reducer: the `GradientReducer` that takes gradients while a backward pass runs, or None.
+        schedule: the `UnitSchedule`.
         is_training: whether it was opened for gradients.
     """
+
+    takes_gradients = True
 
     def __init__(self, settings, parameters, gathers, reduces, meter, label, cells):
         self.settings, self.parameters, self.gathers, self.reduces = settings, parameters, gathers, reduces
         self.meter, self.label, self.cells = meter, label, tuple(cells)
-        self.parts = {id(stored.whole): stored.part for stored in parameters if stored.is_copied}
-        self.takes_gradients, self.units, self.schedule, self.exchange, self.collector = True, {}, None, None, None
+        self.input_dtype, self.output_dtype = settings.precision.compute, settings.precision.output
+        self.copied = frozenset(id(stored.unsharded) for stored in parameters if stored.is_copied)
+        self.trained = [number for number, stored in enumerate(parameters) if stored.plan.trainable]
+        self.collectives = self.reducer = None
         self.is_open = self.is_training = self._in_pass = self._has_checked = False
-        self._callers = {}  # path of a Cell -> what `unit()` gives for it
-        self._numbers = {id(stored.whole): number for number, stored in enumerate(parameters)}
-
-    @property
-    def trained(self):
-        """Numbers of the parameters that get gradients, in order."""
-        return [number for number, stored in enumerate(self.parameters) if stored.plan.trainable]
+        self._numbers = {id(stored.unsharded): number for number, stored in enumerate(parameters)}
+        if settings.reshard_after_forward is not False:
+            self.units = tuple(dict.fromkeys(bucket.unit for bucket in gathers if bucket.unit))
+        self.schedule = UnitSchedule(self)
 
     def check_trained(self):
         """Raise `ValueError` where parameters were frozen or thawed since `hsdp()`."""
         for stored in self.parameters:
-            if stored.part.requires_grad != stored.plan.trainable:
+            if stored.shard.requires_grad != stored.plan.trainable:
                 raise ValueError(
-                    f"requires_grad of '{stored.plan.path}' has changed to {stored.part.requires_grad} since hsdp(), "
+                    f"requires_grad of '{stored.plan.path}' has changed to {stored.shard.requires_grad} since hsdp(), "
                     "which plans with it: freeze or thaw parameters before"
                 )
 
     def check_closed(self):
-        """Raise `ValueError` where whole weights are in place already."""
+        """Raise `ValueError` where unsharded weights are in place."""
         if self.is_open:
             raise ValueError(
                 f"{self.label} is in the middle of a step or of gathered(): finish the step, with as many calls of its "
@@ -72,8 +74,14 @@ class HsdpStorage(ParameterStorage):
                 "block before"
             )
 
+    def prepare_pipeline(self):
+        """See `ParameterStorage`."""
+        self.check_trained()
+        if self.units and self.settings.reshard_after_forward is None:
+            self.units = ()
+
     def open(self, training=False):
-        """Put whole weights in place; where they are already, nothing happens.
+        """See `ParameterStorage`.
 
         Raises:
             ValueError: for training inside of `gathered()`.
@@ -85,49 +93,41 @@ class HsdpStorage(ParameterStorage):
         self._check_in_place()
         self.is_open, self.is_training = True, training
         self.meter.begin("pass" if training else None)
-        if self.exchange is None:
+        if self.collectives is None:
             return
         try:
-            self._refresh_copies()
-            for bucket in self.gathers:
-                if bucket.unit not in self.units:
-                    self.fill(bucket)
+            for stored in self.parameters:
+                if stored.is_copied and not stored.is_sharded:  # the optimizer updates a copy in another dtype
+                    stored.fill(stored.sent().reshape(stored.plan.shape))
+            self.schedule.gather("")
         except BaseException:
             self.close()
             raise
-        if not self.units:
-            for stored in self.parameters:
-                if stored.is_filled:
-                    stored.lend()
+        for stored in () if self.units else self.parameters:
+            if stored.is_filled:
+                stored.lend()
 
     def _check_in_place(self):
-        """Raise `ValueError` where a Cell has another Parameter than `hsdp()` found, or differentiates by parts."""
+        """Raise `ValueError` where a Cell has another Parameter than at `hsdp()`, or differentiates by shards."""
         found = {id(parameter) for parameter in computing_parameters(self.cells[0])}
         for stored in self.parameters:
-            if id(stored.whole) not in found:
+            if id(stored.unsharded) not in found:
                 raise ValueError(
                     f"parameter '{stored.plan.path}' of {self.label} isn't the one that it had at hsdp(): don't put "
                     "another Parameter in its place, but assign values to the one that cell.parameters_and_names() "
-                    f"gives, this rank's part, of shape {stored.part_shape}"
+                    f"gives, this rank's part, of shape {stored.shard_shape}"
                 )
-        parts = {id(part) for part in self.parts.values()}
+        shards = {id(stored.shard) for stored in self.parameters if stored.is_copied}
         for cell in self.cells:
-            if any(id(parameter) in parts for parameter in getattr(cell._recompute_cell, "internal_params", ())):
+            if any(id(parameter) in shards for parameter in getattr(cell._recompute_cell, "internal_params", ())):
                 raise ValueError(
                     f"recompute() of a {type(cell).__name__} in {self.label} was called after hsdp(), and would give "
                     "gradients of parts: call it before"
                 )
 
-    def _refresh_copies(self):
-        """Weights that are whole, but computed with in another dtype than they are updated in."""
-        for stored in self.parameters:
-            if stored.is_copied and not stored.is_cut:
-                stored.fill(stored.sent().reshape(stored.plan.shape))
-
     def close(self):
-        """Go back to parts."""
-        if self.schedule is not None:
-            self.schedule.end()
+        """See `ParameterStorage`: free unsharded weights."""
+        self.schedule.end()
         for stored in self.parameters:
             if stored.is_filled:
                 stored.release()
@@ -135,57 +135,29 @@ class HsdpStorage(ParameterStorage):
             self.meter.begin("update")
         self.is_open = self.is_training = False
 
-    def fill(self, bucket):
-        """Gather the weights of a bucket."""
-        if self.exchange is None:
-            return
-        members = [self.parameters[number] for number in bucket.members]
-        with _no_grad():
-            self.exchange.gather(members)
-
-    def empty(self, bucket):
-        """Give back the memory of the whole weights of a bucket."""
-        for number in bucket.members:
-            self.parameters[number].release()
-
-    def keep_units(self):
-        """See `ParameterStorage`: `reshard_after_forward=True` is the way to ask for units that come and go."""
-        if self.settings.reshard_after_forward is None:
-            self.units, self.schedule = {}, None
-
-    def drop_units(self):
+    def free_units(self):
         """See `ParameterStorage`."""
-        if self.schedule is not None:
-            self.schedule.end()
-
-    def find(self, path):
-        """The `ShardedParameter` with this path, or None."""
-        return next((stored for stored in self.parameters if stored.plan.path == path), None)
-
-    def share(self, stored, other):
-        """Have a parameter of this tree update the part of another tree's instead of its own; both are closed."""
-        stored.share(other)
-        self.parts[id(stored.whole)] = stored.part
+        self.schedule.end()
 
     def summed(self, gradients):
-        """See `ParameterStorage`: whole ones, or (`sums_shards`) this rank's parts of their sums over ranks."""
+        """See `ParameterStorage`: whole gradients, or (`sums_shards`) this rank's shards of their sums over ranks."""
         return summed(self, gradients)
 
     def reduced(self, gradients):
-        """Sums of what `summed` gave, reduced over the data-parallel ranks, which all call this; takes them out."""
-        found = reduced(self, gradients)
-        self.check_optimizers()
-        return found
+        """See `ParameterStorage`: reduced over the data-parallel ranks, which all call this; empties the list.
 
-    def check_optimizers(self):
-        """At the first gradients: raise `ValueError` where an optimizer can't work with parts."""
+        Raises:
+            ValueError: at the first gradients, an optimizer that can't work with shards.
+        """
+        found = reduced(self, gradients)
         if not self._has_checked:
             check_optimizers(self)
             self._has_checked = True
+        return found
 
     @contextmanager
-    def calling(self):
-        """Around a call from outside: opens for it. Gradients are refused but where `value_and_grad` takes them."""
+    def call_scope(self):
+        """See `ParameterStorage`. Gradients are refused but where `value_and_grad` or a pipeline takes them."""
         if not self._in_pass:
             self._refuse_gradients()
         if self.is_open:
@@ -198,7 +170,7 @@ class HsdpStorage(ParameterStorage):
             self.close()
 
     @contextmanager
-    def passing(self):
+    def backward_scope(self):
         """See `ParameterStorage`."""
         self._in_pass = True
         try:
@@ -206,22 +178,26 @@ class HsdpStorage(ParameterStorage):
         finally:
             self._in_pass = False
 
-    def unit(self, path):
+    def call_cell(self, path, call, args, kwargs):
         """See `ParameterStorage`."""
-        if not self.units:
-            return None
-        if path not in self._callers:
-            inside = [call for unit, call in self.units.items() if f"{path}.".startswith(f"{unit}.")]
-            self._callers[path] = inside[0] if inside else None
-        return self._callers[path]
+        return self.schedule.call_cell(path, call, args, kwargs) if self.units else call(*args, **kwargs)
 
-    def give_parts(self):
-        """See `ParameterStorage`: parts that were lent are there again, until the next step.
+    def visible(self, parameter):
+        """See `ParameterStorage`: the shard, while the storage is closed."""
+        number = self._numbers.get(id(parameter))
+        return parameter if self.is_open or number is None else self.parameters[number].shard
 
-        Not in a pass: there it is MindSpore that asks, for identities only.
+    def stored(self, parameter):
+        """See `ParameterStorage`: the shard; where its memory was lent, with its values until the next step.
+
+        In a pass MindSpore asks, for identities only.
         """
-        for stored in () if self._in_pass else self.parameters:
-            stored.take_back()
+        number = self._numbers.get(id(parameter))
+        if number is None:
+            return parameter
+        if not self._in_pass:
+            self.parameters[number].take_back()
+        return self.parameters[number].shard
 
     def _refuse_gradients(self):
         """Raise `ValueError` where MindSpore records a call: with a flag of its own, or one of the Cell."""
@@ -237,28 +213,8 @@ class HsdpStorage(ParameterStorage):
             "Cell outside of gradients, and without set_grad()"
         )
 
-    def entering(self, args, kwargs):
-        """Floating inputs in the dtype that computes."""
-        return self.settings.cast_inputs(args), self.settings.cast_inputs(kwargs)
-
-    def leaving(self, result):
-        """Floating results in the output's dtype."""
-        return self.settings.cast_outputs(result)
-
-    def seen(self, parameter):
-        """The part, for whoever looks from outside."""
-        return parameter if self.is_open else self.parts.get(id(parameter), parameter)
-
-    def check_compiling(self):
-        """See `ParameterStorage`."""
-        if not self.is_open:
-            raise ValueError(
-                f"{self.label} is under hsdp(), whose weights are gathered around calls, not in a graph: compile steps "
-                "with mindformers_core.zero.value_and_grad(cell, compiled=True), and call the Cell itself to evaluate"
-            )
-
-    def reading(self, parameter, reader=None):
-        """See `ParameterStorage`: a weight that a Cell outside of its unit reads, too, becomes one of no unit.
+    def on_read(self, parameter, reader=None):
+        """See `ParameterStorage`: a weight that a Cell outside of its unit reads, too, is gathered for a whole pass.
 
         All ranks come here alike.
         """
@@ -270,46 +226,25 @@ class HsdpStorage(ParameterStorage):
                 self._take_out_of_unit(number)
 
     def _take_out_of_unit(self, number):
-        """A parameter is gathered by itself, and stays for a whole pass."""
+        """Gather a parameter in a bucket of its own, of no unit."""
         stored = self.parameters[number]
         stored.plan = replace(stored.plan, unit="")
-        gathers = []
-        for bucket in self.gathers:
-            if number in bucket.members:
-                rest = tuple(member for member in bucket.members if member != number)
-                alone = replace(bucket, members=(number,), unit="", size=stored.plan.size)
-                gathers.append(alone)
-                if self.is_open:
-                    self.fill(alone)
-                if rest:
-                    gathers.append(replace(bucket, members=rest, size=bucket.size - stored.plan.size))
-            else:
-                gathers.append(bucket)
-        self.gathers = gathers
         self.reduces = [replace(bucket, unit="") if number in bucket.members else bucket for bucket in self.reduces]
-        self.schedule.regroup()
-
-    def gradient_came(self, number, gradient):
-        """A gradient of a backward pass, as soon as it is whole; returns what is to take its place, or None."""
-        replaced = None if self.collector is None else self.collector.came(number, gradient)
-        if self.schedule is not None and self.is_open:
-            self.schedule.gradient_came(self.parameters[number].plan.unit)
-        return replaced
+        gathers, self.gathers = self.gathers, []
+        for bucket in gathers:
+            if number in bucket.members:
+                alone = replace(bucket, members=(number,), unit="", size=stored.plan.size)
+                self.gathers.append(alone)
+                if self.is_open:
+                    self.schedule.gather_bucket(alone)
+                rest = tuple(member for member in bucket.members if member != number)
+                bucket = replace(bucket, members=rest, size=bucket.size - stored.plan.size)
+            if bucket.members:
+                self.gathers.append(bucket)
 
     def explained(self):
         """See `ParameterStorage`."""
-        return explained(self.settings, self.step_plan())
-
-    def step_plan(self, compiled=False):
-        """The `StepPlan` of a step, of which passes are `compiled` or not."""
-        settings = self.settings
-        replicas = settings.mesh.axis_size(*settings.replicate_axes)
-        at_once = not settings.reduces_as_they_come or (compiled and not self.units)
-        return StepPlan(
-            tuple(stored.plan for stored in self.parameters), settings.shard_size, replicas, settings.precision,
-            tuple(self.gathers), tuple(self.reduces), settings.accumulate_grad_step, at_once,
-            settings.sums_shards, tuple(self.units), settings.prefetch,
-        )  # fmt: skip
+        return explained(self)
 
 
 def storage_of(cell):

@@ -1,13 +1,13 @@
-"""Level 3: which Cells' weights are gathered together, and when they come and go around their calls.
+"""Level 3: the Cells whose weights are gathered together, and the gathers around their calls.
 
-The order of fully sharded data parallelism (Rajbhandari et al. 2020; Zhao et al. 2023, PyTorch FSDP): gathered before
-forward, dropped after it, gathered again when the gradient of the output arrives, dropped when the weights' gradients
-are there. The next units' weights are gathered ahead. Collectives are issued in that order everywhere; devices with
-asynchronous launches overlap them, CPU doesn't.
+The order of fully sharded data parallelism (Rajbhandari et al. 2020; Zhao et al. 2023, PyTorch FSDP): weights are
+gathered before the forward pass, freed after it, gathered again when the gradient of the output arrives, and freed when
+the weights' gradients are complete. The next units' weights are prefetched. All ranks issue collectives in that order;
+devices with asynchronous launches overlap them with computation, CPU doesn't.
 """
 
 from mindspore import Tensor
-from mindspore.graph.api import _pynative_executor
+from mindspore.graph.api import _no_grad, _pynative_executor
 
 from mindformers_core.dtensor.dtensor import DTensor
 from mindformers_core.program.structure import tree_map
@@ -17,152 +17,149 @@ __all__ = ["UnitSchedule", "find_units", "unit_of"]
 
 
 def find_units(cell):
-    """Paths of the Cells that `hsdp()` takes as units: the entries of Cell containers, and what stands beside these.
+    """The default units of `hsdp()`: the entries of Cell containers, and the Cells beside these; a tuple of paths.
 
-    A Cell with a container somewhere in it is gone into; every other one with parameters is a unit.
+    A Cell with a container somewhere below is no unit; its children are visited.
     """
     units = []
 
     def visit(path, child):
         for name, inner in child.name_cells().items():
             inner_path = f"{path}.{name}" if path else name
-            if isinstance(child, CONTAINERS) or not _has_container(inner):
-                units.append(inner_path)
-            else:
+            has_container = any(isinstance(below, CONTAINERS) for _, below in inner.cells_and_names())
+            if has_container and not isinstance(child, CONTAINERS):
                 visit(inner_path, inner)
+            else:
+                units.append(inner_path)
 
     visit("", cell)
     return tuple(units)
 
 
-def _has_container(cell):
-    return any(isinstance(child, CONTAINERS) for _, child in cell.cells_and_names())
-
-
 def unit_of(path, units):
-    """The unit that the parameter or Cell at `path` lies in; "" for none."""
-    return next((unit for unit in units if path.startswith(f"{unit}.")), "")
+    """The unit of the parameter or Cell at `path`; "" for none."""
+    return next((unit for unit in units if f"{path}.".startswith(f"{unit}.")), "")
 
 
 class UnitSchedule:
-    """Gathers and drops the weights of units, one call after another.
+    """Gathers and frees the weights of buckets: those of units around the calls of their Cells.
 
     Args:
-        storage: the `HsdpStorage`.
-        prefetch: how many units ahead are gathered.
+        storage: the `HsdpStorage`, with `units`, `gathers` and `parameters`.
 
     Attributes:
         called: the units whose Cells are being called.
     """
 
-    def __init__(self, storage, prefetch):
-        self.storage, self.prefetch = storage, prefetch
-        self.regroup()
-        self._order, self._met = [], []  # units as the last pass called them; as this one has, so far
-        self._held, self._missing, self._finished = set(), {}, []
-        self.called = []
+    def __init__(self, storage):
+        self.storage, self.called = storage, []
+        self._cell_units = {}  # path of a Cell -> its unit
+        self._order, self._met = [], []  # units in the order of the last pass's calls; of this one's, so far
+        self._held, self._missing, self._finished = set(), {}, []  # _missing: unit -> gradients to come
 
-    def regroup(self):
-        """Take over which buckets and parameters belong to which unit."""
-        self._buckets = {}
-        for bucket in self.storage.gathers:
-            self._buckets.setdefault(bucket.unit, []).append(bucket)
-        self._waiting = {}  # unit -> how many gradients its backward pass gives
-        for stored in self.storage.parameters:
-            self._waiting.setdefault(stored.plan.unit, []).append(stored.plan.trainable)
+    def gather(self, unit):
+        """Gather the weights of a unit; "" is the weights of none."""
+        for bucket in self._buckets(unit):
+            self.gather_bucket(bucket)
 
-    def units(self):
-        """Path of a Cell -> the function that calls it, for `ParameterStorage.units`."""
-        return {unit: _Unit(self, unit) for unit in self._buckets if unit}
+    def _buckets(self, unit):
+        return [each for each in self.storage.gathers if (each.unit if each.unit in self.storage.units else "") == unit]
 
-    def before_forward(self, unit):
-        """The weights of a unit, and of those that come next, are in place."""
-        if unit not in self._met:
-            self._met.append(unit)
-        self._hold(unit, +1)
+    def gather_bucket(self, bucket):
+        """Gather the weights of a bucket; nothing in a dry run."""
+        if self.storage.collectives is not None:
+            with _no_grad():
+                self.storage.collectives.gather([self.storage.parameters[number] for number in bucket.members])
 
-    def after_forward(self, unit):
-        """Drop what a unit's forward pass has needed."""
-        self._drop(unit)
+    def free_bucket(self, bucket):
+        """Free the unsharded weights of a bucket."""
+        for number in bucket.members:
+            self.storage.parameters[number].release()
+
+    def call_cell(self, path, call, args, kwargs):
+        """`call(*args, **kwargs)`, a call of the Cell at `path`, with the weights of its unit in place."""
+        if path not in self._cell_units:
+            self._cell_units[path] = unit_of(path, self.storage.units)
+        unit = self._cell_units[path]
+        if not unit or unit in self.called:
+            return call(*args, **kwargs)
+        self.called.append(unit)
+        try:
+            if unit not in self._met:
+                self._met.append(unit)
+            self._hold(unit, +1)
+            result = call(*args, **kwargs)
+            if _pynative_executor.grad_flag():
+                tree_map(_OutputHook(self, unit).register, result)
+            return result
+        finally:
+            self.called.pop()
+            tree = tree_of(self.storage.cells[0])
+            if not (_pynative_executor.grad_flag() and tree.activations.keeps_weights(unit)):
+                self._free(unit)
 
     def before_backward(self, unit):
-        """The gradient of a unit's output has come."""
+        """The gradient of a unit's output has come: gather the weights."""
         if self._met:
             self._order, self._met = self._met, []
-        self._drop_finished()
-        self._missing.setdefault(unit, sum(self._waiting.get(unit, ())))
+        while self._finished:
+            self._free(self._finished.pop())
+        if unit not in self._missing:
+            trainable = [stored.plan.trainable for stored in self.storage.parameters if stored.plan.unit == unit]
+            self._missing[unit] = len(trainable) if all(trainable) else float("inf")
         self._hold(unit, -1)
 
-    def gradient_came(self, unit):
-        """One more gradient of a unit's weights is there; after the last one the weights are dropped soon.
+    def gradient_came(self, number, gradient):
+        """The gradient of parameter `number` is complete; after the last one of a unit its weights are freed soon.
 
-        Gradients of activations may still need weights that are used without a gradient, too: so they go when the next
-        unit's turn has come. Where a unit has weights that aren't trained, they stay until the pass ends.
+        Gradients of activations may still need weights that are used without a gradient, too: so the weights are freed
+        at the next unit's turn. A unit with frozen weights is freed at the end of the pass.
+
+        Returns:
+            The gradient's replacement, or None.
         """
+        unit, reducer = self.storage.parameters[number].plan.unit, self.storage.reducer
+        replaced = None if reducer is None else reducer.came(number, gradient)
         if unit in self._missing:
             self._missing[unit] -= 1
-            if self._missing[unit] == 0 and all(self._waiting[unit]):
+            if self._missing[unit] == 0:
                 del self._missing[unit]
                 self._finished.append(unit)
+        return replaced
 
     def end(self):
-        """After a pass, also one that failed: all units are in parts."""
+        """Free all units, after a pass, also one that failed."""
         self._order, self._met = self._met or self._order, []
         self._missing, self._finished = {}, []
         for unit in list(self._held):
-            self._drop(unit)
-
-    def _drop_finished(self):
-        while self._finished:
-            self._drop(self._finished.pop())
+            self._free(unit)
 
     def _hold(self, unit, direction):
-        """Gather a unit and the next ones in the last pass's order, each if it isn't there."""
+        """Gather a unit and the next ones in the last pass's order, each that isn't in place."""
         ahead = []
         if unit in self._order:
             place = self._order.index(unit)
-            ahead = [place + direction * step for step in range(1, self.prefetch + 1)]
+            ahead = [place + direction * step for step in range(1, self.storage.settings.prefetch + 1)]
             ahead = [self._order[other] for other in ahead if 0 <= other < len(self._order)]
         for other in (unit, *ahead):
             if other not in self._held:
                 self._held.add(other)
-                for bucket in self._buckets.get(other, ()):
-                    self.storage.fill(bucket)
+                self.gather(other)
 
-    def _drop(self, unit):
+    def _free(self, unit):
         if unit in self._held:
             self._held.remove(unit)
-            for bucket in self._buckets.get(unit, ()):
-                self.storage.empty(bucket)
+            for bucket in self._buckets(unit):
+                self.free_bucket(bucket)
 
 
-class _Unit:
-    """Calls the Cell of a unit with its weights in place."""
+class _OutputHook:
+    """A hook on the outputs of a unit's call. MindSpore's compiler accepts a bound method, and no closure."""
 
     def __init__(self, schedule, unit):
         self.schedule, self.unit = schedule, unit
 
-    def __call__(self, call, args, kwargs):
-        schedule, unit = self.schedule, self.unit
-        if unit in schedule.called:  # a Cell below the unit's own
-            return call(*args, **kwargs)
-        schedule.called.append(unit)
-        try:
-            schedule.before_forward(unit)
-            result = call(*args, **kwargs)
-            if _pynative_executor.grad_flag():
-                tree_map(self._await_gradient, result)
-            return result
-        finally:
-            schedule.called.pop()
-            if not (_pynative_executor.grad_flag() and self._stays()):
-                schedule.after_forward(unit)
-
-    def _stays(self):
-        tree = tree_of(self.schedule.storage.cells[0])
-        return tree.activations.keeps_weights(self.unit)
-
-    def _await_gradient(self, leaf):
+    def register(self, leaf):
         tensor = leaf.to_local() if isinstance(leaf, DTensor) else leaf
         if isinstance(tensor, Tensor) and tensor._requires_grad:
             tensor.register_hook(self._gradient_came)

@@ -17,7 +17,7 @@ from mindformers_core.pipeline import (
 )
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
-from mindformers_core.zero import hsdp, share_parts
+from mindformers_core.zero import hsdp, tie_shards
 
 PIPELINES, ROWS, COUNT, STEPS = 2, 8, 4, 2
 
@@ -184,7 +184,7 @@ def case_zero_stages_share_parts():
         own = [index for index in range(4) if ScheduleZBV.stage_ranks(4, PIPELINES)[index] == rank]
         options = {"shard_size": size, "threshold": 0, "optimizer_level": level, "reshard_after_forward": reshard}
         cells = {index: hsdp(make(index, 4), **options) for index in own}
-        share_parts(cells.values(), ["embedding", "nowhere"])
+        tie_shards(cells.values(), ["embedding", "nowhere"])
         schedule = schedule_of(ScheduleZBV, COUNT, 2, mesh, rank, lambda index, _, cells=cells: cells[index])
         parameters = list(dict.fromkeys(part for stage in schedule.stages for part in stage.parameters))
         assert len(parameters) == sum(len(stage.parameters) for stage in schedule.stages) - (rank == 0)

@@ -15,7 +15,7 @@ from mindformers_core.zero.storage import storage_of
 def tower(prefetch=1, **settings):
     """A tower at level 3; and what is gathered and dropped, with how many layers' weights are in place then."""
     net = hsdp(Tower(idle=False), 2, 0, "level3", prefetch=prefetch, gradients_mean=False, **settings)
-    storage, log = storage_of(net), []
+    schedule, log = storage_of(net).schedule, []
 
     def logged(sign, change):
         def run(bucket):
@@ -24,13 +24,14 @@ def tower(prefetch=1, **settings):
 
         return run
 
-    storage.fill, storage.empty = logged("+", storage.fill), logged("-", storage.empty)
+    schedule.gather_bucket = logged("+", schedule.gather_bucket)
+    schedule.free_bucket = logged("-", schedule.free_bucket)
     return net, log
 
 
 def in_place(net):
     """How many layers' weights have memory: what was given back is zeros, but for the rests of pages at both ends."""
-    layers = [stored.whole for stored in storage_of(net).parameters if "layers" in stored.plan.path]
+    layers = [stored.unsharded for stored in storage_of(net).parameters if "layers" in stored.plan.path]
     filled = [np.count_nonzero(weight.asnumpy()) / SIZE**2 for weight in layers]
     assert all(share == 1 or share < 0.5 for share in filled), filled
     return filled.count(1)
