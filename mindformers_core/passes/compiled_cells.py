@@ -63,10 +63,9 @@ class CompiledCells:
         return self._calls[key]
 
     def _called(self, path, function):
-        program, frame, graph = self._tree.running_call(path, function)
+        frame, weights = self._tree.running_call(path, function)
         if frame.compiled is None:
             return None
-        weights = self._tree.weights_of_call(program, frame, graph)
         shared_by = path if _has_own_gradients(frame) else ""
         return partial(self._call, self._tree.cells[path], frame, tuple(weights), shared_by)
 

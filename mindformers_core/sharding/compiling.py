@@ -1,4 +1,4 @@
-"""`@ms.jit` and sharded Cells: while MindSpore compiles a call, we are asked which generated program it is to be.
+"""`@ms.jit` and sharded Cells: while MindSpore compiles a call, Python chooses the generated program of the call.
 
 MindSpore infers types before it compiles, and asks Python for what an operator of ours gives at that moment: the name
 of the method that holds the program. So the choice takes place in the middle of a compilation, and nothing of it is
@@ -9,6 +9,7 @@ is raised in Python MindSpore writes a page, and a file; of this one, which its 
 
 import os
 from functools import wraps
+from inspect import getsourcefile, getsourcelines
 from itertools import count
 from pathlib import Path
 from weakref import ref
@@ -23,7 +24,7 @@ from mindformers_core.operators import TensorMeta
 from mindformers_core.program.structure import tree_map
 from mindformers_core.sharding.first_inputs import compare_inputs
 
-__all__ = ["choose_program", "eager_method", "register_cell", "jit"]
+__all__ = ["choose_program", "jit", "register_cell"]
 
 _STATE = process_state().memo(__name__)  # "cells": number -> (reference to a tree, path); in a `jit()` also
 # "met": references to trees, of a compilation; "missing": a call that it stopped at; "refused": whether it met an error
@@ -43,8 +44,8 @@ def _cell(number):
     return tree(), path
 
 
-class _CompileTimeChoice(PrimitiveWithInfer):
-    """An operator that is gone after type inference: a method's name stands in its place."""
+class _ChooseProgram(PrimitiveWithInfer):
+    """The name of the method that runs a call of the Cell with this number: a constant after type inference."""
 
     def __init__(self):
         super().__init__(type(self).__name__)
@@ -52,21 +53,19 @@ class _CompileTimeChoice(PrimitiveWithInfer):
         self.add_prim_attr("constexpr_prim", True)
         self.add_prim_attr("forbid_reuse_result", True)
 
-    def __infer__(self, *arguments):
-        name = self.compiled(*map(_described, arguments))
-        return _NOT_A_SHAPE if name is None else {"dtype": None, "shape": None, "value": name}
-
-
-class _ChooseProgram(_CompileTimeChoice):
-    """The name of the program for a call of the Cell with this number."""
-
     def __call__(self, number, args, kwargs):
         tree, path = _cell(number)
+        if path in tree.eager:
+            return "run_eagerly"
         return tree.running or tree.program(path, args, kwargs).name
 
-    def compiled(self, number, args, kwargs):
-        """While a graph is compiled: one of the programs that there are; in `jit()` else None, to stop."""
-        tree, path = _cell(number)
+    def __infer__(self, number, args, kwargs):
+        """While a graph is compiled: a program that exists; without one `jit()` stops the compilation here."""
+        tree, path = _cell(number["value"])
+        if path in tree.eager:
+            _STATE["refused"] = True
+            raise RuntimeError(_eager_error(tree, path))
+        args, kwargs = (_structure(given["value"], given["shape"], given["dtype"]) for given in (args, kwargs))
         if not tree.storage.is_open:
             raise ValueError(
                 f"{tree.label('')} is under hsdp(), whose weights are gathered around calls, not in a graph: compile "
@@ -79,33 +78,38 @@ class _ChooseProgram(_CompileTimeChoice):
         if _STATE.get("met") is not None:
             _STATE["met"].append(ref(tree))
         elif program is None:
-            raise RuntimeError(tree.missing_program(path, args, kwargs))
+            raise RuntimeError(_missing_program(tree, path, args, kwargs))
         if program is None:
             _STATE["missing"] = tree, path, args, kwargs
-            return None
-        return program.name
-
-
-class _EagerMethod(_CompileTimeChoice):
-    """The name of the method that runs a Cell operator by operator: in PyNative only."""
-
-    def __call__(self, number):
-        return "run_eagerly"
-
-    def compiled(self, number):
-        """An error that names the Cell."""
-        tree, path = _cell(number)
-        _STATE["refused"] = True
-        raise RuntimeError(tree.why_not_compiled(path))
+            return _NOT_A_SHAPE
+        return {"dtype": None, "shape": None, "value": program.name}
 
 
 choose_program = _ChooseProgram()
-eager_method = _EagerMethod()
 
 
-def _described(argument):
-    """The value of an argument of a compiled call, with a `TensorMeta` of its local shape for every tensor."""
-    return _structure(argument["value"], argument["shape"], argument["dtype"])
+def _eager_error(tree, path):
+    """The error message for a Cell that runs eagerly, in a graph."""
+    construct = tree.classes[path].construct
+    return (
+        f"{tree.label(path)} runs operator by operator (eager), which @ms.jit can't compile: its construct is in "
+        f"{getsourcefile(construct)}:{getsourcelines(construct)[1]}. Run the step in PyNative (recipe: "
+        "context.mode: 1), or restructure construct so that it needs no tensor's values, and don't mark it eager"
+    )
+
+
+def _missing_program(tree, path, args, kwargs):
+    """The error message for a call in a graph that has no program."""
+    shown = []
+    tree_map(lambda leaf: shown.append(str(leaf)) if isinstance(leaf, TensorMeta) else None, (args, kwargs))
+    before = "prepare(cell, *inputs), or a call with such inputs in PyNative"
+    if tree.activations.marks:
+        before = "prepare(cell, *inputs, compiled=True)"
+    return (
+        f"{tree.label(path)} is sharded and has no program yet for inputs ({', '.join(shown)}), this rank's parts; it "
+        f"has {len(tree.programs)} for others. Compile with mindformers_core.jit in the place of mindspore.jit, which "
+        f"makes it, or make it before: {before}"
+    )
 
 
 def _structure(value, shape, dtype):
@@ -130,8 +134,8 @@ def jit(function=None, **options):
 
     Plain `mindspore.jit` compiles such calls, too, once the Cell has been called with these shapes in PyNative, or
     `prepare(cell, *inputs)` (under `recompute()` with `compiled=True`) has made the program; without one it raises an
-    error. Inside a compiled function tensors
-    are this rank's parts, plain ones: those that go into the sharded Cell, those that it returns, and gradients.
+    error. Inside a compiled function the inputs of the sharded Cell, its results, and gradients are plain tensors:
+    this rank's parts.
 
     Args:
         function: a function or a Cell; None to use this as a decorator with options.
@@ -184,7 +188,7 @@ def _make_program(tree, path, args, kwargs, made):
     with tree.for_compiled():
         key = tree, tree.key(path, args, kwargs)
         if key in made:
-            raise RuntimeError(tree.missing_program(path, args, kwargs)) from None
+            raise RuntimeError(_missing_program(tree, path, args, kwargs)) from None
         tree.program(path, args, kwargs)
     return key
 

@@ -17,15 +17,15 @@ from mindformers_core.generation.module_source import module_source
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.operators import TensorMeta, tensor_meta
 from mindformers_core.program.cutting import calls_of, cut
-from mindformers_core.program.plan import joined_path
-from mindformers_core.program.structure import tree_leaves, tree_map
+from mindformers_core.program.plan import called_graphs, joined_path
+from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.propagation.checking import check_plan
 from mindformers_core.propagation.propagate import propagate
 from mindformers_core.propagation.saved import load_plan
 
 _LOG = logging.getLogger("mindformers_core")
 
-__all__ = ["Program", "arriving_tensors", "describe", "make_program", "plan_call", "signature_key"]
+__all__ = ["Program", "bind_arguments", "describe", "make_program", "plan_call", "signature_key"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +67,18 @@ class Program:
         """The `Value`s that it takes, with their global shapes."""
         return tree_leaves(self.graph.arguments)
 
+    def calls(self):
+        """`(Cell path, CellPlan, CellGraph)` of every call of a generated function; calls that share a plan have a
+        graph each."""
+
+        def visit(path, frame, graph):
+            yield path, frame, graph
+            for call, inner in called_graphs(frame, graph):
+                if call.frame is not None:
+                    yield from visit(joined_path(self.path, inner.path), call.frame, inner)
+
+        return list(visit(self.path, self.generated, self.graph))
+
     def wrapped(self, result):
         """The local result as a structure of DTensors."""
         if type(result) is Tensor and len(self.results) == 1:
@@ -74,11 +86,7 @@ class Program:
         found = []
         tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, result)
         tensors = map(wrap, found, self.results)
-        return tree_map(lambda leaf: next(tensors) if _is_value(leaf) else leaf, self.graph.result)
-
-
-def _is_value(leaf):
-    return bool(tree_leaves(leaf))
+        return tree_map(lambda leaf: next(tensors) if isinstance(leaf, Value) else leaf, self.graph.result)
 
 
 def describe(leaf):
@@ -126,19 +134,8 @@ def plan_call(tree, path, args, kwargs, saved_plan=None):
     Returns:
         `(CellGraph, CellPlan)`, without what the tree's `ActivationPolicy` makes of the plan.
     """
-    bound = _bind(tree, path, args, kwargs)
-    arriving = arriving_tensors(tree, path, args, kwargs)
-    coming = iter(arriving)
-
-    def enter(leaf):
-        if not isinstance(leaf, (Tensor, TensorMeta)):
-            return leaf
-        shape, dtype, _ = describe(leaf)
-        return TensorMeta(next(coming)[2].global_shape(shape), dtype, None, False)
-
-    for name, value in list(bound.arguments.items())[1:]:
-        bound.arguments[name] = tree_map(enter, value)
-    tree.check_cells()
+    bound, arriving = bind_arguments(tree, path, args, kwargs)
+    _check_cells(tree)
     try:
         with tree.as_written():
             graph = capture(tree.cells[path], *bound.args[1:], **bound.kwargs)
@@ -149,8 +146,8 @@ def plan_call(tree, path, args, kwargs, saved_plan=None):
         raise ValueError(f"{str(error).rstrip('.')}; {tree.label(path)} was called with {undeclared}") from error
     values = tree_leaves(graph.arguments)
     layouts = {value.id: layout for value, (_, _, layout) in zip(values, arriving, strict=True)}
-    declarations = tree.below(path, tree.declarations)
-    parameters = tree.below(path, tree.parameter_layouts)
+    declarations = _below(path, tree.declarations)
+    parameters = _below(path, tree.parameter_layouts)
     if saved_plan is not None:
         frame = load_plan(saved_plan, graph, tree.mesh, final=path == "")
     else:
@@ -172,18 +169,47 @@ def _warn_of_undivided(tree, path, frame):
         _LOG.warning("%s%s gathers what is sharded for %s; explain() shows where", labels[0], more, why)
 
 
-def arriving_tensors(tree, path, args, kwargs):
-    """`(name of the argument, tensor, Layout in which it arrives)` of every tensor that a Cell is called with."""
-    bound, declared, found = _bind(tree, path, args, kwargs), _declared_inputs(tree, path), []
+def _check_cells(tree):
+    """Raise `ValueError` where Cells were added or removed since `shard()`."""
+    found = dict(tree.cells[""].cells_and_names())
+    changed = [path for path in {**found, **tree.cells} if found.get(path) is not tree.cells.get(path)]
+    changed = [path for path in changed if "._" not in f".{path}"]  # of MindSpore's own, as recompute() adds
+    if changed:
+        raise ValueError(f"Cell '{changed[0]}' has come, gone or changed since shard(): build the model before")
+
+
+def _below(path, entries):
+    """The entries of a dict by Cell path at or below `path`, by their paths from there."""
+    if not path:
+        return entries
+    inner = {name.removeprefix(f"{path}."): entry for name, entry in entries.items() if name.startswith(f"{path}.")}
+    return inner | ({"": entries[path]} if path in entries else {})
+
+
+def bind_arguments(tree, path, args, kwargs):
+    """Bind the arguments of a call from outside to the parameters of `construct`.
+
+    Returns:
+        `(BoundArguments with a TensorMeta of the global shape for every tensor, list of (name of the argument, tensor,
+        Layout in which it arrives))`.
+    """
+    try:
+        bound = inspect.signature(tree.classes[path].construct).bind(tree.cells[path], *args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{tree.label(path)}, construct(): {error}") from None
+    declared, arriving = _declared_inputs(tree, path), []
 
     def enter(leaf, name):
-        if isinstance(leaf, (Tensor, TensorMeta)):
-            what = f"input '{name}' of {tree.label(path)}"
-            found.append((name, leaf, _arriving_layout(leaf, declared.get(name), tree.mesh, what)))
+        if not isinstance(leaf, (Tensor, TensorMeta)):
+            return leaf
+        shape, dtype, _ = describe(leaf)
+        layout = _arriving_layout(leaf, declared.get(name), tree.mesh, f"input '{name}' of {tree.label(path)}")
+        arriving.append((name, leaf, layout))
+        return TensorMeta(layout.global_shape(shape), dtype, None, False)
 
     for name, value in list(bound.arguments.items())[1:]:
-        tree_map(lambda leaf, name=name: enter(leaf, name), value)
-    return found
+        bound.arguments[name] = tree_map(lambda leaf, name=name: enter(leaf, name), value)
+    return bound, arriving
 
 
 def _declared_inputs(tree, path):
@@ -193,24 +219,17 @@ def _declared_inputs(tree, path):
 
 
 def _undeclared(arriving, declared):
-    """Where some inputs are cut and others taken as whole, both; a frequent reason for shapes that don't fit."""
-    arriving = [(name, describe(leaf)[0], layout) for name, leaf, layout in arriving]
-    cut = [(name, shape, layout) for name, shape, layout in arriving if any(layout.dims)]
-    whole = [(name, shape) for name, shape, at in arriving if name not in declared and shape and at.is_replicated]
-    if not cut or not whole:
+    """The first sharded input and the first undeclared one, as text: together a frequent reason for shape errors."""
+    shapes = [(name, describe(leaf)[0], layout) for name, leaf, layout in arriving]
+    sharded = [(name, shape, layout) for name, shape, layout in shapes if any(layout.dims)]
+    undeclared = [(name, shape) for name, shape, at in shapes if name not in declared and shape and at.is_replicated]
+    if not sharded or not undeclared:
         return ""
-    (name, local, layout), (other, shape) = cut[0], whole[0]
+    (name, local, layout), (other, shape) = sharded[0], undeclared[0]
     return (
         f"'{name}' {local}, which is {layout.global_shape(local)} in all, {layout}, but with '{other}' {shape} of no "
         "declared layout, which is taken as whole: declare that, too, if each rank gives its part"
     )
-
-
-def _bind(tree, path, args, kwargs):
-    try:
-        return inspect.signature(tree.classes[path].construct).bind(tree.cells[path], *args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{tree.label(path)}, construct(): {error}") from None
 
 
 def _arriving_layout(leaf, declared, mesh, name):

@@ -7,7 +7,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from mindformers_core.dtensor.dtensor import parameter_meta, parameter_view, wrap
 from mindformers_core.program.structure import tree_map
-from mindformers_core.sharding.compiling import choose_program, eager_method
+from mindformers_core.sharding.compiling import choose_program
 
 __all__ = [
     "CONTAINERS", "EagerCell", "GeneratedCell", "ShardedCell", "computing_parameters", "located", "sharded_class",
@@ -22,6 +22,11 @@ _LOCATED = (ValueError, TypeError, IndexError, RuntimeError)
 
 class ShardedCell:
     """Mixed into the class of every Cell of a sharded tree."""
+
+    def construct(self, *args, program=None, **kwargs):
+        if program is None:
+            program = choose_program(self.sharded_cell_number, args, kwargs)
+        return getattr(self, program)(*args, **kwargs)
 
     def eager(self):
         """From now on run this Cell, and those around it, operator by operator; the Cells in it keep their programs.
@@ -118,11 +123,6 @@ class GeneratedCell(ShardedCell):
         value = super().__getattr__(name)
         return self.__dict__["_sharding"][0].storage.visible(value) if isinstance(value, Parameter) else value
 
-    def construct(self, *args, program=None, **kwargs):
-        if program is None:
-            program = choose_program(self.sharded_cell_number, args, kwargs)
-        return getattr(self, program)(*args, **kwargs)
-
 
 class EagerCell(ShardedCell):
     """A Cell that runs operator by operator: tensors are `DTensor`s, moved at its boundary as declared."""
@@ -130,9 +130,6 @@ class EagerCell(ShardedCell):
     def __call__(self, *args, **kwargs):
         tree, path = self.__dict__["_sharding"]
         return tree.storage.call_cell(path, super().__call__, args, kwargs)
-
-    def construct(self, *args, **kwargs):
-        return getattr(self, eager_method(self.sharded_cell_number))(*args, **kwargs)
 
     def run_eagerly(self, *args, **kwargs):
         """The user's `construct` on DTensors, between the declared moves."""
@@ -147,7 +144,7 @@ class EagerCell(ShardedCell):
                 return tree.storage.cast_outputs(result) if path == "" else result
         try:
             args, kwargs = boundary.enter(args, kwargs)
-            return boundary.leave(super().construct(*args, **kwargs))
+            return boundary.leave(super(ShardedCell, self).construct(*args, **kwargs))
         except _LOCATED as error:
             raise located(error, boundary.label) from error.__cause__
 

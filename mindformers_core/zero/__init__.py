@@ -10,7 +10,6 @@ _PUBLIC = {
     "value_and_grad": "gradients",
     "gathered": "storage",
     "tie_shards": "hybrid_sharding",
-    "share_parts": "hybrid_sharding",
     "memory_report": "memory",
     "MixedPrecision": "precision",
     "LossScale": "loss_scale",

@@ -32,7 +32,7 @@ from mindformers_core.zero.settings import (
 from mindformers_core.zero.storage import HsdpStorage, storage_of
 from mindformers_core.zero.units import find_units
 
-__all__ = ["hsdp", "share_parts", "tie_shards"]
+__all__ = ["hsdp", "tie_shards"]
 
 
 def hsdp(
@@ -260,8 +260,6 @@ def tie_shards(cells, paths):
             storage.check_closed()
             stored.share(holders[0][1])
 
-
-share_parts = tie_shards
 
 
 def _check_alike(path, first_storage, first, storage, stored):
