@@ -5,6 +5,7 @@ The trace follows tensors through Cells, redistributions and views; `memory` and
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from itertools import count
 from math import prod
 
@@ -37,8 +38,8 @@ class SavedTensorAnalysis:
     """
 
     def __init__(self, frame, algorithm=None, arguments_need=True):
-        self.frame, self.algorithm, self.arguments_need = frame, algorithm, arguments_need
-        self._known = {}
+        self.frame, self.arguments_need, self._known = frame, arguments_need, {}
+        self.algorithm = algorithm and cache(algorithm)  # a budget follows a program a thousand times
 
     def trace(self, dropped=frozenset(), on_host=frozenset()):
         """The `ForwardTrace` of the program.
