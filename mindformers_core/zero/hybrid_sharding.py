@@ -261,7 +261,6 @@ def tie_shards(cells, paths):
             stored.share(holders[0][1])
 
 
-
 def _check_alike(path, first_storage, first, storage, stored):
     plans = [replace(one.plan, unit="", reason="") for one in (first, stored)]
     if plans[0] != plans[1] or first.shard.layout != stored.shard.layout:
