@@ -8,11 +8,17 @@ from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.propagate import propagate
 from mindformers_core.sharding.declare import collect_declarations
 
-__all__ = ["planned", "silent_algorithm"]
+__all__ = ["captured", "planned", "silent_algorithm"]
 
 
-def planned(cell, mesh, args, named=None, config=None, plan=None, arriving=None):
-    """`(graph, frame)`: the capture of a call, and its plan.
+def planned(*call, **settings):
+    """`(graph, frame)`: the capture of a call, and its plan; arguments as of `captured`."""
+    graph, *given = captured(*call, **settings)
+    return graph, propagate(graph, *given)
+
+
+def captured(cell, mesh, args, named=None, config=None, plan=None, arriving=None):
+    """What `propagate` takes, for a call of a Cell.
 
     Args:
         cell: the Cell.
@@ -32,7 +38,7 @@ def planned(cell, mesh, args, named=None, config=None, plan=None, arriving=None)
         stored |= {f"{path}.{name}" if path else name: given for name, given in declared.weights.items()}
     dims = {use.path: len(use.value.shape) for call in graph.calls() for use in call.parameters}
     parameters = {path: bind_layout(given, mesh, dims.get(path)) for path, given in stored.items()}
-    return graph, propagate(graph, mesh, arguments, parameters, declarations)
+    return graph, mesh, arguments, parameters, declarations
 
 
 def silent_algorithm(plan):

@@ -80,7 +80,9 @@ class OperatorNode:
     def __str__(self):
         mark = "  (constant)" if self.constant else ""
         named = f"{self.attribute}: " if self.attribute else ""
+        attributes = self.primitive.attributes if self.primitive else None
         call = f"{named}{self.operator}({shown_arguments(self.args, self.kwargs)})"
+        call += f" with {shown(attributes)}" if attributes else ""
         return f"{described(self.outputs)} = {call}{mark}  # {self.source}"
 
 
@@ -213,6 +215,20 @@ class CellGraph:
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
+    def lines(self):
+        """What its key is made of, as lines that a person can compare, save the contents of called Cells."""
+        lines = []
+        for name, structure in self.arguments.items():
+            values = ", ".join(value.described for value in tree_leaves(structure))
+            lines.append(f"argument {name} = {shown(structure)}{'  # ' if values else ''}{values}")
+        for use in self.parameters:
+            frozen = "" if use.trainable else "  # not trained"
+            lines.append(f"parameter {use.value.described} = {use.local or f'<{use.path}>'}{frozen}")
+        for constant in self.constants:
+            lines.append(f"constant {constant.value.described} = {constant.local or ''} {constant.digest[:12]}")
+        lines += [f"outer {use.value.described}" for use in self.outer]
+        return [*lines, *map(str, self.nodes), f"return {shown(self.result)}"]
+
     def __str__(self):
         return "\n\n".join(_listing(graph) for graph in self.calls())
 
@@ -242,14 +258,5 @@ def _node_key(node):
 def _listing(graph):
     """The text of one call."""
     mode = "training" if graph.training else "evaluation"
-    lines = [f"{graph.path or '<root>'} ({graph.class_name}, call {graph.call}, {mode})"]
-    for name, structure in graph.arguments.items():
-        values = ", ".join(value.described for value in tree_leaves(structure))
-        lines.append(f"  argument {name} = {shown(structure)}{'  # ' if values else ''}{values}")
-    lines += [f"  parameter {use.value.described} = {use.local or f'<{use.path}>'}" for use in graph.parameters]
-    for constant in graph.constants:
-        lines.append(f"  constant {constant.value.described} = {constant.path or constant.digest[:12]}")
-    lines += [f"  outer {use.value.described} = %{use.id} of <{use.path}> call {use.call}" for use in graph.outer]
-    lines += [f"  {node}" for node in graph.nodes]
-    lines.append(f"  return {shown(graph.result)}")
-    return "\n".join(lines)
+    head = f"{graph.path or '<root>'} ({graph.class_name}, call {graph.call}, {mode})"
+    return "\n  ".join([head, *graph.lines()])

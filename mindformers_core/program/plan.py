@@ -113,6 +113,7 @@ class CellPlan:
         takes_weights: whether the generated function takes its parameters, and those of what it calls, as arguments.
         compiled: of a function that is compiled by itself (see `cut`) `"once"`, or `"again"` where it also runs again
             in the backward pass; else None.
+        cost_model: the `CostModel` by which the redistributions were chosen.
     """
 
     graph: object
@@ -125,6 +126,7 @@ class CellPlan:
     keepers: dict = field(default_factory=dict)
     takes_weights: bool = False
     compiled: str | None = None
+    cost_model: object = None
 
     @property
     def moves(self):

@@ -73,6 +73,7 @@ class _Placed:
             tuple(layout for _, layout in results),
             lifted,
             frozenset(number for number, key in known.items() if self.decision.flows[key] == TRAINED),
+            cost_model=self.run.cost_model,
         )
 
     def _values(self):

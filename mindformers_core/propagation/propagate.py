@@ -54,9 +54,7 @@ def propagate(graph, mesh, arguments, parameters, declarations=None, cost_model=
         ValueError, TypeError: a declaration that doesn't fit, an operator without a rule, or one whose rule rejects
             its arguments; all name the Cell, and those of operators the line of the source.
     """
-    run, graph = Propagation(mesh, parameters, declarations or {}, cost_model), lambda_lift(graph)
-    decision = run.decide_root(graph, arguments, final)
-    return run.place(decision, {value.id: arguments[value.id] for value in tree_leaves(graph.arguments)}, ())
+    return Propagation(mesh, parameters, declarations or {}, cost_model).plan(lambda_lift(graph), arguments, final)
 
 
 def derive_parameters(graph, mesh, arguments, parameters, declarations=None, cost_model=CPU, free=()):
@@ -132,6 +130,11 @@ class Propagation:
         outer = self.outer_index.in_place_of(graph, decision.graph)
         parameters = self.parameter_index.in_place_of(graph, decision.graph)
         return arguments | {inner: keys[here] for inner, here in outer.items()} | parameters
+
+    def plan(self, graph, layouts, final):
+        """The `CellPlan` of the root; arguments as of `propagate`."""
+        decision = self.decide_root(graph, layouts, final)
+        return self.place(decision, {value.id: layouts[value.id] for value in tree_leaves(graph.arguments)}, ())
 
     def decide_root(self, graph, layouts, final):
         """The `Decision` for the root; its inputs may be asked for their gradients, but nothing trained is behind."""

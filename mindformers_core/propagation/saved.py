@@ -1,26 +1,30 @@
 """Plans as JSON files: `save_plan` and `load_plan`. Pure Python.
 
-A file holds every distinct `CellPlan` once, with the structure key and a listing of its graph, and in it every move,
-operator and call with all layouts. What follows from these and the captured graph (signatures, local shapes, bytes) is
-not in it. A layout is written dim by dim: `["dp", null, ["cp", "tp"]]` is `[dp, -, (cp, tp)]`; one with marks is
-`{"dims": […], "partial": {"tp": "sum"}, "varying": ["dp"]}`.
+A file holds the answers that the search found: for every distinct `CellPlan` the axes that partition each operator, and
+the layouts of the results. The planner repeats these answers, with the cost model of the file. All else of the plan
+follows from them and from the captured graph; a listing in the file says what has to come out.
 """
 
 import json
-from dataclasses import replace
+import re
+from dataclasses import asdict, replace
+from itertools import zip_longest
 
-from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.files import write_whole
+from mindformers_core.layout import Layout
+from mindformers_core.operators.resolve import Resolution
 from mindformers_core.program.free_variables import lambda_lift
 from mindformers_core.program.plan import CallPlan, Move
 from mindformers_core.program.structure import tree_leaves
-from mindformers_core.propagation.checking import PlanError, check_plan
-from mindformers_core.propagation.restoring import graph_lines, restored
+from mindformers_core.propagation.boundaries import graph_label
+from mindformers_core.propagation.decide import decide_frame
+from mindformers_core.propagation.propagate import Propagation
+from mindformers_core.redistribution.cost import CostModel, Link
 
 __all__ = ["load_plan", "save_plan"]
 
 _FORMAT = "mindformers_core plan"
-_VERSION = 1
+_VERSION = 2
 
 
 def save_plan(frame, path):
@@ -30,33 +34,31 @@ def save_plan(frame, path):
 
     Args:
         frame: the `CellPlan` of the root.
-        path: of a JSON file, as readable as `explain`'s text.
+        path: of a JSON file. Every distinct `CellPlan` is in it once: the listing of its graph, what was chosen, and
+            the listing of the plan, with all layouts and redistributions.
     """
-    frames = {}  # identity of a CellPlan -> (its place, the CellPlan), in the order in which they are first called
-    for _, found in frame.walk():
-        frames.setdefault(id(found), (len(frames), found))
-    places = {key: place for key, (place, _) in frames.items()}
-    mesh = {"shape": list(frame.mesh.shape), "axis_names": list(frame.mesh.axis_names)}
-    head = {"format": _FORMAT, "version": _VERSION, "mesh": mesh}
-    whole = head | {"frames": [_frame_data(found, places) for _, found in frames.values()]}
-    write_whole(path, _written(whole, 0) + "\n")
+    mesh = {"shape": frame.mesh.shape, "axis_names": frame.mesh.axis_names}
+    head = {"format": _FORMAT, "version": _VERSION, "mesh": mesh, "cost_model": asdict(frame.cost_model)}
+    places = _places(frame)
+    cells = [_cell_data(found, places) for found in places]
+    write_whole(path, json.dumps(head | {"cells": cells}, indent=1, ensure_ascii=False) + "\n")
 
 
-def load_plan(path, graph, mesh, final=False):
-    """The plan in a file that `save_plan` wrote; nothing is searched.
+def load_plan(path, graph, mesh, arguments, parameters, declarations=None, final=True):
+    """The plan in a file that `save_plan` wrote: the planner repeats what was chosen, and searches nothing.
 
     Args:
         path: of the file.
         graph: the captured `CellGraph` of the same Cell, with inputs of the same shapes.
         mesh: a mesh of the shape and axis names of the plan's.
-        final: see `check_plan`.
+        arguments, parameters, declarations, final: as of `propagate`, when the plan was made.
 
     Returns:
         A `CellPlan` like the one saved; its graphs are those of `graph`.
 
     Raises:
         ValueError: the file is no plan, or of another version; the mesh is another one; the graph is another one than
-            the plan was made for (says what differs); or a layout or move in the file doesn't fit.
+            the plan was made for, or another plan follows from what was chosen (says what differs).
     """
     with open(path, encoding="utf-8") as file:
         try:
@@ -71,92 +73,131 @@ def load_plan(path, graph, mesh, final=False):
     if list(planned.items()) != list(zip(mesh.axis_names, mesh.shape)):
         found = ", ".join(f"{name}={size}" for name, size in planned.items())
         raise ValueError(f"{path} is a plan for the mesh ({found}), not for {mesh}: plan anew for this one")
-    frame = restored(path, data["frames"], lambda_lift(graph), mesh)
     try:
-        check_plan(frame, final)
-    except PlanError as error:
-        raise ValueError(f"{path}: {error}; the file was changed: plan anew") from error
+        graph = lambda_lift(graph)
+        frame = _Replay(data, graph, mesh, parameters, declarations or {}).plan(graph, arguments, final)
+        places = _places(frame)
+        for saved, found in zip_longest(data["cells"], places):
+            _compare(found.graph, saved["plan"], _plan_lines(found, places))
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        what = error if isinstance(error, ValueError) else f"an entry is missing or malformed: {error!r}"
+        raise ValueError(f"{path} is the plan of another model, or for other inputs: {what}; plan anew") from error
     return frame
 
 
-def _frame_data(frame, places):
-    """A `CellPlan` as JSON-able data; `places`: identity of a CellPlan -> its place in the file."""
-    graph, added = _as_planned(frame.graph)
+class _Replay(Propagation):
+    """A propagation that repeats the choices of a file, in which it finds the `CellPlan` of every call by its place."""
+
+    def __init__(self, data, graph, mesh, parameters, declarations):
+        model = data["cost_model"]
+        links = tuple((axis, Link(**link)) for axis, link in model["axis_links"])
+        model = CostModel(**model | {"link": Link(**model["link"]), "axis_links": links})
+        super().__init__(mesh, parameters, declarations, model)
+        self._cells, self._places = data["cells"], {}
+        self._locate(graph, 0)
+
+    def _locate(self, graph, place):
+        """Note down the place of a call and of all below it; raise `ValueError` for another graph than saved."""
+        self._places[graph.call], saved = place, self._cells[place]
+        if graph.key != saved["structure"]:
+            _compare(graph, saved["graph"], _graph_lines(graph))
+        for number, choice in saved["choices"].items():
+            if isinstance(choice, int):
+                self._locate(graph.nodes[int(number)].graph, choice)
+        if graph.key != saved["structure"]:
+            raise ValueError(f"{graph_label(graph)} differs in contents of constants or of a Cell with a bprop")
+
+    def decide(self, graph, arguments, final=False, wanted=None):
+        """The `Decision` for a call, one for all identical ones that share a `CellPlan` in the file."""
+        place = self._places[graph.call]
+        key = place, self._key(graph, arguments, final, None)
+        if key not in self._decisions:
+            saved = self._cells[place]
+            operators = [pair for pair in saved["choices"].items() if isinstance(pair[1], dict)]
+            choices = {int(number): self._resolution(**choice) for number, choice in operators}
+            results = [Layout.on(self.mesh, **layout) for layout in saved["results"]] if place else None
+            self._decisions[key] = decide_frame(self, graph, arguments, final, results, choices)
+        return self._decisions[key]
+
+    improved = decide
+
+    @staticmethod
+    def _resolution(axes_of, carried, marked):
+        axes_of = {factor: tuple(axes) for factor, axes in axes_of.items()}
+        return Resolution((), (), axes_of, 0.0, dict(carried), frozenset(marked))
+
+
+def _places(frame):
+    """Every distinct `CellPlan` -> its place in the file, in the order in which they are first called."""
+    return {found: place for place, found in enumerate(dict.fromkeys(found for _, found in frame.walk()))}
+
+
+def _cell_data(frame, places):
+    """A `CellPlan` as JSON-able data."""
+    graph = _as_captured(frame.graph)
     numbers = {id(node): number for number, node in enumerate(graph.nodes)}
+    entries = [entry for entry in frame.instructions if not isinstance(entry, Move)]
     return {
         "cell": graph.path,
-        "call": graph.call,
         "structure": graph.key,
-        "graph": graph_lines(graph),
-        "taken_for_others": added,
-        "layouts": {str(number): _layout_data(layout) for number, layout in sorted(frame.layouts.items())},
-        "instructions": [_instruction_data(entry, numbers, places) for entry in frame.instructions],
-        "results": [_layout_data(layout) for layout in frame.results],
-        "lifted": [[value.id, _layout_data(layout)] for value, layout in frame.lifted],
-        "gradients": sorted(frame.gradients),
+        "graph": _graph_lines(graph),
+        "choices": {
+            numbers[id(entry.node)]: places.get(entry.frame) if isinstance(entry, CallPlan) else _choice(entry)
+            for entry in entries
+        },
+        "results": [{name: getattr(at, name) for name in ("dims", "partial", "varying")} for at in frame.results],
+        "plan": _plan_lines(frame, places),
     }
 
 
-def _as_planned(graph):
-    """A frame's graph without what it takes from elsewhere for those below it only, and the numbers of that."""
-    used = {value.id for node in graph.nodes for value in tree_leaves((node.args, node.kwargs))}
-    used |= {value.id for value in tree_leaves(graph.result)}
-    kept = {
-        part: tuple(use for use in getattr(graph, part) if use.value.id in used) for part in ("parameters", "outer")
-    }
-    added = {
-        "parameters": {str(use.value.id): use.path for use in graph.parameters if use.value.id not in used},
-        "outer": {str(use.value.id): [use.call, use.id] for use in graph.outer if use.value.id not in used},
-    }
-    return (replace(graph, **kept) if any(added.values()) else graph), added
+def _as_captured(graph):
+    """A `CellPlan`'s graph without what it takes from elsewhere only to hand it down."""
+    used = {value.id for value in tree_leaves([*((node.args, node.kwargs) for node in graph.nodes), graph.result])}
+    taken = {part: getattr(graph, part) for part in ("parameters", "outer")}
+    return replace(graph, **{part: tuple(use for use in uses if use.value.id in used) for part, uses in taken.items()})
 
 
-def _instruction_data(entry, numbers, places):
-    if isinstance(entry, Move):
-        data = {"move": entry.value.id, "from": _layout_data(entry.source), "to": _layout_data(entry.target)}
-        data |= {"by": [_step_data(step) for step in entry.steps], "reason": entry.reason, "gradient": entry.gradient}
-        itemsize = {step.itemsize for step in entry.steps} - {ITEM_BYTES[entry.value.dtype]}
-        return data | ({"itemsize": itemsize.pop()} if itemsize else {})
-    inputs, outputs = (list(map(_layout_data, layouts)) for layouts in (entry.inputs, entry.outputs))
-    data = {"node": numbers[id(entry.node)], "inputs": inputs, "outputs": outputs}
-    if isinstance(entry, CallPlan):
-        lifted = [[value.id, _layout_data(layout)] for value, layout in entry.lifted]
-        child = entry.node.graph.path if entry.node.child is None else entry.node.child
-        return {"call": child, **data, "frame": places.get(id(entry.frame)), "lifted": lifted}
-    cuts = {factor: list(axes) for factor, axes in entry.axes_of.items()}
-    run = {} if entry.algorithm is None else {"algorithm": entry.algorithm, "cut_axes": list(entry.cut_axes)}
-    return {"operator": entry.node.operator, **data, "axes_of": cuts, **run}
+def _choice(plan):
+    """What `Resolution` has to say for an operator to be computed so."""
+    named = {axis for axes in plan.axes_of.values() for axis in axes}
+    carried = {}
+    for index, layout in enumerate(plan.inputs):
+        for axis, op in layout.partial:
+            if axis not in named:
+                carried.setdefault(axis, ([], op))[0].append(index)
+    marked = sorted({axis for layout in plan.inputs for axis in layout.varying})
+    return {"axes_of": plan.axes_of, "carried": carried, "marked": marked}
 
 
-def _layout_data(layout):
-    """Dims alone where there are no marks, to be read at a glance."""
-    dims = [None if not axes else axes[0] if len(axes) == 1 else list(axes) for axes in layout.dims]
-    if not layout.partial and not layout.varying:
-        return dims
-    marks = {"partial": dict(layout.partial), "varying": list(layout.varying)}
-    return {"dims": dims, **{name: mark for name, mark in marks.items() if mark}}
+def _graph_lines(graph):
+    """A graph's listing, without lines of the source."""
+    mode = "training" if graph.training else "evaluation"
+    return [f"{graph.class_name}, {mode}", *(re.sub(r"  # \S*:\d+$", "", line) for line in graph.lines())]
 
 
-def _step_data(step):
-    """What tells a step from others that could be taken from the same layout."""
-    places = {"dim": step.dim, "to_dim": step.to_dim, "op": step.op}
-    after = {"to": _layout_data(step.target)} if step.kind == "permute" else {}  # there are several over the same axes
-    return {"step": step.kind, "axes": list(step.axes), **{k: v for k, v in places.items() if v is not None}, **after}
+def _plan_lines(frame, places):
+    """A `CellPlan` as lines that a person can compare, save the contents of the graph and of called Cells."""
+    lines = [f"%{number}: {layout}" for number, layout in sorted(frame.layouts.items())]
+    lines += [f"handed down {value}: {layout}" for value, layout in frame.lifted]
+    for entry in frame.instructions:
+        if isinstance(entry, Move):
+            lines.append(f"{entry.value}: {entry.source} -> {entry.target} for {entry.reason}")
+            lines += [f"  by {step}" for step in entry.steps]
+            continue
+        outputs, inputs = (", ".join(map(str, layouts)) for layouts in (entry.outputs, entry.inputs))
+        if isinstance(entry, CallPlan):
+            called = entry.node.child or entry.node.graph.path
+            lifted = "".join(f", {value}: {layout}" for value, layout in entry.lifted)
+            lines.append(f"{outputs} = call {called} ({inputs}{lifted}), plan {places.get(entry.frame)}")
+        else:
+            runs = f" by {entry.algorithm} over {', '.join(entry.cut_axes)}" if entry.algorithm else ""
+            lines.append(f"{outputs} = {entry.node.operator} ({inputs}), {entry.axes_of}{runs}")
+    trained = ", ".join(f"%{number}" for number in sorted(frame.gradients))
+    return [*lines, f"return {', '.join(map(str, frame.results))}", f"trained: {trained}"]
 
 
-def _written(data, depth):
-    """JSON with one entry a line down to the instructions of a frame, which are a line each."""
-    if depth == 4 or not data or not isinstance(data, (dict, list)) or _is_flat(data):
-        return json.dumps(data, ensure_ascii=False)
-    pad = "\n" + " " * (depth + 1)
-    if isinstance(data, dict):
-        entries = [
-            f"{json.dumps(key, ensure_ascii=False)}: {_written(entry, depth + 1)}" for key, entry in data.items()
-        ]
-        return "{" + pad + ("," + pad).join(entries) + pad[:-1] + "}"
-    return "[" + pad + ("," + pad).join(_written(entry, depth + 1) for entry in data) + pad[:-1] + "]"
-
-
-def _is_flat(data):
-    entries = data.values() if isinstance(data, dict) else data
-    return not any(isinstance(entry, (dict, list)) or len(str(entry)) > 40 for entry in entries)
+def _compare(graph, saved, found):
+    """Raise `ValueError` with the first line of `found` that isn't that of the file."""
+    for old, new in zip_longest(saved, found, fillvalue="nothing more"):
+        if old != new:
+            raise ValueError(f"{graph_label(graph)} has '{new}' where the plan has '{old}'")

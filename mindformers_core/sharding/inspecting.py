@@ -21,8 +21,8 @@ def prepare(cell, *inputs, saved_plan=None, compiled=False, **named_inputs):
         cell: a Cell of a sharded tree.
         inputs, named_inputs: as it will be called, this rank's parts; of tensors only shapes and dtypes matter, and a
             `TensorMeta` will do.
-        saved_plan: a file that `save_plan(program.frame, path)` wrote: its layouts and moves are used in the place of
-            a propagation. Default: propagate, unless there is a program for such inputs already.
+        saved_plan: a file that `save_plan(program.frame, path)` wrote: what was chosen there is repeated in the place
+            of a search. Default: propagate, unless there is a program for such inputs already.
         compiled: whether it is for a compiled function; that is another program under `recompute()` only.
 
     Returns:

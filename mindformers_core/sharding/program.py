@@ -149,10 +149,10 @@ def plan_call(tree, path, args, kwargs, saved_plan=None):
     declarations = _below(path, tree.declarations)
     parameters = _below(path, tree.parameter_layouts)
     if saved_plan is not None:
-        frame = load_plan(saved_plan, graph, tree.mesh, final=path == "")
+        frame = load_plan(saved_plan, graph, tree.mesh, layouts, parameters, declarations, final=path == "")
     else:
         frame = propagate(graph, tree.mesh, layouts, parameters, declarations, cost_model(), final=path == "")
-        check_plan(frame, final=path == "")
+    check_plan(frame, final=path == "")
     if not tree.programs:
         _warn_of_undivided(tree, path, frame)
     return graph, frame
