@@ -92,15 +92,12 @@ class CpuCollective(raw.RawCollective):
         return x
 
     def _exchange(self, parts):
-        """Send `parts[i]` to rank i of the group, the nearest ranks first; returns the parts for this rank in order."""
+        """Send `parts[i]` to rank i of the group, the nearest ranks first; returns this rank's parts, in order."""
         for step in range(1, self.size):
             to = (self.index + step) % self.size
             _send(parts[to], to, self.group)
-        received = list(parts)
-        for step in range(1, self.size):
-            origin = (self.index - step) % self.size
-            received[origin] = _receive(parts[self.index], origin, self.group)
-        return received
+        own = parts[self.index]
+        return [own if place == self.index else _receive(own, place, self.group) for place in range(self.size)]
 
     def _reduce(self, parts):
         """The elementwise reduction of tensors, in their order, so that all ranks get the same bits."""

@@ -6,16 +6,17 @@ which the tensor keeps alive.
 
 import json
 from functools import cache
+from types import MappingProxyType
 
 import numpy as np
 from mindspore import Tensor
 from mindspore import dtype as mstype
 
-__all__ = ["HEAD_LENGTH", "as_bytes", "described", "dtype_named", "empty_tensor", "encode_head"]
+__all__ = ["DTYPES", "HEAD_LENGTH", "as_bytes", "described", "empty_tensor", "encode_head"]
 
 HEAD_LENGTH = 4  # bytes before an encoded head that hold its length, little-endian
 _NOT_OF_NUMPY = (mstype.float8_e4m3fn, mstype.float8_e5m2, mstype.hifloat8, mstype.qint4x2)  # a byte each
-_DTYPES = {str(dtype): dtype for dtype in mstype.all_types}
+DTYPES = MappingProxyType({str(dtype): dtype for dtype in mstype.all_types})  # by their names in a description
 
 
 def described(tensor):
@@ -29,11 +30,6 @@ def encode_head(head, tensors):
     return len(encoded).to_bytes(HEAD_LENGTH, "little") + encoded
 
 
-def dtype_named(name):
-    """The dtype of a name in a description."""
-    return _DTYPES[name]
-
-
 def as_bytes(tensor):
     """A tensor's bytes, an array of uint8; the memory of a contiguous tensor itself."""
     return tensor.asnumpy().reshape(-1).view(np.uint8)
@@ -41,7 +37,7 @@ def as_bytes(tensor):
 
 def empty_tensor(name, shape):
     """A new tensor as `described`, and the array of uint8 that is its memory, to be filled."""
-    dtype = _DTYPES[name]
+    dtype = DTYPES[name]
     if dtype in _NOT_OF_NUMPY:
         tensor = Tensor(np.zeros(shape), dtype)
         return tensor, as_bytes(tensor)
