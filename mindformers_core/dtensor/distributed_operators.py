@@ -12,7 +12,7 @@ So it never looks at values, and what differs between ranks comes from `cut` as 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from mindspore import Tensor, ops
 from mindspore import dtype as mstype
@@ -89,26 +89,16 @@ def _weighted_mean(operator, args, cut):
     return total / cut.combined(ops.stop_gradient(weight)), weight
 
 
-def _extreme(op):
-    def algorithm(operator, args, cut):
-        """The extreme over all parts. Its gradient goes to the elements that hold it; several share it equally."""
-        x = args[0]
-        best = cut.combined(ops.stop_gradient(operator(*args)), op)
-        if "float" not in dtype_name(x.dtype):
-            return best
-        wide = ops.reshape(best, _keep_dims(x.shape, best.shape, args[1:]))
-        holds = ops.cast(ops.equal(ops.stop_gradient(x), wide), x.dtype)
-        return best + _gradient_only(x, holds, cut, args[1:], best.shape)
-
-    return algorithm
-
-
-def _keep_dims(shape, reduced_shape, arguments):
-    """The shape with the reduced dims kept as 1."""
-    if len(shape) == len(reduced_shape):
-        return tuple(reduced_shape)
-    dims = _reduced_dims(len(shape), arguments)
-    return tuple(1 if dim in dims else size for dim, size in enumerate(shape))
+def _extreme(op, operator, args, cut):
+    """The extreme over all parts. Its gradient goes to the elements that hold it; several share it equally."""
+    x, dims = args[0], _reduced_dims(args[0].ndim, args[1:])
+    best = cut.combined(ops.stop_gradient(operator(*args)), op)
+    if "float" not in dtype_name(x.dtype):
+        return best
+    wide = ops.reshape(best, tuple(1 if dim in dims else size for dim, size in enumerate(x.shape)))
+    holds = ops.cast(ops.equal(ops.stop_gradient(x), wide), x.dtype)
+    count = cut.combined(ops.sum(holds, dims))
+    return best + ops.reshape(ops.sum(_finite_zero(x) * holds, dims) / count, best.shape)
 
 
 def _reduced_dims(ndim, arguments):
@@ -119,25 +109,15 @@ def _reduced_dims(ndim, arguments):
     return tuple(dim % ndim for dim in given)
 
 
-def _gradient_only(x, holds, cut, arguments, shape):
-    """Zero, with the gradient of the mean of `x` over the elements that `holds` marks in all parts."""
-    dims = _reduced_dims(x.ndim, arguments)
-    count = cut.combined(ops.sum(holds, dims))
-    return ops.reshape(ops.sum(_finite_zero(x) * holds, dims) / count, shape)
-
-
-def _arg_extreme(op):
-    def algorithm(operator, args, cut):
-        """The position of the first extreme over all parts."""
-        x, dim = args[0], args[1] if len(args) > 1 and args[1] is not None else None
-        if dim is None:
-            raise ValueError("argmax or argmin over all dims of a sharded tensor: flatten it to one dim first")
-        index = operator(*args)
-        kept = index if index.ndim == x.ndim else ops.expand_dims(index, dim)
-        value = ops.gather_elements(ops.stop_gradient(x), dim, kept)
-        return _first_position(index, ops.reshape(value, index.shape), x.shape[dim], op, cut)[0]
-
-    return algorithm
+def _arg_extreme(op, operator, args, cut):
+    """The position of the first extreme over all parts."""
+    x, dim = args[0], args[1] if len(args) > 1 and args[1] is not None else None
+    if dim is None:
+        raise ValueError("argmax or argmin over all dims of a sharded tensor: flatten it to one dim first")
+    index = operator(*args)
+    kept = index if index.ndim == x.ndim else ops.expand_dims(index, dim)
+    value = ops.gather_elements(ops.stop_gradient(x), dim, kept)
+    return _first_position(index, ops.reshape(value, index.shape), x.shape[dim], op, cut)[0]
 
 
 def _first_position(index, value, size, op, cut):
@@ -154,19 +134,16 @@ def _first_position(index, value, size, op, cut):
     return ops.cast(first, index.dtype), ops.equal(first, position)
 
 
-def _extreme_with_index(op, value_first=False):
-    def algorithm(operator, args, cut):
-        """Index and value of the first extreme over all parts; the gradient goes to that element alone."""
-        size = args[0].shape[args[1]]
-        results = operator(*args)
-        index, value = (results[1], results[0]) if value_first else results
-        index = ops.stop_gradient(index)  # in a graph, integers have gradients too
-        first, mine = _first_position(index, ops.stop_gradient(value), size, op, cut)
-        best = cut.combined(ops.stop_gradient(value), op)
-        best = best + _finite_zero(value) * ops.cast(mine, value.dtype)
-        return (best, first) if value_first else (first, best)
-
-    return algorithm
+def _extreme_with_index(op, value_first, operator, args, cut):
+    """Index and value of the first extreme over all parts; the gradient goes to that element alone."""
+    size = args[0].shape[args[1]]
+    results = operator(*args)
+    index, value = (results[1], results[0]) if value_first else results
+    index = ops.stop_gradient(index)  # in a graph, integers have gradients too
+    first, mine = _first_position(index, ops.stop_gradient(value), size, op, cut)
+    best = cut.combined(ops.stop_gradient(value), op)
+    best = best + _finite_zero(value) * ops.cast(mine, value.dtype)
+    return (best, first) if value_first else (first, best)
 
 
 def _finite_zero(x):
@@ -175,13 +152,10 @@ def _finite_zero(x):
     return finite - ops.stop_gradient(finite)
 
 
-def _all_or_any(op):
-    def algorithm(operator, args, cut):
-        """Whether all (`min`) or any (`max`) of the parts' answers are true."""
-        answer = ops.cast(operator(*args), mstype.int32)
-        return ops.cast(cut.combined(answer, op), mstype.bool_)
-
-    return algorithm
+def _all_or_any(op, operator, args, cut):
+    """Whether all (`min`) or any (`max`) of the parts' answers are true."""
+    answer = ops.cast(operator(*args), mstype.int32)
+    return ops.cast(cut.combined(answer, op), mstype.bool_)
 
 
 def _shifted(x, dim, cut):
@@ -269,20 +243,20 @@ def _embedding(operator, args, cut):
 ALGORITHMS = {
     "mean": _mean,
     "weighted_mean": _weighted_mean,
-    "max": _extreme("max"),
-    "min": _extreme("min"),
-    "argmax": _arg_extreme("max"),
-    "argmin": _arg_extreme("min"),
-    "max_with_index": _extreme_with_index("max"),
-    "min_with_index": _extreme_with_index("min"),
-    "max_dim": _extreme_with_index("max", value_first=True),
-    "min_dim": _extreme_with_index("min", value_first=True),
+    "max": partial(_extreme, "max"),
+    "min": partial(_extreme, "min"),
+    "argmax": partial(_arg_extreme, "max"),
+    "argmin": partial(_arg_extreme, "min"),
+    "max_with_index": partial(_extreme_with_index, "max", False),
+    "min_with_index": partial(_extreme_with_index, "min", False),
+    "max_dim": partial(_extreme_with_index, "max", True),
+    "min_dim": partial(_extreme_with_index, "min", True),
     "logsumexp": _log_sum_exp,
     "index_select": _index_select,
     "dropout": dropout_with_mask,
     "func_dropout": functional_dropout,
-    "all": _all_or_any("min"),
-    "any": _all_or_any("max"),
+    "all": partial(_all_or_any, "min"),
+    "any": partial(_all_or_any, "max"),
     "softmax": _softmax,
     "log_softmax": _log_softmax,
     "gather": _gather,
