@@ -45,10 +45,9 @@ class CpuCollective(raw.RawCollective):
         return self._reduce(ops.unstack(self.all_gather(ops.unsqueeze(x, 0), 0)))
 
     def eager_all_reduce(self, x, op):
-        if shared := op == "sum" and x.dtype == mstype.float32 and _shared(self.group, x):
-            return shared.all_reduce(x)
         if op == "sum" and x.dtype in _SUMMED:
-            return self.sum.reduce(x)
+            shared = x.dtype == mstype.float32 and _shared(self.group, x)
+            return shared.all_reduce(x) if shared else self.sum.reduce(x)
         return self._reduce(self._exchange([x] * self.size))
 
     def all_gather(self, x, dim):

@@ -134,7 +134,10 @@ class _Program:
         signature = signature_of(name, args, kwargs | attributes)
         resolution = resolve(signature, metas, mesh, cost_model())
         self.layouts = resolution.outputs
-        self.shapes = tuple(_global_shape(signature, dims) for dims in signature.outputs)
+        sizes = signature.sizes
+        self.shapes = tuple(
+            tuple(math.prod(sizes[factor] for factor in factors) for factors in dims) for dims in signature.outputs
+        )
         self.targets = tuple(map(_target, metas, resolution.inputs))
         self.algorithm, self.cut = _algorithm(name, signature, resolution, mesh, metas)
         flat = not kwargs and sum(isinstance(argument, TensorMeta) for argument in args) == len(metas)
@@ -216,10 +219,6 @@ def _local_part(tensor, target):
     if type(tensor) is DTensor:
         return tensor._local if target is None else tensor.redistribute(target)._local
     return tensor if target is None else move(tensor, Layout.on(target.mesh, ((),) * tensor.ndim), target)
-
-
-def _global_shape(signature, dims):
-    return tuple(math.prod(signature.sizes[factor] for factor in factors) for factors in dims)
 
 
 def _algorithm(name, signature, resolution, mesh, metas):

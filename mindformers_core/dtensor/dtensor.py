@@ -233,12 +233,8 @@ def distribute_tensor(tensor, layout, mesh=None):
     bound = bind_layout(layout, mesh, tensor.ndim)
     if isinstance(tensor, Parameter):
         return parameter_view(placed_parameter(tensor, bound))
-    bound.local_shape(tensor.shape)
-    whole = wrap(
-        tensor, tensor_meta(tuple(tensor.shape), dtype_name(tensor.dtype), Layout.on(bound.mesh, ((),) * tensor.ndim))
-    )
-    placed = whole.redistribute(bound)
-    return _wrap_leaf(placed._local, placed._meta)
+    meta = tensor_meta(tuple(tensor.shape), dtype_name(tensor.dtype), bound)
+    return _wrap_leaf(move(tensor, Layout.on(bound.mesh, ((),) * tensor.ndim), bound), meta)
 
 
 def placed_parameter(parameter, layout, global_shape=None):

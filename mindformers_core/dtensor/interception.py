@@ -36,7 +36,7 @@ class _PlainTensorFallback:
         return self.dispatcher
 
 
-@dataclass
+@dataclass(eq=False)
 class _Operator:
     """A function of tensors, in the form in which MindSpore hands operators to `__fallback__`."""
 
