@@ -10,10 +10,10 @@ import math
 from mindspore import Parameter, Tensor, ops
 
 from mindformers_core.communication import world
-from mindformers_core.dtensor.distributed_operators import ALGORITHMS, Cut
+from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardContext
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, parameter_view, wrap
-from mindformers_core.dtensor.move import cost_model, dtype_name, move
+from mindformers_core.dtensor.move import cost_model, dtype_name, redistribute_local
 from mindformers_core.layout import Layout
 from mindformers_core.operators import TensorMeta, resolve, signature_of, tensor_meta
 from mindformers_core.operators.registry import rule_attributes
@@ -113,7 +113,7 @@ class _Program:
 
     Attributes:
         targets: for every tensor the layout that it must move to, or None.
-        algorithm: what runs in the operator's place, or None; it gets the `cut` that it has to bridge.
+        algorithm: what runs in the operator's place, or None; it gets the `context`.
         args, kwargs: the local call's arguments, a `TensorMeta` in the place of every tensor.
         direct: whether the local call is the global one with local tensors in it, nothing else.
         constant: whether no gradient flows to the outputs.
@@ -139,7 +139,7 @@ class _Program:
             tuple(math.prod(sizes[factor] for factor in factors) for factors in dims) for dims in signature.outputs
         )
         self.targets = tuple(map(_target, metas, resolution.inputs))
-        self.algorithm, self.cut = _algorithm(name, signature, resolution, mesh, metas)
+        self.algorithm, self.context = _algorithm(name, signature, resolution, mesh, metas)
         flat = not kwargs and sum(isinstance(argument, TensorMeta) for argument in args) == len(metas)
         self.direct = flat and signature.localize is None and self.algorithm is None and not any(self.targets)
         if signature.localize is not None:
@@ -160,7 +160,7 @@ class _Program:
                 return func(primitive, self.name, local_args)
             return func(*local_args, **kwargs)
 
-        result = operator(*args) if self.algorithm is None else self.algorithm(operator, args, self.cut)
+        result = operator(*args) if self.algorithm is None else self.algorithm(operator, args, self.context)
         metas = self.metas
         if metas is None:
             metas = self.metas = self._check_outputs(result)
@@ -218,13 +218,13 @@ def _target(meta, needed):
 def _local_part(tensor, target):
     if type(tensor) is DTensor:
         return tensor._local if target is None else tensor.redistribute(target)._local
-    return tensor if target is None else move(tensor, Layout.on(target.mesh, ((),) * tensor.ndim), target)
+    return tensor if target is None else redistribute_local(tensor, Layout.on(target.mesh, ((),) * tensor.ndim), target)
 
 
 def _algorithm(name, signature, resolution, mesh, metas):
-    """The algorithm that runs in the operator's place, if any, and the `Cut` that it bridges."""
-    cut_factors = [factor for factor in signature.distributed if resolution.axes_of.get(factor)]
-    needed = {signature.distributed[factor] for factor in cut_factors} | ({signature.run} - {None})
+    """The algorithm that runs in the operator's place, if any, and the `ShardContext` that it gets."""
+    sharded = [factor for factor in signature.distributed if resolution.axes_of.get(factor)]
+    needed = {signature.distributed[factor] for factor in sharded} | ({signature.run} - {None})
     if not needed:
         return None, None
     if len(needed) > 1 or not needed <= set(ALGORITHMS):
@@ -232,5 +232,5 @@ def _algorithm(name, signature, resolution, mesh, metas):
             f"operator '{name}' asks for the algorithms {sorted(needed)}; "
             f"there is one at a time of {sorted(ALGORITHMS)}"
         )
-    axes = tuple(axis for factor in cut_factors for axis in resolution.axes_of[factor])
-    return ALGORITHMS[needed.pop()], Cut(mesh, axes, resolution.inputs, tuple(meta.shape for meta in metas))
+    axes = tuple(axis for factor in sharded for axis in resolution.axes_of[factor])
+    return ALGORITHMS[needed.pop()], ShardContext(mesh, axes, resolution.inputs, tuple(meta.shape for meta in metas))

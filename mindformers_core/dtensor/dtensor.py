@@ -15,7 +15,7 @@ from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.communication import world
 from mindformers_core.dtensor.indexing import index_tensor
-from mindformers_core.dtensor.move import dtype_name, move
+from mindformers_core.dtensor.move import dtype_name, redistribute_local
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.operators import tensor_meta
 
@@ -134,7 +134,7 @@ class DTensor(Tensor):
         moved = None if kept is None else kept.get(key)
         if moved is None:
             meta = tensor_meta(self.shape, self._meta.dtype, target, self._meta.constant)
-            moved = wrap(move(self._local, self.layout, target, self.shape), meta)
+            moved = wrap(redistribute_local(self._local, self.layout, target, self.shape), meta)
             if kept is not None:
                 kept[key] = moved
         return moved
@@ -234,7 +234,7 @@ def distribute_tensor(tensor, layout, mesh=None):
     if isinstance(tensor, Parameter):
         return parameter_view(placed_parameter(tensor, bound))
     meta = tensor_meta(tuple(tensor.shape), dtype_name(tensor.dtype), bound)
-    return _wrap_leaf(move(tensor, Layout.on(bound.mesh, ((),) * tensor.ndim), bound), meta)
+    return _wrap_leaf(redistribute_local(tensor, Layout.on(bound.mesh, ((),) * tensor.ndim), bound), meta)
 
 
 def placed_parameter(parameter, layout, global_shape=None):
