@@ -11,7 +11,7 @@ SIZE = 1024
 
 
 class WholeTensor:
-    """The `Cut` of a tensor that no axis cuts."""
+    """The `ShardContext` of a tensor that no axis cuts."""
 
     next_random_state = staticmethod(next_random_state)
 

@@ -11,7 +11,7 @@ from mindspore import nn
 from mindformers_core.capture.capture import capture
 from mindformers_core.capture.frame import Made
 from mindformers_core.capture.traced import Traced, call_site
-from mindformers_core.dtensor.distributed_operators import ALGORITHMS, Cut
+from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardContext
 from mindformers_core.dtensor.move import cost_model, dtype_name
 from mindformers_core.operators import TensorMeta, tensor_meta
 from mindformers_core.program.graph import OperatorNode
@@ -65,7 +65,7 @@ def algorithm_graph(plan, mesh, rank=None):
         CaptureError: the algorithm looks at values.
     """
     values = tree_leaves((plan.node.args, plan.node.kwargs))
-    cut = Cut(mesh, plan.cut_axes, plan.inputs, tuple(value.shape for value in values), rank)
+    cut = ShardContext(mesh, plan.cut_axes, plan.inputs, tuple(value.shape for value in values), rank)
     metas = [tensor_meta(layout.local_shape(value.shape), value.dtype) for layout, value in zip(plan.inputs, values)]
     graph = capture(_Algorithm(plan, cut), *metas)
     found = [value.shape for value in tree_leaves(graph.result)]
@@ -94,7 +94,7 @@ class _Algorithm(nn.Cell):
 
     def construct(self, *tensors):
         plan, write = self.plan, _Writer(tensors[0].recorder)
-        cut = replace(self.cut, move=write.move, next_random_state=write.recorder.random_state)
+        cut = replace(self.cut, redistribute=write.move, next_random_state=write.recorder.random_state)
         args, kwargs = _local_arguments(plan)
         given = iter(tensors)
         args, kwargs = tree_map(lambda leaf: next(given) if isinstance(leaf, TensorMeta) else leaf, (args, kwargs))

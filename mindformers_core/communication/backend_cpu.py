@@ -45,10 +45,9 @@ class CpuCollective(raw.RawCollective):
         return self._reduce(ops.unstack(self.all_gather(ops.unsqueeze(x, 0), 0)))
 
     def eager_all_reduce(self, x, op):
-        if shared := op == "sum" and x.dtype == mstype.float32 and _shared(self.group, x):
-            return shared.all_reduce(x)
         if op == "sum" and x.dtype in _SUMMED:
-            return self.sum.reduce(x)
+            shared = x.dtype == mstype.float32 and _shared(self.group, x)
+            return shared.all_reduce(x) if shared else self.sum.reduce(x)
         return self._reduce(self._exchange([x] * self.size))
 
     def all_gather(self, x, dim):
@@ -92,15 +91,12 @@ class CpuCollective(raw.RawCollective):
         return x
 
     def _exchange(self, parts):
-        """Send `parts[i]` to rank i of the group, the nearest ranks first; returns the parts for this rank in order."""
+        """Send `parts[i]` to rank i of the group, the nearest ranks first; returns this rank's parts, in order."""
         for step in range(1, self.size):
             to = (self.index + step) % self.size
             _send(parts[to], to, self.group)
-        received = list(parts)
-        for step in range(1, self.size):
-            origin = (self.index - step) % self.size
-            received[origin] = _receive(parts[self.index], origin, self.group)
-        return received
+        own = parts[self.index]
+        return [own if place == self.index else _receive(own, place, self.group) for place in range(self.size)]
 
     def _reduce(self, parts):
         """The elementwise reduction of tensors, in their order, so that all ranks get the same bits."""

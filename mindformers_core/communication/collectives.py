@@ -147,8 +147,7 @@ class Permute(Collective):
     def __init__(self, mesh, axes, source, target):
         group = make_group(mesh, axes)
         destination, origin = _route(mesh, group, source, target), _route(mesh, group, target, source)
-        forward = _raw("permute", group, destination, origin)
-        super().__init__(forward, _raw("permute", group, origin, destination))
+        super().__init__(_raw("permute", group, destination, origin), _raw("permute", group, origin, destination))
 
 
 class Broadcast(Collective):
@@ -181,8 +180,7 @@ class MarkVarying(Collective):
     """Replicate → Varying: identity / all_reduce."""
 
     def __init__(self, mesh, axes):
-        group = make_group(mesh, axes)
-        super().__init__(Alias(), _raw("all_reduce", group, "sum"))
+        super().__init__(Alias(), _raw("all_reduce", make_group(mesh, axes), "sum"))
 
 
 class UnmarkVarying(Collective):

@@ -10,6 +10,8 @@ from collections import defaultdict, deque
 from mindspore import Tensor
 
 from mindformers_core.communication.counter import record
+from mindformers_core.communication.point_to_point_cpu import make_transport as make_cpu_transport
+from mindformers_core.communication.point_to_point_native import make_transport as make_native_transport
 from mindformers_core.communication.world import process_state, world
 
 __all__ = ["Channel", "channel"]
@@ -31,7 +33,10 @@ def channel(limit=LIMIT):
     """
     memo = process_state().memo(__name__)
     if "owner" not in memo:
-        memo["owner"] = _ChannelOwner(_make_channel(limit))
+        here = world()
+        if here.size == 1:
+            raise RuntimeError("a channel joins ranks, but this world has one rank: start several with msrun")
+        memo["owner"] = _ChannelOwner(Channel(_TRANSPORTS[here.backend](limit), here.rank, here.size))
     return memo["owner"].channel
 
 
@@ -120,8 +125,10 @@ class Channel:
             try:
                 head, tensors = self._transport.receive(from_rank)
             except (ConnectionError, TimeoutError) as error:
+                came = [str(seen) for (sender, seen), unread in self._unread.items() if sender == from_rank and unread]
+                others = f"; other messages of it came: {', '.join(came[:8])}" if came else ""
                 waiting = f"rank {self.rank} was waiting for message {tag} from rank {from_rank}"
-                raise RuntimeError(f"{waiting}: {error}{self._unread_tags(from_rank)}") from error
+                raise RuntimeError(f"{waiting}: {error}{others}") from error
             self._unread[from_rank, tuple(head["tag"])].append((head, tensors))
         message = wanted.popleft()
         if not wanted:
@@ -135,10 +142,6 @@ class Channel:
             raise ValueError(
                 f"message {tag} between rank {self.rank} and rank {rank!r}: should be another of {self.size}"
             )
-
-    def _unread_tags(self, rank):
-        tags = [tag for (sender, tag), messages in self._unread.items() if sender == rank and messages]
-        return f"; other messages of it came: {', '.join(map(str, tags[:8]))}" if tags else ""
 
 
 class _ChannelOwner:
@@ -165,14 +168,4 @@ class _DryRunTransport:
         """Nothing to do."""
 
 
-def _make_channel(limit):
-    here = world()
-    if here.size == 1:
-        raise RuntimeError("a channel joins ranks, but this world has one rank: start several with msrun")
-    if here.backend == "cpu":
-        from mindformers_core.communication.point_to_point_cpu import make_transport
-    elif here.backend == "native":
-        from mindformers_core.communication.point_to_point_native import make_transport
-    else:
-        return Channel(_DryRunTransport(), here.rank, here.size)
-    return Channel(make_transport(limit), here.rank, here.size)
+_TRANSPORTS = {"cpu": make_cpu_transport, "native": make_native_transport, "fake": lambda limit: _DryRunTransport()}

@@ -16,7 +16,7 @@ from functools import partial
 
 from mindformers_core.communication.connecting import all_gather_texts, connect_ranks
 from mindformers_core.communication.shared_memory import SegmentWriter, read_segment, share_memory
-from mindformers_core.communication.tensor_bytes import HEAD_LENGTH, as_bytes, empty_tensor, encode_head
+from mindformers_core.communication.tensor_bytes import DTYPES, HEAD_LENGTH, as_bytes, empty_tensor, encode_head
 from mindformers_core.communication.world import world
 
 __all__ = ["Transport", "make_transport"]
@@ -65,7 +65,7 @@ class Transport:
         length = int.from_bytes(connection.read(HEAD_LENGTH), "little")
         try:
             head = json.loads(connection.read(length))
-            made = [empty_tensor(*description) for description in head["tensors"]]
+            made = [empty_tensor(DTYPES[name], shape) for name, shape in head["tensors"]]
             memories = [memory for _, memory in made]
             if "segment" in head:
                 read_segment(self.memories[rank], head["segment"], memories)

@@ -12,7 +12,7 @@ from mindspore import Tensor, ops
 from mindspore import dtype as mstype
 from mindspore.ops.auto_generate.gen_ops_prim import dist_comm_irecv_op, dist_comm_isend_op
 
-from mindformers_core.communication.tensor_bytes import HEAD_LENGTH, dtype_named, encode_head
+from mindformers_core.communication.tensor_bytes import DTYPES, HEAD_LENGTH, encode_head
 from mindformers_core.communication.world import world
 
 __all__ = ["Transport", "make_transport"]
@@ -54,7 +54,7 @@ class Transport:
         if end > _BLOCK:
             encoded += self._receive_tensor((end - _BLOCK,), mstype.int8, rank).asnumpy().tobytes()
         head = json.loads(encoded[HEAD_LENGTH:end])
-        received = [self._receive_tensor(tuple(shape), dtype_named(name), rank) for name, shape in head["tensors"]]
+        received = [self._receive_tensor(tuple(shape), DTYPES[name], rank) for name, shape in head["tensors"]]
         return head, tuple(received)
 
     def close(self):

@@ -18,7 +18,7 @@ import numpy as np
 from mindformers_core.communication.connecting import all_gather_texts, connect_ranks
 from mindformers_core.communication.local import part_length
 from mindformers_core.communication.shared_memory import share_memory
-from mindformers_core.communication.tensor_bytes import as_bytes, described, empty_tensor
+from mindformers_core.communication.tensor_bytes import as_bytes, empty_tensor
 from mindformers_core.communication.world import process_state
 
 __all__ = ["SharedGroup", "join_memory", "shared_group"]
@@ -66,9 +66,9 @@ class SharedGroup:
 
     def all_gather(self, x, dim):
         """All ranks' tensors, of any dtype, joined along `dim`."""
-        name, shape = described(x)
-        result, memory = empty_tensor(name, (*shape[:dim], shape[dim] * self.size, *shape[dim + 1 :]))
-        rows, call = math.prod(shape[:dim]), f"all_gather {name} {shape} {dim}"
+        shape = x.shape
+        result, memory = empty_tensor(x.dtype, (*shape[:dim], shape[dim] * self.size, *shape[dim + 1 :]))
+        rows, call = math.prod(shape[:dim]), f"all_gather {x.dtype} {shape} {dim}"
         word = f"u{math.gcd(x.itemsize, 8)}"  # NumPy copies these as they are, and faster than bytes
         source, target = as_bytes(x).view(word).reshape(rows, -1), memory.view(word).reshape(rows, self.size, -1)
         for piece in _pieces(source.shape, self.shelf // source.itemsize * self.size):
@@ -77,10 +77,9 @@ class SharedGroup:
 
     def reduce_scatter(self, x, dim):
         """This rank's part along `dim` of the sum of all ranks' tensors, of a dtype that NumPy adds."""
-        name, shape = described(x)
-        length = part_length(shape, self.size, dim)
-        result, memory = empty_tensor(name, (*shape[:dim], length, *shape[dim + 1 :]))
-        rows, call = math.prod(shape[:dim]), f"reduce_scatter {name} {shape} {dim}"
+        shape, length = x.shape, part_length(x.shape, self.size, dim)
+        result, memory = empty_tensor(x.dtype, (*shape[:dim], length, *shape[dim + 1 :]))
+        rows, call = math.prod(shape[:dim]), f"reduce_scatter {x.dtype} {shape} {dim}"
         source = x.asnumpy().reshape(rows, self.size, -1)
         target = memory.view(source.dtype).reshape(rows, -1)
         for piece in _pieces(target.shape, self.shelf // source.itemsize):
@@ -89,9 +88,8 @@ class SharedGroup:
 
     def all_reduce(self, x):
         """The sum of all ranks' tensors, of a dtype that NumPy adds."""
-        name, shape = described(x)
-        result, memory = empty_tensor(name, shape)
-        source, call = x.asnumpy().reshape(1, -1), f"all_reduce {name} {shape}"
+        result, memory = empty_tensor(x.dtype, x.shape)
+        source, call = x.asnumpy().reshape(1, -1), f"all_reduce {x.dtype} {x.shape}"
         target = memory.view(source.dtype).reshape(1, -1)
         for piece in _pieces(source.shape, self.shelf // source.itemsize * self.size):
             parts, totals = (np.array_split(array[piece], self.size, 1) for array in (source, target))

@@ -6,32 +6,24 @@ which the tensor keeps alive.
 
 import json
 from functools import cache
+from types import MappingProxyType
 
 import numpy as np
 from mindspore import Tensor
 from mindspore import dtype as mstype
 
-__all__ = ["HEAD_LENGTH", "as_bytes", "described", "dtype_named", "empty_tensor", "encode_head"]
+__all__ = ["DTYPES", "HEAD_LENGTH", "as_bytes", "empty_tensor", "encode_head"]
 
 HEAD_LENGTH = 4  # bytes before an encoded head that hold its length, little-endian
 _NOT_OF_NUMPY = (mstype.float8_e4m3fn, mstype.float8_e5m2, mstype.hifloat8, mstype.qint4x2)  # a byte each
-_DTYPES = {str(dtype): dtype for dtype in mstype.all_types}
-
-
-def described(tensor):
-    """`[dtype, shape]` of a tensor, as JSON can hold it."""
-    return [str(tensor.dtype), tensor.shape]
+DTYPES = MappingProxyType({str(dtype): dtype for dtype in mstype.all_types})  # by their names in a head
 
 
 def encode_head(head, tensors):
     """The head of a message, a dict, as bytes: its length, then JSON, with the tensors' dtypes and shapes."""
-    encoded = json.dumps({**head, "tensors": [described(tensor) for tensor in tensors]}, separators=(",", ":")).encode()
+    described = [(str(tensor.dtype), tensor.shape) for tensor in tensors]
+    encoded = json.dumps({**head, "tensors": described}, separators=(",", ":")).encode()
     return len(encoded).to_bytes(HEAD_LENGTH, "little") + encoded
-
-
-def dtype_named(name):
-    """The dtype of a name in a description."""
-    return _DTYPES[name]
 
 
 def as_bytes(tensor):
@@ -39,9 +31,8 @@ def as_bytes(tensor):
     return tensor.asnumpy().reshape(-1).view(np.uint8)
 
 
-def empty_tensor(name, shape):
-    """A new tensor as `described`, and the array of uint8 that is its memory, to be filled."""
-    dtype = _DTYPES[name]
+def empty_tensor(dtype, shape):
+    """A new tensor, and the array of uint8 that is its memory, to be filled."""
     if dtype in _NOT_OF_NUMPY:
         tensor = Tensor(np.zeros(shape), dtype)
         return tensor, as_bytes(tensor)

@@ -10,13 +10,14 @@ import math
 from mindspore import Parameter, Tensor, ops
 
 from mindformers_core.communication import world
-from mindformers_core.dtensor.distributed_operators import ALGORITHMS, Cut
+from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardContext
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, parameter_view, wrap
-from mindformers_core.dtensor.move import cost_model, dtype_name, move
+from mindformers_core.dtensor.move import cost_model, dtype_name, redistribute_local
 from mindformers_core.layout import Layout
 from mindformers_core.operators import TensorMeta, resolve, signature_of, tensor_meta
 from mindformers_core.operators.registry import rule_attributes
+from mindformers_core.program.structure import tree_map
 
 __all__ = ["Dispatcher"]
 
@@ -48,21 +49,12 @@ class Dispatcher:
             args = args[: WITHOUT_SEEDS.get(func.name)]
         if func.name in _ABOUT_TYPES:
             return func(*_on_locals((primitive, func.name, args) if primitive else args))
-        key, tensors = [func.name], []
-        for argument in args:
-            kind = type(argument)
-            if kind is DTensor:
-                key.append(argument._meta)
-                tensors.append(argument)
-            else:
-                _describe(argument, kind, key, tensors)
-        if kwargs:
-            for name, value in kwargs.items():
-                key.append(name)
-                _describe(value, type(value), key, tensors)
+        kwargs = kwargs or {}
+        key, tensors = [func.name, *kwargs], []
+        for argument in (*args, *kwargs.values()):
+            _describe(argument, key, tensors)
         attributes = {} if primitive is None else rule_attributes(func.name, vars(primitive))
-        key.extend(attributes.values())
-        key = tuple(key)
+        key = (*key, *attributes.values())
         if self.world is not world():
             self.programs.clear()
             self.world = world()
@@ -74,7 +66,7 @@ class Dispatcher:
                 f"operator '{func.name}' on DTensors takes tensors, numbers, strings, tuples and lists, not ({shown})"
             ) from error
         if program is None:
-            program = _Program(func.name, args, kwargs or {}, attributes, tensors)
+            program = _Program(func.name, args, kwargs, attributes, tensors)
             if len(self.programs) >= _MOST_PROGRAMS:
                 self.programs.clear()
             self.programs[key] = program
@@ -93,23 +85,24 @@ _FIXED = {"MatMulExt": _matmul} | dict.fromkeys(("SplitTensorView", "SplitWithSi
 
 
 def _on_locals(args):
-    return tuple(_on_locals(a) if type(a) is tuple else a._local if type(a) is DTensor else a for a in args)
+    return tree_map(lambda argument: argument._local if type(argument) is DTensor else argument, args)
 
 
-def _describe(argument, kind, key, tensors):
+def _describe(argument, key, tensors):
     """Append to `key` what tells this argument from others, and its tensors to `tensors`."""
+    kind = type(argument)
     if kind is DTensor:
         key.append(argument._meta)
         tensors.append(argument)
     elif isinstance(argument, Parameter) and hasattr(argument, "global_shape"):
-        _describe(parameter_view(argument), DTensor, key, tensors)
+        _describe(parameter_view(argument), key, tensors)
     elif isinstance(argument, Tensor):
         key.append((argument.shape, argument.dtype, argument._requires_grad))
         tensors.append(argument)
     elif kind is tuple or kind is list:
         key.append(len(argument))
         for entry in argument:
-            _describe(entry, type(entry), key, tensors)
+            _describe(entry, key, tensors)
     else:
         key.append(kind)  # since 1 == 1.0 == True
         key.append(argument)
@@ -120,7 +113,7 @@ class _Program:
 
     Attributes:
         targets: for every tensor the layout that it must move to, or None.
-        algorithm: what runs in the operator's place, or None; it gets the `cut` that it has to bridge.
+        algorithm: what runs in the operator's place, or None; it gets the `context`.
         args, kwargs: the local call's arguments, a `TensorMeta` in the place of every tensor.
         direct: whether the local call is the global one with local tensors in it, nothing else.
         constant: whether no gradient flows to the outputs.
@@ -136,14 +129,17 @@ class _Program:
             )
         mesh = _common_mesh(name, tensors)
         metas = [_meta_of(tensor, mesh) for tensor in tensors]
-        args, kwargs = _fill((args, kwargs), Tensor, iter(metas))
+        args, kwargs = _fill((args, kwargs), Tensor, metas)
         self.constant = not any(meta.differentiable for meta in metas)
         signature = signature_of(name, args, kwargs | attributes)
         resolution = resolve(signature, metas, mesh, cost_model())
         self.layouts = resolution.outputs
-        self.shapes = tuple(_global_shape(signature, dims) for dims in signature.outputs)
+        sizes = signature.sizes
+        self.shapes = tuple(
+            tuple(math.prod(sizes[factor] for factor in factors) for factors in dims) for dims in signature.outputs
+        )
         self.targets = tuple(map(_target, metas, resolution.inputs))
-        self.algorithm, self.cut = _algorithm(name, signature, resolution, mesh, metas)
+        self.algorithm, self.context = _algorithm(name, signature, resolution, mesh, metas)
         flat = not kwargs and sum(isinstance(argument, TensorMeta) for argument in args) == len(metas)
         self.direct = flat and signature.localize is None and self.algorithm is None and not any(self.targets)
         if signature.localize is not None:
@@ -154,27 +150,23 @@ class _Program:
     def run(self, func, primitive, args, tensors):
         """Move the inputs, call the operator on local tensors, wrap what comes out."""
         if self.direct:
-            args = [argument._local if type(argument) is DTensor else argument for argument in args]
-            result = func(*args) if primitive is None else func(primitive, self.name, tuple(args))
+            args, kwargs = [argument._local if type(argument) is DTensor else argument for argument in args], {}
         else:
-            result = self._run_moved(func, primitive, tensors)
+            parts = [_local_part(tensor, target) for tensor, target in zip(tensors, self.targets)]
+            args, kwargs = _fill((self.args, self.kwargs), TensorMeta, parts)
+
+        def operator(*local_args):
+            if primitive is not None:
+                return func(primitive, self.name, local_args)
+            return func(*local_args, **kwargs)
+
+        result = operator(*args) if self.algorithm is None else self.algorithm(operator, args, self.context)
         metas = self.metas
         if metas is None:
             metas = self.metas = self._check_outputs(result)
         if isinstance(result, Tensor):
             return wrap(result, metas[0])
         return tuple(map(wrap, result, metas))
-
-    def _run_moved(self, func, primitive, tensors):
-        parts = [_local_part(tensor, target) for tensor, target in zip(tensors, self.targets)]
-        args, kwargs = _fill((self.args, self.kwargs), TensorMeta, iter(parts))
-
-        def operator(*local_args):
-            if primitive is not None:
-                return func(primitive, self.name, tuple(local_args))
-            return func(*local_args, **kwargs)
-
-        return operator(*args) if self.algorithm is None else self.algorithm(operator, args, self.cut)
 
     def _check_outputs(self, result):
         """The outputs' metas; a local result of another shape than the rule predicted is the rule's fault."""
@@ -192,15 +184,10 @@ class _Program:
         return metas
 
 
-def _fill(value, placeholder, replacements):
-    """`value` with every instance of `placeholder` in its tuples, lists and dicts replaced by the next replacement."""
-    if isinstance(value, placeholder):
-        return next(replacements)
-    if isinstance(value, (tuple, list)):
-        return type(value)([_fill(entry, placeholder, replacements) for entry in value])
-    if isinstance(value, dict):
-        return {name: _fill(entry, placeholder, replacements) for name, entry in value.items()}
-    return value
+def _fill(structure, placeholder, replacements):
+    """A structure with the replacements in the places of the instances of `placeholder`, in order."""
+    rest = iter(replacements)
+    return tree_map(lambda leaf: next(rest) if isinstance(leaf, placeholder) else leaf, structure)
 
 
 def _common_mesh(name, tensors):
@@ -231,17 +218,13 @@ def _target(meta, needed):
 def _local_part(tensor, target):
     if type(tensor) is DTensor:
         return tensor._local if target is None else tensor.redistribute(target)._local
-    return tensor if target is None else move(tensor, Layout.on(target.mesh, ((),) * tensor.ndim), target)
-
-
-def _global_shape(signature, dims):
-    return tuple(math.prod(signature.sizes[factor] for factor in factors) for factors in dims)
+    return tensor if target is None else redistribute_local(tensor, Layout.on(target.mesh, ((),) * tensor.ndim), target)
 
 
 def _algorithm(name, signature, resolution, mesh, metas):
-    """The algorithm that runs in the operator's place, if any, and the `Cut` that it bridges."""
-    cut_factors = [factor for factor in signature.distributed if resolution.axes_of.get(factor)]
-    needed = {signature.distributed[factor] for factor in cut_factors} | ({signature.run} - {None})
+    """The algorithm that runs in the operator's place, if any, and the `ShardContext` that it gets."""
+    sharded = [factor for factor in signature.distributed if resolution.axes_of.get(factor)]
+    needed = {signature.distributed[factor] for factor in sharded} | ({signature.run} - {None})
     if not needed:
         return None, None
     if len(needed) > 1 or not needed <= set(ALGORITHMS):
@@ -249,5 +232,5 @@ def _algorithm(name, signature, resolution, mesh, metas):
             f"operator '{name}' asks for the algorithms {sorted(needed)}; "
             f"there is one at a time of {sorted(ALGORITHMS)}"
         )
-    axes = tuple(axis for factor in cut_factors for axis in resolution.axes_of[factor])
-    return ALGORITHMS[needed.pop()], Cut(mesh, axes, resolution.inputs, tuple(meta.shape for meta in metas))
+    axes = tuple(axis for factor in sharded for axis in resolution.axes_of[factor])
+    return ALGORITHMS[needed.pop()], ShardContext(mesh, axes, resolution.inputs, tuple(meta.shape for meta in metas))

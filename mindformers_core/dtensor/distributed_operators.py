@@ -1,43 +1,43 @@
-"""Operators cut along a dim that they reduce or look up in: the algorithms that make the result that of one card.
+"""Algorithms of operators that are sharded along a dim that they reduce or look up in; results are those of one card.
 
-Each is called as `algorithm(operator, args, cut)` in the place of `operator(*args)`, where `operator` is the plain
+Each is called as `algorithm(operator, args, context)` in the place of `operator(*args)`, where `operator` is the plain
 operator and `args` hold local tensors. It is written with differentiable moves between layouts, so that its gradient
 follows. The distributed softmax and cross-entropy are those of Megatron-LM (arXiv 1909.08053, section 3): one
 maximum, one sum.
 
 An algorithm runs on tensors with values, or once on traced ones, to be written down (`capture/algorithm_graph.py`).
-So it never looks at values, and what differs between ranks comes from `cut` as tensors: their graphs have to be alike.
+So it never looks at values, and what differs between ranks comes from `context` as tensors: graphs have to be alike.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from mindspore import Tensor, ops
 from mindspore import dtype as mstype
 
 from mindformers_core.communication import world
 from mindformers_core.dtensor.dropout import counters, dropout_with_mask, functional_dropout, next_random_state
-from mindformers_core.dtensor.move import dtype_name, move
+from mindformers_core.dtensor.move import dtype_name, redistribute_local
 from mindformers_core.layout import Layout
 
-__all__ = ["ALGORITHMS", "Cut"]
+__all__ = ["ALGORITHMS", "ShardContext"]
 
 _LOWEST = -65504.0  # the lowest number of every float type
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Where an operator is cut: the axes, and the layouts and global shapes of its inputs.
+class ShardContext:
+    """How an operator is sharded: the axes, and the layouts and global shapes of its inputs.
 
     Attributes:
         mesh: the mesh.
-        axes: the axes along which the operator's own dim is cut, major to minor; empty for one that always runs.
+        axes: the axes that shard the operator's own dim, major to minor; empty for an algorithm that always runs.
         layouts: the layout of every tensor input as the operator gets it.
         shapes: the global shape of every tensor input.
         rank: the rank that runs, or for which it is written down; None: this process's.
-        move: `move(local, source, target)` takes a local tensor from one layout to another.
+        redistribute: `redistribute(local, source, target)` takes a local tensor from one layout to another.
         next_random_state: gives seed and offset of the next random draw.
     """
 
@@ -46,7 +46,7 @@ class Cut:
     layouts: tuple
     shapes: tuple
     rank: int | None = None
-    move: Callable = move
+    redistribute: Callable = redistribute_local
     next_random_state: Callable = next_random_state
 
     @cached_property
@@ -75,40 +75,30 @@ class Cut:
         """The parts' values reduced with `op`: for consumers that are the same on all ranks, or (`varying`) differ."""
         dims = ((),) * local.ndim
         whole = Layout.on(self.mesh, dims, varying=self.axes if varying else ())
-        return self.move(local, Layout.on(self.mesh, dims, dict.fromkeys(self.axes, op)), whole)
+        return self.redistribute(local, Layout.on(self.mesh, dims, dict.fromkeys(self.axes, op)), whole)
 
 
-def _mean(operator, args, cut):
+def _mean(operator, args, context):
     """The local mean over the number of parts, so that the parts' results are terms of a sum."""
-    return operator(*args) * (1.0 / cut.count)
+    return operator(*args) * (1.0 / context.count)
 
 
-def _weighted_mean(operator, args, cut):
+def _weighted_mean(operator, args, context):
     """The local sum over the total of all parts' weights. `NLLLoss` has its reduction in place 3, where 0 is a sum."""
     total, weight = operator(*args[:3], 0, *args[4:])
-    return total / cut.combined(ops.stop_gradient(weight)), weight
+    return total / context.combined(ops.stop_gradient(weight)), weight
 
 
-def _extreme(op):
-    def algorithm(operator, args, cut):
-        """The extreme over all parts. Its gradient goes to the elements that hold it; several share it equally."""
-        x = args[0]
-        best = cut.combined(ops.stop_gradient(operator(*args)), op)
-        if "float" not in dtype_name(x.dtype):
-            return best
-        wide = ops.reshape(best, _keep_dims(x.shape, best.shape, args[1:]))
-        holds = ops.cast(ops.equal(ops.stop_gradient(x), wide), x.dtype)
-        return best + _gradient_only(x, holds, cut, args[1:], best.shape)
-
-    return algorithm
-
-
-def _keep_dims(shape, reduced_shape, arguments):
-    """The shape with the reduced dims kept as 1."""
-    if len(shape) == len(reduced_shape):
-        return tuple(reduced_shape)
-    dims = _reduced_dims(len(shape), arguments)
-    return tuple(1 if dim in dims else size for dim, size in enumerate(shape))
+def _extreme(op, operator, args, context):
+    """The extreme over all parts. Its gradient goes to the elements that hold it; several share it equally."""
+    x, dims = args[0], _reduced_dims(args[0].ndim, args[1:])
+    best = context.combined(ops.stop_gradient(operator(*args)), op)
+    if "float" not in dtype_name(x.dtype):
+        return best
+    wide = ops.reshape(best, tuple(1 if dim in dims else size for dim, size in enumerate(x.shape)))
+    holds = ops.cast(ops.equal(ops.stop_gradient(x), wide), x.dtype)
+    count = context.combined(ops.sum(holds, dims))
+    return best + ops.reshape(ops.sum(_finite_zero(x) * holds, dims) / count, best.shape)
 
 
 def _reduced_dims(ndim, arguments):
@@ -119,54 +109,41 @@ def _reduced_dims(ndim, arguments):
     return tuple(dim % ndim for dim in given)
 
 
-def _gradient_only(x, holds, cut, arguments, shape):
-    """Zero, with the gradient of the mean of `x` over the elements that `holds` marks in all parts."""
-    dims = _reduced_dims(x.ndim, arguments)
-    count = cut.combined(ops.sum(holds, dims))
-    return ops.reshape(ops.sum(_finite_zero(x) * holds, dims) / count, shape)
+def _arg_extreme(op, operator, args, context):
+    """The position of the first extreme over all parts."""
+    x, dim = args[0], args[1] if len(args) > 1 and args[1] is not None else None
+    if dim is None:
+        raise ValueError("argmax or argmin over all dims of a sharded tensor: flatten it to one dim first")
+    index = operator(*args)
+    kept = index if index.ndim == x.ndim else ops.expand_dims(index, dim)
+    value = ops.gather_elements(ops.stop_gradient(x), dim, kept)
+    return _first_position(index, ops.reshape(value, index.shape), x.shape[dim], op, context)[0]
 
 
-def _arg_extreme(op):
-    def algorithm(operator, args, cut):
-        """The position of the first extreme over all parts."""
-        x, dim = args[0], args[1] if len(args) > 1 and args[1] is not None else None
-        if dim is None:
-            raise ValueError("argmax or argmin over all dims of a sharded tensor: flatten it to one dim first")
-        index = operator(*args)
-        kept = index if index.ndim == x.ndim else ops.expand_dims(index, dim)
-        value = ops.gather_elements(ops.stop_gradient(x), dim, kept)
-        return _first_position(index, ops.reshape(value, index.shape), x.shape[dim], op, cut)[0]
-
-    return algorithm
-
-
-def _first_position(index, value, size, op, cut):
+def _first_position(index, value, size, op, context):
     """The smallest global position among the parts whose value is the extreme, and whether it is in this part.
 
     A NaN is no extreme, as on one card.
     """
     if "float" in dtype_name(value.dtype):
         value = ops.masked_fill(value, ops.isnan(value), -math.inf if op == "max" else math.inf)
-    best = cut.combined(value, op)
-    position = ops.cast(index, mstype.int64) + cut.start(size, mstype.int64)
-    here = ops.where(ops.equal(value, best), position, Tensor(cut.count * size, mstype.int64))
-    first = cut.combined(ops.stop_gradient(here), "min")
+    best = context.combined(value, op)
+    position = ops.cast(index, mstype.int64) + context.start(size, mstype.int64)
+    here = ops.where(ops.equal(value, best), position, Tensor(context.count * size, mstype.int64))
+    first = context.combined(ops.stop_gradient(here), "min")
     return ops.cast(first, index.dtype), ops.equal(first, position)
 
 
-def _extreme_with_index(op, value_first=False):
-    def algorithm(operator, args, cut):
-        """Index and value of the first extreme over all parts; the gradient goes to that element alone."""
-        size = args[0].shape[args[1]]
-        results = operator(*args)
-        index, value = (results[1], results[0]) if value_first else results
-        index = ops.stop_gradient(index)  # in a graph, integers have gradients too
-        first, mine = _first_position(index, ops.stop_gradient(value), size, op, cut)
-        best = cut.combined(ops.stop_gradient(value), op)
-        best = best + _finite_zero(value) * ops.cast(mine, value.dtype)
-        return (best, first) if value_first else (first, best)
-
-    return algorithm
+def _extreme_with_index(op, value_first, operator, args, context):
+    """Index and value of the first extreme over all parts; the gradient goes to that element alone."""
+    size = args[0].shape[args[1]]
+    results = operator(*args)
+    index, value = (results[1], results[0]) if value_first else results
+    index = ops.stop_gradient(index)  # in a graph, integers have gradients too
+    first, mine = _first_position(index, ops.stop_gradient(value), size, op, context)
+    best = context.combined(ops.stop_gradient(value), op)
+    best = best + _finite_zero(value) * ops.cast(mine, value.dtype)
+    return (best, first) if value_first else (first, best)
 
 
 def _finite_zero(x):
@@ -175,42 +152,39 @@ def _finite_zero(x):
     return finite - ops.stop_gradient(finite)
 
 
-def _all_or_any(op):
-    def algorithm(operator, args, cut):
-        """Whether all (`min`) or any (`max`) of the parts' answers are true."""
-        answer = ops.cast(operator(*args), mstype.int32)
-        return ops.cast(cut.combined(answer, op), mstype.bool_)
-
-    return algorithm
+def _all_or_any(op, operator, args, context):
+    """Whether all (`min`) or any (`max`) of the parts' answers are true."""
+    answer = ops.cast(operator(*args), mstype.int32)
+    return ops.cast(context.combined(answer, op), mstype.bool_)
 
 
-def _shifted(x, dim, cut):
+def _shifted(x, dim, context):
     """`x` less the maximum over all parts (which needs no gradient), its exponentials, and their sum over all parts.
 
     The maximum of a row that is masked with -inf throughout is taken as a number, so that its exponentials are 0.
     """
-    top = cut.combined(ops.amax(ops.stop_gradient(x), dim, keepdims=True), "max")
+    top = context.combined(ops.amax(ops.stop_gradient(x), dim, keepdims=True), "max")
     shifted = x - ops.maximum(top, _LOWEST)
     exponentials = ops.exp(shifted)
-    return shifted, exponentials, cut.combined(ops.sum(exponentials, dim, keepdim=True), varying=True)
+    return shifted, exponentials, context.combined(ops.sum(exponentials, dim, keepdim=True), varying=True)
 
 
-def _softmax(_, args, cut):
+def _softmax(_, args, context):
     x, dim = args[0], _softmax_dim(args)
-    _, exponentials, total = _shifted(x, dim, cut)
+    _, exponentials, total = _shifted(x, dim, context)
     return exponentials / ops.maximum(total, 0.5)  # at least 1, or 0 where all is masked: then 0, as on one card
 
 
-def _log_softmax(_, args, cut):
+def _log_softmax(_, args, context):
     x, dim = args[0], _softmax_dim(args)
-    shifted, _, total = _shifted(x, dim, cut)
+    shifted, _, total = _shifted(x, dim, context)
     return shifted - ops.log(total)
 
 
-def _log_sum_exp(_, args, cut):
+def _log_sum_exp(_, args, context):
     x, dims = args[0], _reduced_dims(args[0].ndim, args[1:])
-    top = cut.combined(ops.amax(ops.stop_gradient(x), dims, keepdims=True), "max")
-    total = cut.combined(ops.sum(ops.exp(x - top), dims, keepdim=True))
+    top = context.combined(ops.amax(ops.stop_gradient(x), dims, keepdims=True), "max")
+    total = context.combined(ops.sum(ops.exp(x - top), dims, keepdim=True))
     result = ops.log(total) + top
     return result if len(args) > 2 and args[2] else ops.squeeze(result, dims)
 
@@ -220,14 +194,14 @@ def _softmax_dim(args):
     return dim[0] if isinstance(dim, (tuple, list)) else dim
 
 
-def _found_here(indices, size, cut):
+def _found_here(indices, size, context):
     """Indices into this part (0 where they point elsewhere), and where they do. Negative ones count from the end.
 
     An index outside of all parts points elsewhere for every one of them: it finds zeros, where one card raises an
     error (to raise one here, all indices would have to come to the host, in every step).
     """
-    whole = ops.where(ops.less(indices, 0), indices + size * cut.count, indices)
-    local = whole - cut.start(size, indices.dtype)
+    whole = ops.where(ops.less(indices, 0), indices + size * context.count, indices)
+    local = whole - context.start(size, indices.dtype)
     absent = ops.logical_or(ops.less(local, 0), ops.greater_equal(local, size))
     return ops.masked_fill(local, absent, 0), absent
 
@@ -236,53 +210,53 @@ def _zero_where(absent, found):
     return ops.masked_fill(found, absent, 0.0 if "float" in dtype_name(found.dtype) else 0)
 
 
-def _gather(operator, args, cut):
+def _gather(operator, args, context):
     """Look up what this part holds, zero elsewhere: the parts' results are terms of a sum."""
     params, indices, dim = args[:3]
     batch = args[3] if len(args) > 3 else 0
     dim %= params.ndim
-    local, absent = _found_here(indices, params.shape[dim], cut)
+    local, absent = _found_here(indices, params.shape[dim], context)
     shape = [*indices.shape[:batch], *[1] * (dim - batch), *indices.shape[batch:], *[1] * (params.ndim - dim - 1)]
     return _zero_where(ops.reshape(absent, tuple(shape)), operator(params, local, dim, *args[3:]))
 
 
-def _gather_elements(operator, args, cut):
+def _gather_elements(operator, args, context):
     """As `_gather`, element by element along a dim."""
     x, dim, indices = args
-    local, absent = _found_here(indices, x.shape[dim], cut)
+    local, absent = _found_here(indices, x.shape[dim], context)
     return _zero_where(absent, operator(x, dim, local))
 
 
-def _index_select(operator, args, cut):
+def _index_select(operator, args, context):
     """As `_gather`, with the dim between the tensors."""
     x, dim, indices = args
-    return _gather(lambda params, local, dim: operator(params, dim, local), (x, indices, dim), cut)
+    return _gather(lambda params, local, dim: operator(params, dim, local), (x, indices, dim), context)
 
 
-def _embedding(operator, args, cut):
+def _embedding(operator, args, context):
     """As `_gather`, for the operator that takes indices first and a matrix of rows second."""
     indices, weight = args[:2]
-    local, absent = _found_here(indices, weight.shape[0], cut)
+    local, absent = _found_here(indices, weight.shape[0], context)
     return _zero_where(ops.expand_dims(absent, -1), operator(local, weight, *args[2:]))
 
 
 ALGORITHMS = {
     "mean": _mean,
     "weighted_mean": _weighted_mean,
-    "max": _extreme("max"),
-    "min": _extreme("min"),
-    "argmax": _arg_extreme("max"),
-    "argmin": _arg_extreme("min"),
-    "max_with_index": _extreme_with_index("max"),
-    "min_with_index": _extreme_with_index("min"),
-    "max_dim": _extreme_with_index("max", value_first=True),
-    "min_dim": _extreme_with_index("min", value_first=True),
+    "max": partial(_extreme, "max"),
+    "min": partial(_extreme, "min"),
+    "argmax": partial(_arg_extreme, "max"),
+    "argmin": partial(_arg_extreme, "min"),
+    "max_with_index": partial(_extreme_with_index, "max", False),
+    "min_with_index": partial(_extreme_with_index, "min", False),
+    "max_dim": partial(_extreme_with_index, "max", True),
+    "min_dim": partial(_extreme_with_index, "min", True),
     "logsumexp": _log_sum_exp,
     "index_select": _index_select,
     "dropout": dropout_with_mask,
     "func_dropout": functional_dropout,
-    "all": _all_or_any("min"),
-    "any": _all_or_any("max"),
+    "all": partial(_all_or_any, "min"),
+    "any": partial(_all_or_any, "max"),
     "softmax": _softmax,
     "log_softmax": _log_softmax,
     "gather": _gather,

@@ -53,18 +53,18 @@ def connect_generator(generator):
     generator._generator.recompute(False)  # a graph would draw anew in the recomputation
 
 
-def dropout_with_mask(_, args, cut):
+def dropout_with_mask(_, args, context):
     """`Dropout`: the tensor with some elements zeroed and the others scaled, and the mask.
 
     The operator is given the probability of keeping. Every call draws by `next_random_state`.
     """
-    return _dropped(args[0], args[1] if len(args) > 1 else 0.5, *cut.next_random_state(), cut.random_counters)
+    return _dropped(args[0], args[1] if len(args) > 1 else 0.5, *context.next_random_state(), context.random_counters)
 
 
-def functional_dropout(_, args, cut):
+def functional_dropout(_, args, context):
     """`FuncDropoutExt`: the same without the mask; given the probability of dropping, and what to draw by."""
     x, probability, _, _, seed, offset = args
-    return _dropped(x, 1.0 - probability, seed, offset, cut.random_counters)[0]
+    return _dropped(x, 1.0 - probability, seed, offset, context.random_counters)[0]
 
 
 def _dropped(x, keep_probability, seed, offset, row_and_column_counters):

@@ -7,17 +7,30 @@ PyTorch's DTensor and of OneFlow's global tensor.
 """
 
 import copy
+import math
+from operator import attrgetter
 
 from mindspore import Parameter, Tensor
 from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.communication import world
 from mindformers_core.dtensor.indexing import index_tensor
-from mindformers_core.dtensor.move import dtype_name, move
+from mindformers_core.dtensor.move import dtype_name, redistribute_local
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.operators import tensor_meta
 
 __all__ = ["DTensor", "distribute_tensor", "wrap"]
+
+
+def _of_whole(what, read=None):
+    """A method that reads `what` of the local tensor, where every rank holds the whole."""
+
+    def method(self, *args):
+        local = self._whole(what)
+        return getattr(local, what.removesuffix("()"))(*args) if read is None else read(local)
+
+    method.__doc__ = f"`{what}` of the global tensor, where every rank holds the whole."
+    return method
 
 
 class DTensor(Tensor):
@@ -70,10 +83,7 @@ class DTensor(Tensor):
     @property
     def size(self):
         """Number of elements of the global tensor."""
-        count = 1
-        for size in self._meta.shape:
-            count *= size
-        return count
+        return math.prod(self._meta.shape)
 
     @property
     def nbytes(self):
@@ -124,7 +134,7 @@ class DTensor(Tensor):
         moved = None if kept is None else kept.get(key)
         if moved is None:
             meta = tensor_meta(self.shape, self._meta.dtype, target, self._meta.constant)
-            moved = wrap(move(self._local, self.layout, target, self.shape), meta)
+            moved = wrap(redistribute_local(self._local, self.layout, target, self.shape), meta)
             if kept is not None:
                 kept[key] = moved
         return moved
@@ -141,42 +151,6 @@ class DTensor(Tensor):
                 ".full_tensor() for the whole, or .to_local() for this rank's part"
             )
         return self._local
-
-    @property
-    def strides(self):
-        """Bytes from one element to the next along every dim, where every rank holds the whole."""
-        return self._whole("strides").strides
-
-    def asnumpy(self):
-        """The values as a NumPy array, where every rank holds the whole."""
-        return self._whole("asnumpy()").asnumpy()
-
-    def numpy(self):
-        """See `asnumpy`."""
-        return self.asnumpy()
-
-    def tolist(self):
-        """The values as nested lists, where every rank holds the whole."""
-        return self._whole("tolist()").tolist()
-
-    def item(self):
-        """The value of a tensor with one element, where every rank holds the whole."""
-        return self._whole("item()").item()
-
-    def __bool__(self):
-        return bool(self._whole("bool()"))
-
-    def __int__(self):
-        return int(self._whole("int()"))
-
-    def __float__(self):
-        return float(self._whole("float()"))
-
-    def __index__(self):
-        return int(self._whole("int()"))
-
-    def __array__(self, dtype=None):
-        return self.asnumpy() if dtype is None else self.asnumpy().astype(dtype)
 
     def __len__(self):
         if not self.shape:
@@ -200,6 +174,9 @@ class DTensor(Tensor):
     def __repr__(self):
         return f"DTensor(shape={self.shape}, dtype={self._meta.dtype}, layout={self.layout!r}, local={self._local})"
 
+    __bool__ = _of_whole("bool()", bool)
+    __int__ = __index__ = _of_whole("int()", int)
+    __float__ = _of_whole("float()", float)
     __array_ufunc__ = None  # so that a NumPy number on the left leaves the operator to us
     # `h += f(h)` makes a new tensor: others may share the parts of the old one
     __iadd__ = Tensor.__add__
@@ -210,17 +187,10 @@ class DTensor(Tensor):
     __hash__ = Tensor.__hash__
 
 
-def _reading(name):
-    def read(self, *args):
-        return getattr(self._whole(f"{name}()"), name)(*args)
-
-    read.__name__ = name
-    read.__doc__ = f"`Tensor.{name}`, where every rank holds the whole."
-    return read
-
-
-for _name in ("data_ptr", "get_bytes", "is_contiguous", "storage", "stride", "untyped_storage"):
-    setattr(DTensor, _name, _reading(_name))
+_READ = ("asnumpy", "data_ptr", "get_bytes", "is_contiguous", "item", "storage", "stride", "tolist", "untyped_storage")
+DTensor.strides = property(_of_whole("strides", attrgetter("strides")))
+for _name in _READ:
+    setattr(DTensor, _name, _of_whole(f"{_name}()"))
 
 
 def wrap(local, meta):
@@ -263,12 +233,8 @@ def distribute_tensor(tensor, layout, mesh=None):
     bound = bind_layout(layout, mesh, tensor.ndim)
     if isinstance(tensor, Parameter):
         return parameter_view(placed_parameter(tensor, bound))
-    bound.local_shape(tensor.shape)
-    whole = wrap(
-        tensor, tensor_meta(tuple(tensor.shape), dtype_name(tensor.dtype), Layout.on(bound.mesh, ((),) * tensor.ndim))
-    )
-    placed = whole.redistribute(bound)
-    return _wrap_leaf(placed._local, placed._meta)
+    meta = tensor_meta(tuple(tensor.shape), dtype_name(tensor.dtype), bound)
+    return _wrap_leaf(redistribute_local(tensor, Layout.on(bound.mesh, ((),) * tensor.ndim), bound), meta)
 
 
 def placed_parameter(parameter, layout, global_shape=None):

@@ -4,6 +4,9 @@ MindSpore asks a Tensor subclass for `__fallback__` at every operator call. Two 
 first tensor is a plain one looks for `__fallback__` on `Tensor` itself; and a few primitives do not ask at all.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from mindspore import Parameter, Tensor, ops
 
 from mindformers_core.dtensor.dispatch import Dispatcher
@@ -33,24 +36,12 @@ class _PlainTensorFallback:
         return self.dispatcher
 
 
-class _Call:
-    """A primitive's own `__call__`, in the form in which MindSpore hands operators to `__fallback__`."""
-
-    def __init__(self, primitive, call, count):
-        self.name = primitive.name
-        self.primitive = primitive
-        self.call = call
-        self.count = count
-
-    def __call__(self, *args):
-        return self.call(self.primitive, *args[: self.count])
-
-
-class _Function:
+@dataclass(eq=False)
+class _Operator:
     """A function of tensors, in the form in which MindSpore hands operators to `__fallback__`."""
 
-    def __init__(self, name, function):
-        self.name, self.function = name, function
+    name: str
+    function: Callable
 
     def __call__(self, *args, **kwargs):
         return self.function(*args, **kwargs)
@@ -70,7 +61,7 @@ def custom_operator(name, function):
         A function that a Cell's `construct` calls: with plain tensors it calls `function`; distributed ones, and those
         of a capture, go where operators go.
     """
-    operator = _Function(name, function)
+    operator = _Operator(name, function)
 
     def call(*args):
         for tensor in args:
@@ -96,8 +87,9 @@ def _asking(call, attributes, dispatcher):
     def asking_call(self, *args):
         if not _has_dtensor(args):
             return call(self, *args)
-        more = tuple(getattr(self, name) for name in attributes)
-        return dispatcher(_Call(self, call, len(args)), (*args, *more))
+        more = [getattr(self, name) for name in attributes]
+        operator = _Operator(self.name, lambda *local: call(self, *local[: len(args)]))
+        return dispatcher(operator, (*args, *more))
 
     return asking_call
 

@@ -1,4 +1,4 @@
-"""Moving local tensors from one layout to another: the planner's steps, run as differentiable collectives."""
+"""Redistribution of local tensors: the steps of the planner, run as differentiable collectives."""
 
 from functools import cache
 
@@ -8,7 +8,7 @@ from mindspore import ops
 from mindformers_core.communication import communicator, world
 from mindformers_core.redistribution import ASCEND, CPU, GPU, plan_redistribution
 
-__all__ = ["move", "cells_between", "cost_model", "dtype_name"]
+__all__ = ["cells_between", "cost_model", "dtype_name", "redistribute_local"]
 
 _COST_MODELS = {"CPU": CPU, "GPU": GPU, "Ascend": ASCEND}
 
@@ -30,15 +30,15 @@ def cells_between(source, target, shape, dtype):
     return tuple(communicator(source.mesh).cell(step) for step in plan.steps)
 
 
-def move(local, source, target, shape=None):
-    """`local`, this rank's part of a tensor in layout `source`, moved to layout `target`; differentiable.
+def redistribute_local(local, source, target, shape=None):
+    """`local`, this rank's part of a tensor in layout `source`, redistributed to layout `target`; differentiable.
 
     `shape` is the global shape; default: what `local` and `source` make of it.
     """
     if source == target:
         return local
     if local.dtype == mstype.bool_:  # no sums of bools on the way
-        return ops.cast(move(ops.cast(local, mstype.int32), source, target, shape), mstype.bool_)
+        return ops.cast(redistribute_local(ops.cast(local, mstype.int32), source, target, shape), mstype.bool_)
     shape = source.global_shape(local.shape) if shape is None else shape
     for cell in cells_between(source, target, shape, dtype_name(local.dtype)):
         local = cell(local)

@@ -1,6 +1,6 @@
 """The whole parameters of a sharded Cell, for files that are to fit any mesh."""
 
-from mindformers_core.dtensor.move import move
+from mindformers_core.dtensor.move import redistribute_local
 from mindformers_core.layout import Layout
 
 __all__ = ["full_parameters"]
@@ -18,5 +18,5 @@ def full_parameters(cell):
     whole = {}
     for parameter in cell.get_parameters():
         target = Layout.on(parameter.layout.mesh, ((),) * len(parameter.global_shape))
-        whole[parameter.name] = move(parameter, parameter.layout, target, parameter.global_shape)
+        whole[parameter.name] = redistribute_local(parameter, parameter.layout, target, parameter.global_shape)
     return whole

@@ -3,7 +3,7 @@
 from mindspore import float32, nn, ops
 
 from mindformers_core.communication import communicator
-from mindformers_core.dtensor.move import move
+from mindformers_core.dtensor.move import redistribute_local
 from mindformers_core.layout import Layout
 
 __all__ = ["ClipByGlobalNorm", "clip_by_global_norm", "sharding_of", "sum_cell", "sum_over"]
@@ -85,4 +85,4 @@ def sum_over(mesh, axes, value):
     """The scalar `value` summed over `axes` of `mesh`, the same on all their ranks."""
     if not axes:
         return value
-    return move(value, Layout.on(mesh, (), {axis: "sum" for axis in axes}), Layout.on(mesh), ())
+    return redistribute_local(value, Layout.on(mesh, (), {axis: "sum" for axis in axes}), Layout.on(mesh), ())
