@@ -1,7 +1,7 @@
 """Parallel training for MindSpore: single-card code on a mesh of devices.
 
-The public names load the module behind them when they are first used, so that `import mindformers_core` and everything
-that is pure Python need no MindSpore. `layout(...)` is imported from its module, `from mindformers_core.layout import
+The public names import their modules at the first use, so that `import mindformers_core` and all modules in pure
+Python need no MindSpore. `layout(...)` is imported from its module, `from mindformers_core.layout import
 layout`, because `mindformers_core.layout` is that module; `mindformers_core.recompute` is a package that can be called.
 """
 

@@ -1,4 +1,4 @@
-"""Files that nobody sees half written. Pure Python."""
+"""Atomic writing of files. Pure Python."""
 
 import os
 
@@ -6,7 +6,7 @@ __all__ = ["write_whole"]
 
 
 def write_whole(path, contents):
-    """Write a file in one go: a reader finds what was there before, or all of `contents`.
+    """Write a file atomically: a reader finds its previous contents, or all of `contents`.
 
     Args:
         path: of the file; its folder has to exist.

@@ -1,4 +1,4 @@
-"""Words that errors and reports share: the nearest known name, numbers of bytes and of operations. Pure Python."""
+"""Texts of errors and reports: the nearest known name, numbers of bytes and of operations. Pure Python."""
 
 import math
 from difflib import get_close_matches

@@ -1,4 +1,4 @@
-"""Names that are imported when they are first used: public names of packages, a user's own by path. Pure Python."""
+"""Imports at the first use: of public names of packages, and of users' objects by path. Pure Python."""
 
 from importlib import import_module
 
@@ -12,7 +12,7 @@ def lazy_exports(package, modules):
 
     Args:
         package: its `__name__`.
-        modules: public name -> the module that defines it: one of the package, or with a dot, of the package around it.
+        modules: public name -> the module that defines it, in the package; with a dot, in the parent package.
     """
 
     def get(name):
@@ -27,16 +27,16 @@ def lazy_exports(package, modules):
 
 
 def import_object(path, what):
-    """What "package.module:NAME" stands for; `what` is what errors call it.
+    """The object at the import path "package.module:NAME"; errors call it `what`.
 
     Raises:
-        ValueError: no such module or attribute, with the nearest one that there is.
+        ValueError: no such module or attribute; names the nearest class.
     """
     module_name, _, attribute = path.rpartition(":" if ":" in path else ".")
     try:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
-        # Only where the module itself, or a package that it is in, isn't there: its own imports' failures are theirs.
+        # a failed import inside the module is an error of the module
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise ValueError(

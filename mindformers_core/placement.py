@@ -1,4 +1,4 @@
-"""What a tensor can be on one mesh axis: sharded, replicated, varying or partial. Pure Python."""
+"""Placements of a tensor on one mesh axis: sharded, replicated, varying or partial. Pure Python."""
 
 from dataclasses import dataclass
 
@@ -18,12 +18,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class Replicate:
-    """The local tensor is the whole, the same on all ranks along the axis."""
+    """The local tensor is the whole tensor, equal on all ranks along the axis."""
 
 
 @dataclass(frozen=True)
 class Varying:
-    """As `Replicate`, but its consumers differ along the axis: the gradient is a partial sum."""
+    """As `Replicate`, but consumers differ along the axis: the gradient is a partial sum."""
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ import pytest
 import yaml
 
 from mindformers_core.pipeline.schedules.named import SCHEDULES, schedule_class
-from mindformers_core.trainer.learning_rate import learning_rate
 from mindformers_core.trainer.pipeline_recipe import layers_of_rank, layers_of_stages, recipe_timeline
-from mindformers_core.trainer.recipe import accumulation_steps, mesh_shape
+from mindformers_core.trainer.recipe import accumulation_steps, learning_rate, mesh_shape
 from mindformers_core.trainer.recipe_loader import load_recipe, recipe_to_yaml
 from mindformers_core.trainer.recipe_text import parse_overrides
 

@@ -1,6 +1,6 @@
-"""Reference models: single-card Cells, with `shard()` hooks that say how to cut them and specs of their layers.
+"""Reference models: single-card Cells, with `shard()` hooks that declare their layouts, and specs of their layers.
 
-The public names load the module behind them when they are first used: configs and layer specs need no MindSpore.
+The public names import their modules at the first use: configs and layer specs need no MindSpore.
 """
 
 from mindformers_core.lazy_exports import lazy_exports

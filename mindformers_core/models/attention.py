@@ -31,7 +31,7 @@ class LlamaAttention(nn.Cell):
         self.o_proj = RowParallelLinear(query_size, config.hidden_size, **settings)
 
     def shard(self, config=None):
-        """Whole hidden states come in, gathered once for all three projections."""
+        """The hidden states are gathered once for all three projections."""
         return {"hidden_states": gathered_layout(config)}, None, None
 
     def construct(self, hidden_states, cosines, sines, mask):
@@ -44,11 +44,12 @@ class LlamaAttention(nn.Cell):
 
 
 class CoreAttention(nn.Cell):
-    """Attention between its projections, without parameters: what selective recomputation computes again.
+    """Attention between its projections, without parameters: the part that selective recomputation recomputes.
 
-    Takes queries (batch, length, heads, head_dim), keys and values (batch, length, key_value_heads, head_dim), and a
-    float32 mask that is added to scores (batch, heads, length, length); gives (batch, length, heads * head_dim). Its
-    name is Megatron-LM's (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022).
+    Inputs are queries (batch, length, heads, head_dim), keys and values (batch, length, key_value_heads, head_dim), and
+    a float32 mask, which is added to scores (batch, heads, length, length); the output is (batch, length,
+    heads * head_dim). The name is Megatron-LM's (Korthikanti et al., "Reducing Activation Recomputation in Large
+    Transformer Models", 2022).
 
     Args:
         config: a `LlamaConfig`.

@@ -10,7 +10,7 @@ __all__ = ["MOST_LAYERS", "LlamaConfig"]
 MOST_LAYERS = 10_000  # more are a mistyped number
 _DTYPES = ("float32", "float16", "bfloat16")
 _EXPECTED = {int: "an int", int | None: "an int", float: "a number", bool: "true or false"}
-# What one layer can have of its own: hidden states, rotary tables and dtype are the whole model's.
+# values that can differ between layers; hidden states, rotary tables and dtype are those of the whole model
 _LAYER_KEYS = (
     "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "initializer_range",
 )  # fmt: skip
@@ -18,7 +18,7 @@ _LAYER_KEYS = (
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """A Llama-style decoder. Checked when made.
+    """Configuration of a Llama-style decoder.
 
     Attributes:
         vocab_size: number of token ids.
@@ -31,19 +31,18 @@ class LlamaConfig:
         max_position_embeddings: longest sequence.
         rms_norm_eps: added to the mean square in the norms.
         rope_theta: base of the rotary frequencies.
-        tie_word_embeddings: whether the output layer uses the embedding's weight. Where the first and the last stage
-            of a pipeline are two, both have it, under the same path: its gradient is the sum of theirs.
+        tie_word_embeddings: whether the output layer uses the embedding's weight. The first and the last stage of a
+            pipeline both have this weight, under the same path: its gradient is the sum of both.
         initializer_range: standard deviation of the initial weights.
         dtype: of parameters and computation: float32, float16 or bfloat16.
-        account_for_embedding_in_pipeline_split: whether the embedding counts as a layer where all stages of a pipeline
-            have as many.
-        account_for_loss_in_pipeline_split: whether the output layer does.
-        heterogeneous_block_specs: what layers have of their own: for every decoder layer a dict with its values of
-            `intermediate_size`, `num_attention_heads`, `num_key_value_heads`, `rms_norm_eps` and `initializer_range`;
-            `{}` where nothing differs. Heads keep their size, `head_dim`. Default: all layers are alike.
+        account_for_embedding_in_pipeline_split: whether the embedding counts as a layer in a split into equal stages.
+        account_for_loss_in_pipeline_split: whether the output layer counts as a layer in such a split.
+        heterogeneous_block_specs: for every decoder layer a dict with the values that differ from the model's, of
+            `intermediate_size`, `num_attention_heads`, `num_key_value_heads`, `rms_norm_eps` and `initializer_range`.
+            The size of a head, `head_dim`, is common. Default: all layers are equal.
 
     Raises:
-        TypeError, ValueError: a value of the wrong type, out of range, or that doesn't fit another one.
+        TypeError, ValueError: a value of the wrong type, out of range, or in contradiction to another one.
     """
 
     vocab_size: int = bounded(32000, 1, 2**24)
@@ -120,7 +119,7 @@ class LlamaConfig:
 
     @classmethod
     def from_dict(cls, values):
-        """A config from a dict by attribute name, as a recipe or a `config.json` has it.
+        """A config from a dict by attribute name, as in a recipe or a `config.json`.
 
         Raises:
             ValueError: an unknown key, with the nearest known one.
@@ -134,7 +133,7 @@ class LlamaConfig:
 
 
 def _check_type(name, hint, value):
-    """Raise `TypeError` for a number or a flag of another type; True is no number."""
+    """Raise `TypeError` for a number or flag that isn't of the type `hint`; True isn't a number."""
     kind = int | float if hint is float else hint
     if hint in _EXPECTED and (not isinstance(value, kind) or isinstance(value, bool) != (hint is bool)):
         raise TypeError(f"{name}: expected {_EXPECTED[hint]}, not {value!r}")

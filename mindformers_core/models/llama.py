@@ -37,7 +37,7 @@ class LlamaMLP(nn.Cell):
         self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, **settings)
 
     def shard(self, config=None):
-        """Whole hidden states come in, gathered once for both projections."""
+        """The hidden states are gathered once for both projections."""
         return gathered_layout(config), None, None
 
     def construct(self, hidden_states):
@@ -45,7 +45,7 @@ class LlamaMLP(nn.Cell):
 
 
 class LlamaDecoderLayer(nn.Cell):
-    """One decoder layer: attention and feed-forward block, each after a norm and added to what came in.
+    """One decoder layer: attention and feed-forward block, each after a norm and added to its input.
 
     Args:
         config: a `LlamaConfig`.
@@ -75,18 +75,18 @@ LLAMA_LAYER = LayerSpec(LlamaDecoderLayer)
 class LlamaModel(nn.Cell):
     """The decoder without its output layer, or a stage of it in a pipeline.
 
-    The first stage takes ids (batch, length), others hidden states (batch, length, hidden_size); all give hidden
-    states. Layers are kept by their number in the whole model, from 0, so that paths are the same in any pipeline.
-    Only the stage's own layers are made. What a stage doesn't have is None, so a stage can also be made of a whole
-    model by taking the rest away, see `model_split_manual`.
+    The input of the first stage is ids (batch, length), that of others hidden states (batch, length, hidden_size);
+    the output is hidden states. Names of layers are their numbers in the whole model, from 0, so paths are the same in
+    any pipeline. A stage builds its own layers only; its missing modules are None. `model_split_manual` makes a stage
+    of a whole model by removing the other layers and modules.
 
     Args:
         config: a `LlamaConfig`.
-        layer_spec: what a layer is made of.
+        layer_spec: classes of a layer and its parts.
         layers: the `LayerRange` to build, see `split_layers`; None: the whole model.
 
     Attributes:
-        is_first: whether ids come in. The last stage has `embed_tokens` too where its weight is tied to the output's.
+        is_first: whether the input is ids. The last stage has `embed_tokens`, too, if the output layer is tied.
     """
 
     def __init__(self, config, layer_spec=LLAMA_LAYER, layers=None):
@@ -125,13 +125,13 @@ class LlamaModel(nn.Cell):
 class LlamaForCausalLM(nn.Cell):
     """The decoder with its output layer: ids (batch, length) → float logits (batch, length, vocab_size), or the loss.
 
-    With `labels` (batch, length), which are shifted already, it returns the mean cross-entropy, a float32 scalar, over
-    the labels other than -100. In a pipeline only the last stage has an output layer; the others return hidden states
-    (batch, length, hidden_size), and all but the first take them in place of ids.
+    With shifted `labels` (batch, length) the output is the mean cross-entropy, a float32 scalar, over the labels other
+    than -100. In a pipeline only the last stage has an output layer; the others return hidden states (batch, length,
+    hidden_size), which replace ids as the input of the next stage.
 
     Args:
         config: a `LlamaConfig`.
-        layer_spec: what a layer is made of.
+        layer_spec: classes of a layer and its parts.
         layers: the `LayerRange` to build, see `split_layers`; None: the whole model.
     """
 
@@ -146,9 +146,9 @@ class LlamaForCausalLM(nn.Cell):
         self.loss = VocabParallelCrossEntropy()
 
     def shard(self, config=None):
-        """The one place that names the batch: `config.batch_axes` cut it; without them it stays as it arrives.
+        """Layouts of the batch, sharded over `config.batch_axes`; without these axes its layout is that of the inputs.
 
-        Between stages hidden states stay as the layers hold them, so that nothing is sent for the boundary's sake.
+        Hidden states between stages have the layout that the layers use, so no collective is added.
         """
         axes = getattr(config, "batch_axes", None)
         batch = None if axes is None else layout(axes, ...)

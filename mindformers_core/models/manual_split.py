@@ -1,23 +1,23 @@
-"""Stages of a pipeline by hand: build the whole model, and take away what other stages hold (RFC ICY7S6)."""
+"""A pipeline stage made of a whole model by removing the modules of other stages (RFC ICY7S6)."""
 
 __all__ = ["model_split_manual"]
 
 
 def model_split_manual(model, stage_index, layers_per_stage):
-    """Makes a stage of a whole `LlamaForCausalLM`, in place.
+    """Make a stage of a whole `LlamaForCausalLM`, in place.
 
-    Build the model under `ms.DeviceCtx("meta")`: then nothing is ever allocated for other stages.
+    A model built under `ms.DeviceCtx("meta")` allocates no memory for other stages.
 
     Args:
         model: the whole model, before `shard()`.
-        stage_index: which stage to keep, from 0.
+        stage_index: number of the stage, from 0.
         layers_per_stage: number of decoder layers of every stage.
 
     Returns:
-        `model` itself: paths, and so initial values, are those of the whole model.
+        `model` itself: paths, and therefore initial values, are those of the whole model.
 
     Raises:
-        ValueError: no such stage, layers that don't make the model's, or a model that is a stage already.
+        ValueError: no such stage, a sum of layers other than the model's, or a model that is a stage already.
     """
     decoder, last = model.model, len(layers_per_stage) - 1
     if not 0 <= stage_index <= last:

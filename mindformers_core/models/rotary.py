@@ -29,7 +29,7 @@ def positions(length):
 
 
 def apply_rotary(x, cosines, sines):
-    """Turns the pairs (i, i + head_dim / 2) of each head by its position's angle.
+    """Rotate the pairs (i, i + head_dim / 2) of each head by the angle of its position.
 
     Args:
         x: shape (batch, length, heads, head_dim).
@@ -46,7 +46,7 @@ def apply_rotary(x, cosines, sines):
 
 @lru_cache(maxsize=8)
 def _tables(length, head_dim, theta):
-    """As NumPy arrays, computed in float64: angles of long sequences lose digits in float32."""
+    """The tables as NumPy arrays, computed in float64: float32 angles of long sequences are inexact."""
     frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     angles = np.tile(np.outer(np.arange(length), frequencies), 2)[:, None, :]
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

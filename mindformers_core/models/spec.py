@@ -43,18 +43,18 @@ class LayerRange:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A kind of model that a recipe can name (the word is torchtitan's).
+    """A model that a recipe can name (the term is torchtitan's).
 
     Attributes:
-        cell: class of the model, or where to import it from, "package.module:Class". `cell(config)` makes the model on
-            the meta device; it is called with the arrays of a batch, and returns the loss, a mean over samples.
-        config: dataclass of the recipe's section `model`; a key `model.KEY` is its field KEY.
-        inputs: names of the arguments of `construct`, in the order in which the dataset gives their arrays. Only
-            pipelines need them: the first goes through the stages, the others go to each stage by name.
-        boundary: `boundary(config, batch, length)` is the `TensorMeta` that a stage sends to the next, where this rank
-            has `length` positions of the sequence. With it the model can be a pipeline: `cell(config,
-            layers=LayerRange)` makes a stage, and the config has `num_hidden_layers`. None: it can't.
-        tied: `tied(config)` gives paths of the parameters that the first and the last stage share.
+        cell: class of the model, or its import path, "package.module:Class". `cell(config)` builds the model on the
+            meta device. The model takes the arrays of a batch, and returns the loss, a mean over samples.
+        config: dataclass of the recipe's section `model`; the key `model.KEY` is its field KEY.
+        inputs: names of the arguments of `construct`, in the order of the arrays of the dataset. Only pipelines need
+            them: the first array is passed from stage to stage, the others to each stage by name.
+        boundary: `boundary(config, batch, length)` is the `TensorMeta` that a stage sends to the next, with `length`
+            positions of the sequence on this rank. Pipelines need it: `cell(config, layers=LayerRange)` builds a
+            stage, and the config has `num_hidden_layers`. None: the model can't be a pipeline.
+        tied: `tied(config)` returns the paths of the parameters that the first and the last stage share.
         divided: `divided(config)` is a list of `(key, size)`, sizes that `tensor_parallel` has to divide.
     """
 
@@ -66,7 +66,7 @@ class ModelSpec:
     divided: Callable = lambda config: ()
 
     def build(self, config, layers=None):
-        """The Cell of a config, or the stage of it with these layers, a `LayerRange`."""
+        """The Cell of a config, or its stage with these `layers`, a `LayerRange`."""
         cell = import_object(self.cell, "model") if isinstance(self.cell, str) else self.cell
         return cell(config) if layers is None else cell(config, layers=layers)
 
@@ -94,14 +94,14 @@ MODELS = MappingProxyType(
 
 
 def model_spec(name):
-    """The `ModelSpec` that a name stands for.
+    """The `ModelSpec` of a name.
 
     Args:
         name: a key of `MODELS`, or "package.module:NAME" of a `ModelSpec`, or of a Cell's class with the attribute
             `config_class`, the dataclass of its config.
 
     Raises:
-        TypeError: no text; or what is imported is neither. ValueError: no such name, module or attribute.
+        TypeError: not a text, or the import path of something else. ValueError: no such name, module or attribute.
     """
     if not isinstance(name, str):
         raise TypeError(f"{name!r} should be a text: {', '.join(MODELS)}, or package.module:Class")

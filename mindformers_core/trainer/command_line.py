@@ -19,7 +19,7 @@ def main(arguments=None):
     """Run one command; returns the exit code: 0 done, 1 runs that differ, 2 a wrong command or file."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(arguments)
-    if "overrides" in arguments:  # argparse takes those that stand together only
+    if "overrides" in arguments:  # argparse collects consecutive ones only
         arguments.overrides += [text for text in rest if not text.startswith("-")]
         rest = [text for text in rest if text.startswith("-")]
     if rest:

@@ -1,8 +1,8 @@
-"""Tokens of text files, memory-mapped, and the sequences of any step: a pure function of the seed and a position.
+"""Memory-mapped tokens, and the sequences of any step: a pure function of the seed and an index.
 
-The stream of sequences is one for the whole job: sequence g of the stream is the same whatever the number of ranks,
-the micro-batch size and the step that a run was resumed at, so that loss curves agree. Tokens are bytes (vocabulary
-256), or what a `.npy` file holds.
+A job has one stream of sequences. Its sequence of index g doesn't depend on the number of ranks, the micro-batch size
+and the step at which a run was resumed, so loss curves agree. Tokens are the bytes of text files (vocabulary 256), or
+the entries of a `.npy` file.
 """
 
 import fcntl
@@ -48,7 +48,7 @@ class TokenDataset:
         """Sequences `first` to `first + count - 1` of the endless stream.
 
         Returns:
-            `(input_ids, labels)`, int32 arrays of shape (count, seq_length); labels are the tokens that follow.
+            `(input_ids, labels)`, int32 arrays of shape (count, seq_length); labels are the next tokens.
         """
         rows = np.stack([self._sequence(index) for index in range(first, first + count)])
         return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
@@ -169,7 +169,7 @@ def _cached(files, max_bytes, cache_dir):
     key = hashlib.sha256(repr((stamps, max_bytes)).encode()).hexdigest()[:16]
     target = os.path.join(cache_dir, f"bytes_{key}")
     with open(target + ".lock", "w", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one rank of a machine works, the others wait; freed if it dies
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one rank of a machine writes, the others wait; released if it dies
         if not os.path.exists(target):
             with open(target + ".unfinished", "wb") as tokens:
                 for path, size, _ in stamps:

@@ -23,7 +23,7 @@ from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.trainer.data import micro_batch
 from mindformers_core.trainer.pipeline_recipe import recipe_timeline
-from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, global_batch_size, mesh_shape
+from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_shape
 from mindformers_core.trainer.step import build_cells
 from mindformers_core.trainer.zero_recipe import SHARDED
 from mindformers_core.zero import memory_report
@@ -92,13 +92,12 @@ def dry_run(recipe):
             shutdown()
     if any(summaries.values()):
         check_stages(recipe.recompute, recipe.swap, [summaries[stage] for stage in sorted(summaries)])
-    dp_size, length = mesh.axis_size("dp"), recipe.train_dataset.seq_length
-    kind = "pipeline runs" if timeline else "micro-batches"
-    batches = f"{accumulation_steps(recipe, dp_size)} {kind} x {recipe.training.local_batch_size}"
+    dp_size, local = mesh.axis_size("dp"), recipe.training.local_batch_size
+    steps, kind = accumulation_steps(recipe, dp_size), "pipeline runs" if timeline else "micro-batches"
     head = (
         f"mesh        {mesh}: {mesh.size} ranks\n"
-        f"batch       {global_batch_size(recipe, dp_size)} sequences of {length} tokens a step: {dp_size} dp ranks x "
-        f"{batches}\n"
+        f"batch       {dp_size * steps * local} sequences of {recipe.train_dataset.seq_length} tokens a step: "
+        f"{dp_size} dp ranks x {steps} {kind} x {local}\n"
     )
     return head + (_pipeline_report(timeline, facts) if timeline else report(facts[0]))
 

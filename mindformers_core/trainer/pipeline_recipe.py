@@ -1,4 +1,4 @@
-"""What a recipe says about its pipeline: the schedule, and the part of the model on a rank. No MindSpore is called."""
+"""A recipe's pipeline: the schedule, and the layers of every stage and rank. No MindSpore is called here."""
 
 from mindformers_core.pipeline.layer_split import split_layers, stages_of_rank
 from mindformers_core.pipeline.schedules.named import schedule_class
@@ -11,7 +11,7 @@ __all__ = [
 
 
 def check_pipeline(recipe):
-    """Raise `ValueError` for a pipeline that can't be made, with the keys' paths."""
+    """Raise `ValueError` for an impossible pipeline, with the keys' paths."""
     sizes = recipe.parallelism
     if sizes.pipeline_parallel == 1:
         return
@@ -55,7 +55,7 @@ def _plan(recipe):
 
 
 def recipe_timeline(recipe):
-    """The simulated `Timeline` of the recipe's schedule, all passes of all stages taken as equally long."""
+    """The simulated `Timeline` of the recipe's schedule, with equal durations of all passes of all stages."""
     return simulate(_plan(recipe).table)
 
 
@@ -63,7 +63,7 @@ def recipe_schedule(recipe):
     """The class of the recipe's schedule.
 
     Raises:
-        ValueError: an unknown name, with the nearest one, or an import path that leads to no schedule.
+        ValueError: an unknown name, with the nearest one, or an import path of something else.
     """
     try:
         return schedule_class(recipe.parallelism.pipeline_parallel_schedule)
@@ -72,10 +72,10 @@ def recipe_schedule(recipe):
 
 
 def micro_batches_of_a_run(recipe):
-    """Micro-batches that one run of the schedule takes.
+    """Number of micro-batches of one run of the schedule.
 
     Raises:
-        ValueError: the batch of one run is not whole micro-batches.
+        ValueError: the batch of one run isn't a multiple of a micro-batch.
     """
     batch, size = recipe.training.local_batch_size, recipe.parallelism.pipeline_parallel_microbatch_size
     if batch % size:
@@ -90,7 +90,7 @@ def layers_of_stages(recipe):
     """The `LayerRange` of every stage.
 
     Raises:
-        ValueError: layers that can't be split so.
+        ValueError: an impossible split of the layers.
     """
     sizes, model = recipe.parallelism, recipe.model
     return split_layers(

@@ -1,9 +1,10 @@
-"""What a recipe says, as typed sections, and the sizes that follow from them. No MindSpore is called here.
+"""The typed sections of a recipe, and the numbers that follow from them. No MindSpore is called here.
 
 Sections and keys are named as in MindSpore Transformers' current (PyNative) YAML format; keys of `model` as in Hugging
 Face's `config.json`.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -12,19 +13,24 @@ from mindformers_core.models.spec import DEFAULT_MODEL, model_spec
 from mindformers_core.ranges import bounded
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
 
-__all__ = ["MESH_AXES", "Recipe", "accumulation_steps", "global_batch_size", "mesh_shape"]
+__all__ = ["MESH_AXES", "Recipe", "accumulation_steps", "learning_rate", "mesh_shape"]
 
 MESH_AXES = ("pp", "dp", "cp", "tp")
+_DECAYS = {  # fraction of the steps after warm-up -> remaining fraction of learning_rate - lr_end
+    "ConstantWarmUpLR": lambda progress: 1.0,
+    "LinearWithWarmUpLR": lambda progress: 1.0 - progress,
+    "CosineWithWarmUpLR": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
 _RANKS, _MANY = 2**17, 10**9  # the most on an axis, and altogether; the most steps, or sequences of a step
 
 
 @dataclass(frozen=True)
 class Training:
-    """How long, how much at once, and where the run folder is."""
+    """Length of the training, batch sizes, and the run folder."""
 
     steps: int = bounded(1000, 1, _MANY)
     local_batch_size: int = bounded(1, 1, 10**6)  # sequences of one forward pass (or pipeline run) of one dp rank
-    # one of these two is enough: the other, or where none is given one micro-batch, follows (`accumulation_steps`)
+    # either of these two is enough, see `accumulation_steps`; default: one micro-batch
     global_batch_size: int | None = bounded(None, 1, _MANY)  # sequences of one step, of all dp ranks together
     gradient_accumulation_steps: int | None = bounded(None, 1, 10**6)  # micro-batches of one step on a dp rank
     max_norm: float = bounded(1.0, 0.0, 1e12)  # largest global norm of the gradients; 0: no clipping
@@ -34,31 +40,31 @@ class Training:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Sizes of the mesh axes. All sizes multiplied are the number of ranks; both of dp multiplied are the axis dp.
+    """Sizes of the mesh axes: their product is the number of ranks, and the product of both of dp the size of axis dp.
 
-    A batch is sharded among all dp ranks. What else they shard is said by `zero_level`, see `hsdp`.
+    A batch is sharded over all dp ranks; `zero_level` selects the other tensors that they shard, see `hsdp`.
     """
 
-    data_parallel_replicate: int = bounded(1, 1, _RANKS)  # groups of dp ranks; every group holds the same
-    data_parallel_shard: int = bounded(-1, -1, _RANKS)  # dp ranks of a group; -1: all ranks that the others leave
-    zero_level: Literal[0, 1, 2, 3] = 0  # a group shards 1 optimizer state, 2 gradients too, 3 weights too
-    zero_threshold_kb: int = bounded(64, 0, 2**40)  # weights of as many KB, and smaller ones, stay whole
-    reshard_after_forward: bool | None = None  # level 3: drop weights after forward; default: yes, in a pipeline no
-    gradient_accumulation_shard: bool | None = None  # sums over micro-steps in parts; default: at levels 2 and 3
+    data_parallel_replicate: int = bounded(1, 1, _RANKS)  # groups of dp ranks with equal shards
+    data_parallel_shard: int = bounded(-1, -1, _RANKS)  # dp ranks of a group; -1: launched ranks / other sizes
+    zero_level: Literal[0, 1, 2, 3] = 0  # sharded over a group: 1 optimizer state, 2 also gradients, 3 also weights
+    zero_threshold_kb: int = bounded(64, 0, 2**40)  # weights up to this size aren't sharded
+    reshard_after_forward: bool | None = None  # level 3: free weights after forward; default: yes, in a pipeline no
+    gradient_accumulation_shard: bool | None = None  # sums over micro-steps in shards; default: at levels 2 and 3
     comm_fusion: str | int | float | dict = field(default="auto", hash=False)  # see `parse_comm_fusion`
     tensor_parallel: int = bounded(1, 1, _RANKS)
-    sequence_parallel: bool = False  # norms work on a slice of the sequence dim, over the tp axis
+    sequence_parallel: bool = False  # norms compute with the sequence dim sharded over the tp axis
     context_parallel: int = bounded(1, 1, _RANKS)
-    pipeline_parallel: int = bounded(1, 1, 1024)  # ranks for the layers; at 1 the rest is unused
-    pipeline_parallel_schedule: str = "1f1b"  # a name of `SCHEDULES`, or the import path of a class of one's own
-    # by stage, over all ranks and chunks; default: alike
+    pipeline_parallel: int = bounded(1, 1, 1024)  # ranks that layers are divided among; at 1 the keys below are ignored
+    pipeline_parallel_schedule: str = "1f1b"  # a name of `SCHEDULES`, or the import path of a user's class
+    # number of layers of every stage, of all ranks and chunks; default: equal
     pipeline_parallel_layers_per_stage: tuple[int, ...] = bounded((), 0, MOST_LAYERS)
     pipeline_parallel_interleave_num: int = bounded(1, 1, 128)  # stages (chunks of layers) on every rank
-    pipeline_parallel_microbatch_size: int = bounded(1, 1, 10**6)  # local_batch_size is cut into such micro-batches
+    pipeline_parallel_microbatch_size: int = bounded(1, 1, 10**6)  # sequences; divides local_batch_size
 
     @property
     def batch_axes(self):
-        """Mesh axes that shard a batch, as `shard()` hooks ask for them."""
+        """Mesh axes that shard a batch; `shard()` hooks read this attribute."""
         return ("dp",)
 
 
@@ -75,7 +81,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class LrScheduler:
-    """The learning rate at every step: linear from 0 during warm-up, then by `type`."""
+    """The learning rate at every step: linear from 0 during warm-up, then as `type` selects."""
 
     type: Literal["ConstantWarmUpLR", "LinearWithWarmUpLR", "CosineWithWarmUpLR"] = "CosineWithWarmUpLR"
     learning_rate: float = bounded(1e-5, 0.0, 100)  # at the end of warm-up
@@ -86,14 +92,14 @@ class LrScheduler:
 
 @dataclass(frozen=True)
 class TrainDataset:
-    """Text, read as bytes, or token ids in a `.npy` file; or a dataset of one's own."""
+    """Text, read as bytes, or token ids in a `.npy` file; or a user's dataset."""
 
     data_path: tuple[str, ...] = ()  # files, or folders with text; default: the sources of Python's standard library
     seq_length: int = bounded(1024, 1, 2**24)
-    max_bytes: int = bounded(16_000_000, 1, 2**50)  # text beyond this is left out
-    cache_dir: str = "~/.cache/mindformers_core"  # where the bytes of text files are put together
-    factory: str = ""  # package.module:function, which opens a dataset of one's own, see docs/models.md
-    options: dict = field(default_factory=dict, hash=False)  # what is left to that function
+    max_bytes: int = bounded(16_000_000, 1, 2**50)  # further text is ignored
+    cache_dir: str = "~/.cache/mindformers_core"  # folder for the concatenated bytes of text files
+    factory: str = ""  # package.module:function that opens a user's dataset, see docs/models.md
+    options: dict = field(default_factory=dict, hash=False)  # further settings for that function
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Monitor:
-    """What is shown and drawn besides metrics.jsonl."""
+    """Records of a run besides metrics.jsonl."""
 
     log_interval: int = bounded(10, 1, _MANY)  # steps between printed lines where there's no terminal
     plot: bool = True  # draw loss.png at the end (extra `plot`)
@@ -116,9 +122,9 @@ class Monitor:
 
 @dataclass(frozen=True)
 class Context:
-    """How the model is executed."""
+    """Execution of the model."""
 
-    mode: Literal[0, 1] = 1  # 1: PyNative; 0: graph mode, forward and backward passes, and the update, are compiled
+    mode: Literal[0, 1] = 1  # 1: PyNative; 0: graph mode: forward and backward pass and the update are compiled
     engine: Literal["generated", "eager"] = "generated"  # see `shard`; eager computes operator by operator
     device_target: Literal["CPU", "GPU", "Ascend"] = "CPU"
 
@@ -127,7 +133,7 @@ class Context:
 class Recipe:
     """One training job."""
 
-    model: LlamaConfig  # or the config of another model that the key model.name says
+    model: LlamaConfig  # or the config of another model, which the key model.name selects
     training: Training = Training()
     parallelism: Parallelism = Parallelism()
     optimizer: Optimizer = Optimizer()
@@ -147,10 +153,10 @@ class Recipe:
 
 
 def mesh_shape(recipe, world_size=None):
-    """Sizes of `MESH_AXES`; `world_size` (ranks that run) is needed for `data_parallel_shard: -1`.
+    """Sizes of `MESH_AXES`; `data_parallel_shard: -1` needs `world_size`, the number of launched ranks.
 
     Raises:
-        ValueError: the sizes need another number of ranks than run.
+        ValueError: the product of the sizes isn't `world_size`, or too large.
     """
     sizes = recipe.parallelism
     pipeline, context, tensor = sizes.pipeline_parallel, sizes.context_parallel, sizes.tensor_parallel
@@ -178,17 +184,16 @@ def mesh_shape(recipe, world_size=None):
 
 
 def accumulation_steps(recipe, dp_size):
-    """Micro-batches that every dp rank runs in one step; in a pipeline, runs of its schedule.
+    """Number of micro-batches of a dp rank in one step; in a pipeline, of runs of its schedule.
 
-    They are `training.gradient_accumulation_steps`, or follow from `training.global_batch_size`, or are 1 where neither
-    is given.
+    Either `training.gradient_accumulation_steps`, or the number that follows from `training.global_batch_size`, or 1.
 
     Args:
         recipe: the `Recipe`.
-        dp_size: number of dp ranks, groups and shards together.
+        dp_size: number of all dp ranks.
 
     Raises:
-        ValueError: the global batch is not whole micro-batches, or is not as many as the recipe says.
+        ValueError: the two keys contradict each other, or the global batch isn't a multiple of a micro-batch.
     """
     training, local = recipe.training, recipe.training.local_batch_size
     size, given = training.global_batch_size, training.gradient_accumulation_steps
@@ -211,6 +216,17 @@ def accumulation_steps(recipe, dp_size):
     return steps
 
 
-def global_batch_size(recipe, dp_size):
-    """Sequences of one step, over all dp ranks and micro-batches; arguments and errors as in `accumulation_steps`."""
-    return recipe.training.local_batch_size * dp_size * accumulation_steps(recipe, dp_size)
+def learning_rate(recipe, step):
+    """The learning rate of `step`, from 1 to `training.steps`; it needs no device, and is the same in a resumed run.
+
+    During warm-up the rate increases linearly to `lr_scheduler.learning_rate`. After it the rate is constant
+    (ConstantWarmUpLR), or decreases to `lr_end` at the last step, linearly (LinearWithWarmUpLR) or as half a cosine
+    (CosineWithWarmUpLR; Loshchilov and Hutter 2017, without restarts).
+    """
+    schedule, warmup = recipe.lr_scheduler, recipe.lr_scheduler.warmup_steps
+    if schedule.warmup_ratio is not None:
+        warmup = math.ceil(schedule.warmup_ratio * recipe.training.steps)
+    if step < warmup:
+        return schedule.learning_rate * step / warmup
+    progress = (step - warmup) / max(1, recipe.training.steps - warmup)
+    return schedule.lr_end + (schedule.learning_rate - schedule.lr_end) * _DECAYS[schedule.type](progress)

@@ -1,4 +1,4 @@
-"""Which values of a recipe's keys exclude each other. No MindSpore is called here."""
+"""Checks of a recipe for keys that exclude each other. No MindSpore is called here."""
 
 from mindformers_core.recompute.settings import check_compilable, check_gathers
 from mindformers_core.trainer.pipeline_recipe import check_pipeline

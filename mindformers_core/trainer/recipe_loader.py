@@ -1,6 +1,6 @@
-"""From a YAML file and `section.key=value` overrides to a checked `Recipe`, and back.
+"""Converts a YAML file and `section.key=value` overrides into a checked `Recipe`, and a `Recipe` into YAML.
 
-One generic walk over the type hints of the dataclasses: a new key needs a field and nothing else.
+The conversion follows the type hints of the dataclasses: a new key needs a field and nothing else.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ def load_recipe(path, overrides=()):
     if not isinstance(sections, dict):
         raise TypeError(f"{path}: a recipe is a mapping of sections, not {sections!r}")
     for keys, value in parse_overrides(overrides):
-        if len(keys) > 1 and keys[0] in sections:  # the rest of a section that was given as true or false
+        if len(keys) > 1 and keys[0] in sections:  # further keys of a section that is true or false
             sections[keys[0]] = _spelled_out(sections[keys[0]], typing.get_type_hints(Recipe).get(keys[0]))
         _put(sections, keys, value)
     try:
@@ -103,7 +103,7 @@ def _plain(value):
 
 
 def _convert(value, hint, path):
-    """`value` as an instance of `hint`, or an error that names `path`."""
+    """`value` as an instance of `hint`; errors begin with `path`."""
     if dataclasses.is_dataclass(hint):
         return _convert_section(value, hint, path)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -122,7 +122,7 @@ def _convert(value, hint, path):
 
 
 def _check_plain(value, hints, path):
-    """`value`, if it is of one of these plain types; a whole number can be a float."""
+    """`value` if its type is one of these plain types; a whole number becomes a float for `[float]`."""
     if type(value) in hints:
         return value
     if hints == [float] and type(value) is int:
@@ -133,7 +133,7 @@ def _check_plain(value, hints, path):
 
 
 def _spelled_out(value, section):
-    """`true` or `false` in the place of a section that has a `switch`, as that key of it; else `value` as it is."""
+    """A dict with the key `switch` of a section for true and false, the short form of the section; others as given."""
     switch = getattr(section, "switch", None)
     return {switch: value} if switch and isinstance(value, bool) else value
 

@@ -1,4 +1,4 @@
-"""Recipes and overrides as text: YAML, with errors that say what to write instead. Pure Python."""
+"""Recipes and overrides as text: YAML, with errors that suggest a correct text. Pure Python."""
 
 import re
 from collections.abc import Hashable
@@ -7,20 +7,20 @@ import yaml
 
 __all__ = ["parse_overrides", "parse_yaml"]
 
-_BY_PATTERN = "swap.op_swap"  # the key whose value is a mapping of patterns, which have dots of their own
+_BY_PATTERN = "swap.op_swap"  # the key of a mapping from patterns, which contain dots
 _SCIENTIFIC = re.compile(r"^[-+]?(\d+\.?|\d*\.\d+)[eE][-+]?\d+$")
 _STARRED = re.compile(r"""(?<![^\s\[{,:])\*(?:\[\d+\]|[^\s,:'"\[\]{}])*""")  # a text that begins with *, bare
 
 
 class _RecipeLoader(yaml.SafeLoader):
-    """Safe YAML, with `1e-4` read as a number (YAML 1.2, but not PyYAML's 1.1) and with keys given twice refused."""
+    """Safe YAML that reads `1e-4` as a number (as YAML 1.2, unlike PyYAML's 1.1), and raises for duplicate keys."""
 
     def construct_mapping(self, node, deep=False):
-        """The dict of `node`; raises `yaml.YAMLError` for a key that is there twice."""
+        """The dict of `node`; raises `yaml.YAMLError` for a duplicate key."""
         lines = {}
         for entry, _ in node.value:
             key, line = self.construct_object(entry, deep=True), entry.start_mark.line + 1
-            if not isinstance(key, Hashable):  # the loader itself says so
+            if not isinstance(key, Hashable):  # the loader raises the error
                 continue
             if key in lines:
                 first = f", first in line {lines[key]}" if lines[key] < line else ""
@@ -30,7 +30,7 @@ class _RecipeLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node):
-        """A whole number; one with more digits than Python reads is infinite, which is in no key's range."""
+        """A whole number, or infinity, which is in no key's range, for more digits than Python reads."""
         try:
             return super().construct_yaml_int(node)
         except ValueError:

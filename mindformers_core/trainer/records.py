@@ -37,12 +37,12 @@ def require_extras(recipe):
 def open_run_folder(folder, config_text, keep):
     """Make `folder`, with `config_text` as its config.yaml. Called on rank 0 only.
 
-    A finished or interrupted run in this folder is moved aside to `folder.1`, `folder.2`, …, never overwritten.
+    An earlier run in this folder is never overwritten: the folder is renamed to `folder.1`, `folder.2`, ….
 
     Args:
         folder: of the run.
         config_text: the recipe in YAML.
-        keep: whether this run resumes from a checkpoint in the folder, which then stays.
+        keep: whether this run resumes from a checkpoint in the folder, which is then not renamed.
     """
     if os.path.exists(os.path.join(folder, "config.yaml")) and not keep:
         moved = next(name for name in map(f"{folder}.{{}}".format, range(1, 10**6)) if not os.path.exists(name))
@@ -53,13 +53,11 @@ def open_run_folder(folder, config_text, keep):
 
 
 def metrics_writer(folder, after_step):
-    """A function that appends a row to metrics.jsonl, one JSON object a step, on disk at once.
-
-    A row is a dict with `step`, `loss` and other numbers.
+    """A function that appends a row, a dict with `step`, `loss` and other numbers, to metrics.jsonl as a JSON object.
 
     Args:
         folder: the run folder.
-        after_step: rows of later steps, which a resumed run writes anew, are dropped.
+        after_step: rows of later steps are deleted: a resumed run writes them again.
     """
     path = os.path.join(folder, "metrics.jsonl")
     kept = [row for row in _read_rows(path) if row["step"] <= after_step] if os.path.exists(path) else []
@@ -73,7 +71,7 @@ def metrics_writer(folder, after_step):
 
 
 def _read_rows(path):
-    """The rows of a metrics.jsonl file; an incomplete last line of a killed run is left out."""
+    """The rows of a metrics.jsonl file, without an incomplete last line of a killed run."""
     with open(path, encoding="utf-8") as file:
         return [json.loads(line) for line in file if line.endswith("\n")]
 
@@ -95,7 +93,7 @@ def tensorboard_writer(folder):
 
 
 def draw_losses(folder):
-    """loss.png of the folder's metrics: loss (and learning rate, thin) by step."""
+    """Draw loss.png from the metrics in the run folder: loss and learning rate by step."""
     from matplotlib.figure import Figure
 
     rows = _read_rows(os.path.join(folder, "metrics.jsonl"))

@@ -1,7 +1,7 @@
-"""Saving a run's state and taking it up again, on the same mesh.
+"""Saving the state of a run, and resuming from it on the same mesh.
 
-`run/checkpoint/step_N/` holds one `rank_R.safetensors` a rank (its parts of parameters and optimizer state) and
-`state.json`. It is written under another name and renamed when all ranks are done, so that a folder `step_N` is whole.
+`run/checkpoint/step_N/` has `state.json`, and for each rank a `rank_R.safetensors` with its shards of parameters and
+optimizer state. The folder is renamed to this name after all ranks have written, so a folder `step_N` is complete.
 """
 
 import json
@@ -17,17 +17,14 @@ __all__ = ["save_state", "load_state", "find_checkpoint"]
 
 
 def save_state(run_folder, state, tensors, rank, barrier):
-    """Write one checkpoint; all ranks call this, with one file system.
+    """Write one checkpoint; all ranks call this, with a common file system. Returns the folder.
 
     Args:
         run_folder: the run's folder.
-        state: JSON-able dict with `step`, the same on all ranks.
+        state: JSON-able dict with `step`, equal on all ranks.
         tensors: the Parameters of this rank.
         rank: this process's rank.
-        barrier: called to wait for all ranks.
-
-    Returns:
-        The folder written.
+        barrier: a function that waits for all ranks.
     """
     target = os.path.join(run_folder, "checkpoint", f"step_{state['step']}")
     unfinished = os.path.join(run_folder, "checkpoint", f"unfinished_step_{state['step']}")
@@ -46,10 +43,10 @@ def save_state(run_folder, state, tensors, rank, barrier):
 
 
 def find_checkpoint(path):
-    """The checkpoint folder that `checkpoint.load_path` means: itself, or the newest one of a run folder.
+    """The checkpoint folder at `checkpoint.load_path`: the folder itself, or the newest one of a run folder.
 
     Raises:
-        FileNotFoundError: neither.
+        FileNotFoundError: there is none.
     """
     if os.path.exists(os.path.join(path, "state.json")):
         return path
@@ -68,13 +65,13 @@ def load_state(folder, expected, tensors, rank):
     """Fill `tensors` from the checkpoint in `folder`, and return its state.
 
     Args:
-        folder: as `find_checkpoint` returns it.
-        expected: dict of entries that the saved state must equal, as `{"mesh": {"dp": 2}, …}`.
-        tensors: the Parameters of this rank, to be filled in place.
+        folder: from `find_checkpoint`.
+        expected: dict of required entries of the saved state, as `{"mesh": {"dp": 2}, …}`.
+        tensors: the Parameters of this rank, which are filled in place.
         rank: this process's rank.
 
     Raises:
-        ValueError: saved on another mesh, with another model, or sharded otherwise.
+        ValueError: saved on another mesh, with another model, or in another sharding.
         FileNotFoundError: a rank's file is missing.
     """
     with open(os.path.join(folder, "state.json"), encoding="utf-8") as file:

@@ -16,14 +16,9 @@ __all__ = ["build_cells", "pipeline_step_function", "step_function"]
 
 
 def build_cells(recipe, mesh, rank):
-    """The recipe's model as `rank` of `mesh` holds it: sharded, under `hsdp()`, its values drawn from the seed.
+    """The stages of the recipe's model on `rank` of `mesh`: sharded, under `hsdp()`, initialized from the seed.
 
-    A parameter that several stages of the rank hold is stored and updated once.
-
-    Args:
-        recipe: the `Recipe`.
-        mesh: with the axes `MESH_AXES`.
-        rank: of a process.
+    Stages of a rank that share a parameter store and update it once. The axes of `mesh` are `MESH_AXES`.
 
     Returns:
         A dict, number of a stage -> its Cell, in order; without a pipeline 0 -> the model.
@@ -45,21 +40,20 @@ def build_cells(recipe, mesh, rank):
 
 
 def step_function(recipe, net):
-    """The optimizer and the function that takes one step, without a pipeline.
+    """The optimizer and the function of one step, without a pipeline; the program of the model is generated.
 
-    Forward and backward pass run once for every micro-batch. In graph mode they are one compiled function, and clipping
-    and update another: the schedule of micro-steps and collectives of gradients stays in Python.
+    Forward and backward pass run once for every micro-batch. In graph mode both passes are one compiled function, and
+    clipping and update another: the sequence of micro-steps and the collectives of gradients are run by Python.
 
     Args:
         recipe: the `Recipe`.
-        net: the model that `build_cells` made; called with the arrays of a batch, it gives the loss. Its program is
-            made now.
+        net: the model, from `build_cells`: a function of the arrays of a micro-batch that returns the loss.
 
     Returns:
-        `(optimizer, step)`: an `AdamW` of `net.trainable_params()`, and a function of the tensors that the model is
-        called with, a sequence, each of shape (micro-batches, samples of one, …) on this rank, as many micro-batches as
-        hsdp's `accumulate_grad_step`; and of the float32 scalars of `AdamW.scalars`. It updates the parameters, and
-        returns the mean loss and the gradients' norm before clipping, local tensors that are the same on all ranks.
+        `(optimizer, step)`: an `AdamW` of `net.trainable_params()`, and a function that updates the parameters. Its
+        arguments are the local inputs of the model, a sequence of tensors of shape (micro-batches, samples of one, …),
+        with as many micro-batches as hsdp's `accumulate_grad_step`, and the float32 scalars of `AdamW.scalars`. Results
+        are the mean loss and the gradients' norm before clipping, local tensors that are equal on all ranks.
     """
     optimizer = AdamW(net.trainable_params(), recipe.optimizer)
     gradient_of = value_and_grad(net, compiled=recipe.context.mode == 0)
@@ -78,18 +72,13 @@ def step_function(recipe, net):
 
 
 def pipeline_step_function(recipe, mesh, cells):
-    """The same with this rank's stages of a pipeline, whose ranks call this together.
+    """As `step_function`, with this rank's stages of a pipeline; all ranks of the pipeline call this.
 
-    Gradients are reduced over data-parallel ranks once, after the last of the runs, as many as hsdp's
-    `accumulate_grad_step`.
-
-    Args:
-        recipe: the `Recipe`.
-        mesh: with the axes `MESH_AXES`.
-        cells: what `build_cells` returned.
+    A step is as many runs of the schedule as hsdp's `accumulate_grad_step`; gradients are reduced over data-parallel
+    ranks after the last. The axes of `mesh` are `MESH_AXES`, and `cells` are from `build_cells`.
 
     Raises:
-        ValueError: on all ranks of the pipeline: stages that don't fit, or of which one has no program for this.
+        ValueError: on all ranks of the pipeline: stages that contradict each other, or a stage without a program.
     """
     sizes, names, kind = recipe.parallelism, recipe.spec.inputs[1:], recipe_schedule(recipe)
     stage_num = sizes.pipeline_parallel * sizes.pipeline_parallel_interleave_num

@@ -15,9 +15,8 @@ from mindformers_core.mesh import init_device_mesh
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.tensor_parallel.clipping import sum_over
 from mindformers_core.trainer.data import dataset_of, first_sequence
-from mindformers_core.trainer.learning_rate import learning_rate
 from mindformers_core.trainer.pipeline_recipe import pipeline_state
-from mindformers_core.trainer.recipe import MESH_AXES, Recipe, accumulation_steps, global_batch_size, mesh_shape
+from mindformers_core.trainer.recipe import MESH_AXES, Recipe, accumulation_steps, learning_rate, mesh_shape
 from mindformers_core.trainer.recipe_loader import recipe_to_yaml
 from mindformers_core.trainer.records import (
     draw_losses,
@@ -37,13 +36,13 @@ __all__ = ["Job", "prepare", "make_job", "resume", "run_steps", "train_step"]
 
 @dataclass
 class Job:
-    """All that one process needs for its steps; `step` and `consumed` (sequences of the stream) move on."""
+    """State and functions of one process for its steps; `step` and `consumed` (sequences of the stream) increase."""
 
     recipe: Recipe
     rank: int
     mesh: object
     dataset: object  # see `dataset_of`
-    cells: dict  # number of a stage -> its sharded Cell, of this rank; without a pipeline 0 -> the model
+    cells: dict  # see `build_cells`
     optimizer: AdamW
     micro_batches: int  # forward and backward passes of a step; in a pipeline runs of its schedule
     batch_size: int  # sequences of a step, of all dp ranks together
@@ -56,34 +55,33 @@ class Job:
         sum_over(self.mesh, self.mesh.axis_names, ms.Tensor(1.0)).asnumpy()
 
     def state(self):
-        """What a checkpoint says besides tensors."""
+        """The entries of a checkpoint besides tensors."""
         return {"step": self.step, "consumed": self.consumed, **self.fixed_state()}
 
     def fixed_state(self):
-        """What must be the same in the run that resumes."""
+        """The entries that a checkpoint and the run that resumes from it have in common."""
         sizes = dict(zip(self.mesh.axis_names, self.mesh.shape))
         model = {"name": self.recipe.model_name, **dataclasses.asdict(self.recipe.model)}
         return {"mesh": sizes, "model": model} | pipeline_state(self.recipe) | zero_state(self.recipe, self.mesh)
 
     def tensors(self):
-        """The Parameters of a checkpoint: this rank's parts of weights and moments."""
+        """The Parameters of a checkpoint: this rank's shards of weights and moments."""
         return [*self.optimizer.parameters, *self.optimizer.state()]
 
 
 def prepare(recipe):
-    """The `Job` of `recipe`, before its first step: ranks joined, data open, model sharded, its programs made,
-    checkpoint loaded.
+    """The `Job` of `recipe` before its first step: its programs are generated, and its checkpoint is loaded.
 
     Raises:
-        ValueError, FileNotFoundError: a recipe that doesn't fit the ranks, the data or the checkpoint; recompute or
-            swap that the model can't do, on all ranks of a pipeline alike.
+        ValueError, FileNotFoundError: the recipe contradicts the ranks, the data or the checkpoint; its recompute or
+            swap is impossible in the model, then on all ranks of a pipeline.
         ModuleNotFoundError: an extra that the recipe needs is not installed.
     """
     require_extras(recipe)
     if ms.get_context("device_target") != recipe.context.device_target:  # can't be set once kernels have run
         _set_device(recipe.context.device_target)
-    ms.set_context(mode=ms.PYNATIVE_MODE)  # in graph mode passes and update are compiled, what is between them isn't
-    world = init_distributed()  # msrun's scheduler stays in here
+    ms.set_context(mode=ms.PYNATIVE_MODE)  # context.mode: 0 compiles passes and update by themselves
+    world = init_distributed()  # never returns in msrun's scheduler
     mesh = init_device_mesh(mesh_shape(recipe, world.size), MESH_AXES)
     dataset = dataset_of(recipe)
     checkpoint = find_checkpoint(recipe.checkpoint.load_path) if recipe.checkpoint.load_path else None
@@ -103,9 +101,10 @@ def _set_device(target):
 
 
 def make_job(recipe, mesh, rank, dataset):
-    """The `Job` at its first step, with `rank` in `mesh`, whose axes are `MESH_AXES`."""
+    """The `Job` of `rank` before its first step; the axes of `mesh` are `MESH_AXES`."""
     dp_size = mesh.axis_size("dp")
-    micro_batches, batch_size = accumulation_steps(recipe, dp_size), global_batch_size(recipe, dp_size)
+    micro_batches = accumulation_steps(recipe, dp_size)
+    batch_size = recipe.training.local_batch_size * dp_size * micro_batches
     ms.set_seed(recipe.training.seed)
     ms.manual_seed(recipe.training.seed)
     cells = build_cells(recipe, mesh, rank)
@@ -117,7 +116,7 @@ def make_job(recipe, mesh, rank, dataset):
 
 
 def resume(job, checkpoint):
-    """`job` itself, set to where the run that saved the folder `checkpoint` was."""
+    """`job` itself, with the state in the folder `checkpoint`; ValueError if no step is left."""
     state = load_state(checkpoint, job.fixed_state(), job.tensors(), job.rank)
     job.step, job.consumed = state["step"], state["consumed"]
     if job.step >= job.recipe.training.steps:
@@ -126,13 +125,13 @@ def resume(job, checkpoint):
 
 
 def run_steps(job):
-    """All steps that are left, with their records; every rank calls this.
+    """Run all remaining steps and write their records; all ranks call this.
 
     Returns:
-        The summary line, which rank 0 has also written to `summary.txt`.
+        The summary line, which rank 0 also writes to `summary.txt`.
 
     Raises:
-        FloatingPointError: the loss is not a number any more.
+        FloatingPointError: the loss is NaN or infinite.
     """
     recipe, folder = job.recipe, job.recipe.training.output_dir
     records = _open_records(job) if job.rank == 0 else []
@@ -141,7 +140,7 @@ def run_steps(job):
     while job.step < recipe.training.steps:
         row = train_step(job)
         losses.append(row["loss"])
-        if len(losses) == 1:  # there are programs now
+        if len(losses) == 1:  # the first step has generated all programs
             report_activations(recipe, job.mesh, job.rank, job.cells)
         for record in records:
             record(row)
@@ -164,7 +163,7 @@ def run_steps(job):
 
 
 def train_step(job):
-    """One optimizer step over `micro_batches` micro-batches; returns its row of metrics."""
+    """Run one optimizer step over `micro_batches` micro-batches; returns its row of metrics."""
     started = time.perf_counter()
     batch = _batch(job)
     job.step += 1
@@ -192,7 +191,7 @@ def _batch(job):
 
 
 def _open_records(job):
-    """Make the run folder; functions that each take a step's row."""
+    """Make the run folder; returns functions that each record a row of metrics."""
     recipe, folder = job.recipe, job.recipe.training.output_dir
     open_run_folder(folder, recipe_to_yaml(recipe), keep=_carries_on(recipe))
     kind = "micro-batches" if recipe.parallelism.pipeline_parallel == 1 else "pipeline runs"
@@ -203,7 +202,7 @@ def _open_records(job):
 
 
 def _carries_on(recipe):
-    """Whether the run resumes from a checkpoint in its own folder."""
+    """Whether the run resumes from a checkpoint in its own run folder."""
     folder = os.path.realpath(recipe.training.output_dir)
     load_path = recipe.checkpoint.load_path
     return bool(load_path) and os.path.commonpath([folder, os.path.realpath(load_path)]) == folder

@@ -1,4 +1,4 @@
-"""What a recipe says about sharding over data-parallel ranks (ZeRO, Rajbhandari et al. 2020). Calls no MindSpore."""
+"""A recipe's sharding over data-parallel ranks (ZeRO, Rajbhandari et al. 2020). No MindSpore is called here."""
 
 from mindformers_core.trainer.recipe import accumulation_steps
 
