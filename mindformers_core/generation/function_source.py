@@ -5,7 +5,7 @@ import keyword
 from inspect import Parameter
 
 from mindformers_core.capture.algorithm_graph import algorithm_graph
-from mindformers_core.generation.operator_source import dtype_source
+from mindformers_core.generation.operator_source import literal
 from mindformers_core.operators import TensorMeta
 from mindformers_core.program.deferral import NOTHING_DEFERRED, PRODUCTS
 from mindformers_core.program.naming import Names, assigned_names
@@ -13,7 +13,7 @@ from mindformers_core.program.passed_weights import WEIGHTS, passed_parameter, p
 from mindformers_core.program.plan import CallPlan, Move
 from mindformers_core.program.structure import DType, Value, tree_leaves, tree_map
 
-__all__ = ["function_source"]
+__all__ = ["FunctionSource"]
 
 _AFTER = {  # step kind -> what a tensor is called after it
     "slice": "slice",
@@ -43,29 +43,22 @@ class Operand(TensorMeta):
         self.name = name
 
 
-def function_source(frame, name, parts):
-    """The lines of `def name(self, …)` for a `CellPlan`.
+class FunctionSource:
+    """The function of a `CellPlan` while it is written.
 
     Args:
         frame: the plan.
-        name: of the function.
-        parts: the `ModuleParts` that collect what the function needs at the top of its module.
-    """
-    return _Function(frame, parts).lines(name)
-
-
-class _Function:
-    """One function while it is written.
+        parts: the `ModuleSource` that collects what the function needs at the top of its module.
 
     Attributes:
         variables: (number of a Value, Layout) -> the expression that holds it.
-        cut: likewise -> the variable that holds it cut off from the gradient.
+        detached: likewise -> the variable that holds it without its gradient.
     """
 
     def __init__(self, frame, parts):
         self.frame, self.parts = frame, parts
         self.names = Names(parts.reserved)
-        self.variables, self.cut = {}, {}
+        self.variables, self.detached = {}, {}
         self.body = []
         self.assigned = assigned_names(frame.graph)
         self.deferral = parts.deferrals.get(frame, NOTHING_DEFERRED)
@@ -73,7 +66,7 @@ class _Function:
         self.keeper = None  # of the instruction that is written now
 
     def lines(self, name):
-        """The whole function."""
+        """The lines of `def name(self, …)`."""
         parameters = self._parameters()
         for use in self.frame.graph.parameters:
             self._enter_parameter(use)
@@ -148,20 +141,24 @@ class _Function:
         self.variables[value.id, self.frame.layouts[value.id]] = expression
 
     def _enter_parameter(self, use):
-        """A parameter; cut off from the gradient where all of that is deferred."""
+        """A parameter; detached where its whole gradient is deferred."""
         takes = self.frame.takes_weights
         expression = passed_parameter(self.frame, use) if takes else self.parts.parameter(self.frame, use)
         waits = (use.value.id, self.frame.layouts[use.value.id]) in self.deferral.waiting
-        self._enter(use.value, self._assign(use.value.hint, self.parts.cut(expression)) if waits else expression)
+        self._enter(
+            use.value, self._assign(use.value.hint, self.parts.stop_gradient(expression)) if waits else expression
+        )
 
-    def _cut(self, value, layout):
-        """The variable that something deferred takes; cut off from the gradient here where others take that."""
+    def _detached(self, value, layout):
+        """The variable that a deferred operator takes; detached here where other operators take the gradient."""
         variable = value.id, layout
         if variable not in self.deferral.needed:
             return self.variables[variable]
-        if variable not in self.cut:
-            self.cut[variable] = self._assign(f"{value.hint}_cut", self.parts.cut(self.variables[variable]))
-        return self.cut[variable]
+        if variable not in self.detached:
+            self.detached[variable] = self._assign(
+                f"{value.hint}_cut", self.parts.stop_gradient(self.variables[variable])
+            )
+        return self.detached[variable]
 
     def _structure(self, structure, results):
         """A structure of Values and plain leaves as source; `results` gives `(Value, Layout)` one by one."""
@@ -182,10 +179,7 @@ class _Function:
         """What is no tensor. The called function has it written in, so what has no text is left out."""
         if isinstance(leaf, DType):
             self.parts.imports.add("import mindspore as ms")
-            return dtype_source(leaf)
-        if isinstance(leaf, float) and repr(leaf) in ("inf", "-inf", "nan"):
-            return f'float("{leaf!r}")'
-        return repr(leaf) if leaf is None or isinstance(leaf, (bool, int, float, str)) else "None"
+        return literal(leaf) if leaf is None or isinstance(leaf, (bool, int, float, str, DType)) else "None"
 
     def _assign(self, hint, expression, communicates=False):
         variable = self._variable(hint)
@@ -203,7 +197,7 @@ class _Function:
 
     def _move(self, move):
         waits = (move.value.id, move.target) in self.deferral.waiting
-        source = self._cut(move.value, move.source) if waits else self.variables[move.value.id, move.source]
+        source = self._detached(move.value, move.source) if waits else self.variables[move.value.id, move.source]
         self.variables[move.value.id, move.target] = self._redistributed(
             source, move.steps, move.value.dtype, f"{move.source} -> {move.target}"
         )
@@ -258,14 +252,14 @@ class _Function:
         if call.frame is not None:
             lifted = zip(self.parts.lifted_names(call.frame), call.lifted, self._waits(call))
             args += [
-                f"{name}={self._cut(value, layout) if waits else self.variables[value.id, layout]}"
+                f"{name}={self._detached(value, layout) if waits else self.variables[value.id, layout]}"
                 for name, (value, layout), waits in lifted
             ]
             if call in self.deferral.places:
                 args.append(f"{PRODUCTS}={PRODUCTS}[{self.deferral.places[call]}]")
             if self.frame.takes_weights:
                 args.append(f"{WEIGHTS}={passed_to_call(self.frame, call)}")
-            args.append(f'program="{self.parts.function_name(call.frame)}"')
+            args.append(f'program="{self.parts.functions[call.frame]}"')
         expression = f"{self.parts.child(self.frame, call)}({', '.join(args)})"
         if call.is_part:
             hints = [self.parts.operator_name(value.hint) for value in node.outputs]
@@ -281,7 +275,7 @@ class _Function:
     def _deferred_operator(self, plan, values, hint):
         """A deferred operator: the object that stands for it takes the same tensors."""
         (x, weight, *bias), layouts = values, plan.inputs
-        args = [self.variables[x.id, layouts[0]], self._cut(weight, layouts[1])]
+        args = [self.variables[x.id, layouts[0]], self._detached(weight, layouts[1])]
         args += [self.variables[value.id, layout] for value, layout in zip(bias, layouts[2:])]
         expression = f"{PRODUCTS}[{self.deferral.places[plan]}]({', '.join(args)})"
         self._receive(plan.node.outputs, plan.outputs, self._hints(plan.node, hint), expression)
