@@ -93,37 +93,30 @@ class _Algorithm(nn.Cell):
         self.plan, self.cut = plan, cut
 
     def construct(self, *tensors):
-        plan, write = self.plan, _Writer(tensors[0].recorder)
-        cut = replace(self.cut, move=write.move, next_random_state=write.recorder.random_state)
+        plan, self.recorder = self.plan, tensors[0].recorder
+        cut = replace(self.cut, move=self._move, next_random_state=self.recorder.random_state)
         args, kwargs = _local_arguments(plan)
         given = iter(tensors)
         args, kwargs = tree_map(lambda leaf: next(given) if isinstance(leaf, TensorMeta) else leaf, (args, kwargs))
-        return ALGORITHMS[plan.algorithm](lambda *local: write.operator(plan, local, kwargs), args, cut)
+        return ALGORITHMS[plan.algorithm](lambda *local: self._operator(local, kwargs), args, cut)
 
-
-class _Writer:
-    """Writes the nodes that no operator call writes by itself."""
-
-    def __init__(self, recorder):
-        self.recorder = recorder
-
-    def move(self, local, source, target):
+    def _move(self, local, source, target):
         """As `move` in `move.py`."""
         if source == target:
             return local
         shape = target.local_shape(source.global_shape(local.shape))
         return self._write("Redistribute", (local, source, target), tensor_meta(shape, dtype_name(local.dtype)))
 
-    def operator(self, plan, args, kwargs):
-        """The operator of a plan. What the algorithm made of its attributes is in its arguments only."""
-        node, shapes = plan.node, iter(plan.local_shapes)
+    def _operator(self, args, kwargs):
+        """The operator of the plan; the algorithm may have changed its attributes, which are among the arguments."""
+        node, shapes = self.plan.node, iter(self.plan.local_shapes)
         outputs = tree_map(lambda value: tensor_meta(next(shapes), value.dtype), node.outputs)
         changed = node.primitive and args[node.primitive.inputs :] != node.args[node.primitive.inputs :]
         kind, primitive = ("function", None) if changed else (node.kind, node.primitive)
-        return self._write(node.operator, args, outputs, kwargs=kwargs, kind=kind, primitive=primitive)
+        return self._write(node.operator, args, outputs, kwargs, kind, primitive)
 
     def _write(self, operator, args, outputs, kwargs=None, kind="function", primitive=None):
-        """Write a node whose results have the metas `outputs`; gives the traced results."""
+        """Append a node with results of the metas `outputs`, and return the traced results."""
         recorder, frame = self.recorder, self.recorder.frames[-1]
         shown = tree_map(frame.leaf, recorder.stand_in((args, kwargs or {})))
 
