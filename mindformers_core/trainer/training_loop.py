@@ -13,7 +13,7 @@ from mindformers_core.communication import init_distributed
 from mindformers_core.files import write_whole
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.optimizers.adamw import AdamW
-from mindformers_core.tensor_parallel.clipping import sum_over
+from mindformers_core.tensor_parallel.clipping import sum_cell
 from mindformers_core.trainer.activation_report import report_activations
 from mindformers_core.trainer.data import dataset_of, first_sequence, micro_batch
 from mindformers_core.trainer.learning_rate import learning_rate
@@ -50,7 +50,7 @@ class Job:
 
     def barrier(self):
         """Wait for all ranks of the mesh."""
-        sum_over(self.mesh, self.mesh.axis_names, ms.Tensor(1.0)).asnumpy()
+        sum_cell(self.mesh, self.mesh.axis_names)(ms.Tensor(1.0)).asnumpy()
 
     def state(self):
         """What a checkpoint says besides tensors."""
