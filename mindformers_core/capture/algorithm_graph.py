@@ -1,6 +1,6 @@
-"""Distributed algorithms written down: each runs once on traced tensors, and what it does is a graph for one rank.
+"""Graphs of distributed algorithms: each algorithm runs once on traced tensors, and its operators are recorded.
 
-So there is one text of an algorithm: the eager engine runs it, and generated code spells out what it does.
+So an algorithm is written once: the eager engine runs it, and generated code has the operators of its graph.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from mindformers_core.program.graph import OperatorNode
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.redistribution import plan_redistribution
 
-__all__ = ["algorithm_graph", "algorithm_of"]
+__all__ = ["algorithm_graph", "algorithm_of", "redistribution_steps"]
 
 
 def algorithm_of(plan):
@@ -33,10 +33,11 @@ def algorithm_of(plan):
     """
     mesh = plan.inputs[0].mesh
     graph = algorithm_graph(plan, mesh, mesh.rank_list[0])
-    return graph, [_steps(node) for node in graph.nodes]
+    return graph, [redistribution_steps(node) for node in graph.nodes]
 
 
-def _steps(node):
+def redistribution_steps(node):
+    """The `Step`s of a node of an algorithm's graph that is a redistribution; None for any other."""
     if node.operator != "Redistribute":
         return None
     value, source, target = node.args
@@ -44,7 +45,7 @@ def _steps(node):
 
 
 def algorithm_graph(plan, mesh, rank=None):
-    """What runs in the place of an operator that is cut where it can't simply be, on local shapes.
+    """The graph of a distributed algorithm, which replaces a sharded operator, on local shapes.
 
     Three kinds of nodes are special:
 

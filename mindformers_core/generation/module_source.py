@@ -12,7 +12,6 @@ from mindformers_core.generation.operator_source import operator_source, primiti
 from mindformers_core.program.deferral import PRODUCTS, deferrals
 from mindformers_core.program.naming import snake_case
 from mindformers_core.program.passed_weights import WEIGHTS
-from mindformers_core.redistribution import plan_redistribution
 
 __all__ = ["ModuleSource"]
 
@@ -25,7 +24,6 @@ class ModuleSource:
     Args:
         frame: the root's `CellPlan`.
         cells: path of a Cell -> the class whose `construct` was captured.
-        cost_model: the cost of redistributions, by which the steps of a distributed algorithm are planned.
         taken: names that its functions must not have.
         header: lines of the module's docstring.
         defer_weights: whether matmuls split the gradients of their weights off: see `deferral.py`.
@@ -45,8 +43,8 @@ class ModuleSource:
         variables: names of variables of the functions, which nothing in the module may have.
     """
 
-    def __init__(self, frame, cells, cost_model, taken, header, defer_weights=False, separate_collectives=False):
-        self.cells, self.cost_model, self.mesh = cells, cost_model, frame.mesh
+    def __init__(self, frame, cells, taken, header, defer_weights=False, separate_collectives=False):
+        self.cells, self.mesh = cells, frame.mesh
         self.imports, self.variables = set(), set()
         self.frames = _distinct(frame)
         self.deferrals = deferrals(self.frames) if defer_weights else {}
@@ -176,11 +174,6 @@ class ModuleSource:
         name = self._global(f"{hint}_{len(self.constants)}")
         self.constants[name] = constant
         return name
-
-    def steps(self, value, source, target):
-        """The steps of a redistribution of a local tensor."""
-        shape = source.global_shape(value.shape)
-        return plan_redistribution(source, target, shape, value.dtype, self.cost_model).steps
 
     def collective(self, step):
         """Name of the object that carries out a step."""

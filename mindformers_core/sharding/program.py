@@ -254,7 +254,7 @@ def _generated(tree, path, signature, graph, frame):
     apart = generated is not frame or tree.activations.marks and tree.compiling is not None
     if generated is not frame:
         check_plan(generated)
-    source = ModuleSource(generated, classes, cost_model(), tree.function_names, header, tree.deferring, apart)
+    source = ModuleSource(generated, classes, tree.function_names, header, tree.deferring, apart)
     tree.function_names.update(source.functions.values())
     name = source.functions[generated]
     module = load_module(name, source)
