@@ -211,10 +211,8 @@ class FunctionSource:
             expression = f"{self.parts.collective(step)}({expression})"
         if dtype == "bool":
             expression = f"ops.cast({expression}, ms.bool_)"
-        stem = source.rpartition(".")[2].partition("[")[0]
-        variable = self._assign(
-            f"{stem}_{_AFTER[steps[-1].kind.removesuffix('_varying')]}", expression, communicates=True
-        )
+        stem, after = source.rpartition(".")[2].partition("[")[0], _AFTER[steps[-1].kind.removesuffix("_varying")]
+        variable = self._assign(f"{stem}_{after}", expression, communicates=True)
         self.body[-1] += f"  # {comment}"
         return variable
 
