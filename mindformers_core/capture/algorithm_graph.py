@@ -1,6 +1,6 @@
-"""Distributed algorithms written down: each runs once on traced tensors, and what it does is a graph for one rank.
+"""Graphs of distributed algorithms: each algorithm runs once on traced tensors, and its operators are recorded.
 
-So there is one text of an algorithm: the eager engine runs it, and generated code spells out what it does.
+So an algorithm is written once: the eager engine runs it, and generated code has the operators of its graph.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from mindformers_core.program.graph import OperatorNode
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.redistribution import plan_redistribution
 
-__all__ = ["algorithm_graph", "algorithm_of"]
+__all__ = ["algorithm_graph", "algorithm_of", "redistribution_steps"]
 
 
 def algorithm_of(plan):
@@ -33,10 +33,11 @@ def algorithm_of(plan):
     """
     mesh = plan.inputs[0].mesh
     graph = algorithm_graph(plan, mesh, mesh.rank_list[0])
-    return graph, [_steps(node) for node in graph.nodes]
+    return graph, [redistribution_steps(node) for node in graph.nodes]
 
 
-def _steps(node):
+def redistribution_steps(node):
+    """The `Step`s of a node of an algorithm's graph that is a redistribution; None for any other."""
     if node.operator != "Redistribute":
         return None
     value, source, target = node.args
@@ -44,7 +45,7 @@ def _steps(node):
 
 
 def algorithm_graph(plan, mesh, rank=None):
-    """What runs in the place of an operator that is cut where it can't simply be, on local shapes.
+    """The graph of a distributed algorithm, which replaces a sharded operator, on local shapes.
 
     Three kinds of nodes are special:
 
@@ -93,37 +94,30 @@ class _Algorithm(nn.Cell):
         self.plan, self.cut = plan, cut
 
     def construct(self, *tensors):
-        plan, write = self.plan, _Writer(tensors[0].recorder)
-        cut = replace(self.cut, redistribute=write.move, next_random_state=write.recorder.random_state)
+        plan, self.recorder = self.plan, tensors[0].recorder
+        cut = replace(self.cut, redistribute=self._move, next_random_state=self.recorder.random_state)
         args, kwargs = _local_arguments(plan)
         given = iter(tensors)
         args, kwargs = tree_map(lambda leaf: next(given) if isinstance(leaf, TensorMeta) else leaf, (args, kwargs))
-        return ALGORITHMS[plan.algorithm](lambda *local: write.operator(plan, local, kwargs), args, cut)
+        return ALGORITHMS[plan.algorithm](lambda *local: self._operator(local, kwargs), args, cut)
 
-
-class _Writer:
-    """Writes the nodes that no operator call writes by itself."""
-
-    def __init__(self, recorder):
-        self.recorder = recorder
-
-    def move(self, local, source, target):
+    def _move(self, local, source, target):
         """As `move` in `move.py`."""
         if source == target:
             return local
         shape = target.local_shape(source.global_shape(local.shape))
         return self._write("Redistribute", (local, source, target), tensor_meta(shape, dtype_name(local.dtype)))
 
-    def operator(self, plan, args, kwargs):
-        """The operator of a plan. What the algorithm made of its attributes is in its arguments only."""
-        node, shapes = plan.node, iter(plan.local_shapes)
+    def _operator(self, args, kwargs):
+        """The operator of the plan; the algorithm may have changed its attributes, which are among the arguments."""
+        node, shapes = self.plan.node, iter(self.plan.local_shapes)
         outputs = tree_map(lambda value: tensor_meta(next(shapes), value.dtype), node.outputs)
         changed = node.primitive and args[node.primitive.inputs :] != node.args[node.primitive.inputs :]
         kind, primitive = ("function", None) if changed else (node.kind, node.primitive)
-        return self._write(node.operator, args, outputs, kwargs=kwargs, kind=kind, primitive=primitive)
+        return self._write(node.operator, args, outputs, kwargs, kind, primitive)
 
     def _write(self, operator, args, outputs, kwargs=None, kind="function", primitive=None):
-        """Write a node whose results have the metas `outputs`; gives the traced results."""
+        """Append a node with results of the metas `outputs`, and return the traced results."""
         recorder, frame = self.recorder, self.recorder.frames[-1]
         shown = tree_map(frame.leaf, recorder.stand_in((args, kwargs or {})))
 

@@ -36,7 +36,7 @@ _DRAWING = frozenset(
     + ("RandExt", "Randn", "RandInt", "Gamma", "Poisson")
 )
 _DRAWING_IN_PLACE = frozenset({"InplaceUniform", "InplaceNormal", "InplaceRandom", "InplaceExponential"})
-# What functions under `@ms.jit` come to in each of its modes, ast, trace and bytecode; and what runs them as Python
+# Entry points of `@ms.jit` in each of its modes, ast, trace and bytecode; and functions that run the call as Python
 _WITHOUT_COMPILING = (
     (_JitExecutor, "__call__", lambda executor, *args, **kwargs: executor.fn(*args, **kwargs)),
     (jit_trace, "_jit_trace_begin", lambda *args, **kwargs: True),
@@ -70,24 +70,34 @@ def capture(cell, *inputs, **named_inputs):
         raise TypeError(f"capture() takes a Cell, an instance of a subclass of nn.Cell, not {cell!r}")
     if any("_sharding" in child.__dict__ for _, child in cell.cells_and_names()):
         raise ValueError(f"{cell_label('', cell)} is sharded already: capture() takes the single-card model")
-    recorder = Recorder(_CapturedTree(cell))
+    recorder = Recorder(CapturedTree(cell))
     with ExitStack() as scope:
-        scope.enter_context(_nothing_compiled())
+        # Not by `MS_JIT=0`: a process that another thread starts meanwhile would inherit it, and never compile.
+        for owner, name, function in _WITHOUT_COMPILING:
+            _replace(scope, owner, name, function)
+        mode = ms.get_context("mode")
+        if mode != ms.PYNATIVE_MODE:
+            ms.set_context(mode=ms.PYNATIVE_MODE)
+            scope.callback(ms.set_context, mode=mode)
         if ms.get_context("device_target") == "meta":
             scope.enter_context(DeviceCtx(_real_device()))
-        scope.enter_context(_random_state())
+        scope.callback(ms.set_rng_state, ms.get_rng_state())
         scope.enter_context(_no_grad())
         scope.enter_context(recorder.tree.traced(recorder))
-        scope.enter_context(_tensors_hand_over_to(recorder))
-        scope.enter_context(_draws_recorded_by(recorder))
-        scope.enter_context(_Unasked(recorder))
-        _run_root(cell, tree_map(lambda leaf: _input(recorder, leaf), (inputs, named_inputs)))
+        _replace(scope, Tensor, "__fallback__", _HandOver(recorder))
+        _replace(scope, Tensor, "__getitem__", _get_item(recorder))
+        default_generator._step = lambda step: recorder.random_state()
+        scope.callback(delattr, default_generator, "_step")
+        scope.enter_context(_Dispatched(recorder))
+        args, named = tree_map(lambda leaf: _input(recorder, leaf), (inputs, named_inputs))
+        cell(*args, **named)
     return recorder.root
 
 
-def _run_root(cell, arguments):
-    args, named = arguments
-    cell(*args, **named)
+def _replace(scope, owner, name, value):
+    """Replace an attribute until the `ExitStack` closes."""
+    scope.callback(setattr, owner, name, inspect.getattr_static(owner, name))
+    setattr(owner, name, value)
 
 
 def _input(recorder, leaf):
@@ -101,16 +111,14 @@ def _real_device():
     return next(device for device, _ in _DEVICE_STACK.get_stack() if device != "meta")
 
 
-class _CapturedTree:
-    """The names of a Cell tree's parts, and the swap of its tensors and classes for traced ones."""
+class CapturedTree:
+    """The names of the Cells and Parameters of a tree, and the swap of its tensors and classes for traced ones."""
 
     def __init__(self, root):
-        self._cells = {id(cell): (cell, path) for path, cell in root.cells_and_names()}
-        self._kinds = {key: type(cell) for key, (cell, _) in self._cells.items()}
-        self._own = {key: _by_identity(cell._params) for key, (cell, _) in self._cells.items()}
+        cells = dict(root.cells_and_names())
+        self._cells = {id(cell): (cell, path, type(cell)) for path, cell in cells.items()}
         self._parameters = {id(parameter): path for path, parameter in root.parameters_and_names()}
-        self._children = {key: dict(cell._cells) for key, (cell, _) in self._cells.items()}
-        self._local_paths = {}
+        self._local_paths = {id(cell): _paths_from(cell) for cell in cells.values()}
         self._stand_ins = {}
 
     def path(self, cell):
@@ -119,51 +127,20 @@ class _CapturedTree:
 
     def kind(self, cell):
         """The class of a Cell, before it was swapped."""
-        return self._kinds[id(cell)]
-
-    def name(self, cell):
-        """The last part of a Cell's path."""
-        return self.path(cell).rpartition(".")[2]
+        return self._cells[id(cell)][2]
 
     def label(self, cell):
-        """How errors call a Cell."""
+        """The name of a Cell in error messages."""
         return cell_label(self.path(cell), cell)
 
-    def source(self, cell):
-        """Where the class of a Cell defines `construct`."""
-        code = inspect.unwrap(self.kind(cell).construct).__code__
-        return f"{code.co_filename}:{code.co_firstlineno}"
-
-    @staticmethod
-    def signature(construct):
-        """The signature of a bound `construct`."""
-        return _signature(construct.__func__) if hasattr(construct, "__func__") else inspect.signature(construct)
-
-    def attribute(self, cell, primitive):
-        """The name of a primitive among a Cell's attributes, or None."""
-        name = None if primitive is None else vars(primitive).get("instance_name")
-        return name if name and cell.__dict__.get(name) is primitive else None
-
     def local_path(self, cell, part):
-        """Path of a Cell or Parameter from `cell`, or None where it isn't below it."""
-        found = self._local_paths.get(id(cell))
-        if found is None:
-            found = self._local_paths[id(cell)] = {}
-            self._collect(cell, "", found)
-        return found.get(id(part))
-
-    def _collect(self, cell, prefix, found):
-        for key, name in self._own.get(id(cell), {}).items():
-            found.setdefault(key, prefix + name)
-        for name, child in self._children.get(id(cell), {}).items():
-            if child is not None and id(child) not in found:
-                found[id(child)] = prefix + name
-                self._collect(child, f"{prefix}{name}.", found)
+        """Path of a Cell or Parameter from `cell`, or None where it isn't below `cell`."""
+        return self._local_paths[id(cell)].get(id(part))
 
     @contextmanager
     def traced(self, recorder):
         """While open, parameters and tensors that Cells keep are traced ones, and calls of Cells go to the recorder."""
-        before = [(cell, type(cell), dict(cell.__dict__)) for cell, _ in self._cells.values()]
+        before = [(cell, kind, dict(cell.__dict__)) for cell, _, kind in self._cells.values()]
         try:
             for cell, kind, attributes in before:
                 for name, value in attributes.items():
@@ -199,8 +176,9 @@ class _CapturedTree:
         return value
 
 
-def _by_identity(parameters):
-    return {id(parameter): name for name, parameter in parameters.items() if parameter is not None}
+def _paths_from(cell):
+    """Identity of every Cell and Parameter below `cell` -> its path from there."""
+    return {id(part): path for path, part in (*cell.parameters_and_names(), *cell.cells_and_names()) if path}
 
 
 def _same(entries, others):
@@ -222,15 +200,8 @@ def _captured_class(cls):
     return type(cls.__name__, (_CapturedCell, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
-@cache
-def _signature(construct):
-    """The signature of a `construct`, without its `self`."""
-    signature = inspect.signature(construct)
-    return signature.replace(parameters=list(signature.parameters.values())[1:])
-
-
-class _Unasked(MsDispatchMode):
-    """Sees the operators that nobody is asked about: those that ignore `__fallback__`, and those on plain tensors."""
+class _Dispatched(MsDispatchMode):
+    """Records operators that ignore `__fallback__`, and random draws among plain tensors."""
 
     def __init__(self, recorder):
         super().__init__()
@@ -253,26 +224,19 @@ def _has_traced(args):
     return any(type(entry) is Traced or (isinstance(entry, (tuple, list)) and _has_traced(entry)) for entry in args)
 
 
-@contextmanager
-def _tensors_hand_over_to(recorder):
-    """While open, calls whose first tensor is a plain one come to the recorder too, and so does `plain[traced]`."""
-    fallback, get_item = Tensor.__dict__["__fallback__"], Tensor.__getitem__
+def _get_item(recorder):
+    """`Tensor.__getitem__` that records `plain[traced]`."""
+    get_item = Tensor.__getitem__
 
     def item(tensor, index):
         traced = type(index) is Traced or (isinstance(index, tuple) and _has_traced(index))
         return index_tensor(recorder.stand_in(tensor), index) if traced else get_item(tensor, index)
 
-    Tensor.__fallback__ = _HandOver(recorder)
-    Tensor.__getitem__ = item
-    try:
-        yield
-    finally:
-        Tensor.__fallback__ = fallback
-        Tensor.__getitem__ = get_item
+    return item
 
 
 class _HandOver:
-    """What plain tensors have as `__fallback__`: none where it is asked of a Parameter, for the sake of optimizers."""
+    """`Tensor.__fallback__` that records calls whose first tensor is a plain one. Parameters have none: optimizers."""
 
     def __init__(self, recorder):
         self.recorder = recorder
@@ -281,43 +245,3 @@ class _HandOver:
         if issubclass(owner, Parameter):
             raise AttributeError("__fallback__")
         return lambda func, args, kwargs=None: self.recorder.operator(func, args, kwargs or {})
-
-
-@contextmanager
-def _nothing_compiled():
-    """While open, functions under `@ms.jit` run as Python, and so do Cells in graph mode.
-
-    Not by `MS_JIT=0`: a process that another thread starts meanwhile would inherit it, and never compile anything.
-    """
-    mode, before = ms.get_context("mode"), [getattr(owner, name) for owner, name, _ in _WITHOUT_COMPILING]
-    for owner, name, function in _WITHOUT_COMPILING:
-        setattr(owner, name, function)
-    if mode != ms.PYNATIVE_MODE:
-        ms.set_context(mode=ms.PYNATIVE_MODE)
-    try:
-        yield
-    finally:
-        for (owner, name, _), function in zip(_WITHOUT_COMPILING, before):
-            setattr(owner, name, function)
-        if mode != ms.PYNATIVE_MODE:
-            ms.set_context(mode=mode)
-
-
-@contextmanager
-def _random_state():
-    """The state of the random generators is afterwards what it was."""
-    before = ms.get_rng_state()
-    try:
-        yield
-    finally:
-        ms.set_rng_state(before)
-
-
-@contextmanager
-def _draws_recorded_by(recorder):
-    """While open, what draws from MindSpore's default generator is written down."""
-    default_generator._step = lambda step: recorder.random_state()
-    try:
-        yield
-    finally:
-        del default_generator._step

@@ -1,6 +1,7 @@
 """One call of a Cell while it is captured: the graph that grows, and the names of what it meets."""
 
 from collections import namedtuple
+from inspect import signature
 
 from mindspore import Parameter
 from mindspore import dtype as mstype
@@ -11,11 +12,10 @@ from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.program.graph import CellGraph, Constant, FreeVariable, ParameterUse
 from mindformers_core.program.structure import DType, Value, tree_map
 
-__all__ = ["Frame", "Held", "Loose", "Made", "plain_leaf"]
+__all__ = ["Frame", "Held", "Made", "plain_leaf"]
 
 Made = namedtuple("Made", "frame value")  # the result of a node, or an argument of the root
-Held = namedtuple("Held", "path")  # a parameter or constant that the tree keeps at a path
-Loose = namedtuple("Loose", "")  # a plain tensor that comes along
+Held = namedtuple("Held", "path")  # a parameter or constant at a path of the tree, or a tensor from elsewhere (None)
 
 
 class Frame:
@@ -39,7 +39,7 @@ class Frame:
     def take_arguments(self, construct, args, kwargs, caller):
         """Bind the arguments, which come from the frame `caller` (None for the root), to their names."""
         try:
-            bound = self.tree.signature(construct).bind(*args, **kwargs)
+            bound = signature(construct).bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self.tree.label(self.cell)}, construct(): {error}") from None
         for name, structure in bound.arguments.items():
@@ -85,7 +85,7 @@ class Frame:
             value = self.new_value(tensor, entry.path.rpartition(".")[2])
             self._parameters.append(ParameterUse(value, entry.path, local, tensor.original.requires_grad))
         else:
-            path = entry.path if type(entry) is Held else None
+            path = entry.path
             value = self.new_value(tensor, path.rpartition(".")[2] if path else "constant", constant=True)
             self._constants.append(Constant(value, self._contents(tensor, path), path, path and self._local(path)))
         return value

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from contextlib import contextmanager
 from functools import cache
 from itertools import count
 
@@ -10,7 +11,7 @@ from mindspore import dtype as mstype
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.ops import Primitive, tensor_method
 
-from mindformers_core.capture.frame import Frame, Held, Loose, Made, plain_leaf
+from mindformers_core.capture.frame import Frame, Held, Made, plain_leaf
 from mindformers_core.capture.traced import CaptureError, Traced, call_site
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.move import dtype_name
@@ -40,10 +41,10 @@ class Recorder:
         self._silent = False
         self._calls = 0
         self._metas = {}  # (shape, dtype) -> meta tensor
-        self._loose = {}  # id -> (plain tensor, its stand-in)
+        self._loose = {}  # id of a plain tensor -> its stand-in
 
     def hold(self, tensor, path):
-        """The stand-in of a tensor that the tree keeps at `path`, or of a Parameter that it doesn't own (None)."""
+        """The stand-in of a tensor at `path` of the tree, or of a tensor that the tree doesn't own (None)."""
         shape = getattr(tensor, "global_shape", tensor.shape)  # a sharded Parameter holds a part only
         return Traced.around(self, self.meta(shape, tensor.dtype), Held(path), tensor)
 
@@ -54,11 +55,10 @@ class Recorder:
     def meta(self, shape, dtype):
         """A meta tensor."""
         key = tuple(shape), dtype
-        found = self._metas.get(key)
-        if found is None:
+        if key not in self._metas:
             with NoFallbackGuard(), DeviceCtx("meta"):
-                found = self._metas[key] = mint.empty(key[0], dtype=dtype)
-        return found
+                self._metas[key] = mint.empty(key[0], dtype=dtype)
+        return self._metas[key]
 
     def error(self, text):
         """A `CaptureError` that says where we are."""
@@ -66,7 +66,10 @@ class Recorder:
         frame = self.frames[-1] if self.frames else None
         if frame is None:
             return CaptureError(f"{source}: {text}")
-        return CaptureError(f"in {self.tree.label(frame.cell)}, {source or self.tree.source(frame.cell)}: {text}")
+        if source is None:
+            code = inspect.unwrap(self.tree.kind(frame.cell).construct).__code__
+            source = f"{code.co_filename}:{code.co_firstlineno}"
+        return CaptureError(f"in {self.tree.label(frame.cell)}, {source}: {text}")
 
     def values_of(self, tensor, what):
         """The plain tensor with a constant's values, computed only now if need be. An error for any other."""
@@ -107,13 +110,13 @@ class Recorder:
         if caller is None:
             self.root = graph
             return result
-        received = {}
+        received, name = {}, self.tree.path(cell).rpartition(".")[2]
 
         def receive(leaf):
             if not isinstance(leaf, Traced):
                 return leaf
             if id(leaf) not in received:
-                made = caller.new_value(leaf, self.tree.name(cell), frame.value_of(leaf).constant)
+                made = caller.new_value(leaf, name, frame.value_of(leaf).constant)
                 known = (leaf.original, leaf.deferred) if made.constant else (None, None)
                 received[id(leaf)] = Traced.around(self, leaf.meta, Made(caller, made), *known)
             return received[id(leaf)]
@@ -140,8 +143,7 @@ class Recorder:
             kind = "primitive"
         if name.startswith("Inplace"):
             raise self.error(f"operator '{name}' changes a tensor in place: use its result, as in x = x + y")
-        args = self.stand_in(args)
-        kwargs = self.stand_in(kwargs)
+        args, kwargs = self.stand_in(args), self.stand_in(kwargs)
         metas = self._infer(func, primitive, args, kwargs)
         if self._silent or not _has_tensor(metas):
             return tree_map(self._unlisted, metas)
@@ -166,7 +168,9 @@ class Recorder:
             called_class = type(primitive)
             inputs = _count_inputs(primitive, args)
             use = PrimitiveUse(called_class.__module__, called_class.__name__, attributes, inputs)
-        attribute = self.tree.attribute(frame.cell, called)
+        attribute = None if called is None else vars(called).get("instance_name")
+        if not attribute or frame.cell.__dict__.get(attribute) is not called:
+            attribute = None
         values = self._computing(func, primitive, args, kwargs) if constant else None
         places = count()
 
@@ -189,26 +193,30 @@ class Recorder:
         @cache
         def compute():
             call, named = tree_map(real, (tuple(args), kwargs))
-            self.inferring, before = True, self.inferring
-            try:
-                with NoFallbackGuard():
-                    result = func(*call, **named) if primitive is None else func(primitive, func.name, call)
-            finally:
-                self.inferring = before
+            with self._unrecorded():
+                result = func(*call, **named) if primitive is None else func(primitive, func.name, call)
             found = []
             tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, result)
             return found
 
         return compute
 
+    @contextmanager
+    def _unrecorded(self):
+        self.inferring, before = True, self.inferring
+        try:
+            with NoFallbackGuard():
+                yield
+        finally:
+            self.inferring = before
+
     def _infer(self, func, primitive, args, kwargs):
         """The results as meta tensors."""
         call = tree_map(_meta_leaf, tuple(args))
         if primitive is not None:
             call = (primitive, func.name, call)
-        self.inferring, before = True, self.inferring
         try:
-            with NoFallbackGuard(), DeviceCtx("meta"):
+            with self._unrecorded(), DeviceCtx("meta"):
                 result = func(*call, **tree_map(_meta_leaf, kwargs))
         except Exception as error:
             if "Not implement" not in str(error) or _method_behind(func.name) is None:
@@ -216,8 +224,6 @@ class Recorder:
                 message = _MESSAGE_END.split(str(error))[0].strip()
                 raise self.error(f"operator {func.name}({shown}) can't be run on shapes alone: {message}") from error
             result = None
-        finally:
-            self.inferring = before
         return self._infer_method(func.name, args, kwargs) if result is None else result
 
     def _infer_method(self, name, args, kwargs):
@@ -244,11 +250,9 @@ class Recorder:
     def _loose_tensor(self, tensor):
         if isinstance(tensor, Parameter):
             raise self.stray(tensor)
-        found = self._loose.get(id(tensor))
-        if found is None:
-            stand_in = Traced.around(self, self.meta(tensor.shape, tensor.dtype), Loose(), tensor)
-            found = self._loose[id(tensor)] = tensor, stand_in
-        return found[1]
+        if id(tensor) not in self._loose:
+            self._loose[id(tensor)] = self.hold(tensor, None)  # which keeps the tensor, and so its id
+        return self._loose[id(tensor)]
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The tensor that stands in for others while a Cell is captured: it has a shape, and tells what is done with it."""
+"""The traced tensor of a capture: it has a shape and no values, and the recorder sees its operators."""
 
 import sys
 from functools import cache
@@ -36,11 +36,7 @@ class Traced(Tensor):
     def around(recorder, meta, entry, original=None, deferred=None):
         """A new one."""
         tensor = Tensor._make_subclass(Traced, meta)
-        tensor.recorder = recorder
-        tensor.meta = meta
-        tensor.entry = entry
-        tensor.original = original
-        tensor.deferred = deferred
+        vars(tensor).update(recorder=recorder, meta=meta, entry=entry, original=original, deferred=deferred)
         return tensor
 
     def __fallback__(self, func, args, kwargs=None):
@@ -175,7 +171,7 @@ def call_site():
                 primitive = called if isinstance(called, Primitive) else None
             if layer is None and frame.f_code.co_name == "construct":
                 layer = f"{name}:{frame.f_lineno}"
-        elif frame.f_code.co_name == "_run_root":
+        elif frame.f_code.co_name == "capture":
             break
         frame = frame.f_back
     return layer, primitive

@@ -1,4 +1,4 @@
-"""The text that makes a step's collective in a generated module, and a name for it there."""
+"""Source code of the collective of a `Step` in a generated module, and its name there."""
 
 from mindformers_core.communication.communicator import collective_attributes
 from mindformers_core.layout import Layout
@@ -7,20 +7,21 @@ __all__ = ["collective_name", "collective_source"]
 
 
 def collective_source(step, number=0):
-    """The expression for the Cell of a `Step`, where `collectives` is the mesh's `Communicator` and `mesh` the mesh;
-    `number` tells several that are alike apart.
+    """The expression for the Cell of a `Step`.
+
+    Args:
+        step: the `Step`. In the module `collectives` is the mesh's `Communicator`, and `mesh` the mesh.
+        number: distinguishes several equal collectives.
 
     >>> all_gather = collective_source(step)
     'collectives.make("all_gather", axes=("tp",), dim=1)'
     """
-    attributes = [f"axes={_text(step.axes)}"]
-    attributes += [f"{name}={_text(value)}" for name, value in collective_attributes(step).items()]
-    attributes += [f"number={number}"] if number else []
-    return f'collectives.make("{step.kind}", {", ".join(attributes)})'
+    attributes = {"axes": step.axes} | collective_attributes(step) | ({"number": number} if number else {})
+    return f'collectives.make("{step.kind}", {", ".join(f"{name}={_text(attributes[name])}" for name in attributes)})'
 
 
 def collective_name(step):
-    """What the Cell of a `Step` is called: `all_gather_tp_dim_1`, `reduce_scatter_dp_tp_dim_0_avg`.
+    """The name of the Cell of a `Step`: `all_gather_tp_dim_1`, `reduce_scatter_dp_tp_dim_0_avg`.
 
     Different permutes over the same axes have the same name.
     """
@@ -34,8 +35,5 @@ def collective_name(step):
 
 def _text(value):
     """Python source of an attribute's value."""
-    if isinstance(value, Layout):
-        return f"Layout.on(mesh, {_text(value.dims)})"
-    if isinstance(value, tuple):
-        return "(" + ", ".join(map(_text, value)) + ("," if len(value) == 1 else "") + ")"
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+    text = f"Layout.on(mesh, {value.dims})" if isinstance(value, Layout) else repr(value)
+    return text.replace("'", '"')

@@ -3,9 +3,10 @@
 import ast
 import keyword
 from inspect import Parameter
+from itertools import repeat
 
-from mindformers_core.capture.algorithm_graph import algorithm_graph
-from mindformers_core.generation.operator_source import dtype_source
+from mindformers_core.capture.algorithm_graph import algorithm_graph, redistribution_steps
+from mindformers_core.generation.operator_source import literal
 from mindformers_core.operators import TensorMeta
 from mindformers_core.program.deferral import NOTHING_DEFERRED, PRODUCTS
 from mindformers_core.program.naming import Names, assigned_names
@@ -13,22 +14,18 @@ from mindformers_core.program.passed_weights import WEIGHTS, passed_parameter, p
 from mindformers_core.program.plan import CallPlan, Move
 from mindformers_core.program.structure import DType, Value, tree_leaves, tree_map
 
-__all__ = ["function_source"]
+__all__ = ["FunctionSource"]
 
-_AFTER = {  # step kind -> what a tensor is called after it
+_AFTER = {  # step kind -> the hint for the name of the tensor after it
     "slice": "slice",
-    "slice_varying": "slice",
     "all_gather": "whole",
-    "all_gather_varying": "whole",
     "all_to_all": "exchanged",
     "permute": "exchanged",
     "all_reduce": "sum",
-    "all_reduce_varying": "sum",
     "reduce_scatter": "scattered",
-    "mark_varying": "marked",
-    "unmark_varying": "unmarked",
+    "mark": "marked",
+    "unmark": "unmarked",
     "to_partial": "term",
-    "to_partial_varying": "term",
     "pad": "padded",
 }
 
@@ -43,29 +40,22 @@ class Operand(TensorMeta):
         self.name = name
 
 
-def function_source(frame, name, parts):
-    """The lines of `def name(self, …)` for a `CellPlan`.
+class FunctionSource:
+    """The function of a `CellPlan` while it is written.
 
     Args:
         frame: the plan.
-        name: of the function.
-        parts: the `ModuleParts` that collect what the function needs at the top of its module.
-    """
-    return _Function(frame, parts).lines(name)
-
-
-class _Function:
-    """One function while it is written.
+        parts: the `ModuleSource` that collects what the function needs at the top of its module.
 
     Attributes:
         variables: (number of a Value, Layout) -> the expression that holds it.
-        cut: likewise -> the variable that holds it cut off from the gradient.
+        detached: likewise -> the variable that holds it without its gradient.
     """
 
     def __init__(self, frame, parts):
         self.frame, self.parts = frame, parts
         self.names = Names(parts.reserved)
-        self.variables, self.cut = {}, {}
+        self.variables, self.detached = {}, {}
         self.body = []
         self.assigned = assigned_names(frame.graph)
         self.deferral = parts.deferrals.get(frame, NOTHING_DEFERRED)
@@ -73,7 +63,7 @@ class _Function:
         self.keeper = None  # of the instruction that is written now
 
     def lines(self, name):
-        """The whole function."""
+        """The lines of `def name(self, …)`."""
         parameters = self._parameters()
         for use in self.frame.graph.parameters:
             self._enter_parameter(use)
@@ -148,20 +138,24 @@ class _Function:
         self.variables[value.id, self.frame.layouts[value.id]] = expression
 
     def _enter_parameter(self, use):
-        """A parameter; cut off from the gradient where all of that is deferred."""
+        """A parameter; detached where its whole gradient is deferred."""
         takes = self.frame.takes_weights
         expression = passed_parameter(self.frame, use) if takes else self.parts.parameter(self.frame, use)
         waits = (use.value.id, self.frame.layouts[use.value.id]) in self.deferral.waiting
-        self._enter(use.value, self._assign(use.value.hint, self.parts.cut(expression)) if waits else expression)
+        self._enter(
+            use.value, self._assign(use.value.hint, self.parts.stop_gradient(expression)) if waits else expression
+        )
 
-    def _cut(self, value, layout):
-        """The variable that something deferred takes; cut off from the gradient here where others take that."""
+    def _detached(self, value, layout):
+        """The variable that a deferred operator takes; detached here where other operators take the gradient."""
         variable = value.id, layout
         if variable not in self.deferral.needed:
             return self.variables[variable]
-        if variable not in self.cut:
-            self.cut[variable] = self._assign(f"{value.hint}_cut", self.parts.cut(self.variables[variable]))
-        return self.cut[variable]
+        if variable not in self.detached:
+            self.detached[variable] = self._assign(
+                f"{value.hint}_cut", self.parts.stop_gradient(self.variables[variable])
+            )
+        return self.detached[variable]
 
     def _structure(self, structure, results):
         """A structure of Values and plain leaves as source; `results` gives `(Value, Layout)` one by one."""
@@ -182,10 +176,7 @@ class _Function:
         """What is no tensor. The called function has it written in, so what has no text is left out."""
         if isinstance(leaf, DType):
             self.parts.imports.add("import mindspore as ms")
-            return dtype_source(leaf)
-        if isinstance(leaf, float) and repr(leaf) in ("inf", "-inf", "nan"):
-            return f'float("{leaf!r}")'
-        return repr(leaf) if leaf is None or isinstance(leaf, (bool, int, float, str)) else "None"
+        return literal(leaf) if leaf is None or isinstance(leaf, (bool, int, float, str, DType)) else "None"
 
     def _assign(self, hint, expression, communicates=False):
         variable = self._variable(hint)
@@ -203,7 +194,7 @@ class _Function:
 
     def _move(self, move):
         waits = (move.value.id, move.target) in self.deferral.waiting
-        source = self._cut(move.value, move.source) if waits else self.variables[move.value.id, move.source]
+        source = self._detached(move.value, move.source) if waits else self.variables[move.value.id, move.source]
         self.variables[move.value.id, move.target] = self._redistributed(
             source, move.steps, move.value.dtype, f"{move.source} -> {move.target}"
         )
@@ -220,27 +211,25 @@ class _Function:
             expression = f"{self.parts.collective(step)}({expression})"
         if dtype == "bool":
             expression = f"ops.cast({expression}, ms.bool_)"
-        stem = source.rpartition(".")[2].partition("[")[0]
-        variable = self._assign(f"{stem}_{_AFTER[steps[-1].kind]}", expression, communicates=True)
+        stem, after = source.rpartition(".")[2].partition("[")[0], _AFTER[steps[-1].kind.removesuffix("_varying")]
+        variable = self._assign(f"{stem}_{after}", expression, communicates=True)
         self.body[-1] += f"  # {comment}"
         return variable
 
     def _hints(self, node, operator):
         """What the results of a node are called: as in the user's code, else after the operator."""
         count = len(tree_leaves(node.outputs))
-        names = self.assigned.get(self.places.get(id(node))) or (None,) * count
-        if len(names) != count:
-            names = (None,) * count
+        names = self.assigned.get(self.places.get(id(node))) or ()
+        names = names if len(names) == count else (None,) * count
         return [name if name and not keyword.iskeyword(name) else operator for name in names]
 
     def _receive(self, outputs, layouts, hints, expression):
         """Assign what a call gives to variables."""
-        hints = iter(hints)
-        pairs = iter(layouts)
+        hints, pairs = iter(hints), iter(layouts)
         if isinstance(outputs, Value):
             self.variables[outputs.id, next(pairs)] = self._assign(next(hints), expression)
         elif isinstance(outputs, (tuple, list)) and outputs and all(isinstance(entry, Value) for entry in outputs):
-            variables = [self._variable(hint) for hint in hints]
+            variables = [self._variable(next(hints)) for _ in outputs]
             self.body.append(f"{', '.join(variables)}{',' * (len(variables) == 1)} = {self._kept(expression)}")
             for value, variable in zip(outputs, variables):
                 self.variables[value.id, next(pairs)] = variable
@@ -256,16 +245,18 @@ class _Function:
         args = [self._structure(argument, inputs) for argument in node.args]
         args += [f"{name}={self._structure(argument, inputs)}" for name, argument in node.kwargs.items()]
         if call.frame is not None:
-            lifted = zip(self.parts.lifted_names(call.frame), call.lifted, self._waits(call))
-            args += [
-                f"{name}={self._cut(value, layout) if waits else self.variables[value.id, layout]}"
-                for name, (value, layout), waits in lifted
-            ]
+            waiting = self.parts.deferrals.get(call.frame, NOTHING_DEFERRED).waiting
+            for name, passed, (inner, layout) in zip(
+                self.parts.lifted_names(call.frame), call.lifted, call.frame.lifted
+            ):
+                waits = (inner.id, layout) in waiting  # the callee defers its gradient
+                variable = self._detached(*passed) if waits else self.variables[passed[0].id, passed[1]]
+                args.append(f"{name}={variable}")
             if call in self.deferral.places:
                 args.append(f"{PRODUCTS}={PRODUCTS}[{self.deferral.places[call]}]")
             if self.frame.takes_weights:
                 args.append(f"{WEIGHTS}={passed_to_call(self.frame, call)}")
-            args.append(f'program="{self.parts.function_name(call.frame)}"')
+            args.append(f'program="{self.parts.functions[call.frame]}"')
         expression = f"{self.parts.child(self.frame, call)}({', '.join(args)})"
         if call.is_part:
             hints = [self.parts.operator_name(value.hint) for value in node.outputs]
@@ -273,32 +264,22 @@ class _Function:
             hints = self._hints(node, self.parts.called_name(call))
         self._receive(node.outputs, call.outputs, hints, expression)
 
-    def _waits(self, call):
-        """Of every tensor that is passed besides the arguments, whether its gradient is deferred by the callee."""
-        waiting = self.parts.deferrals.get(call.frame, NOTHING_DEFERRED).waiting
-        return [(value.id, layout) in waiting for value, layout in call.frame.lifted]
-
     def _deferred_operator(self, plan, values, hint):
         """A deferred operator: the object that stands for it takes the same tensors."""
         (x, weight, *bias), layouts = values, plan.inputs
-        args = [self.variables[x.id, layouts[0]], self._cut(weight, layouts[1])]
+        args = [self.variables[x.id, layouts[0]], self._detached(weight, layouts[1])]
         args += [self.variables[value.id, layout] for value, layout in zip(bias, layouts[2:])]
         expression = f"{PRODUCTS}[{self.deferral.places[plan]}]({', '.join(args)})"
         self._receive(plan.node.outputs, plan.outputs, self._hints(plan.node, hint), expression)
 
     def _operator(self, plan):
-        node = plan.node
-        values = tree_leaves((node.args, node.kwargs))
+        node, hint = plan.node, self.parts.operator_name(plan.node.operator)
         if plan in self.deferral.places:
-            return self._deferred_operator(plan, values, self.parts.operator_name(node.operator))
-        operands = [
-            Operand(self.variables[value.id, layout], value.shape, value.dtype, layout)
-            for value, layout in zip(values, plan.inputs)
-        ]
-        args, kwargs = _filled((node.args, node.kwargs), operands)
-        hint = self.parts.operator_name(node.operator)
+            return self._deferred_operator(plan, tree_leaves((node.args, node.kwargs)), hint)
+        operands = self._operands(node, plan.inputs)
         if plan.algorithm is not None:
-            return self._algorithm(plan, (args, kwargs), hint)
+            return self._algorithm(plan, operands, hint)
+        args, kwargs = _filled((node.args, node.kwargs), operands)
         if plan.signature.localize is not None:
             localized = plan.signature.localize((*args, *kwargs.values()), plan.local_shapes)
             localized = _filled(tuple(localized), operands)
@@ -306,40 +287,42 @@ class _Function:
         expression = self.parts.operator_call(node, args, kwargs)
         self._receive(node.outputs, plan.outputs, self._hints(node, hint), expression)
 
-    def _algorithm(self, plan, arguments, hint):
+    def _operands(self, node, layouts):
+        values = tree_leaves((node.args, node.kwargs))
+        return [
+            Operand(self.variables[value.id, layout], value.shape, value.dtype, layout)
+            for value, layout in zip(values, layouts)
+        ]
+
+    def _algorithm(self, plan, operands, hint):
         """The operators and collectives of a distributed algorithm, in the operator's place."""
         graph = algorithm_graph(plan, self.frame.mesh)
-        names, operands = {}, []
-        tree_map(lambda leaf: operands.append(leaf) if isinstance(leaf, Operand) else None, arguments)
-        for value, operand in zip(tree_leaves(graph.arguments), operands):
-            names[value.id] = operand.name
+        variables, keeper = self.variables, self.keeper
+        self.variables = {
+            (value.id, None): operand.name for value, operand in zip(tree_leaves(graph.arguments), operands)
+        }  # of local tensors, which have no layouts
         for constant in graph.constants:
-            names[constant.value.id] = self.parts.constant(self.frame, constant)
+            self.variables[constant.value.id, None] = self.parts.constant(self.frame, constant)
         self.body.append(f"# {plan.node.operator} over {', '.join(plan.cut_axes) or 'all parts'}: {plan.algorithm}")
         for node in graph.nodes:
-            self._algorithm_step(node, names, hint)
-        made = [names[value.id] for value in tree_leaves(graph.result)]
+            steps = redistribution_steps(node)
+            if steps is not None:
+                value, source, target = node.args
+                variable = self.variables[value.id, None]
+                moved = self._redistributed(variable, steps, value.dtype, f"{source} -> {target}")
+                self.variables[node.outputs.id, None] = moved
+                continue
+            operands = self._operands(node, repeat(None))
+            args, kwargs = _filled((node.args, node.kwargs), operands)
+            # without operands it draws random numbers, and would draw others when it runs again
+            self.keeper = keeper if operands else None
+            expression = self.parts.operator_call(node, args, kwargs)
+            self._receive(node.outputs, repeat(None), repeat(hint), expression)
+            self.keeper = keeper
+        made = [self.variables[value.id, None] for value in tree_leaves(graph.result)]
+        self.variables = variables
         for value, layout, variable in zip(tree_leaves(plan.node.outputs), plan.outputs, made, strict=True):
             self.variables[value.id, layout] = variable
-
-    def _algorithm_step(self, node, names, hint):
-        if node.operator == "Redistribute":
-            value, source, target = node.args
-            steps = self.parts.steps(value, source, target)
-            names[node.outputs.id] = self._redistributed(names[value.id], steps, value.dtype, f"{source} -> {target}")
-            return
-        operands = [
-            Operand(names[value.id], value.shape, value.dtype) for value in tree_leaves((node.args, node.kwargs))
-        ]
-        args, kwargs = _filled((node.args, node.kwargs), operands)
-        expression = self.parts.operator_call(node, args, kwargs)
-        outputs = tree_leaves(node.outputs)
-        variables = [self._variable(hint) for _ in outputs]
-        many = isinstance(node.outputs, (tuple, list))
-        targets = f"{', '.join(variables)}{',' * (many and len(outputs) == 1)}"
-        # without operands it draws random numbers, and would draw others when it runs again
-        self.body.append(f"{targets} = {self._kept(expression) if operands else expression}")
-        names.update((value.id, variable) for value, variable in zip(outputs, variables))
 
 
 def _filled(structure, operands):

@@ -1,12 +1,12 @@
 """Generated modules as real files: `@ms.jit` reads the source of what it compiles, and a debugger steps through it."""
 
 import atexit
-import importlib.util
 import os
 import shutil
 import sys
 import tempfile
 from pathlib import Path
+from types import ModuleType
 
 import mindspore as ms
 import numpy as np
@@ -33,17 +33,11 @@ def load_module(name, source):
     number = loaded["modules"] = loaded.get("modules", -1) + 1
     file = _folder() / f"{name}_{number}.py"
     file.write_text(source.text, encoding="utf-8")
-    module_name = f"mindformers_core_generated_{file.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, file)
-    module = importlib.util.module_from_spec(spec)
-    for constant, content in source.constants.items():
-        setattr(module, constant, _tensor(content))
-    sys.modules[module_name] = module  # the parser of @ms.jit looks for it there
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[module_name]
-        raise
+    module = ModuleType(f"mindformers_core_generated_{file.stem}")
+    module.__file__ = str(file)
+    vars(module).update((constant, _tensor(content)) for constant, content in source.constants.items())
+    sys.modules[module.__name__] = module  # the parser of @ms.jit looks for it there
+    exec(compile(source.text, module.__file__, "exec"), vars(module))
     return module
 
 
@@ -55,7 +49,7 @@ def _tensor(constant):
 
 
 def _folder():
-    """This rank's folder, made if need be."""
+    """This rank's folder, created by the first call."""
     chosen = os.environ.get(FOLDER_VARIABLE)
     if chosen:
         folder = Path(chosen) / f"rank_{world().rank}"

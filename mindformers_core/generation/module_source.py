@@ -1,78 +1,50 @@
 """From a propagated plan to one readable Python module: a function for every distinct `CellPlan` in it."""
 
-from dataclasses import dataclass
 from inspect import signature
+from itertools import chain, count
 from keyword import iskeyword
 
 from mindspore import nn
 
 from mindformers_core.generation.collective_source import collective_name, collective_source
-from mindformers_core.generation.function_source import function_source
-from mindformers_core.generation.operator_source import dtype_source, operator_source
+from mindformers_core.generation.function_source import FunctionSource
+from mindformers_core.generation.operator_source import operator_source, primitive_source
 from mindformers_core.program.deferral import PRODUCTS, deferrals
 from mindformers_core.program.naming import snake_case
 from mindformers_core.program.passed_weights import WEIGHTS
-from mindformers_core.program.structure import DType, tree_map
-from mindformers_core.redistribution import plan_redistribution
 
-__all__ = ["ModuleSource", "module_source"]
+__all__ = ["ModuleSource"]
 
 _RESERVED = ("ms", "ops", "self", "program", "mesh", "collectives", "communicator", "DeviceMesh", "Layout")
 
 
-@dataclass(frozen=True)
 class ModuleSource:
     """A generated module, not yet written.
+
+    Args:
+        frame: the root's `CellPlan`.
+        cells: path of a Cell -> the class whose `construct` was captured.
+        taken: names that its functions must not have.
+        header: lines of the module's docstring.
+        defer_weights: whether matmuls split the gradients of their weights off: see `deferral.py`.
+        separate_collectives: whether each call of a collective has an object of its own: where PyNative differentiates
+            a graph that recomputes Cells, MindSpore confuses what several calls of one have saved.
 
     Attributes:
         text: the source.
         functions: `CellPlan` -> name of its function.
         constants: name in the module -> `Constant`: tensors that the loader puts there.
         borrowed: `CellPlan` -> (attribute, `"parameter"` or `"cell"`, index among the graph's parameters or the
-            plan's calls): what a Cell has to be given because it lies outside of it.
-        deferrals: `CellPlan` -> its `Deferral`; empty where nothing is to be deferred.
-    """
-
-    text: str
-    functions: dict
-    constants: dict
-    borrowed: dict
-    deferrals: dict
-
-
-def module_source(frame, cells, cost_model, taken, header, defer_weights=False, separate_collectives=False):
-    """The module of a whole plan.
-
-    Args:
-        frame: the root's `CellPlan`.
-        cells: path of a Cell -> the class whose `construct` was captured.
-        cost_model: what redistributions cost; the steps of a distributed algorithm are planned with it.
-        taken: names of functions that are not to be used again.
-        header: lines of the module's docstring.
-        defer_weights: whether matmuls leave the gradients of their weights for later: see `deferral.py`.
-        separate_collectives: whether each call of a collective has an object of its own: where PyNative differentiates
-            a graph that recomputes Cells, MindSpore confuses what several calls of one have saved.
-    """
-    parts = ModuleParts(frame, cells, cost_model, taken, defer_weights, separate_collectives)
-    functions = [function_source(each, parts.function_name(each), parts) for each in parts.frames]
-    parts.check_arguments()
-    text = "\n".join([*parts.head(header), *("\n\n" + "\n".join(lines) for lines in functions)]) + "\n"
-    return ModuleSource(text, dict(parts.functions), dict(parts.constants), dict(parts.borrowed), parts.deferrals)
-
-
-class ModuleParts:
-    """What the functions of one module share, collected while they are written.
-
-    Attributes:
+            plan's calls): attributes that a Cell is given since they lie outside of it.
+        deferrals: `CellPlan` -> its `Deferral`; empty without `defer_weights`.
         frames: the distinct `CellPlan`s, callees before their callers.
         imports: lines.
         reserved: names that no variable of a function may have; they grow.
-        variables: names that some function's variables have, so that nothing in the module is called so.
-        functions, constants, borrowed, deferrals: as in `ModuleSource`.
+        variables: names of variables of the functions, which nothing in the module may have.
     """
 
-    def __init__(self, frame, cells, cost_model, taken, defer_weights, separate_collectives):
-        self.cells, self.cost_model, self.mesh = cells, cost_model, frame.mesh
+    def __init__(self, frame, cells, taken, header, defer_weights=False, separate_collectives=False):
+        self.cells, self.mesh = cells, frame.mesh
         self.imports, self.variables = set(), set()
         self.frames = _distinct(frame)
         self.deferrals = deferrals(self.frames) if defer_weights else {}
@@ -83,12 +55,15 @@ class ModuleParts:
         passed = [WEIGHTS] if any(each.takes_weights for each in self.frames) else []
         passed += [PRODUCTS] if defer_weights else []
         self.reserved = {*_RESERVED, *passed, *self.functions.values()}
+        functions = [FunctionSource(each, self).lines(name) for each, name in self.functions.items()]
+        self._check_arguments()
+        self.text = "\n".join([*self._head(header), *("\n\n" + "\n".join(lines) for lines in functions)]) + "\n"
 
     @staticmethod
     def _class_name(frame):
         return frame.graph.class_name.rpartition(".")[2]
 
-    def head(self, header):
+    def _head(self, header):
         """The lines above the functions."""
         mesh = self.mesh
         ranks = "" if tuple(mesh.rank_list) == tuple(range(mesh.size)) else f", {tuple(mesh.rank_list)}"
@@ -110,7 +85,7 @@ class ModuleParts:
             ]
         return lines
 
-    def check_arguments(self):
+    def _check_arguments(self):
         """Raise an error where an argument of a Cell has a name that its module needs."""
         needed = {line.rpartition(" ")[2] for line in self.imports} | self.reserved
         for frame in self.frames:
@@ -120,10 +95,6 @@ class ModuleParts:
                         f"Cell '{frame.graph.path}' ({self._class_name(frame)}): an argument of construct is called "
                         f"'{name}', a name that generated modules need for something else: give it another one"
                     )
-
-    def function_name(self, frame):
-        """Name of a plan's function."""
-        return self.functions[frame]
 
     def construct_parameters(self, frame):
         """The parameters of the `construct` that a plan is of, by name."""
@@ -135,8 +106,8 @@ class ModuleParts:
             return self._path_expression(frame, use.local)
         return self._borrow(frame, "parameter", frame.graph.parameters.index(use))
 
-    def cut(self, expression):
-        """The expression for the same tensor, through which no gradient flows back."""
+    def stop_gradient(self, expression):
+        """The expression for the same tensor without its gradient."""
         self.imports.add("from mindspore import ops")
         return f"ops.stop_gradient({expression})"
 
@@ -155,10 +126,10 @@ class ModuleParts:
 
     def _borrow(self, frame, kind, index):
         entries = self.borrowed.setdefault(frame, [])
-        attribute = f"{kind}_{index}_of_{self.function_name(frame)}"
-        if (attribute, kind, index) not in entries:
-            entries.append((attribute, kind, index))
-        return f"self.{attribute}"
+        entry = f"{kind}_{index}_of_{self.functions[frame]}", kind, index
+        if entry not in entries:
+            entries.append(entry)
+        return f"self.{entry[0]}"
 
     @staticmethod
     def called_name(call):
@@ -204,11 +175,6 @@ class ModuleParts:
         self.constants[name] = constant
         return name
 
-    def steps(self, value, source, target):
-        """The steps of a redistribution of a local tensor."""
-        shape = source.global_shape(value.shape)
-        return plan_redistribution(source, target, shape, value.dtype, self.cost_model).steps
-
     def collective(self, step):
         """Name of the object that carries out a step."""
         text = collective_source(step, len(self._collectives) if self._separate else 0)
@@ -220,11 +186,9 @@ class ModuleParts:
         """An operator call as source; `Operand`s stand for tensors."""
         primitive = node.primitive
         if primitive is not None and args[primitive.inputs :] == node.args[primitive.inputs :] and not kwargs:
-            self.imports.add(f"from {primitive.module} import {primitive.name}")
-            attributes = ", ".join(f"{key}={self._literal(value)}" for key, value in primitive.attributes.items())
-            called = self._instance(self.operator_name(node.operator) + "_op", f"{primitive.name}({attributes})")
-            return f"{called}({', '.join(map(self._argument, args[: primitive.inputs]))})"
-        call = operator_source(node.operator, args, kwargs, primitive and primitive.attributes)
+            call = primitive_source(primitive, self.operator_name(node.operator) + "_op", args)
+        else:
+            call = operator_source(node.operator, args, kwargs, primitive and primitive.attributes)
         self.imports.update(call.imports)
         function = call.instance and self._instance(*call.instance)
         return call.expression(lambda operand: operand.name, function)
@@ -235,54 +199,19 @@ class ModuleParts:
         return self._instances[constructor]
 
     def _global(self, hint):
-        name = _unique(hint, self.reserved | self.variables)
-        self.reserved.add(name)
+        self.reserved.add(name := _unique(hint, self.reserved | self.variables))
         return name
-
-    def _literal(self, value):
-        text = repr(tree_map(lambda leaf: _Text(dtype_source(leaf)) if isinstance(leaf, DType) else leaf, value))
-        if "ms." in text:
-            self.imports.add("import mindspore as ms")
-        return text
-
-    def _argument(self, argument):
-        if hasattr(argument, "name") and hasattr(argument, "layout"):
-            return argument.name
-        if isinstance(argument, (tuple, list)):
-            return f"({', '.join(map(self._argument, argument))}{',' * (len(argument) == 1)})"
-        return self._literal(argument)
-
-
-class _Text:
-    """Prints as its text."""
-
-    def __init__(self, text):
-        self.text = text
-
-    def __repr__(self):
-        return self.text
 
 
 def _distinct(frame):
-    """The different plans below and including this one, callees first."""
-    found = {}
-
-    def visit(each):
-        if id(each) not in found:
-            for call in each.calls:
-                if call.frame is not None:
-                    visit(call.frame)
-            found[id(each)] = each
-
-    visit(frame)
-    return list(found.values())
+    """The distinct plans below and including this one, callees first."""
+    below = [inner for call in frame.calls if call.frame is not None for inner in _distinct(call.frame)]
+    return list(dict.fromkeys([*below, frame]))
 
 
 def _unique(name, taken):
     """The name, or the first of `name_2`, `name_3`, … that isn't taken; takes it."""
-    number, free = 1, name
-    while free in taken:
-        number += 1
-        free = f"{name}_{number}"
+    names = chain([name], (f"{name}_{number}" for number in count(2)))
+    free = next(each for each in names if each not in taken)
     taken.add(free)
     return free

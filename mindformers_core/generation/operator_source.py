@@ -22,7 +22,7 @@ from mindspore.ops.auto_generate import cpp_create_prim_instance_helper, gen_ops
 from mindformers_core.operators.registry import facts_of, rewritten
 from mindformers_core.program.structure import DType
 
-__all__ = ["Call", "dtype_source", "operator_source"]
+__all__ = ["Call", "literal", "operator_source", "primitive_source"]
 
 _REQUIRED = inspect.Parameter.empty
 _NAMED = frozenset({"beta", "alpha", "dtype", "output_size"})  # what methods and `full_like` take by name only
@@ -85,7 +85,7 @@ class _Form:
         parameters: name -> default, of the call; None where they are unknown, and arguments are passed as they came.
         attributes: name -> default, of the constructor; None where there is nothing to construct.
         every: whether all parameters must be given.
-        named: parameters that are given by name.
+        named: parameters that are passed by name.
     """
 
     imports: str
@@ -118,20 +118,34 @@ def operator_source(name: str, args: tuple, kwargs: dict | None = None, attribut
     if form.parameters is None:
         given = tuple(_constant("", value) for value in args)
         named = {key: _constant(key, value) for key, value in kwargs.items()}
-        return Call(_imports(form, (*given, *named.values())), None, form.function, given, named)
+        return _call(form.imports, None, form.function, given, named)
     values = _bound(name, form, args, kwargs, attributes or {})
     given, named = _in_order(name, form, form.parameters, values)
     if form.attributes is None:
-        return Call(_imports(form, (*given, *named.values())), None, form.function, given, named)
-    constant, _ = _in_order(name, form, form.attributes, values)
+        return _call(form.imports, None, form.function, given, named)
+    constants, _ = _in_order(name, form, form.attributes, values)
     instance = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", new_name).lower() + "_op"
-    constructor = f"{form.function}({', '.join(map(_written, constant))})"
-    return Call(_imports(form, (*given, *constant)), (instance, constructor), instance, given)
+    return _call(form.imports, (instance, f"{form.function}({', '.join(map(_written, constants))})"), instance, given)
 
 
-def _imports(form, values):
-    dtypes = any(isinstance(value, str) and value.startswith("ms.") for value in values)
-    return (*([form.imports] if form.imports else []), *(["import mindspore as ms"] if dtypes else []))
+def primitive_source(primitive, hint, args):
+    """The `Call` of a classic primitive.
+
+    Args:
+        primitive: the `PrimitiveUse`.
+        hint: the name to start from of its instance.
+        args: of the call, as of `operator_source`.
+    """
+    attributes = ", ".join(f"{key}={literal(value)}" for key, value in primitive.attributes.items())
+    given = tuple(_constant("", value) for value in args[: primitive.inputs])
+    constructor = f"{primitive.name}({attributes})"
+    return _call(f"from {primitive.module} import {primitive.name}", (hint, constructor), hint, given)
+
+
+def _call(imports, instance, function, args, kwargs=None):
+    """A `Call` with its import lines; `imports` is one of them, or ""."""
+    dtypes = ["import mindspore as ms"] if "ms." in f"{instance} {args} {kwargs}" else []
+    return Call((*filter(None, [imports]), *dtypes), instance, function, args, kwargs or {})
 
 
 def _bound(name, form, args, kwargs, attributes):
@@ -185,16 +199,20 @@ def _constant(parameter, value):
     if isinstance(value, (tuple, list)):
         entries = tuple(_constant("", entry) for entry in value)
         return _written(entries) if all(isinstance(entry, str) for entry in entries) else entries
+    is_literal = value is None or isinstance(value, (bool, int, float, str, typing.Type, DType))
+    return literal(value) if is_literal else value
+
+
+def literal(value):
+    """The source of a constant: a number, string, None, dtype or `DType` (`ms.float32`), or a tuple or list of them."""
+    if isinstance(value, (tuple, list)):
+        entries = ", ".join(map(literal, value)) + ("," if type(value) is tuple and len(value) == 1 else "")
+        return f"[{entries}]" if isinstance(value, list) else f"({entries})"
     if isinstance(value, (typing.Type, DType)):
-        return dtype_source(value)
+        return f"ms.{value}".lower().replace("bool", "bool_")
     if isinstance(value, float) and repr(value) in ("inf", "-inf", "nan"):
         return f'float("{value!r}")'
-    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else value
-
-
-def dtype_source(dtype):
-    """A dtype, or a `DType`, as source: `ms.float32`."""
-    return f"ms.{dtype}".lower().replace("bool", "bool_")
+    return repr(value)
 
 
 def _written(value, name_of=None):
@@ -223,7 +241,7 @@ def _form(name):
         every = ready.endswith("_impl")
         defaults = cpp_create_prim_instance_helper.op_args_default_value.get(name, {}) if every else {}
         return _Form(f"from {auto_generate.__name__} import {ready}", ready, parameters | defaults, every=every)
-    return _constructed(name)
+    return _constructed(name, named)
 
 
 def _parsed(source):
@@ -236,18 +254,15 @@ def _parsed(source):
     return dict(zip(names, defaults))
 
 
-def _constructed(name):
-    """The `_Form` of an operator that is an instance of a class."""
+def _constructed(name, parameters):
+    """The `_Form` of an operator that is an instance of a class; `parameters` None: those of the class."""
     public = hasattr(ops, name)
     kind = getattr(ops if public else auto_generate, name, None)
     if not (inspect.isclass(kind) and issubclass(kind, Primitive)):
         return None
-    parameters = _parsed(facts_of(name).source)
-    if parameters is not None:
-        pass
-    elif "__call__" in vars(kind):
+    if parameters is None and "__call__" in vars(kind):
         parameters = _parameters(kind.__call__, skipped=1)
-    else:
+    elif parameters is None:
         parameters = dict.fromkeys(getattr(kind(), "input_names", ("input",)), _REQUIRED)
     attributes = _parameters(kind.__init__, skipped=1)
     if public:

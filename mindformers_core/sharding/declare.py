@@ -1,4 +1,4 @@
-"""Who declares what: the layouts that `shard()` hooks, plans and sharded primitives give to tensors."""
+"""The layouts that `shard()` hooks, plans and sharded primitives declare for tensors."""
 
 import inspect
 from fnmatch import fnmatchcase
@@ -20,36 +20,34 @@ _OPERATOR_KEYS = ("input", "output")
 
 
 def collect_declarations(cell, config=None, plan=None):
-    """Cell path -> `Declaration`, for every Cell in the tree that a hook, the plan or a primitive speaks of.
+    """Cell path -> `Declaration`, for every Cell in the tree with a declaration by a hook, the plan or a primitive.
 
-    A plan wins over a hook, part by part: a plan that gives a weight leaves the hook's input alone. Likewise it wins
-    over `primitive.shard(in_strategy, out_strategy)`, which counts for primitives that are attributes of a Cell. A
-    plan's pattern that matches no Cell may end in the name of such an attribute: `"layers.*.mlp.matmul"`.
+    A plan has precedence over a hook, part by part: a plan that gives a weight leaves the hook's input unchanged.
+    Likewise it has precedence over `primitive.shard(in_strategy, out_strategy)`, which holds for primitives that are
+    attributes of a Cell. A plan's pattern that matches no Cell may end in the name of such an attribute:
+    `"layers.*.mlp.matmul"`.
 
     Raises:
         TypeError, ValueError: a hook that returns something else than three layouts, names that the Cell doesn't
             have, a pattern that neither a Cell's path nor a primitive's matches. All name the Cell's path and class.
     """
-    paths = dict(cell.cells_and_names())
+    cells = dict(cell.cells_and_names())
     found = {}
-    for path, child in reversed(paths.items()):  # from below: what a Cell above says of a parameter wins
+    for path, child in reversed(cells.items()):  # from below: a declaration of a Cell above has precedence
         operators = _sharded_primitives(path, child)
-        if operators:
-            found[path] = _override(found.get(path), Declaration(operators=operators))
-        for place, declared in _read_hook(path, child, config) if _has_hook(child) else ():
-            found[place] = _override(found.get(place), declared)
+        declared = [(path, Declaration(operators=operators))] if operators else []
+        for place, declaration in declared + _read_hook(path, child, config):
+            found[place] = _override(found.get(place), declaration)
     for pattern, entry in (plan or {}).items():
-        for path, declared in _read_plan_entry(paths, pattern, entry):
-            found[path] = _override(found.get(path), declared)
+        for path, declaration in _read_plan_entry(cells, pattern, entry):
+            found[path] = _override(found.get(path), declaration)
     return found
 
 
-def _has_hook(cell):
-    return getattr(type(cell), "shard", None) is not nn.Cell.shard
-
-
 def _read_hook(path, cell, config):
-    """Pairs (Cell path, `Declaration`)."""
+    """Pairs (Cell path, `Declaration`); none for a Cell without a hook."""
+    if type(cell).shard is nn.Cell.shard:
+        return []
     returned = cell.shard(config)
     if not isinstance(returned, tuple) or len(returned) != 3:
         raise TypeError(
@@ -85,51 +83,48 @@ def _declaration(path, cell, parts, source):
 
 def _by_name(declared, names, default, what, there):
     """Normalise a declared part to a dict: a dict by name, a tuple by position, a single layout for `default`."""
+    known = ", ".join(names or ()) or "none"
     if declared is None:
         return {}
     if isinstance(declared, dict):
-        for name in declared:
-            if names is not None and name not in names:
-                raise ValueError(
-                    f"{what} names '{name}', but {there} {', '.join(names) or 'none'}{nearest(name, names)}"
-                )
+        unknown = [name for name in declared if names is not None and name not in names]
+        if unknown:
+            raise ValueError(f"{what} names '{unknown[0]}', but {there} {known}{nearest(unknown[0], names)}")
         entries = declared
     elif isinstance(declared, (tuple, list)):
         if names is not None and len(declared) > len(names):
-            raise ValueError(f"{what} has {len(declared)} entries, but {there} {', '.join(names) or 'none'}")
-        entries = dict(zip(names if names is not None else range(len(declared)), declared))
-    else:
-        if not default:
-            raise ValueError(f"{what} is {declared}, but {there} none")
+            raise ValueError(f"{what} has {len(declared)} entries, but {there} {known}")
+        entries = dict(zip(range(len(declared)) if names is None else names, declared))
+    elif default:
         entries = {default[0]: declared}
+    else:
+        raise ValueError(f"{what} is {declared}, but {there} none")
     for name, entry in entries.items():
         if not (entry is None or _is_layout(entry)):
             raise TypeError(f"{what} of '{name}' is {entry!r}: write layout(…), or None to derive it")
     return {name: entry for name, entry in entries.items() if entry is not None}
 
 
-def _read_plan_entry(paths, pattern, entry):
+def _read_plan_entry(cells, pattern, entry):
     """Pairs (Cell path, `Declaration`) of one entry of a plan."""
     source = f"plan entry '{pattern}'"
-    matching = [path for path in paths if _matches(path, pattern)]
+    matching = [path for path in cells if _matches(path, pattern)]
     if matching:
-        _check_plan_keys(source, entry, _PLAN_KEYS)
-        parts = [entry.get(key) for key in _PLAN_KEYS]
-        return [pair for path in matching for pair in _declaration(path, paths[path], parts, source)]
+        parts = _plan_parts(source, entry, _PLAN_KEYS)
+        return [pair for path in matching for pair in _declaration(path, cells[path], parts, source)]
     head, _, tail = pattern.rpartition(".")
-    primitives = [(path, name) for path, child in paths.items() for name in _primitives(child)]
+    primitives = [(path, name) for path, child in cells.items() for name in _primitives(child)]
     matching = [(path, name) for path, name in primitives if _matches(path, head) and fnmatchcase(name, tail)]
     if not matching:
-        known = [*filter(None, paths), *(f"{path}.{name}" if path else name for path, name in primitives)]
+        known = [*filter(None, cells), *(joined_path(path, name) for path, name in primitives)]
         raise ValueError(
-            f"plan pattern '{pattern}' matches no Cell of {type(paths['']).__name__}, and no primitive that is an "
+            f"plan pattern '{pattern}' matches no Cell of {type(cells['']).__name__}, and no primitive that is an "
             f"attribute of one{nearest(pattern, known)}"
         )
-    _check_plan_keys(source, entry, _OPERATOR_KEYS)
-    found = []
+    parts, found = _plan_parts(source, entry, _OPERATOR_KEYS), []
     for path, name in matching:
-        where = f"{_operator_label(path, paths[path], name)}, {source}"
-        declared = OperatorDeclaration(*(_by_tensor(entry.get(key), f"{where}: {key}") for key in _OPERATOR_KEYS))
+        where = f"{_operator_label(path, cells[path], name)}, {source}"
+        declared = OperatorDeclaration(*(_by_tensor(part, f"{where}: {key}") for key, part in zip(_PLAN_KEYS, parts)))
         found.append((path, Declaration(operators={name: declared})))
     return found
 
@@ -159,18 +154,19 @@ def _sharded_primitives(path, cell):
 
 
 def _stored(primitive, strategy_name, layout_name, where):
-    """What `Primitive.shard()` left among the attributes: strategies, or a dict for every layout, without its ranks."""
+    """The strategies, or the dicts of layouts (without their ranks), that `Primitive.shard()` left as attributes."""
     layouts, strategies = primitive.attrs.get(layout_name), primitive.attrs.get(strategy_name)
     if layouts is not None and strategies is not None:
         raise ValueError(f"{where}: it was called with strategies and again with layouts; call it once")
-    if layouts is None:
-        return _by_tensor(strategies, f"{where}: {strategy_name}")
     where = f"{where}: {strategy_name}"
-    return _by_tensor([_as_layout(parts, where) for parts in layouts], where)
-
-
-def _as_layout(parts, where):
-    return bind_layout(SimpleNamespace(to_dict=lambda: parts), None, name=where) if isinstance(parts, dict) else parts
+    if layouts is None:
+        return _by_tensor(strategies, where)
+    holders = [SimpleNamespace(to_dict=lambda parts=parts: parts) for parts in layouts]
+    bound = [
+        bind_layout(each, None, name=where) if isinstance(parts, dict) else parts
+        for each, parts in zip(holders, layouts)
+    ]
+    return _by_tensor(bound, where)
 
 
 def _by_tensor(declared, what):
@@ -198,22 +194,24 @@ def _is_strategy(entry):
     return isinstance(entry, (tuple, list)) and all(type(count) is int and count > 0 for count in entry)
 
 
-def _check_plan_keys(source, entry, keys):
+def _plan_parts(source, entry, keys):
+    """The parts of a plan's entry in the order of `keys`, None where there is none."""
     if not isinstance(entry, dict):
         raise TypeError(f"{source} should be a dict with the keys {', '.join(keys)}, not {entry!r}")
     for key in entry:
         if key not in keys:
             of = "" if key not in _PLAN_KEYS else " (an operator has no weights, only inputs)"
             raise ValueError(f"{source}: unknown key '{key}'; allowed: {', '.join(keys)}{of or nearest(key, keys)}")
+    return [entry.get(key) for key in keys]
 
 
 def _override(base, other):
-    """What `base` (None: nothing) declares, save for what `other` does."""
+    """The declarations of `other`, completed by those of `base` (None: nothing)."""
     if base is None:
         return other
     operators = dict(base.operators)
     for name, declared in other.operators.items():
-        before = operators.get(name, OperatorDeclaration())
+        before = operators.get(name, declared)
         inputs = before.inputs if declared.inputs is None else declared.inputs
         outputs = before.outputs if declared.outputs is None else declared.outputs
         operators[name] = OperatorDeclaration(inputs, outputs)

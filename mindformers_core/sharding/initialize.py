@@ -74,7 +74,13 @@ def draw_slice(initializer, global_shape, slices, seed, path, dtype=np.float32):
     if type(initializer) in _CONSTANTS:
         value = np.broadcast_to(_CONSTANTS[type(initializer)](initializer), global_shape)
         return value[tuple(slices)].astype(dtype)
-    quantile = _quantile_of(initializer, global_shape)
+    if type(initializer) not in _QUANTILES:
+        known = ", ".join(kind.__name__ for kind in (*_CONSTANTS, *_QUANTILES))
+        raise ValueError(
+            f"initializer {type(initializer).__name__} can't be drawn slice by slice: use one of {known}, "
+            "or build the Cell outside the meta device"
+        )
+    quantile = _QUANTILES[type(initializer)](initializer, global_shape)
     key = np.uint64(int.from_bytes(blake2b(f"{seed}:{path}".encode(), digest_size=8).digest(), "little"))
     values = np.empty(math.prod(local_shape), dtype)
     for first in range(0, values.size, _CHUNK):
@@ -120,14 +126,9 @@ def _set_values(parameter, initializer, layout, rank, seed, path):
 
 def _global_index(first, last, local_shape, starts, global_shape):
     """Flat index in the global tensor of the values `first`:`last` of the slice that begins at `starts`."""
-    rest = np.arange(first, last, dtype=np.uint64)
-    index = np.zeros_like(rest)
-    stride = 1
-    for size, start, global_size in reversed(list(zip(local_shape, starts, global_shape))):
-        rest, coordinate = np.divmod(rest, np.uint64(size))
-        index += (coordinate + np.uint64(start)) * np.uint64(stride)
-        stride *= global_size
-    return index
+    local = np.unravel_index(np.arange(first, last), (1, *local_shape))  # a scalar has no dim to unravel
+    index = [coordinate + start for coordinate, start in zip(local, (0, *starts))]
+    return np.ravel_multi_index(index, (1, *global_shape)).astype(np.uint64)
 
 
 def _uniforms(key, index):
@@ -137,18 +138,6 @@ def _uniforms(key, index):
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     state ^= state >> np.uint64(31)
     return ((state >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
-
-
-def _quantile_of(initializer, shape):
-    """The quantile function of what `initializer` draws for a parameter of `shape`."""
-    quantile = _QUANTILES.get(type(initializer))
-    if quantile is None:
-        known = ", ".join(kind.__name__ for kind in (*_CONSTANTS, *_QUANTILES))
-        raise ValueError(
-            f"initializer {type(initializer).__name__} can't be drawn slice by slice: use one of {known}, "
-            "or build the Cell outside the meta device"
-        )
-    return quantile(initializer, shape)
 
 
 def _normal(mean, sigma):

@@ -1,4 +1,4 @@
-"""Optimizers that were built too early: they hold Parameters that a Cell computes with no longer."""
+"""Optimizers that were built before `shard()` or `hsdp()`: they hold Parameters that were replaced since."""
 
 import gc
 
@@ -10,17 +10,22 @@ __all__ = ["optimizers_holding", "refuse_optimizers_of"]
 
 
 def refuse_optimizers_of(cell, function, replaced=None):
-    """Raise `ValueError` where an optimizer holds a parameter of `cell` in whose place `function` puts another one.
+    """Raise `ValueError` where an optimizer holds a parameter of `cell` that `function` replaces.
 
-    Those are the ones with the paths `replaced`; by default all. Optimizers are Cells with a list `parameters`,
-    as MindSpore's do. They are found among all objects that there are, since Parameters don't know who holds them.
+    Optimizers are Cells with a list `parameters`, as MindSpore's. They are found among all Python objects, since
+    Parameters have no references to their optimizers.
+
+    Args:
+        cell: the Cell.
+        function: name of the function, for the error.
+        replaced: paths of the replaced parameters. Default: all.
     """
     named = cell.parameters_and_names()
     paths = {id(parameter): path for path, parameter in named if replaced is None or path in replaced}
     own = {id(child) for _, child in cell.cells_and_names()}
     if not paths or not optimizers_holding(paths, own):
         return
-    gc.collect()  # some that nobody has any more may only wait for it
+    gc.collect()  # unreachable optimizers may only wait for it
     for optimizer, held in optimizers_holding(paths, own):
         raise ValueError(
             f"{type(optimizer).__name__} was built with parameters of {cell_label('', cell)}, '{paths[id(held[0])]}' "
@@ -30,20 +35,19 @@ def refuse_optimizers_of(cell, function, replaced=None):
 
 
 def optimizers_holding(parameters, others=()):
-    """`(optimizer, those that it holds)` of every optimizer that holds any of `parameters`, keyed by id, as a list;
-    except Cells whose ids are in `others`."""
+    """`(optimizer, list of the parameters that it holds)` of every optimizer that holds any of `parameters`.
+
+    Args:
+        parameters: ids of Parameters.
+        others: ids of Cells that are left out.
+    """
     things = gc.get_objects()
     kinds = {kind for kind in set(map(type, things)) if issubclass(kind, nn.Cell)}
     found = []
     for cell in [thing for thing in things if type(thing) in kinds and id(thing) not in others]:
-        held = [parameter for parameter in _held(cell) if id(parameter) in parameters]
+        entries = getattr(cell, "parameters", ())
+        entries = entries if isinstance(entries, (tuple, list)) else ()
+        held = [entry for entry in entries if isinstance(entry, Parameter) and id(entry) in parameters]
         if held:
             found.append((cell, held))
     return found
-
-
-def _held(cell):
-    """The Parameters in a Cell's list `parameters`, if it has one."""
-    entries = getattr(cell, "parameters", ())
-    entries = entries if isinstance(entries, (tuple, list)) else ()
-    return [entry for entry in entries if isinstance(entry, Parameter)]

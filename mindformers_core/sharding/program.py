@@ -13,7 +13,7 @@ from mindformers_core.capture.capture import capture
 from mindformers_core.dtensor.dtensor import DTensor, wrap
 from mindformers_core.dtensor.move import cost_model, dtype_name
 from mindformers_core.generation.load import load_module
-from mindformers_core.generation.module_source import module_source
+from mindformers_core.generation.module_source import ModuleSource
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.operators import TensorMeta, tensor_meta
 from mindformers_core.program.cutting import calls_of, cut
@@ -254,7 +254,7 @@ def _generated(tree, path, signature, graph, frame):
     apart = generated is not frame or tree.activations.marks and tree.compiling is not None
     if generated is not frame:
         check_plan(generated)
-    source = module_source(generated, classes, cost_model(), tree.function_names, header, tree.deferring, apart)
+    source = ModuleSource(generated, classes, tree.function_names, header, tree.deferring, apart)
     tree.function_names.update(source.functions.values())
     name = source.functions[generated]
     module = load_module(name, source)

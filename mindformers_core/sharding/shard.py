@@ -2,19 +2,22 @@
 
 from mindspore import DeviceCtx, Parameter, ParameterTuple, mint, nn
 
+from mindformers_core.capture.capture import capture
 from mindformers_core.communication import world
 from mindformers_core.dtensor.dtensor import placed_parameter
+from mindformers_core.dtensor.move import cost_model, redistribute_local
 from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.mesh import DeviceMesh
+from mindformers_core.program.structure import tree_leaves
+from mindformers_core.propagation.propagate import derive_parameters
 from mindformers_core.sharding.declare import cell_label, collect_declarations
-from mindformers_core.sharding.deriving import derived_layouts
 from mindformers_core.sharding.initialize import initializer_of, materialize
 from mindformers_core.sharding.optimizers_before import refuse_optimizers_of
 from mindformers_core.sharding.sharded_cells import ShardedCell, computing_parameters, tree_of
 from mindformers_core.sharding.sharded_tree import ShardedTree
 
-__all__ = ["MODES", "replace_parameters", "shard"]
+__all__ = ["MODES", "full_parameters", "replace_parameters", "shard"]
 
 MODES = ("generated", "eager")
 FULL_BATCH = "full_batch"
@@ -67,7 +70,7 @@ def shard(cell, mesh, config=None, plan=None, seed=0, mode="generated", inputs=N
     layouts = _declared_layouts(cell, mesh, declarations)
     whole = {path: Layout.on(mesh, ((),) * p.ndim) for path, p in cell.parameters_and_names() if path not in layouts}
     if inputs is not None and not takes_full_batch:
-        layouts = derived_layouts(cell, mesh, declarations, layouts | whole, frozenset(whole), inputs)
+        layouts = _derived_layouts(cell, mesh, declarations, layouts | whole, frozenset(whole), inputs)
     _place_parameters(cell, layouts | {path: whole[path] for path in whole if path not in layouts}, seed)
     tree = ShardedTree(cell, mesh, declarations, takes_full_batch, check_inputs)
     if mode == "eager":
@@ -162,3 +165,39 @@ def _declared_layouts(cell, mesh, declarations):
                     f"{declared[id(parameter)]}"
                 )
     return {path: declared[id(p)] for path, p in cell.parameters_and_names() if id(p) in declared}
+
+
+def _derived_layouts(cell, mesh, declarations, layouts, free, inputs):
+    """Parameter path -> layout, after one propagation in which some are free.
+
+    Args:
+        cell: not sharded yet.
+        mesh, declarations: as in `shard`.
+        layouts: of all parameters.
+        free: paths of the undeclared ones.
+        inputs: arguments of one call, with global tensors.
+    """
+    graph = capture(cell, *inputs)
+    declared = declarations[""].inputs if "" in declarations else {}
+    arriving = {}
+    for name, structure in graph.arguments.items():
+        for value in tree_leaves(structure):
+            layout = declared.get(name, Layout.on(mesh, ((),) * len(value.shape)))
+            arriving[value.id] = bind_layout(layout, mesh, len(value.shape), name=f"input '{name}' of the root Cell")
+    return derive_parameters(graph, mesh, arriving, layouts, declarations, cost_model(), free)
+
+
+def full_parameters(cell):
+    """The whole parameters, on every rank, of a Cell that `shard()` or `hsdp()` made parallel; all ranks call this.
+
+    `mindspore.save_checkpoint(full_parameters(net), "net.ckpt")`, on one rank, writes what one card would. All of them
+    have to fit into a rank's memory at once.
+
+    Returns:
+        A dict: name of the parameter -> plain tensor of its global shape.
+    """
+    whole = {}
+    for parameter in cell.get_parameters():
+        target = Layout.on(parameter.layout.mesh, ((),) * len(parameter.global_shape))
+        whole[parameter.name] = redistribute_local(parameter, parameter.layout, target, parameter.global_shape)
+    return whole

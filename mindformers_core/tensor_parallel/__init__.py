@@ -19,7 +19,7 @@ _PUBLIC = {
     "custom_operator": ".dtensor.interception",
     "distribute_tensor": ".dtensor.dtensor",
     "explain": ".sharding.inspecting",
-    "full_parameters": ".sharding.full_parameters",
+    "full_parameters": ".sharding.shard",
     "jit": ".sharding.compiling",
     "local_map": ".sharding.local_map",
     "materialize": ".sharding.initialize",

@@ -3,10 +3,8 @@
 from mindspore import float32, nn, ops
 
 from mindformers_core.communication import communicator
-from mindformers_core.dtensor.move import redistribute_local
-from mindformers_core.layout import Layout
 
-__all__ = ["ClipByGlobalNorm", "clip_by_global_norm", "sharding_of", "sum_cell", "sum_over"]
+__all__ = ["ClipByGlobalNorm", "clip_by_global_norm", "sharding_of", "sum_cell"]
 
 
 class ClipByGlobalNorm(nn.Cell):
@@ -38,9 +36,8 @@ class ClipByGlobalNorm(nn.Cell):
         counted = (True,) * len(parameters) if counted is None else counted
         places = {}
         for place, (parameter, is_counted) in enumerate(zip(parameters, counted, strict=True)):
-            if not is_counted:
-                continue
-            places.setdefault(sharding_of(parameter), []).append(place)
+            if is_counted:
+                places.setdefault(sharding_of(parameter), []).append(place)
         self.places = tuple(tuple(entry) for entry in places.values())
         self.sums = nn.CellList([sum_cell(mesh, axes) for mesh, axes in places])
         self.sum_of_all = sum_cell(mesh, tuple(over))
@@ -79,10 +76,3 @@ def sharding_of(parameter):
     if layout is None:
         return None, ()
     return layout.mesh, tuple(axis for axis in layout.mesh.axis_names if any(axis in axes for axes in layout.dims))
-
-
-def sum_over(mesh, axes, value):
-    """The scalar `value` summed over `axes` of `mesh`, the same on all their ranks."""
-    if not axes:
-        return value
-    return redistribute_local(value, Layout.on(mesh, (), {axis: "sum" for axis in axes}), Layout.on(mesh), ())

@@ -13,7 +13,7 @@ from mindformers_core.communication import init_distributed
 from mindformers_core.files import write_whole
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.optimizers.adamw import AdamW
-from mindformers_core.tensor_parallel.clipping import sum_over
+from mindformers_core.tensor_parallel.clipping import sum_cell
 from mindformers_core.trainer.data import dataset_of, first_sequence
 from mindformers_core.trainer.pipeline_recipe import pipeline_state
 from mindformers_core.trainer.recipe import MESH_AXES, Recipe, accumulation_steps, learning_rate, mesh_shape
@@ -52,7 +52,7 @@ class Job:
 
     def barrier(self):
         """Wait for all ranks of the mesh."""
-        sum_over(self.mesh, self.mesh.axis_names, ms.Tensor(1.0)).asnumpy()
+        sum_cell(self.mesh, self.mesh.axis_names)(ms.Tensor(1.0)).asnumpy()
 
     def state(self):
         """The entries of a checkpoint besides tensors."""

@@ -15,7 +15,7 @@ from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.tensor_parallel import jit, shard
-from mindformers_core.tensor_parallel.clipping import sum_over
+from mindformers_core.tensor_parallel.clipping import sum_cell
 
 HIDDEN = 8
 
@@ -183,7 +183,7 @@ def case_dropout_recomputed():
     cell.set_train()
     x = Tensor(np.random.default_rng(0).normal(size=(4, HIDDEN)).astype(np.float32))
     value, gradient = ms.value_and_grad(lambda x: cell(x).sum().full_tensor())(x)
-    slope = sum_over(mesh, ("tp",), (gradient * x).sum())
+    slope = sum_cell(mesh, ("tp",))((gradient * x).sum())
     np.testing.assert_allclose(slope.asnumpy(), value.asnumpy(), 1e-5)
 
 

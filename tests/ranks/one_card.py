@@ -12,7 +12,7 @@ from mindspore import Tensor
 
 from mindformers_core.communication import world
 from mindformers_core.tensor_parallel import DTensor, distribute_tensor
-from mindformers_core.tensor_parallel.clipping import sum_over
+from mindformers_core.tensor_parallel.clipping import sum_cell
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def verify(claims, mesh, rtol=1e-5, atol=1e-5):
     for axes in sorted({claim.axes for claim in claims}):
         mine = [claim for claim in claims if claim.axes == axes]
         flat = np.concatenate([claim.local.astype(np.float32).ravel() for claim in mine])
-        summed = sum_over(mesh, axes, Tensor(flat)).asnumpy() if axes else flat
+        summed = sum_cell(mesh, axes)(Tensor(flat)).asnumpy() if axes else flat
         start = 0
         for claim in mine:
             found = summed[start : start + claim.local.size].reshape(claim.local.shape)
