@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -55,6 +56,8 @@ FRAMEWORKS = {"mindspore", "torch", "jax", "tensorflow"}
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 60
 MAX_FOLDER_FILES = 20
+MAX_PUBLIC_METHODS = 15
+MAX_MARKDOWN_COLUMNS = 120
 CONTAINERS = {"dict", "list", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "deque"}
 # Filled while modules are imported (decorators), and by users that register an operator of their own; never by a call.
 REGISTRIES = {"mindformers_core.operators.registry"}
@@ -82,6 +85,7 @@ def parse(path):
 
 MODULES = {module_name(path): path for path in sources(PACKAGE)}
 ALL_SOURCES = sources(PACKAGE, "tests", "scripts", "benchmarks", "examples")
+MARKDOWN = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
 
 
 def floor(module):
@@ -223,6 +227,17 @@ def test_files_and_functions_are_short(path):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = node.end_lineno - node.lineno + 1
             assert length <= MAX_FUNCTION_LINES, f"{node.name} (line {node.lineno}) has {length} lines"
+        if isinstance(node, ast.ClassDef):
+            methods = [each.name for each in node.body if isinstance(each, ast.FunctionDef) and each.name[0] != "_"]
+            assert len(methods) <= MAX_PUBLIC_METHODS, f"{node.name} has {len(methods)} public methods"
+
+
+@pytest.mark.parametrize("path", MARKDOWN, ids=lambda path: str(path.relative_to(ROOT)))
+def test_lines_of_markdown_are_short(path):
+    """Code blocks and tables are exempt: neither can be wrapped."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    lines = [line for line in text.splitlines() if len(line) > MAX_MARKDOWN_COLUMNS and not line.startswith("|")]
+    assert not lines, f"at most {MAX_MARKDOWN_COLUMNS} columns"
 
 
 def is_empty_container(value):
