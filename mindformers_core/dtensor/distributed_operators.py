@@ -55,7 +55,7 @@ class ShardContext:
         return self.mesh.axis_size(*self.axes)
 
     def start(self, size, dtype):
-        """Where this rank's part begins among all, if each has this size: a tensor without dims.
+        """The global position at which this rank's part begins, if all parts have this size: a tensor without dims.
 
         A number would make the graphs of two ranks differ, since MindSpore drops the addition of 0.
         """
@@ -63,7 +63,7 @@ class ShardContext:
 
     @cached_property
     def random_counters(self):
-        """What this rank's part of the first input draws its random numbers with; see `counters`."""
+        """The counters of the random numbers of this rank's part of the first input; see `counters`."""
         shape = self.shapes[0]
         return tuple(map(Tensor, counters(shape, self.layouts[0].local_slices(shape, self._rank))))
 
@@ -72,7 +72,7 @@ class ShardContext:
         return world().rank if self.rank is None else self.rank
 
     def combined(self, local, op="sum", varying=False):
-        """The parts' values reduced with `op`: for consumers that are the same on all ranks, or (`varying`) differ."""
+        """The reduction of all parts with `op`, replicated; `varying`: for consumers that differ between ranks."""
         dims = ((),) * local.ndim
         whole = Layout.on(self.mesh, dims, varying=self.axes if varying else ())
         return self.redistribute(local, Layout.on(self.mesh, dims, dict.fromkeys(self.axes, op)), whole)
