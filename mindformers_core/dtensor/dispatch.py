@@ -9,7 +9,7 @@ import math
 
 from mindspore import Parameter, Tensor, ops
 
-from mindformers_core.communication import world
+from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardContext
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, parameter_view, wrap
@@ -29,13 +29,11 @@ class Dispatcher:
     """Runs operators on DTensors. MindSpore calls its instance as `DTensor.__fallback__`.
 
     Attributes:
-        programs: kind of call -> `_Program`.
-        world: the `World` of the programs, which depend on this process's rank.
+        programs: kind of call -> `_Program`, for one world: programs depend on this process's rank.
     """
 
     def __init__(self):
-        self.programs = {}
-        self.world = None
+        self.programs = process_state().memo(__name__)
 
     def __call__(self, func, args, kwargs=None):
         """Run operator `func` on the global tensors in `args`.
@@ -55,9 +53,6 @@ class Dispatcher:
             _describe(argument, key, tensors)
         attributes = {} if primitive is None else rule_attributes(func.name, vars(primitive))
         key = (*key, *attributes.values())
-        if self.world is not world():
-            self.programs.clear()
-            self.world = world()
         try:
             program = self.programs.get(key)
         except TypeError as error:  # not hashable

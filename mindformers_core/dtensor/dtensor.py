@@ -128,15 +128,13 @@ class DTensor(Tensor):
             target = bind_layout(layout, mesh or self.mesh, self.ndim, self.layout)
         if target == self.layout:
             return self
-        kept = None if _pynative_executor.is_saved_tensor_hook_active() else self._moved
+        uncached = self._moved is None or _pynative_executor.is_saved_tensor_hook_active()
+        cache = {} if uncached else self._moved
         key = target, _pynative_executor.requires_grad()  # a result made without a gradient has none
-        moved = None if kept is None else kept.get(key)
-        if moved is None:
+        if key not in cache:
             meta = tensor_meta(self.shape, self._meta.dtype, target, self._meta.constant)
-            moved = wrap(redistribute_local(self._local, self.layout, target, self.shape), meta)
-            if kept is not None:
-                kept[key] = moved
-        return moved
+            cache[key] = wrap(redistribute_local(self._local, self.layout, target, self.shape), meta)
+        return cache[key]
 
     def full_tensor(self):
         """The whole tensor, a plain one, on every rank."""
