@@ -3,8 +3,8 @@
 Each moves a local tensor from one placement to another on `axes` of `mesh` (one joint group, major to minor), and its
 gradient back; the pairs are those of JAX's `shard_map` and of Megatron-LM's *f* and *g*. Over axes of size 1, or none,
 each is an identity and sends nothing. Tensor dims are counted from 0. The ranks of a group must make and call the same
-collectives in the same order. Where one fails, PyNative raises a `RuntimeError` that names it, its axes and ranks; from
-inside a graph comes MindSpore's own, which names the operator and the line of code that called it.
+collectives in the same order. A failed collective raises a `RuntimeError` with its kind, axes and ranks in PyNative; in
+a graph it raises MindSpore's error, with the operator and the line of code of its call.
 """
 
 from mindspore import nn, ops
@@ -38,7 +38,7 @@ __all__ = [
     "UnmarkVarying",
 ]
 
-_EVERYTHING, _ONLY_THE_GRADIENT = (0, 1, 2), (2,)  # of what a `bprop` takes: x, out, dout
+_EVERYTHING, _ONLY_THE_GRADIENT = (0, 1, 2), (2,)  # of the inputs of a `bprop`: x, out, dout
 _BACKENDS = {"native": NativeCollective, "cpu": CpuCollective, "fake": RawCollective}
 
 

@@ -1,4 +1,4 @@
-"""Counting what is communicated: calls and bytes by kind of collective and axes."""
+"""Counting of collectives and messages: calls and bytes by kind and mesh axes."""
 
 from contextlib import contextmanager
 

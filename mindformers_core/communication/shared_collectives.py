@@ -47,7 +47,7 @@ class SharedGroup:
     """The ranks of a group, joined by memory and sockets; get it from `shared_group()`.
 
     All ranks call the same methods in the same order, with tensors of the same shape and dtype. Each returns a new
-    tensor, and raises a `RuntimeError` where a rank has ended, doesn't come within the limit or calls something else;
+    tensor, and raises a `RuntimeError` where a rank has ended, misses the time limit or calls another method;
     the group can't be used after that.
 
     Args:

@@ -75,7 +75,7 @@ def _matmul(input, mat2):
     return ops.tensor_dot(input, mat2, 1) if is_one_row else ops.auto_generate.matmul_ext_op(input, mat2)
 
 
-# operators whose gradient in MindSpore is wrong on CPU (docs/mindspore.md), and what gives the same
+# operators whose gradient in MindSpore is wrong on CPU (docs/mindspore.md), and replacements with the same result
 _FIXED = {"MatMulExt": _matmul} | dict.fromkeys(("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), Tensor.split)
 
 

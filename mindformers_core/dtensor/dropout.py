@@ -62,7 +62,7 @@ def dropout_with_mask(_, args, context):
 
 
 def functional_dropout(_, args, context):
-    """`FuncDropoutExt`: the same without the mask; given the probability of dropping, and what to draw by."""
+    """`FuncDropoutExt`: the same without the mask; given the probability of dropping, and the random state."""
     x, probability, _, _, seed, offset = args
     return _dropped(x, 1.0 - probability, seed, offset, context.random_counters)[0]
 
@@ -100,7 +100,7 @@ def _signed(number):
 
 
 def counters(shape, slices):
-    """SplitMix64's counters of a tensor's rows and columns: where they are in the whole tensor, whatever the mesh.
+    """SplitMix64's counters of a tensor's rows and columns: their positions in the whole tensor, equal on every mesh.
 
     The last dims, as many as make the fewest rows and columns together, are the columns.
 

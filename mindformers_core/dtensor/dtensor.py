@@ -61,7 +61,7 @@ class DTensor(Tensor):
 
     @property
     def layout(self):
-        """The `Layout`: where this tensor lives on its mesh."""
+        """The `Layout` of this tensor on its mesh."""
         return self._meta.layout
 
     @property
@@ -217,7 +217,7 @@ def distribute_tensor(tensor, layout, mesh=None):
 
     Args:
         tensor: the global tensor, the same on all ranks. For a `Parameter`, the DTensor is backed by a new Parameter
-            with this rank's part: `to_local()` is what an optimizer trains.
+            with this rank's part: `to_local()` is the Parameter for the optimizer.
         layout: a `Layout`, or a `layout(...)` specification with `mesh`.
         mesh: the mesh to bind the specification to.
 

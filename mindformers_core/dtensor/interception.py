@@ -54,8 +54,8 @@ def custom_operator(name, function):
 
     Args:
         name: of the operator.
-        function: what one rank computes on its parts, from operators of MindSpore, by positional arguments. Generated
-            code, also under `jit`, calls what `source` says: this function.
+        function: the computation of one rank on its parts, of operators of MindSpore; positional arguments only. For
+            generated code, also under `jit`, `source` must name this function.
 
     Returns:
         A function for a Cell's `construct`: a call with plain tensors runs `function`; a call with DTensors, or with
