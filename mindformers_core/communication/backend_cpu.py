@@ -1,8 +1,8 @@
 """The backend of CPU (MCCL): it has an all-reduce sum of float32 and float16, and in PyNative point-to-point messages.
 
-All other collectives are made of these, in the way that was measured cheapest: in PyNative of messages, which are
-buffered, so that all ranks may send first; in a graph of all-reduce sums of buffers that hold -0.0 except for the own
-part: x + -0.0 is x for every float x, -0.0 included.
+All other collectives are composed of these, in the form that was measured fastest: in PyNative of messages, which are
+buffered, so that all ranks can send first; in a graph of all-reduce sums of buffers that are -0.0 except for the rank's
+own part: x + -0.0 is x for every float x, also for -0.0.
 
 In PyNative, large tensors of ranks on one host bypass MindSpore: see `shared_collectives`. 13 MB of float32 between two
 pinned ranks (two cores of an AMD EPYC), in ms: all-reduce 42 by MindSpore, 2.7 through shared memory; reduce-scatter 22
@@ -23,7 +23,7 @@ _ZEROS_LIKE = ops.ZerosLike()
 _COMBINE = {"sum": ops.Add(), "max": ops.Maximum(), "min": ops.Minimum()}
 _SUMMED = (mstype.float32, mstype.float16)
 _SHARED_FROM = 1 << 16  # bytes of a tensor that is worth connecting the ranks at a first call
-_CARRIED = {mstype.bool_: mstype.int32, mstype.int16: mstype.int32}  # dtypes that messages can't hold
+_CARRIED = {mstype.bool_: mstype.int32, mstype.int16: mstype.int32}  # messages have no such dtypes
 
 
 class CpuCollective(raw.RawCollective):

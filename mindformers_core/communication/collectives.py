@@ -3,8 +3,8 @@
 Each moves a local tensor from one placement to another on `axes` of `mesh` (one joint group, major to minor), and its
 gradient back; the pairs are those of JAX's `shard_map` and of Megatron-LM's *f* and *g*. Over axes of size 1, or none,
 each is an identity and sends nothing. Tensor dims are counted from 0. The ranks of a group must make and call the same
-collectives in the same order. Where one fails, PyNative raises a `RuntimeError` that names it, its axes and ranks; from
-inside a graph comes MindSpore's own, which names the operator and the line of code that called it.
+collectives in the same order. A failed collective raises a `RuntimeError` with its kind, axes and ranks in PyNative; in
+a graph it raises MindSpore's error, with the operator and the line of code of its call.
 """
 
 from mindspore import nn, ops
@@ -38,12 +38,12 @@ __all__ = [
     "UnmarkVarying",
 ]
 
-_EVERYTHING, _ONLY_THE_GRADIENT = (0, 1, 2), (2,)  # of what a `bprop` takes: x, out, dout
+_EVERYTHING, _ONLY_THE_GRADIENT = (0, 1, 2), (2,)  # of the inputs of a `bprop`: x, out, dout
 _BACKENDS = {"native": NativeCollective, "cpu": CpuCollective, "fake": RawCollective}
 
 
 class Collective(nn.Cell):
-    """One Cell forward, another one for the gradient. Local tensor in, local tensor out, of any shape and dtype.
+    """A forward Cell, and a Cell for its gradient. Local tensor in, local tensor out, of any shape and dtype.
 
     Args:
         forward: a Cell without gradient.
@@ -139,9 +139,9 @@ class AllToAll(Collective):
 
 
 class Permute(Collective):
-    """From layout `source` to layout `target`, which cut the tensor alike but give the parts to other ranks.
+    """Layout `source` → layout `target`, which shard the tensor into equal parts but assign the parts to other ranks.
 
-    Every rank's whole local tensor goes to one rank and comes from one; the gradient goes back.
+    Every rank sends its local tensor to one rank and receives one; gradients are sent the opposite way.
     """
 
     def __init__(self, mesh, axes, source, target):
@@ -151,7 +151,7 @@ class Permute(Collective):
 
 
 class Broadcast(Collective):
-    """Every rank gets the tensor of place `root` of the group, whose gradient it is; the others' gradient is zero."""
+    """Every rank gets the tensor of place `root` of the group; the gradient is zero except on the root's rank."""
 
     def __init__(self, mesh, axes, root=0):
         group = make_group(mesh, axes)
@@ -193,8 +193,8 @@ class UnmarkVarying(Collective):
 class ToPartial(Collective):
     """Replicate → Partial: zero except on the group's first rank / identity for `sum`.
 
-    The others keep the tensor. Their gradients are shares of the whole one: × n for `avg`, where all are alike; summed
-    by an all_reduce for `max` and `min`.
+    For the other ops all ranks keep the tensor, and gradients are shares of the whole gradient: × n for `avg`, whose
+    shares are equal; summed by an all_reduce for `max` and `min`.
     """
 
     def __init__(self, mesh, axes, op="sum"):
@@ -242,7 +242,7 @@ def _check_op(op, allowed):
 
 
 def _route(mesh, group, source, target):
-    """Place in `group` of the rank that holds in `target` what this one holds in `source`."""
+    """Place in `group` of the rank whose part in `target` is this rank's part in `source`."""
 
     def held(rank, layout):
         return [mesh.group_index(rank, axes) for axes in layout.dims]

@@ -10,7 +10,7 @@ from mindformers_core.mesh import DeviceMesh
 
 __all__ = ["Communicator", "collective_attributes", "communicator"]
 
-_CELLS = {  # step kind -> (Cell, what it takes after mesh and axes: attributes of the step)
+_CELLS = {  # step kind -> (Cell, its arguments after mesh and axes: attributes of the step)
     "slice": (collectives.SliceToShard, ("dim",)),
     "slice_varying": (collectives.SliceVarying, ("dim",)),
     "all_gather": (collectives.AllGather, ("dim",)),
@@ -31,8 +31,8 @@ _CELLS = {  # step kind -> (Cell, what it takes after mesh and axes: attributes 
 class _Shared(nn.Cell):
     """A collective that is called in many places of a graph.
 
-    Where PyNative differentiates a compiled function, a Cell with a `bprop` that is called more than once has all its
-    results confused with the last one. An operator behind each call keeps them apart; this one costs nothing.
+    Where PyNative differentiates a compiled function, MindSpore takes all results of a Cell with a `bprop` for the
+    result of its last call. An operator after each call prevents that; a reshape copies nothing.
 
     Attributes:
         collective: the Cell with the `bprop`.
@@ -90,8 +90,8 @@ class Communicator:
         Args:
             kind: a key of `STEP_KINDS`.
             axes: mesh axes of the joint group, major to minor.
-            number: tells several that are alike apart.
-            attributes: what the kind needs of `dim`, `to_dim`, `op`, and (permute) the layouts `source` and `target`.
+            number: distinguishes Cells whose other arguments are equal.
+            attributes: those of the kind: `dim`, `to_dim`, `op`, and (permute) the layouts `source` and `target`.
 
         Raises:
             TypeError: an attribute that is missing, or that the kind doesn't have.
@@ -114,7 +114,7 @@ class Communicator:
         return self._cells[key]
 
     def _own(self, value, what):
-        """An attribute; of a layout the dims, for how they are cut is all that counts."""
+        """The value of an attribute; of a layout its sharding alone, without partial and varying axes."""
         if not isinstance(value, Layout):
             return value
         if value.mesh != self.mesh:
@@ -123,7 +123,7 @@ class Communicator:
 
 
 def collective_attributes(step):
-    """What `Communicator.make` takes for a `Step`, besides its kind and axes."""
+    """The arguments of `Communicator.make` for a `Step`, besides its kind and axes."""
     return {name: getattr(step, name) for name in _CELLS[step.kind][1]}
 
 

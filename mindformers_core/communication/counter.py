@@ -1,4 +1,4 @@
-"""Counting what is communicated: calls and bytes by kind of collective and axes."""
+"""Counting of collectives and messages: calls and bytes by kind and mesh axes."""
 
 from contextlib import contextmanager
 
@@ -10,7 +10,7 @@ __all__ = ["CollectiveCounts", "count_collectives", "record"]
 class CollectiveCounts(dict):
     """`{(kind, axes): (calls, bytes)}`, e.g. `{("all_reduce", ("tp",)): (2, 8192)}`.
 
-    Bytes are those that one rank sends by the ring algorithms, whatever the backend really does: of a whole tensor of
+    Bytes are those that one rank sends by the ring algorithms, whatever the backend's algorithm: of a whole tensor of
     S bytes (the larger of a rank's input and output) and n ranks, `2 (n - 1) / n * S` for all_reduce,
     `(n - 1) / n * S` for all_gather, reduce_scatter, all_to_all and broadcast, and S for permute. A message from one
     rank to another (`Channel.send`) counts as "send", with S bytes of all its tensors.
@@ -26,8 +26,8 @@ class CollectiveCounts(dict):
 def count_collectives():
     """Count this rank's collectives, forward and backward, inside a `with` block, which gets a `CollectiveCounts`.
 
-    Counts what runs in PyNative (dry runs with the fake backend too). A graph of `@ms.jit` runs without returning to
-    Python, so its collectives can't be counted here; the same program in PyNative has the same collectives.
+    Counts collectives that run in PyNative (also in dry runs with the fake backend). A graph of `@ms.jit` runs without
+    Python, so its collectives aren't counted; the same program in PyNative has the same collectives.
     """
     counters = process_state().counters
     counts = CollectiveCounts()

@@ -1,8 +1,8 @@
 """Process groups of a mesh: created once, when a collective first needs them, and shared by all meshes.
 
-Creating a group needs all its members at once. A group is created when the first collective over its axes is made; its
-members run the same program, so they reach that point in the same order, whatever other ranks (another pipeline stage)
-do meanwhile. Nothing is created for axes of size 1, and the group of all ranks is MindSpore's own.
+The creation of a group is a call of all its members. A group is created with the first collective over its axes: its
+members run the same program, so they create their groups in the same order, independently of other ranks (as those of
+another pipeline stage). Nothing is created for axes of size 1, and the group of all ranks is MindSpore's own.
 """
 
 import hashlib

@@ -49,7 +49,7 @@ class _Local(nn.Cell):
 
 
 class Identity(_Local):
-    """Every collective over one rank."""
+    """The collectives over one rank."""
 
     def __call__(self, x):
         return x
@@ -61,10 +61,9 @@ class Identity(_Local):
 
 
 class Alias(Identity):
-    """An identity for a forward pass: its result is a tensor of its own, in the same memory.
+    """An identity for a forward pass: the result is a new tensor in the same memory.
 
-    PyNative takes an input that a Cell with a `bprop` returns for a view, and all operators that save a view save a
-    copy.
+    An input that a Cell with a `bprop` returns is a view for PyNative, and operators that save a view save a copy.
     """
 
     def __call__(self, x):
@@ -85,7 +84,7 @@ class Slice(_Local):
 
 
 class SliceOfGradient(Slice):
-    """As `Slice`, but contiguous: MindSpore's gradient of some splits takes every gradient for that."""
+    """A contiguous `Slice`: MindSpore's gradients of some split operators assume contiguous gradients."""
 
     def __call__(self, x):
         part = self.construct(x)

@@ -1,4 +1,4 @@
-"""Messages between two ranks, outside of compiled graphs: what pipeline stages send each other.
+"""Messages between two ranks, outside of compiled graphs, as pipeline stages send them.
 
 `channel()` gives this process's `Channel`. The backend's `Transport` carries the messages: `point_to_point_cpu`
 (sockets and shared memory), `point_to_point_native` (MindSpore's operators) or the one below (dry runs).
@@ -44,7 +44,7 @@ class Channel:
     """Messages to and from the other ranks, matched by tag; get it from `channel()`.
 
     Attributes:
-        buffered: whether `send` returns at once, whatever the receiver does. If not (HCCL, NCCL), two ranks must
+        buffered: whether `send` returns before the receiver reads the message. If not (HCCL, NCCL), two ranks must
             receive in the order in which the other one sends, and send and receive in an order that can't block.
     """
 
@@ -93,10 +93,10 @@ class Channel:
         return tensors
 
     def send_object(self, value, to_rank, tag):
-        """Send a value that JSON can hold: see `send`. The message isn't counted.
+        """Send a value that JSON can represent: see `send`. The message isn't counted.
 
         Raises:
-            TypeError: JSON can't hold the value.
+            TypeError: JSON can't represent the value.
         """
         self._send({"object": value}, (), to_rank, tag)
 

@@ -37,7 +37,7 @@ class Transport:
         self.group = group
 
     def send(self, rank, head, tensors):
-        """Send a message; later work of the device waits until the receiver takes it."""
+        """Send a message; later work of the device waits until it is received."""
         for tensor in tensors:
             if tensor.dtype in UNKNOWN:
                 raise TypeError(f"message {head['tag']} to rank {rank}: devices can't send {tensor.dtype} tensors")

@@ -45,7 +45,7 @@ class RawCollective(nn.Cell):
         return self.uncounted(x)
 
     def uncounted(self, x):
-        """A call that `count_collectives` doesn't count: one that is no part of the program."""
+        """Run the collective without counting: for calls that are no part of the program."""
         try:
             return self.eager(x)
         except RuntimeError as error:

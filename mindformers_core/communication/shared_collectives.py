@@ -1,11 +1,10 @@
 """Collectives of large tensors between the ranks of one host, in PyNative on CPU, without MindSpore.
 
-Every rank of a group has memory that all of them can read. It copies there what the others need, piece by piece; then
-the ranks meet (each sends every other one a few bytes over a socket, which wake it up), and each reads what it needs,
-sums included. Pieces go to the two halves of the memory in turn: whoever comes to the next meeting has read what was
-there at the one before.
+Every rank of a group has memory that all ranks can read. A rank copies a piece of its tensor there; after a barrier
+(each rank sends every other one a few bytes over a socket, which wake the receiver up) all ranks read and sum the
+pieces. The memory is a double buffer of two halves: a rank at the next barrier has read the half of the barrier before.
 
-Every element's sum is made by one rank, in the group's order, so that all get the same bits.
+One rank computes the sum of an element, in the group's order, so that all ranks get the same bits.
 """
 
 import math
@@ -24,9 +23,9 @@ from mindformers_core.communication.world import process_state
 __all__ = ["SharedGroup", "join_memory", "shared_group"]
 
 _TIMEOUT = 30.0  # seconds that a rank waits for the others, as in MindSpore's collectives on CPU
-_HALF = 1 << 21  # bytes of half a rank's memory: what is copied at once, and should stay in a core's cache
-_ALIGNED = 64  # bytes at whose multiples a rank's place in a half begins
-_TOKEN = 4  # bytes that ranks send each other when they meet
+_HALF = 1 << 21  # bytes of half a rank's memory: the most that is copied at once, which should fit in a core's cache
+_ALIGNED = 64  # bytes at whose multiples a rank's slot in a half begins
+_TOKEN = 4  # bytes that ranks send each other at a barrier
 
 
 def shared_group(group):
@@ -48,7 +47,7 @@ class SharedGroup:
     """The ranks of a group, joined by memory and sockets; get it from `shared_group()`.
 
     All ranks call the same methods in the same order, with tensors of the same shape and dtype. Each returns a new
-    tensor, and raises a `RuntimeError` where a rank has ended, doesn't come within the limit or calls something else;
+    tensor, and raises a `RuntimeError` where a rank has ended, misses the time limit or calls another method;
     the group can't be used after that.
 
     Args:
@@ -60,8 +59,8 @@ class SharedGroup:
     def __init__(self, index, connections, memories):
         self.index, self.size = index, len(memories)
         self.connections, self.memories = connections, memories
-        self.shelf = memories[0].shape[1] // self.size // _ALIGNED * _ALIGNED  # bytes of a half for each rank
-        self.meetings = 0
+        self.slot_size = memories[0].shape[1] // self.size // _ALIGNED * _ALIGNED  # bytes of a rank's slot in a half
+        self.barriers = 0
         weakref.finalize(self, _close, connections)  # also at the end of the process
 
     def all_gather(self, x, dim):
@@ -71,7 +70,7 @@ class SharedGroup:
         rows, call = math.prod(shape[:dim]), f"all_gather {x.dtype} {shape} {dim}"
         word = f"u{math.gcd(x.itemsize, 8)}"  # NumPy copies these as they are, and faster than bytes
         source, target = as_bytes(x).view(word).reshape(rows, -1), memory.view(word).reshape(rows, self.size, -1)
-        for piece in _pieces(source.shape, self.shelf // source.itemsize * self.size):
+        for piece in _pieces(source.shape, self.slot_size // source.itemsize * self.size):
             self._share(source[piece], [target[:, place][piece] for place in range(self.size)], call)
         return result
 
@@ -82,7 +81,7 @@ class SharedGroup:
         rows, call = math.prod(shape[:dim]), f"reduce_scatter {x.dtype} {shape} {dim}"
         source = x.asnumpy().reshape(rows, self.size, -1)
         target = memory.view(source.dtype).reshape(rows, -1)
-        for piece in _pieces(target.shape, self.shelf // source.itemsize):
+        for piece in _pieces(target.shape, self.slot_size // source.itemsize):
             self._add([source[:, place][piece] for place in range(self.size)], target[piece], call)
         return result
 
@@ -91,54 +90,54 @@ class SharedGroup:
         result, memory = empty_tensor(x.dtype, x.shape)
         source, call = x.asnumpy().reshape(1, -1), f"all_reduce {x.dtype} {x.shape}"
         target = memory.view(source.dtype).reshape(1, -1)
-        for piece in _pieces(source.shape, self.shelf // source.itemsize * self.size):
+        for piece in _pieces(source.shape, self.slot_size // source.itemsize * self.size):
             parts, totals = (np.array_split(array[piece], self.size, 1) for array in (source, target))
             self._add(parts, totals[self.index], call)
             self._share(totals[self.index], totals, call)
         return result
 
     def _share(self, mine, targets, call):
-        """Fill an array for every rank with what is `mine` there."""
-        _shelf(self._half(), 0, mine)[:] = mine
-        for half, target in zip(self._meet(call), targets, strict=True):
-            target[:] = mine if half is None else _shelf(half, 0, target)
+        """All-gather: fill `targets`, an array for every rank, with the arrays that are `mine` on these ranks."""
+        _slot(self._half(), 0, mine)[:] = mine
+        for half, target in zip(self._barrier(call), targets, strict=True):
+            target[:] = mine if half is None else _slot(half, 0, target)
 
     def _add(self, parts, total, call):
-        """Fill `total` with the sum of what all ranks have as part of this one; `parts` has one for every rank."""
+        """Reduce-scatter: fill `total` with the sum of all ranks' parts for this rank; `parts` are for all."""
         for place, part in enumerate(parts):
             if place != self.index:
-                _shelf(self._half(), place * self.shelf, part)[:] = part
-        start = self.index * self.shelf
+                _slot(self._half(), place * self.slot_size, part)[:] = part
+        start = self.index * self.slot_size
         mine = parts[self.index]
-        first, second, *more = [mine if half is None else _shelf(half, start, mine) for half in self._meet(call)]
+        first, second, *more = [mine if half is None else _slot(half, start, mine) for half in self._barrier(call)]
         np.add(first, second, out=total)
         for term in more:
             np.add(total, term, out=total)
 
     def _half(self):
-        """The half of this rank's memory that nobody reads now."""
-        return self.memories[self.index][self.meetings % 2]
+        """The half of this rank's memory that no rank reads before the next barrier."""
+        return self.memories[self.index][self.barriers % 2]
 
-    def _meet(self, call):
+    def _barrier(self, call):
         """Wait until all ranks have filled their halves; returns these, None for this rank's own."""
-        token = zlib.crc32(f"{self.meetings} {call}".encode()).to_bytes(_TOKEN, "little")
+        token = zlib.crc32(f"{self.barriers} {call}".encode()).to_bytes(_TOKEN, "little")
         try:
             for place in self.connections:
                 self.connections[place].write([token])
             for place in self.connections:
                 if self.connections[place].read(_TOKEN) != token:
                     raise ConnectionError("it called something else")
-        except BaseException as error:  # the other ranks may have met without this one
+        except BaseException as error:  # the other ranks may have passed the barrier
             _close(self.connections)
             if isinstance(error, (ConnectionError, TimeoutError)):
                 raise RuntimeError(f"{call} with the rank at place {place} of {self.size}: {error}") from error
             raise
-        half = self.meetings % 2
-        self.meetings += 1
+        half = self.barriers % 2
+        self.barriers += 1
         return [None if place == self.index else memory[half] for place, memory in enumerate(self.memories)]
 
 
-def _shelf(half, start, like):
+def _slot(half, start, like):
     """The bytes of a half from `start`, as an array like another one."""
     return half[start : start + like.nbytes].view(like.dtype).reshape(like.shape)
 

@@ -26,7 +26,7 @@ _NO_THREADS = {"runtime_num_threads": 0, "inter_op_parallel_num": 1}  # that run
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher put into the environment; `rank` None where only the cluster will tell (multi-node `msrun`)."""
+    """Rank and number of ranks in the launcher's environment; `rank` None where the cluster assigns it (multi-node)."""
 
     launcher: str
     rank: int | None
@@ -55,23 +55,23 @@ class World:
 
 
 class _ProcessState:
-    """What a process knows of its communication: the world, and what was made for it so far."""
+    """Communication state of a process: the world, the open counters, and the memos of modules."""
 
     def __init__(self):
-        self._memos = {}  # owner -> what it remembers
+        self._memos = {}  # owner -> its memo
         self.forget()
 
     def forget(self):
-        """Be as before `init_distributed()`."""
+        """Reset to the state before `init_distributed()`."""
         self.world = None
         self.counters = []  # the `count_collectives` blocks that are open
         for memo in self._memos.values():
             memo.clear()
 
     def memo(self, owner):
-        """The dict in which `owner`, a module's `__name__`, keeps what holds for this world only: a rank, its Cells.
+        """The dict in which `owner`, a module's `__name__`, stores values that are valid for this world only.
 
-        Always the same dict, so it may be kept available; `shutdown()` empties it.
+        All calls return the same dict, so a module can hold a reference to it; `shutdown()` empties it.
         """
         return self._memos.setdefault(owner, {})
 
@@ -80,7 +80,7 @@ _PROCESS = _ProcessState()
 
 
 def process_state():
-    """The one holder of communication state; for this package's modules."""
+    """The communication state of this process, for modules of this package."""
     return _PROCESS
 
 
@@ -98,14 +98,14 @@ def world():
 def init_distributed(backend=None, world_size=None, rank=None, timeout=60):
     """Join the other processes of this run; every process calls this once, before it computes anything.
 
-    Reads what `msrun` or `mpirun` put into the environment; a process started by neither is a world of its own.
-    On CPU, MindSpore is switched to blocking launches first, which makes everything that communicates several times
-    faster and errors surface where they happen, and gets this rank's share of the cores (`_share_cores`).
+    Reads the environment variables of `msrun` or `mpirun`; without a launcher the world is this one process. On CPU,
+    MindSpore is switched to blocking launches, which make collectives several times faster and raise errors at the
+    call that fails, and its thread pools get this rank's share of the cores (`_share_cores`).
 
     Args:
         backend: None chooses by device target; `"fake"` is a dry run of `world_size` ranks in this one process.
         world_size: number of ranks: needed for `"fake"`, otherwise checked against the launcher's.
-        rank: the rank to be in a dry run (default 0); otherwise checked against the launcher's.
+        rank: this process's rank in a dry run (default 0); otherwise checked against the launcher's.
         timeout: seconds without a sign of life after which a rank counts as dead and `msrun`'s scheduler ends all
             others. On CPU a collective gives up sooner, after 30 s (fixed in MindSpore), with an error that names it;
             that is why this should be more than 30. HCCL has its own limit (`HCCL_EXEC_TIMEOUT`).
@@ -141,7 +141,7 @@ def init_distributed(backend=None, world_size=None, rank=None, timeout=60):
 
 
 def shutdown():
-    """Leave the run: forget the world, its groups and collectives, and all memos. Does nothing when there is none."""
+    """Leave the run: release the world, its groups and collectives, and all memos. No effect without a world."""
     if _PROCESS.world is not None and _PROCESS.world.group is not None:
         ms_communication.release()
     _PROCESS.forget()
@@ -211,7 +211,7 @@ def _same_world(launch, backend):
 
 
 def _serve_as_scheduler(timeout):
-    """Be msrun's scheduler, which runs the same script as the ranks: serve them until they have ended, then exit."""
+    """Run as msrun's scheduler, a process with the same script as the ranks; exits when all ranks have ended."""
     _quicken_start()
     os.environ.setdefault("MS_NODE_TIMEOUT", str(timeout))
     ms.set_device("CPU")
@@ -220,12 +220,12 @@ def _serve_as_scheduler(timeout):
 
 
 def _share_cores(ranks):
-    """Give this process its share of the cores before MindSpore starts its threads: as if all ranks were on this host.
+    """Limit MindSpore's thread pools to this process's share of the cores, as if all ranks were on this host.
 
-    By default each process has a thread for every core. They poll (`sched_yield`) while they have nothing to do, and so
-    does a caller while they have: with more threads than cores most of the time goes to that. A rank without a second
-    core gets no such thread: kernels run in the thread that calls them. What the user sets by
-    `mindspore.device_context.cpu.op_tuning.threads_num()` and `mindspore.runtime.dispatch_threads_num()` comes first.
+    By default each process has a thread for every core. Idle threads poll (`sched_yield`), and so does a caller that
+    waits for them: with more threads than cores, polling takes most of the time. A rank with one core gets no such
+    thread: kernels run in the calling thread. The user's `mindspore.device_context.cpu.op_tuning.threads_num()` and
+    `mindspore.runtime.dispatch_threads_num()` have priority. Has to run before MindSpore starts its threads.
     """
     own, launcher = (len(os.sched_getaffinity(process)) for process in (0, os.getppid()))
     share = own if own < launcher else own // ranks  # fewer than the launcher's: msrun has bound this rank to its own
@@ -247,6 +247,6 @@ def _join():
 
 
 def _quicken_start():
-    """Let the cluster look for its members every 1 to 2 s instead of 3 to 5: forming it takes about 5 s less."""
+    """Set the polling interval of the cluster's members to 1 to 2 s (default 3 to 5), which saves about 5 s."""
     os.environ.setdefault("MS_RETRY_INTERVAL_LOWER", "1")
     os.environ.setdefault("MS_RETRY_INTERVAL_UPPER", "2")

@@ -1,4 +1,4 @@
-"""The eager engine: `DTensor`, and the dispatcher that operators which meet one come to."""
+"""The eager engine: `DTensor`, and the dispatcher of operators on DTensors."""
 
 from mindformers_core.dtensor.dtensor import DTensor, distribute_tensor
 from mindformers_core.dtensor.interception import intercept_operators

@@ -1,15 +1,15 @@
-"""What happens when an operator meets a `DTensor`: rules are asked once per kind of call, then a cached program runs.
+"""Dispatch of operators on `DTensor`s: rules are resolved once per kind of call; later calls run a cached program.
 
 A kind of call is the operator's name, the metas of its tensors (shape, dtype, layout) and its other arguments. Its
-program says how each input moves, what the local arguments are, and what the outputs are. The cached path does no
-layout arithmetic.
+program holds the redistribution of each input, the local arguments, and the metas of the outputs. The cached path does
+no layout arithmetic.
 """
 
 import math
 
 from mindspore import Parameter, Tensor, ops
 
-from mindformers_core.communication import world
+from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardContext
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, parameter_view, wrap
@@ -26,16 +26,14 @@ _MOST_PROGRAMS = 65536  # a number that changes with every step would fill the m
 
 
 class Dispatcher:
-    """Runs operators on DTensors. Its instance is what MindSpore finds as `DTensor.__fallback__`.
+    """Runs operators on DTensors. MindSpore calls its instance as `DTensor.__fallback__`.
 
     Attributes:
-        programs: kind of call -> `_Program`.
-        world: the `World` that they were made in: they know this process's rank.
+        programs: kind of call -> `_Program`, for one world: programs depend on this process's rank.
     """
 
     def __init__(self):
-        self.programs = {}
-        self.world = None
+        self.programs = process_state().memo(__name__)
 
     def __call__(self, func, args, kwargs=None):
         """Run operator `func` on the global tensors in `args`.
@@ -55,9 +53,6 @@ class Dispatcher:
             _describe(argument, key, tensors)
         attributes = {} if primitive is None else rule_attributes(func.name, vars(primitive))
         key = (*key, *attributes.values())
-        if self.world is not world():
-            self.programs.clear()
-            self.world = world()
         try:
             program = self.programs.get(key)
         except TypeError as error:  # not hashable
@@ -80,7 +75,7 @@ def _matmul(input, mat2):
     return ops.tensor_dot(input, mat2, 1) if is_one_row else ops.auto_generate.matmul_ext_op(input, mat2)
 
 
-# operators whose gradient in MindSpore is wrong on CPU (docs/mindspore.md), and what gives the same
+# operators whose gradient in MindSpore is wrong on CPU (docs/mindspore.md), and replacements with the same result
 _FIXED = {"MatMulExt": _matmul} | dict.fromkeys(("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), Tensor.split)
 
 
@@ -89,7 +84,7 @@ def _on_locals(args):
 
 
 def _describe(argument, key, tensors):
-    """Append to `key` what tells this argument from others, and its tensors to `tensors`."""
+    """Append the kind of an argument to `key`, and its tensors to `tensors`."""
     kind = type(argument)
     if kind is DTensor:
         key.append(argument._meta)
@@ -112,12 +107,12 @@ class _Program:
     """One kind of call, resolved.
 
     Attributes:
-        targets: for every tensor the layout that it must move to, or None.
-        algorithm: what runs in the operator's place, or None; it gets the `context`.
+        targets: for every tensor the layout that it is redistributed to, or None.
+        algorithm: the algorithm that runs in the operator's place with `context`, or None.
         args, kwargs: the local call's arguments, a `TensorMeta` in the place of every tensor.
-        direct: whether the local call is the global one with local tensors in it, nothing else.
+        direct: whether the local call differs from the global one only in its tensors, which are the local ones.
         constant: whether no gradient flows to the outputs.
-        metas: the outputs' `TensorMeta`s; known after the first run, which tells their dtypes.
+        metas: the outputs' `TensorMeta`s; None before the first run, which determines the dtypes.
     """
 
     def __init__(self, name, args, kwargs, attributes, tensors):
@@ -148,7 +143,7 @@ class _Program:
         self.args, self.kwargs = args, kwargs
 
     def run(self, func, primitive, args, tensors):
-        """Move the inputs, call the operator on local tensors, wrap what comes out."""
+        """Redistribute the inputs, call the operator on local tensors, and wrap the results."""
         if self.direct:
             args, kwargs = [argument._local if type(argument) is DTensor else argument for argument in args], {}
         else:
@@ -169,7 +164,7 @@ class _Program:
         return tuple(map(wrap, result, metas))
 
     def _check_outputs(self, result):
-        """The outputs' metas; a local result of another shape than the rule predicted is the rule's fault."""
+        """The metas of the outputs; checks the shapes of the local results against the rule's prediction."""
         results = [result] if isinstance(result, Tensor) else result
         metas = tuple(
             tensor_meta(shape, dtype_name(local.dtype), layout, self.constant)
@@ -202,7 +197,7 @@ def _common_mesh(name, tensors):
 
 
 def _meta_of(tensor, mesh):
-    """A DTensor's meta; a plain tensor is one that every rank holds alike."""
+    """The meta of a DTensor, or of a plain tensor, which is replicated."""
     if type(tensor) is DTensor:
         return tensor._meta
     layout = Layout.on(mesh, ((),) * tensor.ndim)
@@ -210,7 +205,7 @@ def _meta_of(tensor, mesh):
 
 
 def _target(meta, needed):
-    """The layout that a tensor must move to, or None; varying marks matter only where there is a gradient."""
+    """The layout that a tensor is redistributed to, or None; varying axes count only where there is a gradient."""
     arriving = meta.layout if meta.differentiable else meta.layout.replace(varying=())
     return None if arriving == needed else needed
 

@@ -1,12 +1,12 @@
 """Algorithms of operators that are sharded along a dim that they reduce or look up in; results are those of one card.
 
 Each is called as `algorithm(operator, args, context)` in the place of `operator(*args)`, where `operator` is the plain
-operator and `args` hold local tensors. It is written with differentiable moves between layouts, so that its gradient
-follows. The distributed softmax and cross-entropy are those of Megatron-LM (arXiv 1909.08053, section 3): one
-maximum, one sum.
+operator and `args` hold local tensors. It consists of differentiable redistributions and operators, which give its
+gradient. The distributed softmax and cross-entropy are those of Megatron-LM (arXiv 1909.08053, section 3): one maximum,
+one sum.
 
-An algorithm runs on tensors with values, or once on traced ones, to be written down (`capture/algorithm_graph.py`).
-So it never looks at values, and what differs between ranks comes from `context` as tensors: graphs have to be alike.
+An algorithm runs on tensors with values, or once on traced ones, to be recorded (`capture/algorithm_graph.py`). So its
+control flow never depends on values, and numbers of a rank come from `context` as tensors: all ranks need equal graphs.
 """
 
 import math
@@ -55,7 +55,7 @@ class ShardContext:
         return self.mesh.axis_size(*self.axes)
 
     def start(self, size, dtype):
-        """Where this rank's part begins among all, if each has this size: a tensor without dims.
+        """The global position at which this rank's part begins, if all parts have this size: a tensor without dims.
 
         A number would make the graphs of two ranks differ, since MindSpore drops the addition of 0.
         """
@@ -63,7 +63,7 @@ class ShardContext:
 
     @cached_property
     def random_counters(self):
-        """What this rank's part of the first input draws its random numbers with; see `counters`."""
+        """The counters of the random numbers of this rank's part of the first input; see `counters`."""
         shape = self.shapes[0]
         return tuple(map(Tensor, counters(shape, self.layouts[0].local_slices(shape, self._rank))))
 
@@ -72,7 +72,7 @@ class ShardContext:
         return world().rank if self.rank is None else self.rank
 
     def combined(self, local, op="sum", varying=False):
-        """The parts' values reduced with `op`: for consumers that are the same on all ranks, or (`varying`) differ."""
+        """The reduction of all parts with `op`, replicated; `varying`: for consumers that differ between ranks."""
         dims = ((),) * local.ndim
         whole = Layout.on(self.mesh, dims, varying=self.axes if varying else ())
         return self.redistribute(local, Layout.on(self.mesh, dims, dict.fromkeys(self.axes, op)), whole)
@@ -198,7 +198,7 @@ def _found_here(indices, size, context):
     """Indices into this part (0 where they point elsewhere), and where they do. Negative ones count from the end.
 
     An index outside of all parts points elsewhere for every one of them: it finds zeros, where one card raises an
-    error (to raise one here, all indices would have to come to the host, in every step).
+    error (an error here would need a copy of all indices to the host in every step).
     """
     whole = ops.where(ops.less(indices, 0), indices + size * context.count, indices)
     local = whole - context.start(size, indices.dtype)
@@ -211,7 +211,7 @@ def _zero_where(absent, found):
 
 
 def _gather(operator, args, context):
-    """Look up what this part holds, zero elsewhere: the parts' results are terms of a sum."""
+    """Look up the entries of this part, zero for others: the parts' results are terms of a sum."""
     params, indices, dim = args[:3]
     batch = args[3] if len(args) > 3 else 0
     dim %= params.ndim

@@ -23,10 +23,10 @@ __all__ = [
     "next_random_state",
 ]
 
-# How many of an operator's arguments count: behind them are seeds, which differ from layer to layer or call to call.
+# Number of an operator's arguments before its seeds, which differ from layer to layer or from call to call.
 WITHOUT_SEEDS = MappingProxyType({"Dropout": 2})
 
-_STEP = Tensor(12, mstype.int64)  # how far a draw moves the generator on: as MindSpore's own operators
+_STEP = Tensor(12, mstype.int64)  # by which a draw advances the generator: that of MindSpore's own operators
 _GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment
 _FIRST_COLUMN = 1 << 62  # columns count from here, so that no row has the same counter
 
@@ -34,18 +34,18 @@ _FIRST_COLUMN = 1 << 62  # columns count from here, so that no row has the same 
 def next_random_state():
     """Seed and offset of one draw from MindSpore's default generator, which moves on; two int64 tensors without dims.
 
-    `mindspore.manual_seed` starts anew, `mindspore.get_rng_state` saves where it is, and a recomputation finds the
-    numbers of the forward pass. All ranks have to make the same draws. Compiles.
+    `mindspore.manual_seed` resets the generator, `mindspore.get_rng_state` saves its state, and a recomputation draws
+    the numbers of the forward pass. All ranks have to make the same draws. Compiles.
     """
     seed, offset = default_generator._step(_STEP)
     return ops.reshape(seed, ()), ops.reshape(offset, ())  # a graph gives them one dim
 
 
 def connect_generator(generator):
-    """Let PyNative and graphs share the seed of MindSpore's default generator; called once, when we are imported.
+    """Make PyNative and graphs share the seed of MindSpore's default generator; called once, at import.
 
-    MindSpore 2.10 gives its parameter another tensor after PyNative has taken hold of the first: graphs then draw from
-    a seed that differs from process to process, and that `mindspore.manual_seed` doesn't reach.
+    MindSpore 2.10 replaces the tensor of the generator's parameter after PyNative has stored the first one: graphs then
+    draw from a seed that differs from process to process and that `mindspore.manual_seed` doesn't set.
     """
     state = generator.get_state()
     generator.__init__()
@@ -62,7 +62,7 @@ def dropout_with_mask(_, args, context):
 
 
 def functional_dropout(_, args, context):
-    """`FuncDropoutExt`: the same without the mask; given the probability of dropping, and what to draw by."""
+    """`FuncDropoutExt`: the same without the mask; given the probability of dropping, and the random state."""
     x, probability, _, _, seed, offset = args
     return _dropped(x, 1.0 - probability, seed, offset, context.random_counters)[0]
 
@@ -74,7 +74,7 @@ def _dropped(x, keep_probability, seed, offset, row_and_column_counters):
 
 
 def _threshold(probability):
-    """The number that a uniform int32 is at most with this probability."""
+    """The number t for which a uniform int32 is at most t with this probability."""
     return max(round(probability * 2**32) - 2**31 - 1, -(2**31))
 
 
@@ -100,7 +100,7 @@ def _signed(number):
 
 
 def counters(shape, slices):
-    """SplitMix64's counters of a tensor's rows and columns: where they are in the whole tensor, whatever the mesh.
+    """SplitMix64's counters of a tensor's rows and columns: their positions in the whole tensor, equal on every mesh.
 
     The last dims, as many as make the fewest rows and columns together, are the columns.
 

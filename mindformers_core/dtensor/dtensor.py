@@ -1,9 +1,8 @@
 """`DTensor`: a global tensor of which every rank holds its part; operators on it are single-card operators.
 
-A `DTensor` carries the local tensor (`to_local()`) and what it is a part of: a global shape, a dtype and a `Layout`.
-Any MindSpore operator called with one is looked up in the operator rules (`mindformers_core.operators`), which say
-how its inputs must lie and how its outputs then lie (see `dispatch.py`). The idea of such a tensor is that of
-PyTorch's DTensor and of OneFlow's global tensor.
+A `DTensor` holds the local tensor (`to_local()`), and the global shape, the dtype and the `Layout` of the whole.
+The rule of an operator (`mindformers_core.operators`) gives the layouts that its inputs need and that its outputs
+have (see `dispatch.py`). The idea of such a tensor is that of PyTorch's DTensor and of OneFlow's global tensor.
 """
 
 import copy
@@ -62,7 +61,7 @@ class DTensor(Tensor):
 
     @property
     def layout(self):
-        """The `Layout`: where this tensor lives on its mesh."""
+        """The `Layout` of this tensor on its mesh."""
         return self._meta.layout
 
     @property
@@ -92,7 +91,7 @@ class DTensor(Tensor):
 
     @property
     def data(self):
-        """This tensor: what is read from it is global, too."""
+        """This tensor, so that values read from `data` are global."""
         return self
 
     def dim(self):
@@ -108,12 +107,12 @@ class DTensor(Tensor):
         return self._local
 
     def redistribute(self, layout, mesh=None):
-        """The same global tensor in another layout; the communication that it takes is differentiable.
+        """The same global tensor in another layout; the collectives are differentiable.
 
-        A result is kept and shared by all who ask for the same layout, so that the three projections of one input
-        cost one collective, forward and backward. (Not by a tensor that was made outside of any gradient function: it
-        may outlive a step, and what is kept would belong to the step before. Nor inside of `saved_tensors_hooks`: a
-        recomputation must run what the forward pass ran.)
+        The result is cached, so that several consumers in one layout, as the three projections of attention, cost one
+        collective forward and one backward. Tensors created outside of a gradient function have no cache: such a
+        tensor may live longer than a step, and its cached results would belong to the step before. Nor is the cache
+        used inside of `saved_tensors_hooks`: a recomputation must run the same operators as the forward pass.
 
         Raises:
             ValueError: the layout doesn't fit the tensor, or is on another mesh.
@@ -129,15 +128,13 @@ class DTensor(Tensor):
             target = bind_layout(layout, mesh or self.mesh, self.ndim, self.layout)
         if target == self.layout:
             return self
-        kept = None if _pynative_executor.is_saved_tensor_hook_active() else self._moved
-        key = target, _pynative_executor.requires_grad()  # what was moved without a gradient has none to give
-        moved = None if kept is None else kept.get(key)
-        if moved is None:
+        uncached = self._moved is None or _pynative_executor.is_saved_tensor_hook_active()
+        cache = {} if uncached else self._moved
+        key = target, _pynative_executor.requires_grad()  # a result made without a gradient has none
+        if key not in cache:
             meta = tensor_meta(self.shape, self._meta.dtype, target, self._meta.constant)
-            moved = wrap(redistribute_local(self._local, self.layout, target, self.shape), meta)
-            if kept is not None:
-                kept[key] = moved
-        return moved
+            cache[key] = wrap(redistribute_local(self._local, self.layout, target, self.shape), meta)
+        return cache[key]
 
     def full_tensor(self):
         """The whole tensor, a plain one, on every rank."""
@@ -203,7 +200,7 @@ def wrap(local, meta):
 
 
 def _wrap_leaf(local, meta):
-    """As `wrap`, for what may outlive a step: it keeps what it was moved to only while a gradient is recorded."""
+    """As `wrap`, for a tensor that may live longer than a step: it has a cache only while a gradient is recorded."""
     tensor = wrap(local, meta)
     if not _pynative_executor.requires_grad():
         tensor._moved = None
@@ -216,11 +213,11 @@ def _check_tensor(tensor, what):
 
 
 def distribute_tensor(tensor, layout, mesh=None):
-    """Give every rank its part of a tensor that all ranks hold alike.
+    """Distribute a tensor whose value is equal on all ranks: every rank keeps its part.
 
     Args:
         tensor: the global tensor, the same on all ranks. For a `Parameter`, the DTensor is backed by a new Parameter
-            with this rank's part: `to_local()` is what an optimizer trains.
+            with this rank's part: `to_local()` is the Parameter for the optimizer.
         layout: a `Layout`, or a `layout(...)` specification with `mesh`.
         mesh: the mesh to bind the specification to.
 
@@ -240,8 +237,7 @@ def distribute_tensor(tensor, layout, mesh=None):
 def placed_parameter(parameter, layout, global_shape=None):
     """A `Parameter` of the same name that holds this rank's part only, with `.layout` and `.global_shape`.
 
-    It is a new object wherever the shape changes: MindSpore's autograd remembers the shape that a Parameter was made
-    with.
+    The result is a new object where the shape changes: MindSpore's autograd stores a Parameter's shape at its creation.
 
     Args:
         parameter: holds the whole value; or the part already, where `global_shape` says so.
@@ -263,7 +259,7 @@ def placed_parameter(parameter, layout, global_shape=None):
 
 
 def parameter_view(parameter):
-    """The DTensor that operators see for a placed `Parameter`: gradients flow to the parameter."""
+    """The DTensor of a placed `Parameter`, for operators; gradients flow to the parameter."""
     return _wrap_leaf(parameter, parameter_meta(parameter))
 
 

@@ -1,4 +1,4 @@
-"""`x[...]` written with operators that have rules: MindSpore's own indexing runs below the level where we see calls."""
+"""`x[...]` written with operators that have rules: MindSpore's own indexing runs below the level of `__fallback__`."""
 
 from numbers import Integral
 

@@ -1,7 +1,7 @@
-"""The one place where we hook into MindSpore, so that operators which meet a `DTensor` come to our dispatcher.
+"""The hooks into MindSpore that send operators on `DTensor`s to the dispatcher.
 
-MindSpore asks a Tensor subclass for `__fallback__` at every operator call. Two gaps are closed here: a call whose
-first tensor is a plain one looks for `__fallback__` on `Tensor` itself; and a few primitives do not ask at all.
+MindSpore looks up `__fallback__` of a Tensor subclass at every operator call. Two cases need hooks of their own: a call
+whose first tensor is a plain one looks up `Tensor.__fallback__`; and a few primitives have no such look-up.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from mindformers_core.dtensor.dtensor import DTensor
 
 __all__ = ["custom_operator", "intercept_operators"]
 
-# Primitives that don't ask for `__fallback__`, with those of their attributes that their rule takes as arguments.
-_SILENT = (
+# Primitives that don't look up `__fallback__`, with those of their attributes that their rule takes as arguments.
+_WITHOUT_FALLBACK = (
     (ops.Stack, ("axis",)),
     (ops.auto_generate.StackExt, ("dim",)),
     (ops.AddN, ()),
@@ -25,7 +25,7 @@ _SILENT = (
 
 
 class _PlainTensorFallback:
-    """Gives plain tensors the dispatcher, and Parameters none: with one, every optimizer would be slower."""
+    """The dispatcher as an attribute of plain tensors, not of Parameters: it would slow down every optimizer."""
 
     def __init__(self, dispatcher):
         self.dispatcher = dispatcher
@@ -54,12 +54,12 @@ def custom_operator(name, function):
 
     Args:
         name: of the operator.
-        function: what one rank computes on its parts, from operators of MindSpore, by positional arguments. Generated
-            code, also under `jit`, calls what `source` says: this function.
+        function: the computation of one rank on its parts, of operators of MindSpore; positional arguments only. For
+            generated code, also under `jit`, `source` must name this function.
 
     Returns:
-        A function that a Cell's `construct` calls: with plain tensors it calls `function`; distributed ones, and those
-        of a capture, go where operators go.
+        A function for a Cell's `construct`: a call with plain tensors runs `function`; a call with DTensors, or with
+        the traced tensors of a capture, is dispatched as that of an operator.
     """
     operator = _Operator(name, function)
 
@@ -77,21 +77,21 @@ def intercept_operators():
     dispatcher = Dispatcher()
     DTensor.__fallback__ = dispatcher
     Tensor.__fallback__ = _PlainTensorFallback(dispatcher)
-    for primitive, attributes in _SILENT:
-        primitive.__call__ = _asking(primitive.__call__, attributes, dispatcher)
+    for primitive, attributes in _WITHOUT_FALLBACK:
+        primitive.__call__ = _dispatching(primitive.__call__, attributes, dispatcher)
 
 
-def _asking(call, attributes, dispatcher):
-    """A `__call__` that hands calls with DTensors to the dispatcher, and leaves others alone."""
+def _dispatching(call, attributes, dispatcher):
+    """A `__call__` that passes calls with DTensors to the dispatcher, and runs all others itself."""
 
-    def asking_call(self, *args):
+    def dispatching_call(self, *args):
         if not _has_dtensor(args):
             return call(self, *args)
         more = [getattr(self, name) for name in attributes]
         operator = _Operator(self.name, lambda *local: call(self, *local[: len(args)]))
         return dispatcher(operator, (*args, *more))
 
-    return asking_call
+    return dispatching_call
 
 
 def _has_dtensor(args):

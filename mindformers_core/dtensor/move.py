@@ -33,7 +33,7 @@ def cells_between(source, target, shape, dtype):
 def redistribute_local(local, source, target, shape=None):
     """`local`, this rank's part of a tensor in layout `source`, redistributed to layout `target`; differentiable.
 
-    `shape` is the global shape; default: what `local` and `source` make of it.
+    `shape` is the global shape; default: the global shape of `local` in `source`.
     """
     if source == target:
         return local

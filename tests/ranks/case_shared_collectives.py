@@ -16,9 +16,9 @@ from mindformers_core.mesh import init_device_mesh
 SHAPE = (8, 64, 1000)  # 2 MB
 
 
-def meetings(group):
-    """How often the ranks of a group have met."""
-    return shared_collectives.shared_group(group).meetings
+def barriers(group):
+    """The number of barriers that a group has passed."""
+    return shared_collectives.shared_group(group).barriers
 
 
 def values(rank, shape=SHAPE, dtype=np.float32):
@@ -31,7 +31,7 @@ def case_large_tensors_on_subgroups():
     mesh = init_device_mesh((2, 2), ("dp", "tp"))
     for axes, dim in product((("dp",), ("tp",), ("dp", "tp"), ("tp", "dp")), range(3)):
         group = make_group(mesh, axes)
-        before, xs = meetings(group), [values(rank) for rank in group.ranks]
+        before, xs = barriers(group), [values(rank) for rank in group.ranks]
         x, total = ms.Tensor(xs[group.index]), sum(xs)
         part, whole = np.split(total, group.size, dim)[group.index], np.concatenate(xs, dim)
         for collective, truth, weight, gradient in (
@@ -47,7 +47,7 @@ def case_large_tensors_on_subgroups():
             elif gradient is None:
                 gradient = np.concatenate(weight, dim)
             np.testing.assert_array_equal(backward(weights)[0].asnumpy(), gradient)
-        assert meetings(group) >= before + 6
+        assert barriers(group) >= before + 6
 
 
 @on_ranks(4)
@@ -73,10 +73,10 @@ def case_large_views_that_are_not_contiguous():
 
 @on_ranks(2)
 def case_what_goes_another_way():
-    """Small tensors, other dtypes and reductions, and ranks of several hosts: the same results, without meetings."""
+    """Small tensors, other dtypes and reductions, and ranks of several hosts: the same results, without barriers."""
     mesh = init_device_mesh((2,), ("dp",))
     group = make_group(mesh, "dp")
-    before = meetings(group)
+    before = barriers(group)
     reduce, gather = comm.AllReduce(mesh, "dp"), comm.AllGather(mesh, "dp", 1)
     scatter, largest = comm.ReduceScatter(mesh, "dp", 1), comm.AllReduce(mesh, "dp", "max")
     small = [values(rank, (4, 6)) for rank in range(2)]
@@ -87,10 +87,10 @@ def case_what_goes_another_way():
     xs = [values(rank) for rank in range(2)]
     x = ms.Tensor(xs[world().rank])
     np.testing.assert_array_equal(largest(x).asnumpy(), np.maximum(*xs))
-    assert meetings(group) == before
+    assert barriers(group) == before
     collectives = (reduce, gather, scatter)
     shared = [collective(x).asnumpy() for collective in collectives]
-    assert meetings(group) > before
+    assert barriers(group) > before
     memo = process_state().memo(shared_collectives.__name__)
     kept = memo[group.ranks]
     memo[group.ranks] = None  # as on several hosts
