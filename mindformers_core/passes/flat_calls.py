@@ -1,8 +1,9 @@
-"""Calls in which nothing but tensors go in and out, one by one, for functions that MindSpore compiles.
+"""Calls whose pytrees are flattened to tuples of tensors, for functions that MindSpore compiles.
 
-Of a compiled function that PyNative differentiates, tensors in tuples, lists and dicts get wrong gradients, silently,
-and results in dicts give them. So structures are taken apart before it, and put together in it by what is made here:
-small functions of functions, which is what a graph can follow.
+Where PyNative differentiates a compiled function, MindSpore computes wrong gradients, without an error, for tensors in
+tuples, lists and dicts, and for results in dicts. So arguments are flattened before the compiled function and
+unflattened in it; results are flattened in it and unflattened after it. Both are done by closures over one node of the
+pytree each, since a graph can contain these.
 """
 
 from itertools import count
@@ -11,125 +12,71 @@ from mindspore import Tensor
 
 from mindformers_core.program.structure import Value, tree_map
 
-__all__ = ["giver", "unflatten", "skeleton", "taker", "tensors_in"]
+__all__ = ["flatten_fn", "tensor_leaves", "treedef", "unflatten", "unflatten_fn"]
 
 
-def skeleton(structure):
-    """A structure without its tensors, as something to look up: what a `taker` depends on."""
+def treedef(structure):
+    """A hashable description of a pytree without its tensors: equal ones have the same `unflatten_fn`."""
     if isinstance(structure, dict):
-        return dict, *((name, skeleton(entry)) for name, entry in structure.items())
+        return dict, *((name, treedef(entry)) for name, entry in structure.items())
     if isinstance(structure, (tuple, list)):
-        return type(structure), *map(skeleton, structure)
+        return type(structure), *map(treedef, structure)
     return Tensor if isinstance(structure, Tensor) else (type(structure), repr(structure))
 
 
-def tensors_in(structure):
-    """The tensors in a structure, as a list."""
-    if isinstance(structure, Tensor):
-        return [structure]
-    entries = structure if isinstance(structure, (tuple, list)) else ()
-    entries = structure.values() if isinstance(structure, dict) else entries
-    return [tensor for entry in entries for tensor in tensors_in(entry)]
+def tensor_leaves(structure):
+    """The tensors of a pytree, as a list."""
+    found = []
+    tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, structure)
+    return found
 
 
-def taker(structure):
-    """A function that makes a structure of a flat tuple of its tensors, in the order of `tensors_in`.
+def unflatten_fn(structure):
+    """A function that rebuilds a pytree from the tuple of its tensors, in the order of `tensor_leaves`.
 
-    What is no tensor in it is 0 in what that gives.
+    Other leaves become 0: generated functions contain their values, and graphs take few of their types.
     """
-    return _taker(structure, count())
+    return _unflatten_fn(structure, count())
 
 
-def _taker(structure, places):
+def _unflatten_fn(structure, places):
     if isinstance(structure, Tensor):
-        return _at(next(places))
+        place = next(places)
+        return lambda flat: flat[place]
     if isinstance(structure, dict):
-        take = _no_entries
-        for name, value in structure.items():
-            take = _with_entry(name, _taker(value, places), take)
-        return take
+        entries = tuple((name, _unflatten_fn(entry, places)) for name, entry in structure.items())
+
+        def build_dict(flat):
+            built = {}
+            for name, build in entries:
+                built[name] = build(flat)
+            return built
+
+        return build_dict
     if isinstance(structure, (tuple, list)):
-        take = _nothing
-        for part in reversed([_taker(entry, places) for entry in structure]):
-            take = _with_first(part, take)
-        return _as_list(take) if isinstance(structure, list) else take
-    return _written_in
+        kind, parts = type(structure), tuple(_unflatten_fn(entry, places) for entry in structure)
+        return lambda flat: kind([build(flat) for build in parts])
+    return lambda flat: 0
 
 
-def giver(structure):
-    """A function that makes a flat tuple of the tensors in a result; where they are, `Value`s stand in `structure`."""
+def flatten_fn(structure):
+    """A function that flattens a result to a tuple of its tensors; `structure` has a `Value` in the place of each."""
     if isinstance(structure, Value):
-        return _alone
+        return lambda result: (result,)
     entries = structure.items() if isinstance(structure, dict) else ()
     entries = enumerate(structure) if isinstance(structure, (tuple, list)) else entries
-    give = _nothing
-    for key, entry in entries:
-        give = _and(give, _part(key, giver(entry)))
-    return give
+    parts = tuple((key, flatten_fn(entry)) for key, entry in entries)
+
+    def flatten(result):
+        flat = ()
+        for key, flatten_part in parts:
+            flat += flatten_part(result[key])
+        return flat
+
+    return flatten
 
 
 def unflatten(structure, tensors):
-    """What a `giver` has taken apart."""
-    given = iter(tensors)
-    return tree_map(lambda leaf: next(given) if isinstance(leaf, Value) else leaf, structure)
-
-
-def _at(place):
-    def take(flat):
-        return flat[place]
-
-    return take
-
-
-def _written_in(flat):
-    """In the place of what is no tensor. Generated functions have it written in, and graphs take few of its kinds."""
-    return 0
-
-
-def _nothing(flat):
-    return ()
-
-
-def _no_entries(flat):
-    return {}
-
-
-def _with_first(first, rest):
-    def take(flat):
-        return (first(flat),) + rest(flat)
-
-    return take
-
-
-def _with_entry(name, value, rest):
-    def take(flat):
-        found = rest(flat)
-        found[name] = value(flat)
-        return found
-
-    return take
-
-
-def _as_list(inner):
-    def take(flat):
-        return list(inner(flat))
-
-    return take
-
-
-def _alone(result):
-    return (result,)
-
-
-def _part(key, give):
-    def given(result):
-        return give(result[key])
-
-    return given
-
-
-def _and(first, second):
-    def given(result):
-        return first(result) + second(result)
-
-    return given
+    """The result that was flattened by `flatten_fn(structure)`."""
+    flat = iter(tensors)
+    return tree_map(lambda leaf: next(flat) if isinstance(leaf, Value) else leaf, structure)

@@ -1,7 +1,10 @@
-"""Forward and backward of a function apart, with several calls outstanding: PyNative's autograd, a tape for each."""
+"""Forward and backward passes of a function as separate calls, on PyNative's autograd: one tape for each forward pass.
+
+Several forward passes may be outstanding, as those of the micro-batches of a pipeline.
+"""
 
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mindspore import nn, ops
 
@@ -13,45 +16,47 @@ __all__ = ["ForwardBackward", "is_differentiable"]
 
 
 def is_differentiable(tensor):
-    """Whether gradients flow through a tensor: it is of a floating dtype."""
+    """Whether gradients flow through a tensor: its dtype is a floating one."""
     return is_float(dtype_name(tensor.dtype))
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call whose backward pass is still to come: the tape, and the inputs that it was recorded with."""
+class _Call(NamedTuple):
+    """An outstanding forward pass: its tape (None where no gradient is needed), inputs, and differentiated outputs."""
 
-    tape: "_Tape | None"  # None where nobody asks for gradients
+    tape: "_Tape | None"
     inputs: tuple
-    outputs: tuple  # those that gradients come in for
+    outputs: tuple
 
 
 class ForwardBackward:
-    """A function of tensors that is called forward several times, and later backward for each, in any order.
+    """Runs forward passes of functions of tensors, and later the backward pass of each, in any order.
 
     Args:
-        differentiated: takes the tuple of outputs and gives those that gradients will come in for.
-        around: gives a context manager that is open during every pass.
+        differentiated: selects from the tuple of outputs those that `backward` gets gradients for.
+        around: returns a context manager, which is entered for every pass.
     """
 
     def __init__(self, differentiated, around=nullcontext):
         self._differentiated, self._around = differentiated, around
-        self._calls, self._free = {}, []
+        self.forget()
 
     def forget(self):
-        """Drop all calls whose backward pass has not come, and what they keep."""
+        """Drop all outstanding calls, and the tensors that they keep."""
         self._calls, self._free = {}, []
 
     def forward(self, key, function, inputs):
-        """`function(*inputs)`, a tuple of tensors, remembered as `key` until `backward(key, …)`.
+        """Run `function(*inputs)` and record it until `backward(key, …)`.
 
         Args:
-            key: names the call; unlike those that are outstanding.
-            function: gives a tuple of tensors.
-            inputs: the floating tensors that gradients are wanted for; other arguments are the function's own affair.
+            key: identifies the call among the outstanding ones.
+            function: returns a tuple of tensors.
+            inputs: the floating tensors whose gradients are needed; `function` binds its other arguments itself.
+
+        Returns:
+            The tuple of outputs.
         """
         assert key not in self._calls, key
-        # a new object each: what was handed over on this rank has a tape of its own, which this one has to end at
+        # new objects: a tensor of another stage of this rank is on that stage's tape, and this tape has to end at it
         inputs = tuple(ops.stop_gradient(tensor) for tensor in inputs)
         tape = self._free.pop() if self._free else _Tape()
         returned, flowing = [], []
@@ -69,41 +74,41 @@ class ForwardBackward:
         return tuple(returned)
 
     def remember(self, key, outputs):
-        """As `forward`, for outputs of which no gradient will be asked; returns them."""
+        """As `forward`, for given outputs of which no gradient is needed; returns them."""
         self._calls[key] = _Call(None, (), tuple(self._differentiated(outputs)))
         return outputs
 
     def outputs(self, key):
-        """The outputs of an outstanding call that gradients come in for."""
+        """The differentiated outputs of an outstanding call."""
         return self._calls[key].outputs
 
     def backward(self, key, gradients, weights):
-        """The gradients of a call's inputs and of the weights, two tuples; then the call is forgotten.
+        """Run the backward pass of an outstanding call, and drop the call.
 
         Args:
-            key: as `forward` got it.
+            key: the key of `forward`.
             gradients: one for each of `outputs(key)`, of the same shape and dtype.
             weights: a `ParameterTuple`.
+
+        Returns:
+            The gradients of the call's inputs and of the weights, two tuples.
         """
-        call = self._calls.pop(key)
-        if call.tape is None:
+        tape, inputs, _ = self._calls.pop(key)
+        if tape is None:
             return (), ()
-        flowing = bool(call.inputs), bool(weights)
-        assert any(flowing), key
-        take = ops.GradOperation(get_all=flowing[0], get_by_list=flowing[1], sens_param=True)
+        assert inputs or weights, key
+        gradient = ops.GradOperation(get_all=bool(inputs), get_by_list=bool(weights), sens_param=True)
         sens = gradients[0] if len(gradients) == 1 else tuple(gradients)
-        by = (weights,) if weights else ()
         with _clean_after_errors(), self._around():
-            found = take(call.tape, *by)(*call.inputs, sens)
-        self._free.append(call.tape)
-        if all(flowing):
-            return tuple(found[0]), tuple(found[1])
-        return (tuple(found), ()) if flowing[0] else ((), tuple(found))
+            found = gradient(tape, *((weights,) if weights else ()))(*inputs, sens)
+        self._free.append(tape)
+        of_inputs, of_weights = found if inputs and weights else (found, ()) if inputs else ((), found)
+        return tuple(of_inputs), tuple(of_weights)
 
 
 @contextmanager
 def _clean_after_errors():
-    """After an error MindSpore would go on recording; then all tapes are lost, and the next one is as good as new."""
+    """End MindSpore's recording after an error, as it doesn't itself; all outstanding tapes are lost."""
     try:
         yield
     except Exception:
@@ -112,7 +117,7 @@ def _clean_after_errors():
 
 
 class _Tape(nn.Cell):
-    """One call on the tape. MindSpore finds a tape by the Cell and its inputs, so calls in flight need a Cell each."""
+    """The tape of one call. MindSpore finds a tape by Cell and inputs, so every outstanding call needs its own Cell."""
 
     def __init__(self):
         super().__init__(auto_prefix=False)

@@ -1,4 +1,4 @@
-"""A stage's Cell as a function of local tensors, in PyNative or compiled."""
+"""A Cell, and a loss function, as a function of local tensors, in PyNative or compiled."""
 
 from contextlib import nullcontext
 from inspect import Parameter as Argument
@@ -25,7 +25,7 @@ _TARGET = "target"
 
 
 def own_class(cell):
-    """The class that a Cell has as its user wrote it, sharded or not."""
+    """The class of a Cell before `shard()` changed it."""
     if not isinstance(cell, ShardedCell):
         return type(cell)
     tree, path = tree_and_path(cell)
@@ -33,16 +33,16 @@ def own_class(cell):
 
 
 class StageFunction:
-    """Calls a Cell, and the loss function if there is one; gives a tuple of local tensors.
+    """Calls a Cell, then the loss function if there is one; returns a tuple of local tensors.
 
     Args:
         cell, loss_fn, compiled: as of `PipelineStage`. Where the storage gathers weights unit by unit, or Cells are
             recomputed, several functions are compiled: see `CompiledCells`.
 
     Attributes:
-        by_place, takes: names of the arguments that can be given by place, and of those that can be given by name.
-        takes_any: whether any name can be given.
-        layouts: those of what was returned last; None for a tensor that isn't distributed.
+        by_place, takes: names of the arguments that can be positional, and of those that can be keyword arguments.
+        takes_any: whether every keyword argument is accepted.
+        layouts: the layouts of the last outputs; None for an output that isn't distributed.
 
     Raises:
         ValueError: a loss function for a Cell that is sharded over several ranks.
@@ -55,93 +55,54 @@ class StageFunction:
                 "its output only. Let the Cell itself compute the loss, from an argument of its own"
             )
         self.cell, self.storage = cell, parameter_storage(cell)
-        self._is_compiled, self._cells_compiled = compiled, None
-        self.loss_fn = None if loss_fn is None else _judging(loss_fn, compiled)
+        self.loss_fn = None if loss_fn is None else _loss_of_outputs(loss_fn, compiled)
         arguments = list(signature(own_class(cell).construct).parameters.values())[1:]
-        by_name = [a.name for a in arguments if a.kind in (Argument.POSITIONAL_OR_KEYWORD, Argument.KEYWORD_ONLY)]
-        self.by_place = [
-            a.name for a in arguments if a.kind in (Argument.POSITIONAL_ONLY, Argument.POSITIONAL_OR_KEYWORD)
-        ]
-        self.takes = by_name if loss_fn is None else [*by_name, _TARGET]
-        self.takes_any = any(a.kind == Argument.VAR_KEYWORD for a in arguments)
+        by_name, by_place = (
+            [argument.name for argument in arguments if argument.kind in (Argument.POSITIONAL_OR_KEYWORD, kind)]
+            for kind in (Argument.KEYWORD_ONLY, Argument.POSITIONAL_ONLY)
+        )
+        self.by_place, self.takes = by_place, by_name if loss_fn is None else [*by_name, _TARGET]
+        self.takes_any = any(argument.kind == Argument.VAR_KEYWORD for argument in arguments)
         self.layouts = ()
-        if compiled and isinstance(cell, ShardedCell):
-            self._cells_compiled = CompiledCells(tree_of(cell))
+        self._is_compiled = compiled
+        self._cells_compiled = CompiledCells(tree_of(cell)) if compiled and isinstance(cell, ShardedCell) else None
+        self._calling = nullcontext if self._cells_compiled is None else self._cells_compiled.calling
         self._cells = [child for _, child in cell.cells_and_names()]
         self._weights = computing_parameters(cell)
-        self._graphs = {}  # (names of what is passed by name, training flags) -> (places of the values, function)
-
-    def _apart(self):
-        """What is open while programs are asked for, or run whose functions are compiled each by itself."""
-        return nullcontext() if self._cells_compiled is None else self._cells_compiled.calling()
+        self._graphs = {}  # (names of keyword arguments, training flags) -> (addresses of the values, function)
 
     @property
     def compiled(self):
         """Whether the Cell is one compiled function."""
-        if not self._is_compiled or self.storage.units:
-            return False
-        return self._cells_compiled is None or not self._cells_compiled.recomputes
+        in_parts = self.storage.units or self._cells_compiled is not None and self._cells_compiled.recomputes
+        return self._is_compiled and not in_parts
 
     def __call__(self, inputs, kwargs):
-        """The results; `kwargs` are the Cell's and, with a loss function, `target`."""
-        target, named = self._parted(kwargs)
+        """Call the Cell; `kwargs` are the Cell's and, with a loss function, `target`."""
+        target, named = self._split_target(kwargs)
         if self.compiled:
             inputs, named = self.storage.cast_inputs(tuple(inputs), named)
             results = self._checked(self._compiled(tuple(named))(*inputs, *named.values()))
             results = self.storage.cast_outputs(results)
         else:
-            with self._apart():
+            with self._calling():
                 results = self._checked(self.cell(*inputs, **named))
             self.layouts = tuple(getattr(result, "layout", None) for result in results)
             results = tuple(result.to_local() if isinstance(result, DTensor) else result for result in results)
         return results if self.loss_fn is None else self._checked(self.loss_fn(*target, *results))
 
     def _compiled(self, names):
-        """The graph for what is passed by `names`; made anew where the Cell is another one to MindSpore's compiler.
+        """The compiled Cell for keyword arguments `names`, as a function of positional arguments, those come last.
 
-        A graph keeps the training flags that it met, and the places in memory where values were: after `set_data` or
-        `load_param_into_net` it would go on with the old ones. Optimizers update values where they are. A storage that
-        gives memory back and takes other does so where graphs follow.
+        A graph contains the training flags and the addresses of values at its compilation: after `set_data` or
+        `load_param_into_net` the Cell is compiled again. Optimizers update values in place. The values of a storage
+        that frees and allocates memory are excepted: graphs read their addresses at every call.
         """
-        key = names, tuple(child.training for child in self._cells)
-        places = [weight.data_ptr() for weight in self._weights if id(weight) not in self.storage.copied]
+        cell, key = self.cell, (names, tuple(child.training for child in self._cells))
+        addresses = [weight.data_ptr() for weight in self._weights if id(weight) not in self.storage.copied]
         known, graph = self._graphs.get(key, (None, None))
-        if known != places:
-            forbid_reuse(self.cell)
-            graph = jit(self._graph(names))
-            self._graphs[key] = places, graph
-        return graph
-
-    def own_kwargs(self, input_count, kwargs):
-        """Those of the keyword arguments of a run that this function takes besides so many inputs."""
-        names = set(kwargs) if self.takes_any else set(self.takes)
-        names -= set(self.by_place[:input_count])
-        return {name: value for name, value in kwargs.items() if name in names}
-
-    def make_program(self, inputs, kwargs):
-        """Make the program of a sharded Cell, if it lacks one for these, so that nothing is captured in a gradient."""
-        if isinstance(self.cell, GeneratedCell):
-            inputs, named = self.storage.cast_inputs(tuple(inputs), self._parted(kwargs)[1])
-            with self._apart():
-                program = prepare(self.cell, *inputs, **named)
-            self.layouts = tuple(result.layout for result in program.results)
-
-    def check_gradients(self):
-        """Raise `ValueError` where gradients can't be taken of the program as recompute or swap ask for."""
-        if isinstance(self.cell, GeneratedCell):
-            tree_of(self.cell).activations.validate_for_backward()
-
-    def _parted(self, kwargs):
-        """The target in a tuple, and the other keyword arguments."""
-        if self.loss_fn is None:
-            return (), kwargs
-        if _TARGET not in kwargs:
-            raise TypeError(f"the loss_fn needs the keyword argument '{_TARGET}' of run()")
-        return (kwargs[_TARGET],), {name: value for name, value in kwargs.items() if name != _TARGET}
-
-    def _graph(self, names):
-        """What is compiled: a function of positional arguments, the last of which the Cell takes by `names`."""
-        cell = self.cell
+        if known == addresses:
+            return graph
 
         def call(*arguments):
             own = len(arguments) - len(names)
@@ -150,10 +111,38 @@ class StageFunction:
                 named[name] = arguments[own + place]
             return cell(*arguments[:own], **named)
 
-        return call
+        forbid_reuse(cell)
+        self._graphs[key] = addresses, jit(call)
+        return self._graphs[key][1]
+
+    def own_kwargs(self, input_count, kwargs):
+        """The keyword arguments of a run that this function takes besides `input_count` positional ones."""
+        names = set(kwargs if self.takes_any else self.takes) - set(self.by_place[:input_count])
+        return {name: value for name, value in kwargs.items() if name in names}
+
+    def make_program(self, inputs, kwargs):
+        """Make the program of a sharded Cell for these arguments if it has none: gradients can't contain a capture."""
+        if isinstance(self.cell, GeneratedCell):
+            inputs, named = self.storage.cast_inputs(tuple(inputs), self._split_target(kwargs)[1])
+            with self._calling():
+                program = prepare(self.cell, *inputs, **named)
+            self.layouts = tuple(result.layout for result in program.results)
+
+    def check_gradients(self):
+        """Raise `ValueError` where the program's backward pass can't follow the settings of recompute or swap."""
+        if isinstance(self.cell, GeneratedCell):
+            tree_of(self.cell).activations.validate_for_backward()
+
+    def _split_target(self, kwargs):
+        """`(target,)`, () without a loss function, and the other keyword arguments."""
+        if self.loss_fn is None:
+            return (), kwargs
+        if _TARGET not in kwargs:
+            raise TypeError(f"the loss_fn needs the keyword argument '{_TARGET}' of run()")
+        return (kwargs[_TARGET],), {name: value for name, value in kwargs.items() if name != _TARGET}
 
     def _checked(self, result):
-        """What was returned, as a tuple of tensors."""
+        """What was returned as a tuple; raise `TypeError` unless it contains tensors only."""
         results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
         for place, entry in enumerate(results):
             if not isinstance(entry, Tensor):
@@ -164,10 +153,10 @@ class StageFunction:
         return results
 
 
-def _judging(loss_fn, compiled):
-    """A loss function of `(target, *results)`."""
+def _loss_of_outputs(loss_fn, compiled):
+    """`loss_fn` as a function of `(target, *outputs)`."""
 
-    def judge(target, *results):
-        return loss_fn(results[0] if len(results) == 1 else results, target)
+    def loss_of(target, *outputs):
+        return loss_fn(outputs[0] if len(outputs) == 1 else outputs, target)
 
-    return jit(judge) if compiled else judge
+    return jit(loss_of) if compiled else loss_of

@@ -34,7 +34,7 @@ class StageGradients:
         self.parameters = tuple(p for p in computing_parameters(cell) if p.requires_grad)
         self._asked = ParameterTuple(self.parameters)
         self._deferred, self._has_warned = None, False
-        self._kept = {}  # micro-batch -> (Parameters, their gradients, `PendingGradients` or None)
+        self._kept = {}  # micro-batch -> (Parameters, their gradients, result of `DeferredGradients.take` or None)
         self.of_run = None
         self._waiting, self._reduced = None, None  # sums over runs, and the reduced sums of earlier ones
         self._has_opened = False

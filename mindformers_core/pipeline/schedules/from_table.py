@@ -1,4 +1,4 @@
-"""A schedule that carries out a table as it is, for instance one from a file. Pure Python."""
+"""A schedule that runs a given table, for instance one from a file. Pure Python."""
 
 from mindformers_core.pipeline.schedules.base import PipelineScheduleMulti
 from mindformers_core.pipeline.schedules.placement import PLACEMENTS
@@ -7,14 +7,14 @@ __all__ = ["schedule_of_table"]
 
 
 def schedule_of_table(table):
-    """A subclass of `PipelineScheduleMulti` whose order is that of `table`, a `ScheduleTable` as `load_table` reads it.
+    """A subclass of `PipelineScheduleMulti` with the orders of `table`, a `ScheduleTable` such as `load_table` returns.
 
-    Its objects take the stages that the table gives their rank, as a list, and just the table's number of
+    The class is called with the list of the stages that the table places on this rank, and with the table's number of
     micro-batches. Sends and receives are added if the table has none.
     """
 
     class ScheduleOfTable(PipelineScheduleMulti):
-        """Carries out a given table."""
+        """Runs a given table."""
 
         placement = _placement(table)
 
@@ -44,7 +44,7 @@ def schedule_of_table(table):
 
 
 def _placement(table):
-    """The name of how the table places stages, as models ask for it; None where it has none."""
+    """The key of `PLACEMENTS` that places stages as the table does; None if there is none."""
     for name, ranks in PLACEMENTS.items():
         try:
             if ranks(table.stage_num, table.rank_num) == table.stage_ranks:

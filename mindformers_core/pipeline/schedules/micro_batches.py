@@ -1,4 +1,4 @@
-"""A batch cut into micro-batches. Pure Python: of a tensor it needs no more than a shape and slicing."""
+"""Splits a batch into micro-batches. Pure Python: a tensor is any object with a shape and slicing."""
 
 __all__ = ["split_micro_batches"]
 
@@ -10,16 +10,16 @@ def split_micro_batches(args, kwargs, micro_batch_num, args_batch_dim=None, kwar
         args: positional arguments of a whole batch.
         kwargs: keyword arguments of a whole batch, by name.
         micro_batch_num: number of micro-batches, of equal size.
-        args_batch_dim: for every positional argument the dim that is cut, negative ones from behind; None for an
-            argument that every micro-batch gets whole. Default: dim 0 of everything that has dims.
-        kwargs_batch_dim: the same for keyword arguments, by name; names that it leaves out are cut as by default.
+        args_batch_dim: for every positional argument the dim to split, which may be negative; None for an argument that
+            every micro-batch gets whole. Default: dim 0 of every argument that has dims.
+        kwargs_batch_dim: the same for keyword arguments, by name; missing names have the default.
 
     Returns:
         A list of `(args, kwargs)`, `micro_batch_num` of them.
 
     Raises:
-        ValueError: not one dim for every positional argument; an argument that doesn't have its dim, or whose dim
-            can't be divided.
+        ValueError: the number of dims isn't that of the positional arguments; an argument doesn't have its dim, or the
+            dim isn't divisible.
     """
     dims = [_default_dim(value) for value in args] if args_batch_dim is None else list(args_batch_dim)
     if args and len(dims) != len(args):
@@ -44,7 +44,7 @@ def _default_dim(value):
 
 
 def _pieces(value, dim, count, what):
-    """What every micro-batch gets of one argument."""
+    """One argument of every micro-batch: a list."""
     if dim is None or count == 1:
         return [value] * count
     shape = tuple(getattr(value, "shape", ()))

@@ -1,4 +1,4 @@
-"""Schedules by name: those that are built in, and a user's own by import path. Pure Python."""
+"""Schedules by name, and a user's own schedules by import path or by the file of a table. Pure Python."""
 
 from types import MappingProxyType
 
@@ -31,15 +31,15 @@ SCHEDULES = MappingProxyType(
 
 
 def schedule_class(name):
-    """The schedule that `name` stands for.
+    """The class of a schedule.
 
     Args:
-        name: a key of `SCHEDULES`, or where to import a subclass of `PipelineScheduleBase` from:
-            `my.module.MySchedule` or `my.module:MySchedule`; or a table's file, `tables/mine.csv` (see `load_table`).
+        name: a key of `SCHEDULES`; or the import path of a subclass of `PipelineScheduleBase`, `my.module.MySchedule`
+            or `my.module:MySchedule`; or the file of a table, `tables/mine.csv` (see `load_table`).
 
     Raises:
-        TypeError: no string; or what is imported is not such a class.
-        ValueError: no such name, module or attribute, with the nearest ones that there are; a file that is no table.
+        TypeError: `name` is no string, or the imported object is no such class.
+        ValueError: no such name, module or attribute, with the nearest ones that exist; a file without a valid table.
         FileNotFoundError: no such file.
     """
     if not isinstance(name, str):
@@ -54,13 +54,9 @@ def schedule_class(name):
             "import path of a class, as my.module.MySchedule, or a table's file, as my_table.csv"
         )
     found = import_object(name, "pipeline schedule")
-    if not _is_schedule(found):
+    if not (isinstance(found, type) and issubclass(found, PipelineScheduleBase)):
         raise TypeError(
             f"pipeline schedule {name!r} is {found!r}: it should be a subclass of PipelineScheduleSingle or "
             "PipelineScheduleMulti"
         )
     return found
-
-
-def _is_schedule(value):
-    return isinstance(value, type) and issubclass(value, PipelineScheduleBase)

@@ -1,65 +1,53 @@
-"""Where the weight gradients of zero-bubble schedules go: into gaps. Pure Python."""
+"""Where zero-bubble schedules compute weight gradients: in the gaps of the other steps. Pure Python."""
 
 from collections import deque
 
-from mindformers_core.pipeline.tables.step import MetaStep, MetaStepType
+from mindformers_core.pipeline.tables.step import MetaStepType
 
 __all__ = ["with_weight_steps"]
 
 
 def with_weight_steps(orders, stage_num, live_limit):
-    """Orders of forward and input-gradient steps, with the weight-gradient steps put where they cost least.
+    """Insert the weight-gradient steps into orders of forward and input-gradient steps where they cost least.
 
-    A rank takes the oldest one that is left when it would have to wait for another rank, and when it keeps so many
-    micro-batches live that it can't begin another (the principle of Qi et al., "Zero bubble pipeline parallelism",
-    2023). The schedule is gone through in ticks, in which every step takes one.
+    A rank takes its oldest weight-gradient step when it would wait for another rank otherwise, or when so many of its
+    micro-batches are live that it can't begin another one (the principle of Qi et al., "Zero bubble pipeline
+    parallelism", 2023). The schedule is simulated in ticks: every step takes one.
 
     Args:
         orders: for every rank the list of its FWD and BWD_INPUT steps; every stage's micro-batches from 0 on.
         stage_num: number of stages, over all ranks.
-        live_limit: how many FWD a rank may be ahead of its BWD_WEIGHT.
+        live_limit: largest number of FWD of a rank whose BWD_WEIGHT hasn't run.
 
     Returns:
         For every rank the list of its steps.
     """
-    finished = {kind: [0] * stage_num for kind in (MetaStepType.FWD, MetaStepType.BWD_INPUT)}
-    ranks = [_Rank(order, finished, live_limit) for order in orders]
-    while working := [rank for rank in ranks if rank.pending or rank.weights]:
-        steps = [step for step in [rank.tick() for rank in working] if step]
-        assert steps, f"{live_limit} live micro-batches on a rank are too few for this order"
-        for _, kind, stage, _ in steps:
-            if kind != MetaStepType.BWD_WEIGHT:
-                finished[kind][stage] += 1
-    return [rank.steps for rank in ranks]
+    forwards, inputs = [0] * stage_num, [0] * stage_num  # for every stage the number of FWD, of BWD_INPUT so far
+    pending, weights, live = [deque(order) for order in orders], [deque() for _ in orders], [0] * len(orders)
+    results = [[] for _ in orders]
 
-
-class _Rank:
-    """A rank that goes through its order tick by tick."""
-
-    def __init__(self, order, finished, live_limit):
-        self.pending, self.weights, self.steps = deque(order), deque(), []
-        self.finished, self.live_limit, self.live = finished, live_limit, 0
-
-    def tick(self):
-        """The step that is taken now, None while waiting."""
-        step = None
-        if self.pending and self.is_ready(self.pending[0]):
-            step = self.pending.popleft()
-            if step.type == MetaStepType.FWD:
-                self.live += 1
-            else:
-                self.weights.append(MetaStep(step.micro_index, MetaStepType.BWD_WEIGHT, step.stage_index))
-        elif self.weights:
-            step = self.weights.popleft()
-            self.live -= 1
-        if step:
-            self.steps.append(step)
-        return step
-
-    def is_ready(self, step):
-        """Whether what the step needs was finished by earlier ticks, and there is room for it."""
+    def is_ready(rank, step):
         micro, kind, stage, _ = step
-        forwards, inputs = self.finished.values()
         if kind == MetaStepType.FWD:
-            return self.live < self.live_limit and (stage == 0 or forwards[stage - 1] > micro)
-        return forwards[stage] > micro and (stage == len(inputs) - 1 or inputs[stage + 1] > micro)
+            return live[rank] < live_limit and (stage == 0 or forwards[stage - 1] > micro)
+        return forwards[stage] > micro and (stage == stage_num - 1 or inputs[stage + 1] > micro)
+
+    def next_step(rank):
+        if pending[rank] and is_ready(rank, pending[rank][0]):
+            return pending[rank].popleft()
+        return weights[rank].popleft() if weights[rank] else None
+
+    while any(pending) or any(weights):
+        steps = [(rank, step) for rank in range(len(orders)) if (step := next_step(rank))]
+        assert steps, f"{live_limit} live micro-batches on a rank are too few for this order"
+        for rank, step in steps:
+            results[rank].append(step)
+            if step.type == MetaStepType.FWD:
+                forwards[step.stage_index] += 1
+                live[rank] += 1
+            elif step.type == MetaStepType.BWD_INPUT:
+                inputs[step.stage_index] += 1
+                weights[rank].append(step._replace(type=MetaStepType.BWD_WEIGHT))
+            else:
+                live[rank] -= 1
+    return results
