@@ -89,8 +89,8 @@ class LlamaConfig:
                 f"heterogeneous_block_specs: {len(specs)} entries, but num_hidden_layers is {self.num_hidden_layers}: "
                 "give a dict for every layer, {} where nothing differs"
             )
-        for place, spec in enumerate(specs):
-            where = f"heterogeneous_block_specs[{place}]"
+        for index, spec in enumerate(specs):
+            where = f"heterogeneous_block_specs[{index}]"
             if not isinstance(spec, dict):
                 raise TypeError(f"{where}: expected a dict by key, not {spec!r}")
             for key in spec:
@@ -111,11 +111,11 @@ class LlamaConfig:
             raise ValueError(f"layer number {global_layer_number} should be from 1 to {self.num_hidden_layers}")
         if self.heterogeneous_block_specs is None:
             return self
-        place = global_layer_number - 1
+        index = global_layer_number - 1
         try:
-            return replace(self, heterogeneous_block_specs=None, **self.heterogeneous_block_specs[place])
+            return replace(self, heterogeneous_block_specs=None, **self.heterogeneous_block_specs[index])
         except (TypeError, ValueError) as error:
-            raise type(error)(f"heterogeneous_block_specs[{place}]: {error}") from None
+            raise type(error)(f"heterogeneous_block_specs[{index}]: {error}") from None
 
     @classmethod
     def from_dict(cls, values):

@@ -12,7 +12,7 @@ from mindformers_core.trainer.pipeline_recipe import layers_of_rank, micro_batch
 from mindformers_core.trainer.zero_recipe import zero_settings
 from mindformers_core.zero import hsdp, tie_shards, value_and_grad
 
-__all__ = ["build_cells", "pipeline_step_function", "step_function"]
+__all__ = ["build_cells", "step_function"]
 
 
 def build_cells(recipe, mesh, rank):
@@ -39,66 +39,87 @@ def build_cells(recipe, mesh, rank):
     return cells
 
 
-def step_function(recipe, net):
-    """The optimizer and the function of one step, without a pipeline; the program of the model is generated.
+def step_function(recipe, mesh, cells):
+    """The optimizer and the function of one step, whose programs are generated; all ranks of a pipeline call this.
 
-    Forward and backward pass run once for every micro-batch. In graph mode both passes are one compiled function, and
-    clipping and update another: the sequence of micro-steps and the collectives of gradients are run by Python.
+    Forward and backward pass run once for every micro-batch; in a pipeline, the schedule runs once for every batch of
+    micro-batches. Gradients are reduced over data-parallel ranks after the last run, whose number is hsdp's
+    `accumulate_grad_step`. In graph mode both passes of a model or stage are compiled functions, and clipping and
+    update are another: the sequence of runs and the collectives of gradients are run by Python.
 
     Args:
         recipe: the `Recipe`.
-        net: the model, from `build_cells`: a function of the arrays of a micro-batch that returns the loss.
+        mesh: with the axes `MESH_AXES`.
+        cells: from `build_cells`; the model is a function of the arrays of a micro-batch that returns the loss.
 
     Returns:
-        `(optimizer, step)`: an `AdamW` of `net.trainable_params()`, and a function that updates the parameters. Its
-        arguments are the local inputs of the model, a sequence of tensors of shape (micro-batches, samples of one, …),
-        with as many micro-batches as hsdp's `accumulate_grad_step`, and the float32 scalars of `AdamW.scalars`. Results
-        are the mean loss and the gradients' norm before clipping, local tensors that are equal on all ranks.
+        `(optimizer, step)`: an `AdamW` of the trainable parameters of this rank, and a function that updates them. Its
+        arguments are the local inputs of the model, a sequence of tensors of shape (runs, samples of one, …), and the
+        float32 scalars of `AdamW.scalars`. Results are the mean loss and the gradients' norm before clipping, local
+        tensors that are equal on all ranks.
+
+    Raises:
+        ValueError: on all ranks of the pipeline: stages that contradict each other, or a stage without a program.
     """
-    optimizer = AdamW(net.trainable_params(), recipe.optimizer)
-    gradient_of = value_and_grad(net, compiled=recipe.context.mode == 0)
-    gradient_of.prepare(*micro_batch(recipe))
-    update = _update_function(recipe, optimizer)
+    functions = _model_function if recipe.parallelism.pipeline_parallel == 1 else _schedule_function
+    parameters, run, clipping = functions(recipe, mesh, cells)
+    optimizer = AdamW(parameters, recipe.optimizer)
+    clip = ClipByGlobalNorm(optimizer.parameters, recipe.training.max_norm, **clipping)
+
+    def update(rate, eps, decay, *gradients):  # one by one: tensors in a tuple would be compiled in as constants
+        clipped, norm = clip(gradients)
+        optimizer(clipped, rate, eps, decay)
+        return norm
+
+    update = jit(update) if recipe.context.mode == 0 else update
 
     def step(arrays, rate, eps, decay):
-        losses, gradients = [], None
-        for inputs in zip(*arrays, strict=True):
-            assert gradients is None, f"{len(arrays[0])} micro-batches are more than accumulate_grad_step"
-            loss, gradients = gradient_of(*inputs)
-            losses.append(loss)
+        losses, gradients = run(arrays)
         return sum(losses) / len(losses), update(rate, eps, decay, *gradients)
 
     return optimizer, step
 
 
-def pipeline_step_function(recipe, mesh, cells):
-    """As `step_function`, with this rank's stages of a pipeline; all ranks of the pipeline call this.
+def _model_function(recipe, mesh, cells):
+    """`(parameters, run, clipping)` without a pipeline.
 
-    A step is as many runs of the schedule as hsdp's `accumulate_grad_step`; gradients are reduced over data-parallel
-    ranks after the last. The axes of `mesh` are `MESH_AXES`, and `cells` are from `build_cells`.
-
-    Raises:
-        ValueError: on all ranks of the pipeline: stages that contradict each other, or a stage without a program.
+    `run(arrays)` returns the losses of all runs and the reduced gradients of the parameters; `clipping` are keyword
+    arguments of `ClipByGlobalNorm`.
     """
+    gradient_of = value_and_grad(cells[0], compiled=recipe.context.mode == 0)
+    gradient_of.prepare(*micro_batch(recipe))
+
+    def run(arrays):
+        losses, gradients = [], None
+        for inputs in zip(*arrays, strict=True):
+            assert gradients is None, f"{len(arrays[0])} micro-batches are more than accumulate_grad_step"
+            loss, gradients = gradient_of(*inputs)
+            losses.append(loss)
+        return losses, gradients
+
+    return cells[0].trainable_params(), run, {}
+
+
+def _schedule_function(recipe, mesh, cells):
+    """As `_model_function`, with this rank's stages of a pipeline."""
     sizes, names, kind = recipe.parallelism, recipe.spec.inputs[1:], recipe_schedule(recipe)
     stage_num = sizes.pipeline_parallel * sizes.pipeline_parallel_interleave_num
     options = {"mesh": mesh, "compiled": recipe.context.mode == 0, "tied": recipe.spec.tied(recipe.model)}
     stages = [PipelineStage(net, index, stage_num, **options) for index, net in cells.items()]
     several = issubclass(kind, PipelineScheduleMulti)
     schedule = kind(stages if several else stages[0], micro_batches_of_a_run(recipe), share_outputs=True)
-    optimizer = AdamW(_once_each(stages, "parameters"), recipe.optimizer)
     inputs = {index: micro_batch(recipe, index) for index in cells}
     given = {index: ((first,), dict(zip(names, others, strict=True))) for index, (first, *others) in inputs.items()}
     schedule.meet().make_programs(schedule.table, given)
-    update = _update_function(recipe, optimizer, mesh=mesh, over=("pp",), counted=_once_each(stages, "counted"))
 
-    def step(arrays, rate, eps, decay):
+    def run(arrays):
         for stage in stages:
             stage.zero_gradients()
         losses = [schedule.run(first, **dict(zip(names, others, strict=True))) for first, *others in zip(*arrays)]
-        return sum(losses) / len(losses), update(rate, eps, decay, *_once_each(stages, "gradients"))
+        return losses, _once_each(stages, "gradients")
 
-    return optimizer, step
+    counted = _once_each(stages, "counted")
+    return _once_each(stages, "parameters"), run, {"mesh": mesh, "over": ("pp",), "counted": counted}
 
 
 def _once_each(stages, attribute):
@@ -108,19 +129,3 @@ def _once_each(stages, attribute):
         for parameter, value in zip(stage.parameters, getattr(stage, attribute), strict=True):
             entries.setdefault(parameter, value)
     return list(entries.values())
-
-
-def _update_function(recipe, optimizer, **settings):
-    """A function that clips the reduced gradients, updates the parameters, and returns the norm before clipping.
-
-    It takes the scalars of `AdamW.scalars`, tensors, so that graph mode compiles it once, and the gradients one by one.
-    `settings` are keyword arguments of `ClipByGlobalNorm`.
-    """
-    clip = ClipByGlobalNorm(optimizer.parameters, recipe.training.max_norm, **settings)
-
-    def update(rate, eps, decay, *gradients):  # one by one: tensors in a tuple would be compiled in as constants
-        clipped, norm = clip(gradients)
-        optimizer(clipped, rate, eps, decay)
-        return norm
-
-    return jit(update) if recipe.context.mode == 0 else update

@@ -28,7 +28,7 @@ from mindformers_core.trainer.records import (
     tensorboard_writer,
 )
 from mindformers_core.trainer.saved_state import find_checkpoint, load_state, save_state
-from mindformers_core.trainer.step import build_cells, pipeline_step_function, step_function
+from mindformers_core.trainer.step import build_cells, step_function
 from mindformers_core.trainer.zero_recipe import zero_state
 
 __all__ = ["Job", "prepare", "make_job", "resume", "run_steps", "train_step"]
@@ -78,8 +78,16 @@ def prepare(recipe):
         ModuleNotFoundError: an extra that the recipe needs is not installed.
     """
     require_extras(recipe)
-    if ms.get_context("device_target") != recipe.context.device_target:  # can't be set once kernels have run
-        _set_device(recipe.context.device_target)
+    target = recipe.context.device_target
+    if ms.get_context("device_target") != target:  # can't be set once kernels have run
+        try:
+            ms.set_device(target)
+        except RuntimeError as error:
+            reason = str(error).partition(". ")[0]
+            raise ValueError(
+                f"context.device_target: MindSpore can't use {target} on this machine ({reason}): use CPU, or "
+                "install the driver"
+            ) from error
     ms.set_context(mode=ms.PYNATIVE_MODE)  # context.mode: 0 compiles passes and update by themselves
     world = init_distributed()  # never returns in msrun's scheduler
     mesh = init_device_mesh(mesh_shape(recipe, world.size), MESH_AXES)
@@ -87,17 +95,6 @@ def prepare(recipe):
     checkpoint = find_checkpoint(recipe.checkpoint.load_path) if recipe.checkpoint.load_path else None
     job = make_job(recipe, mesh, world.rank, dataset)
     return job if checkpoint is None else resume(job, checkpoint)
-
-
-def _set_device(target):
-    try:
-        ms.set_device(target)
-    except RuntimeError as error:
-        reason = str(error).partition(". ")[0]
-        raise ValueError(
-            f"context.device_target: MindSpore can't use {target} on this machine ({reason}): use CPU, or "
-            "install the driver"
-        ) from error
 
 
 def make_job(recipe, mesh, rank, dataset):
@@ -108,10 +105,7 @@ def make_job(recipe, mesh, rank, dataset):
     ms.set_seed(recipe.training.seed)
     ms.manual_seed(recipe.training.seed)
     cells = build_cells(recipe, mesh, rank)
-    if recipe.parallelism.pipeline_parallel == 1:
-        optimizer, run_step = step_function(recipe, cells[0])
-    else:
-        optimizer, run_step = pipeline_step_function(recipe, mesh, cells)
+    optimizer, run_step = step_function(recipe, mesh, cells)
     return Job(recipe, rank, mesh, dataset, cells, optimizer, micro_batches, batch_size, run_step)
 
 
