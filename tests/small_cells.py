@@ -1,7 +1,28 @@
-"""Small Cells for the tests of declarations and of `shard()`."""
+"""Small Cells: one of a function and parts, and some for the tests of declarations and of `shard()`."""
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
+
+__all__ = ["Doubled", "Linear", "Net", "cell_of"]
+
+
+def cell_of(construct, **parts):
+    """A Cell with this `construct(self, ...)`, which its class is named after, and these attributes."""
+    name = construct.__name__ if construct.__name__.isidentifier() else "Cell"
+    cell = type(name, (nn.Cell,), {"construct": construct})()
+    for name, part in parts.items():
+        setattr(cell, name, part)
+    return cell
+
+
+class Doubled(nn.Cell):
+    """Has a gradient of its own."""
+
+    def construct(self, x):
+        return x * 2
+
+    def bprop(self, x, out, dout):
+        return (dout * 2,)
 
 
 class Linear(nn.Cell):

@@ -3,6 +3,7 @@
 import mindspore as ms
 import pytest
 from mindspore import nn, ops
+from small_cells import cell_of
 
 from mindformers_core.communication import init_distributed, shutdown
 from mindformers_core.layout import layout
@@ -13,24 +14,17 @@ from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import shard
 
 
-class Layer(nn.Cell):
+def layer():
     """A Cell with two others, and operators between them."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention, self.mlp = nn.Dense(2, 2), nn.Dense(2, 2)
 
     def construct(self, x, scale):
         return x + self.mlp(ops.tanh(x + self.attention(x) * scale))
 
+    return cell_of(construct, attention=nn.Dense(2, 2), mlp=nn.Dense(2, 2))
 
-class Model(nn.Cell):
+
+def model():
     """Two layers, between an embedding and a head."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(4, 2), nn.Dense(2, 4)
-        self.layers = nn.CellList([Layer(), Layer()])
 
     def construct(self, ids):
         x = ops.tanh(self.embedding(ids))
@@ -39,16 +33,8 @@ class Model(nn.Cell):
             x = layer(x, scale)
         return self.head(ops.tanh(x))
 
-
-class Outer(nn.Cell):
-    """A model in a model."""
-
-    def __init__(self):
-        super().__init__()
-        self.model, self.loss = Model(), nn.ReLU()
-
-    def construct(self, ids):
-        return self.loss(self.model(ids)).mean()
+    layers = nn.CellList([layer(), layer()])
+    return cell_of(construct, embedding=nn.Embedding(4, 2), head=nn.Dense(2, 4), layers=layers)
 
 
 LAYERS = ["model.layers.0", "model.layers.1"]
@@ -59,7 +45,8 @@ BEFORE, AFTER, LOSS = "model part1", "model part2", " part1"
 
 def cut_program(again=(), units=()):
     """The program of a model that is cut."""
-    net = shard(Outer().set_train(), init_device_mesh((1,), ("dp",)))
+    outer = cell_of(lambda self, ids: self.loss(self.model(ids)).mean(), model=model(), loss=nn.ReLU())
+    net = shard(outer.set_train(), init_device_mesh((1,), ("dp",)))
     tree = tree_of(net)
     with tree.for_compiled((tuple(again), tuple(units))):
         return tree.program("", (tensor_meta((2, 3), "int32"),), {})
@@ -129,28 +116,8 @@ def test_alike_cells_share_their_parts():
     assert paths[0] != paths[1] == [path.replace("layers.0", "layers.1") for path in paths[0]]
 
 
-class Masked(nn.Cell):
-    """A constant that a Cell gives is cut over `tp`, and something else is made of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense, self.mask, self.cut = nn.Dense(8, 8), Mask(), CutMask()
-
-    def construct(self, x):
-        x = ops.tanh(self.dense(x)) * 2
-        mask = self.mask(8)
-        return self.dense(x * self.cut(mask) * 2 + mask).square().mean()
-
-
-class Mask(nn.Cell):
-    """A constant."""
-
-    def construct(self, length):
-        return ops.cos(ops.arange(length).astype(ms.float32))
-
-
 class CutMask(nn.Cell):
-    """Takes it cut."""
+    """Takes a constant cut."""
 
     def shard(self, config=None):
         return {"mask": layout("tp")}, layout("tp"), None
@@ -160,10 +127,19 @@ class CutMask(nn.Cell):
 
 
 def test_what_is_made_of_constants_stays_out_with_their_moves():
+    """A constant that a Cell gives is cut over `tp`, and something else is made of it."""
+
+    def masked(self, x):
+        x = ops.tanh(self.dense(x)) * 2
+        mask = self.mask(8)
+        return self.dense(x * self.cut(mask) * 2 + mask).square().mean()
+
+    mask = cell_of(lambda self, length: ops.cos(ops.arange(length).astype(ms.float32)))
+    net = cell_of(masked, dense=nn.Dense(8, 8), mask=mask, cut=CutMask())
     shutdown()
     init_distributed("fake", world_size=2)
     try:
-        tree = tree_of(shard(Masked().set_train(), init_device_mesh((1, 2), ("dp", "tp"))))
+        tree = tree_of(shard(net.set_train(), init_device_mesh((1, 2), ("dp", "tp"))))
         with tree.for_compiled((("dense",), ())):
             frame = tree.program("", (tensor_meta((4, 8), "float32"),), {}).generated
     finally:

@@ -8,6 +8,7 @@ import pytest
 from captured_models import MODELS, small_llama
 from mindspore import Parameter, Tensor, nn, ops
 from plan_checks import CONFIGS, MESH, check_plan, move_bytes, plan_of, stored, whole
+from small_cells import cell_of
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.communication import count_collectives
@@ -177,18 +178,16 @@ def compared(cell, inputs, arriving, declarations=None, parameters=None, mesh=ME
     return plan, greedy.cost, improved.cost
 
 
-class Sum(nn.Cell):
-    """Two tensors added, and what follows."""
-
-    def __init__(self, steps=0):
-        super().__init__()
-        self.steps = steps
+def sums(steps):
+    """Two tensors added, and what follows: a `construct`."""
 
     def construct(self, x, y):
         z = x + y
-        for _ in range(self.steps):
+        for _ in range(steps):
             z = ops.relu(ops.transpose(z, (1, 0)))
         return z
+
+    return construct
 
 
 PAIR = [tensor_meta((8, 8), "float32")] * 2
@@ -198,22 +197,17 @@ PAIR = [tensor_meta((8, 8), "float32")] * 2
 def test_looking_ahead_moves_the_other_summand(steps):
     wanted = layout(None, "dp") if steps % 2 == 0 else layout("dp", None)
     declarations = {"": Declaration(outputs={0: wanted})}
-    plan, greedy, improved = compared(Sum(steps), PAIR, [layout("dp", None), layout(None, "dp")], declarations)
+    plan, greedy, improved = compared(
+        cell_of(sums(steps)), PAIR, [layout("dp", None), layout(None, "dp")], declarations
+    )
     assert improved.nbytes * 2 == greedy.nbytes and improved.work == greedy.work
     assert [move.value.hint for move in plan.moves] == ["x"], "once, and not the sum again"
 
 
 def test_looking_ahead_into_a_called_cell():
-    class Outer(nn.Cell):
-        def __init__(self):
-            super().__init__()
-            self.inner = Sum(2)
-
-        def construct(self, x, y):
-            return self.inner(x, y)
-
+    outer = cell_of(lambda self, x, y: self.inner(x, y), inner=cell_of(sums(2)))
     declarations = {"": Declaration(outputs={0: layout(None, "dp")})}
-    plan, greedy, improved = compared(Outer(), PAIR, [layout("dp", None), layout(None, "dp")], declarations)
+    plan, greedy, improved = compared(outer, PAIR, [layout("dp", None), layout(None, "dp")], declarations)
     assert improved.nbytes * 2 == greedy.nbytes
     assert [move.value.hint for move in plan.moves] == ["x"], "the caller moves what the callee needs moved only"
     assert not plan.calls[0].frame.moves
@@ -228,31 +222,24 @@ def test_nothing_is_computed_on_all_ranks_to_save_communication():
 
 
 def test_a_partial_sum_that_is_needed_whole_and_cut_is_reduced_once():
-    class Twice(nn.Cell):
-        def construct(self, x, y):
-            z = ops.matmul(x, y)
-            return ops.exp(z), ops.sin(z)
+    def twice(self, x, y):
+        z = ops.matmul(x, y)
+        return ops.exp(z), ops.sin(z)
 
     declarations = {"": Declaration(outputs={0: layout("dp")})}
     arriving = [layout(None, "dp"), layout("dp", None)]
-    plan, _, _ = compared(Twice(), PAIR, arriving, declarations)
+    plan, _, _ = compared(cell_of(twice), PAIR, arriving, declarations)
     assert [[step.kind for step in move.steps] for move in plan.moves] in (
         [["all_reduce"], ["slice"]],
         [["reduce_scatter"], ["all_gather"]],
     )
 
 
-class Heads(nn.Cell):
-    """Features cut into heads."""
-
-    def construct(self, x):
-        return x.reshape(x.shape[0], -1, 4).sum()
-
-
 @pytest.mark.parametrize("heads", [3, 4])
 def test_a_gather_tells_that_a_dim_does_not_divide(heads):
     arriving = {0: layout(None, "tp").bind(MESH)}
-    plan = plan_of(Heads(), (tensor_meta((2, 4 * heads), "float32"),), {}, arriving=arriving)
+    cell = cell_of(lambda self, x: x.reshape(x.shape[0], -1, 4).sum())
+    plan = plan_of(cell, (tensor_meta((2, 4 * heads), "float32"),), {}, arriving=arriving)
     said = [move.reason for move in plan.moves if move.undivided]
     wanted = ["Reshape: dim 1, 3 x 4, can't stay sharded over tp: 3 doesn't divide by 2"]
     assert said == (wanted if heads == 3 else [])

@@ -53,16 +53,6 @@ RECOMPUTE = [  # YAML, and what it means
 ]
 
 
-@pytest.mark.parametrize(("text", "meant"), RECOMPUTE, ids=[text for text, _ in RECOMPUTE])
-def test_section_recompute(text, meant, tmp_path):
-    recipe = recipe_of(text, tmp_path)
-    assert (recipe.recompute if recipe.recompute.is_on else None) == meant
-    assert swap_settings(recipe) is None
-    (tmp_path / "again.yaml").write_text(recipe_to_yaml(recipe))
-    assert load_recipe(str(tmp_path / "again.yaml")) == recipe
-    hash(recipe.recompute)
-
-
 SWAP = [
     ("swap: true", SwapSettings(op_swap=[{"op_name": DEFAULT_OP_SWAP}])),
     ("swap: false", None),
@@ -91,16 +81,6 @@ SWAP = [
 ]
 
 
-@pytest.mark.parametrize(("text", "meant"), SWAP, ids=[text for text, _ in SWAP])
-def test_section_swap(text, meant, tmp_path):
-    recipe = recipe_of(text, tmp_path)
-    assert swap_settings(recipe) == meant
-    assert not recipe.recompute.is_on
-    (tmp_path / "again.yaml").write_text(recipe_to_yaml(recipe))
-    assert load_recipe(str(tmp_path / "again.yaml")) == recipe
-    hash(recipe.swap)
-
-
 OVERRIDES = [  # the file's section, overrides, and what they make of it together
     ("", ["recompute=true"], RecomputeSettings(full=True)),
     ("", ["recompute.full=0-1"], RecomputeSettings(full=(0, 1))),
@@ -114,10 +94,17 @@ OVERRIDES = [  # the file's section, overrides, and what they make of it togethe
 ]
 
 
-@pytest.mark.parametrize(("text", "overrides", "meant"), OVERRIDES, ids=[f"{o[0]} {' '.join(o[1])}" for o in OVERRIDES])
-def test_overrides_of_recompute(text, overrides, meant, tmp_path):
+SECTIONS = [*((text, (), meant) for text, meant in (*RECOMPUTE, *SWAP)), *OVERRIDES]
+
+
+@pytest.mark.parametrize(("text", "overrides", "meant"), SECTIONS, ids=[" ".join((s[0], *s[1])) for s in SECTIONS])
+def test_sections(text, overrides, meant, tmp_path):
+    """Read, and read again after they were written."""
     recipe = recipe_of(text, tmp_path, overrides)
-    assert (recipe.recompute if recipe.recompute.is_on else None) == meant
+    sections = recipe.recompute, recipe.swap
+    assert [section for section in sections if section.is_on] == ([] if meant is None else [meant])
+    (tmp_path / "again.yaml").write_text(recipe_to_yaml(recipe))
+    assert load_recipe(str(tmp_path / "again.yaml")) == recipe and hash(sections)
 
 
 def test_overrides_of_swap(tmp_path):
