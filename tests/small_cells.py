@@ -3,7 +3,7 @@
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-__all__ = ["Doubled", "Linear", "Net", "cell_of"]
+__all__ = ["Dense", "Doubled", "FeedForward", "Linear", "Net", "cell_of"]
 
 
 def cell_of(construct, **parts):
@@ -23,6 +23,31 @@ class Doubled(nn.Cell):
 
     def bprop(self, x, out, dout):
         return (dout * 2,)
+
+
+class Dense(nn.Cell):
+    """The linear layer of the seed, with classic primitives."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = Parameter(Tensor(np.zeros((inputs, outputs), np.float32)))
+        self.bias = Parameter(Tensor(np.zeros(outputs, np.float32)))
+        self.matmul, self.add = ops.MatMul(), ops.Add()
+
+    def construct(self, x):
+        return self.add(self.matmul(x, self.weight), self.bias)
+
+
+class FeedForward(nn.Cell):
+    """The model of the seed."""
+
+    def __init__(self, dense=Dense):
+        super().__init__()
+        self.flatten, self.relu = ops.Flatten(), ops.ReLU()
+        self.dense1, self.dense2 = dense(28 * 28, 64), dense(64, 10)
+
+    def construct(self, x):
+        return self.dense2(self.relu(self.dense1(self.flatten(x))))
 
 
 class Linear(nn.Cell):

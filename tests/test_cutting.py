@@ -13,6 +13,8 @@ from mindformers_core.program.plan import OperatorPlan, called_graphs
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import shard
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 
 def layer():
     """A Cell with two others, and operators between them."""
@@ -63,7 +65,6 @@ def compiled_functions(frame, graph):
     return found
 
 
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     "units, recomputed, again, once",
     [
@@ -85,7 +86,6 @@ def test_which_functions_are_compiled(units, recomputed, again, once):
     assert found == dict.fromkeys(again, "again") | dict.fromkeys(once, "once")
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_what_goes_into_a_part_and_comes_out():
     """All that is taken from before, and all that is needed after; constants stay out."""
     layer = cut_program([f"{path}.attention" for path in LAYERS]).generated.calls[0].frame.calls[1].frame
@@ -96,7 +96,6 @@ def test_what_goes_into_a_part_and_comes_out():
     assert part.frame.calls[0].node.child == "mlp"
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_a_single_operator_is_no_part():
     """`tanh` after the recomputed layers, before the recomputed head."""
     program = cut_program([*LAYERS, "model.head"])
@@ -106,7 +105,6 @@ def test_a_single_operator_is_no_part():
     assert operators[-1] == "Tanh"
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_alike_cells_share_their_parts():
     """Each call still has its own weights."""
     program = cut_program([f"{path}.attention" for path in LAYERS])
@@ -138,12 +136,9 @@ def test_what_is_made_of_constants_stays_out_with_their_moves():
     net = cell_of(masked, dense=nn.Dense(8, 8), mask=mask, cut=CutMask())
     shutdown()
     init_distributed("fake", world_size=2)
-    try:
-        tree = tree_of(shard(net.set_train(), init_device_mesh((1, 2), ("dp", "tp"))))
-        with tree.for_compiled((("dense",), ())):
-            frame = tree.program("", (tensor_meta((4, 8), "float32"),), {}).generated
-    finally:
-        shutdown()
+    tree = tree_of(shard(net.set_train(), init_device_mesh((1, 2), ("dp", "tp"))))
+    with tree.for_compiled((("dense",), ())):
+        frame = tree.program("", (tensor_meta((4, 8), "float32"),), {}).generated
     assert [call.node.child for call in frame.calls if call.frame.compiled] == ["dense", "", "dense", ""]
     assert not any(value.constant for call in frame.calls if call.node.child == "" for value in call.node.outputs)
 

@@ -3,12 +3,11 @@
 from math import prod
 
 import mindspore as ms
-import numpy as np
 import pytest
 from captured_models import MODELS, small_llama
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import ops
 from plan_checks import CONFIGS, MESH, check_plan, move_bytes, plan_of, stored, whole
-from small_cells import cell_of
+from small_cells import Dense, FeedForward, cell_of
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.communication import count_collectives
@@ -67,37 +66,12 @@ def extremes_bytes(plan):
     return sum(2 * 4 * prod(place.local_shape(value.shape)) for value, place in values)
 
 
-class Dense(nn.Cell):
-    """The linear layer of the seed, with classic primitives."""
-
-    def __init__(self, inputs, outputs):
-        super().__init__()
-        self.weight = Parameter(Tensor(np.zeros((inputs, outputs), np.float32)))
-        self.bias = Parameter(Tensor(np.zeros(outputs, np.float32)))
-        self.matmul, self.add = ops.MatMul(), ops.Add()
-
-    def construct(self, x):
-        return self.add(self.matmul(x, self.weight), self.bias)
-
-
 class MixedDense(Dense):
     """Computes in float16 with parameters in float32."""
 
     def construct(self, x):
         weight, bias = ops.cast(self.weight, ms.float16), ops.cast(self.bias, ms.float16)
         return self.add(self.matmul(ops.cast(x, ms.float16), weight), bias)
-
-
-class FFN(nn.Cell):
-    """The model of the seed."""
-
-    def __init__(self, dense=Dense):
-        super().__init__()
-        self.flatten, self.relu = ops.Flatten(), ops.ReLU()
-        self.dense1, self.dense2 = dense(28 * 28, 64), dense(64, 10)
-
-    def construct(self, x):
-        return self.dense2(self.relu(self.dense1(self.flatten(x))))
 
 
 def strategies(plan):
@@ -141,7 +115,7 @@ SEED_PARAMETERS = {
 def test_the_seed_s_example():
     mesh = init_device_mesh((2, 4), ("dp", "tp"))
     declarations = {"dense1": Declaration(operators={"matmul": OperatorDeclaration(((2, 1), (1, 4)))})}
-    found, plan = derived(FFN(), mesh, declarations, tensor_meta((256, 28, 28), "float32"))
+    found, plan = derived(FeedForward(), mesh, declarations, tensor_meta((256, 28, 28), "float32"))
     flatten, *rest = strategies(plan)
     assert flatten == ("Flatten", ((1, 1, 1),))
     assert rest == SEED_STRATEGIES
@@ -156,7 +130,7 @@ SECOND = {"dense2": Declaration(operators={"matmul": OperatorDeclaration(((2, 4)
 @pytest.mark.parametrize("declarations", [FIRST, SECOND, FIRST | SECOND])
 @pytest.mark.parametrize("dense", [Dense, MixedDense])
 def test_what_is_declared_spreads_both_ways(dense, declarations):
-    found, plan = derived(FFN(dense), SEED_MESH, declarations, tensor_meta((65536, 28, 28), "float32"))
+    found, plan = derived(FeedForward(dense), SEED_MESH, declarations, tensor_meta((65536, 28, 28), "float32"))
     cut = [pair for pair in strategies(plan) if pair[0] not in ("Cast", "Flatten")]
     assert cut == SEED_STRATEGIES
     assert {path: str(place) for path, place in found.items()} == SEED_PARAMETERS

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, ops
+from models import TINY_LLAMA
 from small_cells import cell_of
 from test_recompute_gradients import INPUTS, Net, llama, sharded
 
@@ -114,8 +115,7 @@ def llama_on_two_ranks():
     """Two layers, cut over the ranks of a world in which nothing is sent, until the test ends."""
     shutdown()
     init_distributed("fake", world_size=2)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    net = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).set_train()
+    net = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA, num_hidden_layers=2)).set_train()
     return shard(net, init_device_mesh((1, 2), ("dp", "tp")))
 
 

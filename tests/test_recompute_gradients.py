@@ -6,6 +6,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
+from models import TINY_LLAMA
 from recomputations import count_recomputations
 
 from mindformers_core.mesh import init_device_mesh
@@ -15,10 +16,7 @@ from mindformers_core.tensor_parallel import shard
 from mindformers_core.zero import hsdp, value_and_grad
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-CONFIG = LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=16,
-)  # fmt: skip
+CONFIG = LlamaConfig(**TINY_LLAMA, num_hidden_layers=3)
 IDS = np.random.default_rng(1).integers(0, 64, (2, 2, 8)).astype(np.int32)
 
 

@@ -112,20 +112,14 @@ def test_recompute_names_them(settings, message, compiled):
     [
         ({"op_swap": {"layers.2-4": True}}, "swap.op_swap['layers.2-4']: 'layers.2-4' is only partly there: below"),
         ({"op_swap": {"*.tanhh": True}}, "swap.op_swap['*.tanhh']: '*.tanhh' matches no Cell or operator"),
-        (
-            {"op_swap": {"layers.0-1.tanh": {"layers": "2-3"}}},
-            "swap.op_swap['layers.0-1.tanh'].layers: nothing that 'layers.0-1.tanh' selects is in layers [2, 3]",
-        ),
-        (
-            {"op_swap": {".matmul": {"layers": "1,3"}}},
-            "swap.op_swap['.matmul'].layers: nothing that '.matmul' selects is in layers [1, 3]",
-        ),
-        (
-            {"op_swap": {".matmul": {"layers": [7]}}},
-            "swap.op_swap['.matmul'].layers: there is no layer 7: the layers are 0 to 3",
-        ),
+        ({"op_swap": {"layers.0-1.tanh": {"layers": "2-3"}}},
+            "swap.op_swap['layers.0-1.tanh'].layers: nothing that 'layers.0-1.tanh' selects is in layers [2, 3]"),
+        ({"op_swap": {".matmul": {"layers": "1,3"}}},
+            "swap.op_swap['.matmul'].layers: nothing that '.matmul' selects is in layers [1, 3]"),
+        ({"op_swap": {".matmul": {"layers": [7]}}},
+            "swap.op_swap['.matmul'].layers: there is no layer 7: the layers are 0 to 3"),
     ],
-)
+)  # fmt: skip
 def test_swap_names_them(settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         prepare(swap(sharded(), **settings), X)

@@ -67,29 +67,17 @@ def test_a_layer_that_is_on_no_stage_is_found_when_they_meet(settings, swapped, 
 @pytest.mark.parametrize(
     ("settings", "swapped", "message"),
     [
-        (
-            {"select": ["weights.0", "*.tanhh"]},
-            {},
-            "recompute.select[1]: '*.tanhh' matches no Cell or operator: there are",
-        ),
-        (
-            {"full": True, "exclude": "weights.2"},
-            {},
-            "recompute.exclude: 'weights.2' matches no Cell or operator: below 'weights' are '0-1'",
-        ),
-        (
-            {"select": ["weights.0-1", "weights.1-2"]},
-            {},
-            "recompute.select[1]: 'weights.1-2' is only partly there: below",
-        ),
-        (
-            {},
-            {"op_swap": {".mul": {"layers": "0"}}},
-            "swap.op_swap['.mul'].layers: nothing that '.mul' selects is in lay",
-        ),
+        ({"select": ["weights.0", "*.tanhh"]}, {},
+            "recompute.select[1]: '*.tanhh' matches no Cell or operator: there are"),
+        ({"full": True, "exclude": "weights.2"}, {},
+            "recompute.exclude: 'weights.2' matches no Cell or operator: below 'weights' are '0-1'"),
+        ({"select": ["weights.0-1", "weights.1-2"]}, {},
+            "recompute.select[1]: 'weights.1-2' is only partly there: below"),
+        ({}, {"op_swap": {".mul": {"layers": "0"}}},
+            "swap.op_swap['.mul'].layers: nothing that '.mul' selects is in lay"),
         ({}, {"op_swap": {"mul": True, "muls": True}}, "swap.op_swap['muls']: 'muls' matches no Cell or"),
-    ],  # fmt: skip
-)
+    ],
+)  # fmt: skip
 def test_a_pattern_that_matches_on_no_stage_is_found_in_the_first_run(settings, swapped, message):
     schedule = scales(settings, swapped)
     for _ in range(2):  # a second attempt is no better
@@ -128,12 +116,9 @@ def test_recompute_after_the_stages_have_met():
 @pytest.mark.parametrize(
     ("settings", "swapped", "message"),
     [
-        (
-            {"select": ["weights.1", "*.tanh"]},
-            {},
+        ({"select": ["weights.1", "*.tanh"]}, {},
             "recompute.select: '*.tanh' matches no Cell of any stage, and compiled stages recompute whole Cells, no "
-            "operators: there are ",
-        ),
+            "operators: there are "),
         ({"select": "weights.2"}, {}, "name Cells, or run in PyNative (recipe: context.mode: 1)"),
         ({"full": True, "exclude": "*.tanh"}, {}, "recompute.exclude: '*.tanh' matches no Cell of any stage"),
         ({"full": True, "mp_comm_recompute": False}, {}, "recompute.mp_comm_recompute: false: compiled functions"),
@@ -141,7 +126,7 @@ def test_recompute_after_the_stages_have_met():
         ({"select": "**", "exclude": "weights.1"}, {}, "Cell 'weights.1' lies in '', which is recomputed, but "),
         ({}, {"op_swap": {"tanh": True}}, "swap: compiled functions can only recompute whole Cells"),
     ],
-)
+)  # fmt: skip
 def test_what_compiled_stages_can_not_do_is_found_when_they_meet(settings, swapped, message):
     """Also of stages that have none of it, and would find nothing wrong."""
     with pytest.raises(ValueError, match=re.escape(message)):

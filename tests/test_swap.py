@@ -156,19 +156,15 @@ def test_results_come_back_ahead_of_use(monkeypatch, prefetch):
 
 
 BOTH = [  # what recompute() and swap() are told, an operator that both take, and who asks for it
-    (
-        {"full": "0-1"},
-        {"layer_swap": [{"layers": "1-2"}]},
-        "layers.1.mlp.SiLU",
-        "recompute.full and swap.layer_swap[0]",
-    ),
+    ({"full": "0-1"}, {"layer_swap": [{"layers": "1-2"}]}, "layers.1.mlp.SiLU",
+        "recompute.full and swap.layer_swap[0]"),
     (
         {"select": ["*.tanh", "*.mlp", "layers.1.*.silu"]},
         {"op_swap": {"*.self_attn": True, "**.silu": {"layers": [1]}}},
         "layers.1.mlp.SiLU",
         "recompute.select '*.mlp' and recompute.select 'layers.1.*.silu' and swap.op_swap['**.silu']",
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("settings", "swapping", "name", "asked"), BOTH)

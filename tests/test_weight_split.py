@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
 from mindspore.utils import MsDispatchMode
+from models import TINY_LLAMA
 from small_cells import cell_of
 from split_backward import Compiled, Interpreted, assert_same, filled, gradients
 
@@ -21,10 +22,7 @@ from mindformers_core.passes.weight_split import split_weight_gradients
 from mindformers_core.tensor_parallel import prepare, programs, shard
 from mindformers_core.tensor_parallel.layers import RMSNorm
 
-SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 16,
-}  # fmt: skip
+SIZES = TINY_LLAMA | {"num_hidden_layers": 1}
 
 
 def weight(*shape):

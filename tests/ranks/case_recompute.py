@@ -8,6 +8,7 @@ import pytest
 from case_shard import Parallel
 from launch import on_ranks
 from mindspore import Parameter, Tensor, nn, ops
+from models import TINY_LLAMA
 from recomputations import count_recomputations
 from saved_tensors import measured
 
@@ -172,9 +173,8 @@ def case_recomputed_levels_give_the_same_bits():
 def llama_step(layers, config=None, swapped=None, compiled=False, **settings):
     """Loss and gradients of a Llama on tp 2, how many calls ran again, and the Cell."""
     mesh, ids = init_device_mesh((1, 2), ("dp", "tp")), np.random.default_rng(1).integers(0, 64, (2, 2, 8))
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_key_value_heads": 2}
     with ms.DeviceCtx("meta"):
-        net = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, num_attention_heads=4)).set_train()
+        net = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA, num_hidden_layers=layers)).set_train()
     net = swap(recompute(shard(net, mesh, config, seed=3), **settings), **(swapped or {}))
     with count_recomputations() as counted:
         loss, gradients = value_and_grad(hsdp(net), compiled)(*(Tensor(each, ms.int32) for each in ids))
@@ -244,12 +244,10 @@ def case_a_recipes_stages_fail_alike_when_the_job_is_made():
     for overrides, message in (
         (["recompute.select=[layers.3.mlp, layers.0.self_atn]"], r"'layers.0.self_atn' matches .* mean 'self_attn'"),
         (["recompute.select=['*.softmax']", "swap.op_swap={layers.0.self_attn: true}"], "is recomputed and swapped"),
-        (
-            ["recompute.budget=0.4", "recompute.exclude=[layers.0, layers.1]"],
-            "0.4 is out of reach on stage 0: .* all stages is",
-        ),
+        (["recompute.budget=0.4", "recompute.exclude=[layers.0, layers.1]"],
+            "0.4 is out of reach on stage 0: .* all stages is"),
         (["recompute.select=['*.SiLU']", "context.mode=0"], r"select: '\*.SiLU' matches no Cell of any stage"),
-    ):  # the two in the middle are wrong on the first stage alone
+    ):  # the two in the middle are wrong on the first stage alone  # fmt: skip
         with pytest.raises(ValueError, match=message):
             make(*overrides)
 

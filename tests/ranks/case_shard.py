@@ -6,6 +6,7 @@ import mindspore as ms
 import numpy as np
 from launch import on_ranks
 from mindspore import Tensor, nn, ops
+from models import TINY_LLAMA
 from truth import once
 
 from mindformers_core.communication import count_collectives, world
@@ -29,11 +30,7 @@ class Parallel:
 
 
 def tiny(**changes):
-    sizes = {
-        "hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64,
-    }  # fmt: skip
-    return LlamaConfig(**(sizes | changes))
+    return LlamaConfig(**{**TINY_LLAMA, "num_hidden_layers": 4, **changes})
 
 
 def built(make):
