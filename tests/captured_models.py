@@ -7,6 +7,7 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from models import EXAMPLES, Classifier, llama
 from models.example import floats, ids
+from small_cells import cell_of
 
 __all__ = ["MODELS", "Closure", "Function", "Passing", "assert_unchanged", "small_llama", "snapshot"]
 
@@ -66,17 +67,12 @@ class Structures(nn.Cell):
 
 
 def structures():
-    class Around(nn.Cell):
-        def __init__(self):
-            super().__init__()
-            self.inner = Structures()
+    def around(self, x, y):
+        table = {"bias": y, "name": "table"}
+        (a, (b, c)), facts = self.inner((x, [y, x]), table, y, y, other=x, scale=2.0)
+        return a + b, c, facts
 
-        def construct(self, x, y):
-            table = {"bias": y, "name": "table"}
-            (a, (b, c)), facts = self.inner((x, [y, x]), table, y, y, other=x, scale=2.0)
-            return a + b, c, facts
-
-    return Around(), lambda seed: ((floats(seed, 2, 3), floats(seed + 1, 2, 3)), {})
+    return cell_of(around, inner=Structures()), lambda seed: ((floats(seed, 2, 3), floats(seed + 1, 2, 3)), {})
 
 
 class Shared(nn.Cell):

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 
 import mindspore as ms
 import numpy as np
+from captured_models import Function
 from mindspore import Tensor
-from mindspore._c_expression import NoFallbackGuard
 
-from mindformers_core.dtensor.indexing import index_tensor
+from mindformers_core.capture.capture import capture
 from mindformers_core.generation.operator_source import operator_source
+from mindformers_core.program.structure import tree_leaves
 
 GROUP = 40  # programs that are compiled together
 
@@ -42,62 +43,58 @@ class Program:
         self.lines.append(f"{target} = {call.expression(name_of, function)}")
 
 
-class Traced(Tensor):
-    """A tensor whose operator calls go to a `Recorder`."""
+@dataclass
+class Placeholder:
+    """Stands for an input of a program among the arguments of a call."""
 
-    def __fallback__(self, func, args, kwargs=None):
-        return self.recorder.called(func, args, kwargs or {})
-
-    def __getitem__(self, index):
-        return index_tensor(self, index)
+    place: int
+    shape: tuple
+    dtype: str
 
 
-class Recorder:
-    """Makes a `Program` of the operators that a function calls."""
+def program_of(call):
+    """The `Program` of one operator call, with floats and indices of 32 bits, and each tensor's argument."""
+    values, places = [], []
 
-    def __init__(self, values):
-        self.program = Program([value.asnumpy() for value in values], len(values))
-        self.known = {}  # id of a tensor -> (its name, the tensor, which keeps the id its own)
-        self.inputs = [self.traced(value, f"a{place}") for place, value in enumerate(values)]
+    def stand_in(argument, place):
+        if isinstance(argument, (np.ndarray, np.generic)):
+            value = np.asarray(argument)
+            narrow = {"f": np.float32, "i": np.int32 if value.ndim else value.dtype}
+            values.append(value.astype(narrow.get(value.dtype.kind, value.dtype)))
+            places.append(place)
+            return Placeholder(len(values) - 1, value.shape, str(values[-1].dtype))
+        if isinstance(argument, (tuple, list)):
+            return type(argument)(stand_in(entry, place) for entry in argument)
+        return argument
 
-    def traced(self, tensor, name):
-        tensor = Tensor._make_subclass(Traced, tensor)
-        tensor.recorder = self
-        self.known[id(tensor)] = (name, tensor)
-        return tensor
-
-    def called(self, func, args, kwargs):
-        with NoFallbackGuard():
-            result = func(*args, **kwargs)
-        if func.name == "typeof":  # asks for a tensor's type and computes nothing
-            return result
-        attributes = {}
-        if len(args) == 3 and isinstance(args[1], str) and isinstance(args[2], tuple):
-            attributes, args = dict(args[0].init_attrs), args[2]
-        target = f"v{len(self.program.lines)}"
-        self.program.call(target, func.name, args, kwargs, attributes, self.name_of)
-        if isinstance(result, Tensor):
-            return self.traced(result, target)
-        return tuple(self.traced(part, f"{target}[{place}]") for place, part in enumerate(result))
-
-    def name_of(self, tensor):
-        """The variable that holds a tensor; one that no recorded call made becomes a further input."""
-        if id(tensor) not in self.known:
-            self.known[id(tensor)] = (f"a{len(self.program.values)}", tensor)
-            self.program.values.append(tensor.asnumpy())
-        return self.known[id(tensor)][0]
+    args = tuple(stand_in(argument, place) for place, argument in enumerate(call.args))
+    kwargs = {name: stand_in(value, len(args) + place) for place, (name, value) in enumerate(call.named.items())}
+    program = Program(values, len(values), result="v0")
+    program.call("v0", call.name, args, kwargs, None, lambda placeholder: f"a{placeholder.place}")
+    return program, places
 
 
 def record(function, values):
-    """The `Program` of `function` of the tensors `values`."""
-    recorder = Recorder(values)
-    plain = vars(Tensor)["__fallback__"]  # itself, not what it gives when it is asked for
-    Tensor.__fallback__ = Traced.__fallback__  # for a plain tensor before a traced one
-    try:
-        recorder.program.result = recorder.name_of(function(*recorder.inputs))
-    finally:
-        Tensor.__fallback__ = plain
-    return recorder.program
+    """The `Program` of `function` of the tensors `values`: of its operators as they are captured."""
+    graph = capture(Function(function), *values)
+    program = Program([value.asnumpy() for value in values], len(values))
+    known = {value.id: f"a{place}" for place, value in enumerate(tree_leaves(graph.arguments))}
+    for constant in graph.constants:
+        known[constant.value.id] = f"a{len(program.values)}"
+        program.values.append(constant.array)
+
+    def name_of(value):
+        return known[value.id]
+
+    for node in graph.nodes:
+        target, outputs = f"v{len(program.lines)}", node.outputs
+        attributes = node.primitive and node.primitive.attributes
+        program.call(target, node.operator, node.args, node.kwargs, attributes, name_of)
+        several = isinstance(outputs, (tuple, list))
+        made = {each.id: f"{target}[{n}]" for n, each in enumerate(outputs)} if several else {outputs.id: target}
+        known.update(made)
+    program.result = known[graph.result.id]
+    return program
 
 
 def write(folder, name, source):

@@ -7,8 +7,8 @@ from importlib import import_module
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
+from ranks.direct_calls import Operator
 
-from mindformers_core.generation.operator_source import operator_source
 from mindformers_core.program.graph import CallNode
 from mindformers_core.program.structure import DType, Value, tree_map
 
@@ -81,21 +81,7 @@ def _operate(node, args, named):
     if node.primitive is not None:
         kind = getattr(import_module(node.primitive.module), node.primitive.name)
         return kind(**tree_map(_dtype, node.primitive.attributes))(*args[: node.primitive.inputs])
-    call = operator_source(node.operator, args, named)
-    tensors = {}
-
-    def name_of(tensor):
-        tensors[f"t{id(tensor)}"] = tensor
-        return f"t{id(tensor)}"
-
-    space = {}
-    for line in call.imports:
-        exec(line, space)
-    function = call.function
-    if call.instance is not None:
-        space["instance"], function = eval(call.instance[1], space), "instance"
-    source = call.expression(name_of, function)
-    return eval(source, space | tensors)
+    return Operator(node.operator)(*args, **named)
 
 
 @cache

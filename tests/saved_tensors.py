@@ -3,7 +3,7 @@
 import mindspore as ms
 from mindspore import Tensor, ops
 
-__all__ = ["measured", "scalar_of"]
+__all__ = ["constants_of", "distinct", "measured", "scalar_of", "tensors_in"]
 
 
 def measured(function, *inputs, exclude=()):
@@ -27,26 +27,34 @@ def measured(function, *inputs, exclude=()):
 
     parameters = [one for one in exclude if isinstance(one, ms.Parameter) and one.requires_grad]
     ms.value_and_grad(forward, None, parameters)(*inputs)
-    others = {_address(one) for one in (*inputs, *exclude) if isinstance(one, Tensor)}
-    sizes = {_address(one): one.untyped_storage().nbytes() for one in packed}
-    return sum(size for address, size in sizes.items() if address not in others)
+    return sum(one.untyped_storage().nbytes() for one in distinct(packed, (*inputs, *exclude)))
+
+
+def distinct(tensors, exclude):
+    """The tensors, those that share memory once, without those whose memory is that of tensors in `exclude`."""
+    others = {_address(one) for one in exclude if isinstance(one, Tensor)}
+    return list({_address(one): one for one in tensors if _address(one) not in others}.values())
 
 
 def scalar_of(result):
     """A number of all floating tensors in a structure, whose gradient keeps nothing."""
-    found = []
+    floats = [one for one in tensors_in(result) if one.dtype.is_floating_point]
+    return sum(ops.cast(one, ms.float32).sum() for one in floats)
 
-    def collect(one):
-        if isinstance(one, Tensor):
-            found.append(one)
-        elif isinstance(one, (tuple, list)):
-            for entry in one:
-                collect(entry)
-        elif isinstance(one, dict):
-            collect(tuple(one.values()))
 
-    collect(result)
-    return sum(ops.cast(one, ms.float32).sum() for one in found if one.dtype.is_floating_point)
+def tensors_in(structure):
+    """The tensors in tuples, lists and dicts."""
+    if isinstance(structure, dict):
+        structure = tuple(structure.values())
+    if isinstance(structure, (tuple, list)):
+        return [tensor for entry in structure for tensor in tensors_in(entry)]
+    return [structure] if isinstance(structure, Tensor) else []
+
+
+def constants_of(program):
+    """What a program keeps of constants, which are there anyway."""
+    found = [function.__globals__.items() for function in program.functions.values()]
+    return [value for items in found for name, value in items if name.startswith("constant_")]
 
 
 def _address(tensor):

@@ -70,7 +70,7 @@ def run_forward(step, local):
     """What every rank holds after `step`."""
     result = {}
     for ranks in step.source.mesh.groups(step.axes):
-        result.update(zip(ranks, _forward(step, ranks, [local[rank] for rank in ranks]), strict=True))
+        result.update(zip(ranks, forward(step, ranks, [local[rank] for rank in ranks]), strict=True))
     return result
 
 
@@ -79,11 +79,12 @@ def run_backward(step, grads, inputs):
     result = {}
     for ranks in step.source.mesh.groups(step.axes):
         members = [[tensors[rank] for rank in ranks] for tensors in (grads, inputs)]
-        result.update(zip(ranks, _backward(step, ranks, *members), strict=True))
+        result.update(zip(ranks, backward(step, ranks, *members), strict=True))
     return result
 
 
-def _forward(step, ranks, x):
+def forward(step, ranks, x):
+    """What the ranks of a group hold after a step, a list, from what they hold before."""
     n, dim = len(x), step.dim
     kind = step.kind
     if kind in ("slice", "slice_varying"):
@@ -108,7 +109,8 @@ def _forward(step, ranks, x):
     return _pad(x, dim)
 
 
-def _backward(step, ranks, g, x):
+def backward(step, ranks, g, x):
+    """The gradients of what they hold before, `x`, from those of what they hold after."""
     n, dim, kind, op = len(g), step.dim, step.kind, step.op
     if kind == "slice":
         return [np.concatenate(g, dim)] * n

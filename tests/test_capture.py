@@ -11,6 +11,7 @@ from interpret_graph import interpret, same
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.graph.api import _pynative_executor
 from ranks.mindspore_calls import CALLS
+from small_cells import Doubled, cell_of
 from work import calls_in
 
 from mindformers_core.capture.capture import capture
@@ -156,17 +157,12 @@ def test_inputs_and_generators_stay_as_they_are():
 
 
 def test_constants_are_known_and_folded():
-    class Masked(nn.Cell):
-        def __init__(self):
-            super().__init__()
-            self.table = Tensor(np.arange(4, dtype=np.float32))
-            self.half = Tensor(np.ones(4), ms.bfloat16)
+    def masked(self, x):
+        mask = ops.arange(4) > int(self.table[2])  # plain tensors: computed while capturing
+        return ops.where(mask, x, self.table * 2) + self.half
 
-        def construct(self, x):
-            mask = ops.arange(4) > int(self.table[2])  # plain tensors: computed while capturing
-            return ops.where(mask, x, self.table * 2) + self.half
-
-    graph = capture(Masked(), X)
+    table = Tensor(np.arange(4, dtype=np.float32))
+    graph = capture(cell_of(masked, table=table, half=Tensor(np.ones(4), ms.bfloat16)), X)
     by_path = {constant.path: constant for constant in graph.constants}
     np.testing.assert_array_equal(by_path["table"].array, [0, 1, 2, 3])
     np.testing.assert_array_equal(by_path[None].array, [False, False, False, True])
@@ -176,50 +172,33 @@ def test_constants_are_known_and_folded():
 
 
 def test_constants_are_computed_when_they_are_asked_for():
-    class Counted(nn.Cell):
-        def __init__(self):
-            super().__init__()
-            self.table = Tensor(np.arange(4, dtype=np.float32))
+    def counted(self, x, index):
+        _, (second, _) = 0, ops.split(self.table * 2, 1)[1:3]
+        return ops.reshape(x, (int(second[0]), 4)) + Tensor(np.ones((2, 4), np.float32))[0, index]
 
-        def construct(self, x, index):
-            _, (second, _) = 0, ops.split(self.table * 2, 1)[1:3]
-            return ops.reshape(x, (int(second[0]), 4)) + Tensor(np.ones((2, 4), np.float32))[0, index]
-
-    index = tensor_meta((4,), "int64")
-    graph = capture(Counted(), X, index)
+    cell = cell_of(counted, table=Tensor(np.arange(4, dtype=np.float32)))
+    graph = capture(cell, X, tensor_meta((4,), "int64"))
     assert [node.args[1] for node in graph.nodes if node.operator == "Reshape"] == [(2, 4)]
     assert only_operators(graph)[-3:] == ["Gather", "Squeeze", "AddExt"]
 
 
 def test_one_tensor_for_two_arguments_is_one_value():
-    class Twice(nn.Cell):
-        def __init__(self):
-            super().__init__()
-            self.inner = Passing()
-
-        def construct(self, x):
-            return self.inner(x, x), self.inner(x, x * 2)
-
-    once, twice = (node.graph for node in capture(Twice(), X).nodes if isinstance(node, CallNode))
+    cell = cell_of(lambda self, x: (self.inner(x, x), self.inner(x, x * 2)), inner=Passing())
+    once, twice = (node.graph for node in capture(cell, X).nodes if isinstance(node, CallNode))
     assert once.arguments["x"] == once.result[0] and once.arguments["x"].id == once.arguments["y"].id == 0
     assert (twice.arguments["x"].id, twice.arguments["y"].id) == (0, 1)
     assert structure_key(once) != structure_key(twice)
 
 
 def test_primitives_are_known_by_their_attribute():
-    class Net(nn.Cell):
-        def __init__(self):
-            super().__init__()
-            self.matmul, self.bias, self.other = ops.MatMul(transpose_b=True), ops.BiasAdd(), ops.Gather()
-            self.weight, self.shift = (
-                Parameter(Tensor(np.ones((3, 4), np.float32))),
-                Parameter(Tensor(np.ones(3, np.float32))),
-            )
+    def construct(self, x):
+        return ops.relu(self.bias(self.matmul(x, self.weight), self.shift))
 
-        def construct(self, x):
-            return ops.relu(self.bias(self.matmul(x, self.weight), self.shift))
-
-    nodes = capture(Net(), X).nodes
+    weights = {
+        name: Parameter(Tensor(np.ones(shape, np.float32))) for name, shape in (("weight", (3, 4)), ("shift", 3))
+    }
+    primitives = {"matmul": ops.MatMul(transpose_b=True), "bias": ops.BiasAdd(), "other": ops.Gather()}
+    nodes = capture(cell_of(construct, **weights, **primitives), X).nodes
     assert [(node.attribute, node.operator, node.kind) for node in nodes] == [
         ("matmul", "MatMul", "function"),
         ("bias", "BiasAdd", "primitive"),
@@ -235,35 +214,19 @@ def test_outer_values_are_listed():
     assert [(use.path, use.call, use.id) for use in graph.outer] == [("writer", writer.call, 1)]
 
 
-class Doubled(nn.Cell):
-    """Has a gradient of its own."""
-
-    def construct(self, x):
-        return x * 2
-
-    def bprop(self, x, out, dout):
-        return (dout * 2,)
-
-
 def test_parts_of_a_call_that_are_no_operators():
-    class Whole(nn.Cell):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.doubled = nn.Dense(4, 4), Doubled()
-            self.inner.recompute()
-            self.inner.register_forward_hook(lambda cell, inputs, output: output + 1)
-            self.steps = Parameter(Tensor(0.0, ms.float32))
-            self.calls = 0
+    def construct(self, x):
+        self.calls += 1
+        ops.assign(self.steps, self.steps + 1)
+        y = self.doubled(self.inner(x)).sum()
+        for parameter in self.trainable_params():
+            y = y + parameter.square().sum()
+        return y
 
-        def construct(self, x):
-            self.calls += 1
-            ops.assign(self.steps, self.steps + 1)
-            y = self.doubled(self.inner(x)).sum()
-            for parameter in self.trainable_params():
-                y = y + parameter.square().sum()
-            return y
-
-    cell = Whole()
+    steps = Parameter(Tensor(0.0, ms.float32))
+    cell = cell_of(construct, inner=nn.Dense(4, 4), doubled=Doubled(), steps=steps, calls=0)
+    cell.inner.recompute()
+    cell.inner.register_forward_hook(lambda cell, inputs, output: output + 1)
     before = snapshot(cell)
     graph = capture(cell, X)
     assert_unchanged(cell, before)

@@ -4,12 +4,15 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
+from small_cells import cell_of
 from test_recompute_gradients import INPUTS, llama, sharded, without
 
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recompute import recompute
 from mindformers_core.tensor_parallel import jit, programs, shard
 from mindformers_core.zero import hsdp, value_and_grad
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def step(**settings):
@@ -23,7 +26,6 @@ def compiled_by(gradient_of):
     return sorted(name for name, *_ in gradient_of._function._cells_compiled._graphs)
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_alike_layers_share_a_compiled_function():
     """It takes their weights as arguments; MindSpore keeps memory for every compiled function that there is."""
     net, gradient_of, found = step(full=True)
@@ -36,7 +38,6 @@ def test_alike_layers_share_a_compiled_function():
     assert head.endswith(", passed_weights)") and "passed_weights=passed_weights[1:5], program=" in source
 
 
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("pattern", ["*.mlp", ["layers.0.self_attn", "*.down_proj"]])
 def test_what_is_around_recomputed_cells_is_compiled_in_parts(pattern):
     """With the bits of the whole as one function, and in as few functions as can be: two for each layer, that of the
@@ -64,67 +65,49 @@ class Scaled(nn.Cell):
         return (self.factor * dout,)
 
 
-class Scaling(nn.Cell):
-    """A layer with such a Cell, and with one that may be recomputed."""
+def in_turn(self, x):
+    for layer in self.layers:
+        x = layer(x)
+    return x.square().mean()
 
-    def __init__(self, factor):
-        super().__init__()
-        self.scaled, self.dense = Scaled(factor), nn.Dense(4, 4)
 
-    def construct(self, x):
+def scalings():
+    """Three layers, each with such a Cell and one that may be recomputed, alike but for what only a gradient reads."""
+
+    def scaling(self, x):
         return self.dense(self.scaled(ops.tanh(x))) + x
 
-
-class Scalings(nn.Cell):
-    """Three layers, alike but for a number that only a gradient reads."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.CellList([Scaling(factor) for factor in (2.0, 3.0, 5.0)])
-
-    def construct(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+    layers = [cell_of(scaling, scaled=Scaled(factor), dense=nn.Dense(4, 4)) for factor in (2.0, 3.0, 5.0)]
+    return on_one_rank(cell_of(in_turn, layers=nn.CellList(layers)))
 
 
-@pytest.mark.usefixtures("one_rank")
+def on_one_rank(net):
+    return shard(net.set_train(), init_device_mesh((1,), ("dp",)))
+
+
 @pytest.mark.parametrize("settings", [{"full": True}, {"select": "*.dense"}])
 def test_cells_with_a_gradient_of_their_own_share_no_function(settings):
     """What it reads isn't known from their forward pass."""
     x, found = Tensor(np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)), []
     for given in ({}, settings):
         ms.set_seed(1)
-        net = recompute(shard(Scalings().set_train(), init_device_mesh((1,), ("dp",))), **given)
+        net = recompute(scalings(), **given)
         loss, gradients = value_and_grad(hsdp(net), compiled=True)(x)
         found.append([loss.asnumpy(), *(gradient.asnumpy() for gradient in gradients)])
     for mine, whole in zip(*found, strict=True):
         np.testing.assert_allclose(mine, whole, 1e-5, 1e-6)
 
 
-class Structured(nn.Cell):
-    """Takes and gives tensors in all kinds of structures."""
+def stack():
+    """Two Cells that take and give tensors in all kinds of structures."""
 
-    def __init__(self, seed):
-        super().__init__()
-        values = np.random.default_rng(seed).normal(size=(8, 8)).astype(np.float32)
-        self.weight = Parameter(Tensor(values), name="weight")
-
-    def construct(self, pair, by_name, *rest, scale=None, kind="none", mask=0):
+    def structured(self, pair, by_name, *rest, scale=None, kind="none", mask=0):
         x, (y, _) = pair
         assert kind == "a kind" and mask is None and by_name["text"] == "after a tensor"
         x = ops.tanh(ops.matmul(x, self.weight)) + by_name["z"] * rest[0]
         return {"pair": (x * scale, [y, None]), "number": 3}
 
-
-class Stack(nn.Cell):
-    """Two of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.CellList([Structured(0), Structured(1)])
-
-    def construct(self, x):
+    def stack(self, x):
         y = ops.tanh(x)
         for layer in self.layers:
             named = {"z": x * 2, "none": None, "text": "after a tensor"}
@@ -132,9 +115,13 @@ class Stack(nn.Cell):
             x, (y, _) = found["pair"]
         return (x * y).mean()
 
+    values = [np.random.default_rng(seed).normal(size=(8, 8)).astype(np.float32) for seed in range(2)]
+    weights = [Parameter(Tensor(value), name="weight") for value in values]
+    return on_one_rank(cell_of(stack, layers=nn.CellList([cell_of(structured, weight=each) for each in weights])))
+
 
 def structured_steps(compiled, **settings):
-    net = recompute(shard(Stack().set_train(), init_device_mesh((1,), ("dp",))), **settings)
+    net = recompute(stack(), **settings)
     gradient_of, found = value_and_grad(hsdp(net), compiled), []
     for seed in range(2):
         x = Tensor(np.random.default_rng(seed).normal(size=(4, 8)).astype(np.float32))
@@ -143,7 +130,6 @@ def structured_steps(compiled, **settings):
     return found
 
 
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("settings", [{"full": True}, {"full": "1"}])
 def test_tensors_in_structures_have_gradients(settings):
     """MindSpore gives those in the tuples and dicts of a compiled function none, or wrong ones, at a second step."""
@@ -152,39 +138,31 @@ def test_tensors_in_structures_have_gradients(settings):
         np.testing.assert_allclose(mine, whole, 1e-5, 1e-6)
 
 
-class Watched(nn.Cell):
-    """Cells that give no tensor, and a number that a program has written in."""
+def watched():
+    """A Cell with one that gives no tensor, and a number that a program has written in, for a mesh of one."""
 
-    def __init__(self):
-        super().__init__()
-        self.silent, self.dense, self.factor = Silent(), nn.Dense(4, 4), 1.0
+    def silent(self, x):
+        ops.sin(x)
 
-    def construct(self, x):
+    def watched(self, x):
         self.silent(x * 2)
         return (self.dense(ops.tanh(x)) * self.factor).square().mean()
 
-
-class Silent(nn.Cell):
-    """Gives nothing."""
-
-    def construct(self, x):
-        ops.sin(x)
+    return on_one_rank(cell_of(watched, silent=cell_of(silent), dense=nn.Dense(4, 4), factor=1.0))
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_a_recomputed_cell_without_results():
     """Is part of what is around it."""
     x = Tensor(np.ones((2, 4), np.float32))
-    net = recompute(shard(Watched().set_train(), init_device_mesh((1,), ("dp",))), select=["silent", "dense"])
+    net = recompute(watched(), select=["silent", "dense"])
     gradient_of = value_and_grad(hsdp(net), compiled=True)
     assert np.isfinite(gradient_of(x)[0].asnumpy())
     assert compiled_by(gradient_of) == ["parallel_dense", "parallel_watched_part1", "parallel_watched_part2"]
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_compiled_functions_go_with_their_programs():
     x = Tensor(np.ones((2, 4), np.float32))
-    net = recompute(shard(Watched().set_train(), init_device_mesh((1,), ("dp",))), select="dense")
+    net = recompute(watched(), select="dense")
     gradient_of = value_and_grad(hsdp(net), compiled=True)
     losses = []
     for factor in (1.0, 2.0, 3.0):
@@ -194,14 +172,12 @@ def test_compiled_functions_go_with_their_programs():
     np.testing.assert_allclose(losses, losses[0], 1e-6)
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_a_pattern_that_matches_nothing_out_of_training_mode():
     net = recompute(sharded(llama).set_train(False), select="layers.*.nothing")
     with pytest.raises(ValueError, match="'layers.\\*.nothing' matches no Cell or operator"):
         value_and_grad(hsdp(net), compiled=True)(*INPUTS[llama]())
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_pynative_gradients_of_a_compiled_function_recompute_nothing():
     """So they are an error."""
     net = recompute(sharded(llama), full=True)

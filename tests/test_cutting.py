@@ -3,6 +3,7 @@
 import mindspore as ms
 import pytest
 from mindspore import nn, ops
+from small_cells import cell_of
 
 from mindformers_core.communication import init_distributed, shutdown
 from mindformers_core.layout import layout
@@ -12,25 +13,20 @@ from mindformers_core.program.plan import OperatorPlan, called_graphs
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import shard
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 
-class Layer(nn.Cell):
+
+def layer():
     """A Cell with two others, and operators between them."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention, self.mlp = nn.Dense(2, 2), nn.Dense(2, 2)
 
     def construct(self, x, scale):
         return x + self.mlp(ops.tanh(x + self.attention(x) * scale))
 
+    return cell_of(construct, attention=nn.Dense(2, 2), mlp=nn.Dense(2, 2))
 
-class Model(nn.Cell):
+
+def model():
     """Two layers, between an embedding and a head."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(4, 2), nn.Dense(2, 4)
-        self.layers = nn.CellList([Layer(), Layer()])
 
     def construct(self, ids):
         x = ops.tanh(self.embedding(ids))
@@ -39,16 +35,8 @@ class Model(nn.Cell):
             x = layer(x, scale)
         return self.head(ops.tanh(x))
 
-
-class Outer(nn.Cell):
-    """A model in a model."""
-
-    def __init__(self):
-        super().__init__()
-        self.model, self.loss = Model(), nn.ReLU()
-
-    def construct(self, ids):
-        return self.loss(self.model(ids)).mean()
+    layers = nn.CellList([layer(), layer()])
+    return cell_of(construct, embedding=nn.Embedding(4, 2), head=nn.Dense(2, 4), layers=layers)
 
 
 LAYERS = ["model.layers.0", "model.layers.1"]
@@ -59,7 +47,8 @@ BEFORE, AFTER, LOSS = "model part1", "model part2", " part1"
 
 def cut_program(again=(), units=()):
     """The program of a model that is cut."""
-    net = shard(Outer().set_train(), init_device_mesh((1,), ("dp",)))
+    outer = cell_of(lambda self, ids: self.loss(self.model(ids)).mean(), model=model(), loss=nn.ReLU())
+    net = shard(outer.set_train(), init_device_mesh((1,), ("dp",)))
     tree = tree_of(net)
     with tree.for_compiled((tuple(again), tuple(units))):
         return tree.program("", (tensor_meta((2, 3), "int32"),), {})
@@ -76,7 +65,6 @@ def compiled_functions(frame, graph):
     return found
 
 
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     "units, recomputed, again, once",
     [
@@ -98,7 +86,6 @@ def test_which_functions_are_compiled(units, recomputed, again, once):
     assert found == dict.fromkeys(again, "again") | dict.fromkeys(once, "once")
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_what_goes_into_a_part_and_comes_out():
     """All that is taken from before, and all that is needed after; constants stay out."""
     layer = cut_program([f"{path}.attention" for path in LAYERS]).generated.calls[0].frame.calls[1].frame
@@ -109,7 +96,6 @@ def test_what_goes_into_a_part_and_comes_out():
     assert part.frame.calls[0].node.child == "mlp"
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_a_single_operator_is_no_part():
     """`tanh` after the recomputed layers, before the recomputed head."""
     program = cut_program([*LAYERS, "model.head"])
@@ -119,7 +105,6 @@ def test_a_single_operator_is_no_part():
     assert operators[-1] == "Tanh"
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_alike_cells_share_their_parts():
     """Each call still has its own weights."""
     program = cut_program([f"{path}.attention" for path in LAYERS])
@@ -129,28 +114,8 @@ def test_alike_cells_share_their_parts():
     assert paths[0] != paths[1] == [path.replace("layers.0", "layers.1") for path in paths[0]]
 
 
-class Masked(nn.Cell):
-    """A constant that a Cell gives is cut over `tp`, and something else is made of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense, self.mask, self.cut = nn.Dense(8, 8), Mask(), CutMask()
-
-    def construct(self, x):
-        x = ops.tanh(self.dense(x)) * 2
-        mask = self.mask(8)
-        return self.dense(x * self.cut(mask) * 2 + mask).square().mean()
-
-
-class Mask(nn.Cell):
-    """A constant."""
-
-    def construct(self, length):
-        return ops.cos(ops.arange(length).astype(ms.float32))
-
-
 class CutMask(nn.Cell):
-    """Takes it cut."""
+    """Takes a constant cut."""
 
     def shard(self, config=None):
         return {"mask": layout("tp")}, layout("tp"), None
@@ -160,14 +125,20 @@ class CutMask(nn.Cell):
 
 
 def test_what_is_made_of_constants_stays_out_with_their_moves():
+    """A constant that a Cell gives is cut over `tp`, and something else is made of it."""
+
+    def masked(self, x):
+        x = ops.tanh(self.dense(x)) * 2
+        mask = self.mask(8)
+        return self.dense(x * self.cut(mask) * 2 + mask).square().mean()
+
+    mask = cell_of(lambda self, length: ops.cos(ops.arange(length).astype(ms.float32)))
+    net = cell_of(masked, dense=nn.Dense(8, 8), mask=mask, cut=CutMask())
     shutdown()
     init_distributed("fake", world_size=2)
-    try:
-        tree = tree_of(shard(Masked().set_train(), init_device_mesh((1, 2), ("dp", "tp"))))
-        with tree.for_compiled((("dense",), ())):
-            frame = tree.program("", (tensor_meta((4, 8), "float32"),), {}).generated
-    finally:
-        shutdown()
+    tree = tree_of(shard(net.set_train(), init_device_mesh((1, 2), ("dp", "tp"))))
+    with tree.for_compiled((("dense",), ())):
+        frame = tree.program("", (tensor_meta((4, 8), "float32"),), {}).generated
     assert [call.node.child for call in frame.calls if call.frame.compiled] == ["dense", "", "dense", ""]
     assert not any(value.constant for call in frame.calls if call.node.child == "" for value in call.node.outputs)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from mindspore import Layout, Parameter, Tensor, nn, ops
-from small_cells import Linear, Net
+from small_cells import FeedForward, Linear, Net
 
 from mindformers_core.layout import Layout as OurLayout
 from mindformers_core.layout import layout
@@ -75,18 +75,14 @@ def test_a_weight_that_does_not_divide():
     ("plan", "message"),
     [
         ({"layer.0": {}}, "plan pattern 'layer.0' matches no Cell of Net.*did you mean 'layers"),
-        (
-            {"layers.0": {"wieght": COLUMNS}},
-            "plan entry 'layers.0': unknown key 'wieght'; allowed: input, output, weight.*did you mean 'weight'",
-        ),
+        ({"layers.0": {"wieght": COLUMNS}},
+            "plan entry 'layers.0': unknown key 'wieght'; allowed: input, output, weight.*did you mean 'weight'"),
         ({"layers.0": COLUMNS}, "should be a dict with the keys"),
-        (
-            {"layers.*": {"input": {"z": COLUMNS}}},
-            r"Cell 'layers.0' \(Linear\), plan entry 'layers.\*': input layout names 'z'",
-        ),
+        ({"layers.*": {"input": {"z": COLUMNS}}},
+            r"Cell 'layers.0' \(Linear\), plan entry 'layers.\*': input layout names 'z'"),
         ({"rest": {"weight": COLUMNS}}, "the Cell's own parameters are none"),
     ],
-)
+)  # fmt: skip
 def test_plans_that_are_wrong(plan, message):
     with pytest.raises((TypeError, ValueError), match=message):
         shard(Net(), MESH, plan=plan)
@@ -151,25 +147,6 @@ def test_a_plan_wins_over_a_hook_part_by_part():
     assert found["rest.0"].weights == {"weight": ROWS} and found["rest.0"].inputs == {"x": COLUMNS}
 
 
-class Dense(nn.Cell):
-    """The seed's: primitives as attributes."""
-
-    def __init__(self):
-        super().__init__()
-        self.matmul = ops.MatMul()
-        self.add = ops.Add()
-
-
-class FeedForward(nn.Cell):
-    """Two of them, and a primitive of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense1 = Dense()
-        self.relu = ops.ReLU()
-        self.dense2 = Dense()
-
-
 def declared_operators(cell, plan=None):
     """`{operator path: OperatorDeclaration}`."""
     found = collect_declarations(cell, plan=plan)
@@ -231,26 +208,20 @@ def test_a_primitive_of_a_cell_with_a_hook():
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (
-            {"dense1.mutmal": {}},
-            "plan pattern 'dense1.mutmal' matches no Cell of FeedForward, and no prim.*did you mean 'dense1.matmul'",
-        ),
-        (
-            {"relu": {"weight": ROWS}},
-            "plan entry 'relu': unknown key 'weight'; allowed: input, output .an operator has no weights",
-        ),
+        ({"dense1.mutmal": {}},
+            "plan pattern 'dense1.mutmal' matches no Cell of FeedForward, and no prim.*did you mean 'dense1.matmul'"),
+        ({"relu": {"weight": ROWS}},
+            "plan entry 'relu': unknown key 'weight'; allowed: input, output .an operator has no weights"),
         ({"relu": {"inputs": ROWS}}, r"unknown key 'inputs'; allowed: input, output \(did you mean 'input'"),
         ({"relu": ROWS}, "plan entry 'relu' should be a dict with the keys input, output, not"),
-        (
-            {"dense1.matmul": {"input": (ROWS, ("tp", None))}},
+        ({"dense1.matmul": {"input": (ROWS, ("tp", None))}},
             r"Cell 'dense1' \(Dense\), operator 'matmul' \(MatMul\), plan entry 'dense1.matmul': input 1 is "
-            r"\('tp', None\): write layout",
-        ),
+            r"\('tp', None\): write layout"),
         ({"dense1.matmul": {"input": (ROWS, (2, 0))}}, r"input 1 is \(2, 0\): write layout"),
         ({"dense1.matmul": {"input": (ROWS, (2, True))}}, r"input 1 is \(2, True\): write layout"),
         ({"dense1.matmul": {"output": "tp"}}, "output is 'tp': write a tuple"),
     ],
-)
+)  # fmt: skip
 def test_operator_entries_that_are_wrong(plan, message):
     with pytest.raises((TypeError, ValueError), match=message):
         collect_declarations(FeedForward(), plan=plan)

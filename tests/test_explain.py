@@ -9,6 +9,7 @@ from captured_models import Function, small_llama
 from mindspore import Parameter, Tensor, nn, ops
 from models import EXAMPLES, axes_of
 from planned_models import planned, silent_algorithm
+from small_cells import cell_of
 
 from mindformers_core.analysis.traffic import bytes_by_axes, collectives_of
 from mindformers_core.capture.algorithm_graph import algorithm_of
@@ -26,22 +27,20 @@ MESH = init_device_mesh((2, 2), ("dp", "tp"))
 WHOLE = 4 * 6 * 8 * 4  # bytes of a float32 tensor of shape (4, 6, 8)
 
 
-class FeedForward(nn.Cell):
+def construct(self, x):
     """A norm, a column-parallel and a row-parallel layer, (4, 6, 8) → the same."""
+    return self.down(ops.relu(self.up(self.norm(x))))
 
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = RMSNorm(8), ColumnParallelLinear(8, 16), RowParallelLinear(16, 8)
 
-    def construct(self, x):
-        return self.down(ops.relu(self.up(self.norm(x))))
+def block():
+    parts = {"norm": RMSNorm(8), "up": ColumnParallelLinear(8, 16), "down": RowParallelLinear(16, 8)}
+    return cell_of(construct, **parts)
 
 
 def feed_forward(sequence_parallel):
     config = SimpleNamespace(sequence_parallel=sequence_parallel)
     arriving = {"x": layout(None, "tp") if sequence_parallel else layout()}
-    cell = FeedForward().set_train()
-    _, frame = planned(cell, TP, (tensor_meta((4, 6, 8), "float32"),), config=config, arriving=arriving)
+    _, frame = planned(block().set_train(), TP, (tensor_meta((4, 6, 8), "float32"),), config=config, arriving=arriving)
     return frame
 
 
@@ -96,37 +95,25 @@ def test_the_peak_in_evaluation(name):
     assert evaluation_bytes(function) == tensors
 
 
-class Scaled(nn.Cell):
-    """The product keeps what is multiplied with the weight, and the others what they take; the first is freed."""
+def planned_with_weight(construct, shape, arriving):
+    """The plan of `construct` of the Cell, whose weight is 2, and of an input of this shape."""
+    cell = cell_of(construct, weight=Parameter(Tensor([2.0])))
+    return planned(cell, TP, (tensor_meta(shape, "float32"),), arriving={"x": arriving})[1]
 
-    def __init__(self):
-        super().__init__()
-        self.weight = Parameter(Tensor([2.0]))
+
+def test_what_no_gradient_keeps_is_freed_in_training():
+    """The product keeps what is multiplied with the weight, and the others what they take; the first is freed."""
 
     def construct(self, x):
         return ops.sin(ops.cos(ops.mul(ops.exp(ops.exp(x)), self.weight)))
 
-
-def test_what_no_gradient_keeps_is_freed_in_training():
-    _, frame = planned(Scaled(), TP, (tensor_meta((16,), "float32"),), arriving={"x": layout("tp")})
-    report = make_report(frame)
+    report = make_report(planned_with_weight(construct, (16,), layout("tp")))
     assert (report.training_bytes, report.evaluation_bytes) == (4 * 32, 2 * 32)
 
 
-class Softmax(nn.Cell):
-    """A softmax of what was multiplied with a weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = Parameter(Tensor([2.0]))
-
-    def construct(self, x):
-        return ops.softmax(ops.mul(x, self.weight), -1)
-
-
 def cut_softmax():
-    _, frame = planned(Softmax(), TP, (tensor_meta((4, 8), "float32"),), arriving={"x": layout(None, "tp")})
-    return frame
+    """The plan of a softmax of what was multiplied with a weight."""
+    return planned_with_weight(lambda self, x: ops.softmax(ops.mul(x, self.weight), -1), (4, 8), layout(None, "tp"))
 
 
 @pytest.mark.usefixtures("rank_0_of_4")
@@ -208,12 +195,11 @@ def test_arrows_mark_what_communicates():
 def test_operators_of_one_line_come_together():
     """In the page they can be opened; where one line has few, each is shown."""
 
-    class Losses(nn.Cell):
-        def construct(self, x):
-            few = ops.exp(ops.sin(ops.cos(ops.tan(x))))
-            return ops.tan(ops.exp(ops.sin(ops.cos(ops.tan(few)))))
+    def losses(self, x):
+        few = ops.exp(ops.sin(ops.cos(ops.tan(x))))
+        return ops.tan(ops.exp(ops.sin(ops.cos(ops.tan(few)))))
 
-    report = unsent(planned(Losses(), TP, (tensor_meta((3,), "float32"),))[1])
+    report = unsent(planned(cell_of(losses), TP, (tensor_meta((3,), "float32"),))[1])
     shown = [line.split("  test_")[0].strip() for line in explain_plan(report).splitlines()[4:10]]
     *alone, names, last = shown
     assert [line.split()[2] for line in alone] == ["Tan(x)", "Cos(%1)", "Sin(%2)", "Exp(%3)"]
@@ -310,8 +296,9 @@ def test_the_page_grows_with_what_differs_only():
 
 
 def test_everything_is_escaped():
-    odd = type("Odd<b>&amp;", (FeedForward,), {})
-    _, frame = planned(odd(), TP, (tensor_meta((4, 6, 8), "float32"),))
+    odd = block()
+    type(odd).__qualname__ = "Odd<b>&amp;"
+    _, frame = planned(odd, TP, (tensor_meta((4, 6, 8), "float32"),))
     source = page(make_report(frame), "<script>&\"'")
     found = Reader(source)
     text = "".join(found.text)

@@ -30,10 +30,8 @@ def alone(monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["recompute.select=[layers.0.mlp, layers.*.mlpp]"],
-            "recompute.select[1]: 'layers.*.mlpp' matches no Cell or operator: below 'layers.*'",
-        ),
+        (["recompute.select=[layers.0.mlp, layers.*.mlpp]"],
+            "recompute.select[1]: 'layers.*.mlpp' matches no Cell or operator: below 'layers.*'"),
         (["recompute.exclude=['*.sofmax']", "recompute.full=true"], "recompute.exclude: '*.sofmax' matches no"),
         (["swap.op_swap={'*.mpl': true}"], "swap.op_swap['*.mpl']: '*.mpl' matches no Cell or operator"),
         (["recompute.budget=0.01"], "recompute.budget: 0.01 is out of reach: with all computed again that may be, "),
@@ -44,7 +42,7 @@ def alone(monkeypatch):
         (["recompute.select=['*.softmax']", "context.mode=0"], "recompute.select: '*.softmax' selects operators, but"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
+)  # fmt: skip
 @pytest.mark.parametrize("dry", [False, True], ids=["train", "dry"])
 def test_a_run_that_can_not_be_is_told_in_a_line(tmp_path, capsys, overrides, message, dry):
     """As a dry run does; there is no run folder then."""

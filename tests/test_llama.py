@@ -16,15 +16,8 @@ from mindformers_core.models.rotary import apply_rotary, rotary_tables
 from mindformers_core.pipeline import split_layers
 from mindformers_core.sharding.initialize import materialize
 
-SMALL = {
-    "vocab_size": 32,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 16,
-}
+SMALL = {"vocab_size": 32, "hidden_size": 24, "intermediate_size": 40, "max_position_embeddings": 16}
+SMALL |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def small_model(**changes):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_redistribution import random_layout
 from work import calls_in
 
 from mindformers_core.hints import nearest
@@ -168,19 +169,6 @@ def test_unknown_ranks_and_axes_say_what_there_is(mesh):
 
 
 # Layouts.
-
-
-def random_layout(mesh, ndim, rng):
-    dims, partial, varying = [[] for _ in range(ndim)], {}, []
-    for axis in rng.sample(mesh.axis_names, mesh.ndim):
-        kind = rng.choice(("shard", "shard", "partial", "varying", "replicate"))
-        if kind == "shard" and ndim:
-            rng.choice(dims).append(axis)
-        elif kind == "partial":
-            partial[axis] = rng.choice(("sum", "max", "min", "avg"))
-        elif kind == "varying":
-            varying.append(axis)
-    return Layout.on(mesh, dims, partial, varying)
 
 
 def test_specifications_bind_to_any_mesh(mesh):

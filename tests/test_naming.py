@@ -92,38 +92,6 @@ def helper(x, other):
     return ops.exp(product)
 
 
-def test_names_of_assignments():
-    assert names_of(plain) == [
-        ("a", ("q",)),
-        ("Add", ("total",)),
-        ("Mul", ("total",)),
-        ("Exp", ("kept",)),
-        ("b", None),
-    ]
-
-
-def test_only_the_outermost_call_has_the_name():
-    assert names_of(nested) == [
-        *[("a", None), ("b", None), ("Mul", None), ("c", ("y",))],
-        *[("a", None), ("MatMul", None), ("Exp", ("z",))],
-        *[("Add", None), ("Add", ("total",))],
-        *[("Mul", None), ("Mul", ("scaled",))],
-        ("b", ("picked",)),
-        ("Add", None),
-    ]
-
-
-def test_tuples_are_named_by_position():
-    found = names_of(tuples)
-    assert [names for _, names in found] == [
-        ("left", "right"),
-        ("halves", "halves"),
-        ("first", None),
-        ("one", *["rest"] * 3),
-        None,
-    ]
-
-
 def chained(self, x):
     p = pair = self.a(x)
     _ = kept = ops.exp(p)
@@ -132,13 +100,6 @@ def chained(self, x):
     by_place = {place: ops.exp(each) for place, each in enumerate(parts)}
     *nothing, one, other = ops.split(x, 2)
     return pair, kept, last, both, by_place, one, other
-
-
-def test_several_targets_and_comprehensions():
-    """The first target gives generated code its name."""
-    found = [names for _, names in names_of(chained)]
-    assert found[:3] == [("p",), ("kept",), ("most", "most", "most", "last")]
-    assert found[3:] == [*[("parts",)] * 3, *[("by_place",)] * 3, ("one", "other")]
 
 
 def parallel(self, x):
@@ -155,35 +116,38 @@ def parallel(self, x):
     return three, four, turned, part, q, k, v, first, second, left, right, total, pair, even, odd, one, two, rest, last
 
 
-def test_parallel_assignments():
-    found = names_of(parallel)
-    assert found[:6] == [
-        ("a", ("q",)),
-        ("a", None),
-        ("b", ("k",)),
-        ("Mul", None),
-        ("Exp", ("first",)),
-        ("Exp", ("second",)),
-    ]
-    assert found[6:8] == [("Split", None), ("Add", ("total",))]
-    assert [names for _, names in found[8:14]] == [("even",), None, ("odd",)] * 2
-    assert [names for _, names in found[14:20]] == [None] * 6
-    assert [names for _, names in found[20:]] == [None, ("turned",), ("part",)]
+NAMED = {  # the names of each node's results; of several targets the first gives generated code its name
+    plain: [("q",), ("total",), ("total",), ("kept",), None],
+    nested: [  # only the outermost call has the name
+        *(None, None, None, ("y",), None, None, ("z",), None, ("total",), None, ("scaled",), ("picked",), None),
+    ],
+    tuples: [("left", "right"), ("halves", "halves"), ("first", None), ("one", *["rest"] * 3), None],
+    chained: [
+        *(("p",), ("kept",), ("most", "most", "most", "last")),
+        *[("parts",)] * 3, *[("by_place",)] * 3, ("one", "other"),
+    ],
+    parallel: [
+        *(("q",), None, ("k",), None, ("first",), ("second",), None, ("total",)),
+        *[("even",), None, ("odd",)] * 2, *[None] * 7, ("turned",), ("part",),
+    ],
+    loop: [("x",), ("x",), *[None, ("y",), ("x",)] * 2],  # every round
+    several: [None, None, ("z",), *[None] * 5, ("product",), None],
+}  # fmt: skip
 
 
-def test_loops_name_every_round():
-    assert names_of(loop) == [
-        *[("layers.0", ("x",)), ("layers.1", ("x",))],
-        *[("layers.0", None), ("Add", ("y",)), ("Exp", ("x",)), ("layers.1", None), ("Add", ("y",)), ("Exp", ("x",))],
-    ]
+@pytest.mark.parametrize("construct", NAMED)
+def test_names_of_results(construct):
+    assert [names for _, names in names_of(construct)] == NAMED[construct]
 
 
-def test_what_has_no_name():
-    assert names_of(several) == [
-        *[("a", None), ("b", None)],
-        ("c", ("z",)),
-        *[("Exp", None), ("a", None), ("b", None), ("Exp", None), ("Exp", None)],
-        *[("Mul", ("product",)), ("Exp", None)],
+def test_nodes_that_have_names():
+    assert names_of(nested) == [
+        *[("a", None), ("b", None), ("Mul", None), ("c", ("y",))],
+        *[("a", None), ("MatMul", None), ("Exp", ("z",))],
+        *[("Add", None), ("Add", ("total",))],
+        *[("Mul", None), ("Mul", ("scaled",))],
+        ("b", ("picked",)),
+        ("Add", None),
     ]
 
 

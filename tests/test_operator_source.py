@@ -6,7 +6,7 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
-from generated_modules import Program, float_places, gradients_of, module_source, record, run_jitted, write
+from generated_modules import float_places, gradients_of, module_source, program_of, record, run_jitted, write
 from mindspore import Tensor
 from operator_source_calls import ALL_CALLS, BROKEN, WITHOUT_GRADIENT, WITHOUT_KERNEL
 
@@ -80,36 +80,6 @@ def test_what_authors_write(folder, in_graph):
             compare(f"gradient of {name} in jit", gradients[number], slopes[number])
 
 
-def local(array):
-    """An array as MindSpore takes it: floats of 32 bits, indices of 32 bits."""
-    array = np.asarray(array)
-    narrow = {"f": np.float32, "i": np.int32 if array.ndim else array.dtype}
-    return array.astype(narrow.get(array.dtype.kind, array.dtype))
-
-
-class Placeholder:
-    """Stands for input `place` of a program."""
-
-    def __init__(self, array, place):
-        self.shape, self.dtype, self.place = array.shape, str(array.dtype), place
-
-
-def program_of(call):
-    """The `Program` of one operator call."""
-    arrays = []
-
-    def fill(value):
-        if isinstance(value, (np.ndarray, np.generic)):
-            arrays.append(local(value))
-            return Placeholder(arrays[-1], len(arrays) - 1)
-        return type(value)(map(fill, value)) if isinstance(value, (tuple, list)) else value
-
-    args, kwargs = fill(tuple(call.args)), {name: fill(value) for name, value in call.named.items()}
-    program = Program(arrays, len(arrays), result="v0")
-    program.call("v0", call.name, args, kwargs, None, lambda placeholder: f"a{placeholder.place}")
-    return program
-
-
 def computed(call):
     """What NumPy gives for a call."""
     result = call.function(
@@ -121,7 +91,7 @@ def computed(call):
 def test_calls_of_every_operator(folder):
     """As NumPy in PyNative, and as PyNative in jit."""
     calls = [call for call in ALL_CALLS if str(call) not in BROKEN and call.name not in WITHOUT_KERNEL]
-    programs = [program_of(call) for call in calls]
+    programs = [program_of(call)[0] for call in calls]
     module = write(folder, "operator_calls_as_source", module_source(programs))
     expected, flowing = [], []
     for number, (call, program) in enumerate(zip(calls, programs)):
@@ -141,7 +111,7 @@ def test_calls_of_every_operator(folder):
 
 def test_calls_without_a_kernel_infer_on_the_meta_device(folder):
     calls = [call for call in ALL_CALLS if call.name in WITHOUT_KERNEL]
-    programs = [program_of(call) for call in calls]
+    programs = [program_of(call)[0] for call in calls]
     module = write(folder, "calls_without_kernel", module_source(programs))
     for number, (call, program) in enumerate(zip(calls, programs)):
         with ms.DeviceCtx("meta"):

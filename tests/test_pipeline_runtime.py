@@ -7,6 +7,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
+from small_cells import cell_of
 from small_pipelines import Scale, Squares, Through, array, pipeline
 
 from mindformers_core.mesh import init_device_mesh
@@ -132,34 +133,23 @@ def test_order_of_backward_passes_is_free():
         check(pipeline([Scale(0), Scale(1, True)], 3, Own), Tensor(array(6, 4)))
 
 
-class Many(nn.Cell):
+def many(self, x):
     """Hands on tensors of several dtypes, one of them untouched, and has a frozen and an unused parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.frozen = Parameter(Tensor(array(4)), name="frozen", requires_grad=False)
-        self.unused = Parameter(Tensor(array(4)), name="unused")
-        self.weight = Parameter(Tensor(array(4, 4)), name="used")
-
-    def construct(self, x):
-        return x, ops.cast(x > 0, ms.int32), x > 0.5, ops.matmul(x, self.weight) * self.frozen, ops.cast(x, ms.float16)
+    return x, ops.cast(x > 0, ms.int32), x > 0.5, ops.matmul(x, self.weight) * self.frozen, ops.cast(x, ms.float16)
 
 
-class Judge(nn.Cell):
+def judge(self, x, signs, mask, y, half):
     """Takes them; the loss, and two more results."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Dense(4, 1)
-
-    def construct(self, x, signs, mask, y, half):
-        z = self.head(x * signs + ops.where(mask, y, 2 * y) + ops.cast(half, ms.float32))
-        return ops.mean(z * z), z, ops.sum(signs)
+    z = self.head(x * signs + ops.where(mask, y, 2 * y) + ops.cast(half, ms.float32))
+    return ops.mean(z * z), z, ops.sum(signs)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_tensors_of_many_kinds_pass(compiled):
-    schedule = pipeline([Many(), Judge()], 2, compiled=compiled, output_concat_dim=1)
+    frozen = Parameter(Tensor(array(4)), name="frozen", requires_grad=False)
+    used = {"unused": Parameter(Tensor(array(4)), name="unused"), "weight": Parameter(Tensor(array(4, 4)), name="used")}
+    cells = [cell_of(many, frozen=frozen, **used), cell_of(judge, head=nn.Dense(4, 1))]
+    schedule = pipeline(cells, 2, compiled=compiled, output_concat_dim=1)
     x = Tensor(array(4, 4))
     loss, z, count = check(schedule, x)
     assert z.shape == (2, 2) and float(count) == (x.asnumpy() > 0).sum() / 2
@@ -179,20 +169,19 @@ def test_stages_without_parameters(compiled):
 
 
 def test_keyword_only_arguments_and_a_loss_function():
-    class Weighted(nn.Cell):
-        def __init__(self):
-            super().__init__()
-            self.dense = nn.Dense(4, 4)
+    def weighted(self, x, *, weights=None, power=1.0):
+        return self.dense(x) * weights * power
 
-        def construct(self, x, *, weights=None, power=1.0):
-            return self.dense(x) * weights * power
+    def made(compiled):
+        cells = [Scale(0), cell_of(weighted, dense=nn.Dense(4, 4))]
+        return pipeline(cells, 2, loss_fn=ops.mse_loss, compiled=compiled)
 
     x, weights, target = Tensor(array(4, 4)), Tensor(array(4, 1, seed=1)), Tensor(array(4, 4, seed=2))
     found = []
     for compiled in (False, True):
         np.random.seed(0)
         ms.set_seed(0)
-        schedule = pipeline([Scale(0), Weighted()], 2, loss_fn=ops.mse_loss, compiled=compiled)
+        schedule = made(compiled)
         loss = schedule.run(x, weights=weights, target=target, power=2.0)
         output = schedule.stages[1].cell(schedule.stages[0].cell(x), weights=weights, power=2.0)
         np.testing.assert_allclose(float(loss), float(ops.mse_loss(output, target)), 1e-5)
@@ -213,20 +202,15 @@ def test_sharded_stages_defer_the_gradients_of_weights(compiled):
     assert schedule.stages[0].weight_gradients._deferred is not None
 
 
-class Twice(nn.Cell):
-    """A weight whose gradient is deferred in part: a product's is, that of a square isn't."""
+def test_both_parts_of_a_weights_gradient_count():
+    """Of one that is deferred in part: a product's is, that of a square isn't."""
 
-    def __init__(self):
-        super().__init__()
-        self.weight = Parameter(Tensor(array(4, 4)), name="weight")
-
-    def construct(self, x):
+    def twice(self, x):
         return ops.square(ops.matmul(x, self.weight)).mean() + ops.square(self.weight).sum()
 
-
-def test_both_parts_of_a_weights_gradient_count():
     x = Tensor(array(8, 4))
-    cell, plain = shard(Twice().set_train(), init_device_mesh((1,), ("tp",))), Twice()
+    cell, plain = (cell_of(twice, weight=Parameter(Tensor(array(4, 4)), name="weight")) for _ in range(2))
+    shard(cell.set_train(), init_device_mesh((1,), ("tp",)))
     schedule = ScheduleZBH1(PipelineStage(cell, 0, 1), 2)
     schedule.run(x)
     expected = ms.grad(plain, None, plain.trainable_params())(x)[0].asnumpy()

@@ -3,11 +3,11 @@
 from math import prod
 
 import mindspore as ms
-import numpy as np
 import pytest
 from captured_models import MODELS, small_llama
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import ops
 from plan_checks import CONFIGS, MESH, check_plan, move_bytes, plan_of, stored, whole
+from small_cells import Dense, FeedForward, cell_of
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.communication import count_collectives
@@ -66,37 +66,12 @@ def extremes_bytes(plan):
     return sum(2 * 4 * prod(place.local_shape(value.shape)) for value, place in values)
 
 
-class Dense(nn.Cell):
-    """The linear layer of the seed, with classic primitives."""
-
-    def __init__(self, inputs, outputs):
-        super().__init__()
-        self.weight = Parameter(Tensor(np.zeros((inputs, outputs), np.float32)))
-        self.bias = Parameter(Tensor(np.zeros(outputs, np.float32)))
-        self.matmul, self.add = ops.MatMul(), ops.Add()
-
-    def construct(self, x):
-        return self.add(self.matmul(x, self.weight), self.bias)
-
-
 class MixedDense(Dense):
     """Computes in float16 with parameters in float32."""
 
     def construct(self, x):
         weight, bias = ops.cast(self.weight, ms.float16), ops.cast(self.bias, ms.float16)
         return self.add(self.matmul(ops.cast(x, ms.float16), weight), bias)
-
-
-class FFN(nn.Cell):
-    """The model of the seed."""
-
-    def __init__(self, dense=Dense):
-        super().__init__()
-        self.flatten, self.relu = ops.Flatten(), ops.ReLU()
-        self.dense1, self.dense2 = dense(28 * 28, 64), dense(64, 10)
-
-    def construct(self, x):
-        return self.dense2(self.relu(self.dense1(self.flatten(x))))
 
 
 def strategies(plan):
@@ -140,7 +115,7 @@ SEED_PARAMETERS = {
 def test_the_seed_s_example():
     mesh = init_device_mesh((2, 4), ("dp", "tp"))
     declarations = {"dense1": Declaration(operators={"matmul": OperatorDeclaration(((2, 1), (1, 4)))})}
-    found, plan = derived(FFN(), mesh, declarations, tensor_meta((256, 28, 28), "float32"))
+    found, plan = derived(FeedForward(), mesh, declarations, tensor_meta((256, 28, 28), "float32"))
     flatten, *rest = strategies(plan)
     assert flatten == ("Flatten", ((1, 1, 1),))
     assert rest == SEED_STRATEGIES
@@ -155,7 +130,7 @@ SECOND = {"dense2": Declaration(operators={"matmul": OperatorDeclaration(((2, 4)
 @pytest.mark.parametrize("declarations", [FIRST, SECOND, FIRST | SECOND])
 @pytest.mark.parametrize("dense", [Dense, MixedDense])
 def test_what_is_declared_spreads_both_ways(dense, declarations):
-    found, plan = derived(FFN(dense), SEED_MESH, declarations, tensor_meta((65536, 28, 28), "float32"))
+    found, plan = derived(FeedForward(dense), SEED_MESH, declarations, tensor_meta((65536, 28, 28), "float32"))
     cut = [pair for pair in strategies(plan) if pair[0] not in ("Cast", "Flatten")]
     assert cut == SEED_STRATEGIES
     assert {path: str(place) for path, place in found.items()} == SEED_PARAMETERS
@@ -177,18 +152,16 @@ def compared(cell, inputs, arriving, declarations=None, parameters=None, mesh=ME
     return plan, greedy.cost, improved.cost
 
 
-class Sum(nn.Cell):
-    """Two tensors added, and what follows."""
-
-    def __init__(self, steps=0):
-        super().__init__()
-        self.steps = steps
+def sums(steps):
+    """Two tensors added, and what follows: a `construct`."""
 
     def construct(self, x, y):
         z = x + y
-        for _ in range(self.steps):
+        for _ in range(steps):
             z = ops.relu(ops.transpose(z, (1, 0)))
         return z
+
+    return construct
 
 
 PAIR = [tensor_meta((8, 8), "float32")] * 2
@@ -198,22 +171,17 @@ PAIR = [tensor_meta((8, 8), "float32")] * 2
 def test_looking_ahead_moves_the_other_summand(steps):
     wanted = layout(None, "dp") if steps % 2 == 0 else layout("dp", None)
     declarations = {"": Declaration(outputs={0: wanted})}
-    plan, greedy, improved = compared(Sum(steps), PAIR, [layout("dp", None), layout(None, "dp")], declarations)
+    plan, greedy, improved = compared(
+        cell_of(sums(steps)), PAIR, [layout("dp", None), layout(None, "dp")], declarations
+    )
     assert improved.nbytes * 2 == greedy.nbytes and improved.work == greedy.work
     assert [move.value.hint for move in plan.moves] == ["x"], "once, and not the sum again"
 
 
 def test_looking_ahead_into_a_called_cell():
-    class Outer(nn.Cell):
-        def __init__(self):
-            super().__init__()
-            self.inner = Sum(2)
-
-        def construct(self, x, y):
-            return self.inner(x, y)
-
+    outer = cell_of(lambda self, x, y: self.inner(x, y), inner=cell_of(sums(2)))
     declarations = {"": Declaration(outputs={0: layout(None, "dp")})}
-    plan, greedy, improved = compared(Outer(), PAIR, [layout("dp", None), layout(None, "dp")], declarations)
+    plan, greedy, improved = compared(outer, PAIR, [layout("dp", None), layout(None, "dp")], declarations)
     assert improved.nbytes * 2 == greedy.nbytes
     assert [move.value.hint for move in plan.moves] == ["x"], "the caller moves what the callee needs moved only"
     assert not plan.calls[0].frame.moves
@@ -228,31 +196,24 @@ def test_nothing_is_computed_on_all_ranks_to_save_communication():
 
 
 def test_a_partial_sum_that_is_needed_whole_and_cut_is_reduced_once():
-    class Twice(nn.Cell):
-        def construct(self, x, y):
-            z = ops.matmul(x, y)
-            return ops.exp(z), ops.sin(z)
+    def twice(self, x, y):
+        z = ops.matmul(x, y)
+        return ops.exp(z), ops.sin(z)
 
     declarations = {"": Declaration(outputs={0: layout("dp")})}
     arriving = [layout(None, "dp"), layout("dp", None)]
-    plan, _, _ = compared(Twice(), PAIR, arriving, declarations)
+    plan, _, _ = compared(cell_of(twice), PAIR, arriving, declarations)
     assert [[step.kind for step in move.steps] for move in plan.moves] in (
         [["all_reduce"], ["slice"]],
         [["reduce_scatter"], ["all_gather"]],
     )
 
 
-class Heads(nn.Cell):
-    """Features cut into heads."""
-
-    def construct(self, x):
-        return x.reshape(x.shape[0], -1, 4).sum()
-
-
 @pytest.mark.parametrize("heads", [3, 4])
 def test_a_gather_tells_that_a_dim_does_not_divide(heads):
     arriving = {0: layout(None, "tp").bind(MESH)}
-    plan = plan_of(Heads(), (tensor_meta((2, 4 * heads), "float32"),), {}, arriving=arriving)
+    cell = cell_of(lambda self, x: x.reshape(x.shape[0], -1, 4).sum())
+    plan = plan_of(cell, (tensor_meta((2, 4 * heads), "float32"),), {}, arriving=arriving)
     said = [move.reason for move in plan.moves if move.undivided]
     wanted = ["Reshape: dim 1, 3 x 4, can't stay sharded over tp: 3 doesn't divide by 2"]
     assert said == (wanted if heads == 3 else [])

@@ -10,6 +10,7 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 from plan_checks import CONFIGS, MESH, check_plan, move_bytes, plan_of, stored, whole
 from simulated_plans import simulate
 from simulated_ranks import collect
+from small_cells import cell_of
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.layout import Layout, layout
@@ -22,43 +23,26 @@ from mindformers_core.sharding.declare import collect_declarations
 PAIR = [tensor_meta((8, 8), "float32")] * 2
 
 
-class Keeping(nn.Cell):
-    """Keeps a tensor in an object, or takes it from there."""
+def passing():
+    """Two Cells that pass a tensor on by an object without anyone's knowing, which is used above them, too."""
+    box = SimpleNamespace(kept=None)
 
-    def __init__(self, box):
-        super().__init__()
-        self.box = box
-
-    def construct(self, x, write):
+    def keep(self, x, write):
         if write:
-            self.box.kept = ops.relu(x)
+            box.kept = ops.relu(x)
             return ops.add(x, x)
-        return ops.add(ops.relu(self.box.kept), x)
+        return ops.add(ops.relu(box.kept), x)
 
-
-class Around(nn.Cell):
-    """One level more; uses what the Cell below has kept."""
-
-    def __init__(self, box):
-        super().__init__()
-        self.inner, self.box = Keeping(box), box
-
-    def construct(self, x, write):
+    def around(self, x, write):
         y = self.inner(x, write)
-        return ops.add(y, self.box.kept) if write else y
+        return ops.add(y, box.kept) if write else y
 
-
-class Passing(nn.Cell):
-    """Two Cells that pass a tensor on without anyone's knowing, which is used here, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.box = SimpleNamespace(kept=None)
-        self.a, self.b = Around(self.box), Around(self.box)
-
-    def construct(self, x):
+    def root(self, x):
         y = self.b(self.a(x, True), False)
-        return ops.add(y, self.box.kept)
+        return ops.add(y, box.kept)
+
+    a, b = (cell_of(around, inner=cell_of(keep)) for _ in range(2))
+    return cell_of(root, a=a, b=b)
 
 
 @pytest.mark.parametrize("arriving", [layout("dp", "tp"), layout(None, "dp"), layout("tp")])
@@ -67,7 +51,7 @@ def test_tensors_that_cells_pass_on_by_an_object(arriving):
         "b.inner": Declaration(inputs={"x": layout(None, "dp")}),
         "": Declaration(outputs={0: layout("tp")}),
     }
-    graph = capture(Passing(), PAIR[0])
+    graph = capture(passing(), PAIR[0])
     (value,) = tree_leaves(graph.arguments)
     plan = propagate(graph, MESH, {value.id: arriving.bind(MESH, 2)}, {}, declarations)
     check_plan(plan)
@@ -118,18 +102,15 @@ def test_projections_of_one_input_share_its_mark_through_all_levels():
     assert all(str(frame.layouts[0]) == "[dp, -] (varying: tp)" for path, frame in plan.walk() if path)
 
 
-class Readers(nn.Cell):
+def readers(make):
     """Three layers that read one tensor, and one that reads what they give, between residual sums and norms."""
-
-    def __init__(self, make):
-        super().__init__()
-        self.embed, self.norm = make(), nn.LayerNorm((32,))
-        self.q, self.k, self.v, self.o = make(), make(), make(), make()
 
     def construct(self, x):
         x = self.embed(x)
         h = self.norm(x)
         return x + self.o(ops.relu(self.q(h) * self.k(h) + self.v(h)))
+
+    return cell_of(construct, norm=nn.LayerNorm((32,)), **{name: make() for name in ("embed", *"qkvo")})
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -141,7 +122,7 @@ def test_readers_that_reshape_their_input_share_its_moves(sequence_parallel):
         plan["norm"], plan["o"] = {"input": layout(None, "tp", None)}, {**row, "output": layout(None, "tp", None)}
     found = []
     for make in (lambda: nn.Dense(32, 32), lambda: mint.nn.Linear(32, 32, bias=False)):
-        made = plan_of(Readers(make), [tensor_meta((2, 8, 32), "float32")], {}, plan=plan)
+        made = plan_of(readers(make), [tensor_meta((2, 8, 32), "float32")], {}, plan=plan)
         check_plan(made)
         moves = [move for _, frame in made.walk() for move in frame.moves if len(move.value.shape) > 1]
         kinds = Counter(step.kind for move in moves for step in move.steps if step.nbytes or step.backward[1])
@@ -173,15 +154,7 @@ def test_a_form_that_two_cells_need_besides_is_made_above_them():
         def construct(self, x):
             return ops.matmul(x, self.weight), ops.exp(x)
 
-    class Two(nn.Cell):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = Both(), Both()
-
-        def construct(self, x):
-            return self.a(x), self.b(x)
-
-    graph = capture(Two(), PAIR[0])
+    graph = capture(cell_of(lambda self, x: (self.a(x), self.b(x)), a=Both(), b=Both()), PAIR[0])
     weights = {path: layout(None, "tp").bind(MESH) for path in ("a.weight", "b.weight")}
     plan = propagate(graph, MESH, {0: layout("dp").bind(MESH, 2)}, weights)
     check_plan(plan)
@@ -202,16 +175,11 @@ def test_who_shares_a_weight_with_whom_tells_calls_apart():
 
 
 def test_a_tensor_goes_to_one_layout_by_way_of_another():
-    class Product(nn.Cell):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.ReLU(), nn.Tanh()
+    def construct(self, x, y):
+        z = ops.matmul(x, y)
+        return self.a(z), self.b(z)
 
-        def construct(self, x, y):
-            z = ops.matmul(x, y)
-            return self.a(z), self.b(z)
-
-    graph = capture(Product(), *PAIR)
+    graph = capture(cell_of(construct, a=nn.ReLU(), b=nn.Tanh()), *PAIR)
     declarations = {"a": Declaration(inputs={"input": layout("dp")}), "b": Declaration(inputs={"x": layout()})}
     arriving = {0: layout(None, "dp").bind(MESH), 1: layout("dp", None).bind(MESH)}
     plan = propagate(graph, MESH, arriving, {}, declarations)
@@ -300,12 +268,11 @@ def test_errors_say_where():
 
 
 def test_an_operator_without_a_rule_is_named_with_its_place():
-    class Unknown(nn.Cell):
-        def construct(self, x):
-            return ops.lgamma(x)
+    def unknown(self, x):
+        return ops.lgamma(x)
 
-    graph = capture(Level(Unknown()), PAIR[0])
+    graph = capture(Level(cell_of(unknown)), PAIR[0])
     with pytest.raises(
-        ValueError, match=r"in Cell 'parts.0' \(Unknown\), .*test_propagation_sharing.py:\d+: operator 'Lgamma'"
+        ValueError, match=r"in Cell 'parts.0' \(unknown\), .*test_propagation_sharing.py:\d+: operator 'Lgamma'"
     ):
         propagate(graph, MESH, {0: layout("dp").bind(MESH, 2)}, {})

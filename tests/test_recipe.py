@@ -106,18 +106,13 @@ PIPELINE_ERRORS = [  # overrides of llama_tiny_pp.yaml: 2 stages of 2 layers, 4 
     ([f"{PP}_schedule=zb_v"], f"{PP}_schedule: zb_v, with pipeline_parallel 2, pipeline_parallel_interleave_num 1"),
     ([f"{PP}_interleave_num=2"], "Schedule1F1B has one stage on every rank, not 4 on 2"),
     ([f"{PP}_microbatch_size=3"], f"training.local_batch_size: 4 can't be cut into micro-batches of {PP}_microbatch"),
-    (
-        [f"{PP}_schedule=dualpipe_v", f"{PP}_interleave_num=2", f"{PP}_microbatch_size=2"],
-        "and 2 micro-batches (training",
-    ),
+    ([f"{PP}_schedule=dualpipe_v", f"{PP}_interleave_num=2", f"{PP}_microbatch_size=2"],
+        "and 2 micro-batches (training"),
     ([f"{PP}_layers_per_stage=[1,2]"], "layers_per_stage: [1, 2] makes 3 layers, but num_hidden_layers is 4"),
-    (
-        [f"{PP}_layers_per_stage=[4]"],
-        "_layers_per_stage [4]: model.layers_per_stage: [4] has 1 entries",
-    ),
+    ([f"{PP}_layers_per_stage=[4]"], "_layers_per_stage [4]: model.layers_per_stage: [4] has 1 entries"),
     ([f"{PP}=3"], f"{PP} 3 x pipeline_parallel_interleave_num 1"),
     ([f"{PP}_shedule=gpipe"], f"{PP}_shedule: unknown key (did you mean 'pipeline_parallel_schedule'?)"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("overrides, message", PIPELINE_ERRORS, ids=[" ".join(error[0]) for error in PIPELINE_ERRORS])
@@ -173,14 +168,12 @@ def test_missing_keys_files_and_sections(tmp_path):
 
 
 NO_YAML = [  # text, and the error behind the file's path
-    (
-        "model:\n  a: 1\nmonitor:\n\nmodel: {}\n",
-        ", line 5: not valid YAML: key 'model' is given twice, first in line 1",
-    ),
+    ("model:\n  a: 1\nmonitor:\n\nmodel: {}\n",
+        ", line 5: not valid YAML: key 'model' is given twice, first in line 1"),
     ("model: [1\nb: 2\n", ", line 2: not valid YAML: while parsing a flow sequence, expected ',' or ']', but got ':'"),
     ("a: \x01", ": not valid YAML: unacceptable character #x0001: special characters are not allowed"),
     ("a: 1\n{[b]: 2}: 3", ", line 2: not valid YAML: while constructing a mapping, found unhashable key"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "message"), NO_YAML)

@@ -174,43 +174,42 @@ def deep(count):
     return frame, Model(links.producers, {key: LAYER_SIZES[key[1]] for key in prices}, prices, prices)
 
 
-def test_equal_layers_are_treated_alike():
+def of_layers(numbers, layers=30):
+    """The keys of these instructions in the first layers."""
+    return {(layer, number) for layer in range(layers) for number in numbers}
+
+
+@pytest.mark.parametrize(
+    ("budget", "keep", "dropped"),
+    [
+        (16 / 96, (), of_layers((1, 2))),
+        (0.5, (), of_layers((1, 2), 18)),  # the first layers, where all would be too many
+        (0.084, (), of_layers((0, 1, 2))),  # what layers return is kept
+        (56 / 96, of_layers((1,)), of_layers((2,))),
+    ],
+)
+def test_equal_layers_are_treated_alike(budget, keep, dropped):
     frame, model = deep(30)
-    choice = model.choose(frame, 16 / 96)
-    assert choice.dropped == {(layer, number) for layer in range(30) for number in (1, 2)}
-    assert (choice.saved_bytes, choice.flops) == (30 * 16, 30 * 2)
-    assert choice.forward_flops == 30 * 2002
+    assert links_of(frame).results == of_layers((3,))
+    choice = model.choose(frame, budget, keep=keep)
+    assert choice.dropped == dropped and choice.forward_flops == 30 * 2002
+    assert choice.flops == sum(LAYER_PRICES[number] for _, number in dropped)
+    assert choice.saved_bytes == 30 * 96 - sum(LAYER_SIZES[number] for _, number in dropped) <= budget * 30 * 96
 
 
-def test_the_first_layers_where_all_would_be_too_many():
+def test_budgets_out_of_reach():
+    """As what layers return is kept; and what must be."""
     frame, model = deep(30)
-    choice = model.choose(frame, 0.5)
-    assert choice.dropped == {(layer, number) for layer in range(18) for number in (1, 2)}
-    assert choice.saved_bytes == 30 * 96 * 0.5
-
-
-def test_what_layers_return_is_kept():
-    frame, model = deep(30)
-    assert links_of(frame).results == {(layer, 3) for layer in range(30)}
     with pytest.raises(ValueError, match=r"^recompute.budget: 0.05 is out of reach: .*240 B of 2.8 KiB stay.* 0.084$"):
         model.choose(frame, 0.05)
-    choice = model.choose(frame, 0.084)
-    assert choice.dropped == {(layer, number) for layer in range(30) for number in (0, 1, 2)}
-
-
-def test_what_must_be_kept():
-    frame, model = deep(30)
-    keep = {(layer, 1) for layer in range(30)}
-    choice = model.choose(frame, 56 / 96, keep=keep)
-    assert choice.dropped == {(layer, 2) for layer in range(30)}
     with pytest.raises(ValueError, match="recompute.budget: 0.1 is out of reach"):
-        model.choose(frame, 0.1, keep=keep)
+        model.choose(frame, 0.1, keep=of_layers((1,)))
 
 
 def test_what_must_be_kept_in_one_layer():
     """The other layers aren't kept because of it."""
     frame, model = deep(30)
-    everything = {(layer, number) for layer in range(30) for number in (0, 1, 2)}
+    everything = of_layers((0, 1, 2))
     choice = model.choose(frame, 0.112, keep={(7, 1), (7, 2)})
     assert everything - {(7, number) for number in range(3)} <= choice.dropped <= everything - {(7, 1), (7, 2)}
 

@@ -19,15 +19,13 @@ GATHERS = "recompute.parallel_optimizer_comm_recompute: True is about the gather
 @pytest.mark.parametrize(
     ("settings", "asked"),
     [
-        (
-            {"full": True, "exclude": "**"},
-            "full (True), so nothing is recomputed: exclude less, or leave recompute out",
-        ),
+        ({"full": True, "exclude": "**"},
+            "full (True), so nothing is recomputed: exclude less, or leave recompute out"),
         ({"full": [0, 2], "exclude": "layers.*"}, "full ([0, 2]), so"),
         ({"select": "*.mlp", "exclude": "*.mlp"}, "select (['*.mlp']), so"),
         ({"full": [1], "select": "*.mlp", "exclude": ["layers.1", "mlp"]}, "full ([1]) and select (['*.mlp']), so"),
     ],
-)
+)  # fmt: skip
 def test_all_is_excluded(settings, asked):
     expected = re.escape(f" takes out all that is asked for by {asked}")
     for compiled in (False, True):

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, ops
+from small_cells import cell_of
 from test_recompute_explained import IDS, explained
 from test_recompute_gradients import llama, sharded
 
@@ -20,19 +21,11 @@ from mindformers_core.tensor_parallel import prepare, shard
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-class Turned(nn.Cell):
-    """A product of a view: it keeps a copy."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = Parameter(Tensor(np.ones((4, 4), np.float32)))
-
-    def construct(self, x):
-        return ops.matmul(ops.transpose(x * self.weight, (1, 0)), self.weight)
-
-
 def test_a_copy_counts_for_who_makes_the_view():
-    net = recompute(shard(Turned().set_train(), init_device_mesh((1,), ("tp",))), select=".Transpose")
+    """A product of a view keeps one."""
+    weight = Parameter(Tensor(np.ones((4, 4), np.float32)))
+    turned = cell_of(lambda self, x: ops.matmul(ops.transpose(x * self.weight, (1, 0)), self.weight), weight=weight)
+    net = recompute(shard(turned.set_train(), init_device_mesh((1,), ("tp",))), select=".Transpose")
     frame = prepare(net, tensor_meta((4, 4), "float32")).frame
     before, after = (saved_bytes(frame, keys, algorithm_of) for keys in (frozenset(), frozenset(keepers_by_key(frame))))
     marks = {mark.kind: mark.nbytes for mark in explained(net, frame).marks.values()}

@@ -1,8 +1,9 @@
 """What is kept and what runs again where results are dropped: counted by hand on small graphs."""
 
 import pytest
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, ops
 from planned_models import planned
+from small_cells import cell_of
 
 from mindformers_core.analysis.prediction import cell_keys, recomputed, saved_activations, saved_bytes
 from mindformers_core.capture.algorithm_graph import algorithm_of
@@ -12,27 +13,15 @@ from mindformers_core.operators import tensor_meta
 from mindformers_core.program.instructions import operators_in_order
 from mindformers_core.program.plan import called_cells
 
-
-class Chain(nn.Cell):
-    """`function` of the input times a weight."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.weight = Parameter(Tensor([2.0]))
-        self.function = function
-
-    def construct(self, x):
-        return self.function(ops.mul(x, self.weight))
-
-
 MESH = init_device_mesh((2,), ("tp",))
 ONE = 4 * 8 * 4  # bytes of a local float32 tensor of shape (4, 8)
 
 
 def chain(function, arriving=None):
-    """The plan of a `Chain` for (8, 8), cut in two parts, and the key of each instruction by its operator."""
+    """The plan of `function` of a product for (8, 8), cut in two parts, and each instruction's key by its operator."""
     arriving = {"x": layout("tp") if arriving is None else arriving}
-    _, frame = planned(Chain(function), MESH, (tensor_meta((8, 8), "float32"),), arriving=arriving)
+    cell = cell_of(lambda self, x: function(ops.mul(x, self.weight)), weight=Parameter(Tensor([2.0])))
+    _, frame = planned(cell, MESH, (tensor_meta((8, 8), "float32"),), arriving=arriving)
     keys = {}
     for place in operators_in_order(frame):
         if hasattr(place.entry, "node"):
@@ -117,42 +106,21 @@ def test_moves_are_kept_and_dropped():
     assert recomputed(frame, {key}, arguments_need=False) == {key}
 
 
-class Layer(nn.Cell):
-    """Two operators, one of them a view if asked for."""
-
-    def __init__(self, last):
-        super().__init__()
-        self.last = last
-
-    def construct(self, x):
-        return self.last(ops.sin(ops.exp(x)))
+def layer(last):
+    """Two operators, and another one, a view if asked for."""
+    return cell_of(lambda self, x: last(ops.sin(ops.exp(x))))
 
 
-class Outer(nn.Cell):
+def outer(last):
     """A layer in a layer."""
-
-    def __init__(self, last):
-        super().__init__()
-        self.inner = Layer(last)
-
-    def construct(self, x):
-        return ops.reshape(self.inner(ops.cos(x)), (8, 8))
+    return cell_of(lambda self, x: ops.reshape(self.inner(ops.cos(x)), (8, 8)), inner=layer(last))
 
 
-class Net(nn.Cell):
-    """Layers behind a weight."""
-
-    def __init__(self, last, kind):
-        super().__init__()
-        self.weight = Parameter(Tensor([2.0]))
-        self.first, self.second = kind(last), kind(last)
-
-    def construct(self, x):
-        return ops.tanh(self.second(self.first(ops.mul(x, self.weight))))
-
-
-def net(last, kind=Outer):
-    return planned(Net(last, kind), MESH, (tensor_meta((8, 8), "float32"),), arriving={"x": layout("tp")})[1]
+def net(last):
+    """The plan of layers behind a weight."""
+    layers = {"first": outer(last), "second": outer(last), "weight": Parameter(Tensor([2.0]))}
+    cell = cell_of(lambda self, x: ops.tanh(self.second(self.first(ops.mul(x, self.weight)))), **layers)
+    return planned(cell, MESH, (tensor_meta((8, 8), "float32"),), arriving={"x": layout("tp")})[1]
 
 
 def names_of(frame, keys):
@@ -172,20 +140,11 @@ def test_a_selected_cell_keeps_its_results():
     assert len(cell_keys(frame, ())) == len(operators_in_order(frame)) - 1
 
 
-class Shared(nn.Cell):
-    """One layer twice: its calls have a plan in common, and keys of their own."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = Parameter(Tensor([2.0]))
-        self.layer = Layer(ops.sin)
-
-    def construct(self, x):
-        return self.layer(self.layer(ops.mul(x, self.weight)))
-
-
 def test_one_of_two_calls():
-    _, frame = planned(Shared(), MESH, (tensor_meta((8, 8), "float32"),), arriving={"x": layout("tp")})
+    """Of one layer: they have a plan in common, and keys of their own."""
+    parts = {"weight": Parameter(Tensor([2.0])), "layer": layer(ops.sin)}
+    cell = cell_of(lambda self, x: self.layer(self.layer(ops.mul(x, self.weight))), **parts)
+    _, frame = planned(cell, MESH, (tensor_meta((8, 8), "float32"),), arriving={"x": layout("tp")})
     first, second = (key for key, path in called_cells(frame) if path == "layer")
     whole = saved_bytes(frame, arguments_need=False)
     dropped = saved_bytes(frame, cell_keys(frame, second), arguments_need=False)

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, ops
+from models import TINY_LLAMA
+from small_cells import cell_of
 from test_recompute_gradients import INPUTS, Net, llama, sharded
 
 from mindformers_core.analysis.prediction import recomputed, saved_activations, saved_bytes
@@ -27,7 +29,7 @@ from mindformers_core.trainer.records import report_activations
 from mindformers_core.zero import hsdp, value_and_grad
 
 IDS = tensor_meta((2, 8), "int32")
-one_rank = pytest.mark.usefixtures("one_rank")
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def explained(net, frame, path=""):
@@ -42,21 +44,18 @@ def rows_of(report):
             yield from rows_of(row.report)
 
 
-SETTINGS = [
-    {"full": True},
-    {"full": "1", "select": "*.softmax", "exclude": "layers.1.mlp.Mul"},
-    {"select": ["*.Transpose", "*.MatMul", "*.SiLU"]},
-    {"budget": 0.5},
-]
-
-
-@one_rank
-@pytest.mark.parametrize("make", [llama, Net])
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (llama, {"full": True}),
+        (llama, {"full": "1", "select": "*.softmax", "exclude": "layers.1.mlp.Mul"}),
+        (llama, {"select": ["*.Transpose", "*.MatMul", "*.SiLU"]}),
+        *((make, {"budget": 0.5}) for make in (llama, Net)),
+        (Net, {"full": True}),
+    ],
+)
 def test_the_marks_add_up(make, settings):
     """Whatever runs again has one; what isn't kept, less what is kept instead, is what is saved in all."""
-    if make is Net and "budget" not in settings:
-        settings = {"full": True}
     net, inputs = recompute(sharded(make), **settings), INPUTS[make]()
     frame = prepare(net, *inputs).frame
     found, dropped = explained(net, frame), frozenset(keepers_by_key(frame))
@@ -71,7 +70,6 @@ def test_the_marks_add_up(make, settings):
     assert sum(getattr(row, "mark", None) is not None for row in rows) == len(marks)
 
 
-@one_rank
 def test_a_mark_has_the_bytes_that_are_listed(tmp_path):
     """Of an operator of which only the result was kept; the same on the page, and in the part of a Cell."""
     inputs = INPUTS[llama]()
@@ -98,7 +96,6 @@ def test_a_mark_has_the_bytes_that_are_listed(tmp_path):
     assert '"mark' not in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
-@one_rank
 def test_what_waits_on_the_host():
     net = swap(sharded(llama), swap=True)
     frame = prepare(net, *INPUTS[llama]()).frame
@@ -114,30 +111,30 @@ def test_what_waits_on_the_host():
     assert explained(net, frame, "model.layers.1.self_attn").marks.keys() == inside != set()
 
 
-def test_what_is_sent_again():
-    """A redistribution that runs again sends its bytes once more, in the backward pass; all else sends what it did."""
+def llama_on_two_ranks():
+    """Two layers, cut over the ranks of a world in which nothing is sent, until the test ends."""
     shutdown()
     init_distributed("fake", world_size=2)
-    try:
-        counts = []
-        for settings in ({}, {"full": True}, {"full": True, "mp_comm_recompute": False}):
-            sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-            net = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).set_train()
-            net = recompute(shard(net, init_device_mesh((1, 2), ("dp", "tp"))), **settings)
-            frame = prepare(net, IDS, IDS).frame
-            found = explained(net, frame)
-            rows = [row for row in rows_of(make_report(frame, algorithm_of, found).root) if hasattr(row, "steps")]
-            again = [step for row in rows if getattr(row, "mark", None) for step in row.steps if step.recomputed]
-            sent = collectives_of(make_report(frame, algorithm_of, found).traffic)
-            counts.append((sent, [name for step in again for way, name, _ in step.collectives if way == "forward"]))
-    finally:
-        shutdown()
+    net = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA, num_hidden_layers=2)).set_train()
+    return shard(net, init_device_mesh((1, 2), ("dp", "tp")))
+
+
+def test_what_is_sent_again():
+    """A redistribution that runs again sends its bytes once more, in the backward pass; all else sends what it did."""
+    counts = []
+    for settings in ({}, {"full": True}, {"full": True, "mp_comm_recompute": False}):
+        net = recompute(llama_on_two_ranks(), **settings)
+        frame = prepare(net, IDS, IDS).frame
+        found = explained(net, frame)
+        rows = [row for row in rows_of(make_report(frame, algorithm_of, found).root) if hasattr(row, "steps")]
+        again = [step for row in rows if getattr(row, "mark", None) for step in row.steps if step.recomputed]
+        sent = collectives_of(make_report(frame, algorithm_of, found).traffic)
+        counts.append((sent, [name for step in again for way, name, _ in step.collectives if way == "forward"]))
     (plain, none), (full, again), (kept, nothing) = counts
     assert (none, nothing) == ([], []) and kept == plain
     assert again and all(full[name] == (plain[name][0], plain[name][1] + again.count(name)) for name in plain)
 
 
-@one_rank
 def test_a_compiled_cell_that_runs_again_has_a_mark(tmp_path):
     """Of the program that ran; where equal ones are shown once, too, and in the part of one of them."""
     net = recompute(sharded(llama), full="0-1", select="layers.2.mlp")
@@ -156,7 +153,6 @@ def test_a_compiled_cell_that_runs_again_has_a_mark(tmp_path):
     assert ".mlp  LlamaMLP " in part[2] and "[recomputed whole: " in part[2]
 
 
-@one_rank
 def test_what_is_held_at_the_peak_of_the_forward_pass():
     """Less with recompute, and as before with what changes nothing; what is held in its place counts, and evaluation
     is what it was."""
@@ -175,21 +171,6 @@ def test_what_is_held_at_the_peak_of_the_forward_pass():
     assert len(set(peaks)) == 3
 
 
-class Chain(nn.Cell):
-    """Five operators in a row, and a view."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = Parameter(Tensor(np.ones(16, np.float32)))
-
-    def construct(self, x):
-        exponent = ops.exp(x)
-        scaled = ops.mul(exponent, self.weight)
-        seen = ops.reshape(ops.cos(scaled), (4, 4))
-        return ops.tanh(ops.sin(seen))
-
-
-@one_rank
 @pytest.mark.parametrize(
     ("select", "held"),
     [  # in results of 64 bytes: at the end all but the view, which is none
@@ -201,7 +182,16 @@ class Chain(nn.Cell):
     ],
 )
 def test_what_dropped_results_leave_behind(select, held):
-    net = shard(Chain().set_train(), init_device_mesh((1,), ("tp",)))
+    """By five operators in a row, and a view."""
+
+    def chain(self, x):
+        exponent = ops.exp(x)
+        scaled = ops.mul(exponent, self.weight)
+        seen = ops.reshape(ops.cos(scaled), (4, 4))
+        return ops.tanh(ops.sin(seen))
+
+    cell = cell_of(chain, weight=Parameter(Tensor(np.ones(16, np.float32))))
+    net = shard(cell.set_train(), init_device_mesh((1,), ("tp",)))
     inputs = (tensor_meta((16,), "float32"),)
     if select != "none":
         recompute(net, select=select)
@@ -211,28 +201,20 @@ def test_what_dropped_results_leave_behind(select, held):
 
 def test_what_compiled_cells_send_again():
     """In a graph that holds the gradient what gradients need; called one by one all, also what only results do."""
-    shutdown()
-    init_distributed("fake", world_size=2)
-    try:
-        sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-        net = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).set_train()
-        net = recompute(shard(net, init_device_mesh((1, 2), ("dp", "tp"))), full=True)
-        counts, gradients = [], value_and_grad(hsdp(net), compiled=True)
-        for make in (lambda: prepare(net, IDS, IDS, compiled=True), lambda: gradients.prepare(IDS, IDS)):
-            make()
-            frame = programs(net)[-1].frame
-            found = explained(net, frame)
-            reports = [make_report(frame, algorithm_of, each) for each in (None, found)]
-            plain, again = (collectives_of(report.traffic)["all_reduce"] for report in reports)
-            assert again[0] == plain[0]
-            counts.append(again[1] - plain[1])
-            assert [mark.kind for mark in found.marks.values() if mark.kind] == ["recomputed whole"] * 2
-    finally:
-        shutdown()
+    net = recompute(llama_on_two_ranks(), full=True)
+    counts, gradients = [], value_and_grad(hsdp(net), compiled=True)
+    for make in (lambda: prepare(net, IDS, IDS, compiled=True), lambda: gradients.prepare(IDS, IDS)):
+        make()
+        frame = programs(net)[-1].frame
+        found = explained(net, frame)
+        reports = [make_report(frame, algorithm_of, each) for each in (None, found)]
+        plain, again = (collectives_of(report.traffic)["all_reduce"] for report in reports)
+        assert again[0] == plain[0]
+        counts.append(again[1] - plain[1])
+        assert [mark.kind for mark in found.marks.values() if mark.kind] == ["recomputed whole"] * 2
     assert counts == [2, 4]  # of two layers the products of attention, and also those of mlp
 
 
-@one_rank
 def test_the_picture_of_a_budget(tmp_path):
     """As of the program that ran last."""
     net, inputs = recompute(sharded(llama), budget=0.5), INPUTS[llama]()
@@ -257,7 +239,6 @@ def test_the_picture_of_a_budget(tmp_path):
     assert "  model.layers.0-2.mlp.SiLU " in said
 
 
-@one_rank
 def test_every_stage_has_its_picture(tmp_path, capsys):
     """From the first rank that has it, and from no other."""
     net = recompute(sharded(llama), budget=0.6)

@@ -4,6 +4,7 @@ import re
 
 import pytest
 from mindspore import mint, nn
+from small_cells import cell_of
 
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recompute import recompute, swap
@@ -24,19 +25,12 @@ def mlp():
     return nn.SequentialCell(nn.Dense(8, 8), nn.Tanh(), mint.nn.Linear(8, 8))
 
 
-class Model(nn.Cell):
-    def __init__(self, **cells):
-        super().__init__()
-        for name, cell in cells.items():
-            self.insert_child_to_cell(name, cell)
-
-
 def layers_of(asked=True, **cells):
     return tree_of(sharded(**cells, settings={"full": asked})).activations.full
 
 
 def sharded(settings=None, swapped=None, **cells):
-    net = shard(Model(**cells), init_device_mesh((1,), ("tp",)))
+    net = shard(cell_of(lambda self, x: x, **cells), init_device_mesh((1,), ("tp",)))
     return swap(recompute(net, **(settings or {})), **(swapped or {}))
 
 

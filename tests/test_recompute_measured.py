@@ -6,7 +6,7 @@ import mindspore as ms
 import pytest
 from mindspore import Tensor
 from recomputations import count_recomputations
-from saved_tensors import measured, scalar_of
+from saved_tensors import constants_of, distinct, measured, scalar_of
 from test_recompute_gradients import INPUTS, Cast, Half, Net, Views, drawn, llama, sharded
 
 from mindformers_core.analysis.prediction import recomputed, saved_bytes
@@ -68,17 +68,12 @@ def tensors_in(kept, seen):
 
 def others(net, inputs):
     """What is there anyway: inputs, parameters, and constants of the program."""
-    functions = programs(net)[-1].functions.values()
-    constants = {id(t): t for f in functions for name, t in vars_of(f) if name.startswith("constant_")}
-    return [*inputs, *net.trainable_params(), *constants.values()]
+    return [*inputs, *net.trainable_params(), *constants_of(programs(net)[-1])]
 
 
-def vars_of(function):
-    return function.__globals__.items()
-
-
-def place_of(tensor):
-    return tensor.untyped_storage().data_ptr()
+def bytes_of(tensors, net, inputs):
+    """Bytes of tensors, without what is there anyway."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in distinct(tensors, others(net, inputs)))
 
 
 @pytest.mark.parametrize("make, settings", SETTINGS)
@@ -90,9 +85,7 @@ def test_measured_is_foretold(monkeypatch, make, settings):
     net = recompute(sharded(make), **settings)
     net(*inputs)
     tensors, again = kept_tensors(monkeypatch, net, inputs)
-    outside = set(map(place_of, others(net, inputs)))
-    places = {place_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
-    after = sum(nbytes for place, nbytes in places.items() if place not in outside)
+    after = bytes_of(tensors, net, inputs)
     frame = programs(net)[-1].frame
     keys = frozenset(keepers_by_key(frame))
     foretold = saved_bytes(frame, keys, algorithm_of)
@@ -107,9 +100,7 @@ def test_full_recompute_keeps_one_tensor_of_a_layer(monkeypatch):
     net, inputs = recompute(sharded(llama), full=True), INPUTS[llama]()
     net(*inputs)
     tensors, _ = kept_tensors(monkeypatch, net, inputs)
-    outside = set(map(place_of, others(net, inputs)))
-    distinct = {place_of(tensor): tensor for tensor in tensors if place_of(tensor) not in outside}
-    hidden = [tensor.shape for tensor in distinct.values() if tensor.shape == (2, 8, 32)]
+    hidden = [tensor for tensor in distinct(tensors, others(net, inputs)) if tensor.shape == (2, 8, 32)]
     layers, head = 3, 2  # the final norm keeps its normed and its scaled input, besides the last layer's result
     assert len(hidden) == layers + 1 + head
 
@@ -134,12 +125,8 @@ def test_operators_whose_results_are_marked(monkeypatch, settings):
     net = recompute(net, **settings)
     net(*inputs)
     tensors, again = kept_tensors(monkeypatch, net, inputs)
-    outside = set(map(place_of, others(net, inputs)))
-    places = {place_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
     frame = programs(net)[-1].frame
     keys = frozenset(keepers_by_key(frame))
     foretold = saved_bytes(frame, keys, algorithm_of)
-    assert sum(nbytes for place, nbytes in places.items() if place not in outside) == foretold
-    assert again == len(recomputed(frame, keys, algorithm_of)) >= 6 and foretold < saved_bytes(
-        frame, frozenset(), algorithm_of
-    )
+    assert bytes_of(tensors, net, inputs) == foretold < saved_bytes(frame, frozenset(), algorithm_of)
+    assert again == len(recomputed(frame, keys, algorithm_of)) >= 6

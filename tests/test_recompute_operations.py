@@ -132,15 +132,5 @@ def test_a_cell_with_a_gradient_of_its_own():
         def bprop(self, x, out, dout):
             return (dout,)
 
-    class Root(nn.Cell):
-        """Calls it."""
-
-        def __init__(self):
-            super().__init__()
-            self.scaled = Scaled()
-
-        def construct(self, x):
-            return self.scaled(x)
-
-    _, frame = planned(Root(), ONE, (float_meta(4, 3),))
+    _, frame = planned(Function(Scaled()), ONE, (float_meta(4, 3),))
     assert [operations(place) for place in operators_in_order(frame)] == [2 * 4 * 3 * 5 + 4 * 5]

@@ -7,6 +7,7 @@ import pytest
 from captured_models import MODELS, small_llama
 from mindspore import Tensor, nn, ops
 from planned_models import planned
+from small_cells import Doubled, cell_of
 from test_recompute_patterns import select
 
 from mindformers_core.layout import layout
@@ -35,15 +36,8 @@ def check_texts(frame, path=""):
 
 def names_in(construct, *children, **others):
     """The names in a Cell with this `construct(self, x)`, and with children `a`, `b`, …"""
-
-    class Model(nn.Cell):
-        def __init__(self):
-            super().__init__()
-            for name, child in zip("abc", children):
-                setattr(self, name, child)
-
-    Model.construct = construct
-    _, frame = planned(Model(), MESH, [Tensor(np.ones((4, 4), np.float32))], **others)
+    cell = cell_of(construct, **dict(zip("abc", children)))
+    _, frame = planned(cell, MESH, [Tensor(np.ones((4, 4), np.float32))], **others)
     return check_texts(frame)
 
 
@@ -145,29 +139,21 @@ def test_names_that_are_also_found_further_inside():
         y = ops.relu(self.a(x))
         return ops.exp(y)
 
-    class Inner(nn.Cell):
-        def construct(self, x):
-            y = ops.exp(x)
-            return y
+    def inner(self, x):
+        y = ops.exp(x)
+        return y
 
-    names = names_in(construct, Inner())
+    names = names_in(construct, cell_of(inner))
     assert [name.text for name in names] == ["a.y", ".y", ".Exp"]
     cells = [((), ""), ((0,), "a")]
     assert select(["y"], names, cells).operators == (names[0].place.key, names[1].place.key)
 
 
 def test_a_cell_with_a_bprop_is_a_cell():
-    class Double(nn.Cell):
-        def construct(self, x):
-            return x * 2
-
-        def bprop(self, x, out, gradient):
-            return (gradient * 2,)
-
     def construct(self, x):
         return ops.exp(self.a(x))
 
-    assert texts_in(construct, Double()) == ["Exp"]
+    assert texts_in(construct, Doubled()) == ["Exp"]
 
 
 def test_redistributions():
@@ -244,33 +230,23 @@ def test_a_sharded_llama():
 def test_a_product_with_the_weight_of_a_linear_layer_is_one_too():
     """Where nothing else in that call is called so."""
 
-    class Plain(nn.Cell):
-        def construct(self, x, weight):
-            y = ops.dense(x, weight)
-            return ops.dense(ops.exp(y), weight)
+    def plain(self, x, weight):
+        y = ops.dense(x, weight)
+        return ops.dense(ops.exp(y), weight)
 
-    class Both(nn.Cell):
-        def construct(self, x, weight):
-            return ops.matmul(ops.dense(x, weight), weight)
+    def both(self, x, weight):
+        return ops.matmul(ops.dense(x, weight), weight)
 
-    class Variable(nn.Cell):
-        def construct(self, x, weight):
-            mat_mul = ops.exp(x)
-            return ops.dense(mat_mul, weight)
+    def variable(self, x, weight):
+        mat_mul = ops.exp(x)
+        return ops.dense(mat_mul, weight)
 
     def construct(self, x):
         return self.c(self.b(self.a(x, x), x), x)
 
-    names = names_in(construct, Plain(), Both(), Variable())
-    assert [name.text for name in names] == [
-        "a.y",
-        "a.Exp",
-        "a.Dense[1]",
-        "b.Dense",
-        "b.MatMul",
-        "c.mat_mul",
-        "c.Dense",
-    ]
+    names = names_in(construct, *map(cell_of, (plain, both, variable)))
+    found = [name.text for name in names]
+    assert found == ["a.y", "a.Exp", "a.Dense[1]", "b.Dense", "b.MatMul", "c.mat_mul", "c.Dense"]
     cells = [((), ""), ((0,), "a"), ((1,), "b"), ((2,), "c")]
     texts = {name.place.key: name.text for name in names}
 

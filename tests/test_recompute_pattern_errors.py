@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
+from small_cells import cell_of
 from test_recompute_patterns import CELLS, NAMES, name_of, removed, select
 
 from mindformers_core.mesh import init_device_mesh
@@ -67,39 +68,23 @@ def test_patterns_are_not_taken_for_regular_expressions(pattern):
     assert "regular" not in refused(pattern)
 
 
-class Product(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Dense(4, 4, has_bias=False)
-
-    def construct(self, x):
-        return ops.tanh(self.weight(x))
-
-
-class Layers(nn.Cell):
+def layers():
     """Four layers, in each a linear one, and what is called MatMul beside it only in the last."""
 
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.CellList([Product() for _ in range(4)])
+    def product(self, x):
+        return ops.tanh(self.weight(x))
 
     def construct(self, x):
         for layer in self.layers:
             x = layer(x)
         return ops.mean(ops.matmul(x, ops.transpose(x, (1, 0))))
 
-
-class Around(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.inner = Layers()
-
-    def construct(self, x):
-        return self.inner(x) * 2
+    products = [cell_of(product, weight=nn.Dense(4, 4, has_bias=False)) for _ in range(4)]
+    return cell_of(construct, layers=nn.CellList(products))
 
 
 def sharded():
-    return shard(Layers(), init_device_mesh((1,), ("tp",))).set_train()
+    return shard(layers(), init_device_mesh((1,), ("tp",))).set_train()
 
 
 X = Tensor(np.ones((2, 4), np.float32))
@@ -127,20 +112,14 @@ def test_recompute_names_them(settings, message, compiled):
     [
         ({"op_swap": {"layers.2-4": True}}, "swap.op_swap['layers.2-4']: 'layers.2-4' is only partly there: below"),
         ({"op_swap": {"*.tanhh": True}}, "swap.op_swap['*.tanhh']: '*.tanhh' matches no Cell or operator"),
-        (
-            {"op_swap": {"layers.0-1.tanh": {"layers": "2-3"}}},
-            "swap.op_swap['layers.0-1.tanh'].layers: nothing that 'layers.0-1.tanh' selects is in layers [2, 3]",
-        ),
-        (
-            {"op_swap": {".matmul": {"layers": "1,3"}}},
-            "swap.op_swap['.matmul'].layers: nothing that '.matmul' selects is in layers [1, 3]",
-        ),
-        (
-            {"op_swap": {".matmul": {"layers": [7]}}},
-            "swap.op_swap['.matmul'].layers: there is no layer 7: the layers are 0 to 3",
-        ),
+        ({"op_swap": {"layers.0-1.tanh": {"layers": "2-3"}}},
+            "swap.op_swap['layers.0-1.tanh'].layers: nothing that 'layers.0-1.tanh' selects is in layers [2, 3]"),
+        ({"op_swap": {".matmul": {"layers": "1,3"}}},
+            "swap.op_swap['.matmul'].layers: nothing that '.matmul' selects is in layers [1, 3]"),
+        ({"op_swap": {".matmul": {"layers": [7]}}},
+            "swap.op_swap['.matmul'].layers: there is no layer 7: the layers are 0 to 3"),
     ],
-)
+)  # fmt: skip
 def test_swap_names_them(settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         prepare(swap(sharded(), **settings), X)
@@ -151,7 +130,8 @@ def test_what_is_narrowed_to_some():
     """Of a Cell around layers what is in them; of several layers those that are named."""
     for pattern in ("**", "layers.1-3.tanh", "layers.2"):
         prepare(swap(sharded(), op_swap={pattern: {"layers": "0-2"}}), X)
-    around = shard(Around(), init_device_mesh((1,), ("tp",))).set_train()
+    around = cell_of(lambda self, x: self.inner(x) * 2, inner=layers())
+    around = shard(around, init_device_mesh((1,), ("tp",))).set_train()
     frame = prepare(swap(around, op_swap={"inner": {"layers": "2-3"}}), X).frame
     swapped = {operator_texts(frame)[key] for key in keepers_by_key(frame)}
     assert swapped == {f"inner.layers.{number}.{name}" for number in (2, 3) for name in ("Tanh", "weight.MatMul")}

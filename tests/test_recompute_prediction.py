@@ -1,11 +1,14 @@
 """What is kept for the backward pass, said ahead: the bytes that are measured, for models and random programs."""
 
+import sys
+
 import numpy as np
 import pytest
 from captured_models import MODELS
-from mindspore import Parameter, Tensor, nn, ops
+from launch import ROOT
+from mindspore import Tensor, nn
 from models import EXAMPLES, axes_of
-from saved_tensors import measured
+from saved_tensors import constants_of, measured, tensors_in
 
 from mindformers_core.analysis.prediction import saved_bytes
 from mindformers_core.capture.algorithm_graph import algorithm_of
@@ -14,6 +17,9 @@ from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import shard
+
+sys.path.append(str(ROOT / "tests" / "ranks"))
+from random_cells import random_cell  # noqa: E402
 
 WITHOUT_RULE = ("batch norm",)
 
@@ -26,25 +32,11 @@ def four_ranks(monkeypatch, rank_0_of_4):
     monkeypatch.setattr(RawCollective, "reduce_scatter", lambda *arguments: reduce_scatter(*arguments) + 0)
 
 
-def tensors_in(structure):
-    if isinstance(structure, dict):
-        structure = tuple(structure.values())
-    if isinstance(structure, (tuple, list)):
-        return [tensor for entry in structure for tensor in tensors_in(entry)]
-    return [structure] if isinstance(structure, Tensor) else []
-
-
-def constants_of(program):
-    """What a program keeps of constants, which are there anyway."""
-    found = [function.__globals__.items() for function in program.functions.values()]
-    return [value for items in found for name, value in items if name.startswith("constant_")]
-
-
 def measured_and_program(net, args, named):
     """Bytes that a sharded Cell keeps, and the program that it ran."""
     net(*args, **named)
     (program,) = tree_of(net).programs.values()
-    exclude = [*nn.Cell.trainable_params(net), *constants_of(program), *tensors_in((args, named))]
+    exclude = [*nn.Cell.get_parameters(net), *constants_of(program), *tensors_in((args, named))]
 
     def run(*given):
         return net(*given[: len(args)], **dict(zip(named, given[len(args) :])))
@@ -98,54 +90,10 @@ def test_llama_with_inputs_that_are_closed_over(layers):
     assert saved_bytes(program.frame, arguments_need=False) == closed < passed
 
 
-SIZE = 8
-STEPS = {
-    "add": lambda a, b, w: ops.add(a, b),
-    "mul": lambda a, b, w: ops.mul(a, b),
-    "square": lambda a, b, w: ops.mul(a, a),
-    "exp": lambda a, b, w: ops.exp(ops.mul(a, 0.01)),
-    "sin": lambda a, b, w: ops.sin(a),
-    "div": lambda a, b, w: ops.div(a, ops.add(ops.square(b), 1.0)),
-    "transpose": lambda a, b, w: ops.transpose(a, (1, 0)),
-    "reshape": lambda a, b, w: ops.reshape(ops.reshape(a, (4, 16)), (SIZE, SIZE)),
-    "split": lambda a, b, w: ops.cat(ops.split(a, 4, 1)[::-1], 1),
-    "halves": lambda a, b, w: ops.tile(ops.split(a, 4, 0)[1], (2, 1)),
-    "broadcast": lambda a, b, w: ops.mul(b, ops.broadcast_to(ops.sum(a, 0, True), (SIZE, SIZE))),
-    "weight": lambda a, b, w: ops.mul(a, w),
-    "matmul": lambda a, b, w: ops.matmul(a, ops.transpose(w, (1, 0))),
-    "softmax": lambda a, b, w: ops.softmax(a, -1),
-    "stop": lambda a, b, w: ops.mul(ops.stop_gradient(a), b),
-    "mask": lambda a, b, w: ops.mul(b, ops.cast(ops.greater(a, 0.0), a.dtype)),
-    "norm": lambda a, b, w: ops.mul(a, ops.rsqrt(ops.add(ops.mean(ops.square(a), -1, True), 1e-3))),
-}
-
-
-class Random(nn.Cell):
-    """Random operators on square tensors, and calls of the same."""
-
-    def __init__(self, random, depth):
-        super().__init__()
-        self.weight = Parameter(Tensor(random.normal(size=(SIZE, SIZE)).astype(np.float32)))
-        self.inner = nn.CellList([Random(random, depth - 1)] if depth else [])
-        kinds = [*STEPS, *["call"] * (3 * depth)]
-        self.steps = [
-            (kinds[random.integers(len(kinds))], *map(int, random.integers(0, 99, 2)))
-            for _ in range(random.integers(3, 12))
-        ]
-
-    def construct(self, x, y):
-        pool = [x, y]
-        for kind, first, second in self.steps:
-            a, b = pool[first % len(pool)], pool[-1 - second % len(pool)]
-            pool.append(self.inner[0](a, b) if kind == "call" else STEPS[kind](a, b, self.weight))
-        return pool[-1] + ops.mul(pool[-2], self.weight)
-
-
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("seed", range(40))
 def test_random_programs(seed):
-    random = np.random.default_rng(seed)
-    net = shard(Random(random, int(random.integers(3))).set_train(), init_device_mesh((1,), ("tp",)))
-    inputs = [Tensor(random.normal(size=(SIZE, SIZE)).astype(np.float32)) for _ in range(2)]
-    found, program = measured_and_program(net, inputs, {})
+    drawn = random_cell(seed)
+    net = shard(drawn.make().set_train(), init_device_mesh((1,), ("tp",)))
+    found, program = measured_and_program(net, list(map(Tensor, drawn.inputs)), {})
     assert saved_bytes(program.frame) == found

@@ -53,29 +53,15 @@ RECOMPUTE = [  # YAML, and what it means
 ]
 
 
-@pytest.mark.parametrize(("text", "meant"), RECOMPUTE, ids=[text for text, _ in RECOMPUTE])
-def test_section_recompute(text, meant, tmp_path):
-    recipe = recipe_of(text, tmp_path)
-    assert (recipe.recompute if recipe.recompute.is_on else None) == meant
-    assert swap_settings(recipe) is None
-    (tmp_path / "again.yaml").write_text(recipe_to_yaml(recipe))
-    assert load_recipe(str(tmp_path / "again.yaml")) == recipe
-    hash(recipe.recompute)
-
-
 SWAP = [
     ("swap: true", SwapSettings(op_swap=[{"op_name": DEFAULT_OP_SWAP}])),
     ("swap: false", None),
     ("swap:", None),
-    (
-        "swap: {swap: true, default_prefetch: 10}",
-        SwapSettings(True, 10, (), (OperatorSwap(DEFAULT_OP_SWAP, True, 10),)),
-    ),
+    ("swap: {swap: true, default_prefetch: 10}",
+        SwapSettings(True, 10, (), (OperatorSwap(DEFAULT_OP_SWAP, True, 10),))),
     ("swap: {swap: false, default_prefetch: 10, layer_swap: [{layers: [0]}]}", None),
-    (
-        "swap:\n  swap: true\n  layer_swap:\n    - backward_prefetch: 20\n      layers: [0,3]\n",
-        SwapSettings(True, 1, (LayerSwap((0, 3), 20),)),
-    ),
+    ("swap:\n  swap: true\n  layer_swap:\n    - backward_prefetch: 20\n      layers: [0,3]\n",
+        SwapSettings(True, 1, (LayerSwap((0, 3), 20),))),
     (
         "swap:\n  op_swap:\n    - op_name: attention\n      backward_prefetch: 20\n      layers: [0,1,2]\n"
         "    - {op_name: attention, backward_prefetch: 10, layers: ['3']}\n",
@@ -88,17 +74,7 @@ SWAP = [
             True, 2, (LayerSwap((2, 3), 2),), (OperatorSwap("*.cast", True, 2), OperatorSwap("mlp", (0, 1), 2))
         ),
     ),
-]
-
-
-@pytest.mark.parametrize(("text", "meant"), SWAP, ids=[text for text, _ in SWAP])
-def test_section_swap(text, meant, tmp_path):
-    recipe = recipe_of(text, tmp_path)
-    assert swap_settings(recipe) == meant
-    assert not recipe.recompute.is_on
-    (tmp_path / "again.yaml").write_text(recipe_to_yaml(recipe))
-    assert load_recipe(str(tmp_path / "again.yaml")) == recipe
-    hash(recipe.swap)
+]  # fmt: skip
 
 
 OVERRIDES = [  # the file's section, overrides, and what they make of it together
@@ -114,10 +90,17 @@ OVERRIDES = [  # the file's section, overrides, and what they make of it togethe
 ]
 
 
-@pytest.mark.parametrize(("text", "overrides", "meant"), OVERRIDES, ids=[f"{o[0]} {' '.join(o[1])}" for o in OVERRIDES])
-def test_overrides_of_recompute(text, overrides, meant, tmp_path):
+SECTIONS = [*((text, (), meant) for text, meant in (*RECOMPUTE, *SWAP)), *OVERRIDES]
+
+
+@pytest.mark.parametrize(("text", "overrides", "meant"), SECTIONS, ids=[" ".join((s[0], *s[1])) for s in SECTIONS])
+def test_sections(text, overrides, meant, tmp_path):
+    """Read, and read again after they were written."""
     recipe = recipe_of(text, tmp_path, overrides)
-    assert (recipe.recompute if recipe.recompute.is_on else None) == meant
+    sections = recipe.recompute, recipe.swap
+    assert [section for section in sections if section.is_on] == ([] if meant is None else [meant])
+    (tmp_path / "again.yaml").write_text(recipe_to_yaml(recipe))
+    assert load_recipe(str(tmp_path / "again.yaml")) == recipe and hash(sections)
 
 
 def test_overrides_of_swap(tmp_path):
@@ -165,12 +148,9 @@ def test_what_can_stand_together():
 
 
 ERRORS = [  # overrides of the tiny recipe with 4 layers, error, and a piece of its text
-    (
-        ["recompute=3"],
-        TypeError,
+    (["recompute=3"], TypeError,
         "recompute: 3 should be true, false or a section with keys, as full, select, exclude, mp_comm_recompute: docs/"
-        "recompute.md",
-    ),
+        "recompute.md"),
     (["swap=[1]"], TypeError,
         "swap: [1] should be true, false or a section with keys, as swap, default_prefetch, layer_"),
     (["recompte=true"], ValueError, "recompte: unknown section (did you mean 'recompute'?); known: model, training"),
@@ -182,39 +162,27 @@ ERRORS = [  # overrides of the tiny recipe with 4 layers, error, and a piece of 
     (["swap.prefetch=3"], ValueError, "swap.prefetch: unknown key (did you mean 'default_prefetch'?)"),
     (["recompute.full=3"], TypeError,
         "recompute.full: 3 should be true for all layers, a list of layer numbers, as [0, 3]"),
-    (
-        ["recompute.select=*.cast"],
-        ValueError,
+    (["recompute.select=*.cast"], ValueError,
         "override 'recompute.select=*.cast': a text that begins with * needs quotes of its own: write "
-        "\"recompute.select=['*.cast']\"",
-    ),
+        "\"recompute.select=['*.cast']\""),
     (["recompute.select=[a, *.b,*.c[0]]"], ValueError, "write \"recompute.select=[a, '*.b','*.c[0]']\""),
     (["swap.op_swap=*.mlp"], ValueError, "write \"swap.op_swap={'*.mlp': true}\""),
     (["swap.op_swap={*.mlp: {layers: 0-1}}"], ValueError, "write \"swap.op_swap={'*.mlp': {layers: 0-1}}\""),
-    (
-        ["swap.op_swap.layers.*.mlp=true"],
-        ValueError,
+    (["swap.op_swap.layers.*.mlp=true"], ValueError,
         "override 'swap.op_swap.layers.*.mlp=true': a pattern can't be a part of a key: write "
-        "\"swap.op_swap={'layers.*.mlp': true}\"",
-    ),
+        "\"swap.op_swap={'layers.*.mlp': true}\""),
     (["swap.op_swap.*.mlp.layers=0-1"], ValueError, "write \"swap.op_swap={'*.mlp': {layers: 0-1}}\""),
-    (
-        ["recompute=true", "recompute.parallel_optimizer_comm_recompute=true"],
-        ValueError,
+    (["recompute=true", "recompute.parallel_optimizer_comm_recompute=true"], ValueError,
         "recompute.parallel_optimizer_comm_recompute: True is about the gathered weights of parallelism.zero_level=3, "
-        "but zero_level is 0: leave it out, or use parallelism.zero_level=3",
-    ),
+        "but zero_level is 0: leave it out, or use parallelism.zero_level=3"),
     (["recompute.budget=0.5", "context.mode=0"], ValueError,
         "recompute.budget: compiled functions can only recompute whole Cells: use recompute.full, or recompute.select"),
     (["swap=true", "context.mode=0"], ValueError, "swap: compiled functions can only recompute whole Cells"),
     (["recompute.full=true", "recompute.mp_comm_recompute=false", "context.mode=0"], ValueError,
         "recompute.mp_comm_recompute: false: compiled functions can only recompute whole Cells"),
-    (
-        ["recompute.budget=0.5", "context.engine=eager"],
-        ValueError,
+    (["recompute.budget=0.5", "context.engine=eager"], ValueError,
         "context.engine: eager keeps what every operator keeps, and recompute can't change that: use "
-        "context.engine=generated, or leave recompute out",
-    ),
+        "context.engine=generated, or leave recompute out"),
     (["recompute=true", "swap={op_swap: {a: true}}", "context.engine=eager"], ValueError, "recompute and swap can't"),
 ]  # fmt: skip
 

@@ -1,12 +1,11 @@
 """The table of what gradients keep says what MindSpore keeps, for every operator in it, and views are what it views."""
 
 import sys
-from dataclasses import dataclass
 
 import mindspore as ms
 import numpy as np
 import pytest
-from generated_modules import Program, module_source, write
+from generated_modules import module_source, program_of, write
 from mindspore import Parameter, Tensor, ops
 from operator_source_calls import ALL_CALLS, BROKEN, WITHOUT_GRADIENT, WITHOUT_KERNEL, Call
 
@@ -27,55 +26,11 @@ BROKEN_IN_GRAPHS = {"ToDevice([4, 8], CPU)", "EmptyLike([4, 8])"}
 NO_KERNEL_FOR_ARGUMENTS = ("Addcdiv", "Addcmul", "Copy")
 
 
-@dataclass
-class Placeholder:
-    """A tensor among the arguments of a call."""
-
-    place: int
-    shape: tuple
-    dtype: str
-
-
-@dataclass
-class Measured:
-    """A call as source, and where its tensors stand among its arguments."""
-
-    call: Call
-    number: int
-    values: list
-    places: list
-
-
 def calls():
     left_out = {*BROKEN, *WITHOUT_GRADIENT} - BROKEN_IN_GRAPHS
     for call in [*ALL_CALLS, *MORE]:
         if call.name not in (*WITHOUT_KERNEL, *FLATTENING, *NO_KERNEL_FOR_ARGUMENTS) and str(call) not in left_out:
             yield call
-
-
-def program_of(call):
-    """A `Program` of one call, and the places of its tensors among its arguments."""
-    values, places = [], []
-
-    def stand_in(argument, place):
-        if isinstance(argument, (np.ndarray, np.generic)):
-            value = np.asarray(argument)
-            kind = {"f": np.float32, "i": np.int32}.get(value.dtype.kind, value.dtype)
-            values.append(value.astype(kind))
-            places.append(place)
-            return Placeholder(len(values) - 1, value.shape, str(values[-1].dtype))
-        if isinstance(argument, (tuple, list)):
-            return type(argument)(stand_in(entry, place) for entry in argument)
-        return argument
-
-    args = tuple(stand_in(argument, place) for place, argument in enumerate(call.args))
-    named = {key: stand_in(value, len(args) + place) for place, (key, value) in enumerate(call.named.items())}
-    attributes = {} if any(isinstance(value, Placeholder) for value in named.values()) else named
-    program = Program(values, len(values))
-    kwargs = {} if call.name in ("Conv2D", "MaxPool") else named
-    program.call("result", call.name, args, kwargs, attributes, lambda tensor: f"a{tensor.place}")
-    program.result = "result"
-    return program, places
 
 
 @pytest.fixture(scope="module")

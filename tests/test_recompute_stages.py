@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import mindspore as ms
 import pytest
 from mindspore import Tensor, nn, ops
+from small_cells import cell_of
 from small_pipelines import Scale, array, pipeline
 
 from mindformers_core.mesh import init_device_mesh
@@ -18,6 +19,7 @@ from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
 from mindformers_core.recompute.stages import check_stages, stage_summary
 from mindformers_core.tensor_parallel import prepare, shard
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 X = Tensor(array(4, 4))
 LAYERS = {0: ["layers.0"]}, {1: ["layers.1"]}
 PATHS = ["", "layers", "layers.0"], ["", "layers", "layers.1"]
@@ -49,7 +51,6 @@ def scales(settings, swapped, second=None, compiled=False):
     return pipeline(cells, 2, compiled=compiled)
 
 
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("settings", "swapped", "message"),
     [
@@ -63,33 +64,20 @@ def test_a_layer_that_is_on_no_stage_is_found_when_they_meet(settings, swapped, 
         scales(settings, swapped).meet()
 
 
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("settings", "swapped", "message"),
     [
-        (
-            {"select": ["weights.0", "*.tanhh"]},
-            {},
-            "recompute.select[1]: '*.tanhh' matches no Cell or operator: there are",
-        ),
-        (
-            {"full": True, "exclude": "weights.2"},
-            {},
-            "recompute.exclude: 'weights.2' matches no Cell or operator: below 'weights' are '0-1'",
-        ),
-        (
-            {"select": ["weights.0-1", "weights.1-2"]},
-            {},
-            "recompute.select[1]: 'weights.1-2' is only partly there: below",
-        ),
-        (
-            {},
-            {"op_swap": {".mul": {"layers": "0"}}},
-            "swap.op_swap['.mul'].layers: nothing that '.mul' selects is in lay",
-        ),
+        ({"select": ["weights.0", "*.tanhh"]}, {},
+            "recompute.select[1]: '*.tanhh' matches no Cell or operator: there are"),
+        ({"full": True, "exclude": "weights.2"}, {},
+            "recompute.exclude: 'weights.2' matches no Cell or operator: below 'weights' are '0-1'"),
+        ({"select": ["weights.0-1", "weights.1-2"]}, {},
+            "recompute.select[1]: 'weights.1-2' is only partly there: below"),
+        ({}, {"op_swap": {".mul": {"layers": "0"}}},
+            "swap.op_swap['.mul'].layers: nothing that '.mul' selects is in lay"),
         ({}, {"op_swap": {"mul": True, "muls": True}}, "swap.op_swap['muls']: 'muls' matches no Cell or"),
-    ],  # fmt: skip
-)
+    ],
+)  # fmt: skip
 def test_a_pattern_that_matches_on_no_stage_is_found_in_the_first_run(settings, swapped, message):
     schedule = scales(settings, swapped)
     for _ in range(2):  # a second attempt is no better
@@ -98,7 +86,6 @@ def test_a_pattern_that_matches_on_no_stage_is_found_in_the_first_run(settings, 
     assert not any(gradient.asnumpy().any() for stage in schedule.stages for gradient in stage.gradients)
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_patterns_that_match_on_some_stage():
     """Of one stage an operator, of the other a Cell; evaluation asks for nothing, runs after the first neither."""
     asked = {"full": [1], "select": ["weights.0", ".reduce_mean"]}
@@ -118,7 +105,6 @@ def shard_of(cell):
     return shard(cell, init_device_mesh((1,), ("tp",))).set_train()
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_recompute_after_the_stages_have_met():
     schedule = pipeline([shard_of(Scale(0)), shard_of(Scale(1, True))], 2)
     schedule.run(X)
@@ -127,16 +113,12 @@ def test_recompute_after_the_stages_have_met():
         schedule.run(X)
 
 
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("settings", "swapped", "message"),
     [
-        (
-            {"select": ["weights.1", "*.tanh"]},
-            {},
+        ({"select": ["weights.1", "*.tanh"]}, {},
             "recompute.select: '*.tanh' matches no Cell of any stage, and compiled stages recompute whole Cells, no "
-            "operators: there are ",
-        ),
+            "operators: there are "),
         ({"select": "weights.2"}, {}, "name Cells, or run in PyNative (recipe: context.mode: 1)"),
         ({"full": True, "exclude": "*.tanh"}, {}, "recompute.exclude: '*.tanh' matches no Cell of any stage"),
         ({"full": True, "mp_comm_recompute": False}, {}, "recompute.mp_comm_recompute: false: compiled functions"),
@@ -144,7 +126,7 @@ def test_recompute_after_the_stages_have_met():
         ({"select": "**", "exclude": "weights.1"}, {}, "Cell 'weights.1' lies in '', which is recomputed, but "),
         ({}, {"op_swap": {"tanh": True}}, "swap: compiled functions can only recompute whole Cells"),
     ],
-)
+)  # fmt: skip
 def test_what_compiled_stages_can_not_do_is_found_when_they_meet(settings, swapped, message):
     """Also of stages that have none of it, and would find nothing wrong."""
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -153,7 +135,6 @@ def test_what_compiled_stages_can_not_do_is_found_when_they_meet(settings, swapp
         scales({}, swapped, settings, compiled=True).meet()
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_operators_of_a_stage_that_is_not_compiled():
     """The pattern is for that one."""
     schedule = scales({"select": "mul"}, {}, {"select": "weights.1"})
@@ -164,20 +145,14 @@ def test_operators_of_a_stage_that_is_not_compiled():
     schedule.meet()
 
 
-class Named(nn.Cell):
-    """Its layers have names that are no numbers."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.CellDict([("first", nn.Dense(4, 4))])
-
-    def construct(self, x):
-        return ops.mean(self.layers["first"](x))
+def named():
+    """A Cell whose layers have names that are no numbers."""
+    layers = nn.CellDict([("first", nn.Dense(4, 4))])
+    return shard_of(cell_of(lambda self, x: ops.mean(self.layers["first"](x)), layers=layers))
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_layers_without_numbers_on_a_stage():
-    cells = [shard_of(Scale(0)), shard_of(Named())]
+    cells = [shard_of(Scale(0)), named()]
     for cell in cells:
         recompute(cell, is_part=True, full=[0])
     with pytest.raises(ValueError, match=r"^recompute.full: 'layers.first' has no number, and its place on a stage"):
@@ -224,16 +199,14 @@ def test_what_stages_know_of_each_other():
             check(**given)
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_layers_without_numbers_of_a_whole_model():
     """Their place is that in the model, also where what is asked for is checked only before gradients are taken."""
-    cell = recompute(shard_of(Named()), full=[0]).set_train(False)
+    cell = recompute(named(), full=[0]).set_train(False)
     with pytest.raises(ValueError, match="there is no layer 1"):
-        recompute(shard_of(Named()), full=[1])
+        recompute(named(), full=[1])
     ms.value_and_grad(cell, None, cell.trainable_params())(X)
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_a_budget_is_out_of_reach_of_all_stages_together():
     """When their programs are made; the greatest least part of those that need more is that of all of them."""
     schedule = scales({"budget": 0.01}, {})

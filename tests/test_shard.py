@@ -6,6 +6,7 @@ from functools import partial
 import mindspore as ms
 import numpy as np
 import pytest
+from captured_models import Function
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from small_cells import Linear, Net
 
@@ -113,17 +114,6 @@ class Shapes(nn.Cell):
         return {"sum": pair[0] + named["a"] * scale, "pair": pair}
 
 
-class Returns(nn.Cell):
-    """Returns what it is told."""
-
-    def __init__(self, make):
-        super().__init__()
-        self.make = make
-
-    def construct(self, x):
-        return self.make(x)
-
-
 def test_containers_and_keyword_arguments():
     cell = shard(
         Shapes(),
@@ -137,47 +127,32 @@ def test_containers_and_keyword_arguments():
     assert result["sum"].layout == layout("dp", "tp").bind(MESH) and result["sum"].shape == (8, 8)
     assert result["pair"].first.layout == layout("dp", None).bind(MESH)
     for make, kind in ((lambda x: (x, x), tuple), (lambda x: [x, None, 3], list), (lambda x: Pair(x, x), Pair)):
-        got = shard(Returns(make), MESH, plan={"": {"output": (layout("dp"),)}})(X)
+        got = shard(Function(make), MESH, plan={"": {"output": (layout("dp"),)}})(X)
         assert isinstance(got, kind) and got[0].layout == layout("dp", None).bind(MESH) and got[0].shape == (4, 8)
 
 
 @pytest.mark.parametrize(
     ("make", "output", "message"),
     [
-        (
-            lambda x: (x, x),
-            (None, None, layout()),
-            r"the root Cell \(Returns\) declares a layout for output 2, but its outputs are 0, 1",
-        ),
-        (
-            lambda x: {"logits": x},
-            {"logit": layout()},
-            "output 'logit', but its outputs are 'logits'.*did you mean 'logits'",
-        ),
-        (
-            lambda x: (x, 3),
-            (None, layout()),
-            r"output 1 of the root Cell \(Returns\) has a declared layout.*is 3, which is no tensor",
-        ),
-        (
-            lambda x: x,
-            layout("dp", "tp", None),
-            r"output 0 of the root Cell \(Returns\): layout .* it has 3 entries.*2 dims",
-        ),
-        (lambda x: x[:3], layout("dp"), r"output 0 of the root Cell \(Returns\).*shape \(3, 8\): dim 0 has size 3"),
-        (lambda x: ops.erfc(ops.inverse(x)), None, r"in the root Cell \(Returns\): operator '\w+' has no rule"),
-        (lambda x: x @ x, None, r"in the root Cell \(Returns\): operator MatMul"),
-        (lambda x: x[9], None, r"in the root Cell \(Returns\): index 9 is out of range"),
-        (
-            lambda x: float(x.redistribute(layout("dp")).sum()),
-            None,
-            r"in the root Cell \(Returns\): float\(\) of a DTensor",
-        ),
-    ],  # fmt: skip
-)
+        (lambda x: (x, x), (None, None, layout()),
+            r"the root Cell \(Function\) declares a layout for output 2, but its outputs are 0, 1"),
+        (lambda x: {"logits": x}, {"logit": layout()},
+            "output 'logit', but its outputs are 'logits'.*did you mean 'logits'"),
+        (lambda x: (x, 3), (None, layout()),
+            r"output 1 of the root Cell \(Function\) has a declared layout.*is 3, which is no tensor"),
+        (lambda x: x, layout("dp", "tp", None),
+            r"output 0 of the root Cell \(Function\): layout .* it has 3 entries.*2 dims"),
+        (lambda x: x[:3], layout("dp"), r"output 0 of the root Cell \(Function\).*shape \(3, 8\): dim 0 has size 3"),
+        (lambda x: ops.erfc(ops.inverse(x)), None, r"in the root Cell \(Function\): operator '\w+' has no rule"),
+        (lambda x: x @ x, None, r"in the root Cell \(Function\): operator MatMul"),
+        (lambda x: x[9], None, r"in the root Cell \(Function\): index 9 is out of range"),
+        (lambda x: float(x.redistribute(layout("dp")).sum()), None,
+            r"in the root Cell \(Function\): float\(\) of a DTensor"),
+    ],
+)  # fmt: skip
 def test_errors_name_the_cell(make, output, message):
     with pytest.raises((ValueError, TypeError, IndexError), match=message):
-        shard(Returns(make), MESH, plan={"": {"output": output}})(X)
+        shard(Function(make), MESH, plan={"": {"output": output}})(X)
 
 
 def test_errors_name_the_innermost_cell_once():
@@ -200,7 +175,7 @@ def test_an_error_of_the_users_own_kind_is_left_alone():
         raise OwnError(1, 2)
 
     with pytest.raises(OwnError, match="^1 and 2$"):
-        shard(Returns(fail), MESH)(X)
+        shard(Function(fail), MESH)(X)
 
 
 def test_views_last_for_one_call():
@@ -212,7 +187,7 @@ def test_views_last_for_one_call():
             raise ValueError("on purpose")
         return x
 
-    net = nn.SequentialCell([Linear(), Returns(maybe)])
+    net = nn.SequentialCell([Linear(), Function(maybe)])
     shard(net, MESH, plan={"0": {"weight": COLUMNS}})
     net(X)
     first = net[0].seen["weight"]

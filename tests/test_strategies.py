@@ -101,21 +101,15 @@ def test_layouts():
 @pytest.mark.parametrize(
     ("inputs", "outputs", "message"),
     [
-        (
-            ((2, 1),),
-            None,
+        (((2, 1),), None,
             r"Cell 'dense1' \(Dense\), operator 'matmul' \(MatMul\): inputs have 1 declared entries, but this call has "
-            r"2 tensors there, of shapes \(16, 32\), \(32, 64\): write one for each",
-        ),
+            r"2 tensors there, of shapes \(16, 32\), \(32, 64\): write one for each"),
         (None, ((2, 1), None), r"outputs have 2 declared entries, but this call has 1 tensors there.*\(16, 64\)"),
         (((2,), (1, 4)), None, r"input 0 of shape \(16, 32\) has 2 dims, but strategy \(2,\) has 1 numbers"),
         (((3, 1), (1, 4)), None, r"\(16, 32\), strategy \(3, 1\): dim 0 of size 16 can't be cut into 3 parts: write a"),
-        (
-            ((2, 4), (2, 1)),
-            None,
+        (((2, 4), (2, 1)), None,
             r"input 1 of shape \(32, 64\), strategy \(2, 1\): dim 0 of size 32 is cut into 2 parts, but it is one dim "
-            r"with that of .*input 0 of shape \(16, 32\), strategy \(2, 4\): dim 1 of size 32, which is cut into 4",
-        ),
+            r"with that of .*input 0 of shape \(16, 32\), strategy \(2, 4\): dim 1 of size 32, which is cut into 4"),
         (((16, 1), (1, 1)), None, r"dim 0.*into 16 parts by whole axes of \(dp=2, tp=4\): possible are 1, 2, 4, 8"),
         (((4, 1), (1, 4)), None, r"\(1, 4\): dim 1 of size 64.*, of which tp=4 cut other dims: possible are 1, 2"),
         (((2, 4), (4, 1)), ((4, 4),), r"output 0 of shape \(16, 64\), strategy \(4, 4\): dim 1.*of which tp=4 cut ot"),

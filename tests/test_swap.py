@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from saved_tensors import scalar_of
-from test_recompute_gradients import INPUTS, Half, Net, drawn, llama, sharded, without
-from test_recompute_measured import others, place_of, tensors_in
+from test_recompute_gradients import INPUTS, Half, Net, drawn, equal, llama, sharded, steps_of, without
+from test_recompute_measured import bytes_of, tensors_in
 
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.hints import bytes_shown
@@ -32,26 +32,15 @@ SETTINGS = [
 ]
 
 
-def step(net, make):
-    """Loss and gradients of two steps."""
-    gradient_of = value_and_grad(hsdp(net))
-    ms.manual_seed(3)
-    found = []
-    for _ in range(2):
-        loss, gradients = gradient_of(*INPUTS[make]())
-        found += [loss.asnumpy(), *(gradient.asnumpy() for gradient in gradients)]
-    return found
-
-
 @pytest.mark.parametrize("make, settings", SETTINGS)
 def test_the_same_bits(make, settings):
-    assert all(map(np.array_equal, step(swap(sharded(make), **settings), make), without(make)))
+    assert equal(steps_of(swap(sharded(make), **settings), make)[0], without(make))
 
 
 def test_beside_recompute():
     settings = {"select": ["layers.*.mlp", "layers.0.self_attn"]}
     net = swap(recompute(sharded(llama), **settings), op_swap={"layers.1-2.self_attn": True})
-    assert all(map(np.array_equal, step(net, llama), without(llama)))
+    assert equal(steps_of(net, llama)[0], without(llama))
     text = explain(net)
     assert "swap: results of" in text and "recompute: " in text
 
@@ -128,8 +117,7 @@ def test_what_is_saved_waits_on_the_host(monkeypatch, make, settings, recomputin
         copies = [[entry for entry in call._entries.values() if entry.host is not None] for call in calls]
         kept["host"] = sorted(sum(entry.host.nbytes for entry in entries) for entries in copies if entries)
         kept["fetched"] = [entry for entries in copies for entry in entries if entry.device is not None]
-        tensors = tensors_in(packed, set())
-        kept["device"] = {place_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+        kept["device"] = bytes_of(tensors_in(packed, set()), net, inputs)
         return result
 
     ms.value_and_grad(forward, None, net.trainable_params())(*inputs)
@@ -137,11 +125,9 @@ def test_what_is_saved_waits_on_the_host(monkeypatch, make, settings, recomputin
     explained = tree_of(net).activations.explained(frame)
     marks = [mark.nbytes for mark in explained.marks.values() if mark.kind == "on host"]
     assert kept["fetched"] == [] and sum(kept["host"]) == sum(marks)
-    outside = set(map(place_of, others(net, inputs)))
-    on_device = sum(nbytes for place, nbytes in kept["device"].items() if place not in outside)
     if make is not Net:  # it has a distributed algorithm, of several calls, and seeds
         assert kept["host"] == sorted(marks)
-        of_all = bytes_shown(sum(marks) + on_device)
+        of_all = bytes_shown(sum(marks) + kept["device"])
         assert (
             f"swap: results of {len(marks)} instructions wait on the host, {bytes_shown(sum(marks))} of {of_all} that "
             "are kept"
@@ -170,19 +156,15 @@ def test_results_come_back_ahead_of_use(monkeypatch, prefetch):
 
 
 BOTH = [  # what recompute() and swap() are told, an operator that both take, and who asks for it
-    (
-        {"full": "0-1"},
-        {"layer_swap": [{"layers": "1-2"}]},
-        "layers.1.mlp.SiLU",
-        "recompute.full and swap.layer_swap[0]",
-    ),
+    ({"full": "0-1"}, {"layer_swap": [{"layers": "1-2"}]}, "layers.1.mlp.SiLU",
+        "recompute.full and swap.layer_swap[0]"),
     (
         {"select": ["*.tanh", "*.mlp", "layers.1.*.silu"]},
         {"op_swap": {"*.self_attn": True, "**.silu": {"layers": [1]}}},
         "layers.1.mlp.SiLU",
         "recompute.select '*.mlp' and recompute.select 'layers.1.*.silu' and swap.op_swap['**.silu']",
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("settings", "swapping", "name", "asked"), BOTH)

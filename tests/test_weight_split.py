@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
 from mindspore.utils import MsDispatchMode
+from models import TINY_LLAMA
+from small_cells import cell_of
 from split_backward import Compiled, Interpreted, assert_same, filled, gradients
 
 from mindformers_core.communication import init_distributed
@@ -20,14 +22,15 @@ from mindformers_core.passes.weight_split import split_weight_gradients
 from mindformers_core.tensor_parallel import prepare, programs, shard
 from mindformers_core.tensor_parallel.layers import RMSNorm
 
-SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 16,
-}  # fmt: skip
+SIZES = TINY_LLAMA | {"num_hidden_layers": 1}
 
 
 def weight(*shape):
     return Parameter(Tensor(np.zeros(shape, np.float32)))
+
+
+def frozen():
+    return Parameter(Tensor(np.zeros((8, 8), np.float32)), requires_grad=False)
 
 
 class MLP(nn.Cell):
@@ -41,15 +44,9 @@ class MLP(nn.Cell):
         return self.down(ops.relu(self.up(x)))
 
 
-class Chain(nn.Cell):
+def chain():
     """One product straight after the other, with one Cell called three times."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Dense(8, 8, has_bias=False)
-
-    def construct(self, x):
-        return self.layer(self.layer(self.layer(x)))
+    return cell_of(lambda self, x: self.layer(self.layer(self.layer(x))), layer=nn.Dense(8, 8, has_bias=False))
 
 
 class Products(nn.Cell):
@@ -74,7 +71,7 @@ class Others(nn.Cell):
     def __init__(self):
         super().__init__()
         self.weight, self.left, self.batched = weight(8, 8), weight(8, 8), weight(3, 8, 8)
-        self.frozen = Parameter(Tensor(np.zeros((8, 8), np.float32)), requires_grad=False)
+        self.frozen = frozen()
 
     def construct(self, x):
         rows = ops.gather(self.weight, Tensor([1, 3, 1], ms.int32), 0)
@@ -85,16 +82,9 @@ class Others(nn.Cell):
         ).sum(1, keepdims=True)
 
 
-class Head(nn.Cell):
+def head():
     """Frozen or used nowhere in a product: nothing to defer."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = RMSNorm(8)
-        self.frozen = Parameter(Tensor(np.zeros((8, 8), np.float32)), requires_grad=False)
-
-    def construct(self, x):
-        return ops.matmul(self.norm(x), self.frozen)
+    return cell_of(lambda self, x: ops.matmul(self.norm(x), self.frozen), norm=RMSNorm(8), frozen=frozen())
 
 
 def floats(*shape, seed=0):
@@ -116,10 +106,10 @@ def on_tokens(count=3):
 
 MODELS = {  # name -> (how to make it, micro-batches, products, parameters without an ordinary gradient)
     "mlp": (MLP, on_floats, 2, {"up.weight", "down.weight"}),
-    "chain": (Chain, on_floats, 3, {"layer.weight"}),
+    "chain": (chain, on_floats, 3, {"layer.weight"}),
     "products": (Products, on_floats, 8, {"plain", "turned"}),
     "others": (Others, on_floats, 1, set()),
-    "nothing": (Head, on_floats, 0, set()),
+    "nothing": (head, on_floats, 0, set()),
     "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SIZES)), on_tokens, 8, None),
     "tied": (lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)), on_tokens, 8, None),
 }
@@ -242,20 +232,18 @@ def test_several_shapes_are_outstanding_at_once_and_share_collectors(compiled):
     assert len(programs(net)) == 4 and len(split_weight_gradients(net).collectors) == 4
 
 
-class Branching(nn.Cell):
+def branching():
     """Batches of odd sizes go another way."""
-
-    def __init__(self):
-        super().__init__()
-        self.odd, self.even = nn.Dense(8, 4), nn.Dense(8, 4)
 
     def construct(self, x):
         return self.odd(x) if x.shape[0] % 2 else ops.tanh(self.even(x)) + self.even(x)
 
+    return cell_of(construct, odd=nn.Dense(8, 4), even=nn.Dense(8, 4))
+
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["pynative", "jit"])
 def test_programs_that_defer_different_weights(compiled):
-    net, reference = sharded(Branching), sharded(Branching)
+    net, reference = sharded(branching), sharded(branching)
     batches = [(floats(size, 8),) for size in (3, 2, 5)]
     stage_gradients = gradients(net, batches, compiled, split=True)
     assert len(split_weight_gradients(net).collectors) == 6

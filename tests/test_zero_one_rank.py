@@ -7,6 +7,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, amp, nn, ops
+from small_cells import cell_of
 from small_zero import Linear, Net, array, both_modes, check, expected, inputs
 
 from mindformers_core.mesh import DeviceMesh
@@ -130,33 +131,22 @@ def test_training_flags_are_followed(compiled):
         assert (256 < dropped < 512) if mode else dropped == 0
 
 
-class Twice(nn.Cell):
+def twice():
     """Calls one Cell twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = Linear(None, 1)
-
-    def construct(self, x):
-        return self.net(ops.tanh(self.net(x))).square().mean()
+    return cell_of(lambda self, x: self.net(ops.tanh(self.net(x))).square().mean(), net=Linear(None, 1))
 
 
 @both_modes
 def test_a_cell_that_is_called_twice(compiled):
-    loss, gradients = expected(Twice(), inputs())
-    check(
-        value_and_grad(hsdp(Twice()), compiled)(inputs()),
-        loss,
-        gradients,
-    )
+    check(value_and_grad(hsdp(twice()), compiled)(inputs()), *expected(twice(), inputs()))
 
 
 @both_modes
 def test_two_cells_in_one_program(compiled):
     """As the two of a generative adversarial network: the steps of one don't touch the other."""
-    generator, judge = hsdp(Net(), accumulate_grad_step=2), hsdp(Twice())
+    generator, judge = hsdp(Net(), accumulate_grad_step=2), hsdp(twice())
     of_generator, of_judge = value_and_grad(generator, compiled), value_and_grad(judge, compiled)
-    reference, judged = expected(Net(), inputs()), expected(Twice(), inputs())
+    reference, judged = expected(Net(), inputs()), expected(twice(), inputs())
     for _ in range(2):
         assert of_generator(inputs())[1] is None
         check(of_judge(inputs()), *judged)  # in the middle of the other's step

@@ -219,6 +219,11 @@ def language_model_inputs(seed):
     return (ids(seed, WORDS, BATCH, LENGTH), Tensor(labels)), {}
 
 
+# of a Llama whose number of layers is the test's
+TINY_LLAMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 16}
+TINY_LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
 def llama(**changes):
     """A Llama of two layers."""
     sizes = {"vocab_size": WORDS, "hidden_size": SIZE, "intermediate_size": 24, "num_hidden_layers": 2}

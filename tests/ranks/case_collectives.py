@@ -3,13 +3,15 @@
 Values are small whole numbers, so that sums are exact in every dtype, and results are compared exactly.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
 import pytest
 from launch import on_ranks
+from simulated_ranks import backward, forward
 
 from mindformers_core import communication as comm
 from mindformers_core.communication import count_collectives, world
@@ -36,48 +38,6 @@ def everywhere(function):
     return lambda xs: [function(xs)] * len(xs)
 
 
-def same(values):
-    return list(values)
-
-
-def total(xs):
-    return sum(xs[1:], xs[0])
-
-
-def mean(xs):
-    return total(xs) / len(xs)
-
-
-def split(x, count, dim):
-    return np.split(x, count, dim)
-
-
-def gather(dim):
-    return everywhere(lambda xs: np.concatenate(xs, dim))
-
-
-def take(dim):
-    return lambda xs: [split(x, len(xs), dim)[index] for index, x in enumerate(xs)]
-
-
-def scatter(reduce, dim):
-    return lambda xs: split(reduce(xs), len(xs), dim)
-
-
-def exchange(dim, to_dim):
-    return lambda xs: [np.concatenate([split(x, len(xs), to_dim)[index] for x in xs], dim) for index in range(len(xs))]
-
-
-def pad(dim):
-    def padded(xs):
-        return [
-            np.concatenate([x if place == index else np.zeros_like(x) for place in range(len(xs))], dim)
-            for index, x in enumerate(xs)
-        ]
-
-    return padded
-
-
 def keep(place):
     return lambda xs: [x if index == place else np.zeros_like(x) for index, x in enumerate(xs)]
 
@@ -87,34 +47,19 @@ def reordered(xs):
     return [xs[place] for place in np.arange(len(xs)).reshape(2, -1).T.ravel()]
 
 
-def divided(function):
-    return lambda xs: [value / len(xs) for value in function(xs)]
-
-
-def multiplied(xs):
-    return [x * len(xs) for x in xs]
-
-
-def largest(xs):
-    return np.max(xs, axis=0)
-
-
-def smallest(xs):
-    return np.min(xs, axis=0)
-
-
-def shares(extreme, xs, gradients):
-    """A gradient for every rank, where it holds the extreme, divided by how many do."""
-    holds = [(x == extreme(xs)).astype(x.dtype) for x in xs]
-    return [hold * gradient / total(holds) for hold, gradient in zip(holds, gradients)]
-
-
 def backward_of(function):
     return lambda xs, gradients: function(gradients)
 
 
-def cell(name, *arguments):
-    return lambda axes: getattr(comm, name)(MESH, axes, *arguments)
+def pair(cell, kind, op="sum", dim=None, to_dim=None, floats_only=False):
+    """A collective with the meaning of a redistribution's step of this kind."""
+    step = SimpleNamespace(kind=kind, op=op, dim=dim, to_dim=to_dim)
+    given = [each for each in (dim, to_dim) if each is not None] + [op] * (op != "sum")
+
+    def make(axes):
+        return getattr(comm, cell)(MESH, axes, *given)
+
+    return Pair(make, lambda xs: forward(step, None, xs), lambda xs, gs: backward(step, None, gs, xs), floats_only)
 
 
 def permute(axes):
@@ -122,41 +67,37 @@ def permute(axes):
     return comm.Permute(MESH, axes, Layout.on(MESH, (axes, ())), Layout.on(MESH, (axes[::-1], ())))
 
 
-sum_everywhere, mean_everywhere = everywhere(total), everywhere(mean)
+def broadcast(axes):
+    return comm.Broadcast(MESH, axes, 1)
+
+
+AVERAGE = pair("ToPartial", "to_partial", "avg")
 PAIRS = {
-    "all_reduce sum": Pair(cell("AllReduce"), sum_everywhere, backward_of(same)),
-    "all_reduce avg": Pair(cell("AllReduce", "avg"), mean_everywhere, backward_of(divided(same)), True),
-    "all_reduce max": Pair(cell("AllReduce", "max"), everywhere(largest), lambda xs, gs: shares(largest, xs, gs)),
-    "all_reduce min": Pair(cell("AllReduce", "min"), everywhere(smallest), lambda xs, gs: shares(smallest, xs, gs)),
-    "all_reduce_varying": Pair(cell("AllReduceVarying"), sum_everywhere, backward_of(sum_everywhere)),
-    "all_reduce_varying avg": Pair(
-        cell("AllReduceVarying", "avg"), mean_everywhere, backward_of(mean_everywhere), True
-    ),
-    "all_gather": Pair(cell("AllGather", 1), gather(1), backward_of(take(1))),
-    "all_gather_varying": Pair(cell("AllGatherVarying", 0), gather(0), backward_of(scatter(total, 0))),
-    "reduce_scatter": Pair(cell("ReduceScatter", 1), scatter(total, 1), backward_of(gather(1))),
-    "reduce_scatter avg": Pair(
-        cell("ReduceScatter", 0, "avg"), scatter(mean, 0), backward_of(divided(gather(0))), True
-    ),
-    "reduce_scatter max": Pair(
-        cell("ReduceScatter", 0, "max"), scatter(largest, 0), lambda xs, gs: shares(largest, xs, gather(0)(gs))
-    ),
-    "reduce_scatter min": Pair(
-        cell("ReduceScatter", 1, "min"), scatter(smallest, 1), lambda xs, gs: shares(smallest, xs, gather(1)(gs))
-    ),
+    "all_reduce sum": pair("AllReduce", "all_reduce"),
+    "all_reduce avg": pair("AllReduce", "all_reduce", "avg", floats_only=True),
+    "all_reduce max": pair("AllReduce", "all_reduce", "max"),
+    "all_reduce min": pair("AllReduce", "all_reduce", "min"),
+    "all_reduce_varying": pair("AllReduceVarying", "all_reduce_varying"),
+    "all_reduce_varying avg": pair("AllReduceVarying", "all_reduce_varying", "avg", floats_only=True),
+    "all_gather": pair("AllGather", "all_gather", dim=1),
+    "all_gather_varying": pair("AllGatherVarying", "all_gather_varying", dim=0),
+    "reduce_scatter": pair("ReduceScatter", "reduce_scatter", dim=1),
+    "reduce_scatter avg": pair("ReduceScatter", "reduce_scatter", "avg", dim=0, floats_only=True),
+    "reduce_scatter max": pair("ReduceScatter", "reduce_scatter", "max", dim=0),
+    "reduce_scatter min": pair("ReduceScatter", "reduce_scatter", "min", dim=1),
     "permute": Pair(permute, reordered, backward_of(reordered)),
-    "all_to_all": Pair(cell("AllToAll", 0, 1), exchange(0, 1), backward_of(exchange(1, 0))),
-    "broadcast": Pair(cell("Broadcast", 1), everywhere(lambda xs: xs[1]), backward_of(keep(1))),
-    "slice": Pair(cell("SliceToShard", 1), take(1), backward_of(gather(1))),
-    "slice_varying": Pair(cell("SliceVarying", 0), take(0), backward_of(pad(0))),
-    "mark_varying": Pair(cell("MarkVarying"), same, backward_of(sum_everywhere)),
-    "unmark_varying": Pair(cell("UnmarkVarying"), same, backward_of(divided(same)), True),
-    "to_partial": Pair(cell("ToPartial"), keep(0), backward_of(same)),
-    "to_partial avg": Pair(cell("ToPartial", "avg"), same, backward_of(multiplied)),
-    "to_partial max": Pair(cell("ToPartial", "max"), same, backward_of(sum_everywhere)),
-    "to_partial min": Pair(cell("ToPartial", "min"), same, backward_of(sum_everywhere)),
-    "to_partial_varying": Pair(cell("ToPartialVarying"), keep(0), backward_of(keep(0))),
-    "pad": Pair(cell("PadToPartial", 1), pad(1), backward_of(take(1))),
+    "all_to_all": pair("AllToAll", "all_to_all", dim=0, to_dim=1),
+    "broadcast": Pair(broadcast, everywhere(lambda xs: xs[1]), backward_of(keep(1))),
+    "slice": pair("SliceToShard", "slice", dim=1),
+    "slice_varying": pair("SliceVarying", "slice_varying", dim=0),
+    "mark_varying": pair("MarkVarying", "mark_varying"),
+    "unmark_varying": pair("UnmarkVarying", "unmark_varying", floats_only=True),
+    "to_partial": pair("ToPartial", "to_partial"),
+    "to_partial avg": replace(AVERAGE, backward=lambda xs, gradients: [len(xs) * each for each in gradients]),
+    "to_partial max": pair("ToPartial", "to_partial", "max"),
+    "to_partial min": pair("ToPartial", "to_partial", "min"),
+    "to_partial_varying": pair("ToPartialVarying", "to_partial_varying"),
+    "pad": pair("PadToPartial", "pad", dim=1),
 }
 
 

@@ -6,7 +6,8 @@ import mindspore as ms
 import numpy as np
 import pytest
 from launch import on_ranks
-from mindspore import Tensor, mint, nn, ops
+from mindspore import Tensor, mint, ops
+from small_cells import cell_of
 
 from mindformers_core import full_parameters, init_device_mesh, jit, shard
 from mindformers_core.communication import count_collectives, world
@@ -18,21 +19,15 @@ LABELS = np.arange(8, dtype=np.int32) % 4
 PLAN = {"": {"input": {"x": layout("dp", None), "labels": layout("dp")}}, "fc": {"weight": {"weight": layout("tp")}}}
 
 
-class Net(nn.Cell):
-    """A linear layer and the loss of its results."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc = mint.nn.Linear(8, 4, bias=False)
-
-    def construct(self, x, labels):
-        return ops.cross_entropy(self.fc(x), labels)
+def loss(self, x, labels):
+    return ops.cross_entropy(self.fc(x), labels)
 
 
 def net_on(mesh, **settings):
-    """The same one on every mesh."""
+    """A linear layer and the loss of its results, the same on every mesh."""
     ms.set_seed(1)
-    return Net() if mesh is None else shard(Net(), mesh, plan=PLAN, **settings)
+    net = cell_of(loss, fc=mint.nn.Linear(8, 4, bias=False))
+    return net if mesh is None else shard(net, mesh, plan=PLAN, **settings)
 
 
 def loss_of(net, rows, compiled=False):

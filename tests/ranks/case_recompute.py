@@ -8,6 +8,7 @@ import pytest
 from case_shard import Parallel
 from launch import on_ranks
 from mindspore import Parameter, Tensor, nn, ops
+from models import TINY_LLAMA
 from recomputations import count_recomputations
 from saved_tensors import measured
 
@@ -169,42 +170,36 @@ def case_recomputed_levels_give_the_same_bits():
     assert equal(sharded(False, swapped={"layer_swap": [{"layers": True, "backward_prefetch": 3}]})[0], expected)
 
 
+def llama_step(layers, config=None, swapped=None, compiled=False, **settings):
+    """Loss and gradients of a Llama on tp 2, how many calls ran again, and the Cell."""
+    mesh, ids = init_device_mesh((1, 2), ("dp", "tp")), np.random.default_rng(1).integers(0, 64, (2, 2, 8))
+    with ms.DeviceCtx("meta"):
+        net = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA, num_hidden_layers=layers)).set_train()
+    net = swap(recompute(shard(net, mesh, config, seed=3), **settings), **(swapped or {}))
+    with count_recomputations() as counted:
+        loss, gradients = value_and_grad(hsdp(net), compiled)(*(Tensor(each, ms.int32) for each in ids))
+    return [loss.asnumpy(), *arrays(gradients)], len(counted), net
+
+
 @on_ranks(nightly=(2,))
 def case_a_compiled_llama_has_the_same_bits():
     """tp 2 with sequence parallelism: what is around the recomputed Cells is in functions of its own."""
-    mesh, ids = init_device_mesh((1, 2), ("dp", "tp")), np.random.default_rng(1).integers(0, 64, (2, 2, 8))
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2,
-    )  # fmt: skip
-    found = []
-    for settings in ({}, {"select": ["*.core_attention", "layers.0.*.down_proj"]}):
-        with ms.DeviceCtx("meta"):
-            net = LlamaForCausalLM(config).set_train()
-        net = recompute(shard(net, mesh, Parallel(True), seed=3), **settings)
-        loss, gradients = value_and_grad(hsdp(net), compiled=True)(*(Tensor(each, ms.int32) for each in ids))
-        found.append([loss.asnumpy(), *arrays(gradients)])
-    assert equal(*found)
+    steps = (
+        llama_step(1, Parallel(True), compiled=True, **settings)[0]
+        for settings in ({}, {"select": ["*.core_attention", "layers.0.*.down_proj"]})
+    )
+    assert equal(*steps)
 
 
 @on_ranks(2)
 def case_marked_results_of_a_llama():
     """tp 2: what is marked as varying, as inputs of column-parallel weights, goes with the operator that makes it."""
-    mesh, ids = init_device_mesh((1, 2), ("dp", "tp")), np.random.default_rng(1).integers(0, 64, (2, 2, 8))
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
-    )
-    results = []
-    norms = "layers.*.*norm.Mul[1]"
+    results, norms = [], "layers.*.*norm.Mul[1]"
     for settings, swapped in (({}, {}), ({"select": norms}, {}), ({}, {"op_swap": {norms: True}})):
-        with ms.DeviceCtx("meta"):
-            net = LlamaForCausalLM(config).set_train()
-        net = swap(recompute(shard(net, mesh, seed=3), **settings), **swapped)
-        with count_recomputations() as counted:
-            loss, gradients = value_and_grad(hsdp(net))(*(Tensor(each, ms.int32) for each in ids))
-        assert (len(counted) > 0) == bool(settings)
+        found, again, net = llama_step(2, swapped=swapped, **settings)
+        assert (again > 0) == bool(settings)
         assert "no gradient needs" not in explain(net)
-        results.append([loss.asnumpy(), *arrays(gradients)])
+        results.append(found)
     assert all(equal(found, results[0]) for found in results)
 
 
@@ -249,12 +244,10 @@ def case_a_recipes_stages_fail_alike_when_the_job_is_made():
     for overrides, message in (
         (["recompute.select=[layers.3.mlp, layers.0.self_atn]"], r"'layers.0.self_atn' matches .* mean 'self_attn'"),
         (["recompute.select=['*.softmax']", "swap.op_swap={layers.0.self_attn: true}"], "is recomputed and swapped"),
-        (
-            ["recompute.budget=0.4", "recompute.exclude=[layers.0, layers.1]"],
-            "0.4 is out of reach on stage 0: .* all stages is",
-        ),
+        (["recompute.budget=0.4", "recompute.exclude=[layers.0, layers.1]"],
+            "0.4 is out of reach on stage 0: .* all stages is"),
         (["recompute.select=['*.SiLU']", "context.mode=0"], r"select: '\*.SiLU' matches no Cell of any stage"),
-    ):  # the two in the middle are wrong on the first stage alone
+    ):  # the two in the middle are wrong on the first stage alone  # fmt: skip
         with pytest.raises(ValueError, match=message):
             make(*overrides)
 

@@ -5,6 +5,7 @@ import numpy as np
 from case_shard import MLP, Parallel, batch, my_rows, tiny
 from launch import on_ranks
 from mindspore import Tensor, nn, ops
+from small_cells import cell_of
 from split_backward import Interpreted, assert_same, filled, gradients
 
 from mindformers_core.communication import count_collectives
@@ -55,29 +56,21 @@ def case_split_backward_on_tp_2():
     check((2,), ("tp",), tied=False, sequence_parallel=True, compiled=False)
 
 
-class Block(nn.Cell):
-    """Two layers with one weight."""
+def blocks():
+    """Two blocks, which share a program, each of two layers with one weight."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Dense(8, 8, has_bias=False), nn.Dense(8, 8, has_bias=False)
-        self.second.weight = self.first.weight
-
-    def construct(self, x):
+    def block(self, x):
         return ops.tanh(self.second(ops.tanh(self.first(x))))
-
-
-class Blocks(nn.Cell):
-    """Two of them, which share a program."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.CellList([Block(), Block()])
 
     def construct(self, x):
         for block in self.blocks:
             x = block(x)
         return ops.sum(x)
+
+    made = [cell_of(block, **{name: nn.Dense(8, 8, has_bias=False) for name in ("first", "second")}) for _ in range(2)]
+    for each in made:
+        each.second.weight = each.first.weight
+    return cell_of(construct, blocks=nn.CellList(made))
 
 
 @on_ranks(2)
@@ -88,7 +81,7 @@ def case_split_backward_on_dp_2():
     mesh = init_device_mesh((2,), ("dp",))
     plan = {"": {"input": (layout("dp"),)}}
     data = [(my_rows(np.random.default_rng(seed).normal(size=(4, 8)).astype(np.float32), mesh),) for seed in range(2)]
-    check_made(lambda: shard(filled(Blocks()), mesh, plan=plan), data)
+    check_made(lambda: shard(filled(blocks()), mesh, plan=plan), data)
 
 
 @on_ranks(4)
@@ -97,21 +90,15 @@ def case_split_backward_on_dp_2_tp_2():
     check((2, 2), ("dp", "tp"), tied=True, sequence_parallel=True, compiled=False)
 
 
-class Sharded(nn.Cell):
+def gathered(mesh):
     """Weights that are gathered over `dp` where they are used, as fully sharded data parallelism has it."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Dense(8, 16), nn.Dense(16, 4)
 
     def construct(self, x):
         return ops.sum(ops.square(self.down(ops.tanh(self.up(x)))))
 
-
-def gathered(mesh):
-    """Its weights lie sharded, its inputs come in rows."""
     rows = {"input": (layout("dp"),), "weight": {"weight": layout("dp")}, "output": layout("dp")}
-    return shard(filled(Sharded()).set_train(), mesh, plan={"": {"input": (layout("dp"),)}, "up": rows, "down": rows})
+    net = filled(cell_of(construct, up=nn.Dense(8, 16), down=nn.Dense(16, 4))).set_train()
+    return shard(net, mesh, plan={"": {"input": (layout("dp"),)}, "up": rows, "down": rows})
 
 
 @on_ranks(2)

@@ -6,6 +6,7 @@ from functools import cache
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
+from models import TINY_LLAMA
 from truth import once
 
 from mindformers_core.communication import world
@@ -18,10 +19,7 @@ from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
 from mindformers_core.trainer.recipe import Optimizer, Parallelism
 from mindformers_core.zero import hsdp, value_and_grad
 
-CONFIG = LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=16,
-)  # fmt: skip
+CONFIG = LlamaConfig(**TINY_LLAMA, num_hidden_layers=2)
 SEQUENCES, LENGTH = 16, 8  # of the whole batch of a step
 NORM = 0.3  # gradients' global norm that clipping leaves: all steps are clipped
 
