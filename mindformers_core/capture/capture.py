@@ -21,7 +21,7 @@ from mindspore.graph._utils.pijit_context import PIJitCaptureContext
 from mindspore.graph.api import _JitExecutor, _no_grad
 from mindspore.utils import MsDispatchMode
 
-from mindformers_core.capture.recording import Recorder
+from mindformers_core.capture.recording import Recorder, any_leaf
 from mindformers_core.capture.traced import Traced
 from mindformers_core.dtensor.indexing import index_tensor
 from mindformers_core.operators import TensorMeta
@@ -215,13 +215,13 @@ class _Dispatched(MsDispatchMode):
                     f"operator '{func.name}' draws into a plain tensor, which can't be captured: draw with "
                     "mindspore.ops, or pass the numbers in"
                 )
-            if func.name in _DRAWING or _has_traced(args):
+            if func.name in _DRAWING or any_leaf(_is_traced, args):
                 return recorder.operator(func, args, kwargs)
         return func(*args, **kwargs)
 
 
-def _has_traced(args):
-    return any(type(entry) is Traced or (isinstance(entry, (tuple, list)) and _has_traced(entry)) for entry in args)
+def _is_traced(leaf):
+    return type(leaf) is Traced
 
 
 def _get_item(recorder):
@@ -229,8 +229,8 @@ def _get_item(recorder):
     get_item = Tensor.__getitem__
 
     def item(tensor, index):
-        traced = type(index) is Traced or (isinstance(index, tuple) and _has_traced(index))
-        return index_tensor(recorder.stand_in(tensor), index) if traced else get_item(tensor, index)
+        is_traced = any_leaf(_is_traced, index)
+        return index_tensor(recorder.stand_in(tensor), index) if is_traced else get_item(tensor, index)
 
     return item
 

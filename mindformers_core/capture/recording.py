@@ -18,7 +18,7 @@ from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.program.graph import CallNode, OperatorNode, PrimitiveUse
 from mindformers_core.program.structure import tree_leaves, tree_map
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "any_leaf"]
 
 _MESSAGE_END = re.compile(r"\n\s*-{20,}")  # where MindSpore goes on with its C++ stack
 
@@ -145,7 +145,7 @@ class Recorder:
             raise self.error(f"operator '{name}' changes a tensor in place: use its result, as in x = x + y")
         args, kwargs = self.stand_in(args), self.stand_in(kwargs)
         metas = self._infer(func, primitive, args, kwargs)
-        if self._silent or not _has_tensor(metas):
+        if self._silent or not any_leaf(_is_tensor, metas):
             return tree_map(self._unlisted, metas)
         return self._write(func, kind, primitive, args, kwargs, metas)
 
@@ -239,13 +239,11 @@ class Recorder:
 
     def stand_in(self, structure):
         """The structure with a traced tensor in the place of every plain one; itself where there is none."""
-        if not _has_plain(structure):
-            return structure
 
         def replace(leaf):
-            return self._loose_tensor(leaf) if isinstance(leaf, Tensor) and type(leaf) is not Traced else leaf
+            return self._loose_tensor(leaf) if _is_plain(leaf) else leaf
 
-        return tree_map(replace, structure)
+        return tree_map(replace, structure) if any_leaf(_is_plain, structure) else structure
 
     def _loose_tensor(self, tensor):
         if isinstance(tensor, Parameter):
@@ -269,32 +267,28 @@ def _count_inputs(primitive, args):
     """How many of a classic primitive's arguments its call takes: its class may have put its attributes behind them."""
     if "__call__" not in vars(type(primitive)):
         return len(args)
-    most = _most_inputs(type(primitive))
-    if most is not None:
-        return min(len(args), most)
-    given = max((place + 1 for place, argument in enumerate(args) if _has_tensor(argument)), default=0)
+    parameters = inspect.signature(type(primitive).__call__).parameters.values()
+    if not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
+        return min(len(args), len(parameters) - 1)
+    given = max((place + 1 for place, argument in enumerate(args) if any_leaf(_is_tensor, argument)), default=0)
     return given if len(args) - given == len(primitive.init_attrs) else len(args)
 
 
-@cache
-def _most_inputs(kind):
-    """How many arguments a call of this class of primitives takes; None where it takes any number."""
-    parameters = inspect.signature(kind.__call__).parameters.values()
-    any_number = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters)
-    return None if any_number else len(parameters) - 1
-
-
-def _has_plain(structure):
-    """Whether there is a tensor in a structure that isn't traced."""
-    if isinstance(structure, Tensor):
-        return type(structure) is not Traced
+def any_leaf(predicate, structure):
+    """Whether the predicate is true of any leaf in tuples, lists and dicts."""
     if isinstance(structure, (tuple, list)):
-        return any(map(_has_plain, structure))
-    return isinstance(structure, dict) and any(map(_has_plain, structure.values()))
+        return any(any_leaf(predicate, entry) for entry in structure)
+    if isinstance(structure, dict):
+        return any_leaf(predicate, tuple(structure.values()))
+    return predicate(structure)
 
 
-def _has_tensor(structure):
-    return isinstance(structure, Tensor) or (isinstance(structure, (tuple, list)) and any(map(_has_tensor, structure)))
+def _is_tensor(leaf):
+    return isinstance(leaf, Tensor)
+
+
+def _is_plain(leaf):
+    return isinstance(leaf, Tensor) and type(leaf) is not Traced
 
 
 def _meta_leaf(leaf):
