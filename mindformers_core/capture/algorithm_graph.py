@@ -75,17 +75,6 @@ def algorithm_graph(plan, mesh, rank=None):
     return graph
 
 
-def _local_arguments(plan):
-    """The arguments of the local call, with a `TensorMeta` in the place of every tensor."""
-    args, kwargs = tree_map(
-        lambda leaf: tensor_meta(leaf.shape, leaf.dtype) if isinstance(leaf, Value) else leaf,
-        (plan.node.args, plan.node.kwargs),
-    )
-    if plan.signature.localize is None:
-        return args, kwargs
-    return plan.signature.localize((*args, *kwargs.values()), plan.local_shapes), {}
-
-
 class _Algorithm(nn.Cell):
     """An algorithm as a Cell of the operator's local tensors, to be captured."""
 
@@ -96,8 +85,12 @@ class _Algorithm(nn.Cell):
     def construct(self, *tensors):
         plan, self.recorder = self.plan, tensors[0].recorder
         cut = replace(self.cut, move=self._move, next_random_state=self.recorder.random_state)
-        args, kwargs = _local_arguments(plan)
-        given = iter(tensors)
+        structure, given = (plan.node.args, plan.node.kwargs), iter(tensors)
+        args, kwargs = tree_map(
+            lambda leaf: tensor_meta(leaf.shape, leaf.dtype) if isinstance(leaf, Value) else leaf, structure
+        )
+        if plan.signature.localize is not None:
+            args, kwargs = plan.signature.localize((*args, *kwargs.values()), plan.local_shapes), {}
         args, kwargs = tree_map(lambda leaf: next(given) if isinstance(leaf, TensorMeta) else leaf, (args, kwargs))
         return ALGORITHMS[plan.algorithm](lambda *local: self._operator(local, kwargs), args, cut)
 

@@ -67,22 +67,18 @@ class ModuleSource:
         """The lines above the functions."""
         mesh = self.mesh
         ranks = "" if tuple(mesh.rank_list) == tuple(range(mesh.size)) else f", {tuple(mesh.rank_list)}"
-        made = [
-            "from mindformers_core.communication import communicator",
-            "from mindformers_core.layout import Layout",
-            "from mindformers_core.mesh import DeviceMesh",
-        ]
-        used = [line for line in made if line.rpartition(" ")[2] != "Layout" or "Layout.on(" in str(self._collectives)]
-        lines = ['"""' + header[0], *header[1:], '"""', "", *sorted(self.imports), *used, ""]
+        used = ["communication import communicator", "layout import Layout", "mesh import DeviceMesh"]
+        if "Layout.on(" not in str(self._collectives):
+            del used[1]
+        lines = ['"""' + header[0], *header[1:], '"""', "", *sorted(self.imports)]
+        lines += [*(f"from mindformers_core.{each}" for each in used), ""]
         lines += [f"mesh = DeviceMesh({mesh.shape}, {mesh.axis_names}{ranks})", "collectives = communicator(mesh)"]
         lines += [f"{name} = {text}" for text, name in self._collectives.items()]
         lines += [f"{name} = {constructor}" for constructor, name in self._instances.items()]
         if self.constants:
             lines += ["", "# Tensors that the model makes itself; the loader puts them here."]
-            lines += [
-                f"# {name}: {constant.value.dtype} {list(constant.value.shape)}"
-                for name, constant in self.constants.items()
-            ]
+            values = {name: constant.value for name, constant in self.constants.items()}
+            lines += [f"# {name}: {value.dtype} {list(value.shape)}" for name, value in values.items()]
         return lines
 
     def _check_arguments(self):
