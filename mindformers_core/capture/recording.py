@@ -146,12 +146,10 @@ class Recorder:
         args, kwargs = self.stand_in(args), self.stand_in(kwargs)
         metas = self._infer(func, primitive, args, kwargs)
         if self._silent or not any_leaf(_is_tensor, metas):
-            return tree_map(self._unlisted, metas)
+            return tree_map(
+                lambda leaf: self.input(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf, metas
+            )
         return self._write(func, kind, primitive, args, kwargs, metas)
-
-    def _unlisted(self, leaf):
-        """A traced tensor that no graph has, around a meta tensor."""
-        return Traced.around(self, leaf, Made(None, None)) if isinstance(leaf, Tensor) else leaf
 
     def _write(self, func, kind, primitive, args, kwargs, metas):
         """Make the node, and the traced results."""

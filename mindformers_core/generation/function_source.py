@@ -2,7 +2,7 @@
 
 import ast
 import keyword
-from inspect import Parameter
+from inspect import Parameter, signature
 from itertools import repeat
 
 from mindformers_core.capture.algorithm_graph import algorithm_graph, redistribution_steps
@@ -109,7 +109,7 @@ class FunctionSource:
     def _parameters(self):
         """The function's parameters, as `construct` has them, and the variables of the tensors in them."""
         written, star = [], {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}
-        kinds = self.parts.construct_parameters(self.frame)
+        kinds = signature(self.parts.cells[self.frame.graph.path].construct).parameters
         for name, structure in self.frame.graph.arguments.items():
             variable = self.names.keep(name)
             self.parts.variables.add(variable)

@@ -1,6 +1,5 @@
 """From a propagated plan to one readable Python module: a function for every distinct `CellPlan` in it."""
 
-from inspect import signature
 from itertools import chain, count
 from keyword import iskeyword
 
@@ -91,10 +90,6 @@ class ModuleSource:
                         f"Cell '{frame.graph.path}' ({self._class_name(frame)}): an argument of construct is called "
                         f"'{name}', a name that generated modules need for something else: give it another one"
                     )
-
-    def construct_parameters(self, frame):
-        """The parameters of the `construct` that a plan is of, by name."""
-        return signature(self.cells[frame.graph.path].construct).parameters
 
     def parameter(self, frame, use):
         """The expression for a parameter."""

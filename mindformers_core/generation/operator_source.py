@@ -35,6 +35,7 @@ _WORDS = {  # parameters that arrive as the numbers of words
     "pad_mode": ("pad", "same", "valid"),
     "input_layout": ("BSH", "BNSD", "SBH", "BSND", "TND", "TH"),
 }
+_RANDOM_STATE = "mindformers_core.dtensor.dropout.next_random_state"
 _SPELLINGS = (  # of one parameter, by a method and by its operator
     {"dim", "dims", "axis", "axes"},
     {"keepdim", "keepdims", "keep_dims"},
@@ -234,11 +235,9 @@ def _written(value, name_of=None):
 @cache
 def _form(name):
     """The `_Form` of an operator, or None."""
-    ready, source = _ready().get(name), facts_of(name).source
+    ready, source = _ready().get(name), _RANDOM_STATE if name == "RandomState" else facts_of(name).source
     named = _parsed(source)
     parameters = named if named is not None else _parameters(getattr(auto_generate, ready).__call__) if ready else None
-    if name == "RandomState":
-        return _Form("from mindformers_core.dtensor.dropout import next_random_state", "next_random_state", {})
     if source.startswith("."):
         return _Form("", source, parameters, named=_NAMED)
     if source.startswith("ops."):

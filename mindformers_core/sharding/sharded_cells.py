@@ -1,4 +1,4 @@
-"""What the Cells of a sharded tree become: subclasses of their own classes that run a program, or run eagerly."""
+"""The classes of the Cells of a sharded tree: subclasses of the user's that run a program, or run eagerly."""
 
 import logging
 from functools import cache
@@ -142,10 +142,14 @@ class EagerCell(ShardedCell):
         if tree.views is None:
             if path == "":
                 tree.compare_inputs(_shapes(args, kwargs), args, kwargs)
-            with tree.running_eagerly():
-                args, kwargs = tree.storage.entering(args, kwargs) if path == "" else (args, kwargs)
-                result = self.run_eagerly(*args, **kwargs)
-                return tree.storage.leaving(result) if path == "" else result
+            tree.views = {}
+            try:
+                with tree.storage.calling():
+                    args, kwargs = tree.storage.entering(args, kwargs) if path == "" else (args, kwargs)
+                    result = self.run_eagerly(*args, **kwargs)
+                    return tree.storage.leaving(result) if path == "" else result
+            finally:
+                tree.views = None
         try:
             args, kwargs = boundary.enter(args, kwargs)
             return boundary.leave(super(ShardedCell, self).construct(*args, **kwargs))
