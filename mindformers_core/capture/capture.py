@@ -24,7 +24,6 @@ from mindspore.utils import MsDispatchMode
 from mindformers_core.capture.recording import Recorder, any_leaf
 from mindformers_core.capture.traced import Traced
 from mindformers_core.dtensor.indexing import index_tensor
-from mindformers_core.operators import TensorMeta
 from mindformers_core.program.labels import cell_label
 from mindformers_core.program.structure import tree_map
 
@@ -89,7 +88,7 @@ def capture(cell, *inputs, **named_inputs):
         default_generator._step = lambda step: recorder.random_state()
         scope.callback(delattr, default_generator, "_step")
         scope.enter_context(_Dispatched(recorder))
-        args, named = tree_map(lambda leaf: _input(recorder, leaf), (inputs, named_inputs))
+        args, named = tree_map(recorder.input, (inputs, named_inputs))
         cell(*args, **named)
     return recorder.root
 
@@ -98,12 +97,6 @@ def _replace(scope, owner, name, value):
     """Replace an attribute until the `ExitStack` closes."""
     scope.callback(setattr, owner, name, inspect.getattr_static(owner, name))
     setattr(owner, name, value)
-
-
-def _input(recorder, leaf):
-    if isinstance(leaf, TensorMeta):
-        return recorder.input(leaf.shape, getattr(ms, "bool_" if leaf.dtype == "bool" else leaf.dtype))
-    return recorder.input(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
 def _real_device():
