@@ -156,26 +156,25 @@ class CapturedTree:
                 found = self._parameters.get(id(value)) if isinstance(value, Parameter) else found
                 self._stand_ins[id(value)] = recorder.hold(value, found)
             return self._stand_ins[id(value)]
-        if isinstance(value, (tuple, list)):
-            entries = [self._trace(entry, path, f"{name}.{place}", recorder) for place, entry in enumerate(value)]
-            if _same(entries, value):
-                return value
-            return type(value)(entries) if type(value) is list else tuple(entries)
         if type(value) in (dict, OrderedDict):
-            held = name in ("_params", "_buffers", "_params_list")
-            names = {key: key if held else f"{name}.{key}" for key in value}
-            entries = {key: self._trace(entry, path, names[key], recorder) for key, entry in value.items()}
-            return value if _same(entries.values(), value.values()) else type(value)(entries)
-        return value
+            keys, entries = list(value), list(value.values())
+        elif isinstance(value, (tuple, list)):
+            keys, entries = range(len(value)), value
+        else:
+            return value
+        is_table = name in ("_params", "_buffers", "_params_list")  # of MindSpore: its keys are names of attributes
+        names = [key if is_table else f"{name}.{key}" for key in keys]
+        traced = [self._trace(entry, path, inner, recorder) for entry, inner in zip(entries, names)]
+        if all(entry is other for entry, other in zip(traced, entries)):
+            return value
+        if isinstance(value, dict):
+            return type(value)(zip(keys, traced))
+        return traced if type(value) is list else tuple(traced)
 
 
 def _paths_from(cell):
     """Identity of every Cell and Parameter below `cell` -> its path from there."""
     return {id(part): path for path, part in (*cell.parameters_and_names(), *cell.cells_and_names()) if path}
-
-
-def _same(entries, others):
-    return all(entry is other for entry, other in zip(entries, others))
 
 
 class _CapturedCell:

@@ -108,11 +108,15 @@ def _place_parameters(cell, layouts, seed):
     named = dict(cell.parameters_and_names())
     refuse_optimizers_of(cell, "shard", {path for path in named if any(layouts[path].dims)})
     shapes = {path: tuple(p.shape) for path, p in named.items() if initializer_of(p) is not None}
+    parts = {}
     if world().backend == "fake":
-        parts = {path: _meta_part(named[path], layouts[path]) for path in shapes}
+        with DeviceCtx("meta"):
+            for path in shapes:
+                parameter = named[path]
+                part = mint.zeros(layouts[path].local_shape(parameter.shape), dtype=parameter.dtype)
+                parts[path] = Parameter(part, name=parameter.name, requires_grad=parameter.requires_grad)
     else:
         materialize(cell, seed, layouts, world().rank)
-        parts = {}
     placed = {id(p): placed_parameter(parts.get(path, p), layouts[path], shapes.get(path)) for path, p in named.items()}
     replace_parameters(cell, placed)
 
@@ -131,13 +135,6 @@ def replace_parameters(cell, placed):
         if child._recompute_cell is not None:  # it remembers the parameters that it differentiates by
             trained = [parameter for parameter in computing_parameters(child) if parameter.requires_grad]
             object.__setattr__(child._recompute_cell, "internal_params", trained)
-
-
-def _meta_part(parameter, layout):
-    """A Parameter on the meta device with the shape of this rank's part."""
-    with DeviceCtx("meta"):
-        part = mint.zeros(layout.local_shape(parameter.shape), dtype=parameter.dtype)
-        return Parameter(part, name=parameter.name, requires_grad=parameter.requires_grad)
 
 
 def _declared_layouts(cell, mesh, declarations):
