@@ -5,16 +5,12 @@ So an algorithm is written once: the eager engine runs it, and generated code ha
 
 from dataclasses import replace
 
-import mindspore as ms
 from mindspore import nn
 
 from mindformers_core.capture.capture import capture
-from mindformers_core.capture.frame import Made
-from mindformers_core.capture.traced import Traced, call_site
 from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardContext
 from mindformers_core.dtensor.move import cost_model, dtype_name
 from mindformers_core.operators import TensorMeta, tensor_meta
-from mindformers_core.program.graph import OperatorNode
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.redistribution import plan_redistribution
 
@@ -75,17 +71,6 @@ def algorithm_graph(plan, mesh, rank=None):
     return graph
 
 
-def _local_arguments(plan):
-    """The arguments of the local call, with a `TensorMeta` in the place of every tensor."""
-    args, kwargs = tree_map(
-        lambda leaf: tensor_meta(leaf.shape, leaf.dtype) if isinstance(leaf, Value) else leaf,
-        (plan.node.args, plan.node.kwargs),
-    )
-    if plan.signature.localize is None:
-        return args, kwargs
-    return plan.signature.localize((*args, *kwargs.values()), plan.local_shapes), {}
-
-
 class _Algorithm(nn.Cell):
     """An algorithm as a Cell of the operator's local tensors, to be captured."""
 
@@ -96,8 +81,12 @@ class _Algorithm(nn.Cell):
     def construct(self, *tensors):
         plan, self.recorder = self.plan, tensors[0].recorder
         cut = replace(self.cut, redistribute=self._move, next_random_state=self.recorder.random_state)
-        args, kwargs = _local_arguments(plan)
-        given = iter(tensors)
+        structure, given = (plan.node.args, plan.node.kwargs), iter(tensors)
+        args, kwargs = tree_map(
+            lambda leaf: tensor_meta(leaf.shape, leaf.dtype) if isinstance(leaf, Value) else leaf, structure
+        )
+        if plan.signature.localize is not None:
+            args, kwargs = plan.signature.localize((*args, *kwargs.values()), plan.local_shapes), {}
         args, kwargs = tree_map(lambda leaf: next(given) if isinstance(leaf, TensorMeta) else leaf, (args, kwargs))
         return ALGORITHMS[plan.algorithm](lambda *local: self._operator(local, kwargs), args, cut)
 
@@ -117,15 +106,8 @@ class _Algorithm(nn.Cell):
         return self._write(node.operator, args, outputs, kwargs, kind, primitive)
 
     def _write(self, operator, args, outputs, kwargs=None, kind="function", primitive=None):
-        """Append a node with results of the metas `outputs`, and return the traced results."""
-        recorder, frame = self.recorder, self.recorder.frames[-1]
-        shown = tree_map(frame.leaf, recorder.stand_in((args, kwargs or {})))
-
-        def make(meta):
-            stand_in = recorder.meta(meta.shape, getattr(ms, "bool_" if meta.dtype == "bool" else meta.dtype))
-            return Traced.around(recorder, stand_in, Made(frame, frame.new_value(stand_in, operator)))
-
-        results = tree_map(make, outputs)
-        made = tree_map(frame.leaf, results)
-        frame.nodes.append(OperatorNode(operator, kind, *shown, made, primitive, None, call_site()[0]))
-        return results
+        """Record a node with results of the metas `outputs`."""
+        recorder = self.recorder
+        args, kwargs = recorder.stand_in((args, kwargs or {}))
+        metas = tree_map(lambda meta: recorder.meta(meta.shape, meta.dtype), outputs)
+        return recorder.add_node(operator, kind, args, kwargs, metas, primitive)

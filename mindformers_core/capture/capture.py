@@ -21,10 +21,9 @@ from mindspore.graph._utils.pijit_context import PIJitCaptureContext
 from mindspore.graph.api import _JitExecutor, _no_grad
 from mindspore.utils import MsDispatchMode
 
-from mindformers_core.capture.recording import Recorder
+from mindformers_core.capture.recording import Recorder, any_leaf
 from mindformers_core.capture.traced import Traced
 from mindformers_core.dtensor.indexing import index_tensor
-from mindformers_core.operators import TensorMeta
 from mindformers_core.program.labels import cell_label
 from mindformers_core.program.structure import tree_map
 
@@ -89,7 +88,7 @@ def capture(cell, *inputs, **named_inputs):
         default_generator._step = lambda step: recorder.random_state()
         scope.callback(delattr, default_generator, "_step")
         scope.enter_context(_Dispatched(recorder))
-        args, named = tree_map(lambda leaf: _input(recorder, leaf), (inputs, named_inputs))
+        args, named = tree_map(recorder.input, (inputs, named_inputs))
         cell(*args, **named)
     return recorder.root
 
@@ -98,12 +97,6 @@ def _replace(scope, owner, name, value):
     """Replace an attribute until the `ExitStack` closes."""
     scope.callback(setattr, owner, name, inspect.getattr_static(owner, name))
     setattr(owner, name, value)
-
-
-def _input(recorder, leaf):
-    if isinstance(leaf, TensorMeta):
-        return recorder.input(leaf.shape, getattr(ms, "bool_" if leaf.dtype == "bool" else leaf.dtype))
-    return recorder.input(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
 def _real_device():
@@ -163,26 +156,25 @@ class CapturedTree:
                 found = self._parameters.get(id(value)) if isinstance(value, Parameter) else found
                 self._stand_ins[id(value)] = recorder.hold(value, found)
             return self._stand_ins[id(value)]
-        if isinstance(value, (tuple, list)):
-            entries = [self._trace(entry, path, f"{name}.{place}", recorder) for place, entry in enumerate(value)]
-            if _same(entries, value):
-                return value
-            return type(value)(entries) if type(value) is list else tuple(entries)
         if type(value) in (dict, OrderedDict):
-            held = name in ("_params", "_buffers", "_params_list")
-            names = {key: key if held else f"{name}.{key}" for key in value}
-            entries = {key: self._trace(entry, path, names[key], recorder) for key, entry in value.items()}
-            return value if _same(entries.values(), value.values()) else type(value)(entries)
-        return value
+            keys, entries = list(value), list(value.values())
+        elif isinstance(value, (tuple, list)):
+            keys, entries = range(len(value)), value
+        else:
+            return value
+        is_table = name in ("_params", "_buffers", "_params_list")  # of MindSpore: its keys are names of attributes
+        names = [key if is_table else f"{name}.{key}" for key in keys]
+        traced = [self._trace(entry, path, inner, recorder) for entry, inner in zip(entries, names)]
+        if all(entry is other for entry, other in zip(traced, entries)):
+            return value
+        if isinstance(value, dict):
+            return type(value)(zip(keys, traced))
+        return traced if type(value) is list else tuple(traced)
 
 
 def _paths_from(cell):
     """Identity of every Cell and Parameter below `cell` -> its path from there."""
     return {id(part): path for path, part in (*cell.parameters_and_names(), *cell.cells_and_names()) if path}
-
-
-def _same(entries, others):
-    return all(entry is other for entry, other in zip(entries, others))
 
 
 class _CapturedCell:
@@ -215,13 +207,13 @@ class _Dispatched(MsDispatchMode):
                     f"operator '{func.name}' draws into a plain tensor, which can't be captured: draw with "
                     "mindspore.ops, or pass the numbers in"
                 )
-            if func.name in _DRAWING or _has_traced(args):
+            if func.name in _DRAWING or any_leaf(_is_traced, args):
                 return recorder.operator(func, args, kwargs)
         return func(*args, **kwargs)
 
 
-def _has_traced(args):
-    return any(type(entry) is Traced or (isinstance(entry, (tuple, list)) and _has_traced(entry)) for entry in args)
+def _is_traced(leaf):
+    return type(leaf) is Traced
 
 
 def _get_item(recorder):
@@ -229,8 +221,8 @@ def _get_item(recorder):
     get_item = Tensor.__getitem__
 
     def item(tensor, index):
-        traced = type(index) is Traced or (isinstance(index, tuple) and _has_traced(index))
-        return index_tensor(recorder.stand_in(tensor), index) if traced else get_item(tensor, index)
+        is_traced = any_leaf(_is_traced, index)
+        return index_tensor(recorder.stand_in(tensor), index) if is_traced else get_item(tensor, index)
 
     return item
 

@@ -1,10 +1,10 @@
-"""Writes down what Cells do with traced tensors: a frame for every call of a Cell, a node for every operator."""
+"""The recorder of a capture: a frame for every call of a Cell, a node for every operator on traced tensors."""
 
 import inspect
 import re
 from contextlib import contextmanager
 from functools import cache
-from itertools import count
+from itertools import repeat
 
 from mindspore import DeviceCtx, Parameter, Tensor, mint
 from mindspore import dtype as mstype
@@ -15,10 +15,11 @@ from mindformers_core.capture.frame import Frame, Held, Made, plain_leaf
 from mindformers_core.capture.traced import CaptureError, Traced, call_site
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.operators import TensorMeta
 from mindformers_core.program.graph import CallNode, OperatorNode, PrimitiveUse
 from mindformers_core.program.structure import tree_leaves, tree_map
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "any_leaf"]
 
 _MESSAGE_END = re.compile(r"\n\s*-{20,}")  # where MindSpore goes on with its C++ stack
 
@@ -48,20 +49,21 @@ class Recorder:
         shape = getattr(tensor, "global_shape", tensor.shape)  # a sharded Parameter holds a part only
         return Traced.around(self, self.meta(shape, tensor.dtype), Held(path), tensor)
 
-    def input(self, shape, dtype):
-        """An argument of the root."""
-        return Traced.around(self, self.meta(shape, dtype), Made(None, None))
+    def input(self, leaf):
+        """A leaf of the root's arguments, traced where it is a tensor or `TensorMeta`."""
+        is_tensor = isinstance(leaf, (Tensor, TensorMeta))
+        return Traced.around(self, self.meta(leaf.shape, leaf.dtype), Made(None, None)) if is_tensor else leaf
 
     def meta(self, shape, dtype):
-        """A meta tensor."""
-        key = tuple(shape), dtype
+        """A meta tensor; `dtype` is one of MindSpore's, or its name."""
+        key = tuple(shape), getattr(mstype, dtype.replace("bool", "bool_")) if isinstance(dtype, str) else dtype
         if key not in self._metas:
             with NoFallbackGuard(), DeviceCtx("meta"):
-                self._metas[key] = mint.empty(key[0], dtype=dtype)
+                self._metas[key] = mint.empty(key[0], dtype=key[1])
         return self._metas[key]
 
     def error(self, text):
-        """A `CaptureError` that says where we are."""
+        """A `CaptureError` that names the Cell and the line."""
         source, _ = call_site()
         frame = self.frames[-1] if self.frames else None
         if frame is None:
@@ -128,14 +130,36 @@ class Recorder:
 
     def random_state(self):
         """A draw from MindSpore's default generator as a node, `RandomState()`, of two int64 results without dims."""
-        frame, source = self.frames[-1], call_site()[0]
-        meta = self.meta((), mstype.int64)
-        values = [frame.new_value(meta, hint) for hint in ("seed", "offset")]
-        frame.nodes.append(OperatorNode("RandomState", "function", (), {}, tuple(values), None, None, source))
-        return tuple([Traced.around(self, meta, Made(frame, value)) for value in values])
+        metas = (self.meta((), mstype.int64),) * 2
+        return self.add_node("RandomState", "function", (), {}, metas, hints=("seed", "offset"))
+
+    def add_node(self, operator, kind, args, kwargs, metas, primitive=None, attribute=None, hints=(), values=None):
+        """Append an `OperatorNode` to the graph of the innermost call, and return the traced results.
+
+        Args:
+            operator, kind, args, kwargs, primitive, attribute: of the node, with traced tensors.
+            metas: the results as meta tensors.
+            hints: of the results. Default: the operator.
+            values: of an operator on constants a function that computes the tensors among its results; else None.
+        """
+        frame = self.frames[-1]
+        shown = tree_map(frame.leaf, (args, kwargs))
+        numbered = enumerate(hints or repeat(operator))
+
+        def make(leaf):
+            if not isinstance(leaf, Tensor):
+                return leaf
+            place, hint = next(numbered)
+            made = Made(frame, frame.new_value(leaf, hint, values is not None))
+            return Traced.around(self, leaf, made, deferred=values and (lambda: values()[place]))
+
+        results = tree_map(make, metas)
+        outputs, (source, _) = tree_map(frame.leaf, results), call_site()
+        frame.nodes.append(OperatorNode(operator, kind, *shown, outputs, primitive, attribute, source))
+        return results
 
     def operator(self, func, args, kwargs):
-        """Run an operator on the meta device, and write it down. What MindSpore finds as `__fallback__`."""
+        """Run an operator on the meta device, and record it: MindSpore's `__fallback__`."""
         primitive, name = None, func.name
         kind = "method" if type(func).__name__ == "TensorOverloadCall" else "function"
         if len(args) == 3 and type(args[1]) is str and isinstance(args[0], Primitive):
@@ -145,44 +169,32 @@ class Recorder:
             raise self.error(f"operator '{name}' changes a tensor in place: use its result, as in x = x + y")
         args, kwargs = self.stand_in(args), self.stand_in(kwargs)
         metas = self._infer(func, primitive, args, kwargs)
-        if self._silent or not _has_tensor(metas):
+        if self._silent or not any_leaf(_is_tensor, metas):
             return tree_map(self._unlisted, metas)
         return self._write(func, kind, primitive, args, kwargs, metas)
 
     def _unlisted(self, leaf):
-        """A traced tensor that no graph has, around a meta tensor."""
-        return Traced.around(self, leaf, Made(None, None)) if isinstance(leaf, Tensor) else leaf
+        """A traced tensor of no graph, around a meta tensor."""
+        return Traced.around(self, leaf, Made(None, None)) if _is_tensor(leaf) else leaf
 
     def _write(self, func, kind, primitive, args, kwargs, metas):
-        """Make the node, and the traced results."""
-        name, frame = func.name, self.frames[-1]
-        shown = tree_map(frame.leaf, (tuple(args[: WITHOUT_SEEDS.get(name)]), kwargs))
-        used = tree_leaves(shown)
-        constant = bool(used) and all(value.constant for value in used)
-        source, called = call_site()
-        use = None
+        """Record an operator, and return the traced results."""
+        name, frame, use = func.name, self.frames[-1], None
+        shown = tuple(args[: WITHOUT_SEEDS.get(name)])
+        used = tree_leaves(tree_map(frame.leaf, (shown, kwargs)))
         if primitive is not None:
             attributes = tree_map(plain_leaf, dict(primitive.init_attrs))
             if name in WITHOUT_SEEDS:
                 attributes = {key: value for key, value in attributes.items() if key not in ("Seed0", "Seed1")}
-            called_class = type(primitive)
-            inputs = _count_inputs(primitive, args)
-            use = PrimitiveUse(called_class.__module__, called_class.__name__, attributes, inputs)
+            kind_of = type(primitive)
+            use = PrimitiveUse(kind_of.__module__, kind_of.__name__, attributes, _count_inputs(primitive, args))
+        _, called = call_site()
         attribute = None if called is None else vars(called).get("instance_name")
         if not attribute or frame.cell.__dict__.get(attribute) is not called:
             attribute = None
+        constant = bool(used) and all(value.constant for value in used)
         values = self._computing(func, primitive, args, kwargs) if constant else None
-        places = count()
-
-        def make(leaf):
-            if not isinstance(leaf, Tensor):
-                return leaf
-            made, place = Made(frame, frame.new_value(leaf, name, constant)), next(places)
-            return Traced.around(self, leaf, made, deferred=values and (lambda: values()[place]))
-
-        results = tree_map(make, metas)
-        frame.nodes.append(OperatorNode(name, kind, *shown, tree_map(frame.leaf, results), use, attribute, source))
-        return results
+        return self.add_node(name, kind, shown, kwargs, metas, use, attribute, values=values)
 
     def _computing(self, func, primitive, args, kwargs):
         """A function that runs an operator on constants for real, once, and gives the tensors among its results."""
@@ -211,26 +223,29 @@ class Recorder:
             self.inferring = before
 
     def _infer(self, func, primitive, args, kwargs):
-        """The results as meta tensors."""
+        """The results as meta tensors.
+
+        A method without a result on the meta device is replaced by the Python function behind it.
+        """
         call = tree_map(_meta_leaf, tuple(args))
         if primitive is not None:
             call = (primitive, func.name, call)
+        behind = _method_behind(func.name)
         try:
             with self._unrecorded(), DeviceCtx("meta"):
                 result = func(*call, **tree_map(_meta_leaf, kwargs))
         except Exception as error:
-            if "Not implement" not in str(error) or _method_behind(func.name) is None:
+            if "Not implement" not in str(error) or behind is None:
                 shown = ", ".join(map(repr, args))
                 message = _MESSAGE_END.split(str(error))[0].strip()
                 raise self.error(f"operator {func.name}({shown}) can't be run on shapes alone: {message}") from error
             result = None
-        return self._infer_method(func.name, args, kwargs) if result is None else result
-
-    def _infer_method(self, name, args, kwargs):
-        """As `_infer`, for a method that gives nothing on the meta device: by the Python function behind it."""
-        behind = _method_behind(name)
+        if result is not None:
+            return result
         if behind is None:
-            raise self.error(f"operator '{name}' gives no shape on the meta device: use functions of mindspore.ops")
+            raise self.error(
+                f"operator '{func.name}' gives no shape on the meta device: use functions of mindspore.ops"
+            )
         self._silent, before = True, self._silent
         try:
             return tree_map(_meta_leaf, behind(*args, **kwargs))
@@ -239,13 +254,11 @@ class Recorder:
 
     def stand_in(self, structure):
         """The structure with a traced tensor in the place of every plain one; itself where there is none."""
-        if not _has_plain(structure):
-            return structure
 
         def replace(leaf):
-            return self._loose_tensor(leaf) if isinstance(leaf, Tensor) and type(leaf) is not Traced else leaf
+            return self._loose_tensor(leaf) if _is_plain(leaf) else leaf
 
-        return tree_map(replace, structure)
+        return tree_map(replace, structure) if any_leaf(_is_plain, structure) else structure
 
     def _loose_tensor(self, tensor):
         if isinstance(tensor, Parameter):
@@ -269,32 +282,28 @@ def _count_inputs(primitive, args):
     """How many of a classic primitive's arguments its call takes: its class may have put its attributes behind them."""
     if "__call__" not in vars(type(primitive)):
         return len(args)
-    most = _most_inputs(type(primitive))
-    if most is not None:
-        return min(len(args), most)
-    given = max((place + 1 for place, argument in enumerate(args) if _has_tensor(argument)), default=0)
+    parameters = inspect.signature(type(primitive).__call__).parameters.values()
+    if not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
+        return min(len(args), len(parameters) - 1)
+    given = max((place + 1 for place, argument in enumerate(args) if any_leaf(_is_tensor, argument)), default=0)
     return given if len(args) - given == len(primitive.init_attrs) else len(args)
 
 
-@cache
-def _most_inputs(kind):
-    """How many arguments a call of this class of primitives takes; None where it takes any number."""
-    parameters = inspect.signature(kind.__call__).parameters.values()
-    any_number = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters)
-    return None if any_number else len(parameters) - 1
-
-
-def _has_plain(structure):
-    """Whether there is a tensor in a structure that isn't traced."""
-    if isinstance(structure, Tensor):
-        return type(structure) is not Traced
+def any_leaf(predicate, structure):
+    """Whether the predicate is true of any leaf in tuples, lists and dicts."""
     if isinstance(structure, (tuple, list)):
-        return any(map(_has_plain, structure))
-    return isinstance(structure, dict) and any(map(_has_plain, structure.values()))
+        return any(any_leaf(predicate, entry) for entry in structure)
+    if isinstance(structure, dict):
+        return any_leaf(predicate, tuple(structure.values()))
+    return predicate(structure)
 
 
-def _has_tensor(structure):
-    return isinstance(structure, Tensor) or (isinstance(structure, (tuple, list)) and any(map(_has_tensor, structure)))
+def _is_tensor(leaf):
+    return isinstance(leaf, Tensor)
+
+
+def _is_plain(leaf):
+    return isinstance(leaf, Tensor) and type(leaf) is not Traced
 
 
 def _meta_leaf(leaf):

@@ -21,6 +21,15 @@ class CaptureError(ValueError):
     """A Cell that can't be captured; names its path, its class, and the line of the user's code."""
 
 
+def _reading(method, what=None):
+    """A method that reads the values of a constant as a plain tensor's `method`; an error for any other tensor."""
+
+    def read(self, *args):
+        return getattr(self._values(what or f"{method}()"), method)(*args)
+
+    return read
+
+
 class Traced(Tensor):
     """A tensor on the meta device, seen by a recorder.
 
@@ -67,42 +76,18 @@ class Traced(Tensor):
         """The plain tensor that holds the values, where they are known; `what` asks for them."""
         return self.recorder.values_of(self, what)
 
-    def asnumpy(self):
-        """An error, but for a constant."""
-        return self._values("asnumpy()").asnumpy()
-
-    def numpy(self):
-        """See `asnumpy`."""
-        return self._values("numpy()").asnumpy()
-
-    def tolist(self):
-        """See `asnumpy`."""
-        return self._values("tolist()").tolist()
-
-    def item(self):
-        """See `asnumpy`."""
-        return self._values("item()").item()
-
-    def __bool__(self):
-        return bool(self._values("bool(), which if, while, and, or and not ask for,"))
-
-    def __int__(self):
-        return int(self._values("int()"))
-
-    def __float__(self):
-        return float(self._values("float()"))
+    asnumpy, numpy, tolist, item = map(_reading, ("asnumpy", "numpy", "tolist", "item"))
+    __bool__ = _reading("__bool__", "bool(), which if, while, and, or and not ask for,")
+    __int__ = _reading("__int__", "int()")
+    __float__ = _reading("__float__", "float()")
+    __index__ = _reading("__int__", "use as an index or a count")
+    __contains__ = _reading("__contains__", "the operator 'in'")
 
     def __complex__(self):
         return complex(self._values("complex()"))
 
-    def __index__(self):
-        return int(self._values("use as an index or a count"))
-
     def __array__(self, dtype=None):
         return self._values("conversion to NumPy").asnumpy().astype(dtype)
-
-    def __contains__(self, item):
-        return item in self._values("the operator 'in'")
 
     def __len__(self):
         if not self.shape:

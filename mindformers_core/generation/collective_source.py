@@ -25,12 +25,11 @@ def collective_name(step):
 
     Different permutes over the same axes have the same name.
     """
-    attributes = collective_attributes(step)
-    parts = [step.kind, *step.axes]
-    parts += [f"dim_{attributes['dim']}"] if "dim" in attributes else []
-    parts += [f"to_{attributes['to_dim']}"] if "to_dim" in attributes else []
-    parts += [attributes["op"]] if attributes.get("op", "sum") != "sum" else []
-    return "_".join(parts)
+    shown = {"dim": "dim_{}", "to_dim": "to_{}", "op": "{}"}
+    attributes = [(name, value) for name, value in collective_attributes(step).items() if name in shown]
+    return "_".join(
+        [step.kind, *step.axes, *(shown[name].format(value) for name, value in attributes if value != "sum")]
+    )
 
 
 def _text(value):

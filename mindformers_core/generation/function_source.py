@@ -2,11 +2,11 @@
 
 import ast
 import keyword
-from inspect import Parameter
+from inspect import Parameter, signature
 from itertools import repeat
 
 from mindformers_core.capture.algorithm_graph import algorithm_graph, redistribution_steps
-from mindformers_core.generation.operator_source import literal
+from mindformers_core.generation.operator_source import literal, structure_source
 from mindformers_core.operators import TensorMeta
 from mindformers_core.program.deferral import NOTHING_DEFERRED, PRODUCTS
 from mindformers_core.program.naming import Names, assigned_names
@@ -79,8 +79,7 @@ class FunctionSource:
                 self._call(instruction)
             else:
                 self._operator(instruction)
-        results = iter(zip(tree_leaves(self.frame.graph.result), self.frame.results))
-        self.body.append(f"return {self._structure(self.frame.graph.result, results)}")
+        self.body.append(f"return {self._structure(self.frame.graph.result, iter(self.frame.results))}")
         rest = [parameter for parameter in parameters if parameter.startswith("**")]
         parameters = [parameter for parameter in parameters if parameter not in rest]
         deferred = []
@@ -93,7 +92,7 @@ class FunctionSource:
         return [head, *self._described(), *(f"    {line}" for line in self.body)]
 
     def _described(self):
-        """Comments: the layouts of what comes in and what goes out."""
+        """Comments with the layouts of arguments and results."""
         arguments = [
             f"{name}: {', '.join(self._shown(value, self.frame.layouts[value.id]) for value in tree_leaves(structure))}"
             for name, structure in self.frame.graph.arguments.items()
@@ -110,7 +109,7 @@ class FunctionSource:
     def _parameters(self):
         """The function's parameters, as `construct` has them, and the variables of the tensors in them."""
         written, star = [], {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}
-        kinds = self.parts.construct_parameters(self.frame)
+        kinds = signature(self.parts.cells[self.frame.graph.path].construct).parameters
         for name, structure in self.frame.graph.arguments.items():
             variable = self.names.keep(name)
             self.parts.variables.add(variable)
@@ -142,9 +141,9 @@ class FunctionSource:
         takes = self.frame.takes_weights
         expression = passed_parameter(self.frame, use) if takes else self.parts.parameter(self.frame, use)
         waits = (use.value.id, self.frame.layouts[use.value.id]) in self.deferral.waiting
-        self._enter(
-            use.value, self._assign(use.value.hint, self.parts.stop_gradient(expression)) if waits else expression
-        )
+        if waits:
+            expression = self._assign(use.value.hint, self.parts.stop_gradient(expression))
+        self._enter(use.value, expression)
 
     def _detached(self, value, layout):
         """The variable that a deferred operator takes; detached here where other operators take the gradient."""
@@ -152,31 +151,22 @@ class FunctionSource:
         if variable not in self.deferral.needed:
             return self.variables[variable]
         if variable not in self.detached:
-            self.detached[variable] = self._assign(
-                f"{value.hint}_cut", self.parts.stop_gradient(self.variables[variable])
-            )
+            expression = self.parts.stop_gradient(self.variables[variable])
+            self.detached[variable] = self._assign(f"{value.hint}_cut", expression)
         return self.detached[variable]
 
-    def _structure(self, structure, results):
-        """A structure of Values and plain leaves as source; `results` gives `(Value, Layout)` one by one."""
-        if isinstance(structure, Value):
-            value, layout = next(results)
-            return self.variables[value.id, layout]
-        if isinstance(structure, dict):
-            entries = [f"{key!r}: {self._structure(entry, results)}" for key, entry in structure.items()]
-            return f"{{{', '.join(entries)}}}"
-        if isinstance(structure, (tuple, list)):
-            entries = [self._structure(entry, results) for entry in structure]
-            if isinstance(structure, list):
-                return f"[{', '.join(entries)}]"
-            return f"({', '.join(entries)}{',' * (len(entries) == 1)})"
-        return self._leaf(structure)
+    def _structure(self, structure, layouts):
+        """The source of a structure of Values and plain leaves; `layouts` has the layouts of the Values."""
 
-    def _leaf(self, leaf):
-        """What is no tensor. The called function has it written in, so what has no text is left out."""
-        if isinstance(leaf, DType):
-            self.parts.imports.add("import mindspore as ms")
-        return literal(leaf) if leaf is None or isinstance(leaf, (bool, int, float, str, DType)) else "None"
+        def leaf_source(leaf):
+            if isinstance(leaf, Value):
+                return self.variables[leaf.id, next(layouts)]
+            if isinstance(leaf, DType):
+                self.parts.imports.add("import mindspore as ms")
+            # a leaf without source is left out: the called function has it written in
+            return literal(leaf) if leaf is None or isinstance(leaf, (bool, int, float, str, DType)) else "None"
+
+        return structure_source(structure, leaf_source)
 
     def _assign(self, hint, expression, communicates=False):
         variable = self._variable(hint)
@@ -217,14 +207,14 @@ class FunctionSource:
         return variable
 
     def _hints(self, node, operator):
-        """What the results of a node are called: as in the user's code, else after the operator."""
+        """Names for the results of a node: those of the user's code, else the operator's."""
         count = len(tree_leaves(node.outputs))
         names = self.assigned.get(self.places.get(id(node))) or ()
         names = names if len(names) == count else (None,) * count
         return [name if name and not keyword.iskeyword(name) else operator for name in names]
 
     def _receive(self, outputs, layouts, hints, expression):
-        """Assign what a call gives to variables."""
+        """Assign the results of a call to variables."""
         hints, pairs = iter(hints), iter(layouts)
         if isinstance(outputs, Value):
             self.variables[outputs.id, next(pairs)] = self._assign(next(hints), expression)
@@ -241,14 +231,13 @@ class FunctionSource:
 
     def _call(self, call):
         node = call.node
-        inputs = iter(zip(tree_leaves((node.args, node.kwargs)), call.inputs))
-        args = [self._structure(argument, inputs) for argument in node.args]
-        args += [f"{name}={self._structure(argument, inputs)}" for name, argument in node.kwargs.items()]
+        layouts = iter(call.inputs)
+        args = [self._structure(argument, layouts) for argument in node.args]
+        args += [f"{name}={self._structure(argument, layouts)}" for name, argument in node.kwargs.items()]
         if call.frame is not None:
             waiting = self.parts.deferrals.get(call.frame, NOTHING_DEFERRED).waiting
-            for name, passed, (inner, layout) in zip(
-                self.parts.lifted_names(call.frame), call.lifted, call.frame.lifted
-            ):
+            names = self.parts.lifted_names(call.frame)
+            for name, passed, (inner, layout) in zip(names, call.lifted, call.frame.lifted):
                 waits = (inner.id, layout) in waiting  # the callee defers its gradient
                 variable = self._detached(*passed) if waits else self.variables[passed[0].id, passed[1]]
                 args.append(f"{name}={variable}")

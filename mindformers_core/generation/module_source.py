@@ -1,6 +1,5 @@
 """From a propagated plan to one readable Python module: a function for every distinct `CellPlan` in it."""
 
-from inspect import signature
 from itertools import chain, count
 from keyword import iskeyword
 
@@ -67,22 +66,18 @@ class ModuleSource:
         """The lines above the functions."""
         mesh = self.mesh
         ranks = "" if tuple(mesh.rank_list) == tuple(range(mesh.size)) else f", {tuple(mesh.rank_list)}"
-        made = [
-            "from mindformers_core.communication import communicator",
-            "from mindformers_core.layout import Layout",
-            "from mindformers_core.mesh import DeviceMesh",
-        ]
-        used = [line for line in made if line.rpartition(" ")[2] != "Layout" or "Layout.on(" in str(self._collectives)]
-        lines = ['"""' + header[0], *header[1:], '"""', "", *sorted(self.imports), *used, ""]
+        used = ["communication import communicator", "layout import Layout", "mesh import DeviceMesh"]
+        if "Layout.on(" not in str(self._collectives):
+            del used[1]
+        lines = ['"""' + header[0], *header[1:], '"""', "", *sorted(self.imports)]
+        lines += [*(f"from mindformers_core.{each}" for each in used), ""]
         lines += [f"mesh = DeviceMesh({mesh.shape}, {mesh.axis_names}{ranks})", "collectives = communicator(mesh)"]
         lines += [f"{name} = {text}" for text, name in self._collectives.items()]
         lines += [f"{name} = {constructor}" for constructor, name in self._instances.items()]
         if self.constants:
             lines += ["", "# Tensors that the model makes itself; the loader puts them here."]
-            lines += [
-                f"# {name}: {constant.value.dtype} {list(constant.value.shape)}"
-                for name, constant in self.constants.items()
-            ]
+            values = {name: constant.value for name, constant in self.constants.items()}
+            lines += [f"# {name}: {value.dtype} {list(value.shape)}" for name, value in values.items()]
         return lines
 
     def _check_arguments(self):
@@ -95,10 +90,6 @@ class ModuleSource:
                         f"Cell '{frame.graph.path}' ({self._class_name(frame)}): an argument of construct is called "
                         f"'{name}', a name that generated modules need for something else: give it another one"
                     )
-
-    def construct_parameters(self, frame):
-        """The parameters of the `construct` that a plan is of, by name."""
-        return signature(self.cells[frame.graph.path].construct).parameters
 
     def parameter(self, frame, use):
         """The expression for a parameter."""

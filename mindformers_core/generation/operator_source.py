@@ -22,7 +22,7 @@ from mindspore.ops.auto_generate import cpp_create_prim_instance_helper, gen_ops
 from mindformers_core.operators.registry import facts_of, rewritten
 from mindformers_core.program.structure import DType
 
-__all__ = ["Call", "literal", "operator_source", "primitive_source"]
+__all__ = ["Call", "literal", "operator_source", "primitive_source", "structure_source"]
 
 _REQUIRED = inspect.Parameter.empty
 _NAMED = frozenset({"beta", "alpha", "dtype", "output_size"})  # what methods and `full_like` take by name only
@@ -35,6 +35,7 @@ _WORDS = {  # parameters that arrive as the numbers of words
     "pad_mode": ("pad", "same", "valid"),
     "input_layout": ("BSH", "BNSD", "SBH", "BSND", "TND", "TH"),
 }
+_RANDOM_STATE = "mindformers_core.dtensor.dropout.next_random_state"
 _SPELLINGS = (  # of one parameter, by a method and by its operator
     {"dim", "dims", "axis", "axes"},
     {"keepdim", "keepdims", "keep_dims"},
@@ -203,11 +204,23 @@ def _constant(parameter, value):
     return literal(value) if is_literal else value
 
 
+def structure_source(structure, leaf_source):
+    """The source of tuples, lists and dicts; `leaf_source` gives the source of a leaf."""
+    if isinstance(structure, dict):
+        entries = [f"{key!r}: {structure_source(entry, leaf_source)}" for key, entry in structure.items()]
+        return f"{{{', '.join(entries)}}}"
+    if not isinstance(structure, (tuple, list)):
+        return leaf_source(structure)
+    entries = ", ".join(structure_source(entry, leaf_source) for entry in structure)
+    if isinstance(structure, list):
+        return f"[{entries}]"
+    return f"({entries}{',' * (len(structure) == 1)})"
+
+
 def literal(value):
-    """The source of a constant: a number, string, None, dtype or `DType` (`ms.float32`), or a tuple or list of them."""
-    if isinstance(value, (tuple, list)):
-        entries = ", ".join(map(literal, value)) + ("," if type(value) is tuple and len(value) == 1 else "")
-        return f"[{entries}]" if isinstance(value, list) else f"({entries})"
+    """The source of a number, string, None, dtype or `DType` (`ms.float32`), or of a structure of them."""
+    if isinstance(value, (tuple, list, dict)):
+        return structure_source(value, literal)
     if isinstance(value, (typing.Type, DType)):
         return f"ms.{value}".lower().replace("bool", "bool_")
     if isinstance(value, float) and repr(value) in ("inf", "-inf", "nan"):
@@ -216,19 +229,15 @@ def literal(value):
 
 
 def _written(value, name_of=None):
-    if isinstance(value, tuple):
-        return f"({', '.join(_written(entry, name_of) for entry in value)}{',' * (len(value) == 1)})"
-    return value if isinstance(value, str) else name_of(value)
+    return structure_source(value, lambda leaf: leaf if isinstance(leaf, str) else name_of(leaf))
 
 
 @cache
 def _form(name):
     """The `_Form` of an operator, or None."""
-    ready, source = _ready().get(name), facts_of(name).source
+    ready, source = _ready().get(name), _RANDOM_STATE if name == "RandomState" else facts_of(name).source
     named = _parsed(source)
     parameters = named if named is not None else _parameters(getattr(auto_generate, ready).__call__) if ready else None
-    if name == "RandomState":
-        return _Form("from mindformers_core.dtensor.dropout import next_random_state", "next_random_state", {})
     if source.startswith("."):
         return _Form("", source, parameters, named=_NAMED)
     if source.startswith("ops."):

@@ -60,36 +60,42 @@ class Boundary:
         results = result if isinstance(result, dict) else dict(enumerate(result))
         check_outputs(self.label, self.outputs, results)
         placed = {
-            key: self._place(value, self.outputs.get(key), f"output {key!r}", self._leave_tensor)
+            key: self._place(value, self.outputs.get(key), f"output {key!r} of {self.label}", self._leave_tensor)
             for key, value in results.items()
         }
         if isinstance(result, dict):
             return placed
         return result._make(placed.values()) if hasattr(result, "_make") else type(result)(placed.values())
 
+    def arriving_layout(self, name, ndim):
+        """The layout of a plain tensor of `ndim` dims that arrives as input `name`."""
+        if self.takes_parts and name in self.inputs:
+            return bind_layout(self.inputs[name], self.mesh, ndim, name=f"input '{name}' of {self.label}")
+        return Layout.on(self.mesh, ((),) * ndim)
+
     def _enter(self, name, value):
-        return self._place(value, self.inputs.get(name), f"input '{name}'", self._enter_tensor)
+        def enter(tensor, declared, label):
+            if not isinstance(tensor, DTensor):
+                layout = self.arriving_layout(name, tensor.ndim)
+                shape, dtype = layout.global_shape(tensor.shape), dtype_name(tensor.dtype)
+                tensor = wrap(tensor, tensor_meta(shape, dtype, layout, constant=not tensor._requires_grad))
+            elif self.is_root:
+                tensor = wrap(tensor.to_local(), tensor._meta)  # its redistributions are cached for one pass
+            if declared is None:
+                return tensor
+            return tensor.redistribute(self._target(tensor, declared, label, self.weight_axes))
 
-    def _place(self, structure, declared, what, place):
-        name = f"{what} of {self.label}"
+        return self._place(value, self.inputs.get(name), f"input '{name}' of {self.label}", enter)
 
+    def _place(self, structure, declared, label, place):
         def place_leaf(leaf):
             if isinstance(leaf, Tensor):
-                return place(leaf, declared, name)
+                return place(leaf, declared, label)
             if declared is not None and leaf is not None:
-                raise no_tensor(name, declared, leaf)
+                raise no_tensor(label, declared, leaf)
             return leaf
 
         return tree_map(place_leaf, structure)
-
-    def _enter_tensor(self, tensor, declared, name):
-        if not isinstance(tensor, DTensor):
-            tensor = self._adopt(tensor, declared, name)
-        elif self.is_root:
-            tensor = wrap(tensor.to_local(), tensor._meta)  # its redistributions are cached for one pass
-        if declared is None:
-            return tensor
-        return tensor.redistribute(self._target(tensor, declared, name, self.weight_axes))
 
     def _leave_tensor(self, tensor, declared, name):
         if not isinstance(tensor, DTensor):
@@ -99,14 +105,6 @@ class Boundary:
         if self.is_root and (tensor.layout.partial or tensor.layout.varying):
             tensor = tensor.redistribute(tensor.layout.replace(partial=(), varying=()))
         return tensor
-
-    def _adopt(self, tensor, declared, name):
-        """A plain tensor as a DTensor: this rank's part in the declared layout, at the root; else replicated."""
-        layout = Layout.on(self.mesh, ((),) * tensor.ndim)
-        if self.takes_parts and declared is not None:
-            layout = bind_layout(declared, self.mesh, tensor.ndim, name=name)
-        shape = layout.global_shape(tensor.shape)
-        return wrap(tensor, tensor_meta(shape, dtype_name(tensor.dtype), layout, constant=not tensor._requires_grad))
 
     def _target(self, tensor, declared, name, weight_axes):
         """`boundary_target`, computed once for a tensor's name and layout."""

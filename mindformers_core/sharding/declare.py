@@ -73,12 +73,11 @@ def _declaration(path, cell, parts, source):
         f"{where}: weight layout",
         f"the Cell's {'' if named else 'own '}parameters are",
     )
-    by_cell = {"": Declaration(inputs, outputs, {name: weights[name] for name in weights if name in own})}
-    for name in weights.keys() - set(own):
+    found = [(path, Declaration(inputs, outputs))]
+    for name, layout in weights.items():
         inner, _, local = name.rpartition(".")
-        declared = Declaration(weights={local: weights[name]})
-        by_cell[inner] = _override(by_cell.get(inner), declared)
-    return [(joined_path(path, inner), declared) for inner, declared in by_cell.items()]
+        found.append((joined_path(path, inner), Declaration(weights={local: layout})))
+    return found
 
 
 def _by_name(declared, names, default, what, there):

@@ -1,7 +1,7 @@
-"""What ranks compare before a sharded Cell first computes with inputs of new shapes: these shapes, and the batch.
+"""Comparison of inputs among ranks, before a sharded Cell first computes with new shapes: the shapes, and the batch.
 
-Ranks whose shapes differ would wait for each other in the first collective; ranks that all read the whole batch, where
-each is to read its part, would compute every sample several times, with a loss that looks right.
+Ranks with different shapes would deadlock in the first collective. Ranks that all read the whole batch, instead of
+their parts of it, would compute every sample several times, with a loss that looks right.
 """
 
 import logging
@@ -58,15 +58,11 @@ def _gathered(lines, mesh):
     gather = communicator(mesh).make("all_gather", axes, dim=0).collective.forward
     sent = Tensor(np.frombuffer(message.ljust(_BYTES, b"\0"), np.int32).copy())
     messages = gather.uncounted(sent).asnumpy().reshape(mesh.size, -1)
-    return {
-        rank: [
-            (name, shape, digest, varied == "1")
-            for name, shape, digest, varied in (
-                line.split("\t") for line in text.tobytes().rstrip(b"\0").decode().splitlines()
-            )
-        ]
-        for rank, text in zip(mesh.group(world().rank, axes), messages, strict=True)
-    }
+    found = {}
+    for rank, text in zip(mesh.group(world().rank, axes), messages, strict=True):
+        lines = (line.split("\t") for line in text.tobytes().rstrip(b"\0").decode().splitlines())
+        found[rank] = [(name, shape, digest, varied == "1") for name, shape, digest, varied in lines]
+    return found
 
 
 def check_equal_shapes(label, described):
@@ -92,32 +88,32 @@ def suspicious_inputs(label, mesh, described, placements):
             of a mask of ones, it isn't varied, and says nothing.
         placements: for each input a dict axis -> `Placement`, None where it isn't known.
     """
-    found = []
-    names_of = [name for name, *_ in next(iter(described.values()))]
+    found, names = [], [name for name, *_ in next(iter(described.values()))]
     for axis in mesh.axis_names:
         size = mesh.axis_size(axis)
-        groups = {mesh.group(rank, (axis,)) for rank in described} if size > 1 else ()
-
-        def equal(place, groups=groups):
-            return all(len({described[rank][place][2] for rank in group}) == 1 for group in groups)
-
-        places = range(len(names_of)) if groups else ()
-        varied = [place for place in places if any(inputs[place][3] for inputs in described.values())]
-        parts = [place for place in varied if isinstance(placements[place].get(axis), Shard)]
-        if parts and all(map(equal, parts)):
-            names = ", ".join(f"'{names_of[place]}'" for place in parts)
+        if size == 1:
+            continue
+        groups = {mesh.group(rank, (axis,)) for rank in described}
+        sharded, differing, all_equal = [], [], True
+        for place, (name, placement) in enumerate(zip(names, placements)):
+            is_equal = all(len({described[rank][place][2] for rank in group}) == 1 for group in groups)
+            is_varied = any(inputs[place][3] for inputs in described.values())
+            if isinstance(placement.get(axis), Shard) and is_varied:
+                sharded.append(f"'{name}'")
+                all_equal = all_equal and is_equal
+            if placement.get(axis) == Replicate() and not is_equal:
+                differing.append(f"'{name}'")
+        if sharded and all_equal:
             found.append(
-                f"{label} got the same {names} on all {size} ranks of {axis}, which shards it: every sample is "
-                f"computed {size} times; read this rank's part, or give all the whole batch and say so: "
+                f"{label} got the same {', '.join(sharded)} on all {size} ranks of {axis}, which shards it: every "
+                f"sample is computed {size} times; read this rank's part, or give all the whole batch and say so: "
                 'shard(…, inputs="full_batch") (check_inputs=False switches this check off)'
             )
-        differing = [place for place in places if placements[place].get(axis) == Replicate() and not equal(place)]
         if differing:
-            names = ", ".join(f"'{names_of[place]}'" for place in differing)
             found.append(
-                f"{label} got different values of {names} on the ranks of {axis}, which does not shard it: they "
-                f"compute with different data; give all ranks of {axis} the same, or declare that {axis} shards it "
-                "(check_inputs=False switches this check off)"
+                f"{label} got different values of {', '.join(differing)} on the ranks of {axis}, which does not shard "
+                f"it: they compute with different data; give all ranks of {axis} the same, or declare that {axis} "
+                "shards it (check_inputs=False switches this check off)"
             )
     return found
 

@@ -68,10 +68,7 @@ def explain(cell, *inputs, html=None, **named_inputs):
         TypeError: `cell` isn't sharded. ValueError: no inputs are given, and no program was made yet.
     """
     tree, path = tree_and_path(cell)
-    if inputs or named_inputs:
-        whole, inner = prepare(cell, *inputs, **named_inputs).frame, ""
-    else:
-        whole, inner = _last_program(tree, path)
+    whole, inner = _plan(cell, inputs, named_inputs)
     frame = dict(reversed([*whole.walk()]))[inner]
     needed = bool(inner) or not tree.storage.takes_gradients
     activations = replace(tree.activations.explained(whole, inner), arguments_need=needed)
@@ -95,16 +92,16 @@ def explain_activations(cell, *inputs, compiled=False, **named_inputs):
     tree = tree_of(cell)
     if not tree.activations.marks:
         return ()
-    if inputs or named_inputs:
-        frame = prepare(cell, *inputs, compiled=compiled, **named_inputs).frame
-    else:
-        frame, _ = _last_program(tree, "")
+    frame, _ = _plan(cell, inputs, named_inputs, compiled=compiled)
     tree.activations.validate_for_backward()
     return tree.activations.explained(frame).lines
 
 
-def _last_program(tree, path):
-    """`(CellPlan, path of a Cell in it)` of the program that ran last with this Cell."""
+def _plan(cell, inputs, named_inputs, **options):
+    """`(CellPlan, path in it of the Cell)`: of a call, or without inputs of the last program with this Cell."""
+    if inputs or named_inputs:
+        return prepare(cell, *inputs, **named_inputs, **options).frame, ""
+    tree, path = tree_and_path(cell)
     for program in reversed(tree.programs.values()):
         for inner, _ in program.frame.walk():
             if joined_path(program.path, inner) == path:

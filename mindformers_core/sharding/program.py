@@ -14,7 +14,6 @@ from mindformers_core.dtensor.dtensor import DTensor, wrap
 from mindformers_core.dtensor.move import cost_model, dtype_name
 from mindformers_core.generation.load import load_module
 from mindformers_core.generation.module_source import ModuleSource
-from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.operators import TensorMeta, tensor_meta
 from mindformers_core.program.cutting import calls_of, cut
 from mindformers_core.program.plan import called_graphs, joined_path
@@ -30,15 +29,15 @@ __all__ = ["Program", "bind_arguments", "describe", "make_program", "plan_call",
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What one signature runs.
+    """The generated program of one signature.
 
     Attributes:
         name: the method of the called Cell that runs it.
-        path: the called Cell.
-        signature: what tells it from others: see `describe`.
+        path: of the called Cell.
+        signature: its key, see `describe`.
         frame: its `CellPlan`.
-        generated: the `CellPlan` that was generated: the same one, but where some of it is compiled by itself.
-        graph: what was captured.
+        generated: the `CellPlan` of the generated module: `frame`, or its partition where parts are compiled alone.
+        graph: the captured `CellGraph`.
         file: the generated module.
         source: the `ModuleSource`.
         functions: name -> function, of the whole module.
@@ -58,13 +57,13 @@ class Program:
 
     @property
     def communicates(self):
-        """Whether it moves tensors between ranks, forward or backward."""
+        """Whether it has collectives, forward or backward."""
         entries = [entry for _, frame in self.frame.walk() for entry in frame.instructions]
         return any(getattr(entry, "steps", ()) or getattr(entry, "algorithm", None) for entry in entries)
 
     @property
     def inputs(self):
-        """The `Value`s that it takes, with their global shapes."""
+        """The `Value`s of its arguments, with their global shapes."""
         return tree_leaves(self.graph.arguments)
 
     def calls(self):
@@ -90,7 +89,7 @@ class Program:
 
 
 def describe(leaf):
-    """What a program depends on in an argument: of a tensor its local shape, dtype and, of a DTensor, its layout."""
+    """The key of a leaf of the arguments: of a tensor its local shape, dtype and, of a DTensor, its layout."""
     if isinstance(leaf, DTensor):
         return tuple(leaf._local.shape), leaf._meta.dtype, leaf.layout
     if isinstance(leaf, Tensor):
@@ -106,7 +105,7 @@ def describe(leaf):
 
 
 def signature_key(structure):
-    """A structure of arguments as something to look up: tuples of what `describe` says of every leaf."""
+    """A hashable key of a structure of arguments: tuples with `describe(leaf)` for every leaf."""
     if isinstance(structure, (tuple, list)):
         return type(structure), *map(signature_key, structure)
     if isinstance(structure, dict):
@@ -120,19 +119,32 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
     Args:
         tree: the `ShardedTree`.
         path: the Cell that is called.
-        args, kwargs: as it is called; tensors, or `TensorMeta`s of local shapes.
-        signature: what `signature_key` gives for them.
-        saved_plan: a file to take the plan from, or None.
+        args, kwargs: its arguments; tensors, or `TensorMeta`s of local shapes.
+        signature: the key of the program in the tree.
+        saved_plan: a file with a saved plan, or None.
     """
     graph, frame = plan_call(tree, path, args, kwargs, saved_plan)
-    return _generated(tree, path, signature, graph, tree.activations.marked(path, frame, tree.compiling))
+    frame = tree.activations.marked(path, frame, tree.compiling)
+    generated = cut(frame, *(calls_of(frame, path, cells) for cells in tree.compiling)) if tree.compiling else frame
+    if generated is not frame:
+        check_plan(generated)
+    separate_collectives = generated is not frame or tree.activations.marks and tree.compiling is not None
+    header, classes = _header(tree, path, graph, frame), _below(path, tree.classes)
+    source = ModuleSource(generated, classes, tree.function_names, header, tree.deferring, separate_collectives)
+    tree.function_names.update(source.functions.values())
+    name = source.functions[generated]
+    module = load_module(name, source)
+    functions = {function: getattr(module, function) for function in source.functions.values()}
+    values = tree_leaves(graph.result)
+    results = tuple(tensor_meta(v.shape, v.dtype, layout, False) for v, layout in zip(values, frame.results))
+    return Program(name, path, signature, frame, generated, graph, module.__file__, source, functions, results)
 
 
 def plan_call(tree, path, args, kwargs, saved_plan=None):
     """Capture and propagate one call; arguments as of `make_program`.
 
     Returns:
-        `(CellGraph, CellPlan)`, without what the tree's `ActivationPolicy` makes of the plan.
+        `(CellGraph, CellPlan)`; the tree's `ActivationPolicy` is not applied.
     """
     bound, arriving = bind_arguments(tree, path, args, kwargs)
     _check_cells(tree)
@@ -140,17 +152,16 @@ def plan_call(tree, path, args, kwargs, saved_plan=None):
         with tree.as_written():
             graph = capture(tree.cells[path], *bound.args[1:], **bound.kwargs)
     except ValueError as error:
-        undeclared = _undeclared(arriving, _declared_inputs(tree, path))
+        undeclared = _undeclared(arriving, tree.boundaries[path])
         if not undeclared:
             raise
         raise ValueError(f"{str(error).rstrip('.')}; {tree.label(path)} was called with {undeclared}") from error
     values = tree_leaves(graph.arguments)
     layouts = {value.id: layout for value, (_, _, layout) in zip(values, arriving, strict=True)}
-    declarations = _below(path, tree.declarations)
-    parameters = _below(path, tree.parameter_layouts)
     if saved_plan is not None:
         frame = load_plan(saved_plan, graph, tree.mesh, layouts, parameters, declarations, final=path == "")
     else:
+        declarations, parameters = _below(path, tree.declarations), _below(path, tree.parameter_layouts)
         frame = propagate(graph, tree.mesh, layouts, parameters, declarations, cost_model(), final=path == "")
     check_plan(frame, final=path == "")
     if not tree.programs:
@@ -197,13 +208,18 @@ def bind_arguments(tree, path, args, kwargs):
         bound = inspect.signature(tree.classes[path].construct).bind(tree.cells[path], *args, **kwargs)
     except TypeError as error:
         raise TypeError(f"{tree.label(path)}, construct(): {error}") from None
-    declared, arriving = _declared_inputs(tree, path), []
+    boundary, arriving = tree.boundaries[path], []
 
     def enter(leaf, name):
         if not isinstance(leaf, (Tensor, TensorMeta)):
             return leaf
-        shape, dtype, _ = describe(leaf)
-        layout = _arriving_layout(leaf, declared.get(name), tree.mesh, f"input '{name}' of {tree.label(path)}")
+        shape, dtype, layout = describe(leaf)
+        layout = boundary.arriving_layout(name, len(shape)) if layout is None else layout
+        if layout.mesh != tree.mesh:
+            raise ValueError(
+                f"input '{name}' of {boundary.label} lives as {layout!r}, which is on another mesh than the Cell's, "
+                f"{tree.mesh!r}"
+            )
         arriving.append((name, leaf, layout))
         return TensorMeta(layout.global_shape(shape), dtype, None, False)
 
@@ -212,16 +228,11 @@ def bind_arguments(tree, path, args, kwargs):
     return bound, arriving
 
 
-def _declared_inputs(tree, path):
-    """Argument -> the layout in which plain tensors arrive that Python code calls the Cell with."""
-    takes_parts = path == "" and path in tree.declarations and not tree.takes_full_batch
-    return tree.declarations[path].inputs if takes_parts else {}
-
-
-def _undeclared(arriving, declared):
+def _undeclared(arriving, boundary):
     """The first sharded input and the first undeclared one, as text: together a frequent reason for shape errors."""
     shapes = [(name, describe(leaf)[0], layout) for name, leaf, layout in arriving]
     sharded = [(name, shape, layout) for name, shape, layout in shapes if any(layout.dims)]
+    declared = boundary.inputs if boundary.takes_parts else ()
     undeclared = [(name, shape) for name, shape, at in shapes if name not in declared and shape and at.is_replicated]
     if not sharded or not undeclared:
         return ""
@@ -230,38 +241,6 @@ def _undeclared(arriving, declared):
         f"'{name}' {local}, which is {layout.global_shape(local)} in all, {layout}, but with '{other}' {shape} of no "
         "declared layout, which is taken as whole: declare that, too, if each rank gives its part"
     )
-
-
-def _arriving_layout(leaf, declared, mesh, name):
-    """In which layout a tensor comes to a Cell that is called from outside."""
-    _, _, layout = describe(leaf)
-    if layout is not None:
-        if layout.mesh != mesh:
-            raise ValueError(f"{name} lives as {layout!r}, which is on another mesh than the Cell's, {mesh!r}")
-        return layout
-    if declared is not None:
-        return bind_layout(declared, mesh, len(leaf.shape), name=name)
-    return Layout.on(mesh, ((),) * len(leaf.shape))
-
-
-def _generated(tree, path, signature, graph, frame):
-    """Write, load and name the module of a plan."""
-    header = _header(tree, path, graph, frame)
-    prefix = f"{path}." if path else ""
-    classes = {cell[len(prefix) :]: kind for cell, kind in tree.classes.items() if not path or cell.startswith(prefix)}
-    classes[""] = tree.classes[path]
-    generated = cut(frame, *(calls_of(frame, path, cells) for cells in tree.compiling)) if tree.compiling else frame
-    apart = generated is not frame or tree.activations.marks and tree.compiling is not None
-    if generated is not frame:
-        check_plan(generated)
-    source = ModuleSource(generated, classes, tree.function_names, header, tree.deferring, apart)
-    tree.function_names.update(source.functions.values())
-    name = source.functions[generated]
-    module = load_module(name, source)
-    functions = {function: getattr(module, function) for function in source.functions.values()}
-    values = tree_leaves(graph.result)
-    results = tuple(tensor_meta(v.shape, v.dtype, layout, False) for v, layout in zip(values, frame.results))
-    return Program(name, path, signature, frame, generated, graph, module.__file__, source, functions, results)
 
 
 def _header(tree, path, graph, frame):

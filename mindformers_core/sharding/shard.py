@@ -71,12 +71,16 @@ def shard(cell, mesh, config=None, plan=None, seed=0, mode="generated", inputs=N
     whole = {path: Layout.on(mesh, ((),) * p.ndim) for path, p in cell.parameters_and_names() if path not in layouts}
     if inputs is not None and not takes_full_batch:
         layouts = _derived_layouts(cell, mesh, declarations, layouts | whole, frozenset(whole), inputs)
-    _place_parameters(cell, layouts | {path: whole[path] for path in whole if path not in layouts}, seed)
+    _place_parameters(cell, whole | layouts, seed)
     tree = ShardedTree(cell, mesh, declarations, takes_full_batch, check_inputs)
-    if mode == "eager":
-        _refuse_operator_declarations(tree)
-        for path in tree.cells:
-            tree.mark_eager(path)
+    for path in tree.cells if mode == "eager" else ():
+        operators = declarations[path].operators if path in declarations else ()
+        if operators:
+            raise ValueError(
+                f"{tree.label(path)} declares layouts for its operators {', '.join(operators)}, which the eager engine "
+                'can\'t honour: use mode="generated", or declare the layouts of tensors'
+            )
+        tree.mark_eager(path)
     return cell
 
 
@@ -85,49 +89,40 @@ def _check_arguments(cell, mesh, mode, inputs):
         raise TypeError(f"shard() takes a Cell, an instance of a subclass of nn.Cell, not {cell!r}")
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"shard() takes a DeviceMesh, as init_device_mesh() makes it, not {mesh!r}")
-    _refuse_sharded(cell)
+    for _, child in cell.cells_and_names():
+        if isinstance(child, ShardedCell):
+            is_hsdp = tree_of(child).storage.settings is not None
+            how = "by hsdp(): call shard() first, then hsdp()" if is_hsdp else "already: call shard() once"
+            raise ValueError(f"{type(cell).__name__}, or a Cell in it, is sharded {how}, with the root Cell")
     if mode not in MODES:
         raise ValueError(f"shard(mode={mode!r}): choose one of {', '.join(MODES)}{nearest(str(mode), MODES)}")
     if isinstance(inputs, str) and inputs != FULL_BATCH:
         raise ValueError(f"shard(inputs={inputs!r}): give the arguments of one call as a tuple, or {FULL_BATCH!r}")
 
 
-def _refuse_sharded(cell):
-    for _, child in cell.cells_and_names():
-        if isinstance(child, ShardedCell):
-            is_hsdp = tree_of(child).storage.settings is not None
-            how = "by hsdp(): call shard() first, then hsdp()" if is_hsdp else "already: call shard() once"
-            raise ValueError(f"{type(cell).__name__}, or a Cell in it, is sharded {how}, with the root Cell")
-
-
-def _refuse_operator_declarations(tree):
-    for path, declaration in tree.declarations.items():
-        if declaration.operators:
-            raise ValueError(
-                f"{tree.label(path)} declares layouts for its operators {', '.join(declaration.operators)}, which the "
-                'eager engine can\'t honour: use mode="generated", or declare the layouts of tensors'
-            )
-
-
 def _place_parameters(cell, layouts, seed):
-    """Cut every parameter of the tree to this rank's part; those without values yet draw theirs from the seed.
+    """Replace every parameter of the tree by this rank's shard; parameters without values draw theirs from the seed.
 
     In a dry run (the fake backend) these stay without values, on the meta device: nothing is allocated.
     """
     named = dict(cell.parameters_and_names())
     refuse_optimizers_of(cell, "shard", {path for path in named if any(layouts[path].dims)})
     shapes = {path: tuple(p.shape) for path, p in named.items() if initializer_of(p) is not None}
+    parts = {}
     if world().backend == "fake":
-        parts = {path: _meta_part(named[path], layouts[path]) for path in shapes}
+        with DeviceCtx("meta"):
+            for path in shapes:
+                parameter = named[path]
+                part = mint.zeros(layouts[path].local_shape(parameter.shape), dtype=parameter.dtype)
+                parts[path] = Parameter(part, name=parameter.name, requires_grad=parameter.requires_grad)
     else:
         materialize(cell, seed, layouts, world().rank)
-        parts = {}
     placed = {id(p): placed_parameter(parts.get(path, p), layouts[path], shapes.get(path)) for path, p in named.items()}
     replace_parameters(cell, placed)
 
 
 def replace_parameters(cell, placed):
-    """Put other Parameters into a Cell and those below: `placed` has them by the id of those that there are."""
+    """Replace the Parameters of a Cell and of all below; `placed`: id of a present Parameter -> the new one."""
     for _, child in cell.cells_and_names():
         for name, parameter in child._params.items():
             if parameter is not None:
@@ -140,13 +135,6 @@ def replace_parameters(cell, placed):
         if child._recompute_cell is not None:  # it remembers the parameters that it differentiates by
             trained = [parameter for parameter in computing_parameters(child) if parameter.requires_grad]
             object.__setattr__(child._recompute_cell, "internal_params", trained)
-
-
-def _meta_part(parameter, layout):
-    """A Parameter on the meta device with the shape of this rank's part."""
-    with DeviceCtx("meta"):
-        part = mint.zeros(layout.local_shape(parameter.shape), dtype=parameter.dtype)
-        return Parameter(part, name=parameter.name, requires_grad=parameter.requires_grad)
 
 
 def _declared_layouts(cell, mesh, declarations):

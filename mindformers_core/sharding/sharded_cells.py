@@ -1,4 +1,4 @@
-"""What the Cells of a sharded tree become: subclasses of their own classes that run a program, or run eagerly."""
+"""The classes of the Cells of a sharded tree: subclasses of the user's that run a program, or run eagerly."""
 
 import logging
 from functools import cache
@@ -140,10 +140,14 @@ class EagerCell(ShardedCell):
         if tree.views is None:
             if path == "":
                 tree.compare_inputs(_shapes(args, kwargs), args, kwargs)
-            with tree.running_eagerly():
-                args, kwargs = tree.storage.cast_inputs(args, kwargs) if path == "" else (args, kwargs)
-                result = self.run_eagerly(*args, **kwargs)
-                return tree.storage.cast_outputs(result) if path == "" else result
+            tree.views = {}
+            try:
+                with tree.storage.call_scope():
+                    args, kwargs = tree.storage.cast_inputs(args, kwargs) if path == "" else (args, kwargs)
+                    result = self.run_eagerly(*args, **kwargs)
+                    return tree.storage.cast_outputs(result) if path == "" else result
+            finally:
+                tree.views = None
         try:
             args, kwargs = boundary.enter(args, kwargs)
             return boundary.leave(super(ShardedCell, self).construct(*args, **kwargs))

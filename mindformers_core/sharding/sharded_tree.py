@@ -148,16 +148,6 @@ class ShardedTree:
             inputs = [(name, _local(leaf)) for name, leaf, _ in arriving]
             compare_inputs(self.label(""), self.mesh, inputs, placements)
 
-    @contextmanager
-    def running_eagerly(self):
-        """While open, a call from outside runs operator by operator."""
-        self.views = {}
-        try:
-            with self.storage.call_scope():
-                yield
-        finally:
-            self.views = None
-
     def program(self, path, args, kwargs, saved_plan=None):
         """The `Program` of a call of the Cell at `path`; generated where there is none, or for a saved plan."""
         program = None if saved_plan else self.known_program(path, args, kwargs)

@@ -1,7 +1,7 @@
-"""`split()`: one linear layer or embedding, cut over several devices, after Paddle's `paddle.distributed.split`.
+"""`split()`: one linear layer or embedding, sharded over several devices, after Paddle's `paddle.distributed.split`.
 
-Paddle keeps the new parameters in its static program. Here parameters live in Cells: `split_layer` makes the layer's
-Cell, to be a part of a model that `shard()` then cuts; `split` makes, cuts and applies one at once.
+Paddle keeps the new parameters in its static program. Here parameters are attributes of Cells: `split_layer` builds the
+Cell of the layer, for a model that `shard()` shards later; `split` builds, shards and applies one at once.
 """
 
 from collections import OrderedDict
@@ -49,7 +49,14 @@ def split(
     Raises:
         TypeError, ValueError: as `split_layer`; also an input that doesn't fit, or another size of axis `tp`.
     """
-    mesh = _checked_mesh(mesh, num_partitions)
+    if isinstance(num_partitions, bool) or not isinstance(num_partitions, int):
+        raise TypeError(f"num_partitions: expected an int, not {num_partitions!r}")
+    mesh = DeviceMesh((world().size,), ("tp",)) if mesh is None else mesh
+    if mesh.axis_size("tp") != num_partitions:
+        raise ValueError(
+            f"num_partitions: {num_partitions} should be {mesh.axis_size('tp')}, the size of axis 'tp' of {mesh}; "
+            "or give another mesh"
+        )
     with ms.DeviceCtx("meta"):
         layer = split_layer(size, operation, axis, gather_out, weight_attr, bias_attr)
         cell = nn.SequentialCell(OrderedDict([(name or operation, layer)]))
@@ -103,16 +110,3 @@ def _check_arguments(size, operation, axis, gather_out, bias_attr):
             f"operation 'embedding' is cut along axis 0, summed, and has no bias; not with axis={axis}, "
             f"gather_out={gather_out}, bias_attr={bias_attr!r}: leave these at their defaults"
         )
-
-
-def _checked_mesh(mesh, num_partitions):
-    """The mesh, or all ranks on one axis `tp`; its `tp` axis has `num_partitions` ranks."""
-    if isinstance(num_partitions, bool) or not isinstance(num_partitions, int):
-        raise TypeError(f"num_partitions: expected an int, not {num_partitions!r}")
-    mesh = DeviceMesh((world().size,), ("tp",)) if mesh is None else mesh
-    if mesh.axis_size("tp") != num_partitions:
-        raise ValueError(
-            f"num_partitions: {num_partitions} should be {mesh.axis_size('tp')}, the size of axis 'tp' of {mesh}; "
-            "or give another mesh"
-        )
-    return mesh
