@@ -13,9 +13,8 @@ from mindformers_core.program.graph import CallNode
 from mindformers_core.program.plan import CallPlan, CellPlan, Move, OperatorPlan
 from mindformers_core.program.structure import shown, tree_leaves
 from mindformers_core.propagation.operators import operator_signature
-from mindformers_core.redistribution.space import SearchSpace
 from mindformers_core.redistribution.steps import Step
-from mindformers_core.redistribution.transitions import transitions
+from mindformers_core.redistribution.transitions import SearchSpace, transitions
 
 __all__ = ["graph_lines", "restored"]
 

@@ -10,7 +10,7 @@ from functools import cache, lru_cache
 from math import inf
 
 from mindformers_core.redistribution.cost import Link
-from mindformers_core.redistribution.steps import EXTREMES, STEP_KINDS
+from mindformers_core.redistribution.steps import STEP_KINDS
 from mindformers_core.redistribution.transitions import REPLICATE, SHARD, VARYING
 
 __all__ = ["lower_bound"]
@@ -65,8 +65,8 @@ def _edges(model, axis, size, parts, count, whole, ops):
         for before in marks[row.source]:
             for after in marks[row.target]:
                 op = next((mark for mark in (before, after) if mark in ops), None)
-                if before != after and not (kind == "all_reduce_varying" and op in EXTREMES):
-                    (fixed, per_byte), (back_fixed, back_per_byte) = model.step_rates(kind, op, (axis,), size)
+                if before != after and op in (None, *row.ops):
+                    fixed, per_byte = model.step_rates(kind, op, (axis,), size)
                     volume = whole // parts if moves_dims else whole * size // parts
                     share = count if moves_dims and not model.launch else 1
-                    yield before, after, (fixed + back_fixed + (per_byte + back_per_byte) * volume) / share
+                    yield before, after, (fixed + per_byte * volume) / share

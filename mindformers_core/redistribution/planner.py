@@ -15,9 +15,8 @@ from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout
 from mindformers_core.redistribution.bounds import lower_bound
 from mindformers_core.redistribution.cost import CPU, CostModel
-from mindformers_core.redistribution.space import SearchSpace
 from mindformers_core.redistribution.steps import EXTREMES, Step
-from mindformers_core.redistribution.transitions import REPLICATE, compatible, transitions
+from mindformers_core.redistribution.transitions import REPLICATE, SearchSpace, compatible, transitions
 
 __all__ = ["Plan", "plan_redistribution"]
 
@@ -138,12 +137,7 @@ def _search(start, goal, space, model):
             if step[-1] == goal:
                 return (step,)
     local_bytes, left, order = cache(space.local_bytes), lower_bound(space, goal, model), count()
-
-    @cache
-    def rate(kind, op, axes):
-        forward, backward = model.step_rates(kind, op, axes, space.size(axes))
-        return forward[0] + backward[0], forward[1] + backward[1]
-
+    rates = cache(lambda kind, op, axes: model.step_rates(kind, op, axes, space.size(axes)))
     best, queue = {start: 0.0}, [(0.0, next(order), 0.0, start, ())]
     while True:
         _, _, paid, state, path = heapq.heappop(queue)
@@ -154,7 +148,7 @@ def _search(start, goal, space, model):
         volume = local_bytes(state[1])
         for step in transitions(space, *state):
             kind, axes, _, _, op, after = step
-            fixed, per_byte = rate(kind, op, axes)
+            fixed, per_byte = rates(kind, op, axes)
             total = paid + PER_STEP + fixed + per_byte * max(volume, local_bytes(after[1]))
             if total < best.get(after, float("inf")):
                 best[after] = total
