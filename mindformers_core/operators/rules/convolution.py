@@ -3,7 +3,7 @@
 from math import prod
 
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.rules.dims import dim_names, dim_sizes
+from mindformers_core.operators.rules.dims import dim_names, dim_sizes, unary
 from mindformers_core.operators.saved import SavedByOperator
 from mindformers_core.operators.signature import Signature
 
@@ -83,10 +83,8 @@ def _pooled(x, kernel_size, strides, pad_mode, data_format, linear):
     """Batch and channels stay parallel."""
     _check_image(x, data_format)
     height, width = _windows(x.shape[2:], _pair(kernel_size), pad_mode, 0, _pair(strides), (1, 1))
-    names = dim_names(x)
-    sizes = dim_sizes(x) | {"oh": height, "ow": width}
-    whole = frozenset({"d2", "d3", "oh", "ow"})
-    return Signature((names,), ((*names[:2], ("oh",), ("ow",)),), sizes, whole=whole, linear=linear)
+    output = (*dim_names(x)[:2], ("oh",), ("ow",))
+    return unary(x, output, sizes={"oh": height, "ow": width}, whole=(2, 3), linear=linear)
 
 
 def _check_image(x, data_format):

@@ -3,7 +3,7 @@
 from mindformers_core.operators import views
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import split_by_method
-from mindformers_core.operators.rules.dims import along, as_dim, dim_names, dim_sizes
+from mindformers_core.operators.rules.dims import along, as_dim, dim_names, dim_sizes, unary
 from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING, UNMEASURED
 from mindformers_core.operators.signature import Signature
 
@@ -100,7 +100,6 @@ def chunk(x, chunks, dim=0):
 @register_operator("UnstackExtView", saves=NOTHING, view=views.unstacked, rewrite="Unstack")
 def unstack(x, dim=0, axis=None, num=None):
     """One output for every index of a dim, without that dim."""
-    factor, names = along(x, dim if axis is None else axis), dim_names(x)
-    sizes = dim_sizes(x)
-    output = tuple(name for name in names if name != (factor,))
-    return Signature((names,), (output,) * sizes[factor], sizes, whole=frozenset({factor}), linear=({0},))
+    place = int(along(x, dim if axis is None else axis)[1:])
+    names = dim_names(x)
+    return unary(x, (*names[:place], *names[place + 1 :]), x.shape[place], whole=(place,), linear=({0},))

@@ -5,7 +5,7 @@ from math import prod
 
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import dim_given, float_reduction
-from mindformers_core.operators.rules.dims import as_dim, as_dims, dim_names, dim_sizes, plain_names
+from mindformers_core.operators.rules.dims import as_dim, as_dims, dim_names, plain_names, unary
 from mindformers_core.operators.rules.elementwise import keeps_digits
 from mindformers_core.operators.saved import (
     BOTH_RESULTS,
@@ -16,7 +16,6 @@ from mindformers_core.operators.saved import (
     UNMEASURED,
     SavedByOperator,
 )
-from mindformers_core.operators.signature import Signature
 
 __all__ = []
 
@@ -110,13 +109,12 @@ def _reduce(operation, outputs, order, x, *args, **named):
         dims = ()
     names = dim_names(x)
     keepdim = bool(given.get("keepdim"))
-    output = tuple(() if dim in dims else names[dim] for dim in range(x.ndim) if keepdim or dim not in dims)
-    factors = [names[dim][0] for dim in dims]
-    more = _algebra(operation, factors, x.ndim, given)
+    output = [() if dim in dims else names[dim] for dim in range(x.ndim) if keepdim or dim not in dims]
+    more = _algebra(operation, dims, x.ndim, given)
     if named and more.get("distributed") and operation != "mean":
         values = [given.get(name, False if name == "keepdim" else None) for name in order[: _last(order, given) + 1]]
         more["localize"] = lambda args, shapes: (x, *values)  # by position, where the algorithm finds them
-    return Signature((names,), (output,) * outputs, dim_sizes(x), **more)
+    return unary(x, output, outputs, **more)
 
 
 def _arguments(order, args, named):
@@ -146,10 +144,11 @@ def _reduced_dims(operation, given, ndim):
     return as_dims(given.get("dim"), ndim)
 
 
-def _algebra(operation, factors, ndim, given):
-    """The part of the `Signature` that depends on what is computed over `factors`."""
+def _algebra(operation, dims, ndim, given):
+    """The part of the `Signature` that depends on what is computed over `dims`."""
     if operation in _WHOLE or (operation in _ONE_DIM and given.get("dim") is None and ndim > 1):
-        return {"whole": frozenset(factors)}  # a position in the flattened tensor is no position in a shard
+        return {"whole": dims}  # a position in the flattened tensor is no position in a shard
+    factors = [f"d{dim}" for dim in dims]
     if operation in ("sum", "mean"):
         passes = given.get("dtype") is None or keeps_digits(given["dtype"])
         more = {"reduced": dict.fromkeys(factors, "sum"), "linear": ({0},) if passes else ()}

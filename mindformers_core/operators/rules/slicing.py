@@ -3,9 +3,8 @@
 from mindformers_core.operators import views
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import select_index, slice_one_dim
-from mindformers_core.operators.rules.dims import along, as_dim, dim_names, dim_sizes, integers
+from mindformers_core.operators.rules.dims import along, as_dim, dim_names, integers, unary
 from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING
-from mindformers_core.operators.signature import Signature
 
 __all__ = []
 
@@ -20,13 +19,12 @@ def _sliced(x, ranges, localize, dropped=(), new=()):
         dropped: dims of `x` that the result lacks.
         new: places in the result, in ascending order, of new dims of size 1.
     """
-    names, sizes = dim_names(x), dim_sizes(x)
+    names = dim_names(x)
     output = [(f"part{dim}",) if dim in ranges else names[dim] for dim in range(x.ndim) if dim not in dropped]
     for place in new:
         output.insert(place, ())
-    sizes |= {f"part{dim}": len(taken) for dim, taken in ranges.items()}
-    whole = frozenset(names[dim][0] for dim in (*ranges, *dropped))
-    return Signature((names,), (tuple(output),), sizes, whole=whole, linear=({0},), localize=localize)
+    sizes = {f"part{dim}": len(taken) for dim, taken in ranges.items()}
+    return unary(x, output, sizes=sizes, whole=(*ranges, *dropped), linear=({0},), localize=localize)
 
 
 def _is_all(taken, size):
