@@ -81,11 +81,11 @@ def unary(x, output=None, outputs=1, sizes=(), whole=(), **more):
 
 
 def along(x, dim):
-    """The factor that `dim_names` gives dim `dim`, counted from the front or the back.
+    """Dim `dim` of the tensor `x`, counted from the front.
 
     Raises:
         TypeError: `x` is no tensor, or `dim` no int. ValueError: out of range.
     """
     if not isinstance(x, TensorMeta):
         raise TypeError(f"a tensor is needed, not {x!r}")
-    return f"d{as_dim(dim, x.ndim)}"
+    return as_dim(dim, x.ndim)

@@ -6,8 +6,6 @@ from mindformers_core.operators.rules.elementwise import keeps_digits, tensors_i
 from mindformers_core.operators.saved import INDICES, INPUTS, INPUTS_AS_THEY_ARE, NOTHING, SECOND_RESULT, UNMEASURED
 from mindformers_core.operators.signature import Signature, TensorMeta
 
-__all__ = []
-
 
 def _lookup(params, indices, dim, batch_dims, algorithm):
     """Rows of `params` along `dim` by number. A shard finds zero for rows that it doesn't hold, and shards add up."""

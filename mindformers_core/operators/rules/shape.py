@@ -20,35 +20,27 @@ def common_factors(source, target):
     Read from the major end, a common divisor of the two dims that meet is a factor of both. Where they have none, the
     dims up to the next place where the shapes agree again are whole.
     """
-    dims = [[] for _ in source], [[] for _ in target]
-    sizes, whole = {}, set()
+    dims, sizes, whole = ([[] for _ in source], [[] for _ in target]), {}, set()
 
-    def enter(side, place, size):
-        name = f"f{len(sizes)}" if side is None else f"{'xy'[side]}{place}"
+    def enter(name, size, *places):
         sizes[name] = size
-        for one in (0, 1) if side is None else (side,):
-            dims[one][place[one] if side is None else place].append(name)
-        whole.update(() if side is None else (name,))
+        for side, place in places:
+            dims[side][place].append(name)
 
-    rest = [list(source), list(target)]
-    at = [0, 0]
-    while any(at[side] < len(rest[side]) for side in (0, 1)):
-        ended = [side for side in (0, 1) if at[side] < len(rest[side]) and rest[side][at[side]] == 1]
-        if ended:
-            at[ended[0]] += 1
-            continue
-        first, second = rest[0][at[0]], rest[1][at[1]]
-        common = math.gcd(first, second)
+    rest = [[[place, size] for place, size in enumerate(shape) if size > 1] for shape in (source, target)]
+    while rest[0]:
+        first, second = rest[0][0], rest[1][0]
+        common, reached = math.gcd(first[1], second[1]), [1, 1]
         if common > 1:
-            enter(None, tuple(at), common)
-            rest[0][at[0]], rest[1][at[1]] = first // common, second // common
-            continue
-        reached = [1, 1]
-        while reached[0] != reached[1] or reached == [1, 1]:
-            side = 0 if reached[0] <= reached[1] else 1
-            enter(side, at[side], rest[side][at[side]])
-            reached[side] *= rest[side][at[side]]
-            at[side] += 1
+            enter(f"f{len(sizes)}", common, (0, first[0]), (1, second[0]))
+            first[1], second[1] = first[1] // common, second[1] // common
+        while common == 1 and (reached[0] != reached[1] or reached[0] == 1):
+            side = int(reached[0] > reached[1])
+            place, size = rest[side].pop(0)
+            whole.add(f"{'xy'[side]}{place}")
+            enter(f"{'xy'[side]}{place}", size, (side, place))
+            reached[side] *= size
+        rest = [[entry for entry in left if entry[1] > 1] for left in rest]
     return *(tuple(map(tuple, side)) for side in dims), sizes, frozenset(whole)
 
 
@@ -220,8 +212,8 @@ def repeat_interleave(x, repeats, dim=None, output_size=None):
     if dim is None:
         output = [(*(factor for name in names for factor in name), "r")]
     else:
-        repeated = (along(x, dim),)
-        output = [(*name, "r") if name == repeated else name for name in names]
+        place = along(x, dim)
+        output = [*names[:place], (*names[place], "r"), *names[place + 1 :]]
     return unary(x, output, sizes={"r": count}, linear=_LINEAR)
 
 
