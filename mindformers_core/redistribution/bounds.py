@@ -1,8 +1,9 @@
-"""A lower bound of what is left to pay in the search for a plan, so that it needn't look everywhere (A*). Pure Python.
+"""A lower bound of the remaining cost in the search for a plan, the heuristic of A*. Pure Python.
 
-What a plan does to one axis is a way through that axis's own marks, and has a least cost. Over several axes, what is
-paid for hops and bytes adds up even where one collective does the work of many: a ring over the joint group is no
-shorter than its parts. Starting a collective is paid once for all its axes, so of that only the dearest way counts.
+The steps of a plan that concern one axis are a path through the marks of that axis, which has a least cost. Over
+several axes, the costs of hops and bytes add up even where one collective serves many axes: a ring over the joint group
+is no shorter than its parts. The launch of a collective is paid once for all its axes, so that only the axis with the
+highest launch costs counts.
 """
 
 from dataclasses import replace

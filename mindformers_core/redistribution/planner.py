@@ -72,17 +72,12 @@ def plan_redistribution(source, target, shape, dtype, cost_model=CPU):
         ValueError: layouts on two meshes or of different numbers of dims; a dim that its axes don't divide; an
             unknown dtype; partial placements that don't commute.
     """
-    return _plan(source, target, tuple(shape), _item_size(dtype), cost_model)
-
-
-def _item_size(dtype):
-    if isinstance(dtype, int) and not isinstance(dtype, bool) and dtype > 0:
-        return dtype
     name = str(dtype).lower()
-    if name not in ITEM_BYTES:
+    item_size = dtype if type(dtype) is int and dtype > 0 else ITEM_BYTES.get(name)
+    if item_size is None:
         known = ", ".join(ITEM_BYTES)
         raise ValueError(f"unknown dtype {dtype!r}{nearest(name, ITEM_BYTES)}: use a size in bytes, or one of {known}")
-    return ITEM_BYTES[name]
+    return _plan(source, target, tuple(shape), item_size, cost_model)
 
 
 @lru_cache(maxsize=65536)

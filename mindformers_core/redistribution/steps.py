@@ -41,16 +41,8 @@ class StepKind:
         return dict(self.by_op).get(op, (self.forward, self.backward))
 
 
-ALL_REDUCE_BY_OP = (
-    ("avg", ("all_reduce", "scale")),
-    ("max", ("all_reduce", "all_reduce")),
-    ("min", ("all_reduce", "all_reduce")),
-)
-TO_PARTIAL_BY_OP = (
-    ("avg", ("identity", "scale")),
-    ("max", ("identity", "all_reduce")),
-    ("min", ("identity", "all_reduce")),
-)
+ALL_REDUCE_BY_OP = (("avg", ("all_reduce", "scale")), *((op, ("all_reduce", "all_reduce")) for op in EXTREMES))
+TO_PARTIAL_BY_OP = (("avg", ("identity", "scale")), *((op, ("identity", "all_reduce")) for op in EXTREMES))
 
 # Of local operations, "mask" keeps the group's first rank and puts zeros on the others, "pad" puts a slice into zeros,
 # "scale" multiplies or divides by the group's size, as the gradient of an average asks for.
