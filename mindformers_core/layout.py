@@ -116,12 +116,8 @@ class Layout:
 
     def replace(self, dims=None, partial=None, varying=None):
         """This layout with some of its parts exchanged."""
-        return Layout.on(
-            self.mesh,
-            self.dims if dims is None else dims,
-            self.partial if partial is None else partial,
-            self.varying if varying is None else varying,
-        )
+        parts = zip((dims, partial, varying), (self.dims, self.partial, self.varying))
+        return Layout.on(self.mesh, *(own if given is None else given for given, own in parts))
 
     @property
     def ndim(self):
@@ -215,12 +211,7 @@ class Layout:
             return True
         if not isinstance(other, Layout):
             return NotImplemented
-        return (self.mesh, self.dims, self.partial, self.varying) == (
-            other.mesh,
-            other.dims,
-            other.partial,
-            other.varying,
-        )
+        return self.__reduce__() == other.__reduce__()
 
     def __hash__(self):
         return self._hash
@@ -280,15 +271,12 @@ def _make_layout(mesh, dims, partial, varying):
     order = mesh.axis_names.index
     big = {axis for axis in used if mesh.axis_size(axis) > 1}
     self = object.__new__(Layout)
-    parts = {
-        "mesh": mesh,
-        "dims": tuple(tuple(axis for axis in axes if axis in big) for axes in dims),
-        "partial": tuple(sorted(((a, op) for a, op in partial if a in big), key=lambda pair: order(pair[0]))),
-        "varying": tuple(sorted((axis for axis in varying if axis in big), key=order)),
-    }
-    for name, value in parts.items():
+    dims = tuple(tuple(axis for axis in axes if axis in big) for axes in dims)
+    partial = tuple(sorted(((a, op) for a, op in partial if a in big), key=lambda pair: order(pair[0])))
+    varying = tuple(sorted((axis for axis in varying if axis in big), key=order))
+    parts = mesh, dims, partial, varying
+    for name, value in zip(Layout.__slots__, (*parts, hash(parts))):
         object.__setattr__(self, name, value)
-    object.__setattr__(self, "_hash", hash(tuple(parts.values())))
     return self
 
 

@@ -31,7 +31,7 @@ def launch_rank():
 class DeviceMesh:
     """Ranks laid out row-major over named axes: the last axis is the one whose neighbours have adjacent ranks.
 
-    Immutable, hashable, and cheap whatever its size: nothing is ever enumerated that was not asked for.
+    Immutable, hashable, and of constant cost for any number of ranks unless `rank_list` is given.
 
     Args:
         shape: size of every axis, each at least 1.
@@ -56,21 +56,14 @@ class DeviceMesh:
                 f"rank_list has {len(rank_list)} ranks, but a mesh of {_describe(shape, axis_names)} has "
                 f"{size}: give {size} ranks, or sizes whose product is {len(rank_list)}"
             )
-        positions = None
+        positions = rank_list  # of a range from 0 on each entry is its own position
         if not isinstance(rank_list, range):
             positions = {rank: position for position, rank in enumerate(rank_list)}
             if len(positions) != size:
                 raise ValueError(f"rank_list names a rank twice: {sorted(rank_list)[:16]}")
-        strides = tuple(math.prod(shape[index + 1 :]) for index in range(len(shape)))
-        for name, value in (
-            ("shape", shape),
-            ("axis_names", axis_names),
-            ("rank_list", rank_list),
-            ("size", size),
-            ("_strides", dict(zip(axis_names, strides))),
-            ("_positions", positions),
-            ("_hash", hash((shape, axis_names, rank_list))),
-        ):
+        strides = {name: math.prod(shape[index + 1 :]) for index, name in enumerate(axis_names)}
+        values = shape, axis_names, rank_list, size, strides, positions, hash((shape, axis_names, rank_list))
+        for name, value in zip(self.__slots__, values):
             object.__setattr__(self, name, value)
 
     def __setattr__(self, name, value):
@@ -103,7 +96,7 @@ class DeviceMesh:
                 )
 
     def __contains__(self, rank):
-        return rank in (self.rank_list if self._positions is None else self._positions)
+        return rank in self._positions
 
     def position(self, rank):
         """Index of `rank` in row-major order.
@@ -113,7 +106,7 @@ class DeviceMesh:
         """
         if rank not in self:
             raise ValueError(f"rank {rank} is not in {self}")
-        return self.rank_list.index(rank) if self._positions is None else self._positions[rank]
+        return self._positions[rank]
 
     def coordinate(self, rank, axes=None):
         """Coordinates of `rank`: one int for every axis of `axes` (default: all axes, in order)."""
@@ -194,11 +187,7 @@ class DeviceMesh:
             return True
         if not isinstance(other, DeviceMesh):
             return NotImplemented
-        return (self.shape, self.axis_names, tuple(self.rank_list)) == (
-            other.shape,
-            other.axis_names,
-            tuple(other.rank_list),
-        )
+        return self.__reduce__() == other.__reduce__()
 
     def __hash__(self):
         return self._hash

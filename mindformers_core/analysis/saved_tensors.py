@@ -14,6 +14,7 @@ from mindformers_core.analysis.forward_trace import ForwardTrace, LocalTensor, M
 from mindformers_core.analysis.views import gives_its_input, is_cast_to_its_dtype, viewed
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.operators.registry import NO_GRADIENT, facts_of
+from mindformers_core.operators.saved import UNMEASURED
 from mindformers_core.operators.views import contiguous_strides
 from mindformers_core.program.aliases import match_arguments
 from mindformers_core.program.plan import CallPlan, Move
@@ -165,7 +166,7 @@ class _TraceBuilder:
         made = self.results(run, node, tensors, shapes)
         if not needs:
             return made
-        row = facts_of(node.operator).saved
+        row = facts_of(node.operator).saves or UNMEASURED
         results = {tensor.operand(place): tensor for place, tensor in enumerate(made)}
         for operand in row.kept_inputs([*operands]):
             tensor = operands[operand]

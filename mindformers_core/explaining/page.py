@@ -1,9 +1,9 @@
 """A plan as one page for a browser: it needs nothing from outside, and no script. Pure Python."""
 
 from html import escape
-from itertools import count
 
 from mindformers_core.analysis.traffic import bytes_by_axes, collectives_of
+from mindformers_core.explaining import wording
 from mindformers_core.explaining.report import CallRow, MoveRow
 from mindformers_core.explaining.style import HUES, STYLE
 from mindformers_core.explaining.wording import call_path, folded, mark_shown, step_shown
@@ -21,28 +21,26 @@ _MARKS = {  # kind of a `Mark` -> its sign, and what it means
 
 
 def page(report, title, storage=(), kept=()):
-    """What a plan does, as one HTML page: totals, and the tree of Cells with all tensors and all communication.
+    """The totals of a plan and its tree of Cells, with all tensors and all communication, as one HTML page.
 
-    A dim that is cut is a chip in the colour of its axis, `512→128 tp`; a partial sum has a solid frame, a varying mark
-    a dashed one. Coloured bands are redistributions that communicate. What is computed again in the backward pass, or
-    waits for it on the host, has a mark with bytes. Cells that are alike are shown once; many operators of one line of
-    code can be opened.
+    A sharded dim is a chip in the colour of its axis, `512→128 tp`; a partial sum has a solid frame, a varying mark a
+    dashed one. Coloured bands are redistributions that communicate. Results that are recomputed in the backward pass,
+    or wait for it on the host, have a mark with bytes. Equal Cells are shown once; a group of operators of one source
+    line can be expanded.
 
     Args:
         report: the `Report` of the root's plan.
         title: of the page.
-        storage: lines of text about how parameters are stored: a title, and what is shown when it is opened.
-        kept: lines of text about what is computed again or waits on the host.
+        storage: lines of text about the storage of parameters: a title, then the content of the card.
+        kept: lines of text about recomputed results and results on the host, likewise.
 
     Returns:
         The page's source, all text in it escaped.
     """
-    mode = "training" if report.training else "evaluation"
-    about = f"{report.root.class_name} on the mesh {report.mesh}, captured in {mode}: {report.cells} calls of Cells"
     tree = _Tree(report.mesh)
     content = [
         _tag("h1", escape(title)),
-        _tag("p", escape(about), "about"),
+        _tag("p", escape(wording.about(report)), "about"),
         _tag("div", _totals(report) + _figures(report), "cards"),
         *_stored(storage),
         *_stored(kept, open=""),
@@ -89,31 +87,24 @@ def _chip(mesh, axes, text, kind="", title=""):
 
 def _totals(report):
     """A table of what one rank sends, by axes, with bars."""
-    sums = bytes_by_axes(report.traffic)
-    most = max((sum(both) for both in sums.values()), default=0)
+    totals = wording.totals(report.traffic)
+    most = max((sum(both) for axes, both, _ in totals if axes), default=0)
     heads = [_tag("th", "over"), _tag("th", ""), _tag("th", "forward", "number"), _tag("th", "backward", "number")]
     rows = [_tag("tr", "".join(heads) + _tag("th", "collectives, forward + backward"))]
-    for axes, both in sums.items():
+    for axes, both, collectives in totals:
+        numbers = "".join(_tag("td", bytes_shown(part), "number") for part in both)
+        numbers += _tag("td", escape(collectives), "counts")
+        if axes is None:
+            rows.append(_tag("tr", _tag("td", "all") + _tag("td", "") + numbers, "sum"))
+            continue
         parts = [
             _tag("i", "", way, style=f"width: {100 * part / most:.2f}%", title=f"{bytes_shown(part)} {way}")
             for way, part in zip(("forward", "backward"), both)
         ]
         bar = _tag("td", _tag("div", "".join(parts), f"bar {_hue(report.mesh, axes)}"))
-        chips = _chip(report.mesh, axes, escape(", ".join(axes)))
-        rows.append(_tag("tr", _tag("td", chips) + bar + _numbers(both, collectives_of(report.traffic, axes))))
-    if len(sums) > 1:
-        whole = [sum(column) for column in zip(*sums.values())]
-        numbers = _numbers(whole, collectives_of(report.traffic))
-        rows.append(_tag("tr", _tag("td", "all") + _tag("td", "") + numbers, "sum"))
-    table = _tag("table", "\n".join(rows)) if sums else _tag("p", "Nothing is communicated.", "nothing")
-    step = "a step" if report.micro_steps == 1 else f"a step of {report.micro_steps} micro-steps"
-    return _tag("div", _tag("h2", f"What one rank sends in {step}") + table, "card")
-
-
-def _numbers(both, collectives):
-    cells = [_tag("td", bytes_shown(part), "number") for part in both]
-    shown = ", ".join(f"{name} {numbers[0]} + {numbers[1]}" for name, numbers in collectives.items())
-    return "".join(cells) + _tag("td", escape(shown), "counts")
+        rows.append(_tag("tr", _tag("td", _chip(report.mesh, axes, escape(", ".join(axes)))) + bar + numbers))
+    table = _tag("table", "\n".join(rows)) if totals else _tag("p", "Nothing is communicated.", "nothing")
+    return _tag("div", _tag("h2", f"What one rank sends in {wording.period(report)}") + table, "card")
 
 
 def _figures(report):
@@ -154,13 +145,13 @@ def _legend(mesh, kinds):
         for axis, size in zip(mesh.axis_names, mesh.shape)
     ]
     sample = mesh.axis_names[:1]
-    axes += [
-        _tag("span", _chip(mesh, sample, f"8→2<small>{escape(sample[0])}</small>") + " a dim cut, global → local"),
-        _tag("span", _chip(mesh, sample, f"Σ {escape(sample[0])}", "partial") + " one term of a sum"),
-        _tag(
-            "span", _chip(mesh, sample, f"≈ {escape(sample[0])}", "varying") + " whole, used differently by each rank"
-        ),
-    ]
+    samples = (
+        ("8→2<small>{}</small>", "", "a dim cut, global → local"),
+        ("Σ {}", "partial", "one term of a sum"),
+        ("≈ {}", "varying", "whole, used differently by each rank"),
+    )
+    for text, kind, meaning in samples:
+        axes.append(_tag("span", f"{_chip(mesh, sample, text.format(escape(sample[0])), kind)} {meaning}"))
     axes += [_tag("span", f"{_mark(kind, kind)} {escape(_MARKS[kind][1])}") for kind in _MARKS if kind in kinds]
     return _tag("div", "".join(axes), "legend")
 
@@ -176,17 +167,15 @@ class _Tree:
     def __init__(self, mesh):
         self.mesh = mesh
         self.shown = {}
-        self.numbers = count()
 
     def cell(self, report, path, name, depth, mark=None):
         """A Cell that can be opened, or where to look for one that is like it."""
         if id(report) in self.shown:
             return self.again(report, name, mark)
-        anchor = f"cell-{next(self.numbers)}"
+        anchor = f"cell-{len(self.shown)}"
         self.shown[id(report)] = anchor, path or name
-        head = _tag("span", escape(name), "child", title=path or name) + _tag(
-            "span", escape(report.class_name), "class"
-        )
+        head = _tag("span", escape(name), "child", title=path or name)
+        head += _tag("span", escape(report.class_name), "class") + self._sent(report.traffic) + _mark_of(mark)
         arriving = [("input", entry) for entry in (*report.arguments, *report.lifted)]
         arriving += [("parameter", entry) for entry in report.parameters]
         body = [self._entering(kind, entry) for kind, entry in arriving]
@@ -194,7 +183,6 @@ class _Tree:
         returned = ", ".join(escape(entry.name) for entry in report.results)
         body.append(self._row(f'<span class="name">return</span> {returned}', "", "", "input"))
         opened = {"open": "open"} if depth < _OPEN_DEPTH else {}
-        head += self._sent(report.traffic) + _mark_of(mark)
         content = _tag("summary", head) + _tag("div", "\n".join(body), "body")
         return _tag("details", content, "cell", id=anchor, **opened)
 

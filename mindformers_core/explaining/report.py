@@ -1,7 +1,7 @@
-"""What a `CellPlan` does, as plain data that text and page are written from. Pure Python.
+"""The report of a `CellPlan`: plain data from which text and page are rendered. Pure Python.
 
-Equal calls share one `CellReport`, as they share one `CellPlan`: a report of 80 identical layers is that of one. Where
-marks differ, there are several.
+Equal calls share one `CellReport`, as they share one `CellPlan`: 80 identical layers have one report. Calls with
+different marks have different reports.
 """
 
 import os
@@ -45,7 +45,7 @@ class MoveRow:
         target: its layout after.
         local_shape: of every rank's part after.
         steps: tuple of `StepEntry`.
-        reason: who asked for it.
+        reason: the consumer that requires it.
         mark: its `Mark`, where its result is kept in another way than usual, or None.
     """
 
@@ -110,7 +110,7 @@ class CellReport:
     Attributes:
         path: of the Cell from the root; of equal calls that of the first.
         class_name: without its module.
-        arguments, parameters, constants, lifted: `TensorEntry`s of what comes in.
+        arguments, parameters, lifted: `TensorEntry`s of what comes in.
         rows: `MoveRow`s, `OperatorRow`s and `CallRow`s, in order.
         results: `TensorEntry`s.
         traffic: of this call and all below it, see `total`.
@@ -120,7 +120,6 @@ class CellReport:
     class_name: str
     arguments: tuple
     parameters: tuple
-    constants: tuple
     lifted: tuple
     rows: tuple
     results: tuple
@@ -197,17 +196,12 @@ def _cell_report(frame, algorithm, marks, known):
     graph, names = frame.graph, _names(frame.graph)
     inner = {}
     for key, mark in marks.items():
-        if not key:  # of the call itself
-            continue
-        inner.setdefault(key[0], {})[key[1:]] = mark
-    rows = []
-    for index, entry in enumerate(frame.instructions):
-        below = inner.get(index, {})
-        if isinstance(entry, CallPlan):
-            called = None if entry.frame is None else _cell_report(entry.frame, algorithm, below, known)
-            rows.append(_call_row(entry, names, called, below.get(())))
-        else:
-            rows.append(_row(entry, frame, names, algorithm, below.get(())))
+        if key:  # else it is the mark of this call
+            inner.setdefault(key[0], {})[key[1:]] = mark
+    rows = [
+        _row(entry, frame, names, algorithm, inner.get(index, {}), known)
+        for index, entry in enumerate(frame.instructions)
+    ]
 
     def entries(values):
         return tuple(_tensor(value, frame.layouts[value.id], names) for value in values)
@@ -217,7 +211,6 @@ def _cell_report(frame, algorithm, marks, known):
         class_name=graph.class_name.rpartition(".")[2],
         arguments=entries(dict.fromkeys(tree_leaves(graph.arguments))),
         parameters=entries(use.value for use in graph.parameters),
-        constants=entries(constant.value for constant in graph.constants),
         lifted=tuple(_tensor(value, layout, names) for value, layout in frame.lifted),
         rows=tuple(rows),
         results=tuple(_tensor(value, layout, names) for value, layout in zip(tree_leaves(graph.result), frame.results)),
@@ -247,33 +240,23 @@ def _tensor(value, layout, names):
     return TensorEntry(_name(value, names), value.dtype, value.shape, layout.local_shape(value.shape), layout)
 
 
-def _row(entry, frame, names, algorithm, mark):
+def _row(entry, frame, names, algorithm, marks, known):
+    """The row of an instruction; `marks` are those of the instruction itself, under `()`, and of what it calls."""
+    mark = marks.get(())
     again = mark is not None and mark.sends
     if isinstance(entry, Move):
         before = _tensor(entry.value, entry.source, names)
         steps = step_entries(((step, entry.gradient) for step in entry.steps), again)
         return MoveRow(before, entry.target, entry.target.local_shape(entry.value.shape), steps, entry.reason, mark)
-    steps = step_entries(_algorithm_steps(entry, frame, algorithm), again)
-    how = entry.algorithm, entry.cut_axes, steps, mark
-    return OperatorRow(entry.node.operator, entry.node.attribute, *_taken_and_given(entry, names), *how)
-
-
-def _call_row(entry, names, report, mark):
-    child = f"/{entry.node.graph.path}" if entry.node.child is None else entry.node.child
-    return CallRow(child, *_taken_and_given(entry, names), report, mark)
-
-
-def _taken_and_given(entry, names):
-    """`(source, inputs, results)` of what a node makes."""
-    node = entry.node
+    node, outputs = entry.node, tree_leaves(entry.node.outputs)
     inputs = tuple(_name(value, names) for value in tree_leaves((node.args, node.kwargs)))
-    results = tuple(_tensor(value, layout, names) for value, layout in zip(tree_leaves(node.outputs), entry.outputs))
-    return os.path.basename(node.source or ""), inputs, results
-
-
-def _algorithm_steps(plan, frame, algorithm):
-    """Pairs (Step, whether its backward collective runs in training) of an operator's distributed algorithm."""
-    if plan.algorithm is None:
-        return ()
-    flows = any(value.id in frame.gradients for value in tree_leaves(plan.node.outputs))
-    return tuple((step, gradient and flows) for step, gradient in algorithm_steps(plan, algorithm))
+    results = tuple(_tensor(value, layout, names) for value, layout in zip(outputs, entry.outputs))
+    taken_and_given = os.path.basename(node.source or ""), inputs, results
+    if isinstance(entry, CallPlan):
+        child = f"/{node.graph.path}" if node.child is None else node.child
+        report = None if entry.frame is None else _cell_report(entry.frame, algorithm, marks, known)
+        return CallRow(child, *taken_and_given, report, mark)
+    flows = any(value.id in frame.gradients for value in outputs)
+    run = () if entry.algorithm is None else algorithm_steps(entry, algorithm)
+    steps = step_entries(((step, gradient and flows) for step, gradient in run), again)
+    return OperatorRow(node.operator, node.attribute, *taken_and_given, entry.algorithm, entry.cut_axes, steps, mark)

@@ -2,16 +2,9 @@
 
 from textwrap import wrap
 
-from mindformers_core.analysis.traffic import bytes_by_axes, collectives_of
+from mindformers_core.explaining import wording
 from mindformers_core.explaining.report import CallRow, MoveRow
-from mindformers_core.explaining.wording import (
-    call_path,
-    dims_shown,
-    folded,
-    mark_shown,
-    sent_shown,
-    step_shown,
-)
+from mindformers_core.explaining.wording import call_path, folded, mark_shown, sent_shown, step_shown
 from mindformers_core.hints import bytes_shown
 
 __all__ = ["explain_plan"]
@@ -21,26 +14,22 @@ _COLUMNS = (52, 92)  # where the shapes and the layouts start
 
 
 def explain_plan(report, storage=()):
-    """What a plan does, Cell by Cell, as text for a terminal.
+    """The operators, redistributions and memory of a plan, Cell by Cell, as text for a terminal.
 
-    Operators and other tensors come with their dtype, their shape (global -> of a rank, where these differ) and layout.
-    A line with an arrow is a redistribution that communicates, now or for the gradient; one with a dot is local. Bytes
-    are what one rank sends. Cells that are alike are shown once; of five and more
-    operators of one line of code, as of a loss of MindSpore's, the last one, after the names of the others. What is in
-    brackets is computed again in the backward pass, or waits for it on the host, with the bytes that the device doesn't
-    keep because of that; `for others`: none, it runs, or is kept, since others that are computed again need it.
+    Each tensor is printed with its dtype, its shape (global -> local, where they differ) and its layout. A line with an
+    arrow is a redistribution that communicates in the forward or the backward pass; a line with a dot is local. Bytes
+    are those that one rank sends. Equal Cells are printed once. Of five and more operators of one source line, as of a
+    loss of MindSpore's, the last is printed, after the names of the others. Brackets mark results that are recomputed
+    in the backward pass, or wait for it on the host, with the bytes that the device saves by that; `for others`: no
+    bytes, the operator runs, or its result is kept, for other recomputed operators.
 
     Args:
         report: the `Report` of the root's plan.
         storage: lines about how parameters and activations are stored, to follow the rest.
     """
-    mode = "training" if report.training else "evaluation"
-    lines = [
-        f"{report.root.class_name} on the mesh {report.mesh}, captured in {mode}: {report.cells} calls of Cells",
-        "",
-    ]
-    lines += _cell_lines(report.root, "", report.root.path or "(root)", 0, {}, report.mark)
-    return "\n".join([*lines, "", *_total_lines(report), *(["", *storage] if storage else [])])
+    lines = _cell_lines(report.root, "", report.root.path or "(root)", 0, {}, report.mark)
+    stored = ["", *storage] if storage else []
+    return "\n".join([wording.about(report), "", *lines, "", *_total_lines(report), *stored])
 
 
 def _cell_lines(report, path, title, depth, shown, mark=None):
@@ -52,11 +41,10 @@ def _cell_lines(report, path, title, depth, shown, mark=None):
     sent = sent_shown(report.traffic)
     lines = _marked([f"{pad}{title}  {report.class_name}" + (f"  (sends {sent})" if sent else "")], mark)
     pad += "  "
-    lifted = [("lifted", entry) for entry in report.lifted]
-    for kind, entry in (
-        [("input", e) for e in report.arguments] + [("parameter", e) for e in report.parameters] + lifted
-    ):
-        lines += _line(f"{pad}{kind} {entry.name}", entry)
+    entering = {"input": report.arguments, "parameter": report.parameters, "lifted": report.lifted}
+    for kind, entries in entering.items():
+        for entry in entries:
+            lines += _line(f"{pad}{kind} {entry.name}", entry)
     for group in folded(report.rows):
         lines += _group_lines(group, path, depth + 1, shown)
     returned = ", ".join(entry.name for entry in report.results)
@@ -91,7 +79,7 @@ def _operator_lines(row, pad):
     if row.algorithm is not None:
         over = f" over {', '.join(row.axes)}" if row.axes else ""
         lines.append(f"{pad}  by the distributed algorithm '{row.algorithm}'{over}")
-        lines += [_arrow(step, f"{pad}  ") + "; backward: ".join(step_shown(step)) for step in row.steps]
+        lines += [_arrow([step], f"{pad}  ") + "; backward: ".join(step_shown(step)) for step in row.steps]
     return lines
 
 
@@ -100,15 +88,12 @@ def _move_lines(row, pad):
     marks = [step.kind for step in row.steps] == ["mark_varying"]
     what = row.tensor.name if marks else f"{row.tensor.name} {row.tensor.layout} -> {row.target}:"
     steps = ["; backward: ".join(step_shown(step)) for step in row.steps] or ["no communication"]
-    arrow = f"{pad}{'→' if any(step.collectives for step in row.steps) else '·'} "
+    arrow = _arrow(row.steps, pad)
     reason = f"(for {row.reason})"
-    line = f"{arrow}{what} {steps[0]}  {reason}"
-    if len(steps) == 1 and len(line) <= _WIDTH:
-        return [line]
     lines = [f"{arrow}{what}", *(f"{pad}    {step}" for step in steps)]
-    if len(f"{lines[-1]}  {reason}") <= _WIDTH:
-        return [*lines[:-1], f"{lines[-1]}  {reason}"]
-    return [*lines, f"{pad}    {reason}"]
+    ways = [[f"{lines[0]} {steps[0]}  {reason}"]] if len(steps) == 1 else []
+    ways.append([*lines[:-1], f"{lines[-1]}  {reason}"])
+    return next((way for way in ways if len(way[-1]) <= _WIDTH), [*lines, f"{pad}    {reason}"])
 
 
 def _marked(lines, mark):
@@ -122,14 +107,14 @@ def _marked(lines, mark):
     return [*lines, shown.rjust(_WIDTH)]
 
 
-def _arrow(step, pad):
-    return f"{pad}{'→' if step.collectives else '·'} "
+def _arrow(steps, pad):
+    return f"{pad}{'→' if any(step.collectives for step in steps) else '·'} "
 
 
 def _line(left, entry, mark=None):
     """A tensor's line: what it is, its shapes, its layout, its mark; on several lines where it is too long."""
-    local = "" if entry.local_shape == entry.shape else f" -> {dims_shown(entry.local_shape)}"
-    shapes = f"{entry.dtype} {dims_shown(entry.shape)}{local}"
+    local = "" if entry.local_shape == entry.shape else f" -> {list(entry.local_shape)}"
+    shapes = f"{entry.dtype} {list(entry.shape)}{local}"
     line = f"{left:{_COLUMNS[0] - 1}} {shapes}"
     whole = f"{line:{_COLUMNS[1] - 1}} {entry.layout}"
     line = f"{line} {entry.layout}"
@@ -142,16 +127,14 @@ def _line(left, entry, mark=None):
 
 def _total_lines(report):
     """What one rank sends in a step, by axes, and what it holds."""
-    traffic = report.traffic
-    step = "a step" if report.micro_steps == 1 else f"a step of {report.micro_steps} micro-steps"
-    lines = [f"One rank sends in {step}:" if traffic else "Nothing is communicated."]
-    if traffic:
+    totals = wording.totals(report.traffic)
+    lines = ["Nothing is communicated."]
+    if totals:
+        lines = [f"One rank sends in {wording.period(report)}:"]
         lines.append(f"  {'over':16}{'forward':>12}{'backward':>12}   collectives forward + backward")
-    for axes, (forward, backward) in bytes_by_axes(traffic).items():
-        lines.append(_total_line(", ".join(axes), forward, backward, collectives_of(traffic, axes)))
-    if len(bytes_by_axes(traffic)) > 1:
-        both = [sum(column) for column in zip(*bytes_by_axes(traffic).values())]
-        lines.append(_total_line("all", *both, collectives_of(traffic)))
+    for axes, both, collectives in totals:
+        forward, backward = map(bytes_shown, both)
+        lines.append(f"  {', '.join(axes or ['all']):16}{forward:>12}{backward:>12}   {collectives}")
     training, evaluation = map(bytes_shown, (report.training_bytes, report.evaluation_bytes))
     held = "Activations that one rank holds at the peak"
     if report.undropped_bytes is None:
@@ -159,8 +142,3 @@ def _total_lines(report):
     undropped = bytes_shown(report.undropped_bytes)
     lines.append(f"{held} of the forward pass: {training} in training ({undropped} without")
     return [*lines, f"recompute and swap), {evaluation} in evaluation."]
-
-
-def _total_line(over, forward, backward, collectives):
-    counts = ", ".join(f"{name} {numbers[0]} + {numbers[1]}" for name, numbers in collectives.items())
-    return f"  {over:16}{bytes_shown(forward):>12}{bytes_shown(backward):>12}   {counts}"

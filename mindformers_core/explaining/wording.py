@@ -1,11 +1,11 @@
-"""How text and page say things alike: sizes, shapes, runs of equal Cells. Pure Python."""
+"""What text and page have in common: totals, steps, marks, groups of rows. Pure Python."""
 
-from mindformers_core.analysis.traffic import bytes_by_axes
+from mindformers_core.analysis.traffic import bytes_by_axes, collectives_of
 from mindformers_core.explaining.report import CallRow, OperatorRow
 from mindformers_core.hints import bytes_shown
 from mindformers_core.redistribution.steps import COLLECTIVES
 
-__all__ = ["MARKS", "call_path", "dims_shown", "folded", "mark_shown", "sent_shown", "step_shown"]
+__all__ = ["about", "call_path", "folded", "mark_shown", "period", "sent_shown", "step_shown", "totals"]
 
 MARKS = {  # what a step does that is local, in words
     "slice": "sliced",
@@ -17,15 +17,33 @@ MARKS = {  # what a step does that is local, in words
 _MANY = 5  # operators of one line that come together
 
 
+def about(report):
+    """A line about a `Report`: of which Cell, on which mesh, in which mode."""
+    mode = "training" if report.training else "evaluation"
+    return f"{report.root.class_name} on the mesh {report.mesh}, captured in {mode}: {report.cells} calls of Cells"
+
+
+def period(report):
+    """The time that the totals of a `Report` are of: `"a step"`, or `"a step of 2 micro-steps"`."""
+    return "a step" if report.micro_steps == 1 else f"a step of {report.micro_steps} micro-steps"
+
+
+def totals(traffic):
+    """`(axes, (bytes forward, bytes backward), collectives in words)` of all axes; of several, their sum under None."""
+    sums = bytes_by_axes(traffic)
+    if len(sums) > 1:
+        sums[None] = [sum(column) for column in zip(*sums.values())]
+    return [
+        (axes, both, ", ".join(f"{name} {counts[0]} + {counts[1]}" for name, counts in collectives.items()))
+        for axes, both in sums.items()
+        for collectives in [collectives_of(traffic, axes)]
+    ]
+
+
 def sent_shown(traffic):
     """`"192 KiB forward, 1.5 MiB backward"`, or `""` for nothing."""
     sums = [sum(column) for column in zip(*bytes_by_axes(traffic).values())]
     return ", ".join(f"{bytes_shown(count)} {way}" for count, way in zip(sums, ("forward", "backward")) if count)
-
-
-def dims_shown(shape):
-    """`"[2, 8]"`."""
-    return str(list(shape))
 
 
 def call_path(path, child):
@@ -58,11 +76,9 @@ def step_shown(step):
 
 def mark_shown(mark):
     """`"recomputed: 1.5 MiB not kept"`, `"recomputed for others"` where that is nothing, `"on host: 1.5 MiB"`, …."""
-    if mark.kind == "recomputed":
-        return f"recomputed: {bytes_shown(mark.nbytes)} not kept" if mark.nbytes else "recomputed for others"
-    if mark.kind == "recomputed whole":
-        return f"recomputed whole: {bytes_shown(mark.nbytes)} not kept"
-    return f"{mark.kind}: {bytes_shown(mark.nbytes)}"
+    if mark.kind == "recomputed" and not mark.nbytes:
+        return "recomputed for others"
+    return f"{mark.kind}: {bytes_shown(mark.nbytes)}" + " not kept" * mark.kind.startswith("recomputed")
 
 
 def folded(rows):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from mindformers_core.hints import nearest
-from mindformers_core.operators.saved import UNMEASURED, SavedByOperator
+from mindformers_core.operators.saved import SavedByOperator
 from mindformers_core.operators.views import INPUT_IF_OF_ITS_DTYPE, strided
 
 __all__ = [
@@ -24,18 +24,18 @@ class OperatorFacts:
         rule: its rule, see `register_operator`; None for an operator that nobody registered.
         attributes: names of attributes of a classic primitive that the rule takes as named arguments.
         gradient: `FLOWS`; `ZERO`: a gradient is recorded, and is 0; `NO_GRADIENT`: none is recorded.
-        saves: the `SavedByOperator`: what its gradient keeps. None: `UNMEASURED`.
+        saves: the `SavedByOperator`: the tensors that its gradient saves. None: `UNMEASURED`.
         view: a function of `operators.views`, or one of its constants, where results are views of the first tensor.
         operations: floating-point operations for an element of its largest tensor; or a function that gives the number
             from the local sizes of all factors of its `Signature`, a dict.
-        reads_a_part: whether it reads only those elements of its inputs that it gives, as an embedding does.
-        product: `"x @ w"` or `"x @ w.T"` of its first two arguments, where the gradient of `w` can be computed apart.
-        source: how generated code calls it, where MindSpore's own object of its name isn't right: `".name"`, a method
-            of the first tensor; `"ops.name(input, dim=0)"`, a function of `mindspore.ops` with its parameters;
-            `"(x, dim=0)"`, the object, with parameters that it doesn't say; `"package.module.name"`, a function of a
-            user's own, called with the operator's arguments.
-        rewrite: another operator that is called in its place: its name, or a function `(name, args, kwargs)` that gives
-            the same three.
+        reads_a_part: whether it reads only as many elements of its inputs as its results have, as an embedding does.
+        product: `"x @ w"` or `"x @ w.T"` of its first two arguments, where the gradient of `w` can be deferred.
+        source: the call in generated code; default: MindSpore's primitive of the same name. `".name"`: a method of the
+            first tensor; `"ops.name(input, dim=0)"`: a function of `mindspore.ops` with its parameters;
+            `"(x, dim=0)"`: the primitive, with parameters that it doesn't declare; `"package.module.name"`: a user's
+            own function, called with the operator's arguments.
+        rewrite: the operator to call instead: its name, or a function of `(name, args, kwargs)` that returns the same
+            three.
     """
 
     rule: Callable | None = None
@@ -50,17 +50,9 @@ class OperatorFacts:
     rewrite: Callable | str | None = None
 
     @property
-    def saved(self):
-        """The `SavedByOperator`."""
-        return UNMEASURED if self.saves is None else self.saves
-
-    @property
     def computes_nothing(self):
         """Whether results are always views."""
         return self.view not in (None, strided, INPUT_IF_OF_ITS_DTYPE)
-
-
-_UNKNOWN = OperatorFacts()
 
 
 def register_operator(*names, **facts):
@@ -76,10 +68,10 @@ def register_operator(*names, **facts):
 
     Args:
         names: of operators, as MindSpore calls them.
-        facts: what else is known of them, see `OperatorFacts`.
+        facts: further attributes of their `OperatorFacts`.
 
     Raises:
-        ValueError: a name that already has a rule. TypeError: a fact that there isn't.
+        ValueError: a name that already has a rule. TypeError: an unknown attribute.
     """
     known = [entry.name for entry in fields(OperatorFacts)][1:]
     for key in facts:
@@ -103,12 +95,12 @@ def registered_operators():
 
 
 def facts_of(name):
-    """The `OperatorFacts` of an operator; of one that nobody registered, what is taken of any."""
-    return _FACTS.get(name, _UNKNOWN)
+    """The `OperatorFacts` of an operator; the defaults for an operator that isn't registered."""
+    return _FACTS.get(name) or OperatorFacts()
 
 
 def rewritten(name, args, kwargs):
-    """The same call as `(name, args, kwargs)` of the operator to be written; unchanged where it has no `rewrite`."""
+    """`(name, args, kwargs)` of the call after its operator's `rewrite`; unchanged where there is none."""
     rewrite = facts_of(name).rewrite
     if rewrite is None:
         return name, args, kwargs
@@ -116,7 +108,7 @@ def rewritten(name, args, kwargs):
 
 
 def rule_attributes(name, attributes):
-    """Those of a primitive's attributes (a dict) that its rule takes as named arguments."""
+    """The subset of a primitive's attributes (a dict) that its rule takes as named arguments."""
     return {wanted: attributes[wanted] for wanted in facts_of(name).attributes if wanted in attributes}
 
 

@@ -1,12 +1,12 @@
-"""From the layouts that arrive at an operator to those that it computes with: the cheapest choice. Pure Python.
+"""From the layouts in which an operator's inputs arrive to those in which it computes: the cheapest. Pure Python.
 
-For every mesh axis an operator has few ways to go: cut along a factor that some input already has cut, carry a partial
-sum through, or compute the whole on every rank. All combinations over the axes are priced with the redistributions
-that they need, forward and backward, and the cheapest wins; among equals the one that cuts most.
+On each mesh axis an operator has few options: to shard a factor that some input already shards, to pass a partial sum
+through, or to replicate the computation. All combinations over the axes are priced with the redistributions that they
+need, forward and backward; the cheapest is chosen, and among equals the one that shards most.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 from mindformers_core.layout import Layout
@@ -14,8 +14,6 @@ from mindformers_core.operators.signature import Signature, tensor_meta
 from mindformers_core.redistribution import plan_redistribution
 
 __all__ = ["OperatorCall", "Resolution", "alternatives", "checked_outputs", "repeated", "resolve", "undivided"]
-
-_REPLICATE = ("replicate", None, None)
 
 
 @dataclass(frozen=True)
@@ -25,10 +23,10 @@ class Resolution:
     Attributes:
         inputs: the layout that every tensor input must have.
         outputs: the layout that every output then has.
-        axes_of: for every factor the axes that cut it, major to minor.
+        axes_of: for every factor the axes that shard it, major to minor.
         cost: seconds of redistribution by the cost model, forward and backward.
-        carried: axis -> (inputs, op): the partial sums that pass through, and the inputs through which they come.
-        marked: axes on which the inputs are marked as varying though nothing here asks for it. Default: none.
+        carried: axis -> (inputs, op): partial sums that pass through, and the inputs that bring them.
+        marked: further axes on which the inputs are marked as varying. Default: none.
     """
 
     inputs: tuple
@@ -48,10 +46,10 @@ class OperatorCall:
         metas: a `TensorMeta` with layout for every tensor input.
         mesh: the mesh that all the layouts are on.
         cost_model: what redistributions cost.
-        inputs: for every tensor input the layout that it must have (its varying marks don't count), or None to choose
-            one. Default: choose all.
-        outputs: for every output the layout that it will be moved to, or None. Default: none are moved.
-        free: indices of inputs that may lie in any layout, and so cost nothing to move.
+        inputs: for every tensor input the required layout (its varying marks don't count), or None where the layout
+            is to be chosen. Default: all are.
+        outputs: for every output the layout that it is redistributed to, or None. Default: none is redistributed.
+        free: indices of inputs whose redistribution costs nothing, as that of a parameter stored in any layout.
     """
 
     signature: Signature
@@ -62,6 +60,12 @@ class OperatorCall:
     outputs: tuple | None = None
     free: frozenset = frozenset()
 
+    def __post_init__(self):
+        """Give `metas` the required layouts; varying marks remain."""
+        given = self.inputs or (None,) * len(self.metas)
+        metas = (meta if layout is None else _given(meta, layout) for meta, layout in zip(self.metas, given))
+        object.__setattr__(self, "metas", tuple(metas))
+
 
 def resolve(signature, metas, mesh, cost_model, inputs=None, outputs=None, free=()):
     """The cheapest `Resolution` of an operator call; the arguments are those of an `OperatorCall`.
@@ -70,7 +74,7 @@ def resolve(signature, metas, mesh, cost_model, inputs=None, outputs=None, free=
         ValueError: the operator can't be computed with the given `inputs`.
     """
     assert len(metas) == len(signature.inputs), (len(metas), signature.inputs)
-    call = OperatorCall(signature, _fixed(metas, inputs), mesh, cost_model, inputs, outputs, frozenset(free))
+    call = OperatorCall(signature, metas, mesh, cost_model, inputs, outputs, frozenset(free))
     best = None
     for axes_of, carried in _choices(call, _arriving(call)):
         limit = math.inf if best is None else best.cost * (1 - 1e-9)
@@ -90,41 +94,32 @@ def resolve(signature, metas, mesh, cost_model, inputs=None, outputs=None, free=
 
 
 def alternatives(call, suggested=()):
-    """Every `Resolution` of an `OperatorCall` that an input's layout or one of those suggested gives rise to.
+    """Every `Resolution` of an `OperatorCall` that shards as one of its inputs, or as one of the layouts suggested.
 
     Args:
         call: the `OperatorCall`.
-        suggested: pairs (dims, layout) of outputs or inputs that might be had in this layout; `dims` is their entry in
-            the signature.
+        suggested: pairs (dims, layout): a layout to consider for an output or input; `dims` is its entry in the
+            signature.
     """
-    call = replace(call, metas=_fixed(call.metas, call.inputs))
     wanted = [_factor_axes(call.signature, dims, layout) for dims, layout in suggested]
     found = [_candidate(call, *choice, math.inf) for choice in _choices(call, wanted + _arriving(call))]
     return [candidate for candidate in found if candidate is not None]
 
 
 def repeated(call, resolution):
-    """The choice of `resolution` for another `OperatorCall` of the same operator, or None where it can't be made."""
-    call = replace(call, metas=_fixed(call.metas, call.inputs))
+    """The choice of `resolution` for another `OperatorCall` of the same operator; None where it is impossible there."""
     return _candidate(call, resolution.axes_of, resolution.carried, math.inf, resolution.marked)
 
 
-def _fixed(metas, inputs):
-    """The metas, with the layouts that are fixed in the place of those that arrive."""
-    if inputs is None:
-        return tuple(metas)
-    return tuple(meta if given is None else _given(meta, given) for meta, given in zip(metas, inputs))
-
-
 def _arriving(call):
-    """For every input, and every output that is wanted in some layout, which axes cut which factor there."""
+    """Factor -> axes that shard it, for every input and for every output with a required layout."""
     places = [(dims, meta.layout) for dims, meta in zip(call.signature.inputs, call.metas)]
     places += [(dims, layout) for dims, layout in zip(call.signature.outputs, call.outputs or ()) if layout is not None]
     return [_factor_axes(call.signature, dims, layout) for dims, layout in places]
 
 
 def _choices(call, arriving):
-    """`(axes_of, carried)` of all ways to go that fit the operator, in the order of preference."""
+    """`(axes_of, carried)` of all options that the operator admits, in the order of preference."""
     names = call.mesh.axis_names
     for choice in product(*[_options(call.signature, call.metas, arriving, axis) for axis in names]):
         chosen = dict(zip(names, choice))
@@ -134,18 +129,14 @@ def _choices(call, arriving):
 
 
 def _given(meta, layout):
-    """The meta of an input in a layout that is fixed; it stays marked where it was."""
-    whole = [axis for axis in meta.layout.varying if axis not in _used(layout)]
+    """The meta of an input in its required layout; varying marks remain."""
+    used = {axis for axes in layout.dims for axis in axes} | set(dict(layout.partial))
+    whole = [axis for axis in meta.layout.varying if axis not in used]
     return tensor_meta(meta.shape, meta.dtype, layout.replace(varying=whole), not meta.differentiable)
 
 
-def _used(layout):
-    """The axes on which a tensor is cut or partial."""
-    return {axis for axes in layout.dims for axis in axes} | set(dict(layout.partial))
-
-
 def _factor_axes(signature, dims, layout):
-    """Which axes cut which factor in an input of this layout. Axes that straddle factors are left out."""
+    """Factor -> axes that shard it in an input of this layout; without axes that span several factors."""
     cut = {}
     for factors, axes in zip(dims, layout.dims):
         rest = list(axes)
@@ -160,12 +151,12 @@ def _factor_axes(signature, dims, layout):
 
 
 def undivided(signature, dims, source, target):
-    """Why a dim of an input that arrives sharded is gathered, where the reason is its size; else an empty string.
+    """The reason why a sharded dim of an input is gathered, where the reason is its size; else an empty string.
 
     Args:
         signature: the operator's `Signature`.
         dims: the input's entry in it.
-        source, target: the layouts in which the input arrives, and is taken.
+        source, target: the layouts of the input before and after its redistribution.
     """
     for dim, (factors, axes, kept) in enumerate(zip(dims, source.dims, target.dims)):
         lost = [axis for axis in axes if axis not in kept]
@@ -180,7 +171,7 @@ def undivided(signature, dims, source, target):
 
 
 def _options(signature, metas, arriving, axis):
-    """The ways that this call can go on `axis`: cuts first, then partials, then the whole."""
+    """The options of a call on `axis`: to shard a factor, to pass partials, to replicate, in this order."""
     cuts = [("cut", factor, None) for cut in arriving for factor, axes in cut.items() if axis in axes]
     options = [option for option in dict.fromkeys(cuts) if option[1] not in signature.whole]
     ops = {index: dict(meta.layout.partial).get(axis) for index, meta in enumerate(metas)}
@@ -188,11 +179,11 @@ def _options(signature, metas, arriving, axis):
         for op in ("sum", "avg"):
             if any(ops[index] == op for index in group) and all(ops[index] in (op, None) for index in group):
                 options.append(("partial", group, op))
-    return [*options, _REPLICATE]
+    return [*options, ("replicate", None, None)]
 
 
 def _candidate(call, axes_of, carried, limit, marked=frozenset()):
-    """The `Resolution` of one choice; None where it isn't the one that is given, or where it costs `limit` or more."""
+    """The `Resolution` of one choice; None where it contradicts the required layouts, or costs `limit` or more."""
     signature, cost = call.signature, 0.0
     inputs, outputs = _placed(signature, call.metas, call.mesh, axes_of, carried, marked)
     for index, (needed, meta) in enumerate(zip(inputs, call.metas)):
@@ -209,7 +200,7 @@ def _candidate(call, axes_of, carried, limit, marked=frozenset()):
 
 
 def _placed(signature, metas, mesh, axes_of, carried, marked=frozenset()):
-    """The layouts that the inputs must have, and that the outputs then have."""
+    """The layouts that a choice requires of the inputs, and the resulting layouts of the outputs."""
     reduced = {axis: op for factor, op in signature.reduced.items() for axis in axes_of.get(factor, ())}
     active = {axis for axes in axes_of.values() for axis in axes} | set(carried) | marked
     active |= {axis for meta in metas if meta.differentiable for axis in meta.layout.varying}
@@ -219,21 +210,23 @@ def _placed(signature, metas, mesh, axes_of, carried, marked=frozenset()):
         terms |= reduced if index in signature.added else {}
         inputs.append(_place(mesh, dims, axes_of, terms, active if meta.differentiable else ()))
     terms = {axis: op for axis, (_, op) in carried.items()} | reduced
-    gone = {axis for factor in _vanishing(signature) for axis in axes_of.get(factor, ())}
+    kept = {factor for dims in signature.outputs for factors in dims for factor in factors} | set(signature.reduced)
+    # a distributed algorithm gives every rank the whole result
+    gone = {axis for factor in set(signature.distributed) - kept for axis in axes_of.get(factor, ())}
     outputs = tuple(_place(mesh, dims, axes_of, terms, active - gone) for dims in signature.outputs)
     return tuple(inputs), outputs
 
 
 def checked_outputs(signature, metas, mesh, axes_of):
-    """The layouts of an operator's outputs, where it computes with its inputs as they are: a check, no search.
+    """The layouts of an operator's outputs where its inputs stay in their layouts: a check, no search.
 
     Args:
         signature, mesh: as of an `OperatorCall`.
         metas: a `TensorMeta` for every tensor input, with the layout that it has.
-        axes_of: factor -> the axes that cut it.
+        axes_of: factor -> the axes that shard it.
 
     Raises:
-        ValueError: it can't be computed so; names the input, its layout and the one that it must have.
+        ValueError: the operator doesn't admit these layouts; names the input, its layout and the required one.
     """
     places = [factor for factor, axes in axes_of.items() for _ in axes]
     named = [axis for axes in axes_of.values() for axis in axes]
@@ -254,13 +247,13 @@ def checked_outputs(signature, metas, mesh, axes_of):
 
 
 def _price(source, target, shape, dtype, cost_model):
-    """Seconds to move a tensor, forward and backward; marks are free."""
+    """Seconds to redistribute a tensor, forward and backward; varying marks are free."""
     source, target = source.replace(varying=()), target.replace(varying=())
     return 0.0 if source == target else plan_redistribution(source, target, shape, dtype, cost_model).cost
 
 
 def _ordered_cuts(arriving, mesh, choices):
-    """Factor -> axes that cut it, in the order in which an input already has them, else in mesh order."""
+    """Factor -> axes that shard it, in the order of an input that is sharded alike, else in mesh order."""
     axes_of = {}
     for axis in mesh.axis_names:
         kind, factor, _ = choices[axis]
@@ -273,29 +266,17 @@ def _ordered_cuts(arriving, mesh, choices):
 
 
 def _cuts_fit(signature, mesh, axes_of):
-    """Whether every factor divides by its axes, and minor ones are cut only where all major ones are cut to size 1."""
+    """Whether its axes divide every factor, and minor factors are sharded only below major ones of local size 1."""
     counts = {factor: mesh.axis_size(*axes) for factor, axes in axes_of.items()}
     if any(signature.sizes[factor] % count for factor, count in counts.items()):
         return False
-    for dims in (*signature.inputs, *signature.outputs):
-        for factors in dims:
-            for place, factor in enumerate(factors):
-                major = factors[:place]
-                if factor in counts and math.prod(signature.sizes[f] for f in major) != math.prod(
-                    counts.get(f, 1) for f in major
-                ):
-                    return False
-    return True
+    merged = [factors for dims in (*signature.inputs, *signature.outputs) for factors in dims]
+    majors = [factors[:place] for factors in merged for place, factor in enumerate(factors) if factor in counts]
+    return all(signature.sizes[factor] == counts.get(factor, 1) for factors in majors for factor in factors)
 
 
 def _place(mesh, dims, axes_of, terms, active):
-    """The layout of a tensor whose dims hold these factors: cut, partial in `terms`, varying on what else is active."""
+    """The layout of a tensor with these factors: sharded, partial in `terms`, varying on the other active axes."""
     places = [tuple(axis for factor in factors for axis in axes_of.get(factor, ())) for factors in dims]
     used = {axis for axes in places for axis in axes} | set(terms)
     return Layout.on(mesh, places, terms, [axis for axis in mesh.axis_names if axis in active and axis not in used])
-
-
-def _vanishing(signature):
-    """Factors whose distributed algorithm leaves the whole result on every rank."""
-    kept = {factor for dims in signature.outputs for factors in dims for factor in factors} | set(signature.reduced)
-    return [factor for factor in signature.distributed if factor not in kept]

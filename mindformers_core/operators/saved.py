@@ -1,10 +1,10 @@
-"""What the gradient of an operator keeps of its inputs and results, in PyNative on CPU. Pure Python.
+"""The inputs and results that the gradient of an operator saves, in PyNative on CPU. Pure Python.
 
 Measured with `mindspore.saved_tensors_hooks` (MindSpore 2.10); tests/test_recompute_saved_table.py holds every operator
 to that.
 
-An *operand* is a place among an operator's arguments as they were captured, positional ones first, tensor or not: in
-`2 / x` the tensor `x` is operand 1.
+An *operand* is one of an operator's captured arguments, positional ones first, tensor or not, by its index: in `2 / x`
+the tensor `x` is operand 1.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ ALL, FLOATS, INTEGERS, BOOLS = "all", "floats", "integers", "bools"
 
 @dataclass(frozen=True)
 class Operand:
-    """One tensor that an operator takes or gives, on one rank.
+    """One input or result of an operator, on one rank.
 
     Attributes:
-        place: among the arguments, or among the results.
+        place: index among the arguments, or among the results.
         shape: local shape.
         dtype: name.
         item_size: bytes of one element.
@@ -47,17 +47,17 @@ class Operand:
 
 @dataclass(frozen=True)
 class SavedByOperator:
-    """What is kept.
+    """The saved tensors of one operator.
 
     Attributes:
-        inputs: places of operands that are kept whichever of them needs a gradient; or `"all"`, `"floats"`,
-            `"integers"` (such as indices), or `"bools"` (masks).
-        inputs_by_need: place of an operand -> places of those that are kept where it needs a gradient.
-        outputs: places of the results that are kept; or `"floats"`.
-        outputs_by_need: place of an operand -> places of the results that are kept where it needs a gradient.
-        internal: `(operands, results) -> sizes`, bytes of each tensor that the operator makes for itself and keeps.
-        as_they_are: whether an input that is a view is kept as such, that is, with the memory that it is a view of.
-            Else the operator makes a copy first, even of a contiguous one, and that is what is kept.
+        inputs: places of operands that are always saved; or `"all"`, `"floats"`, `"integers"` (such as indices), or
+            `"bools"` (masks).
+        inputs_by_need: place of an operand -> places of operands that are saved where it needs a gradient.
+        outputs: places of the results that are saved; or `"floats"`.
+        outputs_by_need: place of an operand -> places of the results that are saved where it needs a gradient.
+        internal: `(operands, results) -> sizes`, bytes of each internal tensor that the operator saves.
+        as_they_are: whether an input that is a view is saved as a view, which holds the memory of its base. Else the
+            operator saves a copy, even of a contiguous view.
     """
 
     inputs: tuple | str = ()
@@ -68,7 +68,7 @@ class SavedByOperator:
     as_they_are: bool = False
 
     def kept_inputs(self, operands):
-        """Those of the `Operand`s that are kept, in order."""
+        """The `Operand`s that are saved, in order."""
         if self.inputs == ALL:
             return list(operands)
         if isinstance(self.inputs, str):
@@ -77,14 +77,14 @@ class SavedByOperator:
         return [operand for operand in operands if operand.place in places]
 
     def kept_outputs(self, operands, results):
-        """Those of the results, `Operand`s too, that are kept, in order."""
+        """The results, `Operand`s too, that are saved, in order."""
         if self.outputs == FLOATS:
             return [result for result in results if is_float(result.dtype)]
         places = _places(self.outputs, self.outputs_by_need, operands)
         return [result for result in results if result.place in places]
 
     def internal_sizes(self, operands, results):
-        """Bytes of each tensor that is neither an input nor a result and is kept."""
+        """Bytes of each saved tensor that is neither an input nor a result."""
         return list(self.internal(operands, results)) if self.internal else []
 
 

@@ -1,4 +1,4 @@
-"""What an operator does to layouts, as data: a factor mapping. Pure Python.
+"""The layouts that an operator admits, as data: a factor mapping. Pure Python.
 
 Every tensor dim of an operator's inputs and outputs is named by a *factor* (`m`, `k`, `n` of a matmul), and the
 operator may be computed shard by shard along any factor. A dim that merges several factors, as in a reshape, lists them
@@ -55,7 +55,7 @@ def is_float(dtype):
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """How the dims of one operator call's tensors hang together.
+    """The factor mapping of one operator call: the factors of every tensor dim, and the ways to shard them.
 
     Attributes:
         inputs: for every tensor input (in order of appearance in the arguments) and every dim a tuple of factor
@@ -64,21 +64,21 @@ class Signature:
         sizes: size of every factor.
         reduced: factors that no output has, with the operation (`"sum"`, …) that combines the shards' results: where
             such a factor is sharded, the outputs are partial.
-        whole: factors along which the operator can't be cut. A factor that no input has is one of them, unless it is
-            `made`: what is local to a rank doesn't say which part of it that rank is to give.
-        made: factors that no input has, of which the local call gives a part (by what `localize` makes of its
-            arguments), as of a dim that is broadcast.
+        whole: factors that can't be sharded. A factor of no input is one of them unless it is `made`, since local
+            inputs don't determine a rank's shard of it.
+        made: factors of no input that can be sharded, since `localize` gives the local call the local size, as of a
+            dim that is broadcast.
         linear: groups of inputs. Partial sums may pass through the operator where they come in through all inputs of
             one group (a replicated member is turned into a partial first): `({0, 1},)` for an addition,
             `({0}, {1})` for a product, which is linear in one argument at a time.
-        added: inputs that are added to a reduced result (a bias): where a reduced factor is cut they become partial
-            terms.
-        distributed: factors along which a cut needs an algorithm of its own, with its name: it then runs in the
-            operator's place. A factor that is in neither an output nor `reduced` is whole again in the result.
-        run: name of an algorithm that always runs in the operator's place.
+        added: inputs that are added to a reduced result (a bias): they become partial where a reduced factor is
+            sharded.
+        distributed: factor -> name of the distributed algorithm that replaces the operator where the factor is
+            sharded. A factor that is in neither an output nor `reduced` is whole again in the result.
+        run: name of a distributed algorithm that always replaces the operator.
         localize: `(arguments, local_output_shapes) -> arguments` where an argument depends on shapes (a reshape's
-            target). It gets positional arguments followed by the values of named ones, and returns positional ones
-            only.
+            target). Its input is the positional arguments followed by the values of named ones; it returns positional
+            arguments only.
     """
 
     inputs: tuple

@@ -8,6 +8,8 @@ tensor on one rank, and the local shapes of its results. They return the strides
 view of a copy that the operator makes; or None where no result is a view.
 """
 
+from math import prod
+
 __all__ = [
     "INPUT", "INPUT_IF_CONTIGUOUS", "INPUT_IF_OF_ITS_DTYPE", "broadcast", "contiguous_strides", "is_contiguous",
     "parts", "reshaped", "reversed_dims", "strided", "swapped", "transposed", "unstacked",
@@ -20,11 +22,7 @@ INPUT_IF_OF_ITS_DTYPE = "input if of its dtype"  # the same object
 
 def contiguous_strides(shape):
     """Strides of a tensor whose elements lie one behind the other, the last dim's closest."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def is_contiguous(shape, strides):
@@ -32,23 +30,6 @@ def is_contiguous(shape, strides):
     if 0 in shape:
         return True
     return all(size == 1 or one == other for size, one, other in zip(shape, strides, contiguous_strides(shape)))
-
-
-def _reshaped_strides(shape, strides, target):
-    """Strides of the view with shape `target`, or None where there is none."""
-    if 0 in shape:
-        return contiguous_strides(target)
-    runs = _runs(shape, strides)
-    found = []
-    for size in reversed(target):
-        while runs and runs[-1][0] == 1:
-            runs.pop()
-        count, stride = runs.pop() if runs else (1, 1)
-        if count % size:
-            return None
-        found.append(stride)
-        runs.append((count // size, stride * size))
-    return tuple(reversed(found))
 
 
 def _runs(shape, strides):
@@ -65,8 +46,19 @@ def _runs(shape, strides):
 
 
 def reshaped(node, args, kwargs, shape, strides, targets):
-    """Of a reshape."""
-    return (_reshaped_strides(shape, strides, targets[0]),)
+    """Of a reshape: of a contiguous copy where no strides fit."""
+    if 0 in shape:
+        return (contiguous_strides(targets[0]),)
+    runs, found = _runs(shape, strides), []
+    for size in reversed(targets[0]):
+        while runs and runs[-1][0] == 1:
+            runs.pop()
+        count, stride = runs.pop() if runs else (1, 1)
+        if count % size:
+            return (None,)
+        found.append(stride)
+        runs.append((count // size, stride * size))
+    return (tuple(reversed(found)),)
 
 
 def broadcast(node, args, kwargs, shape, strides, targets):

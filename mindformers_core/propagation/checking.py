@@ -18,8 +18,7 @@ from mindformers_core.propagation.operators import (
     operator_signature,
     passes_gradient,
 )
-from mindformers_core.redistribution.space import SearchSpace
-from mindformers_core.redistribution.transitions import transitions
+from mindformers_core.redistribution.transitions import SearchSpace, transitions
 
 __all__ = ["PlanError", "check_plan"]
 

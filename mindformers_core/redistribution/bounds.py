@@ -1,8 +1,9 @@
-"""A lower bound of what is left to pay in the search for a plan, so that it needn't look everywhere (A*). Pure Python.
+"""A lower bound of the remaining cost in the search for a plan, the heuristic of A*. Pure Python.
 
-What a plan does to one axis is a way through that axis's own marks, and has a least cost. Over several axes, what is
-paid for hops and bytes adds up even where one collective does the work of many: a ring over the joint group is no
-shorter than its parts. Starting a collective is paid once for all its axes, so of that only the dearest way counts.
+The steps of a plan that concern one axis are a path through the marks of that axis, which has a least cost. Over
+several axes, the costs of hops and bytes add up even where one collective serves many axes: a ring over the joint group
+is no shorter than its parts. The launch of a collective is paid once for all its axes, so that only the axis with the
+highest launch costs counts.
 """
 
 from dataclasses import replace
@@ -10,7 +11,7 @@ from functools import cache, lru_cache
 from math import inf
 
 from mindformers_core.redistribution.cost import Link
-from mindformers_core.redistribution.steps import EXTREMES, STEP_KINDS
+from mindformers_core.redistribution.steps import STEP_KINDS
 from mindformers_core.redistribution.transitions import REPLICATE, SHARD, VARYING
 
 __all__ = ["lower_bound"]
@@ -65,8 +66,8 @@ def _edges(model, axis, size, parts, count, whole, ops):
         for before in marks[row.source]:
             for after in marks[row.target]:
                 op = next((mark for mark in (before, after) if mark in ops), None)
-                if before != after and not (kind == "all_reduce_varying" and op in EXTREMES):
-                    (fixed, per_byte), (back_fixed, back_per_byte) = model.step_rates(kind, op, (axis,), size)
+                if before != after and op in (None, *row.ops):
+                    fixed, per_byte = model.step_rates(kind, op, (axis,), size)
                     volume = whole // parts if moves_dims else whole * size // parts
                     share = count if moves_dims and not model.launch else 1
-                    yield before, after, (fixed + back_fixed + (per_byte + back_per_byte) * volume) / share
+                    yield before, after, (fixed + per_byte * volume) / share

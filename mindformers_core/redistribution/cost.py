@@ -58,9 +58,9 @@ class CostModel:
         return fixed + per_byte * whole
 
     def step_rates(self, kind, op, axes, group_size):
-        """What step `kind` costs, as `((seconds, seconds a byte) forward, (the same) backward)`."""
-        forward, backward = STEP_KINDS[kind].runs(op)
-        return _rates(self, forward, axes, group_size), _rates(self, backward, axes, group_size)
+        """What step `kind` costs, forward and backward together: `(seconds, seconds a byte)`."""
+        forward, backward = (_rates(self, name, axes, group_size) for name in STEP_KINDS[kind].runs(op))
+        return forward[0] + backward[0], forward[1] + backward[1]
 
 
 @lru_cache(maxsize=4096)

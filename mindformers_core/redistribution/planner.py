@@ -15,9 +15,8 @@ from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout
 from mindformers_core.redistribution.bounds import lower_bound
 from mindformers_core.redistribution.cost import CPU, CostModel
-from mindformers_core.redistribution.space import SearchSpace
 from mindformers_core.redistribution.steps import EXTREMES, Step
-from mindformers_core.redistribution.transitions import REPLICATE, compatible, transitions
+from mindformers_core.redistribution.transitions import REPLICATE, SearchSpace, compatible, transitions
 
 __all__ = ["Plan", "plan_redistribution"]
 
@@ -73,17 +72,12 @@ def plan_redistribution(source, target, shape, dtype, cost_model=CPU):
         ValueError: layouts on two meshes or of different numbers of dims; a dim that its axes don't divide; an
             unknown dtype; partial placements that don't commute.
     """
-    return _plan(source, target, tuple(shape), _item_size(dtype), cost_model)
-
-
-def _item_size(dtype):
-    if isinstance(dtype, int) and not isinstance(dtype, bool) and dtype > 0:
-        return dtype
     name = str(dtype).lower()
-    if name not in ITEM_BYTES:
+    item_size = dtype if type(dtype) is int and dtype > 0 else ITEM_BYTES.get(name)
+    if item_size is None:
         known = ", ".join(ITEM_BYTES)
         raise ValueError(f"unknown dtype {dtype!r}{nearest(name, ITEM_BYTES)}: use a size in bytes, or one of {known}")
-    return ITEM_BYTES[name]
+    return _plan(source, target, tuple(shape), item_size, cost_model)
 
 
 @lru_cache(maxsize=65536)
@@ -138,12 +132,7 @@ def _search(start, goal, space, model):
             if step[-1] == goal:
                 return (step,)
     local_bytes, left, order = cache(space.local_bytes), lower_bound(space, goal, model), count()
-
-    @cache
-    def rate(kind, op, axes):
-        forward, backward = model.step_rates(kind, op, axes, space.size(axes))
-        return forward[0] + backward[0], forward[1] + backward[1]
-
+    rates = cache(lambda kind, op, axes: model.step_rates(kind, op, axes, space.size(axes)))
     best, queue = {start: 0.0}, [(0.0, next(order), 0.0, start, ())]
     while True:
         _, _, paid, state, path = heapq.heappop(queue)
@@ -154,7 +143,7 @@ def _search(start, goal, space, model):
         volume = local_bytes(state[1])
         for step in transitions(space, *state):
             kind, axes, _, _, op, after = step
-            fixed, per_byte = rate(kind, op, axes)
+            fixed, per_byte = rates(kind, op, axes)
             total = paid + PER_STEP + fixed + per_byte * max(volume, local_bytes(after[1]))
             if total < best.get(after, float("inf")):
                 best[after] = total

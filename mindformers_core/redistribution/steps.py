@@ -13,6 +13,7 @@ from mindformers_core.layout import Layout
 __all__ = ["COLLECTIVES", "EXTREMES", "STEP_KINDS", "Step", "StepKind", "wire_bytes"]
 
 EXTREMES = ("max", "min")
+ALL_OPS = ("sum", "avg", *EXTREMES)
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class StepKind:
         forward: the collective, or the local operation, that runs forward.
         backward: the same for the gradient.
         by_op: for some partial ops, `(forward, backward)` in place of these.
+        ops: the partial ops of which the step is possible.
     """
 
     source: str
@@ -32,22 +34,15 @@ class StepKind:
     forward: str
     backward: str
     by_op: tuple = ()
+    ops: tuple = ALL_OPS
 
     def runs(self, op):
         """`(forward, backward)` for partial `op`, or None."""
         return dict(self.by_op).get(op, (self.forward, self.backward))
 
 
-ALL_REDUCE_BY_OP = (
-    ("avg", ("all_reduce", "scale")),
-    ("max", ("all_reduce", "all_reduce")),
-    ("min", ("all_reduce", "all_reduce")),
-)
-TO_PARTIAL_BY_OP = (
-    ("avg", ("identity", "scale")),
-    ("max", ("identity", "all_reduce")),
-    ("min", ("identity", "all_reduce")),
-)
+ALL_REDUCE_BY_OP = (("avg", ("all_reduce", "scale")), *((op, ("all_reduce", "all_reduce")) for op in EXTREMES))
+TO_PARTIAL_BY_OP = (("avg", ("identity", "scale")), *((op, ("identity", "all_reduce")) for op in EXTREMES))
 
 # Of local operations, "mask" keeps the group's first rank and puts zeros on the others, "pad" puts a slice into zeros,
 # "scale" multiplies or divides by the group's size, as the gradient of an average asks for.
@@ -60,14 +55,14 @@ STEP_KINDS = {
     "all_gather_varying": StepKind("shard", "varying", "all_gather", "reduce_scatter"),
     "all_to_all": StepKind("shard", "shard", "all_to_all", "all_to_all"),
     "permute": StepKind("shard", "shard", "permute", "permute"),
-    "all_reduce": StepKind("partial", "replicate", "all_reduce", "identity", ALL_REDUCE_BY_OP),
-    "all_reduce_varying": StepKind("partial", "varying", "all_reduce", "all_reduce"),
     "reduce_scatter": StepKind("partial", "shard", "reduce_scatter", "all_gather"),
+    "all_reduce": StepKind("partial", "replicate", "all_reduce", "identity", ALL_REDUCE_BY_OP),
+    "all_reduce_varying": StepKind("partial", "varying", "all_reduce", "all_reduce", ops=("sum", "avg")),
     "mark_varying": StepKind("replicate", "varying", "identity", "all_reduce"),
     "unmark_varying": StepKind("varying", "replicate", "identity", "scale"),
     "to_partial": StepKind("replicate", "partial", "mask", "identity", TO_PARTIAL_BY_OP),
-    "to_partial_varying": StepKind("varying", "partial", "mask", "mask"),
-    "pad": StepKind("shard", "partial", "pad", "slice"),
+    "to_partial_varying": StepKind("varying", "partial", "mask", "mask", ops=("sum",)),
+    "pad": StepKind("shard", "partial", "pad", "slice", ops=("sum",)),
 }
 
 # Of each collective: how often a rank sends in turn, and how many n-ths of the *larger* of its input and output leave a

@@ -1,11 +1,14 @@
-"""Every single step that can be taken from a state of the search for a plan. Pure Python."""
+"""The states of the search for a plan, and every single step that leads from one to another. Pure Python."""
 
 from functools import lru_cache
 from itertools import combinations, permutations
+from math import gcd, prod
+from os.path import commonprefix
 
-from mindformers_core.redistribution.steps import EXTREMES
+from mindformers_core.layout import Layout
+from mindformers_core.redistribution.steps import EXTREMES, STEP_KINDS
 
-__all__ = ["REPLICATE", "SHARD", "VARYING", "compatible", "transitions"]
+__all__ = ["REPLICATE", "SHARD", "VARYING", "SearchSpace", "compatible", "transitions"]
 
 # Marks of an axis in a state; a partial axis is marked with its op.
 SHARD, REPLICATE, VARYING = "shard", "replicate", "varying"
@@ -17,75 +20,121 @@ def compatible(ops):
     return len(kinds) < 2
 
 
-def transitions(space, dims, marks):
-    """Yield `(kind, axes, dim, to_dim, op, state)` for every step from a state `(dims, marks)`.
+class SearchSpace:
+    """The states of a search: the placements of the moving axes; the other axes keep theirs.
 
-    Args:
-        space: the search space: `axes`, `sizes`, `rooms` (size of each dim before these axes cut it), `twins`
-            (for each dim those that may stand for it), `ops` (what may become partial) and `fixed_ops` (what is
-            partial on other axes).
-        dims: for every tensor dim the axes of `space` that shard it, major to minor.
-        marks: for every axis of `space` its mark.
+    A state is `(dims, marks)`: for every tensor dim the moving axes that shard it, major to minor, and for every moving
+    axis its mark.
+
+    Attributes:
+        axes, sizes: the moving axes, and the size of each.
+        rooms: size of each tensor dim per rank before the moving axes shard it.
+        twins: for each dim the earlier dims that are interchangeable with it.
+        ops: partial ops that a step may introduce.
+        fixed_ops: partial ops of the other axes.
     """
+
+    def __init__(self, source, target, shape, itemsize):
+        mesh = source.mesh
+        kept = [commonprefix(pair) for pair in zip(source.dims, target.dims)]
+        sharding = {axis for axes in source.dims for axis in axes}
+        still = {axis for axis in mesh.axis_names if source.placement(axis) == target.placement(axis)} - sharding
+        still |= {axis for axes in kept for axis in axes}
+        self.mesh, self.kept = mesh, kept
+        self.axes = tuple(axis for axis in mesh.axis_names if axis not in still)
+        self.sizes = {axis: mesh.axis_size(axis) for axis in self.axes}
+        self.rooms = tuple(size // mesh.axis_size(*axes) for size, axes in zip(shape, kept))
+        self.whole = prod(self.rooms) * itemsize
+        self.twins = _twins(self.rooms, source.dims, target.dims, self.size(self.axes))
+        self.fixed_partial = tuple(pair for pair in source.partial if pair[0] in still)
+        self.fixed_varying = tuple(axis for axis in source.varying if axis in still)
+        self.fixed_ops = tuple(op for _, op in self.fixed_partial)
+        moving_ops = [op for axis, op in source.partial + target.partial if axis in self.sizes]
+        self.ops = tuple(dict.fromkeys((*moving_ops, "sum")))
+
+    def size(self, axes):
+        """Number of shards that `axes` cut a dim into."""
+        return prod([self.sizes[axis] for axis in axes])
+
+    def state(self, layout):
+        """The state of a layout of this space."""
+        dims = tuple(axes[len(kept) :] for axes, kept in zip(layout.dims, self.kept))
+        marks = dict(layout.partial) | dict.fromkeys(layout.varying, VARYING)
+        marks |= {axis: SHARD for axes in dims for axis in axes}
+        return dims, tuple(marks.get(axis, REPLICATE) for axis in self.axes)
+
+    def layout(self, dims, marks):
+        """The layout of a state."""
+        marked = list(zip(self.axes, marks))
+        partial = tuple(pair for pair in marked if pair[1] not in (SHARD, REPLICATE, VARYING))
+        varying = tuple(axis for axis, mark in marked if mark == VARYING)
+        whole_dims = [kept + axes for kept, axes in zip(self.kept, dims)]
+        return Layout.on(self.mesh, whole_dims, self.fixed_partial + partial, self.fixed_varying + varying)
+
+    def local_bytes(self, marks):
+        """Bytes of a rank's tensor in a state with these marks."""
+        return self.whole // self.size([axis for axis, mark in zip(self.axes, marks) if mark == SHARD])
+
+
+def _twins(rooms, dims, to_dims, parts):
+    """For every dim the earlier ones that may stand for it: no layout shards either, and both take the same slices."""
+    spare = [gcd(room, parts) if not any(used) else None for room, used in zip(rooms, zip(dims, to_dims))]
+    return tuple(
+        tuple(other for other in range(dim) if spare[dim] and spare[other] == spare[dim]) for dim in range(len(rooms))
+    )
+
+
+def transitions(space, dims, marks):
+    """Yield `(kind, axes, dim, to_dim, op, state)` for every step from the state `(dims, marks)` of a `SearchSpace`."""
+    held = [mark for mark in marks if mark not in (SHARD, REPLICATE, VARYING)]
+    usable = [dim for dim, axes in enumerate(dims) if axes or all(dims[twin] for twin in space.twins[dim])]
     for mark in dict.fromkeys(marks):
+        changes = [
+            change
+            for change in _mark_changes(mark, space.ops)
+            if change[1] in (None, mark) or compatible((change[1], *held, *space.fixed_ops))
+        ]
         if mark == SHARD:
-            yield from _unshard(space, dims, marks)
+            yield from _unshard(space, dims, marks, changes, usable)
             yield from _permute(space, dims, marks)
-        else:
-            members = tuple(axis for axis, other in zip(space.axes, marks) if other == mark)
-            yield from _shard(space, dims, marks, mark, members)
-            yield from _remark(space, dims, marks, mark, members)
-
-
-def _shard(space, dims, marks, mark, members):
-    """Steps that cut a dim further, by axes that are all replicated, varying, or partial."""
-    kind = {REPLICATE: "slice", VARYING: "slice_varying"}.get(mark, "reduce_scatter")
-    op = mark if kind == "reduce_scatter" else None
-    usable = _usable_dims(space, dims)
-    for axes in _ordered(members):
-        marked = _marked(space, marks, axes, SHARD)
-        for dim in usable:
-            cut = dims[dim] + axes
-            if space.rooms[dim] % space.size(cut) == 0:
-                yield kind, axes, dim, None, op, (_with(dims, dim, cut), marked)
-
-
-def _remark(space, dims, marks, mark, members):
-    """Steps that shard nothing: reductions, marks, and what makes a whole tensor partial."""
-    if mark == REPLICATE:
-        kinds = [("mark_varying", None, VARYING)] + [("to_partial", op, op) for op in space.ops]
-    elif mark == VARYING:
-        kinds = [("unmark_varying", None, REPLICATE)]
-        kinds += [("to_partial_varying", "sum", "sum")] if "sum" in space.ops else []
-    else:
-        kinds = [("all_reduce", mark, REPLICATE)]
-        kinds += [] if mark in EXTREMES else [("all_reduce_varying", mark, VARYING)]
-    for kind, op, to_mark in kinds:
-        if kind.startswith("to_partial") and not _may_be_partial(space, marks, op):
             continue
-        for axes in _unordered(members):
-            yield kind, axes, None, None, op, (dims, _marked(space, marks, axes, to_mark))
+        members = tuple(axis for axis, other in zip(space.axes, marks) if other == mark)
+        for kind, op, to_mark in changes:
+            for axes in _selections(permutations if to_mark == SHARD else combinations, members):
+                after = _marked(space, marks, axes, to_mark)
+                if to_mark != SHARD:
+                    yield kind, axes, None, None, op, (dims, after)
+                    continue
+                for dim in usable:
+                    sharding = dims[dim] + axes
+                    if space.rooms[dim] % space.size(sharding) == 0:
+                        yield kind, axes, dim, None, op, (_with(dims, dim, sharding), after)
 
 
-def _unshard(space, dims, marks):
-    """Steps on the minor-most axes of a dim: gather them, move them to another dim, or pad what they cut."""
-    usable = _usable_dims(space, dims)
+@lru_cache(maxsize=1024)
+def _mark_changes(mark, ops):
+    """`(kind, op, mark after)` of every row of `STEP_KINDS` that changes `mark`; partials by `ops`."""
+    marks = {"shard": (SHARD,), "replicate": (REPLICATE,), "varying": (VARYING,), "partial": ops}
+    changes = []
+    for kind, row in STEP_KINDS.items():
+        for after in marks[row.target] if mark in marks[row.source] and row.source != row.target else ():
+            op = next((each for each in (mark, after) if each in ops), None)
+            if op in (None, *row.ops):
+                changes.append((kind, op, after))
+    return changes
+
+
+def _unshard(space, dims, marks, changes, usable):
+    """Steps on the minor-most axes of a dim: change their mark, or move them to another dim."""
     for dim, axes in enumerate(dims):
         for start in range(len(axes)):
             minor, rest = axes[start:], _with(dims, dim, axes[:start])
-            yield "all_gather", minor, dim, None, None, (rest, _marked(space, marks, minor, REPLICATE))
-            yield "all_gather_varying", minor, dim, None, None, (rest, _marked(space, marks, minor, VARYING))
-            if "sum" in space.ops and _may_be_partial(space, marks, "sum"):
-                yield "pad", minor, dim, None, "sum", (rest, _marked(space, marks, minor, "sum"))
+            for kind, op, to_mark in changes:
+                yield kind, minor, dim, None, op, (rest, _marked(space, marks, minor, to_mark))
             for to_dim in usable:
-                cut = dims[to_dim] + minor
-                if to_dim != dim and space.rooms[to_dim] % space.size(cut) == 0:
-                    yield "all_to_all", minor, dim, to_dim, None, (_with(rest, to_dim, cut), marks)
-
-
-def _usable_dims(space, dims):
-    """The dims that a step may shard: of spare dims that are alike, and still whole, only the first."""
-    return [dim for dim, axes in enumerate(dims) if axes or all(dims[twin] for twin in space.twins[dim])]
+                sharding = dims[to_dim] + minor
+                if to_dim != dim and space.rooms[to_dim] % space.size(sharding) == 0:
+                    yield "all_to_all", minor, dim, to_dim, None, (_with(rest, to_dim, sharding), marks)
 
 
 def _permute(space, dims, marks):
@@ -99,14 +148,11 @@ def _permute(space, dims, marks):
 
 def _changed_axes(space, dims, arranged):
     """The axes along which a rank and the one it sends to differ: those that count another dim, or in other strides."""
-    before, after = _strides(space, dims), _strides(space, arranged)
+    before, after = (
+        {axis: (dim, space.size(axes[place + 1 :])) for dim, axes in enumerate(each) for place, axis in enumerate(axes)}
+        for each in (dims, arranged)
+    )
     return tuple(axis for axis in space.axes if before.get(axis) != after.get(axis))
-
-
-def _strides(space, dims):
-    """For every axis that shards: its dim, and how many slices lie between neighbours along it."""
-    places = ((dim, axes, place) for dim, axes in enumerate(dims) for place in range(len(axes)))
-    return {axes[place]: (dim, space.size(axes[place + 1 :])) for dim, axes, place in places}
 
 
 def _arrangements(axes, counts, size):
@@ -123,11 +169,6 @@ def _arrangements(axes, counts, size):
                     yield (cut, *rest)
 
 
-def _may_be_partial(space, marks, op):
-    held = [mark for mark in marks if mark not in (SHARD, REPLICATE, VARYING)]
-    return compatible((op, *held, *space.fixed_ops))
-
-
 def _marked(space, marks, axes, mark):
     return tuple([mark if axis in axes else old for axis, old in zip(space.axes, marks)])
 
@@ -137,10 +178,5 @@ def _with(dims, dim, axes):
 
 
 @lru_cache(maxsize=1024)
-def _ordered(members):
-    return tuple(axes for length in range(1, len(members) + 1) for axes in permutations(members, length))
-
-
-@lru_cache(maxsize=1024)
-def _unordered(members):
-    return tuple(axes for length in range(1, len(members) + 1) for axes in combinations(members, length))
+def _selections(select, members):
+    return tuple(axes for length in range(1, len(members) + 1) for axes in select(members, length))

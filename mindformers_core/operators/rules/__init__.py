@@ -1,17 +1,13 @@
 """Rules of operators, one small file of tables a family: importing it fills the registry. Pure Python."""
 
 from mindformers_core.operators.rules import (  # noqa: F401
-    attention,
     convolution,
     fused,
     indexing,
     joining,
     losses,
     normalization,
-    padding,
-    randomness,
     reduction,
     shape,
     slicing,
-    softmax,
 )

@@ -3,16 +3,12 @@
 from math import prod
 
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.rules.dims import dim_names, dim_sizes
+from mindformers_core.operators.rules.dims import dim_names, dim_sizes, unary
 from mindformers_core.operators.saved import SavedByOperator
 from mindformers_core.operators.signature import Signature
 
-__all__ = []
-
 _PAD_MODES = ("pad", "same", "valid")  # by the number that MindSpore gives them
-
-
-_PADDING = ("pad_mode", "pad", "stride", "dilation", "group", "data_format")
+_SETTINGS = {"pad_mode": "valid", "pad": 0, "stride": 1, "dilation": 1, "group": 1, "data_format": "NCHW"}
 _POOL_SAVES = SavedByOperator("all", outputs=(0,), as_they_are=True)
 _SAVES = SavedByOperator(inputs_by_need={0: (1,), 1: (0,)}, as_they_are=True)
 
@@ -21,14 +17,13 @@ def _operations(sizes):
     return 2 * prod(sizes[factor] for factor in ("n", "o", "oh", "ow", "c", "kh", "kw"))
 
 
-@register_operator("Conv2D", attributes=_PADDING, saves=_SAVES, operations=_operations, source="(x, w)")
+@register_operator("Conv2D", attributes=tuple(_SETTINGS), saves=_SAVES, operations=_operations, source="(x, w)")
 def convolution(x, weight, out_channel=None, kernel_size=None, mode=1, *settings, **named):
     """`x` by `weight` (channels out, channels in / group, height, width): a sum over windows and channels in.
 
     Channels out are whole, for the primitive has their number as an attribute; channels in, too, if there are groups.
     """
-    usual = {"pad_mode": "valid", "pad": 0, "stride": 1, "dilation": 1, "group": 1, "data_format": "NCHW"}
-    pad_mode, pad, stride, dilation, group, data_format = (usual | dict(zip(usual, settings)) | named).values()
+    pad_mode, pad, stride, dilation, group, data_format = (_SETTINGS | dict(zip(_SETTINGS, settings)) | named).values()
     _check_image(x, data_format)
     if weight.ndim != 4 or x.shape[1] != weight.shape[1] * group:
         raise ValueError(f"a weight {weight.shape} in {group} groups doesn't fit an image {x.shape}")
@@ -83,10 +78,8 @@ def _pooled(x, kernel_size, strides, pad_mode, data_format, linear):
     """Batch and channels stay parallel."""
     _check_image(x, data_format)
     height, width = _windows(x.shape[2:], _pair(kernel_size), pad_mode, 0, _pair(strides), (1, 1))
-    names = dim_names(x)
-    sizes = dim_sizes(x) | {"oh": height, "ow": width}
-    whole = frozenset({"d2", "d3", "oh", "ow"})
-    return Signature((names,), ((*names[:2], ("oh",), ("ow",)),), sizes, whole=whole, linear=linear)
+    output = (*dim_names(x)[:2], ("oh",), ("ow",))
+    return unary(x, output, sizes={"oh": height, "ow": width}, whole=(2, 3), linear=linear)
 
 
 def _check_image(x, data_format):

@@ -1,8 +1,8 @@
-"""Reading dim arguments, and naming the factors of a tensor that an operator takes apart. Pure Python."""
+"""Reading dim arguments, and naming the factors of a tensor after its dims. Pure Python."""
 
-from mindformers_core.operators.signature import TensorMeta
+from mindformers_core.operators.signature import Signature, TensorMeta
 
-__all__ = ["along", "as_dim", "as_dims", "dim_names", "dim_sizes", "integers", "plain_names"]
+__all__ = ["along", "as_dim", "as_dims", "dim_names", "dim_sizes", "integers", "plain_names", "unary"]
 
 _SPELLINGS = {"axis": "dim", "axes": "dims", "keepdims": "keepdim", "keep_dims": "keepdim"}
 
@@ -63,12 +63,29 @@ def dim_sizes(x, prefix="d"):
     return {f"{prefix}{dim}": size for dim, size in enumerate(x.shape)}
 
 
+def unary(x, output=None, outputs=1, sizes=(), whole=(), **more):
+    """The `Signature` of an operator of the one tensor `x`, with a factor for each dim.
+
+    Args:
+        x: the tensor.
+        output: factors of the dims of every output; default: those of `x`.
+        outputs: number of outputs.
+        sizes: factor -> its size, of factors that `x` lacks.
+        whole: the dims of `x` along which the operator can't be sharded.
+        more: further attributes of the `Signature`.
+    """
+    names = dim_names(x)
+    output = names if output is None else tuple(output)
+    whole = frozenset(names[dim][0] for dim in whole)
+    return Signature((names,), (output,) * outputs, dim_sizes(x) | dict(sizes), whole=whole, **more)
+
+
 def along(x, dim):
-    """The factor that `dim_names` gives dim `dim`, counted from the front or the back.
+    """Dim `dim` of the tensor `x`, counted from the front.
 
     Raises:
         TypeError: `x` is no tensor, or `dim` no int. ValueError: out of range.
     """
     if not isinstance(x, TensorMeta):
         raise TypeError(f"a tensor is needed, not {x!r}")
-    return f"d{as_dim(dim, x.ndim)}"
+    return as_dim(dim, x.ndim)

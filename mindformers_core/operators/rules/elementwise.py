@@ -2,20 +2,10 @@
 
 from dataclasses import replace
 
-from mindformers_core.operators import views
+from mindformers_core.operators import saved, views
 from mindformers_core.operators.registry import NO_GRADIENT, ZERO, register_operator
 from mindformers_core.operators.rewrites import as_cast, condition_first, masked_fill, without_alpha
-from mindformers_core.operators.saved import (
-    INPUTS,
-    INPUTS_AND_RESULT,
-    INPUTS_AS_THEY_ARE,
-    MASKS,
-    NOTHING,
-    OTHER_OPERAND,
-    RESULT,
-    UNMEASURED,
-    SavedByOperator,
-)
+from mindformers_core.operators.rules.dims import unary
 from mindformers_core.operators.signature import Signature, TensorMeta, is_float
 
 __all__ = ["broadcast_shape", "elementwise", "keeps_digits", "tensors_in"]
@@ -26,58 +16,49 @@ def _quotient(operands, results):
     return [results[0].nbytes] if any(operand.needs for operand in operands if operand.place == 1) else []
 
 
-_QUOTIENT = SavedByOperator(inputs_by_need={0: (1,), 1: (1,)}, outputs_by_need={1: (0,)})
-_LOGARITHM = SavedByOperator("all", internal=lambda operands, results: [4])  # a float32 number
-_LOG_ADD_EXP = SavedByOperator("all", internal=lambda operands, results: [results[0].nbytes] * 2)
+_QUOTIENT = saved.SavedByOperator(inputs_by_need={0: (1,), 1: (1,)}, outputs_by_need={1: (0,)})
+_LOGARITHM = saved.SavedByOperator("all", internal=lambda operands, results: [4])  # a float32 number
+_LOG_ADD_EXP = saved.SavedByOperator("all", internal=lambda operands, results: [results[0].nbytes] * 2)
+_WITH_SCALAR = ("BitwiseAnd", "BitwiseOr", "BitwiseXor", "GreaterEqual", "Less")
 # operators that are linear in nothing: names, what their gradient keeps, and what else is known of them
 _NONLINEAR = (
-    # unary
-    ("Abs Cos Cosh Erf Erfc HSigmoid HSwish Log Log1p NanToNum Sin Sinh Square", INPUTS, {}),
-    ("ACos Asin Atan Mish ReLU6", INPUTS_AS_THEY_ARE, {}),
-    ("Elu Exp Expm1 Inv ReLU Reciprocal Rsqrt SeLU Sqrt", RESULT, {}),
-    ("Tan", INPUTS_AND_RESULT, {}),
-    ("CeLU", SavedByOperator("all", outputs=(0,), as_they_are=True), {}),
-    ("EluExt LeakyReLUExt MishExt SeLUExt", UNMEASURED, {}),
-    ("Sigmoid", RESULT, {"operations": 3}),  # exp, add, divide
-    ("Tanh", RESULT, {"operations": 4}),
-    ("SiLU", INPUTS, {"operations": 4}),
-    ("Softplus", INPUTS_AS_THEY_ARE, {"operations": 3}),
-    ("SoftplusExt", UNMEASURED, {"operations": 3}),
-    ("GeLU", INPUTS_AND_RESULT, {"operations": 8}),
-    ("FastGeLU", INPUTS_AS_THEY_ARE, {"operations": 8}),
-    ("GeluExt", UNMEASURED, {"operations": 8}),
-    ("Log2", _LOGARITHM, {"source": ".log2"}),
-    ("Log10", _LOGARITHM, {"source": ".log10"}),
-    ("Ceil Floor OnesLike Round Sign Trunc ZerosLike", NOTHING, {"gradient": ZERO}),
-    ("OnesLikeExt ZerosLikeExt", UNMEASURED, {"gradient": ZERO}),
-    ("EmptyLike", NOTHING, {"gradient": NO_GRADIENT}),
-    ("FullLike", NOTHING, {"gradient": NO_GRADIENT, "source": "ops.full_like(input, fill_value, dtype=None)"}),
-    ("IsFinite IsInf IsNan LogicalNot", NOTHING, {}),
-    ("BitwiseNot", UNMEASURED, {}),
-    # binary and ternary
-    ("Addcdiv AddcdivExt Addcmul AddcmulExt EqualExt FloorDivScalar", UNMEASURED, {}),
-    ("ClampScalar ClampTensor DivMod Lerp Maximum Minimum PowTensorScalar Xlogy", INPUTS, {}),
-    ("Atan2 FloorMod Mod TruncateMod", INPUTS_AS_THEY_ARE, {}),
-    ("Pow PowScalarTensor", INPUTS_AND_RESULT, {}),
-    ("SquaredDifference", INPUTS_AS_THEY_ARE, {"operations": 2}),
-    ("Atan2Ext", INPUTS_AS_THEY_ARE, {"rewrite": "Atan2"}),
-    ("LerpScalar", INPUTS, {"rewrite": "Lerp"}),
+    ("Abs Cos Cosh Erf Erfc HSigmoid HSwish Log Log1p NanToNum Sin Sinh Square", saved.INPUTS, {}),
+    ("ClampScalar ClampTensor DivMod Lerp Maximum Minimum PowTensorScalar Xlogy", saved.INPUTS, {}),
+    ("ACos Asin Atan Atan2 FloorMod Mish Mod ReLU6 TruncateMod", saved.INPUTS_AS_THEY_ARE, {}),
+    ("Elu Exp Expm1 Inv ReLU Reciprocal Rsqrt SeLU Sqrt", saved.RESULT, {}),
+    ("Pow PowScalarTensor Tan", saved.INPUTS_AND_RESULT, {}),
+    ("CeLU", saved.SavedByOperator("all", outputs=(0,), as_they_are=True), {}),
+    ("BitwiseAnd BitwiseAndTensor BitwiseOr BitwiseXor DivMods FloorDiv TruncateDiv", saved.NOTHING, {}),
+    ("Equal Greater GreaterEqual Less LessEqual LogicalAnd LogicalOr LogicalXor NotEqual", saved.NOTHING, {}),
+    ("IsFinite IsInf IsNan LogicalNot", saved.NOTHING, {}),
+    ("Addcdiv AddcdivExt Addcmul AddcmulExt BitwiseNot EqualExt FloorDivScalar", saved.UNMEASURED, {}),
+    ("EluExt LeakyReLUExt MishExt SeLUExt", saved.UNMEASURED, {}),
+    ("Ceil Floor OnesLike Round Sign Trunc ZerosLike", saved.NOTHING, {"gradient": ZERO}),
+    ("OnesLikeExt ZerosLikeExt", saved.UNMEASURED, {"gradient": ZERO}),
+    ("EmptyLike", saved.NOTHING, {"gradient": NO_GRADIENT}),
+    ("FullLike", saved.NOTHING, {"gradient": NO_GRADIENT, "source": "ops.full_like(input, fill_value, dtype=None)"}),
+    # of several operations an element
+    ("SquaredDifference", saved.INPUTS_AS_THEY_ARE, {"operations": 2}),
+    ("Sigmoid", saved.RESULT, {"operations": 3}),  # exp, add, divide
+    ("Softplus", saved.INPUTS_AS_THEY_ARE, {"operations": 3}),
+    ("SoftplusExt", saved.UNMEASURED, {"operations": 3}),
+    ("Tanh", saved.RESULT, {"operations": 4}),
+    ("SiLU", saved.INPUTS, {"operations": 4}),
+    ("GeLU", saved.INPUTS_AND_RESULT, {"operations": 8}),
+    ("FastGeLU", saved.INPUTS_AS_THEY_ARE, {"operations": 8}),
+    ("GeluExt", saved.UNMEASURED, {"operations": 8}),
+    # called in another way
+    *((f"{name}Scalar", saved.NOTHING, {"rewrite": name}) for name in _WITH_SCALAR),
+    ("EqScalar", saved.NOTHING, {"rewrite": "Equal"}),
+    ("Atan2Ext", saved.INPUTS_AS_THEY_ARE, {"rewrite": "Atan2"}),
+    ("LerpScalar", saved.INPUTS, {"rewrite": "Lerp"}),
+    *((name, _LOGARITHM, {"source": f".{name.lower()}"}) for name in ("Log2", "Log10")),
     ("LogAddExp", _LOG_ADD_EXP, {"source": ".logaddexp"}),
-    ("FmodScalar", INPUTS, {"source": ".fmod"}),
-    ("FmodTensor", SavedByOperator("all", internal=_quotient), {"source": ".fmod"}),
-    ("RemainderTensorTensor", SavedByOperator((1,), internal=_quotient), {"source": ".remainder"}),
-    ("RemainderTensorScalar", NOTHING, {"source": ".remainder"}),
-    ("DivMods FloorDiv TruncateDiv", NOTHING, {}),
-    ("Equal Greater GreaterEqual Less LessEqual LogicalAnd LogicalOr LogicalXor NotEqual", NOTHING, {}),
-    ("EqScalar", NOTHING, {"rewrite": "Equal"}),
-    ("LessScalar", NOTHING, {"rewrite": "Less"}),
-    ("GreaterEqualScalar", NOTHING, {"rewrite": "GreaterEqual"}),
-    ("BitwiseAnd BitwiseAndTensor BitwiseOr BitwiseXor", NOTHING, {}),
-    ("BitwiseAndScalar", NOTHING, {"rewrite": "BitwiseAnd"}),
-    ("BitwiseOrScalar", NOTHING, {"rewrite": "BitwiseOr"}),
-    ("BitwiseXorScalar", NOTHING, {"rewrite": "BitwiseXor"}),
-    ("BitwiseOrTensor", NOTHING, {"source": ".bitwise_or"}),
-    ("BitwiseXorTensor", NOTHING, {"source": ".bitwise_xor"}),
+    ("FmodScalar", saved.INPUTS, {"source": ".fmod"}),
+    ("FmodTensor", saved.SavedByOperator("all", internal=_quotient), {"source": ".fmod"}),
+    ("RemainderTensorTensor", saved.SavedByOperator((1,), internal=_quotient), {"source": ".remainder"}),
+    ("RemainderTensorScalar", saved.NOTHING, {"source": ".remainder"}),
+    *((f"Bitwise{name}Tensor", saved.NOTHING, {"source": f".bitwise_{name.lower()}"}) for name in ("Or", "Xor")),
 )
 
 
@@ -127,40 +108,41 @@ for _names, _saves, _facts in _NONLINEAR:
     register_operator(*_names.split(), saves=_saves, **_facts)(_nonlinear)
 
 
-@register_operator("LogSigmoid", saves=UNMEASURED)
+@register_operator("LogSigmoid", saves=saved.UNMEASURED)
 def _log_sigmoid(x):
     """The second output is what the kernel keeps for its gradient."""
-    plain = elementwise(x)
-    return Signature(plain.inputs, plain.outputs * 2, plain.sizes)
+    return unary(x, outputs=2)
 
 
-@register_operator("Neg", "Identity", saves=NOTHING)
-@register_operator("Contiguous", saves=NOTHING, rewrite="Identity")  # a graph that returns one may not be scheduled
-@register_operator("Copy", "Clone", saves=UNMEASURED)
+@register_operator("Neg", "Identity", saves=saved.NOTHING)
 @register_operator(
-    "StopGradient", saves=NOTHING, gradient=NO_GRADIENT, view=views.INPUT, source="ops.stop_gradient(value)"
+    "Contiguous", saves=saved.NOTHING, rewrite="Identity"
+)  # a graph may not schedule one that it returns
+@register_operator("Copy", "Clone", saves=saved.UNMEASURED)
+@register_operator(
+    "StopGradient", saves=saved.NOTHING, gradient=NO_GRADIENT, view=views.INPUT, source="ops.stop_gradient(value)"
 )
 def _linear_unary(x, *_, **__):
     return elementwise(x, linear=({0},))
 
 
-@register_operator("Muls", "Divs", saves=NOTHING)
+@register_operator("Muls", "Divs", saves=saved.NOTHING)
 @register_operator("Div", saves=_QUOTIENT)
 @register_operator("RealDiv", saves=replace(_QUOTIENT, as_they_are=True))
 def _linear_in_first(x, *args, **named):
     return elementwise(x, *args, *named.values(), linear=({0},) if isinstance(x, TensorMeta) else ())
 
 
-@register_operator("Mul", saves=OTHER_OPERAND)
+@register_operator("Mul", saves=saved.OTHER_OPERAND)
 def _product(*factors, **named):
     tensors = tensors_in([*factors, *named.values()])
     return elementwise(*tensors, linear=tuple({index} for index in range(len(tensors))))
 
 
-@register_operator("Add", "Sub", saves=NOTHING)
-@register_operator("AddExt", "AddScalar", saves=NOTHING, rewrite=without_alpha("Add"))
-@register_operator("SubExt", "SubScalar", saves=NOTHING, rewrite=without_alpha("Sub"))
-@register_operator("AddN", saves=NOTHING, source="(x)")
+@register_operator("Add", "Sub", saves=saved.NOTHING)
+@register_operator("AddExt", "AddScalar", saves=saved.NOTHING, rewrite=without_alpha("Add"))
+@register_operator("SubExt", "SubScalar", saves=saved.NOTHING, rewrite=without_alpha("Sub"))
+@register_operator("AddN", saves=saved.NOTHING, source="(x)")
 def _sum_of_terms(*terms, **named):
     """A sum of tensors is linear in all of them together; with anything else than a 0 among them it is only affine."""
     terms = [*terms, *(value for name, value in named.items() if name != "alpha")]
@@ -169,7 +151,7 @@ def _sum_of_terms(*terms, **named):
     return elementwise(*tensors, linear=() if affine else (set(range(len(tensors))),))
 
 
-@register_operator("Select", "DeprecatedWhere", saves=MASKS, rewrite=condition_first)
+@register_operator("Select", "DeprecatedWhere", saves=saved.MASKS, rewrite=condition_first)
 def _select(*args, **named):
     """The condition comes first, or, called as a method, second."""
     tensors = tensors_in([*args, *named.values()])
@@ -177,27 +159,44 @@ def _select(*args, **named):
     return elementwise(*tensors, linear=({0, 1, 2} - {condition},) if len(tensors) == 3 else ())
 
 
-@register_operator("MaskedFill", saves=MASKS)
-@register_operator("MaskedFillScalar", saves=MASKS, rewrite=masked_fill, source=".masked_fill")
+@register_operator("MaskedFill", saves=saved.MASKS)
+@register_operator("MaskedFillScalar", saves=saved.MASKS, rewrite=masked_fill, source=".masked_fill")
 def _masked_fill(x, mask, value):
     return elementwise(x, mask, value, linear=({0},) if isinstance(value, (int, float)) and value == 0 else ())
 
 
-@register_operator("Cast", saves=NOTHING, view=views.INPUT_IF_OF_ITS_DTYPE, source="ops.cast(input, dtype)")
-@register_operator("ToDtype", saves=NOTHING, rewrite=as_cast)
-@register_operator("ToDevice", saves=NOTHING, view=views.INPUT_IF_CONTIGUOUS)
+@register_operator("Cast", saves=saved.NOTHING, view=views.INPUT_IF_OF_ITS_DTYPE, source="ops.cast(input, dtype)")
+@register_operator("ToDtype", saves=saved.NOTHING, rewrite=as_cast)
+@register_operator("ToDevice", saves=saved.NOTHING, view=views.INPUT_IF_CONTIGUOUS)
 def _cast(x, dtype=None, *_, **__):
     """Partial sums pass where the new dtype holds what the old one does: half-precision terms would lose digits."""
     return elementwise(x, linear=({0},) if is_float(x.dtype) and keeps_digits(dtype) else ())
 
 
-@register_operator("TypeAs", saves=NOTHING, view=views.INPUT_IF_OF_ITS_DTYPE, source=".type_as")
-@register_operator("ToOther", saves=NOTHING, view=views.INPUT_IF_CONTIGUOUS)
+@register_operator("TypeAs", saves=saved.NOTHING, view=views.INPUT_IF_OF_ITS_DTYPE, source=".type_as")
+@register_operator("ToOther", saves=saved.NOTHING, view=views.INPUT_IF_CONTIGUOUS)
 def _cast_like(x, other, *_, **__):
     plain = elementwise(x)
     looked_at = {f"t{dim}": size for dim, size in enumerate(other.shape)}
     inputs = (*plain.inputs, tuple((name,) for name in looked_at))
     return Signature(inputs, plain.outputs, plain.sizes | looked_at, whole=frozenset(looked_at))
+
+
+@register_operator("Dropout", saves=saved.SECOND_RESULT, operations=10)  # most of them for the random number
+def dropout(x, keep_prob=0.5, seed0=0, seed1=0):
+    """The tensor with some elements zeroed and the others scaled, and the mask. Any mesh draws the same numbers."""
+    return unary(x, outputs=2, run="dropout")
+
+
+@register_operator("FuncDropoutExt", saves=saved.UNMEASURED, operations=10)
+def functional_dropout(x, p=0.5, training=True, inplace=False, seed=None, offset=None):
+    """As `Dropout`, without the mask: what `mint` calls. `seed` and `offset` are scalar tensors."""
+    if inplace:
+        raise ValueError("dropout in place is not available for a distributed tensor: use its result")
+    plain = elementwise(x)
+    scalars = ((),) * len(tensors_in((seed, offset)))
+    more = {"run": "func_dropout"} if training else {"linear": ({0},)}
+    return Signature((*plain.inputs, *scalars), plain.outputs, plain.sizes, **more)
 
 
 def keeps_digits(dtype):

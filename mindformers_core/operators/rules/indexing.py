@@ -1,12 +1,10 @@
 """Rules of operators that look up, order, accumulate or mask by position along a dim."""
 
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.rules.dims import as_dim, as_dims, dim_names, dim_sizes, integers, plain_names
+from mindformers_core.operators.rules.dims import as_dim, as_dims, dim_names, dim_sizes, integers, plain_names, unary
 from mindformers_core.operators.rules.elementwise import keeps_digits, tensors_in
 from mindformers_core.operators.saved import INDICES, INPUTS, INPUTS_AS_THEY_ARE, NOTHING, SECOND_RESULT, UNMEASURED
 from mindformers_core.operators.signature import Signature, TensorMeta
-
-__all__ = []
 
 
 def _lookup(params, indices, dim, batch_dims, algorithm):
@@ -136,17 +134,6 @@ def one_hot(indices, depth, on_value=1, off_value=0, axis=-1):
     return Signature((names, *values), (output,), sizes)
 
 
-def _whole_along(x, dims, outputs=1, resized=None, linear=()):
-    """`x` by its dims, those in `dims` whole, and in the outputs of size `resized` if that is given."""
-    names, sizes = dim_names(x), dim_sizes(x)
-    output = names
-    if resized is not None:
-        sizes["taken"] = resized
-        output = tuple(("taken",) if dim in dims else name for dim, name in enumerate(names))
-    whole = frozenset(names[dim][0] for dim in dims)
-    return Signature((names,), (output,) * outputs, sizes, whole=whole, linear=linear)
-
-
 @register_operator("TopK", saves=SECOND_RESULT)
 @register_operator("TopkExt", saves=SECOND_RESULT, source=".topk")
 def top_k(x, k, dim=-1, largest=True, sorted=True):
@@ -154,20 +141,21 @@ def top_k(x, k, dim=-1, largest=True, sorted=True):
     place = as_dim(dim, x.ndim)
     if not 0 <= integers((k,), "k")[0] <= x.shape[place]:
         raise ValueError(f"k={k} is more than dim {place} of {x.shape} has")
-    return _whole_along(x, (place,), outputs=2, resized=k)
+    names = dim_names(x)
+    return unary(x, (*names[:place], ("taken",), *names[place + 1 :]), 2, {"taken": k}, (place,))
 
 
 @register_operator("Sort", saves=INPUTS_AS_THEY_ARE, attributes=("axis",))
 @register_operator("SortExt", saves=INPUTS_AS_THEY_ARE, source=".sort")
 def sort(x, dim=-1, descending=False, stable=False, axis=None):
     """Values in order along `dim`, and their positions."""
-    return _whole_along(x, (as_dim(dim if axis is None else axis, x.ndim),), outputs=2)
+    return unary(x, outputs=2, whole=(as_dim(dim if axis is None else axis, x.ndim),))
 
 
 @register_operator("ArgSort", saves=INPUTS_AS_THEY_ARE, source=".argsort")
 def arg_sort(x, dim=-1, descending=False, stable=False):
     """Positions in order of value along `dim`."""
-    return _whole_along(x, (as_dim(dim, x.ndim),))
+    return unary(x, whole=(as_dim(dim, x.ndim),))
 
 
 @register_operator("CumSum", saves=NOTHING)
@@ -177,13 +165,13 @@ def cumulative_sum(x, *args, **named):
     plain = dict(zip(("dim", "dtype"), args)) | plain_names(named)
     dtype = plain.get("dtype")
     passes = dtype is None or isinstance(dtype, bool) or keeps_digits(dtype)  # a bool is CumSum's `exclusive`
-    return _whole_along(x, (as_dim(plain.get("dim"), x.ndim),), linear=({0},) if passes else ())
+    return unary(x, whole=(as_dim(plain.get("dim"), x.ndim),), linear=({0},) if passes else ())
 
 
 @register_operator("CumProd", saves=INPUTS_AS_THEY_ARE)
 def cumulative_product(x, dim, *_):
     """Products of all elements up to each along `dim`."""
-    return _whole_along(x, (as_dim(dim, x.ndim),))
+    return unary(x, whole=(as_dim(dim, x.ndim),))
 
 
 @register_operator("Triu", "Tril", saves=NOTHING)
@@ -192,7 +180,7 @@ def triangle(x, diagonal=0):
     """Zero below, or above, a diagonal of the last two dims."""
     if x.ndim < 2:
         raise ValueError(f"a triangle needs 2 dims, not {x.shape}")
-    return _whole_along(x, as_dims((-2, -1), x.ndim), linear=({0},))
+    return unary(x, whole=as_dims((-2, -1), x.ndim), linear=({0},))
 
 
 @register_operator("DiagExt", saves=UNMEASURED)
@@ -200,12 +188,9 @@ def diagonal_matrix(x, diagonal=0):
     """A matrix with the vector `x` on a diagonal, or the diagonal of a matrix: all is whole."""
     if x.ndim not in (1, 2):
         raise ValueError(f"a diagonal is of a vector or a matrix, not of {x.shape}")
-    names, sizes = dim_names(x), dim_sizes(x)
     if x.ndim == 1:
-        output = (("row",), ("column",))
-        sizes |= dict.fromkeys(("row", "column"), x.shape[0] + abs(diagonal))
+        output, sizes = ("row", "column"), dict.fromkeys(("row", "column"), x.shape[0] + abs(diagonal))
     else:
         below, right = max(-diagonal, 0), max(diagonal, 0)
-        output = (("entry",),)
-        sizes["entry"] = max(0, min(x.shape[0] - below, x.shape[1] - right))
-    return Signature((names,), (output,), sizes, whole=frozenset(sizes), linear=({0},))
+        output, sizes = ("entry",), {"entry": max(0, min(x.shape[0] - below, x.shape[1] - right))}
+    return unary(x, [(factor,) for factor in output], sizes=sizes, whole=range(x.ndim), linear=({0},))

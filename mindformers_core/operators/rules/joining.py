@@ -3,11 +3,9 @@
 from mindformers_core.operators import views
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import split_by_method
-from mindformers_core.operators.rules.dims import along, as_dim, dim_names, dim_sizes
+from mindformers_core.operators.rules.dims import along, as_dim, dim_names, dim_sizes, unary
 from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING, UNMEASURED
 from mindformers_core.operators.signature import Signature
-
-__all__ = []
 
 
 def _check_alike(tensors, but=None):
@@ -49,13 +47,12 @@ def stack(tensors, dim=0, axis=None):
 
 def _split(x, dim, lengths):
     """`x` cut into pieces of these lengths along `dim`."""
-    factor, names = along(x, dim), dim_names(x)
-    place = names.index((factor,))
+    place, names = along(x, dim), dim_names(x)
     if sum(lengths) != x.shape[place] or any(length < 0 for length in lengths):
         raise ValueError(f"pieces of {list(lengths)} don't make up dim {place} of {x.shape}")
     sizes = dim_sizes(x) | {f"part{number}": length for number, length in enumerate(lengths)}
     outputs = tuple((*names[:place], (f"part{number}",), *names[place + 1 :]) for number in range(len(lengths)))
-    return Signature((names,), outputs, sizes, whole=frozenset({factor}), linear=({0},))
+    return Signature((names,), outputs, sizes, whole=frozenset({f"d{place}"}), linear=({0},))
 
 
 def _pieces(x, dim, length):
@@ -100,7 +97,5 @@ def chunk(x, chunks, dim=0):
 @register_operator("UnstackExtView", saves=NOTHING, view=views.unstacked, rewrite="Unstack")
 def unstack(x, dim=0, axis=None, num=None):
     """One output for every index of a dim, without that dim."""
-    factor, names = along(x, dim if axis is None else axis), dim_names(x)
-    sizes = dim_sizes(x)
-    output = tuple(name for name in names if name != (factor,))
-    return Signature((names,), (output,) * sizes[factor], sizes, whole=frozenset({factor}), linear=({0},))
+    place, names = along(x, dim if axis is None else axis), dim_names(x)
+    return unary(x, (*names[:place], *names[place + 1 :]), x.shape[place], whole=(place,), linear=({0},))

@@ -5,8 +5,6 @@ from mindformers_core.operators.rules.dims import dim_names, dim_sizes
 from mindformers_core.operators.saved import INPUTS, SECOND_RESULT, SavedByOperator
 from mindformers_core.operators.signature import Signature
 
-__all__ = []
-
 _REDUCTIONS = ("sum", "mean", "none")  # by the number that MindSpore gives them
 
 
@@ -47,8 +45,7 @@ def softmax_cross_entropy(logits, labels):
     """Of (examples, classes) with probabilities as labels: a loss for every example, and the gradient of logits."""
     if logits.ndim != 2 or labels.shape != logits.shape:
         raise ValueError(f"labels {labels.shape} don't fit logits {logits.shape}: both are (examples, classes)")
-    names = dim_names(logits)
-    sizes = dict(zip(("d0", "d1"), logits.shape))
+    names, sizes = dim_names(logits), dim_sizes(logits)
     return Signature((names, names), (names[:1], names), sizes, whole=frozenset({"d1"}))
 
 
@@ -59,7 +56,6 @@ def sparse_softmax_cross_entropy(logits, labels):
     """Of (examples, classes) with positions as labels: the mean over examples."""
     if logits.ndim != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(f"labels {labels.shape} don't fit logits {logits.shape}: (examples) and (examples, classes)")
-    names = dim_names(logits)
-    sizes = dict(zip(("d0", "d1"), logits.shape))
+    names, sizes = dim_names(logits), dim_sizes(logits)
     more = {"whole": frozenset({"d1"}), "distributed": {"d0": "mean"}}
     return Signature((names, names[:1]), ((),), sizes, {"d0": "sum"}, **more)

@@ -41,8 +41,24 @@ def contraction(equation, *tensors, linear=None, added=()):
     return Signature(inputs, (tuple((name,) for name in output),), sizes, summed, linear=linear, added=added)
 
 
-def _matmul(a, b, transpose_a=False, transpose_b=False):
-    """A batched matmul as `mindspore.ops.matmul` defines it: 1-D arguments lose their dim, batch dims broadcast."""
+def _operations(sizes):
+    """A multiplication and an addition for every combination of factors."""
+    return 2 * prod(sizes.values())
+
+
+@register_operator("MatMul", saves=OTHER_OPERAND, operations=_operations, product="x @ w")
+@register_operator("BatchMatMul", saves=INPUTS, operations=_operations, product="x @ w")
+@register_operator("BatchMatMulExt", saves=INPUTS, operations=_operations)
+@register_operator(
+    "MatMulExt", saves=OTHER_OPERAND, operations=_operations, product="x @ w", rewrite=product_with_a_gradient
+)
+@register_operator("Mm", saves=OTHER_OPERAND, operations=_operations, product="x @ w", rewrite="MatMulExt")
+@register_operator("Mv", "Dot", saves=OTHER_OPERAND, operations=_operations, rewrite="MatMulExt")
+def matmul(a, b, transpose_a=False, transpose_b=False):
+    """`a @ b`, either side transposed in its last two dims on request, as `mindspore.ops.matmul` defines it.
+
+    1-D arguments lose their dim, and batch dims broadcast.
+    """
     if a.ndim == 0 or b.ndim == 0:
         raise ValueError(f"shapes {a.shape} and {b.shape}: a matmul needs at least one dim on each side")
     batch = broadcast_shape([a.shape[:-2], b.shape[:-2]])
@@ -59,28 +75,10 @@ def _matmul(a, b, transpose_a=False, transpose_b=False):
     return contraction(f"{batch_dims(a)} {last_a}, {batch_dims(b)} {last_b} -> {output}", a, b)
 
 
-def _operations(sizes):
-    """A multiplication and an addition for every combination of factors."""
-    return 2 * prod(sizes.values())
-
-
-@register_operator("MatMul", saves=OTHER_OPERAND, operations=_operations, product="x @ w")
-@register_operator("BatchMatMul", saves=INPUTS, operations=_operations, product="x @ w")
-@register_operator("BatchMatMulExt", saves=INPUTS, operations=_operations)
-@register_operator(
-    "MatMulExt", saves=OTHER_OPERAND, operations=_operations, product="x @ w", rewrite=product_with_a_gradient
-)
-@register_operator("Mm", saves=OTHER_OPERAND, operations=_operations, product="x @ w", rewrite="MatMulExt")
-@register_operator("Mv", "Dot", saves=OTHER_OPERAND, operations=_operations, rewrite="MatMulExt")
-def matmul(a, b, transpose_a=False, transpose_b=False):
-    """`a @ b`, either side transposed in its last two dims on request."""
-    return _matmul(a, b, transpose_a, transpose_b)
-
-
 @register_operator("DeprecatedMatmul", saves=OTHER_OPERAND, operations=_operations, product="x @ w", source=".matmul")
 def matmul_method(x, tensor2):
     """`x.matmul(tensor2=…)`."""
-    return _matmul(x, tensor2)
+    return matmul(x, tensor2)
 
 
 def _copies(operands, results):
@@ -99,7 +97,7 @@ def tensor_dot(a, b, axes):
     """The last dim of `a` with the first of a matrix or vector `b`: what `MatMulExt` may be written as."""
     if axes != 1 or b.ndim > 2:
         raise ValueError(f"axes={axes!r} of {a.shape} and {b.shape}: only axes=1 with a matrix: use matmul")
-    return _matmul(a, b)
+    return matmul(a, b)
 
 
 @register_operator("Dense", saves=SavedByOperator((0, 1)), operations=_operations, product="x @ w.T")

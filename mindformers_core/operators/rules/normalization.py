@@ -1,11 +1,9 @@
-"""Rules of layer norm and RMS norm: the dims that are normalised over are whole."""
+"""Rules of norms, whole along the dims that they normalise, and of softmax, which can be sharded along its dim."""
 
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.rules.dims import as_dim, dim_names, dim_sizes
-from mindformers_core.operators.saved import UNMEASURED, SavedByOperator
+from mindformers_core.operators.rules.dims import as_dim, as_dims, dim_names, dim_sizes, plain_names, unary
+from mindformers_core.operators.saved import RESULT, UNMEASURED, SavedByOperator
 from mindformers_core.operators.signature import Signature
-
-__all__ = []
 
 
 def _normalised(x, start, parameters, statistics, parameter_start=None):
@@ -48,3 +46,29 @@ def rms_norm(x, gamma, epsilon=1e-6):
     if not 1 <= gamma.ndim <= x.ndim:
         raise ValueError(f"gamma {gamma.shape} doesn't fit the last dims of {x.shape}")
     return _normalised(x, x.ndim - gamma.ndim, (gamma,), 1)
+
+
+@register_operator("Softmax", saves=RESULT, operations=5)  # maximum, subtract, exp, sum, divide
+def softmax(x, dim=-1, **named):
+    """Softmax over one dim, or whole over several."""
+    return _softmax("softmax", x, dim, (), named)
+
+
+@register_operator("LogSoftmax", saves=RESULT, operations=5)
+@register_operator("LogSoftmaxExt", saves=UNMEASURED, operations=5)
+def log_softmax(x, dim=-1, *more, **named):
+    """Log-softmax over one dim; `LogSoftmaxExt` has a dtype argument too, which it computes in."""
+    return _softmax("log_softmax", x, dim, more, named)
+
+
+def _softmax(algorithm, x, dim, more, named):
+    plain = plain_names(named)
+    dim = plain.get("dim", dim)
+    if dim is None:
+        raise ValueError("a softmax needs its dim")
+    if "dtype" in plain:
+        more = (plain["dtype"],)
+    dims = as_dims(dim, x.ndim)
+    localize = (lambda args, shapes: (args[0], dim, *more)) if named else None
+    sharded = {"distributed": {f"d{dims[0]}": algorithm}} if len(dims) == 1 else {"whole": dims}
+    return unary(x, localize=localize, **sharded)

@@ -3,22 +3,11 @@
 from functools import partial
 from math import prod
 
+from mindformers_core.operators import saved
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import dim_given, float_reduction
-from mindformers_core.operators.rules.dims import as_dim, as_dims, dim_names, dim_sizes, plain_names
+from mindformers_core.operators.rules.dims import as_dim, as_dims, dim_names, plain_names, unary
 from mindformers_core.operators.rules.elementwise import keeps_digits
-from mindformers_core.operators.saved import (
-    BOTH_RESULTS,
-    INPUTS_AND_RESULT,
-    INPUTS_AS_THEY_ARE,
-    NOTHING,
-    SECOND_RESULT,
-    UNMEASURED,
-    SavedByOperator,
-)
-from mindformers_core.operators.signature import Signature
-
-__all__ = []
 
 _PLAIN = ("dim", "keepdim", "dtype")
 _SPREAD = ("dim", "correction", "keepdim")
@@ -26,74 +15,48 @@ _INDEX = ("dim", "keepdim")
 _EXTREMES = ("dim", "keepdim", "initial", "where", "return_indices")
 
 
-def _spread(operands, results):
-    """Of a variance: the differences from the mean, and their powers."""
-    return [operands[0].nbytes] * 2
+# What the gradients of reductions compute and keep. Of a variance: differences from the mean, and their powers.
+_VARIANCE = saved.SavedByOperator(internal=lambda operands, results: [operands[0].nbytes] * 2)
+_DEVIATION = saved.SavedByOperator(
+    outputs=(0,), internal=lambda operands, results: [*[operands[0].nbytes] * 2, results[0].nbytes]
+)
+# The position of each extreme, in int64.
+_EXTREME = saved.SavedByOperator(outputs=(0,), internal=lambda operands, results: [prod(results[0].shape) * 8])
+# Maxima, exponentials and their sums.
+_LOG_SUM_EXP = saved.SavedByOperator(
+    "all", internal=lambda operands, results: [results[0].nbytes, operands[0].nbytes, results[0].nbytes]
+)
+_BOTH = saved.SavedByOperator("all", outputs=(0, 1), as_they_are=True)
 
+_METHOD = {"source": ".{}"}  # of the name of what it computes
 
-def _spread_and_variance(operands, results):
-    return [*_spread(operands, results), results[0].nbytes]
-
-
-def _index_of_extreme(operands, results):
-    """Where each extreme stands, in int64."""
-    return [prod(results[0].shape) * 8]
-
-
-def _maximum_exponentials_and_sum(operands, results):
-    return [results[0].nbytes, operands[0].nbytes, results[0].nbytes]
-
-
-_VARIANCE = SavedByOperator(internal=_spread)
-_DEVIATION = SavedByOperator(outputs=(0,), internal=_spread_and_variance)
-_EXTREME = SavedByOperator(outputs=(0,), internal=_index_of_extreme)
-_LOG_SUM_EXP = SavedByOperator("all", internal=_maximum_exponentials_and_sum)
-_BOTH = SavedByOperator("all", outputs=(0, 1), as_they_are=True)
-
-# What each operator computes, its number of outputs, the names of its positional arguments behind the tensor, what its
-# gradient keeps, and what else is known of it.
-_OPERATORS = {
-    "SumExt": ("sum", 1, _PLAIN, NOTHING, {}),
-    "ReduceSum": ("sum", 1, ("dim", "keepdim", "skip_mode"), NOTHING, {"rewrite": float_reduction("SumExt")}),
-    "DeprecatedSum": ("sum", 1, ("dim", "dtype", "keepdim", "initial"), NOTHING, {"source": ".sum"}),
-    "MeanExt": ("mean", 1, _PLAIN, NOTHING, {}),
-    "ReduceMean": ("mean", 1, _PLAIN, NOTHING, {"rewrite": float_reduction("MeanExt")}),
-    "DeprecatedMean": ("mean", 1, _PLAIN, NOTHING, {"source": ".mean"}),
-    "ProdExt": ("prod", 1, _PLAIN, INPUTS_AND_RESULT, {}),
-    "ReduceProd": ("prod", 1, _PLAIN, INPUTS_AS_THEY_ARE, {}),
-    "DeprecatedProd": ("prod", 1, _PLAIN, INPUTS_AND_RESULT, {"source": ".prod"}),
-    "Max": ("max", 1, (), INPUTS_AND_RESULT, {}),
-    "ReduceMax": ("max", 1, _PLAIN, INPUTS_AND_RESULT, {}),
-    "DeprecatedMax": ("extreme", 1, _EXTREMES, _EXTREME, {"source": ".max"}),
-    "Min": ("min", 1, (), INPUTS_AND_RESULT, {}),
-    "ReduceMin": ("min", 1, _PLAIN, INPUTS_AND_RESULT, {}),
-    "DeprecatedMin": ("extreme", 1, _EXTREMES, _EXTREME, {"source": ".min"}),
-    "ReduceAll": ("all", 1, _PLAIN, NOTHING, {}),
-    "DeprecatedReduceAll": ("all", 1, _PLAIN, NOTHING, {"source": ".all"}),
-    "Any": ("any", 1, (), NOTHING, {}),
-    "AnyExt": ("any", 1, _PLAIN, NOTHING, {}),
-    "ReduceAny": ("any", 1, _PLAIN, NOTHING, {}),
-    "DeprecatedReduceAny": ("any", 1, _PLAIN, NOTHING, {"source": ".any"}),
-    "Argmax": ("argmax", 1, ("dim", "dtype"), NOTHING, {}),
-    "ArgMaxExt": ("argmax", 1, _INDEX, NOTHING, {"source": ".argmax"}),
-    "DeprecatedArgmax": ("argmax", 1, _INDEX, NOTHING, {"source": ".argmax", "rewrite": dim_given}),
-    "Argmin": ("argmin", 1, ("dim", "dtype"), NOTHING, {}),
-    "ArgMinExt": ("argmin", 1, _INDEX, NOTHING, {"source": ".argmin"}),
-    "DeprecatedArgmin": ("argmin", 1, _INDEX, NOTHING, {"source": ".argmin", "rewrite": dim_given}),
-    "ArgMaxWithValue": ("max_with_index", 2, _INDEX, BOTH_RESULTS, {}),
-    "ArgMinWithValue": ("min_with_index", 2, _INDEX, BOTH_RESULTS, {}),
-    "MaxDim": ("max_dim", 2, _INDEX, SECOND_RESULT, {}),
-    "MinDim": ("min_dim", 2, _INDEX, SECOND_RESULT, {}),
-    "Var": ("var", 1, _SPREAD, _VARIANCE, {"source": ".var", "operations": 4}),
-    "Std": ("std", 1, _SPREAD, _DEVIATION, {"source": ".std", "operations": 4}),
-    "DeprecatedVar": ("var", 1, _SPREAD, _VARIANCE, {"source": ".var", "operations": 4}),
-    "DeprecatedStd": ("std", 1, _SPREAD, _DEVIATION, {"source": ".std", "operations": 4}),
-    "VarMean": ("var", 2, _SPREAD, UNMEASURED, {"operations": 4}),
-    "StdMean": ("std", 2, _SPREAD, UNMEASURED, {"operations": 4}),
-    "ReduceStd": ("std", 2, ("dim", "unbiased", "keepdim"), _BOTH, {"operations": 4}),
-    "LogSumExp": ("logsumexp", 1, _PLAIN, _LOG_SUM_EXP, {"source": ".logsumexp", "operations": 4}),
-    "LinalgVectorNorm": ("norm", 1, ("ord", "dim", "keepdim", "dtype"), UNMEASURED, {}),
-}
+# Names of operators, what each computes, their number of outputs, the names of their positional arguments behind the
+# tensor, what their gradient keeps, and what else is known of them.
+_OPERATORS = (
+    ("SumExt MeanExt ReduceAll ReduceAny AnyExt", "sum mean all any any", 1, _PLAIN, saved.NOTHING, {}),
+    ("ReduceSum", "sum", 1, ("dim", "keepdim", "skip_mode"), saved.NOTHING, {"rewrite": float_reduction("SumExt")}),
+    ("ReduceMean", "mean", 1, _PLAIN, saved.NOTHING, {"rewrite": float_reduction("MeanExt")}),
+    ("DeprecatedSum", "sum", 1, ("dim", "dtype", "keepdim", "initial"), saved.NOTHING, _METHOD),
+    ("DeprecatedMean DeprecatedReduceAll DeprecatedReduceAny", "mean all any", 1, _PLAIN, saved.NOTHING, _METHOD),
+    ("ProdExt ReduceMax ReduceMin", "prod max min", 1, _PLAIN, saved.INPUTS_AND_RESULT, {}),
+    ("ReduceProd", "prod", 1, _PLAIN, saved.INPUTS_AS_THEY_ARE, {}),
+    ("DeprecatedProd", "prod", 1, _PLAIN, saved.INPUTS_AND_RESULT, _METHOD),
+    ("Max Min", "max min", 1, (), saved.INPUTS_AND_RESULT, {}),
+    ("DeprecatedMax", "extreme", 1, _EXTREMES, _EXTREME, {"source": ".max"}),
+    ("DeprecatedMin", "extreme", 1, _EXTREMES, _EXTREME, {"source": ".min"}),
+    ("Any", "any", 1, (), saved.NOTHING, {}),
+    ("Argmax Argmin", "argmax argmin", 1, ("dim", "dtype"), saved.NOTHING, {}),
+    ("ArgMaxExt ArgMinExt", "argmax argmin", 1, _INDEX, saved.NOTHING, _METHOD),
+    ("DeprecatedArgmax DeprecatedArgmin", "argmax argmin", 1, _INDEX, saved.NOTHING, _METHOD | {"rewrite": dim_given}),
+    ("ArgMaxWithValue ArgMinWithValue", "max_with_index min_with_index", 2, _INDEX, saved.BOTH_RESULTS, {}),
+    ("MaxDim MinDim", "max_dim min_dim", 2, _INDEX, saved.SECOND_RESULT, {}),
+    ("Var DeprecatedVar", "var var", 1, _SPREAD, _VARIANCE, _METHOD | {"operations": 4}),
+    ("Std DeprecatedStd", "std std", 1, _SPREAD, _DEVIATION, _METHOD | {"operations": 4}),
+    ("VarMean StdMean", "var std", 2, _SPREAD, saved.UNMEASURED, {"operations": 4}),
+    ("ReduceStd", "std", 2, ("dim", "unbiased", "keepdim"), _BOTH, {"operations": 4}),
+    ("LogSumExp", "logsumexp", 1, _PLAIN, _LOG_SUM_EXP, _METHOD | {"operations": 4}),
+    ("LinalgVectorNorm", "norm", 1, ("ord", "dim", "keepdim", "dtype"), saved.UNMEASURED, {}),
+)
 _WHOLE = ("prod", "var", "std", "norm", "extreme")  # "extreme": its call by position would be another operator's
 _ONE_DIM = ("argmax", "argmin", "max_with_index", "min_with_index", "max_dim", "min_dim")
 
@@ -110,13 +73,13 @@ def _reduce(operation, outputs, order, x, *args, **named):
         dims = ()
     names = dim_names(x)
     keepdim = bool(given.get("keepdim"))
-    output = tuple(() if dim in dims else names[dim] for dim in range(x.ndim) if keepdim or dim not in dims)
-    factors = [names[dim][0] for dim in dims]
-    more = _algebra(operation, factors, x.ndim, given)
+    output = [() if dim in dims else names[dim] for dim in range(x.ndim) if keepdim or dim not in dims]
+    more = _algebra(operation, dims, x.ndim, given)
     if named and more.get("distributed") and operation != "mean":
-        values = [given.get(name, False if name == "keepdim" else None) for name in order[: _last(order, given) + 1]]
+        last = max(place for place, name in enumerate(order) if name in given)
+        values = [given.get(name, False if name == "keepdim" else None) for name in order[: last + 1]]
         more["localize"] = lambda args, shapes: (x, *values)  # by position, where the algorithm finds them
-    return Signature((names,), (output,) * outputs, dim_sizes(x), **more)
+    return unary(x, output, outputs, **more)
 
 
 def _arguments(order, args, named):
@@ -132,10 +95,6 @@ def _arguments(order, args, named):
     return given
 
 
-def _last(order, given):
-    return max(place for place, name in enumerate(order) if name in given)
-
-
 def _reduced_dims(operation, given, ndim):
     """The dims counted from the front; for a tensor without dims, 0 and -1 name its one element, as in MindSpore."""
     if ndim == 0 and operation not in ("var", "std") and given.get("dim") in (0, -1, (0,), (-1,), [0], [-1]):
@@ -146,10 +105,11 @@ def _reduced_dims(operation, given, ndim):
     return as_dims(given.get("dim"), ndim)
 
 
-def _algebra(operation, factors, ndim, given):
-    """The part of the `Signature` that depends on what is computed over `factors`."""
+def _algebra(operation, dims, ndim, given):
+    """The part of the `Signature` that depends on what is computed over `dims`."""
     if operation in _WHOLE or (operation in _ONE_DIM and given.get("dim") is None and ndim > 1):
-        return {"whole": frozenset(factors)}  # a position in the flattened tensor is no position in a shard
+        return {"whole": dims}  # a position in the flattened tensor is no position in a shard
+    factors = [f"d{dim}" for dim in dims]
     if operation in ("sum", "mean"):
         passes = given.get("dtype") is None or keeps_digits(given["dtype"])
         more = {"reduced": dict.fromkeys(factors, "sum"), "linear": ({0},) if passes else ()}
@@ -157,5 +117,8 @@ def _algebra(operation, factors, ndim, given):
     return {"distributed": dict.fromkeys(factors, operation)}
 
 
-for _name, (*_row, _saves, _facts) in _OPERATORS.items():
-    register_operator(_name, saves=_saves, **_facts)(partial(_reduce, *_row))
+for _names, _operations, _outputs, _order, _saves, _facts in _OPERATORS:
+    for _name, _operation in zip(_names.split(), _operations.split()):
+        _source = _facts.get("source", "").format(_operation)
+        _rule = partial(_reduce, _operation, _outputs, _order)
+        register_operator(_name, saves=_saves, **_facts | {"source": _source})(_rule)

@@ -5,7 +5,7 @@ import math
 from mindformers_core.operators import views
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import as_transpose, sizes_together
-from mindformers_core.operators.rules.dims import along, as_dim, as_dims, dim_names, dim_sizes, integers
+from mindformers_core.operators.rules.dims import along, as_dim, as_dims, dim_names, integers, unary
 from mindformers_core.operators.saved import NOTHING, UNMEASURED
 from mindformers_core.operators.signature import Signature, TensorMeta
 
@@ -20,35 +20,27 @@ def common_factors(source, target):
     Read from the major end, a common divisor of the two dims that meet is a factor of both. Where they have none, the
     dims up to the next place where the shapes agree again are whole.
     """
-    dims = [[] for _ in source], [[] for _ in target]
-    sizes, whole = {}, set()
+    dims, sizes, whole = ([[] for _ in source], [[] for _ in target]), {}, set()
 
-    def enter(side, place, size):
-        name = f"f{len(sizes)}" if side is None else f"{'xy'[side]}{place}"
+    def enter(name, size, *places):
         sizes[name] = size
-        for one in (0, 1) if side is None else (side,):
-            dims[one][place[one] if side is None else place].append(name)
-        whole.update(() if side is None else (name,))
+        for side, place in places:
+            dims[side][place].append(name)
 
-    rest = [list(source), list(target)]
-    at = [0, 0]
-    while any(at[side] < len(rest[side]) for side in (0, 1)):
-        ended = [side for side in (0, 1) if at[side] < len(rest[side]) and rest[side][at[side]] == 1]
-        if ended:
-            at[ended[0]] += 1
-            continue
-        first, second = rest[0][at[0]], rest[1][at[1]]
-        common = math.gcd(first, second)
+    rest = [[[place, size] for place, size in enumerate(shape) if size > 1] for shape in (source, target)]
+    while rest[0]:
+        first, second = rest[0][0], rest[1][0]
+        common, reached = math.gcd(first[1], second[1]), [1, 1]
         if common > 1:
-            enter(None, tuple(at), common)
-            rest[0][at[0]], rest[1][at[1]] = first // common, second // common
-            continue
-        reached = [1, 1]
-        while reached[0] != reached[1] or reached == [1, 1]:
-            side = 0 if reached[0] <= reached[1] else 1
-            enter(side, at[side], rest[side][at[side]])
-            reached[side] *= rest[side][at[side]]
-            at[side] += 1
+            enter(f"f{len(sizes)}", common, (0, first[0]), (1, second[0]))
+            first[1], second[1] = first[1] // common, second[1] // common
+        while common == 1 and (reached[0] != reached[1] or reached[0] == 1):
+            side = int(reached[0] > reached[1])
+            place, size = rest[side].pop(0)
+            whole.add(f"{'xy'[side]}{place}")
+            enter(f"{'xy'[side]}{place}", size, (side, place))
+            reached[side] *= size
+        rest = [[entry for entry in left if entry[1] > 1] for left in rest]
     return *(tuple(map(tuple, side)) for side in dims), sizes, frozenset(whole)
 
 
@@ -61,9 +53,9 @@ def _reshaped(x, target, localize):
     if math.prod(target) != count or any(size < 0 for size in target):
         raise ValueError(f"shape {x.shape} of {count} elements can't become {target}")
     if count == 0:
-        names = dim_names(x), tuple((f"y{dim}",) for dim in range(len(target)))
-        sizes = dim_sizes(x) | {f"y{dim}": size for dim, size in enumerate(target)}
-        return Signature((names[0],), (names[1],), sizes, whole=frozenset(sizes), linear=_LINEAR, localize=localize)
+        sizes = {f"y{dim}": size for dim, size in enumerate(target)}
+        output = [(factor,) for factor in sizes]
+        return unary(x, output, sizes=sizes, whole=range(x.ndim), linear=_LINEAR, localize=localize)
     source, reshaped, sizes, whole = common_factors(x.shape, target)
     return Signature((source,), (reshaped,), sizes, whole=whole, linear=_LINEAR, localize=localize)
 
@@ -106,7 +98,7 @@ def flatten_range(x, start_dim=0, end_dim=-1):
 
 def _permuted(x, order):
     names = dim_names(x)
-    return Signature((names,), (tuple(names[dim] for dim in order),), dim_sizes(x), linear=_LINEAR)
+    return unary(x, [names[dim] for dim in order], linear=_LINEAR)
 
 
 @register_operator(
@@ -143,7 +135,7 @@ def expand_dims(x, dim=None, axis=None):
     """A new dim of size 1 at `dim` of the result."""
     place = as_dim(axis if dim is None else dim, x.ndim + 1)
     names = dim_names(x)
-    return Signature((names,), ((*names[:place], (), *names[place:]),), dim_sizes(x), linear=_LINEAR)
+    return unary(x, (*names[:place], (), *names[place:]), linear=_LINEAR)
 
 
 @register_operator("Squeeze", saves=NOTHING, view=views.reshaped)
@@ -157,11 +149,10 @@ def squeeze(x, dim=None, axis=None):
     everything = given is None or given in ((), [])
     named = as_dims(given, x.ndim)
     dropped = tuple(place for place in named if x.shape[place] == 1)
-    names = dim_names(x)
-    output = tuple(name for place, name in enumerate(names) if place not in dropped)
-    kept = () if everything and dropped else [names[place][0] for place in named if place not in dropped]
-    localize = (lambda args, shapes: (args[0], dropped)) if everything and dropped else None
-    return Signature((names,), (output,), dim_sizes(x), whole=frozenset(kept), linear=_LINEAR, localize=localize)
+    output = [name for place, name in enumerate(dim_names(x)) if place not in dropped]
+    if everything and dropped:
+        return unary(x, output, linear=_LINEAR, localize=lambda args, shapes: (args[0], dropped))
+    return unary(x, output, whole=set(named) - set(dropped), linear=_LINEAR)
 
 
 def _broadcast(x, target):
@@ -202,14 +193,13 @@ def tile(x, *counts, **named):
     """The whole tensor several times in a row, along each dim. A repeated dim is minor to its repetitions: no cut."""
     counts = integers(counts or tuple(named.values()), "a number of repetitions")
     counts = (1,) * (x.ndim - len(counts)) + counts
-    names, sizes = dim_names(x), dim_sizes(x)
-    output = []
+    names, output, sizes = dim_names(x), [], {}
     for place, (name, count) in enumerate(zip(((),) * (len(counts) - x.ndim) + names, counts)):
         if count < 1:
             raise ValueError(f"{counts} repeats dim {place} {count} times: at least once")
         sizes[f"r{place}"] = count
         output.append((f"r{place}", *name) if count > 1 else name)
-    return Signature((names,), (tuple(output),), sizes, linear=_LINEAR)
+    return unary(x, output, sizes=sizes, linear=_LINEAR)
 
 
 @register_operator("RepeatInterleaveInt", "DeprecatedRepeatInterleave", saves=NOTHING, source=".repeat_interleave")
@@ -218,26 +208,22 @@ def repeat_interleave(x, repeats, dim=None, output_size=None):
     if isinstance(repeats, (TensorMeta, tuple, list)):
         raise ValueError(f"repeats={repeats!r}: only one number of repetitions for all elements is available")
     (count,) = integers((repeats,), "a number of repetitions")
-    names, sizes = dim_names(x), dim_sizes(x) | {"r": count}
-    repeated = (*(factor for name in names for factor in name), "r")
-    if dim is not None:
-        place = names.index((along(x, dim),))
-        output = (*names[:place], (*names[place], "r"), *names[place + 1 :])
-    return Signature((names,), ((repeated,) if dim is None else output,), sizes, linear=_LINEAR)
-
-
-def _reordered_within(x, dims):
     names = dim_names(x)
-    return Signature((names,), (names,), dim_sizes(x), whole=frozenset(names[dim][0] for dim in dims), linear=_LINEAR)
+    if dim is None:
+        output = [(*(factor for name in names for factor in name), "r")]
+    else:
+        place = along(x, dim)
+        output = [*names[:place], (*names[place], "r"), *names[place + 1 :]]
+    return unary(x, output, sizes={"r": count}, linear=_LINEAR)
 
 
 @register_operator("ReverseV2", saves=NOTHING)
 def flip(x, dims=None, axis=None):
     """Elements in reverse order along `dims`."""
-    return _reordered_within(x, as_dims(axis if dims is None else dims, x.ndim))
+    return unary(x, whole=as_dims(axis if dims is None else dims, x.ndim), linear=_LINEAR)
 
 
 @register_operator("Roll", saves=UNMEASURED)
 def roll(x, shifts, dims=None):
     """Elements shifted along `dims`, around the end; without dims, in the flattened tensor."""
-    return _reordered_within(x, as_dims(dims, x.ndim))
+    return unary(x, whole=as_dims(dims, x.ndim), linear=_LINEAR)

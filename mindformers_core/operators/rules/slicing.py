@@ -1,13 +1,12 @@
-"""Rules of slices: a dim that is taken whole stays parallel, any other is needed whole. All are linear."""
+"""Rules of slices and padding: a dim that keeps its size stays parallel, any other is needed whole."""
 
 from mindformers_core.operators import views
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import select_index, slice_one_dim
-from mindformers_core.operators.rules.dims import along, as_dim, dim_names, dim_sizes, integers
-from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING
+from mindformers_core.operators.rules.dims import along, as_dim, dim_names, dim_sizes, integers, unary
+from mindformers_core.operators.rules.elementwise import tensors_in
+from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING, UNMEASURED
 from mindformers_core.operators.signature import Signature
-
-__all__ = []
 
 
 def _sliced(x, ranges, localize, dropped=(), new=()):
@@ -15,22 +14,17 @@ def _sliced(x, ranges, localize, dropped=(), new=()):
 
     Args:
         x: the tensor.
-        ranges: for dims that aren't taken whole, the `range` of the positions taken.
+        ranges: dim -> the `range` of the positions taken; default: all.
         localize: see `Signature`.
         dropped: dims of `x` that the result lacks.
         new: places in the result, in ascending order, of new dims of size 1.
     """
-    names, sizes = dim_names(x), dim_sizes(x)
+    names, ranges = dim_names(x), {dim: taken for dim, taken in ranges.items() if taken != range(x.shape[dim])}
     output = [(f"part{dim}",) if dim in ranges else names[dim] for dim in range(x.ndim) if dim not in dropped]
     for place in new:
         output.insert(place, ())
-    sizes |= {f"part{dim}": len(taken) for dim, taken in ranges.items()}
-    whole = frozenset(names[dim][0] for dim in (*ranges, *dropped))
-    return Signature((names,), (tuple(output),), sizes, whole=whole, linear=({0},), localize=localize)
-
-
-def _is_all(taken, size):
-    return taken == range(size)
+    sizes = {f"part{dim}": len(taken) for dim, taken in ranges.items()}
+    return unary(x, output, sizes=sizes, whole=(*ranges, *dropped), linear=({0},), localize=localize)
 
 
 @register_operator("StridedSlice", saves=NOTHING, view=views.strided, reads_a_part=True)
@@ -62,24 +56,19 @@ def strided_slice(x, begin, end, strides, *masks):
         else:
             bounds = None if open_begin & bit else begin[entry], None if open_end & bit else end[entry]
             taken = range(*slice(*bounds, stride).indices(size))
-            if _is_all(taken, size):
+            ranges[dim] = taken
+            if taken == range(size):
                 full[entry] = place
-            else:
-                ranges[dim] = taken
             place += 1
         dim += 1
-    return _sliced(x, ranges, _whole_locally(begin, end, strides, masks, full), dropped, new)
-
-
-def _whole_locally(begin, end, strides, masks, full):
-    """Localizes a strided slice: the entries `full` (entry -> dim of the result) take all of the local dim too."""
 
     def localize(args, shapes):
+        """The entries `full` (entry -> dim of the result) take all of the local dim, too."""
         local_begin = tuple(0 if entry in full else at for entry, at in enumerate(begin))
         local_end = tuple(shapes[0][full[entry]] if entry in full else at for entry, at in enumerate(end))
         return args[0], local_begin, local_end, strides, *masks
 
-    return localize
+    return _sliced(x, ranges, localize, dropped, new)
 
 
 @register_operator("Slice", saves=INPUTS_AS_THEY_ARE, reads_a_part=True)
@@ -91,8 +80,7 @@ def slice_sizes(x, begin, size):
     size = tuple(x.shape[dim] - begin[dim] if length == -1 else length for dim, length in enumerate(size))
     for dim, (start, length) in enumerate(zip(begin, size)):
         _check_range(x, dim, start, length)
-    taken = [range(start, start + length) for start, length in zip(begin, size)]
-    ranges = {dim: part for dim, part in enumerate(taken) if not _is_all(part, x.shape[dim])}
+    ranges = {dim: range(start, start + length) for dim, (start, length) in enumerate(zip(begin, size))}
     return _sliced(x, ranges, lambda args, shapes: (args[0], begin, tuple(shapes[0])))
 
 
@@ -103,8 +91,7 @@ def narrow(x, dim, start, length):
     place = as_dim(dim, x.ndim)
     start += x.shape[place] if start < 0 else 0
     _check_range(x, place, start, length)
-    taken = range(start, start + length)
-    ranges = {} if _is_all(taken, x.shape[place]) else {place: taken}
+    ranges = {place: range(start, start + length)}
     return _sliced(x, ranges, lambda args, shapes: (args[0], dim, start, shapes[0][place]))
 
 
@@ -113,16 +100,14 @@ def slice_one_dim(x, dim, start, end, step=1):
     """`x[start:end:step]` along one dim."""
     place = as_dim(dim, x.ndim)
     taken = range(*slice(start, end, step).indices(x.shape[place]))
-    ranges = {} if _is_all(taken, x.shape[place]) else {place: taken}
-    if ranges:
-        return _sliced(x, ranges, None)
-    return _sliced(x, ranges, lambda args, shapes: (args[0], dim, 0, shapes[0][place], 1))
+    is_all = taken == range(x.shape[place])
+    return _sliced(x, {place: taken}, (lambda args, shapes: (args[0], dim, 0, shapes[0][place], 1)) if is_all else None)
 
 
 @register_operator("SelectExtView", saves=NOTHING, reads_a_part=True, rewrite=select_index)
 def select_index(x, dim, index):
     """One index of a dim, which the result lacks."""
-    place = int(along(x, dim)[1:])
+    place = along(x, dim)
     as_dim(index, x.shape[place])
     return _sliced(x, {}, None, (place,))
 
@@ -130,3 +115,25 @@ def select_index(x, dim, index):
 def _check_range(x, dim, start, length):
     if start < 0 or length < 0 or start + length > x.shape[dim]:
         raise ValueError(f"{length} elements from {start} on are not all in dim {dim} of {x.shape}")
+
+
+@register_operator("ConstantPadND", saves=UNMEASURED)
+@register_operator("PadV3", saves=NOTHING)
+def pad(x, padding, value=0.0):
+    """`x` with `padding`, pairs (before, behind) from the last dim on: linear where what is added is 0, or from `x`."""
+    padding = integers((padding,), "a padding")
+    if len(padding) % 2 or len(padding) > 2 * x.ndim:
+        raise ValueError(f"padding {padding} is not made of at most {x.ndim} pairs, for the dims of {x.shape}")
+    names, sizes, output, whole = dim_names(x), dim_sizes(x), list(dim_names(x)), set()
+    for pair, (before, behind) in enumerate(zip(padding[::2], padding[1::2])):
+        dim = x.ndim - 1 - pair
+        if before or behind:
+            whole |= {f"d{dim}", f"padded{dim}"}
+            output[dim] = (f"padded{dim}",)
+            sizes[f"padded{dim}"] = x.shape[dim] + before + behind
+        if x.shape[dim] + before + behind < 0:
+            raise ValueError(f"padding {padding} takes more from dim {dim} of {x.shape} than there is")
+    values = tensors_in([value])
+    linear = () if values or value not in (None, 0) else ({0},)
+    scalars = ((),) * len(values)
+    return Signature((names, *scalars), (tuple(output),), sizes, whole=frozenset(whole), linear=linear)
