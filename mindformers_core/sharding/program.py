@@ -158,10 +158,10 @@ def plan_call(tree, path, args, kwargs, saved_plan=None):
         raise ValueError(f"{str(error).rstrip('.')}; {tree.label(path)} was called with {undeclared}") from error
     values = tree_leaves(graph.arguments)
     layouts = {value.id: layout for value, (_, _, layout) in zip(values, arriving, strict=True)}
+    declarations, parameters = _below(path, tree.declarations), _below(path, tree.parameter_layouts)
     if saved_plan is not None:
         frame = load_plan(saved_plan, graph, tree.mesh, layouts, parameters, declarations, final=path == "")
     else:
-        declarations, parameters = _below(path, tree.declarations), _below(path, tree.parameter_layouts)
         frame = propagate(graph, tree.mesh, layouts, parameters, declarations, cost_model(), final=path == "")
     check_plan(frame, final=path == "")
     if not tree.programs:
