@@ -13,8 +13,7 @@ from mindformers_core.pipeline.tables.table_files import checked_suffix
 __all__ = ["save_chrome_trace"]
 
 _MICROSECONDS = 1e6
-# What a step is called there, and its colour, one of the viewer's own names.
-_KINDS = {
+_KINDS = {  # type -> category of the event, and its colour, a name of the viewer's palette
     MetaStepType.FWD: ("forward", "thread_state_runnable"),  # blue
     MetaStepType.BWD: ("backward", "thread_state_iowait"),  # orange
     MetaStepType.BWD_INPUT: ("input gradient", "terrible"),  # red
@@ -24,14 +23,17 @@ _KINDS = {
     MetaStepType.BWD_RECV: ("receive", "grey"),
     MetaStepType.BWD_SEND: ("send", "grey"),
 }
-_BACKWARD = (MetaStepType.BWD, MetaStepType.BWD_INPUT)
+_FLOWS = {  # distance of the stage that needs the result -> types of the steps
+    1: (MetaStepType.FWD,),
+    -1: (MetaStepType.BWD, MetaStepType.BWD_INPUT),
+}
 
 
 def save_chrome_trace(schedule, path, costs=None):
-    """Write when every rank does what as JSON, to be opened in chrome://tracing or https://ui.perfetto.dev.
+    """Write the steps of all ranks with their times as JSON, for chrome://tracing or https://ui.perfetto.dev.
 
-    The pipeline is one process and every rank a thread of it. Steps that take no time are left out, as sends and
-    receives in a simulation; an arrow goes from the step that makes what another rank needs to the step that takes it.
+    The pipeline is one process and every rank is a thread of it. Steps that take no time are left out, such as sends
+    and receives of a simulation; an arrow connects the step that computes a message with the step that needs it.
 
     Args:
         schedule: a schedule, a `ScheduleTable`, a `Timeline`, or for every rank the sequence of its `Span`s, as
@@ -40,16 +42,16 @@ def save_chrome_trace(schedule, path, costs=None):
         costs: `StepCosts` of a schedule or table that is simulated; default as in `simulate`.
 
     Raises:
-        TypeError: nothing that has spans.
+        TypeError: an object without spans.
         ValueError: another suffix, or a table or costs that `simulate` rejects.
     """
     checked_suffix(path, ("json",))
-    spans = _spans(schedule, costs)
-    names = [_metadata("process_name", 0, "pipeline")]
-    names += [_metadata("thread_name", rank, f"rank {rank}") for rank in range(len(spans))]
-    steps = [_complete(rank, span) for rank, rank_spans in enumerate(spans) for span in rank_spans if _lasts(span)]
-    events = ",\n".join(map(json.dumps, [*names, *steps, *_arrows(spans)]))
-    write_whole(path, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{events}\n]}}\n')
+    spans = [[span for span in rank_spans if span.end > span.start] for rank_spans in _spans(schedule, costs)]
+    events = [_event("process_name", "M", 0, args={"name": "pipeline"})]
+    events += [_event("thread_name", "M", rank, args={"name": f"rank {rank}"}) for rank in range(len(spans))]
+    events += [_step_event(rank, span) for rank, rank_spans in enumerate(spans) for span in rank_spans]
+    lines = ",\n".join(map(json.dumps, [*events, *_arrows(spans)]))
+    write_whole(path, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n')
 
 
 def _spans(schedule, costs):
@@ -64,49 +66,35 @@ def _spans(schedule, costs):
     return schedule
 
 
-def _lasts(span):
-    return span.end > span.start
+def _event(name, phase, rank, **fields):
+    return {"name": name, "ph": phase, "pid": 0, "tid": rank, **fields}
 
 
-def _metadata(name, rank, value):
-    return {"name": name, "ph": "M", "pid": 0, "tid": rank, "args": {"name": value}}
-
-
-def _complete(rank, span):
-    """The event of a step."""
+def _step_event(rank, span):
     step, start, end = span
     category, colour = _KINDS[step.type]
     times = {"ts": _MICROSECONDS * start, "dur": _MICROSECONDS * (end - start)}
     where = {"micro-batch": step.micro_index, "stage": step.stage_index}
-    return {
-        "name": str(step),
-        "cat": category,
-        "ph": "X",
-        "pid": 0,
-        "tid": rank,
-        **times,
-        "cname": colour,
-        "args": where,
-    }
+    return _event(str(step), "X", rank, cat=category, **times, cname=colour, args=where)
 
 
 def _arrows(spans):
-    """Pairs of flow events, from the computation of what is sent to that for which it is received."""
-    forward, backward = {}, {}  # (micro-batch, stage) -> (rank, Span)
-    for rank, rank_spans in enumerate(spans):
-        for span in filter(_lasts, rank_spans):
-            if span.step.type == MetaStepType.FWD:
-                forward[span.step.micro_index, span.step.stage_index] = rank, span
-            elif span.step.type in _BACKWARD:
-                backward[span.step.micro_index, span.step.stage_index] = rank, span
-    pairs = [(forward[micro, stage], forward.get((micro, stage + 1))) for micro, stage in forward]
-    pairs += [(backward[micro, stage], backward.get((micro, stage - 1))) for micro, stage in backward]
+    """Pairs of flow events: from the step that computes a message to the step that needs it, on another rank."""
+    pairs = []
+    for distance, kinds in _FLOWS.items():
+        ends = {  # (micro-batch, stage) -> (rank, Span)
+            (span.step.micro_index, span.step.stage_index): (rank, span)
+            for rank, rank_spans in enumerate(spans)
+            for span in rank_spans
+            if span.step.type in kinds
+        }
+        pairs += [(end, ends.get((micro, stage + distance))) for (micro, stage), end in ends.items()]
     events = []
-    for number, ((sender, made), taken) in enumerate(pairs):
-        if taken is not None and taken[0] != sender:
-            common = {"name": "message", "cat": "message", "id": number, "pid": 0}
-            # An arrow belongs to the step in which it starts and ends: the very end of a step isn't in it.
-            departure = made.end - 0.01 * (made.end - made.start)
-            events.append({**common, "ph": "s", "tid": sender, "ts": _MICROSECONDS * departure})
-            events.append({**common, "ph": "f", "bp": "e", "tid": taken[0], "ts": _MICROSECONDS * taken[1].start})
+    for number, ((sender, source), target) in enumerate(pairs):
+        if target is not None and target[0] != sender:
+            # a viewer binds an arrow to the step around its time: the end of a step is outside of the step
+            departure = source.end - 0.01 * (source.end - source.start)
+            flow = {"cat": "message", "id": number}
+            events.append(_event("message", "s", sender, ts=_MICROSECONDS * departure, **flow))
+            events.append(_event("message", "f", target[0], ts=_MICROSECONDS * target[1].start, bp="e", **flow))
     return events

@@ -1,4 +1,4 @@
-"""What the steps of a pipeline table need, and which messages between ranks follow from that. Pure Python."""
+"""The dependencies of the steps of a pipeline table, and the messages between ranks. Pure Python."""
 
 from mindformers_core.pipeline.tables.step import MetaStep, MetaStepType
 
@@ -6,6 +6,7 @@ __all__ = [
     "COMPUTE",
     "FORWARD",
     "OTHER_ENDS",
+    "SENDS",
     "is_message",
     "message_sends",
     "other_end",
@@ -16,7 +17,8 @@ __all__ = [
 
 COMPUTE = (MetaStepType.FWD, MetaStepType.BWD, MetaStepType.BWD_INPUT, MetaStepType.BWD_WEIGHT)
 FORWARD = (MetaStepType.FWD, MetaStepType.FWD_SEND, MetaStepType.FWD_RECV)
-OTHER_ENDS = {  # type of a send or receive -> type of the step at the other end, and how many stages further it is
+SENDS = (MetaStepType.FWD_SEND, MetaStepType.BWD_SEND)
+OTHER_ENDS = {  # type of a send or receive -> type of the step at the other end, and its stage minus this one's
     MetaStepType.FWD_SEND: (MetaStepType.FWD_RECV, 1),
     MetaStepType.FWD_RECV: (MetaStepType.FWD_SEND, -1),
     MetaStepType.BWD_SEND: (MetaStepType.BWD_RECV, -1),
@@ -25,33 +27,27 @@ OTHER_ENDS = {  # type of a send or receive -> type of the step at the other end
 
 
 def plain_steps(order):
-    """The steps of an order, with those that an `OVERLAP` is made of one after another."""
+    """The steps of an order, with the parts of an `OVERLAP` one after another."""
     for step in order:
-        if step[3]:
-            yield from step[3]
-        else:
-            yield step
+        yield from step[3] or (step,)
 
 
 def step_parts(kind, stage):
-    """The (type, stage) that a step settles: BWD those of BWD_INPUT and BWD_WEIGHT."""
+    """The (type, stage) that a step completes: a BWD completes BWD_INPUT and BWD_WEIGHT."""
     if kind == MetaStepType.BWD:
         return (MetaStepType.BWD_INPUT, stage), (MetaStepType.BWD_WEIGHT, stage)
     return ((kind, stage),)
 
 
 def is_message(kind, stage, stage_ranks):
-    """Whether a send or receive, (type, stage), has another rank at its other end."""
+    """Whether the other end of a send or receive, (type, stage), is a stage of another rank."""
     other = stage + OTHER_ENDS[kind][1]
     return 0 <= other < len(stage_ranks) and stage_ranks[other] != stage_ranks[stage]
 
 
 def message_sends(stage_ranks):
-    """The (type, stage) of the sends that every micro-batch causes, both directions of a border one after the other."""
-    pairs = zip(range(len(stage_ranks) - 1), range(1, len(stage_ranks)))
-    sends = (
-        send for stage, after in pairs for send in ((MetaStepType.FWD_SEND, stage), (MetaStepType.BWD_SEND, after))
-    )
+    """The (type, stage) of the sends of every micro-batch: between two stages the forward, then the backward one."""
+    sends = ((kind, stage + later) for stage in range(len(stage_ranks) - 1) for later, kind in enumerate(SENDS))
     return [send for send in sends if is_message(*send, stage_ranks)]
 
 
@@ -62,7 +58,7 @@ def other_end(step):
 
 
 def step_needs(kind, stage, stage_ranks):
-    """The (type, stage) that must be settled before, on the same rank and for the same micro-batch: two at most."""
+    """The (type, stage) that have to be complete before, on the same rank, for the same micro-batch: two at most."""
     if kind == MetaStepType.FWD:
         if stage == 0:
             return ()

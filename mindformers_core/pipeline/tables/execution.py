@@ -1,17 +1,15 @@
-"""All ranks of a pipeline table go through their orders, each as soon as it has what it waits for. Pure Python."""
+"""Simulated execution of a pipeline table: every rank runs its order, and waits for its receives. Pure Python."""
 
 from typing import NamedTuple
 
-from mindformers_core.pipeline.tables.dependencies import COMPUTE, OTHER_ENDS, plain_steps
-from mindformers_core.pipeline.tables.step import MetaStep, MetaStepType
+from mindformers_core.pipeline.tables.dependencies import COMPUTE, OTHER_ENDS, SENDS, plain_steps
+from mindformers_core.pipeline.tables.step import MetaStep
 
 __all__ = ["Span", "run_orders"]
 
-_SENDS = (MetaStepType.FWD_SEND, MetaStepType.BWD_SEND)
-
 
 class Span(NamedTuple):
-    """A step and its time: for sends and receives `start` equals `end`."""
+    """A step with its start and end; sends and receives take no time."""
 
     step: MetaStep
     start: float
@@ -19,21 +17,21 @@ class Span(NamedTuple):
 
 
 def run_orders(table, durations, transfers, buffered=True):
-    """Run the orders of all ranks at the same time, as far as they get.
+    """Run the orders of all ranks at the same time, to their end or to a deadlock.
 
     Args:
         table: a `ScheduleTable` that contains both ends of every message.
         durations: {(type, stage): duration} of the compute steps.
-        transfers: for every sending stage the time from the send until the message can be received.
+        transfers: for every sending stage the time between a send and the arrival of the message.
         buffered: whether a send returns at once; otherwise the send waits for its receive (rendezvous).
 
     Returns:
-        `(spans, stuck)`: for every rank the list of the `Span`s of its steps, and for every rank that waits for ever
-        {rank: number of the step, among its `plain_steps`, at which the rank waits}.
+        `(spans, stuck)`: for every rank the list of the `Span`s of its steps; and {rank: number of the step, among
+        its `plain_steps`} of every rank that waits at a step for ever.
     """
     spans = [[] for _ in table.orders]
-    reached = {}  # (micro-batch, type, stage) of a send or receive -> time from which the other end can go on
-    waiting = {}  # the same of the other end -> the rank that waits for it
+    reached = {}  # (micro-batch, type, stage) of a send or receive -> time at which the other end can go on
+    waiting = {}  # the same of a step that hasn't run -> the rank that waits for it
     runnable = list(range(table.rank_num))
 
     def running(rank):
@@ -44,7 +42,7 @@ def run_orders(table, durations, transfers, buffered=True):
             if kind in COMPUTE:
                 clock += durations[kind, stage]
             else:
-                is_send, message = kind in _SENDS, (micro, kind, stage)
+                is_send, message = kind in SENDS, (micro, kind, stage)
                 reached[message] = clock + transfers[stage] if is_send else clock
                 if message in waiting:
                     runnable.append(waiting.pop(message))

@@ -1,10 +1,11 @@
-"""From the compute steps that a schedule writes to the steps that ranks run, with sends and receives. Pure Python."""
+"""Adds the sends and receives to a schedule's compute steps, and removes the backward steps. Pure Python."""
 
 from dataclasses import replace
 
 from mindformers_core.pipeline.tables.dependencies import (
     FORWARD,
     OTHER_ENDS,
+    SENDS,
     is_message,
     message_sends,
     other_end,
@@ -15,33 +16,28 @@ from mindformers_core.pipeline.tables.step import MetaStep, MetaStepType, overla
 
 __all__ = ["forward_only", "lowered"]
 
-_RECEIVES = {
-    MetaStepType.FWD: MetaStepType.FWD_RECV,
-    MetaStepType.BWD: MetaStepType.BWD_RECV,
-    MetaStepType.BWD_INPUT: MetaStepType.BWD_RECV,
-}
-_SENDS = {
-    MetaStepType.FWD: MetaStepType.FWD_SEND,
-    MetaStepType.BWD: MetaStepType.BWD_SEND,
-    MetaStepType.BWD_INPUT: MetaStepType.BWD_SEND,
+_MESSAGES = {  # type of a compute step -> types of the receive before it, and of the send after it
+    MetaStepType.FWD: (MetaStepType.FWD_RECV, MetaStepType.FWD_SEND),
+    MetaStepType.BWD: (MetaStepType.BWD_RECV, MetaStepType.BWD_SEND),
+    MetaStepType.BWD_INPUT: (MetaStepType.BWD_RECV, MetaStepType.BWD_SEND),
 }
 
 
 def lowered(table, buffered=True):
     """The table with the sends and receives that its steps need.
 
-    A table that has a send or receive anywhere is left as it is: its author took them over. Stages of one rank hand
-    over without messages.
+    A table that contains a send or receive is returned unchanged: its author wrote all of them. Stages of the same rank
+    exchange no messages.
 
     Args:
-        table: a `ScheduleTable`; only a table that `validate` accepts afterwards is of use.
+        table: a `ScheduleTable`; the result is checked by `validate` only.
         buffered: whether a send returns at once. Then a send comes right after its step, and a receive right before
-            the step that needs it. Otherwise sends and receives are in one order of all messages, that in which they
-            would be sent if a forward step took one unit of time and a backward step two: so no deadlock is possible
-            though a send waits for its receive.
+            the step that needs it. Otherwise all ranks have the sends and receives in one order of all messages, the
+            order of the sends where a forward step takes one unit of time and a backward step two: so no deadlock is
+            possible although a send waits for its receive.
 
     Raises:
-        ValueError: with `buffered=False`, a table for which there is no such order, as `validate` has it.
+        ValueError: with `buffered=False`, a table that `validate` rejects.
     """
     if any(step[1] in OTHER_ENDS for order in table.orders for step in plain_steps(order)):
         return table
@@ -50,7 +46,7 @@ def lowered(table, buffered=True):
 
 
 def forward_only(table):
-    """The forward half of a table, for evaluation: forward steps, their sends and receives, as they are ordered."""
+    """The forward steps of a table with their sends and receives, in their order: the table of an evaluation."""
     return replace(table, orders=tuple(tuple(_forward_steps(order)) for order in table.orders))
 
 
@@ -63,24 +59,24 @@ def _forward_steps(order):
 
 
 def _rank_with_messages(table, rank):
-    """The order of a rank with sends and receives; a step that isn't on its rank gets none."""
+    """The order of a rank with sends and receives; none are added to a step whose stage is on another rank."""
     own = [stage for stage, holder in enumerate(table.stage_ranks) if holder == rank]
     places = {(kind, stage) for kind in OTHER_ENDS for stage in own if is_message(kind, stage, table.stage_ranks)}
     steps = []
     for step in table.orders[rank]:
         sends = []
         for micro, kind, stage, _ in step.sub_steps or (step,):
-            for kinds, messages in ((_RECEIVES, steps), (_SENDS, sends)):
-                if kind in kinds and (kinds[kind], stage) in places:
-                    messages.append(MetaStep(micro, kinds[kind], stage))
+            for message, messages in zip(_MESSAGES.get(kind, ()), (steps, sends)):
+                if (message, stage) in places:
+                    messages.append(MetaStep(micro, message, stage))
         steps += [step, *sends]
     return tuple(steps)
 
 
 def _in_one_order(table):
-    """Sends and receives at the time at which the message is sent, other steps at that at which they start."""
+    """Sort every order by simulated time: sends and receives by the time of the send, other steps by their start."""
     spans = simulate(table).spans
-    sent = {span.step: span.start for rank_spans in spans for span in rank_spans if span.step.type in _SENDS.values()}
+    sent = {span.step: span.start for rank_spans in spans for span in rank_spans if span.step.type in SENDS}
     numbers = {send: number for number, send in enumerate(message_sends(table.stage_ranks))}
     orders = []
     for order, rank_spans in zip(table.orders, spans):

@@ -1,8 +1,9 @@
-"""What a pipeline table costs in time and memory, by simulation. Pure Python."""
+"""Simulates the time and memory of a pipeline table. Pure Python."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 
-from mindformers_core.pipeline.tables.dependencies import COMPUTE, plain_steps
+from mindformers_core.pipeline.tables.dependencies import COMPUTE, SENDS, plain_steps
 from mindformers_core.pipeline.tables.execution import Span, run_orders
 from mindformers_core.pipeline.tables.step import MetaStepType
 from mindformers_core.pipeline.tables.table import ScheduleTable
@@ -10,20 +11,20 @@ from mindformers_core.pipeline.tables.validating import validate
 
 __all__ = ["Span", "StepCosts", "Timeline", "measured_costs", "simulate", "timeline_of"]
 
-# which field of StepCosts a compute step has its time from
+# type of a compute step -> the field of StepCosts with its duration
 _COSTS = dict(zip(COMPUTE, ("forward", "backward", "backward_input", "backward_weight")))
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """How long steps take, in any unit of time: each a number, or a tuple with one for every stage.
+    """The durations of steps, in any unit of time: each is a number, or a tuple with one for every stage.
 
     Attributes:
         forward: of `FWD`.
         backward_input: of `BWD_INPUT`.
         backward_weight: of `BWD_WEIGHT`.
-        transfer: from the sending of a message until it can be taken, by sending stage. Ranks go on meanwhile.
-        backward: of `BWD`; None: that of `BWD_INPUT` and `BWD_WEIGHT` together.
+        transfer: between a send and the arrival of the message, by sending stage. Ranks compute meanwhile.
+        backward: of `BWD`; None: the sum of `backward_input` and `backward_weight`.
     """
 
     forward: float | tuple = 1.0
@@ -35,20 +36,19 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What `simulate` finds out. Times are in the unit of the costs, from the start of the first step.
+    """The result of `simulate`. Times are in the unit of the costs, from the start of the first step.
 
     Attributes:
         spans: for every rank the tuple of its `Span`s in order; the parts of an `OVERLAP` come one after another.
-            Waiting is no part of a span.
-        makespan: time until the last rank has done its last step.
-        bubble_fraction: idle time of all ranks within the makespan, divided by number of ranks x makespan. (Where the
-            literature gives (p - 1) / (m + p - 1) for GPipe, it is this one.)
+            A span contains no waiting.
+        makespan: end of the last step of all ranks.
+        bubble_fraction: idle time of all ranks within the makespan, divided by number of ranks x makespan. (GPipe's is
+            (p - 1) / (m + p - 1) in the literature, for p stages and m micro-batches.)
         span_bubble_fractions: for every rank its idle time between the start of its first and the end of its last
-            compute step, divided by the time between them: what is lost if the rank has something else to do before
-            and after.
-        peak_live: for every rank the most micro-batches of which it keeps activations at a time, measured in
-            activations of all the rank's stages: each of v stages counts 1/v. They are kept from the start of FWD to
-            the end of BWD or BWD_WEIGHT; 0 if the table is forward only.
+            compute step, divided by the time between them: the loss if the rank has other work before and after.
+        peak_live: for every rank the largest number of live micro-batches, those whose activations the rank keeps, in
+            units of the activations of all the rank's stages: each of v stages counts 1/v. Activations live from the
+            start of FWD to the end of BWD or BWD_WEIGHT; 0 if the table is forward only.
         messages: for every rank the number of messages that it sends.
     """
 
@@ -64,7 +64,7 @@ def measured_costs(seconds, transfer=0.0):
     """`StepCosts` from measurements.
 
     Args:
-        seconds: {(`MetaStepType`, stage): seconds} for FWD, BWD, BWD_INPUT and BWD_WEIGHT; those that a table doesn't
+        seconds: {(`MetaStepType`, stage): seconds} for FWD, BWD, BWD_INPUT and BWD_WEIGHT; types that a table doesn't
             contain may be left out.
         transfer: as in `StepCosts`.
 
@@ -81,19 +81,19 @@ def measured_costs(seconds, transfer=0.0):
 
 
 def simulate(table, costs=StepCosts()):  # noqa: B008 (frozen)
-    """Carry a table out in thought: every step starts as soon as its rank and what it needs are ready.
+    """Simulate a table: every step starts as soon as its rank is free and its inputs have arrived.
 
-    Takes time in proportion to the number of steps.
+    The running time is linear in the number of steps.
 
     Args:
         table: a lowered `ScheduleTable`, of training or forward only.
-        costs: how long steps take.
+        costs: the durations of steps.
 
     Returns:
         A `Timeline`.
 
     Raises:
-        ValueError: a table that `validate` rejects, or costs that are negative, missing or don't fit the stages.
+        ValueError: a table that `validate` rejects; costs that are negative, missing, or of another number of stages.
     """
     training = any(step[1] in COMPUTE[1:] for order in table.orders for step in plain_steps(order))
     validate(table, training=training)
@@ -105,7 +105,6 @@ def simulate(table, costs=StepCosts()):  # noqa: B008 (frozen)
     computes = [[span for span in rank_spans if span.step[1] in COMPUTE] for rank_spans in spans]
     busy = [sum(end - start for _, start, end in rank_spans) for rank_spans in computes]
     lengths = [rank_spans[-1].end - rank_spans[0].start if rank_spans else 0.0 for rank_spans in computes]
-    sends = (MetaStepType.FWD_SEND, MetaStepType.BWD_SEND)
     return Timeline(
         spans=tuple(map(tuple, spans)),
         makespan=makespan,
@@ -115,15 +114,15 @@ def simulate(table, costs=StepCosts()):  # noqa: B008 (frozen)
             _peak_live(rank_spans) / max(1, table.stage_ranks.count(rank)) if training else 0.0
             for rank, rank_spans in enumerate(computes)
         ),
-        messages=tuple(sum(span.step[1] in sends for span in rank_spans) for rank_spans in spans),
+        messages=tuple(sum(span.step[1] in SENDS for span in rank_spans) for rank_spans in spans),
     )
 
 
 def timeline_of(schedule, costs=None):
-    """The `Timeline` of a schedule (anything with a `.table`) or table, simulated with `costs`; a `Timeline` as it is.
+    """Simulate a schedule (an object with a `.table`) or a table with `costs`; a `Timeline` is returned unchanged.
 
     Raises:
-        TypeError: something else, or `costs` beside a `Timeline`, whose times are settled.
+        TypeError: another object; or `costs` for a `Timeline`, which has its times already.
         ValueError: as `simulate`.
     """
     if isinstance(schedule, Timeline):
@@ -137,7 +136,7 @@ def timeline_of(schedule, costs=None):
 
 
 def _by_stage(costs, name, table):
-    """A field of costs as a sequence by stage, None where there is none."""
+    """A field of costs as a sequence by stage; None for a missing duration."""
     cost = getattr(costs, name)
     by_stage = cost if isinstance(cost, tuple | list) else (cost,) * table.stage_num
     if len(by_stage) != table.stage_num:
@@ -171,11 +170,6 @@ def _idle_fraction(busy, length):
 
 
 def _peak_live(spans):
-    live = peak = 0
-    for step, _, _ in spans:
-        if step.type == MetaStepType.FWD:
-            live += 1
-            peak = max(peak, live)
-        elif step.type != MetaStepType.BWD_INPUT:
-            live -= 1
-    return peak
+    """The largest number of FWD so far whose BWD or BWD_WEIGHT hasn't run."""
+    kinds = (step.type for step, _, _ in spans if step.type != MetaStepType.BWD_INPUT)
+    return max(accumulate(1 if kind == MetaStepType.FWD else -1 for kind in kinds), default=0)

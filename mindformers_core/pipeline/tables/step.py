@@ -1,4 +1,4 @@
-"""One step of a pipeline schedule (RFC ICY7S6): what is done, with which micro-batch, on which stage. Pure Python."""
+"""One step of a pipeline schedule (RFC ICY7S6): its type, micro-batch and stage. Pure Python."""
 
 import re
 from enum import IntEnum
@@ -8,13 +8,14 @@ __all__ = ["MetaStep", "MetaStepType", "overlapped", "step_from_text"]
 
 
 class MetaStepType(IntEnum):
-    """What a step does.
+    """The type of a step.
 
-    A stage's backward pass is one `BWD`, or, so that others may go on sooner, a `BWD_INPUT` (the gradient of the
-    stage's input) and later a `BWD_WEIGHT` (those of its weights; Qi et al., "Zero bubble pipeline parallelism", 2023).
-    `FWD_SEND` gives a stage's output to the next stage, which takes it by `FWD_RECV`; `BWD_SEND` gives the gradient of
-    a stage's input to the stage before, which takes it by `BWD_RECV`. `OVERLAP` is a forward and a backward step whose
-    computation and communication a device may interleave (DualPipe, DeepSeek-AI 2024).
+    A stage's backward pass is one `BWD`; or it is split, so that the stage before can go on sooner, into a `BWD_INPUT`
+    (gradient of the stage's input) and a later `BWD_WEIGHT` (gradients of its weights; Qi et al., "Zero bubble pipeline
+    parallelism", 2023). `FWD_SEND` sends a stage's output to the next stage, which receives it by `FWD_RECV`;
+    `BWD_SEND` sends the gradient of a stage's input to the stage before, which receives it by `BWD_RECV`. `OVERLAP` is
+    a forward and a backward step whose computation and communication a device may interleave (DualPipe, DeepSeek-AI
+    2024).
     """
 
     FWD = 0
@@ -28,19 +29,19 @@ class MetaStepType(IntEnum):
     OVERLAP = 8
 
 
-_LETTERS = ("F", "B", "I", "W", "RF", "SF", "RB", "SB")  # by the type's number; of OVERLAP its parts, joined by +
+_LETTERS = ("F", "B", "I", "W", "RF", "SF", "RB", "SB")  # by the type's number; an OVERLAP is its parts, joined by +
 _TYPES = {letters: MetaStepType(number) for number, letters in enumerate(_LETTERS)}
 _TEXT = re.compile(r"([A-Z]+)(\d+)@(\d+)")
 
 
 class MetaStep(NamedTuple):
-    """One step; `str` gives its text, `F3@1`: forward of micro-batch 3 on stage 1.
+    """One step; `str` returns its text, `F3@1`: forward of micro-batch 3 on stage 1.
 
     Attributes:
         micro_index: number of the micro-batch, from 0; None for `OVERLAP`.
         type: a `MetaStepType`.
         stage_index: number of the stage, from 0, over all ranks; None for `OVERLAP`.
-        sub_steps: the steps that an `OVERLAP` is made of, in the order in which they run where nothing overlaps.
+        sub_steps: the steps of an `OVERLAP`, in the order in which they run where nothing overlaps.
     """
 
     micro_index: int | None
@@ -60,10 +61,10 @@ def overlapped(*steps):
 
 
 def step_from_text(text):
-    """The step that `text` stands for: `F3@1`, or `F5@0+B3@3` for an overlap.
+    """Parse the text of a step: `F3@1`, or `F5@0+B3@3` for an overlap.
 
     Raises:
-        ValueError: no such text, with the letters that there are.
+        ValueError: not the text of a step; names the letters that are known.
     """
     parts = [_TEXT.fullmatch(part.strip()) for part in text.split("+")]
     if not all(parts) or any(part[1] not in _TYPES for part in parts):

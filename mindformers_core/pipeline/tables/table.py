@@ -1,4 +1,4 @@
-"""The table of a pipeline schedule: every rank's steps in order, and which rank holds which stage. Pure Python."""
+"""The table of a pipeline schedule: every rank's steps in order, and the rank of every stage. Pure Python."""
 
 import csv
 import io
@@ -14,12 +14,12 @@ class ScheduleTable:
     """A whole schedule as data.
 
     Attributes:
-        orders: for every pipeline rank the tuple of its `MetaStep`s, in the order in which it runs them.
+        orders: for every pipeline rank the tuple of its `MetaStep`s, in order of execution.
         stage_ranks: for every stage the pipeline rank that holds it.
         micro_batch_num: number of micro-batches.
 
     Raises:
-        TypeError: something in an order, or in an `OVERLAP`, that is no `MetaStep`.
+        TypeError: an entry of an order, or of an `OVERLAP`, isn't a `MetaStep`.
     """
 
     orders: tuple

@@ -1,4 +1,4 @@
-"""Pipeline tables in files, CSV or YAML, to read, change by hand, and load again. Pure Python."""
+"""Reads and writes pipeline tables as CSV or YAML files, which can be edited by hand. Pure Python."""
 
 import csv
 import os
@@ -18,26 +18,32 @@ SUFFIXES = ("csv", "yaml", "yml")
 
 
 def save_table(table, path):
-    """Write a table to a file, by its suffix `.csv`, `.yaml` or `.yml`; one that is there is replaced.
+    """Write a table to a file, in the format of its suffix `.csv`, `.yaml` or `.yml`; an existing file is replaced.
 
-    CSV: the rows `micro_batch_num` with the number, `stage_ranks` with the rank of every stage, and for every rank
-    `rank 0`, … with the texts of its steps (`F3@1`), one in a cell. YAML: the keys `micro_batch_num`, `stage_ranks`,
-    and `orders` with a list of texts for every rank.
+    CSV: the row `micro_batch_num` with the number, the row `stage_ranks` with the rank of every stage, and for every
+    rank a row `rank 0`, … with the texts of its steps (`F3@1`), one for each cell. YAML: the keys `micro_batch_num`,
+    `stage_ranks`, and `orders` with a list of texts for every rank.
 
     Raises:
         ValueError: another suffix.
     """
-    write_whole(path, str(table) if checked_suffix(path, SUFFIXES) == "csv" else _yaml_text(table))
+    if checked_suffix(path, SUFFIXES) == "csv":
+        text = str(table)
+    else:
+        values = table.micro_batch_num, list(table.stage_ranks), [list(map(str, order)) for order in table.orders]
+        content = dict(zip(_KEYS, values))
+        text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=float("inf"))
+    write_whole(path, text)
 
 
 def load_table(path):
-    """The `ScheduleTable` in a file as `save_table` writes it; it is neither lowered nor validated.
+    """Read the `ScheduleTable` of a file in a format of `save_table`; the table is neither lowered nor validated.
 
-    Empty cells of a CSV file are skipped, so that bubbles may be drawn by them.
+    Empty cells of a CSV file are skipped: they may stand for bubbles.
 
     Raises:
-        ValueError: another suffix, or a file with something wrong in it: names the file, the row (line of the CSV
-            file, or rank), the column (or number of the step, from 0), and what is written there.
+        ValueError: another suffix, or a fault in the file: names the file, the row (line of the CSV file, or rank), the
+            column (or number of the step, from 0), and the text there.
     """
     read = _read_csv if checked_suffix(path, SUFFIXES) == "csv" else _read_yaml
     try:
@@ -45,13 +51,8 @@ def load_table(path):
             micro_batch_num, stage_ranks, rank_cells = read(file, path)
     except (UnicodeDecodeError, csv.Error, yaml.YAMLError) as error:
         raise ValueError(f"{path}: {error}") from None
-    steps, orders = {}, []
-    for cells in rank_cells:
-        for place, text in cells:
-            if text not in steps:
-                steps[text] = _step(text, path, place)
-        orders.append(tuple(steps[text] for _, text in cells))
-    table = ScheduleTable(tuple(orders), tuple(stage_ranks), micro_batch_num)
+    orders = tuple(tuple(_step(text, path, place) for place, text in cells) for cells in rank_cells)
+    table = ScheduleTable(orders, tuple(stage_ranks), micro_batch_num)
     try:
         check_head(table)
     except ValueError as fault:
@@ -107,12 +108,6 @@ def _whole_number(text, path, place):
     if not text.isdecimal():
         raise ValueError(f"{path}, {place}: {text!r} is no whole number")
     return int(text)
-
-
-def _yaml_text(table):
-    orders = [list(map(str, order)) for order in table.orders]
-    values = (table.micro_batch_num, list(table.stage_ranks), orders)
-    return yaml.safe_dump(dict(zip(_KEYS, values)), sort_keys=False, default_flow_style=None, width=float("inf"))
 
 
 def _read_yaml(file, path):

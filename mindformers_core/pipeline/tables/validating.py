@@ -1,6 +1,7 @@
-"""Whether a pipeline table can work; if not, where and why. Steps of a rank are numbered from 0. Pure Python."""
+"""Checks pipeline tables: every step is there, in a possible order, without deadlock. Pure Python."""
 
 from collections import defaultdict
+from itertools import product
 
 from mindformers_core.pipeline.tables.dependencies import (
     COMPUTE,
@@ -18,24 +19,24 @@ from mindformers_core.pipeline.tables.step import MetaStep, MetaStepType
 
 __all__ = ["check_head", "validate"]
 
-_MOST_RANKS = 4  # that a fault writes out
+_MOST_RANKS = 4  # number of ranks that an error describes
 
 
 def validate(table, buffered=True, training=True):
-    """Check that ranks which work through a table in order do all that has to be done, and never get stuck.
+    """Check that a table is complete and in a possible order, and that no rank waits for ever.
 
-    On the rank that holds the stage, every micro-batch's FWD comes once on every stage, and so does its backward: BWD,
-    or BWD_INPUT and later BWD_WEIGHT. Each comes after what it needs: on the own rank, or a receive; a send comes after
-    the step that makes what is sent. Every message is sent once and received once; there are none between stages of
-    one rank. The parts of an `OVERLAP` don't need one another. No rank waits for ever.
+    Every micro-batch has for every stage, on the stage's rank, one FWD and one backward pass: BWD, or BWD_INPUT and
+    later BWD_WEIGHT. Every step comes after the steps that it needs, on its own rank, or after the receive of their
+    results; a send comes after the step that computes the message. Every message has one send and one receive; there
+    are none between stages of one rank. No part of an `OVERLAP` needs another part. There is no deadlock.
 
-    Takes time in proportion to the number of steps.
+    The running time is linear in the number of steps.
 
     Args:
         table: a lowered `ScheduleTable`.
         buffered: whether a send returns at once. Otherwise it waits for its receive, and two ranks must have the same
             order of all messages between them.
-        training: False for a table that is forward only.
+        training: False for a table of forward steps only.
 
     Raises:
         ValueError: the first fault, with rank, number of the step in the rank's order (from 0), and step.
@@ -65,9 +66,9 @@ def check_head(table):
 
 
 def _check_order(table, rank, kinds):
-    """Raise `ValueError` for the first fault of one rank's order, that of a compute step before those of others.
+    """Raise `ValueError` for the first fault of a compute step in one rank's order, then of any step.
 
-    (`lowered` may have added the sends and receives, and then their faults come from those of compute steps.)
+    (Faults of sends and receives may be consequences: `lowered` may have added them.)
 
     Args:
         table: the `ScheduleTable`.
@@ -75,7 +76,7 @@ def _check_order(table, rank, kinds):
         kinds: the types of steps that are allowed.
 
     Returns:
-        {(micro-batch, type, stage) of what is settled: the step that does}.
+        {(micro-batch, type, stage): the step that completes it, see `step_parts`}.
     """
     micro_batches, steps = range(table.micro_batch_num), list(_numbered(table.orders[rank]))
     known = _known_steps(table, rank, kinds)
@@ -101,13 +102,14 @@ def _check_order(table, rank, kinds):
             if fault:
                 raise ValueError(f"step {number} of rank {rank}, {step}: {fault}")
     for number, step in enumerate(table.orders[rank]):
-        if step.sub_steps:
-            _check_overlap(table, f"step {number} of rank {rank}, {step}", step.sub_steps)
+        clashes = ((part, other) for part in step.sub_steps for other in _needed_parts(table, part, step.sub_steps))
+        for part, other in clashes:
+            raise ValueError(f"step {number} of rank {rank}, {step}: {part} needs {other}, so they can't overlap")
     return done
 
 
 def _known_steps(table, rank, kinds):
-    """{(type, stage) of a step that the rank may have: (what it settles, what it needs)}."""
+    """{(type, stage) of a step that the rank may have: its (`step_parts`, `step_needs`)}."""
     return {
         (kind, stage): (step_parts(kind, stage), step_needs(kind, stage, table.stage_ranks))
         for stage, holder in enumerate(table.stage_ranks)
@@ -117,7 +119,7 @@ def _known_steps(table, rank, kinds):
 
 
 def _place_fault(table, rank, step, kinds):
-    """Why a step can't be on a rank at all."""
+    """The reason why a rank can't have a step."""
     micro, kind, stage, _ = step
     if kind == MetaStepType.OVERLAP:
         return "the sub_steps of an OVERLAP are one or more steps of other types"
@@ -136,7 +138,7 @@ def _place_fault(table, rank, step, kinds):
 
 
 def _need_fault(table, rank, micro, need):
-    """That a step lacks `need`, (type, stage): it comes too late or never."""
+    """The fault of a step that needs (type, stage): its step comes later or is missing."""
     for number, part in _numbered(table.orders[rank]):
         if part.micro_index == micro and need in step_parts(part.type, part.stage_index):
             return f"it needs {part}, which comes only as step {number}"
@@ -145,17 +147,15 @@ def _need_fault(table, rank, micro, need):
     return f"it needs {_names(micro, need)}, which rank {rank} hasn't{hint}"
 
 
-def _check_overlap(table, where, parts):
-    """Raise `ValueError` where a part of an `OVERLAP` needs another part."""
-    for part in parts:
-        for need in step_needs(part.type, part.stage_index, table.stage_ranks):
-            for other in parts:
-                if other.micro_index == part.micro_index and need in step_parts(other.type, other.stage_index):
-                    raise ValueError(f"{where}: {part} needs {other}, so they can't overlap")
+def _needed_parts(table, part, parts):
+    """Those parts of an `OVERLAP` that a part needs."""
+    needs = step_needs(part.type, part.stage_index, table.stage_ranks)
+    same_micro_batch = [other for other in parts if other.micro_index == part.micro_index]
+    return [o for need, o in product(needs, same_micro_batch) if need in step_parts(o.type, o.stage_index)]
 
 
 def _check_complete(table, kinds, done):
-    """Raise `ValueError` for a missing compute step or send (the steps that need a receive are checked already)."""
+    """Raise `ValueError` for a missing compute step or send (`_check_order` finds missing receives)."""
     computes = (MetaStepType.FWD, MetaStepType.BWD_INPUT, MetaStepType.BWD_WEIGHT)
     sends = message_sends(table.stage_ranks)
     for kind, stage in [*((kind, stage) for kind in computes for stage in range(table.stage_num)), *sends]:
@@ -188,7 +188,7 @@ def _check_message_orders(table):
 
 
 def _deadlock(table, stuck):
-    """The ranks that wait for ever, first those that wait for one another in a circle; `stuck` as of `run_orders`."""
+    """The text of a deadlock: the ranks that wait for each other in a cycle, then others; `stuck`: see `run_orders`."""
     texts, awaited = {}, {}
     for rank, place in stuck.items():
         own = list(plain_steps(table.orders[rank]))[place]
@@ -210,7 +210,7 @@ def _deadlock(table, stuck):
 
 
 def _numbered(order):
-    """(number in the order, step) of all steps; those of an `OVERLAP` have its number."""
+    """(number in the order, step) of all steps; the parts of an `OVERLAP` have its number."""
     for number, step in enumerate(order):
         for part in step.sub_steps or (step,):
             yield number, part
@@ -226,7 +226,7 @@ def _located(table, step):
 
 
 def _names(micro, place):
-    """The texts of the steps that settle (type, stage)."""
+    """The texts of the steps that complete (type, stage)."""
     kind, stage = place
     kinds = (each for each in MetaStepType if each == kind or place in step_parts(each, stage))
     return " or ".join(str(MetaStep(micro, each, stage)) for each in kinds)
