@@ -12,10 +12,10 @@ import numpy as np
 from mindspore import Tensor
 from mindspore import dtype as mstype
 
-__all__ = ["DTYPES", "HEAD_LENGTH", "as_bytes", "empty_tensor", "encode_head"]
+__all__ = ["DTYPES", "HEAD_LENGTH", "NOT_OF_NUMPY", "as_bytes", "empty_tensor", "encode_head"]
 
 HEAD_LENGTH = 4  # bytes before an encoded head that hold its length, little-endian
-_NOT_OF_NUMPY = (mstype.float8_e4m3fn, mstype.float8_e5m2, mstype.hifloat8, mstype.qint4x2)  # a byte each
+NOT_OF_NUMPY = (mstype.float8_e4m3fn, mstype.float8_e5m2, mstype.hifloat8, mstype.qint4x2)  # a byte each
 DTYPES = MappingProxyType({str(dtype): dtype for dtype in mstype.all_types})  # by their names in a head
 
 
@@ -33,7 +33,7 @@ def as_bytes(tensor):
 
 def empty_tensor(dtype, shape):
     """A new tensor, and the array of uint8 that is its memory, to be filled."""
-    if dtype in _NOT_OF_NUMPY:
+    if dtype in NOT_OF_NUMPY:
         tensor = Tensor(np.zeros(shape), dtype)
         return tensor, as_bytes(tensor)
     array = np.empty(shape, _numpy_dtype(dtype))
