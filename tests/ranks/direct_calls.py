@@ -17,13 +17,14 @@ class Operator:
         self.name = name
 
     def __call__(self, *args, **kwargs):
-        tensors, shown = [], []
-        args, kwargs = replaced((args, kwargs), Tensor, lambda tensor: tensors.append(tensor) or tensor)
-        replaced((args, kwargs), Tensor, lambda tensor: shown.append((tensor.shape, str(tensor.dtype))))
-        key = self.name, str(replaced((args, kwargs), Tensor, lambda tensor: "t")), str(shown)
+        tensors = {}
+        replaced((args, kwargs), Tensor, lambda tensor: tensors.setdefault(id(tensor), tensor))
+        places = {each: place for place, each in enumerate(tensors)}
+        shown = replaced((args, kwargs), Tensor, lambda tensor: f"{places[id(tensor)]} {tensor.shape} {tensor.dtype}")
+        key = self.name, str(shown)
         if key not in _COMPILED:
-            _COMPILED[key] = _compiled(operator_source(self.name, args, kwargs), tensors)
-        return _COMPILED[key](*tensors)
+            _COMPILED[key] = _compiled(operator_source(self.name, args, kwargs), tensors.values())
+        return _COMPILED[key](*tensors.values())
 
 
 def _compiled(call, tensors):
