@@ -74,3 +74,13 @@ LOSSES = {
     "nll": lambda x, labels: ops.nll_loss(x, labels),
     "NLLLoss": lambda x, labels: ops.NLLLoss("mean")(x, labels, Tensor(NUMBERS[0] ** 2))[0],
 }
+CASES = {  # name -> functions, and their inputs
+    "softmax": (SOFTMAX, [NUMBERS]),
+    "extremes": (EXTREMES, [TIES]),
+    "positions": (POSITIONS, [TIES]),
+    "positions from below": (POSITIONS, [-TIES]),
+    "means": (MEANS, [NUMBERS]),
+    "lookups in rows": (LOOKUPS, [TABLE, INDICES]),
+    "lookups in columns": (LOOKUPS, [TABLE[:4], INDICES]),
+    "losses": (LOSSES, [NUMBERS, LABELS]),
+}

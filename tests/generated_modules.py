@@ -7,6 +7,7 @@ import mindspore as ms
 import numpy as np
 from captured_models import Function
 from mindspore import Tensor
+from operator_calls import local
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.generation.operator_source import operator_source
@@ -58,11 +59,9 @@ def program_of(call):
 
     def stand_in(argument, place):
         if isinstance(argument, (np.ndarray, np.generic)):
-            value = np.asarray(argument)
-            narrow = {"f": np.float32, "i": np.int32 if value.ndim else value.dtype}
-            values.append(value.astype(narrow.get(value.dtype.kind, value.dtype)))
+            values.append(local(argument))
             places.append(place)
-            return Placeholder(len(values) - 1, value.shape, str(values[-1].dtype))
+            return Placeholder(len(values) - 1, values[-1].shape, str(values[-1].dtype))
         if isinstance(argument, (tuple, list)):
             return type(argument)(stand_in(entry, place) for entry in argument)
         return argument

@@ -5,7 +5,6 @@ from functools import cache
 from importlib import import_module
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor
 from ranks.direct_calls import Operator
 
@@ -91,21 +90,3 @@ def _dtype_named(name):
 
 def _dtype(leaf):
     return _dtype_named(leaf.name) if isinstance(leaf, DType) else leaf
-
-
-def same(first, second, tolerance=1e-5):
-    """Whether two results have the same structure and values."""
-    if isinstance(first, Tensor):
-        assert first.shape == second.shape and first.dtype == second.dtype
-        found, expected = first.asnumpy(), second.asnumpy()
-        np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
-    elif isinstance(first, dict):
-        assert first.keys() == second.keys()
-        for name in first:
-            same(first[name], second[name], tolerance)
-    elif isinstance(first, (tuple, list)):
-        assert type(first) is type(second) and len(first) == len(second)
-        for one, other in zip(first, second):
-            same(one, other, tolerance)
-    else:
-        assert first == second

@@ -33,6 +33,13 @@ def is_many(value):
     return isinstance(value, (tuple, list)) and bool(value) and isinstance(value[0], np.ndarray)
 
 
+def local(array):
+    """An array as MindSpore takes it on CPU: floats and indices of 32 bits."""
+    array = np.asarray(array)
+    narrow = {"f": np.float32, "i": np.int32 if array.ndim else array.dtype}
+    return array.astype(narrow.get(array.dtype.kind, array.dtype))
+
+
 def f(*shape):
     """Random numbers, none near 0."""
     return RANDOM.uniform(0.5, 2, shape) * RANDOM.choice([-1, 1], shape)

@@ -7,20 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from algorithm_calls import (
-    EXTREMES,
-    INDICES,
-    LABELS,
-    LOOKUPS,
-    LOSSES,
-    MEANS,
-    NUMBERS,
-    POSITIONS,
-    SOFTMAX,
-    TABLE,
-    TIES,
-    Several,
-)
+from algorithm_calls import CASES as ON_CPU
+from algorithm_calls import INDICES, LOOKUPS, NUMBERS, SOFTMAX, TABLE, Several
 from mindspore import Tensor, mint, ops
 from simulated_ranks import collect, distribute, run_forward
 
@@ -38,28 +26,15 @@ sys.path.append(str(Path(__file__).parent / "ranks"))
 from direct_calls import Operator  # noqa: E402, its folder is on the path only now
 
 MESH = init_device_mesh((2, 2), ("dp", "tp"))
-CUTS = (
-    layout(None, "tp"),
-    layout("dp", "tp"),
-    layout(None, ("dp", "tp")),
-    layout(None, ("tp", "dp")),
-    layout("tp", "dp"),
-    layout("tp", None),
-    layout(("tp", "dp"), None),
-)
+ENTRIES = [(None, "tp"), ("dp", "tp"), (None, ("dp", "tp")), (None, ("tp", "dp")), ("tp", "dp"), ("tp", None)]
+CUTS = [layout(*entries) for entries in (*ENTRIES, (("tp", "dp"), None))]
 WITHOUT_KERNEL = {  # on CPU
     "embedding": lambda x, i: mint.nn.functional.embedding(i, x),
     "index_select": lambda x, i: mint.index_select(x, 0, i[:, 1]),
 }
-CASES = {
+CASES = ON_CPU | {
     "softmax": (SOFTMAX | {"mint": lambda x: mint.logsumexp(x, 1)}, [NUMBERS]),
-    "extremes": (EXTREMES, [TIES]),
-    "positions": (POSITIONS, [TIES]),
-    "positions from below": (POSITIONS, [-TIES]),
-    "means": (MEANS, [NUMBERS]),
     "lookups in rows": (LOOKUPS | WITHOUT_KERNEL, [TABLE, INDICES]),
-    "lookups in columns": (LOOKUPS, [TABLE[:4], INDICES]),
-    "losses": (LOSSES, [NUMBERS, LABELS]),
 }
 NIGHTLY = pytest.mark.nightly  # two ranks run them all, in `case_algorithms`
 DROPOUTS = {

@@ -22,37 +22,26 @@ def report(**walls):
     return [{"name": n, "base": "base", "wall": w, "cpu": [t / 2 for t in w]} for n, w in walls.items()]
 
 
-@pytest.fixture
-def results():
-    """Of two ranks and three repeats; rank 1 sits the base case out."""
-    first = report(base=[2.0, 4.0, 3.0], both=[1.0, 5.0, 5.0])
-    second = report(base=[], both=[8.0, 1.0, 2.0])
-    return harness._merged([first, second])
-
-
-def test_a_repeat_takes_as_long_as_its_slowest_rank_and_the_cpu_time_of_all_that_ran(results):
+def test_a_repeat_takes_as_long_as_its_slowest_rank_and_the_cpu_time_of_all_that_ran():
+    """Of two ranks; rank 1 sits the base case out. Records and the table hold medians and their ratios."""
+    first, second = report(base=[2.0, 4.0, 3.0], both=[1.0, 5.0, 5.0]), report(base=[], both=[8.0, 1.0, 2.0])
+    results = harness._merged([first, second])
     base, both = results
     assert (base.wall, both.wall) == ((2.0, 4.0, 3.0), (8.0, 5.0, 5.0))
     assert (base.cpu, both.cpu) == ((1.0, 2.0, 1.5), (4.5, 3.0, 3.5))
+    assert harness._records(results) == [
+        {"name": "base", "ratio": 1.0, "median_ms": 3000.0, "repeats": 3},
+        {"name": "both", "ratio": 1.6667, "median_ms": 5000.0, "repeats": 3},
+    ]
+    lines = harness._table(results)
+    assert len({len(line) for line in lines}) == 1
+    cells = [cell.strip() for cell in lines[3].strip("|").split("|")]
+    assert cells == ["both", "1.67", "5000", "5000 – 8000", "3500", "3"]
 
 
 def test_ranks_with_different_variants_are_not_merged():
     with pytest.raises(AssertionError, match="different orders"):
         harness._merged([report(base=[1.0]), report(other=[1.0])])
-
-
-def test_records_hold_medians_and_their_ratios(results):
-    assert harness._records(results) == [
-        {"name": "base", "ratio": 1.0, "median_ms": 3000.0, "repeats": 3},
-        {"name": "both", "ratio": 1.6667, "median_ms": 5000.0, "repeats": 3},
-    ]
-
-
-def test_the_table_is_aligned_markdown(results):
-    lines = harness._table(results)
-    assert len({len(line) for line in lines}) == 1
-    cells = [cell.strip() for cell in lines[3].strip("|").split("|")]
-    assert cells == ["both", "1.67", "5000", "5000 – 8000", "3500", "3"]
 
 
 def test_timing_runs_what_was_prepared_behind_the_barrier_and_a_rank_that_sits_out_only_waits():

@@ -7,10 +7,11 @@ import mindspore as ms
 import numpy as np
 import pytest
 from captured_models import MODELS, Closure, Function, Passing, assert_unchanged, small_llama, snapshot
-from interpret_graph import interpret, same
+from interpret_graph import interpret
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.graph.api import _pynative_executor
 from ranks.mindspore_calls import CALLS
+from ranks.one_card import draw, same
 from small_cells import Doubled, cell_of
 from work import calls_in
 
@@ -36,14 +37,9 @@ def test_graph_computes_what_the_cell_computes(name, training):
     assert pickle.loads(pickle.dumps(graph)).key == graph.key
 
 
-def inputs_of(kinds, seed=3):
-    rng = np.random.default_rng(seed)
-    draw = {
-        "float": lambda shape: rng.normal(size=shape).astype(np.float32),
-        "int": lambda shape: rng.integers(0, 4, shape).astype(np.int64),
-        "bool": lambda shape: rng.random(shape) > 0.5,
-    }
-    return [Tensor(draw[kind](shape)) for kind, shape in kinds]
+def inputs_of(kinds):
+    random = np.random.default_rng(3)
+    return [draw(random, shape, kind) for kind, shape in kinds]
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -74,7 +70,7 @@ METHODS = {
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_that_give_nothing_on_the_meta_device(name):
     cell = Function(METHODS[name])
-    (x,) = inputs_of([("float", (2, 4))])
+    (x,) = inputs_of([("float32", (2, 4))])
     graph = capture(cell, x)
     same(interpret(graph, cell, x), cell(x))
 

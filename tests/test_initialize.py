@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
 from mindspore.common import initializer as init
+from small_cells import cell_of
 
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh
@@ -180,21 +181,19 @@ def test_materialize_leaves_values_alone():
 
 
 def test_errors_name_the_parameter():
-    class Odd(nn.Cell):
-        def __init__(self, value):
-            super().__init__()
-            self.weight = Parameter(value, name="weight")
+    def odd(value):
+        return cell_of(lambda self, x: x, weight=Parameter(value, name="weight"))
 
     with ms.DeviceCtx("meta"):
-        lost = nn.SequentialCell(Odd(Tensor(np.ones(2, np.float32))))
-        orthogonal = Odd(init.initializer(init.Orthogonal(), (4, 4)))
-        flat = Odd(init.initializer(init.XavierUniform(), (4,)))
-    with pytest.raises(ValueError, match=r"^0\.weight: .* without an initializer"):
-        materialize(lost, 1)
-    with pytest.raises(ValueError, match="^weight: initializer Orthogonal can't be drawn .* Normal"):
-        materialize(orthogonal, 1)
-    with pytest.raises(ValueError, match=r"^weight: .* shape \(4,\) has no fan"):
-        materialize(flat, 1)
+        lost = nn.SequentialCell(odd(Tensor(np.ones(2, np.float32))))
+        orthogonal = odd(init.initializer(init.Orthogonal(), (4, 4)))
+        flat = odd(init.initializer(init.XavierUniform(), (4,)))
     uneven = {"weight": Layout.on(DeviceMesh((3,), ("tp",)), [("tp",), ()])}
-    with pytest.raises(ValueError, match="^weight: .* dim 0 has size 4, which axes tp"):
-        materialize(built_on_meta(), 1, uneven, 0)
+    for message, *given in (
+        (r"^0\.weight: .* without an initializer", lost, 1),
+        ("^weight: initializer Orthogonal can't be drawn .* Normal", orthogonal, 1),
+        (r"^weight: .* shape \(4,\) has no fan", flat, 1),
+        ("^weight: .* dim 0 has size 4, which axes tp", built_on_meta(), 1, uneven, 0),
+    ):
+        with pytest.raises(ValueError, match=message):
+            materialize(*given)

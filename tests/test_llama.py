@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from mindspore.common.initializer import Normal
+from split_models import batch as small_batch
 
 from mindformers_core.layout import layout
 from mindformers_core.models import LayerSpec, LlamaConfig, LlamaForCausalLM, LlamaModel
@@ -25,13 +26,6 @@ def small_model(**changes):
         model = LlamaForCausalLM(LlamaConfig(**{**SMALL, **changes}))
     materialize(model, seed=1)
     return model
-
-
-def small_batch():
-    ids = np.random.default_rng(2).integers(0, 32, (2, 9)).astype(np.int32)
-    labels = ids[:, 1:].copy()
-    labels[0, 3] = -100
-    return Tensor(ids[:, :-1]), Tensor(labels)
 
 
 def test_logits_and_loss():

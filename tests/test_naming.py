@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from captured_models import small_llama
 from mindspore import Tensor, nn, ops
+from small_cells import cell_of
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.program.graph import CellGraph, OperatorNode
@@ -18,17 +19,9 @@ from mindformers_core.program.structure import Value
 def names_of(construct):
     """`operator or child: names` for every node of a Cell with this `construct(self, x)`, in order."""
 
-    class Model(nn.Cell):
-        """Has Cells a, b, c, a list of two, and a primitive."""
-
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.c = nn.ReLU(), nn.Sigmoid(), nn.Tanh()
-            self.layers = nn.CellList([nn.ReLU(), nn.ReLU()])
-            self.product = ops.Mul()
-
-    Model.construct = construct
-    graph = capture(Model(), Tensor(np.ones((4, 4), np.float32)))
+    parts = {"a": nn.ReLU(), "b": nn.Sigmoid(), "c": nn.Tanh(), "product": ops.Mul()}
+    cell = cell_of(construct, layers=nn.CellList([nn.ReLU(), nn.ReLU()]), **parts)
+    graph = capture(cell, Tensor(np.ones((4, 4), np.float32)))
     names = assigned_names(graph)
     assert list(names) == list(range(len(graph.nodes)))
     nodes = [node.operator if isinstance(node, OperatorNode) else node.child for node in graph.nodes]
@@ -118,9 +111,6 @@ def parallel(self, x):
 
 NAMED = {  # the names of each node's results; of several targets the first gives generated code its name
     plain: [("q",), ("total",), ("total",), ("kept",), None],
-    nested: [  # only the outermost call has the name
-        *(None, None, None, ("y",), None, None, ("z",), None, ("total",), None, ("scaled",), ("picked",), None),
-    ],
     tuples: [("left", "right"), ("halves", "halves"), ("first", None), ("one", *["rest"] * 3), None],
     chained: [
         *(("p",), ("kept",), ("most", "most", "most", "last")),
@@ -140,7 +130,7 @@ def test_names_of_results(construct):
     assert [names for _, names in names_of(construct)] == NAMED[construct]
 
 
-def test_nodes_that_have_names():
+def test_only_the_outermost_call_has_the_name():
     assert names_of(nested) == [
         *[("a", None), ("b", None), ("Mul", None), ("c", ("y",))],
         *[("a", None), ("MatMul", None), ("Exp", ("z",))],

@@ -16,6 +16,7 @@ from mindformers_core.program.structure import DType
 
 sys.path.append(str(Path(__file__).parent / "ranks"))
 from mindspore_calls import CALLS as AUTHORS_CALLS  # noqa: E402
+from one_card import draw  # noqa: E402
 
 # Operators that a traced tensor doesn't see (interception.py lets only DTensors through), or that write in place.
 UNSEEN = ("stack", "addn", "full_like", "in_place_add")
@@ -29,14 +30,6 @@ def folder(tmp_path_factory):
         patch.syspath_prepend(str(path))
         patch.chdir(path)  # for what a failing compilation writes
         yield path
-
-
-def draw(random, kind, shape):
-    values = {
-        "float": random.normal(size=shape).astype(np.float32),
-        "int": random.integers(0, 4, shape).astype(np.int32),
-    }
-    return Tensor(values.get(kind, random.random(shape) > 0.5))
 
 
 def differentiable(results):
@@ -60,7 +53,7 @@ def test_what_authors_write(folder, in_graph):
     for name, (function, inputs) in AUTHORS_CALLS.items():
         if name in UNSEEN:
             continue
-        values = [draw(random, kind, shape) for kind, shape in inputs]
+        values = [draw(random, shape, kind) for kind, shape in inputs]
         names.append(name)
         programs.append(record(function, values))
         expected.append([function(*values).asnumpy()])

@@ -12,6 +12,7 @@ from captured_models import small_llama
 from mindspore import nn, ops
 from operator_source_calls import ALL_CALLS
 from planned_models import planned
+from small_cells import cell_of
 from test_operators import MESH as SQUARE
 from test_operators import ask, combinations, fill, meta_of, shape_of, tensors_of
 
@@ -219,24 +220,19 @@ def test_results_of_a_root_are_reduced():
         check_plan(plan, final=True)
 
 
-class Gated(nn.Cell):
+def gated(self, x):
     """A gated block as of Mamba: two parts of one product, of which one goes through a column-parallel layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.inp, self.dt, self.out = (nn.Dense(8, size, has_bias=False) for size in (16, 8, 8))
-
-    def construct(self, x):
-        u, z = ops.chunk(self.inp(x), 2, -1)
-        y = self.dt(ops.silu(u))
-        y = (ops.expand_dims(y, -1) * ops.expand_dims(u, -1)).sum(-1)
-        return self.out(y * ops.silu(z)).square().mean()
+    u, z = ops.chunk(self.inp(x), 2, -1)
+    y = self.dt(ops.silu(u))
+    y = (ops.expand_dims(y, -1) * ops.expand_dims(u, -1)).sum(-1)
+    return self.out(y * ops.silu(z)).square().mean()
 
 
 def test_a_part_of_a_whole_tensor_is_not_taken_to_be_cut():
     plan = {"dt": {"weight": {"weight": layout("tp", None)}}, "out": {"weight": {"weight": layout(None, "tp")}}}
     x = tensor_meta((4, 2, 8), "float32")
-    check_plan(planned(Gated(), MESH, (x,), plan=plan, arriving={"x": layout("dp")})[1], final=True)
+    layers = {name: nn.Dense(8, size, has_bias=False) for name, size in (("inp", 16), ("dt", 8), ("out", 8))}
+    check_plan(planned(cell_of(gated, **layers), MESH, (x,), plan=plan, arriving={"x": layout("dp")})[1], final=True)
 
 
 @pytest.mark.parametrize("call", ALL_CALLS, ids=str)

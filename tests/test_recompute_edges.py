@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from recomputations import count_recomputations
-from small_cells import Doubled
+from small_cells import Doubled, cell_of
 from test_recompute_gradients import INPUTS, Net, equal, llama, sharded
 
 import mindformers_core
@@ -20,23 +20,18 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 X = Tensor(np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32))
 
 
-class Layers(nn.Cell):
-    """Returns a tensor; every other layer has a bprop."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.CellList([nn.Dense(8, 8), Doubled(), nn.Dense(8, 8), Doubled()])
-        self.dropout = nn.Dropout(p=0.2)
-
-    def construct(self, x):
-        for layer in self.layers:
-            x = ops.exp(layer(x) * 0.1)
-        return ops.exp(self.dropout(x))
+def layers(self, x):
+    for layer in self.layers:
+        x = ops.exp(layer(x) * 0.1)
+    return ops.exp(self.dropout(x))
 
 
 def make(**settings):
+    """A Cell that returns a tensor; every other layer has a bprop."""
     ms.set_seed(1)
-    net = shard(Layers().set_train(), init_device_mesh((1,), ("tp",)))
+    every_other = nn.CellList([nn.Dense(8, 8), Doubled(), nn.Dense(8, 8), Doubled()])
+    net = cell_of(layers, layers=every_other, dropout=nn.Dropout(p=0.2))
+    shard(net.set_train(), init_device_mesh((1,), ("tp",)))
     for parameter in net.get_parameters():
         values = np.random.default_rng(len(parameter.name)).normal(size=parameter.shape)
         parameter.set_data(Tensor(values.astype(np.float32)))

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,7 @@ print(json.dumps({"rise": rise, "kept": kept, "loss": float(loss)}))
 """
 
 
+@cache
 def step_of(mode="pynative", **settings):
     """What a process says of its steps: by how much its peak has risen, what is kept without recompute, the loss."""
     environment = {"GLOG_v": "3", **os.environ, "PYTHONPATH": str(ROOT)}
@@ -60,24 +62,14 @@ def step_of(mode="pynative", **settings):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def without():
-    return step_of()
-
-
-def test_a_step_takes_what_it_keeps(without):
+def test_a_step_takes_what_it_keeps():
+    without = step_of()
     assert 0.8 < without["rise"] / without["kept"] < 1.5
 
 
-def test_full_recompute_takes_a_layer_instead_of_all(without):
-    """Of 8 layers one is there at once, with gradients within it."""
-    full = step_of(full=True)
-    assert full["loss"] == without["loss"]
-    assert full["rise"] < 0.5 * without["rise"]
-
-
-def test_compiled_layers_let_go_of_their_memory():
-    """They share a compiled function, which holds the memory of one."""
-    without, full = step_of("compiled"), step_of("compiled", full=True)
+@pytest.mark.parametrize("mode", ["pynative", "compiled"])
+def test_full_recompute_takes_a_layer_instead_of_all(mode):
+    """Of 8 layers one is there at once, with gradients within it; compiled ones share the memory of one function."""
+    without, full = step_of(mode), step_of(mode, full=True)
     assert full["loss"] == without["loss"]
     assert full["rise"] < 0.5 * without["rise"]

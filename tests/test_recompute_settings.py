@@ -52,7 +52,7 @@ def test_one_form_of_recompute_settings():
     ("given", "numbers"),
     [
         (None, None),
-        (False, None),
+        (False, False),
         (True, True),
         ("0-7", (0, 1, 2, 3, 4, 5, 6, 7)),
         ("0,3,5-7", (0, 3, 5, 6, 7)),

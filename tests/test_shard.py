@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from captured_models import Function
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
-from small_cells import Linear, Net
+from small_cells import Linear, Net, cell_of
 
 from mindformers_core import tensor_parallel
 from mindformers_core.layout import layout
@@ -75,22 +75,14 @@ def test_shared_and_frozen_parameters():
         shard(other, MESH, plan={"layers.0": {"weight": COLUMNS}, "rest.0": {"weight": ROWS}})
 
 
-class Many(nn.Cell):
-    """Parameters in tuples and lists."""
-
-    def __init__(self):
-        super().__init__()
-        self.parts = ParameterTuple([Parameter(Tensor(np.ones((8, 8), np.float32)), name=f"part{n}") for n in range(2)])
-        self.weight = Parameter(Tensor(np.ones((8, 8), np.float32)))
-        self.all = [self.weight, self.parts[0]]
-
+def test_parameters_in_tuples_and_lists():
     def construct(self, x):
         self.seen = [*self.parts, *self.all]
         return ops.matmul(ops.matmul(x, self.parts[0]), self.all[0])
 
-
-def test_parameters_in_tuples_and_lists():
-    cell = shard(Many(), MESH, plan={"": {"weight": {"part0": COLUMNS, "weight": ROWS}}})
+    *parts, weight = (Parameter(Tensor(np.ones((8, 8), np.float32)), name=n) for n in ("part0", "part1", "weight"))
+    cell = cell_of(construct, parts=ParameterTuple(parts), weight=weight, all=[weight, parts[0]])
+    shard(cell, MESH, plan={"": {"weight": {"part0": COLUMNS, "weight": ROWS}}})
     cell(X)
     assert all(isinstance(entry, DTensor) for entry in cell.seen)
     assert [entry.layout.dims for entry in cell.seen] == [((), ("tp",)), ((), ()), (("tp",), ()), ((), ("tp",))]

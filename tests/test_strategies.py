@@ -34,45 +34,43 @@ def matmul(inputs=None, outputs=None, mesh=MESH, shapes=((16, 32), (32, 64))):
     return ask("MatMul", shapes, inputs, outputs, mesh)
 
 
-def test_nothing_declared():
-    assert matmul() == [[None, None], [None]]
-    assert matmul((None, None), (None,)) == [[None, None], [None]]
+DP, TP, BOTH, CUBE = ("dp",), ("tp",), ("dp", "tp"), init_device_mesh((2, 4, 2), ("a", "b", "c"))
+ROWS = (2, 4), (4, 1)
+MEANT = [  # of a product: strategies of the inputs and of the output, and the layouts that they are
+    (None, None, [None, None], [None]),
+    ((None, None), (None,), [None, None], [None]),
+    (((2, 1), (1, 4)), None, [(DP, ()), ((), TP)], [None]),  # the seed's example
+    (((2, 1), (1, 4)), ((2, 4),), [(DP, ()), ((), TP)], [(DP, TP)]),
+    (ROWS, None, [(DP, TP), (TP, ())], [None]),  # a factor takes the same axes in all tensors
+    (((1, 8), (8, 1)), None, [((), BOTH), (BOTH, ())], [None]),
+    ((None, (4, 2)), None, [None, (TP, DP)], [None]),
+    (ROWS, ((8, 1),), [(DP, TP), (TP, ())], [(BOTH, ())]),  # a reduce-scatter over the axis of the sum
+    (ROWS, ((2, 1),), [(DP, TP), (TP, ())], [(DP, ())]),
+    (ROWS, ((1, 1),), [(DP, TP), (TP, ())], [((), ())]),
+    (ROWS, ((1, 2),), [(DP, TP), (TP, ())], [((), DP)]),
+    (((1, 4), (4, 1)), ((2, 4),), [((), TP), (TP, ())], [(DP, TP)]),
+    (((2, 1), (1, 1)), ((2, 4),), [(DP, ()), ((), ())], [(DP, TP)]),
+    (None, ((2, 4),), [None, None], [(DP, TP)]),
+    ((layout("dp"), Layout.on(MESH, ((), TP))), (layout(..., "tp"),), [(DP, ()), ((), TP)], [((), TP)]),
+]
 
 
-def test_the_seed_s_example():
-    assert matmul(((2, 1), (1, 4))) == [[(("dp",), ()), ((), ("tp",))], [None]]
-    assert matmul(((2, 1), (1, 4)), ((2, 4),)) == [[(("dp",), ()), ((), ("tp",))], [(("dp",), ("tp",))]]
-
-
-def test_a_factor_takes_the_same_axes_in_all_tensors():
-    assert matmul(((2, 4), (4, 1))) == [[(("dp",), ("tp",)), (("tp",), ())], [None]]
-    assert matmul(((1, 8), (8, 1))) == [[((), ("dp", "tp")), (("dp", "tp"), ())], [None]]
-    assert matmul((None, (4, 2))) == [[None, (("tp",), ("dp",))], [None]]
+@pytest.mark.parametrize(("inputs", "outputs", "of_inputs", "of_outputs"), MEANT)
+def test_what_is_declared_for_a_product(inputs, outputs, of_inputs, of_outputs):
+    assert matmul(inputs, outputs) == [of_inputs, of_outputs]
 
 
 def test_first_axes_first_save_where_others_would_lack_them():
-    cube = init_device_mesh((2, 4, 2), ("a", "b", "c"))
-    assert matmul(((2, 1), (1, 2)), mesh=cube)[0] == [(("a",), ()), ((), ("c",))]
-    assert matmul(((4, 1), (1, 1)), mesh=cube)[0] == [(("a", "c"), ()), ((), ())]
-    assert matmul(((4, 1), (1, 2)), mesh=cube)[0] == [(("b",), ()), ((), ("a",))]
+    assert matmul(((2, 1), (1, 2)), mesh=CUBE)[0] == [(("a",), ()), ((), ("c",))]
+    assert matmul(((4, 1), (1, 1)), mesh=CUBE)[0] == [(("a", "c"), ()), ((), ())]
+    assert matmul(((4, 1), (1, 2)), mesh=CUBE)[0] == [(("b",), ()), ((), ("a",))]
+    mesh = init_device_mesh((4, 2, 2), ("a", "b", "c"))
+    assert matmul(((1, 2), (2, 1)), ((4, 1),), mesh) == [[((), ("b",)), (("b",), ())], [(("b", "c"), ())]]
 
 
 def test_axes_of_size_one_are_not_used():
     mesh = init_device_mesh((1, 2, 1, 4), ("pp", "dp", "cp", "tp"))
-    assert matmul(((2, 1), (1, 4)), mesh=mesh)[0] == [(("dp",), ()), ((), ("tp",))]
-
-
-def test_an_output_that_is_cut_otherwise():
-    rows = ((2, 4), (4, 1))
-    assert matmul(rows, ((8, 1),))[1] == [(("dp", "tp"), ())], "a reduce-scatter over the axis of the sum"
-    assert matmul(rows, ((2, 1),))[1] == [(("dp",), ())]
-    assert matmul(rows, ((1, 1),))[1] == [((), ())]
-    assert matmul(rows, ((1, 2),))[1] == [((), ("dp",))]
-    assert matmul(((1, 4), (4, 1)), ((2, 4),))[1] == [(("dp",), ("tp",))]
-    assert matmul(((2, 1), (1, 1)), ((2, 4),))[1] == [(("dp",), ("tp",))]
-    mesh = init_device_mesh((4, 2, 2), ("a", "b", "c"))
-    assert matmul(((1, 2), (2, 1)), ((4, 1),), mesh) == [[((), ("b",)), (("b",), ())], [(("b", "c"), ())]]
-    assert matmul(None, ((2, 4),)) == [[None, None], [(("dp",), ("tp",))]]
+    assert matmul(((2, 1), (1, 4)), mesh=mesh)[0] == [(DP, ()), ((), TP)]
 
 
 def test_dims_that_an_operator_merges():
@@ -88,14 +86,6 @@ def test_a_broadcast_dim():
 def test_a_number_in_a_tensor_s_place():
     assert ask("Mul", [(16, 32), 2.0], ((2, 4), ()))[0] == [(("dp",), ("tp",))]
     assert ask("Mul", [(16, 32), ()], ((2, 4), ()))[0] == [(("dp",), ("tp",)), ()], "and a tensor without dims"
-
-
-def test_layouts():
-    bound = Layout.on(MESH, ((), ("tp",)))
-    assert matmul((layout("dp"), bound), (layout(..., "tp"),)) == [
-        [(("dp",), ()), ((), ("tp",))],
-        [((), ("tp",))],
-    ]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 from captured_models import small_llama
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, ops
+from small_cells import cell_of
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.operators import tensor_meta
@@ -27,45 +28,39 @@ def test_identical_layers_have_one_key():
     assert found == keys(capture(model, *args, **named))
 
 
-class Variant(nn.Cell):
+def variant(function, trainable=True):
     """A Cell with a parameter, whose function gets both."""
-
-    def __init__(self, function, trainable=True):
-        super().__init__()
-        self.weight = Parameter(Tensor(FIVE), requires_grad=trainable)
-        self.function = function
-
-    def construct(self, x, *more, **named):
-        return self.function(x, self.weight, *more, **named)
+    weight = Parameter(Tensor(FIVE), requires_grad=trainable)
+    return cell_of(lambda self, x, *more, **named: function(x, self.weight, *more, **named), weight=weight)
 
 
-PLAIN = Variant(lambda x, w: x * w), (X,), {}
+PLAIN = variant(lambda x, w: x * w), (X,), {}
 VARIANTS = {  # name -> (one, other): pairs that differ in one thing
     "shape": (PLAIN, (PLAIN[0], (tensor_meta((3, 4), "float32"),), {})),
     "dtype": (PLAIN, (PLAIN[0], (tensor_meta((2, 4), "float16"),), {})),
-    "operator": (PLAIN, (Variant(lambda x, w: x + w), (X,), {})),
-    "order": (PLAIN, (Variant(lambda x, w: w * x), (X,), {})),
-    "trained": (PLAIN, (Variant(lambda x, w: x * w, trainable=False), (X,), {})),
-    "training": (PLAIN, (Variant(lambda x, w: x * w).set_train(), (X,), {})),
-    "unused": (PLAIN, (Variant(lambda x, w: (x + w, x * w)[1]), (X,), {})),
-    "result": (PLAIN, (Variant(lambda x, w: (x * w,)), (X,), {})),
-    "result kind": ((Variant(lambda x, w: [x * w]), (X,), {}), (Variant(lambda x, w: (x * w,)), (X,), {})),
+    "operator": (PLAIN, (variant(lambda x, w: x + w), (X,), {})),
+    "order": (PLAIN, (variant(lambda x, w: w * x), (X,), {})),
+    "trained": (PLAIN, (variant(lambda x, w: x * w, trainable=False), (X,), {})),
+    "training": (PLAIN, (variant(lambda x, w: x * w).set_train(), (X,), {})),
+    "unused": (PLAIN, (variant(lambda x, w: (x + w, x * w)[1]), (X,), {})),
+    "result": (PLAIN, (variant(lambda x, w: (x * w,)), (X,), {})),
+    "result kind": ((variant(lambda x, w: [x * w]), (X,), {}), (variant(lambda x, w: (x * w,)), (X,), {})),
     "contents": (
-        (Variant(lambda x, w: x * Tensor(FIVE)), (X,), {}),
-        (Variant(lambda x, w: x * Tensor(SIX)), (X,), {}),
+        (variant(lambda x, w: x * Tensor(FIVE)), (X,), {}),
+        (variant(lambda x, w: x * Tensor(SIX)), (X,), {}),
     ),
-    "number": ((Variant(lambda x, w: x * 2), (X,), {}), (Variant(lambda x, w: x * 2.0), (X,), {})),
+    "number": ((variant(lambda x, w: x * 2), (X,), {}), (variant(lambda x, w: x * 2.0), (X,), {})),
     "attribute": (
-        (Variant(lambda x, w: ops.Concat(0)((x, x))), (X,), {}),
-        (Variant(lambda x, w: ops.Concat(1)((x, x))), (X,), {}),
+        (variant(lambda x, w: ops.Concat(0)((x, x))), (X,), {}),
+        (variant(lambda x, w: ops.Concat(1)((x, x))), (X,), {}),
     ),
     "arguments": (
-        (Variant(lambda x, w, y: x * y), (X, X), {}),
-        (Variant(lambda x, w, y: x * y), (X,), {"y": X}),
+        (variant(lambda x, w, y: x * y), (X, X), {}),
+        (variant(lambda x, w, y: x * y), (X,), {"y": X}),
     ),
     "argument": (
-        (Variant(lambda x, w, y: x * w), (X, 1), {}),
-        (Variant(lambda x, w, y: x * w), (X, 2), {}),
+        (variant(lambda x, w, y: x * w), (X, 1), {}),
+        (variant(lambda x, w, y: x * w), (X, 2), {}),
     ),
 }
 

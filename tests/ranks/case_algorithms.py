@@ -2,23 +2,11 @@
 
 import mindspore as ms
 import numpy as np
-from algorithm_calls import (
-    EXTREMES,
-    INDICES,
-    LABELS,
-    LOOKUPS,
-    LOSSES,
-    MEANS,
-    NUMBERS,
-    POSITIONS,
-    SOFTMAX,
-    TABLE,
-    TIES,
-    Several,
-)
+from algorithm_calls import CASES, LABELS, LOSSES, NUMBERS, SOFTMAX, Several
 from launch import on_ranks
 from mindspore import Tensor, mint, nn, ops
 from one_card import part_of
+from small_cells import cell_of
 
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
@@ -79,7 +67,7 @@ def local(result):
 
 @on_ranks(2)
 def case_softmax_algorithms():
-    check(SOFTMAX, [NUMBERS], [COLUMNS])
+    check(*CASES["softmax"], [COLUMNS])
     masked = NUMBERS.copy()
     masked[0, :4], masked[1, 2:7], masked[2, 7] = -np.inf, -np.inf, -np.inf
     check({name: SOFTMAX[name] for name in ("softmax", "logsumexp")}, [masked], [COLUMNS])
@@ -87,43 +75,42 @@ def case_softmax_algorithms():
 
 @on_ranks(2)
 def case_extreme_algorithms():
-    check(EXTREMES, [TIES], [COLUMNS])
+    check(*CASES["extremes"], [COLUMNS])
 
 
 @on_ranks(2)
 def case_position_algorithms():
-    check(POSITIONS, [TIES], [COLUMNS])
-    check(POSITIONS, [-TIES], [ROWS])
+    check(*CASES["positions"], [COLUMNS])
+    check(*CASES["positions from below"], [ROWS])
 
 
 @on_ranks(2)
 def case_mean_algorithms():
-    check(MEANS, [NUMBERS], [COLUMNS])
-    check(MEANS, [NUMBERS], [ROWS])
+    check(*CASES["means"], [COLUMNS])
+    check(*CASES["means"], [ROWS])
 
 
 @on_ranks(2)
 def case_lookup_algorithms():
-    check(LOOKUPS, [TABLE, INDICES], [ROWS, layout()])
-    check(LOOKUPS, [TABLE[:4], INDICES], [COLUMNS, layout()])
+    check(*CASES["lookups in rows"], [ROWS, layout()])
+    check(*CASES["lookups in columns"], [COLUMNS, layout()])
 
 
 @on_ranks(2)
 def case_loss_algorithms():
     check({name: LOSSES[name] for name in ("summed", "weighted")}, [NUMBERS, LABELS], [ROWS, layout("tp")])
-    check(LOSSES, [NUMBERS, LABELS], [COLUMNS, layout()])
+    check(*CASES["losses"], [COLUMNS, layout()])
 
 
-class Dropping(nn.Cell):
+def dropping():
     """Dropout in a layer that is recomputed, and in a function."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Dropout(p=0.5)
-        self.layer.recompute()
 
     def construct(self, x):
         return mint.nn.functional.dropout(ops.dropout(self.layer(x * 3), 0.25), 0.25, True)
+
+    cell = cell_of(construct, layer=nn.Dropout(p=0.5))
+    cell.layer.recompute()
+    return cell.set_train()
 
 
 @on_ranks(2)
@@ -133,7 +120,7 @@ def case_dropout_algorithm():
     x = np.random.default_rng(0).uniform(1, 2, (32, 16)).astype(np.float32)
     part, found = Tensor(part_of(x, COLUMNS.bind(mesh, 2))), {}
     for mode in ("eager", "generated", "jit"):
-        cell = shard(Dropping().set_train(), mesh, plan={"": {"input": COLUMNS}}, mode=mode.replace("jit", "generated"))
+        cell = shard(dropping(), mesh, plan={"": {"input": COLUMNS}}, mode=mode.replace("jit", "generated"))
         step = value_and_slope(cell)
         if mode == "jit":
             step = jit(step)

@@ -8,6 +8,7 @@ from launch import on_ranks
 from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
 from mindspore.common.initializer import Normal, initializer
 from one_card import part_of
+from small_cells import cell_of
 from truth import once
 
 from mindformers_core.communication import count_collectives, world
@@ -133,21 +134,18 @@ def case_projections_of_one_input():
     )
 
 
-class Recomputed(nn.Cell):
+def recomputed(way):
     """Two blocks, one or both recomputed in one of MindSpore's ways, and one block's weight used once more outside."""
 
-    def __init__(self, way):
-        super().__init__()
-        self.way = way
-        self.first, self.second = Attention(), Attention()
-        if way == "cell":
-            self.first.recompute()
-            self.second.recompute()
-
     def construct(self, x):
-        h = ms.recompute(self.first, x) if self.way == "function" else self.first(x)
-        y = self.second(h + x) if self.way == "cell" else ms.recompute(self.second, h + x)
+        h = ms.recompute(self.first, x) if way == "function" else self.first(x)
+        y = self.second(h + x) if way == "cell" else ms.recompute(self.second, h + x)
         return ops.matmul(y, self.first.q.weight) + ops.matmul(x, self.second.k.weight)
+
+    cell = cell_of(construct, first=Attention(), second=Attention())
+    for block in (cell.first, cell.second) if way == "cell" else ():
+        block.recompute()
+    return cell
 
 
 @on_ranks(2)
@@ -158,29 +156,18 @@ def case_recompute():
     gathered = {f"{block}.{name}": {"weight": layout("tp")} for block in ("first", "second") for name in "qkvo"}
     for way in ("cell", "function"):
         for used, x_layout in ((plan, layout()), (gathered, layout("tp")), (gathered, layout())):
-            compare(partial(Recomputed, way), mesh, used, x_layout)
-
-
-class Dropping(nn.Cell):
-    """Dropout in a block that is recomputed."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = Linear()
-        self.inner.recompute()
-        self.drop = nn.Dropout(p=0.5)
-        self.drop.recompute()
-
-    def construct(self, x):
-        return self.drop(self.inner(x)) * self.inner.weight[0]
+            compare(partial(recomputed, way), mesh, used, x_layout)
 
 
 @on_ranks(2)
 def case_dropout_recomputed():
     """The recomputation drops what the forward pass dropped: the gradient of a linear function of x is its slope."""
     mesh = init_device_mesh((2,), ("tp",))
-    cell = shard(Dropping(), mesh, plan={"": {"input": layout("tp")}})
-    cell.set_train()
+    parts = {"inner": Linear(), "drop": nn.Dropout(p=0.5)}
+    cell = cell_of(lambda self, x: self.drop(self.inner(x)) * self.inner.weight[0], **parts)
+    for part in parts.values():
+        part.recompute()
+    shard(cell, mesh, plan={"": {"input": layout("tp")}}).set_train()
     x = Tensor(np.random.default_rng(0).normal(size=(4, HIDDEN)).astype(np.float32))
     value, gradient = ms.value_and_grad(lambda x: cell(x).sum().full_tensor())(x)
     slope = sum_cell(mesh, ("tp",))((gradient * x).sum())
@@ -270,15 +257,10 @@ def case_inputs_that_are_declared():
             compare(Attention, mesh, plan, layout("dp", "cp"), steps=1, shape=(4, 4, HIDDEN))
 
 
-class Pieces(nn.Cell):
+def pieces(split):
     """Of pieces of a tensor all but the first, whose gradient comes from an all_gather as a part of a tensor."""
-
-    def __init__(self, split):
-        super().__init__()
-        self.split = split
-
-    def construct(self, x):
-        return ops.square(ops.flip(self.split(x)[1], (0,)) * Tensor(np.arange(8, dtype=np.float32))).sum()
+    slope = Tensor(np.arange(8, dtype=np.float32))
+    return cell_of(lambda self, x: ops.square(ops.flip(split(x)[1], (0,)) * slope).sum())
 
 
 @on_ranks(2)
@@ -296,7 +278,7 @@ def case_gradients_of_splits():
         expected = 2 * mine * np.arange(8) ** 2 * ((np.arange(6) >= first) & (np.arange(6) < last))[:, None]
         for run in ("generated", "eager", "compiled"):
             mode = "eager" if run == "eager" else "generated"
-            cell = shard(Pieces(split), mesh, plan={"": {"input": layout("dp"), "output": layout()}}, mode=mode)
+            cell = shard(pieces(split), mesh, plan={"": {"input": layout("dp"), "output": layout()}}, mode=mode)
             gradient = ms.grad(cell)
             found = (jit(gradient) if run == "compiled" else gradient)(Tensor(mine))
             np.testing.assert_allclose(found.asnumpy(), expected, 1e-5, 1e-5, err_msg=f"{name}, {run}")

@@ -8,7 +8,7 @@ import numpy as np
 from accepted import AXES, accepted, at_random
 from direct_calls import DirectCall
 from launch import on_ranks
-from mindspore_calls import CALLS, F
+from mindspore_calls import CALLS
 from one_card import check, draw, is_float
 from operator_source_calls import ALL_CALLS, BROKEN, WITHOUT_GRADIENT, WITHOUT_KERNEL
 from recorded_rules import rules_met
@@ -18,7 +18,6 @@ from mindformers_core.layout import Layout
 from mindformers_core.mesh import init_device_mesh
 
 MORE = {"rule": 1, "function": 3}  # combinations drawn at random for one call
-DTYPES = {F: "float32", "int": "int32", "bool": "bool"}
 
 
 @on_ranks(2, nightly=(4,))
@@ -42,7 +41,7 @@ def case_what_authors_write_equals_one_card():
     mesh, failures = mesh_of_all(), []
     for name, (function, inputs) in CALLS.items():
         random = np.random.default_rng(7)
-        values = [draw(random, shape, DTYPES[kind]) for kind, shape in inputs]
+        values = [draw(random, shape, kind) for kind, shape in inputs]
         whole = [Layout.on(mesh, ((),) * value.ndim) for value in values]
         choices = {tuple(whole): None}
         for places, floats, signature in rules_met(function, values, whole):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from launch import on_ranks
 from mindspore import Parameter, Tensor, nn, ops
+from small_cells import cell_of
 
 from mindformers_core.communication import world
 from mindformers_core.layout import layout
@@ -223,38 +224,28 @@ def jit_gradient(gradient_of):
     return jit(step)
 
 
-class Scaled(nn.Cell):
-    """Looks a weight of its siblings up, and depends on its flag and on a number of its own."""
+def looking():
+    """Cells whose weights another one looks up; it depends on its flag and on a number of its own, too."""
 
-    def __init__(self, cells):
-        super().__init__()
-        self.cells_elsewhere = lambda: cells
-        self.factor = 1.0
-
-    def construct(self, x, which=0):
+    def scaled(self, x, which=0):
         weight = self.cells_elsewhere()[which].weight
         return ops.matmul(x, weight) * (self.factor if self.training else 2.0 * self.factor)
 
-
-class Looking(nn.Cell):
-    """Cells whose weights another one uses."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = Linear(8, 8, 1), Linear(8, 8, 2)
-        self.scaled = Scaled([self.one, self.other])
-
-    def construct(self, x, which=None):
+    def looking(self, x, which=None):
         if which is None:
             return (self.scaled(x, 0) + self.scaled(x, 1)).sum()
         return self.scaled(x, which).sum()
+
+    one, other = Linear(8, 8, 1), Linear(8, 8, 2)
+    inner = cell_of(scaled, cells_elsewhere=lambda: (one, other), factor=1.0)
+    return cell_of(looking, one=one, other=other, scaled=inner)
 
 
 @on_ranks(2)
 def case_nothing_stale_is_reused():
     """Weights from elsewhere, flags and numbers that change, in PyNative and in functions compiled before."""
     mesh = init_device_mesh((2,), ("tp",))
-    net, single = shard(Looking(), mesh, plan={"one": {"weight": COLUMNS}, "other": {"weight": ROWS}}), Looking()
+    net, single = shard(looking(), mesh, plan={"one": {"weight": COLUMNS}, "other": {"weight": ROWS}}), looking()
 
     def call(x, which):
         return net(x, which)
@@ -277,7 +268,7 @@ def case_nothing_stale_is_reused():
     for cell in (net, single):
         cell.scaled.training = False
     check(1)
-    with pytest.raises(TypeError, match=r"the root Cell \(Looking\): a sharded Cell takes tensors, numbers"):
+    with pytest.raises(TypeError, match=r"the root Cell \(looking\): a sharded Cell takes tensors, numbers"):
         net(numbers(), np.ones(1))
     with pytest.raises(ValueError, match="put Cell 'one' into it before shard"):
         net.one = Linear(8, 8, 3)

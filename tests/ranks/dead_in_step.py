@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 from mindspore import Tensor, nn
+from small_cells import cell_of
 
 from mindformers_core import communication
 from mindformers_core.mesh import DeviceMesh
@@ -16,19 +17,13 @@ world = communication.init_distributed(timeout=5)  # so that the scheduler ends 
 pair = world.rank // 2
 
 
-class Part(nn.Cell):
-    """Two layers and a loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.CellList([nn.Dense(256, 256, has_bias=False) for _ in range(2)])
-
-    def construct(self, x):
-        return self.layers[1](self.layers[0](x)).square().mean()
+def construct(self, x):
+    return self.layers[1](self.layers[0](x)).square().mean()
 
 
 mesh = DeviceMesh((2,), ("dp",), (2 * pair, 2 * pair + 1))
-net = hsdp(Part(), 2, optimizer_level=("level1", "level3")[pair], mesh=mesh)
+layers = nn.CellList([nn.Dense(256, 256, has_bias=False) for _ in range(2)])
+net = hsdp(cell_of(construct, layers=layers), 2, optimizer_level=("level1", "level3")[pair], mesh=mesh)
 gradient_of, optimizer = value_and_grad(net), nn.SGD(net.trainable_params(), 0.1)
 x = Tensor(np.ones((4, 256), np.float32))
 optimizer(gradient_of(x)[1])

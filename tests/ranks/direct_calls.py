@@ -2,6 +2,7 @@
 
 import numpy as np
 from mindspore import Tensor
+from operator_calls import local
 
 from mindformers_core.generation.operator_source import operator_source
 from mindformers_core.operators import signature_of, tensor_meta
@@ -17,13 +18,14 @@ class Operator:
         self.name = name
 
     def __call__(self, *args, **kwargs):
-        tensors, shown = [], []
-        args, kwargs = replaced((args, kwargs), Tensor, lambda tensor: tensors.append(tensor) or tensor)
-        replaced((args, kwargs), Tensor, lambda tensor: shown.append((tensor.shape, str(tensor.dtype))))
-        key = self.name, str(replaced((args, kwargs), Tensor, lambda tensor: "t")), str(shown)
+        tensors = {}
+        replaced((args, kwargs), Tensor, lambda tensor: tensors.setdefault(id(tensor), tensor))
+        places = {each: place for place, each in enumerate(tensors)}
+        shown = replaced((args, kwargs), Tensor, lambda tensor: f"{places[id(tensor)]} {tensor.shape} {tensor.dtype}")
+        key = self.name, str(shown)
         if key not in _COMPILED:
-            _COMPILED[key] = _compiled(operator_source(self.name, args, kwargs), tensors)
-        return _COMPILED[key](*tensors)
+            _COMPILED[key] = _compiled(operator_source(self.name, args, kwargs), tensors.values())
+        return _COMPILED[key](*tensors.values())
 
 
 def _compiled(call, tensors):
@@ -48,20 +50,13 @@ def replaced(value, kind, replacement):
     return value
 
 
-def _local(array):
-    """As MindSpore takes arrays on CPU: floats and indices of 32 bits."""
-    array = np.asarray(array)
-    narrow = {"f": np.float32, "i": np.int32 if array.ndim else array.dtype}
-    return Tensor(array.astype(narrow.get(array.dtype.kind, array.dtype)))
-
-
 class DirectCall:
     """A `Call` of `operator_calls` as a function of its tensors, `values`, with the `signature` of its rule."""
 
     def __init__(self, call):
         self.operator, self.call, self.values = Operator(call.name), call, []
         kinds = (np.ndarray, np.generic)
-        replaced((tuple(call.args), call.named), kinds, lambda array: self.values.append(_local(array)))
+        replaced((tuple(call.args), call.named), kinds, lambda array: self.values.append(Tensor(local(array))))
         metas = iter([tensor_meta(value.shape, str(value.dtype).lower()) for value in self.values])
         args, named = replaced((tuple(call.args), call.named), kinds, lambda _: next(metas))
         self.signature = signature_of(call.name, args, named)

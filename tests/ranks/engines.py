@@ -8,7 +8,7 @@ import numpy as np
 from graph_collectives import count_in_graph
 from mindspore import Tensor
 from models import EXAMPLES, axes_of
-from one_card import part_of
+from one_card import part_of, same
 from truth import once
 
 from mindformers_core.communication import count_collectives
@@ -100,7 +100,7 @@ def check_in_pynative(name, mesh, mode):
     """
     cell, args, kwargs = sharded(name, mesh, mode)
     what = f"{name} on {mesh}, {mode}"
-    _same(tree_map(_whole, cell(*args, **kwargs)), truth(name).result, what)
+    same(tree_map(_whole, cell(*args, **kwargs)), truth(name).result, TOLERANCE, what)
     with count_collectives() as counts:
         loss, gradients = step_of(cell, EXAMPLES[name])(*args, **kwargs)
     _compare(what, truth(name), cell, _whole(loss), gradients)
@@ -136,19 +136,3 @@ def _array(leaf):
 
 def _whole(leaf):
     return _array(leaf.full_tensor() if isinstance(leaf, DTensor) else leaf)
-
-
-def _same(found, expected, what):
-    """Whether two structures are alike."""
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), what
-        found, expected = list(found.values()), list(expected.values())
-    if isinstance(expected, (tuple, list)):
-        assert len(found) == len(expected), what
-        for one, other in zip(found, expected):
-            _same(one, other, what)
-    elif isinstance(expected, np.ndarray):
-        assert found.dtype == expected.dtype, f"{what}: {found.dtype}, on one card {expected.dtype}"
-        np.testing.assert_allclose(found, expected, TOLERANCE, TOLERANCE, err_msg=what)
-    else:
-        assert found == expected, f"{what}: {found}, on one card {expected}"

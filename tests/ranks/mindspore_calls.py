@@ -4,7 +4,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-F, N, B = "float", "int", "bool"  # kinds of inputs: normal numbers, indices below 4, booleans
+F, N, B = "float32", "int32", "bool"  # kinds of inputs: normal numbers, indices below 4, booleans
 
 SCALE = Tensor(np.linspace(-1, 1, 8, dtype=np.float32))  # MindSpore's own gradient fails where a scale is a plain input
 

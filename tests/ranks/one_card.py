@@ -42,6 +42,24 @@ def draw(random, shape, kind="float32"):
     return Tensor(random.random(shape) < 0.5) if kind == "bool" else Tensor(random.normal(size=shape).astype(kind))
 
 
+def same(found, expected, tolerance=1e-5, what=""):
+    """Assert that two results have the same structure, dtypes and values."""
+    if isinstance(expected, (Tensor, np.ndarray)):
+        assert found.shape == expected.shape and found.dtype == expected.dtype, f"{what}: {found}, {expected}"
+        found, expected = (each.asnumpy() if isinstance(each, Tensor) else each for each in (found, expected))
+        np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance, err_msg=what)
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), what
+        for name in expected:
+            same(found[name], expected[name], tolerance, what)
+    elif isinstance(expected, (tuple, list)):
+        assert type(found) is type(expected) and len(found) == len(expected), what
+        for one, other in zip(found, expected):
+            same(one, other, tolerance, what)
+    else:
+        assert found == expected, f"{what}: {found}, on one card {expected}"
+
+
 def check(name, function, values, choices, rtol=1e-5, atol=1e-5, differentiable=True):
     """Compare `function` of distributed tensors with `function` of whole ones.
 
