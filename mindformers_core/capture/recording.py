@@ -19,7 +19,7 @@ from mindformers_core.operators import TensorMeta
 from mindformers_core.program.graph import CallNode, OperatorNode, PrimitiveUse
 from mindformers_core.program.structure import tree_leaves, tree_map
 
-__all__ = ["Recorder", "any_leaf"]
+__all__ = ["Recorder"]
 
 _MESSAGE_END = re.compile(r"\n\s*-{20,}")  # where MindSpore goes on with its C++ stack
 
@@ -169,13 +169,13 @@ class Recorder:
             raise self.error(f"operator '{name}' changes a tensor in place: use its result, as in x = x + y")
         args, kwargs = self.stand_in(args), self.stand_in(kwargs)
         metas = self._infer(func, primitive, args, kwargs)
-        if self._silent or not any_leaf(_is_tensor, metas):
+        if self._silent or not tree_leaves(metas, Tensor):
             return tree_map(self._unlisted, metas)
         return self._write(func, kind, primitive, args, kwargs, metas)
 
     def _unlisted(self, leaf):
         """A traced tensor of no graph, around a meta tensor."""
-        return Traced.around(self, leaf, Made(None, None)) if _is_tensor(leaf) else leaf
+        return Traced.around(self, leaf, Made(None, None)) if isinstance(leaf, Tensor) else leaf
 
     def _write(self, func, kind, primitive, args, kwargs, metas):
         """Record an operator, and return the traced results."""
@@ -207,9 +207,7 @@ class Recorder:
             call, named = tree_map(real, (tuple(args), kwargs))
             with self._unrecorded():
                 result = func(*call, **named) if primitive is None else func(primitive, func.name, call)
-            found = []
-            tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, result)
-            return found
+            return tree_leaves(result, Tensor)
 
         return compute
 
@@ -254,18 +252,18 @@ class Recorder:
 
     def stand_in(self, structure):
         """The structure with a traced tensor in the place of every plain one; itself where there is none."""
+        if all(type(tensor) is Traced for tensor in tree_leaves(structure, Tensor)):
+            return structure
+        return tree_map(self._traced, structure)
 
-        def replace(leaf):
-            return self._loose_tensor(leaf) if _is_plain(leaf) else leaf
-
-        return tree_map(replace, structure) if any_leaf(_is_plain, structure) else structure
-
-    def _loose_tensor(self, tensor):
-        if isinstance(tensor, Parameter):
-            raise self.stray(tensor)
-        if id(tensor) not in self._loose:
-            self._loose[id(tensor)] = self.hold(tensor, None)  # which keeps the tensor, and so its id
-        return self._loose[id(tensor)]
+    def _traced(self, leaf):
+        if not isinstance(leaf, Tensor) or type(leaf) is Traced:
+            return leaf
+        if isinstance(leaf, Parameter):
+            raise self.stray(leaf)
+        if id(leaf) not in self._loose:
+            self._loose[id(leaf)] = self.hold(leaf, None)  # which keeps the tensor, and so its id
+        return self._loose[id(leaf)]
 
 
 @cache
@@ -285,25 +283,8 @@ def _count_inputs(primitive, args):
     parameters = inspect.signature(type(primitive).__call__).parameters.values()
     if not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
         return min(len(args), len(parameters) - 1)
-    given = max((place + 1 for place, argument in enumerate(args) if any_leaf(_is_tensor, argument)), default=0)
+    given = max((place + 1 for place, argument in enumerate(args) if tree_leaves(argument, Tensor)), default=0)
     return given if len(args) - given == len(primitive.init_attrs) else len(args)
-
-
-def any_leaf(predicate, structure):
-    """Whether the predicate is true of any leaf in tuples, lists and dicts."""
-    if isinstance(structure, (tuple, list)):
-        return any(any_leaf(predicate, entry) for entry in structure)
-    if isinstance(structure, dict):
-        return any_leaf(predicate, tuple(structure.values()))
-    return predicate(structure)
-
-
-def _is_tensor(leaf):
-    return isinstance(leaf, Tensor)
-
-
-def _is_plain(leaf):
-    return isinstance(leaf, Tensor) and type(leaf) is not Traced
 
 
 def _meta_leaf(leaf):

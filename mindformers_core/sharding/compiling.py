@@ -21,7 +21,7 @@ from mindformers_core.communication.world import process_state, world
 from mindformers_core.dtensor.dtensor import DTensor
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators import TensorMeta
-from mindformers_core.program.structure import tree_map
+from mindformers_core.program.structure import tree_leaves
 from mindformers_core.sharding.first_inputs import compare_inputs
 
 __all__ = ["choose_program", "jit", "register_cell"]
@@ -95,8 +95,7 @@ def _eager_error(tree, path):
 
 def _missing_program(tree, path, args, kwargs):
     """The error message for a call in a graph that has no program."""
-    shown = []
-    tree_map(lambda leaf: shown.append(str(leaf)) if isinstance(leaf, TensorMeta) else None, (args, kwargs))
+    shown = map(str, tree_leaves((args, kwargs), TensorMeta))
     before = "prepare(cell, *inputs), or a call with such inputs in PyNative"
     if tree.activations.marks:
         before = "prepare(cell, *inputs, compiled=True)"
@@ -151,7 +150,11 @@ def jit(function=None, **options):
 
     @wraps(function if not isinstance(function, ms.nn.Cell) else function.construct)
     def run(*args, **kwargs):
-        tree_map(_check_plain, (args, kwargs))
+        for tensor in tree_leaves((args, kwargs), DTensor):
+            raise TypeError(
+                f"a function compiled by jit() works on local tensors, and got a DTensor of shape {tensor.shape} that "
+                f"lives as {tensor.layout}: pass x.to_local(), in the layout that the Cell declares for its input"
+            )
         made, outer = [], _STATE.get("met")
         while True:
             _STATE["met"] = []
@@ -195,8 +198,7 @@ def _compare_inputs(tree, path, args, kwargs):
         return
     layouts = [program.frame.layouts[value.id] for value in program.inputs]
     shards = {axis: layout.placement(axis) for layout in layouts for dim in layout.dims for axis in dim}
-    tensors = []
-    tree_map(lambda leaf: tensors.append(leaf) if type(leaf) is ms.Tensor else None, (args, kwargs))
+    tensors = [leaf for leaf in tree_leaves((args, kwargs), ms.Tensor) if type(leaf) is ms.Tensor]
     inputs = [(f"argument {place}", tensor) for place, tensor in enumerate(tensors)]
     compare_inputs(tree.label(""), tree.mesh, inputs, [shards] * len(inputs))
 
@@ -208,11 +210,3 @@ def _remove_dump():
     for left in (folder, folder.parent):
         if left.is_dir() and not any(left.iterdir()):
             left.rmdir()
-
-
-def _check_plain(leaf):
-    if isinstance(leaf, DTensor):
-        raise TypeError(
-            f"a function compiled by jit() works on local tensors, and got a DTensor of shape {leaf.shape} that lives "
-            f"as {leaf.layout}: pass x.to_local(), in the layout that the Cell declares for its input"
-        )

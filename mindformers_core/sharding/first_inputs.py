@@ -71,9 +71,12 @@ def check_equal_shapes(label, described):
     for rank, inputs in described.items():
         shapes.setdefault(tuple(f"'{name}' {shape}" for name, shape, _, _ in inputs), []).append(rank)
     if len(shapes) > 1:
-        said = "; ".join(f"ranks {_shown(ranks)} {', '.join(shape)}" for shape, ranks in shapes.items())
+        said = []
+        for shape, ranks in shapes.items():
+            shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+            said.append(f"ranks {shown} {', '.join(shape)}")
         raise ValueError(
-            f"{label} is called with parts of different shapes: {said}: all ranks have to call it alike, so pad or "
+            f"{label} is called with parts of different shapes: {'; '.join(said)}: all ranks have to call it alike, so pad or "
             "drop the last batch, or share it out evenly"
         )
 
@@ -116,7 +119,3 @@ def suspicious_inputs(label, mesh, described, placements):
                 "shards it (check_inputs=False switches this check off)"
             )
     return found
-
-
-def _shown(ranks):
-    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
