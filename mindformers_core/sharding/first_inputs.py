@@ -76,8 +76,8 @@ def check_equal_shapes(label, described):
             shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
             said.append(f"ranks {shown} {', '.join(shape)}")
         raise ValueError(
-            f"{label} is called with parts of different shapes: {'; '.join(said)}: all ranks have to call it alike, so pad or "
-            "drop the last batch, or share it out evenly"
+            f"{label} is called with parts of different shapes: {'; '.join(said)}: all ranks have to call it alike, so "
+            "pad or drop the last batch, or share it out evenly"
         )
 
 
