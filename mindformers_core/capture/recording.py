@@ -1,4 +1,4 @@
-"""The recorder of a capture: a frame for every call of a Cell, a node for every operator on traced tensors."""
+"""The recorder of a capture: a graph for every call of a Cell, a node for every operator on traced tensors."""
 
 import inspect
 import re
@@ -11,7 +11,7 @@ from mindspore import dtype as mstype
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.ops import Primitive, tensor_method
 
-from mindformers_core.capture.frame import Frame, Held, Made, plain_leaf
+from mindformers_core.capture.open_call import Held, Made, OpenCall, plain_leaf
 from mindformers_core.capture.traced import CaptureError, Traced, call_site
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.move import dtype_name
@@ -29,14 +29,14 @@ class Recorder:
 
     Attributes:
         tree: the `CapturedTree`: it knows the names of Cells and parameters.
-        frames: the calls that are open, innermost last.
+        open_calls: the calls that are open, innermost last.
         inferring: whether an operator is run on the meta device right now.
         root: the finished `CellGraph` of the root.
     """
 
     def __init__(self, tree):
         self.tree = tree
-        self.frames = []
+        self.open_calls = []
         self.inferring = False
         self.root = None
         self._silent = False
@@ -65,13 +65,13 @@ class Recorder:
     def error(self, text):
         """A `CaptureError` that names the Cell and the line."""
         source, _ = call_site()
-        frame = self.frames[-1] if self.frames else None
-        if frame is None:
+        call = self.open_calls[-1] if self.open_calls else None
+        if call is None:
             return CaptureError(f"{source}: {text}")
         if source is None:
-            code = inspect.unwrap(self.tree.kind(frame.cell).construct).__code__
+            code = inspect.unwrap(self.tree.kind(call.cell).construct).__code__
             source = f"{code.co_filename}:{code.co_firstlineno}"
-        return CaptureError(f"in {self.tree.label(frame.cell)}, {source}: {text}")
+        return CaptureError(f"in {self.tree.label(call.cell)}, {source}: {text}")
 
     def values_of(self, tensor, what):
         """The plain tensor with a constant's values, computed only now if need be. An error for any other."""
@@ -98,17 +98,16 @@ class Recorder:
         """A Cell's `construct(*args, **kwargs)`, recorded as a node of the caller and as a graph of its own."""
         source, _ = call_site()
         args, kwargs = self.stand_in(args), self.stand_in(kwargs)
-        caller = self.frames[-1] if self.frames else None
+        caller = self.open_calls[-1] if self.open_calls else None
         shown = ((), {}) if caller is None else tree_map(caller.leaf, (args, kwargs))
-        frame = Frame(self.tree, cell, self._calls)
+        call = OpenCall(self.tree, cell, self._calls, construct, args, kwargs, caller)
         self._calls += 1
-        frame.take_arguments(construct, args, kwargs, caller)
-        self.frames.append(frame)
+        self.open_calls.append(call)
         try:
             result = self.stand_in(construct(*args, **kwargs))
-            graph = frame.finish(result)
+            graph = call.finish(result)
         finally:
-            self.frames.pop()
+            self.open_calls.pop()
         if caller is None:
             self.root = graph
             return result
@@ -118,7 +117,7 @@ class Recorder:
             if not isinstance(leaf, Traced):
                 return leaf
             if id(leaf) not in received:
-                made = caller.new_value(leaf, name, frame.value_of(leaf).constant)
+                made = caller.new_value(leaf, name, call.value_of(leaf).constant)
                 known = (leaf.original, leaf.deferred) if made.constant else (None, None)
                 received[id(leaf)] = Traced.around(self, leaf.meta, Made(caller, made), *known)
             return received[id(leaf)]
@@ -142,20 +141,20 @@ class Recorder:
             hints: of the results. Default: the operator.
             values: of an operator on constants a function that computes the tensors among its results; else None.
         """
-        frame = self.frames[-1]
-        shown = tree_map(frame.leaf, (args, kwargs))
+        call = self.open_calls[-1]
+        shown = tree_map(call.leaf, (args, kwargs))
         numbered = enumerate(hints or repeat(operator))
 
         def make(leaf):
             if not isinstance(leaf, Tensor):
                 return leaf
             place, hint = next(numbered)
-            made = Made(frame, frame.new_value(leaf, hint, values is not None))
+            made = Made(call, call.new_value(leaf, hint, values is not None))
             return Traced.around(self, leaf, made, deferred=values and (lambda: values()[place]))
 
         results = tree_map(make, metas)
-        outputs, (source, _) = tree_map(frame.leaf, results), call_site()
-        frame.nodes.append(OperatorNode(operator, kind, *shown, outputs, primitive, attribute, source))
+        outputs, (source, _) = tree_map(call.leaf, results), call_site()
+        call.nodes.append(OperatorNode(operator, kind, *shown, outputs, primitive, attribute, source))
         return results
 
     def operator(self, func, args, kwargs):
@@ -179,9 +178,9 @@ class Recorder:
 
     def _write(self, func, kind, primitive, args, kwargs, metas):
         """Record an operator, and return the traced results."""
-        name, frame, use = func.name, self.frames[-1], None
+        name, call, use = func.name, self.open_calls[-1], None
         shown = tuple(args[: WITHOUT_SEEDS.get(name)])
-        used = tree_leaves(tree_map(frame.leaf, (shown, kwargs)))
+        used = tree_leaves(tree_map(call.leaf, (shown, kwargs)))
         if primitive is not None:
             attributes = tree_map(plain_leaf, dict(primitive.init_attrs))
             if name in WITHOUT_SEEDS:
@@ -190,7 +189,7 @@ class Recorder:
             use = PrimitiveUse(kind_of.__module__, kind_of.__name__, attributes, _count_inputs(primitive, args))
         _, called = call_site()
         attribute = None if called is None else vars(called).get("instance_name")
-        if not attribute or frame.cell.__dict__.get(attribute) is not called:
+        if not attribute or call.cell.__dict__.get(attribute) is not called:
             attribute = None
         constant = bool(used) and all(value.constant for value in used)
         values = self._computing(func, primitive, args, kwargs) if constant else None
