@@ -1,9 +1,9 @@
-"""`capture()`: run a Cell tree once on shapes alone, and get the graph of what it does.
+"""`capture()`: run a Cell tree once on shapes alone, and record its operators as a graph.
 
-The tree runs as it is, in Python, with traced tensors in the place of inputs, parameters and constants. Every
-operator that meets one comes to the recorder (by MindSpore's `__fallback__`, or by its dispatch mode for the few that
-don't ask), which runs it on the meta device. The user's code itself runs on the real device, so that plain tensors that
-it makes have values: they are the graph's constants.
+The tree runs unchanged, in Python, with traced tensors in the place of inputs, parameters and constants. Every operator
+on a traced tensor reaches the recorder (by MindSpore's `__fallback__`, or by its dispatch mode for the operators that
+ignore `__fallback__`), which runs it on the meta device. The user's code itself runs on the real device, so that plain
+tensors made by it have values: they are the graph's constants.
 """
 
 import inspect
@@ -46,11 +46,11 @@ _WITHOUT_COMPILING = (
 
 
 def capture(cell, *inputs, **named_inputs):
-    """What `cell(*inputs, **named_inputs)` would do, without computing anything.
+    """The graph of `cell(*inputs, **named_inputs)`, without computing anything.
 
-    Runs on any machine, for any size, and for operators without a kernel. The tree, its parameters and the state of the
-    random generators are afterwards what they were. Operators among plain tensors that `construct` makes are run. Hooks
-    of Cells are not: they belong to the call of a Cell, not to what it computes.
+    Works on any machine, for any size, and for operators without a kernel. The tree, its parameters and the state of
+    the random generators are restored. Operators among plain tensors that `construct` makes are run. Hooks of Cells are
+    not run: they belong to the call of a Cell, not to its computation.
 
     Args:
         cell: a Cell that isn't sharded, built in any way, also under `ms.DeviceCtx("meta")`.

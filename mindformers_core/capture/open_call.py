@@ -1,4 +1,4 @@
-"""One call of a Cell while it is captured: the graph that grows, and the names of what it meets."""
+"""One call of a Cell during a capture: the growing graph, and the Values of its tensors."""
 
 from collections import namedtuple
 from inspect import signature
@@ -106,7 +106,7 @@ class OpenCall:
                 "DeviceCtx('meta'), inside construct, or as a Parameter (a copy by Tensor(x) is such a one: use x)"
             )
         array = (plain.astype(mstype.float32) if plain.dtype == mstype.bfloat16 else plain).asnumpy()
-        return array if path is None else array.copy()  # what a tree keeps may change
+        return array if path is None else array.copy()  # attributes of Cells may change
 
     def finish(self, result):
         """The finished graph."""

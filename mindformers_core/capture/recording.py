@@ -21,7 +21,7 @@ from mindformers_core.program.structure import tree_leaves, tree_map
 
 __all__ = ["Recorder"]
 
-_MESSAGE_END = re.compile(r"\n\s*-{20,}")  # where MindSpore goes on with its C++ stack
+_MESSAGE_END = re.compile(r"\n\s*-{20,}")  # the start of MindSpore's C++ stack
 
 
 class Recorder:
@@ -30,7 +30,7 @@ class Recorder:
     Attributes:
         tree: the `CapturedTree`: it knows the names of Cells and parameters.
         open_calls: the calls that are open, innermost last.
-        inferring: whether an operator is run on the meta device right now.
+        inferring: whether operators run unrecorded, on the meta device or on constants.
         root: the finished `CellGraph` of the root.
     """
 
@@ -74,7 +74,7 @@ class Recorder:
         return CaptureError(f"in {self.tree.label(call.cell)}, {source}: {text}")
 
     def values_of(self, tensor, what):
-        """The plain tensor with a constant's values, computed only now if need be. An error for any other."""
+        """The plain tensor with the values of a constant, computed by the first call; an error for any other tensor."""
         if tensor.original is None and tensor.deferred is not None:
             tensor.original = tensor.deferred()
         if tensor.original is not None and not isinstance(tensor.original, Parameter):

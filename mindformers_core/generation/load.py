@@ -1,4 +1,4 @@
-"""Generated modules as real files: `@ms.jit` reads the source of what it compiles, and a debugger steps through it."""
+"""Generated modules as files: `@ms.jit` reads the source of the functions to compile, and a debugger steps through."""
 
 import atexit
 import os

@@ -27,7 +27,7 @@ class ModuleSource:
         header: lines of the module's docstring.
         defer_weights: whether matmuls split the gradients of their weights off: see `deferral.py`.
         separate_collectives: whether each call of a collective has an object of its own: where PyNative differentiates
-            a graph that recomputes Cells, MindSpore confuses what several calls of one have saved.
+            a graph that recomputes Cells, MindSpore mixes up the saved tensors of several calls of one object.
 
     Attributes:
         text: the source.
@@ -124,13 +124,13 @@ class ModuleSource:
 
     @staticmethod
     def called_name(call):
-        """What the result of a call of a Cell may be called."""
+        """A variable's name for the result of a call of a Cell."""
         name = (call.node.child or call.node.graph.path).rpartition(".")[2]
         return name if name.isidentifier() else snake_case(call.node.graph.class_name.rpartition(".")[2])
 
     @staticmethod
     def operator_name(operator):
-        """What the result of an operator may be called."""
+        """A variable's name for the result of an operator."""
         return snake_case(operator).removesuffix("_ext").removesuffix("_ext_view").removesuffix("_view")
 
     @staticmethod

@@ -1,10 +1,10 @@
 """`@ms.jit` and sharded Cells: while MindSpore compiles a call, Python chooses the generated program of the call.
 
-MindSpore infers types before it compiles, and asks Python for what an operator of ours gives at that moment: the name
-of the method that holds the program. So the choice takes place in the middle of a compilation, and nothing of it is
-left in the graph. A capture can't (classic primitives don't run on the meta device then): `jit()` makes a missing
-program after the compilation has stopped at it, and compiles again. It stops at a shape that is none: of an error that
-is raised in Python MindSpore writes a page, and a file; of this one, which its bindings raise, nothing.
+MindSpore infers types before it compiles, and calls Python for the result of an operator of ours: the name of the
+method that holds the program. So the choice takes place during a compilation, and the graph has no trace of it. A
+capture can't take place there (classic primitives don't run on the meta device then): `jit()` makes a missing program
+after the compilation has stopped at it, and compiles again. The compilation stops at an invalid shape: for an error
+raised in Python MindSpore writes a long message and a file; for this one, raised by its bindings, nothing.
 """
 
 import os
@@ -182,7 +182,7 @@ def jit(function=None, **options):
 
 
 def _make_program(tree, path, args, kwargs, made):
-    """Make what a compilation stopped at; gives its tree and key. An error where that is among those `made` already."""
+    """Make the program at which a compilation stopped; returns tree and key. An error if it is among `made`."""
     with tree.for_compiled():
         key = tree, tree.key(path, args, kwargs)
         if key in made:
@@ -192,7 +192,7 @@ def _make_program(tree, path, args, kwargs, made):
 
 
 def _compare_inputs(tree, path, args, kwargs):
-    """Compare what a compiled function is called with, which the root Cell's inputs come from, among the ranks."""
+    """Compare the arguments of a compiled function, the source of the root's inputs, among the ranks."""
     (*_, program) = tree.programs.values()
     if not tree.check_inputs or path != "" or not program.communicates:
         return
@@ -204,7 +204,7 @@ def _compare_inputs(tree, path, args, kwargs):
 
 
 def _remove_dump():
-    """Remove what MindSpore writes down of a compilation that fails, and the folders that it made for it."""
+    """Remove the dump that MindSpore writes when a compilation fails, and the folders created for it."""
     folder = Path(os.environ.get("MS_OM_PATH") or ".") / f"rank_{world().rank}" / "om"
     (folder / "analyze_fail.ir").unlink(missing_ok=True)
     for left in (folder, folder.parent):

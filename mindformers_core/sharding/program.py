@@ -1,4 +1,4 @@
-"""The programs of a sharded tree: for every signature that comes, one captured, propagated and generated module."""
+"""The programs of a sharded tree: for every signature one captured, propagated and generated module."""
 
 import inspect
 import logging
