@@ -133,9 +133,8 @@ def primitive_source(primitive, hint, args):
     """The `Call` of a classic primitive.
 
     Args:
-        primitive: the `PrimitiveUse`.
-        hint: the name to start from of its instance.
-        args: of the call, as of `operator_source`.
+        primitive, hint: the `PrimitiveUse`, and the name to start from of its instance.
+        args: as of `operator_source`.
     """
     attributes = ", ".join(f"{key}={literal(value)}" for key, value in primitive.attributes.items())
     given = tuple(_constant("", value) for value in args[: primitive.inputs])
