@@ -35,12 +35,9 @@ class Recorder:
     """
 
     def __init__(self, tree):
-        self.tree = tree
-        self.open_calls = []
-        self.inferring = False
-        self.root = None
-        self._silent = False
-        self._calls = 0
+        self.tree, self.root = tree, None
+        self.open_calls, self._calls = [], 0
+        self.inferring = self._silent = False
         self._metas = {}  # (shape, dtype) -> meta tensor
         self._loose = {}  # id of a plain tensor -> its stand-in
 
