@@ -30,7 +30,7 @@ _AFTER = {  # step kind -> the hint for the name of the tensor after it
 }
 
 
-class Operand(TensorMeta):
+class NamedTensor(TensorMeta):
     """A tensor among the arguments of an operator: global shape, dtype, layout, and the variable that holds it."""
 
     __slots__ = ("name",)
@@ -276,7 +276,7 @@ class FunctionSource:
     def _operands(self, node, layouts):
         values = tree_leaves((node.args, node.kwargs))
         return [
-            Operand(self.variables[value.id, layout], value.shape, value.dtype, layout)
+            NamedTensor(self.variables[value.id, layout], value.shape, value.dtype, layout)
             for value, layout in zip(values, layouts)
         ]
 
@@ -312,6 +312,6 @@ class FunctionSource:
 
 
 def _filled(structure, operands):
-    """A structure with the `Operand`s, in order, in the place of every Value or `TensorMeta`."""
+    """A structure with the `NamedTensor`s, in order, in the place of every Value or `TensorMeta`."""
     rest = iter(operands)
     return tree_map(lambda leaf: next(rest) if isinstance(leaf, (Value, TensorMeta)) else leaf, structure)

@@ -175,7 +175,7 @@ class ModuleSource:
         return self._collectives[text]
 
     def operator_call(self, node, args, kwargs):
-        """An operator call as source; `Operand`s stand for tensors."""
+        """An operator call as source; `NamedTensor`s stand for tensors."""
         primitive = node.primitive
         if primitive is not None and args[primitive.inputs :] == node.args[primitive.inputs :] and not kwargs:
             call = primitive_source(primitive, self.operator_name(node.operator) + "_op", args)

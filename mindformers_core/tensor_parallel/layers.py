@@ -59,7 +59,7 @@ class ColumnParallelLinear(Linear):
     """A `Linear` whose output features are sharded over `tp`, and so the output.
 
     Args:
-        gather_output: whether every rank gets the whole output. Default: False.
+        gather_output: whether every rank gets the global output. Default: False.
         others: as `Linear`.
     """
 
