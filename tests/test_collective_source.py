@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from mindformers_core.communication import communicator
-from mindformers_core.generation.collective_source import collective_name, collective_source
+from mindformers_core.generation.module_source import collective_name, collective_source
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.redistribution import CPU, plan_redistribution

@@ -1,1 +1,1 @@
-"""Capture: a Cell tree runs once on shapes alone, and what it does is recorded as a graph that keeps its Cells."""
+"""Capture: a Cell tree runs once on shapes alone, and its operators are recorded as a graph for every Cell."""

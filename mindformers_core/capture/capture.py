@@ -1,9 +1,9 @@
-"""`capture()`: run a Cell tree once on shapes alone, and get the graph of what it does.
+"""`capture()`: run a Cell tree once on shapes alone, and record its operators as a graph.
 
-The tree runs as it is, in Python, with traced tensors in the place of inputs, parameters and constants. Every
-operator that meets one comes to the recorder (by MindSpore's `__fallback__`, or by its dispatch mode for the few that
-don't ask), which runs it on the meta device. The user's code itself runs on the real device, so that plain tensors that
-it makes have values: they are the graph's constants.
+The tree runs unchanged, in Python, with traced tensors in the place of inputs, parameters and constants. Every operator
+on a traced tensor reaches the recorder (by MindSpore's `__fallback__`, or by its dispatch mode for the operators that
+ignore `__fallback__`), which runs it on the meta device. The user's code itself runs on the real device, so that plain
+tensors made by it have values: they are the graph's constants.
 """
 
 import inspect
@@ -21,11 +21,11 @@ from mindspore.graph._utils.pijit_context import PIJitCaptureContext
 from mindspore.graph.api import _JitExecutor, _no_grad
 from mindspore.utils import MsDispatchMode
 
-from mindformers_core.capture.recording import Recorder, any_leaf
+from mindformers_core.capture.recording import Recorder
 from mindformers_core.capture.traced import Traced
 from mindformers_core.dtensor.indexing import index_tensor
 from mindformers_core.program.labels import cell_label
-from mindformers_core.program.structure import tree_map
+from mindformers_core.program.structure import tree_leaves, tree_map
 
 __all__ = ["capture"]
 
@@ -46,11 +46,11 @@ _WITHOUT_COMPILING = (
 
 
 def capture(cell, *inputs, **named_inputs):
-    """What `cell(*inputs, **named_inputs)` would do, without computing anything.
+    """The graph of `cell(*inputs, **named_inputs)`, without computing anything.
 
-    Runs on any machine, for any size, and for operators without a kernel. The tree, its parameters and the state of the
-    random generators are afterwards what they were. Operators among plain tensors that `construct` makes are run. Hooks
-    of Cells are not: they belong to the call of a Cell, not to what it computes.
+    Works on any machine, for any size, and for operators without a kernel. The tree, its parameters and the state of
+    the random generators are restored. Operators among plain tensors that `construct` makes are run. Hooks of Cells are
+    not run: they belong to the call of a Cell, not to its computation.
 
     Args:
         cell: a Cell that isn't sharded, built in any way, also under `ms.DeviceCtx("meta")`.
@@ -79,7 +79,8 @@ def capture(cell, *inputs, **named_inputs):
             ms.set_context(mode=ms.PYNATIVE_MODE)
             scope.callback(ms.set_context, mode=mode)
         if ms.get_context("device_target") == "meta":
-            scope.enter_context(DeviceCtx(_real_device()))
+            targets = [device for device, _ in _DEVICE_STACK.get_stack() if device != "meta"]
+            scope.enter_context(DeviceCtx(targets[0]))  # that around all `DeviceCtx("meta")` blocks
         scope.callback(ms.set_rng_state, ms.get_rng_state())
         scope.enter_context(_no_grad())
         scope.enter_context(recorder.tree.traced(recorder))
@@ -97,11 +98,6 @@ def _replace(scope, owner, name, value):
     """Replace an attribute until the `ExitStack` closes."""
     scope.callback(setattr, owner, name, inspect.getattr_static(owner, name))
     setattr(owner, name, value)
-
-
-def _real_device():
-    """The device target around all `DeviceCtx("meta")` blocks."""
-    return next(device for device, _ in _DEVICE_STACK.get_stack() if device != "meta")
 
 
 class CapturedTree:
@@ -207,13 +203,9 @@ class _Dispatched(MsDispatchMode):
                     f"operator '{func.name}' draws into a plain tensor, which can't be captured: draw with "
                     "mindspore.ops, or pass the numbers in"
                 )
-            if func.name in _DRAWING or any_leaf(_is_traced, args):
+            if func.name in _DRAWING or tree_leaves(args, Traced):
                 return recorder.operator(func, args, kwargs)
         return func(*args, **kwargs)
-
-
-def _is_traced(leaf):
-    return type(leaf) is Traced
 
 
 def _get_item(recorder):
@@ -221,8 +213,8 @@ def _get_item(recorder):
     get_item = Tensor.__getitem__
 
     def item(tensor, index):
-        is_traced = any_leaf(_is_traced, index)
-        return index_tensor(recorder.stand_in(tensor), index) if is_traced else get_item(tensor, index)
+        traced = tree_leaves(index, Traced)
+        return index_tensor(recorder.stand_in(tensor), index) if traced else get_item(tensor, index)
 
     return item
 

@@ -1,4 +1,4 @@
-"""The recorder of a capture: a frame for every call of a Cell, a node for every operator on traced tensors."""
+"""The recorder of a capture: a graph for every call of a Cell, a node for every operator on traced tensors."""
 
 import inspect
 import re
@@ -11,7 +11,7 @@ from mindspore import dtype as mstype
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.ops import Primitive, tensor_method
 
-from mindformers_core.capture.frame import Frame, Held, Made, plain_leaf
+from mindformers_core.capture.open_call import Held, Made, OpenCall, plain_leaf
 from mindformers_core.capture.traced import CaptureError, Traced, call_site
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.move import dtype_name
@@ -19,9 +19,9 @@ from mindformers_core.operators import TensorMeta
 from mindformers_core.program.graph import CallNode, OperatorNode, PrimitiveUse
 from mindformers_core.program.structure import tree_leaves, tree_map
 
-__all__ = ["Recorder", "any_leaf"]
+__all__ = ["Recorder"]
 
-_MESSAGE_END = re.compile(r"\n\s*-{20,}")  # where MindSpore goes on with its C++ stack
+_MESSAGE_END = re.compile(r"\n\s*-{20,}")  # the start of MindSpore's C++ stack
 
 
 class Recorder:
@@ -29,18 +29,15 @@ class Recorder:
 
     Attributes:
         tree: the `CapturedTree`: it knows the names of Cells and parameters.
-        frames: the calls that are open, innermost last.
-        inferring: whether an operator is run on the meta device right now.
+        open_calls: the calls that are open, innermost last.
+        inferring: whether operators run unrecorded, on the meta device or on constants.
         root: the finished `CellGraph` of the root.
     """
 
     def __init__(self, tree):
-        self.tree = tree
-        self.frames = []
-        self.inferring = False
-        self.root = None
-        self._silent = False
-        self._calls = 0
+        self.tree, self.root = tree, None
+        self.open_calls, self._calls = [], 0
+        self.inferring = self._silent = False
         self._metas = {}  # (shape, dtype) -> meta tensor
         self._loose = {}  # id of a plain tensor -> its stand-in
 
@@ -65,16 +62,16 @@ class Recorder:
     def error(self, text):
         """A `CaptureError` that names the Cell and the line."""
         source, _ = call_site()
-        frame = self.frames[-1] if self.frames else None
-        if frame is None:
+        call = self.open_calls[-1] if self.open_calls else None
+        if call is None:
             return CaptureError(f"{source}: {text}")
         if source is None:
-            code = inspect.unwrap(self.tree.kind(frame.cell).construct).__code__
+            code = inspect.unwrap(self.tree.kind(call.cell).construct).__code__
             source = f"{code.co_filename}:{code.co_firstlineno}"
-        return CaptureError(f"in {self.tree.label(frame.cell)}, {source}: {text}")
+        return CaptureError(f"in {self.tree.label(call.cell)}, {source}: {text}")
 
     def values_of(self, tensor, what):
-        """The plain tensor with a constant's values, computed only now if need be. An error for any other."""
+        """The plain tensor with the values of a constant, computed by the first call; an error for any other tensor."""
         if tensor.original is None and tensor.deferred is not None:
             tensor.original = tensor.deferred()
         if tensor.original is not None and not isinstance(tensor.original, Parameter):
@@ -98,17 +95,16 @@ class Recorder:
         """A Cell's `construct(*args, **kwargs)`, recorded as a node of the caller and as a graph of its own."""
         source, _ = call_site()
         args, kwargs = self.stand_in(args), self.stand_in(kwargs)
-        caller = self.frames[-1] if self.frames else None
+        caller = self.open_calls[-1] if self.open_calls else None
         shown = ((), {}) if caller is None else tree_map(caller.leaf, (args, kwargs))
-        frame = Frame(self.tree, cell, self._calls)
+        call = OpenCall(self.tree, cell, self._calls, construct, args, kwargs, caller)
         self._calls += 1
-        frame.take_arguments(construct, args, kwargs, caller)
-        self.frames.append(frame)
+        self.open_calls.append(call)
         try:
             result = self.stand_in(construct(*args, **kwargs))
-            graph = frame.finish(result)
+            graph = call.finish(result)
         finally:
-            self.frames.pop()
+            self.open_calls.pop()
         if caller is None:
             self.root = graph
             return result
@@ -118,7 +114,7 @@ class Recorder:
             if not isinstance(leaf, Traced):
                 return leaf
             if id(leaf) not in received:
-                made = caller.new_value(leaf, name, frame.value_of(leaf).constant)
+                made = caller.new_value(leaf, name, call.value_of(leaf).constant)
                 known = (leaf.original, leaf.deferred) if made.constant else (None, None)
                 received[id(leaf)] = Traced.around(self, leaf.meta, Made(caller, made), *known)
             return received[id(leaf)]
@@ -142,20 +138,20 @@ class Recorder:
             hints: of the results. Default: the operator.
             values: of an operator on constants a function that computes the tensors among its results; else None.
         """
-        frame = self.frames[-1]
-        shown = tree_map(frame.leaf, (args, kwargs))
+        call = self.open_calls[-1]
+        shown = tree_map(call.leaf, (args, kwargs))
         numbered = enumerate(hints or repeat(operator))
 
         def make(leaf):
             if not isinstance(leaf, Tensor):
                 return leaf
             place, hint = next(numbered)
-            made = Made(frame, frame.new_value(leaf, hint, values is not None))
+            made = Made(call, call.new_value(leaf, hint, values is not None))
             return Traced.around(self, leaf, made, deferred=values and (lambda: values()[place]))
 
         results = tree_map(make, metas)
-        outputs, (source, _) = tree_map(frame.leaf, results), call_site()
-        frame.nodes.append(OperatorNode(operator, kind, *shown, outputs, primitive, attribute, source))
+        outputs, (source, _) = tree_map(call.leaf, results), call_site()
+        call.nodes.append(OperatorNode(operator, kind, *shown, outputs, primitive, attribute, source))
         return results
 
     def operator(self, func, args, kwargs):
@@ -169,19 +165,19 @@ class Recorder:
             raise self.error(f"operator '{name}' changes a tensor in place: use its result, as in x = x + y")
         args, kwargs = self.stand_in(args), self.stand_in(kwargs)
         metas = self._infer(func, primitive, args, kwargs)
-        if self._silent or not any_leaf(_is_tensor, metas):
+        if self._silent or not tree_leaves(metas, Tensor):
             return tree_map(self._unlisted, metas)
         return self._write(func, kind, primitive, args, kwargs, metas)
 
     def _unlisted(self, leaf):
         """A traced tensor of no graph, around a meta tensor."""
-        return Traced.around(self, leaf, Made(None, None)) if _is_tensor(leaf) else leaf
+        return Traced.around(self, leaf, Made(None, None)) if isinstance(leaf, Tensor) else leaf
 
     def _write(self, func, kind, primitive, args, kwargs, metas):
         """Record an operator, and return the traced results."""
-        name, frame, use = func.name, self.frames[-1], None
+        name, call, use = func.name, self.open_calls[-1], None
         shown = tuple(args[: WITHOUT_SEEDS.get(name)])
-        used = tree_leaves(tree_map(frame.leaf, (shown, kwargs)))
+        used = tree_leaves(tree_map(call.leaf, (shown, kwargs)))
         if primitive is not None:
             attributes = tree_map(plain_leaf, dict(primitive.init_attrs))
             if name in WITHOUT_SEEDS:
@@ -190,7 +186,7 @@ class Recorder:
             use = PrimitiveUse(kind_of.__module__, kind_of.__name__, attributes, _count_inputs(primitive, args))
         _, called = call_site()
         attribute = None if called is None else vars(called).get("instance_name")
-        if not attribute or frame.cell.__dict__.get(attribute) is not called:
+        if not attribute or call.cell.__dict__.get(attribute) is not called:
             attribute = None
         constant = bool(used) and all(value.constant for value in used)
         values = self._computing(func, primitive, args, kwargs) if constant else None
@@ -207,9 +203,7 @@ class Recorder:
             call, named = tree_map(real, (tuple(args), kwargs))
             with self._unrecorded():
                 result = func(*call, **named) if primitive is None else func(primitive, func.name, call)
-            found = []
-            tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, result)
-            return found
+            return tree_leaves(result, Tensor)
 
         return compute
 
@@ -254,18 +248,18 @@ class Recorder:
 
     def stand_in(self, structure):
         """The structure with a traced tensor in the place of every plain one; itself where there is none."""
+        if all(type(tensor) is Traced for tensor in tree_leaves(structure, Tensor)):
+            return structure
+        return tree_map(self._traced, structure)
 
-        def replace(leaf):
-            return self._loose_tensor(leaf) if _is_plain(leaf) else leaf
-
-        return tree_map(replace, structure) if any_leaf(_is_plain, structure) else structure
-
-    def _loose_tensor(self, tensor):
-        if isinstance(tensor, Parameter):
-            raise self.stray(tensor)
-        if id(tensor) not in self._loose:
-            self._loose[id(tensor)] = self.hold(tensor, None)  # which keeps the tensor, and so its id
-        return self._loose[id(tensor)]
+    def _traced(self, leaf):
+        if not isinstance(leaf, Tensor) or type(leaf) is Traced:
+            return leaf
+        if isinstance(leaf, Parameter):
+            raise self.stray(leaf)
+        if id(leaf) not in self._loose:
+            self._loose[id(leaf)] = self.hold(leaf, None)  # which keeps the tensor, and so its id
+        return self._loose[id(leaf)]
 
 
 @cache
@@ -285,25 +279,8 @@ def _count_inputs(primitive, args):
     parameters = inspect.signature(type(primitive).__call__).parameters.values()
     if not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
         return min(len(args), len(parameters) - 1)
-    given = max((place + 1 for place, argument in enumerate(args) if any_leaf(_is_tensor, argument)), default=0)
+    given = max((place + 1 for place, argument in enumerate(args) if tree_leaves(argument, Tensor)), default=0)
     return given if len(args) - given == len(primitive.init_attrs) else len(args)
-
-
-def any_leaf(predicate, structure):
-    """Whether the predicate is true of any leaf in tuples, lists and dicts."""
-    if isinstance(structure, (tuple, list)):
-        return any(any_leaf(predicate, entry) for entry in structure)
-    if isinstance(structure, dict):
-        return any_leaf(predicate, tuple(structure.values()))
-    return predicate(structure)
-
-
-def _is_tensor(leaf):
-    return isinstance(leaf, Tensor)
-
-
-def _is_plain(leaf):
-    return isinstance(leaf, Tensor) and type(leaf) is not Traced
 
 
 def _meta_leaf(leaf):

@@ -34,11 +34,11 @@ class Traced(Tensor):
     """A tensor on the meta device, seen by a recorder.
 
     Attributes:
-        recorder: what records every operator.
+        recorder: the `Recorder` of the capture.
         meta: the plain meta tensor that operators are run with.
-        entry: what the tensor is, for the recorder: a `Value` with the frame that made it, a parameter or a constant.
-        original: the Parameter or plain tensor that it stands for, or None. A plain one's values may be read.
-        deferred: what computes `original`, for the result of an operator on constants; else None.
+        entry: its source, for the recorder: `Made` (a `Value` of an `OpenCall`) or `Held` (a parameter or constant).
+        original: the Parameter or plain tensor behind it, or None. The values of a plain tensor can be read.
+        deferred: for the result of an operator on constants a function that computes `original`; else None.
     """
 
     @staticmethod
@@ -52,7 +52,7 @@ class Traced(Tensor):
         return self.recorder.operator(func, args, kwargs or {})
 
     def __getattr__(self, name):
-        """What a Parameter has and a tensor hasn't: its name, whether it is trained, …."""
+        """Attributes of the Parameter behind it: `name`, `requires_grad`, …."""
         original = self.__dict__.get("original")
         if original is None or name.startswith("__"):
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
@@ -137,7 +137,7 @@ class Traced(Tensor):
 
 
 def call_site():
-    """Where the user's code is now, and which primitive it calls.
+    """The current line of the user's code, and the primitive that is called there.
 
     Returns:
         `file:line` of the innermost frame outside of MindSpore and of this engine, or else of the innermost one in a

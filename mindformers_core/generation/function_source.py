@@ -30,7 +30,7 @@ _AFTER = {  # step kind -> the hint for the name of the tensor after it
 }
 
 
-class Operand(TensorMeta):
+class NamedTensor(TensorMeta):
     """A tensor among the arguments of an operator: global shape, dtype, layout, and the variable that holds it."""
 
     __slots__ = ("name",)
@@ -145,10 +145,10 @@ class FunctionSource:
             expression = self._assign(use.value.hint, self.parts.stop_gradient(expression))
         self._enter(use.value, expression)
 
-    def _detached(self, value, layout):
-        """The variable that a deferred operator takes; detached here where other operators take the gradient."""
+    def _taken(self, value, layout, is_deferred=True):
+        """The variable that an operator takes; for a deferred one detached if other operators take the gradient."""
         variable = value.id, layout
-        if variable not in self.deferral.needed:
+        if not is_deferred or variable not in self.deferral.needed:
             return self.variables[variable]
         if variable not in self.detached:
             expression = self.parts.stop_gradient(self.variables[variable])
@@ -183,8 +183,7 @@ class FunctionSource:
         return f"{self.parts.keeper(self.keeper)}({', '.join([function, *inputs])})"
 
     def _move(self, move):
-        waits = (move.value.id, move.target) in self.deferral.waiting
-        source = self._detached(move.value, move.source) if waits else self.variables[move.value.id, move.source]
+        source = self._taken(move.value, move.source, (move.value.id, move.target) in self.deferral.waiting)
         self.variables[move.value.id, move.target] = self._redistributed(
             source, move.steps, move.value.dtype, f"{move.source} -> {move.target}"
         )
@@ -238,9 +237,7 @@ class FunctionSource:
             waiting = self.parts.deferrals.get(call.frame, NOTHING_DEFERRED).waiting
             names = self.parts.lifted_names(call.frame)
             for name, passed, (inner, layout) in zip(names, call.lifted, call.frame.lifted):
-                waits = (inner.id, layout) in waiting  # the callee defers its gradient
-                variable = self._detached(*passed) if waits else self.variables[passed[0].id, passed[1]]
-                args.append(f"{name}={variable}")
+                args.append(f"{name}={self._taken(*passed, is_deferred=(inner.id, layout) in waiting)}")
             if call in self.deferral.places:
                 args.append(f"{PRODUCTS}={PRODUCTS}[{self.deferral.places[call]}]")
             if self.frame.takes_weights:
@@ -256,7 +253,7 @@ class FunctionSource:
     def _deferred_operator(self, plan, values, hint):
         """A deferred operator: the object that stands for it takes the same tensors."""
         (x, weight, *bias), layouts = values, plan.inputs
-        args = [self.variables[x.id, layouts[0]], self._detached(weight, layouts[1])]
+        args = [self.variables[x.id, layouts[0]], self._taken(weight, layouts[1])]
         args += [self.variables[value.id, layout] for value, layout in zip(bias, layouts[2:])]
         expression = f"{PRODUCTS}[{self.deferral.places[plan]}]({', '.join(args)})"
         self._receive(plan.node.outputs, plan.outputs, self._hints(plan.node, hint), expression)
@@ -279,7 +276,7 @@ class FunctionSource:
     def _operands(self, node, layouts):
         values = tree_leaves((node.args, node.kwargs))
         return [
-            Operand(self.variables[value.id, layout], value.shape, value.dtype, layout)
+            NamedTensor(self.variables[value.id, layout], value.shape, value.dtype, layout)
             for value, layout in zip(values, layouts)
         ]
 
@@ -315,6 +312,6 @@ class FunctionSource:
 
 
 def _filled(structure, operands):
-    """A structure with the `Operand`s, in order, in the place of every Value or `TensorMeta`."""
+    """A structure with the `NamedTensor`s, in order, in the place of every Value or `TensorMeta`."""
     rest = iter(operands)
     return tree_map(lambda leaf: next(rest) if isinstance(leaf, (Value, TensorMeta)) else leaf, structure)

@@ -1,4 +1,4 @@
-"""Generated modules as real files: `@ms.jit` reads the source of what it compiles, and a debugger steps through it."""
+"""Generated modules as files: `@ms.jit` reads the source of the functions to compile, and a debugger steps through."""
 
 import atexit
 import os
@@ -55,8 +55,8 @@ def _folder():
         folder = Path(chosen) / f"rank_{world().rank}"
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-    known = process_state().memo(__name__)
-    if "folder" not in known:
-        known["folder"] = Path(tempfile.mkdtemp(prefix=f"mindformers_core_rank_{world().rank}_"))
-        atexit.register(shutil.rmtree, known["folder"], ignore_errors=True)
-    return known["folder"]
+    loaded = process_state().memo(__name__)
+    if "folder" not in loaded:
+        loaded["folder"] = Path(tempfile.mkdtemp(prefix=f"mindformers_core_rank_{world().rank}_"))
+        atexit.register(shutil.rmtree, loaded["folder"], ignore_errors=True)
+    return loaded["folder"]

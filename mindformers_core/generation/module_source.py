@@ -5,14 +5,15 @@ from keyword import iskeyword
 
 from mindspore import nn
 
-from mindformers_core.generation.collective_source import collective_name, collective_source
+from mindformers_core.communication.communicator import collective_attributes
 from mindformers_core.generation.function_source import FunctionSource
 from mindformers_core.generation.operator_source import operator_source, primitive_source
+from mindformers_core.layout import Layout
 from mindformers_core.program.deferral import PRODUCTS, deferrals
 from mindformers_core.program.naming import snake_case
 from mindformers_core.program.passed_weights import WEIGHTS
 
-__all__ = ["ModuleSource"]
+__all__ = ["ModuleSource", "collective_name", "collective_source"]
 
 _RESERVED = ("ms", "ops", "self", "program", "mesh", "collectives", "communicator", "DeviceMesh", "Layout")
 
@@ -27,7 +28,7 @@ class ModuleSource:
         header: lines of the module's docstring.
         defer_weights: whether matmuls split the gradients of their weights off: see `deferral.py`.
         separate_collectives: whether each call of a collective has an object of its own: where PyNative differentiates
-            a graph that recomputes Cells, MindSpore confuses what several calls of one have saved.
+            a graph that recomputes Cells, MindSpore mixes up the saved tensors of several calls of one object.
 
     Attributes:
         text: the source.
@@ -124,13 +125,13 @@ class ModuleSource:
 
     @staticmethod
     def called_name(call):
-        """What the result of a call of a Cell may be called."""
+        """A variable's name for the result of a call of a Cell."""
         name = (call.node.child or call.node.graph.path).rpartition(".")[2]
         return name if name.isidentifier() else snake_case(call.node.graph.class_name.rpartition(".")[2])
 
     @staticmethod
     def operator_name(operator):
-        """What the result of an operator may be called."""
+        """A variable's name for the result of an operator."""
         return snake_case(operator).removesuffix("_ext").removesuffix("_ext_view").removesuffix("_view")
 
     @staticmethod
@@ -174,7 +175,7 @@ class ModuleSource:
         return self._collectives[text]
 
     def operator_call(self, node, args, kwargs):
-        """An operator call as source; `Operand`s stand for tensors."""
+        """An operator call as source; `NamedTensor`s stand for tensors."""
         primitive = node.primitive
         if primitive is not None and args[primitive.inputs :] == node.args[primitive.inputs :] and not kwargs:
             call = primitive_source(primitive, self.operator_name(node.operator) + "_op", args)
@@ -192,6 +193,38 @@ class ModuleSource:
     def _global(self, hint):
         self.reserved.add(name := _unique(hint, self.reserved | self.variables))
         return name
+
+
+def collective_source(step, number=0):
+    """The expression for the Cell of a `Step`.
+
+    Args:
+        step: the `Step`. In the module `collectives` is the mesh's `Communicator`, and `mesh` the mesh.
+        number: distinguishes several equal collectives.
+
+    >>> all_gather = collective_source(step)
+    'collectives.make("all_gather", axes=("tp",), dim=1)'
+    """
+    attributes = {"axes": step.axes} | collective_attributes(step) | ({"number": number} if number else {})
+    return f'collectives.make("{step.kind}", {", ".join(f"{name}={_text(attributes[name])}" for name in attributes)})'
+
+
+def collective_name(step):
+    """The name of the Cell of a `Step`: `all_gather_tp_dim_1`, `reduce_scatter_dp_tp_dim_0_avg`.
+
+    Different permutes over the same axes have the same name.
+    """
+    shown = {"dim": "dim_{}", "to_dim": "to_{}", "op": "{}"}
+    attributes = [(name, value) for name, value in collective_attributes(step).items() if name in shown]
+    return "_".join(
+        [step.kind, *step.axes, *(shown[name].format(value) for name, value in attributes if value != "sum")]
+    )
+
+
+def _text(value):
+    """Python source of an attribute's value."""
+    text = f"Layout.on(mesh, {value.dims})" if isinstance(value, Layout) else repr(value)
+    return text.replace("'", '"')
 
 
 def _distinct(frame):

@@ -1,9 +1,9 @@
-"""How to call an operator from generated source, so that PyNative runs the call and `@ms.jit` compiles it.
+"""Source code of an operator call that PyNative runs and `@ms.jit` compiles.
 
-What `__fallback__` sees of an operator (an `OpCall`) can't be compiled. What can be is, in the order in which we look:
-a Tensor's method, where the operator is a variant of one and not on every device a kernel (`DeprecatedSum`, `TopkExt`);
-a ready object that takes all arguments by position (`matmul_ext_op`, `concat_impl`), as fast as any form in PyNative;
-and a class, of which one instance is made for each set of attributes (`ops.LayerNorm`).
+The `OpCall` of an operator in `__fallback__` can't be compiled. The forms that can be, in the order of the search: a
+Tensor's method, where the operator is a variant of one without a kernel on every device (`DeprecatedSum`, `TopkExt`); a
+ready object that takes all arguments by position (`matmul_ext_op`, `concat_impl`), as fast as any form in PyNative; and
+a class, of which one instance is made for each set of attributes (`ops.LayerNorm`).
 """
 
 import ast
@@ -25,7 +25,7 @@ from mindformers_core.program.structure import DType
 __all__ = ["Call", "literal", "operator_source", "primitive_source", "structure_source"]
 
 _REQUIRED = inspect.Parameter.empty
-_NAMED = frozenset({"beta", "alpha", "dtype", "output_size"})  # what methods and `full_like` take by name only
+_NAMED = frozenset({"beta", "alpha", "dtype", "output_size"})  # keyword-only parameters of methods and `full_like`
 _DTYPES = frozenset({"dtype", "output_type", "dst_type"})  # parameters that arrive as the numbers of dtypes
 _WORDS = {  # parameters that arrive as the numbers of words
     "data_format": ("NCHW", "NHWC", "NCDHW"),
@@ -50,7 +50,7 @@ class Call:
     Attributes:
         imports: lines that the module needs at its top.
         instance: None, or (name to start from, constructor expression) of an object to be made once, in the module.
-        function: what is called: a function, the `instance`, or, with a leading dot, a method of the first argument.
+        function: a function, the `instance`, or, with a leading dot, a method of the first argument.
         args: source for constants, and the placeholders of tensors; tuples may hold either.
         kwargs: likewise, by name.
     """
@@ -82,7 +82,7 @@ class _Form:
 
     Attributes:
         imports: an import line, or "".
-        function: as in `Call`; of a class, what constructs the instance.
+        function: as in `Call`; of a class its name.
         parameters: name -> default, of the call; None where they are unknown, and arguments are passed as they came.
         attributes: name -> default, of the constructor; None where there is nothing to construct.
         every: whether all parameters must be given.
@@ -98,10 +98,10 @@ class _Form:
 
 
 def operator_source(name: str, args: tuple, kwargs: dict | None = None, attributes: dict | None = None) -> Call:
-    """How one operator call is written.
+    """The `Call` of one operator.
 
     Args:
-        name: the operator, as `__fallback__` names it.
+        name: the operator's name in `__fallback__`.
         args, kwargs: its own arguments; in the place of every tensor an object that has its `shape` and `dtype`.
         attributes: of a classic primitive, its attributes by name (`primitive.init_attrs`).
 
@@ -133,9 +133,8 @@ def primitive_source(primitive, hint, args):
     """The `Call` of a classic primitive.
 
     Args:
-        primitive: the `PrimitiveUse`.
-        hint: the name to start from of its instance.
-        args: of the call, as of `operator_source`.
+        primitive, hint: the `PrimitiveUse`, and the name to start from of its instance.
+        args: as of `operator_source`.
     """
     attributes = ", ".join(f"{key}={literal(value)}" for key, value in primitive.attributes.items())
     given = tuple(_constant("", value) for value in args[: primitive.inputs])
@@ -169,7 +168,8 @@ def _bound(name, form, args, kwargs, attributes):
 def _in_order(name, form, parameters, values):
     """`values` by position and by name; defaults stand in the gaps, and at the end if every parameter must be given.
 
-    What a method was given it is given again, defaults too: those of its variants differ (`x.std()` on CPU).
+    Arguments of a method are passed on even where they equal the defaults, which differ among its variants (`x.std()`
+    on CPU).
     """
     usual = {parameter: _constant(parameter, default) for parameter, default in parameters.items()}
     given = {parameter: values.get(parameter, default) for parameter, default in usual.items()}

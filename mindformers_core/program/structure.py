@@ -61,10 +61,16 @@ def tree_map(function, structure):
     return function(structure)
 
 
-def tree_leaves(structure):
-    """The Values in a structure, in order; one that is there twice comes twice."""
+def tree_leaves(structure, kind=Value):
+    """The leaves of a kind in a structure, in order; one that is there twice comes twice."""
     found = []
-    tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Value) else None, structure)
+
+    def visit(leaf):
+        if isinstance(leaf, kind):
+            found.append(leaf)
+        return leaf
+
+    tree_map(visit, structure)
     return found
 
 

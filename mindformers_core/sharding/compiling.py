@@ -1,10 +1,10 @@
 """`@ms.jit` and sharded Cells: while MindSpore compiles a call, Python chooses the generated program of the call.
 
-MindSpore infers types before it compiles, and asks Python for what an operator of ours gives at that moment: the name
-of the method that holds the program. So the choice takes place in the middle of a compilation, and nothing of it is
-left in the graph. A capture can't (classic primitives don't run on the meta device then): `jit()` makes a missing
-program after the compilation has stopped at it, and compiles again. It stops at a shape that is none: of an error that
-is raised in Python MindSpore writes a page, and a file; of this one, which its bindings raise, nothing.
+MindSpore infers types before it compiles, and calls Python for the result of an operator of ours: the name of the
+method that holds the program. So the choice takes place during a compilation, and the graph has no trace of it. A
+capture can't take place there (classic primitives don't run on the meta device then): `jit()` makes a missing program
+after the compilation has stopped at it, and compiles again. The compilation stops at an invalid shape: for an error
+raised in Python MindSpore writes a long message and a file; for this one, raised by its bindings, nothing.
 """
 
 import os
@@ -21,7 +21,7 @@ from mindformers_core.communication.world import process_state, world
 from mindformers_core.dtensor.dtensor import DTensor
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators import TensorMeta
-from mindformers_core.program.structure import tree_map
+from mindformers_core.program.structure import tree_leaves
 from mindformers_core.sharding.first_inputs import compare_inputs
 
 __all__ = ["choose_program", "jit", "register_cell"]
@@ -100,8 +100,7 @@ def _eager_error(tree, path):
 
 def _missing_program(tree, path, args, kwargs):
     """The error message for a call in a graph that has no program."""
-    shown = []
-    tree_map(lambda leaf: shown.append(str(leaf)) if isinstance(leaf, TensorMeta) else None, (args, kwargs))
+    shown = map(str, tree_leaves((args, kwargs), TensorMeta))
     before = "prepare(cell, *inputs), or a call with such inputs in PyNative"
     if tree.activations.marks:
         before = "prepare(cell, *inputs, compiled=True)"
@@ -156,7 +155,11 @@ def jit(function=None, **options):
 
     @wraps(function if not isinstance(function, ms.nn.Cell) else function.construct)
     def run(*args, **kwargs):
-        tree_map(_check_plain, (args, kwargs))
+        for tensor in tree_leaves((args, kwargs), DTensor):
+            raise TypeError(
+                f"a function compiled by jit() works on local tensors, and got a DTensor of shape {tensor.shape} that "
+                f"lives as {tensor.layout}: pass x.to_local(), in the layout that the Cell declares for its input"
+            )
         made, outer = [], _STATE.get("met")
         while True:
             _STATE["met"] = []
@@ -184,7 +187,7 @@ def jit(function=None, **options):
 
 
 def _make_program(tree, path, args, kwargs, made):
-    """Make what a compilation stopped at; gives its tree and key. An error where that is among those `made` already."""
+    """Make the program at which a compilation stopped; returns tree and key. An error if it is among `made`."""
     with tree.for_compiled():
         key = tree, tree.key(path, args, kwargs)
         if key in made:
@@ -194,30 +197,21 @@ def _make_program(tree, path, args, kwargs, made):
 
 
 def _compare_inputs(tree, path, args, kwargs):
-    """Compare what a compiled function is called with, which the root Cell's inputs come from, among the ranks."""
+    """Compare the arguments of a compiled function, the source of the root's inputs, among the ranks."""
     (*_, program) = tree.programs.values()
     if not tree.check_inputs or path != "" or not program.communicates:
         return
     layouts = [program.frame.layouts[value.id] for value in program.inputs]
     shards = {axis: layout.placement(axis) for layout in layouts for dim in layout.dims for axis in dim}
-    tensors = []
-    tree_map(lambda leaf: tensors.append(leaf) if type(leaf) is ms.Tensor else None, (args, kwargs))
+    tensors = [leaf for leaf in tree_leaves((args, kwargs), ms.Tensor) if type(leaf) is ms.Tensor]
     inputs = [(f"argument {place}", tensor) for place, tensor in enumerate(tensors)]
     compare_inputs(tree.label(""), tree.mesh, inputs, [shards] * len(inputs))
 
 
 def _remove_dump():
-    """Remove what MindSpore writes down of a compilation that fails, and the folders that it made for it."""
+    """Remove the dump that MindSpore writes when a compilation fails, and the folders created for it."""
     folder = Path(os.environ.get("MS_OM_PATH") or ".") / f"rank_{world().rank}" / "om"
     (folder / "analyze_fail.ir").unlink(missing_ok=True)
     for left in (folder, folder.parent):
         if left.is_dir() and not any(left.iterdir()):
             left.rmdir()
-
-
-def _check_plain(leaf):
-    if isinstance(leaf, DTensor):
-        raise TypeError(
-            f"a function compiled by jit() works on local tensors, and got a DTensor of shape {leaf.shape} that lives "
-            f"as {leaf.layout}: pass x.to_local(), in the layout that the Cell declares for its input"
-        )

@@ -123,13 +123,13 @@ def _read_plan_entry(cells, pattern, entry):
     parts, found = _plan_parts(source, entry, _OPERATOR_KEYS), []
     for path, name in matching:
         where = f"{_operator_label(path, cells[path], name)}, {source}"
-        declared = OperatorDeclaration(*(_by_tensor(part, f"{where}: {key}") for key, part in zip(_PLAN_KEYS, parts)))
-        found.append((path, Declaration(operators={name: declared})))
+        declared = (_by_tensor(part, f"{where}: {key}") for key, part in zip(_OPERATOR_KEYS, parts))
+        found.append((path, Declaration(operators={name: OperatorDeclaration(*declared)})))
     return found
 
 
 def _operator_label(path, cell, name):
-    """How errors call the primitive that a Cell keeps under this name."""
+    """The name of a primitive among a Cell's attributes in error messages."""
     return f"{cell_label(path, cell)}, operator '{name}' ({cell.__dict__[name].name})"
 
 
@@ -139,7 +139,7 @@ def _primitives(cell):
 
 
 def _sharded_primitives(path, cell):
-    """Name -> `OperatorDeclaration`, for the primitives whose strategy `Primitive.shard()` has set."""
+    """Name -> `OperatorDeclaration`, for the primitives with strategies or layouts set by `Primitive.shard()`."""
     found = {}
     for name, primitive in _primitives(cell).items():
         where = f"{_operator_label(path, cell, name)}, {primitive.name}.shard()"
@@ -160,12 +160,11 @@ def _stored(primitive, strategy_name, layout_name, where):
     where = f"{where}: {strategy_name}"
     if layouts is None:
         return _by_tensor(strategies, where)
-    holders = [SimpleNamespace(to_dict=lambda parts=parts: parts) for parts in layouts]
-    bound = [
-        bind_layout(each, None, name=where) if isinstance(parts, dict) else parts
-        for each, parts in zip(holders, layouts)
-    ]
-    return _by_tensor(bound, where)
+    return _by_tensor([_as_layout(parts, where) for parts in layouts], where)
+
+
+def _as_layout(parts, where):
+    return bind_layout(SimpleNamespace(to_dict=lambda: parts), None, name=where) if isinstance(parts, dict) else parts
 
 
 def _by_tensor(declared, what):

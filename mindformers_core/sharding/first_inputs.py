@@ -23,7 +23,7 @@ _VALUES = 2**18  # of a tensor that are compared
 
 
 def compare_inputs(label, mesh, inputs, placements):
-    """Exchange descriptions of the inputs among the ranks of `mesh`, which all call this; an all_gather of 4 KiB.
+    """Exchange descriptions of the inputs among the ranks of `mesh` by an all_gather of 4 KiB; all ranks call this.
 
     Args:
         label: how errors call the Cell.
@@ -71,10 +71,13 @@ def check_equal_shapes(label, described):
     for rank, inputs in described.items():
         shapes.setdefault(tuple(f"'{name}' {shape}" for name, shape, _, _ in inputs), []).append(rank)
     if len(shapes) > 1:
-        said = "; ".join(f"ranks {_shown(ranks)} {', '.join(shape)}" for shape, ranks in shapes.items())
+        said = []
+        for shape, ranks in shapes.items():
+            shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+            said.append(f"ranks {shown} {', '.join(shape)}")
         raise ValueError(
-            f"{label} is called with parts of different shapes: {said}: all ranks have to call it alike, so pad or "
-            "drop the last batch, or share it out evenly"
+            f"{label} is called with parts of different shapes: {'; '.join(said)}: all ranks have to call it alike, so "
+            "pad or drop the last batch, or share it out evenly"
         )
 
 
@@ -84,8 +87,8 @@ def suspicious_inputs(label, mesh, described, placements):
     Args:
         label: how they call the Cell.
         mesh: the `DeviceMesh`.
-        described: rank -> `(name, dtype and shape, digest, is varied)` of each input; where all values are the same, as
-            of a mask of ones, it isn't varied, and says nothing.
+        described: rank -> `(name, dtype and shape, digest, is varied)` of each input. An input whose values are all the
+            same, as a mask of ones, isn't varied, and is ignored where it is sharded.
         placements: for each input a dict axis -> `Placement`, None where it isn't known.
     """
     found, names = [], [name for name, *_ in next(iter(described.values()))]
@@ -116,7 +119,3 @@ def suspicious_inputs(label, mesh, described, placements):
                 "shards it (check_inputs=False switches this check off)"
             )
     return found
-
-
-def _shown(ranks):
-    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")

@@ -1,4 +1,4 @@
-"""Looking at what a sharded Cell runs: make a program ahead of time, list programs, explain one."""
+"""Inspection of the programs of a sharded Cell: make one ahead of time, list all, explain one."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,20 +17,20 @@ __all__ = ["explain", "explain_activations", "prepare", "programs"]
 def prepare(cell, *inputs, saved_plan=None, compiled=False, **named_inputs):
     """Make the program of `cell(*inputs, **named_inputs)`, without computing anything.
 
-    Args:
-        cell: a Cell of a sharded tree.
-        inputs, named_inputs: as it will be called, this rank's parts; of tensors only shapes and dtypes matter, and a
-            `TensorMeta` will do.
-        saved_plan: a file that `save_plan(program.frame, path)` wrote: what was chosen there is repeated in the place
-            of a search. Default: propagate, unless there is a program for such inputs already.
-        compiled: whether it is for a compiled function; that is another program under `recompute()` only.
+        Args:
+            cell: a Cell of a sharded tree.
+                inputs, named_inputs: the arguments of the call, this rank's parts; of tensors only shapes and dtypes are used,
+                and a `TensorMeta` can stand for one.
+            saved_plan: a file written by `save_plan(program.frame, path)`: its layouts and redistributions replace the
+                propagation. Default: propagate, unless there is a program for such inputs.
+            compiled: whether the program is for a compiled function; only under `recompute()` a different one.
+    
+        Returns:
+            The `Program`: `.file` is the generated module, `.frame` the plan.
 
-    Returns:
-        The `Program`: `.file` is the generated module, `.frame` the plan.
-
-    Raises:
-        TypeError: `cell` isn't sharded. ValueError: it runs eagerly, or can't be captured (`CaptureError`);
-            or the saved plan is for something else.
+        Raises:
+            TypeError: `cell` isn't sharded. ValueError: it runs eagerly, or can't be captured (`CaptureError`);
+                or the saved plan is for something else.
     """
     tree, path = tree_and_path(cell)
     if isinstance(cell, EagerCell):
@@ -49,20 +49,20 @@ def programs(cell):
 
 
 def explain(cell, *inputs, html=None, **named_inputs):
-    """What a sharded Cell computes and sends: its plan as text.
+    """The plan of a sharded Cell as text: its computation and its communication.
 
     For every Cell each operator with global and local shapes and layouts, and each redistribution with its collectives
-    and bytes forward and backward; in all the bytes per mesh axis and the peak of activations. Of a root Cell under
-    `zero.hsdp()` besides what is sharded, bucket by bucket, what stays whole, and what this sends in a step. Under
-    `recompute()` or `swap()` each operator and redistribution that is computed again, or waits on the host, has a mark
-    with the bytes that this saves, `[recomputed: 1.5 MiB not kept]`; of a root Cell these are summed up at the end. In
-    the program of a compiled function the Cells have it, in which all runs again.
+    and bytes forward and backward; in total the bytes per mesh axis and the peak memory of activations. For a root Cell
+    under `zero.hsdp()` also the sharded parameters, bucket by bucket, the unsharded ones, and the bytes that a step
+    sends for them. Under `recompute()` or `swap()` each operator and redistribution that is recomputed, or whose saved
+    tensors are on the host, has a note with the saved bytes, `[recomputed: 1.5 MiB not kept]`; for a root Cell these
+    are summed up at the end. In the program of a compiled function the recomputed Cells have the note.
 
     Args:
         cell: a Cell of a sharded tree.
-        inputs, named_inputs: as for `prepare`; without any, the program that ran last with this Cell in it is
-            explained: of a Cell below the one that was called, its part.
-        html: a path: writes the same as one self-contained page as well.
+        inputs, named_inputs: as for `prepare`. Default: the last program with this Cell is explained; for a Cell below
+            the called one, its part of the program.
+        html: path of a file to which the same is also written as a self-contained page. Default: none.
 
     Raises:
         TypeError: `cell` isn't sharded. ValueError: no inputs are given, and no program was made yet.
@@ -80,14 +80,14 @@ def explain(cell, *inputs, html=None, **named_inputs):
 
 
 def explain_activations(cell, *inputs, compiled=False, **named_inputs):
-    """What `recompute()` and `swap()` do in all: lines, with which `explain(cell, *inputs)` ends. None without them.
+    """The summary of `recompute()` and `swap()`: the last lines of `explain(cell, *inputs)`; empty without them.
 
     Args:
         cell: the root of a sharded tree.
-        inputs, compiled, named_inputs: as for `prepare`; without any, the program that ran last.
+        inputs, compiled, named_inputs: as for `prepare`. Default: the last program.
 
     Raises:
-        ValueError: what would be an error as soon as gradients are taken; or no inputs are given, and nothing ran.
+        ValueError: settings with which the backward pass would fail; or no inputs are given, and no program was made.
     """
     tree = tree_of(cell)
     if not tree.activations.marks:

@@ -21,10 +21,9 @@ def local_map(function, in_layouts, out_layouts, mesh=None, varying=None):
             its layout. One layout stands for all arguments.
         out_layouts: for every result its layout; one layout for a single result.
         mesh: the mesh of layouts that are not bound; default: that of the first DTensor.
-        varying: axes along which ranks do different work with the tensors that are whole there, so that the gradients
-            of these are summed over them. Default: all axes on which any argument or result is sharded or partial.
-            Name them where that is too many, as for a scale that is applied to what `function` has summed with a
-            collective of its own.
+        varying: axes along which ranks compute differently with tensors that are replicated there, so that gradients
+            of these tensors are summed over the axes. Default: all axes on which any argument or result is sharded or
+            partial. Fewer are right for example for a scale that `function` applies after a collective of its own.
 
     A plain tensor argument is replicated: all ranks have the same one.
 

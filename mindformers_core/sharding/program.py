@@ -1,4 +1,4 @@
-"""The programs of a sharded tree: for every signature that comes, one captured, propagated and generated module."""
+"""The programs of a sharded tree: for every signature one captured, propagated and generated module."""
 
 import inspect
 import logging
@@ -82,9 +82,7 @@ class Program:
         """The local result as a structure of DTensors."""
         if type(result) is Tensor and len(self.results) == 1:
             return wrap(result, self.results[0])
-        found = []
-        tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, result)
-        tensors = map(wrap, found, self.results)
+        tensors = map(wrap, tree_leaves(result, Tensor), self.results)
         return tree_map(lambda leaf: next(tensors) if isinstance(leaf, Value) else leaf, self.graph.result)
 
 

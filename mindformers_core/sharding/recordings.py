@@ -1,4 +1,4 @@
-"""What MindSpore records of gradients in PyNative, and how to be rid of it after an error."""
+"""MindSpore's recordings for gradients in PyNative, and their removal after an error."""
 
 from contextlib import contextmanager
 
@@ -8,22 +8,22 @@ __all__ = ["forget_recordings", "no_gradient_left_waiting"]
 
 
 def forget_recordings():
-    """Make MindSpore forget all gradients that it records, also those that an error has ended.
+    """Clear all recordings of gradients in MindSpore, also those that an error interrupted.
 
-    What it compiled for gradients goes with them, so this is for errors, not for every step.
+    The compiled gradients are cleared with them, so this function is for errors, not for every step.
     """
     _pynative_executor.set_grad_flag(True)
-    _pynative_executor.new_graph(forget_recordings)  # without one, it goes on counting a gradient that hadn't begun
+    _pynative_executor.new_graph(forget_recordings)  # else a gradient that hadn't begun is still counted
     _pynative_executor.clear_res()
     _pynative_executor.set_grad_flag(False)
 
 
 @contextmanager
 def no_gradient_left_waiting(cell):
-    """Open around a call of a Cell: an error ahead of the Cell's own `__call__` leaves no gradient that waits for it.
+    """A context manager around a call of a Cell: an error before the Cell's own `__call__` leaves no open gradient.
 
     `mindspore.value_and_grad(cell)` counts a gradient before it calls the Cell, which begins to record in `__call__`.
-    An error between the two would make the next gradient a second one, within the first.
+    After an error between the two, the next gradient would be nested in the open one.
     """
     try:
         yield

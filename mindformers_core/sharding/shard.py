@@ -24,38 +24,39 @@ FULL_BATCH = "full_batch"
 
 
 def shard(cell, mesh, config=None, plan=None, seed=0, mode="generated", inputs=None, check_inputs=True):
-    """Distribute `cell` over `mesh`: afterwards it computes, in PyNative and under `jit`, what it computed on one card.
+    """Distribute `cell` over `mesh`: in PyNative and under `jit` it then computes the results of one card.
 
     Every Cell class in the tree may define `shard(self, config)` and return `(input_layout, output_layout,
     weight_layout)`, each a layout, a tuple by position, a dict by argument or parameter name, or `None` to derive it
-    (RFC ICY7S6). What nobody declares is derived by propagation: layouts of activations, and with `inputs` those of
-    parameters, too; else these are replicated.
+    (RFC ICY7S6). Undeclared layouts of activations are derived by propagation, and with `inputs` those of parameters,
+    too; without `inputs` undeclared parameters are replicated.
 
-    The first call with inputs of new shapes captures the Cell, propagates the layouts, and generates a program of plain
-    code on local tensors, which then runs; `explain`, `prepare` and `programs` show what and where it is. Cells that
+    The first call with inputs of new shapes captures the Cell, propagates the layouts, generates a program of plain
+    code on local tensors, and runs it; `explain`, `prepare` and `programs` show the program and its file. Cells that
     need the values of tensors in Python are marked by `cell.net.gate.eager()`: they run operator by operator.
 
-    The tree stays the user's own: Cells keep their identity, attributes and names. Sharded parameters are replaced by
-    `Parameter`s of the same name that hold this rank's part (all have `.layout` and `.global_shape`), so optimizers,
-    which are built afterwards, and checkpoints see local tensors. Plain tensors passed to `cell` are this rank's parts
-    in the declared input layouts; results are `DTensor`s in PyNative, and this rank's parts inside compiled functions.
-    Hooks on Cells see local tensors where a program runs, and global ones where a Cell runs eagerly.
+    Cells keep their identity, attributes and names. Sharded parameters are replaced by `Parameter`s of the same name
+    that hold this rank's shard (all have `.layout` and `.global_shape`), so optimizers, which are built afterwards, and
+    checkpoints see local tensors. Plain tensors passed to `cell` are this rank's shards in the declared input layouts;
+    results are `DTensor`s in PyNative, and this rank's shards inside compiled functions. Hooks on Cells see local
+    tensors where a program runs, and global tensors where a Cell runs eagerly.
 
     Args:
-        cell: the Cell, built the ordinary way, or under `ms.DeviceCtx("meta")` so that nothing is allocated before its
-            part is.
+        cell: the Cell, built the ordinary way, or under `ms.DeviceCtx("meta")`: then only this rank's shards are
+            allocated.
         mesh: a `DeviceMesh`.
         config: passed to the hooks.
         plan: `{"layers.*.mlp.fc1": {"input": …, "output": …, "weight": …}}`, layouts by path pattern (`*` is one
-            segment, `**` any number), for Cells that nobody may edit. It wins over hooks. A path may end in a primitive
-            that a Cell keeps, `{"dense1.matmul": {"input": (…, …)}}`; `primitive.shard(in_strategy)` says the same.
+            segment, `**` any number), for Cells whose source can't be edited. It has precedence over hooks. A path may
+            end in a primitive that is an attribute of a Cell, `{"dense1.matmul": {"input": (…, …)}}`, with the same
+            meaning as `primitive.shard(in_strategy)`.
         seed: of the initial values of parameters built on the meta device: the same global values for any mesh.
-        mode: `"generated"`, or `"eager"`: every operator is dispatched as it comes, in PyNative only.
-        inputs: arguments of one call, as a tuple, with whole tensors (only shapes and dtypes matter: `TensorMeta`s will
-            do). With them parameters that nobody declares are stored as their operators take them. Or
-            `"full_batch"`: plain tensors passed to `cell` are whole, the same on all ranks, which take their parts.
-        check_inputs: whether, before it first computes with inputs of new shapes, ranks compare these shapes, and warn
-            where ranks that should have different parts of the batch have the same, or the other way round.
+        mode: `"generated"`, or `"eager"`: operators are dispatched one by one, in PyNative only.
+        inputs: arguments of one call, as a tuple, with global tensors or `TensorMeta`s (only shapes and dtypes are
+            used): undeclared parameters are stored in the layouts that their operators take. Or `"full_batch"`: plain
+            tensors passed to `cell` are global, the same on all ranks, and each rank slices its shard.
+        check_inputs: whether ranks compare the shapes of inputs before the first computation with new shapes, and warn
+            where ranks that should have different shards of the batch have equal ones, or the other way round.
 
     Returns:
         `cell` itself.
@@ -129,7 +130,7 @@ def replace_parameters(cell, placed):
                 child._params[name] = placed[id(parameter)]
         for name, value in list(child.__dict__.items()):
             if isinstance(value, (tuple, list)) and value and all(id(entry) in placed for entry in value):
-                del child.__dict__[name]  # where it lies from now on, reading it asks `__getattr__`, which gives views
+                del child.__dict__[name]  # so that reading it calls `__getattr__`, which returns views
                 child._params_list[name] = ParameterTuple([placed[id(parameter)] for parameter in value])
     for _, child in cell.cells_and_names():
         if child._recompute_cell is not None:  # it remembers the parameters that it differentiates by
@@ -176,10 +177,10 @@ def _derived_layouts(cell, mesh, declarations, layouts, free, inputs):
 
 
 def full_parameters(cell):
-    """The whole parameters, on every rank, of a Cell that `shard()` or `hsdp()` made parallel; all ranks call this.
+    """The gathered parameters, on every rank, of a Cell after `shard()` or `hsdp()`; all ranks call this.
 
-    `mindspore.save_checkpoint(full_parameters(net), "net.ckpt")`, on one rank, writes what one card would. All of them
-    have to fit into a rank's memory at once.
+    `mindspore.save_checkpoint(full_parameters(net), "net.ckpt")` on one rank writes the checkpoint of one card. All
+    parameters have to fit into the memory of a rank.
 
     Returns:
         A dict: name of the parameter -> plain tensor of its global shape.

@@ -6,7 +6,7 @@ from functools import cache
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from mindformers_core.dtensor.dtensor import parameter_meta, parameter_view, wrap
-from mindformers_core.program.structure import tree_map
+from mindformers_core.program.structure import tree_leaves
 from mindformers_core.sharding.compiling import choose_program
 
 __all__ = [
@@ -139,7 +139,8 @@ class EagerCell(ShardedCell):
         boundary = tree.boundaries[path]
         if tree.views is None:
             if path == "":
-                tree.compare_inputs(_shapes(args, kwargs), args, kwargs)
+                shapes = tuple(tuple(tensor.shape) for tensor in tree_leaves((args, kwargs), Tensor))
+                tree.compare_inputs(shapes, args, kwargs)
             tree.views = {}
             try:
                 with tree.storage.call_scope():
@@ -161,12 +162,6 @@ class EagerCell(ShardedCell):
         if isinstance(value, ParameterTuple):
             return tuple(_view(parameter, self.__dict__["_sharding"][0]) for parameter in value)
         return value
-
-
-def _shapes(args, kwargs):
-    shapes = []
-    tree_map(lambda leaf: shapes.append(tuple(leaf.shape)) if isinstance(leaf, Tensor) else None, (args, kwargs))
-    return tuple(shapes)
 
 
 def sharded_class(mixin, cls, programs=()):

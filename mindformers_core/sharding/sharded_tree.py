@@ -63,7 +63,7 @@ class ShardedTree:
         self.compiling = self.compiled_cells = None
         self.deferring = False
         self.storage, self.activations = ParameterStorage(), ActivationPolicy()
-        self._versions = 0  # counts changes of what programs depend on: attributes of Cells, Cells marked as eager
+        self._versions = 0  # number of changes that invalidate programs: attributes of Cells, Cells marked as eager
         self._compared = set()  # signatures of the calls whose inputs were compared among ranks
         self._unchanged = _with_own_gradient(self.classes)
         self._methods = {path: {} for path in self.cells}
@@ -235,7 +235,7 @@ class ShardedTree:
     def forget_programs(self):
         """Drop all programs."""
         self._versions += 1
-        if self.programs and self.views is None:  # what an eager Cell notes while it runs is its own
+        if self.programs and self.views is None:  # an eager Cell may set attributes while it runs
             self.programs.clear()
             for path, methods in self._methods.items():
                 methods.clear()
@@ -257,7 +257,7 @@ class ShardedTree:
 
 
 def _with_own_gradient(classes):
-    """Paths of the Cells that define a `bprop`, and of those below: they run as they are, on whole tensors."""
+    """Paths of the Cells with a `bprop` of their own, and of all below: they run unchanged, on global tensors."""
     own = tuple(f"{path}." for path, kind in classes.items() if path and hasattr(kind, "bprop"))
     return {path for path in classes if f"{path}.".startswith(own)}
 

@@ -19,8 +19,8 @@ class ClipByGlobalNorm(nn.Cell):
         max_norm: 0 leaves the gradients as they are.
         mesh, over: a mesh and its axes along which ranks hold other parameters, as the stages of a pipeline do: the
             norm is that of all of them. All ranks of such a group have to take part. Default: none.
-        counted: for every parameter whether the norm counts it here; not what another rank, or another place of this
-            one, counts already (tied parameters, see `PipelineStage.counted`). Default: all.
+        counted: for every parameter whether the norm counts it here; tied parameters are counted on one rank, once
+            (see `PipelineStage.counted`). Default: all.
 
     Inputs:
         A tuple of plain local tensors in the parameters' order, final: replicated over the axes that don't shard their
@@ -66,12 +66,12 @@ def clip_by_global_norm(gradients, parameters, max_norm, **across_stages):
 
 
 def sum_cell(mesh, axes):
-    """The Cell that sums a tensor over axes of a mesh; over none it gives what it gets."""
+    """The Cell that sums a tensor over axes of a mesh; the identity without axes."""
     return communicator(mesh).make("all_reduce", axes, op="sum") if axes else nn.Identity()
 
 
 def sharding_of(parameter):
-    """`(mesh, axes)`: what a parameter is cut over; `(None, ())` for one that isn't distributed."""
+    """`(mesh, axes)` that shard a parameter; `(None, ())` for one that isn't distributed."""
     layout = getattr(parameter, "layout", None)
     if layout is None:
         return None, ()

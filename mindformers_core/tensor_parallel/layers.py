@@ -1,9 +1,9 @@
-"""Linear layers, embedding, norms and cross-entropy: single-card Cells whose `shard()` hooks say how to cut them.
+"""Linear layers, embedding, norms and cross-entropy: single-card Cells whose `shard()` hooks declare their layouts.
 
-The cuts are those of Megatron-LM (Shoeybi et al., 2019) and, for the sequence dim, of Korthikanti et al. (2022). A hook
-declares only the dims that it cares about, `...` stands for the others as they arrive. The communication follows
-from the declarations; on one card, unsharded, these are ordinary Cells. They are composed of operators that have
-kernels on every device, in PyNative and under `@ms.jit`.
+The layouts are those of Megatron-LM (Shoeybi et al., 2019) and, for the sequence dim, of Korthikanti et al. (2022). A
+hook declares some dims, and `...` stands for the others in their arriving layout. The communication follows from the
+declarations; on one card, unsharded, these are ordinary Cells. They are composed of operators that have kernels on
+every device, in PyNative and under `@ms.jit`.
 """
 
 import mindspore as ms
@@ -59,7 +59,7 @@ class ColumnParallelLinear(Linear):
     """A `Linear` whose output features are sharded over `tp`, and so the output.
 
     Args:
-        gather_output: whether every rank gets the whole output. Default: False.
+        gather_output: whether every rank gets the global output. Default: False.
         others: as `Linear`.
     """
 
@@ -205,12 +205,12 @@ def cast_to(tensor, dtype):
 
 
 def hidden_layout(config):
-    """Layout of hidden states between blocks: whole over `tp`, or sharded on the sequence dim in sequence parallel."""
+    """Layout of hidden states between blocks: replicated over `tp`; sequence parallel: sharded on the sequence dim."""
     return layout(..., "tp", None) if getattr(config, "sequence_parallel", False) else layout(..., None)
 
 
 def gathered_layout(config):
-    """Layout of hidden states before a column-parallel linear: whole over `tp`, in sequence parallel by a gather."""
+    """Layout of hidden states before a column-parallel linear: replicated over `tp`, gathered in sequence parallel."""
     return layout(..., None, None) if getattr(config, "sequence_parallel", False) else layout(..., None)
 
 

@@ -32,9 +32,9 @@ def split(
     name=None,
     mesh=None,
 ):
-    """Applies a new layer to `x`, its weight cut over the `tp` axis of a mesh.
+    """Applies a new layer to `x`, its weight sharded over the `tp` axis of a mesh.
 
-    The initial values depend on `name` and `size` alone: two calls that agree in both start alike.
+    The initial values depend on `name` and `size` alone: two calls with the same ones draw the same values.
 
     Args:
         x: input: (…, N) for a linear layer, ids of an int dtype for an embedding.
@@ -66,24 +66,24 @@ def split(
 
 
 def split_layer(size, operation, axis=0, gather_out=True, weight_attr=None, bias_attr=None):
-    """The Cell of a linear layer or embedding that is cut along `axis` of its weight: a part for a model to be sharded.
+    """The Cell of a linear layer or embedding whose weight `shard()` shards along `axis`, for a model.
 
-    - `embedding`, axis 0: rows are cut; every rank looks up the ids that it has, and the results are summed.
-    - `linear`, axis 0 (row parallel): input features are cut; every rank computes one term, and the terms are summed.
-    - `linear`, axis 1 (column parallel): output features are cut, and the output is gathered.
+    - `embedding`, axis 0: rows are sharded; every rank looks up the ids of its rows, and the results are summed.
+    - `linear`, axis 0 (row parallel): input features are sharded; every rank computes a term of the sum.
+    - `linear`, axis 1 (column parallel): output features are sharded, and the output is gathered.
 
     Args:
         size: (N, M), the weight's shape: N ids or input features, M output features. A linear layer stores (M, N).
         operation: "linear" or "embedding".
-        axis: the dim of (N, M) to cut. Default: 0.
-        gather_out: whether every rank gets the whole output. Else it stays as it is computed: partial (row; though not
-            as the result of the Cell that `shard()` was called with) or sharded on the last dim (column). An
-            embedding's is always whole. Default: True.
+        axis: the sharded dim of (N, M). Default: 0.
+        gather_out: whether every rank gets the global output. Else the output is partial (row; but reduced if it is a
+            result of the Cell that `shard()` was called with) or sharded on the last dim (column). The output of an
+            embedding is always global. Default: True.
         weight_attr: the weight's initializer: a MindSpore `Initializer`, its name or a number. Default: Normal(0.02).
         bias_attr: the bias's initializer, as `weight_attr`; False for no bias. Default: zeros.
 
     Raises:
-        TypeError, ValueError: a value that isn't one of these.
+        TypeError, ValueError: an argument of another type or value.
     """
     _check_arguments(size, operation, axis, gather_out, bias_attr)
     if operation == "embedding":

@@ -1,4 +1,4 @@
-"""One call of a Cell while it is captured: the graph that grows, and the names of what it meets."""
+"""One call of a Cell during a capture: the growing graph, and the Values of its tensors."""
 
 from collections import namedtuple
 from inspect import signature
@@ -12,36 +12,36 @@ from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.program.graph import CellGraph, Constant, FreeVariable, ParameterUse
 from mindformers_core.program.structure import DType, Value, tree_map
 
-__all__ = ["Frame", "Held", "Made", "plain_leaf"]
+__all__ = ["Held", "Made", "OpenCall", "plain_leaf"]
 
-Made = namedtuple("Made", "frame value")  # the result of a node, or an argument of the root
+Made = namedtuple("Made", "call value")  # the result of a node, or an argument of the root
 Held = namedtuple("Held", "path")  # a parameter or constant at a path of the tree, or a tensor from elsewhere (None)
 
 
-class Frame:
+class OpenCall:
     """One call of a Cell, while it runs.
 
+    Args:
+        tree: the `CapturedTree`.
+        cell: the called Cell.
+        number: of the call.
+        construct, args, kwargs: the bound method, and its arguments.
+        caller: the `OpenCall` that the arguments come from, None for the root.
+
     Attributes:
-        cell, call: which.
-        nodes: so far.
+        nodes, arguments: of the graph so far.
     """
 
-    def __init__(self, tree, cell, call):
-        self.tree = tree
-        self.cell = cell
-        self.call = call
-        self.nodes = []
-        self.arguments = {}
+    def __init__(self, tree, cell, number, construct, args, kwargs, caller):
+        self.tree, self.cell, self.number = tree, cell, number
+        self.nodes, self.arguments = [], {}
         self._count = 0
         self._known = {}  # id -> (traced tensor from elsewhere, its Value here)
         self._parameters, self._constants, self._outer = [], [], []
-
-    def take_arguments(self, construct, args, kwargs, caller):
-        """Bind the arguments, which come from the frame `caller` (None for the root), to their names."""
         try:
             bound = signature(construct).bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{self.tree.label(self.cell)}, construct(): {error}") from None
+            raise TypeError(f"{tree.label(cell)}, construct(): {error}") from None
         for name, structure in bound.arguments.items():
             self.arguments[name] = tree_map(lambda leaf, name=name: self._argument(leaf, name, caller), structure)
 
@@ -61,13 +61,14 @@ class Frame:
         return Value(self._count - 1, tuple(tensor.shape), dtype_name(tensor.dtype), hint, constant)
 
     def leaf(self, leaf):
-        """A leaf of a structure as the graph has it."""
+        """The leaf of the graph for a leaf of a structure."""
         return self.value_of(leaf) if isinstance(leaf, Traced) else plain_leaf(leaf)
 
     def value_of(self, tensor):
-        """The Value of a traced tensor in this graph; one from elsewhere is listed as what it is."""
+        """The Value of a traced tensor in this graph; a tensor from elsewhere is listed as free variable, parameter or
+        constant."""
         entry = tensor.entry
-        if type(entry) is Made and entry.frame is self:
+        if type(entry) is Made and entry.call is self:
             return entry.value
         known = self._known.get(id(tensor))
         if known is None:
@@ -77,7 +78,7 @@ class Frame:
     def _import(self, tensor, entry):
         if type(entry) is Made:
             value = self.new_value(tensor, entry.value.hint, entry.value.constant)
-            self._outer.append(FreeVariable(value, self.tree.path(entry.frame.cell), entry.frame.call, entry.value.id))
+            self._outer.append(FreeVariable(value, self.tree.path(entry.call.cell), entry.call.number, entry.value.id))
         elif isinstance(tensor.original, Parameter):
             if entry.path is None:
                 raise tensor.recorder.stray(tensor.original)
@@ -105,7 +106,7 @@ class Frame:
                 "DeviceCtx('meta'), inside construct, or as a Parameter (a copy by Tensor(x) is such a one: use x)"
             )
         array = (plain.astype(mstype.float32) if plain.dtype == mstype.bfloat16 else plain).asnumpy()
-        return array if path is None else array.copy()  # what a tree keeps may change
+        return array if path is None else array.copy()  # attributes of Cells may change
 
     def finish(self, result):
         """The finished graph."""
@@ -114,7 +115,7 @@ class Frame:
         return CellGraph(
             path=self.tree.path(self.cell),
             class_name=f"{kind.__module__}.{kind.__qualname__}",
-            call=self.call,
+            call=self.number,
             training=self.cell.training,
             custom_gradient=hasattr(kind, "bprop"),
             arguments=self.arguments,
@@ -127,5 +128,5 @@ class Frame:
 
 
 def plain_leaf(leaf):
-    """What a graph has in the place of something that is no tensor."""
+    """The leaf of a graph for a leaf that is no tensor."""
     return DType(dtype_name(leaf)) if isinstance(leaf, typing.Type) else leaf
