@@ -1,4 +1,4 @@
-"""Where a tensor lives on a mesh: placements, the mesh-free `layout(...)` specification, bound `Layout`s. Pure Python.
+"""Layouts of tensors on a mesh: placements, the mesh-free `layout(...)` specification, bound `Layout`s. Pure Python.
 
 A `Layout` gives one tensor a placement on **every** axis of a mesh. `Varying` is the whole tensor, alike on all ranks,
 but consumed by work that differs along the axis, so that its gradient is `Partial("sum")`; the idea is that of JAX's
@@ -16,7 +16,7 @@ __all__ = ["Shard", "Replicate", "Partial", "Varying", "LayoutSpec", "layout", "
 
 @dataclass(frozen=True, repr=False)
 class LayoutSpec:
-    """What `layout(...)` returns: entries for tensor dims, not yet bound to a mesh.
+    """The result of `layout(...)`: entries for tensor dims, not yet bound to a mesh.
 
     `entries[i]` is a tuple of axis names, major to minor, empty where the dim isn't sharded; at most one entry is
     `...`, which stands for all dims that the others leave over, as they arrive.
@@ -146,7 +146,7 @@ class Layout:
         return tuple(self.placement(axis) for axis in self.mesh.axis_names)
 
     def divisor(self, dim):
-        """Number of slices that tensor dim `dim` is cut into."""
+        """Number of shards of tensor dim `dim`."""
         return self.mesh.axis_size(*self.dims[dim])
 
     def local_shape(self, global_shape, name="tensor"):
@@ -226,7 +226,7 @@ class Layout:
 
 
 def bind_layout(declared, mesh, ndim=None, arriving=None, name="tensor"):
-    """A `Layout` on `mesh` from whatever says one.
+    """A `Layout` on `mesh` from any form of declaration.
 
     Args:
         declared: a `LayoutSpec`, a `Layout`, a `mindspore.Layout`, or a tuple or list of entries for `layout(...)`.

@@ -71,7 +71,7 @@ def _hue(mesh, axes):
 
 
 def _place(mesh, axis):
-    """Number of the colour of an axis; what isn't one, as hsdp, has the next."""
+    """Number of the colour of an axis; a name that is no axis, as hsdp, has the next."""
     names = (*mesh.axis_names, axis)
     return names.index(axis) % len(HUES)
 
@@ -86,7 +86,7 @@ def _chip(mesh, axes, text, kind="", title=""):
 
 
 def _totals(report):
-    """A table of what one rank sends, by axes, with bars."""
+    """A table of the bytes that one rank sends, by axes, with bars."""
     totals = wording.totals(report.traffic)
     most = max((sum(both) for axes, both, _ in totals if axes), default=0)
     heads = [_tag("th", "over"), _tag("th", ""), _tag("th", "forward", "number"), _tag("th", "backward", "number")]
@@ -130,7 +130,7 @@ def _stored(lines, **attributes):
 
 
 def _mark(kind, text):
-    """A pill that says what is done to a result."""
+    """A pill for the mark of a result."""
     return _tag("span", f"{_MARKS[kind][0]} {escape(text)}", f"mark {kind.removesuffix(' whole').replace(' ', '-')}")
 
 
@@ -231,7 +231,7 @@ class _Tree:
         return self._band(row.steps, escape(row.tensor.name), layouts, f"for {row.reason}", row.mark)
 
     def _band(self, steps, what, layouts, reason, mark=None):
-        """What is communicated, in the colour of its axis; what is local, in grey."""
+        """Steps that communicate, in the colour of their axis; local steps, in grey."""
         sending = next((step for step in steps if step.collectives), None)
         kind = "local" if sending is None else f"sends {_hue(self.mesh, sending.axes)}"
         lines = [line for step in steps for line in self._step(step)] or ["no communication"]
@@ -242,7 +242,7 @@ class _Tree:
 
     @staticmethod
     def _step(step):
-        """Lines: what runs forward, what runs backward."""
+        """Lines of a step: the forward operation, the backward operation."""
         forward, backward = map(escape, step_shown(step))
         sends = {way for way, _, _ in step.collectives}
         if not sends:
@@ -251,7 +251,7 @@ class _Tree:
         return [forward, f"backward: {_tag('b', backward) if 'backward' in sends else backward}"]
 
     def _sent(self, traffic):
-        """What a Cell sends, as chips."""
+        """The bytes that a Cell sends, as chips."""
         chips = []
         for axes, (forward, backward) in bytes_by_axes(traffic).items():
             title = f"over {', '.join(axes)}: {bytes_shown(forward)} forward, {bytes_shown(backward)} backward"
@@ -274,7 +274,7 @@ class _Tree:
         return _tag("span", _tag("span", escape(entry.dtype), "dtype") + shape, "shape", title=local)
 
     def _layout(self, shape, local_shape, layout):
-        """A shape, cut dims as chips, with chips for marks behind it."""
+        """A shape with sharded dims as chips, followed by chips for marks."""
         dims = []
         for dim, (size, local, axes) in enumerate(zip(shape, local_shape, layout.dims)):
             names = escape(", ".join(axes))

@@ -128,7 +128,7 @@ class CellReport:
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What a plan does.
+    """The report of a plan.
 
     Attributes:
         mesh: the mesh.
@@ -220,7 +220,7 @@ def _cell_report(frame, algorithm, marks, known):
 
 
 def _names(graph):
-    """What to call every Value of a graph that isn't made by a node, by its number; the others have their numbers."""
+    """Number of a Value -> its name, for every Value of a graph that no node produces."""
     names = {}
     for name, structure in graph.arguments.items():
         values = tree_leaves(structure)
@@ -241,7 +241,7 @@ def _tensor(value, layout, names):
 
 
 def _row(entry, frame, names, algorithm, marks, known):
-    """The row of an instruction; `marks` are those of the instruction itself, under `()`, and of what it calls."""
+    """The row of an instruction; `marks` are those of the instruction itself, under `()`, and of the called Cell."""
     mark = marks.get(())
     again = mark is not None and mark.sends
     if isinstance(entry, Move):

@@ -112,7 +112,7 @@ def _arrow(steps, pad):
 
 
 def _line(left, entry, mark=None):
-    """A tensor's line: what it is, its shapes, its layout, its mark; on several lines where it is too long."""
+    """A tensor's line: its name, shapes, layout and mark; on several lines where it is too long."""
     local = "" if entry.local_shape == entry.shape else f" -> {list(entry.local_shape)}"
     shapes = f"{entry.dtype} {list(entry.shape)}{local}"
     line = f"{left:{_COLUMNS[0] - 1}} {shapes}"
@@ -126,7 +126,7 @@ def _line(left, entry, mark=None):
 
 
 def _total_lines(report):
-    """What one rank sends in a step, by axes, and what it holds."""
+    """The bytes that one rank sends in a step, by axes, and its peak memory."""
     totals = wording.totals(report.traffic)
     lines = ["Nothing is communicated."]
     if totals:

@@ -1,4 +1,4 @@
-"""What text and page have in common: totals, steps, marks, groups of rows. Pure Python."""
+"""The common parts of text and page: totals, steps, marks, groups of rows. Pure Python."""
 
 from mindformers_core.analysis.traffic import bytes_by_axes, collectives_of
 from mindformers_core.explaining.report import CallRow, OperatorRow
@@ -24,7 +24,7 @@ def about(report):
 
 
 def period(report):
-    """The time that the totals of a `Report` are of: `"a step"`, or `"a step of 2 micro-steps"`."""
+    """The period of the totals of a `Report`: `"a step"`, or `"a step of 2 micro-steps"`."""
     return "a step" if report.micro_steps == 1 else f"a step of {report.micro_steps} micro-steps"
 
 
@@ -52,7 +52,7 @@ def call_path(path, child):
 
 
 def step_shown(step):
-    """What one `StepEntry` runs: `(forward, backward)`, as `("all_gather dim 1 over tp, 16 KiB", "slice")`."""
+    """The operations of one `StepEntry`: `(forward, backward)`, as `("all_gather dim 1 over tp, 16 KiB", "slice")`."""
     over = f"over {', '.join(step.axes)}"
     places = "" if step.dim is None else f" dim {step.dim}" + ("" if step.to_dim is None else f" to {step.to_dim}")
     name, count = step.forward

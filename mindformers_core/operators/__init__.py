@@ -1,4 +1,4 @@
-"""What each operator does to layouts: the registry, and one small file of rule tables a family. Pure Python."""
+"""The layouts that each operator admits: the registry, and one file of rules for each family. Pure Python."""
 
 from mindformers_core.operators import rules  # noqa: F401  (its tables fill the registry)
 from mindformers_core.operators.registry import register_operator, registered_operators, signature_of

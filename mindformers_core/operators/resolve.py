@@ -18,7 +18,7 @@ __all__ = ["OperatorCall", "Resolution", "alternatives", "checked_outputs", "rep
 
 @dataclass(frozen=True)
 class Resolution:
-    """What `resolve` decides for one operator call.
+    """The layouts that `resolve` chooses for one operator call.
 
     Attributes:
         inputs: the layout that every tensor input must have.

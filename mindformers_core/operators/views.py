@@ -1,4 +1,4 @@
-"""Which results of operators are views of their first tensor in PyNative, and with which strides. Pure Python.
+"""The results of operators that are views of their first tensor in PyNative, and their strides. Pure Python.
 
 A view has the memory of another tensor and strides of its own, counted in elements. A reshape of a transposed tensor
 can't be: there a contiguous copy is made, and the result is a view of that.
@@ -21,7 +21,7 @@ INPUT_IF_OF_ITS_DTYPE = "input if of its dtype"  # the same object
 
 
 def contiguous_strides(shape):
-    """Strides of a tensor whose elements lie one behind the other, the last dim's closest."""
+    """Strides of a contiguous tensor of this shape, in row-major order."""
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 

@@ -1,4 +1,4 @@
-"""From one layout to another: the cheapest sequence of collectives, and what it costs. Pure Python."""
+"""Redistribution from one layout to another: the cheapest sequence of collectives, and its cost. Pure Python."""
 
 from mindformers_core.redistribution.cost import ASCEND, CPU, GPU, CostModel, Link
 from mindformers_core.redistribution.planner import Plan, plan_redistribution

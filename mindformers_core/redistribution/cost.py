@@ -1,4 +1,4 @@
-"""What a collective costs: latency and bandwidth along each mesh axis (the alpha-beta model). Pure Python."""
+"""The cost of a collective: latency and bandwidth along each mesh axis (the alpha-beta model). Pure Python."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -58,7 +58,7 @@ class CostModel:
         return fixed + per_byte * whole
 
     def step_rates(self, kind, op, axes, group_size):
-        """What step `kind` costs, forward and backward together: `(seconds, seconds a byte)`."""
+        """The cost of step `kind`, forward and backward together: `(seconds, seconds a byte)`."""
         forward, backward = (_rates(self, name, axes, group_size) for name in STEP_KINDS[kind].runs(op))
         return forward[0] + backward[0], forward[1] + backward[1]
 

@@ -20,7 +20,7 @@ from mindformers_core.redistribution.transitions import REPLICATE, SearchSpace, 
 
 __all__ = ["Plan", "plan_redistribution"]
 
-# What every step costs in the search over and above its collectives, in seconds: of equal plans the shorter wins.
+# Cost of every step in the search besides its collectives, in seconds: of equal plans the shorter is chosen.
 PER_STEP = 1e-12
 
 
@@ -44,7 +44,7 @@ class Plan:
 
     @property
     def cost(self):
-        """Seconds, forward and backward together: what the planner minimises."""
+        """Seconds, forward and backward together; the planner minimises them."""
         return self.forward_cost + self.backward_cost
 
     def __str__(self):

@@ -1,4 +1,4 @@
-"""The single steps that redistributions are made of: which placements they join, what runs forward and backward.
+"""The single steps of redistributions: the placements before and after, and the operations forward and backward.
 
 `STEP_KINDS` is the table of the design (section 2) as data. That every forward has its own, different backward is the
 idea of Megatron-LM's *f* and *g* functions and of JAX's `pvary`, spelled out for every pair of placements.
@@ -66,7 +66,7 @@ STEP_KINDS = {
 }
 
 # Of each collective: how often a rank sends in turn, and how many n-ths of the *larger* of its input and output leave a
-# rank of a group of n, by the ring algorithms (Thakur, Rabenseifner, Gropp 2005). What isn't here is local, and free.
+# rank of a group of n, by the ring algorithms (Thakur, Rabenseifner, Gropp 2005). Other operations are local, and free.
 COLLECTIVES = {
     "all_gather": (lambda n: n - 1, lambda n: n - 1),
     "reduce_scatter": (lambda n: n - 1, lambda n: n - 1),

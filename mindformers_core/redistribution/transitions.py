@@ -53,7 +53,7 @@ class SearchSpace:
         self.ops = tuple(dict.fromkeys((*moving_ops, "sum")))
 
     def size(self, axes):
-        """Number of shards that `axes` cut a dim into."""
+        """Number of shards of a dim that is sharded over `axes`."""
         return prod([self.sizes[axis] for axis in axes])
 
     def state(self, layout):
@@ -138,7 +138,7 @@ def _unshard(space, dims, marks, changes, usable):
 
 
 def _permute(space, dims, marks):
-    """Steps that give every rank another one's whole local tensor: the same cuts, made by the axes in another way."""
+    """Steps that exchange whole local tensors: every dim has as many shards as before, over other axes."""
     axes = tuple(axis for axis, mark in zip(space.axes, marks) if mark == SHARD)
     if len(axes) > 1:
         for arranged in _arrangements(axes, tuple(space.size(cut) for cut in dims), space.size):
@@ -156,7 +156,7 @@ def _changed_axes(space, dims, arranged):
 
 
 def _arrangements(axes, counts, size):
-    """All ways to put all of `axes` on dims so that dim i is cut into `counts[i]`."""
+    """All assignments of `axes` to dims such that dim i has `counts[i]` shards."""
     if not counts:
         if not axes:
             yield ()

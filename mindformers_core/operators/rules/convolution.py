@@ -93,7 +93,7 @@ def _pair(value):
 
 
 def _windows(sizes, kernel, mode, pad, strides, dilation):
-    """How many windows there are along the height and along the width."""
+    """The number of windows along the height and along the width."""
     mode = _PAD_MODES[mode] if isinstance(mode, int) else mode.lower()
     pads = (pad,) * 4 if isinstance(pad, int) else tuple(pad)
     counts = []

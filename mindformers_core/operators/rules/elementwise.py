@@ -20,7 +20,7 @@ _QUOTIENT = saved.SavedByOperator(inputs_by_need={0: (1,), 1: (1,)}, outputs_by_
 _LOGARITHM = saved.SavedByOperator("all", internal=lambda operands, results: [4])  # a float32 number
 _LOG_ADD_EXP = saved.SavedByOperator("all", internal=lambda operands, results: [results[0].nbytes] * 2)
 _WITH_SCALAR = ("BitwiseAnd", "BitwiseOr", "BitwiseXor", "GreaterEqual", "Less")
-# operators that are linear in nothing: names, what their gradient keeps, and what else is known of them
+# operators that are linear in no input: names, what their gradient saves, and their other facts
 _NONLINEAR = (
     ("Abs Cos Cosh Erf Erfc HSigmoid HSwish Log Log1p NanToNum Sin Sinh Square", saved.INPUTS, {}),
     ("ClampScalar ClampTensor DivMod Lerp Maximum Minimum PowTensorScalar Xlogy", saved.INPUTS, {}),
@@ -110,7 +110,7 @@ for _names, _saves, _facts in _NONLINEAR:
 
 @register_operator("LogSigmoid", saves=saved.UNMEASURED)
 def _log_sigmoid(x):
-    """The second output is what the kernel keeps for its gradient."""
+    """The second output is the tensor that the kernel saves for its gradient."""
     return unary(x, outputs=2)
 
 

@@ -27,7 +27,7 @@ def _check_indices(indices):
 
 
 def _summed(factor, algorithm):
-    """What a `Signature` says of a factor that is looked up in: mask what isn't here, and add up."""
+    """The entries of a `Signature` for the factor of a lookup: absent rows are masked, and shards are summed."""
     if algorithm is None:
         return {"whole": frozenset({factor})}
     return {"reduced": {factor: "sum"}, "distributed": {factor: algorithm}}

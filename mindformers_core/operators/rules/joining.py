@@ -22,7 +22,7 @@ def _check_alike(tensors, but=None):
 
 @register_operator("Concat", saves=NOTHING)
 def concat(tensors, dim=0, axis=None):
-    """Tensors one behind the other along `dim`. Slices of a joined dim are no joined slices, hence whole."""
+    """Tensors concatenated along `dim`, which is whole: a shard of a concatenation is no concatenation of shards."""
     _check_alike(tensors[:1])
     place = as_dim(dim if axis is None else axis, tensors[0].ndim)
     _check_alike(tensors, place)
@@ -46,7 +46,7 @@ def stack(tensors, dim=0, axis=None):
 
 
 def _split(x, dim, lengths):
-    """`x` cut into pieces of these lengths along `dim`."""
+    """`x` split into pieces of these lengths along `dim`."""
     place, names = along(x, dim), dim_names(x)
     if sum(lengths) != x.shape[place] or any(length < 0 for length in lengths):
         raise ValueError(f"pieces of {list(lengths)} don't make up dim {place} of {x.shape}")

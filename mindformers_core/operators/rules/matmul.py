@@ -94,7 +94,7 @@ def _copies(operands, results):
     source="ops.tensor_dot(x1, x2, axes)",
 )
 def tensor_dot(a, b, axes):
-    """The last dim of `a` with the first of a matrix or vector `b`: what `MatMulExt` may be written as."""
+    """The product over the last dim of `a` and the first of a matrix or vector `b`, a rewrite of `MatMulExt`."""
     if axes != 1 or b.ndim > 2:
         raise ValueError(f"axes={axes!r} of {a.shape} and {b.shape}: only axes=1 with a matrix: use matmul")
     return matmul(a, b)

@@ -1,4 +1,4 @@
-"""Rules of reductions: a table of operators by what they compute, and one rule for all."""
+"""Rules of reductions: a table of operators and their operations, and one rule for all."""
 
 from functools import partial
 from math import prod
@@ -15,7 +15,7 @@ _INDEX = ("dim", "keepdim")
 _EXTREMES = ("dim", "keepdim", "initial", "where", "return_indices")
 
 
-# What the gradients of reductions compute and keep. Of a variance: differences from the mean, and their powers.
+# Saved internal tensors. Of a variance: the differences from the mean, and their powers.
 _VARIANCE = saved.SavedByOperator(internal=lambda operands, results: [operands[0].nbytes] * 2)
 _DEVIATION = saved.SavedByOperator(
     outputs=(0,), internal=lambda operands, results: [*[operands[0].nbytes] * 2, results[0].nbytes]
@@ -28,10 +28,10 @@ _LOG_SUM_EXP = saved.SavedByOperator(
 )
 _BOTH = saved.SavedByOperator("all", outputs=(0, 1), as_they_are=True)
 
-_METHOD = {"source": ".{}"}  # of the name of what it computes
+_METHOD = {"source": ".{}"}  # named after the operation
 
-# Names of operators, what each computes, their number of outputs, the names of their positional arguments behind the
-# tensor, what their gradient keeps, and what else is known of them.
+# Names of operators, the operation of each, their number of outputs, the names of their positional arguments after the
+# tensor, what their gradient saves, and their other facts.
 _OPERATORS = (
     ("SumExt MeanExt ReduceAll ReduceAny AnyExt", "sum mean all any any", 1, _PLAIN, saved.NOTHING, {}),
     ("ReduceSum", "sum", 1, ("dim", "keepdim", "skip_mode"), saved.NOTHING, {"rewrite": float_reduction("SumExt")}),
@@ -64,7 +64,7 @@ _ONE_DIM = ("argmax", "argmin", "max_with_index", "min_with_index", "max_dim", "
 def _reduce(operation, outputs, order, x, *args, **named):
     """The rule of them all: output dims are those of `x` without the reduced ones, or with 1 in their place.
 
-    A mean over a cut dim has terms that sum up (each shard's mean over the number of shards); extremes, positions and
+    A mean over a sharded dim is a sum of terms (each shard's mean over the number of shards); extremes, positions and
     truth values need an algorithm, whose result is whole again.
     """
     given = _arguments(order, args, named)
@@ -106,7 +106,7 @@ def _reduced_dims(operation, given, ndim):
 
 
 def _algebra(operation, dims, ndim, given):
-    """The part of the `Signature` that depends on what is computed over `dims`."""
+    """The part of the `Signature` that depends on the operation over `dims`."""
     if operation in _WHOLE or (operation in _ONE_DIM and given.get("dim") is None and ndim > 1):
         return {"whole": dims}  # a position in the flattened tensor is no position in a shard
     factors = [f"d{dim}" for dim in dims]

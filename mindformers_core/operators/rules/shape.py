@@ -190,7 +190,7 @@ def expand_as(x, other):
 
 @register_operator("Tile", "Repeat", saves=NOTHING, rewrite=sizes_together("Tile"))
 def tile(x, *counts, **named):
-    """The whole tensor several times in a row, along each dim. A repeated dim is minor to its repetitions: no cut."""
+    """The tensor repeated along each dim. A repeated dim is minor to its repetitions, so that it can't be sharded."""
     counts = integers(counts or tuple(named.values()), "a number of repetitions")
     counts = (1,) * (x.ndim - len(counts)) + counts
     names, output, sizes = dim_names(x), [], {}
@@ -204,7 +204,7 @@ def tile(x, *counts, **named):
 
 @register_operator("RepeatInterleaveInt", "DeprecatedRepeatInterleave", saves=NOTHING, source=".repeat_interleave")
 def repeat_interleave(x, repeats, dim=None, output_size=None):
-    """Every element several times in a row, along `dim` or in the flattened tensor: `dim` is major, and may be cut."""
+    """Every element repeated, along `dim` or in the flattened tensor. `dim` is major, so that it can be sharded."""
     if isinstance(repeats, (TensorMeta, tuple, list)):
         raise ValueError(f"repeats={repeats!r}: only one number of repetitions for all elements is available")
     (count,) = integers((repeats,), "a number of repetitions")

@@ -120,7 +120,7 @@ def _check_range(x, dim, start, length):
 @register_operator("ConstantPadND", saves=UNMEASURED)
 @register_operator("PadV3", saves=NOTHING)
 def pad(x, padding, value=0.0):
-    """`x` with `padding`, pairs (before, behind) from the last dim on: linear where what is added is 0, or from `x`."""
+    """`x` with `padding`, pairs (before, after) from the last dim on: linear where the padding value is 0."""
     padding = integers((padding,), "a padding")
     if len(padding) % 2 or len(padding) > 2 * x.ndim:
         raise ValueError(f"padding {padding} is not made of at most {x.ndim} pairs, for the dims of {x.shape}")
