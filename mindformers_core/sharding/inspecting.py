@@ -17,20 +17,20 @@ __all__ = ["explain", "explain_activations", "prepare", "programs"]
 def prepare(cell, *inputs, saved_plan=None, compiled=False, **named_inputs):
     """Make the program of `cell(*inputs, **named_inputs)`, without computing anything.
 
-        Args:
-            cell: a Cell of a sharded tree.
-                inputs, named_inputs: the arguments of the call, this rank's parts; of tensors only shapes and dtypes are used,
-                and a `TensorMeta` can stand for one.
-            saved_plan: a file written by `save_plan(program.frame, path)`: its layouts and redistributions replace the
-                propagation. Default: propagate, unless there is a program for such inputs.
-            compiled: whether the program is for a compiled function; only under `recompute()` a different one.
-    
-        Returns:
-            The `Program`: `.file` is the generated module, `.frame` the plan.
+    Args:
+        cell: a Cell of a sharded tree.
+        inputs, named_inputs: the arguments of the call, this rank's parts; of tensors only shapes and dtypes are used,
+            and a `TensorMeta` can stand for one.
+        saved_plan: a file written by `save_plan(program.frame, path)`, whose choices the propagation repeats. Default:
+            propagate, unless there is a program for such inputs.
+        compiled: whether the program is for a compiled function; only under `recompute()` a different one.
 
-        Raises:
-            TypeError: `cell` isn't sharded. ValueError: it runs eagerly, or can't be captured (`CaptureError`);
-                or the saved plan is for something else.
+    Returns:
+        The `Program`: `.file` is the generated module, `.frame` the plan.
+
+    Raises:
+        TypeError: `cell` isn't sharded. ValueError: it runs eagerly, or can't be captured (`CaptureError`);
+            or the saved plan is for something else.
     """
     tree, path = tree_and_path(cell)
     if isinstance(cell, EagerCell):
