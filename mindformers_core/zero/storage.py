@@ -279,13 +279,13 @@ def storage_of(cell):
 
 @contextmanager
 def gathered(cell):
-    """Keep the whole weights of a Cell in place, so that several evaluations gather them once.
+    """A context manager that keeps the unsharded weights of a Cell in place, so that evaluations gather them once.
 
-    Parts must not be changed, nor steps taken, while it is open. Where units are gathered one by one, these are
-    gathered for every call all the same.
+    The shards must not change, and no step may be taken, inside of the block. The weights of units are gathered for
+    every call all the same.
 
     Args:
-        cell: the Cell that `hsdp()` was called with. All ranks open it together.
+        cell: the result of `hsdp()`. All ranks enter the block together.
     """
     storage = storage_of(cell)
     storage.check_closed()
