@@ -7,7 +7,6 @@ import pytest
 from mindformers_core.zero.buckets import KINDS, Fusion, make_buckets, parse_comm_fusion
 from mindformers_core.zero.plan import ParameterPlan
 
-BYTES = {"float32": 4, "float16": 2}
 MB = 2**20
 
 
@@ -16,7 +15,7 @@ def plan_of(number, size, dtype="float32", unit=""):
 
 
 def buckets_of(plans, members, fusion, kind="allgather"):
-    return make_buckets(kind, plans, members, fusion, lambda plan: plan.dtype, BYTES)
+    return make_buckets(kind, plans, members, fusion, lambda plan: plan.dtype)
 
 
 def drawn(seed):
@@ -96,7 +95,7 @@ def test_a_bucket_is_full_at_its_bytes():
 
 def test_the_bytes_are_those_that_move():
     plans = [plan_of(number, MB // 16, "float16") for number in range(4)]
-    buckets = make_buckets("reducescatter", plans, range(4), Fusion(0.5), lambda _: "float32", BYTES)
+    buckets = make_buckets("reducescatter", plans, range(4), Fusion(0.5), lambda _: "float32")
     assert members_of(buckets) == [(0, 1), (2, 3)] and {bucket.dtype for bucket in buckets} == {"float32"}
 
 

@@ -1,6 +1,7 @@
 """Parts of parameters and the buffers of buckets on simulated ranks: what comes out equals plain slices and sums."""
 
 import random
+from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
@@ -39,7 +40,8 @@ def stored_on(rank, ranks, plans, values):
         whole = Parameter(Tensor(value), name=plan.path)
         layout = Layout.on(mesh, ((),) * len(plan.shape))
         stored.append(ShardedParameter(plan, whole, whole, layout, rank, ranks, meter))
-    return stored, BucketCollectives(mesh, (), (), 0.5, MixedPrecision(), meter)
+    settings = SimpleNamespace(mesh=mesh, shard_axes=(), replicate_axes=(), scale=0.5, precision=MixedPrecision())
+    return stored, BucketCollectives(settings, meter)
 
 
 def cut(value, plan, rank, ranks):

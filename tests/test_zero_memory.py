@@ -11,8 +11,8 @@ from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.tensor_parallel import explain, shard
 from mindformers_core.trainer.recipe import Parallelism
 from mindformers_core.zero import MixedPrecision, hsdp, memory_report
-from mindformers_core.zero.free_storage import allocate_storage, free_storage
 from mindformers_core.zero.meter import MemoryMeter
+from mindformers_core.zero.sharded_parameter import allocate_storage, free_storage
 
 PAPER = MixedPrecision(parameter="float32", compute="float16", gradient="float16")
 SIZES = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}

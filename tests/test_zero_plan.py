@@ -22,7 +22,7 @@ def drawn(seed):
         parameters.append(
             ParameterPlan(f"layers.{number}.weight", shape, dtype, "float32", draw.random() < 0.8, f"layers.{number}")
         )
-    return parameters, draw.choice((1, 2, 3, 4, 8, 64)), draw.choice((0, 0.01, 0.25, 1, 64)), draw.choice(LEVELS)
+    return parameters, draw.choice((1, 2, 3, 4, 8, 64)), draw.choice((0, 0.01, 0.25, 1, 64)), draw.choice([*LEVELS])
 
 
 def is_cut_by_the_rules(plan, shard_size, threshold, level):

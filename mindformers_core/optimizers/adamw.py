@@ -12,11 +12,19 @@ from fnmatch import fnmatchcase
 import mindspore as ms
 from mindspore import nn, ops
 
-__all__ = ["AdamW", "adamw_scalars", "decays"]
+__all__ = ["AdamW", "adamw_scalars", "decays", "moments"]
+
+
+def moments(parameters, prefix):
+    """A `ParameterTuple` of float32 zeros with the local shapes of `parameters`, and their names after `prefix`."""
+    return ms.ParameterTuple(
+        ms.Parameter(ops.zeros(parameter.shape, ms.float32), name=prefix + parameter.name, requires_grad=False)
+        for parameter in parameters
+    )
 
 
 def decays(name, exclude):
-    """Whether weight decay applies to the parameter `name`: none of the patterns `exclude` fits."""
+    """Whether weight decay applies to the parameter `name`: no pattern of `exclude` matches."""
     return not any(fnmatchcase(name, pattern) for pattern in exclude)
 
 
@@ -39,16 +47,10 @@ class AdamW(nn.Cell):
         super().__init__()
         self.section = section
         self.parameters = ms.ParameterTuple(parameters)
-        self.moments1 = self._zeros_like("adamw.moment1.")
-        self.moments2 = self._zeros_like("adamw.moment2.")
+        self.moments1 = moments(parameters, "adamw.moment1.")
+        self.moments2 = moments(parameters, "adamw.moment2.")
         self.decays = tuple(decays(parameter.name, section.weight_decay_exclude) for parameter in parameters)
         self.update = ops.AdamWeightDecay()
-
-    def _zeros_like(self, prefix):
-        return ms.ParameterTuple(
-            ms.Parameter(ops.zeros(parameter.shape, ms.float32), name=prefix + parameter.name, requires_grad=False)
-            for parameter in self.parameters
-        )
 
     def state(self):
         """The moments: all that a checkpoint needs besides the parameters and the step."""
@@ -56,18 +58,11 @@ class AdamW(nn.Cell):
 
     def construct(self, gradients, rate, eps, decay):
         """One step; `rate`, `eps`, `decay` are float32 scalars of `adamw_scalars`."""
+        beta1, beta2 = self.section.betas[0], self.section.betas[1]
         for index, gradient in enumerate(gradients):
-            self.update(
-                self.parameters[index],
-                self.moments1[index],
-                self.moments2[index],
-                rate,
-                self.section.betas[0],
-                self.section.betas[1],
-                eps,
-                decay if self.decays[index] else 0.0,
-                gradient,
-            )
+            weight, moment1, moment2 = self.parameters[index], self.moments1[index], self.moments2[index]
+            own_decay = decay if self.decays[index] else 0.0
+            self.update(weight, moment1, moment2, rate, beta1, beta2, eps, own_decay, gradient)
 
     def scalars(self, step, learning_rate):
         """The scalars that `construct` takes at step number `step` (from 1), as tensors."""

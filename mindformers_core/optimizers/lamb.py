@@ -5,6 +5,7 @@ import math
 import mindspore as ms
 from mindspore import nn, ops
 
+from mindformers_core.optimizers.adamw import moments
 from mindformers_core.tensor_parallel.clipping import sharding_of, sum_cell
 
 __all__ = ["Lamb"]
@@ -56,26 +57,21 @@ class Lamb(nn.Optimizer):
         self.betas, self.eps = (beta1, beta2), eps
         self.gradient_shares = (1 - beta1, 1 - beta2)  # a graph would subtract them in float32
         self.log_betas = (math.log(beta1), math.log(beta2))
-        self.moments1 = self._zeros_like("lamb.moment1.")
-        self.moments2 = self._zeros_like("lamb.moment2.")
+        self.moments1 = moments(self.parameters, "lamb.moment1.")
+        self.moments2 = moments(self.parameters, "lamb.moment2.")
         groups = {}
         for place, parameter in enumerate(self.parameters):
             groups.setdefault(sharding_of(parameter), []).append(place)
         self.places = tuple(tuple(places) for places in groups.values())
         self.sums = nn.CellList([sum_cell(mesh, axes) for mesh, axes in groups])
 
-    def _zeros_like(self, prefix):
-        return ms.ParameterTuple(
-            ms.Parameter(ops.zeros(parameter.shape, ms.float32), name=prefix + parameter.name, requires_grad=False)
-            for parameter in self.parameters
-        )
-
     def construct(self, gradients):
         if len(gradients) != self.param_length:
             raise ValueError(f"Lamb got {len(gradients)} gradients for {self.param_length} parameters")
         rates, decays = self.get_lr(), self.get_weight_decay()
         self.assignadd(self.global_step, self.global_step_increase_tensor)
-        corrections = self._corrections()
+        step = ops.reshape(ops.cast(self.global_step, ms.float32), ())
+        corrections = _one_minus_exp(step * self.log_betas[0]), _one_minus_exp(step * self.log_betas[1])
         for index, places in enumerate(self.places):
             updates, weight_squares, update_squares = (), (), ()
             for place in places:
@@ -88,14 +84,10 @@ class Lamb(nn.Optimizer):
                 update_squares = update_squares + (ops.square(update).sum(),)
             ratios = self._trust_ratios(index, weight_squares + update_squares, len(places))
             for number, place in enumerate(places):
-                rate = ratios[number] * (rates[place] if self.is_group_lr else rates)
-                self._move_weight(self.parameters[place], rate * updates[number])
+                rate, weight = ratios[number] * (rates[place] if self.is_group_lr else rates), self.parameters[place]
+                moved = ops.cast(weight, ms.float32) - rate * updates[number]
+                ops.assign(weight, ops.cast(moved, weight.dtype))
         return True
-
-    def _corrections(self):
-        """`1 - beta^step` of both moments."""
-        step = ops.reshape(ops.cast(self.global_step, ms.float32), ())
-        return _one_minus_exp(step * self.log_betas[0]), _one_minus_exp(step * self.log_betas[1])
 
     def _adam_update(self, place, gradient, corrections):
         """Adam's direction for one parameter, whose moments it moves on."""
@@ -112,10 +104,6 @@ class Lamb(nn.Optimizer):
         weights, updates = norms[:count], norms[count:]
         both = ops.logical_and(weights > 0, updates > 0)
         return ops.select(both, weights / updates, ops.ones_like(weights))
-
-    def _move_weight(self, parameter, step):
-        weight = ops.cast(parameter, ms.float32) - step
-        ops.assign(parameter, ops.cast(weight, parameter.dtype))
 
 
 def _one_minus_exp(x):

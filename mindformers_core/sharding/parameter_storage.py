@@ -74,33 +74,21 @@ class ParameterStorage:
     # What a pipeline's stage calls: forward and backward passes of several micro-batches alternate.
 
     def prepare_pipeline(self):
-        """Before a run: keep weights gathered during passes, unless `reshard_after_forward=True` asks for less.
-
-        Raises:
-            ValueError: parameters were frozen or thawed that may not be.
-        """
+        """Before a run: keep weights gathered, unless `reshard_after_forward=True`; check which ones are frozen."""
 
     def free_units(self):
         """After a forward or backward pass: free the gathered weights of units."""
 
     def open(self, training=False):
-        """Put all values in place that computing needs; nothing happens where they are.
-
-        Args:
-            training: whether gradients will be taken.
-        """
+        """Put all values in place that computing needs; `training`: whether gradients will be taken."""
 
     def close(self):
         """Allow values that computing needs to be freed."""
 
     def summed(self, gradients):
-        """The terms of the sum over micro-batches, of whole gradients of the Parameters that Cells train.
+        """The terms of sums over micro-batches, of the whole gradients of trained Parameters: two lists.
 
-        Args:
-            gradients: a list, which is emptied.
-
-        Returns:
-            The gradients in the dtypes to sum them in, or this rank's shards of them: a list.
+        The terms have the dtypes of the sums, and may be this rank's shards; the list of gradients is emptied.
         """
         return gradients
 

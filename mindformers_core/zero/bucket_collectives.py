@@ -1,8 +1,8 @@
-"""The collectives of buckets: gather weights, reduce gradients. Each is one collective of a flat buffer (two, where
-parts are replicated).
+"""The collectives of buckets: gathers of weights and reductions of gradients. A bucket is one collective of a flat
+buffer, or two where shards are replicated.
 
 Tensors are copied by `ops.cat` alone, also single ones: on CPU it takes a tenth of the time of `Tensor.copy()`, or of a
-reshape of what isn't contiguous.
+reshape of a tensor that isn't contiguous.
 """
 
 from math import prod
@@ -16,30 +16,26 @@ __all__ = ["BucketCollectives"]
 
 
 class BucketCollectives:
-    """Gathers and reduces over the data-parallel axes of a mesh; all their ranks call alike.
+    """Gathers and reduces over the data-parallel axes of a mesh; all their ranks call the same methods.
 
     Args:
-        mesh: with the axes.
-        shard_axes: over which parts lie.
-        replicate_axes: over which the same parts lie.
-        scale: what reduced gradients are multiplied by.
-        precision: the `MixedPrecision`.
-        meter: the `MemoryMeter` that buffers are counted by.
+        settings: the `HsdpSettings`: `mesh`, `shard_axes`, `replicate_axes`, `scale` and `precision`.
+        meter: the `MemoryMeter` that counts the buffers.
     """
 
-    def __init__(self, mesh, shard_axes, replicate_axes, scale, precision, meter):
+    def __init__(self, settings, meter):
         def plain(kind, axes, **options):
-            return communicator(mesh).make(kind, axes, **options).collective.forward if axes else _same
+            return communicator(settings.mesh).make(kind, axes, **options).collective.forward if axes else _same
 
-        self.scale, self.precision, self.meter = scale, precision, meter
-        self._gather = plain("all_gather", shard_axes, dim=0)
-        self._scatter = plain("reduce_scatter", shard_axes, dim=0, op="sum")
-        self._over_replicas = plain("all_reduce", replicate_axes, op="sum")
-        self._over_all = plain("all_reduce", (*replicate_axes, *shard_axes), op="sum")
+        self.scale, self.precision, self.meter = settings.scale, settings.precision, meter
+        self._gather = plain("all_gather", settings.shard_axes, dim=0)
+        self._scatter = plain("reduce_scatter", settings.shard_axes, dim=0, op="sum")
+        self._over_replicas = plain("all_reduce", settings.replicate_axes, op="sum")
+        self._over_all = plain("all_reduce", (*settings.replicate_axes, *settings.shard_axes), op="sum")
 
     def gather(self, members):
-        """Fill the wholes of some `ShardedParameter`s, which are cut, from all ranks' parts."""
-        sent = self._joined([self._buffer(stored.sent()) for stored in members])
+        """Fill sharded `ShardedParameter`s from the shards of all ranks."""
+        sent = self._joined([stored.sent() for stored in members], [])
         table = self._buffer(self._gather(sent)).reshape(members[0].count, -1)
         self._buffer(table)
         del sent
@@ -51,66 +47,59 @@ class BucketCollectives:
             begin += length
 
     def reduce_scatter(self, members, gradients):
-        """The reduced parts of whole gradients of parameters that are cut; takes the tensors out of the list."""
-        return self._finished(members, self._scattered(members, gradients))
+        """The reduced shards of whole gradients of sharded parameters; empties the list."""
+        return self._split(members, self._over_replicas(self._scattered(members, gradients)))
 
     def scatter(self, members, gradients):
-        """As `reduce_scatter`, without what `finish` does: the sums over the shard axis, in the dtype they are summed
-        in."""
-        return self._parts(members, self._scattered(members, gradients), is_sum=True)
+        """As `reduce_scatter` before `finish`: sums over the shard axes only, unscaled, in the dtype of the sums."""
+        return self._split(members, self._scattered(members, gradients), is_sum=True)
 
     def finish(self, members, sums):
-        """The reduced parts, of the sums of what `scatter` gave; takes the tensors out of the list."""
-        flat = [self._buffer(part.reshape(-1)) for part in sums]
-        sums.clear()
-        return self._finished(members, self._joined(flat))
+        """The reduced shards, of sums of results of `scatter`; empties the list."""
+        flat = self._joined([shard.reshape(-1) for shard in sums], sums)
+        return self._split(members, self._over_replicas(flat))
+
+    def all_reduce(self, members, gradients):
+        """The reduced gradients of replicated parameters; empties the list."""
+        dtype = self.precision.reduce_dtype(members[0].plan.dtype)
+        flat = self._joined([as_dtype(gradient, dtype).reshape(-1) for gradient in gradients], gradients)
+        reduced = self._over_all(flat)
+        del flat
+        return self._split(members, reduced)
 
     def _scattered(self, members, gradients):
         dtype = self.precision.reduce_dtype(members[0].plan.dtype)
-        rows = [self._buffer(stored.rows(as_dtype(one, dtype))) for stored, one in zip(members, gradients, strict=True)]
-        gradients.clear()
-        flat = self._joined(rows, 1)
+        rows = [stored.rows(as_dtype(one, dtype)) for stored, one in zip(members, gradients, strict=True)]
+        flat = self._joined(rows, gradients, 1)
         return self._buffer(self._scatter(flat.reshape(-1)))
 
-    def _finished(self, members, scattered):
-        return self._parts(members, self._over_replicas(scattered))
-
-    def all_reduce(self, members, gradients):
-        """The reduced gradients of parameters that are whole; takes the tensors out of the list."""
-        dtype = self.precision.reduce_dtype(members[0].plan.dtype)
-        flat = [self._buffer(as_dtype(gradient, dtype).reshape(-1)) for gradient in gradients]
-        gradients.clear()
-        flat = self._joined(flat)
-        reduced = self._over_all(flat)
-        del flat
-        return self._parts(members, reduced)
-
-    def _parts(self, members, reduced, is_sum=False):
-        """A flat buffer of gradients as a list of tensors with memory of their own; scaled, but where sums go on."""
+    def _split(self, members, reduced, is_sum=False):
+        """A flat buffer of gradients as a list of tensors with memory of their own; sums are not scaled."""
         self._buffer(reduced)
-        parts, begin = [], 0
+        shards, begin = [], 0
         for stored in members:
             length = prod(stored.shard_shape)
-            part = reduced if len(members) == 1 else mint.narrow(reduced, 0, begin, length)
+            shard = reduced if len(members) == 1 else mint.narrow(reduced, 0, begin, length)
             if self.scale != 1 and not is_sum:
-                part = part * self.scale
+                shard = shard * self.scale
             elif len(members) > 1:
-                part = ops.cat((part,), 0)
+                shard = ops.cat((shard,), 0)
             if not is_sum:
-                part = as_dtype(part, self.precision.gradient_dtype(stored.plan.dtype))
-            part = part.reshape(stored.shard_shape)
-            parts.append(self.meter.watch("gradients", part))
+                shard = as_dtype(shard, self.precision.gradient_dtype(stored.plan.dtype))
+            shards.append(self.meter.watch("gradients", shard.reshape(stored.shard_shape)))
             begin += length
-        return parts
+        return shards
 
-    def _joined(self, tensors, dim=0):
-        """One buffer of several tensors, which are taken out of the list."""
+    def _joined(self, tensors, sources, dim=0):
+        """One buffer of several tensors; empties the list of them, and that of their sources."""
+        self.meter.watch_all("buckets", tensors)
+        sources.clear()
         joined = self._buffer(tensors[0] if len(tensors) == 1 else ops.cat(tensors, dim))
         tensors.clear()
         return joined
 
     def _buffer(self, tensor):
-        """The tensor, counted while it is there; one that is counted as something else already stays that."""
+        """Count the memory of a tensor as a buffer, unless it is counted as another kind; returns the tensor."""
         return self.meter.watch("buckets", tensor)
 
 

@@ -1,4 +1,4 @@
-"""`value_and_grad()`: micro-steps of a Cell under `hsdp()`, and the reduced gradients of a step."""
+"""`value_and_grad()`: the micro-steps of a Cell under `hsdp()`, and the reduced gradients of a step."""
 
 from mindspore import ParameterTuple, ops
 from mindspore.graph.api import _pynative_executor
@@ -15,9 +15,9 @@ __all__ = ["value_and_grad"]
 
 
 def value_and_grad(cell, compiled=False, loss_scale=None):
-    """The function that takes a micro-step of a Cell: forward, backward, and in the last one of a step the reduction.
+    """The function that computes a micro-step of a Cell: forward and backward pass, and the reductions of the last one.
 
-    It stands in the place of `mindspore.value_and_grad`:
+    The function replaces that of `mindspore.value_and_grad`:
 
     >>> gradient_of = value_and_grad(cell)
     >>> loss, gradients = gradient_of(*inputs)
@@ -25,37 +25,35 @@ def value_and_grad(cell, compiled=False, loss_scale=None):
     ...     optimizer(gradients)
 
     Args:
-        cell: what `hsdp()` returned. It gives the loss, a floating scalar, alone or as its first result.
+        cell: the result of `hsdp()`. The Cell returns the loss, a floating scalar, alone or as its first result.
         compiled: whether forward and backward pass are compiled with `jit`: as one function, or, where units are
-            gathered one by one, one for each unit. All gradients of a compiled function come at its end.
-        loss_scale: a `LossScale`; the gradients come unscaled, and a step in which any is not finite gives None.
+            gathered one by one, as one for each unit. A compiled function returns all gradients at its end.
+        loss_scale: a `LossScale`; gradients are unscaled, and None in a step with infinite or NaN gradients.
 
     Returns:
-        A function of local inputs, arguments of the Cell, in PyNative. It returns `(results, gradients)`: what the Cell
-        returned, as local tensors, and for every `accumulate_grad_step`-th call a tuple in the order of
+        A function of local inputs, arguments of the Cell, in PyNative. It returns `(results, gradients)`: the Cell's
+        results, as local tensors, and for every `accumulate_grad_step`-th call a tuple in the order of
         `cell.trainable_params()`, otherwise None. A gradient has the shape and dtype of its parameter; it is the sum
         over ranks of the terms of a loss that the mesh computes together, or (`gradients_mean`) the mean over ranks
-        with losses of their own; and the mean over micro-steps. All ranks call it alike. Its `prepare(*inputs)` makes
-        the program of such a call, and computes nothing.
+        with losses of their own; and the mean over micro-steps. All ranks call the function alike. Its
+        `prepare(*inputs)` makes the program of such a call without computing.
 
     Raises:
-        TypeError, ValueError: not a Cell that `hsdp()` was called with, or one without parameters to train; a loss
-            scale that ranks don't agree about. The function: a Cell that doesn't give a loss; parameters frozen or
-            replaced since `hsdp()`; a step that another function has begun; at the first gradients of each function, an
-            optimizer that can't work with parts.
+        TypeError, ValueError: a Cell without `hsdp()`, or without parameters to train; a loss scale that differs among
+            ranks. The function: a Cell that returns no loss; parameters frozen or replaced since `hsdp()`; a step that
+            another function has begun; at the first gradients of each function, an optimizer that can't update shards.
     """
     storage = storage_of(cell)
     if not isinstance(compiled, bool):
         raise TypeError(f"value_and_grad(compiled={compiled!r}): should be True or False")
     if not storage.trained:
         raise ValueError(f"{storage.label} has no parameters to train: leave it as it is, and call it")
-    _check_loss_scale(loss_scale, storage)
+    if loss_scale is not None:
+        _check_loss_scale(loss_scale, storage)
     return _GradientFunction(cell, compiled, loss_scale)
 
 
 def _check_loss_scale(loss_scale, storage):
-    if loss_scale is None:
-        return
     if not isinstance(loss_scale, LossScale):
         raise TypeError(f"value_and_grad(loss_scale={loss_scale!r}): should be a LossScale, such as LossScale(mesh=…)")
     mesh = storage.settings.mesh
@@ -68,72 +66,69 @@ def _check_loss_scale(loss_scale, storage):
 
 
 class _GradientFunction:
-    """See `value_and_grad`."""
+    """The function that `value_and_grad` returns."""
 
     def __init__(self, cell, compiled, loss_scale):
-        self.cell, self.loss_scale = cell, loss_scale
-        self.storage = storage_of(cell)
+        self.loss_scale, self.storage = loss_scale, storage_of(cell)
         self._function = StageFunction(cell, None, compiled)
-        self._passes = ForwardBackward(_first, self.storage.backward_scope)
+        self._passes = ForwardBackward(lambda results: results[:1], self.storage.backward_scope)
         self._weights = ParameterTuple([self.storage.parameters[number].unsharded for number in self.storage.trained])
-        self._step, self._micro_step = None, 0
-        self._has_checked = False  # whether optimizers were looked at
+        self._reducer, self._micro_step = None, 0  # of the step that has begun
+        self._has_checked = False  # whether optimizers were checked
 
     def __call__(self, *inputs, **kwargs):
-        storage, count = self.storage, self.storage.settings.accumulate_grad_step
-        storage.check_trained()
+        self.storage.check_trained()
         try:
             self.prepare(*inputs, **kwargs)
             if self._micro_step == 0:
                 self._begin()
-            is_last = self._micro_step == count - 1
+            is_last = self._micro_step == self.storage.settings.accumulate_grad_step - 1
             results = self._forward_and_backward(inputs, kwargs, is_last)
-            self._micro_step = (self._micro_step + 1) % count
-            gradients = self._finish() if is_last else None
+            self._micro_step += 1
+            gradients = self._finished() if is_last else None
         except BaseException:
-            if self._step is not None:
+            if self._reducer is not None:
                 self._end()
             raise
         return (results[0] if len(results) == 1 else results), gradients
 
     def prepare(self, *inputs, **kwargs):
-        """Make the program of a call ahead of it; of tensors only shapes and dtypes matter, a `TensorMeta` will do."""
+        """Make the program of a call without computing; a `TensorMeta` may replace a tensor."""
         self._function.make_program(inputs, kwargs)
         self._function.check_gradients()
 
     def _begin(self):
-        assert self._step is None, self.storage.label
-        if _pynative_executor.grad_flag():  # an error has ended a gradient of somebody else
+        if _pynative_executor.grad_flag():  # an error has ended another gradient
             forget_recordings()
         self.storage.check_closed()
         self.storage.open(training=True)
-        self._step = GradientReducer(self.storage)
+        self._reducer = GradientReducer(self.storage)
 
     def _end(self):
-        """Forget the step, and go back to parts."""
-        self._step, self._micro_step = None, 0
+        """Drop the step, and free the unsharded weights."""
+        self._reducer, self._micro_step = None, 0
         self.storage.reducer = None
         self._passes.forget()
         self.storage.close()
 
     def _forward_and_backward(self, inputs, kwargs, is_last):
-        """The results; the gradients that the backward pass gives go to the step's reducer."""
+        """The results; the gradients of the backward pass go to the step's reducer."""
         storage = self.storage
         results = self._passes.forward(0, lambda: self._checked(self._function(inputs, kwargs)), ())
         as_they_come = storage.settings.reduces_as_they_come and (is_last or storage.settings.sums_shards)
-        self._step.begin(is_last, at_once=as_they_come and self._function.compiled)
-        storage.reducer = self._step if as_they_come else None
+        self._reducer.begin(is_last, at_once=as_they_come and self._function.compiled)
+        storage.reducer = self._reducer if as_they_come else None
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         _, found = self._passes.backward(0, (ops.full_like(results[0], scale),), self._weights)
         storage.reducer, found = None, list(found)
         storage.free_units()
         if not as_they_come:
-            self._step.take(found)
-        self._step.end()
+            self._reducer.take(found)
+        self._reducer.end()
         return results
 
-    def _finish(self):
-        gradients = self._step.finish()
+    def _finished(self):
+        gradients = self._reducer.finish()
         self._end()
         if not self._has_checked:
             check_optimizers(self.storage)
@@ -148,7 +143,3 @@ class _GradientFunction:
                 f"shape {tuple(loss.shape)} and dtype {loss.dtype}"
             )
         return results
-
-
-def _first(results):
-    return results[:1]

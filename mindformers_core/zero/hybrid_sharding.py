@@ -1,10 +1,10 @@
 """`hsdp()`: hybrid sharded data parallelism, ZeRO 1, 2 and 3 (Rajbhandari et al. 2020; RFC ICY7S6).
 
-| level | a rank keeps a part of | a step communicates, in sizes of all weights |
+| level | sharded | traffic of a step, in sizes of all weights |
 |---|---|---|
 | `shard_size=1` | nothing | 2: all-reduce of gradients |
-| `"level1"` | optimizer state, and the master copy | 2: gradients reduce-scattered, weights gathered |
-| `"level2"` | gradients, too: a bucket is reduced and dropped as soon as it is complete | 2 |
+| `"level1"` | optimizer state, and the master copy | 2: reduce-scatter of gradients, all-gather of weights |
+| `"level2"` | gradients, too: a complete bucket is reduced and freed | 2 |
 | `"level3"` | weights, too: a unit's are gathered for its forward and again for its backward pass | 3 |
 """
 
@@ -19,16 +19,10 @@ from mindformers_core.program.labels import cell_label
 from mindformers_core.sharding.optimizers_before import refuse_optimizers_of
 from mindformers_core.sharding.shard import shard
 from mindformers_core.sharding.sharded_cells import ShardedCell, tree_and_path, tree_of
-from mindformers_core.zero.apply import apply_hsdp, planned_parameters
+from mindformers_core.zero.apply import apply_hsdp
 from mindformers_core.zero.buckets import parse_comm_fusion
 from mindformers_core.zero.precision import MixedPrecision
-from mindformers_core.zero.settings import (
-    REPLICATE_AXIS_SUFFIX,
-    SHARD_AXIS_SUFFIX,
-    HsdpSettings,
-    check_flags,
-    check_settings,
-)
+from mindformers_core.zero.settings import HsdpSettings, data_parallel_axes
 from mindformers_core.zero.storage import HsdpStorage, storage_of
 from mindformers_core.zero.units import find_units
 
@@ -52,88 +46,62 @@ def hsdp(
     units=None,
     gradient_accumulation_shard=None,
 ):
-    """Train `cell` on the ranks of a data-parallel axis, with what each of them keeps cut into parts; gives `cell`.
+    """Shard the optimizer state, the gradients and the weights of `cell` over data-parallel ranks; returns `cell`.
 
-    The weights of a Cell that `shard()` was called with are whole over its data-parallel axis, and every rank's batch
-    differs: so what a backward pass gives is one term of their gradient. `hsdp()` decides where and when the terms are
-    reduced. Afterwards `cell.trainable_params()`, `parameters_and_names()` and the like give *parts*, `Parameter`s with
-    `layout` and `global_shape`: build the optimizer of them. Take steps with
-    `mindformers_core.zero.value_and_grad(cell)`, or as a `PipelineStage`; a call of the Cell evaluates.
+    The weights of a Cell under `shard()` are replicated over its data-parallel axis, while the batches of ranks differ:
+    so a backward pass computes one term of their gradient. `hsdp()` decides where and when the terms are reduced.
+    Afterwards `cell.trainable_params()`, `parameters_and_names()` and the like return *shards*, `Parameter`s with
+    `layout` and `global_shape`, for the optimizer. `mindformers_core.zero.value_and_grad(cell)`, or a `PipelineStage`,
+    takes steps; a call of the Cell evaluates.
 
     Args:
-        cell: sharded over a mesh with the data-parallel axis: its loss is that of the whole batch. Or sharded over
-            other axes only (give `mesh`), or plain: every rank computes a loss of its own.
-        shard_size: number of parts, a divisor of the axis' size; groups of so many neighbours hold the same. 1: plain.
-        threshold: in KB (1024 bytes). Parameters that are not larger, as they compute, stay whole, and so do those of
-            which no dim can be cut; `explain()` and `memory_report()` list them.
+        cell: sharded over a mesh with the data-parallel axis: the Cell's loss is that of the whole batch. Or sharded
+            over other axes only (give `mesh`), or plain: every rank computes a loss of its own.
+        shard_size: number of shards, a divisor of the axis' size, in groups of so many neighbours. 1: no sharding.
+        threshold: KB (1024 bytes). Parameters that are not larger, in the dtype of the passes, are replicated, as are
+            those without a dim that can be sharded; `explain()` and `memory_report()` list them.
         optimizer_level: `"level1"`, `"level2"` or `"level3"`, see above.
         accumulate_grad_step: micro-steps of a step, over which gradients are averaged.
         axis, mesh: the data-parallel axis, and a mesh with it where the Cell isn't sharded over it, and with the axes
             (of size 1) that a plain Cell's `shard()` hooks name. Default: all ranks.
         gradients_mean: whether gradients are averaged over the axis. Default: where ranks have losses of their own.
-        comm_fusion: what is communicated together, see `parse_comm_fusion`. Default: buckets of 64 MB.
-        reshard_after_forward: at level 3, whether a unit's weights are dropped after its forward pass. If not, all are
+        comm_fusion: the buckets of collectives, see `parse_comm_fusion`. Default: 64 MB.
+        reshard_after_forward: at level 3, whether a unit's weights are freed after its forward pass. Otherwise all are
             gathered at the beginning of a step, and stay. Default: True, but False in a pipeline.
-        prefetch: at level 3, how many units ahead weights are gathered.
+        prefetch: at level 3, number of units whose weights are gathered ahead.
         mixed_precision: a `MixedPrecision`. Default: everything in the dtypes of the parameters.
         units: at level 3, paths of the Cells whose weights are gathered together. Default: see `find_units`.
-        gradient_accumulation_shard: whether sums of gradients over micro-steps and micro-batches are kept in parts, and
-            each one's gradients reduce-scattered. Default: at levels 2 and 3. (MindSpore: `parallel_optimizer_config`.)
+        gradient_accumulation_shard: whether sums of gradients over micro-steps and micro-batches are sharded, and each
+            one's gradients reduce-scattered. Default: at levels 2 and 3. (MindSpore: `parallel_optimizer_config`.)
 
     Raises:
-        TypeError, ValueError: an argument that can't be; a second call; an optimizer that holds the parameters already.
+        TypeError, ValueError: an invalid argument; a second call; an optimizer that holds the parameters already.
     """
-    mesh, has_axis = _checked_mesh(cell, axis, mesh)
-    settings = _settings(
-        mesh, axis, shard_size, threshold, optimizer_level, accumulate_grad_step, reshard_after_forward, prefetch,
-        _checked_precision(mixed_precision), _checked_mean(gradients_mean, has_axis, axis, cell),
-        gradient_accumulation_shard,
+    mesh, has_axis = _checked_mesh(cell, axis, mesh, gradients_mean)
+    settings = HsdpSettings(
+        *data_parallel_axes(mesh, axis, shard_size), axis, shard_size, threshold, optimizer_level,
+        accumulate_grad_step, reshard_after_forward, prefetch,
+        MixedPrecision() if mixed_precision is None else mixed_precision,
+        not has_axis if gradients_mean is None else gradients_mean, gradient_accumulation_shard,
     )  # fmt: skip
-    fusion, units = parse_comm_fusion(comm_fusion), _checked_units(cell, units)
+    fusion = parse_comm_fusion(comm_fusion)
+    units = find_units(cell) if units is None else _checked_units(cell, units)
     refuse_optimizers_of(cell, "hsdp")
-    tree = _sharded_tree(cell, mesh, axis)  # what else can be wrong with it was looked for
-    apply_hsdp(tree, settings, planned_parameters(tree, settings, units), fusion, has_axis)
+    apply_hsdp(_sharded_tree(cell, mesh, axis), settings, units, fusion, has_axis)
     return cell
 
 
-def _settings(mesh, axis, shard_size, threshold, level, count, reshard, prefetch, precision, mean, shards):
-    check_settings(mesh, axis, shard_size, threshold, level, count, prefetch)
-    check_flags(reshard_after_forward=reshard, gradient_accumulation_shard=shards)
-    return HsdpSettings(
-        *_refined(mesh, axis, shard_size), axis, shard_size, threshold, level, count, reshard, prefetch, precision,
-        mean, shards,
-    )  # fmt: skip
-
-
-def _checked_precision(mixed_precision):
-    precision = MixedPrecision() if mixed_precision is None else mixed_precision
-    if not isinstance(precision, MixedPrecision):
-        raise TypeError(
-            f"hsdp(mixed_precision={mixed_precision!r}): should be a MixedPrecision, such as "
-            'MixedPrecision(compute="float16")'
-        )
-    return precision
-
-
-def _checked_mean(gradients_mean, has_axis, axis, cell):
-    check_flags(gradients_mean=gradients_mean)
-    if gradients_mean and has_axis:
-        raise ValueError(
-            f"hsdp(gradients_mean=True): {cell_label('', cell)} is sharded over axis '{axis}', so its loss is that of "
-            "the whole batch, and gradients are terms of a sum: leave gradients_mean out"
-        )
-    return not has_axis if gradients_mean is None else bool(gradients_mean)
-
-
 def _sharded_tree(cell, mesh, axis):
-    """The `ShardedTree` of a Cell; a plain one is sharded over this rank alone, on a mesh with the other axes, which
-    hooks may name, if of size 1."""
+    """The `ShardedTree` of a Cell; a plain one is sharded over this rank alone.
+
+    Its mesh is that of the other axes, for the Cell's hooks, where their size is 1.
+    """
     if isinstance(cell, ShardedCell):
         return tree_of(cell)
-    others = [name for name in mesh.axis_names if name != axis]
-    names = others if others and mesh.axis_size(*others) == 1 else ["rank"]
+    rank, others = world().rank, [name for name in mesh.axis_names if name != axis]
+    of_hooks = others and mesh.axis_size(*others) == 1
     try:
-        shard(cell, DeviceMesh((1,) * len(names), names, (world().rank,)))
+        shard(cell, mesh.sub_mesh(others, rank) if of_hooks else DeviceMesh((1,), ("rank",), (rank,)))
     except ValueError as error:
         raise ValueError(
             f"{error} (hsdp() shards a plain Cell over one rank: where its hooks name mesh axes, call shard() before, "
@@ -143,7 +111,7 @@ def _sharded_tree(cell, mesh, axis):
 
 
 def _refuse_second(cell):
-    """Raise `ValueError` where a Cell, or one below, is in a tree that `hsdp()` can't take, or has taken."""
+    """Raise `ValueError` for a Cell inside a sharded tree, or with one below, and for a Cell under `hsdp()`."""
     for path, child in cell.cells_and_names():
         if isinstance(child, ShardedCell):
             tree, inner = tree_and_path(child)
@@ -164,8 +132,8 @@ def _refuse_second(cell):
                 )
 
 
-def _checked_mesh(cell, axis, mesh):
-    """The mesh that has the data-parallel axis, and whether the Cell is sharded over that."""
+def _checked_mesh(cell, axis, mesh, gradients_mean):
+    """The mesh with the data-parallel axis, and whether the Cell is sharded over that axis."""
     if not isinstance(cell, nn.Cell):
         raise TypeError(f"hsdp() takes a Cell, an instance of a subclass of nn.Cell, not {cell!r}")
     if not isinstance(axis, str):
@@ -182,11 +150,17 @@ def _checked_mesh(cell, axis, mesh):
         )
     if own is not None and own != mesh:
         _check_part(cell, own, axis, mesh)
-    return mesh, own is not None and axis in own.axis_names
+    has_axis = own is not None and axis in own.axis_names
+    if gradients_mean is True and has_axis:
+        raise ValueError(
+            f"hsdp(gradients_mean=True): {cell_label('', cell)} is sharded over axis '{axis}', so its loss is that of "
+            "the whole batch, and gradients are terms of a sum: leave gradients_mean out"
+        )
+    return mesh, has_axis
 
 
 def _check_part(cell, own, axis, mesh):
-    """Raise `ValueError` where a Cell is sharded over a mesh that isn't this rank's part of another one."""
+    """Raise `ValueError` for a Cell on a mesh `own` that isn't this rank's sub-mesh of `mesh`."""
     if axis in own.axis_names:
         raise ValueError(
             f"hsdp(mesh={mesh!r}): {cell_label('', cell)} is sharded over {own!r}, which has axis '{axis}': leave "
@@ -200,28 +174,8 @@ def _check_part(cell, own, axis, mesh):
         )
 
 
-def _refined(mesh, axis, shard_size):
-    """The mesh with the axis split where only a part of it shards; the axes that shard, and those that replicate."""
-    size = mesh.axis_size(axis)
-    if shard_size == size:
-        return mesh, (axis,), ()
-    if shard_size == 1:
-        return mesh, (), (axis,)
-    names = (axis + REPLICATE_AXIS_SUFFIX, axis + SHARD_AXIS_SUFFIX)
-    for name in names:
-        if name in mesh.axis_names:
-            raise ValueError(
-                f"hsdp(shard_size={shard_size}) cuts axis '{axis}' of {mesh} into {' and '.join(names)}, but the mesh "
-                f"has an axis '{name}': rename that"
-            )
-    sizes = (size // shard_size, shard_size)
-    return mesh.split_axis(axis, **dict(zip(names, sizes))), names[1:], names[:1]
-
-
 def _checked_units(cell, units):
-    """Paths of the units."""
-    if units is None:
-        return find_units(cell)
+    """The units that a user gave, as a tuple."""
     if not isinstance(units, (tuple, list)) or not all(isinstance(unit, str) for unit in units):
         raise TypeError(f"hsdp(units={units!r}): should be a tuple of paths of Cells, such as ('layers.0', 'layers.1')")
     paths = [path for path, _ in cell.cells_and_names() if path]
@@ -239,35 +193,33 @@ def _checked_units(cell, units):
 
 
 def tie_shards(cells, paths):
-    """Let Cells of one rank update a parameter together that each of them computes with: stages of a pipeline whose
-    embedding is the output layer, too.
+    """Tie parameters of several Cells of one rank, such as the stages of a pipeline with the embedding and the output
+    layer: the Cells update, store and count one shard.
 
-    The first Cell's part is what all of them have afterwards, in `cell.trainable_params()`, too: it is stored, updated
-    and counted once. Call this before stages and optimizers are made of the Cells.
+    The first Cell's shard replaces those of the others, also in `cell.trainable_params()`. `PipelineStage`s and
+    optimizers are made of the Cells afterwards.
 
     Args:
-        cells: what `hsdp()` was called with, alike.
-        paths: of parameters; those of any that only one Cell has, or none, are left as they are.
+        cells: results of `hsdp()` with equal arguments.
+        paths: paths of parameters; a path that fewer than two Cells have is ignored.
 
     Raises:
-        ValueError: parameters of a path that are cut otherwise, or of other shapes or dtypes.
+        ValueError: parameters of one path with different shapes, dtypes, or sharding.
     """
     for path in paths:
         every = [(storage, stored) for storage in map(storage_of, cells) for stored in storage.parameters]
         holders = [(storage, stored) for storage, stored in every if stored.plan.path == path]
         for storage, stored in holders[1:]:
-            _check_alike(path, *holders[0], storage, stored)
+            plans = [replace(one.plan, unit="", reason="") for one in (holders[0][1], stored)]
+            if plans[0] != plans[1] or holders[0][1].shard.layout != stored.shard.layout:
+                shown = [f"{_shown(one)} in {place.label}" for place, one in (holders[0], (storage, stored))]
+                raise ValueError(
+                    f"tie_shards(): parameter '{path}' is {', but '.join(shown)}: only what shard() and hsdp() treat "
+                    "alike can be one parameter"
+                )
             storage.check_closed()
             stored.share(holders[0][1])
-
-
-def _check_alike(path, first_storage, first, storage, stored):
-    plans = [replace(one.plan, unit="", reason="") for one in (first, stored)]
-    if plans[0] != plans[1] or first.shard.layout != stored.shard.layout:
-        raise ValueError(
-            f"tie_shards(): parameter '{path}' is {_shown(first)} in {first_storage.label}, but {_shown(stored)} in "
-            f"{storage.label}: only what shard() and hsdp() treat alike can be one parameter"
-        )
+            storage.copied.add(id(stored.unsharded))
 
 
 def _shown(stored):

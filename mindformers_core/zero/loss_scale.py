@@ -9,18 +9,16 @@ __all__ = ["LossScale", "all_finite"]
 
 
 def all_finite(mesh, tensors):
-    """Whether no element of `tensors` on any rank of `mesh` is infinite or NaN; the same answer on all these ranks.
+    """Whether no element of `tensors` on any rank of `mesh` is infinite or NaN: a bool, equal on all these ranks.
 
-    Costs one all-reduce of a float32 scalar over the whole mesh, which all its ranks have to make. PyNative.
+    All ranks of the mesh call the function, for one all-reduce of a float32 scalar. PyNative.
 
     Args:
-        mesh: the `DeviceMesh`; None asks this rank alone.
-        tensors: this rank's tensors; none at all are finite.
-
-    Returns:
-        A bool.
+        mesh: the `DeviceMesh`; None checks this rank alone.
+        tensors: this rank's tensors; an empty tuple is finite.
     """
-    tensors = tuple(map(_checkable, tensors))
+    on_cpu = ms.get_context("device_target") == "CPU"  # without a kernel for bfloat16
+    tensors = tuple(ops.cast(each, ms.float32) if on_cpu and each.dtype == ms.bfloat16 else each for each in tensors)
     finite = not tensors or bool(amp.all_finite(tensors))  # MindSpore's fails for none
     if mesh is None:
         return finite
@@ -29,19 +27,19 @@ def all_finite(mesh, tensors):
 
 
 class LossScale:
-    """The factor of the loss that keeps small half-precision gradients from becoming zero, and its adjustment.
+    """The factor of the loss that protects half-precision gradients from underflow, and the factor's adjustment.
 
-    Multiply the loss by `value` before the gradient is taken, `unscale` the gradients, and leave the optimizer alone
-    where that gives None. Every rank has its own; they stay equal if they were built alike. PyNative.
+    The loss is multiplied by `value` before the backward pass, the gradients are divided by `unscale`, and a step is
+    skipped where that returns None. The objects of all ranks stay equal if their arguments are equal. PyNative.
 
-    Float16 gradients stay float16, so what loss scaling has saved from underflow is lost again as they are unscaled:
-    reduce to float32 (the default of `MixedPrecision`). Bfloat16 has float32's range and needs no loss scale.
+    `unscale` keeps dtypes, so small float16 gradients underflow there: reduce to float32 (the default of
+    `MixedPrecision`). Bfloat16 has float32's range and needs no loss scale.
 
     Args:
         scaler: `mindspore.amp.DynamicLossScaler`, `StaticLossScaler`, or another `LossScaler` that keeps its scale in
             `scale_value`. Default: `DynamicLossScaler(2**16, 2, 2000)`, which doubles after 2000 finite steps in a row
             and halves, to 1 at the least, at each other one.
-        mesh: the ranks that have to agree: all that train this model. Default: this rank alone.
+        mesh: the mesh of all ranks that train this model. Default: this rank alone.
 
     Attributes:
         skipped: number of steps skipped so far.
@@ -69,7 +67,7 @@ class LossScale:
         """`gradients` (tensors of a scaled loss) divided by the scale, and the scale adjusted for the next step.
 
         Returns:
-            A tuple in the gradients' dtypes; None where a gradient of any rank of the mesh isn't finite: skip the step.
+            A tuple in the gradients' dtypes; None where a gradient of any rank of the mesh is infinite or NaN.
         """
         gradients, factor = tuple(gradients), 1.0 / self.value
         finite = all_finite(self.mesh, gradients)
@@ -78,13 +76,6 @@ class LossScale:
             return tuple(_times(gradient, factor) for gradient in gradients)
         self.skipped += 1
         return None
-
-
-def _checkable(tensor):
-    """`tensor`, in float32 where MindSpore has no kernel that looks for infinities: bfloat16 on CPU."""
-    if tensor.dtype == ms.bfloat16 and ms.get_context("device_target") == "CPU":
-        return ops.cast(tensor, ms.float32)
-    return tensor
 
 
 def _times(tensor, factor):

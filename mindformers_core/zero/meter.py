@@ -1,62 +1,57 @@
-"""Counts the memory that a step really takes: bytes by kind as they come and go, and how they were at the peak."""
+"""The measured memory of a step: bytes of live tensors by kind, and at the peak."""
 
 import weakref
 from collections import Counter
 
-__all__ = ["KINDS", "MOMENTS", "MemoryMeter"]
+__all__ = ["MOMENTS", "MemoryMeter"]
 
-KINDS = ("weights", "parts", "gradients", "buckets")
-MOMENTS = ("pass", "update")  # from whole weights being asked for to their release; from then to the next step
+MOMENTS = ("pass", "update")  # from the gathers of weights to their release; from then to the next step
 
 
 class MemoryMeter:
-    """Bytes of tensors that are there, by kind. MindSpore doesn't tell them on CPU, so tensors are watched until they
-    are gone.
+    """Counts the bytes of live tensors. MindSpore doesn't report them on CPU, so weak references watch tensors.
 
     Attributes:
-        now: kind -> bytes.
-        peaks: moment (one of `MOMENTS`) -> how `now` was when its sum was largest, the last time that it was so.
+        now: kind ("weights", "parts", "gradients" or "buckets") -> bytes.
+        peaks: moment (one of `MOMENTS`) -> `now` when its sum was largest, in the last such moment.
     """
 
     def __init__(self):
         self.now, self.peaks = Counter(), {}
         self._moment = None
-        self._memory = {}  # address -> [kind, bytes, numbers of watched tensors that lie there]
-        self._watched = {}  # number -> weak reference to a tensor
-        self._number = 0
+        self._memory = {}  # address -> [kind, bytes, number of watched tensors there]
 
     def begin(self, moment):
-        """A moment begins, and the one before ends; None is none of them."""
+        """Begin a moment, and end the one before; None is none of `MOMENTS`."""
         self._moment = moment
         if moment is not None:
             self.peaks[moment] = self.now.copy()
 
     def add(self, kind, nbytes):
-        """So many bytes have come, or, where negative, gone."""
+        """Count allocated bytes, or, where negative, freed ones."""
         self.now[kind] += nbytes
         if self._moment is not None and self.now.total() > self.peaks[self._moment].total():
             self.peaks[self._moment] = self.now.copy()
 
     def watch(self, kind, tensor):
-        """Count a tensor's memory until nobody has it any more; returns it.
+        """Count a tensor's memory until all watched tensors there are garbage; returns the tensor.
 
-        Tensors that share memory count once, as a bucket only where none of them is something else.
+        Tensors that share memory count once, as "buckets" only where none of them is of another kind.
         """
         if tensor.is_meta:
             return tensor
-        storage, number = tensor.untyped_storage(), self._number
+        storage = tensor.untyped_storage()
         address, nbytes = storage.data_ptr(), storage.size()
-        self._number += 1
         if address not in self._memory:
-            self._memory[address] = [kind, nbytes, set()]
+            self._memory[address] = [kind, nbytes, 0]
             self.add(kind, nbytes)
         memory = self._memory[address]
         if memory[0] == "buckets" != kind:
             self.add("buckets", -memory[1])
             self.add(kind, memory[1])
             memory[0] = kind
-        memory[2].add(number)
-        self._watched[number] = weakref.ref(tensor, lambda _: self._gone(number, address))
+        memory[2] += 1
+        weakref.finalize(tensor, self._gone, address).atexit = False
         return tensor
 
     def watch_all(self, kind, tensors):
@@ -64,10 +59,9 @@ class MemoryMeter:
         for tensor in tensors:
             self.watch(kind, tensor)
 
-    def _gone(self, number, address):
-        del self._watched[number]
-        kind, nbytes, users = self._memory[address]
-        users.remove(number)
-        if not users:
+    def _gone(self, address):
+        memory = self._memory[address]
+        memory[2] -= 1
+        if not memory[2]:
             del self._memory[address]
-            self.add(kind, -nbytes)
+            self.add(memory[0], -memory[1])

@@ -1,4 +1,4 @@
-"""Which dtype each tensor of a training has (Micikevicius et al., "Mixed Precision Training", 2018). Pure Python."""
+"""Mixed precision (Micikevicius et al., "Mixed Precision Training", 2018): the dtype of each tensor. Pure Python."""
 
 from dataclasses import dataclass, fields
 
@@ -7,25 +7,24 @@ from mindformers_core.hints import nearest
 __all__ = ["MixedPrecision"]
 
 _ALLOWED = ("float32", "float16", "bfloat16")
-_HALVES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
 class MixedPrecision:
     """The dtypes of `hsdp(…, mixed_precision=…)`: each "float32", "float16", "bfloat16", that MindSpore dtype, or None.
 
-    The attributes are names, whatever was given. The paper's policy is `parameter="float32", compute="float16"`; the
-    memory that ZeRO (Rajbhandari et al. 2020) counts is that of `gradient="float16"` besides.
+    The attributes are names of dtypes. The paper's policy is `parameter="float32", compute="float16"`; the memory that
+    ZeRO (Rajbhandari et al. 2020) counts is that of `gradient="float16"` besides.
 
     Args:
-        parameter: of the parts that the optimizer updates, the master copy. Default: as the Cell has them.
-        compute: of the weights in forward and backward; floating inputs of the root Cell are cast to it, too.
-            Default: weights as the Cell has them, inputs as they come.
-        reduce: in which gradients are summed, over ranks and over micro-steps. Default: float32 for gradients of half
-            precision, otherwise theirs.
-        gradient: in which reduced gradients wait until they are handed out. Half precision saves memory. Default: that
-            of `reduce`.
-        output: of the floating results of the root Cell. Default: as they come.
+        parameter: dtype of the shards that the optimizer updates, the master copy. Default: the Cell's dtypes.
+        compute: dtype of weights in forward and backward passes, and of floating inputs of the root Cell. Default:
+            the Cell's dtypes, and inputs unchanged.
+        reduce: dtype of sums of gradients, over ranks and micro-steps. Default: float32 for gradients of half
+            precision, otherwise the gradient's dtype.
+        gradient: dtype of reduced gradients until the end of a step. Half precision saves memory. Default: that of
+            `reduce`.
+        output: dtype of the root Cell's floating results. Default: unchanged.
 
     Raises:
         ValueError: another dtype.
@@ -39,33 +38,27 @@ class MixedPrecision:
 
     def __post_init__(self):
         for field in fields(self):
-            object.__setattr__(self, field.name, _name(field.name, getattr(self, field.name)))
+            dtype = getattr(self, field.name)
+            name = None if dtype is None else str(dtype).lower()  # str(mindspore.float32) is "Float32"
+            if name not in (None, *_ALLOWED):
+                raise ValueError(
+                    f"MixedPrecision({field.name}={dtype!r}): use {', '.join(_ALLOWED)}, or None for the default"
+                    + nearest(name, _ALLOWED)
+                )
+            object.__setattr__(self, field.name, name)
 
     def parameter_dtype(self, own):
-        """Dtype name of the part that the optimizer updates, of a parameter that the Cell has in dtype `own`."""
+        """Name of the dtype of a shard, for a parameter of the Cell with dtype `own`."""
         return self.parameter or own
 
     def compute_dtype(self, own):
-        """Dtype name that a weight computes in, of a parameter that the Cell has in dtype `own`."""
+        """Name of a weight's dtype in forward and backward passes, for a parameter of the Cell with dtype `own`."""
         return self.compute or own
 
     def reduce_dtype(self, compute):
-        """Dtype name in which gradients of a weight that computes in `compute` are summed."""
-        return self.reduce or ("float32" if compute in _HALVES else compute)
+        """Name of the dtype of sums of gradients, for a weight with dtype `compute` in the backward pass."""
+        return self.reduce or ("float32" if compute in ("float16", "bfloat16") else compute)
 
     def gradient_dtype(self, compute):
-        """Dtype name in which reduced gradients of a weight that computes in `compute` wait."""
+        """Name of the dtype of reduced gradients, for a weight with dtype `compute` in the backward pass."""
         return self.gradient or self.reduce_dtype(compute)
-
-
-def _name(field, dtype):
-    """The name of `dtype`, a name or a MindSpore dtype; None for None."""
-    if dtype is None:
-        return None
-    name = str(dtype).lower()  # str(mindspore.float32) is "Float32"
-    if name not in _ALLOWED:
-        raise ValueError(
-            f"MixedPrecision({field}={dtype!r}): use {', '.join(_ALLOWED)}, or None for the default"
-            + nearest(name, _ALLOWED)
-        )
-    return name

@@ -1,158 +1,188 @@
-"""One parameter as it is stored: the whole that computes, and the part that this rank keeps and updates."""
+"""A parameter under `hsdp()`: the unsharded Parameter that Cells compute with, and this rank's shard.
+
+On CPU MindSpore's `untyped_storage().resize_(0)` leaks the memory. So a tensor keeps its addresses there, the system
+frees the pages (Linux, `madvise`), and the next write allocates them, as zeros.
+"""
+
+import ctypes
+import mmap
+from contextlib import nullcontext
 
 from mindspore import DeviceCtx, Parameter, mint, ops
 from mindspore import dtype as mstype
 
 from mindformers_core.sharding.parameter_storage import as_dtype
-from mindformers_core.zero.free_storage import allocate_storage, free_storage
 
-__all__ = ["ShardedParameter", "bytes_of"]
+__all__ = ["ShardedParameter", "allocate_storage", "bytes_of", "free_storage", "parameter_like"]
+
+_DONT_NEED = getattr(mmap, "MADV_DONTNEED", None)  # other systems have none
+_SYSTEM = None if _DONT_NEED is None else ctypes.CDLL(None)
+
+
+def _keeps_addresses(tensor):
+    return _DONT_NEED is not None and tensor.device == "CPU"
+
+
+def free_storage(tensor):
+    """Free a tensor's memory, except the incomplete pages at both ends; the values are lost."""
+    memory = tensor.untyped_storage()
+    if not _keeps_addresses(tensor):
+        memory.resize_(0)
+        return
+    first = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (memory.data_ptr() + memory.size() - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    if length > 0 and _SYSTEM.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), _DONT_NEED):
+        raise MemoryError(f"the system doesn't take {length} bytes back")
+
+
+def allocate_storage(tensor, nbytes):
+    """Allocate a tensor's memory again, uninitialized."""
+    if not _keeps_addresses(tensor):
+        tensor.untyped_storage().resize_(nbytes)
+
+
+def parameter_like(parameter, shape, dtype, values):
+    """A Parameter with the name and the attributes of another, and without values where that is on the meta device.
+
+    Args:
+        parameter: the other Parameter.
+        shape, dtype: of the new one; `dtype` is a name.
+        values: a tensor of the shape, or a Parameter; unused on the meta device.
+    """
+    dtype = getattr(mstype, dtype)
+    with DeviceCtx("meta") if parameter.is_meta else nullcontext():
+        values = mint.zeros(shape, dtype=dtype) if parameter.is_meta else ops.cast(values, dtype)
+        made = Parameter(values, name=parameter.name, requires_grad=parameter.requires_grad)
+    vars(made).update({name: value for name, value in vars(parameter).items() if name not in vars(made)})
+    return made
 
 
 def bytes_of(tensor):
-    """Bytes that a tensor's memory takes, as MindSpore has allocated it."""
+    """Bytes of a tensor's memory, as MindSpore has allocated it."""
     return 0 if tensor.is_meta else tensor.untyped_storage().size()
 
 
 class ShardedParameter:
-    """A Parameter that Cells compute with, and the one that the optimizer updates.
+    """The unsharded Parameter, which Cells compute with, and its shard, which the optimizer updates.
 
-    The memory of the whole is given back and filled again behind a Parameter that stays the same: MindSpore's tapes and
-    compiled graphs find the values that are there when they run.
+    The memory of the unsharded Parameter is freed and filled again while the Parameter stays the same object, so that
+    MindSpore's tapes and compiled graphs read the current values.
 
     Args:
         plan: the `ParameterPlan`.
-        whole: the Parameter that Cells compute with, with its values.
-        source: the Parameter that there was, with the values in full precision; it may be `whole`.
-        layout: of the part, on a mesh that has the shard axis.
-        index: this rank's place along the shard axis.
-        count: number of parts.
-        meter: the `MemoryMeter` that hears of all memory taken and given back here.
+        unsharded: the Parameter that Cells compute with, with its values.
+        source: the original Parameter, with the values in full precision; may be `unsharded`.
+        layout: the layout of the shard.
+        index: this rank's index along the shard axes.
+        count: number of shards.
+        meter: the `MemoryMeter` that counts the memory of both.
 
     Attributes:
-        plan, whole: as given.
-        part: the Parameter of this rank's part, with `layout` and `global_shape`; `whole` where that is updated.
-        lent: whether the memory of the part is given back while the whole holds its values.
-        is_filled: whether the whole was given values and not released yet.
-        is_shared: whether another `ShardedParameter` has the same part, which is never lent then.
+        plan, unsharded, index, count: as given.
+        shard: the Parameter of this rank's shard, with `layout` and `global_shape`; `unsharded` itself where that is
+            replicated, and updated in the dtype of the passes.
+        lent: whether the shard's memory is freed while `unsharded` has its values.
+        is_filled: whether `unsharded` has values.
+        is_shared: whether another `ShardedParameter` has the same shard, which is never lent then.
     """
 
-    def __init__(self, plan, whole, source, layout, index, count, meter):
-        self.plan, self.unsharded, self.index, self.count, self._meter = plan, whole, index, count, meter
-        self.shard = self._new_part(source, layout)
+    def __init__(self, plan, unsharded, source, layout, index, count, meter):
+        self.plan, self.unsharded, self.index, self.count, self._meter = plan, unsharded, index, count, meter
+        self.shard = unsharded
+        if plan.is_copied:
+            values = None if source.is_meta else self._slice(source)
+            self.shard = parameter_like(unsharded, self.shard_shape, plan.shard_dtype, values)
+        self.shard.layout = layout
         self.lent = self.is_filled = self.is_shared = False
-        self._place = self._address()
-        self._held = {"weights": bytes_of(whole), "parts": bytes_of(self.shard) if self.is_copied else 0}
+        self._address = None if self.shard.is_meta else self.shard.data_ptr()
+        self._held = {"weights": bytes_of(unsharded), "parts": bytes_of(self.shard) if self.is_copied else 0}
         for kind, nbytes in self._held.items():
             meter.add(kind, nbytes)
-        if self.is_copied and whole is source and not whole.is_meta:
-            whole.set_data(mint.zeros(plan.shape, dtype=whole.dtype))  # whoever has the values elsewhere keeps them
-
-    @property
-    def is_sharded(self):
-        """Whether ranks keep different parts."""
-        return self.plan.dim is not None
+        if self.is_copied and unsharded is source and not source.is_meta:
+            unsharded.set_data(mint.zeros(plan.shape, dtype=source.dtype))  # other holders of the values keep them
 
     @property
     def is_copied(self):
-        """Whether whole and part are two things."""
+        """Whether the shard is another Parameter than the unsharded one."""
         return self.shard is not self.unsharded
 
     @property
     def shard_shape(self):
-        """The shape of the part."""
+        """The shape of the shard."""
         return self.plan.shard_shape(self.count)
 
-    def _new_part(self, source, layout):
-        if not self.is_sharded and self.plan.shard_dtype == self.plan.dtype:
-            return self.unsharded
-        dtype = getattr(mstype, self.plan.shard_dtype)
-        if self.unsharded.is_meta:
-            with DeviceCtx("meta"):
-                values = mint.zeros(self.shard_shape, dtype=dtype)
-                part = Parameter(values, name=self.unsharded.name, requires_grad=self.unsharded.requires_grad)
-        else:
-            values = ops.cast(self._slice(source), dtype)
-            part = Parameter(values, name=self.unsharded.name, requires_grad=self.unsharded.requires_grad)
-        vars(part).update({name: value for name, value in vars(self.unsharded).items() if name not in vars(part)})
-        part.layout = layout
-        return part
-
     def _slice(self, whole):
-        """This rank's part of a tensor of the whole's shape: a tensor of its own."""
-        if not self.is_sharded:
+        """This rank's shard of a Parameter of the unsharded shape: a copy."""
+        if self.plan.dim is None:
             return whole.value().copy()
         length = self.plan.shape[self.plan.dim] // self.count
         return ops.cat((mint.narrow(whole.value(), self.plan.dim, self.index * length, length),), 0)
 
     def sent(self):
-        """This rank's part, flat, in the dtype that computes: what a gather sends."""
-        part = self._slice(self.unsharded) if self.lent else self.shard.value()
-        return as_dtype(part, self.plan.dtype).reshape(-1)
+        """The input of an all-gather: this rank's shard, flat, in the dtype of the passes."""
+        shard = self._slice(self.unsharded) if self.lent else self.shard.value()
+        return as_dtype(shard, self.plan.dtype).reshape(-1)
 
     def rows(self, whole):
-        """A tensor of the whole's shape as `count` rows, one for each part, flat."""
+        """A tensor of the unsharded shape as `count` rows, one for each shard, flat."""
         dim, shape = self.plan.dim, self.plan.shape
         cut = whole.reshape(*shape[:dim], self.count, shape[dim] // self.count, *shape[dim + 1 :])
         return ops.moveaxis(cut, dim, 0).reshape(self.count, -1) if dim else cut.reshape(self.count, -1)
 
     def joined(self, rows):
-        """The whole of `rows`, which may be a view: the other way round."""
+        """The tensor of the unsharded shape for `rows`, which may be a view: the inverse of `rows`."""
         if not self.plan.dim and rows.is_contiguous():
             return rows.reshape(self.plan.shape)
-        parts = mint.unbind(rows, 0)
+        shards = mint.unbind(rows, 0)
         if self.plan.dim:
-            return ops.cat([part.reshape(self.shard_shape) for part in parts], self.plan.dim)
-        return ops.cat(parts, 0).reshape(self.plan.shape)
+            return ops.cat([shard.reshape(self.shard_shape) for shard in shards], self.plan.dim)
+        return ops.cat(shards, 0).reshape(self.plan.shape)
 
     def fill(self, values):
-        """Give the whole memory, and `values`."""
-        self._refill("weights", self.unsharded, values)
+        """Allocate the unsharded memory, and assign `values`."""
+        self._allocate("weights", self.unsharded, values)
         self.is_filled = True
 
     def lend(self):
-        """Give the part's memory back while the whole holds its values in the same dtype."""
-        if self.is_sharded and self.plan.shard_dtype == self.plan.dtype and not (self.lent or self.is_shared):
-            if self._address() != self._place:  # after set_data: memory that somebody else may have, too
+        """Free the shard's memory while the unsharded Parameter has its values in the same dtype."""
+        of_one_dtype = self.plan.dim is not None and self.plan.shard_dtype == self.plan.dtype
+        if of_one_dtype and not (self.lent or self.is_shared):
+            if self.shard.data_ptr() != self._address:  # after set_data: the memory may have other holders
                 self.shard.set_data(ops.cat((self.shard.value(),), 0))
-                self._place = self._address()
-            self._give_back("parts", self.shard)
+                self._address = self.shard.data_ptr()
+            self._free("parts", self.shard)
             self.lent = True
 
     def take_back(self):
-        """Let a part that was lent have its values again, while the whole keeps them, too."""
+        """Allocate the memory of a shard that was lent, and copy its values from the unsharded Parameter."""
         if self.lent:
-            self._refill("parts", self.shard, self._slice(self.unsharded))
-            self._place, self.lent = self._address(), False
+            self._allocate("parts", self.shard, self._slice(self.unsharded))
+            self._address, self.lent = self.shard.data_ptr(), False
 
     def release(self):
-        """Give the whole's memory back; a part that was lent is there again."""
+        """Free the unsharded memory, after `take_back`."""
         self.take_back()
         self.is_filled = False
         if self.is_copied:
-            self._give_back("weights", self.unsharded)
+            self._free("weights", self.unsharded)
 
     def share(self, other):
-        """Have the part of another `ShardedParameter`, planned alike, instead of one's own; neither whole is needed."""
+        """Replace the shard by that of another `ShardedParameter` with an equal plan; neither is filled."""
         self._meter.add("parts", -self._held["parts"])
         self._held["parts"] = 0
         self.shard = other.shard
         self.is_shared = other.is_shared = True
-        self._give_back("weights", self.unsharded)
+        self._free("weights", self.unsharded)
 
-    def _address(self):
-        """Where the part is in memory."""
-        return None if self.shard.is_meta else self.shard.data_ptr()
-
-    def _refill(self, kind, parameter, values):
-        """Give a Parameter memory again, with `values`."""
+    def _allocate(self, kind, parameter, values):
+        """Allocate a Parameter's memory again, and assign `values`."""
         self._meter.watch("buckets", values)
         self._meter.add(kind, values.nbytes - self._held[kind])
         self._held[kind] = values.nbytes
         allocate_storage(parameter, values.nbytes)
         ops.assign(parameter, values)  # the storage's own copy_() gave wrong values
 
-    def _give_back(self, kind, parameter):
+    def _free(self, kind, parameter):
         if self._held[kind]:
             self._meter.add(kind, -self._held[kind])
             self._held[kind] = 0

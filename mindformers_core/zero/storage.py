@@ -10,8 +10,9 @@ from mindformers_core.program.labels import cell_label
 from mindformers_core.sharding.parameter_storage import ParameterStorage
 from mindformers_core.sharding.recordings import forget_recordings
 from mindformers_core.sharding.sharded_cells import ShardedCell, computing_parameters, tree_and_path
-from mindformers_core.zero.explained import explained
-from mindformers_core.zero.gradient_reducer import reduced, summed
+from mindformers_core.zero.explained import explained_lines, step_plan
+from mindformers_core.zero.formulas import traffic_of_step
+from mindformers_core.zero.gradient_reducer import GradientReducer
 from mindformers_core.zero.optimizers import check_optimizers
 from mindformers_core.zero.units import UnitSchedule
 
@@ -25,15 +26,15 @@ class HsdpStorage(ParameterStorage):
     those of no unit, while the calls of a unit's Cell gather and free the others.
 
     Args:
+        tree: the `ShardedTree`.
         settings: the `HsdpSettings`.
         parameters: `ShardedParameter`s, in the order of the Cell's parameters.
         gathers, reduces: `Bucket`s of weights in the order of the Cells, and of gradients in that of a backward pass.
-        meter: the `MemoryMeter` that the parameters count their memory with.
-        label: the name of the root Cell in errors.
-        cells: all Cells of the tree.
+        meter: the `MemoryMeter` that counts the memory of the parameters.
 
     Attributes:
-        settings, parameters, gathers, reduces, meter, label, cells: as given.
+        settings, parameters, gathers, reduces, meter: as given.
+        label, cells: the name of the root Cell in errors; all Cells of the tree.
         trained: numbers of the parameters that get gradients, in order.
         collectives: the `BucketCollectives`; None in a dry run.
         reducer: the `GradientReducer` that takes gradients while a backward pass runs, or None.
@@ -43,11 +44,11 @@ class HsdpStorage(ParameterStorage):
 
     takes_gradients = True
 
-    def __init__(self, settings, parameters, gathers, reduces, meter, label, cells):
+    def __init__(self, tree, settings, parameters, gathers, reduces, meter):
         self.settings, self.parameters, self.gathers, self.reduces = settings, parameters, gathers, reduces
-        self.meter, self.label, self.cells = meter, label, tuple(cells)
+        self.meter, self.label, self.cells = meter, tree.label(""), tuple(tree.cells.values())
         self.input_dtype, self.output_dtype = settings.precision.compute, settings.precision.output
-        self.copied = frozenset(id(stored.unsharded) for stored in parameters if stored.is_copied)
+        self.copied = {id(stored.unsharded) for stored in parameters if stored.is_copied}
         self.trained = [number for number, stored in enumerate(parameters) if stored.plan.trainable]
         self.collectives = self.reducer = None
         self.is_open = self.is_training = self._in_pass = self._has_checked = False
@@ -97,9 +98,11 @@ class HsdpStorage(ParameterStorage):
             return
         try:
             for stored in self.parameters:
-                if stored.is_copied and not stored.is_sharded:  # the optimizer updates a copy in another dtype
+                if stored.is_copied and stored.plan.dim is None:  # the optimizer updates a copy in another dtype
                     stored.fill(stored.sent().reshape(stored.plan.shape))
-            self.schedule.gather("")
+            for bucket in self.gathers:
+                if bucket.unit not in self.units:
+                    self.schedule.gather_bucket(bucket)
         except BaseException:
             self.close()
             raise
@@ -141,7 +144,11 @@ class HsdpStorage(ParameterStorage):
 
     def summed(self, gradients):
         """See `ParameterStorage`: whole gradients, or (`sums_shards`) this rank's shards of their sums over ranks."""
-        return summed(self, gradients)
+        reducer = GradientReducer(self)
+        reducer.begin(is_last=False)
+        reducer.take(gradients)
+        reducer.end()
+        return [reducer.sums[number] for number in self.trained]
 
     def reduced(self, gradients):
         """See `ParameterStorage`: reduced over the data-parallel ranks, which all call this; empties the list.
@@ -149,7 +156,11 @@ class HsdpStorage(ParameterStorage):
         Raises:
             ValueError: at the first gradients, an optimizer that can't work with shards.
         """
-        found = reduced(self, gradients)
+        reducer = GradientReducer(self, dict(zip(self.trained, gradients, strict=True)))
+        gradients.clear()
+        for bucket in self.reduces:
+            reducer.reduce(bucket)
+        found = reducer.finish()
         if not self._has_checked:
             check_optimizers(self)
             self._has_checked = True
@@ -244,7 +255,9 @@ class HsdpStorage(ParameterStorage):
 
     def explained(self):
         """See `ParameterStorage`."""
-        return explained(self)
+        step, axes = step_plan(self), (self.settings.axis, "hsdp")
+        traffic = {(axes, *key): sent for key, sent in traffic_of_step(step).items() if sent[1]}
+        return explained_lines(step), self.settings.accumulate_grad_step, traffic
 
 
 def storage_of(cell):
@@ -266,13 +279,13 @@ def storage_of(cell):
 
 @contextmanager
 def gathered(cell):
-    """Keep the whole weights of a Cell in place, so that several evaluations gather them once.
+    """A context manager that keeps the unsharded weights of a Cell in place, so that evaluations gather them once.
 
-    Parts must not be changed, nor steps taken, while it is open. Where units are gathered one by one, these are
-    gathered for every call all the same.
+    The shards must not change, and no step may be taken, inside of the block. The weights of units are gathered for
+    every call all the same.
 
     Args:
-        cell: the Cell that `hsdp()` was called with. All ranks open it together.
+        cell: the result of `hsdp()`. All ranks enter the block together.
     """
     storage = storage_of(cell)
     storage.check_closed()

@@ -57,13 +57,8 @@ class UnitSchedule:
         self._order, self._met = [], []  # units in the order of the last pass's calls; of this one's, so far
         self._held, self._missing, self._finished = set(), {}, []  # _missing: unit -> gradients to come
 
-    def gather(self, unit):
-        """Gather the weights of a unit; "" is the weights of none."""
-        for bucket in self._buckets(unit):
-            self.gather_bucket(bucket)
-
     def _buckets(self, unit):
-        return [each for each in self.storage.gathers if (each.unit if each.unit in self.storage.units else "") == unit]
+        return [bucket for bucket in self.storage.gathers if bucket.unit == unit]
 
     def gather_bucket(self, bucket):
         """Gather the weights of a bucket; nothing in a dry run."""
@@ -136,15 +131,13 @@ class UnitSchedule:
 
     def _hold(self, unit, direction):
         """Gather a unit and the next ones in the last pass's order, each that isn't in place."""
-        ahead = []
-        if unit in self._order:
-            place = self._order.index(unit)
-            ahead = [place + direction * step for step in range(1, self.storage.settings.prefetch + 1)]
-            ahead = [self._order[other] for other in ahead if 0 <= other < len(self._order)]
-        for other in (unit, *ahead):
+        following = self._order[::direction]
+        place = following.index(unit) if unit in following else len(following)
+        for other in (unit, *following[place + 1 : place + 1 + self.storage.settings.prefetch]):
             if other not in self._held:
                 self._held.add(other)
-                self.gather(other)
+                for bucket in self._buckets(other):
+                    self.gather_bucket(bucket)
 
     def _free(self, unit):
         if unit in self._held:

@@ -12,7 +12,6 @@ from mindformers_core.trainer.recipe import Optimizer
 from mindformers_core.zero import MixedPrecision, hsdp, memory_report, value_and_grad
 from mindformers_core.zero.explained import explained_lines
 from mindformers_core.zero.formulas import traffic_of_step
-from mindformers_core.zero.storage import storage_of
 
 SIZE, LAYERS, RANKS = 192, 8, 4
 WEIGHTS, BIASES = LAYERS * SIZE * SIZE, LAYERS * SIZE  # biases are under the threshold of 1 KB
@@ -68,7 +67,6 @@ class Training:
         options = {"mixed_precision": MIXED if policy == "mixed" else None, "comm_fusion": 0.1, **options}
         self.cell = hsdp(Tower(), shard_size, 1, name, **options)
         self.optimizer = AdamW(self.cell.trainable_params(), Optimizer())
-        self.settings = storage_of(self.cell).settings
         self.gradient_of, self.compiled = value_and_grad(self.cell, compiled), compiled
 
     def steps(self, number):
@@ -135,7 +133,7 @@ def case_measured_memory_and_traffic_of_other_steps():
             expected[kind] = tuple(map(sum, zip(expected.get(kind, (0, 0)), counted)))
         assert sent == expected, (policy, level, options)
         said = explain(training.cell)
-        assert all(line in said for line in explained_lines(training.settings, training.report.step))
+        assert all(line in said for line in explained_lines(training.report.step))
 
 
 @on_ranks(2)
