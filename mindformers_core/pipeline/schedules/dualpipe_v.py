@@ -26,7 +26,6 @@ class ScheduleDualPipeV(PipelineScheduleMulti):
     placement = "v"
 
     def check(self):
-        """As the base class says."""
         super().check()
         if self.micro_batch_num < 2 * self.rank_num:
             raise ValueError(
@@ -36,7 +35,6 @@ class ScheduleDualPipeV(PipelineScheduleMulti):
             )
 
     def construct_exec_order(self):
-        """As the base class says."""
         for rank in range(self.rank_num):
             self.exec_order[rank] = order_of_phases(self._phases(rank), (rank, self.stage_num - 1 - rank))
 

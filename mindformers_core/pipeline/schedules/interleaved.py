@@ -16,7 +16,6 @@ class ScheduleInterleaved1F1B(PipelineScheduleMulti):
     """
 
     def construct_exec_order(self):
-        """As the base class says."""
         rounds = _rounds(self.micro_batch_num, self.rank_num)
         # Two for each later rank hide the time that messages take; one would do if they took none. With one chunk there
         # is nothing to fill that time with.

@@ -12,7 +12,6 @@ class Schedule1F1B(PipelineScheduleSingle):
     """One forward, one backward: as long as GPipe, but stage s keeps p - s micro-batches live at most."""
 
     def construct_exec_order(self):
-        """As the base class says."""
         for stage in range(self.stage_num):
             forwards, backwards = (
                 [MetaStep(micro, kind, stage) for micro in range(self.micro_batch_num)]

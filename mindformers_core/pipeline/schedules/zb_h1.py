@@ -17,7 +17,6 @@ class ScheduleZBH1(PipelineScheduleSingle):
     """
 
     def construct_exec_order(self):
-        """As the base class says."""
         orders = []
         for stage in range(self.stage_num):
             forwards, inputs = (

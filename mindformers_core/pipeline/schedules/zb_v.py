@@ -22,7 +22,6 @@ class ScheduleZBV(PipelineScheduleMulti):
     placement = "v"
 
     def construct_exec_order(self):
-        """As the base class says."""
         orders = []
         for rank in range(self.rank_num):
             order = order_of_phases(self._phases(rank), (rank, self.stage_num - 1 - rank))
