@@ -103,8 +103,8 @@ class PipelineStage:
         Under `hsdp()` the sums are divided by its `accumulate_grad_step`, the number of runs of a step. The first read
         after a run reduces them: all data-parallel ranks have to read the gradients of their stages in the same order.
         """
-        taken = self.weight_gradients.taken()
-        return tuple(ops.zeros_like(parameter) for parameter in self.parameters) if taken is None else taken
+        gradients = self.weight_gradients.reduced()
+        return tuple(ops.zeros_like(parameter) for parameter in self.parameters) if gradients is None else gradients
 
     def zero_gradients(self):
         """Drop the gradients of the runs so far."""
@@ -141,11 +141,11 @@ class PipelineStage:
             inputs, kwargs: as of `forward`; a `TensorMeta` will do for a tensor.
             is_split: as of `begin`.
         """
-        self.weight_gradients.split_off(is_split)
+        self.weight_gradients.split(is_split)
         try:
             self.function.make_program(inputs, self.function.own_kwargs(len(inputs), kwargs))
         finally:
-            self.weight_gradients.whole()
+            self.weight_gradients.unsplit()
 
     def begin(self, training, micro_batch_num, is_split):
         """Begin a pass, and drop the state of a pass that failed.
@@ -232,7 +232,7 @@ class PipelineStage:
                 f"stage {self.stage_index + 1} gave back gradients {_shown(gradients)} for the floating outputs "
                 f"{_shown(outputs)} of {self.label}"
             )
-        given, found = self._passes.backward(micro_index, gradients, self.weight_gradients.asked())
+        given, found = self._passes.backward(micro_index, gradients, self.weight_gradients.differentiated())
         self._storage.drop_units()
         self.weight_gradients.keep(micro_index, found)
         return given
