@@ -40,11 +40,6 @@ class CompiledCells:
         self._graphs = {}  # (function of a program, path or "", treedef, id of products) -> (compiled, products)
         self._calls = {}  # (running program, path, function) -> its replacement, or None where it isn't compiled
 
-    @property
-    def recomputes(self):
-        """Whether any Cells are recomputed."""
-        return bool(self._tree.activations.recomputed_cells)
-
     def calling(self):
         """A context manager: programs that are made or run in it have such functions, and call the compiled ones."""
         apart = tuple(self._tree.activations.recomputed_cells), tuple(self._tree.storage.units)

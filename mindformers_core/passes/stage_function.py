@@ -74,7 +74,7 @@ class StageFunction:
     @property
     def compiled(self):
         """Whether the Cell is one compiled function."""
-        in_parts = self.storage.units or self._cells_compiled is not None and self._cells_compiled.recomputes
+        in_parts = self.storage.units or self._cells_compiled and tree_of(self.cell).activations.recomputed_cells
         return self._is_compiled and not in_parts
 
     def __call__(self, inputs, kwargs):

@@ -30,7 +30,7 @@ _PUBLIC = {
     "ScheduleZBH1": "schedules.zb_h1",
     "ScheduleZBV": "schedules.zb_v",
     "ScheduleDualPipeV": "schedules.dualpipe_v",
-    "ScheduleLoopedBFS": "schedules.looped_bfs",
+    "ScheduleLoopedBFS": "schedules.gpipe",
     "schedule_class": "schedules.named",
     "schedule_of_table": "schedules.from_table",
     "PipelineStage": "stage",

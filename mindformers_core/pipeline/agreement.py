@@ -1,13 +1,13 @@
-"""Whether the stages of a pipeline fit together, judged by their descriptions. Pure Python, on plain data."""
+"""Checks that the stages of a pipeline fit together, by their descriptions. Pure Python, on plain data."""
 
 from mindformers_core.hints import nearest
 from mindformers_core.layout import layout
 
-__all__ = ["check_argument_names", "check_boundary", "check_stage_numbers", "raise_first", "tied_parameters"]
+__all__ = ["check_argument_names", "check_boundary", "check_stage_numbers", "tied_parameters"]
 
 
 def check_stage_numbers(described):
-    """Raise `ValueError` unless these are all stages of one pipeline, once each.
+    """Raise `ValueError` unless every stage of one pipeline has one description.
 
     Args:
         described: the descriptions of all stages (see `describe_stage`), in ascending order of stages.
@@ -16,17 +16,6 @@ def check_stage_numbers(described):
     numbers = sorted({each["stage_num"] for each in described})
     if len(numbers) > 1 or indices != list(range(numbers[0])):
         raise ValueError(f"these are the stages {indices} of pipelines with {numbers} stages: should be all of one")
-
-
-def raise_first(problems):
-    """Raise `ValueError` with what is wrong on the first stage on which something is.
-
-    Args:
-        problems: `(stage, what is wrong there, "" for nothing)` of all stages of the pipeline, in any order.
-    """
-    for _, problem in sorted(map(tuple, problems)):
-        if problem:
-            raise ValueError(problem)
 
 
 def check_argument_names(names, described):
@@ -39,19 +28,18 @@ def check_argument_names(names, described):
     if any(each["takes_any"] for each in described):
         return
     known = sorted({name for each in described for name in each["takes"]})
-    for name in sorted(names):
-        if name not in known:
-            takers = "; ".join(f"stage {e['stage']} ({e['cell']}): {', '.join(e['takes'])}" for e in described)
-            raise TypeError(f"no stage takes a keyword argument {name!r}{nearest(name, known)}; they take: {takers}")
+    for name in sorted({*names} - {*known}):
+        takers = "; ".join(f"stage {e['stage']} ({e['cell']}): {', '.join(e['takes'])}" for e in described)
+        raise TypeError(f"no stage takes a keyword argument {name!r}{nearest(name, known)}; they take: {takers}")
 
 
 def check_boundary(layouts, producer, consumer):
-    """Raise `ValueError` where a stage returns a tensor in another layout than the next stage takes it in.
+    """Raise `ValueError` where the layout of an output isn't that of the next stage's input.
 
-    Only local tensors are sent from stage to stage.
+    Stages exchange local tensors, so no redistribution takes place between them.
 
     Args:
-        layouts: those of the outputs, None for an output that isn't distributed.
+        layouts: of the outputs; None for an output that isn't distributed.
         producer, consumer: the descriptions of the two stages, see `check_stage_numbers`.
     """
     for place, (given, (name, entries)) in enumerate(zip(layouts, consumer["inputs"] or ())):
@@ -68,13 +56,13 @@ def check_boundary(layouts, producer, consumer):
 
 
 def tied_parameters(described):
-    """The parameters that several stages hold: path -> the stages, ascending, as `(stage, place)`.
+    """The trained parameters of several stages: path -> `(stage, place)` of each, in ascending order of stages.
 
-    The place counts the stage's trainable parameters, from 0.
+    The place is a number among the stage's trainable parameters, from 0.
 
     Raises:
-        ValueError: a path on several stages that one of them doesn't name as tied; or it stands for parameters of
-            another shape, dtype or layout, or that are trained on one stage only.
+        ValueError: a path on several stages is not in `tied` of one of them; or its parameters differ in shape, dtype,
+            layout, or in whether they are trained.
     """
     holders = {}
     for each in described:

@@ -1,6 +1,6 @@
-"""Which decoder layers each stage of a pipeline holds, and which stages each rank. Pure Python.
+"""Assigns decoder layers to the stages of a pipeline, and stages to ranks. Pure Python.
 
-Stages count from 0 over all ranks and chunks, in the order in which a micro-batch passes them (Megatron-LM).
+Stages are numbered from 0 over all ranks and chunks, in the order in which a micro-batch passes them (Megatron-LM).
 """
 
 from itertools import accumulate
@@ -21,18 +21,27 @@ def split_layers(count, stages, layers_per_stage=None, embedding_counts=False, l
             stages have the same number.
         embedding_counts: whether the embedding counts as a layer, so that the first stage has one decoder layer less
             than the others (Megatron-LM's `account_for_embedding_in_pipeline_split`).
-        loss_counts: whether the output layer does, so that the last stage has one less.
+        loss_counts: the same for the output layer and the last stage (`account_for_loss_in_pipeline_split`).
 
     Returns:
         A tuple of `LayerRange`.
 
     Raises:
-        ValueError: layers that can't be split so.
+        ValueError: `count` isn't divisible, or `layers_per_stage` doesn't fit it.
     """
     if layers_per_stage is None:
         total = count + embedding_counts + loss_counts
         if total % stages:
-            raise ValueError(_uneven(count, stages, embedding_counts, loss_counts))
+            below = total // stages * stages - embedding_counts - loss_counts
+            fitting = " or ".join(str(fit) for fit in (below, below + stages) if fit >= 1)
+            counted = [
+                name for name, is_one in (("embedding", embedding_counts), ("output layer", loss_counts)) if is_one
+            ]
+            what = f" with {' and '.join(counted)} counted makes {total}, which" if counted else ""
+            raise ValueError(
+                f"num_hidden_layers: {count}{what} should be a multiple of the number of stages ({stages}): for "
+                f"example {fitting}; or give the number of layers of every stage as layers_per_stage"
+            )
         counts = [total // stages] * stages
         counts[0] -= embedding_counts
         counts[-1] -= loss_counts
@@ -57,22 +66,9 @@ def stages_of_rank(rank, ranks, chunks=1, placement="loop"):
             2p - 1 - r ("v", Qi et al. 2024).
 
     Raises:
-        ValueError: as many chunks as the placement doesn't have.
+        ValueError: a number of chunks that the placement doesn't support.
     """
     return [stage for stage, holder in enumerate(PLACEMENTS[placement](ranks * chunks, ranks)) if holder == rank]
-
-
-def _uneven(count, stages, embedding_counts, loss_counts):
-    """The error's text for layers that are no multiple of the stages."""
-    counted = [name for name, asked in (("embedding", embedding_counts), ("output layer", loss_counts)) if asked]
-    total = count + len(counted)
-    what = f" with {' and '.join(counted)} counted makes {total}, which" if counted else ""
-    below = total // stages * stages - len(counted)
-    fitting = [str(fit) for fit in (below, below + stages) if fit >= 1]
-    return (
-        f"num_hidden_layers: {count}{what} should be a multiple of the number of stages ({stages}): for example "
-        f"{' or '.join(fitting)}; or give the number of layers of every stage as layers_per_stage"
-    )
 
 
 def _check_counts(count, stages, counts, some_counted):

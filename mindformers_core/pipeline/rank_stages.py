@@ -1,4 +1,4 @@
-"""The stages of one rank together: what they agree on with those of other ranks, and what is summed over stages."""
+"""The stages of one rank: their agreement with the stages of other ranks, and the sums over tied parameters."""
 
 import secrets
 from contextlib import contextmanager
@@ -9,26 +9,21 @@ from mindspore import ops
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.layout import LayoutSpec, bind_layout
 from mindformers_core.passes.stage_function import own_class
-from mindformers_core.pipeline.agreement import (
-    check_argument_names,
-    check_stage_numbers,
-    raise_first,
-    tied_parameters,
-)
+from mindformers_core.pipeline.agreement import check_argument_names, check_stage_numbers, tied_parameters
 from mindformers_core.pipeline.tables.dependencies import plain_steps
 from mindformers_core.pipeline.tables.step import MetaStepType
 from mindformers_core.sharding.sharded_cells import ShardedCell, tree_of
 
 __all__ = ["RankStages"]
 
-# kinds of messages, in the place where those of a schedule's steps have the type of the step
+# first entry of a message's tag; for the messages of a schedule's steps it is the type of the step
 _DESCRIPTIONS, _DIGESTS, _GRADIENTS, _RESULTS, _ACTIVATIONS, _PROGRAMS = range(len(MetaStepType), len(MetaStepType) + 6)
 
 
 class RankStages:
     """The stages of this rank, after they and those of the other ranks have exchanged their descriptions.
 
-    All ranks of the pipeline have to make theirs at the same time: they exchange messages.
+    All ranks of the pipeline have to construct their `RankStages` together, since they exchange messages.
 
     Args:
         stages: this rank's `PipelineStage`s, ascending.
@@ -37,8 +32,8 @@ class RankStages:
     Attributes:
         stages: stage index -> `PipelineStage`, of this rank.
         described: the descriptions of all stages of the pipeline, see `_description`.
-        current_pass: what tags of the current pass have in common, and no other of any pipeline: a pass that failed
-            may have left messages.
+        current_pass: end of the tags of the current pass, unique among passes and pipelines: a pass that failed may
+            have left messages.
         tied: path of a parameter that several stages hold -> `(stage, place among its parameters)` of each, ascending.
 
     Raises:
@@ -77,14 +72,8 @@ class RankStages:
                 stage, or a budget that is out of reach on one.
         """
         self._check_policies()
-        split, problems = self._split(table), []
-        for index, stage in self.stages.items():
-            try:
-                stage.make_program(*given[index], index in split)
-                problems.append((index, ""))
-            except (ValueError, TypeError) as error:  # the others are to know it, too
-                problems.append((index, str(error)))
-        self._raise_first(problems, _PROGRAMS)
+        split = self._split(table)
+        self._on_all_stages(lambda index, stage: stage.make_program(*given[index], index in split), _PROGRAMS)
         self._check_programs()
 
     @contextmanager
@@ -115,11 +104,11 @@ class RankStages:
                 stage.end(is_complete)
 
     def results(self, returned, dim, is_shared):
-        """What the last stage returned, merged: a tuple of tensors; None on other ranks unless `is_shared`.
+        """The merged outputs of the last stage: a tuple of tensors; None on other ranks unless `is_shared`.
 
         Args:
-            returned: the outputs of all micro-batches, a list of tuples; on other ranks than the last stage's anything.
-            dim: along which tensors are joined; of scalars the mean is taken.
+            returned: the outputs of all micro-batches, a list of tuples; ignored on other ranks than the last stage's.
+            dim: dim for the concatenation of tensors; scalars become their mean.
             is_shared: whether all ranks get the results.
         """
         last = len(self.stage_ranks) - 1
@@ -133,7 +122,7 @@ class RankStages:
         return results
 
     def counted(self, stage_index):
-        """For every parameter of a stage whether it is counted there: of tied ones the first stage's is."""
+        """For every parameter of a stage whether a norm counts it there: a tied one counts on its first stage."""
         elsewhere = {place for holders in self.tied.values() for stage, place in holders[1:] if stage == stage_index}
         return tuple(place not in elsewhere for place in range(len(self.stages[stage_index].parameters)))
 
@@ -147,7 +136,7 @@ class RankStages:
         return {step.stage_index for step in steps if step.type == MetaStepType.BWD_INPUT}
 
     def _from_all(self, value, kind):
-        """What every pipeline rank gives, in their order: rank 0 collects and hands out, so sends may wait."""
+        """Gather `value` from all pipeline ranks, in their order, through rank 0: unbuffered sends can't deadlock."""
         if len(self.ranks) == 1:
             return [value]
         first = self.ranks[0]
@@ -160,9 +149,17 @@ class RankStages:
             self.channel.send_object(values, rank, (kind, place, 1))
         return values
 
-    def _raise_first(self, problems, kind):
-        """Raise the first of all ranks' problems, on all of them; see `raise_first`."""
-        raise_first(problem for received in self._from_all(problems, kind) for problem in received)
+    def _on_all_stages(self, function, kind):
+        """Call `function(index, stage)` for this rank's stages; on all ranks raise the error of the first stage."""
+        errors = []
+        for index, stage in self.stages.items():
+            try:
+                function(index, stage)
+            except (ValueError, TypeError) as error:
+                errors.append((index, str(error)))
+        errors = sorted(tuple(error) for received in self._from_all(errors, kind) for error in received)
+        if errors:
+            raise ValueError(errors[0][1])
 
     def _check_values(self):
         """Raise `ValueError` for a tied parameter with several initial values: the stages would train several ones."""
@@ -197,28 +194,23 @@ class RankStages:
         """Check the activations once more when all stages have programs; later calls do nothing."""
         if self._awaits_programs:
             own = [(index, _summary(stage)) for index, stage in self.stages.items()]
-            collected = sorted(
-                (entry for entries in self._from_all(own, _ACTIVATIONS) for entry in entries), key=_first
-            )
-            self._check_activations([summary for _, summary in collected], have_programs=True)
+            summaries = {index: summary for entries in self._from_all(own, _ACTIVATIONS) for index, summary in entries}
+            self._check_activations([summaries[index] for index in sorted(summaries)], have_programs=True)
             self._awaits_programs = False
 
     def _check_activations(self, summaries, have_programs=False):
         """Raise `ValueError`, on all ranks, where a stage's policy finds a fault in the summaries of all stages."""
-        problems = []
-        for index, policy in self._policies.items():
-            problem = ""
-            try:
-                if policy is not None:
-                    policy.check_stages(summaries)
-                    if self.stages[index].compiled:
-                        policy.check_compiled_stage(summaries)
-                    if have_programs:
-                        policy.validate_for_backward()
-            except ValueError as error:
-                problem = str(error)
-            problems.append((index, problem))
-        self._raise_first(problems, _ACTIVATIONS)
+
+        def check(index, stage):
+            policy = self._policies[index]
+            if policy is not None:
+                policy.check_stages(summaries)
+                if stage.compiled:
+                    policy.check_compiled_stage(summaries)
+                if have_programs:
+                    policy.validate_for_backward()
+
+        self._on_all_stages(check, _ACTIVATIONS)
 
     def _sum_gradients(self, number, holders):
         """The first stage's rank sums in the order of stages, and sends the sum to the others: equal bits on all."""
@@ -249,7 +241,7 @@ class RankStages:
 
 
 def _description(stage):
-    """What other stages have to know of a `PipelineStage`, as JSON can hold it.
+    """The description of a `PipelineStage` for the other ranks: JSON data.
 
     Under "inputs" for every argument its name and the entries of its layout; None where the Cell isn't sharded. Under
     "parameters" path, global shape, dtype, mesh axes by dim, and whether it is trained.
@@ -291,14 +283,10 @@ def _policy(stage):
 
 
 def _summary(stage):
-    """The summary of a stage's `ActivationPolicy` for those of other stages, as JSON can hold it; None: nothing."""
+    """The summary of a stage's `ActivationPolicy` for those of other stages, JSON data; None if it has none."""
     policy = _policy(stage)
     summary = None if policy is None else policy.stage_summary()
     return None if summary is None else summary | {"compiled": stage.compiled}
-
-
-def _first(entry):
-    return entry[0]
 
 
 def _merged(returned, dim, label):

@@ -1,4 +1,4 @@
-"""`PipelineStage`: a part of a model with its place in a pipeline, and what the steps of a schedule do with it."""
+"""`PipelineStage`: a part of a model with its place in a pipeline, and the actions of a schedule's steps."""
 
 import mindspore as ms
 from mindspore import nn, ops
@@ -20,33 +20,32 @@ __all__ = ["PipelineStage"]
 class PipelineStage:
     """A part of a model and its place in a pipeline; a schedule runs it.
 
-    The first stage's Cell is called with the positional arguments of a run, every other one with what the Cell before
-    it returned: a tensor, or a tuple of tensors of any dtypes and shapes, which may differ between micro-batches.
-    Gradients flow through the floating ones. Keyword arguments of a run go to every stage whose `construct` takes them
-    by name; no gradients flow to them.
+    The first stage's Cell is called with the positional arguments of a run, every other one with the outputs of the
+    Cell before: a tensor, or a tuple of tensors of any dtypes and shapes, which may differ between micro-batches.
+    Gradients flow through the floating ones. Every stage gets those keyword arguments of a run whose names are
+    arguments of its `construct`; no gradients flow to them.
 
-    A parameter that several stages hold (an embedding that is the head, too) has the same path in their Cells, and all
-    of them name it as `tied`: it starts with the same values on all, and its gradient is summed over them. Other
-    parameters need paths of their own, such as layers by their number in the whole model.
+    A tied parameter belongs to several stages (an embedding that is also the head). It has the same path in their
+    Cells and is in `tied` of all of them: its initial values have to be equal, and its gradient is summed over the
+    stages. Other parameters need unique paths, for instance with the layer's number in the whole model.
 
-    Of a Cell under `hsdp()` the weights are gathered when a run begins, and stay whole until `gradients` is asked for:
-    further runs of a step don't gather again. In between the optimizer's parameters have no values. At level 3
-    `hsdp(reshard_after_forward=True)` has weights gathered for every micro-batch.
+    The weights of a Cell under `hsdp()` are gathered at the begin of a run, and freed when `gradients` is read: further
+    runs of a step don't gather again. In between the optimizer's parameters have no values. At level 3
+    `hsdp(reshard_after_forward=True)` gathers the weights for every micro-batch.
 
     Args:
         cell: the Cell, plain, or sharded over the ranks of this stage (`shard(cell, mesh.sub_mesh(("dp", "tp")))`).
             Stages exchange local tensors.
         stage_index: number of the stage, from 0.
         stage_num: number of stages, over all ranks.
-        mesh: the `DeviceMesh` of all ranks, with the pipeline's axis. Default: all ranks of the world are in a row.
+        mesh: the `DeviceMesh` of all ranks, with the pipeline's axis. Default: one axis of all ranks of the world.
         axis: name of the mesh axis along which stages lie.
-        loss_fn: of the last stage: takes the Cell's output (several as a tuple) and the run's keyword argument
-            `target`, and gives the loss. Default: the Cell returns the loss, a floating scalar, alone or as its first
+        loss_fn: of the last stage: a function of the Cell's output (several as a tuple) and the run's keyword argument
+            `target` that returns the loss. Default: the Cell returns the loss, a floating scalar, alone or as its first
             output.
-        tied: paths of parameters that other stages may hold, too.
-        loss_scale: of the last stage: a `zero.LossScale`, by whose `value` the loss is multiplied before gradients are
-            taken. All ranks, with a LossScale built alike over the whole mesh, `unscale()` the gradients of their
-            stages.
+        tied: paths of the parameters that other stages may have, too.
+        loss_scale: of the last stage: a `zero.LossScale`; the gradients are those of the loss times its `value`. All
+            ranks have to `unscale()` the gradients of their stages by an equal LossScale over the whole mesh.
         compiled: whether forward and backward pass are compiled with `jit`, once for all micro-batches of a shape.
 
     Attributes:
@@ -59,7 +58,7 @@ class PipelineStage:
 
     Raises:
         TypeError, ValueError: no Cell, no such stage or axis; a `loss_fn` on another stage than the last, or for a Cell
-            that is sharded over several ranks; a Cell of which only a part is under `hsdp()`, or that is such a part.
+            that is sharded over several ranks; a Cell only a part of which is under `hsdp()`, or that is such a part.
     """
 
     def __init__(
@@ -98,21 +97,21 @@ class PipelineStage:
     @property
     def gradients(self):
         """The gradients of `parameters`, in their order: of the mean over micro-batches, summed over the runs since
-        `zero_gradients()`; zeros where there was none.
+        `zero_gradients()`; zeros if there was no run.
 
-        Under `hsdp()` the sums are divided by its `accumulate_grad_step`, the number of runs of a step, and the first
-        time after a run they are reduced: all data-parallel ranks have to ask for them, of their stages in one order.
+        Under `hsdp()` the sums are divided by its `accumulate_grad_step`, the number of runs of a step. The first read
+        after a run reduces them: all data-parallel ranks have to read the gradients of their stages in the same order.
         """
-        taken = self.weight_gradients.taken()
-        return tuple(ops.zeros_like(parameter) for parameter in self.parameters) if taken is None else taken
+        gradients = self.weight_gradients.reduced()
+        return tuple(ops.zeros_like(parameter) for parameter in self.parameters) if gradients is None else gradients
 
     def zero_gradients(self):
-        """Forget the gradients of the runs so far."""
+        """Drop the gradients of the runs so far."""
         self.weight_gradients.forget()
 
     @property
     def counted(self):
-        """For every parameter whether a norm over all stages counts it here: a tied one counts on one stage only.
+        """For every parameter whether a norm over all stages counts it here: a tied parameter counts on one stage.
 
         Raises:
             RuntimeError: the stages have not met yet.
@@ -141,19 +140,19 @@ class PipelineStage:
             inputs, kwargs: as of `forward`; a `TensorMeta` will do for a tensor.
             is_split: as of `begin`.
         """
-        self.weight_gradients.split_off(is_split)
+        self.weight_gradients.split(is_split)
         try:
             self.function.make_program(inputs, self.function.own_kwargs(len(inputs), kwargs))
         finally:
-            self.weight_gradients.whole()
+            self.weight_gradients.unsplit()
 
     def begin(self, training, micro_batch_num, is_split):
-        """Before the first step of a pass; what a pass that failed has left is dropped.
+        """Begin a pass, and drop the state of a pass that failed.
 
         Args:
             training: whether backward passes follow.
-            micro_batch_num: their number, by which gradients are divided.
-            is_split: whether there are steps `BWD_INPUT` and `BWD_WEIGHT` of this stage.
+            micro_batch_num: number of micro-batches, the divisor of the gradients.
+            is_split: whether the table has steps `BWD_INPUT` and `BWD_WEIGHT` of this stage.
         """
         if ms.get_context("mode") == ms.GRAPH_MODE:
             raise ValueError(
@@ -166,7 +165,7 @@ class PipelineStage:
         self.weight_gradients.begin(training, is_split)
 
     def end(self, is_complete):
-        """After a pass: its gradients are added to those of the runs before, or dropped if it failed."""
+        """End a pass: add its gradients to those of the runs before, or drop them if the pass failed."""
         self.weight_gradients.end(is_complete)
 
     def forward(self, micro_index, inputs, kwargs):
@@ -174,11 +173,11 @@ class PipelineStage:
 
         Args:
             micro_index: its number.
-            inputs: what the stage before gave; for the first stage the run's positional arguments.
+            inputs: the outputs of the stage before; for the first stage the run's positional arguments.
             kwargs: the run's keyword arguments.
 
         Returns:
-            A tuple of local tensors: what the Cell returned, or the loss.
+            A tuple of local tensors: the Cell's outputs, or the loss of `loss_fn`.
         """
         kwargs = self.function.own_kwargs(len(inputs), kwargs)
         self.function.make_program(inputs, kwargs)
@@ -193,9 +192,9 @@ class PipelineStage:
         return outputs
 
     def _recorded(self, micro_index, inputs, kwargs):
-        """A forward pass whose backward pass will come."""
+        """A forward pass that is recorded for its backward pass."""
         places = [] if self.stage_index == 0 else [p for p, tensor in enumerate(inputs) if is_differentiable(tensor)]
-        if not places and not self.parameters:  # a tape that nobody asks for gradients would stay for ever
+        if not places and not self.parameters:  # PyNative never frees a tape without a backward pass
             return self._passes.remember(micro_index, self._checked(self.function(inputs, kwargs)))
 
         def function(*recorded):
@@ -207,7 +206,7 @@ class PipelineStage:
         return self._passes.forward(micro_index, function, [inputs[place] for place in places])
 
     def backward(self, micro_index, gradients):
-        """Backward pass of a micro-batch; the weights' gradients are added up.
+        """Backward pass of a micro-batch; the weights' gradients are added to the sums of the run.
 
         Args:
             micro_index: its number.
@@ -221,13 +220,18 @@ class PipelineStage:
         return given
 
     def backward_input(self, micro_index, gradients):
-        """As `backward`, but the weights' gradients wait for `backward_weight`."""
+        """As `backward`, without the weights' gradients, which `backward_weight` adds."""
         outputs = self._passes.outputs(micro_index)
         if gradients is None:
             scale = 1.0 if self._loss_scale is None else self._loss_scale.value
             gradients = (ops.full_like(outputs[0], scale / self._micro_batch_num),)
-        self._check_gradients(outputs, gradients)
-        given, found = self._passes.backward(micro_index, gradients, self.weight_gradients.asked())
+        wanted, received = ([(tensor.shape, tensor.dtype) for tensor in each] for each in (outputs, gradients))
+        if wanted != received:
+            raise ValueError(
+                f"stage {self.stage_index + 1} gave back gradients {_shown(gradients)} for the floating outputs "
+                f"{_shown(outputs)} of {self.label}"
+            )
+        given, found = self._passes.backward(micro_index, gradients, self.weight_gradients.differentiated())
         self._storage.free_units()
         self.weight_gradients.keep(micro_index, found)
         return given
@@ -237,7 +241,7 @@ class PipelineStage:
         self.weight_gradients.add(micro_index)
 
     def _checked(self, outputs):
-        """Outputs that a backward pass can begin at, or fail with an error."""
+        """Return `outputs`; raise an error unless a backward pass can start at them."""
         if not self.is_last and not _floating(outputs):
             found = _shown(outputs)
             raise TypeError(f"{self.label} gave {found}: without a floating tensor no gradient can come back")
@@ -263,14 +267,6 @@ class PipelineStage:
             raise ValueError(
                 f"requires_grad of '{name}' has changed since stage {self.stage_index} was made: make its "
                 "PipelineStage, and the schedule, anew"
-            )
-
-    def _check_gradients(self, outputs, gradients):
-        wanted, given = ([(tuple(t.shape), t.dtype) for t in tensors] for tensors in (outputs, gradients))
-        if wanted != given:
-            raise ValueError(
-                f"stage {self.stage_index + 1} gave back gradients {_shown(gradients)} for the floating outputs "
-                f"{_shown(outputs)} of {self.label}"
             )
 
 

@@ -1,4 +1,4 @@
-"""The gradients of a stage's weights: what a backward pass differentiates by, and their sums over micro-batches."""
+"""The gradients of a stage's weights: the parameters to differentiate, and the sums over micro-batches and runs."""
 
 import logging
 
@@ -13,37 +13,37 @@ _LOG = logging.getLogger("mindformers_core")
 
 
 class StageGradients:
-    """Computes a stage's weight gradients, with those of its inputs or later, adds them up, and has the sums reduced.
+    """Computes a stage's weight gradients, with the input gradients or later, sums them, and reduces the sums.
 
-    The weights are put in place before the first pass. After a training pass they stay there, since further runs may
-    follow; they are freed when the gradients are taken, and after a pass that failed or that leaves no gradients.
+    The weights are gathered before the first pass. After a training pass they stay gathered, since further runs may
+    follow; they are freed by `reduced`, and after a pass that failed or has no gradients.
 
     Args:
         cell: the stage's Cell.
         storage: the `ParameterStorage` of the Cell.
 
     Attributes:
-        parameters: tuple of the Parameters that the Cell computes with and that are trained, in the order of
-            `cell.trainable_params()`, which may be others (see `ParameterStorage`).
-        of_run: the sums over the micro-batches so far of the current run, a list of what `ParameterStorage.summed`
-            gives; or None.
+        parameters: tuple of the trained Parameters of the Cell's computation, in the order of
+            `cell.trainable_params()`, which may be their shards (see `ParameterStorage`).
+        of_run: the sums over the micro-batches so far of the current run, a list of results of
+            `ParameterStorage.summed`; or None.
     """
 
     def __init__(self, cell, storage):
         self._cell, self._storage = cell, storage
         self.parameters = tuple(p for p in computing_parameters(cell) if p.requires_grad)
-        self._asked = ParameterTuple(self.parameters)
+        self._weights = ParameterTuple(self.parameters)
         self._deferred, self._has_warned = None, False
         self._kept = {}  # micro-batch -> (Parameters, their gradients, result of `DeferredGradients.take` or None)
         self.of_run = None
         self._waiting, self._reduced = None, None  # sums over runs, and the reduced sums of earlier ones
         self._has_opened = False
 
-    def split_off(self, is_split):
-        """Until `whole()`: whether programs leave the gradients of matmuls' weights to `add`.
+    def split(self, is_split):
+        """If `is_split`, have programs defer the gradients of matmuls' weights to `add`, until `unsplit()`.
 
-        That needs generated programs. Of other Cells (not sharded, or run eagerly) the backward pass computes all
-        gradients, and `add` takes them: right, but with no time saved, which a warning says once.
+        Only generated programs can. The backward pass of other Cells (not sharded, or run eagerly) computes all
+        gradients: they are correct, but the split saves no time; one warning reports that.
         """
         self._deferred = None
         eager = any(isinstance(child, EagerCell) for _, child in self._cell.cells_and_names())
@@ -57,29 +57,29 @@ class StageGradients:
                 "them, too. shard(cell, mesh) first; a mesh of one rank will do", type(self._cell).__name__,
             )  # fmt: skip
 
-    def whole(self):
-        """From now on backward passes of the Cell give all gradients, also those of other callers."""
+    def unsplit(self):
+        """Have backward passes of the Cell compute all gradients again, also for other callers."""
         if self._deferred is not None:
             self._deferred.pause()
 
     def begin(self, training, is_split):
-        """Before a pass."""
-        self.split_off(is_split)
+        """Begin a pass."""
+        self.split(is_split)
         self._kept, self.of_run = {}, None
         self._has_opened = self._has_opened or not self._storage.is_open
         self._storage.open(training)
 
-    def asked(self):
-        """The `ParameterTuple` that a backward pass is to differentiate by; ask after the forward pass."""
+    def differentiated(self):
+        """The `ParameterTuple` whose gradients a backward pass has to compute; known after the forward pass."""
         wanted = self.parameters
         if self._deferred is not None:
             wanted = (*self._deferred.ordinary_parameters, *self._deferred.collectors)
-        if len(wanted) != len(self._asked) or any(one is not other for one, other in zip(wanted, self._asked)):
-            self._asked = ParameterTuple(wanted)
-        return self._asked
+        if len(wanted) != len(self._weights) or any(one is not other for one, other in zip(wanted, self._weights)):
+            self._weights = ParameterTuple(wanted)
+        return self._weights
 
     def keep(self, micro_index, found):
-        """Keep what `add` needs of a micro-batch's backward pass; `found`: the gradients of `asked()`, in order."""
+        """Keep the results of a micro-batch's backward pass for `add`; `found` are those of the weights, in order."""
         if self._deferred is None:
             self._kept[micro_index] = self.parameters, found, None
         else:
@@ -88,7 +88,7 @@ class StageGradients:
             self._kept[micro_index] = ordinary, found[: len(ordinary)], pending
 
     def add(self, micro_index):
-        """Compute the gradients of a micro-batch that its backward pass has left, and add all of them to the sums."""
+        """Compute the deferred gradients of a micro-batch, and add all its gradients to the sums."""
         ordinary, found, pending = self._kept.pop(micro_index)
         named = {id(parameter): gradient for parameter, gradient in zip(ordinary, found, strict=True)}
         for parameter, gradient in () if pending is None else self._deferred.weight_gradients(pending):
@@ -98,8 +98,8 @@ class StageGradients:
         self.of_run = _added(self.of_run, self._storage.summed(gradients))
 
     def end(self, is_complete):
-        """After a pass; the gradients of one that failed are dropped."""
-        self.whole()
+        """End a pass; the gradients of an incomplete one are dropped."""
+        self.unsplit()
         if is_complete:
             self._waiting = _added(self._waiting, self.of_run)
         self.of_run = None
@@ -107,13 +107,13 @@ class StageGradients:
             self.close()
 
     def close(self):
-        """The weights may be freed."""
+        """Free the gathered weights."""
         if self._has_opened:
             self._has_opened = False
             self._storage.close()
 
-    def taken(self):
-        """The sums over all runs, reduced: a tuple; None if there was no gradient."""
+    def reduced(self):
+        """The reduced sums over all runs: a tuple; None if there are no gradients."""
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
             try:
@@ -123,13 +123,13 @@ class StageGradients:
         return None if self._reduced is None else tuple(self._reduced)
 
     def forget(self):
-        """Begin at zero."""
+        """Drop all sums."""
         self._waiting = self._reduced = None
         self.close()
 
 
 def _added(sums, more):
-    """The sums with more added; both lists in the same order, or None."""
+    """The elementwise sums of two lists, either of which may be None."""
     if sums is None or more is None:
         return list(more) if sums is None and more is not None else sums
     return [one + other for one, other in zip(sums, more, strict=True)]

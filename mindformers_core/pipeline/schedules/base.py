@@ -1,7 +1,7 @@
 """The base classes of pipeline schedules: a subclass writes a table, and the base class runs it. Pure Python.
 
-What a step means for tensors is the stages' affair (`PipelineStage`); a schedule only says when. So a schedule can be
-made, checked, simulated and drawn without MindSpore, with `PlannedStage`s.
+The stages (`PipelineStage`) compute with tensors; a schedule contains the order of the steps only. So a schedule of
+`PlannedStage`s can be validated, simulated and drawn without MindSpore.
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ __all__ = ["PipelineScheduleBase", "PipelineScheduleMulti", "PipelineScheduleSin
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage of which there is no more than its place, for schedules that are only looked at.
+    """A stage without a Cell, for schedules that are simulated or drawn.
 
     Attributes:
         stage_index: number of the stage, from 0.
         stage_num: number of stages, over all ranks.
         rank_num: number of pipeline ranks.
-        channel: None: messages are thought of as buffered.
+        channel: None: sends are taken for buffered.
     """
 
     stage_index: int
@@ -37,15 +37,15 @@ class PipelineScheduleBase:
     """A pipeline schedule; subclasses define `construct_exec_order()`, which fills `self.exec_order`.
 
     `exec_order[rank]` is the list of the `MetaStep`s of a pipeline rank; where every rank holds one stage, the rank is
-    the stage's index. Sends and receives may be left out: if there are none in the whole table, they are added.
+    the stage's index. Sends and receives are added if the whole table has none.
 
     Args:
         stages: the stages of this rank, in ascending order: `PipelineStage`s, or `PlannedStage`s.
         micro_batch_num: number of micro-batches that a batch is split into.
-        args_batch_dim: for every positional argument of `run` the dim that is split, None for an argument that every
-            micro-batch gets whole. Default: dim 0 of everything that has a shape.
+        args_batch_dim: for every positional argument of `run` the dim to split, None for an argument that every
+            micro-batch gets whole. Default: dim 0 of every argument that has dims.
         kwargs_batch_dim: the same for keyword arguments, by name.
-        output_concat_dim: dim along which results are put together again; scalars become their mean.
+        output_concat_dim: dim for the concatenation of the micro-batches' results; scalars become their mean.
         share_outputs: whether every pipeline rank gets the results, not only that of the last stage.
 
     Attributes:
@@ -54,7 +54,7 @@ class PipelineScheduleBase:
         table: the `ScheduleTable`, lowered (see `lowered`) and validated.
 
     Raises:
-        ValueError: a table that can't work, or numbers that the schedule doesn't admit.
+        ValueError: a table that `validate` rejects; numbers of stages or micro-batches that the schedule rejects.
     """
 
     placement = "loop"  # a key of PLACEMENTS
@@ -80,10 +80,7 @@ class PipelineScheduleBase:
 
     @classmethod
     def planned(cls, rank_num, micro_batch_num, chunk_num=1, **options):
-        """The schedule for `chunk_num` stages on each of `rank_num` ranks, to be looked at: nothing can be run.
-
-        Gives the rank 0's view; the table is the same for all.
-        """
+        """The schedule of rank 0 for `chunk_num` `PlannedStage`s on each of `rank_num` ranks; it can't run."""
         stage_num = rank_num * chunk_num
         ranks = cls.stage_ranks(stage_num, rank_num)
         stages = [PlannedStage(stage, stage_num, rank_num) for stage in range(stage_num) if ranks[stage] == 0]
@@ -91,7 +88,7 @@ class PipelineScheduleBase:
 
     @classmethod
     def stage_ranks(cls, stage_num, rank_num):
-        """For every stage the pipeline rank that holds it, a tuple; override it for a placement of one's own."""
+        """For every stage the pipeline rank that holds it, a tuple; override it for another placement."""
         return PLACEMENTS[cls.placement](stage_num, rank_num)
 
     def construct_exec_order(self):
@@ -99,34 +96,33 @@ class PipelineScheduleBase:
         raise NotImplementedError(f"{type(self).__name__} has to define construct_exec_order()")
 
     def split_micro_batches(self, args, kwargs):
-        """A list with `(args, kwargs)` for every micro-batch; override it to cut a batch otherwise."""
-        dims = self.args_batch_dim, self.kwargs_batch_dim
-        return split_micro_batches(args, kwargs, self.micro_batch_num, *dims)
+        """A list with `(args, kwargs)` for every micro-batch; override it to split a batch in another way."""
+        return split_micro_batches(args, kwargs, self.micro_batch_num, self.args_batch_dim, self.kwargs_batch_dim)
 
     def meet(self):
-        """Let the stages of all ranks tell each other what they are, as the first run does otherwise.
+        """Exchange the descriptions of the stages of all ranks, which the first run does otherwise.
 
-        All ranks of the pipeline have to call it together, when the parameters have their first values. Afterwards
-        `stage.counted` is known.
+        All ranks of the pipeline have to call it together, after the initialization of the parameters. Afterwards
+        `stage.counted` can be read.
 
         Returns:
             The `RankStages` of this rank.
 
         Raises:
-            ValueError: stages that don't make a pipeline, parameters of the same path that aren't alike, or layers to
-                be recomputed or swapped that are on no stage.
+            ValueError: stages that aren't those of one pipeline; parameters of one path that differ; or layers to
+                recompute or swap that no stage has.
         """
         return self.stages[0].meet(self.stages, self.table.stage_ranks)
 
     def run(self, *args, **kwargs):
         """One training pass over a batch: forward and backward of all its micro-batches, as the table says.
 
-        Positional arguments are the first stage's inputs, needed on its rank alone; keyword arguments go to every
-        stage whose Cell takes them by that name. Gradients are added to the stages' (`PipelineStage.gradients`): of
-        the mean over micro-batches.
+        Positional arguments are the first stage's inputs, needed on its rank only; every stage gets those keyword
+        arguments that its Cell takes. The gradients of the mean over micro-batches are added to
+        `PipelineStage.gradients`.
 
         Returns:
-            What the last stage's Cell returned, put together over the micro-batches; None on other ranks, unless
+            The outputs of the last stage's Cell, concatenated over the micro-batches; None on other ranks, unless
             `share_outputs`.
 
         Raises:
@@ -139,12 +135,12 @@ class PipelineScheduleBase:
         return self.run_microbatches(self.split_micro_batches(args, kwargs), training=False)
 
     def run_microbatches(self, micro_batches, training=True):
-        """As `run`, of micro-batches given as `(args, kwargs)` pairs; their shapes may differ."""
+        """As `run`, for micro-batches given as `(args, kwargs)` pairs; their shapes may differ."""
         table = self.table if training else forward_only(self.table)
         return run_table(self, table, micro_batches, training)
 
     def check(self):
-        """Raise `ValueError` for numbers of stages, ranks and micro-batches that the schedule doesn't admit."""
+        """Raise `ValueError` for numbers of stages, ranks and micro-batches that the schedule rejects."""
         count = self.micro_batch_num
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"{type(self).__name__}: micro_batch_num: {count!r} should be a whole number from 1 on")
@@ -172,7 +168,7 @@ class PipelineScheduleBase:
 
 
 class PipelineScheduleSingle(PipelineScheduleBase):
-    """The base of schedules with one stage on every rank: takes that stage; `exec_order` goes by stage."""
+    """The base of schedules with one stage on every rank, its first argument; keys of `exec_order` are stages."""
 
     def __init__(self, stage, micro_batch_num, **options):
         if not hasattr(stage, "stage_index"):
@@ -189,7 +185,7 @@ class PipelineScheduleSingle(PipelineScheduleBase):
 
 
 class PipelineScheduleMulti(PipelineScheduleBase):
-    """The base of schedules with several stages (chunks) on every rank: takes this rank's; `exec_order` goes by rank.
+    """The base of schedules with several stages (chunks) on every rank; the first argument is this rank's list.
 
     Attributes:
         chunk_num: number of stages on every rank.

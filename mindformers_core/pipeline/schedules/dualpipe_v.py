@@ -15,18 +15,17 @@ _W = (MetaStepType.BWD_WEIGHT, None)
 class ScheduleDualPipeV(PipelineScheduleMulti):
     """Two chunks on every rank, placed in a V, whose forward and backward steps a device may overlap in pairs.
 
-    The communication within one of a pair (between experts, say) can hide behind the other's computation. Where
-    forward, input-gradient and weight-gradient steps of a chunk all take the time 1 and nothing overlaps, p ranks take
-    6m + p - 1; they keep at most 2p + 1 chunks' activations live, those of p + 1/2 micro-batches.
+    The communication in one step of a pair (such as an all-to-all of experts) can overlap with the computation of the
+    other. Where forward, input-gradient and weight-gradient steps of a chunk all take the time 1 and nothing overlaps,
+    p ranks take 6m + p - 1; a rank keeps the activations of at most 2p + 1 chunks live, those of p + 1/2 micro-batches.
 
     Raises:
-        ValueError: fewer than 2p micro-batches: they end before the first pair could begin.
+        ValueError: fewer than 2p micro-batches: the forward passes would end before the first pair.
     """
 
     placement = "v"
 
     def check(self):
-        """As the base class says."""
         super().check()
         if self.micro_batch_num < 2 * self.rank_num:
             raise ValueError(
@@ -36,7 +35,6 @@ class ScheduleDualPipeV(PipelineScheduleMulti):
             )
 
     def construct_exec_order(self):
-        """As the base class says."""
         for rank in range(self.rank_num):
             self.exec_order[rank] = order_of_phases(self._phases(rank), (rank, self.stage_num - 1 - rank))
 

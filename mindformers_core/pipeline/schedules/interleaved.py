@@ -8,15 +8,14 @@ __all__ = ["ScheduleInterleaved1F1B"]
 
 
 class ScheduleInterleaved1F1B(PipelineScheduleMulti):
-    """1F1B with v chunks on every rank: a bubble v times shorter, for more live micro-batches and more messages.
+    """1F1B with v chunks on every rank: the bubble is v times shorter, with more live micro-batches and messages.
 
-    Micro-batches go through all of a rank's chunks in rounds of at least p, so that a micro-batch is back from the
-    last rank when its next chunk's turn comes. Any number of micro-batches is admitted: rounds differ by one where it
-    isn't divisible. Fewer than p make one round, with a longer bubble. One chunk is plain 1F1B.
+    The micro-batches pass all chunks of a rank in rounds of at least p, so that a micro-batch has passed the last rank
+    before its next chunk on this rank begins. Any number of micro-batches is allowed: if it isn't divisible, the sizes
+    of rounds differ by one. Fewer than p make one round, with a longer bubble. One chunk is plain 1F1B.
     """
 
     def construct_exec_order(self):
-        """As the base class says."""
         rounds = _rounds(self.micro_batch_num, self.rank_num)
         # Two for each later rank hide the time that messages take; one would do if they took none. With one chunk there
         # is nothing to fill that time with.

@@ -7,9 +7,8 @@ from mindformers_core.lazy_exports import import_object
 from mindformers_core.pipeline.schedules.base import PipelineScheduleBase
 from mindformers_core.pipeline.schedules.dualpipe_v import ScheduleDualPipeV
 from mindformers_core.pipeline.schedules.from_table import schedule_of_table
-from mindformers_core.pipeline.schedules.gpipe import ScheduleGPipe
+from mindformers_core.pipeline.schedules.gpipe import ScheduleGPipe, ScheduleLoopedBFS
 from mindformers_core.pipeline.schedules.interleaved import ScheduleInterleaved1F1B
-from mindformers_core.pipeline.schedules.looped_bfs import ScheduleLoopedBFS
 from mindformers_core.pipeline.schedules.one_f_one_b import Schedule1F1B
 from mindformers_core.pipeline.schedules.zb_h1 import ScheduleZBH1
 from mindformers_core.pipeline.schedules.zb_v import ScheduleZBV

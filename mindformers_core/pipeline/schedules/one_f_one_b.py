@@ -9,10 +9,9 @@ __all__ = ["Schedule1F1B", "one_forward_one_backward"]
 
 
 class Schedule1F1B(PipelineScheduleSingle):
-    """One forward, one backward: as long as GPipe, but stage s keeps p - s micro-batches live at most."""
+    """One forward, one backward: as long as GPipe, but stage s has at most p - s live micro-batches."""
 
     def construct_exec_order(self):
-        """As the base class says."""
         for stage in range(self.stage_num):
             forwards, backwards = (
                 [MetaStep(micro, kind, stage) for micro in range(self.micro_batch_num)]
@@ -22,12 +21,12 @@ class Schedule1F1B(PipelineScheduleSingle):
 
 
 def one_forward_one_backward(forwards, backwards, warm_up):
-    """`warm_up` forward steps, then a forward and a backward step by turns, then the backward steps that are left.
+    """`warm_up` forward steps, then one forward and one backward step alternately, then the other backward steps.
 
     Args:
         forwards: list of all forward steps.
         backwards: list of as many backward steps.
-        warm_up: number of steps; where there are not that many, all forward steps come first.
+        warm_up: number of steps; if it is larger than the number of forward steps, all of them come first.
     """
     late = forwards[warm_up:]
     return [*forwards[:warm_up], *chain.from_iterable(zip(late, backwards)), *backwards[len(late) :]]

@@ -4,10 +4,10 @@ __all__ = ["PLACEMENTS", "loop_ranks", "v_ranks"]
 
 
 def loop_ranks(stage_num, rank_num):
-    """Stages go round the ranks: rank r holds r, r + p, r + 2p, … (Narayanan et al. 2021).
+    """Cyclic placement: of p ranks, rank r holds the stages r, r + p, r + 2p, … (Narayanan et al. 2021).
 
     Raises:
-        ValueError: not equally many stages on every rank.
+        ValueError: the number of stages isn't a multiple of the number of ranks.
     """
     if stage_num % rank_num:
         raise ValueError(
@@ -18,10 +18,10 @@ def loop_ranks(stage_num, rank_num):
 
 
 def v_ranks(stage_num, rank_num):
-    """Stages go to the last rank and back: rank r holds r and 2p - 1 - r (Qi et al. 2024, the V-schedule).
+    """Placement in a V: of p ranks, rank r holds the stages r and 2p - 1 - r (Qi et al. 2024, the V-schedule).
 
     Raises:
-        ValueError: other than two stages on every rank.
+        ValueError: the number of stages isn't twice the number of ranks.
     """
     if stage_num != 2 * rank_num:
         raise ValueError(f"{stage_num} stages on {rank_num} ranks: a V-shaped schedule has two on every rank")

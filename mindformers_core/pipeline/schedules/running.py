@@ -1,4 +1,4 @@
-"""Runs one rank's part of a schedule's table, step by step. Pure Python: stages and the channel do the work."""
+"""Runs one rank's order of a schedule's table, step by step. Pure Python: stages and the channel use the tensors."""
 
 from mindformers_core.pipeline.tables.dependencies import FORWARD, OTHER_ENDS, other_end, plain_steps
 from mindformers_core.pipeline.tables.step import MetaStepType
@@ -12,16 +12,15 @@ def run_table(schedule, table, micro_batches, training):
     Args:
         schedule: a `PipelineScheduleBase` with its stages.
         table: the `ScheduleTable` to run, lowered.
-        micro_batches: a list of `(args, kwargs)`, one for each micro-batch; of the args only the first stage sees
-            anything.
-        training: whether gradients are taken.
+        micro_batches: a list of `(args, kwargs)`, one for each micro-batch; `args` are the first stage's inputs.
+        training: whether gradients are computed.
 
     Returns:
-        The last stage's results, merged over micro-batches: one by itself, several as a tuple. None on other ranks,
+        The last stage's results, merged over micro-batches: a tensor, or a tuple of several. None on other ranks,
         unless `schedule.share_outputs`.
 
     Raises:
-        ValueError: another number of micro-batches than the table's.
+        ValueError: the number of micro-batches isn't the table's.
         ValueError, TypeError, RuntimeError: a step failed; the error names the stage, its rank and the step.
     """
     if len(micro_batches) != table.micro_batch_num:
@@ -40,16 +39,16 @@ def run_table(schedule, table, micro_batches, training):
 
 
 class _Run:
-    """One pass over a batch on this rank: the tensors between steps, and what each type of step does."""
+    """One pass over a batch on this rank: the tensors between steps, and the action of each type of step."""
 
     def __init__(self, stages, micro_batches):
         self.stages, self.micro_batches = stages, micro_batches
         self.last = len(stages.stage_ranks) - 1
         self.inputs, self.gradients = {}, {}  # (micro-batch, stage) -> tensors for its forward and its backward pass
-        self.returned = {}  # micro-batch -> what the last stage returned
+        self.returned = {}  # micro-batch -> outputs of the last stage
 
     def carry_out(self, step):
-        """Do what a step says; an error says where it happened."""
+        """Run a step; errors name the step, the stage and the rank."""
         try:
             if step.type in OTHER_ENDS:
                 self.transfer(step)
@@ -66,7 +65,7 @@ class _Run:
             raise _located(error, where) from error
 
     def forward(self, micro, stage):
-        """FWD: the output is for the next stage, on this rank or, by the sending step, on another one."""
+        """FWD: the output is the input of the next stage; a later FWD_SEND sends it if that is on another rank."""
         args, kwargs = self.micro_batches[micro]
         inputs = args if stage == 0 else self.inputs.pop((micro, stage))
         try:
@@ -82,7 +81,7 @@ class _Run:
             self.inputs[micro, stage + 1] = outputs
 
     def backward(self, step):
-        """BWD, BWD_INPUT: the gradient of the input is for the stage before."""
+        """BWD, BWD_INPUT: the gradient of the input is passed to the stage before."""
         micro, kind, stage, _ = step
         own = self.stages.stages[stage]
         backward = own.backward if kind == MetaStepType.BWD else own.backward_input
@@ -91,11 +90,11 @@ class _Run:
             self.gradients[micro, stage - 1] = gradients
 
     def transfer(self, step):
-        """FWD_SEND, BWD_SEND, FWD_RECV, BWD_RECV: tensors for the receiving stage go to its rank, or come to this."""
+        """FWD_SEND, BWD_SEND, FWD_RECV, BWD_RECV: send or receive the tensors of the receiving stage."""
         other, channel = other_end(step), self.stages.channel
         is_send = step.type in (MetaStepType.FWD_SEND, MetaStepType.BWD_SEND)
         sending, receiving = (step, other) if is_send else (other, step)
-        # what tells a message from others, also of a pass that failed: both ends take it from the step that sends
+        # identifies the message, also among those of a pass that failed: both ends derive it from the sending step
         tag = int(sending.type), sending.stage_index, sending.micro_index, *self.stages.current_pass
         rank = self.stages.global_rank(other.stage_index)
         tensors = self.inputs if step.type in FORWARD else self.gradients
@@ -111,6 +110,6 @@ class _Run:
 
 
 def _located(error, where):
-    """An error of the same kind that says where it happened."""
+    """An error of the same type with its place."""
     kind = next((kind for kind in (ValueError, TypeError) if isinstance(error, kind)), RuntimeError)
     return kind(f"{where}: {error}")

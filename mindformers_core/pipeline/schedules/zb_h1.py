@@ -9,15 +9,14 @@ __all__ = ["ScheduleZBH1"]
 
 
 class ScheduleZBH1(PipelineScheduleSingle):
-    """1F1B of which the weight gradients wait until a rank has nothing better to do, or p micro-batches are live.
+    """1F1B with deferred weight gradients: a rank computes them where it would wait, or if p micro-batches are live.
 
-    Of 1F1B's bubble, (p - 1)(F + I + W) for every rank, (p - 1)(F + I - W) is left, where a forward pass takes F, and
-    the two parts of a backward pass take I and W, none longer than F and I. No rank keeps more micro-batches live than
-    1F1B's first: p.
+    The bubble of a rank is (p - 1)(F + I - W) in the place of 1F1B's (p - 1)(F + I + W), where a forward pass takes F,
+    and the two parts of a backward pass take I and W, with W at most F and I. A rank has at most p live micro-batches,
+    as 1F1B's first rank.
     """
 
     def construct_exec_order(self):
-        """As the base class says."""
         orders = []
         for stage in range(self.stage_num):
             forwards, inputs = (

@@ -11,18 +11,17 @@ _F0, _F1, _I0, _I1 = (((kind, chunk),) for kind in (MetaStepType.FWD, MetaStepTy
 
 
 class ScheduleZBV(PipelineScheduleMulti):
-    """Two chunks on every rank, placed in a V: no bubble but for ranks starting and ending at different times.
+    """Two chunks on every rank, placed in a V: the only bubble is that ranks start and end at different times.
 
-    A micro-batch goes down the ranks through their first chunks and back through their second ones, so that the last
-    stage is on the first rank. Where forward, input-gradient and weight-gradient steps of a chunk all take the time
-    1, p ranks take 6m + p - 1 for m >= p micro-batches; fewer are admitted. A rank keeps at most 2p chunks' activations
-    live, those of p micro-batches: as 1F1B's first.
+    A micro-batch passes the first chunks of all ranks, then their second chunks in reverse, so the last stage is on the
+    first rank. Where forward, input-gradient and weight-gradient steps of a chunk all take the time 1, p ranks take
+    6m + p - 1 for m >= p micro-batches; smaller m are allowed. A rank keeps the activations of at most 2p chunks live,
+    those of p micro-batches, as 1F1B's first rank.
     """
 
     placement = "v"
 
     def construct_exec_order(self):
-        """As the base class says."""
         orders = []
         for rank in range(self.rank_num):
             order = order_of_phases(self._phases(rank), (rank, self.stage_num - 1 - rank))

@@ -6,6 +6,7 @@ The format is Google's "Trace Event Format": complete events (`X`) for steps, fl
 import json
 
 from mindformers_core.files import write_whole
+from mindformers_core.pipeline.tables.dependencies import SENDS
 from mindformers_core.pipeline.tables.simulating import Span, timeline_of
 from mindformers_core.pipeline.tables.step import MetaStepType
 from mindformers_core.pipeline.tables.table_files import checked_suffix
@@ -13,15 +14,11 @@ from mindformers_core.pipeline.tables.table_files import checked_suffix
 __all__ = ["save_chrome_trace"]
 
 _MICROSECONDS = 1e6
-_KINDS = {  # type -> category of the event, and its colour, a name of the viewer's palette
+_KINDS = {  # type of a compute step -> category of the event, and its colour, a name of the viewer's palette
     MetaStepType.FWD: ("forward", "thread_state_runnable"),  # blue
     MetaStepType.BWD: ("backward", "thread_state_iowait"),  # orange
     MetaStepType.BWD_INPUT: ("input gradient", "terrible"),  # red
     MetaStepType.BWD_WEIGHT: ("weight gradient", "thread_state_running"),  # green
-    MetaStepType.FWD_RECV: ("receive", "grey"),
-    MetaStepType.FWD_SEND: ("send", "grey"),
-    MetaStepType.BWD_RECV: ("receive", "grey"),
-    MetaStepType.BWD_SEND: ("send", "grey"),
 }
 _FLOWS = {  # distance of the stage that needs the result -> types of the steps
     1: (MetaStepType.FWD,),
@@ -72,7 +69,7 @@ def _event(name, phase, rank, **fields):
 
 def _step_event(rank, span):
     step, start, end = span
-    category, colour = _KINDS[step.type]
+    category, colour = _KINDS.get(step.type, ("send" if step.type in SENDS else "receive", "grey"))
     times = {"ts": _MICROSECONDS * start, "dur": _MICROSECONDS * (end - start)}
     where = {"micro-batch": step.micro_index, "stage": step.stage_index}
     return _event(str(step), "X", rank, cat=category, **times, cname=colour, args=where)

@@ -34,11 +34,17 @@ _STYLE = {
     "svg.fonttype": "none",
     "font.sans-serif": ["DejaVu Sans"],
     "hatch.linewidth": 0.7,
+    "legend.frameon": False,
+    "legend.borderpad": 0,
+    "legend.borderaxespad": 0,
+    "legend.columnspacing": 1.8,
+    "legend.fontsize": _TEXT_SIZE,
+    "legend.labelcolor": _INK,
 }
 
 
 class _Box(NamedTuple):
-    """One step in the picture: its kind, which of its rank's stages it is of, its rank, micro-batch and time."""
+    """One step in the picture; `chunk` numbers the rank's stages from 0."""
 
     kind: MetaStepType
     chunk: int
@@ -49,7 +55,7 @@ class _Box(NamedTuple):
 
 
 class _Page(NamedTuple):
-    """Sizes of a picture: `scale` in inches for a unit of time, others in inches, and the time that it begins with."""
+    """The layout of a picture in inches; `start` is its first time, `scale` in inches for a unit of time."""
 
     labels: list
     chunk_num: int
@@ -58,32 +64,30 @@ class _Page(NamedTuple):
     left: float
     lane: float
     row: float
-
-    @property
-    def size(self):
-        """Width and height."""
-        return self.left + self.lane + _RIGHT, _TOP + self.row * len(self.labels) + _BOTTOM
+    width: float
+    height: float
 
 
 def draw_schedule(schedule, path, costs=None, title=None):
-    """Draw when every rank does what, into an SVG or PNG file.
+    """Draw the steps of every rank over time, into an SVG or PNG file.
 
-    Colours tell forward, backward, input gradient and weight gradient apart, shades the stages of one rank, from dark
-    to light; numbers are those of micro-batches, left out where they don't fit; hatched is a rank that waits. Below the
-    title stand the bubble, as part of ranks x makespan, and the peak of live micro-batches, on the right every rank's.
+    Colours stand for forward, backward, input gradient and weight gradient, shades for the stages of one rank, from
+    dark to light; numbers are those of micro-batches, left out where they don't fit; a waiting rank is hatched. The
+    subtitle has the bubble, as a fraction of ranks x makespan, and the peak of live micro-batches, which is on the
+    right for every rank.
 
-    The size is limited, whatever the schedule; of more than 20,000 steps the boxes are an image inside of the SVG.
-    Equal input gives an equal file with the same release of matplotlib.
+    The size of the picture is limited; with more than 20,000 steps the boxes are an image inside of the SVG. Equal
+    arguments result in equal files with the same release of matplotlib.
 
     Args:
         schedule: a schedule, a `ScheduleTable`, or a `Timeline`.
-        path: of the file; its suffix, .svg or .png, says which kind.
-        costs: `StepCosts`; default: every forward, input-gradient and weight-gradient step takes 1, transfers nothing.
+        path: of the file; its suffix is .svg or .png.
+        costs: `StepCosts`; default: every forward, input-gradient and weight-gradient step takes 1, transfers 0.
         title: default: the name of the schedule's class.
 
     Raises:
         ModuleNotFoundError: without matplotlib (the extra `plot`).
-        TypeError: nothing that can be drawn.
+        TypeError: another object than a schedule, table or timeline.
         ValueError: another suffix, a table or costs that `simulate` rejects, or no compute step that takes time.
     """
     suffix = checked_suffix(path, ("svg", "png"))
@@ -107,15 +111,12 @@ def draw_schedule(schedule, path, costs=None, title=None):
 
 def _boxes(timeline):
     """The boxes of all steps that take time."""
-    boxes = []
-    for rank, stages in enumerate(_rank_stages(timeline)):
-        chunks = {stage: chunk for chunk, stage in enumerate(stages)}
-        boxes += [
-            _Box(step.type, chunks[step.stage_index], rank, step.micro_index, start, end)
-            for step, start, end in timeline.spans[rank]
-            if end > start
-        ]
-    return boxes
+    return [
+        _Box(step.type, stages.index(step.stage_index), rank, step.micro_index, start, end)
+        for rank, stages in enumerate(_rank_stages(timeline))
+        for step, start, end in timeline.spans[rank]
+        if end > start
+    ]
 
 
 def _rank_stages(timeline):
@@ -124,7 +125,7 @@ def _rank_stages(timeline):
 
 
 def _page(timeline, boxes):
-    """The sizes that fit what is to be drawn."""
+    """The layout of a picture, from the number of ranks and the shortest step."""
     computes = [box for box in boxes if box.kind in _KINDS]
     start = min(box.start for box in boxes)
     length = max(box.end for box in boxes) - start
@@ -136,15 +137,10 @@ def _page(timeline, boxes):
         f"rank {rank} (stages {', '.join(map(str, stages))})" if len(stages) > 1 else f"rank {rank}"
         for rank, stages in enumerate(_rank_stages(timeline))
     ]
-    return _Page(
-        labels=labels,
-        chunk_num=1 + max(box.chunk for box in boxes),
-        start=start,
-        scale=lane / length,
-        left=0.3 + _TEXT_SIZE / 72 * _CHARACTER_WIDTH * max(map(len, labels)),
-        lane=lane,
-        row=min(_ROW_INCHES, _ROWS_INCHES / len(labels)),
-    )
+    left = 0.3 + _TEXT_SIZE / 72 * _CHARACTER_WIDTH * max(map(len, labels))
+    row = min(_ROW_INCHES, _ROWS_INCHES / len(labels))
+    chunk_num, size = 1 + max(box.chunk for box in boxes), (left + lane + _RIGHT, _TOP + row * len(labels) + _BOTTOM)
+    return _Page(labels, chunk_num, start, lane / length, left, lane, row, *size)
 
 
 def _figure(timeline, boxes, name):
@@ -152,15 +148,11 @@ def _figure(timeline, boxes, name):
     from matplotlib.figure import Figure
 
     page = _page(timeline, boxes)
-    width, height = page.size
-    rank_num = len(page.labels)
+    width, height, rank_num = page.width, page.height, len(page.labels)
     figure = Figure(figsize=(width, height), dpi=150)
-    axes = figure.add_axes(
-        (page.left / width, _BOTTOM / height, page.lane / width, page.row * rank_num / height),
-        xlim=(page.start, page.start + page.lane / page.scale),
-        ylim=(rank_num - 0.5, -0.5),
-        yticks=[],
-    )
+    place = page.left / width, _BOTTOM / height, page.lane / width, page.row * rank_num / height
+    limits = {"xlim": (page.start, page.start + page.lane / page.scale), "ylim": (rank_num - 0.5, -0.5)}
+    axes = figure.add_axes(place, **limits, yticks=[])
     _draw_lanes(axes, page, timeline.peak_live)
     _draw_boxes(axes, page, boxes)
     _write_numbers(axes, page, boxes)
@@ -170,7 +162,7 @@ def _figure(timeline, boxes, name):
 
 
 def _draw_lanes(axes, page, peak_live):
-    """A row for every rank, hatched from end to end, with what is said about it on both sides; below, the time."""
+    """A hatched row for every rank, with its label on the left and its peak on the right; below, the time axis."""
     from matplotlib.patches import Rectangle
 
     start, end = axes.get_xlim()
@@ -191,13 +183,12 @@ def _draw_lanes(axes, page, peak_live):
 
 
 def _colour(kind, chunk, chunk_num):
-    """That of a step, the whiter the later its stage is among those of its rank."""
+    """The colour of a step, lighter for later chunks."""
     if kind not in _KINDS:
         return _TRANSFER[1]
     _, colour = _KINDS[kind]
     white = chunk * min(_WHITER, _WHITEST / max(1, chunk_num - 1))
-    channels = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return "#" + "".join(f"{round(channel + (255 - channel) * white):02x}" for channel in channels)
+    return "#" + bytes(round(channel + (255 - channel) * white) for channel in bytes.fromhex(colour[1:])).hex()
 
 
 def _draw_boxes(axes, page, boxes):
@@ -222,14 +213,14 @@ def _draw_boxes(axes, page, boxes):
 
 
 def _write_numbers(axes, page, boxes):
-    """Micro-batch numbers, in those kinds of boxes that are wide enough for all of them."""
-    kinds = {box.kind for box in boxes} & set(_KINDS)
+    """Micro-batch numbers, in the boxes of each type whose narrowest box is wide enough."""
     digits = len(str(max(box.micro_index for box in boxes)))
-    sizes = {}
-    for kind in kinds:
+    fitting = {}
+    for kind in {box.kind for box in boxes} & set(_KINDS):
         narrowest = page.scale * min(box.end - box.start for box in boxes if box.kind == kind)
-        sizes[kind] = 0.9 * 72 * narrowest / (digits * _CHARACTER_WIDTH)
-    fitting = {kind: size for kind, size in sizes.items() if size >= _SMALLEST_SIZE}
+        size = 0.9 * 72 * narrowest / (digits * _CHARACTER_WIDTH)
+        if size >= _SMALLEST_SIZE:
+            fitting[kind] = size
     size = min([*fitting.values(), _TEXT_SIZE, page.row * 72 * 0.6])
     for box in boxes if size >= _SMALLEST_SIZE else ():
         if box.kind in fitting:
@@ -239,16 +230,16 @@ def _write_numbers(axes, page, boxes):
 
 
 def _ink_on(colour):
-    """Black or white, whichever is read more easily on `colour` (by its relative luminance, WCAG 2)."""
-    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    """Black or white text on `colour`, by the colour's relative luminance (WCAG 2)."""
+    channels = [channel / 255 for channel in bytes.fromhex(colour[1:])]
     linear = [channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4 for channel in channels]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return _INK if luminance > 0.2 else "white"
 
 
 def _write_title(figure, page, timeline, name):
-    """The name, and the figures of the whole schedule."""
-    width, height = page.size
+    """The name, and the numbers of the whole schedule."""
+    left, height = page.left / page.width, page.height
     rank_num = len(page.labels)
     micro_batch_num = len({span.step.micro_index for spans in timeline.spans for span in spans})
     words = (
@@ -259,17 +250,15 @@ def _write_title(figure, page, timeline, name):
         f"peak live {max(timeline.peak_live):.4g}",
         f"makespan {timeline.makespan:.6g}",
     )
-    left = page.left / width
     figure.text(left, 1 - 0.34 / height, name, fontsize=13, fontweight="bold", color=_INK)
     figure.text(left, 1 - 0.58 / height, "   ·   ".join(words), fontsize=9, color=_SOFT_INK)
 
 
 def _draw_legend(figure, page, kinds):
-    """What the colours of these kinds of steps mean."""
+    """The colours of the types of steps."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
-    width, height = page.size
     entries = {
         name: tuple(Patch(facecolor=_colour(kind, chunk, page.chunk_num)) for chunk in range(page.chunk_num))
         for kind, (name, _) in _KINDS.items()
@@ -278,18 +267,6 @@ def _draw_legend(figure, page, kinds):
     if kinds - set(_KINDS):
         entries[_TRANSFER[0]] = (Patch(facecolor=_TRANSFER[1]),)
     entries["waiting"] = (Patch(**_WAITING),)
-    figure.legend(
-        entries.values(),
-        entries,
-        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
-        handlelength=0.6 + 0.7 * page.chunk_num,
-        loc="lower left",
-        bbox_to_anchor=(page.left / width, 0.15 / height),
-        borderpad=0,
-        borderaxespad=0,
-        ncols=len(entries),
-        columnspacing=1.8,
-        frameon=False,
-        fontsize=_TEXT_SIZE,
-        labelcolor=_INK,
-    )
+    place = {"loc": "lower left", "bbox_to_anchor": (page.left / page.width, 0.15 / page.height), "ncols": len(entries)}
+    handles = {"handler_map": {tuple: HandlerTuple(ndivide=None, pad=0)}, "handlelength": 0.6 + 0.7 * page.chunk_num}
+    figure.legend(entries.values(), entries, **handles, **place)

@@ -166,7 +166,9 @@ def _check_complete(table, kinds, done):
                 if kind in computes:
                     raise ValueError(f"{missing}: the {kind.name} of micro-batch {micro} on stage {stage} is missing")
                 other = other_end(MetaStep(micro, kind, stage))
-                raise ValueError(f"{missing}, the other end of {_located(table, other)}")
+                other_rank = table.stage_ranks[other.stage_index]
+                place = f"step {_number(table, other_rank, other)} of rank {other_rank}, {other}"
+                raise ValueError(f"{missing}, the other end of {place}")
 
 
 def _check_message_orders(table):
@@ -218,11 +220,6 @@ def _numbered(order):
 
 def _number(table, rank, wanted):
     return next(number for number, part in _numbered(table.orders[rank]) if part == wanted)
-
-
-def _located(table, step):
-    rank = table.stage_ranks[step.stage_index]
-    return f"step {_number(table, rank, step)} of rank {rank}, {step}"
 
 
 def _names(micro, place):
