@@ -25,7 +25,7 @@ from mindformers_core.capture.recording import Recorder
 from mindformers_core.capture.traced import Traced
 from mindformers_core.dtensor.indexing import index_tensor
 from mindformers_core.operators import TensorMeta
-from mindformers_core.program.labels import cell_label
+from mindformers_core.program.graph import cell_label
 from mindformers_core.program.structure import tree_map
 
 __all__ = ["capture"]

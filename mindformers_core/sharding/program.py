@@ -16,7 +16,7 @@ from mindformers_core.generation.load import load_module
 from mindformers_core.generation.module_source import module_source
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.operators import TensorMeta, tensor_meta
-from mindformers_core.program.cutting import calls_of, cut
+from mindformers_core.program.partition import calls_of, partition
 from mindformers_core.program.plan import joined_path
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.propagation.checking import check_plan
@@ -231,7 +231,9 @@ def _generated(tree, path, signature, graph, frame):
     prefix = f"{path}." if path else ""
     classes = {cell[len(prefix) :]: kind for cell, kind in tree.classes.items() if not path or cell.startswith(prefix)}
     classes[""] = tree.classes[path]
-    generated = cut(frame, *(calls_of(frame, path, cells) for cells in tree.compiling)) if tree.compiling else frame
+    generated = (
+        partition(frame, *(calls_of(frame, path, cells) for cells in tree.compiling)) if tree.compiling else frame
+    )
     apart = generated is not frame or tree.activations.marks and tree.compiling is not None
     if generated is not frame:
         check_plan(generated)
