@@ -231,8 +231,8 @@ def test_primitives_are_known_by_their_attribute():
 def test_outer_values_are_listed():
     graph = capture(Closure(), X)
     writer, reader = (node.graph for node in graph.nodes if isinstance(node, CallNode))
-    assert [(use.path, use.call, use.id) for use in reader.outer] == [("writer", writer.call, 2)]
-    assert [(use.path, use.call, use.id) for use in graph.outer] == [("writer", writer.call, 1)]
+    assert [(use.path, use.call, use.id) for use in reader.free_variables] == [("writer", writer.call, 2)]
+    assert [(use.path, use.call, use.id) for use in graph.free_variables] == [("writer", writer.call, 1)]
 
 
 class Doubled(nn.Cell):

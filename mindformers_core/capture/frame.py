@@ -122,7 +122,7 @@ class Frame:
             result=structure,
             parameters=tuple(self._parameters),
             constants=tuple(self._constants),
-            outer=tuple(self._outer),
+            free_variables=tuple(self._outer),
         )
 
 

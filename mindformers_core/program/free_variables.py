@@ -28,7 +28,7 @@ def lambda_lift(graph):
     Args:
         graph: of the root.
     """
-    if not any(call.outer for call in graph.calls()):
+    if not any(call.free_variables for call in graph.calls()):
         return graph
     return _Threading(graph).root()
 
@@ -48,7 +48,7 @@ class _Threading:
         self.chains, self.exported, self.received, self.moved = {}, defaultdict(list), {}, {}
         self.counts = {}
         self._walk(graph, ())
-        uses = [(use, chain) for chain in self.chains.values() for use in chain[-1].outer]
+        uses = [(use, chain) for chain in self.chains.values() for use in chain[-1].free_variables]
         # a call that uses a tensor produced below has a number for it already, so it precedes its callers
         uses.sort(key=lambda pair: (not self._is_below(pair[0].call, pair[1]), -len(pair[1])))
         for use, chain in uses:
@@ -84,7 +84,7 @@ class _Threading:
 
     def _new_number(self, graph):
         if graph.call not in self.counts:
-            numbers = [entry.value.id for entry in (*graph.parameters, *graph.constants, *graph.outer)]
+            numbers = [entry.value.id for entry in (*graph.parameters, *graph.constants, *graph.free_variables)]
             numbers += [value.id for value in tree_leaves([graph.arguments, *(node.outputs for node in graph.nodes)])]
             self.counts[graph.call] = max(numbers, default=-1) + 1
         self.counts[graph.call] += 1
@@ -93,8 +93,8 @@ class _Threading:
     def _rebuilt(self, graph):
         parts = {part.name: getattr(graph, part.name) for part in fields(CellGraph)}
         parts["nodes"] = tuple(self._node(node) if isinstance(node, CallNode) else node for node in graph.nodes)
-        outer = [self.moved[graph.call, use.value.id] for use in graph.outer]
-        parts["outer"] = tuple(use for use in outer if use.call != graph.call)
+        uses = [self.moved[graph.call, use.value.id] for use in graph.free_variables]
+        parts["free_variables"] = tuple(use for use in uses if use.call != graph.call)
         exported = self.exported.get(graph.call)
         if exported is None:
             return CellGraph(**parts)

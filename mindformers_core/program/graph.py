@@ -183,18 +183,20 @@ class Uses:
 
     Attributes:
         parameters: path from the root -> `ParameterUse`, whose `local` is the path from this Cell.
-        outer: (call, number of the Value there) -> `FreeVariable`; only Values of callers.
+        free_variables: (call, number of the Value there) -> `FreeVariable`; only Values of callers.
         places: for every single use its place among all names; a free variable that is a Value of this call or of one
             below has `~number` of the Value. Identical calls share equal Values in equal places.
     """
 
     parameters: dict
-    outer: dict
+    free_variables: dict
     places: tuple
 
     def in_place_of(self, other):
         """Name in `other`, the `Uses` of an identical call -> the corresponding name here."""
-        return dict(zip((*other.outer, *other.parameters), (*self.outer, *self.parameters), strict=True))
+        return dict(
+            zip((*other.free_variables, *other.parameters), (*self.free_variables, *self.parameters), strict=True)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,7 +213,7 @@ class CellGraph:
             `**kwargs` as a dict.
         nodes: `OperatorNode`s and `CallNode`s, in order.
         result: pytree.
-        parameters, constants, outer: `ParameterUse`s, `Constant`s and `FreeVariable`s, in order of first use.
+        parameters, constants, free_variables: `ParameterUse`s, `Constant`s, `FreeVariable`s, in order of first use.
     """
 
     path: str
@@ -224,7 +226,7 @@ class CellGraph:
     result: object
     parameters: tuple = ()
     constants: tuple = ()
-    outer: tuple = ()
+    free_variables: tuple = ()
 
     @property
     def label(self):
@@ -242,12 +244,13 @@ class CellGraph:
     def names(self):
         """Number of a Value -> the path of the parameter, or `(call, number)` of the free variable, that it is."""
         names = {use.value.id: use.path for use in self.parameters}
-        return names | {use.value.id: (use.call, use.id) for use in self.outer}
+        return names | {use.value.id: (use.call, use.id) for use in self.free_variables}
 
     @cached_property
     def uses(self):
         """The `Uses` of the call."""
-        parameters, outer = {use.path: use for use in self.parameters}, {(use.call, use.id): use for use in self.outer}
+        parameters = {use.path: use for use in self.parameters}
+        free = {(use.call, use.id): use for use in self.free_variables}
         order = list(self.names.values())
         for node in self.nodes:
             if not isinstance(node, CallNode):
@@ -256,14 +259,14 @@ class CellGraph:
             for path, use in inner.parameters.items():
                 below = node.child is not None and use.local is not None
                 parameters.setdefault(path, replace(use, local=f"{node.child}.{use.local}" if below else None))
-            for name, use in inner.outer.items():
+            for name, use in inner.free_variables.items():
                 if use.call != self.call:
-                    outer.setdefault(name, use)
-            names = (*inner.parameters, *inner.outer)
+                    free.setdefault(name, use)
+            names = (*inner.parameters, *inner.free_variables)
             order += [place if place < 0 else names[place] for place in inner.places]
-        numbers = {name: number for number, name in enumerate((*parameters, *outer))}
+        numbers = {name: number for number, name in enumerate((*parameters, *free))}
         numbers = {name: ~name[1] for name in order if isinstance(name, tuple)} | numbers
-        return Uses(parameters, outer, tuple(numbers.get(name, name) for name in order))
+        return Uses(parameters, free, tuple(numbers.get(name, name) for name in order))
 
     @cached_property
     def key(self):
@@ -282,7 +285,7 @@ class CellGraph:
             canonical(self.result),
             tuple((canonical(use.value), use.local or f"/{use.path}", use.trainable) for use in self.parameters),
             tuple((canonical(constant.value), constant.local, constant.digest) for constant in self.constants),
-            tuple(canonical(outer.value) for outer in self.outer),
+            tuple(canonical(use.value) for use in self.free_variables),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -297,7 +300,7 @@ class CellGraph:
             lines.append(f"parameter {use.value.described} = {use.local or f'<{use.path}>'}{frozen}")
         for constant in self.constants:
             lines.append(f"constant {constant.value.described} = {constant.local or ''} {constant.digest[:12]}")
-        lines += [f"outer {use.value.described}" for use in self.outer]
+        lines += [f"outer {use.value.described}" for use in self.free_variables]
         return [*lines, *map(str, self.nodes), f"return {shown(self.result)}"]
 
     def __str__(self):

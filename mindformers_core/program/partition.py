@@ -179,7 +179,7 @@ class _Parts:
         )
         used = {number for number, layout in taken}
         part = replace(
-            graph, class_name=f"{graph.class_name}Part{self._count}", arguments={}, outer=(), result=values,
+            graph, class_name=f"{graph.class_name}Part{self._count}", arguments={}, free_variables=(), result=values,
             nodes=tuple(entry.node for entry in run if not isinstance(entry, Move)),
             parameters=tuple(use for use in graph.parameters if use.value.id in used),
             constants=tuple(use for use in graph.constants if use.value.id in used),

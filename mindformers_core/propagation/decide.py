@@ -120,7 +120,7 @@ class _Frame:
         uses = self.graph.uses.parameters
         self.free |= {key for key, (_, _, free) in arguments.items() if free} | (self.run.free & uses.keys())
         values = {value.id: value for value in tree_leaves(self.graph.arguments)}
-        values |= {key: use.value for key, use in self.graph.uses.outer.items()}
+        values |= {key: use.value for key, use in self.graph.uses.free_variables.items()}
         for key, (layout, flow, _) in arguments.items():
             self.enter(key, values[key], layout, flow)
         for path, use in uses.items():
@@ -220,7 +220,7 @@ class _Frame:
             return self.call_whole(node)
         pairs = match_arguments(node)
         keys = {inner.id: self.key(outer) for inner, outer in pairs.items()}
-        for call, number in node.graph.uses.outer:
+        for call, number in node.graph.uses.free_variables:
             own = call == self.graph.call  # else a caller's
             keys[call, number] = self.graph.names.get(number, number) if own else (call, number)
         arguments = {

@@ -38,12 +38,12 @@ class _Insertion:
         self.available = {}  # key -> layouts; empty for a tensor without any so far
         for key in (*passed, *decision.graph.uses.parameters):
             self.available[key] = {self.first[key]}
-        self.available |= {key: set() for key in decision.graph.uses.outer}
+        self.available |= {key: set() for key in decision.graph.uses.free_variables}
         for key, layout in lifted:
             self.first[key] = self.first[key] if self.available[key] else layout
             self.available[key].add(layout)
         self.lifted = lifted
-        self.values, self.added = self._values(), {"parameters": [], "outer": []}
+        self.values, self.added = self._values(), {"parameters": [], "free_variables": []}
         self.instructions = []
         self.made_here = self._made_here()
 
@@ -79,7 +79,7 @@ class _Insertion:
     def _values(self):
         """Key -> Value of this graph."""
         graph = self.decision.graph
-        found = [use.value for use in (*graph.constants, *graph.parameters, *graph.outer)]
+        found = [use.value for use in (*graph.constants, *graph.parameters, *graph.free_variables)]
         found += tree_leaves(graph.arguments) + tree_leaves([node.outputs for node in graph.nodes])
         return {graph.names.get(value.id, value.id): value for value in found}
 
@@ -87,7 +87,7 @@ class _Insertion:
         """The Value of a tensor; a parameter or free variable that only callees use becomes one of this graph."""
         value = self.values.get(key)
         if value is None:
-            part = "outer" if isinstance(key, tuple) else "parameters"
+            part = "free_variables" if isinstance(key, tuple) else "parameters"
             use = getattr(self.decision.graph.uses, part)[key]
             number = 1 + max((known.id for known in self.values.values()), default=-1)
             value = self.values[key] = replace(use.value, id=number)

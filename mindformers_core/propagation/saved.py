@@ -152,7 +152,7 @@ def _cell_data(frame, places):
 def _as_captured(graph):
     """A `CellPlan`'s graph without parameters and free variables that only callees use."""
     used = {value.id for value in tree_leaves([*((node.args, node.kwargs) for node in graph.nodes), graph.result])}
-    taken = {part: getattr(graph, part) for part in ("parameters", "outer")}
+    taken = {part: getattr(graph, part) for part in ("parameters", "free_variables")}
     return replace(graph, **{part: tuple(use for use in uses if use.value.id in used) for part, uses in taken.items()})
 
 
