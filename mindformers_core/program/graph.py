@@ -194,9 +194,8 @@ class Uses:
 
     def in_place_of(self, other):
         """Name in `other`, the `Uses` of an identical call -> the corresponding name here."""
-        return dict(
-            zip((*other.free_variables, *other.parameters), (*self.free_variables, *self.parameters), strict=True)
-        )
+        theirs, ours = ((*uses.free_variables, *uses.parameters) for uses in (other, self))
+        return dict(zip(theirs, ours, strict=True))
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,11 +55,11 @@ def _check(known, frame, flows):
         The gradient flow of each result.
     """
     if frame not in known:
-        known[frame] = _FrameCheck(known, frame, flows).results()
+        known[frame] = _PlanCheck(known, frame, flows).results()
     return known[frame]
 
 
-class _FrameCheck:
+class _PlanCheck:
     """The check of one plan, instruction by instruction.
 
     Attributes:

@@ -100,10 +100,10 @@ def decide_frame(run, graph, arguments, final=False, wanted=None, choices=None):
         choices: index of a node -> its choice: for an operator a `Resolution`, which is repeated where possible; for a
             call the `wanted` layouts of its results, after lookahead. Default: the cheapest, for all.
     """
-    return _Frame(run, graph, choices or {}).decide(arguments, final, wanted)
+    return _OpenCall(run, graph, choices or {}).decide(arguments, final, wanted)
 
 
-class _Frame:
+class _OpenCall:
     """One call during its decision."""
 
     def __init__(self, run, graph, choices):
