@@ -28,7 +28,7 @@ from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication import init_distributed
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
-from mindformers_core.program.instructions import operators_in_order
+from mindformers_core.program.plan import operators_in_order
 from mindformers_core.recompute import recompute
 from mindformers_core.tensor_parallel import programs, shard
 from mindformers_core.zero import hsdp, value_and_grad

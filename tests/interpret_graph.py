@@ -42,7 +42,7 @@ class _Run:
             known[constant.value.id] = Tensor(
                 constant.array, getattr(ms, constant.value.dtype.replace("bool", "bool_"))
             )
-        outer = {use.value.id: use for use in graph.outer}
+        outer = {use.value.id: use for use in graph.free_variables}
 
         def fill(leaf):
             if not isinstance(leaf, Value):

@@ -3,7 +3,7 @@
 import numpy as np
 from simulated_ranks import distribute, run_forward
 
-from mindformers_core.program.aliases import match_arguments
+from mindformers_core.program.graph import match_arguments
 from mindformers_core.program.plan import CallPlan, Move
 from mindformers_core.program.structure import tree_leaves, tree_map
 

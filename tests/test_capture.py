@@ -18,7 +18,7 @@ from work import calls_in
 from mindformers_core.capture.capture import capture
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.operators import tensor_meta
-from mindformers_core.program.graph import CallNode, OperatorNode, structure_key
+from mindformers_core.program.graph import CallNode, OperatorNode
 from mindformers_core.program.structure import tree_leaves
 
 
@@ -149,7 +149,7 @@ def test_inputs_and_generators_stay_as_they_are():
         "RandomState",
         "UniformReal",
     ]
-    assert structure_key(graph) == structure_key(capture(cell, x))
+    assert graph.key == capture(cell, x).key
 
 
 def test_constants_are_known_and_folded():
@@ -183,7 +183,7 @@ def test_one_tensor_for_two_arguments_is_one_value():
     once, twice = (node.graph for node in capture(cell, X).nodes if isinstance(node, CallNode))
     assert once.arguments["x"] == once.result[0] and once.arguments["x"].id == once.arguments["y"].id == 0
     assert (twice.arguments["x"].id, twice.arguments["y"].id) == (0, 1)
-    assert structure_key(once) != structure_key(twice)
+    assert once.key != twice.key
 
 
 def test_primitives_are_known_by_their_attribute():
@@ -206,8 +206,8 @@ def test_primitives_are_known_by_their_attribute():
 def test_outer_values_are_listed():
     graph = capture(Closure(), X)
     writer, reader = (node.graph for node in graph.nodes if isinstance(node, CallNode))
-    assert [(use.path, use.call, use.id) for use in reader.outer] == [("writer", writer.call, 2)]
-    assert [(use.path, use.call, use.id) for use in graph.outer] == [("writer", writer.call, 1)]
+    assert [(use.path, use.call, use.id) for use in reader.free_variables] == [("writer", writer.call, 2)]
+    assert [(use.path, use.call, use.id) for use in graph.free_variables] == [("writer", writer.call, 1)]
 
 
 def test_parts_of_a_call_that_are_no_operators():
@@ -283,5 +283,5 @@ def test_work_of_capture_grows_with_the_layers():
     few, many = (calls_in(capture, large(layers), ids, labels=ids) for layers in (8, 32))
     assert many < 4 * few
     graph = capture(large(80), ids, labels=ids)
-    assert len({structure_key(call) for call in graph.calls()}) < 20
+    assert len({call.key for call in graph.calls()}) < 20
     assert len(list(graph.calls())) > 900

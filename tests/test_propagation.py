@@ -16,8 +16,8 @@ from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.plan import CallPlan, OperatorPlan
 from mindformers_core.program.structure import tree_leaves
+from mindformers_core.propagation.boundaries import Declaration, OperatorDeclaration
 from mindformers_core.propagation.decide import FLOWS
-from mindformers_core.propagation.declaration import Declaration, OperatorDeclaration
 from mindformers_core.propagation.propagate import Propagation, derive_parameters, propagate
 from mindformers_core.redistribution import CPU
 from mindformers_core.tensor_parallel import distribute_tensor, shard

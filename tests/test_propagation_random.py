@@ -13,10 +13,10 @@ from mindformers_core.capture.capture import capture
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import tensor_meta
-from mindformers_core.program.aliases import match_arguments
+from mindformers_core.program.graph import match_arguments
 from mindformers_core.program.structure import tree_leaves, tree_map
+from mindformers_core.propagation.boundaries import Declaration, OperatorDeclaration
 from mindformers_core.propagation.decide import FLOWS
-from mindformers_core.propagation.declaration import Declaration, OperatorDeclaration
 from mindformers_core.propagation.propagate import Propagation, derive_parameters, propagate
 from mindformers_core.redistribution import CPU
 

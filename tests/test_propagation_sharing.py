@@ -16,7 +16,7 @@ from mindformers_core.capture.capture import capture
 from mindformers_core.layout import Layout, layout
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.structure import tree_leaves
-from mindformers_core.propagation.declaration import Declaration, OperatorDeclaration
+from mindformers_core.propagation.boundaries import Declaration, OperatorDeclaration
 from mindformers_core.propagation.propagate import propagate
 from mindformers_core.sharding.declare import collect_declarations
 
@@ -276,3 +276,35 @@ def test_an_operator_without_a_rule_is_named_with_its_place():
         ValueError, match=r"in Cell 'parts.0' \(unknown\), .*test_propagation_sharing.py:\d+: operator 'Lgamma'"
     ):
         propagate(graph, MESH, {0: layout("dp").bind(MESH, 2)}, {})
+
+
+class Adds(nn.Cell):
+    """Adds a tensor of the calling Cell, found in `box`."""
+
+    def __init__(self):
+        super().__init__()
+        self.box = {}
+
+    def construct(self, x):
+        return x + self.box["t"]
+
+
+class Lends(nn.Cell):
+    """Lends one of two tensors to the Cell that it calls."""
+
+    def __init__(self, lent):
+        super().__init__()
+        self.adds, self.lent = Adds(), lent
+
+    def construct(self, x):
+        made = ops.tanh(x), ops.exp(x)
+        self.adds.box["t"] = made[self.lent]
+        return self.adds(x) + made[0] * made[1]
+
+
+def test_calls_that_lend_other_tensors_share_no_plan():
+    model = nn.SequentialCell(Lends(0), Lends(1), Lends(0))
+    frame = plan_of(model, (tensor_meta((8, 4), "float32"),), {})
+    first, second, third = (call.frame for call in frame.calls)
+    assert first is third is not second
+    assert [str(each.calls[0].lifted[0][0]) for each in (first, second)] == ["%1", "%2"]

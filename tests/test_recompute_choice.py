@@ -7,7 +7,7 @@ from planned_models import planned
 from mindformers_core.analysis.operations import operations
 from mindformers_core.analysis.prediction import Prediction
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.program.instructions import operators_in_order
+from mindformers_core.program.plan import operators_in_order
 from mindformers_core.program.producers import links_of
 from mindformers_core.recompute.budget import choice_within
 from mindformers_core.recompute.selection import NamedProgram, recomputed_keys

@@ -10,8 +10,7 @@ from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import tensor_meta
-from mindformers_core.program.instructions import operators_in_order
-from mindformers_core.program.plan import called_cells
+from mindformers_core.program.plan import called_cells, operators_in_order
 
 MESH = init_device_mesh((2,), ("tp",))
 ONE = 4 * 8 * 4  # bytes of a local float32 tensor of shape (4, 8)

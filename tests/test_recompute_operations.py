@@ -12,8 +12,7 @@ from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import signature_of, tensor_meta
 from mindformers_core.program.graph import OperatorNode
-from mindformers_core.program.instructions import Instruction, operators_in_order
-from mindformers_core.program.plan import OperatorPlan
+from mindformers_core.program.plan import Instruction, OperatorPlan, operators_in_order
 from mindformers_core.program.structure import Value
 
 ONE, TWO = init_device_mesh((1,), ("tp",)), init_device_mesh((2,), ("tp",))

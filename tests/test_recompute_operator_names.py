@@ -12,9 +12,8 @@ from test_recompute_patterns import select
 
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh, init_device_mesh
-from mindformers_core.program.instructions import operators_in_order
 from mindformers_core.program.operator_names import friendly_name, operator_names, operator_texts, plain_name
-from mindformers_core.program.plan import CellPlan, Move, OperatorPlan, called_cells
+from mindformers_core.program.plan import CellPlan, Move, OperatorPlan, called_cells, operators_in_order
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import shard
 
@@ -52,8 +51,8 @@ def test_operators_and_variables():
 
     names = names_in(construct)
     assert [name.text for name in names] == ["weights", "MatMul[0]", "Exp", "MatMul[1]"]
-    assert [name.variable for name in names] == ["weights", None, None, None]
-    assert [(name.number, name.count) for name in names] == [(0, 1), (0, 2), (0, 1), (1, 2)]
+    assert [name.variables for name in names] == [("weights",), (), (), ()]
+    assert [(name.labels[0].number, name.labels[0].count) for name in names] == [(0, 1), (0, 2), (0, 1), (1, 2)]
     assert [name.operator for name in names] == [name.place.entry.node.operator for name in names]
     assert [name.place.key for name in names] == [(0,), (1,), (2,), (3,)]
 
@@ -98,7 +97,6 @@ def test_results_in_tuples():
     names = names_in(construct)
     assert [name.text for name in names] == ["second", "third", "Neg"]
     assert [name.variables for name in names] == [("first", "second"), ("third",), ("first",)]
-    assert names[0].variable == "first"
     found = select(["first", "second"], names, [((), "")])
     split, _, negated = (name.place.key for name in names)
     assert found.by_pattern == {"first": ((), (split, negated)), "second": ((), (split,))}
@@ -164,7 +162,7 @@ def test_redistributions():
     names = names_in(construct, arriving={"x": layout(None, "tp")})
     moves = [name for name in names if isinstance(name.place.entry, Move)]
     assert moves and all(name.operator in ("all_gather", "all_reduce", "all_to_all", "slice") for name in moves)
-    assert all(name.variable is None for name in moves)
+    assert not any(name.variables for name in moves)
 
 
 def move(*steps):

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindformers_core.program.instructions import Instruction
 from mindformers_core.program.operator_names import Label, OperatorName
+from mindformers_core.program.plan import Instruction
 from mindformers_core.recompute.patterns import check_found, match, parse_pattern
 
 

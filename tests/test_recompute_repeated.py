@@ -7,10 +7,9 @@ import pytest
 from mindformers_core.analysis.prediction import Prediction
 from mindformers_core.layout import bind_layout, layout
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.program.cutting import unshared
 from mindformers_core.program.graph import CallNode, CellGraph, OperatorNode, ParameterUse
-from mindformers_core.program.instructions import operators_in_order
-from mindformers_core.program.plan import CallPlan, CellPlan, OperatorPlan, called_cells
+from mindformers_core.program.partition import unshared
+from mindformers_core.program.plan import CallPlan, CellPlan, OperatorPlan, called_cells, operators_in_order
 from mindformers_core.program.structure import Value
 
 MESH = init_device_mesh((1,), ("tp",))

@@ -11,8 +11,8 @@ from small_cells import cell_of
 from small_pipelines import Scale, array, pipeline
 
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.program.instructions import Instruction
 from mindformers_core.program.operator_names import Label, OperatorName
+from mindformers_core.program.plan import Instruction
 from mindformers_core.recompute import recompute, swap
 from mindformers_core.recompute.selection import NamedProgram
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings

@@ -109,7 +109,7 @@ class Around(nn.Cell):
 def test_tensors_that_are_handed_down_through_a_cell(tmp_path):
     given = captured(Around(), MESH, (tensor_meta((8, 4), "float32"),), arriving={"x": layout("dp")})
     frame = propagate(*given)
-    (handed,) = frame.calls[1].frame.graph.outer
+    (handed,) = frame.calls[1].frame.graph.free_variables
     assert handed.value not in tree_leaves([node.args for node in frame.calls[1].frame.graph.nodes])
     save_plan(frame, tmp_path / "plan.json")
     same_plan(frame, load_plan(tmp_path / "plan.json", *given), {})

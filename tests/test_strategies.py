@@ -10,7 +10,7 @@ from operator_calls import CALLS, is_many
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import resolve, signature_of, tensor_meta
-from mindformers_core.propagation.declaration import OperatorDeclaration
+from mindformers_core.propagation.boundaries import OperatorDeclaration
 from mindformers_core.propagation.strategies import declared_layouts
 from mindformers_core.redistribution import CPU
 

@@ -8,14 +8,13 @@ from small_cells import cell_of
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.operators import tensor_meta
-from mindformers_core.program.graph import structure_key
 
 X = tensor_meta((2, 4), "float32")
 FIVE, SIX = np.full(4, 5, np.float32), np.full(4, 6, np.float32)
 
 
 def keys(graph):
-    return {call.path: structure_key(call) for call in graph.calls()}
+    return {call.path: call.key for call in graph.calls()}
 
 
 def test_identical_layers_have_one_key():
@@ -67,7 +66,7 @@ VARIANTS = {  # name -> (one, other): pairs that differ in one thing
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_key_tells_graphs_apart(name):
-    one, other = (structure_key(capture(cell, *args, **named)) for cell, args, named in VARIANTS[name])
+    one, other = (capture(cell, *args, **named).key for cell, args, named in VARIANTS[name])
     assert one != other
     cell, args, named = VARIANTS[name][0]
-    assert one == structure_key(capture(cell, *args, **named))
+    assert one == capture(cell, *args, **named).key

@@ -11,8 +11,7 @@ from functools import cache
 
 from mindformers_core.analysis.saved_tensors import SavedTensorAnalysis
 from mindformers_core.hints import nearest
-from mindformers_core.program.instructions import operators_in_order
-from mindformers_core.program.plan import Move, called_cells
+from mindformers_core.program.plan import Move, called_cells, operators_in_order
 
 __all__ = ["Prediction", "SavedTensor", "cell_keys", "recomputed", "saved_activations", "saved_bytes"]
 

@@ -16,7 +16,7 @@ from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.operators.registry import NO_GRADIENT, facts_of
 from mindformers_core.operators.saved import UNMEASURED
 from mindformers_core.operators.views import contiguous_strides
-from mindformers_core.program.aliases import match_arguments
+from mindformers_core.program.graph import match_arguments
 from mindformers_core.program.plan import CallPlan, Move
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.redistribution.steps import STEP_KINDS

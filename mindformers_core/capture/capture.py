@@ -24,7 +24,7 @@ from mindspore.utils import MsDispatchMode
 from mindformers_core.capture.recording import Recorder
 from mindformers_core.capture.traced import Traced
 from mindformers_core.dtensor.indexing import index_tensor
-from mindformers_core.program.labels import cell_label
+from mindformers_core.program.graph import cell_label
 from mindformers_core.program.structure import tree_leaves, tree_map
 
 __all__ = ["capture"]

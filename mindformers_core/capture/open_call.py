@@ -123,7 +123,7 @@ class OpenCall:
             result=structure,
             parameters=tuple(self._parameters),
             constants=tuple(self._constants),
-            outer=tuple(self._outer),
+            free_variables=tuple(self._outer),
         )
 
 

@@ -1,6 +1,6 @@
-"""What becomes of a sharded tree's activations between forward and backward pass: by default, what MindSpore does.
+"""The policy for a sharded tree's saved tensors between forward and backward pass; by default MindSpore's own.
 
-`recompute.recompute()` and `recompute.swap()` give a tree another policy.
+`recompute.recompute()` and `recompute.swap()` set another policy.
 """
 
 from contextlib import nullcontext
@@ -11,13 +11,13 @@ __all__ = ["ActivationPolicy", "ExplainedActivations", "Keeper", "Mark"]
 
 @dataclass(frozen=True)
 class Keeper:
-    """What a generated program calls an operator through, so that its results are kept in another way.
+    """A wrapper through which a generated program calls an operator, with its own policy for saved tensors.
 
     Attributes:
-        imports: the line that a module needs at its top.
-        name: what the object is called there.
-        constructor: the expression that makes it; it is called with a function of tensors, and these tensors.
-        takes_collectives: whether the collectives of a distributed algorithm are called through it, too.
+        imports: the import line of the generated module.
+        name: of the wrapper object in the module.
+        constructor: the expression that creates the object, which is called with a function and its tensor arguments.
+        takes_collectives: whether the collectives of a distributed algorithm are called through the wrapper, too.
     """
 
     imports: str
@@ -28,15 +28,15 @@ class Keeper:
 
 @dataclass(frozen=True)
 class Mark:
-    """What is said of an instruction whose results are kept in another way.
+    """The annotation of an instruction with its own policy for saved tensors, in reports.
 
     Attributes:
-        kind: `"recomputed"`: it runs again in the backward pass; `"on host"`: its results wait for that on the host;
-            `"kept for others"`: what it makes is kept, since others are computed again from it; of a call of a Cell,
-            `"recomputed whole"`: all in it runs again; `""`: it does as part of such a Cell, and nothing is shown.
-        nbytes: on one rank, bytes that the device doesn't keep for the backward pass because of it, of its results and
-            of copies of views; of the last kind, bytes that it keeps.
-        sends: whether the collectives in it run again, too.
+        kind: `"recomputed"`: the instruction runs again in the backward pass; `"on host"`: its results are offloaded
+            to the host until then; `"kept for others"`: its results are saved, since others are recomputed from them;
+            of a call, `"recomputed whole"`: the whole Cell runs again; `""`: part of such a Cell, nothing is shown.
+        nbytes: bytes of results and of copies of views that a rank's device doesn't save for the backward pass because
+            of the policy; of `"kept for others"`, bytes that the device saves.
+        sends: whether collectives of the instruction run again, too.
     """
 
     kind: str
@@ -46,15 +46,14 @@ class Mark:
 
 @dataclass(frozen=True)
 class ExplainedActivations:
-    """What there is to say about a program.
+    """The report of an activation policy on one program.
 
     Attributes:
-        lines: text about the whole program.
-        marks: key of an instruction -> its `Mark`. A key is the indices of the calls that lead there, among the
-            `instructions` of each `CellPlan`, and its own.
-        dropped, on_host: keys of the instructions whose results are computed again, and of those whose results wait on
-            the host.
-        arguments_need: whether gradients flow back to the root's arguments, see `Prediction`.
+        lines: text on the whole program.
+        marks: key of an instruction (see `Instruction`) -> its `Mark`.
+        dropped, on_host: keys of the instructions whose results are recomputed, and of those whose results are
+            offloaded to the host.
+        arguments_need: whether gradients flow back to the root's arguments (see `Prediction`).
     """
 
     lines: tuple = ()
@@ -65,12 +64,12 @@ class ExplainedActivations:
 
 
 class ActivationPolicy:
-    """What a sharded tree asks. This one leaves all as it is.
+    """The interface of a policy; this default changes nothing.
 
     Attributes:
         marks: whether programs for PyNative differ from those for compiled functions.
-        layers: number of a layer -> paths of the Cells that are it.
-        recomputed_cells: paths of the outermost Cells that run again where they are compiled.
+        layers: number of a layer -> paths of its Cells.
+        recomputed_cells: paths of the outermost Cells that run again in compiled functions.
     """
 
     marks = False
@@ -85,37 +84,39 @@ class ActivationPolicy:
             compiled: None for PyNative; otherwise as `ShardedTree.compiling`, empty where the whole is one function.
 
         Raises:
-            ValueError: the policy can't be honoured, in the program or in a compiled function.
+            ValueError: the policy can't be applied, in the program or in a compiled function.
         """
         return frame
 
     def calling(self):
-        """A context manager around a call of a Cell from outside, in PyNative."""
+        """A context manager for a call of a Cell by user code, in PyNative."""
         return nullcontext()
 
     def checkpoint_call(self, function, others, tensors):
-        """Call a compiled function of tensors, one of `recomputed_cells`, in PyNative; it reads other Parameters."""
+        """Call a compiled function of tensors, one of `recomputed_cells`, in PyNative; `others`: its Parameters."""
         raise NotImplementedError
 
     def check_compiling(self):
-        """Raise `ValueError` where a compiled function that calls the Cells as a whole can't do what is asked."""
+        """Raise `ValueError` where one compiled function of the whole tree can't apply the policy."""
 
     def validate_for_backward(self):
-        """Before gradients of the program that was asked for last, also of Cells that aren't in training mode: raise
-        `ValueError` for what matches nothing, or can't be honoured."""
+        """Before gradients of the last program: raise `ValueError` for settings that match nothing or can't be applied.
+
+        Called for Cells in evaluation mode, too.
+        """
 
     def stage_summary(self):
-        """What the policies of a pipeline's other stages have to know, as JSON can hold it; None: nothing."""
+        """A JSON-able summary of this stage for `check_stages` of the other stages; None: nothing."""
         return None
 
     def check_stages(self, summaries):
-        """Raise `ValueError` for what none of a pipeline's stages has; `summaries`: of every stage, ascending."""
+        """Raise `ValueError` for settings that match no stage of a pipeline; `summaries`: of all stages, ascending."""
 
     def check_compiled_stage(self, summaries):
-        """Raise `ValueError` for what a compiled stage can't do; as `check_stages`, with `"compiled"` in each."""
+        """As `check_stages` for compiled stages; `ValueError` also for settings that these can't apply."""
 
     def keeps_weights(self, unit):
-        """Whether the weights of a unit that were gathered for its forward pass stay for its backward pass."""
+        """Whether the gathered weights of a unit are kept between its forward and its backward pass."""
         return False
 
     def explained(self, frame, path=""):
@@ -123,6 +124,6 @@ class ActivationPolicy:
 
         Args:
             frame: its `CellPlan`.
-            path: of a Cell that it calls: the marks are those in the first call of this one, with their keys in there.
+            path: of a called Cell: the marks are those in its first call, with keys from there. Default: the root.
         """
         return ExplainedActivations()

@@ -1,7 +1,7 @@
-"""Which matmuls of a plan leave the gradient of their weight for later, and what flows around them. Pure Python.
+"""Matmuls of a plan whose weight gradient is deferred, and the gradients that flow around them. Pure Python.
 
-An operator is *deferred* where its weight is a trained parameter of two dims, as it is stored or after moves. A plan's
-*variables* are tensors in a layout, `(number of the Value, Layout)`.
+An operator is *deferred* where its weight is a trained parameter of two dims, as stored or after redistributions. A
+plan's *variables* are tensors in a layout, `(number of the Value, Layout)`.
 """
 
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ __all__ = [
     "NOTHING_DEFERRED", "PRODUCTS", "Deferral", "DeferredWeight", "deferrals", "deferred_weights",
 ]  # fmt: skip
 
-PRODUCTS = "deferred_products"  # what a generated function calls the objects that stand for its deferred operators
+PRODUCTS = "deferred_products"  # the name of a generated function's argument with one object for each deferred operator
 
 
 @dataclass(frozen=True, eq=False)
 class Deferral:
-    """What one `CellPlan` defers.
+    """The deferred operators of one `CellPlan`.
 
     Attributes:
-        places: every `OperatorPlan` that is deferred, and every `CallPlan` with such ones below -> its place, from 0.
-        waiting: variables whose gradient is deferred wherever they go.
-        needed: variables of which something takes the ordinary gradient.
+        places: every deferred `OperatorPlan`, and every `CallPlan` with such operators below -> its place, from 0.
+        waiting: variables whose gradient is deferred by all consumers.
+        needed: variables whose ordinary gradient some consumer computes.
     """
 
     places: dict
@@ -40,8 +40,8 @@ class DeferredWeight:
     """The weight of one deferred operator.
 
     Attributes:
-        path: the parameter, from the Cell that the program belongs to.
-        steps: the `Step`s from how it is stored to how the operator takes it.
+        path: of the parameter, from the Cell of the program.
+        steps: the `Step`s from the stored layout to the layout in which the operator takes the weight.
         transposed: whether the operator computes `x @ weight.T`.
     """
 
@@ -61,49 +61,43 @@ def deferrals(frames):
 def _deferral(frame, below):
     trained = {use.value.id for use in frame.graph.parameters if use.trainable}
     chosen, waiting = [], set()
-    needed = {(value.id, layout) for value, layout in zip(tree_leaves(frame.graph.result), frame.results, strict=True)}
-    for entry in reversed(frame.instructions):  # who takes a tensor comes before it
+    needed = _variables(frame.returned)
+    for entry in reversed(frame.instructions):  # consumers come before producers
         if isinstance(entry, Move):
             target = entry.value.id, entry.target
             if target in needed or target in waiting:
                 (needed if target in needed else waiting).add((entry.value.id, entry.source))
             continue
-        values = tree_leaves((entry.node.args, entry.node.kwargs))
-        taken = [(value.id, layout) for value, layout in zip(values, entry.inputs, strict=True)]
+        taken = entry.consumed
         if isinstance(entry, CallPlan):
-            _pass_down(entry, below.get(entry.frame), needed, waiting)
-            if entry.frame is not None and below[entry.frame].places:
-                chosen.append(entry)
-        elif entry.algorithm is None and _is_transposed(entry.node) is not None and taken[1][0] in trained:
-            waiting.add(taken.pop(1))
+            callee = below.get(entry.frame, NOTHING_DEFERRED)
+            for (inner, layout), own in zip(entry.frame.lifted if entry.frame else (), entry.lifted, strict=True):
+                for mine, theirs in (needed, callee.needed), (waiting, callee.waiting):
+                    mine |= _variables([own]) if (inner.id, layout) in theirs else set()
+            chosen += [entry] if callee.places else []
+        elif entry.algorithm is None and _is_transposed(entry.node) is not None and taken[1][0].id in trained:
+            waiting |= _variables([taken.pop(1)])
             chosen.append(entry)
-        needed.update(taken)
+        needed |= _variables(taken)
     places = {entry: place for place, entry in enumerate(reversed(chosen))}
     return Deferral(places, frozenset(waiting - needed), frozenset(needed))
 
 
-def _pass_down(call, callee, needed, waiting):
-    """Sort what a call passes besides its arguments, as the callee takes it."""
-    inner = call.frame.lifted if call.frame is not None else ()
-    for (value, layout), (own, own_layout) in zip(inner, call.lifted, strict=True):
-        variable = value.id, layout
-        if variable in callee.needed:
-            needed.add((own.id, own_layout))
-        elif variable in callee.waiting:
-            waiting.add((own.id, own_layout))
+def _variables(pairs):
+    return {(value.id, layout) for value, layout in pairs}
 
 
 def deferred_weights(program_path, frame, graph, below):
-    """What a program defers, and what it doesn't.
+    """The deferred weights of a program, and its parameters with an ordinary gradient.
 
     Args:
-        program_path: the Cell that is called.
-        frame, graph: the program's.
-        below: the `Deferral` of every plan in it.
+        program_path: of the Cell of the program.
+        frame, graph: the program's plan and graph.
+        below: `CellPlan` -> its `Deferral`, for all plans of the program.
 
     Returns:
         (structure, paths): for every place a `DeferredWeight`, or a tuple of them for a call; and the paths of the
-        trained parameters that have an ordinary gradient as well, or only one.
+        trained parameters that have an ordinary gradient, alone or besides a deferred one.
     """
     ordinary = set()
 
@@ -130,8 +124,8 @@ def deferred_weights(program_path, frame, graph, below):
                     inner = visit(entry.frame, graphs[entry], [ways.get((v.id, layout)) for v, layout in entry.lifted])
                     found += [inner] if entry in deferral.places else []
             elif entry in deferral.places:
-                weight = tree_leaves((entry.node.args, entry.node.kwargs))[1]
-                path, steps = ways[weight.id, entry.inputs[1]]
+                weight, layout = entry.consumed[1]
+                path, steps = ways[weight.id, layout]
                 found.append(DeferredWeight(path, steps, _is_transposed(entry.node)))
         return tuple(found)
 
@@ -139,7 +133,7 @@ def deferred_weights(program_path, frame, graph, below):
 
 
 def _is_transposed(node):
-    """Whether an operator computes `x @ weight.T`; None where it doesn't compute `x @ weight` either."""
+    """Whether an operator computes `x @ weight.T`; None for an operator that doesn't compute `x @ weight` either."""
     arguments = (*node.args, *node.kwargs.values())
     product = facts_of(node.operator).product
     if not product or len(arguments) < 2:

@@ -1,5 +1,6 @@
-"""Tensors that a Cell uses without having been passed them: where two calls have a common caller, it gets them as a
-result and hands them down. Pure Python.
+"""Lambda lifting of free variables: tensors that a Cell uses although they are no arguments. Pure Python.
+
+A free variable is returned by the call that produces it, up to the closest common caller, which passes it down.
 """
 
 from collections import defaultdict
@@ -13,33 +14,33 @@ __all__ = ["ExportingGraph", "own_result", "lambda_lift"]
 
 @dataclass(frozen=True, eq=False)
 class ExportingGraph(CellGraph):
-    """A graph whose `result` is a pair: what the Cell returns, and a tuple of tensors that other Cells' calls use."""
+    """A graph whose `result` is a pair: the result of the Cell, and a tuple of tensors that other Cells' calls use."""
 
 
 def own_result(graph):
-    """What the Cell of a graph returns."""
+    """The result of a graph's Cell, without free variables of others."""
     return graph.result[0] if isinstance(graph, ExportingGraph) else graph.result
 
 
 def lambda_lift(graph):
-    """The graph in which every outer value is one of an open call: that of a caller, directly or not.
+    """A graph in which every free variable is a Value of a direct or indirect caller.
 
     Args:
-        graph: the root's.
+        graph: of the root.
     """
-    if not any(call.outer for call in graph.calls()):
+    if not any(call.free_variables for call in graph.calls()):
         return graph
     return _Threading(graph).root()
 
 
 class _Threading:
-    """The rewriting of one tree of calls.
+    """The lambda lifting of one tree of calls.
 
     Attributes:
         chains: number of a call -> the graphs from the root to it.
-        exported: number of a call -> its Values that it returns besides.
-        received: (number of a call, number of a Value that it returns besides) -> the caller's new Value.
-        moved: (number of the using call, number of the Value there) -> the `FreeVariable` in its place.
+        exported: number of a call -> the Values that it returns additionally.
+        received: (number of a call, number of an exported Value) -> the caller's new Value.
+        moved: (number of the using call, number of the Value there) -> the new `FreeVariable`.
     """
 
     def __init__(self, graph):
@@ -47,8 +48,8 @@ class _Threading:
         self.chains, self.exported, self.received, self.moved = {}, defaultdict(list), {}, {}
         self.counts = {}
         self._walk(graph, ())
-        uses = [(use, chain) for chain in self.chains.values() for use in chain[-1].outer]
-        # a call that uses what those below it made has a number for it, so it comes before those above it
+        uses = [(use, chain) for chain in self.chains.values() for use in chain[-1].free_variables]
+        # a call that uses a tensor produced below has a number for it already, so it precedes its callers
         uses.sort(key=lambda pair: (not self._is_below(pair[0].call, pair[1]), -len(pair[1])))
         for use, chain in uses:
             self.moved[chain[-1].call, use.value.id] = self._reachable(use, chain)
@@ -64,11 +65,11 @@ class _Threading:
                 self._walk(node.graph, chain)
 
     def _is_below(self, call, chain):
-        """Whether a call was made within the last one of `chain`."""
+        """Whether a call is below the last one of `chain`."""
         return chain[-1] in self.chains[call]
 
     def _reachable(self, use, chain):
-        """The outer value as one of the closest call that is open in both: each on the way returns it to its caller."""
+        """The free variable as a Value of the closest common caller; each call on the way returns it to its caller."""
         maker, number = self.chains[use.call], use.id
         depth = sum(1 for ours, theirs in zip(chain, maker) if ours is theirs)
         for place in range(len(maker) - 1, depth - 1, -1):
@@ -83,7 +84,7 @@ class _Threading:
 
     def _new_number(self, graph):
         if graph.call not in self.counts:
-            numbers = [entry.value.id for entry in (*graph.parameters, *graph.constants, *graph.outer)]
+            numbers = [entry.value.id for entry in (*graph.parameters, *graph.constants, *graph.free_variables)]
             numbers += [value.id for value in tree_leaves([graph.arguments, *(node.outputs for node in graph.nodes)])]
             self.counts[graph.call] = max(numbers, default=-1) + 1
         self.counts[graph.call] += 1
@@ -92,8 +93,8 @@ class _Threading:
     def _rebuilt(self, graph):
         parts = {part.name: getattr(graph, part.name) for part in fields(CellGraph)}
         parts["nodes"] = tuple(self._node(node) if isinstance(node, CallNode) else node for node in graph.nodes)
-        outer = [self.moved[graph.call, use.value.id] for use in graph.outer]
-        parts["outer"] = tuple(use for use in outer if use.call != graph.call)
+        uses = [self.moved[graph.call, use.value.id] for use in graph.free_variables]
+        parts["free_variables"] = tuple(use for use in uses if use.call != graph.call)
         exported = self.exported.get(graph.call)
         if exported is None:
             return CellGraph(**parts)

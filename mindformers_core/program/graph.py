@@ -1,34 +1,31 @@
-"""What `capture` sees, as plain data: one graph for every call of a Cell. Pure Python, picklable, printable.
+"""The result of `capture`, as plain data: one graph for every call of a Cell. Pure Python, picklable, printable.
 
 A `CellGraph` is in static single assignment form: every tensor is a `Value`, numbered within its graph, and every node
-makes new ones. What calls take and give are structures of them (see `structure.py`).
+produces new Values. Arguments and results of calls are pytrees of Values (see `structure.py`).
 """
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from mindformers_core.program.structure import (
-    Value,
-    canonical,
-    described,
-    shown,
-    shown_arguments,
-    tree_leaves,
-)
+from mindformers_core.program.structure import Value, canonical, described, shown, shown_arguments, tree_leaves
 
 __all__ = [
-    "CallNode",
-    "CellGraph",
-    "Constant",
-    "OperatorNode",
-    "FreeVariable",
-    "ParameterUse",
-    "PrimitiveUse",
-    "structure_key",
-]
+    "CallNode", "CellGraph", "Constant", "FreeVariable", "OperatorNode", "ParameterUse", "PrimitiveUse", "Uses",
+    "cell_label", "class_label", "match_arguments",
+]  # fmt: skip
+
+
+def cell_label(path, cell):
+    """The label of a Cell in errors."""
+    return class_label(path, type(cell).__name__)
+
+
+def class_label(path, class_name):
+    """The label in errors of a Cell of this class."""
+    return f"Cell '{path}' ({class_name})" if path else f"the root Cell ({class_name})"
 
 
 @dataclass(frozen=True)
@@ -36,10 +33,10 @@ class PrimitiveUse:
     """A primitive with attributes, as it was called: `module.name(**attributes)(*args[:inputs])` calls it again.
 
     Attributes:
-        module: where its class lives.
-        name: its class.
-        attributes: what the constructor was given, by name.
-        inputs: how many of the node's arguments the call takes; the others are attributes once more.
+        module: of its class.
+        name: of its class.
+        attributes: the constructor's arguments, by name.
+        inputs: the number of the node's arguments that the call takes; the others repeat attributes.
     """
 
     module: str
@@ -54,13 +51,13 @@ class OperatorNode:
 
     Attributes:
         operator: its name, that of its rule in `mindformers_core.operators`.
-        kind: how it was called, and so how `args` are to be read: `"primitive"` (see `PrimitiveUse`), `"function"` (the
-            operator's inputs, then its attributes) or `"method"` (of a tensor, as the user wrote them: `x.view(4, 2)`).
-        args, kwargs: structures.
-        outputs: structure: a Value, or a tuple of them.
+        kind: how it was called, which determines `args`: `"primitive"` (see `PrimitiveUse`), `"function"` (the inputs
+            of the operator, then its attributes) or `"method"` (of a tensor, as in the user's code: `x.view(4, 2)`).
+        args, kwargs: pytrees.
+        outputs: a Value, or a tuple of Values.
         primitive: a `PrimitiveUse` where kind is `"primitive"`, else None.
         attribute: name of the primitive among the attributes of its Cell (`"matmul"` for `self.matmul(x, w)`), or None.
-        source: `file:line` of the user's code; None where that is in no file.
+        source: `file:line` of the user's code; None for code outside a file.
     """
 
     operator: str
@@ -74,7 +71,7 @@ class OperatorNode:
 
     @property
     def constant(self):
-        """Whether the results depend on constants only."""
+        """Whether all results depend on constants only."""
         return all(value.constant for value in tree_leaves(self.outputs))
 
     def __str__(self):
@@ -91,11 +88,11 @@ class CallNode:
     """A call of another Cell.
 
     Attributes:
-        child: path of the called Cell, seen from the calling one (`"mlp"`, `"layers.0"`); None if it isn't below it.
-        args, kwargs: structures of the caller's Values.
-        outputs: structure of new Values of the caller.
+        child: path of the called Cell from the calling one (`"mlp"`, `"layers.0"`); None for a Cell that isn't below.
+        args, kwargs: pytrees of the caller's Values.
+        outputs: pytree of new Values of the caller.
         graph: the `CellGraph` of this call.
-        source: `file:line` of the user's code; None where that is in no file.
+        source: `file:line` of the user's code; None for code outside a file.
     """
 
     child: str | None
@@ -110,14 +107,31 @@ class CallNode:
         return f"{described(self.outputs)} = {called}({shown_arguments(self.args, self.kwargs)})  # {self.source}"
 
 
+def match_arguments(node):
+    """The callee's argument Value -> the caller's Value, for a `CallNode`; a tensor that is passed twice comes once."""
+    named, by_position, pairs = dict(node.kwargs), [], []
+    for name, structure in node.graph.arguments.items():
+        if name in named:
+            pairs += zip(tree_leaves(structure), tree_leaves(named.pop(name)), strict=True)
+        else:
+            by_position.append(structure)
+    if named:  # collected by `**kwargs`, which is always the last argument
+        collected = by_position.pop()
+        assert collected.keys() == named.keys(), (collected, named)
+        for name, structure in collected.items():
+            pairs += zip(tree_leaves(structure), tree_leaves(named[name]), strict=True)
+    pairs += zip(tree_leaves(by_position), tree_leaves(node.args), strict=True)
+    return dict(pairs)
+
+
 @dataclass(frozen=True)
 class ParameterUse:
     """A parameter that a Cell reads.
 
     Attributes:
         value: its Value in this graph.
-        path: its path from the root. A shared parameter has one: the first that finds it.
-        local: its path from this Cell, as `"weight"` or `"model.embed_tokens.weight"`; None if it isn't in or below it.
+        path: from the root; of a shared parameter the first path at which it is found.
+        local: path from this Cell: `"weight"` or `"model.embed_tokens.weight"`; None for one outside this Cell.
         trainable: whether it requires a gradient.
     """
 
@@ -129,12 +143,12 @@ class ParameterUse:
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A plain tensor that meets traced ones: a rotary table, a mask, a number.
+    """A plain tensor among the inputs of traced operators: a rotary table, a mask, a number.
 
     Attributes:
         value: its Value in this graph.
-        array: its contents, a NumPy array (bfloat16 as float32).
-        path, local: where the tree keeps it, from the root (`"model.table"`) and from this Cell; or None.
+        array: the contents, a NumPy array (bfloat16 as float32).
+        path, local: of the attribute with the tensor, from the root (`"model.table"`) and from this Cell; or None.
     """
 
     value: Value
@@ -150,11 +164,11 @@ class Constant:
 
 @dataclass(frozen=True)
 class FreeVariable:
-    """A tensor that another Cell's call made, and that this one uses without having been passed it.
+    """A tensor that another Cell's call produced, and that this call uses although it is no argument.
 
     Attributes:
         value: its Value in this graph.
-        path, call, id: the Cell that made it, which call (`CellGraph.call`), and the number of its Value there.
+        path, call, id: the producing Cell, the call (`CellGraph.call`), and the number of the Value there.
     """
 
     value: Value
@@ -164,20 +178,41 @@ class FreeVariable:
 
 
 @dataclass(frozen=True, eq=False)
+class Uses:
+    """Parameters and free variables that a call uses, itself or in called Cells, in order of first use.
+
+    Attributes:
+        parameters: path from the root -> `ParameterUse`, whose `local` is the path from this Cell.
+        free_variables: (call, number of the Value there) -> `FreeVariable`; only Values of callers.
+        places: for every single use its place among all names; a free variable that is a Value of this call or of one
+            below has `~number` of the Value. Identical calls share equal Values in equal places.
+    """
+
+    parameters: dict
+    free_variables: dict
+    places: tuple
+
+    def in_place_of(self, other):
+        """Name in `other`, the `Uses` of an identical call -> the corresponding name here."""
+        theirs, ours = ((*uses.free_variables, *uses.parameters) for uses in (other, self))
+        return dict(zip(theirs, ours, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
 class CellGraph:
-    """What one call of one Cell does.
+    """The trace of one call of one Cell.
 
     Attributes:
         path: of the Cell from the root; "" for the root.
         class_name: `module.Class` of the Cell.
-        call: number of this call among all of the capture, from 0, in the order in which they begin.
+        call: number of this call in the capture, from 0, in the order in which calls begin.
         training: the Cell's flag.
         custom_gradient: whether the Cell defines `bprop`.
-        arguments: name of every argument that was passed to `construct` -> structure; `*args` as a tuple and
+        arguments: name of every argument that was passed to `construct` -> pytree; `*args` as a tuple and
             `**kwargs` as a dict.
         nodes: `OperatorNode`s and `CallNode`s, in order.
-        result: structure.
-        parameters, constants, outer: `ParameterUse`s, `Constant`s and `FreeVariable`s, in order of first use.
+        result: pytree.
+        parameters, constants, free_variables: `ParameterUse`s, `Constant`s, `FreeVariable`s, in order of first use.
     """
 
     path: str
@@ -190,18 +225,56 @@ class CellGraph:
     result: object
     parameters: tuple = ()
     constants: tuple = ()
-    outer: tuple = field(default=())
+    free_variables: tuple = ()
+
+    @property
+    def label(self):
+        """The label of the Cell in errors."""
+        return class_label(self.path, self.class_name.rpartition(".")[2])
 
     def calls(self):
-        """The graphs of all calls from here on, this one first, in order."""
+        """The graphs of this call and all below, in order."""
         yield self
         for node in self.nodes:
             if isinstance(node, CallNode):
                 yield from node.graph.calls()
 
     @cached_property
+    def names(self):
+        """Number of a Value -> the path of the parameter, or `(call, number)` of the free variable, that it is."""
+        names = {use.value.id: use.path for use in self.parameters}
+        return names | {use.value.id: (use.call, use.id) for use in self.free_variables}
+
+    @cached_property
+    def uses(self):
+        """The `Uses` of the call."""
+        parameters = {use.path: use for use in self.parameters}
+        free = {(use.call, use.id): use for use in self.free_variables}
+        order = list(self.names.values())
+        for node in self.nodes:
+            if not isinstance(node, CallNode):
+                continue
+            inner = node.graph.uses
+            for path, use in inner.parameters.items():
+                below = node.child is not None and use.local is not None
+                parameters.setdefault(path, replace(use, local=f"{node.child}.{use.local}" if below else None))
+            for name, use in inner.free_variables.items():
+                if use.call != self.call:
+                    free.setdefault(name, use)
+            names = (*inner.parameters, *inner.free_variables)
+            order += [place if place < 0 else names[place] for place in inner.places]
+        numbers = {name: number for number, name in enumerate((*parameters, *free))}
+        numbers = {name: ~name[1] for name in order if isinstance(name, tuple)} | numbers
+        return Uses(parameters, free, tuple(numbers.get(name, name) for name in order))
+
+    @cached_property
     def key(self):
-        """See `structure_key`."""
+        """A string that identical calls share, the same in every process, so that they share generated code.
+
+        The key contains class, training flag, argument structure, shapes, dtypes, operators with their arguments and
+        attributes, parameters by their paths from this Cell, contents of constants, and calls of other Cells. It
+        doesn't contain the Cell's path, names of Values, source lines, or the producers of free variables.
+        """
         parts = (
             self.class_name,
             self.training,
@@ -211,12 +284,12 @@ class CellGraph:
             canonical(self.result),
             tuple((canonical(use.value), use.local or f"/{use.path}", use.trainable) for use in self.parameters),
             tuple((canonical(constant.value), constant.local, constant.digest) for constant in self.constants),
-            tuple(canonical(outer.value) for outer in self.outer),
+            tuple(canonical(use.value) for use in self.free_variables),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def lines(self):
-        """What its key is made of, as lines that a person can compare, save the contents of called Cells."""
+        """The contents of the key as readable lines, without the contents of called Cells."""
         lines = []
         for name, structure in self.arguments.items():
             values = ", ".join(value.described for value in tree_leaves(structure))
@@ -226,24 +299,11 @@ class CellGraph:
             lines.append(f"parameter {use.value.described} = {use.local or f'<{use.path}>'}{frozen}")
         for constant in self.constants:
             lines.append(f"constant {constant.value.described} = {constant.local or ''} {constant.digest[:12]}")
-        lines += [f"outer {use.value.described}" for use in self.outer]
+        lines += [f"outer {use.value.described}" for use in self.free_variables]
         return [*lines, *map(str, self.nodes), f"return {shown(self.result)}"]
 
     def __str__(self):
         return "\n\n".join(_listing(graph) for graph in self.calls())
-
-
-def structure_key(graph):
-    """What tells a graph from others: equal for identical layers, so that generated code may be shared.
-
-    It says nothing of where in the model the Cell is, of names of Values, of source lines, and of which Cell made an
-    outer value. All else is in it: class, training flag, argument structure, shapes, dtypes, operators with their
-    arguments and attributes, parameters by their paths from this Cell, contents of constants, and calls of other Cells.
-
-    Returns:
-        A string, the same in every process.
-    """
-    return graph.key
 
 
 def _node_key(node):
@@ -256,7 +316,7 @@ def _node_key(node):
 
 
 def _listing(graph):
-    """The text of one call."""
+    """The text of one call's graph."""
     mode = "training" if graph.training else "evaluation"
     head = f"{graph.path or '<root>'} ({graph.class_name}, call {graph.call}, {mode})"
     return "\n  ".join([head, *graph.lines()])

@@ -1,7 +1,8 @@
-"""Names of many operators in few lines: those of layers in a row together. Pure Python."""
+"""Short lists of many operator names: consecutive layers are shown as a range. Pure Python."""
 
 import re
 import textwrap
+from itertools import groupby
 
 __all__ = ["cells_together", "layers_together", "names_shown", "quoted", "ranges_shown"]
 
@@ -10,13 +11,13 @@ _UNBROKEN = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def layers_together(names):
-    """Equal names of layers in a row in one: `model.layers.0-7.mlp.silu`.
+    """Merge equal names in consecutive layers: `model.layers.0-7.mlp.silu`.
 
     Args:
-        names: of operators, `"model.layers.0.mlp.silu"`; may come more than once.
+        names: of operators, `"model.layers.0.mlp.silu"`; may contain duplicates.
 
     Returns:
-        A list of `(text, places of the names that it stands for)`, in the order in which they appear first.
+        A list of `(text, places of the merged names)`, in the order of first appearance.
     """
     found = {}  # name without the layer's number -> number -> places
     for place, name in enumerate(names):
@@ -32,12 +33,12 @@ def layers_together(names):
 
 
 def cells_together(paths):
-    """Paths of Cells, those of layers in a row in one: `model.layers.0-7`, `model.layers.0-7.mlp`."""
+    """Paths of Cells, with consecutive layers merged: `model.layers.0-7`, `model.layers.0-7.mlp`."""
     return [text.removesuffix(".") for text, _ in layers_together(f"{path}." for path in paths)]
 
 
 def names_shown(names):
-    """Names of operators as lines of at most 120 columns, indented: by Cells, those of layers in a row together.
+    """Names of operators as indented lines of at most 120 columns: grouped by Cell, with consecutive layers merged.
 
     Args:
         names: as of `layers_together`.
@@ -54,12 +55,12 @@ def names_shown(names):
 
 
 def ranges_shown(numbers):
-    """Numbers as texts, ascending, those in a row together: `["0-3", "7"]`."""
+    """Ascending numbers as texts, with consecutive ones merged: `["0-3", "7"]`."""
     return [_range_shown(run) for run in _runs(sorted(numbers))]
 
 
 def quoted(texts):
-    """Texts in quotes, with commas between."""
+    """Quoted texts, separated by commas."""
     return ", ".join(f"'{text}'" for text in texts)
 
 
@@ -68,11 +69,6 @@ def _range_shown(run):
 
 
 def _runs(numbers):
-    """Numbers in a row together."""
-    runs = []
-    for number in numbers:
-        if runs and number is not None and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return runs
+    """Lists of consecutive numbers; None, which may come first, is a list of its own."""
+    grouped = groupby(enumerate(numbers), lambda pair: None if pair[1] is None else pair[1] - pair[0])
+    return [[number for _, number in run] for _, run in grouped]

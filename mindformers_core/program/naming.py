@@ -1,4 +1,4 @@
-"""Readable names for generated code: a tensor is called what the user's code calls it. Pure Python."""
+"""Readable names for generated code: variables keep the names of the user's code. Pure Python."""
 
 import ast
 import builtins
@@ -15,7 +15,7 @@ from mindformers_core.program.structure import tree_leaves
 __all__ = ["Names", "all_assigned_names", "assigned_names", "snake_case"]
 
 _WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])")
-_ONE_WORD = re.compile(r"mat_mul|re_lu|ge_lu|si_lu|swi_glu")  # as everybody writes them
+_ONE_WORD = re.compile(r"mat_mul|re_lu|ge_lu|si_lu|swi_glu")  # usual spellings
 _OPERATIONS = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Subscript)
 _CONDITIONS = (ast.IfExp, ast.BoolOp)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
@@ -26,8 +26,8 @@ class Names:
     """The names of one generated function.
 
     Args:
-        reserved: names that none of its variables may have, besides Python's own: those of its module, which may
-            get more while the function is written.
+        reserved: names that no variable may have, besides Python's own: those of the module, a container that may
+            grow while the function is written.
     """
 
     def __init__(self, reserved=()):
@@ -36,7 +36,7 @@ class Names:
         self._taken = set()
 
     def keep(self, name):
-        """The name as it is, now taken: a parameter's, by which it may be passed."""
+        """Reserve the name of a function parameter unchanged."""
         self._taken.add(name)
         return name
 
@@ -44,7 +44,7 @@ class Names:
         return name in self._taken
 
     def variable(self, hint):
-        """A name that is free, and now taken: the hint, or `hint_2`, `hint_3`, …; `sum_` where Python has that name."""
+        """Reserve a free name: the hint, or `hint_2`, `hint_3`, …; `sum_` where Python has that name."""
         stem = re.sub(r"\W", "_", hint) or "value"
         stem = f"value_{stem}" if stem[0].isdigit() else stem
         name, number = (f"{stem}_" if stem in self._python else stem), 1
@@ -56,23 +56,20 @@ class Names:
 
 
 def snake_case(name):
-    """A class name as that of a function: `LlamaForCausalLM` becomes `llama_for_causal_lm`, `RMSNorm` `rms_norm`."""
+    """A class name as a function name: `LlamaForCausalLM` becomes `llama_for_causal_lm`, `RMSNorm` `rms_norm`."""
     return _ONE_WORD.sub(lambda found: found[0].replace("_", ""), _WORDS.sub("_", name).lower())
 
 
 def assigned_names(graph):
-    """What the user's code calls the results of a graph's nodes.
+    """The variables to which the user's code assigns the results of a graph's nodes.
 
-    For `q = self.q_proj(self.norm(x))`, the result of `q_proj` is `q`, and that of `norm`, which nothing is called by,
-    has no name.
+    For `q = self.q_proj(self.norm(x))`, the result of `q_proj` is `q`, and that of `norm` has no name.
 
     Args:
-        graph: a `CellGraph`. Its nodes say which line of which file they come from; files that can't be read name
-            nothing.
+        graph: a `CellGraph`, whose nodes have file and line of their source; unreadable files give no names.
 
     Returns:
-        Index of every node -> a tuple with a name for every tensor in its outputs, or None. Names may come more than
-        once.
+        Index of every node -> a tuple with a name for every tensor in its outputs, or None. Names may repeat.
     """
     names = dict.fromkeys(range(len(graph.nodes)))
     for index, targets, count in _assigned(graph):
@@ -81,13 +78,13 @@ def assigned_names(graph):
 
 
 def all_assigned_names(graph):
-    """The same of all targets of an assignment: `p` and `q` for `p = q = self.norm(x)`.
+    """As `assigned_names`, with all targets of an assignment: `p` and `q` for `p = q = self.norm(x)`.
 
     Args:
         graph: as of `assigned_names`.
 
     Returns:
-        Index of every node that has any -> a tuple of its names.
+        Index of every node with a name -> a tuple of its names.
     """
     return {
         index: tuple(name for target in targets for name in _names(target, count) or () if name)
@@ -96,7 +93,7 @@ def all_assigned_names(graph):
 
 
 def _assigned(graph):
-    """`(index of a node, the targets that what it computes is assigned to, number of tensors)`."""
+    """`(index of a node, the targets of the assignment of its results, number of tensors)`."""
     placed = [(index, node, _statement(node.source)) for index, node in enumerate(graph.nodes)]
     for statement, run in groupby(placed, key=lambda entry: entry[2]):
         run = [(index, node) for index, node, _ in run]
@@ -115,10 +112,11 @@ class _Statement:
     """An assignment.
 
     Attributes:
-        targets: a name, or a tuple of names and None, each; a name with a star stands for all that others leave.
-        outermost: what computes the assigned value, by kind: `"q_proj"`, `"add"`; two of them in `a(x) if c else b(x)`.
-        inner: the kinds of all else that is computed in the statement.
-        parallel: of `a, b = f(x), g(h(x))` all that is computed, in order: kinds, and the targets of what each gives.
+        targets: each a name, or a tuple of names and None; a name with a star collects the remaining values.
+        outermost: kinds of the operations that compute the assigned value: `"q_proj"`, `"add"`; two of them for
+            `a(x) if c else b(x)`.
+        inner: the kinds of all other operations of the statement.
+        parallel: of `a, b = f(x), g(h(x))` the kind and the targets of every operation, in order.
     """
 
     targets: tuple
@@ -128,7 +126,7 @@ class _Statement:
 
 
 def _names(target, count):
-    """What a target of a `_Statement` calls `count` tensors, or None."""
+    """The names in a target of a `_Statement` for `count` tensors, or None."""
     if isinstance(target, str):
         return (target,) * count
     names = []
@@ -139,10 +137,10 @@ def _names(target, count):
 
 
 def _outermost(statement, run):
-    """Those of the nodes of one or more executions of a statement that give what it assigns.
+    """The nodes of one or more executions of a statement that produce the assigned value.
 
-    Inner operations come before outer ones, so that of `n` alike in a statement it is every `n`-th. Several alike where
-    the statement has one are a loop. Where the kind doesn't say, it is the last one.
+    Inner operations precede outer ones, so of `n` operations of one kind in a statement every `n`-th is the outermost.
+    More nodes than operations of a kind are a loop. Without a matching kind the last node is taken.
     """
     alike = [entry for entry in run if any(_is_kind(entry[1], kind) for kind in statement.outermost)]
     inner = sum(kind in statement.outermost for kind in statement.inner)
@@ -154,9 +152,9 @@ def _outermost(statement, run):
 
 
 def _in_parallel(parts, run):
-    """`(index, node, targets)` of what executions of a parallel assignment give, if they can be distinguished."""
+    """`(index, node, targets)` of the results of a parallel assignment's executions, if distinguishable."""
     expected, kinds = parts * (len(run) // len(parts)), {kind for kind, _ in parts}
-    # an operator may be captured under another name, but not under that of another one in the statement
+    # an operator may be captured under another name, except that of another operator in the statement
     others = ((node, kinds - {kind}) for (_, node), (kind, _) in zip(run, expected) if not _is_kind(node, kind))
     if len(expected) == len(run) and not any(_is_kind(node, kind) for node, kinds in others for kind in kinds):
         yield from ((index, node, targets) for (index, node), (_, targets) in zip(run, expected) if targets)
@@ -167,7 +165,7 @@ def _kind(node):
 
 
 def _is_kind(node, kind):
-    """Whether a node is a call of what the user's code calls so: an attribute, a function, or an operator's symbol."""
+    """Whether a node has this kind in the user's code: an attribute, a function, or an operator's symbol."""
     if isinstance(node, CallNode):
         return (node.child or "").rpartition(".")[2] == kind
     return node.attribute == kind or _plain(node.operator).startswith(_plain(kind))
@@ -178,7 +176,7 @@ def _plain(name):
 
 
 def _statement(source):
-    """The assignment that `file:line` lies in, or None."""
+    """The assignment at `file:line`, or None."""
     path, _, line = (source or "").rpartition(":")
     return _statements("".join(linecache.getlines(path))).get(int(line)) if path else None
 
@@ -195,12 +193,12 @@ def _statements(text):
         if isinstance(node, ast.stmt) and not hasattr(node, "body") and not isinstance(node, ast.Match):
             statement = _read(node)
             for line in range(node.lineno, node.end_lineno + 1):
-                found[line] = None if line in found else statement  # two on one line can't be distinguished
+                found[line] = None if line in found else statement  # two on one line are ambiguous
     return found
 
 
 def _read(node):
-    """The `_Statement` of a syntax node, or None where it gives the result of a computation no name."""
+    """The `_Statement` of a syntax node, or None for one without names for results."""
     if isinstance(node, ast.AugAssign):
         operations, outermost = _kinds(node.value), (_symbol(node.op),)
     elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
@@ -219,7 +217,7 @@ def _read(node):
 
 
 def _parallel(values, targets):
-    """What `a, b = f(x), g(h(x))` computes, as `_Statement.parallel`; nothing where names don't stand one by one."""
+    """`_Statement.parallel` of `a, b = f(x), g(h(x))`; empty without one name for each value."""
     if any(len(target) != len(values) or any(name and name[0] == "*" for name in target) for target in targets):
         return ()
     parts = []
@@ -232,7 +230,7 @@ def _parallel(values, targets):
 
 
 def _in_order(value):
-    """The operations of an expression in the order in which they run."""
+    """The operations of an expression in execution order."""
     for child in ast.iter_child_nodes(value):
         yield from _in_order(child)
     if isinstance(value, _OPERATIONS):
@@ -240,7 +238,7 @@ def _in_order(value):
 
 
 def _target(node):
-    """The name, or tuple of names and None, that something is assigned to; None for `x[0] = …` and the like."""
+    """The name, or tuple of names and None, of an assignment's target; None for other targets, as `x[0] = …`."""
     if isinstance(node, (ast.Tuple, ast.List)):
         names = tuple(map(_target, node.elts))
         return tuple(name if isinstance(name, str) else None for name in names) if any(names) else None
@@ -252,7 +250,7 @@ def _target(node):
 
 
 def _results(value):
-    """The operations of which one gives an expression's value, or each in a comprehension."""
+    """The operations that produce an expression's value: one of them, or each in a comprehension."""
     if isinstance(value, ast.IfExp):
         return _results(value.body) + _results(value.orelse)
     if isinstance(value, _COMPREHENSIONS):

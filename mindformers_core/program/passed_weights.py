@@ -1,14 +1,14 @@
-"""Weights that functions take as arguments, so that one compiled function serves all Cells that are alike. Pure Python.
+"""Weights as arguments of generated functions, so that equal Cells share one compiled function. Pure Python.
 
-A function takes a tuple: its own parameters, in the order of its plan's graph, then those of every call that it makes
-of a generated function.
+A function takes a tuple of weights: its own parameters, in the order of its plan's graph, then those of every generated
+function that it calls.
 """
 
 from mindformers_core.program.plan import called_graphs, parameter_path
 
 __all__ = ["WEIGHTS", "passed_parameter", "passed_to_call", "weights_of_call"]
 
-WEIGHTS = "passed_weights"  # what a generated function calls the tuple
+WEIGHTS = "passed_weights"  # the tuple's name in a generated function
 
 
 def passed_parameter(frame, use):
@@ -17,7 +17,7 @@ def passed_parameter(frame, use):
 
 
 def passed_to_call(frame, call):
-    """The expression for what a plan's function passes on with a call."""
+    """The expression for the weights that a plan's function passes to a call."""
     start = len(frame.graph.parameters)
     for other in frame.calls:
         end = start + _count(other.frame)
@@ -28,17 +28,17 @@ def passed_to_call(frame, call):
 
 
 def _count(frame):
-    """How many weights a plan's function takes."""
+    """The number of weights that a plan's function takes."""
     return 0 if frame is None else len(frame.graph.parameters) + sum(_count(call.frame) for call in frame.calls)
 
 
 def weights_of_call(frame, graph, find):
-    """The weights that a call of a plan's function passes: a list.
+    """The weights that a call of a plan's function passes, as a list.
 
     Args:
         frame: the plan.
-        graph: the `CellGraph` of this call; those that are alike share a plan.
-        find: gives a parameter by its path from the Cell of the program.
+        graph: the `CellGraph` of this call; equal calls share a plan.
+        find: function from a path, from the Cell of the program, to the parameter.
     """
     found = [find(parameter_path(frame, graph, number)) for number in range(len(frame.graph.parameters))]
     for call, inner in called_graphs(frame, graph):

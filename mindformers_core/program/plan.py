@@ -1,31 +1,32 @@
-"""What the propagation pass decides, as plain data: a `CellPlan` for every distinct call of a Cell. Pure Python.
+"""What propagation decides, as plain data: a `CellPlan` for every distinct call of a Cell. Pure Python.
 
 A plan is a list of instructions in the order of execution. A tensor is identified by its `Value` and its `Layout`:
-the layout in which it arrives or is made, or one that a `Move` took it to earlier in the same frame.
+the layout in which the tensor arrives or is produced, or the target of an earlier redistribution of the same plan.
 """
 
 from dataclasses import dataclass, field, replace
 
 from mindformers_core.layout import Layout
+from mindformers_core.program.graph import match_arguments
 from mindformers_core.program.structure import tree_leaves
 
 __all__ = [
-    "CallPlan", "CellPlan", "Move", "OperatorPlan", "called_cells", "called_graphs", "called_path", "joined_path",
-    "parameter_path",
+    "CallPlan", "CellPlan", "Instruction", "Move", "OperatorPlan", "called_cells", "called_graphs", "joined_path",
+    "operators_in_order", "parameter_path",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """One redistribution of one tensor, made once and shared by all who need it after.
+    """One redistribution of one tensor, shared by all later consumers.
 
     Attributes:
-        value: the `Value` that moves, of the frame's graph.
-        source, target: its layouts before and after.
-        steps: the `Step`s of the cheapest plan between them; may be empty.
-        reason: who asked first, for a reader: `"input 'x' of Cell 'mlp'"`, `"MatMul"`.
-        gradient: whether a gradient flows back through it in training: a trainable parameter is behind the tensor.
-            Where it is not, the backward collectives run only if the caller asks for the gradient of an input.
+        value: the `Value`, of the plan's graph.
+        source, target: the layouts before and after.
+        steps: the `Step`s of the cheapest way between them; may be empty.
+        reason: the first consumer, for a reader: `"input 'x' of Cell 'mlp'"`, `"MatMul"`.
+        gradient: whether a gradient flows back through the redistribution in training: the tensor depends on a
+            trainable parameter. Otherwise the backward collectives run only if the gradient of an input is requested.
     """
 
     value: object
@@ -35,24 +36,52 @@ class Move:
     reason: str
     gradient: bool
 
+    frame = None
+
     @property
     def undivided(self):
-        """Why a dim can't stay sharded, where its size doesn't divide; else an empty string."""
+        """Why a dim can't stay sharded, where the mesh axes don't divide its size; else an empty string."""
         return self.reason.partition(": ")[2]
+
+    @property
+    def consumed(self):
+        """Pairs (Value, Layout) of the tensors that the instruction takes."""
+        return [(self.value, self.source)]
+
+    @property
+    def produced(self):
+        """Pairs (Value, Layout) of the tensors that the instruction makes available."""
+        return [(self.value, self.target)]
+
+
+class _NodePlan:
+    """What an `OperatorPlan` and a `CallPlan` have in common: a node, and layouts of its inputs and outputs."""
+
+    frame = None
+
+    @property
+    def consumed(self):
+        """Pairs (Value, Layout) of the tensor arguments, in order; a `lifted` tensor is none."""
+        return list(zip(tree_leaves((self.node.args, self.node.kwargs)), self.inputs, strict=True))
+
+    @property
+    def produced(self):
+        """Pairs (Value, Layout) of the outputs, in order."""
+        return list(zip(tree_leaves(self.node.outputs), self.outputs, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
-class OperatorPlan:
+class OperatorPlan(_NodePlan):
     """How one operator is computed.
 
     Attributes:
         node: the `OperatorNode`.
-        signature: its `Signature`.
+        signature: the `Signature` of the node.
         inputs: the layout of every tensor input, in the order of `tree_leaves((node.args, node.kwargs))`; available.
         outputs: the layout of every output, in the order of `tree_leaves(node.outputs)`.
-        axes_of: for every factor the axes that cut it (see `Resolution`).
-        algorithm: name of the distributed algorithm that runs in its place, or None.
-        cut_axes: the axes that the algorithm bridges, major to minor.
+        axes_of: for every factor the mesh axes that shard it (see `Resolution`).
+        algorithm: name of the distributed algorithm that runs instead of the operator, or None.
+        cut_axes: the mesh axes over which the algorithm communicates, major to minor.
     """
 
     node: object
@@ -65,22 +94,21 @@ class OperatorPlan:
 
     @property
     def local_shapes(self):
-        """The shape of a rank's part of every output."""
-        values = tree_leaves(self.node.outputs)
-        return [layout.local_shape(value.shape) for value, layout in zip(values, self.outputs, strict=True)]
+        """The local shape of every output."""
+        return [layout.local_shape(value.shape) for value, layout in self.produced]
 
 
 @dataclass(frozen=True, eq=False)
-class CallPlan:
+class CallPlan(_NodePlan):
     """How another Cell is called.
 
     Attributes:
         node: the `CallNode`.
-        inputs: the layout of every tensor that is passed, in the order of `tree_leaves((node.args, node.kwargs))`.
-        outputs: the layout of every tensor that comes back, in the order of `tree_leaves(node.outputs)`.
-        frame: the called Cell's `CellPlan`, the same object for identical calls (its `graph` is then that of the first
-            one); None for a Cell with a `bprop` of its own, which runs as it is on whole tensors.
-        lifted: pairs (Value of this frame, Layout) that fill the callee's `lifted`, in order.
+        inputs: the layout of every tensor argument, in the order of `tree_leaves((node.args, node.kwargs))`.
+        outputs: the layout of every result, in the order of `tree_leaves(node.outputs)`.
+        frame: the called Cell's `CellPlan`, the same object for identical calls (its `graph` is that of the first
+            call); None for a Cell with a `bprop` of its own, which runs unchanged on whole tensors.
+        lifted: pairs (Value of the calling plan, Layout) for the callee's `lifted`, in order.
     """
 
     node: object
@@ -91,28 +119,36 @@ class CallPlan:
 
     @property
     def is_part(self):
-        """Whether it calls no other Cell, but a part of the one that it stands in (see `cut`)."""
+        """Whether the function called is not another Cell, but a part of the calling one (see `partition`)."""
         return self.node.child == ""
+
+    @property
+    def passed(self):
+        """Triples (callee's Value, caller's Value, Layout) of all tensors that a plan is called with, each once."""
+        layouts = dict(self.consumed)
+        arguments = [(inner, outer, layouts[outer]) for inner, outer in match_arguments(self.node).items()]
+        pairs = zip(self.frame.lifted, self.lifted, strict=True)
+        return arguments + [(inner, outer, layout) for (inner, _), (outer, layout) in pairs]
 
 
 @dataclass(frozen=True, eq=False)
 class CellPlan:
-    """One call of one Cell.
+    """The plan of one call of one Cell.
 
     Attributes:
         graph: the `CellGraph`; of identical calls that of the first.
         mesh: the mesh of all layouts.
-        layouts: number of every Value in the graph -> the layout in which it is first available: arguments as the
-            caller passes them, parameters as they are stored, constants and results as they are made.
+        layouts: number of every Value of the graph -> the layout in which the tensor is first available: arguments as
+            the caller passes them, parameters as stored, constants and results as produced.
         instructions: `Move`s, `OperatorPlan`s and `CallPlan`s, in order.
         results: the layout of every Value in `graph.result`, in order; each is available at the end.
-        lifted: pairs (Value of this graph, Layout) that the caller has to pass besides the arguments: a parameter that
-            several Cells use in a moved form, moved once above them, or a tensor of another Cell's call.
-        gradients: numbers of the Values that a trainable parameter is behind.
-        keepers: instruction -> the `Keeper` by which what it makes is kept for the backward pass; others are as usual.
-        takes_weights: whether the generated function takes its parameters, and those of what it calls, as arguments.
-        compiled: of a function that is compiled by itself (see `cut`) `"once"`, or `"again"` where it also runs again
-            in the backward pass; else None.
+        lifted: pairs (Value of this graph, Layout) that the caller passes besides the arguments: a parameter that
+            several Cells use after a redistribution, which runs once above them, or a free variable.
+        gradients: numbers of the Values that depend on a trainable parameter.
+        keepers: instruction -> the `Keeper` of its results; other instructions save theirs as usual.
+        takes_weights: whether the generated function takes its parameters, and those of its callees, as arguments.
+        compiled: `"once"` for a function that is compiled by itself (see `partition`), `"again"` where that function
+            also runs again in the backward pass; else None.
         cost_model: the `CostModel` by which the redistributions were chosen.
     """
 
@@ -130,58 +166,81 @@ class CellPlan:
 
     @property
     def moves(self):
-        """The redistributions of this frame alone."""
+        """The redistributions of this plan alone."""
         return tuple(entry for entry in self.instructions if isinstance(entry, Move))
 
     @property
     def calls(self):
-        """The `CallPlan`s of this frame."""
+        """The `CallPlan`s of this plan alone."""
         return tuple(entry for entry in self.instructions if isinstance(entry, CallPlan))
 
-    def walk(self, path=""):
-        """`(path, frame)` of this frame and, call by call, of all below it; shared ones come once for each call."""
-        yield path, self
-        for call in self.calls:
-            if call.frame is not None:
-                yield from call.frame.walk(called_path(call, path))
+    @property
+    def returned(self):
+        """Pairs (Value, Layout) of the results."""
+        return list(zip(tree_leaves(self.graph.result), self.results, strict=True))
+
+    def walk(self):
+        """`(path, CellPlan)` of this plan and of every call below, in order; a shared plan comes once for each call."""
+        yield "", self
+        for place in _walk(self, (), ""):
+            if place.entry.frame is not None:
+                yield place.called_path, place.entry.frame
 
 
-def joined_path(path, inner):
-    """The path of what lies at `inner` below the Cell at `path`; both may be empty."""
-    return f"{path}.{inner}" if path and inner else path or inner
+@dataclass(frozen=True, eq=False)
+class Instruction:
+    """One instruction of a program as it runs. Equal layers share a `CellPlan`; their instructions differ in the key.
+
+    Attributes:
+        key: the index of every call that leads to the instruction, among the `instructions` of its plan, and the
+            instruction's own index.
+        path: of the Cell whose `construct` contains the instruction; "" for the root.
+        frame: the `CellPlan` that contains the instruction.
+        entry: an `OperatorPlan`, a `Move` or a `CallPlan`.
+    """
+
+    key: tuple
+    path: str
+    frame: object
+    entry: object
+
+    @property
+    def called_path(self):
+        """The path of the Cell that a `CallPlan` calls."""
+        node = self.entry.node
+        return node.graph.path if node.child is None else joined_path(self.path, node.child)
+
+
+def _walk(frame, before, path):
+    """All `Instruction`s in order, a call before those of the called Cell."""
+    for index, entry in enumerate(frame.instructions):
+        place = Instruction((*before, index), path, frame, entry)
+        yield place
+        if entry.frame is not None:
+            yield from _walk(entry.frame, place.key, place.called_path)
+
+
+def operators_in_order(frame):
+    """All `Instruction`s of a program in the order of execution, without calls of Cells that have a plan."""
+    return [place for place in _walk(frame, (), "") if place.entry.frame is None]
 
 
 def called_cells(frame):
-    """`(key, path)` of the root, `((), "")`, and of every call of a Cell, in the order of the calls.
-
-    A key is the indices of the calls that lead there, among the `instructions` of each frame, and its own.
-    """
-    return [((), ""), *_calls_below(frame, (), "")]
+    """`((), "")` of the root, and `(key, path)` of every call of a Cell in order; keys as of `Instruction`."""
+    return [((), "")] + [(at.key, at.called_path) for at in _walk(frame, (), "") if isinstance(at.entry, CallPlan)]
 
 
-def _calls_below(frame, before, path):
-    for index, call in enumerate(frame.instructions):
-        if isinstance(call, CallPlan):
-            key, inner = (*before, index), called_path(call, path)
-            yield key, inner
-            if call.frame is not None:
-                yield from _calls_below(call.frame, key, inner)
-
-
-def called_path(call, path):
-    """The path of the Cell that a call in the Cell at `path` calls."""
-    child = call.node.child
-    if child is None:
-        return call.node.graph.path
-    return joined_path(path, child)
+def joined_path(path, inner):
+    """The path of the Cell or parameter `inner`, relative to the Cell at `path`; both may be empty."""
+    return f"{path}.{inner}" if path and inner else path or inner
 
 
 def called_graphs(frame, graph):
-    """Pairs (`CallPlan`, `CellGraph`): every call of a plan, with the graph of it in one of the calls that share it.
+    """Pairs (`CallPlan`, `CellGraph`): every call in a plan, with its graph in one of the calls that share the plan.
 
     Args:
         frame: the plan.
-        graph: the `CellGraph` of that call.
+        graph: the `CellGraph` of the sharing call.
     """
     places = {id(node): place for place, node in enumerate(frame.graph.nodes)}
     for call in frame.calls:
@@ -192,7 +251,7 @@ def called_graphs(frame, graph):
 
 
 def _graph_of_part(frame, graph, part, places):
-    """The graph of a part of a Cell's instructions, in another call of such a Cell."""
+    """The graph of a part (see `partition`) in another call that shares the plan."""
     numbers = [frame.graph.parameters.index(use) for use in part.parameters]
     uses = [replace(frame.graph.parameters[n], path=parameter_path(frame, graph, n)) for n in numbers]
     nodes = tuple(graph.nodes[places[id(node)]] for node in part.nodes)
@@ -203,5 +262,5 @@ def parameter_path(frame, graph, number):
     """The path of a parameter of a plan, in one of the calls that share the plan."""
     if number < len(graph.parameters):
         return graph.parameters[number].path
-    use = frame.graph.parameters[number]  # moved here for calls further down
+    use = frame.graph.parameters[number]  # redistributed here for callees
     return use.path if use.local is None else joined_path(graph.path, use.local)

@@ -1,6 +1,6 @@
-"""What a Python call takes or gives, as plain data: `Value`s in the place of tensors, in tuples, lists and dicts.
+"""Pytrees: arguments and results of a Python call as plain data, tensors replaced by `Value`s. Pure Python.
 
-Such *structures* are what a captured graph is made of. Pure Python.
+A pytree is a tuple, list or dict of pytrees, or a leaf. Captured graphs consist of pytrees.
 """
 
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ class Value:
     """One tensor of a graph.
 
     Attributes:
-        id: number within its graph, from 0, in the order in which the graph meets its tensors.
+        id: number within its graph, from 0, in the order of first appearance.
         shape: global shape.
         dtype: name, as `"float32"`.
-        hint: what a reader may call it: an argument's or parameter's name, or that of the operator that makes it.
-        constant: whether it depends on no argument of the root and on no parameter.
+        hint: a name for readers: of the argument or parameter, or of the operator that produces the tensor.
+        constant: whether the tensor depends neither on arguments of the root nor on parameters.
     """
 
     id: int
@@ -31,7 +31,7 @@ class Value:
 
     @property
     def described(self):
-        """With dtype and shape, as `%3: float32[8, 16]`."""
+        """The Value with dtype and shape, as `%3: float32[8, 16]`."""
         return f"%{self.id}: {self.dtype}{list(self.shape)}"
 
 
@@ -46,12 +46,8 @@ class DType:
 
 
 def tree_map(function, structure):
-    """A structure of the same kind with `function` applied to all that isn't a tuple, list or dict."""
+    """A pytree of the same structure, with `function` applied to every leaf."""
     kind = type(structure)
-    if kind is tuple or kind is list:
-        return kind([tree_map(function, entry) for entry in structure])
-    if kind is dict:
-        return {name: tree_map(function, entry) for name, entry in structure.items()}
     if isinstance(structure, tuple) and hasattr(structure, "_fields"):
         return kind(*[tree_map(function, entry) for entry in structure])
     if isinstance(structure, (tuple, list)):
@@ -75,7 +71,7 @@ def tree_leaves(structure, kind=Value):
 
 
 def canonical(structure):
-    """A structure as tuples and strings whose `repr` is the same in every process."""
+    """A pytree as tuples and strings whose `repr` is the same in every process."""
     if isinstance(structure, Value):
         return ("%", structure.id, structure.shape, structure.dtype, structure.constant)
     if isinstance(structure, (tuple, list)):
@@ -86,7 +82,7 @@ def canonical(structure):
 
 
 def shown(structure):
-    """A structure as text: Values by their numbers."""
+    """A pytree as text: Values by their numbers."""
     return str(tree_map(_Text, structure)) if isinstance(structure, (tuple, list, dict)) else str(structure)
 
 
@@ -96,7 +92,7 @@ def shown_arguments(args, kwargs):
 
 
 class _Text:
-    """Prints in a container as it does alone."""
+    """A leaf whose `repr` within a container is its `str`."""
 
     def __init__(self, value):
         self.value = value
@@ -106,7 +102,7 @@ class _Text:
 
 
 def described(structure):
-    """A structure as text: Values with their dtypes and shapes."""
+    """A pytree as text: Values with their dtypes and shapes."""
     if isinstance(structure, Value):
         return structure.described
     if isinstance(structure, (tuple, list)):

@@ -1,35 +1,63 @@
-"""What a Cell's declarations ask of the tensors that cross its boundary. Pure Python."""
+"""Declared layouts of Cells and operators, and the layouts of tensors at a Cell's boundary. Pure Python."""
+
+from dataclasses import dataclass, field
 
 from mindformers_core.hints import nearest
 from mindformers_core.layout import bind_layout
 from mindformers_core.program.free_variables import own_result
-from mindformers_core.program.labels import class_label
-from mindformers_core.program.structure import Value, tree_leaves, tree_map
+from mindformers_core.program.structure import Value, tree_map
 
 __all__ = [
-    "boundary_target",
-    "check_outputs",
-    "declared_inputs",
-    "declared_outputs",
-    "graph_label",
+    "Declaration", "OperatorDeclaration", "boundary_target", "check_outputs", "declared_inputs", "declared_outputs",
     "no_tensor",
-]
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OperatorDeclaration:
+    """The declared layouts of one operator: of a primitive that is an attribute of its Cell (`self.matmul`).
+
+    Attributes:
+        inputs, outputs: None, or a tuple with one entry for every input or output tensor: None to derive the
+            layout, a layout (`LayoutSpec`, `Layout`, `mindspore.Layout`), or a *strategy*, a tuple with the number of
+            shards of every dim.
+    """
+
+    inputs: tuple | None = None
+    outputs: tuple | None = None
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """The declared layouts of one Cell.
+
+    Attributes:
+        inputs: argument name of `construct` -> layout.
+        outputs: position (or key, where `construct` returns a dict) -> layout.
+        weights: name of one of the Cell's own parameters -> layout.
+        operators: name of a primitive among the Cell's attributes -> `OperatorDeclaration`.
+    """
+
+    inputs: dict = field(default_factory=dict)
+    outputs: dict = field(default_factory=dict)
+    weights: dict = field(default_factory=dict)
+    operators: dict = field(default_factory=dict)
 
 
 def boundary_target(declared, mesh, shape, arriving, weight_axes, name):
-    """The layout that a tensor of global `shape` is moved to at a boundary, as it arrives in layout `arriving`.
+    """The layout to which a tensor of global `shape`, in layout `arriving`, is redistributed at a Cell's boundary.
 
-    That is the declared layout, bound; and marked varying where it is whole and was marked before, or is now gathered
-    or reduced over an axis of `weight_axes`: work with sharded weights differs along such an axis, and so the gradient
-    is reduced (or reduce-scattered) once, where it leaves the Cell.
+    The target is the declared layout, bound. The target is varying over an axis over which the tensor is whole, if the
+    tensor was varying before, or is gathered or reduced here over an axis of `weight_axes`. Computation with sharded
+    weights differs along such an axis, so the gradient is reduced (or reduce-scattered) once, where it leaves the Cell.
 
     Args:
-        declared: whatever says a layout, see `bind_layout`.
-        weight_axes: axes on which a parameter of the Cell or of one below it is sharded; none for a result.
-        name: what errors call the tensor.
+        declared: a layout in any form that `bind_layout` accepts.
+        weight_axes: axes over which parameters of the Cell, or of one below it, are sharded; none for a result.
+        name: the tensor's label in errors.
 
     Raises:
-        TypeError, ValueError: no layout, or one that doesn't fit.
+        TypeError, ValueError: `declared` is no layout, or doesn't fit the tensor.
     """
     target = bind_layout(declared, mesh, len(shape), arriving, name)
     target.local_shape(shape, f"{name}, which arrives as {arriving},")
@@ -39,7 +67,7 @@ def boundary_target(declared, mesh, shape, arriving, weight_axes, name):
 
 
 def check_outputs(label, declared, outputs):
-    """Raise a ValueError where a Cell (`label`) declares a layout for an output that isn't among its `outputs`."""
+    """Raise `ValueError` where a Cell (`label`) declares a layout for an output that isn't among its `outputs`."""
     for key in declared:
         if key not in outputs:
             known = ", ".join(map(repr, outputs)) or "none"
@@ -49,37 +77,31 @@ def check_outputs(label, declared, outputs):
 
 
 def no_tensor(name, declared, value):
-    """The error of a layout that is declared for something else than a tensor."""
+    """The error for a layout that is declared for an argument or result that is no tensor."""
     return TypeError(f"{name} has a declared layout, {declared}, but is {value!r}, which is no tensor")
 
 
 def declared_inputs(graph, declaration):
-    """Pairs (Value, declared layout, name of the tensor) of a call's arguments; the first that is declared counts."""
+    """Pairs (Value, declared layout, name of the tensor) of a call's arguments; a tensor's first declaration counts."""
     if declaration is None:
         return []
-    return _declared(
-        graph, [(name, graph.arguments.get(name)) for name in declaration.inputs], declaration.inputs, "input"
-    )
+    arguments = [(name, graph.arguments.get(name)) for name in declaration.inputs]
+    return _declared(graph, arguments, declaration.inputs, "input")
 
 
 def declared_outputs(graph, declaration):
-    """Pairs (Value, declared layout, name of the tensor) of a call's results; the first that is declared counts.
+    """Pairs (Value, declared layout, name of the tensor) of a call's results; a tensor's first declaration counts.
 
     Raises:
-        ValueError: a layout is declared for an output that there isn't.
+        ValueError: a layout is declared for an output that doesn't exist.
     """
     if declaration is None or not declaration.outputs:
         return []
     result = own_result(graph)
     if not isinstance(result, dict):
         result = dict(enumerate(result if isinstance(result, (tuple, list)) else (result,)))
-    check_outputs(graph_label(graph), declaration.outputs, result)
+    check_outputs(graph.label, declaration.outputs, result)
     return _declared(graph, result.items(), declaration.outputs, "output")
-
-
-def graph_label(graph):
-    """How errors call the Cell of a graph."""
-    return class_label(graph.path, graph.class_name.rpartition(".")[2])
 
 
 def _declared(graph, structures, layouts, what):
@@ -89,16 +111,16 @@ def _declared(graph, structures, layouts, what):
         if declared is None:
             continue
         shown = f"'{key}'" if what == "input" else repr(key)
-        name = f"{what} {shown} of {graph_label(graph)}"
-        tree_map(lambda leaf, declared=declared, name=name: _check_tensor(leaf, declared, name), structure)
-        for value in tree_leaves(structure):
-            found.setdefault(value.id, (value, declared, name))
+        name = f"{what} {shown} of {graph.label}"
+
+        def enter(leaf, declared=declared, name=name):
+            if isinstance(leaf, Value):
+                found.setdefault(leaf.id, (leaf, declared, name))
+            elif leaf is not None:
+                raise no_tensor(name, declared, leaf)
+
+        tree_map(enter, structure)
     return list(found.values())
-
-
-def _check_tensor(leaf, declared, name):
-    if leaf is not None and not isinstance(leaf, Value):
-        raise no_tensor(name, declared, leaf)
 
 
 def _is_whole(layout, axis):

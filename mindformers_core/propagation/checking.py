@@ -1,23 +1,15 @@
-"""A type checker of plans: every instruction takes tensors in the layouts that they have. Pure Python.
+"""A type checker of plans: every instruction consumes tensors in available layouts. Pure Python.
 
-The search for a plan remembers and shares what it found. This asks each rule anew, once for every instruction of every
-distinct frame, and knows nothing of the search: what holds here holds of the program that is generated.
+The search for a plan caches and shares its results. The checker is independent of the search: every rule is evaluated
+again, once for every instruction of every distinct plan. What holds here also holds for the generated program.
 """
 
 from mindformers_core.operators import tensor_meta
 from mindformers_core.operators.resolve import checked_outputs
-from mindformers_core.operators.signature import is_float
-from mindformers_core.program.aliases import match_arguments
 from mindformers_core.program.plan import CallPlan, Move
 from mindformers_core.program.structure import tree_leaves
-from mindformers_core.propagation.boundaries import graph_label
-from mindformers_core.propagation.decide import FLOWS, NOTHING, TRAINED
-from mindformers_core.propagation.operators import (
-    algorithm_of,
-    local_call_shapes,
-    operator_signature,
-    passes_gradient,
-)
+from mindformers_core.propagation.decide import NOTHING, TRAINED, gradient_flow, operator_flow
+from mindformers_core.propagation.operators import algorithm_of, local_call_shapes, operator_signature
 from mindformers_core.redistribution.transitions import SearchSpace, transitions
 
 __all__ = ["PlanError", "check_plan"]
@@ -37,62 +29,59 @@ def check_plan(frame, final=False):
         final: whether its results must be neither partial nor varying. Default: False.
 
     Raises:
-        PlanError: an instruction takes a tensor in a layout that it doesn't have; an operator's outputs aren't what its
-            rule, and its local call, make of its inputs; a redistribution doesn't lead to its target; a call doesn't
-            fit the Cell that it calls; something is made twice, or not at all. Names Cell, line, instruction, tensor
-            and layouts.
+        PlanError: an instruction consumes a tensor in a layout that isn't available; an operator's outputs differ from
+            those of its rule, or of its local call; a redistribution doesn't lead to its target; a call contradicts
+            the plan of its callee; a tensor is produced twice, or never. Names Cell, line, instruction, tensor and
+            layouts.
     """
     graph = frame.graph
-    flows = {value.id: FLOWS if is_float(value.dtype) else NOTHING for value in tree_leaves(graph.arguments)}
+    flows = {value.id: gradient_flow(value) for value in tree_leaves(graph.arguments)}
     _check({}, frame, flows)
     for value, layout in zip(tree_leaves(graph.result), frame.results):
         if final and (layout.partial or layout.varying):
-            raise PlanError(f"{graph_label(graph)} returns {value.described} as {layout}, which is not reduced")
+            raise PlanError(f"{graph.label} returns {value.described} as {layout}, which is not reduced")
 
 
 def _check(known, frame, flows):
-    """Check a frame and those below it, each once.
+    """Check a plan and those below, each once.
 
     Args:
-        known: identity of a frame that was checked -> (the frame, what flows back through each of its results).
+        known: `CellPlan` that was checked -> gradient flow of each of its results.
         frame: the `CellPlan`.
-        flows: number of every argument's and lifted Value -> what flows back through it.
+        flows: number of every argument's and lifted Value -> gradient flow.
 
     Returns:
-        What flows back through each result.
+        The gradient flow of each result.
     """
-    if id(frame) not in known:
-        known[id(frame)] = frame, _FrameCheck(known, frame, flows).results()
-    return known[id(frame)][1]
+    if frame not in known:
+        known[frame] = _PlanCheck(known, frame, flows).results()
+    return known[frame]
 
 
-class _FrameCheck:
-    """One frame while its instructions are checked, one after the other.
+class _PlanCheck:
+    """The check of one plan, instruction by instruction.
 
     Attributes:
-        hand: number of a Value -> the layouts that it has so far.
-        flows: number of a Value -> what flows back through it.
-        node: what the current instruction carries out; None for a redistribution, and between instructions.
-        left: identities of the nodes that no instruction has carried out yet.
+        available: number of a Value -> the available layouts.
+        flows: number of a Value -> gradient flow.
+        node: the node of the current instruction; None for a redistribution, and between instructions.
+        left: identities of the nodes without an instruction so far.
     """
 
     def __init__(self, known, frame, flows):
         self.known, self.frame, self.graph, self.node = known, frame, frame.graph, None
         self.left = {id(node) for node in self.graph.nodes}
         self.flows = {use.value.id: NOTHING for use in self.graph.constants}
-        for use in self.graph.parameters:
-            trained = TRAINED if use.trainable else FLOWS
-            self.flows[use.value.id] = trained if is_float(use.value.dtype) else NOTHING
-        self.flows |= flows
+        self.flows |= {use.value.id: gradient_flow(use.value, use=use) for use in self.graph.parameters} | flows
         if any(layout.mesh != frame.mesh for layout in frame.layouts.values()):
             self.fault(f"tensors are on another mesh than {frame.mesh!r}")
         stored = [*tree_leaves(self.graph.arguments), *(use.value for use in self.graph.parameters)]
-        self.hand = {value.id: {frame.layouts[value.id]} for value in stored}
+        self.available = {value.id: {frame.layouts[value.id]} for value in stored}
         for use in self.graph.constants:
             layout = frame.layouts[use.value.id]
             if not layout.is_replicated:
                 self.fault(f"the constant {use.value.described} is held as {layout}, not whole")
-            self.hand[use.value.id] = {layout}
+            self.available[use.value.id] = {layout}
         for value, layout in frame.lifted:
             self.make(value, layout)
 
@@ -119,31 +108,31 @@ class _FrameCheck:
     def fault(self, text):
         """Raise the `PlanError` of the current instruction."""
         source = "" if self.node is None else f", {self.node.source}: {getattr(self.node, 'operator', 'the call')}"
-        raise PlanError(f"the plan of {graph_label(self.graph)}{source}: {text}")
+        raise PlanError(f"the plan of {self.graph.label}{source}: {text}")
 
     def take(self, values, layouts):
-        """Tensors are taken in layouts that they have."""
+        """Check that tensors are consumed in available layouts."""
         if len(values) != len(layouts):
             self.fault(f"takes {len(values)} tensors, planned are {len(layouts)}")
         for value, layout in zip(values, layouts):
-            known = self.hand.get(value.id, ())
+            known = self.available.get(value.id, ())
             if layout not in known:
                 shown = ", ".join(map(str, known)) or "no layout yet"
                 self.fault(f"takes {value.described} as {layout}, which isn't available; it is in {shown}")
 
     def make(self, value, layout):
-        """A tensor gets a layout that it didn't have."""
+        """Record a new layout of a tensor."""
         try:
             layout.local_shape(value.shape, value.described)
         except ValueError as error:
             self.fault(str(error))
-        known = self.hand.setdefault(value.id, set())
+        known = self.available.setdefault(value.id, set())
         if layout in known:
             self.fault(f"makes {value.described} as {layout}, which is available already")
         known.add(layout)
 
     def produce(self, node, layouts):
-        """A node is carried out, and gives its results in these layouts."""
+        """Record the instruction of a node, which produces its results in these layouts."""
         values = tree_leaves(node.outputs)
         if id(node) not in self.left:
             self.fault("is carried out twice")
@@ -157,7 +146,7 @@ class _FrameCheck:
                 self.fault(f"gives {value.described} as {layout}, planned is {planned}")
 
     def move(self, move):
-        """Its steps lead from one layout of a tensor to another, each by a step that there is."""
+        """Check that existing kinds of steps lead from the source of a redistribution to its target."""
         what = f"the redistribution of {move.value.described} to {move.target}"
         self.take([move.value], [move.source])
         at, shape = move.source, move.value.shape
@@ -179,7 +168,7 @@ class _FrameCheck:
         self.make(move.value, move.target)
 
     def operate(self, plan):
-        """Its outputs are those of its rule for these inputs, and its local call gives their parts."""
+        """Check an operator's outputs against its rule, and the local shapes against its local call."""
         node, mesh = plan.node, self.frame.mesh
         values = tree_leaves((node.args, node.kwargs))
         flows = [self.flows[value.id] for value in values]
@@ -187,8 +176,7 @@ class _FrameCheck:
             tensor_meta(value.shape, value.dtype, layout, flow == NOTHING)
             for value, layout, flow in zip(values, plan.inputs, flows)
         ]
-        flow = max(flows, default=NOTHING)
-        flow = flow if passes_gradient(node.operator) else min(flow, FLOWS)
+        flow = operator_flow(node, flows)
         try:
             signature = operator_signature(node)
             outputs = checked_outputs(signature, metas, mesh, plan.axes_of)
@@ -197,7 +185,7 @@ class _FrameCheck:
             self.fault(str(error))
         made = tree_leaves(node.outputs)
         for value, layout, planned in zip(made, outputs, plan.outputs):
-            self.flows[value.id] = flow if is_float(value.dtype) and not value.constant else NOTHING
+            self.flows[value.id] = gradient_flow(value, flow)
             layout = layout if self.flows[value.id] else layout.replace(varying=())
             if layout != planned:
                 self.fault(f"gives {value.described} as {layout}, planned is {planned}")
@@ -212,7 +200,7 @@ class _FrameCheck:
             self.fault(f"runs {plan.algorithm}, where {runs[0]} is needed")
 
     def call(self, call):
-        """The called Cell gets what it is planned for, and gives what the caller goes on with."""
+        """Check that a call and the plan of the called Cell agree."""
         node, inner = call.node, call.frame
         made = tree_leaves(node.outputs)
         if inner is None:
@@ -229,31 +217,29 @@ class _FrameCheck:
             self.make(value, layout)
 
     def pass_arguments(self, call):
-        """What flows back through what a called Cell gets: number of the Value there -> that."""
-        passed = dict(zip(tree_leaves((call.node.args, call.node.kwargs)), call.inputs))
-        pairs = [(callee, caller, passed[caller]) for callee, caller in match_arguments(call.node).items()]
-        for callee, caller, layout in pairs:
-            self.agree(caller, layout, call.frame.layouts[callee.id])
+        """Check what a call passes; number of the callee's Value -> gradient flow."""
         values, layouts = zip(*call.lifted) if call.lifted else ((), ())
         self.take(values, layouts)
         planned = [layout for _, layout in call.frame.lifted]
         if list(layouts) != planned:
             self.fault(f"hands down {list(map(str, layouts))}, not {list(map(str, planned))}")
-        pairs += [(callee, caller, layout) for (caller, layout), (callee, _) in zip(call.lifted, call.frame.lifted)]
-        return {callee.id: self.flows[caller.id] for callee, caller, _ in pairs}
+        passed = call.passed
+        for callee, caller, layout in passed[: len(passed) - len(planned)]:
+            self.agree(caller, layout, call.frame.layouts[callee.id])
+        return {callee.id: self.flows[caller.id] for callee, caller, _ in passed}
 
     def call_whole(self, call, made):
-        """A Cell with a `bprop` of its own runs on whole tensors; what flows back through its results."""
+        """Check the call of a Cell with a `bprop` of its own, on whole tensors; gradient flows of its results."""
         node = call.node
-        for value, layout in zip([*tree_leaves((node.args, node.kwargs)), *made], (*call.inputs, *call.outputs)):
+        for value, layout in call.consumed + call.produced:
             if not layout.is_replicated:
                 self.fault(f"has {value.described} as {layout}, a Cell with a bprop has it whole")
         trained = any(use.trainable for graph in node.graph.calls() for use in graph.parameters)
-        flows = [self.flows[value.id] for value in tree_leaves((node.args, node.kwargs))]
+        flows = [self.flows[value.id] for value, _ in call.consumed]
         flow = max([*flows, TRAINED if trained else NOTHING])
-        return [flow if is_float(value.dtype) and not value.constant else NOTHING for value in made]
+        return [gradient_flow(value, flow) for value in made]
 
     def agree(self, value, given, planned):
-        """Caller and called Cell say the same of a tensor."""
+        """Check that caller and callee plan the same layout of a tensor."""
         if given != planned:
             self.fault(f"has {value.described} as {given}, the Cell in {planned}")

@@ -1,4 +1,4 @@
-"""What a decision costs: bytes and seconds of communication, and the work that every rank does. Pure Python."""
+"""The cost of a decision: bytes and seconds of communication, and the work of a rank. Pure Python."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,12 +12,12 @@ __all__ = ["NOTHING_PAID", "Cost", "forms_cost", "move_cost", "work_of"]
 
 @dataclass(frozen=True)
 class Cost:
-    """What one step of training costs a rank.
+    """The cost of one training step on a rank.
 
     Attributes:
-        nbytes: bytes that it sends in redistributions, forward, and backward where a trained parameter is behind.
-        seconds: the same by the cost model.
-        work: terms that its operators compute, forward: what is computed on several ranks alike counts on each.
+        nbytes: bytes sent in redistributions, forward, and backward for tensors that depend on a trained parameter.
+        seconds: their time by the cost model.
+        work: terms that the operators compute, forward; replicated work counts on every rank.
     """
 
     nbytes: int
@@ -28,13 +28,13 @@ class Cost:
         return Cost(self.nbytes + other.nbytes, self.seconds + other.seconds, self.work + other.work)
 
     def improves_on(self, other):
-        """Whether nothing is more than in `other`, and something less."""
+        """Whether no component is larger than in `other`, and one is smaller."""
         slack = 1e-9 * max(self.seconds, other.seconds)
         less = self.seconds < other.seconds - slack or (self.nbytes, self.work) < (other.nbytes, other.work)
         return less and self.is_no_more_than(other)
 
     def is_no_more_than(self, other):
-        """Whether nothing is more than in `other`."""
+        """Whether no component is larger than in `other`."""
         slack = 1e-9 * max(self.seconds, other.seconds)
         return self.nbytes <= other.nbytes and self.work <= other.work and self.seconds <= other.seconds + slack
 
@@ -51,7 +51,7 @@ def move_cost(source, target, shape, dtype, trained, cost_model):
 
 
 def forms_cost(forms, value, trained, cost_model):
-    """The `Cost` of all the moves of one tensor that someone needs."""
+    """The `Cost` of all needed redistributions of one tensor."""
     total = NOTHING_PAID
     for target in forms.needed():
         total += move_cost(forms.moves[target][0], target, value.shape, value.dtype, trained, cost_model)
@@ -59,10 +59,7 @@ def forms_cost(forms, value, trained, cost_model):
 
 
 def work_of(plan, mesh):
-    """The terms that a rank computes for an operator: all combinations of its factors, summed ones included.
-
-    Of a view none.
-    """
+    """The number of terms that a rank computes for an operator: the product of its local factor sizes; 0 for a view."""
     if facts_of(plan.node.operator).computes_nothing:
         return 0
     return prod(size // mesh.axis_size(*plan.axes_of.get(factor, ())) for factor, size in plan.signature.sizes.items())

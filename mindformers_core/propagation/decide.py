@@ -1,6 +1,6 @@
 """One call of one Cell: the layouts in which every operator computes, chosen in the order of execution. Pure Python.
 
-Where the tensors are moved is decided later (see `insertion.py`): here it is only written down which forms are needed.
+The places of redistributions are chosen later (see `insertion.py`); here only the required layouts are recorded.
 """
 
 from dataclasses import dataclass, field, replace
@@ -8,35 +8,44 @@ from dataclasses import dataclass, field, replace
 from mindformers_core.operators import tensor_meta
 from mindformers_core.operators.resolve import OperatorCall, undivided
 from mindformers_core.operators.signature import is_float
-from mindformers_core.program.aliases import match_arguments, match_results
-from mindformers_core.program.graph import CallNode
+from mindformers_core.program.graph import CallNode, match_arguments
 from mindformers_core.program.structure import tree_leaves
-from mindformers_core.propagation.boundaries import (
-    boundary_target,
-    declared_inputs,
-    declared_outputs,
-    graph_label,
-)
+from mindformers_core.propagation.boundaries import boundary_target, declared_inputs, declared_outputs
 from mindformers_core.propagation.costs import NOTHING_PAID, Cost, forms_cost, move_cost, work_of
 from mindformers_core.propagation.operators import operator_plan, passes_gradient
 from mindformers_core.propagation.required_layouts import RequiredLayouts
 from mindformers_core.propagation.strategies import declared_layouts
 
-__all__ = ["FLOWS", "NOTHING", "TRAINED", "CallDecision", "Decision", "decide_frame"]
+__all__ = [
+    "FLOWS", "NOTHING", "TRAINED", "CallDecision", "Decision", "decide_frame", "gradient_flow", "operator_flow",
+]  # fmt: skip
 
-# What flows back through a tensor: no gradient at all; one for an input or a frozen parameter; one for a trained one
+# Gradient flow through a tensor: none; to an input or a frozen parameter; to a trained parameter
 NOTHING, FLOWS, TRAINED = 0, 1, 2
 _LOCATED = (ValueError, TypeError, IndexError)
 
 
+def gradient_flow(value, flow=FLOWS, use=None):
+    """`flow`, or that of a `ParameterUse`; `NOTHING` for a tensor that is constant or has no float dtype."""
+    if value.constant or not is_float(value.dtype):
+        return NOTHING
+    return TRAINED if use is not None and use.trainable else flow
+
+
+def operator_flow(node, flows):
+    """The gradient flow of an operator's float results, given those of its inputs."""
+    flow = max(flows, default=NOTHING)
+    return flow if passes_gradient(node.operator) else min(flow, FLOWS)
+
+
 @dataclass(frozen=True, eq=False)
 class CallDecision:
-    """How a child Cell is called, wherever the moves are made.
+    """How a child Cell is called, wherever redistributions are inserted.
 
     Attributes:
         node: the `CallNode`.
         decision: the `Decision` of its frame; None for a Cell with a `bprop` of its own.
-        keys: of every tensor that comes from outside: key in the callee's frame -> key in the caller's.
+        keys: of every tensor from outside: key in the callee -> key in the caller.
         outputs: the layouts of `tree_leaves(node.outputs)`.
     """
 
@@ -48,21 +57,21 @@ class CallDecision:
 
 @dataclass(eq=False)
 class Decision:
-    """What is decided for one call of one Cell.
+    """The decisions for one call of one Cell.
 
-    A tensor's *key* is the number of its Value in the graph. What may be used further down only has another: a
-    parameter its path, a tensor of a caller the number of the call that made it and that of its Value there.
+    A tensor's *key* is the number of its Value in the graph; of a parameter the path; of a free variable the number of
+    the call that produces the tensor, and the number of the Value there (see `Uses`).
 
     Attributes:
         graph: the `CellGraph`.
         entries: `OperatorPlan`s and `CallDecision`s, one for every node.
-        asked: for every entry the `OperatorCall`; for a call the arguments as `decide_frame` takes them.
+        asked: for every operator its `OperatorCall`, for every call its arguments (see `decide_frame`).
         values: key -> its Value, of this graph or of one below.
-        forms: key -> `RequiredLayouts`, as needed here and below.
-        used: for every entry, and last for the results, pairs (key, layout) that it takes.
-        flows: key -> `NOTHING`, `FLOWS` or `TRAINED`.
-        current: key -> the layout in which operators get the tensor: after it was moved at the boundary.
-        inside: the `Cost` without moves of arguments and parameters, which the caller may share.
+        forms: key -> `RequiredLayouts`, of this call and those below.
+        used: for every entry, and last for the results, pairs (key, layout) of consumed tensors.
+        flows: key -> gradient flow: `NOTHING`, `FLOWS` or `TRAINED`.
+        current: key -> the layout in which operators receive the tensor, after redistribution at the boundary.
+        inside: the `Cost` without redistributions of arguments and parameters, which callers may share.
         cost: the whole `Cost`.
     """
 
@@ -82,43 +91,40 @@ def decide_frame(run, graph, arguments, final=False, wanted=None, choices=None):
     """The `Decision` for a call.
 
     Args:
-        run: the `Propagation` (mesh, cost model, parameters, declarations; it decides child calls).
+        run: the `Propagation` (mesh, cost model, parameters, declarations), which decides child calls.
         graph: the `CellGraph`.
-        arguments: key of every argument and of every tensor of a caller that is used here or below -> (layout, what
-            flows back, whether it may lie in any layout).
+        arguments: key of every argument and of every free variable used here or below -> (layout, gradient flow,
+            whether the tensor is available in any layout).
         final: whether partial and varying results are reduced: those of the root.
-        wanted: a layout or None for each of `tree_leaves(graph.result)`: where nothing is declared, it is returned so.
-        choices: place of a node -> what is chosen for it. For an operator a `Resolution`, which is repeated if it can
-            be; for a call what it is `wanted` to return, after looking ahead. Default: the cheapest, for all.
+        wanted: a layout or None for each of `tree_leaves(graph.result)`, for results without a declared layout.
+        choices: index of a node -> its choice: for an operator a `Resolution`, which is repeated where possible; for a
+            call the `wanted` layouts of its results, after lookahead. Default: the cheapest, for all.
     """
-    return _Frame(run, graph, choices or {}).decide(arguments, final, wanted)
+    return _OpenCall(run, graph, choices or {}).decide(arguments, final, wanted)
 
 
-class _Frame:
-    """One frame while it is decided."""
+class _OpenCall:
+    """One call during its decision."""
 
     def __init__(self, run, graph, choices):
         self.run = run
         self.graph = graph
         self.choices = choices
-        self.label = graph_label(graph)
+        self.label = graph.label
         self.decision = Decision(graph)
-        self.keys = {use.value.id: use.path for use in graph.parameters}
-        self.keys |= {use.value.id: (use.call, use.id) for use in graph.outer}
         self.free = set()
 
     def decide(self, arguments, final, wanted):
         """See `decide_frame`."""
         declaration = self.run.declaration(self.graph.path)
-        uses = self.run.parameter_index.uses(self.graph)
+        uses = self.graph.uses.parameters
         self.free |= {key for key, (_, _, free) in arguments.items() if free} | (self.run.free & uses.keys())
         values = {value.id: value for value in tree_leaves(self.graph.arguments)}
-        values |= {key: use.value for key, use in self.run.outer_index.uses(self.graph).items()}
+        values |= {key: use.value for key, use in self.graph.uses.free_variables.items()}
         for key, (layout, flow, _) in arguments.items():
             self.enter(key, values[key], layout, flow)
         for path, use in uses.items():
-            flow = NOTHING if not is_float(use.value.dtype) else TRAINED if use.trainable else FLOWS
-            self.enter(path, use.value, self.run.parameters[path], flow)
+            self.enter(path, use.value, self.run.parameters[path], gradient_flow(use.value, use=use))
         for constant in self.graph.constants:
             self.enter(constant.value.id, constant.value, self.run.replicated(constant.value), NOTHING)
         axes = {axis for path in uses for dims in self.run.parameters[path].dims for axis in dims}
@@ -132,10 +138,10 @@ class _Frame:
 
     def key(self, value):
         """The key of a Value of this graph."""
-        return self.keys.get(value.id, value.id)
+        return self.graph.names.get(value.id, value.id)
 
     def enter(self, key, value, layout, flow):
-        """A tensor is first available in `layout`; marks matter only where there is a gradient."""
+        """Enter a tensor that is first available in `layout`; without a gradient no layout is varying."""
         layout = layout if flow or not layout.varying else layout.replace(varying=())
         self.decision.values[key] = value
         self.decision.forms[key] = RequiredLayouts(layout)
@@ -143,14 +149,14 @@ class _Frame:
         self.decision.flows[key] = flow
 
     def take(self, key, target, reason):
-        """An operator, or the caller, takes a tensor in this layout."""
+        """Record that an operator, or the caller, consumes a tensor in this layout."""
         forms = self.decision.forms[key]
         forms.move(self.decision.current[key], target, reason)
         forms.want(target)
         self.decision.used[-1].append((key, target))
 
     def cross(self, declared, weight_axes):
-        """Tensors cross a boundary: from now on they are taken in the declared layouts."""
+        """Redistribute tensors at a boundary: later consumers take them in the declared layouts."""
         for value, layout, name in declared:
             key = self.key(value)
             arriving = self.decision.current[key]
@@ -175,12 +181,11 @@ class _Frame:
         for key, layout, dims in zip(keys, plan.inputs, signature.inputs):
             why = undivided(signature, dims, self.decision.current[key], layout)
             self.take(key, layout, f"{node.operator}: {why}" if why else node.operator)
-        flow = max((self.decision.flows[key] for key in keys), default=NOTHING)
-        flow = flow if passes_gradient(node.operator) else min(flow, FLOWS)
+        flow = operator_flow(node, [self.decision.flows[key] for key in keys])
         made = tree_leaves(node.outputs)
         for value, layout in zip(made, plan.outputs, strict=True):
-            self.enter(value.id, value, layout, flow if is_float(value.dtype) and not value.constant else NOTHING)
-        plan = replace(plan, outputs=tuple(self.decision.current[value.id] for value in made))  # without useless marks
+            self.enter(value.id, value, layout, gradient_flow(value, flow))
+        plan = replace(plan, outputs=tuple(self.decision.current[value.id] for value in made))  # as entered
         self.decision.entries.append(plan)
         self.decision.asked.append(asked)
         name = f"of operator '{node.attribute}' ({node.operator}) in {self.label}"
@@ -188,14 +193,14 @@ class _Frame:
         self.cross([(value, layout, f"output {made.index(value)} {name}") for value, layout in wanted], ())
 
     def located(self, node, text):
-        """An error's text with the Cell, the operator and the line of the source in it."""
+        """An error's text, extended by the Cell, the operator and the source line."""
         if self.label in text:
             return f"{node.source}: {text}"
         named = text if f"'{node.operator}'" in text else f"operator '{node.operator}': {text}"
         return f"in {self.label}, {node.source}: {named}"
 
     def declared(self, node, signature, metas):
-        """The layouts that are declared for an operator's inputs and outputs: see `declared_layouts`."""
+        """The layouts declared for an operator's inputs and outputs: see `declared_layouts`."""
         declaration = self.run.declaration(self.graph.path)
         operator = declaration.operators.get(node.attribute) if declaration is not None else None
         if operator is None:
@@ -204,7 +209,7 @@ class _Frame:
         return declared_layouts(operator, signature, metas, self.run.mesh, where)
 
     def meta(self, value):
-        """The `TensorMeta` of a Value as operators get it."""
+        """The `TensorMeta` of a Value as operators receive the tensor."""
         key = self.key(value)
         constant = self.decision.flows[key] == NOTHING
         return tensor_meta(value.shape, value.dtype, self.decision.current[key], constant)
@@ -215,7 +220,9 @@ class _Frame:
             return self.call_whole(node)
         pairs = match_arguments(node)
         keys = {inner.id: self.key(outer) for inner, outer in pairs.items()}
-        keys |= {key: self.outer_key(key) for key in self.run.outer_index.uses(node.graph)}
+        for call, number in node.graph.uses.free_variables:
+            own = call == self.graph.call  # else a caller's
+            keys[call, number] = self.graph.names.get(number, number) if own else (call, number)
         arguments = {
             inner: (self.decision.current[outer], self.decision.flows[outer], outer in self.free)
             for inner, outer in keys.items()
@@ -228,23 +235,16 @@ class _Frame:
         keys = self.run.keys_of(callee, node.graph, keys)
         for inner, outer in keys.items():
             self.decision.forms[outer].merge(callee.forms[inner])
-        inner_keys = {use.value.id: use.path for use in callee.graph.parameters}
-        inner_keys |= {use.value.id: (use.call, use.id) for use in callee.graph.outer}
-        for outer, inner in match_results(node).items():
-            key = inner_keys.get(inner.id, inner.id)
+        for outer, inner in dict(zip(tree_leaves(node.outputs), tree_leaves(node.graph.result), strict=True)).items():
+            key = callee.graph.names.get(inner.id, inner.id)
             self.enter(outer.id, outer, callee.current[key], callee.flows[key])
         outputs = tuple(self.decision.current[value.id] for value in tree_leaves(node.outputs))
         self.decision.entries.append(CallDecision(node, callee, keys, outputs))
 
-    def outer_key(self, key):
-        """The key here of what a child takes from a caller: perhaps it is this one."""
-        call, number = key
-        return self.keys.get(number, number) if call == self.graph.call else key
-
     def call_whole(self, node):
-        """Decide the call of a Cell with a `bprop` of its own: it runs as it is, on whole tensors."""
-        label = graph_label(node.graph)
-        uses = self.run.parameter_index.uses(node.graph)
+        """Decide the call of a Cell with a `bprop` of its own, which runs unchanged on whole tensors."""
+        label = node.graph.label
+        uses = node.graph.uses.parameters
         for path in uses:
             layout = self.run.parameters[path]
             if not layout.is_replicated:
@@ -259,8 +259,7 @@ class _Frame:
         flows += [TRAINED for use in uses.values() if use.trainable]
         outputs = tree_leaves(node.outputs)
         for value in dict.fromkeys(outputs):
-            differentiable = is_float(value.dtype) and not value.constant
-            flow = max(flows, default=NOTHING) if differentiable else NOTHING
+            flow = gradient_flow(value, max(flows, default=NOTHING))
             self.enter(value.id, value, self.run.replicated(value), flow)
         self.decision.asked.append(None)
         self.decision.entries.append(CallDecision(node, None, {}, tuple(map(self.run.replicated, outputs))))
@@ -284,7 +283,7 @@ class _Frame:
             self.take(key, self.decision.current[key], "result")
 
     def finish(self, outside):
-        """Find the best way to each form, and sum the costs up; `outside` are the keys of what the caller has, too."""
+        """Choose the cheapest source of every required layout, and add up costs; callers share the keys `outside`."""
         decision, model = self.decision, self.run.cost_model
         for key, forms in decision.forms.items():
             value, trained = decision.values[key], decision.flows[key] == TRAINED

@@ -1,9 +1,9 @@
-"""Where tensors are moved: from the `Decision` for a call to its `CellPlan`. Pure Python.
+"""The places of redistributions: from the `Decision` for a call to its `CellPlan`. Pure Python.
 
-A tensor is moved in the frame that makes it, right before the first who needs it. One that comes from outside is moved
-by the caller, as long as the callee and those below it need it in moved forms only (all of them by way of one: that is
-then the one that is passed), and so the projections of one input share its mark. Further forms, and those of
-parameters, are made in the closest frame above all who need them, and handed down as `lifted`.
+A tensor is redistributed in the call that produces it, right before the first consumer. A tensor from outside is
+redistributed by the caller if the callee and those below require no layout but targets of redistributions, all on a
+path through one of them, which is then passed; so the projections of one input share its redistribution. Further
+layouts, and those of parameters, are made in the closest common caller of all consumers, and passed as `lifted`.
 """
 
 from dataclasses import replace
@@ -20,30 +20,30 @@ def insert_redistributions(run, decision, passed, lifted=()):
     """The `CellPlan` of a call.
 
     Args:
-        run: the `Propagation`; it places child calls.
+        run: the `Propagation`, which makes the plans of child calls.
         decision: the `Decision` for this call.
-        passed: number of every argument's Value -> layout in which the caller passes it.
-        lifted: pairs (key, layout) of what it passes besides.
+        passed: number of every argument's Value -> layout in which the caller passes the tensor.
+        lifted: pairs (key, layout) of the tensors that the caller passes additionally.
     """
-    return _Placed(run, decision, passed, lifted).plan()
+    return _Insertion(run, decision, passed, lifted).plan()
 
 
-class _Placed:
-    """One frame while its moves are placed."""
+class _Insertion:
+    """One call during the insertion of redistributions."""
 
     def __init__(self, run, decision, passed, lifted):
         self.run = run
         self.decision = decision
         self.first = {key: passed.get(key, forms.first) for key, forms in decision.forms.items()}
-        self.at_hand = {}  # key -> layouts; empty for what isn't made yet
-        for key in (*passed, *run.parameter_index.uses(decision.graph)):
-            self.at_hand[key] = {self.first[key]}
-        self.at_hand |= {key: set() for key in run.outer_index.uses(decision.graph)}
+        self.available = {}  # key -> layouts; empty for a tensor without any so far
+        for key in (*passed, *decision.graph.uses.parameters):
+            self.available[key] = {self.first[key]}
+        self.available |= {key: set() for key in decision.graph.uses.free_variables}
         for key, layout in lifted:
-            self.first[key] = self.first[key] if self.at_hand[key] else layout
-            self.at_hand[key].add(layout)
+            self.first[key] = self.first[key] if self.available[key] else layout
+            self.available[key].add(layout)
         self.lifted = lifted
-        self.values, self.added = self._values(), {"parameters": [], "outer": []}
+        self.values, self.added = self._values(), {"parameters": [], "free_variables": []}
         self.instructions = []
         self.made_here = self._made_here()
 
@@ -52,14 +52,14 @@ class _Placed:
         graph = self.decision.graph
         lifted = tuple((self._value(key), layout) for key, layout in self.lifted)
         for constant in graph.constants:
-            self.at_hand[constant.value.id] = {self.first[constant.value.id]}
+            self.available[constant.value.id] = {self.first[constant.value.id]}
         *steps, results = self.decision.used
         for entry, used in zip(self.decision.entries, steps, strict=True):
             for key, layout in used:
                 self._ensure(key, layout)
             self.instructions.append(self._call(entry) if isinstance(entry, CallDecision) else entry)
             for value in tree_leaves(entry.node.outputs):
-                self.at_hand[value.id] = {self.first[value.id]}
+                self.available[value.id] = {self.first[value.id]}
         for key, layout in results:
             self._ensure(key, layout)
         added = {part: (*getattr(graph, part), *uses) for part, uses in self.added.items() if uses}
@@ -79,27 +79,24 @@ class _Placed:
     def _values(self):
         """Key -> Value of this graph."""
         graph = self.decision.graph
-        found = [use.value for use in graph.constants]
+        found = [use.value for use in (*graph.constants, *graph.parameters, *graph.free_variables)]
         found += tree_leaves(graph.arguments) + tree_leaves([node.outputs for node in graph.nodes])
-        values = {value.id: value for value in found} | {use.path: use.value for use in graph.parameters}
-        return values | {(use.call, use.id): use.value for use in graph.outer}
+        return {graph.names.get(value.id, value.id): value for value in found}
 
     def _value(self, key):
-        """The Value of a tensor; one that only calls further down take from elsewhere becomes one of this graph's."""
+        """The Value of a tensor; a parameter or free variable that only callees use becomes one of this graph."""
         value = self.values.get(key)
         if value is None:
-            part, index = (
-                ("outer", self.run.outer_index) if isinstance(key, tuple) else ("parameters", self.run.parameter_index)
-            )
-            use = index.uses(self.decision.graph)[key]
+            part = "free_variables" if isinstance(key, tuple) else "parameters"
+            use = getattr(self.decision.graph.uses, part)[key]
             number = 1 + max((known.id for known in self.values.values()), default=-1)
             value = self.values[key] = replace(use.value, id=number)
             self.added[part].append(replace(use, value=value))
         return value
 
     def _ensure(self, key, layout):
-        """See to it that a tensor is available in this layout."""
-        if layout in self.at_hand[key]:
+        """Redistribute a tensor to this layout, unless it is available."""
+        if layout in self.available[key]:
             return
         source, reason = self.decision.forms[key].moves[layout]
         self._ensure(key, source)
@@ -107,10 +104,10 @@ class _Placed:
         steps = plan_redistribution(source, layout, value.shape, value.dtype, self.run.cost_model).steps
         gradient = self.decision.flows[key] == TRAINED
         self.instructions.append(Move(value, source, layout, steps, reason, gradient))
-        self.at_hand[key].add(layout)
+        self.available[key].add(layout)
 
     def _made_here(self):
-        """Key -> the layouts that this frame makes, if they aren't available: for itself, or for several calls."""
+        """Key -> the layouts that this call makes unless they are available: for itself, or for several callees."""
         certain, counts = {}, {}
         for key, layout in (pair for used in self.decision.used for pair in used):
             certain.setdefault(key, set()).add(layout)
@@ -132,7 +129,7 @@ class _Placed:
         return {key: {layout for way in found for layout in way} for key, found in ways.items()}
 
     def _call(self, entry):
-        """The `CallPlan` of a call, whose tensors are seen to."""
+        """The `CallPlan` of a call, after redistribution of its inputs."""
         node = entry.node
         if entry.decision is None:
             inputs = tuple(self.run.replicated(value) for value in tree_leaves((node.args, node.kwargs)))
@@ -140,7 +137,7 @@ class _Placed:
         passed, lifted = {}, []
         for inner, outer in entry.keys.items():
             needs = entry.decision.forms[inner]
-            wanted = needs.entries({needs.first, *self.made_here.get(outer, ()), *self.at_hand[outer]})
+            wanted = needs.entries({needs.first, *self.made_here.get(outer, ()), *self.available[outer]})
             if isinstance(inner, int):
                 passed[inner] = self._passed(wanted, needs, outer)
                 lifted += [(inner, layout) for layout in wanted if layout != passed[inner]]
@@ -157,7 +154,7 @@ class _Placed:
         return CallPlan(node, inputs, entry.outputs, frame, pairs)
 
     def _passed(self, wanted, needs, outer):
-        """The layout in which an argument is passed; any available one where the callee doesn't use it."""
+        """The layout in which an argument is passed; an available one for an argument that the callee doesn't use."""
         if not wanted:
             return self.first[outer]
         return needs.entry() if needs.entry() in wanted else wanted[0]

@@ -1,11 +1,11 @@
-"""Looking ahead: choices that cost more at one operator, and less in all. Pure Python.
+"""Lookahead: choices with a higher cost at one operator and a lower total cost. Pure Python.
 
-The start is what `decide_frame` chooses operator by operator. From every redistribution that this leaves, other
-choices are tried: backward, that who makes the tensor makes it as it is wanted, then also those before who make what
-that takes, and so on; and forward, that who takes it computes in another way. All that follows is decided anew. What is
-accepted costs no more bytes, seconds or work than before, and less of one, so the end is never worse than the start.
-At last redistributions are moved above shape operators, where that costs no more: there they can be shared.
-The effort is limited: it grows with the square of a Cell's operators, of which real ones have a few dozen.
+The search starts from the choices of `decide_frame`, operator by operator, and tries others for every remaining
+redistribution. Backward: let the producer emit the required layout, then its producers in turn. Forward: let the
+consumer compute in another sharding. All later operators are decided again. A trial is accepted if it costs no more
+bytes, seconds or work than before, and less of one, so the result is never worse than the start. Finally,
+redistributions move above shape operators where that costs no more: there other consumers can share them.
+The effort is limited: it grows with the square of a Cell's operators, of which real Cells have a few dozen.
 """
 
 from dataclasses import replace
@@ -17,43 +17,44 @@ from mindformers_core.propagation.decide import TRAINED, CallDecision, decide_fr
 
 __all__ = ["improve"]
 
-MOST_NODES = 150_000  # operators and calls that are decided for one call of a Cell: a few seconds
+MOST_NODES = 150_000  # decisions of operators and calls for one call of a Cell: a few seconds
 
 
 def improve(run, graph, arguments, final, wanted):
-    """The best `Decision` that is found for a call; the arguments are those of `decide_frame`."""
+    """The best `Decision` found for a call; arguments as of `decide_frame`."""
     best, choices = run.decide(graph, arguments, final, wanted), {}
 
     def tried_out(candidate):
-        """The `Decision` with some choices more; None where they ask of a later operator what it can't do."""
+        """The `Decision` with additional choices; None where a later operator can't satisfy them."""
         try:
             return decide_frame(run, graph, arguments, final, wanted, choices | candidate)
         except ValueError:
             return None
 
-    left = MOST_NODES // max(1, len(graph.nodes))
-    progress = bool(best.cost.nbytes or best.cost.seconds)
-    while progress and left > 0:
-        progress, tried, more = False, set(), True
-        while more and left > 0:  # after an improvement go on with what wasn't tried yet, and then once more with all
-            more = False
-            for origin, candidate in _candidates(run, best, choices, tried):
-                left -= 1
-                trial = tried_out(candidate)
-                if trial is not None and trial.cost.improves_on(best.cost):
-                    best, choices, progress, more = trial, choices | candidate, True, True
-                    tried.add(origin)
-                    break
-                if left <= 0:
-                    break
+    left = MOST_NODES // max(1, len(graph.nodes)) if best.cost.nbytes or best.cost.seconds else 0
+    tried, improved = set(), False
+    while left > 0:
+        for origin, candidate in _candidates(run, best, choices, tried):
+            left -= 1
+            trial = tried_out(candidate)
+            if trial is not None and trial.cost.improves_on(best.cost):
+                best, choices, improved = trial, choices | candidate, True
+                tried.add(origin)
+                break
+            if left <= 0:
+                break
+        else:  # no untried origin is left: repeat with all after an improvement
+            if not improved:
+                break
+            tried, improved = set(), False
     return _hoisted(best, tried_out)
 
 
 def _hoisted(best, tried_out):
-    """The best `Decision` once what results are needed for is done above the operators that make them, at no more cost.
+    """The best `Decision` after redistributions are hoisted above the producers of their tensors, at no more cost.
 
-    There whoever else reads the tensor can share the move: `nn.Dense` reshapes its input before the product, and so
-    would mark, or gather, a copy for each of the layers that read one tensor. An operator that is linear in its one
+    There other consumers of the producer's input share the redistribution: `nn.Dense` reshapes its input before the
+    product, so that each of several layers with one input would gather a copy. An operator that is linear in its only
     input commutes with all redistributions.
 
     Args:
@@ -61,7 +62,7 @@ def _hoisted(best, tried_out):
         tried_out: choices, as `decide_frame` takes them -> the `Decision` for them and those of `best`, or None.
     """
     hoisted = {}
-    for place in reversed(range(len(best.entries))):  # the readers of a view's view come first
+    for place in reversed(range(len(best.entries))):  # of nested views the outer one comes first
         way = _above(best, place)
         if way is not None:
             trial = tried_out(hoisted | {place: way})
@@ -71,7 +72,7 @@ def _hoisted(best, tried_out):
 
 
 def _above(decision, place):
-    """How an operator that is linear in its one input makes its result as it is needed; None where it does already."""
+    """The `Resolution` by which an operator, linear in its only input, emits the required layout; None without gain."""
     entry, asked = decision.entries[place], decision.asked[place]
     if isinstance(entry, CallDecision) or len(asked.metas) != 1 or {0} not in asked.signature.linear:
         return None
@@ -81,19 +82,19 @@ def _above(decision, place):
     forms = decision.forms[results[0].id]
     needed = forms.entry()
     cuts = {axis for axes in needed.dims for axis in axes} - {axis for axes in forms.first.dims for axis in axes}
-    if needed == forms.first or cuts:  # a slice sends nothing, and has nothing to share
+    if needed == forms.first or cuts:  # a slice sends nothing, so nothing is gained
         return None
     way = _making(asked, 0, needed.replace(varying=()))
     return None if way is None else replace(way, marked=frozenset(needed.varying))
 
 
 def _candidates(run, decision, choices, tried):
-    """Pairs (origin, choices to try together, as `decide_frame` takes them): child calls first, then move by move.
+    """Pairs (origin, choices to try together, as of `decide_frame`): child calls first, then every redistribution.
 
-    Origins go to `tried` when all that comes from them has been given, and nothing comes from those that are there.
+    An origin enters `tried` after all its candidates; origins in `tried` have none.
     """
-    calls = {place: None for place in range(len(decision.entries)) if place not in choices}
-    calls = {place: None for place in calls if _can_improve(run, decision.entries[place], decision.asked[place])}
+    entries = enumerate(zip(decision.entries, decision.asked))
+    calls = {place: None for place, pair in entries if place not in choices and _can_improve(run, *pair)}
     if calls and "calls" not in tried:
         yield "calls", calls
         if len(calls) > 1:
@@ -104,15 +105,15 @@ def _candidates(run, decision, choices, tried):
         for place, entry in enumerate(decision.entries)
         for number, value in enumerate(tree_leaves(entry.node.outputs))
     }
-    takers = {}
+    consumers = {}
     for place, used in enumerate(decision.used[:-1]):
         for pair in used:
-            takers.setdefault(pair, []).append(place)
+            consumers.setdefault(pair, []).append(place)
     for key, target in _moves_that_cost(run, decision):
         if (key, target) in tried:
             continue
         yield from (((key, target), choice) for choice in _pulled(decision, producers, key, target))
-        for place in takers.get((key, target), ()):
+        for place in consumers.get((key, target), ()):
             if isinstance(decision.entries[place], CallDecision):
                 continue
             for way in alternatives(decision.asked[place]):
@@ -122,14 +123,14 @@ def _candidates(run, decision, choices, tried):
 
 
 def _can_improve(run, entry, asked):
-    """Whether an entry is a call for which looking ahead finds something else."""
+    """Whether an entry is a call that lookahead changes."""
     if not isinstance(entry, CallDecision) or entry.decision is None:
         return False
     return run.improved(entry.node.graph, asked) is not entry.decision
 
 
 def _moves_that_cost(run, decision):
-    """Pairs (key, target), in the order of execution."""
+    """Pairs (key, target) of the redistributions with a cost, in the order of execution."""
     for key, forms in decision.forms.items():
         value, trained = decision.values[key], decision.flows[key] == TRAINED
         needed = forms.needed()
@@ -140,7 +141,7 @@ def _moves_that_cost(run, decision):
 
 
 def _pulled(decision, producers, key, target):
-    """Backward: the tensor is made in `target`, by one operator, by it and those before it, and so on."""
+    """Backward candidates: the producer emits the tensor in `target`, then with its own producers, and so on."""
     chosen, frontier = {}, [(key, target)]
     while frontier:
         before, following = len(chosen), []
@@ -164,7 +165,7 @@ def _pulled(decision, producers, key, target):
 
 
 def _making(asked, number, layout):
-    """The cheapest way to compute an operator so that output `number` comes in `layout`, or None."""
+    """The cheapest `Resolution` of an operator whose output `number` is in `layout`, or None."""
     bare = layout.replace(varying=())
     ways = alternatives(asked, [(asked.signature.outputs[number], bare)])
     ways = [way for way in ways if way.outputs[number].replace(varying=()) == bare]
@@ -172,9 +173,8 @@ def _making(asked, number, layout):
 
 
 def _missing(decision, entry, resolution):
-    """Pairs (key, layout) of the inputs that an operator would then take otherwise than it does."""
-    paths = {use.value.id: use.path for use in decision.graph.parameters}
-    keys = [paths.get(value.id, value.id) for value in tree_leaves((entry.node.args, entry.node.kwargs))]
+    """Pairs (key, layout) of the inputs that an operator would consume in another layout than the current one."""
+    keys = [decision.graph.names.get(value.id, value.id) for value, _ in entry.consumed]
     return [
         (key, layout)
         for key, layout in zip(keys, resolution.inputs)

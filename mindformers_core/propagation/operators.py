@@ -1,4 +1,4 @@
-"""One operator: its rule is asked, and the cheapest choice that it leaves is taken. Pure Python."""
+"""The rule of one operator, applied to a node or to a rank's local call. Pure Python."""
 
 import math
 
@@ -11,17 +11,15 @@ __all__ = ["algorithm_of", "local_call_shapes", "operator_plan", "operator_signa
 
 
 def passes_gradient(operator):
-    """Whether a gradient that isn't 0 flows through an operator with float results."""
+    """Whether an operator with float results has a gradient that isn't 0."""
     return facts_of(operator).gradient == FLOWS
 
 
 def operator_signature(node):
-    """The `Signature` of an `OperatorNode`.
-
-    One that takes no tensors has the same results on every rank.
+    """The `Signature` of an `OperatorNode`; one without tensor inputs has the same results on every rank.
 
     Raises:
-        ValueError: there is no rule, it rejects the call, or it predicts other shapes than there are.
+        ValueError: there is no rule, the rule rejects the call, or predicts other shapes than the captured ones.
     """
     outputs = tree_leaves(node.outputs)
     if not tree_leaves((node.args, node.kwargs)):
@@ -36,7 +34,7 @@ def operator_signature(node):
 
 
 def local_call_shapes(plan):
-    """The shapes that the local call of an `OperatorPlan` gives: its rule is asked with local shapes and arguments."""
+    """The output shapes of an `OperatorPlan`'s local call, by its rule for local shapes and arguments."""
     node, metas = plan.node, []
     for value, layout in zip(tree_leaves((node.args, node.kwargs)), plan.inputs):
         metas.append(tensor_meta(layout.local_shape(value.shape), value.dtype, None, value.constant))
@@ -62,20 +60,20 @@ def _without_layout(leaf):
 
 
 def _free_signature(outputs):
-    """Of an operator without tensors among its arguments: every dim is a factor that nothing cuts."""
+    """The `Signature` of an operator without tensor inputs: every dim is a factor of its own, which isn't sharded."""
     names = [tuple((f"{place}.{dim}",) for dim in range(len(value.shape))) for place, value in enumerate(outputs)]
     sizes = {name: size for dims, value in zip(names, outputs) for (name,), size in zip(dims, value.shape)}
     return Signature((), tuple(names), sizes)
 
 
 def operator_plan(node, signature, resolution):
-    """The `OperatorPlan` of a choice."""
+    """The `OperatorPlan` of a `Resolution`."""
     algorithm, cut_axes = algorithm_of(node.operator, signature, resolution.axes_of)
     return OperatorPlan(node, signature, resolution.inputs, resolution.outputs, resolution.axes_of, algorithm, cut_axes)
 
 
 def algorithm_of(name, signature, axes_of):
-    """The name of the algorithm that runs in the operator's place, if any, and the axes that it bridges."""
+    """The name of the distributed algorithm that replaces an operator, or None, and the mesh axes that it spans."""
     cut_factors = [factor for factor in signature.distributed if axes_of.get(factor)]
     needed = {signature.distributed[factor] for factor in cut_factors} | ({signature.run} - {None})
     if len(needed) > 1:

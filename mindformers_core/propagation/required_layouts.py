@@ -1,19 +1,19 @@
-"""The forms of one tensor: the layouts that it is needed in, and the moves that lead to them. Pure Python.
+"""The required layouts of one tensor, and the redistributions between them. Pure Python.
 
-The moves are a tree: its root is the layout in which the tensor is first available. What a call needs of a tensor from
-outside is such a tree, too; the caller decides which of its moves it makes itself.
+The redistributions form a tree, whose root is the layout in which the tensor is first available. A call has such a tree
+for every tensor from outside; the caller chooses which of these redistributions it runs itself.
 """
 
 __all__ = ["RequiredLayouts"]
 
 
 class RequiredLayouts:
-    """One tensor's forms, as far as one call and those below it are concerned.
+    """The required layouts of one tensor, in one call and those below.
 
     Attributes:
-        first: the layout in which it is first available.
-        moves: target -> (source, reason), in an order in which every source is available when it is needed.
-        wanted: the layouts (the keys) that some operator, or the caller, takes it in; not those on the way.
+        first: the layout in which the tensor is first available.
+        moves: target -> (source, reason), in an order in which every source precedes its targets.
+        wanted: the layouts (the keys) in which an operator, or the caller, consumes the tensor; no intermediate ones.
     """
 
     __slots__ = ("first", "moves", "wanted")
@@ -24,34 +24,34 @@ class RequiredLayouts:
         self.wanted = {}
 
     def move(self, source, target, reason):
-        """See to it that the layout `target` is available, from `source` if need be."""
+        """Add a redistribution from `source`, unless the layout `target` is available."""
         if target != self.first and target not in self.moves:
             assert source == self.first or source in self.moves, (source, self.first, self.moves)
             self.moves[target] = source, reason
 
     def want(self, layout):
-        """Say that the tensor is taken in this layout, which is available."""
+        """Record that the tensor is consumed in this layout, which is available."""
         self.wanted[layout] = None
 
     def merge(self, other):
-        """Take over what another call needs, whose `first` is available here."""
+        """Add the required layouts of another call, whose `first` is available here."""
         for target, (source, reason) in other.moves.items():
             self.move(source, target, reason)
         self.wanted.update(other.wanted)
 
     def way(self, layout):
-        """The layouts from `first` to `layout`, both included."""
+        """The path of layouts from `first` to `layout`, both included."""
         way = [layout]
         while way[-1] != self.first:
             way.append(self.moves[way[-1]][0])
         return way[::-1]
 
     def needed(self):
-        """The layouts that it is moved to for someone's sake."""
+        """The targets of all redistributions that some consumer requires."""
         return {layout for wanted in self.wanted for layout in self.way(wanted)[1:]}
 
     def route(self, price):
-        """Take to every needed layout the cheapest way, by way of another one that is needed if that costs less.
+        """Choose the cheapest source of every needed layout: `first`, or another needed layout.
 
         Args:
             price: `(source, target) -> Cost`.
@@ -69,7 +69,7 @@ class RequiredLayouts:
         self.moves = dict(sorted(self.moves.items(), key=lambda move: len(self.way(move[0]))))
 
     def entry(self):
-        """The last layout that the ways to all wanted ones have in common; `first` where nothing is wanted."""
+        """The last common layout of the paths to all wanted layouts; `first` where none is wanted."""
         common = None
         for layout in self.wanted:
             way = self.way(layout)
@@ -77,8 +77,8 @@ class RequiredLayouts:
         return common[-1] if common else self.first
 
     def entries(self, available):
-        """The layouts, in order, that have to come from outside, where those in `available` (`first` among them) can:
-        for every wanted one the last such on the way to it.
+        """The layouts, in order, that the caller passes: the last one in `available` (which contains `first`) on the
+        path to every wanted layout.
         """
         found = {}
         for layout in self.wanted:

@@ -1,8 +1,8 @@
 """Plans as JSON files: `save_plan` and `load_plan`. Pure Python.
 
-A file holds the answers that the search found: for every distinct `CellPlan` the axes that partition each operator, and
-the layouts of the results. The planner repeats these answers, with the cost model of the file. All else of the plan
-follows from them and from the captured graph; a listing in the file says what has to come out.
+A file contains the choices of the search: for every distinct `CellPlan` the mesh axes that shard each operator, and the
+layouts of the results. Loading replays these choices with the cost model of the file; the rest of the plan follows from
+them and from the captured graph. The result must equal the listing of the plan in the file.
 """
 
 import json
@@ -16,7 +16,6 @@ from mindformers_core.operators.resolve import Resolution
 from mindformers_core.program.free_variables import lambda_lift
 from mindformers_core.program.plan import CallPlan, Move
 from mindformers_core.program.structure import tree_leaves
-from mindformers_core.propagation.boundaries import graph_label
 from mindformers_core.propagation.decide import decide_frame
 from mindformers_core.propagation.propagate import Propagation
 from mindformers_core.redistribution.cost import CostModel, Link
@@ -28,13 +27,13 @@ _VERSION = 2
 
 
 def save_plan(frame, path):
-    """Write a plan to the file `path`, in one go: a reader finds the old file or the whole new one.
+    """Write a plan to the file `path` atomically: a reader finds the old file or the whole new one.
 
     Equal plans give equal files.
 
     Args:
         frame: the `CellPlan` of the root.
-        path: of a JSON file. Every distinct `CellPlan` is in it once: the listing of its graph, what was chosen, and
+        path: of a JSON file, which contains every distinct `CellPlan` once: the listing of its graph, the choices, and
             the listing of the plan, with all layouts and redistributions.
     """
     mesh = {"shape": frame.mesh.shape, "axis_names": frame.mesh.axis_names}
@@ -45,20 +44,20 @@ def save_plan(frame, path):
 
 
 def load_plan(path, graph, mesh, arguments, parameters, declarations=None, final=True):
-    """The plan in a file that `save_plan` wrote: the planner repeats what was chosen, and searches nothing.
+    """Read a plan from a file of `save_plan`: the choices in the file are replayed without a search.
 
     Args:
         path: of the file.
         graph: the captured `CellGraph` of the same Cell, with inputs of the same shapes.
-        mesh: a mesh of the shape and axis names of the plan's.
-        arguments, parameters, declarations, final: as of `propagate`, when the plan was made.
+        mesh: a mesh with the plan's shape and axis names.
+        arguments, parameters, declarations, final: those of `propagate` when the plan was made.
 
     Returns:
-        A `CellPlan` like the one saved; its graphs are those of `graph`.
+        A `CellPlan` equal to the saved one, with the graphs of `graph`.
 
     Raises:
-        ValueError: the file is no plan, or of another version; the mesh is another one; the graph is another one than
-            the plan was made for, or another plan follows from what was chosen (says what differs).
+        ValueError: the file is no plan, or has another version; mesh or graph differ from those of the plan, or
+            another plan follows from the choices; the message names the first difference.
     """
     with open(path, encoding="utf-8") as file:
         try:
@@ -86,7 +85,7 @@ def load_plan(path, graph, mesh, arguments, parameters, declarations=None, final
 
 
 class _Replay(Propagation):
-    """A propagation that repeats the choices of a file, in which it finds the `CellPlan` of every call by its place."""
+    """A propagation that replays the choices of a file; every call has the place of its `CellPlan` in the file."""
 
     def __init__(self, data, graph, mesh, parameters, declarations):
         model = data["cost_model"]
@@ -97,7 +96,7 @@ class _Replay(Propagation):
         self._locate(graph, 0)
 
     def _locate(self, graph, place):
-        """Note down the place of a call and of all below it; raise `ValueError` for another graph than saved."""
+        """Record the places of a call and of all below; raise `ValueError` if the graph differs from the saved one."""
         self._places[graph.call], saved = place, self._cells[place]
         if graph.key != saved["structure"]:
             _compare(graph, saved["graph"], _graph_lines(graph))
@@ -105,10 +104,10 @@ class _Replay(Propagation):
             if isinstance(choice, int):
                 self._locate(graph.nodes[int(number)].graph, choice)
         if graph.key != saved["structure"]:
-            raise ValueError(f"{graph_label(graph)} differs in contents of constants or of a Cell with a bprop")
+            raise ValueError(f"{graph.label} differs in contents of constants or of a Cell with a bprop")
 
     def decide(self, graph, arguments, final=False, wanted=None):
-        """The `Decision` for a call, one for all identical ones that share a `CellPlan` in the file."""
+        """The `Decision` for a call, shared by identical calls that share a `CellPlan` in the file."""
         place = self._places[graph.call]
         key = place, self._key(graph, arguments, final, None)
         if key not in self._decisions:
@@ -151,14 +150,14 @@ def _cell_data(frame, places):
 
 
 def _as_captured(graph):
-    """A `CellPlan`'s graph without what it takes from elsewhere only to hand it down."""
+    """A `CellPlan`'s graph without parameters and free variables that only callees use."""
     used = {value.id for value in tree_leaves([*((node.args, node.kwargs) for node in graph.nodes), graph.result])}
-    taken = {part: getattr(graph, part) for part in ("parameters", "outer")}
+    taken = {part: getattr(graph, part) for part in ("parameters", "free_variables")}
     return replace(graph, **{part: tuple(use for use in uses if use.value.id in used) for part, uses in taken.items()})
 
 
 def _choice(plan):
-    """What `Resolution` has to say for an operator to be computed so."""
+    """The fields of a `Resolution` that determine how an operator is computed."""
     named = {axis for axes in plan.axes_of.values() for axis in axes}
     carried = {}
     for index, layout in enumerate(plan.inputs):
@@ -170,13 +169,13 @@ def _choice(plan):
 
 
 def _graph_lines(graph):
-    """A graph's listing, without lines of the source."""
+    """A graph's listing, without source lines."""
     mode = "training" if graph.training else "evaluation"
     return [f"{graph.class_name}, {mode}", *(re.sub(r"  # \S*:\d+$", "", line) for line in graph.lines())]
 
 
 def _plan_lines(frame, places):
-    """A `CellPlan` as lines that a person can compare, save the contents of the graph and of called Cells."""
+    """A `CellPlan` as readable lines, without the contents of the graph and of called Cells."""
     lines = [f"%{number}: {layout}" for number, layout in sorted(frame.layouts.items())]
     lines += [f"handed down {value}: {layout}" for value, layout in frame.lifted]
     for entry in frame.instructions:
@@ -197,7 +196,7 @@ def _plan_lines(frame, places):
 
 
 def _compare(graph, saved, found):
-    """Raise `ValueError` with the first line of `found` that isn't that of the file."""
+    """Raise `ValueError` with the first line of `found` that differs from the file."""
     for old, new in zip_longest(saved, found, fillvalue="nothing more"):
         if old != new:
-            raise ValueError(f"{graph_label(graph)} has '{new}' where the plan has '{old}'")
+            raise ValueError(f"{graph.label} has '{new}' where the plan has '{old}'")

@@ -1,10 +1,11 @@
-"""From what is declared for an operator to layouts: strategies become mesh axes through the operator's factors.
+"""Layouts for what is declared of an operator; strategies become mesh axes through the operator's factors. Pure Python.
 
-A strategy is MindSpore's older notation: into how many parts every dim of a tensor is cut, by no axis in particular
-(`MatMul().shard(((2, 1), (1, 4)))`). Dims that hold the same factor are one dim to the operator, so they get the same
-axes: above, `m` and `n` are cut, and on a mesh (dp=2, tp=4) that is by dp and by tp. Pure Python.
+A strategy is MindSpore's older notation: the number of shards of every dim of a tensor, without naming mesh axes
+(`MatMul().shard(((2, 1), (1, 4)))`). Dims with the same factor are one dim to the operator and are sharded over the
+same axes: above, `m` and `n` are sharded, on a mesh (dp=2, tp=4) over dp and over tp.
 """
 
+import itertools
 import math
 
 from mindformers_core.layout import Layout, bind_layout
@@ -13,25 +14,25 @@ __all__ = ["declared_layouts"]
 
 
 def declared_layouts(declaration, signature, metas, mesh, where):
-    """The layouts that an `OperatorDeclaration` asks of the tensors of one call.
+    """The layouts that an `OperatorDeclaration` requires of the tensors of one call.
 
-    Every factor that a strategy of an input cuts gets the first mesh axes, in mesh order, that no other factor has and
-    whose sizes multiply to the number. An output's strategy may ask for another cut than its operator gives: axes that
-    cut its own factors come first, then those of factors that are summed over (a reduce-scatter), then unused ones.
+    Every factor that an input's strategy shards gets the first mesh axes, in mesh order, that no other factor has and
+    whose sizes multiply to the number. An output's strategy may require another sharding than the operator produces:
+    the axes of its own factors come first, then those of reduced factors (a reduce-scatter), then unused axes.
 
     Args:
         declaration: the `OperatorDeclaration`.
         signature: the `Signature` of the call.
         metas: a `TensorMeta` for every tensor input.
         mesh: the mesh of the layouts.
-        where: how errors call the operator, as `"Cell 'dense1' (Dense), operator 'matmul' (MatMul)"`.
+        where: the operator's label in errors, as `"Cell 'dense1' (Dense), operator 'matmul' (MatMul)"`.
 
     Returns:
         `(inputs, outputs)`: tuples with a `Layout`, or None where nothing is declared, for every tensor.
 
     Raises:
-        ValueError: a wrong number of entries or dims, strategies and layouts mixed, a number that no axes multiply to,
-            a dim that it doesn't divide or that can't be cut, two tensors that cut one factor differently.
+        ValueError: a wrong number of entries or dims, strategies and layouts mixed, a number that is no product of
+            axis sizes, a dim that the number doesn't divide or that can't be sharded, one factor with two numbers.
     """
     shapes = [meta.shape for meta in metas], [_shape(dims, signature) for dims in signature.outputs]
     inputs = _tensors(declaration.inputs, signature.inputs, shapes[0], f"{where}: input")
@@ -44,7 +45,7 @@ def declared_layouts(declaration, signature, metas, mesh, where):
         raise ValueError(f"{where}: strategies and layouts are mixed: write layout(…) for all of its tensors, or none")
     counts = _factor_counts(inputs, signature)
     axes_of = _assign(counts, dict.fromkeys(counts, mesh.axis_names), mesh)
-    cut = tuple(_input_layout(entry, mesh, axes_of) for entry in inputs)
+    cut = tuple(_layout(entry, mesh, axes_of) for entry in inputs)
     return cut, tuple(_output_layout(entry, signature, mesh, axes_of) for entry in outputs)
 
 
@@ -53,7 +54,7 @@ def _shape(dims, signature):
 
 
 def _tensors(entries, dims, shapes, what):
-    """For every tensor how errors call it, the factors of its dims, its shape, and its entry."""
+    """For every tensor its label in errors, the factors of its dims, its shape, and its entry."""
     if entries is None:
         entries = (None,) * len(dims)
     if len(entries) != len(dims):  # MindSpore writes () for a number that stands in a tensor's place, as in x * 2.0
@@ -78,7 +79,7 @@ def _bound(tensors, mesh, arriving):
 
 
 def _cuts(tensor, signature):
-    """`(factor, number of parts, how errors call the dim)` for every factor of a tensor that has a strategy."""
+    """`(factor, number of shards, the dim's label in errors)` for every factor of a tensor with a strategy."""
     what, dims, shape, strategy = tensor
     if len(strategy) != len(shape):
         raise ValueError(
@@ -90,7 +91,7 @@ def _cuts(tensor, signature):
         if size % count:
             raise ValueError(f"{place} can't be cut into {count} parts: write a divisor of {size}")
         left, open_so_far = count, True
-        for factor in factors:  # a minor factor is cut only where the major ones are cut to size 1
+        for factor in factors:  # a minor factor is sharded only where shards of the major ones have size 1
             parts = math.gcd(left, signature.sizes[factor]) if open_so_far else 1
             if parts > 1 and factor in signature.whole:
                 raise ValueError(f"{place} can't be cut in this operator: write 1")
@@ -104,7 +105,7 @@ def _cuts(tensor, signature):
 
 
 def _factor_counts(inputs, signature):
-    """Factor -> `(number of parts, how errors call the dim)`, for the factors that strategies of inputs cut."""
+    """Factor -> `(number of shards, the dim's label in errors)`, for the factors that strategies of inputs shard."""
     counts = {}
     for tensor in inputs:
         for factor, count, place in _cuts(tensor, signature) if tensor[3] is not None else ():
@@ -119,7 +120,7 @@ def _factor_counts(inputs, signature):
 
 
 def _check_merged_dims(counts, signature):
-    """Where the operator merges dims into one, the parts of a minor one would lie scattered in the merged one."""
+    """Raise `ValueError` for a sharded minor dim that the operator merges: its shards would not be contiguous."""
     for dims in (*signature.inputs, *signature.outputs):
         for factors in dims:
             for place, major in enumerate(factors[:-1]):
@@ -133,61 +134,46 @@ def _check_merged_dims(counts, signature):
 
 
 def _assign(counts, candidates, mesh):
-    """Factor -> axes: for each the first of its candidate axes that multiply to its number and leave enough to others.
+    """Factor -> axes: the first choice of candidate axes that multiply to each number, with no axis used twice.
 
     Args:
-        counts: factor -> `(number of parts, how errors call the dim)`.
-        candidates: factor -> axes that may cut it, in order of preference.
+        counts: factor -> `(number of shards, the dim's label in errors)`.
+        candidates: factor -> axes that may shard it, in order of preference.
         mesh: the mesh.
     """
-    found = _search(list(counts), counts, candidates, mesh, ())
-    if found is not None:
-        return found
-    taken = {}
-    for factor, (count, place) in counts.items():
-        used = [axis for axes in taken.values() for axis in axes]
-        free = [axis for axis in candidates[factor] if axis not in used and mesh.axis_size(axis) > 1]
-        axes = next(_products(free, count, mesh), None)
-        if axes is None:
-            works = sorted({math.prod(map(mesh.axis_size, subset)) for subset in _subsets(free)})
+    choices = {
+        factor: _choices([axis for axis in axes if mesh.axis_size(axis) > 1]) for factor, axes in candidates.items()
+    }
+    fitting = [[axes for axes in choices[f] if mesh.axis_size(*axes) == count] for f, (count, _) in counts.items()]
+    for found in itertools.product(*fitting):
+        axes = list(itertools.chain(*found))
+        if len(axes) == len(set(axes)):
+            return dict(zip(counts, found))
+    used = []
+    for (factor, (count, place)), axes in zip(counts.items(), fitting):
+        left = [choice for choice in choices[factor] if not set(choice) & set(used)]
+        first = next((choice for choice in axes if choice in left), None)
+        if first is None:
+            works = sorted({mesh.axis_size(*choice) for choice in left})
             others = ", ".join(f"{axis}={mesh.axis_size(axis)}" for axis in used)
             raise ValueError(
                 f"{place} can't be cut into {count} parts by whole axes of {mesh}"
                 + (f", of which {others} cut other dims" if others else "")
                 + f": possible are {', '.join(map(str, works))}"
             )
-        taken[factor] = axes
-    raise AssertionError("what each factor's first choice satisfies, the search finds")
+        used += first
+    raise AssertionError("the first choices of all factors are a solution")
 
 
-def _search(factors, counts, candidates, mesh, used):
-    if not factors:
-        return {}
-    factor, *rest = factors
-    free = [axis for axis in candidates[factor] if axis not in used]
-    for axes in _products(free, counts[factor][0], mesh):
-        found = _search(rest, counts, candidates, mesh, used + axes)
-        if found is not None:
-            return {factor: axes} | found
-    return None
+def _choices(axes):
+    """All subsets of axes, in order, those with the first axes first."""
+    if not axes:
+        return [()]
+    rest = _choices(axes[1:])
+    return [(axes[0], *choice) for choice in rest] + rest
 
 
-def _products(axes, count, mesh):
-    """Choices of `axes` whose sizes multiply to `count`, those with the first axes first. None of size 1."""
-    if count == 1:
-        yield ()
-        return
-    for place, axis in enumerate(axes):
-        size = mesh.axis_size(axis)
-        if size > 1 and count % size == 0:
-            yield from ((axis, *more) for more in _products(axes[place + 1 :], count // size, mesh))
-
-
-def _subsets(axes):
-    return [()] if not axes else [subset for rest in _subsets(axes[1:]) for subset in (rest, (axes[0], *rest))]
-
-
-def _input_layout(tensor, mesh, axes_of):
+def _layout(tensor, mesh, axes_of):
     _, dims, _, strategy = tensor
     if strategy is None:
         return None
@@ -195,9 +181,8 @@ def _input_layout(tensor, mesh, axes_of):
 
 
 def _output_layout(tensor, signature, mesh, axes_of):
-    """As an input's where the operator gives what the strategy asks for; else other axes are found for it."""
-    _, dims, _, strategy = tensor
-    if strategy is None:
+    """The layout of an output; new axes are assigned where the operator's own don't give the required numbers."""
+    if tensor[3] is None:
         return None
     wanted = {factor: (count, place) for factor, count, place in _cuts(tensor, signature) if count > 1}
     own = {factor: axes_of.get(factor, ()) for factor in wanted}
@@ -210,4 +195,4 @@ def _output_layout(tensor, signature, mesh, axes_of):
         others = [axis for axis in mesh.axis_names if axis not in spare]
         own = {factor: tuple(dict.fromkeys((*axes, *spare, *others))) for factor, axes in own.items()}
         own = _assign(wanted, own, mesh)
-    return Layout.on(mesh, [tuple(axis for factor in factors for axis in own.get(factor, ())) for factors in dims])
+    return _layout(tensor, mesh, own)

@@ -6,10 +6,9 @@ from mindformers_core.analysis.prediction import Prediction
 from mindformers_core.analysis.saved_tensors import SavedTensorAnalysis
 from mindformers_core.hints import bytes_shown
 from mindformers_core.program.activation_policy import ExplainedActivations, Mark
-from mindformers_core.program.instructions import operators_in_order
 from mindformers_core.program.name_ranges import cells_together, names_shown
 from mindformers_core.program.operator_names import operator_texts
-from mindformers_core.program.plan import called_cells
+from mindformers_core.program.plan import called_cells, operators_in_order
 from mindformers_core.program.producers import links_of
 
 __all__ = ["bytes_not_kept", "explained_activations", "explained_cells", "keepers_by_key"]

@@ -9,8 +9,7 @@ from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.program.activation_policy import ActivationPolicy, Keeper
-from mindformers_core.program.cutting import calls_alone, calls_of, unshared
-from mindformers_core.program.keepers import marked
+from mindformers_core.program.partition import calls_alone, calls_of, marked, unshared
 from mindformers_core.program.plan import joined_path
 from mindformers_core.recompute.budget import choice_within, described
 from mindformers_core.recompute.checkpointing import checkpoint_call

@@ -6,10 +6,9 @@ from functools import cached_property
 from mindformers_core.analysis.prediction import Prediction
 from mindformers_core.analysis.views import is_cast_to_its_dtype
 from mindformers_core.hints import nearest
-from mindformers_core.program.instructions import operators_in_order
 from mindformers_core.program.name_ranges import cells_together, quoted
 from mindformers_core.program.operator_names import operator_names, operator_texts
-from mindformers_core.program.plan import CallPlan, Move, OperatorPlan, called_cells, joined_path
+from mindformers_core.program.plan import CallPlan, Move, OperatorPlan, called_cells, joined_path, operators_in_order
 from mindformers_core.program.producers import links_of
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.recompute.patterns import match, parse_pattern

@@ -9,8 +9,7 @@ from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.structure import tree_map
-from mindformers_core.propagation.boundaries import boundary_target, check_outputs, no_tensor
-from mindformers_core.propagation.declaration import Declaration
+from mindformers_core.propagation.boundaries import Declaration, boundary_target, check_outputs, no_tensor
 
 __all__ = ["Boundary"]
 

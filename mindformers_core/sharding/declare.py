@@ -9,9 +9,9 @@ from mindspore.ops import Primitive
 
 from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout, LayoutSpec, bind_layout
-from mindformers_core.program.labels import cell_label
+from mindformers_core.program.graph import cell_label
 from mindformers_core.program.plan import joined_path
-from mindformers_core.propagation.declaration import Declaration, OperatorDeclaration
+from mindformers_core.propagation.boundaries import Declaration, OperatorDeclaration
 
 __all__ = ["cell_label", "collect_declarations"]
 

@@ -4,7 +4,7 @@ import gc
 
 from mindspore import Parameter, nn
 
-from mindformers_core.program.labels import cell_label
+from mindformers_core.program.graph import cell_label
 
 __all__ = ["optimizers_holding", "refuse_optimizers_of"]
 

@@ -15,7 +15,7 @@ from mindformers_core.dtensor.move import cost_model, dtype_name
 from mindformers_core.generation.load import load_module
 from mindformers_core.generation.module_source import ModuleSource
 from mindformers_core.operators import TensorMeta, tensor_meta
-from mindformers_core.program.cutting import calls_of, cut
+from mindformers_core.program.partition import calls_of, partition
 from mindformers_core.program.plan import called_graphs, joined_path
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.propagation.checking import check_plan
@@ -123,7 +123,9 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
     """
     graph, frame = plan_call(tree, path, args, kwargs, saved_plan)
     frame = tree.activations.marked(path, frame, tree.compiling)
-    generated = cut(frame, *(calls_of(frame, path, cells) for cells in tree.compiling)) if tree.compiling else frame
+    generated = (
+        partition(frame, *(calls_of(frame, path, cells) for cells in tree.compiling)) if tree.compiling else frame
+    )
     if generated is not frame:
         check_plan(generated)
     separate_collectives = generated is not frame or tree.activations.marks and tree.compiling is not None

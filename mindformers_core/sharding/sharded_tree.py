@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 from mindformers_core.communication import world
 from mindformers_core.dtensor.dtensor import DTensor
 from mindformers_core.program.activation_policy import ActivationPolicy
-from mindformers_core.program.labels import class_label
+from mindformers_core.program.graph import class_label
 from mindformers_core.program.passed_weights import weights_of_call
 from mindformers_core.program.plan import called_graphs, joined_path
 from mindformers_core.program.structure import tree_map

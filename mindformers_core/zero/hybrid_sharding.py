@@ -15,7 +15,7 @@ from mindspore import nn
 from mindformers_core.communication import world
 from mindformers_core.hints import nearest
 from mindformers_core.mesh import DeviceMesh
-from mindformers_core.program.labels import cell_label
+from mindformers_core.program.graph import cell_label
 from mindformers_core.sharding.optimizers_before import refuse_optimizers_of
 from mindformers_core.sharding.shard import shard
 from mindformers_core.sharding.sharded_cells import ShardedCell, tree_and_path, tree_of

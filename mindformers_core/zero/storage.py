@@ -6,7 +6,7 @@ from dataclasses import replace
 from mindspore import nn
 from mindspore.graph.api import _pynative_executor
 
-from mindformers_core.program.labels import cell_label
+from mindformers_core.program.graph import cell_label
 from mindformers_core.sharding.parameter_storage import ParameterStorage
 from mindformers_core.sharding.recordings import forget_recordings
 from mindformers_core.sharding.sharded_cells import ShardedCell, computing_parameters, tree_and_path
