@@ -59,15 +59,9 @@ def tree_map(function, structure):
 
 def tree_leaves(structure, kind=Value):
     """The leaves of a kind in a structure, in order; one that is there twice comes twice."""
-    found = []
-
-    def visit(leaf):
-        if isinstance(leaf, kind):
-            found.append(leaf)
-        return leaf
-
-    tree_map(visit, structure)
-    return found
+    leaves = []
+    tree_map(lambda leaf: leaves.append(leaf) or leaf, structure)  # some tuple classes refuse None
+    return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
 
 def canonical(structure):
