@@ -79,7 +79,7 @@ def kept(function, values, needing, view):
 
 def expected(call, values, places, needing, view, results):
     """The same by the table."""
-    row = facts_of(call.name).saved
+    row = facts_of(call.name).saves
     operands = [
         Operand(place, value.shape, str(value.dtype), value.itemsize, number in needing)
         for number, (place, value) in enumerate(zip(places, values))
@@ -124,7 +124,7 @@ def test_every_record_is_whole_and_measured():
 
 def test_what_is_unmeasured_keeps_all_that_is_floating():
     operands = [Operand(0, (2,), "float32", 4), Operand(1, (2,), "int32", 4)]
-    assert facts_of("NobodysOperator").saved is facts_of("Swiglu").saved is UNMEASURED
+    assert facts_of("NobodysOperator").saves is None and facts_of("Swiglu").saves is UNMEASURED
     assert UNMEASURED.kept_inputs(operands) == UNMEASURED.kept_outputs(operands, operands) == operands[:1]
 
 
