@@ -1,5 +1,6 @@
 """What it costs to compute an instruction again: figures found by hand."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,13 +8,14 @@ from captured_models import Function, small_llama
 from mindspore import Parameter, Tensor, nn, ops
 from planned_models import planned
 
-from mindformers_core.analysis.operations import OPERATIONS_PER_BYTE, operations
+from mindformers_core.analysis.operations import operations
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import signature_of, tensor_meta
 from mindformers_core.program.graph import OperatorNode
 from mindformers_core.program.plan import Instruction, OperatorPlan, operators_in_order
 from mindformers_core.program.structure import Value
+from mindformers_core.redistribution import CPU, GPU, Link
 
 ONE, TWO = init_device_mesh((1,), ("tp",)), init_device_mesh((2,), ("tp",))
 TOKENS = 2 * 8  # of the small Llama: hidden 24, intermediate 40, 4 heads of 6, 2 of keys, 32 words, 2 layers
@@ -75,9 +77,16 @@ def test_each_rank_computes_its_part():
 
 
 def test_what_is_sent_has_a_price():
-    """An all-reduce of n ranks sends 2 (n - 1) / n of the tensor; to mark a tensor as varying takes nothing."""
+    """An all-reduce of n ranks sends 2 (n - 1) / n of the tensor; to mark a tensor as varying takes nothing.
+
+    The price of a byte is what the device of the plan computes while it is sent.
+    """
     moves = {place.path: place for place in operators_in_order(llama(TWO)) if not hasattr(place.entry, "node")}
-    assert operations(moves[f"{MLP}.down_proj"]) == OPERATIONS_PER_BYTE * TOKENS * 24 * 4
+    place = moves[f"{MLP}.down_proj"]
+    for device in (CPU, GPU, GPU.with_links(tp=Link(5e-6, 25e9))):
+        per_byte = device.operations_per_second / device.link_over(("tp",)).bandwidth
+        frame = replace(place.frame, device_model=device)
+        assert operations(replace(place, frame=frame)) == round(per_byte * TOKENS * 24 * 4)
     assert operations(moves["model.layers.1"]) == 0
 
 
@@ -88,9 +97,9 @@ def test_what_an_algorithm_sends():
     (place,) = [place for place in operators_in_order(frame) if getattr(place.entry, "algorithm", None)]
     with pytest.raises(ValueError, match=r"Softmax .* algorithm 'softmax' over tp: pass algorithm=algorithm_of"):
         operations(place)
-    step = SimpleNamespace(forward=("all_reduce", 16))
+    step = SimpleNamespace(forward=("all_reduce", 16), axes=("tp",))
     graph = SimpleNamespace(arguments={}, nodes=[SimpleNamespace(operator="Redistribute", args=(), kwargs={})])
-    assert operations(place, lambda plan: (graph, [[step]])) == 5 * 4 * 3 + 16 * OPERATIONS_PER_BYTE
+    assert operations(place, lambda plan: (graph, [[step]])) == 5 * 4 * 3 + CPU.operations_of(("tp",), 16)
 
 
 def place_of(operator, tensors, shapes, cut=None):
@@ -101,7 +110,7 @@ def place_of(operator, tensors, shapes, cut=None):
     made = tuple(Value(len(values) + number, shape, "float32", "") for number, shape in enumerate(shapes))
     node = OperatorNode(operator, "function", tuple(values), {}, made, None, None, "here:1")
     layouts = [tuple(layout().bind(TWO, len(value.shape)) for value in group) for group in (values, made)]
-    return Instruction((0,), "", SimpleNamespace(mesh=TWO), OperatorPlan(node, signature, *layouts, cut or {}))
+    return Instruction((0,), "", SimpleNamespace(mesh=TWO, device_model=CPU), OperatorPlan(node, signature, *layouts, cut or {}))
 
 
 def test_attention_and_convolutions():

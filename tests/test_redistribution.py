@@ -15,15 +15,15 @@ from work import calls_in
 
 from mindformers_core.layout import PARTIAL_OPS, Layout
 from mindformers_core.mesh import DeviceMesh
-from mindformers_core.redistribution import ASCEND, CPU, GPU, STEP_KINDS, CostModel, Link, plan_redistribution
+from mindformers_core.redistribution import ASCEND, CPU, GPU, STEP_KINDS, DeviceModel, Link, plan_redistribution
 
 MODELS = (
     CPU,
     GPU,
     ASCEND,
-    CostModel("slow start", 1.0, Link(0.01, 1e3)),
-    CostModel("far", 0.0, Link(1.0, 1e12)),
-    CostModel("narrow", 0.0, Link(0.0, 1.0)),
+    DeviceModel("slow start", 1e9, 1.0, Link(0.01, 1e3)),
+    DeviceModel("far", 1e9, 0.0, Link(1.0, 1e12)),
+    DeviceModel("narrow", 1e9, 0.0, Link(0.0, 1.0)),
     GPU.with_links(a=Link(1e-3, 1e6)),
 )
 MESHES = (
@@ -189,7 +189,7 @@ def both_partial(op):
 
 
 # A start so dear that one collective on the joint group beats two.
-EAGER_TO_FUSE = CostModel("dear start", 1.0, Link(1e-6, 1e9))
+EAGER_TO_FUSE = DeviceModel("dear start", 1e9, 1.0, Link(1e-6, 1e9))
 FUSED = [
     (on(("dp", "tp"), ()), on((), ()), ("all_gather", ("dp", "tp"))),
     (on(("tp", "dp"), ()), on((), ()), ("all_gather", ("tp", "dp"))),
@@ -310,7 +310,7 @@ WRONG = [
     ((on((), partial={"dp": "sum", "tp": "max"}), on(()), (8,), 4), ValueError, "source.*commute.*reduce"),
     ((on(()), on((), partial={"dp": "min", "tp": "max"}), (8,), 4), ValueError, "target.*commute"),
     (("dp", on(()), (8,), 4), TypeError, "source layout 'dp'"),
-    ((on("dp"), on(()), (8,), 4, "GPU"), TypeError, "cost_model 'GPU'"),
+    ((on("dp"), on(()), (8,), 4, "GPU"), TypeError, "device_model 'GPU'"),
 ]
 
 
@@ -324,7 +324,7 @@ def test_cost_models_are_values():
     slow = GPU.with_links(dp=Link(1e-3, 1e6), pp=Link(1e-3, 1e7))
     assert slow == GPU.with_links(pp=Link(1e-3, 1e7)).with_links(dp=Link(1e-3, 1e6)) and hash(slow) != hash(GPU)
     assert slow.link_over(("dp", "tp")) == Link(1e-3, 1e6) and slow.link_over(("tp",)) == GPU.link
-    model = CostModel("by hand", 10.0, Link(1.0, 100.0))
+    model = DeviceModel("by hand", 1e9, 10.0, Link(1.0, 100.0))
     assert model.seconds("all_gather", ("tp",), 4, 400) == pytest.approx(10 + 3 + 3)
     assert model.seconds("reduce_scatter", ("tp",), 4, 400) == pytest.approx(10 + 3 + 3)
     assert model.seconds("all_to_all", ("tp",), 4, 400) == pytest.approx(10 + 3 + 3)
@@ -333,5 +333,5 @@ def test_cost_models_are_values():
     assert model.seconds("slice", ("tp",), 4, 400) == 0
     with pytest.raises(ValueError, match="bandwidth more than 0"):
         Link(1e-6, 0)
-    with pytest.raises(TypeError, match="axis 'tp' of cost model 'GPU': 5 is no Link"):
+    with pytest.raises(TypeError, match="axis 'tp' of device model 'GPU': 5 is no Link"):
         GPU.with_links(tp=5)

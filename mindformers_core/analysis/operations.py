@@ -15,11 +15,7 @@ from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.operators import operator_signature
 from mindformers_core.redistribution.steps import COLLECTIVES
 
-__all__ = ["OPERATIONS_PER_BYTE", "operations"]
-
-# What a device computes while it sends a byte: an A100's 312 TFLOP/s of bfloat16 over NVLink's 300 GB/s (see
-# `redistribution.cost.GPU`); an Ascend 910B's 354 TFLOP/s over 196 GB/s is 1800.
-OPERATIONS_PER_BYTE = 1040
+__all__ = ["operations"]
 
 
 def operations(place, algorithm=None):
@@ -31,14 +27,16 @@ def operations(place, algorithm=None):
 
     Returns:
         An integer: 2·m·n·k for products, attention (all scores, masked ones included) and convolutions; 1 to 10 for
-        each element of the largest tensor for others; 0 for views; `OPERATIONS_PER_BYTE` for each sent byte.
+        each element of the largest tensor for others; 0 for views; for a sent byte
+        the operations that the device (`CellPlan.device_model`) computes while it is sent.
 
     Raises:
         ValueError: an operator runs a distributed algorithm, and `algorithm` is None.
     """
     entry = place.entry
+    device = place.frame.device_model
     if isinstance(entry, Move):
-        return sum(map(_step_operations, entry.steps))
+        return sum(_step_operations(step, device) for step in entry.steps)
     if isinstance(entry, CallPlan):
         return _whole_operations(entry.node.graph)
     shapes = [layout.local_shape(value.shape) for value, layout in _tensors(entry)]
@@ -46,7 +44,7 @@ def operations(place, algorithm=None):
     own = _own_operations(entry, place.frame.mesh, shapes[:inputs], shapes[inputs:])
     if entry.algorithm is None:
         return own
-    return own + sum(_step_operations(step) for step, _ in algorithm_steps(entry, algorithm))
+    return own + sum(_step_operations(step, device) for step, _ in algorithm_steps(entry, algorithm))
 
 
 def _tensors(plan):
@@ -73,11 +71,11 @@ def _computed(name, sizes, inputs, outputs, may_view=True):
     return facts.operations * max(map(prod, counted), default=0)
 
 
-def _step_operations(step):
+def _step_operations(step, device):
     """Price of one step of a redistribution."""
     name, nbytes = step.forward
     if name in COLLECTIVES:
-        return OPERATIONS_PER_BYTE * nbytes
+        return device.operations_of(step.axes, nbytes)
     return 0 if name == "identity" else prod(step.output_shape)
 
 

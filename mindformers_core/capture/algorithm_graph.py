@@ -9,7 +9,7 @@ from mindspore import nn
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardContext
-from mindformers_core.dtensor.move import cost_model, dtype_name
+from mindformers_core.dtensor.move import device_model, dtype_name
 from mindformers_core.operators import TensorMeta, tensor_meta
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.redistribution import plan_redistribution
@@ -37,7 +37,7 @@ def redistribution_steps(node):
     if node.operator != "Redistribute":
         return None
     value, source, target = node.args
-    return plan_redistribution(source, target, source.global_shape(value.shape), value.dtype, cost_model()).steps
+    return plan_redistribution(source, target, source.global_shape(value.shape), value.dtype, device_model()).steps
 
 
 def algorithm_graph(plan, mesh, rank=None):

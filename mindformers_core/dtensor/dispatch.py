@@ -13,7 +13,7 @@ from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardContext
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, parameter_view, wrap
-from mindformers_core.dtensor.move import cost_model, dtype_name, redistribute_local
+from mindformers_core.dtensor.move import device_model, dtype_name, redistribute_local
 from mindformers_core.layout import Layout
 from mindformers_core.operators import TensorMeta, resolve, signature_of, tensor_meta
 from mindformers_core.operators.registry import rule_attributes
@@ -127,7 +127,7 @@ class _Program:
         args, kwargs = _fill((args, kwargs), Tensor, metas)
         self.constant = not any(meta.differentiable for meta in metas)
         signature = signature_of(name, args, kwargs | attributes)
-        resolution = resolve(signature, metas, mesh, cost_model())
+        resolution = resolve(signature, metas, mesh, device_model())
         self.layouts = resolution.outputs
         sizes = signature.sizes
         self.shapes = tuple(

@@ -8,14 +8,14 @@ from mindspore import ops
 from mindformers_core.communication import communicator, world
 from mindformers_core.redistribution import ASCEND, CPU, GPU, plan_redistribution
 
-__all__ = ["cells_between", "cost_model", "dtype_name", "redistribute_local"]
+__all__ = ["cells_between", "device_model", "dtype_name", "redistribute_local"]
 
-_COST_MODELS = {"CPU": CPU, "GPU": GPU, "Ascend": ASCEND}
+_DEVICE_MODELS = {"CPU": CPU, "GPU": GPU, "Ascend": ASCEND}
 
 
-def cost_model():
-    """The redistribution cost model of the device that this process runs on."""
-    return _COST_MODELS[world().device_target]
+def device_model():
+    """The redistribution device model of the device that this process runs on."""
+    return _DEVICE_MODELS[world().device_target]
 
 
 @cache
@@ -26,7 +26,7 @@ def dtype_name(dtype):
 
 def cells_between(source, target, shape, dtype):
     """The collectives that take a tensor of global `shape` and dtype name `dtype` from one layout to another."""
-    plan = plan_redistribution(source, target, shape, dtype, cost_model())
+    plan = plan_redistribution(source, target, shape, dtype, device_model())
     return tuple(communicator(source.mesh).cell(step) for step in plan.steps)
 
 

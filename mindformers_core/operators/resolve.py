@@ -24,7 +24,7 @@ class Resolution:
         inputs: the layout that every tensor input must have.
         outputs: the layout that every output then has.
         axes_of: for every factor the axes that shard it, major to minor.
-        cost: seconds of redistribution by the cost model, forward and backward.
+        cost: seconds of redistribution by the device model, forward and backward.
         carried: axis -> (inputs, op): partial sums that pass through, and the inputs that bring them.
         marked: further axes on which the inputs are marked as varying. Default: none.
     """
@@ -45,7 +45,7 @@ class OperatorCall:
         signature: the operator's `Signature`.
         metas: a `TensorMeta` with layout for every tensor input.
         mesh: the mesh that all the layouts are on.
-        cost_model: what redistributions cost.
+        device_model: what redistributions cost.
         inputs: for every tensor input the required layout (its varying marks don't count), or None where the layout
             is to be chosen. Default: all are.
         outputs: for every output the layout that it is redistributed to, or None. Default: none is redistributed.
@@ -55,7 +55,7 @@ class OperatorCall:
     signature: Signature
     metas: tuple
     mesh: object
-    cost_model: object
+    device_model: object
     inputs: tuple | None = None
     outputs: tuple | None = None
     free: frozenset = frozenset()
@@ -67,14 +67,14 @@ class OperatorCall:
         object.__setattr__(self, "metas", tuple(metas))
 
 
-def resolve(signature, metas, mesh, cost_model, inputs=None, outputs=None, free=()):
+def resolve(signature, metas, mesh, device_model, inputs=None, outputs=None, free=()):
     """The cheapest `Resolution` of an operator call; the arguments are those of an `OperatorCall`.
 
     Raises:
         ValueError: the operator can't be computed with the given `inputs`.
     """
     assert len(metas) == len(signature.inputs), (len(metas), signature.inputs)
-    call = OperatorCall(signature, metas, mesh, cost_model, inputs, outputs, frozenset(free))
+    call = OperatorCall(signature, metas, mesh, device_model, inputs, outputs, frozenset(free))
     best = None
     for axes_of, carried in _choices(call, _arriving(call)):
         limit = math.inf if best is None else best.cost * (1 - 1e-9)
@@ -188,14 +188,14 @@ def _candidate(call, axes_of, carried, limit, marked=frozenset()):
     inputs, outputs = _placed(signature, call.metas, call.mesh, axes_of, carried, marked)
     for index, (needed, meta) in enumerate(zip(inputs, call.metas)):
         if index not in call.free:
-            cost += _price(meta.layout, needed, meta.shape, meta.dtype, call.cost_model)
+            cost += _price(meta.layout, needed, meta.shape, meta.dtype, call.device_model)
         given = call.inputs[index] if call.inputs is not None else None
         if cost >= limit or (given is not None and needed.replace(varying=()) != given.replace(varying=())):
             return None
     for dims, made, wanted in zip(signature.outputs, outputs, call.outputs or ()):
         if wanted is not None:
             shape = tuple(math.prod(signature.sizes[factor] for factor in factors) for factors in dims)
-            cost += _price(made, wanted, shape, call.metas[0].dtype if call.metas else "float32", call.cost_model)
+            cost += _price(made, wanted, shape, call.metas[0].dtype if call.metas else "float32", call.device_model)
     return None if cost >= limit else Resolution(inputs, outputs, axes_of, cost, carried, marked)
 
 
@@ -246,10 +246,10 @@ def checked_outputs(signature, metas, mesh, axes_of):
     return outputs
 
 
-def _price(source, target, shape, dtype, cost_model):
+def _price(source, target, shape, dtype, device_model):
     """Seconds to redistribute a tensor, forward and backward; varying marks are free."""
     source, target = source.replace(varying=()), target.replace(varying=())
-    return 0.0 if source == target else plan_redistribution(source, target, shape, dtype, cost_model).cost
+    return 0.0 if source == target else plan_redistribution(source, target, shape, dtype, device_model).cost
 
 
 def _ordered_cuts(arriving, mesh, choices):

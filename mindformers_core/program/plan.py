@@ -149,7 +149,7 @@ class CellPlan:
         takes_weights: whether the generated function takes its parameters, and those of its callees, as arguments.
         compiled: `"once"` for a function that is compiled by itself (see `partition`), `"again"` where that function
             also runs again in the backward pass; else None.
-        cost_model: the `CostModel` by which the redistributions were chosen.
+        device_model: the `DeviceModel` by which the redistributions were chosen.
     """
 
     graph: object
@@ -162,7 +162,7 @@ class CellPlan:
     keepers: dict = field(default_factory=dict)
     takes_weights: bool = False
     compiled: str | None = None
-    cost_model: object = None
+    device_model: object = None
 
     @property
     def moves(self):

@@ -16,7 +16,7 @@ class Cost:
 
     Attributes:
         nbytes: bytes sent in redistributions, forward, and backward for tensors that depend on a trained parameter.
-        seconds: their time by the cost model.
+        seconds: their time by the device model.
         work: terms that the operators compute, forward; replicated work counts on every rank.
     """
 
@@ -43,18 +43,18 @@ NOTHING_PAID = Cost(0, 0.0, 0)
 
 
 @lru_cache(maxsize=65536)
-def move_cost(source, target, shape, dtype, trained, cost_model):
+def move_cost(source, target, shape, dtype, trained, device_model):
     """The `Cost` of one redistribution; `trained` says whether a gradient flows back."""
-    plan = plan_redistribution(source, target, shape, dtype, cost_model)
+    plan = plan_redistribution(source, target, shape, dtype, device_model)
     nbytes = sum(step.nbytes + (step.backward[1] if trained else 0) for step in plan.steps)
     return Cost(nbytes, plan.forward_cost + (plan.backward_cost if trained else 0.0), 0)
 
 
-def forms_cost(forms, value, trained, cost_model):
+def forms_cost(forms, value, trained, device_model):
     """The `Cost` of all needed redistributions of one tensor."""
     total = NOTHING_PAID
     for target in forms.needed():
-        total += move_cost(forms.moves[target][0], target, value.shape, value.dtype, trained, cost_model)
+        total += move_cost(forms.moves[target][0], target, value.shape, value.dtype, trained, device_model)
     return total
 
 

@@ -91,7 +91,7 @@ def decide_frame(run, graph, arguments, final=False, wanted=None, choices=None):
     """The `Decision` for a call.
 
     Args:
-        run: the `Propagation` (mesh, cost model, parameters, declarations), which decides child calls.
+        run: the `Propagation` (mesh, device model, parameters, declarations), which decides child calls.
         graph: the `CellGraph`.
         arguments: key of every argument and of every free variable used here or below -> (layout, gradient flow,
             whether the tensor is available in any layout).
@@ -174,7 +174,7 @@ class _OpenCall:
             metas = tuple(map(self.meta, values))
             declared = self.declared(node, signature, metas)
             free = frozenset(place for place, key in enumerate(keys) if key in self.free)
-            asked = OperatorCall(signature, metas, self.run.mesh, self.run.cost_model, *declared, free)
+            asked = OperatorCall(signature, metas, self.run.mesh, self.run.device_model, *declared, free)
             plan = operator_plan(node, signature, self.run.resolve(node, asked, self.choices.get(place)))
         except _LOCATED as error:
             raise type(error)(self.located(node, str(error))) from error
@@ -284,7 +284,7 @@ class _OpenCall:
 
     def finish(self, outside):
         """Choose the cheapest source of every required layout, and add up costs; callers share the keys `outside`."""
-        decision, model = self.decision, self.run.cost_model
+        decision, model = self.decision, self.run.device_model
         for key, forms in decision.forms.items():
             value, trained = decision.values[key], decision.flows[key] == TRAINED
             forms.route(lambda *way, v=value, t=trained: move_cost(*way, v.shape, v.dtype, t, model))

@@ -73,7 +73,7 @@ class _Insertion:
             tuple(layout for _, layout in results),
             lifted,
             frozenset(number for number, key in known.items() if self.decision.flows[key] == TRAINED),
-            cost_model=self.run.cost_model,
+            device_model=self.run.device_model,
         )
 
     def _values(self):
@@ -101,7 +101,7 @@ class _Insertion:
         source, reason = self.decision.forms[key].moves[layout]
         self._ensure(key, source)
         value = self._value(key)
-        steps = plan_redistribution(source, layout, value.shape, value.dtype, self.run.cost_model).steps
+        steps = plan_redistribution(source, layout, value.shape, value.dtype, self.run.device_model).steps
         gradient = self.decision.flows[key] == TRAINED
         self.instructions.append(Move(value, source, layout, steps, reason, gradient))
         self.available[key].add(layout)

@@ -135,7 +135,7 @@ def _moves_that_cost(run, decision):
         value, trained = decision.values[key], decision.flows[key] == TRAINED
         needed = forms.needed()
         for target, (source, _) in forms.moves.items():
-            cost = move_cost(source, target, value.shape, value.dtype, trained, run.cost_model)
+            cost = move_cost(source, target, value.shape, value.dtype, trained, run.device_model)
             if target in needed and (cost.nbytes or cost.seconds):
                 yield key, target
 

@@ -31,7 +31,7 @@ from mindformers_core.redistribution import CPU, plan_redistribution
 __all__ = ["Propagation", "derive_parameters", "propagate"]
 
 
-def propagate(graph, mesh, arguments, parameters, declarations=None, cost_model=CPU, final=True):
+def propagate(graph, mesh, arguments, parameters, declarations=None, device_model=CPU, final=True):
     """Layouts for every tensor of a captured Cell tree, and the redistributions between them.
 
     Identical calls (the same graph, layouts and declarations) share one `CellPlan` object, so that a model of eighty
@@ -43,7 +43,7 @@ def propagate(graph, mesh, arguments, parameters, declarations=None, cost_model=
         arguments: number of every argument's Value in `graph` -> the `Layout` in which it arrives.
         parameters: path of every parameter from the root -> the `Layout` in which it is stored.
         declarations: path of a Cell -> its `Declaration`. Default: none.
-        cost_model: the cost model of redistributions. Default: CPU.
+        device_model: the device model of redistributions. Default: CPU.
         final: whether partial and varying results of the root are reduced, as a loss should be. Default: True.
 
     Returns:
@@ -53,10 +53,10 @@ def propagate(graph, mesh, arguments, parameters, declarations=None, cost_model=
         ValueError, TypeError: a declaration that doesn't fit, an operator without a rule, or one whose rule rejects
             its arguments; names the Cell and, for operators, the source line.
     """
-    return Propagation(mesh, parameters, declarations or {}, cost_model).plan(lambda_lift(graph), arguments, final)
+    return Propagation(mesh, parameters, declarations or {}, device_model).plan(lambda_lift(graph), arguments, final)
 
 
-def derive_parameters(graph, mesh, arguments, parameters, declarations=None, cost_model=CPU, free=()):
+def derive_parameters(graph, mesh, arguments, parameters, declarations=None, device_model=CPU, free=()):
     """Storage layouts for parameters without a declared one.
 
     Propagation assumes that the parameters of `free` are available in any layout. Each is then stored in the layout in
@@ -69,22 +69,24 @@ def derive_parameters(graph, mesh, arguments, parameters, declarations=None, cos
     Returns:
         A layout for every parameter: those of `parameters`, with derived ones for `free`.
     """
-    run, graph = Propagation(mesh, parameters, declarations or {}, cost_model, free), lambda_lift(graph)
+    run, graph = Propagation(mesh, parameters, declarations or {}, device_model, free), lambda_lift(graph)
     decision = run.decide_root(graph, arguments, True)
     found = {}
     for path, use in graph.uses.parameters.items():
         if path in run.free:
-            found[path] = _best_stored(use.value, decision.forms[path], cost_model)
+            found[path] = _best_stored(use.value, decision.forms[path], device_model)
     return {**parameters, **found}
 
 
-def _best_stored(value, forms, cost_model):
+def _best_stored(value, forms, device_model):
     """Of the required layouts, without partial and varying axes, the one with the least redistribution to all."""
     wanted = list(forms.wanted)
     candidates = dict.fromkeys(layout.replace(partial=(), varying=()) for layout in wanted)
 
     def cost(stored):
-        return sum(plan_redistribution(stored, layout, value.shape, value.dtype, cost_model).cost for layout in wanted)
+        return sum(
+            plan_redistribution(stored, layout, value.shape, value.dtype, device_model).cost for layout in wanted
+        )
 
     return min(candidates, key=cost, default=forms.first)
 
@@ -93,15 +95,15 @@ class Propagation:
     """One run of the pass: its settings, and caches for identical calls.
 
     Attributes:
-        mesh, parameters, cost_model: see `propagate`.
+        mesh, parameters, device_model: see `propagate`.
         free: see `derive_parameters`.
     """
 
-    def __init__(self, mesh, parameters, declarations, cost_model, free=()):
+    def __init__(self, mesh, parameters, declarations, device_model, free=()):
         self.mesh = mesh
         self.parameters = parameters
         self.free = frozenset(free)
-        self.cost_model = cost_model
+        self.device_model = device_model
         self._declarations = declarations
         self._below = _by_ancestor(declarations)
         self._decisions, self._improved, self._plans = {}, {}, {}
@@ -166,7 +168,7 @@ class Propagation:
         if again is not None:
             return again
         given = asked.inputs, asked.outputs, asked.free
-        signature, metas, mesh, model = asked.signature, asked.metas, self.mesh, self.cost_model
+        signature, metas, mesh, model = asked.signature, asked.metas, self.mesh, self.device_model
         return _once(
             self._resolutions, (id(node), metas, *given), lambda: resolve(signature, metas, mesh, model, *given)
         )

@@ -1,7 +1,7 @@
 """Plans as JSON files: `save_plan` and `load_plan`. Pure Python.
 
 A file contains the choices of the search: for every distinct `CellPlan` the mesh axes that shard each operator, and the
-layouts of the results. Loading replays these choices with the cost model of the file; the rest of the plan follows from
+layouts of the results. Loading replays these choices with the device model of the file; the rest of the plan follows from
 them and from the captured graph. The result must equal the listing of the plan in the file.
 """
 
@@ -18,7 +18,7 @@ from mindformers_core.program.plan import CallPlan, Move
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.decide import decide_frame
 from mindformers_core.propagation.propagate import Propagation
-from mindformers_core.redistribution.cost import CostModel, Link
+from mindformers_core.redistribution.device_model import DeviceModel, Link
 
 __all__ = ["load_plan", "save_plan"]
 
@@ -37,7 +37,7 @@ def save_plan(frame, path):
             the listing of the plan, with all layouts and redistributions.
     """
     mesh = {"shape": frame.mesh.shape, "axis_names": frame.mesh.axis_names}
-    head = {"format": _FORMAT, "version": _VERSION, "mesh": mesh, "cost_model": asdict(frame.cost_model)}
+    head = {"format": _FORMAT, "version": _VERSION, "mesh": mesh, "device_model": asdict(frame.device_model)}
     places = _places(frame)
     cells = [_cell_data(found, places) for found in places]
     write_whole(path, json.dumps(head | {"cells": cells}, indent=1, ensure_ascii=False) + "\n")
@@ -88,9 +88,9 @@ class _Replay(Propagation):
     """A propagation that replays the choices of a file; every call has the place of its `CellPlan` in the file."""
 
     def __init__(self, data, graph, mesh, parameters, declarations):
-        model = data["cost_model"]
+        model = data["device_model"]
         links = tuple((axis, Link(**link)) for axis, link in model["axis_links"])
-        model = CostModel(**model | {"link": Link(**model["link"]), "axis_links": links})
+        model = DeviceModel(**model | {"link": Link(**model["link"]), "axis_links": links})
         super().__init__(mesh, parameters, declarations, model)
         self._cells, self._places = data["cells"], {}
         self._locate(graph, 0)

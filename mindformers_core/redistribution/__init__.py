@@ -1,6 +1,6 @@
 """Redistribution from one layout to another: the cheapest sequence of collectives, and its cost. Pure Python."""
 
-from mindformers_core.redistribution.cost import ASCEND, CPU, GPU, CostModel, Link
+from mindformers_core.redistribution.device_model import ASCEND, CPU, GPU, DeviceModel, Link
 from mindformers_core.redistribution.planner import Plan, plan_redistribution
 from mindformers_core.redistribution.steps import STEP_KINDS, Step, StepKind, wire_bytes
 
@@ -9,7 +9,7 @@ __all__ = [
     "CPU",
     "GPU",
     "STEP_KINDS",
-    "CostModel",
+    "DeviceModel",
     "Link",
     "Plan",
     "Step",

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from math import inf
 
-from mindformers_core.redistribution.cost import Link
+from mindformers_core.redistribution.device_model import Link
 from mindformers_core.redistribution.steps import STEP_KINDS
 from mindformers_core.redistribution.transitions import REPLICATE, SHARD, VARYING
 

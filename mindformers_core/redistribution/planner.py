@@ -14,7 +14,7 @@ from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout
 from mindformers_core.redistribution.bounds import lower_bound
-from mindformers_core.redistribution.cost import CPU, CostModel
+from mindformers_core.redistribution.device_model import CPU, DeviceModel
 from mindformers_core.redistribution.steps import EXTREMES, Step
 from mindformers_core.redistribution.transitions import REPLICATE, SearchSpace, compatible, transitions
 
@@ -32,7 +32,7 @@ class Plan:
         source: layout before.
         target: layout after.
         steps: tuple of `Step`; empty where the layouts are equal.
-        forward_cost: seconds that the cost model gives for the forward collectives.
+        forward_cost: seconds that the device model gives for the forward collectives.
         backward_cost: the same for the gradient.
     """
 
@@ -51,7 +51,7 @@ class Plan:
         return "\n".join(str(step) for step in self.steps) or f"nothing to do: {self.source}"
 
 
-def plan_redistribution(source, target, shape, dtype, cost_model=CPU):
+def plan_redistribution(source, target, shape, dtype, device_model=CPU):
     """The cheapest plan that takes a tensor from layout `source` to layout `target`. Plans are remembered.
 
     All ranks of the mesh get the same plan. Partial placements on several axes are reduced in any order, so those that
@@ -62,13 +62,13 @@ def plan_redistribution(source, target, shape, dtype, cost_model=CPU):
         target: the `Layout` after, on the same mesh and of as many dims.
         shape: shape of the global tensor.
         dtype: name of the element type ("float32", "bfloat16", …), or an element's size in bytes.
-        cost_model: a `CostModel`; default `CPU`.
+        device_model: a `DeviceModel`; default `CPU`.
 
     Returns:
         A `Plan`, without steps where the layouts are equal.
 
     Raises:
-        TypeError: a layout or cost model of another type.
+        TypeError: a layout or device model of another type.
         ValueError: layouts on two meshes or of different numbers of dims; a dim that its axes don't divide; an
             unknown dtype; partial placements that don't commute.
     """
@@ -77,7 +77,7 @@ def plan_redistribution(source, target, shape, dtype, cost_model=CPU):
     if item_size is None:
         known = ", ".join(ITEM_BYTES)
         raise ValueError(f"unknown dtype {dtype!r}{nearest(name, ITEM_BYTES)}: use a size in bytes, or one of {known}")
-    return _plan(source, target, tuple(shape), item_size, cost_model)
+    return _plan(source, target, tuple(shape), item_size, device_model)
 
 
 @lru_cache(maxsize=65536)
@@ -103,8 +103,8 @@ def _check(source, target, shape, model):
     for name, layout in (("source", source), ("target", target)):
         if not isinstance(layout, Layout):
             raise TypeError(f"{name} layout {layout!r} is no Layout: bind it to a mesh first, with bind_layout")
-    if not isinstance(model, CostModel):
-        raise TypeError(f"cost_model {model!r} is no CostModel: use CPU, GPU, ASCEND, or one made from these")
+    if not isinstance(model, DeviceModel):
+        raise TypeError(f"device_model {model!r} is no DeviceModel: use CPU, GPU, ASCEND, or one made from these")
     if source.mesh != target.mesh:
         raise ValueError(f"can't redistribute from {source!r} to {target!r}: both should be on one mesh")
     if source.ndim != target.ndim:

@@ -11,7 +11,7 @@ from mindspore._c_expression import typing
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.dtensor.dtensor import DTensor, wrap
-from mindformers_core.dtensor.move import cost_model, dtype_name
+from mindformers_core.dtensor.move import device_model, dtype_name
 from mindformers_core.generation.load import load_module
 from mindformers_core.generation.module_source import ModuleSource
 from mindformers_core.operators import TensorMeta, tensor_meta
@@ -162,7 +162,7 @@ def plan_call(tree, path, args, kwargs, saved_plan=None):
     if saved_plan is not None:
         frame = load_plan(saved_plan, graph, tree.mesh, layouts, parameters, declarations, final=path == "")
     else:
-        frame = propagate(graph, tree.mesh, layouts, parameters, declarations, cost_model(), final=path == "")
+        frame = propagate(graph, tree.mesh, layouts, parameters, declarations, device_model(), final=path == "")
     check_plan(frame, final=path == "")
     if not tree.programs:
         _warn_of_undivided(tree, path, frame)

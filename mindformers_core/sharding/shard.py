@@ -5,7 +5,7 @@ from mindspore import DeviceCtx, Parameter, ParameterTuple, mint, nn
 from mindformers_core.capture.capture import capture
 from mindformers_core.communication import world
 from mindformers_core.dtensor.dtensor import placed_parameter
-from mindformers_core.dtensor.move import cost_model, redistribute_local
+from mindformers_core.dtensor.move import device_model, redistribute_local
 from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.mesh import DeviceMesh
@@ -173,7 +173,7 @@ def _derived_layouts(cell, mesh, declarations, layouts, free, inputs):
         for value in tree_leaves(structure):
             layout = declared.get(name, Layout.on(mesh, ((),) * len(value.shape)))
             arriving[value.id] = bind_layout(layout, mesh, len(value.shape), name=f"input '{name}' of the root Cell")
-    return derive_parameters(graph, mesh, arriving, layouts, declarations, cost_model(), free)
+    return derive_parameters(graph, mesh, arriving, layouts, declarations, device_model(), free)
 
 
 def full_parameters(cell):

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from mindformers_core.redistribution.steps import COLLECTIVES, STEP_KINDS
 
-__all__ = ["ASCEND", "CPU", "GPU", "CostModel", "Link"]
+__all__ = ["ASCEND", "CPU", "GPU", "DeviceModel", "Link"]
 
 
 @dataclass(frozen=True)
@@ -21,20 +21,22 @@ class Link:
 
 
 @dataclass(frozen=True)
-class CostModel:
+class DeviceModel:
     """Seconds of a collective: `launch + hops * latency + bytes on the wire / bandwidth`; local operations are free.
 
     Hops and bytes are those of ring algorithms (`steps.COLLECTIVES`). A group over several axes runs at the
     highest latency and the lowest bandwidth among them.
 
     Attributes:
-        name: what to call the machine.
+        name: name of the device.
+        operations_per_second: floating-point operations of a matrix product, in the dtype that models train in.
         launch: seconds that any collective takes, however small its group: starting it, and meeting the others.
         link: the `Link` along axes that `axis_links` doesn't name.
         axis_links: pairs `(axis, Link)`; see `with_links`.
     """
 
     name: str
+    operations_per_second: float
     launch: float
     link: Link
     axis_links: tuple = ()
@@ -43,7 +45,7 @@ class CostModel:
         """This model with another `Link` for the axes named: `GPU.with_links(dp=Link(5e-6, 25e9))`."""
         for axis, link in links.items():
             if not isinstance(link, Link):
-                raise TypeError(f"axis '{axis}' of cost model '{self.name}': {link!r} is no Link(latency, bandwidth)")
+                raise TypeError(f"axis '{axis}' of device model '{self.name}': {link!r} is no Link(latency, bandwidth)")
         return replace(self, axis_links=tuple(sorted((dict(self.axis_links) | links).items())))
 
     def link_over(self, axes):
@@ -56,6 +58,10 @@ class CostModel:
         """Seconds of collective `name` over `axes`; `whole`: bytes of the larger of a rank's input and output."""
         fixed, per_byte = _rates(self, name, axes, group_size)
         return fixed + per_byte * whole
+
+    def operations_of(self, axes, nbytes):
+        """Operations that the device computes while a rank sends `nbytes` over `axes`."""
+        return round(nbytes / self.link_over(axes).bandwidth * self.operations_per_second)
 
     def step_rates(self, kind, op, axes, group_size):
         """The cost of step `kind`, forward and backward together: `(seconds, seconds a byte)`."""
@@ -73,14 +79,14 @@ def _rates(model, name, axes, group_size):
     return model.launch + hops(group_size) * link.latency, share(group_size) / group_size / link.bandwidth
 
 
-# Ascend 910B, 8 cards fully connected by HCCS: 7 links of 56 GB/s, both ways together. Launch and latency are
-# planning figures, of the order of HCCL's small collectives.
-ASCEND = CostModel("Ascend", 20e-6, Link(3e-6, 196e9))
+# Ascend 910B, 354 TFLOP/s of bfloat16, 8 cards fully connected by HCCS: 7 links of 56 GB/s, both ways together. Launch
+# and latency are planning figures, of the order of HCCL's small collectives.
+ASCEND = DeviceModel("Ascend", 354e12, 20e-6, Link(3e-6, 196e9))
 
-# A100 over NVLink: 600 GB/s, both ways together. Launch and latency are those that NCCL's own tuning table
-# (src/graph/tuning.cc) gives for rings: 8.4 us, and 3.4 us a hop.
-GPU = CostModel("GPU", 8.4e-6, Link(3.4e-6, 300e9))
+# A100, 312 TFLOP/s of bfloat16, over NVLink: 600 GB/s, both ways together. Launch and latency are those
+# that NCCL's own tuning table (src/graph/tuning.cc) gives for rings: 8.4 us, and 3.4 us a hop.
+GPU = DeviceModel("GPU", 312e12, 8.4e-6, Link(3.4e-6, 300e9))
 
 # MindSpore's MCCL with blocking launches, 2 ranks on 2 cores, measured: an all-reduce of 4 KB takes 0.4 ms, of 1 MB
-# 2.8 ms, of 4 MB 10.6 ms.
-CPU = CostModel("CPU", 0.3e-3, Link(0.05e-3, 0.4e9))
+# 2.8 ms, of 4 MB 10.6 ms; a float32 product of 1536 x 1536 runs at 50 GFLOP/s of one core.
+CPU = DeviceModel("CPU", 50e9, 0.3e-3, Link(0.05e-3, 0.4e9))
