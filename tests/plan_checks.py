@@ -51,6 +51,6 @@ CONFIGS = {
 
 def move_bytes(plan):
     """Bytes that a rank sends in all moves of a plan: forward, and backward where a trained parameter is behind."""
-    moves = [move for _, frame in plan.walk() for move in frame.moves]
+    moves = [move for _, frame in plan.walk() for move in frame.redistributions]
     forward = sum(step.nbytes for move in moves for step in move.steps)
     return forward, sum(step.backward[1] for move in moves if move.gradient for step in move.steps)

@@ -4,7 +4,7 @@ import numpy as np
 from simulated_ranks import distribute, run_forward
 
 from mindformers_core.program.graph import match_arguments
-from mindformers_core.program.plan import CallPlan, Move
+from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves, tree_map
 
 __all__ = ["computed", "simulate"]
@@ -68,7 +68,7 @@ def _run(frame, path, given, lifted, parameters, stored):
         hand[constant.value.id, frame.layouts[constant.value.id]] = dict.fromkeys(ranks, constant.array)
     hand.update(zip([(value.id, layout) for value, layout in frame.lifted], lifted, strict=True))
     for entry in frame.instructions:
-        if isinstance(entry, Move):
+        if isinstance(entry, Redistribution):
             local = hand[entry.value.id, entry.source]
             for step in entry.steps:
                 local = run_forward(step, local)

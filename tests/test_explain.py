@@ -146,7 +146,7 @@ def example(name):
 def test_totals_are_the_sums_of_all_moves(name):
     frame = example(name)
     report = unsent(frame)
-    moves = [move for _, found in frame.walk() for move in found.moves]
+    moves = [move for _, found in frame.walk() for move in found.redistributions]
     forward = sum(step.forward[1] for move in moves for step in move.steps)
     backward = sum(step.backward[1] for move in moves if move.gradient for step in move.steps)
     assert [sum(both) for both in zip(*bytes_by_axes(report.traffic).values())] == [forward, backward]

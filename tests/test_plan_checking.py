@@ -21,7 +21,7 @@ from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import TensorMeta, tensor_meta
 from mindformers_core.operators.resolve import OperatorCall, alternatives
 from mindformers_core.program.graph import OperatorNode
-from mindformers_core.program.plan import CallPlan, Move
+from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import Value, tree_leaves
 from mindformers_core.propagation.checking import PlanError, check_plan
 from mindformers_core.propagation.operators import local_call_shapes, operator_plan
@@ -77,7 +77,7 @@ def entry(kind, change, number=0):
 
 
 def name_of(each):
-    if isinstance(each, Move):
+    if isinstance(each, Redistribution):
         return "move"
     return each.node.child if isinstance(each, CallPlan) else each.node.operator
 
@@ -103,7 +103,7 @@ def first(layout):
 
 
 def step(**changes):
-    """The first step of a Move is another."""
+    """The first step of a Redistribution is another."""
     return lambda steps: (replace(steps[0], **changes), *steps[1:])
 
 

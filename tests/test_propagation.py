@@ -36,7 +36,7 @@ def test_plans_are_complete(name, config):
 @pytest.mark.parametrize("name", [name for name in CAPTURED if "llama" not in name])
 def test_whole_inputs_and_parameters_move_nothing(name):
     model, make = MODELS[name]()
-    assert not [move for _, frame in plan_of(model, *make(1)).walk() for move in frame.moves]
+    assert not [move for _, frame in plan_of(model, *make(1)).walk() for move in frame.redistributions]
 
 
 @pytest.mark.usefixtures("rank_0_of_4")
@@ -175,7 +175,7 @@ def test_looking_ahead_moves_the_other_summand(steps):
         cell_of(sums(steps)), PAIR, [layout("dp", None), layout(None, "dp")], declarations
     )
     assert improved.nbytes * 2 == greedy.nbytes and improved.work == greedy.work
-    assert [move.value.hint for move in plan.moves] == ["x"], "once, and not the sum again"
+    assert [move.value.hint for move in plan.redistributions] == ["x"], "once, and not the sum again"
 
 
 def test_looking_ahead_into_a_called_cell():
@@ -183,8 +183,10 @@ def test_looking_ahead_into_a_called_cell():
     declarations = {"": Declaration(outputs={0: layout(None, "dp")})}
     plan, greedy, improved = compared(outer, PAIR, [layout("dp", None), layout(None, "dp")], declarations)
     assert improved.nbytes * 2 == greedy.nbytes
-    assert [move.value.hint for move in plan.moves] == ["x"], "the caller moves what the callee needs moved only"
-    assert not plan.calls[0].frame.moves
+    assert [move.value.hint for move in plan.redistributions] == ["x"], (
+        "the caller moves what the callee needs moved only"
+    )
+    assert not plan.calls[0].frame.redistributions
 
 
 def test_nothing_is_computed_on_all_ranks_to_save_communication():
@@ -203,7 +205,7 @@ def test_a_partial_sum_that_is_needed_whole_and_cut_is_reduced_once():
     declarations = {"": Declaration(outputs={0: layout("dp")})}
     arriving = [layout(None, "dp"), layout("dp", None)]
     plan, _, _ = compared(cell_of(twice), PAIR, arriving, declarations)
-    assert [[step.kind for step in move.steps] for move in plan.moves] in (
+    assert [[step.kind for step in move.steps] for move in plan.redistributions] in (
         [["all_reduce"], ["slice"]],
         [["reduce_scatter"], ["all_gather"]],
     )
@@ -214,6 +216,6 @@ def test_a_gather_tells_that_a_dim_does_not_divide(heads):
     arriving = {0: layout(None, "tp").bind(MESH)}
     cell = cell_of(lambda self, x: x.reshape(x.shape[0], -1, 4).sum())
     plan = plan_of(cell, (tensor_meta((2, 4 * heads), "float32"),), {}, arriving=arriving)
-    said = [move.reason for move in plan.moves if move.undivided]
+    said = [move.reason for move in plan.redistributions if move.undivided]
     wanted = ["Reshape: dim 1, 3 x 4, can't stay sharded over tp: 3 doesn't divide by 2"]
     assert said == (wanted if heads == 3 else [])

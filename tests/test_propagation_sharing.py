@@ -96,7 +96,9 @@ def test_projections_of_one_input_share_its_mark_through_all_levels():
     weights = {path: layout(None, "tp").bind(MESH) for path, _ in cell.parameters_and_names()}
     plan = propagate(graph, MESH, {0: layout("dp").bind(MESH, 2)}, weights)
     check_plan(plan)
-    marks = [(path, move.reason) for path, frame in plan.walk() for move in frame.moves if move.value.hint == "x"]
+    marks = [
+        (path, move.reason) for path, frame in plan.walk() for move in frame.redistributions if move.value.hint == "x"
+    ]
     assert marks == [("", "MatMul")], "in the root, once"
     assert plan.layouts[0] == layout("dp").bind(MESH, 2)
     assert all(str(frame.layouts[0]) == "[dp, -] (varying: tp)" for path, frame in plan.walk() if path)
@@ -124,7 +126,7 @@ def test_readers_that_reshape_their_input_share_its_moves(sequence_parallel):
     for make in (lambda: nn.Dense(32, 32), lambda: mint.nn.Linear(32, 32, bias=False)):
         made = plan_of(readers(make), [tensor_meta((2, 8, 32), "float32")], {}, plan=plan)
         check_plan(made)
-        moves = [move for _, frame in made.walk() for move in frame.moves if len(move.value.shape) > 1]
+        moves = [move for _, frame in made.walk() for move in frame.redistributions if len(move.value.shape) > 1]
         kinds = Counter(step.kind for move in moves for step in move.steps if step.nbytes or step.backward[1])
         found.append((move_bytes(made)[0], kinds))
     dense, linear = found
@@ -145,7 +147,7 @@ def test_an_argument_that_is_used_as_it_arrives_and_moved_is_moved_where_it_is()
     weights = {call.path + ".weight": layout(None, "tp").bind(MESH) for call in graph.calls() if call.parameters}
     plan = propagate(graph, MESH, {0: layout("dp").bind(MESH, 2)}, weights, {"parts.0": Declaration()})
     check_plan(plan)
-    moved = [path for path, frame in plan.walk() for move in frame.moves if move.value.hint == "x"]
+    moved = [path for path, frame in plan.walk() for move in frame.redistributions if move.value.hint == "x"]
     assert set(moved) == {"parts.0.parts.0"}
 
 
@@ -158,7 +160,7 @@ def test_a_form_that_two_cells_need_besides_is_made_above_them():
     weights = {path: layout(None, "tp").bind(MESH) for path in ("a.weight", "b.weight")}
     plan = propagate(graph, MESH, {0: layout("dp").bind(MESH, 2)}, weights)
     check_plan(plan)
-    assert [move.value.hint for move in plan.moves] == ["x"] and plan.calls[0].frame is plan.calls[1].frame
+    assert [move.value.hint for move in plan.redistributions] == ["x"] and plan.calls[0].frame is plan.calls[1].frame
     assert [[str(place) for _, place in call.lifted] for call in plan.calls] == [["[dp, -] (varying: tp)"]] * 2
 
 
@@ -184,7 +186,7 @@ def test_a_tensor_goes_to_one_layout_by_way_of_another():
     arriving = {0: layout(None, "dp").bind(MESH), 1: layout("dp", None).bind(MESH)}
     plan = propagate(graph, MESH, arriving, {}, declarations)
     check_plan(plan)
-    assert sorted(step.kind for move in plan.moves for step in move.steps) == ["all_reduce", "slice"]
+    assert sorted(step.kind for move in plan.redistributions for step in move.steps) == ["all_reduce", "slice"]
 
 
 def test_a_tied_weight_is_marked_once_and_handed_down():
@@ -193,7 +195,7 @@ def test_a_tied_weight_is_marked_once_and_handed_down():
     marks = [
         path
         for path, frame in plan.walk()
-        for move in frame.moves
+        for move in frame.redistributions
         if frame.graph.parameters and move.value.id in {use.value.id for use in frame.graph.parameters}
         if move.value.shape == (32, 24)
     ]
@@ -238,7 +240,7 @@ def test_a_cell_with_a_bprop_runs_on_whole_tensors():
     stored_whole = {"parts.0.weight": Layout.on(MESH, ((), ()))}
     plan = propagate(graph, MESH, {0: layout("dp", "tp").bind(MESH)}, stored_whole)
     check_plan(plan)
-    assert plan.calls[0].frame is None and plan.moves[0].target.is_replicated
+    assert plan.calls[0].frame is None and plan.redistributions[0].target.is_replicated
     with pytest.raises(ValueError, match=r"Cell 'parts.0' \(Whole\).*'parts.0.weight' is sharded as \[-, tp\]"):
         propagate(graph, MESH, {0: layout("dp").bind(MESH, 2)}, {"parts.0.weight": layout(None, "tp").bind(MESH)})
 

@@ -28,7 +28,7 @@ def test_a_copy_counts_for_who_makes_the_view():
     net = recompute(shard(turned.set_train(), init_device_mesh((1,), ("tp",))), select=".Transpose")
     frame = prepare(net, tensor_meta((4, 4), "float32")).frame
     before, after = (saved_bytes(frame, keys, algorithm_of) for keys in (frozenset(), frozenset(keepers_by_key(frame))))
-    marks = {mark.kind: mark.nbytes for mark in explained(net, frame).marks.values()}
+    marks = {mark.kind: mark.nbytes for mark in explained(net, frame).notes.values()}
     assert marks == {"recomputed": 64, "kept for others": 64} and before == after
 
 
@@ -38,7 +38,7 @@ def test_copies_count_for_who_makes_the_views():
     frame = prepare(net, IDS, IDS).frame
     attention = "model.layers.0.self_attn.core_attention."
     names = {key: name for key, name in operator_texts(frame).items() if name.startswith(attention)}
-    marks = explained(net, frame).marks
+    marks = explained(net, frame).notes
     found = {name.removeprefix(attention): marks[key].nbytes for key, name in names.items() if key in marks}
     saving = {"query": 2048, "Reshape[0]": 2048, "weights": 2048, "Reshape[1]": 2048}
     assert {name: nbytes for name, nbytes in found.items() if nbytes} == saving

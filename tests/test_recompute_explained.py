@@ -59,7 +59,7 @@ def test_the_marks_add_up(make, settings):
     net, inputs = recompute(sharded(make), **settings), INPUTS[make]()
     frame = prepare(net, *inputs).frame
     found, dropped = explained(net, frame), frozenset(keepers_by_key(frame))
-    marks = found.marks
+    marks = found.notes
     assert found.dropped == dropped
     again = {key for key, mark in marks.items() if mark.kind == "recomputed"}
     assert again == recomputed(frame, dropped, algorithm_of)
@@ -67,7 +67,7 @@ def test_the_marks_add_up(make, settings):
     signs = {"recomputed": 1, "kept for others": -1}
     assert sum(signs[mark.kind] * mark.nbytes for mark in marks.values()) == before - after > 0
     rows = list(rows_of(make_report(frame, algorithm_of, found).root))
-    assert sum(getattr(row, "mark", None) is not None for row in rows) == len(marks)
+    assert sum(getattr(row, "note", None) is not None for row in rows) == len(marks)
 
 
 def test_a_mark_has_the_bytes_that_are_listed(tmp_path):
@@ -101,14 +101,14 @@ def test_what_waits_on_the_host():
     frame = prepare(net, *INPUTS[llama]()).frame
     found = explained(net, frame)
     keys = keepers_by_key(frame).keys()
-    assert {mark.kind for mark in found.marks.values()} == {"on host"}
+    assert {mark.kind for mark in found.notes.values()} == {"on host"}
     swapped = [tensor.nbytes for tensor in saved_activations(frame, algorithm=algorithm_of) if tensor.key in keys]
-    assert sum(mark.nbytes for mark in found.marks.values()) == sum(swapped) > 0
+    assert sum(mark.nbytes for mark in found.notes.values()) == sum(swapped) > 0
     (line,) = found.lines
-    assert line.startswith(f"swap: results of {len(found.marks)} instructions wait on the host, ")
+    assert line.startswith(f"swap: results of {len(found.notes)} instructions wait on the host, ")
     key = next(key for key, path in called_cells(frame) if path == "model.layers.1.self_attn")
-    inside = {inner[len(key) :] for inner in found.marks if inner[: len(key)] == key}
-    assert explained(net, frame, "model.layers.1.self_attn").marks.keys() == inside != set()
+    inside = {inner[len(key) :] for inner in found.notes if inner[: len(key)] == key}
+    assert explained(net, frame, "model.layers.1.self_attn").notes.keys() == inside != set()
 
 
 def llama_on_two_ranks():
@@ -127,7 +127,7 @@ def test_what_is_sent_again():
         frame = prepare(net, IDS, IDS).frame
         found = explained(net, frame)
         rows = [row for row in rows_of(make_report(frame, algorithm_of, found).root) if hasattr(row, "steps")]
-        again = [step for row in rows if getattr(row, "mark", None) for step in row.steps if step.recomputed]
+        again = [step for row in rows if getattr(row, "note", None) for step in row.steps if step.recomputed]
         sent = collectives_of(make_report(frame, algorithm_of, found).traffic)
         counts.append((sent, [name for step in again for way, name, _ in step.collectives if way == "forward"]))
     (plain, none), (full, again), (kept, nothing) = counts
@@ -211,7 +211,7 @@ def test_what_compiled_cells_send_again():
         plain, again = (collectives_of(report.traffic)["all_reduce"] for report in reports)
         assert again[0] == plain[0]
         counts.append(again[1] - plain[1])
-        assert [mark.kind for mark in found.marks.values() if mark.kind] == ["recomputed whole"] * 2
+        assert [mark.kind for mark in found.notes.values() if mark.kind] == ["recomputed whole"] * 2
     assert counts == [2, 4]  # of two layers the products of attention, and also those of mlp
 
 

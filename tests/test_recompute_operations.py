@@ -110,7 +110,9 @@ def place_of(operator, tensors, shapes, cut=None):
     made = tuple(Value(len(values) + number, shape, "float32", "") for number, shape in enumerate(shapes))
     node = OperatorNode(operator, "function", tuple(values), {}, made, None, None, "here:1")
     layouts = [tuple(layout().bind(TWO, len(value.shape)) for value in group) for group in (values, made)]
-    return Instruction((0,), "", SimpleNamespace(mesh=TWO, device_model=CPU), OperatorPlan(node, signature, *layouts, cut or {}))
+    return Instruction(
+        (0,), "", SimpleNamespace(mesh=TWO, device_model=CPU), OperatorPlan(node, signature, *layouts, cut or {})
+    )
 
 
 def test_attention_and_convolutions():

@@ -13,7 +13,7 @@ from test_recompute_patterns import select
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh, init_device_mesh
 from mindformers_core.program.operator_names import friendly_name, operator_names, operator_texts, plain_name
-from mindformers_core.program.plan import CellPlan, Move, OperatorPlan, called_cells, operators_in_order
+from mindformers_core.program.plan import CellPlan, OperatorPlan, Redistribution, called_cells, operators_in_order
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import shard
 
@@ -160,14 +160,14 @@ def test_redistributions():
         return y
 
     names = names_in(construct, arriving={"x": layout(None, "tp")})
-    moves = [name for name in names if isinstance(name.place.entry, Move)]
+    moves = [name for name in names if isinstance(name.place.entry, Redistribution)]
     assert moves and all(name.operator in ("all_gather", "all_reduce", "all_to_all", "slice") for name in moves)
     assert not any(name.variables for name in moves)
 
 
 def move(*steps):
     kinds = tuple(SimpleNamespace(kind=kind, op=op) for kind, op in steps)
-    return Move(None, None, None, kinds, "", True)
+    return Redistribution(None, None, None, kinds, "", True)
 
 
 def test_redistributions_of_several_steps_and_of_none():
@@ -216,7 +216,7 @@ def test_a_sharded_llama():
     assert "model.layers.1.self_attn.core_attention.weights" in texts
     assert "model.layers.1.mlp.SiLU" in texts
     assert "model.layers.1.self_attn.core_attention.MatMul[0]" in texts  # the other one is called mixed
-    assert not any(isinstance(name.place.entry, Move) for name in names)
+    assert not any(isinstance(name.place.entry, Redistribution) for name in names)
     frame = next(iter(tree.programs.values())).frame
     assert list(operator_texts(frame).values()) == texts
     assert set(operator_texts(frame, "student").values()) == {f"student.{text}".replace("..", ".") for text in texts}

@@ -15,7 +15,7 @@ from mindformers_core.capture.capture import capture
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import tensor_meta
-from mindformers_core.program.plan import Move, OperatorPlan
+from mindformers_core.program.plan import OperatorPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.propagate import propagate
 from mindformers_core.propagation.saved import load_plan, save_plan
@@ -45,7 +45,7 @@ def same_plan(frame, other, known):
     assert frame.graph.key == other.graph.key, "of some call that is identical"
     for one, two in zip(frame.instructions, other.instructions, strict=True):
         assert type(one) is type(two)
-        if isinstance(one, Move):
+        if isinstance(one, Redistribution):
             assert vars(one) == vars(two)
             continue
         assert (str(one.node), one.inputs, one.outputs) == (str(two.node), two.inputs, two.outputs)
@@ -121,7 +121,7 @@ def test_one_of_several_permutations(tmp_path):
     x = tensor_meta((8,), "float32")
     given = captured(nn.ReLU(), mesh, (x,), plan=plan, arriving={"input": layout(("a", "b", "c"))})
     frame = propagate(*given)
-    assert [step.kind for step in frame.moves[0].steps] == ["permute"]
+    assert [step.kind for step in frame.redistributions[0].steps] == ["permute"]
     save_plan(frame, tmp_path / "plan.json")
     same_plan(frame, load_plan(tmp_path / "plan.json", *given), {})
 

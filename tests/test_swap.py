@@ -123,7 +123,7 @@ def test_what_is_saved_waits_on_the_host(monkeypatch, make, settings, recomputin
     ms.value_and_grad(forward, None, net.trainable_params())(*inputs)
     frame = programs(net)[-1].frame
     explained = tree_of(net).activations.explained(frame)
-    marks = [mark.nbytes for mark in explained.marks.values() if mark.kind == "on host"]
+    marks = [mark.nbytes for mark in explained.notes.values() if mark.kind == "on host"]
     assert kept["fetched"] == [] and sum(kept["host"]) == sum(marks)
     if make is not Net:  # it has a distributed algorithm, of several calls, and seeds
         assert kept["host"] == sorted(marks)

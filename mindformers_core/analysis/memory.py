@@ -52,16 +52,16 @@ def _peak(events, kept):
     return peak
 
 
-def recomputed_at_once(frame, layers, marks):
+def recomputed_at_once(frame, layers, notes):
     """Peak of recomputed bytes in the backward pass: the largest sum of one layer, or of one tensor outside of layers.
 
     Args:
         frame: the `CellPlan`.
         layers: paths of the Cells that are recomputed one at a time, as a whole or in parts.
-        marks: as of `ExplainedActivations`.
+        notes: as of `ExplainedActivations`.
     """
     calls = [key for key, path in called_cells(frame) if path in layers]
     sums = Counter()
-    for key, mark in marks.items():
-        sums[next((call for call in calls if key[: len(call)] == call), key)] += mark.nbytes
+    for key, note in notes.items():
+        sums[next((call for call in calls if key[: len(call)] == call), key)] += note.nbytes
     return max(sums.values(), default=0)

@@ -10,7 +10,7 @@ from math import prod
 from mindformers_core.analysis.algorithms import algorithm_steps
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.graph import CallNode
-from mindformers_core.program.plan import CallPlan, Move
+from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.operators import operator_signature
 from mindformers_core.redistribution.steps import COLLECTIVES
@@ -35,7 +35,7 @@ def operations(place, algorithm=None):
     """
     entry = place.entry
     device = place.frame.device_model
-    if isinstance(entry, Move):
+    if isinstance(entry, Redistribution):
         return sum(_step_operations(step, device) for step in entry.steps)
     if isinstance(entry, CallPlan):
         return _whole_operations(entry.node.graph)

@@ -11,7 +11,7 @@ from functools import cache
 
 from mindformers_core.analysis.saved_tensors import SavedTensorAnalysis
 from mindformers_core.hints import nearest
-from mindformers_core.program.plan import Move, called_cells, operators_in_order
+from mindformers_core.program.plan import Redistribution, called_cells, operators_in_order
 
 __all__ = ["Prediction", "SavedTensor", "cell_keys", "recomputed", "saved_activations", "saved_bytes"]
 
@@ -143,4 +143,4 @@ class Prediction:
 
 
 def _runs(entry):
-    return not isinstance(entry, Move) or bool(entry.steps)
+    return not isinstance(entry, Redistribution) or bool(entry.steps)

@@ -17,7 +17,7 @@ from mindformers_core.operators.registry import NO_GRADIENT, facts_of
 from mindformers_core.operators.saved import UNMEASURED
 from mindformers_core.operators.views import contiguous_strides
 from mindformers_core.program.graph import match_arguments
-from mindformers_core.program.plan import CallPlan, Move
+from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.redistribution.steps import STEP_KINDS
 
@@ -101,7 +101,7 @@ class _TraceBuilder:
         held |= given
         often = Counter(id(call.frame) for call in frame.calls)
         for index, entry in enumerate(frame.instructions):
-            if isinstance(entry, Move):
+            if isinstance(entry, Redistribution):
                 tensor = held[entry.value.id, entry.source]
                 held[entry.value.id, entry.target] = self.steps((*key, index), tensor, entry.steps)
             elif isinstance(entry, CallPlan) and entry.frame is not None:

@@ -6,13 +6,13 @@ from mindformers_core.analysis.traffic import bytes_by_axes, collectives_of
 from mindformers_core.explaining import wording
 from mindformers_core.explaining.report import CallRow, MoveRow
 from mindformers_core.explaining.style import HUES, STYLE
-from mindformers_core.explaining.wording import call_path, folded, mark_shown, step_shown
+from mindformers_core.explaining.wording import call_path, folded, note_shown, step_shown
 from mindformers_core.hints import bytes_shown
 
 __all__ = ["page"]
 
 _OPEN_DEPTH = 3  # Cells so far below the root are open at first
-_MARKS = {  # kind of a `Mark` -> its sign, and what it means
+_NOTES = {  # kind of an `Annotation` -> its sign, and what it means
     "recomputed": ("↻", "runs again in the backward pass, and bytes that aren't kept because of that"),
     "recomputed whole": ("↻", "all in it runs again in the backward pass, and bytes that by the plan aren't kept"),
     "kept for others": ("▪", "kept, since others are computed again from it"),
@@ -25,7 +25,7 @@ def page(report, title, storage=(), kept=()):
 
     A sharded dim is a chip in the colour of its axis, `512→128 tp`; a partial sum has a solid frame, a varying mark a
     dashed one. Coloured bands are redistributions that communicate. Results that are recomputed in the backward pass,
-    or wait for it on the host, have a mark with bytes. Equal Cells are shown once; a group of operators of one source
+    or wait for it on the host, have a note with bytes. Equal Cells are shown once; a group of operators of one source
     line can be expanded.
 
     Args:
@@ -45,7 +45,7 @@ def page(report, title, storage=(), kept=()):
         *_stored(storage),
         *_stored(kept, open=""),
         _legend(report.mesh, report.kinds),
-        _tag("div", tree.cell(report.root, "", report.root.path or report.root.class_name, 0, report.mark), "tree"),
+        _tag("div", tree.cell(report.root, "", report.root.path or report.root.class_name, 0, report.note), "tree"),
     ]
     hues = "".join(f".axis-{place} {{ --hue: {hue}; }}\n" for place, hue in enumerate(HUES))
     return (
@@ -129,14 +129,14 @@ def _stored(lines, **attributes):
     return [_tag("details", content, "card stored", **attributes)]
 
 
-def _mark(kind, text):
-    """A pill for the mark of a result."""
-    return _tag("span", f"{_MARKS[kind][0]} {escape(text)}", f"mark {kind.removesuffix(' whole').replace(' ', '-')}")
+def _note(kind, text):
+    """A pill for the note of a result."""
+    return _tag("span", f"{_NOTES[kind][0]} {escape(text)}", f"mark {kind.removesuffix(' whole').replace(' ', '-')}")
 
 
-def _mark_of(mark):
-    """The same for the mark of a row, if it has one."""
-    return _mark(mark.kind, mark_shown(mark)) if mark is not None and mark.kind else ""
+def _note_of(note):
+    """The same for the note of a row, if it has one."""
+    return _note(note.kind, note_shown(note)) if note is not None and note.kind else ""
 
 
 def _legend(mesh, kinds):
@@ -152,7 +152,7 @@ def _legend(mesh, kinds):
     )
     for text, kind, meaning in samples:
         axes.append(_tag("span", f"{_chip(mesh, sample, text.format(escape(sample[0])), kind)} {meaning}"))
-    axes += [_tag("span", f"{_mark(kind, kind)} {escape(_MARKS[kind][1])}") for kind in _MARKS if kind in kinds]
+    axes += [_tag("span", f"{_note(kind, kind)} {escape(_NOTES[kind][1])}") for kind in _NOTES if kind in kinds]
     return _tag("div", "".join(axes), "legend")
 
 
@@ -168,14 +168,14 @@ class _Tree:
         self.mesh = mesh
         self.shown = {}
 
-    def cell(self, report, path, name, depth, mark=None):
+    def cell(self, report, path, name, depth, note=None):
         """A Cell that can be opened, or where to look for one that is like it."""
         if id(report) in self.shown:
-            return self.again(report, name, mark)
+            return self.again(report, name, note)
         anchor = f"cell-{len(self.shown)}"
         self.shown[id(report)] = anchor, path or name
         head = _tag("span", escape(name), "child", title=path or name)
-        head += _tag("span", escape(report.class_name), "class") + self._sent(report.traffic) + _mark_of(mark)
+        head += _tag("span", escape(report.class_name), "class") + self._sent(report.traffic) + _note_of(note)
         arriving = [("input", entry) for entry in (*report.arguments, *report.lifted)]
         arriving += [("parameter", entry) for entry in report.parameters]
         body = [self._entering(kind, entry) for kind, entry in arriving]
@@ -186,12 +186,12 @@ class _Tree:
         content = _tag("summary", head) + _tag("div", "\n".join(body), "body")
         return _tag("details", content, "cell", id=anchor, **opened)
 
-    def again(self, report, name, mark):
+    def again(self, report, name, note):
         """A Cell that was shown before."""
         anchor, path = self.shown[id(report)]
         link = "as " + _tag("a", escape(path), href=f"#{anchor}")
         parts = _tag("code", escape(name)) + _tag("span", escape(report.class_name), "class") + _tag("span", link)
-        return _tag("div", parts + self._sent(report.traffic) + _mark_of(mark), "again")
+        return _tag("div", parts + self._sent(report.traffic) + _note_of(note), "again")
 
     def _group(self, group, path, depth):
         row = group[0]
@@ -206,10 +206,10 @@ class _Tree:
         if row.report is None:
             shapes = "<br>".join(map(self._tensor, row.results))
             return self._row(f'{call} <span class="name">has a bprop</span>', shapes, row.source)
-        content = self.cell(row.report, call_path(path, row.child), row.child, depth, row.mark)
+        content = self.cell(row.report, call_path(path, row.child), row.child, depth, row.note)
         if len(group) > 1:
             last = f" … {group[-1].child}" if len(group) > 2 else ""
-            content += self.again(row.report, f"{group[1].child}{last}  ×{len(group) - 1}", row.mark)
+            content += self.again(row.report, f"{group[1].child}{last}  ×{len(group) - 1}", row.note)
         return content
 
     def _operator(self, row):
@@ -217,7 +217,7 @@ class _Tree:
         attribute = f' <span class="attribute">self.{escape(row.attribute)}</span>' if row.attribute else ""
         call = f'<span class="name">{escape(names)} =</span> {escape(row.operator)}({escape(", ".join(row.inputs))})'
         shapes = "<br>".join(map(self._tensor, row.results))
-        content = self._row(call + attribute, shapes, row.source, mark=row.mark)
+        content = self._row(call + attribute, shapes, row.source, note=row.note)
         if row.algorithm is None:
             return content
         over = f" over {', '.join(row.axes)}" if row.axes else ""
@@ -228,16 +228,16 @@ class _Tree:
         after = self._layout(row.tensor.shape, row.local_shape, row.target)
         before = self._layout(row.tensor.shape, row.tensor.local_shape, row.tensor.layout)
         layouts = _tag("span", f"{before} → {after}", "shape", title=f"{row.tensor.layout} -> {row.target}")
-        return self._band(row.steps, escape(row.tensor.name), layouts, f"for {row.reason}", row.mark)
+        return self._band(row.steps, escape(row.tensor.name), layouts, f"for {row.reason}", row.note)
 
-    def _band(self, steps, what, layouts, reason, mark=None):
+    def _band(self, steps, what, layouts, reason, note=None):
         """Steps that communicate, in the colour of their axis; local steps, in grey."""
         sending = next((step for step in steps if step.collectives), None)
         kind = "local" if sending is None else f"sends {_hue(self.mesh, sending.axes)}"
         lines = [line for step in steps for line in self._step(step)] or ["no communication"]
         left = _tag("div", f"{_tag('code', what)} {'<br>'.join(lines)}")
         about = "<br>".join(filter(None, (layouts, _tag("span", escape(reason), "reason"))))
-        right = _tag("div", _mark_of(mark) + about)
+        right = _tag("div", _note_of(note) + about)
         return _tag("div", left + right, f"move {kind}")
 
     @staticmethod
@@ -263,8 +263,8 @@ class _Tree:
         return self._row(f'<span class="name">{kind}</span> {escape(entry.name)}', self._tensor(entry), "", "input")
 
     @staticmethod
-    def _row(call, shapes, source, kind="", mark=None):
-        parts = _tag("span", call, "operator") + _tag("span", _mark_of(mark) + shapes)
+    def _row(call, shapes, source, kind="", note=None):
+        parts = _tag("span", call, "operator") + _tag("span", _note_of(note) + shapes)
         parts += _tag("span", escape(source), "source")
         return _tag("div", parts, f"row {kind}".strip())
 
@@ -274,16 +274,16 @@ class _Tree:
         return _tag("span", _tag("span", escape(entry.dtype), "dtype") + shape, "shape", title=local)
 
     def _layout(self, shape, local_shape, layout):
-        """A shape with sharded dims as chips, followed by chips for marks."""
+        """A shape with sharded dims as chips, followed by chips for partial and varying axes."""
         dims = []
         for dim, (size, local, axes) in enumerate(zip(shape, local_shape, layout.dims)):
             names = escape(", ".join(axes))
             title = f"dim {dim}: {size} over {', '.join(axes)} = {local}"
             cut = f"{size}→{local}<small>{names}</small>"
             dims.append(_chip(self.mesh, axes, cut, title=title) if axes else str(size))
-        marks = [
+        chips = [
             _chip(self.mesh, (axis,), f"{'Σ' if op == 'sum' else op} {escape(axis)}", "partial")
             for axis, op in layout.partial
         ]
-        marks += [_chip(self.mesh, (axis,), f"≈ {escape(axis)}", "varying") for axis in layout.varying]
-        return " ".join([f"[{', '.join(dims)}]", *marks])
+        chips += [_chip(self.mesh, (axis,), f"≈ {escape(axis)}", "varying") for axis in layout.varying]
+        return " ".join([f"[{', '.join(dims)}]", *chips])

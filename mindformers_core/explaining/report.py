@@ -1,7 +1,7 @@
 """The report of a `CellPlan`: plain data from which text and page are rendered. Pure Python.
 
 Equal calls share one `CellReport`, as they share one `CellPlan`: 80 identical layers have one report. Calls with
-different marks have different reports.
+different notes have different reports.
 """
 
 import os
@@ -12,7 +12,7 @@ from mindformers_core.analysis.memory import activation_peaks
 from mindformers_core.analysis.traffic import step_entries, total
 from mindformers_core.layout import Layout
 from mindformers_core.program.activation_policy import ExplainedActivations
-from mindformers_core.program.plan import CallPlan, Move
+from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
 
 __all__ = ["CallRow", "CellReport", "MoveRow", "OperatorRow", "Report", "TensorEntry", "make_report"]
@@ -46,7 +46,7 @@ class MoveRow:
         local_shape: of every rank's part after.
         steps: tuple of `StepEntry`.
         reason: the consumer that requires it.
-        mark: its `Mark`, where its result is kept in another way than usual, or None.
+        note: its `Annotation`, where its result is kept in another way than usual, or None.
     """
 
     tensor: TensorEntry
@@ -54,7 +54,7 @@ class MoveRow:
     local_shape: tuple
     steps: tuple
     reason: str
-    mark: object = None
+    note: object = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +68,7 @@ class OperatorRow:
         algorithm: name of the distributed algorithm that runs in its place, or None.
         axes: the axes that the algorithm bridges.
         steps: a `StepEntry` for everything that the algorithm communicates.
-        mark: its `Mark`, where its results are kept in another way than usual, or None.
+        note: its `Annotation`, where its results are kept in another way than usual, or None.
     """
 
     operator: str
@@ -79,7 +79,7 @@ class OperatorRow:
     algorithm: str | None
     axes: tuple
     steps: tuple
-    mark: object = None
+    note: object = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ class CallRow:
         inputs: names of the tensors that are passed.
         results: a `TensorEntry` for every tensor that comes back.
         report: the `CellReport`, the same object for equal calls; None for a Cell with a `bprop`, on whole tensors.
-        mark: its `Mark`, where the Cell as a whole runs again, or None.
+        note: its `Annotation`, where the Cell as a whole runs again, or None.
     """
 
     child: str
@@ -100,7 +100,7 @@ class CallRow:
     inputs: tuple
     results: tuple
     report: "CellReport | None"
-    mark: object = None
+    note: object = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,8 +137,8 @@ class Report:
         training_bytes, evaluation_bytes: activations of a rank at the peak, see `activation_peaks`.
         undropped_bytes: the first of these if all were held; None where they are.
         cells: number of Cell calls.
-        mark: the `Mark` of the root, or None.
-        kinds: of all `Mark`s.
+        note: the `Annotation` of the root, or None.
+        kinds: of all `Annotation`s.
         micro_steps: forward and backward passes of a step.
         stored_traffic: what a step sends of parameters and gradients, see `total`.
     """
@@ -150,7 +150,7 @@ class Report:
     evaluation_bytes: int
     undropped_bytes: int | None
     cells: int
-    mark: object
+    note: object
     kinds: set
     micro_steps: int
     stored_traffic: dict
@@ -177,27 +177,27 @@ def make_report(frame, algorithm=None, activations=None, micro_steps=1, stored_t
         ValueError: an operator runs a distributed algorithm, and there is no `algorithm`: nothing is hidden.
     """
     activations = ExplainedActivations() if activations is None else activations
-    root = _cell_report(frame, algorithm, activations.marks, {})
+    root = _cell_report(frame, algorithm, activations.notes, {})
     calls = sum(1 for _ in frame.walk())
     peaks, undropped = activation_peaks(frame, algorithm, activations), None
     if activations.dropped or activations.on_host:
         held = ExplainedActivations(arguments_need=activations.arguments_need)
         undropped, _ = activation_peaks(frame, algorithm, held)
-    mark, kinds = activations.marks.get(()), {mark.kind for mark in activations.marks.values()}
-    how = *peaks, undropped, calls, mark, kinds, micro_steps, stored_traffic or {}
+    note, kinds = activations.notes.get(()), {note.kind for note in activations.notes.values()}
+    how = *peaks, undropped, calls, note, kinds, micro_steps, stored_traffic or {}
     return Report(frame.mesh, frame.graph.training, root, *how)
 
 
-def _cell_report(frame, algorithm, marks, known):
-    """The `CellReport` of a frame, made once for equal marks; `known` are those that exist, by identity and marks."""
-    memo = id(frame), frozenset(marks.items())
+def _cell_report(frame, algorithm, notes, known):
+    """The `CellReport` of a frame, made once for equal notes; `known` are those that exist, by identity and notes."""
+    memo = id(frame), frozenset(notes.items())
     if memo in known:
         return known[memo]
     graph, names = frame.graph, _names(frame.graph)
     inner = {}
-    for key, mark in marks.items():
-        if key:  # else it is the mark of this call
-            inner.setdefault(key[0], {})[key[1:]] = mark
+    for key, note in notes.items():
+        if key:  # else it is the note of this call
+            inner.setdefault(key[0], {})[key[1:]] = note
     rows = [
         _row(entry, frame, names, algorithm, inner.get(index, {}), known)
         for index, entry in enumerate(frame.instructions)
@@ -240,23 +240,23 @@ def _tensor(value, layout, names):
     return TensorEntry(_name(value, names), value.dtype, value.shape, layout.local_shape(value.shape), layout)
 
 
-def _row(entry, frame, names, algorithm, marks, known):
-    """The row of an instruction; `marks` are those of the instruction itself, under `()`, and of the called Cell."""
-    mark = marks.get(())
-    again = mark is not None and mark.sends
-    if isinstance(entry, Move):
+def _row(entry, frame, names, algorithm, notes, known):
+    """The row of an instruction; `notes` are those of the instruction itself, under `()`, and of the called Cell."""
+    note = notes.get(())
+    again = note is not None and note.sends
+    if isinstance(entry, Redistribution):
         before = _tensor(entry.value, entry.source, names)
         steps = step_entries(((step, entry.gradient) for step in entry.steps), again)
-        return MoveRow(before, entry.target, entry.target.local_shape(entry.value.shape), steps, entry.reason, mark)
+        return MoveRow(before, entry.target, entry.target.local_shape(entry.value.shape), steps, entry.reason, note)
     node, outputs = entry.node, tree_leaves(entry.node.outputs)
     inputs = tuple(_name(value, names) for value in tree_leaves((node.args, node.kwargs)))
     results = tuple(_tensor(value, layout, names) for value, layout in zip(outputs, entry.outputs))
     taken_and_given = os.path.basename(node.source or ""), inputs, results
     if isinstance(entry, CallPlan):
         child = f"/{node.graph.path}" if node.child is None else node.child
-        report = None if entry.frame is None else _cell_report(entry.frame, algorithm, marks, known)
-        return CallRow(child, *taken_and_given, report, mark)
+        report = None if entry.frame is None else _cell_report(entry.frame, algorithm, notes, known)
+        return CallRow(child, *taken_and_given, report, note)
     flows = any(value.id in frame.gradients for value in outputs)
     run = () if entry.algorithm is None else algorithm_steps(entry, algorithm)
     steps = step_entries(((step, gradient and flows) for step, gradient in run), again)
-    return OperatorRow(node.operator, node.attribute, *taken_and_given, entry.algorithm, entry.cut_axes, steps, mark)
+    return OperatorRow(node.operator, node.attribute, *taken_and_given, entry.algorithm, entry.cut_axes, steps, note)

@@ -4,7 +4,7 @@ from textwrap import wrap
 
 from mindformers_core.explaining import wording
 from mindformers_core.explaining.report import CallRow, MoveRow
-from mindformers_core.explaining.wording import call_path, folded, mark_shown, sent_shown, step_shown
+from mindformers_core.explaining.wording import call_path, folded, note_shown, sent_shown, step_shown
 from mindformers_core.hints import bytes_shown
 
 __all__ = ["explain_plan"]
@@ -27,19 +27,19 @@ def explain_plan(report, storage=()):
         report: the `Report` of the root's plan.
         storage: lines about how parameters and activations are stored, to follow the rest.
     """
-    lines = _cell_lines(report.root, "", report.root.path or "(root)", 0, {}, report.mark)
+    lines = _cell_lines(report.root, "", report.root.path or "(root)", 0, {}, report.note)
     stored = ["", *storage] if storage else []
     return "\n".join([wording.about(report), "", *lines, "", *_total_lines(report), *stored])
 
 
-def _cell_lines(report, path, title, depth, shown, mark=None):
+def _cell_lines(report, path, title, depth, shown, note=None):
     """The lines of a Cell; of one that was `shown` (the identity of its report -> its path) where to look."""
     pad = "  " * depth
     if id(report) in shown:
-        return _marked([f"{pad}{title}  {report.class_name}: as {shown[id(report)]}"], mark)
+        return _noted([f"{pad}{title}  {report.class_name}: as {shown[id(report)]}"], note)
     shown[id(report)] = path or title
     sent = sent_shown(report.traffic)
-    lines = _marked([f"{pad}{title}  {report.class_name}" + (f"  (sends {sent})" if sent else "")], mark)
+    lines = _noted([f"{pad}{title}  {report.class_name}" + (f"  (sends {sent})" if sent else "")], note)
     pad += "  "
     entering = {"input": report.arguments, "parameter": report.parameters, "lifted": report.lifted}
     for kind, entries in entering.items():
@@ -54,7 +54,7 @@ def _cell_lines(report, path, title, depth, shown, mark=None):
 def _group_lines(group, path, depth, shown):
     row, pad = group[0], "  " * depth
     if isinstance(row, MoveRow):
-        return _marked(_move_lines(row, pad), row.mark)
+        return _noted(_move_lines(row, pad), row.note)
     if not isinstance(row, CallRow):
         inner = [f"{len(group) - 1} operators: " + ", ".join(row.operator for row in group[:-1])] if group[1:] else []
         shown = {"initial_indent": f"{pad}· ", "subsequent_indent": f"{pad}  "}
@@ -62,10 +62,10 @@ def _group_lines(group, path, depth, shown):
     if row.report is None:
         lines = [f"{pad}{row.child}({', '.join(row.inputs)})  has a bprop: on whole tensors  {row.source}"]
         return lines + [line for entry in row.results for line in _line(f"{pad}  {entry.name}", entry)]
-    lines = _cell_lines(row.report, call_path(path, row.child), row.child, depth, shown, row.mark)
+    lines = _cell_lines(row.report, call_path(path, row.child), row.child, depth, shown, row.note)
     if len(group) > 1:
         title = group[1].child + (f" … {group[-1].child}" if len(group) > 2 else "")
-        lines += _marked([f"{pad}{title}  {row.report.class_name}: as {shown[id(row.report)]}"], row.mark)
+        lines += _noted([f"{pad}{title}  {row.report.class_name}: as {shown[id(row.report)]}"], row.note)
     return lines
 
 
@@ -74,8 +74,8 @@ def _operator_lines(row, pad):
     call = f"{row.operator}({', '.join(row.inputs)}){named}  {row.source}"
     lines = []
     for place, entry in enumerate(row.results):
-        left, mark = (f"{pad}{entry.name} = {call}", row.mark) if place == 0 else (f"{pad}{entry.name}", None)
-        lines += _line(left, entry, mark)
+        left, note = (f"{pad}{entry.name} = {call}", row.note) if place == 0 else (f"{pad}{entry.name}", None)
+        lines += _line(left, entry, note)
     if row.algorithm is not None:
         over = f" over {', '.join(row.axes)}" if row.axes else ""
         lines.append(f"{pad}  by the distributed algorithm '{row.algorithm}'{over}")
@@ -85,8 +85,8 @@ def _operator_lines(row, pad):
 
 def _move_lines(row, pad):
     """One line where it fits."""
-    marks = [step.kind for step in row.steps] == ["mark_varying"]
-    what = row.tensor.name if marks else f"{row.tensor.name} {row.tensor.layout} -> {row.target}:"
+    is_mark = [step.kind for step in row.steps] == ["mark_varying"]
+    what = row.tensor.name if is_mark else f"{row.tensor.name} {row.tensor.layout} -> {row.target}:"
     steps = ["; backward: ".join(step_shown(step)) for step in row.steps] or ["no communication"]
     arrow = _arrow(row.steps, pad)
     reason = f"(for {row.reason})"
@@ -96,11 +96,11 @@ def _move_lines(row, pad):
     return next((way for way in ways if len(way[-1]) <= _WIDTH), [*lines, f"{pad}    {reason}"])
 
 
-def _marked(lines, mark):
-    """Lines with a mark at the right of the first one that it fits on; else it has a line of its own."""
-    if mark is None or not mark.kind:
+def _noted(lines, note):
+    """Lines with a note at the right of the first one that it fits on; else it has a line of its own."""
+    if note is None or not note.kind:
         return lines
-    shown = f"  [{mark_shown(mark)}]"
+    shown = f"  [{note_shown(note)}]"
     for place, line in enumerate(lines):
         if len(line) + len(shown) <= _WIDTH:
             return [*lines[:place], line + shown.rjust(_WIDTH - len(line)), *lines[place + 1 :]]
@@ -111,8 +111,8 @@ def _arrow(steps, pad):
     return f"{pad}{'→' if any(step.collectives for step in steps) else '·'} "
 
 
-def _line(left, entry, mark=None):
-    """A tensor's line: its name, shapes, layout and mark; on several lines where it is too long."""
+def _line(left, entry, note=None):
+    """A tensor's line: its name, shapes, layout and note; on several lines where it is too long."""
     local = "" if entry.local_shape == entry.shape else f" -> {list(entry.local_shape)}"
     shapes = f"{entry.dtype} {list(entry.shape)}{local}"
     line = f"{left:{_COLUMNS[0] - 1}} {shapes}"
@@ -120,7 +120,7 @@ def _line(left, entry, mark=None):
     line = f"{line} {entry.layout}"
     rest = f"{shapes}  {entry.layout}"
     two = [left, " " * max(min(_COLUMNS[0], _WIDTH - len(rest)), 4) + rest]
-    ways = [_marked(lines, mark) for lines in ([whole], [line], two)]
+    ways = [_noted(lines, note) for lines in ([whole], [line], two)]
     fitting = [lines for lines in ways if max(map(len, lines)) <= _WIDTH]
     return min(fitting or ways[2:], key=len)
 

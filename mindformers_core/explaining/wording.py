@@ -1,11 +1,11 @@
-"""The common parts of text and page: totals, steps, marks, groups of rows. Pure Python."""
+"""The common parts of text and page: totals, steps, notes, groups of rows. Pure Python."""
 
 from mindformers_core.analysis.traffic import bytes_by_axes, collectives_of
 from mindformers_core.explaining.report import CallRow, OperatorRow
 from mindformers_core.hints import bytes_shown
 from mindformers_core.redistribution.steps import COLLECTIVES
 
-__all__ = ["about", "call_path", "folded", "mark_shown", "period", "sent_shown", "step_shown", "totals"]
+__all__ = ["about", "call_path", "folded", "note_shown", "period", "sent_shown", "step_shown", "totals"]
 
 MARKS = {  # what a step does that is local, in words
     "slice": "sliced",
@@ -74,11 +74,11 @@ def step_shown(step):
     return forward, backward
 
 
-def mark_shown(mark):
+def note_shown(note):
     """`"recomputed: 1.5 MiB not kept"`, `"recomputed for others"` where that is nothing, `"on host: 1.5 MiB"`, …."""
-    if mark.kind == "recomputed" and not mark.nbytes:
+    if note.kind == "recomputed" and not note.nbytes:
         return "recomputed for others"
-    return f"{mark.kind}: {bytes_shown(mark.nbytes)}" + " not kept" * mark.kind.startswith("recomputed")
+    return f"{note.kind}: {bytes_shown(note.nbytes)}" + " not kept" * note.kind.startswith("recomputed")
 
 
 def folded(rows):
@@ -95,9 +95,9 @@ def folded(rows):
 
 def _equal_calls(last, row):
     alike = isinstance(row, CallRow) and isinstance(last, CallRow) and row.report is last.report is not None
-    return alike and row.child != last.child and row.mark == last.mark
+    return alike and row.child != last.child and row.note == last.note
 
 
 def _one_line(last, row):
-    plain = all(isinstance(each, OperatorRow) and each.algorithm is each.mark is None for each in (last, row))
+    plain = all(isinstance(each, OperatorRow) and each.algorithm is each.note is None for each in (last, row))
     return plain and row.source == last.source != ""

@@ -11,7 +11,7 @@ from mindformers_core.operators import TensorMeta
 from mindformers_core.program.deferral import NOTHING_DEFERRED, PRODUCTS
 from mindformers_core.program.naming import Names, assigned_names
 from mindformers_core.program.passed_weights import WEIGHTS, passed_parameter, passed_to_call
-from mindformers_core.program.plan import CallPlan, Move
+from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import DType, Value, tree_leaves, tree_map
 
 __all__ = ["FunctionSource"]
@@ -73,7 +73,7 @@ class FunctionSource:
             self._enter(constant.value, self.parts.constant(self.frame, constant))
         for instruction in self.frame.instructions:
             self.keeper = self.frame.keepers.get(instruction)
-            if isinstance(instruction, Move):
+            if isinstance(instruction, Redistribution):
                 self._move(instruction)
             elif isinstance(instruction, CallPlan):
                 self._call(instruction)

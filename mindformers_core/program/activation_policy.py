@@ -6,7 +6,7 @@
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-__all__ = ["ActivationPolicy", "ExplainedActivations", "Keeper", "Mark"]
+__all__ = ["ActivationPolicy", "ExplainedActivations", "Keeper", "Annotation"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Keeper:
 
 
 @dataclass(frozen=True)
-class Mark:
+class Annotation:
     """The annotation of an instruction with its own policy for saved tensors, in reports.
 
     Attributes:
@@ -50,14 +50,14 @@ class ExplainedActivations:
 
     Attributes:
         lines: text on the whole program.
-        marks: key of an instruction (see `Instruction`) -> its `Mark`.
+        notes: key of an instruction (see `Instruction`) -> its `Annotation`.
         dropped, on_host: keys of the instructions whose results are recomputed, and of those whose results are
             offloaded to the host.
         arguments_need: whether gradients flow back to the root's arguments (see `Prediction`).
     """
 
     lines: tuple = ()
-    marks: dict = field(default_factory=dict)
+    notes: dict = field(default_factory=dict)
     dropped: frozenset = frozenset()
     on_host: frozenset = frozenset()
     arguments_need: bool = False
@@ -67,16 +67,16 @@ class ActivationPolicy:
     """The interface of a policy; this default changes nothing.
 
     Attributes:
-        marks: whether programs for PyNative differ from those for compiled functions.
+        is_active: whether programs for PyNative differ from those for compiled functions.
         layers: number of a layer -> paths of its Cells.
         recomputed_cells: paths of the outermost Cells that run again in compiled functions.
     """
 
-    marks = False
+    is_active = False
     layers = {}
     recomputed_cells = ()
 
-    def marked(self, path, frame, compiled):
+    def annotate(self, path, frame, compiled):
         """The `CellPlan` of a call of the Cell at `path`, with a `Keeper` for some instructions.
 
         Args:
@@ -124,6 +124,6 @@ class ActivationPolicy:
 
         Args:
             frame: its `CellPlan`.
-            path: of a called Cell: the marks are those in its first call, with keys from there. Default: the root.
+            path: of a called Cell: the notes are those in its first call, with keys from there. Default: the root.
         """
         return ExplainedActivations()

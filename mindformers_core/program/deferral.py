@@ -7,7 +7,7 @@ plan's *variables* are tensors in a layout, `(number of the Value, Layout)`.
 from dataclasses import dataclass
 
 from mindformers_core.operators.registry import facts_of
-from mindformers_core.program.plan import CallPlan, Move, called_graphs, joined_path, parameter_path
+from mindformers_core.program.plan import CallPlan, Redistribution, called_graphs, joined_path, parameter_path
 from mindformers_core.program.structure import Value, tree_leaves
 
 __all__ = [
@@ -63,7 +63,7 @@ def _deferral(frame, below):
     chosen, waiting = [], set()
     needed = _variables(frame.returned)
     for entry in reversed(frame.instructions):  # consumers come before producers
-        if isinstance(entry, Move):
+        if isinstance(entry, Redistribution):
             target = entry.value.id, entry.target
             if target in needed or target in waiting:
                 (needed if target in needed else waiting).add((entry.value.id, entry.source))
@@ -112,7 +112,7 @@ def deferred_weights(program_path, frame, graph, below):
         graphs = dict(called_graphs(frame, graph))
         found = []
         for entry in frame.instructions:
-            if isinstance(entry, Move):
+            if isinstance(entry, Redistribution):
                 if (entry.value.id, entry.source) in ways:
                     path, steps = ways[entry.value.id, entry.source]
                     ways[entry.value.id, entry.target] = path, (*steps, *entry.steps)

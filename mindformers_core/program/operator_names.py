@@ -11,7 +11,14 @@ from functools import cache
 from itertools import count
 
 from mindformers_core.program.naming import all_assigned_names, snake_case
-from mindformers_core.program.plan import CallPlan, Instruction, Move, called_cells, joined_path, operators_in_order
+from mindformers_core.program.plan import (
+    CallPlan,
+    Instruction,
+    Redistribution,
+    called_cells,
+    joined_path,
+    operators_in_order,
+)
 from mindformers_core.redistribution.steps import STEP_KINDS
 
 __all__ = ["Label", "OperatorName", "friendly_name", "operator_names", "operator_texts", "plain_name"]
@@ -119,7 +126,7 @@ def _named(frame):
     variables = {}  # `CellPlan` -> id of a node -> names
     for place in operators_in_order(frame):
         entry = place.entry
-        if isinstance(entry, Move):
+        if isinstance(entry, Redistribution):
             steps = _work(entry)
             if steps:
                 yield OperatorName(place, place.path, "+".join(steps), _labels(["+".join(steps), *steps]))

@@ -1,6 +1,6 @@
 """Copies of plans in which calls that shared a `CellPlan` differ. Pure Python.
 
-`marked` gives chosen instructions a policy for their saved tensors. `partition` splits a program into functions that
+`annotate` gives chosen instructions a policy for their saved tensors. `partition` splits a program into functions that
 are compiled one by one, where one compiled function can't do it: where Cells run again in the backward pass, or weights
 are gathered and freed call by call. Such calls become functions of their own. The instructions between two of them
 become one more, a *part* of the Cell that contains them; so there are as few compiled functions as possible. They take
@@ -11,12 +11,12 @@ from dataclasses import replace
 from functools import cache
 
 from mindformers_core.program.graph import CallNode
-from mindformers_core.program.plan import CallPlan, CellPlan, Move, called_cells, joined_path
+from mindformers_core.program.plan import CallPlan, CellPlan, Redistribution, called_cells, joined_path
 
-__all__ = ["calls_alone", "calls_of", "marked", "partition", "unshared"]
+__all__ = ["calls_alone", "calls_of", "annotate", "partition", "unshared"]
 
 
-def marked(frame, choice):
+def annotate(frame, choice):
     """A copy of a plan in which chosen instructions have a `Keeper`; calls with equal choices still share a plan.
 
     Args:
@@ -151,7 +151,7 @@ class _Parts:
         requires a gradient."""
         if entry.produced and all(value.constant for value, _ in entry.produced):
             return True
-        if not isinstance(entry, Move):
+        if not isinstance(entry, Redistribution):
             return False
         made = _tensors(pair for each in self._run for pair in each.produced)
         return entry.value.id in self.held or not entry.steps and (entry.value.id, entry.source) not in made
@@ -159,7 +159,9 @@ class _Parts:
     def _end_run(self, later):
         """Make one call of the collected instructions, except a single operator, which is as fast in PyNative."""
         run, self._run = self._run, []
-        if sum(not isinstance(entry, Move) for entry in run) > 1 or any(isinstance(entry, CallPlan) for entry in run):
+        if sum(not isinstance(entry, Redistribution) for entry in run) > 1 or any(
+            isinstance(entry, CallPlan) for entry in run
+        ):
             self._count += 1
             self.entries.append(self._part(run, later))
         else:
@@ -180,7 +182,7 @@ class _Parts:
         used = {number for number, layout in taken}
         part = replace(
             graph, class_name=f"{graph.class_name}Part{self._count}", arguments={}, free_variables=(), result=values,
-            nodes=tuple(entry.node for entry in run if not isinstance(entry, Move)),
+            nodes=tuple(entry.node for entry in run if not isinstance(entry, Redistribution)),
             parameters=tuple(use for use in graph.parameters if use.value.id in used),
             constants=tuple(use for use in graph.constants if use.value.id in used),
         )  # fmt: skip

@@ -11,13 +11,13 @@ from mindformers_core.program.graph import match_arguments
 from mindformers_core.program.structure import tree_leaves
 
 __all__ = [
-    "CallPlan", "CellPlan", "Instruction", "Move", "OperatorPlan", "called_cells", "called_graphs", "joined_path",
-    "operators_in_order", "parameter_path",
+    "CallPlan", "CellPlan", "Instruction", "OperatorPlan", "Redistribution", "called_cells", "called_graphs",
+    "joined_path", "operators_in_order", "parameter_path",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
-class Move:
+class Redistribution:
     """One redistribution of one tensor, shared by all later consumers.
 
     Attributes:
@@ -140,7 +140,7 @@ class CellPlan:
         mesh: the mesh of all layouts.
         layouts: number of every Value of the graph -> the layout in which the tensor is first available: arguments as
             the caller passes them, parameters as stored, constants and results as produced.
-        instructions: `Move`s, `OperatorPlan`s and `CallPlan`s, in order.
+        instructions: `Redistribution`s, `OperatorPlan`s and `CallPlan`s, in order.
         results: the layout of every Value in `graph.result`, in order; each is available at the end.
         lifted: pairs (Value of this graph, Layout) that the caller passes besides the arguments: a parameter that
             several Cells use after a redistribution, which runs once above them, or a free variable.
@@ -165,9 +165,9 @@ class CellPlan:
     device_model: object = None
 
     @property
-    def moves(self):
+    def redistributions(self):
         """The redistributions of this plan alone."""
-        return tuple(entry for entry in self.instructions if isinstance(entry, Move))
+        return tuple(entry for entry in self.instructions if isinstance(entry, Redistribution))
 
     @property
     def calls(self):
@@ -196,7 +196,7 @@ class Instruction:
             instruction's own index.
         path: of the Cell whose `construct` contains the instruction; "" for the root.
         frame: the `CellPlan` that contains the instruction.
-        entry: an `OperatorPlan`, a `Move` or a `CallPlan`.
+        entry: an `OperatorPlan`, a `Redistribution` or a `CallPlan`.
     """
 
     key: tuple

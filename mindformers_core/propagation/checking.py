@@ -6,7 +6,7 @@ again, once for every instruction of every distinct plan. What holds here also h
 
 from mindformers_core.operators import tensor_meta
 from mindformers_core.operators.resolve import checked_outputs
-from mindformers_core.program.plan import CallPlan, Move
+from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.decide import NOTHING, TRAINED, gradient_flow, operator_flow
 from mindformers_core.propagation.operators import algorithm_of, local_call_shapes, operator_signature
@@ -88,8 +88,8 @@ class _PlanCheck:
     def results(self):
         """See `_check`."""
         for entry in self.frame.instructions:
-            self.node = None if isinstance(entry, Move) else entry.node
-            if isinstance(entry, Move):
+            self.node = None if isinstance(entry, Redistribution) else entry.node
+            if isinstance(entry, Redistribution):
                 self.move(entry)
                 continue
             self.take(tree_leaves((self.node.args, self.node.kwargs)), entry.inputs)
@@ -212,7 +212,7 @@ class _PlanCheck:
         self.flows |= {value.id: flow for value, flow in zip(made, flows)}
         if not call.is_part:
             return self.produce(node, call.outputs)
-        self.left -= {id(entry.node) for entry in inner.instructions if not isinstance(entry, Move)}
+        self.left -= {id(entry.node) for entry in inner.instructions if not isinstance(entry, Redistribution)}
         for value, layout in zip(made, call.outputs):
             self.make(value, layout)
 

@@ -8,7 +8,7 @@ layouts, and those of parameters, are made in the closest common caller of all c
 
 from dataclasses import replace
 
-from mindformers_core.program.plan import CallPlan, CellPlan, Move
+from mindformers_core.program.plan import CallPlan, CellPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.decide import TRAINED, CallDecision
 from mindformers_core.redistribution import plan_redistribution
@@ -103,7 +103,7 @@ class _Insertion:
         value = self._value(key)
         steps = plan_redistribution(source, layout, value.shape, value.dtype, self.run.device_model).steps
         gradient = self.decision.flows[key] == TRAINED
-        self.instructions.append(Move(value, source, layout, steps, reason, gradient))
+        self.instructions.append(Redistribution(value, source, layout, steps, reason, gradient))
         self.available[key].add(layout)
 
     def _made_here(self):

@@ -1,8 +1,8 @@
 """Plans as JSON files: `save_plan` and `load_plan`. Pure Python.
 
 A file contains the choices of the search: for every distinct `CellPlan` the mesh axes that shard each operator, and the
-layouts of the results. Loading replays these choices with the device model of the file; the rest of the plan follows from
-them and from the captured graph. The result must equal the listing of the plan in the file.
+layouts of the results. Loading replays these choices with the device model of the file; the rest of the plan follows
+from them and from the captured graph. The result must equal the listing of the plan in the file.
 """
 
 import json
@@ -14,7 +14,7 @@ from mindformers_core.files import write_whole
 from mindformers_core.layout import Layout
 from mindformers_core.operators.resolve import Resolution
 from mindformers_core.program.free_variables import lambda_lift
-from mindformers_core.program.plan import CallPlan, Move
+from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.decide import decide_frame
 from mindformers_core.propagation.propagate import Propagation
@@ -135,7 +135,7 @@ def _cell_data(frame, places):
     """A `CellPlan` as JSON-able data."""
     graph = _as_captured(frame.graph)
     numbers = {id(node): number for number, node in enumerate(graph.nodes)}
-    entries = [entry for entry in frame.instructions if not isinstance(entry, Move)]
+    entries = [entry for entry in frame.instructions if not isinstance(entry, Redistribution)]
     return {
         "cell": graph.path,
         "structure": graph.key,
@@ -179,7 +179,7 @@ def _plan_lines(frame, places):
     lines = [f"%{number}: {layout}" for number, layout in sorted(frame.layouts.items())]
     lines += [f"handed down {value}: {layout}" for value, layout in frame.lifted]
     for entry in frame.instructions:
-        if isinstance(entry, Move):
+        if isinstance(entry, Redistribution):
             lines.append(f"{entry.value}: {entry.source} -> {entry.target} for {entry.reason}")
             lines += [f"  by {step}" for step in entry.steps]
             continue

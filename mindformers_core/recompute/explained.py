@@ -5,7 +5,7 @@ from collections import Counter, deque
 from mindformers_core.analysis.prediction import Prediction
 from mindformers_core.analysis.saved_tensors import SavedTensorAnalysis
 from mindformers_core.hints import bytes_shown
-from mindformers_core.program.activation_policy import ExplainedActivations, Mark
+from mindformers_core.program.activation_policy import Annotation, ExplainedActivations
 from mindformers_core.program.name_ranges import cells_together, names_shown
 from mindformers_core.program.operator_names import operator_texts
 from mindformers_core.program.plan import called_cells, operators_in_order
@@ -41,17 +41,17 @@ def explained_activations(frame, recomputing, algorithm, path="", arguments_need
     predicted = Prediction(frame, algorithm, arguments_need)
     rerun, before, after = predicted.recomputed(dropped), predicted.saved(), predicted.saved(dropped)
     lost = bytes_not_kept(links_of(frame), rerun, before, after)
-    marks = {key: Mark("kept for others", -nbytes) for key, nbytes in lost.items() if nbytes < 0}
-    marks |= {key: Mark("recomputed", max(lost[key], 0), keepers[key].takes_collectives) for key in rerun}
+    notes = {key: Annotation("kept for others", -nbytes) for key, nbytes in lost.items() if nbytes < 0}
+    notes |= {key: Annotation("recomputed", max(lost[key], 0), keepers[key].takes_collectives) for key in rerun}
     on_host, swapped = Counter(), keepers.keys() - dropped
     if swapped:  # each result on the host is a copy of its own, where the device has views of one piece of memory
         after = SavedTensorAnalysis(frame, algorithm, arguments_need).trace(dropped, swapped).live_set().kept
         for memory in after:
             if memory.on_host:
                 on_host[memory.key] += memory.nbytes
-    marks |= {key: Mark("on host", nbytes) for key, nbytes in on_host.items()}
+    notes |= {key: Annotation("on host", nbytes) for key, nbytes in on_host.items()}
     lines = _lines(frame, dropped, rerun, on_host if swaps or swapped else None, before, after)
-    return _inside(path, frame, lines, marks, (dropped, swapped))
+    return _inside(path, frame, lines, notes, (dropped, swapped))
 
 
 def explained_cells(frame, cells, apart, algorithm, path="", arguments_need=True):
@@ -71,10 +71,10 @@ def explained_cells(frame, cells, apart, algorithm, path="", arguments_need=True
     rerun = predicted.recomputed(dropped)
     if apart:  # these run again as they are; in a graph only what is needed does
         rerun = {place.key for place in operators_in_order(frame) if any(_lies_in(place.key, key) for key in cells)}
-    marks = {key: Mark("", 0, sends=True) for key in rerun}
+    notes = {key: Annotation("", 0, sends=True) for key in rerun}
     for key in cells:
         kept, left = (sum(tensor.nbytes for tensor in some if _lies_in(tensor.key, key)) for some in (before, after))
-        marks[key] = Mark("recomputed whole", max(kept - left, 0))
+        notes[key] = Annotation("recomputed whole", max(kept - left, 0))
     names = cells_together([cell for key, cell in called_cells(frame) if key in cells])
     left, kept = (bytes_shown(sum(tensor.nbytes for tensor in some)) for some in (after, before))
     lines = (
@@ -82,17 +82,17 @@ def explained_cells(frame, cells, apart, algorithm, path="", arguments_need=True
         f"by the plan {left} of {kept} of activations are kept for the backward pass",
         "(of Cells that don't run again as PyNative keeps them: a graph may keep more, or less)",
     )
-    return _inside(path, frame, lines, marks, (dropped, ()))
+    return _inside(path, frame, lines, notes, (dropped, ()))
 
 
 def _lies_in(key, cell):
     return key[: len(cell)] == cell
 
 
-def _inside(path, frame, lines, marks, sets):
+def _inside(path, frame, lines, notes, sets):
     """The `ExplainedActivations` of the first call of the Cell at `path`, with the lines of the whole program."""
     start = next(key for key, cell in called_cells(frame) if cell == path)
-    inside = {key[len(start) :]: mark for key, mark in marks.items() if _lies_in(key, start)}
+    inside = {key[len(start) :]: note for key, note in notes.items() if _lies_in(key, start)}
     sets = (frozenset(key[len(start) :] for key in keys if _lies_in(key, start)) for keys in sets)
     return ExplainedActivations(tuple(lines), inside, *sets)
 

@@ -97,7 +97,7 @@ def _others(name):
 def _plan(cell, inputs, named_inputs):
     """The `CellPlan` of a call; without a program, one that needs no match of patterns, which may be wrong."""
     tree, path = tree_and_path(cell)
-    if not tree.activations.marks:
+    if not tree.activations.is_active:
         return prepare(cell, *inputs, **named_inputs).frame
     program = tree.known_program(path, inputs, named_inputs)
     return plan_call(tree, path, inputs, named_inputs)[1] if program is None else program.frame
@@ -122,7 +122,7 @@ def write_curve(cell, path):
     """
     tree = tree_of_root(cell, "write_curve")
     policy = tree.activations
-    if not policy.marks or policy.settings.budget is None:
+    if not policy.is_active or policy.settings.budget is None:
         raise ValueError(f"{tree.label('')} has no budget: call recompute(cell, budget=0.5) with it before")
     frame = next((each.frame for each in reversed(tree.programs.values()) if each.frame in policy.choices), None)
     if frame is None:

@@ -9,7 +9,7 @@ from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.program.activation_policy import ActivationPolicy, Keeper
-from mindformers_core.program.partition import calls_alone, calls_of, marked, unshared
+from mindformers_core.program.partition import annotate, calls_alone, calls_of, unshared
 from mindformers_core.program.plan import joined_path
 from mindformers_core.recompute.budget import choice_within, described
 from mindformers_core.recompute.checkpointing import checkpoint_call
@@ -50,7 +50,7 @@ class ChosenActivations(ActivationPolicy):
         choices: `CellPlan` of a program -> its `Choice` under a budget, for the lifetime of the program.
     """
 
-    marks = True
+    is_active = True
 
     def __init__(self, tree, settings, swapping, is_part=False):
         self.tree, self.settings, self.swapping, self.is_part = tree, settings, swapping, is_part
@@ -70,7 +70,7 @@ class ChosenActivations(ActivationPolicy):
             path for path in self._cells if not any(cell_lies_in(path, other) for other in self._cells if other != path)
         ]
 
-    def marked(self, path, frame, compiled):
+    def annotate(self, path, frame, compiled):
         """See `ActivationPolicy`."""
         program = NamedProgram(frame, path, algorithm_of, not self.tree.storage.takes_gradients)
         if not path:
@@ -89,7 +89,7 @@ class ChosenActivations(ActivationPolicy):
         keepers = dict.fromkeys(keys, Keeper(*_RECOMPUTED, takes_collectives=self.settings.mp_comm_recompute))
         for key, prefetch in swapped.items():
             keepers[key] = Keeper(_ON_HOST, f"on_host_{prefetch}", f"OnHost(prefetch={prefetch})")
-        frame = marked(frame, keepers)
+        frame = annotate(frame, keepers)
         if choice is not None:
             self.choices[frame] = choice
         return frame

@@ -8,7 +8,14 @@ from mindformers_core.analysis.views import is_cast_to_its_dtype
 from mindformers_core.hints import nearest
 from mindformers_core.program.name_ranges import cells_together, quoted
 from mindformers_core.program.operator_names import operator_names, operator_texts
-from mindformers_core.program.plan import CallPlan, Move, OperatorPlan, called_cells, joined_path, operators_in_order
+from mindformers_core.program.plan import (
+    CallPlan,
+    OperatorPlan,
+    Redistribution,
+    called_cells,
+    joined_path,
+    operators_in_order,
+)
 from mindformers_core.program.producers import links_of
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.recompute.patterns import match, parse_pattern
@@ -75,7 +82,7 @@ class NamedProgram:
     def _nameless(self):
         """Redistributions without names, in order: `(key, keys of their producers)`."""
         named, producers = {name.place.key for name in self.names}, links_of(self.frame).producers
-        moves = [place.key for place in self.places if isinstance(place.entry, Move)]
+        moves = [place.key for place in self.places if isinstance(place.entry, Redistribution)]
         return [(key, producers[key]) for key in moves if key not in named]
 
 
@@ -125,7 +132,7 @@ def kept_keys(settings, program, boundaries=()):
     """Keys of the instructions whose results are always saved; arguments as `recomputed_keys`."""
     kept = excluded_keys(settings, program)
     for place in program.places:
-        sends = isinstance(place.entry, Move) and bool(place.entry.steps)
+        sends = isinstance(place.entry, Redistribution) and bool(place.entry.steps)
         if not _can_run_again(place) or (sends and not settings.mp_comm_recompute):
             kept.add(place.key)
     for key, cell in program.cells:
@@ -142,7 +149,7 @@ def _can_run_again(place):
     """
     if isinstance(place.entry, CallPlan):  # a Cell with a custom bprop saves its own tensors
         return False
-    if isinstance(place.entry, Move):
+    if isinstance(place.entry, Redistribution):
         return "float" in place.entry.value.dtype
     if not place.entry.inputs or is_cast_to_its_dtype(place.entry.node):
         return False

@@ -1,4 +1,4 @@
-"""The cost of a collective: latency and bandwidth along each mesh axis (the alpha-beta model). Pure Python."""
+"""Devices: the cost of a collective along each mesh axis (the alpha-beta model), and of computation. Pure Python."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache

@@ -102,7 +102,7 @@ def _missing_program(tree, path, args, kwargs):
     """The error message for a call in a graph that has no program."""
     shown = map(str, tree_leaves((args, kwargs), TensorMeta))
     before = "prepare(cell, *inputs), or a call with such inputs in PyNative"
-    if tree.activations.marks:
+    if tree.activations.is_active:
         before = "prepare(cell, *inputs, compiled=True)"
     return (
         f"{tree.label(path)} is sharded and has no program yet for inputs ({', '.join(shown)}), this rank's parts; it "

@@ -90,7 +90,7 @@ def explain_activations(cell, *inputs, compiled=False, **named_inputs):
         ValueError: settings with which the backward pass would fail; or no inputs are given, and no program was made.
     """
     tree = tree_of(cell)
-    if not tree.activations.marks:
+    if not tree.activations.is_active:
         return ()
     frame, _ = _plan(cell, inputs, named_inputs, compiled=compiled)
     tree.activations.validate_for_backward()

@@ -122,13 +122,13 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
         saved_plan: a file with a saved plan, or None.
     """
     graph, frame = plan_call(tree, path, args, kwargs, saved_plan)
-    frame = tree.activations.marked(path, frame, tree.compiling)
+    frame = tree.activations.annotate(path, frame, tree.compiling)
     generated = (
         partition(frame, *(calls_of(frame, path, cells) for cells in tree.compiling)) if tree.compiling else frame
     )
     if generated is not frame:
         check_plan(generated)
-    separate_collectives = generated is not frame or tree.activations.marks and tree.compiling is not None
+    separate_collectives = generated is not frame or tree.activations.is_active and tree.compiling is not None
     header, classes = _header(tree, path, graph, frame), _below(path, tree.classes)
     source = ModuleSource(generated, classes, tree.function_names, header, tree.deferring, separate_collectives)
     tree.function_names.update(source.functions.values())
@@ -173,7 +173,7 @@ def _warn_of_undivided(tree, path, frame):
     """Warn, once for equal Cells, where tensors are gathered since their sizes don't divide."""
     cells = {}
     for inner, each in frame.walk():
-        for why in {move.reason for move in each.moves if move.undivided}:
+        for why in {move.reason for move in each.redistributions if move.undivided}:
             cells.setdefault(why, []).append(tree.label(joined_path(path, inner)))
     for why, labels in cells.items():
         more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""

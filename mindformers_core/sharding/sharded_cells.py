@@ -56,7 +56,7 @@ class ShardedCell:
     def recompute(self, *args, **settings):
         """As MindSpore's; not where activations are chosen by name: `recompute()` and `swap()` leave it out, too."""
         tree, path = self.__dict__["_sharding"]
-        if tree.activations.marks:
+        if tree.activations.is_active:
             raise ValueError(
                 f"recompute() or swap() was called with {tree.label('')} already: select {tree.label(path)} there, in "
                 "a pattern, and leave its own recompute() out"

@@ -169,7 +169,7 @@ class ShardedTree:
     def key(self, path, args, kwargs):
         """The key in `programs` of a call."""
         try:
-            mode = self.deferring, self.compiling if self.activations.marks else self.compiling or None
+            mode = self.deferring, self.compiling if self.activations.is_active else self.compiling or None
             return path, mode, self._flags(), signature_key(args), signature_key(kwargs)
         except TypeError as error:
             raise TypeError(f"{self.label(path)}: {error}") from None

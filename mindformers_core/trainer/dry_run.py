@@ -116,7 +116,7 @@ def _facts_of_rank(recipe, cells, live):
             explained, layers = policy.explained(frame), {path for paths in policy.layers.values() for path in paths}
             kept += sum(math.prod(each.shape) * ITEM_BYTES[each.dtype] for each in given)
             kept += saved_bytes(frame, explained.dropped, algorithm_of, arguments_need=False)
-            recomputed = max(recomputed, recomputed_at_once(frame, layers, explained.marks))
+            recomputed = max(recomputed, recomputed_at_once(frame, layers, explained.notes))
             if explained.lines and recipe.parallelism.pipeline_parallel > 1:
                 lines += [f"stage {stage}:", *(f"  {line}" for line in explained.lines)]
             else:
