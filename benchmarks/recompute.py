@@ -37,7 +37,7 @@ LIMITS = {  # of a variant's time over that of none in the same mode
     ("full", "pynative"): 1.40,  # a forward pass more, a third of the step, and what is done to tell what to run again
     ("full", "jit"): 1.40,
 }
-KEPT_LIMIT = 0.02  # what is measured to be kept differs from what is foretold by this part at most
+KEPT_LIMIT = 0.02  # what is measured to be kept differs from what is predicted by this part at most
 RESIDENT_LIMITS = {  # of a variant's peak resident memory, over that before, over none's in the same mode
     ("selective", "pynative"): 0.92,
     ("budget_0.5", "pynative"): 0.65,
@@ -115,11 +115,11 @@ def memory_remarks(memory):
             all_kept = all_kept and ratio <= limit
         lines.append(line)
         if "kept" in found:
-            error = abs(found["kept"] / found["foretold"] - 1)
+            error = abs(found["kept"] / found["predicted"] - 1)
             all_kept = all_kept and error <= KEPT_LIMIT
             lines.append(
                 f"- {name}: {found['kept']:.1f} MB kept for the backward pass, {found['kept'] / base['kept']:.3f} of "
-                f"none/{mode}; foretold {found['foretold']:.1f} MB, off by {error:.4f}; {verdict(error, KEPT_LIMIT)}"
+                f"none/{mode}; predicted {found['predicted']:.1f} MB, off by {error:.4f}; {verdict(error, KEPT_LIMIT)}"
             )
     return lines, all_kept
 

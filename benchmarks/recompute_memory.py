@@ -4,7 +4,7 @@
 
 prints a JSON object with MB (10^6 bytes): `resident`, by how much the peak resident memory of a step is over what was
 resident before it; in PyNative also `kept`, all that is there between forward and backward pass and wasn't before, and
-`foretold`, what the plan says of that. A step of a short text and, in PyNative, an evaluation come first, so that what
+`predicted`, what the plan says of that. A step of a short text and, in PyNative, an evaluation come first, so that what
 MindSpore takes once is there: on CPU an operator that broadcasts keeps four times the bytes of its float32 result. So
 is the room for gradients, which activations can use while there are none yet: hence a batch in which they are larger.
 """
@@ -123,7 +123,7 @@ def place_of(tensor):
     return tensor.untyped_storage().data_ptr()
 
 
-def foretold_bytes(net):
+def predicted_bytes(net):
     """The same by the plan of the program that ran last."""
     frame = programs(net)[-1].frame
     again = {place.key for place in operators_in_order(frame) if place.entry in place.frame.keepers}
@@ -136,7 +136,7 @@ def main(variant, mode):
     figures = {"resident": peak_over_before(model_of(variant, mode), mode)}
     if mode == "pynative":
         net = model_of(variant, mode)
-        figures |= {"kept": kept_bytes(net), "foretold": foretold_bytes(net)}
+        figures |= {"kept": kept_bytes(net), "predicted": predicted_bytes(net)}
     print(json.dumps({name: nbytes / 1e6 for name, nbytes in figures.items()}))
 
 

@@ -39,7 +39,7 @@ HEAD = """# What errors look like
 
 Made by `python docs/make_errors.py` from real runs; `tests/test_errors_page.py` runs the quick ones again and compares.
 Of a run's output the page shows the lines that tell what is wrong; where ranks fail, progress and a traceback stand
-before them. A wrong recipe or command is told on stderr, without a traceback, and ends with exit code 2.
+before them. A wrong recipe or command is reported on stderr, without a traceback, and ends with exit code 2.
 
 Python snippets follow this beginning; messages call the file that it lies in `beginning.py`, and theirs `snippet.py`.
 The fake backend plays rank 0 of 4 in one process, and its errors are those of a real run.

@@ -172,11 +172,11 @@ def test_a_program_that_is_slower_than_by_hand_fails_the_benchmark(generated, ke
 
 
 def recompute_memory(**resident):
-    """What `memory_of` gives for all variants: peaks as given by variant, in PyNative; what is kept is foretold."""
+    """What `memory_of` gives for all variants: peaks as given by variant, in PyNative; what is kept is predicted."""
     benchmark = importlib.import_module("recompute_memory")
     found = {(name, mode): {"resident": 100.0 if name == "none" else 40.0} for name, mode in benchmark.SETTINGS}
     for variant, megabytes in (dict.fromkeys(("none", "selective", "budget_0.5", "full"), 40.0) | resident).items():
-        found[variant, "pynative"] = {"resident": megabytes, "kept": megabytes, "foretold": megabytes}
+        found[variant, "pynative"] = {"resident": megabytes, "kept": megabytes, "predicted": megabytes}
     return found
 
 
@@ -191,6 +191,6 @@ def test_memory_that_does_not_fall_fails_the_benchmark():
 
 def test_memory_that_was_not_foretold_fails_the_benchmark():
     benchmark, memory = importlib.import_module("recompute"), recompute_memory(none=100.0)
-    memory["full", "pynative"]["foretold"] = 41.0
+    memory["full", "pynative"]["predicted"] = 41.0
     shown, all_kept = benchmark.memory_remarks(memory)
-    assert not all_kept and any("foretold 41.0 MB, off by 0.0244; limit 0.02, EXCEEDED" in line for line in shown)
+    assert not all_kept and any("predicted 41.0 MB, off by 0.0244; limit 0.02, EXCEEDED" in line for line in shown)
