@@ -123,7 +123,7 @@ def _facts_of_rank(recipe, cells, live):
                 lines += explained.lines
     reports = [memory_report(net, compiled=at_once) for net in cells.values()]
     fullest = max(("pass", "update"), key=lambda moment: sum(each.computed[moment].total for each in reports))
-    figures, shards = [each.computed[fullest] for each in reports], reports[0].step.shard_size
+    figures, shards = [each.computed[fullest] for each in reports], reports[0].step.settings.shard_size
     nbytes = {kind: sum(getattr(each, kind) for each in figures) for kind in [*_TITLES][:-2]}
     if recipe.context.engine != "eager":
         nbytes |= {"activations": int(live * kept), "recomputed": recomputed}
