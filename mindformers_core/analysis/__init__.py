@@ -1,1 +1,1 @@
-"""What a plan costs: saved tensors, peak memory, operations, traffic. Pure Python."""
+"""Costs of a plan: saved tensors, peak memory, operations, traffic. Pure Python."""

@@ -1,1 +1,1 @@
-"""What a plan does, for people: as data, as text for a terminal, and as a page for a browser. Pure Python."""
+"""Reports of a plan: as data, as text for a terminal, and as a page for a browser. Pure Python."""

@@ -135,7 +135,7 @@ def _note(kind, text):
 
 
 def _note_of(note):
-    """The same for the note of a row, if it has one."""
+    """A pill for the note of a row; empty without a note."""
     return _note(note.kind, note_shown(note)) if note is not None and note.kind else ""
 
 

@@ -157,7 +157,7 @@ class Report:
 
     @property
     def traffic(self):
-        """Of one step and one rank, see `total`."""
+        """Traffic of one rank in one step, see `total`."""
         times = self.micro_steps
         return {key: (number * times, count * times) for key, (number, count) in self.root.traffic.items()} | (
             self.stored_traffic

@@ -46,7 +46,7 @@ def _runs(shape, strides):
 
 
 def reshaped(node, args, kwargs, shape, strides, targets):
-    """Of a reshape: of a contiguous copy where no strides fit."""
+    """View of a reshape; of a contiguous copy where no strides fit."""
     if 0 in shape:
         return (contiguous_strides(targets[0]),)
     runs, found = _runs(shape, strides), []

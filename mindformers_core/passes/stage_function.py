@@ -142,7 +142,7 @@ class StageFunction:
         return (kwargs[_TARGET],), {name: value for name, value in kwargs.items() if name != _TARGET}
 
     def _checked(self, result):
-        """What was returned as a tuple; raise `TypeError` unless it contains tensors only."""
+        """The returned value as a tuple; raise `TypeError` unless it contains tensors only."""
         results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
         for place, entry in enumerate(results):
             if not isinstance(entry, Tensor):

@@ -131,7 +131,7 @@ class RankStages:
         return self.ranks[self.stage_ranks[stage]]
 
     def _split(self, table):
-        """Those of this rank's stages that have steps `BWD_INPUT` in a table."""
+        """This rank's stages with steps `BWD_INPUT` in a table."""
         steps = plain_steps(table.orders[self.rank])
         return {step.stage_index for step in steps if step.type == MetaStepType.BWD_INPUT}
 

@@ -1,4 +1,4 @@
-"""What propagation decides, as plain data: a `CellPlan` for every distinct call of a Cell. Pure Python.
+"""The result of propagation as plain data: a `CellPlan` for every distinct call of a Cell. Pure Python.
 
 A plan is a list of instructions in the order of execution. A tensor is identified by its `Value` and its `Layout`:
 the layout in which the tensor arrives or is produced, or the target of an earlier redistribution of the same plan.
@@ -55,7 +55,7 @@ class Redistribution:
 
 
 class _NodePlan:
-    """What an `OperatorPlan` and a `CallPlan` have in common: a node, and layouts of its inputs and outputs."""
+    """Base of `OperatorPlan` and `CallPlan`: a node, and layouts of its inputs and outputs."""
 
     frame = None
 

@@ -88,7 +88,7 @@ def _check_image(x, data_format):
 
 
 def _pair(value):
-    """Of height and width: one number for both, a pair, or four numbers for all dims."""
+    """Sizes of height and width: one number for both, a pair, or four numbers for all dims."""
     return (value, value) if isinstance(value, int) else tuple(value)[-2:]
 
 

@@ -10,7 +10,7 @@ _REDUCTIONS = ("sum", "mean", "none")  # by the number that MindSpore gives them
 
 @register_operator("NLLLoss", saves=SavedByOperator("all", outputs=(1,)))
 def negative_log_likelihood(logits, labels, weight, reduction="mean", ignore_index=-100):
-    """Of log-probabilities (examples, classes): the loss, and the sum of the labels' weights.
+    """The loss for log-probabilities (examples, classes), and the sum of the labels' weights.
 
     The mean is over these weights, so that each part of the examples contributes its sum over the total of all.
     """

@@ -82,7 +82,7 @@ def matmul_method(x, tensor2):
 
 
 def _copies(operands, results):
-    """Of each operand, for the gradient of the other."""
+    """Each operand is saved for the gradient of the other."""
     first, second = operands
     return [second.nbytes] * first.needs + [first.nbytes] * second.needs
 

@@ -148,7 +148,7 @@ def _need_fault(table, rank, micro, need):
 
 
 def _needed_parts(table, part, parts):
-    """Those parts of an `OVERLAP` that a part needs."""
+    """The parts of an `OVERLAP` that a part needs."""
     needs = step_needs(part.type, part.stage_index, table.stage_ranks)
     same_micro_batch = [other for other in parts if other.micro_index == part.micro_index]
     return [o for need, o in product(needs, same_micro_batch) if need in step_parts(o.type, o.stage_index)]
