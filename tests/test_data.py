@@ -1,6 +1,7 @@
 """Data: the same sequences whatever the topology, shuffled by seed, resumable; text files, folders, errors."""
 
 import os
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -85,6 +86,11 @@ def test_text_becomes_bytes_in_one_mapped_file(tmp_path):
     assert bytes(tokens) == b"hello\0world\0"
     short = section(tmp_path, tmp_path / "text", seq_length=3, max_bytes=8)
     assert bytes(open_dataset(short, 256, 0).tokens) == b"hello\0wo"
+    (tmp_path / "text" / "c.txt").symlink_to(tmp_path / "text" / "a.txt")
+    full = section(tmp_path, tmp_path / "text", seq_length=3, max_bytes=12)
+    with patch("builtins.open", wraps=open) as opened:
+        assert bytes(open_dataset(full, 256, 0).tokens) == b"hello\0world\0"
+    assert not [call for call in opened.call_args_list if str(call.args[0]).endswith("c.txt")], "beyond the limit"
     assert not [name for name in os.listdir(tmp_path / "cache") if name.endswith(".unfinished")]
 
 

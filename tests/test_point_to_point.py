@@ -169,6 +169,15 @@ def test_segments_of_all_sizes_keep_what_they_hold():
             assert all((x == y).all() for x, y in zip(memories, pieces, strict=True))
 
 
+def test_messages_beyond_the_shared_memory():
+    writer = SegmentWriter(np.zeros(1 << 16, np.uint8))
+    writer.write([np.zeros(40000, np.uint8)])
+    with pytest.raises(
+        ValueError, match="40,0.. bytes doesn't fit into 65,536 bytes of shared memory, of which 40,960 "
+    ):
+        writer.write([np.zeros(40000, np.uint8)])
+
+
 def test_objects(pair):
     here, there = pair
     value = {"step": 3, "names": ["a", "ü"], "none": None, "loss": 0.1}

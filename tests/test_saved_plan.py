@@ -15,7 +15,9 @@ from mindformers_core.capture.capture import capture
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import tensor_meta
-from mindformers_core.program.plan import OperatorPlan, Redistribution
+from mindformers_core.program.activation_policy import Keeper
+from mindformers_core.program.partition import annotate
+from mindformers_core.program.plan import OperatorPlan, Redistribution, operators_in_order
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.propagate import propagate
 from mindformers_core.propagation.saved import load_plan, save_plan
@@ -71,6 +73,21 @@ def test_a_loaded_plan_is_the_one_saved(name, tmp_path):
     save_plan(loaded, tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "plan.json").read_bytes()
     assert sorted(os.listdir(tmp_path)) == ["again.json", "plan.json"]
+
+
+def test_a_plan_with_annotations_is_saved_as_the_plan_without(tmp_path):
+    """As under `recompute()` or `swap()` of some layers, which makes copies of the plan that equal layers share."""
+    frame = propagate(*model_of("llama"))
+    operators = [each for each in operators_in_order(frame) if isinstance(each.entry, OperatorPlan)]
+    annotated = annotate(frame, {each.key: Keeper("", "keep", "") for each in operators if "layers.1.mlp" in each.path})
+    assert len({*map(id, frames_of(annotated))}) > len({*map(id, frames_of(frame))})
+    save_plan(frame, tmp_path / "plan.json")
+    save_plan(annotated, tmp_path / "annotated.json")
+    assert (tmp_path / "annotated.json").read_bytes() == (tmp_path / "plan.json").read_bytes()
+
+
+def frames_of(frame):
+    return [found for _, found in frame.walk()]
 
 
 class OneWeight(nn.Cell):

@@ -1,5 +1,7 @@
 """Stages under hsdp() in one process: precision, loss functions, and what can't be."""
 
+import weakref
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -8,6 +10,8 @@ from small_pipelines import Scale, array, pipeline
 
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.pipeline import PipelineStage
+from mindformers_core.pipeline.stage_gradients import StageGradients
+from mindformers_core.sharding.parameter_storage import ParameterStorage
 from mindformers_core.sharding.sharded_cells import computing_parameters, tree_of
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.zero import LossScale, MixedPrecision, gathered, hsdp, tie_shards
@@ -116,6 +120,24 @@ def test_calls_in_the_wrong_order():
     next(iter(made[0].trainable_params())).requires_grad = False
     with pytest.raises(ValueError, match="requires_grad of 'weights.0.weight' has changed"):
         PipelineStage(made[0], 0, 3)
+
+
+def test_whole_gradients_are_freed_as_they_are_reduced():
+    """A stage holds none of them while the storage takes its shards bucket by bucket."""
+    alive = []
+
+    class Storage(ParameterStorage):
+        def summed(self, gradients):
+            references = [weakref.ref(gradient) for gradient in gradients]
+            gradients.clear()
+            alive.extend(reference() for reference in references)
+            return [Tensor(0.0) for _ in references]
+
+    gradients = StageGradients(nn.SequentialCell(nn.Dense(4, 4), nn.Dense(4, 4)), Storage())
+    gradients.begin(True, False)
+    gradients.keep(0, tuple(Tensor(np.ones(3)) + 1 for _ in range(4)))
+    gradients.add(0)
+    assert alive == [None] * 4
 
 
 def test_only_the_root_is_a_stage():

@@ -22,7 +22,7 @@ from mindformers_core.communication.world import world
 __all__ = ["Transport", "make_transport"]
 
 _SHARED_FROM = 1 << 18  # bytes from which on shared memory is faster than the socket
-_RESERVED = 1 << 36  # bytes of address space for a rank's messages in shared memory
+_RESERVED = 1 << 34  # bytes of address space for a rank's messages in shared memory
 
 
 def make_transport(timeout):

@@ -58,9 +58,18 @@ class SegmentWriter:
         self.in_use = []  # (begin, end) of every segment that may be in use, ascending
 
     def write(self, pieces):
-        """Copy arrays of uint8 into a segment, one after the other; returns the segment's offset for the reader."""
+        """Copy arrays of uint8 into a segment, one after the other; returns the segment's offset for the reader.
+
+        Raises:
+            ValueError: the memory has no room for it beside the messages that wait for their receivers.
+        """
         size = _HEADER + sum(piece.size for piece in pieces)
         offset = self._first_gap(size)
+        if offset + size > self.memory.size:
+            raise ValueError(
+                f"a message of {size:,} bytes doesn't fit into {self.memory.size:,} bytes of shared memory, of which "
+                f"{offset:,} hold messages that nobody has received: receive them before more is sent"
+            )
         start = offset + _HEADER
         for piece in pieces:
             self.memory[start : start + piece.size] = piece

@@ -31,7 +31,7 @@ def load_module(name, source):
     """
     loaded = process_state().memo(__name__)
     number = loaded["modules"] = loaded.get("modules", -1) + 1
-    file = _folder() / f"{name}_{number}.py"
+    file = (_folder() / f"{name}_{number}.py").resolve()
     file.write_text(source.text, encoding="utf-8")
     module = ModuleType(f"mindformers_core_generated_{file.stem}")
     module.__file__ = str(file)

@@ -54,7 +54,8 @@ def _unflatten_fn(structure, places):
 
         return build_dict
     if isinstance(structure, (tuple, list)):
-        kind, parts = type(structure), tuple(_unflatten_fn(entry, places) for entry in structure)
+        kind = tuple if isinstance(structure, tuple) else list
+        parts = tuple(_unflatten_fn(entry, places) for entry in structure)
         return lambda flat: kind([build(flat) for build in parts])
     return lambda flat: 0
 

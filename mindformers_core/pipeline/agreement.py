@@ -10,7 +10,7 @@ def check_stage_numbers(described):
     """Raise `ValueError` unless every stage of one pipeline has one description.
 
     Args:
-        described: the descriptions of all stages (see `describe_stage`), in ascending order of stages.
+        described: the descriptions of all stages (see `RankStages`), in ascending order of stages.
     """
     indices = [each["stage"] for each in described]
     numbers = sorted({each["stage_num"] for each in described})

@@ -86,11 +86,10 @@ class RankStages:
             ValueError: on all ranks, after the first pass: a pattern of recompute or swap that matches on no stage.
         """
         self.current_pass = self.current_pass[0], self.current_pass[1] + 1
-        is_complete = False
+        check_argument_names(names, self.described)
+        self._check_policies()
+        split, is_complete = self._split(table), False
         try:
-            check_argument_names(names, self.described)
-            self._check_policies()
-            split = self._split(table)
             for index, stage in self.stages.items():
                 stage.begin(training, table.micro_batch_num, index in split)
             yield

@@ -91,10 +91,12 @@ class StageGradients:
         """Compute the deferred gradients of a micro-batch, and add all its gradients to the sums."""
         ordinary, found, pending = self._kept.pop(micro_index)
         named = {id(parameter): gradient for parameter, gradient in zip(ordinary, found, strict=True)}
+        del found  # `summed` frees each whole gradient when it is reduced: nothing else may hold them
         for parameter, gradient in () if pending is None else self._deferred.weight_gradients(pending):
             place = id(parameter)
             named[place] = named[place] + gradient if place in named else gradient
-        gradients = [named[id(parameter)] for parameter in self.parameters]
+            del gradient
+        gradients = [named.pop(id(parameter)) for parameter in self.parameters]
         self.of_run = _added(self.of_run, self._storage.summed(gradients))
 
     def end(self, is_complete):

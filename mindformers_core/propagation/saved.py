@@ -39,7 +39,7 @@ def save_plan(frame, path):
     mesh = {"shape": frame.mesh.shape, "axis_names": frame.mesh.axis_names}
     head = {"format": _FORMAT, "version": _VERSION, "mesh": mesh, "device_model": asdict(frame.device_model)}
     places = _places(frame)
-    cells = [_cell_data(found, places) for found in places]
+    cells = [_cell_data(found, places) for found in _distinct(places)]
     write_whole(path, json.dumps(head | {"cells": cells}, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -76,7 +76,7 @@ def load_plan(path, graph, mesh, arguments, parameters, declarations=None, final
         graph = lambda_lift(graph)
         frame = _Replay(data, graph, mesh, parameters, declarations or {}).plan(graph, arguments, final)
         places = _places(frame)
-        for saved, found in zip_longest(data["cells"], places):
+        for saved, found in zip_longest(data["cells"], _distinct(places)):
             _compare(found.graph, saved["plan"], _plan_lines(found, places))
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         what = error if isinstance(error, ValueError) else f"an entry is missing or malformed: {error!r}"
@@ -127,8 +127,19 @@ class _Replay(Propagation):
 
 
 def _places(frame):
-    """Every distinct `CellPlan` -> its place in the file, in the order in which they are first called."""
-    return {found: place for place, found in enumerate(dict.fromkeys(found for _, found in frame.walk()))}
+    """Every `CellPlan` -> its place in the file, in the order of first calls; one for copies that `annotate` made."""
+    places, known = {}, {}
+    for _, found in frame.walk():
+        places[found] = known.setdefault(id(found.layouts), len(known))
+    return places
+
+
+def _distinct(places):
+    """One `CellPlan` for each place, in order."""
+    firsts = {}
+    for found, place in places.items():
+        firsts.setdefault(place, found)
+    return list(firsts.values())
 
 
 def _cell_data(frame, places):

@@ -113,8 +113,8 @@ class GeneratedCell(ShardedCell):
             if tree.compiled_cells is not None:
                 call = tree.compiled_cells.function_of(path, program) or call
             return tree.storage.call_cell(path, call, args, {**kwargs, "program": program})
-        if path not in tree.storage.units:  # MindSpore finds the forward pass of a gradient by the call's arguments
-            return tree.enter(path, call, args, kwargs)
+        if not any(f"{path}.".startswith(f"{unit}.") for unit in tree.storage.units):
+            return tree.enter(path, call, args, kwargs)  # MindSpore finds a gradient's forward pass by the arguments
 
         def call_in_unit(*args, **kwargs):
             return tree.storage.call_cell(path, call, args, {"program": tree.running, **kwargs})

@@ -174,8 +174,11 @@ def _cached(files, max_bytes, cache_dir):
             with open(target + ".unfinished", "wb") as tokens:
                 for path, size, _ in stamps:
                     room = max_bytes - tokens.tell()
+                    if room <= 0:
+                        break
                     with open(path, "rb") as file:
-                        tokens.write((file.read(min(size, room)) + b"\0")[:room])
+                        tokens.write(file.read(min(size, room)))
+                    tokens.write(b"\0"[: max_bytes - tokens.tell()])
             os.replace(target + ".unfinished", target)
     return target
 

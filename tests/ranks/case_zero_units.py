@@ -4,7 +4,8 @@ import mindspore as ms
 import numpy as np
 import pytest
 from launch import on_ranks
-from mindspore import Tensor
+from mindspore import Tensor, nn
+from small_cells import cell_of
 from zero_towers import SIZE, Tower, adam, assert_equal, check_tower, examples, train_alone, train_tower, values_of
 
 from mindformers_core.communication import count_collectives
@@ -57,6 +58,20 @@ def case_units_are_gathered_in_the_documented_order():
         assert " ".join(what for what, _ in log) == order, (prefetch, log)
         found, _ = train_tower(net, gradient_of, mine, adam)
         assert_equal(net, found, expected, prefetch)
+
+
+@on_ranks(2)
+def case_a_cell_below_a_unit_is_called_by_itself():
+    """Its weights are gathered with those of its unit."""
+    weight = np.random.default_rng(2).normal(size=(SIZE, SIZE)).astype(np.float32)
+    layers = [
+        cell_of(lambda self, x: self.dense(x), dense=nn.Dense(SIZE, SIZE, Tensor(weight), has_bias=False))
+        for _ in range(2)
+    ]
+    net = cell_of(lambda self, x: self.layers[1](self.layers[0](x)), layers=nn.CellList(layers))
+    net = hsdp(net.set_train(False), 2, 0, "level3", reshard_after_forward=True)
+    x = examples()[1]
+    np.testing.assert_allclose(net.layers[0].dense(x).asnumpy(), x.asnumpy() @ weight.T, 1e-5, 1e-5)
 
 
 @on_ranks(2)
