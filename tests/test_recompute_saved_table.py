@@ -96,17 +96,13 @@ def expected(call, values, places, needing, view, results):
     return sorted([*found, *(("own", nbytes) for nbytes in row.internal_sizes(operands, made))])
 
 
-def float_numbers(values):
-    return [number for number, value in enumerate(values) if value.dtype == np.float32]
-
-
 @pytest.mark.parametrize("number, call", list(enumerate(calls())), ids=str)
 def test_a_row_is_what_is_kept(module, number, call):
     """Whichever of the inputs needs a gradient, and whichever of them is a view."""
     assert facts_of(call.name).saves is not UNMEASURED
     program, places = program_of(call)
     function, values = getattr(module, f"call_{number}"), program.values
-    floats = float_numbers(values)
+    floats = [number for number, value in enumerate(values) if value.dtype == np.float32]
     cases = [({one}, None) for one in floats] + [(set(floats), None)] * (len(floats) > 1)
     twice = call.name == "FmodTensor"  # makes two copies of a view
     cases += [(set(floats), view) for view in range(len(values)) if values[view].ndim and floats and not twice]
