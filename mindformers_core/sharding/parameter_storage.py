@@ -13,7 +13,7 @@ from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.structure import tree_map
 
-__all__ = ["ParameterStorage", "as_dtype", "parameter_storage"]
+__all__ = ["ParameterStorage", "as_dtype", "parameter_storage", "unit_of"]
 
 
 class ParameterStorage:
@@ -95,6 +95,11 @@ class ParameterStorage:
     def reduced(self, gradients):
         """The gradients of the Parameters that users see, of sums of what `summed` gave; may empty the list."""
         return gradients
+
+
+def unit_of(path, units):
+    """The unit of the parameter or Cell at `path`; "" for none."""
+    return next((unit for unit in units if f"{path}.".startswith(f"{unit}.")), "")
 
 
 def as_dtype(tensor, name):

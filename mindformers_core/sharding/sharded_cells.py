@@ -8,6 +8,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn
 from mindformers_core.dtensor.dtensor import parameter_meta, parameter_view, wrap
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.sharding.compiling import choose_program
+from mindformers_core.sharding.parameter_storage import unit_of
 
 __all__ = [
     "CONTAINERS", "EagerCell", "GeneratedCell", "ShardedCell", "computing_parameters", "located", "sharded_class",
@@ -113,7 +114,7 @@ class GeneratedCell(ShardedCell):
             if tree.compiled_cells is not None:
                 call = tree.compiled_cells.function_of(path, program) or call
             return tree.storage.call_cell(path, call, args, {**kwargs, "program": program})
-        if not any(f"{path}.".startswith(f"{unit}.") for unit in tree.storage.units):
+        if not unit_of(path, tree.storage.units):
             return tree.enter(path, call, args, kwargs)  # MindSpore finds a gradient's forward pass by the arguments
 
         def call_in_unit(*args, **kwargs):

@@ -6,6 +6,7 @@ from mindformers_core.communication import world
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.layout import Layout
 from mindformers_core.operators.signature import is_float
+from mindformers_core.sharding.parameter_storage import unit_of
 from mindformers_core.sharding.shard import replace_parameters
 from mindformers_core.zero.bucket_collectives import BucketCollectives
 from mindformers_core.zero.buckets import Fusion, make_buckets
@@ -13,7 +14,6 @@ from mindformers_core.zero.meter import MemoryMeter
 from mindformers_core.zero.plan import ParameterPlan, plan_parameters
 from mindformers_core.zero.sharded_parameter import ShardedParameter, parameter_like
 from mindformers_core.zero.storage import HsdpStorage
-from mindformers_core.zero.units import unit_of
 
 __all__ = ["apply_hsdp"]
 

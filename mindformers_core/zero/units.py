@@ -11,9 +11,10 @@ from mindspore.graph.api import _no_grad, _pynative_executor
 
 from mindformers_core.dtensor.dtensor import DTensor
 from mindformers_core.program.structure import tree_map
+from mindformers_core.sharding.parameter_storage import unit_of
 from mindformers_core.sharding.sharded_cells import CONTAINERS, tree_of
 
-__all__ = ["UnitSchedule", "find_units", "unit_of"]
+__all__ = ["UnitSchedule", "find_units"]
 
 
 def find_units(cell):
@@ -34,11 +35,6 @@ def find_units(cell):
 
     visit("", cell)
     return tuple(units)
-
-
-def unit_of(path, units):
-    """The unit of the parameter or Cell at `path`; "" for none."""
-    return next((unit for unit in units if f"{path}.".startswith(f"{unit}.")), "")
 
 
 class UnitSchedule:
