@@ -1,6 +1,7 @@
 """Copies beside the computation: in which stream they run, and who waits for whom. Streams here take notes only."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
@@ -53,7 +54,8 @@ class Device:
         monkeypatch.setattr(ms.runtime, "StreamCtx", self.within)
         monkeypatch.setattr(ms.runtime, "current_stream", lambda: self.current)
         monkeypatch.setitem(host_copies._WAYS, way, self.moved)
-        monkeypatch.setattr(host_copies, "_STATE", {})
+        self.state = {}
+        monkeypatch.setattr(host_copies, "process_state", lambda: SimpleNamespace(memo=lambda _: self.state))
 
     @contextmanager
     def within(self, stream):
@@ -78,10 +80,10 @@ def test_copies_run_in_a_stream_of_their_own(monkeypatch, way):
     assert device.notes == [f"copy moves to {way}", "copy records event 1"]
     np.testing.assert_array_equal(arriving.use().asnumpy(), tensor.asnumpy().T)
     assert device.notes[2:] == ["compute waits for event 1"]
-    assert [event.number for event, _ in host_copies._STATE["leaving"]] == [0]  # it is still being read
+    assert [event.number for event, _ in device.state["leaving"]] == [0]  # it is still being read
     device.events[0].has_come = True
     to_device(host, f"{way}:0")
-    assert host_copies._STATE["leaving"] == []
+    assert device.state["leaving"] == []
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])

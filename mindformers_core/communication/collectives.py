@@ -14,6 +14,7 @@ from mindformers_core.communication.backend_native import NativeCollective
 from mindformers_core.communication.groups import make_group
 from mindformers_core.communication.local import Alias, Identity, Keep, Pad, Scale, Slice, SliceOfGradient
 from mindformers_core.communication.raw import RawCollective
+from mindformers_core.communication.simulated import SimulatedCollective
 from mindformers_core.communication.world import world
 from mindformers_core.hints import nearest
 from mindformers_core.layout import PARTIAL_OPS
@@ -39,7 +40,9 @@ __all__ = [
 ]
 
 _EVERYTHING, _ONLY_THE_GRADIENT = (0, 1, 2), (2,)  # of the inputs of a `bprop`: x, out, dout
-_BACKENDS = {"native": NativeCollective, "cpu": CpuCollective, "fake": RawCollective}
+_BACKENDS = {
+    "native": NativeCollective, "cpu": CpuCollective, "fake": RawCollective, "simulated": SimulatedCollective
+}  # fmt: skip
 
 
 class Collective(nn.Cell):

@@ -63,7 +63,9 @@ def make_group(mesh, axes):
     _check_mesh(mesh, here)
     axes = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
     ranks = mesh.group(here.rank, axes)
-    name = None if here.backend == "fake" or len(ranks) == 1 else _process_group(tuple(sorted(ranks)), here)
+    name = (
+        None if here.backend in ("fake", "simulated") or len(ranks) == 1 else _process_group(tuple(sorted(ranks)), here)
+    )
     return Group(axes, ranks, ranks.index(here.rank), name)
 
 

@@ -12,6 +12,7 @@ from mindspore import Tensor
 from mindformers_core.communication.counter import record
 from mindformers_core.communication.point_to_point_cpu import make_transport as make_cpu_transport
 from mindformers_core.communication.point_to_point_native import make_transport as make_native_transport
+from mindformers_core.communication.simulated import make_transport as make_simulated_transport
 from mindformers_core.communication.world import process_state, world
 
 __all__ = ["Channel", "channel"]
@@ -168,4 +169,9 @@ class _DryRunTransport:
         """Nothing to do."""
 
 
-_TRANSPORTS = {"cpu": make_cpu_transport, "native": make_native_transport, "fake": lambda limit: _DryRunTransport()}
+_TRANSPORTS = {
+    "cpu": make_cpu_transport,
+    "native": make_native_transport,
+    "fake": lambda limit: _DryRunTransport(),
+    "simulated": make_simulated_transport,
+}

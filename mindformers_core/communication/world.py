@@ -1,11 +1,14 @@
 """This process's place among all processes, and the one place where the communication backend is chosen.
 
 Process-wide communication state is process-wide by nature: MindSpore initialises its own once for a process. `_PROCESS`
-below is the one module-level holder of ours, for all modules of this package.
+below is the one module-level holder of ours, for all modules of this package. A thread can have a
+state of its own (`rank_of`).
 """
 
 import os
 import sys
+import threading
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import mindspore as ms
@@ -13,7 +16,9 @@ from mindspore import communication as ms_communication
 
 from mindformers_core.hints import nearest
 
-__all__ = ["BACKENDS", "Launch", "World", "init_distributed", "process_state", "read_launch", "shutdown", "world"]
+__all__ = [
+    "BACKENDS", "Launch", "World", "init_distributed", "process_state", "rank_of", "read_launch", "shutdown", "world",
+]  # fmt: skip
 
 BACKENDS = ("native", "cpu", "fake")
 _LAUNCHERS = (  # (name, a variable that it always sets, that of the rank, that of the number of ranks)
@@ -40,10 +45,12 @@ class World:
     Attributes:
         rank: global rank of this process, from 0.
         size: number of processes.
-        backend: `"native"` (HCCL, NCCL), `"cpu"` (MCCL) or `"fake"` (a dry run: shapes only).
+        backend: `"native"` (HCCL, NCCL), `"cpu"` (MCCL), `"fake"` (a dry run: shapes only) or `"simulated"` (a thread
+            of this process).
         device_target: `"Ascend"`, `"GPU"` or `"CPU"`.
-        launcher: `"msrun"`, `"mpirun"`, `"none"` (a single process) or `"fake"`.
+        launcher: `"msrun"`, `"mpirun"`, `"none"` (a single process), `"fake"` or `"simulated"`.
         group: MindSpore's name for the group of all ranks; None where nothing communicates.
+        ranks: the `SimulatedRanks` that this rank is one of, or None.
     """
 
     rank: int
@@ -52,10 +59,11 @@ class World:
     device_target: str
     launcher: str
     group: str | None
+    ranks: object = None
 
 
 class _ProcessState:
-    """Communication state of a process: the world, the open counters, and the memos of modules."""
+    """Communication state of a process: the world, the open counters, the observer, and the memos of modules."""
 
     def __init__(self):
         self._memos = {}  # owner -> its memo
@@ -65,6 +73,7 @@ class _ProcessState:
         """Reset to the state before `init_distributed()`."""
         self.world = None
         self.counters = []  # the `count_collectives` blocks that are open
+        self.observer = None  # what generated programs report values to, see `sharding.observing`
         for memo in self._memos.values():
             memo.clear()
 
@@ -77,11 +86,33 @@ class _ProcessState:
 
 
 _PROCESS = _ProcessState()
+_THREAD = threading.local()  # `state` in a thread that simulates a rank
 
 
 def process_state():
-    """The communication state of this process, for modules of this package."""
-    return _PROCESS
+    """The communication state of this process, or of this simulated rank, for modules of this package."""
+    return getattr(_THREAD, "state", _PROCESS)
+
+
+@contextmanager
+def rank_of(size, rank, ranks=None):
+    """While open, this thread is a rank of another world, with a communication state of its own.
+
+    Args:
+        size, rank: number of ranks, and this one.
+        ranks: the `SimulatedRanks` of the world; None for a dry run of one rank.
+    """
+    backend, before = "simulated" if ranks else "fake", getattr(_THREAD, "state", None)
+    state = _THREAD.state = _ProcessState()
+    state.world = World(rank, size, backend, ms.get_context("device_target"), backend, None, ranks)
+    try:
+        yield state
+    finally:
+        state.forget()
+        if before is None:
+            del _THREAD.state
+        else:
+            _THREAD.state = before
 
 
 def world():
@@ -90,9 +121,9 @@ def world():
     Raises:
         RuntimeError: `init_distributed()` was not called yet.
     """
-    if _PROCESS.world is None:
+    if process_state().world is None:
         raise RuntimeError("communication is not initialised: call init_distributed() first")
-    return _PROCESS.world
+    return process_state().world
 
 
 def init_distributed(backend=None, world_size=None, rank=None, timeout=60):
@@ -126,7 +157,7 @@ def init_distributed(backend=None, world_size=None, rank=None, timeout=60):
     device_target = ms.get_context("device_target")
     backend = backend or ("cpu" if device_target == "CPU" else "native")
     _check_launch(launch, backend, device_target, world_size, rank)
-    if _PROCESS.world is not None:
+    if process_state().world is not None:
         return _same_world(launch, backend)
     if device_target == "CPU":
         ms.runtime.launch_blocking()
@@ -136,15 +167,15 @@ def init_distributed(backend=None, world_size=None, rank=None, timeout=60):
             _share_cores(launch.size)
         group = _join()
         launch = Launch(launch.launcher, ms_communication.get_rank(), ms_communication.get_group_size())
-    _PROCESS.world = World(launch.rank or 0, launch.size, backend, device_target, launch.launcher, group)
-    return _PROCESS.world
+    process_state().world = World(launch.rank or 0, launch.size, backend, device_target, launch.launcher, group)
+    return process_state().world
 
 
 def shutdown():
     """Leave the run: release the world, its groups and collectives, and all memos. No effect without a world."""
-    if _PROCESS.world is not None and _PROCESS.world.group is not None:
+    if process_state().world is not None and process_state().world.group is not None:
         ms_communication.release()
-    _PROCESS.forget()
+    process_state().forget()
 
 
 def read_launch(environ):
@@ -201,7 +232,7 @@ def _check_launch(launch, backend, device_target, world_size, rank):
 
 
 def _same_world(launch, backend):
-    known = _PROCESS.world
+    known = process_state().world
     if (launch.size, backend) != (known.size, known.backend) or launch.rank not in (None, known.rank):
         raise RuntimeError(
             f"already initialised as rank {known.rank} of {known.size} with backend '{known.backend}', now asked to be "

@@ -26,14 +26,7 @@ _MOST_PROGRAMS = 65536  # a number that changes with every step would fill the m
 
 
 class Dispatcher:
-    """Runs operators on DTensors. MindSpore calls its instance as `DTensor.__fallback__`.
-
-    Attributes:
-        programs: kind of call -> `_Program`, for one world: programs depend on this process's rank.
-    """
-
-    def __init__(self):
-        self.programs = process_state().memo(__name__)
+    """Runs operators on DTensors. MindSpore calls its instance as `DTensor.__fallback__`."""
 
     def __call__(self, func, args, kwargs=None):
         """Run operator `func` on the global tensors in `args`.
@@ -53,8 +46,9 @@ class Dispatcher:
             _describe(argument, key, tensors)
         attributes = {} if primitive is None else rule_attributes(func.name, vars(primitive))
         key = (*key, *attributes.values())
+        programs = process_state().memo(__name__)  # kind of call -> `_Program`, which depends on this process's rank
         try:
-            program = self.programs.get(key)
+            program = programs.get(key)
         except TypeError as error:  # not hashable
             shown = ", ".join(type(argument).__name__ for argument in args)
             raise TypeError(
@@ -62,9 +56,9 @@ class Dispatcher:
             ) from error
         if program is None:
             program = _Program(func.name, args, kwargs, attributes, tensors)
-            if len(self.programs) >= _MOST_PROGRAMS:
-                self.programs.clear()
-            self.programs[key] = program
+            if len(programs) >= _MOST_PROGRAMS:
+                programs.clear()
+            programs[key] = program
         return program.run(_FIXED.get(func.name, func), primitive, args, tensors)
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import keyword
+from dataclasses import dataclass
 from inspect import Parameter, signature
 from itertools import repeat
 
@@ -28,6 +29,26 @@ _AFTER = {  # step kind -> the hint for the name of the tensor after it
     "to_partial": "term",
     "pad": "padded",
 }
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """A tensor that a generated function reports to the observer.
+
+    Attributes:
+        number: that of the report, in its module.
+        frame: the `CellPlan` of the function.
+        entry: the instruction that produces the tensor, or the `ParameterUse` that it is.
+        value, layout: what it is.
+        variable: its name in the source.
+    """
+
+    number: int
+    frame: object
+    entry: object
+    value: Value
+    layout: object
+    variable: str
 
 
 class NamedTensor(TensorMeta):
@@ -71,6 +92,8 @@ class FunctionSource:
         self.variables.update(zip(((value.id, layout) for value, layout in self.frame.lifted), lifted))
         for constant in self.frame.graph.constants:
             self._enter(constant.value, self.parts.constant(self.frame, constant))
+        for use in self.frame.graph.parameters:
+            self._observe(use, [(use.value, self.frame.layouts[use.value.id])])
         for instruction in self.frame.instructions:
             self.keeper = self.frame.keepers.get(instruction)
             if isinstance(instruction, Redistribution):
@@ -79,6 +102,8 @@ class FunctionSource:
                 self._call(instruction)
             else:
                 self._operator(instruction)
+            if not isinstance(instruction, CallPlan):
+                self._observe(instruction, instruction.produced)
         self.body.append(f"return {self._structure(self.frame.graph.result, iter(self.frame.results))}")
         rest = [parameter for parameter in parameters if parameter.startswith("**")]
         parameters = [parameter for parameter in parameters if parameter not in rest]
@@ -172,6 +197,14 @@ class FunctionSource:
         variable = self._variable(hint)
         self.body.append(f"{variable} = {self._kept(expression, communicates)}")
         return variable
+
+    def _observe(self, entry, produced):
+        """Report tensors to the observer, if the module has one; `entry` produced them: an instruction, or a use."""
+        for value, layout in produced if self.parts.observed is not None else ():
+            variable = self.variables[value.id, layout]
+            number = len(self.parts.observed)
+            self.body.append(f"observed(self, {number}, {variable})")
+            self.parts.observed.append(Observed(number, self.frame, entry, value, layout, variable))
 
     def _kept(self, expression, communicates=False):
         """An expression, called through the keeper of its instruction where that has one for it."""

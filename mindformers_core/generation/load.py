@@ -31,13 +31,16 @@ def load_module(name, source):
     """
     loaded = process_state().memo(__name__)
     number = loaded["modules"] = loaded.get("modules", -1) + 1
-    file = (_folder() / f"{name}_{number}.py").resolve()
-    file.write_text(source.text, encoding="utf-8")
+    file, observer = (_folder() / f"{name}_{number}.py").resolve(), process_state().observer
+    text = source.text if observer is None else observer.text(source.text)
+    file.write_text(text, encoding="utf-8")
     module = ModuleType(f"mindformers_core_generated_{file.stem}")
     module.__file__ = str(file)
     vars(module).update((constant, _tensor(content)) for constant, content in source.constants.items())
+    if observer is not None:
+        observer.loaded(module, source)
     sys.modules[module.__name__] = module  # the parser of @ms.jit looks for it there
-    exec(compile(source.text, module.__file__, "exec"), vars(module))
+    exec(compile(text, module.__file__, "exec"), vars(module))
     return module
 
 

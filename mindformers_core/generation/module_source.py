@@ -15,7 +15,7 @@ from mindformers_core.program.passed_weights import WEIGHTS
 
 __all__ = ["ModuleSource", "collective_name", "collective_source"]
 
-_RESERVED = ("ms", "ops", "self", "program", "mesh", "collectives", "communicator", "DeviceMesh", "Layout")
+_RESERVED = ("ms", "ops", "self", "program", "mesh", "collectives", "communicator", "DeviceMesh", "Layout", "observed")
 
 
 class ModuleSource:
@@ -29,6 +29,8 @@ class ModuleSource:
         defer_weights: whether matmuls split the gradients of their weights off: see `deferral.py`.
         separate_collectives: whether each call of a collective has an object of its own: where PyNative differentiates
             a graph that recomputes Cells, MindSpore mixes up the saved tensors of several calls of one object.
+        is_observed: whether functions report their tensors, by calls of `observed(cell, number, tensor)`, a function
+            that the loader puts into the module.
 
     Attributes:
         text: the source.
@@ -38,12 +40,14 @@ class ModuleSource:
             plan's calls): attributes that a Cell is given since they lie outside of it.
         deferrals: `CellPlan` -> its `Deferral`; empty without `defer_weights`.
         frames: the distinct `CellPlan`s, callees before their callers.
+        observed: the `Observed` tensors by number; None without `is_observed`.
         imports: lines.
         reserved: names that no variable of a function may have; they grow.
         variables: names of variables of the functions, which nothing in the module may have.
     """
 
-    def __init__(self, frame, cells, taken, header, defer_weights=False, separate_collectives=False):
+    def __init__(self, frame, cells, taken, header, defer_weights=False, separate_collectives=False, is_observed=False):
+        self.observed = [] if is_observed else None
         self.cells, self.mesh = cells, frame.mesh
         self.imports, self.variables = set(), set()
         self.frames = _distinct(frame)

@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 from mindspore import nn, ops
 
+from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators.signature import is_float
+from mindformers_core.passes.thread_tape import ThreadTape
 from mindformers_core.sharding.recordings import forget_recordings
 
 __all__ = ["ForwardBackward", "is_differentiable"]
@@ -38,6 +40,7 @@ class ForwardBackward:
 
     def __init__(self, differentiated, around=nullcontext):
         self._differentiated, self._around = differentiated, around
+        self._begun = {}  # key -> number of its forward passes but one
         self.forget()
 
     def forget(self):
@@ -56,9 +59,10 @@ class ForwardBackward:
             The tuple of outputs.
         """
         assert key not in self._calls, key
+        self._begun[key] = self._begun.get(key, -1) + 1
         # new objects: a tensor of another stage of this rank is on that stage's tape, and this tape has to end at it
         inputs = tuple(ops.stop_gradient(tensor) for tensor in inputs)
-        tape = self._free.pop() if self._free else _Tape()
+        tape = self._free.pop() if self._free else _tape()
         returned, flowing = [], []
 
         def recorded(*inputs):
@@ -66,10 +70,8 @@ class ForwardBackward:
             flowing.extend(self._differentiated(tuple(returned)))
             return flowing[0] if len(flowing) == 1 else tuple(flowing)
 
-        tape.function = recorded
-        with _clean_after_errors(), self._around():
-            tape(*inputs)
-        tape.function = None
+        with _clean_after_errors(), self._around(), self._observed(key, "forward"):
+            tape.record(recorded, inputs)
         self._calls[key] = _Call(tape, inputs, tuple(flowing))
         return tuple(returned)
 
@@ -77,6 +79,11 @@ class ForwardBackward:
         """As `forward`, for given outputs of which no gradient is needed; returns them."""
         self._calls[key] = _Call(None, (), tuple(self._differentiated(outputs)))
         return outputs
+
+    def _observed(self, key, direction):
+        """The context in which an observer, if there is one, gets the values of a pass."""
+        observer = process_state().observer
+        return nullcontext() if observer is None else observer.in_pass((key, self._begun[key]), direction)
 
     def outputs(self, key):
         """The differentiated outputs of an outstanding call."""
@@ -93,17 +100,17 @@ class ForwardBackward:
         Returns:
             The gradients of the call's inputs and of the weights, two tuples.
         """
-        tape, inputs, _ = self._calls.pop(key)
+        tape, inputs, outputs = self._calls.pop(key)
         if tape is None:
             return (), ()
         assert inputs or weights, key
-        gradient = ops.GradOperation(get_all=bool(inputs), get_by_list=bool(weights), sens_param=True)
-        sens = gradients[0] if len(gradients) == 1 else tuple(gradients)
-        with _clean_after_errors(), self._around():
-            found = gradient(tape, *((weights,) if weights else ()))(*inputs, sens)
+        with _clean_after_errors(), self._around(), self._observed(key, "backward"):
+            found = tape.gradients(inputs, outputs, tuple(gradients), weights)
+            observer = process_state().observer
+            for weight, gradient in () if observer is None else zip(weights, found[1]):
+                observer.weight_gradient(weight, gradient)
         self._free.append(tape)
-        of_inputs, of_weights = found if inputs and weights else (found, ()) if inputs else ((), found)
-        return tuple(of_inputs), tuple(of_weights)
+        return found
 
 
 @contextmanager
@@ -116,6 +123,12 @@ def _clean_after_errors():
         raise
 
 
+def _tape():
+    """A tape of this process, or of this simulated rank, whose thread can't use the process's tapes."""
+    here = process_state().world
+    return _Tape() if here is None or here.ranks is None else ThreadTape()
+
+
 class _Tape(nn.Cell):
     """The tape of one call. MindSpore finds a tape by Cell and inputs, so every outstanding call needs its own Cell."""
 
@@ -123,6 +136,20 @@ class _Tape(nn.Cell):
         super().__init__(auto_prefix=False)
         self.function = None
         self.set_grad(True)
+
+    def record(self, function, inputs):
+        """Call `function(*inputs)`, a function that returns a tensor or a tuple of tensors."""
+        self.function = function
+        self(*inputs)
+        self.function = None
+
+    def gradients(self, inputs, outputs, sens, weights):
+        """The gradients of the recorded call's inputs and of weights, two tuples, from those of its outputs."""
+        gradient = ops.GradOperation(get_all=bool(inputs), get_by_list=bool(weights), sens_param=True)
+        sens = sens[0] if len(sens) == 1 else sens
+        found = gradient(self, *((weights,) if weights else ()))(*inputs, sens)
+        of_inputs, of_weights = found if inputs and weights else (found, ()) if inputs else ((), found)
+        return tuple(of_inputs), tuple(of_weights)
 
     def construct(self, *inputs):
         if self.function is None:

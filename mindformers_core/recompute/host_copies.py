@@ -16,7 +16,6 @@ from mindformers_core.communication.world import process_state
 __all__ = ["Arriving", "to_device", "to_host"]
 
 _HOST = "CPU"
-_STATE = process_state().memo(__name__)  # "stream": the copy stream; "leaving": (event, tensor) of copies under way
 
 
 def _moved_by_to(tensor, device):
@@ -59,7 +58,7 @@ def to_host(tensor):
         stream.wait_stream(ms.runtime.current_stream())
         with ms.runtime.StreamCtx(stream):
             host = _WAYS[device](tensor, _HOST)
-        _STATE["leaving"].append((stream.record_event(), tensor))
+        process_state().memo(__name__)["leaving"].append((stream.record_event(), tensor))
     return host
 
 
@@ -76,10 +75,11 @@ def to_device(host, device):
 
 def _stream():
     """The stream that runs copies in order; releases tensors whose copies have ended."""
-    if "stream" not in _STATE:
-        _STATE.update(stream=ms.runtime.Stream(), leaving=[])
-    _STATE["leaving"] = [(event, tensor) for event, tensor in _STATE["leaving"] if not event.query()]
-    return _STATE["stream"]
+    state = process_state().memo(__name__)  # "leaving": (event, tensor) of copies under way
+    if "stream" not in state:
+        state.update(stream=ms.runtime.Stream(), leaving=[])
+    state["leaving"] = [(event, tensor) for event, tensor in state["leaving"] if not event.query()]
+    return state["stream"]
 
 
 def _kind(device):

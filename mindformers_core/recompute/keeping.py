@@ -22,19 +22,18 @@ from mindformers_core.program.structure import tree_map
 __all__ = ["Handle", "Recomputation", "Recomputed", "handle_of", "keeping", "kept", "session"]
 
 _KEY = "mindformers_core"
-_STATE = process_state().memo(__name__)  # "session": the open one
 
 
 @contextmanager
 def keeping():
     """Context in which the producing call of a tensor decides how autograd saves it. PyNative."""
-    before = _STATE.get("session")
-    _STATE["session"] = Session()
+    state = process_state().memo(__name__)
+    before, state["session"] = state.get("session"), Session()
     try:
         with saved_tensors_hooks(_pack, _unpack):
             yield
     finally:
-        _STATE["session"] = before
+        state["session"] = before
 
 
 class Session:
@@ -52,7 +51,7 @@ class Session:
 
 def session():
     """The open `Session`, or None."""
-    return _STATE.get("session")
+    return process_state().memo(__name__).get("session")
 
 
 class _Outside:

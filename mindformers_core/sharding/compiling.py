@@ -26,21 +26,25 @@ from mindformers_core.sharding.first_inputs import compare_inputs
 
 __all__ = ["choose_program", "jit", "register_cell"]
 
-_STATE = process_state().memo(__name__)  # "cells": number -> (reference to a tree, path); in a `jit()` also
-# "met": references to trees, of a compilation; "missing": a call that it stopped at; "refused": whether it met an error
 _NOT_A_SHAPE = {"dtype": ms.TensorType(ms.float32), "shape": ("none",), "value": None}
 _NUMBERS = count()
+
+
+def _state():
+    """A dict. "cells": number -> (reference to a tree, path). In a `jit()` also "met": references to trees, of a
+    compilation; "missing": a call that it stopped at; "refused": whether it met an error."""
+    return process_state().memo(__name__)
 
 
 def register_cell(tree, path):
     """The number by which a compiled call names the Cell at `path` of a sharded tree."""
     number = next(_NUMBERS)
-    _STATE.setdefault("cells", {})[number] = ref(tree), path
+    _state().setdefault("cells", {})[number] = ref(tree), path
     return number
 
 
 def _cell(number):
-    tree, path = _STATE["cells"][number]
+    tree, path = _state()["cells"][number]
     return tree(), path
 
 
@@ -63,7 +67,7 @@ class _ChooseProgram(PrimitiveWithInfer):
         """While a graph is compiled: a program that exists; without one `jit()` stops the compilation here."""
         tree, path = _cell(number["value"])
         if path in tree.eager:
-            _STATE["refused"] = True
+            _state()["refused"] = True
             raise RuntimeError(_eager_error(tree, path))
         args, kwargs = (_structure(given["value"], given["shape"], given["dtype"]) for given in (args, kwargs))
         if not tree.storage.is_open:
@@ -75,12 +79,12 @@ class _ChooseProgram(PrimitiveWithInfer):
         tree.activations.check_compiling()
         with tree.for_compiled():
             program = tree.known_program(path, args, kwargs)
-        if _STATE.get("met") is not None:
-            _STATE["met"].append(ref(tree))
+        if _state().get("met") is not None:
+            _state()["met"].append(ref(tree))
         elif program is None:
             raise RuntimeError(_missing_program(tree, path, args, kwargs))
         if program is None:
-            _STATE["missing"] = tree, path, args, kwargs
+            _state()["missing"] = tree, path, args, kwargs
             return _NOT_A_SHAPE
         return {"dtype": None, "shape": None, "value": program.name}
 
@@ -160,26 +164,26 @@ def jit(function=None, **options):
                 f"a function compiled by jit() works on local tensors, and got a DTensor of shape {tensor.shape} that "
                 f"lives as {tensor.layout}: pass x.to_local(), in the layout that the Cell declares for its input"
             )
-        made, outer = [], _STATE.get("met")
+        made, outer = [], _state().get("met")
         while True:
-            _STATE["met"] = []
+            _state()["met"] = []
             state = states()
             if state not in compiled:
                 compiled[state] = ms.jit(function, **options)
             try:
                 result = compiled[state](*args, **kwargs)
             except Exception:
-                missing = _STATE.pop("missing", None)
-                if _STATE.pop("refused", False):
+                missing = _state().pop("missing", None)
+                if _state().pop("refused", False):
                     _remove_dump()
                 if missing is None:
                     raise
             else:
-                met.extend(tree for tree in dict.fromkeys(_STATE["met"]) if tree not in met)
+                met.extend(tree for tree in dict.fromkeys(_state()["met"]) if tree not in met)
                 compiled.setdefault(states(), compiled[state])
                 return result
             finally:
-                _STATE["met"] = outer
+                _state()["met"] = outer
             made.append(_make_program(*missing, made))
             _compare_inputs(*missing[:2], args, kwargs)
 

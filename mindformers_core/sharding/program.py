@@ -10,11 +10,13 @@ from mindspore import Tensor
 from mindspore._c_expression import typing
 
 from mindformers_core.capture.capture import capture
+from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.dtensor import DTensor, wrap
 from mindformers_core.dtensor.move import device_model, dtype_name
 from mindformers_core.generation.load import load_module
 from mindformers_core.generation.module_source import ModuleSource
 from mindformers_core.operators import TensorMeta, tensor_meta
+from mindformers_core.program.observer import Observer
 from mindformers_core.program.partition import calls_of, partition
 from mindformers_core.program.plan import called_graphs, joined_path
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
@@ -121,7 +123,8 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
         signature: the key of the program in the tree.
         saved_plan: a file with a saved plan, or None.
     """
-    graph, frame = plan_call(tree, path, args, kwargs, saved_plan)
+    observer = process_state().observer or Observer()
+    graph, frame = observer.planned(tree, path, lambda: plan_call(tree, path, args, kwargs, saved_plan))
     frame = tree.activations.annotate(path, frame, tree.compiling)
     generated = (
         partition(frame, *(calls_of(frame, path, cells) for cells in tree.compiling)) if tree.compiling else frame
@@ -130,7 +133,8 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
         check_plan(generated)
     separate_collectives = generated is not frame or tree.activations.is_active and tree.compiling is not None
     header, classes = _header(tree, path, graph, frame), _below(path, tree.classes)
-    source = ModuleSource(generated, classes, tree.function_names, header, tree.deferring, separate_collectives)
+    options = tree.deferring, separate_collectives, process_state().observer is not None
+    source = ModuleSource(generated, classes, tree.function_names, header, *options)
     tree.function_names.update(source.functions.values())
     name = source.functions[generated]
     module = load_module(name, source)

@@ -4,6 +4,7 @@ from mindspore import DeviceCtx, Parameter, ParameterTuple, mint, nn
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.communication import world
+from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.dtensor import placed_parameter
 from mindformers_core.dtensor.move import device_model, redistribute_local
 from mindformers_core.hints import nearest
@@ -120,6 +121,8 @@ def _place_parameters(cell, layouts, seed):
         materialize(cell, seed, layouts, world().rank)
     placed = {id(p): placed_parameter(parts.get(path, p), layouts[path], shapes.get(path)) for path, p in named.items()}
     replace_parameters(cell, placed)
+    if process_state().observer is not None:
+        process_state().observer.placed(cell)
 
 
 def replace_parameters(cell, placed):

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
 from mindformers_core.communication import world
+from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.dtensor import DTensor
 from mindformers_core.program.activation_policy import ActivationPolicy
 from mindformers_core.program.graph import class_label
@@ -170,6 +171,7 @@ class ShardedTree:
         """The key in `programs` of a call."""
         try:
             mode = self.deferring, self.compiling if self.activations.is_active else self.compiling or None
+            mode += (process_state().observer is not None,)
             return path, mode, self._flags(), signature_key(args), signature_key(kwargs)
         except TypeError as error:
             raise TypeError(f"{self.label(path)}: {error}") from None

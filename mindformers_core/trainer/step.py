@@ -1,5 +1,8 @@
 """The recipe's model on this rank, whole or as stages of a pipeline, and one optimizer step over it."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import mindspore as ms
 
 from mindformers_core.optimizers.adamw import AdamW
@@ -12,7 +15,7 @@ from mindformers_core.trainer.pipeline_recipe import layers_of_rank, micro_batch
 from mindformers_core.trainer.zero_recipe import zero_settings
 from mindformers_core.zero import hsdp, tie_shards, value_and_grad
 
-__all__ = ["build_cells", "step_function"]
+__all__ = ["StepParts", "build_cells", "step_function", "step_parts"]
 
 
 def build_cells(recipe, mesh, rank):
@@ -39,24 +42,33 @@ def build_cells(recipe, mesh, rank):
     return cells
 
 
-def step_function(recipe, mesh, cells):
-    """The optimizer and the function of one step, whose programs are generated; all ranks of a pipeline call this.
+@dataclass(frozen=True, eq=False)
+class StepParts:
+    """One optimizer step of a rank, part by part.
+
+    Attributes:
+        run: function of the local inputs of the model, a sequence of tensors of shape (runs, samples of one, …);
+            returns the losses of all runs and the reduced gradients of the parameters.
+        clip: the `ClipByGlobalNorm`, a function of the gradients.
+        optimizer: the `AdamW` of the trainable parameters.
+    """
+
+    run: Callable
+    clip: ClipByGlobalNorm
+    optimizer: AdamW
+
+
+def step_parts(recipe, mesh, cells):
+    """The `StepParts` of a rank, whose programs are generated; all ranks of a pipeline call this.
 
     Forward and backward pass run once for every micro-batch; in a pipeline, the schedule runs once for every batch of
     micro-batches. Gradients are reduced over data-parallel ranks after the last run, whose number is hsdp's
-    `accumulate_grad_step`. In graph mode both passes of a model or stage are compiled functions, and clipping and
-    update are another: the sequence of runs and the collectives of gradients are run by Python.
+    `accumulate_grad_step`.
 
     Args:
         recipe: the `Recipe`.
         mesh: with the axes `MESH_AXES`.
         cells: from `build_cells`; the model is a function of the arrays of a micro-batch that returns the loss.
-
-    Returns:
-        `(optimizer, step)`: an `AdamW` of the trainable parameters of this rank, and a function that updates them. Its
-        arguments are the local inputs of the model, a sequence of tensors of shape (runs, samples of one, …), and the
-        float32 scalars of `AdamW.scalars`. Results are the mean loss and the gradients' norm before clipping, local
-        tensors that are equal on all ranks.
 
     Raises:
         ValueError: on all ranks of the pipeline: stages that contradict each other, or a stage without a program.
@@ -64,20 +76,34 @@ def step_function(recipe, mesh, cells):
     functions = _model_function if recipe.parallelism.pipeline_parallel == 1 else _schedule_function
     parameters, run, clipping = functions(recipe, mesh, cells)
     optimizer = AdamW(parameters, recipe.optimizer)
-    clip = ClipByGlobalNorm(optimizer.parameters, recipe.training.max_norm, **clipping)
+    return StepParts(run, ClipByGlobalNorm(optimizer.parameters, recipe.training.max_norm, **clipping), optimizer)
+
+
+def step_function(recipe, mesh, cells):
+    """The optimizer and the function of one step; arguments and errors as of `step_parts`.
+
+    In graph mode both passes of a model or stage are compiled functions, and clipping and update are another: the
+    sequence of runs and the collectives of gradients are run by Python.
+
+    Returns:
+        `(optimizer, step)`: an `AdamW` of the trainable parameters of this rank, and a function that updates them. Its
+        arguments are the local inputs of the model, as of `StepParts.run`, and the float32 scalars of `AdamW.scalars`.
+        Results are the mean loss and the gradients' norm before clipping, local tensors that are equal on all ranks.
+    """
+    parts = step_parts(recipe, mesh, cells)
 
     def update(rate, eps, decay, *gradients):  # one by one: tensors in a tuple would be compiled in as constants
-        clipped, norm = clip(gradients)
-        optimizer(clipped, rate, eps, decay)
+        clipped, norm = parts.clip(gradients)
+        parts.optimizer(clipped, rate, eps, decay)
         return norm
 
     update = jit(update) if recipe.context.mode == 0 else update
 
     def step(arrays, rate, eps, decay):
-        losses, gradients = run(arrays)
+        losses, gradients = parts.run(arrays)
         return sum(losses) / len(losses), update(rate, eps, decay, *gradients)
 
-    return optimizer, step
+    return parts.optimizer, step
 
 
 def _model_function(recipe, mesh, cells):

@@ -2,6 +2,7 @@
 
 from mindspore import ops
 
+from mindformers_core.communication.world import process_state
 from mindformers_core.sharding.parameter_storage import as_dtype
 
 __all__ = ["GradientReducer"]
@@ -44,7 +45,9 @@ class GradientReducer:
 
     def came(self, number, gradient):
         """Take the whole gradient of parameter `number`; returns its replacement, so that its memory is freed."""
-        storage = self.storage
+        storage, observer = self.storage, process_state().observer
+        if observer is not None:
+            observer.weight_gradient(storage.parameters[number].unsharded, gradient)
         if self._at_once:
             if not (self._pending or self._next):
                 storage.meter.add("gradients", sum(storage.parameters[other].plan.nbytes for other in storage.trained))

@@ -1,0 +1,189 @@
+"""Ranks simulated by threads of this process: the program of a rank runs as it is, collectives are array operations.
+
+One thread runs at a time, until its rank has to wait for another one; the order of the threads is fixed, so that a run
+repeats bit by bit. MindSpore's flags of PyNative's autograd belong to a thread, so do the communication states of ours.
+"""
+
+import json
+import threading
+from collections import defaultdict, deque
+from contextlib import suppress
+
+import numpy as np
+from mindspore import Tensor
+
+from mindformers_core.communication.raw import RawCollective
+from mindformers_core.communication.world import rank_of, world
+from mindformers_core.redistribution.arrays import exchange
+
+__all__ = ["SimulatedCollective", "SimulatedRanks", "make_transport"]
+
+_STACK = 64 << 20  # bytes of a thread's stack: MindSpore's backward pass is recursive
+
+
+class _Stopped(BaseException):
+    """Ends the thread of a rank after another one has failed."""
+
+
+class SimulatedRanks:
+    """A world of ranks, each a thread.
+
+    Args:
+        size: number of ranks.
+
+    Attributes:
+        size: as given.
+        shared: a dict for what is computed once for all ranks.
+    """
+
+    def __init__(self, size):
+        self.size, self.shared = size, {}
+        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._ready, self._waiting = deque(range(size)), {}  # waiting rank -> what it waits for, as text
+        self._numbers = defaultdict(int)  # (rank, ranks of a group) -> number of its collectives so far
+        self._meetings = defaultdict(dict)  # (ranks of a group, number) -> rank -> (issued, array)
+        self._results, self._boxes = {}, defaultdict(deque)  # rank -> array; (sender, receiver) -> messages
+        self._error, self._ended = None, threading.Event()
+
+    def run(self, function):
+        """Call `function(rank)` for every rank; returns the list of results.
+
+        Raises:
+            The first error of a rank. RuntimeError: ranks wait for each other, or issue different collectives.
+        """
+        results = [None] * self.size
+
+        def work(rank):
+            self._turns[rank].acquire()
+            with suppress(_Stopped):
+                try:
+                    self._check()
+                    with rank_of(self.size, rank, self):
+                        results[rank] = function(rank)
+                except Exception as error:
+                    self._fail(error)
+            self._pass_on()
+
+        before = threading.stack_size(_STACK)
+        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        threading.stack_size(before)
+        self._pass_on()
+        for thread in threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+        return results
+
+    def meet(self, rank, group, kind, arguments, array):
+        """The result on `rank` of a collective of a `Group`, after all its ranks have come."""
+        ranks = tuple(sorted(group.ranks))
+        self._numbers[rank, ranks] += 1
+        number = self._numbers[rank, ranks]
+        issued = kind, group.axes, array.shape, str(array.dtype), () if kind == "permute" else arguments
+        meeting = self._meetings[ranks, number]
+        meeting[rank] = issued, arguments, array
+        if len(meeting) < len(ranks):
+            self._wait(rank, f"{_shown(issued)}, number {number} over {group}")
+            return self._results.pop(rank)
+        del self._meetings[ranks, number]
+        self._check_alike(meeting, number, group)
+        given = [meeting[other] for other in group.ranks]
+        arguments = ([each[1][0] for each in given],) if kind == "permute" else arguments
+        found = exchange(kind, [each[2] for each in given], *arguments)
+        self._results.update(zip(group.ranks, found, strict=True))
+        self._wake(other for other in group.ranks if other != rank)
+        return self._results.pop(rank)
+
+    def _check_alike(self, meeting, number, group):
+        issued = {}
+        for rank, (each, _, _) in sorted(meeting.items()):
+            issued.setdefault(each, []).append(rank)
+        if len(issued) > 1:
+            said = "; ".join(f"ranks {', '.join(map(str, ranks))}: {_shown(each)}" for each, ranks in issued.items())
+            raise RuntimeError(f"collective {number} over {group} differs among its ranks: {said}")
+
+    def send(self, rank, to_rank, message):
+        """Leave a message for another rank."""
+        self._boxes[rank, to_rank].append(message)
+        if self._waiting.get(to_rank) == _message_text(rank):
+            self._wake([to_rank])
+
+    def receive(self, rank, from_rank):
+        """The next message from a rank, which this rank waits for."""
+        box = self._boxes[from_rank, rank]
+        while not box:
+            self._wait(rank, _message_text(from_rank))
+        return box.popleft()
+
+    def _wait(self, rank, what):
+        self._waiting[rank] = what
+        self._pass_on()
+        self._turns[rank].acquire()
+        self._check()
+
+    def _wake(self, ranks):
+        for rank in ranks:
+            del self._waiting[rank]
+            self._ready.append(rank)
+
+    def _pass_on(self):
+        """Give the turn to the next rank that can run."""
+        if not self._ready and self._waiting:
+            said = "; ".join(f"rank {rank} in {what}" for rank, what in sorted(self._waiting.items())[:8])
+            self._fail(RuntimeError(f"the ranks wait for each other: {said}"))
+        if self._ready:
+            self._turns[self._ready.popleft()].release()
+
+    def _fail(self, error):
+        """Keep the first error, and end all ranks."""
+        self._error = self._error or error
+        self._wake(list(self._waiting))
+
+    def _check(self):
+        if self._error is not None:
+            raise _Stopped
+
+
+def _shown(issued):
+    kind, axes, shape, dtype, _ = issued
+    return f"{kind} over {', '.join(axes)} of {dtype} {list(shape)}"
+
+
+def _message_text(rank):
+    return f"a message from rank {rank}"
+
+
+class SimulatedCollective(RawCollective):
+    """A collective of ranks that are threads."""
+
+    def eager(self, x):
+        here = world()
+        return Tensor(np.array(here.ranks.meet(here.rank, self.group, self.kind, self.arguments, x.asnumpy())))
+
+
+class _Transport:
+    """Messages between ranks that are threads."""
+
+    buffered = True
+
+    def __init__(self, here):
+        self.rank, self.ranks = here.rank, here.ranks
+
+    def send(self, rank, head, tensors):
+        """Send a message; returns at once."""
+        self.ranks.send(self.rank, rank, (json.dumps(head), [tensor.asnumpy().copy() for tensor in tensors]))
+
+    def receive(self, rank):
+        """The next message from a rank: its head, and its tensors."""
+        head, arrays = self.ranks.receive(self.rank, rank)
+        return json.loads(head), tuple(map(Tensor, arrays))
+
+    def close(self):
+        """Nothing to do."""
+
+
+def make_transport(limit):
+    """The messages of this simulated rank."""
+    return _Transport(world())

@@ -1,0 +1,67 @@
+"""Forward and backward passes in a thread: MindSpore's `GradOperation` keeps one stack of tapes for the whole process.
+
+The autograd of PyNative records on the tensors themselves where its flag, which belongs to the thread, is set;
+`run_backward`, a private function of MindSpore 2.10, differentiates. A Cell with a `bprop` needs a tape of the process:
+`custom_gradients` records it as a `_Function`.
+"""
+
+from contextlib import contextmanager
+
+from mindspore import _c_expression, _Function, nn, ops
+from mindspore.graph.api import _no_grad, _pynative_executor
+
+__all__ = ["ThreadTape", "custom_gradients"]
+
+
+class ThreadTape:
+    """The tape of one call in this thread; see `ForwardBackward`."""
+
+    def record(self, function, inputs):
+        """Call `function(*inputs)`, and record what it computes."""
+        for tensor in inputs:
+            tensor.requires_grad_()
+        _pynative_executor.set_grad_flag(True)
+        try:
+            function(*inputs)
+        finally:
+            _pynative_executor.set_grad_flag(False)
+
+    def gradients(self, inputs, outputs, sens, weights):
+        """The gradients of the recorded call's inputs and of weights, two tuples, from those of its outputs."""
+        wanted = (*inputs, *weights)
+        found = _c_expression.run_backward(outputs, sens, False, False, wanted, True, accumulate_grad=False)
+        found = [ops.zeros_like(one) if grad is None else grad for one, grad in zip(wanted, found, strict=True)]
+        return tuple(found[: len(inputs)]), tuple(found[len(inputs) :])
+
+
+@contextmanager
+def custom_gradients():
+    """While open, MindSpore records Cells with a `bprop` in the calling thread's autograd, in all threads."""
+    before = nn.Cell._call_custom_bprop
+    nn.Cell._call_custom_bprop = _call_recorded
+    try:
+        yield
+    finally:
+        nn.Cell._call_custom_bprop = before
+
+
+def _call_recorded(cell, *args, **kwargs):
+    arguments = cell._construct_sig.bind(*args, **kwargs) if kwargs else None
+    return _CustomGradient.apply(cell, *(args if arguments is None else arguments.args))
+
+
+class _CustomGradient(_Function):
+    """A call of a Cell with a `bprop`."""
+
+    @staticmethod
+    def forward(ctx, cell, *inputs):
+        with _no_grad():
+            ctx.out = cell.construct(*inputs)
+        ctx.cell, ctx.inputs = cell, inputs
+        return ctx.out
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        dout = gradients if isinstance(ctx.out, tuple) else gradients[0]
+        found = ctx.cell.bprop(*ctx.inputs, ctx.out, dout)
+        return None, *(found if isinstance(found, tuple) else (found,))

@@ -1,0 +1,44 @@
+"""`Observer`: receives what generated programs compute, while they run. Pure Python."""
+
+from contextlib import nullcontext
+
+__all__ = ["Observer"]
+
+
+class Observer:
+    """Receives what the programs of a rank compute; `process_state().observer` is the current one, or None.
+
+    Programs that are made while there is an observer report every tensor to it. This class ignores all.
+    """
+
+    def placed(self, cell):
+        """`shard()` has given a Cell this rank's shards of its parameters."""
+
+    def planned(self, tree, path, plan):
+        """The `(CellGraph, CellPlan)` of a program of the Cell at `path`; `plan()` captures and propagates."""
+        return plan()
+
+    def text(self, text):
+        """The source of a module in place of the generated one."""
+        return text
+
+    def loaded(self, module, source):
+        """Complete a generated module before it runs; it needs the function `observed(cell, number, tensor)`.
+
+        Args:
+            module: the module, with its constants.
+            source: the `ModuleSource`, whose `observed` has the `Observed` of each number.
+        """
+        module.observed = lambda cell, number, tensor: None
+
+    def in_pass(self, label, direction):
+        """The context of a pass.
+
+        Args:
+            label: `(key, number)`: the pass's key of `ForwardBackward`, and the number of earlier passes of that key.
+            direction: "forward" or "backward".
+        """
+        return nullcontext()
+
+    def weight_gradient(self, parameter, gradient):
+        """A backward pass has computed the gradient of a Parameter, not yet reduced over data-parallel ranks."""

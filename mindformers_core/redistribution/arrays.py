@@ -1,0 +1,74 @@
+"""Collectives as array operations on the tensors of all ranks of a group, and global tensors from local ones.
+
+Pure Python. Written from the definitions of the collectives; a group's tensors are a list in the group's order.
+"""
+
+import numpy as np
+
+__all__ = ["assemble", "exchange", "reduce_arrays"]
+
+_REDUCE = {"sum": np.add, "avg": np.add, "max": np.maximum, "min": np.minimum}
+
+
+def reduce_arrays(tensors, op):
+    """The elementwise reduction of tensors in their order; `op`: `sum`, `avg`, `max` or `min`."""
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = _REDUCE[op](total, tensor)
+    return total / len(tensors) if op == "avg" else total
+
+
+def exchange(kind, tensors, *arguments):
+    """The results of a collective on all ranks of a group.
+
+    Args:
+        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `permute` or `broadcast`.
+        tensors: the inputs, NumPy arrays.
+        arguments: `op`; `dim`; `dim, op`; `dim, to_dim`; `destinations`, for every place of the group the place that
+            gets its tensor; `root`.
+
+    Returns:
+        The list of results.
+    """
+    return _EXCHANGES[kind](tensors, *arguments)
+
+
+def _all_to_all(tensors, dim, to_dim):
+    count = len(tensors)
+    pieces = [np.split(tensor, count, to_dim) for tensor in tensors]
+    return [np.concatenate([pieces[sender][place] for sender in range(count)], dim) for place in range(count)]
+
+
+def _permute(tensors, destinations):
+    assert sorted(destinations) == list(range(len(tensors))), destinations
+    received = [None] * len(tensors)
+    for tensor, place in zip(tensors, destinations, strict=True):
+        received[place] = tensor
+    return received
+
+
+_EXCHANGES = {
+    "all_reduce": lambda tensors, op: [reduce_arrays(tensors, op)] * len(tensors),
+    "all_gather": lambda tensors, dim: [np.concatenate(tensors, dim)] * len(tensors),
+    "reduce_scatter": lambda tensors, dim, op: np.split(reduce_arrays(tensors, op), len(tensors), dim),
+    "all_to_all": _all_to_all,
+    "permute": _permute,
+    "broadcast": lambda tensors, root: [tensors[root]] * len(tensors),
+}
+
+
+def assemble(local, layout, shape):
+    """The global tensor of local tensors, terms of partial ones reduced.
+
+    Args:
+        local: rank -> array, for all ranks of the layout's mesh.
+        layout: the `Layout`.
+        shape: the global shape.
+    """
+    mesh, terms = layout.mesh, dict(local)
+    for axis, op in layout.partial:
+        terms = {rank: reduce_arrays([terms[other] for other in mesh.group(rank, (axis,))], op) for rank in terms}
+    value = np.empty(shape, next(iter(terms.values())).dtype)
+    for rank, term in terms.items():
+        value[layout.local_slices(shape, rank)] = term
+    return value

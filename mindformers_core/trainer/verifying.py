@@ -1,0 +1,86 @@
+"""`python -m mindformers_core verify`: the training step of a recipe on all ranks of its mesh, against one card."""
+
+import mindspore as ms
+import numpy as np
+
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.sharding.initialize import materialize
+from mindformers_core.trainer.data import micro_batch
+from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
+from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_shape
+from mindformers_core.trainer.step import build_cells, step_parts
+from mindformers_core.verify.engine import RankStep, Subject, plans_of, simulate
+
+__all__ = ["verify_recipe"]
+
+
+def verify_recipe(recipe):
+    """The `Check` of one training step of a recipe on all ranks of its mesh.
+
+    Args:
+        recipe: the `Recipe`; its data are random.
+    """
+    mesh = init_device_mesh(mesh_shape(recipe), MESH_AXES)
+
+    def build(rank):
+        return build_cells(recipe, mesh, rank)
+
+    plans = plans_of(mesh, build, lambda rank, stage, net: (micro_batch(recipe, stage), {}))
+    arguments = next(list(graph.arguments) for (stage, _), (graph, _) in plans.items() if stage == 0)
+    batches, count = _global_batches(recipe, mesh), _micro_batches(recipe)
+    passes = _passes(recipe, mesh, batches, count, arguments)
+
+    def step(rank, cells):
+        ms.set_seed(recipe.training.seed)
+        parts = step_parts(recipe, mesh, cells)
+        losses, gradients = parts.run(tuple(map(ms.Tensor, _local_batches(batches, mesh, rank))))
+        del losses  # means over micro-batches: those of the passes are compared where they are computed
+        return RankStep({}, (), parts.optimizer.parameters, gradients, parts.clip, parts.optimizer)
+
+    subject = Subject(mesh, build, step, lambda rank, cells: 0, _global_parameters(recipe), passes, len(batches))
+    return simulate(subject, plans)
+
+
+def _micro_batches(recipe):
+    """Number of passes of a run."""
+    return micro_batches_of_a_run(recipe) if recipe.parallelism.pipeline_parallel > 1 else 1
+
+
+def _global_parameters(recipe):
+    """Path -> array with the initial values on one card."""
+    with ms.DeviceCtx("meta"):
+        net = recipe.spec.build(recipe.model)
+    materialize(net, recipe.training.seed)
+    return {path: parameter.asnumpy() for path, parameter in net.parameters_and_names()}
+
+
+def _global_batches(recipe, mesh):
+    """The arrays of every run, of all data-parallel ranks one after the other."""
+    size, length = mesh.axis_size("dp"), recipe.train_dataset.seq_length
+    draw, rows = np.random.default_rng(recipe.training.seed), size * recipe.training.local_batch_size
+    found = []
+    for _ in range(accumulation_steps(recipe, size)):
+        ids = draw.integers(0, recipe.model.vocab_size, (rows, length + 1)).astype(np.int32)
+        labels = np.where(draw.random((rows, length)) < 0.1, -100, ids[:, 1:]).astype(np.int32)
+        found.append((ids[:, :-1], labels))
+    return found
+
+
+def _local_batches(batches, mesh, rank):
+    """A rank's arrays of shape (runs, samples of one, …)."""
+    size, (dp_rank,) = mesh.axis_size("dp"), mesh.coordinate(rank, ("dp",))
+    return [np.stack([np.split(array, size)[dp_rank] for array in arrays]) for arrays in zip(*batches)]
+
+
+def _passes(recipe, mesh, batches, count, arguments):
+    """The passes of `Subject`: every micro-batch of every run, of all data-parallel ranks together."""
+    size, passes = mesh.axis_size("dp"), []
+    names = recipe.spec.inputs[1:] or arguments[1:]
+    for run, arrays in enumerate(batches):
+        for number in range(count):
+            first, *others = [
+                np.concatenate([np.split(part, count)[number] for part in np.split(array, size)]) for array in arrays
+            ]
+            named = dict(zip(names, others, strict=True))
+            passes.append(((number, run, 0), (first,), named, lambda losses: [np.full_like(losses[0], 1 / count)]))
+    return passes

@@ -1,0 +1,1 @@
+"""Verification of plans: the programs of all ranks in one process, compared with one card, value by value."""

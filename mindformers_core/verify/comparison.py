@@ -1,0 +1,57 @@
+"""Local values of ranks against the global value of one card, and the kind of a fault. Pure Python."""
+
+import numpy as np
+
+from mindformers_core.redistribution.arrays import reduce_arrays
+
+__all__ = ["TermSums", "close", "expected_part", "gradient_layout"]
+
+
+def close(found, expected, tolerance):
+    """Whether two arrays agree, relative to the largest magnitude of the expected one."""
+    if found.shape != expected.shape:
+        return False
+    if not found.size:
+        return True
+    if expected.dtype.kind != "f":
+        return bool(np.array_equal(found, expected))
+    finite = np.isfinite(expected)
+    if not finite.all():
+        if not np.array_equal(found[~finite], expected[~finite], equal_nan=True):
+            return False
+        found, expected = found[finite], expected[finite]
+    scale = np.abs(expected).max(initial=0.0)
+    return bool(np.abs(found - expected).max(initial=0.0) <= tolerance * max(scale, 1e-30))
+
+
+def gradient_layout(layout):
+    """The layout of a tensor's gradient; None where it isn't determined by the layout (terms of an extreme)."""
+    if any(op not in ("sum", "avg") for _, op in layout.partial):
+        return None
+    return layout.replace(partial=tuple((axis, "sum") for axis in layout.varying), varying=())
+
+
+def expected_part(value, layout, rank):
+    """The part of a global value that a rank holds, of partial tensors the sum of the terms."""
+    return value[layout.local_slices(value.shape, rank)]
+
+
+class TermSums:
+    """Collects the terms of partial tensors until all ranks have given theirs."""
+
+    def __init__(self):
+        self._terms = {}  # key -> rank -> term
+
+    def add(self, key, layout, rank, term):
+        """Add the term of a rank; returns the reduced tensor when the last rank has come, else None."""
+        axes = tuple(axis for axis, _ in layout.partial)
+        group = layout.mesh.group(rank, axes)
+        terms = self._terms.setdefault((key, group), {})
+        terms[rank] = term
+        if len(terms) < len(group):
+            return None
+        del self._terms[key, group]
+        for axis, op in layout.partial:
+            members = {each: layout.mesh.group(each, (axis,)) for each in terms}
+            terms = {each: reduce_arrays([terms[other] for other in members[each]], op) for each in members}
+        return terms[rank]

@@ -1,0 +1,151 @@
+"""A verification: one training step of all ranks, simulated, against the same step on one card."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from mindformers_core.communication.simulated import SimulatedRanks
+from mindformers_core.communication.world import process_state, rank_of
+from mindformers_core.mesh import DeviceMesh
+from mindformers_core.optimizers.adamw import decays
+from mindformers_core.passes.thread_tape import custom_gradients
+from mindformers_core.sharding.program import plan_call
+from mindformers_core.sharding.sharded_cells import tree_of
+from mindformers_core.verify.checking import Check
+from mindformers_core.verify.observing import RankObserver
+from mindformers_core.verify.truth import OneCard
+
+__all__ = ["RankStep", "Subject", "plans_of", "simulate"]
+
+_UPDATE_TOLERANCE = 1e-5  # optimizers take scalars and keep moments in float32
+
+
+@dataclass(frozen=True, eq=False)
+class RankStep:
+    """The step of one rank before clipping.
+
+    Attributes:
+        losses: the loss, or all floating results, of every pass: label -> local tensors.
+        layouts: of the results.
+        parameters, gradients: what the optimizer updates, and the reduced gradients.
+        clip: function of the gradients: `(clipped ones, norm)`.
+        optimizer: an `AdamW`.
+        learning_rate: of the step.
+    """
+
+    losses: dict
+    layouts: tuple
+    parameters: tuple
+    gradients: tuple
+    clip: Callable
+    optimizer: object
+    learning_rate: float = 1e-3
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """What is verified.
+
+    Attributes:
+        mesh: of all ranks.
+        build: function of a rank that returns its finished Cells, by stage.
+        step: function of a rank and its Cells that returns the `RankStep`.
+        replica: function of a rank and its Cells: the number of the data-parallel replica whose own batch it computes.
+        parameters: path -> array with the global initial values.
+        passes: `(label, args, kwargs, slopes)` of every pass, as of `OneCard.run`.
+        divisor: of the sum of all passes' gradients.
+    """
+
+    mesh: DeviceMesh
+    build: Callable
+    step: Callable
+    replica: Callable
+    parameters: dict
+    passes: list
+    divisor: int = 1
+
+
+def plans_of(mesh, build, inputs):
+    """(number of a stage, mesh of its Cell) -> `(CellGraph, CellPlan)`; nothing is computed.
+
+    Args:
+        mesh: of all ranks.
+        build: as of `Subject`.
+        inputs: function of a rank, the number of a stage and its Cell: local inputs of one pass, `(args, kwargs)`.
+    """
+    plans, planned = {}, set()
+    for rank in mesh.rank_list:
+        if rank in planned:
+            continue
+        with rank_of(mesh.size, rank):
+            for stage, net in build(rank).items():
+                tree = tree_of(net)
+                plans[stage, tree.mesh] = plan_call(tree, "", *inputs(rank, stage, net))
+                planned.update(tree.mesh.rank_list)
+    return plans
+
+
+def simulate(subject, plans, widen=True, tolerance=2**-20):
+    """Run one step of all ranks.
+
+    Args:
+        subject: the `Subject`.
+        plans: from `plans_of`.
+        widen: whether all floating tensors are float64.
+        tolerance: largest difference, relative to the largest magnitude of a tensor. Some kernels of MindSpore compute
+            float64 tensors in float32 on CPU (MaskedFill).
+
+    Returns:
+        The `Check`, with all faults.
+    """
+    graphs = {stage: graph for (stage, _), (graph, _) in plans.items()}
+    graphs = {stage: graphs[stage] for stage in sorted(graphs)}
+    truth = OneCard(graphs, subject.parameters, widen, subject.divisor)
+    for each in subject.passes:
+        truth.run(*each)
+    check = Check(plans, truth, tolerance)
+
+    def work(rank):
+        observer = process_state().observer = RankObserver(rank, check, widen)
+        cells = subject.build(rank)
+        paths = observer.enter_cells(cells)
+        observer.replica = subject.replica(rank, cells)
+        _compare_step(check, rank, observer.replica, paths, subject.step(rank, cells))
+
+    with custom_gradients():
+        SimulatedRanks(subject.mesh.size).run(work)
+    return check
+
+
+def _compare_step(check, rank, replica, paths, step):
+    """Compare the results of a rank's passes, its gradients, and its parameters after one update."""
+    truth, parameters = check.truth, [(paths[id(parameter)], parameter) for parameter in step.parameters]
+
+    def hold(order, what, path, layout, tensor, value, tolerance=None):
+        at = None, None, None, path, None
+        check.hold((2, order), rank, what, at, layout, tensor, value, tolerance=tolerance)
+
+    for label, results in step.losses.items():
+        for result, layout, value in zip(results, step.layouts, truth.outputs[(*label, replica)], strict=True):
+            hold(0, "result", str(label), layout, result, value)
+    summed = {path: truth.step_gradient(path) for path in truth.trained}
+    for (path, parameter), gradient in zip(parameters, step.gradients, strict=True):
+        hold(1, "reduced gradient", path, parameter.layout, gradient, summed[path])
+    norm = np.sqrt(sum(np.square(gradient).sum() for gradient in summed.values()))
+    clipped, found = step.clip(tuple(step.gradients))
+    hold(2, "gradient norm", "", None, found, norm, _UPDATE_TOLERANCE)
+    factor = min(step.clip.max_norm / (norm + 1e-6), 1.0) if step.clip.max_norm else 1.0
+    for (path, parameter), gradient in zip(parameters, clipped, strict=True):
+        hold(3, "clipped gradient", path, parameter.layout, gradient, summed[path] * factor, _UPDATE_TOLERANCE)
+    before = [parameter.asnumpy().copy() for _, parameter in parameters]
+    step.optimizer(clipped, *step.optimizer.scalars(1, step.learning_rate))
+    for (path, parameter), old, gradient in zip(parameters, before, clipped, strict=True):
+        value = _first_update(old, gradient.asnumpy(), step.learning_rate, step.optimizer.section, parameter.name)
+        hold(4, "updated parameter", path, None, parameter, value, _UPDATE_TOLERANCE)
+
+
+def _first_update(weight, gradient, rate, section, name):
+    """A weight after AdamW's first step (Loshchilov and Hutter, 2019): both moments are those of one gradient."""
+    decay = section.weight_decay if decays(name, section.weight_decay_exclude) else 0.0
+    return weight - rate * (gradient / (np.abs(gradient) + section.eps) + decay * weight)

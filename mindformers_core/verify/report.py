@@ -1,0 +1,172 @@
+"""The text of a verification: the first fault, where it is, and what kind it is where that is certain. Pure Python."""
+
+from itertools import combinations
+
+import numpy as np
+
+from mindformers_core.program.graph import ParameterUse
+from mindformers_core.program.plan import CallPlan, Redistribution
+from mindformers_core.verify.comparison import close, expected_part
+
+__all__ = ["fault_lines", "kind_of_fault"]
+
+_SHOWN = 3  # elements of an array; consumers of a tensor
+_SAME = 1e-4  # relative difference up to which a factor or a slice explains what was found
+
+
+def fault_lines(fault, others, mesh):
+    """The lines about one fault.
+
+    Args:
+        fault: the first `Fault`.
+        others: the faults of other ranks in the same tensor.
+        mesh: of all ranks.
+    """
+    coordinates = ", ".join(f"{axis} {place}" for axis, place in zip(mesh.axis_names, mesh.coordinate(fault.rank)))
+    lines = [f"the first is on rank {fault.rank} ({coordinates}): {_what(fault)}"]
+    if fault.seen is not None:
+        lines += _instruction_lines(fault)
+    if fault.layout is not None:
+        lines.append(f"  layout    {_tensor(fault)} {fault.layout}")
+    lines.append(f"  found     {_array(fault.found)}")
+    lines.append(f"  one card  {_array(fault.expected)}")
+    ranks = sorted({fault.rank, *(other.rank for other in others)})
+    lines.append(
+        f"  wrong on  {len(ranks)} of {mesh.size} ranks: {', '.join(map(str, ranks[:8]))}{', …' * (len(ranks) > 8)}"
+    )
+    kind = kind_of_fault(fault, others, mesh)
+    return [*lines, f"  kind      {kind}"] if kind else lines
+
+
+def _what(fault):
+    passed = ""
+    if fault.label is not None:
+        key, number, *_ = fault.label
+        passed = f", micro-batch {key}, run {number}" + (f", stage {fault.stage}" if fault.stage else "")
+    if fault.seen is None:
+        return f"{fault.what} of '{fault.path}'{passed}" if fault.path else f"{fault.what}{passed}"
+    of = "gradient of " if fault.what == "gradient" else ""
+    direction = "backward" if fault.what == "gradient" else "forward"
+    return f"the {of}tensor '{fault.seen.variable}', {direction} pass{passed}"
+
+
+def _instruction_lines(fault):
+    """Where a tensor is produced, and, of a gradient, consumed."""
+    seen, entry = fault.seen, fault.seen.entry
+    lines = [f"  Cell      '{fault.path}' ({seen.frame.graph.class_name.rpartition('.')[2]})"]
+    if isinstance(entry, ParameterUse):
+        lines.append(f"  parameter '{entry.path}', as the Cell gets it")
+    else:
+        made = _shown(entry, seen.frame)
+        lines.append(f"  {'made by ' if fault.what == 'gradient' else 'operator'}  {made}; {_generated(fault)}")
+    if fault.what == "gradient":
+        consumers = [_shown(each, seen.frame) for each in _consumers(seen.frame, seen.value, seen.layout)]
+        more = f" and {len(consumers) - _SHOWN} more" if len(consumers) > _SHOWN else ""
+        lines.append(f"  used by   {'; '.join(consumers[:_SHOWN]) or 'the caller'}{more}: their gradients agree before")
+    elif not isinstance(entry, ParameterUse):
+        inputs = [f"{value.hint} {list(value.shape)} {layout}" for value, layout in entry.consumed]
+        lines.append(f"  inputs    {'; '.join(inputs)}: all that were compared agree")
+    return lines
+
+
+def _shown(entry, frame):
+    """An instruction in a few words."""
+    if isinstance(entry, Redistribution):
+        steps = ", ".join(f"{step.kind} over {' and '.join(step.axes)}" for step in entry.steps) or "nothing to do"
+        return f"redistribution {entry.source} -> {entry.target} by {steps}, for {entry.reason}"
+    if isinstance(entry, CallPlan):
+        return f"Cell '{entry.node.child or entry.node.graph.path}', {entry.node.source}"
+    algorithm = f" (distributed: {entry.algorithm})" if entry.algorithm else ""
+    return f"{entry.node.operator}{algorithm}, {entry.node.source}"
+
+
+def _consumers(frame, value, layout):
+    """The instructions that take a tensor, those behind its redistributions, too."""
+    found = []
+    for entry in frame.instructions:
+        if (value, layout) in entry.consumed:
+            found.append(entry)
+            if isinstance(entry, Redistribution):
+                found += _consumers(frame, value, entry.target)
+    return found
+
+
+def _generated(fault):
+    """The line of the generated module that produces the tensor."""
+    with open(fault.file, encoding="utf-8") as file:
+        lines = file.read().splitlines()
+    number = next(n for n, line in enumerate(lines) if line.lstrip().startswith(f"observed(self, {fault.number}, "))
+    return f"{fault.file}:{number}: {lines[number - 1].strip().partition('  # ')[0]}"
+
+
+def _tensor(fault):
+    return f"{fault.value.dtype} {list(fault.value.shape)}"
+
+
+def _array(array):
+    """The first elements, and the norm."""
+    flat = np.asarray(array).ravel()
+    head = ", ".join(f"{element:.6g}" for element in flat[:_SHOWN])
+    more = ", …" if flat.size > _SHOWN else ""
+    norm = f", norm {np.linalg.norm(flat.astype(np.float64)):.6g}" if flat.dtype.kind == "f" and flat.size > 1 else ""
+    return f"[{head}{more}] {list(np.shape(array))}{norm}"
+
+
+def kind_of_fault(fault, others, mesh):
+    """What kind of fault it is, as a sentence; "" where that isn't certain.
+
+    Args:
+        fault, others, mesh: as of `fault_lines`.
+    """
+    found, expected = fault.found, fault.expected
+    if found.shape != expected.shape:
+        return f"the shape is {list(found.shape)}, not {list(expected.shape)}"
+    if expected.dtype.kind != "f":
+        return _rearranged(fault)
+    if not found.any():
+        return "all elements are zero"
+    if not np.isfinite(found).all():
+        return "some elements are not finite"
+    return _missing_reduction(fault, others, mesh) or _factor(found, expected, mesh) or _rearranged(fault)
+
+
+def _missing_reduction(fault, others, mesh):
+    """The sentence about terms that should have been summed, or ""."""
+    by_rank = {fault.rank: fault.found} | {other.rank: other.found for other in others}
+    for axis in mesh.axis_names:
+        members = mesh.group(fault.rank, (axis,))
+        has_all = len(members) > 1 and all(rank in by_rank for rank in members)
+        if has_all and close(sum(by_rank[rank] for rank in members), fault.expected, _SAME):
+            return f"each rank of {axis} has a term of the sum: a reduction over {axis} is missing"
+    return ""
+
+
+def _rearranged(fault):
+    """The sentence about a part of another rank, or about swapped dims, or ""."""
+    found, expected, layout = fault.found, fault.expected, fault.layout
+    for rank in () if layout is None else layout.mesh.rank_list:
+        if close(found, expected_part(fault.value, layout, rank), _SAME):
+            return f"it is the part of rank {rank}"
+    for one, other in combinations(range(found.ndim), 2):
+        if found.shape[one] == found.shape[other] and close(found.swapaxes(one, other), expected, _SAME):
+            return f"dims {one} and {other} are swapped"
+    return ""
+
+
+def _factor(found, expected, mesh):
+    """The sentence about a factor between two arrays that is the size of mesh axes, or its inverse; or ""."""
+    norm = float(np.sum(np.square(expected, dtype=np.float64))) if expected.dtype.kind == "f" else 0.0
+    if norm == 0.0:
+        return ""
+    factor = float(np.sum(found * expected, dtype=np.float64)) / norm
+    if not factor or not close(found, factor * expected, _SAME):
+        return ""
+    sizes = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1]
+    for count in range(1, len(sizes) + 1):
+        for axes in combinations(sizes, count):
+            size, named = mesh.axis_size(*axes), " and ".join(axes)
+            if np.isclose(factor, size, rtol=_SAME):
+                return f"{size} times too large, the size of {named}: it is summed over {named} once too often"
+            if np.isclose(factor * size, 1, rtol=_SAME):
+                return f"{size} times too small, the size of {named}: a sum over {named} is missing"
+    return f"it is {factor:.6g} times the right value"

@@ -1,0 +1,180 @@
+"""The program of one card: captured graphs, interpreted on whole tensors, with the gradient of every value."""
+
+from functools import partial
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor
+
+from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.generation.operator_source import operator_source, primitive_source
+from mindformers_core.operators.signature import is_float
+from mindformers_core.passes.thread_tape import ThreadTape
+from mindformers_core.program.graph import CallNode, match_arguments
+from mindformers_core.program.structure import Value, tree_leaves, tree_map
+
+__all__ = ["OneCard", "widened_text"]
+
+_FLOATS = ("float16", "bfloat16", "float32")
+
+
+def widened_text(text):
+    """Python source with float64 in the place of every other floating dtype."""
+    for name in _FLOATS:
+        text = text.replace(f"ms.{name}", "ms.float64")
+    return text
+
+
+class OneCard:
+    """The stages of a model on one card.
+
+    Args:
+        graphs: number of a stage -> its `CellGraph`, in order.
+        parameters: path -> array with the global values.
+        widen: whether floating tensors are float64, whatever their dtypes in the graphs.
+        divisor: of the sum of all passes' gradients.
+
+    Attributes:
+        values, gradients: (stage, label of a pass) -> `CellGraph.call` -> number of a Value -> array.
+        weight_gradients: label -> path -> gradient of the pass.
+        trained: paths of the parameters that get gradients.
+        tied: paths of the parameters of several stages.
+        outputs: label -> arrays of the floating results of the last stage.
+    """
+
+    def __init__(self, graphs, parameters, widen, divisor):
+        self.graphs, self.widen, self.divisor = graphs, widen, divisor
+        uses = [use for graph in graphs.values() for call in graph.calls() for use in call.parameters]
+        trained = {use.path for use in uses if use.trainable}
+        self.parameters = {
+            path: Parameter(self._tensor(parameters[path]), name=path, requires_grad=path in trained)
+            for path in dict.fromkeys(use.path for use in uses)
+        }
+        self.values, self.gradients, self.weight_gradients, self.outputs = {}, {}, {}, {}
+        self.trained = [path for path in self.parameters if path in trained]
+        stages = [
+            path for graph in graphs.values() for path in {u.path for call in graph.calls() for u in call.parameters}
+        ]
+        self.tied = {path for path in self.parameters if stages.count(path) > 1}
+        self._functions = {}
+
+    def run(self, label, args, kwargs, slopes):
+        """One pass through all stages, forward and backward.
+
+        Args:
+            label: of the pass.
+            args, kwargs: global inputs: of the first stage the positional arguments, and all keyword arguments.
+            slopes: function of the floating results of the last stage, a list of arrays, that returns their gradients.
+        """
+        tape, known, flowing = ThreadTape(), {}, []
+
+        def forward():
+            passed = tuple(map(self._tensor, args))
+            for stage, graph in self.graphs.items():
+                named = {name: self._tensor(kwargs[name]) for name in list(graph.arguments)[len(passed) :]}
+                calls = known[stage, label] = {}
+                self.gradients[stage, label] = {}
+                keep = partial(self._keep, calls, self.gradients[stage, label])
+                passed = tuple(tree_leaves(_Pass(self, keep).root(graph, passed, named), Tensor))
+            flowing.extend(tensor for tensor in passed if is_float(dtype_name(tensor.dtype)))
+
+        tape.record(forward, ())
+        outputs = self.outputs[label] = [tensor.asnumpy() for tensor in flowing]
+        sens = tuple(map(self._tensor, slopes(outputs)))
+        _, found = tape.gradients((), tuple(flowing), sens, [self.parameters[path] for path in self.trained])
+        gradients = [gradient.asnumpy() for gradient in found]
+        self.weight_gradients[label] = dict(zip(self.trained, gradients, strict=True))
+        for key, calls in known.items():
+            self.values[key] = {
+                call: {number: tensor.asnumpy() for number, tensor in values.items()} for call, values in calls.items()
+            }
+
+    def step_gradient(self, path):
+        """The gradient of a parameter in a step."""
+        return sum(gradients[path] for gradients in self.weight_gradients.values()) / self.divisor
+
+    @staticmethod
+    def _keep(values, gradients, call, number, tensor):
+        """Keep a value of a pass, and its gradient when it comes."""
+        values.setdefault(call, {})[number] = tensor
+        if tensor._requires_grad and not isinstance(tensor, Parameter):
+            tensor.register_hook(lambda gradient: gradients.setdefault(call, {}).update({number: gradient.asnumpy()}))
+
+    def _tensor(self, value):
+        array = value.asnumpy() if isinstance(value, Tensor) else np.asarray(value)
+        floats = array.dtype.kind == "f"
+        return Tensor(array.astype(np.float64) if floats and self.widen else array)
+
+    def constant(self, constant):
+        """The tensor of a `Constant`."""
+        tensor = Tensor(constant.array, getattr(ms, constant.value.dtype.replace("bool", "bool_")))
+        floats = constant.value.dtype in _FLOATS
+        return tensor.astype(ms.float64) if floats and self.widen else tensor
+
+    def function(self, node, args, kwargs):
+        """The function of the tensors among the arguments that calls an operator, by the operator's source."""
+        tensors = tree_leaves((args, kwargs), Tensor)
+        names = {id(tensor): f"tensor_{place}" for place, tensor in enumerate(tensors)}
+        called = operator_source if node.primitive is None else partial(primitive_source, node.primitive, "operator")
+        call = called(node.operator, args, kwargs) if node.primitive is None else called(args)
+        body = call.expression(lambda tensor: names[id(tensor)])
+        constructor = "" if call.instance is None else f"{call.instance[0]} = {call.instance[1]}"
+        text = f"def call({', '.join(dict.fromkeys(names.values()))}):\n    return {body}"
+        text = "\n".join([*call.imports, constructor, text])
+        if text not in self._functions:
+            space = {}
+            exec(widened_text(text) if self.widen else text, space)
+            self._functions[text] = space["call"]
+        distinct = {id(tensor): tensor for tensor in tensors}
+        return self._functions[text](*distinct.values())
+
+
+class _Pass:
+    """One pass through one stage: the tensors of all its calls."""
+
+    def __init__(self, card, keep):
+        self.card, self.keep = card, keep
+        self.known = {}  # number of a call -> Value's number -> tensor
+
+    def root(self, graph, args, kwargs):
+        """The result of a stage for its global inputs."""
+        given = dict(zip(graph.arguments, args)) | kwargs
+        assert given.keys() == graph.arguments.keys(), (list(given), list(graph.arguments))
+        self._match(graph.call, graph.arguments, given)
+        return self._run(graph)
+
+    def _run(self, graph):
+        """The result of a call whose arguments are known."""
+        known = self.known[graph.call]
+        for use in graph.parameters:
+            self._match(graph.call, use.value, self.card.parameters[use.path])
+        for constant in graph.constants:
+            self._match(graph.call, constant.value, self.card.constant(constant))
+        for use in graph.free_variables:
+            known[use.value.id] = self.known[use.call][use.id]
+
+        def fill(leaf):
+            return known[leaf.id] if isinstance(leaf, Value) else leaf
+
+        for node in graph.nodes:
+            if isinstance(node, CallNode):
+                self.known[node.graph.call] = {
+                    inner.id: known[outer.id] for inner, outer in match_arguments(node).items()
+                }
+                result = self._run(node.graph)
+            else:
+                result = self.card.function(node, tree_map(fill, node.args), tree_map(fill, node.kwargs))
+            self._match(graph.call, node.outputs, result)
+        return tree_map(fill, graph.result)
+
+    def _match(self, call, structure, given):
+        """Keep the tensors in `given` under the numbers of the Values that stand in their place."""
+        if isinstance(structure, Value):
+            self.known.setdefault(call, {})[structure.id] = given
+            self.keep(call, structure.id, given)
+        elif isinstance(structure, dict):
+            for name, entry in structure.items():
+                self._match(call, entry, given[name])
+        elif isinstance(structure, (tuple, list)):
+            for entry, other in zip(structure, given, strict=True):
+                self._match(call, entry, other)

@@ -1,0 +1,215 @@
+"""`verify()`: is the plan of a Cell right?"""
+
+import copy
+from functools import partial
+from inspect import signature
+from types import SimpleNamespace
+
+import mindspore as ms
+import numpy as np
+from mindspore import ParameterTuple, Tensor, nn
+
+from mindformers_core.communication.simulated import SimulatedRanks
+from mindformers_core.communication.world import world
+from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.operators.signature import is_float, tensor_meta
+from mindformers_core.optimizers.adamw import AdamW
+from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
+from mindformers_core.passes.stage_function import StageFunction
+from mindformers_core.program.structure import tree_map
+from mindformers_core.redistribution.arrays import assemble
+from mindformers_core.sharding.initialize import materialize
+from mindformers_core.sharding.inspecting import programs
+from mindformers_core.sharding.shard import shard
+from mindformers_core.sharding.sharded_cells import tree_of, tree_of_root
+from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
+from mindformers_core.verify.engine import RankStep, Subject, plans_of, simulate
+from mindformers_core.zero.gradients import value_and_grad
+
+__all__ = ["verify"]
+
+_OPTIMIZER = SimpleNamespace(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, weight_decay_exclude=())
+_MAX_NORM = 1e-3  # small, so that gradients are clipped
+
+
+def verify(net, mesh, *inputs, config=None, plan=None, seed=0, **named_inputs):
+    """Run the programs of all ranks of a mesh in this process, and compare every tensor with one card.
+
+    Nothing is launched: ranks are threads, collectives are array operations. What runs is what will run: the generated
+    source, with its collectives, and under `hsdp()` the buckets; forward, backward, clipping, and one step of AdamW.
+    Floating tensors are float64, whatever their dtypes in the model, so that a difference is a fault. The idea is that
+    of TTrace (2026) and TrainVerify (SOSP 2025): one program against its parallel form, tensor by tensor.
+
+    Args:
+        net: a Cell that isn't sharded, of which every rank gets a copy, sharded by `shard(copy, mesh, config, plan)`;
+            on the meta device, it gets its initial values. Or a function without arguments that returns the finished
+            Cell of a rank: after `shard()`, `recompute()`, `hsdp()`.
+        mesh: the `DeviceMesh` of all ranks, from 0 on.
+        inputs, named_inputs: arguments of one call on one card: tensors of the whole batch, and other values.
+        config, plan, seed: as of `shard`, for a Cell that isn't sharded.
+
+    Returns:
+        A `Check`: `.faults` is empty for a plan that is right, `.report(mesh)` is the text.
+
+    Raises:
+        TypeError, ValueError: what `shard()`, `hsdp()` or the first call raises.
+    """
+    inputs, named = tree_map(_plain, (inputs, named_inputs))
+    subject = _Call(net, mesh, config, plan, seed, inputs, named)
+    plans = plans_of(mesh, subject.build, subject.planning_inputs)
+    return simulate(subject.subject(), plans)
+
+
+class _Call:
+    """A call of a Cell on all ranks of a mesh; arguments as of `verify`."""
+
+    def __init__(self, net, mesh, config, plan, seed, args, kwargs):
+        self.mesh, self.seed, self.args, self.kwargs = mesh, seed, args, kwargs
+        self.cell = net if isinstance(net, nn.Cell) else None
+        if self.cell is not None:
+            materialize(net, seed)
+        self.build_one = net if self.cell is None else lambda: shard(copy.deepcopy(net), mesh, config, plan, seed=seed)
+
+    def build(self, rank):
+        """The finished Cell of a rank, as stage 0."""
+        ms.set_seed(self.seed)
+        net = self.build_one()
+        self._refuse(net)
+        return {0: net}
+
+    @staticmethod
+    def _refuse(net):
+        tree = tree_of_root(net, "verify")
+        if any(hasattr(kind, "bprop") for kind in tree.classes.values()):
+            raise ValueError(
+                f"verify() differentiates by MindSpore's rules, and a Cell in {tree.label('')} has a bprop"
+            )
+
+    def planning_inputs(self, rank, stage, net):
+        """Local inputs for planning, `(args, kwargs)`."""
+        return tree_map(_meta, self._local_inputs(net, rank))
+
+    def _local_inputs(self, net, rank):
+        """A rank's part of the inputs, `(args, kwargs)`."""
+        tree = tree_of(net)
+        bound = signature(tree.classes[""].construct).bind(net, *self.args, **self.kwargs)
+        replica, count = self._replica(rank, net)
+
+        def part(leaf, name):
+            if not isinstance(leaf, np.ndarray):
+                return leaf
+            leaf = _replica_part(leaf, replica, count)
+            layout = tree.boundaries[""].arriving_layout(name, leaf.ndim)
+            return Tensor(leaf[layout.local_slices(leaf.shape, rank)].copy())
+
+        for name, value in list(bound.arguments.items())[1:]:
+            bound.arguments[name] = tree_map(lambda leaf, name=name: part(leaf, name), value)
+        return bound.args[1:], bound.kwargs
+
+    @staticmethod
+    def _replica(rank, net):
+        """Number of the replica, with a batch of its own, that a rank belongs to, and number of replicas."""
+        settings, mesh = tree_of(net).storage.settings, tree_of(net).mesh
+        axes = () if settings is None else (*settings.replicate_axes, *settings.shard_axes)
+        if not axes or set(axes) <= set(mesh.axis_names) or settings.axis in mesh.axis_names:
+            return 0, 1
+        return settings.mesh.group_index(rank, axes), settings.mesh.axis_size(*axes)
+
+    def subject(self):
+        """The `Subject`."""
+        held = SimulatedRanks(self.mesh.size).run(self._held)
+        settings, count = held[0][1:]
+        steps = 1 if settings is None else settings.accumulate_grad_step
+        passes = []
+        for replica in range(count):
+            args, kwargs = tree_map(partial(_replica_part, replica=replica, count=count), (self.args, self.kwargs))
+            passes += [((0, step, replica), args, kwargs, self._slopes) for step in range(steps)]
+        divisor = 1 if settings is None else 1 / settings.scale
+        return Subject(
+            self.mesh,
+            self.build,
+            self.step,
+            lambda rank, cells: self._replica(rank, cells[0])[0],
+            self._parameters([each[0] for each in held]),
+            passes,
+            divisor,
+        )
+
+    def _held(self, rank):
+        net = self.build(rank)[0]
+        parameters = {
+            path: (parameter.asnumpy().copy(), parameter.layout, tuple(parameter.global_shape))
+            for path, parameter in net.parameters_and_names()
+        }
+        return parameters, tree_of(net).storage.settings, self._replica(rank, net)[1]
+
+    def _parameters(self, held):
+        """Path -> array with the global initial values."""
+        if self.cell is not None:
+            return {path: parameter.asnumpy() for path, parameter in self.cell.parameters_and_names()}
+        found = {}
+        for path, (_, layout, shape) in held[0].items():
+            local = {rank: held[rank][path][0] for rank in layout.mesh.rank_list}
+            found[path] = assemble(local, layout, shape)
+        return found
+
+    def _slopes(self, outputs):
+        """The gradients of a pass's results: 1 for a loss, else random ones."""
+        draw = np.random.default_rng(self.seed)
+        if len(outputs) == 1 and outputs[0].ndim == 0:
+            return [np.ones_like(outputs[0])]
+        return [draw.standard_normal(output.shape).astype(output.dtype) for output in outputs]
+
+    def step(self, rank, cells):
+        """The `RankStep` of a rank."""
+        net = cells[0]
+        args, kwargs = tree_map(_widened, self._local_inputs(net, rank))
+        run = self._differentiated if tree_of(net).storage.settings is None else self._under_hsdp
+        losses, layouts, gradients = run(net, args, kwargs)
+        parameters = tuple(net.trainable_params())
+        optimizer = AdamW(parameters, _OPTIMIZER)
+        return RankStep(losses, layouts, parameters, gradients, ClipByGlobalNorm(parameters, _MAX_NORM), optimizer)
+
+    def _under_hsdp(self, net, args, kwargs):
+        gradient_of, losses, gradients = value_and_grad(net), {}, None
+        gradient_of.prepare(*args, **kwargs)
+        while gradients is None:
+            result, gradients = gradient_of(*args, **kwargs)
+            losses[0, len(losses)] = [result[0] if isinstance(result, tuple) else result]
+        return losses, (programs(net)[-1].results[0].layout,), gradients
+
+    def _differentiated(self, net, args, kwargs):
+        function, passes = StageFunction(net, None, False), ForwardBackward(_floating)
+        function.make_program(args, kwargs)
+        results = _floating(passes.forward(0, lambda: function(args, kwargs), ()))
+        layouts = tuple(each.layout for each in programs(net)[-1].results if is_float(each.dtype))
+        outputs = [np.empty(each.shape) for each in programs(net)[-1].results if is_float(each.dtype)]
+        slopes = [
+            Tensor(slope[layout.local_slices(slope.shape, world().rank)].copy())
+            for slope, layout in zip(self._slopes(outputs), layouts, strict=True)
+        ]
+        weights = ParameterTuple(net.trainable_params())
+        _, gradients = passes.backward(0, slopes, weights)
+        return {(0, 0): results}, layouts, gradients
+
+
+def _replica_part(leaf, replica, count):
+    """The part of an input that a data-parallel replica has as its own batch."""
+    return np.split(leaf, count)[replica] if isinstance(leaf, np.ndarray) and count > 1 else leaf
+
+
+def _floating(tensors):
+    return tuple(tensor for tensor in tensors if is_differentiable(tensor))
+
+
+def _plain(leaf):
+    """A tensor as an array."""
+    return leaf.asnumpy() if isinstance(leaf, Tensor) else leaf
+
+
+def _widened(leaf):
+    return leaf.astype(ms.float64) if isinstance(leaf, Tensor) and is_differentiable(leaf) else leaf
+
+
+def _meta(leaf):
+    return tensor_meta(tuple(leaf.shape), dtype_name(leaf.dtype)) if isinstance(leaf, Tensor) else leaf
