@@ -17,7 +17,8 @@ from mindspore import communication as ms_communication
 from mindformers_core.hints import nearest
 
 __all__ = [
-    "BACKENDS", "Launch", "World", "init_distributed", "process_state", "rank_of", "read_launch", "shutdown", "world",
+    "BACKENDS", "Launch", "World", "compute_in_one_thread", "init_distributed", "process_state", "rank_of",
+    "read_launch", "shutdown", "world",
 ]  # fmt: skip
 
 BACKENDS = ("native", "cpu", "fake")
@@ -248,6 +249,13 @@ def _serve_as_scheduler(timeout):
     ms.set_device("CPU")
     ms_communication.init()
     sys.exit(0)
+
+
+def compute_in_one_thread():
+    """Have MindSpore run kernels in the calling thread, one after the other. Has to run before its threads start."""
+    ms.set_device("CPU")
+    ms.runtime.launch_blocking()
+    ms.set_context(**_NO_THREADS)
 
 
 def _share_cores(ranks):

@@ -1,4 +1,4 @@
-"""`python -m mindformers_core train | compare`."""
+"""`python -m mindformers_core train | verify | compare`."""
 
 import argparse
 import dataclasses
@@ -29,7 +29,7 @@ def main(arguments=None):
 
 def _parser():
     parser = argparse.ArgumentParser(prog="python -m mindformers_core", description=_DESCRIPTION)
-    commands = parser.add_subparsers(required=True, metavar="train | compare")
+    commands = parser.add_subparsers(required=True, metavar="train | verify | compare")
     train = commands.add_parser("train", help="train, or with --dry-run show what would be trained")
     train.add_argument("--config", required=True, metavar="FILE", help="the recipe, as configs/llama_tiny_cpu.yaml")
     train.add_argument(
@@ -37,6 +37,12 @@ def _parser():
     )
     train.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the recipe to exchange")
     train.set_defaults(run=_train)
+    verify = commands.add_parser(
+        "verify", help="run one step of all ranks in this process, and compare it with one card"
+    )
+    verify.add_argument("--config", required=True, metavar="FILE", help="the recipe")
+    verify.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the recipe to exchange")
+    verify.set_defaults(run=_verify)
     compare = commands.add_parser("compare", help="the largest relative difference of two runs' losses")
     compare.add_argument("run_a", metavar="RUN_A", help="a run folder")
     compare.add_argument("run_b", metavar="RUN_B", help="another")
@@ -74,6 +80,20 @@ def _train(arguments):
     if job.rank == 0:
         print(summary)
     return 0
+
+
+def _verify(arguments):
+    try:
+        from mindformers_core.communication.world import compute_in_one_thread
+        from mindformers_core.trainer.recipe_loader import load_recipe
+        from mindformers_core.trainer.verifying import verify_recipe
+
+        compute_in_one_thread()
+        check = verify_recipe(load_recipe(arguments.config, arguments.overrides))
+    except _USER_ERRORS as error:
+        return _report(error)
+    print(check.report())
+    return 1 if check.faults else 0
 
 
 def _compare(arguments):

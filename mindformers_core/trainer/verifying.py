@@ -5,7 +5,7 @@ import numpy as np
 
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.sharding.initialize import materialize
-from mindformers_core.trainer.data import micro_batch
+from mindformers_core.trainer.data import dataset_of, micro_batch
 from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
 from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_shape
 from mindformers_core.trainer.step import build_cells, step_parts
@@ -33,12 +33,15 @@ def verify_recipe(recipe):
     def step(rank, cells):
         ms.set_seed(recipe.training.seed)
         parts = step_parts(recipe, mesh, cells)
-        losses, gradients = parts.run(tuple(map(ms.Tensor, _local_batches(batches, mesh, rank))))
-        del losses  # means over micro-batches: those of the passes are compared where they are computed
+        _, gradients = parts.run(tuple(map(_tensor, _local_batches(batches, mesh, rank))))
         return RankStep({}, (), parts.optimizer.parameters, gradients, parts.clip, parts.optimizer)
 
     subject = Subject(mesh, build, step, lambda rank, cells: 0, _global_parameters(recipe), passes, len(batches))
     return simulate(subject, plans)
+
+
+def _tensor(array):
+    return ms.Tensor(array.astype(np.float64) if array.dtype.kind == "f" else array)
 
 
 def _micro_batches(recipe):
@@ -55,11 +58,15 @@ def _global_parameters(recipe):
 
 
 def _global_batches(recipe, mesh):
-    """The arrays of every run, of all data-parallel ranks one after the other."""
+    """The arrays of every run, of all data-parallel ranks one after the other: random ids, or a user's dataset."""
     size, length = mesh.axis_size("dp"), recipe.train_dataset.seq_length
     draw, rows = np.random.default_rng(recipe.training.seed), size * recipe.training.local_batch_size
+    runs = accumulation_steps(recipe, size)
+    if recipe.train_dataset.factory:
+        dataset = dataset_of(recipe)
+        return [dataset.batch(run * rows, rows) for run in range(runs)]
     found = []
-    for _ in range(accumulation_steps(recipe, size)):
+    for _ in range(runs):
         ids = draw.integers(0, recipe.model.vocab_size, (rows, length + 1)).astype(np.int32)
         labels = np.where(draw.random((rows, length)) < 0.1, -100, ids[:, 1:]).astype(np.int32)
         found.append((ids[:, :-1], labels))

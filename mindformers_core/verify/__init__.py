@@ -1,1 +1,1 @@
-"""Verification of plans: the programs of all ranks in one process, compared with one card, value by value."""
+"""Verification of plans: the programs of all ranks in one process, compared with one card, tensor by tensor."""

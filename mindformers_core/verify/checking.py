@@ -60,6 +60,7 @@ class Check:
     """What all ranks of one verification share.
 
     Attributes:
+        mesh: of all ranks.
         plans: from `plans_of`.
         truth: the `OneCard`.
         tolerance: largest difference, relative to the largest magnitude of a tensor.
@@ -67,6 +68,7 @@ class Check:
         compared: number of tensors.
     """
 
+    mesh: object
     plans: dict
     truth: object
     tolerance: float
@@ -75,9 +77,10 @@ class Check:
     _sums: TermSums = field(default_factory=TermSums)
     _counts: dict = field(default_factory=dict)  # rank -> faults kept
 
-    def report(self, mesh):
+    def report(self):
         """The text of the verification."""
-        compared = f"{self.compared:,} tensors on {mesh.size} ranks ({mesh}) compared with one card"
+        mesh = self.mesh
+        compared = f"{self.compared:,} tensors on {mesh.size} ranks {mesh} compared with one card"
         if not self.faults:
             return f"verified: {compared}, no difference"
         first = min(self.faults, key=lambda fault: fault.order)

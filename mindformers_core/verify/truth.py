@@ -1,6 +1,6 @@
 """The program of one card: captured graphs, interpreted on whole tensors, with the gradient of every value."""
 
-from functools import partial
+from functools import cached_property, partial
 
 import mindspore as ms
 import numpy as np
@@ -89,9 +89,11 @@ class OneCard:
                 call: {number: tensor.asnumpy() for number, tensor in values.items()} for call, values in calls.items()
             }
 
-    def step_gradient(self, path):
-        """The gradient of a parameter in a step."""
-        return sum(gradients[path] for gradients in self.weight_gradients.values()) / self.divisor
+    @cached_property
+    def step_gradients(self):
+        """Path -> gradient of the step, after all passes."""
+        passes = self.weight_gradients.values()
+        return {path: sum(gradients[path] for gradients in passes) / self.divisor for path in self.trained}
 
     @staticmethod
     def _keep(values, gradients, call, number, tensor):

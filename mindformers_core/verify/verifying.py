@@ -49,7 +49,7 @@ def verify(net, mesh, *inputs, config=None, plan=None, seed=0, **named_inputs):
         config, plan, seed: as of `shard`, for a Cell that isn't sharded.
 
     Returns:
-        A `Check`: `.faults` is empty for a plan that is right, `.report(mesh)` is the text.
+        A `Check`: `.faults` is empty for a plan that is right, `.report()` is the text.
 
     Raises:
         TypeError, ValueError: what `shard()`, `hsdp()` or the first call raises.
