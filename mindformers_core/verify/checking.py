@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mindformers_core.verify.comparison import TermSums, close, expected_part
+from mindformers_core.verify.comparison import SMALL, TermSums, close, expected_part
 from mindformers_core.verify.report import fault_lines
 
 __all__ = ["Check", "Fault"]
@@ -104,9 +104,10 @@ class Check:
             place = (0, label, stage) if what == "value" else (1, label, -stage)
             key = call, seen.value.id, layout
             at = stage, label, seen, path, file
-            self.hold((*place, self.compared), rank, what, at, layout, tensor, value, key)
+            floor = SMALL if what == "value" else SMALL * self.truth.largest[stage, label]
+            self.hold((*place, self.compared), rank, what, at, layout, tensor, value, key, floor=floor)
 
-    def hold(self, order, rank, what, at, layout, tensor, value, key=None, tolerance=None):
+    def hold(self, order, rank, what, at, layout, tensor, value, key=None, tolerance=None, floor=SMALL):
         """Compare a local tensor with the global value `value` in a layout; the arguments are those of `Fault`.
 
         Without a layout `value` is the expected local one. `key` is the same on all ranks that hold terms of a tensor.
@@ -119,7 +120,7 @@ class Check:
             if array is None:
                 return
         expected = value if layout is None else expected_part(value, layout, rank)
-        if not close(array, expected, tolerance or self.tolerance) and self._counts.get(rank, 0) < _KEPT:
+        if not close(array, expected, tolerance or self.tolerance, floor) and self._counts.get(rank, 0) < _KEPT:
             self._counts[rank] = self._counts.get(rank, 0) + 1
             self.faults.append(
                 Fault(order, rank, what, stage, label, seen, path, file, layout, array, expected, value, key)

@@ -6,26 +6,26 @@ import numpy as np
 
 from mindformers_core.redistribution.arrays import reduce_arrays
 
-_TINY = 1e-30  # below it a tensor counts as zero
+SMALL = 2.0**-40  # of the magnitude of terms may be left where they cancel
 
-__all__ = ["TermSums", "close", "expected_part", "gradient_layout"]
+__all__ = ["SMALL", "TermSums", "close", "expected_part", "gradient_layout"]
 
 
-def close(found, expected, tolerance):
-    """Whether two arrays agree, relative to the largest magnitude of the expected one."""
+def close(found, expected, tolerance, floor=SMALL):
+    """Whether two arrays agree, relative to the largest magnitude of the expected one, or to `floor` below that."""
     if found.shape != expected.shape:
         return False
     if expected.dtype.kind != "f":
         return bool((found == expected).all())
     if not found.size:
         return True
-    scale = max(np.abs(expected).max(), _TINY)
+    scale = max(np.abs(expected).max(), floor)
     if np.isfinite(scale):
         return bool(np.abs(found - expected).max() <= tolerance * scale)
     finite = np.isfinite(expected)
     if not np.array_equal(found[~finite], expected[~finite], equal_nan=True):
         return False
-    return close(found[finite], expected[finite], tolerance)
+    return close(found[finite], expected[finite], tolerance, floor)
 
 
 def gradient_layout(layout):

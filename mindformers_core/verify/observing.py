@@ -116,7 +116,12 @@ class RankObserver(Observer):
         layout = gradient_layout(seen.layout)
         is_produced = seen.frame.layouts[seen.value.id] == seen.layout and not isinstance(seen.entry, ParameterUse)
         if self._direction == "forward" and is_produced and layout is not None and tensor._requires_grad:
-            tensor.register_hook(lambda gradient: self.check.compare(self.rank, "gradient", at, layout, gradient))
+
+            def came(gradient):
+                if gradient is not None:
+                    self.check.compare(self.rank, "gradient", at, layout, gradient)
+
+            tensor.register_hook(came)
 
     def _calls_of(self, tree, source):
         """(path, CellPlan) -> numbers of its calls, of the program with this source."""

@@ -36,6 +36,7 @@ class OneCard:
 
     Attributes:
         values, gradients: (stage, label of a pass) -> `CellGraph.call` -> number of a Value -> array.
+        largest: (stage, label of a pass) -> largest magnitude of a gradient.
         weight_gradients: label -> path -> gradient of the pass.
         trained: paths of the parameters that get gradients.
         tied: paths of the parameters of several stages.
@@ -50,6 +51,7 @@ class OneCard:
             path: Parameter(self._tensor(parameters[path]), name=path, requires_grad=path in trained)
             for path in dict.fromkeys(use.path for use in uses)
         }
+        self.largest = {}
         self.values, self.gradients, self.weight_gradients, self.outputs = {}, {}, {}, {}
         self.trained = [path for path in self.parameters if path in trained]
         stages = [
@@ -85,6 +87,8 @@ class OneCard:
         gradients = [gradient.asnumpy() for gradient in found]
         self.weight_gradients[label] = dict(zip(self.trained, gradients, strict=True))
         for key, calls in known.items():
+            found = [gradient for values in self.gradients[key].values() for gradient in values.values()]
+            self.largest[key] = max((float(np.abs(gradient).max(initial=0)) for gradient in found), default=0.0)
             self.values[key] = {
                 call: {number: tensor.asnumpy() for number, tensor in values.items()} for call, values in calls.items()
             }
@@ -100,7 +104,12 @@ class OneCard:
         """Keep a value of a pass, and its gradient when it comes."""
         values.setdefault(call, {})[number] = tensor
         if tensor._requires_grad and not isinstance(tensor, Parameter):
-            tensor.register_hook(lambda gradient: gradients.setdefault(call, {}).update({number: gradient.asnumpy()}))
+
+            def came(gradient):
+                if gradient is not None:  # as of a result that no gradient flows to
+                    gradients.setdefault(call, {})[number] = gradient.asnumpy()
+
+            tensor.register_hook(came)
 
     def _tensor(self, value):
         array = value.asnumpy() if isinstance(value, Tensor) else np.asarray(value)
