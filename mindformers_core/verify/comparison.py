@@ -6,7 +6,7 @@ import numpy as np
 
 from mindformers_core.redistribution.arrays import reduce_arrays
 
-SMALL = 2.0**-40  # of the magnitude of terms may be left where they cancel
+SMALL = 2.0**-20  # times the magnitude of terms: below it a tensor may be what is left where they cancel
 
 __all__ = ["SMALL", "TermSums", "close", "expected_part", "gradient_layout"]
 
