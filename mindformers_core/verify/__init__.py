@@ -1,0 +1,1 @@
+"""Verification of generated programs: the choices of a plan at small sizes."""
