@@ -1,4 +1,4 @@
-"""The first difference between the plans of one Cell at two sizes. Pure Python."""
+"""The first difference between the plans of a model at two sizes. Pure Python."""
 
 import re
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from itertools import zip_longest
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
 
-__all__ = ["first_difference"]
+__all__ = ["first_difference", "sharding_difference"]
 
 _RULE = ("inputs", "outputs", "reduced", "whole", "linear", "added", "distributed", "run", "made")
 
@@ -16,9 +16,10 @@ _RULE = ("inputs", "outputs", "reduced", "whole", "linear", "added", "distribute
 def first_difference(large, small):
     """The first instruction in which two plans differ, besides sizes.
 
-    Two instructions are equal if they have the same operator, rule, layouts, shardings, steps, algorithm and keeper,
-    and if they take and give the same Values. Where `small` has fewer calls of layers, Values may have other numbers,
-    and each instruction of `large` that `small` lacks has to be equal to one that it has.
+    Two instructions are equal if they have the same operator, rule, layouts, shardings, steps, algorithm and keeper, if
+    they take and give the same Values, and if the same local dims have one element. Where `small` has fewer calls of
+    layers, Values may have other numbers, and each instruction of `large` that `small` lacks has to be equal to one
+    that it has.
 
     Args:
         large, small: `CellPlan`s of roots.
@@ -31,9 +32,9 @@ def first_difference(large, small):
     def found(large, small):
         if large is small:
             return None
-        has_fewer, place = len(small.graph.nodes) < len(large.graph.nodes), 0
-        theirs, ours = (_entries(frame, not has_fewer) for frame in (large, small))
-        if not has_fewer:
+        named, place = len(small.graph.nodes) == len(large.graph.nodes), 0
+        theirs, ours = (_entries(frame, named) for frame in (large, small))
+        if named:
             return next(filter(None, (differing(large, *pair) for pair in zip_longest(theirs, ours))), None)
         for entry in theirs:
             why = differing(large, entry, ours[place] if place < len(ours) else None)
@@ -45,11 +46,25 @@ def first_difference(large, small):
     def differing(large, entry, other):
         if entry is None or other is None or entry != other:
             shown = [each.text if each is not None else "nothing more" for each in (entry, other)]
-            rules = ", by another rule" if shown[0] == shown[1] else ""
+            rules = ", by another rule or with one local element of a dim" if shown[0] == shown[1] else ""
             return f"{large.graph.label} has '{shown[0]}' at the recipe's sizes, and '{shown[1]}' at small sizes{rules}"
-        return None if entry.frame is None or other.frame is None else found(entry.frame, other.frame)
+        return None if entry.frame is None else found(entry.frame, other.frame)
 
     return found(large, small)
+
+
+def sharding_difference(pairs):
+    """None, or a sentence on the first parameter that `hsdp()` shards in another way.
+
+    Args:
+        pairs: pairs of `ParameterPlan`s, of the large parameter and of the small one.
+    """
+    for large, small in pairs:
+        numberless = [re.sub(r"\[.*?\]|[\d.e+]+", "#", f"{plan.unit}: {plan.reason}") for plan in (large, small)]
+        if large.dim != small.dim or numberless[0] != numberless[1]:
+            shown = [f"along dim {plan.dim}" if plan.dim is not None else plan.reason for plan in (large, small)]
+            return f"hsdp() shards '{large.path}' {shown[0]} at the recipe's sizes, and {shown[1]} at small sizes"
+    return None
 
 
 @dataclass(frozen=True)
@@ -75,8 +90,7 @@ def _entries(frame, named):
     graph = frame.graph
     taken = [*tree_leaves(graph.arguments), *(use.value for use in (*graph.parameters, *graph.constants) if named)]
     text = f"({shown((value, frame.layouts[value.id]) for value in taken)}; {shown(frame.lifted)})"
-    if named:
-        text += f", trained: {sorted(frame.gradients)}"
+    text += f", trained: {sorted(frame.gradients) if named else 'as before'}"
     found = [_Entry(f"{text}, takes weights: {frame.takes_weights}, compiled: {frame.compiled}")]
     for entry in frame.instructions:
         keeper = frame.keepers.get(entry)
@@ -89,11 +103,11 @@ def _entries(frame, named):
         text = f"{shown(entry.produced)} = {{}}({shown(entry.consumed)})"
         if isinstance(entry, CallPlan):
             name = re.sub(r"\d+", "*", entry.node.child or entry.node.graph.path)
-            planned = "" if entry.frame is not None else ", whole"
-            text = f"{text.format(name)} with ({shown(entry.lifted)}){planned}{kept}"
-            found.append(_Entry(text, frame=entry.frame))
+            whole = ", whole" if entry.frame is None else ""
+            found.append(_Entry(f"{text.format(name)} with ({shown(entry.lifted)}){whole}{kept}", (), entry.frame))
         else:
             runs = f" by {entry.algorithm} over {', '.join(entry.cut_axes)}" if entry.algorithm else ""
-            text = f"{text.format(entry.node.operator)}, {entry.axes_of}{runs}{kept}"
-            found.append(_Entry(text, tuple(getattr(entry.signature, name) for name in _RULE)))
+            rule = [getattr(entry.signature, name) for name in _RULE]
+            rule += [tuple(count > 1 for count in shape) for shape in entry.local_shapes]
+            found.append(_Entry(f"{text.format(entry.node.operator)}, {entry.axes_of}{runs}{kept}", tuple(rule)))
     return [*found, _Entry(f"return {shown(frame.returned)}")]

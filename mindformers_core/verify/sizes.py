@@ -1,12 +1,12 @@
 """Small sizes in the place of a model's own: the least that keep how its tensors are cut. Pure Python."""
 
-from itertools import chain, combinations, islice
-from math import gcd, lcm, prod
+from itertools import chain, combinations
+from math import ceil, gcd, lcm, prod
 
 __all__ = ["divisors_of", "least_sizes", "parts_of_sizes"]
 
 _SMALL = 4  # sizes up to this one stay as they are
-_TRIED = 64  # least candidates of a size; after these, each is double the one before
+_NEAR = 16  # least candidates of a size that are all tried; further ones are a 16th of their size apart
 
 
 def divisors_of(counts):
@@ -29,17 +29,18 @@ def parts_of_sizes(tensors):
     return found
 
 
-def least_sizes(sizes, parts, divisors, least, fits):
+def least_sizes(sizes, parts, divisors, share, fits):
     """The least size for each of the sizes of a model.
 
-    A number of parts that divides a size divides the small one; a number of `divisors` that doesn't, doesn't. Equal
-    sizes stay equal, unequal ones unequal. A product of two sizes stays one where it can.
+    A number of parts that divides a size divides the small one; a number of `divisors` that doesn't, doesn't. Parts
+    with several elements keep at least two. Equal sizes stay equal, unequal ones unequal. A product of two sizes stays
+    one where it can.
 
     Args:
         sizes: the sizes.
         parts: size -> number of parts that it is cut into. Default of a size: 1.
         divisors: products of numbers of ranks.
-        least: least number of elements in a part, where there are as many.
+        share: what at least remains of each size, from 0 to 1.
         fits: function of a dict, size -> small size: whether the model can be made.
 
     Returns:
@@ -52,7 +53,7 @@ def least_sizes(sizes, parts, divisors, least, fits):
         products = [small[a] * small[b] for a in sorted(done) for b in sorted(done) if 1 < a <= b and a * b == size]
         count = parts.get(size, 1) if size % parts.get(size, 1) == 0 else 1
         unit = lcm(count, gcd(size, _SMALL))  # halves of an uncut dim have several elements, too
-        lowest = max(unit, count * min(size // count, least))
+        lowest = max(unit, count * min(size // count, 2), ceil(size * share))
         strange = [divisor for divisor in divisors if size % divisor]
         for one in chain(products, _candidates(unit, lowest, size)):
             wrong = one % unit or one >= size or one in taken or any(one % divisor == 0 for divisor in strange)
@@ -64,10 +65,8 @@ def least_sizes(sizes, parts, divisors, least, fits):
 
 
 def _candidates(unit, lowest, size):
-    """Multiples of `unit` from `lowest` to `size`, ascending: the first ones all, then each double the one before."""
-    near = range(-(-lowest // unit) * unit, size, unit)
-    yield from islice(near, _TRIED)
-    far = (near[_TRIED - 1] if len(near) > _TRIED else size) * 2
-    while far < size:
-        yield far
-        far *= 2
+    """Multiples of `unit` from `lowest` to `size`, ascending, with growing gaps."""
+    count = -(-lowest // unit)
+    while count * unit < size:
+        yield count * unit
+        count += max(1, count // _NEAR)

@@ -15,7 +15,7 @@ from mindformers_core.zero.plan import ParameterPlan, plan_parameters
 from mindformers_core.zero.sharded_parameter import ShardedParameter, parameter_like
 from mindformers_core.zero.storage import HsdpStorage
 
-__all__ = ["apply_hsdp", "plan_buckets"]
+__all__ = ["apply_hsdp"]
 
 
 def apply_hsdp(tree, settings, units, fusion, has_axis):
@@ -48,7 +48,7 @@ def apply_hsdp(tree, settings, units, fusion, has_axis):
         parameters.append(ShardedParameter(plan, parameter, source, shard_layout, index, settings.shard_size, meter))
         marks = (settings.axis,) if has_axis else ()
         tree.parameter_layouts[plan.path] = parameter.computing_layout = layout.replace(varying=marks)
-    buckets = plan_buckets(plans, settings, fusion)
+    buckets = _buckets(plans, settings, fusion)
     storage = HsdpStorage(tree, settings, parameters, *buckets, meter)
     if world().backend != "fake":
         storage.collectives = BucketCollectives(settings, meter)
@@ -87,14 +87,8 @@ def _plans(tree, settings, units):
     return plan_parameters(plans, settings.shard_size, settings.threshold, settings.level)
 
 
-def plan_buckets(plans, settings, fusion):
-    """Buckets of weights, in the order of the Cells, and of gradients, in that of a backward pass.
-
-    Args:
-        plans: all `ParameterPlan`s.
-        settings: the `HsdpSettings`.
-        fusion: a `Fusion` for every kind of collective.
-    """
+def _buckets(plans, settings, fusion):
+    """Buckets of weights, in the order of the Cells, and of gradients, in that of a backward pass."""
 
     def reduce_dtype(plan):
         return settings.precision.reduce_dtype(plan.dtype)
