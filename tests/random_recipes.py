@@ -22,7 +22,7 @@ def random_recipe(seed):
         "zero_level": draw.choice((1, 2, 3, 3)) if shard > 1 and draw.random() < 0.7 else 0,
     }  # fmt: skip
     stages = pp * chunks if pp > 1 else 1
-    layers = stages * draw.randint(1, 5)
+    layers = stages * draw.randint(1, 2 if stages > 2 else 5)
     kv = tp * draw.randint(1, 3)
     heads, head_dim = kv * draw.choice((1, 2, 3)), draw.choice((16, 32, 40))
     model = {
@@ -39,15 +39,16 @@ def random_recipe(seed):
         "model": model, "parallelism": parallelism,
         "training": {"local_batch_size": batch, "gradient_accumulation_steps": draw.randint(1, 4)},
         "train_dataset": {"seq_length": tp * draw.randint(16, 100)},
-        **random_activations(draw, layers),
+        **random_activations(draw, layers, pp),
     }  # fmt: skip
 
 
-def random_activations(draw, layers):
+def random_activations(draw, layers, stages):
     """The sections about recompute and swap."""
     some = sorted(draw.sample(range(layers), draw.randint(1, layers)))
     recompute = draw.choice((
-        {}, {}, {"full": True}, {"full": some}, {"select": ["*.mlp"]}, {"budget": 0.7},
+        {}, {}, {"full": True}, {"full": some}, {"select": ["*.mlp"]},
+        {"select": ["*.down_proj"]} if stages * layers > 4 else {"budget": 0.7},
         {"full": some[:1], "select": [f"layers.{layers - 1}.mlp"]},
     ))  # fmt: skip
     swap = draw.choice(({}, {}, {"op_swap": {"*.input_layernorm": {"layers": some}}}))

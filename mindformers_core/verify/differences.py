@@ -18,7 +18,7 @@ def first_difference(large, small):
 
     Two instructions are equal if they have the same operator, rule, layouts, shardings, steps, algorithm and keeper, if
     they take and give the same Values, and if the same local dims have one element. Where `small` has fewer calls of
-    layers, Values may have other numbers, and each instruction of `large` that `small` lacks has to be equal to one
+    layers, Values may have other numbers, and each call or redistribution that `small` lacks has to be equal to one
     that it has.
 
     Args:
@@ -39,8 +39,9 @@ def first_difference(large, small):
         for entry in theirs:
             why = differing(large, entry, ours[place] if place < len(ours) else None)
             place += why is None
-            if why is not None and all(differing(large, entry, other) for other in ours):
-                return why
+            alike = [differing(large, entry, other) for other in ours if other == entry]
+            if why is not None and (not entry.is_of_layers or all(alike)):
+                return next(filter(None, alike), why)
         return differing(large, None, ours[place]) if place < len(ours) else None
 
     def differing(large, entry, other):
@@ -69,11 +70,18 @@ def sharding_difference(pairs):
 
 @dataclass(frozen=True)
 class _Entry:
-    """What has to be equal of an instruction: its text, and its rule; `frame` is the `CellPlan` that it calls."""
+    """What has to be equal of an instruction: its text, and its rule.
+
+    Attributes:
+        text, rule: see `_entries`.
+        frame: the `CellPlan` that it calls.
+        is_of_layers: whether it may be the call of a layer, or before one.
+    """
 
     text: str
     rule: tuple = ()
     frame: object = field(default=None, compare=False)
+    is_of_layers: bool = False
 
 
 def _entries(frame, named):
@@ -98,13 +106,15 @@ def _entries(frame, named):
         if isinstance(entry, Redistribution):
             steps = [f"{at.kind} {at.op} {at.dim} {at.to_dim} over {', '.join(at.axes)}" for at in entry.steps]
             text = f"{shown(entry.consumed)} -> {entry.target} by {steps}, trained: {entry.gradient}{kept}"
-            found.append(_Entry(text))
+            found.append(_Entry(text, is_of_layers=True))
             continue
         text = f"{shown(entry.produced)} = {{}}({shown(entry.consumed)})"
         if isinstance(entry, CallPlan):
             name = re.sub(r"\d+", "*", entry.node.child or entry.node.graph.path)
             whole = ", whole" if entry.frame is None else ""
-            found.append(_Entry(f"{text.format(name)} with ({shown(entry.lifted)}){whole}{kept}", (), entry.frame))
+            found.append(
+                _Entry(f"{text.format(name)} with ({shown(entry.lifted)}){whole}{kept}", (), entry.frame, "*" in name)
+            )
         else:
             runs = f" by {entry.algorithm} over {', '.join(entry.cut_axes)}" if entry.algorithm else ""
             rule = [getattr(entry.signature, name) for name in _RULE]
