@@ -43,6 +43,7 @@ FLOORS = (
     "passes",
     "optimizers",
     *SIBLINGS,
+    "verify",
     "trainer",
 )
 # beyond the order of the floors: (who, what it never imports)

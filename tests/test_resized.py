@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import test_propagation_random as programs
 from captured_models import MODELS, small_llama
+from mindspore import nn
 from plan_checks import check_plan
 from planned_models import captured
 from simulated_plans import simulate
@@ -92,6 +93,21 @@ def test_layers_can_be_left_out():
         ValueError, match=r"the root Cell .* has '21 parameters .*' at the new sizes, where '57 .*' was planned"
     ):
         resized(frame, small[0])
+
+
+def test_redistributions_between_layers_that_are_left_out():
+    plan = {"*": {"input": layout("dp", None), "output": layout("dp", "tp")}}
+    plans = []
+    for layers in (5, 2):
+        model = nn.SequentialCell(*(nn.Dense(8, 8) for _ in range(layers)))
+        given = captured(model, MESH, (tensor_meta((8, 8), "float32"),), plan=plan)
+        plans.append((propagate(*given), given[0]))
+    (frame, _), (expected, graph) = plans
+    assert len(frame.redistributions) > len(expected.redistributions) > 0
+    found = resized(without_calls(frame, {"1", "2", "3"}), graph)
+    check_plan(found, final=True)
+    same_plan(expected, found, {})
+    assert first_difference(frame, found) is None
 
 
 def test_another_structure_is_refused():

@@ -36,7 +36,7 @@ def resized(frame, graph):
 
 
 def without_calls(frame, dropped):
-    """A plan without the calls of some Cells, for `resized`: as such it is incomplete, since their results are missing.
+    """A plan without the calls of some Cells, for `resized` alone: results and constants are missing.
 
     Args:
         frame: the `CellPlan` of a root.
@@ -62,7 +62,8 @@ def without_calls(frame, dropped):
             entries.append(new)
             if entry in frame.keepers:
                 keepers[new] = frame.keepers[entry]
-        graph = replace(frame.graph, nodes=tuple(nodes.values()))
+        constants = tuple(replace(each, array=None) for each in frame.graph.constants)  # masks of long sequences
+        graph = replace(frame.graph, nodes=tuple(nodes.values()), constants=constants)
         return replace(frame, graph=graph, instructions=tuple(entries), keepers=keepers)
 
     return visit(frame, "") if dropped else frame
