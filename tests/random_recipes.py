@@ -52,5 +52,5 @@ def random_activations(draw, layers, stages):
         {"full": some[:1], "select": [f"layers.{layers - 1}.mlp"]},
     ))  # fmt: skip
     swap = draw.choice(({}, {}, {"op_swap": {"*.input_layernorm": {"layers": some}}}))
-    sections = {"recompute": recompute, "swap": {} if recompute.get("full") else swap}
+    sections = {"recompute": recompute, "swap": {} if {"full", "budget"} & recompute.keys() else swap}
     return {name: section for name, section in sections.items() if section}
