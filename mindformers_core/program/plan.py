@@ -12,7 +12,7 @@ from mindformers_core.program.structure import tree_leaves
 
 __all__ = [
     "CallPlan", "CellPlan", "Instruction", "OperatorPlan", "Redistribution", "called_cells", "called_graphs",
-    "joined_path", "operators_in_order", "parameter_path",
+    "captured_graph", "joined_path", "operators_in_order", "parameter_path",
 ]  # fmt: skip
 
 
@@ -233,6 +233,13 @@ def called_cells(frame):
 def joined_path(path, inner):
     """The path of the Cell or parameter `inner`, relative to the Cell at `path`; both may be empty."""
     return f"{path}.{inner}" if path and inner else path or inner
+
+
+def captured_graph(graph):
+    """The graph of a `CellPlan` without parameters and free variables that only callees use."""
+    used = {value.id for value in tree_leaves([*((node.args, node.kwargs) for node in graph.nodes), graph.result])}
+    taken = {part: getattr(graph, part) for part in ("parameters", "free_variables")}
+    return replace(graph, **{part: tuple(use for use in uses if use.value.id in used) for part, uses in taken.items()})
 
 
 def called_graphs(frame, graph):

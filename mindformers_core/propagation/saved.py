@@ -7,15 +7,14 @@ from them and from the captured graph. The result must equal the listing of the 
 
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import zip_longest
 
 from mindformers_core.files import write_whole
 from mindformers_core.layout import Layout
 from mindformers_core.operators.resolve import Resolution
 from mindformers_core.program.free_variables import lambda_lift
-from mindformers_core.program.plan import CallPlan, Redistribution
-from mindformers_core.program.structure import tree_leaves
+from mindformers_core.program.plan import CallPlan, Redistribution, captured_graph
 from mindformers_core.propagation.decide import decide_frame
 from mindformers_core.propagation.propagate import Propagation
 from mindformers_core.redistribution.device_model import DeviceModel, Link
@@ -144,7 +143,7 @@ def _distinct(places):
 
 def _cell_data(frame, places):
     """A `CellPlan` as JSON-able data."""
-    graph = _as_captured(frame.graph)
+    graph = captured_graph(frame.graph)
     numbers = {id(node): number for number, node in enumerate(graph.nodes)}
     entries = [entry for entry in frame.instructions if not isinstance(entry, Redistribution)]
     return {
@@ -158,13 +157,6 @@ def _cell_data(frame, places):
         "results": [{name: getattr(at, name) for name in ("dims", "partial", "varying")} for at in frame.results],
         "plan": _plan_lines(frame, places),
     }
-
-
-def _as_captured(graph):
-    """A `CellPlan`'s graph without parameters and free variables that only callees use."""
-    used = {value.id for value in tree_leaves([*((node.args, node.kwargs) for node in graph.nodes), graph.result])}
-    taken = {part: getattr(graph, part) for part in ("parameters", "free_variables")}
-    return replace(graph, **{part: tuple(use for use in uses if use.value.id in used) for part, uses in taken.items()})
 
 
 def _choice(plan):

@@ -18,15 +18,16 @@ from mindformers_core.generation.module_source import ModuleSource
 from mindformers_core.operators import TensorMeta, tensor_meta
 from mindformers_core.program.observer import Observer
 from mindformers_core.program.partition import calls_of, partition
-from mindformers_core.program.plan import called_graphs, joined_path
+from mindformers_core.program.plan import CellPlan, called_graphs, joined_path
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.propagation.checking import check_plan
 from mindformers_core.propagation.propagate import propagate
+from mindformers_core.propagation.resized import resized
 from mindformers_core.propagation.saved import load_plan
 
 _LOG = logging.getLogger("mindformers_core")
 
-__all__ = ["Program", "bind_arguments", "describe", "make_program", "plan_call", "signature_key"]
+__all__ = ["Program", "annotated_plan", "bind_arguments", "describe", "make_program", "plan_call", "signature_key"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,11 +122,10 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
         path: the Cell that is called.
         args, kwargs: its arguments; tensors, or `TensorMeta`s of local shapes.
         signature: the key of the program in the tree.
-        saved_plan: a file with a saved plan, or None.
+        saved_plan: see `prepare`.
     """
     observer = process_state().observer or Observer()
-    graph, frame = observer.planned(tree, path, lambda: plan_call(tree, path, args, kwargs, saved_plan))
-    frame = tree.activations.annotate(path, frame, tree.compiling)
+    graph, frame = observer.planned(tree, path, lambda: annotated_plan(tree, path, args, kwargs, saved_plan))
     generated = (
         partition(frame, *(calls_of(frame, path, cells) for cells in tree.compiling)) if tree.compiling else frame
     )
@@ -142,6 +142,13 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
     values = tree_leaves(graph.result)
     results = tuple(tensor_meta(v.shape, v.dtype, layout, False) for v, layout in zip(values, frame.results))
     return Program(name, path, signature, frame, generated, graph, module.__file__, source, functions, results)
+
+
+def annotated_plan(tree, path, args, kwargs, saved_plan=None):
+    """As `plan_call`; the plan has the keepers of the tree's `ActivationPolicy`, or of a `saved_plan` in memory."""
+    graph, frame = plan_call(tree, path, args, kwargs, saved_plan)
+    is_annotated = isinstance(saved_plan, CellPlan)
+    return graph, frame if is_annotated else tree.activations.annotate(path, frame, tree.compiling)
 
 
 def plan_call(tree, path, args, kwargs, saved_plan=None):
@@ -163,7 +170,9 @@ def plan_call(tree, path, args, kwargs, saved_plan=None):
     values = tree_leaves(graph.arguments)
     layouts = {value.id: layout for value, (_, _, layout) in zip(values, arriving, strict=True)}
     declarations, parameters = _below(path, tree.declarations), _below(path, tree.parameter_layouts)
-    if saved_plan is not None:
+    if isinstance(saved_plan, CellPlan):
+        frame = resized(saved_plan, graph)
+    elif saved_plan is not None:
         frame = load_plan(saved_plan, graph, tree.mesh, layouts, parameters, declarations, final=path == "")
     else:
         frame = propagate(graph, tree.mesh, layouts, parameters, declarations, device_model(), final=path == "")

@@ -41,6 +41,7 @@ def _parser():
         "verify", help="run one step of all ranks in this process, and compare it with one card"
     )
     verify.add_argument("--config", required=True, metavar="FILE", help="the recipe")
+    verify.add_argument("--full", action="store_true", help="at the recipe's own sizes; default: the least that have its plan")
     verify.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the recipe to exchange")
     verify.set_defaults(run=_verify)
     compare = commands.add_parser("compare", help="the largest relative difference of two runs' losses")
@@ -89,7 +90,7 @@ def _verify(arguments):
         from mindformers_core.trainer.verifying import verify_recipe
 
         compute_in_one_thread()
-        check = verify_recipe(load_recipe(arguments.config, arguments.overrides))
+        check = verify_recipe(load_recipe(arguments.config, arguments.overrides), arguments.full)
     except _USER_ERRORS as error:
         return _report(error)
     print(check.report())

@@ -48,7 +48,7 @@ class Parallelism:
     data_parallel_replicate: int = bounded(1, 1, _RANKS)  # groups of dp ranks with equal shards
     data_parallel_shard: int = bounded(-1, -1, _RANKS)  # dp ranks of a group; -1: launched ranks / other sizes
     zero_level: Literal[0, 1, 2, 3] = 0  # sharded over a group: 1 optimizer state, 2 also gradients, 3 also weights
-    zero_threshold_kb: int = bounded(64, 0, 2**40)  # weights up to this size aren't sharded
+    zero_threshold_kb: int | float = bounded(64, 0, 2**40)  # weights up to this size aren't sharded
     reshard_after_forward: bool | None = None  # level 3: free weights after forward; default: yes, in a pipeline no
     gradient_accumulation_shard: bool | None = None  # sums over micro-steps in shards; default: at levels 2 and 3
     comm_fusion: str | int | float | dict = field(default="auto", hash=False)  # see `parse_comm_fusion`

@@ -1,5 +1,7 @@
 """`python -m mindformers_core verify`: the training step of a recipe on all ranks of its mesh, against one card."""
 
+from dataclasses import replace
+
 import mindspore as ms
 import numpy as np
 
@@ -8,24 +10,33 @@ from mindformers_core.sharding.initialize import materialize
 from mindformers_core.trainer.data import dataset_of, micro_batch
 from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
 from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_shape
+from mindformers_core.trainer.shrinking import shrunk_recipe
 from mindformers_core.trainer.step import build_cells, step_parts
 from mindformers_core.verify.engine import RankStep, Subject, plans_of, simulate
 
 __all__ = ["verify_recipe"]
 
 
-def verify_recipe(recipe):
-    """The `Check` of one training step of a recipe on all ranks of its mesh.
+def verify_recipe(recipe, full=False):
+    """The `Check` of one training step of a recipe on all ranks of its mesh, in PyNative.
 
     Args:
         recipe: the `Recipe`; its data are random.
+        full: whether the model has its own sizes; else the least ones with the same plan, see `shrunk_recipe`.
+
+    Raises:
+        ValueError: the recipe is impossible, or has another plan at small sizes.
     """
+    recipe, choices = replace(recipe, context=replace(recipe.context, mode=1)), None
+    if not full:
+        small = shrunk_recipe(recipe)
+        recipe, choices = small.recipe, small.choices
     mesh = init_device_mesh(mesh_shape(recipe), MESH_AXES)
 
     def build(rank):
         return build_cells(recipe, mesh, rank)
 
-    plans = plans_of(mesh, build, lambda rank, stage, net: (micro_batch(recipe, stage), {}))
+    plans = plans_of(mesh, build, lambda rank, stage, net: (micro_batch(recipe, stage), {}), choices)
     arguments = next(list(graph.arguments) for (stage, _), (graph, _) in plans.items() if stage == 0)
     batches, count = _global_batches(recipe, mesh), _micro_batches(recipe)
     passes = _passes(recipe, mesh, batches, count, arguments)

@@ -12,7 +12,7 @@ from mindformers_core.communication.world import process_state, rank_of
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.optimizers.adamw import decays
 from mindformers_core.passes.thread_tape import custom_gradients
-from mindformers_core.sharding.program import plan_call
+from mindformers_core.sharding.program import annotated_plan
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.verify.checking import Check
 from mindformers_core.verify.observing import RankObserver
@@ -68,13 +68,14 @@ class Subject:
     divisor: int = 1
 
 
-def plans_of(mesh, build, inputs):
+def plans_of(mesh, build, inputs, choices=None):
     """(number of a stage, mesh of its Cell) -> `(CellGraph, CellPlan)`; nothing is computed.
 
     Args:
         mesh: of all ranks.
         build: as of `Subject`.
         inputs: function of a rank, the number of a stage and its Cell: local inputs of one pass, `(args, kwargs)`.
+        choices: number of a stage -> its plan at other sizes (see `resized`). Default: propagate.
     """
     plans, planned = {}, set()
     for rank in mesh.rank_list:
@@ -83,7 +84,8 @@ def plans_of(mesh, build, inputs):
         with rank_of(mesh.size, rank):
             for stage, net in build(rank).items():
                 tree = tree_of(net)
-                plans[stage, tree.mesh] = plan_call(tree, "", *inputs(rank, stage, net))
+                given = None if choices is None else choices[stage]
+                plans[stage, tree.mesh] = annotated_plan(tree, "", *inputs(rank, stage, net), given)
                 planned.update(tree.mesh.rank_list)
     return plans
 

@@ -1,0 +1,179 @@
+"""A plan carried over to a graph with the same nodes and other sizes: `resized`. Pure Python.
+
+Layouts don't depend on sizes. So the new plan consists of the same instructions, in the same order, with the same
+layouts, steps and algorithms; nothing is searched, and nothing is decided again. `check_plan` tells whether every rule
+admits them at the new sizes.
+"""
+
+import re
+from dataclasses import replace
+from itertools import zip_longest
+
+from mindformers_core.program.free_variables import lambda_lift
+from mindformers_core.program.graph import CallNode
+from mindformers_core.program.plan import CallPlan, OperatorPlan, Redistribution, captured_graph, joined_path
+from mindformers_core.program.structure import DType, Value, shown, tree_leaves
+from mindformers_core.propagation.operators import operator_signature
+
+__all__ = ["resized", "without_calls"]
+
+
+def resized(frame, graph):
+    """The plan `frame` for another graph.
+
+    Args:
+        frame: the `CellPlan` of a root, or what `without_calls` makes of it.
+        graph: the captured `CellGraph` of a root with the same nodes, of other shapes. Numbers in the paths of Cells
+            may differ.
+
+    Returns:
+        A `CellPlan`; plans that calls share in `frame` are shared again.
+
+    Raises:
+        ValueError: the graphs differ in more than sizes, or mesh axes don't divide a dim; names the Cell.
+    """
+    return _Resizing({}, frame, lambda_lift(graph)).plan()
+
+
+def without_calls(frame, dropped):
+    """A plan without the calls of some Cells, for `resized` alone: results and constants are missing.
+
+    Args:
+        frame: the `CellPlan` of a root.
+        dropped: paths of the Cells.
+    """
+    above = {path[: dot.start()] for path in dropped for dot in re.finditer(r"\.", path)} | {""}
+
+    def visit(frame, path):
+        if path not in above:
+            return frame
+        nodes, entries, keepers = {id(node): node for node in frame.graph.nodes}, [], {}
+        for entry in frame.instructions:
+            new = entry
+            if isinstance(entry, CallPlan) and entry.frame is not None and entry.node.child is not None:
+                called = joined_path(path, entry.node.child)
+                if called in dropped:
+                    del nodes[id(entry.node)]
+                    continue
+                if called in above:
+                    inner = visit(entry.frame, called)
+                    node = replace(entry.node, graph=captured_graph(inner.graph))
+                    nodes[id(entry.node)], new = node, replace(entry, node=node, frame=inner)
+            entries.append(new)
+            if entry in frame.keepers:
+                keepers[new] = frame.keepers[entry]
+        constants = tuple(replace(each, array=None) for each in frame.graph.constants)  # masks of long sequences
+        graph = replace(frame.graph, nodes=tuple(nodes.values()), constants=constants)
+        return replace(frame, graph=graph, instructions=tuple(entries), keepers=keepers)
+
+    return visit(frame, "") if dropped else frame
+
+
+class _Resizing:
+    """The plan of one call.
+
+    Attributes:
+        known: (`CellPlan`, key of the new graph) -> the new `CellPlan`.
+        values: number of a Value of the given plan -> the new Value. Where calls were dropped, several Values may have
+            become one.
+        nodes: identity of a node of the given plan -> the new node.
+    """
+
+    def __init__(self, known, frame, graph):
+        self.known, self.frame, self.graph = known, frame, graph
+        self.given, self.values, self.nodes = captured_graph(frame.graph), {}, {}
+        for part in ("parameters", "constants", "free_variables"):
+            self._pair(*([use.value for use in getattr(each, part)] for each in (self.given, graph)))
+        self._pair((self.given.arguments, self.given.result), (graph.arguments, graph.result))
+        for old, new in zip_longest(self.given.nodes, graph.nodes):
+            if old is None or new is None or _kind(old) != _kind(new):
+                self._refuse(new, old)
+            self._pair(*((node.args, node.kwargs, node.outputs) for node in (old, new)))
+            self.nodes[id(old)] = new
+
+    def _pair(self, old, new):
+        """Record the new Values of a structure."""
+        olds, news = (tree_leaves(structure, object) for structure in (old, new))
+        for one, other in zip_longest(olds, news):
+            is_value = type(one) is type(other) is Value and one.dtype == other.dtype
+            if is_value and self.values.setdefault(one.id, other) != other or not is_value and _fixed(one, other):
+                self._refuse(new, old)
+
+    def _refuse(self, new, old):
+        raise ValueError(f"{self.graph.label} has '{shown(new)}' at the new sizes, where '{shown(old)}' was planned")
+
+    def plan(self):
+        """The new `CellPlan`."""
+        frame, entries, keepers, made, layouts = self.frame, [], {}, set(), {}
+        graph = self._with_added_uses()
+        for entry in frame.instructions:
+            if isinstance(entry, Redistribution):
+                value = self.values.get(entry.value.id)
+                if value is None or (value.id, entry.target) in made:  # for a call that was dropped
+                    continue
+                made.add((value.id, entry.target))
+                steps = (replace(step, shape=step.source.local_shape(value.shape)) for step in entry.steps)
+                new = replace(entry, value=value, steps=tuple(steps))
+            else:
+                new = self._node_plan(entry)
+            entries.append(new)
+            if entry in frame.keepers:
+                keepers[new] = frame.keepers[entry]
+        for number in frame.layouts.keys() & self.values.keys():
+            layout, value = frame.layouts[number], self.values[number]
+            if layouts.setdefault(value.id, layout) != layout:
+                raise ValueError(f"{graph.label} has {value.described} as {layouts[value.id]}, and as {layout}")
+        trained = frozenset(self.values[number].id for number in frame.gradients & self.values.keys())
+        parts = {"layouts": layouts, "lifted": self._moved(frame.lifted), "gradients": trained, "keepers": keepers}
+        return replace(frame, graph=graph, instructions=tuple(entries), **parts)
+
+    def _node_plan(self, entry):
+        node = self.nodes[id(entry.node)]
+        if isinstance(entry, OperatorPlan):
+            return replace(entry, node=node, signature=operator_signature(node))
+        inner = entry.frame
+        if inner is not None:
+            key = inner, node.graph.key
+            if key not in self.known:
+                self.known[key] = _Resizing(self.known, inner, node.graph).plan()
+            inner = self.known[key]
+        return replace(entry, node=node, frame=inner, lifted=self._moved(entry.lifted))
+
+    def _moved(self, pairs):
+        return tuple((self.values[value.id], layout) for value, layout in pairs)
+
+    def _with_added_uses(self):
+        """The new graph, with parameters and free variables that only callees use."""
+        theirs, ours = ([*uses.parameters, *uses.free_variables] for uses in (self.given.uses, self.graph.uses))
+        if len(theirs) != len(ours):
+            self._refuse(f"{len(ours)} parameters and outer tensors", f"{len(theirs)} of them")
+        names, parts = self.graph.uses.in_place_of(self.given.uses), {}
+        last = max((value.id for value in self.values.values()), default=-1)
+        for part in ("parameters", "free_variables"):
+            own, uses = getattr(self.given, part), list(getattr(self.graph, part))
+            for use in getattr(self.frame.graph, part):
+                name = names.get(use.path if part == "parameters" else (use.call, use.id))
+                if use not in own and name is not None:  # else of a call that was dropped
+                    last += 1
+                    found = getattr(self.graph.uses, part)[name]
+                    self.values[use.value.id] = replace(found.value, id=last)
+                    uses.append(replace(found, value=self.values[use.value.id]))
+            parts[part] = tuple(uses)
+        return replace(self.graph, **parts)
+
+
+def _fixed(one, other):
+    """Whether two attributes differ in more than numbers."""
+    return type(one) is not type(other) or isinstance(one, (DType, str, bool)) and one != other
+
+
+def _kind(node):
+    """What equal nodes of two sizes have in common, besides their arguments."""
+    if isinstance(node, CallNode):
+        return (
+            re.sub(r"\d+", "*", str(node.child)),
+            node.graph.class_name,
+            node.graph.training,
+            node.graph.custom_gradient,
+        )
+    return node.operator, node.kind, node.attribute, node.primitive and node.primitive.name

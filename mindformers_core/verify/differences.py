@@ -1,0 +1,123 @@
+"""The first difference between the plans of a model at two sizes. Pure Python."""
+
+import re
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import zip_longest
+
+from mindformers_core.program.plan import CallPlan, Redistribution
+from mindformers_core.program.structure import tree_leaves
+
+__all__ = ["first_difference", "sharding_difference"]
+
+_RULE = ("inputs", "outputs", "reduced", "whole", "linear", "added", "distributed", "run", "made")
+
+
+def first_difference(large, small):
+    """The first instruction in which two plans differ, besides sizes.
+
+    Two instructions are equal if they have the same operator, rule, layouts, shardings, steps, algorithm and keeper, if
+    they take and give the same Values, and if the same local dims have one element. Where `small` has fewer calls of
+    layers, Values may have other numbers, and each call or redistribution that `small` lacks has to be equal to one
+    that it has.
+
+    Args:
+        large, small: `CellPlan`s of roots.
+
+    Returns:
+        None, or a sentence with the Cell and both instructions.
+    """
+
+    @cache
+    def found(large, small):
+        if large is small:
+            return None
+        named, place = len(small.graph.nodes) == len(large.graph.nodes), 0
+        theirs, ours = (_entries(frame, named) for frame in (large, small))
+        if named:
+            return next(filter(None, (differing(large, *pair) for pair in zip_longest(theirs, ours))), None)
+        for entry in theirs:
+            why = differing(large, entry, ours[place] if place < len(ours) else None)
+            place += why is None
+            alike = [differing(large, entry, other) for other in ours if other == entry]
+            if why is not None and (not entry.is_of_layers or all(alike)):
+                return next(filter(None, alike), why)
+        return differing(large, None, ours[place]) if place < len(ours) else None
+
+    def differing(large, entry, other):
+        if entry is None or other is None or entry != other:
+            shown = [each.text if each is not None else "nothing more" for each in (entry, other)]
+            rules = ", by another rule or with one local element of a dim" if shown[0] == shown[1] else ""
+            return f"{large.graph.label} has '{shown[0]}' at the recipe's sizes, and '{shown[1]}' at small sizes{rules}"
+        return None if entry.frame is None else found(entry.frame, other.frame)
+
+    return found(large, small)
+
+
+def sharding_difference(pairs):
+    """None, or a sentence on the first parameter that `hsdp()` shards in another way.
+
+    Args:
+        pairs: pairs of `ParameterPlan`s, of the large parameter and of the small one.
+    """
+    for large, small in pairs:
+        numberless = [re.sub(r"\[.*?\]|[\d.e+]+", "#", f"{plan.unit}: {plan.reason}") for plan in (large, small)]
+        if large.dim != small.dim or numberless[0] != numberless[1]:
+            shown = [f"along dim {plan.dim}" if plan.dim is not None else plan.reason for plan in (large, small)]
+            return f"hsdp() shards '{large.path}' {shown[0]} at the recipe's sizes, and {shown[1]} at small sizes"
+    return None
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What has to be equal of an instruction: its text, and its rule.
+
+    Attributes:
+        text, rule: see `_entries`.
+        frame: the `CellPlan` that it calls.
+        is_of_layers: whether it may be the call of a layer, or before one.
+    """
+
+    text: str
+    rule: tuple = ()
+    frame: object = field(default=None, compare=False)
+    is_of_layers: bool = False
+
+
+def _entries(frame, named):
+    """An `_Entry` for the tensors that a plan takes, for each instruction, and for the results.
+
+    Args:
+        frame: the `CellPlan`.
+        named: whether the numbers of Values are compared.
+    """
+
+    def shown(pairs):
+        return ", ".join(f"%{value.id} {layout}" if named else str(layout) for value, layout in pairs)
+
+    graph = frame.graph
+    taken = [*tree_leaves(graph.arguments), *(use.value for use in (*graph.parameters, *graph.constants) if named)]
+    text = f"({shown((value, frame.layouts[value.id]) for value in taken)}; {shown(frame.lifted)})"
+    text += f", trained: {sorted(frame.gradients) if named else 'as before'}"
+    found = [_Entry(f"{text}, takes weights: {frame.takes_weights}, compiled: {frame.compiled}")]
+    for entry in frame.instructions:
+        keeper = frame.keepers.get(entry)
+        kept = "" if keeper is None else f", kept by {keeper.name}{'' if keeper.takes_collectives else ' alone'}"
+        if isinstance(entry, Redistribution):
+            steps = [f"{at.kind} {at.op} {at.dim} {at.to_dim} over {', '.join(at.axes)}" for at in entry.steps]
+            text = f"{shown(entry.consumed)} -> {entry.target} by {steps}, trained: {entry.gradient}{kept}"
+            found.append(_Entry(text, is_of_layers=True))
+            continue
+        text = f"{shown(entry.produced)} = {{}}({shown(entry.consumed)})"
+        if isinstance(entry, CallPlan):
+            name = re.sub(r"\d+", "*", entry.node.child or entry.node.graph.path)
+            whole = ", whole" if entry.frame is None else ""
+            found.append(
+                _Entry(f"{text.format(name)} with ({shown(entry.lifted)}){whole}{kept}", (), entry.frame, "*" in name)
+            )
+        else:
+            runs = f" by {entry.algorithm} over {', '.join(entry.cut_axes)}" if entry.algorithm else ""
+            rule = [getattr(entry.signature, name) for name in _RULE]
+            rule += [tuple(count > 1 for count in shape) for shape in entry.local_shapes]
+            found.append(_Entry(f"{text.format(entry.node.operator)}, {entry.axes_of}{runs}{kept}", tuple(rule)))
+    return [*found, _Entry(f"return {shown(frame.returned)}")]

@@ -1,0 +1,72 @@
+"""Small sizes in the place of a model's own: the least that keep how its tensors are cut. Pure Python."""
+
+from itertools import chain, combinations
+from math import ceil, gcd, lcm, prod
+
+__all__ = ["divisors_of", "least_sizes", "parts_of_sizes"]
+
+_SMALL = 4  # sizes up to this one stay as they are
+_NEAR = 16  # least candidates of a size that are all tried; further ones are a 16th of their size apart
+
+
+def divisors_of(counts):
+    """The products of all subsets of some numbers of ranks, without 1."""
+    chosen = (subset for length in range(1, len(counts) + 1) for subset in combinations(counts, length))
+    return {prod(subset) for subset in chosen} - {1}
+
+
+def parts_of_sizes(tensors):
+    """Size of a dim -> the least common multiple of the numbers of parts that dims of this size are cut into.
+
+    Args:
+        tensors: pairs (global shape, Layout).
+    """
+    found = {}
+    for shape, layout in tensors:
+        for size, axes in zip(shape, layout.dims):
+            if axes:
+                found[size] = lcm(found.get(size, 1), layout.mesh.axis_size(*axes))
+    return found
+
+
+def least_sizes(sizes, parts, divisors, share, fits):
+    """The least size for each of the sizes of a model.
+
+    A number of parts that divides a size divides the small one; a number of `divisors` that doesn't, doesn't. Parts
+    with several elements keep at least two. Equal sizes stay equal, unequal ones unequal. A product of two sizes stays
+    one where it can.
+
+    Args:
+        sizes: the sizes.
+        parts: size -> number of parts that it is cut into. Default of a size: 1.
+        divisors: products of numbers of ranks.
+        share: what at least remains of each size, from 0 to 1.
+        fits: function of a dict, size -> small size: whether the model can be made.
+
+    Returns:
+        A dict, size -> small size.
+    """
+    small = {size: size for size in sizes}
+    done = {size for size in small if size <= _SMALL}
+    for size in sorted(small.keys() - done):
+        taken = {small[other] for other in done}
+        products = [small[a] * small[b] for a in sorted(done) for b in sorted(done) if 1 < a <= b and a * b == size]
+        count = parts.get(size, 1) if size % parts.get(size, 1) == 0 else 1
+        unit = lcm(count, gcd(size, _SMALL))  # halves of an uncut dim have several elements, too
+        lowest = max(unit, count * min(size // count, 2), ceil(size * share))
+        strange = [divisor for divisor in divisors if size % divisor]
+        for one in chain(products, _candidates(unit, lowest, size)):
+            wrong = one % unit or one >= size or one in taken or any(one % divisor == 0 for divisor in strange)
+            if not wrong and fits(small | {size: one}):
+                small[size] = one
+                break
+        done.add(size)
+    return small
+
+
+def _candidates(unit, lowest, size):
+    """Multiples of `unit` from `lowest` to `size`, ascending, with growing gaps."""
+    count = -(-lowest // unit)
+    while count * unit < size:
+        yield count * unit
+        count += max(1, count // _NEAR)

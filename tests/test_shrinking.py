@@ -1,0 +1,349 @@
+"""Recipes of small sizes with the plans of large ones."""
+
+import math
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import yaml
+from mindspore import nn, ops
+from random_recipes import random_recipe
+
+from mindformers_core.communication import init_distributed, shutdown
+from mindformers_core.layout import layout
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.operators import tensor_meta
+from mindformers_core.program.activation_policy import Keeper
+from mindformers_core.program.plan import CallPlan, OperatorPlan, Redistribution
+from mindformers_core.program.structure import tree_leaves
+from mindformers_core.sharding.inspecting import prepare
+from mindformers_core.sharding.sharded_cells import tree_of
+from mindformers_core.trainer.data import micro_batch
+from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
+from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_shape
+from mindformers_core.trainer.recipe_loader import load_recipe, recipe_from_dict, recipe_to_yaml
+from mindformers_core.trainer.shrinking import shrunk_recipe
+from mindformers_core.trainer.step import build_cells
+from mindformers_core.verify.differences import first_difference
+from mindformers_core.verify.sizes import divisors_of, least_sizes
+
+ROOT = Path(__file__).parent.parent
+ON_128 = (
+    "parallelism.data_parallel_shard=4", "parallelism.pipeline_parallel=4", "parallelism.zero_level=3",
+    "training.local_batch_size=16", "training.global_batch_size=128",
+)  # fmt: skip
+RECIPES = {
+    "70B": ("configs/llama3_70b.yaml", *ON_128, "train_dataset.seq_length=768", "recompute.full=[3, 40-44]"),
+    "8B": ("configs/llama3_8b.yaml", "parallelism.data_parallel_shard=2", "train_dataset.seq_length=768"),
+    "own": ("examples/own_model.yaml",),
+    "own, stages": ("examples/own_model.yaml", "parallelism.pipeline_parallel=2", "parallelism.zero_level=2"),
+    "compiled": ("configs/llama_tiny_pp.yaml", "context.mode=0", "recompute.full=[1]", "model.num_hidden_layers=8"),
+    **{path.stem: (f"configs/{path.name}",) for path in sorted((ROOT / "configs").glob("llama_tiny*"))},
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_initialized(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    shutdown()
+    yield
+    shutdown()
+
+
+def programs_of(recipe, choices=None):
+    """Stage -> (`HsdpStorage`, `Program`)."""
+    sizes = recipe.parallelism
+    shape = mesh_shape(recipe, None if sizes.data_parallel_shard > 0 else sizes.tensor_parallel)
+    mesh, found = init_device_mesh(shape, MESH_AXES), {}
+    for rank in mesh.group(mesh.rank_list[0], ("pp",)):
+        init_distributed("fake", world_size=mesh.size, rank=rank)
+        for stage, net in build_cells(recipe, mesh, rank).items():
+            given = {} if choices is None else {"saved_plan": choices[stage]}
+            program = prepare(net, *micro_batch(recipe, stage), compiled=recipe.context.mode == 0, **given)
+            found[stage] = tree_of(net).storage, program
+        shutdown()
+    return found
+
+
+def check_shrunk(recipe, found):
+    """Assert that a small recipe is one, with the programs of the large one; returns the programs of both."""
+    small = recipe_from_dict(yaml.safe_load(recipe_to_yaml(found.recipe)))
+    assert recipe_to_yaml(small) == recipe_to_yaml(found.recipe) and mesh_shape(small) == mesh_shape(recipe)
+    large, programs = programs_of(recipe), programs_of(small, found.choices)
+    assert large.keys() == programs.keys()
+    for (storage, theirs), (other, ours) in zip(large.values(), programs.values()):
+        assert first_difference(theirs.frame, ours.frame) is None
+        assert {*map(kind_of, storage.parameters)} == {*map(kind_of, other.parameters)}
+        assert sum(each.plan.size for each in other.parameters) < 250_000
+        values = {value for _, frame in ours.frame.walk() for e in frame.instructions for value, _ in e.produced}
+        assert max(math.prod(value.shape) for value in values) < 150_000
+        if len(found.layers) == getattr(recipe.model, "num_hidden_layers", 0):
+            assert ours.source.text.count("def ") == theirs.source.text.count("def ")
+    return large, programs
+
+
+def kind_of(stored):
+    """What of a parameter's sharding doesn't depend on sizes."""
+    kind = "".join(letter for letter in stored.plan.path if not letter.isdigit())
+    return kind, stored.plan.dim, stored.plan.reason == ""
+
+
+@pytest.mark.parametrize("name", [pytest.param("70B", marks=pytest.mark.nightly), *(n for n in RECIPES if n != "70B")])
+def test_recipes(name):
+    path, *overrides = RECIPES[name]
+    recipe = load_recipe(path, [*overrides, *(["parallelism.data_parallel_shard=2"] if "cpu" in name else [])])
+    check_shrunk(recipe, shrunk_recipe(recipe))
+
+
+@pytest.mark.parametrize("seed", [*range(40), *(pytest.param(s, marks=pytest.mark.nightly) for s in range(40, 200))])
+def test_random_recipes(seed):
+    recipe = recipe_from_dict(random_recipe(seed))
+    found = shrunk_recipe(recipe)
+    check_sizes(recipe, found.recipe)
+    if seed % 8 == 0:
+        check_shrunk(recipe, found)
+
+
+def check_sizes(large, small):
+    """Assert that unequal sizes are unequal, and that what the mesh doesn't divide it doesn't divide."""
+    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    pairs = [(getattr(large.model, key), getattr(small.model, key)) for key in keys]
+    pairs.append((large.train_dataset.seq_length, small.train_dataset.seq_length))
+    for one, other in pairs:
+        assert other <= one
+        for divisor in (large.parallelism.tensor_parallel, large.parallelism.data_parallel_shard):
+            assert one % divisor == 0 or other % divisor
+        for third, fourth in pairs:
+            assert (one == third) == (other == fourth), pairs
+
+
+@pytest.mark.nightly
+def test_70b_at_its_own_length():
+    recipe = load_recipe("configs/llama3_70b.yaml", ON_128)
+    found = shrunk_recipe(recipe)
+    check_shrunk(recipe, found)
+    assert found.recipe.model.hidden_size == 64
+
+
+def test_70b_on_128_ranks():
+    """Its numbers: what remains of layers, micro-batches, sizes and buckets."""
+    recipe = load_recipe("configs/llama3_70b.yaml", [*ON_128, "train_dataset.seq_length=768"])
+    found = shrunk_recipe(recipe)
+    small, model = found.recipe, found.recipe.model
+    assert found.layers == (0, 19, 20, 21, 39, 40, 41, 59, 60, 61, 79)  # the first one of a stage has an argument
+    assert small.parallelism.pipeline_parallel_layers_per_stage == (2, 3, 3, 3) and model.num_hidden_layers == 11
+    assert micro_batches_of_a_run(small) == 8 and accumulation_steps(small, 4) == 2 == accumulation_steps(recipe, 4)
+    assert model.hidden_size == model.num_attention_heads * model.head_dim and model.num_key_value_heads == 8
+    large, programs = check_shrunk(recipe, found)
+    for number, layer in ((1, 19), (2, 20), (10, 79)):
+        stage = layer // 20
+        theirs, ours = (
+            sorted(len(b.members) for b in stages[stage][0].gathers if b.unit == f"model.layers.{place}")
+            for stages, place in ((large, layer), (programs, number))
+        )
+        assert theirs == [1, 1, 1, 4] and len(ours) > 1 and ours[-1] > 1
+
+
+def settings_of(layers, **sections):
+    """A recipe of a Llama of many layers with these sections."""
+    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4, "vocab_size": 512}
+    parallelism = {"data_parallel_shard": 2, "tensor_parallel": 2} | sections.pop("parallelism", {})
+    model = sizes | {"num_hidden_layers": layers} | sections.pop("model", {})
+    return recipe_from_dict({"model": model, "parallelism": parallelism, **sections})
+
+
+def test_layers_that_settings_name_remain():
+    recipe = settings_of(9, recompute={"full": "3-5", "select": "layers.7.mlp"}, swap={"layer_swap": [{"layers": [1]}]})
+    found = shrunk_recipe(recipe)
+    assert found.layers == (0, 1, 3, 7, 8)
+    assert found.recipe.recompute.full == (2,) and found.recipe.swap.layer_swap[0].layers == (1,)
+    check_shrunk(recipe, found)
+
+
+def test_layers_of_other_sizes_remain():
+    specs = [{}, {}, {"intermediate_size": 96}, {}, {"intermediate_size": 96}, {}, {"num_key_value_heads": 2}, {}, {}]
+    recipe = settings_of(9, model={"heterogeneous_block_specs": specs})
+    found = shrunk_recipe(recipe)
+    assert found.layers == (0, 2, 6, 8)
+    wide, narrow = found.recipe.model.intermediate_size, found.recipe.model.heterogeneous_block_specs[1]
+    assert narrow["intermediate_size"] != wide and found.recipe.model.heterogeneous_block_specs[0] == {}
+
+
+def test_a_layer_counted_for_the_embedding():
+    counted = {"account_for_embedding_in_pipeline_split": True}
+    recipe = settings_of(11, model=counted, parallelism={"pipeline_parallel": 3}, training={"local_batch_size": 6})
+    found = shrunk_recipe(recipe)
+    assert found.layers == (0, 2, 3, 4, 6, 7, 8, 10)
+    check_shrunk(recipe, found)
+
+
+@dataclass(frozen=True)
+class RigidConfig:
+    """Sizes of `Rigid`."""
+
+    features: int = 96
+    hidden_size: int = 64
+
+
+class Rigid(nn.Cell):
+    """A model that can't be made in another size."""
+
+    config_class = RigidConfig
+
+    def __init__(self, config):
+        super().__init__()
+        if config.hidden_size != 64:
+            raise ZeroDivisionError("it has 64 features")
+        self.layer = nn.Dense(config.features, config.hidden_size)
+
+    def shard(self, config):
+        return layout(config.batch_axes, ...), None, None
+
+    def construct(self, samples):
+        return ops.mean(self.layer(samples))
+
+
+class Rows:
+    """A dataset."""
+
+    def __init__(self, features):
+        self.features = features
+
+    def batch(self, first, count):
+        import numpy as np
+
+        return (np.zeros((count, self.features), np.float32),)
+
+
+def open_rows(section, config, seed):
+    return Rows(config.features)
+
+
+def test_what_can_not_shrink_is_an_error_that_names_the_way_out():
+    sections = {"name": "test_shrinking:Rigid"}
+    data = {"factory": "test_shrinking:open_rows", "seq_length": 1}
+    recipe = recipe_from_dict({"model": sections, "train_dataset": data, "parallelism": {"data_parallel_shard": 2}})
+    with pytest.raises(ValueError, match=r"no small sizes with the same plan \(it has 64 features\): .* --full$"):
+        shrunk_recipe(recipe)
+    with pytest.raises(ValueError, match="context.engine: eager has no programs"):
+        shrunk_recipe(replace(recipe, context=replace(recipe.context, engine="eager")))
+
+
+def altered(frame, target, index, change):
+    """A copy of a plan in which `change` was applied to an instruction of the plan `target` in it."""
+    entries, keepers = list(frame.instructions), dict(frame.keepers)
+    for place, entry in enumerate(frame.instructions):
+        if isinstance(entry, CallPlan) and entry.frame is not None:
+            entries[place] = replace(entry, frame=altered(entry.frame, target, index, change))
+            if entry in keepers:
+                keepers[entries[place]] = keepers[entry]
+    if frame is target:
+        change(entries, index, keepers)
+    return replace(frame, instructions=tuple(entries), keepers=keepers)
+
+
+def change_choice(draw):
+    """A function that changes one instruction of a plan, in one of many ways."""
+
+    def change(entries, index, keepers):
+        entry = entries[index]
+        kinds = ["keeper", "dropped"]
+        if isinstance(entry, Redistribution):
+            kinds += ["gradient", "target"] + (["axes", "steps"] if entry.steps else [])
+        elif isinstance(entry, OperatorPlan):
+            kinds += (
+                ["algorithm", "cut"] + (["inputs"] if entry.inputs else []) + (["outputs"] if entry.outputs else [])
+            )
+        else:
+            kinds += ["outputs"] if entry.outputs else []
+        kind = draw.choice(kinds)
+        if kind == "dropped":
+            del entries[index]
+            return
+        if kind == "keeper":
+            new = replace(entry)
+            keepers.pop(entry, None)
+            if entry not in keepers:
+                keepers[new] = Keeper("", "other", "", True)
+        else:
+            new = replace(entry, **CHANGES[kind](entry))
+        entries[index] = new
+
+    return change
+
+
+def other_layout(at):
+    """Another layout of the same tensor."""
+    used = {axis for axes in at.dims for axis in axes} | set(dict(at.partial))
+    others = [axis for axis in at.mesh.axis_names if axis not in used]
+    marked = at.replace(varying=() if at.varying else others)
+    return marked if marked != at else at.replace(dims=((),) * at.ndim, partial=())
+
+
+CHANGES = {
+    "gradient": lambda entry: {"gradient": not entry.gradient},
+    "target": lambda entry: {"target": other_layout(entry.target)},
+    "steps": lambda entry: {"steps": entry.steps[:-1]},
+    "axes": lambda entry: {"steps": (*entry.steps[:-1], replace(entry.steps[-1], axes=("cp",)))},
+    "algorithm": lambda entry: {"algorithm": f"{entry.algorithm}_other", "cut_axes": ("tp",)},
+    "cut": lambda entry: {"axes_of": {**entry.axes_of, "other": ("tp",)}},
+    "inputs": lambda entry: {"inputs": tuple(map(other_layout, entry.inputs))},
+    "outputs": lambda entry: {"outputs": tuple(map(other_layout, entry.outputs))},
+}  # fmt: skip
+
+
+def test_an_altered_choice_is_found():
+    found, draw = 0, random.Random(5)
+    for name in ("llama_tiny_recompute", "llama_tiny_pp", "own"):
+        path, *overrides = RECIPES[name]
+        recipe = load_recipe(path, overrides)
+        shrunk = shrunk_recipe(recipe)
+        large = programs_of(recipe)
+        for stage, (_, small) in programs_of(shrunk.recipe, shrunk.choices).items():
+            theirs, frames = large[stage][1].frame, [frame for _, frame in small.frame.walk() if frame.instructions]
+            for _ in range(40):
+                target = draw.choice(frames)
+                index = draw.randrange(len(target.instructions))
+                other = altered(small.frame, target, index, change_choice(draw))
+                why = first_difference(theirs, other)
+                assert why and "at the recipe's sizes, and" in why and target.graph.label.split()[-1] in why
+                found += 1
+    assert found == 160
+
+
+def test_a_difference_of_a_dropped_layer_is_found():
+    """Which the small plan has no layer for."""
+    found = shrunk_recipe(settings_of(6))
+    (choice,) = found.choices.values()
+    ((_, large),) = programs_of(settings_of(6)).values()
+    ((_, small),) = programs_of(found.recipe, found.choices).values()
+    assert len(choice.graph.nodes) and first_difference(large.frame, small.frame) is None
+    annotated = programs_of(settings_of(6, recompute={"full": [2]}))[0][1].frame
+    assert "kept by recomputed' at the recipe's sizes" in first_difference(annotated, small.frame)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_least_sizes(seed):
+    draw = random.Random(seed)
+    counts = [draw.choice((1, 2, 3, 4, 8)) for _ in range(3)]
+    sizes = {draw.choice((8, 12, 64)) * draw.randint(1, 300) for _ in range(6)} | {3, 4}
+    divisors = divisors_of(counts)
+    parts = {size: draw.choice([d for d in (*divisors, 1) if size % d == 0]) for size in sizes}
+    large = max(sizes)
+    small = least_sizes(sizes, parts, divisors, draw.choice((0, 0.1)), lambda found: found[large] >= large / 5)
+    assert small.keys() == sizes and len({*small.values()}) == len(sizes) and small[3] == 3
+    assert large / 5 <= small[large] <= max(large / 3, 200)
+    for size, count in parts.items():
+        assert small[size] % count == 0 and (small[size] > count or size == count) and small[size] <= size
+        assert all(small[size] % divisor for divisor in divisors if size % divisor)
+
+
+def test_the_boundary_of_a_stage_shrinks_too():
+    recipe = load_recipe("configs/llama_tiny_pp.yaml")
+    found = shrunk_recipe(recipe)
+    (_, program) = programs_of(found.recipe, found.choices)[1]
+    hidden = tensor_meta((1, found.recipe.train_dataset.seq_length // 2, found.recipe.model.hidden_size), "float32")
+    assert micro_batch(found.recipe, 1)[0] is hidden
+    assert tree_leaves(program.graph.arguments)[0].shape[-1] == found.recipe.model.hidden_size < 64
