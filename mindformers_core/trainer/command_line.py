@@ -41,7 +41,9 @@ def _parser():
         "verify", help="run one step of all ranks in this process, and compare it with one card"
     )
     verify.add_argument("--config", required=True, metavar="FILE", help="the recipe")
-    verify.add_argument("--full", action="store_true", help="at the recipe's own sizes; default: the least that have its plan")
+    verify.add_argument(
+        "--full", action="store_true", help="at the recipe's own sizes; default: the least that have its plan"
+    )
     verify.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the recipe to exchange")
     verify.set_defaults(run=_verify)
     compare = commands.add_parser("compare", help="the largest relative difference of two runs' losses")
