@@ -50,13 +50,14 @@ class FunctionSource:
     Attributes:
         variables: (number of a Value, Layout) -> the expression that holds it.
         detached: likewise -> the variable that holds it without its gradient.
+        sites: lines of redistributions, as `(line from that of def, index of the instruction in the plan)`.
     """
 
     def __init__(self, frame, parts):
         self.frame, self.parts = frame, parts
         self.names = Names(parts.reserved)
         self.variables, self.detached = {}, {}
-        self.body = []
+        self.body, self.sites, self.place = [], [], 0
         self.assigned = assigned_names(frame.graph)
         self.deferral = parts.deferrals.get(frame, NOTHING_DEFERRED)
         self.places = {id(node): place for place, node in enumerate(frame.graph.nodes)}
@@ -71,8 +72,8 @@ class FunctionSource:
         self.variables.update(zip(((value.id, layout) for value, layout in self.frame.lifted), lifted))
         for constant in self.frame.graph.constants:
             self._enter(constant.value, self.parts.constant(self.frame, constant))
-        for instruction in self.frame.instructions:
-            self.keeper = self.frame.keepers.get(instruction)
+        for place, instruction in enumerate(self.frame.instructions):
+            self.place, self.keeper = place, self.frame.keepers.get(instruction)
             if isinstance(instruction, Redistribution):
                 self._move(instruction)
             elif isinstance(instruction, CallPlan):
@@ -88,6 +89,8 @@ class FunctionSource:
         elif self.deferral.places:
             deferred = [PRODUCTS]
         weights = [WEIGHTS] if self.frame.takes_weights else []
+        above = 1 + len(self._described()) + any(line.startswith(f"{PRODUCTS} = ") for line in self.body[:1])
+        self.sites = [(above + line, place) for line, place in self.sites]
         head = f"def {name}({', '.join(['self', *parameters, *lifted, *deferred, *weights, *rest])}):"
         return [head, *self._described(), *(f"    {line}" for line in self.body)]
 
@@ -203,6 +206,7 @@ class FunctionSource:
         stem, after = source.rpartition(".")[2].partition("[")[0], _AFTER[steps[-1].kind.removesuffix("_varying")]
         variable = self._assign(f"{stem}_{after}", expression, communicates=True)
         self.body[-1] += f"  # {comment}"
+        self.sites.append((len(self.body) - 1, self.place))
         return variable
 
     def _hints(self, node, operator):

@@ -10,6 +10,7 @@ from mindspore import Tensor
 from mindspore._c_expression import typing
 
 from mindformers_core.capture.capture import capture
+from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.dtensor import DTensor, wrap
 from mindformers_core.dtensor.move import device_model, dtype_name
 from mindformers_core.generation.load import load_module
@@ -21,6 +22,7 @@ from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.propagation.checking import check_plan
 from mindformers_core.propagation.propagate import propagate
 from mindformers_core.propagation.saved import load_plan
+from mindformers_core.sharding.collective_places import collective_places
 
 _LOG = logging.getLogger("mindformers_core")
 
@@ -137,7 +139,11 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
     functions = {function: getattr(module, function) for function in source.functions.values()}
     values = tree_leaves(graph.result)
     results = tuple(tensor_meta(v.shape, v.dtype, layout, False) for v, layout in zip(values, frame.results))
-    return Program(name, path, signature, frame, generated, graph, module.__file__, source, functions, results)
+    program = Program(name, path, signature, frame, generated, graph, module.__file__, source, functions, results)
+    if process_state().watch is not None:
+        places = {id(cell): inner for inner, cell in tree.cells.items()}
+        process_state().watch.recorder.sources[module.__file__] = collective_places(program, places)
+    return program
 
 
 def plan_call(tree, path, args, kwargs, saved_plan=None):
