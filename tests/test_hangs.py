@@ -1,15 +1,12 @@
 """The report of a hang: over random programs in which one rank goes wrong, the report names it, and where all are."""
 
-import os
 import random
 import re
 
 import pytest
 
-from mindformers_core.hangs.board import Board, Slot
-from mindformers_core.hangs.recorder import Recorder
 from mindformers_core.hangs.records import Issued, RankState
-from mindformers_core.hangs.report import blamed, explain_hang, shown_ranks
+from mindformers_core.hangs.report import blamed, explain_hang
 
 FAULTS = ("in Python", "dead", "stopped", "skips", "reorders", "other shape", "other group")
 

@@ -71,11 +71,11 @@ class RawCollective(nn.Cell):
         return result
 
     def _failed(self, watch, error=None):
-        said = [line for line in str(error or "").splitlines() if line and line[0] != "-"]
+        said = [f" ({line})" for line in str(error or "").splitlines() if line and line[0] != "-"]
+        report = "" if watch is None else f"\n{watch.report()}"
         return (
-            f"{self.kind} over {self.group} failed on rank {world().rank}{f' ({said[0]})' if said else ''}: another rank "
-            f"has died, is more than the timeout late, or calls other collectives"
-            + ("" if watch is None else f"\n{watch.report()}")
+            f"{self.kind} over {self.group} failed on rank {world().rank}: another rank has died, is more than the "
+            f"timeout late, or calls other collectives{''.join(said[:1])}{report}"
         )
 
     def eager(self, x):

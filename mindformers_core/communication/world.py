@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import mindspore as ms
 from mindspore import communication as ms_communication
+from mindspore import ops
 
 from mindformers_core.hangs.watcher import start_watch
 from mindformers_core.hints import nearest
@@ -149,6 +150,8 @@ def init_distributed(backend=None, world_size=None, rank=None, timeout=60, check
     if group is not None:
         check = backend == "cpu" if check_collectives is None else check_collectives
         _PROCESS.watch = start_watch(_job_name(), launch.rank, launch.size, timeout, check)
+        if backend == "cpu":  # all ranks have joined the watch before the first one can leave
+            ops.AllReduce(group=group)(ms.Tensor(0.0, ms.float32)).asnumpy()
     return _PROCESS.world
 
 

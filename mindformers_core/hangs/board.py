@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import struct
+import threading
 import time
 from contextlib import suppress
 
@@ -79,6 +80,7 @@ class Board:
     def __init__(self, file, size):
         self.file, self.size = file, size
         self.memory = mmap.mmap(file, _VERDICT + size * _SLOT)
+        self._posting = threading.Lock()
 
     def pass_on(self, listener):
         """Pass the board to a rank that connects to the listener."""
@@ -169,7 +171,8 @@ class Board:
                 with open(f"/proc/{pid}/fd/{descriptor}", errors="replace") as file:
                     text = file.read()
         frames = [line.strip().split('"') for line in text.splitlines() if line.strip().startswith("File")]
-        return tuple(f"{file}:{rest.partition('line ')[2]}" for _, file, rest in frames)
+        frames = [f"{file}:{rest.partition('line ')[2]}" for _, file, rest in frames]
+        return tuple([frame for frame in frames if "/site-packages/mindspore/" not in frame] or frames)
 
     def states(self, with_stacks=True):
         """A `RankState` of every rank of this host; running ranks that are in no call write their stacks."""
@@ -194,19 +197,21 @@ class Board:
         Returns:
             Whether this rank has posted.
         """
-        try:
-            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not self._posting.acquire(blocking=False):  # by another thread of this process, for which the file is free
             return False
         try:
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             text = "" if self.verdict else make_text()
             encoded = text.encode()[: _VERDICT - 8]
             if encoded:
                 self.memory[8 : 8 + len(encoded)] = encoded
                 self.memory[:4] = len(encoded).to_bytes(4, "little")
-            return bool(encoded)
-        finally:
             fcntl.lockf(self.file, fcntl.LOCK_UN)
+            return bool(encoded)
+        except BlockingIOError:
+            return False
+        finally:
+            self._posting.release()
 
     def close(self):
         """Leave the file, which ends with its last rank."""

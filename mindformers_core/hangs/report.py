@@ -28,7 +28,7 @@ def explain_hang(states, size=None):
         lines.append(f"Python stack of rank {state.rank}, innermost first:")
         lines += [f"    {frame}" for frame in state.stack[:_MOST_FRAMES]]
     if size is not None and size > len(states):
-        lines.append(f"The other {size - len(states)} ranks are on other hosts, whose logs have their own places.")
+        lines.append(f"{size - len(states)} more of {size} ranks are on other hosts, whose logs have their own places.")
     return "\n".join(lines)
 
 
@@ -41,7 +41,7 @@ def blamed(states):
         lost = {rank for rank in known if known[rank].state == kind and (kind != "ended" or rank in waited_for)}
         if lost:
             conditions = ", ".join(dict.fromkeys(known[rank].condition for rank in sorted(lost)))
-            return lost, f"{_ranks(lost)} {conditions}{_before(lost, states)}"
+            return lost, f"{_ranks(lost)} {_plural(conditions, lost)}{_before(lost, states)}"
     late = {rank for ranks in waits.values() for rank in ranks if not known[rank].current}
     conflict = _conflict(states)
     if conflict:
@@ -70,11 +70,18 @@ def _ranks(ranks):
     return f"rank{'s' * (len(ranks) > 1)} {shown_ranks(ranks)}"
 
 
+def _plural(predicate, ranks):
+    verb, _, rest = predicate.partition(" ")
+    return predicate if len(ranks) == 1 else f"{ {'has': 'have', 'is': 'are', 'was': 'were'}[verb] } {rest}".strip()
+
+
 def _missing(state, known):
     """The known ranks that a waiting rank waits for."""
     current = state.current
     if current.kind == "receive":
         return [rank for rank in current.ranks[:1] if rank in known]
+    if not current.ranks:  # of a compiled function, whose collectives aren't known: any rank that is elsewhere
+        return [rank for rank, other in known.items() if not other.current or other.state != "running"]
     others = [rank for rank in current.ranks if rank in known and rank != state.rank]
     return [rank for rank in others if not known[rank].has_issued(current)]
 
@@ -83,7 +90,7 @@ def _before(ranks, states):
     """The first call that others wait in and these ranks have not issued."""
     for state in states:
         current = state.current
-        if current and state.rank not in ranks and ranks & {*current.ranks}:
+        if current and state.rank not in ranks and (ranks & {*current.ranks} or not current.ranks):
             seen = [other for other in states if other.rank in ranks and other.current]
             return "" if seen else f", before {current.plan or current.label_with_call}"
     return ""
@@ -101,54 +108,64 @@ def _first_wait(waiting, behind):
 
 
 def _conflict(states):
-    """Ranks whose signature of one call differs from that of most others, and the reason; None without such a call."""
+    """The ranks that have issued another call than the others, and the reason; None where no calls differ.
+
+    Two records belong to the same call where their ranks and number are equal, or their place in the plan, at which
+    all ranks have the same group, kind and shape.
+    """
     calls, sites = {}, {}
     for state in states:
-        for one in state.history:
-            if one.number is not None:
-                calls.setdefault(one.call, []).append(one)
-        if state.current and state.current.plan:
-            sites.setdefault(state.current.plan, []).append(state.current)
-    for alike in sites.values():  # one place of the plan, with different groups
-        counts = Counter((one.kind, one.axes) for one in alike)
-        if len(counts) > 1:
-            usual = next(one for one in alike if (one.kind, one.axes) == counts.most_common(1)[0][0])
-            odd = [one for one in alike if (one.kind, one.axes) != (usual.kind, usual.axes)]
-            ranks = {one.rank for one in (odd if len(odd) < len(alike) - len(odd) else alike)}
-            return ranks, f"{_ranks({one.rank for one in odd})} issued {odd[0].described} in its place"
-    for alike in calls.values():
-        counts = Counter(one.signature for one in alike)
-        if len(counts) > 1:
-            return _odd_ones(alike, counts)
+        for one in (one for one in state.history if one.number is not None):
+            calls.setdefault(one.call, {})[one.rank] = one
+            if one.plan:
+                sites.setdefault((one.place, one.plan), {})[one.rank] = one  # the last one of the rank
+    for what, groups in ((_form, sites), (_signature, calls)):
+        for alike in groups.values():
+            waiting = [one for one in alike.values() if not one.done]
+            if len({what(one) for one in waiting}) > 1:
+                return _odd_ones(waiting, Counter(map(what, alike.values())), what, _highest(states))
     return None
 
 
-def _odd_ones(issued, counts):
-    most, times = counts.most_common(1)[0]
-    usual = next(one for one in issued if one.signature == most)
-    odd = [one for one in issued if one.signature != most]
-    tie = len(odd) == times
-    early, late = sorted((usual, odd[0]), key=_plan_number)
-    if tie and _plan_number(early) != _plan_number(late):  # the rank at the later number has left the earlier one out
-        usual, odd = early, [one for one in issued if one.signature == late.signature]
-        tie = False
-    ranks = {one.rank for one in (issued if tie else odd)}
-    text = f"{_ranks({one.rank for one in odd})} issued {odd[0].described}"
-    return ranks, f"{text} in its place{_skipped(usual, odd[0])}"
+def _highest(states):
+    """The highest number in the plan that any rank has recorded; 1 without any."""
+    numbers = [one.plan.rpartition("#")[2] for state in states for one in state.history]
+    return max([1, *(int(number) for number in numbers if number.isdigit())])
 
 
-def _skipped(expected, found):
-    if _plan_number(expected) < _plan_number(found):
-        return f", so {expected.plan} was skipped or comes later there"
-    return ""
+def _form(one):
+    return one.kind, one.axes, one.shape
 
 
-def _plan_number(one):
-    """The number in the plan; backward passes, whose order is the opposite, come after all forward ones."""
-    digits = one.plan.rpartition("#")[2]
-    if not digits.isdigit():
+def _signature(one):
+    return one.signature
+
+
+def _odd_ones(issued, counts, what, highest):
+    """The ranks whose call is the rarer one; where none is, those that are further on in the plan, or all."""
+    first, *_, second = sorted({what(one) for one in issued}, key=counts.get, reverse=True)
+    usual = next(one for one in issued if what(one) == first)
+    odd = [one for one in issued if what(one) != first]
+    gap = _gap(usual, odd[0], highest)
+    if counts[first] == counts[second]:
+        if gap == 0:
+            both = f"rank {usual.rank} issued {usual.described}, rank {odd[0].rank} {odd[0].described}"
+            return {one.rank for one in issued}, f"the ranks disagree: {both}"
+        if gap < 0:
+            usual, odd, gap = odd[0], [one for one in issued if what(one) == first], -gap
+    ranks = {one.rank for one in odd}
+    skipped = f", so {usual.plan} was skipped or comes later there" if gap > 0 else ""
+    return ranks, f"{_ranks(ranks)} issued {odd[0].described} in its place{skipped}"
+
+
+def _gap(one, other, highest):
+    """How much further on `other` is in the plan, by the shorter way around a step: 1 to `highest` forward, then back;
+    0 if that isn't known."""
+    places = [int(each.plan.rpartition("#")[2]) if "#" in each.plan else 0 for each in (one, other)]
+    if not all(places):
         return 0
-    return int(digits) if one.plan.startswith("#") else 10**9 - int(digits)
+    at, to = (place if each.plan[0] == "#" else 2 * highest + 1 - place for place, each in zip(places, (one, other)))
+    return (to - at + highest) % (2 * highest) - highest
 
 
 def _cycle(ranks, known):
@@ -156,10 +173,11 @@ def _cycle(ranks, known):
     calls = Counter((known[rank].current.ranks, known[rank].current.label) for rank in ranks)
     least = min(calls.values())
     rare = {rank for rank in ranks if calls[known[rank].current.ranks, known[rank].current.label] == least}
-    if len({known[rank].current.call for rank in rare}) > 1 and len(rare) == len(ranks):
-        first = min(rare, key=lambda rank: (_plan_number(known[rank].current), rank))
-        later = {rank for rank in rare if known[rank].current.call != known[first].current.call}
-        rare = later if _plan_number(known[first].current) else rare
+    first = min(rare)
+    if len(rare) == len(ranks):  # all alike: those further on in the plan
+        highest = _highest(known.values())
+        gaps = {rank: _gap(known[first].current, known[rank].current, highest) for rank in rare}
+        rare = {rank for rank in rare if gaps[rank] == max(gaps.values())} if any(gaps.values()) else rare
     ways = "; ".join(f"rank {rank} waits in {known[rank].current.described}" for rank in sorted(rare)[:2])
     return rare, f"{ways}: these ranks wait for each other in different calls"
 
@@ -176,7 +194,7 @@ def _places(states):
 
 def _place(state):
     current, last = state.current, state.history[-1] if state.history else None
-    condition = f"{state.condition}; " if state.condition else ""
+    condition = f"{state.condition.partition(' ')[2]}; " if state.condition else ""  # without the verb
     if current:
         return f"{condition}in {current.described}"
     where = f"in Python at {state.stack[0]}" if state.stack else ("" if condition else "in Python")

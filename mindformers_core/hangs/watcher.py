@@ -75,7 +75,7 @@ class Watch:
         self.board.flag(self.rank, INFORMED, 1)
         end = time.monotonic() + _ALL_TOLD
         while not self.board.verdict and time.monotonic() < end:
-            self._posted = self._posted or self.board.post(self._explain)
+            self._posted = self.board.post(self._explain) or self._posted
             time.sleep(0.02)
         self.board.flag(self.rank, TOLD, 1)
         self._wait_for_others()
@@ -86,6 +86,8 @@ class Watch:
 
     def _leave(self):
         """At the end of the process: MindSpore's own end would wait for ranks that are gone."""
+        if os.getpid() != self.board.pid(self.rank):
+            return  # a forked process
         self.board.flag(self.rank, ENDED, 1)
         if self.board.verdict:
             self._end()
@@ -103,15 +105,16 @@ class Watch:
                 else:
                     self.board.pass_on(self._listener)
             if self.board.verdict:
-                return self._tell()
+                self._tell()
+                break
             if self._is_late():
-                self._posted = self.board.post(self._explain_still_late)
+                self._posted = self.board.post(self._explain_still_late) or self._posted
         if self._listener is not None:
             self._listener.close()
         faulthandler.unregister(signal.SIGUSR2)
         for descriptor in (self._stack_file, *self._processes):
             os.close(descriptor)
-        return self.board.close()
+        self.board.close()
 
     def _watch_processes(self, poll):
         """Watch the processes of ranks that have joined meanwhile."""
@@ -124,7 +127,7 @@ class Watch:
     def _report_death(self, rank):
         """Report a rank that has failed without a word, at once: msrun kills all others within a second."""
         if self.board.exit_code(rank) and not self.board.flag(rank, ENDED):
-            self._posted = self.board.post(partial(self._explain, with_stacks=False))
+            self._posted = self.board.post(partial(self._explain, with_stacks=False)) or self._posted
             for other in self.board.ranks() if self._posted else ():
                 self._tell_instead(other)
 
