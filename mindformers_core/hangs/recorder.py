@@ -20,7 +20,7 @@ class _Group:
 
     def __init__(self, ranks, rank):
         place = ranks.index(rank) if rank in ranks else 0
-        self.hash, self.count = _hash(tuple(sorted(ranks))), 0
+        self.hash, self.count = _hash(ranks), 0
         # a difference within a group is one between two neighbours; the later one of the two sees it
         self.neighbours = {ranks[place - 1], ranks[(place + 1) % len(ranks)]} - {rank} if ranks else set()
 
