@@ -49,9 +49,7 @@ def join_board(name, size):
         with suppress(OSError):
             listener.bind(address)
             listener.listen(size)
-            file = os.memfd_create("mindformers_core_board")
-            os.ftruncate(file, _VERDICT + size * _SLOT)
-            return Board(file, size), listener
+            return Board(os.memfd_create("mindformers_core_board"), size), listener
         listener.close()
         with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(1.0)
@@ -79,6 +77,7 @@ class Board:
 
     def __init__(self, file, size):
         self.file, self.size = file, size
+        os.ftruncate(file, _VERDICT + size * _SLOT)  # no effect on a file that has the size
         self.memory = mmap.mmap(file, _VERDICT + size * _SLOT)
         self._posting = threading.Lock()
 

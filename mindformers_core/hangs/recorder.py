@@ -43,11 +43,11 @@ class Recorder:
     def __init__(self, board, rank, stack_file, check):
         self.slot, self.rank, self.check = Slot(board, rank, stack_file), rank, check
         self.board, self.sources, self.folders = board, {}, []
-        self._groups, self._signatures, self._described, self._is_inner = {}, {}, {}, {}
+        self._groups, self._signatures, self._described, self._owners = {}, {}, {}, {}
 
     def place(self):
         """The key of the innermost place on the Python stack that a reader knows, see `sources`."""
-        frame, caller = sys._getframe(1), None
+        frame, callers = sys._getframe(1), {}  # the innermost frame of this package, and of other code
         while frame is not None:
             file = frame.f_code.co_filename
             if file in self.sources:
@@ -56,21 +56,23 @@ class Recorder:
                 if found not in self._described:
                     self._described[found] = describe(frame.f_lineno, frame.f_locals)
                 return found
-            if caller is None and not self._inner(file):
-                caller = frame
+            if self._owner(file) not in callers:
+                callers[self._owner(file)] = frame
+                if "user" in callers:
+                    break
             frame = frame.f_back
-        if caller is None:
-            return None
-        found = caller.f_code, caller.f_lineno
+        callers.pop("inner", None)
+        found = tuple([(caller.f_code, caller.f_lineno) for caller in callers.values()])
         if found not in self._described:
-            where = caller.f_code.co_filename.removeprefix(f"{os.getcwd()}/")
-            self._described[found] = f"{where}:{caller.f_lineno} in {caller.f_code.co_name}", ""
+            shown = [f"{_shown(code.co_filename)}:{line} in {code.co_name}" for code, line in found]
+            self._described[found] = ", called by ".join(shown), ""
         return found
 
-    def _inner(self, file):
-        if file not in self._is_inner:
-            self._is_inner[file] = any(part in file for part in _INNER)
-        return self._is_inner[file]
+    def _owner(self, file):
+        if file not in self._owners:
+            inner = any(part in file for part in _INNER)
+            self._owners[file] = "inner" if inner else "package" if file.startswith(_PACKAGE) else "user"
+        return self._owners[file]
 
     def issue(self, kind, axes, ranks, shape, dtype, options, left=None):
         """Record a collective that is issued now.
@@ -147,6 +149,11 @@ class Recorder:
     def done(self, at):
         """Record that a call has finished."""
         self.slot.done(at)
+
+
+def _shown(file):
+    """A file without its folders, where these are the working directory or this package's."""
+    return file.removeprefix(_PACKAGE.removesuffix("mindformers_core/")).removeprefix(f"{os.getcwd()}/")
 
 
 def _hash(value):

@@ -143,7 +143,7 @@ def _signature(one):
 
 def _odd_ones(issued, counts, what, highest):
     """The ranks whose call is the rarer one; where none is, those that are further on in the plan, or all."""
-    first, *_, second = sorted({what(one) for one in issued}, key=counts.get, reverse=True)
+    first, *_, second = sorted(dict.fromkeys(map(what, issued)), key=counts.get, reverse=True)
     usual = next(one for one in issued if what(one) == first)
     odd = [one for one in issued if what(one) != first]
     gap = _gap(usual, odd[0], highest)
