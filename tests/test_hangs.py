@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import weakref
 
 import pytest
 
@@ -168,3 +169,21 @@ def test_the_board_keeps_the_last_records_when_it_has_no_room_for_more_texts(rec
     assert all(one.done and one.kind == "all_reduce" for one in history)
     issue(recorders[0], shape=(0, 0))  # whose text was overwritten
     assert recorders[0].board.history(0)[-1].shape == (0, 0)
+
+
+def test_the_place_of_a_call_keeps_nothing_alive(recorders):
+    """Looking at the variables of a frame must not make it keep what it deletes."""
+    recorders[0].sources[__file__] = (lambda variables: variables["name"], lambda line, variables: ("there", "#3"))
+
+    class Large:
+        pass
+
+    name, large = "a", Large()
+    gone = weakref.ref(large)
+    assert recorders[0].place()[2] == name
+    assert gone() is large
+    del large
+    assert gone() is None
+    issue_from_here = recorders[0].issue("all_reduce", ("tp",), (0, 1), (2,), "Float32", "sum")
+    recorders[0].done(issue_from_here[0])
+    assert (recorders[0].board.history(0)[-1].place, recorders[0].board.history(0)[-1].plan) == ("there", "#3")

@@ -52,9 +52,11 @@ class Recorder:
             file = frame.f_code.co_filename
             if file in self.sources:
                 key, describe = self.sources[file]
-                found = file, frame.f_lineno, key(frame.f_locals)
+                variables = frame.f_locals
+                found = file, frame.f_lineno, key(variables)
                 if found not in self._described:
-                    self._described[found] = describe(frame.f_lineno, frame.f_locals)
+                    self._described[found] = describe(frame.f_lineno, variables)
+                variables.clear()  # a copy, in which the frame would keep tensors alive that it deletes
                 return found
             if self._owner(file) not in callers:
                 callers[self._owner(file)] = frame
