@@ -58,10 +58,9 @@ class Recorder:
                     self._described[found] = describe(frame.f_lineno, variables)
                 variables.clear()  # a copy, in which the frame would keep tensors alive that it deletes
                 return found
-            if self._owner(file) not in callers:
-                callers[self._owner(file)] = frame
-                if "user" in callers:
-                    break
+            owner = self._owner(file)
+            if owner not in callers and "user" not in callers:
+                callers[owner] = frame
             frame = frame.f_back
         callers.pop("inner", None)
         found = tuple([(caller.f_code, caller.f_lineno) for caller in callers.values()])
