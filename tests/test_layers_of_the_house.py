@@ -27,6 +27,7 @@ PURE_FLOORS = (  # each imports only from those before it, and never MindSpore
     "propagation",
     "analysis",
     "explaining",
+    "hangs",
     "pipeline.tables",
     "pipeline.schedules",
 )

@@ -23,19 +23,11 @@ def test_case(launches, record_property, world_size, case):
 
 @pytest.mark.ranks("dead_rank.py", 6)
 def test_a_dead_rank_is_an_error(launches):
-    """Whoever waits for it ends with an error that names the collective; in PyNative also the axis and ranks."""
+    """All ranks end with one report; where the system tells of the death, with an error that names the collective."""
     launched = launches["dead_rank.py"].result()
-    for rank, said in enumerate(
-        (
-            r"all_reduce over tp \(ranks 0, 3\) failed on rank 0: another rank has died",
-            r"all_gather over tp \(ranks 1, 4\) failed on rank 1: another rank has died",  # by messages, not reductions
-            r"AllReduce|all_reduce over tp \(ranks 2, 5\)",  # in a graph, of which mostly MindSpore says what failed
-        )
-    ):
-        ends = launched.logs[rank].split("ended after ")[1:]
-        assert len(ends) == (2 if rank == 1 else 1), launched.tail(rank)
-        for end in ends:
-            seconds, _, error = end.partition(" s with: ")
-            assert re.search(said, error), launched.tail(rank)
-            assert int(seconds) < 60
     assert re.search(r"ended after \d s", launched.logs[1]), launched.tail(1)  # shared memory has no need to wait
+    assert "all_gather over tp (ranks 1, 4) failed on rank 1: another rank has died" in launched.logs[1]
+    for rank in range(3):
+        said = launched.logs[rank]
+        assert re.search(r"ranks? [345, -]+ (has|have) died \(its process is gone\)", said), launched.tail(rank)
+        assert re.search(r"- rank 0: in all_reduce over tp .*dead_rank\.py:\d+ in <module>", said), launched.tail(rank)

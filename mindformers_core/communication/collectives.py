@@ -7,6 +7,8 @@ collectives in the same order. A failed collective raises a `RuntimeError` with 
 a graph it raises MindSpore's error, with the operator and the line of code of its call.
 """
 
+from collections import deque
+
 from mindspore import nn, ops
 
 from mindformers_core.communication.backend_cpu import CpuCollective
@@ -39,6 +41,7 @@ __all__ = [
     "UnmarkVarying",
 ]
 
+_MOST_LEFT = 4096  # calls of one collective whose gradients are to come
 _EVERYTHING, _ONLY_THE_GRADIENT = (0, 1, 2), (2,)  # of the inputs of a `bprop`: x, out, dout
 _BACKENDS = {
     "native": NativeCollective, "cpu": CpuCollective, "fake": RawCollective, "simulated": SimulatedCollective
@@ -58,6 +61,10 @@ class Collective(nn.Cell):
         self.forward = forward
         self.backward = backward
         self.used_bprop_inputs = _ONLY_THE_GRADIENT  # else PyNative keeps x and out for the backward pass
+        communicates = getattr(backward, "cell", backward)  # in a `Scale`
+        self.left = None  # the places of calls whose gradients are to come, of a backward collective
+        if isinstance(communicates, RawCollective):
+            self.left = communicates.left = deque(maxlen=_MOST_LEFT)
 
     def construct(self, x):
         return self.forward(x)

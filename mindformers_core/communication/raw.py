@@ -35,6 +35,10 @@ class RawCollective(nn.Cell):
         super().__init__(auto_prefix=False)
         self.group, self.size, self.index = group, group.size, group.index
         self.kind, self.arguments = kind, arguments
+        self.axes, self.ranks = group.axes, group.ranks
+        # what all ranks have to agree on; places differ from rank to rank
+        self.options = "" if kind == "permute" else ", ".join(map(str, arguments))
+        self.left = None  # of the collective of a gradient: the places of forward calls, a deque
 
     def __call__(self, x):
         if process_state().counters:
@@ -45,14 +49,34 @@ class RawCollective(nn.Cell):
         return self.uncounted(x)
 
     def uncounted(self, x):
-        """Run the collective without counting: for calls that are no part of the program."""
+        """Run the collective without counting: for calls that are no part of the program.
+
+        Raises:
+            RuntimeError: the report of a hang: another rank has died, is late, or calls other collectives.
+        """
+        watch, at = process_state().watch, None
+        if watch is not None:
+            at, agrees = watch.recorder.issue(
+                self.kind, self.axes, self.ranks, x.shape, x.dtype, self.options, self.left
+            )
+            if not agrees:
+                raise RuntimeError(self._failed(watch))
         try:
-            return self.eager(x)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{self.kind} over {self.group} failed on rank {world().rank}: another rank has died, is more than the "
-                "timeout late, or calls other collectives; every rank's log is in the launcher's log folder"
-            ) from error
+            result = self.eager(x)
+        except RuntimeError as error:  # with a report, without MindSpore's call stack in C++
+            raise RuntimeError(self._failed(watch, error)) from (error if watch is None else None)
+        finally:
+            if at is not None and not watch.board.verdict:
+                watch.recorder.done(at)
+        return result
+
+    def _failed(self, watch, error=None):
+        said = [f" ({line})" for line in str(error or "").splitlines() if line and line[0] != "-"]
+        report = "" if watch is None else f"\n{watch.report()}"
+        return (
+            f"{self.kind} over {self.group} failed on rank {world().rank}: another rank has died, is more than the "
+            f"timeout late, or calls other collectives{''.join(said[:1])}{report}"
+        )
 
     def eager(self, x):
         """The collective in PyNative."""

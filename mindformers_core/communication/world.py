@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 import mindspore as ms
 from mindspore import communication as ms_communication
+from mindspore import ops
 
+from mindformers_core.hangs.watcher import start_watch
 from mindformers_core.hints import nearest
 
 __all__ = [
@@ -27,6 +29,7 @@ _LAUNCHERS = (  # (name, a variable that it always sets, that of the rank, that 
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("mpirun", "PMI_RANK", "PMI_RANK", "PMI_SIZE"),
 )
+_AFTER_REPORT = 6  # seconds that ranks may take to report a hang
 _NO_THREADS = {"runtime_num_threads": 0, "inter_op_parallel_num": 1}  # that run kernels; one that runs graphs
 
 
@@ -64,7 +67,7 @@ class World:
 
 
 class _ProcessState:
-    """Communication state of a process: the world, the open counters, the observer, and the memos of modules."""
+    """State of a process: the world, the hang watcher, the open counters, the observer, and the memos of modules."""
 
     def __init__(self):
         self._memos = {}  # owner -> its memo
@@ -73,6 +76,7 @@ class _ProcessState:
     def forget(self):
         """Reset to the state before `init_distributed()`."""
         self.world = None
+        self.watch = None  # the `Watch` of a rank among several, else None
         self.counters = []  # the `count_collectives` blocks that are open
         self.observer = None  # what generated programs report values to, see `sharding.observing`
         for memo in self._memos.values():
@@ -127,7 +131,7 @@ def world():
     return process_state().world
 
 
-def init_distributed(backend=None, world_size=None, rank=None, timeout=60):
+def init_distributed(backend=None, world_size=None, rank=None, timeout=60, check_collectives=None):
     """Join the other processes of this run; every process calls this once, before it computes anything.
 
     Reads the environment variables of `msrun` or `mpirun`; without a launcher the world is this one process. On CPU,
@@ -138,20 +142,26 @@ def init_distributed(backend=None, world_size=None, rank=None, timeout=60):
         backend: None chooses by device target; `"fake"` is a dry run of `world_size` ranks in this one process.
         world_size: number of ranks: needed for `"fake"`, otherwise checked against the launcher's.
         rank: this process's rank in a dry run (default 0); otherwise checked against the launcher's.
-        timeout: seconds without a sign of life after which a rank counts as dead and `msrun`'s scheduler ends all
-            others. On CPU a collective gives up sooner, after 30 s (fixed in MindSpore), with an error that names it;
-            that is why this should be more than 30. HCCL has its own limit (`HCCL_EXEC_TIMEOUT`).
+        timeout: the deadline in seconds: when a rank has waited so long in a collective, all ranks end with one report
+            of where they are (see docs/debugging.md). `msrun`'s scheduler ends all ranks 6 s after a rank has given no
+            sign of life for so long. On CPU a collective ends after 30 s at the latest (fixed in MindSpore), with the
+            same report; HCCL has its own limit (`HCCL_EXEC_TIMEOUT`).
+        check_collectives: whether a rank compares kind, shape, dtype and group of every collective with those of its
+            neighbours in the group before it waits, so that a difference is an error at once. Default: on CPU.
 
     Returns:
         The `World`. Calling again with the same arguments returns the same one.
 
     Raises:
-        ValueError: an unknown backend, or a number of ranks that the launcher didn't start.
+        ValueError: an unknown backend, a number of ranks that the launcher didn't start, or a timeout that isn't
+            above 0.
         RuntimeError: already initialised differently, or the cluster couldn't be formed.
     """
     if backend is not None and backend not in BACKENDS:
         known = ", ".join(BACKENDS)
         raise ValueError(f"unknown backend {backend!r}: choose one of {known}, or None{nearest(backend, BACKENDS)}")
+    if not timeout > 0:
+        raise ValueError(f"init_distributed(timeout={timeout!r}): the deadline of collectives is above 0 seconds")
     if backend != "fake" and os.environ.get("MS_ROLE") == "MS_SCHED":
         _serve_as_scheduler(timeout)
     launch = _fake_launch(world_size, rank) if backend == "fake" else read_launch(os.environ)
@@ -168,15 +178,24 @@ def init_distributed(backend=None, world_size=None, rank=None, timeout=60):
             _share_cores(launch.size)
         group = _join()
         launch = Launch(launch.launcher, ms_communication.get_rank(), ms_communication.get_group_size())
-    process_state().world = World(launch.rank or 0, launch.size, backend, device_target, launch.launcher, group)
-    return process_state().world
+    state = process_state()
+    state.world = World(launch.rank or 0, launch.size, backend, device_target, launch.launcher, group)
+    if group is not None:
+        check = backend == "cpu" if check_collectives is None else check_collectives
+        state.watch = start_watch(_job_name(), launch.rank, launch.size, timeout, check)
+        if backend == "cpu":  # all ranks have joined the watch before the first one can leave
+            ops.AllReduce(group=group)(ms.Tensor(0.0, ms.float32)).asnumpy()
+    return state.world
 
 
 def shutdown():
     """Leave the run: release the world, its groups and collectives, and all memos. No effect without a world."""
-    if process_state().world is not None and process_state().world.group is not None:
+    state = process_state()
+    if state.watch is not None:
+        state.watch.close()
+    if state.world is not None and state.world.group is not None:
         ms_communication.release()
-    process_state().forget()
+    state.forget()
 
 
 def read_launch(environ):
@@ -242,10 +261,17 @@ def _same_world(launch, backend):
     return known
 
 
+def _job_name():
+    """The name by which the ranks of this host find each other: the scheduler's address, or the launcher's process."""
+    address = [os.environ.get(variable) for variable in ("MS_SCHED_HOST", "MS_SCHED_PORT")]
+    return f"{os.getuid()}.{':'.join(address) if all(address) else os.getppid()}"
+
+
 def _serve_as_scheduler(timeout):
     """Run as msrun's scheduler, a process with the same script as the ranks; exits when all ranks have ended."""
     _quicken_start()
-    os.environ.setdefault("MS_NODE_TIMEOUT", str(timeout))
+    # later than the ranks' own deadline, so that they report it first
+    os.environ.setdefault("MS_NODE_TIMEOUT", str(int(timeout) + _AFTER_REPORT))
     ms.set_device("CPU")
     ms_communication.init()
     sys.exit(0)

@@ -2,7 +2,6 @@
 
 import ast
 import keyword
-from dataclasses import dataclass
 from inspect import Parameter, signature
 from itertools import repeat
 
@@ -11,6 +10,7 @@ from mindformers_core.generation.operator_source import literal, structure_sourc
 from mindformers_core.operators import TensorMeta
 from mindformers_core.program.deferral import NOTHING_DEFERRED, PRODUCTS
 from mindformers_core.program.naming import Names, assigned_names
+from mindformers_core.program.observer import Observed
 from mindformers_core.program.passed_weights import WEIGHTS, passed_parameter, passed_to_call
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import DType, Value, tree_leaves, tree_map
@@ -29,26 +29,6 @@ _AFTER = {  # step kind -> the hint for the name of the tensor after it
     "to_partial": "term",
     "pad": "padded",
 }
-
-
-@dataclass(frozen=True, eq=False)
-class Observed:
-    """A tensor that a generated function reports to the observer.
-
-    Attributes:
-        number: that of the report, in its module.
-        frame: the `CellPlan` of the function.
-        entry: the instruction that produces the tensor, or the `ParameterUse` that it is.
-        value, layout: what it is.
-        variable: its name in the source.
-    """
-
-    number: int
-    frame: object
-    entry: object
-    value: Value
-    layout: object
-    variable: str
 
 
 class NamedTensor(TensorMeta):
@@ -71,13 +51,14 @@ class FunctionSource:
     Attributes:
         variables: (number of a Value, Layout) -> the expression that holds it.
         detached: likewise -> the variable that holds it without its gradient.
+        sites: lines of redistributions, as `(line from that of def, index of the instruction in the plan)`.
     """
 
     def __init__(self, frame, parts):
         self.frame, self.parts = frame, parts
         self.names = Names(parts.reserved)
         self.variables, self.detached = {}, {}
-        self.body = []
+        self.body, self.sites, self.place = [], [], 0
         self.assigned = assigned_names(frame.graph)
         self.deferral = parts.deferrals.get(frame, NOTHING_DEFERRED)
         self.places = {id(node): place for place, node in enumerate(frame.graph.nodes)}
@@ -94,8 +75,8 @@ class FunctionSource:
             self._enter(constant.value, self.parts.constant(self.frame, constant))
         for use in self.frame.graph.parameters:
             self._observe(use, [(use.value, self.frame.layouts[use.value.id])])
-        for instruction in self.frame.instructions:
-            self.keeper = self.frame.keepers.get(instruction)
+        for place, instruction in enumerate(self.frame.instructions):
+            self.place, self.keeper = place, self.frame.keepers.get(instruction)
             if isinstance(instruction, Redistribution):
                 self._move(instruction)
             elif isinstance(instruction, CallPlan):
@@ -113,6 +94,8 @@ class FunctionSource:
         elif self.deferral.places:
             deferred = [PRODUCTS]
         weights = [WEIGHTS] if self.frame.takes_weights else []
+        above = 1 + len(self._described()) + any(line.startswith(f"{PRODUCTS} = ") for line in self.body[:1])
+        self.sites = [(above + line, place) for line, place in self.sites]
         head = f"def {name}({', '.join(['self', *parameters, *lifted, *deferred, *weights, *rest])}):"
         return [head, *self._described(), *(f"    {line}" for line in self.body)]
 
@@ -236,6 +219,7 @@ class FunctionSource:
         stem, after = source.rpartition(".")[2].partition("[")[0], _AFTER[steps[-1].kind.removesuffix("_varying")]
         variable = self._assign(f"{stem}_{after}", expression, communicates=True)
         self.body[-1] += f"  # {comment}"
+        self.sites.append((len(self.body) - 1, self.place))
         return variable
 
     def _hints(self, node, operator):

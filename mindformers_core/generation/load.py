@@ -62,4 +62,6 @@ def _folder():
     if "folder" not in loaded:
         loaded["folder"] = Path(tempfile.mkdtemp(prefix=f"mindformers_core_rank_{world().rank}_"))
         atexit.register(shutil.rmtree, loaded["folder"], ignore_errors=True)
+        if process_state().watch is not None:
+            process_state().watch.recorder.folders.append(loaded["folder"])
     return loaded["folder"]

@@ -42,6 +42,7 @@ class ModuleSource:
         frames: the distinct `CellPlan`s, callees before their callers.
         observed: the `Observed` tensors by number; None without `is_observed`.
         imports: lines.
+        sites: name of a function -> `(line of the module, index of the instruction)` of its redistributions, in order.
         reserved: names that no variable of a function may have; they grow.
         variables: names of variables of the functions, which nothing in the module may have.
     """
@@ -59,9 +60,16 @@ class ModuleSource:
         passed = [WEIGHTS] if any(each.takes_weights for each in self.frames) else []
         passed += [PRODUCTS] if defer_weights else []
         self.reserved = {*_RESERVED, *passed, *self.functions.values()}
-        functions = [FunctionSource(each, self).lines(name) for each, name in self.functions.items()]
+        sources = {name: FunctionSource(each, self) for each, name in self.functions.items()}
+        functions = {name: source.lines(name) for name, source in sources.items()}
         self._check_arguments()
-        self.text = "\n".join([*self._head(header), *("\n\n" + "\n".join(lines) for lines in functions)]) + "\n"
+        parts, self.sites = ["\n".join(self._head(header))], {}
+        line = parts[0].count("\n") + 4  # of the first function, after two empty lines
+        for name, lines in functions.items():
+            self.sites[name] = [(line + offset, place) for offset, place in sources[name].sites]
+            parts.append("\n\n" + "\n".join(lines))
+            line += len(lines) + 2
+        self.text = "\n".join(parts) + "\n"
 
     @staticmethod
     def _class_name(frame):

@@ -1,8 +1,31 @@
 """`Observer`: receives what generated programs compute, while they run. Pure Python."""
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 
-__all__ = ["Observer"]
+from mindformers_core.program.structure import Value
+
+__all__ = ["Observed", "Observer"]
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """A tensor that a generated function reports to the observer.
+
+    Attributes:
+        number: that of the report, in its module.
+        frame: the `CellPlan` of the function.
+        entry: the instruction that produces the tensor, or the `ParameterUse` that it is.
+        value, layout: what it is.
+        variable: its name in the source.
+    """
+
+    number: int
+    frame: object
+    entry: object
+    value: Value
+    layout: object
+    variable: str
 
 
 class Observer:

@@ -8,6 +8,7 @@ raised in Python MindSpore writes a long message and a file; for this one, raise
 """
 
 import os
+from contextlib import nullcontext
 from functools import wraps
 from inspect import getsourcefile, getsourcelines
 from itertools import count
@@ -152,7 +153,7 @@ def jit(function=None, **options):
         raise ValueError(f"jit(capture_mode={options['capture_mode']!r}): only 'ast' keeps the collectives' gradients")
     if function is None:
         return lambda function: jit(function, **options)
-    compiled, met = {}, []  # state of the sharded trees that were met -> compiled function
+    compiled, ran, met = {}, set(), []  # state of the sharded trees that were met -> compiled function; has it run
 
     def states():
         return tuple(tree().state() for tree in met if tree() is not None)
@@ -171,12 +172,15 @@ def jit(function=None, **options):
             if state not in compiled:
                 compiled[state] = ms.jit(function, **options)
             try:
-                result = compiled[state](*args, **kwargs)
-            except Exception:
+                with _recorded(function, is_first=state not in ran):
+                    result = compiled[state](*args, **kwargs)
+                ran.add(state)
+            except Exception as error:
                 missing = _state().pop("missing", None)
                 if _state().pop("refused", False):
                     _remove_dump()
                 if missing is None:
+                    _report_hang(error)
                     raise
             else:
                 met.extend(tree for tree in dict.fromkeys(_state()["met"]) if tree not in met)
@@ -188,6 +192,25 @@ def jit(function=None, **options):
             _compare_inputs(*missing[:2], args, kwargs)
 
     return run
+
+
+def _recorded(function, is_first):
+    """A context manager in which the report of a hang names the compiled function."""
+    watch = process_state().watch
+    if watch is None:
+        return nullcontext()
+    code = getattr(function, "construct", function)
+    code = getattr(code, "__code__", None)
+    where = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else ""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return watch.recorder.waiting("compiling" if is_first else "compiled", place=f"{name}{where}")
+
+
+def _report_hang(error):
+    """Raise the report of a hang where a collective in a graph has failed."""
+    watch = process_state().watch
+    if watch is not None and "Launch kernel failed" in str(error) and "AllReduce" in str(error):
+        raise RuntimeError(f"a collective of a compiled function has failed\n{watch.report()}") from None
 
 
 def _make_program(tree, path, args, kwargs, made):

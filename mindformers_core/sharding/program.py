@@ -24,6 +24,7 @@ from mindformers_core.propagation.checking import check_plan
 from mindformers_core.propagation.propagate import propagate
 from mindformers_core.propagation.resized import resized
 from mindformers_core.propagation.saved import load_plan
+from mindformers_core.sharding.collective_places import collective_places
 
 _LOG = logging.getLogger("mindformers_core")
 
@@ -141,7 +142,11 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
     functions = {function: getattr(module, function) for function in source.functions.values()}
     values = tree_leaves(graph.result)
     results = tuple(tensor_meta(v.shape, v.dtype, layout, False) for v, layout in zip(values, frame.results))
-    return Program(name, path, signature, frame, generated, graph, module.__file__, source, functions, results)
+    program = Program(name, path, signature, frame, generated, graph, module.__file__, source, functions, results)
+    if process_state().watch is not None:
+        places = {id(cell): inner for inner, cell in tree.cells.items()}
+        process_state().watch.recorder.sources[module.__file__] = collective_places(program, places)
+    return program
 
 
 def annotated_plan(tree, path, args, kwargs, saved_plan=None):

@@ -127,6 +127,8 @@ class Context:
     mode: Literal[0, 1] = 1  # 1: PyNative; 0: graph mode: forward and backward pass and the update are compiled
     engine: Literal["generated", "eager"] = "generated"  # see `shard`; eager computes operator by operator
     device_target: Literal["CPU", "GPU", "Ascend"] = "CPU"
+    communication_timeout: int = bounded(60, 1, 10**6)  # seconds a rank waits for others before all end with a report
+    check_collectives: bool | None = None  # compare every collective among ranks before it waits; default: on CPU
 
 
 @dataclass(frozen=True)

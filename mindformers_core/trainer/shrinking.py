@@ -110,8 +110,8 @@ def _of_stages(recipe, function):
 def _layer_kinds(recipe, frame, numbers):
     """Path -> number of the layers of a stage that can be left out, and the numbers of the others.
 
-    The first and the last layer remain, and the first one of every kind: with another program, or among other layers
-    that settings of recompute and swap name.
+    The first one of every kind remains: with another program, or among other layers that settings of recompute and
+    swap name. At least two layers remain.
     """
     calls, kinds = {}, []
     for path, inner in frame.walk():
@@ -127,7 +127,8 @@ def _layer_kinds(recipe, frame, numbers):
         frames = [each for found in layers.values() for each in found[number]]
         if not any(asked == other and _same(frames, others) for _, other, others in kinds):
             kinds.append((number, asked, frames))
-    kept = sorted({numbers[0], numbers[-1], *(number for number, _, _ in kinds)})
+    kept = [number for number, _, _ in kinds]
+    kept = kept if len(kept) > 1 else sorted({numbers[0], numbers[-1]})
     return {f"{prefix}.{number}" for prefix in layers for number in {*numbers} - {*kept}}, tuple(kept)
 
 

@@ -89,7 +89,8 @@ def prepare(recipe):
                 "install the driver"
             ) from error
     ms.set_context(mode=ms.PYNATIVE_MODE)  # context.mode: 0 compiles passes and update by themselves
-    world = init_distributed()  # never returns in msrun's scheduler
+    timeout, check = recipe.context.communication_timeout, recipe.context.check_collectives
+    world = init_distributed(timeout=timeout, check_collectives=check)  # never returns in msrun's scheduler
     mesh = init_device_mesh(mesh_shape(recipe, world.size), MESH_AXES)
     dataset = dataset_of(recipe)
     checkpoint = find_checkpoint(recipe.checkpoint.load_path) if recipe.checkpoint.load_path else None

@@ -10,6 +10,7 @@ from math import prod
 from mindspore import mint, ops
 
 from mindformers_core.communication import communicator
+from mindformers_core.communication.world import process_state
 from mindformers_core.sharding.parameter_storage import as_dtype
 
 __all__ = ["BucketCollectives"]
@@ -27,6 +28,8 @@ class BucketCollectives:
         def plain(kind, axes, **options):
             return communicator(settings.mesh).make(kind, axes, **options).collective.forward if axes else _same
 
+        if process_state().watch is not None:
+            process_state().watch.recorder.sources[__file__] = _members_key, _described
         self.scale, self.precision, self.meter = settings.scale, settings.precision, meter
         self._gather = plain("all_gather", settings.shard_axes, dim=0)
         self._scatter = plain("reduce_scatter", settings.shard_axes, dim=0, op="sum")
@@ -101,6 +104,17 @@ class BucketCollectives:
     def _buffer(self, tensor):
         """Count the memory of a tensor as a buffer, unless it is counted as another kind; returns the tensor."""
         return self.meter.watch("buckets", tensor)
+
+
+def _members_key(variables):
+    """What distinguishes buckets in the report of a hang."""
+    return tuple(stored.plan.path for stored in variables.get("members", ()))
+
+
+def _described(line, variables):
+    """A bucket in the report of a hang: its first parameter, and how many."""
+    paths = _members_key(variables)
+    return f"bucket of {paths[0]}{f' and {len(paths) - 1} more' * (len(paths) > 1)}" if paths else "a bucket", ""
 
 
 def _same(tensor):

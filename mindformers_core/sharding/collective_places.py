@@ -1,0 +1,74 @@
+"""The collectives of a generated program by their lines: Cell, line of the user's code, number in the plan.
+
+The report of a hang needs them, see `hangs`.
+"""
+
+from itertools import count
+
+from mindformers_core.program.plan import Redistribution, called_graphs, joined_path
+from mindformers_core.program.structure import tree_leaves
+
+__all__ = ["collective_places"]
+
+
+def collective_places(program, paths):
+    """How a `Recorder` names the lines of a program, see `Recorder.sources`.
+
+    Args:
+        program: the `Program`.
+        paths: id of a Cell of its tree -> path.
+
+    Returns:
+        `(key, describe)`. The number of a redistribution is its place among all of the program, in the order in which
+        they run, from 1; of a Cell that is called several times with the same function it is a list.
+    """
+    sites = _numbered(program)
+
+    def key(variables):
+        return paths.get(id(variables.get("self")))
+
+    def describe(line, variables):
+        path = key(variables)
+        described, numbers = sites.get((path, line), (f"{path or 'the root Cell'}, {program.file}:{line}", ()))
+        return described, "/".join(f"#{number}" for number in numbers[:3])
+
+    return key, describe
+
+
+def _numbered(program):
+    """(Cell path, line of the module) -> (its description, the numbers of the line)."""
+    sites, numbers = {}, count(1)
+
+    def visit(path, frame, graph):
+        lines, called = {}, called_graphs(frame, graph)
+        for line, place in program.source.sites[program.source.functions[frame]]:
+            lines.setdefault(place, []).append(line)
+        for place, entry in enumerate(frame.instructions):
+            for line in lines.get(place, ()):
+                described = f"{path or 'the root Cell'}{_consumer(frame, place, entry)}"
+                sites.setdefault((path, line), (described, []))[1].append(next(numbers))
+            if entry.frame is not None:
+                call, inner = next(each for each in called if each[0] is entry)
+                visit(joined_path(program.path, inner.path), call.frame, inner)
+
+    visit(program.path, program.generated, program.graph)
+    return sites
+
+
+def _consumer(frame, place, entry):
+    """What a collective is for, and the line of the user's code."""
+    reason = "output" if getattr(entry, "reason", "").startswith("output ") else getattr(entry, "reason", "")
+    if not isinstance(entry, Redistribution):
+        return f" ({entry.node.operator}), {_short(entry.node.source)}"
+    wanted = (entry.value.id, entry.target)
+    for other in frame.instructions[place + 1 :]:
+        taken = [(value.id, layout) for value, layout in (*other.consumed, *getattr(other, "lifted", ()))]
+        if wanted in taken and not isinstance(other, Redistribution):
+            return f" ({reason}), {_short(other.node.source)}"
+    made = [node for node in frame.graph.nodes if entry.value in tree_leaves(node.outputs)]
+    return f" ({reason}), {_short(made[0].source)}" if made else f" ({reason})"
+
+
+def _short(source):
+    """A source without its folder."""
+    return (source or "unknown line").rpartition("/")[2]

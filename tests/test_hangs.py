@@ -1,0 +1,189 @@
+"""The report of a hang: over random programs in which one rank goes wrong, the report names it, and where all are."""
+
+import os
+import random
+import re
+import weakref
+
+import pytest
+
+from mindformers_core.hangs.board import Board
+from mindformers_core.hangs.recorder import Recorder
+from mindformers_core.hangs.records import Issued, RankState
+from mindformers_core.hangs.report import blamed, explain_hang, shown_ranks
+
+FAULTS = ("in Python", "dead", "stopped", "skips", "reorders", "other shape", "other group")
+
+
+def random_program(rng):
+    """`(groups of all axes, a list of (axis, kind, shape))` for a mesh of two axes."""
+    rows, columns = rng.choice([(1, 2), (1, 4), (2, 2), (2, 4), (3, 3)])
+    ranks = [[row * columns + column for column in range(columns)] for row in range(rows)]
+    groups = {"tp": [tuple(row) for row in ranks], "dp": [tuple(column) for column in zip(*ranks)]}
+    axes = ["tp"] if rows == 1 else ["tp", "dp"]
+    kinds = ("all_reduce", "all_gather", "reduce_scatter")
+    return groups, [(rng.choice(axes), rng.choice(kinds), (rng.randint(1, 9), 4)) for _ in range(rng.randint(4, 12))]
+
+
+def run(groups, program, bad, fault, at):
+    """`RankState`s when nobody can go on: every rank issues its calls in order, each waits for its whole group."""
+    size = sum(map(len, groups["tp"]))
+    calls = {rank: [(axis, kind, shape, number) for number, (axis, kind, shape) in enumerate(program, 1)]
+             for rank in range(size)}  # fmt: skip
+    mine = calls[bad]
+    axis, kind, shape, number = mine[at]
+    if fault == "skips":
+        del mine[at]
+    elif fault == "reorders":
+        mine[at : at + 2] = reversed(mine[at : at + 2])
+    elif fault == "other shape":
+        mine[at] = axis, kind, (*shape, 2), number
+    elif fault == "other group":
+        mine[at] = "dp" if axis == "tp" else "tp", kind, shape, number
+    else:
+        del mine[at:]
+    issued, counts = {rank: [] for rank in range(size)}, {}
+    moving = True
+    while moving:
+        moving = False
+        for rank, rest in calls.items():
+            if rest and (not issued[rank] or _done(issued[rank][-1], issued)):
+                axis, kind, shape, number = rest.pop(0)
+                group = next(group for group in groups[axis] if rank in group)
+                count = counts[rank, group] = counts.get((rank, group), -1) + 1
+                issued[rank].append(
+                    Issued(rank, count, kind, (axis,), group, shape, "float32", "net.layer", f"#{number}")
+                )
+                moving = True
+    states = []
+    for rank, history in issued.items():
+        history = [Issued(**{**vars(one), "done": _done(one, issued)}) for one in history][-32:]
+        condition = fault if rank == bad and fault in ("dead", "stopped") else "running"
+        stack = () if history and not history[-1].done or condition != "running" else ("net.py:7 in construct",)
+        states.append(RankState(rank, condition, tuple(history), stack))
+    return states
+
+
+def _done(one, issued):
+    alike = [[each for each in issued[rank] if each.call == one.call] for rank in one.ranks]
+    return all(alike) and len({each[0].signature for each in alike}) == 1
+
+
+@pytest.mark.parametrize("seed", range(42))
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_rank_that_goes_wrong_is_named(fault, seed):
+    rng = random.Random(f"{fault} {seed}")
+    groups, program = random_program(rng)
+    while fault == "other group" and len(groups["tp"]) == 1:
+        groups, program = random_program(rng)
+    if fault == "reorders":  # of equal calls, nothing is out of order
+        program = [(axis, kind, (place, 4)) for place, (axis, kind, _) in enumerate(program)]
+    at = rng.randrange(len(program) - 1)
+    bad = rng.randrange(sum(map(len, groups["tp"])))
+    states = run(groups, program, bad, fault, at)
+    if fault == "reorders" and all(state.current is None for state in states):
+        return  # two groups of which the other ranks come first: nobody waits
+    text, (ranks, _) = explain_hang(states), blamed(states)
+    assert bad in ranks, text
+    assert len(ranks) <= 2 or len(program) == 1, text
+    assert len(text.splitlines()) <= 25
+    assert re.search(rf"rank {bad}\b|ranks .*\b{bad}\b", text.splitlines()[0]), text
+    if fault in ("dead", "stopped"):
+        assert f"rank {bad} {RankState(bad, fault).condition}" in text.splitlines()[0], text
+    for state in states:
+        if state.current:
+            assert state.current.described in text or "more places" in text
+
+
+def gathered(rank, ranks=(0, 1, 2), done=False, **fields):
+    return Issued(rank, 0, "all_gather", ("tp",), ranks, (2,), "float32", done=done, **fields)
+
+
+def test_a_rank_that_has_issued_the_call_is_not_behind():
+    """As the root of a broadcast, which has sent and goes on."""
+    states = [RankState(0, history=(gathered(0, done=True),)), RankState(1, history=(gathered(1),)), RankState(2)]
+    assert blamed(states)[0] == {2}
+
+
+def test_equal_ranks_are_one_line_and_there_are_at_most_25():
+    states = [RankState(rank, history=(gathered(rank, tuple(range(64))),)) for rank in range(63)]
+    text = explain_hang([*states, RankState(63, stack=tuple(f"a.py:{n} in f" for n in range(40)))], size=128)
+    assert "- ranks 0-62: in all_gather over tp (call 0), float32 [2]" in text
+    assert "64 more of 128 ranks are on other hosts" in text
+    different = [RankState(rank, history=(gathered(rank, tuple(range(64)), place=str(rank)),)) for rank in range(63)]
+    assert len(explain_hang([*different, *states[63:]]).splitlines()) <= 25 and len(text.splitlines()) <= 25
+
+
+def test_ranks_are_shown_as_ranges():
+    assert shown_ranks({7, 0, 1, 2, 3}) == "0-3, 7"
+
+
+@pytest.fixture
+def recorders():
+    """Three ranks that compare what they issue."""
+    board = Board(os.memfd_create("test_hangs"), 3)
+    yield [Recorder(board, rank, 0, check=True) for rank in range(3)]
+    board.close()
+
+
+def issue(recorder, kind="all_reduce", ranks=(0, 1, 2), shape=(4, 4), dtype="Float32", options="sum"):
+    return recorder.issue(kind, ("tp",), ranks, shape, dtype, options)
+
+
+@pytest.mark.parametrize(
+    "other", [{"kind": "all_gather"}, {"shape": (4, 8)}, {"dtype": "Float16"}, {"options": "max"}], ids=str
+)
+def test_the_second_of_two_different_calls_is_noticed(recorders, other):
+    for _ in range(40):  # more than the board keeps
+        for recorder in recorders:
+            at, agrees = issue(recorder)
+            recorder.done(at)
+            assert agrees
+    assert issue(recorders[0])[1]
+    assert not issue(recorders[1], **other)[1]
+    text = explain_hang(recorders[0].board.states(with_stacks=False))
+    assert "rank 0" in text and "rank 1 all_" in text.splitlines()[0] and "test_hangs.py" in text
+
+
+def test_ranks_that_wait_for_each_other_in_different_groups_are_noticed(recorders):
+    for recorder in recorders[:2]:
+        for ranks in ((0, 1, 2), (0, 1)):
+            recorder.done(issue(recorder, ranks=ranks)[0])
+    assert issue(recorders[0], ranks=(0, 1, 2))[1]
+    assert not issue(recorders[1], ranks=(0, 1))[1]
+
+
+def test_permutes_and_calls_of_one_group_by_another_order_of_ranks_agree(recorders):
+    for ranks in ((0, 1), (1, 0), (0, 1)):
+        for recorder, shape in zip(recorders[:2], ((2,), (2,)), strict=True):
+            at, agrees = issue(recorder, ranks=ranks, shape=shape)
+            assert agrees
+            recorder.done(at)
+
+
+def test_the_board_keeps_the_last_records_when_it_has_no_room_for_more_texts(recorders):
+    for size in range(3000):
+        recorders[0].done(issue(recorders[0], shape=(size, size))[0])
+    history = recorders[0].board.history(0)
+    assert [one.shape[0] for one in history][-5:] == [2995, 2996, 2997, 2998, 2999]
+    assert all(one.done and one.kind == "all_reduce" for one in history)
+    issue(recorders[0], shape=(0, 0))  # whose text was overwritten
+    assert recorders[0].board.history(0)[-1].shape == (0, 0)
+
+
+def test_the_place_of_a_call_keeps_nothing_alive(recorders):
+    """Looking at the variables of a frame must not make it keep what it deletes."""
+    recorders[0].sources[__file__] = (lambda variables: variables["name"], lambda line, variables: ("there", "#3"))
+
+    class Large:
+        pass
+
+    name, large = "a", Large()
+    gone = weakref.ref(large)
+    assert recorders[0].place()[2] == name
+    assert gone() is large
+    del large
+    assert gone() is None
+    issue_from_here = recorders[0].issue("all_reduce", ("tp",), (0, 1), (2,), "Float32", "sum")
+    recorders[0].done(issue_from_here[0])
+    assert (recorders[0].board.history(0)[-1].place, recorders[0].board.history(0)[-1].plan) == ("there", "#3")
