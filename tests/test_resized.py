@@ -6,6 +6,7 @@ import test_propagation_random as programs
 from captured_models import MODELS, small_llama
 from mindspore import nn
 from plan_checks import check_plan
+from plan_differences import first_difference
 from planned_models import captured
 from simulated_plans import simulate
 from simulated_ranks import collect
@@ -18,7 +19,6 @@ from mindformers_core.operators import tensor_meta
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.propagate import propagate
 from mindformers_core.propagation.resized import resized, without_calls
-from mindformers_core.verify.differences import first_difference
 
 
 def random_program(seed, size, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from mindspore import nn, ops
+from plan_differences import first_difference
 from random_recipes import random_recipe
 
 from mindformers_core.communication import init_distributed, shutdown
@@ -25,7 +26,6 @@ from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_
 from mindformers_core.trainer.recipe_loader import load_recipe, recipe_from_dict, recipe_to_yaml
 from mindformers_core.trainer.shrinking import shrunk_recipe
 from mindformers_core.trainer.step import build_cells
-from mindformers_core.verify.differences import first_difference
 from mindformers_core.verify.sizes import divisors_of, least_sizes
 
 ROOT = Path(__file__).parent.parent

@@ -17,6 +17,8 @@ from mindformers_core.propagation.operators import operator_signature
 
 __all__ = ["resized", "without_calls"]
 
+_RULE = ("inputs", "outputs", "reduced", "whole", "linear", "added", "distributed", "run", "made")
+
 
 def resized(frame, graph):
     """The plan `frame` for another graph.
@@ -130,7 +132,12 @@ class _Resizing:
     def _node_plan(self, entry):
         node = self.nodes[id(entry.node)]
         if isinstance(entry, OperatorPlan):
-            return replace(entry, node=node, signature=operator_signature(node))
+            new = replace(entry, node=node, signature=operator_signature(node))
+            rules = [[getattr(each.signature, name) for name in _RULE] for each in (entry, new)]
+            several = [[[size > 1 for size in shape] for shape in each.local_shapes] for each in (entry, new)]
+            if rules[0] != rules[1] or several[0] != several[1]:
+                raise ValueError(f"{self.graph.label} has another rule for '{node}', or one local element of a dim")
+            return new
         inner = entry.frame
         if inner is not None:
             key = inner, node.graph.key

@@ -23,7 +23,6 @@ from mindformers_core.trainer.pipeline_recipe import check_pipeline, layers_of_s
 from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_shape
 from mindformers_core.trainer.recipe_checks import check_recipe
 from mindformers_core.trainer.step import build_cells
-from mindformers_core.verify.differences import first_difference, sharding_difference
 from mindformers_core.verify.sizes import divisors_of, least_sizes, parts_of_sizes
 from mindformers_core.zero.buckets import parse_comm_fusion
 
@@ -125,18 +124,11 @@ def _layer_kinds(recipe, frame, numbers):
     for number in numbers:
         asked = [number in each for each in named if isinstance(each, tuple)]
         frames = [each for found in layers.values() for each in found[number]]
-        if not any(asked == other and _same(frames, others) for _, other, others in kinds):
+        if not any((asked, frames) == kind[1:] for kind in kinds):  # equal layers share a plan
             kinds.append((number, asked, frames))
     kept = [number for number, _, _ in kinds]
     kept = kept if len(kept) > 1 else sorted({numbers[0], numbers[-1]})
     return {f"{prefix}.{number}" for prefix in layers for number in {*numbers} - {*kept}}, tuple(kept)
-
-
-def _same(frames, others):
-    """Whether two layers have equal programs."""
-    return len(frames) == len(others) and all(
-        one.graph.key == other.graph.key and first_difference(one, other) is None for one, other in zip(frames, others)
-    )
 
 
 def _shrunk(recipe, large, kept, share, exact):
@@ -157,12 +149,20 @@ def _shrunk(recipe, large, kept, share, exact):
         plans[stage] = [each.plan for each in tree.storage.parameters if not each.plan.path.startswith(outside)]
     small = _with_few_micro_batches(_with_layers(recipe, [numbers for _, numbers in kept]))
     small = _sharded_alike(_with_sizes(small, large, share, exact), plans)
-    for stage, (tree, frame) in _planned(small, choices).items():
-        pairs = zip(plans[stage], (stored.plan for stored in tree.storage.parameters), strict=True)
-        why = sharding_difference(pairs) or first_difference(large[stage][1], frame)
-        if why:
-            raise ValueError(why)
+    for stage, (tree, _) in _planned(small, choices).items():
+        for old, stored in zip(plans[stage], tree.storage.parameters, strict=True):
+            _check_sharding(old, stored.plan)
     return ShrunkRecipe(small, choices, tuple(number for _, numbers in kept for number in numbers))
+
+
+def _check_sharding(large, small):
+    """Raise `ValueError` where `hsdp()` shards a parameter in another way; both are `ParameterPlan`s."""
+    numberless = [re.sub(r"\[.*?\]|[\d.e+]+", "#", f"{plan.unit}: {plan.reason}") for plan in (large, small)]
+    if large.dim != small.dim or numberless[0] != numberless[1]:
+        shown = [f"along dim {plan.dim}" if plan.dim is not None else plan.reason for plan in (large, small)]
+        raise ValueError(
+            f"hsdp() shards '{large.path}' {shown[0]} at the recipe's sizes, and {shown[1]} at small sizes"
+        )
 
 
 def _with_layers(recipe, stages):

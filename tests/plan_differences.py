@@ -1,4 +1,4 @@
-"""The first difference between the plans of a model at two sizes. Pure Python."""
+"""The first difference between the plans of a model at two sizes. The independent check of `resized`."""
 
 import re
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from itertools import zip_longest
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
 
-__all__ = ["first_difference", "sharding_difference"]
+__all__ = ["first_difference"]
 
 _RULE = ("inputs", "outputs", "reduced", "whole", "linear", "added", "distributed", "run", "made")
 
@@ -52,20 +52,6 @@ def first_difference(large, small):
         return None if entry.frame is None else found(entry.frame, other.frame)
 
     return found(large, small)
-
-
-def sharding_difference(pairs):
-    """None, or a sentence on the first parameter that `hsdp()` shards in another way.
-
-    Args:
-        pairs: pairs of `ParameterPlan`s, of the large parameter and of the small one.
-    """
-    for large, small in pairs:
-        numberless = [re.sub(r"\[.*?\]|[\d.e+]+", "#", f"{plan.unit}: {plan.reason}") for plan in (large, small)]
-        if large.dim != small.dim or numberless[0] != numberless[1]:
-            shown = [f"along dim {plan.dim}" if plan.dim is not None else plan.reason for plan in (large, small)]
-            return f"hsdp() shards '{large.path}' {shown[0]} at the recipe's sizes, and {shown[1]} at small sizes"
-    return None
 
 
 @dataclass(frozen=True)
