@@ -30,14 +30,14 @@ class SimulatedRanks:
 
     Args:
         size: number of ranks.
+        device_target: see `rank_of`.
 
     Attributes:
-        size: as given.
-        shared: a dict for what is computed once for all ranks.
+        size, device_target: as given.
     """
 
-    def __init__(self, size):
-        self.size, self.shared = size, {}
+    def __init__(self, size, device_target=None):
+        self.size, self.device_target = size, device_target
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._ready, self._waiting = deque(range(size)), {}  # waiting rank -> what it waits for, as text
         self._numbers = defaultdict(int)  # (rank, ranks of a group) -> number of its collectives so far
@@ -58,7 +58,7 @@ class SimulatedRanks:
             with suppress(_Stopped):
                 try:
                     self._check()
-                    with rank_of(self.size, rank, self):
+                    with rank_of(self.size, rank, self, self.device_target):
                         results[rank] = function(rank)
                 except Exception as error:
                     self._fail(error)

@@ -100,16 +100,18 @@ def process_state():
 
 
 @contextmanager
-def rank_of(size, rank, ranks=None):
+def rank_of(size, rank, ranks=None, device_target=None):
     """While open, this thread is a rank of another world, with a communication state of its own.
 
     Args:
         size, rank: number of ranks, and this one.
         ranks: the `SimulatedRanks` of the world; None for a dry run of one rank.
+        device_target: of the devices that plans are made for. Default: this process's.
     """
     backend, before = "simulated" if ranks else "fake", getattr(_THREAD, "state", None)
     state = _THREAD.state = _ProcessState()
-    state.world = World(rank, size, backend, ms.get_context("device_target"), backend, None, ranks)
+    device_target = device_target or ms.get_context("device_target")
+    state.world = World(rank, size, backend, device_target, backend, None, ranks)
     try:
         yield state
     finally:

@@ -14,8 +14,7 @@ import mindspore as ms
 from mindformers_core.analysis.memory import recomputed_at_once
 from mindformers_core.analysis.prediction import saved_bytes
 from mindformers_core.capture.algorithm_graph import algorithm_of
-from mindformers_core.communication import init_distributed
-from mindformers_core.communication.world import shutdown
+from mindformers_core.communication.world import rank_of
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recompute.stages import check_stages
@@ -83,13 +82,10 @@ def dry_run(recipe):
     timeline = recipe_timeline(recipe) if len(ranks) > 1 else None
     facts, summaries = [], {}
     for rank, live in zip(ranks, timeline.peak_live if timeline else (1,), strict=True):
-        init_distributed("fake", world_size=mesh.size, rank=rank)
-        try:
+        with rank_of(mesh.size, rank, device_target=recipe.context.device_target):
             cells = build_cells(recipe, mesh, rank)
             facts.append(_facts_of_rank(recipe, cells, live))
             summaries |= {stage: tree_of(net).activations.stage_summary() for stage, net in cells.items()}
-        finally:
-            shutdown()
     if any(summaries.values()):
         check_stages(recipe.recompute, recipe.swap, [summaries[stage] for stage in sorted(summaries)])
     dp_size, local = mesh.axis_size("dp"), recipe.training.local_batch_size

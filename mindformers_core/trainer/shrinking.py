@@ -9,8 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from math import lcm
 
-from mindformers_core.communication import init_distributed
-from mindformers_core.communication.world import shutdown
+from mindformers_core.communication.world import rank_of
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models.spec import LayerRange
 from mindformers_core.program.structure import tree_leaves, tree_map
@@ -52,7 +51,7 @@ class ShrunkRecipe:
 def shrunk_recipe(recipe):
     """The recipe with the least sizes at which its plan remains the same.
 
-    This process stands for all ranks, one after the other: its communication must not be initialized.
+    This process stands for all ranks, one after the other.
 
     Args:
         recipe: the `Recipe`, with `data_parallel_shard` given.
@@ -97,12 +96,9 @@ def _of_stages(recipe, function):
     """Number of a stage -> `function(number, its ShardedTree)`, called while this process stands for a rank of it."""
     mesh, found = init_device_mesh(mesh_shape(recipe), MESH_AXES), {}
     for rank in mesh.group(mesh.rank_list[0], ("pp",)):
-        init_distributed("fake", world_size=mesh.size, rank=rank)
-        try:
+        with rank_of(mesh.size, rank, device_target=recipe.context.device_target):
             for stage, net in build_cells(recipe, mesh, rank).items():
                 found[stage] = function(stage, tree_of(net))
-        finally:
-            shutdown()
     return dict(sorted(found.items()))
 
 

@@ -31,12 +31,12 @@ def verify_recipe(recipe, full=False):
     if not full:
         small = shrunk_recipe(recipe)
         recipe, choices = small.recipe, small.choices
-    mesh = init_device_mesh(mesh_shape(recipe), MESH_AXES)
+    mesh, target = init_device_mesh(mesh_shape(recipe), MESH_AXES), recipe.context.device_target
 
     def build(rank):
         return build_cells(recipe, mesh, rank)
 
-    plans = plans_of(mesh, build, lambda rank, stage, net: (micro_batch(recipe, stage), {}), choices)
+    plans = plans_of(mesh, build, lambda rank, stage, net: (micro_batch(recipe, stage), {}), choices, target)
     arguments = next(list(graph.arguments) for (stage, _), (graph, _) in plans.items() if stage == 0)
     batches, count = _global_batches(recipe, mesh), _micro_batches(recipe)
     passes = _passes(recipe, mesh, batches, count, arguments)
@@ -47,7 +47,9 @@ def verify_recipe(recipe, full=False):
         _, gradients = parts.run(tuple(map(_tensor, _local_batches(batches, mesh, rank))))
         return RankStep({}, (), parts.optimizer.parameters, gradients, parts.clip, parts.optimizer)
 
-    subject = Subject(mesh, build, step, lambda rank, cells: 0, _global_parameters(recipe), passes, len(batches))
+    subject = Subject(
+        mesh, build, step, lambda rank, cells: 0, _global_parameters(recipe), passes, len(batches), target
+    )
     return simulate(subject, plans)
 
 

@@ -57,6 +57,7 @@ class Subject:
         parameters: path -> array with the global initial values.
         passes: `(label, args, kwargs, slopes)` of every pass, as of `OneCard.run`.
         divisor: of the sum of all passes' gradients.
+        device_target: see `rank_of`.
     """
 
     mesh: DeviceMesh
@@ -66,9 +67,10 @@ class Subject:
     parameters: dict
     passes: list
     divisor: int = 1
+    device_target: str | None = None
 
 
-def plans_of(mesh, build, inputs, choices=None):
+def plans_of(mesh, build, inputs, choices=None, device_target=None):
     """(number of a stage, mesh of its Cell) -> `(CellGraph, CellPlan)`; nothing is computed.
 
     Args:
@@ -76,12 +78,13 @@ def plans_of(mesh, build, inputs, choices=None):
         build: as of `Subject`.
         inputs: function of a rank, the number of a stage and its Cell: local inputs of one pass, `(args, kwargs)`.
         choices: number of a stage -> its plan at other sizes (see `resized`). Default: propagate.
+        device_target: see `rank_of`.
     """
     plans, planned = {}, set()
     for rank in mesh.rank_list:
         if rank in planned:
             continue
-        with rank_of(mesh.size, rank):
+        with rank_of(mesh.size, rank, device_target=device_target):
             for stage, net in build(rank).items():
                 tree = tree_of(net)
                 given = None if choices is None else choices[stage]
@@ -118,7 +121,7 @@ def simulate(subject, plans, widen=True, tolerance=2**-20):
         _compare_step(check, rank, observer.replica, paths, subject.step(rank, cells))
 
     with custom_gradients(), _without_collection():
-        SimulatedRanks(subject.mesh.size).run(work)
+        SimulatedRanks(subject.mesh.size, subject.device_target).run(work)
     return check
 
 
