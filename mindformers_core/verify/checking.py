@@ -4,12 +4,31 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mindformers_core.verify.comparison import TermSums, close, expected_part
+from mindformers_core.verify.comparison import TermSums, close, expected_part, largest
 from mindformers_core.verify.report import fault_lines
 
-__all__ = ["Check", "Fault"]
+__all__ = ["PRECISIONS", "Check", "Fault", "Precision"]
 
 _KEPT = 16  # faults of a rank; the first one counts
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The floating dtype of a verification.
+
+    Attributes:
+        dtype: name of the dtype of all floating tensors, whatever their dtypes in the model.
+        tolerance: largest difference, relative to the largest magnitude of a tensor.
+        rounding: largest difference, relative to the largest magnitude of the terms that were summed.
+    """
+
+    dtype: str
+    tolerance: float
+    rounding: float
+
+
+# Some kernels of MindSpore compute float64 tensors in float32 on CPU (MaskedFill).
+PRECISIONS = (Precision("float64", 2**-20, 2**-44), Precision("float32", 2**-13, 2**-17))
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,14 +81,16 @@ class Check:
     Attributes:
         plans: from `plans_of`.
         truth: the `OneCard`.
-        tolerance: largest difference, relative to the largest magnitude of a tensor.
+        precision: the `Precision` of all ranks and of the truth.
+        notes: sentences about what isn't verified.
         faults: the `Fault`s.
         compared: number of tensors.
     """
 
     plans: dict
     truth: object
-    tolerance: float
+    precision: Precision
+    notes: tuple = ()
     faults: list = field(default_factory=list)
     compared: int = 0
     _sums: TermSums = field(default_factory=TermSums)
@@ -79,10 +100,10 @@ class Check:
         """The text of the verification."""
         compared = f"{self.compared:,} tensors on {mesh.size} ranks ({mesh}) compared with one card"
         if not self.faults:
-            return f"verified: {compared}, no difference"
+            return "\n".join([f"verified: {compared}, no difference", *self.notes])
         first = min(self.faults, key=lambda fault: fault.order)
         others = [fault for fault in self.faults if fault is not first and first.same_tensor(fault)]
-        return "\n".join([f"a fault: {compared}", *fault_lines(first, others, mesh)])
+        return "\n".join([f"a fault: {compared}", *fault_lines(first, others, mesh), *self.notes])
 
     def compare(self, rank, what, at, layout, tensor):
         """Compare a tensor of an instruction with the one card's.
@@ -96,17 +117,25 @@ class Check:
         """
         (stage, label), call, seen, path, file = at
         table = self.truth.values if what == "value" else self.truth.gradients
+        whole = self.truth.values[stage, label].get(call, {})
+        passed = {use.value.id: use.path for use in seen.frame.graph.parameters}.get(seen.value.id)  # by a Cell above
         value = table[stage, label].get(call, {}).get(seen.value.id)
-        if value is not None:
-            place = (0, label, stage) if what == "value" else (1, label, -stage)
-            key = call, seen.value.id, layout
-            at = stage, label, seen, path, file
-            self.hold((*place, self.compared), rank, what, at, layout, tensor, value, key)
+        if value is None and what == "gradient":
+            return  # a Parameter's, or another name's of the same tensor
+        value = self.truth.parameters[passed].asnumpy() if value is None else np.broadcast_to(value, seen.value.shape)
+        place = (0, label, stage) if what == "value" else (1, label, -stage)
+        key = call, seen.value.id, layout
+        at = stage, label, seen, path, file
+        consumed = () if what == "gradient" else getattr(seen.entry, "consumed", ())
+        given = [whole[each.id] for each, _ in consumed if each.id in whole]
+        terms = self.truth.largest_gradient(label) if what == "gradient" else largest(given)
+        self.hold((*place, self.compared), rank, what, at, layout, tensor, value, key, terms=terms)
 
-    def hold(self, order, rank, what, at, layout, tensor, value, key=None, tolerance=None):
+    def hold(self, order, rank, what, at, layout, tensor, value, key=None, tolerance=None, terms=0.0):
         """Compare a local tensor with the global value `value` in a layout; the arguments are those of `Fault`.
 
         Without a layout `value` is the expected local one. `key` is the same on all ranks that hold terms of a tensor.
+        `terms` is the largest magnitude of what was summed into it.
         """
         stage, label, seen, path, file = at
         array = tensor.asnumpy()
@@ -116,7 +145,9 @@ class Check:
             if array is None:
                 return
         expected = value if layout is None else expected_part(value, layout, rank)
-        if not close(array, expected, tolerance or self.tolerance) and self._counts.get(rank, 0) < _KEPT:
+        precision = self.precision
+        is_right = close(array, expected, tolerance or precision.tolerance, precision.rounding * terms)
+        if not is_right and self._counts.get(rank, 0) < _KEPT:
             self._counts[rank] = self._counts.get(rank, 0) + 1
             self.faults.append(
                 Fault(order, rank, what, stage, label, seen, path, file, layout, array, expected, value, key)

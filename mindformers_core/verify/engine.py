@@ -12,7 +12,7 @@ from mindformers_core.optimizers.adamw import decays
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.sharding.program import plan_call
 from mindformers_core.sharding.sharded_cells import tree_of
-from mindformers_core.verify.checking import Check
+from mindformers_core.verify.checking import PRECISIONS, Check
 from mindformers_core.verify.observing import RankObserver
 from mindformers_core.verify.truth import OneCard
 
@@ -86,28 +86,39 @@ def plans_of(mesh, build, inputs):
     return plans
 
 
-def simulate(subject, plans, widen=True, tolerance=2**-20):
-    """Run one step of all ranks.
+def simulate(subject, plans, notes=()):
+    """Run one step of all ranks, in float64; in float32 where an operator has no kernel for that.
 
     Args:
         subject: the `Subject`.
         plans: from `plans_of`.
-        widen: whether all floating tensors are float64.
-        tolerance: largest difference, relative to the largest magnitude of a tensor. Some kernels of MindSpore compute
-            float64 tensors in float32 on CPU (MaskedFill).
+        notes: sentences about what isn't verified.
 
     Returns:
         The `Check`, with all faults.
     """
+    wide, narrow = PRECISIONS
+    try:
+        return _simulated(subject, plans, wide, notes)
+    except TypeError as error:
+        text = str(error).partition("\n")[0]
+        if not text.startswith("For primitive[") or "must be a type of" not in text or "Float64" not in text:
+            raise
+    note = f"in float32, to {narrow.tolerance:.1g}: {text}"
+    return _simulated(subject, plans, narrow, (*notes, note))
+
+
+def _simulated(subject, plans, precision, notes):
+    """The `Check` of a step in a `Precision`."""
     graphs = {stage: graph for (stage, _), (graph, _) in plans.items()}
     graphs = {stage: graphs[stage] for stage in sorted(graphs)}
-    truth = OneCard(graphs, subject.parameters, widen, subject.divisor)
+    truth = OneCard(graphs, subject.parameters, precision.dtype, subject.divisor)
     for each in subject.passes:
         truth.run(*each)
-    check = Check(plans, truth, tolerance)
+    check = Check(plans, truth, precision, notes)
 
     def work(rank):
-        observer = process_state().observer = RankObserver(rank, check, widen)
+        observer = process_state().observer = RankObserver(rank, check)
         cells = subject.build(rank)
         paths = observer.enter_cells(cells)
         observer.replica = subject.replica(rank, cells)
@@ -122,9 +133,11 @@ def _compare_step(check, rank, replica, paths, step):
     """Compare the results of a rank's passes, its gradients, and its parameters after one update."""
     truth, parameters = check.truth, [(paths[id(parameter)], parameter) for parameter in step.parameters]
 
+    terms = max((truth.largest_gradient(label) for label in truth.weight_gradients), default=0.0)
+
     def hold(order, what, path, layout, tensor, value, tolerance=None):
         at = None, None, None, path, None
-        check.hold((2, order), rank, what, at, layout, tensor, value, tolerance=tolerance)
+        check.hold((2, order), rank, what, at, layout, tensor, value, tolerance=tolerance, terms=terms)
 
     for label, results in step.losses.items():
         for result, layout, value in zip(results, step.layouts, truth.outputs[(*label, replica)], strict=True):

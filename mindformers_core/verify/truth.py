@@ -12,17 +12,26 @@ from mindformers_core.operators.signature import is_float
 from mindformers_core.passes.thread_tape import ThreadTape
 from mindformers_core.program.graph import CallNode, match_arguments
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
+from mindformers_core.verify.comparison import largest
 
-__all__ = ["OneCard", "widened_text"]
+__all__ = ["OneCard", "is_known", "widened_text"]
 
+_KNOWN = "mindformers_core.verify"
 _FLOATS = ("float16", "bfloat16", "float32")
 
 
-def widened_text(text):
-    """Python source with float64 in the place of every other floating dtype."""
+def widened_text(text, dtype):
+    """Python source with one floating dtype in the place of every other."""
     for name in _FLOATS:
-        text = text.replace(f"ms.{name}", "ms.float64")
+        text = text.replace(f"ms.{name}", f"ms.{dtype}")
     return text
+
+
+def is_known(tensor):
+    """Whether this was asked of a tensor before."""
+    before = tensor._get_user_data(_KNOWN)
+    tensor._set_user_data(_KNOWN, True)
+    return before is not None
 
 
 class OneCard:
@@ -31,7 +40,7 @@ class OneCard:
     Args:
         graphs: number of a stage -> its `CellGraph`, in order.
         parameters: path -> array with the global values.
-        widen: whether floating tensors are float64, whatever their dtypes in the graphs.
+        dtype: name of the dtype of all floating tensors, whatever their dtypes in the graphs.
         divisor: of the sum of all passes' gradients.
 
     Attributes:
@@ -39,11 +48,12 @@ class OneCard:
         weight_gradients: label -> path -> gradient of the pass.
         trained: paths of the parameters that get gradients.
         tied: paths of the parameters of several stages.
+        input_gradients: label -> gradients of the floating inputs, in order.
         outputs: label -> arrays of the floating results of the last stage.
     """
 
-    def __init__(self, graphs, parameters, widen, divisor):
-        self.graphs, self.widen, self.divisor = graphs, widen, divisor
+    def __init__(self, graphs, parameters, dtype, divisor):
+        self.graphs, self.dtype, self.divisor = graphs, dtype, divisor
         uses = [use for graph in graphs.values() for call in graph.calls() for use in call.parameters]
         trained = {use.path for use in uses if use.trainable}
         self.parameters = {
@@ -51,6 +61,7 @@ class OneCard:
             for path in dict.fromkeys(use.path for use in uses)
         }
         self.values, self.gradients, self.weight_gradients, self.outputs = {}, {}, {}, {}
+        self.input_gradients, self._largest = {}, {}
         self.trained = [path for path in self.parameters if path in trained]
         stages = [
             path for graph in graphs.values() for path in {u.path for call in graph.calls() for u in call.parameters}
@@ -67,27 +78,41 @@ class OneCard:
             slopes: function of the floating results of the last stage, a list of arrays, that returns their gradients.
         """
         tape, known, flowing = ThreadTape(), {}, []
+        args, kwargs = tree_map(self._leaf, (tuple(args), kwargs))
+        inputs = [leaf for leaf in tree_leaves((args, kwargs), Tensor) if is_float(dtype_name(leaf.dtype))]
 
         def forward():
-            passed = tuple(map(self._tensor, args))
+            passed = args
             for stage, graph in self.graphs.items():
-                named = {name: self._tensor(kwargs[name]) for name in list(graph.arguments)[len(passed) :]}
+                named = {name: kwargs[name] for name in list(graph.arguments)[len(passed) :] if name in kwargs}
                 calls = known[stage, label] = {}
                 self.gradients[stage, label] = {}
                 keep = partial(self._keep, calls, self.gradients[stage, label])
                 passed = tuple(tree_leaves(_Pass(self, keep).root(graph, passed, named), Tensor))
             flowing.extend(tensor for tensor in passed if is_float(dtype_name(tensor.dtype)))
 
-        tape.record(forward, ())
+        tape.record(lambda *_: forward(), inputs)
         outputs = self.outputs[label] = [tensor.asnumpy() for tensor in flowing]
         sens = tuple(map(self._tensor, slopes(outputs)))
-        _, found = tape.gradients((), tuple(flowing), sens, [self.parameters[path] for path in self.trained])
-        gradients = [gradient.asnumpy() for gradient in found]
+        weights = [self.parameters[path] for path in self.trained]
+        found = tape.gradients(tuple(inputs), tuple(flowing), sens, weights)
+        for table in (table for stage in self.graphs for table in self.gradients[stage, label].values()):
+            table.update((number, np.asarray(gradient)) for number, gradient in table.items())
+        self.input_gradients[label], gradients = ([gradient.asnumpy() for gradient in each] for each in found)
         self.weight_gradients[label] = dict(zip(self.trained, gradients, strict=True))
         for key, calls in known.items():
             self.values[key] = {
                 call: {number: tensor.asnumpy() for number, tensor in values.items()} for call, values in calls.items()
             }
+
+    def largest_gradient(self, label):
+        """The largest magnitude among all gradients of a pass."""
+        if label not in self._largest:
+            stages = [self.gradients[stage, label].values() for stage in self.graphs]
+            tables = [calls.values() for each in stages for calls in each]
+            arrays = [array for table in tables for array in table]
+            self._largest[label] = largest([*arrays, *self.weight_gradients[label].values()])
+        return self._largest[label]
 
     def step_gradient(self, path):
         """The gradient of a parameter in a step."""
@@ -95,21 +120,26 @@ class OneCard:
 
     @staticmethod
     def _keep(values, gradients, call, number, tensor):
-        """Keep a value of a pass, and its gradient when it comes."""
+        """Keep a value of a pass, and its gradient when it comes; a cast to the same dtype returns its input."""
         values.setdefault(call, {})[number] = tensor
-        if tensor._requires_grad and not isinstance(tensor, Parameter):
-            tensor.register_hook(lambda gradient: gradients.setdefault(call, {}).update({number: gradient.asnumpy()}))
+        if tensor._requires_grad and not isinstance(tensor, Parameter) and not is_known(tensor):
+            table = gradients.setdefault(call, {})
+            keep = table.__setitem__
+            keep(number, 0.0)
+            tensor.register_hook(lambda gradient: None if gradient is None else keep(number, gradient.asnumpy()))
+
+    def _leaf(self, leaf):
+        return self._tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
 
     def _tensor(self, value):
         array = value.asnumpy() if isinstance(value, Tensor) else np.asarray(value)
         floats = array.dtype.kind == "f"
-        return Tensor(array.astype(np.float64) if floats and self.widen else array)
+        return Tensor(array.astype(self.dtype) if floats else array)
 
     def constant(self, constant):
         """The tensor of a `Constant`."""
         tensor = Tensor(constant.array, getattr(ms, constant.value.dtype.replace("bool", "bool_")))
-        floats = constant.value.dtype in _FLOATS
-        return tensor.astype(ms.float64) if floats and self.widen else tensor
+        return tensor.astype(getattr(ms, self.dtype)) if constant.value.dtype in _FLOATS else tensor
 
     def function(self, node, args, kwargs):
         """The function of the tensors among the arguments that calls an operator, by the operator's source."""
@@ -123,7 +153,7 @@ class OneCard:
         text = "\n".join([*call.imports, constructor, text])
         if text not in self._functions:
             space = {}
-            exec(widened_text(text) if self.widen else text, space)
+            exec(widened_text(text, self.dtype), space)
             self._functions[text] = space["call"]
         distinct = {id(tensor): tensor for tensor in tensors}
         return self._functions[text](*distinct.values())
@@ -145,22 +175,21 @@ class _Pass:
 
     def _run(self, graph):
         """The result of a call whose arguments are known."""
-        known = self.known[graph.call]
+        known = self.known.setdefault(graph.call, {})
         for use in graph.parameters:
             self._match(graph.call, use.value, self.card.parameters[use.path])
         for constant in graph.constants:
             self._match(graph.call, constant.value, self.card.constant(constant))
         for use in graph.free_variables:
-            known[use.value.id] = self.known[use.call][use.id]
+            self._match(graph.call, use.value, self.known[use.call][use.id])
 
         def fill(leaf):
             return known[leaf.id] if isinstance(leaf, Value) else leaf
 
         for node in graph.nodes:
             if isinstance(node, CallNode):
-                self.known[node.graph.call] = {
-                    inner.id: known[outer.id] for inner, outer in match_arguments(node).items()
-                }
+                for inner, outer in match_arguments(node).items():
+                    self._match(node.graph.call, inner, known[outer.id])
                 result = self._run(node.graph)
             else:
                 result = self.card.function(node, tree_map(fill, node.args), tree_map(fill, node.kwargs))

@@ -15,11 +15,11 @@ from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators.signature import is_float, tensor_meta
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
-from mindformers_core.passes.stage_function import StageFunction
-from mindformers_core.program.structure import tree_map
+from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.redistribution.arrays import assemble
 from mindformers_core.sharding.initialize import materialize
-from mindformers_core.sharding.inspecting import programs
+from mindformers_core.sharding.inspecting import prepare, programs
+from mindformers_core.sharding.parameter_storage import as_dtype
 from mindformers_core.sharding.shard import shard
 from mindformers_core.sharding.sharded_cells import tree_of, tree_of_root
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
@@ -179,17 +179,25 @@ class _Call:
         return losses, (programs(net)[-1].results[0].layout,), gradients
 
     def _differentiated(self, net, args, kwargs):
-        function, passes = StageFunction(net, None, False), ForwardBackward(_floating)
-        function.make_program(args, kwargs)
-        results = _floating(passes.forward(0, lambda: function(args, kwargs), ()))
-        layouts = tuple(each.layout for each in programs(net)[-1].results if is_float(each.dtype))
-        outputs = [np.empty(each.shape) for each in programs(net)[-1].results if is_float(each.dtype)]
+        passes, program = ForwardBackward(_floating), prepare(net, *args, **kwargs)
+        inputs = _floating(tree_leaves((args, kwargs), Tensor))
+
+        def forward(*moving):
+            moving = iter(moving)
+            given = tree_map(lambda leaf: next(moving) if _floating([leaf]) else leaf, (args, kwargs))
+            return [result.to_local() for result in tree_leaves(net(*given[0], **given[1]), Tensor)]
+
+        results = _floating(passes.forward(0, forward, inputs))
+        layouts = tuple(each.layout for each in program.results if is_float(each.dtype))
+        outputs = [
+            np.empty(each.shape, str(results[0].asnumpy().dtype)) for each in program.results if is_float(each.dtype)
+        ]
         slopes = [
             Tensor(slope[layout.local_slices(slope.shape, world().rank)].copy())
             for slope, layout in zip(self._slopes(outputs), layouts, strict=True)
         ]
         weights = ParameterTuple(net.trainable_params())
-        _, gradients = passes.backward(0, slopes, weights)
+        found, gradients = passes.backward(0, slopes, weights)
         return {(0, 0): results}, layouts, gradients
 
 
@@ -199,7 +207,7 @@ def _replica_part(leaf, replica, count):
 
 
 def _floating(tensors):
-    return tuple(tensor for tensor in tensors if is_differentiable(tensor))
+    return tuple(tensor for tensor in tensors if isinstance(tensor, Tensor) and is_differentiable(tensor))
 
 
 def _plain(leaf):
@@ -208,7 +216,7 @@ def _plain(leaf):
 
 
 def _widened(leaf):
-    return leaf.astype(ms.float64) if isinstance(leaf, Tensor) and is_differentiable(leaf) else leaf
+    return as_dtype(leaf, dtype_name(leaf.dtype)) if isinstance(leaf, Tensor) else leaf
 
 
 def _meta(leaf):
