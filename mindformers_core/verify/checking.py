@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mindformers_core.verify.comparison import TermSums, close, expected_part, largest
+from mindformers_core.verify.comparison import TermSums, close, expected_part, gradient_terms
 from mindformers_core.verify.report import fault_lines
 
 __all__ = ["PRECISIONS", "Check", "Fault", "Precision"]
@@ -117,18 +117,17 @@ class Check:
         """
         (stage, label), call, seen, path, file = at
         table = self.truth.values if what == "value" else self.truth.gradients
-        whole = self.truth.values[stage, label].get(call, {})
         passed = {use.value.id: use.path for use in seen.frame.graph.parameters}.get(seen.value.id)  # by a Cell above
         value = table[stage, label].get(call, {}).get(seen.value.id)
         if value is None and what == "gradient":
             return  # a Parameter's, or another name's of the same tensor
         value = self.truth.parameters[passed].asnumpy() if value is None else np.broadcast_to(value, seen.value.shape)
+        if what == "gradient":
+            value = value / gradient_terms(seen.layout)
         place = (0, label, stage) if what == "value" else (1, label, -stage)
         key = call, seen.value.id, layout
         at = stage, label, seen, path, file
-        consumed = () if what == "gradient" else getattr(seen.entry, "consumed", ())
-        given = [whole[each.id] for each, _ in consumed if each.id in whole]
-        terms = self.truth.largest_gradient(label) if what == "gradient" else largest(given)
+        terms = self.truth.largest(what, label)
         self.hold((*place, self.compared), rank, what, at, layout, tensor, value, key, terms=terms)
 
     def hold(self, order, rank, what, at, layout, tensor, value, key=None, tolerance=None, terms=0.0):

@@ -4,7 +4,7 @@ import numpy as np
 
 from mindformers_core.redistribution.arrays import reduce_arrays
 
-__all__ = ["TermSums", "close", "expected_part", "gradient_layout", "largest"]
+__all__ = ["TermSums", "close", "expected_part", "gradient_layout", "gradient_terms", "largest"]
 
 
 _MASKS = 6e4  # numbers from here on stand for masked elements, and say nothing about the others
@@ -35,9 +35,9 @@ def close(found, expected, tolerance, rounding=0.0):
 
 
 def largest(arrays):
-    """The largest finite magnitude in floating arrays, 0 where there is none."""
-    floats = [array for array in arrays if array.dtype.kind == "f"]
-    return max((float(np.abs(array).max(initial=0.0, where=np.isfinite(array))) for array in floats), default=0.0)
+    """The largest magnitude in floating arrays, masks left out; 0 where there is none."""
+    sizes = [np.abs(array) for array in arrays if array.dtype.kind == "f"]
+    return max((float(size.max(initial=0.0, where=size < _MASKS)) for size in sizes), default=0.0)
 
 
 def gradient_layout(layout):
@@ -45,6 +45,11 @@ def gradient_layout(layout):
     if any(op not in ("sum", "avg") for _, op in layout.partial):
         return None
     return layout.replace(partial=tuple((axis, "sum") for axis in layout.varying), varying=())
+
+
+def gradient_terms(layout):
+    """The number of terms of an average, each of which gets as small a part of its gradient; else 1."""
+    return layout.mesh.axis_size(*[axis for axis, op in layout.partial if op == "avg"])
 
 
 def expected_part(value, layout, rank):

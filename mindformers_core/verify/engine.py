@@ -133,7 +133,7 @@ def _compare_step(check, rank, replica, paths, step):
     """Compare the results of a rank's passes, its gradients, and its parameters after one update."""
     truth, parameters = check.truth, [(paths[id(parameter)], parameter) for parameter in step.parameters]
 
-    terms = max((truth.largest_gradient(label) for label in truth.weight_gradients), default=0.0)
+    terms = max((truth.largest("gradient", label) for label in truth.weight_gradients), default=0.0)
 
     def hold(order, what, path, layout, tensor, value, tolerance=None):
         at = None, None, None, path, None
@@ -143,6 +143,8 @@ def _compare_step(check, rank, replica, paths, step):
         for result, layout, value in zip(results, step.layouts, truth.outputs[(*label, replica)], strict=True):
             hold(0, "result", str(label), layout, result, value)
     summed = {path: truth.step_gradient(path) for path in truth.trained}
+    for path, parameter in parameters:
+        summed.setdefault(path, np.zeros(parameter.global_shape))
     for (path, parameter), gradient in zip(parameters, step.gradients, strict=True):
         hold(1, "reduced gradient", path, parameter.layout, gradient, summed[path])
     norm = np.sqrt(sum(np.square(gradient).sum() for gradient in summed.values()))

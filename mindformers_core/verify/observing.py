@@ -106,7 +106,7 @@ class RankObserver(Observer):
         layout = gradient_layout(getattr(parameter, "computing_layout", None) or parameter.layout)
         value = self.check.truth.weight_gradients[self._pass].get(path)
         order = 1, self._pass, 1, self.check.compared
-        at, terms = (None, self._pass, None, path, None), self.check.truth.largest_gradient(self._pass)
+        at, terms = (None, self._pass, None, path, None), self.check.truth.largest("gradient", self._pass)
         if value is not None:  # a trained one that the program uses
             self.check.hold(order, self.rank, "weight gradient", at, layout, gradient, value, terms=terms)
 
@@ -124,13 +124,8 @@ class RankObserver(Observer):
         self.check.compare(self.rank, "value", at, seen.layout, tensor)
         layout = gradient_layout(seen.layout)
         is_produced = seen.frame.layouts[seen.value.id] == seen.layout and not isinstance(seen.entry, ParameterUse)
-        if (
-            self._direction == "forward"
-            and is_produced
-            and layout is not None
-            and tensor._requires_grad
-            and not is_known(tensor)
-        ):
+        is_flowing = self._direction == "forward" and tensor._requires_grad and not is_known(tensor)
+        if is_flowing and is_produced and layout is not None:
             tensor.register_hook(lambda gradient: self._gradient(at, layout, gradient))
 
     def _gradient(self, at, layout, gradient):

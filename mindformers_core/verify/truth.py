@@ -4,7 +4,7 @@ from functools import partial
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, Tensor, ops
 
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.generation.operator_source import operator_source, primitive_source
@@ -25,6 +25,11 @@ def widened_text(text, dtype):
     for name in _FLOATS:
         text = text.replace(f"ms.{name}", f"ms.{dtype}")
     return text
+
+
+def _without_gradient(leaf):
+    """A result; MindSpore records integers, too, and takes gradients of casts from them."""
+    return leaf if not isinstance(leaf, Tensor) or is_float(dtype_name(leaf.dtype)) else ops.stop_gradient(leaf)
 
 
 def is_known(tensor):
@@ -105,14 +110,14 @@ class OneCard:
                 call: {number: tensor.asnumpy() for number, tensor in values.items()} for call, values in calls.items()
             }
 
-    def largest_gradient(self, label):
-        """The largest magnitude among all gradients of a pass."""
-        if label not in self._largest:
-            stages = [self.gradients[stage, label].values() for stage in self.graphs]
-            tables = [calls.values() for each in stages for calls in each]
-            arrays = [array for table in tables for array in table]
-            self._largest[label] = largest([*arrays, *self.weight_gradients[label].values()])
-        return self._largest[label]
+    def largest(self, what, label):
+        """The largest magnitude among all tensors of a pass: "value", or "gradient"."""
+        if (what, label) not in self._largest:
+            table = self.values if what == "value" else self.gradients
+            calls = [call for stage in self.graphs for call in table[stage, label].values()]
+            arrays = [array for call in calls for array in call.values()]
+            self._largest[what, label] = largest([*arrays, *self.weight_gradients[label].values()])
+        return self._largest[what, label]
 
     def step_gradient(self, path):
         """The gradient of a parameter in a step."""
@@ -156,7 +161,7 @@ class OneCard:
             exec(widened_text(text, self.dtype), space)
             self._functions[text] = space["call"]
         distinct = {id(tensor): tensor for tensor in tensors}
-        return self._functions[text](*distinct.values())
+        return tree_map(_without_gradient, self._functions[text](*distinct.values()))
 
 
 class _Pass:

@@ -188,10 +188,9 @@ class _Call:
             return [result.to_local() for result in tree_leaves(net(*given[0], **given[1]), Tensor)]
 
         results = _floating(passes.forward(0, forward, inputs))
-        layouts = tuple(each.layout for each in program.results if is_float(each.dtype))
-        outputs = [
-            np.empty(each.shape, str(results[0].asnumpy().dtype)) for each in program.results if is_float(each.dtype)
-        ]
+        floats = [each for each in program.results if is_float(each.dtype)]
+        layouts = tuple(each.layout for each in floats)
+        outputs = [np.empty(each.shape, tensor.asnumpy().dtype) for each, tensor in zip(floats, results)]
         slopes = [
             Tensor(slope[layout.local_slices(slope.shape, world().rank)].copy())
             for slope, layout in zip(self._slopes(outputs), layouts, strict=True)
