@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).parent / "ranks"))
 
 from random_cells import random_cell, random_plan  # noqa: E402 (found by the path)
 
-__all__ = ["check_example", "check_hsdp", "check_plan", "check_recipe"]
+__all__ = ["TINY", "Tower", "check_example", "check_hsdp", "check_plan", "check_recipe"]
 
 MESHES = (((2,), ("dp",)), ((2,), ("tp",)), ((4,), ("dp",)), ((2, 2), ("dp", "tp")), ((2, 2), ("cp", "tp")))
 MESHES += (((2, 2, 2), ("dp", "cp", "tp")),)

@@ -49,7 +49,8 @@ class SimulatedRanks:
         """Call `function(rank)` for every rank; returns the list of results.
 
         Raises:
-            The first error of a rank. RuntimeError: ranks wait for each other, or issue different collectives.
+            The first error of a rank, which it names. RuntimeError: ranks wait for each other, or issue different
+                collectives.
         """
         results = [None] * self.size
 
@@ -61,6 +62,7 @@ class SimulatedRanks:
                     with rank_of(self.size, rank, self):
                         results[rank] = function(rank)
                 except Exception as error:
+                    error.args = f"rank {rank}: {error}", *error.args[1:]
                     self._fail(error)
             self._pass_on()
 

@@ -42,7 +42,7 @@ class Fault:
         stage, label: of the pass; None after the passes.
         seen: the `Observed`, or None.
         path: of the Cell, or of the parameter.
-        file: the generated module.
+        file: the generated module, or, of a reduced gradient, the bucket that reduces it.
         layout: the layout that the tensor should have.
         found, expected: arrays.
         value: the global array.
@@ -103,7 +103,13 @@ class Check:
             return "\n".join([f"verified: {compared}, no difference", *self.notes])
         first = min(self.faults, key=lambda fault: fault.order)
         others = [fault for fault in self.faults if fault is not first and first.same_tensor(fault)]
-        return "\n".join([f"a fault: {compared}", *fault_lines(first, others, mesh), *self.notes])
+        return "\n".join(
+            [
+                f"a fault: {compared}",
+                *fault_lines(first, others, mesh, [frame for _, frame in self.plans.values()]),
+                *self.notes,
+            ]
+        )
 
     def compare(self, rank, what, at, layout, tensor):
         """Compare a tensor of an instruction with the one card's.
@@ -127,14 +133,14 @@ class Check:
         place = (0, label, stage) if what == "value" else (1, label, -stage)
         key = call, seen.value.id, layout
         at = stage, label, seen, path, file
-        terms = self.truth.largest(what, label)
-        self.hold((*place, self.compared), rank, what, at, layout, tensor, value, key, terms=terms)
+        rounding = self.precision.rounding * self.truth.largest(what, label)
+        self.hold((*place, self.compared), rank, what, at, layout, tensor, value, key, rounding=rounding)
 
-    def hold(self, order, rank, what, at, layout, tensor, value, key=None, tolerance=None, terms=0.0):
+    def hold(self, order, rank, what, at, layout, tensor, value, key=None, tolerance=None, rounding=0.0):
         """Compare a local tensor with the global value `value` in a layout; the arguments are those of `Fault`.
 
         Without a layout `value` is the expected local one. `key` is the same on all ranks that hold terms of a tensor.
-        `terms` is the largest magnitude of what was summed into it.
+        `tolerance` and `rounding` are those of `close`.
         """
         stage, label, seen, path, file = at
         array = tensor.asnumpy()
@@ -144,8 +150,7 @@ class Check:
             if array is None:
                 return
         expected = value if layout is None else expected_part(value, layout, rank)
-        precision = self.precision
-        is_right = close(array, expected, tolerance or precision.tolerance, precision.rounding * terms)
+        is_right = close(array, expected, tolerance or self.precision.tolerance, rounding)
         if not is_right and self._counts.get(rank, 0) < _KEPT:
             self._counts[rank] = self._counts.get(rank, 0) + 1
             self.faults.append(

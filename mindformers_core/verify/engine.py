@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from mindspore import Tensor
 
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import process_state, rank_of
@@ -19,6 +20,7 @@ from mindformers_core.verify.truth import OneCard
 __all__ = ["RankStep", "Subject", "plans_of", "simulate"]
 
 _UPDATE_TOLERANCE = 1e-5  # optimizers take scalars and keep moments in float32
+_UPDATE_ROUNDING = 2**-23  # and compute weights of float64 in float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,22 +124,37 @@ def _simulated(subject, plans, precision, notes):
         cells = subject.build(rank)
         paths = observer.enter_cells(cells)
         observer.replica = subject.replica(rank, cells)
-        _compare_step(check, rank, observer.replica, paths, subject.step(rank, cells))
+        step = subject.step(rank, cells)
+        _compare_step(check, rank, observer.replica, paths, step, _buckets(cells))
 
     with custom_gradients():
         SimulatedRanks(subject.mesh.size).run(work)
     return check
 
 
-def _compare_step(check, rank, replica, paths, step):
+def _buckets(cells):
+    """Path of a parameter -> its bucket of gradients, as text."""
+    found = {}
+    for net in cells.values():
+        storage = tree_of(net).storage
+        for number, bucket in enumerate(getattr(storage, "reduces", ())):
+            names = [storage.parameters[member].plan.path for member in bucket.members]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            text = f"{bucket.kind} number {number} of {len(storage.reduces)}, of {', '.join(names[:3])}{more}"
+            found.update(dict.fromkeys(names, text))
+    return found
+
+
+def _compare_step(check, rank, replica, paths, step, buckets):
     """Compare the results of a rank's passes, its gradients, and its parameters after one update."""
     truth, parameters = check.truth, [(paths[id(parameter)], parameter) for parameter in step.parameters]
 
     terms = max((truth.largest("gradient", label) for label in truth.weight_gradients), default=0.0)
 
-    def hold(order, what, path, layout, tensor, value, tolerance=None):
-        at = None, None, None, path, None
-        check.hold((2, order), rank, what, at, layout, tensor, value, tolerance=tolerance, terms=terms)
+    def hold(order, what, path, layout, tensor, value, tolerance=None, bucket="", rounding=None):
+        at = None, None, None, path, bucket
+        rounding = check.precision.rounding * terms if rounding is None else rounding
+        check.hold((2, order), rank, what, at, layout, tensor, value, tolerance=tolerance, rounding=rounding)
 
     for label, results in step.losses.items():
         for result, layout, value in zip(results, step.layouts, truth.outputs[(*label, replica)], strict=True):
@@ -146,7 +163,8 @@ def _compare_step(check, rank, replica, paths, step):
     for path, parameter in parameters:
         summed.setdefault(path, np.zeros(parameter.global_shape))
     for (path, parameter), gradient in zip(parameters, step.gradients, strict=True):
-        hold(1, "reduced gradient", path, parameter.layout, gradient, summed[path])
+        bucket = buckets.get(path, "")
+        hold(1, "reduced gradient", path, parameter.layout, gradient, summed[path], bucket=bucket)
     norm = np.sqrt(sum(np.square(gradient).sum() for gradient in summed.values()))
     clipped, found = step.clip(tuple(step.gradients))
     hold(2, "gradient norm", "", None, found, norm, _UPDATE_TOLERANCE)
@@ -157,10 +175,11 @@ def _compare_step(check, rank, replica, paths, step):
     step.optimizer(clipped, *step.optimizer.scalars(1, step.learning_rate))
     for (path, parameter), old, gradient in zip(parameters, before, clipped, strict=True):
         value = _first_update(old, gradient.asnumpy(), step.learning_rate, step.optimizer.section, parameter.name)
-        hold(4, "updated parameter", path, None, parameter, value, _UPDATE_TOLERANCE)
+        rounding = _UPDATE_ROUNDING * np.abs(old).max(initial=0.0)
+        hold(4, "update", path, None, Tensor(parameter.asnumpy() - old), value, _UPDATE_TOLERANCE, rounding=rounding)
 
 
 def _first_update(weight, gradient, rate, section, name):
-    """A weight after AdamW's first step (Loshchilov and Hutter, 2019): both moments are those of one gradient."""
+    """What AdamW's first step adds to a weight (Loshchilov and Hutter, 2019): both moments are of one gradient."""
     decay = section.weight_decay if decays(name, section.weight_decay_exclude) else 0.0
-    return weight - rate * (gradient / (np.abs(gradient) + section.eps) + decay * weight)
+    return -rate * (gradient / (np.abs(gradient) + section.eps) + decay * weight)

@@ -106,9 +106,10 @@ class RankObserver(Observer):
         layout = gradient_layout(getattr(parameter, "computing_layout", None) or parameter.layout)
         value = self.check.truth.weight_gradients[self._pass].get(path)
         order = 1, self._pass, 1, self.check.compared
-        at, terms = (None, self._pass, None, path, None), self.check.truth.largest("gradient", self._pass)
+        at = None, self._pass, None, path, None
+        rounding = self.check.precision.rounding * self.check.truth.largest("gradient", self._pass)
         if value is not None:  # a trained one that the program uses
-            self.check.hold(order, self.rank, "weight gradient", at, layout, gradient, value, terms=terms)
+            self.check.hold(order, self.rank, "weight gradient", at, layout, gradient, value, rounding=rounding)
 
     def _observe(self, source, file, cell, number, tensor):
         """Compare a tensor, and later its gradient."""

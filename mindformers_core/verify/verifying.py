@@ -10,11 +10,12 @@ import numpy as np
 from mindspore import ParameterTuple, Tensor, nn
 
 from mindformers_core.communication.simulated import SimulatedRanks
-from mindformers_core.communication.world import world
+from mindformers_core.communication.world import process_state, world
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators.signature import is_float, tensor_meta
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
+from mindformers_core.program.observer import Observer
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.redistribution.arrays import assemble
 from mindformers_core.sharding.initialize import materialize
@@ -28,7 +29,7 @@ from mindformers_core.zero.gradients import value_and_grad
 
 __all__ = ["verify"]
 
-_OPTIMIZER = SimpleNamespace(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, weight_decay_exclude=())
+_OPTIMIZER = SimpleNamespace(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, weight_decay_exclude=("*bias*", "*norm*"))
 _MAX_NORM = 1e-3  # small, so that gradients are clipped
 
 
@@ -124,7 +125,7 @@ class _Call:
         for replica in range(count):
             args, kwargs = tree_map(partial(_replica_part, replica=replica, count=count), (self.args, self.kwargs))
             passes += [((0, step, replica), args, kwargs, self._slopes) for step in range(steps)]
-        divisor = 1 if settings is None else 1 / settings.scale
+        divisor = steps * (settings.group_size if settings and settings.gradients_mean else 1)
         return Subject(
             self.mesh,
             self.build,
@@ -136,12 +137,9 @@ class _Call:
         )
 
     def _held(self, rank):
+        observer = process_state().observer = _InitialValues()
         net = self.build(rank)[0]
-        parameters = {
-            path: (parameter.asnumpy().copy(), parameter.layout, tuple(parameter.global_shape))
-            for path, parameter in net.parameters_and_names()
-        }
-        return parameters, tree_of(net).storage.settings, self._replica(rank, net)[1]
+        return observer.found, tree_of(net).storage.settings, self._replica(rank, net)[1]
 
     def _parameters(self, held):
         """Path -> array with the global initial values."""
@@ -198,6 +196,20 @@ class _Call:
         weights = ParameterTuple(net.trainable_params())
         found, gradients = passes.backward(0, slopes, weights)
         return {(0, 0): results}, layouts, gradients
+
+
+class _InitialValues(Observer):
+    """Keeps the parts that `shard()` gives a rank: path -> `(array, layout, global shape)`, in `found`."""
+
+    def __init__(self):
+        self.found = {}
+
+    def placed(self, cell, parameters):
+        """See `Observer`."""
+        for path, before in cell.parameters_and_names():
+            part = parameters[id(before)]
+            self.found[path] = part.asnumpy().copy(), part.layout, tuple(part.global_shape)
+        return parameters
 
 
 def _replica_part(leaf, replica, count):
