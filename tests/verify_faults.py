@@ -164,5 +164,7 @@ SUBJECTS = {
     },
     "towers on tp": functools.partial(model, "two towers", (4,), ("tp",)),
     "llama on cp": functools.partial(model, "llama", (2, 2), ("cp", "tp")),
+    "language model on cp": functools.partial(model, "tied language model", (2, 2), ("cp", "tp")),
+    "encoder": functools.partial(model, "encoder", (2, 2), ("dp", "tp")),
     "recurrent": functools.partial(model, "recurrent", (2, 2), ("dp", "tp")),
 }

@@ -104,7 +104,8 @@ class SimulatedRanks:
             issued.setdefault(each, []).append(rank)
         if len(issued) > 1:
             said = "; ".join(f"ranks {', '.join(map(str, ranks))}: {_shown(each)}" for each, ranks in issued.items())
-            raise RuntimeError(f"collective {number} over {group} differs among its ranks: {said}")
+            self._fail(RuntimeError(f"collective {number} over {group} differs among its ranks: {said}"))
+            raise _Stopped  # callers explain the errors of a collective's backend in words of their own
 
     def send(self, rank, to_rank, message):
         """Leave a message for another rank."""

@@ -80,6 +80,7 @@ class Check:
 
     Attributes:
         plans: from `plans_of`.
+        roots: as `plans`, the `CellPlan`s of what has run: under recompute() others.
         truth: the `OneCard`.
         precision: the `Precision` of all ranks and of the truth.
         notes: sentences about what isn't verified.
@@ -93,6 +94,7 @@ class Check:
     notes: tuple = ()
     faults: list = field(default_factory=list)
     compared: int = 0
+    roots: dict = field(default_factory=dict)
     _sums: TermSums = field(default_factory=TermSums)
     _counts: dict = field(default_factory=dict)  # rank -> faults kept
 
@@ -106,7 +108,7 @@ class Check:
         return "\n".join(
             [
                 f"a fault: {compared}",
-                *fault_lines(first, others, mesh, [frame for _, frame in self.plans.values()]),
+                *fault_lines(first, others, mesh, self.roots.values()),
                 *self.notes,
             ]
         )

@@ -140,6 +140,7 @@ class RankObserver(Observer):
         if key not in self._calls:
             (program,) = [each for each in tree.programs.values() if each.source is source]
             calls = self._calls[key] = {}
+            self.check.roots[self.stages[id(tree)], tree.mesh] = program.frame
             for path, frame, graph in program.calls():
                 calls.setdefault((path, frame), []).append(graph.call)
         return self._calls[key]

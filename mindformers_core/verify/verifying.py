@@ -26,6 +26,7 @@ from mindformers_core.sharding.sharded_cells import tree_of, tree_of_root
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
 from mindformers_core.verify.engine import RankStep, Subject, plans_of, simulate
 from mindformers_core.zero.gradients import value_and_grad
+from mindformers_core.zero.precision import MixedPrecision
 
 __all__ = ["verify"]
 
@@ -58,7 +59,8 @@ def verify(net, mesh, *inputs, config=None, plan=None, seed=0, **named_inputs):
     inputs, named = tree_map(_plain, (inputs, named_inputs))
     subject = _Call(net, mesh, config, plan, seed, inputs, named)
     plans = plans_of(mesh, subject.build, subject.planning_inputs)
-    return simulate(subject.subject(), plans)
+    step = subject.subject()
+    return simulate(step, plans, subject.notes)
 
 
 class _Call:
@@ -66,7 +68,7 @@ class _Call:
 
     def __init__(self, net, mesh, config, plan, seed, args, kwargs):
         self.mesh, self.seed, self.args, self.kwargs = mesh, seed, args, kwargs
-        self.cell = net if isinstance(net, nn.Cell) else None
+        self.cell, self.notes = net if isinstance(net, nn.Cell) else None, ()
         if self.cell is not None:
             materialize(net, seed)
         self.build_one = net if self.cell is None else lambda: shard(copy.deepcopy(net), mesh, config, plan, seed=seed)
@@ -88,10 +90,11 @@ class _Call:
 
     def planning_inputs(self, rank, stage, net):
         """Local inputs for planning, `(args, kwargs)`."""
-        return tree_map(_meta, self._local_inputs(net, rank))
+        args, kwargs = self._local_inputs(net, rank)
+        return tree_map(_meta, tree_of(net).storage.cast_inputs(args, kwargs))
 
-    def _local_inputs(self, net, rank):
-        """A rank's part of the inputs, `(args, kwargs)`."""
+    def _local_inputs(self, net, rank, step=0):
+        """A rank's part of the inputs of a micro-step, `(args, kwargs)`."""
         tree = tree_of(net)
         bound = signature(tree.classes[""].construct).bind(net, *self.args, **self.kwargs)
         replica, count = self._replica(rank, net)
@@ -99,7 +102,7 @@ class _Call:
         def part(leaf, name):
             if not isinstance(leaf, np.ndarray):
                 return leaf
-            leaf = _replica_part(leaf, replica, count)
+            leaf = _replica_part(_rolled(leaf, step), replica, count)
             layout = tree.boundaries[""].arriving_layout(name, leaf.ndim)
             return Tensor(leaf[layout.local_slices(leaf.shape, rank)].copy())
 
@@ -120,11 +123,15 @@ class _Call:
         """The `Subject`."""
         held = SimulatedRanks(self.mesh.size).run(self._held)
         settings, count = held[0][1:]
+        if settings and settings.precision != MixedPrecision():
+            self.notes = ("not verified: the dtypes of mixed_precision; everything is computed in one dtype",)
         steps = 1 if settings is None else settings.accumulate_grad_step
         passes = []
         for replica in range(count):
-            args, kwargs = tree_map(partial(_replica_part, replica=replica, count=count), (self.args, self.kwargs))
-            passes += [((0, step, replica), args, kwargs, self._slopes) for step in range(steps)]
+            for step in range(steps):
+                rolled = tree_map(partial(_rolled, step=step), (self.args, self.kwargs))
+                given = tree_map(partial(_replica_part, replica=replica, count=count), rolled)
+                passes.append(((0, step, replica), *given, self._slopes))
         divisor = steps * (settings.group_size if settings and settings.gradients_mean else 1)
         return Subject(
             self.mesh,
@@ -172,6 +179,7 @@ class _Call:
         gradient_of, losses, gradients = value_and_grad(net), {}, None
         gradient_of.prepare(*args, **kwargs)
         while gradients is None:
+            args, kwargs = tree_map(_widened, self._local_inputs(net, world().rank, len(losses)))
             result, gradients = gradient_of(*args, **kwargs)
             losses[0, len(losses)] = [result[0] if isinstance(result, tuple) else result]
         return losses, (programs(net)[-1].results[0].layout,), gradients
@@ -210,6 +218,11 @@ class _InitialValues(Observer):
             part = parameters[id(before)]
             self.found[path] = part.asnumpy().copy(), part.layout, tuple(part.global_shape)
         return parameters
+
+
+def _rolled(leaf, step):
+    """An input of a micro-step: the batch, beginning with another sample in each."""
+    return np.roll(leaf, step, 0) if isinstance(leaf, np.ndarray) and leaf.ndim else leaf
 
 
 def _replica_part(leaf, replica, count):
