@@ -13,7 +13,7 @@ from mindformers_core.optimizers.adamw import decays
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.sharding.program import plan_call
 from mindformers_core.sharding.sharded_cells import tree_of
-from mindformers_core.verify.checking import PRECISIONS, Check
+from mindformers_core.verify.checking import FLOAT32_KERNELS, PRECISIONS, Check
 from mindformers_core.verify.observing import RankObserver
 from mindformers_core.verify.truth import OneCard
 
@@ -99,12 +99,14 @@ def simulate(subject, plans, notes=()):
     Returns:
         The `Check`, with all faults.
     """
-    wide, narrow = PRECISIONS
+    nodes = [node for graph, _ in plans.values() for call in graph.calls() for node in call.nodes]
+    is_coarse = not FLOAT32_KERNELS.isdisjoint(getattr(node, "operator", None) for node in nodes)
+    wide, narrow = PRECISIONS["float32 in float64" if is_coarse else "float64"], PRECISIONS["float32"]
     try:
         return _simulated(subject, plans, wide, notes)
     except TypeError as error:
         text = str(error).partition("\n")[0]
-        if not text.startswith("For primitive[") or "must be a type of" not in text or "Float64" not in text:
+        if "For primitive[" not in text or "must be a type of" not in text or "Float64" not in text:
             raise
     note = f"in float32, to {narrow.tolerance:.1g}: {text}"
     return _simulated(subject, plans, narrow, (*notes, note))
