@@ -13,10 +13,11 @@ from small_cells import Doubled, cell_of
 from small_zero import array
 from verify_faults import SUBJECTS
 
+from mindformers_core import recompute, shard
 from mindformers_core.communication.groups import make_group
 from mindformers_core.communication.simulated import SimulatedCollective, SimulatedRanks, make_transport
 from mindformers_core.communication.world import rank_of, world
-from mindformers_core.layout import Layout
+from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.passes.thread_tape import ThreadTape, custom_gradients
 from mindformers_core.verify.comparison import TermSums, close, gradient_layout, gradient_terms, largest
@@ -265,3 +266,21 @@ def test_structures_of_arguments_and_results():
     check = verify(Together(), mesh, (x, y), {"bias": Tensor(array(4)), "name": "table"}, scale=2.0)
     assert not check.faults, check.report(mesh)
     assert check.compared > 60
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_dropout_draws_the_same_on_all_ranks(recomputed):
+    def construct(self, x):
+        return ops.mean(ops.square(ops.tanh(ops.dropout(self.drop(self.dense(x)), 0.3, self.training))))
+
+    def build():
+        net = cell_of(construct, dense=nn.Dense(8, 8), drop=nn.Dropout(p=0.5)).set_train()
+        shard(net, mesh, plan={"": {"input": {"x": layout("dp")}}, "dense": {"weight": {"weight": layout("tp", None)}}})
+        net = recompute(net, select=["drop"]) if recomputed else net
+        return hsdp(net, shard_size=2, threshold=0, accumulate_grad_step=2)
+
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    check = verify(build, mesh, Tensor(array(8, 8)))
+    assert not check.faults, check.report(mesh)
+    labels = list(check.truth.outputs)
+    assert len({check.truth.outputs[label][0].item() for label in labels}) == len(labels) == 2

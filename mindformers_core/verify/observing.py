@@ -12,6 +12,7 @@ from mindformers_core.program.observer import Observer
 from mindformers_core.sharding.parameter_storage import as_dtype
 from mindformers_core.sharding.sharded_cells import tree_and_path, tree_of
 from mindformers_core.verify.comparison import gradient_layout
+from mindformers_core.verify.drawing import begin_draws
 from mindformers_core.verify.truth import is_known, widened_text
 from mindformers_core.zero.sharded_parameter import parameter_like
 
@@ -92,6 +93,8 @@ class RankObserver(Observer):
         """See `Observer`."""
         before = self._pass, self._direction
         self._pass, self._direction = (*label, self.replica), direction
+        if direction == "forward":
+            begin_draws(self._pass)
         try:
             yield
         finally:

@@ -13,6 +13,7 @@ from mindformers_core.passes.thread_tape import ThreadTape
 from mindformers_core.program.graph import CallNode, match_arguments
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.verify.comparison import largest
+from mindformers_core.verify.drawing import DROPOUTS, begin_draws, whole_context
 
 __all__ = ["OneCard", "is_known", "widened_text"]
 
@@ -21,7 +22,10 @@ _FLOATS = ("float16", "bfloat16", "float32")
 
 
 def widened_text(text, dtype):
-    """Python source with one floating dtype in the place of every other."""
+    """Python source with one floating dtype in the place of every other, and the random states of `drawing`."""
+    text = text.replace(
+        "mindformers_core.dtensor.dropout import next_r", "mindformers_core.verify.drawing import next_r"
+    )
     for name in _FLOATS:
         text = text.replace(f"ms.{name}", f"ms.{dtype}")
     return text
@@ -91,6 +95,7 @@ class OneCard:
             for stage, graph in self.graphs.items():
                 named = {name: kwargs[name] for name in list(graph.arguments)[len(passed) :] if name in kwargs}
                 calls = known[stage, label] = {}
+                begin_draws(label)
                 self.gradients[stage, label] = {}
                 keep = partial(self._keep, calls, self.gradients[stage, label])
                 passed = tuple(tree_leaves(_Pass(self, keep).root(graph, passed, named), Tensor))
@@ -148,6 +153,8 @@ class OneCard:
 
     def function(self, node, args, kwargs):
         """The function of the tensors among the arguments that calls an operator, by the operator's source."""
+        if node.operator in DROPOUTS:
+            return DROPOUTS[node.operator](None, (*args, *kwargs.values()), whole_context(args[0].shape))
         tensors = tree_leaves((args, kwargs), Tensor)
         names = {id(tensor): f"tensor_{place}" for place, tensor in enumerate(tensors)}
         called = operator_source if node.primitive is None else partial(primitive_source, node.primitive, "operator")
