@@ -79,7 +79,7 @@ def check_plan(seed):
 def check_hsdp(seed):
     """Verify a Cell under `hsdp()`, sharded over other axes or plain, perhaps recomputed."""
     random = np.random.default_rng([seed, 1])
-    dp, tp = one_of(random, [(2, 1), (4, 1), (2, 2), (4, 2), (2, 4)])
+    dp, tp = one_of(random, [(2, 1)] * 6 + [(4, 1), (2, 2), (2, 2), (4, 2), (2, 4)])
     mesh = DeviceMesh((dp, tp), ("dp", "tp"))
     settings = _hsdp_settings(random, dp)
     make, inputs, named = _tower(random, 2 * dp) if tp == 1 and random.random() < 0.7 else _net(random, tp, 2 * dp)
@@ -109,7 +109,7 @@ def _hsdp_settings(random, dp):
         "shard_size": one_of(random, [size for size in (1, 2, 4) if size <= dp]),
         "threshold": one_of(random, [0, 0, 0.05, 0.2]),
         "optimizer_level": one_of(random, ["level1", "level2", "level3"]),
-        "accumulate_grad_step": one_of(random, [1, 1, 2, 3]),
+        "accumulate_grad_step": one_of(random, [1, 1, 1, 2, 3]),
         "comm_fusion": one_of(random, ["auto", 0, 0.0003, {"mode": "index", "config": [2, 4]}]),
         "gradient_accumulation_shard": one_of(random, [None, True, False]),
         "reshard_after_forward": one_of(random, [None, True, False]),
