@@ -5,7 +5,7 @@ Written from the definitions of the placements, and from the design's table of f
 
 import numpy as np
 
-REDUCE = {"sum": np.add, "avg": np.add, "max": np.maximum, "min": np.minimum}
+from mindformers_core.redistribution.arrays import assemble, exchange, reduce_arrays
 
 
 def distribute(value, layout, rng):
@@ -43,12 +43,10 @@ def _terms(value, number, ops, averaged, rng):
 def collect(local, layout, shape):
     """The global tensor of `local`, having checked that all ranks that should hold the same do."""
     mesh, partial = layout.mesh, dict(layout.partial)
+    value = assemble(local, layout, shape)
     reduced = dict(local)
     for axis, op in partial.items():
-        reduced = {rank: _reduce([reduced[other] for other in mesh.group(rank, (axis,))], op) for rank in reduced}
-    value = np.full(shape, np.nan)
-    for rank in mesh.rank_list:
-        value[layout.local_slices(shape, rank)] = reduced[rank]
+        reduced = {rank: reduce_arrays([reduced[each] for each in mesh.group(rank, (axis,))], op) for rank in reduced}
     for rank in mesh.rank_list:
         np.testing.assert_allclose(reduced[rank], value[layout.local_slices(shape, rank)], rtol=1e-9, atol=1e-9)
     for axis in mesh.axis_names:
@@ -57,13 +55,6 @@ def collect(local, layout, shape):
                 for rank in group[1:]:
                     np.testing.assert_array_equal(local[rank], local[group[0]])
     return value
-
-
-def _reduce(tensors, op):
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = REDUCE[op](total, tensor)
-    return total / len(tensors) if op == "avg" else total
 
 
 def run_forward(step, local):
@@ -89,16 +80,15 @@ def forward(step, ranks, x):
     kind = step.kind
     if kind in ("slice", "slice_varying"):
         return [np.split(x[index], n, dim)[index] for index in range(n)]
-    if kind in ("all_gather", "all_gather_varying"):
-        return [np.concatenate(x, dim)] * n
-    if kind == "all_to_all":
-        return _exchange(x, dim, step.to_dim)
-    if kind == "permute":
-        return _send(x, _destinations(step, ranks))
-    if kind in ("all_reduce", "all_reduce_varying"):
-        return [_reduce(x, step.op)] * n
-    if kind == "reduce_scatter":
-        return np.split(_reduce(x, step.op), n, dim)
+    sent = {
+        "all_gather": (dim,),
+        "all_to_all": (dim, step.to_dim),
+        "all_reduce": (step.op,),
+        "reduce_scatter": (dim, step.op),
+        "permute": (_destinations(step, ranks),) if kind == "permute" else (),
+    }
+    if kind.removesuffix("_varying") in sent:
+        return exchange(kind.removesuffix("_varying"), x, *sent[kind.removesuffix("_varying")])
     if kind in ("mark_varying", "unmark_varying"):
         return x
     if kind == "to_partial" and step.op != "sum":
@@ -121,7 +111,7 @@ def backward(step, ranks, g, x):
     if kind == "all_gather_varying":
         return np.split(sum(g), n, dim)
     if kind == "all_to_all":
-        return _exchange(g, step.to_dim, dim)
+        return exchange("all_to_all", g, step.to_dim, dim)
     if kind == "permute":
         places = _destinations(step, ranks)
         return [g[places[index]] for index in range(n)]
@@ -144,15 +134,9 @@ def _reduced_gradient(g, x, op):
     """Gradient of the terms `x` of a reduction: ties of an extreme share equally."""
     if op in ("sum", "avg"):
         return [tensor / (len(x) if op == "avg" else 1) for tensor in g]
-    extreme = _reduce(x, op)
+    extreme = reduce_arrays(x, op)
     holders = sum((term == extreme).astype(float) for term in x)
     return [tensor * (term == extreme) / holders for tensor, term in zip(g, x)]
-
-
-def _exchange(x, dim, to_dim):
-    n = len(x)
-    pieces = [np.split(tensor, n, to_dim) for tensor in x]
-    return [np.concatenate([pieces[sender][index] for sender in range(n)], dim) for index in range(n)]
 
 
 def _pad(x, dim):
@@ -165,14 +149,6 @@ def _destinations(step, ranks):
     shape = step.source.global_shape(step.shape)
     wanted = [step.target.local_slices(shape, rank) for rank in ranks]
     return [wanted.index(step.source.local_slices(shape, rank)) for rank in ranks]
-
-
-def _send(x, destinations):
-    received = [None] * len(x)
-    for sender, destination in enumerate(destinations):
-        assert received[destination] is None
-        received[destination] = x[sender]
-    return received
 
 
 def distribute_gradient(weights, local, layout, rng):
@@ -202,7 +178,7 @@ def check_gradient(grads, weights, local, layout):
         axes = tuple(axis for axis, _ in layout.partial)
         summed += axes
         for ranks in mesh.groups(axes):
-            extreme = _reduce([local[rank] for rank in ranks], ops[0])
+            extreme = reduce_arrays([local[rank] for rank in ranks], ops[0])
             for rank in ranks:
                 assert not grads[rank][local[rank] != extreme].any(), "a gradient where the extreme isn't held"
     averaged = mesh.axis_size(*[axis for axis, op in layout.partial if op == "avg"])

@@ -49,7 +49,8 @@ class SimulatedRanks:
         """Call `function(rank)` for every rank; returns the list of results.
 
         Raises:
-            The first error of a rank. RuntimeError: ranks wait for each other, or issue different collectives.
+            The first error of a rank, which it names. RuntimeError: ranks wait for each other, or issue different
+                collectives.
         """
         results = [None] * self.size
 
@@ -61,6 +62,7 @@ class SimulatedRanks:
                     with rank_of(self.size, rank, self, self.device_target):
                         results[rank] = function(rank)
                 except Exception as error:
+                    error.args = f"rank {rank}: {error}", *error.args[1:]
                     self._fail(error)
             self._pass_on()
 
@@ -102,7 +104,8 @@ class SimulatedRanks:
             issued.setdefault(each, []).append(rank)
         if len(issued) > 1:
             said = "; ".join(f"ranks {', '.join(map(str, ranks))}: {_shown(each)}" for each, ranks in issued.items())
-            raise RuntimeError(f"collective {number} over {group} differs among its ranks: {said}")
+            self._fail(RuntimeError(f"collective {number} over {group} differs among its ranks: {said}"))
+            raise _Stopped  # callers explain the errors of a collective's backend in words of their own
 
     def send(self, rank, to_rank, message):
         """Leave a message for another rank."""

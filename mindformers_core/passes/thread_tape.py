@@ -29,7 +29,11 @@ class ThreadTape:
     def gradients(self, inputs, outputs, sens, weights):
         """The gradients of the recorded call's inputs and of weights, two tuples, from those of its outputs."""
         wanted = (*inputs, *weights)
-        found = _c_expression.run_backward(outputs, sens, False, False, wanted, True, accumulate_grad=False)
+        recorded = [place for place, output in enumerate(outputs) if output._requires_grad]
+        outputs, sens = (tuple(each[place] for place in recorded) for each in (outputs, sens))
+        found = [None] * len(wanted)
+        if outputs and wanted:
+            found = _c_expression.run_backward(outputs, sens, False, False, wanted, True, accumulate_grad=False)
         found = [ops.zeros_like(one) if grad is None else grad for one, grad in zip(wanted, found, strict=True)]
         return tuple(found[: len(inputs)]), tuple(found[len(inputs) :])
 

@@ -34,8 +34,13 @@ class Observer:
     Programs that are made while there is an observer report every tensor to it. This class ignores all.
     """
 
-    def placed(self, cell):
-        """`shard()` has given a Cell this rank's shards of its parameters."""
+    def placed(self, cell, parameters):
+        """The Parameters that a Cell gets by `shard()`: id of the present one -> this rank's shard."""
+        return parameters
+
+    def dtype(self, name):
+        """The name of the dtype to compute with in the place of a dtype of the model."""
+        return name
 
     def planned(self, tree, path, plan):
         """The `(CellGraph, CellPlan)` of a program of the Cell at `path`; `plan()` captures and propagates."""

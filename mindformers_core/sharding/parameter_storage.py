@@ -8,12 +8,13 @@ from contextlib import nullcontext
 from mindspore import Tensor, ops
 from mindspore import dtype as mstype
 
+from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.dtensor import DTensor
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.structure import tree_map
 
-__all__ = ["ParameterStorage", "as_dtype", "parameter_storage", "unit_of"]
+__all__ = ["ParameterStorage", "as_dtype", "computing_dtype", "parameter_storage", "unit_of"]
 
 
 class ParameterStorage:
@@ -102,8 +103,15 @@ def unit_of(path, units):
     return next((unit for unit in units if f"{path}.".startswith(f"{unit}.")), "")
 
 
+def computing_dtype(name):
+    """The name of the dtype to compute with in the place of one of the model: another one where an observer says so."""
+    observer = process_state().observer
+    return name if observer is None else observer.dtype(name)
+
+
 def as_dtype(tensor, name):
-    """A tensor in the dtype of this name; the tensor itself where it has that dtype."""
+    """A tensor in the dtype of this name, or the observer's; the tensor itself where it has that dtype."""
+    name = computing_dtype(name)
     return tensor if dtype_name(tensor.dtype) == name else ops.cast(tensor, getattr(mstype, name))
 
 

@@ -4,12 +4,39 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mindformers_core.verify.comparison import SMALL, TermSums, close, expected_part
+from mindformers_core.verify.comparison import TermSums, close, expected_part, gradient_terms
 from mindformers_core.verify.report import fault_lines
 
-__all__ = ["Check", "Fault"]
+__all__ = ["FLOAT32_KERNELS", "PRECISIONS", "Check", "Fault", "Precision"]
 
 _KEPT = 16  # faults of a rank; the first one counts
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The floating dtype of a verification.
+
+    Attributes:
+        dtype: name of the dtype of all floating tensors, whatever their dtypes in the model.
+        tolerance: largest difference, relative to the largest magnitude of a tensor.
+        rounding: largest difference, relative to the largest magnitude of the terms that were summed.
+    """
+
+    dtype: str
+    tolerance: float
+    rounding: float
+
+
+PRECISIONS = {
+    "float64": Precision("float64", 2**-20, 2**-44),
+    "float32 in float64": Precision("float64", 2**-18, 2**-22),  # see `FLOAT32_KERNELS`
+    "float32": Precision("float32", 2**-13, 2**-17),
+}
+FLOAT32_KERNELS = {
+    "LayerNorm",
+    "LayerNormExt",
+    "MaskedFill",
+}  # operators that compute float64 tensors in float32 on CPU
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +50,7 @@ class Fault:
         stage, label: of the pass; None after the passes.
         seen: the `Observed`, or None.
         path: of the Cell, or of the parameter.
-        file: the generated module.
+        file: the generated module, or, of a reduced gradient, the bucket that reduces it.
         layout: the layout that the tensor should have.
         found, expected: arrays.
         value: the global array.
@@ -62,8 +89,10 @@ class Check:
     Attributes:
         mesh: of all ranks.
         plans: from `plans_of`.
+        roots: as `plans`, the `CellPlan`s of what has run: under recompute() others.
         truth: the `OneCard`.
-        tolerance: largest difference, relative to the largest magnitude of a tensor.
+        precision: the `Precision` of all ranks and of the truth.
+        notes: sentences about what isn't verified.
         faults: the `Fault`s.
         compared: number of tensors.
     """
@@ -71,9 +100,11 @@ class Check:
     mesh: object
     plans: dict
     truth: object
-    tolerance: float
+    precision: Precision
+    notes: tuple = ()
     faults: list = field(default_factory=list)
     compared: int = 0
+    roots: dict = field(default_factory=dict)
     _sums: TermSums = field(default_factory=TermSums)
     _counts: dict = field(default_factory=dict)  # rank -> faults kept
 
@@ -82,10 +113,16 @@ class Check:
         mesh = self.mesh
         compared = f"{self.compared:,} tensors on {mesh.size} ranks {mesh} compared with one card"
         if not self.faults:
-            return f"verified: {compared}, no difference"
+            return "\n".join([f"verified: {compared}, no difference", *self.notes])
         first = min(self.faults, key=lambda fault: fault.order)
         others = [fault for fault in self.faults if fault is not first and first.same_tensor(fault)]
-        return "\n".join([f"a fault: {compared}", *fault_lines(first, others, mesh)])
+        return "\n".join(
+            [
+                f"a fault: {compared}",
+                *fault_lines(first, others, mesh, self.roots.values()),
+                *self.notes,
+            ]
+        )
 
     def compare(self, rank, what, at, layout, tensor):
         """Compare a tensor of an instruction with the one card's.
@@ -99,18 +136,24 @@ class Check:
         """
         (stage, label), call, seen, path, file = at
         table = self.truth.values if what == "value" else self.truth.gradients
+        passed = {use.value.id: use.path for use in seen.frame.graph.parameters}.get(seen.value.id)  # by a Cell above
         value = table[stage, label].get(call, {}).get(seen.value.id)
-        if value is not None:
-            place = (0, label, stage) if what == "value" else (1, label, -stage)
-            key = call, seen.value.id, layout
-            at = stage, label, seen, path, file
-            floor = SMALL if what == "value" else SMALL * self.truth.largest[stage, label]
-            self.hold((*place, self.compared), rank, what, at, layout, tensor, value, key, floor=floor)
+        if value is None and what == "gradient":
+            return  # a Parameter's, or another name's of the same tensor
+        value = self.truth.parameters[passed].asnumpy() if value is None else np.broadcast_to(value, seen.value.shape)
+        if what == "gradient":
+            value = value / gradient_terms(seen.layout)
+        place = (0, label, stage) if what == "value" else (1, label, -stage)
+        key = call, seen.value.id, layout
+        at = stage, label, seen, path, file
+        rounding = self.precision.rounding * self.truth.largest(what, label)
+        self.hold((*place, self.compared), rank, what, at, layout, tensor, value, key, rounding=rounding)
 
-    def hold(self, order, rank, what, at, layout, tensor, value, key=None, tolerance=None, floor=SMALL):
+    def hold(self, order, rank, what, at, layout, tensor, value, key=None, tolerance=None, rounding=0.0):
         """Compare a local tensor with the global value `value` in a layout; the arguments are those of `Fault`.
 
         Without a layout `value` is the expected local one. `key` is the same on all ranks that hold terms of a tensor.
+        `tolerance` and `rounding` are those of `close`.
         """
         stage, label, seen, path, file = at
         array = tensor.asnumpy()
@@ -120,7 +163,8 @@ class Check:
             if array is None:
                 return
         expected = value if layout is None else expected_part(value, layout, rank)
-        if not close(array, expected, tolerance or self.tolerance, floor) and self._counts.get(rank, 0) < _KEPT:
+        is_right = close(array, expected, tolerance or self.precision.tolerance, rounding)
+        if not is_right and self._counts.get(rank, 0) < _KEPT:
             self._counts[rank] = self._counts.get(rank, 0) + 1
             self.faults.append(
                 Fault(order, rank, what, stage, label, seen, path, file, layout, array, expected, value, key)

@@ -6,26 +6,42 @@ import numpy as np
 
 from mindformers_core.redistribution.arrays import reduce_arrays
 
-SMALL = 2.0**-20  # times the magnitude of terms: below it a tensor may be what is left where they cancel
-
-__all__ = ["SMALL", "TermSums", "close", "expected_part", "gradient_layout"]
+__all__ = ["TermSums", "close", "expected_part", "gradient_layout", "gradient_terms", "largest"]
 
 
-def close(found, expected, tolerance, floor=SMALL):
-    """Whether two arrays agree, relative to the largest magnitude of the expected one, or to `floor` below that."""
+_MASKS = 6e4  # numbers from here on stand for masked elements, and say nothing about the others
+
+
+def close(found, expected, tolerance, rounding=0.0):
+    """Whether two arrays agree, relative to the largest magnitude of the expected one.
+
+    Args:
+        found, expected: the arrays.
+        tolerance: largest relative difference.
+        rounding: absolute difference that is always allowed: rounding errors of larger numbers that cancel.
+    """
     if found.shape != expected.shape:
         return False
     if expected.dtype.kind != "f":
         return bool((found == expected).all())
     if not found.size:
         return True
-    scale = max(np.abs(expected).max(), floor)
-    if np.isfinite(scale):
-        return bool(np.abs(found - expected).max() <= tolerance * scale)
     finite = np.isfinite(expected)
-    if not np.array_equal(found[~finite], expected[~finite], equal_nan=True):
-        return False
-    return close(found[finite], expected[finite], tolerance, floor)
+    sizes = np.abs(expected)
+    if finite.all() and sizes.max() < _MASKS:
+        return bool(np.abs(found - expected).max() <= tolerance * sizes.max() + rounding)
+    if not finite.all():
+        if not np.array_equal(found[~finite], expected[~finite], equal_nan=True):
+            return False
+        found, expected, sizes = found[finite], expected[finite], sizes[finite]
+    scale = np.where(sizes < _MASKS, sizes.max(initial=1e-30, where=sizes < _MASKS), sizes)
+    return bool((np.abs(found - expected) <= tolerance * scale + rounding).all())
+
+
+def largest(arrays):
+    """The largest magnitude in floating arrays, masks left out; 0 where there is none."""
+    sizes = [np.abs(array) for array in arrays if array.dtype.kind == "f"]
+    return max((float(size.max(initial=0.0, where=size < _MASKS)) for size in sizes), default=0.0)
 
 
 def gradient_layout(layout):
@@ -33,6 +49,11 @@ def gradient_layout(layout):
     if any(op not in ("sum", "avg") for _, op in layout.partial):
         return None
     return layout.replace(partial=tuple((axis, "sum") for axis in layout.varying), varying=())
+
+
+def gradient_terms(layout):
+    """The number of terms of an average, each of which gets as small a part of its gradient; else 1."""
+    return layout.mesh.axis_size(*[axis for axis, op in layout.partial if op == "avg"])
 
 
 def expected_part(value, layout, rank):

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+from mindspore import Tensor
 
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import process_state, rank_of
@@ -14,13 +15,14 @@ from mindformers_core.optimizers.adamw import decays
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.sharding.program import annotated_plan
 from mindformers_core.sharding.sharded_cells import tree_of
-from mindformers_core.verify.checking import Check
+from mindformers_core.verify.checking import FLOAT32_KERNELS, PRECISIONS, Check
 from mindformers_core.verify.observing import RankObserver
 from mindformers_core.verify.truth import OneCard
 
 __all__ = ["RankStep", "Subject", "plans_of", "simulate"]
 
 _UPDATE_TOLERANCE = 1e-5  # optimizers take scalars and keep moments in float32
+_UPDATE_ROUNDING = 2**-23  # and compute weights of float64 in float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,32 +95,46 @@ def plans_of(mesh, build, inputs, choices=None, device_target=None):
     return plans
 
 
-def simulate(subject, plans, widen=True, tolerance=2**-20):
-    """Run one step of all ranks.
+def simulate(subject, plans, notes=()):
+    """Run one step of all ranks, in float64; in float32 where an operator has no kernel for that.
 
     Args:
         subject: the `Subject`.
         plans: from `plans_of`.
-        widen: whether all floating tensors are float64.
-        tolerance: largest difference, relative to the largest magnitude of a tensor. Some kernels of MindSpore compute
-            float64 tensors in float32 on CPU (MaskedFill).
+        notes: sentences about what isn't verified.
 
     Returns:
         The `Check`, with all faults.
     """
+    nodes = [node for graph, _ in plans.values() for call in graph.calls() for node in call.nodes]
+    is_coarse = not FLOAT32_KERNELS.isdisjoint(getattr(node, "operator", None) for node in nodes)
+    wide, narrow = PRECISIONS["float32 in float64" if is_coarse else "float64"], PRECISIONS["float32"]
+    try:
+        return _simulated(subject, plans, wide, notes)
+    except TypeError as error:
+        text = str(error).partition("\n")[0]
+        if "For primitive[" not in text or "must be a type of" not in text or "Float64" not in text:
+            raise
+    note = f"in float32, to {narrow.tolerance:.1g}: {text}"
+    return _simulated(subject, plans, narrow, (*notes, note))
+
+
+def _simulated(subject, plans, precision, notes):
+    """The `Check` of a step in a `Precision`."""
     graphs = {stage: graph for (stage, _), (graph, _) in plans.items()}
     graphs = {stage: graphs[stage] for stage in sorted(graphs)}
-    truth = OneCard(graphs, subject.parameters, widen, subject.divisor)
+    truth = OneCard(graphs, subject.parameters, precision.dtype, subject.divisor)
     for each in subject.passes:
         truth.run(*each)
-    check = Check(subject.mesh, plans, truth, tolerance)
+    check = Check(subject.mesh, plans, truth, precision, notes)
 
     def work(rank):
-        observer = process_state().observer = RankObserver(rank, check, widen)
+        observer = process_state().observer = RankObserver(rank, check)
         cells = subject.build(rank)
         paths = observer.enter_cells(cells)
         observer.replica = subject.replica(rank, cells)
-        _compare_step(check, rank, observer.replica, paths, subject.step(rank, cells))
+        step = subject.step(rank, cells)
+        _compare_step(check, rank, observer.replica, paths, step, _buckets(cells))
 
     with custom_gradients(), _without_collection():
         SimulatedRanks(subject.mesh.size, subject.device_target).run(work)
@@ -138,20 +154,39 @@ def _without_collection():
             gc.enable()
 
 
-def _compare_step(check, rank, replica, paths, step):
+def _buckets(cells):
+    """Path of a parameter -> its bucket of gradients, as text."""
+    found = {}
+    for net in cells.values():
+        storage = tree_of(net).storage
+        for number, bucket in enumerate(getattr(storage, "reduces", ())):
+            names = [storage.parameters[member].plan.path for member in bucket.members]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            text = f"{bucket.kind} number {number} of {len(storage.reduces)}, of {', '.join(names[:3])}{more}"
+            found.update(dict.fromkeys(names, text))
+    return found
+
+
+def _compare_step(check, rank, replica, paths, step, buckets):
     """Compare the results of a rank's passes, its gradients, and its parameters after one update."""
     truth, parameters = check.truth, [(paths[id(parameter)], parameter) for parameter in step.parameters]
 
-    def hold(order, what, path, layout, tensor, value, tolerance=None):
-        at = None, None, None, path, None
-        check.hold((2, order), rank, what, at, layout, tensor, value, tolerance=tolerance)
+    terms = max((truth.largest("gradient", label) for label in truth.weight_gradients), default=0.0)
+
+    def hold(order, what, path, layout, tensor, value, tolerance=None, bucket="", rounding=None):
+        at = None, None, None, path, bucket
+        rounding = check.precision.rounding * terms if rounding is None else rounding
+        check.hold((2, order), rank, what, at, layout, tensor, value, tolerance=tolerance, rounding=rounding)
 
     for label, results in step.losses.items():
         for result, layout, value in zip(results, step.layouts, truth.outputs[(*label, replica)], strict=True):
             hold(0, "result", str(label), layout, result, value)
-    summed = truth.step_gradients
+    summed = dict(truth.step_gradients)
+    for path, parameter in parameters:
+        summed.setdefault(path, np.zeros(parameter.global_shape))
     for (path, parameter), gradient in zip(parameters, step.gradients, strict=True):
-        hold(1, "reduced gradient", path, parameter.layout, gradient, summed[path])
+        bucket = buckets.get(path, "")
+        hold(1, "reduced gradient", path, parameter.layout, gradient, summed[path], bucket=bucket)
     norm = np.sqrt(sum(np.square(gradient).sum() for gradient in summed.values()))
     clipped, found = step.clip(tuple(step.gradients))
     hold(2, "gradient norm", "", None, found, norm, _UPDATE_TOLERANCE)
@@ -162,10 +197,11 @@ def _compare_step(check, rank, replica, paths, step):
     step.optimizer(clipped, *step.optimizer.scalars(1, step.learning_rate))
     for (path, parameter), old, gradient in zip(parameters, before, clipped, strict=True):
         value = _first_update(old, gradient.asnumpy(), step.learning_rate, step.optimizer.section, parameter.name)
-        hold(4, "updated parameter", path, None, parameter, value, _UPDATE_TOLERANCE)
+        rounding = _UPDATE_ROUNDING * np.abs(old).max(initial=0.0)
+        hold(4, "update", path, None, Tensor(parameter.asnumpy() - old), value, _UPDATE_TOLERANCE, rounding=rounding)
 
 
 def _first_update(weight, gradient, rate, section, name):
-    """A weight after AdamW's first step (Loshchilov and Hutter, 2019): both moments are those of one gradient."""
+    """What AdamW's first step adds to a weight (Loshchilov and Hutter, 2019): both moments are of one gradient."""
     decay = section.weight_decay if decays(name, section.weight_decay_exclude) else 0.0
-    return weight - rate * (gradient / (np.abs(gradient) + section.eps) + decay * weight)
+    return -rate * (gradient / (np.abs(gradient) + section.eps) + decay * weight)

@@ -3,16 +3,18 @@
 from collections import defaultdict
 from contextlib import contextmanager
 
-import mindspore as ms
 from mindspore import Tensor, nn
 
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.graph import ParameterUse
 from mindformers_core.program.observer import Observer
+from mindformers_core.sharding.parameter_storage import as_dtype
 from mindformers_core.sharding.sharded_cells import tree_and_path, tree_of
 from mindformers_core.verify.comparison import gradient_layout
-from mindformers_core.verify.truth import widened_text
+from mindformers_core.verify.drawing import begin_draws
+from mindformers_core.verify.truth import is_known, widened_text
+from mindformers_core.zero.sharded_parameter import parameter_like
 
 __all__ = ["RankObserver"]
 
@@ -23,14 +25,14 @@ class RankObserver(Observer):
     Args:
         rank: the global rank.
         check: the `Check` of all ranks.
-        widen: whether floating tensors are float64.
+        dtype: name of the dtype of all floating tensors.
 
     Attributes:
         replica: number of the data-parallel replica of this rank; 0 where the program has all of the batch.
     """
 
-    def __init__(self, rank, check, widen):
-        self.rank, self.check, self.widen = rank, check, widen
+    def __init__(self, rank, check):
+        self.rank, self.check, self._dtype = rank, check, check.precision.dtype
         self.replica = 0
         self.stages, self._paths = {}, {}  # id of a `ShardedTree` -> number of its stage; id of a Parameter -> its path
         self._pass = self._direction = None
@@ -45,17 +47,25 @@ class RankObserver(Observer):
                 self._paths.update((id(parameter), path) for path, parameter in walk)
         return self._paths
 
-    def placed(self, cell):
-        """See `Observer`: floating tensors of a Cell in float64."""
-        if not self.widen:
-            return
-        for _, parameter in cell.parameters_and_names():
-            if is_float(dtype_name(parameter.dtype)):
-                parameter.set_dtype(ms.float64)
+    def placed(self, cell, parameters):
+        """See `Observer`: floating tensors of a Cell in one dtype."""
         for _, child in cell.cells_and_names():
             for name, value in vars(child).items():
-                if type(value) is Tensor and is_float(dtype_name(value.dtype)):
-                    vars(child)[name] = value.astype(ms.float64)
+                if type(value) is Tensor:
+                    vars(child)[name] = as_dtype(value, dtype_name(value.dtype))
+        return {number: self._widened(parameter) for number, parameter in parameters.items()}
+
+    @staticmethod
+    def _widened(parameter):
+        """A new Parameter: MindSpore's autograd stores a Parameter's dtype at its creation."""
+        name = dtype_name(parameter.dtype)
+        made = parameter_like(parameter, parameter.shape, name, parameter) if is_float(name) else parameter
+        made.model_dtype = name
+        return made
+
+    def dtype(self, name):
+        """See `Observer`."""
+        return self._dtype if is_float(name) else name
 
     def planned(self, tree, path, plan):
         """See `Observer`: ranks of one mesh share a plan, which was made in the dtypes of the model."""
@@ -64,14 +74,13 @@ class RankObserver(Observer):
 
     def text(self, text):
         """See `Observer`."""
-        return widened_text(text) if self.widen else text
+        return widened_text(text, self._dtype)
 
     def loaded(self, module, source):
         """See `Observer`."""
-        for name in source.constants if self.widen else ():
+        for name in source.constants:
             tensor = getattr(module, name)
-            if is_float(dtype_name(tensor.dtype)):
-                setattr(module, name, tensor.astype(ms.float64))
+            setattr(module, name, as_dtype(tensor, dtype_name(tensor.dtype)))
 
         def observed(cell, number, tensor):
             if self._pass is not None:
@@ -84,6 +93,8 @@ class RankObserver(Observer):
         """See `Observer`."""
         before = self._pass, self._direction
         self._pass, self._direction = (*label, self.replica), direction
+        if direction == "forward":
+            begin_draws(self._pass)
         try:
             yield
         finally:
@@ -99,7 +110,9 @@ class RankObserver(Observer):
         value = self.check.truth.weight_gradients[self._pass].get(path)
         order = 1, self._pass, 1, self.check.compared
         at = None, self._pass, None, path, None
-        self.check.hold(order, self.rank, "weight gradient", at, layout, gradient, value)
+        rounding = self.check.precision.rounding * self.check.truth.largest("gradient", self._pass)
+        if value is not None:  # a trained one that the program uses
+            self.check.hold(order, self.rank, "weight gradient", at, layout, gradient, value, rounding=rounding)
 
     def _observe(self, source, file, cell, number, tensor):
         """Compare a tensor, and later its gradient."""
@@ -115,13 +128,14 @@ class RankObserver(Observer):
         self.check.compare(self.rank, "value", at, seen.layout, tensor)
         layout = gradient_layout(seen.layout)
         is_produced = seen.frame.layouts[seen.value.id] == seen.layout and not isinstance(seen.entry, ParameterUse)
-        if self._direction == "forward" and is_produced and layout is not None and tensor._requires_grad:
+        is_flowing = self._direction == "forward" and tensor._requires_grad and not is_known(tensor)
+        if is_flowing and is_produced and layout is not None:
+            tensor.register_hook(lambda gradient: self._gradient(at, layout, gradient))
 
-            def came(gradient):
-                if gradient is not None:
-                    self.check.compare(self.rank, "gradient", at, layout, gradient)
-
-            tensor.register_hook(came)
+    def _gradient(self, at, layout, gradient):
+        """Compare the gradient of a tensor, None where none came."""
+        if gradient is not None:
+            self.check.compare(self.rank, "gradient", at, layout, gradient)
 
     def _calls_of(self, tree, source):
         """(path, CellPlan) -> numbers of its calls, of the program with this source."""
@@ -129,6 +143,7 @@ class RankObserver(Observer):
         if key not in self._calls:
             (program,) = [each for each in tree.programs.values() if each.source is source]
             calls = self._calls[key] = {}
+            self.check.roots[self.stages[id(tree)], tree.mesh] = program.frame
             for path, frame, graph in program.calls():
                 calls.setdefault((path, frame), []).append(graph.call)
         return self._calls[key]

@@ -6,6 +6,7 @@ import numpy as np
 
 from mindformers_core.program.graph import ParameterUse
 from mindformers_core.program.plan import CallPlan, Redistribution
+from mindformers_core.program.structure import tree_leaves
 from mindformers_core.verify.comparison import close, expected_part
 
 __all__ = ["fault_lines", "kind_of_fault"]
@@ -14,18 +15,24 @@ _SHOWN = 3  # elements of an array; consumers of a tensor
 _SAME = 1e-4  # relative difference up to which a factor or a slice explains what was found
 
 
-def fault_lines(fault, others, mesh):
+def fault_lines(fault, others, mesh, roots):
     """The lines about one fault.
 
     Args:
         fault: the first `Fault`.
         others: the faults of other ranks in the same tensor.
         mesh: of all ranks.
+        roots: the `CellPlan`s of all stages.
     """
+    frames = list({id(frame): frame for root in roots for frame in _frames(root)}.values())
     coordinates = ", ".join(f"{axis} {place}" for axis, place in zip(mesh.axis_names, mesh.coordinate(fault.rank)))
     lines = [f"the first is on rank {fault.rank} ({coordinates}): {_what(fault)}"]
     if fault.seen is not None:
-        lines += _instruction_lines(fault)
+        lines += _instruction_lines(fault, frames)
+    elif fault.file:
+        lines.append(f"  bucket    {fault.file}")
+    elif fault.what == "weight gradient":
+        lines.append(f"  used by   {_listed(_users(fault.path, frames))}")
     if fault.layout is not None:
         lines.append(f"  layout    {_tensor(fault)} {fault.layout}")
     lines.append(f"  found     {_array(fault.found)}")
@@ -50,26 +57,48 @@ def _what(fault):
     return f"the {of}tensor '{fault.seen.variable}', {direction} pass{passed}"
 
 
-def _instruction_lines(fault):
+def _instruction_lines(fault, frames):
     """Where a tensor is produced, and, of a gradient, consumed."""
     seen, entry = fault.seen, fault.seen.entry
     lines = [f"  Cell      '{fault.path}' ({seen.frame.graph.class_name.rpartition('.')[2]})"]
     if isinstance(entry, ParameterUse):
         lines.append(f"  parameter '{entry.path}', as the Cell gets it")
     else:
-        made = _shown(entry, seen.frame)
+        made = _shown(entry)
         lines.append(f"  {'made by ' if fault.what == 'gradient' else 'operator'}  {made}; {_generated(fault)}")
     if fault.what == "gradient":
-        consumers = [_shown(each, seen.frame) for each in _consumers(seen.frame, seen.value, seen.layout)]
-        more = f" and {len(consumers) - _SHOWN} more" if len(consumers) > _SHOWN else ""
-        lines.append(f"  used by   {'; '.join(consumers[:_SHOWN]) or 'the caller'}{more}: their gradients agree before")
+        consumers = _consumers(seen.frame, seen.value, seen.layout, frames, fault.path)
+        lines.append(f"  used by   {_listed(consumers) or 'the caller'}: their gradients agree before")
     elif not isinstance(entry, ParameterUse):
         inputs = [f"{value.hint} {list(value.shape)} {layout}" for value, layout in entry.consumed]
         lines.append(f"  inputs    {'; '.join(inputs)}: all that were compared agree")
     return lines
 
 
-def _shown(entry, frame):
+def _listed(entries):
+    """Some instructions, in a few words."""
+    shown = list(dict.fromkeys(map(_shown, entries)))
+    return "; ".join(shown[:_SHOWN]) + (f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
+
+
+def _frames(frame):
+    """A `CellPlan`, and those of all calls in it."""
+    yield frame
+    for entry in frame.instructions:
+        if isinstance(entry, CallPlan) and entry.frame is not None:
+            yield from _frames(entry.frame)
+
+
+def _users(path, frames):
+    """The instructions that take a parameter; alike Cells share a `CellPlan`, which has the path in one of them."""
+    uses = [(frame, use) for frame in frames for use in frame.graph.parameters]
+    exact = [(frame, use) for frame, use in uses if use.path == path]
+    alike = [(frame, use) for frame, use in uses if use.local and f".{path}".endswith(f".{use.local}")]
+    found = [_consumers(frame, use.value, frame.layouts[use.value.id]) for frame, use in exact or alike]
+    return [entry for entries in found for entry in entries]
+
+
+def _shown(entry):
     """An instruction in a few words."""
     if isinstance(entry, Redistribution):
         steps = ", ".join(f"{step.kind} over {' and '.join(step.axes)}" for step in entry.steps) or "nothing to do"
@@ -80,14 +109,20 @@ def _shown(entry, frame):
     return f"{entry.node.operator}{algorithm}, {entry.node.source}"
 
 
-def _consumers(frame, value, layout):
-    """The instructions that take a tensor, those behind its redistributions, too."""
+def _consumers(frame, value, layout, frames=(), path=""):
+    """The instructions that take a tensor, also behind its redistributions, and where the call of `path` returns it."""
     found = []
     for entry in frame.instructions:
         if (value, layout) in entry.consumed:
             found.append(entry)
             if isinstance(entry, Redistribution):
-                found += _consumers(frame, value, entry.target)
+                found += _consumers(frame, value, entry.target, frames, path)
+    places = [place for place, leaf in enumerate(tree_leaves(frame.graph.result)) if leaf == value]
+    for caller in frames if places and layout in [frame.results[place] for place in places] else ():
+        for call in caller.instructions:
+            if isinstance(call, CallPlan) and call.frame is frame and f".{path}".endswith(f".{call.node.child}"):
+                outer, above = tree_leaves(call.node.outputs)[places[0]], path[: -len(call.node.child)].rstrip(".")
+                found += _consumers(caller, outer, call.outputs[places[0]], frames, above)
     return found
 
 
@@ -136,7 +171,8 @@ def _missing_reduction(fault, others, mesh):
     for axis in mesh.axis_names:
         members = mesh.group(fault.rank, (axis,))
         has_all = len(members) > 1 and all(rank in by_rank for rank in members)
-        if has_all and close(sum(by_rank[rank] for rank in members), fault.expected, _SAME):
+        is_term = has_all and not close(by_rank[members[0]], by_rank[members[1]], _SAME)
+        if is_term and close(sum(by_rank[rank] for rank in members), fault.expected, _SAME):
             return f"each rank of {axis} has a term of the sum: a reduction over {axis} is missing"
     return ""
 
@@ -161,12 +197,14 @@ def _factor(found, expected, mesh):
     factor = float(np.sum(found * expected, dtype=np.float64)) / norm
     if not factor or not close(found, factor * expected, _SAME):
         return ""
-    sizes = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1]
-    for count in range(1, len(sizes) + 1):
-        for axes in combinations(sizes, count):
-            size, named = mesh.axis_size(*axes), " and ".join(axes)
-            if np.isclose(factor, size, rtol=_SAME):
-                return f"{size} times too large, the size of {named}: it is summed over {named} once too often"
-            if np.isclose(factor * size, 1, rtol=_SAME):
-                return f"{size} times too small, the size of {named}: a sum over {named} is missing"
+    names = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1]
+    sizes = [
+        (mesh.axis_size(*axes), " x ".join(axes)) for n in range(len(names)) for axes in combinations(names, n + 1)
+    ]
+    for size in sorted({size for size, _ in sizes}):
+        named = " or ".join(axes for other, axes in sizes if other == size)
+        if np.isclose(factor, size, rtol=_SAME):
+            return f"{size} times too large, the size of {named}: perhaps it is summed once too often"
+        if np.isclose(factor * size, 1, rtol=_SAME):
+            return f"{size} times too small, the size of {named}: perhaps a sum is missing"
     return f"it is {factor:.6g} times the right value"

@@ -4,7 +4,7 @@ from functools import cached_property, partial
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, Tensor, ops
 
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.generation.operator_source import operator_source, primitive_source
@@ -12,17 +12,35 @@ from mindformers_core.operators.signature import is_float
 from mindformers_core.passes.thread_tape import ThreadTape
 from mindformers_core.program.graph import CallNode, match_arguments
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
+from mindformers_core.verify.comparison import largest
+from mindformers_core.verify.drawing import DROPOUTS, begin_draws, whole_context
 
-__all__ = ["OneCard", "widened_text"]
+__all__ = ["OneCard", "is_known", "widened_text"]
 
+_KNOWN = "mindformers_core.verify"
 _FLOATS = ("float16", "bfloat16", "float32")
 
 
-def widened_text(text):
-    """Python source with float64 in the place of every other floating dtype."""
+def widened_text(text, dtype):
+    """Python source with one floating dtype in the place of every other, and the random states of `drawing`."""
+    text = text.replace(
+        "mindformers_core.dtensor.dropout import next_r", "mindformers_core.verify.drawing import next_r"
+    )
     for name in _FLOATS:
-        text = text.replace(f"ms.{name}", "ms.float64")
+        text = text.replace(f"ms.{name}", f"ms.{dtype}")
     return text
+
+
+def _without_gradient(leaf):
+    """A result; MindSpore records integers, too, and takes gradients of casts from them."""
+    return leaf if not isinstance(leaf, Tensor) or is_float(dtype_name(leaf.dtype)) else ops.stop_gradient(leaf)
+
+
+def is_known(tensor):
+    """Whether this was asked of a tensor before."""
+    before = tensor._get_user_data(_KNOWN)
+    tensor._set_user_data(_KNOWN, True)
+    return before is not None
 
 
 class OneCard:
@@ -31,28 +49,28 @@ class OneCard:
     Args:
         graphs: number of a stage -> its `CellGraph`, in order.
         parameters: path -> array with the global values.
-        widen: whether floating tensors are float64, whatever their dtypes in the graphs.
+        dtype: name of the dtype of all floating tensors, whatever their dtypes in the graphs.
         divisor: of the sum of all passes' gradients.
 
     Attributes:
         values, gradients: (stage, label of a pass) -> `CellGraph.call` -> number of a Value -> array.
-        largest: (stage, label of a pass) -> largest magnitude of a gradient.
         weight_gradients: label -> path -> gradient of the pass.
         trained: paths of the parameters that get gradients.
         tied: paths of the parameters of several stages.
+        input_gradients: label -> gradients of the floating inputs, in order.
         outputs: label -> arrays of the floating results of the last stage.
     """
 
-    def __init__(self, graphs, parameters, widen, divisor):
-        self.graphs, self.widen, self.divisor = graphs, widen, divisor
+    def __init__(self, graphs, parameters, dtype, divisor):
+        self.graphs, self.dtype, self.divisor = graphs, dtype, divisor
         uses = [use for graph in graphs.values() for call in graph.calls() for use in call.parameters]
         trained = {use.path for use in uses if use.trainable}
         self.parameters = {
             path: Parameter(self._tensor(parameters[path]), name=path, requires_grad=path in trained)
             for path in dict.fromkeys(use.path for use in uses)
         }
-        self.largest = {}
         self.values, self.gradients, self.weight_gradients, self.outputs = {}, {}, {}, {}
+        self.input_gradients, self._largest = {}, {}
         self.trained = [path for path in self.parameters if path in trained]
         stages = [
             path for graph in graphs.values() for path in {u.path for call in graph.calls() for u in call.parameters}
@@ -69,26 +87,30 @@ class OneCard:
             slopes: function of the floating results of the last stage, a list of arrays, that returns their gradients.
         """
         tape, known, flowing = ThreadTape(), {}, []
+        args, kwargs = tree_map(self._leaf, (tuple(args), kwargs))
+        inputs = [leaf for leaf in tree_leaves((args, kwargs), Tensor) if is_float(dtype_name(leaf.dtype))]
 
         def forward():
-            passed = tuple(map(self._tensor, args))
+            passed = args
             for stage, graph in self.graphs.items():
-                named = {name: self._tensor(kwargs[name]) for name in list(graph.arguments)[len(passed) :]}
+                named = {name: kwargs[name] for name in list(graph.arguments)[len(passed) :] if name in kwargs}
                 calls = known[stage, label] = {}
+                begin_draws(label)
                 self.gradients[stage, label] = {}
                 keep = partial(self._keep, calls, self.gradients[stage, label])
                 passed = tuple(tree_leaves(_Pass(self, keep).root(graph, passed, named), Tensor))
             flowing.extend(tensor for tensor in passed if is_float(dtype_name(tensor.dtype)))
 
-        tape.record(forward, ())
+        tape.record(lambda *_: forward(), inputs)
         outputs = self.outputs[label] = [tensor.asnumpy() for tensor in flowing]
         sens = tuple(map(self._tensor, slopes(outputs)))
-        _, found = tape.gradients((), tuple(flowing), sens, [self.parameters[path] for path in self.trained])
-        gradients = [gradient.asnumpy() for gradient in found]
+        weights = [self.parameters[path] for path in self.trained]
+        found = tape.gradients(tuple(inputs), tuple(flowing), sens, weights)
+        for table in (table for stage in self.graphs for table in self.gradients[stage, label].values()):
+            table.update((number, np.asarray(gradient)) for number, gradient in table.items())
+        self.input_gradients[label], gradients = ([gradient.asnumpy() for gradient in each] for each in found)
         self.weight_gradients[label] = dict(zip(self.trained, gradients, strict=True))
         for key, calls in known.items():
-            found = [gradient for values in self.gradients[key].values() for gradient in values.values()]
-            self.largest[key] = max((float(np.abs(gradient).max(initial=0)) for gradient in found), default=0.0)
             self.values[key] = {
                 call: {number: tensor.asnumpy() for number, tensor in values.items()} for call, values in calls.items()
             }
@@ -99,31 +121,42 @@ class OneCard:
         passes = self.weight_gradients.values()
         return {path: sum(gradients[path] for gradients in passes) / self.divisor for path in self.trained}
 
+    def largest(self, what, label):
+        """The largest magnitude among all tensors of a pass: "value", or "gradient"."""
+        if (what, label) not in self._largest:
+            table = self.values if what == "value" else self.gradients
+            calls = [call for stage in self.graphs for call in table[stage, label].values()]
+            arrays = [array for call in calls for array in call.values()]
+            self._largest[what, label] = largest([*arrays, *self.weight_gradients[label].values()])
+        return self._largest[what, label]
+
     @staticmethod
     def _keep(values, gradients, call, number, tensor):
-        """Keep a value of a pass, and its gradient when it comes."""
+        """Keep a value of a pass, and its gradient when it comes; a cast to the same dtype returns its input."""
         values.setdefault(call, {})[number] = tensor
-        if tensor._requires_grad and not isinstance(tensor, Parameter):
+        if tensor._requires_grad and not isinstance(tensor, Parameter) and not is_known(tensor):
+            table = gradients.setdefault(call, {})
+            keep = table.__setitem__
+            keep(number, 0.0)
+            tensor.register_hook(lambda gradient: None if gradient is None else keep(number, gradient.asnumpy()))
 
-            def came(gradient):
-                if gradient is not None:  # as of a result that no gradient flows to
-                    gradients.setdefault(call, {})[number] = gradient.asnumpy()
-
-            tensor.register_hook(came)
+    def _leaf(self, leaf):
+        return self._tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
 
     def _tensor(self, value):
         array = value.asnumpy() if isinstance(value, Tensor) else np.asarray(value)
         floats = array.dtype.kind == "f"
-        return Tensor(array.astype(np.float64) if floats and self.widen else array)
+        return Tensor(array.astype(self.dtype) if floats else array)
 
     def constant(self, constant):
         """The tensor of a `Constant`."""
         tensor = Tensor(constant.array, getattr(ms, constant.value.dtype.replace("bool", "bool_")))
-        floats = constant.value.dtype in _FLOATS
-        return tensor.astype(ms.float64) if floats and self.widen else tensor
+        return tensor.astype(getattr(ms, self.dtype)) if constant.value.dtype in _FLOATS else tensor
 
     def function(self, node, args, kwargs):
         """The function of the tensors among the arguments that calls an operator, by the operator's source."""
+        if node.operator in DROPOUTS:
+            return DROPOUTS[node.operator](None, (*args, *kwargs.values()), whole_context(args[0].shape))
         tensors = tree_leaves((args, kwargs), Tensor)
         names = {id(tensor): f"tensor_{place}" for place, tensor in enumerate(tensors)}
         called = operator_source if node.primitive is None else partial(primitive_source, node.primitive, "operator")
@@ -134,10 +167,10 @@ class OneCard:
         text = "\n".join([*call.imports, constructor, text])
         if text not in self._functions:
             space = {}
-            exec(widened_text(text) if self.widen else text, space)
+            exec(widened_text(text, self.dtype), space)
             self._functions[text] = space["call"]
         distinct = {id(tensor): tensor for tensor in tensors}
-        return self._functions[text](*distinct.values())
+        return tree_map(_without_gradient, self._functions[text](*distinct.values()))
 
 
 class _Pass:
@@ -156,22 +189,21 @@ class _Pass:
 
     def _run(self, graph):
         """The result of a call whose arguments are known."""
-        known = self.known[graph.call]
+        known = self.known.setdefault(graph.call, {})
         for use in graph.parameters:
             self._match(graph.call, use.value, self.card.parameters[use.path])
         for constant in graph.constants:
             self._match(graph.call, constant.value, self.card.constant(constant))
         for use in graph.free_variables:
-            known[use.value.id] = self.known[use.call][use.id]
+            self._match(graph.call, use.value, self.known[use.call][use.id])
 
         def fill(leaf):
             return known[leaf.id] if isinstance(leaf, Value) else leaf
 
         for node in graph.nodes:
             if isinstance(node, CallNode):
-                self.known[node.graph.call] = {
-                    inner.id: known[outer.id] for inner, outer in match_arguments(node).items()
-                }
+                for inner, outer in match_arguments(node).items():
+                    self._match(node.graph.call, inner, known[outer.id])
                 result = self._run(node.graph)
             else:
                 result = self.card.function(node, tree_map(fill, node.args), tree_map(fill, node.kwargs))

@@ -10,25 +10,27 @@ import numpy as np
 from mindspore import ParameterTuple, Tensor, nn
 
 from mindformers_core.communication.simulated import SimulatedRanks
-from mindformers_core.communication.world import world
+from mindformers_core.communication.world import process_state, world
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators.signature import is_float, tensor_meta
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
-from mindformers_core.passes.stage_function import StageFunction
-from mindformers_core.program.structure import tree_map
+from mindformers_core.program.observer import Observer
+from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.redistribution.arrays import assemble
 from mindformers_core.sharding.initialize import materialize
-from mindformers_core.sharding.inspecting import programs
+from mindformers_core.sharding.inspecting import prepare, programs
+from mindformers_core.sharding.parameter_storage import as_dtype
 from mindformers_core.sharding.shard import shard
 from mindformers_core.sharding.sharded_cells import tree_of, tree_of_root
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
 from mindformers_core.verify.engine import RankStep, Subject, plans_of, simulate
 from mindformers_core.zero.gradients import value_and_grad
+from mindformers_core.zero.precision import MixedPrecision
 
 __all__ = ["verify"]
 
-_OPTIMIZER = SimpleNamespace(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, weight_decay_exclude=())
+_OPTIMIZER = SimpleNamespace(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, weight_decay_exclude=("*bias*", "*norm*"))
 _MAX_NORM = 1e-3  # small, so that gradients are clipped
 
 
@@ -57,7 +59,8 @@ def verify(net, mesh, *inputs, config=None, plan=None, seed=0, **named_inputs):
     inputs, named = tree_map(_plain, (inputs, named_inputs))
     subject = _Call(net, mesh, config, plan, seed, inputs, named)
     plans = plans_of(mesh, subject.build, subject.planning_inputs)
-    return simulate(subject.subject(), plans)
+    step = subject.subject()
+    return simulate(step, plans, subject.notes)
 
 
 class _Call:
@@ -65,7 +68,7 @@ class _Call:
 
     def __init__(self, net, mesh, config, plan, seed, args, kwargs):
         self.mesh, self.seed, self.args, self.kwargs = mesh, seed, args, kwargs
-        self.cell = net if isinstance(net, nn.Cell) else None
+        self.cell, self.notes = net if isinstance(net, nn.Cell) else None, ()
         if self.cell is not None:
             materialize(net, seed)
         self.build_one = net if self.cell is None else lambda: shard(copy.deepcopy(net), mesh, config, plan, seed=seed)
@@ -87,10 +90,11 @@ class _Call:
 
     def planning_inputs(self, rank, stage, net):
         """Local inputs for planning, `(args, kwargs)`."""
-        return tree_map(_meta, self._local_inputs(net, rank))
+        args, kwargs = self._local_inputs(net, rank)
+        return tree_map(_meta, tree_of(net).storage.cast_inputs(args, kwargs))
 
-    def _local_inputs(self, net, rank):
-        """A rank's part of the inputs, `(args, kwargs)`."""
+    def _local_inputs(self, net, rank, step=0):
+        """A rank's part of the inputs of a micro-step, `(args, kwargs)`."""
         tree = tree_of(net)
         bound = signature(tree.classes[""].construct).bind(net, *self.args, **self.kwargs)
         replica, count = self._replica(rank, net)
@@ -98,7 +102,7 @@ class _Call:
         def part(leaf, name):
             if not isinstance(leaf, np.ndarray):
                 return leaf
-            leaf = _replica_part(leaf, replica, count)
+            leaf = _replica_part(_rolled(leaf, step), replica, count)
             layout = tree.boundaries[""].arriving_layout(name, leaf.ndim)
             return Tensor(leaf[layout.local_slices(leaf.shape, rank)].copy())
 
@@ -119,12 +123,16 @@ class _Call:
         """The `Subject`."""
         held = SimulatedRanks(self.mesh.size).run(self._held)
         settings, count = held[0][1:]
+        if settings and settings.precision != MixedPrecision():
+            self.notes = ("not verified: the dtypes of mixed_precision; everything is computed in one dtype",)
         steps = 1 if settings is None else settings.accumulate_grad_step
         passes = []
         for replica in range(count):
-            args, kwargs = tree_map(partial(_replica_part, replica=replica, count=count), (self.args, self.kwargs))
-            passes += [((0, step, replica), args, kwargs, self._slopes) for step in range(steps)]
-        divisor = 1 if settings is None else 1 / settings.scale
+            for step in range(steps):
+                rolled = tree_map(partial(_rolled, step=step), (self.args, self.kwargs))
+                given = tree_map(partial(_replica_part, replica=replica, count=count), rolled)
+                passes.append(((0, step, replica), *given, self._slopes))
+        divisor = steps * (settings.group_size if settings and settings.gradients_mean else 1)
         return Subject(
             self.mesh,
             self.build,
@@ -136,12 +144,9 @@ class _Call:
         )
 
     def _held(self, rank):
+        observer = process_state().observer = _InitialValues()
         net = self.build(rank)[0]
-        parameters = {
-            path: (parameter.asnumpy().copy(), parameter.layout, tuple(parameter.global_shape))
-            for path, parameter in net.parameters_and_names()
-        }
-        return parameters, tree_of(net).storage.settings, self._replica(rank, net)[1]
+        return observer.found, tree_of(net).storage.settings, self._replica(rank, net)[1]
 
     def _parameters(self, held):
         """Path -> array with the global initial values."""
@@ -174,23 +179,50 @@ class _Call:
         gradient_of, losses, gradients = value_and_grad(net), {}, None
         gradient_of.prepare(*args, **kwargs)
         while gradients is None:
+            args, kwargs = tree_map(_widened, self._local_inputs(net, world().rank, len(losses)))
             result, gradients = gradient_of(*args, **kwargs)
             losses[0, len(losses)] = [result[0] if isinstance(result, tuple) else result]
         return losses, (programs(net)[-1].results[0].layout,), gradients
 
     def _differentiated(self, net, args, kwargs):
-        function, passes = StageFunction(net, None, False), ForwardBackward(_floating)
-        function.make_program(args, kwargs)
-        results = _floating(passes.forward(0, lambda: function(args, kwargs), ()))
-        layouts = tuple(each.layout for each in programs(net)[-1].results if is_float(each.dtype))
-        outputs = [np.empty(each.shape) for each in programs(net)[-1].results if is_float(each.dtype)]
+        passes, program = ForwardBackward(_floating), prepare(net, *args, **kwargs)
+        inputs = _floating(tree_leaves((args, kwargs), Tensor))
+
+        def forward(*moving):
+            moving = iter(moving)
+            given = tree_map(lambda leaf: next(moving) if _floating([leaf]) else leaf, (args, kwargs))
+            return [result.to_local() for result in tree_leaves(net(*given[0], **given[1]), Tensor)]
+
+        results = _floating(passes.forward(0, forward, inputs))
+        floats = [each for each in program.results if is_float(each.dtype)]
+        layouts = tuple(each.layout for each in floats)
+        outputs = [np.empty(each.shape, tensor.asnumpy().dtype) for each, tensor in zip(floats, results)]
         slopes = [
             Tensor(slope[layout.local_slices(slope.shape, world().rank)].copy())
             for slope, layout in zip(self._slopes(outputs), layouts, strict=True)
         ]
         weights = ParameterTuple(net.trainable_params())
-        _, gradients = passes.backward(0, slopes, weights)
+        found, gradients = passes.backward(0, slopes, weights)
         return {(0, 0): results}, layouts, gradients
+
+
+class _InitialValues(Observer):
+    """Keeps the parts that `shard()` gives a rank: path -> `(array, layout, global shape)`, in `found`."""
+
+    def __init__(self):
+        self.found = {}
+
+    def placed(self, cell, parameters):
+        """See `Observer`."""
+        for path, before in cell.parameters_and_names():
+            part = parameters[id(before)]
+            self.found[path] = part.asnumpy().copy(), part.layout, tuple(part.global_shape)
+        return parameters
+
+
+def _rolled(leaf, step):
+    """An input of a micro-step: the batch, beginning with another sample in each."""
+    return np.roll(leaf, step, 0) if isinstance(leaf, np.ndarray) and leaf.ndim else leaf
 
 
 def _replica_part(leaf, replica, count):
@@ -199,7 +231,7 @@ def _replica_part(leaf, replica, count):
 
 
 def _floating(tensors):
-    return tuple(tensor for tensor in tensors if is_differentiable(tensor))
+    return tuple(tensor for tensor in tensors if isinstance(tensor, Tensor) and is_differentiable(tensor))
 
 
 def _plain(leaf):
@@ -208,7 +240,7 @@ def _plain(leaf):
 
 
 def _widened(leaf):
-    return leaf.astype(ms.float64) if isinstance(leaf, Tensor) and is_differentiable(leaf) else leaf
+    return as_dtype(leaf, dtype_name(leaf.dtype)) if isinstance(leaf, Tensor) else leaf
 
 
 def _meta(leaf):

@@ -34,7 +34,7 @@ def apply_hsdp(tree, settings, units, fusion, has_axis):
     plans, root = _plans(tree, settings, units), tree.cells[""]
     sources = [parameter for _, parameter in root.parameters_and_names()]
     computing = [
-        source if plan.dtype == dtype_name(source.dtype) else parameter_like(source, plan.shape, plan.dtype, source)
+        source if plan.dtype == _model_dtype(source) else parameter_like(source, plan.shape, plan.dtype, source)
         for source, plan in zip(sources, plans)
     ]
     replace_parameters(root, {id(source): parameter for source, parameter in zip(sources, computing)})
@@ -73,7 +73,7 @@ def _plans(tree, settings, units):
                 f"parameter '{path}' of {tree.label('')} is declared as {parameter.layout}, cut over axis "
                 f"'{settings.axis}', which hsdp() cuts parameters over: leave that axis out of its layout"
             )
-        own = dtype_name(parameter.dtype)
+        own = _model_dtype(parameter)
         floats = is_float(own)
         if parameter.requires_grad and not floats:
             raise ValueError(
@@ -85,6 +85,11 @@ def _plans(tree, settings, units):
         unit = next(iter(holding[id(parameter)])) if by_unit else ""
         plans.append(ParameterPlan(path, tuple(parameter.shape), *dtypes, parameter.requires_grad, unit))
     return plan_parameters(plans, settings.shard_size, settings.threshold, settings.level)
+
+
+def _model_dtype(parameter):
+    """The name of a Parameter's dtype in the model; an observer may have given it another one."""
+    return getattr(parameter, "model_dtype", None) or dtype_name(parameter.dtype)
 
 
 def _buckets(plans, settings, fusion):

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from mindspore import DeviceCtx, Parameter, mint, ops
 from mindspore import dtype as mstype
 
-from mindformers_core.sharding.parameter_storage import as_dtype
+from mindformers_core.sharding.parameter_storage import as_dtype, computing_dtype
 
 __all__ = ["ShardedParameter", "allocate_storage", "bytes_of", "free_storage", "parameter_like"]
 
@@ -49,7 +49,7 @@ def parameter_like(parameter, shape, dtype, values):
         shape, dtype: of the new one; `dtype` is a name.
         values: a tensor of the shape, or a Parameter; unused on the meta device.
     """
-    dtype = getattr(mstype, dtype)
+    dtype = getattr(mstype, computing_dtype(dtype))
     with DeviceCtx("meta") if parameter.is_meta else nullcontext():
         values = mint.zeros(shape, dtype=dtype) if parameter.is_meta else ops.cast(values, dtype)
         made = Parameter(values, name=parameter.name, requires_grad=parameter.requires_grad)

@@ -1,0 +1,286 @@
+"""The parts of `verify()`: simulated ranks, the thread's tape, comparison of tensors, kinds of faults, notes."""
+
+import threading
+from types import SimpleNamespace
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from models import EXAMPLES, axes_of
+from random_steps import Tower
+from small_cells import Doubled, cell_of
+from small_zero import array
+from verify_faults import SUBJECTS
+
+from mindformers_core import recompute, shard
+from mindformers_core.communication.groups import make_group
+from mindformers_core.communication.simulated import SimulatedCollective, SimulatedRanks, make_transport
+from mindformers_core.communication.world import rank_of, world
+from mindformers_core.layout import Layout, layout
+from mindformers_core.mesh import DeviceMesh
+from mindformers_core.passes.thread_tape import ThreadTape, custom_gradients
+from mindformers_core.verify.comparison import TermSums, close, gradient_layout, gradient_terms, largest
+from mindformers_core.verify.report import kind_of_fault
+from mindformers_core.verify.verifying import verify
+from mindformers_core.zero import MixedPrecision, hsdp
+from mindformers_core.zero.storage import storage_of
+
+MESH = DeviceMesh((2, 3), ("dp", "tp"))
+
+
+def collected(kind, axes, *arguments, shape=(6, 6), dtype=np.float64):
+    """What all ranks of `MESH` give to a collective, and what they get."""
+    given = [np.random.default_rng(rank).integers(-9, 9, shape).astype(dtype) for rank in MESH.rank_list]
+
+    def work(rank):
+        group = make_group(MESH, axes)
+        return SimulatedCollective(group, kind, *arguments)(Tensor(given[rank])).asnumpy()
+
+    return given, SimulatedRanks(MESH.size).run(work)
+
+
+@pytest.mark.parametrize("axes", [("dp",), ("tp",), ("dp", "tp"), ("tp", "dp")])
+@pytest.mark.parametrize("dtype", [np.float64, np.int32])
+def test_collectives_of_simulated_ranks(axes, dtype):
+    for rank in MESH.rank_list:
+        members = MESH.group(rank, axes)
+        place, count = members.index(rank), len(members)
+        for kind, arguments, expected in (
+            ("all_reduce", ("sum",), lambda x: sum(x)),
+            ("all_reduce", ("max",), lambda x: np.maximum.reduce(x)),
+            ("all_gather", (1,), lambda x: np.concatenate(x, 1)),
+            ("reduce_scatter", (0, "sum"), lambda x, n=count, k=place: np.split(sum(x), n, 0)[k]),
+            ("all_to_all", (0, 1), lambda x, n=count, k=place: np.concatenate([np.split(p, n, 1)[k] for p in x], 0)),
+            ("broadcast", (1,), lambda x: x[1]),
+        ):
+            given, found = collected(kind, axes, *arguments, dtype=dtype)
+            np.testing.assert_array_equal(found[rank], expected([given[member] for member in members]))
+            assert found[rank].dtype == dtype
+
+
+def test_ranks_that_wait_for_each_other_are_named():
+    def work(rank):
+        make_transport(0).receive((rank + 1) % 2)
+
+    with pytest.raises(RuntimeError, match="rank 0 in a message from rank 1; rank 1 in a message from rank 0"):
+        SimulatedRanks(2).run(work)
+
+
+def test_a_rank_that_ends_early_is_waited_for():
+    def work(rank):
+        if rank < 5:
+            SimulatedCollective(make_group(MESH, ("tp",)), "all_reduce", "sum")(Tensor(np.ones(3)))
+
+    waits = r"rank 3 in all_reduce over tp of float64 \[3\], number 1 over tp \(ranks 3, 4, 5\); rank 4 in all_reduce"
+    with pytest.raises(RuntimeError, match=waits):
+        SimulatedRanks(6).run(work)
+
+
+def test_collectives_that_differ_are_named():
+    def work(rank):
+        kind, arguments = ("all_gather", (0,)) if rank == 4 else ("all_reduce", ("sum",))
+        SimulatedCollective(make_group(MESH, ("tp",)), kind, *arguments)(Tensor(np.ones(3)))
+
+    with pytest.raises(RuntimeError, match=r"collective 1 over .* ranks 3, 5: all_reduce .*; ranks 4: all_gather"):
+        SimulatedRanks(6).run(work)
+
+
+def test_the_first_error_wins_and_all_threads_end():
+    before, begun = threading.active_count(), []
+
+    def work(rank):
+        begun.append(rank)
+        if rank == 2:
+            raise KeyError("this one")
+        SimulatedCollective(make_group(MESH, ("tp",)), "all_reduce", "sum")(Tensor(np.ones(3)))
+        raise ValueError("never")
+
+    with pytest.raises(KeyError, match="rank 2: 'this one'"):
+        SimulatedRanks(6).run(work)
+    assert begun == [0, 1, 2] and threading.active_count() == before
+
+
+def test_a_rank_has_a_world_of_its_own():
+    seen = SimulatedRanks(3).run(lambda rank: (world().rank, world().size, world().backend))
+    assert seen == [(rank, 3, "simulated") for rank in range(3)]
+    with rank_of(8, 5):
+        assert (world().rank, world().backend) == (5, "fake")
+
+
+def test_gradients_of_a_thread():
+    weight = ms.Parameter(Tensor(array(4, 4)), name="weight")
+    unused = ms.Parameter(Tensor(array(2)), name="unused")
+    found, expected = [], ms.grad(lambda x: ops.tanh(ops.matmul(x, weight) * 2), 0, weight)(Tensor(array(2, 4, seed=1)))
+
+    def work():
+        tape, x, outputs = ThreadTape(), Tensor(array(2, 4, seed=1)), []
+        tape.record(lambda x: outputs.append(ops.tanh(Doubled()(ops.matmul(x, weight)))), (x,))
+        aside = Tensor(array(3))  # depends on nothing that is differentiated
+        found.extend(tape.gradients((x,), (outputs[0], aside), (ops.ones_like(outputs[0]), aside), (weight, unused)))
+
+    with custom_gradients():
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    (of_x,), (of_weight, of_unused) = found
+    np.testing.assert_allclose(of_x.asnumpy(), expected[0].asnumpy(), rtol=1e-6)
+    np.testing.assert_allclose(of_weight.asnumpy(), expected[1].asnumpy(), rtol=1e-6)
+    assert not of_unused.asnumpy().any()
+
+
+def test_arrays_that_agree():
+    one = np.array([1.0, -2.0, 1e-9])
+    assert close(one, one + 1e-8, 1e-8) and not close(one, one + 3e-8, 1e-8)
+    assert close(one * 0, one * 1e-9, 1e-8, rounding=1e-8) and not close(one * 0, one * 1e-9, 1e-8)
+    assert not close(one[:2], one, 1.0)
+    assert close(np.int32([1, 2]), np.int32([1, 2]), 1.0) and not close(np.int32([1, 2]), np.int32([1, 3]), 1.0)
+    masked = np.array([-1e9, 0.5, np.inf])
+    assert close(masked, masked, 1e-6)
+    assert not close(masked + [0, 1e-5, 0], masked, 1e-6), "a mask is no measure of other elements"
+    assert not close(np.array([-1e9, 0.5, 7.0]), masked, 1e-6)
+    assert largest([np.array([-1e9, 3.0]), np.array([-4.0]), np.int32([7])]) == 4.0 and largest([]) == 0.0
+
+
+def test_layouts_of_gradients():
+    layout = Layout.on(MESH, [(), ()], {"dp": "avg"}, ("tp",))
+    assert gradient_layout(layout) == Layout.on(MESH, [(), ()], {"tp": "sum"}) and gradient_terms(layout) == 2
+    assert gradient_layout(Layout.on(MESH, [()], {"dp": "max"})) is None
+
+
+def test_terms_are_summed_when_all_are_there():
+    layout, sums = Layout.on(MESH, [()], {"tp": "sum"}), TermSums()
+    terms = [array(4, seed=rank) for rank in MESH.rank_list]
+    found = [sums.add("x", layout, rank, term) for rank, term in enumerate(terms)]
+    assert [one is None for one in found] == [True, True, False] * 2
+    np.testing.assert_allclose(found[2], sum(terms[:3]), rtol=1e-6)
+    np.testing.assert_allclose(found[5], sum(terms[3:]), rtol=1e-6)
+
+
+VALUE = np.random.default_rng(0).standard_normal((6, 6))
+TERMS = [np.random.default_rng(seed).standard_normal((6, 6)) for seed in range(2)]
+TERMS.append(VALUE - sum(TERMS))
+WHOLE, ROWS = Layout.on(MESH, [(), ()]), Layout.on(MESH, [("tp",), ()])
+KINDS = {
+    "a reduction over tp is missing": (WHOLE, [*TERMS, *TERMS]),
+    "6 times too large, the size of dp x tp": (WHOLE, [VALUE * 6] * 6),
+    "2 times too small, the size of dp": (WHOLE, [VALUE / 2] * 6),
+    "it is 5 times the right value": (WHOLE, [VALUE * 5] * 6),
+    "it is the part of rank 1": (ROWS, [VALUE[2:4]] * 6),
+    "dims 0 and 1 are swapped": (WHOLE, [VALUE.T] * 6),
+    "all elements are zero": (WHOLE, [VALUE * 0] * 6),
+    "some elements are not finite": (WHOLE, [VALUE / 0.0] * 6),
+    "the shape is [3, 6], not [6, 6]": (WHOLE, [VALUE[:3]] * 6),
+    "": (WHOLE, [TERMS[0] ** 2] * 6),
+}
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_faults(kind):
+    layout, found = KINDS[kind]
+    faults = [
+        SimpleNamespace(
+            rank=rank, found=one, expected=VALUE[layout.local_slices((6, 6), rank)], value=VALUE, layout=layout
+        )
+        for rank, one in enumerate(found)
+    ]
+    said = kind_of_fault(faults[0], faults[1:], MESH)
+    assert kind in said and bool(kind) == bool(said)
+
+
+def test_a_report_without_faults():
+    check, mesh = SUBJECTS["net"]()
+    assert (
+        check.report()
+        == f"verified: {check.compared} tensors on 4 ranks (dp=2, tp=2) compared with one card, no difference"
+    )
+
+
+def test_a_kernel_without_float64_is_told():
+    example, mesh = EXAMPLES["experts"], DeviceMesh((2,), ("tp",))
+    check = verify(example.make(), mesh, *example.inputs(0)[0], plan=example.plan(axes_of(mesh)))
+    assert not check.faults and check.precision.dtype == "float32"
+    assert "in float32, to 0.0001: For primitive[OneHot]" in check.report()
+
+
+def small(**settings):
+    """The `Check` of a `Tower` whose ranks compute losses of their own, and its storage's text."""
+    mesh, seen = DeviceMesh((2,), ("dp",)), []
+
+    def build():
+        net = hsdp(Tower(np.random.default_rng(0), 2), mesh=mesh, **settings)
+        seen.append(net)
+        return net
+
+    ids, keep = np.arange(16, dtype=np.int32).reshape(4, 4), array(4, 4, 8) < 0.6
+    return verify(build, mesh, Tensor(ids), Tensor(keep)), seen
+
+
+def test_parameters_are_cut_and_bucketed_by_the_bytes_of_the_model():
+    """8 x 8 floats of 4 bytes are 0.25 KB, the threshold; in 8 bytes they would be cut. Buckets have 300 bytes."""
+    check, seen = small(shard_size=2, threshold=0.25, optimizer_level="level2", comm_fusion=300 / 2**20)
+    assert not check.faults
+    plans = {(path, plan.dim) for net in seen for path, plan in stored_plans(net)}
+    assert {path for path, dim in plans if dim is not None} == {"words.embedding_table"}
+    assert len({bucket_members(net) for net in seen}) == 1, "the same buckets with and without float64"
+
+
+def stored_plans(net):
+    return [(stored.plan.path, stored.plan) for stored in storage_of(net).parameters]
+
+
+def bucket_members(net):
+    return tuple(bucket.members for bucket in storage_of(net).reduces)
+
+
+def test_what_mixed_precision_leaves_unverified_is_told():
+    check, _ = small(shard_size=2, threshold=0, mixed_precision=MixedPrecision(compute="float16"))
+    assert not check.faults and check.precision.dtype == "float64"
+    assert check.notes == ("not verified: the dtypes of mixed_precision; everything is computed in one dtype",)
+
+
+def test_a_cell_with_a_gradient_of_its_own_is_refused():
+    def construct(self, x):
+        return self.inner(x)
+
+    with pytest.raises(ValueError, match="has a bprop"):
+        verify(cell_of(construct, inner=Doubled()), DeviceMesh((2,), ("dp",)), Tensor(array(2, 2)))
+
+
+class Together(nn.Cell):
+    """Structures in and out, None, several calls of one Cell with other shapes, a result that isn't differentiated."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(4, 4)
+
+    def construct(self, pair, table, nothing=None, *, scale=1.0):
+        x, y = pair
+        z = self.dense(x) * scale + self.dense(y.reshape(-1, 4)).reshape(x.shape)
+        return {"sum": z + table["bias"], "largest": ops.argmax(z, -1)}, (x > y, [y])
+
+
+def test_structures_of_arguments_and_results():
+    mesh, x, y = DeviceMesh((2, 2), ("dp", "tp")), Tensor(array(4, 4)), Tensor(array(4, 4, seed=1))
+    check = verify(Together(), mesh, (x, y), {"bias": Tensor(array(4)), "name": "table"}, scale=2.0)
+    assert not check.faults, check.report()
+    assert check.compared > 60
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_dropout_draws_the_same_on_all_ranks(recomputed):
+    def construct(self, x):
+        return ops.mean(ops.square(ops.tanh(ops.dropout(self.drop(self.dense(x)), 0.3, self.training))))
+
+    def build():
+        net = cell_of(construct, dense=nn.Dense(8, 8), drop=nn.Dropout(p=0.5)).set_train()
+        shard(net, mesh, plan={"": {"input": {"x": layout("dp")}}, "dense": {"weight": {"weight": layout("tp", None)}}})
+        net = recompute(net, select=["drop"]) if recomputed else net
+        return hsdp(net, shard_size=2, threshold=0, accumulate_grad_step=2)
+
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    check = verify(build, mesh, Tensor(array(8, 8)))
+    assert not check.faults, check.report()
+    labels = list(check.truth.outputs)
+    assert len({check.truth.outputs[label][0].item() for label in labels}) == len(labels) == 2

@@ -1,0 +1,37 @@
+"""`verify()` finds planted faults, and its report names their places: those of `verify_faults.yaml`."""
+
+import pytest
+from launch import ROOT
+from verify_faults import SUBJECTS, outcome, read_faults
+
+FAULTS = read_faults()
+EVERY_DAY = 5  # of so many faults one, the others nightly
+
+
+def some(faults):
+    """Every `EVERY_DAY`-th fault, and the others nightly."""
+    return [
+        pytest.param(fault, id=fault.name, marks=[pytest.mark.nightly] * (place % EVERY_DAY > 0))
+        for place, fault in enumerate(faults)
+    ]
+
+
+@pytest.mark.parametrize("fault", some(FAULTS))
+def test_a_fault_is_found_in_its_place(fault):
+    report = outcome(fault.subject, fault)
+    assert report, "not found"
+    assert not [words for words in fault.report if words not in report], report
+    assert report.startswith("a fault: ") == ("the first is on rank" in report)
+    assert len(report.partition("\n\n---")[0].splitlines()) <= 15, report
+
+
+@pytest.mark.parametrize("subject", sorted({fault.subject for fault in FAULTS}))
+def test_nothing_is_found_without_a_fault(subject):
+    assert outcome(subject) == ""
+
+
+def test_faults_fit_the_code():
+    assert len(FAULTS) >= 60 and len({fault.name for fault in FAULTS}) == len(FAULTS)
+    for fault in FAULTS:
+        assert fault.planted((ROOT / "mindformers_core" / fault.file).read_text())
+        assert fault.subject in SUBJECTS and fault.report

@@ -1,0 +1,171 @@
+"""Faults that `verify()` has to find: those of `verify_faults.yaml`, planted in this process one at a time.
+
+A fault is another text of one function of the package. Its code takes the place of the function's: whoever holds the
+function calls it then. Memos of functions are emptied before and after, so that no result of other code remains.
+"""
+
+import functools
+import gc
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+
+import numpy as np
+import yaml
+from launch import ROOT
+from mindspore import Tensor
+from models import EXAMPLES, axes_of
+from mutate import Fault
+from random_steps import TINY, Tower
+from small_zero import Net, array
+
+from mindformers_core import recompute, shard
+from mindformers_core.layout import layout
+from mindformers_core.mesh import DeviceMesh
+from mindformers_core.trainer.recipe import MESH_AXES, mesh_shape
+from mindformers_core.trainer.recipe_loader import load_recipe
+from mindformers_core.trainer.verifying import verify_recipe
+from mindformers_core.verify.verifying import verify
+from mindformers_core.zero import hsdp
+
+__all__ = ["SUBJECTS", "PlantedFault", "outcome", "read_faults"]
+
+FAULTS = ROOT / "tests" / "verify_faults.yaml"
+
+
+@dataclass(frozen=True)
+class PlantedFault(Fault):
+    """An entry of `verify_faults.yaml`: a fault, what is verified, and the words that its report has to contain."""
+
+    subject: str = ""
+    report: tuple = ()
+
+
+def read_faults():
+    """All `PlantedFault`s, in order."""
+    return [PlantedFault(**entry) for entry in yaml.safe_load(FAULTS.read_text())]
+
+
+def codes(code, where=()):
+    """(names of the functions around it, number among those of equal names) -> code object of a function."""
+    found = {}
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            place = (
+                *where,
+                each.co_name,
+                sum(key[-2:-1] == (each.co_name,) for key in found if len(key) == len(where) + 2),
+            )
+            found |= {place: each, **codes(each, place)}
+    return found
+
+
+@contextmanager
+def planted(fault):
+    """While open, functions of the fault's file have the fault's code."""
+    path = ROOT / "mindformers_core" / fault.file
+    whole = path.read_text()
+    before, after = (codes(compile(text, str(path), "exec")) for text in (whole, fault.planted(whole)))
+    changed = {code: after[place] for place, code in before.items() if place in after and after[place] != code}
+    gc.unfreeze()  # what tests before had frozen isn't listed
+    functions = [each for each in gc.get_objects() if type(each) is FunctionType and each.__code__ in changed]
+    assert functions, f"{fault.name} changes no function that is in use"
+    forget_results()
+    try:
+        for function in functions:
+            function.__code__ = changed[function.__code__]
+        yield
+    finally:
+        back = {other: one for one, other in changed.items()}
+        for function in functions:
+            function.__code__ = back[function.__code__]
+        forget_results()
+
+
+def forget_results():
+    """Empty the memos of the package's functions."""
+    for each in gc.get_objects():
+        if type(each) is functools._lru_cache_wrapper and each.__module__.startswith("mindformers_core"):
+            each.cache_clear()
+
+
+def outcome(subject, fault=None):
+    """The report of a subject with a fault in the package, or the error; empty where nothing was found."""
+    if fault is None:
+        check, _ = SUBJECTS[subject]()
+        return check.report() if check.faults else ""
+    with planted(fault):
+        try:
+            return outcome(subject)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def recipe(*overrides):
+    """Verify a recipe of a Llama of two layers; overrides without a section are of `parallelism`."""
+    given = [each if "." in each.partition("=")[0] else f"parallelism.{each}" for each in overrides]
+    given = load_recipe(str(ROOT / "configs/llama_tiny_pp.yaml"), [*TINY, "model.num_hidden_layers=2", *given])
+    return verify_recipe(given, full=True), DeviceMesh(mesh_shape(given), MESH_AXES)
+
+
+def model(name, shape, axes):
+    """Verify a model of `models`."""
+    mesh, example = DeviceMesh(shape, axes), EXAMPLES[name]
+    (args, kwargs), names = example.inputs(1), axes_of(mesh)
+    return verify(example.make(), mesh, *args, plan=example.plan(names), config=example.config(names), **kwargs), mesh
+
+
+def data_parallel(dp, **settings):
+    """Verify a `Tower` under `hsdp()`, of which every rank computes a loss of its own."""
+    mesh = DeviceMesh((dp,), ("dp",))
+    ids, keep = np.arange(8 * dp, dtype=np.int32).reshape(2 * dp, 4) % 16, array(2 * dp, 4, 8) < 0.6
+
+    def build():
+        return hsdp(Tower(np.random.default_rng(0), 3), mesh=mesh, **{"threshold": 0, **settings})
+
+    return verify(build, mesh, Tensor(ids), Tensor(keep)), mesh
+
+
+def tensor_parallel(recomputed=None, **settings):
+    """Verify a `Net` on 2 x 2 ranks, whose weights are cut over columns, then rows."""
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+
+    def build():
+        net = shard(Net(layout(None, "tp"), layout("tp", None)), mesh, plan={"": {"input": {"x": layout("dp")}}})
+        net = recompute(net, **recomputed) if recomputed else net
+        return hsdp(net, **{"threshold": 0, **settings}) if settings else net
+
+    return verify(build, mesh, Tensor(array(8, 8))), mesh
+
+
+_FLAT = ("pipeline_parallel=1",)
+_STAGES = ("data_parallel_shard=1", "tensor_parallel=1", "sequence_parallel=false", "training.global_batch_size=4")
+_TWO_STAGES = ("pipeline_parallel_interleave_num=2", "model.num_hidden_layers=4")
+SUBJECTS = {
+    "net": tensor_parallel,
+    "net, zero 2": lambda: tensor_parallel(shard_size=2, optimizer_level="level2", accumulate_grad_step=2),
+    "net, zero 3, recomputed": lambda: tensor_parallel({"select": ["first"]}, shard_size=2, optimizer_level="level3"),
+    "data parallel": lambda: data_parallel(2),
+    "zero 1": lambda: data_parallel(2, shard_size=2, accumulate_grad_step=2),
+    "zero 2, replicas": lambda: data_parallel(4, shard_size=2, optimizer_level="level2"),
+    "zero 2, small buckets": lambda: data_parallel(
+        2, shard_size=2, optimizer_level="level2", comm_fusion=0.0002, accumulate_grad_step=3
+    ),
+    "zero 3": lambda: data_parallel(2, shard_size=2, optimizer_level="level3", accumulate_grad_step=2),
+    "llama": lambda: recipe(*_FLAT),
+    "llama, tp": lambda: recipe(*_FLAT, "sequence_parallel=false"),
+    "llama, recomputed": lambda: recipe(*_FLAT, "recompute.full=true", "zero_level=2", "zero_threshold_kb=0"),
+    "stages": lambda: recipe(*_STAGES),
+    "stages, zb_h1": lambda: recipe(*_STAGES, "pipeline_parallel_schedule=zb_h1"),
+    "stages, zb_v": lambda: recipe(*_STAGES, *_TWO_STAGES, "pipeline_parallel_schedule=zb_v"),
+    "stages, interleaved": lambda: recipe(*_STAGES, *_TWO_STAGES, "pipeline_parallel_schedule=interleaved_1f1b"),
+    "stages, two runs": lambda: recipe(*_STAGES, "training.global_batch_size=8", "model.tie_word_embeddings=false"),
+    **{
+        name: functools.partial(model, name, (2, 2), ("dp", "tp")) for name in ("mlp", "heads", "experts", "two towers")
+    },
+    "towers on tp": functools.partial(model, "two towers", (4,), ("tp",)),
+    "llama on cp": functools.partial(model, "llama", (2, 2), ("cp", "tp")),
+    "language model on cp": functools.partial(model, "tied language model", (2, 2), ("cp", "tp")),
+    "encoder": functools.partial(model, "encoder", (2, 2), ("dp", "tp")),
+    "recurrent": functools.partial(model, "recurrent", (2, 2), ("dp", "tp")),
+}
