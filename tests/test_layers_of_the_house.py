@@ -44,6 +44,7 @@ FLOORS = (
     "optimizers",
     *SIBLINGS,
     "verify",
+    "diff",
     "trainer",
 )
 # beyond the order of the floors: (who, what it never imports)

@@ -38,7 +38,8 @@ class Observed:
     Attributes:
         number: that of the report, in its module.
         frame: the `CellPlan` of the function.
-        entry: the instruction that produces the tensor, or the `ParameterUse` that it is.
+        entry: the instruction that produces the tensor, or the `ParameterUse` that it is; None for an argument of the
+            program.
         value, layout: what it is.
         variable: its name in the source.
     """
@@ -94,6 +95,9 @@ class FunctionSource:
             self._enter(constant.value, self.parts.constant(self.frame, constant))
         for use in self.frame.graph.parameters:
             self._observe(use, [(use.value, self.frame.layouts[use.value.id])])
+        if self.frame is self.parts.frames[-1]:
+            arguments = tree_leaves(self.frame.graph.arguments)
+            self._observe(None, [(value, self.frame.layouts[value.id]) for value in arguments])
         for instruction in self.frame.instructions:
             self.keeper = self.frame.keepers.get(instruction)
             if isinstance(instruction, Redistribution):

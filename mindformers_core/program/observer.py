@@ -9,7 +9,12 @@ class Observer:
     """Receives what the programs of a rank compute; `process_state().observer` is the current one, or None.
 
     Programs that are made while there is an observer report every tensor to it. This class ignores all.
+
+    Attributes:
+        instruments: whether programs report their tensors; compiled ones can't.
     """
+
+    instruments = True
 
     def placed(self, cell):
         """`shard()` has given a Cell this rank's shards of its parameters."""
@@ -42,3 +47,9 @@ class Observer:
 
     def weight_gradient(self, parameter, gradient):
         """A backward pass has computed the gradient of a Parameter, not yet reduced over data-parallel ranks."""
+
+    def held(self, what, tensor, parameter=None):
+        """A step holds a tensor outside of its passes: that of a Parameter, or a whole one."""
+
+    def end_step(self, step):
+        """An optimizer step, of this number, is done."""
