@@ -1,14 +1,14 @@
 """Two recorded runs, tensor by tensor: which differ by more than rounding explains. Pure Python.
 
-The tolerance of a tensor comes from a *perturbed run* of A where there is one, which has all initial weights changed by a
-unit of rounding (the idea of TTrace, 2026): `FACTOR * max(d, eps * norm)`, where d is the tensor's distance between A and
-the perturbed run, and eps the dtype's unit of rounding. So it has the condition of all that was computed before.
-FACTOR covers the spread of two estimates of a distance; clean pairs reached 3.3 (docs/debugging.md).
+The tolerance of a tensor comes from a *perturbed run*, whose initial weights were changed by a unit of rounding (the
+idea of TTrace, 2026): `FACTOR * max(d, eps)`, where d is the tensor's relative distance between a run and the same one
+perturbed, and eps the dtype's unit of rounding. So the tolerance has the condition of all that was computed before.
+FACTOR covers the spread of two estimates of a distance; clean pairs reached 3.3, two perturbed runs 8.3.
 
-Without a perturbed run the bound is one operator's: its result may differ, relative to its norm, by `GROWTH` times the
-largest of its inputs' relative differences and `SUMS * eps`. That is Higham's bound for sums in any order (Accuracy and
-Stability of Numerical Algorithms, 2002, section 4.2), gamma(n) = n eps, with sqrt(n) for n as rounding errors are mostly
-independent, and GROWTH for cancellation, the largest that was measured on clean pairs, 8, doubled.
+Without a perturbed run the bound is that of one operator: `GROWTH` times the largest relative difference of its inputs,
+or eps. Sums in any order differ by n eps (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2),
+about sqrt(n) eps where rounding errors are independent, relative to the terms; GROWTH stands for that and for the
+cancellation of terms. It is twice the largest that was measured on clean pairs, 8.1.
 """
 
 from dataclasses import dataclass, field
@@ -17,12 +17,23 @@ import numpy as np
 
 from mindformers_core.diff.digests import PROJECTIONS, distance
 
-__all__ = ["EPS", "FACTOR", "GROWTH", "Comparison", "Difference", "compare_steps", "consumers_of", "inputs_of", "norm_of"]
+__all__ = [
+    "EPS",
+    "FACTOR",
+    "GROWTH",
+    "Comparison",
+    "Difference",
+    "compare_steps",
+    "consumers_of",
+    "inputs_of",
+    "norm_of",
+]
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 FACTOR = 12.0
 GROWTH = 16.0
 _EXACT = 1e-12  # relative difference that the digests' own rounding may have
+_RATE = "rate", None, "rate"
 _AFTER = {"moment 1": "reduced gradient", "moment 2": "reduced gradient", "parameter": "moment 1"}
 
 
@@ -64,13 +75,14 @@ class Comparison:
     only_b: list = field(default_factory=list)
 
 
-def compare_steps(a, b, facts, noise=None, is_compared=lambda key: True):
+def compare_steps(a, b, facts, noise=None, before=None, is_compared=lambda key: True):
     """The `Comparison` of a step of two runs.
 
     Args:
         a, b: from `Run.step`.
         facts: name of a tensor -> dict, of both runs.
         noise: the step of a run, and that of the same run perturbed; or None.
+        before: the `Comparison` of the step before, or None.
         is_compared: says of a key whether both runs mean the same tensor by it.
     """
     found, seen = Comparison(), {}
@@ -80,10 +92,12 @@ def compare_steps(a, b, facts, noise=None, is_compared=lambda key: True):
         if key not in b or not is_compared(key):
             found.only_a.append(key)
             continue
-        first = first_of(copies)
-        norm, eps = norm_of(first), EPS.get(facts[key[2]]["dtype"], 0.0)
+        first, about = first_of(copies), facts[key[2]]
+        norm, eps = norm_of(first), EPS.get(about["dtype"], 0.0)
         if noise is None:
-            tolerance = _bound(key, eps, seen, facts, consumers)
+            tolerance = _bound(key, eps, seen, facts, consumers, before) + _update_bound(
+                key, a, seen, norm, np.prod(about["shape"])
+            )
         else:
             tolerance = FACTOR * max(_noise(key, noise), eps, _EXACT)
         relative, off = _farthest(first, norm, (("A", copies), ("B", b[key])), tolerance)
@@ -156,10 +170,31 @@ def inputs_of(key, facts, consumers, known):
     return [each for each in dict.fromkeys(found) if each in known]
 
 
-def _bound(key, eps, seen, facts, consumers):
-    """The tolerance of one operator, from the differences of its inputs; see above."""
+def _bound(key, eps, seen, facts, consumers, before):
+    """The tolerance of one operator, relative to the norm, from the differences of its inputs; see above."""
     inputs = inputs_of(key, facts, consumers, seen)
-    if not inputs and key[0] in ("gradient", "weight gradient", "loss"):
-        inputs = list(seen)  # behind a stage's end, any earlier tensor
-    largest = max((seen[each] for each in inputs), default=0.0)
-    return max(GROWTH * max(largest, eps), _EXACT)
+    if not inputs and _has_unseen_inputs(key, facts):
+        inputs = list(seen)  # at a stage's border, any earlier tensor
+    largest = [seen[each] for each in inputs]
+    if before is not None:
+        largest += [before.agree[each][0] for each in (key, ("parameter", None, key[2])) if each in before.agree]
+    return max(GROWTH * max([eps, *largest]), _EXACT)
+
+
+def _has_unseen_inputs(key, facts):
+    """Whether a tensor is computed from others, though from none that both runs have."""
+    if key[0] == "value":
+        return any(":constant" not in name for name in facts[key[2]]["inputs"])
+    return key[0] in ("gradient", "weight gradient", "loss")
+
+
+def _update_bound(key, a, seen, norm, size):
+    """What AdamW adds to the tolerance of a parameter, relative to its norm.
+
+    The first steps change an element by the sign of its gradient, whatever its size: of gradients with the relative
+    difference d about the part d lies so near to zero that the sign is open.
+    """
+    if key[0] != "parameter" or _RATE not in a:
+        return 0.0
+    largest = max(seen.get((what, None, key[2]), 0.0) for what in ("moment 1", "moment 2"))
+    return 2 * norm_of(first_of(a[_RATE])) * np.sqrt(size * largest) / max(norm, 1e-300)

@@ -1,9 +1,9 @@
 """Digests of tensors that many ranks hold in parts: the digest of the whole is the sum of those of the parts.
 
-Pure Python. A digest has `PROJECTIONS` linear projections `sum w(i, j, …) x(i, j, …)` with pseudo-random weights of mean
-square 1, a function of the *global* position, so that a shard in the wrong place changes it, and terms of a partial sum
-add up. The difference of two tensors is estimated from the difference of their projections: the mean of its square is
-the squared norm (Achlioptas, "Database-friendly random projections", 2003; sketches of Alon, Matias, Szegedy, 1996).
+Pure Python. A digest has `PROJECTIONS` linear projections `sum w(i, j, …) x(i, j, …)` with pseudo-random weights of
+mean square 1, a function of the *global* position, so that a shard in the wrong place changes it, and terms of a
+partial sum add up. The mean square of the difference of two tensors' projections estimates the squared norm of their
+difference (Achlioptas, "Database-friendly random projections", 2003; sketches of Alon, Matias, Szegedy, 1996).
 Weights are products of one factor for every dim, which makes a projection a few small matrix products.
 """
 

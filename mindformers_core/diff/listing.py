@@ -88,4 +88,9 @@ def _first_cell(graph):
 def layout_facts(layout):
     """A `Layout` as plain data; `Layout.on(DeviceMesh(…), …)` takes it again."""
     mesh = layout.mesh
-    return [[list(mesh.shape), list(mesh.axis_names), list(mesh.rank_list)], layout.dims, layout.partial, layout.varying]
+    return [
+        [list(mesh.shape), list(mesh.axis_names), list(mesh.rank_list)],
+        layout.dims,
+        layout.partial,
+        layout.varying,
+    ]

@@ -53,18 +53,20 @@ def part(run_a, run_b, noise=None):
     passes_agree, note = _passes_agree(run_a, run_b), ""
     if not passes_agree:
         note = "passes have other sequences in A and B: gradients, norm and weights after them are compared"
-    agree = 0
+    agree, found = 0, None
 
     def is_compared(key):
         return key[1] is None or passes_agree and key[2] in alike
 
-    for place, step in enumerate(steps):
-        of_step = None if noise is None or any(step not in run.steps for run in noise) else [r.step(step) for r in noise]
-        found = compare_steps(run_a.step(step), run_b.step(step), facts, of_step, is_compared)
+    for step in steps:
+        noisy = noise is not None and all(step in run.steps for run in noise)
+        of_step = [run.step(step) for run in noise] if noisy else None
+        found = compare_steps(run_a.step(step), run_b.step(step), facts, of_step, found, is_compared)
         agree += len(found.agree)
         if found.differ:
+            steps = steps[: steps.index(step) + 1]
             break
-    return Parting((run_a, run_b), facts, steps[: place + 1], found, agree, noise is not None, note)
+    return Parting((run_a, run_b), facts, steps, found, agree, noise is not None, note)
 
 
 def _numbers(steps):

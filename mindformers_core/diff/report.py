@@ -1,4 +1,4 @@
-"""The text about two runs: that they agree, or the first tensor that differs, and what stands before it. Pure Python."""
+"""The text about two runs: that they agree, or the first tensor that differs, and its inputs. Pure Python."""
 
 import numpy as np
 
@@ -17,11 +17,13 @@ def report(parting):
     source = f"{FACTOR:g} x the difference of a run with perturbed weights"
     if not parting.perturbed:
         source = f"{GROWTH:g} x the difference of an operator's inputs"
-    steps = f"step {parting.steps[0]}" if len(parting.steps) == 1 else f"steps {parting.steps[0]} to {parting.steps[-1]}"
+    steps = (
+        f"step {parting.steps[0]}" if len(parting.steps) == 1 else f"steps {parting.steps[0]} to {parting.steps[-1]}"
+    )
     if parting.first is None:
         closest = max((seen / allowed for seen, allowed in parting.last.agree.values()), default=0.0)
-        same = f"same: {parting.agree:,} tensors of {steps} agree; the largest difference is {closest:.2f} of its tolerance"
-        return "\n".join([*runs, f"{same} ({source})", *notes])
+        same = f"same: {parting.agree:,} tensors of {steps} agree; the largest difference is {closest:.2f} of its"
+        return "\n".join([*runs, f"{same} tolerance ({source})", *notes])
     before = parting.agree - sum(key in parting.last.agree for key in _keys_after(parting))
     counted = f"{before:,} tensors before it agree; {len(parting.last.differ):,} differ in its step"
     return "\n".join([*runs, f"they part in step {parting.steps[-1]}: {counted}", *_lines(parting, source), *notes])
@@ -36,7 +38,9 @@ def _lines(parting, source):
     passed = f", {where} {number}" if where else ""
     lines = [f"the first  {what} of '{about['hint']}', {about['dtype']} {about['shape']}{passed}"]
     if "#" in name:
-        lines.append(f"  Cell        '{about['cell']}', {'made by' if what == 'gradient' else 'operator'} {_operator(about)}")
+        lines.append(
+            f"  Cell        '{about['cell']}', {'made by' if what == 'gradient' else 'operator'} {_operator(about)}"
+        )
     else:
         lines.append(f"  tensor      {name}")
     consumers = consumers_of(facts)
@@ -45,7 +49,9 @@ def _lines(parting, source):
         lines.append(f"  used by     {_some(used) or 'nothing that is recorded'}")
     copy, again = first.copy, ", computed again in the backward pass" if first.copy.again else ""
     made = f"; behind the redistribution {copy.moved}" if copy.moved else ""
-    lines.append(f"  in {first.run}        rank {first.rank}{_others(copy, first.rank)}, layout {copy.layout}{again}{made}")
+    lines.append(
+        f"  in {first.run}        rank {first.rank}{_others(copy, first.rank)}, layout {copy.layout}{again}{made}"
+    )
     lines.append(f"  difference  {first.relative:.2g} of the norm; tolerance {first.tolerance:.2g}, {source}")
     labels = ("A", "B") if first.run == "B" else ("A", "A there")
     lines += [f"  {label:<11} {_statistics(values)}" for label, values in zip(labels, first.values)]

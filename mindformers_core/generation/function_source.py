@@ -38,8 +38,7 @@ class Observed:
     Attributes:
         number: that of the report, in its module.
         frame: the `CellPlan` of the function.
-        entry: the instruction that produces the tensor, or the `ParameterUse` that it is; None for an argument of the
-            program.
+        entry: the instruction that produces the tensor, or the `ParameterUse` that it is; None: the program's argument.
         value, layout: what it is.
         variable: its name in the source.
     """
@@ -96,8 +95,7 @@ class FunctionSource:
         for use in self.frame.graph.parameters:
             self._observe(use, [(use.value, self.frame.layouts[use.value.id])])
         if self.frame is self.parts.frames[-1]:
-            arguments = tree_leaves(self.frame.graph.arguments)
-            self._observe(None, [(value, self.frame.layouts[value.id]) for value in arguments])
+            self._observe(None, [(v, self.frame.layouts[v.id]) for v in tree_leaves(self.frame.graph.arguments)])
         for instruction in self.frame.instructions:
             self.keeper = self.frame.keepers.get(instruction)
             if isinstance(instruction, Redistribution):

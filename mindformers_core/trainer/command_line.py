@@ -49,7 +49,9 @@ def _parser():
     )
     compare.set_defaults(run=_compare)
     diff = commands.add_parser("diff", help="the first operator whose result differs between two runs")
-    diff.add_argument("run_a", metavar="A", help="a recipe, which is run on simulated ranks, or a recorded run's folder")
+    diff.add_argument(
+        "run_a", metavar="A", help="a recipe, which is run on simulated ranks, or a recorded run's folder"
+    )
     diff.add_argument("run_b", metavar="B", help="another")
     diff.add_argument("--steps", type=int, default=2, help="how many steps of a recipe are run (default 2)")
     diff.add_argument("--keep", metavar="FOLDER", help="keep there what recipes record")

@@ -96,8 +96,16 @@ def run_simulated(recipe, steps, prepare=None):
 
     Returns:
         For every rank the rows of metrics.
+
+    Raises:
+        ValueError: graph mode on several ranks. More: `begin_job`.
     """
     mesh, dataset = init_device_mesh(mesh_shape(recipe), MESH_AXES), dataset_of(recipe)
+    if mesh.size > 1 and recipe.context.mode == 0:
+        raise ValueError(
+            f"context.mode: 0 compiles collectives, which simulated ranks can't run: launch the {mesh.size} ranks with "
+            "monitor.digests=true, and give diff the run folder"
+        )
     ms.runtime.launch_blocking()
     checkpoint = find_checkpoint(recipe.checkpoint.load_path) if recipe.checkpoint.load_path else None
 
