@@ -88,7 +88,7 @@ class Planted:
     def _planted(self, rank, cell, tensor, other):
         if tree_and_path(cell)[1] != self.cell or self.ranks is not None and rank not in self.ranks:
             return tensor
-        if self.source:
+        if self.source and other is not None:
             return other
         return _Backward(self.change)(tensor) if self.backward else self.change(tensor)
 

@@ -14,7 +14,7 @@ from mindformers_core import init_device_mesh, shard
 from mindformers_core.communication.world import process_state
 from mindformers_core.diff.comparing import norm_of
 from mindformers_core.diff.digests import COLUMNS, PROJECTIONS, digest, distance, sign
-from mindformers_core.diff.files import RankTable, Rows, write_rows
+from mindformers_core.diff.files import write_rows, write_table
 from mindformers_core.diff.parting import part
 from mindformers_core.diff.recorder import record_digests
 from mindformers_core.diff.report import report
@@ -104,10 +104,11 @@ def test_dtypes_and_blocks(dtype):
     value = (np.random.default_rng(0).standard_normal((700, 300)) * 3).astype(dtype)
     found, exact = _whole(value), value.astype(np.float64)
     assert len(found) == COLUMNS
-    np.testing.assert_allclose(found[PROJECTIONS], np.square(exact).sum(), rtol=1e-9)
+    np.testing.assert_allclose(found[PROJECTIONS], np.square(exact).sum(), rtol=1e-5)  # in float32 where the array is
     assert found[PROJECTIONS + 1] == np.abs(exact).max()
     parts = digest(value[:350], (0, 0)) + digest(value[350:], (350, 0))
-    np.testing.assert_allclose(found[: PROJECTIONS + 1], parts[: PROJECTIONS + 1])
+    scale = np.sqrt(found[PROJECTIONS])
+    np.testing.assert_allclose(found[:PROJECTIONS], parts[:PROJECTIONS], atol=1e-7 * scale)
 
 
 def test_what_is_not_finite_is_counted():
@@ -135,16 +136,15 @@ def test_signs_are_those_of_the_global_position():
 def _run_of(folder, values, rank=0, about=None):
     """A recorded run of values: pairs (name, array), as a chain of operators."""
     os.makedirs(folder, exist_ok=True)
-    table, rows, inputs = RankTable(about or {}), Rows(), []
-    table.layouts.append(None)
+    table, inputs = {"about": about or {}, "facts": {}, "layouts": [None], "rows": []}, []
     for number, (name, array) in enumerate(values):
         facts = {"cell": "mlp", "operator": "Mul", "source": "a.py:1", "hint": name, "inputs": inputs}
-        table.facts[f"mlp#0:{number}.0"] = facts | {"shape": list(array.shape), "dtype": "float32"}
+        table["facts"][f"mlp#0:{number}.0"] = facts | {"shape": list(array.shape), "dtype": "float32"}
         inputs = [f"mlp#0:{number}.0"]
-        table.rows.append({"what": "value", "name": inputs[0], "layout": 0, "moved": None})
-        rows.add(number, (0, 0), False, number, _whole(array))
-    table.write(folder, rank)
-    write_rows(folder, 1, rank, rows)
+        table["rows"].append(["value", inputs[0], 0, None])
+    write_table(folder, rank, table)
+    numbers = [(number, 0, False, number) for number in range(len(values))]
+    write_rows(folder, 1, rank, numbers, [_whole(array) for _, array in values], [(0, 0)])
     return Run(folder)
 
 
@@ -214,7 +214,7 @@ def test_a_redistribution_is_named(tmp_path, monkeypatch):
     Planted("model.layers.0.mlp.down_proj", "y_sum", scaled(2.0), (1,)).enter(monkeypatch)
     text = report(part(plain, recorded(tmp_path / "b", TP)))
     assert "rank 1 (of 0, 1), layout [-, -, -]; behind the redistribution [-, -, -] (partial sum: tp) -> " in text
-    assert "by all_reduce over tp, for output 0 of Cell" in text
+    assert "by all_reduce over tp\n" in text
 
 
 class _Mlp(nn.Cell):

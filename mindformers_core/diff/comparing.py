@@ -173,12 +173,12 @@ def inputs_of(key, facts, consumers, known):
 def _bound(key, eps, seen, facts, consumers, before):
     """The tolerance of one operator, relative to the norm, from the differences of its inputs; see above."""
     inputs = inputs_of(key, facts, consumers, seen)
-    if not inputs and _has_unseen_inputs(key, facts):
-        inputs = list(seen)  # at a stage's border, any earlier tensor
-    largest = [seen[each] for each in inputs]
-    if before is not None:
-        largest += [before.agree[each][0] for each in (key, ("parameter", None, key[2])) if each in before.agree]
-    return max(GROWTH * max([eps, *largest]), _EXACT)
+    earlier = {} if before is None else before.agree
+    kept = [each for each in (key, ("parameter", None, key[2])) if each in earlier]
+    if not inputs and _has_unseen_inputs(key, facts):  # any earlier tensor: at a stage's border, or behind a graph
+        inputs, kept = seen, [each for each in earlier if each[0] == "parameter"]
+    largest = max([eps, *(seen[each] for each in inputs), *(earlier[each][0] for each in kept)])
+    return max(GROWTH * largest, _EXACT)
 
 
 def _has_unseen_inputs(key, facts):

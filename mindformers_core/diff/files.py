@@ -1,113 +1,76 @@
-"""The files of a recorded run: for every rank one JSON file, and one NumPy file for each step. Pure Python.
+"""The files of a recorded run: of every rank one JSON file, and one NumPy file for each step. Pure Python.
 
-`rank_3.json` says what is recorded: facts about the run, the named tensors, their layouts, and for every number of a
-row what it is. `step_7.rank_3.npz` has the rows of a step. Each file is written whole, the table before the rows that
-refer to it, so a reader finds complete steps.
+`rank_3.json` is a dict: `about` the run, `facts` of the named tensors (see `Listing`), `layouts` (see `layout_facts`),
+and `rows`: for every number of a row `[what, name, number of the layout, moved]`, where `moved` is the text of the
+redistribution that made the copy, or None. `step_7.rank_3.npz` has the rows of a step. Each file is written whole, the
+table before the rows that refer to it, so a reader finds complete steps.
 """
 
 import io
 import json
 import os
 import re
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from mindformers_core.diff.digests import COLUMNS
 from mindformers_core.files import write_whole
 
-__all__ = ["RankTable", "Rows", "read_rank", "read_rows", "recorded_ranks", "write_rows"]
+__all__ = ["forget_rank", "read_rows", "read_table", "recorded_ranks", "write_rows", "write_table"]
 
 _STEP = re.compile(r"step_(\d+)\.rank_(\d+)\.npz")
 
 
-@dataclass
-class RankTable:
-    """What the rows of a rank are about.
-
-    Attributes:
-        about: facts about the run, plain data.
-        facts: name of a tensor -> dict, see `Listing`.
-        layouts: see `layout_facts`.
-        rows: for every number of a row a dict: `what` ("value", "gradient", …), `name`, `layout` (its number), `moved`
-            (text of the redistribution that made this copy, or None).
-    """
-
-    about: dict
-    facts: dict = field(default_factory=dict)
-    layouts: list = field(default_factory=list)
-    rows: list = field(default_factory=list)
-
-    def write(self, folder, rank):
-        """Write the table of a rank."""
-        text = json.dumps(vars(self), separators=(",", ":"))
-        write_whole(os.path.join(folder, f"rank_{rank}.json"), text)
+def write_table(folder, rank, table):
+    """Write the table of a rank."""
+    write_whole(os.path.join(folder, f"rank_{rank}.json"), json.dumps(table, separators=(",", ":")))
 
 
-@dataclass
-class Rows:
-    """The rows of a step on a rank, which come one by one.
+def write_rows(folder, step, rank, numbers, digests, labels):
+    """Write the rows of a step.
 
-    Attributes:
-        numbers: of each row its number in the table, the number of its pass (see `labels`; -1 for none), whether the
-            backward pass has computed the tensor again, and the time in ns.
-        digests: see `digest`.
+    Args:
+        folder, step, rank: which.
+        numbers: of each row its number in the table, the number of its pass (-1 for none), whether the backward pass
+            has computed the tensor again, and the time in ns.
+        digests: of each row, see `digest`.
         labels: of the passes, pairs of whole numbers that sort as the passes' data do.
     """
-
-    numbers: list = field(default_factory=list)
-    digests: list = field(default_factory=list)
-    labels: dict = field(default_factory=dict)
-
-    def add(self, number, label, again, time, values):
-        """Add a row."""
-        place = -1 if label is None else self.labels.setdefault(label, len(self.labels))
-        self.numbers.append((number, place, again, time))
-        self.digests.append(values)
-
-
-def write_rows(folder, step, rank, rows):
-    """Write the rows of a step."""
     file = io.BytesIO()
-    np.savez(
-        file,
-        numbers=np.array(rows.numbers, np.int64).reshape(-1, 4),
-        digests=np.array(rows.digests).reshape(-1, COLUMNS),
-        labels=np.array(list(rows.labels), np.int64).reshape(-1, 2),
-    )
+    numbers, labels = np.array(numbers, np.int64).reshape(-1, 4), np.array(labels, np.int64).reshape(-1, 2)
+    np.savez(file, numbers=numbers, digests=np.array(digests).reshape(-1, COLUMNS), labels=labels)
     write_whole(os.path.join(folder, f"step_{step}.rank_{rank}.npz"), file.getvalue())
 
 
 def recorded_ranks(folder):
     """`{step: [ranks]}` of a folder; empty where nothing is recorded."""
     found = {}
-    for entry in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
-        match = _STEP.fullmatch(entry)
+    for match in map(_STEP.fullmatch, os.listdir(folder) if os.path.isdir(folder) else ()):
         if match:
             found.setdefault(int(match[1]), []).append(int(match[2]))
     return {step: sorted(found[step]) for step in sorted(found)}
 
 
-def read_rank(folder, rank):
-    """The `RankTable` of a rank.
+def forget_rank(folder, rank):
+    """Remove what an earlier run has recorded of a rank."""
+    for step, ranks in recorded_ranks(folder).items():
+        if rank in ranks:
+            os.unlink(os.path.join(folder, f"step_{step}.rank_{rank}.npz"))
 
-    Raises:
-        ValueError: the file has no table.
-    """
+
+def read_table(folder, rank):
+    """The table of a rank, a dict; ValueError where the file has none."""
     path = os.path.join(folder, f"rank_{rank}.json")
     try:
         with open(path, encoding="utf-8") as file:
-            return RankTable(**json.load(file))
-    except (OSError, ValueError, TypeError) as error:
+            table = json.load(file)
+        return {entry: table[entry] for entry in ("about", "facts", "layouts", "rows")}
+    except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"'{path}' has no table of recorded tensors: {error}") from error
 
 
 def read_rows(folder, step, rank):
-    """`(numbers, digests, labels)` of a step of a rank, arrays.
-
-    Raises:
-        ValueError: the file has no rows.
-    """
+    """`(numbers, digests, labels)` of a step of a rank, arrays; ValueError where the file has none."""
     path = os.path.join(folder, f"step_{step}.rank_{rank}.npz")
     try:
         with np.load(path, allow_pickle=False) as file:

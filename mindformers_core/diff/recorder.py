@@ -10,7 +10,7 @@ from mindspore import nn
 
 from mindformers_core.communication.world import process_state, world
 from mindformers_core.diff.digests import COLUMNS, digest, sign
-from mindformers_core.diff.files import RankTable, Rows, write_rows
+from mindformers_core.diff.files import forget_rank, write_rows, write_table
 from mindformers_core.diff.listing import Listing, layout_facts
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.program.graph import ParameterUse
@@ -44,7 +44,7 @@ def record_digests(folder, **about):
     state = process_state()
     if state.observer is not None:
         raise ValueError(f"record_digests('{folder}'): this rank is recorded already: leave that block before")
-    state.observer = DigestRecorder(folder, world().rank, about)
+    state.observer = DigestRecorder(folder, world().rank, about | {"ranks": world().size})
     try:
         yield state.observer
     finally:
@@ -64,7 +64,8 @@ class DigestRecorder(Observer):
         self.folder, self.rank, self.instruments = os.fspath(folder), rank, instruments
         os.makedirs(self.folder, exist_ok=True)
         self.step, self.seconds = 0, 0.0
-        self._table, self._written = RankTable(about), 0
+        self._table, self._written = {"about": about, "facts": {}, "layouts": [], "rows": []}, 0
+        forget_rank(self.folder, rank)
         self._numbers, self._layouts = {}, {}  # (what, name, layout, moved) -> number of a row; Layout -> its number
         self._starts = []  # for every number of a row (expected local shape, global position), or None
         self._roots, self._paths = [], None
@@ -72,7 +73,7 @@ class DigestRecorder(Observer):
         self._begin_step()
 
     def _begin_step(self):
-        self._rows, self._seen = Rows(), {}
+        self._rows, self._digests, self._labels, self._seen = [], [], {}, {}
         self._pass = self._direction = None
 
     def placed(self, cell):
@@ -127,10 +128,10 @@ class DigestRecorder(Observer):
     def end_step(self, step=None):
         """Write the rows of a step; `step` is its number, by default that of the last one and 1."""
         self.step = self.step + 1 if step is None else step
-        if len(self._table.rows) > self._written:
-            self._table.write(self.folder, self.rank)
-            self._written = len(self._table.rows)
-        write_rows(self.folder, self.step, self.rank, self._rows)
+        if len(self._table["rows"]) > self._written:
+            write_table(self.folder, self.rank, self._table)
+            self._written = len(self._table["rows"])
+        write_rows(self.folder, self.step, self.rank, self._rows, self._digests, list(self._labels))
         self._begin_step()
 
     def _parameter_facts(self, parameter, layout):
@@ -150,11 +151,10 @@ class DigestRecorder(Observer):
         if key not in self._numbers:
             if layout not in self._layouts:
                 self._layouts[layout] = len(self._layouts)
-                self._table.layouts.append(None if layout is None else layout_facts(layout))
-            facts = self._table.facts.setdefault(name, facts)
-            row = {"what": what, "name": name, "layout": self._layouts[layout], "moved": moved}
-            self._numbers[key] = len(self._table.rows)
-            self._table.rows.append(row)
+                self._table["layouts"].append(None if layout is None else layout_facts(layout))
+            facts = self._table["facts"].setdefault(name, facts)
+            self._numbers[key] = len(self._table["rows"])
+            self._table["rows"].append((what, name, self._layouts[layout], moved))
             shape = tuple(facts["shape"])
             slices = [slice(0, size) for size in shape] if layout is None else layout.local_slices(shape, self.rank)
             self._starts.append((tuple(s.stop - s.start for s in slices), tuple(s.start for s in slices)))
@@ -165,7 +165,9 @@ class DigestRecorder(Observer):
         shape, starts = self._starts[number]
         array = (tensor.astype(ms.float32) if tensor.dtype == ms.bfloat16 else tensor).asnumpy()
         values = digest(array, starts) if array.shape == shape else np.full(COLUMNS, np.nan)
-        self._rows.add(number, label, again, time.time_ns(), values)
+        place = -1 if label is None else self._labels.setdefault(label, len(self._labels))
+        self._rows.append((number, place, again, time.time_ns()))
+        self._digests.append(values)
 
     def _observe(self, source, cell, number, tensor):
         """Record a tensor of a program, and later its gradient."""
@@ -197,11 +199,12 @@ class DigestRecorder(Observer):
         listing, seen = self._listings[id(source)], source.observed[number]
         layout, entry = seen.layout, seen.entry
         moved = _shown(entry) if isinstance(entry, Redistribution) else None
+        is_marked = moved is not None and all("mark" in step.kind for step in entry.steps)  # forward the same tensor
         entries = self._entries[id(source), path, number] = []
         for graph in listing.calls[path, seen.frame]:
             name = listing.name(graph, seen.value)
             value = gradient = None
-            if all(op in ("sum", "avg") for _, op in layout.partial):
+            if not is_marked and all(op in ("sum", "avg") for _, op in layout.partial):
                 facts = listing.facts[name]
                 value = self._number("value", name, layout, moved, facts)
                 if moved is None and entry is not None and not isinstance(entry, ParameterUse):
@@ -212,7 +215,7 @@ class DigestRecorder(Observer):
 
 def _shown(move):
     steps = ", ".join(f"{step.kind} over {' and '.join(step.axes)}" for step in move.steps) or "nothing to do"
-    return f"{move.source} -> {move.target} by {steps}, for {move.reason}"
+    return f"{move.source} -> {move.target} by {steps}"
 
 
 def perturb(parameters, seed, rank):

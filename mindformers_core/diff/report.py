@@ -106,7 +106,7 @@ def _statistics(values):
 
 def _run(run):
     about = run.about
-    return f"{run.folder}: {about.get('mesh', 'ranks')}, {about.get('context', 'recorded by record_digests()')}"
+    return f"{run.title}: {about.get('mesh', 'ranks')}, {about.get('context', 'recorded by record_digests()')}"
 
 
 def _unmatched(parting):

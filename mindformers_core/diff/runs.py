@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mindformers_core.diff.digests import PROJECTIONS
-from mindformers_core.diff.files import read_rank, read_rows, recorded_ranks
+from mindformers_core.diff.files import read_rows, read_table, recorded_ranks
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh
 
@@ -63,6 +63,7 @@ class Run:
 
     Args:
         folder: of `record_digests`.
+        title: what reports call it; default: the folder.
 
     Attributes:
         steps: numbers of the steps that all ranks have recorded.
@@ -73,21 +74,22 @@ class Run:
         FileNotFoundError: nothing is recorded there. ValueError: a file that can't be read.
     """
 
-    def __init__(self, folder):
-        self.folder, self._ranks = folder, recorded_ranks(folder)
+    def __init__(self, folder, title=None):
+        self.folder, self.title, self._ranks = folder, title or str(folder), recorded_ranks(folder)
         if not self._ranks:
             raise FileNotFoundError(
                 f"'{folder}' has no recorded steps: record a run with monitor.digests=true, or with record_digests()"
             )
-        everyone = sorted({rank for ranks in self._ranks.values() for rank in ranks})
-        self._tables = {rank: read_rank(folder, rank) for rank in everyone}
-        self.steps = [step for step, ranks in self._ranks.items() if ranks == everyone]
-        self.about = self._tables[everyone[0]].about
+        self._tables = {0: read_table(folder, 0)}
+        everyone = list(range(self._tables[0]["about"].get("ranks", 1)))  # others are of an earlier run
+        self._tables |= {rank: read_table(folder, rank) for rank in everyone[1:]}
+        self.steps = [step for step, ranks in self._ranks.items() if set(everyone) <= set(ranks)]
+        self.about = self._tables[0]["about"]
         # passes of a pipeline begin with the gradient 1 / micro-batches, those of an accumulation with 1
         slope = self.about.get("slope", 1.0)
         self._slope = np.array([slope] * PROJECTIONS + [slope**2, slope, 1.0])
-        self.facts = {name: each for table in self._tables.values() for name, each in table.facts.items()}
-        self._layouts = {rank: [_layout(entry) for entry in table.layouts] for rank, table in self._tables.items()}
+        self.facts = {name: each for table in self._tables.values() for name, each in table["facts"].items()}
+        self._layouts = {rank: [_layout(entry) for entry in table["layouts"]] for rank, table in self._tables.items()}
 
     def step(self, number):
         """`{(what, pass, name): [Copy, …]}` of a step in order of time; the first copy is the one first made.
@@ -99,16 +101,16 @@ class Run:
         passes = {label: place for place, label in enumerate(labels)}
         found = {}
         for rank, (numbers, digests, own) in rows.items():
-            table, seen = self._tables[rank], {}
+            table, seen = self._tables[rank]["rows"], {}
             own = [passes[tuple(label)] for label in own.tolist()] + [None]
             for (row, place, again, time), values in zip(numbers.tolist(), digests):
-                entry, layout = table.rows[row], self._layouts[rank][table.rows[row]["layout"]]
-                key = entry["what"], own[place], entry["name"]
+                what, name, layout, moved = table[row]
+                key, layout = (what, own[place], name), self._layouts[rank][layout]
                 seen[row, place, again] = ordinal = seen.get((row, place, again), -1) + 1
-                copies, which = found.setdefault(key, {}), (layout, entry["moved"], again, ordinal)
+                copies, which = found.setdefault(key, {}), (layout, moved, again, ordinal)
                 copy = copies.get(which)
                 if copy is None:
-                    copy = copies[which] = Copy(layout, entry["moved"], bool(again), time)
+                    copy = copies[which] = Copy(layout, moved, bool(again), time)
                 if key[0] in ("gradient", "weight gradient"):
                     values = values / self._slope
                 copy.terms[rank], copy.time = values, min(time, copy.time)

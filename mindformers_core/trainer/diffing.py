@@ -38,15 +38,18 @@ def diff(sources, overrides, steps, keep=None, perturbed=None):
     Raises:
         ValueError, TypeError, FileNotFoundError: a path, a recipe or an override that is wrong.
     """
-    own = [_own_overrides(overrides, side) for side in _SIDES]
+    both = [text for text in overrides if text[:2] not in ("a:", "b:")]
+    own = [both + [text[2:] for text in overrides if text.startswith(f"{side}:")] for side in _SIDES]
     with nullcontext(keep) if keep else tempfile.TemporaryDirectory(prefix="mindformers_core_diff_") as folder:
         runs, recipes = [], []
         for side, source, changed in zip(_SIDES, sources, own):
             recipe = None if os.path.isdir(source) else load_recipe(source, changed)
-            if recipe is None and len(changed) > len(_own_overrides(overrides, "")):
+            if recipe is None and len(changed) > len(both):
                 raise ValueError(f"'{source}' is recorded already: {side}:section.key=value is for a recipe")
             recipes.append(recipe)
-            runs.append(_run(recipe, os.path.join(folder, side), steps) if recipe else Run(_recorded(source)))
+            title = " ".join([source, *changed[len(both) :]])
+            run = _run(recipe, os.path.join(folder, side), steps, title) if recipe else Run(_recorded(source))
+            runs.append(run)
         noise = (runs[0], Run(_recorded(perturbed))) if perturbed else None
         for run, recipe in zip(runs, recipes):
             if noise is None and recipe is not None:
@@ -58,23 +61,13 @@ def diff(sources, overrides, steps, keep=None, perturbed=None):
     return parting.first is None
 
 
-def _own_overrides(overrides, side):
-    """The overrides for one side, and for both, without their prefix."""
-    own = [text.partition(":") for text in overrides]
-    return [
-        text if prefix not in _SIDES else rest
-        for text, (prefix, _, rest) in zip(overrides, own)
-        if prefix not in _SIDES or prefix == side
-    ]
-
-
 def _recorded(folder):
     """The folder with the digests of a run folder."""
     inner = os.path.join(folder, "digests")
     return inner if os.path.isdir(inner) else folder
 
 
-def _run(recipe, folder, steps):
+def _run(recipe, folder, steps, title=None):
     """The `Run` of the first steps of a recipe, recorded in a folder."""
     training = dataclasses.replace(recipe.training, output_dir=folder)
     monitor = dataclasses.replace(recipe.monitor, digests=True)
@@ -83,7 +76,7 @@ def _run(recipe, folder, steps):
         recipe = dataclasses.replace(recipe, parallelism=sizes)
     recipe = dataclasses.replace(recipe, training=training, monitor=monitor)
     run_simulated(recipe, steps)
-    return Run(digest_folder(recipe))
+    return Run(digest_folder(recipe), title)
 
 
 def run_simulated(recipe, steps, prepare=None):

@@ -24,6 +24,7 @@ def start_recording(recipe, mesh, rank):
     about = {
         "recipe": recipe_to_yaml(recipe),
         "mesh": str(mesh),
+        "ranks": mesh.size,
         "context": f"{'graph mode' if context.mode == 0 else 'PyNative'}, {context.engine}",
         "sequences": _sequences(recipe, mesh.axis_size("dp")),
         "slope": 1 / micro_batches_of_a_run(recipe) if recipe.parallelism.pipeline_parallel > 1 else 1.0,
