@@ -213,8 +213,8 @@ def test_a_redistribution_is_named(tmp_path, monkeypatch):
     plain = recorded(tmp_path / "a", TP)
     Planted("model.layers.0.mlp.down_proj", "y_sum", scaled(2.0), (1,)).enter(monkeypatch)
     text = report(part(plain, recorded(tmp_path / "b", TP)))
-    assert "rank 1 (of 0, 1), layout [-, -, -]; behind the redistribution [-, -, -] (partial sum: tp) -> " in text
-    assert "by all_reduce over tp\n" in text
+    assert "rank 1 (of 0, 1), layout [-, -, -]\n  behind      [-, -, -] (partial sum: tp) -> " in text
+    assert "by all_reduce over tp; the operator's own result agrees" in text
 
 
 class _Mlp(nn.Cell):

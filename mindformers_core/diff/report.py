@@ -1,5 +1,7 @@
 """The text about two runs: that they agree, or the first tensor that differs, and its inputs. Pure Python."""
 
+import os
+
 import numpy as np
 
 from mindformers_core.diff.comparing import FACTOR, GROWTH, consumers_of, inputs_of, norm_of
@@ -48,10 +50,9 @@ def _lines(parting, source):
         used = [f"{facts[each]['cell']} {_operator(facts[each])}" for each in consumers.get(name, ())]
         lines.append(f"  used by     {_some(used) or 'nothing that is recorded'}")
     copy, again = first.copy, ", computed again in the backward pass" if first.copy.again else ""
-    made = f"; behind the redistribution {copy.moved}" if copy.moved else ""
-    lines.append(
-        f"  in {first.run}        rank {first.rank}{_others(copy, first.rank)}, layout {copy.layout}{again}{made}"
-    )
+    lines.append(f"  in {first.run}        rank {first.rank}{_others(copy, first.rank)}, layout {copy.layout}{again}")
+    if copy.moved:
+        lines.append(f"  behind      {copy.moved}; the operator's own result agrees")
     lines.append(f"  difference  {first.relative:.2g} of the norm; tolerance {first.tolerance:.2g}, {source}")
     labels = ("A", "B") if first.run == "B" else ("A", "A there")
     lines += [f"  {label:<11} {_statistics(values)}" for label, values in zip(labels, first.values)]
@@ -81,7 +82,9 @@ def _agreement(parting, key):
 
 
 def _operator(about):
-    return f"{about['operator']}, {about['source']}" if about["source"] else about["operator"]
+    file = about["source"]
+    near = file and file.startswith(os.getcwd() + os.sep)
+    return f"{about['operator']}, {os.path.relpath(file) if near else file}" if file else about["operator"]
 
 
 def _some(texts, count=_SHOWN):
