@@ -233,8 +233,12 @@ def test_planted_fault(planted, one_card, tmp_path, monkeypatch):
     prepare = fault if getattr(fault, "__name__", "") in ("prepare", "_no_decay", "_wrong_norm") else None
     if prepare is None:
         getattr(fault, "enter", fault)(monkeypatch)
-    found = part(run, recorded(tmp_path, overrides, prepare=prepare), (run, perturbed))
-    assert found.first is not None, report(found)
-    kind, name, operator = _found(found)
-    assert (kind, name) == expected[:2] and operator in expected[2].split(" | "), report(found)
-    assert len(report(found).splitlines()) <= 20
+    other = recorded(tmp_path, overrides, prepare=prepare)
+    for noise in ((run, perturbed), None):
+        found = part(run, other, noise)
+        assert found.first is not None, report(found)
+        kind, name, operator = _found(found)
+        assert kind == expected[0] and operator in expected[2].split(" | "), report(found)
+        # without a perturbed run an update may differ by as much as the decay of the first weight
+        assert name == expected[1] or noise is None and planted == "no weight decay", report(found)
+        assert len(report(found).splitlines()) <= 20

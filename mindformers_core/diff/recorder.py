@@ -3,12 +3,14 @@
 import os
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import mindspore as ms
 import numpy as np
 from mindspore import nn
 
 from mindformers_core.communication.world import process_state, world
+from mindformers_core.diff.comparing import EPS
 from mindformers_core.diff.digests import COLUMNS, digest, sign
 from mindformers_core.diff.files import forget_rank, write_rows, write_table
 from mindformers_core.diff.listing import Listing, layout_facts
@@ -20,8 +22,6 @@ from mindformers_core.sharding.sharded_cells import tree_and_path
 from mindformers_core.verify.comparison import gradient_layout
 
 __all__ = ["DigestRecorder", "perturb", "record_digests"]
-
-_EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 @contextmanager
@@ -63,7 +63,7 @@ class DigestRecorder(Observer):
     def __init__(self, folder, rank, about, instruments=True):
         self.folder, self.rank, self.instruments = os.fspath(folder), rank, instruments
         os.makedirs(self.folder, exist_ok=True)
-        self.step, self.seconds = 0, 0.0
+        self.step = 0
         self._table, self._written = {"about": about, "facts": {}, "layouts": [], "rows": []}, 0
         forget_rank(self.folder, rank)
         self._numbers, self._layouts = {}, {}  # (what, name, layout, moved) -> number of a row; Layout -> its number
@@ -84,12 +84,7 @@ class DigestRecorder(Observer):
     def loaded(self, module, source):
         """See `Observer`."""
 
-        def observed(cell, number, tensor):
-            started = time.perf_counter()
-            self._observe(source, cell, number, tensor)
-            self.seconds += time.perf_counter() - started
-
-        module.observed = observed
+        module.observed = partial(self._observe, source)
 
     @contextmanager
     def in_pass(self, label, direction):
@@ -116,14 +111,12 @@ class DigestRecorder(Observer):
             tensor: the local tensor.
             parameter: the Parameter whose layout it has; None for one that is whole, and the same on all ranks.
         """
+        layout = getattr(parameter, "layout", None)
         if parameter is None:
-            shape, dtype = list(tensor.shape), dtype_name(tensor.dtype)
-            facts = {"cell": "", "operator": what, "source": None, "hint": what, "shape": shape, "dtype": dtype}
-            self._add(self._number(what, what, None, facts=facts | {"inputs": []}), tensor, None)
+            name, facts = what, _facts("", what, what, tensor.shape, tensor.dtype)
         else:
-            layout = getattr(parameter, "layout", None)
             name, facts = self._parameter_facts(parameter, layout)
-            self._add(self._number(what, name, layout, facts=facts), tensor, None)
+        self._add(self._number(what, name, layout, facts=facts), tensor, None)
 
     def end_step(self, step=None):
         """Write the rows of a step; `step` is its number, by default that of the last one and 1."""
@@ -142,8 +135,7 @@ class DigestRecorder(Observer):
                     self._paths.update((id(each), path) for path, each in walk)
         path = self._paths.get(id(parameter), parameter.name)
         shape = parameter.shape if layout is None else layout.global_shape(parameter.shape)
-        about = {"cell": path.rpartition(".")[0], "operator": "parameter", "source": None, "hint": path, "inputs": []}
-        return f"parameter {path}", about | {"shape": list(shape), "dtype": dtype_name(parameter.dtype)}
+        return f"parameter {path}", _facts(path.rpartition(".")[0], "parameter", path, shape, parameter.dtype)
 
     def _number(self, what, name, layout, moved=None, facts=None):
         """The number of a row in the table."""
@@ -184,12 +176,7 @@ class DigestRecorder(Observer):
         if value is not None:
             self._add(value, tensor, label, again)
         if gradient is not None and tensor._requires_grad:
-            tensor.register_hook(lambda found: self._add_gradient(gradient, found, label))
-
-    def _add_gradient(self, number, gradient, label):
-        started = time.perf_counter()
-        self._add(number, gradient, label)
-        self.seconds += time.perf_counter() - started
+            tensor.register_hook(lambda found: self._add(gradient, found, label))
 
     def _make_entries(self, tree, source, path, number):
         """For every call of a function the numbers of the rows of a tensor and its gradient, or None."""
@@ -213,6 +200,11 @@ class DigestRecorder(Observer):
         return entries
 
 
+def _facts(cell, operator, hint, shape, dtype):
+    about = {"cell": cell, "operator": operator, "source": None, "hint": hint, "inputs": []}
+    return about | {"shape": list(shape), "dtype": dtype_name(dtype)}
+
+
 def _shown(move):
     steps = ", ".join(f"{step.kind} over {' and '.join(step.axes)}" for step in move.steps) or "nothing to do"
     return f"{move.source} -> {move.target} by {steps}"
@@ -227,9 +219,7 @@ def perturb(parameters, seed, rank):
         rank: the global rank.
     """
     for parameter in parameters:
-        eps = _EPS.get(dtype_name(parameter.dtype))
-        if eps is None:
-            continue
+        eps = EPS.get(dtype_name(parameter.dtype), 0.0)
         shape = parameter.layout.global_shape(parameter.shape)
         starts = [part.start for part in parameter.layout.local_slices(shape, rank)]
         signs = ms.Tensor(sign(tuple(parameter.shape), starts, seed) * eps)
