@@ -242,3 +242,17 @@ def test_planted_fault(planted, one_card, tmp_path, monkeypatch):
         # without a perturbed run an update may differ by as much as the decay of the first weight
         assert name == expected[1] or noise is None and planted == "no weight decay", report(found)
         assert len(report(found).splitlines()) <= 20
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_planted_fault_in_a_pipeline_with_tensor_parallel_and_zero(dtype, tmp_path, monkeypatch):
+    dtype = f"model.dtype={dtype}"
+    mesh = (*PP[:1], *ZERO3, *TP, "parallelism.pipeline_parallel_microbatch_size=2", dtype)
+    run = recorded(tmp_path / "a", [dtype])
+    perturbed = recorded(tmp_path / "perturbed", ["monitor.perturb=1", dtype])
+    assert part(run, recorded(tmp_path / "clean", mesh), (run, perturbed)).first is None
+    Planted(MLP, "silu", scaled(1.1), (7,)).enter(monkeypatch)
+    found = part(run, recorded(tmp_path / "b", mesh), (run, perturbed))
+    assert _found(found) == ("value", MLP, "SiLU"), report(found)
+    assert set(found.first.copy.terms) == {4, 5, 6, 7}  # the second stage, whose ranks hold the tensor together
