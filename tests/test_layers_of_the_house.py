@@ -45,6 +45,7 @@ FLOORS = (
     "optimizers",
     *SIBLINGS,
     "verify",
+    "diff",
     "trainer",
 )
 # beyond the order of the floors: (who, what it never imports)

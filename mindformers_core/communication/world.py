@@ -73,6 +73,11 @@ class _ProcessState:
         self._memos = {}  # owner -> its memo
         self.forget()
 
+    @property
+    def is_instrumented(self):
+        """Whether generated programs are to report their tensors."""
+        return self.observer is not None and self.observer.instruments
+
     def forget(self):
         """Reset to the state before `init_distributed()`."""
         self.world = None

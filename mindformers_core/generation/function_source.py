@@ -75,6 +75,8 @@ class FunctionSource:
             self._enter(constant.value, self.parts.constant(self.frame, constant))
         for use in self.frame.graph.parameters:
             self._observe(use, [(use.value, self.frame.layouts[use.value.id])])
+        if self.frame is self.parts.frames[-1]:
+            self._observe(None, [(v, self.frame.layouts[v.id]) for v in tree_leaves(self.frame.graph.arguments)])
         for place, instruction in enumerate(self.frame.instructions):
             self.place, self.keeper = place, self.frame.keepers.get(instruction)
             if isinstance(instruction, Redistribution):
@@ -83,8 +85,7 @@ class FunctionSource:
                 self._call(instruction)
             else:
                 self._operator(instruction)
-            if not isinstance(instruction, CallPlan):
-                self._observe(instruction, instruction.produced)
+            self._observe(instruction, () if isinstance(instruction, CallPlan) else instruction.produced)
         self.body.append(f"return {self._structure(self.frame.graph.result, iter(self.frame.results))}")
         rest = [parameter for parameter in parameters if parameter.startswith("**")]
         parameters = [parameter for parameter in parameters if parameter not in rest]
@@ -148,8 +149,7 @@ class FunctionSource:
         """A parameter; detached where its whole gradient is deferred."""
         takes = self.frame.takes_weights
         expression = passed_parameter(self.frame, use) if takes else self.parts.parameter(self.frame, use)
-        waits = (use.value.id, self.frame.layouts[use.value.id]) in self.deferral.waiting
-        if waits:
+        if (use.value.id, self.frame.layouts[use.value.id]) in self.deferral.waiting:
             expression = self._assign(use.value.hint, self.parts.stop_gradient(expression))
         self._enter(use.value, expression)
 

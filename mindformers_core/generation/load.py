@@ -34,7 +34,8 @@ def load_module(name, source):
     file, observer = (_folder() / f"{name}_{number}.py").resolve(), process_state().observer
     text = source.text if observer is None else observer.text(source.text)
     file.write_text(text, encoding="utf-8")
-    module = ModuleType(f"mindformers_core_generated_{file.stem}")
+    rank = f"_{world().rank}" if process_state().world and world().ranks else ""  # simulated ranks share sys.modules
+    module = ModuleType(f"mindformers_core_generated{rank}_{file.stem}")
     module.__file__ = str(file)
     vars(module).update((constant, _tensor(content)) for constant, content in source.constants.items())
     if observer is not None:

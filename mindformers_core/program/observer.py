@@ -15,7 +15,7 @@ class Observed:
     Attributes:
         number: that of the report, in its module.
         frame: the `CellPlan` of the function.
-        entry: the instruction that produces the tensor, or the `ParameterUse` that it is.
+        entry: the instruction that produces the tensor, or the `ParameterUse` that it is; None: the program's argument.
         value, layout: what it is.
         variable: its name in the source.
     """
@@ -32,7 +32,12 @@ class Observer:
     """Receives what the programs of a rank compute; `process_state().observer` is the current one, or None.
 
     Programs that are made while there is an observer report every tensor to it. This class ignores all.
+
+    Attributes:
+        instruments: whether programs report their tensors; compiled ones can't.
     """
+
+    instruments = True
 
     def placed(self, cell, parameters):
         """The Parameters that a Cell gets by `shard()`: id of the present one -> this rank's shard."""
@@ -70,3 +75,9 @@ class Observer:
 
     def weight_gradient(self, parameter, gradient):
         """A backward pass has computed the gradient of a Parameter, not yet reduced over data-parallel ranks."""
+
+    def held(self, what, tensor, parameter=None):
+        """A step holds a tensor outside of its passes: that of a Parameter, or a whole one."""
+
+    def end_step(self, step):
+        """An optimizer step, of this number, is done."""

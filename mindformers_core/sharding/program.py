@@ -134,7 +134,7 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
         check_plan(generated)
     separate_collectives = generated is not frame or tree.activations.is_active and tree.compiling is not None
     header, classes = _header(tree, path, graph, frame), _below(path, tree.classes)
-    options = tree.deferring, separate_collectives, process_state().observer is not None
+    options = tree.deferring, separate_collectives, process_state().is_instrumented
     source = ModuleSource(generated, classes, tree.function_names, header, *options)
     tree.function_names.update(source.functions.values())
     name = source.functions[generated]

@@ -1,4 +1,4 @@
-"""`python -m mindformers_core train | verify | compare`."""
+"""`python -m mindformers_core train | verify | diff | compare`."""
 
 import argparse
 import dataclasses
@@ -29,7 +29,7 @@ def main(arguments=None):
 
 def _parser():
     parser = argparse.ArgumentParser(prog="python -m mindformers_core", description=_DESCRIPTION)
-    commands = parser.add_subparsers(required=True, metavar="train | verify | compare")
+    commands = parser.add_subparsers(required=True, metavar="train | verify | diff | compare")
     train = commands.add_parser("train", help="train, or with --dry-run show what would be trained")
     train.add_argument("--config", required=True, metavar="FILE", help="the recipe, as configs/llama_tiny_cpu.yaml")
     train.add_argument(
@@ -57,6 +57,18 @@ def _parser():
         help="also exit code 1 where the mean of the last 10 losses is not below this part of the first (as 0.7)",
     )
     compare.set_defaults(run=_compare)
+    diff = commands.add_parser("diff", help="the first operator whose result differs between two runs")
+    diff.add_argument(
+        "run_a", metavar="A", help="a recipe, which is run on simulated ranks, or a recorded run's folder"
+    )
+    diff.add_argument("run_b", metavar="B", help="another")
+    diff.add_argument("--steps", type=int, default=2, help="how many steps of a recipe are run (default 2)")
+    diff.add_argument("--keep", metavar="FOLDER", help="keep there what recipes record")
+    diff.add_argument("--perturbed", metavar="FOLDER", help="A's run, recorded with monitor.perturb=1")
+    diff.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="keys of both recipes; a:… or b:… of one"
+    )
+    diff.set_defaults(run=_diff)
     return parser
 
 
@@ -102,6 +114,17 @@ def _verify(arguments):
 def _compare(arguments):
     try:
         return 0 if compare_runs(arguments.run_a, arguments.run_b, arguments.threshold, arguments.fell) else 1
+    except _USER_ERRORS as error:
+        return _report(error)
+
+
+def _diff(arguments):
+    try:
+        from mindformers_core.trainer.diffing import diff
+
+        sources = arguments.run_a, arguments.run_b
+        same = diff(sources, arguments.overrides, arguments.steps, arguments.keep, arguments.perturbed)
+        return 0 if same else 1
     except _USER_ERRORS as error:
         return _report(error)
 

@@ -93,6 +93,8 @@ def compare_runs(run_a, run_b, threshold, fell=None):
             f"{'' if part < fell else 'NOT '}below {fell:g}"
         )
         holds = holds and part < fell
+    if difference > threshold:
+        print("the first operator that differs: python -m mindformers_core diff A B, of two recipes or recorded runs")
     return holds
 
 

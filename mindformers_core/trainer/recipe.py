@@ -118,6 +118,8 @@ class Monitor:
     log_interval: int = bounded(10, 1, _MANY)  # steps between printed lines where there's no terminal
     plot: bool = True  # draw loss.png at the end (extra `plot`)
     tensorboard: bool = False  # write event files (extra `tensorboard`)
+    digests: bool = False  # record every tensor's digest in <output_dir>/digests, for `diff`
+    perturb: int = bounded(0, 0, 10**6)  # for `diff`: not 0: change initial weights by a unit of rounding, by this seed
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 import mindspore as ms
 
+from mindformers_core.communication.world import process_state
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage
+from mindformers_core.program.observer import Observer
 from mindformers_core.recompute import recompute, swap
 from mindformers_core.tensor_parallel import jit, shard
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
@@ -101,9 +103,27 @@ def step_function(recipe, mesh, cells):
 
     def step(arrays, rate, eps, decay):
         losses, gradients = parts.run(arrays)
-        return sum(losses) / len(losses), update(rate, eps, decay, *gradients)
+        loss, observer = sum(losses) / len(losses), process_state().observer or Observer()
+        for parameter, gradient in zip(parts.optimizer.parameters, gradients, strict=True):
+            observer.held("reduced gradient", gradient, parameter)
+        norm = update(rate, eps, decay, *gradients)
+        _hold(observer, parts.optimizer, {"loss": loss, "gradient norm": norm, "rate": rate, "decay": decay})
+        return loss, norm
 
     return parts.optimizer, step
+
+
+def _hold(observer, optimizer, numbers):
+    """Tell the observer what a step has computed after its passes."""
+    for what, number in numbers.items():
+        observer.held(what, number)
+    for what, tensors in (
+        ("moment 1", optimizer.moments1),
+        ("moment 2", optimizer.moments2),
+        ("parameter", optimizer.parameters),
+    ):
+        for parameter, tensor in zip(optimizer.parameters, tensors, strict=True):
+            observer.held(what, tensor, parameter)
 
 
 def _model_function(recipe, mesh, cells):

@@ -10,14 +10,18 @@ import mindspore as ms
 import numpy as np
 
 from mindformers_core.communication import init_distributed
+from mindformers_core.communication.world import process_state
+from mindformers_core.diff.recorder import perturb
 from mindformers_core.files import write_whole
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.optimizers.adamw import AdamW
+from mindformers_core.program.observer import Observer
 from mindformers_core.tensor_parallel.clipping import sum_cell
 from mindformers_core.trainer.data import dataset_of, first_sequence
 from mindformers_core.trainer.pipeline_recipe import pipeline_state
 from mindformers_core.trainer.recipe import MESH_AXES, Recipe, accumulation_steps, learning_rate, mesh_shape
 from mindformers_core.trainer.recipe_loader import recipe_to_yaml
+from mindformers_core.trainer.recording import start_recording
 from mindformers_core.trainer.records import (
     draw_losses,
     metrics_writer,
@@ -31,7 +35,7 @@ from mindformers_core.trainer.saved_state import find_checkpoint, load_state, sa
 from mindformers_core.trainer.step import build_cells, step_function
 from mindformers_core.trainer.zero_recipe import zero_state
 
-__all__ = ["Job", "prepare", "make_job", "resume", "run_steps", "train_step"]
+__all__ = ["Job", "prepare", "begin_job", "make_job", "resume", "run_steps", "train_step"]
 
 
 @dataclass
@@ -94,8 +98,16 @@ def prepare(recipe):
     mesh = init_device_mesh(mesh_shape(recipe, world.size), MESH_AXES)
     dataset = dataset_of(recipe)
     checkpoint = find_checkpoint(recipe.checkpoint.load_path) if recipe.checkpoint.load_path else None
-    job = make_job(recipe, mesh, world.rank, dataset)
-    return job if checkpoint is None else resume(job, checkpoint)
+    return begin_job(recipe, mesh, world.rank, dataset, checkpoint)
+
+
+def begin_job(recipe, mesh, rank, dataset, checkpoint=None):
+    """`make_job`, with the state in the folder `checkpoint`, and perturbed where the recipe says so."""
+    job = make_job(recipe, mesh, rank, dataset)
+    job = job if checkpoint is None else resume(job, checkpoint)
+    if recipe.monitor.perturb:
+        perturb(job.optimizer.parameters, recipe.monitor.perturb, rank)
+    return job
 
 
 def make_job(recipe, mesh, rank, dataset):
@@ -105,6 +117,7 @@ def make_job(recipe, mesh, rank, dataset):
     batch_size = recipe.training.local_batch_size * dp_size * micro_batches
     ms.set_seed(recipe.training.seed)
     ms.manual_seed(recipe.training.seed)
+    start_recording(recipe, mesh, rank)
     cells = build_cells(recipe, mesh, rank)
     optimizer, run_step = step_function(recipe, mesh, cells)
     return Job(recipe, rank, mesh, dataset, cells, optimizer, micro_batches, batch_size, run_step)
@@ -166,6 +179,7 @@ def train_step(job):
     rate = learning_rate(job.recipe, job.step)
     loss, norm = job.run_step(tuple(map(ms.Tensor, batch)), *job.optimizer.scalars(job.step, rate))
     loss, norm = float(loss.asnumpy()), float(norm.asnumpy())
+    (process_state().observer or Observer()).end_step(job.step)
     seconds = time.perf_counter() - started
     return {
         "step": job.step,

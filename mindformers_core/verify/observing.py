@@ -83,7 +83,7 @@ class RankObserver(Observer):
             setattr(module, name, as_dtype(tensor, dtype_name(tensor.dtype)))
 
         def observed(cell, number, tensor):
-            if self._pass is not None:
+            if self._pass is not None and source.observed[number].entry is not None:
                 self._observe(source, module.__file__, cell, number, tensor)
 
         module.observed = observed

@@ -4,9 +4,10 @@ from unittest.mock import patch
 
 from one_card import is_float
 
+from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor import dispatch
 from mindformers_core.operators import signature_of
-from mindformers_core.tensor_parallel import DTensor, distribute_tensor
+from mindformers_core.tensor_parallel import distribute_tensor
 
 
 def rules_met(function, values, layouts):
@@ -31,8 +32,8 @@ def rules_met(function, values, layouts):
             met.append((places, list(map(is_float, tensors)), signature))
         return signature
 
-    DTensor.__fallback__.programs.clear()
+    process_state().memo(dispatch.__name__).clear()
     with patch.object(dispatch, "_Program", Recorded), patch.object(dispatch, "signature_of", recorded_signature_of):
         function(*given)
-    DTensor.__fallback__.programs.clear()
+    process_state().memo(dispatch.__name__).clear()
     return met

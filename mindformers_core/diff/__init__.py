@@ -1,0 +1,1 @@
+"""`diff`: where two runs part. Digests of global values, recorded on every rank, assembled and compared."""

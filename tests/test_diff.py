@@ -1,0 +1,314 @@
+"""Digests of parts, files of a run, tolerances, the report and the command line of `diff`."""
+
+import json
+import os
+
+import mindspore as ms
+import numpy as np
+import pytest
+from diff_runs import DP, PP, RECIPE, TINY, TP, Planted, recorded, scaled
+from mindspore import nn, ops
+from simulated_ranks import distribute
+
+from mindformers_core import init_device_mesh, shard
+from mindformers_core.communication.world import process_state
+from mindformers_core.diff.comparing import norm_of
+from mindformers_core.diff.digests import COLUMNS, PROJECTIONS, digest, distance, sign
+from mindformers_core.diff.files import write_rows, write_table
+from mindformers_core.diff.parting import part
+from mindformers_core.diff.recorder import record_digests
+from mindformers_core.diff.report import report
+from mindformers_core.diff.runs import Run, assembled
+from mindformers_core.layout import Layout, layout
+from mindformers_core.mesh import DeviceMesh
+from mindformers_core.trainer.command_line import main
+from mindformers_core.trainer.diffing import run_simulated
+from mindformers_core.trainer.recipe_loader import load_recipe
+
+MESH = DeviceMesh((2, 3, 2), ("dp", "cp", "tp"))
+
+
+def _whole(value):
+    return digest(value, (0,) * value.ndim)
+
+
+def _random_layout(rng):
+    """A layout of 3 dims: every axis shards a dim, is partial, varying, or replicates."""
+    dims, partial, varying = [[], [], []], [], []
+    for axis in rng.permutation(MESH.axis_names):
+        choice = rng.integers(0, 6)
+        if choice < 3:
+            dims[choice].append(axis)
+        elif choice == 3:
+            partial.append((axis, "sum"))
+        elif choice == 4:
+            varying.append(axis)
+    return Layout.on(MESH, dims, partial, varying)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_digests_of_parts_add_up(seed):
+    rng = np.random.default_rng(seed)
+    placed, value = _random_layout(rng), rng.standard_normal((12, 12, 24))
+    terms = {}
+    for rank, local in distribute(value, placed, rng).items():
+        terms[rank] = digest(local, [part.start for part in placed.local_slices(value.shape, rank)])
+    found, expected = assembled(placed, terms), _whole(value)
+    replicas = MESH.size // MESH.axis_size(*[a for dim in placed.dims for a in dim], *[a for a, _ in placed.partial])
+    assert len(found) == replicas
+    for whole in found.values():
+        np.testing.assert_allclose(whole[:PROJECTIONS], expected[:PROJECTIONS], rtol=1e-9, atol=1e-9)
+        if not placed.partial:
+            np.testing.assert_allclose(whole, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_average_of_terms():
+    placed = Layout.on(MESH, [()], [("cp", "avg"), ("tp", "sum")])
+    value, rng = np.arange(5.0), np.random.default_rng(0)
+    terms = {rank: digest(local, (0,)) for rank, local in distribute(value, placed, rng).items()}
+    for whole in assembled(placed, terms).values():
+        np.testing.assert_allclose(whole[:PROJECTIONS], _whole(value)[:PROJECTIONS])
+
+
+def test_a_set_without_all_its_terms_is_left_out():
+    placed = layout("dp", None).bind(MESH)
+    terms = {rank: digest(np.ones((2, 3)), (0, 0)) for rank in (0, 1, 6)}
+    assert list(assembled(placed, terms)) == [0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_positions_count(seed):
+    rng = np.random.default_rng(seed)
+    value = rng.standard_normal((4, 6, 8))
+    for dim in range(3):
+        for other in (
+            np.roll(value, 1, dim),
+            np.flip(value, dim),
+            value.take([1, 0, *range(2, value.shape[dim])], dim),
+        ):
+            assert 0.03 < distance(_whole(value), _whole(other)) / np.linalg.norm(value - other) < 4
+    assert distance(_whole(value[:, :4, :4]), _whole(value[:, :4, :4].swapaxes(1, 2))) > 0.1
+
+
+def test_distance_estimates_the_norm():
+    rng, found = np.random.default_rng(0), []
+    for _ in range(300):
+        value, change = rng.standard_normal((5, 7, 9)), 1e-6 * rng.standard_normal((5, 7, 9))
+        found.append(distance(_whole(value), _whole(value + change)) / np.linalg.norm(change))
+    assert np.percentile(found, 1) > 0.2
+    assert np.percentile(found, 99) < 2.5
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int32, np.bool_])
+def test_dtypes_and_blocks(dtype):
+    value = (np.random.default_rng(0).standard_normal((700, 300)) * 3).astype(dtype)
+    found, exact = _whole(value), value.astype(np.float64)
+    assert len(found) == COLUMNS
+    np.testing.assert_allclose(found[PROJECTIONS], np.square(exact).sum(), rtol=1e-5)  # in float32 where the array is
+    assert found[PROJECTIONS + 1] == np.abs(exact).max()
+    parts = digest(value[:350], (0, 0)) + digest(value[350:], (350, 0))
+    scale = np.sqrt(found[PROJECTIONS])
+    np.testing.assert_allclose(found[:PROJECTIONS], parts[:PROJECTIONS], atol=1e-7 * scale)
+
+
+def test_what_is_not_finite_is_counted():
+    value = np.ones((3, 4), np.float32)
+    other = value.copy()
+    other[1, 2], other[2, 3] = np.nan, -np.inf
+    assert _whole(other)[PROJECTIONS + 2] == 2
+    assert distance(_whole(value), _whole(other)) == np.inf
+    masked = np.where(np.eye(4, dtype=bool), value.mean(), np.finfo(np.float32).min)
+    assert norm_of(_whole(masked)) == 2.0
+
+
+def test_scalars_and_empty_tensors():
+    assert distance(_whole(np.float32(2.0).reshape(())), _whole(np.float32(5.0).reshape(()))) == pytest.approx(3.0)
+    assert not digest(np.zeros((0, 3)), (0, 0)).any()
+
+
+def test_signs_are_those_of_the_global_position():
+    signs = sign((6, 8), (0, 0), 1)
+    assert set(signs.ravel()) == {-1.0, 1.0}
+    np.testing.assert_array_equal(signs[2:4, 4:], sign((2, 4), (2, 4), 1))
+    assert (sign((6, 8), (0, 0), 2) != signs).any()
+
+
+def _run_of(folder, values, rank=0, about=None):
+    """A recorded run of values: pairs (name, array), as a chain of operators."""
+    os.makedirs(folder, exist_ok=True)
+    table, inputs = {"about": about or {}, "facts": {}, "layouts": [None], "rows": []}, []
+    for number, (name, array) in enumerate(values):
+        facts = {"cell": "mlp", "operator": "Mul", "source": "a.py:1", "hint": name, "inputs": inputs}
+        table["facts"][f"mlp#0:{number}.0"] = facts | {"shape": list(array.shape), "dtype": "float32"}
+        inputs = [f"mlp#0:{number}.0"]
+        table["rows"].append(["value", inputs[0], 0, None])
+    write_table(folder, rank, table)
+    numbers = [(number, 0, False, number) for number in range(len(values))]
+    write_rows(folder, 1, rank, numbers, [_whole(array) for _, array in values], [(0, 0)])
+    return Run(folder)
+
+
+def test_the_first_difference_and_its_inputs(tmp_path):
+    values = [(name, np.random.default_rng(0).standard_normal((4, 5))) for name in "xyz"]
+    one = _run_of(tmp_path / "a", values)
+    other = _run_of(tmp_path / "b", [values[0], *((name, array * 1.001) for name, array in values[1:])])
+    found = part(one, other)
+    assert found.first.key == ("value", 0, "mlp#0:1.0")
+    assert (found.agree, len(found.last.differ)) == (2, 1)  # z differs as much as its input
+    text = report(found)
+    assert "Cell        'mlp', operator Mul, a.py:1" in text
+    assert "value of 'x' (Mul): 0, agrees" in text
+    assert part(one, one).first is None
+
+
+def test_tolerance_of_a_perturbed_run(tmp_path):
+    value = np.random.default_rng(0).standard_normal((4, 5))
+    one, noisy = (_run_of(tmp_path / str(size), [("x", value * (1 + size))]) for size in (0, 1e-4))
+    for size, differs in ((5e-4, False), (5e-3, True)):
+        other = _run_of(tmp_path / "other", [("x", value * (1 + size))])
+        assert (part(one, other, (one, noisy)).first is not None) == differs
+        assert part(one, other).first is not None
+
+
+def test_operators_that_one_run_alone_has(tmp_path):
+    values = [(name, np.ones((4, 5))) for name in "xyz"]
+    one = _run_of(tmp_path / "a", values)
+    other = _run_of(tmp_path / "b", [values[0], ("y", np.ones((4, 6))), values[2]])
+    found = part(one, other)
+    assert found.first is None
+    assert len(found.last.only_a) == 2
+    assert "not compared: 2 of A alone (mlp); 2 of B alone (mlp)" in report(found)
+
+
+def test_steps_with_other_data(tmp_path):
+    values = [("x", np.ones((4, 5)))]
+    one = _run_of(tmp_path / "a", values, about={"sequences": [[0, 1]]})
+    other = _run_of(tmp_path / "b", values, about={"sequences": [[0, 1], [2, 3]]})
+    with pytest.raises(ValueError, match="a step of A takes 2 sequences, one of B 4: give both the same global batch"):
+        part(one, other)
+    swapped = _run_of(tmp_path / "c", values, about={"sequences": [[1, 0]]})
+    assert "passes have other sequences" in report(part(one, swapped))
+
+
+def test_folders_without_a_run(tmp_path):
+    with pytest.raises(FileNotFoundError, match="has no recorded steps: record a run with monitor.digests=true"):
+        Run(tmp_path)
+    run = _run_of(tmp_path, [("x", np.ones(3))])
+    (tmp_path / "rank_0.json").write_text("{}")
+    with pytest.raises(ValueError, match="has no table of recorded tensors"):
+        Run(tmp_path)
+    (tmp_path / "step_1.rank_0.npz").write_text("no array")
+    with pytest.raises(ValueError, match="has no rows of recorded tensors"):
+        run.step(1)
+
+
+def test_a_pipeline_is_compared_in_its_passes(tmp_path):
+    one, other = recorded(tmp_path / "a"), recorded(tmp_path / "b", PP)
+    found = part(one, other)
+    assert found.first is None, report(found)
+    assert found.agree == len(one.step(1))
+
+
+def test_a_redistribution_is_named(tmp_path, monkeypatch):
+    plain = recorded(tmp_path / "a", TP)
+    Planted("model.layers.0.mlp.down_proj", "y_sum", scaled(2.0), (1,)).enter(monkeypatch)
+    text = report(part(plain, recorded(tmp_path / "b", TP)))
+    assert "rank 1 (of 0, 1), layout [-, -, -]\n  behind      [-, -, -] (partial sum: tp) -> " in text
+    assert "by all_reduce over tp; the operator's own result agrees" in text
+
+
+class _Mlp(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        draw = np.random.default_rng(0)
+        self.up = ms.Parameter(ms.Tensor(draw.standard_normal((8, 4)).astype(np.float32)), name="up")
+        self.down = ms.Parameter(ms.Tensor(draw.standard_normal((4, 8)).astype(np.float32)), name="down")
+
+    def construct(self, x):
+        return ops.dense(ops.relu(ops.dense(x, self.up)), self.down).sum()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_own_training_loop(tmp_path):
+    for name, factor in (("a", 1.0), ("b", 1.001)):
+        with record_digests(tmp_path / name, note=name) as recording:
+            net = shard(_Mlp(), init_device_mesh((1,), ("dp",)))
+            step = ms.value_and_grad(net, None, net.trainable_params())
+            for number in range(2):
+                x = ms.Tensor(np.full((2, 4), factor if number else 1.0, np.float32))
+                loss, gradients = step(x)
+                for parameter, gradient in zip(net.trainable_params(), gradients):
+                    recording.held("gradient of the loop", gradient, parameter)
+                recording.end_step()
+            with pytest.raises(ValueError, match="this rank is recorded already"), record_digests(tmp_path / "c"):
+                pass
+        assert process_state().observer is None
+    found = part(Run(tmp_path / "a"), Run(tmp_path / "b"))
+    assert found.steps == [1, 2]
+    assert found.first.key[2].startswith("input x.0")
+    assert {key[0] for key in Run(tmp_path / "a").step(1)} == {"value", "gradient", "gradient of the loop"}
+
+
+def _diff(*arguments):
+    return main(["diff", RECIPE, RECIPE, "--steps", "1", *TINY[:-1], *arguments])
+
+
+def test_command_line(tmp_path, capsys):
+    assert _diff("b:parallelism.tensor_parallel=2", "--keep", str(tmp_path / "kept")) == 0
+    assert "same: 712 tensors of step 1 agree" in capsys.readouterr().out
+    kept = [str(tmp_path / "kept" / side) for side in ("a", "b", "perturbed")]
+    assert main(["diff", kept[0], kept[1], "--perturbed", kept[2]]) == 0
+    assert main(["diff", kept[0], kept[1]]) == 0
+    assert _diff("b:model.rms_norm_eps=1e-3") == 1
+    assert "the first  value of 'Add', float32 [4, 16, 1], forward pass 0" in capsys.readouterr().out
+    assert main(["diff", kept[0], kept[1], "a:training.seed=1"]) == 2
+    assert "is recorded already: a:section.key=value is for a recipe" in capsys.readouterr().err
+    assert main(["diff", kept[0], str(tmp_path / "nothing.yaml")]) == 2
+    assert _diff("b:training.local_batch_size=8", "b:training.global_batch_size=16") == 2
+    assert "give both the same global batch" in capsys.readouterr().err
+
+
+def test_compare_points_to_diff(tmp_path, capsys):
+    for name, loss in (("a", 1.0), ("b", 2.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": loss}) + "\n")
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert "python -m mindformers_core diff A B" in capsys.readouterr().out
+
+
+def test_resumed_run(tmp_path):
+    """A checkpoint's moments are those of the run that goes on."""
+    whole = recorded(tmp_path / "whole", steps=3)
+    saved = ["checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=2"]
+    recipe = load_recipe(RECIPE, [*TINY, f"training.output_dir={tmp_path / 'saved'}", *saved])
+    run_simulated(recipe, 2, _save_after_two(tmp_path))
+    resumed = recorded(tmp_path / "resumed", [f"checkpoint.load_path={tmp_path / 'saved'}"])
+    assert resumed.steps == [3]
+    found = part(whole, resumed)
+    assert found.steps == [3]
+    assert found.first is None, report(found)
+
+
+def _save_after_two(folder):
+    from mindformers_core.trainer.saved_state import save_state
+
+    def prepare(job):
+        run_step = job.run_step
+
+        def step(*arguments):
+            found = run_step(*arguments)
+            if job.step == 2:
+                save_state(folder / "saved", job.state(), job.tensors(), job.rank, lambda: None)
+            return found
+
+        job.run_step = step
+
+    return prepare
+
+
+def test_recording_changes_no_number(tmp_path):
+    rows = []
+    for digests in ("true", "false"):
+        recipe = load_recipe(RECIPE, [*TINY[:-1], *DP, f"training.output_dir={tmp_path}", f"monitor.digests={digests}"])
+        rows.append([[(row["loss"], row["gradient_norm"]) for row in each] for each in run_simulated(recipe, 2)])
+    assert rows[0] == rows[1]
