@@ -141,13 +141,13 @@ class ParameterUse:
     trainable: bool
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Constant:
     """A plain tensor among the inputs of traced operators: a rotary table, a mask, a number.
 
     Attributes:
         value: its Value in this graph.
-        array: the contents, a NumPy array (bfloat16 as float32).
+        array: the contents, a NumPy array (bfloat16 as float32); None after `forget`.
         path, local: of the attribute with the tensor, from the root (`"model.table"`) and from this Cell; or None.
     """
 
@@ -160,6 +160,11 @@ class Constant:
     def digest(self):
         """Hash of the contents."""
         return hashlib.sha256(np.ascontiguousarray(self.array).view(np.uint8)).hexdigest()
+
+    def forget(self):
+        """Drop the contents, of which the digest remains: for plans that no program is made of."""
+        assert self.digest
+        self.array = None
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def resized(frame, graph):
 
 
 def without_calls(frame, dropped):
-    """A plan without the calls of some Cells, for `resized` alone: results and constants are missing.
+    """A plan without the calls of some Cells, for `resized` alone: results are missing.
 
     Args:
         frame: the `CellPlan` of a root.
@@ -64,8 +64,7 @@ def without_calls(frame, dropped):
             entries.append(new)
             if entry in frame.keepers:
                 keepers[new] = frame.keepers[entry]
-        constants = tuple(replace(each, array=None) for each in frame.graph.constants)  # masks of long sequences
-        graph = replace(frame.graph, nodes=tuple(nodes.values()), constants=constants)
+        graph = replace(frame.graph, nodes=tuple(nodes.values()))
         return replace(frame, graph=graph, instructions=tuple(entries), keepers=keepers)
 
     return visit(frame, "") if dropped else frame

@@ -87,7 +87,10 @@ def _planned(recipe, choices=None):
     def plan(stage, tree):
         given = choices[stage] if choices else None
         with tree.for_compiled() if recipe.context.mode == 0 else nullcontext():
-            return tree, annotated_plan(tree, "", micro_batch(recipe, stage), {}, given)[1]
+            graph, frame = annotated_plan(tree, "", micro_batch(recipe, stage), {}, given)
+            for constant in (each for call in graph.calls() for each in call.constants):
+                constant.forget()  # masks of long sequences
+            return tree, frame
 
     return _of_stages(recipe, plan)
 

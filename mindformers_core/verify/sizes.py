@@ -6,6 +6,7 @@ from math import ceil, gcd, lcm, prod
 __all__ = ["divisors_of", "least_sizes", "parts_of_sizes"]
 
 _SMALL = 4  # sizes up to this one stay as they are
+_LARGER = 4  # times the least size, up to which a product is kept
 _NEAR = 16  # least candidates of a size that are all tried; further ones are a 16th of their size apart
 
 
@@ -55,6 +56,7 @@ def least_sizes(sizes, parts, divisors, share, fits):
         unit = lcm(count, gcd(size, _SMALL))  # halves of an uncut dim have several elements, too
         lowest = max(unit, count * min(size // count, 2), ceil(size * share))
         strange = [divisor for divisor in divisors if size % divisor]
+        products = [one for one in products if one <= _LARGER * lowest]  # others are products by chance
         for one in chain(products, _candidates(unit, lowest, size)):
             wrong = one % unit or one >= size or one in taken or any(one % divisor == 0 for divisor in strange)
             if not wrong and fits(small | {size: one}):
