@@ -33,6 +33,8 @@ _PUBLIC = {
     "programs": "tensor_parallel",
     "shard": "tensor_parallel",
     "split": "tensor_parallel",
+    "record_digests": "diff",
+    "verify": "verification",
 }
 
 __all__ = [*_PUBLIC]

@@ -44,7 +44,7 @@ FLOORS = (
     "passes",
     "optimizers",
     *SIBLINGS,
-    "verify",
+    "verification",
     "diff",
     "trainer",
 )

@@ -26,7 +26,7 @@ from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_
 from mindformers_core.trainer.recipe_loader import load_recipe, recipe_from_dict, recipe_to_yaml
 from mindformers_core.trainer.shrinking import shrunk_recipe
 from mindformers_core.trainer.step import build_cells
-from mindformers_core.verify.sizes import divisors_of, least_sizes
+from mindformers_core.verification.sizes import divisors_of, least_sizes
 
 ROOT = Path(__file__).parent.parent
 ON_128 = (

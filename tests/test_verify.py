@@ -13,16 +13,15 @@ from small_cells import Doubled, cell_of
 from small_zero import array
 from verify_faults import SUBJECTS
 
-from mindformers_core import recompute, shard
+from mindformers_core import recompute, shard, verify
 from mindformers_core.communication.groups import make_group
 from mindformers_core.communication.simulated import SimulatedCollective, SimulatedRanks, make_transport
 from mindformers_core.communication.world import rank_of, world
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.passes.thread_tape import ThreadTape, custom_gradients
-from mindformers_core.verify.comparison import TermSums, close, gradient_layout, gradient_terms, largest
-from mindformers_core.verify.report import kind_of_fault
-from mindformers_core.verify.verifying import verify
+from mindformers_core.verification.comparison import TermSums, close, gradient_layout, gradient_terms, largest
+from mindformers_core.verification.report import kind_of_fault
 from mindformers_core.zero import MixedPrecision, hsdp
 from mindformers_core.zero.storage import storage_of
 

@@ -19,13 +19,12 @@ from mutate import Fault
 from random_steps import TINY, Tower
 from small_zero import Net, array
 
-from mindformers_core import recompute, shard
+from mindformers_core import recompute, shard, verify
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.trainer.recipe import MESH_AXES, mesh_shape
 from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.verifying import verify_recipe
-from mindformers_core.verify.verifying import verify
 from mindformers_core.zero import hsdp
 
 __all__ = ["SUBJECTS", "PlantedFault", "outcome", "read_faults"]

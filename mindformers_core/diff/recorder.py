@@ -19,7 +19,7 @@ from mindformers_core.program.graph import ParameterUse
 from mindformers_core.program.observer import Observer
 from mindformers_core.program.plan import Redistribution
 from mindformers_core.sharding.sharded_cells import tree_and_path
-from mindformers_core.verify.comparison import gradient_layout
+from mindformers_core.verification.comparison import gradient_layout
 
 __all__ = ["DigestRecorder", "perturb", "record_digests"]
 

@@ -22,7 +22,7 @@ from mindformers_core.trainer.pipeline_recipe import check_pipeline, layers_of_s
 from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_shape
 from mindformers_core.trainer.recipe_checks import check_recipe
 from mindformers_core.trainer.step import build_cells
-from mindformers_core.verify.sizes import divisors_of, least_sizes, parts_of_sizes
+from mindformers_core.verification.sizes import divisors_of, least_sizes, parts_of_sizes
 from mindformers_core.zero.buckets import parse_comm_fusion
 
 __all__ = ["ShrunkRecipe", "shrunk_recipe"]

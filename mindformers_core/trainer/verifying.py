@@ -12,7 +12,7 @@ from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
 from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_shape
 from mindformers_core.trainer.shrinking import shrunk_recipe
 from mindformers_core.trainer.step import build_cells, step_parts
-from mindformers_core.verify.engine import RankStep, Subject, plans_of, simulate
+from mindformers_core.verification.engine import RankStep, Subject, plans_of, simulate
 
 __all__ = ["verify_recipe"]
 

@@ -11,9 +11,9 @@ from mindformers_core.program.graph import ParameterUse
 from mindformers_core.program.observer import Observer
 from mindformers_core.sharding.parameter_storage import as_dtype
 from mindformers_core.sharding.sharded_cells import tree_and_path, tree_of
-from mindformers_core.verify.comparison import gradient_layout
-from mindformers_core.verify.drawing import begin_draws
-from mindformers_core.verify.truth import is_known, widened_text
+from mindformers_core.verification.comparison import gradient_layout
+from mindformers_core.verification.drawing import begin_draws
+from mindformers_core.verification.truth import is_known, widened_text
 from mindformers_core.zero.sharded_parameter import parameter_like
 
 __all__ = ["RankObserver"]

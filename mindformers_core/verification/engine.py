@@ -15,9 +15,9 @@ from mindformers_core.optimizers.adamw import decays
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.sharding.program import annotated_plan
 from mindformers_core.sharding.sharded_cells import tree_of
-from mindformers_core.verify.checking import FLOAT32_KERNELS, PRECISIONS, Check
-from mindformers_core.verify.observing import RankObserver
-from mindformers_core.verify.truth import OneCard
+from mindformers_core.verification.checking import FLOAT32_KERNELS, PRECISIONS, Check
+from mindformers_core.verification.observing import RankObserver
+from mindformers_core.verification.truth import OneCard
 
 __all__ = ["RankStep", "Subject", "plans_of", "simulate"]
 

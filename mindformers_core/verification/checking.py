@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mindformers_core.verify.comparison import TermSums, close, expected_part, gradient_terms
-from mindformers_core.verify.report import fault_lines
+from mindformers_core.verification.comparison import TermSums, close, expected_part, gradient_terms
+from mindformers_core.verification.report import fault_lines
 
 __all__ = ["FLOAT32_KERNELS", "PRECISIONS", "Check", "Fault", "Precision"]
 

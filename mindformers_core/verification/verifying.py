@@ -24,7 +24,7 @@ from mindformers_core.sharding.parameter_storage import as_dtype
 from mindformers_core.sharding.shard import shard
 from mindformers_core.sharding.sharded_cells import tree_of, tree_of_root
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
-from mindformers_core.verify.engine import RankStep, Subject, plans_of, simulate
+from mindformers_core.verification.engine import RankStep, Subject, plans_of, simulate
 from mindformers_core.zero.gradients import value_and_grad
 from mindformers_core.zero.precision import MixedPrecision
 

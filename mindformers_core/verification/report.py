@@ -7,7 +7,7 @@ import numpy as np
 from mindformers_core.program.graph import ParameterUse
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
-from mindformers_core.verify.comparison import close, expected_part
+from mindformers_core.verification.comparison import close, expected_part
 
 __all__ = ["fault_lines", "kind_of_fault"]
 

@@ -12,8 +12,8 @@ from mindformers_core.operators.signature import is_float
 from mindformers_core.passes.thread_tape import ThreadTape
 from mindformers_core.program.graph import CallNode, match_arguments
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
-from mindformers_core.verify.comparison import largest
-from mindformers_core.verify.drawing import DROPOUTS, begin_draws, whole_context
+from mindformers_core.verification.comparison import largest
+from mindformers_core.verification.drawing import DROPOUTS, begin_draws, whole_context
 
 __all__ = ["OneCard", "is_known", "widened_text"]
 
@@ -24,7 +24,7 @@ _FLOATS = ("float16", "bfloat16", "float32")
 def widened_text(text, dtype):
     """Python source with one floating dtype in the place of every other, and the random states of `drawing`."""
     text = text.replace(
-        "mindformers_core.dtensor.dropout import next_r", "mindformers_core.verify.drawing import next_r"
+        "mindformers_core.dtensor.dropout import next_r", "mindformers_core.verification.drawing import next_r"
     )
     for name in _FLOATS:
         text = text.replace(f"ms.{name}", f"ms.{dtype}")

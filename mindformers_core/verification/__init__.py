@@ -1,0 +1,9 @@
+"""Verification of plans: the programs of all ranks in one process, compared with one card, tensor by tensor."""
+
+from mindformers_core.lazy_exports import lazy_exports
+
+_PUBLIC = {"verify": "verifying"}
+
+__all__ = [*_PUBLIC]
+
+__getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)
