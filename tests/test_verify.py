@@ -1,11 +1,13 @@
 """The parts of `verify()`: simulated ranks, the thread's tape, comparison of tensors, kinds of faults, notes."""
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
 import pytest
+from launch import ROOT
 from mindspore import Tensor, nn, ops
 from models import EXAMPLES, axes_of
 from random_steps import Tower
@@ -17,9 +19,14 @@ from mindformers_core import recompute, shard, verify
 from mindformers_core.communication.groups import make_group
 from mindformers_core.communication.simulated import SimulatedCollective, SimulatedRanks, make_transport
 from mindformers_core.communication.world import rank_of, world
+from mindformers_core.generation import operator_source
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import DeviceMesh
+from mindformers_core.operators import registry
 from mindformers_core.passes.thread_tape import ThreadTape, custom_gradients
+from mindformers_core.trainer.command_line import main
+from mindformers_core.trainer.recipe_loader import load_recipe
+from mindformers_core.trainer.verifying import verify_recipe
 from mindformers_core.verification.comparison import TermSums, close, gradient_layout, gradient_terms, largest
 from mindformers_core.verification.report import kind_of_fault
 from mindformers_core.zero import MixedPrecision, hsdp
@@ -283,3 +290,38 @@ def test_dropout_draws_the_same_on_all_ranks(recomputed):
     assert not check.faults, check.report()
     labels = list(check.truth.outputs)
     assert len({check.truth.outputs[label][0].item() for label in labels}) == len(labels) == 2
+
+
+def test_the_models_own_code_is_compared_with_the_captured_program(monkeypatch):
+    """An operator whose source is wrong computes alike on one card and on all ranks."""
+    monkeypatch.setitem(registry._FACTS, "SiLU", replace(registry._FACTS["SiLU"], source="ops.relu(input)"))
+    operator_source._form.cache_clear()
+    try:
+        check = verify_recipe(load_recipe(str(ROOT / "configs" / "llama_tiny_zero.yaml")))
+    finally:
+        operator_source._form.cache_clear()
+    report = check.report()
+    assert "by the model's own code; one card's is the captured program's', micro-batch 0, run 0" in report, report
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(path.stem, marks=[pytest.mark.nightly] * (path.stem == "llama3_70b"))
+        for path in sorted((ROOT / "configs").glob("*.yaml"))
+    ],
+)
+def test_every_recipe_at_its_least_sizes(name):
+    check = verify_recipe(load_recipe(str(ROOT / "configs" / f"{name}.yaml")))
+    assert not check.faults and check.compared > 500, check.report()
+
+
+def test_the_command(capsys, monkeypatch):
+    monkeypatch.setitem(registry._FACTS, "SiLU", replace(registry._FACTS["SiLU"], source="ops.relu(input)"))
+    operator_source._form.cache_clear()
+    command = ["verify", "--config", str(ROOT / "configs" / "llama_tiny_cpu_1p.yaml"), "training.steps=1"]
+    try:
+        assert main(command) == 1 and capsys.readouterr().out.startswith("a fault: ")
+    finally:
+        operator_source._form.cache_clear()
+    assert main([*command, "model.hidden_size=7"]) == 2

@@ -12,7 +12,7 @@ from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
 from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_shape
 from mindformers_core.trainer.shrinking import shrunk_recipe
 from mindformers_core.trainer.step import build_cells, step_parts
-from mindformers_core.verification.engine import RankStep, Subject, plans_of, simulate
+from mindformers_core.verification.engine import RankStep, Subject, draws, plans_of, simulate
 
 __all__ = ["verify_recipe"]
 
@@ -47,10 +47,19 @@ def verify_recipe(recipe, full=False):
         _, gradients = parts.run(tuple(map(_tensor, _local_batches(batches, mesh, rank))))
         return RankStep({}, (), parts.optimizer.parameters, gradients, parts.clip, parts.optimizer)
 
-    subject = Subject(
-        mesh, build, step, lambda rank, cells: 0, _global_parameters(recipe), passes, len(batches), target
-    )
-    return simulate(subject, plans)
+    net = _whole_model(recipe)
+    parameters = {path: parameter.asnumpy() for path, parameter in net.parameters_and_names()}
+    has_kernels = {parameter.dtype for parameter in net.get_parameters()} == {ms.float32}
+
+    def model(args, kwargs):
+        named = {path: parameter for path, parameter in net.parameters_and_names() if parameter.requires_grad}
+        gradient_of = ms.value_and_grad(net, None, list(named.values()))
+        given = {name: ms.Tensor(array) for name, array in kwargs.items()}
+        loss, gradients = gradient_of(*map(ms.Tensor, args), **given)
+        return loss, dict(zip(named, gradients, strict=True))
+
+    rest = passes, len(batches), target, model if has_kernels and not draws(plans) else None
+    return simulate(Subject(mesh, build, step, lambda rank, cells: 0, parameters, *rest), plans)
 
 
 def _tensor(array):
@@ -62,12 +71,12 @@ def _micro_batches(recipe):
     return micro_batches_of_a_run(recipe) if recipe.parallelism.pipeline_parallel > 1 else 1
 
 
-def _global_parameters(recipe):
-    """Path -> array with the initial values on one card."""
+def _whole_model(recipe):
+    """The model on one card, with its initial values."""
     with ms.DeviceCtx("meta"):
-        net = recipe.spec.build(recipe.model)
+        net = recipe.spec.build(recipe.model).set_train()
     materialize(net, recipe.training.seed)
-    return {path: parameter.asnumpy() for path, parameter in net.parameters_and_names()}
+    return net
 
 
 def _global_batches(recipe, mesh):

@@ -16,12 +16,14 @@ from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.sharding.program import annotated_plan
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.verification.checking import FLOAT32_KERNELS, PRECISIONS, Check
+from mindformers_core.verification.drawing import DROPOUTS
 from mindformers_core.verification.observing import RankObserver
 from mindformers_core.verification.truth import OneCard
 
-__all__ = ["RankStep", "Subject", "plans_of", "simulate"]
+__all__ = ["RankStep", "Subject", "draws", "plans_of", "simulate"]
 
 _UPDATE_TOLERANCE = 1e-5  # optimizers take scalars and keep moments in float32
+_OWN_CODE = 2**-10  # the model's own code runs in float32
 _UPDATE_ROUNDING = 2**-23  # and compute weights of float64 in float32
 
 
@@ -60,6 +62,8 @@ class Subject:
         passes: `(label, args, kwargs, slopes)` of every pass, as of `OneCard.run`.
         divisor: of the sum of all passes' gradients.
         device_target: see `rank_of`.
+        model: function of the arguments of a pass, `(args, kwargs)`: the loss of the user's own code on one card, and
+            path -> gradient; None: the captured program isn't compared with it.
     """
 
     mesh: DeviceMesh
@@ -70,6 +74,7 @@ class Subject:
     passes: list
     divisor: int = 1
     device_target: str | None = None
+    model: Callable | None = None
 
 
 def plans_of(mesh, build, inputs, choices=None, device_target=None):
@@ -93,6 +98,12 @@ def plans_of(mesh, build, inputs, choices=None, device_target=None):
                 plans[stage, tree.mesh] = annotated_plan(tree, "", *inputs(rank, stage, net), given)
                 planned.update(tree.mesh.rank_list)
     return plans
+
+
+def draws(plans):
+    """Whether a program draws random numbers."""
+    nodes = [node for graph, _ in plans.values() for call in graph.calls() for node in call.nodes]
+    return not DROPOUTS.keys().isdisjoint(getattr(node, "operator", None) for node in nodes)
 
 
 def simulate(subject, plans, notes=()):
@@ -127,6 +138,8 @@ def _simulated(subject, plans, precision, notes):
     for each in subject.passes:
         truth.run(*each)
     check = Check(subject.mesh, plans, truth, precision, notes)
+    if subject.model is not None:
+        _compare_own_code(check, subject)
 
     def work(rank):
         observer = process_state().observer = RankObserver(rank, check)
@@ -139,6 +152,20 @@ def _simulated(subject, plans, precision, notes):
     with custom_gradients(), _without_collection():
         SimulatedRanks(subject.mesh.size, subject.device_target).run(work)
     return check
+
+
+def _compare_own_code(check, subject):
+    """Compare the captured program with the user's own code, both on one card, in the first pass."""
+    label, args, kwargs, slopes = subject.passes[0]
+    loss, gradients = subject.model(args, kwargs)
+    losses = check.truth.outputs[label]
+    scale = float(slopes(losses)[0])
+    pairs = {"the loss": (loss, losses[0])}
+    for path, gradient in check.truth.weight_gradients[label].items():
+        pairs[f"gradient of {path}"] = gradients[path], gradient / scale
+    for what, (found, value) in pairs.items():
+        at = None, label, None, f"{what} by the model's own code; one card's is the captured program's", None
+        check.hold((-1,), subject.mesh.rank_list[0], "result", at, None, found, value, tolerance=_OWN_CODE)
 
 
 @contextmanager
