@@ -136,13 +136,15 @@ class Check:
         """
         (stage, label), call, seen, path, file = at
         table = self.truth.values if what == "value" else self.truth.gradients
-        passed = {use.value.id: use.path for use in seen.frame.graph.parameters}.get(seen.value.id)  # by a Cell above
         value = table[stage, label].get(call, {}).get(seen.value.id)
         if value is None and what == "gradient":
             return  # a Parameter's, or another name's of the same tensor
-        value = self.truth.parameters[passed].asnumpy() if value is None else np.broadcast_to(value, seen.value.shape)
+        if value is None:  # a weight that a Cell above passes on
+            (used,) = [use.path for use in seen.frame.graph.parameters if use.value.id == seen.value.id]
+            value = self.truth.parameters[used].asnumpy()
         if what == "gradient":
-            value = value / gradient_terms(seen.layout)
+            terms, value = gradient_terms(seen.layout), np.broadcast_to(value, seen.value.shape)
+            value = value if terms == 1 else value / terms
         place = (0, label, stage) if what == "value" else (1, label, -stage)
         key = call, seen.value.id, layout
         at = stage, label, seen, path, file

@@ -44,6 +44,7 @@ def largest(arrays):
     return max((float(size.max(initial=0.0, where=size < _MASKS)) for size in sizes), default=0.0)
 
 
+@lru_cache(maxsize=1 << 12)
 def gradient_layout(layout):
     """The layout of a tensor's gradient; None where it isn't determined by the layout (terms of an extreme)."""
     if any(op not in ("sum", "avg") for _, op in layout.partial):
@@ -51,6 +52,7 @@ def gradient_layout(layout):
     return layout.replace(partial=tuple((axis, "sum") for axis in layout.varying), varying=())
 
 
+@lru_cache(maxsize=1 << 12)
 def gradient_terms(layout):
     """The number of terms of an average, each of which gets as small a part of its gradient; else 1."""
     return layout.mesh.axis_size(*[axis for axis, op in layout.partial if op == "avg"])
