@@ -3,7 +3,7 @@
 import math
 from difflib import get_close_matches
 
-__all__ = ["bytes_shown", "nearest", "operations_shown"]
+__all__ = ["bytes_shown", "first_of", "nearest", "operations_shown"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _POWERS = ("", "k", "M", "G", "T", "P", "E")
@@ -13,6 +13,11 @@ def nearest(name, known, likeness=0.5):
     """`" (did you mean 'x'?)"` for the entry of `known` most like `name` (0 to 1: at least `likeness`), or `""`."""
     close = get_close_matches(str(name), [str(entry) for entry in known], n=1, cutoff=likeness)
     return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def first_of(entries, most=8):
+    """`"0, 1, 2, …"`: the first entries of a list."""
+    return ", ".join(map(str, entries[:most])) + ", …" * (len(entries) > most)
 
 
 def bytes_shown(count):

@@ -12,6 +12,7 @@ from functools import cached_property
 from mindspore import communication as ms_communication
 
 from mindformers_core.communication.world import process_state, world
+from mindformers_core.hints import first_of
 
 __all__ = ["Group", "make_group"]
 
@@ -44,8 +45,7 @@ class Group:
         return tuple(ascending.index(rank) for rank in self.ranks)
 
     def __str__(self):
-        shown = ", ".join(map(str, self.ranks[:8])) + (", …" if self.size > 8 else "")
-        return f"{' and '.join(self.axes)} (ranks {shown})"
+        return f"{' and '.join(self.axes)} (ranks {first_of(self.ranks)})"
 
 
 def make_group(mesh, axes):
@@ -63,9 +63,8 @@ def make_group(mesh, axes):
     _check_mesh(mesh, here)
     axes = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
     ranks = mesh.group(here.rank, axes)
-    name = (
-        None if here.backend in ("fake", "simulated") or len(ranks) == 1 else _process_group(tuple(sorted(ranks)), here)
-    )
+    is_local = here.backend in ("fake", "simulated") or len(ranks) == 1
+    name = None if is_local else _process_group(tuple(sorted(ranks)), here)
     return Group(axes, ranks, ranks.index(here.rank), name)
 
 

@@ -35,7 +35,6 @@ class RawCollective(nn.Cell):
         super().__init__(auto_prefix=False)
         self.group, self.size, self.index = group, group.size, group.index
         self.kind, self.arguments = kind, arguments
-        self.axes, self.ranks = group.axes, group.ranks
         # what all ranks have to agree on; places differ from rank to rank
         self.options = "" if kind == "permute" else ", ".join(map(str, arguments))
         self.left = None  # of the collective of a gradient: the places of forward calls, a deque
@@ -56,8 +55,9 @@ class RawCollective(nn.Cell):
         """
         watch, at = process_state().watch, None
         if watch is not None:
+            group = self.group
             at, agrees = watch.recorder.issue(
-                self.kind, self.axes, self.ranks, x.shape, x.dtype, self.options, self.left
+                self.kind, group.axes, group.ranks, x.shape, x.dtype, self.options, self.left
             )
             if not agrees:
                 raise RuntimeError(self._failed(watch))

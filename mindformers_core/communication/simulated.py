@@ -43,7 +43,7 @@ class SimulatedRanks:
         self._numbers = defaultdict(int)  # (rank, ranks of a group) -> number of its collectives so far
         self._meetings = defaultdict(dict)  # (ranks of a group, number) -> rank -> (issued, array)
         self._results, self._boxes = {}, defaultdict(deque)  # rank -> array; (sender, receiver) -> messages
-        self._error, self._ended = None, threading.Event()
+        self._error = None
 
     def run(self, function):
         """Call `function(rank)` for every rank; returns the list of results.

@@ -1,8 +1,8 @@
 """This process's place among all processes, and the one place where the communication backend is chosen.
 
 Process-wide communication state is process-wide by nature: MindSpore initialises its own once for a process. `_PROCESS`
-below is the one module-level holder of ours, for all modules of this package. A thread can have a
-state of its own (`rank_of`).
+below is the one module-level holder of ours, for all modules of this package. A thread can have a state of its own
+(`rank_of`).
 """
 
 import os
@@ -17,6 +17,7 @@ from mindspore import ops
 
 from mindformers_core.hangs.watcher import start_watch
 from mindformers_core.hints import nearest
+from mindformers_core.program.observer import Observer
 
 __all__ = [
     "BACKENDS", "Launch", "World", "compute_in_one_thread", "init_distributed", "process_state", "rank_of",
@@ -74,16 +75,16 @@ class _ProcessState:
         self.forget()
 
     @property
-    def is_instrumented(self):
-        """Whether generated programs are to report their tensors."""
-        return self.observer is not None and self.observer.instruments
+    def is_simulated(self):
+        """Whether this is the state of a simulated rank, a thread among those of other ranks."""
+        return self.world is not None and self.world.ranks is not None
 
     def forget(self):
         """Reset to the state before `init_distributed()`."""
         self.world = None
         self.watch = None  # the `Watch` of a rank among several, else None
         self.counters = []  # the `count_collectives` blocks that are open
-        self.observer = None  # what generated programs report values to, see `sharding.observing`
+        self.observer = Observer()  # receives what programs compute
         for memo in self._memos.values():
             memo.clear()
 

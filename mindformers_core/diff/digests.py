@@ -11,6 +11,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from mindformers_core.splitmix import GOLDEN, mixed
+
 __all__ = ["COLUMNS", "PROJECTIONS", "digest", "distance", "sign"]
 
 PROJECTIONS = 4
@@ -78,16 +80,9 @@ def sign(shape, starts, seed):
 def _factors(dim, start, size):
     """The weights' factors for `size` indices of a dim from `start` on, (size, PROJECTIONS)."""
     index = np.arange(start, start + size, dtype=np.uint64)[:, None]
-    bits = _mixed(index * np.uint64(64) + np.arange(PROJECTIONS, dtype=np.uint64))
-    bits = _mixed(bits ^ np.uint64((dim + 1) * 0x9E3779B97F4A7C15 % 2**64))
+    bits = mixed(index * np.uint64(64) + np.arange(PROJECTIONS, dtype=np.uint64))
+    bits = mixed(bits ^ np.uint64((dim + 1) * GOLDEN % 2**64))
     magnitude = _SMALLEST + (_LARGEST - _SMALLEST) * ((bits >> np.uint64(12)).astype(np.float64) / 2.0**52)
     found = np.where(bits & np.uint64(1), magnitude, -magnitude)
     found.flags.writeable = False
     return found
-
-
-def _mixed(bits):
-    """Well mixed bits (SplitMix64's finalizer: Steele, Lea, Flood, 2014)."""
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31))

@@ -21,11 +21,10 @@ class Listing:
     Attributes:
         facts: name of a tensor -> dict: `cell`, `operator`, `source`, `hint`, `shape`, `dtype`, and the names of the
             `inputs` of its operator.
-        calls: (Cell path, `CellPlan`) -> the `CellGraph`s of its calls, in order.
     """
 
     def __init__(self, program):
-        self.facts, self.calls = {}, {}
+        self.facts = {}
         self._names, self._counts, self._path = {}, {}, program.path
         first = _first_cell(program.graph)
         for name, structure in program.graph.arguments.items():
@@ -33,8 +32,7 @@ class Listing:
                 label = f"input {name}.{place}" + f" before {first}" * is_float(value.dtype)
                 self._enter(program.graph, value, label, "", "input", None, ())
         self._visit(program.graph)
-        for path, frame, graph in program.calls():
-            self.calls.setdefault((path, frame), []).append(graph)
+        for _, frame, graph in program.calls():
             for number, use in enumerate(frame.graph.parameters):
                 self._parameter(graph, use.value, parameter_path(frame, graph, number))
 

@@ -3,11 +3,9 @@
 import os
 import time
 from contextlib import contextmanager
-from functools import partial
 
 import mindspore as ms
 import numpy as np
-from mindspore import nn
 
 from mindformers_core.communication.world import process_state, world
 from mindformers_core.diff.comparing import EPS
@@ -18,7 +16,7 @@ from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.program.graph import ParameterUse
 from mindformers_core.program.observer import Observer
 from mindformers_core.program.plan import Redistribution
-from mindformers_core.sharding.sharded_cells import tree_and_path
+from mindformers_core.sharding.observing import ProgramObserver, parameter_paths
 from mindformers_core.verification.comparison import gradient_layout
 
 __all__ = ["DigestRecorder", "perturb", "record_digests"]
@@ -42,16 +40,16 @@ def record_digests(folder, **about):
         ValueError: this rank is observed already.
     """
     state = process_state()
-    if state.observer is not None:
+    if type(state.observer) is not Observer:
         raise ValueError(f"record_digests('{folder}'): this rank is recorded already: leave that block before")
     state.observer = DigestRecorder(folder, world().rank, about | {"ranks": world().size})
     try:
         yield state.observer
     finally:
-        state.observer = None
+        state.observer = Observer()
 
 
-class DigestRecorder(Observer):
+class DigestRecorder(ProgramObserver):
     """Writes the digests of one rank.
 
     Args:
@@ -61,6 +59,7 @@ class DigestRecorder(Observer):
     """
 
     def __init__(self, folder, rank, about, instruments=True):
+        super().__init__()
         self.folder, self.rank, self.instruments = os.fspath(folder), rank, instruments
         os.makedirs(self.folder, exist_ok=True)
         self.step = 0
@@ -73,7 +72,8 @@ class DigestRecorder(Observer):
         self._begin_step()
 
     def _begin_step(self):
-        self._rows, self._digests, self._labels, self._seen = [], [], {}, {}
+        self._rows, self._digests, self._labels = [], [], {}
+        self._seen.clear()
         self._pass = self._direction = None
 
     def placed(self, cell, parameters):
@@ -82,20 +82,9 @@ class DigestRecorder(Observer):
         self._paths = None
         return parameters
 
-    def loaded(self, module, source):
-        """See `Observer`."""
-
-        module.observed = partial(self._observe, source)
-
-    @contextmanager
     def in_pass(self, label, direction):
         """See `Observer`."""
-        before = self._pass, self._direction
-        self._pass, self._direction = label[::-1], direction
-        try:
-            yield
-        finally:
-            self._pass, self._direction = before
+        return super().in_pass(label[::-1], direction)
 
     def weight_gradient(self, parameter, gradient):
         """See `Observer`; placeholders of gradients that were taken as they came have other shapes."""
@@ -130,10 +119,7 @@ class DigestRecorder(Observer):
 
     def _parameter_facts(self, parameter, layout):
         if self._paths is None:
-            self._paths = {}
-            for cell in self._roots:
-                for walk in (cell.parameters_and_names(), nn.Cell.parameters_and_names(cell)):
-                    self._paths.update((id(each), path) for path, each in walk)
+            self._paths = parameter_paths(self._roots)
         path = self._paths.get(id(parameter), parameter.name)
         shape = parameter.shape if layout is None else layout.global_shape(parameter.shape)
         return f"parameter {path}", _facts(path.rpartition(".")[0], "parameter", path, shape, parameter.dtype)
@@ -162,53 +148,37 @@ class DigestRecorder(Observer):
         self._rows.append((number, place, again, time.time_ns()))
         self._digests.append(values)
 
-    def _observe(self, source, cell, number, tensor):
+    def computed(self, tree, program, path, graph, turn, seen, tensor):
         """Record a tensor of a program, and later its gradient."""
-        tree, path = tree_and_path(cell)
-        place = self._pass, self._direction, id(tree), path, id(source), number
-        ordinal = self._seen.get(place, 0)
-        self._seen[place] = ordinal + 1
-        entries = self._entries.get((id(source), path, number)) or self._make_entries(tree, source, path, number)
-        again = self._direction == "backward"
-        if again and len(entries) > 1:
-            return  # which of them is computed again isn't known
-        value, gradient = entries[ordinal % len(entries)]
-        label = self._pass if self._pass is not None else (ordinal // len(entries), 0)
+        key = id(program), path, graph.call, seen.number
+        if key not in self._entries:
+            self._entries[key] = self._make_entry(program, graph, seen)
+        value, gradient = self._entries[key]
+        label = self._pass if self._pass is not None else (turn, 0)
         if value is not None:
-            self._add(value, tensor, label, again)
+            self._add(value, tensor, label, self._direction == "backward")
         if gradient is not None and tensor._requires_grad:
             tensor.register_hook(lambda found: self._add(gradient, found, label))
 
-    def _make_entries(self, tree, source, path, number):
-        """For every call of a function the numbers of the rows of a tensor and its gradient, or None."""
-        if id(source) not in self._listings:
-            (program,) = [each for each in tree.programs.values() if each.source is source]
-            self._listings[id(source)] = Listing(program)
-        listing, seen = self._listings[id(source)], source.observed[number]
-        layout, entry = seen.layout, seen.entry
-        moved = _shown(entry) if isinstance(entry, Redistribution) else None
+    def _make_entry(self, program, graph, seen):
+        """The numbers of the rows of a tensor of a call, and of its gradient, or None."""
+        if id(program) not in self._listings:
+            self._listings[id(program)] = Listing(program)
+        listing, layout, entry = self._listings[id(program)], seen.layout, seen.entry
+        moved = entry.described if isinstance(entry, Redistribution) else None
         is_marked = moved is not None and all("mark" in step.kind for step in entry.steps)  # forward the same tensor
-        entries = self._entries[id(source), path, number] = []
-        for graph in listing.calls[path, seen.frame]:
-            name = listing.name(graph, seen.value)
-            value = gradient = None
-            if not is_marked and all(op in ("sum", "avg") for _, op in layout.partial):
-                facts = listing.facts[name]
-                value = self._number("value", name, layout, moved, facts)
-                if moved is None and entry is not None and not isinstance(entry, ParameterUse):
-                    gradient = self._number("gradient", name, gradient_layout(layout), None, facts)
-            entries.append((value, gradient))
-        return entries
+        if is_marked or any(op not in ("sum", "avg") for _, op in layout.partial):
+            return None, None
+        name = listing.name(graph, seen.value)
+        facts = listing.facts[name]
+        is_made = moved is None and entry is not None and not isinstance(entry, ParameterUse)
+        value = self._number("value", name, layout, moved, facts)
+        return value, self._number("gradient", name, gradient_layout(layout), None, facts) if is_made else None
 
 
 def _facts(cell, operator, hint, shape, dtype):
     about = {"cell": cell, "operator": operator, "source": None, "hint": hint, "inputs": []}
     return about | {"shape": list(shape), "dtype": dtype_name(dtype)}
-
-
-def _shown(move):
-    steps = ", ".join(f"{step.kind} over {' and '.join(step.axes)}" for step in move.steps) or "nothing to do"
-    return f"{move.source} -> {move.target} by {steps}"
 
 
 def perturb(parameters, seed, rank):

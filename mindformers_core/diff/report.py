@@ -6,6 +6,7 @@ import numpy as np
 
 from mindformers_core.diff.comparing import FACTOR, GROWTH, consumers_of, inputs_of, norm_of
 from mindformers_core.diff.digests import PROJECTIONS
+from mindformers_core.hints import first_of
 
 __all__ = ["report"]
 
@@ -97,7 +98,7 @@ def _others(copy, rank):
     others = [each for each in copy.terms if each != rank]
     if not others:
         return ""
-    return f" (of {', '.join(map(str, sorted(copy.terms)[:8]))}{', …' * (len(copy.terms) > 8)})"
+    return f" (of {first_of(sorted(copy.terms))})"
 
 
 def _statistics(values):

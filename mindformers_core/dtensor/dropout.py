@@ -14,6 +14,8 @@ from mindspore import Tensor, ops
 from mindspore import dtype as mstype
 from mindspore.common.generator import default_generator
 
+from mindformers_core.splitmix import GOLDEN
+
 __all__ = [
     "WITHOUT_SEEDS",
     "connect_generator",
@@ -27,7 +29,6 @@ __all__ = [
 WITHOUT_SEEDS = MappingProxyType({"Dropout": 2})
 
 _STEP = Tensor(12, mstype.int64)  # by which a draw advances the generator: that of MindSpore's own operators
-_GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment
 _FIRST_COLUMN = 1 << 62  # columns count from here, so that no row has the same counter
 
 
@@ -114,7 +115,7 @@ def counters(shape, slices):
     split = min(range(len(shape) + 1), key=lambda dim: math.prod(shape[:dim]) + math.prod(shape[dim:]))
     rows = _flat_positions(shape[:split], slices[:split])
     columns = _flat_positions(shape[split:], slices[split:]) + np.uint64(_FIRST_COLUMN)
-    return tuple(((places + np.uint64(1)) * np.uint64(_GOLDEN)).view(np.int64) for places in (rows[:, None], columns))
+    return tuple(((places + np.uint64(1)) * np.uint64(GOLDEN)).view(np.int64) for places in (rows[:, None], columns))
 
 
 def _flat_positions(shape, slices):

@@ -19,10 +19,10 @@ from contextlib import suppress
 
 from mindformers_core.hangs.records import Issued, RankState
 
-__all__ = ["ENDED", "INFORMED", "TOLD", "Board", "Slot", "join_board"]
+__all__ = ["ENDED", "RAISED", "REPORTED", "Board", "Slot", "join_board"]
 
 _HEAD = struct.Struct("<qqQ")  # pid, file descriptor of the stack, records written
-_FLAGS, ENDED, TOLD, INFORMED = 24, 0, 1, 2  # offset of a slot's flags; which flag
+_FLAGS, ENDED, REPORTED, RAISED = 24, 0, 1, 2  # offset of a slot's flags; which flag
 _COUNT = struct.Struct("<Q")  # the last field of the head
 _RECORD, _RING_AT, _RING = struct.Struct("<QQdII"), 64, 32  # group, number, time, offset of the text, whether done
 _CALL, _TABLE_AT, _GROUPS, _CALLS = struct.Struct("<QQQ"), 2048, 32, 8  # group, signature, number + 1

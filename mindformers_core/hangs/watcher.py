@@ -1,4 +1,4 @@
-"""The watcher: a thread of every rank that notices when the rank waits in vain, and ends all ranks with one report.
+"""The watcher: a thread of every rank that ends all ranks with one report when a rank waits beyond the deadline.
 
 A wait in MindSpore releases the interpreter's lock, so that the thread runs meanwhile. Whichever rank notices first
 asks the others for their Python stacks (SIGUSR2, answered by `faulthandler` without the interpreter), and posts the
@@ -18,7 +18,7 @@ import time
 from contextlib import suppress
 from functools import partial
 
-from mindformers_core.hangs.board import ENDED, INFORMED, TOLD, join_board
+from mindformers_core.hangs.board import ENDED, RAISED, REPORTED, join_board
 from mindformers_core.hangs.recorder import Recorder
 from mindformers_core.hangs.report import explain_hang
 
@@ -27,7 +27,7 @@ __all__ = ["Watch", "start_watch"]
 _POLL = 0.2  # seconds
 _DEATH_TIME = 1.0  # seconds that a rank waits for one whose process is gone: an error may come by itself
 _BY_ITSELF = 0.5  # seconds in which the main thread may raise the report as an error
-_ALL_TOLD = 1.5  # seconds in which all ranks write the report
+_ALL_REPORTED = 1.5  # seconds in which all ranks write the report
 _IDLE = 0.3  # part of the time that a process which waits in a compiled function may compute
 
 
@@ -72,12 +72,12 @@ class Watch:
         Returns:
             The text; posted first if there is none yet.
         """
-        self.board.flag(self.rank, INFORMED, 1)
-        end = time.monotonic() + _ALL_TOLD
+        self.board.flag(self.rank, RAISED, 1)
+        end = time.monotonic() + _ALL_REPORTED
         while not self.board.verdict and time.monotonic() < end:
             self._posted = self.board.post(self._explain) or self._posted
             time.sleep(0.02)
-        self.board.flag(self.rank, TOLD, 1)
+        self.board.flag(self.rank, REPORTED, 1)
         self._wait_for_others()
         return self.board.verdict
 
@@ -105,7 +105,7 @@ class Watch:
                 else:
                     self.board.pass_on(self._listener)
             if self.board.verdict:
-                self._tell()
+                self._write_report()
                 break
             if self._is_late():
                 self._posted = self.board.post(self._explain_still_late) or self._posted
@@ -129,7 +129,7 @@ class Watch:
         if self.board.exit_code(rank) and not self.board.flag(rank, ENDED):
             self._posted = self.board.post(partial(self._explain, with_stacks=False)) or self._posted
             for other in self.board.ranks() if self._posted else ():
-                self._tell_instead(other)
+                self._write_report_for(other)
 
     def _is_late(self):
         """Whether this rank's call has lasted too long, or waits for a rank that is gone."""
@@ -165,40 +165,40 @@ class Watch:
         text = self._explain()
         return text if self._is_late() else ""
 
-    def _tell(self):
+    def _write_report(self):
         """Write the report to standard error, and end the process, unless the main thread raises it."""
         time.sleep(_BY_ITSELF)
-        informed = self.board.flag(self.rank, INFORMED)
-        if not informed:
-            if not self.board.flag(self.rank, TOLD):
+        is_raised = self.board.flag(self.rank, RAISED)
+        if not is_raised:
+            if not self.board.flag(self.rank, REPORTED):
                 os.write(2, f"\n{self.board.verdict}\n".encode())
-                self.board.flag(self.rank, TOLD, 1)
+                self.board.flag(self.rank, REPORTED, 1)
             self._wait_for_others()
-            if any(self.board.flag(rank, INFORMED) for rank in self.board.ranks()):
+            if any(self.board.flag(rank, RAISED) for rank in self.board.ranks()):
                 time.sleep(_BY_ITSELF)  # the launcher ends all others with the first rank
             self._end()
 
     def _wait_for_others(self):
         """Until all ranks have written the report; the poster writes it for those that can't, and kills them."""
-        end, unable = time.monotonic() + _ALL_TOLD + _BY_ITSELF, []
-        while rest := [rank for rank in self.board.ranks() if not self.board.flag(rank, TOLD)]:
+        end, unable = time.monotonic() + _ALL_REPORTED + _BY_ITSELF, []
+        while rest := [rank for rank in self.board.ranks() if not self.board.flag(rank, REPORTED)]:
             states = {rank: self.board.state(rank) for rank in rest}
             out_of_time = time.monotonic() > end
             if out_of_time and not self._posted or not {"running", "stopped"} & {*states.values()}:
                 break
             for rank in rest if self._posted else ():
                 if states[rank] == "stopped" or out_of_time and states[rank] == "running":
-                    self._tell_instead(rank)
+                    self._write_report_for(rank)
                     unable.append(rank)
             time.sleep(0.02)
         for rank in unable:  # last, since the launcher ends all others with the first rank
             with suppress(OSError):
                 os.kill(self.board.pid(rank), signal.SIGKILL)
 
-    def _tell_instead(self, rank):
+    def _write_report_for(self, rank):
         with suppress(OSError), open(f"/proc/{self.board.pid(rank)}/fd/2", "a") as log:
             log.write(f"\n{self.board.verdict}\n")
-        self.board.flag(rank, TOLD, 1)
+        self.board.flag(rank, REPORTED, 1)
 
     def _end(self):
         """End the process at once: its threads wait for other ranks."""

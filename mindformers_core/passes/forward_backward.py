@@ -81,9 +81,8 @@ class ForwardBackward:
         return outputs
 
     def _observed(self, key, direction):
-        """The context in which an observer, if there is one, gets the values of a pass."""
-        observer = process_state().observer
-        return nullcontext() if observer is None else observer.in_pass((key, self._begun[key]), direction)
+        """The context in which the observer gets the values of a pass."""
+        return process_state().observer.in_pass((key, self._begun[key]), direction)
 
     def outputs(self, key):
         """The differentiated outputs of an outstanding call."""
@@ -106,9 +105,8 @@ class ForwardBackward:
         assert inputs or weights, key
         with _clean_after_errors(), self._around(), self._observed(key, "backward"):
             found = tape.gradients(inputs, outputs, tuple(gradients), weights)
-            observer = process_state().observer
-            for weight, gradient in () if observer is None else zip(weights, found[1]):
-                observer.weight_gradient(weight, gradient)
+            for weight, gradient in zip(weights, found[1], strict=True):
+                process_state().observer.weight_gradient(weight, gradient)
         self._free.append(tape)
         return found
 
@@ -125,8 +123,7 @@ def _clean_after_errors():
 
 def _tape():
     """A tape of this process, or of this simulated rank, whose thread can't use the process's tapes."""
-    here = process_state().world
-    return _Tape() if here is None or here.ranks is None else ThreadTape()
+    return ThreadTape() if process_state().is_simulated else _Tape()
 
 
 class _Tape(nn.Cell):

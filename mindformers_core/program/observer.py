@@ -29,15 +29,15 @@ class Observed:
 
 
 class Observer:
-    """Receives what the programs of a rank compute; `process_state().observer` is the current one, or None.
+    """Receives what the programs of a rank compute; `process_state().observer` is the current one.
 
-    Programs that are made while there is an observer report every tensor to it. This class ignores all.
+    This class, the default, ignores all.
 
     Attributes:
-        instruments: whether programs report their tensors; compiled ones can't.
+        instruments: whether programs that are made now report their tensors; compiled ones can't.
     """
 
-    instruments = True
+    instruments = False
 
     def placed(self, cell, parameters):
         """The Parameters that a Cell gets by `shard()`: id of the present one -> this rank's shard."""
@@ -56,13 +56,12 @@ class Observer:
         return text
 
     def loaded(self, module, source):
-        """Complete a generated module before it runs; it needs the function `observed(cell, number, tensor)`.
+        """Complete a generated module before it runs; an instrumented one needs `observed(cell, number, tensor)`.
 
         Args:
             module: the module, with its constants.
             source: the `ModuleSource`, whose `observed` has the `Observed` of each number.
         """
-        module.observed = lambda cell, number, tensor: None
 
     def in_pass(self, label, direction):
         """The context of a pass.

@@ -39,6 +39,12 @@ class Redistribution:
     frame = None
 
     @property
+    def described(self):
+        """Its layouts and steps, for reports."""
+        steps = ", ".join(f"{step.kind} over {' and '.join(step.axes)}" for step in self.steps) or "nothing to do"
+        return f"{self.source} -> {self.target} by {steps}"
+
+    @property
     def undivided(self):
         """Why a dim can't stay sharded, where the mesh axes don't divide its size; else an empty string."""
         return self.reason.partition(": ")[2]

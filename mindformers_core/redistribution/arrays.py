@@ -5,7 +5,7 @@ Pure Python. Written from the definitions of the collectives; a group's tensors 
 
 import numpy as np
 
-__all__ = ["assemble", "exchange", "reduce_arrays"]
+__all__ = ["assemble", "exchange", "reduce_arrays", "reduce_terms"]
 
 _REDUCE = {"sum": np.add, "avg": np.add, "max": np.maximum, "min": np.minimum}
 
@@ -57,6 +57,14 @@ _EXCHANGES = {
 }
 
 
+def reduce_terms(terms, layout):
+    """Rank -> reduced tensor, of the terms of a partial tensor, for ranks with all others along the partial axes."""
+    for axis, op in layout.partial:
+        members = {rank: layout.mesh.group(rank, (axis,)) for rank in terms}
+        terms = {rank: reduce_arrays([terms[other] for other in members[rank]], op) for rank in terms}
+    return terms
+
+
 def assemble(local, layout, shape):
     """The global tensor of local tensors, terms of partial ones reduced.
 
@@ -65,9 +73,7 @@ def assemble(local, layout, shape):
         layout: the `Layout`.
         shape: the global shape.
     """
-    mesh, terms = layout.mesh, dict(local)
-    for axis, op in layout.partial:
-        terms = {rank: reduce_arrays([terms[other] for other in mesh.group(rank, (axis,))], op) for rank in terms}
+    terms = reduce_terms(local, layout)
     value = np.empty(shape, next(iter(terms.values())).dtype)
     for rank, term in terms.items():
         value[layout.local_slices(shape, rank)] = term

@@ -13,6 +13,7 @@ from mindspore import dtype as mstype
 
 from mindformers_core.communication import communicator, world
 from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.hints import first_of
 from mindformers_core.placement import Replicate, Shard
 
 __all__ = ["check_equal_shapes", "compare_inputs", "suspicious_inputs"]
@@ -73,8 +74,7 @@ def check_equal_shapes(label, described):
     if len(shapes) > 1:
         said = []
         for shape, ranks in shapes.items():
-            shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-            said.append(f"ranks {shown} {', '.join(shape)}")
+            said.append(f"ranks {first_of(ranks)} {', '.join(shape)}")
         raise ValueError(
             f"{label} is called with parts of different shapes: {'; '.join(said)}: all ranks have to call it alike, so "
             "pad or drop the last batch, or share it out evenly"

@@ -18,6 +18,8 @@ import numpy as np
 from mindspore.common import initializer as init
 from scipy.special import ndtr, ndtri
 
+from mindformers_core.splitmix import GOLDEN, mixed
+
 __all__ = ["initializer_of", "draw_slice", "materialize"]
 
 _CHUNK = 1 << 17  # values drawn at a time: about 1 MB for each temporary, which stays in the cache
@@ -133,10 +135,7 @@ def _global_index(first, last, local_shape, starts, global_shape):
 
 def _uniforms(key, index):
     """Uniform numbers in the open interval (0, 1), one for every counter of `index`: SplitMix64's output function."""
-    state = key + (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    state ^= state >> np.uint64(31)
+    state = mixed(key + (index + np.uint64(1)) * np.uint64(GOLDEN))
     return ((state >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 

@@ -44,8 +44,7 @@ def optimizers_holding(parameters, others=()):
 
     Simulated ranks have none: the objects of a process are those of all ranks.
     """
-    here = process_state().world
-    if here is not None and here.ranks is not None:
+    if process_state().is_simulated:
         return []
     things = gc.get_objects()
     kinds = {kind for kind in set(map(type, things)) if issubclass(kind, nn.Cell)}

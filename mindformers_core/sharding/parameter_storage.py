@@ -14,7 +14,7 @@ from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.structure import tree_map
 
-__all__ = ["ParameterStorage", "as_dtype", "computing_dtype", "parameter_storage", "unit_of"]
+__all__ = ["ParameterStorage", "as_computed", "as_dtype", "computing_dtype", "parameter_storage", "unit_of"]
 
 
 class ParameterStorage:
@@ -105,14 +105,18 @@ def unit_of(path, units):
 
 def computing_dtype(name):
     """The name of the dtype to compute with in the place of one of the model: another one where an observer says so."""
-    observer = process_state().observer
-    return name if observer is None else observer.dtype(name)
+    return process_state().observer.dtype(name)
 
 
 def as_dtype(tensor, name):
     """A tensor in the dtype of this name, or the observer's; the tensor itself where it has that dtype."""
     name = computing_dtype(name)
     return tensor if dtype_name(tensor.dtype) == name else ops.cast(tensor, getattr(mstype, name))
+
+
+def as_computed(tensor):
+    """A tensor in the dtype to compute with."""
+    return as_dtype(tensor, dtype_name(tensor.dtype))
 
 
 def _cast(structure, dtype):

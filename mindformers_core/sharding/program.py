@@ -16,7 +16,6 @@ from mindformers_core.dtensor.move import device_model, dtype_name
 from mindformers_core.generation.load import load_module
 from mindformers_core.generation.module_source import ModuleSource
 from mindformers_core.operators import TensorMeta, tensor_meta
-from mindformers_core.program.observer import Observer
 from mindformers_core.program.partition import calls_of, partition
 from mindformers_core.program.plan import CellPlan, called_graphs, joined_path
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
@@ -82,6 +81,13 @@ class Program:
 
         return list(visit(self.path, self.generated, self.graph))
 
+    def calls_by_plan(self):
+        """(Cell path, CellPlan) -> the `CellGraph`s of the calls, in order."""
+        found = {}
+        for path, frame, graph in self.calls():
+            found.setdefault((path, frame), []).append(graph)
+        return found
+
     def wrapped(self, result):
         """The local result as a structure of DTensors."""
         if type(result) is Tensor and len(self.results) == 1:
@@ -125,7 +131,7 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
         signature: the key of the program in the tree.
         saved_plan: see `prepare`.
     """
-    observer = process_state().observer or Observer()
+    observer = process_state().observer
     graph, frame = observer.planned(tree, path, lambda: annotated_plan(tree, path, args, kwargs, saved_plan))
     generated = (
         partition(frame, *(calls_of(frame, path, cells) for cells in tree.compiling)) if tree.compiling else frame
@@ -134,7 +140,7 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
         check_plan(generated)
     separate_collectives = generated is not frame or tree.activations.is_active and tree.compiling is not None
     header, classes = _header(tree, path, graph, frame), _below(path, tree.classes)
-    options = tree.deferring, separate_collectives, process_state().is_instrumented
+    options = tree.deferring, separate_collectives, observer.instruments
     source = ModuleSource(generated, classes, tree.function_names, header, *options)
     tree.function_names.update(source.functions.values())
     name = source.functions[generated]

@@ -10,7 +10,6 @@ from mindformers_core.dtensor.move import device_model, redistribute_local
 from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.mesh import DeviceMesh
-from mindformers_core.program.observer import Observer
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.propagate import derive_parameters
 from mindformers_core.sharding.declare import cell_label, collect_declarations
@@ -121,8 +120,7 @@ def _place_parameters(cell, layouts, seed):
     else:
         materialize(cell, seed, layouts, world().rank)
     placed = {id(p): placed_parameter(parts.get(path, p), layouts[path], shapes.get(path)) for path, p in named.items()}
-    observer = process_state().observer or Observer()
-    replace_parameters(cell, observer.placed(cell, placed))
+    replace_parameters(cell, process_state().observer.placed(cell, placed))
 
 
 def replace_parameters(cell, placed):

@@ -6,6 +6,7 @@ from functools import cache
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from mindformers_core.dtensor.dtensor import parameter_meta, parameter_view, wrap
+from mindformers_core.hints import first_of
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.sharding.compiling import choose_program
 from mindformers_core.sharding.parameter_storage import unit_of
@@ -226,9 +227,8 @@ def tree_of_root(cell, function, instead=""):
         )
     eager = [tree.label(inner) for inner, child in tree.cells.items() if isinstance(child, EagerCell)]
     if eager:
-        shown = ", ".join(eager[:_SHOWN]) + (", …" if len(eager) > _SHOWN else "")
         raise ValueError(
-            f"{shown}: runs operator by operator (eager), where {function}() can't change what runs: "
+            f"{first_of(eager, _SHOWN)}: runs operator by operator (eager), where {function}() can't change what runs: "
             'shard(cell, mesh, mode="generated"), and mark no Cell of it eager'
         )
     return tree

@@ -171,7 +171,7 @@ class ShardedTree:
         """The key in `programs` of a call."""
         try:
             mode = self.deferring, self.compiling if self.activations.is_active else self.compiling or None
-            mode += (process_state().is_instrumented,)
+            mode += (process_state().observer.instruments,)
             return path, mode, self._flags(), signature_key(args), signature_key(kwargs)
         except TypeError as error:
             raise TypeError(f"{self.label(path)}: {error}") from None

@@ -8,7 +8,6 @@ import mindspore as ms
 from mindformers_core.communication.world import process_state
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage
-from mindformers_core.program.observer import Observer
 from mindformers_core.recompute import recompute, swap
 from mindformers_core.tensor_parallel import jit, shard
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
@@ -103,7 +102,7 @@ def step_function(recipe, mesh, cells):
 
     def step(arrays, rate, eps, decay):
         losses, gradients = parts.run(arrays)
-        loss, observer = sum(losses) / len(losses), process_state().observer or Observer()
+        loss, observer = sum(losses) / len(losses), process_state().observer
         for parameter, gradient in zip(parts.optimizer.parameters, gradients, strict=True):
             observer.held("reduced gradient", gradient, parameter)
         norm = update(rate, eps, decay, *gradients)
@@ -114,7 +113,7 @@ def step_function(recipe, mesh, cells):
 
 
 def _hold(observer, optimizer, numbers):
-    """Tell the observer what a step has computed after its passes."""
+    """Give the observer what a step has computed after its passes."""
     for what, number in numbers.items():
         observer.held(what, number)
     for what, tensors in (

@@ -15,7 +15,6 @@ from mindformers_core.diff.recorder import perturb
 from mindformers_core.files import write_whole
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.optimizers.adamw import AdamW
-from mindformers_core.program.observer import Observer
 from mindformers_core.tensor_parallel.clipping import sum_cell
 from mindformers_core.trainer.data import dataset_of, first_sequence
 from mindformers_core.trainer.pipeline_recipe import pipeline_state
@@ -179,7 +178,7 @@ def train_step(job):
     rate = learning_rate(job.recipe, job.step)
     loss, norm = job.run_step(tuple(map(ms.Tensor, batch)), *job.optimizer.scalars(job.step, rate))
     loss, norm = float(loss.asnumpy()), float(norm.asnumpy())
-    (process_state().observer or Observer()).end_step(job.step)
+    process_state().observer.end_step(job.step)
     seconds = time.perf_counter() - started
     return {
         "step": job.step,

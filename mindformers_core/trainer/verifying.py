@@ -7,12 +7,14 @@ import numpy as np
 
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.sharding.initialize import materialize
+from mindformers_core.sharding.parameter_storage import as_computed
 from mindformers_core.trainer.data import dataset_of, micro_batch
 from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
 from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_shape
 from mindformers_core.trainer.shrinking import shrunk_recipe
 from mindformers_core.trainer.step import build_cells, step_parts
-from mindformers_core.verification.engine import RankStep, Subject, draws, plans_of, simulate
+from mindformers_core.verification.drawing import DROPOUTS
+from mindformers_core.verification.engine import RankStep, Subject, operators_of, plans_of, simulate
 
 __all__ = ["verify_recipe"]
 
@@ -44,7 +46,8 @@ def verify_recipe(recipe, full=False):
     def step(rank, cells):
         ms.set_seed(recipe.training.seed)
         parts = step_parts(recipe, mesh, cells)
-        _, gradients = parts.run(tuple(map(_tensor, _local_batches(batches, mesh, rank))))
+        local = [as_computed(ms.Tensor(array)) for array in _local_batches(batches, mesh, rank)]
+        _, gradients = parts.run(tuple(local))
         return RankStep({}, (), parts.optimizer.parameters, gradients, parts.clip, parts.optimizer)
 
     net = _whole_model(recipe)
@@ -58,12 +61,9 @@ def verify_recipe(recipe, full=False):
         loss, gradients = gradient_of(*map(ms.Tensor, args), **given)
         return loss, dict(zip(named, gradients, strict=True))
 
-    rest = passes, len(batches), target, model if has_kernels and not draws(plans) else None
+    comparable = has_kernels and DROPOUTS.keys().isdisjoint(operators_of(plans))
+    rest = passes, len(batches), target, model if comparable else None
     return simulate(Subject(mesh, build, step, lambda rank, cells: 0, parameters, *rest), plans)
-
-
-def _tensor(array):
-    return ms.Tensor(array.astype(np.float64) if array.dtype.kind == "f" else array)
 
 
 def _micro_batches(recipe):

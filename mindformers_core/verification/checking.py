@@ -32,11 +32,8 @@ PRECISIONS = {
     "float32 in float64": Precision("float64", 2**-18, 2**-22),  # see `FLOAT32_KERNELS`
     "float32": Precision("float32", 2**-13, 2**-17),
 }
-FLOAT32_KERNELS = {
-    "LayerNorm",
-    "LayerNormExt",
-    "MaskedFill",
-}  # operators that compute float64 tensors in float32 on CPU
+# operators that compute float64 tensors in float32 on CPU
+FLOAT32_KERNELS = frozenset({"LayerNorm", "LayerNormExt", "MaskedFill"})
 
 
 @dataclass(frozen=True, eq=False)

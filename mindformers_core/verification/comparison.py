@@ -4,7 +4,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from mindformers_core.redistribution.arrays import reduce_arrays
+from mindformers_core.redistribution.arrays import reduce_terms
 
 __all__ = ["TermSums", "close", "expected_part", "gradient_layout", "gradient_terms", "largest"]
 
@@ -83,7 +83,4 @@ class TermSums:
         if len(terms) < len(group):
             return None
         del self._terms[key, group]
-        for axis, op in layout.partial:
-            members = {each: layout.mesh.group(each, (axis,)) for each in terms}
-            terms = {each: reduce_arrays([terms[other] for other in members[each]], op) for each in members}
-        return terms[rank]
+        return reduce_terms(terms, layout)[rank]

@@ -13,14 +13,14 @@ from mindformers_core.communication.world import process_state, rank_of
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.optimizers.adamw import decays
 from mindformers_core.passes.thread_tape import custom_gradients
+from mindformers_core.program.graph import OperatorNode
 from mindformers_core.sharding.program import annotated_plan
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.verification.checking import FLOAT32_KERNELS, PRECISIONS, Check
-from mindformers_core.verification.drawing import DROPOUTS
 from mindformers_core.verification.observing import RankObserver
 from mindformers_core.verification.truth import OneCard
 
-__all__ = ["RankStep", "Subject", "draws", "plans_of", "simulate"]
+__all__ = ["RankStep", "Subject", "operators_of", "plans_of", "simulate"]
 
 _UPDATE_TOLERANCE = 1e-5  # optimizers take scalars and keep moments in float32
 _OWN_CODE = 2**-10  # the model's own code runs in float32
@@ -100,10 +100,10 @@ def plans_of(mesh, build, inputs, choices=None, device_target=None):
     return plans
 
 
-def draws(plans):
-    """Whether a program draws random numbers."""
+def operators_of(plans):
+    """Names of all operators of the captured programs, a set."""
     nodes = [node for graph, _ in plans.values() for call in graph.calls() for node in call.nodes]
-    return not DROPOUTS.keys().isdisjoint(getattr(node, "operator", None) for node in nodes)
+    return {node.operator for node in nodes if isinstance(node, OperatorNode)}
 
 
 def simulate(subject, plans, notes=()):
@@ -117,8 +117,7 @@ def simulate(subject, plans, notes=()):
     Returns:
         The `Check`, with all faults.
     """
-    nodes = [node for graph, _ in plans.values() for call in graph.calls() for node in call.nodes]
-    is_coarse = not FLOAT32_KERNELS.isdisjoint(getattr(node, "operator", None) for node in nodes)
+    is_coarse = not FLOAT32_KERNELS.isdisjoint(operators_of(plans))
     wide, narrow = PRECISIONS["float32 in float64" if is_coarse else "float64"], PRECISIONS["float32"]
     try:
         return _simulated(subject, plans, wide, notes)

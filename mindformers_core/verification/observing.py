@@ -1,16 +1,13 @@
 """The observer of one simulated rank: every tensor of its programs is compared with the value on one card."""
 
-from collections import defaultdict
-from contextlib import contextmanager
-
-from mindspore import Tensor, nn
+from mindspore import Tensor
 
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.graph import ParameterUse
-from mindformers_core.program.observer import Observer
-from mindformers_core.sharding.parameter_storage import as_dtype
-from mindformers_core.sharding.sharded_cells import tree_and_path, tree_of
+from mindformers_core.sharding.observing import ProgramObserver, parameter_paths
+from mindformers_core.sharding.parameter_storage import as_computed
+from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.verification.comparison import gradient_layout
 from mindformers_core.verification.drawing import begin_draws
 from mindformers_core.verification.truth import is_known, widened_text
@@ -19,32 +16,26 @@ from mindformers_core.zero.sharded_parameter import parameter_like
 __all__ = ["RankObserver"]
 
 
-class RankObserver(Observer):
+class RankObserver(ProgramObserver):
     """Compares the tensors of one rank.
 
     Args:
         rank: the global rank.
         check: the `Check` of all ranks.
-        dtype: name of the dtype of all floating tensors.
 
     Attributes:
         replica: number of the data-parallel replica of this rank; 0 where the program has all of the batch.
     """
 
     def __init__(self, rank, check):
+        super().__init__()
         self.rank, self.check, self._dtype = rank, check, check.precision.dtype
-        self.replica = 0
-        self.stages, self._paths = {}, {}  # id of a `ShardedTree` -> number of its stage; id of a Parameter -> its path
-        self._pass = self._direction = None
-        self._seen = defaultdict(int)  # (label, direction, id of tree, path, number) -> reports so far
-        self._calls = {}  # (id of a source, path) -> CellPlan -> numbers of its calls
+        self.replica, self.stages, self._paths = 0, {}, {}  # id of a `ShardedTree` -> stage; see `parameter_paths`
 
     def enter_cells(self, cells):
-        """Register the finished Cells of this rank, a dict by stage; returns id of a Parameter -> path."""
+        """Register the finished Cells of this rank, a dict by stage; returns their `parameter_paths`."""
         self.stages = {id(tree_of(net)): stage for stage, net in cells.items()}
-        for net in cells.values():
-            for walk in (net.parameters_and_names(), nn.Cell.parameters_and_names(net)):
-                self._paths.update((id(parameter), path) for path, parameter in walk)
+        self._paths = parameter_paths(cells.values())
         return self._paths
 
     def placed(self, cell, parameters):
@@ -52,7 +43,7 @@ class RankObserver(Observer):
         for _, child in cell.cells_and_names():
             for name, value in vars(child).items():
                 if type(value) is Tensor:
-                    vars(child)[name] = as_dtype(value, dtype_name(value.dtype))
+                    vars(child)[name] = as_computed(value)
         return {number: self._widened(parameter) for number, parameter in parameters.items()}
 
     @staticmethod
@@ -78,27 +69,16 @@ class RankObserver(Observer):
 
     def loaded(self, module, source):
         """See `Observer`."""
+        super().loaded(module, source)
         for name in source.constants:
-            tensor = getattr(module, name)
-            setattr(module, name, as_dtype(tensor, dtype_name(tensor.dtype)))
+            setattr(module, name, as_computed(getattr(module, name)))
 
-        def observed(cell, number, tensor):
-            if self._pass is not None and source.observed[number].entry is not None:
-                self._observe(source, module.__file__, cell, number, tensor)
-
-        module.observed = observed
-
-    @contextmanager
     def in_pass(self, label, direction):
         """See `Observer`."""
-        before = self._pass, self._direction
-        self._pass, self._direction = (*label, self.replica), direction
+        label = *label, self.replica
         if direction == "forward":
-            begin_draws(self._pass)
-        try:
-            yield
-        finally:
-            self._pass, self._direction = before
+            begin_draws(label)
+        return super().in_pass(label, direction)
 
     def weight_gradient(self, parameter, gradient):
         """See `Observer`; placeholders of gradients that were taken as they came have other shapes."""
@@ -114,17 +94,13 @@ class RankObserver(Observer):
         if value is not None:  # a trained one that the program uses
             self.check.hold(order, self.rank, "weight gradient", at, layout, gradient, value, rounding=rounding)
 
-    def _observe(self, source, file, cell, number, tensor):
+    def computed(self, tree, program, path, graph, turn, seen, tensor):
         """Compare a tensor, and later its gradient."""
-        seen, (tree, path) = source.observed[number], tree_and_path(cell)
-        place = self._pass, self._direction, id(tree), path, id(source), number
-        ordinal = self._seen[place]
-        self._seen[place] += 1
-        calls = self._calls_of(tree, source)[path, seen.frame]
-        if self._direction == "backward" and len(calls) > 1:
-            return  # which of them is recomputed isn't known
+        if self._pass is None or seen.entry is None:
+            return
         stage = self.stages[id(tree)]
-        at = (stage, self._pass), calls[ordinal % len(calls)], seen, path, file
+        self.check.roots[stage, tree.mesh] = program.frame
+        at = (stage, self._pass), graph.call, seen, path, program.file
         self.check.compare(self.rank, "value", at, seen.layout, tensor)
         layout = gradient_layout(seen.layout)
         is_produced = seen.frame.layouts[seen.value.id] == seen.layout and not isinstance(seen.entry, ParameterUse)
@@ -136,14 +112,3 @@ class RankObserver(Observer):
         """Compare the gradient of a tensor, None where none came."""
         if gradient is not None:
             self.check.compare(self.rank, "gradient", at, layout, gradient)
-
-    def _calls_of(self, tree, source):
-        """(path, CellPlan) -> numbers of its calls, of the program with this source."""
-        key = id(source)
-        if key not in self._calls:
-            (program,) = [each for each in tree.programs.values() if each.source is source]
-            calls = self._calls[key] = {}
-            self.check.roots[self.stages[id(tree)], tree.mesh] = program.frame
-            for path, frame, graph in program.calls():
-                calls.setdefault((path, frame), []).append(graph.call)
-        return self._calls[key]

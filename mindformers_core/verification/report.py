@@ -4,6 +4,7 @@ from itertools import combinations
 
 import numpy as np
 
+from mindformers_core.hints import first_of
 from mindformers_core.program.graph import ParameterUse
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
@@ -24,7 +25,7 @@ def fault_lines(fault, others, mesh, roots):
         mesh: of all ranks.
         roots: the `CellPlan`s of all stages.
     """
-    frames = list({id(frame): frame for root in roots for frame in _frames(root)}.values())
+    frames = list(dict.fromkeys(frame for root in roots for _, frame in root.walk()))
     coordinates = ", ".join(f"{axis} {place}" for axis, place in zip(mesh.axis_names, mesh.coordinate(fault.rank)))
     lines = [f"the first is on rank {fault.rank} ({coordinates}): {_what(fault)}"]
     if fault.seen is not None:
@@ -38,9 +39,7 @@ def fault_lines(fault, others, mesh, roots):
     lines.append(f"  found     {_array(fault.found)}")
     lines.append(f"  one card  {_array(fault.expected)}")
     ranks = sorted({fault.rank, *(other.rank for other in others)})
-    lines.append(
-        f"  wrong on  {len(ranks)} of {mesh.size} ranks: {', '.join(map(str, ranks[:8]))}{', …' * (len(ranks) > 8)}"
-    )
+    lines.append(f"  wrong on  {len(ranks)} of {mesh.size} ranks: {first_of(ranks)}")
     kind = kind_of_fault(fault, others, mesh)
     return [*lines, f"  kind      {kind}"] if kind else lines
 
@@ -81,14 +80,6 @@ def _listed(entries):
     return "; ".join(shown[:_SHOWN]) + (f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
 
 
-def _frames(frame):
-    """A `CellPlan`, and those of all calls in it."""
-    yield frame
-    for entry in frame.instructions:
-        if isinstance(entry, CallPlan) and entry.frame is not None:
-            yield from _frames(entry.frame)
-
-
 def _users(path, frames):
     """The instructions that take a parameter; alike Cells share a `CellPlan`, which has the path in one of them."""
     uses = [(frame, use) for frame in frames for use in frame.graph.parameters]
@@ -101,8 +92,7 @@ def _users(path, frames):
 def _shown(entry):
     """An instruction in a few words."""
     if isinstance(entry, Redistribution):
-        steps = ", ".join(f"{step.kind} over {' and '.join(step.axes)}" for step in entry.steps) or "nothing to do"
-        return f"redistribution {entry.source} -> {entry.target} by {steps}, for {entry.reason}"
+        return f"redistribution {entry.described}, for {entry.reason}"
     if isinstance(entry, CallPlan):
         return f"Cell '{entry.node.child or entry.node.graph.path}', {entry.node.source}"
     algorithm = f" (distributed: {entry.algorithm})" if entry.algorithm else ""

@@ -57,7 +57,6 @@ class OneCard:
         weight_gradients: label -> path -> gradient of the pass.
         trained: paths of the parameters that get gradients.
         tied: paths of the parameters of several stages.
-        input_gradients: label -> gradients of the floating inputs, in order.
         outputs: label -> arrays of the floating results of the last stage.
     """
 
@@ -70,7 +69,7 @@ class OneCard:
             for path in dict.fromkeys(use.path for use in uses)
         }
         self.values, self.gradients, self.weight_gradients, self.outputs = {}, {}, {}, {}
-        self.input_gradients, self._largest = {}, {}
+        self._largest = {}
         self.trained = [path for path in self.parameters if path in trained]
         stages = [
             path for graph in graphs.values() for path in {u.path for call in graph.calls() for u in call.parameters}
@@ -105,11 +104,11 @@ class OneCard:
         outputs = self.outputs[label] = [tensor.asnumpy() for tensor in flowing]
         sens = tuple(map(self._tensor, slopes(outputs)))
         weights = [self.parameters[path] for path in self.trained]
-        found = tape.gradients(tuple(inputs), tuple(flowing), sens, weights)
+        _, gradients = tape.gradients(tuple(inputs), tuple(flowing), sens, weights)  # inputs: without weights, too
         for table in (table for stage in self.graphs for table in self.gradients[stage, label].values()):
             table.update((number, np.asarray(gradient)) for number, gradient in table.items())
-        self.input_gradients[label], gradients = ([gradient.asnumpy() for gradient in each] for each in found)
-        self.weight_gradients[label] = dict(zip(self.trained, gradients, strict=True))
+        arrays = [gradient.asnumpy() for gradient in gradients]
+        self.weight_gradients[label] = dict(zip(self.trained, arrays, strict=True))
         for key, calls in known.items():
             self.values[key] = {
                 call: {number: tensor.asnumpy() for number, tensor in values.items()} for call, values in calls.items()
@@ -159,8 +158,10 @@ class OneCard:
             return DROPOUTS[node.operator](None, (*args, *kwargs.values()), whole_context(args[0].shape))
         tensors = tree_leaves((args, kwargs), Tensor)
         names = {id(tensor): f"tensor_{place}" for place, tensor in enumerate(tensors)}
-        called = operator_source if node.primitive is None else partial(primitive_source, node.primitive, "operator")
-        call = called(node.operator, args, kwargs) if node.primitive is None else called(args)
+        if node.primitive is None:
+            call = operator_source(node.operator, args, kwargs)
+        else:
+            call = primitive_source(node.primitive, "operator", args)
         body = call.expression(lambda tensor: names[id(tensor)])
         constructor = "" if call.instance is None else f"{call.instance[0]} = {call.instance[1]}"
         text = f"def call({', '.join(dict.fromkeys(names.values()))}):\n    return {body}"

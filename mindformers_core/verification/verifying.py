@@ -20,7 +20,7 @@ from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.redistribution.arrays import assemble
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.sharding.inspecting import prepare, programs
-from mindformers_core.sharding.parameter_storage import as_dtype
+from mindformers_core.sharding.parameter_storage import as_computed
 from mindformers_core.sharding.shard import shard
 from mindformers_core.sharding.sharded_cells import tree_of, tree_of_root
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
@@ -240,7 +240,7 @@ def _plain(leaf):
 
 
 def _widened(leaf):
-    return as_dtype(leaf, dtype_name(leaf.dtype)) if isinstance(leaf, Tensor) else leaf
+    return as_computed(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _meta(leaf):

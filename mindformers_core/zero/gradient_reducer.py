@@ -45,9 +45,8 @@ class GradientReducer:
 
     def came(self, number, gradient):
         """Take the whole gradient of parameter `number`; returns its replacement, so that its memory is freed."""
-        storage, observer = self.storage, process_state().observer
-        if observer is not None:
-            observer.weight_gradient(storage.parameters[number].unsharded, gradient)
+        storage = self.storage
+        process_state().observer.weight_gradient(storage.parameters[number].unsharded, gradient)
         if self._at_once:
             if not (self._pending or self._next):
                 storage.meter.add("gradients", sum(storage.parameters[other].plan.nbytes for other in storage.trained))

@@ -1,0 +1,69 @@
+"""Observers of instrumented programs: which call of which Cell, in which pass, has computed a tensor."""
+
+from collections import Counter
+from contextlib import contextmanager
+from functools import partial
+
+from mindspore import nn
+
+from mindformers_core.program.observer import Observer
+from mindformers_core.sharding.sharded_cells import tree_and_path
+
+__all__ = ["ProgramObserver", "parameter_paths"]
+
+
+class ProgramObserver(Observer):
+    """Base of observers to which programs report their tensors; a subclass defines `computed`."""
+
+    instruments = True
+
+    def __init__(self):
+        self._pass = self._direction = None
+        self._seen = Counter()  # (pass, direction, id of tree, path, id of source, number) -> reports so far
+        self._programs = {}  # id of a `ModuleSource` -> (`Program`, its `calls_by_plan`)
+
+    def loaded(self, module, source):
+        """See `Observer`."""
+        module.observed = partial(self._observed, source)
+
+    @contextmanager
+    def in_pass(self, label, direction):
+        """See `Observer`."""
+        before = self._pass, self._direction
+        self._pass, self._direction = label, direction
+        try:
+            yield
+        finally:
+            self._pass, self._direction = before
+
+    def _observed(self, source, cell, number, tensor):
+        """A program reports a tensor. Of several calls it isn't known which one the backward pass computes again."""
+        tree, path = tree_and_path(cell)
+        if id(source) not in self._programs:
+            (program,) = [each for each in tree.programs.values() if each.source is source]
+            self._programs[id(source)] = program, program.calls_by_plan()
+        program, calls = self._programs[id(source)]
+        seen = source.observed[number]
+        graphs, place = calls[path, seen.frame], (self._pass, self._direction, id(tree), path, id(source), number)
+        self._seen[place] += 1
+        if self._direction != "backward" or len(graphs) == 1:
+            turn, ordinal = divmod(self._seen[place] - 1, len(graphs))
+            self.computed(tree, program, path, graphs[ordinal], turn, seen, tensor)
+
+    def computed(self, tree, program, path, graph, turn, seen, tensor):
+        """A call of a Cell has computed a tensor, in the pass `_pass`.
+
+        Args:
+            tree, program: the `ShardedTree` and the `Program`.
+            path, graph: the path of the Cell, and the `CellGraph` of the call.
+            turn: number of earlier runs of the program in the pass.
+            seen: the `Observed`.
+            tensor: the local tensor.
+        """
+        raise NotImplementedError
+
+
+def parameter_paths(cells):
+    """Id of a Parameter -> path, of what root Cells compute with and of what their users see."""
+    walks = (walk for net in cells for walk in (net.parameters_and_names(), nn.Cell.parameters_and_names(net)))
+    return {id(parameter): path for walk in walks for path, parameter in walk}
