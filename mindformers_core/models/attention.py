@@ -84,4 +84,4 @@ def causal_mask(length):
     """Float32 tensor (length, length) to add to scores: the lowest number where the key is after the query, else 0."""
     key = positions(length)
     lowest = -3.4028234663852886e38  # of float32
-    return ops.where(ops.greater(key, ops.expand_dims(key, -1)), lowest, 0.0)
+    return ops.mul(ops.cast(ops.greater(key, ops.expand_dims(key, -1)), ms.float32), lowest)

@@ -1,6 +1,6 @@
 """Clipping by the global norm (Pascanu et al. 2013) of gradients that lie in slices on a mesh."""
 
-from mindspore import float32, nn, ops
+from mindspore import float32, float64, nn, ops
 
 from mindformers_core.communication import communicator
 
@@ -10,9 +10,9 @@ __all__ = ["ClipByGlobalNorm", "clip_by_global_norm", "sharding_of", "sum_cell"]
 class ClipByGlobalNorm(nn.Cell):
     """Scales all gradients by one factor so that their joint L2 norm over the whole mesh is at most `max_norm`.
 
-    The norm counts every element of the global gradients once, in float32. Parameters that the same axes shard are
-    summed together, and each such set of axes costs one all-reduce of a scalar. The same in PyNative and inside a
-    function that is compiled.
+    The norm counts every element of the global gradients once, in float32; gradients in float64 stay in it. Parameters
+    that the same axes shard are summed together, and each such set of axes costs one all-reduce of a scalar. The same
+    in PyNative and inside a function that is compiled.
 
     Args:
         parameters: this rank's parameters; `parameter.layout` (a `Layout`) where it is distributed.
@@ -47,16 +47,20 @@ class ClipByGlobalNorm(nn.Cell):
         for index, places in enumerate(self.places):
             squares = 0.0
             for place in places:
-                squares = squares + ops.square(ops.cast(gradients[place], float32)).sum()
+                gradient = gradients[place]
+                gradient = gradient if gradient.dtype == float64 else ops.cast(gradient, float32)
+                squares = squares + ops.square(gradient).sum()
             total = total + self.sums[index](squares)
         norm = ops.sqrt(self.sum_of_all(total))
         if self.max_norm == 0:
             return gradients, norm
         # the small term keeps a norm of zero from making NaN
         factor = ops.minimum(self.max_norm / (norm + 1e-6), ops.ones_like(norm))
-        clipped = ()
+        clipped, scale = (), factor
         for gradient in gradients:
-            clipped = clipped + (gradient * ops.cast(factor, gradient.dtype),)
+            if scale.dtype != gradient.dtype:
+                scale = ops.cast(factor, gradient.dtype)
+            clipped = clipped + (gradient * scale,)
         return clipped, norm
 
 

@@ -26,10 +26,10 @@ def close(found, expected, tolerance, rounding=0.0):
         return bool((found == expected).all())
     if not found.size:
         return True
-    finite = np.isfinite(expected)
-    sizes = np.abs(expected)
-    if finite.all() and sizes.max() < _MASKS:
-        return bool(np.abs(found - expected).max() <= tolerance * sizes.max() + rounding)
+    size = _peak(expected)
+    if size < _MASKS:
+        return bool(np.abs(found - expected).max() <= tolerance * size + rounding)
+    finite, sizes = np.isfinite(expected), np.abs(expected)
     if not finite.all():
         if not np.array_equal(found[~finite], expected[~finite], equal_nan=True):
             return False
@@ -40,8 +40,17 @@ def close(found, expected, tolerance, rounding=0.0):
 
 def largest(arrays):
     """The largest magnitude in floating arrays, masks left out; 0 where there is none."""
-    sizes = [np.abs(array) for array in arrays if array.dtype.kind == "f"]
-    return max((float(size.max(initial=0.0, where=size < _MASKS)) for size in sizes), default=0.0)
+    found = 0.0
+    for array in arrays:
+        if array.dtype.kind == "f" and array.size:
+            size = _peak(array)
+            found = max(found, float(size if size < _MASKS else _peak(array[np.abs(array) < _MASKS])))
+    return found
+
+
+def _peak(array):
+    """The largest magnitude in an array; NaN where it has one."""
+    return max(array.max(initial=0.0), -array.min(initial=0.0))
 
 
 @lru_cache(maxsize=1 << 12)
