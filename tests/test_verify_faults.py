@@ -31,7 +31,7 @@ def test_nothing_is_found_without_a_fault(subject):
 
 
 def test_faults_fit_the_code():
-    assert len(FAULTS) >= 60 and len({fault.name for fault in FAULTS}) == len(FAULTS)
+    assert len(FAULTS) >= 80 and len({fault.name for fault in FAULTS}) == len(FAULTS)
     for fault in FAULTS:
         assert fault.planted((ROOT / "mindformers_core" / fault.file).read_text())
         assert fault.subject in SUBJECTS and fault.report

@@ -13,8 +13,9 @@ from types import CodeType, FunctionType
 import numpy as np
 import yaml
 from launch import ROOT
-from mindspore import Tensor
+from mindspore import Tensor, mint, nn, ops
 from models import EXAMPLES, axes_of
+from models.example import columns, rows
 from mutate import Fault
 from random_steps import TINY, Tower
 from small_zero import Net, array
@@ -30,6 +31,21 @@ from mindformers_core.zero import hsdp
 __all__ = ["SUBJECTS", "PlantedFault", "outcome", "read_faults"]
 
 FAULTS = ROOT / "tests" / "verify_faults.yaml"
+
+
+class Classes(nn.Cell):
+    """Layers whose norm, softmax and loss are over dims that are cut, and classes whose weights differ."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = nn.Dense(8, 16, weight_init=Tensor(array(16, 8))), nn.LayerNorm((16,))
+        self.down = mint.nn.Linear(16, 5, weight_init=Tensor(array(5, 16)), bias_init=Tensor(array(5)))
+        self.head = nn.Dense(5, 8, weight_init=Tensor(array(8, 5)))
+        self.loss, self.shares = ops.NLLLoss(), Tensor(np.linspace(0.1, 2.0, 8).astype(np.float32))
+
+    def construct(self, x, labels):
+        logits = self.head(self.down(ops.tanh(self.norm(self.up(x)))))
+        return self.loss(ops.log_softmax(logits, 1), labels, self.shares)[0]
 
 
 @dataclass(frozen=True)
@@ -137,6 +153,20 @@ def tensor_parallel(recomputed=None, **settings):
     return verify(build, mesh, Tensor(array(8, 8))), mesh
 
 
+def classes(**settings):
+    """Verify `Classes` on 2 x 2 ranks."""
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    axes = axes_of(mesh)
+    plan = {"": {"input": {name: layout("dp") for name in ("x", "labels")}}, "up": columns(axes)}
+    plan |= {"down": rows(axes), "head": columns(axes) | {"input": {"x": layout("dp")}}}
+
+    def build():
+        net = shard(Classes(), mesh, plan=plan)
+        return hsdp(net, **{"threshold": 0, **settings}) if settings else net
+
+    return verify(build, mesh, Tensor(array(8, 8)), Tensor(np.arange(8, dtype=np.int32))), mesh
+
+
 _FLAT = ("pipeline_parallel=1",)
 _STAGES = ("data_parallel_shard=1", "tensor_parallel=1", "sequence_parallel=false", "training.global_batch_size=4")
 _TWO_STAGES = ("pipeline_parallel_interleave_num=2", "model.num_hidden_layers=4")
@@ -151,6 +181,8 @@ SUBJECTS = {
         2, shard_size=2, optimizer_level="level2", comm_fusion=0.0002, accumulate_grad_step=3
     ),
     "zero 3": lambda: data_parallel(2, shard_size=2, optimizer_level="level3", accumulate_grad_step=2),
+    "classes": classes,
+    "classes, zero 2": lambda: classes(shard_size=2, optimizer_level="level2"),
     "llama": lambda: recipe(*_FLAT),
     "llama, tp": lambda: recipe(*_FLAT, "sequence_parallel=false"),
     "llama, recomputed": lambda: recipe(*_FLAT, "recompute.full=true", "zero_level=2", "zero_threshold_kb=0"),
