@@ -13,7 +13,7 @@ import numpy as np
 
 from mindformers_core.splitmix import GOLDEN, mixed
 
-__all__ = ["COLUMNS", "PROJECTIONS", "digest", "distance", "sign"]
+__all__ = ["COLUMNS", "PROJECTIONS", "digest", "distance", "norm_of", "sign"]
 
 PROJECTIONS = 4
 COLUMNS = PROJECTIONS + 3  # and the sum of squares, the largest magnitude, the number of elements that are not finite
@@ -36,22 +36,22 @@ def digest(array, starts):
     if not array.size:
         return found
     dtype = np.float32 if array.dtype in (np.float32, np.float16) else np.float64
-    rows = array.reshape(-1, array.shape[-1] if array.ndim else 1)
     factors = [_factors(dim, start, size) for dim, (start, size) in enumerate(zip(starts, array.shape))]
-    factors = factors or [np.ones((1, PROJECTIONS))]
-    projected, step = np.empty((len(rows), PROJECTIONS)), max(1, _BLOCK // rows.shape[1])
+    *outer, inner = factors or [np.ones((1, PROJECTIONS))]
+    rows = array.reshape(-1, len(inner))
+    projected, step = np.empty((len(rows), PROJECTIONS)), max(1, _BLOCK // len(inner))
     for first in range(0, len(rows), step):
         block = rows[first : first + step].astype(dtype, copy=False)
-        squares = float(np.vdot(block, block))
+        squares = np.vdot(block, block)
         if not squares < _HUGE:
             huge = ~(np.abs(block) < _HUGE)
             found[PROJECTIONS + 2] += huge.sum()
             block = np.where(huge, 0.0, block.astype(np.float64))
-            squares = float(np.vdot(block, block))
+            squares = np.vdot(block, block)
         found[PROJECTIONS] += squares
         found[PROJECTIONS + 1] = max(found[PROJECTIONS + 1], block.max(), -block.min())
-        projected[first : first + step] = block @ factors[-1].astype(block.dtype)
-    for each in reversed(factors[:-1]):
+        projected[first : first + step] = block @ inner.astype(block.dtype)
+    for each in reversed(outer):
         projected = np.einsum("rnk,nk->rk", projected.reshape(-1, *each.shape), each)
     found[:PROJECTIONS] = projected[0]
     return found
@@ -65,6 +65,11 @@ def distance(one, other):
     if one[PROJECTIONS + 2] != other[PROJECTIONS + 2]:
         return float("inf")
     return float(np.sqrt(np.mean(np.square(one[:PROJECTIONS] - other[:PROJECTIONS]))))
+
+
+def norm_of(values):
+    """The norm from a digest; of partial sums a bound, the norm of all terms together."""
+    return float(np.sqrt(values[PROJECTIONS]))
 
 
 def sign(shape, starts, seed):

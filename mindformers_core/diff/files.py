@@ -1,24 +1,35 @@
 """The files of a recorded run: of every rank one JSON file, and one NumPy file for each step. Pure Python.
 
-`rank_3.json` is a dict: `about` the run, `facts` of the named tensors (see `Listing`), `layouts` (see `layout_facts`),
-and `rows`: for every number of a row `[what, name, number of the layout, moved]`, where `moved` is the text of the
-redistribution that made the copy, or None. `step_7.rank_3.npz` has the rows of a step. Each file is written whole, the
-table before the rows that refer to it, so a reader finds complete steps.
+`rank_3.json` is a dict: `about` the run, `facts` of the named tensors (see `Listing`), and `rows`: for every number of
+a row `[what, name, text of the layout, moved]`, where `moved` is the text of the redistribution that made the copy, or
+None. `step_7.rank_3.npy` has the rows of a step, of dtype `_ROW`. Each file is written whole, the table before the rows
+that refer to it, so a reader finds complete steps.
 """
 
 import io
 import json
 import os
-import re
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
 from mindformers_core.diff.digests import COLUMNS
 from mindformers_core.files import write_whole
+from mindformers_core.layout import Layout
+from mindformers_core.mesh import DeviceMesh
 
-__all__ = ["forget_rank", "read_rows", "read_table", "recorded_ranks", "write_rows", "write_table"]
+__all__ = [
+    "NO_PASS", "layout_of", "layout_text", "read_rows", "read_table", "recorded_steps", "rows_path", "write_rows",
+    "write_table",
+]  # fmt: skip
 
-_STEP = re.compile(r"step_(\d+)\.rank_(\d+)\.npz")
+# time in ns; rank; number of the row in its table; (key, number) of the pass; computed again in the backward pass
+_ROW = np.dtype(
+    [("time", "i8"), ("rank", "i4"), ("row", "i4"), ("label", "i4", 2), ("again", "?"), ("digest", "f8", COLUMNS)]
+)
+NO_PASS = -1, -1
 
 
 def write_table(folder, rank, table):
@@ -26,54 +37,58 @@ def write_table(folder, rank, table):
     write_whole(os.path.join(folder, f"rank_{rank}.json"), json.dumps(table, separators=(",", ":")))
 
 
-def write_rows(folder, step, rank, numbers, digests, labels):
-    """Write the rows of a step.
+def rows_path(folder, step, rank):
+    """The file with the rows of a step of a rank."""
+    return os.path.join(folder, f"step_{step}.rank_{rank}.npy")
 
-    Args:
-        folder, step, rank: which.
-        numbers: of each row its number in the table, the number of its pass (-1 for none), whether the backward pass
-            has computed the tensor again, and the time in ns.
-        digests: of each row, see `digest`.
-        labels: of the passes, pairs of whole numbers that sort as the passes' data do.
-    """
+
+def write_rows(folder, step, rank, rows):
+    """Write the rows of a step, tuples with the fields of `_ROW`."""
     file = io.BytesIO()
-    numbers, labels = np.array(numbers, np.int64).reshape(-1, 4), np.array(labels, np.int64).reshape(-1, 2)
-    np.savez(file, numbers=numbers, digests=np.array(digests).reshape(-1, COLUMNS), labels=labels)
-    write_whole(os.path.join(folder, f"step_{step}.rank_{rank}.npz"), file.getvalue())
+    np.save(file, np.array(rows, _ROW))
+    write_whole(rows_path(folder, step, rank), file.getvalue())
 
 
-def recorded_ranks(folder):
-    """`{step: [ranks]}` of a folder; empty where nothing is recorded."""
-    found = {}
-    for match in map(_STEP.fullmatch, os.listdir(folder) if os.path.isdir(folder) else ()):
-        if match:
-            found.setdefault(int(match[1]), []).append(int(match[2]))
-    return {step: sorted(found[step]) for step in sorted(found)}
-
-
-def forget_rank(folder, rank):
-    """Remove what an earlier run has recorded of a rank."""
-    for step, ranks in recorded_ranks(folder).items():
-        if rank in ranks:
-            os.unlink(os.path.join(folder, f"step_{step}.rank_{rank}.npz"))
+def recorded_steps(folder, rank):
+    """The numbers of the steps that a rank has recorded, a set."""
+    return {int(path.name[5:].partition(".")[0]) for path in Path(folder).glob(f"step_*.rank_{rank}.npy")}
 
 
 def read_table(folder, rank):
     """The table of a rank, a dict; ValueError where the file has none."""
-    path = os.path.join(folder, f"rank_{rank}.json")
-    try:
-        with open(path, encoding="utf-8") as file:
-            table = json.load(file)
-        return {entry: table[entry] for entry in ("about", "facts", "layouts", "rows")}
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"'{path}' has no table of recorded tensors: {error}") from error
+    with _reading(os.path.join(folder, f"rank_{rank}.json"), "table") as file:
+        table = json.load(file)
+        return {entry: table[entry] for entry in ("about", "facts", "rows")}
 
 
 def read_rows(folder, step, rank):
-    """`(numbers, digests, labels)` of a step of a rank, arrays; ValueError where the file has none."""
-    path = os.path.join(folder, f"step_{step}.rank_{rank}.npz")
+    """The rows of a step of a rank, an array; ValueError where the file has none."""
+    with _reading(rows_path(folder, step, rank), "rows") as file:
+        return np.load(file, allow_pickle=False).astype(_ROW, casting="no")
+
+
+@contextmanager
+def _reading(path, what):
+    """The open file."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            return file["numbers"], file["digests"], file["labels"]
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"'{path}' has no rows of recorded tensors: {error}") from error
+        with open(path, "rb") as file:
+            yield file
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"'{path}' has no {what} of recorded tensors: {error}") from error
+
+
+def layout_text(layout):
+    """A `Layout`, or None, as text."""
+    if layout is None:
+        return None
+    mesh = layout.mesh
+    return json.dumps([mesh.shape, mesh.axis_names, list(mesh.rank_list), layout.dims, layout.partial, layout.varying])
+
+
+@lru_cache(maxsize=1 << 12)
+def layout_of(text):
+    """The `Layout`, or None, of a text."""
+    if text is None:
+        return None
+    shape, names, ranks, dims, partial, varying = json.loads(text)
+    return Layout.on(DeviceMesh(shape, names, ranks), dims, partial, varying)
