@@ -13,11 +13,10 @@ from simulated_ranks import distribute
 from mindformers_core import init_device_mesh, shard
 from mindformers_core.communication.world import process_state
 from mindformers_core.diff.digests import COLUMNS, PROJECTIONS, digest, distance, norm_of, sign
-from mindformers_core.diff.files import write_rows, write_table
 from mindformers_core.diff.parting import part
 from mindformers_core.diff.recorder import record_digests
 from mindformers_core.diff.report import report
-from mindformers_core.diff.runs import Run, assembled
+from mindformers_core.diff.runs import Run, assembled, write_rows, write_table
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.program.observer import Observer

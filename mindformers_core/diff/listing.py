@@ -1,7 +1,6 @@
 """Names of the tensors of a program that do not depend on meshes, and what is known of each. Pure Python.
 
-A tensor is named after the operator of the captured program that makes it: Cell, number of the call, place of the node.
-Arguments and results of Cells, which are other names of the same tensor, are traced to that operator.
+A tensor is named after the operator that makes it: Cell, number of the call, place of the node in the captured program.
 """
 
 from collections import Counter
@@ -21,15 +20,12 @@ def facts_of(cell, operator, hint, shape, dtype, source=None, inputs=()):
 
 
 class Listing:
-    """The named tensors of a `Program`.
-
-    Attributes:
-        facts: name of a tensor -> see `facts_of`.
-        names: (call, number of a Value in all calls that share a plan) -> name.
-    """
+    """The named tensors of a `Program`."""
 
     def __init__(self, program):
-        self.facts, self.names, self._calls, self._path = {}, {}, Counter(), program.path
+        self.facts = {}  # name of a tensor -> see `facts_of`
+        self.names = {}  # (call, number of a Value in all calls that share a plan) -> name
+        self._calls, self._path = Counter(), program.path
         graphs = program.graph.calls()  # stages of a pipeline differ in the first Cell without inner ones
         first = next(each.path for each in graphs if not any(isinstance(node, CallNode) for node in each.nodes))
         for name, structure in program.graph.arguments.items():

@@ -7,27 +7,21 @@ import numpy as np
 from mindformers_core.diff.digests import distance, norm_of
 from mindformers_core.diff.runs import Copy
 from mindformers_core.diff.tolerance import tolerance_of_growth, tolerance_of_noise
+from mindformers_core.hints import first_of
 
 __all__ = ["Compared", "Parting", "part"]
 
 
 @dataclass(frozen=True, eq=False)
 class Compared:
-    """A tensor of both runs, compared with A's first copy.
+    """A tensor of both runs, compared with A's first copy."""
 
-    Attributes:
-        key: `(what, pass, name)`.
-        copies: "A" and "B" -> the `Copy`s.
-        run, copy: "A" or "B", and its first copy beyond the tolerance, else the farthest.
-        relative, tolerance: distance of that copy, and what is allowed, relative to the norm.
-    """
-
-    key: tuple
-    copies: dict
-    run: str
-    copy: Copy
-    relative: float
-    tolerance: float
+    key: tuple  # (what, number of the pass or None, name)
+    copies: dict  # "A" and "B" -> the `Copy`s
+    run: str  # "A" or "B", which has
+    copy: Copy  # the first copy beyond the tolerance, else the farthest
+    relative: float  # distance of that copy, relative to the norm
+    tolerance: float  # and what is allowed
 
     @property
     def differs(self):
@@ -37,27 +31,16 @@ class Compared:
 
 @dataclass(eq=False)
 class Parting:
-    """The comparison of two runs up to the first step that differs.
+    """The comparison of two runs up to the first step that differs."""
 
-    Attributes:
-        runs: "A" and "B" -> the `Run`.
-        facts: name of a tensor -> dict, of both runs; see `facts_of`. Its `consumers` are computed from the tensor.
-        steps: numbers of the steps that were compared; the last one may differ.
-        perturbed: whether the tolerances come from a perturbed run.
-        note: what was not compared, and why; or "".
-        last: key -> `Compared`, of the last step in A's order.
-        only: "A" and "B" -> keys of the last step that the other run doesn't have.
-        agree: number of tensors that agree, of all steps.
-    """
-
-    runs: dict
-    facts: dict
-    steps: list
-    perturbed: bool
-    note: str
-    last: dict = field(default_factory=dict)
-    only: dict = field(default_factory=dict)
-    agree: int = 0
+    runs: dict  # "A" and "B" -> the `Run`
+    facts: dict  # name of a tensor of either run -> see `facts_of`; and the names of its `consumers`
+    perturbed: bool  # whether the tolerances come from a perturbed run
+    note: str  # what was not compared, and why; or ""
+    steps: list = field(default_factory=list)  # numbers of the steps that were compared
+    last: dict = field(default_factory=dict)  # key -> `Compared`, of the last step in A's order
+    only: dict = field(default_factory=dict)  # "A" and "B" -> keys of the last step that the other run doesn't have
+    agree: int = 0  # number of tensors that agree, of all steps
 
     @property
     def first(self):
@@ -66,26 +49,22 @@ class Parting:
 
 
 def part(run_a, run_b, noise=None):
-    """The `Parting` of two recorded runs.
-
-    Args:
-        run_a, run_b: the `Run`s.
-        noise: one of these runs, and the same run perturbed; or None.
+    """The `Parting` of two `Run`s; `noise`: one of them, and the same run perturbed, or None.
 
     Raises:
         ValueError: no step in common, or steps that take different data.
     """
     steps = [step for step in run_a.steps if step in run_b.steps]
     if not steps:
-        shown = " and ".join(f"'{run.folder}' has {_numbers(run.steps)}" for run in (run_a, run_b))
-        raise ValueError(f"no step is recorded in both runs: {shown}")
-    alike, note = _alike(run_a.facts, run_b.facts), ""
-    if not _passes_agree(run_a, run_b):
-        alike, note = (
-            set(),
-            "passes have other sequences in A and B: gradients, norm and weights after them are compared",
-        )
-    parting = Parting({"A": run_a, "B": run_b}, _with_consumers(run_b.facts | run_a.facts), [], noise is not None, note)
+        shown = " and ".join(f"'{run.folder}' has {first_of(run.steps) or 'none'}" for run in (run_a, run_b))
+        raise ValueError(f"no step is recorded in both runs by all ranks: {shown}")
+    note, facts = _other_sequences(run_a, run_b), run_b.facts | run_a.facts
+    alike = set() if note else _alike(run_a.facts, run_b.facts)
+    facts = {name: about | {"consumers": []} for name, about in facts.items()}
+    for name, about in facts.items():
+        for source in facts.keys() & about["inputs"]:
+            facts[source]["consumers"].append(name)
+    parting = Parting({"A": run_a, "B": run_b}, facts, noise is not None, note)
     for number in steps:
         parting.steps.append(number)
         has_noise = noise is not None and all(number in run.steps for run in noise)
@@ -95,48 +74,34 @@ def part(run_a, run_b, noise=None):
     return parting
 
 
-def _numbers(steps):
-    return f"steps {steps[0]} to {steps[-1]}" if steps else "no step that all its ranks have recorded"
-
-
-def _with_consumers(facts):
-    found = {name: about | {"consumers": []} for name, about in facts.items()}
-    for name, about in facts.items():
-        for source in set(about["inputs"]) & found.keys():
-            found[source]["consumers"].append(name)
-    return found
-
-
-def _passes_agree(run_a, run_b):
-    """Whether passes of both runs have the same data; raise `ValueError` where not even steps have."""
+def _other_sequences(run_a, run_b):
+    """A note where passes of the runs have other data, else ""; `ValueError` where even steps have."""
     ours, theirs = (run.about.get("sequences") for run in (run_a, run_b))
     if ours is None or theirs is None or ours == theirs:
-        return True
+        return ""
     counts = [sum(map(len, passes)) for passes in (ours, theirs)]
     if counts[0] != counts[1]:
         raise ValueError(
             f"a step of A takes {counts[0]} sequences, one of B {counts[1]}: give both the same global batch, as "
             f"b:training.global_batch_size={counts[0]}, and a local_batch_size that divides it"
         )
-    return False
+    return "passes have other sequences in A and B: gradients, norm and weights after them are compared"
 
 
-def _alike(ours, theirs):
+def _alike(*facts):
     """The names of tensors that mean the same in both runs: of a Cell's operators those before the first other one."""
-    firsts = {}  # call of a Cell -> place of the first operator that differs
-    for name in ours.keys() | theirs.keys():
-        call, place = _place(name)
-        made = [(facts[name]["operator"], facts[name]["shape"]) if name in facts else None for facts in (ours, theirs)]
-        if place and made[0] != made[1]:
-            firsts[call] = min(place, firsts.get(call, place))
-    placed = {name: _place(name) for name in ours.keys() & theirs.keys()}
-    return {name for name, (call, place) in placed.items() if place < firsts.get(call, [np.inf])}
+    made = [{(*_place(name), each["operator"], *each["shape"]) for name, each in run.items()} for run in facts]
+    # call of a Cell -> place of its first other operator, which is entered last
+    others = {call: place for call, place, *_ in sorted(made[0] ^ made[1], reverse=True) if place}
+    places = {name: _place(name) for name in facts[0].keys() & facts[1].keys()}
+    return {name for name, (call, place) in places.items() if place < others.get(call, (np.inf,))}
 
 
 def _place(name):
-    """`("mlp#0", [3, 1])` of an operator's result "mlp#0:3.1"; `[]` where a name has no place in a call."""
+    """`("mlp#0", (3, 1))` of an operator's result "mlp#0:3.1"; `()` where a name has no place in a call."""
     call, _, place = name.rpartition(":")
-    return call, [] if "#" not in call or place.startswith("constant") else [int(each) for each in place.split(".")]
+    is_placed = "#" in call and not place.startswith("constant")
+    return call, tuple(map(int, place.split("."))) if is_placed else ()
 
 
 def _compare(parting, alike, noise):

@@ -10,8 +10,8 @@ import numpy as np
 
 from mindformers_core.communication.world import process_state, world
 from mindformers_core.diff.digests import COLUMNS, digest, sign
-from mindformers_core.diff.files import NO_PASS, layout_text, recorded_steps, rows_path, write_rows, write_table
 from mindformers_core.diff.listing import Listing, facts_of
+from mindformers_core.diff.runs import NO_PASS, layout_text, row_files, write_rows, write_table
 from mindformers_core.diff.tolerance import EPS
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.program.graph import ParameterUse
@@ -31,14 +31,10 @@ def record_digests(folder, **about):
 
     Args:
         folder: where the files are written; it is made.
-        about: facts about the run, plain data that `diff` shows where they differ.
+        about: facts about the run, plain data; reports show `mesh` and `context`.
 
     Yields:
-        The `DigestRecorder`. The own training loop calls its `end_step()` after each step, and may give it further
-        tensors with `held()`.
-
-    Raises:
-        ValueError: this rank is observed already.
+        The `DigestRecorder`: call its `end_step()` after each step, and `held()` with further tensors.
     """
     state = process_state()
     if type(state.observer) is not Observer:
@@ -51,20 +47,14 @@ def record_digests(folder, **about):
 
 
 class DigestRecorder(ProgramObserver):
-    """Writes the digests of one rank.
-
-    Args:
-        folder, about: as of `record_digests`.
-        rank: the global rank.
-        instruments: whether generated programs report their tensors; compiled ones can't.
-    """
+    """Writes the digests of one rank; `instruments`: whether generated programs report, which compiled ones can't."""
 
     def __init__(self, folder, rank, about, instruments=True):
         super().__init__()
         self.folder, self.rank, self.instruments, self.step = os.fspath(folder), rank, instruments, 0
         os.makedirs(self.folder, exist_ok=True)
-        for step in recorded_steps(self.folder, rank):  # of an earlier run
-            os.unlink(rows_path(self.folder, step, rank))
+        for path in row_files(self.folder, rank).values():  # of an earlier run
+            path.unlink()
         self._table, self._written = {"about": about, "facts": {}, "rows": []}, 0
         self._rows, self._roots, self._paths = [], [], None
         self._listing, self._entries, self._entry = cache(Listing), cache(self._make_entries), cache(self._make_entry)
@@ -82,11 +72,10 @@ class DigestRecorder(ProgramObserver):
             self._hold("weight gradient", gradient, parameter, layout, self._pass)
 
     def held(self, what, tensor, parameter=None):
-        """Record a tensor outside of the passes.
+        """Record a local tensor outside of the passes.
 
         Args:
-            what: what it is, as "reduced gradient"; the same in all runs.
-            tensor: the local tensor.
+            what, tensor: what it is, as "reduced gradient"; the same in all runs.
             parameter: the Parameter whose layout it has; None for one that is whole, and the same on all ranks.
         """
         self._hold(what, tensor, parameter, getattr(parameter, "layout", None), NO_PASS)
@@ -152,13 +141,7 @@ class DigestRecorder(ProgramObserver):
 
 
 def perturb(parameters, seed, rank):
-    """Change every element of floating parameters by their dtype's unit of rounding, up or down by its global position.
-
-    Args:
-        parameters: this rank's Parameters, with a `layout`.
-        seed: of the signs, from 1.
-        rank: the global rank.
-    """
+    """Change every element of floating Parameters by a unit of rounding, up or down by its global position."""
     for parameter in parameters:
         eps = EPS.get(dtype_name(parameter.dtype), 0.0)
         shape = parameter.layout.global_shape(parameter.shape)

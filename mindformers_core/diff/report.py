@@ -13,31 +13,32 @@ __all__ = ["report"]
 
 def report(parting):
     """The text of a `Parting`: at most 20 lines."""
-    lines = [
-        f"{label}  {run.title}: {run.about.get('mesh', 'ranks')}, "
-        f"{run.about.get('context', 'recorded by record_digests()')}"
-        for label, run in parting.runs.items()
-    ]
+    return "\n".join(_lines(parting))
+
+
+def _lines(parting):
+    for label, run in parting.runs.items():
+        yield f"{label}  {run.title}: {run.about['mesh']}, {run.about['context']}"
     source = f"{GROWTH:g} x the difference of an operator's inputs"
     if parting.perturbed:
         source = f"{FACTOR:g} x the difference of a run with perturbed weights"
-    compared = list(parting.last.values())
+    steps, compared = parting.steps, list(parting.last.values())
     if parting.first is None:
-        steps = " to ".join(map(str, dict.fromkeys([parting.steps[0], parting.steps[-1]])))
+        shown = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
         closest = max((each.relative / each.tolerance for each in compared), default=0.0)
-        lines.append(
-            f"same: {parting.agree:,} tensors of step{'s' * (len(parting.steps) > 1)} {steps} agree; "
-            f"the largest difference is {closest:.2f} of its tolerance ({source})"
-        )
+        same = f"same: {parting.agree:,} tensors of {shown} agree; the largest difference is {closest:.2f} of its"
+        yield f"{same} tolerance ({source})"
     else:
-        agree_after = sum(not each.differs for each in compared[compared.index(parting.first) :])
-        lines.append(
-            f"they part in step {parting.steps[-1]}: {parting.agree - agree_after:,} tensors before it agree; "
-            f"{sum(each.differs for each in compared):,} differ in its step"
-        )
-        lines += _about_first(parting, source)
-    lines += [parting.note] if parting.note else _not_compared(parting)
-    return "\n".join(lines)
+        before = parting.agree - sum(not each.differs for each in compared[compared.index(parting.first) :])
+        differ = sum(each.differs for each in compared)
+        yield f"they part in step {steps[-1]}: {before:,} tensors before it agree; {differ:,} differ in its step"
+        yield from _about_first(parting, source)
+    alone = []
+    for label, keys in parting.only.items():
+        cells = _some([parting.facts[key[2]]["cell"] or key[2] for key in keys], 3)
+        alone += [f"{len(keys):,} of {label} alone ({cells})"] if keys else []
+    if parting.note or alone:
+        yield parting.note or f"not compared: {'; '.join(alone)}"
 
 
 def _about_first(parting, source):
@@ -92,12 +93,3 @@ def _statistics(values):
         return "a tensor of another shape"
     bad = f", {values[PROJECTIONS + 2]:.0f} not finite" if values[PROJECTIONS + 2] else ""
     return f"norm {norm_of(values):.6g}, largest {values[PROJECTIONS + 1]:.6g}{bad}"
-
-
-def _not_compared(parting):
-    """A line about the tensors that one run alone has."""
-    found = []
-    for label, keys in parting.only.items():
-        cells = _some([parting.facts[key[2]]["cell"] or key[2] for key in keys], 3)
-        found += [f"{len(keys):,} of {label} alone ({cells})"] if keys else []
-    return [f"not compared: {'; '.join(found)}"] if found else []

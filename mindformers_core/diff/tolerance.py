@@ -1,14 +1,12 @@
 """By how much a tensor may differ between two runs. Pure Python.
 
-The tolerance of a tensor comes from a *perturbed run*, whose initial weights were changed by a unit of rounding (the
-idea of TTrace, 2026): `FACTOR * max(d, eps)`, where d is the tensor's relative distance between a run and the same one
-perturbed, and eps the dtype's unit of rounding. So the tolerance has the condition of all that was computed before.
-FACTOR covers the spread of two estimates of a distance; clean pairs reached 3.3, two perturbed runs 8.3.
-
-Without a perturbed run the bound is that of one operator: `GROWTH` times the largest relative difference of its inputs,
-or eps. Sums in any order differ by n eps (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2),
-about sqrt(n) eps where rounding errors are independent, relative to the terms; GROWTH stands for that and for the
-cancellation of terms. It is twice the largest that was measured on clean pairs, 8.1.
+The tolerance comes from a *perturbed run*, whose initial weights were changed by a unit of rounding (the idea of
+TTrace, 2026): `FACTOR * max(d, eps)`, where d is the tensor's relative distance between a run and the same one
+perturbed, and eps the dtype's unit of rounding. FACTOR covers the spread of two estimates of a distance; clean pairs
+reached 3.3, two perturbed runs 8.3. Without a perturbed run the bound is that of one operator: `GROWTH` times the
+largest relative difference of its inputs, or eps. Sums in any order differ by n eps, about sqrt(n) eps where rounding
+errors are independent (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2). GROWTH is twice the
+largest that was measured on clean pairs, 8.1.
 """
 
 import numpy as np
@@ -26,13 +24,7 @@ _AFTER = {"moment 1": "reduced gradient", "moment 2": "reduced gradient", "param
 
 
 def inputs_of(key, facts, known):
-    """The keys, among those known, of the tensors that a tensor is computed from.
-
-    Args:
-        key: `(what, pass, name)`.
-        facts: of the `Parting`.
-        known: keys.
-    """
+    """The keys, among those known, of the tensors that a tensor is computed from; `facts`: of the `Parting`."""
     what, number, name = key
     if what == "value":
         found = [("value", number, source) for source in facts[name]["inputs"]]
@@ -59,13 +51,9 @@ def tolerance_of_noise(key, facts, noise):
 
 
 def tolerance_of_growth(key, facts, step, seen, before):
-    """The tolerance from the differences of the inputs, relative to the norm.
+    """The tolerance in a step of A from the differences of the inputs, relative to the norm.
 
-    Args:
-        key, facts: as of `inputs_of`.
-        step: of the first run.
-        seen: key -> `Compared`, of all that came before in this step.
-        before: the same of the step before.
+    `seen`: key -> `Compared`, of all that came before in the step; `before`: the same of the step before.
     """
     inputs, kept = inputs_of(key, facts, seen), [key, ("parameter", None, key[2])]
     is_computed = key[0] in ("gradient", "weight gradient", "loss") or (

@@ -34,7 +34,7 @@ def diff(sources, overrides, steps, keep=None, perturbed=None):
         perturbed: folder of A's run recorded with `monitor.perturb=1`; recipes are run perturbed as well.
 
     Raises:
-        ValueError, TypeError, FileNotFoundError: a path, a recipe or an override that is wrong.
+        ValueError, TypeError, FileNotFoundError: a wrong path, recipe or override.
     """
     both = [text for text in overrides if text[:2] not in ("a:", "b:")]
     with nullcontext(keep) if keep else tempfile.TemporaryDirectory(prefix="mindformers_core_diff_") as folder:
@@ -76,18 +76,10 @@ def _recorded(folder, title=None):
 
 
 def run_simulated(recipe, steps, prepare=None):
-    """Run the first steps of a recipe, after its checkpoint, on simulated ranks in this process.
+    """Run the first steps of a recipe, after its checkpoint, on simulated ranks; returns every rank's rows of metrics.
 
-    Args:
-        recipe: the `Recipe`; its run folder gets digests, if it says so, and no other records.
-        steps: number of steps, of those that the recipe has left.
-        prepare: None, or a function that is called with every rank's `Job` before its first step.
-
-    Returns:
-        For every rank the rows of metrics.
-
-    Raises:
-        ValueError: graph mode on several ranks. More: `begin_job`.
+    Its run folder gets digests, if it says so, and no other records. `prepare(job)` is called before a rank's first
+    step. ValueError: graph mode on several ranks.
     """
     mesh, dataset = init_device_mesh(mesh_shape(recipe), MESH_AXES), dataset_of(recipe)
     if mesh.size > 1 and recipe.context.mode == 0:
