@@ -66,10 +66,9 @@ def norm_of(values):
 
 def sign(shape, starts, seed):
     """An array of pseudo-random signs, a function of the global position; arguments as of `digest`."""
-    signs = np.ones(shape, np.float32)
+    signs = np.ones((), np.float32)
     for dim, (start, size) in enumerate(zip(starts, shape)):
-        drawn = np.sign(_factors(dim + seed * 64, start, size)[:, 0]).astype(np.float32)
-        signs *= drawn.reshape(-1, *(1,) * (len(shape) - dim - 1))
+        signs = np.multiply.outer(signs, np.sign(_factors(dim + seed * 64, start, size)[:, 0]).astype(np.float32))
     return signs
 
 

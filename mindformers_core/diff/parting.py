@@ -56,7 +56,7 @@ def part(run_a, run_b, noise=None):
     """
     steps = [step for step in run_a.steps if step in run_b.steps]
     if not steps:
-        shown = " and ".join(f"'{run.folder}' has {first_of(run.steps) or 'none'}" for run in (run_a, run_b))
+        shown = " and ".join(f"'{run.title}' has {first_of(run.steps) or 'none'}" for run in (run_a, run_b))
         raise ValueError(f"no step is recorded in both runs by all ranks: {shown}")
     note, facts = _other_sequences(run_a, run_b), run_b.facts | run_a.facts
     alike = set() if note else _alike(run_a.facts, run_b.facts)

@@ -127,10 +127,9 @@ class DigestRecorder(ProgramObserver):
             return None, None
         name = listing.names[graph.call, seen.value.id]
         self._table["facts"].setdefault(name, listing.facts[name])
-        value, is_made = self._entry("value", name, layout, moved), moved is None and entry is not None
-        if not is_made or isinstance(entry, ParameterUse):
-            return value, None
-        return value, self._entry("gradient", name, gradient_layout(layout))
+        value = self._entry("value", name, layout, moved)
+        is_made = moved is None and entry is not None and not isinstance(entry, ParameterUse)
+        return value, self._entry("gradient", name, gradient_layout(layout)) if is_made else None
 
     def _make_entry(self, what, name, layout, moved=None):
         """`(number of the row in the table, expected local shape, global position of its first element)`."""

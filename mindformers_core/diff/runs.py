@@ -109,15 +109,19 @@ def assembled(layout, terms):
 
 
 class Run:
-    """The recorded run in a folder; reports call it `title`, or the folder. `ValueError`: a file that can't be read.
+    """The run recorded in a folder, or its `digests`; reports call it `title`, or the folder.
 
     Attributes:
         steps: numbers of the steps that all ranks have recorded.
         about, facts: of the run, and of its tensors: name -> see `facts_of`.
+
+    Raises:
+        FileNotFoundError: nothing is recorded there. ValueError: a file that can't be read.
     """
 
     def __init__(self, folder, title=None):
-        self.folder, self.title = folder, title or str(folder)
+        inner = os.path.join(folder, "digests")
+        self.title, folder = title or str(folder), inner if os.path.isdir(inner) else folder
         if not row_files(folder, 0):
             raise FileNotFoundError(
                 f"'{folder}' has no recorded steps: record a run with monitor.digests=true, or with record_digests()"

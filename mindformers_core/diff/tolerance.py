@@ -43,11 +43,11 @@ def inputs_of(key, facts, known):
 
 def tolerance_of_noise(key, facts, noise):
     """The tolerance from a step of a run, and that of the same run perturbed, relative to the norm."""
-    found = 0.0
+    found = max(EPS.get(facts[key[2]]["dtype"], 0.0), _EXACT)
     if all(key in step for step in noise):
         one, other = (step[key][0].values for step in noise)
-        found = distance(one, other) / max(norm_of(one), 1e-300)
-    return FACTOR * max(found, _eps(key, facts), _EXACT)
+        found = max(found, distance(one, other) / max(norm_of(one), 1e-300))
+    return FACTOR * found
 
 
 def tolerance_of_growth(key, facts, step, seen, before):
@@ -61,8 +61,9 @@ def tolerance_of_growth(key, facts, step, seen, before):
     )
     if is_computed and not inputs:  # from any earlier tensor: at a stage's border, or behind a graph
         inputs, kept = seen, [each for each in before if each[0] == "parameter"]
+    eps = EPS.get(facts[key[2]]["dtype"], 0.0)
     differences = [seen[each].relative for each in inputs] + [before[each].relative for each in kept if each in before]
-    tolerance = max(GROWTH * max([_eps(key, facts), *differences]), _EXACT)
+    tolerance = max(GROWTH * max([eps, *differences]), _EXACT)
     if key[0] == "parameter" and _RATE in step:
         # AdamW's first steps change an element by the sign of its gradient, whatever its size: of gradients with the
         # relative difference d about the part d lies so near to zero that the sign is open
@@ -73,7 +74,3 @@ def tolerance_of_growth(key, facts, step, seen, before):
         rate = norm_of(step[_RATE][0].values)
         tolerance += 2 * rate * np.sqrt(open_signs) / max(norm_of(step[key][0].values), 1e-300)
     return tolerance
-
-
-def _eps(key, facts):
-    return EPS.get(facts[key[2]]["dtype"], 0.0)

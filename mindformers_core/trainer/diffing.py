@@ -48,10 +48,10 @@ def diff(sources, overrides, steps, keep=None, perturbed=None):
             elif own:
                 raise ValueError(f"'{source}' is recorded already: {side}:section.key=value is for a recipe")
             else:
-                runs.append(_recorded(source))
+                runs.append(Run(source))
         noise = None
         if perturbed:
-            noise = runs[0], _recorded(perturbed)
+            noise = runs[0], Run(perturbed)
         elif recipes:
             run, source, changed = recipes[0]
             noise = run, _run(source, [*changed, "monitor.perturb=1"], os.path.join(folder, "perturbed"), steps)
@@ -66,13 +66,7 @@ def _run(source, overrides, folder, steps, title=None):
     if recipe.parallelism.data_parallel_shard == -1:
         recipe = replace(recipe, parallelism=replace(recipe.parallelism, data_parallel_shard=1))
     run_simulated(recipe, steps)
-    return _recorded(folder, title)
-
-
-def _recorded(folder, title=None):
-    """The `Run` of a run folder, or of its digests."""
-    inner = os.path.join(folder, "digests")
-    return Run(inner if os.path.isdir(inner) else folder, title)
+    return Run(folder, title)
 
 
 def run_simulated(recipe, steps, prepare=None):
