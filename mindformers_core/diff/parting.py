@@ -77,7 +77,7 @@ def part(run_a, run_b, noise=None):
 def _other_sequences(run_a, run_b):
     """A note where passes of the runs have other data, else ""; `ValueError` where even steps have."""
     ours, theirs = (run.about.get("sequences") for run in (run_a, run_b))
-    if ours is None or theirs is None or ours == theirs:
+    if None in (ours, theirs) or ours == theirs:
         return ""
     counts = [sum(map(len, passes)) for passes in (ours, theirs)]
     if counts[0] != counts[1]:
