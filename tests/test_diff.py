@@ -12,13 +12,11 @@ from simulated_ranks import distribute
 
 from mindformers_core import init_device_mesh, shard
 from mindformers_core.communication.world import process_state
-from mindformers_core.diff.comparing import norm_of
-from mindformers_core.diff.digests import COLUMNS, PROJECTIONS, digest, distance, sign
-from mindformers_core.diff.files import write_rows, write_table
+from mindformers_core.diff.digests import COLUMNS, PROJECTIONS, digest, distance, norm_of, sign
 from mindformers_core.diff.parting import part
 from mindformers_core.diff.recorder import record_digests
 from mindformers_core.diff.report import report
-from mindformers_core.diff.runs import Run, assembled
+from mindformers_core.diff.runs import Run, assembled, write_rows, write_table
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.program.observer import Observer
@@ -137,15 +135,14 @@ def test_signs_are_those_of_the_global_position():
 def _run_of(folder, values, rank=0, about=None):
     """A recorded run of values: pairs (name, array), as a chain of operators."""
     os.makedirs(folder, exist_ok=True)
-    table, inputs = {"about": about or {}, "facts": {}, "layouts": [None], "rows": []}, []
+    table, inputs = {"about": about or {}, "facts": {}, "rows": []}, []
     for number, (name, array) in enumerate(values):
         facts = {"cell": "mlp", "operator": "Mul", "source": "a.py:1", "hint": name, "inputs": inputs}
         table["facts"][f"mlp#0:{number}.0"] = facts | {"shape": list(array.shape), "dtype": "float32"}
         inputs = [f"mlp#0:{number}.0"]
-        table["rows"].append(["value", inputs[0], 0, None])
+        table["rows"].append(["value", inputs[0], None, None])
     write_table(folder, rank, table)
-    numbers = [(number, 0, False, number) for number in range(len(values))]
-    write_rows(folder, 1, rank, numbers, [_whole(array) for _, array in values], [(0, 0)])
+    write_rows(folder, 1, rank, [(n, rank, n, (0, 0), False, _whole(array)) for n, (_, array) in enumerate(values)])
     return Run(folder)
 
 
@@ -155,7 +152,7 @@ def test_the_first_difference_and_its_inputs(tmp_path):
     other = _run_of(tmp_path / "b", [values[0], *((name, array * 1.001) for name, array in values[1:])])
     found = part(one, other)
     assert found.first.key == ("value", 0, "mlp#0:1.0")
-    assert (found.agree, len(found.last.differ)) == (2, 1)  # z differs as much as its input
+    assert (found.agree, sum(each.differs for each in found.last.values())) == (2, 1)  # z differs as much as its input
     text = report(found)
     assert "Cell        'mlp', operator Mul, a.py:1" in text
     assert "value of 'x' (Mul): 0, agrees" in text
@@ -177,7 +174,7 @@ def test_operators_that_one_run_alone_has(tmp_path):
     other = _run_of(tmp_path / "b", [values[0], ("y", np.ones((4, 6))), values[2]])
     found = part(one, other)
     assert found.first is None
-    assert len(found.last.only_a) == 2
+    assert len(found.only["A"]) == 2
     assert "not compared: 2 of A alone (mlp); 2 of B alone (mlp)" in report(found)
 
 
@@ -198,7 +195,7 @@ def test_folders_without_a_run(tmp_path):
     (tmp_path / "rank_0.json").write_text("{}")
     with pytest.raises(ValueError, match="has no table of recorded tensors"):
         Run(tmp_path)
-    (tmp_path / "step_1.rank_0.npz").write_text("no array")
+    (tmp_path / "step_1.rank_0.npy").write_text("no array")
     with pytest.raises(ValueError, match="has no rows of recorded tensors"):
         run.step(1)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from mindformers_core.splitmix import GOLDEN, mixed
 
-__all__ = ["COLUMNS", "PROJECTIONS", "digest", "distance", "sign"]
+__all__ = ["COLUMNS", "PROJECTIONS", "digest", "distance", "norm_of", "sign"]
 
 PROJECTIONS = 4
 COLUMNS = PROJECTIONS + 3  # and the sum of squares, the largest magnitude, the number of elements that are not finite
@@ -23,56 +23,52 @@ _BLOCK = 1 << 18  # elements that are converted at once
 
 
 def digest(array, starts):
-    """The digest of a part of a tensor, a float64 array of `COLUMNS` numbers.
+    """The digest of a part of a tensor, whose first element has the global position `starts`: `COLUMNS` numbers.
 
-    The innermost dim is projected in float32, where that is the array's dtype, with an error of about half its unit of
-    rounding; the other dims in float64.
-
-    Args:
-        array: the part; numbers of any dtype.
-        starts: the global position of its first element, one number for every dim.
+    The innermost dim of float32 is projected in float32, with an error of about half its unit of rounding.
     """
     found = np.zeros(COLUMNS)
     if not array.size:
         return found
     dtype = np.float32 if array.dtype in (np.float32, np.float16) else np.float64
-    rows = array.reshape(-1, array.shape[-1] if array.ndim else 1)
     factors = [_factors(dim, start, size) for dim, (start, size) in enumerate(zip(starts, array.shape))]
-    factors = factors or [np.ones((1, PROJECTIONS))]
-    projected, step = np.empty((len(rows), PROJECTIONS)), max(1, _BLOCK // rows.shape[1])
+    *outer, inner = factors or [np.ones((1, PROJECTIONS))]
+    rows = array.reshape(-1, len(inner))
+    projected, step = np.empty((len(rows), PROJECTIONS)), max(1, _BLOCK // len(inner))
     for first in range(0, len(rows), step):
         block = rows[first : first + step].astype(dtype, copy=False)
-        squares = float(np.vdot(block, block))
+        squares = np.vdot(block, block)
         if not squares < _HUGE:
             huge = ~(np.abs(block) < _HUGE)
             found[PROJECTIONS + 2] += huge.sum()
             block = np.where(huge, 0.0, block.astype(np.float64))
-            squares = float(np.vdot(block, block))
+            squares = np.vdot(block, block)
         found[PROJECTIONS] += squares
         found[PROJECTIONS + 1] = max(found[PROJECTIONS + 1], block.max(), -block.min())
-        projected[first : first + step] = block @ factors[-1].astype(block.dtype)
-    for each in reversed(factors[:-1]):
+        projected[first : first + step] = block @ inner.astype(block.dtype)
+    for each in reversed(outer):
         projected = np.einsum("rnk,nk->rk", projected.reshape(-1, *each.shape), each)
     found[:PROJECTIONS] = projected[0]
     return found
 
 
 def distance(one, other):
-    """The estimated norm of the difference of two tensors, from their digests; infinite where one is not finite.
-
-    The estimate is within a factor of 3 of the norm in about 98 of 100 cases.
-    """
+    """The norm of the difference of two tensors, from their digests, in 98 of 100 cases within a factor of 3."""
     if one[PROJECTIONS + 2] != other[PROJECTIONS + 2]:
         return float("inf")
     return float(np.sqrt(np.mean(np.square(one[:PROJECTIONS] - other[:PROJECTIONS]))))
 
 
+def norm_of(values):
+    """The norm from a digest; of partial sums a bound, the norm of all terms together."""
+    return float(np.sqrt(values[PROJECTIONS]))
+
+
 def sign(shape, starts, seed):
     """An array of pseudo-random signs, a function of the global position; arguments as of `digest`."""
-    signs = np.ones(shape, np.float32)
+    signs = np.ones((), np.float32)
     for dim, (start, size) in enumerate(zip(starts, shape)):
-        drawn = np.sign(_factors(dim + seed * 64, start, size)[:, 0]).astype(np.float32)
-        signs *= drawn.reshape(-1, *(1,) * (len(shape) - dim - 1))
+        signs = np.multiply.outer(signs, np.sign(_factors(dim + seed * 64, start, size)[:, 0]).astype(np.float32))
     return signs
 
 

@@ -4,125 +4,92 @@ import os
 
 import numpy as np
 
-from mindformers_core.diff.comparing import FACTOR, GROWTH, consumers_of, inputs_of, norm_of
-from mindformers_core.diff.digests import PROJECTIONS
+from mindformers_core.diff.digests import PROJECTIONS, norm_of
+from mindformers_core.diff.tolerance import FACTOR, GROWTH, inputs_of
 from mindformers_core.hints import first_of
 
 __all__ = ["report"]
 
-_SHOWN = 4  # inputs, ranks, Cells
-
 
 def report(parting):
     """The text of a `Parting`: at most 20 lines."""
-    runs = [f"{name}  {_run(run)}" for name, run in zip("AB", parting.runs)]
-    notes = [*([parting.note] if parting.note else []), *_unmatched(parting)]
-    source = f"{FACTOR:g} x the difference of a run with perturbed weights"
-    if not parting.perturbed:
-        source = f"{GROWTH:g} x the difference of an operator's inputs"
-    steps = (
-        f"step {parting.steps[0]}" if len(parting.steps) == 1 else f"steps {parting.steps[0]} to {parting.steps[-1]}"
-    )
+    return "\n".join(_lines(parting))
+
+
+def _lines(parting):
+    for label, run in parting.runs.items():
+        yield f"{label}  {run.title}: {run.about['mesh']}, {run.about['context']}"
+    source = f"{GROWTH:g} x the difference of an operator's inputs"
+    if parting.perturbed:
+        source = f"{FACTOR:g} x the difference of a run with perturbed weights"
+    steps, compared = parting.steps, list(parting.last.values())
     if parting.first is None:
-        closest = max((seen / allowed for seen, allowed in parting.last.agree.values()), default=0.0)
-        same = f"same: {parting.agree:,} tensors of {steps} agree; the largest difference is {closest:.2f} of its"
-        return "\n".join([*runs, f"{same} tolerance ({source})", *notes])
-    before = parting.agree - sum(key in parting.last.agree for key in _keys_after(parting))
-    counted = f"{before:,} tensors before it agree; {len(parting.last.differ):,} differ in its step"
-    return "\n".join([*runs, f"they part in step {parting.steps[-1]}: {counted}", *_lines(parting, source), *notes])
+        shown = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+        closest = max((each.relative / each.tolerance for each in compared), default=0.0)
+        same = f"same: {parting.agree:,} tensors of {shown} agree; the largest difference is {closest:.2f} of its"
+        yield f"{same} tolerance ({source})"
+    else:
+        before = parting.agree - sum(not each.differs for each in compared[compared.index(parting.first) :])
+        differ = sum(each.differs for each in compared)
+        yield f"they part in step {steps[-1]}: {before:,} tensors before it agree; {differ:,} differ in its step"
+        yield from _about_first(parting, source)
+    alone = []
+    for label, keys in parting.only.items():
+        cells = _some([parting.facts[key[2]]["cell"] or key[2] for key in keys], 3)
+        alone += [f"{len(keys):,} of {label} alone ({cells})"] if keys else []
+    if parting.note or alone:
+        yield parting.note or f"not compared: {'; '.join(alone)}"
 
 
-def _lines(parting, source):
+def _about_first(parting, source):
     """The lines about the first tensor that differs."""
     first, facts = parting.first, parting.facts
-    what, number, name = first.key
-    about = facts[name]
-    where = {"value": "forward pass", "gradient": "backward pass", "weight gradient": "backward pass"}.get(what)
-    passed = f", {where} {number}" if where else ""
-    lines = [f"the first  {what} of '{about['hint']}', {about['dtype']} {about['shape']}{passed}"]
+    (what, number, name), copy, about = first.key, first.copy, facts[first.key[2]]
+    is_gradient = what in ("gradient", "weight gradient")
+    direction = f", {'backward' if is_gradient else 'forward'} pass {number}" if number is not None else ""
+    yield f"the first  {what} of '{about['hint']}', {about['dtype']} {about['shape']}{direction}"
     if "#" in name:
-        lines.append(
-            f"  Cell        '{about['cell']}', {'made by' if what == 'gradient' else 'operator'} {_operator(about)}"
-        )
+        yield f"  Cell        '{about['cell']}', {'made by' if is_gradient else 'operator'} {_operator(about)}"
     else:
-        lines.append(f"  tensor      {name}")
-    consumers = consumers_of(facts)
-    if what in ("gradient", "weight gradient"):
-        used = [f"{facts[each]['cell']} {_operator(facts[each])}" for each in consumers.get(name, ())]
-        lines.append(f"  used by     {_some(used) or 'nothing that is recorded'}")
-    copy, again = first.copy, ", computed again in the backward pass" if first.copy.again else ""
-    lines.append(f"  in {first.run}        rank {first.rank}{_others(copy, first.rank)}, layout {copy.layout}{again}")
+        yield f"  tensor      {name}"
+    if is_gradient:
+        used = [f"{facts[each]['cell']} {_operator(facts[each])}" for each in about["consumers"]]
+        yield f"  used by     {_some(used) or 'nothing that is recorded'}"
+    others = f" (of {first_of(sorted(copy.terms))})" if len(copy.terms) > 1 else ""
+    again = ", computed again in the backward pass" if copy.again else ""
+    yield f"  in {first.run}        rank {copy.rank}{others}, layout {copy.layout}{again}"
     if copy.moved:
-        lines.append(f"  behind      {copy.moved}; the operator's own result agrees")
-    lines.append(f"  difference  {first.relative:.2g} of the norm; tolerance {first.tolerance:.2g}, {source}")
-    labels = ("A", "B") if first.run == "B" else ("A", "A there")
-    lines += [f"  {label:<11} {_statistics(values)}" for label, values in zip(labels, first.values)]
-    known = dict.fromkeys([*parting.last.agree, *(each.key for each in parting.last.differ)])
-    inputs = inputs_of(first.key, facts, consumers, known)
-    lines.append(f"  inputs      {_some([_agreement(parting, key) for key in inputs]) or 'none that is recorded'}")
-    if not copy.moved:
-        lines += _moves(parting, inputs)
-    return lines
-
-
-def _moves(parting, inputs):
-    """The redistributions of the inputs in each run."""
-    lines = []
-    for label, run in zip("AB", parting.runs):
-        step = run.step(parting.steps[-1])
-        moved = [copy.moved for key in inputs for copy in step.get(key, ()) if copy.moved]
+        yield f"  behind      {copy.moved}; the operator's own result agrees"
+    yield f"  difference  {first.relative:.2g} of the norm; tolerance {first.tolerance:.2g}, {source}"
+    yield f"  A           {_statistics(first.copies['A'][0].values)}"
+    yield f"  {'B' if first.run == 'B' else 'A there':<11} {_statistics(copy.values)}"
+    inputs = [parting.last[key] for key in inputs_of(first.key, facts, parting.last)]
+    agreements = [
+        f"{each.key[0]} of '{facts[each.key[2]]['hint']}' ({facts[each.key[2]]['operator']}): "
+        + ("differs" if each.differs else f"{each.relative:.1g}, agrees")
+        for each in inputs
+    ]
+    yield f"  inputs      {_some(agreements) or 'none that is recorded'}"
+    for run in () if copy.moved else "AB":
+        moved = [copy.moved for each in inputs for copy in each.copies[run] if copy.moved]
         if moved:
-            lines.append(f"  before it   in {label}: {_some(list(dict.fromkeys(moved)), 2)}")
-    return lines
-
-
-def _agreement(parting, key):
-    about, agree = parting.facts[key[2]], parting.last.agree
-    state = f"{agree[key][0]:.1g}, agrees" if key in agree else "differs"
-    return f"{key[0]} of '{about['hint']}' ({about['operator']}): {state}"
+            yield f"  before it   in {run}: {_some(moved, 2)}"
 
 
 def _operator(about):
     file = about["source"]
-    near = file and file.startswith(os.getcwd() + os.sep)
-    return f"{about['operator']}, {os.path.relpath(file) if near else file}" if file else about["operator"]
+    if file and file.startswith(os.getcwd() + os.sep):
+        file = os.path.relpath(file)
+    return f"{about['operator']}, {file}" if file else about["operator"]
 
 
-def _some(texts, count=_SHOWN):
+def _some(texts, count=4):
     texts = list(dict.fromkeys(texts))
     return "; ".join(texts[:count]) + (f"; and {len(texts) - count} more" if len(texts) > count else "")
 
 
-def _others(copy, rank):
-    """The other ranks that hold the tensor: those with its other parts, and those with other copies."""
-    others = [each for each in copy.terms if each != rank]
-    if not others:
-        return ""
-    return f" (of {first_of(sorted(copy.terms))})"
-
-
 def _statistics(values):
-    bad = f", {values[PROJECTIONS + 2]:.0f} not finite" if values[PROJECTIONS + 2] else ""
     if np.isnan(values).any():
         return "a tensor of another shape"
+    bad = f", {values[PROJECTIONS + 2]:.0f} not finite" if values[PROJECTIONS + 2] else ""
     return f"norm {norm_of(values):.6g}, largest {values[PROJECTIONS + 1]:.6g}{bad}"
-
-
-def _run(run):
-    about = run.about
-    return f"{run.title}: {about.get('mesh', 'ranks')}, {about.get('context', 'recorded by record_digests()')}"
-
-
-def _unmatched(parting):
-    """A line about the tensors that one run alone has."""
-    found = []
-    for label, keys in (("A", parting.last.only_a), ("B", parting.last.only_b)):
-        cells = _some([parting.facts[key[2]]["cell"] or key[2] for key in keys], 3)
-        found += [f"{len(keys):,} of {label} alone ({cells})"] if keys and not parting.note else []
-    return [f"not compared: {'; '.join(found)}"] if found else []
-
-
-def _keys_after(parting):
-    """The keys of the last step behind the first difference, in A's order."""
-    step = list(parting.runs[0].step(parting.steps[-1]))
-    return step[step.index(parting.first.key) :]

@@ -1,142 +1,168 @@
-"""A recorded run: the digests of global tensors, assembled from those of the ranks' parts. Pure Python."""
+"""A recorded run: its files, and the digests of global tensors, assembled from those of the ranks' parts. Pure Python.
 
-from dataclasses import dataclass, field
+Of every rank there is `rank_3.json`: `about` the run, `facts` of the tensors, and `rows`, one for every `row` of a
+`_ROW`: `[what, name, text of the layout, moved]`; and for each step `step_7.rank_3.npy`, an array of `_ROW`. The table
+is written before the rows that refer to it, and each file whole, so a reader finds complete steps.
+"""
+
+import io
+import json
+import os
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain
+from operator import itemgetter
+from pathlib import Path
 
 import numpy as np
 
-from mindformers_core.diff.digests import PROJECTIONS
-from mindformers_core.diff.files import read_rows, read_table, recorded_ranks
+from mindformers_core.diff.digests import COLUMNS, PROJECTIONS
+from mindformers_core.files import write_whole
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh
 
-__all__ = ["Copy", "Run", "assembled"]
+__all__ = ["NO_PASS", "Copy", "Run", "assembled", "layout_text", "row_files", "write_rows", "write_table"]
+
+# time in ns; rank; number of the row in its table; (key, number) of the pass; computed again in the backward pass
+_ROW = np.dtype(
+    [("time", "i8"), ("rank", "i4"), ("row", "i4"), ("label", "i4", 2), ("again", "?"), ("digest", "f8", COLUMNS)]
+)
+NO_PASS = -1, -1
 
 
-@dataclass(eq=False)
+def write_table(folder, rank, table):
+    """Write the table of a rank."""
+    write_whole(os.path.join(folder, f"rank_{rank}.json"), json.dumps(table, separators=(",", ":")))
+
+
+def write_rows(folder, step, rank, rows):
+    """Write the rows of a step, tuples with the fields of `_ROW`."""
+    file = io.BytesIO()
+    np.save(file, np.array(rows, _ROW))
+    write_whole(os.path.join(folder, f"step_{step}.rank_{rank}.npy"), file.getvalue())
+
+
+def row_files(folder, rank):
+    """Number of a step -> path of the file with its rows, of one rank."""
+    return {int(path.name[5:].partition(".")[0]): path for path in Path(folder).glob(f"step_*.rank_{rank}.npy")}
+
+
+def _read(path, what, load):
+    try:
+        with open(path, "rb") as file:
+            return load(file)
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"'{path}' has no {what} of recorded tensors: {error}") from error
+
+
+def _read_table(folder, rank):
+    path = os.path.join(folder, f"rank_{rank}.json")
+    return _read(path, "table", lambda file: itemgetter("about", "facts", "rows")(json.load(file)))
+
+
+def _read_rows(path):
+    return _read(path, "rows", lambda file: np.load(file).astype(_ROW, casting="no"))
+
+
+def layout_text(layout):
+    """A `Layout`, or None, as text."""
+    if layout is None:
+        return None
+    mesh = layout.mesh
+    return json.dumps([mesh.shape, mesh.axis_names, list(mesh.rank_list), layout.dims, layout.partial, layout.varying])
+
+
+@lru_cache(maxsize=1 << 12)
+def _layout_of(text):
+    shape, names, ranks, dims, partial, varying = json.loads(text)
+    return Layout.on(DeviceMesh(shape, names, ranks), dims, partial, varying)
+
+
+@dataclass(frozen=True, eq=False)
 class Copy:
-    """A copy of a tensor in one layout.
+    """A whole tensor, as a rank and the ranks with its other parts hold it together."""
 
-    Attributes:
-        layout: the `Layout`; None for a whole tensor on every rank.
-        moved: text of the redistribution that made it, or None.
-        again: whether the backward pass has computed it again.
-        time: of the first rank, in ns.
-        terms: rank -> digest of its part.
-        wholes: rank -> digest of the whole tensor, as it and the ranks with its other parts hold it together.
-    """
-
-    layout: object
-    moved: str | None
-    again: bool
-    time: int
-    terms: dict = field(default_factory=dict)
-    wholes: dict = field(default_factory=dict)
+    layout: Layout | None  # None: whole on every rank
+    moved: str | None  # text of the redistribution that made it
+    again: bool  # whether the backward pass has computed it again
+    terms: dict  # rank -> digest of its part, of all ranks with this layout of the tensor
+    rank: int  # the first of those that hold this copy
+    values: np.ndarray  # the copy's digest
 
 
 def assembled(layout, terms):
-    """Digests of a whole tensor, one for every set of ranks that hold it together; sets without all terms are left out.
-
-    Args:
-        layout: the `Layout`, or None.
-        terms: rank -> digest.
-    """
+    """Rank -> digest of a whole tensor, for every set of ranks that hold all its terms, rank -> digest, together."""
     if layout is None:
         return dict(terms)
-    axes = [axis for axes in layout.dims for axis in axes] + [axis for axis, _ in layout.partial]
+    axes = [*chain(*layout.dims), *(axis for axis, _ in layout.partial)]
     divisor = layout.mesh.axis_size(*[axis for axis, op in layout.partial if op == "avg"])
-    found, done = {}, set()
+    found = {}
     for rank in sorted(terms):
         group = layout.mesh.group(rank, tuple(axes))
-        if rank in done or not all(other in terms for other in group):
-            continue
-        done.update(group)
-        digests = np.array([terms[other] for other in group])
-        whole = digests.sum(0)
-        whole[PROJECTIONS + 1] = digests[:, PROJECTIONS + 1].max()
-        whole[:PROJECTIONS] /= divisor
-        found[rank] = whole
+        if rank == min(group) and terms.keys() >= set(group):
+            digests = np.array([terms[other] for other in group])
+            found[rank] = digests.sum(0)
+            found[rank][:PROJECTIONS] /= divisor
+            found[rank][PROJECTIONS + 1] = digests[:, PROJECTIONS + 1].max()
     return found
 
 
 class Run:
-    """A recorded run.
-
-    Args:
-        folder: of `record_digests`.
-        title: what reports call it; default: the folder.
+    """The run recorded in a folder, or its `digests`; reports call it `title`, or the folder.
 
     Attributes:
         steps: numbers of the steps that all ranks have recorded.
-        about: facts about the run.
-        facts: name of a tensor -> dict, see `Listing`.
+        about, facts: of the run, and of its tensors: name -> see `facts_of`.
 
     Raises:
         FileNotFoundError: nothing is recorded there. ValueError: a file that can't be read.
     """
 
     def __init__(self, folder, title=None):
-        self.folder, self.title, self._ranks = folder, title or str(folder), recorded_ranks(folder)
-        if not self._ranks:
+        inner = os.path.join(folder, "digests")
+        self.title, folder = title or str(folder), inner if os.path.isdir(inner) else folder
+        if not row_files(folder, 0):
             raise FileNotFoundError(
                 f"'{folder}' has no recorded steps: record a run with monitor.digests=true, or with record_digests()"
             )
-        self._tables = {0: read_table(folder, 0)}
-        everyone = list(range(self._tables[0]["about"].get("ranks", 1)))  # others are of an earlier run
-        self._tables |= {rank: read_table(folder, rank) for rank in everyone[1:]}
-        self.steps = [step for step, ranks in self._ranks.items() if set(everyone) <= set(ranks)]
-        self.about = self._tables[0]["about"]
-        # passes of a pipeline begin with the gradient 1 / micro-batches, those of an accumulation with 1
-        slope = self.about.get("slope", 1.0)
-        self._slope = np.array([slope] * PROJECTIONS + [slope**2, slope, 1.0])
-        self.facts = {name: each for table in self._tables.values() for name, each in table["facts"].items()}
-        self._layouts = {rank: [_layout(entry) for entry in table["layouts"]] for rank, table in self._tables.items()}
+        self.about = {"mesh": "ranks", "context": "recorded by record_digests()", "ranks": 1, "slope": 1.0}
+        self.about |= _read_table(folder, 0)[0]
+        ranks = range(self.about["ranks"])  # others are of an earlier run
+        tables = [_read_table(folder, rank) for rank in ranks]
+        self.facts = {name: each for _, facts, _ in tables for name, each in facts.items()}
+        self._tables = [rows for _, _, rows in tables]
+        self._files = [row_files(folder, rank) for rank in ranks]
+        self.steps = sorted(set.intersection(*map(set, self._files)))
 
     def step(self, number):
-        """`{(what, pass, name): [Copy, …]}` of a step in order of time; the first copy is the one first made.
-
-        The number of a pass, from 0, counts the labels of a step; None outside of the passes.
-        """
-        rows = {rank: read_rows(self.folder, number, rank) for rank in self._tables}
-        labels = sorted({tuple(label) for _, _, found in rows.values() for label in found.tolist()})
-        passes = {label: place for place, label in enumerate(labels)}
-        found = {}
-        for rank, (numbers, digests, own) in rows.items():
-            table, seen = self._tables[rank]["rows"], {}
-            own = [passes[tuple(label)] for label in own.tolist()] + [None]
-            for (row, place, again, time), values in zip(numbers.tolist(), digests):
-                what, name, layout, moved = table[row]
-                key, layout = (what, own[place], name), self._layouts[rank][layout]
-                seen[row, place, again] = ordinal = seen.get((row, place, again), -1) + 1
-                copies, which = found.setdefault(key, {}), (layout, moved, again, ordinal)
-                copy = copies.get(which)
-                if copy is None:
-                    copy = copies[which] = Copy(layout, moved, bool(again), time)
-                if key[0] in ("gradient", "weight gradient"):
-                    values = values / self._slope
-                copy.terms[rank], copy.time = values, min(time, copy.time)
-        return _in_order({key: _wholes(key[0], list(copies.values())) for key, copies in found.items()})
+        """`{(what, number of the pass or None, name): [Copy, …]}` of a step, in order of time."""
+        rows = np.concatenate([_read_rows(files[number]) for files in self._files])
+        rows = rows[np.argsort(rows["time"], kind="stable")]
+        labels = sorted({tuple(label) for label in rows["label"].tolist()} - {NO_PASS}, key=lambda label: label[::-1])
+        passes = {label: place for place, label in enumerate(labels)} | {NO_PASS: None}
+        # passes of a pipeline begin with the gradient 1 / micro-batches, those of an accumulation with 1
+        slopes = self.about["slope"] ** np.array([1] * PROJECTIONS + [2, 1, 0])
+        found, seen = {}, Counter()
+        columns = [rows[field].tolist() for field in ("rank", "row", "label", "again")]
+        for rank, row, label, again, values in zip(*columns, rows["digest"]):
+            what, name, layout, moved = self._tables[rank][row]
+            key, turn = (what, passes[tuple(label)], name), (rank, row, *label, again)
+            groups = found.setdefault(key, {})
+            terms = groups.setdefault((layout, moved, again, seen[turn]), {})
+            terms[rank] = values / slopes if what in ("gradient", "weight gradient") else values
+            seen[turn] += 1
+        found = {key: _copies(key[0], groups) for key, groups in found.items()}
+        return {key: copies for key, copies in found.items() if copies}
 
 
-def _wholes(what, copies):
-    """The copies with their whole digests, the first made in front; terms of tied weights' gradients added."""
-    for copy in copies:
-        copy.wholes = assembled(copy.layout, copy.terms)
-    copies = [copy for copy in copies if copy.wholes]
-    copies.sort(key=lambda copy: (copy.moved is not None, copy.again, copy.time))
-    if what == "weight gradient" and len(copies) > 1:  # stages have one term each
-        firsts = [next(iter(copy.wholes.values())) for copy in copies]
-        copies[0].wholes = {min(copies[0].wholes): np.sum(firsts, 0)}
-        return copies[:1]
-    return copies
-
-
-def _in_order(found):
-    made = {key: copies for key, copies in found.items() if copies}
-    return dict(sorted(made.items(), key=lambda entry: entry[1][0].time))
-
-
-def _layout(entry):
-    if entry is None:
-        return None
-    (shape, names, ranks), dims, partial, varying = entry
-    return Layout.on(DeviceMesh(shape, names, ranks), dims, [tuple(pair) for pair in partial], varying)
+def _copies(what, groups):
+    """The copies, the first made in front; terms of tied weights' gradients added."""
+    found = []
+    for (text, moved, again, _), terms in groups.items():
+        layout = text and _layout_of(text)
+        found.append([Copy(layout, moved, again, terms, *whole) for whole in assembled(layout, terms).items()])
+    firsts = [copies[0] for copies in found if copies]
+    if what == "weight gradient" and len(firsts) > 1:  # stages have one term each
+        return [replace(firsts[0], values=sum(copy.values for copy in firsts))]
+    return sorted(chain(*found), key=lambda copy: (copy.moved is not None, copy.again))

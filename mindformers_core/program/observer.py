@@ -10,22 +10,14 @@ __all__ = ["Observed", "Observer"]
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """A tensor that a generated function reports to the observer.
+    """A tensor that a generated function reports to the observer."""
 
-    Attributes:
-        number: that of the report, in its module.
-        frame: the `CellPlan` of the function.
-        entry: the instruction that produces the tensor, or the `ParameterUse` that it is; None: the program's argument.
-        value, layout: what it is.
-        variable: its name in the source.
-    """
-
-    number: int
-    frame: object
-    entry: object
+    number: int  # of the report, in its module
+    frame: object  # the `CellPlan` of the function
+    entry: object  # the instruction that produces it, or the `ParameterUse` that it is; None: the program's argument
     value: Value
     layout: object
-    variable: str
+    variable: str  # its name in the source
 
 
 class Observer:
@@ -56,19 +48,15 @@ class Observer:
         return text
 
     def loaded(self, module, source):
-        """Complete a generated module before it runs; an instrumented one needs `observed(cell, number, tensor)`.
+        """Complete a generated module, with its constants, before it runs.
 
-        Args:
-            module: the module, with its constants.
-            source: the `ModuleSource`, whose `observed` has the `Observed` of each number.
+        An instrumented one needs `observed(cell, number, tensor)`; `source.observed[number]` is the `Observed`.
         """
 
     def in_pass(self, label, direction):
-        """The context of a pass.
+        """The context of a pass, "forward" or "backward".
 
-        Args:
-            label: `(key, number)`: the pass's key of `ForwardBackward`, and the number of earlier passes of that key.
-            direction: "forward" or "backward".
+        `label`: `(key, number)`: the pass's key of `ForwardBackward`, and the number of earlier passes of that key.
         """
         return nullcontext()
 

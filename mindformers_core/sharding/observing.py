@@ -51,14 +51,9 @@ class ProgramObserver(Observer):
             self.computed(tree, program, path, graphs[ordinal], turn, seen, tensor)
 
     def computed(self, tree, program, path, graph, turn, seen, tensor):
-        """A call of a Cell has computed a tensor, in the pass `_pass`.
+        """The call `graph` of the Cell at `path` has computed a local tensor, in the pass `_pass`.
 
-        Args:
-            tree, program: the `ShardedTree` and the `Program`.
-            path, graph: the path of the Cell, and the `CellGraph` of the call.
-            turn: number of earlier runs of the program in the pass.
-            seen: the `Observed`.
-            tensor: the local tensor.
+        `turn`: number of earlier runs of the program in the pass; `seen`: the `Observed`.
         """
         raise NotImplementedError
 

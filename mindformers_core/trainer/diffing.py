@@ -1,9 +1,10 @@
 """`python -m mindformers_core diff A B`: where two runs part, each a recipe, or the folder of a recorded run."""
 
-import dataclasses
+import json
 import os
 import tempfile
 from contextlib import nullcontext
+from dataclasses import replace
 
 import mindspore as ms
 
@@ -16,13 +17,10 @@ from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.trainer.data import dataset_of
 from mindformers_core.trainer.recipe import MESH_AXES, mesh_shape
 from mindformers_core.trainer.recipe_loader import load_recipe
-from mindformers_core.trainer.recording import digest_folder
 from mindformers_core.trainer.saved_state import find_checkpoint
 from mindformers_core.trainer.training_loop import begin_job, train_step
 
 __all__ = ["diff", "run_simulated"]
-
-_SIDES = ("a", "b")
 
 
 def diff(sources, overrides, steps, keep=None, perturbed=None):
@@ -36,62 +34,46 @@ def diff(sources, overrides, steps, keep=None, perturbed=None):
         perturbed: folder of A's run recorded with `monitor.perturb=1`; recipes are run perturbed as well.
 
     Raises:
-        ValueError, TypeError, FileNotFoundError: a path, a recipe or an override that is wrong.
+        ValueError, TypeError, FileNotFoundError: a wrong path, recipe or override.
     """
     both = [text for text in overrides if text[:2] not in ("a:", "b:")]
-    own = [both + [text[2:] for text in overrides if text.startswith(f"{side}:")] for side in _SIDES]
     with nullcontext(keep) if keep else tempfile.TemporaryDirectory(prefix="mindformers_core_diff_") as folder:
         runs, recipes = [], []
-        for side, source, changed in zip(_SIDES, sources, own):
-            recipe = None if os.path.isdir(source) else load_recipe(source, changed)
-            if recipe is None and len(changed) > len(both):
+        for side, source in zip("ab", sources):
+            own = [text[2:] for text in overrides if text.startswith(f"{side}:")]
+            if not os.path.isdir(source):
+                changed, title = [*both, *own], " ".join([source, *own])
+                runs.append(_run(source, changed, os.path.join(folder, side), steps, title))
+                recipes.append((runs[-1], source, changed))
+            elif own:
                 raise ValueError(f"'{source}' is recorded already: {side}:section.key=value is for a recipe")
-            recipes.append(recipe)
-            title = " ".join([source, *changed[len(both) :]])
-            run = _run(recipe, os.path.join(folder, side), steps, title) if recipe else Run(_recorded(source))
-            runs.append(run)
-        noise = (runs[0], Run(_recorded(perturbed))) if perturbed else None
-        for run, recipe in zip(runs, recipes):
-            if noise is None and recipe is not None:
-                monitor = dataclasses.replace(recipe.monitor, perturb=1)
-                recipe = dataclasses.replace(recipe, monitor=monitor)
-                noise = run, _run(recipe, os.path.join(folder, "perturbed"), steps)
+            else:
+                runs.append(Run(source))
+        noise = None
+        if perturbed:
+            noise = runs[0], Run(perturbed)
+        elif recipes:
+            run, source, changed = recipes[0]
+            noise = run, _run(source, [*changed, "monitor.perturb=1"], os.path.join(folder, "perturbed"), steps)
         parting = part(*runs, noise)
         print(report(parting))
     return parting.first is None
 
 
-def _recorded(folder):
-    """The folder with the digests of a run folder."""
-    inner = os.path.join(folder, "digests")
-    return inner if os.path.isdir(inner) else folder
-
-
-def _run(recipe, folder, steps, title=None):
+def _run(source, overrides, folder, steps, title=None):
     """The `Run` of the first steps of a recipe, recorded in a folder."""
-    training = dataclasses.replace(recipe.training, output_dir=folder)
-    monitor = dataclasses.replace(recipe.monitor, digests=True)
+    recipe = load_recipe(source, [*overrides, "monitor.digests=true", f"training.output_dir={json.dumps(folder)}"])
     if recipe.parallelism.data_parallel_shard == -1:
-        sizes = dataclasses.replace(recipe.parallelism, data_parallel_shard=1)
-        recipe = dataclasses.replace(recipe, parallelism=sizes)
-    recipe = dataclasses.replace(recipe, training=training, monitor=monitor)
+        recipe = replace(recipe, parallelism=replace(recipe.parallelism, data_parallel_shard=1))
     run_simulated(recipe, steps)
-    return Run(digest_folder(recipe), title)
+    return Run(folder, title)
 
 
 def run_simulated(recipe, steps, prepare=None):
-    """Run the first steps of a recipe, after its checkpoint, on simulated ranks in this process.
+    """Run the first steps of a recipe, after its checkpoint, on simulated ranks; returns every rank's rows of metrics.
 
-    Args:
-        recipe: the `Recipe`; its run folder gets digests, if it says so, and no other records.
-        steps: number of steps, of those that the recipe has left.
-        prepare: None, or a function that is called with every rank's `Job` before its first step.
-
-    Returns:
-        For every rank the rows of metrics.
-
-    Raises:
-        ValueError: graph mode on several ranks. More: `begin_job`.
+    Its run folder gets digests, if it says so, and no other records. `prepare(job)` is called before a rank's first
+    step. ValueError: graph mode on several ranks.
     """
     mesh, dataset = init_device_mesh(mesh_shape(recipe), MESH_AXES), dataset_of(recipe)
     if mesh.size > 1 and recipe.context.mode == 0:
