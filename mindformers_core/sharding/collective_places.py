@@ -19,20 +19,18 @@ def collective_places(program, paths):
         paths: id of a Cell of its tree -> path.
 
     Returns:
-        `(key, describe)`. The number of a redistribution is its place among all of the program, in the order in which
-        they run, from 1; of a Cell that is called several times with the same function it is a list.
+        A function of a line and the variables of its frame. The number of a redistribution is its place among all of
+        the program, in the order in which they run, from 1; of a Cell that is called several times with the same
+        function it is a list.
     """
     sites = _numbered(program)
-
-    def key(variables):
-        return paths.get(id(variables.get("self")))
+    sites = {site: (place, "/".join(f"#{number}" for number in found[:3])) for site, (place, found) in sites.items()}
 
     def describe(line, variables):
-        path = key(variables)
-        described, numbers = sites.get((path, line), (f"{path or 'the root Cell'}, {program.file}:{line}", ()))
-        return described, "/".join(f"#{number}" for number in numbers[:3])
+        path = paths.get(id(variables.get("self")))
+        return sites.get((path, line)) or (f"{path or 'the root Cell'}, {program.file}:{line}", "")
 
-    return key, describe
+    return describe
 
 
 def _numbered(program):
