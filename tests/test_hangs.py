@@ -122,7 +122,7 @@ def test_ranks_are_shown_as_ranges():
 def recorders(monkeypatch):
     """Three ranks of this process that compare what they issue; none can write a stack."""
     monkeypatch.setattr(Board, "stack", lambda board, rank: ())
-    board = Board(os.memfd_create("test_hangs"), 3)
+    board = Board(os.memfd_create("test_hangs"), 3, "")
     yield [Recorder(board, rank, 0, check=True) for rank in range(3)]
     os.close(board.file)
 

@@ -64,7 +64,7 @@ class _Report(ctypes.Structure):
 
 
 def join_board(name, size):
-    """The `Board` of the ranks of this host that give the same name; `leave` removes the file by which they find it.
+    """The `Board` of the ranks of this host that give the same name. `hide()` removes the file by which they find it.
 
     Args:
         name: of the job, unique on this host among the jobs that run.
@@ -97,7 +97,7 @@ class Board:
         slots: of every rank what it writes: process, flags, records.
     """
 
-    def __init__(self, file, size, path=None):
+    def __init__(self, file, size, path):
         self.file, self.size, self.path = file, size, path
         bytes_needed = ctypes.sizeof(_Report) + size * ctypes.sizeof(_Slot)
         os.ftruncate(file, bytes_needed)  # no effect on a file that has the size
@@ -105,9 +105,8 @@ class Board:
         self._report = _Report.from_buffer(memory)
         self.slots = list((_Slot * size).from_buffer(memory, ctypes.sizeof(_Report)))
 
-    def leave(self, rank):
-        """Enter that a rank ends by itself."""
-        self.slots[rank].ended = True
+    def hide(self):
+        """Remove the file by which ranks find the board."""
         with suppress(OSError):
             os.unlink(self.path)
 
@@ -187,5 +186,6 @@ class Board:
             if text and is_needed():
                 self._report.text = text.encode()[: _REPORT - 1]
                 self._report.poster = rank + 1
+                self.hide()  # the ranks may be killed now
             fcntl.lockf(self.file, fcntl.LOCK_UN)
         return self.is_poster(rank)

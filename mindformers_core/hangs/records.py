@@ -53,7 +53,13 @@ class Issued:
 
         Without the plan's number of a backward pass, which follows from calls before it, whose order may differ.
         """
-        return self.kind, self.shape, self.dtype, self.options, "" if self.plan.startswith("backward") else self.plan
+        plan = "" if self.plan.startswith("backward") else self.plan
+        return self.kind, self.axes, self.shape, self.dtype, self.options, plan
+
+    @property
+    def plan_number(self):
+        """The number in the plan, the last one of several; 0 outside of a plan."""
+        return int(self.plan.rpartition("#")[2] or 0)
 
     @property
     def label(self):

@@ -6,7 +6,7 @@ from operator import attrgetter
 __all__ = ["blamed", "explain_hang", "shown_ranks"]
 
 _MOST_PLACES, _MOST_STACKS, _MOST_FRAMES = 9, 2, 4
-_PLURALS = {"has": "have", "is": "are", "was": "were", "waits": "wait", "issued": "issued"}
+_PLURALS = {"has": "have", "is": "are", "was": "were", "waits": "wait"}
 
 
 def explain_hang(states, size=None):
@@ -40,12 +40,11 @@ def blamed(states):
         if lost:
             conditions = ", ".join(dict.fromkeys(known[rank].condition for rank in sorted(lost)))
             return lost, f"{_said(lost, conditions)}{_before(lost, states)}"
-    late = {rank for rank in awaited if not known[rank].current}
-    stacks = {known[rank].stack[:1] for rank in late}
-    where = f"at {stacks.pop()[0]}" if len(stacks) == 1 and () not in stacks else "code"
     if conflict := _conflict(states):
         return conflict
-    if late:
+    if late := {rank for rank in awaited if not known[rank].current}:
+        stacks = {frame for rank in late for frame in known[rank].stack[:1]}
+        where = f"at {stacks.pop()}" if len(stacks) == 1 else "code"
         return late, f"{_said(late, f'is in Python {where}')}{_before(late, states)}"
     if awaited:
         return _cycle(states, known)
@@ -68,14 +67,11 @@ def _missing(state, known):
     return [rank for rank in others if not known[rank].has_issued(state.current)]
 
 
-def _ranks(ranks):
-    return f"rank{'s' * (len(ranks) > 1)} {shown_ranks(ranks)}"
-
-
 def _said(ranks, predicate):
     """A sentence about ranks, of a predicate in the singular."""
     verb, _, rest = predicate.partition(" ")
-    return f"{_ranks(ranks)} {verb if len(ranks) == 1 else _PLURALS[verb]} {rest}"
+    plural = len(ranks) > 1
+    return f"rank{'s' * plural} {shown_ranks(ranks)} {_PLURALS.get(verb, verb) if plural else verb} {rest}"
 
 
 def _before(ranks, states):
@@ -99,21 +95,21 @@ def _first_wait(states, behind):
 
 def _conflict(states):
     """The ranks that have issued another call than the others, and the reason; None where no calls differ."""
-    calls, sites = {}, {}  # equal calls have equal ranks and numbers, or the same place in the plan
+    sites, calls = {}, {}  # equal calls have equal ranks and numbers, or the same place in the plan
     for one in [one for state in states for one in state.history if one.number is not None]:
         calls.setdefault(one.call, {})[one.rank] = one
         if one.plan:
             sites.setdefault((one.place, one.plan), {})[one.rank] = one  # the last one of the rank
-    for form, groups in ((attrgetter("kind", "axes", "shape"), sites), (attrgetter("signature"), calls)):
-        for alike in groups.values():
-            waiting = [one for one in alike.values() if not one.done]
-            if len({form(one) for one in waiting}) > 1:
-                return _explain_conflict(waiting, _odd_ones(waiting, form, alike.values(), states), states)
+    for alike in [*sites.values(), *calls.values()]:
+        waiting = [one for one in alike.values() if not one.done]
+        if len({one.signature for one in waiting}) > 1:
+            return _explain_conflict(waiting, alike.values(), states)
     return None
 
 
-def _explain_conflict(issued, odd, states):
-    """`blamed` for calls that should be alike, and the odd ones among them."""
+def _explain_conflict(issued, alike, states):
+    """`blamed` for calls that differ and have not ended, of those that should be alike."""
+    odd = _odd_ones(issued, attrgetter("signature"), alike, states)
     usual = [one for one in issued if one not in odd]
     if not usual:
         one, other = issued[0], next(other for other in issued if other.described != issued[0].described)
@@ -143,24 +139,20 @@ def _odd_ones(issued, form, alike, states):
 
 def _gap(one, other, states):
     """How much further on `other` is in the plan, by the shorter way around a step; 0 if that isn't known."""
-    numbers = [issued.plan.rpartition("#")[2] for state in states for issued in state.history]
-    highest = max([1, *(int(number) for number in numbers if number.isdigit())])
-    places = [each.plan.rpartition("#")[2] for each in (one, other)]
-    if not all(places):
+    if not one.plan or not other.plan:
         return 0
-    is_forward = [each.plan[0] == "#" for each in (one, other)]
-    at, to = (int(place) if ahead else 2 * highest + 1 - int(place) for place, ahead in zip(places, is_forward))
+    highest = max(issued.plan_number for state in states for issued in state.history)
+    at, to = (call.plan_number if call.plan[0] == "#" else 2 * highest + 1 - call.plan_number for call in (one, other))
     return (to - at + highest) % (2 * highest) - highest
 
 
 def _places(states):
     """A line for every place, with the ranks that are there."""
-    lines = {}
+    ranks = {}
     for state in states:
-        lines.setdefault(_place(state), set()).add(state.rank)
-    shown = [f"- {_ranks(ranks)}: {text}" for text, ranks in lines.items()]
-    rest = len(shown) - _MOST_PLACES
-    return shown if rest <= 0 else [*shown[:_MOST_PLACES], f"- and {rest} more places"]
+        ranks.setdefault(_place(state), []).append(state.rank)
+    shown = [f"- rank{'s' * (len(here) > 1)} {shown_ranks(here)}: {place}" for place, here in ranks.items()]
+    return shown[:_MOST_PLACES] + [f"- and {len(shown) - _MOST_PLACES} more places"] * (len(shown) > _MOST_PLACES)
 
 
 def _place(state):

@@ -52,8 +52,8 @@ class Watch:
 
     def close(self):
         """Leave the board, at `shutdown()`."""
-        self.board.leave(self.rank)
-        self._is_open = False
+        self._slot.ended, self._is_open = True, False
+        self.board.hide()
         atexit.unregister(self._leave)
         self._thread.join()
         faulthandler.unregister(signal.SIGUSR2)
@@ -73,7 +73,8 @@ class Watch:
     def _leave(self):
         """At the end of the process: MindSpore's own end would wait for ranks that are gone."""
         if os.getpid() == self._slot.pid:  # no forked process
-            self.board.leave(self.rank)
+            self._slot.ended = True
+            self.board.hide()
             if self.board.report:
                 self._end()
 
@@ -152,7 +153,6 @@ class Watch:
 
     def _end(self):
         """End the process at once: its threads wait for other ranks."""
-        self.board.leave(self.rank)
         flush = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
         flush.start()
         flush.join(_BY_ITSELF)  # the main thread may hold the file's lock
