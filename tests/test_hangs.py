@@ -3,11 +3,12 @@
 import os
 import random
 import re
+import tempfile
 import weakref
 
 import pytest
 
-from mindformers_core.hangs.board import Board
+from mindformers_core.hangs.board import Board, join_board
 from mindformers_core.hangs.recorder import Recorder
 from mindformers_core.hangs.records import Issued, RankState
 from mindformers_core.hangs.report import blamed, explain_hang, shown_ranks
@@ -158,6 +159,20 @@ def test_permutes_and_calls_of_one_group_by_another_order_of_ranks_agree(recorde
         for recorder, shape in zip(recorders[:2], ((2,), (2,)), strict=True):
             with issue(recorder, ranks=ranks, shape=shape) as agrees:
                 assert agrees
+
+
+def test_ranks_find_the_board_by_its_name_until_it_is_hidden(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "mindformers_core.job").write_text("/proc/self/fd/0 of a job that was killed")
+    boards = [join_board("job", 2), join_board("job", 2)]
+    boards[0].slots[1].count = 7
+    assert boards[1].slots[1].count == 7
+    boards[0].hide()
+    assert not [*tmp_path.iterdir()]
+    boards.append(join_board("job", 2))
+    assert boards[2].slots[1].count == 0
+    for board in boards:
+        os.close(board.file)
 
 
 def test_the_board_keeps_the_last_records(recorders):
