@@ -3,11 +3,12 @@
 import os
 import random
 import re
+import tempfile
 import weakref
 
 import pytest
 
-from mindformers_core.hangs.board import Board
+from mindformers_core.hangs.board import Board, join_board
 from mindformers_core.hangs.recorder import Recorder
 from mindformers_core.hangs.records import Issued, RankState
 from mindformers_core.hangs.report import blamed, explain_hang, shown_ranks
@@ -119,11 +120,12 @@ def test_ranks_are_shown_as_ranges():
 
 
 @pytest.fixture
-def recorders():
-    """Three ranks that compare what they issue."""
-    board = Board(os.memfd_create("test_hangs"), 3)
+def recorders(monkeypatch):
+    """Three ranks of this process that compare what they issue; none can write a stack."""
+    monkeypatch.setattr(Board, "stack", lambda board, rank: ())
+    board = Board(os.memfd_create("test_hangs"), 3, "")
     yield [Recorder(board, rank, 0, check=True) for rank in range(3)]
-    board.close()
+    os.close(board.file)
 
 
 def issue(recorder, kind="all_reduce", ranks=(0, 1, 2), shape=(4, 4), dtype="Float32", options="sum"):
@@ -136,54 +138,65 @@ def issue(recorder, kind="all_reduce", ranks=(0, 1, 2), shape=(4, 4), dtype="Flo
 def test_the_second_of_two_different_calls_is_noticed(recorders, other):
     for _ in range(40):  # more than the board keeps
         for recorder in recorders:
-            at, agrees = issue(recorder)
-            recorder.done(at)
-            assert agrees
-    assert issue(recorders[0])[1]
-    assert not issue(recorders[1], **other)[1]
-    text = explain_hang(recorders[0].board.states(with_stacks=False))
+            with issue(recorder) as agrees:
+                assert agrees
+    assert issue(recorders[0]).agrees
+    assert not issue(recorders[1], **other).agrees
+    text = explain_hang(recorders[0].board.states())
     assert "rank 0" in text and "rank 1 all_" in text.splitlines()[0] and "test_hangs.py" in text
 
 
 def test_ranks_that_wait_for_each_other_in_different_groups_are_noticed(recorders):
     for recorder in recorders[:2]:
         for ranks in ((0, 1, 2), (0, 1)):
-            recorder.done(issue(recorder, ranks=ranks)[0])
-    assert issue(recorders[0], ranks=(0, 1, 2))[1]
-    assert not issue(recorders[1], ranks=(0, 1))[1]
+            issue(recorder, ranks=ranks).done = True
+    assert issue(recorders[0], ranks=(0, 1, 2)).agrees
+    assert not issue(recorders[1], ranks=(0, 1)).agrees
 
 
 def test_permutes_and_calls_of_one_group_by_another_order_of_ranks_agree(recorders):
     for ranks in ((0, 1), (1, 0), (0, 1)):
         for recorder, shape in zip(recorders[:2], ((2,), (2,)), strict=True):
-            at, agrees = issue(recorder, ranks=ranks, shape=shape)
-            assert agrees
-            recorder.done(at)
+            with issue(recorder, ranks=ranks, shape=shape) as agrees:
+                assert agrees
 
 
-def test_the_board_keeps_the_last_records_when_it_has_no_room_for_more_texts(recorders):
-    for size in range(3000):
-        recorders[0].done(issue(recorders[0], shape=(size, size))[0])
+def test_ranks_find_the_board_by_its_name_until_it_is_hidden(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "mindformers_core.job").write_text("/proc/self/fd/0 of a job that was killed")
+    boards = [join_board("job", 2), join_board("job", 2)]
+    boards[0].slots[1].count = 7
+    assert boards[1].slots[1].count == 7
+    boards[0].hide()
+    assert not [*tmp_path.iterdir()]
+    boards.append(join_board("job", 2))
+    assert boards[2].slots[1].count == 0
+    for board in boards:
+        os.close(board.file)
+
+
+def test_the_board_keeps_the_last_records(recorders):
+    for size in range(300):
+        issue(recorders[0], shape=(size, size)).done = True
     history = recorders[0].board.history(0)
-    assert [one.shape[0] for one in history][-5:] == [2995, 2996, 2997, 2998, 2999]
+    assert [one.shape[0] for one in history][-5:] == [295, 296, 297, 298, 299]
     assert all(one.done and one.kind == "all_reduce" for one in history)
-    issue(recorders[0], shape=(0, 0))  # whose text was overwritten
-    assert recorders[0].board.history(0)[-1].shape == (0, 0)
 
 
 def test_the_place_of_a_call_keeps_nothing_alive(recorders):
     """Looking at the variables of a frame must not make it keep what it deletes."""
-    recorders[0].sources[__file__] = (lambda variables: variables["name"], lambda line, variables: ("there", "#3"))
+    recorders[0].sources[__file__] = lambda line, variables: (variables["name"], "#3")
 
     class Large:
         pass
 
     name, large = "a", Large()
     gone = weakref.ref(large)
-    assert recorders[0].place()[2] == name
+    assert recorders[0].place() == (name, "#3")
     assert gone() is large
     del large
     assert gone() is None
-    issue_from_here = recorders[0].issue("all_reduce", ("tp",), (0, 1), (2,), "Float32", "sum")
-    recorders[0].done(issue_from_here[0])
-    assert (recorders[0].board.history(0)[-1].place, recorders[0].board.history(0)[-1].plan) == ("there", "#3")
+    with recorders[0].issue("all_reduce", ("tp",), (0, 1), (2,), "Float32", "sum"):
+        issued = recorders[0].board.history(0)[-1]
+    assert (issued.place, issued.plan, issued.done) == (name, "#3", False)
+    assert recorders[0].board.history(0)[-1].done

@@ -41,7 +41,7 @@ __all__ = [
     "UnmarkVarying",
 ]
 
-_MOST_LEFT = 4096  # calls of one collective whose gradients are to come
+_MOST_FORWARD = 4096  # calls of one collective whose gradients are to come
 _EVERYTHING, _ONLY_THE_GRADIENT = (0, 1, 2), (2,)  # of the inputs of a `bprop`: x, out, dout
 _BACKENDS = {
     "native": NativeCollective, "cpu": CpuCollective, "fake": RawCollective, "simulated": SimulatedCollective
@@ -62,9 +62,9 @@ class Collective(nn.Cell):
         self.backward = backward
         self.used_bprop_inputs = _ONLY_THE_GRADIENT  # else PyNative keeps x and out for the backward pass
         communicates = getattr(backward, "cell", backward)  # in a `Scale`
-        self.left = None  # the places of calls whose gradients are to come, of a backward collective
+        self.forward_places = None  # of calls whose gradients are to come, for the report of a hang
         if isinstance(communicates, RawCollective):
-            self.left = communicates.left = deque(maxlen=_MOST_LEFT)
+            self.forward_places = communicates.forward_places = deque(maxlen=_MOST_FORWARD)
 
     def construct(self, x):
         return self.forward(x)

@@ -42,12 +42,12 @@ class _Shared(nn.Cell):
         super().__init__(auto_prefix=False)
         self.collective = collective
         self.with_one_dim_more = _WithOneDimMore(collective)
-        self.left = collective.left
 
     def __call__(self, x):
         y = self.collective(x)
-        if self.left is not None and y._requires_grad and process_state().watch is not None:
-            self.left.append(process_state().watch.recorder.place())  # for the report of a hang in the backward pass
+        places, watch = self.collective.forward_places, process_state().watch
+        if watch is not None and places is not None and y._requires_grad:
+            places.append(watch.recorder.place())
         return y
 
     def construct(self, x):

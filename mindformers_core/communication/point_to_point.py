@@ -124,15 +124,16 @@ class Channel:
         self._check(from_rank, tag)
         wanted, watch = self._unread[from_rank, tag], process_state().watch
         while not wanted:
-            try:
-                with nullcontext() if watch is None else watch.recorder.waiting("receive", (from_rank, self.rank)):
+            with nullcontext() if watch is None else watch.recorder.waiting("receive", (from_rank, self.rank)):
+                try:
                     head, tensors = self._transport.receive(from_rank)
-            except (ConnectionError, TimeoutError) as error:
-                came = [str(seen) for (sender, seen), unread in self._unread.items() if sender == from_rank and unread]
-                others = f"; other messages of it came: {', '.join(came[:8])}" if came else ""
-                waiting = f"rank {self.rank} was waiting for message {tag} from rank {from_rank}"
-                report = "" if watch is None else f"\n{watch.report()}"
-                raise RuntimeError(f"{waiting}: {error}{others}{report}") from error
+                except (ConnectionError, TimeoutError) as error:
+                    unread = (known for known, messages in self._unread.items() if messages)
+                    came = [str(seen) for sender, seen in unread if sender == from_rank]
+                    others = f"; other messages of it came: {', '.join(came[:8])}" if came else ""
+                    waiting = f"rank {self.rank} was waiting for message {tag} from rank {from_rank}"
+                    report = "" if watch is None else f"\n{watch.report()}"
+                    raise RuntimeError(f"{waiting}: {error}{others}{report}") from error
             self._unread[from_rank, tuple(head["tag"])].append((head, tensors))
         message = wanted.popleft()
         if not wanted:

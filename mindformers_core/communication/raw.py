@@ -10,6 +10,7 @@ Every rank must compile the same graph: MindSpore runs a graph's collectives one
 from its structure. So ranks differ in constants only, never in the operators of their graphs.
 """
 
+from contextlib import nullcontext
 from math import prod
 
 from mindspore import nn, ops
@@ -37,7 +38,7 @@ class RawCollective(nn.Cell):
         self.kind, self.arguments = kind, arguments
         # what all ranks have to agree on; places differ from rank to rank
         self.options = "" if kind == "permute" else ", ".join(map(str, arguments))
-        self.left = None  # of the collective of a gradient: the places of forward calls, a deque
+        self.forward_places = None  # of the collective of a gradient: a deque, see `Recorder.issue`
 
     def __call__(self, x):
         if process_state().counters:
@@ -53,30 +54,20 @@ class RawCollective(nn.Cell):
         Raises:
             RuntimeError: the report of a hang: another rank has died, is late, or calls other collectives.
         """
-        watch, at = process_state().watch, None
-        if watch is not None:
-            group = self.group
-            at, agrees = watch.recorder.issue(
-                self.kind, group.axes, group.ranks, x.shape, x.dtype, self.options, self.left
-            )
-            if not agrees:
-                raise RuntimeError(self._failed(watch))
-        try:
-            result = self.eager(x)
-        except RuntimeError as error:  # with a report, without MindSpore's call stack in C++
-            raise RuntimeError(self._failed(watch, error)) from (error if watch is None else None)
-        finally:
-            if at is not None and not watch.board.verdict:
-                watch.recorder.done(at)
-        return result
-
-    def _failed(self, watch, error=None):
-        said = [f" ({line})" for line in str(error or "").splitlines() if line and line[0] != "-"]
-        report = "" if watch is None else f"\n{watch.report()}"
-        return (
-            f"{self.kind} over {self.group} failed on rank {world().rank}: another rank has died, is more than the "
-            f"timeout late, or calls other collectives{''.join(said[:1])}{report}"
-        )
+        watch, group, error = process_state().watch, self.group, None
+        issued = self.kind, group.axes, group.ranks, x.shape, x.dtype, self.options, self.forward_places
+        with nullcontext(True) if watch is None else watch.recorder.issue(*issued) as agrees:
+            try:
+                if agrees:
+                    return self.eager(x)
+            except RuntimeError as failure:
+                error = failure
+            said = [f" ({line})" for line in str(error or "").splitlines() if line and line[0] != "-"]
+            report = "" if watch is None else f"\n{watch.report()}"
+            raise RuntimeError(
+                f"{self.kind} over {group} failed on rank {world().rank}: another rank has died, is more than the "
+                f"timeout late, or calls other collectives{''.join(said[:1])}{report}"
+            ) from (error if watch is None else None)  # with a report, without MindSpore's call stack in C++
 
     def eager(self, x):
         """The collective in PyNative."""

@@ -15,7 +15,7 @@ import mindspore as ms
 from mindspore import communication as ms_communication
 from mindspore import ops
 
-from mindformers_core.hangs.watcher import start_watch
+from mindformers_core.hangs.watcher import Watch
 from mindformers_core.hints import nearest
 from mindformers_core.program.observer import Observer
 
@@ -190,7 +190,7 @@ def init_distributed(backend=None, world_size=None, rank=None, timeout=60, check
     state.world = World(launch.rank or 0, launch.size, backend, device_target, launch.launcher, group)
     if group is not None:
         check = backend == "cpu" if check_collectives is None else check_collectives
-        state.watch = start_watch(_job_name(), launch.rank, launch.size, timeout, check)
+        state.watch = Watch(_job_name(), launch.rank, launch.size, timeout, check)
         if backend == "cpu":  # all ranks have joined the watch before the first one can leave
             ops.AllReduce(group=group)(ms.Tensor(0.0, ms.float32)).asnumpy()
     return state.world

@@ -10,6 +10,7 @@ _CONDITIONS = {
     "stopped": "is stopped (by SIGSTOP or a debugger)",
     "ended": "has ended",
 }
+_COMPILED = {"compiled": "compiled function", "compiling": "first call of compiled function"}
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,8 @@ class Issued:
         shape, dtype: of this rank's tensor; `()` and `""` without one.
         place: the Cell and the line of source, as text.
         plan: the number in the plan, `"#17"` or `"backward of #17"`; `""` outside of a plan.
-        done: whether the rank has finished it.
-        seconds: time since its beginning.
         options: further arguments that all ranks have to agree on, as text.
+        done: whether the rank has finished it.
     """
 
     rank: int
@@ -39,9 +39,8 @@ class Issued:
     dtype: str = ""
     place: str = ""
     plan: str = ""
-    done: bool = False
-    seconds: float = 0.0
     options: str = ""
+    done: bool = False
 
     @property
     def call(self):
@@ -50,34 +49,39 @@ class Issued:
 
     @property
     def signature(self):
-        """What has to be equal on all ranks of the call."""
-        return self.kind, self.shape, self.dtype, self.options, "" if self.plan.startswith("backward") else self.plan
+        """What has to be equal on all ranks of the call.
+
+        Without the plan's number of a backward pass, which follows from calls before it, whose order may differ.
+        """
+        plan = "" if self.plan.startswith("backward") else self.plan
+        return self.kind, self.axes, self.shape, self.dtype, self.options, plan
+
+    @property
+    def plan_number(self):
+        """The number in the plan, the last one of several; 0 outside of a plan."""
+        return int(self.plan.rpartition("#")[2] or 0)
 
     @property
     def label(self):
-        """The shortest name: kind, number and axes."""
+        """The shortest name: kind, number in the plan and axes; sender; or compiled function."""
         if self.kind == "receive":
             return f"receive from rank {self.ranks[0]}"
-        if self.kind.startswith("compil"):
-            return f"{'compiled' if self.kind == 'compiled' else 'first call of compiled'} function {self.place}"
-        number = f" {self.plan}" if self.plan else ""
-        return f"{self.kind}{number} over {' and '.join(self.axes) or 'no axis'}"
+        if self.kind in _COMPILED:
+            return f"{_COMPILED[self.kind]} {self.place}"
+        plan = f" {self.plan}" if self.plan else ""
+        return f"{self.kind}{plan} over {' and '.join(self.axes) or 'no axis'}"
 
     @property
-    def label_with_call(self):
-        """The label, and for a collective the number of the call."""
-        counts = self.number is not None and not self.kind.startswith("compil")
-        return f"{self.label} (call {self.number})" if counts else self.label
+    def purpose(self):
+        """The place as the end of a sentence; "" where the label has it."""
+        return f" for {self.place}" if self.place and self.kind not in _COMPILED else ""
 
     @property
     def described(self):
         """All that is known of it, without the rank."""
-        text = self.label_with_call
-        if text != self.label:
-            text += f", {self.dtype} {list(self.shape)}{' ' * bool(self.options)}{self.options}"
-        if self.place and not self.kind.startswith("compil"):
-            text += f", for {self.place}"
-        return text
+        tensor = f"{self.dtype} {list(self.shape)} {self.options}".rstrip()
+        call = "" if self.number is None else f" (call {self.number}), {tensor}"
+        return f"{self.label}{call}{',' * bool(self.purpose)}{self.purpose}"
 
 
 @dataclass(frozen=True)
@@ -102,18 +106,20 @@ class RankState:
     @property
     def current(self):
         """The `Issued` that the rank is in; None where it is in other Python code, or has ended."""
-        last = self.history[-1] if self.history else None
-        return None if last is None or last.done else last
+        return self.history[-1] if self.history and not self.history[-1].done else None
 
     @property
     def condition(self):
         """The state as the predicate of a sentence; "" of a running rank."""
-        if self.exit_code:
-            by = f"was killed by {signal.Signals(-self.exit_code).name}" if self.exit_code < 0 else ""
-            return by or f"has died with exit code {self.exit_code}"
-        return _CONDITIONS.get(self.state, "")
+        if self.exit_code < 0:
+            return f"was killed by {signal.Signals(-self.exit_code).name}"
+        return f"has died with exit code {self.exit_code}" if self.exit_code else _CONDITIONS.get(self.state, "")
 
     def has_issued(self, wanted):
-        """Whether the rank has issued the call of another rank's `Issued`, or a later one of the same ranks."""
-        return any(one.ranks == wanted.ranks and one.number >= wanted.number for one in self.history
-                   if one.number is not None and wanted.number is not None)  # fmt: skip
+        """Whether the rank has issued the call of another rank's `Issued`, or a later one of the same ranks.
+
+        Of a compiled function the collectives aren't known: whether the rank is in any call.
+        """
+        calls = (one for one in self.history if None not in (one.number, wanted.number))
+        issued = any(one.ranks == wanted.ranks and one.number >= wanted.number for one in calls)
+        return issued if wanted.ranks else self.current is not None

@@ -3,7 +3,7 @@
 The report of a hang needs them, see `hangs`.
 """
 
-from itertools import count
+from itertools import chain, count
 
 from mindformers_core.program.plan import Redistribution, called_graphs, joined_path
 from mindformers_core.program.structure import tree_leaves
@@ -19,20 +19,18 @@ def collective_places(program, paths):
         paths: id of a Cell of its tree -> path.
 
     Returns:
-        `(key, describe)`. The number of a redistribution is its place among all of the program, in the order in which
-        they run, from 1; of a Cell that is called several times with the same function it is a list.
+        A function of a line and the variables of its frame. The number of a redistribution is its place among all of
+        the program, in the order in which they run, from 1; of a Cell that is called several times with the same
+        function it is a list.
     """
     sites = _numbered(program)
-
-    def key(variables):
-        return paths.get(id(variables.get("self")))
+    sites = {site: (place, "/".join(f"#{number}" for number in found[:3])) for site, (place, found) in sites.items()}
 
     def describe(line, variables):
-        path = key(variables)
-        described, numbers = sites.get((path, line), (f"{path or 'the root Cell'}, {program.file}:{line}", ()))
-        return described, "/".join(f"#{number}" for number in numbers[:3])
+        path = paths.get(id(variables.get("self")))
+        return sites.get((path, line)) or (f"{path or 'the root Cell'}, {program.file}:{line}", "")
 
-    return key, describe
+    return describe
 
 
 def _numbered(program):
@@ -57,18 +55,18 @@ def _numbered(program):
 
 def _consumer(frame, place, entry):
     """What a collective is for, and the line of the user's code."""
-    reason = "output" if getattr(entry, "reason", "").startswith("output ") else getattr(entry, "reason", "")
     if not isinstance(entry, Redistribution):
-        return f" ({entry.node.operator}), {_short(entry.node.source)}"
-    wanted = (entry.value.id, entry.target)
-    for other in frame.instructions[place + 1 :]:
-        taken = [(value.id, layout) for value, layout in (*other.consumed, *getattr(other, "lifted", ()))]
-        if wanted in taken and not isinstance(other, Redistribution):
-            return f" ({reason}), {_short(other.node.source)}"
-    made = [node for node in frame.graph.nodes if entry.value in tree_leaves(node.outputs)]
-    return f" ({reason}), {_short(made[0].source)}" if made else f" ({reason})"
+        reason, node = entry.node.operator, entry.node
+    else:
+        reason = "output" if entry.reason.startswith("output ") else entry.reason
+        later = (other for other in frame.instructions[place + 1 :] if not isinstance(other, Redistribution))
+        consumers = (other.node for other in later if _consumes(other, entry.value, entry.target))
+        producers = (node for node in frame.graph.nodes if entry.value in tree_leaves(node.outputs))
+        node = next(chain(consumers, producers), None)
+    source = f", {(node.source or 'unknown line').rpartition('/')[2]}" if node else ""
+    return f" ({reason}){source}"
 
 
-def _short(source):
-    """A source without its folder."""
-    return (source or "unknown line").rpartition("/")[2]
+def _consumes(entry, wanted, layout):
+    taken = (*entry.consumed, *getattr(entry, "lifted", ()))
+    return any(value.id == wanted.id and target == layout for value, target in taken)

@@ -8,7 +8,7 @@ raised in Python MindSpore writes a long message and a file; for this one, raise
 """
 
 import os
-from contextlib import nullcontext
+from contextlib import contextmanager
 from functools import wraps
 from inspect import getsourcefile, getsourcelines
 from itertools import count
@@ -175,12 +175,11 @@ def jit(function=None, **options):
                 with _recorded(function, is_first=state not in ran):
                     result = compiled[state](*args, **kwargs)
                 ran.add(state)
-            except Exception as error:
+            except Exception:
                 missing = _state().pop("missing", None)
                 if _state().pop("refused", False):
                     _remove_dump()
                 if missing is None:
-                    _report_hang(error)
                     raise
             else:
                 met.extend(tree for tree in dict.fromkeys(_state()["met"]) if tree not in met)
@@ -194,23 +193,24 @@ def jit(function=None, **options):
     return run
 
 
+@contextmanager
 def _recorded(function, is_first):
-    """A context manager in which the report of a hang names the compiled function."""
+    """Within, the report of a hang names the compiled function; an error of its collectives is the report."""
     watch = process_state().watch
     if watch is None:
-        return nullcontext()
+        yield
+        return
     code = getattr(function, "construct", function)
     code = getattr(code, "__code__", None)
     where = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else ""
     name = getattr(function, "__qualname__", type(function).__name__)
-    return watch.recorder.waiting("compiling" if is_first else "compiled", place=f"{name}{where}")
-
-
-def _report_hang(error):
-    """Raise the report of a hang where a collective in a graph has failed."""
-    watch = process_state().watch
-    if watch is not None and "Launch kernel failed" in str(error) and "AllReduce" in str(error):
-        raise RuntimeError(f"a collective of a compiled function has failed\n{watch.report()}") from None
+    with watch.recorder.waiting("compiling" if is_first else "compiled", place=f"{name}{where}"):
+        try:
+            yield
+        except RuntimeError as error:
+            if "Launch kernel failed" in str(error) and "AllReduce" in str(error):
+                raise RuntimeError(f"a collective of a compiled function has failed\n{watch.report()}") from None
+            raise
 
 
 def _make_program(tree, path, args, kwargs, made):

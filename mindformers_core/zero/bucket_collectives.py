@@ -29,7 +29,7 @@ class BucketCollectives:
             return communicator(settings.mesh).make(kind, axes, **options).collective.forward if axes else _same
 
         if process_state().watch is not None:
-            process_state().watch.recorder.sources[__file__] = _members_key, _described
+            process_state().watch.recorder.sources[__file__] = _described
         self.scale, self.precision, self.meter = settings.scale, settings.precision, meter
         self._gather = plain("all_gather", settings.shard_axes, dim=0)
         self._scatter = plain("reduce_scatter", settings.shard_axes, dim=0, op="sum")
@@ -106,14 +106,9 @@ class BucketCollectives:
         return self.meter.watch("buckets", tensor)
 
 
-def _members_key(variables):
-    """What distinguishes buckets in the report of a hang."""
-    return tuple(stored.plan.path for stored in variables.get("members", ()))
-
-
 def _described(line, variables):
     """A bucket in the report of a hang: its first parameter, and how many."""
-    paths = _members_key(variables)
+    paths = [stored.plan.path for stored in variables.get("members", ())]
     return f"bucket of {paths[0]}{f' and {len(paths) - 1} more' * (len(paths) > 1)}" if paths else "a bucket", ""
 
 

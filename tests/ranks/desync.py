@@ -50,7 +50,7 @@ def other_kind(collective, x):
 
 
 def other_group(collective, x):
-    axis = "dp" if collective.axes == ("tp",) else "tp"
+    axis = "dp" if collective.group.axes == ("tp",) else "tp"
     return communication.AllReduce(mesh, axis).forward(x)
 
 
