@@ -70,7 +70,7 @@ def join_board(name, size):
         name: of the job, unique on this host among the jobs that run.
         size: number of all ranks of the job.
     """
-    name = f"mindformers_core.{name}"
+    name = f"mindformers_core.{os.getuid()}.{name}"
     path = os.path.join(tempfile.gettempdir(), name)
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+") as finder:
         fcntl.lockf(finder, fcntl.LOCK_EX)
