@@ -24,16 +24,14 @@ def close(found, expected, tolerance, rounding=0.0):
         return False
     if expected.dtype.kind != "f":
         return bool((found == expected).all())
-    if not found.size:
-        return True
-    finite = np.isfinite(expected)
     sizes = np.abs(expected)
-    if finite.all() and sizes.max() < _MASKS:
-        return bool(np.abs(found - expected).max() <= tolerance * sizes.max() + rounding)
-    if not finite.all():
-        if not np.array_equal(found[~finite], expected[~finite], equal_nan=True):
-            return False
-        found, expected, sizes = found[finite], expected[finite], sizes[finite]
+    scale = sizes.max(initial=0.0)
+    if scale < _MASKS:
+        return bool(np.abs(found - expected).max(initial=0.0) <= tolerance * scale + rounding)
+    finite = np.isfinite(expected)
+    if not np.array_equal(found[~finite], expected[~finite], equal_nan=True):
+        return False
+    found, expected, sizes = found[finite], expected[finite], sizes[finite]
     scale = np.where(sizes < _MASKS, sizes.max(initial=1e-30, where=sizes < _MASKS), sizes)
     return bool((np.abs(found - expected) <= tolerance * scale + rounding).all())
 
