@@ -56,16 +56,12 @@ def _without_calls(graph, dropped):
 
 
 class _Resizing:
-    """The plan of one call.
-
-    Attributes:
-        known: (`CellPlan`, key of the new graph, paths of dropped Cells) -> the new `CellPlan`.
-        values: number of a Value of the given plan -> the new Value; several may have become one without dropped calls.
-        nodes: identity of a node of the given plan -> the new node.
-    """
+    """The plan of one call."""
 
     def __init__(self, known, frame, graph, dropped):
-        self.known, self.frame, self.graph, self.dropped = known, frame, graph, dropped
+        self.known = known  # (`CellPlan`, key of the new graph, paths of dropped Cells) -> the new `CellPlan`
+        self.frame, self.graph, self.dropped, self.moves = frame, graph, dropped, set()
+        # number of a given Value -> the new Value; several given ones may have become one without dropped calls
         kept, self.values = _without_calls(frame.graph, dropped), {}
         self.given = captured_graph(replace(frame.graph, nodes=tuple(kept.values())))
         for part in ("parameters", "constants", "free_variables"):
@@ -75,7 +71,7 @@ class _Resizing:
             if old is None or new is None or _kind(old) != _kind(new):
                 self._refuse(new, old)
             self._pair(*((node.args, node.kwargs, node.outputs) for node in (old, new)))
-        self.nodes = dict(zip(kept, graph.nodes))
+        self.nodes = dict(zip(kept, graph.nodes))  # by the identity of the given one
 
     def _pair(self, old, new):
         """Record the new Values of a structure."""
@@ -89,34 +85,32 @@ class _Resizing:
         raise ValueError(f"{self.graph.label} has '{shown(new)}' at the new sizes, where '{shown(old)}' was planned")
 
     def plan(self):
-        """The new `CellPlan`."""
-        frame, entries, keepers, made, layouts = self.frame, [], {}, set(), {}
+        """The new `CellPlan`; layouts that contradict each other are a fault for `check_plan`."""
         graph = self._with_added_uses()
-        for entry in frame.instructions:
-            if isinstance(entry, Redistribution):
-                value = self.values.get(entry.value.id)
-                if value is None or (value.id, entry.target) in made:  # for a call that was dropped
-                    continue
-                made.add((value.id, entry.target))
-                steps = (replace(step, shape=step.source.local_shape(value.shape)) for step in entry.steps)
-                new = replace(entry, value=value, steps=tuple(steps))
-            elif id(entry.node) in self.nodes:
-                new = self._node_plan(entry)
-            else:
-                continue
-            entries.append(new)
-            if entry in frame.keepers:
-                keepers[new] = frame.keepers[entry]
-        for number in frame.layouts.keys() & self.values.keys():
-            layout, value = frame.layouts[number], self.values[number]
-            if layouts.setdefault(value.id, layout) != layout:
-                raise ValueError(f"{graph.label} has {value.described} as {layouts[value.id]}, and as {layout}")
-        trained = frozenset(self.values[number].id for number in frame.gradients & self.values.keys())
-        parts = {"layouts": layouts, "lifted": self._moved(frame.lifted), "gradients": trained, "keepers": keepers}
-        return replace(frame, graph=graph, instructions=tuple(entries), **parts)
+        made = {old: new for old in self.frame.instructions if (new := self._instruction(old)) is not None}
+        known = {number: value.id for number, value in self.values.items()}
+        return replace(
+            self.frame,
+            graph=graph,
+            instructions=tuple(made.values()),
+            layouts={known[number]: layout for number, layout in self.frame.layouts.items() if number in known},
+            lifted=self._moved(self.frame.lifted),
+            gradients=frozenset(known[number] for number in self.frame.gradients & known.keys()),
+            keepers={made[old]: keeper for old, keeper in self.frame.keepers.items() if old in made},
+        )
 
-    def _node_plan(self, entry):
-        node = self.nodes[id(entry.node)]
+    def _instruction(self, entry):
+        """The new instruction; None for a dropped call, and for a redistribution that is for one."""
+        if isinstance(entry, Redistribution):
+            value = self.values.get(entry.value.id)
+            if value is None or (value.id, entry.target) in self.moves:
+                return None
+            self.moves.add((value.id, entry.target))
+            steps = (replace(step, shape=step.source.local_shape(value.shape)) for step in entry.steps)
+            return replace(entry, value=value, steps=tuple(steps))
+        node = self.nodes.get(id(entry.node))
+        if node is None:
+            return None
         if isinstance(entry, OperatorPlan):
             new = replace(entry, node=node, signature=operator_signature(node))
             rules = [[getattr(each.signature, name) for name in _RULE] for each in (entry, new)]
@@ -124,13 +118,10 @@ class _Resizing:
             if rules[0] != rules[1] or several[0] != several[1]:
                 raise ValueError(f"{self.graph.label} has another rule for '{node}', or one local element of a dim")
             return new
-        inner = entry.frame
-        if inner is not None:
-            key = inner, node.graph.key, _below(self.dropped, entry.node.child)
-            if key not in self.known:
-                self.known[key] = _Resizing(self.known, inner, node.graph, key[-1]).plan()
-            inner = self.known[key]
-        return replace(entry, node=node, frame=inner, lifted=self._moved(entry.lifted))
+        key = entry.frame, node.graph.key, _below(self.dropped, entry.node.child)
+        if entry.frame is not None and key not in self.known:
+            self.known[key] = _Resizing(self.known, entry.frame, node.graph, key[-1]).plan()
+        return replace(entry, node=node, frame=self.known.get(key), lifted=self._moved(entry.lifted))
 
     def _moved(self, pairs):
         return tuple((self.values[value.id], layout) for value, layout in pairs)

@@ -12,7 +12,6 @@ from math import lcm
 
 from mindformers_core.communication.world import rank_of
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.models.spec import LayerRange
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.propagation.resized import resized
 from mindformers_core.ranges import check_range
@@ -79,17 +78,16 @@ def shrunk_recipe(recipe):
     """
     if recipe.context.engine == "eager":
         raise ValueError("context.engine: eager has no programs that could be verified: use context.engine=generated")
-    stages = [LayerRange(0, getattr(recipe.model, "num_hidden_layers", 0))]
-    stages = layers_of_stages(recipe) if recipe.parallelism.pipeline_parallel > 1 else stages
+    stages = [tuple(range(getattr(recipe.model, "num_hidden_layers", 0)))]
+    if recipe.parallelism.pipeline_parallel > 1:
+        stages = [tuple(range(each.offset, each.offset + each.count)) for each in layers_of_stages(recipe)]
     layers, choices, parameters, tensors = [], {}, {}, set()
     for stage, (tree, _, frame) in planned(recipe, forgets=True).items():
-        numbers = range(stages[stage].offset, stages[stage].offset + stages[stage].count)
-        dropped, kept = _layer_kinds(recipe, frame, tuple(numbers))
+        dropped, kept = _layer_kinds(recipe, frame, stages[stage])
         layers.append(kept)
         choices[stage] = partial(resized, frame, dropped=dropped)
         outside = tuple(f"{path}." for path in dropped)
-        plans = [each.plan for each in tree.storage.parameters]
-        parameters[stage] = [plan for plan in plans if not plan.path.startswith(outside)]
+        parameters[stage] = [each.plan for each in tree.storage.parameters if not each.plan.path.startswith(outside)]
         for entry in {entry for _, inner in frame.walk() for entry in inner.instructions}:
             tensors |= {(value.shape, layout) for value, layout in (*entry.consumed, *entry.produced)}
         tensors |= {(tuple(each.global_shape), each.layout) for each in tree.cells[""].get_parameters()}
@@ -176,18 +174,16 @@ def _with_few_micro_batches(recipe):
         small = replace(recipe, parallelism=sizes, training=replace(training, local_batch_size=count * size))
         with suppress(ValueError):  # a schedule may want a multiple of the number of ranks
             check_pipeline(small)
-            break
-    return small
+            return small
 
 
 def _with_sizes(recipe, parts, share):
     """The recipe with the least sizes of the model and of a sequence; see `least_sizes`."""
     parallelism, section = recipe.parallelism, recipe.train_dataset
     ranks = parallelism.data_parallel_replicate, parallelism.data_parallel_shard, parallelism.tensor_parallel
-    own = {each.name: getattr(recipe.model, each.name) for each in fields(recipe.model) if each.init}
-    own.pop("num_hidden_layers", None)
+    names = [each.name for each in fields(recipe.model) if each.init and each.name != "num_hidden_layers"]
+    own, divisors = {name: getattr(recipe.model, name) for name in names}, divisors_of(ranks)
     sizes = {section.seq_length, *(leaf for leaf in tree_leaves(own, int) if type(leaf) is int)}
-    divisors = divisors_of(ranks)
     for size in sizes if share else ():
         parts[size] = lcm(parts.get(size, 1), *(divisor for divisor in divisors if size % divisor == 0))
 
@@ -197,14 +193,13 @@ def _with_sizes(recipe, parts, share):
         return replace(recipe, model=replace(recipe.model, **values), train_dataset=dataset)
 
     def fits(small):
-        try:
+        with suppress(ValueError, TypeError):
             candidate = changed(small)
             for entry in fields(candidate.model):
                 check_range(getattr(candidate.model, entry.name), entry.metadata, entry.name)
             check_recipe(candidate)
-        except (ValueError, TypeError):
-            return False
-        return True
+            return True
+        return False
 
     return changed(least_sizes(sizes, parts, divisors, share, fits))
 

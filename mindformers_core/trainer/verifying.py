@@ -53,8 +53,7 @@ def verify_recipe(recipe, full=False):
     def model(args, kwargs):
         named = {path: parameter for path, parameter in net.parameters_and_names() if parameter.requires_grad}
         gradient_of = ms.value_and_grad(net, None, list(named.values()))
-        given = {name: ms.Tensor(array) for name, array in kwargs.items()}
-        loss, gradients = gradient_of(*map(ms.Tensor, args), **given)
+        loss, gradients = gradient_of(*map(ms.Tensor, args), **{name: ms.Tensor(kwargs[name]) for name in kwargs})
         return loss, dict(zip(named, gradients, strict=True))
 
     has_kernels = {parameter.dtype for parameter in net.get_parameters()} == {ms.float32}

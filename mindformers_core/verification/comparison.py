@@ -4,12 +4,13 @@ from functools import lru_cache
 
 import numpy as np
 
+from mindformers_core.layout import Layout
 from mindformers_core.redistribution.arrays import reduce_terms
 
 __all__ = ["TermSums", "close", "expected_part", "gradient_layout", "gradient_terms", "largest"]
 
-
 _MASKS = 6e4  # numbers from here on stand for masked elements, and say nothing about the others
+_slices = lru_cache(maxsize=1 << 14)(Layout.local_slices)
 
 
 def close(found, expected, tolerance, rounding=0.0):
@@ -61,11 +62,6 @@ def expected_part(value, layout, rank):
     return value[_slices(layout, value.shape, rank)]
 
 
-@lru_cache(maxsize=1 << 14)
-def _slices(layout, shape, rank):
-    return layout.local_slices(shape, rank)
-
-
 class TermSums:
     """Collects the terms of partial tensors until all ranks have given theirs."""
 
@@ -74,11 +70,9 @@ class TermSums:
 
     def add(self, key, layout, rank, term):
         """Add the term of a rank; returns the reduced tensor when the last rank has come, else None."""
-        axes = tuple(axis for axis, _ in layout.partial)
-        group = layout.mesh.group(rank, axes)
+        group = layout.mesh.group(rank, tuple(axis for axis, _ in layout.partial))
         terms = self._terms.setdefault((key, group), {})
         terms[rank] = term
         if len(terms) < len(group):
             return None
-        del self._terms[key, group]
-        return reduce_terms(terms, layout)[rank]
+        return reduce_terms(self._terms.pop((key, group)), layout)[rank]

@@ -1,6 +1,7 @@
 """The text of a verification: the first fault, where it is, and what kind it is where that is certain. Pure Python."""
 
 from itertools import chain, combinations
+from pathlib import Path
 
 import numpy as np
 
@@ -52,18 +53,15 @@ def _place_lines(fault, frames):
     if seen is None:
         used = f"  used by   {_listed(_users(path, frames))}"
         return [f"  bucket    {file}"] if file else [used] if fault.what == "weight gradient" else []
-    entry, is_gradient, lines = seen.entry, fault.what == "gradient", []
-    if isinstance(entry, ParameterUse):
-        lines.append(f"  parameter '{entry.path}', as the Cell gets it")
-    else:
-        lines.append(f"  {'made by ' if is_gradient else 'operator'}  {_shown(entry)}; {_generated(seen, file)}")
-    if is_gradient:
-        consumers = _consumers(seen.frame, seen.value, seen.layout, frames, path)
-        lines.append(f"  used by   {_listed(consumers) or 'the caller'}: their gradients agree before")
-    elif not isinstance(entry, ParameterUse):
-        inputs = "; ".join(f"{value.hint} {list(value.shape)} {layout}" for value, layout in entry.consumed)
-        lines.append(f"  inputs    {inputs}: all that were compared agree")
-    return [f"  Cell      '{path}' ({seen.frame.graph.class_name.rpartition('.')[2]})", *lines]
+    cell = f"  Cell      '{path}' ({seen.frame.graph.class_name.rpartition('.')[2]})"
+    if isinstance(seen.entry, ParameterUse):
+        return [cell, f"  parameter '{seen.entry.path}', as the Cell gets it"]
+    made = f"{_shown(seen.entry)}; {_generated(seen, file)}"
+    if fault.what == "gradient":
+        consumers = _listed(_consumers(seen.frame, seen.value, seen.layout, frames, path)) or "the caller"
+        return [cell, f"  made by   {made}", f"  used by   {consumers}: their gradients agree before"]
+    inputs = "; ".join(f"{value.hint} {list(value.shape)} {layout}" for value, layout in seen.entry.consumed)
+    return [cell, f"  operator  {made}", f"  inputs    {inputs}: all that were compared agree"]
 
 
 def _listed(entries):
@@ -110,8 +108,7 @@ def _consumers(frame, value, layout, frames=(), path=""):
 
 def _generated(seen, path):
     """The line of the generated module that produces the tensor."""
-    with open(path, encoding="utf-8") as file:
-        lines = file.read().splitlines()
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
     number = next(n for n, line in enumerate(lines) if line.lstrip().startswith(f"observed(self, {seen.number}, "))
     return f"{path}:{number}: {lines[number - 1].strip().partition('  # ')[0]}"
 
@@ -119,10 +116,9 @@ def _generated(seen, path):
 def _array(array):
     """The first elements, and the norm."""
     flat = np.asarray(array).ravel()
-    head = ", ".join(f"{element:.6g}" for element in flat[:_SHOWN])
-    more = ", …" if flat.size > _SHOWN else ""
+    head = first_of([f"{element:.6g}" for element in flat[: _SHOWN + 1]], _SHOWN)
     norm = f", norm {np.linalg.norm(flat.astype(np.float64)):.6g}" if flat.dtype.kind == "f" and flat.size > 1 else ""
-    return f"[{head}{more}] {list(np.shape(array))}{norm}"
+    return f"[{head}] {list(np.shape(array))}{norm}"
 
 
 def kind_of_fault(fault, others, mesh):

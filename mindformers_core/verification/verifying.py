@@ -1,8 +1,6 @@
 """`verify()`: is the plan of a Cell right?"""
 
 import copy
-from functools import partial
-from inspect import signature
 from types import SimpleNamespace
 
 import mindspore as ms
@@ -11,7 +9,7 @@ from mindspore import ParameterTuple, Tensor, nn
 
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import process_state
-from mindformers_core.operators.signature import is_float
+from mindformers_core.operators.signature import TensorMeta, is_float
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
 from mindformers_core.program.observer import Observer
@@ -19,6 +17,7 @@ from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.sharding.inspecting import prepare, programs
 from mindformers_core.sharding.parameter_storage import as_computed
+from mindformers_core.sharding.program import bind_arguments
 from mindformers_core.sharding.shard import shard
 from mindformers_core.sharding.sharded_cells import tree_of, tree_of_root
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
@@ -76,9 +75,7 @@ class _Call:
         net = self.build_one()
         tree = tree_of_root(net, "verify")
         if any(hasattr(kind, "bprop") for kind in tree.classes.values()):
-            raise ValueError(
-                f"verify() differentiates by MindSpore's rules, and a Cell in {tree.label('')} has a bprop"
-            )
+            raise ValueError(f"verify() differentiates by MindSpore's rules: a Cell in {tree.label('')} has a bprop")
         self.settings, (_, self.count) = tree.storage.settings, _replica(net, rank)
         return {0: net}
 
@@ -99,16 +96,12 @@ class _Call:
 
     def _local_inputs(self, net, rank, step=0):
         """A rank's part of the inputs of a micro-step, `(args, kwargs)`."""
-        tree, (args, kwargs) = tree_of(net), self._inputs(step, *_replica(net, rank))
-        bound = signature(tree.classes[""].construct).bind(net, *args, **kwargs)
-
-        def part(leaf, name):
-            is_array = isinstance(leaf, np.ndarray)
-            return _part(leaf, tree.boundaries[""].arriving_layout(name, leaf.ndim), rank) if is_array else leaf
-
-        for name, value in list(bound.arguments.items())[1:]:
-            bound.arguments[name] = tree_map(partial(part, name=name), value)
-        return bound.args[1:], bound.kwargs
+        given = self._inputs(step, *_replica(net, rank))
+        args, kwargs = tree_map(lambda leaf: Tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, given)
+        bound, arriving = bind_arguments(tree_of(net), "", args, kwargs)
+        parts = (_part(tensor.asnumpy(), layout, rank) for _, tensor, layout in arriving)
+        given = bound.args[1:], bound.kwargs
+        return tree_map(lambda leaf: next(parts) if isinstance(leaf, TensorMeta) else leaf, given)
 
     def subject(self):
         """The `Subject`, after `plans_of`."""
