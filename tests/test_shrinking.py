@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,15 +19,16 @@ from mindformers_core.operators import tensor_meta
 from mindformers_core.program.activation_policy import Keeper
 from mindformers_core.program.plan import CallPlan, OperatorPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
+from mindformers_core.propagation.resized import resized
 from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.sharding.sharded_cells import tree_of
+from mindformers_core.trainer import shrinking
 from mindformers_core.trainer.data import micro_batch
 from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
 from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_shape
 from mindformers_core.trainer.recipe_loader import load_recipe, recipe_from_dict, recipe_to_yaml
 from mindformers_core.trainer.shrinking import shrunk_recipe
 from mindformers_core.trainer.step import build_cells
-from mindformers_core.verification.sizes import divisors_of, least_sizes
 
 ROOT = Path(__file__).parent.parent
 ON_128 = (
@@ -38,7 +40,7 @@ RECIPES = {
     "8B": ("configs/llama3_8b.yaml", "parallelism.data_parallel_shard=2", "train_dataset.seq_length=768"),
     "own": ("examples/own_model.yaml",),
     "own, stages": ("examples/own_model.yaml", "parallelism.pipeline_parallel=2", "parallelism.zero_level=2"),
-    "compiled": ("configs/llama_tiny_pp.yaml", "context.mode=0", "recompute.full=[1]", "model.num_hidden_layers=8"),
+    "recomputed": ("configs/llama_tiny_pp.yaml", "recompute.full=[1]", "model.num_hidden_layers=8"),
     **{path.stem: (f"configs/{path.name}",) for path in sorted((ROOT / "configs").glob("llama_tiny*"))},
 }
 
@@ -52,26 +54,27 @@ def nothing_is_initialized(monkeypatch):
     shutdown()
 
 
-def programs_of(recipe, choices=None):
-    """Stage -> (`HsdpStorage`, `Program`)."""
+def programs_of(recipe, plans=None):
+    """Stage -> (`HsdpStorage`, `Program`); `plans`: those of a small recipe."""
+    plans = {stage: frame for (stage, _), (_, frame) in plans.items()} if plans else {}
     sizes = recipe.parallelism
     shape = mesh_shape(recipe, None if sizes.data_parallel_shard > 0 else sizes.tensor_parallel)
     mesh, found = init_device_mesh(shape, MESH_AXES), {}
     for rank in mesh.group(mesh.rank_list[0], ("pp",)):
         init_distributed("fake", world_size=mesh.size, rank=rank)
         for stage, net in build_cells(recipe, mesh, rank).items():
-            given = {} if choices is None else {"saved_plan": choices[stage]}
-            program = prepare(net, *micro_batch(recipe, stage), compiled=recipe.context.mode == 0, **given)
+            given = {"saved_plan": partial(resized, plans[stage])} if plans else {}
+            program = prepare(net, *micro_batch(recipe, stage), **given)
             found[stage] = tree_of(net).storage, program
         shutdown()
     return found
 
 
-def check_shrunk(recipe, found):
+def check_shrunk(recipe, found, plans):
     """Assert that a small recipe is one, with the programs of the large one; returns the programs of both."""
-    small = recipe_from_dict(yaml.safe_load(recipe_to_yaml(found.recipe)))
-    assert recipe_to_yaml(small) == recipe_to_yaml(found.recipe) and mesh_shape(small) == mesh_shape(recipe)
-    large, programs = programs_of(recipe), programs_of(small, found.choices)
+    small = recipe_from_dict(yaml.safe_load(recipe_to_yaml(found)))
+    assert recipe_to_yaml(small) == recipe_to_yaml(found) and mesh_shape(small) == mesh_shape(recipe)
+    large, programs = programs_of(recipe), programs_of(small, plans)
     assert large.keys() == programs.keys()
     for (storage, theirs), (other, ours) in zip(large.values(), programs.values()):
         assert first_difference(theirs.frame, ours.frame) is None
@@ -79,7 +82,7 @@ def check_shrunk(recipe, found):
         assert sum(each.plan.size for each in other.parameters) < 250_000
         values = {value for _, frame in ours.frame.walk() for e in frame.instructions for value, _ in e.produced}
         assert max(math.prod(value.shape) for value in values) < 150_000
-        if len(found.layers) == getattr(recipe.model, "num_hidden_layers", 0):
+        if getattr(small.model, "num_hidden_layers", 0) == getattr(recipe.model, "num_hidden_layers", 0):
             assert ours.source.text.count("def ") == theirs.source.text.count("def ")
     return large, programs
 
@@ -94,16 +97,16 @@ def kind_of(stored):
 def test_recipes(name):
     path, *overrides = RECIPES[name]
     recipe = load_recipe(path, [*overrides, *(["parallelism.data_parallel_shard=2"] if "cpu" in name else [])])
-    check_shrunk(recipe, shrunk_recipe(recipe))
+    check_shrunk(recipe, *shrunk_recipe(recipe))
 
 
 @pytest.mark.parametrize("seed", [*range(40), *(pytest.param(s, marks=pytest.mark.nightly) for s in range(40, 200))])
 def test_random_recipes(seed):
     recipe = recipe_from_dict(random_recipe(seed))
-    found = shrunk_recipe(recipe)
-    check_sizes(recipe, found.recipe)
+    small, plans = shrunk_recipe(recipe)
+    check_sizes(recipe, small)
     if seed % 8 == 0:
-        check_shrunk(recipe, found)
+        check_shrunk(recipe, small, plans)
 
 
 def check_sizes(large, small):
@@ -122,21 +125,34 @@ def check_sizes(large, small):
 @pytest.mark.nightly
 def test_70b_at_its_own_length():
     recipe = load_recipe("configs/llama3_70b.yaml", ON_128)
-    found = shrunk_recipe(recipe)
-    check_shrunk(recipe, found)
-    assert found.recipe.model.hidden_size == 64
+    small, plans = shrunk_recipe(recipe)
+    check_shrunk(recipe, small, plans)
+    assert small.model.hidden_size == 64
 
 
-def test_70b_on_128_ranks():
+@pytest.fixture
+def layers(monkeypatch):
+    """The numbers of the layers that `shrunk_recipe` keeps, as a list that it fills."""
+    found, with_layers = [], shrinking._with_layers
+
+    def spied(recipe, stages):
+        found[:] = [number for numbers in stages for number in numbers]
+        return with_layers(recipe, stages)
+
+    monkeypatch.setattr(shrinking, "_with_layers", spied)
+    return found
+
+
+def test_70b_on_128_ranks(layers):
     """Its numbers: what remains of layers, micro-batches, sizes and buckets."""
     recipe = load_recipe("configs/llama3_70b.yaml", [*ON_128, "train_dataset.seq_length=768"])
-    found = shrunk_recipe(recipe)
-    small, model = found.recipe, found.recipe.model
-    assert found.layers == (0, 19, 20, 21, 40, 41, 60, 61)  # the first one of a stage has an argument
+    small, plans = shrunk_recipe(recipe)
+    model = small.model
+    assert layers == [0, 19, 20, 21, 40, 41, 60, 61]  # the first one of a stage has an argument
     assert small.parallelism.pipeline_parallel_layers_per_stage == (2, 2, 2, 2) and model.num_hidden_layers == 8
     assert micro_batches_of_a_run(small) == 4 and accumulation_steps(small, 4) == 2 == accumulation_steps(recipe, 4)
     assert model.hidden_size == model.num_attention_heads * model.head_dim and model.num_key_value_heads == 8
-    large, programs = check_shrunk(recipe, found)
+    large, programs = check_shrunk(recipe, small, plans)
     for number, layer in ((1, 19), (2, 20), (7, 61)):
         stage = layer // 20
         theirs, ours = (
@@ -154,29 +170,29 @@ def settings_of(layers, **sections):
     return recipe_from_dict({"model": model, "parallelism": parallelism, **sections})
 
 
-def test_layers_that_settings_name_remain():
+def test_layers_that_settings_name_remain(layers):
     recipe = settings_of(9, recompute={"full": "3-5", "select": "layers.7.mlp"}, swap={"layer_swap": [{"layers": [1]}]})
-    found = shrunk_recipe(recipe)
-    assert found.layers == (0, 1, 3, 7)
-    assert found.recipe.recompute.full == (2,) and found.recipe.swap.layer_swap[0].layers == (1,)
-    check_shrunk(recipe, found)
+    small, plans = shrunk_recipe(recipe)
+    assert layers == [0, 1, 3, 7]
+    assert small.recompute.full == (2,) and small.swap.layer_swap[0].layers == (1,)
+    check_shrunk(recipe, small, plans)
 
 
-def test_layers_of_other_sizes_remain():
+def test_layers_of_other_sizes_remain(layers):
     specs = [{}, {}, {"intermediate_size": 96}, {}, {"intermediate_size": 96}, {}, {"num_key_value_heads": 2}, {}, {}]
     recipe = settings_of(9, model={"heterogeneous_block_specs": specs})
-    found = shrunk_recipe(recipe)
-    assert found.layers == (0, 2, 6)
-    wide, narrow = found.recipe.model.intermediate_size, found.recipe.model.heterogeneous_block_specs[1]
-    assert narrow["intermediate_size"] != wide and found.recipe.model.heterogeneous_block_specs[0] == {}
+    model = shrunk_recipe(recipe)[0].model
+    assert layers == [0, 2, 6]
+    wide, narrow = model.intermediate_size, model.heterogeneous_block_specs[1]
+    assert narrow["intermediate_size"] != wide and model.heterogeneous_block_specs[0] == {}
 
 
-def test_a_layer_counted_for_the_embedding():
+def test_a_layer_counted_for_the_embedding(layers):
     counted = {"account_for_embedding_in_pipeline_split": True}
     recipe = settings_of(11, model=counted, parallelism={"pipeline_parallel": 3}, training={"local_batch_size": 6})
-    found = shrunk_recipe(recipe)
-    assert found.layers == (0, 2, 3, 4, 7, 8)
-    check_shrunk(recipe, found)
+    small, plans = shrunk_recipe(recipe)
+    assert layers == [0, 2, 3, 4, 7, 8]
+    check_shrunk(recipe, small, plans)
 
 
 @dataclass(frozen=True)
@@ -299,9 +315,8 @@ def test_an_altered_choice_is_found():
     for name in ("llama_tiny_recompute", "llama_tiny_pp", "own"):
         path, *overrides = RECIPES[name]
         recipe = load_recipe(path, overrides)
-        shrunk = shrunk_recipe(recipe)
         large = programs_of(recipe)
-        for stage, (_, small) in programs_of(shrunk.recipe, shrunk.choices).items():
+        for stage, (_, small) in programs_of(*shrunk_recipe(recipe)).items():
             theirs, frames = large[stage][1].frame, [frame for _, frame in small.frame.walk() if frame.instructions]
             for _ in range(40):
                 target = draw.choice(frames)
@@ -315,35 +330,17 @@ def test_an_altered_choice_is_found():
 
 def test_a_difference_of_a_dropped_layer_is_found():
     """Which the small plan has no layer for."""
-    found = shrunk_recipe(settings_of(6))
-    (choice,) = found.choices.values()
     ((_, large),) = programs_of(settings_of(6)).values()
-    ((_, small),) = programs_of(found.recipe, found.choices).values()
-    assert len(choice.graph.nodes) and first_difference(large.frame, small.frame) is None
+    ((_, small),) = programs_of(*shrunk_recipe(settings_of(6))).values()
+    assert first_difference(large.frame, small.frame) is None
     annotated = programs_of(settings_of(6, recompute={"full": [2]}))[0][1].frame
     assert "kept by recomputed' at the recipe's sizes" in first_difference(annotated, small.frame)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_least_sizes(seed):
-    draw = random.Random(seed)
-    counts = [draw.choice((1, 2, 3, 4, 8)) for _ in range(3)]
-    sizes = {draw.choice((8, 12, 64)) * draw.randint(1, 300) for _ in range(6)} | {3, 4}
-    divisors = divisors_of(counts)
-    parts = {size: draw.choice([d for d in (*divisors, 1) if size % d == 0]) for size in sizes}
-    large = max(sizes)
-    small = least_sizes(sizes, parts, divisors, draw.choice((0, 0.1)), lambda found: found[large] >= large / 5)
-    assert small.keys() == sizes and len({*small.values()}) == len(sizes) and small[3] == 3
-    assert large / 5 <= small[large] <= max(large / 3, 200)
-    for size, count in parts.items():
-        assert small[size] % count == 0 and (small[size] > count or size == count) and small[size] <= size
-        assert all(small[size] % divisor for divisor in divisors if size % divisor)
-
-
 def test_the_boundary_of_a_stage_shrinks_too():
     recipe = load_recipe("configs/llama_tiny_pp.yaml")
-    found = shrunk_recipe(recipe)
-    (_, program) = programs_of(found.recipe, found.choices)[1]
-    hidden = tensor_meta((1, found.recipe.train_dataset.seq_length // 2, found.recipe.model.hidden_size), "float32")
-    assert micro_batch(found.recipe, 1)[0] is hidden
-    assert tree_leaves(program.graph.arguments)[0].shape[-1] == found.recipe.model.hidden_size < 64
+    small, plans = shrunk_recipe(recipe)
+    (_, program) = programs_of(small, plans)[1]
+    hidden = tensor_meta((1, small.train_dataset.seq_length // 2, small.model.hidden_size), "float32")
+    assert micro_batch(small, 1)[0] is hidden
+    assert tree_leaves(program.graph.arguments)[0].shape[-1] == small.model.hidden_size < 64

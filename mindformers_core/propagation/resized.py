@@ -11,22 +11,23 @@ from itertools import zip_longest
 
 from mindformers_core.program.free_variables import lambda_lift
 from mindformers_core.program.graph import CallNode
-from mindformers_core.program.plan import CallPlan, OperatorPlan, Redistribution, captured_graph, joined_path
+from mindformers_core.program.plan import OperatorPlan, Redistribution, captured_graph
 from mindformers_core.program.structure import DType, Value, shown, tree_leaves
 from mindformers_core.propagation.operators import operator_signature
 
-__all__ = ["resized", "without_calls"]
+__all__ = ["resized"]
 
 _RULE = ("inputs", "outputs", "reduced", "whole", "linear", "added", "distributed", "run", "made")
 
 
-def resized(frame, graph):
+def resized(frame, graph, dropped=frozenset()):
     """The plan `frame` for another graph.
 
     Args:
-        frame: the `CellPlan` of a root, or what `without_calls` makes of it.
+        frame: the `CellPlan` of a root.
         graph: the captured `CellGraph` of a root with the same nodes, of other shapes. Numbers in the paths of Cells
             may differ.
+        dropped: paths of Cells that only the first root calls.
 
     Returns:
         A `CellPlan`; plans that calls share in `frame` are shared again.
@@ -34,55 +35,35 @@ def resized(frame, graph):
     Raises:
         ValueError: the graphs differ in more than sizes, or mesh axes don't divide a dim; names the Cell.
     """
-    return _Resizing({}, frame, lambda_lift(graph)).plan()
+    return _Resizing({}, frame, lambda_lift(graph), frozenset(dropped)).plan()
 
 
-def without_calls(frame, dropped):
-    """A plan without the calls of some Cells, for `resized` alone: results are missing.
+def _below(paths, child):
+    """Those of some paths that are below a Cell, from there."""
+    return frozenset(path[len(child) + 1 :] for path in paths if path.startswith(f"{child}."))
 
-    Args:
-        frame: the `CellPlan` of a root.
-        dropped: paths of the Cells.
-    """
-    above = {path[: dot.start()] for path in dropped for dot in re.finditer(r"\.", path)} | {""}
 
-    def visit(frame, path):
-        if path not in above:
-            return frame
-        nodes, entries, keepers = {id(node): node for node in frame.graph.nodes}, [], {}
-        for entry in frame.instructions:
-            new = entry
-            if isinstance(entry, CallPlan) and entry.frame is not None and entry.node.child is not None:
-                called = joined_path(path, entry.node.child)
-                if called in dropped:
-                    del nodes[id(entry.node)]
-                    continue
-                if called in above:
-                    inner = visit(entry.frame, called)
-                    node = replace(entry.node, graph=captured_graph(inner.graph))
-                    nodes[id(entry.node)], new = node, replace(entry, node=node, frame=inner)
-            entries.append(new)
-            if entry in frame.keepers:
-                keepers[new] = frame.keepers[entry]
-        graph = replace(frame.graph, nodes=tuple(nodes.values()))
-        return replace(frame, graph=graph, instructions=tuple(entries), keepers=keepers)
-
-    return visit(frame, "") if dropped else frame
+def _without_calls(graph, dropped):
+    """The nodes of a graph without the calls of some Cells, also in called ones, by the identities of its own nodes."""
+    nodes = {}
+    for node in graph.nodes:
+        if not isinstance(node, CallNode) or not dropped:
+            nodes[id(node)] = node
+        elif node.child not in dropped:
+            inner = tuple(_without_calls(node.graph, _below(dropped, node.child)).values())
+            nodes[id(node)] = replace(node, graph=replace(node.graph, nodes=inner))
+    return nodes
 
 
 class _Resizing:
-    """The plan of one call.
+    """The plan of one call."""
 
-    Attributes:
-        known: (`CellPlan`, key of the new graph) -> the new `CellPlan`.
-        values: number of a Value of the given plan -> the new Value. Where calls were dropped, several Values may have
-            become one.
-        nodes: identity of a node of the given plan -> the new node.
-    """
-
-    def __init__(self, known, frame, graph):
-        self.known, self.frame, self.graph = known, frame, graph
-        self.given, self.values, self.nodes = captured_graph(frame.graph), {}, {}
+    def __init__(self, known, frame, graph, dropped):
+        self.known = known  # (`CellPlan`, key of the new graph, paths of dropped Cells) -> the new `CellPlan`
+        self.frame, self.graph, self.dropped, self.moves = frame, graph, dropped, set()
+        # number of a given Value -> the new Value; several given ones may have become one without dropped calls
+        kept, self.values = _without_calls(frame.graph, dropped), {}
+        self.given = captured_graph(replace(frame.graph, nodes=tuple(kept.values())))
         for part in ("parameters", "constants", "free_variables"):
             self._pair(*([use.value for use in getattr(each, part)] for each in (self.given, graph)))
         self._pair((self.given.arguments, self.given.result), (graph.arguments, graph.result))
@@ -90,7 +71,7 @@ class _Resizing:
             if old is None or new is None or _kind(old) != _kind(new):
                 self._refuse(new, old)
             self._pair(*((node.args, node.kwargs, node.outputs) for node in (old, new)))
-            self.nodes[id(old)] = new
+        self.nodes = dict(zip(kept, graph.nodes))  # by the identity of the given one
 
     def _pair(self, old, new):
         """Record the new Values of a structure."""
@@ -104,32 +85,32 @@ class _Resizing:
         raise ValueError(f"{self.graph.label} has '{shown(new)}' at the new sizes, where '{shown(old)}' was planned")
 
     def plan(self):
-        """The new `CellPlan`."""
-        frame, entries, keepers, made, layouts = self.frame, [], {}, set(), {}
+        """The new `CellPlan`; layouts that contradict each other are a fault for `check_plan`."""
         graph = self._with_added_uses()
-        for entry in frame.instructions:
-            if isinstance(entry, Redistribution):
-                value = self.values.get(entry.value.id)
-                if value is None or (value.id, entry.target) in made:  # for a call that was dropped
-                    continue
-                made.add((value.id, entry.target))
-                steps = (replace(step, shape=step.source.local_shape(value.shape)) for step in entry.steps)
-                new = replace(entry, value=value, steps=tuple(steps))
-            else:
-                new = self._node_plan(entry)
-            entries.append(new)
-            if entry in frame.keepers:
-                keepers[new] = frame.keepers[entry]
-        for number in frame.layouts.keys() & self.values.keys():
-            layout, value = frame.layouts[number], self.values[number]
-            if layouts.setdefault(value.id, layout) != layout:
-                raise ValueError(f"{graph.label} has {value.described} as {layouts[value.id]}, and as {layout}")
-        trained = frozenset(self.values[number].id for number in frame.gradients & self.values.keys())
-        parts = {"layouts": layouts, "lifted": self._moved(frame.lifted), "gradients": trained, "keepers": keepers}
-        return replace(frame, graph=graph, instructions=tuple(entries), **parts)
+        made = {old: new for old in self.frame.instructions if (new := self._instruction(old)) is not None}
+        known = {number: value.id for number, value in self.values.items()}
+        return replace(
+            self.frame,
+            graph=graph,
+            instructions=tuple(made.values()),
+            layouts={known[number]: layout for number, layout in self.frame.layouts.items() if number in known},
+            lifted=self._moved(self.frame.lifted),
+            gradients=frozenset(known[number] for number in self.frame.gradients & known.keys()),
+            keepers={made[old]: keeper for old, keeper in self.frame.keepers.items() if old in made},
+        )
 
-    def _node_plan(self, entry):
-        node = self.nodes[id(entry.node)]
+    def _instruction(self, entry):
+        """The new instruction; None for a dropped call, and for a redistribution that is for one."""
+        if isinstance(entry, Redistribution):
+            value = self.values.get(entry.value.id)
+            if value is None or (value.id, entry.target) in self.moves:
+                return None
+            self.moves.add((value.id, entry.target))
+            steps = (replace(step, shape=step.source.local_shape(value.shape)) for step in entry.steps)
+            return replace(entry, value=value, steps=tuple(steps))
+        node = self.nodes.get(id(entry.node))
+        if node is None:
+            return None
         if isinstance(entry, OperatorPlan):
             new = replace(entry, node=node, signature=operator_signature(node))
             rules = [[getattr(each.signature, name) for name in _RULE] for each in (entry, new)]
@@ -137,13 +118,10 @@ class _Resizing:
             if rules[0] != rules[1] or several[0] != several[1]:
                 raise ValueError(f"{self.graph.label} has another rule for '{node}', or one local element of a dim")
             return new
-        inner = entry.frame
-        if inner is not None:
-            key = inner, node.graph.key
-            if key not in self.known:
-                self.known[key] = _Resizing(self.known, inner, node.graph).plan()
-            inner = self.known[key]
-        return replace(entry, node=node, frame=inner, lifted=self._moved(entry.lifted))
+        key = entry.frame, node.graph.key, _below(self.dropped, entry.node.child)
+        if entry.frame is not None and key not in self.known:
+            self.known[key] = _Resizing(self.known, entry.frame, node.graph, key[-1]).plan()
+        return replace(entry, node=node, frame=self.known.get(key), lifted=self._moved(entry.lifted))
 
     def _moved(self, pairs):
         return tuple((self.values[value.id], layout) for value, layout in pairs)
@@ -176,10 +154,6 @@ def _fixed(one, other):
 def _kind(node):
     """What equal nodes of two sizes have in common, besides their arguments."""
     if isinstance(node, CallNode):
-        return (
-            re.sub(r"\d+", "*", str(node.child)),
-            node.graph.class_name,
-            node.graph.training,
-            node.graph.custom_gradient,
-        )
+        called, child = node.graph, re.sub(r"\d+", "*", str(node.child))
+        return child, called.class_name, called.training, called.custom_gradient
     return node.operator, node.kind, node.attribute, node.primitive and node.primitive.name

@@ -22,8 +22,8 @@ def prepare(cell, *inputs, saved_plan=None, compiled=False, **named_inputs):
         inputs, named_inputs: the arguments of the call, this rank's parts; of tensors only shapes and dtypes are used,
             and a `TensorMeta` can stand for one.
         saved_plan: a file written by `save_plan(program.frame, path)`, whose choices the propagation repeats; or a
-            `CellPlan` of the same Cell at other sizes, see `resized`. Default: propagate, unless there is a program
-            for such inputs.
+            function of the captured `CellGraph` that returns its plan, with keepers. Default: propagate, unless there
+            is a program for such inputs.
         compiled: whether the program is for a compiled function; only under `recompute()` a different one.
 
     Returns:

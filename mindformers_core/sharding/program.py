@@ -17,11 +17,10 @@ from mindformers_core.generation.load import load_module
 from mindformers_core.generation.module_source import ModuleSource
 from mindformers_core.operators import TensorMeta, tensor_meta
 from mindformers_core.program.partition import calls_of, partition
-from mindformers_core.program.plan import CellPlan, called_graphs, joined_path
+from mindformers_core.program.plan import called_graphs, joined_path
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.propagation.checking import check_plan
 from mindformers_core.propagation.propagate import propagate
-from mindformers_core.propagation.resized import resized
 from mindformers_core.propagation.saved import load_plan
 from mindformers_core.sharding.collective_places import collective_places
 
@@ -158,8 +157,7 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
 def annotated_plan(tree, path, args, kwargs, saved_plan=None):
     """As `plan_call`; the plan has the keepers of the tree's `ActivationPolicy`, or of a `saved_plan` in memory."""
     graph, frame = plan_call(tree, path, args, kwargs, saved_plan)
-    is_annotated = isinstance(saved_plan, CellPlan)
-    return graph, frame if is_annotated else tree.activations.annotate(path, frame, tree.compiling)
+    return graph, frame if callable(saved_plan) else tree.activations.annotate(path, frame, tree.compiling)
 
 
 def plan_call(tree, path, args, kwargs, saved_plan=None):
@@ -181,8 +179,8 @@ def plan_call(tree, path, args, kwargs, saved_plan=None):
     values = tree_leaves(graph.arguments)
     layouts = {value.id: layout for value, (_, _, layout) in zip(values, arriving, strict=True)}
     declarations, parameters = _below(path, tree.declarations), _below(path, tree.parameter_layouts)
-    if isinstance(saved_plan, CellPlan):
-        frame = resized(saved_plan, graph)
+    if callable(saved_plan):
+        frame = saved_plan(graph)
     elif saved_plan is not None:
         frame = load_plan(saved_plan, graph, tree.mesh, layouts, parameters, declarations, final=path == "")
     else:

@@ -1,5 +1,6 @@
 """The comparison of all ranks' values with those of one card, and the faults that it finds."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,39 +45,23 @@ class Fault:
         order: sort key: the earliest fault is the smallest.
         rank: the global rank.
         what: "value", "gradient", or what is compared after the passes: "reduced gradient", "norm", ….
-        stage, label: of the pass; None after the passes.
-        seen: the `Observed`, or None.
-        path: of the Cell, or of the parameter.
-        file: the generated module, or, of a reduced gradient, the bucket that reduces it.
+        at: stage and label of the pass, None after the passes; the `Observed` or None; the path of the Cell, or of the
+            parameter; the generated module, or, of a reduced gradient, the bucket that reduces it.
         layout: the layout that the tensor should have.
+        key: the same for all ranks' faults of one tensor.
         found, expected: arrays.
         value: the global array.
-        key: the same for all ranks' faults of one tensor, together with the other attributes.
     """
 
     order: tuple
     rank: int
     what: str
-    stage: int | None
-    label: tuple | None
-    seen: object
-    path: str
-    file: str | None
+    at: tuple
     layout: object
+    key: tuple
     found: np.ndarray
     expected: np.ndarray
     value: np.ndarray
-    key: object
-
-    @property
-    def number(self):
-        """Number of the tensor in its module."""
-        return None if self.seen is None else self.seen.number
-
-    def same_tensor(self, other):
-        """Whether another fault is one of the same tensor, on this or another rank."""
-        names = ("what", "stage", "label", "path", "key")
-        return all(getattr(self, name) == getattr(other, name) for name in names)
 
 
 @dataclass(eq=False)
@@ -85,7 +70,7 @@ class Check:
 
     Attributes:
         mesh: of all ranks.
-        plans: from `plans_of`.
+        plans: (number of a stage, mesh of its Cell) -> `(CellGraph, CellPlan)`.
         roots: as `plans`, the `CellPlan`s of what has run: under recompute() others.
         truth: the `OneCard`.
         precision: the `Precision` of all ranks and of the truth.
@@ -103,23 +88,17 @@ class Check:
     compared: int = 0
     roots: dict = field(default_factory=dict)
     _sums: TermSums = field(default_factory=TermSums)
-    _counts: dict = field(default_factory=dict)  # rank -> faults kept
+    _counts: Counter = field(default_factory=Counter)  # rank -> faults
 
     def report(self):
         """The text of the verification."""
-        mesh = self.mesh
-        compared = f"{self.compared:,} tensors on {mesh.size} ranks {mesh} compared with one card"
+        compared = f"{self.compared:,} tensors on {self.mesh.size} ranks {self.mesh} compared with one card"
         if not self.faults:
             return "\n".join([f"verified: {compared}, no difference", *self.notes])
         first = min(self.faults, key=lambda fault: fault.order)
-        others = [fault for fault in self.faults if fault is not first and first.same_tensor(fault)]
-        return "\n".join(
-            [
-                f"a fault: {compared}",
-                *fault_lines(first, others, mesh, self.roots.values()),
-                *self.notes,
-            ]
-        )
+        others = [fault for fault in self.faults if fault is not first and fault.key == first.key]
+        lines = fault_lines(first, others, self.mesh, self.roots.values())
+        return "\n".join([f"a fault: {compared}", *lines, *self.notes])
 
     def compare(self, rank, what, at, layout, tensor):
         """Compare a tensor of an instruction with the one card's.
@@ -144,9 +123,9 @@ class Check:
             value = value if terms == 1 else value / terms
         place = (0, label, stage) if what == "value" else (1, label, -stage)
         key = call, seen.value.id, layout
-        at = stage, label, seen, path, file
         rounding = self.precision.rounding * self.truth.largest(what, label)
-        self.hold((*place, self.compared), rank, what, at, layout, tensor, value, key, rounding=rounding)
+        at, order = (stage, label, seen, path, file), (*place, self.compared)
+        self.hold(order, rank, what, at, layout, tensor, value, key, rounding=rounding)
 
     def hold(self, order, rank, what, at, layout, tensor, value, key=None, tolerance=None, rounding=0.0):
         """Compare a local tensor with the global value `value` in a layout; the arguments are those of `Fault`.
@@ -154,17 +133,15 @@ class Check:
         Without a layout `value` is the expected local one. `key` is the same on all ranks that hold terms of a tensor.
         `tolerance` and `rounding` are those of `close`.
         """
-        stage, label, seen, path, file = at
-        array = tensor.asnumpy()
+        stage, label, _, path, _ = at
+        key, array = (what, stage, label, path, key), tensor.asnumpy()
         self.compared += 1
         if layout is not None and layout.partial:
-            array = self._sums.add((what, stage, label, path, key), layout, rank, array)
+            array = self._sums.add(key, layout, rank, array)
             if array is None:
                 return
         expected = value if layout is None else expected_part(value, layout, rank)
-        is_right = close(array, expected, tolerance or self.precision.tolerance, rounding)
-        if not is_right and self._counts.get(rank, 0) < _KEPT:
-            self._counts[rank] = self._counts.get(rank, 0) + 1
-            self.faults.append(
-                Fault(order, rank, what, stage, label, seen, path, file, layout, array, expected, value, key)
-            )
+        if not close(array, expected, tolerance or self.precision.tolerance, rounding):
+            self._counts[rank] += 1
+            if self._counts[rank] <= _KEPT:
+                self.faults.append(Fault(order, rank, what, at, layout, key, array, expected, value))

@@ -4,12 +4,13 @@ from functools import lru_cache
 
 import numpy as np
 
+from mindformers_core.layout import Layout
 from mindformers_core.redistribution.arrays import reduce_terms
 
 __all__ = ["TermSums", "close", "expected_part", "gradient_layout", "gradient_terms", "largest"]
 
-
 _MASKS = 6e4  # numbers from here on stand for masked elements, and say nothing about the others
+_slices = lru_cache(maxsize=1 << 14)(Layout.local_slices)
 
 
 def close(found, expected, tolerance, rounding=0.0):
@@ -24,16 +25,13 @@ def close(found, expected, tolerance, rounding=0.0):
         return False
     if expected.dtype.kind != "f":
         return bool((found == expected).all())
-    if not found.size:
-        return True
     size = _peak(expected)
     if size < _MASKS:
-        return bool(np.abs(found - expected).max() <= tolerance * size + rounding)
+        return bool(np.abs(found - expected).max(initial=0.0) <= tolerance * size + rounding)
     finite, sizes = np.isfinite(expected), np.abs(expected)
-    if not finite.all():
-        if not np.array_equal(found[~finite], expected[~finite], equal_nan=True):
-            return False
-        found, expected, sizes = found[finite], expected[finite], sizes[finite]
+    if not np.array_equal(found[~finite], expected[~finite], equal_nan=True):
+        return False
+    found, expected, sizes = found[finite], expected[finite], sizes[finite]
     scale = np.where(sizes < _MASKS, sizes.max(initial=1e-30, where=sizes < _MASKS), sizes)
     return bool((np.abs(found - expected) <= tolerance * scale + rounding).all())
 
@@ -42,7 +40,7 @@ def largest(arrays):
     """The largest magnitude in floating arrays, masks left out; 0 where there is none."""
     found = 0.0
     for array in arrays:
-        if array.dtype.kind == "f" and array.size:
+        if array.dtype.kind == "f":
             size = _peak(array)
             found = max(found, float(size if size < _MASKS else _peak(array[np.abs(array) < _MASKS])))
     return found
@@ -72,11 +70,6 @@ def expected_part(value, layout, rank):
     return value[_slices(layout, value.shape, rank)]
 
 
-@lru_cache(maxsize=1 << 14)
-def _slices(layout, shape, rank):
-    return layout.local_slices(shape, rank)
-
-
 class TermSums:
     """Collects the terms of partial tensors until all ranks have given theirs."""
 
@@ -85,11 +78,9 @@ class TermSums:
 
     def add(self, key, layout, rank, term):
         """Add the term of a rank; returns the reduced tensor when the last rank has come, else None."""
-        axes = tuple(axis for axis, _ in layout.partial)
-        group = layout.mesh.group(rank, axes)
+        group = layout.mesh.group(rank, tuple(axis for axis, _ in layout.partial))
         terms = self._terms.setdefault((key, group), {})
         terms[rank] = term
         if len(terms) < len(group):
             return None
-        del self._terms[key, group]
-        return reduce_terms(terms, layout)[rank]
+        return reduce_terms(self._terms.pop((key, group)), layout)[rank]

@@ -9,18 +9,17 @@ import numpy as np
 from mindspore import Tensor
 
 from mindformers_core.communication.simulated import SimulatedRanks
-from mindformers_core.communication.world import process_state, rank_of
+from mindformers_core.communication.world import process_state
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.optimizers.adamw import decays
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.program.graph import OperatorNode
-from mindformers_core.sharding.program import annotated_plan
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.verification.checking import FLOAT32_KERNELS, PRECISIONS, Check
 from mindformers_core.verification.observing import RankObserver
 from mindformers_core.verification.truth import OneCard
 
-__all__ = ["RankStep", "Subject", "operators_of", "plans_of", "simulate"]
+__all__ = ["RankStep", "Subject", "operators_of", "simulate"]
 
 _UPDATE_TOLERANCE = 1e-5  # optimizers take scalars and keep moments in float32
 _OWN_CODE = 2**-10  # the model's own code runs in float32
@@ -77,29 +76,6 @@ class Subject:
     model: Callable | None = None
 
 
-def plans_of(mesh, build, inputs, choices=None, device_target=None):
-    """(number of a stage, mesh of its Cell) -> `(CellGraph, CellPlan)`; nothing is computed.
-
-    Args:
-        mesh: of all ranks.
-        build: as of `Subject`.
-        inputs: function of a rank, the number of a stage and its Cell: local inputs of one pass, `(args, kwargs)`.
-        choices: number of a stage -> its plan at other sizes (see `resized`). Default: propagate.
-        device_target: see `rank_of`.
-    """
-    plans, planned = {}, set()
-    for rank in mesh.rank_list:
-        if rank in planned:
-            continue
-        with rank_of(mesh.size, rank, device_target=device_target):
-            for stage, net in build(rank).items():
-                tree = tree_of(net)
-                given = None if choices is None else choices[stage]
-                plans[stage, tree.mesh] = annotated_plan(tree, "", *inputs(rank, stage, net), given)
-                planned.update(tree.mesh.rank_list)
-    return plans
-
-
 def operators_of(plans):
     """Names of all operators of the captured programs, a set."""
     nodes = [node for graph, _ in plans.values() for call in graph.calls() for node in call.nodes]
@@ -111,7 +87,7 @@ def simulate(subject, plans, notes=()):
 
     Args:
         subject: the `Subject`.
-        plans: from `plans_of`.
+        plans: (number of a stage, mesh of its Cell) -> `(CellGraph, CellPlan)`.
         notes: sentences about what isn't verified.
 
     Returns:

@@ -1,6 +1,7 @@
 """The text of a verification: the first fault, where it is, and what kind it is where that is certain. Pure Python."""
 
-from itertools import combinations
+from itertools import chain, combinations
+from pathlib import Path
 
 import numpy as np
 
@@ -25,53 +26,42 @@ def fault_lines(fault, others, mesh, roots):
         mesh: of all ranks.
         roots: the `CellPlan`s of all stages.
     """
-    frames = list(dict.fromkeys(frame for root in roots for _, frame in root.walk()))
     coordinates = ", ".join(f"{axis} {place}" for axis, place in zip(mesh.axis_names, mesh.coordinate(fault.rank)))
-    lines = [f"the first is on rank {fault.rank} ({coordinates}): {_what(fault)}"]
-    if fault.seen is not None:
-        lines += _instruction_lines(fault, frames)
-    elif fault.file:
-        lines.append(f"  bucket    {fault.file}")
-    elif fault.what == "weight gradient":
-        lines.append(f"  used by   {_listed(_users(fault.path, frames))}")
+    frames = list(dict.fromkeys(frame for root in roots for _, frame in root.walk()))
+    lines = [f"the first is on rank {fault.rank} ({coordinates}): {_what(fault)}", *_place_lines(fault, frames)]
     if fault.layout is not None:
-        lines.append(f"  layout    {_tensor(fault)} {fault.layout}")
-    lines.append(f"  found     {_array(fault.found)}")
-    lines.append(f"  one card  {_array(fault.expected)}")
-    ranks = sorted({fault.rank, *(other.rank for other in others)})
+        lines.append(f"  layout    {fault.value.dtype} {list(fault.value.shape)} {fault.layout}")
+    ranks, kind = sorted({fault.rank, *(other.rank for other in others)}), kind_of_fault(fault, others, mesh)
+    lines += [f"  found     {_array(fault.found)}", f"  one card  {_array(fault.expected)}"]
     lines.append(f"  wrong on  {len(ranks)} of {mesh.size} ranks: {first_of(ranks)}")
-    kind = kind_of_fault(fault, others, mesh)
     return [*lines, f"  kind      {kind}"] if kind else lines
 
 
 def _what(fault):
-    passed = ""
-    if fault.label is not None:
-        key, number, *_ = fault.label
-        passed = f", micro-batch {key}, run {number}" + (f", stage {fault.stage}" if fault.stage else "")
-    if fault.seen is None:
-        return f"{fault.what} of '{fault.path}'{passed}" if fault.path else f"{fault.what}{passed}"
-    of = "gradient of " if fault.what == "gradient" else ""
-    direction = "backward" if fault.what == "gradient" else "forward"
-    return f"the {of}tensor '{fault.seen.variable}', {direction} pass{passed}"
+    stage, label, seen, path, _ = fault.at
+    text = f"{fault.what} of '{path}'" if path else fault.what
+    if seen is not None:
+        of, direction = ("gradient of ", "backward") if fault.what == "gradient" else ("", "forward")
+        text = f"the {of}tensor '{seen.variable}', {direction} pass"
+    passed = "" if label is None else f", micro-batch {label[0]}, run {label[1]}"
+    return text + passed + (f", stage {stage}" if stage else "")
 
 
-def _instruction_lines(fault, frames):
+def _place_lines(fault, frames):
     """Where a tensor is produced, and, of a gradient, consumed."""
-    seen, entry = fault.seen, fault.seen.entry
-    lines = [f"  Cell      '{fault.path}' ({seen.frame.graph.class_name.rpartition('.')[2]})"]
-    if isinstance(entry, ParameterUse):
-        lines.append(f"  parameter '{entry.path}', as the Cell gets it")
-    else:
-        made = _shown(entry)
-        lines.append(f"  {'made by ' if fault.what == 'gradient' else 'operator'}  {made}; {_generated(fault)}")
+    _, _, seen, path, file = fault.at
+    if seen is None:
+        used = f"  used by   {_listed(_users(path, frames))}"
+        return [f"  bucket    {file}"] if file else [used] if fault.what == "weight gradient" else []
+    cell = f"  Cell      '{path}' ({seen.frame.graph.class_name.rpartition('.')[2]})"
+    if isinstance(seen.entry, ParameterUse):
+        return [cell, f"  parameter '{seen.entry.path}', as the Cell gets it"]
+    made = f"{_shown(seen.entry)}; {_generated(seen, file)}"
     if fault.what == "gradient":
-        consumers = _consumers(seen.frame, seen.value, seen.layout, frames, fault.path)
-        lines.append(f"  used by   {_listed(consumers) or 'the caller'}: their gradients agree before")
-    elif not isinstance(entry, ParameterUse):
-        inputs = [f"{value.hint} {list(value.shape)} {layout}" for value, layout in entry.consumed]
-        lines.append(f"  inputs    {'; '.join(inputs)}: all that were compared agree")
-    return lines
+        consumers = _listed(_consumers(seen.frame, seen.value, seen.layout, frames, path)) or "the caller"
+        return [cell, f"  made by   {made}", f"  used by   {consumers}: their gradients agree before"]
+    inputs = "; ".join(f"{value.hint} {list(value.shape)} {layout}" for value, layout in seen.entry.consumed)
+    return [cell, f"  operator  {made}", f"  inputs    {inputs}: all that were compared agree"]
 
 
 def _listed(entries):
@@ -116,25 +106,19 @@ def _consumers(frame, value, layout, frames=(), path=""):
     return found
 
 
-def _generated(fault):
+def _generated(seen, path):
     """The line of the generated module that produces the tensor."""
-    with open(fault.file, encoding="utf-8") as file:
-        lines = file.read().splitlines()
-    number = next(n for n, line in enumerate(lines) if line.lstrip().startswith(f"observed(self, {fault.number}, "))
-    return f"{fault.file}:{number}: {lines[number - 1].strip().partition('  # ')[0]}"
-
-
-def _tensor(fault):
-    return f"{fault.value.dtype} {list(fault.value.shape)}"
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    number = next(n for n, line in enumerate(lines) if line.lstrip().startswith(f"observed(self, {seen.number}, "))
+    return f"{path}:{number}: {lines[number - 1].strip().partition('  # ')[0]}"
 
 
 def _array(array):
     """The first elements, and the norm."""
     flat = np.asarray(array).ravel()
-    head = ", ".join(f"{element:.6g}" for element in flat[:_SHOWN])
-    more = ", …" if flat.size > _SHOWN else ""
+    head = first_of([f"{element:.6g}" for element in flat[: _SHOWN + 1]], _SHOWN)
     norm = f", norm {np.linalg.norm(flat.astype(np.float64)):.6g}" if flat.dtype.kind == "f" and flat.size > 1 else ""
-    return f"[{head}{more}] {list(np.shape(array))}{norm}"
+    return f"[{head}] {list(np.shape(array))}{norm}"
 
 
 def kind_of_fault(fault, others, mesh):
@@ -146,55 +130,44 @@ def kind_of_fault(fault, others, mesh):
     found, expected = fault.found, fault.expected
     if found.shape != expected.shape:
         return f"the shape is {list(found.shape)}, not {list(expected.shape)}"
-    if expected.dtype.kind != "f":
-        return _rearranged(fault)
-    if not found.any():
-        return "all elements are zero"
     if not np.isfinite(found).all():
         return "some elements are not finite"
-    return _missing_reduction(fault, others, mesh) or _factor(found, expected, mesh) or _rearranged(fault)
+    explanations = _rearranged(fault)
+    if expected.dtype.kind == "f":
+        zero = "all elements are zero", found, np.zeros_like(expected)
+        explanations = chain([zero], _missing_sums(fault, others, mesh), _factors(found, expected, mesh), explanations)
+    return next((sentence for sentence, one, other in explanations if close(one, other, _SAME)), "")
 
 
-def _missing_reduction(fault, others, mesh):
-    """The sentence about terms that should have been summed, or ""."""
-    by_rank = {fault.rank: fault.found} | {other.rank: other.found for other in others}
+# Triples (sentence, array, array): the sentence is true where both arrays are equal.
+
+
+def _missing_sums(fault, others, mesh):
+    by_rank = {each.rank: each.found for each in (fault, *others)}
     for axis in mesh.axis_names:
-        members = mesh.group(fault.rank, (axis,))
-        has_all = len(members) > 1 and all(rank in by_rank for rank in members)
-        is_term = has_all and not close(by_rank[members[0]], by_rank[members[1]], _SAME)
-        if is_term and close(sum(by_rank[rank] for rank in members), fault.expected, _SAME):
-            return f"each rank of {axis} has a term of the sum: a reduction over {axis} is missing"
-    return ""
+        terms = [by_rank[rank] for rank in mesh.group(fault.rank, (axis,)) if rank in by_rank]
+        if 1 < len(terms) == mesh.axis_size(axis) and not close(terms[0], terms[1], _SAME):
+            text = f"each rank of {axis} has a term of the sum: a reduction over {axis} is missing"
+            yield text, sum(terms), fault.expected
+
+
+def _factors(found, expected, mesh):
+    """A factor that is the size of mesh axes, or its inverse; or any other."""
+    names, sizes = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1], {}
+    for axes in (axes for count in range(len(names)) for axes in combinations(names, count + 1)):
+        sizes.setdefault(mesh.axis_size(*axes), []).append(" x ".join(axes))
+    for size, named in sorted(sizes.items()):
+        of = f"the size of {' or '.join(named)}: perhaps"
+        yield f"{size} times too large, {of} it is summed once too often", found, expected * size
+        yield f"{size} times too small, {of} a sum is missing", found * size, expected
+    factor = np.sum(found * expected) / (np.sum(np.square(expected)) or 1.0)
+    yield f"it is {factor:.6g} times the right value", found, factor * expected
 
 
 def _rearranged(fault):
-    """The sentence about a part of another rank, or about swapped dims, or ""."""
-    found, expected, layout = fault.found, fault.expected, fault.layout
+    """A part of another rank, or swapped dims."""
+    found, layout = fault.found, fault.layout
     for rank in () if layout is None else layout.mesh.rank_list:
-        if close(found, expected_part(fault.value, layout, rank), _SAME):
-            return f"it is the part of rank {rank}"
+        yield f"it is the part of rank {rank}", found, expected_part(fault.value, layout, rank)
     for one, other in combinations(range(found.ndim), 2):
-        if found.shape[one] == found.shape[other] and close(found.swapaxes(one, other), expected, _SAME):
-            return f"dims {one} and {other} are swapped"
-    return ""
-
-
-def _factor(found, expected, mesh):
-    """The sentence about a factor between two arrays that is the size of mesh axes, or its inverse; or ""."""
-    norm = float(np.sum(np.square(expected, dtype=np.float64))) if expected.dtype.kind == "f" else 0.0
-    if norm == 0.0:
-        return ""
-    factor = float(np.sum(found * expected, dtype=np.float64)) / norm
-    if not factor or not close(found, factor * expected, _SAME):
-        return ""
-    names = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1]
-    sizes = [
-        (mesh.axis_size(*axes), " x ".join(axes)) for n in range(len(names)) for axes in combinations(names, n + 1)
-    ]
-    for size in sorted({size for size, _ in sizes}):
-        named = " or ".join(axes for other, axes in sizes if other == size)
-        if np.isclose(factor, size, rtol=_SAME):
-            return f"{size} times too large, the size of {named}: perhaps it is summed once too often"
-        if np.isclose(factor * size, 1, rtol=_SAME):
-            return f"{size} times too small, the size of {named}: perhaps a sum is missing"
-    return f"it is {factor:.6g} times the right value"
+        yield f"dims {one} and {other} are swapped", found.swapaxes(one, other), fault.expected

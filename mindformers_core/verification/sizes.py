@@ -25,8 +25,7 @@ def parts_of_sizes(tensors):
     found = {}
     for shape, layout in tensors:
         for size, axes in zip(shape, layout.dims):
-            if axes:
-                found[size] = lcm(found.get(size, 1), layout.mesh.axis_size(*axes))
+            found[size] = lcm(found.get(size, 1), layout.mesh.axis_size(*axes))
     return found
 
 
@@ -39,7 +38,7 @@ def least_sizes(sizes, parts, divisors, share, fits):
 
     Args:
         sizes: the sizes.
-        parts: size -> number of parts that it is cut into. Default of a size: 1.
+        parts: size -> number of parts that it is cut into, which divides it. Default of a size: 1.
         divisors: products of numbers of ranks.
         share: what at least remains of each size, from 0 to 1.
         fits: function of a dict, size -> small size: whether the model can be made.
@@ -52,7 +51,7 @@ def least_sizes(sizes, parts, divisors, share, fits):
     for size in sorted(small.keys() - done):
         taken = {small[other] for other in done}
         products = [small[a] * small[b] for a in sorted(done) for b in sorted(done) if 1 < a <= b and a * b == size]
-        count = parts.get(size, 1) if size % parts.get(size, 1) == 0 else 1
+        count = parts.get(size, 1)
         unit = lcm(count, gcd(size, _SMALL))  # halves of an uncut dim have several elements, too
         lowest = max(unit, count * min(size // count, 2), ceil(size * share))
         strange = [divisor for divisor in divisors if size % divisor]
