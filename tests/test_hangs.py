@@ -163,7 +163,7 @@ def test_permutes_and_calls_of_one_group_by_another_order_of_ranks_agree(recorde
 
 def test_ranks_find_the_board_by_its_name_until_it_is_hidden(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "mindformers_core.job").write_text("/proc/self/fd/0 of a job that was killed")
+    (tmp_path / f"mindformers_core.{os.getuid()}.job").write_text("/proc/self/fd/0 of a job that was killed")
     boards = [join_board("job", 2), join_board("job", 2)]
     boards[0].slots[1].count = 7
     assert boards[1].slots[1].count == 7
