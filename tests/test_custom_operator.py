@@ -11,7 +11,7 @@ from mindspore import Parameter, Tensor, nn
 
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.operators import registry
+from mindformers_core.operators import elementwise, register_operator, registry
 from mindformers_core.recompute import list_operators, recompute
 from mindformers_core.tensor_parallel import explain, jit, programs, shard
 
@@ -42,6 +42,20 @@ class Gated(nn.Cell):
 
     def construct(self, x):
         return self.gate(ms.ops.matmul(x, self.weight), 2.0).sum()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_function_named_as_its_operator(tmp_path, monkeypatch):
+    """Generated code calls the function, and no variable takes its name."""
+    monkeypatch.setattr(registry, "_FACTS", dict(registry._FACTS))
+    code = ["def turn(x):", "    return x * 2.0", "", "", "turned = custom_operator('Turn', turn)"]
+    head = "from mindformers_core.tensor_parallel import custom_operator"
+    (tmp_path / "turning.py").write_text("\n".join([head, *code]))
+    monkeypatch.syspath_prepend(tmp_path)
+    turned = __import__("turning").turned
+    register_operator("Turn", source="turning.turn")(elementwise)
+    net = shard(Gated(lambda x, _: turned(turned(x))), init_device_mesh((1,), ("tp",)))
+    assert abs(float(net(X).asnumpy()) / float((4 * ms.ops.matmul(X, net.weight.value())).sum().asnumpy()) - 1) < 1e-5
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -16,7 +16,7 @@ from mindformers_core.diff.digests import COLUMNS, PROJECTIONS, digest, distance
 from mindformers_core.diff.parting import part
 from mindformers_core.diff.recorder import record_digests
 from mindformers_core.diff.report import report
-from mindformers_core.diff.runs import Run, assembled, write_rows, write_table
+from mindformers_core.diff.runs import Run, assembled, layout_text, write_rows, write_table
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.program.observer import Observer
@@ -132,7 +132,7 @@ def test_signs_are_those_of_the_global_position():
     assert (sign((6, 8), (0, 0), 2) != signs).any()
 
 
-def _run_of(folder, values, rank=0, about=None):
+def _run_of(folder, values, rank=0, about=None, layout=None):
     """A recorded run of values: pairs (name, array), as a chain of operators."""
     os.makedirs(folder, exist_ok=True)
     table, inputs = {"about": about or {}, "facts": {}, "rows": []}, []
@@ -140,10 +140,21 @@ def _run_of(folder, values, rank=0, about=None):
         facts = {"cell": "mlp", "operator": "Mul", "source": "a.py:1", "hint": name, "inputs": inputs}
         table["facts"][f"mlp#0:{number}.0"] = facts | {"shape": list(array.shape), "dtype": "float32"}
         inputs = [f"mlp#0:{number}.0"]
-        table["rows"].append(["value", inputs[0], None, None])
+        table["rows"].append(["value", inputs[0], layout, None])
     write_table(folder, rank, table)
     write_rows(folder, 1, rank, [(n, rank, n, (0, 0), False, _whole(array)) for n, (_, array) in enumerate(values)])
-    return Run(folder)
+    return Run(folder) if rank == 0 and layout is None else None
+
+
+def test_tensors_of_which_ranks_lack_parts_are_not_compared(tmp_path):
+    layout = layout_text(Layout.on(DeviceMesh((2,), ("tp",)), (("tp",), ())))
+    for folder in ("a", "b"):
+        for rank in range(2):
+            _run_of(tmp_path / folder, [("x", np.ones((4, 5))), ("y", np.ones((2, 3)))], rank, {"ranks": 2}, layout)
+    assert "same: 2 tensors" in report(part(*[Run(tmp_path / name) for name in "ab"]))
+    write_rows(tmp_path / "b", 1, 1, [(0, 1, 0, (0, 0), False, _whole(np.ones((4, 5))))])
+    text = report(part(*[Run(tmp_path / name) for name in "ab"]))
+    assert "same as far as compared: 1 tensors" in text and "not compared, for one run or some ranks lack them" in text
 
 
 def test_the_first_difference_and_its_inputs(tmp_path):
@@ -175,7 +186,7 @@ def test_operators_that_one_run_alone_has(tmp_path):
     found = part(one, other)
     assert found.first is None
     assert len(found.only["A"]) == 2
-    assert "not compared: 2 of A alone (mlp); 2 of B alone (mlp)" in report(found)
+    assert "not compared, for one run or some ranks lack them: 2 of A (mlp); 2 of B (mlp)" in report(found)
 
 
 def test_steps_with_other_data(tmp_path):
@@ -185,7 +196,8 @@ def test_steps_with_other_data(tmp_path):
     with pytest.raises(ValueError, match="a step of A takes 2 sequences, one of B 4: give both the same global batch"):
         part(one, other)
     swapped = _run_of(tmp_path / "c", values, about={"sequences": [[1, 0]]})
-    assert "passes have other sequences" in report(part(one, swapped))
+    with pytest.raises(ValueError, match="have no tensor in common in step 1: passes have other sequences"):
+        part(one, swapped)
 
 
 def test_folders_without_a_run(tmp_path):

@@ -154,6 +154,22 @@ def test_ranks_that_wait_for_each_other_in_different_groups_are_noticed(recorder
     assert not issue(recorders[1], ranks=(0, 1)).agrees
 
 
+@pytest.mark.parametrize("ahead", [1, 9, 20, 40])
+def test_a_rank_that_is_far_ahead_is_no_desync(recorders, ahead):
+    for recorder in recorders:
+        issue(recorder).done = True
+    for _ in range(ahead):  # the root of broadcasts doesn't wait
+        issue(recorders[0], "broadcast", (0, 1)).done = True
+    assert issue(recorders[0]).agrees
+    for _ in range(ahead):
+        assert issue(recorders[1], "broadcast", (0, 1)).agrees
+
+
+def test_a_report_that_fails_is_posted(recorders, monkeypatch):
+    monkeypatch.setattr(Board, "states", lambda board: 1 / 0)
+    assert recorders[0].board.post(0) and "the report of it has failed: ZeroDivisionError" in recorders[0].board.report
+
+
 def test_permutes_and_calls_of_one_group_by_another_order_of_ranks_agree(recorders):
     for ranks in ((0, 1), (1, 0), (0, 1)):
         for recorder, shape in zip(recorders[:2], ((2,), (2,)), strict=True):

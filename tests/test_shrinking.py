@@ -150,7 +150,7 @@ def test_70b_on_128_ranks(layers):
     model = small.model
     assert layers == [0, 19, 20, 21, 40, 41, 60, 61]  # the first one of a stage has an argument
     assert small.parallelism.pipeline_parallel_layers_per_stage == (2, 2, 2, 2) and model.num_hidden_layers == 8
-    assert micro_batches_of_a_run(small) == 4 and accumulation_steps(small, 4) == 2 == accumulation_steps(recipe, 4)
+    assert micro_batches_of_a_run(small) == 5 and accumulation_steps(small, 4) == 2 == accumulation_steps(recipe, 4)
     assert model.hidden_size == model.num_attention_heads * model.head_dim and model.num_key_value_heads == 8
     large, programs = check_shrunk(recipe, small, plans)
     for number, layer in ((1, 19), (2, 20), (7, 61)):

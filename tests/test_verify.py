@@ -1,4 +1,4 @@
-"""The parts of `verify()`: simulated ranks, the thread's tape, comparison of tensors, kinds of faults, notes."""
+"""The parts of `verify()`: the thread's tape, comparison of tensors, kinds of faults, notes."""
 
 import threading
 from dataclasses import replace
@@ -16,9 +16,6 @@ from small_zero import array
 from verify_faults import SUBJECTS
 
 from mindformers_core import recompute, shard, verify
-from mindformers_core.communication.groups import make_group
-from mindformers_core.communication.simulated import SimulatedCollective, SimulatedRanks, make_transport
-from mindformers_core.communication.world import rank_of, world
 from mindformers_core.generation import operator_source
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import DeviceMesh
@@ -33,85 +30,6 @@ from mindformers_core.zero import MixedPrecision, hsdp
 from mindformers_core.zero.storage import storage_of
 
 MESH = DeviceMesh((2, 3), ("dp", "tp"))
-
-
-def collected(kind, axes, *arguments, shape=(6, 6), dtype=np.float64):
-    """What all ranks of `MESH` give to a collective, and what they get."""
-    given = [np.random.default_rng(rank).integers(-9, 9, shape).astype(dtype) for rank in MESH.rank_list]
-
-    def work(rank):
-        group = make_group(MESH, axes)
-        return SimulatedCollective(group, kind, *arguments)(Tensor(given[rank])).asnumpy()
-
-    return given, SimulatedRanks(MESH.size).run(work)
-
-
-@pytest.mark.parametrize("axes", [("dp",), ("tp",), ("dp", "tp"), ("tp", "dp")])
-@pytest.mark.parametrize("dtype", [np.float64, np.int32])
-def test_collectives_of_simulated_ranks(axes, dtype):
-    for rank in MESH.rank_list:
-        members = MESH.group(rank, axes)
-        place, count = members.index(rank), len(members)
-        for kind, arguments, expected in (
-            ("all_reduce", ("sum",), lambda x: sum(x)),
-            ("all_reduce", ("max",), lambda x: np.maximum.reduce(x)),
-            ("all_gather", (1,), lambda x: np.concatenate(x, 1)),
-            ("reduce_scatter", (0, "sum"), lambda x, n=count, k=place: np.split(sum(x), n, 0)[k]),
-            ("all_to_all", (0, 1), lambda x, n=count, k=place: np.concatenate([np.split(p, n, 1)[k] for p in x], 0)),
-            ("broadcast", (1,), lambda x: x[1]),
-        ):
-            given, found = collected(kind, axes, *arguments, dtype=dtype)
-            np.testing.assert_array_equal(found[rank], expected([given[member] for member in members]))
-            assert found[rank].dtype == dtype
-
-
-def test_ranks_that_wait_for_each_other_are_named():
-    def work(rank):
-        make_transport(0).receive((rank + 1) % 2)
-
-    with pytest.raises(RuntimeError, match="rank 0 in a message from rank 1; rank 1 in a message from rank 0"):
-        SimulatedRanks(2).run(work)
-
-
-def test_a_rank_that_ends_early_is_waited_for():
-    def work(rank):
-        if rank < 5:
-            SimulatedCollective(make_group(MESH, ("tp",)), "all_reduce", "sum")(Tensor(np.ones(3)))
-
-    waits = r"rank 3 in all_reduce over tp of float64 \[3\], number 1 over tp \(ranks 3, 4, 5\); rank 4 in all_reduce"
-    with pytest.raises(RuntimeError, match=waits):
-        SimulatedRanks(6).run(work)
-
-
-def test_collectives_that_differ_are_named():
-    def work(rank):
-        kind, arguments = ("all_gather", (0,)) if rank == 4 else ("all_reduce", ("sum",))
-        SimulatedCollective(make_group(MESH, ("tp",)), kind, *arguments)(Tensor(np.ones(3)))
-
-    with pytest.raises(RuntimeError, match=r"collective 1 over .* ranks 3, 5: all_reduce .*; ranks 4: all_gather"):
-        SimulatedRanks(6).run(work)
-
-
-def test_the_first_error_wins_and_all_threads_end():
-    before, begun = threading.active_count(), []
-
-    def work(rank):
-        begun.append(rank)
-        if rank == 2:
-            raise KeyError("this one")
-        SimulatedCollective(make_group(MESH, ("tp",)), "all_reduce", "sum")(Tensor(np.ones(3)))
-        raise ValueError("never")
-
-    with pytest.raises(KeyError, match="rank 2: 'this one'"):
-        SimulatedRanks(6).run(work)
-    assert begun == [0, 1, 2] and threading.active_count() == before
-
-
-def test_a_rank_has_a_world_of_its_own():
-    seen = SimulatedRanks(3).run(lambda rank: (world().rank, world().size, world().backend))
-    assert seen == [(rank, 3, "simulated") for rank in range(3)]
-    with rank_of(8, 5):
-        assert (world().rank, world().backend) == (5, "fake")
 
 
 def test_gradients_of_a_thread():
@@ -197,10 +115,8 @@ def test_kinds_of_faults(kind):
 
 def test_a_report_without_faults():
     check, mesh = SUBJECTS["net"]()
-    assert (
-        check.report()
-        == f"verified: {check.compared} tensors on 4 ranks (dp=2, tp=2) compared with one card, no difference"
-    )
+    verified = f"verified: {check.compared} tensors on 4 ranks (dp=2, tp=2) compared with one card, no difference"
+    assert check.report().partition("\n")[0] == verified
 
 
 def test_a_kernel_without_float64_is_told():
@@ -243,7 +159,8 @@ def bucket_members(net):
 def test_what_mixed_precision_leaves_unverified_is_told():
     check, _ = small(shard_size=2, threshold=0, mixed_precision=MixedPrecision(compute="float16"))
     assert not check.faults and check.precision.dtype == "float64"
-    assert check.notes == ("not verified: the dtypes of mixed_precision; everything is computed in one dtype",)
+    assert check.notes[0] == "not verified: the dtypes of mixed_precision; everything is computed in one dtype"
+    assert "the model's own code does, for it is sharded when it is built" in check.notes[1]
 
 
 def test_a_cell_with_a_gradient_of_its_own_is_refused():
@@ -290,6 +207,26 @@ def test_dropout_draws_the_same_on_all_ranks(recomputed):
     assert not check.faults, check.report()
     labels = list(check.truth.outputs)
     assert len({check.truth.outputs[label][0].item() for label in labels}) == len(labels) == 2
+
+
+def test_an_operator_that_computes_something_else_than_its_source(monkeypatch):
+    monkeypatch.setitem(registry._FACTS, "SiLU", replace(registry._FACTS["SiLU"], source="ops.relu(input)"))
+    operator_source._form.cache_clear()
+    net = cell_of(lambda self, x: ops.silu(self.inner(x)), inner=nn.Dense(4, 4))
+    try:
+        check = verify(net, DeviceMesh((2,), ("dp",)), Tensor(array(2, 4)))
+    finally:
+        operator_source._form.cache_clear()
+    assert "a result by the model's own code; one card's is the captured program's" in check.report()
+
+
+def test_what_verify_takes():
+    net, mesh = cell_of(lambda self, x: self.inner(x), inner=nn.Dense(4, 4)), DeviceMesh((2,), ("dp",))
+    for given, plan, text in ((4, None, "not 4"), (DeviceMesh((2,), ("dp",), (4, 5)), None, "from 0 on")):
+        with pytest.raises(ValueError, match=text):
+            verify(net, given, Tensor(array(2, 4)), plan=plan)
+    with pytest.raises(ValueError, match="not for a function that shards it"):
+        verify(lambda: net, mesh, Tensor(array(2, 4)), plan={})
 
 
 def test_the_models_own_code_is_compared_with_the_captured_program(monkeypatch):

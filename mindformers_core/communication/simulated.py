@@ -7,7 +7,6 @@ repeats bit by bit. MindSpore's flags of PyNative's autograd belong to a thread,
 import json
 import threading
 from collections import defaultdict, deque
-from contextlib import suppress
 
 import numpy as np
 from mindspore import Tensor
@@ -16,13 +15,17 @@ from mindformers_core.communication.raw import RawCollective
 from mindformers_core.communication.world import rank_of, world
 from mindformers_core.redistribution.arrays import exchange
 
-__all__ = ["SimulatedCollective", "SimulatedRanks", "make_transport"]
+__all__ = ["Desync", "SimulatedCollective", "SimulatedRanks", "make_transport"]
 
 _STACK = 64 << 20  # bytes of a thread's stack: MindSpore's backward pass is recursive
 
 
 class _Stopped(BaseException):
     """Ends the thread of a rank after another one has failed."""
+
+
+class Desync(RuntimeError):
+    """Ranks wait for each other, or issue different collectives."""
 
 
 class SimulatedRanks:
@@ -49,21 +52,21 @@ class SimulatedRanks:
         """Call `function(rank)` for every rank; returns the list of results.
 
         Raises:
-            The first error of a rank, which it names. RuntimeError: ranks wait for each other, or issue different
-                collectives.
+            The first error of a rank, which it names. Desync: a RuntimeError.
         """
         results = [None] * self.size
 
         def work(rank):
             self._turns[rank].acquire()
-            with suppress(_Stopped):
-                try:
-                    self._check()
-                    with rank_of(self.size, rank, self, self.device_target):
-                        results[rank] = function(rank)
-                except Exception as error:
-                    error.args = f"rank {rank}: {error}", *error.args[1:]
-                    self._fail(error)
+            try:
+                self._check()
+                with rank_of(self.size, rank, self, self.device_target):
+                    results[rank] = function(rank)
+            except _Stopped:
+                pass
+            except BaseException as error:  # SystemExit, too: the other ranks wait for this one
+                error.args = f"rank {rank}: {error}", *error.args[1:]
+                self._fail(error)
             self._pass_on()
 
         before = threading.stack_size(_STACK)
@@ -104,7 +107,7 @@ class SimulatedRanks:
             issued.setdefault(each, []).append(rank)
         if len(issued) > 1:
             said = "; ".join(f"ranks {', '.join(map(str, ranks))}: {_shown(each)}" for each, ranks in issued.items())
-            self._fail(RuntimeError(f"collective {number} over {group} differs among its ranks: {said}"))
+            self._fail(Desync(f"collective {number} over {group} differs among its ranks: {said}"))
             raise _Stopped  # callers explain the errors of a collective's backend in words of their own
 
     def send(self, rank, to_rank, message):
@@ -135,7 +138,7 @@ class SimulatedRanks:
         """Give the turn to the next rank that can run."""
         if not self._ready and self._waiting:
             said = "; ".join(f"rank {rank} in {what}" for rank, what in sorted(self._waiting.items())[:8])
-            self._fail(RuntimeError(f"the ranks wait for each other: {said}"))
+            self._fail(Desync(f"the ranks wait for each other: {said}"))
         if self._ready:
             self._turns[self._ready.popleft()].release()
 

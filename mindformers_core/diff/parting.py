@@ -39,7 +39,7 @@ class Parting:
     note: str  # what was not compared, and why; or ""
     steps: list = field(default_factory=list)  # numbers of the steps that were compared
     last: dict = field(default_factory=dict)  # key -> `Compared`, of the last step in A's order
-    only: dict = field(default_factory=dict)  # "A" and "B" -> keys of the last step that the other run doesn't have
+    only: dict = field(default_factory=dict)  # "A" and "B" -> keys of the last step that can't be compared
     agree: int = 0  # number of tensors that agree, of all steps
 
     @property
@@ -52,7 +52,7 @@ def part(run_a, run_b, noise=None):
     """The `Parting` of two `Run`s; `noise`: one of them, and the same run perturbed, or None.
 
     Raises:
-        ValueError: no step in common, or steps that take different data.
+        ValueError: no step or no tensor in common, or steps that take different data.
     """
     steps = [step for step in run_a.steps if step in run_b.steps]
     if not steps:
@@ -71,6 +71,9 @@ def part(run_a, run_b, noise=None):
         _compare(parting, alike, [run.step(number) for run in noise] if has_noise else None)
         if parting.first is not None:
             break
+        if not parting.last:
+            why = f": {note}" if note else ""
+            raise ValueError(f"'{run_a.title}' and '{run_b.title}' have no tensor in common in step {number}{why}")
     return parting
 
 
@@ -107,7 +110,8 @@ def _place(name):
 def _compare(parting, alike, noise):
     """Compare the last one of the steps; `noise`: that step of a run and of the same one perturbed, or None."""
     step = {label: run.step(parting.steps[-1]) for label, run in parting.runs.items()}
-    common = {key for key in step["A"].keys() & step["B"].keys() if key[1] is None or key[2] in alike}
+    held = [{key for key, copies in found.items() if copies} for found in step.values()]
+    common = {key for key in held[0] & held[1] if key[1] is None or key[2] in alike}
     parting.only = {label: [key for key in found if key not in common] for label, found in step.items()}
     before, parting.last = parting.last, {}
     for key in step["A"]:

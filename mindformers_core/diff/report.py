@@ -22,23 +22,23 @@ def _lines(parting):
     source = f"{GROWTH:g} x the difference of an operator's inputs"
     if parting.perturbed:
         source = f"{FACTOR:g} x the difference of a run with perturbed weights"
-    steps, compared = parting.steps, list(parting.last.values())
+    steps, compared, alone = parting.steps, list(parting.last.values()), []
+    for label, keys in parting.only.items():
+        cells = _some([parting.facts[key[2]]["cell"] or key[2] for key in keys], 3)
+        alone += [f"{len(keys):,} of {label} ({cells})"] if keys else []
     if parting.first is None:
         shown = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
         closest = max((each.relative / each.tolerance for each in compared), default=0.0)
-        same = f"same: {parting.agree:,} tensors of {shown} agree; the largest difference is {closest:.2f} of its"
+        same = "same as far as compared" if alone or parting.note else "same"
+        same = f"{same}: {parting.agree:,} tensors of {shown} agree; the largest difference is {closest:.2f} of its"
         yield f"{same} tolerance ({source})"
     else:
         before = parting.agree - sum(not each.differs for each in compared[compared.index(parting.first) :])
         differ = sum(each.differs for each in compared)
         yield f"they part in step {steps[-1]}: {before:,} tensors before it agree; {differ:,} differ in its step"
         yield from _about_first(parting, source)
-    alone = []
-    for label, keys in parting.only.items():
-        cells = _some([parting.facts[key[2]]["cell"] or key[2] for key in keys], 3)
-        alone += [f"{len(keys):,} of {label} alone ({cells})"] if keys else []
     if parting.note or alone:
-        yield parting.note or f"not compared: {'; '.join(alone)}"
+        yield parting.note or f"not compared, for one run or some ranks lack them: {'; '.join(alone)}"
 
 
 def _about_first(parting, source):

@@ -136,7 +136,10 @@ class Run:
         self.steps = sorted(set.intersection(*map(set, self._files)))
 
     def step(self, number):
-        """`{(what, number of the pass or None, name): [Copy, …]}` of a step, in order of time."""
+        """`{(what, number of the pass or None, name): [Copy, …]}` of a step, in order of time.
+
+        A tensor of which ranks lack parts has no copy.
+        """
         rows = np.concatenate([_read_rows(files[number]) for files in self._files])
         rows = rows[np.argsort(rows["time"], kind="stable")]
         labels = sorted({tuple(label) for label in rows["label"].tolist()} - {NO_PASS}, key=lambda label: label[::-1])
@@ -152,8 +155,7 @@ class Run:
             terms = groups.setdefault((layout, moved, again, seen[turn]), {})
             terms[rank] = values / slopes if what in ("gradient", "weight gradient") else values
             seen[turn] += 1
-        found = {key: _copies(key[0], groups) for key, groups in found.items()}
-        return {key: copies for key, copies in found.items() if copies}
+        return {key: _copies(key[0], groups) for key, groups in found.items()}
 
 
 def _copies(what, groups):

@@ -9,7 +9,9 @@ from mindformers_core.communication.communicator import collective_attributes
 from mindformers_core.generation.function_source import FunctionSource
 from mindformers_core.generation.operator_source import operator_source, primitive_source
 from mindformers_core.layout import Layout
+from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.deferral import PRODUCTS, deferrals
+from mindformers_core.program.graph import OperatorNode
 from mindformers_core.program.naming import snake_case
 from mindformers_core.program.passed_weights import WEIGHTS
 
@@ -59,7 +61,7 @@ class ModuleSource:
         self.functions = {each: _unique(name, names) for each, name in zip(self.frames, wanted)}
         passed = [WEIGHTS] if any(each.takes_weights for each in self.frames) else []
         passed += [PRODUCTS] if defer_weights else []
-        self.reserved = {*_RESERVED, *passed, *self.functions.values()}
+        self.reserved = {*_RESERVED, *passed, *self.functions.values(), *_imported_functions(self.frames)}
         sources = {name: FunctionSource(each, self) for each, name in self.functions.items()}
         functions = {name: source.lines(name) for name, source in sources.items()}
         self._check_arguments()
@@ -251,3 +253,10 @@ def _unique(name, taken):
     free = next(each for each in names if each not in taken)
     taken.add(free)
     return free
+
+
+def _imported_functions(frames):
+    """The names of users' functions that the operators of frames call."""
+    nodes = [node for frame in frames for node in frame.graph.nodes if isinstance(node, OperatorNode)]
+    sources = {facts_of(node.operator).source for node in nodes}
+    return {source.rpartition(".")[2] for source in sources if "(" not in source and source.find(".") > 0}

@@ -9,6 +9,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import re
 import signal
 import tempfile
 import time
@@ -151,8 +152,9 @@ class Board:
                 time.sleep(0.02)
                 with open(f"/proc/{slot.pid}/fd/{slot.stack_file}", errors="replace") as file:
                     text = file.read()
-        frames = [line.strip().split('"') for line in text.splitlines() if line.strip().startswith("File")]
-        frames = [f"{file}:{rest.partition('line ')[2]}" for _, file, rest in frames]
+        frames = [
+            f"{file}:{rest}" for file, rest in re.findall(r'^\s*File "(.*)", line (\d+ in .*)$', text, re.MULTILINE)
+        ]
         return tuple([frame for frame in frames if "/site-packages/mindspore/" not in frame] or frames)
 
     def states(self):
@@ -182,7 +184,10 @@ class Board:
         """
         with suppress(BlockingIOError):
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            text = "" if self.report else explain_hang(self.states(), self.size)
+            try:
+                text = "" if self.report else explain_hang(self.states(), self.size)
+            except Exception as error:  # all ranks have to end, whatever they have written
+                text = f"a rank waits beyond its deadline, and the report of it has failed: {error!r}"
             if text and is_needed():
                 self._report.text = text.encode()[: _REPORT - 1]
                 self._report.poster = rank + 1

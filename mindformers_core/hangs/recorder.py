@@ -124,17 +124,22 @@ class Recorder:
         for _ in range(2):  # again, since the neighbour may be writing it
             last = (slot.ring[place % RING] for place in range(slot.count - 1, slot.count - 1 - _COMPARED, -1))
             own = (each for each in last if each.group == group.hash and each.number == group.count - 1)
-            if known := next(own, None):
-                differs = known.signature != signature
-            else:
-                current = self.board.current(neighbour)
-                differs = current is not None and current.group != group.hash and any(
-                    other.hash == current.group and current.number >= other.count > 0 and neighbour in other.neighbours
-                    for other in self._groups.values()
-                )  # fmt: skip
-            if not differs:
+            known = next(own, None)
+            if not (known.signature != signature if known else self._waits_elsewhere(neighbour, group)):
                 return False
         return True
+
+    def _waits_elsewhere(self, neighbour, group):
+        """Whether a neighbour has not issued the last call of a group, and waits for this rank in one of another."""
+        slot, current = self.board.slots[neighbour], self.board.current(neighbour)
+        if current is None or current.group == group.hash:
+            return False
+        numbers = [record.number for record in slot.ring if record.group == group.hash]
+        is_behind = max(numbers) < group.count - 1 if numbers else slot.count <= RING  # else it may be far ahead
+        return is_behind and any(
+            other.hash == current.group and current.number >= other.count > 0 and neighbour in other.neighbours
+            for other in self._groups.values()
+        )
 
 
 @lru_cache(4096)

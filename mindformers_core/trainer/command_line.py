@@ -62,7 +62,7 @@ def _parser():
         "run_a", metavar="A", help="a recipe, which is run on simulated ranks, or a recorded run's folder"
     )
     diff.add_argument("run_b", metavar="B", help="another")
-    diff.add_argument("--steps", type=int, default=2, help="how many steps of a recipe are run (default 2)")
+    diff.add_argument("--steps", type=_count, default=2, help="how many steps of a recipe are run (default 2)")
     diff.add_argument("--keep", metavar="FOLDER", help="keep there what recipes record")
     diff.add_argument("--perturbed", metavar="FOLDER", help="A's run, recorded with monitor.perturb=1")
     diff.add_argument(
@@ -70,6 +70,13 @@ def _parser():
     )
     diff.set_defaults(run=_diff)
     return parser
+
+
+def _count(text):
+    """A number of steps."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is no number of steps from 1 on")
+    return int(text)
 
 
 def _train(arguments):
@@ -99,12 +106,17 @@ def _train(arguments):
 
 def _verify(arguments):
     try:
+        from mindformers_core.communication.simulated import Desync
         from mindformers_core.communication.world import compute_in_one_thread
         from mindformers_core.trainer.recipe_loader import load_recipe
         from mindformers_core.trainer.verifying import verify_recipe
 
         compute_in_one_thread()
-        check = verify_recipe(load_recipe(arguments.config, arguments.overrides), arguments.full)
+        try:
+            check = verify_recipe(load_recipe(arguments.config, arguments.overrides), arguments.full)
+        except Desync as error:
+            print(f"a fault: {error}")
+            return 1
     except _USER_ERRORS as error:
         return _report(error)
     print(check.report())

@@ -40,7 +40,7 @@ def load_recipe(path, overrides=()):
         names = os.listdir(folder) if os.path.isdir(folder) else []
         known = sorted(name for name in names if name.endswith((".yaml", ".yml")))
         hint = nearest(os.path.basename(path), known) or (f"; recipes there: {', '.join(known)}" if known else "")
-        raise FileNotFoundError(f"--config: there is no recipe file '{path}'{hint}") from None
+        raise FileNotFoundError(f"there is no recipe file '{path}'{hint}") from None
     if not isinstance(sections, dict):
         raise TypeError(f"{path}: a recipe is a mapping of sections, not {sections!r}")
     for keys, value in parse_overrides(overrides):

@@ -170,7 +170,7 @@ def _with_few_micro_batches(recipe):
         return replace(recipe, training=replace(training, local_batch_size=min(training.local_batch_size, _SEVERAL)))
     whole, size = micro_batches_of_a_run(recipe), min(sizes.pipeline_parallel_microbatch_size, _SEVERAL)
     sizes = replace(sizes, pipeline_parallel_microbatch_size=size)
-    for count in range(min(whole, sizes.pipeline_parallel), whole + 1):
+    for count in range(min(whole, sizes.pipeline_parallel + 1), whole + 1):
         small = replace(recipe, parallelism=sizes, training=replace(training, local_batch_size=count * size))
         with suppress(ValueError):  # a schedule may want a multiple of the number of ranks
             check_pipeline(small)

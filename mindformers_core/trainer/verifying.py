@@ -14,8 +14,7 @@ from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
 from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_shape
 from mindformers_core.trainer.shrinking import planned, shrunk_recipe
 from mindformers_core.trainer.step import build_cells, step_parts
-from mindformers_core.verification.drawing import DROPOUTS
-from mindformers_core.verification.engine import RankStep, Subject, operators_of, simulate
+from mindformers_core.verification.engine import RankStep, Subject, simulate
 
 __all__ = ["verify_recipe"]
 
@@ -30,7 +29,7 @@ def verify_recipe(recipe, full=False):
     Raises:
         ValueError: the recipe is impossible, or has another plan at small sizes.
     """
-    recipe = replace(recipe, context=replace(recipe.context, mode=1))
+    given, recipe = recipe, replace(recipe, context=replace(recipe.context, mode=1))
     if full:
         plans = {(stage, tree.mesh): (graph, frame) for stage, (tree, graph, frame) in planned(recipe).items()}
     else:
@@ -50,23 +49,36 @@ def verify_recipe(recipe, full=False):
     materialize(net, recipe.training.seed)
     parameters = {path: parameter.asnumpy() for path, parameter in net.parameters_and_names()}
 
-    def model(args, kwargs):
-        named = {path: parameter for path, parameter in net.parameters_and_names() if parameter.requires_grad}
-        gradient_of = ms.value_and_grad(net, None, list(named.values()))
-        loss, gradients = gradient_of(*map(ms.Tensor, args), **{name: ms.Tensor(kwargs[name]) for name in kwargs})
-        return loss, dict(zip(named, gradients, strict=True))
-
-    has_kernels = {parameter.dtype for parameter in net.get_parameters()} == {ms.float32}
-    comparable = has_kernels and DROPOUTS.keys().isdisjoint(operators_of(plans))
     first = next(graph for (stage, _), (graph, _) in plans.items() if stage == 0)
     passes = _passes(inputs, recipe.spec.inputs or list(first.arguments))
-    rest = passes, len(inputs[0]), recipe.context.device_target, model if comparable else None
-    return simulate(Subject(mesh, partial(build_cells, recipe, mesh), step, lambda *_: 0, parameters, *rest), plans)
+    rest = passes, len(inputs[0]), recipe.context.device_target, net
+    subject = Subject(mesh, partial(build_cells, recipe, mesh), step, lambda *_: 0, parameters, *rest)
+    return simulate(subject, plans, _notes(given, recipe))
+
+
+def _notes(given, recipe):
+    """Sentences about what differs between a recipe and the one that is verified."""
+    notes = ["not verified: graph mode; the programs run in PyNative"] if given.context.mode == 0 else []
+    sections = [
+        {**vars(each.model), "seq_length": each.train_dataset.seq_length, "micro-batches": _micro_batches(each)}
+        for each in (given, recipe)
+    ]
+    changed = [
+        f"{name} {size} -> {sections[1][name]}"
+        for name, size in sections[0].items()
+        if type(size) is int and size != sections[1][name]
+    ]
+    return [*notes, f"at small sizes: {', '.join(changed)}"] if changed else notes
+
+
+def _micro_batches(recipe):
+    """Number of passes of a run."""
+    return micro_batches_of_a_run(recipe) if recipe.parallelism.pipeline_parallel > 1 else 1
 
 
 def _inputs(recipe, size):
     """Random ids, or a user's data: arrays of shape (runs, dp ranks, micro-batches, samples of one, …)."""
-    count = micro_batches_of_a_run(recipe) if recipe.parallelism.pipeline_parallel > 1 else 1
+    count = _micro_batches(recipe)
     runs, length = accumulation_steps(recipe, size), recipe.train_dataset.seq_length
     draw, rows = np.random.default_rng(recipe.training.seed), runs * size * recipe.training.local_batch_size
     if recipe.train_dataset.factory:

@@ -97,14 +97,15 @@ class RankObserver(ProgramObserver):
 
     def computed(self, tree, program, path, graph, turn, seen, tensor):
         """Compare a tensor, and later its gradient."""
-        if self._pass is None or seen.entry is None:
+        if self._pass is None:
             return
         stage = self.stages[id(tree)]
         self.check.roots[stage, tree.mesh] = program.frame
         at = (stage, self._pass), graph.call, seen, path, program.file
         self.check.compare(self.rank, "value", at, seen.layout, tensor)
         layout = gradient_layout(seen.layout)
-        is_produced = seen.frame.layouts[seen.value.id] == seen.layout and not isinstance(seen.entry, ParameterUse)
+        is_given = isinstance(seen.entry, ParameterUse | None)
+        is_produced = not is_given and seen.frame.layouts[seen.value.id] == seen.layout
         is_flowing = self._direction == "forward" and tensor._requires_grad and not is_known(tensor)
         if is_flowing and is_produced and layout is not None:
             tensor.register_hook(lambda gradient: self._gradient(at, layout, gradient))

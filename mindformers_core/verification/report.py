@@ -56,6 +56,8 @@ def _place_lines(fault, frames):
     cell = f"  Cell      '{path}' ({seen.frame.graph.class_name.rpartition('.')[2]})"
     if isinstance(seen.entry, ParameterUse):
         return [cell, f"  parameter '{seen.entry.path}', as the Cell gets it"]
+    if seen.entry is None:
+        return [cell, "  argument  as the Cell gets it"]
     made = f"{_shown(seen.entry)}; {_generated(seen, file)}"
     if fault.what == "gradient":
         consumers = _listed(_consumers(seen.frame, seen.value, seen.layout, frames, path)) or "the caller"
@@ -110,7 +112,7 @@ def _generated(seen, path):
     """The line of the generated module that produces the tensor."""
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     number = next(n for n, line in enumerate(lines) if line.lstrip().startswith(f"observed(self, {seen.number}, "))
-    return f"{path}:{number}: {lines[number - 1].strip().partition('  # ')[0]}"
+    return f"{Path(path).name}:{number}: {lines[number - 1].strip().partition('  # ')[0]}"
 
 
 def _array(array):

@@ -9,6 +9,7 @@ from mindspore import ParameterTuple, Tensor, nn
 
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import process_state, rank_of
+from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators.signature import TensorMeta, is_float
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
@@ -51,8 +52,14 @@ def verify(net, mesh, *inputs, config=None, plan=None, seed=0, **named_inputs):
         A `Check`: `.faults` is empty for a plan that is right, `.report()` is the text.
 
     Raises:
-        TypeError, ValueError: what `shard()`, `hsdp()` or the first call raises.
+        TypeError, ValueError: what `shard()`, `hsdp()` or the first call raises. Desync: ranks wait for each other.
     """
+    if not isinstance(mesh, DeviceMesh) or tuple(mesh.rank_list) != tuple(range(mesh.size)):
+        raise ValueError(f"verify() takes the DeviceMesh of all ranks, from 0 on, not {mesh!r}")
+    if not isinstance(net, nn.Cell) and (config, plan) != (None, None):
+        raise ValueError(
+            "verify(): config and plan are for a Cell that isn't sharded, not for a function that shards it"
+        )
     given = tree_map(lambda leaf: leaf.asnumpy() if isinstance(leaf, Tensor) else leaf, (inputs, named_inputs))
     call = _Call(net, mesh, config, plan, seed, *given)
     plans = call.plans()
@@ -125,7 +132,9 @@ class _Call:
             for replica, step in np.ndindex(self.count, steps)
         ]
         rest = self._initial_values(), passes, divisor
-        return Subject(self.mesh, self.build, self.step, lambda rank, cells: _replica(cells[0], rank)[0], *rest)
+        return Subject(
+            self.mesh, self.build, self.step, lambda rank, cells: _replica(cells[0], rank)[0], *rest, model=self.cell
+        )
 
     def _initial_values(self):
         """Path -> array with the global initial values."""
