@@ -1,0 +1,166 @@
+"""What becomes of a sample: captured, its layouts derived for each dim of each input cut, its programs made."""
+
+import re
+from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
+
+import mindspore as ms
+from mindspore import Tensor
+from operator_samples.calls import build, plain_call
+
+from mindformers_core.capture.capture import capture
+from mindformers_core.communication.world import rank_of
+from mindformers_core.generation.load import load_module
+from mindformers_core.generation.module_source import ModuleSource
+from mindformers_core.layout import bind_layout, layout
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.operators.registry import facts_of, rewritten
+from mindformers_core.program.graph import OperatorNode
+from mindformers_core.program.plan import Redistribution
+from mindformers_core.program.structure import tree_leaves
+from mindformers_core.propagation.checking import check_plan
+from mindformers_core.propagation.propagate import propagate
+from mindformers_core.sharding.declare import collect_declarations
+
+__all__ = ["OUTCOMES", "Outcome", "measure", "placements"]
+
+AXIS = "tp"
+OUTCOMES = (
+    "covered", "no rule", "in place", "values", "meta", "capture", "rejected", "program", "unavailable", "no sample",
+    "crashed",
+)  # fmt: skip
+_CAPTURE = (  # words of an error of `capture` -> the outcome
+    ("needs the values of a tensor", "values"),
+    ("changes a tensor in place", "in place"),
+    ("draws into a plain tensor", "in place"),
+    ("can't be run on shapes alone", "meta"),
+    ("gives no shape on the meta device", "meta"),
+)
+
+
+@dataclass
+class Outcome:
+    """Of one sample.
+
+    Attributes:
+        target, sample: what was called.
+        outcome: one of `OUTCOMES`.
+        detail: the error, in a line.
+        missing: operators without a rule.
+        operators: all that the capture met, in order.
+        cpu: whether it runs on plain CPU tensors.
+        dims: `"0.1"` (input.dim) -> `""` where the dim stays cut, `"gather"`, or the name of an algorithm.
+        numbers: `""` not compared; "equal"; or what differs.
+    """
+
+    target: str
+    sample: str
+    outcome: str = "covered"
+    detail: str = ""
+    missing: list = field(default_factory=list)
+    operators: list = field(default_factory=list)
+    cpu: bool = False
+    dims: dict = field(default_factory=dict)
+    numbers: str = ""
+
+    as_dict = asdict
+
+
+def one_line(error, limit=300):
+    """An error in one line."""
+    text = re.split(r"\n\s*-{20,}", str(error))[0]
+    return f"{type(error).__name__}: {' '.join(text.split())}"[:limit]
+
+
+def runs(sample, device):
+    """Whether a sample runs on plain tensors; an empty text, or the error."""
+    try:
+        plain_call(sample, device)
+        ms.runtime.synchronize()
+    except Exception as error:
+        return one_line(error)
+    return ""
+
+
+def placements(values):
+    """For every dim of every input that an axis of 2 can cut, `(number of the input, dim)`; `values` have shapes."""
+    return [(n, d) for n, value in enumerate(values) for d, size in enumerate(value.shape) if size % 2 == 0 and size]
+
+
+def measure(sample):
+    """The `Outcome` of a sample that is known to fit; nothing is computed."""
+    outcome = Outcome(sample.target, sample.text)
+    cell, inputs = build(sample)
+    try:
+        graph = capture(cell, *inputs)
+    except Exception as error:
+        outcome.detail = one_line(error)
+        found = (kind for words, kind in _CAPTURE if words in outcome.detail)
+        outcome.outcome = next(found, "capture")
+        name = re.search(r"operator '?(\w+)'?", outcome.detail)
+        outcome.operators = [name[1]] if name and outcome.outcome in ("in place", "meta") else []
+        return outcome
+    nodes = [node for call in graph.calls() for node in call.nodes if isinstance(node, OperatorNode)]
+    outcome.operators = list(dict.fromkeys(node.operator for node in nodes))
+    for place in (None, *placements(tree_leaves(graph.arguments))):
+        kind, detail, how = _placed(graph, cell, place)
+        if kind != "covered":
+            outcome.missing = [name for name in outcome.operators if _has_no_rule(name)]
+            outcome.outcome = "no rule" if outcome.missing and kind == "rejected" else kind
+            where = "whole" if place is None else "cut {}.{}".format(*place)
+            outcome.detail = f"{where}: {detail}"
+            break
+        if place is not None:
+            outcome.dims["{}.{}".format(*place)] = how
+    return outcome
+
+
+def _has_no_rule(name):
+    try:
+        return facts_of(rewritten(name, (), {})[0]).rule is None
+    except Exception:
+        return facts_of(name).rule is None
+
+
+def _placed(graph, cell, place):
+    """`(outcome, error, how the dim is treated)` with one dim of one input cut."""
+    with rank_of(2, 0):
+        mesh = init_device_mesh((2,), (AXIS,))
+        try:
+            frame = _plan(graph, cell, mesh, place)
+        except Exception as error:
+            return "rejected", one_line(error), ""
+        try:
+            source = ModuleSource(frame, {path: type(c) for path, c in cell.cells_and_names()}, set(), ["A sample."])
+            load_module("sample", source)
+        except Exception as error:
+            return "program", one_line(error), ""
+        return "covered", "", _treated(frame)
+
+
+def _plan(graph, cell, mesh, place):
+    values = tree_leaves(graph.arguments)
+    arriving = {value.id: bind_layout(layout(), mesh, len(value.shape)) for value in values}
+    if place is not None:
+        value, dims = values[place[0]], ["None"] * len(values[place[0]].shape)
+        dims[place[1]] = AXIS
+        arriving[value.id] = bind_layout(layout(*dims), mesh, len(dims))
+    stored = {use.path: len(use.value.shape) for call in graph.calls() for use in call.parameters}
+    parameters = {path: bind_layout(layout(), mesh, dims) for path, dims in stored.items()}
+    frame = propagate(graph, mesh, arriving, parameters, collect_declarations(cell))
+    check_plan(frame)
+    return frame
+
+
+def _treated(frame):
+    """The algorithms that run on a cut dim, or "gather" where it is gathered first; empty: it simply stays cut."""
+    entries = [entry for _, inner in frame.walk() for entry in inner.instructions]
+    algorithms = [entry.algorithm for entry in entries if getattr(entry, "algorithm", None)]
+    moves = [entry for entry in entries if isinstance(entry, Redistribution)]
+    steps = [step.kind for move in moves for step in move.steps if not move.source.partial]
+    how = [*dict.fromkeys(algorithms)]
+    if any("gather" in kind for kind in steps):
+        how.append("gather")
+    if any("all_to_all" in kind or "all-to-all" in kind for kind in steps):
+        how.append("all-to-all")
+    return ", ".join(how)
