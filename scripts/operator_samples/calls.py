@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn
-from operator_samples.inputs import names_for_samples
+from operator_samples.inputs import Constant, names_for_samples
 
-__all__ = ["NAMESPACES", "Sample", "build", "plain_call"]
+__all__ = ["NAMESPACES", "Sample", "build", "parameter_shapes", "plain_call"]
 
 NAMESPACES = {
     "mint": ms.mint,
@@ -44,7 +44,7 @@ def _function(target, first, names):
     if space == "Tensor":
         return lambda x, *args, **kwargs: getattr(x, name)(*args, **kwargs)
     if space not in NAMESPACES:
-        return eval(target, names)
+        return eval(f"lambda {', '.join(_names_in(target))}: {target}", names)
     found = getattr(NAMESPACES[space], name)
     if not isinstance(found, type):
         return found
@@ -52,31 +52,32 @@ def _function(target, first, names):
     return found(*args, **kwargs)
 
 
-def build(sample):
+def build(sample, anchored=False):
     """`(Cell, inputs)`: the Cell calls the function with its inputs in the place of the sample's tensors, and with
-    Parameters of its own in the place of the sample's."""
+    Parameters of its own in the place of the sample's. If `anchored`, it has one floating input more, which it returns
+    doubled after its result: what takes and makes no floating tensor can be verified then."""
     names = names_for_samples()
     first, separator, text = sample.text.rpartition(";")
     if not separator:
         first = ""
     args, kwargs = _arguments(text, names)
-    if sample.target.rpartition(".")[0] not in NAMESPACES and sample.target[0] != "(":
-        function = eval(f"lambda {', '.join(_names_in(sample.target))}: {sample.target}", names)
-    else:
-        function = _function(sample.target, first, names)
+    function = _function(sample.target, first, names)
     inputs, parameters = [], []
 
     def place(leaf):
         if isinstance(leaf, Parameter):
             parameters.append(leaf)
             return _Place("parameter", len(parameters) - 1)
+        if isinstance(leaf, Constant):
+            return leaf.tensor
         if isinstance(leaf, Tensor):
             inputs.append(leaf)
             return _Place("input", len(inputs) - 1)
         return leaf
 
     template = _mapped(place, (args, kwargs))
-    return _cell_class(len(inputs))(function, template, parameters), inputs
+    inputs += [names["f"](2)] if anchored else []
+    return _cell_class(len(inputs), anchored)(function, template, parameters), inputs
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class _Place:
 
 def _names_in(expression):
     code = compile(expression, "expression", "eval")
-    return [name for name in code.co_names if name not in dir(Tensor) and name not in ("ms", "ops", "mint", "F")]
+    return [name for name in code.co_names if name == "t" or not hasattr(Tensor, name)]
 
 
 def _mapped(change, structure):
@@ -121,10 +122,10 @@ class _Called(nn.Cell):
         return self.function(*args, **kwargs)
 
 
-def _cell_class(count):
-    names = ", ".join(f"x{number}" for number in range(count))
-    space = {}
-    exec(compile(f"def construct(self, {names}):\n    return self.run({names})\n", __file__, "exec"), space)
+def _cell_class(count, anchored):
+    space, names = {}, ", ".join(f"x{number}" for number in range(count))
+    result = f"self.run({names})" + (f", x{count - 1} * 2.0" if anchored else "")
+    exec(compile(f"def construct(self, {names}):\n    return {result}\n", __file__, "exec"), space)
     return type(f"Sample{count}", (_Called,), {"construct": space["construct"], "__module__": __name__})
 
 
@@ -135,3 +136,8 @@ def plain_call(sample, device="CPU"):
         return cell(*inputs)
     with ms.DeviceCtx("meta"):
         return cell(*(ms.mint.empty(x.shape, dtype=x.dtype) for x in inputs))
+
+
+def parameter_shapes(cell):
+    """Name -> shape of the Parameters of a sample, not those of the Cell that it calls."""
+    return {name: tuple(parameter.shape) for name, parameter in cell._params.items() if parameter is not None}

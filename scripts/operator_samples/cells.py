@@ -56,8 +56,8 @@ SAMPLES = {
     "mint.nn": _BOTH
     | {
         "Upsample": f"scale_factor=2.0, mode='nearest'; {_IMAGE}",
-        "UpsamplingBilinear2d": f"scale_factor=2.0; {_IMAGE}",
-        "UpsamplingNearest2d": f"scale_factor=2.0; {_IMAGE}",
+        "UpsamplingBilinear2d": f"size=(16, 16); {_IMAGE}",
+        "UpsamplingNearest2d": f"size=(16, 16); {_IMAGE}",
     },
     "nn": _BOTH
     | {

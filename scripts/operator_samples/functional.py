@@ -19,6 +19,7 @@ SAMPLES = {
         "gather": "f(4, 8), 1, i(4, 4)",
         "index_add": "f(4, 8), 0, i(2), f(2, 8)",
         "item": "f(1)",
+        "equal": "f(4, 8), f(4, 8)",
         "npu_gelu": "f(4, 8), 'tanh'",
         "scatter_add": "f(4, 8), 1, i(4, 8), f(4, 8)",
         "unique_consecutive": "i(8)",

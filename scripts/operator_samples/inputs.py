@@ -1,10 +1,19 @@
 """What the samples are written with: small random tensors, every dim of an even size where that makes sense."""
 
+from dataclasses import dataclass
+
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor
 
-__all__ = ["names_for_samples"]
+__all__ = ["Constant", "names_for_samples"]
+
+
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """A tensor of a sample that is no input."""
+
+    tensor: Tensor
 
 
 def names_for_samples(seed=3):
@@ -53,10 +62,14 @@ def names_for_samples(seed=3):
         """A tensor of the values given."""
         return Tensor(np.asarray(values, dtype))
 
+    def k(value, dtype=None):
+        """A constant of the Cell: its values are known when it is captured."""
+        return Constant(Tensor(np.asarray(value, dtype or ("int64" if isinstance(value, int) else "float32"))))
+
     def perm(*shape):
         """Indices without repetition along the last dim."""
         rows = np.prod(shape[:-1], dtype=int)
         return Tensor(np.stack([random.permutation(shape[-1]) for _ in range(rows)]).reshape(shape).astype(np.int32))
 
-    made = dict(f=f, pos=pos, i=i, b=b, c=c, spd=spd, tri=tri, rising=rising, P=P, t=t, perm=perm)
+    made = dict(f=f, pos=pos, i=i, b=b, c=c, spd=spd, tri=tri, rising=rising, P=P, t=t, k=k, perm=perm)
     return {**made, "ms": ms, "mint": ms.mint, "ops": ms.ops, "nn": ms.nn, "F": ms.mint.nn.functional, "np": np}

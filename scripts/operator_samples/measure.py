@@ -2,11 +2,9 @@
 
 import re
 from dataclasses import asdict, dataclass, field
-from types import SimpleNamespace
 
 import mindspore as ms
-from mindspore import Tensor
-from operator_samples.calls import build, plain_call
+from operator_samples.calls import build, parameter_shapes, plain_call
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.communication.world import rank_of
@@ -22,7 +20,7 @@ from mindformers_core.propagation.checking import check_plan
 from mindformers_core.propagation.propagate import propagate
 from mindformers_core.sharding.declare import collect_declarations
 
-__all__ = ["OUTCOMES", "Outcome", "measure", "placements"]
+__all__ = ["AXIS", "OUTCOMES", "Outcome", "layout_with", "measure", "one_line", "placements", "runs"]
 
 AXIS = "tp"
 OUTCOMES = (
@@ -82,9 +80,20 @@ def runs(sample, device):
     return ""
 
 
-def placements(values):
-    """For every dim of every input that an axis of 2 can cut, `(number of the input, dim)`; `values` have shapes."""
-    return [(n, d) for n, value in enumerate(values) for d, size in enumerate(value.shape) if size % 2 == 0 and size]
+def placements(values, parameters):
+    """What an axis of 2 can cut: `(number of the input, dim)`, and `(name, dim)` of the Cell's own Parameters.
+
+    Args:
+        values: the inputs, which have shapes.
+        parameters: name -> shape.
+    """
+    shapes = {**{number: value.shape for number, value in enumerate(values)}, **parameters}
+    return [(key, dim) for key, shape in shapes.items() for dim, size in enumerate(shape) if size and size % 2 == 0]
+
+
+def layout_with(rank, dim):
+    """The layout of a tensor of `rank` dims of which one is cut."""
+    return layout(*(AXIS if each == dim else "None" for each in range(rank)))
 
 
 def measure(sample):
@@ -102,7 +111,7 @@ def measure(sample):
         return outcome
     nodes = [node for call in graph.calls() for node in call.nodes if isinstance(node, OperatorNode)]
     outcome.operators = list(dict.fromkeys(node.operator for node in nodes))
-    for place in (None, *placements(tree_leaves(graph.arguments))):
+    for place in (None, *placements(tree_leaves(graph.arguments), parameter_shapes(cell))):
         kind, detail, how = _placed(graph, cell, place)
         if kind != "covered":
             outcome.missing = [name for name in outcome.operators if _has_no_rule(name)]
@@ -141,12 +150,15 @@ def _placed(graph, cell, place):
 def _plan(graph, cell, mesh, place):
     values = tree_leaves(graph.arguments)
     arriving = {value.id: bind_layout(layout(), mesh, len(value.shape)) for value in values}
-    if place is not None:
-        value, dims = values[place[0]], ["None"] * len(values[place[0]].shape)
-        dims[place[1]] = AXIS
-        arriving[value.id] = bind_layout(layout(*dims), mesh, len(dims))
     stored = {use.path: len(use.value.shape) for call in graph.calls() for use in call.parameters}
     parameters = {path: bind_layout(layout(), mesh, dims) for path, dims in stored.items()}
+    if place is not None:
+        where, dim = place
+        if isinstance(where, str):
+            parameters[where] = bind_layout(layout_with(stored[where], dim), mesh, stored[where])
+        else:
+            value = values[where]
+            arriving[value.id] = bind_layout(layout_with(len(value.shape), dim), mesh, len(value.shape))
     frame = propagate(graph, mesh, arriving, parameters, collect_declarations(cell))
     check_plan(frame)
     return frame

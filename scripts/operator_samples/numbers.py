@@ -1,8 +1,81 @@
 """Numbers and gradients of a sample on simulated ranks, against one card."""
 
+import numpy as np
+from mindspore import Tensor
+from operator_samples.calls import build, parameter_shapes, plain_call
+from operator_samples.measure import AXIS, layout_with, one_line, placements
+
+from mindformers_core.mesh import DeviceMesh
+from mindformers_core.program.structure import tree_leaves
+from mindformers_core.sharding.shard import shard
+from mindformers_core.verification.verifying import verify
+
 __all__ = ["compare"]
 
+_TOLERANCE = 1e-2  # of plain calls, whose dtypes may be float16 and bfloat16
+# samples whose numbers aren't compared, with the reason
+_NOT_COMPARED = {
+    "ops.trapz": "MindSpore's GatherD writes into its indices where they are negative: the constant of one card changes",
+    **dict.fromkeys(
+        ("mint.empty", "mint.empty_like", "Tensor.new_empty"), "the numbers are whatever the memory holds"
+    ),
+}
 
-def compare(sample):
-    """Not yet."""
+
+def compare(sample, cpu=True):
+    """`"equal"`; or what differs, or why it can't be compared, in a line.
+
+    Every placement is run by `verify`: values and gradients of the captured program, rank by rank. Its results on one
+    card are held against the call on plain tensors, too, where that runs on CPU and gives the same numbers twice.
+    """
+    if sample.target in _NOT_COMPARED:
+        return f"not compared: {_NOT_COMPARED[sample.target]}"
+    cell, inputs = build(sample)
+    for place in (None, *placements(inputs, parameter_shapes(cell))):
+        where = "whole" if place is None else "cut {}.{}".format(*place)
+        try:
+            check = _verified(sample, place)
+        except Exception as error:
+            return f"not compared, {where}: {one_line(error, 600)}"
+        if check.faults:
+            return f"differs, {where}: {' '.join(check.report().split())[:400]}"
+        if place is None and cpu and (difference := _from_plain(sample, check.truth)):
+            return f"differs, {where}: {difference}"
+    return "equal"
+
+
+def _verified(sample, place):
+    """The `Check` of a sample with one dim of one input, or of one Parameter, cut."""
+    cell, inputs = build(sample, anchored=True)
+    entry = {}
+    if place is not None:
+        where, dim = place
+        is_weight = isinstance(where, str)
+        rank = len(parameter_shapes(cell)[where] if is_weight else inputs[where].shape)
+        entry = {"weight" if is_weight else "input": {where if is_weight else f"x{where}": layout_with(rank, dim)}}
+    mesh, plan = DeviceMesh((2,), (AXIS,)), {"": entry} if entry else None
+    # each rank builds its own: some of MindSpore's primitives can't be copied
+    return verify(lambda: shard(build(sample, anchored=True)[0], mesh, plan=plan), mesh, *inputs)
+
+
+def _floating(result):
+    """The floating results as arrays of float64."""
+    arrays = [tensor.float().asnumpy() if "Float" in str(tensor.dtype) else None for tensor in tree_leaves(result, Tensor)]
+    return [np.asarray(array, np.float64) for array in arrays if array is not None]
+
+
+def _from_plain(sample, truth):
+    """How the captured program's results on one card differ from those of the plain call; empty where they don't."""
+    first, again = (_floating(plain_call(sample)) for _ in range(2))
+    if any(not np.array_equal(one, other, equal_nan=True) for one, other in zip(first, again, strict=True)):
+        return ""  # a draw
+    *found, _ = next(iter(truth.outputs.values()))
+    if len(found) != len(first):
+        return f"{len(found)} floating results, and {len(first)} of the plain call"
+    for one, other in zip(found, first, strict=True):
+        if one.shape != other.shape:
+            return f"shape {one.shape}, and {other.shape} of the plain call"
+        scale = np.nanmax(np.abs(other), initial=1e-30, where=np.isfinite(other))
+        if not np.allclose(one, other, rtol=0, atol=_TOLERANCE * scale, equal_nan=True):
+            return "other numbers than the plain call"
     return ""

@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+from operator_samples.trying import NO_NUMBERS
+
 __all__ = ["COLUMNS", "details", "missing_operators", "report", "row"]
 
 _NOT_JUDGED = ("unavailable", "no sample")
@@ -67,11 +69,18 @@ def report(spaces, found):
     if missing:
         lines += ["", f"Operators without a rule ({len(missing)}), with the functions that call them:"]
         lines += [f"- {name}: {', '.join(targets)}" for name, targets in missing.items()]
-    wrong = [each for each in found.values() if each["numbers"] not in ("", "equal")]
-    if wrong:
-        lines += ["", f"Numbers that differ ({len(wrong)}):"]
-        lines += [f"- {each['target']}({each['sample']}): {each['numbers']}" for each in wrong]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_numbers(found.values())]) + "\n"
+
+
+def _numbers(outcomes):
+    """The lines about numbers and gradients, where they were compared."""
+    kinds = Counter(each["numbers"].partition(":")[0].partition(",")[0] for each in outcomes if each["numbers"])
+    if kinds:
+        counts = ", ".join(f"{kind} {count}" for kind, count in kinds.items())
+        yield from ("", f"Numbers and gradients of all placements: {counts}:")
+    for each in outcomes:
+        if each["numbers"] not in ("", "equal", NO_NUMBERS):
+            yield f"- {each['target']}({each['sample']}): {each['numbers']}"
 
 
 _SECTIONS = {

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from functools import cache
 
 from mindspore import ops
 from operator_samples.calls import NAMESPACES
@@ -28,7 +29,7 @@ EXCLUDED = (
     ("ops", r"get_process_group_ranks|new_group|is_(available|initialized)|set_comm_ops_inplace|all_gather_matmul", _COMMUNICATION),
     ("ops", r"matmul_reduce_scatter|moe_distribute_(combine|dispatch)|distribute|reshard|P2POp", _COMMUNICATION),
     ("ops", r"(tuple|list|dict|string|scalar|bool|env|environ|augassign|ms|shape)_.*|array_(reduce|to_scalar)", _LANGUAGE),
-    ("ops", r"make_(dict|list|range|slice|tuple|map_parameter)|is_(_|not|tensor_bool_cond|constant)|isconstant|hastype", _LANGUAGE),
+    ("ops", r"make_(dict|list|range|slice|tuple|map_parameter)|is_(_|not|tensor_bool_cond|constant)|isconstant|hastype|is_", _LANGUAGE),
     ("ops", r"is_(dynamic_sequence|sequence)_.*|(not_)?in_dict|switch(_layer)?|geswitch|typeof|zip_operation|kernel|merge",
      _LANGUAGE),
     ("ops", r"iter_converter|J|SliceGetItem|embed|ref_to_embed|reduced_shape|tail|hyper_add|identity|get_vm_impl_fn", _LANGUAGE),
@@ -43,6 +44,7 @@ EXCLUDED = (
     ("mint.nn.functional", r"adaptive_avg_pool3d_ext|broadcast_to|clamp|elu_ext|hardtanh_op|inplace_.*|norm_ext", _HELPER),
     ("mint.nn.functional", r"silu_func|threshold_op", _HELPER),
     ("mint.special", r"round_op", _HELPER),
+    ("mint.nn", r"Cell", _ABSTRACT),
     ("nn", r"Cell(Dict|List)?|SequentialCell|GraphCell|LossBase|Optimizer|TimeDistributed|Identity_", _ABSTRACT),
     ("nn", r"ASGD|Ada.*(?<!Pool[123]d)|Adam.*|FTRL|LARS|Lamb|LazyAdam|Momentum|ProximalAdagrad|RMSProp|Rprop|SGD|.*LR|thor", _WRAPPER),
     ("nn", r"TrainOneStep.*|.*LossScaleUpdateCell|ForwardValueAndGrad|GetNextSingleOp|GradAccumulationCell|With.*Cell|Jvp|Vjp",
@@ -57,7 +59,7 @@ EXCLUDED = (
      _DEVICE),
     ("Tensor", r"hooks|(register|remove)_hook|requires_grad_|dim|ndimension|numel|nelement|is_(complex|floating_point|signed)",
      _SETTING),
-    ("Tensor", r"value|type|getitem.*|setitem.*|set_|share_memory_", _SETTING),
+    ("Tensor", r"value|type|to_|getitem.*|setitem.*|set_|share_memory_", _SETTING),
 )  # fmt: skip
 # helpers of `mint` modules end like this
 _INTERNAL = re.compile(r".*(_op|_ext|_impl)$|nllloss")
@@ -76,7 +78,7 @@ def _names(namespace):
     module = NAMESPACES[namespace]
     if namespace == "ops":  # functions only: its classes are primitives, and instances of them stand for functions
         found = [name for name in ops.__all__ if not isinstance(getattr(ops, name, None), type)]
-    elif namespace in ("nn", "mint.nn", "mint.linalg", "mint.special"):
+    elif namespace in ("nn", "mint.linalg", "mint.special"):
         found = module.__all__
     else:
         found = dir(module)
@@ -92,6 +94,7 @@ def _names(namespace):
             yield name
 
 
+@cache
 def targets(namespace):
     """Names of the measured functions of a namespace, sorted."""
     return [name for name in _names(namespace) if not exclusion(namespace, name)]

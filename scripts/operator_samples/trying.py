@@ -1,11 +1,18 @@
 """The outcome of one target: the first sample that fits is measured."""
 
+import re
+
 from operator_samples.calls import Sample
 from operator_samples.choice import candidates
+from operator_samples.common import GENERIC
 from operator_samples.measure import Outcome, measure, runs
 from operator_samples.numbers import compare
 
-__all__ = ["outcome_of"]
+__all__ = ["NO_NUMBERS", "outcome_of"]
+
+# MindSpore has the operator, though not on this machine: capture could take it, with a shape function of our own
+NO_KERNEL = r"unregistered|Not implement exception|Not found op|on device CPU|Unsupported op|op_adapter|Kernel select failed"
+NO_NUMBERS = "not compared: no CPU kernel"
 
 
 def outcome_of(target, crashed=(), trying=lambda text, device: None, numbers=False):
@@ -27,11 +34,13 @@ def outcome_of(target, crashed=(), trying=lambda text, device: None, numbers=Fal
             if not error:
                 return _measured(sample, device == "CPU", crashed, trying, numbers)
             errors.append(error)
-    if len(samples) > 1:
+    if samples[0].text.removeprefix("; ") in GENERIC:
         return Outcome(target, "", "no sample", errors[0])
     found = _measured(samples[0], False, crashed, trying, False)
-    if found.outcome != "covered":
-        found.outcome, found.detail = "unavailable", f"{errors[0]} | on shapes: {errors[1]} | {found.detail}"
+    if found.outcome not in ("covered", "no rule"):
+        what = f"{errors[0]} | on shapes: {errors[len(samples)]} | {found.detail}"
+        found.outcome = "meta" if re.search(NO_KERNEL, errors[0]) and found.outcome == "meta" else "unavailable"
+        found.detail = what
     return found
 
 
@@ -41,10 +50,10 @@ def _measured(sample: Sample, cpu, crashed, trying, numbers):
     trying(sample.text, "capture")
     found = measure(sample)
     found.cpu = cpu
-    if numbers and cpu and found.outcome == "covered":
-        if [sample.text, "numbers"] in crashed:
-            found.numbers = "MindSpore ends the process"
-        else:
-            trying(sample.text, "numbers")
-            found.numbers = compare(sample)
+    if numbers and found.outcome == "covered":
+        trying(sample.text, "numbers")
+        is_fatal = [sample.text, "numbers"] in crashed
+        found.numbers = "not compared: MindSpore ends the process" if is_fatal else compare(sample, cpu)
+        if re.search(NO_KERNEL, found.numbers):
+            found.numbers = NO_NUMBERS
     return found
