@@ -4,6 +4,7 @@ python scripts/operator_coverage.py                        # everything: a table
 python scripts/operator_coverage.py --json FILE            # the same as data, too
 python scripts/operator_coverage.py --only mint.acosh nn   # some functions or namespaces, with their errors
 python scripts/operator_coverage.py --operator AcoshExt    # all functions that call these operators, of the last --json
+python scripts/operator_coverage.py --record tests/operator_coverage.json
 python scripts/operator_coverage.py --numbers              # numbers and gradients of what runs on CPU, too (verify)
 
 Functions are measured in processes of their own, since kernels of MindSpore may crash: that costs one function.
@@ -14,13 +15,13 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 __all__ = ["main", "measure_all"]
 
 HERE = Path(__file__).resolve()
 LAST = Path(os.environ.get("OPERATOR_COVERAGE", "/tmp/operator_coverage.json"))
-CHUNK_SECONDS = 600
 
 
 def arguments(given):
@@ -30,6 +31,9 @@ def arguments(given):
     parser.add_argument("--operator", nargs="+", default=(), help="functions that call one of these operators")
     parser.add_argument("--numbers", action="store_true", help="compare numbers and gradients, too")
     parser.add_argument("--json", type=Path, help="where the outcomes are written")
+    parser.add_argument(
+        "--record", type=Path, help="where the counts are written, and what isn't covered (for the test)"
+    )
     parser.add_argument("--last", type=Path, default=LAST, help="outcomes that --operator reads")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(given)
@@ -49,8 +53,12 @@ def work(order):
 
         for target in order["targets"]:
             skipped = order["crashed"].get(target, [])
-            trying = (lambda text, device, target=target: note({"trying": [target, text, device]}))
+            trying = partial(_trying, note, target)
             note(outcome_of(target, skipped, trying, order["numbers"]).as_dict())
+
+
+def _trying(note, target, text, device):
+    note({"trying": [target, text, device]})
 
 
 def measure_all(targets, folder, numbers=False):
@@ -96,13 +104,15 @@ def main(given=None):
     import tempfile
 
     from operator_samples.choice import all_targets
-    from operator_samples.report import details, report
+    from operator_samples.report import details, recorded, report
 
     spaces = chosen(options, all_targets())
     with tempfile.TemporaryDirectory() as folder:
         found = measure_all([target for targets in spaces.values() for target in targets], folder, options.numbers)
     if options.json:
         options.json.write_text(json.dumps(found, indent=0), encoding="utf-8")
+    if options.record:
+        options.record.write_text(recorded(spaces, found), encoding="utf-8")
     if options.only or options.operator:
         print(details(found))
     print(report(spaces, found))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn
+
 from operator_samples.inputs import Constant, names_for_samples
 
 __all__ = ["NAMESPACES", "Sample", "build", "parameter_shapes", "plain_call"]

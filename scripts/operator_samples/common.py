@@ -9,16 +9,18 @@ GENERIC = (
     "[f(4, 8), f(4, 8)]", "(4, 8)", "f(2, 4, 8, 8)", "f(4, 8), (4, 8)", "f(8)",
 )  # fmt: skip
 
-_PROBABILITIES = "acos asin arccos arcsin atanh arctanh erfinv logit log log2 log10 log1p sqrt rsqrt bernoulli lgamma digamma"
+_PROBABILITIES = (
+    "acos asin arccos arcsin atanh arctanh erfinv logit log log2 log10 log1p sqrt rsqrt bernoulli lgamma digamma"
+)
 _MATRICES = "cholesky logdet slogdet det inverse matrix_determinant log_matrix_determinant inv"
 _ALONG = (
     "sum mean amax amin argmax argmin argsort cumsum cumprod cummax cummin logsumexp prod softmax log_softmax std var "
     "median nansum logcumsumexp softmin nanmean argmax_with_value argmin_with_value"
 )
 _BINARY = (
-    "add sub subtract mul multiply div divide true_divide maximum minimum atan2 arctan2 eq ne equal not_equal gt ge lt le "
-    "greater greater_equal less less_equal fmod remainder floor_divide floor_div floor_mod floordiv floormod hypot fmax "
-    "fmin logaddexp logaddexp2 copysign nextafter isclose truncate_div truncate_mod approximate_equal dist"
+    "add sub subtract mul multiply div divide true_divide maximum minimum atan2 arctan2 eq ne equal not_equal gt ge lt "
+    "le greater greater_equal less less_equal fmod remainder floor_divide floor_div floor_mod floordiv floormod hypot "
+    "fmax fmin logaddexp logaddexp2 copysign nextafter isclose truncate_div truncate_mod approximate_equal dist"
 )
 _POSITIVE_BINARY = "pow float_power xlogy xdivy igamma igammac"
 _INTS = "bitwise_and bitwise_or bitwise_xor gcd lcm"
@@ -47,8 +49,8 @@ _FAMILIES = (
     ("vsplit tensor_split", "f(4, 8), 2"),
     ("dsplit", "f(2, 4, 8), 2"),
     ("cat concat vstack hstack dstack stack column_stack row_stack", "[f(4, 8), f(4, 8)]"),
-    ("tensor_scatter_add tensor_scatter_div tensor_scatter_max tensor_scatter_min tensor_scatter_mul tensor_scatter_sub "
-     "tensor_scatter_update", "f(4, 8), i(4, 1), f(4, 8)"),
+    ("tensor_scatter_add tensor_scatter_div tensor_scatter_max tensor_scatter_min tensor_scatter_mul "
+     "tensor_scatter_sub tensor_scatter_update", "f(4, 8), i(4, 1), f(4, 8)"),
     ("unsorted_segment_max unsorted_segment_min unsorted_segment_sum unsorted_segment_prod", "f(4, 8), i(4), 4"),
 )  # fmt: skip
 

@@ -4,7 +4,6 @@ import re
 from dataclasses import asdict, dataclass, field
 
 import mindspore as ms
-from operator_samples.calls import build, parameter_shapes, plain_call
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.communication.world import rank_of
@@ -14,11 +13,12 @@ from mindformers_core.layout import bind_layout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators.registry import facts_of, rewritten
 from mindformers_core.program.graph import OperatorNode
-from mindformers_core.program.plan import Redistribution
+from mindformers_core.program.plan import OperatorPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.checking import check_plan
 from mindformers_core.propagation.propagate import propagate
 from mindformers_core.sharding.declare import collect_declarations
+from operator_samples.calls import build, parameter_shapes, plain_call
 
 __all__ = ["AXIS", "OUTCOMES", "Outcome", "layout_with", "measure", "one_line", "placements", "runs"]
 
@@ -47,7 +47,8 @@ class Outcome:
         missing: operators without a rule.
         operators: all that the capture met, in order.
         cpu: whether it runs on plain CPU tensors.
-        dims: `"0.1"` (input.dim) -> `""` where the dim stays cut, `"gather"`, or the name of an algorithm.
+        dims: `"0.1"` (input.dim) -> `""` where the dim stays cut; else, joined by commas, `"gathered"`, `"all-to-all"`,
+            and the names of distributed algorithms.
         numbers: `""` not compared; "equal"; or what differs.
     """
 
@@ -144,7 +145,8 @@ def _placed(graph, cell, place):
             load_module("sample", source)
         except Exception as error:
             return "program", one_line(error), ""
-        return "covered", "", _treated(frame)
+        how = _by_rule(frame, place)
+        return "covered", "", _by_plan(frame) if how is None else how
 
 
 def _plan(graph, cell, mesh, place):
@@ -164,15 +166,31 @@ def _plan(graph, cell, mesh, place):
     return frame
 
 
-def _treated(frame):
-    """The algorithms that run on a cut dim, or "gather" where it is gathered first; empty: it simply stays cut."""
+def _by_rule(frame, place):
+    """How the rule of a program's only operator treats a cut dim of an input; None for longer programs."""
+    operators = [entry for _, inner in frame.walk() for entry in inner.instructions if isinstance(entry, OperatorPlan)]
+    if place is None or len(operators) != 1 or isinstance(place[0], str):
+        return None
+    node, rule = operators[0].node, operators[0].signature
+    value = tree_leaves(frame.graph.arguments)[place[0]]
+    values = tree_leaves((node.args, node.kwargs))
+    if value not in values:
+        return None
+    factors = rule.inputs[values.index(value)][place[1]][:1]
+    if any(factor in rule.whole for factor in factors):
+        return "gathered"
+    return rule.run or ", ".join(rule.distributed[factor] for factor in factors if factor in rule.distributed)
+
+
+def _by_plan(frame):
+    """The algorithms that run, and whether something is gathered first; empty: the dim simply stays cut."""
     entries = [entry for _, inner in frame.walk() for entry in inner.instructions]
     algorithms = [entry.algorithm for entry in entries if getattr(entry, "algorithm", None)]
     moves = [entry for entry in entries if isinstance(entry, Redistribution)]
     steps = [step.kind for move in moves for step in move.steps if not move.source.partial]
     how = [*dict.fromkeys(algorithms)]
     if any("gather" in kind for kind in steps):
-        how.append("gather")
+        how.append("gathered")
     if any("all_to_all" in kind or "all-to-all" in kind for kind in steps):
         how.append("all-to-all")
     return ", ".join(how)

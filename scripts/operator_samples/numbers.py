@@ -2,23 +2,21 @@
 
 import numpy as np
 from mindspore import Tensor
-from operator_samples.calls import build, parameter_shapes, plain_call
-from operator_samples.measure import AXIS, layout_with, one_line, placements
 
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.sharding.shard import shard
 from mindformers_core.verification.verifying import verify
+from operator_samples.calls import build, parameter_shapes, plain_call
+from operator_samples.measure import AXIS, layout_with, one_line, placements
 
 __all__ = ["compare"]
 
 _TOLERANCE = 1e-2  # of plain calls, whose dtypes may be float16 and bfloat16
 # samples whose numbers aren't compared, with the reason
 _NOT_COMPARED = {
-    "ops.trapz": "MindSpore's GatherD writes into its indices where they are negative: the constant of one card changes",
-    **dict.fromkeys(
-        ("mint.empty", "mint.empty_like", "Tensor.new_empty"), "the numbers are whatever the memory holds"
-    ),
+    "ops.trapz": "MindSpore's GatherD writes into negative indices: the constant of one card changes",
+    **dict.fromkeys(("mint.empty", "mint.empty_like", "Tensor.new_empty"), "the numbers are whatever the memory holds"),
 }
 
 
@@ -60,7 +58,9 @@ def _verified(sample, place):
 
 def _floating(result):
     """The floating results as arrays of float64."""
-    arrays = [tensor.float().asnumpy() if "Float" in str(tensor.dtype) else None for tensor in tree_leaves(result, Tensor)]
+    arrays = [
+        tensor.float().asnumpy() if "Float" in str(tensor.dtype) else None for tensor in tree_leaves(result, Tensor)
+    ]
     return [np.asarray(array, np.float64) for array in arrays if array is not None]
 
 

@@ -3,9 +3,9 @@
 __all__ = ["SAMPLES"]
 
 _ROWS, _SEGMENTS = "P(f(4, 8)), t(0, 2, dtype='int32'), f(2, 8)", "P(f(8)), i(4, 1), f(4)"
-_NOISE = "f(2, 2, 16, 16), pos(2, 2, 3)"
 _CLASSES = "f(4, 8), i(4)"
-_HEADS = "f(2, 4, 16, 16, dtype='float16'), f(2, 4, 16, 16, dtype='float16'), f(2, 4, 16, 16, dtype='float16')"
+_HEAD = "f(2, 4, 16, 16, dtype='float16')"
+_HEADS = f"{_HEAD}, {_HEAD}, {_HEAD}"
 
 _BY_NAME = {
     "P(f(4, 8)), f(4, 8)": "assign assign_add assign_sub",
@@ -91,10 +91,9 @@ SAMPLES["ops"] |= {
     "flash_attention_score": _HEADS + ", 4, input_layout='BNSD', scalar_value=0.25",
     "flatten": "f(2, 4, 8)",
     "fold": "f(2, 16, 16), k([8, 8], 'int32'), 2, 1, 0, 2",
-    "fractional_max_pool2d": f"{_NOISE.replace('pos(2, 2, 3)', '2')}, output_size=(8, 8), _random_samples=pos(2, 2, 2)",
+    "fractional_max_pool2d": "f(2, 2, 16, 16), 2, output_size=(8, 8), _random_samples=pos(2, 2, 2)",
     "fractional_max_pool3d": "f(2, 2, 8, 8, 8), 2, output_size=(4, 4, 4), _random_samples=pos(2, 2, 3)",
-    "fused_infer_attention_score": _HEADS.replace("f(2, 4, 16, 16, dtype='float16')", "[f(2, 4, 16, 16, dtype='float16')]")
-    .replace("[", "", 1).replace("]", "", 1) + ", num_heads=4, input_layout='BNSD'",
+    "fused_infer_attention_score": f"{_HEAD}, [{_HEAD}], [{_HEAD}], num_heads=4, input_layout='BNSD'",
     "gamma": "(4, 8), pos(1), pos(1)",
     "gather": "f(4, 8), i(6), 1",
     "gather_d": "f(4, 8), 1, i(4, 4)",
@@ -102,7 +101,8 @@ SAMPLES["ops"] |= {
     "grid_sample": "f(2, 4, 8, 8), pos(2, 6, 6, 2)",
     "group_norm": "f(2, 4, 8, 8), 2, f(4), f(4)",
     "gumbel_softmax": "f(4, 8)",
-    "incre_flash_attention": "f(2, 1, 64, dtype='float16'), [f(2, 16, 64, dtype='float16')], [f(2, 16, 64, dtype='float16')], "
+    "incre_flash_attention": "f(2, 1, 64, dtype='float16'), [f(2, 16, 64, dtype='float16')], "
+    "[f(2, 16, 64, dtype='float16')], "
     "num_heads=4",
     "inplace_index_add": "P(f(4, 8)), t(0, 2, dtype='int32'), f(2, 8), 0",
     "index_add": "P(f(4, 8)), t(0, 2, dtype='int32'), f(2, 8), 0",
@@ -136,7 +136,8 @@ SAMPLES["ops"] |= {
     "moe_token_permute": "f(4, 8, dtype='bfloat16'), i(4, 2)",
     "moe_token_unpermute": "f(8, 8, dtype='bfloat16'), perm(8)",
     "multi_margin_loss": "f(4, 8), i(4, dtype='int64')",
-    "multi_scale_deformable_attn_function": "f(1, 64, 4, 8), t([8, 8], dtype='int32'), t(0, dtype='int32'), pos(1, 4, 4, 1, 4, 2), "
+    "multi_scale_deformable_attn_function": "f(1, 64, 4, 8), t([8, 8], dtype='int32'), t(0, dtype='int32'), "
+    "pos(1, 4, 4, 1, 4, 2), "
     "pos(1, 4, 4, 1, 4)",
     "multilabel_margin_loss": "f(4, 8), i(4, 8)",
     "multilabel_soft_margin_loss": "f(4, 8), pos(4, 8)",
@@ -156,7 +157,8 @@ SAMPLES["ops"] |= {
     "prompt_flash_attention": _HEADS + ", None, num_heads=4, input_layout='BNSD'",
     "random_gamma": "k([4, 8], 'int32'), pos(1)",
     "random_poisson": "k([4, 8], 'int32'), pos(1)",
-    "ring_attention_update": "f(16, 2, 64), pos(2, 4, 16, 8), pos(2, 4, 16, 8), f(16, 2, 64), pos(2, 4, 16, 8), pos(2, 4, 16, 8)",
+    "ring_attention_update": "f(16, 2, 64), pos(2, 4, 16, 8), pos(2, 4, 16, 8), f(16, 2, 64), "
+    "pos(2, 4, 16, 8), pos(2, 4, 16, 8)",
     "rms_norm": "f(4, 8), f(8)",
     "rotary_position_embedding": "f(2, 4, 16, 64), f(1, 1, 16, 64), f(1, 1, 16, 64)",
     "rotated_iou": "pos(2, 4, 5), pos(2, 6, 5)",

@@ -3,14 +3,14 @@
 __all__ = ["EXPRESSIONS", "SAMPLES"]
 
 _UNARY = (
-    "Abs Atan Asinh BesselI0e BesselI1e Ceil Cos Cosh Elu Erf Erfc Exp Expm1 Floor GeLU HShrink HSigmoid Inv IsFinite Mish "
-    "Neg OnesLike ReLU ReLU6 Rint Round SeLU Sigmoid Sign Sin Sinh SoftShrink Softplus Softsign Square Tan Tanh ZerosLike "
-    "Reciprocal L2Loss"
+    "Abs Atan Asinh BesselI0e BesselI1e Ceil Cos Cosh Elu Erf Erfc Exp Expm1 Floor GeLU HShrink HSigmoid Inv IsFinite "
+    "Mish Neg OnesLike ReLU ReLU6 Rint Round SeLU Sigmoid Sign Sin Sinh SoftShrink Softplus Softsign Square Tan Tanh "
+    "ZerosLike Reciprocal L2Loss"
 )
 _PROBABILITIES = "ACos Asin Atanh Erfinv Log Log1p Rsqrt Sqrt"
 _BINARY = (
-    "Add ApproximateEqual Atan2 Div DivNoNan Equal FloorDiv FloorMod Greater GreaterEqual Less LessEqual Maximum Minimum Mod "
-    "Mul MulNoNan NotEqual RealDiv SquaredDifference Sub TruncateDiv TruncateMod"
+    "Add ApproximateEqual Atan2 Div DivNoNan Equal FloorDiv FloorMod Greater GreaterEqual Less LessEqual Maximum "
+    "Minimum Mod Mul MulNoNan NotEqual RealDiv SquaredDifference Sub TruncateDiv TruncateMod"
 )
 _REDUCED = "ReduceMax ReduceMin ReduceSum ReduceMean"
 _SCATTER = "ScatterAdd ScatterDiv ScatterMax ScatterMin ScatterMul ScatterSub ScatterUpdate"

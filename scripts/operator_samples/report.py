@@ -1,10 +1,11 @@
 """The outcomes as text: the table by namespace, and what is missing by reason."""
 
+import json
 from collections import Counter
 
 from operator_samples.trying import NO_NUMBERS
 
-__all__ = ["COLUMNS", "details", "missing_operators", "report", "row"]
+__all__ = ["COLUMNS", "details", "missing_operators", "recorded", "report", "row"]
 
 _NOT_JUDGED = ("unavailable", "no sample")
 COLUMNS = (
@@ -19,7 +20,7 @@ def row(space, outcomes):
     judged = len(outcomes) - sum(kinds[kind] for kind in _NOT_JUDGED)
     other = sum(kinds[kind] for kind in ("capture", "rejected", "program", "crashed"))
     covered = [each for each in outcomes if each["outcome"] == "covered"]
-    parallel = sum(not each["dims"] or any("gather" not in how for how in each["dims"].values()) for each in covered)
+    parallel = sum(not each["dims"] or any("gathered" not in how for how in each["dims"].values()) for each in covered)
     on_cpu = [each for each in outcomes if each["cpu"]]
     share = f"{100 * len(covered) / judged:.1f}" if judged else ""
     counts = [kinds[kind] for kind in ("no rule", "in place", "values", "meta")]
@@ -34,6 +35,18 @@ def missing_operators(found):
         for name in each["missing"]:
             wanted.setdefault(name, []).append(target)
     return dict(sorted(wanted.items(), key=lambda entry: (-len(entry[1]), entry[0])))
+
+
+def recorded(spaces, found):
+    """The counts of each namespace, and what isn't covered by outcome, as JSON: what a test holds."""
+    counts, missing = {}, {}
+    for space, targets in spaces.items():
+        cells = dict(zip(COLUMNS, row(space, [found[target] for target in targets])))
+        counts[space] = {name: cells[name] for name in ("public", "judged", "covered")}
+    for target, each in found.items():
+        if each["outcome"] != "covered":
+            missing.setdefault(each["outcome"], []).append(target)
+    return json.dumps({"counts": counts, "missing": missing}, indent=1) + "\n"
 
 
 def details(found):

@@ -1,4 +1,4 @@
-"""The operators of MindSpore's table "usage constraints of operator-level parallelism", the seed of `docs/operators.md`.
+"""The operators of MindSpore's table of usage constraints of operator-level parallelism: the seed of docs/operators.md.
 
 The table has 167 rows. Two of them stand twice (TensorScatterMax, TensorScatterAdd), where Min and Sub are meant: these
 are the last two here.
