@@ -68,7 +68,7 @@ def _reason(name, outcome):
 def page(outcomes):
     """The text of docs/operators.md."""
     rows = [row(name, outcomes) for name in ROWS]
-    count = sum(f"| all " in line for line in rows)
+    count = sum("| all " in line for line in rows)
     summary = f"{len(rows)} operators, {count} of them in every spelling that can be called here.\n"
     return "\n".join([HEAD, summary, COLUMNS, "|---" * COLUMNS.count(" | ") + "|---|", *rows]) + "\n"
 

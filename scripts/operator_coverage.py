@@ -29,7 +29,8 @@ def arguments(given):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="+", default=(), help="functions, namespaces, or primitives, expressions")
     parser.add_argument("--operator", nargs="+", default=(), help="functions that call one of these operators")
-    parser.add_argument("--numbers", action="store_true", help="compare numbers and gradients, too")
+    text = "compare numbers and gradients, too, for single cuts, and for this many pairs of cuts"
+    parser.add_argument("--numbers", type=int, nargs="?", const=0, metavar="PAIRS", help=text)
     parser.add_argument("--json", type=Path, help="where the outcomes are written")
     parser.add_argument(
         "--record", type=Path, help="where the counts are written, and what isn't covered (for the test)"
@@ -61,7 +62,7 @@ def _trying(note, target, text, device):
     note({"trying": [target, text, device]})
 
 
-def measure_all(targets, folder, numbers=False):
+def measure_all(targets, folder, numbers=None):
     """Target -> its outcome, a dict; each process continues after the function that ended the one before."""
     found, crashed, folder = {}, {}, Path(folder)
     results, order = folder / "results.jsonl", folder / "order.json"

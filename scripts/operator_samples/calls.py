@@ -78,7 +78,8 @@ def build(sample, anchored=False):
 
     template = _mapped(place, (args, kwargs))
     inputs += [names["f"](2)] if anchored else []
-    return _cell_class(len(inputs), anchored)(function, template, parameters), inputs
+    cell = _cell_class(len(inputs), anchored)(function, template, parameters)
+    return cell.set_train(), inputs
 
 
 @dataclass(frozen=True)

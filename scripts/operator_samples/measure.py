@@ -4,6 +4,7 @@ import re
 from dataclasses import asdict, dataclass, field
 
 import mindspore as ms
+import numpy as np
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.communication.world import rank_of
@@ -20,9 +21,10 @@ from mindformers_core.propagation.propagate import propagate
 from mindformers_core.sharding.declare import collect_declarations
 from operator_samples.calls import build, parameter_shapes, plain_call
 
-__all__ = ["AXIS", "OUTCOMES", "Outcome", "layout_with", "measure", "one_line", "placements", "runs"]
+__all__ = ["AXIS", "OUTCOMES", "UNDEFINED", "Outcome", "layout_with", "measure", "one_line", "placements", "runs"]
 
 AXIS = "tp"
+UNDEFINED = ("mint.empty", "mint.empty_like", "Tensor.new_empty")  # tensors with whatever numbers the memory holds
 OUTCOMES = (
     "covered", "no rule", "in place", "values", "meta", "capture", "rejected", "program", "unavailable", "no sample",
     "crashed",
@@ -110,6 +112,9 @@ def measure(sample):
         name = re.search(r"operator '?(\w+)'?", outcome.detail)
         outcome.operators = [name[1]] if name and outcome.outcome in ("in place", "meta") else []
         return outcome
+    if sample.target not in UNDEFINED and _has_drawn_constants(graph, sample):
+        outcome.outcome, outcome.detail = "capture", "numbers that it draws become constants, which differ by rank"
+        return outcome
     nodes = [node for call in graph.calls() for node in call.nodes if isinstance(node, OperatorNode)]
     outcome.operators = list(dict.fromkeys(node.operator for node in nodes))
     for place in (None, *placements(tree_leaves(graph.arguments), parameter_shapes(cell))):
@@ -123,6 +128,21 @@ def measure(sample):
         if place is not None:
             outcome.dims["{}.{}".format(*place)] = how
     return outcome
+
+
+def _has_drawn_constants(graph, sample):
+    """Whether constants of a graph change from one capture to the next."""
+    before = _constants(graph)
+    if not before:
+        return False
+    ms.ops.standard_normal((2,))  # a capture restores the state of the generators
+    cell, inputs = build(sample)
+    after = _constants(capture(cell, *inputs))
+    return any(not np.array_equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def _constants(graph):
+    return [constant.array for call in graph.calls() for constant in call.constants]
 
 
 def _has_no_rule(name):

@@ -1,14 +1,18 @@
 """Numbers and gradients of a sample on simulated ranks, against one card."""
 
+from itertools import combinations
+from zlib import crc32
+
 import numpy as np
 from mindspore import Tensor
 
+from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.sharding.shard import shard
 from mindformers_core.verification.verifying import verify
 from operator_samples.calls import build, parameter_shapes, plain_call
-from operator_samples.measure import AXIS, layout_with, one_line, placements
+from operator_samples.measure import AXIS, UNDEFINED, one_line, placements
 
 __all__ = ["compare"]
 
@@ -16,12 +20,20 @@ _TOLERANCE = 1e-2  # of plain calls, whose dtypes may be float16 and bfloat16
 # samples whose numbers aren't compared, with the reason
 _NOT_COMPARED = {
     "ops.trapz": "MindSpore's GatherD writes into negative indices: the constant of one card changes",
-    **dict.fromkeys(("mint.empty", "mint.empty_like", "Tensor.new_empty"), "the numbers are whatever the memory holds"),
+    **dict.fromkeys(UNDEFINED, "the numbers are whatever the memory holds"),
+    **dict.fromkeys(
+        ("ops.hinge_embedding_loss", "nn.HingeEmbeddingLoss"), "MindSpore adds gradients of truth values to float ones"
+    ),
 }
 
 
-def compare(sample, cpu=True):
+def compare(sample, cpu=True, pairs=0):
     """`"equal"`; or what differs, or why it can't be compared, in a line.
+
+    Args:
+        sample: the `Sample`.
+        cpu: whether the plain call runs on CPU.
+        pairs: how many pairs of cuts are tried besides, drawn at random: over two axes of a mesh (2, 2), or over one.
 
     Every placement is run by `verify`: values and gradients of the captured program, rank by rank. Its results on one
     card are held against the call on plain tensors, too, where that runs on CPU and gives the same numbers twice.
@@ -29,29 +41,42 @@ def compare(sample, cpu=True):
     if sample.target in _NOT_COMPARED:
         return f"not compared: {_NOT_COMPARED[sample.target]}"
     cell, inputs = build(sample)
-    for place in (None, *placements(inputs, parameter_shapes(cell))):
-        where = "whole" if place is None else "cut {}.{}".format(*place)
+    single = [((*place, AXIS),) for place in placements(inputs, parameter_shapes(cell))]
+    for cuts in ((), *single, *_pairs(sample, single, pairs)):
+        where = ", ".join(f"{place}.{dim} over {axis}" for place, dim, axis in cuts) or "whole"
         try:
-            check = _verified(sample, place)
+            check = _verified(sample, cuts)
         except Exception as error:
             return f"not compared, {where}: {one_line(error, 600)}"
         if check.faults:
             return f"differs, {where}: {' '.join(check.report().split())[:400]}"
-        if place is None and cpu and (difference := _from_plain(sample, check.truth)):
+        if not cuts and cpu and (difference := _from_plain(sample, check.truth)):
             return f"differs, {where}: {difference}"
     return "equal"
 
 
-def _verified(sample, place):
-    """The `Check` of a sample with one dim of one input, or of one Parameter, cut."""
+def _pairs(sample, single, count):
+    """Some pairs of cuts of different dims, the same ones in every run."""
+    random = np.random.default_rng(crc32(str(sample).encode()))
+    found = [(one, (*other, axis)) for (one,), ((*other, _),) in combinations(single, 2) for axis in (AXIS, "dp")]
+    found = [cuts for cuts in found if cuts[1][2] == "dp" or cuts[0][0] != cuts[1][0]]  # one tensor: by different axes
+    return [found[place] for place in random.permutation(len(found))[:count]]
+
+
+def _verified(sample, cuts):
+    """The `Check` of a sample; `cuts`: `(number of an input or name of a Parameter, dim, axis)`."""
     cell, inputs = build(sample, anchored=True)
-    entry = {}
-    if place is not None:
-        where, dim = place
+    shapes, dims = parameter_shapes(cell), {}
+    for where, dim, axis in cuts:
+        rank = len(shapes[where] if isinstance(where, str) else inputs[where].shape)
+        dims.setdefault(where, [None] * rank)[dim] = axis
+    entry = {"input": {}, "weight": {}}
+    for where, axes in dims.items():
         is_weight = isinstance(where, str)
-        rank = len(parameter_shapes(cell)[where] if is_weight else inputs[where].shape)
-        entry = {"weight" if is_weight else "input": {where if is_weight else f"x{where}": layout_with(rank, dim)}}
-    mesh, plan = DeviceMesh((2,), (AXIS,)), {"": entry} if entry else None
+        entry["weight" if is_weight else "input"][where if is_weight else f"x{where}"] = layout(*axes)
+    entry = {kind: layouts for kind, layouts in entry.items() if layouts}
+    axes = ("dp", AXIS) if any(axis == "dp" for *_, axis in cuts) else (AXIS,)
+    mesh, plan = DeviceMesh((2,) * len(axes), axes), {"": entry} if entry else None
     # each rank builds its own: some of MindSpore's primitives can't be copied
     return verify(lambda: shard(build(sample, anchored=True)[0], mesh, plan=plan), mesh, *inputs)
 

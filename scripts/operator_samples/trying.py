@@ -15,14 +15,14 @@ NO_KERNEL = r"unregistered|Not implement exception|Not found op|on device CPU|Un
 NO_NUMBERS = "not compared: no CPU kernel"
 
 
-def outcome_of(target, crashed=(), trying=lambda text, device: None, numbers=False):
+def outcome_of(target, crashed=(), trying=lambda text, device: None, numbers=None):
     """The `Outcome` of a target.
 
     Args:
         target: a function, Cell, method or expression.
         crashed: `[sample, device]` of calls that ended a process, which are left out.
         trying: a function that is told of every call before it is made.
-        numbers: whether numbers and gradients are compared, too.
+        numbers: None, or how many pairs of cuts numbers and gradients are compared for, besides single ones.
     """
     samples, errors = candidates(target), []
     for device in ("CPU", "meta"):
@@ -36,7 +36,7 @@ def outcome_of(target, crashed=(), trying=lambda text, device: None, numbers=Fal
             errors.append(error)
     if len(samples) == len(GENERIC):
         return Outcome(target, "", "no sample", errors[0])
-    found = _measured(samples[0], False, crashed, trying, False)
+    found = _measured(samples[0], False, crashed, trying, None)
     if found.outcome not in ("covered", "no rule"):
         is_kernel = re.search(NO_KERNEL, errors[0])
         what = f"{errors[0]} | on shapes: {errors[len(samples)]} | {found.detail}"
@@ -51,10 +51,10 @@ def _measured(sample: Sample, cpu, crashed, trying, numbers):
     trying(sample.text, "capture")
     found = measure(sample)
     found.cpu = cpu
-    if numbers and found.outcome == "covered":
+    if numbers is not None and found.outcome == "covered":
         trying(sample.text, "numbers")
         is_fatal = [sample.text, "numbers"] in crashed
-        found.numbers = "not compared: MindSpore ends the process" if is_fatal else compare(sample, cpu)
+        found.numbers = "not compared: MindSpore ends the process" if is_fatal else compare(sample, cpu, numbers)
         if re.search(NO_KERNEL, found.numbers):
             found.numbers = NO_NUMBERS
     return found
