@@ -15,12 +15,15 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from functools import partial
 from pathlib import Path
 
 __all__ = ["main", "measure_all"]
 
 HERE = Path(__file__).resolve()
+LONGEST = 120  # seconds that a function may take
 LAST = Path(os.environ.get("OPERATOR_COVERAGE", "/tmp/operator_coverage.json"))
 
 
@@ -63,25 +66,54 @@ def _trying(note, target, text, device):
 
 
 def measure_all(targets, folder, numbers=None):
-    """Target -> its outcome, a dict; each process continues after the function that ended the one before."""
+    """Target -> its outcome, a dict.
+
+    Args:
+        targets: functions.
+        folder: an empty folder for the work.
+        numbers: see `outcome_of`.
+
+    Returns:
+        The outcomes in the order of `targets`. A function at which MindSpore ends the process, or which takes longer
+        than two minutes, is called no further in that way; a new process continues after it.
+    """
     found, crashed, folder = {}, {}, Path(folder)
-    results, order = folder / "results.jsonl", folder / "order.json"
+    results, order, errors = folder / "results.jsonl", folder / "order.json", folder / "errors"
     while left := [target for target in targets if target not in found]:
         results.write_text("")
         order.write_text(json.dumps(dict(results=str(results), targets=left, crashed=crashed, numbers=numbers)))
-        environment = {"GLOG_v": "4", **os.environ}
-        command = [sys.executable, str(HERE), "--worker", str(order)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        with errors.open("w", encoding="utf-8") as out:
+            code = _finished(subprocess.Popen(_command(order), env=_environment(), stdout=out, stderr=out), results)
         lines = [json.loads(line) for line in results.read_text("utf-8").splitlines()]
         found |= {line["target"]: line for line in lines if "target" in line}
-        if not lines:
-            raise RuntimeError(done.stderr[-3000:])
-        if "trying" in lines[-1]:
+        if lines and "trying" in lines[-1]:
             target, text, device = lines[-1]["trying"]
             crashed.setdefault(target, []).append([text, device])
-        elif done.returncode and len(found) < len(targets):
-            raise RuntimeError(done.stderr[-3000:])
-    return found
+        elif code and len(found) < len(targets):
+            raise RuntimeError(errors.read_text("utf-8")[-3000:])
+    return {target: found[target] for target in targets}
+
+
+def _command(order):
+    return [sys.executable, str(HERE), "--worker", str(order)]
+
+
+def _environment():
+    """The environment of a worker: with the package of this repository, if no other is given."""
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(HERE.parent.parent))))
+    return {"GLOG_v": "4", **os.environ, "PYTHONPATH": path}
+
+
+def _finished(process, results):
+    """The exit code of a worker, which is ended where it writes nothing for long."""
+    size, since = 0, time.monotonic()
+    while process.poll() is None:
+        time.sleep(0.1)
+        if results.stat().st_size != size:
+            size, since = results.stat().st_size, time.monotonic()
+        elif time.monotonic() - since > LONGEST:
+            process.kill()
+    return process.wait()
 
 
 def chosen(options, spaces):
@@ -102,8 +134,6 @@ def main(given=None):
     if options.worker is not None:
         work(options.worker)
         return 0
-    import tempfile
-
     from operator_samples.choice import all_targets
     from operator_samples.report import details, recorded, report
 

@@ -40,7 +40,9 @@ def outcome_of(target, crashed=(), trying=lambda text, device: None, numbers=Non
     if found.outcome not in ("covered", "no rule"):
         is_kernel = re.search(NO_KERNEL, errors[0])
         what = f"{errors[0]} | on shapes: {errors[len(samples)]} | {found.detail}"
-        found.outcome = found.outcome if found.outcome in ("meta", "values") and is_kernel else "unavailable"
+        found.outcome = (
+            found.outcome if found.outcome in ("meta", "values", "in place") and is_kernel else "unavailable"
+        )
         found.detail = what
     return found
 
