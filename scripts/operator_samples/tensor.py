@@ -57,6 +57,8 @@ SAMPLES = {
         "unique": "i(8)",
         "view": "f(4, 8), 8, 4",
         "where": "f(4, 8), b(4, 8), f(4, 8)",
+        "eigvals": "f(4, 4)",
+        "exponential_": "f(4, 8)",
         "erfinv_": "pos(4, 8)",
         "bernoulli_": "f(4, 8), 0.5",
         "log_": "pos(4, 8)",
