@@ -97,6 +97,18 @@ def test_numbers_are_compared(monkeypatch):
     assert compare(sample).startswith("differs, 0.1 over tp")
 
 
+CALLS = {
+    "ops.lerp": "f(4, 8), f(4, 8), f(4, 8)",  # its kernel takes no float64: compared in float32
+    "Tensor.take": "f(4, 8), i(4, 2, high=32)",  # the operator has no CPU kernel, the method has
+    "Tensor.diag": "f(4)",
+}
+
+
+@pytest.mark.parametrize("target", CALLS)
+def test_numbers_without_a_kernel_of_float64(target):
+    assert compare(Sample(target, CALLS[target])) == "equal"
+
+
 def test_samples_of_functions_that_are_not_listed():
     assert [each.text for each in candidates("mint.clone")][:2] == ["f(4, 8)", "f(4, 8), f(4, 8)"]
     assert candidates("nn.Softsign")[0].text == "; f(4, 8)"
