@@ -69,7 +69,7 @@ class Outcome:
 
 def one_line(error, limit=300):
     """An error in one line."""
-    text = re.split(r"\n\s*-{20,}", str(error))[0]
+    text = next((part for part in re.split(r"\n?\s*-{20,}\s*", str(error)) if part.strip()), "")
     return f"{type(error).__name__}: {' '.join(text.split())}"[:limit]
 
 
