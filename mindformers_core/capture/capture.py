@@ -32,7 +32,7 @@ __all__ = ["capture"]
 # Operators that make random tensors from no tensor at all: recorded, where other plain results are constants.
 _DRAWING = frozenset(
     ("UniformReal", "StandardNormal", "StandardLaplace", "UniformInt", "Randperm", "RandpermV2", "RandpermExt")
-    + ("RandExt", "Randn", "RandInt", "Gamma", "Poisson")
+    + ("RandExt", "Randn", "RandInt", "Gamma", "Poisson", "Cauchy")
 )
 _DRAWING_IN_PLACE = frozenset({"InplaceUniform", "InplaceNormal", "InplaceRandom", "InplaceExponential"})
 # Entry points of `@ms.jit` in each of its modes, ast, trace and bytecode; and functions that run the call as Python

@@ -106,7 +106,7 @@ def simulate(subject, plans, notes=()):
         return _simulated(subject, plans, wide, notes)
     except TypeError as error:
         text = str(error).partition("\n")[0]
-        if "For primitive[" not in text or "must be a type of" not in text or "Float64" not in text:
+        if "float64" not in text.lower():
             raise
     note = f"in float32, to {narrow.tolerance:.1g}: {text}"
     return _simulated(subject, plans, narrow, (*notes, note))

@@ -61,8 +61,7 @@ def index_select(x, dim=None, index=None, axis=None):
     return Signature(inputs, (output,), sizes, linear=({0},), localize=_positional(x, dim, index), **more)
 
 
-@register_operator("Take", saves=UNMEASURED, reads_a_part=True)
-@register_operator("DeprecatedTake", saves=UNMEASURED, reads_a_part=True, source=".take")
+@register_operator("Take", "DeprecatedTake", saves=UNMEASURED, reads_a_part=True, source=".take")
 def take(x, indices, axis=None, mode="clip"):
     """`x` at `indices` along `axis`, by NumPy's rules for indices out of range, so with all of the dim available."""
     if axis is None:
@@ -183,7 +182,7 @@ def triangle(x, diagonal=0):
     return unary(x, whole=as_dims((-2, -1), x.ndim), linear=({0},))
 
 
-@register_operator("DiagExt", saves=UNMEASURED)
+@register_operator("DiagExt", saves=UNMEASURED, source=".diag")
 def diagonal_matrix(x, diagonal=0):
     """A matrix with the vector `x` on a diagonal, or the diagonal of a matrix: all is whole."""
     if x.ndim not in (1, 2):
