@@ -134,6 +134,8 @@ class _Program:
         if signature.localize is not None:
             local_shapes = [layout.local_shape(shape) for layout, shape in zip(self.layouts, self.shapes)]
             args, kwargs = signature.localize((*args, *kwargs.values()), local_shapes), {}
+        if self.algorithm is not None and signature.arguments is not None:
+            args, kwargs = signature.arguments, {}
         self.args, self.kwargs = args, kwargs
 
     def run(self, func, primitive, args, tensors):

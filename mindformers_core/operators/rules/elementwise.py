@@ -33,6 +33,14 @@ _NONLINEAR = (
     ("IsFinite IsInf IsNan LogicalNot", saved.NOTHING, {}),
     ("Addcdiv AddcdivExt Addcmul AddcmulExt BitwiseNot EqualExt FloorDivScalar", saved.UNMEASURED, {}),
     ("EluExt LeakyReLUExt MishExt SeLUExt", saved.UNMEASURED, {}),
+    ("AcosExt Acosh AcoshExt AsinExt Asinh AsinhExt AtanExt Atanh Erfinv Exp2 Frac Sinc", saved.UNMEASURED, {}),
+    ("BesselI0 BesselI0e BesselI1 BesselI1e BesselJ0 BesselJ1 BesselK0 BesselK0e", saved.UNMEASURED, {}),
+    ("BesselK1 BesselK1e BesselY0 BesselY1 Digamma Lgamma Mvlgamma Polygamma Zeta", saved.UNMEASURED, {}),
+    ("HShrink Hardtanh Logit SoftShrink Softsign Threshold", saved.UNMEASURED, {}),
+    ("Complex Fmax Fmin Heaviside Hypot Igamma Igammac LogAddExp2 NextAfter Polar Xdivy", saved.UNMEASURED, {}),
+    ("Angle SigmoidCrossEntropyWithLogits", saved.UNMEASURED, {}),
+    ("ApproximateEqual Gcd IsClose IsNegInf Lcm LeftShift PopulationCount RightShift", saved.UNMEASURED, {}),
+    ("Eps Fills Rint", saved.UNMEASURED, {"gradient": ZERO}),
     ("Ceil Floor OnesLike Round Sign Trunc ZerosLike", saved.NOTHING, {"gradient": ZERO}),
     ("OnesLikeExt ZerosLikeExt", saved.UNMEASURED, {"gradient": ZERO}),
     ("EmptyLike", saved.NOTHING, {"gradient": NO_GRADIENT}),
@@ -114,7 +122,19 @@ def _log_sigmoid(x):
     return unary(x, outputs=2)
 
 
+@register_operator("PReLU", saves=saved.UNMEASURED)
+def _prelu(x, weight):
+    """One weight, or one for each channel, which is dim 1."""
+    channels = x.shape[1] if x.ndim > 1 else 1
+    if weight.shape not in ((1,), (channels,)):
+        raise ValueError(f"{weight.shape} weights are neither one nor one for each of the {channels} channels")
+    plain = unary(x)
+    inputs = (*plain.inputs, (("d1",) if weight.shape[0] > 1 else (),))
+    return Signature(inputs, plain.outputs, plain.sizes)
+
+
 @register_operator("Neg", "Identity", saves=saved.NOTHING)
+@register_operator("Conj", "Imag", "ImagView", "Real", "RealView", saves=saved.UNMEASURED)
 @register_operator(
     "Contiguous", saves=saved.NOTHING, rewrite="Identity"
 )  # a graph may not schedule one that it returns
@@ -127,6 +147,7 @@ def _linear_unary(x, *_, **__):
 
 
 @register_operator("Muls", "Divs", saves=saved.NOTHING)
+@register_operator("DivNoNan", "MulNoNan", saves=saved.UNMEASURED)
 @register_operator("Div", saves=_QUOTIENT)
 @register_operator("RealDiv", saves=replace(_QUOTIENT, as_they_are=True))
 def _linear_in_first(x, *args, **named):
@@ -143,6 +164,7 @@ def _product(*factors, **named):
 @register_operator("AddExt", "AddScalar", saves=saved.NOTHING, rewrite=without_alpha("Add"))
 @register_operator("SubExt", "SubScalar", saves=saved.NOTHING, rewrite=without_alpha("Sub"))
 @register_operator("AddN", saves=saved.NOTHING, source="(x)")
+@register_operator("AccumulateNV2", saves=saved.UNMEASURED, source="(x)")
 def _sum_of_terms(*terms, **named):
     """A sum of tensors is linear in all of them together; with anything else than a 0 among them it is only affine."""
     terms = [*terms, *(value for name, value in named.items() if name != "alpha")]
