@@ -31,7 +31,7 @@ class Sample:
     name: str
     function: object
     inputs: tuple
-    gathered: tuple = ()
+    gathered: list = ()
     terms: bool = True
 
     def __str__(self):

@@ -34,6 +34,7 @@ _WORDS = {  # parameters that arrive as the numbers of words
     "rounding_mode": ("floor", "trunc"),
     "reduction": ("sum", "mean", "none"),
     "pad_mode": ("pad", "same", "valid"),
+    "indexing": ("ij", "xy"),
     "norm": ("backward", "forward", "ortho"),
     "input_layout": ("BSH", "BNSD", "SBH", "BSND", "TND", "TH"),
 }

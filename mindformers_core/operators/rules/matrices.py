@@ -13,6 +13,7 @@ from mindformers_core.operators.signature import Signature, is_float
 # are of one size, and an output's `s` is the smaller one of `m` and `n`. `_SIZES` gives those of further factors.
 _EQUATIONS = {
     "Cholesky CholeskyInverse MatrixExp MatrixInverse MatrixInverseExt MatrixPower": "n n' -> n n'",
+    "Eigh": "n n' -> n, n n'",
     "MatrixDeterminant": "n n' -> ",
     "LogMatrixDeterminant": "n n' -> , ",
     "CholeskySolve": "n K, n n' -> n K",
@@ -26,6 +27,7 @@ _EQUATIONS = {
     "Ormqr": "m n, t, p q -> p q",
 }
 _LINEAR = {"CholeskySolve": ({0},), "LuSolve": ({0},), "MatrixSolve": ({1},)}  # in the right-hand side
+_ALONE = ("CholeskyInverse", "Eigh")  # MindSpore's results for several matrices are wrong
 
 
 def _names(side):
@@ -70,14 +72,16 @@ def batched(equation, *tensors, linear=(), **sizes):
     return Signature(tuple(inputs), tuple(outputs), sizes, whole=whole, linear=linear)
 
 
-def _matrices(equation, linear, *args, **named):
-    return batched(equation, *tensors_in([*args, *named.values()]), linear=linear)
+def _matrices(name, equation, *args, **named):
+    tensors = tensors_in([*args, *named.values()])
+    if name in _ALONE and tensors[0].ndim != 2:
+        raise ValueError(f"MindSpore computes this of one matrix, not of {tensors[0].shape}")
+    return batched(equation, *tensors, linear=_LINEAR.get(name, ()))
 
 
 for _operators, _equation in _EQUATIONS.items():
     for _name in _operators.split():
-        _linear = _LINEAR.get(_name, ())
-        register_operator(_name, saves=UNMEASURED, operations=100)(partial(_matrices, _equation, _linear))
+        register_operator(_name, saves=UNMEASURED, operations=100)(partial(_matrices, _name, _equation))
 
 
 @register_operator("Qr", "LinalgQr", saves=UNMEASURED, operations=100)
@@ -85,7 +89,7 @@ def orthogonal_triangular(x, mode=0):
     """Two factors; by `mode` 1, or True, of all columns; by 2 the second one alone, and an empty tensor."""
     rows, columns = x.shape[-2:]
     if mode is not True and mode == 2:
-        return batched("m n -> .e, s n", x, e=0)
+        return batched("m n -> . e, s n", x, e=0)
     return batched("m n -> m q, q n", x, q=rows if mode else min(rows, columns))
 
 
@@ -93,7 +97,7 @@ def orthogonal_triangular(x, mode=0):
 def singular_values(x, full_matrices=False, compute_uv=True):
     """Singular values, and the vectors of both sides, in place of which there may be tensors of one element."""
     if not compute_uv:
-        return batched("m n -> s, .o, .o", x, o=1)
+        return batched("m n -> s, . o, . o", x, o=1)
     rows, columns = x.shape[-2:]
     least = min(rows, columns)
     return batched("m n -> s, m u, n v", x, u=rows if full_matrices else least, v=columns if full_matrices else least)
@@ -103,14 +107,6 @@ def singular_values(x, full_matrices=False, compute_uv=True):
 def eigenvalues(x, compute_v=False):
     """Eigenvalues, and the vectors, or a tensor without dims."""
     return batched("n n' -> n, n n'" if compute_v else "n n' -> n, .", x)
-
-
-@register_operator("Eigh", saves=UNMEASURED, operations=100)
-def symmetric_eigenvalues(x):
-    """Of one matrix: MindSpore's shapes for several are wrong."""
-    if x.ndim != 2:
-        raise ValueError(f"MindSpore computes this of one matrix, not of {x.shape}")
-    return batched("n n' -> n, n n'", x)
 
 
 @register_operator("Cdist", saves=UNMEASURED)
@@ -157,7 +153,7 @@ def upper_triangle(x, diagonal=0):
     return _band(x, *integers((diagonal,), "a diagonal"), None)
 
 
-@register_operator("Tril", saves=NOTHING)
+@register_operator("Tril", saves=NOTHING, attributes=("diagonal",))
 @register_operator("TrilExt", saves=NOTHING, source=".tril")
 def lower_triangle(x, diagonal=0):
     """Zero above a diagonal of the last two dims."""

@@ -1,0 +1,92 @@
+"""Batches of matrices, products, bands: as authors call them, verified on simulated ranks."""
+
+import numpy as np
+import pytest
+from mindspore import Tensor, mint, ops
+from mindspore.ops.operations.linalg_ops import Eigh
+from verified_calls import Sample, numbers, verified
+
+X, Y, CUBE = numbers(4, 4), numbers(4, 4), numbers(2, 4, 4)
+SQUARES = (CUBE + 4 * np.eye(4)).astype(np.float32)
+DEFINITE = (CUBE @ CUBE.transpose(0, 2, 1) + 4 * np.eye(4)).astype(np.float32)
+LOWER = np.linalg.cholesky(DEFINITE).astype(np.float32)
+PIVOTS = np.tile(np.arange(1, 5, dtype=np.int32), (2, 1))
+BATCH = ["cut_0_1", "cut_0_2"]
+
+
+def stopped(function):
+    """Of an operator without a gradient in MindSpore."""
+    return lambda *tensors: function(*map(ops.stop_gradient, tensors))
+
+
+def _of_definite(name, function, **more):
+    return Sample(name, function, (DEFINITE,), BATCH, **more)
+
+
+MATRICES = (
+    Sample("inverse", ops.inverse, (SQUARES,), BATCH),
+    Sample("determinant", lambda x: ops.det(x) * 1e-2, (SQUARES,), BATCH),
+    Sample("slogdet", ops.slogdet, (SQUARES,), BATCH),
+    Sample("logdet", ops.logdet, (DEFINITE,), BATCH),
+    Sample("matrix_power", lambda x: ops.matrix_power(x, 3), (CUBE,), BATCH),
+    Sample("inverse_power", lambda x: ops.matrix_power(x, -1), (SQUARES,), BATCH),
+    _of_definite("cholesky", stopped(ops.cholesky), terms=False),
+    Sample("cholesky_inverse", ops.cholesky_inverse, (DEFINITE[0],), ["cut_0_0", "cut_0_1"]),
+    _of_definite("svd", ops.svd),
+    _of_definite("svd_whole", lambda x: ops.svd(x, full_matrices=True)),
+    _of_definite("singular_values", lambda x: ops.svd(x, compute_uv=False)),
+    _of_definite("pinv", ops.pinv),
+    Sample("qr", stopped(ops.qr), (numbers(2, 4, 2),), BATCH),
+    Sample("qr_complete", stopped(lambda x: ops.qr(x, "complete")), (numbers(2, 4, 2),), BATCH),
+    Sample("geqrf", stopped(ops.geqrf), (numbers(2, 4, 2),), BATCH),
+    Sample("orgqr", stopped(ops.orgqr), (numbers(2, 4, 2), numbers(2, 2)), ["cut_0_1", "cut_0_2", "cut_1_1"]),
+    Sample("eigh", stopped(Eigh()), (DEFINITE[0],), ["cut_0_0", "cut_0_1"], terms=False),
+    Sample("eig", stopped(lambda x: [ops.abs(part) for part in ops.eig(x)]), (DEFINITE,), BATCH),
+    Sample("eigvals", stopped(lambda x: ops.abs(ops.eigvals(x))), (DEFINITE,), BATCH),
+    Sample("matrix_solve", stopped(ops.matrix_solve), (SQUARES, CUBE), ["cut_0_1", "cut_0_2", "cut_1_1"]),
+    Sample("cholesky_solve", ops.cholesky_solve, (CUBE, LOWER), ["cut_0_1", "cut_1_1", "cut_1_2"]),
+    Sample("lstsq", stopped(ops.lstsq), (numbers(4, 2), X), ["cut_0_0", "cut_0_1", "cut_1_0"]),
+    Sample("lu_solve", stopped(lambda b, lu: ops.lu_solve(b, lu, Tensor(PIVOTS))), (CUBE, SQUARES), ["cut_0_1", "cut_1_1", "cut_1_2"]),
+    Sample("lu_unpack", lambda lu: ops.lu_unpack(lu, Tensor(PIVOTS)), (SQUARES,), BATCH),
+    Sample("cdist", ops.cdist, (CUBE, CUBE + numbers(2, 4, 4)), ["cut_0_2", "cut_1_2"]),
+    Sample("cdist_of_1", lambda x, y: mint.cdist(x, y, 1.0), (X, Y + 2), ["cut_0_1", "cut_1_1"]),
+    Sample("pdist", ops.pdist, (X,), ["cut_0_0", "cut_0_1"]),
+    Sample("cross", lambda x, y: ops.cross(x, y, dim=1), (numbers(4, 3, 2), numbers(4, 3, 2))),
+    Sample("cross_by_default", mint.cross, (numbers(4, 3), numbers(4, 3))),
+    Sample("meshgrid", lambda x, y: ops.meshgrid(x, y), (numbers(2), numbers(4))),
+    Sample("meshgrid_ij", lambda x, y: mint.meshgrid(x, y, indexing="ij"), (numbers(2), numbers(4))),
+    Sample("ger", ops.ger, (numbers(2), numbers(4))),
+    Sample("outer", lambda x, y: x.outer(y), (numbers(2), numbers(4))),
+    Sample("kron", ops.kron, (X, Y), ["Mul", "Mul"]),
+    Sample("addmv", lambda x, a, b: x.addmv(a, b, beta=2, alpha=3), (numbers(4), X, numbers(4)), ["cut_2_0"]),
+    Sample("addbmm", lambda x, a, b: x.addbmm(a, b, beta=2, alpha=3), (X, CUBE, CUBE)),
+    Sample("addbmm_row", lambda x, a, b: x.addbmm(a, b), (numbers(1, 4), CUBE, CUBE)),
+    Sample("baddbmm", lambda x, a, b: x.baddbmm(a, b, beta=2), (X, CUBE, CUBE)),
+    Sample("addmm", lambda x, a, b: x.addmm(a, b, alpha=2), (numbers(4), X, Y)),
+    Sample("addr", ops.addr, (X, numbers(4), numbers(4))),
+    Sample("cov", ops.cov, (X,), ["Div", "cut_0_1"]),
+    Sample("norms", lambda x: [ops.norm(x, order, dim=(0, 1)) for order in ("fro", 1, np.inf)], (X,)),
+    Sample("norm_2", lambda x: ops.norm(x, 2, dim=(0, 1)), (X,), ["ToDtype", "ToDtype"]),
+)
+BANDS = (
+    Sample("triu", lambda x: [ops.triu(x, k) for k in (-1, 0, 2)], (CUBE,)),
+    Sample("tril", lambda x: [ops.tril(x, k) for k in (-2, 0, 1)], (X,)),
+    Sample("tril_method", lambda x: [x.tril(), x.tril(diagonal=1), x.triu(1), ops.Triu(1)(x), mint.triu(x, 1)], (X,)),
+    Sample("oblong", lambda x: [ops.triu(x, 3), ops.tril(x, -1)], (numbers(4, 8),)),
+    Sample("band_part", lambda x: [ops.matrix_band_part(x, *pair) for pair in ((1, 0), (-1, 1), (0, -1))], (CUBE,)),
+    Sample("trace", lambda x: [ops.trace(x), x.trace(), x.trace(1, 0, 1), x.trace(-2, 1, 0)], (X,)),
+    Sample("trace_of_cube", lambda x: [x.trace(), x.trace(1, 2, 0), x.trace(0, 0, 2)], (numbers(4, 4, 4),)),
+    Sample("diagonal", lambda x: ops.diagonal(x, 1, 0, 2), (numbers(4, 4, 4),), ["cut_0_0", "cut_0_2"]),
+    Sample("diag", ops.diag, (numbers(4),), ["cut_0_0"]),
+    Sample("fill_diagonal", stopped(lambda x: x.fill_diagonal(2.0)), (X,), ["cut_0_0", "cut_0_1"]),
+)
+
+
+@pytest.mark.parametrize("sample", MATRICES, ids=str)
+def test_matrices(sample):
+    assert verified(sample) == sample.gathered
+
+
+@pytest.mark.parametrize("sample", BANDS, ids=str)
+def test_bands(sample):
+    assert verified(sample) == sample.gathered
