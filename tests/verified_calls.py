@@ -1,6 +1,6 @@
 """Functions of tensors, verified on simulated ranks with every dim of every input cut, one at a time, and as terms."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from mindspore import Tensor, nn, ops
@@ -31,7 +31,7 @@ class Sample:
     name: str
     function: object
     inputs: tuple
-    gathered: list = ()
+    gathered: list = field(default_factory=list)
     terms: bool = True
 
     def __str__(self):

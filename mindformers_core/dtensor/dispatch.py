@@ -13,6 +13,7 @@ from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardContext
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, parameter_view, wrap
+from mindformers_core.dtensor.einsum import contract
 from mindformers_core.dtensor.move import device_model, dtype_name, redistribute_local
 from mindformers_core.layout import Layout
 from mindformers_core.operators import TensorMeta, resolve, signature_of, tensor_meta
@@ -69,8 +70,8 @@ def _matmul(input, mat2):
     return ops.tensor_dot(input, mat2, 1) if is_one_row else ops.auto_generate.matmul_ext_op(input, mat2)
 
 
-# operators whose gradient in MindSpore is wrong on CPU (docs/mindspore.md), and replacements with the same result
-_FIXED = {"MatMulExt": _matmul} | dict.fromkeys(("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), Tensor.split)
+# operators whose gradient in MindSpore is wrong on CPU (docs/mindspore.md), or that have no kernel, and replacements
+_FIXED = {"MatMulExt": _matmul, "Einsum": lambda primitive, _, args: contract(*args, primitive.equation)} | dict.fromkeys(("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), Tensor.split)
 
 
 def _on_locals(args):

@@ -143,6 +143,10 @@ def primitive_source(primitive, hint, args):
     kind = getattr(import_module(primitive.module), primitive.name)
     names = _parameters(kind.__call__, skipped=1) if "__call__" in vars(kind) else ()
     given = tuple(_constant(name, value) for name, value in zip((*names, *[""] * len(args)), args[: primitive.inputs]))
+    module, _, function = facts_of(primitive.name).source.rpartition(".")
+    if module not in ("", "ops"):
+        named = {key: literal(value) for key, value in primitive.attributes.items()}
+        return _call(f"from {module} import {function}", None, function, given, named)
     constructor = f"{primitive.name}({attributes})"
     return _call(f"from {primitive.module} import {primitive.name}", (hint, constructor), hint, given)
 

@@ -9,7 +9,7 @@ from mindformers_core.operators.rules.elementwise import broadcast_shape
 from mindformers_core.operators.saved import INPUTS, NOTHING, OTHER_OPERAND, UNMEASURED, SavedByOperator
 from mindformers_core.operators.signature import Signature
 
-__all__ = ["contraction"]
+__all__ = ["contraction", "einsum_names"]
 
 
 def contraction(equation, *tensors, linear=None, added=()):
@@ -39,7 +39,35 @@ def contraction(equation, *tensors, linear=None, added=()):
     summed = {name: "sum" for name in sizes if name not in output}
     inputs = tuple(tuple(() if name == "1" else (name,) for name in dims) for dims in names)
     linear = tuple({index} for index in range(len(tensors))) if linear is None else linear
-    return Signature(inputs, (tuple((name,) for name in output),), sizes, summed, linear=linear, added=added)
+    outputs = (tuple(() if name == "1" else (name,) for name in output),)
+    return Signature(inputs, outputs, sizes, summed, linear=linear, added=added)
+
+
+def einsum_names(equation, ndims):
+    """The names of the dims of every operand of an `einsum`, and of its result; `...` stands for `e1 e0`, or more.
+
+    Raises:
+        ValueError: an equation that doesn't fit the numbers of dims, or takes a diagonal.
+    """
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    spare = [ndim - len(term.replace("...", "")) for term, ndim in zip(terms, ndims)]
+    counts = [count if "..." in term else 0 for term, count in zip(terms, spare)]
+    names = [_expanded(term, count) for term, count in zip(terms, counts)]
+    if not arrow:
+        letters = sorted(letter for letter in {*left} - {*",."} if left.count(letter) == 1)
+        right = "..." * ("..." in left) + "".join(letters)
+    output = _expanded(right, max(counts))
+    known = {name for term in names for name in term}
+    fits = len(terms) == len(ndims) and [len(term) for term in names] == list(ndims) and known.issuperset(output)
+    if not fits or any(len(set(term)) < len(term) for term in (*names, output)):
+        raise ValueError(f"'{equation}' doesn't fit tensors of {ndims} dims, or names a dim of one of them twice")
+    return names, output
+
+
+def _expanded(term, count):
+    before, dots, after = term.partition("...")
+    return [*before, *(f"e{place}" for place in reversed(range(count if dots else 0))), *after]
 
 
 def _operations(sizes):
@@ -156,3 +184,21 @@ def _first_as_column(operands, results):
 def outer(a, b):
     """All products of the elements of two vectors."""
     return contraction("m, n -> m n", a, b)
+
+
+@register_operator(
+    "Einsum",
+    saves=UNMEASURED,
+    operations=_operations,
+    attributes=("equation",),
+    source="mindformers_core.dtensor.einsum.contract",
+)
+def einsum(operands, equation):
+    """A contraction by its equation, of shape (1,) for a number; a dim of size 1 is broadcast."""
+    names, output = einsum_names(equation, [operand.ndim for operand in operands])
+    sizes = {name: size for term, x in zip(names, operands) for name, size in zip(term, x.shape) if size != 1}
+    terms = [
+        [name if size == sizes.get(name, 1) else "1" for name, size in zip(term, x.shape)]
+        for term, x in zip(names, operands)
+    ]
+    return contraction(f"{', '.join(map(' '.join, terms))} -> {' '.join(output) or '1'}", *operands)
