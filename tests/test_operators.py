@@ -30,7 +30,18 @@ MESH = init_device_mesh((2, 2), ("a", "b"))
 ALGORITHMS = {
     *("mean", "max", "min", "all", "any", "argmax", "argmin", "max_with_index", "min_with_index", "max_dim", "min_dim"),
     *("prod", "std", "std_mean", "var", "var_mean", "norm", "norm_max", "norm_min", "max_pair", "min_pair"),
-    *("band", "trace", "weighted_mean", "softmax", "log_softmax", "logsumexp", "gather", "gather_elements", "index_select", "embedding"),
+    *(
+        "band",
+        "trace",
+        "weighted_mean",
+        "softmax",
+        "log_softmax",
+        "logsumexp",
+        "gather",
+        "gather_elements",
+        "index_select",
+        "embedding",
+    ),
 }
 COMBINATIONS = 60  # of input layouts, a call
 ARRIVING = 3  # of these, with which every layout of an output is asked for

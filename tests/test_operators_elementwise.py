@@ -4,7 +4,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
-from verified_calls import Sample, complex_of, numbers, verified
+from verified_calls import Sample, complex_of, eager, numbers, operators_of, planned, stopped, verified
 
 X, Y = numbers(4, 4), numbers(4, 4)
 SMALL, AROUND = X / 4, X - 1.2
@@ -19,11 +19,6 @@ def several(*functions):
 def of_integers(*functions, dtype=ms.int32):
     """The results for integers; and the numbers, for a gradient."""
     return lambda *tensors: [*several(*functions)(*[ops.cast(x * 8, dtype) for x in tensors]), tensors[0] * 2.0]
-
-
-def stopped(function):
-    """Of an operator without a gradient in MindSpore."""
-    return lambda *tensors: function(*map(ops.stop_gradient, tensors))
 
 
 BESSEL = (ops.bessel_i0, ops.bessel_i0e, ops.bessel_i1, ops.bessel_i1e, ops.bessel_j0, ops.bessel_j1, ops.bessel_k0)
@@ -80,6 +75,24 @@ FOURIER = (
     _fourier("fftshift_one_dim", lambda x: ops.fftshift(x, 1), (1,), (CUBE,)),
 )
 
+F = mint.nn.functional
+WITHOUT_KERNEL = (
+    Sample("mint", several(mint.acosh, mint.asinh, mint.acos, mint.asin, mint.atan, mint.exp2, mint.frac), (SMALL,)),
+    Sample("mint_activations", several(F.relu6, F.hardtanh, lambda x: F.threshold(x, 0.5, 2.0)), (X,)),
+    Sample("mint_signs", several(mint.isneginf, lambda x: x.isneginf()), (X,)),
+    Sample("fmin", ops.fmin, (X, Y)),
+    Sample("sum_of_list", lambda x, y: ops.accumulate_n([x, y]), (X, Y)),
+    Sample("fills", lambda x: ops.fills(x, 2.0), (X,)),
+    # right in every second call on CPU
+    *(_fourier(name, getattr(ops, name), (2,)) for name in ("hfft",)),
+    *(_fourier(name, getattr(ops, name), (1, 2)) for name in ("hfft2",)),
+    *(_fourier(name, getattr(ops, name), (0, 1, 2)) for name in ("hfftn",)),
+    _fourier("ihfft", ops.ihfft, (2,), (CUBE,)),
+    _fourier("ihfft2", lambda x: ops.ihfft2(x, s=(2, 6)), (1, 2), (CUBE,)),
+    _fourier("ihfftn", ops.ihfftn, (0, 1, 2), (CUBE,)),
+    _fourier("hfft_resized", lambda x: ops.hfft(x, 5, 1), (1,)),
+)
+
 
 @pytest.mark.parametrize("sample", ELEMENTWISE, ids=str)
 def test_elementwise(sample):
@@ -89,3 +102,14 @@ def test_elementwise(sample):
 @pytest.mark.parametrize("sample", FOURIER, ids=str)
 def test_fourier(sample):
     assert verified(sample) == sample.gathered
+
+
+@pytest.mark.parametrize("sample", WITHOUT_KERNEL, ids=str)
+def test_plans_without_a_kernel(sample):
+    assert planned(sample) == sample.gathered
+
+
+def test_two_axes():
+    """Batches and transformed dims of one tensor, cut over four ranks."""
+    for sample in (ELEMENTWISE[11], FOURIER[0], FOURIER[11]):
+        verified(sample, MESH_OF_4)

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint, ops
 from mindspore.ops.operations.linalg_ops import Eigh
-from verified_calls import Sample, numbers, verified
+from verified_calls import Sample, eager, numbers, operators_of, planned, stopped, verified
+
+from mindformers_core.dtensor.einsum import contract
 
 X, Y, CUBE = numbers(4, 4), numbers(4, 4), numbers(2, 4, 4)
 SQUARES = (CUBE + 4 * np.eye(4)).astype(np.float32)
@@ -12,11 +14,6 @@ DEFINITE = (CUBE @ CUBE.transpose(0, 2, 1) + 4 * np.eye(4)).astype(np.float32)
 LOWER = np.linalg.cholesky(DEFINITE).astype(np.float32)
 PIVOTS = np.tile(np.arange(1, 5, dtype=np.int32), (2, 1))
 BATCH = ["cut_0_1", "cut_0_2"]
-
-
-def stopped(function):
-    """Of an operator without a gradient in MindSpore."""
-    return lambda *tensors: function(*map(ops.stop_gradient, tensors))
 
 
 def _of_definite(name, function, **more):
@@ -34,7 +31,6 @@ MATRICES = (
     Sample("cholesky_inverse", ops.cholesky_inverse, (DEFINITE[0],), ["cut_0_0", "cut_0_1"]),
     _of_definite("svd", ops.svd),
     _of_definite("svd_whole", lambda x: ops.svd(x, full_matrices=True)),
-    _of_definite("singular_values", lambda x: ops.svd(x, compute_uv=False)),
     _of_definite("pinv", ops.pinv),
     Sample("qr", stopped(ops.qr), (numbers(2, 4, 2),), BATCH),
     Sample("qr_complete", stopped(lambda x: ops.qr(x, "complete")), (numbers(2, 4, 2),), BATCH),
@@ -42,11 +38,15 @@ MATRICES = (
     Sample("orgqr", stopped(ops.orgqr), (numbers(2, 4, 2), numbers(2, 2)), ["cut_0_1", "cut_0_2", "cut_1_1"]),
     Sample("eigh", stopped(Eigh()), (DEFINITE[0],), ["cut_0_0", "cut_0_1"], terms=False),
     Sample("eig", stopped(lambda x: [ops.abs(part) for part in ops.eig(x)]), (DEFINITE,), BATCH),
-    Sample("eigvals", stopped(lambda x: ops.abs(ops.eigvals(x))), (DEFINITE,), BATCH),
     Sample("matrix_solve", stopped(ops.matrix_solve), (SQUARES, CUBE), ["cut_0_1", "cut_0_2", "cut_1_1"]),
     Sample("cholesky_solve", ops.cholesky_solve, (CUBE, LOWER), ["cut_0_1", "cut_1_1", "cut_1_2"]),
     Sample("lstsq", stopped(ops.lstsq), (numbers(4, 2), X), ["cut_0_0", "cut_0_1", "cut_1_0"]),
-    Sample("lu_solve", stopped(lambda b, lu: ops.lu_solve(b, lu, Tensor(PIVOTS))), (CUBE, SQUARES), ["cut_0_1", "cut_1_1", "cut_1_2"]),
+    Sample(
+        "lu_solve",
+        stopped(lambda b, lu: ops.lu_solve(b, lu, Tensor(PIVOTS))),
+        (CUBE, SQUARES),
+        ["cut_0_1", "cut_1_1", "cut_1_2"],
+    ),
     Sample("lu_unpack", lambda lu: ops.lu_unpack(lu, Tensor(PIVOTS)), (SQUARES,), BATCH),
     Sample("cdist", ops.cdist, (CUBE, CUBE + numbers(2, 4, 4)), ["cut_0_2", "cut_1_2"]),
     Sample("cdist_of_1", lambda x, y: mint.cdist(x, y, 1.0), (X, Y + 2), ["cut_0_1", "cut_1_1"]),
@@ -66,7 +66,6 @@ MATRICES = (
     Sample("addr", ops.addr, (X, numbers(4), numbers(4))),
     Sample("cov", ops.cov, (X,), ["Div", "cut_0_1"]),
     Sample("norms", lambda x: [ops.norm(x, order, dim=(0, 1)) for order in ("fro", 1, np.inf)], (X,)),
-    Sample("norm_2", lambda x: ops.norm(x, 2, dim=(0, 1)), (X,), ["ToDtype", "ToDtype"]),
 )
 BANDS = (
     Sample("triu", lambda x: [ops.triu(x, k) for k in (-1, 0, 2)], (CUBE,)),
@@ -81,6 +80,42 @@ BANDS = (
     Sample("fill_diagonal", stopped(lambda x: x.fill_diagonal(2.0)), (X,), ["cut_0_0", "cut_0_1"]),
 )
 
+EINSUMS = (
+    ("bij,bjk->bik", CUBE, CUBE),
+    ("ij,jk", X, Y),
+    ("i,j->ij", numbers(4), numbers(2)),
+    ("bhqd,bhkd->bhqk", numbers(2, 2, 4, 4), numbers(2, 2, 4, 4)),
+    ("...ij,...jk->...ik", CUBE, CUBE),
+    ("ij->ji", X),
+    ("ij->", X),
+    ("i,i", numbers(4), numbers(4)),
+    ("ij,kl->i", X, Y),
+    ("bij,bik->jk", CUBE, CUBE),
+    ("b...,b...->...", X, Y),
+    ("bij,jk,kl->bil", CUBE, X, numbers(4, 2)),
+    (
+        "bcln,bcsn,bhcls,bcshp->bclhp",
+        *(numbers(*shape) for shape in ((2, 2, 4, 2),) * 2 + ((2, 2, 2, 4, 4), (2, 2, 4, 2, 2))),
+    ),
+)
+WITHOUT_KERNEL = (
+    Sample("mint_inverse", mint.inverse, (SQUARES,), BATCH),
+    *(
+        Sample(f"linalg_qr_{mode}", lambda x, m=mode: mint.linalg.qr(x, m), (numbers(2, 4, 2),), BATCH)
+        for mode in ("reduced", "complete", "r")
+    ),
+    Sample("triangular_solve", mint.triangular_solve, (CUBE, SQUARES), ["cut_0_1", "cut_1_1", "cut_1_2"]),
+    Sample("matrix_exp", ops.matrix_exp, (CUBE,), BATCH),
+    Sample("singular_values", lambda x: ops.svd(x, compute_uv=False), (DEFINITE,), BATCH),
+    Sample("eigvals", lambda x: ops.abs(ops.eigvals(x)), (DEFINITE,), BATCH),
+    Sample("norm_2", lambda x: ops.norm(x, 2, dim=(0, 1)), (X,), ["ToDtype", "ToDtype"]),
+    Sample("ormqr", ops.ormqr, (numbers(2, 4, 2), numbers(2, 2), CUBE), None),
+    Sample("mint_trace", mint.trace, (X,)),
+    Sample("mint_tril", lambda x: mint.tril(x, 1), (X,)),
+    Sample("mint_addmv", mint.addmv, (numbers(4), X, numbers(4)), ["cut_2_0"]),
+    Sample("mint_addbmm", mint.addbmm, (X, CUBE, CUBE)),
+)
+
 
 @pytest.mark.parametrize("sample", MATRICES, ids=str)
 def test_matrices(sample):
@@ -90,3 +125,19 @@ def test_matrices(sample):
 @pytest.mark.parametrize("sample", BANDS, ids=str)
 def test_bands(sample):
     assert verified(sample) == sample.gathered
+
+
+@pytest.mark.parametrize("case", EINSUMS, ids=lambda case: case[0])
+def test_einsum(case):
+    equation, *operands = case
+    for function in (ops.einsum, mint.einsum):
+        verified(Sample(equation, lambda *tensors, f=function: f(equation, *tensors), operands))
+    found = contract(list(map(Tensor, operands)), equation).asnumpy()
+    wanted = np.einsum(equation, *operands)
+    np.testing.assert_allclose(found.reshape(wanted.shape), wanted, rtol=1e-4)
+
+
+@pytest.mark.parametrize("sample", WITHOUT_KERNEL, ids=str)
+def test_plans_without_a_kernel(sample):
+    found = planned(sample)
+    assert sample.gathered is None or found == sample.gathered

@@ -1,9 +1,10 @@
 """Reductions: as authors call them, verified on simulated ranks."""
 
+import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
-from verified_calls import MESH_OF_4, Sample, numbers, verified
+from verified_calls import MESH_OF_4, Sample, eager, numbers, operators_of, planned, verified
 
 X, CUBE, AROUND = numbers(4, 4), numbers(2, 4, 4), numbers(4, 4) - 1.2
 SOME_ZEROS = X * np.float32([[1, 0, 1, 1], [0, 0, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]])
@@ -44,7 +45,31 @@ REDUCTIONS = (
     Sample("nn_norm", nn.Norm(1), (AROUND,)),
 )
 
+vector_norm = mint.linalg.vector_norm
+QUANTILES = Tensor(np.float32([0.2, 0.5]))
+WITHOUT_KERNEL = (
+    *(Sample(f"vector_norm_{order}", lambda x, p=order: vector_norm(x, p, dim=1), (X,)) for order in ORDERS),
+    Sample("vector_norm_with_dtype", lambda x: vector_norm(x, 2, dim=1, dtype=ms.float32), (X,), ["cut_0_1"]),
+    Sample("mint_norm", lambda x: [mint.norm(x), mint.norm(x, 1, dim=1, keepdim=True)], (CUBE,)),
+    Sample("matrix_norm", mint.linalg.matrix_norm, (CUBE,)),
+    Sample("normalize", lambda x: mint.nn.functional.normalize(x, dim=1), (X,)),
+    Sample("mint_var", lambda x: [mint.var(x), mint.var(x, 1, correction=0, keepdim=True), x.var(dim=1)], (X,)),
+    Sample("mint_std", lambda x: [mint.std(x, dim=(0, 1)), *mint.var_mean(x, 1), *mint.std_mean(x)], (X,)),
+    Sample("mint_median", lambda x: mint.median(x, 1, True), (X,), ["cut_0_1"]),
+    Sample("mint_median_of_all", mint.median, (X,), ["cut_0_0", "cut_0_1"]),
+    Sample("kthvalue", lambda x: [*mint.kthvalue(x, 2, 0), *x.kthvalue(2)], (X,), None),
+    Sample("quantile", lambda x: ops.quantile(x, 0.5, 1), (X,), ["cut_0_1"]),
+    Sample("quantiles", lambda x: ops.nanquantile(x, QUANTILES, 0, True), (X,), ["cut_0_0"]),
+    Sample("mint_count", lambda x: [mint.count_nonzero(x, (0, 1)), mint.count_nonzero(x)], (X,)),
+)
+
 
 @pytest.mark.parametrize("sample", REDUCTIONS, ids=str)
 def test_reductions(sample):
     assert verified(sample) == sample.gathered
+
+
+@pytest.mark.parametrize("sample", WITHOUT_KERNEL, ids=str)
+def test_plans_without_a_kernel(sample):
+    found = planned(sample)
+    assert sample.gathered is None or found == sample.gathered
