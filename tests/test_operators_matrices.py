@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+import verified_operators
 from mindspore import Tensor, mint, ops
 from mindspore.ops.operations.linalg_ops import Eigh
-from verified_calls import Sample, eager, numbers, operators_of, planned, stopped, verified
+from verified_calls import MESH_OF_4, Sample, eager, numbers, operators_of, planned, stopped, verified
 
 from mindformers_core.dtensor.einsum import contract
 
@@ -22,6 +23,7 @@ def _of_definite(name, function, **more):
 
 MATRICES = (
     Sample("inverse", ops.inverse, (SQUARES,), BATCH),
+    Sample("methods", lambda x: [x.det(), x.logdet(), *x.slogdet()], (DEFINITE,), BATCH),
     Sample("determinant", lambda x: ops.det(x) * 1e-2, (SQUARES,), BATCH),
     Sample("slogdet", ops.slogdet, (SQUARES,), BATCH),
     Sample("logdet", ops.logdet, (DEFINITE,), BATCH),
@@ -141,3 +143,19 @@ def test_einsum(case):
 def test_plans_without_a_kernel(sample):
     found = planned(sample)
     assert sample.gathered is None or found == sample.gathered
+
+
+@pytest.mark.parametrize("sample", (*MATRICES[::5], *BANDS[::2]), ids=str)
+def test_operator_by_operator(sample):
+    eager(sample)
+
+
+@pytest.mark.parametrize("sample", (*MATRICES[::5], *BANDS[::2]), ids=str)
+def test_two_axes(sample):
+    """Every dim cut over both axes of a mesh of 4."""
+    verified(sample, MESH_OF_4)
+
+
+def test_the_operators_are_met():
+    met = operators_of([*MATRICES, *BANDS, *WITHOUT_KERNEL])
+    assert met >= verified_operators.MATRICES - {"Einsum"}

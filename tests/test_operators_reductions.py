@@ -3,6 +3,7 @@
 import mindspore as ms
 import numpy as np
 import pytest
+import verified_operators
 from mindspore import Tensor, mint, nn, ops
 from verified_calls import MESH_OF_4, Sample, eager, numbers, operators_of, planned, verified
 
@@ -11,6 +12,7 @@ SOME_ZEROS = X * np.float32([[1, 0, 1, 1], [0, 0, 1, 1], [1, 1, 1, 0], [1, 1, 1,
 A_ZERO_ROW = X * np.float32([[1], [0], [1], [1]])
 SOME_NAN = np.where(X < 0.8, np.float32(np.nan), X)
 TIES = np.float32([[1, 3, 3, 0], [2, 2, 2, 2], [0, 1, 0, 1], [4, 1, 2, 4]])
+LENGTHS = Tensor(np.int32([1, 2, 3, 4]))
 ORDERS = (1, 2, 3, 0.5, -1, np.inf, -np.inf, 0)
 
 REDUCTIONS = (
@@ -42,6 +44,9 @@ REDUCTIONS = (
     Sample("median", lambda x: [*ops.median(x, 1), *x.median(axis=1, keepdims=True)], (X,), ["cut_0_1"]),
     Sample("nanmedian", lambda x: ops.nanmedian(x, 0), (X,), ["cut_0_0"]),
     Sample("normalize", lambda x: x / ops.clamp(ops.norm(x, 2, 1, True), 1e-12), (AROUND,)),
+    Sample("l2_normalize", ops.L2Normalize(1), (X,), ["cut_0_1"]),
+    Sample("renorm", lambda x: ops.renorm(x, 2, 1, 1.5), (CUBE,), ["cut_0_0", "cut_0_2"]),
+    Sample("reverse_sequence", lambda x: ops.reverse_sequence(x, LENGTHS, 1, 0), (X,), ["cut_0_1"]),
     Sample("nn_norm", nn.Norm(1), (AROUND,)),
 )
 
@@ -57,7 +62,6 @@ WITHOUT_KERNEL = (
     Sample("mint_std", lambda x: [mint.std(x, dim=(0, 1)), *mint.var_mean(x, 1), *mint.std_mean(x)], (X,)),
     Sample("mint_median", lambda x: mint.median(x, 1, True), (X,), ["cut_0_1"]),
     Sample("mint_median_of_all", mint.median, (X,), ["cut_0_0", "cut_0_1"]),
-    Sample("kthvalue", lambda x: [*mint.kthvalue(x, 2, 0), *x.kthvalue(2)], (X,), None),
     Sample("quantile", lambda x: ops.quantile(x, 0.5, 1), (X,), ["cut_0_1"]),
     Sample("quantiles", lambda x: ops.nanquantile(x, QUANTILES, 0, True), (X,), ["cut_0_0"]),
     Sample("mint_count", lambda x: [mint.count_nonzero(x, (0, 1)), mint.count_nonzero(x)], (X,)),
@@ -73,3 +77,19 @@ def test_reductions(sample):
 def test_plans_without_a_kernel(sample):
     found = planned(sample)
     assert sample.gathered is None or found == sample.gathered
+
+
+@pytest.mark.parametrize("sample", REDUCTIONS[::4], ids=str)
+def test_operator_by_operator(sample):
+    eager(sample)
+
+
+@pytest.mark.parametrize("sample", REDUCTIONS[::4], ids=str)
+def test_two_axes(sample):
+    """Every dim cut over both axes of a mesh of 4."""
+    verified(sample, MESH_OF_4)
+
+
+def test_the_operators_are_met():
+    met = operators_of([*REDUCTIONS, *WITHOUT_KERNEL])
+    assert met >= verified_operators.REDUCTIONS

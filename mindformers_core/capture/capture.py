@@ -98,7 +98,7 @@ def capture(cell, *inputs, **named_inputs):
 
 
 def _einsum(equation, operands):
-    """What `mint.einsum` is, which refuses all devices but one, by the classic primitive, which makes a dim too many."""
+    """What `mint.einsum` is, which is for one kind of device only; of the classic one, a number has a dim."""
     result = ops.einsum(equation, *operands)
     _, names = einsum_names(equation, [operand.ndim for operand in operands])
     return result if names else result.reshape(())

@@ -70,8 +70,12 @@ def _matmul(input, mat2):
     return ops.tensor_dot(input, mat2, 1) if is_one_row else ops.auto_generate.matmul_ext_op(input, mat2)
 
 
-# operators whose gradient in MindSpore is wrong on CPU (docs/mindspore.md), or that have no kernel, and replacements
-_FIXED = {"MatMulExt": _matmul, "Einsum": lambda primitive, _, args: contract(*args, primitive.equation)} | dict.fromkeys(("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), Tensor.split)
+# operators whose gradient in MindSpore is wrong on CPU, or that have no kernel there (docs/mindspore.md)
+_FIXED = {
+    "MatMulExt": _matmul,
+    "Einsum": lambda primitive, name, args: contract(*args, primitive.equation),
+    **dict.fromkeys(("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), Tensor.split),
+}
 
 
 def _on_locals(args):

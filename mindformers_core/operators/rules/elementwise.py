@@ -33,13 +33,12 @@ _NONLINEAR = (
     ("IsFinite IsInf IsNan LogicalNot", saved.NOTHING, {}),
     ("Addcdiv AddcdivExt Addcmul AddcmulExt BitwiseNot EqualExt FloorDivScalar", saved.UNMEASURED, {}),
     ("EluExt LeakyReLUExt MishExt SeLUExt", saved.UNMEASURED, {}),
-    ("AcosExt Acosh AcoshExt AsinExt Asinh AsinhExt AtanExt Atanh Erfinv Exp2 Frac Sinc", saved.UNMEASURED, {}),
+    ("Acosh Asinh Atanh Erfinv Exp2 Sinc", saved.UNMEASURED, {}),
     ("BesselI0 BesselI0e BesselI1 BesselI1e BesselJ0 BesselJ1 BesselK0 BesselK0e", saved.UNMEASURED, {}),
     ("BesselK1 BesselK1e BesselY0 BesselY1 Digamma Lgamma Mvlgamma Polygamma Zeta", saved.UNMEASURED, {}),
     ("HShrink Hardtanh Logit SoftShrink Softsign Threshold", saved.UNMEASURED, {}),
-    ("Complex Fmax Fmin Heaviside Hypot Igamma Igammac LogAddExp2 NextAfter Polar Xdivy", saved.UNMEASURED, {}),
-    ("Angle SigmoidCrossEntropyWithLogits", saved.UNMEASURED, {}),
-    ("ApproximateEqual Gcd IsClose IsNegInf Lcm LeftShift PopulationCount RightShift", saved.UNMEASURED, {}),
+    ("Complex Fmax Fmin Heaviside Hypot Igamma Igammac NextAfter Polar Xdivy", saved.UNMEASURED, {}),
+    ("Angle ApproximateEqual Gcd IsClose Lcm LeftShift PopulationCount RightShift", saved.UNMEASURED, {}),
     ("Eps Fills Rint", saved.UNMEASURED, {"gradient": ZERO}),
     ("Ceil Floor OnesLike Round Sign Trunc ZerosLike", saved.NOTHING, {"gradient": ZERO}),
     ("OnesLikeExt ZerosLikeExt", saved.UNMEASURED, {"gradient": ZERO}),
@@ -62,6 +61,10 @@ _NONLINEAR = (
     ("LerpScalar", saved.INPUTS, {"rewrite": "Lerp"}),
     *((name, _LOGARITHM, {"source": f".{name.lower()}"}) for name in ("Log2", "Log10")),
     ("LogAddExp", _LOG_ADD_EXP, {"source": ".logaddexp"}),
+    *((f"{name}Ext", saved.UNMEASURED, {"source": f".{name.lower()}"}) for name in ("Acos", "Acosh", "Asin", "Asinh")),
+    *((name, saved.UNMEASURED, {"source": f".{name[:4].lower()}"}) for name in ("AtanExt", "Frac")),
+    ("IsNegInf", saved.UNMEASURED, {"source": ".isneginf"}),
+    ("LogAddExp2", saved.UNMEASURED, {"source": ".logaddexp2"}),
     ("FmodScalar", saved.INPUTS, {"source": ".fmod"}),
     ("FmodTensor", saved.SavedByOperator("all", internal=_quotient), {"source": ".fmod"}),
     ("RemainderTensorTensor", saved.SavedByOperator((1,), internal=_quotient), {"source": ".remainder"}),
@@ -120,17 +123,6 @@ for _names, _saves, _facts in _NONLINEAR:
 def _log_sigmoid(x):
     """The second output is the tensor that the kernel saves for its gradient."""
     return unary(x, outputs=2)
-
-
-@register_operator("PReLU", saves=saved.UNMEASURED)
-def _prelu(x, weight):
-    """One weight, or one for each channel, which is dim 1."""
-    channels = x.shape[1] if x.ndim > 1 else 1
-    if weight.shape not in ((1,), (channels,)):
-        raise ValueError(f"{weight.shape} weights are neither one nor one for each of the {channels} channels")
-    plain = unary(x)
-    inputs = (*plain.inputs, (("d1",) if weight.shape[0] > 1 else (),))
-    return Signature(inputs, plain.outputs, plain.sizes)
 
 
 @register_operator("Neg", "Identity", saves=saved.NOTHING)

@@ -172,3 +172,11 @@ def cumulative_sum(x, *args, **named):
 def cumulative_product(x, dim, *_):
     """Products of all elements up to each along `dim`."""
     return unary(x, whole=(as_dim(dim, x.ndim),))
+
+
+@register_operator("ReverseSequence", saves=UNMEASURED, attributes=("seq_dim", "batch_dim"))
+def reversed_sequences(x, lengths, seq_dim, batch_dim=0):
+    """The first elements of every sequence in the opposite order, as many as `lengths` says."""
+    names, place = dim_names(x), as_dim(seq_dim, x.ndim)
+    inputs = names, (names[as_dim(batch_dim, x.ndim)],)
+    return Signature(inputs, (names,), dim_sizes(x), whole=frozenset(names[place]), linear=({0},))

@@ -12,7 +12,7 @@ from mindformers_core.operators.signature import Signature, is_float
 # has no batch dims. Columns that don't depend on each other are in capitals; all other factors are whole. `n` and `n'`
 # are of one size, and an output's `s` is the smaller one of `m` and `n`. `_SIZES` gives those of further factors.
 _EQUATIONS = {
-    "Cholesky CholeskyInverse MatrixExp MatrixInverse MatrixInverseExt MatrixPower": "n n' -> n n'",
+    "Cholesky CholeskyInverse MatrixExp MatrixInverse MatrixPower": "n n' -> n n'",
     "Eigh": "n n' -> n, n n'",
     "MatrixDeterminant": "n n' -> ",
     "LogMatrixDeterminant": "n n' -> , ",
@@ -82,6 +82,12 @@ def _matrices(name, equation, *args, **named):
 for _operators, _equation in _EQUATIONS.items():
     for _name in _operators.split():
         register_operator(_name, saves=UNMEASURED, operations=100)(partial(_matrices, _name, _equation))
+
+
+@register_operator("MatrixInverseExt", saves=UNMEASURED, operations=100, source=".inverse")
+def inverse(x):
+    """The inverse of every matrix."""
+    return batched("n n' -> n n'", x)
 
 
 @register_operator("Qr", "LinalgQr", saves=UNMEASURED, operations=100)
@@ -178,7 +184,7 @@ def trace(x, offset=0, axis1=0, axis2=1, dtype=None):
     return unary(x, rest, linear=({0},), arguments=(x, offset, *dims), **more)
 
 
-@register_operator("Diagonal", "DiagonalView", saves=UNMEASURED)
+@register_operator("Diagonal", saves=UNMEASURED)
 def diagonal(x, offset=0, dim1=0, dim2=1):
     """A diagonal of the matrices in two dims, as the last dim."""
     dims = as_dims((dim1, dim2), x.ndim)

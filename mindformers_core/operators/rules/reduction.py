@@ -66,20 +66,18 @@ _OPERATORS = (
     ("LinalgVectorNorm", "norm", 1, _NORM, saved.UNMEASURED, {}),
     ("LpNormV2", "norm", 1, ("ord", "dim", "keepdim", "epsilon"), saved.UNMEASURED, {}),
     ("LpNorm", "norm", 1, ("dim", "ord", "keepdim", "epsilon"), saved.UNMEASURED, {"attributes": _LP_NORM}),
-    ("CountNonZero L2Loss", "terms terms", 1, ("dim",), saved.UNMEASURED, {}),
-    ("DeprecatedCountNonzero", "terms", 1, _PLAIN, saved.UNMEASURED, {"source": ".count_nonzero"}),
+    ("L2Loss", "terms", 1, (), saved.UNMEASURED, {}),
+    ("CountNonZero DeprecatedCountNonzero", "terms terms", 1, _PLAIN, saved.UNMEASURED, {"source": ".count_nonzero"}),
     ("Nansum DeprecatedNansum", "terms terms", 1, _PLAIN, saved.UNMEASURED, {"source": ".nansum"}),
     ("Median", "median", 2, _MEDIAN, saved.UNMEASURED, {"attributes": ("global_median", "axis", "keep_dims")}),
     ("DeprecatedMedian", "median", 2, _INDEX, saved.UNMEASURED, _METHOD),
     ("MedianDim", "median", 2, _INDEX, saved.UNMEASURED, {}),
     ("MedianExt", "median_of_all", 1, (), saved.UNMEASURED, {}),
-    ("Kthvalue", "kthvalue", 2, ("k", *_INDEX), saved.UNMEASURED, {}),
 )
-_WHOLE = ("median", "median_of_all", "kthvalue")  # they need the elements in order
-_LAST_DIM = ("median", "kthvalue")  # by default
+_WHOLE = ("median", "median_of_all")  # they need the elements in order
 _ONE_DIM = (
     *("argmax", "argmin", "max_with_index", "min_with_index", "max_dim", "min_dim", "max_pair", "min_pair"),
-    *_LAST_DIM,
+    "median",
 )
 _SPREADS = ("var", "std", "var_mean", "std_mean")
 _BY_METHOD = ("extreme_max", "extreme_min")  # their call by position would be another operator's
@@ -132,7 +130,7 @@ def _reduced_dims(operation, given, ndim):
     if ndim == 0 and operation not in ("var", "std") and given.get("dim") in (0, -1, (0,), (-1,), [0], [-1]):
         return ()
     if operation in _ONE_DIM and not given.get("global_median"):
-        dim = given.get("dim", -1 if operation in _LAST_DIM else None)
+        dim = given.get("dim", -1 if operation == "median" else None)
         return tuple(range(ndim)) if dim is None else (as_dim(dim, ndim),)
     return as_dims(None if given.get("global_median") else given.get("dim"), ndim)
 
@@ -206,3 +204,15 @@ def in_top_k(predictions, targets, k=1):
         {"n": predictions.shape[0], "c": predictions.shape[1]},
         whole=frozenset("c"),
     )
+
+
+@register_operator("L2Normalize", saves=saved.UNMEASURED, operations=4, attributes=("axis",))
+def normalized(x, axis=0):
+    """Vectors along `axis`, of length 1."""
+    return unary(x, whole=as_dims(axis, x.ndim))
+
+
+@register_operator("Renorm", saves=saved.UNMEASURED, operations=4, attributes=("dim",))
+def renormalized(x, dim):
+    """The slices of `dim`, none longer than a limit."""
+    return unary(x, whole=set(range(x.ndim)) - {as_dim(dim, x.ndim)})
