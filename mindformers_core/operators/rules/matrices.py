@@ -4,15 +4,15 @@ from functools import partial
 
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import along, as_dims, dim_names, integers, unary
-from mindformers_core.operators.rules.elementwise import broadcast_shape, elementwise, tensors_in
+from mindformers_core.operators.rules.elementwise import elementwise, tensors_in
 from mindformers_core.operators.saved import NOTHING, UNMEASURED
-from mindformers_core.operators.signature import Signature, is_float
+from mindformers_core.operators.signature import Signature, is_float, tensor_meta
 
 # Names of operators, and the dims of their inputs and outputs behind the batch dims; an output that begins with a dot
 # has no batch dims. Columns that don't depend on each other are in capitals; all other factors are whole. `n` and `n'`
-# are of one size, and an output's `s` is the smaller one of `m` and `n`. `_SIZES` gives those of further factors.
+# are of one size, and an output's `s` is the smaller one of `m` and `n`.
 _EQUATIONS = {
-    "Cholesky CholeskyInverse MatrixExp MatrixInverse MatrixPower": "n n' -> n n'",
+    "Cholesky CholeskyInverse MatrixExp MatrixInverse MatrixInverseExt MatrixPower": "n n' -> n n'",
     "Eigh": "n n' -> n, n n'",
     "MatrixDeterminant": "n n' -> ",
     "LogMatrixDeterminant": "n n' -> , ",
@@ -34,17 +34,8 @@ def _names(side):
     return [part.split() for part in side.split(",")]
 
 
-def batched(equation, *tensors, linear=(), **sizes):
-    """The `Signature` of an operator of matrices, by an equation as in `_EQUATIONS`.
-
-    Args:
-        tensors: a `TensorMeta` for every input.
-        linear: as of a `Signature`.
-        sizes: of factors that no input has.
-
-    Raises:
-        ValueError: shapes that don't fit.
-    """
+def _batched(equation, *tensors, linear=(), **sizes):
+    """The `Signature` of an operator, by an equation as in `_EQUATIONS`; `sizes` are those of factors of outputs."""
     left, right = map(_names, equation.split("->"))
     for dims, tensor in zip(left, tensors, strict=True):
         if tensor.ndim < len(dims):
@@ -53,22 +44,13 @@ def batched(equation, *tensors, linear=(), **sizes):
             if sizes.setdefault(name.rstrip("'"), size) != size:
                 shown = ", ".join(str(each.shape) for each in tensors)
                 raise ValueError(f"shapes {shown} don't fit {equation}: '{name}' is {size} and {sizes[name[0]]}")
-    batches = [tensor.shape[: tensor.ndim - len(dims)] for dims, tensor in zip(left, tensors)]
-    batch = broadcast_shape(batches)
-    factors = [(f"b{dim}",) for dim in range(len(batch))]
-    inputs = []
-    for dims, own in zip(left, batches):
-        start = len(batch) - len(own)
-        cut = [
-            factor if size == batch[dim] else () for dim, (factor, size) in enumerate(zip(factors[start:], own), start)
-        ]
-        inputs.append((*cut, *((name,) for name in dims)))
-    outputs = [(*(() if dims[:1] == ["."] else factors), *((name,) for name in dims if name != ".")) for dims in right]
+    plain = elementwise(*[tensor_meta(x.shape[: x.ndim - len(dims)], x.dtype) for dims, x in zip(left, tensors)])
+    inputs = [(*batch, *((name,) for name in dims)) for dims, batch in zip(left, plain.inputs)]
+    outputs = [(*plain.outputs[0] * (dims[:1] != ["."]), *((n,) for n in dims if n != ".")) for dims in right]
     used = {name for dims in (*left, *right) for name in dims} - {"."}
     sizes = {"s": min(sizes.get("m", 0), sizes.get("n", 0))} | sizes
-    sizes = {name: sizes[name.rstrip("'")] for name in used}
+    sizes = plain.sizes | {name: sizes[name.rstrip("'")] for name in used}
     whole = frozenset(name for name in used if not name.isupper())
-    sizes |= {f"b{dim}": size for dim, size in enumerate(batch)}
     return Signature(tuple(inputs), tuple(outputs), sizes, whole=whole, linear=linear)
 
 
@@ -76,49 +58,55 @@ def _matrices(name, equation, *args, **named):
     tensors = tensors_in([*args, *named.values()])
     if name in _ALONE and tensors[0].ndim != 2:
         raise ValueError(f"MindSpore computes this of one matrix, not of {tensors[0].shape}")
-    return batched(equation, *tensors, linear=_LINEAR.get(name, ()))
+    return _batched(equation, *tensors, linear=_LINEAR.get(name, ()))
 
 
 for _operators, _equation in _EQUATIONS.items():
     for _name in _operators.split():
-        register_operator(_name, saves=UNMEASURED, operations=100)(partial(_matrices, _name, _equation))
+        _rule, _source = partial(_matrices, _name, _equation), ".inverse" if _name == "MatrixInverseExt" else ""
+        register_operator(_name, saves=UNMEASURED, operations=100, source=_source)(_rule)
 
 
-@register_operator("MatrixInverseExt", saves=UNMEASURED, operations=100, source=".inverse")
-def inverse(x):
-    """The inverse of every matrix."""
-    return batched("n n' -> n n'", x)
+def _mode_by_name(name, args, kwargs):
+    return name, (args[0], ("reduced", "complete", "r")[args[1]]), kwargs
 
 
-@register_operator("Qr", "LinalgQr", saves=UNMEASURED, operations=100)
+@register_operator("Qr", saves=UNMEASURED, operations=100)
+@register_operator("LinalgQr", saves=UNMEASURED, operations=100, rewrite=_mode_by_name)
 def orthogonal_triangular(x, mode=0):
     """Two factors; by `mode` 1, or True, of all columns; by 2 the second one alone, and an empty tensor."""
     rows, columns = x.shape[-2:]
     if mode is not True and mode == 2:
-        return batched("m n -> . e, s n", x, e=0)
-    return batched("m n -> m q, q n", x, q=rows if mode else min(rows, columns))
+        return _batched("m n -> . e, s n", x, e=0)
+    return _batched("m n -> m q, q n", x, q=rows if mode else min(rows, columns))
 
 
 @register_operator("Svd", saves=UNMEASURED, operations=100)
 def singular_values(x, full_matrices=False, compute_uv=True):
     """Singular values, and the vectors of both sides, in place of which there may be tensors of one element."""
     if not compute_uv:
-        return batched("m n -> s, . o, . o", x, o=1)
+        return _batched("m n -> s, . o, . o", x, o=1)
     rows, columns = x.shape[-2:]
     least = min(rows, columns)
-    return batched("m n -> s, m u, n v", x, u=rows if full_matrices else least, v=columns if full_matrices else least)
+    return _batched("m n -> s, m u, n v", x, u=rows if full_matrices else least, v=columns if full_matrices else least)
 
 
 @register_operator("Eig", saves=UNMEASURED, operations=100)
 def eigenvalues(x, compute_v=False):
     """Eigenvalues, and the vectors, or a tensor without dims."""
-    return batched("n n' -> n, n n'" if compute_v else "n n' -> n, .", x)
+    return _batched("n n' -> n, n n'" if compute_v else "n n' -> n, .", x)
 
 
 @register_operator("Cdist", saves=UNMEASURED)
 def distances(x, y, p=2.0):
     """The distance of every row of `x` from every row of `y`."""
-    return batched("P m, R m -> P R", x, y)
+    return _batched("P m, R m -> P R", x, y)
+
+
+@register_operator("FillDiagonal", saves=UNMEASURED)
+def filled_diagonal(x):
+    """A number on the diagonal."""
+    return unary(x, whole=range(x.ndim))
 
 
 @register_operator("Pdist", saves=UNMEASURED)
@@ -201,12 +189,6 @@ def diagonal_of_dims(x):
     return unary(
         x, names, sizes=dict(zip((name for (name,) in names), x.shape * 2)), whole=range(x.ndim), linear=({0},)
     )
-
-
-@register_operator("FillDiagonal", saves=UNMEASURED)
-def filled_diagonal(x, *_, **__):
-    """A number on the diagonal."""
-    return unary(x, whole=range(x.ndim))
 
 
 @register_operator("DiagExt", saves=UNMEASURED)

@@ -6,7 +6,7 @@ from math import prod
 
 from mindformers_core.operators import saved
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.rewrites import dim_given, float_reduction
+from mindformers_core.operators.rewrites import correction_given, dim_given, float_reduction
 from mindformers_core.operators.rules.dims import as_dim, as_dims, dim_names, plain_names, unary
 from mindformers_core.operators.rules.elementwise import keeps_digits
 from mindformers_core.operators.signature import Signature, TensorMeta
@@ -56,7 +56,7 @@ _OPERATORS = (
     ("DeprecatedArgmax DeprecatedArgmin", "argmax argmin", 1, _INDEX, saved.NOTHING, _METHOD | {"rewrite": dim_given}),
     ("ArgMaxWithValue ArgMinWithValue", "max_with_index min_with_index", 2, _INDEX, saved.BOTH_RESULTS, {}),
     ("MaxDim MinDim", "max_dim min_dim", 2, _INDEX, saved.SECOND_RESULT, {}),
-    ("Var", "var", 1, _SPREAD, _VARIANCE, _METHOD | {"operations": 4}),
+    ("Var", "var", 1, _SPREAD, _VARIANCE, _METHOD | {"operations": 4, "rewrite": correction_given}),
     ("Std", "std", 1, _SPREAD, _DEVIATION, _METHOD | {"operations": 4}),
     ("DeprecatedVar", "var", 1, _SPREAD_BY_METHOD, _VARIANCE, _METHOD | {"operations": 4}),
     ("DeprecatedStd", "std", 1, _SPREAD_BY_METHOD, _DEVIATION, _METHOD | {"operations": 4}),
@@ -155,12 +155,8 @@ def _algebra(operation, dims, ndim, given, order):
     """The part of the `Signature` that depends on the operation over `dims`."""
     if operation in _WHOLE or (operation in _ONE_DIM and given.get("dim") is None and ndim > 1):
         return {"whole": dims}  # a position in the flattened tensor is no position in a shard
-    if (
-        operation in _SPREADS
-        and _correction(operation, order, given) is None
-        or operation == "norm"
-        and given.get("dtype") is not None
-    ):
+    by_device = operation in _SPREADS and _correction(operation, order, given) is None
+    if by_device or (operation == "norm" and given.get("dtype") is not None):
         return {"whole": dims}
     factors = [f"d{dim}" for dim in dims]
     if operation == "terms" or operation == "norm" and given.get("ord") == 0:
