@@ -74,6 +74,21 @@ LOSSES = {
     "nll": lambda x, labels: ops.nll_loss(x, labels),
     "NLLLoss": lambda x, labels: ops.NLLLoss("mean")(x, labels, Tensor(NUMBERS[0] ** 2))[0],
 }
+STATISTICS = {
+    "norms": lambda x: ops.norm(x, 2, dim=1) + ops.norm(x, 3, dim=1, keepdim=True),
+    "norm of all": lambda x: ops.LpNorm((0, 1), 1, True)(x),
+    "products": lambda x: ops.prod(x, 1, True) + ops.prod(x),
+    "var": lambda x: x.var(1) + x.var(axis=0, ddof=1, keepdims=True)[0, 0],
+    "std": lambda x: x.std(axis=1) + ops.std(x, (0, 1)),
+    "largest": lambda x: x.max(axis=1) * x.min(axis=1) + x.max(axis=1, return_indices=True)[0],
+    "smallest": lambda x: x.min(axis=1, keepdims=True, return_indices=True)[0],
+}
+BANDS = {
+    "triu": lambda x: ops.triu(x, 1) + ops.triu(x, -1),
+    "tril": lambda x: ops.tril(x, 2) + ops.tril(x, -2),
+    "band_part": lambda x: ops.matrix_band_part(x, 1, 2),
+    "trace": lambda x: ops.trace(x) + x.trace(2, 1, 0),
+}
 CASES = {  # name -> functions, and their inputs
     "softmax": (SOFTMAX, [NUMBERS]),
     "extremes": (EXTREMES, [TIES]),
@@ -83,4 +98,6 @@ CASES = {  # name -> functions, and their inputs
     "lookups in rows": (LOOKUPS, [TABLE, INDICES]),
     "lookups in columns": (LOOKUPS, [TABLE[:4], INDICES]),
     "losses": (LOSSES, [NUMBERS, LABELS]),
+    "statistics": (STATISTICS, [NUMBERS]),
+    "bands": (BANDS, [NUMBERS]),
 }

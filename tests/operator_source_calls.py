@@ -72,7 +72,7 @@ _UNARY = {
     "Tanh": np.tanh, "Trunc": np.trunc, "TrilExt": np.tril, "ZerosLike": np.zeros_like, "NanToNum": np.nan_to_num,
     "ZerosLikeExt": np.zeros_like, "GLU": lambda x: x[:, :4] * _sigmoid(x[:, 4:]), "DeprecatedTranspose": np.transpose,
     "StdMean": lambda x: (x.std(), x.mean()), "VarMean": lambda x: (x.var(), x.mean()), "Flatten": np.copy,
-    "Var": np.var, "Std": np.std, "DeprecatedArgmax": np.argmax, "DeprecatedArgmin": np.argmin,
+    "Var": lambda x: x.var(ddof=1), "Std": np.std, "DeprecatedArgmax": np.argmax, "DeprecatedArgmin": np.argmin,
 }  # fmt: skip
 _OF_POSITIVE = {"Log": np.log, "Log10": np.log10, "Log2": np.log2, "Rsqrt": lambda x: x**-0.5, "Sqrt": np.sqrt}
 _BINARY = {

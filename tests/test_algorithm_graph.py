@@ -2,6 +2,7 @@
 
 import sys
 from functools import cache
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from mindformers_core.capture.capture import capture
 from mindformers_core.dtensor.distributed_operators import ALGORITHMS
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
+from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.propagation.propagate import propagate
@@ -31,6 +33,10 @@ CUTS = [layout(*entries) for entries in (*ENTRIES, (("tp", "dp"), None))]
 WITHOUT_KERNEL = {  # on CPU
     "embedding": lambda x, i: mint.nn.functional.embedding(i, x),
     "index_select": lambda x, i: mint.index_select(x, 0, i[:, 1]),
+}
+SPREADS = {
+    "norm": lambda x: mint.linalg.vector_norm(x, float("inf"), 1) + mint.linalg.vector_norm(x, -float("inf"), 1),
+    "spread": lambda x: mint.var_mean(x, 1)[0] + mint.std_mean(x, 1)[1] + mint.var(x, 1) + mint.std(x, 1),
 }
 CASES = ON_CPU | {
     "softmax": (SOFTMAX | {"mint": lambda x: mint.logsumexp(x, 1)}, [NUMBERS]),
@@ -75,6 +81,9 @@ def run(node, known):
     args, kwargs = tree_map(lambda leaf: known[leaf.id] if isinstance(leaf, Value) else leaf, (node.args, node.kwargs))
     if node.operator == "Embedding":  # without a kernel on CPU
         results = ops.gather(args[1], args[0], 0)
+    elif facts_of(node.operator).attributes and node.primitive is not None:
+        kind = getattr(import_module(node.primitive.module), node.operator)
+        results = kind(**node.primitive.attributes)(*args[: node.primitive.inputs])
     else:
         results = Operator(node.operator)(*args, **kwargs)
     results = results if isinstance(results, tuple) else (results,)
@@ -148,9 +157,9 @@ def test_ranks_together_give_what_one_card_gives(case):
 def test_graphs_of_all_ranks_are_alike():
     """Ranks that compile different graphs wait for each other forever. And every algorithm is among these cases."""
     found = {"dropout", "func_dropout"}
-    for case, (functions, _) in CASES.items():
-        for name, given in product(functions, CUTS):
-            for plan in plans_of_case(case, name, given)[1]:
+    for functions, arrays in (*CASES.values(), (SPREADS, [NUMBERS])):
+        for function, given in product(functions.values(), CUTS):
+            for plan in plans_of(function, arrays, given)[1]:
                 found.add(plan.algorithm)
                 first, other = (algorithm_graph(plan, MESH, rank) for rank in (0, 3))
                 assert list(map(str, other.nodes)) == list(map(str, first.nodes))

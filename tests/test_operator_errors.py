@@ -94,7 +94,7 @@ def test_a_user_registers_an_operator_of_his_own(monkeypatch):
 def test_the_rule_of_the_page(monkeypatch):
     """docs/tensor_parallel.md: distances between rows; only their number may be cut."""
     monkeypatch.setattr(registry, "_FACTS", dict(registry._FACTS))
-    (block,) = [text for text in code_blocks(ROOT / "docs" / "tensor_parallel.md", "python") if "Cdist" in text]
+    (block,) = [text for text in code_blocks(ROOT / "docs" / "tensor_parallel.md", "python") if "MyDistances" in text]
     exec(compile(block, "tensor_parallel.md", "exec"), {})
-    found = signature_of("Cdist", [tensor_meta((4, 8), F32), tensor_meta((6, 8), F32), 2.0])
+    found = signature_of("MyDistances", [tensor_meta((4, 8), F32), tensor_meta((6, 8), F32), 2.0])
     assert found.outputs == ((("n",), ("m",)),) and found.sizes == {"n": 4, "m": 6, "k": 8} and found.whole == {"k"}

@@ -87,6 +87,8 @@ class _Algorithm(nn.Cell):
         )
         if plan.signature.localize is not None:
             args, kwargs = plan.signature.localize((*args, *kwargs.values()), plan.local_shapes), {}
+        if plan.signature.arguments is not None:
+            args, kwargs = plan.signature.arguments, {}
         args, kwargs = tree_map(lambda leaf: next(given) if isinstance(leaf, TensorMeta) else leaf, (args, kwargs))
         return ALGORITHMS[plan.algorithm](lambda *local: self._operator(local, kwargs), args, cut)
 

@@ -13,17 +13,19 @@ from functools import cache
 from types import MappingProxyType
 
 import mindspore as ms
-from mindspore import DeviceCtx, Parameter, Tensor, nn
+from mindspore import DeviceCtx, Parameter, Tensor, nn, ops
 from mindspore.common.device import _DEVICE_STACK
 from mindspore.common.generator import default_generator
 from mindspore.graph import jit_trace
 from mindspore.graph._utils.pijit_context import PIJitCaptureContext
 from mindspore.graph.api import _JitExecutor, _no_grad
+from mindspore.ops import functional_overload
 from mindspore.utils import MsDispatchMode
 
 from mindformers_core.capture.recording import Recorder
 from mindformers_core.capture.traced import Traced
 from mindformers_core.dtensor.indexing import index_tensor
+from mindformers_core.operators.rules.matmul import einsum_names
 from mindformers_core.program.graph import cell_label
 from mindformers_core.program.structure import tree_leaves, tree_map
 
@@ -84,6 +86,7 @@ def capture(cell, *inputs, **named_inputs):
         scope.callback(ms.set_rng_state, ms.get_rng_state())
         scope.enter_context(_no_grad())
         scope.enter_context(recorder.tree.traced(recorder))
+        _replace(scope, functional_overload, "einsum", _einsum)
         _replace(scope, Tensor, "__fallback__", _HandOver(recorder))
         _replace(scope, Tensor, "__getitem__", _get_item(recorder))
         default_generator._step = lambda step: recorder.random_state()
@@ -92,6 +95,13 @@ def capture(cell, *inputs, **named_inputs):
         args, named = tree_map(recorder.input, (inputs, named_inputs))
         cell(*args, **named)
     return recorder.root
+
+
+def _einsum(equation, operands):
+    """What `mint.einsum` is, which is for one kind of device only; of the classic one, a number has a dim."""
+    result = ops.einsum(equation, *operands)
+    _, names = einsum_names(equation, [operand.ndim for operand in operands])
+    return result if names else result.reshape(())
 
 
 def _replace(scope, owner, name, value):

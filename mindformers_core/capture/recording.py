@@ -179,7 +179,7 @@ class Recorder:
         shown = tuple(args[: WITHOUT_SEEDS.get(name)])
         used = tree_leaves(tree_map(call.leaf, (shown, kwargs)))
         if primitive is not None:
-            attributes = tree_map(plain_leaf, dict(primitive.init_attrs))
+            attributes = tree_map(plain_leaf, _attributes(primitive))
             if name in WITHOUT_SEEDS:
                 attributes = {key: value for key, value in attributes.items() if key not in ("Seed0", "Seed1")}
             kind_of = type(primitive)
@@ -270,6 +270,14 @@ def _method_behind(name):
     reduced = snake.removeprefix("reduce_")
     names = [*(prefix + snake for prefix in prefixes), f"reduce_tensor_{reduced}", f"tensor_{reduced}"]
     return next((getattr(tensor_method, known) for known in names if hasattr(tensor_method, known)), None)
+
+
+def _attributes(primitive):
+    """The arguments that made a classic primitive; a few classes keep them as attributes of their own only."""
+    if primitive.init_attrs.keys() != {"name"}:
+        return dict(primitive.init_attrs)
+    names = [*inspect.signature(inspect.unwrap(type(primitive).__init__)).parameters][1:]
+    return {name: getattr(primitive, name) for name in names}
 
 
 def _count_inputs(primitive, args):

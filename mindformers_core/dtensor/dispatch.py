@@ -13,6 +13,7 @@ from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardContext
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, parameter_view, wrap
+from mindformers_core.dtensor.einsum import contract
 from mindformers_core.dtensor.move import device_model, dtype_name, redistribute_local
 from mindformers_core.layout import Layout
 from mindformers_core.operators import TensorMeta, resolve, signature_of, tensor_meta
@@ -69,8 +70,12 @@ def _matmul(input, mat2):
     return ops.tensor_dot(input, mat2, 1) if is_one_row else ops.auto_generate.matmul_ext_op(input, mat2)
 
 
-# operators whose gradient in MindSpore is wrong on CPU (docs/mindspore.md), and replacements with the same result
-_FIXED = {"MatMulExt": _matmul} | dict.fromkeys(("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), Tensor.split)
+# operators whose gradient in MindSpore is wrong on CPU, or that have no kernel there (docs/mindspore.md)
+_FIXED = {
+    "MatMulExt": _matmul,
+    "Einsum": lambda primitive, name, args: contract(*args, primitive.equation),
+    **dict.fromkeys(("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), Tensor.split),
+}
 
 
 def _on_locals(args):
@@ -134,6 +139,8 @@ class _Program:
         if signature.localize is not None:
             local_shapes = [layout.local_shape(shape) for layout, shape in zip(self.layouts, self.shapes)]
             args, kwargs = signature.localize((*args, *kwargs.values()), local_shapes), {}
+        if self.algorithm is not None and signature.arguments is not None:
+            args, kwargs = signature.arguments, {}
         self.args, self.kwargs = args, kwargs
 
     def run(self, func, primitive, args, tensors):

@@ -14,12 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+import numpy as np
 from mindspore import Tensor, ops
 from mindspore import dtype as mstype
 
 from mindformers_core.communication import world
 from mindformers_core.dtensor.dropout import counters, dropout_with_mask, functional_dropout, next_random_state
 from mindformers_core.dtensor.move import dtype_name, redistribute_local
+from mindformers_core.dtensor.statistics import band, norm, product, spread, trace
 from mindformers_core.layout import Layout
 
 __all__ = ["ALGORITHMS", "ShardContext"]
@@ -61,6 +63,11 @@ class ShardContext:
         """
         return Tensor(self.mesh.group_index(self._rank, self.axes) * size, dtype)
 
+    def positions(self, dim):
+        """The global positions along `dim` of this rank's part of the first input: a vector of int32."""
+        part = self.layouts[0].local_slices(self.shapes[0], self._rank)[dim]
+        return Tensor(np.arange(part.start, part.stop), mstype.int32)
+
     @cached_property
     def random_counters(self):
         """The counters of the random numbers of this rank's part of the first input; see `counters`."""
@@ -89,16 +96,23 @@ def _weighted_mean(operator, args, context):
     return total / context.combined(ops.stop_gradient(weight)), weight
 
 
-def _extreme(op, operator, args, context):
+def _extreme(op, _, args, context):
     """The extreme over all parts. Its gradient goes to the elements that hold it; several share it equally."""
     x, dims = args[0], _reduced_dims(args[0].ndim, args[1:])
-    best = context.combined(ops.stop_gradient(operator(*args)), op)
+    local = (ops.amax if op == "max" else ops.amin)(ops.stop_gradient(x), dims, *args[2:])
+    best = context.combined(local, op)
     if "float" not in dtype_name(x.dtype):
         return best
     wide = ops.reshape(best, tuple(1 if dim in dims else size for dim, size in enumerate(x.shape)))
     holds = ops.cast(ops.equal(ops.stop_gradient(x), wide), x.dtype)
     count = context.combined(ops.sum(holds, dims))
     return best + ops.reshape(ops.sum(_finite_zero(x) * holds, dims) / count, best.shape)
+
+
+def _extreme_magnitude(op, _, args, context):
+    """The norm of order infinity, or minus infinity."""
+    x, _, *rest = args
+    return _extreme(op, None, (ops.abs(x), *rest), context)
 
 
 def _reduced_dims(ndim, arguments):
@@ -144,6 +158,11 @@ def _extreme_with_index(op, value_first, operator, args, context):
     best = context.combined(ops.stop_gradient(value), op)
     best = best + _finite_zero(value) * ops.cast(mine, value.dtype)
     return (best, first) if value_first else (first, best)
+
+
+def _extreme_pair(op, _, args, context):
+    """As `_extreme_with_index`, the value first, by a function that takes its arguments by position."""
+    return _extreme_with_index(op, True, ops.max if op == "max" else ops.min, args, context)
 
 
 def _finite_zero(x):
@@ -251,6 +270,18 @@ ALGORITHMS = {
     "min_with_index": partial(_extreme_with_index, "min", False),
     "max_dim": partial(_extreme_with_index, "max", True),
     "min_dim": partial(_extreme_with_index, "min", True),
+    "max_pair": partial(_extreme_pair, "max"),
+    "min_pair": partial(_extreme_pair, "min"),
+    "norm": norm,
+    "norm_max": partial(_extreme_magnitude, "max"),
+    "norm_min": partial(_extreme_magnitude, "min"),
+    "prod": product,
+    "std": partial(spread, True, False),
+    "std_mean": partial(spread, True, True),
+    "var": partial(spread, False, False),
+    "var_mean": partial(spread, False, True),
+    "band": band,
+    "trace": trace,
     "logsumexp": _log_sum_exp,
     "index_select": _index_select,
     "dropout": dropout_with_mask,

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 
 import numpy as np
 from mindspore import ops
@@ -33,6 +34,8 @@ _WORDS = {  # parameters that arrive as the numbers of words
     "rounding_mode": ("floor", "trunc"),
     "reduction": ("sum", "mean", "none"),
     "pad_mode": ("pad", "same", "valid"),
+    "indexing": ("ij", "xy"),
+    "norm": ("backward", "forward", "ortho"),
     "input_layout": ("BSH", "BNSD", "SBH", "BSND", "TND", "TH"),
 }
 _RANDOM_STATE = "mindformers_core.dtensor.dropout.next_random_state"
@@ -137,7 +140,13 @@ def primitive_source(primitive, hint, args):
         args: as of `operator_source`.
     """
     attributes = ", ".join(f"{key}={literal(value)}" for key, value in primitive.attributes.items())
-    given = tuple(_constant("", value) for value in args[: primitive.inputs])
+    kind = getattr(import_module(primitive.module), primitive.name)
+    names = _parameters(kind.__call__, skipped=1) if "__call__" in vars(kind) else ()
+    given = tuple(_constant(name, value) for name, value in zip((*names, *[""] * len(args)), args[: primitive.inputs]))
+    module, _, function = facts_of(primitive.name).source.rpartition(".")
+    if module not in ("", "ops"):
+        named = {key: literal(value) for key, value in primitive.attributes.items()}
+        return _call(f"from {module} import {function}", None, function, given, named)
     constructor = f"{primitive.name}({attributes})"
     return _call(f"from {primitive.module} import {primitive.name}", (hint, constructor), hint, given)
 

@@ -109,7 +109,8 @@ def rewritten(name, args, kwargs):
 
 def rule_attributes(name, attributes):
     """The subset of a primitive's attributes (a dict) that its rule takes as named arguments."""
-    return {wanted: attributes[wanted] for wanted in facts_of(name).attributes if wanted in attributes}
+    known = {wanted: attributes[wanted] for wanted in facts_of(name).attributes if wanted in attributes}
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in known.items()}
 
 
 def signature_of(name, args, kwargs=None):

@@ -5,7 +5,7 @@ of what a newer operator computes; sizes that come one by one (`x.reshape(2, -1)
 """
 
 __all__ = [
-    "as_cast", "as_transpose", "condition_first", "dim_given", "float_reduction", "masked_fill",
+    "as_cast", "as_transpose", "condition_first", "correction_given", "dim_given", "float_reduction", "masked_fill",
     "product_with_a_gradient", "select_index", "sizes_together", "slice_one_dim", "split_by_method", "without_alpha",
 ]  # fmt: skip
 
@@ -56,6 +56,12 @@ def condition_first(name, args, kwargs):
 def dim_given(name, args, kwargs):
     """`x.argmax()` as `x.argmax(None)`: without an argument, a graph takes the last dim."""
     return name, args if len(args) > 1 or kwargs else (*args, None), kwargs
+
+
+def correction_given(name, args, kwargs):
+    """`x.var(dim=1)` with its correction, 1: by position, the dim would be that of a method that has another one."""
+    given = dict(zip(("dim", "correction", "keepdim"), args[1:])) | kwargs
+    return name, (args[0], given.get("dim"), given.get("correction", 1), given.get("keepdim", False)), {}
 
 
 def float_reduction(new_name):

@@ -76,6 +76,8 @@ class Signature:
         distributed: factor -> name of the distributed algorithm that replaces the operator where the factor is
             sharded. A factor that is in neither an output nor `reduced` is whole again in the result.
         run: name of a distributed algorithm that always replaces the operator.
+        arguments: positional arguments of the distributed algorithm, where it doesn't call the operator, and so takes
+            others, also attributes of a primitive: a `TensorMeta` in the place of every tensor.
         localize: `(arguments, local_output_shapes) -> arguments` where an argument depends on shapes (a reshape's
             target). Its input is the positional arguments followed by the values of named ones; it returns positional
             arguments only.
@@ -90,6 +92,7 @@ class Signature:
     added: tuple = ()
     distributed: dict = field(default_factory=dict)
     run: str | None = None
+    arguments: tuple | None = None
     localize: object = None
     made: frozenset = frozenset()
 

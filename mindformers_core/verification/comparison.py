@@ -23,6 +23,8 @@ def close(found, expected, tolerance, rounding=0.0):
     """
     if found.shape != expected.shape:
         return False
+    if expected.dtype.kind == "c":
+        found, expected = (np.stack([array.real, array.imag]) for array in (found, expected))
     if expected.dtype.kind != "f":
         return bool((found == expected).all())
     size = _peak(expected)
@@ -40,6 +42,7 @@ def largest(arrays):
     """The largest magnitude in floating arrays, masks left out; 0 where there is none."""
     found = 0.0
     for array in arrays:
+        array = np.abs(array) if array.dtype.kind == "c" else array
         if array.dtype.kind == "f":
             size = _peak(array)
             found = max(found, float(size if size < _MASKS else _peak(array[np.abs(array) < _MASKS])))

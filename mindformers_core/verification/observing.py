@@ -10,7 +10,7 @@ from mindformers_core.sharding.parameter_storage import as_computed
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.verification.comparison import gradient_layout
 from mindformers_core.verification.drawing import begin_draws
-from mindformers_core.verification.truth import is_known, widened_text
+from mindformers_core.verification.truth import is_known, widened, widened_text
 from mindformers_core.zero.sharded_parameter import parameter_like
 
 __all__ = ["RankObserver"]
@@ -57,7 +57,7 @@ class RankObserver(ProgramObserver):
 
     def dtype(self, name):
         """See `Observer`."""
-        return self._dtype if is_float(name) else name
+        return widened(name, self._dtype) if is_float(name) else name
 
     def planned(self, tree, path, plan):
         """See `Observer`: ranks of one mesh share a plan, which was made in the dtypes of the model."""

@@ -15,10 +15,15 @@ from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.verification.comparison import largest
 from mindformers_core.verification.drawing import DROPOUTS, begin_draws, whole_context
 
-__all__ = ["OneCard", "is_known", "widened_text"]
+__all__ = ["OneCard", "is_known", "widened", "widened_text"]
 
 _KNOWN = "mindformers_core.verify"
 _FLOATS = ("float16", "bfloat16", "float32")
+
+
+def widened(name, dtype):
+    """The dtype's name in the place of that of a float: `dtype`, or the complex one of the same digits."""
+    return dtype if "complex" not in name else "complex128" if dtype == "float64" else "complex64"
 
 
 def widened_text(text, dtype):
@@ -28,7 +33,7 @@ def widened_text(text, dtype):
     )
     for name in _FLOATS:
         text = text.replace(f"ms.{name}", f"ms.{dtype}")
-    return text
+    return text.replace("ms.complex64", f"ms.{widened('complex64', dtype)}")
 
 
 def _without_gradient(leaf):
@@ -144,8 +149,8 @@ class OneCard:
 
     def _tensor(self, value):
         array = value.asnumpy() if isinstance(value, Tensor) else np.asarray(value)
-        floats = array.dtype.kind == "f"
-        return Tensor(array.astype(self.dtype) if floats else array)
+        floats = array.dtype.kind in "fc"
+        return Tensor(array.astype(widened(array.dtype.name, self.dtype)) if floats else array)
 
     def constant(self, constant):
         """The tensor of a `Constant`."""

@@ -91,6 +91,12 @@ def case_mean_algorithms():
 
 
 @on_ranks(2)
+def case_statistics_algorithms():
+    check(*CASES["statistics"], [COLUMNS])
+    check(*CASES["bands"], [ROWS])
+
+
+@on_ranks(2)
 def case_lookup_algorithms():
     check(*CASES["lookups in rows"], [ROWS, layout()])
     check(*CASES["lookups in columns"], [COLUMNS, layout()])

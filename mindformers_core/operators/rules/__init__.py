@@ -2,10 +2,12 @@
 
 from mindformers_core.operators.rules import (  # noqa: F401
     convolution,
+    fourier,
     fused,
     indexing,
     joining,
     losses,
+    matrices,
     normalization,
     reduction,
     shape,

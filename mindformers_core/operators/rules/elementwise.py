@@ -33,6 +33,13 @@ _NONLINEAR = (
     ("IsFinite IsInf IsNan LogicalNot", saved.NOTHING, {}),
     ("Addcdiv AddcdivExt Addcmul AddcmulExt BitwiseNot EqualExt FloorDivScalar", saved.UNMEASURED, {}),
     ("EluExt LeakyReLUExt MishExt SeLUExt", saved.UNMEASURED, {}),
+    ("Acosh Asinh Atanh Erfinv Exp2 Sinc", saved.UNMEASURED, {}),
+    ("BesselI0 BesselI0e BesselI1 BesselI1e BesselJ0 BesselJ1 BesselK0 BesselK0e", saved.UNMEASURED, {}),
+    ("BesselK1 BesselK1e BesselY0 BesselY1 Digamma Lgamma Mvlgamma Polygamma Zeta", saved.UNMEASURED, {}),
+    ("HShrink Hardtanh Logit SoftShrink Softsign Threshold", saved.UNMEASURED, {}),
+    ("Complex Fmax Fmin Heaviside Hypot Igamma Igammac NextAfter Polar Xdivy", saved.UNMEASURED, {}),
+    ("Angle ApproximateEqual Gcd IsClose Lcm LeftShift PopulationCount RightShift", saved.UNMEASURED, {}),
+    ("Eps Fills Rint", saved.UNMEASURED, {"gradient": ZERO}),
     ("Ceil Floor OnesLike Round Sign Trunc ZerosLike", saved.NOTHING, {"gradient": ZERO}),
     ("OnesLikeExt ZerosLikeExt", saved.UNMEASURED, {"gradient": ZERO}),
     ("EmptyLike", saved.NOTHING, {"gradient": NO_GRADIENT}),
@@ -54,6 +61,10 @@ _NONLINEAR = (
     ("LerpScalar", saved.INPUTS, {"rewrite": "Lerp"}),
     *((name, _LOGARITHM, {"source": f".{name.lower()}"}) for name in ("Log2", "Log10")),
     ("LogAddExp", _LOG_ADD_EXP, {"source": ".logaddexp"}),
+    *((f"{name}Ext", saved.UNMEASURED, {"source": f".{name.lower()}"}) for name in ("Acos", "Acosh", "Asin", "Asinh")),
+    *((name, saved.UNMEASURED, {"source": f".{name[:4].lower()}"}) for name in ("AtanExt", "Frac")),
+    ("IsNegInf", saved.UNMEASURED, {"source": ".isneginf"}),
+    ("LogAddExp2", saved.UNMEASURED, {"source": ".logaddexp2"}),
     ("FmodScalar", saved.INPUTS, {"source": ".fmod"}),
     ("FmodTensor", saved.SavedByOperator("all", internal=_quotient), {"source": ".fmod"}),
     ("RemainderTensorTensor", saved.SavedByOperator((1,), internal=_quotient), {"source": ".remainder"}),
@@ -115,6 +126,7 @@ def _log_sigmoid(x):
 
 
 @register_operator("Neg", "Identity", saves=saved.NOTHING)
+@register_operator("Conj", "Imag", "ImagView", "Real", "RealView", saves=saved.UNMEASURED)
 @register_operator(
     "Contiguous", saves=saved.NOTHING, rewrite="Identity"
 )  # a graph may not schedule one that it returns
@@ -127,6 +139,7 @@ def _linear_unary(x, *_, **__):
 
 
 @register_operator("Muls", "Divs", saves=saved.NOTHING)
+@register_operator("DivNoNan", "MulNoNan", saves=saved.UNMEASURED)
 @register_operator("Div", saves=_QUOTIENT)
 @register_operator("RealDiv", saves=replace(_QUOTIENT, as_they_are=True))
 def _linear_in_first(x, *args, **named):
@@ -143,6 +156,7 @@ def _product(*factors, **named):
 @register_operator("AddExt", "AddScalar", saves=saved.NOTHING, rewrite=without_alpha("Add"))
 @register_operator("SubExt", "SubScalar", saves=saved.NOTHING, rewrite=without_alpha("Sub"))
 @register_operator("AddN", saves=saved.NOTHING, source="(x)")
+@register_operator("AccumulateNV2", saves=saved.UNMEASURED, source="(x)")
 def _sum_of_terms(*terms, **named):
     """A sum of tensors is linear in all of them together; with anything else than a 0 among them it is only affine."""
     terms = [*terms, *(value for name, value in named.items() if name != "alpha")]

@@ -1,7 +1,7 @@
 """Rules of operators that look up, order, accumulate or mask by position along a dim."""
 
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.rules.dims import as_dim, as_dims, dim_names, dim_sizes, integers, plain_names, unary
+from mindformers_core.operators.rules.dims import as_dim, dim_names, dim_sizes, integers, plain_names, unary
 from mindformers_core.operators.rules.elementwise import keeps_digits, tensors_in
 from mindformers_core.operators.saved import INDICES, INPUTS, INPUTS_AS_THEY_ARE, NOTHING, SECOND_RESULT, UNMEASURED
 from mindformers_core.operators.signature import Signature, TensorMeta
@@ -173,23 +173,9 @@ def cumulative_product(x, dim, *_):
     return unary(x, whole=(as_dim(dim, x.ndim),))
 
 
-@register_operator("Triu", "Tril", saves=NOTHING)
-@register_operator("TrilExt", saves=NOTHING, source=".tril")
-def triangle(x, diagonal=0):
-    """Zero below, or above, a diagonal of the last two dims."""
-    if x.ndim < 2:
-        raise ValueError(f"a triangle needs 2 dims, not {x.shape}")
-    return unary(x, whole=as_dims((-2, -1), x.ndim), linear=({0},))
-
-
-@register_operator("DiagExt", saves=UNMEASURED, source=".diag")
-def diagonal_matrix(x, diagonal=0):
-    """A matrix with the vector `x` on a diagonal, or the diagonal of a matrix: all is whole."""
-    if x.ndim not in (1, 2):
-        raise ValueError(f"a diagonal is of a vector or a matrix, not of {x.shape}")
-    if x.ndim == 1:
-        output, sizes = ("row", "column"), dict.fromkeys(("row", "column"), x.shape[0] + abs(diagonal))
-    else:
-        below, right = max(-diagonal, 0), max(diagonal, 0)
-        output, sizes = ("entry",), {"entry": max(0, min(x.shape[0] - below, x.shape[1] - right))}
-    return unary(x, [(factor,) for factor in output], sizes=sizes, whole=range(x.ndim), linear=({0},))
+@register_operator("ReverseSequence", saves=UNMEASURED, attributes=("seq_dim", "batch_dim"))
+def reversed_sequences(x, lengths, seq_dim, batch_dim=0):
+    """The first elements of every sequence in the opposite order, as many as `lengths` says."""
+    names, place = dim_names(x), as_dim(seq_dim, x.ndim)
+    inputs = names, (names[as_dim(batch_dim, x.ndim)],)
+    return Signature(inputs, (names,), dim_sizes(x), whole=frozenset(names[place]), linear=({0},))

@@ -1,14 +1,15 @@
 """Rules of the matmul family, by one equation notation: `contraction("b m k, b k n -> b m n", …)`."""
 
+from functools import partial
 from math import prod
 
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import product_with_a_gradient
 from mindformers_core.operators.rules.elementwise import broadcast_shape
-from mindformers_core.operators.saved import INPUTS, NOTHING, OTHER_OPERAND, SavedByOperator
+from mindformers_core.operators.saved import INPUTS, NOTHING, OTHER_OPERAND, UNMEASURED, SavedByOperator
 from mindformers_core.operators.signature import Signature
 
-__all__ = ["contraction"]
+__all__ = ["contraction", "einsum_names"]
 
 
 def contraction(equation, *tensors, linear=None, added=()):
@@ -38,7 +39,35 @@ def contraction(equation, *tensors, linear=None, added=()):
     summed = {name: "sum" for name in sizes if name not in output}
     inputs = tuple(tuple(() if name == "1" else (name,) for name in dims) for dims in names)
     linear = tuple({index} for index in range(len(tensors))) if linear is None else linear
-    return Signature(inputs, (tuple((name,) for name in output),), sizes, summed, linear=linear, added=added)
+    outputs = (tuple(() if name == "1" else (name,) for name in output),)
+    return Signature(inputs, outputs, sizes, summed, linear=linear, added=added)
+
+
+def einsum_names(equation, ndims):
+    """The names of the dims of every operand of an `einsum`, and of its result; `...` stands for `e1 e0`, or more.
+
+    Raises:
+        ValueError: an equation that doesn't fit the numbers of dims, or takes a diagonal.
+    """
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    spare = [ndim - len(term.replace("...", "")) for term, ndim in zip(terms, ndims)]
+    counts = [count if "..." in term else 0 for term, count in zip(terms, spare)]
+    names = [_expanded(term, count) for term, count in zip(terms, counts)]
+    if not arrow:
+        letters = sorted(letter for letter in {*left} - {*",."} if left.count(letter) == 1)
+        right = "..." * ("..." in left) + "".join(letters)
+    output = _expanded(right, max(counts))
+    known = {name for term in names for name in term}
+    fits = len(terms) == len(ndims) and [len(term) for term in names] == list(ndims) and known.issuperset(output)
+    if not fits or any(len(set(term)) < len(term) for term in (*names, output)):
+        raise ValueError(f"'{equation}' doesn't fit tensors of {ndims} dims, or names a dim of one of them twice")
+    return names, output
+
+
+def _expanded(term, count):
+    before, dots, after = term.partition("...")
+    return [*before, *(f"e{place}" for place in reversed(range(count if dots else 0))), *after]
 
 
 def _operations(sizes):
@@ -120,30 +149,56 @@ def bias_add(x, bias, data_format=0, *_):
     return contraction(f"{dims}, c -> {dims}", x, bias, linear=({0, 1},))
 
 
-@register_operator(
-    "Addmm", saves=SavedByOperator(inputs_by_need={1: (2,), 2: (1,)}), operations=_operations, source=".addmm"
-)
-@register_operator(
-    "Baddbmm", saves=SavedByOperator(inputs_by_need={1: (1, 2), 2: (1, 2)}), operations=_operations, source=".baddbmm"
-)
-def add_matmul(x, a, b, beta=1, alpha=1):
-    """`beta * x + alpha * a @ b` of matrices, or of batches of them, where `x` may be broadcast."""
-    batch = "b " if a.ndim == 3 else ""
-    output = f"{batch}m n".split()
-    shape = (*a.shape[:-1], *b.shape[-1:])
-    if a.ndim != b.ndim or a.ndim not in (2, 3) or broadcast_shape([x.shape, shape]) != shape:
-        raise ValueError(f"shapes {x.shape}, {a.shape} and {b.shape} don't fit an addition to a matmul")
-    dims = output[len(output) - x.ndim :], shape[len(shape) - x.ndim :]
-    added = " ".join(name if size == wanted else "1" for name, wanted, size in zip(*dims, x.shape))
-    equation = f"{added}, {batch}m k, {batch}k n -> {batch}m n"
-    return contraction(equation, x, a, b, linear=({0, 1}, {0, 2}), added=(0,))
+def _add_product(equation, x, a, b, beta=1, alpha=1):
+    """`beta * x + alpha * (a @ b)` of matrices, vectors, or batches of them, where `x` may be broadcast."""
+    plain = contraction(equation, a, b)
+    output = equation.split("->")[1].split()
+    shape = tuple(plain.sizes[name] for name in output)
+    if broadcast_shape([x.shape, shape]) != shape:
+        raise ValueError(f"shapes {x.shape}, {a.shape} and {b.shape} don't fit an addition to a product")
+    start = len(shape) - x.ndim
+    added = " ".join(name if x.shape[dim] == shape[start + dim] else "1" for dim, name in enumerate(output[start:]))
+    return contraction(f"{added}, {equation}", x, a, b, linear=({0, 1}, {0, 2}), added=(0,))
+
+
+for _name, _equation, _places in (
+    ("Addmm", "m k, k n -> m n", {1: (2,), 2: (1,)}),
+    ("Baddbmm", "b m k, b k n -> b m n", {1: (1, 2), 2: (1, 2)}),
+    ("Addmv", "m k, k -> m", None),
+    ("Addbmm", "b m k, b k n -> m n", None),
+):
+    register_operator(
+        _name,
+        saves=SavedByOperator(inputs_by_need=_places) if _places else UNMEASURED,
+        operations=_operations,
+        source=f".{_name.lower()}",
+    )(partial(_add_product, _equation))
 
 
 def _first_as_column(operands, results):
     return [operand.nbytes for operand in operands[:1] if any(other.needs for other in operands if other.place == 1)]
 
 
+@register_operator("Ger", saves=UNMEASURED)
 @register_operator("Outer", saves=SavedByOperator(inputs_by_need={0: (1,)}, internal=_first_as_column), source=".outer")
 def outer(a, b):
     """All products of the elements of two vectors."""
     return contraction("m, n -> m n", a, b)
+
+
+@register_operator(
+    "Einsum",
+    saves=UNMEASURED,
+    operations=_operations,
+    attributes=("equation",),
+    source="mindformers_core.dtensor.einsum.contract",
+)
+def einsum(operands, equation):
+    """A contraction by its equation, of shape (1,) for a number; a dim of size 1 is broadcast."""
+    names, output = einsum_names(equation, [operand.ndim for operand in operands])
+    sizes = {name: size for term, x in zip(names, operands) for name, size in zip(term, x.shape) if size != 1}
+    terms = [
+        [name if size == sizes.get(name, 1) else "1" for name, size in zip(term, x.shape)]
+        for term, x in zip(names, operands)
+    ]
+    return contraction(f"{', '.join(map(' '.join, terms))} -> {' '.join(output) or '1'}", *operands)

@@ -1,0 +1,98 @@
+"""Distributed algorithms of norms, variances, products and diagonals; see `distributed_operators`.
+
+Each computes from the local tensor what one card would, with reductions of as many numbers as the result has. They
+don't call the operator that they replace, except for the product.
+"""
+
+import functools
+
+from mindspore import dtype as mstype
+from mindspore import ops
+
+from mindformers_core.layout import Layout
+
+__all__ = ["band", "norm", "product", "spread", "trace"]
+
+
+def norm(_, args, context):
+    """The root of the sum of all parts' powers. Where it is 0, so is its gradient.
+
+    Args:
+        args: the tensor, the order (a finite number, not 0), the dims, and whether they are kept.
+    """
+    x, order, dims, keepdim = args
+    wide = _wide(x)
+    powers = wide * wide if order == 2 else ops.abs(wide) if order == 1 else ops.pow(ops.abs(wide), order)
+    total = context.combined(ops.sum(powers, dims, keepdim))
+    return ops.cast(total if order == 1 else _power(total, 1 / order), x.dtype)
+
+
+def spread(root, with_mean, _, args, context):
+    """The variance, or its root, by the mean of all parts; and the mean. The shifted sum loses no digits.
+
+    The gradient through the mean that is subtracted is 0, since differences from a mean add up to 0.
+
+    Args:
+        args: the tensor, the correction, the dims, and whether they are kept.
+    """
+    x, correction, dims, keepdim = args
+    wide, count = _wide(x), 1
+    for dim in dims:
+        count *= context.shapes[0][dim]
+    mean = context.combined(ops.sum(wide, dims, True)) * (1.0 / count)
+    differences = wide - ops.stop_gradient(mean)
+    result = context.combined(ops.sum(differences * differences, dims, keepdim)) / max(count - correction, 0)
+    result = ops.cast(ops.sqrt(result) if root else result, x.dtype)
+    return (result, ops.cast(ops.reshape(mean, result.shape), x.dtype)) if with_mean else result
+
+
+def product(operator, args, context):
+    """The product of all parts' products, which are gathered: the gradient is right where one of them is 0."""
+    local = ops.expand_dims(operator(*args), 0)
+    dims = ((),) * (local.ndim - 1)
+    parts = Layout.on(context.mesh, (context.axes, *dims)), Layout.on(context.mesh, ((), *dims))
+    return functools.reduce(ops.mul, ops.unstack(context.redistribute(local, *parts)))
+
+
+def band(_, args, context):
+    """A band of the matrices in the last two dims, whose parts know where they begin: zero elsewhere.
+
+    Args:
+        args: the tensor, and the lowest and highest number of a diagonal that is kept, or None.
+    """
+    x, *limits = args
+    above = _diagonals(context, x.ndim - 2, x.ndim - 1)
+    compared = zip((ops.greater_equal, ops.less_equal), limits)
+    kept = [compare(above, limit) for compare, limit in compared if limit is not None]
+    return ops.where(functools.reduce(ops.logical_and, kept), x, ops.zeros_like(x)) if kept else x
+
+
+def trace(_, args, context):
+    """The sum of the part of a diagonal that is here: a term.
+
+    Args:
+        args: the tensor, the number of the diagonal, and the dims of rows and columns.
+    """
+    x, offset, rows, columns = args
+    kept = ops.equal(_diagonals(context, rows, columns), offset)
+    shape = [1] * x.ndim
+    shape[rows], shape[columns] = x.shape[rows], x.shape[columns]
+    kept = ops.reshape(kept if rows < columns else ops.transpose(kept, (1, 0)), tuple(shape))
+    return ops.sum(ops.where(kept, x, ops.zeros_like(x)), (rows, columns))
+
+
+def _diagonals(context, rows, columns):
+    """The number of the diagonal, column less row, that each element of a matrix of this part is on."""
+    return ops.expand_dims(context.positions(columns), 0) - ops.expand_dims(context.positions(rows), 1)
+
+
+def _wide(x):
+    return ops.cast(x, mstype.float32) if x.dtype in (mstype.float16, mstype.bfloat16) else x
+
+
+def _power(x, exponent):
+    """`x ** exponent`, whose gradient at 0 is 0."""
+    zero = ops.equal(x, 0)
+    root = ops.where(zero, ops.ones_like(x), x)
+    root = ops.sqrt(root) if exponent == 0.5 else ops.pow(root, exponent)
+    return ops.where(zero, ops.zeros_like(x), root)
