@@ -222,4 +222,5 @@ def _algorithm(name, signature, resolution, mesh, metas):
             f"there is one at a time of {sorted(ALGORITHMS)}"
         )
     axes = tuple(axis for factor in sharded for axis in resolution.axes_of[factor])
-    return ALGORITHMS[needed.pop()], ShardContext(mesh, axes, resolution.inputs, tuple(meta.shape for meta in metas))
+    shapes = tuple(meta.shape for meta in metas)
+    return ALGORITHMS[needed.pop()], ShardContext(mesh, axes, resolution.inputs, shapes, signature.halos)

@@ -11,7 +11,7 @@ control flow never depends on values, and numbers of a rank come from `context` 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from mindspore import Tensor, ops
@@ -19,6 +19,7 @@ from mindspore import dtype as mstype
 
 from mindformers_core.communication import world
 from mindformers_core.dtensor.dropout import counters, dropout_with_mask, functional_dropout, next_random_state
+from mindformers_core.dtensor.halo import windows, windows_with_index
 from mindformers_core.dtensor.move import dtype_name, redistribute_local
 from mindformers_core.layout import Layout
 
@@ -36,6 +37,7 @@ class ShardContext:
         axes: the axes that shard the operator's own dim, major to minor; empty for an algorithm that always runs.
         layouts: the layout of every tensor input as the operator gets it.
         shapes: the global shape of every tensor input.
+        halos: of the operator's `Signature`.
         rank: the rank that runs, or for which it is written down; None: this process's.
         redistribute: `redistribute(local, source, target)` takes a local tensor from one layout to another.
         next_random_state: gives seed and offset of the next random draw.
@@ -45,6 +47,7 @@ class ShardContext:
     axes: tuple
     layouts: tuple
     shapes: tuple
+    halos: dict = field(default_factory=dict)
     rank: int | None = None
     redistribute: Callable = redistribute_local
     next_random_state: Callable = next_random_state
@@ -60,6 +63,10 @@ class ShardContext:
         A number would make the graphs of two ranks differ, since MindSpore drops the addition of 0.
         """
         return Tensor(self.mesh.group_index(self._rank, self.axes) * size, dtype)
+
+    def start_along(self, dim, size, dtype):
+        """As `start`, along the axes that shard a dim of the first input."""
+        return Tensor(self.mesh.group_index(self._rank, self.layouts[0].dims[dim]) * size, dtype)
 
     @cached_property
     def random_counters(self):
@@ -262,4 +269,7 @@ ALGORITHMS = {
     "gather": _gather,
     "gather_elements": _gather_elements,
     "embedding": _embedding,
+    "halo": partial(windows, 0.0),
+    "halo_of_largest": partial(windows, -math.inf),
+    "halo_with_index": windows_with_index,
 }
