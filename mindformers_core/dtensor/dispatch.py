@@ -6,6 +6,7 @@ no layout arithmetic.
 """
 
 import math
+from functools import cache
 
 from mindspore import Parameter, Tensor, ops
 
@@ -44,7 +45,8 @@ class Dispatcher:
         key, tensors = [func.name, *kwargs], []
         for argument in (*args, *kwargs.values()):
             _describe(argument, key, tensors)
-        attributes = {} if primitive is None else rule_attributes(func.name, vars(primitive))
+        attributes = {} if primitive is None else rule_attributes(func.name, primitive.init_attrs)
+        attributes = {key: tuple(value) if type(value) is list else value for key, value in attributes.items()}
         key = (*key, *attributes.values())
         programs = process_state().memo(__name__)  # kind of call -> `_Program`, which depends on this process's rank
         try:
@@ -101,6 +103,7 @@ class _Program:
     """One kind of call, resolved.
 
     Attributes:
+        name, given: of the operator, and the number of its positional arguments.
         targets: for every tensor the layout that it is redistributed to, or None.
         algorithm: the algorithm that runs in the operator's place with `context`, or None.
         args, kwargs: the local call's arguments, a `TensorMeta` in the place of every tensor.
@@ -110,7 +113,7 @@ class _Program:
     """
 
     def __init__(self, name, args, kwargs, attributes, tensors):
-        self.name = name
+        self.name, self.given = name, len(args)
         self.metas = None
         if name.startswith("Inplace"):
             raise TypeError(
@@ -145,9 +148,11 @@ class _Program:
             args, kwargs = _fill((self.args, self.kwargs), TensorMeta, parts)
 
         def operator(*local_args):
-            if primitive is not None:
-                return func(primitive, self.name, local_args)
-            return func(*local_args, **kwargs)
+            if primitive is None:
+                return func(*local_args, **kwargs)
+            changed = local_args[self.given :]  # by `localize`: attributes of the primitive
+            primitive_here = _made(type(primitive), changed) if changed else primitive
+            return func(primitive_here, self.name, local_args[: self.given])
 
         result = operator(*args) if self.algorithm is None else self.algorithm(operator, args, self.context)
         metas = self.metas
@@ -171,6 +176,12 @@ class _Program:
                     f"{meta.local_shape} ({meta}): the rule is wrong for this call"
                 )
         return metas
+
+
+@cache
+def _made(kind, attributes):
+    """A classic primitive."""
+    return kind(*attributes)
 
 
 def _fill(structure, placeholder, replacements):
@@ -223,4 +234,4 @@ def _algorithm(name, signature, resolution, mesh, metas):
         )
     axes = tuple(axis for factor in sharded for axis in resolution.axes_of[factor])
     shapes = tuple(meta.shape for meta in metas)
-    return ALGORITHMS[needed.pop()], ShardContext(mesh, axes, resolution.inputs, shapes, signature.halos)
+    return ALGORITHMS[needed.pop()], ShardContext(mesh, axes, resolution.inputs, shapes, halos=signature.halos)

@@ -37,20 +37,20 @@ class ShardContext:
         axes: the axes that shard the operator's own dim, major to minor; empty for an algorithm that always runs.
         layouts: the layout of every tensor input as the operator gets it.
         shapes: the global shape of every tensor input.
-        halos: of the operator's `Signature`.
         rank: the rank that runs, or for which it is written down; None: this process's.
         redistribute: `redistribute(local, source, target)` takes a local tensor from one layout to another.
         next_random_state: gives seed and offset of the next random draw.
+        halos: of the operator's `Signature`.
     """
 
     mesh: object
     axes: tuple
     layouts: tuple
     shapes: tuple
-    halos: dict = field(default_factory=dict)
     rank: int | None = None
     redistribute: Callable = redistribute_local
     next_random_state: Callable = next_random_state
+    halos: dict = field(default_factory=dict)
 
     @cached_property
     def count(self):

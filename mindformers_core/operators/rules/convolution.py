@@ -43,15 +43,16 @@ class _Windows:
                 raise ValueError(f"windows of {tuple(kernel)} don't fit into {tuple(image)}")
             names = f"o{place}", f"i{place}"
             self.counts.append(count)
+            end = max(behind, (count - 1) * step + reach + 1 - size - before)
             if count * step == size and before <= reach and (count == floor or uneven):
                 self.cut.append(names[0])
                 self.sizes |= {names[0]: count} | ({names[1]: step} if step > 1 else {})
                 self.inputs.append(names if step > 1 else names[:1])
-                self.halos[place] = before, max(reach - before - step + 1, 0), behind
+                self.halos[place] = before, max(reach - before - step + 1, 0), end
             else:
                 self.sizes |= {names[0]: count, names[1]: size}
                 self.inputs.append(names[1:])
-                self.halos[place] = before, behind, behind
+                self.halos[place] = before, 0, end
             self.outputs.append(names[:1])
 
     @property
@@ -85,7 +86,7 @@ _CONVOLVED = {"x": None, "weight": None}
 _CLASSIC = {"out_channel": None, "kernel_size": None, "mode": 1, "pad_mode": "valid", "pad": 0, "stride": 1}
 _CLASSIC |= {"dilation": 1, "groups": 1, "data_format": "NCHW"}
 _ALIASES = {"group": "groups", "ksize": "kernel_size", "strides": "stride", "pads": "padding", "pad_list": "padding",
-            "input": "x"}  # fmt: skip
+            "pad": "padding", "input": "x"}  # fmt: skip
 _ATTRIBUTES = ("out_channel", "kernel_size", "mode", "pad_mode", "pad", "stride", "dilation", "group", "data_format")
 _SAVES = SavedByOperator(inputs_by_need={0: (1,), 1: (0,)}, as_they_are=True)
 _EXT = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
@@ -132,7 +133,7 @@ def _convolution(ndim, parameters, *args, **named):
 def _windowed(windows, inputs, outputs, sizes, algorithm, first, reduced, localize, **more):
     """The `Signature`: dims of windows are cut by an algorithm where they need borders; `first` is the first of them."""
     parallel = {"n", "g", "c", "o", *windows.cut}
-    if windows.padded:
+    if windows.padded or algorithm == "halo_with_index":
         more["distributed"] = dict.fromkeys(windows.cut, algorithm)
         more["halos"] = {first + place: halo for place, halo in windows.halos.items()}
     whole = frozenset(sizes) - parallel
@@ -269,7 +270,7 @@ def _pooled(ndim, parameters, is_largest, results, *args, **named):
 
     A mean that leaves out what is padded, or windows at the end that are cut off, need their dims whole.
     """
-    given, again = bound(parameters, args, named, _ALIASES | {"pad": "padding"})
+    given, again = bound(parameters, args, named, _ALIASES)
     x = given["x"]
     batch = _batch(x, ndim, given.get("data_format") or "NCHW")
     kernel = per_dim(given["kernel_size"], ndim)
@@ -283,11 +284,13 @@ def _pooled(ndim, parameters, is_largest, results, *args, **named):
     names = (*batch, ("c",), *windows.inputs)
     outputs = ((*batch, ("c",), *windows.outputs),) * results
     sizes = {"c": x.shape[len(batch)]} | windows.sizes | ({"n": x.shape[0]} if batch else {})
-    valid = 2 if isinstance(mode, int) else "valid"
+    unpadded = {"padding": 0} | ({"ceil_mode": False} if given.get("ceil_mode") else {})
+    if str(mode).lower() in ("1", "same"):
+        unpadded["pad_mode"] = 2 if isinstance(mode, int) else "valid"
 
     def localize(values, shapes):
         is_cut = windows.padded and tuple(shapes[0][-ndim:]) != tuple(windows.counts)
-        return again(values, {"padding": 0, "pad_mode": valid, "ceil_mode": False} if is_cut else {})
+        return again(values, unpadded if is_cut else {})
 
     algorithm = "halo" if not is_largest else "halo_of_largest" if results == 1 else "halo_with_index"
     linear = () if is_largest else ({0},)
@@ -295,6 +298,6 @@ def _pooled(ndim, parameters, is_largest, results, *args, **named):
 
 
 for _name, _ndim, _given, _is_largest, _results, _own in _POOLS:
-    _facts = {"attributes": tuple(_own.split())} if _own else {}
+    _facts = {"attributes": tuple(_own.split()), "source": "" if _name == "AvgPool" else "(x)"} if _own else {}
     _saves = _IN_PLACE if _name in ("MaxPool", "AvgPool") else UNMEASURED
     register_operator(_name, saves=_saves, **_facts)(partial(_pooled, _ndim, _X | _given, _is_largest, _results))

@@ -109,7 +109,7 @@ def bound(parameters, args, named, aliases=()):
         TypeError: arguments that are none.
     """
     aliases, order = dict(aliases), list(parameters)
-    named = {aliases.get(name, name): value for name, value in named.items()}
+    named = {name if name in order else aliases.get(name, name): value for name, value in named.items()}
     if len(args) > len(order) or not set(named) <= set(order):
         raise TypeError(f"got {sorted(set(named) - set(order)) or args[len(order) :]} besides {', '.join(order)}")
     given = parameters | named | dict(zip(order, args))
