@@ -5,6 +5,7 @@ program holds the redistribution of each input, the local arguments, and the met
 no layout arithmetic.
 """
 
+import inspect
 import math
 from functools import cache
 
@@ -17,10 +18,10 @@ from mindformers_core.dtensor.dtensor import DTensor, parameter_view, wrap
 from mindformers_core.dtensor.move import device_model, dtype_name, redistribute_local
 from mindformers_core.layout import Layout
 from mindformers_core.operators import TensorMeta, resolve, signature_of, tensor_meta
-from mindformers_core.operators.registry import rule_attributes
+from mindformers_core.operators.registry import facts_of, rule_attributes
 from mindformers_core.program.structure import tree_map
 
-__all__ = ["Dispatcher"]
+__all__ = ["Dispatcher", "attributes_of", "read_numbers"]
 
 _ABOUT_TYPES = frozenset({"typeof"})  # operators that ask for a tensor's type and compute nothing
 _MOST_PROGRAMS = 65536  # a number that changes with every step would fill the memory with programs
@@ -39,13 +40,14 @@ class Dispatcher:
         if len(args) == 3 and type(args[1]) is str and type(args[2]) is tuple:
             primitive, _, args = args  # how calls of classic primitives arrive
             args = args[: WITHOUT_SEEDS.get(func.name)]
+        args = read_numbers(func.name, args, lambda leaf: leaf if type(leaf) is Tensor else None)
         if func.name in _ABOUT_TYPES:
             return func(*_on_locals((primitive, func.name, args) if primitive else args))
         kwargs = kwargs or {}
         key, tensors = [func.name, *kwargs], []
         for argument in (*args, *kwargs.values()):
             _describe(argument, key, tensors)
-        attributes = {} if primitive is None else rule_attributes(func.name, primitive.init_attrs)
+        attributes = {} if primitive is None else rule_attributes(func.name, attributes_of(primitive))
         attributes = {key: tuple(value) if type(value) is list else value for key, value in attributes.items()}
         key = (*key, *attributes.values())
         programs = process_state().memo(__name__)  # kind of call -> `_Program`, which depends on this process's rank
@@ -62,6 +64,28 @@ class Dispatcher:
                 programs.clear()
             programs[key] = program
         return program.run(_FIXED.get(func.name, func), primitive, args, tensors)
+
+
+def attributes_of(primitive):
+    """The arguments of a classic primitive's constructor by name. Some classes keep those of their base instead."""
+    names = [name for name in inspect.signature(type(primitive).__init__).parameters if name != "self"]
+    known = primitive.init_attrs
+    return known if set(known) <= set(names) else {name: vars(primitive)[name] for name in names}
+
+
+def read_numbers(name, args, plain):
+    """The arguments of an operator with tuples of ints in the place of tensors that are read as numbers.
+
+    Args:
+        name, args: of the operator.
+        plain: function from an argument to the tensor that holds its values; None where there is none.
+    """
+    args = list(args)
+    for place in facts_of(name).numbers:
+        tensor = plain(args[place]) if place < len(args) and isinstance(args[place], Tensor) else None
+        if tensor is not None:
+            args[place] = tuple(tensor.asnumpy().tolist())
+    return tuple(args)
 
 
 def _matmul(input, mat2):

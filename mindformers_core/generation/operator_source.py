@@ -33,6 +33,8 @@ _WORDS = {  # parameters that arrive as the numbers of words
     "rounding_mode": ("floor", "trunc"),
     "reduction": ("sum", "mean", "none"),
     "pad_mode": ("pad", "same", "valid"),
+    "interpolation_mode": ("bilinear", "nearest"),
+    "padding_mode": ("zeros", "border", "reflection"),
     "input_layout": ("BSH", "BNSD", "SBH", "BSND", "TND", "TH"),
 }
 _RANDOM_STATE = "mindformers_core.dtensor.dropout.next_random_state"

@@ -4,7 +4,6 @@ import inspect
 from fnmatch import fnmatchcase
 from types import SimpleNamespace
 
-from mindspore import nn
 from mindspore.ops import Primitive
 
 from mindformers_core.hints import nearest

@@ -3,6 +3,7 @@
 from mindformers_core.operators.rules import (  # noqa: F401
     convolution,
     fused,
+    images,
     indexing,
     joining,
     losses,

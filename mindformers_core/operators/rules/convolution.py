@@ -131,7 +131,7 @@ def _convolution(ndim, parameters, *args, **named):
 
 
 def _windowed(windows, inputs, outputs, sizes, algorithm, first, reduced, localize, **more):
-    """The `Signature`: dims of windows are cut by an algorithm where they need borders; `first` is the first of them."""
+    """The `Signature`: dims from `first` on are cut by an algorithm where windows need borders."""
     parallel = {"n", "g", "c", "o", *windows.cut}
     if windows.padded or algorithm == "halo_with_index":
         more["distributed"] = dict.fromkeys(windows.cut, algorithm)
