@@ -13,6 +13,7 @@ from mindspore.ops import Primitive, tensor_method
 
 from mindformers_core.capture.open_call import Held, Made, OpenCall, plain_leaf
 from mindformers_core.capture.traced import CaptureError, Traced, call_site
+from mindformers_core.dtensor.compositions import composed
 from mindformers_core.dtensor.dispatch import attributes_of, read_numbers
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.move import dtype_name
@@ -164,6 +165,9 @@ class Recorder:
             kind = "primitive"
         if name.startswith("Inplace"):
             raise self.error(f"operator '{name}' changes a tensor in place: use its result, as in x = x + y")
+        parts = None if self._silent else composed(name, args, kwargs, primitive)
+        if parts is not None:
+            return parts
         args = read_numbers(name, args, self._constant)
         args, kwargs = self.stand_in(args), self.stand_in(kwargs)
         metas = self._infer(func, primitive, args, kwargs)

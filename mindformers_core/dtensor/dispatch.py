@@ -12,6 +12,7 @@ from functools import cache
 from mindspore import Parameter, Tensor, ops
 
 from mindformers_core.communication.world import process_state
+from mindformers_core.dtensor.compositions import composed
 from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardContext
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, parameter_view, wrap
@@ -44,6 +45,9 @@ class Dispatcher:
         if func.name in _ABOUT_TYPES:
             return func(*_on_locals((primitive, func.name, args) if primitive else args))
         kwargs = kwargs or {}
+        parts = composed(func.name, args, kwargs, primitive)
+        if parts is not None:
+            return parts
         key, tensors = [func.name, *kwargs], []
         for argument in (*args, *kwargs.values()):
             _describe(argument, key, tensors)

@@ -20,6 +20,7 @@ from mindspore import dtype as mstype
 from mindformers_core.communication import world
 from mindformers_core.dtensor.dropout import counters, dropout_with_mask, functional_dropout, next_random_state
 from mindformers_core.dtensor.halo import windows, windows_with_index
+from mindformers_core.dtensor.moments import group_norm
 from mindformers_core.dtensor.move import dtype_name, redistribute_local
 from mindformers_core.layout import Layout
 
@@ -269,6 +270,7 @@ ALGORITHMS = {
     "gather": _gather,
     "gather_elements": _gather_elements,
     "embedding": _embedding,
+    "group_norm": group_norm,
     "halo": partial(windows, 0.0),
     "halo_of_largest": partial(windows, -math.inf),
     "halo_with_index": windows_with_index,

@@ -258,7 +258,6 @@ _POOLS = (
      "kernel_size strides pads dilation ceil_mode argmax_type"),
     ("MaxPool3DWithArgmax", 3, _INDEXED | {"data_format": "NCDHW", "argmax_type": None}, True, 2,
      "ksize strides pads dilation ceil_mode data_format argmax_type"),
-    ("FuncMaxPool2D", 2, _INDEXED | {"return_indices": False}, True, 2, ""),
     ("AvgPool1D", 1, dict(list(_NEW.items())[:-1]), False, 1, ""),
     ("AvgPool2D", 2, _NEW, False, 1, ""),
     ("AvgPool3DExt", 3, _NEW, False, 1, ""),

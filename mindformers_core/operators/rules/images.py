@@ -136,24 +136,6 @@ def _padded(x, pairs):
     return unary(x, names, sizes=sizes, whole=whole, linear=_LINEAR)
 
 
-def _shuffled(is_back, x, factor):
-    """Channels to planes, `factor` times as high and wide, or back: all dims stay cut along their major factors."""
-    *lead, channels, height, width = x.shape
-    names = dim_names(x)[:-3]
-    sizes = dict(zip((name for (name,) in names), lead)) | {"r": factor, "s": factor}
-    many, plane = ("c", "r", "s"), (("h",), ("w",))
-    high = ("h", "r"), ("w", "s")
-    if is_back:
-        sizes |= {"c": channels, "h": height // factor, "w": width // factor}
-        return Signature(((*names, ("c",), *high),), ((*names, many, *plane),), sizes, linear=_LINEAR)
-    sizes |= {"c": channels // factor**2, "h": height, "w": width}
-    return Signature(((*names, many, *plane),), ((*names, ("c",), *high),), sizes, linear=_LINEAR)
-
-
-register_operator("PixelShuffle", saves=UNMEASURED)(partial(_shuffled, False))
-register_operator("PixelUnshuffle", saves=UNMEASURED)(partial(_shuffled, True))
-
-
 def _along(equation, tensors, sizes=(), **more):
     """The `Signature` of an equation "n c H W, n p q -> n c P": capitals are whole; `sizes` of what no input has."""
     left, _, right = equation.partition("->")

@@ -62,12 +62,24 @@ def group_norm(x, num_groups, weight=None, bias=None, eps=1e-5):
     del sizes["d1"]
     statistic = (("d0",), ("group",))
     inputs = (names, *((channels,),) * len(given))
-    whole = frozenset(sizes) - {"d0", "group"}
+    planes = {name for (name,) in names[2:]}
 
     def localize(args, shapes):
         return (args[0], shapes[1][1], *args[2:])
 
-    return Signature(inputs, (names, statistic, statistic), sizes, whole=whole, localize=localize)
+    more = {"whole": frozenset({"member"}), "distributed": dict.fromkeys(planes, "group_norm")}
+    return Signature(inputs, (names, statistic, statistic), sizes, localize=localize, **more)
+
+
+@register_operator("AddRmsNorm", "AddLayerNormV2", saves=UNMEASURED, operations=8)
+def add_norm(x, other, gamma, *others):
+    """The norm of a sum over the dims of `gamma`: the result, its statistics, and the sum."""
+    scales = [gamma, *(given for given in others[:1] if hasattr(given, "shape"))]
+    if x.shape != other.shape:
+        raise ValueError(f"{x.shape} and {other.shape} can't be added without broadcasting")
+    plain = _normalised(x, x.ndim - gamma.ndim, scales, len(scales))
+    sums = plain.inputs[0]
+    return Signature((sums, *plain.inputs), (*plain.outputs, sums), plain.sizes, whole=plain.whole)
 
 
 @register_operator("Softmax", saves=RESULT, operations=5)  # maximum, subtract, exp, sum, divide
