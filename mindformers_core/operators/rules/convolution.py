@@ -8,7 +8,7 @@ from functools import partial
 from math import prod
 
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.rules.dims import bound, per_dim
+from mindformers_core.operators.rules.dims import bound, parameters, per_dim
 from mindformers_core.operators.saved import UNMEASURED, SavedByOperator
 from mindformers_core.operators.signature import Signature, is_float
 
@@ -88,13 +88,13 @@ def _operations(sizes):
     return 2 * prod(size for factor, size in sizes.items() if factor[0] != "i")
 
 
-def _convolution(ndim, parameters, is_transposed, *args, **named):
+def _convolution(ndim, known, is_transposed, *args, **named):
     """`x` (batch, channels in, dims) by `weight` (channels out, channels in / groups, dims): a sum over windows.
 
     Channels in are summed; groups are the parallel part of the channels. A transposed one has a weight (channels in,
     channels out / groups, dims), makes an image of its windows, and is cut where they don't overlap.
     """
-    given, again = bound(parameters, args, named, _ALIASES)
+    given, again = bound(known, args, named, _ALIASES)
     x, weight, bias, groups = given["x"], given["weight"], given.get("bias"), given["groups"]
     batch, is_classic = _batch(x, ndim, given.get("data_format", 0)), "data_format" in given
     place, head = len(batch), ("g",) * (groups > 1)
@@ -145,30 +145,24 @@ def _result(given, mode, padding, image, settings):
     return tuple(size - sum(pad) for size, pad in zip(sizes, _pads(mode, padding, image, *settings)))
 
 
-def _parameters(text, **defaults):
-    """Parameter -> default, from "x weight stride=1"."""
-    pairs = (word.partition("=")[::2] for word in text.split())
-    return {name: int(value) if value else None for name, value in pairs} | defaults
-
-
-def _attributes(parameters):
+def _attributes(known):
     """A classic primitive's own names of its parameters behind its tensors."""
     named = {"groups": "group", "stride": "stride"}
-    return tuple(named.get(name, name) for name in parameters if name not in ("x", "weight", "input_size"))
+    return tuple(named.get(name, name) for name in known if name not in ("x", "weight", "input_size"))
 
 
 _CLASSIC = "out_channel kernel_size mode=1 pad_mode pad=0 stride=1 dilation=1 groups=1"
 _FORMAT = {"pad_mode": "valid", "data_format": "NCHW"}
-_EXT = _parameters("x weight bias stride=1 padding=0 dilation=1 groups=1")
-_TRANSPOSED = _parameters("x weight bias stride=1 padding=0 output_padding=0 groups=1 dilation=1")
+_EXT = parameters("x weight bias stride=1 padding=0 dilation=1 groups=1")
+_TRANSPOSED = parameters("x weight bias stride=1 padding=0 output_padding=0 groups=1 dilation=1")
 _BACKWARD = "input_size out_channel kernel_size pad_mode pad=0 pad_list mode=1 stride=1 dilation=1 groups=1 data_format"
 _SAVES = {1: UNMEASURED, 0: SavedByOperator(inputs_by_need={0: (1,), 1: (0,)}, as_they_are=True)}
 _CONVOLUTIONS = (  # names, dims, parameters, whether transposed, source
     *((f"Conv{ndim}DExt Conv{ndim}DPadding", ndim, _EXT, False, "") for ndim in (1, 2, 3)),
-    *((f"Conv{n}D", n, _parameters(f"x weight {_CLASSIC} data_format", **_FORMAT), False, "(x, w)") for n in (2, 3)),
+    *((f"Conv{n}D", n, parameters(f"x weight {_CLASSIC} data_format", **_FORMAT), False, "(x, w)") for n in (2, 3)),
     ("ConvTranspose2D", 2, _TRANSPOSED, True, ""),
-    ("Conv2DTranspose Conv2DBackpropInput", 2, _parameters(f"x weight {_BACKWARD}", **_FORMAT), True, "(x, w, size)"),
-    ("Conv3DTranspose", 3, _parameters(f"x weight in_channel {_CLASSIC} output_padding=0 data_format", **_FORMAT),
+    ("Conv2DTranspose Conv2DBackpropInput", 2, parameters(f"x weight {_BACKWARD}", **_FORMAT), True, "(x, w, size)"),
+    ("Conv3DTranspose", 3, parameters(f"x weight in_channel {_CLASSIC} output_padding=0 data_format", **_FORMAT),
      True, "(x, w)"),
 )  # fmt: skip
 for _names, _ndim, _given, _is_transposed, _source in _CONVOLUTIONS:
@@ -177,12 +171,12 @@ for _names, _ndim, _given, _is_transposed, _source in _CONVOLUTIONS:
     register_operator(*_names.split(), **_facts)(partial(_convolution, _ndim, _given, _is_transposed))
 
 
-def _pooled(ndim, parameters, is_largest, results, *args, **named):
+def _pooled(ndim, known, is_largest, results, *args, **named):
     """The largest (and its position in the image), or the mean, of every window: a mean is linear.
 
     A mean that leaves out what is padded, or windows at the end that are cut off, need their dims whole.
     """
-    given, again = bound(parameters, args, named, _ALIASES)
+    given, again = bound(known, args, named, _ALIASES)
     x, mode, image = given["x"], given.get("pad_mode", "pad"), given["x"].shape[-ndim:]
     batch, kernel = _batch(x, ndim, given.get("data_format", 0)), per_dim(given["kernel_size"], ndim)
     settings = [kernel, per_dim(given["stride"] or kernel, ndim), per_dim(given.get("dilation", 1), ndim)]
@@ -220,7 +214,7 @@ _POOLS = (  # operator, dims, parameters, whether it takes the largest, number o
     ("AvgPool3DExt", 3, f"{_NEW} divisor_override", False, 1, ""),
 )  # fmt: skip
 for _name, _ndim, _given, _is_largest, _results, _own in _POOLS:
-    _given = _parameters(_given)
+    _given = parameters(_given)
     _given |= {name: value for name, value in _FORMAT.items() if name in _given}
     _facts = {"attributes": tuple(_own.split()), "source": "" if _name == "AvgPool" else "(x)"} if _own else {}
     _saves = SavedByOperator("all", outputs=(0,), as_they_are=True) if _name in ("MaxPool", "AvgPool") else UNMEASURED

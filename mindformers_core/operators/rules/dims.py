@@ -3,7 +3,8 @@
 from mindformers_core.operators.signature import Signature, TensorMeta
 
 __all__ = [
-    "along", "as_dim", "as_dims", "bound", "dim_names", "dim_sizes", "integers", "per_dim", "plain_names", "unary"
+    "along", "as_dim", "as_dims", "bound", "dim_names", "dim_sizes", "integers", "parameters", "per_dim", "plain_names",
+    "unary",
 ]  # fmt: skip
 
 _SPELLINGS = {"axis": "dim", "axes": "dims", "keepdims": "keepdim", "keep_dims": "keepdim"}
@@ -120,6 +121,12 @@ def bound(parameters, args, named, aliases=()):
         return tuple((given | dict(zip(places, values)) | changed).values()) if changed else tuple(values)
 
     return given, again
+
+
+def parameters(text, **defaults):
+    """Parameter -> default (None if there is none), from "x weight stride=1", for `bound`."""
+    pairs = (word.partition("=")[::2] for word in text.split())
+    return {name: int(value) if value else None for name, value in pairs} | defaults
 
 
 def per_dim(value, ndim):

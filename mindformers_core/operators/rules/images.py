@@ -7,35 +7,48 @@ from functools import partial
 from math import prod
 
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.rules.dims import bound, dim_names, integers, per_dim, unary
+from mindformers_core.operators.rules.dims import bound, dim_names, integers, parameters, per_dim, unary
 from mindformers_core.operators.rules.elementwise import tensors_in
 from mindformers_core.operators.saved import UNMEASURED
 from mindformers_core.operators.signature import Signature
 
 _LINEAR = ({0},)
+_NAMES = {"output_size": "size", "input": "x", "input_x": "x", "image": "x"}
 
 
-def _planes(x, shape, is_alone, localize=None, outputs=1, linear=_LINEAR):
-    """The last dims of `x` resized to `shape`; a dim stays cut where `is_alone(size, new size)`."""
-    lead = x.ndim - len(shape)
-    if lead < 1:
-        raise ValueError(f"an image {x.shape} has no {len(shape)} dims behind its channels")
+def _resized(ndim, known, is_alone, results, *args, **named):
+    """The last dims of `x` in another size, which is given or follows from scales: linear, but for the largest.
+
+    A dim stays cut where `is_alone(size, new size)` says that no part needs its neighbours: by whole numbers only.
+    """
+    given, again = bound(known, args, named, _NAMES)
+    x, size, scales = given["x"], given["size"], given.get("scales")
+    old, lead = x.shape[-ndim:], x.ndim - ndim
+    scaled = [length * scale for length, scale in zip(old, scales or ())]
+    wanted = (size,) * ndim if isinstance(size, int) else tuple(map(int, scaled)) if size is None else tuple(size)
+    shape = [length if new in (None, -1) else new for length, new in zip(old, wanted, strict=True)]
+    special = given.get("align_corners") or given.get("half_pixel_centers") or (scales and scaled != shape)
+    if lead < 1 or min(shape) < 1:
+        raise ValueError(f"an image {x.shape} can't be resized to {wanted}")
     source, target = list(dim_names(x)[:lead]), list(dim_names(x)[:lead])
-    sizes, whole = {f"d{dim}": size for dim, size in enumerate(x.shape[:lead])}, set()
-    for dim, (size, new) in enumerate(zip(x.shape[lead:], shape), lead):
-        ratio = max(size, new) // max(min(size, new), 1)
-        if min(size, new) > 0 and ratio * min(size, new) == max(size, new) and is_alone(size, new):
-            sizes |= {f"d{dim}": min(size, new), f"s{dim}": ratio}
-            long, short = (f"d{dim}", f"s{dim}") if ratio > 1 else (f"d{dim}",), (f"d{dim}",)
-            source.append(long if size >= new else short)
-            target.append(long if size <= new else short)
-        else:
-            sizes |= {f"i{dim}": size, f"o{dim}": new}
-            source.append((f"i{dim}",))
-            target.append((f"o{dim}",))
-    whole = frozenset(name for name in sizes if name[0] != "d")
-    more = {"whole": whole, "linear": linear, "localize": localize}
-    return Signature((tuple(source),), (tuple(target),) * outputs, sizes, **more)
+    sizes = {f"d{dim}": length for dim, length in enumerate(x.shape[:lead])}
+    for dim, (length, new) in enumerate(zip(old, shape), lead):
+        few, ratio = min(length, new), max(length, new) // min(length, new)
+        parts = few * ratio == max(length, new) and not special and is_alone(length, new)
+        sizes |= {f"d{dim}": few, f"s{dim}": ratio} if parts else {f"i{dim}": length, f"o{dim}": new}
+        both = (f"d{dim}", f"s{dim}")
+        source.append((f"i{dim}",) if not parts else both[: 1 + (length >= new)])
+        target.append((f"o{dim}",) if not parts else both[: 1 + (length <= new)])
+
+    def localize(values, shapes):
+        local = tuple(shapes[0][-ndim:])
+        same = list(local) == shape
+        return again(
+            values, {} if same else {"size": local[0] if isinstance(size, int) and ndim == 1 else local, "scales": None}
+        )
+
+    more = {"whole": frozenset(name for name in sizes if name[0] != "d"), "linear": _LINEAR if results == 1 else ()}
+    return Signature((tuple(source),), (tuple(target),) * results, sizes, localize=localize, **more)
 
 
 def _never(size, new):
@@ -47,70 +60,32 @@ def _by_repeating(size, new):
     return new <= size or (new // size) & (new // size - 1) == 0
 
 
-_SIZE = {"x": None, "size": None, "align_corners": False, "half_pixel_centers": False}
-_NEAREST = {"x": None, "size": None, "scales": None}
-_SCALED = _NEAREST | {"align_corners": False}
-_NAMES = {"output_size": "size", "input": "x", "input_x": "x", "image": "x"}
+def _by_means(size, new):
+    """Windows of equal sizes."""
+    return new <= size
 
 
-def _resized(ndim, parameters, is_alone, *args, **named):
-    """Linear in the image; the size is given, or follows from scales."""
-    given, again = bound(parameters, args, named, _NAMES)
-    x, scales = given["x"], given.get("scales")
-    if given["size"] is None:
-        shape = tuple(int(size * scale) for size, scale in zip(x.shape[-ndim:], scales))
-    else:
-        shape = integers((per_dim(given["size"], ndim),), "a size")
-    if given.get("align_corners") or given.get("half_pixel_centers") or (given["size"] and scales):
-        is_alone = _never
-
-    def localize(values, shapes):
-        local = tuple(shapes[0][-ndim:])
-        return again(values, {"size": local, "scales": None} if local != shape else {})
-
-    return _planes(x, shape, is_alone, localize)
-
-
-for _ndim in (1, 2, 3):
-    _facts = {"saves": UNMEASURED, "operations": 2**_ndim}
-    register_operator(f"UpsampleNearest{_ndim}D", **_facts)(partial(_resized, _ndim, _NEAREST, _by_repeating))
-    _kinds = {1: ("UpsampleLinear1D",), 2: ("UpsampleBilinear2D", "UpsampleBicubic2D"), 3: ("UpsampleTrilinear3D",)}
-    register_operator(*_kinds[_ndim], **_facts)(partial(_resized, _ndim, _SCALED, _never))
-register_operator("ResizeNearestNeighbor", "ResizeNearestNeighborV2", saves=UNMEASURED, numbers=(1,))(
-    partial(_resized, 2, _SIZE, _by_repeating)
+_PIXELS = "x size align_corners half_pixel_centers"
+_CLASSIC = {"attributes": ("output_size",), "source": "(x)"}
+_PLANES = (  # names, dims, parameters, when a dim stays cut, number of results, and facts
+    *((f"UpsampleNearest{ndim}D", ndim, "x size scales", _by_repeating, 1, {}) for ndim in (1, 2, 3)),
+    ("UpsampleLinear1D", 1, "x size scales align_corners", _never, 1, {"operations": 3}),
+    ("UpsampleBilinear2D UpsampleBicubic2D", 2, "x size scales align_corners", _never, 1, {"operations": 8}),
+    ("UpsampleTrilinear3D", 3, "x size scales align_corners", _never, 1, {"operations": 16}),
+    ("ResizeNearestNeighbor ResizeNearestNeighborV2", 2, _PIXELS, _by_repeating, 1, {"numbers": (1,)}),
+    ("ResizeBilinearV2 ResizeBicubic", 2, _PIXELS, _never, 1, {"numbers": (1,), "operations": 8}),
+    ("ResizeLinear1D", 1, "x size coordinate_transformation_mode", _never, 1, {"operations": 3}),
+    ("AdaptiveAvgPool1D", 1, "x size", _by_means, 1, {}),
+    ("AdaptiveAvgPool2DExt", 2, "x size", _by_means, 1, {}),
+    ("AdaptiveAvgPool3DExt", 3, "x size", _by_means, 1, {}),
+    ("AdaptiveAvgPool2D", 2, "x size", _by_means, 1, _CLASSIC),
+    ("AdaptiveAvgPool3D", 3, "x size", _by_means, 1, _CLASSIC),
+    ("AdaptiveMaxPool1D", 1, "x size", _never, 2, {}),
+    ("AdaptiveMaxPool2D", 2, "x size", _never, 2, {}),
 )
-register_operator("ResizeBilinearV2", "ResizeBicubic", saves=UNMEASURED, operations=8, numbers=(1,))(
-    partial(_resized, 2, _SIZE, _never)
-)
-register_operator("ResizeLinear1D", saves=UNMEASURED, operations=3)(
-    partial(_resized, 1, {"x": None, "size": None, "coordinate_transformation_mode": None}, _never)
-)
-
-
-def _adaptive(ndim, parameters, is_largest, *args, **named):
-    """The mean or the largest, with its position, of windows that cover the image: means of equal windows stay cut."""
-    given, again = bound(parameters, args, named, _NAMES)
-    x, size = given["x"], given["size"]
-    wanted = (size,) * ndim if isinstance(size, int) or size is None else tuple(size)
-    shape = tuple(old if new in (None, -1) else new for old, new in zip(x.shape[-ndim:], wanted, strict=True))
-
-    def localize(values, shapes):
-        local = tuple(shapes[0][-ndim:])
-        return again(values, {"size": local if ndim > 1 else local[0]} if local != shape else {})
-
-    if is_largest:
-        return _planes(x, shape, _never, outputs=2, linear=())
-    return _planes(x, shape, lambda old, new: new <= old, localize)
-
-
-_POOLED = {"x": None, "size": None}
-for _name, _ndim in (("AdaptiveAvgPool1D", 1), ("AdaptiveAvgPool2DExt", 2), ("AdaptiveAvgPool3DExt", 3)):
-    register_operator(_name, saves=UNMEASURED)(partial(_adaptive, _ndim, _POOLED, False))
-for _name, _ndim in (("AdaptiveAvgPool2D", 2), ("AdaptiveAvgPool3D", 3)):
-    _facts = {"attributes": ("output_size",), "source": "(x)"}
-    register_operator(_name, saves=UNMEASURED, **_facts)(partial(_adaptive, _ndim, _POOLED, False))
-for _name, _ndim in (("AdaptiveMaxPool1D", 1), ("AdaptiveMaxPool2D", 2)):
-    register_operator(_name, saves=UNMEASURED)(partial(_adaptive, _ndim, _POOLED, True))
+for _names, _ndim, _text, _is_alone, _results, _facts in _PLANES:
+    _rule = partial(_resized, _ndim, parameters(_text), _is_alone, _results)
+    register_operator(*_names.split(), saves=UNMEASURED, **_facts)(_rule)
 
 
 @register_operator("ReflectionPad1D", "ReflectionPad2D", "ReflectionPad3D", saves=UNMEASURED)
@@ -137,166 +112,122 @@ def _padded(x, pairs):
 
 
 def _along(equation, tensors, sizes=(), **more):
-    """The `Signature` of an equation "n c H W, n p q -> n c P": capitals are whole; `sizes` of what no input has."""
+    """The `Signature` of an equation "n c H W, n p q -> n c P": capitals are whole; `sizes` of what no input has.
+
+    A merged dim is written as `c*K`.
+    """
     left, _, right = equation.partition("->")
-    inputs, outputs = ([[*part.split()] for part in side.split(",")] for side in (left, right))
+    inputs, outputs = ([[dim.split("*") for dim in part.split()] for part in side.split(",")] for side in (left, right))
     known = dict(sizes)
     for dims, tensor in zip(inputs, tensors, strict=True):
         if len(dims) != tensor.ndim:
-            raise ValueError(f"a tensor {tensor.shape} doesn't have the dims {' '.join(dims)}")
-        for name, size in zip(dims, tensor.shape):
-            if known.setdefault(name, size) != size:
-                raise ValueError(f"shapes {[tensor.shape for tensor in tensors]} don't fit {equation}")
-    used = {name for dims in (*inputs, *outputs) for name in dims}
-    factors = [[tuple((name,) for name in dims) for dims in side] for side in (inputs, outputs)]
+            raise ValueError(f"tensors of shapes {[tensor.shape for tensor in tensors]} don't fit {left.strip()}")
+        for names, size in zip(dims, tensor.shape):
+            if prod(known.setdefault(name, size) for name in names) != size:
+                raise ValueError(f"shapes {[tensor.shape for tensor in tensors]} don't fit {left.strip()}")
+    used = {name for dims in (*inputs, *outputs) for names in dims for name in names}
+    factors = [tuple(tuple(map(tuple, dims)) for dims in side) for side in (inputs, outputs)]
     whole = frozenset(name for name in used if name.isupper())
-    return Signature(*map(tuple, factors), {name: known[name] for name in used}, whole=whole, **more)
+    return Signature(*factors, {name: known[name] for name in used}, whole=whole, **more)
 
 
-@register_operator("GridSampler2D", "GridSampler3D", saves=UNMEASURED, operations=8)
-def grid_sample(x, grid, *modes):
-    """An image at given places: linear in it."""
-    if x.ndim == 4:
-        return _along("n c H W, n p q T -> n c p q", (x, grid), linear=_LINEAR)
-    return _along("n c D H W, n o p q T -> n c o p q", (x, grid), linear=_LINEAR)
+def _flat(equation, deep, sizes=lambda x, *_: {}, linear=True):
+    """A rule: `equation` for images of two dims, `deep` for three; `sizes` of the other factors by the arguments."""
+
+    def rule(x, *args, **named):
+        tensors, rest = [x, *tensors_in(args)], [value for value in args if not hasattr(value, "shape")]
+        dims = equation if x.ndim <= len(equation.partition(",")[0].partition("->")[0].split()) else deep
+        return _along(dims, tensors, sizes(x, *rest, **named), linear=_LINEAR if linear else ())
+
+    return rule
+
+
+def _windows_in(image, kernel, stride, dilation, padding):
+    """Places in a window, and windows."""
+    kernel, parts = per_dim(kernel, 2), (per_dim(value, 2) for value in (stride, dilation, padding))
+    counts = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, d, p in zip(image, kernel, *parts)]
+    return {"K": prod(kernel), "L": prod(counts)}
+
+
+def _unfolded(x, ksizes, strides=1, dilations=1, pads=0):
+    return _windows_in(x.shape[2:], ksizes, strides, dilations, pads)
+
+
+def _unfolded_together(x, kernel_size, dilation=1, padding=0, stride=1):
+    return _windows_in(x.shape[2:], kernel_size, stride, dilation, padding)
+
+
+def _folded(x, size, kernel_size, dilation=1, padding=0, stride=1):
+    found = _windows_in(size, kernel_size, stride, dilation, padding)
+    return found | {"c": x.shape[1] // found["K"]} | dict(zip("HW", size))
+
+
+def _unpooled(x, ksize, strides=0, pads=0, output_shape=()):
+    if output_shape:
+        raise ValueError("an unpooling with an output_shape names the whole batch: leave it out")
+    ndim = x.ndim - 2
+    parts = zip(x.shape[2:], *(per_dim(value, ndim) for value in (ksize, strides or ksize, pads)))
+    return dict(zip("OPQ"[3 - ndim :], [(size - 1) * s - 2 * p + k for size, k, s, p in parts]))
+
+
+def _drawn_windows(x, output_shape):
+    return dict(zip("OPQ"[5 - x.ndim :], per_dim(output_shape, x.ndim - 2)))
+
+
+_SAMPLED = "n c H W, n p q T -> n c p q", "n c D H W, n o p q T -> n c o p q"
+_REGIONS = "N c H W, r F -> r c P Q"
+_UNPOOLING = "n c H W, n c H W -> n c P Q", "n c D H W, n c D H W -> n c O P Q"
+_DRAWN = "n c H W, n c S -> n c P Q, n c P Q", "n c D H W, n c S -> n c O P Q, n c O P Q"
+# Operators, their rule, own names of attributes that it takes, source, and operations for an element
+_EQUATIONS = (
+    ("GridSampler2D GridSampler3D", _flat(*_SAMPLED), "", "", 8),
+    ("ROIAlign", _flat(_REGIONS, "", lambda x, pooled_height, pooled_width: {"P": pooled_height, "Q": pooled_width}),
+     "pooled_height pooled_width", "(x, rois)", 8),
+    ("CropAndResize", _flat("N H W c, r F, r -> r P Q c", "", lambda x, size, *_: dict(zip("PQ", size)), False),
+     "", "(x, boxes, box_indices, crop_size)", 8),
+    ("LRN", _flat("n C h w -> n C h w", "", linear=False), "", "(x)", 7),
+    ("ChannelShuffle", _flat("n C h w -> n C h w", ""), "", "(x)", 0),
+    ("Im2Col", _flat("n c H W -> n c K L", "", _unfolded), "ksizes strides dilations pads", "(x)", 0),
+    ("Im2ColExt", _flat("n c H W -> n c*K L", "", _unfolded_together), "", "", 0),
+    ("Col2ImExt", _flat("n c*K L -> n c H W", "", _folded), "", "", 1),
+    ("MaxUnpool2D MaxUnpool3D", _flat(*_UNPOOLING, _unpooled), "ksize strides pads output_shape", "(x, argmax)", 0),
+    ("FractionalMaxPoolWithFixedKsize FractionalMaxPool3DWithFixedKsize", _flat(*_DRAWN, _drawn_windows, False),
+     "output_shape", "(x, samples)", 1),
+    ("BoundingBoxEncode BoundingBoxDecode", _flat("r F, r F -> r F", "", linear=False), "", "(x, y)", 4),
+    ("IOU", _flat("a F, b F -> b a", "", linear=False), "", "(x, y)", 10),
+)  # fmt: skip
+for _names, _rule, _own, _source, _count in _EQUATIONS:
+    _facts = {"attributes": tuple(_own.split()), "source": _source, "operations": _count}
+    register_operator(*_names.split(), saves=UNMEASURED, **_facts)(_rule)
 
 
 @register_operator("AffineGrid", saves=UNMEASURED, operations=6, source="(x, output_size)")
 def affine_grid(theta, size, *align_corners):
     """The places of the pixels of images of this size."""
-    given = dict(zip("nCPQ" if len(size) == 4 else "nCOPQ", size))
+    sizes = dict(zip("nCPQ" if len(size) == 4 else "nCOPQ", size)) | {"T": len(size) - 2}
     output = "n P Q T" if len(size) == 4 else "n O P Q T"
-    sizes = given | {"T": len(size) - 2}
-
-    def localize(args, shapes):
-        return (args[0], (shapes[0][0], *size[1:]), *args[2:])
-
+    localize = lambda args, shapes: (args[0], (shapes[0][0], *size[1:]), *args[2:])  # noqa: E731
     return _along(f"n R S -> {output}", (theta,), sizes, linear=_LINEAR, localize=localize)
-
-
-@register_operator(
-    "ROIAlign", attributes=("pooled_height", "pooled_width"), source="(x, rois)", saves=UNMEASURED, operations=8
-)
-def roi_align(x, rois, pooled_height, pooled_width, *others):
-    """Regions of images, which are whole: regions name their image by its place in the batch."""
-    sizes = {"P": pooled_height, "Q": pooled_width}
-    return _along("N c H W, r F -> r c P Q", (x, rois), sizes, linear=_LINEAR)
-
-
-@register_operator("CropAndResize", source="(x, boxes, box_indices, crop_size)", saves=UNMEASURED, operations=8)
-def crop_and_resize(x, boxes, box_indices, crop_size, *others):
-    """Regions of images with channels last."""
-    return _along("N H W c, r F, r -> r P Q c", (x, boxes, box_indices), dict(zip("PQ", crop_size)))
-
-
-@register_operator("LRN", "ChannelShuffle", source="(x)", saves=UNMEASURED, operations=7)
-def across_channels(x):
-    """Neighbouring channels together, or channels in another order."""
-    return unary(x, whole=(1,))
 
 
 @register_operator("PReLU", saves=UNMEASURED, operations=2)
 def prelu(x, weight):
     """A slope for every channel, or one for all."""
-    channels = ("d1",) if x.ndim > 1 else ()
-    if weight.shape not in ((x.shape[1] if x.ndim > 1 else 1,), (1,)):
+    plain, is_one = unary(x), weight.shape == (1,)
+    if weight.ndim != 1 or not (is_one or x.shape[1:2] == weight.shape):
         raise ValueError(f"slopes {weight.shape} don't fit the channels of {x.shape}")
-    plain = unary(x)
-    return Signature((*plain.inputs, (() if weight.shape == (1,) else channels,)), plain.outputs, plain.sizes)
-
-
-def _blocks(x, block_shape, borders, is_back):
-    """Blocks of the last dims to the batch, or back: channels are parallel."""
-    block = per_dim(block_shape, len(borders))
-    first, names = x.ndim - len(block), dim_names(x)
-    count = prod(block)
-    ends = [sum(pair) for pair in borders]
-    shape = [size * b - end if is_back else (size + end) // b for size, b, end in zip(x.shape[first:], block, ends)]
-    sizes = {f"o{dim}": size for dim, size in enumerate(shape)}
-    sizes["batch"] = x.shape[0] // count if is_back else x.shape[0] * count
-    output = (("batch",), *names[1:first], *((f"o{dim}",) for dim in range(len(shape))))
-    return unary(x, output, sizes=sizes, whole=(0, *range(first, x.ndim)), linear=_LINEAR)
+    return Signature((*plain.inputs, (() if is_one else ("d1",),)), plain.outputs, plain.sizes)
 
 
 @register_operator("SpaceToBatchND", attributes=("block_shape", "paddings"), source="(x)", saves=UNMEASURED)
-def space_to_batch(x, block_shape, paddings):
-    """Blocks of the planes become a batch."""
-    return _blocks(x, block_shape, paddings, False)
-
-
 @register_operator("BatchToSpaceND", attributes=("block_shape", "crops"), source="(x)", saves=UNMEASURED)
-def batch_to_space(x, block_shape, crops):
-    """A batch becomes blocks of planes."""
-    return _blocks(x, block_shape, crops, True)
-
-
-@register_operator("Im2Col", attributes=("ksizes", "strides", "dilations", "pads"), source="(x)", saves=UNMEASURED)
-def unfolded(x, ksizes, strides=1, dilations=1, pads=0):
-    """The windows of every channel: (batch, channels, places in a window, windows)."""
-    kernel, count = _counted(x.shape[2:], ksizes, strides, dilations, pads)
-    return _along("n c H W -> n c K L", (x,), {"K": kernel, "L": count}, linear=_LINEAR)
-
-
-@register_operator("Im2ColExt", saves=UNMEASURED)
-def unfolded_together(x, kernel_size, dilation=1, padding=0, stride=1):
-    """As `unfolded`, with channels and the places in a window in one dim, channels first."""
-    kernel, count = _counted(x.shape[2:], kernel_size, stride, dilation, padding)
-    plain = _along("n c H W -> n c K L", (x,), {"K": kernel, "L": count}, linear=_LINEAR)
-    return Signature(plain.inputs, ((("n",), ("c", "K"), ("L",)),), plain.sizes, whole=plain.whole, linear=_LINEAR)
-
-
-@register_operator("Col2ImExt", saves=UNMEASURED)
-def folded(x, output_size, kernel_size, dilation=1, padding=0, stride=1):
-    """The sum of windows at their places in an image."""
-    kernel, count = _counted(output_size, kernel_size, stride, dilation, padding)
-    if x.ndim != 3 or x.shape[2] != count or x.shape[1] % kernel:
-        raise ValueError(f"windows {x.shape} don't fill an image of {tuple(output_size)}")
-    sizes = {"n": x.shape[0], "c": x.shape[1] // kernel, "K": kernel, "L": count} | dict(zip("HW", output_size))
-    inputs, output = (("n",), ("c", "K"), ("L",)), (("n",), ("c",), ("H",), ("W",))
-    return Signature((inputs,), (output,), sizes, whole=frozenset("KLHW"), linear=_LINEAR)
-
-
-def _counted(image, kernel, stride, dilation, padding):
-    """Places in a window, and windows."""
-    kernel, parts = per_dim(kernel, 2), (per_dim(value, 2) for value in (stride, dilation, padding))
-    counts = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, d, p in zip(image, kernel, *parts)]
-    return prod(kernel), prod(counts)
-
-
-@register_operator(
-    "MaxUnpool2D", "MaxUnpool3D", attributes=("ksize", "strides", "pads", "output_shape"), source="(x, argmax)",
-    saves=UNMEASURED,
-)  # fmt: skip
-def unpooled(x, indices, ksize, strides=0, pads=0, output_shape=()):
-    """The largest elements at their places again: linear."""
-    ndim = x.ndim - 2
-    kernel, stride, pad = (per_dim(value, ndim) for value in (ksize, strides or ksize, pads))
-    shape = [(n - 1) * s - 2 * p + k for n, k, s, p in zip(x.shape[2:], kernel, stride, pad)]
-    if output_shape:
-        raise ValueError("an unpooling with an output_shape names the whole batch: leave it out")
-    inner, outer = ("H W", "P Q") if ndim == 2 else ("D H W", "O P Q")
-    sizes = dict(zip(outer.split(), shape))
-    return _along(f"n c {inner}, n c {inner} -> n c {outer}", (x, indices), sizes, linear=_LINEAR)
-
-
-@register_operator(
-    "FractionalMaxPoolWithFixedKsize", "FractionalMaxPool3DWithFixedKsize", attributes=("output_shape",),
-    source="(x, samples)", saves=UNMEASURED,
-)  # fmt: skip
-def fractional_max_pool(x, samples, output_shape):
-    """The largest, and their positions, of windows at places that are drawn."""
-    inner, outer = ("H W", "P Q") if x.ndim == 4 else ("D H W", "O P Q")
-    sizes = dict(zip(outer.split(), per_dim(output_shape, x.ndim - 2)))
-    return _along(f"n c {inner}, n c S -> n c {outer}, n c {outer}", (x, samples), sizes)
-
-
-@register_operator("BoundingBoxEncode", "BoundingBoxDecode", source="(x, y)", saves=UNMEASURED, operations=4)
-def boxes(anchors, others):
-    """Boxes against anchors, row by row."""
-    return _along("r F, r F -> r F", (anchors, others))
-
-
-@register_operator("IOU", source="(x, y)", saves=UNMEASURED, operations=10)
-def box_overlaps(anchors, others):
-    """The overlap of each of the second boxes with each of the first."""
-    return _along("a F, b F -> b a", tensors_in((anchors, others)))
+def blocks_to_batch(x, block_shape, paddings=(), crops=None):
+    """Blocks of the last dims become a batch, or with `crops` come from it: channels are parallel."""
+    borders = paddings if crops is None else crops
+    block, first = per_dim(block_shape, len(borders)), x.ndim - len(borders)
+    parts = list(zip(x.shape[first:], block, map(sum, borders)))
+    shape = [(size + end) // b if crops is None else size * b - end for size, b, end in parts]
+    sizes = {f"o{dim}": size for dim, size in enumerate(shape)}
+    sizes["batch"] = x.shape[0] * prod(block) if crops is None else x.shape[0] // prod(block)
+    output = (("batch",), *dim_names(x)[1:first], *((f"o{dim}",) for dim in range(len(shape))))
+    return unary(x, output, sizes=sizes, whole=(0, *range(first, x.ndim)), linear=_LINEAR)
