@@ -118,7 +118,9 @@ def bound(parameters, args, named, aliases=()):
 
     def again(values, changed):
         changed = {name: value for name, value in changed.items() if name in given and given[name] != value}
-        return tuple((given | dict(zip(places, values)) | changed).values()) if changed else tuple(values)
+        if not changed and len(values) == len(args):
+            return tuple(values)
+        return tuple((given | dict(zip(places, values)) | changed).values())
 
     return given, again
 

@@ -170,18 +170,21 @@ def _unpooled(x, ksize, strides=0, pads=0, output_shape=()):
     return dict(zip("OPQ"[3 - ndim :], [(size - 1) * s - 2 * p + k for size, k, s, p in parts]))
 
 
-def _drawn_windows(x, output_shape):
+def _drawn_windows(x, ksize, output_shape, data_format=None):
     return dict(zip("OPQ"[5 - x.ndim :], per_dim(output_shape, x.ndim - 2)))
 
 
+def _regions(x, pooled_height, pooled_width, *_):
+    return {"P": pooled_height, "Q": pooled_width}
+
+
 _SAMPLED = "n c H W, n p q T -> n c p q", "n c D H W, n o p q T -> n c o p q"
-_REGIONS = "N c H W, r F -> r c P Q"
 _UNPOOLING = "n c H W, n c H W -> n c P Q", "n c D H W, n c D H W -> n c O P Q"
 _DRAWN = "n c H W, n c S -> n c P Q, n c P Q", "n c D H W, n c S -> n c O P Q, n c O P Q"
 # Operators, their rule, own names of attributes that it takes, source, and operations for an element
 _EQUATIONS = (
     ("GridSampler2D GridSampler3D", _flat(*_SAMPLED), "", "", 8),
-    ("ROIAlign", _flat(_REGIONS, "", lambda x, pooled_height, pooled_width: {"P": pooled_height, "Q": pooled_width}),
+    ("ROIAlign", _flat("N c H W, r F -> r c P Q", "", _regions),
      "pooled_height pooled_width", "(x, rois)", 8),
     ("CropAndResize", _flat("N H W c, r F, r -> r P Q c", "", lambda x, size, *_: dict(zip("PQ", size)), False),
      "", "(x, boxes, box_indices, crop_size)", 8),
@@ -192,7 +195,7 @@ _EQUATIONS = (
     ("Col2ImExt", _flat("n c*K L -> n c H W", "", _folded), "", "", 1),
     ("MaxUnpool2D MaxUnpool3D", _flat(*_UNPOOLING, _unpooled), "ksize strides pads output_shape", "(x, argmax)", 0),
     ("FractionalMaxPoolWithFixedKsize FractionalMaxPool3DWithFixedKsize", _flat(*_DRAWN, _drawn_windows, False),
-     "output_shape", "(x, samples)", 1),
+     "ksize output_shape", "(x, samples)", 1),
     ("BoundingBoxEncode BoundingBoxDecode", _flat("r F, r F -> r F", "", linear=False), "", "(x, y)", 4),
     ("IOU", _flat("a F, b F -> b a", "", linear=False), "", "(x, y)", 10),
 )  # fmt: skip
