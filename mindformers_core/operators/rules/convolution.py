@@ -9,7 +9,7 @@ from math import prod
 
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import bound, parameters, per_dim
-from mindformers_core.operators.saved import UNMEASURED, SavedByOperator
+from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING, UNMEASURED, SavedByOperator
 from mindformers_core.operators.signature import Signature, is_float
 
 _PAD_MODES = ("pad", "same", "valid")  # by the number that MindSpore gives them
@@ -156,18 +156,20 @@ _FORMAT = {"pad_mode": "valid", "data_format": "NCHW"}
 _EXT = parameters("x weight bias stride=1 padding=0 dilation=1 groups=1")
 _TRANSPOSED = parameters("x weight bias stride=1 padding=0 output_padding=0 groups=1 dilation=1")
 _BACKWARD = "input_size out_channel kernel_size pad_mode pad=0 pad_list mode=1 stride=1 dilation=1 groups=1 data_format"
-_SAVES = {1: UNMEASURED, 0: SavedByOperator(inputs_by_need={0: (1,), 1: (0,)}, as_they_are=True)}
-_CONVOLUTIONS = (  # names, dims, parameters, whether transposed, source
-    *((f"Conv{ndim}DExt Conv{ndim}DPadding", ndim, _EXT, False, "") for ndim in (1, 2, 3)),
-    *((f"Conv{n}D", n, parameters(f"x weight {_CLASSIC} data_format", **_FORMAT), False, "(x, w)") for n in (2, 3)),
-    ("ConvTranspose2D", 2, _TRANSPOSED, True, ""),
-    ("Conv2DTranspose Conv2DBackpropInput", 2, parameters(f"x weight {_BACKWARD}", **_FORMAT), True, "(x, w, size)"),
-    ("Conv3DTranspose", 3, parameters(f"x weight in_channel {_CLASSIC} output_padding=0 data_format", **_FORMAT),
-     True, "(x, w)"),
+_OTHER = SavedByOperator(inputs_by_need={0: (1,), 1: (0,)}, as_they_are=True)
+_3D = parameters(f"x weight in_channel {_CLASSIC} output_padding=0 data_format", **_FORMAT)
+_CONVOLUTIONS = (  # names, dims, parameters, whether transposed, source, what the gradient keeps
+    *((f"Conv{n}DExt Conv{n}DPadding", n, _EXT, False, "", UNMEASURED) for n in (1, 2, 3)),
+    *((f"Conv{n}D", n, parameters(f"x weight {_CLASSIC} data_format", **_FORMAT), False, "(x, w)", _OTHER)
+      for n in (2, 3)),
+    ("ConvTranspose2D", 2, _TRANSPOSED, True, "", UNMEASURED),
+    ("Conv2DTranspose Conv2DBackpropInput", 2, parameters(f"x weight {_BACKWARD}", **_FORMAT), True, "(x, w, size)",
+     INPUTS_AS_THEY_ARE),
+    ("Conv3DTranspose", 3, _3D, True, "(x, w)", _OTHER),
 )  # fmt: skip
-for _names, _ndim, _given, _is_transposed, _source in _CONVOLUTIONS:
+for _names, _ndim, _given, _is_transposed, _source, _saves in _CONVOLUTIONS:
     _facts = {"attributes": _attributes(_given), "source": _source} if _source else {}
-    _facts |= {"saves": _SAVES[_is_transposed or not _source], "operations": _operations}
+    _facts |= {"saves": _saves, "operations": _operations}
     register_operator(*_names.split(), **_facts)(partial(_convolution, _ndim, _given, _is_transposed))
 
 
@@ -213,9 +215,10 @@ _POOLS = (  # operator, dims, parameters, whether it takes the largest, number o
     ("AvgPool2D", 2, f"{_NEW} divisor_override", False, 1, ""),
     ("AvgPool3DExt", 3, f"{_NEW} divisor_override", False, 1, ""),
 )  # fmt: skip
+_KEPT = {count: SavedByOperator("all", outputs=(count - 1,), as_they_are=True) for count in (1, 2)}
 for _name, _ndim, _given, _is_largest, _results, _own in _POOLS:
     _given = parameters(_given)
     _given |= {name: value for name, value in _FORMAT.items() if name in _given}
     _facts = {"attributes": tuple(_own.split()), "source": "" if _name == "AvgPool" else "(x)"} if _own else {}
-    _saves = SavedByOperator("all", outputs=(0,), as_they_are=True) if _name in ("MaxPool", "AvgPool") else UNMEASURED
+    _saves = _KEPT[_results] if _is_largest or _name == "AvgPool" else NOTHING if _own else UNMEASURED
     register_operator(_name, saves=_saves, **_facts)(partial(_pooled, _ndim, _given, _is_largest, _results))

@@ -9,7 +9,7 @@ from math import prod
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import bound, dim_names, integers, parameters, per_dim, unary
 from mindformers_core.operators.rules.elementwise import tensors_in
-from mindformers_core.operators.saved import UNMEASURED
+from mindformers_core.operators.saved import INPUTS, INPUTS_AS_THEY_ARE, NOTHING, UNMEASURED, SavedByOperator
 from mindformers_core.operators.signature import Signature
 
 _LINEAR = ({0},)
@@ -67,25 +67,34 @@ def _by_means(size, new):
 
 _PIXELS = "x size align_corners half_pixel_centers"
 _CLASSIC = {"attributes": ("output_size",), "source": "(x)"}
-_PLANES = (  # names, dims, parameters, when a dim stays cut, number of results, and facts
-    *((f"UpsampleNearest{ndim}D", ndim, "x size scales", _by_repeating, 1, {}) for ndim in (1, 2, 3)),
-    ("UpsampleLinear1D", 1, "x size scales align_corners", _never, 1, {"operations": 3}),
-    ("UpsampleBilinear2D UpsampleBicubic2D", 2, "x size scales align_corners", _never, 1, {"operations": 8}),
-    ("UpsampleTrilinear3D", 3, "x size scales align_corners", _never, 1, {"operations": 16}),
-    ("ResizeNearestNeighbor ResizeNearestNeighborV2", 2, _PIXELS, _by_repeating, 1, {"numbers": (1,)}),
-    ("ResizeBilinearV2 ResizeBicubic", 2, _PIXELS, _never, 1, {"numbers": (1,), "operations": 8}),
-    ("ResizeLinear1D", 1, "x size coordinate_transformation_mode", _never, 1, {"operations": 3}),
-    ("AdaptiveAvgPool1D", 1, "x size", _by_means, 1, {}),
-    ("AdaptiveAvgPool2DExt", 2, "x size", _by_means, 1, {}),
-    ("AdaptiveAvgPool3DExt", 3, "x size", _by_means, 1, {}),
-    ("AdaptiveAvgPool2D", 2, "x size", _by_means, 1, _CLASSIC),
-    ("AdaptiveAvgPool3D", 3, "x size", _by_means, 1, _CLASSIC),
-    ("AdaptiveMaxPool1D", 1, "x size", _never, 2, {}),
-    ("AdaptiveMaxPool2D", 2, "x size", _never, 2, {}),
+_PLANES = (  # names, dims, parameters, when a dim stays cut, number of results, what the gradient keeps, and facts
+    *((f"UpsampleNearest{ndim}D", ndim, "x size scales", _by_repeating, 1, INPUTS, {}) for ndim in (1, 2, 3)),
+    ("UpsampleLinear1D", 1, "x size scales align_corners", _never, 1, UNMEASURED, {"operations": 3}),
+    (
+        "UpsampleBilinear2D UpsampleBicubic2D",
+        2,
+        "x size scales align_corners",
+        _never,
+        1,
+        UNMEASURED,
+        {"operations": 8},
+    ),
+    ("UpsampleTrilinear3D", 3, "x size scales align_corners", _never, 1, INPUTS, {"operations": 16}),
+    ("ResizeNearestNeighbor", 2, _PIXELS, _by_repeating, 1, NOTHING, {}),
+    ("ResizeNearestNeighborV2", 2, _PIXELS, _by_repeating, 1, INPUTS_AS_THEY_ARE, {"numbers": (1,)}),
+    ("ResizeBilinearV2 ResizeBicubic", 2, _PIXELS, _never, 1, INPUTS_AS_THEY_ARE, {"numbers": (1,), "operations": 8}),
+    ("ResizeLinear1D", 1, "x size coordinate_transformation_mode", _never, 1, INPUTS_AS_THEY_ARE, {"operations": 3}),
+    ("AdaptiveAvgPool1D", 1, "x size", _by_means, 1, UNMEASURED, {}),
+    ("AdaptiveAvgPool2DExt", 2, "x size", _by_means, 1, UNMEASURED, {}),
+    ("AdaptiveAvgPool3DExt", 3, "x size", _by_means, 1, UNMEASURED, {}),
+    ("AdaptiveAvgPool2D", 2, "x size", _by_means, 1, NOTHING, _CLASSIC),
+    ("AdaptiveAvgPool3D", 3, "x size", _by_means, 1, NOTHING, _CLASSIC),
+    ("AdaptiveMaxPool1D", 1, "x size", _never, 2, UNMEASURED, {}),
+    ("AdaptiveMaxPool2D", 2, "x size", _never, 2, SavedByOperator("all", outputs=(1,)), {}),
 )
-for _names, _ndim, _text, _is_alone, _results, _facts in _PLANES:
+for _names, _ndim, _text, _is_alone, _results, _saves, _facts in _PLANES:
     _rule = partial(_resized, _ndim, parameters(_text), _is_alone, _results)
-    register_operator(*_names.split(), saves=UNMEASURED, **_facts)(_rule)
+    register_operator(*_names.split(), saves=_saves, **_facts)(_rule)
 
 
 @register_operator("ReflectionPad1D", "ReflectionPad2D", "ReflectionPad3D", saves=UNMEASURED)
@@ -97,7 +106,7 @@ def padded_by_itself(x, padding):
     return _padded(x, [(0, 0)] * (x.ndim - len(pairs)) + pairs)
 
 
-@register_operator("Pad", attributes=("paddings",), source="(x)", saves=UNMEASURED)
+@register_operator("Pad", attributes=("paddings",), source="(x)", saves=NOTHING)
 def pad_all_dims(x, paddings):
     """`x` with zeros around it: a pair (before, behind) for every dim."""
     return _padded(x, paddings)
@@ -181,30 +190,35 @@ def _regions(x, pooled_height, pooled_width, *_):
 _SAMPLED = "n c H W, n p q T -> n c p q", "n c D H W, n o p q T -> n c o p q"
 _UNPOOLING = "n c H W, n c H W -> n c P Q", "n c D H W, n c D H W -> n c O P Q"
 _DRAWN = "n c H W, n c S -> n c P Q, n c P Q", "n c D H W, n c S -> n c O P Q, n c O P Q"
-# Operators, their rule, own names of attributes that it takes, source, and operations for an element
+_DRAWN_POOL = _flat(*_DRAWN, _drawn_windows, False)
+# Operators, their rule, own names of attributes that it takes, source, what the gradient keeps, operations an element
 _EQUATIONS = (
-    ("GridSampler2D GridSampler3D", _flat(*_SAMPLED), "", "", 8),
+    ("GridSampler2D GridSampler3D", _flat(*_SAMPLED), "", "", INPUTS, 8),
     ("ROIAlign", _flat("N c H W, r F -> r c P Q", "", _regions),
-     "pooled_height pooled_width", "(x, rois)", 8),
+     "pooled_height pooled_width", "(x, rois)", SavedByOperator((1,), as_they_are=True), 8),
     ("CropAndResize", _flat("N H W c, r F, r -> r P Q c", "", lambda x, size, *_: dict(zip("PQ", size)), False),
-     "", "(x, boxes, box_indices, crop_size)", 8),
-    ("LRN", _flat("n C h w -> n C h w", "", linear=False), "", "(x)", 7),
-    ("ChannelShuffle", _flat("n C h w -> n C h w", ""), "", "(x)", 0),
-    ("Im2Col", _flat("n c H W -> n c K L", "", _unfolded), "ksizes strides dilations pads", "(x)", 0),
-    ("Im2ColExt", _flat("n c H W -> n c*K L", "", _unfolded_together), "", "", 0),
-    ("Col2ImExt", _flat("n c*K L -> n c H W", "", _folded), "", "", 1),
-    ("MaxUnpool2D MaxUnpool3D", _flat(*_UNPOOLING, _unpooled), "ksize strides pads output_shape", "(x, argmax)", 0),
-    ("FractionalMaxPoolWithFixedKsize FractionalMaxPool3DWithFixedKsize", _flat(*_DRAWN, _drawn_windows, False),
-     "ksize output_shape", "(x, samples)", 1),
-    ("BoundingBoxEncode BoundingBoxDecode", _flat("r F, r F -> r F", "", linear=False), "", "(x, y)", 4),
-    ("IOU", _flat("a F, b F -> b a", "", linear=False), "", "(x, y)", 10),
+     "", "(x, boxes, box_indices, crop_size)", INPUTS_AS_THEY_ARE, 8),
+    ("LRN", _flat("n C h w -> n C h w", "", linear=False), "", "(x)",
+     SavedByOperator("all", outputs=(0,), as_they_are=True), 7),
+    ("ChannelShuffle", _flat("n C h w -> n C h w", ""), "", "(x)", UNMEASURED, 0),
+    ("Im2Col", _flat("n c H W -> n c K L", "", _unfolded), "ksizes strides dilations pads", "(x)",
+     INPUTS_AS_THEY_ARE, 0),
+    ("Im2ColExt", _flat("n c H W -> n c*K L", "", _unfolded_together), "", "", UNMEASURED, 0),
+    ("Col2ImExt", _flat("n c*K L -> n c H W", "", _folded), "", "", UNMEASURED, 1),
+    ("MaxUnpool2D MaxUnpool3D", _flat(*_UNPOOLING, _unpooled), "ksize strides pads output_shape", "(x, argmax)",
+     INPUTS_AS_THEY_ARE, 0),
+    ("FractionalMaxPoolWithFixedKsize", _DRAWN_POOL, "ksize output_shape", "(x, samples)", UNMEASURED, 1),
+    ("FractionalMaxPool3DWithFixedKsize", _DRAWN_POOL, "ksize output_shape", "(x, samples)",
+     SavedByOperator((0,), outputs=(1,), as_they_are=True), 1),
+    ("BoundingBoxEncode BoundingBoxDecode", _flat("r F, r F -> r F", "", linear=False), "", "(x, y)", UNMEASURED, 4),
+    ("IOU", _flat("a F, b F -> b a", "", linear=False), "", "(x, y)", UNMEASURED, 10),
 )  # fmt: skip
-for _names, _rule, _own, _source, _count in _EQUATIONS:
+for _names, _rule, _own, _source, _saves, _count in _EQUATIONS:
     _facts = {"attributes": tuple(_own.split()), "source": _source, "operations": _count}
-    register_operator(*_names.split(), saves=UNMEASURED, **_facts)(_rule)
+    register_operator(*_names.split(), saves=_saves, **_facts)(_rule)
 
 
-@register_operator("AffineGrid", saves=UNMEASURED, operations=6, source="(x, output_size)")
+@register_operator("AffineGrid", saves=NOTHING, operations=6, source="(x, output_size)")
 def affine_grid(theta, size, *align_corners):
     """The places of the pixels of images of this size."""
     sizes = dict(zip("nCPQ" if len(size) == 4 else "nCOPQ", size)) | {"T": len(size) - 2}
@@ -213,7 +227,7 @@ def affine_grid(theta, size, *align_corners):
     return _along(f"n R S -> {output}", (theta,), sizes, linear=_LINEAR, localize=localize)
 
 
-@register_operator("PReLU", saves=UNMEASURED, operations=2)
+@register_operator("PReLU", saves=INPUTS, operations=2)
 def prelu(x, weight):
     """A slope for every channel, or one for all."""
     plain, is_one = unary(x), weight.shape == (1,)
@@ -222,8 +236,8 @@ def prelu(x, weight):
     return Signature((*plain.inputs, (() if is_one else ("d1",),)), plain.outputs, plain.sizes)
 
 
-@register_operator("SpaceToBatchND", attributes=("block_shape", "paddings"), source="(x)", saves=UNMEASURED)
-@register_operator("BatchToSpaceND", attributes=("block_shape", "crops"), source="(x)", saves=UNMEASURED)
+@register_operator("SpaceToBatchND", attributes=("block_shape", "paddings"), source="(x)", saves=NOTHING)
+@register_operator("BatchToSpaceND", attributes=("block_shape", "crops"), source="(x)", saves=NOTHING)
 def blocks_to_batch(x, block_shape, paddings=(), crops=None):
     """Blocks of the last dims become a batch, or with `crops` come from it: channels are parallel."""
     borders = paddings if crops is None else crops
