@@ -10,15 +10,17 @@ import numpy as np
 from mindspore import dtype as mstype
 from mindspore import mint, ops
 
-__all__ = ["composed"]
+__all__ = ["batch_norm", "batch_norm_ext", "composed", "max_pool", "mirrored"]
 
 
-def _batch_norm(x, scale, bias, mean, variance, is_training=False, epsilon=1e-5, momentum=0.1, data_format=0):
+def batch_norm(x, scale, bias, mean, variance, is_training=False, epsilon=1e-5, momentum=0.1, data_format=0):
+    """Results of `BatchNorm`: `y`, and the batch's mean and variance twice."""
     y, center, spread = _normalised(x, scale, bias, mean, variance, is_training, momentum, epsilon)
     return y, center, spread, center, spread
 
 
-def _batch_norm_ext(x, scale=None, bias=None, mean=None, variance=None, training=False, momentum=0.1, epsilon=1e-5):
+def batch_norm_ext(x, scale=None, bias=None, mean=None, variance=None, training=False, momentum=0.1, epsilon=1e-5):
+    """Results of `BatchNormExt`: `y`, and the batch's mean and reciprocal standard deviation."""
     y, center, spread = _normalised(x, scale, bias, mean, variance, training, momentum, epsilon)
     return y, center, ops.rsqrt(spread + epsilon)
 
@@ -42,11 +44,13 @@ def _normalised(x, scale, bias, mean, variance, is_training, momentum, epsilon):
     return ops.cast(y, x.dtype), center, spread
 
 
-def _max_pool(x, kernel, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False):
+def max_pool(x, kernel, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False):
+    """Results of `FuncMaxPool2D`: the largest elements, and their positions."""
     return ops.MaxPoolWithArgmaxV2(kernel, stride or kernel, padding, dilation, ceil_mode)(x)
 
 
-def _mirrored(x, paddings, mode="REFLECT"):
+def mirrored(x, paddings, mode="REFLECT"):
+    """The result of `MirrorPad`, whose paddings are a constant tensor."""
     if mode != "REFLECT":
         raise ValueError(f"a mirror padding in mode {mode} is not available for a distributed tensor: use REFLECT")
     pairs = np.asarray(paddings.asnumpy()).tolist()[::-1]
@@ -56,10 +60,10 @@ def _mirrored(x, paddings, mode="REFLECT"):
 
 
 _COMPOSED = {  # function of an operator's arguments, and names of a primitive's attributes that it takes besides
-    "BatchNorm": (_batch_norm, ()),
-    "BatchNormExt": (_batch_norm_ext, ()),
-    "FuncMaxPool2D": (_max_pool, ()),
-    "MirrorPad": (_mirrored, ("mode",)),
+    "BatchNorm": (batch_norm, ()),
+    "BatchNormExt": (batch_norm_ext, ()),
+    "FuncMaxPool2D": (max_pool, ()),
+    "MirrorPad": (mirrored, ("mode",)),
     "PixelShuffle": (ops.pixel_shuffle, ()),
 }
 

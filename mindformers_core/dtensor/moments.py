@@ -6,7 +6,7 @@ __all__ = ["group_norm"]
 
 
 def group_norm(operator, args, context):
-    """The normalised tensor, and every group's mean and reciprocal standard deviation."""
+    """The normalised tensor, and every group's mean and reciprocal standard deviation, which pass no gradient on."""
     x, groups, weight, bias, epsilon = (*args, *(None, None, 1e-5)[len(args) - 2 :])
     parts = ops.reshape(x, (x.shape[0], groups, -1))
     count = parts.shape[2] * context.count
@@ -17,4 +17,4 @@ def group_norm(operator, args, context):
     y = ops.reshape(centred * scale, x.shape)
     y = y if weight is None else y * ops.reshape(weight, channels)
     y = y if bias is None else y + ops.reshape(bias, channels)
-    return y, ops.reshape(mean, mean.shape[:2]), ops.reshape(scale, scale.shape[:2])
+    return y, *(ops.reshape(ops.stop_gradient(each), x.shape[:1] + (groups,)) for each in (mean, scale))

@@ -152,18 +152,18 @@ def _attributes(known):
 
 
 _CLASSIC = "out_channel kernel_size mode=1 pad_mode pad=0 stride=1 dilation=1 groups=1"
-_FORMAT = {"pad_mode": "valid", "data_format": "NCHW"}
+_FORMAT = {n: {"pad_mode": "valid", "data_format": layout} for n, layout in ((2, "NCHW"), (3, "NCDHW"))}
 _EXT = parameters("x weight bias stride=1 padding=0 dilation=1 groups=1")
 _TRANSPOSED = parameters("x weight bias stride=1 padding=0 output_padding=0 groups=1 dilation=1")
 _BACKWARD = "input_size out_channel kernel_size pad_mode pad=0 pad_list mode=1 stride=1 dilation=1 groups=1 data_format"
 _OTHER = SavedByOperator(inputs_by_need={0: (1,), 1: (0,)}, as_they_are=True)
-_3D = parameters(f"x weight in_channel {_CLASSIC} output_padding=0 data_format", **_FORMAT)
+_3D = parameters(f"x weight in_channel {_CLASSIC} output_padding=0 data_format", **_FORMAT[3])
 _CONVOLUTIONS = (  # names, dims, parameters, whether transposed, source, what the gradient keeps
     *((f"Conv{n}DExt Conv{n}DPadding", n, _EXT, False, "", UNMEASURED) for n in (1, 2, 3)),
-    *((f"Conv{n}D", n, parameters(f"x weight {_CLASSIC} data_format", **_FORMAT), False, "(x, w)", _OTHER)
+    *((f"Conv{n}D", n, parameters(f"x weight {_CLASSIC} data_format", **_FORMAT[n]), False, "(x, w)", _OTHER)
       for n in (2, 3)),
     ("ConvTranspose2D", 2, _TRANSPOSED, True, "", UNMEASURED),
-    ("Conv2DTranspose Conv2DBackpropInput", 2, parameters(f"x weight {_BACKWARD}", **_FORMAT), True, "(x, w, size)",
+    ("Conv2DTranspose Conv2DBackpropInput", 2, parameters(f"x weight {_BACKWARD}", **_FORMAT[2]), True, "(x, w, size)",
      INPUTS_AS_THEY_ARE),
     ("Conv3DTranspose", 3, _3D, True, "(x, w)", _OTHER),
 )  # fmt: skip
@@ -218,7 +218,7 @@ _POOLS = (  # operator, dims, parameters, whether it takes the largest, number o
 _KEPT = {count: SavedByOperator("all", outputs=(count - 1,), as_they_are=True) for count in (1, 2)}
 for _name, _ndim, _given, _is_largest, _results, _own in _POOLS:
     _given = parameters(_given)
-    _given |= {name: value for name, value in _FORMAT.items() if name in _given}
+    _given |= {name: value for name, value in _FORMAT.get(_ndim, {}).items() if name in _given}
     _facts = {"attributes": tuple(_own.split()), "source": "" if _name == "AvgPool" else "(x)"} if _own else {}
     _saves = _KEPT[_results] if _is_largest or _name == "AvgPool" else NOTHING if _own else UNMEASURED
     register_operator(_name, saves=_saves, **_facts)(partial(_pooled, _ndim, _given, _is_largest, _results))

@@ -134,7 +134,7 @@ def _along(equation, tensors, sizes=(), **more):
         for names, size in zip(dims, tensor.shape):
             if prod(known.setdefault(name, size) for name in names) != size:
                 raise ValueError(f"shapes {[tensor.shape for tensor in tensors]} don't fit {left.strip()}")
-    used = {name for dims in (*inputs, *outputs) for names in dims for name in names}
+    used = list(dict.fromkeys(name for dims in (*inputs, *outputs) for names in dims for name in names))
     factors = [tuple(tuple(map(tuple, dims)) for dims in side) for side in (inputs, outputs)]
     whole = frozenset(name for name in used if name.isupper())
     return Signature(*factors, {name: known[name] for name in used}, whole=whole, **more)
@@ -236,15 +236,24 @@ def prelu(x, weight):
     return Signature((*plain.inputs, (() if is_one else ("d1",),)), plain.outputs, plain.sizes)
 
 
-@register_operator("SpaceToBatchND", attributes=("block_shape", "paddings"), source="(x)", saves=NOTHING)
-@register_operator("BatchToSpaceND", attributes=("block_shape", "crops"), source="(x)", saves=NOTHING)
-def blocks_to_batch(x, block_shape, paddings=(), crops=None):
-    """Blocks of the last dims become a batch, or with `crops` come from it: channels are parallel."""
-    borders = paddings if crops is None else crops
+def _blocks(is_back, x, block_shape, borders):
+    """Blocks of the last dims become a batch, or come from it: channels are parallel."""
     block, first = per_dim(block_shape, len(borders)), x.ndim - len(borders)
     parts = list(zip(x.shape[first:], block, map(sum, borders)))
-    shape = [(size + end) // b if crops is None else size * b - end for size, b, end in parts]
+    shape = [size * b - end if is_back else (size + end) // b for size, b, end in parts]
     sizes = {f"o{dim}": size for dim, size in enumerate(shape)}
-    sizes["batch"] = x.shape[0] * prod(block) if crops is None else x.shape[0] // prod(block)
+    sizes["batch"] = x.shape[0] // prod(block) if is_back else x.shape[0] * prod(block)
     output = (("batch",), *dim_names(x)[1:first], *((f"o{dim}",) for dim in range(len(shape))))
     return unary(x, output, sizes=sizes, whole=(0, *range(first, x.ndim)), linear=_LINEAR)
+
+
+@register_operator("SpaceToBatchND", attributes=("block_shape", "paddings"), source="(x)", saves=NOTHING)
+def space_to_batch(x, block_shape, paddings):
+    """Blocks of the planes become a batch."""
+    return _blocks(False, x, block_shape, paddings)
+
+
+@register_operator("BatchToSpaceND", attributes=("block_shape", "crops"), source="(x)", saves=NOTHING)
+def batch_to_space(x, block_shape, crops):
+    """A batch becomes blocks of planes."""
+    return _blocks(True, x, block_shape, crops)

@@ -62,7 +62,7 @@ def group_norm(x, num_groups, weight=None, bias=None, eps=1e-5):
     del sizes["d1"]
     statistic = (("d0",), ("group",))
     inputs = (names, *((channels,),) * len(given))
-    planes = {name for (name,) in names[2:]}
+    planes = [name for (name,) in names[2:]]
 
     def localize(args, shapes):
         return (args[0], shapes[1][1], *args[2:])
