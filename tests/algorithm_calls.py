@@ -89,6 +89,19 @@ BANDS = {
     "band_part": lambda x: ops.matrix_band_part(x, 1, 2),
     "trace": lambda x: ops.trace(x) + x.trace(2, 1, 0),
 }
+IMAGES = np.random.default_rng(2).normal(size=(2, 4, 8, 4)).astype(np.float32)
+KERNELS = np.random.default_rng(3).normal(size=(4, 4, 3, 3)).astype(np.float32)
+WINDOWS = {
+    "conv2d": lambda x, w: ops.conv2d(x, w, pad_mode="same"),
+    "every second": lambda x, w: ops.conv2d(x, w, None, 2, "pad", 1),
+    "wide": lambda x, w: ops.conv2d(x, w, None, 1, "pad", 5, 5),
+    "max_pool2d": lambda x, w: ops.max_pool2d(x, 3, 1, 1),
+    "places": lambda x, w: ops.max_pool2d(x, 3, 1, 1, return_indices=True)[1],
+    "MaxPool": lambda x, w: ops.MaxPool(3, 2, "same")(x),
+    "avg_pool2d": lambda x, w: ops.avg_pool2d(x, 3, 1, 1),
+    "group_norm": lambda x, w: ops.group_norm(x, 2),
+    "nearest": lambda x, w: ops.interpolate(x, size=(16, 8), mode="nearest"),
+}
 CASES = {  # name -> functions, and their inputs
     "softmax": (SOFTMAX, [NUMBERS]),
     "extremes": (EXTREMES, [TIES]),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import numpy as np
-from image_functions import convolution, group_norm, pooling, smooth_l1_loss
+from image_functions import smooth_l1_loss
 
 RANDOM = np.random.default_rng(7)
 
@@ -166,7 +166,6 @@ def _expand(x, *shape):
 
 X, Y, Z = f(4, 8), f(2, 4, 8), f(4, 4, 8)
 SCALAR = np.array(3.0)
-IMAGE = f(2, 4, 6, 6)
 
 CALLS = [
     # elementwise
@@ -323,12 +322,5 @@ CALLS = [
     Call("Swiglu", [X, -1], lambda x, dim: np.prod(np.split(x, 2, dim), 0)),
     Call("RotaryPositionEmbedding", [Z, f(4, 8), f(4, 8), 0], _rotary),
     Call("RmsNorm", [Y, f(8), 1e-6], _rms_norm),
-    # images
-    Call("Conv2D", [IMAGE, f(2, 4, 3, 3)], convolution, {"out_channel": 2, "kernel_size": 3, "pad_mode": "same"}),
-    Call("Conv2D", [IMAGE, f(4, 2, 2, 3), 4, (2, 3), 1, "pad", 1, 2, (1, 2), 2], convolution),
-    Call("MaxPool", [IMAGE, 2, 2], pooling(np.max)),
-    Call("MaxPool", [IMAGE], pooling(np.max), {"kernel_size": (3, 2), "strides": (1, 2)}),
-    Call("AvgPool", [IMAGE, (2, 2), (2, 2), 2, 0], pooling(np.mean)),
-    Call("GroupNorm", [f(4, 8, 2, 2), 4, f(8), f(8), 1e-5], group_norm),
     *(Call("SmoothL1Loss", [X, f(4, 8), 1.0, reduction], smooth_l1_loss) for reduction in (0, 1, 2)),
 ]

@@ -1,5 +1,6 @@
 """Operator calls beside those of `operator_calls`: together they are of every operator that has a rule."""
 
+import image_calls
 import numpy as np
 from operator_calls import CALLS, Call, bools, f, ints
 
@@ -12,7 +13,7 @@ WITHOUT_KERNEL = (
     "FuncDropoutExt", "GeluExt", "LayerNormExt", "LeakyReLUExt", "LinalgVectorNorm", "LogSigmoid", "LogSoftmaxExt",
     "ConstantPadND", "DiagExt", "FlashAttentionScore",
     "MishExt", "OneHotExt", "OnesLikeExt", "RmsNorm", "Roll", "RotaryPositionEmbedding", "SeLUExt", "StackExt",
-    "StdMean", "Swiglu", "Take", "VarMean", "ZerosLikeExt",
+    "StdMean", "Swiglu", "Take", "VarMean", "ZerosLikeExt", *image_calls.WITHOUT_KERNEL,
 )  # fmt: skip
 
 # Calls that fail on CPU, or give something else, whatever form they are written in.
@@ -27,6 +28,7 @@ BROKEN = {
 WITHOUT_GRADIENT = {
     "Slice([4, 8], (0, 2), (4, -1))": "MindSpore's gradient takes no -1",
     "SoftplusExt([4, 8])": "its gradient has no kernel on CPU",
+    **image_calls.WITHOUT_GRADIENT,
 }
 
 
@@ -219,4 +221,4 @@ MORE_CALLS = [
     Call("Dropout", [X, 1.0, 0, 0], lambda x, *_: x),
     Call("FuncDropoutExt", [X, 0.5, True, False, np.int64(1), np.int64(1)], lambda x, *_: x),
 ]
-ALL_CALLS = [*CALLS, *MORE_CALLS]
+ALL_CALLS = [*CALLS, *MORE_CALLS, *image_calls.IMAGE_CALLS]

@@ -62,7 +62,8 @@ def algorithm_graph(plan, mesh, rank=None):
         CaptureError: the algorithm looks at values.
     """
     values = tree_leaves((plan.node.args, plan.node.kwargs))
-    cut = ShardContext(mesh, plan.cut_axes, plan.inputs, tuple(value.shape for value in values), rank)
+    shapes = tuple(value.shape for value in values)
+    cut = ShardContext(mesh, plan.cut_axes, plan.inputs, shapes, rank, halos=plan.signature.halos)
     metas = [tensor_meta(layout.local_shape(value.shape), value.dtype) for layout, value in zip(plan.inputs, values)]
     graph = capture(_Algorithm(plan, cut), *metas)
     found = [value.shape for value in tree_leaves(graph.result)]

@@ -13,6 +13,8 @@ from mindspore.ops import Primitive, tensor_method
 
 from mindformers_core.capture.open_call import Held, Made, OpenCall, plain_leaf
 from mindformers_core.capture.traced import CaptureError, Traced, call_site
+from mindformers_core.dtensor.compositions import composed
+from mindformers_core.dtensor.dispatch import attributes_of, read_numbers
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators import TensorMeta
@@ -163,11 +165,19 @@ class Recorder:
             kind = "primitive"
         if name.startswith("Inplace"):
             raise self.error(f"operator '{name}' changes a tensor in place: use its result, as in x = x + y")
+        parts = None if self._silent else composed(name, args, kwargs, primitive)
+        if parts is not None:
+            return parts
+        args = read_numbers(name, args, self._constant)
         args, kwargs = self.stand_in(args), self.stand_in(kwargs)
         metas = self._infer(func, primitive, args, kwargs)
         if self._silent or not tree_leaves(metas, Tensor):
             return tree_map(self._unlisted, metas)
         return self._write(func, kind, primitive, args, kwargs, metas)
+
+    def _constant(self, leaf):
+        """The tensor with the values of an argument that is read as numbers."""
+        return self.values_of(leaf, "a size") if type(leaf) is Traced else leaf
 
     def _unlisted(self, leaf):
         """A traced tensor of no graph, around a meta tensor."""
@@ -179,7 +189,7 @@ class Recorder:
         shown = tuple(args[: WITHOUT_SEEDS.get(name)])
         used = tree_leaves(tree_map(call.leaf, (shown, kwargs)))
         if primitive is not None:
-            attributes = tree_map(plain_leaf, _attributes(primitive))
+            attributes = tree_map(plain_leaf, dict(attributes_of(primitive)))
             if name in WITHOUT_SEEDS:
                 attributes = {key: value for key, value in attributes.items() if key not in ("Seed0", "Seed1")}
             kind_of = type(primitive)
@@ -270,14 +280,6 @@ def _method_behind(name):
     reduced = snake.removeprefix("reduce_")
     names = [*(prefix + snake for prefix in prefixes), f"reduce_tensor_{reduced}", f"tensor_{reduced}"]
     return next((getattr(tensor_method, known) for known in names if hasattr(tensor_method, known)), None)
-
-
-def _attributes(primitive):
-    """The arguments that made a classic primitive; a few classes keep them as attributes of their own only."""
-    if primitive.init_attrs.keys() != {"name"}:
-        return dict(primitive.init_attrs)
-    names = [*inspect.signature(inspect.unwrap(type(primitive).__init__)).parameters][1:]
-    return {name: getattr(primitive, name) for name in names}
 
 
 def _count_inputs(primitive, args):

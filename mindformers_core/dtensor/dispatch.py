@@ -5,11 +5,14 @@ program holds the redistribution of each input, the local arguments, and the met
 no layout arithmetic.
 """
 
+import inspect
 import math
+from functools import cache
 
 from mindspore import Parameter, Tensor, ops
 
 from mindformers_core.communication.world import process_state
+from mindformers_core.dtensor.compositions import composed
 from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardContext
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, parameter_view, wrap
@@ -17,10 +20,10 @@ from mindformers_core.dtensor.einsum import contract
 from mindformers_core.dtensor.move import device_model, dtype_name, redistribute_local
 from mindformers_core.layout import Layout
 from mindformers_core.operators import TensorMeta, resolve, signature_of, tensor_meta
-from mindformers_core.operators.registry import rule_attributes
+from mindformers_core.operators.registry import facts_of, rule_attributes
 from mindformers_core.program.structure import tree_map
 
-__all__ = ["Dispatcher"]
+__all__ = ["Dispatcher", "attributes_of", "read_numbers"]
 
 _ABOUT_TYPES = frozenset({"typeof"})  # operators that ask for a tensor's type and compute nothing
 _MOST_PROGRAMS = 65536  # a number that changes with every step would fill the memory with programs
@@ -39,13 +42,18 @@ class Dispatcher:
         if len(args) == 3 and type(args[1]) is str and type(args[2]) is tuple:
             primitive, _, args = args  # how calls of classic primitives arrive
             args = args[: WITHOUT_SEEDS.get(func.name)]
+        args = read_numbers(func.name, args, lambda leaf: leaf if type(leaf) is Tensor else None)
         if func.name in _ABOUT_TYPES:
             return func(*_on_locals((primitive, func.name, args) if primitive else args))
         kwargs = kwargs or {}
+        parts = composed(func.name, args, kwargs, primitive)
+        if parts is not None:
+            return parts
         key, tensors = [func.name, *kwargs], []
         for argument in (*args, *kwargs.values()):
             _describe(argument, key, tensors)
-        attributes = {} if primitive is None else rule_attributes(func.name, vars(primitive))
+        attributes = {} if primitive is None else rule_attributes(func.name, attributes_of(primitive))
+        attributes = {key: tuple(value) if type(value) is list else value for key, value in attributes.items()}
         key = (*key, *attributes.values())
         programs = process_state().memo(__name__)  # kind of call -> `_Program`, which depends on this process's rank
         try:
@@ -61,6 +69,28 @@ class Dispatcher:
                 programs.clear()
             programs[key] = program
         return program.run(_FIXED.get(func.name, func), primitive, args, tensors)
+
+
+def attributes_of(primitive):
+    """The arguments of a classic primitive's constructor by name. Some classes keep those of their base instead."""
+    names = [name for name in inspect.signature(type(primitive).__init__).parameters if name != "self"]
+    known = primitive.init_attrs
+    return known if set(known) <= set(names) else {name: getattr(primitive, name) for name in names}
+
+
+def read_numbers(name, args, plain):
+    """The arguments of an operator with tuples of ints in the place of tensors that are read as numbers.
+
+    Args:
+        name, args: of the operator.
+        plain: function from an argument to the tensor that holds its values; None where there is none.
+    """
+    args = list(args)
+    for place in facts_of(name).numbers:
+        tensor = plain(args[place]) if place < len(args) and isinstance(args[place], Tensor) else None
+        if tensor is not None:
+            args[place] = tuple(tensor.asnumpy().tolist())
+    return tuple(args)
 
 
 def _matmul(input, mat2):
@@ -106,6 +136,7 @@ class _Program:
     """One kind of call, resolved.
 
     Attributes:
+        name, given: of the operator, and the number of its positional arguments.
         targets: for every tensor the layout that it is redistributed to, or None.
         algorithm: the algorithm that runs in the operator's place with `context`, or None.
         args, kwargs: the local call's arguments, a `TensorMeta` in the place of every tensor.
@@ -115,7 +146,7 @@ class _Program:
     """
 
     def __init__(self, name, args, kwargs, attributes, tensors):
-        self.name = name
+        self.name, self.given = name, len(args)
         self.metas = None
         if name.startswith("Inplace"):
             raise TypeError(
@@ -152,9 +183,11 @@ class _Program:
             args, kwargs = _fill((self.args, self.kwargs), TensorMeta, parts)
 
         def operator(*local_args):
-            if primitive is not None:
-                return func(primitive, self.name, local_args)
-            return func(*local_args, **kwargs)
+            if primitive is None:
+                return func(*local_args, **kwargs)
+            changed = local_args[self.given :]  # by `localize`: attributes of the primitive
+            primitive_here = _made(type(primitive), changed) if changed else primitive
+            return func(primitive_here, self.name, local_args[: self.given])
 
         result = operator(*args) if self.algorithm is None else self.algorithm(operator, args, self.context)
         metas = self.metas
@@ -178,6 +211,12 @@ class _Program:
                     f"{meta.local_shape} ({meta}): the rule is wrong for this call"
                 )
         return metas
+
+
+@cache
+def _made(kind, attributes):
+    """A classic primitive."""
+    return kind(*attributes)
 
 
 def _fill(structure, placeholder, replacements):
@@ -229,4 +268,5 @@ def _algorithm(name, signature, resolution, mesh, metas):
             f"there is one at a time of {sorted(ALGORITHMS)}"
         )
     axes = tuple(axis for factor in sharded for axis in resolution.axes_of[factor])
-    return ALGORITHMS[needed.pop()], ShardContext(mesh, axes, resolution.inputs, tuple(meta.shape for meta in metas))
+    shapes = tuple(meta.shape for meta in metas)
+    return ALGORITHMS[needed.pop()], ShardContext(mesh, axes, resolution.inputs, shapes, halos=signature.halos)

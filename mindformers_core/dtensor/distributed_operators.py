@@ -11,7 +11,7 @@ control flow never depends on values, and numbers of a rank come from `context` 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import numpy as np
@@ -20,6 +20,8 @@ from mindspore import dtype as mstype
 
 from mindformers_core.communication import world
 from mindformers_core.dtensor.dropout import counters, dropout_with_mask, functional_dropout, next_random_state
+from mindformers_core.dtensor.halo import windows, windows_with_index
+from mindformers_core.dtensor.moments import group_norm
 from mindformers_core.dtensor.move import dtype_name, redistribute_local
 from mindformers_core.dtensor.statistics import band, norm, product, spread, trace
 from mindformers_core.layout import Layout
@@ -41,6 +43,7 @@ class ShardContext:
         rank: the rank that runs, or for which it is written down; None: this process's.
         redistribute: `redistribute(local, source, target)` takes a local tensor from one layout to another.
         next_random_state: gives seed and offset of the next random draw.
+        halos: of the operator's `Signature`.
     """
 
     mesh: object
@@ -50,6 +53,7 @@ class ShardContext:
     rank: int | None = None
     redistribute: Callable = redistribute_local
     next_random_state: Callable = next_random_state
+    halos: dict = field(default_factory=dict)
 
     @cached_property
     def count(self):
@@ -67,6 +71,10 @@ class ShardContext:
         """The global positions along `dim` of this rank's part of the first input: a vector of int32."""
         part = self.layouts[0].local_slices(self.shapes[0], self._rank)[dim]
         return Tensor(np.arange(part.start, part.stop), mstype.int32)
+
+    def start_along(self, dim, size, dtype):
+        """As `start`, along the axes that shard a dim of the first input."""
+        return Tensor(self.mesh.group_index(self._rank, self.layouts[0].dims[dim]) * size, dtype)
 
     @cached_property
     def random_counters(self):
@@ -293,4 +301,8 @@ ALGORITHMS = {
     "gather": _gather,
     "gather_elements": _gather_elements,
     "embedding": _embedding,
+    "group_norm": group_norm,
+    "halo": partial(windows, 0.0),
+    "halo_of_largest": partial(windows, -math.inf),
+    "halo_with_index": windows_with_index,
 }

@@ -36,6 +36,8 @@ _WORDS = {  # parameters that arrive as the numbers of words
     "pad_mode": ("pad", "same", "valid"),
     "indexing": ("ij", "xy"),
     "norm": ("backward", "forward", "ortho"),
+    "interpolation_mode": ("bilinear", "nearest"),
+    "padding_mode": ("zeros", "border", "reflection"),
     "input_layout": ("BSH", "BNSD", "SBH", "BSND", "TND", "TH"),
 }
 _RANDOM_STATE = "mindformers_core.dtensor.dropout.next_random_state"

@@ -34,6 +34,7 @@ class OperatorFacts:
             first tensor; `"ops.name(input, dim=0)"`: a function of `mindspore.ops` with its parameters;
             `"(x, dim=0)"`: the primitive, with parameters that it doesn't declare; `"package.module.name"`: a user's
             own function, called with the operator's arguments.
+        numbers: places of arguments that are read as numbers where they are constant tensors, such as sizes.
         rewrite: the operator to call instead: its name, or a function of `(name, args, kwargs)` that returns the same
             three.
     """
@@ -47,6 +48,7 @@ class OperatorFacts:
     reads_a_part: bool = False
     product: str = ""
     source: str = ""
+    numbers: tuple = ()
     rewrite: Callable | str | None = None
 
     @property

@@ -95,6 +95,7 @@ class Signature:
     arguments: tuple | None = None
     localize: object = None
     made: frozenset = frozenset()
+    halos: dict = field(default_factory=dict)
 
     def __post_init__(self):
         taken = {factor for dims in self.inputs for factors in dims for factor in factors}

@@ -4,7 +4,6 @@ import inspect
 from fnmatch import fnmatchcase
 from types import SimpleNamespace
 
-from mindspore import nn
 from mindspore.ops import Primitive
 
 from mindformers_core.hints import nearest
@@ -45,9 +44,9 @@ def collect_declarations(cell, config=None, plan=None):
 
 
 def _read_hook(path, cell, config):
-    """Pairs (Cell path, `Declaration`); none for a Cell without a hook."""
-    if type(cell).shard is nn.Cell.shard:
-        return []
+    """Pairs (Cell path, `Declaration`); none for a Cell without a hook, or with a method of MindSpore's own."""
+    if type(cell).shard.__module__.startswith("mindspore."):
+        return []  # its strategies are those of the Cell's primitives
     returned = cell.shard(config)
     if not isinstance(returned, tuple) or len(returned) != 3:
         raise TypeError(

@@ -2,7 +2,7 @@
 
 import mindspore as ms
 import numpy as np
-from algorithm_calls import CASES, LABELS, LOSSES, NUMBERS, SOFTMAX, Several
+from algorithm_calls import CASES, IMAGES, KERNELS, LABELS, LOSSES, NUMBERS, SOFTMAX, WINDOWS, Several
 from launch import on_ranks
 from mindspore import Tensor, mint, nn, ops
 from one_card import part_of
@@ -106,6 +106,11 @@ def case_lookup_algorithms():
 def case_loss_algorithms():
     check({name: LOSSES[name] for name in ("summed", "weighted")}, [NUMBERS, LABELS], [ROWS, layout("tp")])
     check(*CASES["losses"], [COLUMNS, layout()])
+
+
+@on_ranks(2)
+def case_windows():
+    check(WINDOWS, [IMAGES, KERNELS], [layout(None, None, "tp"), layout()])
 
 
 def dropping():

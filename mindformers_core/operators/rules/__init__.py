@@ -4,6 +4,7 @@ from mindformers_core.operators.rules import (  # noqa: F401
     convolution,
     fourier,
     fused,
+    images,
     indexing,
     joining,
     losses,

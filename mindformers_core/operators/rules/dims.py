@@ -2,7 +2,10 @@
 
 from mindformers_core.operators.signature import Signature, TensorMeta
 
-__all__ = ["along", "as_dim", "as_dims", "dim_names", "dim_sizes", "integers", "plain_names", "unary"]
+__all__ = [
+    "along", "as_dim", "as_dims", "bound", "dim_names", "dim_sizes", "integers", "parameters", "per_dim", "plain_names",
+    "unary",
+]  # fmt: skip
 
 _SPELLINGS = {"axis": "dim", "axes": "dims", "keepdims": "keepdim", "keep_dims": "keepdim"}
 
@@ -89,3 +92,45 @@ def along(x, dim):
     if not isinstance(x, TensorMeta):
         raise TypeError(f"a tensor is needed, not {x!r}")
     return as_dim(dim, x.ndim)
+
+
+def bound(parameters, args, named, aliases=()):
+    """The arguments of a call by name, and a function that writes the call again with some of them changed.
+
+    Args:
+        parameters: name -> default, in the order of the operator's arguments, attributes last.
+        args, named: of the rule; an attribute that is given by position, too, is that.
+        aliases: other name -> name in `parameters`.
+
+    Returns:
+        A dict, and `again(values, changed)`: `values` are the arguments as `Signature.localize` gets them, `changed` a
+        dict. It gives all arguments by position, or the same ones where nothing changes.
+
+    Raises:
+        TypeError: arguments that are none.
+    """
+    aliases, order = dict(aliases), list(parameters)
+    named = {name if name in order else aliases.get(name, name): value for name, value in named.items()}
+    if len(args) > len(order) or not set(named) <= set(order):
+        raise TypeError(f"got {sorted(set(named) - set(order)) or args[len(order) :]} besides {', '.join(order)}")
+    given = parameters | named | dict(zip(order, args))
+    places = [*order[: len(args)], *(name for name in named if name not in order[: len(args)])]
+
+    def again(values, changed):
+        changed = {name: value for name, value in changed.items() if name in given and given[name] != value}
+        if not changed and len(values) == len(args):
+            return tuple(values)
+        return tuple((given | dict(zip(places, values)) | changed).values())
+
+    return given, again
+
+
+def parameters(text, **defaults):
+    """Parameter -> default (None if there is none), from "x weight stride=1", for `bound`."""
+    pairs = (word.partition("=")[::2] for word in text.split())
+    return {name: int(value) if value else None for name, value in pairs} | defaults
+
+
+def per_dim(value, ndim):
+    """`ndim` numbers: one number for all dims, or the last ones of several."""
+    return (value,) * ndim if isinstance(value, int) else (tuple(value) * ndim)[-ndim:]

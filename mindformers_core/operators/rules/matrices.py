@@ -191,7 +191,7 @@ def diagonal_of_dims(x):
     )
 
 
-@register_operator("DiagExt", saves=UNMEASURED)
+@register_operator("DiagExt", saves=UNMEASURED, source=".diag")
 def diagonal_matrix(x, diagonal=0):
     """A matrix with the vector `x` on a diagonal, or the diagonal of a matrix: all is whole."""
     if x.ndim not in (1, 2):

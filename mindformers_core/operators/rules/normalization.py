@@ -48,6 +48,40 @@ def rms_norm(x, gamma, epsilon=1e-6):
     return _normalised(x, x.ndim - gamma.ndim, (gamma,), 1)
 
 
+@register_operator("GroupNorm", saves=SavedByOperator("all", outputs=(1, 2)), operations=7)
+def group_norm(x, num_groups, weight=None, bias=None, eps=1e-5):
+    """Every group of channels normalised: the result, mean and reciprocal standard deviation. Groups are parallel."""
+    if x.ndim < 2 or x.shape[1] % num_groups:
+        raise ValueError(f"the channels of {x.shape} don't make {num_groups} groups")
+    given = [parameter for parameter in (weight, bias) if parameter is not None]
+    if any(parameter.shape != x.shape[1:2] for parameter in given):
+        raise ValueError(f"scales of shape {[parameter.shape for parameter in given]} don't fit {x.shape}")
+    channels = ("group", "member")
+    names = (("d0",), channels, *dim_names(x)[2:])
+    sizes = dim_sizes(x) | {"group": num_groups, "member": x.shape[1] // num_groups}
+    del sizes["d1"]
+    statistic = (("d0",), ("group",))
+    inputs = (names, *((channels,),) * len(given))
+    planes = [name for (name,) in names[2:]]
+
+    def localize(args, shapes):
+        return (args[0], shapes[1][1], *args[2:])
+
+    more = {"whole": frozenset({"member"}), "distributed": dict.fromkeys(planes, "group_norm")}
+    return Signature(inputs, (names, statistic, statistic), sizes, localize=localize, **more)
+
+
+@register_operator("AddRmsNorm", "AddLayerNormV2", saves=UNMEASURED, operations=8)
+def add_norm(x, other, gamma, *others):
+    """The norm of a sum over the dims of `gamma`: the result, its statistics, and the sum."""
+    scales = [gamma, *(given for given in others[:1] if hasattr(given, "shape"))]
+    if x.shape != other.shape:
+        raise ValueError(f"{x.shape} and {other.shape} can't be added without broadcasting")
+    plain = _normalised(x, x.ndim - gamma.ndim, scales, len(scales))
+    sums = plain.inputs[0]
+    return Signature((sums, *plain.inputs), (*plain.outputs, sums), plain.sizes, whole=plain.whole)
+
+
 @register_operator("Softmax", saves=RESULT, operations=5)  # maximum, subtract, exp, sum, divide
 def softmax(x, dim=-1, **named):
     """Softmax over one dim, or whole over several."""

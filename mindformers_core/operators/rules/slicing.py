@@ -118,7 +118,7 @@ def _check_range(x, dim, start, length):
 
 
 @register_operator("ConstantPadND", saves=UNMEASURED)
-@register_operator("PadV3", saves=NOTHING)
+@register_operator("PadV3", saves=NOTHING, numbers=(1,))
 def pad(x, padding, value=0.0):
     """`x` with `padding`, pairs (before, after) from the last dim on: linear where the padding value is 0."""
     padding = integers((padding,), "a padding")

@@ -1,0 +1,76 @@
+"""Operators that are computed, and captured, as others: those that change an argument, or that know no shapes alone.
+
+Batch norm in training is made of means over the batch: where it is cut, they are means over all parts, and the numbers
+are those of one card. Its running statistics are changed in place. On CPU, the operator leaves two results unwritten.
+"""
+
+import math
+
+import numpy as np
+from mindspore import dtype as mstype
+from mindspore import mint, ops
+
+__all__ = ["batch_norm", "batch_norm_ext", "composed", "max_pool", "mirrored"]
+
+
+def batch_norm(x, scale, bias, mean, variance, is_training=False, epsilon=1e-5, momentum=0.1, data_format=0):
+    """Results of `BatchNorm`: `y`, and the batch's mean and variance twice."""
+    y, center, spread = _normalised(x, scale, bias, mean, variance, is_training, momentum, epsilon)
+    return y, center, spread, center, spread
+
+
+def batch_norm_ext(x, scale=None, bias=None, mean=None, variance=None, training=False, momentum=0.1, epsilon=1e-5):
+    """Results of `BatchNormExt`: `y`, and the batch's mean and reciprocal standard deviation."""
+    y, center, spread = _normalised(x, scale, bias, mean, variance, training, momentum, epsilon)
+    return y, center, ops.rsqrt(spread + epsilon)
+
+
+def _normalised(x, scale, bias, mean, variance, is_training, momentum, epsilon):
+    """The result, and the mean and the variance of every channel, in float32 where `x` is narrower."""
+    wide = x if x.dtype in (mstype.float32, mstype.float64) else ops.cast(x, mstype.float32)
+    center, spread, channels = mean, variance, (1, -1) + (1,) * (x.ndim - 2)
+    if is_training:
+        dims = (0, *range(2, x.ndim))
+        center = mint.mean(wide, dims)
+        spread = mint.mean(ops.square(wide - ops.reshape(center, channels)), dims)
+        if mean is not None:
+            count = math.prod(x.shape) // x.shape[1]
+            ops.assign(mean, mean * (1 - momentum) + ops.cast(center * momentum, mean.dtype))
+            unbiased = spread * (momentum * count / max(count - 1, 1))
+            ops.assign(variance, variance * (1 - momentum) + ops.cast(unbiased, variance.dtype))
+    factor = ops.rsqrt(spread + epsilon) if scale is None else ops.rsqrt(spread + epsilon) * scale
+    y = (wide - ops.reshape(center, channels)) * ops.reshape(factor, channels)
+    y = y if bias is None else y + ops.reshape(bias, channels)
+    return ops.cast(y, x.dtype), center, spread
+
+
+def max_pool(x, kernel, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False):
+    """Results of `FuncMaxPool2D`: the largest elements, and their positions."""
+    return ops.MaxPoolWithArgmaxV2(kernel, stride or kernel, padding, dilation, ceil_mode)(x)
+
+
+def mirrored(x, paddings, mode="REFLECT"):
+    """The result of `MirrorPad`, whose paddings are a constant tensor."""
+    if mode != "REFLECT":
+        raise ValueError(f"a mirror padding in mode {mode} is not available for a distributed tensor: use REFLECT")
+    pairs = np.asarray(paddings.asnumpy()).tolist()[::-1]
+    while pairs and not any(pairs[-1]):
+        pairs.pop()
+    return ops.pad(x, tuple(size for pair in pairs for size in pair), "reflect")
+
+
+_COMPOSED = {  # function of an operator's arguments, and names of a primitive's attributes that it takes besides
+    "BatchNorm": (batch_norm, ()),
+    "BatchNormExt": (batch_norm_ext, ()),
+    "FuncMaxPool2D": (max_pool, ()),
+    "MirrorPad": (mirrored, ("mode",)),
+    "PixelShuffle": (ops.pixel_shuffle, ()),
+}
+
+
+def composed(name, args, kwargs, primitive):
+    """The results of an operator as those of others; None where it is computed as it is."""
+    if name not in _COMPOSED:
+        return None
+    function, attributes = _COMPOSED[name]
+    return function(*args, **kwargs, **{name: getattr(primitive, name) for name in attributes})

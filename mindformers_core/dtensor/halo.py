@@ -1,0 +1,90 @@
+"""Windows over dims of images that are cut: each part gets the borders of its neighbours, its halo, and computes alone.
+
+The borders go by one all-gather for each cut dim, which both engines and every device have: a rank sends its own ones,
+(ranks - 1) times the bytes of a halo in all, never more of the image; the gradient comes home by a reduce-scatter. Only
+where a halo is larger than a part, parts are sent as a whole. The idea is that of spatial partitioning in GSPMD (arXiv
+2105.04663, section 3.3).
+"""
+
+import math
+
+import numpy as np
+from mindspore import Tensor, ops
+from mindspore import dtype as mstype
+
+from mindformers_core.layout import Layout
+
+__all__ = ["windows", "windows_with_index"]
+
+_PAD = ops.PadV3()
+
+
+def windows(fill, operator, args, context):
+    """The operator on this part and its halo; beyond the image there is `fill`. The operator itself pads nothing."""
+    return operator(_extended(args[0], fill, context), *args[1:])
+
+
+def windows_with_index(operator, args, context):
+    """As `windows`, of the largest elements: their positions in the extended part become those in the image."""
+    x, given = args[0], args[0].shape
+    x = _extended(x, -math.inf, context)
+    value, index = operator(x, *args[1:])
+    rest, found, scale = ops.stop_gradient(index), 0, 1
+    for dim, (before, _, _) in reversed(context.halos.items()):
+        place = rest % x.shape[dim] + context.start_along(dim, given[dim], index.dtype) - before
+        rest = rest // x.shape[dim]
+        found = found + place * scale
+        scale *= context.shapes[0][dim]
+    return value, found
+
+
+def _extended(x, fill, context):
+    """`x` with its halo along every dim of windows; the later dims take the corners from the earlier ones."""
+    for dim, (before, behind, end) in context.halos.items():
+        axes = context.layouts[0].dims[dim]
+        x = _with_borders(x, dim, before, behind, axes, fill, context) if axes else _padded(x, dim, before, end, fill)
+    return x
+
+
+def _with_borders(x, dim, before, behind, axes, fill, context):
+    """`x` between the last `before` elements of the part in front of it and the first `behind` of that after it."""
+    if not before and not behind:
+        return x
+    size = x.shape[dim]
+    is_whole = max(before, behind) > size
+    sent = x if is_whole else _joined([_part(x, dim, size - before, before), _part(x, dim, 0, behind)], dim)
+    places = [()] * x.ndim
+    places[dim] = axes
+    cut, whole = Layout.on(context.mesh, places), Layout.on(context.mesh, [()] * x.ndim, varying=axes)
+    length = before + behind
+    if is_whole:
+        around = _padded(context.redistribute(sent, cut, whole), dim, before, behind, fill)
+        return _taken(around, dim, np.arange(size + length), context.start_along(dim, size, mstype.int32))
+    # the border of part r is in place r + 1
+    around = _padded(context.redistribute(sent, cut, whole), dim, length, length, fill)
+    start = context.start_along(dim, length, mstype.int32)
+    first = [_taken(around, dim, np.arange(before), start)] if before else []
+    last = [_taken(around, dim, np.arange(behind) + 2 * length + before, start)] if behind else []
+    return _joined([*first, x, *last], dim)
+
+
+def _taken(x, dim, places, start):
+    return ops.gather(x, Tensor(places.astype(np.int32)) + start, dim)
+
+
+def _part(x, dim, start, size):
+    begin, sizes = [0] * x.ndim, list(x.shape)
+    begin[dim], sizes[dim] = start, size
+    return ops.slice(x, tuple(begin), tuple(sizes)) if size else None
+
+
+def _joined(parts, dim):
+    parts = [part for part in parts if part is not None]
+    return ops.cat(parts, dim) if len(parts) > 1 else parts[0]
+
+
+def _padded(x, dim, before, behind, fill):
+    """`x` with so many elements `fill` before and behind it along a dim."""
+    if not before and not behind:
+        return x
+    return _PAD(x, (0, 0) * (x.ndim - 1 - dim) + (before, behind), ops.cast(Tensor(fill, mstype.float32), x.dtype))
