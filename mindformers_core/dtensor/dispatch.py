@@ -10,6 +10,7 @@ import math
 from mindspore import Parameter, Tensor, ops
 
 from mindformers_core.communication.world import process_state
+from mindformers_core.dtensor import corrected
 from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardContext
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, parameter_view, wrap
@@ -69,8 +70,13 @@ def _matmul(input, mat2):
     return ops.tensor_dot(input, mat2, 1) if is_one_row else ops.auto_generate.matmul_ext_op(input, mat2)
 
 
-# operators whose gradient in MindSpore is wrong on CPU (docs/mindspore.md), and replacements with the same result
-_FIXED = {"MatMulExt": _matmul} | dict.fromkeys(("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), Tensor.split)
+# operators that MindSpore gets wrong on CPU (docs/mindspore.md), and replacements with the same result
+_FIXED = {
+    "MatMulExt": _matmul,
+    "BCEWithLogitsLoss": corrected.bce_with_logits,
+    "IndexAddExt": corrected.index_add,
+    "Scatter": corrected.scatter,
+} | dict.fromkeys(("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), Tensor.split)
 
 
 def _on_locals(args):

@@ -32,6 +32,7 @@ _WORDS = {  # parameters that arrive as the numbers of words
     "approximate": ("none", "tanh"),
     "rounding_mode": ("floor", "trunc"),
     "reduction": ("sum", "mean", "none"),
+    "reduce": ("none", "add"),
     "pad_mode": ("pad", "same", "valid"),
     "input_layout": ("BSH", "BNSD", "SBH", "BSND", "TND", "TH"),
 }

@@ -99,7 +99,7 @@ def simulate(subject, plans, notes=()):
         return _simulated(subject, plans, wide, notes)
     except TypeError as error:
         text = str(error).partition("\n")[0]
-        if "For primitive[" not in text or "must be a type of" not in text or "Float64" not in text:
+        if "rimitive[" not in text or "must be" not in text or "Float64" not in text:
             raise
     note = f"in float32, to {narrow.tolerance:.1g}: {text}"
     return _simulated(subject, plans, narrow, (*notes, note))

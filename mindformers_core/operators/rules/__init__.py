@@ -2,12 +2,14 @@
 
 from mindformers_core.operators.rules import (  # noqa: F401
     convolution,
+    experts,
     fused,
     indexing,
     joining,
     losses,
     normalization,
     reduction,
+    scattering,
     shape,
     slicing,
 )

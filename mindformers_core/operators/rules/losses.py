@@ -1,43 +1,140 @@
-"""Rules of losses: examples are parallel, classes are whole."""
+"""Rules of losses: examples are parallel; classes too, where a label is looked up in the part that has it."""
 
+from functools import partial
+
+from mindformers_core.operators import saved
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import dim_names, dim_sizes
-from mindformers_core.operators.saved import INPUTS, SECOND_RESULT, SavedByOperator
+from mindformers_core.operators.rules.elementwise import elementwise, tensors_in
+from mindformers_core.operators.rules.indexing import check_indices, positional
+from mindformers_core.operators.saved import SECOND_RESULT, UNMEASURED, SavedByOperator
 from mindformers_core.operators.signature import Signature
 
 _REDUCTIONS = ("sum", "mean", "none")  # by the number that MindSpore gives them
+_WHOLE_CLASSES = {"d1"}
+
+
+def _reduced(plain, reduction, whole=()):
+    """`plain`, a `Signature` of a loss for each element, with its first result reduced.
+
+    Parts are equal, and so a mean is the sum of the parts' means over their number. Of a batch it is over dim 0 alone.
+    """
+    reduction = _REDUCTIONS[reduction] if isinstance(reduction, int) else reduction
+    whole = plain.whole | frozenset(whole)
+    if reduction == "none":
+        return Signature(plain.inputs, plain.outputs, plain.sizes, whole=whole)
+    factors = dict.fromkeys((factor for factors in plain.outputs[0] for factor in factors), "sum")
+    means = {"mean": dict.fromkeys(factors, "mean"), "batchmean": {"d0": "mean"}, "sum": {}}[reduction]
+    outputs = ((), *plain.outputs[1:])
+    kept = {factor for dims in outputs for factors_ in dims for factor in factors_}
+    whole |= kept & set(factors)  # a result can't be cut where another is a term
+    factors, means = ({f: v for f, v in given.items() if f not in kept} for given in (factors, means))
+    return Signature(plain.inputs, outputs, plain.sizes, factors, whole=whole, distributed=means)
+
+
+def _elementwise_loss(order, broadcasts, x, *args, **named):
+    """The loss of every element: `order` names the arguments after the first, of which tensors may be broadcast."""
+    given = dict(zip(order, args)) | named
+    tensors = [x, *tensors_in(given.values())]
+    if not broadcasts and given["target"].shape != x.shape:
+        raise ValueError(f"a target {given['target'].shape} doesn't fit {x.shape}")
+    return _reduced(elementwise(*tensors), given.get("reduction", "mean"))
+
+
+_BY_PLACE = ("target", "reduction")
+_BCE = {"saves": UNMEASURED, "operations": 9, "source": "mindformers_core.dtensor.corrected.bce_with_logits"}
+_WORD = {"attributes": ("reduction",)}
+# Names of operators, the arguments after the first, whether target and input are broadcast, and their other facts
+_ELEMENTWISE = (
+    ("SmoothL1Loss", ("target", "beta", "reduction"), False, {"saves": saved.INPUTS, "operations": 4}),
+    (
+        "BCEWithLogitsLoss",
+        ("target", "weight", "pos_weight", "reduction"),
+        False,
+        _BCE,
+    ),
+    ("BinaryCrossEntropy", ("target", "weight", "reduction"), False, {"saves": UNMEASURED, "operations": 6}),
+    ("MSELossExt L1LossExt SoftMarginLoss", _BY_PLACE, True, {"saves": UNMEASURED, "operations": 3}),
+    ("KLDiv", ("target", "reduction", "log_target"), True, {"saves": UNMEASURED, "operations": 4}),
+    ("KLDivLoss", ("target",), False, {"saves": UNMEASURED, "operations": 4} | _WORD),
+)
+for _names, _order, _broadcasts, _facts in _ELEMENTWISE:
+    register_operator(*_names.split(), **_facts)(partial(_elementwise_loss, _order, _broadcasts))
+
+
+@register_operator("SigmoidCrossEntropyWithLogits", saves=UNMEASURED, operations=7)
+def sigmoid_cross_entropy(logits, labels):
+    """A loss for every element."""
+    return _elementwise_loss(_BY_PLACE, False, logits, labels, "none")
+
+
+@register_operator("MultiMarginLoss", saves=UNMEASURED, attributes=("reduction",), source="(x, target, weight=None)")
+@register_operator("MultilabelMarginLoss", saves=UNMEASURED, attributes=("reduction",), source="(x, target)")
+def margin_loss(x, target, weight=None, reduction="mean"):
+    """Of (examples, classes) with one position, or several in a row, as labels; then with which were meant, besides."""
+    check_indices(target)
+    if x.ndim != 2 or target.shape not in (x.shape, x.shape[:1]):
+        raise ValueError(f"labels {target.shape} don't fit {x.shape}: (examples, classes) are needed")
+    names = dim_names(x)
+    inputs = (names, names[: target.ndim], *(((("d1",),),) if weight is not None else ()))
+    outputs = (names[:1], names) if target.ndim == 2 else (names[:1],)
+    return _reduced(Signature(inputs, outputs, dim_sizes(x)), reduction, _WHOLE_CLASSES)
+
+
+@register_operator("TripletMarginLoss", saves=UNMEASURED, attributes=("reduction",))
+def triplet_margin_loss(x, positive, negative, margin, reduction="mean"):
+    """Distances over dim 1 of three tensors that are alike."""
+    if x.ndim < 2 or not x.shape == positive.shape == negative.shape:
+        raise ValueError(f"{x.shape}, {positive.shape} and {negative.shape} are not alike")
+    names = dim_names(x)
+    plain = Signature(
+        (names, names, names, *((),) * len(tensors_in([margin]))), ((names[0], *names[2:]),), dim_sizes(x)
+    )
+    return _reduced(plain, reduction, _WHOLE_CLASSES)
+
+
+@register_operator("CTCLossV2", saves=UNMEASURED)
+def ctc_loss(log_probs, targets, input_lengths, target_lengths):
+    """For each sequence of (time, sequences, classes) a loss, and logarithms of all its alignments' probabilities."""
+    time, count, classes = log_probs.shape
+    if targets.ndim != 2 or targets.shape[0] != count:
+        raise ValueError(f"targets {targets.shape} are not (sequences, labels) for {log_probs.shape}")
+    labels, each = targets.shape[1], (("n",),)
+    sizes = {"t": time, "n": count, "c": classes, "s": labels, "states": 2 * labels + 1}
+    inputs = ((("t",), ("n",), ("c",)), (("n",), ("s",)), each, each)
+    return Signature(inputs, (each, (("n",), ("t",), ("states",))), sizes, whole=frozenset(sizes) - {"n"})
+
+
+@register_operator("CTCLoss", saves=UNMEASURED)
+def ctc_loss_of_sparse_labels(x, labels_indices, labels_values, sequence_length):
+    """As `ctc_loss`; indices say whose labels they are, so all is whole."""
+    tensors = dict(zip("xivl", (x, labels_indices, labels_values, sequence_length)))
+    sizes = {name: size for key, tensor in tensors.items() for name, size in dim_sizes(tensor, key).items()}
+    inputs = tuple(dim_names(tensor, key) for key, tensor in tensors.items())
+    return Signature(inputs, (inputs[0][1:2], inputs[0]), sizes, whole=frozenset(sizes))
 
 
 @register_operator("NLLLoss", saves=SavedByOperator("all", outputs=(1,)))
+@register_operator("NLLLoss2d", saves=UNMEASURED)
 def negative_log_likelihood(logits, labels, weight, reduction="mean", ignore_index=-100):
-    """The loss for log-probabilities (examples, classes), and the sum of the labels' weights.
+    """The loss for log-probabilities (examples, classes, …), and the sum of the labels' weights.
 
-    The mean is over these weights, so that each part of the examples contributes its sum over the total of all.
+    The mean is over these weights, so that each part contributes its sum over the total of all.
     """
     reduction = _REDUCTIONS[reduction] if isinstance(reduction, int) else reduction
-    if logits.ndim not in (1, 2) or labels.shape != logits.shape[:-1] or weight.shape != logits.shape[-1:]:
+    place, names = min(1, logits.ndim - 1), dim_names(logits)
+    classes, examples = names[place], (*names[:place], *names[place + 1 :])
+    if labels.shape != (*logits.shape[:place], *logits.shape[place + 1 :]) or weight.shape != (logits.shape[place],):
         raise ValueError(f"labels {labels.shape} and weights {weight.shape} don't fit {logits.shape}")
-    examples = (("n",),) * labels.ndim
-    sizes = dict(zip("nc"[2 - logits.ndim :], logits.shape))
-    inputs = ((*examples, ("c",)), examples, (("c",),))
-    if reduction == "none" or not examples:
-        whole = frozenset("nc" if examples else "c")  # the weights' sum is of all examples, the losses are not
-        return Signature(inputs, (examples, ()), sizes, whole=whole)
-    more = {"distributed": {"n": "weighted_mean"}} if reduction == "mean" else {}
-    return Signature(inputs, ((), ()), sizes, {"n": "sum"}, whole=frozenset("c"), **more)
-
-
-@register_operator("SmoothL1Loss", saves=INPUTS, operations=4)
-def smooth_l1_loss(x, target, beta=1.0, reduction="none"):
-    """Square near 0, absolute further off; of every element, or their sum or mean."""
-    reduction = _REDUCTIONS[reduction] if isinstance(reduction, int) else reduction
-    if x.shape != target.shape:
-        raise ValueError(f"a target {target.shape} doesn't fit {x.shape}")
-    names, sizes = dim_names(x), dim_sizes(x)
-    if reduction == "none":
-        return Signature((names, names), (names,), sizes)
-    more = {"distributed": dict.fromkeys(sizes, "mean")} if reduction == "mean" else {}
-    return Signature((names, names), ((),), sizes, dict.fromkeys(sizes, "sum"), **more)
+    inputs, sizes = (names, examples, (classes,)), dim_sizes(logits)
+    mean, each = reduction == "mean", reduction == "none"
+    sums = classes if each else (name for (name,) in names)
+    cut = classes if not (mean or each) else sizes
+    localize = positional(logits, labels, weight, _REDUCTIONS.index(reduction), ignore_index)
+    return Signature(
+        inputs, (examples if each else (), ()), sizes, dict.fromkeys(sums, "sum"),
+        distributed=dict.fromkeys(cut, "likelihood"), localize=localize,
+    )  # fmt: skip
 
 
 @register_operator("SoftmaxCrossEntropyWithLogits", saves=SECOND_RESULT, operations=7, source="(logits, labels)")
@@ -46,16 +143,19 @@ def softmax_cross_entropy(logits, labels):
     if logits.ndim != 2 or labels.shape != logits.shape:
         raise ValueError(f"labels {labels.shape} don't fit logits {logits.shape}: both are (examples, classes)")
     names, sizes = dim_names(logits), dim_sizes(logits)
-    return Signature((names, names), (names[:1], names), sizes, whole=frozenset({"d1"}))
+    return Signature((names, names), (names[:1], names), sizes, distributed={"d1": "softmax_cross_entropy"})
 
 
 @register_operator(
-    "SparseSoftmaxCrossEntropyWithLogits", saves=SavedByOperator("all", outputs=(0,), as_they_are=True), operations=7
-)
-def sparse_softmax_cross_entropy(logits, labels):
+    "SparseSoftmaxCrossEntropyWithLogits", saves=SavedByOperator("all", outputs=(0,), as_they_are=True), operations=7,
+    attributes=("is_grad",),
+)  # fmt: skip
+def sparse_softmax_cross_entropy(logits, labels, is_grad=False):
     """Of (examples, classes) with positions as labels: the mean over examples."""
-    if logits.ndim != 2 or labels.shape != logits.shape[:1]:
-        raise ValueError(f"labels {labels.shape} don't fit logits {logits.shape}: (examples) and (examples, classes)")
+    if is_grad or logits.ndim != 2 or labels.shape != logits.shape[:1]:
+        raise ValueError(
+            f"labels {labels.shape} don't fit logits {logits.shape}: (examples) and (examples, classes), is_grad=False"
+        )
     names, sizes = dim_names(logits), dim_sizes(logits)
-    more = {"whole": frozenset({"d1"}), "distributed": {"d0": "mean"}}
-    return Signature((names, names[:1]), ((),), sizes, {"d0": "sum"}, **more)
+    sums = dict.fromkeys(sizes, "sum")
+    return Signature((names, names[:1]), ((),), sizes, sums, distributed=dict.fromkeys(sizes, "sparse_cross_entropy"))
