@@ -3,7 +3,7 @@
 from mindspore import get_context, ops
 from mindspore.ops.auto_generate import binary_cross_entropy_with_logits_impl, scatter_op
 
-__all__ = ["bce_with_logits", "index_add", "scatter"]
+__all__ = ["binary_cross_entropy_of_logits", "index_added", "scattered"]
 
 
 @ops.constexpr
@@ -11,7 +11,7 @@ def _is_on_cpu():
     return get_context("device_target") == "CPU"
 
 
-def index_add(x, dim, index, source, alpha=1):
+def index_added(x, dim, index, source, alpha=1):
     """`x.index_add`, which changes `x` on CPU, and can't be compiled there."""
     if not _is_on_cpu():
         return x.index_add(dim, index, source, alpha=alpha)
@@ -20,15 +20,14 @@ def index_add(x, dim, index, source, alpha=1):
     return ops.swapaxes(added, 0, dim)
 
 
-def scatter(x, dim, index, src, reduce=0):
+def scattered(x, dim, index, src, reduce=0):
     """`x.scatter`: on CPU, all calls of a process do with updates what the first one does."""
     if reduce in (0, "none"):
         return scatter_op(x, dim, index, src)
     return ops.tensor_scatter_elements(x, index, src, dim, "add")
 
 
-def bce_with_logits(x, target, weight=None, pos_weight=None, reduction=1):
+def binary_cross_entropy_of_logits(x, target, weight=None, pos_weight=None, reduction=1):
     """The loss; on CPU, the gradient of a mean is divided by the number of elements of a process's first call."""
-    if reduction == 1:
-        return binary_cross_entropy_with_logits_impl(x, target, weight, pos_weight, 0) * (1.0 / x.size)
-    return binary_cross_entropy_with_logits_impl(x, target, weight, pos_weight, reduction)
+    loss = binary_cross_entropy_with_logits_impl(x, target, weight, pos_weight, ("sum", "sum", "none")[reduction])
+    return loss * (1.0 / x.size) if reduction == 1 else loss

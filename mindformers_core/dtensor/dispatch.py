@@ -73,9 +73,9 @@ def _matmul(input, mat2):
 # operators that MindSpore gets wrong on CPU (docs/mindspore.md), and replacements with the same result
 _FIXED = {
     "MatMulExt": _matmul,
-    "BCEWithLogitsLoss": corrected.bce_with_logits,
-    "IndexAddExt": corrected.index_add,
-    "Scatter": corrected.scatter,
+    "BCEWithLogitsLoss": corrected.binary_cross_entropy_of_logits,
+    "IndexAddExt": corrected.index_added,
+    "Scatter": corrected.scattered,
 } | dict.fromkeys(("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), Tensor.split)
 
 

@@ -3,6 +3,7 @@
 from numbers import Integral
 
 from mindspore import Tensor, ops
+from mindspore import dtype as mstype
 
 from mindformers_core.operators.rules.elementwise import broadcast_shape
 
@@ -52,7 +53,8 @@ def _looked_up(x, indices, kept, place):
         count, x = each.ndim, ops.gather(x, each, dim)
     else:
         shape = broadcast_shape([each.shape for each in indices.values()])
-        columns = [ops.expand_dims(ops.broadcast_to(each, shape), -1) for each in indices.values()]
+        dtype = mstype.int32 if {each.dtype for each in indices.values()} == {mstype.int32} else mstype.int64
+        columns = [ops.expand_dims(ops.broadcast_to(each, shape), -1).astype(dtype) for each in indices.values()]
         x = ops.transpose(x, (*indices, *rest)) if tuple(indices) != tuple(range(len(indices))) else x
         count, dim, x = len(shape), 0, ops.gather_nd(x, ops.cat(columns, -1))
     places = {other: at + count * (at >= dim) for at, other in enumerate(rest)}

@@ -42,7 +42,7 @@ def _elementwise_loss(order, broadcasts, x, *args, **named):
 
 
 _BY_PLACE = ("target", "reduction")
-_BCE = {"saves": UNMEASURED, "operations": 9, "source": "mindformers_core.dtensor.corrected.bce_with_logits"}
+_BCE = {"saves": UNMEASURED, "operations": 9, "source": "mindformers_core.dtensor.corrected.binary_cross_entropy_of_logits"}
 _WORD = {"attributes": ("reduction",)}
 # Names of operators, the arguments after the first, whether target and input are broadcast, and their other facts
 _ELEMENTWISE = (

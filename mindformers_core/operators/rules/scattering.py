@@ -92,7 +92,7 @@ def scatter_add(x, dim, index, src):
     return _elements(x, dim, index, src, "add")
 
 
-@register_operator("Scatter", saves=saved.UNMEASURED, source="mindformers_core.dtensor.corrected.scatter")
+@register_operator("Scatter", saves=saved.UNMEASURED, source="mindformers_core.dtensor.corrected.scattered")
 @register_operator("ScatterValue", saves=saved.UNMEASURED)
 @register_operator("DeprecatedScatter", saves=saved.UNMEASURED, source=".scatter")
 def scatter(x, dim=None, index=None, src=None, reduce=0, axis=None):
@@ -124,7 +124,7 @@ def _elements(x, dim, index, src, how, **more):
     return _written(x, (place,), others, sizes, {counted} - whole, "scatter", how, whole, updates, **more)
 
 
-@register_operator("IndexAddExt", saves=saved.UNMEASURED, source="mindformers_core.dtensor.corrected.index_add")
+@register_operator("IndexAddExt", saves=saved.UNMEASURED, source="mindformers_core.dtensor.corrected.index_added")
 def index_add(x, dim, index, source, alpha=1):
     """`x` with slices of `source` added at the positions of a 1-D `index` along `dim`."""
     place, names = as_dim(dim, x.ndim), dim_names(x)
