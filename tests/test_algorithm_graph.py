@@ -32,9 +32,10 @@ WITHOUT_KERNEL = {  # on CPU
     "embedding": lambda x, i: mint.nn.functional.embedding(i, x),
     "index_select": lambda x, i: mint.index_select(x, 0, i[:, 1]),
 }
+SPARSE = {"EmbeddingLookup": lambda x, i: ops.EmbeddingLookup()(x, i, 1)}  # its gradient
 CASES = ON_CPU | {
     "softmax": (SOFTMAX | {"mint": lambda x: mint.logsumexp(x, 1)}, [NUMBERS]),
-    "lookups in rows": (LOOKUPS | WITHOUT_KERNEL, [TABLE, INDICES]),
+    "lookups in rows": (LOOKUPS | WITHOUT_KERNEL | SPARSE, [TABLE, INDICES]),
 }
 NIGHTLY = pytest.mark.nightly  # two ranks run them all, in `case_algorithms`
 DROPOUTS = {

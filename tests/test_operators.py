@@ -29,7 +29,7 @@ from mindformers_core.redistribution import CPU, plan_redistribution
 MESH = init_device_mesh((2, 2), ("a", "b"))
 ALGORITHMS = {
     *("mean", "max", "min", "all", "any", "argmax", "argmin", "max_with_index", "min_with_index", "max_dim", "min_dim"),
-    *("weighted_mean", "softmax", "log_softmax", "logsumexp", "gather", "gather_elements", "index_select", "embedding"),
+    *("softmax", "log_softmax", "logsumexp", "gather", "gather_elements", "index_select", "embedding", "gather_nd"),
 }
 COMBINATIONS = 60  # of input layouts, a call
 ARRIVING = 3  # of these, with which every layout of an output is asked for

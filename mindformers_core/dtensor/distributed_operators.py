@@ -231,9 +231,11 @@ def _likelihood(operator, args, context):
     loss, weights = operator(logits, labels, weight, 0 if reduction == 1 else reduction, ignored)
     if reduction == 1:
         return loss / context.combined(ops.stop_gradient(weights)), weights
-    loss = zero_where(ops.equal(labels, ignored), loss)  # MindSpore leaves memory there as it is
+    if reduction == 0:
+        return loss, weights
     examples = context.within([axis for axis in context.axes if axis not in classes.axes])
-    return loss, examples.combined(weights) if examples.axes else weights
+    weights = examples.combined(weights) if examples.axes else weights
+    return zero_where(ops.equal(labels, ignored), loss), weights  # MindSpore leaves memory there as it was
 
 
 def _segment_extreme(op, operator, args, context):

@@ -7,7 +7,7 @@ from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import dim_names, dim_sizes
 from mindformers_core.operators.rules.elementwise import elementwise, tensors_in
 from mindformers_core.operators.rules.indexing import check_indices, positional
-from mindformers_core.operators.saved import SECOND_RESULT, UNMEASURED, SavedByOperator
+from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, SECOND_RESULT, UNMEASURED, SavedByOperator
 from mindformers_core.operators.signature import Signature
 
 _REDUCTIONS = ("sum", "mean", "none")  # by the number that MindSpore gives them
@@ -35,6 +35,8 @@ def _reduced(plain, reduction, whole=()):
 def _elementwise_loss(order, broadcasts, x, *args, **named):
     """The loss of every element: `order` names the arguments after the first, of which tensors may be broadcast."""
     given = dict(zip(order, args)) | named
+    if len(args) > len(order):
+        raise TypeError(f"got {len(args)} arguments after the first, not {', '.join(order)}")
     tensors = [x, *tensors_in(given.values())]
     if not broadcasts and given["target"].shape != x.shape:
         raise ValueError(f"a target {given['target'].shape} doesn't fit {x.shape}")
@@ -42,8 +44,12 @@ def _elementwise_loss(order, broadcasts, x, *args, **named):
 
 
 _BY_PLACE = ("target", "reduction")
-_BCE = {"saves": UNMEASURED, "operations": 9, "source": "mindformers_core.dtensor.corrected.binary_cross_entropy_of_logits"}
-_WORD = {"attributes": ("reduction",)}
+_BCE = {
+    "saves": saved.INPUTS,
+    "operations": 9,
+    "source": "mindformers_core.dtensor.corrected.binary_cross_entropy_of_logits",
+}
+_WORD = {"attributes": ("reduction",), "source": "(logits, labels)"}
 # Names of operators, the arguments after the first, whether target and input are broadcast, and their other facts
 _ELEMENTWISE = (
     ("SmoothL1Loss", ("target", "beta", "reduction"), False, {"saves": saved.INPUTS, "operations": 4}),
@@ -53,16 +59,16 @@ _ELEMENTWISE = (
         False,
         _BCE,
     ),
-    ("BinaryCrossEntropy", ("target", "weight", "reduction"), False, {"saves": UNMEASURED, "operations": 6}),
+    ("BinaryCrossEntropy", ("target", "weight", "reduction"), False, {"saves": saved.INPUTS, "operations": 6}),
     ("MSELossExt L1LossExt SoftMarginLoss", _BY_PLACE, True, {"saves": UNMEASURED, "operations": 3}),
     ("KLDiv", ("target", "reduction", "log_target"), True, {"saves": UNMEASURED, "operations": 4}),
-    ("KLDivLoss", ("target",), False, {"saves": UNMEASURED, "operations": 4} | _WORD),
+    ("KLDivLoss", _BY_PLACE, False, {"saves": INPUTS_AS_THEY_ARE, "operations": 4} | _WORD),
 )
 for _names, _order, _broadcasts, _facts in _ELEMENTWISE:
     register_operator(*_names.split(), **_facts)(partial(_elementwise_loss, _order, _broadcasts))
 
 
-@register_operator("SigmoidCrossEntropyWithLogits", saves=UNMEASURED, operations=7)
+@register_operator("SigmoidCrossEntropyWithLogits", saves=INPUTS_AS_THEY_ARE, operations=7)
 def sigmoid_cross_entropy(logits, labels):
     """A loss for every element."""
     return _elementwise_loss(_BY_PLACE, False, logits, labels, "none")

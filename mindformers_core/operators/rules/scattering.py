@@ -4,10 +4,12 @@ The dims that are written to may be cut: each part takes what falls into it. Whe
 along the dims that indices count, too: the parts' results are terms of a sum, in which the tensor stands once.
 """
 
+from dataclasses import replace
 from functools import partial
 
 from mindformers_core.operators import saved
 from mindformers_core.operators.registry import NO_GRADIENT, register_operator
+from mindformers_core.operators.rewrites import dim_before_indices
 from mindformers_core.operators.rules.dims import as_dim, dim_names, dim_sizes, integers
 from mindformers_core.operators.rules.elementwise import broadcast_shape, tensors_in
 from mindformers_core.operators.rules.indexing import check_indices, elements, positional
@@ -64,10 +66,22 @@ def _coordinates(indices, ndim):
     return depth, found, [factor for (factor,) in found[:-1]], dim_sizes(indices, "i")
 
 
-for _name, _how in {"Add": "add", "Sub": "sub", "Update": "none"}.items():
-    register_operator(f"TensorScatter{_name}", saves=saved.INDICES)(partial(_at_coordinates, _how))
-for _name in ("Max", "Min", "Mul", "Div"):
-    register_operator(f"TensorScatter{_name}", saves=saved.UNMEASURED)(partial(_at_coordinates, _name.lower()))
+_COPIES = saved.SavedByOperator("integers")  # of indices that are views
+_EVERYTHING = saved.SavedByOperator("all", outputs=(0,), as_they_are=True)
+_INDEX = saved.SavedByOperator(internal=lambda operands, results: [operands[1].nbytes])  # in another shape
+_UPDATES = saved.SavedByOperator((1, 2), as_they_are=True)
+# How a scatter at coordinates is called, what it does with updates, and what its gradient saves
+_AT_COORDINATES = (
+    ("Add", "add", _COPIES),
+    ("Sub", "sub", saved.INDICES),
+    ("Update", "none", _UPDATES),
+    ("Max", "max", _EVERYTHING),
+    ("Min", "min", _EVERYTHING),
+    ("Mul", "mul", saved.INPUTS_AS_THEY_ARE),
+    ("Div", "div", saved.INPUTS_AS_THEY_ARE),
+)
+for _name, _how, _saves in _AT_COORDINATES:
+    register_operator(f"TensorScatter{_name}", saves=_saves)(partial(_at_coordinates, _how))
 
 
 @register_operator("ScatterNd", saves=saved.INDICES)
@@ -93,15 +107,15 @@ def scatter_add(x, dim, index, src):
 
 
 @register_operator("Scatter", saves=saved.UNMEASURED, source="mindformers_core.dtensor.corrected.scattered")
-@register_operator("ScatterValue", saves=saved.UNMEASURED)
-@register_operator("DeprecatedScatter", saves=saved.UNMEASURED, source=".scatter")
+@register_operator("ScatterValue", saves=_COPIES)
+@register_operator("DeprecatedScatter", saves=_COPIES, source=".scatter")
 def scatter(x, dim=None, index=None, src=None, reduce=0, axis=None):
     """`out[i][index[i][j]] = src[i][j]` for `dim` 1."""
     dim = dim if axis is None else axis
     return _elements(x, dim, index, src, reduce, localize=positional(x, dim, index, src, *[reduce] * (reduce != 0)))
 
 
-@register_operator("TensorScatterElements", saves=saved.UNMEASURED, attributes=("axis", "reduce"))
+@register_operator("TensorScatterElements", saves=replace(_UPDATES, outputs=(0,)), rewrite=dim_before_indices)
 def scatter_elements(x, indices, updates, axis=0, reduce=0):
     """As `scatter`, with the dim behind the tensors."""
     return _elements(x, axis, indices, updates, reduce)
@@ -109,6 +123,8 @@ def scatter_elements(x, indices, updates, axis=0, reduce=0):
 
 def _elements(x, dim, index, src, how, **more):
     """Updates one by one; other dims than `dim` go together where they have the same size."""
+    if how not in (*_ADDS, *_REPLACES):
+        raise ValueError(f"a scatter adds or replaces, not {how!r}")
     place = as_dim(dim, x.ndim)
     found, sizes, whole = elements(x, place, index)
     others = [found]
@@ -124,7 +140,7 @@ def _elements(x, dim, index, src, how, **more):
     return _written(x, (place,), others, sizes, {counted} - whole, "scatter", how, whole, updates, **more)
 
 
-@register_operator("IndexAddExt", saves=saved.UNMEASURED, source="mindformers_core.dtensor.corrected.index_added")
+@register_operator("IndexAddExt", saves=_INDEX, source="mindformers_core.dtensor.corrected.index_added")
 def index_add(x, dim, index, source, alpha=1):
     """`x` with slices of `source` added at the positions of a 1-D `index` along `dim`."""
     place, names = as_dim(dim, x.ndim), dim_names(x)
@@ -143,13 +159,13 @@ def index_fill(x, dim, index, value):
     return _written(x, (place,), others, dim_sizes(index, "i"), {"i0"}, "scatter", "fill")
 
 
-@register_operator("IndexFill", saves=saved.UNMEASURED)
+@register_operator("IndexFill", saves=saved.SavedByOperator((1, 2, 3), as_they_are=True))
 def index_fill_where_a_tensor_says(x, dim, index, value):
     """As `index_fill`; the dim is in a tensor, so all are whole."""
     return _whole((x, dim, index, value), ())
 
 
-@register_operator("MaskedScatter", saves=saved.UNMEASURED)
+@register_operator("MaskedScatter", saves=saved.MASKS)
 def masked_scatter(x, mask, source):
     """`x` with the elements of `source`, in order, where a mask is true: all is whole."""
     return _whole((x, mask, source), ({0, 2},))
@@ -165,7 +181,7 @@ def _whole(args, linear):
     return Signature(tuple(dims), (dims[0],), sizes, whole=frozenset(sizes), linear=linear)
 
 
-@register_operator("IndexPut", saves=saved.UNMEASURED, attributes=("accumulate",))
+@register_operator("IndexPut", saves=_EVERYTHING, attributes=("accumulate",))
 def index_put(x, values, indices, accumulate=0):
     """`x` with values, which are broadcast, where several tensors of indices, broadcast to each other, point to."""
     for index in indices:
@@ -207,11 +223,12 @@ def _segments(how, x, segment_ids, num_segments):
 
 
 for _how in _COMBINED:
-    register_operator(f"UnsortedSegment{_how}", saves=saved.UNMEASURED)(partial(_segments, _how))
+    _saves = saved.INDICES if _how == "Sum" else _EVERYTHING
+    register_operator(f"UnsortedSegment{_how}", saves=_saves)(partial(_segments, _how))
 
 
 @register_operator("HistcExt", saves=saved.UNMEASURED, gradient=NO_GRADIENT)
-@register_operator("Histogram", saves=saved.NOTHING, gradient=NO_GRADIENT, attributes=("bins", "min", "max"))
+@register_operator("Histogram", saves=saved.UNMEASURED, gradient=NO_GRADIENT, attributes=("bins", "min", "max"))
 def histogram(x, bins=100, min=0, max=0):
     """Counts in bins: of each part, with a range; without one it is that of all elements."""
     names, sizes = dim_names(x), dim_sizes(x)
