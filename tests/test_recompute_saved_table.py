@@ -16,7 +16,7 @@ from mindformers_core.operators.views import contiguous_strides, is_contiguous, 
 
 SINGLE = np.random.default_rng(4).uniform(1, 2, (4, 8)).astype(np.float32)
 # Calls that make their inputs into other tensors before they save them.
-FLATTENING = ("DeprecatedTake", "Scatter")
+FLATTENING = ("DeprecatedTake",)
 MORE = [
     Call("Slice", [SINGLE, (0, 2), (4, 6)], None),
     Call("Outer", [SINGLE[0], SINGLE[1]], None),

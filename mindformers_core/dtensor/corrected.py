@@ -1,7 +1,7 @@
 """Operators that MindSpore gets wrong on CPU (docs/mindspore.md), for both engines: the same results from others."""
 
 from mindspore import get_context, ops
-from mindspore.ops.auto_generate import binary_cross_entropy_with_logits_impl, scatter_op
+from mindspore.ops.auto_generate import binary_cross_entropy_with_logits_impl
 
 __all__ = ["binary_cross_entropy_of_logits", "index_added", "scattered"]
 
@@ -22,9 +22,7 @@ def index_added(x, dim, index, source, alpha=1):
 
 def scattered(x, dim, index, src, reduce=0):
     """`x.scatter`: on CPU, all calls of a process do with updates what the first one does."""
-    if reduce in (0, "none"):
-        return scatter_op(x, dim, index, src)
-    return ops.tensor_scatter_elements(x, index, src, dim, "add")
+    return ops.tensor_scatter_elements(x, index, src, dim, "none" if reduce in (0, "none") else "add")
 
 
 def binary_cross_entropy_of_logits(x, target, weight=None, pos_weight=None, reduction=1):

@@ -15,6 +15,7 @@ from mindformers_core.operators.rules.elementwise import broadcast_shape, tensor
 from mindformers_core.operators.rules.indexing import check_indices, elements, positional
 from mindformers_core.operators.signature import Signature, TensorMeta
 
+_CORRECTED = "mindformers_core.dtensor.corrected."
 _ADDS = ("add", "sub", 1)  # by its name, or by the number that MindSpore gives it
 _REPLACES = ("none", 0, None)
 
@@ -106,7 +107,7 @@ def scatter_add(x, dim, index, src):
     return _elements(x, dim, index, src, "add")
 
 
-@register_operator("Scatter", saves=saved.UNMEASURED, source="mindformers_core.dtensor.corrected.scattered")
+@register_operator("Scatter", saves=replace(_UPDATES, inputs=(2, 3), outputs=(0,)), source=_CORRECTED + "scattered")
 @register_operator("ScatterValue", saves=_COPIES)
 @register_operator("DeprecatedScatter", saves=_COPIES, source=".scatter")
 def scatter(x, dim=None, index=None, src=None, reduce=0, axis=None):
@@ -140,7 +141,7 @@ def _elements(x, dim, index, src, how, **more):
     return _written(x, (place,), others, sizes, {counted} - whole, "scatter", how, whole, updates, **more)
 
 
-@register_operator("IndexAddExt", saves=_INDEX, source="mindformers_core.dtensor.corrected.index_added")
+@register_operator("IndexAddExt", saves=_INDEX, source=_CORRECTED + "index_added")
 def index_add(x, dim, index, source, alpha=1):
     """`x` with slices of `source` added at the positions of a 1-D `index` along `dim`."""
     place, names = as_dim(dim, x.ndim), dim_names(x)
