@@ -290,7 +290,7 @@ def test_index_by_tensors_is_numpys(index):
 
 
 ERRORS = [
-    ("TensorScatterAdd", [(4, 8), (6, 3), (6,)], "coordinates of 3 dims"),
+    ("TensorScatterAdd", [(4, 8), (6, 3), (6,)], "3-dim coordinates"),
     ("TensorScatterAdd", [(4, 8), (6, 1), (6, 4)], "don't fit"),
     ("ScatterNd", [(6, 2), (6, 3), (4, 8)], "don't fit"),
     ("Scatter", [(4, 8), 1, (4, 6), (4, 5), 0], "larger than its updates"),

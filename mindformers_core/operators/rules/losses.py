@@ -1,35 +1,32 @@
 """Rules of losses: examples are parallel; classes too, where a label is looked up in the part that has it."""
 
+from dataclasses import replace
 from functools import partial
 
 from mindformers_core.operators import saved
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.rules.dims import dim_names, dim_sizes
+from mindformers_core.operators.rules.dims import dim_names, dim_sizes, undivided
 from mindformers_core.operators.rules.elementwise import elementwise, tensors_in
 from mindformers_core.operators.rules.indexing import check_indices, positional
+from mindformers_core.operators.rules.scattering import CORRECTED
 from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, SECOND_RESULT, UNMEASURED, SavedByOperator
 from mindformers_core.operators.signature import Signature
 
 _REDUCTIONS = ("sum", "mean", "none")  # by the number that MindSpore gives them
-_WHOLE_CLASSES = {"d1"}
 
 
 def _reduced(plain, reduction, whole=()):
-    """`plain`, a `Signature` of a loss for each element, with its first result reduced.
+    """`plain`, of a loss for each element, with it reduced: a mean is the sum of equal parts' means over their number.
 
-    Parts are equal, and so a mean is the sum of the parts' means over their number. Of a batch it is over dim 0 alone.
+    Of a batch the mean is over dim 0 alone.
     """
     reduction = _REDUCTIONS[reduction] if isinstance(reduction, int) else reduction
-    whole = plain.whole | frozenset(whole)
     if reduction == "none":
-        return Signature(plain.inputs, plain.outputs, plain.sizes, whole=whole)
-    factors = dict.fromkeys((factor for factors in plain.outputs[0] for factor in factors), "sum")
+        return replace(plain, whole=frozenset(whole))
+    factors = dict.fromkeys((name for (name,) in plain.outputs[0]), "sum")
     means = {"mean": dict.fromkeys(factors, "mean"), "batchmean": {"d0": "mean"}, "sum": {}}[reduction]
     outputs = ((), *plain.outputs[1:])
-    kept = {factor for dims in outputs for factors_ in dims for factor in factors_}
-    whole |= kept & set(factors)  # a result can't be cut where another is a term
-    factors, means = ({f: v for f, v in given.items() if f not in kept} for given in (factors, means))
-    return Signature(plain.inputs, outputs, plain.sizes, factors, whole=whole, distributed=means)
+    return replace(plain, outputs=outputs, reduced=factors, whole=frozenset(whole), distributed=means)
 
 
 def _elementwise_loss(order, broadcasts, x, *args, **named):
@@ -44,25 +41,16 @@ def _elementwise_loss(order, broadcasts, x, *args, **named):
 
 
 _BY_PLACE = ("target", "reduction")
-_BCE = {
-    "saves": saved.INPUTS,
-    "operations": 9,
-    "source": "mindformers_core.dtensor.corrected.binary_cross_entropy_of_logits",
-}
-_WORD = {"attributes": ("reduction",), "source": "(logits, labels)"}
+_LOGITS = {"saves": saved.INPUTS, "operations": 9, "source": f"{CORRECTED}binary_cross_entropy_of_logits"}
+_WORD = {"attributes": ("reduction",), "source": "(logits, labels)", "saves": INPUTS_AS_THEY_ARE, "operations": 4}
 # Names of operators, the arguments after the first, whether target and input are broadcast, and their other facts
 _ELEMENTWISE = (
     ("SmoothL1Loss", ("target", "beta", "reduction"), False, {"saves": saved.INPUTS, "operations": 4}),
-    (
-        "BCEWithLogitsLoss",
-        ("target", "weight", "pos_weight", "reduction"),
-        False,
-        _BCE,
-    ),
+    ("BCEWithLogitsLoss", ("target", "weight", "pos_weight", "reduction"), False, _LOGITS),
     ("BinaryCrossEntropy", ("target", "weight", "reduction"), False, {"saves": saved.INPUTS, "operations": 6}),
     ("MSELossExt L1LossExt SoftMarginLoss", _BY_PLACE, True, {"saves": UNMEASURED, "operations": 3}),
     ("KLDiv", ("target", "reduction", "log_target"), True, {"saves": UNMEASURED, "operations": 4}),
-    ("KLDivLoss", _BY_PLACE, False, {"saves": INPUTS_AS_THEY_ARE, "operations": 4} | _WORD),
+    ("KLDivLoss", _BY_PLACE, False, _WORD),
 )
 for _names, _order, _broadcasts, _facts in _ELEMENTWISE:
     register_operator(*_names.split(), **_facts)(partial(_elementwise_loss, _order, _broadcasts))
@@ -83,8 +71,9 @@ def margin_loss(x, target, weight=None, reduction="mean"):
         raise ValueError(f"labels {target.shape} don't fit {x.shape}: (examples, classes) are needed")
     names = dim_names(x)
     inputs = (names, names[: target.ndim], *(((("d1",),),) if weight is not None else ()))
-    outputs = (names[:1], names) if target.ndim == 2 else (names[:1],)
-    return _reduced(Signature(inputs, outputs, dim_sizes(x)), reduction, _WHOLE_CLASSES)
+    several = target.ndim == 2
+    plain = Signature(inputs, (names[:1], names)[: 1 + several], dim_sizes(x))
+    return _reduced(plain, reduction, dim_sizes(x) if several and reduction != "none" else ("d1",))
 
 
 @register_operator("TripletMarginLoss", saves=UNMEASURED, attributes=("reduction",))
@@ -93,10 +82,8 @@ def triplet_margin_loss(x, positive, negative, margin, reduction="mean"):
     if x.ndim < 2 or not x.shape == positive.shape == negative.shape:
         raise ValueError(f"{x.shape}, {positive.shape} and {negative.shape} are not alike")
     names = dim_names(x)
-    plain = Signature(
-        (names, names, names, *((),) * len(tensors_in([margin]))), ((names[0], *names[2:]),), dim_sizes(x)
-    )
-    return _reduced(plain, reduction, _WHOLE_CLASSES)
+    inputs = (names, names, names, *((),) * len(tensors_in([margin])))
+    return _reduced(Signature(inputs, ((names[0], *names[2:]),), dim_sizes(x)), reduction, ("d1",))
 
 
 @register_operator("CTCLossV2", saves=UNMEASURED)
@@ -114,10 +101,7 @@ def ctc_loss(log_probs, targets, input_lengths, target_lengths):
 @register_operator("CTCLoss", saves=UNMEASURED)
 def ctc_loss_of_sparse_labels(x, labels_indices, labels_values, sequence_length):
     """As `ctc_loss`; indices say whose labels they are, so all is whole."""
-    tensors = dict(zip("xivl", (x, labels_indices, labels_values, sequence_length)))
-    sizes = {name: size for key, tensor in tensors.items() for name, size in dim_sizes(tensor, key).items()}
-    inputs = tuple(dim_names(tensor, key) for key, tensor in tensors.items())
-    return Signature(inputs, (inputs[0][1:2], inputs[0]), sizes, whole=frozenset(sizes))
+    return undivided((x, labels_indices, labels_values, sequence_length), lambda x, *_: (x[1:2], x))
 
 
 @register_operator("NLLLoss", saves=SavedByOperator("all", outputs=(1,)))

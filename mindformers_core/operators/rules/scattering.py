@@ -10,94 +10,64 @@ from functools import partial
 from mindformers_core.operators import saved
 from mindformers_core.operators.registry import NO_GRADIENT, register_operator
 from mindformers_core.operators.rewrites import dim_before_indices
-from mindformers_core.operators.rules.dims import as_dim, dim_names, dim_sizes, integers
+from mindformers_core.operators.rules.dims import as_dim, dim_names, dim_sizes, integers, undivided
 from mindformers_core.operators.rules.elementwise import broadcast_shape, tensors_in
 from mindformers_core.operators.rules.indexing import check_indices, elements, positional
 from mindformers_core.operators.signature import Signature, TensorMeta
 
-_CORRECTED = "mindformers_core.dtensor.corrected."
-_ADDS = ("add", "sub", 1)  # by its name, or by the number that MindSpore gives it
-_REPLACES = ("none", 0, None)
+CORRECTED = "mindformers_core.dtensor.corrected."  # the module of sources that are right on CPU, too
+_ADDS, _REPLACES = ("add", "sub", 1), ("none", 0, None)  # names and numbers of what is done with updates
+_EVERYTHING = saved.SavedByOperator("all", outputs=(0,), as_they_are=True)
+_COPIES = saved.SavedByOperator("integers")  # of indices that are views
+_UPDATES = saved.SavedByOperator((1, 2), as_they_are=True)
 
 
 def _written(x, places, others, sizes, counted, algorithm, how, whole=(), updates=None, **more):
-    """The `Signature` of a scatter into `x`.
-
-    Args:
-        x: the tensor.
-        places: its dims that are written to.
-        others: for each other input the factors of its dims.
-        sizes: of the factors that `x` lacks.
-        counted: factors of the dims along which indices and updates are counted.
-        algorithm: its name.
-        how: what is done with updates: one of `_ADDS`, of `_REPLACES`, or another word.
-        whole: factors that can't be cut.
-        updates: index of the input that they are; None for a number.
-    """
+    """The `Signature` of a scatter into the dims `places`; updates are number `updates` of the inputs, or a number."""
     names, adds = dim_names(x), how in _ADDS
     return Signature(
-        (names, *others),
-        (names,),
-        dim_sizes(x) | sizes,
-        dict.fromkeys(counted, "sum") if adds else {},
+        (names, *others), (names,), dim_sizes(x) | sizes, dict.fromkeys(counted, "sum") if adds else {},
         frozenset(whole) | frozenset(() if adds else counted),
-        ({0, updates},) if updates and (adds or how in _REPLACES) else (),
-        (0,) if adds else (),
-        {f"d{dim}": algorithm for dim in places},
-        **more,
-    )
+        ({0, updates},) if updates and (adds or how in _REPLACES) else (), (0,) if adds else (),
+        {f"d{dim}": algorithm for dim in places}, **more,
+    )  # fmt: skip
+
+
+def _coordinates(indices, updates, shape):
+    """The number of dims that coordinates have, the factors of indices and updates, and the sizes of the former."""
+    check_indices(indices)
+    depth = indices.shape[-1] if indices.ndim else 0
+    if not 1 <= depth <= len(shape) or updates.shape != (*indices.shape[:-1], *shape[depth:]):
+        where = f"{depth}-dim coordinates {indices.shape}"
+        raise ValueError(f"updates {updates.shape} at {where} don't fit {tuple(shape)}")
+    found = dim_names(indices, "i")
+    behind = tuple((f"d{dim}",) for dim in range(depth, len(shape)))
+    return depth, (found, (*found[:-1], *behind)), dim_sizes(indices, "i")
 
 
 def _at_coordinates(how, x, indices, updates):
     """`x` with updates at coordinates, of which the last dim of `indices` holds as many as there are."""
-    depth, found, counted, sizes = _coordinates(indices, x.ndim)
-    if updates.shape != (*indices.shape[:-1], *x.shape[depth:]):
-        raise ValueError(f"updates {updates.shape} at coordinates {indices.shape} don't fit {x.shape}")
-    others = found, (*found[:-1], *dim_names(x)[depth:])
-    return _written(x, range(depth), others, sizes, counted, "scatter_nd", how, found[-1], 2)
+    depth, others, sizes = _coordinates(indices, updates, x.shape)
+    *counted, last = sizes
+    return _written(x, range(depth), others, sizes, counted, "scatter_nd", how, (last,), 2)
 
 
-def _coordinates(indices, ndim):
-    """The number of dims that coordinates have, the factors of `indices`, those that count, and their sizes."""
-    check_indices(indices)
-    depth = indices.shape[-1] if indices.ndim else 0
-    if not 1 <= depth <= ndim:
-        raise ValueError(f"indices {indices.shape} hold coordinates of {depth} dims, for a tensor of {ndim}")
-    found = dim_names(indices, "i")
-    return depth, found, [factor for (factor,) in found[:-1]], dim_sizes(indices, "i")
-
-
-_COPIES = saved.SavedByOperator("integers")  # of indices that are views
-_EVERYTHING = saved.SavedByOperator("all", outputs=(0,), as_they_are=True)
-_INDEX = saved.SavedByOperator(internal=lambda operands, results: [operands[1].nbytes])  # in another shape
-_UPDATES = saved.SavedByOperator((1, 2), as_they_are=True)
-# How a scatter at coordinates is called, what it does with updates, and what its gradient saves
-_AT_COORDINATES = (
-    ("Add", "add", _COPIES),
-    ("Sub", "sub", saved.INDICES),
-    ("Update", "none", _UPDATES),
-    ("Max", "max", _EVERYTHING),
-    ("Min", "min", _EVERYTHING),
-    ("Mul", "mul", saved.INPUTS_AS_THEY_ARE),
-    ("Div", "div", saved.INPUTS_AS_THEY_ARE),
-)
-for _name, _how, _saves in _AT_COORDINATES:
-    register_operator(f"TensorScatter{_name}", saves=_saves)(partial(_at_coordinates, _how))
+_SAVES = {"Add": _COPIES, "Sub": saved.INDICES, "Update": _UPDATES, "Max": _EVERYTHING, "Min": _EVERYTHING}
+for _name in ("Add", "Sub", "Update", "Max", "Min", "Mul", "Div"):
+    _rule = partial(_at_coordinates, "none" if _name == "Update" else _name.lower())
+    register_operator(f"TensorScatter{_name}", saves=_SAVES.get(_name, saved.INPUTS_AS_THEY_ARE))(_rule)
 
 
 @register_operator("ScatterNd", saves=saved.INDICES)
 def scatter_nd(indices, updates, shape):
     """Updates at coordinates, added up in zeros of a shape, whose dims that are written to are whole."""
     shape = integers((shape,), "a shape")
-    depth, found, counted, sizes = _coordinates(indices, len(shape))
-    if updates.shape != (*indices.shape[:-1], *shape[depth:]):
-        raise ValueError(f"updates {updates.shape} at coordinates {indices.shape} don't fit {shape}")
-    output = tuple((f"d{dim}",) for dim in range(len(shape)))
-    sizes |= {f"d{dim}": size for dim, size in enumerate(shape)}
-    inputs, reduced = (found, (*found[:-1], *output[depth:])), dict.fromkeys(counted, "sum")
+    _, inputs, sizes = _coordinates(indices, updates, shape)
+    *counted, last = sizes
+    made = {f"d{dim}": size for dim, size in enumerate(shape)}
     return Signature(
-        inputs, (output,), sizes, reduced, frozenset(found[-1]), ({1},),
-        localize=lambda args, shapes: (*args[:2], tuple(shapes[0])),
+        inputs, (tuple((name,) for name in made),), sizes | made, dict.fromkeys(counted, "sum"), frozenset({last}),
+        ({1},), localize=lambda args, shapes: (*args[:2], tuple(shapes[0])),
     )  # fmt: skip
 
 
@@ -107,7 +77,7 @@ def scatter_add(x, dim, index, src):
     return _elements(x, dim, index, src, "add")
 
 
-@register_operator("Scatter", saves=replace(_UPDATES, inputs=(2, 3), outputs=(0,)), source=_CORRECTED + "scattered")
+@register_operator("Scatter", saves=replace(_UPDATES, inputs=(2, 3), outputs=(0,)), source=CORRECTED + "scattered")
 @register_operator("ScatterValue", saves=_COPIES)
 @register_operator("DeprecatedScatter", saves=_COPIES, source=".scatter")
 def scatter(x, dim=None, index=None, src=None, reduce=0, axis=None):
@@ -141,7 +111,10 @@ def _elements(x, dim, index, src, how, **more):
     return _written(x, (place,), others, sizes, {counted} - whole, "scatter", how, whole, updates, **more)
 
 
-@register_operator("IndexAddExt", saves=_INDEX, source=_CORRECTED + "index_added")
+_INDEX = saved.SavedByOperator(internal=lambda operands, results: [operands[1].nbytes])  # in another shape
+
+
+@register_operator("IndexAddExt", saves=_INDEX, source=CORRECTED + "index_added")
 def index_add(x, dim, index, source, alpha=1):
     """`x` with slices of `source` added at the positions of a 1-D `index` along `dim`."""
     place, names = as_dim(dim, x.ndim), dim_names(x)
@@ -163,23 +136,13 @@ def index_fill(x, dim, index, value):
 @register_operator("IndexFill", saves=saved.SavedByOperator((1, 2, 3), as_they_are=True))
 def index_fill_where_a_tensor_says(x, dim, index, value):
     """As `index_fill`; the dim is in a tensor, so all are whole."""
-    return _whole((x, dim, index, value), ())
+    return undivided(tensors_in((x, dim, index, value)), lambda x, *_: (x,))
 
 
 @register_operator("MaskedScatter", saves=saved.MASKS)
 def masked_scatter(x, mask, source):
     """`x` with the elements of `source`, in order, where a mask is true: all is whole."""
-    return _whole((x, mask, source), ({0, 2},))
-
-
-def _whole(args, linear):
-    """The `Signature` of an operator whose result has the shape of the first tensor, and of which no dim can be cut."""
-    inputs = tensors_in(args)
-    dims = [dim_names(tensor, "defg"[place]) for place, tensor in enumerate(inputs)]
-    sizes = {
-        name: size for place, tensor in enumerate(inputs) for name, size in dim_sizes(tensor, "defg"[place]).items()
-    }
-    return Signature(tuple(dims), (dims[0],), sizes, whole=frozenset(sizes), linear=linear)
+    return undivided((x, mask, source), lambda x, *_: (x,), ({0, 2},))
 
 
 @register_operator("IndexPut", saves=_EVERYTHING, attributes=("accumulate",))
@@ -187,26 +150,19 @@ def index_put(x, values, indices, accumulate=0):
     """`x` with values, which are broadcast, where several tensors of indices, broadcast to each other, point to."""
     for index in indices:
         check_indices(index)
-    if not 1 <= len(indices) <= x.ndim:
-        raise ValueError(f"{len(indices)} tensors of indices for a tensor of {x.ndim} dims")
-    count = len(broadcast_shape([index.shape for index in indices]))
-    rest = dim_names(x)[len(indices) :]
-    slots = {f"d{place}": name for place, (name,) in enumerate((*((f"i{at}",) for at in range(count)), *rest))}
-    shape = (*broadcast_shape([index.shape for index in indices]), *x.shape[len(indices) :])
-    if broadcast_shape([shape, values.shape]) != shape:
-        raise ValueError(f"values {values.shape} don't broadcast to {shape}")
+    depth, found = len(indices), broadcast_shape([index.shape for index in indices])
+    shape = (*found, *x.shape[depth:])
+    if not 1 <= depth <= x.ndim or broadcast_shape([shape, values.shape]) != shape:
+        raise ValueError(f"{depth} indices and values {values.shape}, which don't broadcast to {shape}, for {x.shape}")
+    counted = {f"i{place}": size for place, size in enumerate(found)}
+    slots = (*((name,) for name in counted), *dim_names(x)[depth:])
 
-    def named(tensor, last):
-        start = last - tensor.ndim
-        return tuple((slots[f"d{d}"],) if size == shape[d] else () for d, size in enumerate(tensor.shape, start))
+    def named(tensor, end):
+        places = range(end - tensor.ndim, end)
+        return tuple(slots[place] if size == shape[place] else () for place, size in zip(places, tensor.shape))
 
-    others = named(values, len(shape)), *(named(index, count) for index in indices)
-    counted = {f"i{at}": shape[at] for at in range(count)}
-    how = "add" if accumulate else "none"
-    return _written(x, range(len(indices)), others, counted, counted, "index_put", how, (), 1)
-
-
-_COMBINED = {"Sum": None, "Max": "segment_max", "Min": "segment_min", "Prod": None}
+    others = named(values, len(shape)), *(named(index, len(found)) for index in indices)
+    return _written(x, range(depth), others, counted, counted, "index_put", "add" if accumulate else "none", (), 1)
 
 
 def _segments(how, x, segment_ids, num_segments):
@@ -214,18 +170,20 @@ def _segments(how, x, segment_ids, num_segments):
     check_indices(segment_ids)
     if x.shape[: segment_ids.ndim] != segment_ids.shape:
         raise ValueError(f"segment ids {segment_ids.shape} don't fit {x.shape}")
-    (count,) = integers((num_segments,), "a number of segments")
-    names, ids = dim_names(x), dim_names(segment_ids)
-    sizes, counted = dim_sizes(x) | {"segments": count}, frozenset(dim_sizes(segment_ids))
-    more = {"reduced": dict.fromkeys(counted, "sum"), "linear": ({0},)} if how == "Sum" else {"whole": counted}
-    if _COMBINED[how]:
-        more = {"distributed": dict.fromkeys(counted, _COMBINED[how])}
-    return Signature((names, ids), ((("segments",), *names[segment_ids.ndim :]),), sizes, **more)
+    (count,), names = integers((num_segments,), "a number of segments"), dim_names(x)
+    counted = dim_sizes(segment_ids)
+    more = (
+        {"reduced": dict.fromkeys(counted, "sum"), "linear": ({0},)} if how == "Sum" else {"whole": frozenset(counted)}
+    )
+    if how in ("Max", "Min"):
+        more = {"distributed": dict.fromkeys(counted, f"segment_{how.lower()}")}
+    inputs, output = (names, dim_names(segment_ids)), (("segments",), *names[segment_ids.ndim :])
+    return Signature(inputs, (output,), dim_sizes(x) | {"segments": count}, **more)
 
 
-for _how in _COMBINED:
-    _saves = saved.INDICES if _how == "Sum" else _EVERYTHING
-    register_operator(f"UnsortedSegment{_how}", saves=_saves)(partial(_segments, _how))
+for _name in ("Sum", "Max", "Min", "Prod"):
+    _saves = saved.INDICES if _name == "Sum" else _EVERYTHING
+    register_operator(f"UnsortedSegment{_name}", saves=_saves)(partial(_segments, _name))
 
 
 @register_operator("HistcExt", saves=saved.UNMEASURED, gradient=NO_GRADIENT)
@@ -243,13 +201,10 @@ def embedding_lookup(params, indices, offset):
     check_indices(indices)
     (offset,), names = integers((offset,), "an offset"), dim_names(params)
     found, sizes = dim_names(indices, "i"), dim_sizes(params) | dim_sizes(indices, "i")
-    more = {
-        "reduced": {"d0": "sum"},
-        "distributed": {"d0": "embedding_lookup"},
-        "run": "embedding_lookup",
-        "linear": ({0},),
-    }
-    return Signature((names, found), ((*found, *names[1:]),), sizes, **more)
+    algorithm, outputs = "embedding_lookup", ((*found, *names[1:]),)
+    return Signature(
+        (names, found), outputs, sizes, {"d0": "sum"}, linear=({0},), distributed={"d0": algorithm}, run=algorithm
+    )
 
 
 @register_operator("SearchSorted", saves=saved.NOTHING, gradient=NO_GRADIENT)
