@@ -87,7 +87,7 @@ ROWS = TABLE[:, 0:1].repeat(16, 1).round(1)  # every extreme of a segment severa
 SCATTERS = {
     "elements": lambda x, i: ops.tensor_scatter_elements(x, i[:, :1].broadcast_to((4, 16)), x[4:8], 0, "add"),
     "elements of columns": lambda x, i: mint.scatter(x, 1, i[:1].broadcast_to((64, 2)), x[:, 3:5]),
-    "slices": lambda x, i: x.index_add(0, i[:, 1], ops.tanh(x[:4])),
+    "slices": lambda x, i: (x * 2).index_add(0, i[:, 1], ops.tanh(x[:4])),
     "coordinates": lambda x, i: ops.tensor_scatter_update(x, i[:3], x[0, :3]),
     "added coordinates": lambda x, i: ops.tensor_scatter_add(x, i, x[0, :4]),
     "several": lambda x, i: x.index_put((i[:, 0], i[:, 1]), x[0, :4], accumulate=True),

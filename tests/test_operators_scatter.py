@@ -3,6 +3,7 @@
 import mindspore as ms
 import numpy as np
 import pytest
+import scatter_calls
 import test_operators as rules
 from mindspore import Tensor, mint, nn, ops
 from planned_models import planned
@@ -13,6 +14,7 @@ from verified_calls import cuts, verified
 from mindformers_core.analysis.traffic import bytes_by_axes
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication.world import rank_of
+from mindformers_core.dtensor import corrected
 from mindformers_core.dtensor.indexing import index_tensor
 from mindformers_core.explaining.report import make_report
 from mindformers_core.layout import Layout, layout
@@ -272,6 +274,21 @@ def test_a_cut_vocabulary_sends_little(name):
         _, frame = planned(cell, TP, given, plan=plan, arriving={"x": cut})
         sent = bytes_by_axes(make_report(frame, algorithm_of).traffic)
     assert sent == {("tp",): (wanted, 64 if wanted == 160 else 32)}
+
+
+def test_what_mindspore_gets_wrong_on_cpu():
+    """docs/mindspore.md: an input that changes, a kernel that does what its first call did, a number of elements."""
+    x, at_, u = f(4, 8), i(8, 4, 6), f(4, 6)
+    mint.scatter(Tensor(x), 1, Tensor(at_), Tensor(u))
+    found = corrected.scattered(Tensor(x), 1, Tensor(at_), Tensor(u), "add").asnumpy()
+    np.testing.assert_allclose(found, scatter_calls.elements(x, 1, at_, u, "add"), 1e-5)
+    given = Tensor(x)
+    found = corrected.index_added(given, 1, Tensor(at_[0]), Tensor(u), 2).asnumpy()
+    np.testing.assert_allclose(found, scatter_calls.slices(x, 1, at_[0], u, 2), 1e-5)
+    np.testing.assert_array_equal(given.asnumpy(), x)
+    slope = ms.grad(lambda x, y: corrected.binary_cross_entropy_of_logits(x, y))
+    every = slope(Tensor(x), Tensor(p(4, 8) * 0)).asnumpy()
+    np.testing.assert_allclose(slope(Tensor(x[:2]), Tensor(x[:2] * 0)).asnumpy(), every[:2] * 2, 1e-5)
 
 
 X = np.arange(24.0).reshape(2, 3, 4)

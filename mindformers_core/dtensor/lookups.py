@@ -22,6 +22,7 @@ def found_here(indices, size, context):
 
 
 def zero_where(absent, found):
+    """What was found, and zero where it is absent."""
     return ops.masked_fill(found, absent, 0.0 if "float" in dtype_name(found.dtype) else 0)
 
 
@@ -48,20 +49,23 @@ def _index_select(operator, args, context):
     return _gather(lambda params, local, dim: operator(params, dim, local), (x, indices, dim), context)
 
 
+def _zero_rows(absent, found):
+    """As `zero_where`, for the rows of the last dims."""
+    return zero_where(ops.reshape(absent, (*absent.shape, *(1,) * (found.ndim - absent.ndim))), found)
+
+
 def _embedding(operator, args, context):
     """As `_gather`, for the operator that takes indices first and a matrix of rows second."""
     indices, weight = args[:2]
     local, absent = found_here(indices, weight.shape[0], context)
-    return zero_where(ops.expand_dims(absent, -1), operator(local, weight, *args[2:]))
+    return _zero_rows(absent, operator(local, weight, *args[2:]))
 
 
 def _gather_nd(operator, args, context):
     """As `_gather`, by coordinates."""
     x, indices = args
     local, absent = _coordinates_here(indices, x, context)
-    found = operator(x, ops.masked_fill(local, absent, 0))
-    absent = ops.any(absent, -1)
-    return zero_where(ops.reshape(absent, (*absent.shape, *(1,) * (found.ndim - absent.ndim))), found)
+    return _zero_rows(ops.any(absent, -1), operator(x, ops.masked_fill(local, absent, 0)))
 
 
 def _coordinates_here(indices, x, context):
@@ -80,8 +84,7 @@ def _embedding_lookup(operator, args, context):
     params, indices, offset = args
     rows, size = indices - context.start(params.shape[0], indices.dtype) - offset, params.shape[0]
     absent = ops.logical_or(ops.less(rows, 0), ops.greater_equal(rows, size))
-    found = ops.gather(params, ops.masked_fill(rows, absent, 0), 0)
-    return zero_where(ops.reshape(absent, (*absent.shape, *(1,) * (found.ndim - absent.ndim))), found)
+    return _zero_rows(absent, ops.gather(params, ops.masked_fill(rows, absent, 0), 0))
 
 
 def _scatter(locate, operator, args, context):
