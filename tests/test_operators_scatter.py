@@ -6,10 +6,11 @@ import pytest
 import scatter_calls
 import test_operators as rules
 from mindspore import Tensor, mint, nn, ops
+from mindspore.ops import auto_generate
 from planned_models import planned
 from scatter_calls import EXPERTS_CALLS, LOSS_CALLS, SCATTER_CALLS
 from small_cells import cell_of
-from verified_calls import cuts, verified
+from verified_calls import cuts, generated, verified
 
 from mindformers_core.analysis.traffic import bytes_by_axes
 from mindformers_core.capture.algorithm_graph import algorithm_of
@@ -184,6 +185,38 @@ def test_rules(call):
         rules.test_what_is_called_linear_is(call)
     if call.name in ("MoeInitRoutingV2", "MoeTokenPermute", "GroupedMatmulV4", "GmmV2", "MSELossExt"):
         rules.test_shards_compute_what_one_card_does(call)
+
+
+WITHOUT_KERNEL = {  # on CPU: name -> function, its tensors
+    "grouped": (
+        lambda x, w, ends: auto_generate.grouped_matmul_v4([x], [w], group_list=ends, split_item=3, group_type=0)[0],
+        [f(8, 4), f(2, 4, 6), np.array([3, 8])],
+    ),
+    "permute": (lambda x, e: ops.moe_token_permute(x, e)[0], [f(4, 8), i(2, 4, 2)]),
+    "unpermute": (auto_generate.inner_moe_token_unpermute, [f(8, 4), np.arange(8, dtype=np.int32), f(4, 2)]),
+    "routing": (
+        lambda x, e: auto_generate.gen_ops_prim.moe_init_routing_v2_op(x, e, 8, 0, 2, 0, 1, False)[0],
+        [f(4, 8), i(2, 4, 2, dtype=np.int32)],
+    ),
+    "scatter_add": (lambda x, at, u: mint.scatter_add(x, 1, at, u), [f(4, 8), i(8, 4, 6), f(4, 6)]),
+    "index_add": (lambda x, at, u: mint.index_add(x, 1, at, u), [f(4, 8), i(8, 6), f(4, 6)]),
+    "histc": (lambda x: mint.histc(x, 4, 0, 1) + x[0, :4], [f(4, 8)]),
+    "mse": (F.mse_loss, [f(4, 8), f(4, 8)]),
+    "l1": (F.l1_loss, [f(4, 8), f(4, 8)]),
+    "kl_div": (lambda x, y: F.kl_div(x, y, reduction="batchmean"), [f(4, 8), f(4, 8)]),
+    "soft margin": (ops.soft_margin_loss, [f(4, 8), f(4, 8)]),
+    "margins": (ops.multilabel_margin_loss, [f(4, 8), i(8, 4, 8, dtype=np.int32)]),
+    "triplets": (ops.triplet_margin_loss, [f(4, 8), f(4, 8), f(4, 8)]),
+    "images": (F.cross_entropy, [f(2, 8, 4, 2), i(8, 2, 4, 2)]),
+    "SparseGatherV2": (lambda x, at: ops.SparseGatherV2()(x, at, 0), [f(4, 8), i(4, 6)]),
+    "index_fill": (lambda x, at: auto_generate.index_fill_scalar(x, 1, at, 2.0), [f(4, 8), i(8, 4)]),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_KERNEL)
+def test_programs_without_a_kernel_are_made(name):
+    for layouts in cuts(WITHOUT_KERNEL[name][1]):
+        assert "def " in generated(*WITHOUT_KERNEL[name], layouts)
 
 
 def floats(*shape, cut=None, dtype="float32"):

@@ -2,11 +2,14 @@
 
 from mindspore import Parameter, Tensor, nn
 
-from mindformers_core import verify
+from mindformers_core import shard, verify
+from mindformers_core.communication.world import rank_of
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
+from mindformers_core.operators import tensor_meta
+from mindformers_core.tensor_parallel import prepare, programs
 
-__all__ = ["OperatorCell", "cuts", "verified"]
+__all__ = ["OperatorCell", "cuts", "generated", "verified"]
 
 
 class OperatorCell(nn.Cell):
@@ -53,3 +56,14 @@ def verified(function, values, layouts, mesh=None):
     assert not check.faults, f"{layouts}\n{check.report()}"
     assert check.compared
     return check
+
+
+def generated(function, values, layouts):
+    """The source of a rank of two, of a function of `values`, arrays, with these layouts: without running it."""
+    mesh = DeviceMesh((2,), ("a",))
+    others = [(value, each) for value, each in zip(values, layouts) if value.dtype.kind != "f"]
+    with rank_of(2, 0):
+        net = shard(OperatorCell(function, values), mesh, plan=plan_of(values, layouts))
+        parts = [each.bind(mesh, value.ndim).local_shape(value.shape) for value, each in others]
+        prepare(net, *(tensor_meta(shape, str(value.dtype)) for shape, (value, _) in zip(parts, others)))
+        return programs(net)[-1].source.text
