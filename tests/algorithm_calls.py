@@ -65,6 +65,12 @@ LOOKUPS = {
     "index_select": lambda x, i: ops.index_select(x, 1, i[0]),
     "take": lambda x, i: x.take(i, 0),
 }
+
+
+def _one_hot(labels):
+    return ops.one_hot(labels, 8, Tensor(1.0), Tensor(0.0))
+
+
 LOSSES = {
     "cross_entropy": lambda x, labels: ops.cross_entropy(x, labels),
     "summed": lambda x, labels: ops.cross_entropy(x, labels, reduction="sum"),
@@ -72,6 +78,8 @@ LOSSES = {
     "smoothed": lambda x, labels: ops.cross_entropy(x, labels, label_smoothing=0.1),
     "weighted": lambda x, labels: ops.cross_entropy(x, labels, Tensor(NUMBERS[0] ** 2)),
     "nll": lambda x, labels: ops.nll_loss(x, labels),
+    "sparse": lambda x, labels: ops.SparseSoftmaxCrossEntropyWithLogits()(x, labels),
+    "dense": lambda x, labels: ops.SoftmaxCrossEntropyWithLogits()(x, _one_hot(labels))[0],
     "NLLLoss": lambda x, labels: ops.NLLLoss("mean")(x, labels, Tensor(NUMBERS[0] ** 2))[0],
 }
 STATISTICS = {
@@ -102,6 +110,20 @@ WINDOWS = {
     "group_norm": lambda x, w: ops.group_norm(x, 2),
     "nearest": lambda x, w: ops.interpolate(x, size=(16, 8), mode="nearest"),
 }
+SEGMENTS = Tensor(np.int32([2, 0, 1, 0, 2, 2, 1, 0] * 8))
+ROWS = TABLE[:, 0:1].repeat(16, 1).round(1)  # every extreme of a segment several times
+SCATTERS = {
+    "elements": lambda x, i: ops.tensor_scatter_elements(x, i[:, :1].broadcast_to((4, 16)), x[4:8], 0, "add"),
+    "elements of columns": lambda x, i: mint.scatter(x, 1, i[:1].broadcast_to((64, 2)), x[:, 3:5]),
+    "slices": lambda x, i: (x * 2).index_add(0, i[:, 1], ops.tanh(x[:4])),
+    "coordinates": lambda x, i: ops.tensor_scatter_update(x, i[:3], x[0, :3]),
+    "added coordinates": lambda x, i: ops.tensor_scatter_add(x, i, x[0, :4]),
+    "several": lambda x, i: x.index_put((i[:, 0], i[:, 1]), x[0, :4], accumulate=True),
+    "looked up": lambda x, i: x[i[:, 0], i[:, 1]],
+    "largest": lambda x, i: ops.unsorted_segment_max(x, SEGMENTS, 3),
+    "smallest": lambda x, i: ops.unsorted_segment_min(x, SEGMENTS, 4)[:3],
+    "sums": lambda x, i: ops.unsorted_segment_sum(x, SEGMENTS, 4),
+}
 CASES = {  # name -> functions, and their inputs
     "softmax": (SOFTMAX, [NUMBERS]),
     "extremes": (EXTREMES, [TIES]),
@@ -110,6 +132,7 @@ CASES = {  # name -> functions, and their inputs
     "means": (MEANS, [NUMBERS]),
     "lookups in rows": (LOOKUPS, [TABLE, INDICES]),
     "lookups in columns": (LOOKUPS, [TABLE[:4], INDICES]),
+    "scatters": (SCATTERS, [ROWS, INDICES]),
     "losses": (LOSSES, [NUMBERS, LABELS]),
     "statistics": (STATISTICS, [NUMBERS]),
     "bands": (BANDS, [NUMBERS]),

@@ -2,6 +2,7 @@
 
 import image_calls
 import numpy as np
+import scatter_calls
 from operator_calls import CALLS, Call, bools, f, ints
 
 X, Y, POSITIVE = f(4, 8), f(2, 4, 8), np.abs(f(4, 8))
@@ -14,6 +15,7 @@ WITHOUT_KERNEL = (
     "ConstantPadND", "DiagExt", "FlashAttentionScore",
     "MishExt", "OneHotExt", "OnesLikeExt", "RmsNorm", "Roll", "RotaryPositionEmbedding", "SeLUExt", "StackExt",
     "StdMean", "Swiglu", "Take", "VarMean", "ZerosLikeExt", *image_calls.WITHOUT_KERNEL,
+    "StdMean", "Swiglu", "Take", "VarMean", "ZerosLikeExt", *scatter_calls.WITHOUT_KERNEL,
 )  # fmt: skip
 
 # Calls that fail on CPU, or give something else, whatever form they are written in.
@@ -24,11 +26,13 @@ BROKEN = {
     "Copy([4, 8])": "a graph has no such kernel; PyNative no gradient",
     "ToDevice([4, 8], CPU)": "a graph has no such kernel",
     "EmptyLike([4, 8])": "memory that was never written",
+    **scatter_calls.BROKEN,
 }
 WITHOUT_GRADIENT = {
     "Slice([4, 8], (0, 2), (4, -1))": "MindSpore's gradient takes no -1",
     "SoftplusExt([4, 8])": "its gradient has no kernel on CPU",
     **image_calls.WITHOUT_GRADIENT,
+    **scatter_calls.WITHOUT_GRADIENT,
 }
 
 
@@ -221,4 +225,10 @@ MORE_CALLS = [
     Call("Dropout", [X, 1.0, 0, 0], lambda x, *_: x),
     Call("FuncDropoutExt", [X, 0.5, True, False, np.int64(1), np.int64(1)], lambda x, *_: x),
 ]
-ALL_CALLS = [*CALLS, *MORE_CALLS, *image_calls.IMAGE_CALLS]
+ALL_CALLS = [
+    *CALLS,
+    *MORE_CALLS,
+    *scatter_calls.SCATTER_CALLS,
+    *scatter_calls.LOSS_CALLS,
+    *scatter_calls.EXPERTS_CALLS,
+]

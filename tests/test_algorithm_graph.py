@@ -38,9 +38,10 @@ SPREADS = {
     "norm": lambda x: mint.linalg.vector_norm(x, float("inf"), 1) + mint.linalg.vector_norm(x, -float("inf"), 1),
     "spread": lambda x: mint.var_mean(x, 1)[0] + mint.std_mean(x, 1)[1] + mint.var(x, 1) + mint.std(x, 1),
 }
+SPARSE = {"EmbeddingLookup": lambda x, i: ops.EmbeddingLookup()(x, i, 1)}  # its gradient
 CASES = ON_CPU | {
     "softmax": (SOFTMAX | {"mint": lambda x: mint.logsumexp(x, 1)}, [NUMBERS]),
-    "lookups in rows": (LOOKUPS | WITHOUT_KERNEL, [TABLE, INDICES]),
+    "lookups in rows": (LOOKUPS | WITHOUT_KERNEL | SPARSE, [TABLE, INDICES]),
 }
 NIGHTLY = pytest.mark.nightly  # two ranks run them all, in `case_algorithms`
 DROPOUTS = {

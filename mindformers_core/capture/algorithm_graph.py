@@ -5,13 +5,14 @@ So an algorithm is written once: the eager engine runs it, and generated code ha
 
 from dataclasses import replace
 
-from mindspore import nn
+from mindspore import Tensor, nn
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardContext
 from mindformers_core.dtensor.move import device_model, dtype_name
 from mindformers_core.operators import TensorMeta, tensor_meta
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
+from mindformers_core.propagation.operators import call_shapes
 from mindformers_core.redistribution import plan_redistribution
 
 __all__ = ["algorithm_graph", "algorithm_of", "redistribution_steps"]
@@ -102,7 +103,11 @@ class _Algorithm(nn.Cell):
 
     def _operator(self, args, kwargs):
         """The operator of the plan; the algorithm may have changed its attributes, which are among the arguments."""
-        node, shapes = self.plan.node, iter(self.plan.local_shapes)
+        node = self.plan.node
+        metas = tree_map(
+            lambda t: tensor_meta(t.shape, dtype_name(t.dtype)) if isinstance(t, Tensor) else t, (args, kwargs)
+        )
+        shapes = iter(call_shapes(node, *metas))
         outputs = tree_map(lambda value: tensor_meta(next(shapes), value.dtype), node.outputs)
         changed = node.primitive and args[node.primitive.inputs :] != node.args[node.primitive.inputs :]
         kind, primitive = ("function", None) if changed else (node.kind, node.primitive)

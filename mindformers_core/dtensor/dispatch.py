@@ -12,6 +12,7 @@ from functools import cache
 from mindspore import Parameter, Tensor, ops
 
 from mindformers_core.communication.world import process_state
+from mindformers_core.dtensor import corrected
 from mindformers_core.dtensor.compositions import composed
 from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardContext
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
@@ -104,6 +105,9 @@ def _matmul(input, mat2):
 _FIXED = {
     "MatMulExt": _matmul,
     "Einsum": lambda primitive, name, args: contract(*args, primitive.equation),
+    "BCEWithLogitsLoss": corrected.binary_cross_entropy_of_logits,
+    "IndexAddExt": corrected.index_added,
+    "Scatter": corrected.scattered,
     **dict.fromkeys(("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), Tensor.split),
 }
 

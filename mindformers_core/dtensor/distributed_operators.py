@@ -11,7 +11,7 @@ control flow never depends on values, and numbers of a rank come from `context` 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -21,6 +21,7 @@ from mindspore import dtype as mstype
 from mindformers_core.communication import world
 from mindformers_core.dtensor.dropout import counters, dropout_with_mask, functional_dropout, next_random_state
 from mindformers_core.dtensor.halo import windows, windows_with_index
+from mindformers_core.dtensor.lookups import LOOKUPS, found_here, zero_where
 from mindformers_core.dtensor.moments import group_norm
 from mindformers_core.dtensor.move import dtype_name, redistribute_local
 from mindformers_core.dtensor.statistics import band, norm, product, spread, trace
@@ -76,6 +77,16 @@ class ShardContext:
         """As `start`, along the axes that shard a dim of the first input."""
         return Tensor(self.mesh.group_index(self._rank, self.layouts[0].dims[dim]) * size, dtype)
 
+    def part(self, dim):
+        """Number and count of this rank's part of a dim of the first input, as far as it is cut."""
+        return self.mesh.group_index(self._rank, self.layouts[0].dims[dim]), self.mesh.axis_size(
+            *self.layouts[0].dims[dim]
+        )
+
+    def within(self, axes):
+        """For those of the own axes that are among `axes`."""
+        return replace(self, axes=tuple(axis for axis in self.axes if axis in axes))
+
     @cached_property
     def random_counters(self):
         """The counters of the random numbers of this rank's part of the first input; see `counters`."""
@@ -96,12 +107,6 @@ class ShardContext:
 def _mean(operator, args, context):
     """The local mean over the number of parts, so that the parts' results are terms of a sum."""
     return operator(*args) * (1.0 / context.count)
-
-
-def _weighted_mean(operator, args, context):
-    """The local sum over the total of all parts' weights. `NLLLoss` has its reduction in place 3, where 0 is a sum."""
-    total, weight = operator(*args[:3], 0, *args[4:])
-    return total / context.combined(ops.stop_gradient(weight)), weight
 
 
 def _extreme(op, _, args, context):
@@ -221,55 +226,64 @@ def _softmax_dim(args):
     return dim[0] if isinstance(dim, (tuple, list)) else dim
 
 
-def _found_here(indices, size, context):
-    """Indices into this part (0 where they point elsewhere), and where they do. Negative ones count from the end.
-
-    An index outside of all parts points elsewhere for every one of them: it finds zeros, where one card raises an
-    error (an error here would need a copy of all indices to the host in every step).
-    """
-    whole = ops.where(ops.less(indices, 0), indices + size * context.count, indices)
-    local = whole - context.start(size, indices.dtype)
-    absent = ops.logical_or(ops.less(local, 0), ops.greater_equal(local, size))
-    return ops.masked_fill(local, absent, 0), absent
+def _cross_entropy(_, args, context):
+    """The loss of every row, and its gradient, where classes are cut: that gradient flows, as on one card."""
+    logits, labels = args[0], ops.stop_gradient(args[1])
+    shifted, exponentials, total = _shifted(ops.stop_gradient(logits), 1, context)
+    gradient = exponentials / total - labels
+    loss = ops.sum(labels * (ops.log(total) - shifted) + _finite_zero(logits) * gradient, 1)
+    return context.combined(loss, varying=True), gradient
 
 
-def _zero_where(absent, found):
-    return ops.masked_fill(found, absent, 0.0 if "float" in dtype_name(found.dtype) else 0)
+def _sparse_cross_entropy(operator, args, context):
+    """The mean over all examples, whose classes may be cut: a term of it."""
+    logits, labels = args
+    classes = context.within(context.layouts[0].dims[1])
+    if not classes.axes:
+        return _mean(operator, args, context)
+    local, absent = found_here(labels, logits.shape[1], classes)
+    logarithms = ops.gather_elements(_log_softmax(None, (logits, 1), classes), 1, ops.expand_dims(local, 1))
+    count = logits.shape[0] * context.count // classes.count
+    return ops.sum(zero_where(ops.expand_dims(absent, 1), logarithms)) * (-1.0 / count)
 
 
-def _gather(operator, args, context):
-    """Look up the entries of this part, zero for others: the parts' results are terms of a sum."""
-    params, indices, dim = args[:3]
-    batch = args[3] if len(args) > 3 else 0
-    dim %= params.ndim
-    local, absent = _found_here(indices, params.shape[dim], context)
-    shape = [*indices.shape[:batch], *[1] * (dim - batch), *indices.shape[batch:], *[1] * (params.ndim - dim - 1)]
-    return _zero_where(ops.reshape(absent, tuple(shape)), operator(params, local, dim, *args[3:]))
+def _likelihood(operator, args, context):
+    """As a part of the examples and classes gives it: a label that another part has is to be ignored."""
+    logits, labels, weight, reduction, ignored = args
+    place = min(1, logits.ndim - 1)
+    classes = context.within(context.layouts[0].dims[place])
+    if classes.axes:
+        local, absent = found_here(labels, logits.shape[place], classes)
+        labels, ignored = ops.masked_fill(local, ops.logical_or(absent, ops.equal(labels, ignored)), -100), -100
+    loss, weights = operator(logits, labels, weight, 0 if reduction == 1 else reduction, ignored)
+    if reduction == 1:
+        return loss / context.combined(ops.stop_gradient(weights)), weights
+    if reduction == 0:
+        return loss, weights
+    examples = context.within([axis for axis in context.axes if axis not in classes.axes])
+    weights = examples.combined(weights) if examples.axes else weights
+    return zero_where(ops.equal(labels, ignored), loss), weights  # MindSpore leaves memory there as it was
 
 
-def _gather_elements(operator, args, context):
-    """As `_gather`, element by element along a dim."""
-    x, dim, indices = args
-    local, absent = _found_here(indices, x.shape[dim], context)
-    return _zero_where(absent, operator(x, dim, local))
-
-
-def _index_select(operator, args, context):
-    """As `_gather`, with the dim between the tensors."""
-    x, dim, indices = args
-    return _gather(lambda params, local, dim: operator(params, dim, local), (x, indices, dim), context)
-
-
-def _embedding(operator, args, context):
-    """As `_gather`, for the operator that takes indices first and a matrix of rows second."""
-    indices, weight = args[:2]
-    local, absent = _found_here(indices, weight.shape[0], context)
-    return _zero_where(ops.expand_dims(absent, -1), operator(local, weight, *args[2:]))
+def _segment_extreme(op, operator, args, context):
+    """The extreme of each segment over all parts; as for `_extreme`, those that hold it share its gradient."""
+    x, ids, count = args
+    best = context.combined(ops.stop_gradient(operator(x, ids, count)), op)
+    if "float" not in dtype_name(x.dtype):
+        return best
+    holds = ops.equal(ops.stop_gradient(x), ops.gather(best, ops.maximum(ids, 0), 0))
+    holds = ops.cast(holds, x.dtype)
+    shared = ops.maximum(context.combined(ops.unsorted_segment_sum(holds, ids, count)), 1.0)
+    return best + ops.unsorted_segment_sum(_finite_zero(x) * holds, ids, count) / shared
 
 
 ALGORITHMS = {
     "mean": _mean,
-    "weighted_mean": _weighted_mean,
+    "likelihood": _likelihood,
+    "softmax_cross_entropy": _cross_entropy,
+    "sparse_cross_entropy": _sparse_cross_entropy,
+    "segment_max": partial(_segment_extreme, "max"),
+    "segment_min": partial(_segment_extreme, "min"),
     "max": partial(_extreme, "max"),
     "min": partial(_extreme, "min"),
     "argmax": partial(_arg_extreme, "max"),
@@ -291,18 +305,15 @@ ALGORITHMS = {
     "band": band,
     "trace": trace,
     "logsumexp": _log_sum_exp,
-    "index_select": _index_select,
     "dropout": dropout_with_mask,
     "func_dropout": functional_dropout,
     "all": partial(_all_or_any, "min"),
     "any": partial(_all_or_any, "max"),
     "softmax": _softmax,
     "log_softmax": _log_softmax,
-    "gather": _gather,
-    "gather_elements": _gather_elements,
-    "embedding": _embedding,
     "group_norm": group_norm,
     "halo": partial(windows, 0.0),
     "halo_of_largest": partial(windows, -math.inf),
     "halo_with_index": windows_with_index,
+    **LOOKUPS,
 }

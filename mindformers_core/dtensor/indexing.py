@@ -3,41 +3,63 @@
 from numbers import Integral
 
 from mindspore import Tensor, ops
+from mindspore import dtype as mstype
+
+from mindformers_core.operators.rules.elementwise import broadcast_shape
 
 __all__ = ["index_tensor"]
 
 
 def index_tensor(x, index):
-    """`x[index]` for ints, slices, `None`, `...`, and one integer tensor (or list of ints).
+    """`x[index]` for ints, slices, `None`, `...`, and integer tensors (or lists of ints), by NumPy's rules.
 
     Raises:
         TypeError: an index of another kind. IndexError: out of range, or too many indices.
     """
-    index = index if isinstance(index, tuple) else (index,)
-    entries = _expand_ellipsis(index, x.ndim)
-    begin, end, strides, gathers = [], [], [], []
+    entries = _expand_ellipsis(index if isinstance(index, tuple) else (index,), x.ndim)
+    bounds, looked_up = [], {}
     kept = []  # for every dim of the result: its place in the sliced tensor, or None for a new dim
     for entry in entries:
         if entry is None:
             kept.append(None)
             continue
-        dim = len(begin)
-        first, last, step, keep = _bounds(entry, x.shape[dim], dim)
-        begin.append(first)
-        end.append(last)
-        strides.append(step)
+        dim = len(bounds)
+        *sliced, keep = _bounds(entry, x.shape[dim], dim)
+        bounds.append(sliced)
         if isinstance(entry, (Tensor, list)):
-            gathers.append((dim, entry if isinstance(entry, Tensor) else Tensor(entry)))
-        if keep:
+            looked_up[dim] = entry if isinstance(entry, Tensor) else Tensor(entry)
+        elif keep:
             kept.append(dim)
-    if len(gathers) > 1:
-        raise TypeError("a DTensor can be indexed by one tensor at a time: index in several steps")
-    if begin != [0] * x.ndim or tuple(end) != tuple(x.shape) or set(strides) - {1}:
-        x = ops.strided_slice(x, tuple(begin), tuple(end), tuple(strides))
-    for dim, indices in gathers:
-        x = ops.gather(x, ops.where(indices < 0, indices + x.shape[dim], indices), dim)
-        kept = [place for entry in kept for place in _widen(entry, dim, indices.ndim)]
-    return _reshape_kept(x, kept)
+    begin, end, strides = map(tuple, zip(*bounds)) if bounds else ((), (), ())
+    if any(begin) or end != tuple(x.shape) or set(strides) - {1}:
+        x = ops.strided_slice(x, begin, end, strides)
+    if not looked_up:
+        return _reshape_kept(x, kept)
+    return _looked_up(x, looked_up, kept, _place_of_looked_up(entries))
+
+
+def _place_of_looked_up(entries):
+    """The place in the result of the dims that tensors bring; ints count as tensors of one index: apart, they lead."""
+    advanced = [place for place, entry in enumerate(entries) if not (entry is None or isinstance(entry, slice))]
+    return advanced[0] if advanced[-1] - advanced[0] == len(advanced) - 1 else 0
+
+
+def _looked_up(x, indices, kept, place):
+    """`x` at `indices`, by dim, and its dims in order: those that are `kept`, and from `place` on those of indices."""
+    indices = {dim: ops.where(each < 0, each + x.shape[dim], each) for dim, each in indices.items()}
+    ((dim, each),) = indices.items() if len(indices) == 1 else ((0, None),)
+    rest = [other for other in range(x.ndim) if other not in indices]
+    if each is not None:
+        count, x = each.ndim, ops.gather(x, each, dim)
+    else:
+        shape = broadcast_shape([each.shape for each in indices.values()])
+        dtype = mstype.int32 if {each.dtype for each in indices.values()} == {mstype.int32} else mstype.int64
+        columns = [ops.expand_dims(ops.broadcast_to(each, shape), -1).astype(dtype) for each in indices.values()]
+        x = ops.transpose(x, (*indices, *rest)) if tuple(indices) != tuple(range(len(indices))) else x
+        count, dim, x = len(shape), 0, ops.gather_nd(x, ops.cat(columns, -1))
+    places = {other: at + count * (at >= dim) for at, other in enumerate(rest)}
+    wanted = [None if other is None else places[other] for other in kept]
+    return _reshape_kept(x, [*wanted[:place], *range(dim, dim + count), *wanted[place:]])
 
 
 def _expand_ellipsis(index, ndim):
@@ -77,18 +99,14 @@ def _bounds(entry, size, dim):
     return place, place + 1, 1, False
 
 
-def _widen(place, dim, count):
-    """Places in a tensor whose dim `dim` has become `count` dims."""
-    if place is None or place < dim:
-        return [place]
-    return list(range(dim, dim + count)) if place == dim else [place + count - 1]
-
-
 def _reshape_kept(x, kept):
-    """Drop the dims that `kept` doesn't name, and add those that are new."""
+    """Drop the dims that `kept` doesn't name, bring the others into its order, and add those that are new."""
     dropped = [dim for dim in range(x.ndim) if dim not in kept]
     for dim in reversed(dropped):
         x = ops.squeeze(x, dim)
+    named = [dim for dim in kept if dim is not None]
+    if named != sorted(named):
+        x = ops.transpose(x, tuple(sorted(named).index(dim) for dim in named))
     for place, entry in enumerate(kept):
         if entry is None:
             x = ops.expand_dims(x, place)

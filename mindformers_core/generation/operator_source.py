@@ -33,6 +33,7 @@ _WORDS = {  # parameters that arrive as the numbers of words
     "approximate": ("none", "tanh"),
     "rounding_mode": ("floor", "trunc"),
     "reduction": ("sum", "mean", "none"),
+    "reduce": ("none", "add"),
     "pad_mode": ("pad", "same", "valid"),
     "indexing": ("ij", "xy"),
     "norm": ("backward", "forward", "ortho"),

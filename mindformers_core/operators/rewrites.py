@@ -5,7 +5,8 @@ of what a newer operator computes; sizes that come one by one (`x.reshape(2, -1)
 """
 
 __all__ = [
-    "as_cast", "as_transpose", "condition_first", "correction_given", "dim_given", "float_reduction", "masked_fill",
+    "as_cast", "as_transpose", "condition_first", "correction_given", "dim_before_indices", "dim_given",
+    "float_reduction", "masked_fill",
     "product_with_a_gradient", "select_index", "sizes_together", "slice_one_dim", "split_by_method", "without_alpha",
 ]  # fmt: skip
 
@@ -43,6 +44,12 @@ def as_transpose(name, args, kwargs):
 def as_cast(name, args, kwargs):
     """Without the arguments about copying, which a graph has no use for."""
     return "Cast", (args[0], args[1] if len(args) > 1 else kwargs["dtype"]), {}
+
+
+def dim_before_indices(name, args, kwargs):
+    """`Scatter` instead of `(x, indices, updates, dim, how)`."""
+    x, indices, updates, dim, how = args
+    return "Scatter", (x, dim, indices, updates, how), kwargs
 
 
 def condition_first(name, args, kwargs):

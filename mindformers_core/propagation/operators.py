@@ -7,7 +7,7 @@ from mindformers_core.operators.registry import FLOWS, facts_of, rule_attributes
 from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
 
-__all__ = ["algorithm_of", "local_call_shapes", "operator_plan", "operator_signature", "passes_gradient"]
+__all__ = ["algorithm_of", "call_shapes", "local_call_shapes", "operator_plan", "operator_signature", "passes_gradient"]
 
 
 def passes_gradient(operator):
@@ -43,7 +43,12 @@ def local_call_shapes(plan):
         arguments = plan.signature.localize((*node.args, *node.kwargs.values()), plan.local_shapes), {}
     parts = iter(metas)
     arguments = tree_map(lambda leaf: next(parts) if isinstance(leaf, (Value, TensorMeta)) else leaf, arguments)
-    return _output_shapes(_asked(node, *arguments))
+    return call_shapes(node, *arguments)
+
+
+def call_shapes(node, args, kwargs):
+    """The output shapes of a node's operator for other arguments, by its rule; `TensorMeta`s stand for tensors."""
+    return _output_shapes(_asked(node, args, kwargs))
 
 
 def _asked(node, args, kwargs):

@@ -34,7 +34,7 @@ PRECISIONS = {
     "float32": Precision("float32", 2**-13, 2**-17),
 }
 # operators that compute float64 tensors in float32 on CPU
-FLOAT32_KERNELS = frozenset({"LayerNorm", "LayerNormExt", "LogSoftmax", "MaskedFill"})
+FLOAT32_KERNELS = frozenset({"CTCLossV2", "LayerNorm", "LayerNormExt", "LogSoftmax", "MaskedFill"})
 
 
 @dataclass(frozen=True, eq=False)

@@ -103,6 +103,11 @@ def case_lookup_algorithms():
 
 
 @on_ranks(2)
+def case_scatter_algorithms():
+    check(*CASES["scatters"], [ROWS, layout()])
+
+
+@on_ranks(2)
 def case_loss_algorithms():
     check({name: LOSSES[name] for name in ("summed", "weighted")}, [NUMBERS, LABELS], [ROWS, layout("tp")])
     check(*CASES["losses"], [COLUMNS, layout()])

@@ -2,6 +2,7 @@
 
 from mindformers_core.operators.rules import (  # noqa: F401
     convolution,
+    experts,
     fourier,
     fused,
     images,
@@ -11,6 +12,7 @@ from mindformers_core.operators.rules import (  # noqa: F401
     matrices,
     normalization,
     reduction,
+    scattering,
     shape,
     slicing,
 )

@@ -13,7 +13,7 @@ def _lookup(params, indices, dim, batch_dims, algorithm):
     if not 0 <= batch <= min(place, indices.ndim) or params.shape[:batch] != indices.shape[:batch]:
         where = f"indices {indices.shape} in dim {place} of {params.shape}"
         raise ValueError(f"batch_dims={batch_dims} doesn't fit a lookup of {where}")
-    _check_indices(indices)
+    check_indices(indices)
     rows = dim_names(params)
     looked_up = (*rows[:batch], *dim_names(indices, "i")[batch:])
     output = (*rows[:place], *looked_up[batch:], *rows[place + 1 :])
@@ -21,7 +21,8 @@ def _lookup(params, indices, dim, batch_dims, algorithm):
     return (rows, looked_up), output, sizes, _summed(rows[place][0], None if params.dtype == "bool" else algorithm)
 
 
-def _check_indices(indices):
+def check_indices(indices):
+    """Raise `TypeError` for anything but a tensor of integers."""
     if not isinstance(indices, TensorMeta) or "int" not in indices.dtype:
         raise TypeError(f"indices are an integer tensor, not {indices!r}")
 
@@ -33,6 +34,7 @@ def _summed(factor, algorithm):
     return {"reduced": {factor: "sum"}, "distributed": {factor: algorithm}}
 
 
+@register_operator("SparseGatherV2", saves=UNMEASURED, reads_a_part=True)
 @register_operator("Gather", saves=INDICES, reads_a_part=True)
 def gather(params, input_indices, axis, batch_dims=0, localize=None):
     """`params` at `input_indices` along `axis`."""
@@ -43,10 +45,10 @@ def gather(params, input_indices, axis, batch_dims=0, localize=None):
 @register_operator("DeprecatedGather", saves=INDICES, reads_a_part=True, source=".gather")
 def gather_method(x, input_indices, axis, batch_dims=0):
     """`x.gather(indices, axis)`, whose arguments may come by name."""
-    return gather(x, input_indices, axis, batch_dims, _positional(x, input_indices, axis, batch_dims))
+    return gather(x, input_indices, axis, batch_dims, positional(x, input_indices, axis, batch_dims))
 
 
-def _positional(*arguments):
+def positional(*arguments):
     """Localizes to these arguments, in the places where an algorithm finds them."""
     return lambda args, shapes: arguments
 
@@ -58,7 +60,7 @@ def index_select(x, dim=None, index=None, axis=None):
     if index is None or index.ndim != 1:
         raise ValueError(f"index_select takes a 1-D index, not {index!r}")
     inputs, output, sizes, more = _lookup(x, index, dim, 0, "index_select")
-    return Signature(inputs, (output,), sizes, linear=({0},), localize=_positional(x, dim, index), **more)
+    return Signature(inputs, (output,), sizes, linear=({0},), localize=positional(x, dim, index), **more)
 
 
 @register_operator("Take", "DeprecatedTake", saves=UNMEASURED, reads_a_part=True, source=".take")
@@ -76,9 +78,20 @@ def take(x, indices, axis=None, mode="clip"):
 def gather_elements(x, dim, index):
     """`out[i][j] = x[i][index[i][j]]` for `dim` 1: the other dims go together where they have the same size."""
     place = as_dim(dim, x.ndim)
+    found, sizes, whole = elements(x, place, index)
+    more = _summed(f"d{place}", None if x.dtype == "bool" else "gather_elements")
+    more |= {"whole": more.get("whole", frozenset()) | whole, "linear": ({0},), "localize": positional(x, dim, index)}
+    return Signature((dim_names(x), found), (found,), sizes, **more)
+
+
+def elements(x, place, index):
+    """The factors of an index of the elements of `x` along dim `place`, their and its sizes, and those that are whole.
+
+    Other dims go together with those of `x` where they have the same size.
+    """
     if index.ndim != x.ndim:
         raise ValueError(f"index {index.shape} needs as many dims as the tensor {x.shape}")
-    names, found, sizes, whole = list(dim_names(x)), list(dim_names(x)), dim_sizes(x), set()
+    found, sizes, whole = list(dim_names(x)), dim_sizes(x), set()
     for other, size in enumerate(index.shape):
         if other != place and size > x.shape[other]:
             raise ValueError(f"index {index.shape} is larger than {x.shape} in dim {other}")
@@ -86,11 +99,8 @@ def gather_elements(x, dim, index):
             found[other] = (f"i{other}",)
             sizes[f"i{other}"] = size
             whole |= {f"d{other}", f"i{other}"} if other != place else set()
-    _check_indices(index)
-    more = _summed(names[place][0], None if x.dtype == "bool" else "gather_elements")
-    inputs = tuple(names), tuple(found)
-    more |= {"whole": more.get("whole", frozenset()) | whole, "linear": ({0},), "localize": _positional(x, dim, index)}
-    return Signature(inputs, (tuple(found),), sizes, **more)
+    check_indices(index)
+    return tuple(found), sizes, whole
 
 
 @register_operator("GatherNd", saves=INDICES, reads_a_part=True)
@@ -100,9 +110,11 @@ def gather_nd(x, indices):
     if not 1 <= depth <= x.ndim:
         raise ValueError(f"indices {indices.shape} hold coordinates of {depth} dims, but the tensor is {x.shape}")
     names, found = dim_names(x), dim_names(indices, "i")
-    whole = frozenset(factor for factors in (*names[:depth], found[-1]) for factor in factors)
-    sizes = dim_sizes(x) | dim_sizes(indices, "i")
-    return Signature((names, found), ((*found[:-1], *names[depth:]),), sizes, whole=whole, linear=({0},))
+    sizes, looked_up = dim_sizes(x) | dim_sizes(indices, "i"), [f"d{dim}" for dim in range(depth)]
+    more = {"reduced": dict.fromkeys(looked_up, "sum"), "distributed": dict.fromkeys(looked_up, "gather_nd")}
+    more = {"whole": frozenset(looked_up)} if x.dtype == "bool" else more
+    more["whole"] = more.get("whole", frozenset()) | {found[-1][0]}
+    return Signature((names, found), ((*found[:-1], *names[depth:]),), sizes, linear=({0},), **more)
 
 
 @register_operator("Embedding", saves=UNMEASURED, reads_a_part=True)
@@ -112,7 +124,7 @@ def embedding(indices, weight, padding_idx=None, max_norm=None, norm_type=2.0, s
         raise ValueError("max_norm and scale_grad_by_freq are not available for a distributed embedding")
     if weight.ndim != 2:
         raise ValueError(f"an embedding's weight has 2 dims, not {weight.shape}")
-    _check_indices(indices)
+    check_indices(indices)
     found, sizes = dim_names(indices, "i"), dim_sizes(indices, "i") | {"v": weight.shape[0], "h": weight.shape[1]}
     more = _summed("v", "embedding" if padding_idx is None else None)
     return Signature((found, (("v",), ("h",))), ((*found, ("h",)),), sizes, linear=({1},), **more)
@@ -124,7 +136,7 @@ def one_hot(indices, depth, on_value=1, off_value=0, axis=-1):
     """A new dim at `axis`, in which position `indices` is on."""
     if integers((depth,), "a depth")[0] < 0:
         raise ValueError("the number of classes must be given: it can't follow from distributed indices")
-    _check_indices(indices)
+    check_indices(indices)
     names = dim_names(indices)
     place = as_dim(axis, indices.ndim + 1)
     values = tuple(dim_names(value, "v") for value in tensors_in((on_value, off_value)))

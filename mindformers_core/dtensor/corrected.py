@@ -1,0 +1,31 @@
+"""Operators that MindSpore gets wrong on CPU (docs/mindspore.md), for both engines: the same results from others."""
+
+from mindspore import get_context, ops
+from mindspore.ops.auto_generate import binary_cross_entropy_with_logits_impl
+
+__all__ = ["binary_cross_entropy_of_logits", "index_added", "scattered"]
+
+
+@ops.constexpr
+def _is_on_cpu():
+    return get_context("device_target") == "CPU"
+
+
+def index_added(x, dim, index, source, alpha=1):
+    """`x.index_add`, which changes `x` on CPU, and can't be compiled there."""
+    if not _is_on_cpu():
+        return x.index_add(dim, index, source, alpha=alpha)
+    source = source if alpha == 1 else source * alpha
+    added = ops.tensor_scatter_add(ops.swapaxes(x, 0, dim), ops.expand_dims(index, 1), ops.swapaxes(source, 0, dim))
+    return ops.swapaxes(added, 0, dim)
+
+
+def scattered(x, dim, index, src, reduce=0):
+    """`x.scatter`: on CPU, all calls of a process do with updates what the first one does."""
+    return ops.tensor_scatter_elements(x, index, src, dim, "none" if reduce in (0, "none") else "add")
+
+
+def binary_cross_entropy_of_logits(x, target, weight=None, pos_weight=None, reduction=1):
+    """The loss; on CPU, the gradient of a mean is divided by the number of elements of a process's first call."""
+    loss = binary_cross_entropy_with_logits_impl(x, target, weight, pos_weight, ("sum", "sum", "none")[reduction])
+    return loss * (1.0 / x.size) if reduction == 1 else loss
