@@ -228,6 +228,7 @@ MORE_CALLS = [
 ALL_CALLS = [
     *CALLS,
     *MORE_CALLS,
+    *image_calls.IMAGE_CALLS,
     *scatter_calls.SCATTER_CALLS,
     *scatter_calls.LOSS_CALLS,
     *scatter_calls.EXPERTS_CALLS,

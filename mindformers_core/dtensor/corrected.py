@@ -3,7 +3,7 @@
 from mindspore import get_context, ops
 from mindspore.ops.auto_generate import binary_cross_entropy_with_logits_impl
 
-__all__ = ["binary_cross_entropy_of_logits", "index_added", "scattered"]
+__all__ = ["CORRECTED"]
 
 
 @ops.constexpr
@@ -29,3 +29,10 @@ def binary_cross_entropy_of_logits(x, target, weight=None, pos_weight=None, redu
     """The loss; on CPU, the gradient of a mean is divided by the number of elements of a process's first call."""
     loss = binary_cross_entropy_with_logits_impl(x, target, weight, pos_weight, ("sum", "sum", "none")[reduction])
     return loss * (1.0 / x.size) if reduction == 1 else loss
+
+
+CORRECTED = {
+    "BCEWithLogitsLoss": binary_cross_entropy_of_logits,
+    "IndexAddExt": index_added,
+    "Scatter": scattered,
+}

@@ -12,8 +12,8 @@ from functools import cache
 from mindspore import Parameter, Tensor, ops
 
 from mindformers_core.communication.world import process_state
-from mindformers_core.dtensor import corrected
 from mindformers_core.dtensor.compositions import composed
+from mindformers_core.dtensor.corrected import CORRECTED
 from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardContext
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, parameter_view, wrap
@@ -105,9 +105,7 @@ def _matmul(input, mat2):
 _FIXED = {
     "MatMulExt": _matmul,
     "Einsum": lambda primitive, name, args: contract(*args, primitive.equation),
-    "BCEWithLogitsLoss": corrected.binary_cross_entropy_of_logits,
-    "IndexAddExt": corrected.index_added,
-    "Scatter": corrected.scattered,
+    **CORRECTED,
     **dict.fromkeys(("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), Tensor.split),
 }
 
