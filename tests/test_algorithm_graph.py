@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from algorithm_calls import CASES as ON_CPU
-from algorithm_calls import INDICES, LOOKUPS, NUMBERS, SOFTMAX, TABLE, Several
+from algorithm_calls import IMAGES, INDICES, KERNELS, LOOKUPS, NUMBERS, SOFTMAX, TABLE, WINDOWS, Several
 from mindspore import Tensor, mint, ops
 from simulated_ranks import collect, distribute, run_forward
 
@@ -36,6 +36,7 @@ CASES = ON_CPU | {
     "softmax": (SOFTMAX | {"mint": lambda x: mint.logsumexp(x, 1)}, [NUMBERS]),
     "lookups in rows": (LOOKUPS | WITHOUT_KERNEL, [TABLE, INDICES]),
 }
+IMAGE_CUTS = [layout(None, None, *entries) for entries in (("tp", "dp"), (("tp", "dp"),))]
 NIGHTLY = pytest.mark.nightly  # two ranks run them all, in `case_algorithms`
 DROPOUTS = {
     "primitive": lambda x: ops.dropout(x, 0.25),
@@ -46,7 +47,7 @@ DROPOUTS = {
 @cache
 def plans_of_case(case, name, given):
     """`plans_of` one of the functions of `CASES`."""
-    functions, arrays = CASES[case]
+    functions, arrays = CASES.get(case, (WINDOWS, [IMAGES, KERNELS]))
     return plans_of(functions[name], arrays, given)
 
 
@@ -55,7 +56,7 @@ def plans_of(function, arrays, given):
     tensors = [Tensor(array) for array in arrays]
     graph = capture(Several({"": function}), *tensors)
     arguments = tree_leaves(list(graph.arguments.values()))
-    layouts = [given.bind(MESH, 2), *(Layout.on(MESH, ((),) * array.ndim) for array in arrays[1:])]
+    layouts = [given.bind(MESH, arrays[0].ndim), *(Layout.on(MESH, ((),) * array.ndim) for array in arrays[1:])]
     frame = propagate(graph, MESH, {value.id: each for value, each in zip(arguments, layouts)}, {}, {})
     plans = [entry for entry in frame.instructions if isinstance(entry, OperatorPlan) and entry.algorithm]
     return graph, plans
@@ -148,14 +149,15 @@ def test_ranks_together_give_what_one_card_gives(case):
 def test_graphs_of_all_ranks_are_alike():
     """Ranks that compile different graphs wait for each other forever. And every algorithm is among these cases."""
     found = {"dropout", "func_dropout"}
-    for case, (functions, _) in CASES.items():
-        for name, given in product(functions, CUTS):
-            for plan in plans_of_case(case, name, given)[1]:
-                found.add(plan.algorithm)
-                first, other = (algorithm_graph(plan, MESH, rank) for rank in (0, 3))
-                assert list(map(str, other.nodes)) == list(map(str, first.nodes))
-                assert [c.value for c in other.constants] == [c.value for c in first.constants]
-                assert str(other.result) == str(first.result)
+    calls = [(case, *call) for case, (functions, _) in CASES.items() for call in product(functions, CUTS)]
+    calls += [("windows", *call) for call in product(WINDOWS, IMAGE_CUTS)]
+    for call in calls:
+        for plan in plans_of_case(*call)[1]:
+            found.add(plan.algorithm)
+            first, other = (algorithm_graph(plan, MESH, rank) for rank in (0, 3))
+            assert list(map(str, other.nodes)) == list(map(str, first.nodes))
+            assert [c.value for c in other.constants] == [c.value for c in first.constants]
+            assert str(other.result) == str(first.result)
     assert found == set(ALGORITHMS)
 
 
