@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from algorithm_calls import CASES as ON_CPU
-from algorithm_calls import INDICES, LOOKUPS, NUMBERS, SOFTMAX, TABLE, Several
+from algorithm_calls import IMAGES, INDICES, KERNELS, LOOKUPS, NUMBERS, SOFTMAX, TABLE, WINDOWS, Several
 from mindspore import Tensor, mint, ops
 from simulated_ranks import collect, distribute, run_forward
 
@@ -43,6 +43,7 @@ CASES = ON_CPU | {
     "softmax": (SOFTMAX | {"mint": lambda x: mint.logsumexp(x, 1)}, [NUMBERS]),
     "lookups in rows": (LOOKUPS | WITHOUT_KERNEL | SPARSE, [TABLE, INDICES]),
 }
+IMAGE_CUTS = [layout(None, None, *entries) for entries in (("tp", "dp"), (("tp", "dp"),))]
 NIGHTLY = pytest.mark.nightly  # two ranks run them all, in `case_algorithms`
 DROPOUTS = {
     "primitive": lambda x: ops.dropout(x, 0.25),
@@ -62,7 +63,7 @@ def plans_of(function, arrays, given):
     tensors = [Tensor(array) for array in arrays]
     graph = capture(Several({"": function}), *tensors)
     arguments = tree_leaves(list(graph.arguments.values()))
-    layouts = [given.bind(MESH, 2), *(Layout.on(MESH, ((),) * array.ndim) for array in arrays[1:])]
+    layouts = [given.bind(MESH, arrays[0].ndim), *(Layout.on(MESH, ((),) * array.ndim) for array in arrays[1:])]
     frame = propagate(graph, MESH, {value.id: each for value, each in zip(arguments, layouts)}, {}, {})
     plans = [entry for entry in frame.instructions if isinstance(entry, OperatorPlan) and entry.algorithm]
     return graph, plans
@@ -158,8 +159,9 @@ def test_ranks_together_give_what_one_card_gives(case):
 def test_graphs_of_all_ranks_are_alike():
     """Ranks that compile different graphs wait for each other forever. And every algorithm is among these cases."""
     found = {"dropout", "func_dropout"}
-    for functions, arrays in (*CASES.values(), (SPREADS, [NUMBERS])):
-        for function, given in product(functions.values(), CUTS):
+    cases = [(*case, CUTS) for case in (*CASES.values(), (SPREADS, [NUMBERS]))]
+    for functions, arrays, cuts in [*cases, (WINDOWS, [IMAGES, KERNELS], IMAGE_CUTS)]:
+        for function, given in product(functions.values(), cuts):
             for plan in plans_of(function, arrays, given)[1]:
                 found.add(plan.algorithm)
                 first, other = (algorithm_graph(plan, MESH, rank) for rank in (0, 3))

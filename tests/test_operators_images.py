@@ -8,7 +8,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from launch import ROOT
-from mindspore import Tensor, mint, nn, ops
+from mindspore import Parameter, Tensor, mint, nn, ops
 from small_cells import cell_of
 
 from mindformers_core import shard, verify
@@ -253,6 +253,16 @@ def test_batch_norm_is_that_of_one_card():
         statistics = (None, None) if training else given
         found = composed("BatchNormExt", (Tensor(x), scale, shift, *statistics, training), {}, None)[0]
         np.testing.assert_allclose(found.asnumpy(), expected, 1e-5, 1e-5)
+
+
+def test_running_statistics_are_those_of_one_card():
+    x, scales = Tensor(f(6, 4, 2, 2)), (Tensor(CHANNELS), Tensor(CHANNELS))
+    found, expected = ([Parameter(Tensor(each), name="state") for each in (CHANNELS, SPREADS)] for _ in range(2))
+    composed("BatchNorm", (x, *scales, *found, True, 1e-5, 0.2), {}, None)
+    ops.BatchNorm(True, 1e-5, 0.2)(x, *scales, *expected)
+    for one, other in zip(found, expected):
+        np.testing.assert_allclose(one.asnumpy(), other.asnumpy(), 1e-5, 1e-6)
+    assert np.abs(found[0].asnumpy() - CHANNELS).max() > 0.01
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.BatchNorm1d])
