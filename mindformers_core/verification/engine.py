@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from traceback import extract_tb
 
-import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
@@ -18,7 +17,7 @@ from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators.signature import is_float
 from mindformers_core.optimizers.adamw import decays
-from mindformers_core.passes.thread_tape import custom_gradients
+from mindformers_core.passes.thread_tape import ThreadTape, custom_gradients
 from mindformers_core.program.graph import OperatorNode
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.sharding.sharded_cells import tree_of
@@ -168,15 +167,20 @@ def _own_results(check, subject):
     """Triples (what, found, expected): results and gradients of the user's own code on one card, in the first pass."""
     (label, args, kwargs, slopes), truth = subject.passes[0], check.truth
     weights = {path: weight for path, weight in subject.model.parameters_and_names() if path in truth.trained}
-    sens = [Tensor(slope.astype(np.float32)) for slope in slopes(truth.outputs[label])]
+    args, kwargs = tree_map(lambda leaf: Tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, (args, kwargs))
+    inputs = [leaf for leaf in tree_leaves((args, kwargs), Tensor) if is_float(dtype_name(leaf.dtype))]
+    tape, results = ThreadTape(), []
 
-    def forward(args, kwargs):
-        results = tree_leaves(subject.model(*args, **kwargs), Tensor)
-        results = tuple(result for result in results if is_float(dtype_name(result.dtype)))
-        return sum((result * slope).sum() for result, slope in zip(results, sens)), results
+    def forward(*_):
+        found = tree_leaves(subject.model(*args, **kwargs), Tensor)
+        results.extend(result for result in found if is_float(dtype_name(result.dtype)))
 
-    given = tree_map(lambda leaf: Tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, (args, kwargs))
-    (_, results), gradients = ms.value_and_grad(forward, None, list(weights.values()), has_aux=True)(*given)
+    with custom_gradients():
+        tape.record(forward, inputs)
+        sens = [
+            Tensor(slope, result.dtype) for slope, result in zip(slopes(truth.outputs[label]), results, strict=True)
+        ]
+        _, gradients = tape.gradients(tuple(inputs), tuple(results), tuple(sens), list(weights.values()))
     pairs = [("a result", *pair) for pair in zip(results, truth.outputs[label], strict=True)]
     expected = truth.weight_gradients[label]
     pairs += [(f"gradient of {path}", found, expected[path]) for path, found in zip(weights, gradients, strict=True)]
@@ -187,17 +191,13 @@ def _own_results(check, subject):
 
 def _compare_own_code(check, subject, pairs):
     """Compare what `_own_results` gives."""
-    rounding = _OWN_ROUNDING * largest([value for what, _, value in pairs if what.startswith("gradient")])
-    for what, found, value in pairs:
-        at = (
-            None,
-            subject.passes[0][0],
-            None,
-            f"{what} by the model's own code; one card's is the captured program's",
-            None,
-        )
-        first = subject.mesh.rank_list[0]
-        check.hold((-1,), first, "result", at, None, Tensor(found), value, tolerance=_OWN_CODE, rounding=rounding)
+    label, rank = subject.passes[0][0], subject.mesh.rank_list[0]
+    for kind in ("a result", "gradient"):
+        some = [pair for pair in pairs if pair[0].startswith(kind)]
+        limits = {"tolerance": _OWN_CODE, "rounding": _OWN_ROUNDING * largest([value for _, _, value in some])}
+        for what, found, value in some:
+            at = None, label, None, f"{what} by the model's own code; one card's is the captured program's", None
+            check.hold((-1,), rank, "result", at, None, Tensor(found), value, **limits)
 
 
 @contextmanager
