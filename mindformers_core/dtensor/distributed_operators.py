@@ -178,6 +178,11 @@ def _extreme_pair(op, _, args, context):
     return _extreme_with_index(op, True, ops.max if op == "max" else ops.min, args, context)
 
 
+def _first_extreme(op, _, args, context):
+    """As `_extreme_pair`, the value alone."""
+    return _extreme_pair(op, _, args, context)[0]
+
+
 def _finite_zero(x):
     """Zero, with the gradient of `x`: also where `x` is infinite."""
     finite = ops.where(ops.isfinite(x), x, ops.zeros_like(x))
@@ -294,6 +299,8 @@ ALGORITHMS = {
     "min_dim": partial(_extreme_with_index, "min", True),
     "max_pair": partial(_extreme_pair, "max"),
     "min_pair": partial(_extreme_pair, "min"),
+    "max_first": partial(_first_extreme, "max"),
+    "min_first": partial(_first_extreme, "min"),
     "norm": norm,
     "norm_max": partial(_extreme_magnitude, "max"),
     "norm_min": partial(_extreme_magnitude, "min"),

@@ -77,7 +77,7 @@ _OPERATORS = (
 _WHOLE = ("median", "median_of_all")  # they need the elements in order
 _ONE_DIM = (
     *("argmax", "argmin", "max_with_index", "min_with_index", "max_dim", "min_dim", "max_pair", "min_pair"),
-    "median",
+    *("max_first", "min_first", "median"),
 )
 _SPREADS = ("var", "std", "var_mean", "std_mean")
 _BY_METHOD = ("extreme_max", "extreme_min")  # their call by position would be another operator's
@@ -93,7 +93,9 @@ def _reduce(operation, outputs, order, x, *args, **named):
     by_method = operation in _BY_METHOD
     if by_method:
         pair = bool(given.get("return_indices"))
-        operation, outputs = operation.removeprefix("extreme_") + "_pair" * pair, 1 + pair
+        # the gradient of the extreme along one dim goes to the first position, else all that hold it share it
+        kind = "_pair" if pair else "_first" if type(given.get("dim")) is int else ""
+        operation, outputs = operation.removeprefix("extreme_") + kind, 1 + pair
     dims = _reduced_dims(operation, given, x.ndim)
     if given.get("skip_mode") and given.get("dim") in (None, (), []):
         dims = ()
@@ -141,7 +143,7 @@ def _own_arguments(operation, dims, order, given, by_method):
         return given.get("ord", 2), dims
     if operation in _SPREADS:
         return _correction(operation, order, given), dims
-    return (next(iter(dims), None) if operation.endswith("_pair") else dims,) if by_method else None
+    return (next(iter(dims), None) if operation.endswith(("_pair", "_first")) else dims,) if by_method else None
 
 
 def _correction(operation, order, given):
