@@ -54,7 +54,6 @@ class Dispatcher:
         for argument in (*args, *kwargs.values()):
             _describe(argument, key, tensors)
         attributes = {} if primitive is None else rule_attributes(func.name, attributes_of(primitive))
-        attributes = {key: tuple(value) if type(value) is list else value for key, value in attributes.items()}
         key = (*key, *attributes.values())
         programs = process_state().memo(__name__)  # kind of call -> `_Program`, which depends on this process's rank
         try:
@@ -74,9 +73,14 @@ class Dispatcher:
 
 def attributes_of(primitive):
     """The arguments of a classic primitive's constructor by name. Some classes keep those of their base instead."""
-    names = [name for name in inspect.signature(type(primitive).__init__).parameters if name != "self"]
-    known = primitive.init_attrs
-    return known if set(known) <= set(names) else {name: getattr(primitive, name) for name in names}
+    names, known = _constructor_names(type(primitive)), primitive.init_attrs
+    return known if known.keys() <= names.keys() else {name: getattr(primitive, name) for name in names}
+
+
+@cache
+def _constructor_names(kind):
+    """The names of a constructor's arguments in order, the keys of a dict: every call of a primitive asks for them."""
+    return dict.fromkeys(name for name in inspect.signature(kind.__init__).parameters if name != "self")
 
 
 def read_numbers(name, args, plain):

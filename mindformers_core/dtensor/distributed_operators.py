@@ -75,13 +75,12 @@ class ShardContext:
 
     def start_along(self, dim, size, dtype):
         """As `start`, along the axes that shard a dim of the first input."""
-        return Tensor(self.mesh.group_index(self._rank, self.layouts[0].dims[dim]) * size, dtype)
+        return Tensor(self.part(dim)[0] * size, dtype)
 
     def part(self, dim):
         """Number and count of this rank's part of a dim of the first input, as far as it is cut."""
-        return self.mesh.group_index(self._rank, self.layouts[0].dims[dim]), self.mesh.axis_size(
-            *self.layouts[0].dims[dim]
-        )
+        axes = self.layouts[0].dims[dim]
+        return self.mesh.group_index(self._rank, axes), self.mesh.axis_size(*axes)
 
     def within(self, axes):
         """For those of the own axes that are among `axes`."""
