@@ -81,8 +81,8 @@ class Signature:
         localize: `(arguments, local_output_shapes) -> arguments` where an argument depends on shapes (a reshape's
             target). Its input is the positional arguments followed by the values of named ones; it returns positional
             arguments only.
-        halos: dim of the first input whose windows reach beyond a part -> the numbers of elements that a part takes from
-            the one in front of it and from the one after it, and that pad the end of a dim that isn't sharded.
+        halos: dim of the first input whose windows reach beyond a part -> the numbers of elements that a part takes
+            from the one in front of it and from the one after it, and that pad the end of a dim that isn't sharded.
     """
 
     inputs: tuple
