@@ -1,6 +1,5 @@
 """`verify()`: is the plan of a Cell right?"""
 
-import copy
 from types import SimpleNamespace
 
 import mindspore as ms
@@ -15,6 +14,7 @@ from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
 from mindformers_core.program.observer import Observer
 from mindformers_core.program.structure import tree_leaves, tree_map
+from mindformers_core.sharding.declare import copy_cell
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.sharding.inspecting import prepare, programs
 from mindformers_core.sharding.parameter_storage import as_computed
@@ -74,7 +74,7 @@ class _Call:
         self.build_one, self.cell = net, net if isinstance(net, nn.Cell) else None
         if self.cell is not None:
             materialize(net, seed)
-            self.build_one = lambda: shard(copy.deepcopy(net), mesh, config, plan, seed=seed)
+            self.build_one = lambda: shard(copy_cell(net), mesh, config, plan, seed=seed)
 
     def build(self, rank):
         """The finished Cell of a rank, as stage 0."""
