@@ -6,11 +6,12 @@ Losses, results and gradients of all parameters; and no engine communicates more
 import mindspore as ms
 import numpy as np
 from case_shard import BATCH, HIDDEN, LENGTH, compare, layers_alone, layers_input, sharded_layers
-from engines import check_engines
+from engines import check_engines, check_in_graph, check_in_pynative
 from graph_collectives import count_in_graph
 from launch import on_ranks
 from mindspore import Tensor, ops
 from models import EXAMPLES, language, plain, vision
+from models.authors import AUTHORS
 from one_card import part_of
 
 from mindformers_core.communication import world
@@ -56,6 +57,17 @@ def case_language_models_on_dp_2_tp_2():
 def case_models_on_dp():
     """Only the batch is cut."""
     check_all([name for name in EXAMPLES if name not in HOOKED], (world().size,), ("dp",))
+
+
+@on_ranks(4, nightly=(2,))
+def case_models_of_authors():
+    """Numbers where the batch is cut over one axis, weights over the other; every fourth one is compiled, too."""
+    mesh = init_device_mesh((world().size // 2, 2), ("dp", "tp"))
+    for place, name in enumerate(AUTHORS):
+        check_in_pynative(name, mesh, "eager")
+        _, made = check_in_pynative(name, mesh, "generated")
+        if place % 4 == 0:
+            check_in_graph(name, mesh, *made)
 
 
 @on_ranks(4)

@@ -1,4 +1,4 @@
-"""Runs one of `models.EXAMPLES` by every engine and compares with one card: results, gradients of all parameters."""
+"""Runs one of `MODELS` by every engine and compares with one card: results, gradients of all parameters."""
 
 import inspect
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ import numpy as np
 from graph_collectives import count_in_graph
 from mindspore import Tensor
 from models import EXAMPLES, axes_of
+from models.authors import AUTHORS
 from one_card import part_of, same
 from truth import once
 
@@ -19,6 +20,7 @@ from mindformers_core.tensor_parallel import DTensor, jit, shard
 __all__ = ["check_engines", "check_in_graph", "check_in_pynative"]
 
 SEED, TOLERANCE = 7, 1e-5
+MODELS = {**EXAMPLES, **AUTHORS}
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Truth:
 @once
 def truth(name):
     """The `Truth` of a model, with the values of `built` and the inputs of `SEED`."""
-    example, cell = EXAMPLES[name], built(name)
+    example, cell = MODELS[name], built(name)
     args, kwargs = example.inputs(SEED)
     loss, gradients = step_of(cell, example)(*args, **kwargs)
     named = {p.name: gradient.asnumpy() for p, gradient in zip(cell.trainable_params(), gradients, strict=True)}
@@ -42,7 +44,7 @@ def truth(name):
 
 def built(name):
     """The plain model; every parameter has values that differ from each other, the same at every call."""
-    cell, random = EXAMPLES[name].make(), np.random.default_rng(SEED)
+    cell, random = MODELS[name].make(), np.random.default_rng(SEED)
     for parameter in cell.get_parameters():
         values = random.normal(size=parameter.shape).astype(np.float32) * 0.3
         parameter.set_data(Tensor(values + 1 if parameter.ndim == 1 else values))
@@ -60,7 +62,7 @@ def step_of(cell, example):
 
 def sharded(name, mesh, mode):
     """The model, sharded as its plan says, and its inputs: this rank's parts."""
-    example, cell, axes = EXAMPLES[name], built(name), axes_of(mesh)
+    example, cell, axes = MODELS[name], built(name), axes_of(mesh)
     plan = example.plan(axes)
     bound = inspect.signature(cell.construct).bind(*example.inputs(SEED)[0], **example.inputs(SEED)[1])
 
@@ -102,7 +104,7 @@ def check_in_pynative(name, mesh, mode):
     what = f"{name} on {mesh}, {mode}"
     same(tree_map(_whole, cell(*args, **kwargs)), truth(name).result, TOLERANCE, what)
     with count_collectives() as counts:
-        loss, gradients = step_of(cell, EXAMPLES[name])(*args, **kwargs)
+        loss, gradients = step_of(cell, MODELS[name])(*args, **kwargs)
     _compare(what, truth(name), cell, _whole(loss), gradients)
     return counts, (cell, args, kwargs)
 
@@ -110,7 +112,7 @@ def check_in_pynative(name, mesh, mode):
 def check_in_graph(name, mesh, cell, args, kwargs):
     """Compare the loss and gradients of a compiled step with one card's; gives what it communicates."""
     with count_in_graph(mesh) as counts:
-        loss, gradients = jit(step_of(cell, EXAMPLES[name]))(*args, **kwargs)
+        loss, gradients = jit(step_of(cell, MODELS[name]))(*args, **kwargs)
     _compare(f"{name} on {mesh}, jit", truth(name), cell, loss.asnumpy(), gradients)
     return counts
 
