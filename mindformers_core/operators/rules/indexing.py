@@ -1,5 +1,7 @@
 """Rules of operators that look up, order, accumulate or mask by position along a dim."""
 
+from functools import partial
+
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import as_dim, dim_names, dim_sizes, integers, plain_names, unary
 from mindformers_core.operators.rules.elementwise import keeps_digits, tensors_in
@@ -148,12 +150,14 @@ def one_hot(indices, depth, on_value=1, off_value=0, axis=-1):
 @register_operator("TopK", saves=SECOND_RESULT)
 @register_operator("TopkExt", saves=SECOND_RESULT, source=".topk")
 def top_k(x, k, dim=-1, largest=True, sorted=True):
-    """The `k` largest along `dim`, and their positions."""
+    """The `k` largest along `dim`, and their positions: those of all parts are compared where it is cut."""
     place = as_dim(dim, x.ndim)
     if not 0 <= integers((k,), "k")[0] <= x.shape[place]:
         raise ValueError(f"k={k} is more than dim {place} of {x.shape} has")
     names = dim_names(x)
-    return unary(x, (*names[:place], ("taken",), *names[place + 1 :]), 2, {"taken": k}, (place,))
+    more = {"distributed": {f"d{place}": "top_k"}} if k else {"whole": (place,)}
+    more["localize"] = lambda args, shapes: (*args[:2], dim, largest, sorted)[: 5 if dim_is_given else 2]
+    return unary(x, (*names[:place], ("taken",), *names[place + 1 :]), 2, {"taken": k}, **more)
 
 
 @register_operator("Sort", saves=INPUTS_AS_THEY_ARE, attributes=("axis",))
@@ -176,13 +180,28 @@ def cumulative_sum(x, *args, **named):
     plain = dict(zip(("dim", "dtype"), args)) | plain_names(named)
     dtype = plain.get("dtype")
     passes = dtype is None or isinstance(dtype, bool) or keeps_digits(dtype)  # a bool is CumSum's `exclusive`
-    return unary(x, whole=(as_dim(plain.get("dim"), x.ndim),), linear=({0},) if passes else ())
+    order = positional(x, plain.get("dim"), dtype) if named else None
+    return _scan("cumsum", x, plain.get("dim"), linear=({0},) if passes else (), localize=order)
 
 
 @register_operator("CumProd", saves=INPUTS_AS_THEY_ARE)
 def cumulative_product(x, dim, *_):
     """Products of all elements up to each along `dim`."""
-    return unary(x, whole=(as_dim(dim, x.ndim),))
+    return _scan("cumprod", x, dim)
+
+
+def _scan(algorithm, x, dim, outputs=1, **more):
+    """The `Signature` of a scan: totals of the parts are exchanged where its dim is cut."""
+    return unary(x, outputs=outputs, distributed={f"d{as_dim(dim, x.ndim)}": algorithm}, **more)
+
+
+def _cumulative_extreme(algorithm, x, dim):
+    """The extreme of all elements up to each along `dim`, and its position."""
+    return _scan(algorithm, x, dim, 2)
+
+
+register_operator("Cummax", saves=UNMEASURED)(partial(_cumulative_extreme, "cummax"))
+register_operator("Cummin", "CumminExt", saves=UNMEASURED)(partial(_cumulative_extreme, "cummin"))
 
 
 @register_operator("ReverseSequence", saves=UNMEASURED, attributes=("seq_dim", "batch_dim"))
