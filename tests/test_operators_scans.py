@@ -44,13 +44,21 @@ SCANS = (
     Sample("cummin_of_nan", stopped(lambda x: ops.cummin(x, 1)), (SOME_NAN,), terms=False),
     Sample("cummax_of_integers", lambda x: [*ops.cummax(whole_numbers(x), 1), x * 2.0], (TIES,), terms=False),
 )
+TOP_K = (
+    Sample("topk", lambda x: [*ops.topk(x, 3, dim=1), *x.topk(2, dim=0)], (DISTINCT,), terms=False),
+    Sample("topk_of_more_than_a_part", lambda x: [*ops.topk(x, 7), ops.topk(x, 8)[0]], (DISTINCT,), terms=False),
+    Sample("smallest", lambda x: [*ops.topk(x, 2, 1, False), ops.topk(x, 1, 0, False)[0]], (DISTINCT,), terms=False),
+    Sample("topk_of_ties", lambda x: ops.topk(x, 5, 1)[0], (TIES,), terms=False),
+)
 WITHOUT_KERNEL = (
+    Sample("mint_topk", lambda x: [*mint.topk(x, 3, 1), *mint.topk(x, k=2, dim=0, largest=False)], (X,)),
+    Sample("kthvalue", lambda x: [*mint.kthvalue(x, 2, 1), *x.kthvalue(2, 1, True)], (X,), ["cut_0_1"]),
     Sample("mint_cumsum", lambda x: [mint.cumsum(x, 1), x.cumsum(dim=0)], (X,)),
     Sample("mint_cummin", lambda x: mint.cummin(x, 1), (X,)),
 )
 
 
-@pytest.mark.parametrize("sample", SCANS, ids=str)
+@pytest.mark.parametrize("sample", [*SCANS, *TOP_K], ids=str)
 def test_scans(sample):
     assert verified(sample) == sample.gathered
 
@@ -60,17 +68,17 @@ def test_plans_without_a_kernel(sample):
     assert planned(sample) == sample.gathered
 
 
-@pytest.mark.parametrize("sample", SCANS, ids=str)
+@pytest.mark.parametrize("sample", [*SCANS, *TOP_K], ids=str)
 def test_operator_by_operator(sample):
     eager(sample)
 
 
-@pytest.mark.parametrize("sample", SCANS[::3], ids=str)
+@pytest.mark.parametrize("sample", [*SCANS[::3], *TOP_K], ids=str)
 def test_two_axes(sample):
     """Every dim cut over both axes of a mesh of 4."""
     verified(sample, MESH_OF_4)
 
 
 def test_the_operators_are_met():
-    met = operators_of([*SCANS, *WITHOUT_KERNEL])
+    met = operators_of([*SCANS, *TOP_K, *WITHOUT_KERNEL])
     assert met >= verified_operators.SCANS

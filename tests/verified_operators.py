@@ -29,5 +29,5 @@ REDUCTIONS = _names(
     Median MedianDim MedianExt Nansum Quantile Renorm ReverseSequence
     """
 )
-SCANS = _names("Cummax Cummin CumminExt")
+SCANS = _names("Cummax Cummin CumminExt Kthvalue")
 VERIFIED = ELEMENTWISE | MATRICES | REDUCTIONS | SCANS
