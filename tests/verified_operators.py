@@ -29,4 +29,5 @@ REDUCTIONS = _names(
     Median MedianDim MedianExt Nansum Quantile Renorm ReverseSequence
     """
 )
-VERIFIED = ELEMENTWISE | MATRICES | REDUCTIONS
+SCANS = _names("Cummax Cummin CumminExt Kthvalue")
+VERIFIED = ELEMENTWISE | MATRICES | REDUCTIONS | SCANS

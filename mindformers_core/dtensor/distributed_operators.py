@@ -24,6 +24,7 @@ from mindformers_core.dtensor.halo import windows, windows_with_index
 from mindformers_core.dtensor.lookups import LOOKUPS, found_here, zero_where
 from mindformers_core.dtensor.moments import group_norm
 from mindformers_core.dtensor.move import dtype_name, redistribute_local
+from mindformers_core.dtensor.scans import SCANS
 from mindformers_core.dtensor.statistics import band, norm, product, spread, trace
 from mindformers_core.layout import Layout
 
@@ -322,4 +323,5 @@ ALGORITHMS = {
     "halo_of_largest": partial(windows, -math.inf),
     "halo_with_index": windows_with_index,
     **LOOKUPS,
+    **SCANS,
 }

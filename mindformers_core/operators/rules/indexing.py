@@ -1,10 +1,14 @@
 """Rules of operators that look up, order, accumulate or mask by position along a dim."""
 
+from functools import partial
+
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.rules.dims import as_dim, dim_names, dim_sizes, integers, plain_names, unary
+from mindformers_core.operators.rules.dims import as_dim, bound, dim_names, dim_sizes, integers, parameters, plain_names, unary
 from mindformers_core.operators.rules.elementwise import keeps_digits, tensors_in
 from mindformers_core.operators.saved import INDICES, INPUTS, INPUTS_AS_THEY_ARE, NOTHING, SECOND_RESULT, UNMEASURED
 from mindformers_core.operators.signature import Signature, TensorMeta
+
+_TOP_K = parameters("x k", dim=-1, largest=True, sorted=True)
 
 
 def _lookup(params, indices, dim, batch_dims, algorithm):
@@ -147,13 +151,31 @@ def one_hot(indices, depth, on_value=1, off_value=0, axis=-1):
 
 @register_operator("TopK", saves=SECOND_RESULT)
 @register_operator("TopkExt", saves=SECOND_RESULT, source=".topk")
-def top_k(x, k, dim=-1, largest=True, sorted=True):
-    """The `k` largest along `dim`, and their positions."""
-    place = as_dim(dim, x.ndim)
+def top_k(x, *args, **named):
+    """The `k` largest along `dim`, and their positions: those of all parts are compared where it is cut."""
+    given, again = bound(_TOP_K, (x, *args), named)
+    k, place = given["k"], as_dim(given["dim"], x.ndim)
     if not 0 <= integers((k,), "k")[0] <= x.shape[place]:
         raise ValueError(f"k={k} is more than dim {place} of {x.shape} has")
+    more = {"distributed": {f"d{place}": "top_k"}} if k else {"whole": (place,)}
+    more["localize"] = (lambda args, shapes: again(args, {})) if named else None
+    return _taken(x, place, k, True, **more)
+
+
+def _taken(x, place, count, keepdim, **more):
+    """The `Signature` of `count` elements along a dim, and their positions."""
     names = dim_names(x)
-    return unary(x, (*names[:place], ("taken",), *names[place + 1 :]), 2, {"taken": k}, (place,))
+    output = (*names[:place], *((("taken",),) if keepdim else ()), *names[place + 1 :])
+    return unary(x, output, 2, {"taken": count} if keepdim else (), **more)
+
+
+@register_operator("Kthvalue", saves=UNMEASURED)
+def kth_value(x, k, dim=-1, keepdim=False):
+    """The `k`-th smallest along `dim`, and its position."""
+    place = as_dim(dim, x.ndim)
+    if not 1 <= integers((k,), "k")[0] <= x.shape[place]:
+        raise ValueError(f"k={k} is no place among the elements of dim {place} of {x.shape}")
+    return _taken(x, place, 1, keepdim, whole=(place,))
 
 
 @register_operator("Sort", saves=INPUTS_AS_THEY_ARE, attributes=("axis",))
@@ -176,13 +198,28 @@ def cumulative_sum(x, *args, **named):
     plain = dict(zip(("dim", "dtype"), args)) | plain_names(named)
     dtype = plain.get("dtype")
     passes = dtype is None or isinstance(dtype, bool) or keeps_digits(dtype)  # a bool is CumSum's `exclusive`
-    return unary(x, whole=(as_dim(plain.get("dim"), x.ndim),), linear=({0},) if passes else ())
+    order = positional(x, plain.get("dim"), dtype) if named else None
+    return _scan("cumsum", x, plain.get("dim"), linear=({0},) if passes else (), localize=order)
 
 
 @register_operator("CumProd", saves=INPUTS_AS_THEY_ARE)
 def cumulative_product(x, dim, *_):
     """Products of all elements up to each along `dim`."""
-    return unary(x, whole=(as_dim(dim, x.ndim),))
+    return _scan("cumprod", x, dim)
+
+
+def _scan(algorithm, x, dim, outputs=1, **more):
+    """The `Signature` of a scan: totals of the parts are exchanged where its dim is cut."""
+    return unary(x, outputs=outputs, distributed={f"d{as_dim(dim, x.ndim)}": algorithm}, **more)
+
+
+def _cumulative_extreme(algorithm, x, dim):
+    """The extreme of all elements up to each along `dim`, and its position."""
+    return _scan(algorithm, x, dim, 2)
+
+
+register_operator("Cummax", saves=UNMEASURED)(partial(_cumulative_extreme, "cummax"))
+register_operator("Cummin", "CumminExt", saves=UNMEASURED)(partial(_cumulative_extreme, "cummin"))
 
 
 @register_operator("ReverseSequence", saves=UNMEASURED, attributes=("seq_dim", "batch_dim"))

@@ -1,0 +1,101 @@
+"""Algorithms of scans and of the largest elements along a dim that is cut; see `distributed_operators`.
+
+A scan runs on each part. The totals of the parts, of size 1 along the dim, are gathered; each part combines what it has
+with those of the parts in front of it: the scheme of Blelloch (CMU-CS-90-190, section 1.4). The k largest elements are
+among the k largest of every part, so these alone are gathered.
+"""
+
+from functools import partial
+
+import numpy as np
+from mindspore import Tensor, ops
+from mindspore import dtype as mstype
+
+from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.layout import Layout
+
+__all__ = ["SCANS"]
+
+# kind of a scan -> its neutral element, the total of elements along a dim, and of two tensors
+_KINDS = {
+    "cumsum": (0, lambda x, dim: ops.sum(x, dim, keepdim=True), ops.add),
+    "cumprod": (1, lambda x, dim: ops.prod(x, dim, True), ops.mul),
+}
+
+
+def _scan(kind, operator, args, context):
+    """A cumulative sum or product.
+
+    Args:
+        args: the tensor, the dim, and the operator's further arguments: bools are whether an element is left out of
+            its own total, and whether the scan begins at the end.
+    """
+    neutral, total_along, total_of = _KINDS[kind]
+    x, dim, *more = args
+    exclusive, reverse = more if len(more) == 2 else (False, False)
+    local = operator(*args)
+    total = _last(local, dim, reverse)
+    total = total_of(total, _last(x, dim, reverse)) if exclusive else total
+    totals = _gathered(total, dim, context, varying=True)
+    numbers, own = Tensor(np.arange(context.count), mstype.int32), context.start(1, mstype.int32)
+    skipped = (ops.less_equal if reverse else ops.greater_equal)(numbers, own)
+    shape = [1] * x.ndim
+    shape[dim] = context.count
+    totals = ops.where(ops.reshape(skipped, tuple(shape)), Tensor(neutral, local.dtype), totals)
+    return total_of(local, ops.cast(total_along(totals, dim), local.dtype))
+
+
+def _scan_of_extremes(is_better, operator, args, context):
+    """A cumulative extreme and its positions: the last one of equal elements; a NaN stays, as on one card."""
+    x, dim = args
+    value, index = operator(x, dim)
+    position = ops.stop_gradient(index) + context.start(x.shape[dim], index.dtype)
+    tops, found = operator(_gathered(_last(value, dim), dim, context, varying=True), dim)
+    places = _gathered(_last(position, dim), dim, context)
+    places = ops.gather_elements(places, dim, ops.stop_gradient(found))
+    own = context.start(1, mstype.int32)
+    before = ops.reshape(ops.maximum(own - 1, 0), (1,))
+    top, place = ops.gather(tops, before, dim), ops.gather(places, before, dim)
+    better = is_better(top, value)
+    if "float" in dtype_name(x.dtype):
+        better = ops.logical_and(ops.logical_or(better, ops.isnan(top)), ops.logical_not(ops.isnan(value)))
+    better = ops.logical_and(better, ops.greater(own, 0))
+    return ops.where(better, top, value), ops.where(better, place, position)
+
+
+def _top_k(operator, args, context):
+    """The largest, or smallest, elements and their positions. Which ones of equal elements is as undefined as on one
+    card: MindSpore's kernel on CPU takes any of them.
+
+    Args:
+        args: the tensor, the number of elements, and the operator's further arguments, the dim first.
+    """
+    x, count, *more = args
+    dim = more[0] % x.ndim if more else x.ndim - 1
+    value, index = operator(x, min(count, x.shape[dim]), *more)
+    position = ops.stop_gradient(index) + context.start(x.shape[dim], index.dtype)
+    best, found = operator(_gathered(value, dim, context), count, *more)
+    return best, ops.gather_elements(_gathered(position, dim, context), dim, ops.stop_gradient(found))
+
+
+def _last(x, dim, reverse=False):
+    """The last element along a dim; with `reverse` the first."""
+    start, size = [0] * x.ndim, list(x.shape)
+    start[dim], size[dim] = 0 if reverse else size[dim] - 1, 1
+    return ops.slice(x, tuple(start), tuple(size))
+
+
+def _gathered(local, dim, context, varying=False):
+    """All parts along a dim; `varying`: for consumers that differ between ranks."""
+    dims = [()] * local.ndim
+    whole = Layout.on(context.mesh, dims, varying=context.axes if varying else ())
+    dims[dim] = context.axes
+    return context.redistribute(local, Layout.on(context.mesh, dims), whole)
+
+
+SCANS = {
+    **{kind: partial(_scan, kind) for kind in _KINDS},
+    "cummax": partial(_scan_of_extremes, ops.greater),
+    "cummin": partial(_scan_of_extremes, ops.less),
+    "top_k": _top_k,
+}
