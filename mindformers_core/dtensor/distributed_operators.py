@@ -19,8 +19,8 @@ from mindspore import Tensor, ops
 from mindspore import dtype as mstype
 
 from mindformers_core.communication import world
-from mindformers_core.dtensor.dropout import counters, dropout_with_mask, functional_dropout, next_random_state
 from mindformers_core.dtensor.draws import DISTRIBUTIONS
+from mindformers_core.dtensor.dropout import counters, dropout_with_mask, functional_dropout, next_random_state
 from mindformers_core.dtensor.halo import windows, windows_with_index
 from mindformers_core.dtensor.lookups import LOOKUPS, found_here, zero_where
 from mindformers_core.dtensor.moments import group_norm

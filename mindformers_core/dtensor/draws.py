@@ -16,8 +16,9 @@ from mindspore.common.generator import default_generator
 from mindspore.ops import auto_generate
 
 from mindformers_core.dtensor.dropout import STEP, counters, next_random_state, uniform_bits
+from mindformers_core.operators import signature_of
 
-__all__ = ["DISTRIBUTIONS", "DRAWN", "whole_context"]
+__all__ = ["DISTRIBUTIONS", "DRAWN", "draw_whole", "whole_context"]
 
 _DIGITS = MappingProxyType({"float16": 11, "bfloat16": 8})  # of a fraction below 1; others: 24
 
@@ -31,6 +32,13 @@ def whole_context(shape, random_state=next_random_state, float_dtype=None):
         local_shape=tuple(shape),
         float_dtype=float_dtype,
     )
+
+
+def draw_whole(name, args, kwargs):
+    """The whole result of a draw that takes no tensor but seed and offset, by its rule; on any rank the same."""
+    signature = signature_of(name, args, kwargs)
+    shape = tuple(signature.sizes[factor] for (factor,) in signature.outputs[0])
+    return DISTRIBUTIONS[signature.run](None, signature.arguments, whole_context(shape))
 
 
 def _uniform(_, args, context):
@@ -145,7 +153,8 @@ def _bernoulli_ext(x, seed, offset):
 
 
 def _bernoulli(x, p):
-    return ops.cast(ops.less(_drawn("RandLikeExt", x, *default_generator._step(STEP), mstype.float32, None), p), x.dtype)
+    draws = _drawn("RandLikeExt", x, *default_generator._step(STEP), mstype.float32, None)
+    return ops.cast(ops.less(draws, p), x.dtype)
 
 
 def _channels(x, keep_prob, *state):
