@@ -5,23 +5,15 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
+from mindformers_core.dtensor.draws import whole_context
 from mindformers_core.dtensor.dropout import connect_generator, counters, dropout_with_mask, next_random_state
 
 SIZE = 1024
 
 
-class WholeTensor:
-    """The `ShardContext` of a tensor that no axis cuts."""
-
-    next_random_state = staticmethod(next_random_state)
-
-    def __init__(self, shape):
-        self.random_counters = tuple(map(Tensor, counters(shape, [slice(0, size) for size in shape])))
-
-
 def masks(shape, keep_probability, calls):
     """What stays in some calls, as normalised numbers of mean 0 and variance 1."""
-    x, cut = Tensor(np.ones(shape, np.float32)), WholeTensor(shape)
+    x, cut = Tensor(np.ones(shape, np.float32)), whole_context(shape)
     ms.manual_seed(5)
     stays = [dropout_with_mask(None, (x, keep_probability), cut)[1].asnumpy() for _ in range(calls)]
     return (np.array(stays) - keep_probability) / np.sqrt(keep_probability * (1 - keep_probability))
@@ -59,10 +51,10 @@ def test_means_vary_as_by_chance():
 
 def test_values_are_exact():
     x = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
-    kept, stays = dropout_with_mask(None, (Tensor(x), 0.75), WholeTensor(x.shape))
+    kept, stays = dropout_with_mask(None, (Tensor(x), 0.75), whole_context(x.shape))
     np.testing.assert_allclose(kept.asnumpy(), np.where(stays.asnumpy(), x / np.float32(0.75), 0), 1e-6)
     for probability in (1.0, 0.0):
-        kept, stays = dropout_with_mask(None, (Tensor(x), probability), WholeTensor(x.shape))
+        kept, stays = dropout_with_mask(None, (Tensor(x), probability), whole_context(x.shape))
         np.testing.assert_array_equal(kept.asnumpy(), x * probability)
         assert probability == 0.0 or stays.asnumpy().all()
 

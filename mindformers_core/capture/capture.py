@@ -25,6 +25,7 @@ from mindspore.utils import MsDispatchMode
 from mindformers_core.capture.recording import Recorder
 from mindformers_core.capture.traced import Traced
 from mindformers_core.dtensor.indexing import index_tensor
+from mindformers_core.dtensor.interception import draws_by_position
 from mindformers_core.operators.rules.matmul import einsum_names
 from mindformers_core.program.graph import cell_label
 from mindformers_core.program.structure import tree_leaves, tree_map
@@ -85,6 +86,7 @@ def capture(cell, *inputs, **named_inputs):
             scope.enter_context(DeviceCtx(targets[0]))  # that around all `DeviceCtx("meta")` blocks
         scope.callback(ms.set_rng_state, ms.get_rng_state())
         scope.enter_context(_no_grad())
+        scope.enter_context(draws_by_position(False))
         scope.enter_context(recorder.tree.traced(recorder))
         _replace(scope, functional_overload, "einsum", _einsum)
         _replace(scope, Tensor, "__fallback__", _HandOver(recorder))

@@ -10,6 +10,8 @@ import numpy as np
 from mindspore import dtype as mstype
 from mindspore import mint, ops
 
+from mindformers_core.dtensor.draws import DRAWN
+
 __all__ = ["batch_norm", "batch_norm_ext", "composed", "max_pool", "mirrored"]
 
 
@@ -65,6 +67,7 @@ _COMPOSED = {  # function of an operator's arguments, and names of a primitive's
     "FuncMaxPool2D": (max_pool, ()),
     "MirrorPad": (mirrored, ("mode",)),
     "PixelShuffle": (ops.pixel_shuffle, ()),
+    **DRAWN,
 }
 
 

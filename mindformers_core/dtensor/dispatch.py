@@ -7,6 +7,7 @@ no layout arithmetic.
 
 import inspect
 import math
+from dataclasses import replace
 from functools import cache
 
 from mindspore import Parameter, Tensor, ops
@@ -170,7 +171,7 @@ class _Program:
             tuple(math.prod(sizes[factor] for factor in factors) for factors in dims) for dims in signature.outputs
         )
         self.targets = tuple(map(_target, metas, resolution.inputs))
-        self.algorithm, self.context = _algorithm(name, signature, resolution, mesh, metas)
+        self.algorithm, self.context = _algorithm(name, signature, resolution, mesh, metas, self.shapes)
         flat = not kwargs and sum(isinstance(argument, TensorMeta) for argument in args) == len(metas)
         self.direct = flat and signature.localize is None and self.algorithm is None and not any(self.targets)
         if signature.localize is not None:
@@ -262,7 +263,7 @@ def _local_part(tensor, target):
     return tensor if target is None else redistribute_local(tensor, Layout.on(target.mesh, ((),) * tensor.ndim), target)
 
 
-def _algorithm(name, signature, resolution, mesh, metas):
+def _algorithm(name, signature, resolution, mesh, metas, outputs):
     """The algorithm that runs in the operator's place, if any, and the `ShardContext` that it gets."""
     sharded = [factor for factor in signature.distributed if resolution.axes_of.get(factor)]
     needed = {signature.distributed[factor] for factor in sharded} | ({signature.run} - {None})
@@ -275,4 +276,5 @@ def _algorithm(name, signature, resolution, mesh, metas):
         )
     axes = tuple(axis for factor in sharded for axis in resolution.axes_of[factor])
     shapes = tuple(meta.shape for meta in metas)
-    return ALGORITHMS[needed.pop()], ShardContext(mesh, axes, resolution.inputs, shapes, halos=signature.halos)
+    context = ShardContext(mesh, axes, resolution.inputs, shapes, halos=signature.halos)
+    return ALGORITHMS[needed.pop()], replace(context, output=(resolution.outputs[0], outputs[0]))

@@ -19,6 +19,7 @@ from mindspore import Tensor, ops
 from mindspore import dtype as mstype
 
 from mindformers_core.communication import world
+from mindformers_core.dtensor.draws import DISTRIBUTIONS
 from mindformers_core.dtensor.dropout import counters, dropout_with_mask, functional_dropout, next_random_state
 from mindformers_core.dtensor.halo import windows, windows_with_index
 from mindformers_core.dtensor.lookups import LOOKUPS, found_here, zero_where
@@ -46,6 +47,8 @@ class ShardContext:
         redistribute: `redistribute(local, source, target)` takes a local tensor from one layout to another.
         next_random_state: gives seed and offset of the next random draw.
         halos: of the operator's `Signature`.
+        output: layout and global shape of the first result.
+        float_dtype: of all random numbers with fractions; None: the one that the operator is given.
     """
 
     mesh: object
@@ -56,6 +59,8 @@ class ShardContext:
     redistribute: Callable = redistribute_local
     next_random_state: Callable = next_random_state
     halos: dict = field(default_factory=dict)
+    output: tuple = ()
+    float_dtype: object = None
 
     @cached_property
     def count(self):
@@ -89,9 +94,15 @@ class ShardContext:
 
     @cached_property
     def random_counters(self):
-        """The counters of the random numbers of this rank's part of the first input; see `counters`."""
-        shape = self.shapes[0]
-        return tuple(map(Tensor, counters(shape, self.layouts[0].local_slices(shape, self._rank))))
+        """The counters of the random numbers of this rank's part of the first result; see `counters`."""
+        layout, shape = self.output
+        return tuple(map(Tensor, counters(shape, layout.local_slices(shape, self._rank))))
+
+    @property
+    def local_shape(self):
+        """That of the first result."""
+        layout, shape = self.output
+        return layout.local_shape(shape)
 
     @property
     def _rank(self):
@@ -324,4 +335,5 @@ ALGORITHMS = {
     "halo_with_index": windows_with_index,
     **LOOKUPS,
     **SCANS,
+    **DISTRIBUTIONS,
 }

@@ -17,18 +17,20 @@ from mindspore.common.generator import default_generator
 from mindformers_core.splitmix import GOLDEN
 
 __all__ = [
+    "STEP",
     "WITHOUT_SEEDS",
     "connect_generator",
     "counters",
     "dropout_with_mask",
     "functional_dropout",
     "next_random_state",
+    "uniform_bits",
 ]
 
 # Number of an operator's arguments before its seeds, which differ from layer to layer or from call to call.
 WITHOUT_SEEDS = MappingProxyType({"Dropout": 2})
 
-_STEP = Tensor(12, mstype.int64)  # by which a draw advances the generator: that of MindSpore's own operators
+STEP = Tensor(12, mstype.int64)  # by which a draw advances the generator: that of MindSpore's own operators
 _FIRST_COLUMN = 1 << 62  # columns count from here, so that no row has the same counter
 
 
@@ -38,7 +40,7 @@ def next_random_state():
     `mindspore.manual_seed` resets the generator, `mindspore.get_rng_state` saves its state, and a recomputation draws
     the numbers of the forward pass. All ranks have to make the same draws. Compiles.
     """
-    seed, offset = default_generator._step(_STEP)
+    seed, offset = default_generator._step(STEP)
     return ops.reshape(seed, ()), ops.reshape(offset, ())  # a graph gives them one dim
 
 
@@ -59,17 +61,17 @@ def dropout_with_mask(_, args, context):
 
     The operator is given the probability of keeping. Every call draws by `next_random_state`.
     """
-    return _dropped(args[0], args[1] if len(args) > 1 else 0.5, *context.next_random_state(), context.random_counters)
+    return _dropped(args[0], args[1] if len(args) > 1 else 0.5, *context.next_random_state(), context)
 
 
 def functional_dropout(_, args, context):
     """`FuncDropoutExt`: the same without the mask; given the probability of dropping, and the random state."""
     x, probability, _, _, seed, offset = args
-    return _dropped(x, 1.0 - probability, seed, offset, context.random_counters)[0]
+    return _dropped(x, 1.0 - probability, seed, offset, context)[0]
 
 
-def _dropped(x, keep_probability, seed, offset, row_and_column_counters):
-    stays = ops.less_equal(_numbers(seed, offset, *row_and_column_counters, x.shape), _threshold(keep_probability))
+def _dropped(x, keep_probability, seed, offset, context):
+    stays = ops.less_equal(uniform_bits(seed, offset, context, x.shape), _threshold(keep_probability))
     scale = 1.0 / keep_probability if keep_probability else 0.0
     return x * ops.cast(stays, x.dtype) * scale, stays
 
@@ -79,11 +81,10 @@ def _threshold(probability):
     return max(round(probability * 2**32) - 2**31 - 1, -(2**31))
 
 
-def _numbers(seed, offset, rows, columns, shape):
-    """A uniform int32 for each element of a tensor of this shape."""
+def uniform_bits(seed, offset, context, shape):
+    """A uniform int32 for each element of a tensor of this local shape, by its global position (`random_counters`)."""
     key = seed * _signed(0xD1342543DE82EF95) + offset * _signed(0xAF251AF3B0F025B5)
-    low_rows, high_rows = _random_halves(rows + key)
-    low_columns, high_columns = _random_halves(columns + key)
+    (low_rows, high_rows), (low_columns, high_columns) = (_random_halves(c + key) for c in context.random_counters)
     return ops.reshape((low_rows + low_columns) * (high_rows + high_columns), shape)
 
 

@@ -5,14 +5,19 @@ whose first tensor is a plain one looks up `Tensor.__fallback__`; and a few prim
 """
 
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mindspore import Parameter, Tensor, ops
 
+from mindformers_core.communication.world import process_state
+from mindformers_core.dtensor.compositions import composed
 from mindformers_core.dtensor.dispatch import Dispatcher
+from mindformers_core.dtensor.draws import draw_whole
 from mindformers_core.dtensor.dtensor import DTensor
+from mindformers_core.operators.registry import facts_of
 
-__all__ = ["custom_operator", "intercept_operators"]
+__all__ = ["custom_operator", "draws_by_position", "intercept_operators"]
 
 # Primitives that don't look up `__fallback__`, with those of their attributes that their rule takes as arguments.
 _WITHOUT_FALLBACK = (
@@ -21,6 +26,12 @@ _WITHOUT_FALLBACK = (
     (ops.AddN, ()),
     (ops.auto_generate.FullLike, ()),
     (ops.auto_generate.RandLikeExt, ()),
+)
+# Primitives that draw from no tensor but seed and offset
+_DRAWING = (ops.StandardNormal, ops.UniformReal, ops.UniformInt, ops.StandardLaplace, ops.Cauchy)
+_DRAWING += tuple(
+    getattr(ops.auto_generate, name)
+    for name in ("RandExt", "Randn", "RandInt", "RandpermExt", "RandpermV2", "NormalFloatFloat")
 )
 
 
@@ -79,6 +90,33 @@ def intercept_operators():
     Tensor.__fallback__ = _PlainTensorFallback(dispatcher)
     for primitive, attributes in _WITHOUT_FALLBACK:
         primitive.__call__ = _dispatching(primitive.__call__, attributes, dispatcher)
+    for primitive in _DRAWING:
+        primitive.__call__ = _drawing(primitive.__call__)
+
+
+@contextmanager
+def draws_by_position(active=True):
+    """While open, draws from no tensor give the numbers of a distributed program, the same on all ranks; or don't."""
+    state = process_state().memo(__name__)
+    before = state.get("draws", False)
+    state["draws"] = active
+    try:
+        yield
+    finally:
+        state["draws"] = before
+
+
+def _drawing(call):
+    """A `__call__` of a primitive that draws by position within `draws_by_position`."""
+
+    def drawing_call(self, *args, **kwargs):
+        if not process_state().memo(__name__).get("draws"):
+            return call(self, *args, **kwargs)
+        if facts_of(self.name).rule is not None:
+            return draw_whole(self.name, args, kwargs)
+        return composed(self.name, args, kwargs, self)
+
+    return drawing_call
 
 
 def _dispatching(call, attributes, dispatcher):

@@ -6,6 +6,7 @@ from functools import cache
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from mindformers_core.dtensor.dtensor import parameter_meta, parameter_view, wrap
+from mindformers_core.dtensor.interception import draws_by_position
 from mindformers_core.hints import first_of
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.sharding.compiling import choose_program
@@ -145,7 +146,7 @@ class EagerCell(ShardedCell):
                 tree.compare_inputs(shapes, args, kwargs)
             tree.views = {}
             try:
-                with tree.storage.call_scope():
+                with tree.storage.call_scope(), draws_by_position():
                     args, kwargs = tree.storage.cast_inputs(args, kwargs) if path == "" else (args, kwargs)
                     result = self.run_eagerly(*args, **kwargs)
                     return tree.storage.cast_outputs(result) if path == "" else result

@@ -1,17 +1,24 @@
 """The random states of a verification: those of a pass are the same on all ranks and on one card."""
 
-from types import SimpleNamespace
 from zlib import crc32
 
+import mindspore as ms
 from mindspore import Tensor
 from mindspore import dtype as mstype
 
 from mindformers_core.communication.world import process_state
-from mindformers_core.dtensor.dropout import counters, dropout_with_mask, functional_dropout
+from mindformers_core.dtensor.distributed_operators import ALGORITHMS
+from mindformers_core.dtensor.draws import whole_context
+from mindformers_core.operators import TensorMeta
+from mindformers_core.program.structure import tree_leaves, tree_map
+from mindformers_core.propagation.operators import operator_signature
 
-__all__ = ["DROPOUTS", "begin_draws", "next_random_state", "whole_context"]
+__all__ = ["DRAWING", "begin_draws", "draw_of", "next_random_state"]
 
-DROPOUTS = {"Dropout": dropout_with_mask, "FuncDropoutExt": functional_dropout}  # operator -> what generated code runs
+DRAWING = frozenset(  # operators that draw, by algorithms
+    ("Dropout", "FuncDropoutExt", "RandExt", "RandLikeExt", "Randn", "RandnLike", "RandInt", "RandIntLike")
+    + ("RandpermExt",)
+)
 
 
 def begin_draws(label):
@@ -26,7 +33,23 @@ def next_random_state():
     return Tensor(state["seed"], mstype.int64), Tensor(12 * state["count"], mstype.int64)
 
 
-def whole_context(shape):
-    """What a dropout of a whole tensor needs of a `ShardContext`."""
-    places = counters(shape, [slice(0, size) for size in shape])
-    return SimpleNamespace(next_random_state=next_random_state, random_counters=tuple(map(Tensor, places)))
+def draw_of(node, dtype):
+    """The function of the arguments of an operator that draws; None for any other operator.
+
+    Args:
+        node: the `OperatorNode`.
+        dtype: name of the dtype of all floating results.
+    """
+    signature = operator_signature(node) if node.operator in DRAWING else None
+    if signature is None or signature.run is None:
+        return None
+    context = whole_context(tree_leaves(node.outputs)[0].shape, next_random_state, getattr(ms, dtype))
+
+    def draw(args, kwargs):
+        given = (*args, *kwargs.values())
+        if signature.arguments is not None:
+            tensors = iter(tree_leaves(given, Tensor))
+            given = tree_map(lambda leaf: next(tensors) if isinstance(leaf, TensorMeta) else leaf, signature.arguments)
+        return ALGORITHMS[signature.run](None, given, context)
+
+    return draw

@@ -23,7 +23,7 @@ from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.verification.checking import FLOAT32_KERNELS, PRECISIONS, Check
 from mindformers_core.verification.comparison import largest
-from mindformers_core.verification.drawing import DROPOUTS
+from mindformers_core.verification.drawing import DRAWING
 from mindformers_core.verification.observing import RankObserver
 from mindformers_core.verification.truth import OneCard
 
@@ -159,7 +159,7 @@ def _unlike_own_code(subject, plans):
     narrow = sorted(name for name in dtypes if is_float(name) and name not in ("float32", "float64"))
     if narrow:
         return f"whose weights are in {narrow[0]}"
-    drawn, wrong = (sorted(names & operators_of(plans)) for names in (DROPOUTS.keys(), CORRECTED.keys()))
+    drawn, wrong = (sorted(names & operators_of(plans)) for names in (DRAWING, CORRECTED.keys()))
     return f"which draws numbers, by {drawn[0]}" if drawn else f"whose {wrong[0]} is wrong on CPU" if wrong else ""
 
 

@@ -13,7 +13,7 @@ from mindformers_core.passes.thread_tape import ThreadTape
 from mindformers_core.program.graph import CallNode, match_arguments
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.verification.comparison import largest
-from mindformers_core.verification.drawing import DROPOUTS, begin_draws, whole_context
+from mindformers_core.verification.drawing import begin_draws, draw_of
 
 __all__ = ["OneCard", "is_known", "widened", "widened_text"]
 
@@ -159,8 +159,9 @@ class OneCard:
 
     def function(self, node, args, kwargs):
         """The function of the tensors among the arguments that calls an operator, by the operator's source."""
-        if node.operator in DROPOUTS:
-            return DROPOUTS[node.operator](None, (*args, *kwargs.values()), whole_context(args[0].shape))
+        draw = draw_of(node, self.dtype)
+        if draw is not None:
+            return draw(args, kwargs)
         tensors = tree_leaves((args, kwargs), Tensor)
         names = {id(tensor): f"tensor_{place}" for place, tensor in enumerate(tensors)}
         if node.primitive is None:

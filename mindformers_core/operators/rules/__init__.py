@@ -2,6 +2,7 @@
 
 from mindformers_core.operators.rules import (  # noqa: F401
     convolution,
+    draws,
     experts,
     fourier,
     fused,

@@ -1,0 +1,191 @@
+"""Random draws with the same numbers on any mesh: one transform of `uniform_bits` a distribution.
+
+Four operators draw: `RandExt`, `Randn`, `RandInt` and `RandpermExt`; those of a tensor's shape (`RandLikeExt`, …) are
+the same algorithms. All other draws are composed of these, by `DRAWN`. Normal numbers are those of Box and Muller
+("A note on the generation of random normal deviates", 1958); integers are high words of products (Lemire, "Fast random
+integer generation in an interval", arXiv 1805.10941, without the rejection: the bias is range / 2**32).
+"""
+
+import math
+from types import MappingProxyType, SimpleNamespace
+
+from mindspore import Tensor, ops
+from mindspore import dtype as mstype
+from mindspore._c_expression import typing
+from mindspore.common.generator import default_generator
+from mindspore.ops import auto_generate
+
+from mindformers_core.dtensor.dropout import STEP, counters, next_random_state, uniform_bits
+from mindformers_core.operators import signature_of
+
+__all__ = ["DISTRIBUTIONS", "DRAWN", "draw_whole", "whole_context"]
+
+_DIGITS = MappingProxyType({"float16": 11, "bfloat16": 8})  # of a fraction below 1; others: 24
+
+
+def whole_context(shape, random_state=next_random_state, float_dtype=None):
+    """What the draw of a whole tensor needs of a `ShardContext`."""
+    places = counters(shape, [slice(0, size) for size in shape])
+    return SimpleNamespace(
+        next_random_state=random_state,
+        random_counters=tuple(map(Tensor, places)),
+        local_shape=tuple(shape),
+        float_dtype=float_dtype,
+    )
+
+
+def draw_whole(name, args, kwargs):
+    """The whole result of a draw that takes no tensor but seed and offset, by its rule; on any rank the same."""
+    signature = signature_of(name, args, kwargs)
+    shape = tuple(signature.sizes[factor] for (factor,) in signature.outputs[0])
+    return DISTRIBUTIONS[signature.run](None, signature.arguments, whole_context(shape))
+
+
+def _uniform(_, args, context):
+    """Uniform in [0, 1), a multiple of 2**-24 (of 2**-11 in float16, of 2**-8 in bfloat16)."""
+    _, seed, offset, dtype = args
+    wide, dtype = _dtypes(dtype, context)
+    digits = _DIGITS.get(_name(args[3]), 24)
+    return ops.cast(_fraction(uniform_bits(seed, offset, context, context.local_shape), digits, wide), dtype)
+
+
+def _normal(_, args, context):
+    """Normal with mean 0 and deviation 1, of two uniform numbers each; at most 5.8 in magnitude."""
+    _, seed, offset, dtype = args
+    wide, dtype = _dtypes(dtype, context)
+    first, second = (
+        _fraction(uniform_bits(seed, offset + place, context, context.local_shape), 24, wide) for place in (0, 1)
+    )
+    return ops.cast(ops.sqrt(ops.log(1.0 - first) * -2.0) * ops.cos(second * (2 * math.pi)), dtype)
+
+
+def _integers(_, args, context):
+    """Uniform among `low`, …, `high - 1`."""
+    _, seed, offset, dtype, low, high = args
+    bits = ops.cast(uniform_bits(seed, offset, context, context.local_shape), mstype.int64) + 2**31
+    return ops.cast(ops.bitwise_right_shift(bits * (high - low), 32) + low, _dtypes(dtype, context)[1])
+
+
+def _permutation(_, args, context):
+    """The order that sorts a uniform number for each element."""
+    _, seed, offset, dtype = args
+    bits = uniform_bits(seed, offset, context, context.local_shape)
+    return ops.cast(ops.sort(bits)[1], _dtypes(dtype, context)[1])
+
+
+# algorithms, called with (the tensor whose shape is drawn or None, seed, offset, dtype, …)
+DISTRIBUTIONS = MappingProxyType(
+    {"uniform": _uniform, "normal": _normal, "integers": _integers, "permutation": _permutation}
+)
+
+
+def _fraction(bits, digits, dtype):
+    """The number in [0, 1) with the first `digits` bits of an int32; float32 holds 24 of them exactly."""
+    number = ops.cast(ops.bitwise_right_shift(bits, 32 - digits), dtype)
+    return (number + 2.0 ** (digits - 1)) * 2.0**-digits
+
+
+def _name(dtype):
+    """The name of a dtype, which may be its number or a name."""
+    return str(typing.type_id_to_type(dtype) if isinstance(dtype, int) else dtype).lower()
+
+
+def _dtype(dtype):
+    return getattr(mstype, _name(dtype).replace("bool", "bool_"))
+
+
+def _dtypes(dtype, context):
+    """The dtype to compute fractions in, and that of the result."""
+    name, result = _name(dtype), _dtype(dtype)
+    if "float" in name and context.float_dtype is not None:
+        result = context.float_dtype
+    wide = context.float_dtype or (mstype.float64 if name == "float64" else mstype.float32)
+    return wide, result
+
+
+def _drawn(name, *args):
+    """A draw by one of the four operators; the generator moves on."""
+    return getattr(auto_generate, name)()(*args)
+
+
+def _sizes(shape):
+    return tuple(shape.asnumpy().tolist()) if isinstance(shape, Tensor) else tuple(shape)
+
+
+def _uniform_real(shape):
+    return _drawn("RandExt", _sizes(shape), *default_generator._step(STEP), None, None)
+
+
+def _standard_normal(shape):
+    return _drawn("Randn", _sizes(shape), *default_generator._step(STEP), None, None)
+
+
+def _uniform_int(shape, low, high):
+    draws = _drawn("RandInt", 0, 2**31, _sizes(shape), *default_generator._step(STEP), mstype.int64, None)
+    low, high = (ops.cast(bound, mstype.int64) if isinstance(bound, Tensor) else bound for bound in (low, high))
+    return ops.cast(ops.bitwise_right_shift(draws * (high - low), 31) + low, mstype.int32)
+
+
+def _standard_laplace(shape):
+    """The difference of two exponential numbers."""
+    return ops.log(1.0 - _uniform_real(shape)) - ops.log(1.0 - _uniform_real(shape))
+
+
+def _cauchy(size, median, sigma):
+    return ops.tan((_uniform_real(size) - 0.5) * math.pi) * sigma + median
+
+
+def _permuted(n, seed=0, offset=0, dtype=mstype.int64):
+    return _drawn("RandpermExt", n, *default_generator._step(STEP), _dtype(dtype))
+
+
+def _normal_of(mean, std, *rest):
+    """`Normal…`, of which `mean` and `std` are numbers or tensors; with two numbers, a size is given."""
+    *size, seed, offset = rest
+    if size:
+        return _drawn("Randn", _sizes(size[0]), seed, offset, None, None) * std + mean
+    like = next(tensor for tensor in (mean + std, mean, std) if isinstance(tensor, Tensor))
+    return ops.stop_gradient(_drawn("RandnLike", like, seed, offset, None, None) * std + mean)
+
+
+def _bernoulli_ext(x, seed, offset):
+    return ops.cast(ops.less(_drawn("RandLikeExt", x, seed, offset, mstype.float32, None), x), x.dtype)
+
+
+def _bernoulli(x, p):
+    draws = _drawn("RandLikeExt", x, *default_generator._step(STEP), mstype.float32, None)
+    return ops.cast(ops.less(draws, p), x.dtype)
+
+
+def _channels(x, keep_prob, *state):
+    """The tensor with whole channels zeroed, and the others scaled; and which elements stay."""
+    shape = (*x.shape[:2], *(1,) * (x.ndim - 2))
+    draws = _drawn("RandExt", shape, *(state or default_generator._step(STEP)), None, None)
+    stays = ops.less(draws, keep_prob)
+    factor = ops.cast(stays, x.dtype) * (1.0 / keep_prob if keep_prob else 0.0)
+    return x * factor, ops.broadcast_to(stays, x.shape)
+
+
+def _channels_ext(x, p=0.5, training=True, inplace=False, seed=None, offset=None):
+    if inplace:
+        raise ValueError("dropout in place is not available for a distributed tensor: use its result")
+    return _channels(x, 1.0 - p, seed, offset)[0] if training else x
+
+
+# operator -> its composition, and names of a primitive's attributes that it takes besides
+DRAWN = MappingProxyType(
+    {
+        "UniformReal": (_uniform_real, ()),
+        "StandardNormal": (_standard_normal, ()),
+        "StandardLaplace": (_standard_laplace, ()),
+        "UniformInt": (_uniform_int, ()),
+        "Cauchy": (_cauchy, ("size", "median", "sigma")),
+        "RandpermV2": (_permuted, ()),
+        **{f"Normal{name}": (_normal_of, ()) for name in ("FloatFloat", "FloatTensor", "TensorFloat", "TensorTensor")},
+        "BernoulliExt": (_bernoulli_ext, ()),
+        "Bernoulli": (_bernoulli, ()),
+        "Dropout2D": (_channels, ("keep_prob",)),
+        "Dropout3D": (_channels, ("keep_prob",)),
+        "Dropout2dExt": (_channels_ext, ()),
+    }
+)

@@ -1,0 +1,65 @@
+"""Rules of operators that draw random numbers, the same ones on any mesh: algorithms by global position."""
+
+from mindformers_core.operators import saved
+from mindformers_core.operators.registry import NO_GRADIENT, register_operator
+from mindformers_core.operators.rules.dims import unary
+from mindformers_core.operators.signature import Signature, TensorMeta
+
+_FACTS = {"saves": saved.NOTHING, "gradient": NO_GRADIENT, "operations": 20}
+
+
+def _drawn(run, shape, seed, offset, dtype, *bounds, place=0):
+    """The `Signature` of a draw: of the shape of the tensor `shape`, or of any part of a global shape.
+
+    Args:
+        run: name of the distribution.
+        shape: a tensor, or sizes.
+        seed, offset: scalar tensors.
+        dtype: of the result.
+        bounds: further arguments of the distribution.
+        place: of the shape among the operator's arguments.
+    """
+    scalars = ((),) * sum(isinstance(scalar, TensorMeta) for scalar in (seed, offset))
+    if isinstance(shape, TensorMeta):
+        plain = unary(shape)
+        arguments = (shape, seed, offset, dtype, *bounds)
+        return Signature((*plain.inputs, *scalars), plain.outputs, plain.sizes, run=run, arguments=arguments)
+    names = tuple((f"d{dim}",) for dim in range(len(shape)))
+    sizes = {f"d{dim}": size for dim, size in enumerate(shape)}
+
+    def localize(arguments, local_shapes):
+        return (*arguments[:place], local_shapes[0], *arguments[place + 1 :])
+
+    arguments = (None, seed, offset, dtype, *bounds)
+    made = frozenset(sizes)
+    return Signature(scalars, (names,), sizes, run=run, arguments=arguments, localize=localize, made=made)
+
+
+def _fraction(run):
+    def rule(shape, seed, offset, dtype=None, device=None):
+        like = shape.dtype if isinstance(shape, TensorMeta) else "float32"
+        return _drawn(run, shape, seed, offset, like if dtype is None else dtype)
+
+    return rule
+
+
+register_operator("RandExt", "RandLikeExt", **_FACTS)(_fraction("uniform"))
+register_operator("Randn", "RandnLike", **_FACTS)(_fraction("normal"))
+
+
+@register_operator("RandInt", **_FACTS)
+def _integers(low, high, shape, seed, offset, dtype=None, device=None):
+    if not 0 < high - low <= 2**31:
+        raise ValueError(f"integers from {low} to below {high} can't be drawn: 1 to 2**31 of them can")
+    return _drawn("integers", shape, seed, offset, "int64" if dtype is None else dtype, low, high, place=2)
+
+
+@register_operator("RandIntLike", **_FACTS)
+def _integers_like(x, low, high, seed, offset, dtype=None, device=None):
+    return _integers(low, high, x, seed, offset, x.dtype if dtype is None else dtype)
+
+
+@register_operator("RandpermExt", **_FACTS)
+def _permutation(n, seed, offset, dtype="int64"):
+    whole = _drawn("permutation", (n,), seed, offset, dtype)
+    return Signature(whole.inputs, whole.outputs, whole.sizes, run=whole.run, arguments=whole.arguments)
