@@ -3,7 +3,16 @@
 from functools import partial
 
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.rules.dims import as_dim, bound, dim_names, dim_sizes, integers, parameters, plain_names, unary
+from mindformers_core.operators.rules.dims import (
+    as_dim,
+    bound,
+    dim_names,
+    dim_sizes,
+    integers,
+    parameters,
+    plain_names,
+    unary,
+)
 from mindformers_core.operators.rules.elementwise import keeps_digits, tensors_in
 from mindformers_core.operators.saved import INDICES, INPUTS, INPUTS_AS_THEY_ARE, NOTHING, SECOND_RESULT, UNMEASURED
 from mindformers_core.operators.signature import Signature, TensorMeta
