@@ -97,6 +97,17 @@ BANDS = {
     "band_part": lambda x: ops.matrix_band_part(x, 1, 2),
     "trace": lambda x: ops.trace(x) + x.trace(2, 1, 0),
 }
+SCANS = {
+    "cumsum": lambda x: ops.cumsum(x, 1) + x.cumsum(-1),
+    "sums behind": lambda x: ops.CumSum(True, True)(x, 1),
+    "cumprod": lambda x: ops.cumprod(x, 1),
+    "products in front": lambda x: ops.CumProd(True)(x, 1),
+    "cummax": lambda x: ops.cummax(ops.stop_gradient(x), 1)[0],
+    "place of cummin": lambda x: ops.cummin(ops.stop_gradient(x), 1)[1],
+    "topk": lambda x: ops.topk(x, 3)[0],
+    "places of topk": lambda x: ops.topk(x, 3)[1],
+    "more than a part": lambda x: ops.topk(x, 6, 1, False)[0],
+}
 IMAGES = np.random.default_rng(2).normal(size=(2, 4, 8, 4)).astype(np.float32)
 KERNELS = np.random.default_rng(3).normal(size=(4, 4, 3, 3)).astype(np.float32)
 WINDOWS = {
@@ -136,4 +147,5 @@ CASES = {  # name -> functions, and their inputs
     "losses": (LOSSES, [NUMBERS, LABELS]),
     "statistics": (STATISTICS, [NUMBERS]),
     "bands": (BANDS, [NUMBERS]),
+    "scans": (SCANS, [NUMBERS]),
 }

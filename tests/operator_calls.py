@@ -128,7 +128,7 @@ def _one_hot(indices, depth, on, off, axis=-1):
     return np.moveaxis(hot, -1, axis)
 
 
-def _top_k(x, k, dim=-1, **_):
+def _top_k(x, k, dim=-1, *_):
     order = np.take(np.argsort(-x, dim, kind="stable"), range(k), dim)
     return np.take_along_axis(x, order, dim), order
 
@@ -311,7 +311,7 @@ CALLS = [
     Call("Sort", [X], lambda x, axis: (np.sort(x, axis), np.argsort(x, axis)), {"axis": 0}),
     Call("ArgSort", [X, 1], np.argsort),
     Call("CumSum", [X, 1, False, False], lambda x, dim, *_: x.cumsum(dim)),
-    Call("CumsumExt", [X], lambda x, dim: x.cumsum(dim), {"dim": 0}),
+    Call("CumsumExt", [X], lambda x, dim, *_: x.cumsum(dim), {"dim": 0}),
     Call("CumProd", [X, 1, False, False], lambda x, dim, *_: x.cumprod(dim)),
     Call("Triu", [Y, 1], np.triu),
     Call("Tril", [Y], np.tril),

@@ -22,7 +22,7 @@ NUMPY = {
     "Split": lambda x, dim, count: np.split(x, count, dim),
     "SplitWithSizeView": lambda x, lengths, dim: np.split(x, np.cumsum(lengths)[:-1], dim),
     "Unstack": lambda x, dim: [np.take(x, index, dim) for index in range(x.shape[dim])],
-    "TopK": lambda x, count: (-np.sort(-x)[..., :count], np.argsort(-x)[..., :count]),
+    "Sort": lambda x, *_: (np.sort(x), np.argsort(x)),
     "Narrow": lambda x, dim, start, length: np.take(x, range(start, start + length), dim),
     "StridedSlice": lambda x, begin, end, strides, *masks: x[tuple(map(slice, begin, end, strides))],
     "Squeeze": np.squeeze,

@@ -4,8 +4,14 @@ import mindspore as ms
 import numpy as np
 import pytest
 import verified_operators
-from mindspore import mint, ops
-from verified_calls import MESH_OF_4, Sample, eager, numbers, operators_of, planned, stopped, verified
+from mindspore import Tensor, mint, ops
+from small_cells import cell_of
+from verified_calls import MESH, MESH_OF_4, Sample, eager, numbers, operators_of, planned, stopped, verified
+
+from mindformers_core import shard
+from mindformers_core.communication.world import rank_of
+from mindformers_core.layout import layout
+from mindformers_core.sharding.inspecting import explain
 
 X, CUBE, AROUND = numbers(4, 8), numbers(4, 8, 4), numbers(4, 8) - 1.2
 DISTINCT = np.random.default_rng(3).permutation(32).reshape(4, 8).astype(np.float32)
@@ -20,7 +26,6 @@ def whole_numbers(x):
 
 def integer_sums(x):
     return [ops.cumsum(x, 1), x.cumsum(0), ops.cumprod(x, 1)]
-
 
 
 SCANS = (
@@ -50,6 +55,11 @@ TOP_K = (
     Sample("smallest", lambda x: [*ops.topk(x, 2, 1, False), ops.topk(x, 1, 0, False)[0]], (DISTINCT,), terms=False),
     Sample("topk_of_ties", lambda x: ops.topk(x, 5, 1)[0], (TIES,), terms=False),
 )
+BYTES = (
+    ("cumsum", lambda x: ops.cumsum(x, 1), "sends 16 B forward"),
+    ("cumprod", lambda x: ops.cumprod(x, 1), "sends 16 B forward"),
+    ("top 8, values and positions", lambda x: ops.topk(x, 8)[0], "sends 256 B forward"),
+)
 WITHOUT_KERNEL = (
     Sample("mint_topk", lambda x: [*mint.topk(x, 3, 1), *mint.topk(x, k=2, dim=0, largest=False)], (X,)),
     Sample("kthvalue", lambda x: [*mint.kthvalue(x, 2, 1), *x.kthvalue(2, 1, True)], (X,), ["cut_0_1"]),
@@ -77,6 +87,16 @@ def test_operator_by_operator(sample):
 def test_two_axes(sample):
     """Every dim cut over both axes of a mesh of 4."""
     verified(sample, MESH_OF_4)
+
+
+@pytest.mark.parametrize("name, function, told", BYTES)
+def test_what_is_sent_does_not_grow_with_the_dim(name, function, told):
+    """Of 4 rows of 1,024 or 4,096 elements, cut in two."""
+    for size in (1024, 4096):
+        with rank_of(2, 0):
+            net = shard(cell_of(lambda self, x: function(x)), MESH, plan={"": {"input": {"x": layout(None, "a")}}})
+            text = explain(net, Tensor(np.zeros((4, size // 2), np.float32)))
+        assert told in text, text
 
 
 def test_the_operators_are_met():

@@ -32,7 +32,7 @@ UNARY = {
     "swapped": lambda x: ops.concat(ops.chunk(x, 2, 0)[::-1], 0),
     "lengths": lambda x: ops.concat(mint.split(x, (3, 5), 1)[::-1], 1),
     "unstacked": lambda x: _outer(*ops.unstack(x, 0)[1:6:4]) + _outer(*ops.unstack(x, 1)[:2]),
-    "top": lambda x: _product(*[ops.topk(part, 2)[0] for part in (x, ops.neg(x))]),
+    "sorted": lambda x: _product(*[ops.sort(part)[0] for part in (x, ops.neg(x))]),
     "views": lambda x: _product(x.narrow(1, 5, 3), x[:, 2:5]),
     "row": lambda x: _outer(x[3], x[:, 6]) + ops.sum(x, 0, keepdim=True),
 }

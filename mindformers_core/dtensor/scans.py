@@ -37,11 +37,11 @@ def _scan(kind, operator, args, context):
     total = _last(local, dim, reverse)
     total = total_of(total, _last(x, dim, reverse)) if exclusive else total
     totals = _gathered(total, dim, context, varying=True)
-    numbers, own = Tensor(np.arange(context.count), mstype.int32), context.start(1, mstype.int32)
-    skipped = (ops.less_equal if reverse else ops.greater_equal)(numbers, own)
+    own, numbers = context.part(dim)[0], np.arange(context.count)
     shape = [1] * x.ndim
     shape[dim] = context.count
-    totals = ops.where(ops.reshape(skipped, tuple(shape)), Tensor(neutral, local.dtype), totals)
+    skipped = Tensor((numbers <= own if reverse else numbers >= own).reshape(shape))
+    totals = ops.where(skipped, Tensor(neutral, local.dtype), totals)
     return total_of(local, ops.cast(total_along(totals, dim), local.dtype))
 
 
@@ -49,18 +49,18 @@ def _scan_of_extremes(is_better, operator, args, context):
     """A cumulative extreme and its positions: the last one of equal elements; a NaN stays, as on one card."""
     x, dim = args
     value, index = operator(x, dim)
-    position = ops.stop_gradient(index) + context.start(x.shape[dim], index.dtype)
+    position = _position(index, x.shape[dim], dim, context)
     tops, found = operator(_gathered(_last(value, dim), dim, context, varying=True), dim)
     places = _gathered(_last(position, dim), dim, context)
     places = ops.gather_elements(places, dim, ops.stop_gradient(found))
-    own = context.start(1, mstype.int32)
-    before = ops.reshape(ops.maximum(own - 1, 0), (1,))
+    own = context.part(dim)[0]
+    before = Tensor([max(own - 1, 0)], mstype.int32)
     top, place = ops.gather(tops, before, dim), ops.gather(places, before, dim)
     better = is_better(top, value)
     if "float" in dtype_name(x.dtype):
         better = ops.logical_and(ops.logical_or(better, ops.isnan(top)), ops.logical_not(ops.isnan(value)))
-    better = ops.logical_and(better, ops.greater(own, 0))
-    return ops.where(better, top, value), ops.where(better, place, position)
+    better = ops.logical_and(better, Tensor(np.full([1] * x.ndim, own > 0)))
+    return ops.where(better, top, value), ops.where(better, place, position) - 1
 
 
 def _top_k(operator, args, context):
@@ -73,9 +73,16 @@ def _top_k(operator, args, context):
     x, count, *more = args
     dim = more[0] % x.ndim if more else x.ndim - 1
     value, index = operator(x, min(count, x.shape[dim]), *more)
-    position = ops.stop_gradient(index) + context.start(x.shape[dim], index.dtype)
+    position = _position(index, x.shape[dim], dim, context)
     best, found = operator(_gathered(value, dim, context), count, *more)
-    return best, ops.gather_elements(_gathered(position, dim, context), dim, ops.stop_gradient(found))
+    return best, ops.gather_elements(_gathered(position, dim, context), dim, ops.stop_gradient(found)) - 1
+
+
+def _position(index, size, dim, context):
+    """The global position of an element of this part, counted from 1: MindSpore drops the addition of 0 on the first
+    rank, whose graph then has its collectives in another order.
+    """
+    return ops.stop_gradient(index) + Tensor(context.part(dim)[0] * size + 1, index.dtype)
 
 
 def _last(x, dim, reverse=False):

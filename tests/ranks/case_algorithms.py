@@ -97,6 +97,11 @@ def case_statistics_algorithms():
 
 
 @on_ranks(2)
+def case_scan_algorithms():
+    check(*CASES["scans"], [COLUMNS])
+
+
+@on_ranks(2)
 def case_lookup_algorithms():
     check(*CASES["lookups in rows"], [ROWS, layout()])
     check(*CASES["lookups in columns"], [COLUMNS, layout()])

@@ -3,21 +3,10 @@
 from functools import partial
 
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.rules.dims import (
-    as_dim,
-    bound,
-    dim_names,
-    dim_sizes,
-    integers,
-    parameters,
-    plain_names,
-    unary,
-)
+from mindformers_core.operators.rules.dims import as_dim, dim_names, dim_sizes, integers, plain_names, unary
 from mindformers_core.operators.rules.elementwise import keeps_digits, tensors_in
 from mindformers_core.operators.saved import INDICES, INPUTS, INPUTS_AS_THEY_ARE, NOTHING, SECOND_RESULT, UNMEASURED
 from mindformers_core.operators.signature import Signature, TensorMeta
-
-_TOP_K = parameters("x k", dim=-1, largest=True, sorted=True)
 
 
 def _lookup(params, indices, dim, batch_dims, algorithm):
@@ -159,16 +148,19 @@ def one_hot(indices, depth, on_value=1, off_value=0, axis=-1):
 
 
 @register_operator("TopK", saves=SECOND_RESULT)
-@register_operator("TopkExt", saves=SECOND_RESULT, source=".topk")
-def top_k(x, *args, **named):
+def top_k(x, k, dim=-1, localize=None):
     """The `k` largest along `dim`, and their positions: those of all parts are compared where it is cut."""
-    given, again = bound(_TOP_K, (x, *args), named)
-    k, place = given["k"], as_dim(given["dim"], x.ndim)
+    place = as_dim(dim, x.ndim)
     if not 0 <= integers((k,), "k")[0] <= x.shape[place]:
         raise ValueError(f"k={k} is more than dim {place} of {x.shape} has")
     more = {"distributed": {f"d{place}": "top_k"}} if k else {"whole": (place,)}
-    more["localize"] = (lambda args, shapes: again(args, {})) if named else None
-    return _taken(x, place, k, True, **more)
+    return _taken(x, place, k, True, localize=localize, **more)
+
+
+@register_operator("TopkExt", saves=SECOND_RESULT, source=".topk")
+def top_k_method(x, k, dim=-1, largest=True, sorted=True):
+    """`x.topk(k, dim)`, whose arguments may come by name."""
+    return top_k(x, k, dim, positional(x, k, dim, largest, sorted))
 
 
 def _taken(x, place, count, keepdim, **more):
