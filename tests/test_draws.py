@@ -1,6 +1,5 @@
 """Random draws: the numbers of each distribution, and the same ones on any mesh, in any mode, seeded or not."""
 
-
 import mindspore as ms
 import numpy as np
 import pytest
@@ -8,7 +7,8 @@ from mindspore import Tensor, mint, nn, ops
 
 from mindformers_core import verify
 from mindformers_core.layout import Layout
-from mindformers_core.mesh import DeviceMesh
+from mindformers_core.mesh import DeviceMesh, init_device_mesh
+from mindformers_core.tensor_parallel import jit, shard
 
 SHAPE = (8, 8)
 ZERO, TWO = (Tensor(value, ms.float32) for value in (0.0, 2.0))
@@ -74,3 +74,24 @@ def test_all_ranks_draw_their_parts_of_the_same_numbers(name, draw, place):
     check = verify(Noisy(draw), mesh, Tensor(array()), plan=cut(mesh))
     assert not check.faults, check.report()
     assert check.compared > 30
+
+
+def numbers(draw, mode, seeded):
+    """Two calls of a draw on a mesh of one rank."""
+    mesh = init_device_mesh((1,), ("dp",))
+    net = shard(Noisy(draw), mesh, plan=cut(mesh), mode="eager" if mode == "eager" else "generated")
+    call = jit(net) if mode == "jit" else net
+    ms.manual_seed(5 if seeded else 0)  # 0: as it is at the start
+    results = [call(Tensor(array())) for _ in range(2)]
+    return [(result.full_tensor() if hasattr(result, "full_tensor") else result).asnumpy() for result in results]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("name", "draw"), EVERY, ids=[f"{place}.{name}" for place, (name, _) in enumerate(EVERY)])
+def test_all_modes_draw_the_same_numbers(name, draw):
+    first, second = numbers(draw, "generated", True)
+    assert np.abs(first - second).max() > 0
+    assert np.abs(first - numbers(draw, "generated", False)[0]).max() > 0
+    for mode in ("eager", "jit"):
+        for found, expected in zip(numbers(draw, mode, True), (first, second), strict=True):
+            np.testing.assert_allclose(found, expected, 1e-5, 1e-5)
