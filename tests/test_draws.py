@@ -1,11 +1,14 @@
 """Random draws: the numbers of each distribution, and the same ones on any mesh, in any mode, seeded or not."""
 
+import math
+
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
 
 from mindformers_core import verify
+from mindformers_core.dtensor.interception import draws_by_position
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh, init_device_mesh
 from mindformers_core.tensor_parallel import jit, shard
@@ -95,3 +98,57 @@ def test_all_modes_draw_the_same_numbers(name, draw):
     for mode in ("eager", "jit"):
         for found, expected in zip(numbers(draw, mode, True), (first, second), strict=True):
             np.testing.assert_allclose(found, expected, 1e-5, 1e-5)
+
+
+LARGE = (256, 128)
+COUNT = 256 * 128
+# moments: draw of a shape, mean, deviation, fourth moment about the mean over the squared variance
+MOMENTS = {
+    "normal": (lambda: ops.standard_normal(LARGE), 0.0, 1.0, 3.0),
+    "normal of a mean": (lambda: mint.normal(1.0, 2.0, LARGE), 1.0, 2.0, 3.0),
+    "uniform": (lambda: mint.rand(LARGE), 0.5, math.sqrt(1 / 12), 1.8),
+    "uniform, float16": (lambda: mint.rand(LARGE, dtype=ms.float16), 0.5, math.sqrt(1 / 12), 1.8),
+    "laplace": (lambda: ops.laplace(LARGE, ZERO, TWO), 0.0, 2 * math.sqrt(2), 6.0),
+    "integers": (lambda: mint.randint(-3, 4, LARGE), 0.0, 2.0, 1.75),
+    "integers of ops": (lambda: ops.randint(-3, 4, LARGE), 0.0, 2.0, 1.75),
+    "bernoulli": (lambda: ops.bernoulli(ops.zeros(LARGE), 0.25), 0.25, math.sqrt(3) / 4, 7 / 3),
+}
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_moments_are_those_of_the_distribution(name):
+    """Within 5 deviations of each figure; no element has the numbers of a neighbour."""
+    draw, mean, deviation, kurtosis = MOMENTS[name]
+    ms.manual_seed(3)
+    with draws_by_position():
+        values = draw().astype(ms.float32).asnumpy().astype(np.float64)
+    values = (values - mean) / deviation
+    limit = 5 / math.sqrt(COUNT)
+    assert abs(values.mean()) < limit
+    assert abs(values.var() - 1) < limit * math.sqrt(kurtosis - 1) + 1e-3
+    assert abs((values**3).mean() - (1.1547 if name == "bernoulli" else 0)) < limit * math.sqrt(90 if name == "laplace" else 15)
+    assert abs((values**4).mean() - kurtosis) < limit * math.sqrt(2520 - 36 if name == "laplace" else 105)
+    for products in (values[1:] * values[:-1], values[:, 1:] * values[:, :-1], values[::2, ::2] * values[1::2, 1::2]):
+        assert abs(products.mean()) < 5 / math.sqrt(products.size)
+
+
+def test_ranges():
+    """Fractions are below 1, in every dtype; integers reach both ends; a permutation has every number once."""
+    with draws_by_position():
+        for dtype in (ms.float32, ms.float16, ms.bfloat16, ms.float64):
+            fractions = mint.rand(LARGE, dtype=dtype)
+            assert fractions.dtype == dtype
+            fractions = fractions.astype(ms.float32).asnumpy()
+            assert fractions.min() >= 0 and 0.99 < fractions.max() < 1
+        integers = mint.randint(-3, 4, LARGE).asnumpy()
+        assert integers.dtype == np.int64 and sorted(set(integers.ravel())) == list(range(-3, 4))
+        wide = mint.randint(0, 2**31, LARGE).asnumpy()
+        assert wide.min() >= 0 and wide.max() > 2**31 - 2**20
+        first, second = (mint.randperm(1000).asnumpy() for _ in range(2))
+    assert sorted(first) == list(range(1000)) and (first != second).mean() > 0.9
+    assert abs(np.corrcoef(first, np.arange(1000))[0, 1]) < 5 / math.sqrt(1000)
+
+
+def test_too_many_integers():
+    with draws_by_position(), pytest.raises(ValueError, match="integers from 0 to below 4294967296 can't be drawn"):
+        mint.randint(0, 2**32, (2, 2))
