@@ -29,4 +29,5 @@ REDUCTIONS = _names(
     Median MedianDim MedianExt Nansum Quantile Renorm ReverseSequence
     """
 )
-VERIFIED = ELEMENTWISE | MATRICES | REDUCTIONS
+DRAWS = _names("RandExt RandInt RandIntLike RandLikeExt Randn RandnLike RandpermExt")
+VERIFIED = ELEMENTWISE | MATRICES | REDUCTIONS | DRAWS
