@@ -43,11 +43,13 @@ LIKE = {  # of a tensor
     "mint.randint_like": lambda x: mint.randint_like(x, -3, 4),
     "mint.normal": lambda x: mint.normal(x, 2.0),
     "mint.bernoulli": lambda x: mint.bernoulli(ops.sigmoid(x)),
+    "mint.multinomial": lambda x: ops.tile(mint.multinomial(ops.sigmoid(x), 2, False), (1, 4)),
+    "mint.multinomial, replaced": lambda x: mint.multinomial(ops.sigmoid(x), 8, True),
+    "ops.random_categorical": lambda x: ops.random_categorical(x, 8),
     "mint.dropout2d": lambda x: mint.nn.functional.dropout2d(x.reshape(*x.shape, 1, 1), 0.25, True).reshape(x.shape),
 }
 EVERY = [*DRAWS.items(), *LIKE.items()]
 MESHES = [((1,), ("dp",)), ((2,), ("dp",)), ((4,), ("dp",)), ((2, 2), ("dp", "tp"))]
-WITHOUT_META = ("mint.dropout2d",)
 
 
 class Noisy(nn.Cell):
@@ -126,10 +128,29 @@ def test_moments_are_those_of_the_distribution(name):
     limit = 5 / math.sqrt(COUNT)
     assert abs(values.mean()) < limit
     assert abs(values.var() - 1) < limit * math.sqrt(kurtosis - 1) + 1e-3
-    assert abs((values**3).mean() - (1.1547 if name == "bernoulli" else 0)) < limit * math.sqrt(90 if name == "laplace" else 15)
-    assert abs((values**4).mean() - kurtosis) < limit * math.sqrt(2520 - 36 if name == "laplace" else 105)
+    third, spreads = (1.1547 if name == "bernoulli" else 0.0), ((90, 2484) if name == "laplace" else (15, 96))
+    assert abs((values**3).mean() - third) < limit * math.sqrt(spreads[0])
+    assert abs((values**4).mean() - kurtosis) < limit * math.sqrt(spreads[1])
     for products in (values[1:] * values[:-1], values[:, 1:] * values[:, :-1], values[::2, ::2] * values[1::2, 1::2]):
         assert abs(products.mean()) < 5 / math.sqrt(products.size)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_classes_are_drawn_by_their_weights():
+    """Frequencies within five deviations; without replacement no class twice, and none without weight."""
+    class Draws(nn.Cell):
+        def construct(self, x):
+            return mint.multinomial(x, 1000, True), mint.multinomial(x, 3, False)
+
+    mesh = init_device_mesh((1,), ("dp",))
+    weights = np.tile(np.float32([1, 0, 2, 5]), (64, 1))
+    many, few = (part.asnumpy() for part in shard(Draws(), mesh)(Tensor(weights)))
+    assert many.shape == (64, 1000) and few.shape == (64, 3)
+    shares = np.bincount(many.ravel(), minlength=4) / many.size
+    expected = weights[0] / 8
+    assert (np.abs(shares - expected) <= 5 * np.sqrt(expected * (1 - expected) / many.size)).all()
+    np.testing.assert_array_equal(np.sort(few, 1), np.tile([0, 2, 3], (64, 1)))
+    assert 0.4 < (few[:, 0] == 3).mean() < 0.85
 
 
 def test_ranges():
