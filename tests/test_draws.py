@@ -138,6 +138,7 @@ def test_moments_are_those_of_the_distribution(name):
 @pytest.mark.usefixtures("one_rank")
 def test_classes_are_drawn_by_their_weights():
     """Frequencies within five deviations; without replacement no class twice, and none without weight."""
+
     class Draws(nn.Cell):
         def construct(self, x):
             return mint.multinomial(x, 1000, True), mint.multinomial(x, 3, False)
