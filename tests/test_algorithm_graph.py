@@ -45,6 +45,10 @@ CASES = ON_CPU | {
 }
 IMAGE_CUTS = [layout(None, None, *entries) for entries in (("tp", "dp"), (("tp", "dp"),))]
 NIGHTLY = pytest.mark.nightly  # two ranks run them all, in `case_algorithms`
+DRAWS = {
+    "fractions": lambda x: x + mint.rand_like(x) + mint.randn(x.shape),
+    "integers": lambda x: x + mint.randint_like(x, 0, 5) + mint.randperm(x.shape[1]),
+}
 DROPOUTS = {
     "primitive": lambda x: ops.dropout(x, 0.25),
     "mint": lambda x: mint.nn.functional.dropout(x, 0.25, True),
@@ -159,7 +163,7 @@ def test_ranks_together_give_what_one_card_gives(case):
 def test_graphs_of_all_ranks_are_alike():
     """Ranks that compile different graphs wait for each other forever. And every algorithm is among these cases."""
     found = {"dropout", "func_dropout"}
-    cases = [(*case, CUTS) for case in (*CASES.values(), (SPREADS, [NUMBERS]))]
+    cases = [(*case, CUTS) for case in (*CASES.values(), (SPREADS, [NUMBERS]), (DRAWS, [NUMBERS]))]
     for functions, arrays, cuts in [*cases, (WINDOWS, [IMAGES, KERNELS], IMAGE_CUTS)]:
         for function, given in product(functions.values(), cuts):
             for plan in plans_of(function, arrays, given)[1]:

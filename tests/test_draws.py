@@ -1,5 +1,6 @@
 """Random draws: the numbers of each distribution, and the same ones on any mesh, in any mode, seeded or not."""
 
+import math
 
 import mindspore as ms
 import numpy as np
@@ -7,8 +8,10 @@ import pytest
 from mindspore import Tensor, mint, nn, ops
 
 from mindformers_core import verify
+from mindformers_core.dtensor.interception import draws_by_position
 from mindformers_core.layout import Layout
-from mindformers_core.mesh import DeviceMesh
+from mindformers_core.mesh import DeviceMesh, init_device_mesh
+from mindformers_core.tensor_parallel import jit, shard
 
 SHAPE = (8, 8)
 ZERO, TWO = (Tensor(value, ms.float32) for value in (0.0, 2.0))
@@ -40,11 +43,13 @@ LIKE = {  # of a tensor
     "mint.randint_like": lambda x: mint.randint_like(x, -3, 4),
     "mint.normal": lambda x: mint.normal(x, 2.0),
     "mint.bernoulli": lambda x: mint.bernoulli(ops.sigmoid(x)),
+    "mint.multinomial": lambda x: ops.tile(mint.multinomial(ops.sigmoid(x), 2, False), (1, 4)),
+    "mint.multinomial, replaced": lambda x: mint.multinomial(ops.sigmoid(x), 8, True),
+    "ops.random_categorical": lambda x: ops.random_categorical(x, 8),
     "mint.dropout2d": lambda x: mint.nn.functional.dropout2d(x.reshape(*x.shape, 1, 1), 0.25, True).reshape(x.shape),
 }
 EVERY = [*DRAWS.items(), *LIKE.items()]
 MESHES = [((1,), ("dp",)), ((2,), ("dp",)), ((4,), ("dp",)), ((2, 2), ("dp", "tp"))]
-WITHOUT_META = ("mint.dropout2d",)
 
 
 class Noisy(nn.Cell):
@@ -74,3 +79,98 @@ def test_all_ranks_draw_their_parts_of_the_same_numbers(name, draw, place):
     check = verify(Noisy(draw), mesh, Tensor(array()), plan=cut(mesh))
     assert not check.faults, check.report()
     assert check.compared > 30
+
+
+def numbers(draw, mode, seeded):
+    """Two calls of a draw on a mesh of one rank."""
+    mesh = init_device_mesh((1,), ("dp",))
+    net = shard(Noisy(draw), mesh, plan=cut(mesh), mode="eager" if mode == "eager" else "generated")
+    call = jit(net) if mode == "jit" else net
+    ms.manual_seed(5 if seeded else 0)  # 0: as it is at the start
+    results = [call(Tensor(array())) for _ in range(2)]
+    return [(result.full_tensor() if hasattr(result, "full_tensor") else result).asnumpy() for result in results]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("name", "draw"), EVERY, ids=[f"{place}.{name}" for place, (name, _) in enumerate(EVERY)])
+def test_all_modes_draw_the_same_numbers(name, draw):
+    first, second = numbers(draw, "generated", True)
+    assert np.abs(first - second).max() > 0
+    assert np.abs(first - numbers(draw, "generated", False)[0]).max() > 0
+    for mode in ("eager", "jit"):
+        for found, expected in zip(numbers(draw, mode, True), (first, second), strict=True):
+            np.testing.assert_allclose(found, expected, 1e-5, 1e-5)
+
+
+LARGE = (256, 128)
+COUNT = 256 * 128
+# moments: draw of a shape, mean, deviation, fourth moment about the mean over the squared variance
+MOMENTS = {
+    "normal": (lambda: ops.standard_normal(LARGE), 0.0, 1.0, 3.0),
+    "normal of a mean": (lambda: mint.normal(1.0, 2.0, LARGE), 1.0, 2.0, 3.0),
+    "uniform": (lambda: mint.rand(LARGE), 0.5, math.sqrt(1 / 12), 1.8),
+    "uniform, float16": (lambda: mint.rand(LARGE, dtype=ms.float16), 0.5, math.sqrt(1 / 12), 1.8),
+    "laplace": (lambda: ops.laplace(LARGE, ZERO, TWO), 0.0, 2 * math.sqrt(2), 6.0),
+    "integers": (lambda: mint.randint(-3, 4, LARGE), 0.0, 2.0, 1.75),
+    "integers of ops": (lambda: ops.randint(-3, 4, LARGE), 0.0, 2.0, 1.75),
+    "bernoulli": (lambda: ops.bernoulli(ops.zeros(LARGE), 0.25), 0.25, math.sqrt(3) / 4, 7 / 3),
+}
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_moments_are_those_of_the_distribution(name):
+    """Within 5 deviations of each figure; no element has the numbers of a neighbour."""
+    draw, mean, deviation, kurtosis = MOMENTS[name]
+    ms.manual_seed(3)
+    with draws_by_position():
+        values = draw().astype(ms.float32).asnumpy().astype(np.float64)
+    values = (values - mean) / deviation
+    limit = 5 / math.sqrt(COUNT)
+    assert abs(values.mean()) < limit
+    assert abs(values.var() - 1) < limit * math.sqrt(kurtosis - 1) + 1e-3
+    third, spreads = (1.1547 if name == "bernoulli" else 0.0), ((90, 2484) if name == "laplace" else (15, 96))
+    assert abs((values**3).mean() - third) < limit * math.sqrt(spreads[0])
+    assert abs((values**4).mean() - kurtosis) < limit * math.sqrt(spreads[1])
+    for products in (values[1:] * values[:-1], values[:, 1:] * values[:, :-1], values[::2, ::2] * values[1::2, 1::2]):
+        assert abs(products.mean()) < 5 / math.sqrt(products.size)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_classes_are_drawn_by_their_weights():
+    """Frequencies within five deviations; without replacement no class twice, and none without weight."""
+
+    class Draws(nn.Cell):
+        def construct(self, x):
+            return mint.multinomial(x, 1000, True), mint.multinomial(x, 3, False)
+
+    mesh = init_device_mesh((1,), ("dp",))
+    weights = np.tile(np.float32([1, 0, 2, 5]), (64, 1))
+    many, few = (part.asnumpy() for part in shard(Draws(), mesh)(Tensor(weights)))
+    assert many.shape == (64, 1000) and few.shape == (64, 3)
+    shares = np.bincount(many.ravel(), minlength=4) / many.size
+    expected = weights[0] / 8
+    assert (np.abs(shares - expected) <= 5 * np.sqrt(expected * (1 - expected) / many.size)).all()
+    np.testing.assert_array_equal(np.sort(few, 1), np.tile([0, 2, 3], (64, 1)))
+    assert 0.4 < (few[:, 0] == 3).mean() < 0.85
+
+
+def test_ranges():
+    """Fractions are below 1, in every dtype; integers reach both ends; a permutation has every number once."""
+    with draws_by_position():
+        for dtype in (ms.float32, ms.float16, ms.bfloat16, ms.float64):
+            fractions = mint.rand(LARGE, dtype=dtype)
+            assert fractions.dtype == dtype
+            fractions = fractions.astype(ms.float32).asnumpy()
+            assert fractions.min() >= 0 and 0.99 < fractions.max() < 1
+        integers = mint.randint(-3, 4, LARGE).asnumpy()
+        assert integers.dtype == np.int64 and sorted(set(integers.ravel())) == list(range(-3, 4))
+        wide = mint.randint(0, 2**31, LARGE).asnumpy()
+        assert wide.min() >= 0 and wide.max() > 2**31 - 2**20
+        first, second = (mint.randperm(1000).asnumpy() for _ in range(2))
+    assert sorted(first) == list(range(1000)) and (first != second).mean() > 0.9
+    assert abs(np.corrcoef(first, np.arange(1000))[0, 1]) < 5 / math.sqrt(1000)
+
+
+def test_too_many_integers():
+    with draws_by_position(), pytest.raises(ValueError, match="integers from 0 to below 4294967296 can't be drawn"):
+        mint.randint(0, 2**32, (2, 2))

@@ -30,4 +30,5 @@ REDUCTIONS = _names(
     """
 )
 SCANS = _names("Cummax Cummin CumminExt Kthvalue")
-VERIFIED = ELEMENTWISE | MATRICES | REDUCTIONS | SCANS
+DRAWS = _names("RandExt RandInt RandIntLike RandLikeExt Randn RandnLike RandpermExt")
+VERIFIED = ELEMENTWISE | MATRICES | REDUCTIONS | SCANS | DRAWS

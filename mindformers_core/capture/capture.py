@@ -32,10 +32,11 @@ from mindformers_core.program.structure import tree_leaves, tree_map
 
 __all__ = ["capture"]
 
-# Operators that make random tensors from no tensor at all: recorded, where other plain results are constants.
+# Operators that make random tensors from plain ones: recorded, where other plain results are constants.
 _DRAWING = frozenset(
     ("UniformReal", "StandardNormal", "StandardLaplace", "UniformInt", "Randperm", "RandpermV2", "RandpermExt")
-    + ("RandExt", "Randn", "RandInt", "Gamma", "Poisson", "Cauchy")
+    + ("RandExt", "Randn", "RandInt", "Gamma", "Poisson", "Cauchy", "RandomGamma", "RandomPoisson", "TruncatedNormal")
+    + ("Bernoulli", "Multinomial", "RandomCategorical", "Dropout2D", "Dropout3D")
 )
 _DRAWING_IN_PLACE = frozenset({"InplaceUniform", "InplaceNormal", "InplaceRandom", "InplaceExponential"})
 # Entry points of `@ms.jit` in each of its modes, ast, trace and bytecode; and functions that run the call as Python

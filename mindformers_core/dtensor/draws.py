@@ -172,6 +172,23 @@ def _channels_ext(x, p=0.5, training=True, inplace=False, seed=None, offset=None
     return _channels(x, 1.0 - p, seed, offset)[0] if training else x
 
 
+def _multinomial(x, count, replacement=True, *state):
+    """Classes by their weights, those of the last dim; without replacement the first to end of exponential times."""
+    seed, offset = state or default_generator._step(STEP)
+    if not replacement:
+        times = ops.log(_drawn("RandLikeExt", x, seed, offset, mstype.float32, None)) / x
+        return ops.cast(ops.topk(times, count)[1], mstype.int64)
+    ends = ops.cumsum(x, -1)
+    places = _drawn("RandExt", (*x.shape[:-1], count), seed, offset, None, None) * ends[..., -1:]
+    passed = ops.less_equal(ops.expand_dims(ends, -2), ops.expand_dims(places, -1))
+    found = ops.sum(ops.cast(passed, mstype.int32), -1)
+    return ops.cast(ops.minimum(found, x.shape[-1] - 1), mstype.int64)
+
+
+def _categorical(logits, count, seed=0):
+    return _multinomial(ops.softmax(logits, -1), count)
+
+
 # operator -> its composition, and names of a primitive's attributes that it takes besides
 DRAWN = MappingProxyType(
     {
@@ -187,5 +204,8 @@ DRAWN = MappingProxyType(
         "Dropout2D": (_channels, ("keep_prob",)),
         "Dropout3D": (_channels, ("keep_prob",)),
         "Dropout2dExt": (_channels_ext, ()),
+        "Multinomial": (_multinomial, ()),
+        "MultinomialExt": (_multinomial, ()),
+        "RandomCategorical": (_categorical, ()),
     }
 )

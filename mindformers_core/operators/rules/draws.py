@@ -8,8 +8,8 @@ from mindformers_core.operators.signature import Signature, TensorMeta
 _FACTS = {"saves": saved.NOTHING, "gradient": NO_GRADIENT, "operations": 20}
 
 
-def _drawn(run, shape, seed, offset, dtype, *bounds, place=0):
-    """The `Signature` of a draw: of the shape of the tensor `shape`, or of any part of a global shape.
+def _drawn(run, shape, seed, offset, dtype, *bounds):
+    """The `Signature` of a draw: of the shape of the tensor `shape`, or of a shape, whose numbers each rank has whole.
 
     Args:
         run: name of the distribution.
@@ -17,22 +17,15 @@ def _drawn(run, shape, seed, offset, dtype, *bounds, place=0):
         seed, offset: scalar tensors.
         dtype: of the result.
         bounds: further arguments of the distribution.
-        place: of the shape among the operator's arguments.
     """
     scalars = ((),) * sum(isinstance(scalar, TensorMeta) for scalar in (seed, offset))
     if isinstance(shape, TensorMeta):
         plain = unary(shape)
         arguments = (shape, seed, offset, dtype, *bounds)
         return Signature((*plain.inputs, *scalars), plain.outputs, plain.sizes, run=run, arguments=arguments)
-    names = tuple((f"d{dim}",) for dim in range(len(shape)))
     sizes = {f"d{dim}": size for dim, size in enumerate(shape)}
-
-    def localize(arguments, local_shapes):
-        return (*arguments[:place], local_shapes[0], *arguments[place + 1 :])
-
-    arguments = (None, seed, offset, dtype, *bounds)
-    made = frozenset(sizes)
-    return Signature(scalars, (names,), sizes, run=run, arguments=arguments, localize=localize, made=made)
+    names = tuple((name,) for name in sizes)
+    return Signature(scalars, (names,), sizes, run=run, arguments=(None, seed, offset, dtype, *bounds))
 
 
 def _fraction(run):
@@ -51,7 +44,7 @@ register_operator("Randn", "RandnLike", **_FACTS)(_fraction("normal"))
 def _integers(low, high, shape, seed, offset, dtype=None, device=None):
     if not 0 < high - low <= 2**31:
         raise ValueError(f"integers from {low} to below {high} can't be drawn: 1 to 2**31 of them can")
-    return _drawn("integers", shape, seed, offset, "int64" if dtype is None else dtype, low, high, place=2)
+    return _drawn("integers", shape, seed, offset, "int64" if dtype is None else dtype, low, high)
 
 
 @register_operator("RandIntLike", **_FACTS)
@@ -61,5 +54,4 @@ def _integers_like(x, low, high, seed, offset, dtype=None, device=None):
 
 @register_operator("RandpermExt", **_FACTS)
 def _permutation(n, seed, offset, dtype="int64"):
-    whole = _drawn("permutation", (n,), seed, offset, dtype)
-    return Signature(whole.inputs, whole.outputs, whole.sizes, run=whole.run, arguments=whole.arguments)
+    return _drawn("permutation", (n,), seed, offset, dtype)
