@@ -32,14 +32,25 @@ def _moe_token_unpermute(tokens, indices, probs=None, padded_mode=False, restore
     return (restore_shape if padded_mode else [*rows, *tokens.shape[1:]]), tokens.dtype
 
 
+def _vdot(x, y):
+    if x.is_complex():
+        raise ValueError("of complex numbers, write the conjugate as such: mint.dot(x.conj(), y)")
+    return [], x.dtype
+
+
+def _cosine_embedding_loss(x, other, target, margin=0.0, reduction=1):
+    return (target.shape if reduction in (2, "none") else []), x.dtype
+
+
 # Operator -> function of its arguments that gives shape and dtype of its result.
 _SHAPES = {
     "AnyExt": _any,
     "BincountExt": _bincount,
+    "CosineEmbeddingLoss": _cosine_embedding_loss,
     "EmbeddingLookup": lambda params, indices, *_: ([*indices.shape, *params.shape[1:]], params.dtype),
     "MoeTokenUnpermute": _moe_token_unpermute,
     "NpuGelu": lambda x, *_: (x.shape, x.dtype),
-    "Vdot": lambda x, y: ([], x.dtype),
+    "Vdot": _vdot,
 }
 # Module of MindSpore, its operator that creates a tensor, and a NumPy function of the same arguments.
 _CREATING = (
