@@ -13,7 +13,8 @@ __all__ = [
     "WITHOUT_META",
 ]
 
-WITHOUT_META = ("Gmm", "GmmV2", "MoeTokenUnpermute")  # nor on the meta device
+# nor on the meta device
+WITHOUT_META = ("BincountExt", "CosineEmbeddingLoss", "Gmm", "GmmV2", "MoeTokenUnpermute", "NpuGelu")
 WITHOUT_KERNEL = (
     "GroupedMatmulV4", "HistcExt", "IndexFillScalar", "IndexFillTensor", "InnerMoeTokenUnpermute", "KLDiv",
     "L1LossExt", "MSELossExt", "MoeInitRoutingV2", "MoeTokenPermute", "MultilabelMarginLoss", "NLLLoss2d",
@@ -212,6 +213,20 @@ LOSS_CALLS = [
 TOKENS, EXPERTS, ENDS = f(8, 4), f(2, 4, 6), np.array([3, 8])
 
 
+def counted(x, weights=None, minlength=0):
+    return np.bincount(x, weights, minlength)
+
+
+def cosine_loss(x, y, target, margin, reduction):
+    cosine = (x * y).sum(-1) / np.sqrt((x * x).sum(-1) * (y * y).sum(-1))
+    loss = np.where(target == 1, 1 - cosine, np.maximum(0, cosine - margin))
+    return loss if reduction == 2 else loss.mean() if reduction == 1 else loss.sum()
+
+
+def gelu(x, approximate):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
 def grouped(x, weight, bias=None, *rest, **_):
     """Of two groups: 3 rows, and 5."""
     (x,), (weight,) = x, weight
@@ -239,6 +254,10 @@ def routed(x, experts, active_num, capacity, count, *_):
 
 _GROUPS = {"group_list": ENDS, "split_item": 3}
 EXPERTS_CALLS = [
+    Call("BincountExt", [ints(4, 8), None, 4], counted),
+    Call("BincountExt", [ints(4, 8), f(8), 4], counted),
+    *(Call("CosineEmbeddingLoss", [X, Y, np.array([1, -1, 1, -1.0]), 0.1, how], cosine_loss) for how in (0, 1, 2)),
+    Call("NpuGelu", [X, "tanh"], gelu),
     Call("GroupedMatmulV4", [[TOKENS], [EXPERTS]], grouped, _GROUPS | {"group_type": 0}),
     Call("GroupedMatmulV4", [[TOKENS], [EXPERTS], [f(2, 6)]], grouped, _GROUPS | {"group_type": 0}),
     Call("GroupedMatmulV4", [[f(4, 8)], [f(8, 6)]], grouped, _GROUPS | {"group_type": 2}),

@@ -23,6 +23,7 @@ from mindspore.ops import functional_overload
 from mindspore.utils import MsDispatchMode
 
 from mindformers_core.capture.recording import Recorder
+from mindformers_core.capture.shape_functions import ON_PLAIN_TENSORS, by_numpy, creating_functions
 from mindformers_core.capture.traced import Traced
 from mindformers_core.dtensor.indexing import index_tensor
 from mindformers_core.dtensor.interception import draws_by_position
@@ -76,7 +77,7 @@ def capture(cell, *inputs, **named_inputs):
     recorder = Recorder(CapturedTree(cell))
     with ExitStack() as scope:
         # Not by `MS_JIT=0`: a process that another thread starts meanwhile would inherit it, and never compile.
-        for owner, name, function in _WITHOUT_COMPILING:
+        for owner, name, function in (*_WITHOUT_COMPILING, *creating_functions()):
             _replace(scope, owner, name, function)
         mode = ms.get_context("mode")
         if mode != ms.PYNATIVE_MODE:
@@ -218,6 +219,8 @@ class _Dispatched(MsDispatchMode):
                 )
             if func.name in _DRAWING or tree_leaves(args, Traced):
                 return recorder.operator(func, args, kwargs)
+        if not recorder.inferring and func.name in ON_PLAIN_TENSORS and ms.get_context("device_target") == "CPU":
+            return by_numpy(func.name, args)
         return func(*args, **kwargs)
 
 

@@ -12,7 +12,8 @@ from mindspore._c_expression import NoFallbackGuard
 from mindspore.ops import Primitive, tensor_method
 
 from mindformers_core.capture.open_call import Held, Made, OpenCall, plain_leaf
-from mindformers_core.capture.traced import CaptureError, Traced, call_site
+from mindformers_core.capture.shape_functions import inferred
+from mindformers_core.capture.traced import CaptureError, Traced, call_site, failed_site
 from mindformers_core.dtensor.compositions import composed
 from mindformers_core.dtensor.dispatch import attributes_of, read_numbers
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
@@ -61,9 +62,9 @@ class Recorder:
                 self._metas[key] = mint.empty(key[0], dtype=key[1])
         return self._metas[key]
 
-    def error(self, text):
-        """A `CaptureError` that names the Cell and the line."""
-        source, _ = call_site()
+    def error(self, text, source=None):
+        """A `CaptureError` that names the Cell and the line: `source`, or else the current one."""
+        source = source or call_site()[0]
         call = self.open_calls[-1] if self.open_calls else None
         if call is None:
             return CaptureError(f"{source}: {text}")
@@ -105,6 +106,11 @@ class Recorder:
         try:
             result = self.stand_in(construct(*args, **kwargs))
             graph = call.finish(result)
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            source, is_users = failed_site(error)
+            if isinstance(error, CaptureError) or is_users and not _MESSAGE_END.search(str(error)):
+                raise
+            raise self.error(_message(error), source) from error
         finally:
             self.open_calls.pop()
         if caller is None:
@@ -240,9 +246,7 @@ class Recorder:
                 result = func(*call, **tree_map(_meta_leaf, kwargs))
         except Exception as error:
             if "Not implement" not in str(error) or behind is None:
-                shown = ", ".join(map(repr, args))
-                message = _MESSAGE_END.split(str(error))[0].strip()
-                raise self.error(f"operator {func.name}({shown}) can't be run on shapes alone: {message}") from error
+                return self._known(func.name, args, kwargs, error)
             result = None
         if result is not None:
             return result
@@ -255,6 +259,18 @@ class Recorder:
             return tree_map(_meta_leaf, behind(*args, **kwargs))
         finally:
             self._silent = before
+
+    def _known(self, name, args, kwargs, error):
+        """The result of an operator that failed on the meta device, by its shape function."""
+        try:
+            found = inferred(name, args, kwargs)
+        except ValueError as said:
+            error = said
+        else:
+            if found is not None:
+                return self.meta(*found)
+        shown = ", ".join(map(repr, args))
+        raise self.error(f"operator {name}({shown}) can't be run on shapes alone: {_message(error)}") from error
 
     def stand_in(self, structure):
         """The structure with a traced tensor in the place of every plain one; itself where there is none."""
@@ -291,6 +307,11 @@ def _count_inputs(primitive, args):
         return min(len(args), len(parameters) - 1)
     given = max((place + 1 for place, argument in enumerate(args) if tree_leaves(argument, Tensor)), default=0)
     return given if len(args) - given == len(primitive.init_attrs) else len(args)
+
+
+def _message(error):
+    """What an error says, without MindSpore's C++ stack."""
+    return _MESSAGE_END.split(str(error))[0].strip()
 
 
 def _meta_leaf(leaf):

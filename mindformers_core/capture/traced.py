@@ -3,6 +3,7 @@
 import sys
 from functools import cache
 from pathlib import Path
+from traceback import walk_tb
 
 import mindspore
 from mindspore import Tensor
@@ -10,7 +11,7 @@ from mindspore.ops import Primitive
 
 from mindformers_core.dtensor.indexing import index_tensor
 
-__all__ = ["CaptureError", "Traced", "call_site"]
+__all__ = ["CaptureError", "Traced", "call_site", "failed_site"]
 
 _MINDSPORE = str(Path(mindspore.__file__).parent)
 _ENGINE = str(Path(__file__).parent.parent)
@@ -160,6 +161,13 @@ def call_site():
             break
         frame = frame.f_back
     return layer, primitive
+
+
+def failed_site(error):
+    """`file:line` of the innermost frame of the user's code that a caught error passed; and whether it began there."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    users = [place for place, (name, _) in enumerate(frames) if _owner(name) == "user"]
+    return ":".join(map(str, frames[users[-1]])) if users else None, users[-1:] == [len(frames) - 1]
 
 
 @cache

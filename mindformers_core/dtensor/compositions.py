@@ -6,13 +6,13 @@ are those of one card. Its running statistics are changed in place. On CPU, the 
 
 import math
 
-import numpy as np
 from mindspore import dtype as mstype
 from mindspore import mint, ops
 
+from mindformers_core.dtensor import constant_sizes as sizes
 from mindformers_core.dtensor.draws import DRAWN
 
-__all__ = ["batch_norm", "batch_norm_ext", "composed", "max_pool", "mirrored"]
+__all__ = ["batch_norm", "batch_norm_ext", "composed", "max_pool"]
 
 
 def batch_norm(x, scale, bias, mean, variance, is_training=False, epsilon=1e-5, momentum=0.1, data_format=0):
@@ -51,21 +51,16 @@ def max_pool(x, kernel, stride=None, padding=0, dilation=1, ceil_mode=False, ret
     return ops.MaxPoolWithArgmaxV2(kernel, stride or kernel, padding, dilation, ceil_mode)(x)
 
 
-def mirrored(x, paddings, mode="REFLECT"):
-    """The result of `MirrorPad`, whose paddings are a constant tensor."""
-    if mode != "REFLECT":
-        raise ValueError(f"a mirror padding in mode {mode} is not available for a distributed tensor: use REFLECT")
-    pairs = np.asarray(paddings.asnumpy()).tolist()[::-1]
-    while pairs and not any(pairs[-1]):
-        pairs.pop()
-    return ops.pad(x, tuple(size for pair in pairs for size in pair), "reflect")
-
-
 _COMPOSED = {  # function of an operator's arguments, and names of a primitive's attributes that it takes besides
     "BatchNorm": (batch_norm, ()),
     "BatchNormExt": (batch_norm_ext, ()),
     "FuncMaxPool2D": (max_pool, ()),
-    "MirrorPad": (mirrored, ("mode",)),
+    "ConvTbc": (sizes.conv_tbc, ()),
+    "Expand": (sizes.expand, ()),
+    "MatrixDiagPartV3": (sizes.matrix_diag_part, ()),
+    "MatrixDiagV3": (sizes.matrix_diag, ()),
+    "MatrixSetDiagV3": (sizes.matrix_set_diag, ()),
+    "MirrorPad": (sizes.mirrored, ("mode",)),
     "PixelShuffle": (ops.pixel_shuffle, ()),
     **DRAWN,
 }

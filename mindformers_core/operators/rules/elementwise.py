@@ -53,7 +53,7 @@ _NONLINEAR = (
     ("SiLU", saved.INPUTS, {"operations": 4}),
     ("GeLU", saved.INPUTS_AND_RESULT, {"operations": 8}),
     ("FastGeLU", saved.INPUTS_AS_THEY_ARE, {"operations": 8}),
-    ("GeluExt", saved.UNMEASURED, {"operations": 8}),
+    ("GeluExt NpuGelu", saved.UNMEASURED, {"operations": 8}),
     # called in another way
     *((f"{name}Scalar", saved.NOTHING, {"rewrite": name}) for name in _WITH_SCALAR),
     ("EqScalar", saved.NOTHING, {"rewrite": "Equal"}),

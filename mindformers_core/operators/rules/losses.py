@@ -86,6 +86,16 @@ def triplet_margin_loss(x, positive, negative, margin, reduction="mean"):
     return _reduced(Signature(inputs, ((names[0], *names[2:]),), dim_sizes(x)), reduction, ("d1",))
 
 
+@register_operator("CosineEmbeddingLoss", saves=UNMEASURED)
+def cosine_embedding_loss(x, other, target, margin=0.0, reduction="mean"):
+    """Of two tensors (examples, features), or (features,), and a target for each example."""
+    names = dim_names(x)
+    if x.shape != other.shape or target.shape != x.shape[:-1]:
+        raise ValueError(f"{x.shape}, {other.shape} and targets {target.shape} are not alike")
+    plain = Signature((names, names, names[:-1]), (names[:-1],), dim_sizes(x))
+    return _reduced(plain, reduction, names[-1])
+
+
 @register_operator("CTCLossV2", saves=UNMEASURED)
 def ctc_loss(log_probs, targets, input_lengths, target_lengths):
     """For each sequence of (time, sequences, classes) a loss, and logarithms of all its alignments' probabilities."""

@@ -195,6 +195,13 @@ def histogram(x, bins=100, min=0, max=0):
     return Signature((names,), ((("bins",),),), sizes | {"bins": bins}, **more)
 
 
+@register_operator("BincountExt", saves=saved.UNMEASURED, gradient=NO_GRADIENT)
+def bincount(x, weights=None, minlength=0):
+    """Counts of numbers below `minlength`, or sums of their weights: of each part."""
+    names = (dim_names(x),) * len(tensors_in([x, weights]))
+    return Signature(names, ((("bins",),),), dim_sizes(x) | {"bins": minlength}, {"d0": "sum"})
+
+
 @register_operator("EmbeddingLookup", saves=saved.UNMEASURED, reads_a_part=True)
 def embedding_lookup(params, indices, offset):
     """Rows by number less an offset; zeros where there is none, so that parts' results are terms of a sum."""

@@ -1,0 +1,91 @@
+"""Shapes of operators that MindSpore can't run on the meta device, and tensors that it can't create on CPU.
+
+Both are tables; what they lack is an error of the capture, which names Cell and line.
+"""
+
+import numpy as np
+from mindspore import DeviceCtx, Tensor, get_context
+from mindspore import dtype as mstype
+from mindspore.ops.function import array_func, math_func
+
+from mindformers_core.operators.rules.dims import as_dims
+
+__all__ = ["ON_PLAIN_TENSORS", "by_numpy", "creating_functions", "inferred"]
+
+ON_PLAIN_TENSORS = {"TrilExt": np.tril, "Outer": np.outer}  # operators that CPU has not, and what computes them
+
+
+def _any(x, dim=None, keepdim=False):
+    dims = as_dims(dim, x.ndim)
+    kept = [1 if place in dims else size for place, size in enumerate(x.shape) if keepdim or place not in dims]
+    return kept, mstype.bool_
+
+
+def _bincount(x, weights=None, minlength=0):
+    if not minlength:
+        raise ValueError("the number of results depends on the values: give minlength, above all of them")
+    return [minlength], mstype.int64 if weights is None else weights.dtype
+
+
+def _moe_token_unpermute(tokens, indices, probs=None, padded_mode=False, restore_shape=None):
+    rows = tokens.shape[:1] if probs is None else probs.shape[:1]
+    return (restore_shape if padded_mode else [*rows, *tokens.shape[1:]]), tokens.dtype
+
+
+def _vdot(x, y):
+    if x.is_complex():
+        raise ValueError("of complex numbers, write the conjugate as such: mint.dot(x.conj(), y)")
+    return [], x.dtype
+
+
+def _cosine_embedding_loss(x, other, target, margin=0.0, reduction=1):
+    return (target.shape if reduction in (2, "none") else []), x.dtype
+
+
+# Operator -> function of its arguments that gives shape and dtype of its result.
+_SHAPES = {
+    "AnyExt": _any,
+    "BincountExt": _bincount,
+    "CosineEmbeddingLoss": _cosine_embedding_loss,
+    "EmbeddingLookup": lambda params, indices, *_: ([*indices.shape, *params.shape[1:]], params.dtype),
+    "MoeTokenUnpermute": _moe_token_unpermute,
+    "NpuGelu": lambda x, *_: (x.shape, x.dtype),
+    "Vdot": _vdot,
+}
+# Module of MindSpore, its operator that creates a tensor, and a NumPy function of the same arguments.
+_CREATING = (
+    (array_func, "arange_", lambda start, end, step, _: np.arange(start, end, step)),
+    (array_func, "fill_scalar_", lambda size, value, _: np.full(size, value)),
+    (math_func, "lin_space_ext_op", lambda start, end, steps, _: np.linspace(start, end, steps)),
+)
+
+
+def inferred(name, args, kwargs):
+    """`(shape, dtype)` of the result of an operator without a meta kernel; None for one that isn't known here.
+
+    Raises:
+        ValueError: the shape depends on the values of a tensor.
+    """
+    return _SHAPES[name](*args, **kwargs) if name in _SHAPES else None
+
+
+def by_numpy(name, args):
+    """The result of an operator of `ON_PLAIN_TENSORS`."""
+    values = [arg.asnumpy() if isinstance(arg, Tensor) else arg for arg in args]
+    return Tensor(ON_PLAIN_TENSORS[name](*values), args[0].dtype)
+
+
+def creating_functions():
+    """`(module, name, function)` for the operators that create tensors from numbers, which CPU has not."""
+    return [(owner, name, _creating(getattr(owner, name), values)) for owner, name, values in _CREATING]
+
+
+def _creating(operator, values):
+    def create(*args):
+        if get_context("device_target") != "CPU":
+            return operator(*args)
+        with DeviceCtx("meta"):
+            dtype = operator(*args).dtype
+        return Tensor(values(*args), dtype)
+
+    return create

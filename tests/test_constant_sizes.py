@@ -1,0 +1,113 @@
+"""Operators whose sizes are constant tensors: each dim cut, values and gradients, against MindSpore's own."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, mint, nn, ops
+from small_cells import cell_of
+
+from mindformers_core import shard, verify
+from mindformers_core.communication.simulated import SimulatedRanks
+from mindformers_core.layout import layout
+from mindformers_core.mesh import DeviceMesh
+from mindformers_core.sharding.declare import copy_cell
+
+LINE = DeviceMesh((2,), ("tp",))
+RANDOM = np.random.default_rng(5)
+
+
+def f(*shape):
+    return RANDOM.standard_normal(shape).astype(np.float32)
+
+
+def pairs(*entries):
+    return Tensor(np.array(entries))
+
+
+CALLS = {
+    "diag": (lambda x: ops.matrix_diag(x), [f(2, 4)]),
+    "diag above": (lambda x: ops.matrix_diag(x, 2, padding_value=3.0), [f(2, 4)]),
+    "diag below": (lambda x: ops.matrix_diag(x, -1, num_cols=6), [f(2, 4)]),
+    "diag of rows": (lambda x: ops.matrix_diag(x, 1, 4, 8), [f(2, 4)]),
+    "part": (lambda x: ops.matrix_diag_part(x, Tensor(0, ms.int32), Tensor(0.0)), [f(2, 4, 6)]),
+    "part above": (lambda x: ops.matrix_diag_part(x, Tensor(3, ms.int32), Tensor(0.0)), [f(2, 4, 6)]),
+    "part below": (lambda x: ops.matrix_diag_part(x, Tensor(-2, ms.int32), Tensor(0.0)), [f(2, 4, 6)]),
+    "set": (lambda x, d: ops.matrix_set_diag(x, d), [f(2, 4, 6), f(2, 4)]),
+    "set above": (lambda x, d: ops.matrix_set_diag(x, d, 3), [f(2, 4, 6), f(2, 3)]),
+    "set below": (lambda x, d: ops.matrix_set_diag(x, d, -2), [f(2, 4, 6), f(2, 2)]),
+    "embed": (lambda x: ops.diag_embed(x, 1), [f(2, 4)]),
+    "scatter": (lambda x, d: ops.diagonal_scatter(x, d), [f(4, 4), f(4)]),
+    "expand": (lambda x: ops.expand(x, Tensor(np.array([2, 4, 8]))), [f(4, 1)]),
+    "symmetric": (lambda x: ops.mirror_pad(x, pairs((1, 2), (0, 4)), "SYMMETRIC"), [f(2, 4)]),
+    "reflected": (lambda x: ops.mirror_pad(x, pairs((0, 0), (1, 1), (3, 2), (0, 0)), "REFLECT"), [f(2, 4, 4, 2)]),
+    "volume": (nn.ReflectionPad3d((1, 1, 2, 2, 1, 1)), [f(2, 2, 4, 4, 4)]),
+}
+
+
+def cell_of_call(function, arrays):
+    return cell_of((lambda self, x: function(x)) if len(arrays) == 1 else (lambda self, x, y: function(x, y)))
+
+
+def plans(arrays):
+    """One for every dim that can be cut."""
+    for which, array in enumerate(arrays):
+        for dim in (place for place, size in enumerate(array.shape) if size % 2 == 0):
+            cut = [["tp" if (which, dim) == (i, d) else None for d in range(a.ndim)] for i, a in enumerate(arrays)]
+            yield {"": {"input": {name: layout(*each) for name, each in zip("xy", cut)}}}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_dim_cut(name):
+    function, arrays = CALLS[name]
+    cell, inputs = cell_of_call(function, arrays), [Tensor(array) for array in arrays]
+    expected = cell(*inputs).asnumpy()
+    for plan in plans(arrays):
+        check = verify(cell, LINE, *inputs, plan=plan)
+        assert not check.faults, check.report()
+        for mode in ("generated", "eager"):
+
+            def work(rank, plan=plan, mode=mode):
+                net = shard(copy_cell(cell), LINE, plan=plan, mode=mode, inputs="full_batch")
+                return net(*inputs).full_tensor().asnumpy()
+
+            for found in SimulatedRanks(2).run(work):
+                np.testing.assert_array_equal(found, expected, err_msg=f"{mode}, {plan}")
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_are_those_of_the_operator(name):
+    function, arrays = CALLS[name]
+    cell, inputs = cell_of_call(function, arrays), [Tensor(array) for array in arrays]
+    places = tuple(range(len(arrays)))
+    alone = ms.grad(lambda *given: mint.sin(cell(*given)).sum(), places)(*inputs)
+    net = shard(copy_cell(cell), DeviceMesh((1,), ("tp",)))
+    found = ms.grad(lambda *given: mint.sin(net(*given)).sum(), places)(*inputs)
+    for gradient, expected in zip(found, alone, strict=True):
+        np.testing.assert_allclose(gradient.asnumpy(), expected.asnumpy(), 1e-6, 1e-6)
+
+
+def test_a_convolution_with_the_time_first():
+    """`mint.conv_tbc`, which CPU has not."""
+    x, weight, bias = f(8, 2, 4), f(3, 4, 6), f(6)
+    padded = np.pad(x, ((1, 1), (0, 0), (0, 0)))
+    expected = sum(padded[k : k + 8] @ weight[k] for k in range(3)) + bias
+    cell = cell_of(lambda self, x, w, b: mint.conv_tbc(x, w, b, 1))
+    inputs = [Tensor(array) for array in (x, weight, bias)]
+    for dim in range(3):
+        cut = layout(*("tp" if place == dim else None for place in range(3)))
+        plan = {"": {"input": {"x": cut}}}
+        check = verify(cell, LINE, *inputs, plan=plan)
+        assert not check.faults, check.report()
+
+        def work(rank, plan=plan):
+            return shard(copy_cell(cell), LINE, plan=plan, inputs="full_batch")(*inputs).full_tensor().asnumpy()
+
+        for found in SimulatedRanks(2).run(work):
+            np.testing.assert_allclose(found, expected, 1e-5, 1e-5)
+
+
+def test_a_band_of_diagonals_is_refused():
+    cell = cell_of(lambda self, x: ops.matrix_diag(x, Tensor([-1, 1], ms.int32)))
+    with pytest.raises(ValueError, match=r"root Cell .*: a band of diagonals -1 to 1 is not available here"):
+        verify(cell, LINE, Tensor(f(2, 3, 4)))
