@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
@@ -14,7 +15,7 @@ from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
 from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_shape
 from mindformers_core.trainer.shrinking import planned, shrunk_recipe
 from mindformers_core.trainer.step import build_cells, step_parts
-from mindformers_core.verification.engine import RankStep, Subject, simulate
+from mindformers_core.verification.engine import simulate
 
 __all__ = ["verify_recipe"]
 
@@ -42,7 +43,7 @@ def verify_recipe(recipe, full=False):
         parts, (place,) = step_parts(recipe, mesh, cells), mesh.coordinate(rank, ("dp",))
         arrays = [array[:, place].reshape(len(array), -1, *array.shape[4:]) for array in inputs]
         _, gradients = parts.run(tuple(as_computed(ms.Tensor(array)) for array in arrays))
-        return RankStep({}, (), parts.optimizer.parameters, gradients, parts.clip, parts.optimizer)
+        return {}, gradients, parts.clip, parts.optimizer
 
     with ms.DeviceCtx("meta"):
         net = recipe.spec.build(recipe.model).set_train()
@@ -51,8 +52,10 @@ def verify_recipe(recipe, full=False):
 
     first = next(graph for (stage, _), (graph, _) in plans.items() if stage == 0)
     passes = _passes(inputs, recipe.spec.inputs or list(first.arguments))
-    rest = passes, len(inputs[0]), recipe.context.device_target, net
-    subject = Subject(mesh, partial(build_cells, recipe, mesh), step, lambda *_: 0, parameters, *rest)
+    subject = SimpleNamespace(
+        mesh=mesh, build=partial(build_cells, recipe, mesh), step=step, replica=lambda *_: 0, parameters=parameters,
+        passes=passes, divisor=len(inputs[0]), device_target=recipe.context.device_target, model=net,
+    )  # fmt: skip
     return simulate(subject, plans, _notes(given, recipe))
 
 

@@ -123,15 +123,15 @@ class Check:
             value = value if terms == 1 else value / terms
         place = (0, label, stage) if what == "value" else (1, label, -stage)
         key = call, seen.value.id, layout
-        rounding = self.precision.rounding * self.truth.largest(what, label)
         at, order = (stage, label, seen, path, file), (*place, self.compared)
-        self.hold(order, rank, what, at, layout, tensor, value, key, rounding=rounding)
+        self.hold(order, rank, what, at, layout, tensor, value, self.truth.largest(what, label), key)
 
-    def hold(self, order, rank, what, at, layout, tensor, value, key=None, tolerance=None, rounding=0.0):
+    def hold(self, order, rank, what, at, layout, tensor, value, scale, key=None, limits=None):
         """Compare a local tensor with the global value `value` in a layout; the arguments are those of `Fault`.
 
-        Without a layout `value` is the expected local one. `key` is the same on all ranks that hold terms of a tensor.
-        `tolerance` and `rounding` are those of `close`.
+        Without a layout `value` is the expected local one. `scale` is the largest magnitude of the terms that were
+        summed. `key` is the same on all ranks that hold terms of a tensor. `limits` are tolerance and rounding, as of
+        `Precision`. Default: those of the verification.
         """
         stage, label, _, path, _ = at
         key, array = (what, stage, label, path, key), tensor.asnumpy()
@@ -141,7 +141,8 @@ class Check:
             if array is None:
                 return
         expected = value if layout is None else expected_part(value, layout, rank)
-        if not close(array, expected, tolerance or self.precision.tolerance, rounding):
+        tolerance, rounding = limits or (self.precision.tolerance, self.precision.rounding)
+        if not close(array, expected, tolerance, rounding * scale):
             self._counts[rank] += 1
             if self._counts[rank] <= _KEPT:
                 self.faults.append(Fault(order, rank, what, at, layout, key, array, expected, value))

@@ -15,7 +15,7 @@ from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.verification.comparison import largest
 from mindformers_core.verification.drawing import DROPOUTS, begin_draws, whole_context
 
-__all__ = ["OneCard", "is_known", "widened", "widened_text"]
+__all__ = ["OneCard", "floating", "is_known", "widened", "widened_text"]
 
 _KNOWN = "mindformers_core.verify"
 _FLOATS = ("float16", "bfloat16", "float32")
@@ -39,6 +39,11 @@ def widened_text(text, dtype):
 def _without_gradient(leaf):
     """A result; MindSpore records integers, too, and takes gradients of casts from them."""
     return leaf if not isinstance(leaf, Tensor) or is_float(dtype_name(leaf.dtype)) else ops.stop_gradient(leaf)
+
+
+def floating(structure):
+    """The floating tensors in a structure, a tuple."""
+    return tuple(leaf for leaf in tree_leaves(structure, Tensor) if is_float(dtype_name(leaf.dtype)))
 
 
 def is_known(tensor):
@@ -92,9 +97,9 @@ class OneCard:
         """
         tape, known, flowing = ThreadTape(), {}, []
         args, kwargs = tree_map(self._leaf, (tuple(args), kwargs))
-        inputs = [leaf for leaf in tree_leaves((args, kwargs), Tensor) if is_float(dtype_name(leaf.dtype))]
+        inputs = floating((args, kwargs))
 
-        def forward():
+        def forward(*_):
             passed = args
             for stage, graph in self.graphs.items():
                 named = {name: kwargs[name] for name in list(graph.arguments)[len(passed) :] if name in kwargs}
@@ -103,13 +108,13 @@ class OneCard:
                 self.gradients[stage, label] = {}
                 keep = partial(self._keep, calls, self.gradients[stage, label])
                 passed = tuple(tree_leaves(_Pass(self, keep).root(graph, passed, named), Tensor))
-            flowing.extend(tensor for tensor in passed if is_float(dtype_name(tensor.dtype)))
+            flowing.extend(floating(passed))
 
-        tape.record(lambda *_: forward(), inputs)
+        tape.record(forward, inputs)
         outputs = self.outputs[label] = [tensor.asnumpy() for tensor in flowing]
         sens = tuple(map(self._tensor, slopes(outputs)))
         weights = [self.parameters[path] for path in self.trained]
-        _, gradients = tape.gradients(tuple(inputs), tuple(flowing), sens, weights)  # inputs: without weights, too
+        _, gradients = tape.gradients(inputs, flowing, sens, weights)  # inputs: without weights, too
         for table in (table for stage in self.graphs for table in self.gradients[stage, label].values()):
             table.update((number, np.asarray(gradient)) for number, gradient in table.items())
         arrays = [gradient.asnumpy() for gradient in gradients]
