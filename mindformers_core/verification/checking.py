@@ -112,7 +112,7 @@ class Check:
         """
         (stage, label), call, seen, path, file = at
         table = self.truth.values if what == "value" else self.truth.gradients
-        value = table[stage, label].get(call, {}).get(seen.value.id)
+        value = table[stage, label].get((call, seen.value.id))
         if value is None and what == "gradient":
             return  # a Parameter's, or another name's of the same tensor
         if value is None:  # a weight that a Cell above passes on
