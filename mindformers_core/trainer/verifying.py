@@ -40,10 +40,10 @@ def verify_recipe(recipe, full=False):
 
     def step(rank, cells):
         ms.set_seed(recipe.training.seed)
-        parts, (place,) = step_parts(recipe, mesh, cells), mesh.coordinate(rank, ("dp",))
+        (run, clip, optimizer), (place,) = step_parts(recipe, mesh, cells), mesh.coordinate(rank, ("dp",))
         arrays = [array[:, place].reshape(len(array), -1, *array.shape[4:]) for array in inputs]
-        _, gradients = parts.run(tuple(as_computed(ms.Tensor(array)) for array in arrays))
-        return {}, gradients, parts.clip, parts.optimizer
+        _, gradients = run(tuple(as_computed(ms.Tensor(array)) for array in arrays))
+        return {}, gradients, clip, optimizer
 
     with ms.DeviceCtx("meta"):
         net = recipe.spec.build(recipe.model).set_train()
@@ -62,15 +62,11 @@ def verify_recipe(recipe, full=False):
 def _notes(given, recipe):
     """Sentences about what differs between a recipe and the one that is verified."""
     notes = ["not verified: graph mode; the programs run in PyNative"] if given.context.mode == 0 else []
-    sections = [
-        {**vars(each.model), "seq_length": each.train_dataset.seq_length, "micro-batches": _micro_batches(each)}
+    large, small = (
+        vars(each.model) | {"seq_length": each.train_dataset.seq_length, "micro-batches": _micro_batches(each)}
         for each in (given, recipe)
-    ]
-    changed = [
-        f"{name} {size} -> {sections[1][name]}"
-        for name, size in sections[0].items()
-        if type(size) is int and size != sections[1][name]
-    ]
+    )
+    changed = [f"{key} {old} -> {small[key]}" for key, old in large.items() if type(old) is int and old != small[key]]
     return [*notes, f"at small sizes: {', '.join(changed)}"] if changed else notes
 
 
