@@ -277,13 +277,6 @@ def test_layers_of_batch_norm_in_evaluation(norm):
         assert not check.faults, check.report()
 
 
-def test_layers_with_a_method_called_shard():
-    """MindSpore's own is no hook."""
-    layers = nn.SequentialCell(nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Conv2dTranspose(4, 4, 2, stride=2, has_bias=True))
-    check = verify(layers, LINE, Tensor(IMAGE), plan={"": {"input": {"input_data": layout(None, None, "tp")}}})
-    assert not check.faults, check.report()
-
-
 @pytest.mark.parametrize("name", ["conv2d", "max_pool2d", "MaxPool", "avg_pool2d", "depthwise", "upwards", "nearest",
                                   "group_norm", "batch_norm", "crop_and_resize", "lrn"])  # fmt: skip
 def test_the_eager_engine(name):

@@ -1,5 +1,6 @@
 """The layouts that `shard()` hooks, plans and sharded primitives declare for tensors."""
 
+import copy
 import inspect
 from fnmatch import fnmatchcase
 from types import SimpleNamespace
@@ -12,10 +13,11 @@ from mindformers_core.program.graph import cell_label
 from mindformers_core.program.plan import joined_path
 from mindformers_core.propagation.boundaries import Declaration, OperatorDeclaration
 
-__all__ = ["cell_label", "collect_declarations"]
+__all__ = ["cell_label", "collect_declarations", "copy_cell"]
 
 _PLAN_KEYS = ("input", "output", "weight")
 _OPERATOR_KEYS = ("input", "output")
+_SHARDED = {"in_strategy", "out_strategy", "in_layout", "out_layout"}  # what `Primitive.shard()` sets
 
 
 def collect_declarations(cell, config=None, plan=None):
@@ -41,6 +43,12 @@ def collect_declarations(cell, config=None, plan=None):
         for path, declaration in _read_plan_entry(cells, pattern, entry):
             found[path] = _override(found.get(path), declaration)
     return found
+
+
+def copy_cell(cell):
+    """A deep copy of a Cell. Primitives with strategies are shared: MindSpore's copy of a primitive drops them."""
+    primitives = [value for _, child in cell.cells_and_names() for value in _primitives(child).values()]
+    return copy.deepcopy(cell, {id(value): value for value in primitives if _SHARDED & value.attrs.keys()})
 
 
 def _read_hook(path, cell, config):

@@ -3,8 +3,8 @@
 import inspect
 import logging
 from dataclasses import dataclass, field
-from functools import cached_property
 from enum import Enum
+from functools import cached_property
 
 import numpy as np
 from mindspore import Tensor

@@ -89,7 +89,7 @@ def _inputs(recipe, size):
 
 
 def _passes(inputs, names):
-    """The passes of `Subject`: every micro-batch of every run, of all dp ranks together."""
+    """The passes of a subject of `simulate`: every micro-batch of every run, of all dp ranks together."""
     runs, _, count, *_ = inputs[0].shape
     passes = []
     for run, number in np.ndindex(runs, count):

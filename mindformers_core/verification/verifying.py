@@ -1,6 +1,5 @@
 """`verify()`: is the plan of a Cell right?"""
 
-import copy
 from types import SimpleNamespace
 
 import mindspore as ms
@@ -15,6 +14,7 @@ from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.passes.forward_backward import ForwardBackward
 from mindformers_core.program.observer import Observer
 from mindformers_core.program.structure import tree_leaves, tree_map
+from mindformers_core.sharding.declare import copy_cell
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.sharding.inspecting import prepare, programs
 from mindformers_core.sharding.parameter_storage import as_computed
@@ -76,7 +76,7 @@ class _Call:
         self.build_one, self.model = net, None
         if isinstance(net, nn.Cell):
             materialize(net, seed)
-            self.build_one, self.model = lambda: shard(copy.deepcopy(net), mesh, config, plan, seed=seed), net
+            self.build_one, self.model = lambda: shard(copy_cell(net), mesh, config, plan, seed=seed), net
         self.parameters, self.plans, steps = {}, {}, 1  # (0, mesh of a Cell) -> `(CellGraph, CellPlan)`
         SimulatedRanks(mesh.size).run(self._plan)
         if self.settings is not None:
