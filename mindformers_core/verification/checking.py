@@ -108,13 +108,13 @@ class Check:
             what: "value" or "gradient".
             at: `(stage, label of the pass)`, number of the call, the `Observed`, path of the Cell, file of its module.
             layout: of the tensor.
-            tensor: the local tensor.
+            tensor: the local tensor; None where no gradient came.
         """
         (stage, label), call, seen, path, file = at
         table = self.truth.values if what == "value" else self.truth.gradients
         value = table[stage, label].get((call, seen.value.id))
-        if value is None and what == "gradient":
-            return  # a Parameter's, or another name's of the same tensor
+        if what == "gradient" and (value is None or tensor is None):
+            return  # a Parameter's, or another name's of the same tensor; or none came
         if value is None:  # a weight that a Cell above passes on
             (used,) = [use.path for use in seen.frame.graph.parameters if use.value.id == seen.value.id]
             value = self.truth.parameters[used].asnumpy()

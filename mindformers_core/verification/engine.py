@@ -1,6 +1,5 @@
 """A verification: one training step of all ranks, simulated, against the same step on one card."""
 
-import os
 from traceback import extract_tb
 
 import numpy as np
@@ -89,12 +88,10 @@ def _simulated(subject, plans, precision, notes):
         try:
             step = subject.step(rank, cells)
         except (RuntimeError, TypeError, ValueError) as error:
-            frames = extract_tb(error.__traceback__)
-            lines = [frame.line for frame in frames if os.path.basename(frame.filename).startswith("parallel_")]
-            if not lines:
-                raise
-            text = str(error).partition("\n")[0]
-            raise type(error)(f"{text} (in the generated line '{lines[-1]}')") from error
+            lines = [frame.line for frame in extract_tb(error.__traceback__) if "/parallel_" in frame.filename]
+            if lines:
+                error.args = (f"{str(error).partition(chr(10))[0]} (in the generated line '{lines[-1]}')",)
+            raise
         _compare_step(check, observer, step, _buckets(cells))
 
     with custom_gradients():

@@ -105,13 +105,7 @@ class RankObserver(ProgramObserver):
         at = (stage, self._pass), graph.call, seen, path, program.file
         self.check.compare(self.rank, "value", at, seen.layout, tensor)
         layout = gradient_layout(seen.layout)
-        is_given = isinstance(seen.entry, ParameterUse | None)
-        is_produced = not is_given and seen.frame.layouts[seen.value.id] == seen.layout
+        is_given = isinstance(seen.entry, ParameterUse | None) or seen.frame.layouts[seen.value.id] != seen.layout
         is_flowing = self._direction == "forward" and tensor._requires_grad and not is_known(tensor)
-        if is_flowing and is_produced and layout is not None:
-            tensor.register_hook(lambda gradient: self._gradient(at, layout, gradient))
-
-    def _gradient(self, at, layout, gradient):
-        """Compare the gradient of a tensor, None where none came."""
-        if gradient is not None:
-            self.check.compare(self.rank, "gradient", at, layout, gradient)
+        if is_flowing and not is_given and layout is not None:
+            tensor.register_hook(lambda gradient: self.check.compare(self.rank, "gradient", at, layout, gradient))

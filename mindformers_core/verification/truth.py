@@ -92,7 +92,7 @@ class OneCard:
             slopes: function of the floating results of the last stage, a list of arrays, that returns their gradients.
         """
         tape, flowing = ThreadTape(), []
-        args, kwargs = tree_map(self._leaf, (tuple(args), kwargs))
+        args, kwargs = tree_map(lambda one: self._tensor(one) if isinstance(one, np.ndarray) else one, (args, kwargs))
         inputs = floating((args, kwargs))
 
         def forward(*_):
@@ -129,9 +129,6 @@ class OneCard:
             arrays = [array for stage in self.graphs for array in table[stage, label].values()]
             self._largest[what, label] = largest([*arrays, *self.weight_gradients[label].values()])
         return self._largest[what, label]
-
-    def _leaf(self, leaf):
-        return self._tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
 
     def _tensor(self, value):
         array = value.asnumpy() if isinstance(value, Tensor) else np.asarray(value)
