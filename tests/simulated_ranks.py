@@ -5,7 +5,7 @@ Written from the definitions of the placements, and from the design's table of f
 
 import numpy as np
 
-from mindformers_core.redistribution.arrays import assemble, exchange, reduce_arrays
+from mindformers_core.redistribution.arrays import exchange, reduce_arrays
 
 
 def distribute(value, layout, rng):
@@ -43,10 +43,12 @@ def _terms(value, number, ops, averaged, rng):
 def collect(local, layout, shape):
     """The global tensor of `local`, having checked that all ranks that should hold the same do."""
     mesh, partial = layout.mesh, dict(layout.partial)
-    value = assemble(local, layout, shape)
     reduced = dict(local)
     for axis, op in partial.items():
         reduced = {rank: reduce_arrays([reduced[each] for each in mesh.group(rank, (axis,))], op) for rank in reduced}
+    value = np.empty(shape, next(iter(reduced.values())).dtype)
+    for rank in mesh.rank_list:
+        value[layout.local_slices(shape, rank)] = reduced[rank]
     for rank in mesh.rank_list:
         np.testing.assert_allclose(reduced[rank], value[layout.local_slices(shape, rank)], rtol=1e-9, atol=1e-9)
     for axis in mesh.axis_names:

@@ -4,9 +4,8 @@ One thread runs at a time, until its rank has to wait for another one; the order
 repeats bit by bit. MindSpore's flags of PyNative's autograd belong to a thread, so do the communication states of ours.
 """
 
-import json
 import threading
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 
 import numpy as np
 from mindspore import Tensor
@@ -43,8 +42,8 @@ class SimulatedRanks:
         self.size, self.device_target = size, device_target
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._ready, self._waiting = deque(range(size)), {}  # waiting rank -> what it waits for, as text
-        self._numbers = defaultdict(int)  # (rank, ranks of a group) -> number of its collectives so far
-        self._meetings = defaultdict(dict)  # (ranks of a group, number) -> rank -> (issued, array)
+        self._numbers = Counter()  # ranks of a group -> number of its collectives so far
+        self._meetings = defaultdict(dict)  # ranks of a group -> rank -> (issued, arguments, array), of the next one
         self._results, self._boxes = {}, defaultdict(deque)  # rank -> array; (sender, receiver) -> messages
         self._error = None
 
@@ -84,31 +83,24 @@ class SimulatedRanks:
     def meet(self, rank, group, kind, arguments, array):
         """The result on `rank` of a collective of a `Group`, after all its ranks have come."""
         ranks = tuple(sorted(group.ranks))
-        self._numbers[rank, ranks] += 1
-        number = self._numbers[rank, ranks]
+        number, meeting = self._numbers[ranks] + 1, self._meetings[ranks]
         issued = kind, group.axes, array.shape, str(array.dtype), () if kind == "permute" else arguments
-        meeting = self._meetings[ranks, number]
         meeting[rank] = issued, arguments, array
         if len(meeting) < len(ranks):
             self._wait(rank, f"{_shown(issued)}, number {number} over {group}")
             return self._results.pop(rank)
-        del self._meetings[ranks, number]
-        self._check_alike(meeting, number, group)
-        given = [meeting[other] for other in group.ranks]
-        arguments = ([each[1][0] for each in given],) if kind == "permute" else arguments
-        found = exchange(kind, [each[2] for each in given], *arguments)
+        self._numbers[ranks] = number
+        kinds = {each: [other for other in ranks if meeting[other][0] == each] for each, _, _ in meeting.values()}
+        if len(kinds) > 1:
+            said = "; ".join(f"ranks {', '.join(map(str, some))}: {_shown(each)}" for each, some in kinds.items())
+            self._fail(Desync(f"collective {number} over {group} differs among its ranks: {said}"))
+            raise _Stopped  # callers explain the errors of a collective's backend in words of their own
+        del self._meetings[ranks]
+        _, given, arrays = zip(*(meeting[other] for other in group.ranks))
+        found = exchange(kind, arrays, *([places for (places,) in given],) if kind == "permute" else arguments)
         self._results.update(zip(group.ranks, found, strict=True))
         self._wake(other for other in group.ranks if other != rank)
         return self._results.pop(rank)
-
-    def _check_alike(self, meeting, number, group):
-        issued = {}
-        for rank, (each, _, _) in sorted(meeting.items()):
-            issued.setdefault(each, []).append(rank)
-        if len(issued) > 1:
-            said = "; ".join(f"ranks {', '.join(map(str, ranks))}: {_shown(each)}" for each, ranks in issued.items())
-            self._fail(Desync(f"collective {number} over {group} differs among its ranks: {said}"))
-            raise _Stopped  # callers explain the errors of a collective's backend in words of their own
 
     def send(self, rank, to_rank, message):
         """Leave a message for another rank."""
@@ -179,12 +171,12 @@ class _Transport:
 
     def send(self, rank, head, tensors):
         """Send a message; returns at once."""
-        self.ranks.send(self.rank, rank, (json.dumps(head), [tensor.asnumpy().copy() for tensor in tensors]))
+        self.ranks.send(self.rank, rank, (head, [tensor.asnumpy().copy() for tensor in tensors]))
 
     def receive(self, rank):
         """The next message from a rank: its head, and its tensors."""
         head, arrays = self.ranks.receive(self.rank, rank)
-        return json.loads(head), tuple(map(Tensor, arrays))
+        return head, tuple(map(Tensor, arrays))
 
     def close(self):
         """Nothing to do."""

@@ -62,7 +62,8 @@ class ForwardBackward:
         self._begun[key] = self._begun.get(key, -1) + 1
         # new objects: a tensor of another stage of this rank is on that stage's tape, and this tape has to end at it
         inputs = tuple(ops.stop_gradient(tensor) for tensor in inputs)
-        tape = self._free.pop() if self._free else _tape()
+        kind = ThreadTape if process_state().is_simulated else _Tape  # the tapes of a process are those of one thread
+        tape = self._free.pop() if self._free else kind()
         returned, flowing = [], []
 
         def recorded(*inputs):
@@ -119,11 +120,6 @@ def _clean_after_errors():
     except Exception:
         forget_recordings()
         raise
-
-
-def _tape():
-    """A tape of this process, or of this simulated rank, whose thread can't use the process's tapes."""
-    return ThreadTape() if process_state().is_simulated else _Tape()
 
 
 class _Tape(nn.Cell):

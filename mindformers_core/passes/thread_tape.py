@@ -50,8 +50,7 @@ def custom_gradients():
 
 
 def _call_recorded(cell, *args, **kwargs):
-    arguments = cell._construct_sig.bind(*args, **kwargs) if kwargs else None
-    return _CustomGradient.apply(cell, *(args if arguments is None else arguments.args))
+    return _CustomGradient.apply(cell, *(cell._construct_sig.bind(*args, **kwargs).args if kwargs else args))
 
 
 class _CustomGradient(_Function):

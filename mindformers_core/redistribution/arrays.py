@@ -1,11 +1,11 @@
-"""Collectives as array operations on the tensors of all ranks of a group, and global tensors from local ones.
+"""Collectives as array operations on the tensors of all ranks of a group.
 
 Pure Python. Written from the definitions of the collectives; a group's tensors are a list in the group's order.
 """
 
 import numpy as np
 
-__all__ = ["assemble", "exchange", "reduce_arrays", "reduce_terms"]
+__all__ = ["exchange", "reduce_arrays", "reduce_terms"]
 
 _REDUCE = {"sum": np.add, "avg": np.add, "max": np.maximum, "min": np.minimum}
 
@@ -63,18 +63,3 @@ def reduce_terms(terms, layout):
         members = {rank: layout.mesh.group(rank, (axis,)) for rank in terms}
         terms = {rank: reduce_arrays([terms[other] for other in members[rank]], op) for rank in terms}
     return terms
-
-
-def assemble(local, layout, shape):
-    """The global tensor of local tensors, terms of partial ones reduced.
-
-    Args:
-        local: rank -> array, for all ranks of the layout's mesh.
-        layout: the `Layout`.
-        shape: the global shape.
-    """
-    terms = reduce_terms(local, layout)
-    value = np.empty(shape, next(iter(terms.values())).dtype)
-    for rank, term in terms.items():
-        value[layout.local_slices(shape, rank)] = term
-    return value

@@ -59,14 +59,10 @@ def _consumer(frame, place, entry):
         reason, node = entry.node.operator, entry.node
     else:
         reason = "output" if entry.reason.startswith("output ") else entry.reason
-        later = (other for other in frame.instructions[place + 1 :] if not isinstance(other, Redistribution))
-        consumers = (other.node for other in later if _consumes(other, entry.value, entry.target))
+        later, moved = frame.instructions[place + 1 :], (entry.value, entry.target)
+        later = [other for other in later if not isinstance(other, Redistribution)]
+        consumers = (other.node for other in later if moved in (*other.consumed, *getattr(other, "lifted", ())))
         producers = (node for node in frame.graph.nodes if entry.value in tree_leaves(node.outputs))
         node = next(chain(consumers, producers), None)
     source = f", {(node.source or 'unknown line').rpartition('/')[2]}" if node else ""
     return f" ({reason}){source}"
-
-
-def _consumes(entry, wanted, layout):
-    taken = (*entry.consumed, *getattr(entry, "lifted", ()))
-    return any(value.id == wanted.id and target == layout for value, target in taken)

@@ -20,7 +20,6 @@ class ProgramObserver(Observer):
     def __init__(self):
         self._pass = self._direction = None
         self._seen = Counter()  # (pass, direction, id of tree, path, id of source, number) -> reports so far
-        self._programs = {}  # id of a `ModuleSource` -> (`Program`, its `calls_by_plan`)
 
     def loaded(self, module, source):
         """See `Observer`."""
@@ -39,12 +38,10 @@ class ProgramObserver(Observer):
     def _observed(self, source, cell, number, tensor):
         """A program reports a tensor. Of several calls it isn't known which one the backward pass computes again."""
         tree, path = tree_and_path(cell)
-        if id(source) not in self._programs:
-            (program,) = [each for each in tree.programs.values() if each.source is source]
-            self._programs[id(source)] = program, program.calls_by_plan()
-        program, calls = self._programs[id(source)]
+        program = next(each for each in tree.programs.values() if each.source is source)
         seen = source.observed[number]
-        graphs, place = calls[path, seen.frame], (self._pass, self._direction, id(tree), path, id(source), number)
+        graphs = program.calls_by_plan[path, seen.frame]
+        place = self._pass, self._direction, id(tree), path, id(source), number
         self._seen[place] += 1
         if self._direction != "backward" or len(graphs) == 1:
             turn, ordinal = divmod(self._seen[place] - 1, len(graphs))

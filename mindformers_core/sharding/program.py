@@ -4,6 +4,7 @@ import inspect
 import logging
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 import numpy as np
 from mindspore import Tensor
@@ -80,6 +81,7 @@ class Program:
 
         return list(visit(self.path, self.generated, self.graph))
 
+    @cached_property
     def calls_by_plan(self):
         """(Cell path, CellPlan) -> the `CellGraph`s of the calls, in order."""
         found = {}

@@ -43,8 +43,7 @@ def planned(recipe, choices=None, forgets=False):
     """
 
     def plan(stage, tree):
-        given = None if choices is None else choices[stage]
-        graph, frame = annotated_plan(tree, "", micro_batch(recipe, stage), {}, given)
+        graph, frame = annotated_plan(tree, "", micro_batch(recipe, stage), {}, (choices or {}).get(stage))
         for constant in (each for call in graph.calls() for each in call.constants if forgets):
             constant.forget()
         return tree, graph, frame

@@ -1,8 +1,5 @@
 """The recipe's model on this rank, whole or as stages of a pipeline, and one optimizer step over it."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import mindspore as ms
 
 from mindformers_core.communication.world import process_state
@@ -16,7 +13,7 @@ from mindformers_core.trainer.pipeline_recipe import layers_of_rank, micro_batch
 from mindformers_core.trainer.zero_recipe import zero_settings
 from mindformers_core.zero import hsdp, tie_shards, value_and_grad
 
-__all__ = ["StepParts", "build_cells", "step_function", "step_parts"]
+__all__ = ["build_cells", "step_function", "step_parts"]
 
 
 def build_cells(recipe, mesh, rank):
@@ -43,24 +40,8 @@ def build_cells(recipe, mesh, rank):
     return cells
 
 
-@dataclass(frozen=True, eq=False)
-class StepParts:
-    """One optimizer step of a rank, part by part.
-
-    Attributes:
-        run: function of the local inputs of the model, a sequence of tensors of shape (runs, samples of one, …);
-            returns the losses of all runs and the reduced gradients of the parameters.
-        clip: the `ClipByGlobalNorm`, a function of the gradients.
-        optimizer: the `AdamW` of the trainable parameters.
-    """
-
-    run: Callable
-    clip: ClipByGlobalNorm
-    optimizer: AdamW
-
-
 def step_parts(recipe, mesh, cells):
-    """The `StepParts` of a rank, whose programs are generated; all ranks of a pipeline call this.
+    """One optimizer step of a rank, part by part, whose programs are generated; all ranks of a pipeline call this.
 
     Forward and backward pass run once for every micro-batch; in a pipeline, the schedule runs once for every batch of
     micro-batches. Gradients are reduced over data-parallel ranks after the last run, whose number is hsdp's
@@ -71,13 +52,18 @@ def step_parts(recipe, mesh, cells):
         mesh: with the axes `MESH_AXES`.
         cells: from `build_cells`; the model is a function of the arrays of a micro-batch that returns the loss.
 
+    Returns:
+        `(run, clip, optimizer)`: a function of the local inputs of the model, a sequence of tensors of shape (runs,
+        samples of one, …), that returns the losses of all runs and the reduced gradients of the parameters; the
+        `ClipByGlobalNorm`, and the `AdamW` of the trainable parameters.
+
     Raises:
         ValueError: on all ranks of the pipeline: stages that contradict each other, or a stage without a program.
     """
     functions = _model_function if recipe.parallelism.pipeline_parallel == 1 else _schedule_function
     parameters, run, clipping = functions(recipe, mesh, cells)
     optimizer = AdamW(parameters, recipe.optimizer)
-    return StepParts(run, ClipByGlobalNorm(optimizer.parameters, recipe.training.max_norm, **clipping), optimizer)
+    return run, ClipByGlobalNorm(optimizer.parameters, recipe.training.max_norm, **clipping), optimizer
 
 
 def step_function(recipe, mesh, cells):
@@ -88,28 +74,28 @@ def step_function(recipe, mesh, cells):
 
     Returns:
         `(optimizer, step)`: an `AdamW` of the trainable parameters of this rank, and a function that updates them. Its
-        arguments are the local inputs of the model, as of `StepParts.run`, and the float32 scalars of `AdamW.scalars`.
+        arguments are the local inputs of the model, as of `step_parts`, and the float32 scalars of `AdamW.scalars`.
         Results are the mean loss and the gradients' norm before clipping, local tensors that are equal on all ranks.
     """
-    parts = step_parts(recipe, mesh, cells)
+    run, clip, optimizer = step_parts(recipe, mesh, cells)
 
     def update(rate, eps, decay, *gradients):  # one by one: tensors in a tuple would be compiled in as constants
-        clipped, norm = parts.clip(gradients)
-        parts.optimizer(clipped, rate, eps, decay)
+        clipped, norm = clip(gradients)
+        optimizer(clipped, rate, eps, decay)
         return norm
 
     update = jit(update) if recipe.context.mode == 0 else update
 
     def step(arrays, rate, eps, decay):
-        losses, gradients = parts.run(arrays)
+        losses, gradients = run(arrays)
         loss, observer = sum(losses) / len(losses), process_state().observer
-        for parameter, gradient in zip(parts.optimizer.parameters, gradients, strict=True):
+        for parameter, gradient in zip(optimizer.parameters, gradients, strict=True):
             observer.held("reduced gradient", gradient, parameter)
         norm = update(rate, eps, decay, *gradients)
-        _hold(observer, parts.optimizer, {"loss": loss, "gradient norm": norm, "rate": rate, "decay": decay})
+        _hold(observer, optimizer, {"loss": loss, "gradient norm": norm, "rate": rate, "decay": decay})
         return loss, norm
 
-    return parts.optimizer, step
+    return optimizer, step
 
 
 def _hold(observer, optimizer, numbers):

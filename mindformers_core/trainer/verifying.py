@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
@@ -14,7 +15,7 @@ from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
 from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_shape
 from mindformers_core.trainer.shrinking import planned, shrunk_recipe
 from mindformers_core.trainer.step import build_cells, step_parts
-from mindformers_core.verification.engine import RankStep, Subject, simulate
+from mindformers_core.verification.engine import simulate
 
 __all__ = ["verify_recipe"]
 
@@ -39,10 +40,10 @@ def verify_recipe(recipe, full=False):
 
     def step(rank, cells):
         ms.set_seed(recipe.training.seed)
-        parts, (place,) = step_parts(recipe, mesh, cells), mesh.coordinate(rank, ("dp",))
+        (run, clip, optimizer), (place,) = step_parts(recipe, mesh, cells), mesh.coordinate(rank, ("dp",))
         arrays = [array[:, place].reshape(len(array), -1, *array.shape[4:]) for array in inputs]
-        _, gradients = parts.run(tuple(as_computed(ms.Tensor(array)) for array in arrays))
-        return RankStep({}, (), parts.optimizer.parameters, gradients, parts.clip, parts.optimizer)
+        _, gradients = run(tuple(as_computed(ms.Tensor(array)) for array in arrays))
+        return {}, gradients, clip, optimizer
 
     with ms.DeviceCtx("meta"):
         net = recipe.spec.build(recipe.model).set_train()
@@ -51,23 +52,21 @@ def verify_recipe(recipe, full=False):
 
     first = next(graph for (stage, _), (graph, _) in plans.items() if stage == 0)
     passes = _passes(inputs, recipe.spec.inputs or list(first.arguments))
-    rest = passes, len(inputs[0]), recipe.context.device_target, net
-    subject = Subject(mesh, partial(build_cells, recipe, mesh), step, lambda *_: 0, parameters, *rest)
+    subject = SimpleNamespace(
+        mesh=mesh, build=partial(build_cells, recipe, mesh), step=step, replica=lambda *_: 0, parameters=parameters,
+        passes=passes, divisor=len(inputs[0]), device_target=recipe.context.device_target, model=net,
+    )  # fmt: skip
     return simulate(subject, plans, _notes(given, recipe))
 
 
 def _notes(given, recipe):
     """Sentences about what differs between a recipe and the one that is verified."""
     notes = ["not verified: graph mode; the programs run in PyNative"] if given.context.mode == 0 else []
-    sections = [
-        {**vars(each.model), "seq_length": each.train_dataset.seq_length, "micro-batches": _micro_batches(each)}
+    large, small = (
+        vars(each.model) | {"seq_length": each.train_dataset.seq_length, "micro-batches": _micro_batches(each)}
         for each in (given, recipe)
-    ]
-    changed = [
-        f"{name} {size} -> {sections[1][name]}"
-        for name, size in sections[0].items()
-        if type(size) is int and size != sections[1][name]
-    ]
+    )
+    changed = [f"{key} {old} -> {small[key]}" for key, old in large.items() if type(old) is int and old != small[key]]
     return [*notes, f"at small sizes: {', '.join(changed)}"] if changed else notes
 
 
@@ -90,7 +89,7 @@ def _inputs(recipe, size):
 
 
 def _passes(inputs, names):
-    """The passes of `Subject`: every micro-batch of every run, of all dp ranks together."""
+    """The passes of a subject of `simulate`: every micro-batch of every run, of all dp ranks together."""
     runs, _, count, *_ = inputs[0].shape
     passes = []
     for run, number in np.ndindex(runs, count):

@@ -108,13 +108,13 @@ class Check:
             what: "value" or "gradient".
             at: `(stage, label of the pass)`, number of the call, the `Observed`, path of the Cell, file of its module.
             layout: of the tensor.
-            tensor: the local tensor.
+            tensor: the local tensor; None where no gradient came.
         """
         (stage, label), call, seen, path, file = at
         table = self.truth.values if what == "value" else self.truth.gradients
-        value = table[stage, label].get(call, {}).get(seen.value.id)
-        if value is None and what == "gradient":
-            return  # a Parameter's, or another name's of the same tensor
+        value = table[stage, label].get((call, seen.value.id))
+        if what == "gradient" and (value is None or tensor is None):
+            return  # a Parameter's, or another name's of the same tensor; or none came
         if value is None:  # a weight that a Cell above passes on
             (used,) = [use.path for use in seen.frame.graph.parameters if use.value.id == seen.value.id]
             value = self.truth.parameters[used].asnumpy()
@@ -123,15 +123,15 @@ class Check:
             value = value if terms == 1 else value / terms
         place = (0, label, stage) if what == "value" else (1, label, -stage)
         key = call, seen.value.id, layout
-        rounding = self.precision.rounding * self.truth.largest(what, label)
         at, order = (stage, label, seen, path, file), (*place, self.compared)
-        self.hold(order, rank, what, at, layout, tensor, value, key, rounding=rounding)
+        self.hold(order, rank, what, at, layout, tensor, value, self.truth.largest(what, label), key)
 
-    def hold(self, order, rank, what, at, layout, tensor, value, key=None, tolerance=None, rounding=0.0):
+    def hold(self, order, rank, what, at, layout, tensor, value, scale, key=None, limits=None):
         """Compare a local tensor with the global value `value` in a layout; the arguments are those of `Fault`.
 
-        Without a layout `value` is the expected local one. `key` is the same on all ranks that hold terms of a tensor.
-        `tolerance` and `rounding` are those of `close`.
+        Without a layout `value` is the expected local one. `scale` is the largest magnitude of the terms that were
+        summed. `key` is the same on all ranks that hold terms of a tensor. `limits` are tolerance and rounding, as of
+        `Precision`. Default: those of the verification.
         """
         stage, label, _, path, _ = at
         key, array = (what, stage, label, path, key), tensor.asnumpy()
@@ -141,7 +141,8 @@ class Check:
             if array is None:
                 return
         expected = value if layout is None else expected_part(value, layout, rank)
-        if not close(array, expected, tolerance or self.precision.tolerance, rounding):
+        tolerance, rounding = limits or (self.precision.tolerance, self.precision.rounding)
+        if not close(array, expected, tolerance, rounding * scale):
             self._counts[rank] += 1
             if self._counts[rank] <= _KEPT:
                 self.faults.append(Fault(order, rank, what, at, layout, key, array, expected, value))

@@ -25,18 +25,19 @@ class RankObserver(ProgramObserver):
 
     Attributes:
         replica: number of the data-parallel replica of this rank; 0 where the program has all of the batch.
+        stages: id of a `ShardedTree` -> number of the stage.
+        paths: see `parameter_paths`.
     """
 
     def __init__(self, rank, check):
         super().__init__()
         self.rank, self.check, self._dtype = rank, check, check.precision.dtype
-        self.replica, self.stages, self._paths = 0, {}, {}  # id of a `ShardedTree` -> stage; see `parameter_paths`
+        self.replica, self.stages, self.paths = 0, {}, {}
 
-    def enter_cells(self, cells):
-        """Register the finished Cells of this rank, a dict by stage; returns their `parameter_paths`."""
+    def enter_cells(self, cells, replica):
+        """Register the finished Cells of this rank, a dict by stage."""
         self.stages = {id(tree_of(net)): stage for stage, net in cells.items()}
-        self._paths = parameter_paths(cells.values())
-        return self._paths
+        self.paths, self.replica = parameter_paths(cells.values()), replica
 
     def placed(self, cell, parameters):
         """See `Observer`: floating tensors of a Cell in one dtype."""
@@ -83,7 +84,7 @@ class RankObserver(ProgramObserver):
 
     def weight_gradient(self, parameter, gradient):
         """See `Observer`; placeholders of gradients that were taken as they came have other shapes."""
-        path = self._paths.get(id(parameter))
+        path = self.paths.get(id(parameter))
         tied = self.check.truth.tied  # a stage has one term of such a gradient
         if self._pass is None or path is None or path in tied or gradient.shape != parameter.shape:
             return
@@ -91,9 +92,9 @@ class RankObserver(ProgramObserver):
         value = self.check.truth.weight_gradients[self._pass].get(path)
         order = 1, self._pass, 1, self.check.compared
         at = None, self._pass, None, path, None
-        rounding = self.check.precision.rounding * self.check.truth.largest("gradient", self._pass)
         if value is not None:  # a trained one that the program uses
-            self.check.hold(order, self.rank, "weight gradient", at, layout, gradient, value, rounding=rounding)
+            scale = self.check.truth.largest("gradient", self._pass)
+            self.check.hold(order, self.rank, "weight gradient", at, layout, gradient, value, scale)
 
     def computed(self, tree, program, path, graph, turn, seen, tensor):
         """Compare a tensor, and later its gradient."""
@@ -104,13 +105,7 @@ class RankObserver(ProgramObserver):
         at = (stage, self._pass), graph.call, seen, path, program.file
         self.check.compare(self.rank, "value", at, seen.layout, tensor)
         layout = gradient_layout(seen.layout)
-        is_given = isinstance(seen.entry, ParameterUse | None)
-        is_produced = not is_given and seen.frame.layouts[seen.value.id] == seen.layout
+        is_given = isinstance(seen.entry, ParameterUse | None) or seen.frame.layouts[seen.value.id] != seen.layout
         is_flowing = self._direction == "forward" and tensor._requires_grad and not is_known(tensor)
-        if is_flowing and is_produced and layout is not None:
-            tensor.register_hook(lambda gradient: self._gradient(at, layout, gradient))
-
-    def _gradient(self, at, layout, gradient):
-        """Compare the gradient of a tensor, None where none came."""
-        if gradient is not None:
-            self.check.compare(self.rank, "gradient", at, layout, gradient)
+        if is_flowing and not is_given and layout is not None:
+            tensor.register_hook(lambda gradient: self.check.compare(self.rank, "gradient", at, layout, gradient))

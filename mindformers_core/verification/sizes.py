@@ -47,21 +47,19 @@ def least_sizes(sizes, parts, divisors, share, fits):
         A dict, size -> small size.
     """
     small = {size: size for size in sizes}
-    done = {size for size in small if size <= _SMALL}
-    for size in sorted(small.keys() - done):
-        taken = {small[other] for other in done}
-        products = [small[a] * small[b] for a in sorted(done) for b in sorted(done) if 1 < a <= b and a * b == size]
+    for size in sorted(size for size in small if size > _SMALL):
+        done = {other: small[other] for other in sorted(small) if other < size}
+        products = [done[a] * done[b] for a in done for b in done if 1 < a <= b and a * b == size]
         count = parts.get(size, 1)
         unit = lcm(count, gcd(size, _SMALL))  # halves of an uncut dim have several elements, too
         lowest = max(unit, count * min(size // count, 2), ceil(size * share))
         strange = [divisor for divisor in divisors if size % divisor]
         products = [one for one in products if one <= _LARGER * lowest]  # others are products by chance
         for one in chain(products, _candidates(unit, lowest, size)):
-            wrong = one % unit or one >= size or one in taken or any(one % divisor == 0 for divisor in strange)
+            wrong = one % unit or one >= size or one in done.values() or any(one % divisor == 0 for divisor in strange)
             if not wrong and fits(small | {size: one}):
                 small[size] = one
                 break
-        done.add(size)
     return small
 
 

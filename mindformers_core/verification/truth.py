@@ -1,5 +1,6 @@
 """The program of one card: captured graphs, interpreted on whole tensors, with the gradient of every value."""
 
+from collections import Counter
 from functools import cached_property, partial
 
 import mindspore as ms
@@ -15,7 +16,7 @@ from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.verification.comparison import largest
 from mindformers_core.verification.drawing import begin_draws, draw_of
 
-__all__ = ["OneCard", "is_known", "widened", "widened_text"]
+__all__ = ["OneCard", "floating", "is_known", "widened", "widened_text"]
 
 _KNOWN = "mindformers_core.verify"
 _FLOATS = ("float16", "bfloat16", "float32")
@@ -41,6 +42,11 @@ def _without_gradient(leaf):
     return leaf if not isinstance(leaf, Tensor) or is_float(dtype_name(leaf.dtype)) else ops.stop_gradient(leaf)
 
 
+def floating(structure):
+    """The floating tensors in a structure, a tuple."""
+    return tuple(leaf for leaf in tree_leaves(structure, Tensor) if is_float(dtype_name(leaf.dtype)))
+
+
 def is_known(tensor):
     """Whether this was asked of a tensor before."""
     before = tensor._get_user_data(_KNOWN)
@@ -58,7 +64,7 @@ class OneCard:
         divisor: of the sum of all passes' gradients.
 
     Attributes:
-        values, gradients: (stage, label of a pass) -> `CellGraph.call` -> number of a Value -> array.
+        values, gradients: (stage, label of a pass) -> (`CellGraph.call`, number of a Value) -> array.
         weight_gradients: label -> path -> gradient of the pass.
         trained: paths of the parameters that get gradients.
         tied: paths of the parameters of several stages.
@@ -67,20 +73,15 @@ class OneCard:
 
     def __init__(self, graphs, parameters, dtype, divisor):
         self.graphs, self.dtype, self.divisor = graphs, dtype, divisor
-        uses = [use for graph in graphs.values() for call in graph.calls() for use in call.parameters]
-        trained = {use.path for use in uses if use.trainable}
+        uses = [use for graph in graphs.values() for use in graph.uses.parameters.values()]
+        trained, stages = {use.path for use in uses if use.trainable}, Counter(use.path for use in uses)
         self.parameters = {
-            path: Parameter(self._tensor(parameters[path]), name=path, requires_grad=path in trained)
-            for path in dict.fromkeys(use.path for use in uses)
+            path: Parameter(self._tensor(parameters[path]), name=path, requires_grad=path in trained) for path in stages
         }
         self.values, self.gradients, self.weight_gradients, self.outputs = {}, {}, {}, {}
-        self._largest = {}
-        self.trained = [path for path in self.parameters if path in trained]
-        stages = [
-            path for graph in graphs.values() for path in {u.path for call in graph.calls() for u in call.parameters}
-        ]
-        self.tied = {path for path in self.parameters if stages.count(path) > 1}
-        self._functions = {}
+        self.trained = [path for path in stages if path in trained]
+        self.tied = {path for path, count in stages.items() if count > 1}
+        self._functions, self._largest = {}, {}
 
     def run(self, label, args, kwargs, slopes):
         """One pass through all stages, forward and backward.
@@ -90,34 +91,30 @@ class OneCard:
             args, kwargs: global inputs: of the first stage the positional arguments, and all keyword arguments.
             slopes: function of the floating results of the last stage, a list of arrays, that returns their gradients.
         """
-        tape, known, flowing = ThreadTape(), {}, []
-        args, kwargs = tree_map(self._leaf, (tuple(args), kwargs))
-        inputs = [leaf for leaf in tree_leaves((args, kwargs), Tensor) if is_float(dtype_name(leaf.dtype))]
+        tape, flowing = ThreadTape(), []
+        args, kwargs = tree_map(lambda one: self._tensor(one) if isinstance(one, np.ndarray) else one, (args, kwargs))
+        inputs = floating((args, kwargs))
 
-        def forward():
+        def forward(*_):
             passed = args
             for stage, graph in self.graphs.items():
                 named = {name: kwargs[name] for name in list(graph.arguments)[len(passed) :] if name in kwargs}
-                calls = known[stage, label] = {}
+                values, gradients = self.values[stage, label], self.gradients[stage, label] = {}, {}
                 begin_draws(label)
-                self.gradients[stage, label] = {}
-                keep = partial(self._keep, calls, self.gradients[stage, label])
-                passed = tuple(tree_leaves(_Pass(self, keep).root(graph, passed, named), Tensor))
-            flowing.extend(tensor for tensor in passed if is_float(dtype_name(tensor.dtype)))
+                result = _Pass(self, values, gradients).root(graph, dict(zip(graph.arguments, passed)) | named)
+                passed = tuple(tree_leaves(result, Tensor))
+            flowing.extend(floating(passed))
 
-        tape.record(lambda *_: forward(), inputs)
+        tape.record(forward, inputs)
         outputs = self.outputs[label] = [tensor.asnumpy() for tensor in flowing]
         sens = tuple(map(self._tensor, slopes(outputs)))
         weights = [self.parameters[path] for path in self.trained]
-        _, gradients = tape.gradients(tuple(inputs), tuple(flowing), sens, weights)  # inputs: without weights, too
-        for table in (table for stage in self.graphs for table in self.gradients[stage, label].values()):
-            table.update((number, np.asarray(gradient)) for number, gradient in table.items())
+        _, gradients = tape.gradients(inputs, flowing, sens, weights)  # inputs: without weights, too
         arrays = [gradient.asnumpy() for gradient in gradients]
         self.weight_gradients[label] = dict(zip(self.trained, arrays, strict=True))
-        for key, calls in known.items():
-            self.values[key] = {
-                call: {number: tensor.asnumpy() for number, tensor in values.items()} for call, values in calls.items()
-            }
+        for stage in self.graphs:
+            values = self.values[stage, label]
+            values.update((place, tensor.asnumpy()) for place, tensor in values.items())
 
     @cached_property
     def step_gradients(self):
@@ -129,23 +126,9 @@ class OneCard:
         """The largest magnitude among all tensors of a pass: "value", or "gradient"."""
         if (what, label) not in self._largest:
             table = self.values if what == "value" else self.gradients
-            calls = [call for stage in self.graphs for call in table[stage, label].values()]
-            arrays = [array for call in calls for array in call.values()]
+            arrays = [array for stage in self.graphs for array in table[stage, label].values()]
             self._largest[what, label] = largest([*arrays, *self.weight_gradients[label].values()])
         return self._largest[what, label]
-
-    @staticmethod
-    def _keep(values, gradients, call, number, tensor):
-        """Keep a value of a pass, and its gradient when it comes; a cast to the same dtype returns its input."""
-        values.setdefault(call, {})[number] = tensor
-        if tensor._requires_grad and not isinstance(tensor, Parameter) and not is_known(tensor):
-            table = gradients.setdefault(call, {})
-            keep = table.__setitem__
-            keep(number, 0.0)
-            tensor.register_hook(lambda gradient: None if gradient is None else keep(number, gradient.asnumpy()))
-
-    def _leaf(self, leaf):
-        return self._tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
 
     def _tensor(self, value):
         array = value.asnumpy() if isinstance(value, Tensor) else np.asarray(value)
@@ -162,69 +145,69 @@ class OneCard:
         draw = draw_of(node, self.dtype)
         if draw is not None:
             return draw(args, kwargs)
-        tensors = tree_leaves((args, kwargs), Tensor)
-        names = {id(tensor): f"tensor_{place}" for place, tensor in enumerate(tensors)}
+        tensors = {id(tensor): tensor for tensor in tree_leaves((args, kwargs), Tensor)}
+        names = {number: f"tensor_{place}" for place, number in enumerate(tensors)}
         if node.primitive is None:
             call = operator_source(node.operator, args, kwargs)
         else:
             call = primitive_source(node.primitive, "operator", args)
         body = call.expression(lambda tensor: names[id(tensor)])
         constructor = "" if call.instance is None else f"{call.instance[0]} = {call.instance[1]}"
-        text = f"def call({', '.join(dict.fromkeys(names.values()))}):\n    return {body}"
+        text = f"def call({', '.join(names.values())}):\n    return {body}"
         text = "\n".join([*call.imports, constructor, text])
         if text not in self._functions:
             space = {}
             exec(widened_text(text, self.dtype), space)
             self._functions[text] = space["call"]
-        distinct = {id(tensor): tensor for tensor in tensors}
-        return tree_map(_without_gradient, self._functions[text](*distinct.values()))
+        return tree_map(_without_gradient, self._functions[text](*tensors.values()))
 
 
 class _Pass:
-    """One pass through one stage: the tensors of all its calls."""
+    """One pass through one stage: the tensors of all its calls, and the gradients that come; see `OneCard`."""
 
-    def __init__(self, card, keep):
-        self.card, self.keep = card, keep
-        self.known = {}  # number of a call -> Value's number -> tensor
+    def __init__(self, card, values, gradients):
+        self.card, self.values, self.gradients = card, values, gradients
 
-    def root(self, graph, args, kwargs):
-        """The result of a stage for its global inputs."""
-        given = dict(zip(graph.arguments, args)) | kwargs
+    def root(self, graph, given):
+        """The result of a stage for its global inputs, by name."""
         assert given.keys() == graph.arguments.keys(), (list(given), list(graph.arguments))
-        self._match(graph.call, graph.arguments, given)
+        for name, structure in graph.arguments.items():
+            self._match(graph.call, structure, given[name])
         return self._run(graph)
 
     def _run(self, graph):
         """The result of a call whose arguments are known."""
-        known = self.known.setdefault(graph.call, {})
         for use in graph.parameters:
             self._match(graph.call, use.value, self.card.parameters[use.path])
         for constant in graph.constants:
             self._match(graph.call, constant.value, self.card.constant(constant))
         for use in graph.free_variables:
-            self._match(graph.call, use.value, self.known[use.call][use.id])
+            self._match(graph.call, use.value, self.values[use.call, use.id])
 
-        def fill(leaf):
-            return known[leaf.id] if isinstance(leaf, Value) else leaf
+        def filled(structure):
+            return tree_map(lambda leaf: self.values[graph.call, leaf.id] if type(leaf) is Value else leaf, structure)
 
         for node in graph.nodes:
             if isinstance(node, CallNode):
                 for inner, outer in match_arguments(node).items():
-                    self._match(node.graph.call, inner, known[outer.id])
+                    self._match(node.graph.call, inner, self.values[graph.call, outer.id])
                 result = self._run(node.graph)
             else:
-                result = self.card.function(node, tree_map(fill, node.args), tree_map(fill, node.kwargs))
+                result = self.card.function(node, filled(node.args), filled(node.kwargs))
             self._match(graph.call, node.outputs, result)
-        return tree_map(fill, graph.result)
+        return filled(graph.result)
 
     def _match(self, call, structure, given):
-        """Keep the tensors in `given` under the numbers of the Values that stand in their place."""
-        if isinstance(structure, Value):
-            self.known.setdefault(call, {})[structure.id] = given
-            self.keep(call, structure.id, given)
-        elif isinstance(structure, dict):
-            for name, entry in structure.items():
-                self._match(call, entry, given[name])
-        elif isinstance(structure, (tuple, list)):
-            for entry, other in zip(structure, given, strict=True):
-                self._match(call, entry, other)
+        """Keep the tensors in the place of Values, and their gradients; a cast to the same dtype returns its input."""
+        for value, tensor in zip(tree_leaves(structure, object), tree_leaves(given, object), strict=True):
+            if isinstance(value, Value):
+                place = call, value.id
+                self.values[place] = tensor
+                if tensor._requires_grad and not isinstance(tensor, Parameter) and not is_known(tensor):
+                    self.gradients[place] = np.zeros(())
+                    tensor.register_hook(partial(self._came, place))
+
+    def _came(self, place, gradient):
+        """Keep the gradient of a tensor, None where none came."""
+        if gradient is not None:
+            self.gradients[place] = gradient.asnumpy()

@@ -7,11 +7,11 @@ import numpy as np
 from mindspore import ParameterTuple, Tensor, nn
 
 from mindformers_core.communication.simulated import SimulatedRanks
-from mindformers_core.communication.world import process_state, rank_of
+from mindformers_core.communication.world import process_state
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators.signature import TensorMeta, is_float
 from mindformers_core.optimizers.adamw import AdamW
-from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
+from mindformers_core.passes.forward_backward import ForwardBackward
 from mindformers_core.program.observer import Observer
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.sharding.declare import copy_cell
@@ -22,7 +22,8 @@ from mindformers_core.sharding.program import annotated_plan, bind_arguments
 from mindformers_core.sharding.shard import shard
 from mindformers_core.sharding.sharded_cells import tree_of, tree_of_root
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
-from mindformers_core.verification.engine import RankStep, Subject, simulate
+from mindformers_core.verification.engine import simulate
+from mindformers_core.verification.truth import floating
 from mindformers_core.zero.gradients import value_and_grad
 from mindformers_core.zero.precision import MixedPrecision
 
@@ -62,19 +63,31 @@ def verify(net, mesh, *inputs, config=None, plan=None, seed=0, **named_inputs):
         )
     given = tree_map(lambda leaf: leaf.asnumpy() if isinstance(leaf, Tensor) else leaf, (inputs, named_inputs))
     call = _Call(net, mesh, config, plan, seed, *given)
-    plans = call.plans()
-    return simulate(call.subject(), plans, call.notes)
+    return simulate(call, call.plans, call.notes)
 
 
 class _Call:
-    """A call of a Cell on all ranks of a mesh; arguments as of `verify`, arrays in the place of tensors."""
+    """A call of a Cell on all ranks of a mesh, a subject of `simulate`; arguments as of `verify`, with arrays."""
+
+    divisor, device_target, notes = 1, None, ()
 
     def __init__(self, net, mesh, config, plan, seed, args, kwargs):
-        self.mesh, self.seed, self.args, self.kwargs, self.notes = mesh, seed, args, kwargs, ()
-        self.build_one, self.cell = net, net if isinstance(net, nn.Cell) else None
-        if self.cell is not None:
+        self.mesh, self.seed, self.args, self.kwargs = mesh, seed, args, kwargs
+        self.build_one, self.model = net, None
+        if isinstance(net, nn.Cell):
             materialize(net, seed)
-            self.build_one = lambda: shard(copy_cell(net), mesh, config, plan, seed=seed)
+            self.build_one, self.model = lambda: shard(copy_cell(net), mesh, config, plan, seed=seed), net
+        self.parameters, self.plans, steps = {}, {}, 1  # (0, mesh of a Cell) -> `(CellGraph, CellPlan)`
+        SimulatedRanks(mesh.size).run(self._plan)
+        if self.settings is not None:
+            steps = self.settings.accumulate_grad_step
+            self.divisor = steps * (self.settings.group_size if self.settings.gradients_mean else 1)
+            if self.settings.precision != MixedPrecision():
+                self.notes = ("not verified: the dtypes of mixed_precision; everything is computed in one dtype",)
+        self.passes = [
+            ((0, step, replica), *self._inputs(step, replica, self.count), self._slopes)
+            for replica, step in np.ndindex(self.count, steps)
+        ]
 
     def build(self, rank):
         """The finished Cell of a rank, as stage 0."""
@@ -86,18 +99,18 @@ class _Call:
         self.settings, (_, self.count) = tree.storage.settings, _replica(net, rank)
         return {0: net}
 
-    def plans(self):
-        """(0, mesh of a Cell) -> `(CellGraph, CellPlan)`; nothing is computed."""
-        found, planned = {}, set()
-        for rank in self.mesh.rank_list:
-            if rank not in planned:
-                with rank_of(self.mesh.size, rank):
-                    net = self.build(rank)[0]
-                    tree = tree_of(net)
-                    inputs = tree.storage.cast_inputs(*self._local_inputs(net, rank))
-                    found[0, tree.mesh] = annotated_plan(tree, "", *inputs)
-                    planned.update(tree.mesh.rank_list)
-        return found
+    def _plan(self, rank):
+        """Put the initial values of a rank into `parameters`, and the plan of its mesh into `plans`."""
+        process_state().observer = _InitialValues(rank, self.parameters)
+        net = self.build(rank)[0]
+        tree = tree_of(net)
+        if (0, tree.mesh) not in self.plans:
+            inputs = tree.storage.cast_inputs(*self._local_inputs(net, rank))
+            self.plans[0, tree.mesh] = annotated_plan(tree, "", *inputs)
+
+    def replica(self, rank, cells):
+        """Number of the replica whose batch a rank computes."""
+        return _replica(cells[0], rank)[0]
 
     def _inputs(self, step, replica, count):
         """The inputs of a micro-step of one of `count` replicas: a part of the batch, which each step rolls by one."""
@@ -119,36 +132,6 @@ class _Call:
         given = bound.args[1:], bound.kwargs
         return tree_map(lambda leaf: next(parts) if isinstance(leaf, TensorMeta) else leaf, given)
 
-    def subject(self):
-        """The `Subject`, after `plans`."""
-        settings, steps, divisor = self.settings, 1, 1
-        if settings is not None:
-            steps = settings.accumulate_grad_step
-            divisor = steps * (settings.group_size if settings.gradients_mean else 1)
-            if settings.precision != MixedPrecision():
-                self.notes = ("not verified: the dtypes of mixed_precision; everything is computed in one dtype",)
-        passes = [
-            ((0, step, replica), *self._inputs(step, replica, self.count), self._slopes)
-            for replica, step in np.ndindex(self.count, steps)
-        ]
-        rest = self._initial_values(), passes, divisor
-        return Subject(
-            self.mesh, self.build, self.step, lambda rank, cells: _replica(cells[0], rank)[0], *rest, model=self.cell
-        )
-
-    def _initial_values(self):
-        """Path -> array with the global initial values."""
-        if self.cell is not None:
-            return {path: parameter.asnumpy() for path, parameter in self.cell.parameters_and_names()}
-        found = {}
-
-        def work(rank):
-            process_state().observer = _InitialValues(rank, found)
-            self.build(rank)
-
-        SimulatedRanks(self.mesh.size).run(work)
-        return found
-
     def _slopes(self, outputs):
         """The gradients of a pass's results, which ranks take later: 1 for a loss, else random ones."""
         draw, is_loss = np.random.default_rng(self.seed), len(outputs) == 1 and outputs[0].ndim == 0
@@ -156,35 +139,35 @@ class _Call:
         return self.slopes
 
     def step(self, rank, cells):
-        """The `RankStep` of a rank."""
+        """See `simulate`."""
         run = self._differentiated if self.settings is None else self._under_hsdp
-        losses, layouts, gradients = run(cells[0], rank)
+        results, gradients = run(cells[0], rank)
         parameters = tuple(cells[0].trainable_params())
-        optimizer = AdamW(parameters, _OPTIMIZER)
-        return RankStep(losses, layouts, parameters, gradients, ClipByGlobalNorm(parameters, _MAX_NORM), optimizer)
+        return results, gradients, ClipByGlobalNorm(parameters, _MAX_NORM), AdamW(parameters, _OPTIMIZER)
 
     def _under_hsdp(self, net, rank):
         gradient_of, losses, gradients = value_and_grad(net), {}, None
         while gradients is None:
             args, kwargs = self._local_inputs(net, rank, len(losses))
             result, gradients = gradient_of(*args, **kwargs)
-            losses[0, len(losses)] = [result[0] if isinstance(result, tuple) else result]
-        return losses, (programs(net)[-1].results[0].layout,), gradients
+            losses[0, len(losses)] = result[0] if isinstance(result, tuple) else result
+        layout = programs(net)[-1].results[0].layout
+        return {label: [(loss, layout)] for label, loss in losses.items()}, gradients
 
     def _differentiated(self, net, rank):
-        passes, (args, kwargs) = ForwardBackward(_floating), self._local_inputs(net, rank)
+        passes, (args, kwargs) = ForwardBackward(floating), self._local_inputs(net, rank)
         results = prepare(net, *args, **kwargs).results
 
         def forward(*moving):
             moving = iter(moving)
-            given, named = tree_map(lambda leaf: next(moving) if _floating([leaf]) else leaf, (args, kwargs))
+            given, named = tree_map(lambda leaf: next(moving) if floating([leaf]) else leaf, (args, kwargs))
             return [result.to_local() for result in tree_leaves(net(*given, **named), Tensor)]
 
-        outputs = _floating(passes.forward(0, forward, _floating(tree_leaves((args, kwargs), Tensor))))
-        layouts = tuple(each.layout for each in results if is_float(each.dtype))
+        outputs = floating(passes.forward(0, forward, floating((args, kwargs))))
+        layouts = [each.layout for each in results if is_float(each.dtype)]
         slopes = [_part(slope, layout, rank) for slope, layout in zip(self.slopes, layouts, strict=True)]
         _, gradients = passes.backward(0, slopes, ParameterTuple(net.trainable_params()))
-        return {(0, 0): outputs}, layouts, gradients
+        return {(0, 0): list(zip(outputs, layouts, strict=True))}, gradients
 
 
 class _InitialValues(Observer):
@@ -214,7 +197,3 @@ def _replica(net, rank):
 def _part(array, layout, rank):
     """A rank's part of a tensor, in the dtype to compute with."""
     return as_computed(Tensor(array[layout.local_slices(array.shape, rank)].copy()))
-
-
-def _floating(tensors):
-    return tuple(tensor for tensor in tensors if isinstance(tensor, Tensor) and is_differentiable(tensor))
