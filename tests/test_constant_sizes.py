@@ -1,4 +1,4 @@
-"""Operators whose sizes are constant tensors: each dim cut, values and gradients, against MindSpore's own."""
+"""Operators composed of others, as those with constant sizes: each dim cut, values and gradients, against MindSpore."""
 
 import mindspore as ms
 import numpy as np
@@ -40,6 +40,9 @@ CALLS = {
     "expand": (lambda x: ops.expand(x, Tensor(np.array([2, 4, 8]))), [f(4, 1)]),
     "symmetric": (lambda x: ops.mirror_pad(x, pairs((1, 2), (0, 4)), "SYMMETRIC"), [f(2, 4)]),
     "reflected": (lambda x: ops.mirror_pad(x, pairs((0, 0), (1, 1), (3, 2), (0, 0)), "REFLECT"), [f(2, 4, 4, 2)]),
+    "rows added": (lambda x, v: ops.inplace_add(x, v, (0, 2)), [f(4, 8), f(2, 8)]),
+    "rows taken away": (lambda x, v: ops.InplaceSub((3, 0))(x, v), [f(4, 8), f(2, 8)]),
+    "rows exchanged": (lambda x, v: ops.inplace_update(x, v, (1, 2)), [f(4, 8), f(2, 8)]),
     "volume": (nn.ReflectionPad3d((1, 1, 2, 2, 1, 1)), [f(2, 2, 4, 4, 4)]),
 }
 
@@ -75,7 +78,7 @@ def test_each_dim_cut(name):
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [name for name in CALLS if "rows" not in name])  # MindSpore gives these no gradient
 def test_gradients_are_those_of_the_operator(name):
     function, arrays = CALLS[name]
     cell, inputs = cell_of_call(function, arrays), [Tensor(array) for array in arrays]

@@ -169,11 +169,11 @@ class Recorder:
         if len(args) == 3 and type(args[1]) is str and isinstance(args[0], Primitive):
             primitive, _, args = args
             kind = "primitive"
-        if name.startswith("Inplace"):
-            raise self.error(f"operator '{name}' changes a tensor in place: use its result, as in x = x + y")
         parts = None if self._silent else composed(name, args, kwargs, primitive)
         if parts is not None:
             return parts
+        if name.startswith("Inplace"):
+            raise self.error(f"operator '{name}' changes a tensor in place: use its result, as in x = x + y")
         args = read_numbers(name, args, self._constant)
         args, kwargs = self.stand_in(args), self.stand_in(kwargs)
         metas = self._infer(func, primitive, args, kwargs)

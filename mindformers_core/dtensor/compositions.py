@@ -5,9 +5,11 @@ are those of one card. Its running statistics are changed in place. On CPU, the 
 """
 
 import math
+from functools import partial
 
+import numpy as np
+from mindspore import Tensor, mint, ops
 from mindspore import dtype as mstype
-from mindspore import mint, ops
 
 from mindformers_core.dtensor import constant_sizes as sizes
 from mindformers_core.dtensor.draws import DRAWN
@@ -51,12 +53,27 @@ def max_pool(x, kernel, stride=None, padding=0, dilation=1, ceil_mode=False, ret
     return ops.MaxPoolWithArgmaxV2(kernel, stride or kernel, padding, dilation, ceil_mode)(x)
 
 
+def _updated(x, places, updates):
+    return ops.TensorScatterUpdate()(x, places, updates)
+
+
+def _write_rows(write, x, updates, indices):
+    """The tensor with rows of it written. MindSpore calls these operators `Inplace…`, and yet makes new tensors."""
+    indices = [indices] if isinstance(indices, int) else indices
+    places = indices if isinstance(indices, Tensor) else Tensor(np.int32(indices))
+    return write(x, ops.reshape(places, (-1, 1)), updates)
+
+
 _COMPOSED = {  # function of an operator's arguments, and names of a primitive's attributes that it takes besides
     "BatchNorm": (batch_norm, ()),
     "BatchNormExt": (batch_norm_ext, ()),
     "FuncMaxPool2D": (max_pool, ()),
     "ConvTbc": (sizes.conv_tbc, ()),
     "Expand": (sizes.expand, ()),
+    "InplaceAdd": (partial(_write_rows, ops.tensor_scatter_add), ("indices",)),
+    "InplaceSub": (partial(_write_rows, ops.tensor_scatter_sub), ("indices",)),
+    "InplaceUpdate": (partial(_write_rows, _updated), ("indices",)),
+    "InplaceUpdateV2": (lambda x, indices, updates: _write_rows(_updated, x, updates, indices), ()),
     "MatrixDiagPartV3": (sizes.matrix_diag_part, ()),
     "MatrixDiagV3": (sizes.matrix_diag, ()),
     "MatrixSetDiagV3": (sizes.matrix_set_diag, ()),

@@ -41,7 +41,7 @@ class Dispatcher:
             ValueError: the operator has no rule, the call doesn't fit its rule, or its tensors are on different meshes.
         """
         primitive = None
-        if len(args) == 3 and type(args[1]) is str and type(args[2]) is tuple:
+        if len(args) == 3 and type(args[1]) is str and type(args[2]) in (tuple, list):
             primitive, _, args = args  # how calls of classic primitives arrive
             args = args[: WITHOUT_SEEDS.get(func.name)]
         args = read_numbers(func.name, args, lambda leaf: leaf if type(leaf) is Tensor else None)
