@@ -193,6 +193,14 @@ class _CapturedCell:
     # a hook would run once more when the captured Cell is called
     _forward_pre_hook = _forward_hook = _backward_pre_hook = _backward_hook = MappingProxyType({})
 
+    def __setattr__(self, name, value):
+        """As MindSpore's: `self.steps += 1` writes a Parameter."""
+        held = self.__dict__["_params"].get(name)
+        if type(held) is not Traced or not isinstance(value, Tensor):
+            super().__setattr__(name, value)
+        elif value is not held:
+            held.overwrite(value)
+
     def construct(self, *args, **kwargs):
         return self.__dict__["_recorder"].call(self, super().construct, args, kwargs)
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import cache
 from itertools import repeat
 
-from mindspore import DeviceCtx, Parameter, Tensor, mint
+from mindspore import DeviceCtx, Parameter, Tensor, mint, ops
 from mindspore import dtype as mstype
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.ops import Primitive, tensor_method
@@ -14,9 +14,11 @@ from mindspore.ops import Primitive, tensor_method
 from mindformers_core.capture.open_call import Held, Made, OpenCall, plain_leaf
 from mindformers_core.capture.shape_functions import inferred
 from mindformers_core.capture.traced import CaptureError, Traced, call_site, failed_site
+from mindformers_core.dtensor.aliases import note_views, unwritable
 from mindformers_core.dtensor.compositions import composed
 from mindformers_core.dtensor.dispatch import attributes_of, read_numbers
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
+from mindformers_core.dtensor.in_place import is_in_place
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators import TensorMeta
 from mindformers_core.program.graph import CallNode, OperatorNode, PrimitiveUse
@@ -125,12 +127,28 @@ class Recorder:
                 made = caller.new_value(leaf, name, call.value_of(leaf).constant)
                 known = (leaf.original, leaf.deferred) if made.constant else (None, None)
                 received[id(leaf)] = Traced.around(self, leaf.meta, Made(caller, made), *known)
+                vars(received[id(leaf)])["memory"] = vars(leaf).setdefault("memory", ([0, ""], 0))
             return received[id(leaf)]
 
         result = tree_map(receive, result)
         called = self.tree.local_path(caller.cell, cell)
         caller.nodes.append(CallNode(called, *shown, tree_map(caller.leaf, result), graph, source))
         return result
+
+    def is_input(self, entry):
+        """Whether a traced tensor's entry is an argument of the root."""
+        return any(entry == Made(self.open_calls[0], value) for value in tree_leaves(self.open_calls[0].arguments))
+
+    def write(self, tensor, value):
+        """Record that a Parameter is written; returns its new value, which has no gradient."""
+        parameter = tensor.original
+        if why := unwritable(parameter):
+            raise self.error(why)
+        vars(tensor).setdefault("path", getattr(tensor.entry, "path", None))
+        home = Traced.around(self, self.meta(tensor.shape, tensor.dtype), Held(tensor.path), parameter)
+        value = self.stand_in(ops.stop_gradient(value))
+        self.add_node("Assign", "function", (home, value), {}, home.meta)
+        return value
 
     def random_state(self):
         """A draw from MindSpore's default generator as a node, `RandomState()`, of two int64 results without dims."""
@@ -172,7 +190,7 @@ class Recorder:
         parts = None if self._silent else composed(name, args, kwargs, primitive)
         if parts is not None:
             return parts
-        if name.startswith("Inplace"):
+        if is_in_place(name):
             raise self.error(f"operator '{name}' changes a tensor in place: use its result, as in x = x + y")
         args = read_numbers(name, args, self._constant)
         args, kwargs = self.stand_in(args), self.stand_in(kwargs)
@@ -206,7 +224,9 @@ class Recorder:
             attribute = None
         constant = bool(used) and all(value.constant for value in used)
         values = self._computing(func, primitive, args, kwargs) if constant else None
-        return self.add_node(name, kind, shown, kwargs, metas, use, attribute, values=values)
+        results = self.add_node(name, kind, shown, kwargs, metas, use, attribute, values=values)
+        note_views(name, args, kwargs, results)
+        return results
 
     def _computing(self, func, primitive, args, kwargs):
         """A function that runs an operator on constants for real, once, and gives the tensors among its results."""

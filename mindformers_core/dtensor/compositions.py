@@ -13,6 +13,7 @@ from mindspore import dtype as mstype
 
 from mindformers_core.dtensor import constant_sizes as sizes
 from mindformers_core.dtensor.draws import DRAWN
+from mindformers_core.dtensor.in_place import written
 
 __all__ = ["batch_norm", "batch_norm_ext", "composed", "max_pool"]
 
@@ -86,6 +87,6 @@ _COMPOSED = {  # function of an operator's arguments, and names of a primitive's
 def composed(name, args, kwargs, primitive):
     """The results of an operator as those of others; None where it is computed as it is."""
     if name not in _COMPOSED:
-        return None
+        return written(name, args, kwargs, primitive)
     function, attributes = _COMPOSED[name]
     return function(*args, **kwargs, **{name: getattr(primitive, name) for name in attributes})

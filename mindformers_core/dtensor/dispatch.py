@@ -19,6 +19,7 @@ from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardCont
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, parameter_view, wrap
 from mindformers_core.dtensor.einsum import contract
+from mindformers_core.dtensor.in_place import is_in_place
 from mindformers_core.dtensor.move import device_model, dtype_name, redistribute_local
 from mindformers_core.layout import Layout
 from mindformers_core.operators import TensorMeta, resolve, signature_of, tensor_meta
@@ -155,7 +156,7 @@ class _Program:
     def __init__(self, name, args, kwargs, attributes, tensors):
         self.name, self.given = name, len(args)
         self.metas = None
-        if name.startswith("Inplace"):
+        if is_in_place(name):
             raise TypeError(
                 f"operator '{name}' would change a distributed tensor in place: use its result, as in x = x + y"
             )

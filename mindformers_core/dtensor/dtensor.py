@@ -9,11 +9,12 @@ import copy
 import math
 from operator import attrgetter
 
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, Tensor, ops
 from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.communication import world
-from mindformers_core.dtensor.indexing import index_tensor
+from mindformers_core.dtensor.aliases import note_write, unwritable
+from mindformers_core.dtensor.indexing import index_tensor, with_items
 from mindformers_core.dtensor.move import dtype_name, redistribute_local
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.operators import tensor_meta
@@ -161,9 +162,24 @@ class DTensor(Tensor):
         return index_tensor(self, index)
 
     def __setitem__(self, index, value):
-        raise TypeError(
-            "a DTensor can't be assigned to by index: build the new tensor with ops.where or ops.masked_fill"
-        )
+        self.overwrite(with_items(self, index, value))
+
+    def overwrite(self, value):
+        """Give this tensor another value of its shape and dtype, as an operator in place does.
+
+        A Parameter is written where it is, in the layout that it has; any other tensor gets the value's layout.
+        """
+        if not isinstance(value, DTensor):
+            value = distribute_tensor(value, Layout.on(self.mesh, ((),) * self.ndim))
+        if isinstance(self._local, Parameter):
+            if why := unwritable(self._local):
+                raise ValueError(why)
+            layout = self.layout.replace(varying=())
+            ops.assign(self._local, ops.stop_gradient(value.redistribute(layout)._local))
+        else:
+            self._local, self._meta = value._local, value._meta
+        self._moved = None if self._moved is None else {}
+        note_write(self, "")
 
     def __deepcopy__(self, memo):
         return wrap(copy.deepcopy(self._local, memo), self._meta)

@@ -7,7 +7,7 @@ from mindspore import dtype as mstype
 
 from mindformers_core.operators.rules.elementwise import broadcast_shape
 
-__all__ = ["index_tensor"]
+__all__ = ["index_tensor", "with_items"]
 
 
 def index_tensor(x, index):
@@ -111,3 +111,12 @@ def _reshape_kept(x, kept):
         if entry is None:
             x = ops.expand_dims(x, place)
     return x
+
+
+def with_items(x, index, value):
+    """`x` after `x[index] = value`, a new tensor; indices as of `index_tensor`.
+
+    Raises:
+        TypeError, IndexError: as of `index_tensor`.
+    """
+    raise NotImplementedError

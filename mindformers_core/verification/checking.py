@@ -145,4 +145,4 @@ class Check:
         if not close(array, expected, tolerance, rounding * scale):
             self._counts[rank] += 1
             if self._counts[rank] <= _KEPT:
-                self.faults.append(Fault(order, rank, what, at, layout, key, array, expected, value))
+                self.faults.append(Fault(order, rank, what, at, layout, key, array.copy(), expected, value))
