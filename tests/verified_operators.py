@@ -31,4 +31,5 @@ REDUCTIONS = _names(
 )
 SCANS = _names("Cummax Cummin CumminExt Kthvalue")
 DRAWS = _names("RandExt RandInt RandIntLike RandLikeExt Randn RandnLike RandpermExt")
-VERIFIED = ELEMENTWISE | MATRICES | REDUCTIONS | SCANS | DRAWS
+STATE = _names("Assign")
+VERIFIED = ELEMENTWISE | MATRICES | REDUCTIONS | SCANS | DRAWS | STATE

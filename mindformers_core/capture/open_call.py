@@ -71,8 +71,9 @@ class OpenCall:
         entry, where = tensor.entry, written_at(tensor)
         if where is not None:
             raise tensor.recorder.error(
-                f"a tensor, {tensor!r}, is used after another one of the same memory was changed in place, at {where}: "
-                "a view of it, or what it is a view of. Take a copy before, as in y.clone(), or take the view again"
+                f"a tensor, {tensor!r}, is used after one of the same memory, such as a view of it, was changed in "
+                f"place, at {where}: take a copy before, y.clone(), or take the view again. A trained Parameter can't "
+                "be read after it was written: make it with requires_grad=False"
             )
         if type(entry) is Made and entry.call is self:
             return entry.value

@@ -14,7 +14,7 @@ from mindspore.ops import Primitive, tensor_method
 from mindformers_core.capture.open_call import Held, Made, OpenCall, plain_leaf
 from mindformers_core.capture.shape_functions import inferred
 from mindformers_core.capture.traced import CaptureError, Traced, call_site, failed_site
-from mindformers_core.dtensor.aliases import note_views, unwritable
+from mindformers_core.dtensor.aliases import note_views
 from mindformers_core.dtensor.compositions import composed
 from mindformers_core.dtensor.dispatch import attributes_of, read_numbers
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
@@ -142,8 +142,8 @@ class Recorder:
     def write(self, tensor, value):
         """Record that a Parameter is written; returns its new value, which has no gradient."""
         parameter = tensor.original
-        if why := unwritable(parameter):
-            raise self.error(why)
+        if hasattr(parameter, "unwritable"):
+            raise self.error(parameter.unwritable)
         vars(tensor).setdefault("path", getattr(tensor.entry, "path", None))
         home = Traced.around(self, self.meta(tensor.shape, tensor.dtype), Held(tensor.path), parameter)
         value = self.stand_in(ops.stop_gradient(value))

@@ -127,7 +127,7 @@ class Traced(Tensor):
         else:
             vars(self).update(original=None, deferred=value.deferred)
         self.entry, self.meta = value.entry, value.meta
-        note_write(self, call_site()[0])
+        note_write(self, call_site()[0], getattr(self.original, "requires_grad", False))
 
     def redistribute(self, *_):
         """A `DTensor`'s: an error here."""

@@ -5,7 +5,7 @@ from mindspore import Tensor
 from mindformers_core.operators.registry import facts_of, rewritten
 from mindformers_core.program.structure import tree_leaves
 
-__all__ = ["note_views", "note_write", "unwritable", "written_at"]
+__all__ = ["note_views", "note_write", "written_at"]
 
 _RETURNED = frozenset({"Contiguous", "Diagonal"})  # views, or the input itself, beside those that records tell
 
@@ -22,24 +22,19 @@ def note_views(name, args, kwargs, results):
             vars(view)["memory"] = vars(source).setdefault("memory", ([0, ""], 0))
 
 
-def note_write(tensor, where):
-    """Record that a tensor was changed in place, at this line; its views, and what it is a view of, are stale then."""
+def note_write(tensor, where, is_stale=False):
+    """Record that a tensor was changed in place, at this line; its views, and what it is a view of, are stale then.
+
+    Args:
+        tensor, where: the tensor, and the line.
+        is_stale: whether the tensor itself can't be read, either. Default: False.
+    """
     memory, _ = vars(tensor).setdefault("memory", ([0, ""], 0))
     memory[:] = memory[0] + 1, where
-    vars(tensor)["memory"] = memory, memory[0]
+    vars(tensor)["memory"] = memory, -1 if is_stale else memory[0]
 
 
 def written_at(tensor):
     """The line of the write that made a tensor stale; None for one that isn't."""
     memory, version = vars(tensor).get("memory", ((0, ""), 0))
     return memory[1] if memory[0] != version else None
-
-
-def unwritable(parameter):
-    """Why a Parameter can't be written by a Cell; "" where it can."""
-    if parameter.requires_grad:
-        return (
-            f"parameter '{parameter.name}' is trained, and is written by a Cell: its gradient would be of another value "
-            "than the one that is written. Make it with requires_grad=False"
-        )
-    return vars(parameter).get("unwritable", "")

@@ -13,7 +13,7 @@ from mindspore import Parameter, Tensor, ops
 from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.communication import world
-from mindformers_core.dtensor.aliases import note_write, unwritable
+from mindformers_core.dtensor.aliases import note_write
 from mindformers_core.dtensor.indexing import index_tensor, with_items
 from mindformers_core.dtensor.move import dtype_name, redistribute_local
 from mindformers_core.layout import Layout, bind_layout
@@ -172,8 +172,8 @@ class DTensor(Tensor):
         if not isinstance(value, DTensor):
             value = distribute_tensor(value, Layout.on(self.mesh, ((),) * self.ndim))
         if isinstance(self._local, Parameter):
-            if why := unwritable(self._local):
-                raise ValueError(why)
+            if hasattr(self._local, "unwritable"):
+                raise ValueError(self._local.unwritable)
             layout = self.layout.replace(varying=())
             ops.assign(self._local, ops.stop_gradient(value.redistribute(layout)._local))
         else:

@@ -112,7 +112,7 @@ class OneCard:
         sens = tuple(map(self._tensor, slopes(outputs)))
         self.written[label] = {path: tensor.asnumpy().copy() for path, tensor in written.items()}
         for path, array in self.written[label].items():  # the next pass reads them
-            self.parameters[path] = Parameter(Tensor(array), name=path, requires_grad=False)
+            self.parameters[path] = Parameter(Tensor(array), name=path, requires_grad=path in self.trained)
         weights = [self.parameters[path] for path in self.trained]
         _, gradients = tape.gradients(inputs, flowing, sens, weights)  # inputs: without weights, too
         arrays = [gradient.asnumpy() for gradient in gradients]
