@@ -93,6 +93,7 @@ def capture(cell, *inputs, **named_inputs):
         _replace(scope, functional_overload, "einsum", _einsum)
         _replace(scope, Tensor, "__fallback__", _HandOver(recorder))
         _replace(scope, Tensor, "__getitem__", _get_item(recorder))
+        _replace(scope, Tensor, "__setitem__", _set_item(recorder))
         default_generator._step = lambda step: recorder.random_state()
         scope.callback(delattr, default_generator, "_step")
         scope.enter_context(_Dispatched(recorder))
@@ -239,6 +240,19 @@ def _get_item(recorder):
     def item(tensor, index):
         traced = tree_leaves(index, Traced)
         return index_tensor(recorder.stand_in(tensor), index) if traced else get_item(tensor, index)
+
+    return item
+
+
+def _set_item(recorder):
+    """`Tensor.__setitem__` that records `plain[index] = traced`: the plain tensor becomes a traced one."""
+    set_item = Tensor.__setitem__
+
+    def item(tensor, index, value):
+        if type(tensor) is Tensor and tree_leaves((index, value), Traced):
+            recorder.adopt(tensor)[index] = value
+        else:
+            set_item(tensor, index, value)
 
     return item
 

@@ -116,7 +116,7 @@ class OpenCall:
                 "DeviceCtx('meta'), inside construct, or as a Parameter (a copy by Tensor(x) is such a one: use x)"
             )
         array = (plain.astype(mstype.float32) if plain.dtype == mstype.bfloat16 else plain).asnumpy()
-        return array if path is None else array.copy()  # attributes of Cells may change
+        return array.copy()  # the tensor may change
 
     def finish(self, result):
         """The finished graph."""

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from functools import cache
 from itertools import repeat
 
+import numpy as np
 from mindspore import DeviceCtx, Parameter, Tensor, mint, ops
 from mindspore import dtype as mstype
 from mindspore._c_expression import NoFallbackGuard
@@ -14,7 +15,7 @@ from mindspore.ops import Primitive, tensor_method
 from mindformers_core.capture.open_call import Held, Made, OpenCall, plain_leaf
 from mindformers_core.capture.shape_functions import inferred
 from mindformers_core.capture.traced import CaptureError, Traced, call_site, failed_site
-from mindformers_core.dtensor.aliases import note_views
+from mindformers_core.dtensor.aliases import is_view, share_memory
 from mindformers_core.dtensor.compositions import composed
 from mindformers_core.dtensor.dispatch import attributes_of, read_numbers
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
@@ -127,7 +128,7 @@ class Recorder:
                 made = caller.new_value(leaf, name, call.value_of(leaf).constant)
                 known = (leaf.original, leaf.deferred) if made.constant else (None, None)
                 received[id(leaf)] = Traced.around(self, leaf.meta, Made(caller, made), *known)
-                vars(received[id(leaf)])["memory"] = vars(leaf).setdefault("memory", ([0, ""], 0))
+                share_memory(leaf, received[id(leaf)])
             return received[id(leaf)]
 
         result = tree_map(receive, result)
@@ -145,8 +146,7 @@ class Recorder:
         if hasattr(parameter, "unwritable"):
             raise self.error(parameter.unwritable)
         vars(tensor).setdefault("path", getattr(tensor.entry, "path", None))
-        home = Traced.around(self, self.meta(tensor.shape, tensor.dtype), Held(tensor.path), parameter)
-        value = self.stand_in(ops.stop_gradient(value))
+        home, value = self.hold(parameter, tensor.path), self.stand_in(ops.stop_gradient(value))
         self.add_node("Assign", "function", (home, value), {}, home.meta)
         return value
 
@@ -187,6 +187,8 @@ class Recorder:
         if len(args) == 3 and type(args[1]) is str and isinstance(args[0], Primitive):
             primitive, _, args = args
             kind = "primitive"
+        if is_in_place(name):
+            self.adopt(args[0])
         parts = None if self._silent else composed(name, args, kwargs, primitive)
         if parts is not None:
             return parts
@@ -225,7 +227,8 @@ class Recorder:
         constant = bool(used) and all(value.constant for value in used)
         values = self._computing(func, primitive, args, kwargs) if constant else None
         results = self.add_node(name, kind, shown, kwargs, metas, use, attribute, values=values)
-        note_views(name, args, kwargs, results)
+        if is_view(name, args, kwargs):
+            share_memory(tree_leaves((args, kwargs), Traced)[0], results)
         return results
 
     def _computing(self, func, primitive, args, kwargs):
@@ -303,9 +306,18 @@ class Recorder:
             return leaf
         if isinstance(leaf, Parameter):
             raise self.stray(leaf)
-        if id(leaf) not in self._loose:
-            self._loose[id(leaf)] = self.hold(leaf, None)  # which keeps the tensor, and so its id
-        return self._loose[id(leaf)]
+        held = self._loose.get(id(leaf))
+        if held is None or not leaf.is_meta and not np.array_equal(held.seen, leaf.float().asnumpy(), equal_nan=True):
+            held = self._loose[id(leaf)] = self.hold(leaf, None)  # which keeps the tensor, and so its id
+            vars(held)["seen"] = None if leaf.is_meta else leaf.float().asnumpy().copy()
+        return held
+
+    def adopt(self, tensor):
+        """A tensor that is changed in place: a plain one becomes a traced one."""
+        if type(tensor) is Tensor:
+            vars(tensor).update(vars(self.hold(tensor.copy(), None)))
+            tensor.__class__ = Traced
+        return tensor
 
 
 @cache

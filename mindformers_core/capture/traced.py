@@ -125,7 +125,7 @@ class Traced(Tensor):
                 "change a copy, x.clone(), or call the operator without the underscore"
             )
         else:
-            vars(self).update(original=None, deferred=value.deferred)
+            vars(self).update(original=value.original, deferred=value.deferred)
         self.entry, self.meta = value.entry, value.meta
         note_write(self, call_site()[0], getattr(self.original, "requires_grad", False))
 

@@ -5,19 +5,22 @@ from mindspore import Tensor
 from mindformers_core.operators.registry import facts_of, rewritten
 from mindformers_core.program.structure import tree_leaves
 
-__all__ = ["note_views", "note_write", "written_at"]
+__all__ = ["is_view", "note_write", "share_memory", "written_at"]
 
 _RETURNED = frozenset({"Contiguous", "Diagonal"})  # views, or the input itself, beside those that records tell
 
 
-def note_views(name, args, kwargs, results):
-    """Record which results of an operator have the memory of its first tensor."""
-    if not name.endswith("View") and name not in _RETURNED:
-        name, args, kwargs = rewritten(name, tuple(args), dict(kwargs))
-        if facts_of(name).view is None:
-            return
-    source = next(iter(tree_leaves(args, Tensor)), None)
-    for view in tree_leaves(results, Tensor) if source is not None else ():
+def is_view(name, args, kwargs):
+    """Whether results of an operator may have the memory of its first tensor."""
+    if name.endswith("View") or name in _RETURNED:
+        return True
+    name, _, _ = rewritten(name, tuple(args), dict(kwargs))
+    return facts_of(name).view is not None
+
+
+def share_memory(source, results):
+    """Record that the results of an operator have the memory of its first tensor."""
+    for view in tree_leaves(results, Tensor):
         if view.dtype == source.dtype:  # else a copy
             vars(view)["memory"] = vars(source).setdefault("memory", ([0, ""], 0))
 

@@ -3,7 +3,7 @@
 A write of a Parameter is state of its Cell: the value is written, in the layout that the Parameter has.
 """
 
-from mindspore import Tensor, mint, ops
+from mindspore import Parameter, Tensor, mint, ops
 from mindspore import dtype as mstype
 from mindspore.ops import auto_generate
 
@@ -44,6 +44,13 @@ def _scatter(x, dim, index, source, reduce=None):
     return ops.tensor_scatter_elements(x, index, source, dim, "add" if reduce in (1, "add") else "none")
 
 
+def _fill_diagonal(x, value, wrap=False):
+    """The diagonal of a matrix, which `wrap` lets begin anew below a square one; of a cube its longest."""
+    places = range(0, x.shape[0] * x.shape[1] if wrap else min(x.shape) * x.shape[1], x.shape[1] + 1)
+    rows, columns = ([place // x.shape[1] for place in places], [place % x.shape[1] for place in places])
+    return with_items(x, (rows, *(columns,) * (x.ndim - 1)), value)
+
+
 def _divided(x, other, rounding_mode=None):
     """`rounding_mode` is a name, or its number."""
     mode = {0: "floor", 1: "trunc"}.get(rounding_mode, rounding_mode)
@@ -70,8 +77,8 @@ def _bernoulli(draws, p):
 
 # operator -> the new value, by the old one and the operator's other arguments
 _ARITHMETIC = {
-    "Div": mint.div, "Divs": mint.div, "DivMod": _divided, "DivMods": _divided, "FloorDivide": mint.floor_divide,
-    "FloorDivides": mint.floor_divide, "Mul": mint.mul, "Muls": mint.mul, "AddExt": mint.add, "AddsExt": mint.add,
+    "Div": mint.div, "Divs": mint.div, "DivMod": _divided, "DivMods": _divided, "FloorDivide": ops.floor_div,
+    "FloorDivides": ops.floor_div, "Mul": mint.mul, "Muls": mint.mul, "AddExt": mint.add, "AddsExt": mint.add,
     "SubExt": mint.sub, "SubScalar": mint.sub, "RemainderTensorScalar": mint.remainder,
     "RemainderTensorTensor": mint.remainder,
     "Addr": lambda x, a, b, beta=1, alpha=1: ops.addr(x, a, b, beta=beta, alpha=alpha),
@@ -87,7 +94,7 @@ _FILLED = {
     "Zero": ops.zeros_like,
     "FillScalar": ops.full_like,
     "FillTensor": lambda x, value: value,
-    "FillDiagonal": lambda x, value, wrap=False: x.fill_diagonal(value, wrap),
+    "FillDiagonal": _fill_diagonal,
     "MaskedFillScalar": ops.masked_fill,
     "MaskedFillTensor": ops.masked_fill,
     "MaskedScatter": lambda x, mask, source: x.masked_scatter(mask, source),
@@ -139,6 +146,8 @@ def written(name, args, kwargs, primitive):
     if function is None or not hasattr(type(args[0]), "overwrite"):
         return None
     value = function(*args, **kwargs)
+    if isinstance(vars(value).get("original", vars(value).get("_local")), Parameter):
+        value = value * 1  # the tensor doesn't become the Parameter
     if value.shape != args[0].shape:
         value = ops.broadcast_to(value, args[0].shape)
     args[0].overwrite(value if value.dtype == args[0].dtype else ops.cast(value, args[0].dtype))

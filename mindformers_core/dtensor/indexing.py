@@ -174,15 +174,16 @@ def _pasted(x, part, bounds):
     dim = next((dim for dim, bound in enumerate(bounds) if bound != (0, x.shape[dim])), None)
     if dim is None:
         return part
-    (begin, end), rest = bounds[dim], [(0, size) if at <= dim else bound for at, (bound, size) in enumerate(zip(bounds, x.shape))]
+    begin, end = bounds[dim]
+    rest = [(0, size) for size in x.shape[: dim + 1]] + bounds[dim + 1 :]
 
     def piece(first, last):
         whole = [(0, size) for size in x.shape]
         whole[dim] = first, last
         return ops.strided_slice(x, *map(tuple, zip(*whole)), (1,) * x.ndim)
 
-    middle = piece(begin, end)
+    is_done = rest == [(0, size) for size in x.shape]
     rest[dim] = 0, end - begin
-    pieces = [_pasted(middle, part, rest)]
+    pieces = [part if is_done else _pasted(piece(begin, end), part, rest)]
     pieces = ([piece(0, begin)] if begin else []) + pieces + ([piece(end, x.shape[dim])] if end < x.shape[dim] else [])
     return ops.cat(pieces, dim)

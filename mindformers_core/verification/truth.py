@@ -186,8 +186,7 @@ class _Pass:
             self._match(graph.call, use.value, self.written.get(use.path, self.card.parameters[use.path]))
         for constant in graph.constants:
             self._match(graph.call, constant.value, self.card.constant(constant))
-        for use in graph.free_variables:
-            self._match(graph.call, use.value, self.values[use.call, use.id])
+        self._match_free(graph)
 
         def filled(structure):
             return tree_map(lambda leaf: self.values[graph.call, leaf.id] if type(leaf) is Value else leaf, structure)
@@ -197,12 +196,19 @@ class _Pass:
                 for inner, outer in match_arguments(node).items():
                     self._match(node.graph.call, inner, self.values[graph.call, outer.id])
                 result = self._run(node.graph)
+                self._match_free(graph)
             elif facts_of(node.operator).writes:
                 result = self.written[graph.names[node.args[0].id]] = filled(node.args[1])
             else:
                 result = self.card.function(node, filled(node.args), filled(node.kwargs))
             self._match(graph.call, node.outputs, result)
         return filled(graph.result)
+
+    def _match_free(self, graph):
+        """Keep the tensors of other calls that a call uses, as far as these are done: some are made below it."""
+        for use in graph.free_variables:
+            if (use.call, use.id) in self.values and (graph.call, use.value.id) not in self.values:
+                self._match(graph.call, use.value, self.values[use.call, use.id])
 
     def _match(self, call, structure, given):
         """Keep the tensors in the place of Values, and their gradients; a cast to the same dtype returns its input."""
