@@ -280,8 +280,8 @@ class FunctionSource:
         node, hint = plan.node, self.parts.operator_name(plan.node.operator)
         if self.frame.takes_weights and facts_of(node.operator).writes:
             raise ValueError(
-                f"{self.frame.graph.label}, {node.source}: a Parameter is written in a Cell that is compiled alone, for "
-                "which MindSpore has no way: compile the whole, or run in PyNative"
+                f"{self.frame.graph.label}, {node.source}: a Parameter is written in a Cell that is compiled alone, "
+                "which MindSpore can't do: compile the whole, or run in PyNative"
             )
         if plan in self.deferral.places:
             return self._deferred_operator(plan, tree_leaves((node.args, node.kwargs)), hint)
