@@ -13,6 +13,7 @@ from mindspore import dtype as mstype
 
 from mindformers_core.dtensor import constant_sizes as sizes
 from mindformers_core.dtensor.draws import DRAWN
+from mindformers_core.operators.registry import facts_of, register_operator
 
 __all__ = ["batch_norm", "batch_norm_ext", "composed", "max_pool"]
 
@@ -64,7 +65,11 @@ def _write_rows(write, x, updates, indices):
     return write(x, ops.reshape(places, (-1, 1)), updates)
 
 
-_COMPOSED = {  # function of an operator's arguments, and names of a primitive's attributes that it takes besides
+def _update_rows(x, indices, updates):
+    return _write_rows(_updated, x, updates, indices)
+
+
+_DECOMPOSITIONS = {  # function of an operator's arguments, and names of a primitive's attributes that it takes besides
     "BatchNorm": (batch_norm, ()),
     "BatchNormExt": (batch_norm_ext, ()),
     "FuncMaxPool2D": (max_pool, ()),
@@ -73,19 +78,22 @@ _COMPOSED = {  # function of an operator's arguments, and names of a primitive's
     "InplaceAdd": (partial(_write_rows, ops.tensor_scatter_add), ("indices",)),
     "InplaceSub": (partial(_write_rows, ops.tensor_scatter_sub), ("indices",)),
     "InplaceUpdate": (partial(_write_rows, _updated), ("indices",)),
-    "InplaceUpdateV2": (lambda x, indices, updates: _write_rows(_updated, x, updates, indices), ()),
+    "InplaceUpdateV2": (_update_rows, ()),
     "MatrixDiagPartV3": (sizes.matrix_diag_part, ()),
     "MatrixDiagV3": (sizes.matrix_diag, ()),
     "MatrixSetDiagV3": (sizes.matrix_set_diag, ()),
     "MirrorPad": (sizes.mirrored, ("mode",)),
     "PixelShuffle": (ops.pixel_shuffle, ()),
-    **DRAWN,
 }
+for _draws, _table in ((False, _DECOMPOSITIONS), (True, DRAWN)):
+    for _name, (_function, _attributes) in _table.items():
+        register_operator(_name, decomposition=_function, attributes=_attributes, draws=_draws)
 
 
 def composed(name, args, kwargs, primitive):
     """The results of an operator as those of others; None where it is computed as it is."""
-    if name not in _COMPOSED:
+    facts = facts_of(name)
+    if facts.decomposition is None:
         return None
-    function, attributes = _COMPOSED[name]
-    return function(*args, **kwargs, **{name: getattr(primitive, name) for name in attributes})
+    attributes = {name: getattr(primitive, name) for name in facts.attributes}
+    return facts.decomposition(*args, **kwargs, **attributes)

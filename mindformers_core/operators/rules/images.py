@@ -8,9 +8,8 @@ from math import prod
 
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import bound, dim_names, integers, parameters, per_dim, unary
-from mindformers_core.operators.rules.elementwise import tensors_in
 from mindformers_core.operators.saved import INPUTS, INPUTS_AS_THEY_ARE, NOTHING, UNMEASURED, SavedByOperator
-from mindformers_core.operators.signature import Signature
+from mindformers_core.operators.signature import Signature, tensors_in
 
 _LINEAR = ({0},)
 _NAMES = {"output_size": "size", "input": "x", "input_x": "x", "image": "x"}
@@ -104,6 +103,13 @@ def padded_by_itself(x, padding):
     padding = integers((padding,), "a padding")
     pairs = list(zip(padding[::2], padding[1::2]))[::-1]
     return _padded(x, [(0, 0)] * (x.ndim - len(pairs)) + pairs)
+
+
+@register_operator("Padding", attributes=("pad_dim_size",), source="(x)", saves=NOTHING)
+def padded_to(x, pad_dim_size=8):
+    """`x`, of one element in the last dim, with zeros behind it."""
+    names = (*dim_names(x)[:-1], ("padded",))
+    return unary(x, names, sizes={"padded": pad_dim_size}, whole=(x.ndim - 1,), linear=_LINEAR)
 
 
 @register_operator("Pad", attributes=("paddings",), source="(x)", saves=NOTHING)
