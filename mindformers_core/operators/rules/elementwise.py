@@ -32,6 +32,7 @@ _NONLINEAR = (
     ("Equal Greater GreaterEqual Less LessEqual LogicalAnd LogicalOr LogicalXor NotEqual", saved.NOTHING, {}),
     ("IsFinite IsInf IsNan LogicalNot", saved.NOTHING, {}),
     ("Addcdiv AddcdivExt Addcmul AddcmulExt BitwiseNot EqualExt FloorDivScalar", saved.UNMEASURED, {}),
+    ("Invert", saved.NOTHING, {}),
     ("EluExt LeakyReLUExt MishExt SeLUExt", saved.UNMEASURED, {}),
     ("Acosh Asinh Atanh Erfinv Exp2 Sinc", saved.UNMEASURED, {}),
     ("BesselI0 BesselI0e BesselI1 BesselI1e BesselJ0 BesselJ1 BesselK0 BesselK0e", saved.UNMEASURED, {}),
@@ -185,7 +186,7 @@ def _cast_like(x, other, *_, **__):
     return Signature(inputs, plain.outputs, plain.sizes | looked_at, whole=frozenset(looked_at))
 
 
-@register_operator("Dropout", draws=True, saves=saved.SECOND_RESULT, operations=10)  # most of them for the random number
+@register_operator("Dropout", draws=True, saves=saved.SECOND_RESULT, operations=10)  # most of them for the number
 def dropout(x, keep_prob=0.5, seed0=0, seed1=0):
     """The tensor with some elements zeroed and the others scaled, and the mask. Any mesh draws the same numbers."""
     return unary(x, outputs=2, run="dropout")

@@ -12,9 +12,9 @@ from mindformers_core.operators.signature import Signature, is_float, tensor_met
 # has no batch dims. Columns that don't depend on each other are in capitals; all other factors are whole. `n` and `n'`
 # are of one size, and an output's `s` is the smaller one of `m` and `n`.
 _EQUATIONS = {
-    "Cholesky CholeskyInverse MatrixExp MatrixInverse MatrixInverseExt MatrixPower": "n n' -> n n'",
+    "Cholesky CholeskyInverse CholeskyTrsm MatrixExp MatrixInverse MatrixInverseExt MatrixPower": "n n' -> n n'",
     "Eigh": "n n' -> n, n n'",
-    "MatrixDeterminant": "n n' -> ",
+    "DetTriangle MatrixDeterminant": "n n' -> ",
     "LogMatrixDeterminant": "n n' -> , ",
     "CholeskySolve": "n K, n n' -> n K",
     "MatrixSolve": "n n', n K -> n K",
