@@ -30,5 +30,6 @@ REDUCTIONS = _names(
     """
 )
 SCANS = _names("Cummax Cummin CumminExt Kthvalue")
+IMAGES = frozenset({"DeformableOffsets"})
 DRAWS = _names("RandExt RandInt RandIntLike RandLikeExt Randn RandnLike RandpermExt")
-VERIFIED = ELEMENTWISE | MATRICES | REDUCTIONS | SCANS | DRAWS
+VERIFIED = ELEMENTWISE | MATRICES | REDUCTIONS | SCANS | IMAGES | DRAWS

@@ -70,7 +70,7 @@ def batch_norm_elemt(x, weight=None, bias=None, mean=None, invstd=None, eps=1e-5
 def clip_by_norm(x, clip_norm, axis):
     """The result of `ClipByNorm`, in float32."""
     wide = ops.cast(x, mstype.float32)
-    norm = ops.sqrt(ops.sum(ops.square(wide), axis or None, keepdim=True))
+    norm = ops.sqrt(ops.sum(ops.square(wide), None if axis == () else axis, keepdim=True))
     return wide * ops.cast(clip_norm, mstype.float32) / ops.maximum(norm, ops.cast(clip_norm, mstype.float32))
 
 

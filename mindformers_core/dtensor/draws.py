@@ -191,7 +191,7 @@ def _categorical(logits, count, seed=0):
 
 
 def _replaced(x, seed, offset, numsamples, replacement):
-    return _multinomial(x, numsamples, replacement, seed, offset)
+    return _multinomial(x, numsamples, replacement)
 
 
 def _log_normal(x, mean, std):

@@ -189,12 +189,6 @@ def _offsets(x, ksize):
     return dict(zip("KL", ksize))
 
 
-def _patches(x, ksizes, strides, rates, padding):
-    ends = [(kernel - 1) * rate * (padding in (2, "VALID")) for kernel, rate in zip(ksizes, rates)]
-    counts = [(size - end - 1) // step + 1 for size, end, step in zip(x.shape[2:], ends, strides)]
-    return {"D": prod(ksizes) * x.shape[1], **dict(zip("PQ", counts))}
-
-
 def _drawn_windows(x, ksize, output_shape, data_format=None):
     return dict(zip("OPQ"[5 - x.ndim :], per_dim(output_shape, x.ndim - 2)))
 
@@ -229,7 +223,6 @@ _EQUATIONS = (
     ("BoundingBoxEncode BoundingBoxDecode", _flat("r F, r F -> r F", "", linear=False), "", "(x, y)", UNMEASURED, 4),
     ("CheckValid", _flat("a F, M -> a", "", linear=False), "", "(x, y)", UNMEASURED, 4),
     ("DeformableOffsets", _flat("n C H W, n T P Q -> n C P*K Q*L", "", _offsets, False), "ksize", "", UNMEASURED, 8),
-    ("ExtractImagePatches", _flat("n C H W -> n D P Q", "", _patches), "", "", UNMEASURED, 0),
     ("MaxUnpool2DExt", _flat(_UNPOOLING[0], "", _unpooled), "", "", UNMEASURED, 0),
     ("UniqueWithPad", lambda x, pad: undivided(tensors_in((x, pad)), [x.shape] * 2), "", "(x, pad)", UNMEASURED, 4),
     ("IOU", _flat("a F, b F -> b a", "", linear=False), "", "(x, y)", UNMEASURED, 10),
