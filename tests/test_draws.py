@@ -26,6 +26,11 @@ DRAWS = {  # functions of the tensor whose shape is drawn: without a tensor
     "ops.normal": lambda x: ops.normal(x.shape, TWO, TWO),
     "ops.laplace": lambda x: ops.laplace(x.shape, TWO, TWO),
     "ops.randperm": lambda x: ops.randperm(x.shape[-1]),
+    "ops.gamma": lambda x: ops.gamma(x.shape, ops.exp(x[0]), ops.exp(x[0])),
+    "ops.random_gamma": lambda x: ops.random_gamma(Tensor(x.shape), Tensor([0.5, 3.0])).mean(-1),
+    "ops.poisson": lambda x: ops.poisson(x.shape, ops.exp(x[0])),
+    "ops.random_poisson": lambda x: ops.random_poisson(Tensor(x.shape), Tensor(3.0)),
+    "ops.TruncatedNormal": lambda x: ops.TruncatedNormal()(Tensor(x.shape)),
     "mint.rand": lambda x: mint.rand(*x.shape),
     "mint.randn": lambda x: mint.randn(x.shape),
     "mint.randn, float16": lambda x: mint.randn(x.shape, dtype=ms.float16),
@@ -38,6 +43,11 @@ LIKE = {  # of a tensor
     "ops.bernoulli": lambda x: ops.bernoulli(x, 0.25),
     "ops.dropout2d": lambda x: ops.dropout2d(x.reshape(*x.shape, 1, 1), 0.25).reshape(x.shape),
     "ops.dropout3d": lambda x: ops.dropout3d(x.reshape(*x.shape, 1, 1, 1), 0.25).reshape(x.shape),
+    "ops.shuffle": lambda x: ops.shuffle(x),
+    "ops.choice_with_mask": lambda x: ops.choice_with_mask(ops.greater(x, 0), 8)[0].sum(-1),
+    "ops.multinomial_with_replacement": lambda x: ops.multinomial_with_replacement(ops.sigmoid(x), 3, 4, 8, True),
+    "Tensor.log_normal": lambda x: x.log_normal(),
+    "Tensor.uniform": lambda x: x.uniform(-1.0, 2.0),
     "mint.rand_like": lambda x: mint.rand_like(x),
     "mint.randn_like": lambda x: mint.randn_like(x),
     "mint.randint_like": lambda x: mint.randint_like(x, -3, 4),
@@ -113,6 +123,8 @@ MOMENTS = {
     "laplace": (lambda: ops.laplace(LARGE, ZERO, TWO), 0.0, 2 * math.sqrt(2), 6.0),
     "integers": (lambda: mint.randint(-3, 4, LARGE), 0.0, 2.0, 1.75),
     "integers of ops": (lambda: ops.randint(-3, 4, LARGE), 0.0, 2.0, 1.75),
+    "log normal": (lambda: ops.log(ops.zeros(LARGE).log_normal(1.0, 2.0)), 1.0, 2.0, 3.0),
+    "truncated normal": (lambda: ops.TruncatedNormal()(Tensor(LARGE)), 0.0, 0.87962566, 2.36513),
     "bernoulli": (lambda: ops.bernoulli(ops.zeros(LARGE), 0.25), 0.25, math.sqrt(3) / 4, 7 / 3),
 }
 
@@ -133,6 +145,28 @@ def test_moments_are_those_of_the_distribution(name):
     assert abs((values**4).mean() - kurtosis) < limit * math.sqrt(spreads[1])
     for products in (values[1:] * values[:-1], values[:, 1:] * values[:, :-1], values[::2, ::2] * values[1::2, 1::2]):
         assert abs(products.mean()) < 5 / math.sqrt(products.size)
+
+
+@pytest.mark.parametrize("parameter", [0.3, 1.0, 4.0, 300.0])
+def test_gamma_and_poisson(parameter):
+    """Their means, variances, and frequencies of single counts, within 5 deviations of each figure."""
+    ms.manual_seed(3)
+    with draws_by_position():
+        gamma, counts = (
+            draw.asnumpy().astype(np.float64)
+            for draw in (
+                ops.gamma(LARGE, Tensor([parameter], ms.float32), Tensor(1.0)),
+                ops.poisson(LARGE, Tensor([parameter], ms.float32)),
+            )
+        )
+    for values, kurtosis in ((gamma, 3 + 6 / parameter), (counts, 3 + 1 / parameter)):
+        deviations = (values - parameter) / math.sqrt(parameter)
+        assert abs(deviations.mean()) < 5 / math.sqrt(COUNT)
+        assert abs((deviations**2).mean() - 1) < 5 * math.sqrt((kurtosis - 1) / COUNT)
+    assert gamma.min() > 0 and counts.min() >= 0
+    for count in range(int(max(parameter - 6, 0)), int(parameter) + 9):
+        share = math.exp(count * math.log(parameter) - parameter - math.lgamma(count + 1))
+        assert abs((counts == count).mean() - share) < 5 * math.sqrt(share / COUNT) + 1e-9
 
 
 @pytest.mark.usefixtures("one_rank")

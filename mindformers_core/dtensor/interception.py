@@ -28,7 +28,8 @@ _WITHOUT_FALLBACK = (
     (ops.auto_generate.RandLikeExt, ()),
 )
 # Primitives that draw from no tensor but seed and offset
-_DRAWING = (ops.StandardNormal, ops.UniformReal, ops.UniformInt, ops.StandardLaplace, ops.Cauchy)
+_DRAWING = (ops.StandardNormal, ops.UniformReal, ops.UniformInt, ops.StandardLaplace, ops.Cauchy, ops.Gamma)
+_DRAWING += (ops.RandomGamma, ops.Poisson, ops.RandomPoisson, ops.TruncatedNormal)
 _DRAWING += tuple(
     getattr(ops.auto_generate, name)
     for name in ("RandExt", "Randn", "RandInt", "RandpermExt", "RandpermV2", "NormalFloatFloat")

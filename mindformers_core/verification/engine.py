@@ -11,6 +11,7 @@ from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.corrected import CORRECTED
 from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.signature import is_float
 from mindformers_core.optimizers.adamw import decays
 from mindformers_core.passes.thread_tape import ThreadTape, custom_gradients
@@ -19,7 +20,6 @@ from mindformers_core.program.structure import tree_map
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.verification.checking import FLOAT32_KERNELS, PRECISIONS, Check
 from mindformers_core.verification.comparison import largest
-from mindformers_core.verification.drawing import DRAWING
 from mindformers_core.verification.observing import RankObserver
 from mindformers_core.verification.truth import OneCard, floating
 
@@ -121,7 +121,8 @@ def _unlike_own_code(subject, plans):
     narrow = sorted(name for name in dtypes if is_float(name) and name not in ("float32", "float64"))
     if narrow:
         return f"whose weights are in {narrow[0]}"
-    drawn, wrong = (sorted(names & _operators_of(plans)) for names in (DRAWING, CORRECTED.keys()))
+    used = sorted(_operators_of(plans))
+    drawn, wrong = [name for name in used if facts_of(name).draws], [name for name in used if name in CORRECTED]
     return f"which draws numbers, by {drawn[0]}" if drawn else f"whose {wrong[0]} is wrong on CPU" if wrong else ""
 
 
