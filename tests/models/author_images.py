@@ -129,7 +129,7 @@ class Transformer(nn.Cell):
         scores = mint.nn.functional.softmax(mint.matmul(q, mint.transpose(k, -2, -1)) * 0.5, -1)
         x = x + self.project(mint.transpose(mint.matmul(scores, v), 1, 2).reshape(x.shape))
         x = x + self.mlp(self.norm2(x))
-        return mint.nn.functional.cross_entropy(self.head(self.norm3(x)[:, 0]), label, label_smoothing=0.1)
+        return ops.cross_entropy(self.head(self.norm3(x)[:, 0]), label, label_smoothing=0.1)
 
 
 class Views(nn.Cell):

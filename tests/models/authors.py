@@ -304,7 +304,7 @@ AUTHORS = {
         Bert,
         lambda seed: (ids(seed, 16, BATCH, 6), ids(seed + 1, 2, BATCH, 6), ids(seed + 2, 16, BATCH, 6)),
         ("ids", "kinds", "label"),
-        {"encoder.layers.*.linear1": WIDE, "encoder.layers.*.linear2": ROW, "words": {"embedding_table": (1, 0)}},
+        {"encoder.layers.*.dense1": WIDE, "encoder.layers.*.dense2": ROW, "words": {"embedding_table": (1, 0)}},
     ),
     "gru": example(
         Tagger, lambda seed: (ids(seed, 16, BATCH, 5), ids(seed + 1, 4, BATCH, 5)), ("ids", "label"), {"head": ROW}
