@@ -3,6 +3,8 @@
 from mindspore import get_context, ops
 from mindspore.ops.auto_generate import binary_cross_entropy_with_logits_impl, nllloss_impl
 
+from mindformers_core.dtensor.lookups import embedding_rows
+
 __all__ = ["CORRECTED"]
 
 
@@ -39,6 +41,7 @@ def negative_log_likelihood(logits, labels, weight, reduction=1, ignore_index=-1
 
 CORRECTED = {
     "BCEWithLogitsLoss": binary_cross_entropy_of_logits,
+    "EmbeddingLookup": embedding_rows,
     "IndexAddExt": index_added,
     "NLLLoss": negative_log_likelihood,
     "Scatter": scattered,
