@@ -1,7 +1,6 @@
 """Runs one of `MODELS` by every engine and compares with one card: results, gradients of all parameters."""
 
 import inspect
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import mindspore as ms
@@ -123,12 +122,9 @@ def check_in_pynative(name, mesh, mode):
     return counts, (cell, args, kwargs)
 
 
-def check_in_graph(name, mesh, cell, args, kwargs, counted=True):
-    """Compare the loss and gradients of a compiled step with one card's; gives what it communicates, if `counted`.
-
-    MindSpore writes the graph into files then, for which a compilation takes twice as long.
-    """
-    with count_in_graph(mesh) if counted else nullcontext() as counts:
+def check_in_graph(name, mesh, cell, args, kwargs):
+    """Compare the loss and gradients of a compiled step with one card's; gives what it communicates."""
+    with count_in_graph(mesh) as counts:
         loss, gradients = seeded(jit(step_of(cell, MODELS[name])))(*args, **kwargs)
     _compare(f"{name} on {mesh}, jit", truth(name), cell, loss.asnumpy(), gradients)
     return counts
