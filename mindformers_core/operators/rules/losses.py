@@ -114,7 +114,7 @@ def ctc_loss_of_sparse_labels(x, labels_indices, labels_values, sequence_length)
     return undivided((x, labels_indices, labels_values, sequence_length), (x.shape[1:2], x.shape))
 
 
-@register_operator("NLLLoss", saves=SavedByOperator("all", outputs=(1,)))
+@register_operator("NLLLoss", saves=SavedByOperator("all", outputs=(1,)), source=CORRECTED + "negative_log_likelihood")
 @register_operator("NLLLoss2d", saves=UNMEASURED)
 def negative_log_likelihood(logits, labels, weight, reduction="mean", ignore_index=-100):
     """The loss for log-probabilities (examples, classes, …), and the sum of the labels' weights.
