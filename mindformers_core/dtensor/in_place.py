@@ -143,7 +143,7 @@ def is_in_place(name):
     return name.startswith("Inplace") or name in _IN_PLACE
 
 
-def written(name, args, kwargs, primitive):
+def written(name, args, kwargs):
     """The tensor that an operator changes in place, after it got its new value; None for any other operator."""
     function = _IN_PLACE.get(name)
     if function is None or not hasattr(type(args[0]), "overwrite"):
