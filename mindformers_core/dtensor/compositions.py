@@ -14,6 +14,7 @@ from mindspore._c_expression import typing
 
 from mindformers_core.dtensor import constant_sizes as sizes
 from mindformers_core.dtensor.draws import DRAWN
+from mindformers_core.dtensor.in_place import written
 from mindformers_core.dtensor.indexing import index_tensor
 from mindformers_core.operators.registry import facts_of, register_operator
 
@@ -136,6 +137,6 @@ def composed(name, args, kwargs, primitive):
     """The results of an operator as those of others; None where it is computed as it is."""
     facts = facts_of(name)
     if facts.decomposition is None:
-        return None
+        return written(name, args, kwargs, primitive)
     attributes = {name: getattr(primitive, name) for name in facts.attributes}
     return facts.decomposition(*args, **kwargs, **attributes)
