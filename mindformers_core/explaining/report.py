@@ -11,6 +11,7 @@ from mindformers_core.analysis.algorithms import algorithm_steps
 from mindformers_core.analysis.memory import activation_peaks
 from mindformers_core.analysis.traffic import step_entries, total
 from mindformers_core.layout import Layout
+from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.activation_policy import ExplainedActivations
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
@@ -80,6 +81,11 @@ class OperatorRow:
     axes: tuple
     steps: tuple
     note: object = None
+
+    @property
+    def whole(self):
+        """A sentence where it is registered with `gather=True`, else an empty one."""
+        return "every rank computes it of whole inputs: gather=True" if facts_of(self.operator).gather else ""
 
 
 @dataclass(frozen=True, eq=False)
