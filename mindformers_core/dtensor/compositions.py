@@ -151,6 +151,6 @@ def composed(name, args, kwargs, primitive):
     """The results of an operator as those of others; None where it is computed as it is."""
     facts = facts_of(name)
     if facts.decomposition is None:
-        return written(name, args, kwargs, primitive)
+        return written(name, args, kwargs)
     attributes = {name: getattr(primitive, name) for name in facts.attributes}
     return facts.decomposition(*args, **kwargs, **attributes)
