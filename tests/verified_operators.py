@@ -18,9 +18,9 @@ ELEMENTWISE = _names(
 MATRICES = _names(
     """
     Addbmm Addmv Cdist Cholesky CholeskyInverse CholeskySolve CholeskyTrsm Cross DetTriangle Diag Diagonal Eig Eigh
-    Einsum FillDiagonal Geqrf Ger LinalgQr LogMatrixDeterminant Lstsq LuSolve LuUnpack MatrixBandPart MatrixDeterminant MatrixExp
-    MatrixInverse MatrixInverseExt MatrixPower MatrixSolve Meshgrid Orgqr Ormqr Pdist Qr Svd Trace TraceExt TraceV2
-    TriangularSolve
+    Einsum FillDiagonal Geqrf Ger LinalgQr LogMatrixDeterminant Lstsq LuSolve LuUnpack MatrixBandPart
+    MatrixDeterminant MatrixExp MatrixInverse MatrixInverseExt MatrixPower MatrixSolve Meshgrid Orgqr Ormqr
+    Pdist Qr Svd Trace TraceExt TraceV2 TriangularSolve
     """
 )
 REDUCTIONS = _names(
