@@ -1,4 +1,4 @@
-"""Buffers and plain tensors of Cells: registered or attributes, read by every mode as on one card, however inputs are cut."""
+"""Buffers and plain tensors of Cells, registered or attributes: read by every mode as on one card."""
 
 import numpy as np
 import pytest
