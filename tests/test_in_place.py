@@ -67,7 +67,8 @@ CALLS = {
     "addmm": (lambda x, y: x.addmm_(y[:, :4], y[:4]), lambda x, y: x + ops.matmul(y[:, :4], y[:4])),
     "addr": (lambda x, y: mint.addr_(x, y[:, 0], y[0]), lambda x, y: x + y[:, :1] * y[:1]),
     "index_add": (
-        lambda x, y: x.index_add_(0, AT, y[:2], alpha=2), lambda x, y: ops.tensor_scatter_add(x, AT[:, None], 2 * y[:2]),
+        lambda x, y: x.index_add_(0, AT, y[:2], alpha=2),
+        lambda x, y: ops.tensor_scatter_add(x, AT[:, None], 2 * y[:2]),
     ),
     "index_copy": (lambda x, y: x.index_copy_(1, AT, y[:, :2]), _setting((slice(None), AT), lambda y: y[:, :2])[1]),
     "index_fill": (lambda x, y: x.index_fill_(1, AT, 2.0), _setting((slice(None), AT), lambda y: 2.0)[1]),
@@ -210,10 +211,22 @@ def test_written_state_is_verified(name):
     assert {"steps", "norm.moving_mean"} <= set(check.truth.written[0, 0, 0]) or kind is not Residual
 
 
-def test_recompute_writes_once():
-    def make():
-        cell = shard(built(Residual), MESH, plan=MODELS["batch norm"][1])
-        return recompute(cell, select=["norm", "last", "second"])
+class Shifted(nn.Cell):
+    """Reads a counter, then writes it."""
 
-    check = verify(make, MESH, Tensor(batches()[0]))
+    def __init__(self):
+        super().__init__()
+        self.dense, self.steps = nn.Dense(8, 8), Parameter(Tensor(0.5), requires_grad=False)
+
+    def construct(self, x, y):
+        shifted = self.dense(x) + self.steps
+        self.steps *= 3
+        return ops.tanh(ops.exp(shifted)) * y
+
+
+def test_what_runs_again_reads_the_old_value():
+    def make():
+        return recompute(shard(Shifted(), MESH), select=["shifted", "*.Exp", "dense"])
+
+    check = verify(make, MESH, Tensor(X), Tensor(Y))
     assert not check.faults, check.report()

@@ -30,6 +30,11 @@ class Memory:
     on_host: bool = False
     view: tuple | int | None = field(default=None, compare=False)
 
+    @property
+    def owner(self):
+        """Key of the instruction to drop so that the memory is freed."""
+        return self.view if isinstance(self.view, tuple) else self.key
+
 
 @dataclass(frozen=True, eq=False)
 class LocalTensor:

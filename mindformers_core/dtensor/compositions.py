@@ -52,6 +52,18 @@ def _normalised(x, scale, bias, mean, variance, is_training, momentum, epsilon):
     return ops.cast(y, x.dtype), center, spread
 
 
+def _gathered_statistics(x, means, deviations, mean, variance, momentum, epsilon, counts):
+    """Results of `BatchNormGatherStatsWithCounts`: those of `BatchNormStats` for all parts, of which each is a row."""
+    counts, total = ops.reshape(counts, (-1, 1)), mint.sum(counts)
+    center = mint.sum(counts * means, 0) / total
+    spread = 1.0 / ops.square(deviations) - epsilon + ops.square(means - center)
+    spread = mint.sum(counts * spread, 0) / total
+    if mean is not None:
+        ops.assign(mean, mean * (1 - momentum) + center * momentum)
+        ops.assign(variance, variance * (1 - momentum) + spread * momentum * total / (total - 1))
+    return center, ops.rsqrt(spread + epsilon)
+
+
 def max_pool(x, kernel, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False):
     """Results of `FuncMaxPool2D`: the largest elements, and their positions."""
     return ops.MaxPoolWithArgmaxV2(kernel, stride or kernel, padding, dilation, ceil_mode)(x)
@@ -102,6 +114,8 @@ def _update_rows(x, indices, updates):
 _DECOMPOSITIONS = {  # function of an operator's arguments, and names of a primitive's attributes that it takes besides
     "BatchNorm": (batch_norm, ()),
     "BatchNormExt": (batch_norm_ext, ()),
+    "BatchNormGatherStatsWithCounts": (_gathered_statistics, ()),
+    "SyncBatchNorm": (partial(batch_norm, is_training=True), ("epsilon", "momentum")),
     "FuncMaxPool2D": (max_pool, ()),
     "ConvTbc": (sizes.conv_tbc, ()),
     "Expand": (sizes.expand, ()),

@@ -68,7 +68,10 @@ def _drawn(operator, transform):
 
 
 def _random_integers(x, low, high, seed, offset):
-    return auto_generate.RandIntLike()(x, int(low), int(high), seed, offset, mstype.int64, None)
+    """From `low` to below `high`; default: all that the dtype holds exactly, up to 2**31."""
+    digits = {"float16": 11, "bfloat16": 8, "float32": 24, "int8": 7, "uint8": 8, "int16": 15}
+    high = 2 ** digits.get(str(x.dtype).lower(), 31) if high is None else int(high)
+    return auto_generate.RandIntLike()(x, int(low or 0), high, seed, offset, mstype.int64, None)
 
 
 def _bernoulli(draws, p):
@@ -140,7 +143,7 @@ def is_in_place(name):
     return name.startswith("Inplace") or name in _IN_PLACE
 
 
-def written(name, args, kwargs, primitive):
+def written(name, args, kwargs):
     """The tensor that an operator changes in place, after it got its new value; None for any other operator."""
     function = _IN_PLACE.get(name)
     if function is None or not hasattr(type(args[0]), "overwrite"):

@@ -124,6 +124,19 @@ def _drawing(call):
     return drawing_call
 
 
+def _set_item(set_item):
+    """`Tensor.__setitem__` by which a plain tensor becomes a DTensor that gets a part of one, or at one's places."""
+
+    def item(tensor, index, value):
+        given = tree_leaves((index, value), DTensor) if type(tensor) is Tensor else ()
+        if given:
+            adopted(tensor, given[0].mesh)[index] = value
+        else:
+            set_item(tensor, index, value)
+
+    return item
+
+
 def _without_branch(function):
     """The cross-entropy of `mint`: a mean for smoothed labels is a quotient, without a branch on the sum of weights."""
 
@@ -141,19 +154,6 @@ def _without_branch(function):
 def _is_dispatched(tensor):
     """Whether a value is a `DTensor`, or a traced tensor of a capture."""
     return isinstance(tensor, Tensor) and "__fallback__" in vars(type(tensor)) and type(tensor) is not Tensor
-
-
-def _set_item(set_item):
-    """`Tensor.__setitem__` by which a plain tensor becomes a DTensor that gets a part of one, or at one's places."""
-
-    def item(tensor, index, value):
-        given = tree_leaves((index, value), DTensor) if type(tensor) is Tensor else ()
-        if given:
-            adopted(tensor, given[0].mesh)[index] = value
-        else:
-            set_item(tensor, index, value)
-
-    return item
 
 
 def _dispatching(call, attributes, dispatcher):

@@ -234,7 +234,7 @@ class _Tree:
     def _band(self, steps, what, layouts, reason, note=None):
         """Steps that communicate, in the colour of their axis; local steps, in grey."""
         sending = next((step for step in steps if step.collectives), None)
-        kind = "local" if sending is None else f"sends {_hue(self.mesh, sending.axes)}"
+        kind = "local" if sending is None else f"sends {_hue(self.mesh, sending.step.axes)}"
         lines = [line for step in steps for line in self._step(step)] or ["no communication"]
         left = _tag("div", f"{_tag('code', what)} {'<br>'.join(lines)}")
         about = "<br>".join(filter(None, (layouts, _tag("span", escape(reason), "reason"))))

@@ -52,6 +52,7 @@ class ChosenActivations(ActivationPolicy):
     """
 
     is_active = True
+    checkpoint_call = staticmethod(checkpoint_call)
 
     def __init__(self, tree, settings, swapping, is_part=False):
         self.tree, self.settings, self.swapping, self.is_part = tree, settings, swapping, is_part
@@ -146,10 +147,6 @@ class ChosenActivations(ActivationPolicy):
         places = [place for place in program.places if place.key in keys]
         self._recomputed |= {joined_path(program.path, place.path) for place in places}
         return keys, choice
-
-    def checkpoint_call(self, function, others, tensors):
-        """See `ActivationPolicy`."""
-        return checkpoint_call(function, others, tensors)
 
     def check_compiling(self):
         """See `ActivationPolicy`."""

@@ -2,9 +2,7 @@
 
 from mindformers_core.trainer.recipe import accumulation_steps
 
-__all__ = ["SHARDED", "zero_settings", "zero_state"]
-
-SHARDED = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and weights"}
+__all__ = ["zero_settings", "zero_state"]
 
 
 def zero_settings(recipe, mesh):

@@ -13,7 +13,7 @@ from mindformers_core.operators.signature import TensorMeta, is_float
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.passes.forward_backward import ForwardBackward
 from mindformers_core.program.observer import Observer
-from mindformers_core.program.structure import tree_leaves, tree_map
+from mindformers_core.program.structure import tree_fill, tree_leaves, tree_map
 from mindformers_core.sharding.declare import copy_cell
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.sharding.inspecting import prepare, programs
@@ -130,8 +130,7 @@ class _Call:
         args, kwargs = tree_map(lambda leaf: Tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, given)
         bound, arriving = bind_arguments(tree_of(net), "", args, kwargs)
         parts = (_part(tensor.asnumpy(), layout, rank) for _, tensor, layout in arriving)
-        given = bound.args[1:], bound.kwargs
-        return tree_map(lambda leaf: next(parts) if isinstance(leaf, TensorMeta) else leaf, given)
+        return tree_fill((bound.args[1:], bound.kwargs), parts, TensorMeta)
 
     def _slopes(self, outputs):
         """The gradients of a pass's results, which ranks take later: 1 for a loss, else random ones."""
