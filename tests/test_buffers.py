@@ -1,4 +1,4 @@
-"""Buffers and plain tensors of Cells, registered or attributes: every mode reads them as one card, for any cut."""
+"""Buffers and plain tensors of Cells, registered or attributes: read by every mode as on one card."""
 
 import numpy as np
 import pytest
