@@ -17,10 +17,10 @@ ELEMENTWISE = _names(
 )
 MATRICES = _names(
     """
-    Addbmm Addmv Cdist Cholesky CholeskyInverse CholeskySolve CholeskyTrsm Cross Diag Diagonal DetTriangle Eig Eigh Einsum FillDiagonal Geqrf
-    Ger LinalgQr LogMatrixDeterminant Lstsq LuSolve LuUnpack MatrixBandPart MatrixDeterminant MatrixExp
-    MatrixInverse MatrixInverseExt MatrixPower MatrixSolve Meshgrid Orgqr Ormqr Pdist Qr Svd Trace TraceExt TraceV2
-    TriangularSolve
+    Addbmm Addmv Cdist Cholesky CholeskyInverse CholeskySolve CholeskyTrsm Cross Diag Diagonal DetTriangle Eig Eigh
+    Einsum FillDiagonal Geqrf Ger LinalgQr LogMatrixDeterminant Lstsq LuSolve LuUnpack MatrixBandPart
+    MatrixDeterminant MatrixExp MatrixInverse MatrixInverseExt MatrixPower MatrixSolve Meshgrid Orgqr Ormqr
+    Pdist Qr Svd Trace TraceExt TraceV2 TriangularSolve
     """
 )
 REDUCTIONS = _names(

@@ -1,7 +1,7 @@
 """Operators that MindSpore gets wrong on CPU (docs/mindspore.md), for both engines: the same results from others."""
 
 from mindspore import get_context, ops
-from mindspore.ops.auto_generate import binary_cross_entropy_with_logits_impl
+from mindspore.ops.auto_generate import binary_cross_entropy_with_logits_impl, nllloss_impl
 
 __all__ = ["CORRECTED"]
 
@@ -31,8 +31,16 @@ def binary_cross_entropy_of_logits(x, target, weight=None, pos_weight=None, redu
     return loss * (1.0 / x.size) if reduction == 1 else loss
 
 
+def likelihood(logits, labels, weight, reduction=1, ignored=-100):
+    """Results of `NLLLoss`; on CPU, losses of ignored labels are memory that was never written: here, they are 0."""
+    word = ("sum", "mean", "none")[reduction]
+    loss, weights = nllloss_impl(logits, labels, weight, word, ignored)
+    return (ops.masked_fill(loss, ops.equal(labels, ignored), 0.0) if word == "none" else loss), weights
+
+
 CORRECTED = {
     "BCEWithLogitsLoss": binary_cross_entropy_of_logits,
     "IndexAddExt": index_added,
+    "NLLLoss": likelihood,
     "Scatter": scattered,
 }
