@@ -29,7 +29,7 @@ REDUCTIONS = _names(
     Median MedianDim MedianExt Nansum Quantile Renorm ReverseSequence
     """
 )
-SCANS = _names("Cummax Cummin CumminExt Kthvalue")
+SCANS = _names("Cummax Cummin CumminExt CumulativeLogsumexp Kthvalue")
 IMAGES = frozenset({"DeformableOffsets"})
 DRAWS = _names("RandExt RandInt RandIntLike RandLikeExt Randn RandnLike RandpermExt")
 VERIFIED = ELEMENTWISE | MATRICES | REDUCTIONS | SCANS | IMAGES | DRAWS

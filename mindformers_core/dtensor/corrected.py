@@ -1,9 +1,9 @@
 """Operators that MindSpore gets wrong on CPU (docs/mindspore.md), for both engines: the same results from others."""
 
-from mindspore import get_context, ops
+from mindspore import Tensor, get_context, ops
 from mindspore.ops.auto_generate import binary_cross_entropy_with_logits_impl, nllloss_impl
 
-__all__ = ["CORRECTED"]
+__all__ = ["CORRECTED", "log_cumulative_sum"]
 
 
 @ops.constexpr
@@ -29,6 +29,11 @@ def binary_cross_entropy_of_logits(x, target, weight=None, pos_weight=None, redu
     """The loss; on CPU, the gradient of a mean is divided by the number of elements of a process's first call."""
     loss = binary_cross_entropy_with_logits_impl(x, target, weight, pos_weight, ("sum", "sum", "none")[reduction])
     return loss * (1.0 / x.size) if reduction == 1 else loss
+
+
+def log_cumulative_sum(x, axis, exclusive=False, reverse=False):
+    """`CumulativeLogsumexp`, of which the axis is a tensor."""
+    return ops.CumulativeLogsumexp(exclusive, reverse)(x, Tensor(axis))
 
 
 def likelihood(logits, labels, weight, reduction=1, ignored=-100):
