@@ -3,6 +3,8 @@
 from mindspore import Tensor, get_context, ops
 from mindspore.ops.auto_generate import binary_cross_entropy_with_logits_impl, nllloss_impl
 
+from mindformers_core.dtensor.lookups import embedding_rows
+
 __all__ = ["CORRECTED", "log_cumulative_sum"]
 
 
@@ -36,16 +38,16 @@ def log_cumulative_sum(x, axis, exclusive=False, reverse=False):
     return ops.CumulativeLogsumexp(exclusive, reverse)(x, Tensor(axis))
 
 
-def likelihood(logits, labels, weight, reduction=1, ignored=-100):
-    """Results of `NLLLoss`; on CPU, losses of ignored labels are memory that was never written: here, they are 0."""
-    word = ("sum", "mean", "none")[reduction]
-    loss, weights = nllloss_impl(logits, labels, weight, word, ignored)
-    return (ops.masked_fill(loss, ops.equal(labels, ignored), 0.0) if word == "none" else loss), weights
+def negative_log_likelihood(logits, labels, weight, reduction=1, ignore_index=-100):
+    """The loss; on CPU, without a reduction, those of ignored labels are left unwritten."""
+    loss, total = nllloss_impl(logits, labels, weight, ("sum", "mean", "none")[reduction], ignore_index)
+    return (ops.masked_fill(loss, ops.equal(labels, ignore_index), 0.0) if reduction == 2 else loss), total
 
 
 CORRECTED = {
     "BCEWithLogitsLoss": binary_cross_entropy_of_logits,
+    "EmbeddingLookup": embedding_rows,
     "IndexAddExt": index_added,
-    "NLLLoss": likelihood,
+    "NLLLoss": negative_log_likelihood,
     "Scatter": scattered,
 }

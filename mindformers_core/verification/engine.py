@@ -2,8 +2,10 @@
 
 import gc
 from contextlib import contextmanager
+from importlib import import_module
 from traceback import extract_tb
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
@@ -23,7 +25,7 @@ from mindformers_core.verification.comparison import largest
 from mindformers_core.verification.observing import RankObserver
 from mindformers_core.verification.truth import OneCard, floating
 
-__all__ = ["simulate"]
+__all__ = ["seed_restored", "simulate"]
 
 _OWN_CODE = 2**-10, 2**-14  # tolerance and rounding: the model's own code runs in float32
 _HUGE = 1e30  # counts as infinite: the lowest number of float32 is not that of float64
@@ -36,6 +38,18 @@ def _operators_of(plans):
     """Names of all operators of the captured programs, a set."""
     nodes = [node for graph, _ in plans.values() for call in graph.calls() for node in call.nodes]
     return {node.operator for node in nodes if isinstance(node, OperatorNode)}
+
+
+@contextmanager
+def seed_restored():
+    """While open, `ms.set_seed` may be called; then its seed, which may be None, and NumPy's state are the old ones."""
+    seed, numbers, data = ms.get_seed(), np.random.get_state(), ms.dataset.config.get_seed()
+    try:
+        yield
+    finally:
+        import_module("mindspore.common.seed")._GLOBAL_SEED = seed
+        ms.dataset.config.set_seed(data)  # it seeds NumPy, too
+        np.random.set_state(numbers)
 
 
 def simulate(subject, plans, notes=()):

@@ -163,7 +163,7 @@ def _select(*args, **named):
     return elementwise(*tensors, linear=({0, 1, 2} - {condition},) if len(tensors) == 3 else ())
 
 
-@register_operator("MaskedFill", saves=saved.MASKS)
+@register_operator("MaskedFill", saves=saved.MASKS, rewrite=masked_fill)
 @register_operator("MaskedFillScalar", saves=saved.MASKS, rewrite=masked_fill, source=".masked_fill")
 def _masked_fill(x, mask, value):
     return elementwise(x, mask, value, linear=({0},) if isinstance(value, (int, float)) and value == 0 else ())

@@ -121,7 +121,9 @@ def _ignored(operands, results):
 
 
 @register_operator(
-    "NLLLoss", saves=SavedByOperator("all", outputs=(1,), internal=_ignored), source=f"{CORRECTED}likelihood"
+    "NLLLoss",
+    saves=SavedByOperator("all", outputs=(1,), internal=_ignored),
+    source=f"{CORRECTED}negative_log_likelihood",
 )
 @register_operator("NLLLoss2d", saves=UNMEASURED)
 def negative_log_likelihood(logits, labels, weight, reduction="mean", ignore_index=-100):

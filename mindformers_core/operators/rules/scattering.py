@@ -202,16 +202,17 @@ def bincount(x, weights=None, minlength=0):
     return Signature(names, ((("bins",),),), dim_sizes(x) | {"bins": minlength}, {"d0": "sum"})
 
 
-@register_operator("EmbeddingLookup", saves=saved.UNMEASURED, reads_a_part=True)
+@register_operator(
+    "EmbeddingLookup", saves=saved.UNMEASURED, reads_a_part=True,
+    source="mindformers_core.dtensor.lookups.embedding_rows",
+)  # fmt: skip
 def embedding_lookup(params, indices, offset):
     """Rows by number less an offset; zeros where there is none, so that parts' results are terms of a sum."""
     check_indices(indices)
     (offset,), names = integers((offset,), "an offset"), dim_names(params)
     found, sizes = dim_names(indices, "i"), dim_sizes(params) | dim_sizes(indices, "i")
-    algorithm, outputs = "embedding_lookup", ((*found, *names[1:]),)
-    return Signature(
-        (names, found), outputs, sizes, {"d0": "sum"}, linear=({0},), distributed={"d0": algorithm}, run=algorithm
-    )
+    outputs, algorithms = ((*found, *names[1:]),), {"d0": "embedding_lookup"}
+    return Signature((names, found), outputs, sizes, {"d0": "sum"}, linear=({0},), distributed=algorithms)
 
 
 @register_operator("SearchSorted", saves=saved.NOTHING, gradient=NO_GRADIENT)
