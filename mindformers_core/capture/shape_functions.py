@@ -10,8 +10,12 @@ from mindspore.ops.function import array_func, math_func
 
 from mindformers_core.operators.rules.dims import as_dims
 
-__all__ = ["ON_PLAIN_TENSORS", "by_numpy", "creating_functions", "inferred"]
+__all__ = ["BY_VALUES", "ON_PLAIN_TENSORS", "by_numpy", "creating_functions", "inferred"]
 
+BY_VALUES = frozenset(  # operators that give as many results as the values ask for
+    ("CTCGreedyDecoder", "MaskedSelect", "NonZero", "NonZeroExt", "SparseSegmentMean", "Unique", "Unique2")
+    + ("UniqueConsecutive", "UniqueDim")
+)
 ON_PLAIN_TENSORS = {"TrilExt": np.tril, "Outer": np.outer}  # operators that CPU has not, and what computes them
 
 
@@ -47,6 +51,7 @@ _SHAPES = {
     "AnyExt": _any,
     "BincountExt": _bincount,
     "CosineEmbeddingLoss": _cosine_embedding_loss,
+    "CumulativeLogsumexp": lambda x, *_: (x.shape, x.dtype),
     "EmbeddingLookup": lambda params, indices, *_: ([*indices.shape, *params.shape[1:]], params.dtype),
     "MoeTokenUnpermute": _moe_token_unpermute,
     "NpuGelu": lambda x, *_: (x.shape, x.dtype),
