@@ -1,9 +1,9 @@
 """Checksums of tensors that many ranks hold in parts: that of the whole is the sum of those of the parts. Pure Python.
 
-The bits of every element, as unsigned numbers of at most 32 bits, are multiplied by odd pseudo-random weights, a function
-of the *global* position, and summed modulo 2**64. One changed number always changes the sum; of changes of several,
-about one in 2**33 or fewer doesn't. A number in a wrong place is a changed one. (A multilinear hash: Carter and Wegman,
-"Universal classes of hash functions", 1979.)
+The bits of every element, as unsigned numbers of at most 32 bits, are multiplied by odd pseudo-random weights, which
+depend on the *global* position, and summed modulo 2**64. One changed number always changes the sum; of changes of
+several, about one in 2**33 or fewer doesn't. A number in a wrong place is a changed one. (A multilinear hash: Carter
+and Wegman, "Universal classes of hash functions", 1979.)
 """
 
 from math import prod
