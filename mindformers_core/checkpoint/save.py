@@ -27,7 +27,11 @@ from mindformers_core.checkpoint.regions import inside
 from mindformers_core.checkpoint.slices import FileLayer, opened, write_all, write_box, write_file
 from mindformers_core.hints import bytes_shown
 
-__all__ = ["Piece", "SavePlan", "commit", "plan_save", "prepare", "save", "write_pieces"]
+__all__ = ["Piece", "SaveError", "SavePlan", "commit", "plan_save", "prepare", "save", "write_pieces"]
+
+
+class SaveError(OSError):
+    """A checkpoint couldn't be saved; earlier ones are as before."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ def save(folder, parts, values, documents, ranks=None, plan=None, files=None):
         The `SavePlan`.
 
     Raises:
-        OSError: on all ranks: no space, no permission, …. What was written is removed, and earlier checkpoints stay.
+        SaveError: on all ranks: no space, no permission, …. What was written is removed, and earlier checkpoints stay.
         ValueError: see `plan_save`.
     """
     ranks, files = ranks or Ranks(), files or FileLayer()
@@ -105,7 +109,7 @@ def save(folder, parts, values, documents, ranks=None, plan=None, files=None):
     except (OSError, ValueError) as error:
         if is_first:
             _clean(folder, files)
-        raise type(error)(f"the checkpoint {folder} can't be saved: {error}") from error
+        raise SaveError(f"the checkpoint {folder} can't be saved: {error}") from error
     return plan
 
 
