@@ -74,7 +74,7 @@ def opened(files, path, mode="read", sync=False):
         if sync:
             files.sync(descriptor)
     except OSError as error:
-        raise type(error)(error.errno, error.strerror, path) from error
+        raise error if error.filename else type(error)(error.errno, error.strerror, path) from error
     finally:
         files.close(descriptor)
 

@@ -55,10 +55,6 @@ class Job:
         """Wait for all ranks of the mesh."""
         sum_cell(self.mesh, self.mesh.axis_names)(ms.Tensor(1.0)).asnumpy()
 
-    def tensors(self):
-        """The Parameters of a checkpoint: this rank's shards of weights and moments."""
-        return [*self.optimizer.parameters, *self.optimizer.state()]
-
 
 def prepare(recipe):
     """The `Job` of `recipe` before its first step: its programs are generated, and its checkpoint is loaded.
