@@ -110,8 +110,8 @@ _LLAMA_FORMAT = HuggingFaceFormat(
         "tie_word_embeddings", "initializer_range", "heterogeneous_block_specs",
     ),
     {
-        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "rope_scaling": None,
-        "quantization_config": None,
+        "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False, "pretraining_tp": 1,
+        "rope_scaling": None, "quantization_config": None,
     },
     ignored=("*.rotary_emb.inv_freq",),
 )  # fmt: skip
