@@ -30,6 +30,7 @@ BROKEN = {
 }
 WITHOUT_GRADIENT = {
     "Slice([4, 8], (0, 2), (4, -1))": "MindSpore's gradient takes no -1",
+    **dict.fromkeys(("UniqueWithPad([4], [])", "LinSpace([], [], 4)", "CheckValid([2, 4], [3])"), "it has none"),
     "SoftplusExt([4, 8])": "its gradient has no kernel on CPU",
     **image_calls.WITHOUT_GRADIENT,
     **scatter_calls.WITHOUT_GRADIENT,
@@ -150,6 +151,13 @@ MORE_CALLS = [
     Call("PowScalarTensor", [2, X], np.power),
     Call("Xlogy", [X, POSITIVE], lambda x, y: x * np.log(y)),
     Call("DivMod", [X, f(4, 8), 2], lambda x, y, _: np.floor(x / y)),
+    Call("Invert", [ints(4, 4, 8)], np.invert),
+    Call(
+        "UniqueWithPad",
+        [np.array([5, 5, 2, 7]), np.array(9)],
+        lambda x, pad: (np.array([5, 2, 7, 9]), np.array([0, 0, 1, 2])),
+    ),
+    Call("LinSpace", [np.array(1.0), np.array(4.0), 4], np.linspace),
     Call("LogicalNot", [bools(4, 8)], np.logical_not),
     Call("BitwiseNot", [ints(4, 4, 8)], np.invert),
     *(Call(name, [X, X, POSITIVE, np.float64(1)], lambda x, a, b, _: x + a / b) for name in ("Addcdiv",)),

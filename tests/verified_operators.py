@@ -17,7 +17,7 @@ ELEMENTWISE = _names(
 )
 MATRICES = _names(
     """
-    Addbmm Addmv Cdist Cholesky CholeskyInverse CholeskySolve Cross Diag Diagonal Eig Eigh Einsum FillDiagonal Geqrf
+    Addbmm Addmv Cdist Cholesky CholeskyInverse CholeskySolve CholeskyTrsm Cross Diag Diagonal DetTriangle Eig Eigh Einsum FillDiagonal Geqrf
     Ger LinalgQr LogMatrixDeterminant Lstsq LuSolve LuUnpack MatrixBandPart MatrixDeterminant MatrixExp
     MatrixInverse MatrixInverseExt MatrixPower MatrixSolve Meshgrid Orgqr Ormqr Pdist Qr Svd Trace TraceExt TraceV2
     TriangularSolve
@@ -30,5 +30,6 @@ REDUCTIONS = _names(
     """
 )
 SCANS = _names("Cummax Cummin CumminExt Kthvalue")
+IMAGES = frozenset({"DeformableOffsets"})
 DRAWS = _names("RandExt RandInt RandIntLike RandLikeExt Randn RandnLike RandpermExt")
-VERIFIED = ELEMENTWISE | MATRICES | REDUCTIONS | SCANS | DRAWS
+VERIFIED = ELEMENTWISE | MATRICES | REDUCTIONS | SCANS | IMAGES | DRAWS

@@ -74,18 +74,19 @@ def total(rows):
 
 def bytes_by_axes(traffic):
     """`axes -> (bytes forward, bytes backward)` of a `total`; a group over several axes has its own entry."""
-    sums = {}
-    for (axes, way, _), (_, count) in traffic.items():
-        forward, backward = sums.get(axes, (0, 0))
-        sums[axes] = (forward + count, backward) if way == "forward" else (forward, backward + count)
-    return dict(sorted(sums.items()))
+    return _by_direction((axes, way, count) for (axes, way, _), (_, count) in traffic.items())
 
 
 def collectives_of(traffic, axes=None):
     """`name -> (number forward, number backward)` of a `total`, over `axes` or (None) over all."""
+    chosen = ((key, number) for key, (number, _) in traffic.items() if axes in (None, key[0]))
+    return _by_direction((name, way, number) for (_, way, name), number in chosen)
+
+
+def _by_direction(entries):
+    """`key -> (sum forward, sum backward)` of triples `(key, direction, number)`, by ascending keys."""
     sums = {}
-    for (over, way, name), (number, _) in traffic.items():
-        if axes in (None, over):
-            forward, backward = sums.get(name, (0, 0))
-            sums[name] = (forward + number, backward) if way == "forward" else (forward, backward + number)
+    for key, way, number in entries:
+        forward, backward = sums.get(key, (0, 0))
+        sums[key] = (forward + number, backward) if way == "forward" else (forward, backward + number)
     return dict(sorted(sums.items()))

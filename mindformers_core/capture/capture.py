@@ -27,18 +27,13 @@ from mindformers_core.capture.shape_functions import ON_PLAIN_TENSORS, by_numpy,
 from mindformers_core.capture.traced import Traced
 from mindformers_core.dtensor.indexing import index_tensor
 from mindformers_core.dtensor.interception import draws_by_position
+from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.rules.matmul import einsum_names
 from mindformers_core.program.graph import cell_label
 from mindformers_core.program.structure import tree_leaves, tree_map
 
 __all__ = ["capture"]
 
-# Operators that make random tensors from plain ones: recorded, where other plain results are constants.
-_DRAWING = frozenset(
-    ("UniformReal", "StandardNormal", "StandardLaplace", "UniformInt", "Randperm", "RandpermV2", "RandpermExt")
-    + ("RandExt", "Randn", "RandInt", "Gamma", "Poisson", "Cauchy", "RandomGamma", "RandomPoisson", "TruncatedNormal")
-    + ("Bernoulli", "Multinomial", "RandomCategorical", "Dropout2D", "Dropout3D")
-)
 _DRAWING_IN_PLACE = frozenset({"InplaceUniform", "InplaceNormal", "InplaceRandom", "InplaceExponential"})
 # Entry points of `@ms.jit` in each of its modes, ast, trace and bytecode; and functions that run the call as Python
 _WITHOUT_COMPILING = (
@@ -217,7 +212,7 @@ class _Dispatched(MsDispatchMode):
                     f"operator '{func.name}' draws into a plain tensor, which can't be captured: draw with "
                     "mindspore.ops, or pass the numbers in"
                 )
-            if func.name in _DRAWING or tree_leaves(args, Traced):
+            if facts_of(func.name).draws or tree_leaves(args, Traced):
                 return recorder.operator(func, args, kwargs)
         if not recorder.inferring and func.name in ON_PLAIN_TENSORS and ms.get_context("device_target") == "CPU":
             return by_numpy(func.name, args)

@@ -40,7 +40,9 @@ class SimulatedRanks:
 
     def __init__(self, size, device_target=None):
         self.size, self.device_target = size, device_target
-        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._turns = [threading.Lock() for _ in range(size)]  # released when a rank may run
+        for turn in self._turns:
+            turn.acquire()
         self._ready, self._waiting = deque(range(size)), {}  # waiting rank -> what it waits for, as text
         self._numbers = Counter()  # ranks of a group -> number of its collectives so far
         self._meetings = defaultdict(dict)  # ranks of a group -> rank -> (issued, arguments, array), of the next one

@@ -10,9 +10,12 @@ from functools import partial
 import numpy as np
 from mindspore import Tensor, mint, ops
 from mindspore import dtype as mstype
+from mindspore._c_expression import typing
 
 from mindformers_core.dtensor import constant_sizes as sizes
 from mindformers_core.dtensor.draws import DRAWN
+from mindformers_core.dtensor.indexing import index_tensor
+from mindformers_core.operators.registry import facts_of, register_operator
 
 __all__ = ["batch_norm", "batch_norm_ext", "composed", "max_pool"]
 
@@ -53,6 +56,33 @@ def max_pool(x, kernel, stride=None, padding=0, dilation=1, ceil_mode=False, ret
     return ops.MaxPoolWithArgmaxV2(kernel, stride or kernel, padding, dilation, ceil_mode)(x)
 
 
+def batch_norm_stats(x, eps):
+    """Results of `BatchNormStats`: the mean and the reciprocal deviation of each channel."""
+    _, center, spread = _normalised(x, None, None, None, None, True, 0.0, eps)
+    return center, ops.rsqrt(spread + eps)
+
+
+def batch_norm_elemt(x, weight=None, bias=None, mean=None, invstd=None, eps=1e-5):
+    """The result of `BatchNormElemt`, by the statistics of `BatchNormStats`."""
+    return _normalised(x, weight, bias, mean, ops.reciprocal(ops.square(invstd)) - eps, False, 0.0, eps)[0]
+
+
+def clip_by_norm(x, clip_norm, axis):
+    """The result of `ClipByNorm`, in float32."""
+    wide = ops.cast(x, mstype.float32)
+    norm = ops.sqrt(ops.sum(ops.square(wide), None if axis == () else axis, keepdim=True))
+    return wide * ops.cast(clip_norm, mstype.float32) / ops.maximum(norm, ops.cast(clip_norm, mstype.float32))
+
+
+def created(value, x, size, dtype=None, device=None):
+    """The result of `NewOnes` and its like: a tensor of `value`, of the dtype of `x` where none is given."""
+    return ops.full(tuple(size), value, dtype=x.dtype if dtype is None else typing.type_id_to_type(dtype))
+
+
+def _filled(x, size, value, dtype=None):
+    return created(value, x, size, dtype)
+
+
 def _updated(x, places, updates):
     return ops.TensorScatterUpdate()(x, places, updates)
 
@@ -64,7 +94,11 @@ def _write_rows(write, x, updates, indices):
     return write(x, ops.reshape(places, (-1, 1)), updates)
 
 
-_COMPOSED = {  # function of an operator's arguments, and names of a primitive's attributes that it takes besides
+def _update_rows(x, indices, updates):
+    return _write_rows(_updated, x, updates, indices)
+
+
+_DECOMPOSITIONS = {  # function of an operator's arguments, and names of a primitive's attributes that it takes besides
     "BatchNorm": (batch_norm, ()),
     "BatchNormExt": (batch_norm_ext, ()),
     "FuncMaxPool2D": (max_pool, ()),
@@ -73,19 +107,35 @@ _COMPOSED = {  # function of an operator's arguments, and names of a primitive's
     "InplaceAdd": (partial(_write_rows, ops.tensor_scatter_add), ("indices",)),
     "InplaceSub": (partial(_write_rows, ops.tensor_scatter_sub), ("indices",)),
     "InplaceUpdate": (partial(_write_rows, _updated), ("indices",)),
-    "InplaceUpdateV2": (lambda x, indices, updates: _write_rows(_updated, x, updates, indices), ()),
+    "InplaceUpdateV2": (_update_rows, ()),
+    "AdaptiveMaxPool3D": (sizes.adaptive_max_pool_3d, ()),
+    "BartlettWindow": (partial(sizes.window, np.bartlett), ("periodic", "dtype")),
+    "BlackmanWindow": (partial(sizes.window, np.blackman), ("periodic", "dtype")),
+    "BatchNormElemt": (batch_norm_elemt, ()),
+    "BatchNormStats": (batch_norm_stats, ()),
+    "ClipByNorm": (clip_by_norm, ("axis",)),
+    "Col2Im": (sizes.col2im, ("kernel_size", "dilation", "padding", "stride")),
+    "Index": (lambda x, indices: index_tensor(x, tuple(indices)), ()),
+    **{f"New{name}": (partial(created, value), ()) for name, value in (("Empty", 0), ("Ones", 1), ("Zeros", 0))},
+    "NewFull": (_filled, ()),
+    "MatrixDiag": (lambda x, assist: sizes.matrix_diag(x, 0, *assist.shape[-2:], 0.0), ()),
+    "MatrixDiagPart": (lambda x, assist: sizes.matrix_diag_part(x, 0, 0.0), ()),
+    "MatrixSetDiag": (lambda x, diagonal, assist: sizes.matrix_set_diag(x, diagonal, 0), ()),
     "MatrixDiagPartV3": (sizes.matrix_diag_part, ()),
     "MatrixDiagV3": (sizes.matrix_diag, ()),
     "MatrixSetDiagV3": (sizes.matrix_set_diag, ()),
     "MirrorPad": (sizes.mirrored, ("mode",)),
     "PixelShuffle": (ops.pixel_shuffle, ()),
-    **DRAWN,
 }
+for _draws, _table in ((False, _DECOMPOSITIONS), (True, DRAWN)):
+    for _name, (_function, _attributes) in _table.items():
+        register_operator(_name, decomposition=_function, attributes=_attributes, draws=_draws)
 
 
 def composed(name, args, kwargs, primitive):
     """The results of an operator as those of others; None where it is computed as it is."""
-    if name not in _COMPOSED:
+    facts = facts_of(name)
+    if facts.decomposition is None:
         return None
-    function, attributes = _COMPOSED[name]
-    return function(*args, **kwargs, **{name: getattr(primitive, name) for name in attributes})
+    attributes = {name: getattr(primitive, name) for name in facts.attributes}
+    return facts.decomposition(*args, **kwargs, **attributes)

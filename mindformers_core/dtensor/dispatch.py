@@ -7,7 +7,6 @@ no layout arithmetic.
 
 import inspect
 import math
-from dataclasses import replace
 from functools import cache
 
 from mindspore import Parameter, Tensor, ops
@@ -144,6 +143,7 @@ class _Program:
 
     Attributes:
         name, given: of the operator, and the number of its positional arguments.
+        mesh: that of its tensors.
         targets: for every tensor the layout that it is redistributed to, or None.
         algorithm: the algorithm that runs in the operator's place with `context`, or None.
         args, kwargs: the local call's arguments, a `TensorMeta` in the place of every tensor.
@@ -153,13 +153,13 @@ class _Program:
     """
 
     def __init__(self, name, args, kwargs, attributes, tensors):
-        self.name, self.given = name, len(args)
+        self.name, self.given, self.mesh = name, len(args), _common_mesh(name, tensors)
         self.metas = None
         if name.startswith("Inplace"):
             raise TypeError(
                 f"operator '{name}' would change a distributed tensor in place: use its result, as in x = x + y"
             )
-        mesh = _common_mesh(name, tensors)
+        mesh = self.mesh
         metas = [_meta_of(tensor, mesh) for tensor in tensors]
         args, kwargs = _fill((args, kwargs), Tensor, metas)
         self.constant = not any(meta.differentiable for meta in metas)
@@ -207,6 +207,9 @@ class _Program:
     def _check_outputs(self, result):
         """The metas of the outputs; checks the shapes of the local results against the rule's prediction."""
         results = [result] if isinstance(result, Tensor) else result
+        if facts_of(self.name).gather:  # each rank has whole results
+            self.shapes = [tuple(local.shape) for local in results]
+            self.layouts = [Layout.on(self.mesh, ((),) * local.ndim) for local in results]
         metas = tuple(
             tensor_meta(shape, dtype_name(local.dtype), layout, self.constant)
             for local, shape, layout in zip(results, self.shapes, self.layouts, strict=True)
@@ -276,5 +279,6 @@ def _algorithm(name, signature, resolution, mesh, metas, outputs):
         )
     axes = tuple(axis for factor in sharded for axis in resolution.axes_of[factor])
     shapes = tuple(meta.shape for meta in metas)
-    context = ShardContext(mesh, axes, resolution.inputs, shapes, halos=signature.halos)
-    return ALGORITHMS[needed.pop()], replace(context, output=(resolution.outputs[0], outputs[0]))
+    output = resolution.outputs[0], outputs[0]
+    context = ShardContext(mesh, axes, resolution.inputs, shapes, halos=signature.halos, output=output)
+    return ALGORITHMS[needed.pop()], context

@@ -215,7 +215,8 @@ class _Tree:
     def _operator(self, row):
         names = ", ".join(entry.name for entry in row.results)
         attribute = f' <span class="attribute">self.{escape(row.attribute)}</span>' if row.attribute else ""
-        call = f'<span class="name">{escape(names)} =</span> {escape(row.operator)}({escape(", ".join(row.inputs))})'
+        inputs, whole = escape(", ".join(row.inputs)), row.whole and f" {row.whole}"
+        call = f'<span class="name">{escape(names)} =</span> {escape(row.operator)}({inputs}){whole}'
         shapes = "<br>".join(map(self._tensor, row.results))
         content = self._row(call + attribute, shapes, row.source, note=row.note)
         if row.algorithm is None:

@@ -76,6 +76,7 @@ def _operator_lines(row, pad):
     for place, entry in enumerate(row.results):
         left, note = (f"{pad}{entry.name} = {call}", row.note) if place == 0 else (f"{pad}{entry.name}", None)
         lines += _line(left, entry, note)
+    lines += [f"{pad}  {row.whole}"] * bool(row.whole)
     if row.algorithm is not None:
         over = f" over {', '.join(row.axes)}" if row.axes else ""
         lines.append(f"{pad}  by the distributed algorithm '{row.algorithm}'{over}")

@@ -100,4 +100,4 @@ def _equal_calls(last, row):
 
 def _one_line(last, row):
     plain = all(isinstance(each, OperatorRow) and each.algorithm is each.note is None for each in (last, row))
-    return plain and row.source == last.source != ""
+    return plain and not last.whole and not row.whole and row.source == last.source != ""

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from mindformers_core.hints import nearest
 from mindformers_core.ranges import bounded, check_range
+from mindformers_core.scopes import errors_at
 
 __all__ = ["MOST_LAYERS", "LlamaConfig"]
 
@@ -112,10 +113,8 @@ class LlamaConfig:
         if self.heterogeneous_block_specs is None:
             return self
         index = global_layer_number - 1
-        try:
+        with errors_at(f"heterogeneous_block_specs[{index}]: "):
             return replace(self, heterogeneous_block_specs=None, **self.heterogeneous_block_specs[index])
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"heterogeneous_block_specs[{index}]: {error}") from None
 
     @classmethod
     def from_dict(cls, values):

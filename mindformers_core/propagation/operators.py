@@ -53,7 +53,8 @@ def call_shapes(node, args, kwargs):
 
 def _asked(node, args, kwargs):
     attributes = node.primitive.attributes if node.primitive is not None else {}
-    return signature_of(node.operator, args, kwargs | rule_attributes(node.operator, attributes))
+    shapes = [value.shape for value in tree_leaves(node.outputs)]
+    return signature_of(node.operator, args, kwargs | rule_attributes(node.operator, attributes), shapes)
 
 
 def _output_shapes(signature):

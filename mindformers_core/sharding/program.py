@@ -23,6 +23,7 @@ from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.propagation.checking import check_plan
 from mindformers_core.propagation.propagate import propagate
 from mindformers_core.propagation.saved import load_plan
+from mindformers_core.scopes import errors_at
 from mindformers_core.sharding.collective_places import collective_places
 
 _LOG = logging.getLogger("mindformers_core")
@@ -228,10 +229,8 @@ def bind_arguments(tree, path, args, kwargs):
         `(BoundArguments with a TensorMeta of the global shape for every tensor, list of (name of the argument, tensor,
         Layout in which it arrives))`.
     """
-    try:
+    with errors_at(f"{tree.label(path)}, construct(): "):
         bound = inspect.signature(tree.classes[path].construct).bind(tree.cells[path], *args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{tree.label(path)}, construct(): {error}") from None
     boundary, arriving = tree.boundaries[path], []
 
     def enter(leaf, name):

@@ -9,6 +9,7 @@ from mindformers_core.dtensor.dtensor import parameter_meta, parameter_view, wra
 from mindformers_core.dtensor.interception import draws_by_position
 from mindformers_core.hints import first_of
 from mindformers_core.program.structure import tree_leaves
+from mindformers_core.scopes import replaced
 from mindformers_core.sharding.compiling import choose_program
 from mindformers_core.sharding.parameter_storage import unit_of
 
@@ -144,14 +145,10 @@ class EagerCell(ShardedCell):
             if path == "":
                 shapes = tuple(tuple(tensor.shape) for tensor in tree_leaves((args, kwargs), Tensor))
                 tree.compare_inputs(shapes, args, kwargs)
-            tree.views = {}
-            try:
-                with tree.storage.call_scope(), draws_by_position():
-                    args, kwargs = tree.storage.cast_inputs(args, kwargs) if path == "" else (args, kwargs)
-                    result = self.run_eagerly(*args, **kwargs)
-                    return tree.storage.cast_outputs(result) if path == "" else result
-            finally:
-                tree.views = None
+            with replaced(tree, views={}), tree.storage.call_scope(), draws_by_position():
+                args, kwargs = tree.storage.cast_inputs(args, kwargs) if path == "" else (args, kwargs)
+                result = self.run_eagerly(*args, **kwargs)
+                return tree.storage.cast_outputs(result) if path == "" else result
         try:
             args, kwargs = boundary.enter(args, kwargs)
             return boundary.leave(super(ShardedCell, self).construct(*args, **kwargs))

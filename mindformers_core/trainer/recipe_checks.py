@@ -1,6 +1,7 @@
 """Checks of a recipe for keys that exclude each other. No MindSpore is called here."""
 
 from mindformers_core.recompute.settings import check_compilable, check_gathers
+from mindformers_core.scopes import errors_at
 from mindformers_core.trainer.pipeline_recipe import check_pipeline
 from mindformers_core.trainer.recipe import accumulation_steps
 from mindformers_core.trainer.zero_recipe import SHARDED
@@ -110,10 +111,8 @@ def _check_zero(recipe):
             "parallelism.gradient_accumulation_shard: true is about sums of gradients that parallelism.zero_level 1, 2 "
             "or 3 shards, but zero_level is 0: leave it out, or use zero_level=2"
         )
-    try:
+    with errors_at("parallelism."):  # the message begins with the key
         parse_comm_fusion(sizes.comm_fusion)
-    except (TypeError, ValueError) as error:  # its message begins with the key
-        raise type(error)(f"parallelism.{error}") from None
 
 
 def _check_recompute(recipe):

@@ -15,11 +15,12 @@ from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
 from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_shape
 from mindformers_core.trainer.shrinking import planned, shrunk_recipe
 from mindformers_core.trainer.step import build_cells, step_parts
-from mindformers_core.verification.engine import simulate
+from mindformers_core.verification.engine import seed_restored, simulate
 
 __all__ = ["verify_recipe"]
 
 
+@seed_restored()
 def verify_recipe(recipe, full=False):
     """The `Check` of one training step of a recipe on all ranks of its mesh, in PyNative.
 

@@ -27,9 +27,11 @@ def close(found, expected, tolerance, rounding=0.0):
         found, expected = (np.stack([array.real, array.imag]) for array in (found, expected))
     if expected.dtype.kind != "f":
         return bool((found == expected).all())
-    size = _peak(expected)
+    with np.errstate(invalid="ignore"):  # infinities, which are compared below
+        difference = np.abs(found - expected).max(initial=0.0)
+    size = 0.0 if difference <= rounding else _peak(expected)
     if size < _MASKS:
-        return bool(np.abs(found - expected).max(initial=0.0) <= tolerance * size + rounding)
+        return bool(difference <= tolerance * size + rounding)
     finite, sizes = np.isfinite(expected), np.abs(expected)
     if not np.array_equal(found[~finite], expected[~finite], equal_nan=True):
         return False

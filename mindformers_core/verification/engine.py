@@ -2,8 +2,10 @@
 
 import gc
 from contextlib import contextmanager
+from importlib import import_module
 from traceback import extract_tb
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
@@ -11,6 +13,7 @@ from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.corrected import CORRECTED
 from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.signature import is_float
 from mindformers_core.optimizers.adamw import decays
 from mindformers_core.passes.thread_tape import ThreadTape, custom_gradients
@@ -19,11 +22,10 @@ from mindformers_core.program.structure import tree_map
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.verification.checking import FLOAT32_KERNELS, PRECISIONS, Check
 from mindformers_core.verification.comparison import largest
-from mindformers_core.verification.drawing import DRAWING
 from mindformers_core.verification.observing import RankObserver
 from mindformers_core.verification.truth import OneCard, floating
 
-__all__ = ["simulate"]
+__all__ = ["seed_restored", "simulate"]
 
 _OWN_CODE = 2**-10, 2**-14  # tolerance and rounding: the model's own code runs in float32
 _HUGE = 1e30  # counts as infinite: the lowest number of float32 is not that of float64
@@ -36,6 +38,18 @@ def _operators_of(plans):
     """Names of all operators of the captured programs, a set."""
     nodes = [node for graph, _ in plans.values() for call in graph.calls() for node in call.nodes]
     return {node.operator for node in nodes if isinstance(node, OperatorNode)}
+
+
+@contextmanager
+def seed_restored():
+    """While open, `ms.set_seed` may be called; then its seed, which may be None, and NumPy's state are the old ones."""
+    seed, numbers, data = ms.get_seed(), np.random.get_state(), ms.dataset.config.get_seed()
+    try:
+        yield
+    finally:
+        import_module("mindspore.common.seed")._GLOBAL_SEED = seed
+        ms.dataset.config.set_seed(data)  # it seeds NumPy, too
+        np.random.set_state(numbers)
 
 
 def simulate(subject, plans, notes=()):
@@ -121,7 +135,8 @@ def _unlike_own_code(subject, plans):
     narrow = sorted(name for name in dtypes if is_float(name) and name not in ("float32", "float64"))
     if narrow:
         return f"whose weights are in {narrow[0]}"
-    drawn, wrong = (sorted(names & _operators_of(plans)) for names in (DRAWING, CORRECTED.keys()))
+    used = sorted(_operators_of(plans))
+    drawn, wrong = [name for name in used if facts_of(name).draws], [name for name in used if name in CORRECTED]
     return f"which draws numbers, by {drawn[0]}" if drawn else f"whose {wrong[0]} is wrong on CPU" if wrong else ""
 
 

@@ -22,7 +22,7 @@ from mindformers_core.sharding.program import annotated_plan, bind_arguments
 from mindformers_core.sharding.shard import shard
 from mindformers_core.sharding.sharded_cells import tree_of, tree_of_root
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
-from mindformers_core.verification.engine import simulate
+from mindformers_core.verification.engine import seed_restored, simulate
 from mindformers_core.verification.truth import floating
 from mindformers_core.zero.gradients import value_and_grad
 from mindformers_core.zero.precision import MixedPrecision
@@ -33,6 +33,7 @@ _OPTIMIZER = SimpleNamespace(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, weig
 _MAX_NORM = 1e-3  # small, so that gradients are clipped
 
 
+@seed_restored()
 def verify(net, mesh, *inputs, config=None, plan=None, seed=0, **named_inputs):
     """Run the programs of all ranks of a mesh in this process, and compare every tensor with one card.
 

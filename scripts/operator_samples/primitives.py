@@ -33,7 +33,7 @@ _FAMILIES = (
     (_SCATTER_ND, "; P(f(8)), i(4, 1), f(4)"),
     (_TENSOR_SCATTER, "; f(4, 8), i(4, 1), f(4, 8)"),
     ("InplaceAdd InplaceSub InplaceUpdate", "(0, 2); f(4, 8), f(2, 8)"),
-    ("UnsortedSegmentSum UnsortedSegmentMin UnsortedSegmentMax", "; f(4, 8), i(4), 4"),
+    ("UnsortedSegmentSum UnsortedSegmentMin UnsortedSegmentMax", "; f(4, 8), t(2, 0, 1, 0), 3"),
     ("AvgPool MaxPool", "2, 2; f(2, 4, 8, 8)"),
     ("AvgPool3D MaxPool3D", "2, 2; f(2, 4, 4, 4, 4)"),
     ("CumProd CumSum", "; f(4, 8), 1"),

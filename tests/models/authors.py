@@ -4,7 +4,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 
 from mindformers_core.layout import layout
-from models.author_images import Diffusion, ResNet, UNet
+from models.author_images import Autoencoder, Diffusion, ResNet, Transformer, UNet, Views
+from models.author_language import Bert, CapacityExperts, Recogniser, Tagger
 from models.example import Example, floats, ids
 
 __all__ = ["AUTHORS"]
@@ -239,12 +240,7 @@ AUTHORS = {
         ("image", "target"),
         {"enter": CHANNELS, "up": {"weight": (0, 1)}},
     ),
-    "dit": example(
-        Diffusion,
-        lambda seed: (floats(seed, BATCH, 3, 4, 4), floats(seed + 1, BATCH), floats(seed + 2, BATCH, 3, 4, 4)),
-        ("image", "time", "noise"),
-        {"up": WIDE, "down": ROW},
-    ),
+    "dit": example(Diffusion, lambda seed: (floats(seed, BATCH, 3, 4, 4),), ("image",), {"up": WIDE, "down": ROW}),
     "mamba2": example(StateSpace, lambda seed: (floats(seed, BATCH, 6, 8),), ("x",), {"leave": ROW}),
     "dlrm": example(
         Recommender,
@@ -290,5 +286,36 @@ AUTHORS = {
         lambda seed: (floats(seed, BATCH, 8), floats(seed + 1, BATCH, 8), ids(seed, 8, BATCH)),
         ("x", "teacher", "label"),
         {"student": WIDE},
+    ),
+    "vae": example(Autoencoder, lambda seed: (floats(seed, BATCH, 3, 8, 8),), ("image",), {"grow": WIDE, "mean": ROW}),
+    "vit": example(
+        Transformer,
+        lambda seed: (floats(seed, BATCH, 3, 4, 4), ids(seed, 4, BATCH)),
+        ("image", "label"),
+        {"mlp.0": WIDE, "mlp.2": ROW, "head": WIDE},
+    ),
+    "simclr": example(
+        Views,
+        lambda seed: (floats(seed, BATCH, 3, 8, 8), floats(seed + 1, BATCH, 3, 8, 8)),
+        ("first", "second"),
+        {"up": WIDE, "down": ROW},
+    ),
+    "bert": example(
+        Bert,
+        lambda seed: (ids(seed, 16, BATCH, 6), ids(seed + 1, 2, BATCH, 6), ids(seed + 2, 16, BATCH, 6)),
+        ("ids", "kinds", "label"),
+        {"encoder.layers.*.dense1": WIDE, "encoder.layers.*.dense2": ROW, "words": {"embedding_table": (1, 0)}},
+    ),
+    "gru": example(
+        Tagger, lambda seed: (ids(seed, 16, BATCH, 5), ids(seed + 1, 4, BATCH, 5)), ("ids", "label"), {"head": ROW}
+    ),
+    "ctc": example(
+        Recogniser,
+        lambda seed: (floats(seed, BATCH, 6, 16), ids(seed, 7, BATCH, 3) + 1, ids(seed + 1, 3, BATCH) + 1),
+        ("sound", "label", "lengths"),
+        {"up": WIDE, "down": ROW, "head": WIDE},
+    ),
+    "gshard": example(
+        CapacityExperts, lambda seed: (floats(seed, BATCH, 4, 8),), ("x",), {"": {"up": (1,), "down": (1,)}}
     ),
 }

@@ -13,6 +13,7 @@ from one_card import part_of, same
 from truth import once
 
 from mindformers_core.communication import count_collectives
+from mindformers_core.dtensor.interception import draws_by_position
 from mindformers_core.layout import bind_layout
 from mindformers_core.program.structure import tree_map
 from mindformers_core.tensor_parallel import DTensor, jit, shard
@@ -37,9 +38,21 @@ def truth(name):
     """The `Truth` of a model, with the values of `built` and the inputs of `SEED`."""
     example, cell = MODELS[name], built(name)
     args, kwargs = example.inputs(SEED)
-    loss, gradients = step_of(cell, example)(*args, **kwargs)
+    with draws_by_position():
+        loss, gradients = seeded(step_of(cell, example))(*args, **kwargs)
+        result = seeded(cell)(*args, **kwargs)
     named = {p.name: gradient.asnumpy() for p, gradient in zip(cell.trainable_params(), gradients, strict=True)}
-    return Truth(tree_map(_array, cell(*args, **kwargs)), loss.asnumpy(), named)
+    return Truth(tree_map(_array, result), loss.asnumpy(), named)
+
+
+def seeded(function):
+    """The function, with the same random numbers at every call."""
+
+    def call(*args, **kwargs):
+        ms.manual_seed(SEED)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def built(name):
@@ -102,9 +115,9 @@ def check_in_pynative(name, mesh, mode):
     """
     cell, args, kwargs = sharded(name, mesh, mode)
     what = f"{name} on {mesh}, {mode}"
-    same(tree_map(_whole, cell(*args, **kwargs)), truth(name).result, TOLERANCE, what)
+    same(tree_map(_whole, seeded(cell)(*args, **kwargs)), truth(name).result, TOLERANCE, what)
     with count_collectives() as counts:
-        loss, gradients = step_of(cell, MODELS[name])(*args, **kwargs)
+        loss, gradients = seeded(step_of(cell, MODELS[name]))(*args, **kwargs)
     _compare(what, truth(name), cell, _whole(loss), gradients)
     return counts, (cell, args, kwargs)
 
@@ -112,7 +125,7 @@ def check_in_pynative(name, mesh, mode):
 def check_in_graph(name, mesh, cell, args, kwargs):
     """Compare the loss and gradients of a compiled step with one card's; gives what it communicates."""
     with count_in_graph(mesh) as counts:
-        loss, gradients = jit(step_of(cell, MODELS[name]))(*args, **kwargs)
+        loss, gradients = seeded(jit(step_of(cell, MODELS[name])))(*args, **kwargs)
     _compare(f"{name} on {mesh}, jit", truth(name), cell, loss.asnumpy(), gradients)
     return counts
 

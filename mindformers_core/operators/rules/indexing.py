@@ -4,9 +4,9 @@ from functools import partial
 
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import as_dim, dim_names, dim_sizes, integers, plain_names, unary
-from mindformers_core.operators.rules.elementwise import keeps_digits, tensors_in
+from mindformers_core.operators.rules.elementwise import keeps_digits
 from mindformers_core.operators.saved import INDICES, INPUTS, INPUTS_AS_THEY_ARE, NOTHING, SECOND_RESULT, UNMEASURED
-from mindformers_core.operators.signature import Signature, TensorMeta
+from mindformers_core.operators.signature import Signature, TensorMeta, tensors_in
 
 
 def _lookup(params, indices, dim, batch_dims, algorithm):
