@@ -52,10 +52,6 @@ class AdamW(nn.Cell):
         self.decays = tuple(decays(parameter.name, section.weight_decay_exclude) for parameter in parameters)
         self.update = ops.AdamWeightDecay()
 
-    def state(self):
-        """The moments: all that a checkpoint needs besides the parameters and the step."""
-        return (*self.moments1, *self.moments2)
-
     def construct(self, gradients, rate, eps, decay):
         """One step; `rate`, `eps`, `decay` are float32 scalars of `adamw_scalars`."""
         beta1, beta2 = self.section.betas[0], self.section.betas[1]

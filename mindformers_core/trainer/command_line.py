@@ -93,12 +93,16 @@ def _train(arguments):
 
             print(dry_run(recipe))
             return 0
+        from mindformers_core.checkpoint.save import SaveError
         from mindformers_core.trainer.training_loop import prepare, run_steps
 
         job = prepare(recipe)
     except _USER_ERRORS as error:
         return _report(error)
-    summary = run_steps(job)
+    try:
+        summary = run_steps(job)
+    except SaveError as error:
+        return _report(error)
     if job.rank == 0:
         print(summary)
     return 0

@@ -105,11 +105,15 @@ class TrainDataset:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Saving into the run folder, and resuming."""
+    """Saving into the run folder, and loading on any mesh."""
 
     enable_save: bool = False
     save_interleaved_steps: int = bounded(1000, 1, _MANY)
-    load_path: str = ""  # a run folder (its newest checkpoint) or one of its checkpoint/step_N folders
+    keep_last: int = bounded(0, 0, _MANY)  # number of newest checkpoints that stay in the run folder; 0: all
+    keep_every: int = bounded(0, 0, _MANY)  # with keep_last: those of every so many steps stay, too; 0: none
+    on_error: Literal["end", "go_on"] = "end"  # where a checkpoint can't be saved; earlier ones stay in any case
+    load_path: str = ""  # a run folder (its newest checkpoint), one of its checkpoint/step_N, or a Hugging Face folder
+    no_load_optim: bool = False  # load weights only, and begin at step 0
 
 
 @dataclass(frozen=True)

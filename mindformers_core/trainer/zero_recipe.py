@@ -2,7 +2,7 @@
 
 from mindformers_core.trainer.recipe import accumulation_steps
 
-__all__ = ["zero_settings", "zero_state"]
+__all__ = ["zero_settings"]
 
 
 def zero_settings(recipe, mesh):
@@ -25,15 +25,3 @@ def zero_settings(recipe, mesh):
         "reshard_after_forward": reshard,
         "gradient_accumulation_shard": sizes.gradient_accumulation_shard,
     }
-
-
-def zero_state(recipe, mesh):
-    """The part of a checkpoint's state that fixes the shard of every weight on a rank; a resumed run has the same.
-
-    `mesh` is the whole mesh, with the axis `dp`.
-    """
-    sizes, groups = recipe.parallelism, recipe.parallelism.data_parallel_replicate
-    if sizes.zero_level == 0:  # as in a checkpoint without this entry
-        return {"zero": None}
-    shards = {"data_parallel_replicate": groups, "data_parallel_shard": mesh.axis_size("dp") // groups}
-    return {"zero": {**shards, "zero_threshold_kb": sizes.zero_threshold_kb}}  # shards are the same at all levels
