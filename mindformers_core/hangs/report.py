@@ -5,8 +5,6 @@ from operator import attrgetter
 
 from mindformers_core.program.name_ranges import ranges_shown
 
-__all__ = ["blamed", "explain_hang", "shown_ranks"]
-
 _MOST_PLACES, _MOST_STACKS, _MOST_FRAMES = 9, 2, 4
 _PLURALS = {"has": "have", "is": "are", "was": "were", "waits": "wait"}
 

@@ -3,8 +3,6 @@
 from mindformers_core.hints import nearest
 from mindformers_core.layout import layout
 
-__all__ = ["check_argument_names", "check_boundary", "check_stage_numbers", "tied_parameters"]
-
 
 def check_stage_numbers(described):
     """Raise `ValueError` unless every stage of one pipeline has one description.

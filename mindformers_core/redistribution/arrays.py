@@ -7,8 +7,6 @@ from functools import reduce
 
 import numpy as np
 
-__all__ = ["exchange", "reduce_arrays", "reduce_terms"]
-
 _REDUCE = {"sum": np.add, "avg": np.add, "max": np.maximum, "min": np.minimum}
 
 

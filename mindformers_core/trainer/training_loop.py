@@ -33,8 +33,6 @@ from mindformers_core.trainer.saved_state import find_checkpoint, load_state, sa
 from mindformers_core.trainer.step import build_cells, step_function
 from mindformers_core.trainer.zero_recipe import zero_state
 
-__all__ = ["Job", "prepare", "begin_job", "make_job", "resume", "run_steps", "train_step"]
-
 
 @dataclass
 class Job:
