@@ -32,4 +32,5 @@ REDUCTIONS = _names(
 SCANS = _names("Cummax Cummin CumminExt Kthvalue")
 IMAGES = frozenset({"DeformableOffsets"})
 DRAWS = _names("RandExt RandInt RandIntLike RandLikeExt Randn RandnLike RandpermExt")
-VERIFIED = ELEMENTWISE | MATRICES | REDUCTIONS | SCANS | IMAGES | DRAWS
+STATE = _names("Assign")
+VERIFIED = ELEMENTWISE | MATRICES | REDUCTIONS | SCANS | IMAGES | DRAWS | STATE

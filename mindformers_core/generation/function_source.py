@@ -8,6 +8,7 @@ from itertools import repeat
 from mindformers_core.capture.algorithm_graph import algorithm_graph, redistribution_steps
 from mindformers_core.generation.operator_source import literal, structure_source
 from mindformers_core.operators import TensorMeta
+from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.deferral import NOTHING_DEFERRED, PRODUCTS
 from mindformers_core.program.naming import Names, assigned_names
 from mindformers_core.program.observer import Observed
@@ -275,6 +276,11 @@ class FunctionSource:
 
     def _operator(self, plan):
         node, hint = plan.node, self.parts.operator_name(plan.node.operator)
+        if self.frame.takes_weights and facts_of(node.operator).writes:
+            raise ValueError(
+                f"{self.frame.graph.label}, {node.source}: a Parameter is written in a Cell that is compiled alone, "
+                "which MindSpore can't do: compile the whole, or run in PyNative"
+            )
         if plan in self.deferral.places:
             return self._deferred_operator(plan, hint)
         operands = self._operands(node, plan.inputs)

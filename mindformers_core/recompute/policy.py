@@ -24,6 +24,7 @@ from mindformers_core.recompute.selection import (
     recomputed_keys,
     swapped_keys,
     whole_cells,
+    written_by,
 )
 from mindformers_core.recompute.settings import check_compilable, check_gathers
 from mindformers_core.recompute.stages import check_compiled_stages, check_stages, stage_summary
@@ -103,6 +104,13 @@ class ChosenActivations(ActivationPolicy):
                         f"recompute.{key}: {each.pattern.text!r} selects operators, but compiled functions can only "
                         "recompute whole Cells: name Cells, or run in PyNative (recipe: context.mode: 1)"
                     )
+        for place in program.places:
+            if written_by(place) and any(cell_lies_in(joined_path(program.path, place.path), c) for c in self._cells):
+                raise ValueError(
+                    f"recompute: Cell '{joined_path(program.path, place.path)}' writes Parameters "
+                    f"({', '.join(sorted(written_by(place)))}), and a compiled function that runs again would write "
+                    "them twice: exclude it, or run in PyNative (recipe: context.mode: 1)"
+                )
         for inner in () if compiled else self._cells:
             self.tree.cells[inner]._recompute(True, False)  # what recompute() does for graphs, not for PyNative
         frame = program.frame if compiled else unshared(program.frame)  # else MindSpore confuses collectives in them

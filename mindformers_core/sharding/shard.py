@@ -72,6 +72,9 @@ def shard(cell, mesh, config=None, plan=None, seed=0, mode="generated", inputs=N
     if inputs is not None and not takes_full_batch:
         layouts = _derived_layouts(cell, mesh, declarations, layouts | whole, frozenset(whole), inputs)
     _place_parameters(cell, whole | layouts, seed)
+    for _, child in cell.cells_and_names():
+        if isinstance(child, mint.nn.SyncBatchNorm):
+            child.world_size = 1  # the whole batch is one card's
     tree = ShardedTree(cell, mesh, declarations, takes_full_batch, check_inputs)
     for path in tree.cells if mode == "eager" else ():
         operators = declarations[path].operators if path in declarations else ()
