@@ -3,8 +3,6 @@
 import math
 from difflib import get_close_matches
 
-__all__ = ["byte_unit", "bytes_shown", "first_of", "nearest", "operations_shown"]
-
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _POWERS = ("", "k", "M", "G", "T", "P", "E")
 

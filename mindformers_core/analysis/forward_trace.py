@@ -9,8 +9,6 @@ from math import prod
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.operators.saved import Operand
 
-__all__ = ["ForwardTrace", "BackwardLiveSet", "Memory", "SharedCall", "Run", "LocalTensor", "placeholder"]
-
 
 @dataclass(frozen=True)
 class Memory:

@@ -12,8 +12,6 @@ from mindformers_core.analysis.saved_tensors import SavedTensorAnalysis
 from mindformers_core.hints import nearest
 from mindformers_core.program.plan import Redistribution, called_cells, operators_in_order
 
-__all__ = ["Prediction", "saved_activations", "saved_bytes"]
-
 
 def saved_activations(frame, dropped=frozenset(), algorithm=None, arguments_need=True):
     """Memory that PyNative keeps for the backward pass of a program, in the order of its consumers.

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from mindformers_core.redistribution.steps import COLLECTIVES, Step
 
-__all__ = ["StepEntry", "bytes_by_axes", "collectives_of", "step_entries", "total"]
-
 
 @dataclass(frozen=True)
 class StepEntry:

@@ -9,8 +9,6 @@ from mindformers_core.explaining.style import HUES, STYLE
 from mindformers_core.explaining.wording import call_path, folded, note_shown, step_shown
 from mindformers_core.hints import bytes_shown
 
-__all__ = ["page"]
-
 _OPEN_DEPTH = 3  # Cells so far below the root are open at first
 _NOTES = {  # kind of an `Annotation` -> its sign, and what it means
     "recomputed": ("↻", "runs again in the backward pass, and bytes that aren't kept because of that"),

@@ -7,8 +7,6 @@ from mindformers_core.explaining.report import CallRow, MoveRow
 from mindformers_core.explaining.wording import call_path, folded, note_shown, sent_shown, step_shown
 from mindformers_core.hints import bytes_shown
 
-__all__ = ["explain_plan"]
-
 _WIDTH = 120
 _COLUMNS = (52, 92)  # where the shapes and the layouts start
 

@@ -5,8 +5,6 @@ from mindformers_core.explaining.report import CallRow, OperatorRow
 from mindformers_core.hints import bytes_shown
 from mindformers_core.redistribution.steps import COLLECTIVES
 
-__all__ = ["about", "call_path", "folded", "note_shown", "period", "sent_shown", "step_shown", "totals"]
-
 MARKS = {  # what a step does that is local, in words
     "slice": "sliced",
     "pad": "put into zeros",

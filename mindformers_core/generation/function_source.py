@@ -16,8 +16,6 @@ from mindformers_core.program.passed_weights import WEIGHTS, passed_parameter, p
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import DType, Value, tree_fill, tree_leaves
 
-__all__ = ["FunctionSource"]
-
 _AFTER = {  # step kind -> the hint for the name of the tensor after it
     "slice": "slice",
     "all_gather": "whole",

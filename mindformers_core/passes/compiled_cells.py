@@ -16,8 +16,6 @@ from mindformers_core.program.passed_weights import WEIGHTS
 from mindformers_core.program.structure import tree_fill, tree_leaves
 from mindformers_core.sharding.compiling import jit
 
-__all__ = ["CompiledCells", "forbid_reuse"]
-
 
 def forbid_reuse(cell):
     """Have the compiler copy the graph of a Cell with a `bprop` for every call, before a Cell around it is compiled.

@@ -12,8 +12,6 @@ from mindspore import Tensor
 
 from mindformers_core.program.structure import Value, tree_key
 
-__all__ = ["flatten_fn", "treedef", "unflatten_fn"]
-
 
 def treedef(structure):
     """A hashable description of a pytree without its tensors: equal ones have the same `unflatten_fn`."""

@@ -6,8 +6,6 @@ function that it calls.
 
 from mindformers_core.program.plan import parameter_path, walk_graphs
 
-__all__ = ["WEIGHTS", "passed_parameter", "passed_to_call", "weights_of_call"]
-
 WEIGHTS = "passed_weights"  # the tuple's name in a generated function
 
 

@@ -10,11 +10,6 @@ from mindformers_core.layout import Layout
 from mindformers_core.program.graph import match_arguments
 from mindformers_core.program.structure import tree_leaves
 
-__all__ = [
-    "CallPlan", "CellPlan", "Instruction", "OperatorPlan", "Redistribution", "called_cells", "called_graphs",
-    "captured_graph", "joined_path", "operators_in_order", "parameter_path", "walk_graphs",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, eq=False)
 class Redistribution:

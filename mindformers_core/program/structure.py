@@ -5,11 +5,6 @@ A pytree is a tuple, list or dict of pytrees, or a leaf. Captured graphs consist
 
 from dataclasses import dataclass
 
-__all__ = [
-    "DType", "Value", "canonical", "described", "shown", "shown_arguments", "tree_fill", "tree_key", "tree_leaves",
-    "tree_map",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Value:

@@ -6,8 +6,6 @@ from math import floor, log10
 from mindformers_core.explaining.style import HUES, STYLE
 from mindformers_core.hints import byte_unit, bytes_shown, operations_shown
 
-__all__ = ["curve_picture"]
-
 _WIDTH, _HEIGHT = 720, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 72, 690, 78, 382  # of the axes
 _TICKS = 6  # about

@@ -13,8 +13,6 @@ from mindspore.graph.api import _no_grad
 
 from mindformers_core.communication.world import process_state
 
-__all__ = ["Arriving", "to_device", "to_host"]
-
 _HOST = "CPU"
 
 

@@ -20,8 +20,6 @@ from mindspore.graph.api import _no_grad, _pynative_executor, saved_tensors_hook
 from mindformers_core.communication.world import process_state
 from mindformers_core.program.structure import tree_map
 
-__all__ = ["Handle", "Recomputation", "Recomputed", "handle_of", "keeping", "kept", "session"]
-
 _KEY = "mindformers_core"
 
 

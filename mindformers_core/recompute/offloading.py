@@ -11,8 +11,6 @@ from weakref import ref
 from mindformers_core.recompute.host_copies import to_device, to_host
 from mindformers_core.recompute.keeping import kept, session
 
-__all__ = ["Offloading", "OnHost"]
-
 
 class OnHost:
     """Wraps a function of tensors; its results stay on the host until the backward pass.

@@ -30,8 +30,6 @@ from mindformers_core.recompute.settings import check_compilable, check_gathers
 from mindformers_core.recompute.stages import check_compiled_stages, check_stages, stage_summary
 from mindformers_core.sharding.sharded_cells import CONTAINERS
 
-__all__ = ["ChosenActivations"]
-
 _LOG = logging.getLogger("mindformers_core")
 _RECOMPUTED = "from mindformers_core.recompute.keeping import Recomputed", "recomputed", "Recomputed()"
 _ON_HOST = "from mindformers_core.recompute.offloading import OnHost"

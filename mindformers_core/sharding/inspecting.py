@@ -11,8 +11,6 @@ from mindformers_core.explaining.text import explain_plan
 from mindformers_core.program.plan import joined_path
 from mindformers_core.sharding.sharded_cells import EagerCell, tree_and_path, tree_of
 
-__all__ = ["explain", "explain_activations", "prepare", "programs"]
-
 
 def prepare(cell, *inputs, saved_plan=None, compiled=False, **named_inputs):
     """Make the program of `cell(*inputs, **named_inputs)`, without computing anything.

@@ -28,8 +28,6 @@ from mindformers_core.sharding.collective_places import collective_places
 
 _LOG = logging.getLogger("mindformers_core")
 
-__all__ = ["Program", "annotated_plan", "bind_arguments", "describe", "make_program", "plan_call"]
-
 
 @dataclass(frozen=True, eq=False)
 class Program:

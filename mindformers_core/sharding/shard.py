@@ -18,8 +18,6 @@ from mindformers_core.sharding.optimizers_before import refuse_optimizers_of
 from mindformers_core.sharding.sharded_cells import ShardedCell, computing_parameters, tree_of
 from mindformers_core.sharding.sharded_tree import ShardedTree
 
-__all__ = ["MODES", "full_parameters", "replace_parameters", "shard"]
-
 MODES = ("generated", "eager")
 FULL_BATCH = "full_batch"
 

@@ -22,8 +22,6 @@ from mindformers_core.sharding.program import bind_arguments, describe, make_pro
 from mindformers_core.sharding.recordings import no_gradient_left_waiting
 from mindformers_core.sharding.sharded_cells import EagerCell, GeneratedCell, located, sharded_class
 
-__all__ = ["MOST_PROGRAMS", "ShardedTree"]
-
 MOST_PROGRAMS = 64  # of one Cell that is called from outside; beyond that the least recently used one is dropped
 _LOG = logging.getLogger("mindformers_core")
 

@@ -19,8 +19,6 @@ from mindformers_core.trainer.recipe import recipe_mesh
 from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.training_loop import begin_job, train_step
 
-__all__ = ["diff", "run_simulated"]
-
 
 def diff(sources, overrides, steps, keep=None, perturbed=None):
     """Print where two runs part; returns whether they agree.

@@ -26,8 +26,6 @@ from mindformers_core.trainer.step import build_cells
 from mindformers_core.zero import memory_report
 from mindformers_core.zero.plan import LEVELS
 
-__all__ = ["RankFacts", "ParameterFact", "dry_run", "report"]
-
 _TITLES = {  # kind of bytes -> title; all but the last two are fields of `zero.formulas.MemoryEstimate`
     "weights": "weights",
     "parts": "their parts",

@@ -14,8 +14,6 @@ from mindformers_core.models.spec import DEFAULT_MODEL, model_spec
 from mindformers_core.ranges import bounded
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
 
-__all__ = ["MESH_AXES", "Recipe", "accumulation_steps", "learning_rate", "mesh_shape", "recipe_mesh"]
-
 MESH_AXES = ("pp", "dp", "cp", "tp")
 _DECAYS = {  # fraction of the steps after warm-up -> remaining fraction of learning_rate - lr_end
     "ConstantWarmUpLR": lambda progress: 1.0,

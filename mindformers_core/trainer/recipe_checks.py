@@ -7,8 +7,6 @@ from mindformers_core.trainer.recipe import accumulation_steps
 from mindformers_core.zero.buckets import parse_comm_fusion
 from mindformers_core.zero.plan import LEVELS
 
-__all__ = ["check_recipe"]
-
 # MindSpore 2.10 has no bfloat16 CPU kernel of Gather, which the embedding needs
 _DTYPES = {"CPU": ("float32", "float16")} | dict.fromkeys(("GPU", "Ascend"), ("float32", "float16", "bfloat16"))
 

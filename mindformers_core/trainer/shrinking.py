@@ -24,8 +24,6 @@ from mindformers_core.trainer.step import build_cells
 from mindformers_core.verification.sizes import divisors_of, least_sizes, parts_of_sizes
 from mindformers_core.zero.buckets import parse_comm_fusion
 
-__all__ = ["planned", "shrunk_recipe"]
-
 # What at least remains of each size, tried in this order; where something does, also all divisors of it that are
 # numbers of ranks
 _SHARES = (0, 2**-8, 2**-4, 2**-2, 2**-1)

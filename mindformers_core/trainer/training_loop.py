@@ -30,8 +30,6 @@ from mindformers_core.trainer.records import (
 )
 from mindformers_core.trainer.step import build_cells, step_function
 
-__all__ = ["Job", "prepare", "begin_job", "make_job", "run_steps", "train_step"]
-
 
 @dataclass
 class Job:

@@ -16,8 +16,6 @@ from mindformers_core.trainer.shrinking import planned, shrunk_recipe
 from mindformers_core.trainer.step import build_cells, step_parts
 from mindformers_core.verification.engine import seed_restored, simulate
 
-__all__ = ["verify_recipe"]
-
 
 @seed_restored()
 def verify_recipe(recipe, full=False):

@@ -2,8 +2,6 @@
 
 from mindformers_core.trainer.recipe import accumulation_steps
 
-__all__ = ["zero_settings"]
-
 
 def zero_settings(recipe, mesh):
     """The keyword arguments of `hsdp()`; `mesh` is the whole mesh, with the axis `dp`.

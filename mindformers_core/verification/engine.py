@@ -26,8 +26,6 @@ from mindformers_core.verification.comparison import largest
 from mindformers_core.verification.observing import RankObserver
 from mindformers_core.verification.truth import OneCard, floating
 
-__all__ = ["seed_restored", "simulate"]
-
 _OWN_CODE = 2**-10, 2**-14  # tolerance and rounding: the model's own code runs in float32
 _HUGE = 1e30  # counts as infinite: the lowest number of float32 is not that of float64
 _UPDATE_TOLERANCE = 1e-5  # optimizers take scalars and keep moments in float32,

@@ -5,8 +5,6 @@ from itertools import chain
 from mindformers_core.pipeline.schedules.base import PipelineScheduleSingle
 from mindformers_core.pipeline.tables.step import MetaStep, MetaStepType
 
-__all__ = ["Schedule1F1B", "one_forward_one_backward", "one_stage_orders"]
-
 
 class Schedule1F1B(PipelineScheduleSingle):
     """One forward, one backward: as long as GPipe, but stage s has at most p - s live micro-batches."""

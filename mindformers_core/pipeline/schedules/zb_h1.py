@@ -5,8 +5,6 @@ from mindformers_core.pipeline.schedules.one_f_one_b import one_stage_orders
 from mindformers_core.pipeline.schedules.weight_steps import with_weight_steps
 from mindformers_core.pipeline.tables.step import MetaStepType
 
-__all__ = ["ScheduleZBH1"]
-
 
 class ScheduleZBH1(PipelineScheduleSingle):
     """1F1B with deferred weight gradients: a rank computes them where it would wait, or if p micro-batches are live.
