@@ -48,6 +48,7 @@ FLOORS = (
     *SIBLINGS,
     "verification",
     "diff",
+    "checkpoint",
     "trainer",
 )
 # beyond the order of the floors: (who, what it never imports)

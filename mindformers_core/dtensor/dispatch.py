@@ -14,7 +14,7 @@ from mindspore import Parameter, Tensor, ops
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.aliases import is_view, share_memory, written_at
 from mindformers_core.dtensor.compositions import composed
-from mindformers_core.dtensor.corrected import CORRECTED
+from mindformers_core.dtensor.corrected import CORRECTED, log_cumulative_sum
 from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardContext
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, adopted, parameter_view, wrap
@@ -88,7 +88,7 @@ def _constructor_names(kind):
 
 
 def read_numbers(name, args, plain):
-    """The arguments of an operator with tuples of ints in the place of tensors that are read as numbers.
+    """The arguments of an operator with ints, or tuples of them, in the place of tensors that are read as numbers.
 
     Args:
         name, args: of the operator.
@@ -98,7 +98,8 @@ def read_numbers(name, args, plain):
     for place in facts_of(name).numbers:
         tensor = plain(args[place]) if place < len(args) and isinstance(args[place], Tensor) else None
         if tensor is not None:
-            args[place] = tuple(tensor.asnumpy().tolist())
+            found = tensor.asnumpy().tolist()
+            args[place] = tuple(found) if isinstance(found, list) else found
     return tuple(args)
 
 
@@ -112,6 +113,7 @@ def _matmul(input, mat2):
 # operators whose gradient in MindSpore is wrong on CPU, or that have no kernel there (docs/mindspore.md)
 _FIXED = {
     "MatMulExt": _matmul,
+    "CumulativeLogsumexp": lambda primitive, name, args: log_cumulative_sum(*args, **attributes_of(primitive)),
     "Einsum": lambda primitive, name, args: contract(*args, primitive.equation),
     **CORRECTED,
     **dict.fromkeys(("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), Tensor.split),
@@ -210,7 +212,8 @@ class _Program:
         result = operator(*args) if self.algorithm is None else self.algorithm(operator, args, self.context)
         metas = self.metas
         if metas is None:
-            metas = self.metas = self._check_outputs(result)
+            metas = self._check_outputs(result)
+            self.metas = None if facts_of(self.name).gather else metas  # their shapes may depend on values
         results = wrap(result, metas[0]) if isinstance(result, Tensor) else tuple(map(wrap, result, metas))
         if self.is_view:
             share_memory(tensors[0], results)

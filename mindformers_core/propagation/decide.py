@@ -17,10 +17,6 @@ from mindformers_core.propagation.operators import operator_plan, passes_gradien
 from mindformers_core.propagation.required_layouts import RequiredLayouts
 from mindformers_core.propagation.strategies import declared_layouts
 
-__all__ = [
-    "FLOWS", "NOTHING", "TRAINED", "CallDecision", "Decision", "decide_frame", "gradient_flow", "operator_flow",
-]  # fmt: skip
-
 # Gradient flow through a tensor: none; to an input or a frozen parameter; to a trained parameter
 NOTHING, FLOWS, TRAINED = 0, 1, 2
 _LOCATED = (ValueError, TypeError, IndexError)

@@ -30,8 +30,6 @@ from mindformers_core.recompute.settings import check_compilable, check_gathers
 from mindformers_core.recompute.stages import check_compiled_stages, check_stages, stage_summary
 from mindformers_core.sharding.sharded_cells import CONTAINERS
 
-__all__ = ["ChosenActivations"]
-
 _LOG = logging.getLogger("mindformers_core")
 _RECOMPUTED = "from mindformers_core.recompute.keeping import Recomputed", "recomputed", "Recomputed()"
 _ON_HOST = "from mindformers_core.recompute.offloading import OnHost"
@@ -52,6 +50,7 @@ class ChosenActivations(ActivationPolicy):
     """
 
     is_active = True
+    checkpoint_call = staticmethod(checkpoint_call)
 
     def __init__(self, tree, settings, swapping, is_part=False):
         self.tree, self.settings, self.swapping, self.is_part = tree, settings, swapping, is_part
@@ -146,10 +145,6 @@ class ChosenActivations(ActivationPolicy):
         places = [place for place in program.places if place.key in keys]
         self._recomputed |= {joined_path(program.path, place.path) for place in places}
         return keys, choice
-
-    def checkpoint_call(self, function, others, tensors):
-        """See `ActivationPolicy`."""
-        return checkpoint_call(function, others, tensors)
 
     def check_compiling(self):
         """See `ActivationPolicy`."""

@@ -21,11 +21,6 @@ from mindformers_core.program.producers import links_of
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.recompute.patterns import match, parse_pattern
 
-__all__ = [
-    "NamedProgram", "cell_lies_in", "check_apart", "chosen_keys", "excluded_keys", "full_layers", "kept_keys",
-    "layers_of", "operator_swap_keys", "recomputed_keys", "swapped_keys", "whole_cells", "written_by",
-]  # fmt: skip
-
 _SHOWN = 5
 
 

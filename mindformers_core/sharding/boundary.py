@@ -11,8 +11,6 @@ from mindformers_core.operators import tensor_meta
 from mindformers_core.program.structure import tree_map
 from mindformers_core.propagation.boundaries import Declaration, boundary_target, check_outputs, no_tensor
 
-__all__ = ["Boundary"]
-
 
 class Boundary:
     """The declared layouts of the arguments and results of one Cell.

@@ -13,11 +13,6 @@ from mindformers_core.scopes import replaced
 from mindformers_core.sharding.compiling import choose_program
 from mindformers_core.sharding.parameter_storage import unit_of
 
-__all__ = [
-    "CONTAINERS", "EagerCell", "GeneratedCell", "ShardedCell", "computing_parameters", "located", "sharded_class",
-    "tree_and_path", "tree_of", "tree_of_root",
-]  # fmt: skip
-
 CONTAINERS = (nn.CellList, nn.CellDict, nn.SequentialCell)  # they hold other Cells in a row
 _LOG = logging.getLogger("mindformers_core")
 _SHOWN = 5  # Cells of a list in an error

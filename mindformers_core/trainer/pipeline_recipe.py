@@ -5,11 +5,6 @@ from mindformers_core.pipeline.schedules.named import schedule_class
 from mindformers_core.pipeline.tables.simulating import simulate
 from mindformers_core.scopes import errors_at
 
-__all__ = [
-    "check_pipeline", "layers_of_rank", "layers_of_stages", "micro_batches_of_a_run", "pipeline_state",
-    "recipe_schedule", "recipe_timeline",
-]  # fmt: skip
-
 
 def check_pipeline(recipe):
     """Raise `ValueError` for an impossible pipeline, with the keys' paths."""
@@ -105,13 +100,3 @@ def layers_of_rank(recipe, pipeline_rank):
     sizes, layers = recipe.parallelism, layers_of_stages(recipe)
     chunks, placement = sizes.pipeline_parallel_interleave_num, recipe_schedule(recipe).placement
     return {stage: layers[stage] for stage in stages_of_rank(pipeline_rank, sizes.pipeline_parallel, chunks, placement)}
-
-
-def pipeline_state(recipe):
-    """The part of a checkpoint's state that fixes the stage of every layer; a resumed run has the same."""
-    sizes = recipe.parallelism
-    if sizes.pipeline_parallel == 1:
-        return {}
-    split = list(sizes.pipeline_parallel_layers_per_stage)
-    chunks, placement = sizes.pipeline_parallel_interleave_num, recipe_schedule(recipe).placement
-    return {"pipeline": {"chunks": chunks, "placement": placement, "layers_per_stage": split}}

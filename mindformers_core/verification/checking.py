@@ -8,8 +8,6 @@ import numpy as np
 from mindformers_core.verification.comparison import TermSums, close, expected_part, gradient_terms
 from mindformers_core.verification.report import fault_lines
 
-__all__ = ["FLOAT32_KERNELS", "PRECISIONS", "Check", "Fault", "Precision"]
-
 _KEPT = 16  # faults of a rank; the first one counts
 
 

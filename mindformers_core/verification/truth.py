@@ -17,8 +17,6 @@ from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.verification.comparison import largest
 from mindformers_core.verification.drawing import begin_draws, draw_of
 
-__all__ = ["OneCard", "floating", "is_known", "widened", "widened_text"]
-
 _KNOWN = "mindformers_core.verify"
 _FLOATS = ("float16", "bfloat16", "float32")
 

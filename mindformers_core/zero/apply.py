@@ -15,8 +15,6 @@ from mindformers_core.zero.plan import ParameterPlan, plan_parameters
 from mindformers_core.zero.sharded_parameter import ShardedParameter, parameter_like
 from mindformers_core.zero.storage import HsdpStorage
 
-__all__ = ["apply_hsdp"]
-
 
 def apply_hsdp(tree, settings, units, fusion, has_axis):
     """Give a tree its `HsdpStorage`.
