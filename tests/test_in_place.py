@@ -13,6 +13,7 @@ from mindformers_core.capture.traced import CaptureError
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.program.structure import tree_map
+from mindformers_core.zero import hsdp
 
 MESH, F = DeviceMesh((2, 2), ("dp", "tp")), mint.nn.functional
 X, Y = (np.random.default_rng(seed).normal(size=(4, 8)).astype(np.float32) for seed in range(2))
@@ -193,3 +194,33 @@ def test_what_runs_again_reads_the_old_value():
 
     check = verify(make, MESH, Tensor(X), Tensor(Y))
     assert not check.faults, check.report()
+
+
+class Loss(nn.Cell):
+    """The mean square of a written model's result."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.net = built(kind)
+
+    def construct(self, x):
+        return ops.square(self.net(x)).mean()
+
+
+def _split(**settings):
+    cell = shard(Loss(Residual).set_train(), MESH, plan={"": {"input": MODELS["batch norm"][1][""]["input"]}})
+    return hsdp(cell, shard_size=2, **settings)
+
+
+def test_micro_steps_of_hsdp_write_in_their_order():
+    check = verify(lambda: _split(accumulate_grad_step=2), MESH, Tensor(batches()[0]))
+    assert not check.faults, check.report()
+    first, second = (check.truth.written[0, step, 0]["net.norm.moving_mean"] for step in range(2))
+    assert not np.allclose(first, second)
+
+
+def test_hsdp_refuses_parameters_of_which_it_updates_a_copy():
+    with pytest.raises(
+        CaptureError, match="'net.norm.moving_mean' is written by a Cell, and hsdp.* a larger threshold"
+    ):
+        verify(lambda: _split(optimizer_level="level3", threshold=0), MESH, Tensor(batches()[0]))
