@@ -100,7 +100,9 @@ def test_each_dim_cut(name):
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("name", [name for name in CALLS if "rows" not in name and "places" not in name])  # MindSpore gives these no gradient
+@pytest.mark.parametrize(
+    "name", [name for name in CALLS if "rows" not in name and "places" not in name]
+)  # MindSpore gives these no gradient
 def test_gradients_are_those_of_the_operator(name):
     function, arrays = CALLS[name]
     cell, inputs = cell_of_call(function, arrays), [Tensor(array) for array in arrays]
