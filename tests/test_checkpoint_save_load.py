@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from safetensors.numpy import load_file
 
 from mindformers_core.checkpoint.convert import convert
 from mindformers_core.checkpoint.folders import find_checkpoint, prune, step_folder
-from mindformers_core.checkpoint.load import check_checksums, open_checkpoint
+from mindformers_core.checkpoint.load import check_checksums, load, open_checkpoint
 from mindformers_core.checkpoint.parts import divide
 from mindformers_core.checkpoint.save import plan_save
 from mindformers_core.layout import Layout
@@ -332,6 +333,29 @@ def test_a_newer_format_is_an_error(tmp_path, monkeypatch):
     state_on(tensors(), "one").save(str(tmp_path / "step_1"))
     with pytest.raises(ValueError, match="step_1 has format 2, but this version of mindformers_core reads up to 1"):
         open_checkpoint(str(tmp_path / "step_1"))
+
+
+def test_loading_needs_memory_for_the_local_state_and_the_largest_tensor(tmp_path):
+    shapes = {f"layers.{number}": (64, 1024 * (1 + number % 3)) for number in range(9)}
+    rng, mesh = np.random.default_rng(0), DeviceMesh((2,), ("tp",))
+    held = {("model", name): ("float32", rng.integers(0, 2**32, shape, np.uint32)) for name, shape in shapes.items()}
+    layouts = {
+        key: [Layout.on(mesh, (("tp",), ()) if number % 2 else ((), ("tp",)))] for number, key in enumerate(held)
+    }
+    state = State(held, layouts)
+    state.save(str(tmp_path / "step_1"))
+    checkpoint, parts = open_checkpoint(str(tmp_path / "step_1")), state.parts(1)
+    whole = [
+        part.__class__("model", part.name, part.dtype, part.shape, ((0, 64), (0, part.shape[1]))) for part in parts
+    ]
+    largest, found = max(part.nbytes for part in whole), {}
+    load(checkpoint, whole, lambda part, array: None)  # imports, caches
+    tracemalloc.start()
+    load(checkpoint, whole, found.__setitem__)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert sum(array.nbytes for array in found.values()) >= 6 * largest
+    assert peak < sum(array.nbytes for array in found.values()) + largest
 
 
 def test_no_pickle(tmp_path):
