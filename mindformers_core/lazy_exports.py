@@ -4,8 +4,6 @@ from importlib import import_module
 
 from mindformers_core.hints import nearest
 
-__all__ = ["import_object", "lazy_exports"]
-
 
 def lazy_exports(package, exports):
     """`__all__`, `__getattr__` and `__dir__` of a package.

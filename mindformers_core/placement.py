@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from mindformers_core.hints import nearest
 
-__all__ = ["PARTIAL_OPS", "Partial", "Replicate", "Shard", "Varying"]
-
 PARTIAL_OPS = ("sum", "max", "min", "avg")
 
 

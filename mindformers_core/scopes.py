@@ -2,8 +2,6 @@
 
 from contextlib import contextmanager
 
-__all__ = ["errors_at", "replaced"]
-
 
 @contextmanager
 def errors_at(where, behind="", kinds=(TypeError, ValueError)):

@@ -128,12 +128,5 @@ _UNMEASURED = [
 ]  # fmt: skip
 IMAGE_CALLS = [*_MEASURED, *_UNMEASURED]
 WITHOUT_KERNEL = tuple(dict.fromkeys(call.name for call in _UNMEASURED))
-_NONE = (
-    "CheckValid",
-    "ChannelShuffle",
-    "BoundingBoxEncode",
-    "BoundingBoxDecode",
-    "IOU",
-    "FractionalMaxPoolWithFixedKsize",
-)
+_NONE = ("ChannelShuffle", "BoundingBoxEncode", "BoundingBoxDecode", "IOU", "FractionalMaxPoolWithFixedKsize")
 WITHOUT_GRADIENT = {str(call): "MindSpore has no gradient on CPU" for call in _MEASURED if call.name in _NONE}

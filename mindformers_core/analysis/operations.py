@@ -15,8 +15,6 @@ from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.operators import operator_signature
 from mindformers_core.redistribution.steps import COLLECTIVES
 
-__all__ = ["operations"]
-
 
 def operations(place, algorithm=None):
     """Floating-point operations of one instruction in the forward pass of one rank.

@@ -20,8 +20,6 @@ from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.redistribution.steps import STEP_KINDS
 
-__all__ = ["SavedTensorAnalysis"]
-
 _EXTREMES = frozenset(("max", "min"))
 
 

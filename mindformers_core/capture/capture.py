@@ -88,6 +88,7 @@ def capture(cell, *inputs, **named_inputs):
         _replace(scope, functional_overload, "einsum", _einsum)
         _replace(scope, Tensor, "__fallback__", _HandOver(recorder))
         _replace(scope, Tensor, "__getitem__", _get_item(recorder))
+        _replace(scope, Tensor, "__setitem__", _set_item(recorder))
         default_generator._step = lambda step: recorder.random_state()
         scope.callback(delattr, default_generator, "_step")
         scope.enter_context(_Dispatched(recorder))
@@ -188,6 +189,14 @@ class _CapturedCell:
     # a hook would run once more when the captured Cell is called
     _forward_pre_hook = _forward_hook = _backward_pre_hook = _backward_hook = MappingProxyType({})
 
+    def __setattr__(self, name, value):
+        """As MindSpore's: `self.steps += 1` writes a Parameter."""
+        held = self.__dict__["_params"].get(name)
+        if type(held) is not Traced or not isinstance(value, Tensor):
+            super().__setattr__(name, value)
+        elif value is not held:
+            held.overwrite(value)
+
     def construct(self, *args, **kwargs):
         return self.__dict__["_recorder"].call(self, super().construct, args, kwargs)
 
@@ -226,6 +235,19 @@ def _get_item(recorder):
     def item(tensor, index):
         traced = tree_leaves(index, Traced)
         return index_tensor(recorder.stand_in(tensor), index) if traced else get_item(tensor, index)
+
+    return item
+
+
+def _set_item(recorder):
+    """`Tensor.__setitem__` that records `plain[index] = traced`: the plain tensor becomes a traced one."""
+    set_item = Tensor.__setitem__
+
+    def item(tensor, index, value):
+        if type(tensor) is Tensor and tree_leaves((index, value), Traced):
+            recorder.adopt(tensor)[index] = value
+        else:
+            set_item(tensor, index, value)
 
     return item
 

@@ -14,8 +14,6 @@ from mindformers_core.communication.raw import RawCollective
 from mindformers_core.communication.world import rank_of, world
 from mindformers_core.redistribution.arrays import exchange
 
-__all__ = ["Desync", "SimulatedCollective", "SimulatedRanks", "make_transport"]
-
 _STACK = 64 << 20  # bytes of a thread's stack: MindSpore's backward pass is recursive
 
 

@@ -12,8 +12,6 @@ import numpy as np
 from mindspore import Tensor
 from mindspore import dtype as mstype
 
-__all__ = ["DTYPES", "HEAD_LENGTH", "NOT_OF_NUMPY", "as_bytes", "empty_tensor", "encode_head", "numpy_dtype"]
-
 HEAD_LENGTH = 4  # bytes before an encoded head that hold its length, little-endian
 NOT_OF_NUMPY = (mstype.float8_e4m3fn, mstype.float8_e5m2, mstype.hifloat8, mstype.qint4x2)  # a byte each
 DTYPES = MappingProxyType({str(dtype): dtype for dtype in mstype.all_types})  # by their names in a head

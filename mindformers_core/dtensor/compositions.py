@@ -14,6 +14,7 @@ from mindspore._c_expression import typing
 
 from mindformers_core.dtensor import constant_sizes as sizes
 from mindformers_core.dtensor.draws import DRAWN
+from mindformers_core.dtensor.in_place import written
 from mindformers_core.dtensor.indexing import index_tensor
 from mindformers_core.operators.registry import facts_of, register_operator
 
@@ -49,6 +50,18 @@ def _normalised(x, scale, bias, mean, variance, is_training, momentum, epsilon):
     y = (wide - ops.reshape(center, channels)) * ops.reshape(factor, channels)
     y = y if bias is None else y + ops.reshape(bias, channels)
     return ops.cast(y, x.dtype), center, spread
+
+
+def _gathered_statistics(x, means, deviations, mean, variance, momentum, epsilon, counts):
+    """Results of `BatchNormGatherStatsWithCounts`: those of `BatchNormStats` for all parts, of which each is a row."""
+    counts, total = ops.reshape(counts, (-1, 1)), mint.sum(counts)
+    center = mint.sum(counts * means, 0) / total
+    spread = 1.0 / ops.square(deviations) - epsilon + ops.square(means - center)
+    spread = mint.sum(counts * spread, 0) / total
+    if mean is not None:
+        ops.assign(mean, mean * (1 - momentum) + center * momentum)
+        ops.assign(variance, variance * (1 - momentum) + spread * momentum * total / (total - 1))
+    return center, ops.rsqrt(spread + epsilon)
 
 
 def max_pool(x, kernel, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False):
@@ -101,6 +114,8 @@ def _update_rows(x, indices, updates):
 _DECOMPOSITIONS = {  # function of an operator's arguments, and names of a primitive's attributes that it takes besides
     "BatchNorm": (batch_norm, ()),
     "BatchNormExt": (batch_norm_ext, ()),
+    "BatchNormGatherStatsWithCounts": (_gathered_statistics, ()),
+    "SyncBatchNorm": (partial(batch_norm, is_training=True), ("epsilon", "momentum")),
     "FuncMaxPool2D": (max_pool, ()),
     "ConvTbc": (sizes.conv_tbc, ()),
     "Expand": (sizes.expand, ()),
@@ -136,6 +151,6 @@ def composed(name, args, kwargs, primitive):
     """The results of an operator as those of others; None where it is computed as it is."""
     facts = facts_of(name)
     if facts.decomposition is None:
-        return None
+        return written(name, args, kwargs)
     attributes = {name: getattr(primitive, name) for name in facts.attributes}
     return facts.decomposition(*args, **kwargs, **attributes)

@@ -1,11 +1,11 @@
 """Operators that MindSpore gets wrong on CPU (docs/mindspore.md), for both engines: the same results from others."""
 
-from mindspore import get_context, ops
+from mindspore import Tensor, get_context, ops
 from mindspore.ops.auto_generate import binary_cross_entropy_with_logits_impl, nllloss_impl
 
 from mindformers_core.dtensor.lookups import embedding_rows
 
-__all__ = ["CORRECTED"]
+__all__ = ["CORRECTED", "log_cumulative_sum"]
 
 
 @ops.constexpr
@@ -31,6 +31,11 @@ def binary_cross_entropy_of_logits(x, target, weight=None, pos_weight=None, redu
     """The loss; on CPU, the gradient of a mean is divided by the number of elements of a process's first call."""
     loss = binary_cross_entropy_with_logits_impl(x, target, weight, pos_weight, ("sum", "sum", "none")[reduction])
     return loss * (1.0 / x.size) if reduction == 1 else loss
+
+
+def log_cumulative_sum(x, axis, exclusive=False, reverse=False):
+    """`CumulativeLogsumexp`, of which the axis is a tensor."""
+    return ops.CumulativeLogsumexp(exclusive, reverse)(x, Tensor(axis))
 
 
 def negative_log_likelihood(logits, labels, weight, reduction=1, ignore_index=-100):

@@ -12,17 +12,19 @@ from functools import cache
 from mindspore import Parameter, Tensor, ops
 
 from mindformers_core.communication.world import process_state
+from mindformers_core.dtensor.aliases import is_view, share_memory, written_at
 from mindformers_core.dtensor.compositions import composed
-from mindformers_core.dtensor.corrected import CORRECTED
+from mindformers_core.dtensor.corrected import CORRECTED, log_cumulative_sum
 from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardContext
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
-from mindformers_core.dtensor.dtensor import DTensor, parameter_view, wrap
+from mindformers_core.dtensor.dtensor import DTensor, adopted, parameter_view, wrap
 from mindformers_core.dtensor.einsum import contract
+from mindformers_core.dtensor.in_place import is_in_place
 from mindformers_core.dtensor.move import device_model, dtype_name, redistribute_local
 from mindformers_core.layout import Layout
 from mindformers_core.operators import TensorMeta, resolve, signature_of, tensor_meta
 from mindformers_core.operators.registry import facts_of, rule_attributes
-from mindformers_core.program.structure import tree_map
+from mindformers_core.program.structure import tree_leaves, tree_map
 
 __all__ = ["Dispatcher", "attributes_of", "read_numbers"]
 
@@ -47,6 +49,8 @@ class Dispatcher:
         if func.name in _ABOUT_TYPES:
             return func(*_on_locals((primitive, func.name, args) if primitive else args))
         kwargs = kwargs or {}
+        if is_in_place(func.name) and type(args[0]) is Tensor:
+            adopted(args[0], next(leaf.mesh for leaf in tree_leaves((args, kwargs), DTensor)))
         parts = composed(func.name, args, kwargs, primitive)
         if parts is not None:
             return parts
@@ -84,7 +88,7 @@ def _constructor_names(kind):
 
 
 def read_numbers(name, args, plain):
-    """The arguments of an operator with tuples of ints in the place of tensors that are read as numbers.
+    """The arguments of an operator with ints, or tuples of them, in the place of tensors that are read as numbers.
 
     Args:
         name, args: of the operator.
@@ -94,7 +98,8 @@ def read_numbers(name, args, plain):
     for place in facts_of(name).numbers:
         tensor = plain(args[place]) if place < len(args) and isinstance(args[place], Tensor) else None
         if tensor is not None:
-            args[place] = tuple(tensor.asnumpy().tolist())
+            found = tensor.asnumpy().tolist()
+            args[place] = tuple(found) if isinstance(found, list) else found
     return tuple(args)
 
 
@@ -108,6 +113,7 @@ def _matmul(input, mat2):
 # operators whose gradient in MindSpore is wrong on CPU, or that have no kernel there (docs/mindspore.md)
 _FIXED = {
     "MatMulExt": _matmul,
+    "CumulativeLogsumexp": lambda primitive, name, args: log_cumulative_sum(*args, **attributes_of(primitive)),
     "Einsum": lambda primitive, name, args: contract(*args, primitive.equation),
     **CORRECTED,
     **dict.fromkeys(("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), Tensor.split),
@@ -122,6 +128,11 @@ def _describe(argument, key, tensors):
     """Append the kind of an argument to `key`, and its tensors to `tensors`."""
     kind = type(argument)
     if kind is DTensor:
+        if "memory" in vars(argument) and written_at(argument) is not None:
+            raise ValueError(
+                f"a distributed tensor of shape {argument.shape} is used after one of the same memory, such as a view "
+                "of it, was changed in place: take a copy before, or take the view again"
+            )
         key.append(argument._meta)
         tensors.append(argument)
     elif isinstance(argument, Parameter) and hasattr(argument, "global_shape"):
@@ -148,6 +159,7 @@ class _Program:
         algorithm: the algorithm that runs in the operator's place with `context`, or None.
         args, kwargs: the local call's arguments, a `TensorMeta` in the place of every tensor.
         direct: whether the local call differs from the global one only in its tensors, which are the local ones.
+        is_view: whether results share memory with the first tensor on one card.
         constant: whether no gradient flows to the outputs.
         metas: the outputs' `TensorMeta`s; None before the first run, which determines the dtypes.
     """
@@ -155,13 +167,14 @@ class _Program:
     def __init__(self, name, args, kwargs, attributes, tensors):
         self.name, self.given, self.mesh = name, len(args), _common_mesh(name, tensors)
         self.metas = None
-        if name.startswith("Inplace"):
+        if is_in_place(name):
             raise TypeError(
                 f"operator '{name}' would change a distributed tensor in place: use its result, as in x = x + y"
             )
         mesh = self.mesh
         metas = [_meta_of(tensor, mesh) for tensor in tensors]
         args, kwargs = _fill((args, kwargs), Tensor, metas)
+        self.is_view = is_view(name, args, kwargs) and type(tensors[0]) is DTensor
         self.constant = not any(meta.differentiable for meta in metas)
         signature = signature_of(name, args, kwargs | attributes)
         resolution = resolve(signature, metas, mesh, device_model())
@@ -199,10 +212,12 @@ class _Program:
         result = operator(*args) if self.algorithm is None else self.algorithm(operator, args, self.context)
         metas = self.metas
         if metas is None:
-            metas = self.metas = self._check_outputs(result)
-        if isinstance(result, Tensor):
-            return wrap(result, metas[0])
-        return tuple(map(wrap, result, metas))
+            metas = self._check_outputs(result)
+            self.metas = None if facts_of(self.name).gather else metas  # their shapes may depend on values
+        results = wrap(result, metas[0]) if isinstance(result, Tensor) else tuple(map(wrap, result, metas))
+        if self.is_view:
+            share_memory(tensors[0], results)
+        return results
 
     def _check_outputs(self, result):
         """The metas of the outputs; checks the shapes of the local results against the rule's prediction."""

@@ -15,8 +15,9 @@ from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.compositions import composed
 from mindformers_core.dtensor.dispatch import Dispatcher
 from mindformers_core.dtensor.draws import draw_whole
-from mindformers_core.dtensor.dtensor import DTensor
+from mindformers_core.dtensor.dtensor import DTensor, adopted
 from mindformers_core.operators.registry import facts_of
+from mindformers_core.program.structure import tree_leaves
 
 __all__ = ["custom_operator", "draws_by_position", "intercept_operators"]
 
@@ -90,6 +91,7 @@ def intercept_operators():
     dispatcher = Dispatcher()
     DTensor.__fallback__ = dispatcher
     Tensor.__fallback__ = _PlainTensorFallback(dispatcher)
+    Tensor.__setitem__ = _set_item(Tensor.__setitem__)
     for primitive, attributes in _WITHOUT_FALLBACK:
         primitive.__call__ = _dispatching(primitive.__call__, attributes, dispatcher)
     for primitive in _DRAWING:
@@ -120,6 +122,19 @@ def _drawing(call):
         return composed(self.name, args, kwargs, self)
 
     return drawing_call
+
+
+def _set_item(set_item):
+    """`Tensor.__setitem__` by which a plain tensor becomes a DTensor that gets a part of one, or at one's places."""
+
+    def item(tensor, index, value):
+        given = tree_leaves((index, value), DTensor) if type(tensor) is Tensor else ()
+        if given:
+            adopted(tensor, given[0].mesh)[index] = value
+        else:
+            set_item(tensor, index, value)
+
+    return item
 
 
 def _without_branch(function):

@@ -16,8 +16,6 @@ from mindformers_core.program.activation_policy import ExplainedActivations
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
 
-__all__ = ["CallRow", "CellReport", "MoveRow", "OperatorRow", "Report", "TensorEntry", "make_report"]
-
 
 @dataclass(frozen=True)
 class TensorEntry:

@@ -6,8 +6,6 @@ from mindformers_core.hints import nearest
 from mindformers_core.ranges import bounded, check_range
 from mindformers_core.scopes import errors_at
 
-__all__ = ["MOST_LAYERS", "LlamaConfig"]
-
 MOST_LAYERS = 10_000  # more are a mistyped number
 _DTYPES = ("float32", "float16", "bfloat16")
 _EXPECTED = {int: "an int", int | None: "an int", float: "a number", bool: "true or false"}

@@ -9,8 +9,6 @@ from mindformers_core.lazy_exports import import_object
 from mindformers_core.models.configuration import LlamaConfig
 from mindformers_core.operators.signature import tensor_meta
 
-__all__ = ["DEFAULT_MODEL", "MODELS", "HuggingFaceFormat", "LayerRange", "LayerSpec", "ModelSpec", "model_spec"]
-
 
 @dataclass(frozen=True)
 class LayerSpec:

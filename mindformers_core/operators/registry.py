@@ -43,6 +43,7 @@ class OperatorFacts:
         numbers: places of arguments that are read as numbers where they are constant tensors, such as sizes.
         rewrite: the operator to call instead: its name, or a function of `(name, args, kwargs)` that returns the same
             three.
+        writes: whether it changes its first tensor, a Parameter, which therefore stays in the layout that it has.
     """
 
     rule: Callable | None = None
@@ -59,6 +60,7 @@ class OperatorFacts:
     source: str = ""
     numbers: tuple = ()
     rewrite: Callable | str | None = None
+    writes: bool = False
 
     @property
     def computes_nothing(self):

@@ -12,8 +12,6 @@ from fnmatch import fnmatchcase
 import mindspore as ms
 from mindspore import nn, ops
 
-__all__ = ["AdamW", "adamw_scalars", "decays", "moments"]
-
 
 def moments(parameters, prefix):
     """A `ParameterTuple` of float32 zeros with the local shapes of `parameters`, and their names after `prefix`."""

@@ -10,8 +10,6 @@ from mindspore.graph.api import _no_grad, _pynative_executor
 
 from mindformers_core.scopes import replaced
 
-__all__ = ["ThreadTape", "custom_gradients"]
-
 
 class ThreadTape:
     """The tape of one call in this thread; see `ForwardBackward`."""

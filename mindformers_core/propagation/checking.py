@@ -12,8 +12,6 @@ from mindformers_core.propagation.decide import NOTHING, TRAINED, gradient_flow,
 from mindformers_core.propagation.operators import algorithm_of, local_call_shapes, operator_signature
 from mindformers_core.redistribution.transitions import SearchSpace, transitions
 
-__all__ = ["PlanError", "check_plan"]
-
 _SIGNATURE = ("inputs", "outputs", "sizes", "reduced", "whole", "linear", "added", "distributed", "run", "made")
 
 

@@ -7,8 +7,6 @@ from mindformers_core.operators.registry import FLOWS, facts_of, rule_attributes
 from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
 
-__all__ = ["algorithm_of", "call_shapes", "local_call_shapes", "operator_plan", "operator_signature", "passes_gradient"]
-
 
 def passes_gradient(operator):
     """Whether an operator with float results has a gradient that isn't 0."""

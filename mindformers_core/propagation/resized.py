@@ -15,8 +15,6 @@ from mindformers_core.program.plan import OperatorPlan, Redistribution, captured
 from mindformers_core.program.structure import DType, Value, shown, tree_leaves
 from mindformers_core.propagation.operators import operator_signature
 
-__all__ = ["resized"]
-
 _RULE = ("inputs", "outputs", "reduced", "whole", "linear", "added", "distributed", "run", "made")
 
 

@@ -24,8 +24,6 @@ from mindformers_core.program.operator_names import plain_name
 from mindformers_core.ranges import parse_ranges
 from mindformers_core.scopes import errors_at
 
-__all__ = ["Found", "Match", "Pattern", "Segment", "check_found", "match", "parse_pattern", "what_is_there"]
-
 _ALLOWED = (
     "a pattern is names with the wildcards * and ?, numbers (3 or 0-7 or 0,3,5-7), * for one segment or ** for any "
     "number of them, with dots between; its last name may have an index: MatMul[1]; it is no regular "

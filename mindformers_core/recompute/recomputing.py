@@ -12,8 +12,6 @@ from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
 from mindformers_core.scopes import errors_at
 from mindformers_core.sharding.sharded_cells import tree_of_root
 
-__all__ = ["recompute", "swap"]
-
 
 def recompute(cell, settings=None, *, is_part=False, **keys):
     """Recompute selected activations of a sharded Cell in the backward pass instead of saving them; returns `cell`.

@@ -14,11 +14,6 @@ from mindformers_core.hints import nearest
 from mindformers_core.ranges import check_range, parse_ranges
 from mindformers_core.scopes import errors_at
 
-__all__ = [
-    "DEFAULT_OP_SWAP", "LayerSwap", "OperatorSwap", "RecomputeSettings", "SwapSettings", "check_compilable",
-    "check_gathers", "layer_numbers",
-]  # fmt: skip
-
 PAGE = "docs/recompute.md"
 # MindSpore Transformers swaps its flash_attention operators; here attention may be written in plain operators, too
 DEFAULT_OP_SWAP = "*.self_attn"

@@ -18,8 +18,6 @@ from mindformers_core.redistribution.device_model import CPU, DeviceModel
 from mindformers_core.redistribution.steps import EXTREMES, Step
 from mindformers_core.redistribution.transitions import REPLICATE, SearchSpace, compatible, transitions
 
-__all__ = ["Plan", "plan_redistribution"]
-
 # Cost of every step in the search besides its collectives, in seconds: of equal plans the shorter is chosen.
 PER_STEP = 1e-12
 

@@ -8,8 +8,6 @@ from os.path import commonprefix
 from mindformers_core.layout import Layout
 from mindformers_core.redistribution.steps import EXTREMES, STEP_KINDS
 
-__all__ = ["REPLICATE", "SHARD", "VARYING", "SearchSpace", "compatible", "transitions"]
-
 # Marks of an axis in a state; a partial axis is marked with its op.
 SHARD, REPLICATE, VARYING = "shard", "replicate", "varying"
 

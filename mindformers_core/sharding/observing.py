@@ -9,8 +9,6 @@ from mindformers_core.program.observer import Observer
 from mindformers_core.scopes import replaced
 from mindformers_core.sharding.sharded_cells import tree_and_path
 
-__all__ = ["ProgramObserver", "parameter_paths"]
-
 
 class ProgramObserver(Observer):
     """Base of observers to which programs report their tensors; a subclass defines `computed`."""

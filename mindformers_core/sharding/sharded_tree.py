@@ -12,17 +12,15 @@ from mindformers_core.program.activation_policy import ActivationPolicy
 from mindformers_core.program.graph import class_label
 from mindformers_core.program.passed_weights import weights_of_call
 from mindformers_core.program.plan import called_graphs, joined_path
-from mindformers_core.program.structure import tree_map
+from mindformers_core.program.structure import tree_key, tree_map
 from mindformers_core.scopes import errors_at, replaced
 from mindformers_core.sharding.boundary import Boundary
 from mindformers_core.sharding.compiling import register_cell
 from mindformers_core.sharding.first_inputs import compare_inputs
 from mindformers_core.sharding.parameter_storage import ParameterStorage
-from mindformers_core.sharding.program import bind_arguments, make_program, signature_key
+from mindformers_core.sharding.program import bind_arguments, describe, make_program
 from mindformers_core.sharding.recordings import no_gradient_left_waiting
 from mindformers_core.sharding.sharded_cells import EagerCell, GeneratedCell, located, sharded_class
-
-__all__ = ["MOST_PROGRAMS", "ShardedTree"]
 
 MOST_PROGRAMS = 64  # of one Cell that is called from outside; beyond that the least recently used one is dropped
 _LOG = logging.getLogger("mindformers_core")
@@ -170,7 +168,7 @@ class ShardedTree:
         mode = self.deferring, self.compiling if self.activations.is_active else self.compiling or None
         mode += (process_state().observer.instruments,)
         with errors_at(f"{self.label(path)}: "):
-            return path, mode, self._flags(), signature_key(args), signature_key(kwargs)
+            return path, mode, self._flags(), tree_key(args, describe), tree_key(kwargs, describe)
 
     def for_compiled(self, compiling=(), compiled_cells=None):
         """While open, programs are those of compiled functions; the arguments are the attributes of these names."""

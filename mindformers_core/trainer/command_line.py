@@ -7,8 +7,6 @@ import sys
 
 from mindformers_core.trainer.compare import compare_runs
 
-__all__ = ["main"]
-
 _DESCRIPTION = "Train Llama-style models from a YAML recipe, on a mesh."
 # errors of a user's recipe, data or command are reported in a line or two, others with their traceback
 _USER_ERRORS = (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError)

@@ -6,8 +6,6 @@ import os
 
 from mindformers_core.scopes import errors_at
 
-__all__ = ["read_losses", "largest_difference", "compare_runs", "fall"]
-
 _LAST = 10  # a single loss depends on its batch; the mean of the last ones counts
 
 

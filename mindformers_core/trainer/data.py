@@ -19,8 +19,6 @@ from mindformers_core.lazy_exports import import_object
 from mindformers_core.operators.signature import tensor_meta
 from mindformers_core.scopes import errors_at
 
-__all__ = ["TokenDataset", "dataset_of", "first_sequence", "micro_batch", "open_dataset", "text_files"]
-
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 
 

@@ -5,11 +5,6 @@ from mindformers_core.pipeline.schedules.named import schedule_class
 from mindformers_core.pipeline.tables.simulating import simulate
 from mindformers_core.scopes import errors_at
 
-__all__ = [
-    "check_pipeline", "layers_of_rank", "layers_of_stages", "micro_batches_of_a_run", "recipe_schedule",
-    "recipe_timeline",
-]  # fmt: skip
-
 
 def check_pipeline(recipe):
     """Raise `ValueError` for an impossible pipeline, with the keys' paths."""

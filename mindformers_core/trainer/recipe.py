@@ -8,12 +8,11 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from mindformers_core.mesh import DeviceMesh
 from mindformers_core.models.configuration import MOST_LAYERS, LlamaConfig
 from mindformers_core.models.spec import DEFAULT_MODEL, model_spec
 from mindformers_core.ranges import bounded
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
-
-__all__ = ["MESH_AXES", "Recipe", "accumulation_steps", "learning_rate", "mesh_shape"]
 
 MESH_AXES = ("pp", "dp", "cp", "tp")
 _DECAYS = {  # fraction of the steps after warm-up -> remaining fraction of learning_rate - lr_end
@@ -189,6 +188,11 @@ def mesh_shape(recipe, world_size=None):
             f"or change these sizes, as parallelism.data_parallel_shard=…"
         )
     return pipeline, replicate * shard, context, tensor
+
+
+def recipe_mesh(recipe, world_size=None):
+    """The `DeviceMesh` of a recipe, with the axes `MESH_AXES`; arguments and errors as of `mesh_shape`."""
+    return DeviceMesh(mesh_shape(recipe, world_size), MESH_AXES)
 
 
 def accumulation_steps(recipe, dp_size):

@@ -4,10 +4,8 @@ from mindformers_core.recompute.settings import check_compilable, check_gathers
 from mindformers_core.scopes import errors_at
 from mindformers_core.trainer.pipeline_recipe import check_pipeline
 from mindformers_core.trainer.recipe import accumulation_steps
-from mindformers_core.trainer.zero_recipe import SHARDED
 from mindformers_core.zero.buckets import parse_comm_fusion
-
-__all__ = ["check_recipe"]
+from mindformers_core.zero.plan import LEVELS
 
 # MindSpore 2.10 has no bfloat16 CPU kernel of Gather, which the embedding needs
 _DTYPES = {"CPU": ("float32", "float16")} | dict.fromkeys(("GPU", "Ascend"), ("float32", "float16", "bfloat16"))
@@ -97,7 +95,7 @@ def _check_zero(recipe):
     sizes, level = recipe.parallelism, recipe.parallelism.zero_level
     if level > 0 and sizes.data_parallel_shard == 1:
         raise ValueError(
-            f"parallelism.zero_level: {level} shards {SHARDED[level]} among data_parallel_shard ranks, but "
+            f"parallelism.zero_level: {level} shards {LEVELS[f'level{level}']} among data_parallel_shard ranks, but "
             f"parallelism.data_parallel_shard is 1, so nothing would be sharded: use data_parallel_shard=2 or more, or "
             "zero_level=0"
         )

@@ -18,8 +18,6 @@ from mindformers_core.trainer.recipe import Recipe
 from mindformers_core.trainer.recipe_checks import check_recipe
 from mindformers_core.trainer.recipe_text import parse_overrides, parse_yaml
 
-__all__ = ["load_recipe", "recipe_from_dict", "recipe_to_yaml"]
-
 
 def load_recipe(path, overrides=()):
     """The `Recipe` of the YAML file at `path`.

@@ -12,12 +12,11 @@ from mindformers_core.communication import init_distributed
 from mindformers_core.communication.world import process_state
 from mindformers_core.diff.recorder import perturb
 from mindformers_core.files import write_whole
-from mindformers_core.mesh import init_device_mesh
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.tensor_parallel.clipping import sum_cell
 from mindformers_core.trainer.checkpoints import open_source, resume, save_job
 from mindformers_core.trainer.data import dataset_of, first_sequence
-from mindformers_core.trainer.recipe import MESH_AXES, Recipe, accumulation_steps, learning_rate, mesh_shape
+from mindformers_core.trainer.recipe import Recipe, accumulation_steps, learning_rate, recipe_mesh
 from mindformers_core.trainer.recipe_loader import recipe_to_yaml
 from mindformers_core.trainer.recording import start_recording
 from mindformers_core.trainer.records import (
@@ -30,8 +29,6 @@ from mindformers_core.trainer.records import (
     tensorboard_writer,
 )
 from mindformers_core.trainer.step import build_cells, step_function
-
-__all__ = ["Job", "prepare", "begin_job", "make_job", "run_steps", "train_step"]
 
 
 @dataclass
@@ -78,7 +75,7 @@ def prepare(recipe):
     ms.set_context(mode=ms.PYNATIVE_MODE)  # context.mode: 0 compiles passes and update by themselves
     timeout, check = recipe.context.communication_timeout, recipe.context.check_collectives
     world = init_distributed(timeout=timeout, check_collectives=check)  # never returns in msrun's scheduler
-    mesh = init_device_mesh(mesh_shape(recipe, world.size), MESH_AXES)
+    mesh = recipe_mesh(recipe, world.size)
     checkpoint, recipe = open_source(recipe)
     return begin_job(recipe, mesh, world.rank, dataset_of(recipe), checkpoint)
 

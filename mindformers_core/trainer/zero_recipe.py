@@ -2,10 +2,6 @@
 
 from mindformers_core.trainer.recipe import accumulation_steps
 
-__all__ = ["SHARDED", "zero_settings"]
-
-SHARDED = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and weights"}
-
 
 def zero_settings(recipe, mesh):
     """The keyword arguments of `hsdp()`; `mesh` is the whole mesh, with the axis `dp`.

@@ -7,8 +7,6 @@ import numpy as np
 from mindformers_core.layout import Layout
 from mindformers_core.redistribution.arrays import reduce_terms
 
-__all__ = ["TermSums", "close", "expected_part", "gradient_layout", "gradient_terms", "largest"]
-
 _MASKS = 1e3  # numbers from here on stand for masked elements, and say nothing about the others
 _slices = lru_cache(maxsize=1 << 14)(Layout.local_slices)
 

@@ -14,8 +14,6 @@ from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.propagation.operators import operator_signature
 
-__all__ = ["begin_draws", "draw_of", "next_random_state"]
-
 
 def begin_draws(label):
     """Begin the draws of a pass through a stage."""

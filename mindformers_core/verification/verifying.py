@@ -13,7 +13,7 @@ from mindformers_core.operators.signature import TensorMeta, is_float
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.passes.forward_backward import ForwardBackward
 from mindformers_core.program.observer import Observer
-from mindformers_core.program.structure import tree_leaves, tree_map
+from mindformers_core.program.structure import tree_fill, tree_leaves, tree_map
 from mindformers_core.sharding.declare import copy_cell
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.sharding.inspecting import prepare, programs
@@ -26,8 +26,6 @@ from mindformers_core.verification.engine import seed_restored, simulate
 from mindformers_core.verification.truth import floating
 from mindformers_core.zero.gradients import value_and_grad
 from mindformers_core.zero.precision import MixedPrecision
-
-__all__ = ["verify"]
 
 _OPTIMIZER = SimpleNamespace(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, weight_decay_exclude=("*bias*", "*norm*"))
 _MAX_NORM = 1e-3  # small, so that gradients are clipped
@@ -130,8 +128,7 @@ class _Call:
         args, kwargs = tree_map(lambda leaf: Tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, given)
         bound, arriving = bind_arguments(tree_of(net), "", args, kwargs)
         parts = (_part(tensor.asnumpy(), layout, rank) for _, tensor, layout in arriving)
-        given = bound.args[1:], bound.kwargs
-        return tree_map(lambda leaf: next(parts) if isinstance(leaf, TensorMeta) else leaf, given)
+        return tree_fill((bound.args[1:], bound.kwargs), parts, TensorMeta)
 
     def _slopes(self, outputs):
         """The gradients of a pass's results, which ranks take later: 1 for a loss, else random ones."""

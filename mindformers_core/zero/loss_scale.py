@@ -5,8 +5,6 @@ from mindspore import Tensor, amp, ops
 
 from mindformers_core.communication import communicator
 
-__all__ = ["LossScale", "all_finite"]
-
 
 def all_finite(mesh, tensors):
     """Whether no element of `tensors` on any rank of `mesh` is infinite or NaN: a bool, equal on all these ranks.

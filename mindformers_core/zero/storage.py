@@ -17,8 +17,6 @@ from mindformers_core.zero.gradient_reducer import GradientReducer
 from mindformers_core.zero.optimizers import check_optimizers
 from mindformers_core.zero.units import UnitSchedule
 
-__all__ = ["HsdpStorage", "gathered", "storage_of"]
-
 
 class HsdpStorage(ParameterStorage):
     """The storage that `hsdp()` gives a tree; see `ParameterStorage` for the hooks.

@@ -78,9 +78,15 @@ def build(sample, anchored=False, detached=False):
         return leaf
 
     template = _mapped(place, (args, kwargs))
+    if sample.target.endswith(("_", "inplace_sigmoid")):  # it changes its first tensor, which isn't the caller's
+        function = _on_a_copy(function)
     inputs += [names["f"](2)] if anchored else []
     cell = _cell_class(len(inputs), anchored, detached)(function, template, parameters)
     return cell.set_train(), inputs
+
+
+def _on_a_copy(function):
+    return lambda x, *args, **kwargs: function(x * 1, *args, **kwargs)
 
 
 @dataclass(frozen=True)

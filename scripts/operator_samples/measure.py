@@ -30,6 +30,7 @@ OUTCOMES = (
     "crashed",
 )  # fmt: skip
 _CAPTURE = (  # words of an error of `capture` -> the outcome
+    ("depends on the values", "values"),
     ("needs the values of a tensor", "values"),
     ("changes a tensor in place", "in place"),
     ("draws into a plain tensor", "in place"),

@@ -44,7 +44,7 @@ SAMPLES["ops"] |= {
     "Acosh": "; pos(4, 8, least=1.1, most=3)",
     "AddN": "; [f(4, 8), f(4, 8)]",
     "BatchMatMul": "; f(2, 4, 6), f(2, 6, 8)",
-    "BatchNorm": "is_training=True; f(2, 4, 8, 8), f(4), f(4), f(4), pos(4)",
+    "BatchNorm": "is_training=True; f(2, 4, 8, 8), f(4), f(4), P(f(4)), P(pos(4))",
     "BiasAdd": "; f(4, 8), f(8)",
     "BoundingBoxEncode": "; pos(4, 4), pos(4, 4)",
     "BroadcastTo": "(4, 8); f(4, 1)",

@@ -8,12 +8,12 @@ __all__ = ["Autoencoder", "Diffusion", "ResNet", "Transformer", "UNet", "Views"]
 
 
 class ResidualBlock(nn.Cell):
-    """Two convolutions of `nn` with group norms, and a shortcut."""
+    """Two convolutions of `nn` with batch norms, and a shortcut."""
 
     def __init__(self, channels, out, stride=1):
         super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(channels, out, 3, stride), nn.GroupNorm(2, out)
-        self.conv2, self.norm2 = nn.Conv2d(out, out, 3), nn.GroupNorm(2, out)
+        self.conv1, self.norm1 = nn.Conv2d(channels, out, 3, stride), nn.BatchNorm2d(out)
+        self.conv2, self.norm2 = nn.Conv2d(out, out, 3), nn.BatchNorm2d(out)
         self.shortcut = nn.Conv2d(channels, out, 1, stride)
 
     def construct(self, x):

@@ -128,11 +128,12 @@ class SpeechStem(nn.Cell):
 
 
 class Conformer(nn.Cell):
-    """A convolution module between two half steps of feed-forward: gated units, depthwise convolution, norm, Swish."""
+    """A convolution module between two half steps of feed-forward: gates, depthwise convolution, batch norm, Swish."""
 
     def __init__(self, size=8):
         super().__init__()
-        self.norms = nn.CellList([nn.LayerNorm((size,)) for _ in range(4)])
+        self.norms = nn.CellList([nn.LayerNorm((size,)) for _ in range(3)])
+        self.batch_norm = nn.BatchNorm1d(size)
         self.up, self.down = nn.Dense(size, 4 * size), nn.Dense(4 * size, size)
         self.gated, self.point = nn.Dense(size, 2 * size), nn.Dense(size, size)
         self.depth = nn.Conv1d(size, size, 3, group=size, has_bias=True)
@@ -140,9 +141,9 @@ class Conformer(nn.Cell):
     def construct(self, x):
         x = x + 0.5 * self.down(ops.silu(self.up(self.norms[0](x))))
         y = ops.glu(self.gated(self.norms[1](x)), -1)
-        y = self.depth(y.swapaxes(1, 2)).swapaxes(1, 2)
-        x = x + self.point(ops.silu(self.norms[2](y)))
-        return (self.norms[3](x) ** 4).mean()
+        y = self.batch_norm(self.depth(y.swapaxes(1, 2))).swapaxes(1, 2)
+        x = x + self.point(ops.silu(y))
+        return (self.norms[2](x) ** 4).mean()
 
 
 class LatentAttention(nn.Cell):
@@ -224,7 +225,7 @@ CHANNELS = {"weight": (1,), "bias": (1,)}
 
 def example(make, inputs, names, weights=None):
     """An `Example` of a model with values of its own; `names` are the inputs that have the batch as first dim."""
-    return Example(make, lambda seed: (inputs(seed), {}), with_batch(names, weights))
+    return Example(lambda: make().set_train(), lambda seed: (inputs(seed), {}), with_batch(names, weights))
 
 
 AUTHORS = {

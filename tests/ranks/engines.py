@@ -26,11 +26,13 @@ MODELS = {**EXAMPLES, **AUTHORS}
 
 @dataclass(frozen=True)
 class Truth:
-    """What one card computes: the result with arrays in it, the loss, and gradients by parameter name."""
+    """What one card computes: the result with arrays in it, the loss, gradients by parameter name, and by that name the
+    values of what isn't trained, as running statistics, after a step and a call."""
 
     result: object
     loss: np.ndarray
     gradients: dict
+    state: dict
 
 
 @once
@@ -42,7 +44,8 @@ def truth(name):
         loss, gradients = seeded(step_of(cell, example))(*args, **kwargs)
         result = seeded(cell)(*args, **kwargs)
     named = {p.name: gradient.asnumpy() for p, gradient in zip(cell.trainable_params(), gradients, strict=True)}
-    return Truth(tree_map(_array, result), loss.asnumpy(), named)
+    state = {p.name: p.asnumpy() for p in cell.untrainable_params()}
+    return Truth(tree_map(_array, result), loss.asnumpy(), named, state)
 
 
 def seeded(function):
@@ -119,6 +122,9 @@ def check_in_pynative(name, mesh, mode):
     with count_collectives() as counts:
         loss, gradients = seeded(step_of(cell, MODELS[name]))(*args, **kwargs)
     _compare(what, truth(name), cell, _whole(loss), gradients)
+    for parameter in cell.untrainable_params():
+        part = part_of(truth(name).state[parameter.name], parameter.layout)
+        np.testing.assert_allclose(parameter.asnumpy(), part, TOLERANCE, TOLERANCE, err_msg=f"{parameter.name}, {what}")
     return counts, (cell, args, kwargs)
 
 

@@ -155,6 +155,14 @@ def _sum_of_terms(*terms, **named):
     return elementwise(*tensors, linear=() if affine else (set(range(len(tensors))),))
 
 
+@register_operator("Assign", saves=saved.NOTHING, gradient=NO_GRADIENT, writes=True)
+def _assign(parameter, value):
+    """What is written is whole, or a part, as the Parameter is."""
+    if parameter.shape != value.shape:
+        raise ValueError(f"a Parameter of shape {list(parameter.shape)} is assigned {value!r}, of another shape")
+    return elementwise(parameter, value)
+
+
 @register_operator("Select", "DeprecatedWhere", saves=saved.MASKS, rewrite=condition_first)
 def _select(*args, **named):
     """The condition comes first, or, called as a method, second."""

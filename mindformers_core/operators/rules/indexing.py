@@ -209,6 +209,15 @@ def cumulative_product(x, dim, *_):
     return _scan("cumprod", x, dim)
 
 
+@register_operator(
+    "CumulativeLogsumexp", saves=UNMEASURED, operations=4, numbers=(1,), attributes=("exclusive", "reverse"),
+    source="mindformers_core.dtensor.corrected.log_cumulative_sum",
+)  # fmt: skip
+def cumulative_log_sum(x, dim, exclusive=False, reverse=False):
+    """Logarithms of sums of exponentials of all elements up to each along `dim`; the rarer kinds need it whole."""
+    return unary(x, whole=(as_dim(dim, x.ndim),)) if exclusive or reverse else _scan("logcumsumexp", x, dim)
+
+
 def _scan(algorithm, x, dim, outputs=1, **more):
     """The `Signature` of a scan: totals of the parts are exchanged where its dim is cut."""
     return unary(x, outputs=outputs, distributed={f"d{as_dim(dim, x.ndim)}": algorithm}, **more)

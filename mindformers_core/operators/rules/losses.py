@@ -1,5 +1,6 @@
 """Rules of losses: examples are parallel; classes too, where a label is looked up in the part that has it."""
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -114,7 +115,16 @@ def ctc_loss_of_sparse_labels(x, labels_indices, labels_values, sequence_length)
     return undivided((x, labels_indices, labels_values, sequence_length), (x.shape[1:2], x.shape))
 
 
-@register_operator("NLLLoss", saves=SavedByOperator("all", outputs=(1,)), source=CORRECTED + "negative_log_likelihood")
+def _ignored(operands, results):
+    """Of a loss for each example, which ones are ignored."""
+    return [math.prod(results[0].shape)] * bool(results[0].shape)
+
+
+@register_operator(
+    "NLLLoss",
+    saves=SavedByOperator("all", outputs=(1,), internal=_ignored),
+    source=f"{CORRECTED}negative_log_likelihood",
+)
 @register_operator("NLLLoss2d", saves=UNMEASURED)
 def negative_log_likelihood(logits, labels, weight, reduction="mean", ignore_index=-100):
     """The loss for log-probabilities (examples, classes, …), and the sum of the labels' weights.

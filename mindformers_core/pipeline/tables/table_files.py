@@ -12,8 +12,6 @@ from mindformers_core.pipeline.tables.table import ScheduleTable
 from mindformers_core.pipeline.tables.validating import check_head
 from mindformers_core.scopes import errors_at
 
-__all__ = ["SUFFIXES", "checked_suffix", "load_table", "save_table"]
-
 _KEYS = ("micro_batch_num", "stage_ranks", "orders")
 SUFFIXES = ("csv", "yaml", "yml")
 
