@@ -3,15 +3,24 @@
 A `Layout` gives one tensor a placement on **every** axis of a mesh. `Varying` is the whole tensor, alike on all ranks,
 but consumed by work that differs along the axis, so that its gradient is `Partial("sum")`; the idea is that of JAX's
 `shard_map` (`pvary`) and of Megatron-LM's *f* function.
+
+A dim is *strided* where axes shard it below a part that they don't shard: a batch that is merged behind a sequence.
+PyTorch's DTensor knows such cuts as `_StridedShard`.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
+
+import numpy as np
 
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.placement import PARTIAL_OPS, Partial, Replicate, Shard, Varying
 
-__all__ = ["Shard", "Replicate", "Partial", "Varying", "LayoutSpec", "layout", "Layout", "bind_layout", "PARTIAL_OPS"]
+__all__ = [
+    "Shard", "Replicate", "Partial", "Varying", "LayoutSpec", "layout", "Layout", "bind_layout", "PARTIAL_OPS",
+    "axes_in", "entry_of", "parts_of",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,12 +94,14 @@ class Layout:
 
     Attributes:
         mesh: the `DeviceMesh`.
-        dims: for every tensor dim the axes that shard it, major to minor.
+        dims: for every tensor dim the axes that shard it, major to minor. A number among them is one of blocks that
+            lie whole on each rank: of `(4, "dp")`, a rank holds its part of each quarter. None stands at the end.
+        axes: the same, without the numbers.
         partial: pairs `(axis, op)`, in mesh order.
         varying: axes marked varying, in mesh order.
     """
 
-    __slots__ = ("mesh", "dims", "partial", "varying", "_hash")
+    __slots__ = ("mesh", "dims", "partial", "varying", "axes", "_hash")
 
     def __new__(cls, device_matrix, alias_name, rank_list=None):
         return cls.on(DeviceMesh(device_matrix, alias_name, rank_list))
@@ -132,7 +143,7 @@ class Layout:
     def placement(self, axis):
         """The placement on `axis`: `Shard(dim)`, `Partial(op)`, `Varying()` or `Replicate()`."""
         self.mesh.check_axes((axis,))
-        for dim, axes in enumerate(self.dims):
+        for dim, axes in enumerate(self.axes):
             if axis in axes:
                 return Shard(dim)
         if axis in self.varying:
@@ -147,7 +158,12 @@ class Layout:
 
     def divisor(self, dim):
         """Number of shards of tensor dim `dim`."""
-        return self.mesh.axis_size(*self.dims[dim])
+        return self.mesh.axis_size(*self.axes[dim])
+
+    @property
+    def contiguous(self):
+        """This layout with one run of elements of each dim on each rank: no dim is strided."""
+        return self.replace(dims=self.axes)
 
     def local_shape(self, global_shape, name="tensor"):
         """Shape of every rank's part of a tensor of `global_shape`.
@@ -160,14 +176,14 @@ class Layout:
                 f"{name} of shape {tuple(global_shape)} has {len(global_shape)} dims, but layout {self} has {self.ndim}"
             )
         local = []
-        for dim, (size, axes) in enumerate(zip(global_shape, self.dims)):
-            count = self.mesh.axis_size(*axes)
+        for dim, (size, entry, axes) in enumerate(zip(global_shape, self.dims, self.axes)):
+            count = parts_of(self.mesh, entry)
             if size % count:
                 raise ValueError(
                     f"{name} of shape {tuple(global_shape)}: dim {dim} has size {size}, which axes {', '.join(axes)} "
                     f"of {self.mesh} would cut into {count} parts: choose a size that {count} divides, or other axes"
                 )
-            local.append(size // count)
+            local.append(size // self.mesh.axis_size(*axes))
         return tuple(local)
 
     def global_shape(self, local_shape):
@@ -178,13 +194,32 @@ class Layout:
             )
         return tuple(size * self.divisor(dim) for dim, size in enumerate(local_shape))
 
+    def local_runs(self, global_shape, rank):
+        """For every dim the slices of the global tensor that `rank` holds: one, or several of a strided dim."""
+        self.local_shape(global_shape)
+        found = []
+        for size, entry in zip(global_shape, self.dims):
+            starts = [0]
+            for each in entry:
+                size //= parts_of(self.mesh, (each,))
+                places = range(each) if isinstance(each, int) else self.mesh.coordinate(rank, (each,))
+                starts = [start + place * size for start in starts for place in places]
+            found.append(tuple(slice(start, start + size) for start in starts))
+        return tuple(found)
+
     def local_slices(self, global_shape, rank):
-        """The slice of the global tensor that `rank` holds: one `slice` for every dim."""
-        slices = []
-        for size, axes in zip(self.local_shape(global_shape), self.dims):
-            start = self.mesh.group_index(rank, axes) * size
-            slices.append(slice(start, start + size))
-        return tuple(slices)
+        """The slice of the global tensor that `rank` holds: one `slice` for every dim, of which none is strided."""
+        runs = self.local_runs(global_shape, rank)
+        if any(len(each) > 1 for each in runs):
+            raise ValueError(f"layout {self} has a strided dim, which is no slice: use local_runs or local_index")
+        return tuple(each for (each,) in runs)
+
+    def local_index(self, global_shape, rank):
+        """The index by which NumPy takes the part of `rank` from the global tensor: slices where no dim is strided."""
+        runs = self.local_runs(global_shape, rank)
+        if all(len(each) == 1 for each in runs):
+            return tuple(each for (each,) in runs)
+        return np.ix_(*(np.r_[each] for each in runs))
 
     @property
     def device_matrix(self):
@@ -203,7 +238,7 @@ class Layout:
         A tuple where several axes do. This is the notation of MindSpore's distributed-training design.
         """
         names = self.mesh.axis_names
-        numbers = [tuple(len(names) - 1 - names.index(axis) for axis in axes) for axes in self.dims]
+        numbers = [tuple(len(names) - 1 - names.index(axis) for axis in axes) for axes in self.axes]
         return tuple(axes if len(axes) > 1 else axes[0] if axes else -1 for axes in numbers)
 
     def __eq__(self, other):
@@ -258,10 +293,31 @@ def bind_layout(declared, mesh, ndim=None, arriving=None, name="tensor"):
     )
 
 
+def axes_in(entry):
+    """The axes of an entry of `Layout.dims`, without numbers of blocks."""
+    return tuple(each for each in entry if not isinstance(each, int))
+
+
+def parts_of(mesh, entry):
+    """The number of equal parts that an entry of `Layout.dims` divides a dim into: those of ranks times blocks."""
+    return mesh.axis_size(*axes_in(entry)) * prod(each for each in entry if isinstance(each, int))
+
+
+def entry_of(entry, axes):
+    """An entry of `Layout.dims` without axes that aren't among `axes`, and with as few numbers as possible."""
+    found = []
+    for each in entry:
+        if isinstance(each, int) and found and isinstance(found[-1], int):
+            found[-1] *= each
+        elif each in axes or isinstance(each, int) and each > 1:
+            found.append(each)
+    return tuple(found[:-1] if found and isinstance(found[-1], int) else found)
+
+
 @lru_cache(maxsize=65536)
 def _make_layout(mesh, dims, partial, varying):
     """The one `Layout` of these parts, with axes of size 1 left out; checks the axes."""
-    used = [axis for axes in dims for axis in axes] + [axis for axis, _ in partial] + list(varying)
+    used = [axis for entry in dims for axis in axes_in(entry)] + [axis for axis, _ in partial] + list(varying)
     mesh.check_axes(used)
     for axis in used:
         if used.count(axis) > 1:
@@ -271,11 +327,11 @@ def _make_layout(mesh, dims, partial, varying):
     order = mesh.axis_names.index
     big = {axis for axis in used if mesh.axis_size(axis) > 1}
     self = object.__new__(Layout)
-    dims = tuple(tuple(axis for axis in axes if axis in big) for axes in dims)
+    dims = tuple(entry_of(entry, big) for entry in dims)
     partial = tuple(sorted(((a, op) for a, op in partial if a in big), key=lambda pair: order(pair[0])))
     varying = tuple(sorted((axis for axis in varying if axis in big), key=order))
     parts = mesh, dims, partial, varying
-    for name, value in zip(Layout.__slots__, (*parts, hash(parts))):
+    for name, value in zip(Layout.__slots__, (*parts, tuple(map(axes_in, dims)), hash(parts))):
         object.__setattr__(self, name, value)
     return self
 
@@ -325,7 +381,7 @@ def _from_mindspore(declared):
 
 def _show_dims(dims):
     shown = [
-        axes if isinstance(axes, str) else "(" + ", ".join(axes) + ")" if len(axes) > 1 else "".join(axes)
+        axes if isinstance(axes, str) else "(" + ", ".join(map(str, axes)) + ")" if len(axes) > 1 else "".join(axes)
         for axes in dims
     ]
     return "[" + ", ".join(entry or "-" for entry in shown) + "]"

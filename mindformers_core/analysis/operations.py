@@ -8,6 +8,7 @@ sent byte has a price in operations: without it a collective would be the cheape
 from math import prod
 
 from mindformers_core.analysis.algorithms import algorithm_steps
+from mindformers_core.layout import axes_in
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.graph import CallNode
 from mindformers_core.program.plan import CallPlan, Redistribution
@@ -56,7 +57,7 @@ def _tensors(plan):
 def _own_operations(plan, mesh, inputs, outputs):
     """Operations of an operator on local tensors of these shapes, without those of its collectives."""
     sizes = plan.signature.sizes
-    local = {factor: sizes[factor] // mesh.axis_size(*plan.axes_of.get(factor, ())) for factor in sizes}
+    local = {factor: sizes[factor] // mesh.axis_size(*axes_in(plan.axes_of.get(factor, ()))) for factor in sizes}
     return _computed(plan.node.operator, local, inputs, outputs, may_view=plan.algorithm is None)
 
 
@@ -76,7 +77,7 @@ def _step_operations(step, device):
     name, nbytes = step.forward
     if name in COLLECTIVES:
         return device.operations_of(step.axes, nbytes)
-    return 0 if name == "identity" else prod(step.output_shape)
+    return 0 if name in ("identity", "view") else prod(step.output_shape)
 
 
 def _whole_operations(graph):

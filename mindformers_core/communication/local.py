@@ -4,7 +4,10 @@ from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops import constexpr
 
-__all__ = ["Alias", "Identity", "Keep", "Pad", "Scale", "Slice", "SliceOfGradient", "chunk", "pad_part", "part_length"]
+__all__ = [
+    "Alias", "Identity", "Keep", "Pad", "Reshape", "Scale", "Slice", "SliceOfGradient", "chunk", "pad_part",
+    "part_length",
+]  # fmt: skip
 
 # unlike `ops.zeros_like` and `ops.pad` without branches, which a graph's backward can't always compile
 _ZEROS_LIKE = ops.ZerosLike()
@@ -68,6 +71,17 @@ class Alias(Identity):
 
     def __call__(self, x):
         return ops.stop_gradient(x)
+
+
+class Reshape(_Local):
+    """The elements in dims of these sizes."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape = shape
+
+    def construct(self, x):
+        return ops.reshape(x, self.shape)
 
 
 class Slice(_Local):

@@ -85,7 +85,7 @@ class ShardContext:
 
     def part(self, dim):
         """Number and count of this rank's part of a dim of the first input, as far as it is cut."""
-        axes = self.layouts[0].dims[dim]
+        axes = self.layouts[0].axes[dim]
         return self.mesh.group_index(self._rank, axes), self.mesh.axis_size(*axes)
 
     def within(self, axes):

@@ -13,6 +13,7 @@ MARKS = {  # what a step does that is local, in words
     "mask": "zeros but on the first rank",
     "scale": "scaled",
     "identity": "nothing",
+    "view": "viewed in other dims",
 }
 _MANY = 5  # operators of one line that come together
 
@@ -53,7 +54,7 @@ def call_path(path, child):
 
 def step_shown(step):
     """The operations of one `StepEntry`: `(forward, backward)`, as `("all_gather dim 1 over tp, 16 KiB", "slice")`."""
-    over = f"over {', '.join(step.axes)}"
+    over = f"over {', '.join(step.axes)}" if step.axes else ""
     places = "" if step.dim is None else f" dim {step.dim}" + ("" if step.to_dim is None else f" to {step.to_dim}")
     name, count = step.forward
     if step.kind == "mark_varying":

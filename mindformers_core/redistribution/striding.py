@@ -1,0 +1,72 @@
+"""Strided dims as several dims, none of which is strided, so that collectives gather or exchange slices. Pure Python."""
+
+from itertools import accumulate
+from operator import mul
+
+from mindformers_core.layout import Layout, parts_of
+
+__all__ = ["merge_dims", "split_dims"]
+
+
+def split_dims(source, target, shape):
+    """Two layouts and the shape of a tensor after a view in which every dim that differs is ordinary in both.
+
+    A dim is split behind every number of blocks in either of its entries.
+
+    Args:
+        source, target: two `Layout`s.
+        shape: shape of the global tensor.
+
+    Returns:
+        `(source, target, shape)`; None where an axis of one layout spans a place at which the other one is split.
+    """
+    places, sizes = ([], []), []
+    for size, *entries in zip(shape, source.dims, target.dims):
+        known = {place for entry in entries for place in _ends_of_blocks(source.mesh, entry)}
+        ends = [1, *sorted(known), size] if entries[0] != entries[1] else [1, size]
+        if any(end % start for start, end in zip(ends, ends[1:])):
+            return None
+        parts = [end // start for start, end in zip(ends, ends[1:])]
+        sizes += parts
+        for found, entry in zip(places, entries):
+            split = [entry] if len(parts) == 1 else _split(source.mesh, entry, parts)
+            if split is None:
+                return None
+            found.extend(split)
+    one, other = (Layout.on(at.mesh, dims, at.partial, at.varying) for at, dims in zip((source, target), places))
+    return one, other, tuple(sizes)
+
+
+def merge_dims(layout, sizes, shape):
+    """The layout of a tensor in dims of `shape`, each of which is one or several dims of `sizes`, placed by `layout`."""
+    rest, dims = list(zip(layout.dims, sizes)), []
+    for size in shape:
+        entry, count = (), 0
+        while not count or count < size:
+            own, part = rest.pop(0)
+            entry, count = (*entry, *own, part // parts_of(layout.mesh, own)), max(count, 1) * part
+        dims.append(entry)
+    return layout.replace(dims=dims)
+
+
+def _ends_of_blocks(mesh, entry):
+    """The numbers of parts at which an entry of a layout is no longer ordinary."""
+    parts = accumulate((parts_of(mesh, (each,)) for each in entry), mul)
+    return [count for each, count in zip(entry, parts) if isinstance(each, int)]
+
+
+def _split(mesh, entry, parts):
+    """The axes of every part of a split dim; None where one spans two of them."""
+    rest, found = list(entry), []
+    for room in parts:
+        found.append([])
+        while rest and room > 1:
+            count = parts_of(mesh, rest[:1])
+            if isinstance(rest[0], int):
+                rest[:1], room = [count // room] * (count > room), 1
+            elif room % count:
+                return None
+            else:
+                found[-1].append(rest.pop(0))
+                room //= count
+    return found
