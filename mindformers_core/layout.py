@@ -10,17 +10,23 @@ PyTorch's DTensor knows such cuts as `_StridedShard`.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
-
-import numpy as np
 
 from mindformers_core.mesh import DeviceMesh
-from mindformers_core.placement import PARTIAL_OPS, Partial, Replicate, Shard, Varying
+from mindformers_core.placement import (
+    PARTIAL_OPS,
+    Partial,
+    Replicate,
+    Shard,
+    Varying,
+    axes_in,
+    entries_shown,
+    entry_of,
+    open_mesh,
+    parts_of,
+    runs_of,
+)  # fmt: skip
 
-__all__ = [
-    "Shard", "Replicate", "Partial", "Varying", "LayoutSpec", "layout", "Layout", "bind_layout", "PARTIAL_OPS",
-    "axes_in", "entry_of", "parts_of",
-]  # fmt: skip
+__all__ = ["Shard", "Replicate", "Partial", "Varying", "LayoutSpec", "layout", "Layout", "bind_layout", "PARTIAL_OPS"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,7 +71,7 @@ class LayoutSpec:
         return f"layout{self}"
 
     def __str__(self):
-        return _show_dims(["..." if entry is ... else entry for entry in self.entries])
+        return entries_shown(["..." if entry is ... else entry for entry in self.entries])
 
 
 def layout(*entries):
@@ -177,13 +183,13 @@ class Layout:
             )
         local = []
         for dim, (size, entry, axes) in enumerate(zip(global_shape, self.dims, self.axes)):
-            count = parts_of(self.mesh, entry)
-            if size % count:
+            count = self.mesh.axis_size(*axes)
+            if size % (count if entry == axes else parts_of(self.mesh, entry)):
                 raise ValueError(
                     f"{name} of shape {tuple(global_shape)}: dim {dim} has size {size}, which axes {', '.join(axes)} "
                     f"of {self.mesh} would cut into {count} parts: choose a size that {count} divides, or other axes"
                 )
-            local.append(size // self.mesh.axis_size(*axes))
+            local.append(size // count)
         return tuple(local)
 
     def global_shape(self, local_shape):
@@ -197,29 +203,12 @@ class Layout:
     def local_runs(self, global_shape, rank):
         """For every dim the slices of the global tensor that `rank` holds: one, or several of a strided dim."""
         self.local_shape(global_shape)
-        found = []
-        for size, entry in zip(global_shape, self.dims):
-            starts = [0]
-            for each in entry:
-                size //= parts_of(self.mesh, (each,))
-                places = range(each) if isinstance(each, int) else self.mesh.coordinate(rank, (each,))
-                starts = [start + place * size for start in starts for place in places]
-            found.append(tuple(slice(start, start + size) for start in starts))
-        return tuple(found)
+        return tuple(runs_of(self.mesh, *dim, rank) for dim in zip(self.dims, global_shape))
 
     def local_slices(self, global_shape, rank):
-        """The slice of the global tensor that `rank` holds: one `slice` for every dim, of which none is strided."""
+        """The part of the global tensor that `rank` holds: one `slice` for every dim; lists of `numpy.ix_` if strided."""
         runs = self.local_runs(global_shape, rank)
-        if any(len(each) > 1 for each in runs):
-            raise ValueError(f"layout {self} has a strided dim, which is no slice: use local_runs or local_index")
-        return tuple(each for (each,) in runs)
-
-    def local_index(self, global_shape, rank):
-        """The index by which NumPy takes the part of `rank` from the global tensor: slices where no dim is strided."""
-        runs = self.local_runs(global_shape, rank)
-        if all(len(each) == 1 for each in runs):
-            return tuple(each for (each,) in runs)
-        return np.ix_(*(np.r_[each] for each in runs))
+        return tuple(run for (run,) in runs) if self.dims == self.axes else open_mesh(runs)
 
     @property
     def device_matrix(self):
@@ -257,7 +246,7 @@ class Layout:
     def __str__(self):
         marks = [f"partial {op}: {axis}" for axis, op in self.partial]
         marks += [f"varying: {', '.join(self.varying)}"] if self.varying else []
-        return _show_dims(self.dims) + (f" ({'; '.join(marks)})" if marks else "")
+        return entries_shown(self.dims) + (f" ({'; '.join(marks)})" if marks else "")
 
 
 def bind_layout(declared, mesh, ndim=None, arriving=None, name="tensor"):
@@ -293,27 +282,6 @@ def bind_layout(declared, mesh, ndim=None, arriving=None, name="tensor"):
     )
 
 
-def axes_in(entry):
-    """The axes of an entry of `Layout.dims`, without numbers of blocks."""
-    return tuple(each for each in entry if not isinstance(each, int))
-
-
-def parts_of(mesh, entry):
-    """The number of equal parts that an entry of `Layout.dims` divides a dim into: those of ranks times blocks."""
-    return mesh.axis_size(*axes_in(entry)) * prod(each for each in entry if isinstance(each, int))
-
-
-def entry_of(entry, axes):
-    """An entry of `Layout.dims` without axes that aren't among `axes`, and with as few numbers as possible."""
-    found = []
-    for each in entry:
-        if isinstance(each, int) and found and isinstance(found[-1], int):
-            found[-1] *= each
-        elif each in axes or isinstance(each, int) and each > 1:
-            found.append(each)
-    return tuple(found[:-1] if found and isinstance(found[-1], int) else found)
-
-
 @lru_cache(maxsize=65536)
 def _make_layout(mesh, dims, partial, varying):
     """The one `Layout` of these parts, with axes of size 1 left out; checks the axes."""
@@ -321,7 +289,9 @@ def _make_layout(mesh, dims, partial, varying):
     mesh.check_axes(used)
     for axis in used:
         if used.count(axis) > 1:
-            raise ValueError(f"axis '{axis}' is used twice in one layout: {_show_dims(dims)}; an axis places one dim")
+            raise ValueError(
+                f"axis '{axis}' is used twice in one layout: {entries_shown(dims)}; an axis places one dim"
+            )
     for _, op in partial:
         Partial(op)
     order = mesh.axis_names.index
@@ -377,11 +347,3 @@ def _from_mindspore(declared):
     names = tuple(reversed(mesh.axis_names))
     numbers = [entry if isinstance(entry, (tuple, list)) else (entry,) for entry in parts["tensor_map"]]
     return Layout.on(mesh, [[names[number] for number in entry if number >= 0] for entry in numbers])
-
-
-def _show_dims(dims):
-    shown = [
-        axes if isinstance(axes, str) else "(" + ", ".join(map(str, axes)) + ")" if len(axes) > 1 else "".join(axes)
-        for axes in dims
-    ]
-    return "[" + ", ".join(entry or "-" for entry in shown) + "]"

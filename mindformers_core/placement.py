@@ -1,10 +1,18 @@
-"""Placements of a tensor on one mesh axis: sharded, replicated, varying or partial. Pure Python."""
+"""Placements of a tensor on one mesh axis: sharded, replicated, varying or partial. Pure Python.
+
+The *entry* of a tensor dim in a layout has the axes that shard it, major to minor, and among them numbers of blocks
+that lie whole on each rank: see `Layout.dims`.
+"""
 
 from dataclasses import dataclass
+from math import prod
 
 from mindformers_core.hints import nearest
 
-__all__ = ["PARTIAL_OPS", "Partial", "Replicate", "Shard", "Varying"]
+__all__ = [
+    "PARTIAL_OPS", "Partial", "Replicate", "Shard", "Varying", "axes_in", "entries_shown", "entry_of",
+    "open_mesh", "parts_of", "runs_of",
+]  # fmt: skip
 
 PARTIAL_OPS = ("sum", "max", "min", "avg")
 
@@ -37,3 +45,51 @@ class Partial:
             raise ValueError(
                 f"Partial({self.op!r}): a partial is one of {', '.join(PARTIAL_OPS)}{nearest(self.op, PARTIAL_OPS)}"
             )
+
+
+def axes_in(entry):
+    """The axes of an entry of `Layout.dims`, without numbers of blocks."""
+    return tuple([each for each in entry if not isinstance(each, int)])
+
+
+def parts_of(mesh, entry):
+    """The number of equal parts that an entry of `Layout.dims` divides a dim into: those of ranks times blocks."""
+    return prod([each if isinstance(each, int) else mesh.axis_size(each) for each in entry])
+
+
+def entry_of(entry, axes):
+    """An entry of `Layout.dims` without axes that aren't among `axes`, and with as few numbers as possible."""
+    found = []
+    for each in entry:
+        if isinstance(each, int) and found and isinstance(found[-1], int):
+            found[-1] *= each
+        elif each in axes or isinstance(each, int) and each > 1:
+            found.append(each)
+    return tuple(found[:-1] if found and isinstance(found[-1], int) else found)
+
+
+def entries_shown(dims):
+    """The entries of all dims as text: `[dp, -, (4, tp)]`."""
+    shown = [entry if isinstance(entry, str) else ", ".join(map(str, entry)) for entry in dims]
+    return "[" + ", ".join(f"({each})" if "," in each else each or "-" for each in shown) + "]"
+
+
+def runs_of(mesh, entry, size, rank):
+    """The slices of a dim of this size that `rank` holds by its entry, in ascending order."""
+    starts = [0]
+    for each in entry:
+        size //= parts_of(mesh, (each,))
+        places = range(each) if isinstance(each, int) else mesh.coordinate(rank, (each,))
+        starts = [start + place * size for start in starts for place in places]
+    return tuple(slice(start, start + size) for start in starts)
+
+
+def open_mesh(runs):
+    """The index of NumPy for some `slice`s of every dim: nested lists of positions, one dim each."""
+    index = []
+    for after, slices in enumerate(reversed(runs)):
+        positions = [place for each in slices for place in range(each.start, each.stop)]
+        for _ in range(after):
+            positions = [[place] for place in positions]
+        index.insert(0, positions)
+    return tuple(index)

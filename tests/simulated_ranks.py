@@ -26,7 +26,7 @@ def distribute(value, layout, rng):
 
 def _place(layout, rank):
     """Where `rank` stands along the axes that shard: ranks of one place hold the same slice."""
-    return layout.mesh.coordinate(rank, tuple(axis for axes in layout.dims for axis in axes))
+    return layout.mesh.coordinate(rank, tuple(axis for axes in layout.axes for axis in axes))
 
 
 def _terms(value, number, ops, averaged, rng):
@@ -93,6 +93,8 @@ def forward(step, ranks, x):
         return exchange(kind.removesuffix("_varying"), x, *sent[kind.removesuffix("_varying")])
     if kind in ("mark_varying", "unmark_varying"):
         return x
+    if kind == "view":
+        return [tensor.reshape(step.to_shape) for tensor in x]
     if kind == "to_partial" and step.op != "sum":
         return x
     if kind in ("to_partial", "to_partial_varying"):
@@ -108,6 +110,8 @@ def backward(step, ranks, g, x):
         return [np.concatenate(g, dim)] * n
     if kind == "slice_varying":
         return _pad(g, dim)
+    if kind == "view":
+        return [tensor.reshape(step.shape) for tensor in g]
     if kind in ("all_gather", "pad"):
         return [np.split(g[index], n, dim)[index] for index in range(n)]
     if kind == "all_gather_varying":

@@ -8,8 +8,8 @@ sent byte has a price in operations: without it a collective would be the cheape
 from math import prod
 
 from mindformers_core.analysis.algorithms import algorithm_steps
-from mindformers_core.layout import axes_in
 from mindformers_core.operators.registry import facts_of
+from mindformers_core.placement import axes_in
 from mindformers_core.program.graph import CallNode
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves

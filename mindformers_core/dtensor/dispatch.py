@@ -20,9 +20,10 @@ from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, parameter_view, wrap
 from mindformers_core.dtensor.einsum import contract
 from mindformers_core.dtensor.move import device_model, dtype_name, redistribute_local
-from mindformers_core.layout import Layout, axes_in
+from mindformers_core.layout import Layout
 from mindformers_core.operators import TensorMeta, resolve, signature_of, tensor_meta
 from mindformers_core.operators.registry import facts_of, rule_attributes
+from mindformers_core.placement import axes_in
 from mindformers_core.program.structure import tree_map
 
 __all__ = ["Dispatcher", "attributes_of", "read_numbers"]

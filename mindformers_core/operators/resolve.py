@@ -9,8 +9,9 @@ import math
 from dataclasses import dataclass
 from itertools import product
 
-from mindformers_core.layout import Layout, axes_in, entry_of, parts_of
+from mindformers_core.layout import Layout
 from mindformers_core.operators.signature import Signature, tensor_meta
+from mindformers_core.placement import axes_in, entry_of, parts_of
 from mindformers_core.redistribution import plan_redistribution
 
 _WITHOUT_POSITIONS = ("mean", "max", "min", "logsumexp", "softmax", "log_softmax", "softmax_cross_entropy")

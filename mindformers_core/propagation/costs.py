@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from mindformers_core.layout import axes_in
 from mindformers_core.operators.registry import facts_of
+from mindformers_core.placement import axes_in
 from mindformers_core.redistribution import plan_redistribution
 
 __all__ = ["NOTHING_PAID", "Cost", "forms_cost", "move_cost", "work_of"]
@@ -63,4 +63,6 @@ def work_of(plan, mesh):
     """The number of terms that a rank computes for an operator: the product of its local factor sizes; 0 for a view."""
     if facts_of(plan.node.operator).computes_nothing:
         return 0
-    return prod(size // mesh.axis_size(*axes_in(plan.axes_of.get(factor, ()))) for factor, size in plan.signature.sizes.items())
+    return prod(
+        size // mesh.axis_size(*axes_in(plan.axes_of.get(factor, ()))) for factor, size in plan.signature.sizes.items()
+    )

@@ -2,9 +2,9 @@
 
 import math
 
-from mindformers_core.layout import axes_in
 from mindformers_core.operators import Signature, TensorMeta, signature_of, tensor_meta
 from mindformers_core.operators.registry import FLOWS, facts_of, rule_attributes
+from mindformers_core.placement import axes_in
 from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
 

@@ -86,8 +86,7 @@ def _plan(source, target, shape, itemsize, model):
     _check(source, target, shape, model)
     if source == target:
         return Plan(source, target, (), 0.0, 0.0)
-    entries = zip(source.dims, target.dims, zip(source.axes, target.axes))
-    if any(one != other and (one, other) != axes for one, other, axes in entries):
+    if (source.dims, target.dims) != (source.axes, target.axes) and _is_strided_otherwise(source, target):
         return _strided_plan(source, target, shape, itemsize, model)
     space = SearchSpace(source, target, shape, itemsize)
     steps, layout = [], source
@@ -101,6 +100,12 @@ def _plan(source, target, shape, itemsize, model):
 
     costs = seconds(step.forward for step in steps), seconds(step.backward for step in steps)
     return Plan(source, target, tuple(steps), *costs)
+
+
+def _is_strided_otherwise(source, target):
+    """Whether a dim is strided before or after, and not alike."""
+    pairs = zip(zip(source.dims, target.dims), zip(source.axes, target.axes))
+    return any(entries != axes and entries[0] != entries[1] for entries, axes in pairs)
 
 
 def _strided_plan(source, target, shape, itemsize, model):

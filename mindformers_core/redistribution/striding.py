@@ -1,9 +1,10 @@
-"""Strided dims as several dims, none of which is strided, so that collectives gather or exchange slices. Pure Python."""
+"""Strided dims as several ordinary dims, so that collectives gather or exchange slices. Pure Python."""
 
 from itertools import accumulate
 from operator import mul
 
-from mindformers_core.layout import Layout, parts_of
+from mindformers_core.layout import Layout
+from mindformers_core.placement import parts_of
 
 __all__ = ["merge_dims", "split_dims"]
 
@@ -38,7 +39,7 @@ def split_dims(source, target, shape):
 
 
 def merge_dims(layout, sizes, shape):
-    """The layout of a tensor in dims of `shape`, each of which is one or several dims of `sizes`, placed by `layout`."""
+    """The layout of a tensor in dims of `shape`, each of which is one or more dims of `sizes`, placed by `layout`."""
     rest, dims = list(zip(layout.dims, sizes)), []
     for size in shape:
         entry, count = (), 0

@@ -5,7 +5,8 @@ from itertools import combinations, permutations
 from math import gcd, prod
 from os.path import commonprefix
 
-from mindformers_core.layout import Layout, axes_in, parts_of
+from mindformers_core.layout import Layout
+from mindformers_core.placement import axes_in, parts_of
 from mindformers_core.redistribution.steps import EXTREMES, STEP_KINDS
 
 __all__ = ["REPLICATE", "SHARD", "VARYING", "SearchSpace", "compatible", "transitions"]

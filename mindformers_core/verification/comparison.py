@@ -10,7 +10,7 @@ from mindformers_core.redistribution.arrays import reduce_terms
 __all__ = ["TermSums", "close", "expected_part", "gradient_layout", "gradient_terms", "largest"]
 
 _MASKS = 1e3  # numbers from here on stand for masked elements, and say nothing about the others
-_index = lru_cache(maxsize=1 << 14)(Layout.local_index)
+_slices = lru_cache(maxsize=1 << 14)(Layout.local_slices)
 
 
 def close(found, expected, tolerance, rounding=0.0):
@@ -70,7 +70,7 @@ def gradient_terms(layout):
 
 def expected_part(value, layout, rank):
     """The part of a global value that a rank holds, of partial tensors the sum of the terms."""
-    return value[_index(layout, value.shape, rank)]
+    return value[_slices(layout, value.shape, rank)]
 
 
 class TermSums:
