@@ -206,7 +206,7 @@ class Layout:
         return tuple(runs_of(self.mesh, *dim, rank) for dim in zip(self.dims, global_shape))
 
     def local_slices(self, global_shape, rank):
-        """The part of the global tensor that `rank` holds: one `slice` for every dim; lists of `numpy.ix_` if strided."""
+        """The part of the global tensor that `rank` holds: one `slice` a dim; lists of `numpy.ix_` if strided."""
         runs = self.local_runs(global_shape, rank)
         return tuple(run for (run,) in runs) if self.dims == self.axes else open_mesh(runs)
 

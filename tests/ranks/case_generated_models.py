@@ -50,7 +50,8 @@ def case_small_models_on_dp_2_tp_2():
 @on_ranks(4)
 def case_language_models_on_dp_2_tp_2():
     """The batch cut over one axis, weights over the other; compiled, too. Llama's training is in `case_training`."""
-    check_all(("tied language model",), (2, 2), ("dp", "tp"), in_graph=("tied language model",))
+    names = ("tied language model", "batch second")
+    check_all(names, (2, 2), ("dp", "tp"), in_graph=names)
 
 
 @on_ranks(nightly=(2, 4))
