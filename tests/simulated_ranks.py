@@ -61,6 +61,8 @@ def collect(local, layout, shape):
 
 def run_forward(step, local):
     """What every rank holds after `step`."""
+    if step.kind == "view":
+        return {rank: part.reshape(step.to_shape) for rank, part in local.items()}
     result = {}
     for ranks in step.source.mesh.groups(step.axes):
         result.update(zip(ranks, forward(step, ranks, [local[rank] for rank in ranks]), strict=True))
@@ -69,6 +71,8 @@ def run_forward(step, local):
 
 def run_backward(step, grads, inputs):
     """Gradients of the step's inputs, from those of its outputs; `inputs` is what went in forward."""
+    if step.kind == "view":
+        return {rank: part.reshape(step.shape) for rank, part in grads.items()}
     result = {}
     for ranks in step.source.mesh.groups(step.axes):
         members = [[tensors[rank] for rank in ranks] for tensors in (grads, inputs)]
@@ -93,8 +97,6 @@ def forward(step, ranks, x):
         return exchange(kind.removesuffix("_varying"), x, *sent[kind.removesuffix("_varying")])
     if kind in ("mark_varying", "unmark_varying"):
         return x
-    if kind == "view":
-        return [tensor.reshape(step.to_shape) for tensor in x]
     if kind == "to_partial" and step.op != "sum":
         return x
     if kind in ("to_partial", "to_partial_varying"):
@@ -110,8 +112,6 @@ def backward(step, ranks, g, x):
         return [np.concatenate(g, dim)] * n
     if kind == "slice_varying":
         return _pad(g, dim)
-    if kind == "view":
-        return [tensor.reshape(step.shape) for tensor in g]
     if kind in ("all_gather", "pad"):
         return [np.split(g[index], n, dim)[index] for index in range(n)]
     if kind == "all_gather_varying":

@@ -189,23 +189,6 @@ def test_every_row_of_the_table_has_an_example():
     assert {row[2] for row in ONE_STEP} == set(STEP_KINDS) - {"view"}
 
 
-STRIDED = {
-    "gathered like its dims": (((2, "tp"),), ((),), [("view", 0), ("all_gather", 96), ("view", 0)]),
-    "to the parts of the blocks": (((4, "dp"),), (("dp",),), [("view", 0), ("all_to_all", 32), ("view", 0)]),
-    "an axis stays": ((("dp", 2, "tp"),), (("dp",),), [("view", 0), ("all_gather", 48), ("view", 0)]),
-    "summed": (((2, "tp"),), ((2, "tp"),), [("all_reduce", 32)]),
-}
-
-
-@pytest.mark.parametrize("what", STRIDED)
-def test_strided_dims_are_split_for_collectives(what):
-    source, target, steps = STRIDED[what]
-    marks = {"partial": {"dp": "sum"}} if what == "summed" else {}
-    plan = plan_redistribution(on(*source, **marks), on(*target), (16,), 8)
-    assert [step.forward for step in plan.steps] == steps
-    check_plan(plan, (16,), np.random.default_rng(0))
-
-
 def both_partial(op):
     return on((), (), partial={"dp": op, "tp": op})
 

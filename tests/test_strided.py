@@ -5,6 +5,7 @@ import pytest
 from mindspore import Tensor, mint, nn, ops
 from models import EXAMPLES, axes_of
 from plan_checks import MESH, check_plan, move_bytes, plan_of
+from test_redistribution import check_plan as check_steps
 
 from mindformers_core import verify
 from mindformers_core.capture.capture import capture
@@ -14,9 +15,11 @@ from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.plan import Redistribution
 from mindformers_core.propagation.resized import resized
+from mindformers_core.redistribution import plan_redistribution
 
 LENGTH, BATCH, SIZE = 6, 4, 8
 PLAN = {"": {"input": {"x": layout(None, "dp")}, "output": layout(None)}}
+WIDE = DeviceMesh((2, 4), ("dp", "tp"))
 ROWS = Layout.on(DeviceMesh((2, 2), ("dp", "tp")), [(LENGTH, "dp"), ()])
 
 
@@ -133,6 +136,23 @@ def test_operators_on_strided_rows(name):
     found = checked(cell, numbers(LENGTH, BATCH, SIZE), plan=given)
     if collectives is not None:
         assert sent(found)[: len(collectives)] == collectives
+
+
+STRIDED = {
+    "gathered like its dims": (((2, "tp"),), ((),), [("view", 0), ("all_gather", 96), ("view", 0)]),
+    "to the parts of the blocks": (((4, "dp"),), (("dp",),), [("view", 0), ("all_to_all", 32), ("view", 0)]),
+    "an axis stays": ((("dp", 2, "tp"),), (("dp",),), [("view", 0), ("all_gather", 48), ("view", 0)]),
+    "summed": (((2, "tp"),), ((2, "tp"),), [("all_reduce", 32)]),
+}
+
+
+@pytest.mark.parametrize("what", STRIDED)
+def test_strided_dims_are_split_for_collectives(what):
+    source, target, steps = STRIDED[what]
+    marks = {"partial": {"dp": "sum"}} if what == "summed" else {}
+    plan = plan_redistribution(Layout.on(WIDE, source, **marks), Layout.on(WIDE, target), (16,), 8)
+    assert [step.forward for step in plan.steps] == steps
+    check_steps(plan, (16,), np.random.default_rng(0))
 
 
 def test_the_parts_of_a_rank():
