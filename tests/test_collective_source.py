@@ -72,6 +72,7 @@ def test_the_text_makes_the_step_s_cell():
         made = eval(collective_source(one), {"collectives": collectives, "mesh": MESH, "Layout": Layout})
         assert made is collectives.cell(one), one
     others = {"slice_varying": {"dim": 0}, "unmark_varying": {}, "pad": {"dim": 1}, "all_reduce_varying": {"op": "avg"}}
+    others["view"] = {"shape": (4, 8), "to_shape": (2, 2, 8)}
     for kind, attributes in others.items():
         one = step(kind, **attributes)
         made = eval(collective_source(one), {"collectives": collectives})
