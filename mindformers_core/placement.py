@@ -11,7 +11,7 @@ from mindformers_core.hints import nearest
 
 __all__ = [
     "PARTIAL_OPS", "Partial", "Replicate", "Shard", "Varying", "axes_in", "entries_shown", "entry_of",
-    "open_mesh", "parts_of", "runs_of",
+    "merged_entry", "open_mesh", "parts_of", "runs_of", "split_entry",
 ]  # fmt: skip
 
 PARTIAL_OPS = ("sum", "max", "min", "avg")
@@ -66,6 +66,31 @@ def entry_of(entry, axes):
         elif each in axes or isinstance(each, int) and each > 1:
             found.append(each)
     return tuple(found[:-1] if found and isinstance(found[-1], int) else found)
+
+
+def split_entry(mesh, entry, sizes):
+    """The entries of some factors of a dim, of these sizes, major to minor; and what spans two of them, if anything."""
+    rest, found = list(entry), []
+    for room in sizes:
+        own = []
+        while rest and room > 1:
+            count = parts_of(mesh, rest[:1])
+            if isinstance(rest[0], int) and count % room == 0:  # blocks over this factor and the next
+                own, rest[:1], room = [*own, room], [count // room] * (count > room), 1
+            elif room % count == 0:
+                own, room = [*own, rest.pop(0)], room // count
+            else:
+                break
+        found.append(entry_of(own, mesh.axis_names))
+        if room != 1:
+            break
+    return found + [()] * (len(sizes) - len(found)), rest
+
+
+def merged_entry(mesh, entries, sizes):
+    """The entry of a dim that merges factors of these entries and sizes, major to minor."""
+    parts = ((*own, size // parts_of(mesh, own)) for own, size in zip(entries, sizes))
+    return entry_of([each for part in parts for each in part], mesh.axis_names)
 
 
 def entries_shown(dims):

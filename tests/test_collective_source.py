@@ -22,7 +22,8 @@ def step(kind, axes=("tp",), dim=None, to_dim=None, op=None, source=WHOLE, targe
 
 def planned():
     """The steps of all redistributions between some layouts, one of each kind and attributes."""
-    entries = [((), ()), (("tp",), ()), ((), ("tp",)), (("dp", "tp"), ()), (("tp", "dp"), ()), (("dp",), ("tp",)), ((2, "tp"), ())]
+    entries = [((), ()), (("tp",), ()), ((), ("tp",)), (("dp", "tp"), ()), (("tp", "dp"), ()), (("dp",), ("tp",))]
+    entries.append(((2, "tp"), ()))
     layouts = [Layout.on(MESH, dims) for dims in entries]
     layouts += [Layout.on(MESH, ((), ()), {"tp": op}) for op in ("sum", "avg", "max")]
     layouts += [Layout.on(MESH, ((), ()), (), ("tp",)), Layout.on(MESH, (("dp",), ()), {"tp": "sum"})]

@@ -11,7 +11,7 @@ from itertools import product
 
 from mindformers_core.layout import Layout
 from mindformers_core.operators.signature import Signature, tensor_meta
-from mindformers_core.placement import axes_in, entry_of, parts_of
+from mindformers_core.placement import axes_in, entry_of, merged_entry, parts_of, split_entry
 from mindformers_core.redistribution import plan_redistribution
 
 _WITHOUT_POSITIONS = ("mean", "max", "min", "logsumexp", "softmax", "log_softmax", "softmax_cross_entropy")
@@ -140,23 +140,12 @@ def _given(meta, layout):
 
 def _factor_axes(signature, dims, layout):
     """Factor -> its entry in an input of this layout (see `Layout.dims`); without axes that span several factors."""
-    cut, mesh = {}, layout.mesh
+    cut = {}
     for factors, entry in zip(dims, layout.dims):
-        rest = list(entry)
-        for factor in factors:
-            room, own = signature.sizes[factor], []
-            while rest and room > 1:
-                count = parts_of(mesh, rest[:1])
-                if isinstance(rest[0], int) and count % room == 0:  # blocks over this factor and the next
-                    own, rest[:1], room = [*own, room], [count // room] * (count > room), 1
-                elif room % count == 0:
-                    own, room = [*own, rest.pop(0)], room // count
-                else:
-                    break
-            own = entry_of(own, mesh.axis_names) if _may_stride(signature, factor) else axes_in(own)
-            cut |= {factor: own} if axes_in(own) else {}
-            if room != 1:
-                break
+        entries, _ = split_entry(layout.mesh, entry, [signature.sizes[factor] for factor in factors])
+        for factor, own in zip(factors, entries):
+            if own:
+                cut[factor] = own if _may_stride(signature, factor) else axes_in(own)
     return cut
 
 
@@ -298,8 +287,9 @@ def _cuts_fit(signature, mesh, axes_of):
 
 def _place(mesh, signature, dims, axes_of, terms, active):
     """The layout of a tensor with these factors: sharded, partial in `terms`, varying on the other active axes."""
-    entries = {factor: axes_of.get(factor, ()) for factors in dims for factor in factors}
-    entries = {f: (*entry, signature.sizes[f] // parts_of(mesh, entry)) for f, entry in entries.items()}
-    places = [tuple(each for factor in factors for each in entries[factor]) for factors in dims]
+    places = [
+        merged_entry(mesh, [axes_of.get(factor, ()) for factor in factors], [signature.sizes[each] for each in factors])
+        for factors in dims
+    ]
     used = {axis for axes in places for axis in axes} | set(terms)
     return Layout.on(mesh, places, terms, [axis for axis in mesh.axis_names if axis in active and axis not in used])

@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 from itertools import zip_longest
 
-from mindformers_core.placement import entry_of, parts_of
+from mindformers_core.placement import merged_entry
 from mindformers_core.program.free_variables import lambda_lift
 from mindformers_core.program.graph import CallNode
 from mindformers_core.program.plan import OperatorPlan, Redistribution, captured_graph
@@ -144,8 +144,7 @@ class _Resizing:
         for factors, old, axes in (dim for dims, at in tensors for dim in zip(dims, at.dims, at.axes)):
             if old != axes and len(factors) > 1:
                 parts = [(axes_of.get(factor, ()), signature.sizes[factor]) for factor in factors]
-                made = [each for own, size in parts for each in (*own, size // parts_of(self.frame.mesh, own))]
-                self.entries[old] = entry_of(made, axes)
+                self.entries[old] = merged_entry(self.frame.mesh, *zip(*parts))
         inputs, outputs = (tuple(map(self._at, layouts)) for layouts in (entry.inputs, entry.outputs))
         return replace(entry, node=node, signature=signature, inputs=inputs, outputs=outputs, axes_of=axes_of)
 

@@ -158,6 +158,5 @@ class Step:
         dims = "" if self.dim is None else f" dim {self.dim}"
         dims += "" if self.to_dim is None else f" to dim {self.to_dim}"
         op = "" if self.op is None else f" {self.op}"
-        if self.to_shape is not None:
-            return f"view as {list(self.to_shape)}: {self.source} -> {self.target}, 0 bytes"
-        return f"{self.kind}{op}{dims} over {', '.join(self.axes)}: {self.source} -> {self.target}, {self.nbytes} bytes"
+        over = f" over {', '.join(self.axes)}" if self.axes else ""
+        return f"{self.kind}{op}{dims}{over}: {self.source} -> {self.target}, {self.nbytes} bytes"

@@ -1,10 +1,11 @@
 """Strided dims as several ordinary dims, so that collectives gather or exchange slices. Pure Python."""
 
 from itertools import accumulate
+from math import prod
 from operator import mul
 
 from mindformers_core.layout import Layout
-from mindformers_core.placement import parts_of
+from mindformers_core.placement import merged_entry, parts_of, split_entry
 
 __all__ = ["merge_dims", "split_dims"]
 
@@ -30,10 +31,10 @@ def split_dims(source, target, shape):
         parts = [end // start for start, end in zip(ends, ends[1:])]
         sizes += parts
         for found, entry in zip(places, entries):
-            split = [entry] if len(parts) == 1 else _split(source.mesh, entry, parts)
-            if split is None:
+            split, spanning = ([entry], ()) if len(parts) == 1 else split_entry(source.mesh, entry, parts)
+            if spanning:
                 return None
-            found.extend(split)
+            found += split
     one, other = (Layout.on(at.mesh, dims, at.partial, at.varying) for at, dims in zip((source, target), places))
     return one, other, tuple(sizes)
 
@@ -42,11 +43,10 @@ def merge_dims(layout, sizes, shape):
     """The layout of a tensor in dims of `shape`, each of which is one or more dims of `sizes`, placed by `layout`."""
     rest, dims = list(zip(layout.dims, sizes)), []
     for size in shape:
-        entry, count = (), 0
-        while not count or count < size:
-            own, part = rest.pop(0)
-            entry, count = (*entry, *own, part // parts_of(layout.mesh, own)), max(count, 1) * part
-        dims.append(entry)
+        parts = [rest.pop(0)]
+        while prod(part for _, part in parts) < size:
+            parts.append(rest.pop(0))
+        dims.append(merged_entry(layout.mesh, *zip(*parts)))
     return layout.replace(dims=dims)
 
 
@@ -54,20 +54,3 @@ def _ends_of_blocks(mesh, entry):
     """The numbers of parts at which an entry of a layout is no longer ordinary."""
     parts = accumulate((parts_of(mesh, (each,)) for each in entry), mul)
     return [count for each, count in zip(entry, parts) if isinstance(each, int)]
-
-
-def _split(mesh, entry, parts):
-    """The axes of every part of a split dim; None where one spans two of them."""
-    rest, found = list(entry), []
-    for room in parts:
-        found.append([])
-        while rest and room > 1:
-            count = parts_of(mesh, rest[:1])
-            if isinstance(rest[0], int):
-                rest[:1], room = [count // room] * (count > room), 1
-            elif room % count:
-                return None
-            else:
-                found[-1].append(rest.pop(0))
-                room //= count
-    return found
