@@ -9,34 +9,18 @@ from mindformers_core.lazy_exports import lazy_exports
 
 __version__ = "0.1.0"
 
-_PUBLIC = {
-    "DeviceMesh": "mesh",
-    "init_device_mesh": "mesh",
-    "Layout": "layout",
-    "Partial": "layout",
-    "Replicate": "layout",
-    "Shard": "layout",
-    "Varying": "layout",
-    "plan_redistribution": "redistribution",
-    "init_distributed": "communication",
-    "register_operator": "operators",
-    "hsdp": "zero",
-    "swap": "recompute",
-    "PipelineStage": "pipeline",
-    "DTensor": "tensor_parallel",
-    "distribute_tensor": "tensor_parallel",
-    "explain": "tensor_parallel",
-    "full_parameters": "tensor_parallel",
-    "jit": "tensor_parallel",
-    "local_map": "tensor_parallel",
-    "prepare": "tensor_parallel",
-    "programs": "tensor_parallel",
-    "shard": "tensor_parallel",
-    "split": "tensor_parallel",
-    "record_digests": "diff",
-    "verify": "verification",
+_EXPORTS = {
+    "mesh": "DeviceMesh init_device_mesh",
+    "layout": "Layout Partial Replicate Shard Varying",
+    "redistribution": "plan_redistribution",
+    "communication": "init_distributed",
+    "operators": "register_operator",
+    "zero": "hsdp",
+    "recompute": "swap",
+    "pipeline": "PipelineStage",
+    "tensor_parallel": "DTensor distribute_tensor explain full_parameters jit local_map prepare programs shard split",
+    "diff": "record_digests",
+    "verification": "verify",
 }
 
-__all__ = [*_PUBLIC]
-
-__getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)
+__all__, __getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

@@ -2,8 +2,6 @@
 
 import os
 
-__all__ = ["write_whole"]
-
 
 def write_whole(path, contents):
     """Write a file atomically: a reader finds its previous contents, or all of `contents`.

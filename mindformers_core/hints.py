@@ -3,8 +3,6 @@
 import math
 from difflib import get_close_matches
 
-__all__ = ["bytes_shown", "first_of", "nearest", "operations_shown"]
-
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _POWERS = ("", "k", "M", "G", "T", "P", "E")
 
@@ -24,9 +22,13 @@ def bytes_shown(count):
     """`"1.5 MiB"`; `"0"` for none."""
     if not count:
         return "0"
-    unit = next(place for place in range(len(_UNITS)) if count < 1024 ** (place + 1) or place == len(_UNITS) - 1)
-    scaled = count / 1024**unit
-    return f"{scaled:.0f} {_UNITS[unit]}" if unit == 0 or scaled >= 100 else f"{scaled:.1f} {_UNITS[unit]}"
+    size, unit = byte_unit(count)
+    return f"{count / size:.0f} {unit}" if size == 1 or count / size >= 100 else f"{count / size:.1f} {unit}"
+
+
+def byte_unit(count):
+    """The largest unit that `count` bytes fill, with its size: `(1048576, "MiB")`; bytes themselves for less."""
+    return max((1024**place, unit) for place, unit in enumerate(_UNITS) if place == 0 or count >= 1024**place)
 
 
 def operations_shown(count):

@@ -4,16 +4,16 @@ from importlib import import_module
 
 from mindformers_core.hints import nearest
 
-__all__ = ["import_object", "lazy_exports"]
 
-
-def lazy_exports(package, modules):
-    """`__getattr__` and `__dir__` of a package.
+def lazy_exports(package, exports):
+    """`__all__`, `__getattr__` and `__dir__` of a package.
 
     Args:
         package: its `__name__`.
-        modules: public name -> the module that defines it, in the package; with a dot, in the parent package.
+        exports: a module in the package, or with a dot in front in the parent package -> the public names that it
+            defines, separated by spaces.
     """
+    modules = {name: module for module, names in exports.items() for name in names.split()}
 
     def get(name):
         if name not in modules:
@@ -23,7 +23,7 @@ def lazy_exports(package, modules):
     def names():
         return sorted([*vars(import_module(package)), *modules])
 
-    return get, names
+    return [*modules], get, names
 
 
 def import_object(path, what):

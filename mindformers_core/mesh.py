@@ -8,8 +8,6 @@ import os
 
 from mindformers_core.hints import nearest
 
-__all__ = ["DeviceMesh", "init_device_mesh", "launch_rank"]
-
 
 def launch_rank():
     """Global rank of this process as its launcher (`msrun`, `mpirun`) set it; 0 where there was none.

@@ -9,11 +9,6 @@ from math import prod
 
 from mindformers_core.hints import nearest
 
-__all__ = [
-    "PARTIAL_OPS", "Partial", "Replicate", "Shard", "Varying", "axes_in", "entries_shown", "entry_of",
-    "merged_entry", "open_mesh", "parts_of", "runs_of", "split_entry",
-]  # fmt: skip
-
 PARTIAL_OPS = ("sum", "max", "min", "avg")
 
 

@@ -4,8 +4,6 @@ import re
 from dataclasses import field
 from operator import ge, gt, le, lt
 
-__all__ = ["bounded", "check_range", "parse_ranges"]
-
 _WORDS = {"at_least": "at least", "above": "greater than", "at_most": "at most", "below": "below"}
 _HOLDS = {"at_least": ge, "above": gt, "at_most": le, "below": lt}
 _LONGEST = 40  # characters of a number that are shown

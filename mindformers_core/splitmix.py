@@ -5,8 +5,6 @@ Pure Python.
 
 import numpy as np
 
-__all__ = ["GOLDEN", "mixed"]
-
 GOLDEN = 0x9E3779B97F4A7C15  # by which the generator's counter advances
 
 

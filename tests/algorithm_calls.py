@@ -102,6 +102,7 @@ SCANS = {
     "sums behind": lambda x: ops.CumSum(True, True)(x, 1),
     "cumprod": lambda x: ops.cumprod(x, 1),
     "products in front": lambda x: ops.CumProd(True)(x, 1),
+    "logarithms": lambda x: ops.logcumsumexp(x, 1),
     "cummax": lambda x: ops.cummax(ops.stop_gradient(x), 1)[0],
     "place of cummin": lambda x: ops.cummin(ops.stop_gradient(x), 1)[1],
     "topk": lambda x: ops.topk(x, 3)[0],

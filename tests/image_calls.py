@@ -96,6 +96,9 @@ _MEASURED = [
              x, 2, (2, 2, 2), return_indices=True, _random_samples=drawn))),
     Call("BoundingBoxEncode", [np.abs(f(4, 4)), np.abs(f(4, 4)), (0.0,) * 4, (1.0,) * 4], _by(ops.bounding_box_encode)),
     Call("BoundingBoxDecode", [f(4, 4), f(4, 4), (9, 9)], _by(ops.bounding_box_decode)),
+    Call("Padding", [f(4, 2, 1)], lambda x, pad_dim_size: np.pad(x, [(0, 0)] * 2 + [(0, 3)]), {"pad_dim_size": 4}),
+    Call("CheckValid", [np.float64([[0, 0, 7, 7], [0, 0, 9, 7]]), np.float64([8, 8, 1])],
+         lambda boxes, _: (boxes < 8).all(1)),
     Call("IOU", [np.abs(f(4, 4)), np.abs(f(6, 4))], _by(ops.iou)),
     Call("ROIAlign", [IMAGE, np.float64([[0, 1, 1, 6, 6], [1, 0, 0, 5, 5]]), 2, 2, 0.5],
          _by(lambda x, rois, *args: ops.ROIAlign(*args)(x, rois))),
@@ -119,6 +122,7 @@ _UNMEASURED = [
       for ndim, (x, shape) in enumerate(_PADDED[1], 1)),
     Call("Im2ColExt", [IMAGE, (2, 2), (1, 1), (0, 0), (2, 2)], _shaped((2, 16, 9))),
     Call("Col2ImExt", [f(2, 16, 9), (6, 6), (2, 2), (1, 1), (0, 0), (2, 2)], _shaped((2, 4, 6, 6))),
+    Call("MaxUnpool2DExt", [IMAGE, ints(9, 2, 4, 6, 6), 2], _shaped((2, 4, 12, 12))),
     Call("AddRmsNorm", [f(2, 8), f(2, 8), f(8), 1e-6], _shaped((2, 8), (2, 1), (2, 8))),
     Call("AddLayerNormV2", [f(2, 8), f(2, 8), f(8), f(8), 1e-5, True], _shaped((2, 8), (2, 1), (2, 1), (2, 8))),
 ]  # fmt: skip

@@ -18,7 +18,9 @@ import psutil
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 WORKER = TESTS / "ranks" / "worker.py"
-_ENVIRONMENT = dict(os.environ)  # as it was when pytest began: launches run beside tests that set variables
+# As it was when pytest began: launches run beside tests that set variables. Of a graph that is written into files,
+# `count_in_graph` reads the last form; all forms would make a compilation take twice as long.
+_ENVIRONMENT = {**os.environ, "MS_DEV_DUMP_IR_PASSES": "execute"}
 
 
 def on_ranks(*world_sizes, nightly=()):

@@ -31,6 +31,7 @@ BROKEN = {
 }
 WITHOUT_GRADIENT = {
     "Slice([4, 8], (0, 2), (4, -1))": "MindSpore's gradient takes no -1",
+    **dict.fromkeys(("UniqueWithPad([4], [])", "LinSpace([], [], 4)", "CheckValid([2, 4], [3])"), "it has none"),
     "SoftplusExt([4, 8])": "its gradient has no kernel on CPU",
     **image_calls.WITHOUT_GRADIENT,
     **scatter_calls.WITHOUT_GRADIENT,
@@ -154,6 +155,13 @@ MORE_CALLS = [
     Call("PowScalarTensor", [2, X], np.power),
     Call("Xlogy", [X, POSITIVE], lambda x, y: x * np.log(y)),
     Call("DivMod", [X, f(4, 8), 2], lambda x, y, _: np.floor(x / y)),
+    Call("Invert", [ints(4, 4, 8)], np.invert),
+    Call(
+        "UniqueWithPad",
+        [np.array([5, 5, 2, 7]), np.array(9)],
+        lambda x, pad: (np.array([5, 2, 7, 9]), np.array([0, 0, 1, 2])),
+    ),
+    Call("LinSpace", [np.array(1.0), np.array(4.0), 4], np.linspace),
     Call("LogicalNot", [bools(4, 8)], np.logical_not),
     Call("BitwiseNot", [ints(4, 4, 8)], np.invert),
     *(Call(name, [X, X, POSITIVE, np.float64(1)], lambda x, a, b, _: x + a / b) for name in ("Addcdiv",)),
@@ -220,8 +228,7 @@ MORE_CALLS = [
     Call("Take", [X, ints(32, 4)], np.take),
     Call("DiagExt", [f(8), 1], np.diag),
     Call("DiagExt", [X, 2], np.diag),
-    *(Call("NLLLoss", [X, ints(8, 4), POSITIVE[0], reduction, 2], _likelihood) for reduction in (0, 1)),
-    Call("NLLLoss", [X, ints(8, 4), POSITIVE[0], 2, -100], _likelihood),  # the kernel leaves losses of 2 unwritten
+    *(Call("NLLLoss", [X, np.array([3, 2, 7, 2]), POSITIVE[0], reduction, 2], _likelihood) for reduction in (0, 1, 2)),
     Call("SoftmaxCrossEntropyWithLogits", [X, POSITIVE], _cross_entropy),
     Call(
         "SparseSoftmaxCrossEntropyWithLogits", [X, ints(8, 4)], lambda x, at: _cross_entropy(x, np.eye(8)[at])[0].mean()

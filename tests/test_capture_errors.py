@@ -75,8 +75,8 @@ def stray(x):
 
 STRAY = Parameter(Tensor(np.ones(4, np.float32)), name="stray")
 WRONG = {
-    "in place": (lambda x: x.add_(1), "operator 'InplaceAdd.*' changes a tensor in place"),
-    "by index": (assign, "assignment by index changes a tensor in place"),
+    "in place": (lambda x: x.add_(1), r"an argument of the root Cell, float32\[2, 4\], is changed in place"),
+    "by index": (assign, "an argument of the root Cell, .* change a copy"),
     "stray": (stray, r"parameter 'stray' of shape \(4,\) belongs to no Cell of the tree"),
     "shape": (lambda x: ops.matmul(x, x), r"MatMulExt\(float32\[2, 4\], .*\) can't be run on shapes alone: .* 4 and 2"),
     "by hand": (lambda x: x.redistribute(layout("tp")), r"redistribute\(\) is parallel code .* cell.eager\(\)"),
@@ -84,7 +84,7 @@ WRONG = {
         lambda x: local_map(ops.abs, layout("tp"), layout("tp"))(x),
         r"local_map\(abs\) is parallel code .* cell.eager\(\)",
     ),
-    "dynamic": (lambda x: ops.nonzero(x), "operator NonZero.* can't be run on shapes alone"),
+    "dynamic": (lambda x: ops.nonzero(x), "number of results of operator .NonZero. depends on the values"),
 }
 
 

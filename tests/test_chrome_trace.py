@@ -13,7 +13,7 @@ from mindformers_core.pipeline import (
     schedule_class,
     simulate,
 )
-from mindformers_core.pipeline.tables.simulating import Span
+from mindformers_core.pipeline.tables.execution import Span
 from mindformers_core.pipeline.tables.step import step_from_text
 
 COMPUTES = (MetaStepType.FWD, MetaStepType.BWD, MetaStepType.BWD_INPUT, MetaStepType.BWD_WEIGHT)

@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 from documents import code_blocks
 from launch import ROOT
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
+from small_cells import cell_of
+from verified_calls import MESH, Sample, eager, verified
 
+from mindformers_core.communication.world import rank_of
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.operators import elementwise, register_operator, registry
+from mindformers_core.operators import elementwise, register_operator, registry, tensor_meta
 from mindformers_core.recompute import list_operators, recompute
-from mindformers_core.tensor_parallel import explain, jit, programs, shard
+from mindformers_core.tensor_parallel import custom_operator, explain, jit, programs, shard
 
 X = Tensor(np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32))
 
@@ -84,6 +87,43 @@ def test_what_is_known_of_a_custom_operator(package):
     again = recompute(shard(Gated(package.my_gate).set_train(), init_device_mesh((1,), ("tp",))), select="*.MyGate")
     assert again(X).asnumpy() == loss.asnumpy()
     assert "recomputed(" in programs(again)[-1].source.text
+
+
+def test_an_operator_is_added_in_ten_lines(monkeypatch):
+    """CONTRIBUTING's example: its rule is that of the package, and `verify` finds nothing, but needs the rule."""
+    monkeypatch.setattr(registry, "_FACTS", {name: each for name, each in registry._FACTS.items() if name != "Padding"})
+    rule, test = [text for text in code_blocks(ROOT / "CONTRIBUTING.md", "python") if "add" in text]
+    with pytest.raises(ValueError, match="'Padding' has no rule"):
+        exec(test, {"__name__": "adding"})
+    assert len(rule.split("\n\n\n")[1].splitlines()) <= 10
+    exec(rule, {})
+    exec(test, found := {"__name__": "adding"})
+    assert found["check"].report() in test and not found["check"].faults
+
+
+RAGGED = np.random.default_rng(2).normal(size=(4, 8)).astype(np.float32)
+
+
+def _sorted_rows(x):
+    return ops.sort(x, 0)[0] * ops.cumsum(x, 0)
+
+
+@pytest.mark.parametrize("facts", [{"gather": True}, {"decomposition": _sorted_rows}], ids=str)
+def test_an_operator_without_a_rule(facts, monkeypatch):
+    """Its error offers both ways by a call that works, in both engines, with gradients."""
+    monkeypatch.setattr(registry, "_FACTS", dict(registry._FACTS))
+    sample = Sample("sorted", custom_operator("SortedRows", _sorted_rows), (RAGGED,))
+    with pytest.raises(ValueError, match=f"'SortedRows' has no rule.*SortedRows', {next(iter(facts))}="):
+        verified(sample)
+    register_operator("SortedRows", source=f"{__name__}._sorted_rows", **facts)
+    assert ("cut_0_0" in verified(sample)) and ("cut_0_1" in verified(sample)) == ("gather" in facts)
+    eager(sample)
+    plan = {"": {"input": {"x": layout("a", None)}}}
+    with rank_of(2, 0):
+        net = shard(cell_of(lambda self, x: sample.function(x)), MESH, plan=plan)
+        told = explain(net, tensor_meta((2, 8), "float32"))
+    assert ("every rank computes it of whole inputs: gather=True" in told) == ("gather" in facts)
+    assert ("SortedRows" in told) == ("gather" in facts) and "gather" in told
 
 
 def test_an_unknown_fact():

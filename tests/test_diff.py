@@ -20,6 +20,7 @@ from mindformers_core.diff.runs import Run, assembled, layout_text, write_rows, 
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.program.observer import Observer
+from mindformers_core.trainer.checkpoints import save_job
 from mindformers_core.trainer.command_line import main
 from mindformers_core.trainer.diffing import run_simulated
 from mindformers_core.trainer.recipe_loader import load_recipe
@@ -289,9 +290,8 @@ def test_compare_points_to_diff(tmp_path, capsys):
 def test_resumed_run(tmp_path):
     """A checkpoint's moments are those of the run that goes on."""
     whole = recorded(tmp_path / "whole", steps=3)
-    saved = ["checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=2"]
-    recipe = load_recipe(RECIPE, [*TINY, f"training.output_dir={tmp_path / 'saved'}", *saved])
-    run_simulated(recipe, 2, _save_after_two(tmp_path))
+    recipe = load_recipe(RECIPE, [*TINY, f"training.output_dir={tmp_path / 'saved'}"])
+    run_simulated(recipe, 2, _save_after_two)
     resumed = recorded(tmp_path / "resumed", [f"checkpoint.load_path={tmp_path / 'saved'}"])
     assert resumed.steps == [3]
     found = part(whole, resumed)
@@ -299,21 +299,16 @@ def test_resumed_run(tmp_path):
     assert found.first is None, report(found)
 
 
-def _save_after_two(folder):
-    from mindformers_core.trainer.saved_state import save_state
+def _save_after_two(job):
+    run_step = job.run_step
 
-    def prepare(job):
-        run_step = job.run_step
+    def step(*arguments):
+        found = run_step(*arguments)
+        if job.step == 2:
+            save_job(job)
+        return found
 
-        def step(*arguments):
-            found = run_step(*arguments)
-            if job.step == 2:
-                save_state(folder / "saved", job.state(), job.tensors(), job.rank, lambda: None)
-            return found
-
-        job.run_step = step
-
-    return prepare
+    job.run_step = step
 
 
 def test_recording_changes_no_number(tmp_path):

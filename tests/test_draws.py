@@ -6,6 +6,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
+from small_cells import cell_of
 
 from mindformers_core import verify
 from mindformers_core.dtensor.interception import draws_by_position
@@ -26,6 +27,11 @@ DRAWS = {  # functions of the tensor whose shape is drawn: without a tensor
     "ops.normal": lambda x: ops.normal(x.shape, TWO, TWO),
     "ops.laplace": lambda x: ops.laplace(x.shape, TWO, TWO),
     "ops.randperm": lambda x: ops.randperm(x.shape[-1]),
+    "ops.gamma": lambda x: ops.gamma(x.shape, ops.exp(x[0]), ops.exp(x[0])),
+    "ops.random_gamma": lambda x: ops.random_gamma(Tensor(x.shape), Tensor([0.5, 3.0])).mean(-1),
+    "ops.poisson": lambda x: ops.poisson(x.shape, ops.exp(x[0])),
+    "ops.random_poisson": lambda x: ops.random_poisson(Tensor(x.shape), Tensor(3.0)),
+    "ops.TruncatedNormal": lambda x: ops.TruncatedNormal()(Tensor(x.shape)),
     "mint.rand": lambda x: mint.rand(*x.shape),
     "mint.randn": lambda x: mint.randn(x.shape),
     "mint.randn, float16": lambda x: mint.randn(x.shape, dtype=ms.float16),
@@ -38,6 +44,11 @@ LIKE = {  # of a tensor
     "ops.bernoulli": lambda x: ops.bernoulli(x, 0.25),
     "ops.dropout2d": lambda x: ops.dropout2d(x.reshape(*x.shape, 1, 1), 0.25).reshape(x.shape),
     "ops.dropout3d": lambda x: ops.dropout3d(x.reshape(*x.shape, 1, 1, 1), 0.25).reshape(x.shape),
+    "ops.shuffle": lambda x: ops.shuffle(x),
+    "ops.choice_with_mask": lambda x: ops.choice_with_mask(ops.greater(x, 0), 8)[0].sum(-1),
+    "ops.multinomial_with_replacement": lambda x: ops.multinomial_with_replacement(ops.sigmoid(x), 3, 4, 8, True),
+    "Tensor.log_normal": lambda x: x.log_normal(),
+    "Tensor.uniform": lambda x: x.uniform(-1.0, 2.0),
     "mint.rand_like": lambda x: mint.rand_like(x),
     "mint.randn_like": lambda x: mint.randn_like(x),
     "mint.randint_like": lambda x: mint.randint_like(x, -3, 4),
@@ -104,35 +115,81 @@ def test_all_modes_draw_the_same_numbers(name, draw):
 
 LARGE = (256, 128)
 COUNT = 256 * 128
-# moments: draw of a shape, mean, deviation, fourth moment about the mean over the squared variance
+FEW = 2 / math.sqrt(3)  # the third moment of a truth value of probability 1/4
+UNIFORM = (math.sqrt(1 / 12), 0.0, 1.8)
+# draws of a tensor's shape; mean, deviation, third and fourth moment about the mean, of which the deviation is 1
 MOMENTS = {
-    "normal": (lambda: ops.standard_normal(LARGE), 0.0, 1.0, 3.0),
-    "normal of a mean": (lambda: mint.normal(1.0, 2.0, LARGE), 1.0, 2.0, 3.0),
-    "uniform": (lambda: mint.rand(LARGE), 0.5, math.sqrt(1 / 12), 1.8),
-    "uniform, float16": (lambda: mint.rand(LARGE, dtype=ms.float16), 0.5, math.sqrt(1 / 12), 1.8),
-    "laplace": (lambda: ops.laplace(LARGE, ZERO, TWO), 0.0, 2 * math.sqrt(2), 6.0),
-    "integers": (lambda: mint.randint(-3, 4, LARGE), 0.0, 2.0, 1.75),
-    "integers of ops": (lambda: ops.randint(-3, 4, LARGE), 0.0, 2.0, 1.75),
-    "bernoulli": (lambda: ops.bernoulli(ops.zeros(LARGE), 0.25), 0.25, math.sqrt(3) / 4, 7 / 3),
-}
+    "normal": (lambda x: ops.standard_normal(x.shape), 0.0, 1.0, 0.0, 3.0),
+    "normal like": (lambda x: mint.randn_like(x), 0.0, 1.0, 0.0, 3.0),
+    "normal of a mean": (lambda x: mint.normal(1.0, 2.0, x.shape), 1.0, 2.0, 0.0, 3.0),
+    "normal of means": (lambda x: mint.normal(x, 2.0), 1.0, 2.0, 0.0, 3.0),
+    "normal of ops": (lambda x: ops.normal(x.shape, TWO, TWO), 2.0, 2.0, 0.0, 3.0),
+    "normal, float16": (lambda x: mint.randn(x.shape, dtype=ms.float16), 0.0, 1.0, 0.0, 3.0),
+    "uniform": (lambda x: mint.rand(x.shape), 0.5, *UNIFORM),
+    "uniform like": (lambda x: mint.rand_like(x), 0.5, *UNIFORM),
+    "uniform, float16": (lambda x: mint.rand(x.shape, dtype=ms.float16), 0.5, *UNIFORM),
+    "uniform of ops": (lambda x: ops.uniform(x.shape, ZERO, TWO) / 2, 0.5, *UNIFORM),
+    "log normal": (lambda x: ops.log(x.log_normal(1.0, 2.0)), 1.0, 2.0, 0.0, 3.0),
+    "truncated normal": (lambda x: ops.TruncatedNormal()(Tensor(x.shape)), 0.0, 0.87962566, 0.0, 2.36513),
+    "laplace": (lambda x: ops.laplace(x.shape, ZERO, TWO), 0.0, 2 * math.sqrt(2), 0.0, 6.0),
+    "integers": (lambda x: mint.randint(-3, 4, x.shape), 0.0, 2.0, 0.0, 1.75),
+    "integers like": (lambda x: mint.randint_like(x, -3, 4), 0.0, 2.0, 0.0, 1.75),
+    "integers of ops": (lambda x: ops.randint(-3, 4, x.shape), 0.0, 2.0, 0.0, 1.75),
+    "uniform integers": (lambda x: ops.uniform(x.shape, LOW, HIGH, dtype=ms.int32), 0.0, 2.0, 0.0, 1.75),
+    "bernoulli": (lambda x: ops.bernoulli(x, 0.25), 0.25, math.sqrt(3) / 4, FEW, 7 / 3),
+    "bernoulli of mint": (lambda x: mint.bernoulli(x / 4), 0.25, math.sqrt(3) / 4, FEW, 7 / 3),
+    "dropout": (lambda x: ops.dropout(x, 0.25), 1.0, math.sqrt(1 / 3), -FEW, 7 / 3),
+    "dropout2d": (lambda x: ops.dropout2d(x[..., None, None], 0.25)[..., 0, 0], 1.0, math.sqrt(1 / 3), -FEW, 7 / 3),
+    "dropout3d": (
+        lambda x: ops.dropout3d(x[..., None, None, None], 0.25)[..., 0, 0, 0], 1.0, math.sqrt(1 / 3), -FEW, 7 / 3,
+    ),
+    # of heavy tails: the share below 1, three quarters, is told
+    "cauchy": (
+        lambda x: ops.less(ops.Cauchy(list(LARGE), 0.0, 1.0)(), 1.0).astype(ms.float32) * x,
+        0.75, math.sqrt(3) / 4, -FEW, 7 / 3,
+    ),
+}  # fmt: skip
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("name", MOMENTS)
 def test_moments_are_those_of_the_distribution(name):
     """Within 5 deviations of each figure; no element has the numbers of a neighbour."""
-    draw, mean, deviation, kurtosis = MOMENTS[name]
+    draw, mean, deviation, skewness, kurtosis = MOMENTS[name]
     ms.manual_seed(3)
-    with draws_by_position():
-        values = draw().astype(ms.float32).asnumpy().astype(np.float64)
+    net = shard(cell_of(lambda self, x: draw(x)), init_device_mesh((1,), ("dp",)))
+    values = net(Tensor(np.ones(LARGE, np.float32))).full_tensor().astype(ms.float32).asnumpy().astype(np.float64)
     values = (values - mean) / deviation
     limit = 5 / math.sqrt(COUNT)
     assert abs(values.mean()) < limit
     assert abs(values.var() - 1) < limit * math.sqrt(kurtosis - 1) + 1e-3
-    third, spreads = (1.1547 if name == "bernoulli" else 0.0), ((90, 2484) if name == "laplace" else (15, 96))
-    assert abs((values**3).mean() - third) < limit * math.sqrt(spreads[0])
+    spreads = (90, 2484) if name == "laplace" else (15, 96)
+    assert abs((values**3).mean() - skewness) < limit * math.sqrt(spreads[0])
     assert abs((values**4).mean() - kurtosis) < limit * math.sqrt(spreads[1])
     for products in (values[1:] * values[:-1], values[:, 1:] * values[:, :-1], values[::2, ::2] * values[1::2, 1::2]):
         assert abs(products.mean()) < 5 / math.sqrt(products.size)
+
+
+@pytest.mark.parametrize("parameter", [0.3, 1.0, 4.0, 300.0])
+def test_gamma_and_poisson(parameter):
+    """Their means, variances, and frequencies of single counts, within 5 deviations of each figure."""
+    ms.manual_seed(3)
+    with draws_by_position():
+        gamma, counts = (
+            draw.asnumpy().astype(np.float64)
+            for draw in (
+                ops.gamma(LARGE, Tensor([parameter], ms.float32), Tensor(1.0)),
+                ops.poisson(LARGE, Tensor([parameter], ms.float32)),
+            )
+        )
+    for values, kurtosis in ((gamma, 3 + 6 / parameter), (counts, 3 + 1 / parameter)):
+        deviations = (values - parameter) / math.sqrt(parameter)
+        assert abs(deviations.mean()) < 5 / math.sqrt(COUNT)
+        assert abs((deviations**2).mean() - 1) < 5 * math.sqrt((kurtosis - 1) / COUNT)
+    assert gamma.min() > 0 and counts.min() >= 0
+    for count in range(int(max(parameter - 6, 0)), int(parameter) + 9):
+        share = math.exp(count * math.log(parameter) - parameter - math.lgamma(count + 1))
+        assert abs((counts == count).mean() - share) < 5 * math.sqrt(share / COUNT) + 1e-9
 
 
 @pytest.mark.usefixtures("one_rank")

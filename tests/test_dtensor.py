@@ -95,10 +95,9 @@ def test_copies_stay_distributed():
             lambda: placed() + distribute_tensor(Tensor(ARRAY), layout(), init_device_mesh((4,), ("tp",))),
             "operator 'Add.*different meshes",
         ),
-        (lambda: placed().__setitem__(0, 1.0), "can't be assigned to by index"),
         (lambda: len(placed().sum()), "without dims"),
         (lambda: placed() + ARRAY, "tensors, numbers.*ndarray"),
-        (lambda: placed().add_(placed()), "'InplaceAddExt' would change a distributed tensor in place"),
+        (lambda: placed().redistribute(layout("tp")).add_(placed()), "another tensor in another layout"),
         (
             lambda: distribute_tensor(Parameter(Tensor(ARRAY), name="w"), Layout.on(MESH, ((), ()), {"tp": "sum"})),
             "parameter 'w'.*sharded or replicated",
@@ -121,7 +120,7 @@ def test_errors_name_what_is_wrong(make, message):
 def test_an_operator_without_a_rule_says_how_to_register_one(monkeypatch):
     monkeypatch.delitem(_FACTS, "Erfinv")
     x = placed("dp")
-    with pytest.raises(ValueError, match=r"'Erfinv' has no rule.*@register_operator\('Erfinv'\).*local_map"):
+    with pytest.raises(ValueError, match=r"'Erfinv' has no rule.*gather=True.*@register_operator\('Erfinv'\)"):
         ops.erfinv(x / 100)
     try:
         register_operator("Erfinv")(elementwise)

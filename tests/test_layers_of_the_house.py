@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "mindformers_core"
 PURE_FLOORS = (  # each imports only from those before it, and never MindSpore
     "hints",
+    "scopes",
     "dtypes",
     "splitmix",
     "mesh",
@@ -47,6 +48,7 @@ FLOORS = (
     *SIBLINGS,
     "verification",
     "diff",
+    "checkpoint",
     "trainer",
 )
 # beyond the order of the floors: (who, what it never imports)

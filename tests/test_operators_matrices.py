@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import verified_operators
-from mindspore import Tensor, mint, ops
+from mindspore import Tensor, mint, nn, ops
 from mindspore.ops.operations.linalg_ops import Eigh
 from verified_calls import MESH_OF_4, Sample, eager, numbers, operators_of, planned, stopped, verified
 
@@ -112,6 +112,8 @@ WITHOUT_KERNEL = (
     Sample("eigvals", lambda x: ops.abs(ops.eigvals(x)), (DEFINITE,), BATCH),
     Sample("norm_2", lambda x: ops.norm(x, 2, dim=(0, 1)), (X,), ["ToDtype", "ToDtype"]),
     Sample("ormqr", ops.ormqr, (numbers(2, 4, 2), numbers(2, 2), CUBE), None),
+    Sample("determinant", nn.MatDet(), (DEFINITE,), BATCH),
+    Sample("inverse_of_cholesky", nn.MatInverse(), (DEFINITE,), BATCH),
     Sample("mint_trace", mint.trace, (X,)),
     Sample("mint_tril", lambda x: mint.tril(x, 1), (X,)),
     Sample("mint_addmv", mint.addmv, (numbers(4), X, numbers(4)), ["cut_2_0"]),

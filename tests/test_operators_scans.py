@@ -41,6 +41,8 @@ SCANS = (
         for out in MIXED
         for back in MIXED
     ),
+    Sample("logarithms in front", lambda x: ops.CumulativeLogsumexp(False, True)(x, Tensor(1)), (AROUND,), ["cut_0_1"]),
+    Sample("logcumsumexp", lambda x: [ops.logcumsumexp(x, 1), x.logcumsumexp(0)], (100 * AROUND,)),
     Sample("cumprod", lambda x: [ops.cumprod(x, 1), x.cumprod(0)], (CUBE,)),
     Sample("cumsum_of_integers", lambda x: [*integer_sums(whole_numbers(x)), x * 2.0], (TIES,), terms=False),
     Sample("cummax", stopped(lambda x: [*ops.cummax(x, 1), *x.cummax(0)]), (TIES,), terms=False),

@@ -6,6 +6,7 @@ import pytest
 import scatter_calls
 import test_operators as rules
 from mindspore import Tensor, mint, nn, ops
+from mindspore.ops.function import nn_func
 from planned_models import planned
 from scatter_calls import EXPERTS_CALLS, LOSS_CALLS, SCATTER_CALLS
 from scatter_functions import MORE, QUICK, WITHOUT_KERNEL, f, i, p
@@ -146,6 +147,8 @@ LOSSES = {  # 8 examples of 64 classes; bytes forward
     "mint": (loss_cell(lambda _, x, y: F.cross_entropy(x, y)), 72),
     "mint summed": (loss_cell(lambda _, x, y: F.cross_entropy(x, y, reduction="sum")), 68),
     "mint each": (loss_cell(lambda _, x, y: F.cross_entropy(x, y, reduction="none").mean()), 68),
+    "ops smoothed": (loss_cell(lambda _, x, y: ops.cross_entropy(x, y, label_smoothing=0.1)), 160),
+    "mint smoothed": (loss_cell(lambda _, x, y: F.cross_entropy(x, y, label_smoothing=0.1)), 68),
     "nn": (loss_cell(lambda self, x, y: self.loss(x, y), loss=nn.CrossEntropyLoss()), 160),
     "nn sparse": (
         loss_cell(lambda self, x, y: self.loss(x, y), loss=nn.SoftmaxCrossEntropyWithLogits(True, "mean")),
@@ -167,6 +170,25 @@ def test_a_cut_vocabulary_sends_little(name):
         _, frame = planned(cell, TP, given, plan=plan, arriving={"x": cut})
         sent = bytes_by_axes(make_report(frame, algorithm_of).traffic)
     assert sent == {("tp",): (wanted, 64 if wanted == 160 else 32)}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("ignored", [-100, 3])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_of_mint_is_that_of_ops(monkeypatch, smoothing, weighted, ignored, reduction):
+    """On a cut vocabulary; CPU has not the newer logarithm of the softmax."""
+    monkeypatch.setattr(nn_func, "log_softmax_ext", lambda x, dim, dtype: ops.log_softmax(x, dim))
+    named = {"ignore_index": ignored, "reduction": reduction, "label_smoothing": smoothing}
+
+    def loss(function):
+        return lambda x, w, y: function(x, y, w if weighted else None, **named)
+
+    values = [f(4, 8), p(8), i(8, 4)]
+    values[2][1] = ignored
+    check = verified(loss(F.cross_entropy), values, [layout("b", "a"), layout("a"), layout("b")], MESH)
+    ((found,),) = check.truth.outputs.values()
+    np.testing.assert_allclose(found, loss(ops.cross_entropy)(*map(Tensor, values)).asnumpy(), 1e-5)
 
 
 def test_what_mindspore_gets_wrong_on_cpu():

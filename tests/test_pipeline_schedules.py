@@ -52,6 +52,14 @@ def texts(schedule):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+def test_tables_that_are_admitted_are_valid(name):
+    """Of every number of ranks and chunks; all numbers of micro-batches at night."""
+    for size in sizes(name, micro_batch_nums=(*range(1, 10), 15, 16, 17, 31)):
+        validate(forward_only(planned(name, *size).table), training=False)  # making a table validates it
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_every_table_that_is_admitted_is_valid(name):
     count = 0
     for size in sizes(name):
@@ -63,7 +71,7 @@ def test_every_table_that_is_admitted_is_valid(name):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_sends_may_wait_for_their_receives(name):
-    for size in sizes(name, micro_batch_nums=(1, 2, 5, 8, 16, 31)):
+    for size in sizes(name, micro_batch_nums=(1, 2, 5, 8, 16)):
         table = unlowered(planned(name, *size))
         validate(lowered(table, buffered=True), buffered=True)
         rendezvous = lowered(table, buffered=False)
@@ -225,8 +233,8 @@ def test_work_grows_with_the_table(name):
 
 
 def test_large_tables_are_made_lowered_and_validated():
-    schedule = planned("interleaved_1f1b", 64, 1024, 4)
-    assert sum(len(order) for order in schedule.table.orders) > 4 * 64 * 1024 * 4
+    schedule = planned("interleaved_1f1b", 64, 256, 4)
+    assert sum(len(order) for order in schedule.table.orders) > 4 * 64 * 256 * 4
 
 
 # What is not admitted.

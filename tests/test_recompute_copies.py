@@ -9,7 +9,8 @@ from small_cells import cell_of
 from test_recompute_explained import IDS, explained
 from test_recompute_gradients import llama, sharded
 
-from mindformers_core.analysis.prediction import SavedTensor, saved_bytes
+from mindformers_core.analysis.forward_trace import Memory
+from mindformers_core.analysis.prediction import saved_bytes
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import tensor_meta
@@ -49,5 +50,5 @@ def test_copies_count_for_who_makes_the_views():
 
 def test_a_copy_counts_also_behind_a_move_that_does_nothing():
     links = SimpleNamespace(producers={(0,): (), (1,): ((0,),), (2,): ((1,),)}, nbytes={(0,): 8, (1,): 8, (2,): 4})
-    before, after = [SavedTensor((2,), 8), SavedTensor((2,), 5)], [SavedTensor((2,), 5)]
+    before, after = [Memory((2,), 0, 8), Memory((2,), 1, 5)], [Memory((2,), 1, 5)]
     assert bytes_not_kept(links, {(0,)}, before, after) == {(0,): 8, (2,): 0}

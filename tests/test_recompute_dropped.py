@@ -5,7 +5,7 @@ from mindspore import Parameter, Tensor, ops
 from planned_models import planned
 from small_cells import cell_of
 
-from mindformers_core.analysis.prediction import cell_keys, recomputed, saved_activations, saved_bytes
+from mindformers_core.analysis.prediction import Prediction, saved_activations, saved_bytes
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
@@ -44,7 +44,7 @@ def test_a_chain():
     frame, keys = chain(exp_sin_cos)
     assert kept_operators(frame) == ["Exp", "Sin"]
     assert saved_bytes(frame, arguments_need=False) == 2 * ONE
-    assert recomputed(frame, ()) == set()
+    assert Prediction(frame).recomputed(frozenset()) == set()
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_dropped_results(dropped, kept, again):
     chosen = frozenset(keys[name] for name in dropped)
     assert sorted(kept_operators(frame, chosen)) == kept
     assert saved_bytes(frame, chosen, arguments_need=False) == len(kept) * ONE
-    assert recomputed(frame, chosen, arguments_need=False) == {keys[name] for name in again}
+    assert Prediction(frame, arguments_need=False).recomputed(frozenset(chosen)) == {keys[name] for name in again}
 
 
 def test_dropped_views():
@@ -75,7 +75,7 @@ def test_dropped_views():
     assert [one.nbytes for one in saved] == [ONE, ONE]
     dropped = {keys["Transpose"]}
     assert [one.key for one in saved_activations(frame, dropped, arguments_need=False)] == [keys["Exp"]]
-    assert recomputed(frame, dropped, arguments_need=False) == dropped
+    assert Prediction(frame, arguments_need=False).recomputed(frozenset(dropped)) == dropped
     kept = saved_activations(frame, {keys["Exp"]}, arguments_need=False)
     assert [one.key for one in kept] == [keys["Mul"], keys["Square"]]
 
@@ -102,7 +102,7 @@ def test_moves_are_kept_and_dropped():
     dropped = saved_activations(frame, {key}, arguments_need=False)
     assert [one.nbytes for one in dropped] == [ONE, 8 * 4]  # Exp's result, and the partial sum
     assert dropped[1].key != key == saved[1].key
-    assert recomputed(frame, {key}, arguments_need=False) == {key}
+    assert Prediction(frame, arguments_need=False).recomputed(frozenset({key})) == {key}
 
 
 def layer(last):
@@ -131,12 +131,12 @@ def test_a_selected_cell_keeps_its_results():
     """Also what they are views of, through the calls of other Cells."""
     frame, viewing = net(ops.abs), net(lambda x: ops.reshape(x, (8, 8)))
     paths = {path: key for key, path in called_cells(frame)}
-    assert names_of(frame, cell_keys(frame, paths["first"])) == ["Cos", "Exp", "Sin"]
-    assert names_of(frame, cell_keys(frame, paths["first.inner"])) == ["Exp", "Sin"]
-    assert names_of(viewing, cell_keys(viewing, paths["first"])) == ["Cos", "Exp"]
-    assert cell_keys(viewing, paths["first.inner"]) < cell_keys(viewing, paths["first"])
-    assert "Tanh" not in names_of(frame, cell_keys(frame, ()))
-    assert len(cell_keys(frame, ())) == len(operators_in_order(frame)) - 1
+    assert names_of(frame, Prediction(frame).cell_keys(paths["first"])) == ["Cos", "Exp", "Sin"]
+    assert names_of(frame, Prediction(frame).cell_keys(paths["first.inner"])) == ["Exp", "Sin"]
+    assert names_of(viewing, Prediction(viewing).cell_keys(paths["first"])) == ["Cos", "Exp"]
+    assert Prediction(viewing).cell_keys(paths["first.inner"]) < Prediction(viewing).cell_keys(paths["first"])
+    assert "Tanh" not in names_of(frame, Prediction(frame).cell_keys(()))
+    assert len(Prediction(frame).cell_keys(())) == len(operators_in_order(frame)) - 1
 
 
 def test_one_of_two_calls():
@@ -146,7 +146,7 @@ def test_one_of_two_calls():
     _, frame = planned(cell, MESH, (tensor_meta((8, 8), "float32"),), arriving={"x": layout("tp")})
     first, second = (key for key, path in called_cells(frame) if path == "layer")
     whole = saved_bytes(frame, arguments_need=False)
-    dropped = saved_bytes(frame, cell_keys(frame, second), arguments_need=False)
+    dropped = saved_bytes(frame, Prediction(frame).cell_keys(second), arguments_need=False)
     assert (whole, dropped) == (4 * ONE, 3 * ONE)  # of the second: Exp's and Sin's results, or the first's result
     assert first != second
 
@@ -156,7 +156,7 @@ def test_errors():
     with pytest.raises(ValueError, match=r"no instruction at \(7,\), which is to be dropped"):
         saved_bytes(frame, {(7,)})
     with pytest.raises(ValueError, match=r"no call of a Cell at \(1,\)"):
-        cell_keys(frame, (1,))
+        Prediction(frame).cell_keys((1,))
     cut, _ = chain(lambda x: ops.softmax(x, -1), layout(None, "tp"))
     with pytest.raises(ValueError, match="Softmax .* runs the distributed algorithm 'softmax'.*algorithm_of"):
         saved_bytes(cut)

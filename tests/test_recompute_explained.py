@@ -10,7 +10,7 @@ from models import TINY_LLAMA
 from small_cells import cell_of
 from test_recompute_gradients import INPUTS, Net, llama, sharded
 
-from mindformers_core.analysis.prediction import recomputed, saved_activations, saved_bytes
+from mindformers_core.analysis.prediction import Prediction, saved_activations, saved_bytes
 from mindformers_core.analysis.traffic import collectives_of
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication import init_distributed, shutdown
@@ -62,7 +62,7 @@ def test_the_marks_add_up(make, settings):
     marks = found.notes
     assert found.dropped == dropped
     again = {key for key, mark in marks.items() if mark.kind == "recomputed"}
-    assert again == recomputed(frame, dropped, algorithm_of)
+    assert again == Prediction(frame, algorithm_of).recomputed(frozenset(dropped))
     before, after = (saved_bytes(frame, keys, algorithm_of) for keys in (frozenset(), dropped))
     signs = {"recomputed": 1, "kept for others": -1}
     assert sum(signs[mark.kind] * mark.nbytes for mark in marks.values()) == before - after > 0

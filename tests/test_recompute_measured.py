@@ -9,7 +9,7 @@ from recomputations import count_recomputations
 from saved_tensors import constants_of, distinct, measured, scalar_of
 from test_recompute_gradients import INPUTS, Cast, Half, Net, Views, drawn, llama, sharded
 
-from mindformers_core.analysis.prediction import recomputed, saved_bytes
+from mindformers_core.analysis.prediction import Prediction, saved_bytes
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication import init_distributed, shutdown
 from mindformers_core.communication.raw import RawCollective
@@ -92,7 +92,7 @@ def test_measured_is_foretold(monkeypatch, make, settings):
     seeds = 6 * 8 * (make is Net)  # of the draws: after manual_seed they are all one, the generator's own
     assert foretold - seeds <= after <= foretold < before == saved_bytes(frame, frozenset(), algorithm_of)
     if make is not Net:  # a distributed algorithm is several calls
-        assert again == len(recomputed(frame, keys, algorithm_of))
+        assert again == len(Prediction(frame, algorithm_of).recomputed(frozenset(keys)))
 
 
 def test_full_recompute_keeps_one_tensor_of_a_layer(monkeypatch):
@@ -129,4 +129,4 @@ def test_operators_whose_results_are_marked(monkeypatch, settings):
     keys = frozenset(keepers_by_key(frame))
     foretold = saved_bytes(frame, keys, algorithm_of)
     assert bytes_of(tensors, net, inputs) == foretold < saved_bytes(frame, frozenset(), algorithm_of)
-    assert again == len(recomputed(frame, keys, algorithm_of)) >= 6
+    assert again == len(Prediction(frame, algorithm_of).recomputed(frozenset(keys))) >= 6

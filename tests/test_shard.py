@@ -13,7 +13,7 @@ from small_cells import Linear, Net, cell_of
 from mindformers_core import tensor_parallel
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.tensor_parallel import DTensor, distribute_tensor
+from mindformers_core.tensor_parallel import DTensor, custom_operator, distribute_tensor
 
 pytestmark = pytest.mark.usefixtures("rank_0_of_4")
 MESH = init_device_mesh((2, 2), ("dp", "tp"))
@@ -135,7 +135,7 @@ def test_containers_and_keyword_arguments():
         (lambda x: x, layout("dp", "tp", None),
             r"output 0 of the root Cell \(Function\): layout .* it has 3 entries.*2 dims"),
         (lambda x: x[:3], layout("dp"), r"output 0 of the root Cell \(Function\).*shape \(3, 8\): dim 0 has size 3"),
-        (lambda x: ops.padding(x[:, :1], 9), None, r"in the root Cell \(Function\): operator '\w+' has no rule"),
+        (custom_operator("Turned", ops.tanh), None, r"in the root Cell \(Function\): operator '\w+' has no rule"),
         (lambda x: x @ x, None, r"in the root Cell \(Function\): operator MatMul"),
         (lambda x: x[9], None, r"in the root Cell \(Function\): index 9 is out of range"),
         (lambda x: float(x.redistribute(layout("dp")).sum()), None,

@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
 
 import mindspore as ms
@@ -207,6 +208,20 @@ def test_dropout_draws_the_same_on_all_ranks(recomputed):
     assert not check.faults, check.report()
     labels = list(check.truth.outputs)
     assert len({check.truth.outputs[label][0].item() for label in labels}) == len(labels) == 2
+
+
+def random_state():
+    generators = np.random.get_state()[1].tolist(), ms.get_rng_state().asnumpy().tolist()
+    return ms.get_seed(), ms.dataset.config.get_seed(), generators
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_random_states_stay_as_they_are(monkeypatch, seed):
+    monkeypatch.setattr(import_module("mindspore.common.seed"), "_GLOBAL_SEED", seed)
+    before = random_state()
+    net = cell_of(lambda self, x: self.inner(x) * ops.randn_like(x), inner=nn.Dense(4, 4))
+    assert not verify(net, DeviceMesh((2,), ("tp",)), Tensor(array(2, 4))).faults
+    assert random_state() == before
 
 
 def test_an_operator_that_computes_something_else_than_its_source(monkeypatch):

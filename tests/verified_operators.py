@@ -17,10 +17,10 @@ ELEMENTWISE = _names(
 )
 MATRICES = _names(
     """
-    Addbmm Addmv Cdist Cholesky CholeskyInverse CholeskySolve Cross Diag Diagonal Eig Eigh Einsum FillDiagonal Geqrf
-    Ger LinalgQr LogMatrixDeterminant Lstsq LuSolve LuUnpack MatrixBandPart MatrixDeterminant MatrixExp
-    MatrixInverse MatrixInverseExt MatrixPower MatrixSolve Meshgrid Orgqr Ormqr Pdist Qr Svd Trace TraceExt TraceV2
-    TriangularSolve
+    Addbmm Addmv Cdist Cholesky CholeskyInverse CholeskySolve CholeskyTrsm Cross Diag Diagonal DetTriangle Eig Eigh
+    Einsum FillDiagonal Geqrf Ger LinalgQr LogMatrixDeterminant Lstsq LuSolve LuUnpack MatrixBandPart
+    MatrixDeterminant MatrixExp MatrixInverse MatrixInverseExt MatrixPower MatrixSolve Meshgrid Orgqr Ormqr
+    Pdist Qr Svd Trace TraceExt TraceV2 TriangularSolve
     """
 )
 REDUCTIONS = _names(
@@ -29,6 +29,8 @@ REDUCTIONS = _names(
     Median MedianDim MedianExt Nansum Quantile Renorm ReverseSequence
     """
 )
-SCANS = _names("Cummax Cummin CumminExt Kthvalue")
+SCANS = _names("Cummax Cummin CumminExt CumulativeLogsumexp Kthvalue")
+IMAGES = frozenset({"DeformableOffsets"})
 DRAWS = _names("RandExt RandInt RandIntLike RandLikeExt Randn RandnLike RandpermExt")
-VERIFIED = ELEMENTWISE | MATRICES | REDUCTIONS | SCANS | DRAWS
+STATE = _names("Assign")
+VERIFIED = ELEMENTWISE | MATRICES | REDUCTIONS | SCANS | IMAGES | DRAWS | STATE

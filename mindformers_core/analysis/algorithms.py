@@ -4,8 +4,6 @@ from mindformers_core.operators.signature import is_float
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.operators import passes_gradient
 
-__all__ = ["algorithm_parts", "algorithm_steps"]
-
 
 def algorithm_parts(plan, algorithm):
     """Pairs `(node, Steps of a redistribution or None)` that run in place of an operator, and their `CellGraph`.

@@ -9,8 +9,6 @@ from math import prod
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.operators.saved import Operand
 
-__all__ = ["ForwardTrace", "BackwardLiveSet", "Memory", "SharedCall", "Run", "LocalTensor", "placeholder"]
-
 
 @dataclass(frozen=True)
 class Memory:
@@ -29,6 +27,11 @@ class Memory:
     nbytes: int
     on_host: bool = False
     view: tuple | int | None = field(default=None, compare=False)
+
+    @property
+    def owner(self):
+        """Key of the instruction to drop so that the memory is freed."""
+        return self.view if isinstance(self.view, tuple) else self.key
 
 
 @dataclass(frozen=True, eq=False)

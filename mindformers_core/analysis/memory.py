@@ -9,8 +9,6 @@ from collections import Counter
 from mindformers_core.analysis.saved_tensors import SavedTensorAnalysis
 from mindformers_core.program.plan import called_cells
 
-__all__ = ["activation_peaks", "recomputed_at_once"]
-
 
 def activation_peaks(frame, algorithm=None, activations=None):
     """`(training, evaluation)`: peak bytes on one rank in the forward pass.

@@ -16,8 +16,6 @@ from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.operators import operator_signature
 from mindformers_core.redistribution.steps import COLLECTIVES
 
-__all__ = ["operations"]
-
 
 def operations(place, algorithm=None):
     """Floating-point operations of one instruction in the forward pass of one rank.
@@ -40,25 +38,13 @@ def operations(place, algorithm=None):
         return sum(_step_operations(step, device) for step in entry.steps)
     if isinstance(entry, CallPlan):
         return _whole_operations(entry.node.graph)
-    shapes = [layout.local_shape(value.shape) for value, layout in _tensors(entry)]
-    inputs = len(entry.inputs)
-    own = _own_operations(entry, place.frame.mesh, shapes[:inputs], shapes[inputs:])
+    axes_of, mesh = entry.axes_of, place.frame.mesh
+    sizes = {f: size // mesh.axis_size(*axes_in(axes_of.get(f, ()))) for f, size in entry.signature.sizes.items()}
+    inputs = [layout.local_shape(value.shape) for value, layout in entry.consumed]
+    own = _computed(entry.node.operator, sizes, inputs, entry.local_shapes, may_view=entry.algorithm is None)
     if entry.algorithm is None:
         return own
     return own + sum(_step_operations(step, device) for step, _ in algorithm_steps(entry, algorithm))
-
-
-def _tensors(plan):
-    """Pairs `(Value, Layout)` of the inputs, then of the outputs of an `OperatorPlan`."""
-    values = [*tree_leaves((plan.node.args, plan.node.kwargs)), *tree_leaves(plan.node.outputs)]
-    return zip(values, (*plan.inputs, *plan.outputs))
-
-
-def _own_operations(plan, mesh, inputs, outputs):
-    """Operations of an operator on local tensors of these shapes, without those of its collectives."""
-    sizes = plan.signature.sizes
-    local = {factor: sizes[factor] // mesh.axis_size(*axes_in(plan.axes_of.get(factor, ()))) for factor in sizes}
-    return _computed(plan.node.operator, local, inputs, outputs, may_view=plan.algorithm is None)
 
 
 def _computed(name, sizes, inputs, outputs, may_view=True):

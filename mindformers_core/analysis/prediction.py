@@ -6,34 +6,11 @@ the inputs of its recomputation are, back to available tensors (Chen et al., "Tr
 Cost", arXiv 1604.06174, with a choice for each result).
 """
 
-from dataclasses import dataclass
 from functools import cache
 
 from mindformers_core.analysis.saved_tensors import SavedTensorAnalysis
 from mindformers_core.hints import nearest
 from mindformers_core.program.plan import Redistribution, called_cells, operators_in_order
-
-__all__ = ["Prediction", "SavedTensor", "cell_keys", "recomputed", "saved_activations", "saved_bytes"]
-
-
-@dataclass(frozen=True, eq=False)
-class SavedTensor:
-    """One piece of memory that is kept from the forward to the backward pass.
-
-    Attributes:
-        key: key of the producing instruction (see `operators_in_order`).
-        nbytes: bytes on one rank.
-        view: for the copy of a view that an operator saves, the key of the view's producer; otherwise None.
-    """
-
-    key: tuple
-    nbytes: int
-    view: tuple | None = None
-
-    @property
-    def owner(self):
-        """Key of the instruction to drop so that the memory is freed."""
-        return self.key if self.view is None else self.view
 
 
 def saved_activations(frame, dropped=frozenset(), algorithm=None, arguments_need=True):
@@ -54,7 +31,7 @@ def saved_activations(frame, dropped=frozenset(), algorithm=None, arguments_need
             if it captures them from its scope.
 
     Returns:
-        A list of `SavedTensor`, one for each distinct piece of memory.
+        A list of `Memory`, one for each distinct piece.
 
     Raises:
         ValueError: no instruction has a key in `dropped`; an operator has a distributed algorithm, and `algorithm` is
@@ -66,30 +43,6 @@ def saved_activations(frame, dropped=frozenset(), algorithm=None, arguments_need
 def saved_bytes(frame, dropped=frozenset(), algorithm=None, arguments_need=True):
     """Sum of `saved_activations` in bytes on one rank; the same arguments and errors."""
     return Prediction(frame, algorithm, arguments_need).saved_bytes(frozenset(dropped))
-
-
-def recomputed(frame, dropped, algorithm=None, arguments_need=True):
-    """The keys in `dropped` whose instructions run again, as a set; the same arguments as `saved_activations`.
-
-    An instruction runs again if a gradient, or another instruction that runs again, reads one of its results.
-    """
-    return Prediction(frame, algorithm, arguments_need).recomputed(frozenset(dropped))
-
-
-def cell_keys(frame, key, algorithm=None):
-    """Keys of the instructions in one call of a Cell that are dropped if a pattern selects the Cell.
-
-    These are all instructions except the producers of its results and of the bases of results that are views.
-
-    Args:
-        frame: the root's `CellPlan`.
-        key: key of the call (see `called_cells`); `()` is the root.
-        algorithm: as for `saved_activations`.
-
-    Raises:
-        ValueError: no call has this key.
-    """
-    return Prediction(frame, algorithm).cell_keys(tuple(key))
 
 
 class Prediction:
@@ -108,20 +61,30 @@ class Prediction:
 
     def saved(self, dropped=frozenset()):
         """See `saved_activations`."""
-        kept = self._live_set(dropped).kept
-        views = (memory.view if isinstance(memory.view, tuple) else None for memory in kept)
-        return [SavedTensor(memory.key, memory.nbytes, view) for memory, view in zip(kept, views)]
+        return list(self._live_set(dropped).kept)
 
     def saved_bytes(self, dropped=frozenset()):
         """See `saved_bytes`."""
         return sum(memory.nbytes for memory in self._live_set(dropped).kept)
 
     def recomputed(self, dropped):
-        """See `recomputed`."""
+        """The keys in `dropped`, a frozenset, whose instructions run again, as a set.
+
+        An instruction runs again if a gradient, or another instruction that runs again, reads one of its results.
+        """
         return set(self._live_set(dropped).recomputed)
 
     def cell_keys(self, key):
-        """See `cell_keys`."""
+        """Keys of the instructions in one call of a Cell that are dropped if a pattern selects the Cell.
+
+        These are all instructions except the producers of its results and of the bases of results that are views.
+
+        Args:
+            key: key of the call (see `called_cells`); `()` is the root.
+
+        Raises:
+            ValueError: no call has this key.
+        """
         results = self._plain_trace().results_of(key)
         if results is None:
             calls = [str(other) for other, _ in called_cells(self._frame)]

@@ -16,12 +16,9 @@ from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.operators.registry import NO_GRADIENT, facts_of
 from mindformers_core.operators.saved import UNMEASURED
 from mindformers_core.operators.views import contiguous_strides, reshaped
-from mindformers_core.program.graph import match_arguments
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.redistribution.steps import STEP_KINDS
-
-__all__ = ["SavedTensorAnalysis"]
 
 _EXTREMES = frozenset(("max", "min"))
 
@@ -102,30 +99,22 @@ class _TraceBuilder:
         often = Counter(id(call.frame) for call in frame.calls)
         for index, entry in enumerate(frame.instructions):
             if isinstance(entry, Redistribution):
-                tensor = held[entry.value.id, entry.source]
-                held[entry.value.id, entry.target] = self.steps((*key, index), tensor, entry.steps)
-            elif isinstance(entry, CallPlan) and entry.frame is not None:
-                self.call(entry, held, (*key, index), often[id(entry.frame)] > 1)
+                made = [self.steps((*key, index), held[entry.value.id, entry.source], entry.steps)]
+            elif entry.frame is not None:
+                made = self.call(entry, held, (*key, index), often[id(entry.frame)] > 1)
             else:
-                self.entry(entry, held, (*key, index))
-        results = zip(tree_leaves(frame.graph.result), frame.results)
-        self.trace.results[key] = [held[value.id, layout] for value, layout in results]
+                made = self.entry(entry, held, (*key, index))
+            held |= {(value.id, layout): tensor for (value, layout), tensor in zip(entry.produced, made)}
+        self.trace.results[key] = [held[value.id, layout] for value, layout in frame.returned]
 
     def call(self, entry, held, key, is_shared):
-        """Trace the call of a Cell."""
-        called, node = entry.frame, entry.node
-        layouts = dict(zip(tree_leaves((node.args, node.kwargs)), entry.inputs))
-        given = {
-            (inner.id, layouts[outer]): held[outer.id, layouts[outer]] for inner, outer in match_arguments(node).items()
-        }
-        for (inner, inner_layout), (outer, layout) in zip(called.lifted, entry.lifted):
-            given[inner.id, inner_layout] = held[outer.id, layout]
+        """Results of the call of a Cell, which is traced."""
+        given = {(inner.id, layout): held[outer.id, layout] for inner, outer, layout in entry.passed}
         if is_shared:
-            self.shared_call(called, given, key)
+            self.shared_call(entry.frame, given, key)
         else:
-            self.frame(called, given, key)
-        for value, layout, tensor in zip(tree_leaves(node.outputs), entry.outputs, self.trace.results[key]):
-            held[value.id, layout] = tensor
+            self.frame(entry.frame, given, key)
+        return self.trace.results[key]
 
     def shared_call(self, frame, given, key):
         """Trace a `CellPlan` that several calls share, or take its known trace."""
@@ -141,20 +130,16 @@ class _TraceBuilder:
         self.trace.results[key] = self.trace.results_of(key)
 
     def entry(self, entry, held, key):
-        """Trace an operator, or the call of a Cell with a `bprop`."""
+        """Results of an operator, or of the call of a Cell with a `bprop`."""
         node = entry.node
-        values = tree_leaves((node.args, node.kwargs))
-        tensors = [held[value.id, layout] for value, layout in zip(values, entry.inputs)]
-        shapes = [layout.local_shape(value.shape) for value, layout in zip(tree_leaves(node.outputs), entry.outputs)]
+        tensors = [held[value.id, layout] for value, layout in entry.consumed]
+        shapes = [layout.local_shape(value.shape) for value, layout in entry.produced]
         if isinstance(entry, CallPlan):
             trained = any(use.trainable for call in node.graph.calls() for use in call.parameters)
-            made = self.own_gradient(key, tensors, tree_leaves(node.outputs), shapes, trained)
-        elif entry.algorithm is not None:
-            made = self.distributed(key, entry, tensors)
-        else:
-            made = self.operator(key, node, tensors, shapes)
-        for value, layout, tensor in zip(tree_leaves(node.outputs), entry.outputs, made):
-            held[value.id, layout] = tensor
+            return self.own_gradient(key, tensors, tree_leaves(node.outputs), shapes, trained)
+        if entry.algorithm is not None:
+            return self.distributed(key, entry, tensors)
+        return self.operator(key, node, tensors, shapes)
 
     def operator(self, key, node, tensors, shapes):
         """Results of an operator; its saved tensors are recorded."""

@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass
 
-from mindformers_core.redistribution.steps import COLLECTIVES
-
-__all__ = ["StepEntry", "bytes_by_axes", "collectives_of", "step_entries", "total"]
+from mindformers_core.redistribution.steps import COLLECTIVES, Step
 
 
 @dataclass(frozen=True)
@@ -12,26 +10,21 @@ class StepEntry:
     """One step of a redistribution, or of a distributed algorithm.
 
     Attributes:
-        kind, axes, dim, to_dim, op: see `redistribution.Step`.
-        forward: `(name, bytes)` of the operation in the forward pass: its name and the bytes that one rank sends.
-        backward: the same for the gradient; None if no gradient flows back in training.
-        recomputed: whether the forward operation runs again in the backward pass.
+        step: the `redistribution.Step`.
+        gradient: whether a gradient flows back through it in training.
+        recomputed: whether its forward operation runs again in the backward pass.
     """
 
-    kind: str
-    axes: tuple
-    dim: int | None
-    to_dim: int | None
-    op: str | None
-    forward: tuple
-    backward: tuple | None
+    step: Step
+    gradient: bool
     recomputed: bool = False
 
     @property
     def collectives(self):
         """`(direction, name, bytes)` of each collective, without local operations."""
-        ways = [("forward", self.forward), ("backward", self.backward or ("", 0))]
-        ways += [("backward", self.forward)] if self.recomputed else []
+        ways = [("forward", self.step.forward)]
+        ways += [("backward", self.step.backward)] if self.gradient else []
+        ways += [("backward", self.step.forward)] if self.recomputed else []
         return tuple((way, name, count) for way, (name, count) in ways if name in COLLECTIVES)
 
 
@@ -42,11 +35,7 @@ def step_entries(steps, recomputed=False):
         steps: the pairs.
         recomputed: see `StepEntry`.
     """
-
-    def entry(step, backward):
-        return StepEntry(step.kind, step.axes, step.dim, step.to_dim, step.op, step.forward, backward, recomputed)
-
-    return tuple(entry(step, step.backward if gradient else None) for step, gradient in steps)
+    return tuple(StepEntry(step, gradient, recomputed) for step, gradient in steps)
 
 
 def total(rows):
@@ -63,9 +52,9 @@ def total(rows):
         sums[key] = known[0] + number, known[1] + count
 
     for row in rows:
-        for step in getattr(row, "steps", ()):
-            for way, name, count in step.collectives:
-                add((step.axes, way, name), 1, count)
+        for entry in getattr(row, "steps", ()):
+            for way, name, count in entry.collectives:
+                add((entry.step.axes, way, name), 1, count)
         report = getattr(row, "report", None)
         for key, (number, count) in (report.traffic if report else {}).items():
             add(key, number, count)
@@ -74,18 +63,19 @@ def total(rows):
 
 def bytes_by_axes(traffic):
     """`axes -> (bytes forward, bytes backward)` of a `total`; a group over several axes has its own entry."""
-    sums = {}
-    for (axes, way, _), (_, count) in traffic.items():
-        forward, backward = sums.get(axes, (0, 0))
-        sums[axes] = (forward + count, backward) if way == "forward" else (forward, backward + count)
-    return dict(sorted(sums.items()))
+    return _by_direction((axes, way, count) for (axes, way, _), (_, count) in traffic.items())
 
 
 def collectives_of(traffic, axes=None):
     """`name -> (number forward, number backward)` of a `total`, over `axes` or (None) over all."""
+    chosen = ((key, number) for key, (number, _) in traffic.items() if axes in (None, key[0]))
+    return _by_direction((name, way, number) for (_, way, name), number in chosen)
+
+
+def _by_direction(entries):
+    """`key -> (sum forward, sum backward)` of triples `(key, direction, number)`, by ascending keys."""
     sums = {}
-    for (over, way, name), (number, _) in traffic.items():
-        if axes in (None, over):
-            forward, backward = sums.get(name, (0, 0))
-            sums[name] = (forward + number, backward) if way == "forward" else (forward, backward + number)
+    for key, way, number in entries:
+        forward, backward = sums.get(key, (0, 0))
+        sums[key] = (forward + number, backward) if way == "forward" else (forward, backward + number)
     return dict(sorted(sums.items()))

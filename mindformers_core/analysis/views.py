@@ -4,8 +4,6 @@ from mindformers_core.operators.registry import facts_of, rewritten
 from mindformers_core.operators.views import INPUT, INPUT_IF_CONTIGUOUS, INPUT_IF_OF_ITS_DTYPE, is_contiguous
 from mindformers_core.program.structure import tree_leaves
 
-__all__ = ["gives_its_input", "is_cast_to_its_dtype", "viewed"]
-
 
 def viewed(node, shape, strides, targets):
     """Strides of an operator's results if they are views of its first tensor; otherwise None.

@@ -64,8 +64,8 @@ def algorithm_graph(plan, mesh, rank=None):
     """
     values = tree_leaves((plan.node.args, plan.node.kwargs))
     shapes = tuple(value.shape for value in values)
-    cut = ShardContext(mesh, plan.cut_axes, plan.inputs, shapes, rank, halos=plan.signature.halos)
-    cut = replace(cut, output=(plan.outputs[0], tree_leaves(plan.node.outputs)[0].shape))
+    output = plan.outputs[0], tree_leaves(plan.node.outputs)[0].shape
+    cut = ShardContext(mesh, plan.cut_axes, plan.inputs, shapes, rank, halos=plan.signature.halos, output=output)
     metas = [tensor_meta(layout.local_shape(value.shape), value.dtype) for layout, value in zip(plan.inputs, values)]
     graph = capture(_Algorithm(plan, cut), *metas)
     found = [value.shape for value in tree_leaves(graph.result)]

@@ -27,18 +27,13 @@ from mindformers_core.capture.shape_functions import ON_PLAIN_TENSORS, by_numpy,
 from mindformers_core.capture.traced import Traced
 from mindformers_core.dtensor.indexing import index_tensor
 from mindformers_core.dtensor.interception import draws_by_position
+from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.rules.matmul import einsum_names
 from mindformers_core.program.graph import cell_label
 from mindformers_core.program.structure import tree_leaves, tree_map
 
 __all__ = ["capture"]
 
-# Operators that make random tensors from plain ones: recorded, where other plain results are constants.
-_DRAWING = frozenset(
-    ("UniformReal", "StandardNormal", "StandardLaplace", "UniformInt", "Randperm", "RandpermV2", "RandpermExt")
-    + ("RandExt", "Randn", "RandInt", "Gamma", "Poisson", "Cauchy", "RandomGamma", "RandomPoisson", "TruncatedNormal")
-    + ("Bernoulli", "Multinomial", "RandomCategorical", "Dropout2D", "Dropout3D")
-)
 _DRAWING_IN_PLACE = frozenset({"InplaceUniform", "InplaceNormal", "InplaceRandom", "InplaceExponential"})
 # Entry points of `@ms.jit` in each of its modes, ast, trace and bytecode; and functions that run the call as Python
 _WITHOUT_COMPILING = (
@@ -93,6 +88,7 @@ def capture(cell, *inputs, **named_inputs):
         _replace(scope, functional_overload, "einsum", _einsum)
         _replace(scope, Tensor, "__fallback__", _HandOver(recorder))
         _replace(scope, Tensor, "__getitem__", _get_item(recorder))
+        _replace(scope, Tensor, "__setitem__", _set_item(recorder))
         default_generator._step = lambda step: recorder.random_state()
         scope.callback(delattr, default_generator, "_step")
         scope.enter_context(_Dispatched(recorder))
@@ -193,6 +189,14 @@ class _CapturedCell:
     # a hook would run once more when the captured Cell is called
     _forward_pre_hook = _forward_hook = _backward_pre_hook = _backward_hook = MappingProxyType({})
 
+    def __setattr__(self, name, value):
+        """As MindSpore's: `self.steps += 1` writes a Parameter."""
+        held = self.__dict__["_params"].get(name)
+        if type(held) is not Traced or not isinstance(value, Tensor):
+            super().__setattr__(name, value)
+        elif value is not held:
+            held.overwrite(value)
+
     def construct(self, *args, **kwargs):
         return self.__dict__["_recorder"].call(self, super().construct, args, kwargs)
 
@@ -217,7 +221,7 @@ class _Dispatched(MsDispatchMode):
                     f"operator '{func.name}' draws into a plain tensor, which can't be captured: draw with "
                     "mindspore.ops, or pass the numbers in"
                 )
-            if func.name in _DRAWING or tree_leaves(args, Traced):
+            if facts_of(func.name).draws or tree_leaves(args, Traced):
                 return recorder.operator(func, args, kwargs)
         if not recorder.inferring and func.name in ON_PLAIN_TENSORS and ms.get_context("device_target") == "CPU":
             return by_numpy(func.name, args)
@@ -231,6 +235,19 @@ def _get_item(recorder):
     def item(tensor, index):
         traced = tree_leaves(index, Traced)
         return index_tensor(recorder.stand_in(tensor), index) if traced else get_item(tensor, index)
+
+    return item
+
+
+def _set_item(recorder):
+    """`Tensor.__setitem__` that records `plain[index] = traced`: the plain tensor becomes a traced one."""
+    set_item = Tensor.__setitem__
+
+    def item(tensor, index, value):
+        if type(tensor) is Tensor and tree_leaves((index, value), Traced):
+            recorder.adopt(tensor)[index] = value
+        else:
+            set_item(tensor, index, value)
 
     return item
 

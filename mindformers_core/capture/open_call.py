@@ -8,6 +8,7 @@ from mindspore import dtype as mstype
 from mindspore._c_expression import typing
 
 from mindformers_core.capture.traced import Traced
+from mindformers_core.dtensor.aliases import written_at
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.program.graph import CellGraph, Constant, FreeVariable, ParameterUse
 from mindformers_core.program.structure import DType, Value, tree_map
@@ -36,7 +37,7 @@ class OpenCall:
         self.tree, self.cell, self.number = tree, cell, number
         self.nodes, self.arguments = [], {}
         self._count = 0
-        self._known = {}  # id -> (traced tensor from elsewhere, its Value here)
+        self._known = {}  # (id, entry) of a traced tensor from elsewhere -> (the tensor, its Value here)
         self._parameters, self._constants, self._outer = [], [], []
         try:
             bound = signature(construct).bind(*args, **kwargs)
@@ -48,12 +49,12 @@ class OpenCall:
     def _argument(self, leaf, name, caller):
         if not isinstance(leaf, Traced):
             return plain_leaf(leaf)
-        if id(leaf) not in self._known:
+        if (id(leaf), leaf.entry) not in self._known:
             value = self.new_value(leaf, name, caller is not None and caller.value_of(leaf).constant)
-            self._known[id(leaf)] = leaf, value
             if caller is None:
                 leaf.entry = Made(self, value)
-        return self._known[id(leaf)][1]
+            self._known[id(leaf), leaf.entry] = leaf, value
+        return self._known[id(leaf), leaf.entry][1]
 
     def new_value(self, tensor, hint, constant=False):
         """The next Value."""
@@ -67,12 +68,18 @@ class OpenCall:
     def value_of(self, tensor):
         """The Value of a traced tensor in this graph; a tensor from elsewhere is listed as free variable, parameter or
         constant."""
-        entry = tensor.entry
+        entry, where = tensor.entry, written_at(tensor)
+        if where is not None:
+            raise tensor.recorder.error(
+                f"a tensor, {tensor!r}, is used after one of the same memory, such as a view of it, was changed in "
+                f"place, at {where}: take a copy before, y.clone(), or take the view again. A trained Parameter can't "
+                "be read after it was written: make it with requires_grad=False"
+            )
         if type(entry) is Made and entry.call is self:
             return entry.value
-        known = self._known.get(id(tensor))
+        known = self._known.get((id(tensor), entry))
         if known is None:
-            known = self._known[id(tensor)] = tensor, self._import(tensor, entry)
+            known = self._known[id(tensor), entry] = tensor, self._import(tensor, entry)
         return known[1]
 
     def _import(self, tensor, entry):
@@ -82,6 +89,9 @@ class OpenCall:
         elif isinstance(tensor.original, Parameter):
             if entry.path is None:
                 raise tensor.recorder.stray(tensor.original)
+            known = next((use.value for use in self._parameters if use.path == entry.path), None)
+            if known is not None:
+                return known
             local = self.tree.local_path(self.cell, tensor.original)
             value = self.new_value(tensor, entry.path.rpartition(".")[2])
             self._parameters.append(ParameterUse(value, entry.path, local, tensor.original.requires_grad))
@@ -106,7 +116,7 @@ class OpenCall:
                 "DeviceCtx('meta'), inside construct, or as a Parameter (a copy by Tensor(x) is such a one: use x)"
             )
         array = (plain.astype(mstype.float32) if plain.dtype == mstype.bfloat16 else plain).asnumpy()
-        return array if path is None else array.copy()  # attributes of Cells may change
+        return array.copy()  # the tensor may change
 
     def finish(self, result):
         """The finished graph."""

@@ -6,23 +6,24 @@ from contextlib import contextmanager
 from functools import cache
 from itertools import repeat
 
-from mindspore import DeviceCtx, Parameter, Tensor, mint
+import numpy as np
+from mindspore import DeviceCtx, Parameter, Tensor, mint, ops
 from mindspore import dtype as mstype
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.ops import Primitive, tensor_method
 
 from mindformers_core.capture.open_call import Held, Made, OpenCall, plain_leaf
-from mindformers_core.capture.shape_functions import inferred
+from mindformers_core.capture.shape_functions import inferred, without_shape
 from mindformers_core.capture.traced import CaptureError, Traced, call_site, failed_site
+from mindformers_core.dtensor.aliases import is_view, share_memory
 from mindformers_core.dtensor.compositions import composed
 from mindformers_core.dtensor.dispatch import attributes_of, read_numbers
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
+from mindformers_core.dtensor.in_place import is_in_place
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators import TensorMeta
 from mindformers_core.program.graph import CallNode, OperatorNode, PrimitiveUse
 from mindformers_core.program.structure import tree_leaves, tree_map
-
-__all__ = ["Recorder"]
 
 _MESSAGE_END = re.compile(r"\n\s*-{20,}")  # the start of MindSpore's C++ stack
 
@@ -125,12 +126,27 @@ class Recorder:
                 made = caller.new_value(leaf, name, call.value_of(leaf).constant)
                 known = (leaf.original, leaf.deferred) if made.constant else (None, None)
                 received[id(leaf)] = Traced.around(self, leaf.meta, Made(caller, made), *known)
+                share_memory(leaf, received[id(leaf)])
             return received[id(leaf)]
 
         result = tree_map(receive, result)
         called = self.tree.local_path(caller.cell, cell)
         caller.nodes.append(CallNode(called, *shown, tree_map(caller.leaf, result), graph, source))
         return result
+
+    def is_input(self, entry):
+        """Whether a traced tensor's entry is an argument of the root."""
+        return any(entry == Made(self.open_calls[0], value) for value in tree_leaves(self.open_calls[0].arguments))
+
+    def write(self, tensor, value):
+        """Record that a Parameter is written; returns its new value, which has no gradient."""
+        parameter = tensor.original
+        if hasattr(parameter, "unwritable"):
+            raise self.error(parameter.unwritable)
+        vars(tensor).setdefault("path", getattr(tensor.entry, "path", None))
+        home, value = self.hold(parameter, tensor.path), self.stand_in(ops.stop_gradient(value))
+        self.add_node("Assign", "function", (home, value), {}, home.meta)
+        return value
 
     def random_state(self):
         """A draw from MindSpore's default generator as a node, `RandomState()`, of two int64 results without dims."""
@@ -169,11 +185,15 @@ class Recorder:
         if len(args) == 3 and type(args[1]) is str and isinstance(args[0], Primitive):
             primitive, _, args = args
             kind = "primitive"
+        if is_in_place(name):
+            self.adopt(args[0])
         parts = None if self._silent else composed(name, args, kwargs, primitive)
         if parts is not None:
             return parts
-        if name.startswith("Inplace"):
+        if is_in_place(name):
             raise self.error(f"operator '{name}' changes a tensor in place: use its result, as in x = x + y")
+        if reason := without_shape(name):
+            raise self.error(reason)
         args = read_numbers(name, args, self._constant)
         args, kwargs = self.stand_in(args), self.stand_in(kwargs)
         metas = self._infer(func, primitive, args, kwargs)
@@ -206,7 +226,10 @@ class Recorder:
             attribute = None
         constant = bool(used) and all(value.constant for value in used)
         values = self._computing(func, primitive, args, kwargs) if constant else None
-        return self.add_node(name, kind, shown, kwargs, metas, use, attribute, values=values)
+        results = self.add_node(name, kind, shown, kwargs, metas, use, attribute, values=values)
+        if is_view(name, args, kwargs):
+            share_memory(tree_leaves((args, kwargs), Traced)[0], results)
+        return results
 
     def _computing(self, func, primitive, args, kwargs):
         """A function that runs an operator on constants for real, once, and gives the tensors among its results."""
@@ -283,9 +306,18 @@ class Recorder:
             return leaf
         if isinstance(leaf, Parameter):
             raise self.stray(leaf)
-        if id(leaf) not in self._loose:
-            self._loose[id(leaf)] = self.hold(leaf, None)  # which keeps the tensor, and so its id
-        return self._loose[id(leaf)]
+        held = self._loose.get(id(leaf))
+        if held is None or not leaf.is_meta and not np.array_equal(held.seen, leaf.float().asnumpy(), equal_nan=True):
+            held = self._loose[id(leaf)] = self.hold(leaf, None)  # which keeps the tensor, and so its id
+            vars(held)["seen"] = None if leaf.is_meta else leaf.float().asnumpy().copy()
+        return held
+
+    def adopt(self, tensor):
+        """A tensor that is changed in place: a plain one becomes a traced one."""
+        if type(tensor) is Tensor:
+            vars(tensor).update(vars(self.hold(tensor.copy(), None)))
+            tensor.__class__ = Traced
+        return tensor
 
 
 @cache

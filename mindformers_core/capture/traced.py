@@ -6,10 +6,11 @@ from pathlib import Path
 from traceback import walk_tb
 
 import mindspore
-from mindspore import Tensor
+from mindspore import Parameter, Tensor
 from mindspore.ops import Primitive
 
-from mindformers_core.dtensor.indexing import index_tensor
+from mindformers_core.dtensor.aliases import note_write
+from mindformers_core.dtensor.indexing import index_tensor, with_items
 
 __all__ = ["CaptureError", "Traced", "call_site", "failed_site"]
 
@@ -102,9 +103,31 @@ class Traced(Tensor):
         return index_tensor(self, index)
 
     def __setitem__(self, index, value):
-        raise self.recorder.error(
-            "assignment by index changes a tensor in place: build the new tensor with ops.where or ops.masked_fill"
-        )
+        self.overwrite(with_items(self, index, value))
+
+    def overwrite(self, value):
+        """Give this tensor another value of its shape and dtype, as an operator in place does.
+
+        Raises:
+            CaptureError: what is outside of the program would change, too.
+        """
+        value, home = self.recorder.stand_in(value), getattr(self.entry, "path", None)
+        if isinstance(self.original, Parameter):
+            value = self.recorder.write(self, value)
+        elif home is not None:
+            raise self.recorder.error(
+                f"the plain tensor '{home}' of a Cell is changed in place, for all later calls: make it a Parameter "
+                "with requires_grad=False"
+            )
+        elif self.recorder.is_input(self.entry):
+            raise self.recorder.error(
+                f"an argument of the root Cell, {self!r}, is changed in place, which its caller would have to see: "
+                "change a copy, x.clone(), or call the operator without the underscore"
+            )
+        else:
+            vars(self).update(original=value.original, deferred=value.deferred)
+        self.entry, self.meta = value.entry, value.meta
+        note_write(self, call_site()[0], getattr(self.original, "requires_grad", False))
 
     def redistribute(self, *_):
         """A `DTensor`'s: an error here."""

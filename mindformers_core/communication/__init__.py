@@ -8,16 +8,6 @@ from mindformers_core.communication.point_to_point import Channel, channel
 from mindformers_core.communication.world import World, init_distributed, read_launch, shutdown, world
 
 __all__ = [
-    *collectives.__all__,
-    "Channel",
-    "CollectiveCounts",
-    "Communicator",
-    "World",
-    "channel",
-    "communicator",
-    "count_collectives",
-    "init_distributed",
-    "read_launch",
-    "shutdown",
-    "world",
-]
+    *collectives.__all__, "Channel", "CollectiveCounts", "Communicator", "World", "channel", "communicator",
+    "count_collectives", "init_distributed", "read_launch", "shutdown", "world",
+]  # fmt: skip

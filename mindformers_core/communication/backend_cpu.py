@@ -17,8 +17,6 @@ from mindformers_core.communication import raw
 from mindformers_core.communication.local import chunk, pad_part
 from mindformers_core.communication.shared_collectives import shared_group
 
-__all__ = ["CpuCollective"]
-
 _ZEROS_LIKE = ops.ZerosLike()
 _COMBINE = {"sum": ops.Add(), "max": ops.Maximum(), "min": ops.Minimum()}
 _SUMMED = (mstype.float32, mstype.float16)

@@ -10,8 +10,6 @@ from mindformers_core.communication import raw
 from mindformers_core.communication.local import chunk
 from mindformers_core.communication.world import world
 
-__all__ = ["NativeCollective"]
-
 
 class NativeCollective(raw.RawCollective):
     """A collective by one operator of MindSpore.

@@ -23,24 +23,10 @@ from mindformers_core.layout import PARTIAL_OPS
 from mindformers_core.redistribution.steps import EXTREMES
 
 __all__ = [
-    "AllGather",
-    "AllGatherVarying",
-    "AllReduce",
-    "AllReduceVarying",
-    "AllToAll",
-    "Broadcast",
-    "Collective",
-    "MarkVarying",
-    "PadToPartial",
-    "Permute",
-    "ReduceScatter",
-    "SliceToShard",
-    "SliceVarying",
-    "ToPartial",
-    "ToPartialVarying",
-    "UnmarkVarying",
-    "View",
-]
+    "AllGather", "AllGatherVarying", "AllReduce", "AllReduceVarying", "AllToAll", "Broadcast", "Collective",
+    "MarkVarying", "PadToPartial", "Permute", "ReduceScatter", "SliceToShard", "SliceVarying", "ToPartial",
+    "ToPartialVarying", "UnmarkVarying", "View",
+]  # fmt: skip
 
 _MOST_FORWARD = 4096  # calls of one collective whose gradients are to come
 _EVERYTHING, _ONLY_THE_GRADIENT = (0, 1, 2), (2,)  # of the inputs of a `bprop`: x, out, dout

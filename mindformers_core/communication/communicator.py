@@ -8,8 +8,6 @@ from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh
 
-__all__ = ["Communicator", "collective_attributes", "communicator"]
-
 _CELLS = {  # step kind -> (Cell, its arguments after mesh and axes: attributes of the step)
     "slice": (collectives.SliceToShard, ("dim",)),
     "slice_varying": (collectives.SliceVarying, ("dim",)),

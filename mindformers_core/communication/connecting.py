@@ -21,8 +21,6 @@ from mindspore import Tensor, ops
 
 from mindformers_core.communication.connection import Connection
 
-__all__ = ["all_gather_texts", "connect_ranks"]
-
 CONNECT_TIMEOUT = 60.0  # seconds until all ranks have to be connected
 _INTRODUCTION_TIMEOUT = 2.0  # seconds in which a process that connects has to send the token
 _TOKEN = 32  # bytes

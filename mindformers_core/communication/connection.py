@@ -6,8 +6,6 @@ import threading
 from contextlib import suppress
 from queue import Queue
 
-__all__ = ["Connection"]
-
 _MOST_PIECES = 512  # in one call of the kernel
 _CLOSE_TIMEOUT = 10.0  # seconds in which the reader has to take the backlog when a connection is closed
 

@@ -4,8 +4,6 @@ from contextlib import contextmanager
 
 from mindformers_core.communication.world import process_state
 
-__all__ = ["CollectiveCounts", "count_collectives", "record"]
-
 
 class CollectiveCounts(dict):
     """`{(kind, axes): (calls, bytes)}`, e.g. `{("all_reduce", ("tp",)): (2, 8192)}`.

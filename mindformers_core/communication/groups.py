@@ -14,8 +14,6 @@ from mindspore import communication as ms_communication
 from mindformers_core.communication.world import process_state, world
 from mindformers_core.hints import first_of
 
-__all__ = ["Group", "make_group"]
-
 
 @dataclass(frozen=True)
 class Group:

@@ -4,11 +4,6 @@ from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops import constexpr
 
-__all__ = [
-    "Alias", "Identity", "Keep", "Pad", "Reshape", "Scale", "Slice", "SliceOfGradient", "chunk", "pad_part",
-    "part_length",
-]  # fmt: skip
-
 # unlike `ops.zeros_like` and `ops.pad` without branches, which a graph's backward can't always compile
 _ZEROS_LIKE = ops.ZerosLike()
 _PAD = ops.PadV3()

@@ -16,8 +16,6 @@ from mindformers_core.communication.point_to_point_native import make_transport 
 from mindformers_core.communication.simulated import make_transport as make_simulated_transport
 from mindformers_core.communication.world import process_state, world
 
-__all__ = ["Channel", "channel"]
-
 LIMIT = 600.0  # seconds
 
 

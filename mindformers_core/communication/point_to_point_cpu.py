@@ -19,8 +19,6 @@ from mindformers_core.communication.shared_memory import SegmentWriter, read_seg
 from mindformers_core.communication.tensor_bytes import DTYPES, HEAD_LENGTH, as_bytes, empty_tensor, encode_head
 from mindformers_core.communication.world import world
 
-__all__ = ["Transport", "make_transport"]
-
 _SHARED_FROM = 1 << 18  # bytes from which on shared memory is faster than the socket
 _RESERVED = 1 << 34  # bytes of address space for a rank's messages in shared memory
 

@@ -15,8 +15,6 @@ from mindspore.ops.auto_generate.gen_ops_prim import dist_comm_irecv_op, dist_co
 from mindformers_core.communication.tensor_bytes import DTYPES, HEAD_LENGTH, NOT_OF_NUMPY, encode_head
 from mindformers_core.communication.world import world
 
-__all__ = ["Transport", "make_transport"]
-
 _BLOCK = 1024  # bytes
 _CARRIED = {mstype.bool_: mstype.uint8, mstype.int16: mstype.int32, mstype.uint16: mstype.int32}
 UNKNOWN = (mstype.complex64, mstype.complex128, *NOT_OF_NUMPY)  # to the libraries of devices

@@ -20,8 +20,6 @@ from mindformers_core.communication.local import chunk
 from mindformers_core.communication.world import process_state, world
 from mindformers_core.redistribution.steps import wire_bytes
 
-__all__ = ["RawCollective"]
-
 
 class RawCollective(nn.Cell):
     """A collective of one group without gradient. A backend's subclass overrides the methods named as the kinds.

@@ -20,8 +20,6 @@ from mindformers_core.communication.shared_memory import share_memory
 from mindformers_core.communication.tensor_bytes import as_bytes, empty_tensor
 from mindformers_core.communication.world import process_state
 
-__all__ = ["SharedGroup", "join_memory", "shared_group"]
-
 _TIMEOUT = 30.0  # seconds that a rank waits for the others, as in MindSpore's collectives on CPU
 _HALF = 1 << 21  # bytes of half a rank's memory: the most that is copied at once, which should fit in a core's cache
 _ALIGNED = 64  # bytes at whose multiples a rank's slot in a half begins

@@ -12,8 +12,6 @@ from bisect import insort
 
 import numpy as np
 
-__all__ = ["SegmentWriter", "read_segment", "share_memory"]
-
 _HEADER = 64  # bytes of a segment before the message; the first one is 1 while the segment is in use
 _PAGE = 4096  # bytes at whose multiples segments begin
 _GREETING = b"memory"  # bytes that carry a file descriptor

@@ -14,8 +14,6 @@ from mindformers_core.communication.raw import RawCollective
 from mindformers_core.communication.world import rank_of, world
 from mindformers_core.redistribution.arrays import exchange
 
-__all__ = ["Desync", "SimulatedCollective", "SimulatedRanks", "make_transport"]
-
 _STACK = 64 << 20  # bytes of a thread's stack: MindSpore's backward pass is recursive
 
 
@@ -40,7 +38,9 @@ class SimulatedRanks:
 
     def __init__(self, size, device_target=None):
         self.size, self.device_target = size, device_target
-        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._turns = [threading.Lock() for _ in range(size)]  # released when a rank may run
+        for turn in self._turns:
+            turn.acquire()
         self._ready, self._waiting = deque(range(size)), {}  # waiting rank -> what it waits for, as text
         self._numbers = Counter()  # ranks of a group -> number of its collectives so far
         self._meetings = defaultdict(dict)  # ranks of a group -> rank -> (issued, arguments, array), of the next one

@@ -12,8 +12,6 @@ import numpy as np
 from mindspore import Tensor
 from mindspore import dtype as mstype
 
-__all__ = ["DTYPES", "HEAD_LENGTH", "NOT_OF_NUMPY", "as_bytes", "empty_tensor", "encode_head"]
-
 HEAD_LENGTH = 4  # bytes before an encoded head that hold its length, little-endian
 NOT_OF_NUMPY = (mstype.float8_e4m3fn, mstype.float8_e5m2, mstype.hifloat8, mstype.qint4x2)  # a byte each
 DTYPES = MappingProxyType({str(dtype): dtype for dtype in mstype.all_types})  # by their names in a head
@@ -36,10 +34,10 @@ def empty_tensor(dtype, shape):
     if dtype in NOT_OF_NUMPY:
         tensor = Tensor(np.zeros(shape), dtype)
         return tensor, as_bytes(tensor)
-    array = np.empty(shape, _numpy_dtype(dtype))
+    array = np.empty(shape, numpy_dtype(dtype))
     return Tensor.from_numpy(array), array.reshape(-1).view(np.uint8)
 
 
 @cache
-def _numpy_dtype(dtype):
+def numpy_dtype(dtype):
     return Tensor(0, dtype).asnumpy().dtype

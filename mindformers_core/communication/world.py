@@ -19,11 +19,6 @@ from mindformers_core.hangs.watcher import Watch
 from mindformers_core.hints import nearest
 from mindformers_core.program.observer import Observer
 
-__all__ = [
-    "BACKENDS", "Launch", "World", "compute_in_one_thread", "init_distributed", "process_state", "rank_of",
-    "read_launch", "shutdown", "world",
-]  # fmt: skip
-
 BACKENDS = ("native", "cpu", "fake")
 _LAUNCHERS = (  # (name, a variable that it always sets, that of the rank, that of the number of ranks)
     ("msrun", "MS_ROLE", "RANK_ID", "MS_WORKER_NUM"),

@@ -2,8 +2,4 @@
 
 from mindformers_core.lazy_exports import lazy_exports
 
-_PUBLIC = {"record_digests": "recorder"}
-
-__all__ = [*_PUBLIC]
-
-__getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)
+__all__, __getattr__, __dir__ = lazy_exports(__name__, {"recorder": "record_digests"})

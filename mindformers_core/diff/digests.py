@@ -13,8 +13,6 @@ import numpy as np
 
 from mindformers_core.splitmix import GOLDEN, mixed
 
-__all__ = ["COLUMNS", "PROJECTIONS", "digest", "distance", "norm_of", "sign"]
-
 PROJECTIONS = 4
 COLUMNS = PROJECTIONS + 3  # and the sum of squares, the largest magnitude, the number of elements that are not finite
 _SMALLEST, _LARGEST = 0.6, 1.3523  # magnitudes of a factor: their mean square is 1, and no two factors are equal

@@ -10,8 +10,6 @@ from mindformers_core.program.graph import CallNode, match_arguments
 from mindformers_core.program.plan import joined_path, parameter_path
 from mindformers_core.program.structure import tree_leaves
 
-__all__ = ["Listing", "facts_of"]
-
 
 def facts_of(cell, operator, hint, shape, dtype, source=None, inputs=()):
     """What is known of a tensor, a dict; `inputs` are the names of those that its operator computes it from."""

@@ -9,8 +9,6 @@ from mindformers_core.diff.runs import Copy
 from mindformers_core.diff.tolerance import tolerance_of_growth, tolerance_of_noise
 from mindformers_core.hints import first_of
 
-__all__ = ["Compared", "Parting", "part"]
-
 
 @dataclass(frozen=True, eq=False)
 class Compared:

@@ -20,8 +20,6 @@ from mindformers_core.program.plan import Redistribution
 from mindformers_core.sharding.observing import ProgramObserver, parameter_paths
 from mindformers_core.verification.comparison import gradient_layout
 
-__all__ = ["DigestRecorder", "perturb", "record_digests"]
-
 
 @contextmanager
 def record_digests(folder, **about):

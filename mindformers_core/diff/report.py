@@ -8,8 +8,6 @@ from mindformers_core.diff.digests import PROJECTIONS, norm_of
 from mindformers_core.diff.tolerance import FACTOR, GROWTH, inputs_of
 from mindformers_core.hints import first_of
 
-__all__ = ["report"]
-
 
 def report(parting):
     """The text of a `Parting`: at most 20 lines."""

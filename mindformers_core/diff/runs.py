@@ -22,8 +22,6 @@ from mindformers_core.files import write_whole
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh
 
-__all__ = ["NO_PASS", "Copy", "Run", "assembled", "layout_text", "row_files", "write_rows", "write_table"]
-
 # time in ns; rank; number of the row in its table; (key, number) of the pass; computed again in the backward pass
 _ROW = np.dtype(
     [("time", "i8"), ("rank", "i4"), ("row", "i4"), ("label", "i4", 2), ("again", "?"), ("digest", "f8", COLUMNS)]

@@ -13,8 +13,6 @@ import numpy as np
 
 from mindformers_core.diff.digests import distance, norm_of
 
-__all__ = ["EPS", "FACTOR", "GROWTH", "inputs_of", "tolerance_of_growth", "tolerance_of_noise"]
-
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 FACTOR = 12.0
 GROWTH = 16.0

@@ -10,9 +10,13 @@ from functools import partial
 import numpy as np
 from mindspore import Tensor, mint, ops
 from mindspore import dtype as mstype
+from mindspore._c_expression import typing
 
 from mindformers_core.dtensor import constant_sizes as sizes
 from mindformers_core.dtensor.draws import DRAWN
+from mindformers_core.dtensor.in_place import written
+from mindformers_core.dtensor.indexing import index_tensor
+from mindformers_core.operators.registry import facts_of, register_operator
 
 __all__ = ["batch_norm", "batch_norm_ext", "composed", "max_pool"]
 
@@ -48,9 +52,48 @@ def _normalised(x, scale, bias, mean, variance, is_training, momentum, epsilon):
     return ops.cast(y, x.dtype), center, spread
 
 
+def _gathered_statistics(x, means, deviations, mean, variance, momentum, epsilon, counts):
+    """Results of `BatchNormGatherStatsWithCounts`: those of `BatchNormStats` for all parts, of which each is a row."""
+    counts, total = ops.reshape(counts, (-1, 1)), mint.sum(counts)
+    center = mint.sum(counts * means, 0) / total
+    spread = 1.0 / ops.square(deviations) - epsilon + ops.square(means - center)
+    spread = mint.sum(counts * spread, 0) / total
+    if mean is not None:
+        ops.assign(mean, mean * (1 - momentum) + center * momentum)
+        ops.assign(variance, variance * (1 - momentum) + spread * momentum * total / (total - 1))
+    return center, ops.rsqrt(spread + epsilon)
+
+
 def max_pool(x, kernel, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False):
     """Results of `FuncMaxPool2D`: the largest elements, and their positions."""
     return ops.MaxPoolWithArgmaxV2(kernel, stride or kernel, padding, dilation, ceil_mode)(x)
+
+
+def batch_norm_stats(x, eps):
+    """Results of `BatchNormStats`: the mean and the reciprocal deviation of each channel."""
+    _, center, spread = _normalised(x, None, None, None, None, True, 0.0, eps)
+    return center, ops.rsqrt(spread + eps)
+
+
+def batch_norm_elemt(x, weight=None, bias=None, mean=None, invstd=None, eps=1e-5):
+    """The result of `BatchNormElemt`, by the statistics of `BatchNormStats`."""
+    return _normalised(x, weight, bias, mean, ops.reciprocal(ops.square(invstd)) - eps, False, 0.0, eps)[0]
+
+
+def clip_by_norm(x, clip_norm, axis):
+    """The result of `ClipByNorm`, in float32."""
+    wide = ops.cast(x, mstype.float32)
+    norm = ops.sqrt(ops.sum(ops.square(wide), None if axis == () else axis, keepdim=True))
+    return wide * ops.cast(clip_norm, mstype.float32) / ops.maximum(norm, ops.cast(clip_norm, mstype.float32))
+
+
+def created(value, x, size, dtype=None, device=None):
+    """The result of `NewOnes` and its like: a tensor of `value`, of the dtype of `x` where none is given."""
+    return ops.full(tuple(size), value, dtype=x.dtype if dtype is None else typing.type_id_to_type(dtype))
+
+
+def _filled(x, size, value, dtype=None):
+    return created(value, x, size, dtype)
 
 
 def _updated(x, places, updates):
@@ -64,28 +107,50 @@ def _write_rows(write, x, updates, indices):
     return write(x, ops.reshape(places, (-1, 1)), updates)
 
 
-_COMPOSED = {  # function of an operator's arguments, and names of a primitive's attributes that it takes besides
+def _update_rows(x, indices, updates):
+    return _write_rows(_updated, x, updates, indices)
+
+
+_DECOMPOSITIONS = {  # function of an operator's arguments, and names of a primitive's attributes that it takes besides
     "BatchNorm": (batch_norm, ()),
     "BatchNormExt": (batch_norm_ext, ()),
+    "BatchNormGatherStatsWithCounts": (_gathered_statistics, ()),
+    "SyncBatchNorm": (partial(batch_norm, is_training=True), ("epsilon", "momentum")),
     "FuncMaxPool2D": (max_pool, ()),
     "ConvTbc": (sizes.conv_tbc, ()),
     "Expand": (sizes.expand, ()),
     "InplaceAdd": (partial(_write_rows, ops.tensor_scatter_add), ("indices",)),
     "InplaceSub": (partial(_write_rows, ops.tensor_scatter_sub), ("indices",)),
     "InplaceUpdate": (partial(_write_rows, _updated), ("indices",)),
-    "InplaceUpdateV2": (lambda x, indices, updates: _write_rows(_updated, x, updates, indices), ()),
+    "InplaceUpdateV2": (_update_rows, ()),
+    "AdaptiveMaxPool3D": (sizes.adaptive_max_pool_3d, ()),
+    "BartlettWindow": (partial(sizes.window, np.bartlett), ("periodic", "dtype")),
+    "BlackmanWindow": (partial(sizes.window, np.blackman), ("periodic", "dtype")),
+    "BatchNormElemt": (batch_norm_elemt, ()),
+    "BatchNormStats": (batch_norm_stats, ()),
+    "ClipByNorm": (clip_by_norm, ("axis",)),
+    "Col2Im": (sizes.col2im, ("kernel_size", "dilation", "padding", "stride")),
+    "Index": (lambda x, indices: index_tensor(x, tuple(indices)), ()),
+    **{f"New{name}": (partial(created, value), ()) for name, value in (("Empty", 0), ("Ones", 1), ("Zeros", 0))},
+    "NewFull": (_filled, ()),
+    "MatrixDiag": (lambda x, assist: sizes.matrix_diag(x, 0, *assist.shape[-2:], 0.0), ()),
+    "MatrixDiagPart": (lambda x, assist: sizes.matrix_diag_part(x, 0, 0.0), ()),
+    "MatrixSetDiag": (lambda x, diagonal, assist: sizes.matrix_set_diag(x, diagonal, 0), ()),
     "MatrixDiagPartV3": (sizes.matrix_diag_part, ()),
     "MatrixDiagV3": (sizes.matrix_diag, ()),
     "MatrixSetDiagV3": (sizes.matrix_set_diag, ()),
     "MirrorPad": (sizes.mirrored, ("mode",)),
     "PixelShuffle": (ops.pixel_shuffle, ()),
-    **DRAWN,
 }
+for _draws, _table in ((False, _DECOMPOSITIONS), (True, DRAWN)):
+    for _name, (_function, _attributes) in _table.items():
+        register_operator(_name, decomposition=_function, attributes=_attributes, draws=_draws)
 
 
 def composed(name, args, kwargs, primitive):
     """The results of an operator as those of others; None where it is computed as it is."""
-    if name not in _COMPOSED:
-        return None
-    function, attributes = _COMPOSED[name]
-    return function(*args, **kwargs, **{name: getattr(primitive, name) for name in attributes})
+    facts = facts_of(name)
+    if facts.decomposition is None:
+        return written(name, args, kwargs)
+    attributes = {name: getattr(primitive, name) for name in facts.attributes}
+    return facts.decomposition(*args, **kwargs, **attributes)

@@ -1,9 +1,17 @@
 """Operators whose sizes, offsets or paddings are constant tensors, made of operators that know their shapes."""
 
+import math
+
 import numpy as np
 from mindspore import Tensor, mint, ops
+from mindspore import dtype as mstype
 
-__all__ = ["conv_tbc", "expand", "matrix_diag", "matrix_diag_part", "matrix_set_diag", "mirrored"]
+from mindformers_core.operators.rules.dims import per_dim
+
+__all__ = [
+    "adaptive_max_pool_3d", "col2im", "conv_tbc", "expand", "matrix_diag", "matrix_diag_part", "matrix_set_diag",
+    "mirrored", "window",
+]  # fmt: skip
 
 
 def _numbers(argument):
@@ -47,6 +55,43 @@ def matrix_diag_part(x, k, padding):
 def matrix_set_diag(x, diagonal, k):
     """The result of `MatrixSetDiagV3`."""
     return _on_diagonal(diagonal, *x.shape[-2:], _offset(k), x)
+
+
+def col2im(x, size, kernel_size, dilation=1, padding=0, stride=1):
+    """The result of `Col2Im`: (n, c, places in a window, windows) added up to images."""
+    given = [per_dim(value, 2) for value in (kernel_size, dilation, padding, stride)]
+    rows, columns = (
+        np.add.outer(np.arange(k) * d - p, np.arange((n + 2 * p - d * (k - 1) - 1) // s + 1) * s)
+        for n, k, d, p, s in zip(_numbers(size), *given)
+    )
+    rows, columns = rows[:, None, :, None], columns[None, :, None, :]
+    height, width = _numbers(size)
+    inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
+    places = Tensor(np.where(inside, rows * width + columns, height * width).ravel().astype(np.int32))
+    windows = ops.reshape(ops.transpose(x, (2, 3, 0, 1)), (-1, *x.shape[:2]))
+    added = ops.unsorted_segment_sum(windows, places, height * width + 1)[: height * width]
+    return ops.reshape(ops.transpose(added, (1, 2, 0)), (*x.shape[:2], height, width))
+
+
+def adaptive_max_pool_3d(x, size):
+    """Results of `AdaptiveMaxPool3D`: the largest elements of windows that overlap by one at most, and their places."""
+    sizes, places = [old if new < 0 else new for old, new in zip(x.shape[-3:], _numbers(size))], 0
+    for dim, (old, new) in enumerate(zip(x.shape[-3:], sizes)):
+        first, last = np.arange(new) * old // new, -(np.arange(1, new + 1) * -old // new) - 1
+        window = np.minimum(first[:, None] + np.arange((last - first).max() + 1), last[:, None])
+        places = places * old + np.expand_dims(window, [axis for axis in range(6) if axis not in (dim, dim + 3)])
+    places = places.reshape(math.prod(sizes), -1).astype(np.int32)
+    windows = ops.gather(ops.reshape(x, (*x.shape[:-3], -1)), Tensor(places), x.ndim - 3)
+    value, found = ops.max(windows, -1)
+    found = ops.cast(found, mstype.int32) + Tensor(np.arange(len(places), dtype=np.int32) * places.shape[1])
+    index = ops.gather(Tensor(places.ravel()), ops.stop_gradient(found), 0)
+    return tuple(ops.reshape(result, (*x.shape[:-3], *sizes)) for result in (value, index))
+
+
+def window(values, length, periodic=True, dtype=mstype.float32):
+    """The result of `BartlettWindow`, `BlackmanWindow`: `values` are NumPy's of a symmetric window."""
+    length = _numbers(length)
+    return Tensor(values(length + periodic)[:length] if length > 1 else np.ones(length), dtype)
 
 
 def expand(x, size):

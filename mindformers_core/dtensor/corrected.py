@@ -1,9 +1,11 @@
 """Operators that MindSpore gets wrong on CPU (docs/mindspore.md), for both engines: the same results from others."""
 
-from mindspore import get_context, ops
-from mindspore.ops.auto_generate import binary_cross_entropy_with_logits_impl
+from mindspore import Tensor, get_context, ops
+from mindspore.ops.auto_generate import binary_cross_entropy_with_logits_impl, nllloss_impl
 
-__all__ = ["CORRECTED"]
+from mindformers_core.dtensor.lookups import embedding_rows
+
+__all__ = ["CORRECTED", "log_cumulative_sum"]
 
 
 @ops.constexpr
@@ -31,8 +33,21 @@ def binary_cross_entropy_of_logits(x, target, weight=None, pos_weight=None, redu
     return loss * (1.0 / x.size) if reduction == 1 else loss
 
 
+def log_cumulative_sum(x, axis, exclusive=False, reverse=False):
+    """`CumulativeLogsumexp`, of which the axis is a tensor."""
+    return ops.CumulativeLogsumexp(exclusive, reverse)(x, Tensor(axis))
+
+
+def negative_log_likelihood(logits, labels, weight, reduction=1, ignore_index=-100):
+    """The loss; on CPU, without a reduction, those of ignored labels are left unwritten."""
+    loss, total = nllloss_impl(logits, labels, weight, ("sum", "mean", "none")[reduction], ignore_index)
+    return (ops.masked_fill(loss, ops.equal(labels, ignore_index), 0.0) if reduction == 2 else loss), total
+
+
 CORRECTED = {
     "BCEWithLogitsLoss": binary_cross_entropy_of_logits,
+    "EmbeddingLookup": embedding_rows,
     "IndexAddExt": index_added,
+    "NLLLoss": negative_log_likelihood,
     "Scatter": scattered,
 }

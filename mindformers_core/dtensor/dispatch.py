@@ -7,24 +7,25 @@ no layout arithmetic.
 
 import inspect
 import math
-from dataclasses import replace
 from functools import cache
 
 from mindspore import Parameter, Tensor, ops
 
 from mindformers_core.communication.world import process_state
+from mindformers_core.dtensor.aliases import is_view, share_memory, written_at
 from mindformers_core.dtensor.compositions import composed
-from mindformers_core.dtensor.corrected import CORRECTED
+from mindformers_core.dtensor.corrected import CORRECTED, log_cumulative_sum
 from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardContext
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
-from mindformers_core.dtensor.dtensor import DTensor, parameter_view, wrap
+from mindformers_core.dtensor.dtensor import DTensor, adopted, parameter_view, wrap
 from mindformers_core.dtensor.einsum import contract
+from mindformers_core.dtensor.in_place import is_in_place
 from mindformers_core.dtensor.move import device_model, dtype_name, redistribute_local
 from mindformers_core.layout import Layout
 from mindformers_core.operators import TensorMeta, resolve, signature_of, tensor_meta
 from mindformers_core.operators.registry import facts_of, rule_attributes
 from mindformers_core.placement import axes_in
-from mindformers_core.program.structure import tree_map
+from mindformers_core.program.structure import tree_leaves, tree_map
 
 __all__ = ["Dispatcher", "attributes_of", "read_numbers"]
 
@@ -49,6 +50,8 @@ class Dispatcher:
         if func.name in _ABOUT_TYPES:
             return func(*_on_locals((primitive, func.name, args) if primitive else args))
         kwargs = kwargs or {}
+        if is_in_place(func.name) and type(args[0]) is Tensor:
+            adopted(args[0], next(leaf.mesh for leaf in tree_leaves((args, kwargs), DTensor)))
         parts = composed(func.name, args, kwargs, primitive)
         if parts is not None:
             return parts
@@ -86,7 +89,7 @@ def _constructor_names(kind):
 
 
 def read_numbers(name, args, plain):
-    """The arguments of an operator with tuples of ints in the place of tensors that are read as numbers.
+    """The arguments of an operator with ints, or tuples of them, in the place of tensors that are read as numbers.
 
     Args:
         name, args: of the operator.
@@ -96,7 +99,8 @@ def read_numbers(name, args, plain):
     for place in facts_of(name).numbers:
         tensor = plain(args[place]) if place < len(args) and isinstance(args[place], Tensor) else None
         if tensor is not None:
-            args[place] = tuple(tensor.asnumpy().tolist())
+            found = tensor.asnumpy().tolist()
+            args[place] = tuple(found) if isinstance(found, list) else found
     return tuple(args)
 
 
@@ -110,6 +114,7 @@ def _matmul(input, mat2):
 # operators whose gradient in MindSpore is wrong on CPU, or that have no kernel there (docs/mindspore.md)
 _FIXED = {
     "MatMulExt": _matmul,
+    "CumulativeLogsumexp": lambda primitive, name, args: log_cumulative_sum(*args, **attributes_of(primitive)),
     "Einsum": lambda primitive, name, args: contract(*args, primitive.equation),
     **CORRECTED,
     **dict.fromkeys(("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), Tensor.split),
@@ -124,6 +129,11 @@ def _describe(argument, key, tensors):
     """Append the kind of an argument to `key`, and its tensors to `tensors`."""
     kind = type(argument)
     if kind is DTensor:
+        if "memory" in vars(argument) and written_at(argument) is not None:
+            raise ValueError(
+                f"a distributed tensor of shape {argument.shape} is used after one of the same memory, such as a view "
+                "of it, was changed in place: take a copy before, or take the view again"
+            )
         key.append(argument._meta)
         tensors.append(argument)
     elif isinstance(argument, Parameter) and hasattr(argument, "global_shape"):
@@ -145,24 +155,27 @@ class _Program:
 
     Attributes:
         name, given: of the operator, and the number of its positional arguments.
+        mesh: that of its tensors.
         targets: for every tensor the layout that it is redistributed to, or None.
         algorithm: the algorithm that runs in the operator's place with `context`, or None.
         args, kwargs: the local call's arguments, a `TensorMeta` in the place of every tensor.
         direct: whether the local call differs from the global one only in its tensors, which are the local ones.
+        is_view: whether results share memory with the first tensor on one card.
         constant: whether no gradient flows to the outputs.
         metas: the outputs' `TensorMeta`s; None before the first run, which determines the dtypes.
     """
 
     def __init__(self, name, args, kwargs, attributes, tensors):
-        self.name, self.given = name, len(args)
+        self.name, self.given, self.mesh = name, len(args), _common_mesh(name, tensors)
         self.metas = None
-        if name.startswith("Inplace"):
+        if is_in_place(name):
             raise TypeError(
                 f"operator '{name}' would change a distributed tensor in place: use its result, as in x = x + y"
             )
-        mesh = _common_mesh(name, tensors)
+        mesh = self.mesh
         metas = [_meta_of(tensor, mesh) for tensor in tensors]
         args, kwargs = _fill((args, kwargs), Tensor, metas)
+        self.is_view = is_view(name, args, kwargs) and type(tensors[0]) is DTensor
         self.constant = not any(meta.differentiable for meta in metas)
         signature = signature_of(name, args, kwargs | attributes)
         resolution = resolve(signature, metas, mesh, device_model())
@@ -200,14 +213,19 @@ class _Program:
         result = operator(*args) if self.algorithm is None else self.algorithm(operator, args, self.context)
         metas = self.metas
         if metas is None:
-            metas = self.metas = self._check_outputs(result)
-        if isinstance(result, Tensor):
-            return wrap(result, metas[0])
-        return tuple(map(wrap, result, metas))
+            metas = self._check_outputs(result)
+            self.metas = None if facts_of(self.name).gather else metas  # their shapes may depend on values
+        results = wrap(result, metas[0]) if isinstance(result, Tensor) else tuple(map(wrap, result, metas))
+        if self.is_view:
+            share_memory(tensors[0], results)
+        return results
 
     def _check_outputs(self, result):
         """The metas of the outputs; checks the shapes of the local results against the rule's prediction."""
         results = [result] if isinstance(result, Tensor) else result
+        if facts_of(self.name).gather:  # each rank has whole results
+            self.shapes = [tuple(local.shape) for local in results]
+            self.layouts = [Layout.on(self.mesh, ((),) * local.ndim) for local in results]
         metas = tuple(
             tensor_meta(shape, dtype_name(local.dtype), layout, self.constant)
             for local, shape, layout in zip(results, self.shapes, self.layouts, strict=True)
@@ -277,5 +295,6 @@ def _algorithm(name, signature, resolution, mesh, metas, outputs):
         )
     axes = tuple(axis for factor in sharded for axis in axes_in(resolution.axes_of[factor]))
     shapes = tuple(meta.shape for meta in metas)
-    context = ShardContext(mesh, axes, resolution.inputs, shapes, halos=signature.halos)
-    return ALGORITHMS[needed.pop()], replace(context, output=(resolution.outputs[0], outputs[0]))
+    output = resolution.outputs[0], outputs[0]
+    context = ShardContext(mesh, axes, resolution.inputs, shapes, halos=signature.halos, output=output)
+    return ALGORITHMS[needed.pop()], context

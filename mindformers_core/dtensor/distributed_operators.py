@@ -172,10 +172,10 @@ def _first_position(index, value, size, op, context):
     if "float" in dtype_name(value.dtype):
         value = ops.masked_fill(value, ops.isnan(value), -math.inf if op == "max" else math.inf)
     best = context.combined(value, op)
-    position = ops.cast(index, mstype.int64) + context.start(size, mstype.int64)
-    here = ops.where(ops.equal(value, best), position, Tensor(context.count * size, mstype.int64))
+    position = ops.cast(index, mstype.int64) + (context.start(size, mstype.int64) + 1)  # from 1: see `scans`
+    here = ops.where(ops.equal(value, best), position, Tensor(context.count * size + 1, mstype.int64))
     first = context.combined(ops.stop_gradient(here), "min")
-    return ops.cast(first, index.dtype), ops.equal(first, position)
+    return ops.cast(first - 1, index.dtype), ops.equal(first, position)
 
 
 def _extreme_with_index(op, value_first, operator, args, context):
@@ -284,7 +284,7 @@ def _likelihood(operator, args, context):
         return loss, weights
     examples = context.within([axis for axis in context.axes if axis not in classes.axes])
     weights = examples.combined(weights) if examples.axes else weights
-    return zero_where(ops.equal(labels, ignored), loss), weights  # MindSpore leaves memory there as it was
+    return loss, weights
 
 
 def _segment_extreme(op, operator, args, context):

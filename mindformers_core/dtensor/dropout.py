@@ -88,9 +88,9 @@ def attention_with_dropout(operator, args, context):
 
 
 def _dropped(x, keep_probability, seed, offset, context):
-    stays = ops.less_equal(uniform_bits(seed, offset, context, x.shape), _threshold(keep_probability))
-    scale = 1.0 / keep_probability if keep_probability else 0.0
-    return x * ops.cast(stays, x.dtype) * scale, stays
+    bits = uniform_bits(seed, offset, context, x.shape)
+    stays = ops.cast(ops.less_equal(bits, _threshold(keep_probability)), x.dtype)
+    return x * stays * (1.0 / keep_probability if keep_probability else 0.0), stays
 
 
 def _threshold(probability):

@@ -9,16 +9,17 @@ import copy
 import math
 from operator import attrgetter
 
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, Tensor, ops
 from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.communication import world
-from mindformers_core.dtensor.indexing import index_tensor
+from mindformers_core.dtensor.aliases import note_write
+from mindformers_core.dtensor.indexing import index_tensor, with_items
 from mindformers_core.dtensor.move import dtype_name, redistribute_local
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.operators import tensor_meta
 
-__all__ = ["DTensor", "distribute_tensor", "wrap"]
+__all__ = ["DTensor", "adopted", "borrowed", "distribute_tensor", "wrap"]
 
 
 def _of_whole(what, read=None):
@@ -133,7 +134,7 @@ class DTensor(Tensor):
         key = target, _pynative_executor.requires_grad()  # a result made without a gradient has none
         if key not in cache:
             meta = tensor_meta(self.shape, self._meta.dtype, target, self._meta.constant)
-            cache[key] = wrap(redistribute_local(self._local, self.layout, target, self.shape), meta)
+            cache[key] = borrowed(wrap(redistribute_local(self._local, self.layout, target, self.shape), meta))
         return cache[key]
 
     def full_tensor(self):
@@ -161,9 +162,32 @@ class DTensor(Tensor):
         return index_tensor(self, index)
 
     def __setitem__(self, index, value):
-        raise TypeError(
-            "a DTensor can't be assigned to by index: build the new tensor with ops.where or ops.masked_fill"
-        )
+        self.overwrite(with_items(self, index, value))
+
+    def overwrite(self, value):
+        """Give this tensor another value of its shape and dtype, as an operator in place does.
+
+        A Parameter is written where it is, in the layout that it has; any other tensor gets the value's layout.
+
+        Raises:
+            ValueError: another tensor would change, too, on one card.
+        """
+        if "is_borrowed" in vars(self):
+            raise ValueError(
+                f"a distributed tensor of shape {self.shape} is changed in place that is an argument of the root Cell, "
+                "or another tensor in another layout, which would have to change, too: change a copy"
+            )
+        if not isinstance(value, DTensor):
+            value = distribute_tensor(value, Layout.on(self.mesh, ((),) * self.ndim))
+        if isinstance(self._local, Parameter):
+            if hasattr(self._local, "unwritable"):
+                raise ValueError(self._local.unwritable)
+            layout = self.layout.replace(varying=())
+            ops.assign(self._local, ops.stop_gradient(value.redistribute(layout)._local))
+        else:
+            self._local, self._meta = value._local, value._meta
+        self._moved = None if self._moved is None else {}
+        note_write(self, "")
 
     def __deepcopy__(self, memo):
         return wrap(copy.deepcopy(self._local, memo), self._meta)
@@ -196,6 +220,22 @@ def wrap(local, meta):
     tensor._local = local
     tensor._meta = meta
     tensor._moved = {}
+    return tensor
+
+
+def borrowed(tensor):
+    """A DTensor, marked as one that can't be changed in place: another tensor has the same values."""
+    tensor.is_borrowed = True
+    return tensor
+
+
+def adopted(tensor, mesh):
+    """A plain tensor, the same on all ranks, which becomes a DTensor: it is changed in place."""
+    whole = wrap(
+        tensor.copy(), tensor_meta(tuple(tensor.shape), dtype_name(tensor.dtype), Layout.on(mesh, ((),) * tensor.ndim))
+    )
+    tensor.__class__ = DTensor
+    vars(tensor).update(vars(whole))
     return tensor
 
 

@@ -31,7 +31,8 @@ def windows_with_index(operator, args, context):
     value, index = operator(x, *args[1:])
     rest, found, scale = ops.stop_gradient(index), 0, 1
     for dim, (before, _, _) in reversed(context.halos.items()):
-        place = rest % x.shape[dim] + context.start_along(dim, given[dim], index.dtype) - before
+        start = context.start_along(dim, given[dim], index.dtype) + (before + 1)  # never 0: see `scans`
+        place = rest % x.shape[dim] + start - (2 * before + 1)
         rest = rest // x.shape[dim]
         found = found + place * scale
         scale *= context.shapes[0][dim]

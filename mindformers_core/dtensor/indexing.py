@@ -7,7 +7,7 @@ from mindspore import dtype as mstype
 
 from mindformers_core.operators.rules.elementwise import broadcast_shape
 
-__all__ = ["index_tensor"]
+__all__ = ["index_tensor", "with_items"]
 
 
 def index_tensor(x, index):
@@ -111,3 +111,79 @@ def _reshape_kept(x, kept):
         if entry is None:
             x = ops.expand_dims(x, place)
     return x
+
+
+def with_items(x, index, value):
+    """`x` after `x[index] = value`, a new tensor; indices as of `index_tensor`, or one tensor of bools.
+
+    Raises:
+        TypeError: an index of another kind, or values for a tensor of bools. IndexError: as of `index_tensor`.
+    """
+    value = value if isinstance(value, Tensor) else Tensor(value)
+    value = value if value.dtype == x.dtype else ops.cast(value, x.dtype)
+    if isinstance(index, Tensor) and index.dtype == mstype.bool_:
+        if value.size != 1:
+            raise TypeError("x[bools] = values takes one value, since the number of places is not known: use ops.where")
+        mask = ops.reshape(index, (*index.shape, *(1,) * (x.ndim - index.ndim)))
+        return ops.where(mask, ops.reshape(value, ()), x)
+    entries = [each for each in index if each is not None] if isinstance(index, tuple) else [index]
+    entries = _expand_ellipsis(tuple(entries), x.ndim)
+    bounds = [_bounds(entry, size, dim)[:3] for dim, (entry, size) in enumerate(zip(entries, x.shape))]
+    looked_up = {dim: each for dim, each in enumerate(entries) if isinstance(each, (Tensor, list))}
+    stepped = {dim: list(range(*bound)) for dim, bound in enumerate(bounds) if bound[2] != 1}
+    if stepped and (looked_up or len(stepped) > 1):
+        raise TypeError("an assignment by a slice with a step and by another one, or a tensor, is not available")
+    looked_up |= stepped
+    bounds = [(0, size) if dim in looked_up else each[:2] for dim, (each, size) in enumerate(zip(bounds, x.shape))]
+    shape = [end - begin for begin, end in bounds]
+    if looked_up:
+        part = ops.strided_slice(x, *map(tuple, zip(*bounds)), (1,) * x.ndim)
+        part = _scattered(part, looked_up, entries, value)
+    else:
+        kept = [size for entry, size in zip(entries, shape) if isinstance(entry, slice)]
+        value = ops.reshape(value, value.shape[max(value.ndim - len(kept), 0) :])
+        part = ops.reshape(ops.broadcast_to(value, tuple(kept)), tuple(shape))
+    return _pasted(x, part, bounds)
+
+
+def _scattered(x, looked_up, entries, value):
+    """`x` with values at indices, by dim; other dims are whole, or have size 1 where the entry is an int."""
+    indices = {dim: each if isinstance(each, Tensor) else Tensor(each) for dim, each in looked_up.items()}
+    indices = {dim: ops.where(each < 0, each + x.shape[dim], each) for dim, each in indices.items()}
+    shape = broadcast_shape([each.shape for each in indices.values()])
+    rest = [dim for dim in range(x.ndim) if dim not in indices]
+    kept = [dim for dim in rest if isinstance(entries[dim], slice)]
+    advanced = [dim for dim in range(x.ndim) if dim not in kept]
+    together = advanced[-1] - advanced[0] == len(advanced) - 1
+    before = sum(dim < advanced[0] for dim in kept) if together else 0
+    sizes = [x.shape[dim] for dim in kept]
+    value = ops.broadcast_to(value, (*sizes[:before], *shape, *sizes[before:]))
+    count = len(shape)
+    order = (*range(before, before + count), *range(before), *range(before + count, value.ndim))
+    value = value if order == tuple(range(value.ndim)) else ops.transpose(value, order)
+    value = ops.reshape(value, (*shape, *(x.shape[dim] for dim in rest)))
+    columns = [ops.expand_dims(ops.cast(ops.broadcast_to(each, shape), mstype.int64), -1) for each in indices.values()]
+    places, order = ops.cat(columns, -1) if len(columns) > 1 else columns[0], (*indices, *rest)
+    moved = order != tuple(range(x.ndim))
+    made = ops.TensorScatterUpdate()(ops.transpose(x, order) if moved else x, places, value)
+    return ops.transpose(made, tuple(order.index(dim) for dim in range(x.ndim))) if moved else made
+
+
+def _pasted(x, part, bounds):
+    """`x` with `part` in the place of what lies within `bounds`, dim by dim."""
+    dim = next((dim for dim, bound in enumerate(bounds) if bound != (0, x.shape[dim])), None)
+    if dim is None:
+        return part
+    begin, end = bounds[dim]
+    rest = [(0, size) for size in x.shape[: dim + 1]] + bounds[dim + 1 :]
+
+    def piece(first, last):
+        whole = [(0, size) for size in x.shape]
+        whole[dim] = first, last
+        return ops.strided_slice(x, *map(tuple, zip(*whole)), (1,) * x.ndim)
+
+    is_done = rest == [(0, size) for size in x.shape]
+    rest[dim] = 0, end - begin
+    pieces = [part if is_done else _pasted(piece(begin, end), part, rest)]
+    pieces = ([piece(0, begin)] if begin else []) + pieces + ([piece(end, x.shape[dim])] if end < x.shape[dim] else [])
+    return ops.cat(pieces, dim)

@@ -9,13 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mindspore import Parameter, Tensor, ops
+from mindspore.ops.function import nn_func
 
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.compositions import composed
 from mindformers_core.dtensor.dispatch import Dispatcher
 from mindformers_core.dtensor.draws import draw_whole
-from mindformers_core.dtensor.dtensor import DTensor
+from mindformers_core.dtensor.dtensor import DTensor, adopted
 from mindformers_core.operators.registry import facts_of
+from mindformers_core.program.structure import tree_leaves
 
 __all__ = ["custom_operator", "draws_by_position", "intercept_operators"]
 
@@ -28,7 +30,8 @@ _WITHOUT_FALLBACK = (
     (ops.auto_generate.RandLikeExt, ()),
 )
 # Primitives that draw from no tensor but seed and offset
-_DRAWING = (ops.StandardNormal, ops.UniformReal, ops.UniformInt, ops.StandardLaplace, ops.Cauchy)
+_DRAWING = (ops.StandardNormal, ops.UniformReal, ops.UniformInt, ops.StandardLaplace, ops.Cauchy, ops.Gamma)
+_DRAWING += (ops.RandomGamma, ops.Poisson, ops.RandomPoisson, ops.TruncatedNormal)
 _DRAWING += tuple(
     getattr(ops.auto_generate, name)
     for name in ("RandExt", "Randn", "RandInt", "RandpermExt", "RandpermV2", "NormalFloatFloat")
@@ -76,7 +79,7 @@ def custom_operator(name, function):
 
     def call(*args):
         for tensor in args:
-            if isinstance(tensor, Tensor) and "__fallback__" in vars(type(tensor)) and type(tensor) is not Tensor:
+            if _is_dispatched(tensor):
                 return tensor.__fallback__(operator, args, {})
         return function(*args)
 
@@ -88,10 +91,12 @@ def intercept_operators():
     dispatcher = Dispatcher()
     DTensor.__fallback__ = dispatcher
     Tensor.__fallback__ = _PlainTensorFallback(dispatcher)
+    Tensor.__setitem__ = _set_item(Tensor.__setitem__)
     for primitive, attributes in _WITHOUT_FALLBACK:
         primitive.__call__ = _dispatching(primitive.__call__, attributes, dispatcher)
     for primitive in _DRAWING:
         primitive.__call__ = _drawing(primitive.__call__)
+    nn_func._cross_entropy_for_class_indices = _without_branch(nn_func._cross_entropy_for_class_indices)
 
 
 @contextmanager
@@ -117,6 +122,38 @@ def _drawing(call):
         return composed(self.name, args, kwargs, self)
 
     return drawing_call
+
+
+def _set_item(set_item):
+    """`Tensor.__setitem__` by which a plain tensor becomes a DTensor that gets a part of one, or at one's places."""
+
+    def item(tensor, index, value):
+        given = tree_leaves((index, value), DTensor) if type(tensor) is Tensor else ()
+        if given:
+            adopted(tensor, given[0].mesh)[index] = value
+        else:
+            set_item(tensor, index, value)
+
+    return item
+
+
+def _without_branch(function):
+    """The cross-entropy of `mint`: a mean for smoothed labels is a quotient, without a branch on the sum of weights."""
+
+    def cross_entropy(x, labels, weight, ignore_index, reduction, smoothing, *dims):
+        if not smoothing or reduction != "mean" or not _is_dispatched(x):
+            return function(x, labels, weight, ignore_index, reduction, smoothing, *dims)
+        loss = function(x, labels, weight, ignore_index, "sum", smoothing, *dims)
+        counted = ops.cast(ops.not_equal(labels, ignore_index), labels.dtype)
+        weights = counted if weight is None else ops.gather(weight, labels * counted, 0) * counted
+        return loss / ops.cast(weights, loss.dtype).sum()
+
+    return cross_entropy
+
+
+def _is_dispatched(tensor):
+    """Whether a value is a `DTensor`, or a traced tensor of a capture."""
+    return isinstance(tensor, Tensor) and "__fallback__" in vars(type(tensor)) and type(tensor) is not Tensor
 
 
 def _dispatching(call, attributes, dispatcher):

@@ -6,7 +6,7 @@ from mindspore import Tensor, ops
 
 from mindformers_core.dtensor.move import dtype_name
 
-__all__ = ["LOOKUPS", "found_here", "zero_where"]
+__all__ = ["LOOKUPS", "embedding_rows", "found_here", "zero_where"]
 
 
 def found_here(indices, size, context):
@@ -80,10 +80,14 @@ def _coordinates_here(indices, x, context):
 
 
 def _embedding_lookup(operator, args, context):
-    """As `_gather`, with zeros for rows that there aren't. MindSpore's operator has a sparse gradient."""
     params, indices, offset = args
-    rows, size = indices - context.start(params.shape[0], indices.dtype) - offset, params.shape[0]
-    absent = ops.logical_or(ops.less(rows, 0), ops.greater_equal(rows, size))
+    return embedding_rows(params, indices - context.start(params.shape[0], indices.dtype), offset)
+
+
+def embedding_rows(params, indices, offset):
+    """As `_gather`, with zeros for rows that there aren't. MindSpore's operator has a sparse gradient."""
+    rows = indices - offset
+    absent = ops.logical_or(ops.less(rows, 0), ops.greater_equal(rows, params.shape[0]))
     return _zero_rows(absent, ops.gather(params, ops.masked_fill(rows, absent, 0), 0))
 
 

@@ -5,6 +5,7 @@ with those of the parts in front of it: the scheme of Blelloch (CMU-CS-90-190, s
 among the k largest of every part, so these alone are gathered.
 """
 
+import math
 from functools import partial
 
 import numpy as np
@@ -16,9 +17,22 @@ from mindformers_core.layout import Layout
 
 __all__ = ["SCANS"]
 
+
+def _log_total(x, dim):
+    """The logarithm of the sum of exponentials along a dim, which may all be 0."""
+    top = ops.maximum(ops.amax(ops.stop_gradient(x), dim, keepdims=True), -65504.0)
+    return ops.log(ops.sum(ops.exp(x - top), dim, keepdim=True)) + top
+
+
+def _log_sum(x, y):
+    """The same of two tensors."""
+    return _log_total(ops.stack([x, ops.broadcast_to(y, x.shape)]), 0)[0]
+
+
 # kind of a scan -> its neutral element, the total of elements along a dim, and of two tensors
 _KINDS = {
     "cumsum": (0, lambda x, dim: ops.sum(x, dim, keepdim=True), ops.add),
+    "logcumsumexp": (-math.inf, _log_total, _log_sum),
     "cumprod": (1, lambda x, dim: ops.prod(x, dim, True), ops.mul),
 }
 

@@ -9,8 +9,6 @@ from mindformers_core.explaining.style import HUES, STYLE
 from mindformers_core.explaining.wording import call_path, folded, note_shown, step_shown
 from mindformers_core.hints import bytes_shown
 
-__all__ = ["page"]
-
 _OPEN_DEPTH = 3  # Cells so far below the root are open at first
 _NOTES = {  # kind of an `Annotation` -> its sign, and what it means
     "recomputed": ("↻", "runs again in the backward pass, and bytes that aren't kept because of that"),
@@ -215,7 +213,8 @@ class _Tree:
     def _operator(self, row):
         names = ", ".join(entry.name for entry in row.results)
         attribute = f' <span class="attribute">self.{escape(row.attribute)}</span>' if row.attribute else ""
-        call = f'<span class="name">{escape(names)} =</span> {escape(row.operator)}({escape(", ".join(row.inputs))})'
+        inputs, whole = escape(", ".join(row.inputs)), row.whole and f" {row.whole}"
+        call = f'<span class="name">{escape(names)} =</span> {escape(row.operator)}({inputs}){whole}'
         shapes = "<br>".join(map(self._tensor, row.results))
         content = self._row(call + attribute, shapes, row.source, note=row.note)
         if row.algorithm is None:
@@ -233,7 +232,7 @@ class _Tree:
     def _band(self, steps, what, layouts, reason, note=None):
         """Steps that communicate, in the colour of their axis; local steps, in grey."""
         sending = next((step for step in steps if step.collectives), None)
-        kind = "local" if sending is None else f"sends {_hue(self.mesh, sending.axes)}"
+        kind = "local" if sending is None else f"sends {_hue(self.mesh, sending.step.axes)}"
         lines = [line for step in steps for line in self._step(step)] or ["no communication"]
         left = _tag("div", f"{_tag('code', what)} {'<br>'.join(lines)}")
         about = "<br>".join(filter(None, (layouts, _tag("span", escape(reason), "reason"))))

@@ -11,11 +11,10 @@ from mindformers_core.analysis.algorithms import algorithm_steps
 from mindformers_core.analysis.memory import activation_peaks
 from mindformers_core.analysis.traffic import step_entries, total
 from mindformers_core.layout import Layout
+from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.activation_policy import ExplainedActivations
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
-
-__all__ = ["CallRow", "CellReport", "MoveRow", "OperatorRow", "Report", "TensorEntry", "make_report"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,11 @@ class OperatorRow:
     axes: tuple
     steps: tuple
     note: object = None
+
+    @property
+    def whole(self):
+        """A sentence where it is registered with `gather=True`, else an empty one."""
+        return "every rank computes it of whole inputs: gather=True" if facts_of(self.operator).gather else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,7 +217,7 @@ def _cell_report(frame, algorithm, notes, known):
         parameters=entries(use.value for use in graph.parameters),
         lifted=tuple(_tensor(value, layout, names) for value, layout in frame.lifted),
         rows=tuple(rows),
-        results=tuple(_tensor(value, layout, names) for value, layout in zip(tree_leaves(graph.result), frame.results)),
+        results=tuple(_tensor(value, layout, names) for value, layout in frame.returned),
         traffic=total(rows),
     )
     return report
@@ -248,15 +252,15 @@ def _row(entry, frame, names, algorithm, notes, known):
         before = _tensor(entry.value, entry.source, names)
         steps = step_entries(((step, entry.gradient) for step in entry.steps), again)
         return MoveRow(before, entry.target, entry.target.local_shape(entry.value.shape), steps, entry.reason, note)
-    node, outputs = entry.node, tree_leaves(entry.node.outputs)
-    inputs = tuple(_name(value, names) for value in tree_leaves((node.args, node.kwargs)))
-    results = tuple(_tensor(value, layout, names) for value, layout in zip(outputs, entry.outputs))
+    node = entry.node
+    inputs = tuple(_name(value, names) for value, _ in entry.consumed)
+    results = tuple(_tensor(value, layout, names) for value, layout in entry.produced)
     taken_and_given = os.path.basename(node.source or ""), inputs, results
     if isinstance(entry, CallPlan):
         child = f"/{node.graph.path}" if node.child is None else node.child
         report = None if entry.frame is None else _cell_report(entry.frame, algorithm, notes, known)
         return CallRow(child, *taken_and_given, report, note)
-    flows = any(value.id in frame.gradients for value in outputs)
+    flows = any(value.id in frame.gradients for value, _ in entry.produced)
     run = () if entry.algorithm is None else algorithm_steps(entry, algorithm)
     steps = step_entries(((step, gradient and flows) for step, gradient in run), again)
     return OperatorRow(node.operator, node.attribute, *taken_and_given, entry.algorithm, entry.cut_axes, steps, note)

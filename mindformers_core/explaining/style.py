@@ -1,7 +1,5 @@
 """The style sheet of the page: light and dark, one hue for every mesh axis. Plain data."""
 
-__all__ = ["HUES", "STYLE"]
-
 HUES = (214, 28, 152, 322, 268, 48, 186, 2)  # of mesh axes, in order; a ninth starts anew
 
 STYLE = """

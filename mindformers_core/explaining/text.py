@@ -7,8 +7,6 @@ from mindformers_core.explaining.report import CallRow, MoveRow
 from mindformers_core.explaining.wording import call_path, folded, note_shown, sent_shown, step_shown
 from mindformers_core.hints import bytes_shown
 
-__all__ = ["explain_plan"]
-
 _WIDTH = 120
 _COLUMNS = (52, 92)  # where the shapes and the layouts start
 
@@ -76,6 +74,7 @@ def _operator_lines(row, pad):
     for place, entry in enumerate(row.results):
         left, note = (f"{pad}{entry.name} = {call}", row.note) if place == 0 else (f"{pad}{entry.name}", None)
         lines += _line(left, entry, note)
+    lines += [f"{pad}  {row.whole}"] * bool(row.whole)
     if row.algorithm is not None:
         over = f" over {', '.join(row.axes)}" if row.axes else ""
         lines.append(f"{pad}  by the distributed algorithm '{row.algorithm}'{over}")
@@ -85,7 +84,7 @@ def _operator_lines(row, pad):
 
 def _move_lines(row, pad):
     """One line where it fits."""
-    is_mark = [step.kind for step in row.steps] == ["mark_varying"]
+    is_mark = [entry.step.kind for entry in row.steps] == ["mark_varying"]
     what = row.tensor.name if is_mark else f"{row.tensor.name} {row.tensor.layout} -> {row.target}:"
     steps = ["; backward: ".join(step_shown(step)) for step in row.steps] or ["no communication"]
     arrow = _arrow(row.steps, pad)

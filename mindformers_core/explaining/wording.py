@@ -5,8 +5,6 @@ from mindformers_core.explaining.report import CallRow, OperatorRow
 from mindformers_core.hints import bytes_shown
 from mindformers_core.redistribution.steps import COLLECTIVES
 
-__all__ = ["about", "call_path", "folded", "note_shown", "period", "sent_shown", "step_shown", "totals"]
-
 MARKS = {  # what a step does that is local, in words
     "slice": "sliced",
     "pad": "put into zeros",
@@ -52,11 +50,11 @@ def call_path(path, child):
     return child[1:] if child.startswith("/") else f"{path}.{child}" if path else child
 
 
-def step_shown(step):
+def step_shown(entry):
     """The operations of one `StepEntry`: `(forward, backward)`, as `("all_gather dim 1 over tp, 16 KiB", "slice")`."""
+    step, (name, count) = entry.step, entry.step.forward
     over = f"over {', '.join(step.axes)}" if step.axes else ""
     places = "" if step.dim is None else f" dim {step.dim}" + ("" if step.to_dim is None else f" to {step.to_dim}")
-    name, count = step.forward
     if step.kind == "mark_varying":
         forward = f"marked varying {over}"
     elif name in COLLECTIVES:
@@ -64,13 +62,11 @@ def step_shown(step):
         forward = f"{name}{op}{places} {over}, {bytes_shown(count)}"
     else:
         forward = f"{MARKS[name]}{places} {over}"
-    if step.backward is None:
-        backward = "no gradient"
-    else:
-        name, count = step.backward
-        backward = f"{name}, {bytes_shown(count)}" if name in COLLECTIVES else MARKS[name]
-    name, count = step.forward
-    if step.recomputed and name in COLLECTIVES:
+    backward = "no gradient"
+    if entry.gradient:
+        back, sent = step.backward
+        backward = f"{back}, {bytes_shown(sent)}" if back in COLLECTIVES else MARKS[back]
+    if entry.recomputed and name in COLLECTIVES:
         backward = f"{name} again, {bytes_shown(count)}; {backward}"
     return forward, backward
 
@@ -101,4 +97,4 @@ def _equal_calls(last, row):
 
 def _one_line(last, row):
     plain = all(isinstance(each, OperatorRow) and each.algorithm is each.note is None for each in (last, row))
-    return plain and row.source == last.source != ""
+    return plain and not last.whole and not row.whole and row.source == last.source != ""

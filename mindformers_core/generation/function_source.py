@@ -8,14 +8,13 @@ from itertools import repeat
 from mindformers_core.capture.algorithm_graph import algorithm_graph, redistribution_steps
 from mindformers_core.generation.operator_source import literal, structure_source
 from mindformers_core.operators import TensorMeta
+from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.deferral import NOTHING_DEFERRED, PRODUCTS
 from mindformers_core.program.naming import Names, assigned_names
 from mindformers_core.program.observer import Observed
 from mindformers_core.program.passed_weights import WEIGHTS, passed_parameter, passed_to_call
 from mindformers_core.program.plan import CallPlan, Redistribution
-from mindformers_core.program.structure import DType, Value, tree_leaves, tree_map
-
-__all__ = ["FunctionSource"]
+from mindformers_core.program.structure import DType, Value, tree_fill, tree_leaves
 
 _AFTER = {  # step kind -> the hint for the name of the tensor after it
     "slice": "slice",
@@ -108,7 +107,7 @@ class FunctionSource:
             if tree_leaves(structure)
         ]
         arguments += [f"{value.hint}: {self._shown(value, layout)}" for value, layout in self.frame.lifted]
-        results = map(self._shown, tree_leaves(self.frame.graph.result), self.frame.results)
+        results = (self._shown(value, layout) for value, layout in self.frame.returned)
         return [*(f"    # {line}" for line in arguments), f"    # returns {', '.join(results) or 'nothing'}"]
 
     @staticmethod
@@ -268,25 +267,30 @@ class FunctionSource:
             hints = self._hints(node, self.parts.called_name(call))
         self._receive(node.outputs, call.outputs, hints, expression)
 
-    def _deferred_operator(self, plan, values, hint):
+    def _deferred_operator(self, plan, hint):
         """A deferred operator: the object that stands for it takes the same tensors."""
-        (x, weight, *bias), layouts = values, plan.inputs
-        args = [self.variables[x.id, layouts[0]], self._taken(weight, layouts[1])]
-        args += [self.variables[value.id, layout] for value, layout in zip(bias, layouts[2:])]
+        x, weight, *bias = plan.consumed
+        args = [self._taken(*x, is_deferred=False), self._taken(*weight)]
+        args += [self._taken(*entry, is_deferred=False) for entry in bias]
         expression = f"{PRODUCTS}[{self.deferral.places[plan]}]({', '.join(args)})"
         self._receive(plan.node.outputs, plan.outputs, self._hints(plan.node, hint), expression)
 
     def _operator(self, plan):
         node, hint = plan.node, self.parts.operator_name(plan.node.operator)
+        if self.frame.takes_weights and facts_of(node.operator).writes:
+            raise ValueError(
+                f"{self.frame.graph.label}, {node.source}: a Parameter is written in a Cell that is compiled alone, "
+                "which MindSpore can't do: compile the whole, or run in PyNative"
+            )
         if plan in self.deferral.places:
-            return self._deferred_operator(plan, tree_leaves((node.args, node.kwargs)), hint)
+            return self._deferred_operator(plan, hint)
         operands = self._operands(node, plan.inputs)
         if plan.algorithm is not None:
             return self._algorithm(plan, operands, hint)
-        args, kwargs = _filled((node.args, node.kwargs), operands)
+        args, kwargs = tree_fill((node.args, node.kwargs), operands, (Value, TensorMeta))
         if plan.signature.localize is not None:
             localized = plan.signature.localize((*args, *kwargs.values()), plan.local_shapes)
-            localized = _filled(tuple(localized), operands)
+            localized = tree_fill(tuple(localized), operands, (Value, TensorMeta))
             args, kwargs = (args, kwargs) if localized == (*args, *kwargs.values()) else (localized, {})
         expression = self.parts.operator_call(node, args, kwargs)
         self._receive(node.outputs, plan.outputs, self._hints(node, hint), expression)
@@ -317,7 +321,7 @@ class FunctionSource:
                 self.variables[node.outputs.id, None] = moved
                 continue
             operands = self._operands(node, repeat(None))
-            args, kwargs = _filled((node.args, node.kwargs), operands)
+            args, kwargs = tree_fill((node.args, node.kwargs), operands, (Value, TensorMeta))
             # without operands it draws random numbers, and would draw others when it runs again
             self.keeper = keeper if operands else None
             expression = self.parts.operator_call(node, args, kwargs)
@@ -325,11 +329,5 @@ class FunctionSource:
             self.keeper = keeper
         made = [self.variables[value.id, None] for value in tree_leaves(graph.result)]
         self.variables = variables
-        for value, layout, variable in zip(tree_leaves(plan.node.outputs), plan.outputs, made, strict=True):
+        for (value, layout), variable in zip(plan.produced, made, strict=True):
             self.variables[value.id, layout] = variable
-
-
-def _filled(structure, operands):
-    """A structure with the `NamedTensor`s, in order, in the place of every Value or `TensorMeta`."""
-    rest = iter(operands)
-    return tree_map(lambda leaf: next(rest) if isinstance(leaf, (Value, TensorMeta)) else leaf, structure)

@@ -15,8 +15,6 @@ from mindspore import Tensor
 from mindformers_core.communication import world
 from mindformers_core.communication.world import process_state
 
-__all__ = ["FOLDER_VARIABLE", "load_module"]
-
 FOLDER_VARIABLE = "MINDFORMERS_CORE_GENERATED"  # environment variable: where generated modules are written, and stay
 
 

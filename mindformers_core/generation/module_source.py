@@ -15,8 +15,6 @@ from mindformers_core.program.graph import OperatorNode
 from mindformers_core.program.naming import snake_case
 from mindformers_core.program.passed_weights import WEIGHTS
 
-__all__ = ["ModuleSource", "collective_name", "collective_source"]
-
 _RESERVED = ("ms", "ops", "self", "program", "mesh", "collectives", "communicator", "DeviceMesh", "Layout", "observed")
 
 

@@ -23,8 +23,6 @@ from mindspore.ops.auto_generate import cpp_create_prim_instance_helper, gen_ops
 from mindformers_core.operators.registry import facts_of, rewritten
 from mindformers_core.program.structure import DType
 
-__all__ = ["Call", "literal", "operator_source", "primitive_source", "structure_source"]
-
 _REQUIRED = inspect.Parameter.empty
 _NAMED = frozenset({"beta", "alpha", "dtype", "output_size"})  # keyword-only parameters of methods and `full_like`
 _DTYPES = frozenset({"dtype", "output_type", "dst_type"})  # parameters that arrive as the numbers of dtypes

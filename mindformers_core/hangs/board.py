@@ -21,8 +21,6 @@ from functools import cached_property
 from mindformers_core.hangs.records import Issued, RankState
 from mindformers_core.hangs.report import explain_hang
 
-__all__ = ["MOST_TEXT", "RING", "Board", "join_board"]
-
 RING, MOST_TEXT, _REPORT = 32, 1 << 15, 1 << 16  # records of a slot; bytes: of a record's text, of the report
 _STACK_TIME = 0.5  # seconds in which a rank writes its stack
 _STATES = {"Z": "dead", "X": "dead", "T": "stopped", "t": "stopped"}  # of a process, by the kernel's letter

@@ -10,8 +10,6 @@ from pathlib import Path
 from mindformers_core.hangs.board import MOST_TEXT, RING
 from mindformers_core.hangs.records import Issued
 
-__all__ = ["Recorder"]
-
 _PACKAGE = f"{Path(__file__).parent.parent}/"
 _INNER = ("/mindspore/", f"{_PACKAGE}communication/", f"{_PACKAGE}hangs/")  # files whose frames are nobody's place
 _COMPARED = 8  # the last records of a neighbour

@@ -3,8 +3,6 @@
 import signal
 from dataclasses import dataclass
 
-__all__ = ["Issued", "RankState"]
-
 _CONDITIONS = {
     "dead": "has died (its process is gone)",
     "stopped": "is stopped (by SIGSTOP or a debugger)",

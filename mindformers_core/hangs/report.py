@@ -3,7 +3,7 @@
 from collections import Counter
 from operator import attrgetter
 
-__all__ = ["blamed", "explain_hang", "shown_ranks"]
+from mindformers_core.program.name_ranges import ranges_shown
 
 _MOST_PLACES, _MOST_STACKS, _MOST_FRAMES = 9, 2, 4
 _PLURALS = {"has": "have", "is": "are", "was": "were", "waits": "wait"}
@@ -53,10 +53,7 @@ def blamed(states):
 
 def shown_ranks(ranks):
     """Ranks as ranges: `0-5, 7`."""
-    ranks = sorted(ranks)
-    first = [rank for rank in ranks if rank - 1 not in ranks]
-    last = [rank for rank in ranks if rank + 1 not in ranks]
-    return ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in zip(first, last))
+    return ", ".join(ranges_shown(ranks))
 
 
 def _missing(state, known):

@@ -20,8 +20,6 @@ from contextlib import suppress
 from mindformers_core.hangs.board import join_board
 from mindformers_core.hangs.recorder import Recorder
 
-__all__ = ["Watch"]
-
 _POLL = 0.2  # seconds
 _BY_ITSELF = 0.5  # seconds in which the main thread may raise the report as an error
 _ALL_REPORTED = 2.0  # seconds in which all ranks write the report

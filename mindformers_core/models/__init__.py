@@ -5,16 +5,11 @@ The public names import their modules at the first use: configs and layer specs 
 
 from mindformers_core.lazy_exports import lazy_exports
 
-_PUBLIC = {
-    "LayerRange": "spec",
-    "LayerSpec": "spec",
-    "LlamaConfig": "configuration",
-    "LlamaForCausalLM": "llama",
-    "LlamaModel": "llama",
-    "ModelSpec": "spec",
-    "model_split_manual": "manual_split",
+_EXPORTS = {
+    "spec": "LayerRange LayerSpec ModelSpec",
+    "configuration": "LlamaConfig",
+    "llama": "LlamaForCausalLM LlamaModel",
+    "manual_split": "model_split_manual",
 }
 
-__all__ = [*_PUBLIC]
-
-__getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)
+__all__, __getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

@@ -6,8 +6,6 @@ from mindspore import nn, ops
 from mindformers_core.models.rotary import apply_rotary, positions
 from mindformers_core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, cast_to, gathered_layout
 
-__all__ = ["CoreAttention", "LlamaAttention", "causal_mask"]
-
 
 class LlamaAttention(nn.Cell):
     """Hidden states (batch, length, hidden_size) → the same shape. Heads are sharded over `tp`.

@@ -4,8 +4,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from mindformers_core.hints import nearest
 from mindformers_core.ranges import bounded, check_range
-
-__all__ = ["MOST_LAYERS", "LlamaConfig"]
+from mindformers_core.scopes import errors_at
 
 MOST_LAYERS = 10_000  # more are a mistyped number
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -112,10 +111,8 @@ class LlamaConfig:
         if self.heterogeneous_block_specs is None:
             return self
         index = global_layer_number - 1
-        try:
+        with errors_at(f"heterogeneous_block_specs[{index}]: "):
             return replace(self, heterogeneous_block_specs=None, **self.heterogeneous_block_specs[index])
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"heterogeneous_block_specs[{index}]: {error}") from None
 
     @classmethod
     def from_dict(cls, values):

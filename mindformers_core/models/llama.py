@@ -18,8 +18,6 @@ from mindformers_core.tensor_parallel.layers import (
     hidden_layout,
 )
 
-__all__ = ["LlamaMLP", "LlamaDecoderLayer", "LlamaModel", "LlamaForCausalLM", "LLAMA_LAYER"]
-
 
 class LlamaMLP(nn.Cell):
     """SwiGLU feed-forward block (Shazeer, 2020): `down(silu(gate(x)) * up(x))`, (…, hidden_size) → the same shape.

@@ -1,7 +1,5 @@
 """A pipeline stage made of a whole model by removing the modules of other stages (RFC ICY7S6)."""
 
-__all__ = ["model_split_manual"]
-
 
 def model_split_manual(model, stage_index, layers_per_stage):
     """Make a stage of a whole `LlamaForCausalLM`, in place.

@@ -8,8 +8,6 @@ from mindspore import ops
 
 from mindformers_core.tensor_parallel.layers import cast_to
 
-__all__ = ["rotary_tables", "positions", "apply_rotary"]
-
 
 @ops.constexpr
 def rotary_tables(length, head_dim, theta):

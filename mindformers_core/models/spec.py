@@ -9,8 +9,6 @@ from mindformers_core.lazy_exports import import_object
 from mindformers_core.models.configuration import LlamaConfig
 from mindformers_core.operators.signature import tensor_meta
 
-__all__ = ["DEFAULT_MODEL", "MODELS", "LayerRange", "LayerSpec", "ModelSpec", "model_spec"]
-
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -42,6 +40,26 @@ class LayerRange:
 
 
 @dataclass(frozen=True)
+class HuggingFaceFormat:
+    """The names that Hugging Face's `transformers` has for a model, its config and its tensors.
+
+    Attributes:
+        model_type, architecture: as `config.json` has them.
+        keys: names of the fields of our config that are keys of `config.json` as well.
+        fixed: further keys of `config.json` -> the values that our model computes with; None stands for a missing key.
+        tensor_name: function of the path of a parameter that returns the name of its tensor.
+        ignored: patterns of names of tensors that old files have, and that are no parameters.
+    """
+
+    model_type: str
+    architecture: str
+    keys: tuple
+    fixed: dict = field(default_factory=dict, hash=False)
+    tensor_name: Callable = lambda path: path
+    ignored: tuple = ()
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A model that a recipe can name (the term is torchtitan's).
 
@@ -56,6 +74,8 @@ class ModelSpec:
             stage, and the config has `num_hidden_layers`. None: the model can't be a pipeline.
         tied: `tied(config)` returns the paths of the parameters that the first and the last stage share.
         divided: `divided(config)` is a list of `(key, size)`, sizes that `tensor_parallel` has to divide.
+        hugging_face: the `HuggingFaceFormat` of its checkpoints. None: tensors have the names of parameters, and
+            `config.json` the keys of the config.
     """
 
     cell: object
@@ -64,6 +84,7 @@ class ModelSpec:
     boundary: Callable | None = None
     tied: Callable = lambda config: ()
     divided: Callable = lambda config: ()
+    hugging_face: HuggingFaceFormat | None = None
 
     def build(self, config, layers=None):
         """The Cell of a config, or its stage with these `layers`, a `LayerRange`."""
@@ -78,6 +99,20 @@ def _llama_divided(config):
     return [*sizes, ("vocab_size", config.vocab_size)]
 
 
+_LLAMA_FORMAT = HuggingFaceFormat(
+    "llama",
+    "LlamaForCausalLM",
+    (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta",
+        "tie_word_embeddings", "initializer_range", "heterogeneous_block_specs",
+    ),
+    {
+        "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False, "pretraining_tp": 1,
+        "rope_scaling": None, "quantization_config": None,
+    },
+    ignored=("*.rotary_emb.inv_freq",),
+)  # fmt: skip
 DEFAULT_MODEL = "llama"
 MODELS = MappingProxyType(
     {
@@ -88,6 +123,7 @@ MODELS = MappingProxyType(
             boundary=lambda config, batch, length: tensor_meta((batch, length, config.hidden_size), config.dtype),
             tied=lambda config: ("model.embed_tokens.weight",) if config.tie_word_embeddings else (),
             divided=_llama_divided,
+            hugging_face=_LLAMA_FORMAT,
         )
     }
 )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 
 from mindformers_core.hints import nearest
 from mindformers_core.operators.saved import SavedByOperator
+from mindformers_core.operators.signature import tensors_in, undivided
 from mindformers_core.operators.views import INPUT_IF_OF_ITS_DTYPE, strided
 
 __all__ = [
@@ -22,7 +23,12 @@ class OperatorFacts:
 
     Attributes:
         rule: its rule, see `register_operator`; None for an operator that nobody registered.
-        attributes: names of attributes of a classic primitive that the rule takes as named arguments.
+        decomposition: a function of its arguments that gives its results by other operators, and is run, or captured,
+            in its place.
+        gather: whether it has no rule, and gets all its inputs whole; every rank computes the whole results.
+        draws: whether it draws random numbers.
+        attributes: names of attributes of a classic primitive that the rule, or the decomposition, takes as named
+            arguments.
         gradient: `FLOWS`; `ZERO`: a gradient is recorded, and is 0; `NO_GRADIENT`: none is recorded.
         saves: the `SavedByOperator`: the tensors that its gradient saves. None: `UNMEASURED`.
         view: a function of `operators.views`, or one of its constants, where results are views of the first tensor.
@@ -37,9 +43,13 @@ class OperatorFacts:
         numbers: places of arguments that are read as numbers where they are constant tensors, such as sizes.
         rewrite: the operator to call instead: its name, or a function of `(name, args, kwargs)` that returns the same
             three.
+        writes: whether it changes its first tensor, a Parameter, which therefore stays in the layout that it has.
     """
 
     rule: Callable | None = None
+    decomposition: Callable | None = None
+    gather: bool = False
+    draws: bool = False
     attributes: tuple = ()
     gradient: str = FLOWS
     saves: SavedByOperator | None = None
@@ -50,6 +60,7 @@ class OperatorFacts:
     source: str = ""
     numbers: tuple = ()
     rewrite: Callable | str | None = None
+    writes: bool = False
 
     @property
     def computes_nothing(self):
@@ -60,6 +71,8 @@ class OperatorFacts:
 def register_operator(*names, **facts):
     """Decorator that makes a function the rule of the operators called `names`.
 
+    With `decomposition` or `gather` there is no rule, and the call alone registers them.
+
     The rule is called with the operator's own arguments, a `TensorMeta` (global shape and dtype) in the place of
     every tensor, and returns a `Signature`. It raises `ValueError` where shapes or arguments don't fit, before
     anything is computed.
@@ -67,6 +80,8 @@ def register_operator(*names, **facts):
     >>> @register_operator("MyScale", source="my_package.my_scale", saves=NOTHING)
     ... def my_scale(x, factor):
     ...     return elementwise(x)
+    >>> register_operator("MySoftmax", decomposition=my_package.softmax_of_parts)
+    >>> register_operator("MySort", gather=True)
 
     Args:
         names: of operators, as MindSpore calls them.
@@ -83,17 +98,17 @@ def register_operator(*names, **facts):
     def enter(rule):
         for name in names:
             if name in _FACTS:
-                other = _FACTS[name].rule
+                other = _FACTS[name].rule or _FACTS[name].decomposition or all
                 raise ValueError(f"operator '{name}' already has a rule, {other.__module__}.{other.__name__}")
             _FACTS[name] = OperatorFacts(rule, **facts)
         return rule
 
-    return enter
+    return enter(None) if facts.get("decomposition") or facts.get("gather") else enter
 
 
 def registered_operators():
     """Names of all operators that have a rule, sorted."""
-    return tuple(sorted(_FACTS))
+    return tuple(sorted(name for name, facts in _FACTS.items() if facts.rule is not None))
 
 
 def facts_of(name):
@@ -115,18 +130,25 @@ def rule_attributes(name, attributes):
     return {key: tuple(value) if isinstance(value, list) else value for key, value in known.items()}
 
 
-def signature_of(name, args, kwargs=None):
+def signature_of(name, args, kwargs=None, shapes=()):
     """The `Signature` of operator `name` called with `args`, where tensors are `TensorMeta`.
+
+    Args:
+        name, args, kwargs: the call.
+        shapes: of its results, where they are known; an operator that gathers has no rule that tells them.
 
     Raises:
         ValueError: there is no rule, or the rule rejects the call; names the operator and its arguments.
     """
     rule = facts_of(name).rule
+    if facts_of(name).gather:
+        return undivided(tensors_in([*args, *(kwargs or {}).values()]), shapes)
     if rule is None:
         raise ValueError(
-            f"operator '{name}' has no rule, so its layouts are unknown{nearest(name, _FACTS, 0.7)}: register one with "
-            f"@register_operator('{name}') (mindformers_core.operators), or run it on local tensors with "
-            "local_map(function, …), in a Cell that runs operator by operator: cell.eager() after shard()"
+            f"operator '{name}' has no rule, so its layouts are unknown{nearest(name, _FACTS, 0.7)}: with "
+            "register_operator of mindformers_core.operators, either replace it by other operators, "
+            f"register_operator('{name}', decomposition=function_of_its_arguments), or let every rank compute it of "
+            f"whole inputs, register_operator('{name}', gather=True), or write its rule, @register_operator('{name}')"
         )
     try:
         return rule(*args, **(kwargs or {}))

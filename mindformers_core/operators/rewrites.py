@@ -84,8 +84,10 @@ def float_reduction(new_name):
 
 
 def masked_fill(name, args, kwargs):
-    """The operator takes a third of the method's time, but no integers on CPU."""
-    return ("MaskedFill" if "float" in _dtype_name(args[0]) else name), args, kwargs
+    """The operator takes a third of the method's time, but no integers on CPU, neither as tensors nor as values."""
+    if "float" not in _dtype_name(args[0]):
+        return name, args, kwargs
+    return "MaskedFill", tuple(float(value) if type(value) is int else value for value in args), kwargs
 
 
 def _dtype_name(tensor):

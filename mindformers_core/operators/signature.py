@@ -9,7 +9,7 @@ tables of pointwise operators.
 from dataclasses import dataclass, field
 from functools import cache
 
-__all__ = ["Signature", "TensorMeta", "tensor_meta", "is_float"]
+__all__ = ["Signature", "TensorMeta", "is_float", "tensor_meta", "tensors_in", "undivided"]
 
 
 class TensorMeta:
@@ -104,3 +104,25 @@ class Signature:
         given = {factor for dims in self.outputs for factors in dims for factor in factors}
         assert not self.made & taken, (self.made, self.inputs)
         object.__setattr__(self, "whole", self.whole | (given - taken - self.made))
+
+
+def tensors_in(args):
+    """All `TensorMeta` of an argument list in order, as a `Signature` numbers its inputs, tuples and lists included."""
+    found = []
+    for argument in args:
+        if isinstance(argument, TensorMeta):
+            found.append(argument)
+        elif isinstance(argument, (tuple, list)):
+            found += tensors_in(argument)
+    return found
+
+
+def undivided(tensors, shapes, linear=()):
+    """The `Signature` of an operator that can't be cut, by its inputs and the shapes of its results."""
+    inputs, outputs = (
+        tuple(tuple((f"{side}{place}.{dim}",) for dim in range(len(shape))) for place, shape in enumerate(every))
+        for side, every in (("i", [tensor.shape for tensor in tensors]), ("o", shapes))
+    )
+    every = zip((*inputs, *outputs), (*(tensor.shape for tensor in tensors), *shapes))
+    sizes = {name: size for names, shape in every for (name,), size in zip(names, shape)}
+    return Signature(inputs, outputs, sizes, whole=frozenset(sizes), linear=linear)

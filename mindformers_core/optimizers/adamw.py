@@ -12,8 +12,6 @@ from fnmatch import fnmatchcase
 import mindspore as ms
 from mindspore import nn, ops
 
-__all__ = ["AdamW", "adamw_scalars", "decays", "moments"]
-
 
 def moments(parameters, prefix):
     """A `ParameterTuple` of float32 zeros with the local shapes of `parameters`, and their names after `prefix`."""
@@ -51,10 +49,6 @@ class AdamW(nn.Cell):
         self.moments2 = moments(parameters, "adamw.moment2.")
         self.decays = tuple(decays(parameter.name, section.weight_decay_exclude) for parameter in parameters)
         self.update = ops.AdamWeightDecay()
-
-    def state(self):
-        """The moments: all that a checkpoint needs besides the parameters and the step."""
-        return (*self.moments1, *self.moments2)
 
     def construct(self, gradients, rate, eps, decay):
         """One step; `rate`, `eps`, `decay` are float32 scalars of `adamw_scalars`."""

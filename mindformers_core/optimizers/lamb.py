@@ -8,8 +8,6 @@ from mindspore import nn, ops
 from mindformers_core.optimizers.adamw import moments
 from mindformers_core.tensor_parallel.clipping import sharding_of, sum_cell
 
-__all__ = ["Lamb"]
-
 
 class Lamb(nn.Optimizer):
     """LAMB: Adam's step for each parameter, scaled to the norm of its weight. Shards are updated as the whole would be.

@@ -7,15 +7,14 @@ segments (`CellPlan.compiled`).
 
 from functools import partial
 
-from mindspore import Parameter, ops
+from mindspore import Parameter, Tensor, ops
 from mindspore.graph.api import _pynative_executor
 
-from mindformers_core.passes.flat_calls import flatten_fn, tensor_leaves, treedef, unflatten, unflatten_fn
+from mindformers_core.passes.flat_calls import flatten_fn, treedef, unflatten_fn
 from mindformers_core.program.deferral import PRODUCTS
 from mindformers_core.program.passed_weights import WEIGHTS
+from mindformers_core.program.structure import tree_fill, tree_leaves
 from mindformers_core.sharding.compiling import jit
-
-__all__ = ["CompiledCells", "forbid_reuse"]
 
 
 def forbid_reuse(cell):
@@ -63,12 +62,12 @@ class CompiledCells:
     def _call(self, path, frame, weights, *args, program, **kwargs):
         products = kwargs.pop(PRODUCTS, None)
         arguments = args, {**kwargs, WEIGHTS: weights}
-        graph, tensors = self._compiled(path, frame, program, products, arguments), tensor_leaves(arguments)
+        graph, tensors = self._compiled(path, frame, program, products, arguments), tree_leaves(arguments, Tensor)
         if frame.compiled == "again" and _pynative_executor.grad_flag():
             outputs = self._tree.activations.checkpoint_call(graph, _collectors(products), tensors)
         else:
             outputs = graph(*map(_no_parameter, tensors))
-        return unflatten(frame.graph.result, outputs)
+        return tree_fill(frame.graph.result, outputs)
 
     def _compiled(self, path, frame, program, products, arguments):
         """The compiled function for calls of a `CellPlan`'s function; Cells with the same function and plan share it.

@@ -10,29 +10,16 @@ from itertools import count
 
 from mindspore import Tensor
 
-from mindformers_core.program.structure import Value, tree_map
-
-__all__ = ["flatten_fn", "tensor_leaves", "treedef", "unflatten", "unflatten_fn"]
+from mindformers_core.program.structure import Value, tree_key
 
 
 def treedef(structure):
     """A hashable description of a pytree without its tensors: equal ones have the same `unflatten_fn`."""
-    if isinstance(structure, dict):
-        return dict, *((name, treedef(entry)) for name, entry in structure.items())
-    if isinstance(structure, (tuple, list)):
-        return type(structure), *map(treedef, structure)
-    return Tensor if isinstance(structure, Tensor) else (type(structure), repr(structure))
-
-
-def tensor_leaves(structure):
-    """The tensors of a pytree, as a list."""
-    found = []
-    tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, structure)
-    return found
+    return tree_key(structure, lambda leaf: Tensor if isinstance(leaf, Tensor) else (type(leaf), repr(leaf)))
 
 
 def unflatten_fn(structure):
-    """A function that rebuilds a pytree from the tuple of its tensors, in the order of `tensor_leaves`.
+    """A function that rebuilds a pytree from the tuple of its tensors, in the order of `tree_leaves`.
 
     Other leaves become 0: generated functions contain their values, and graphs take few of their types.
     """
@@ -75,9 +62,3 @@ def flatten_fn(structure):
         return flat
 
     return flatten
-
-
-def unflatten(structure, tensors):
-    """The result that was flattened by `flatten_fn(structure)`."""
-    flat = iter(tensors)
-    return tree_map(lambda leaf: next(flat) if isinstance(leaf, Value) else leaf, structure)

@@ -14,8 +14,6 @@ from mindformers_core.operators.signature import is_float
 from mindformers_core.passes.thread_tape import ThreadTape
 from mindformers_core.sharding.recordings import forget_recordings
 
-__all__ = ["ForwardBackward", "is_differentiable"]
-
 
 def is_differentiable(tensor):
     """Whether gradients flow through a tensor: its dtype is a floating one."""

@@ -19,8 +19,6 @@ from mindformers_core.sharding.sharded_cells import (
     tree_of,
 )
 
-__all__ = ["StageFunction", "own_class"]
-
 _TARGET = "target"
 
 

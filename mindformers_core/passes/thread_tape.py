@@ -5,12 +5,10 @@ The autograd of PyNative records on the tensors themselves where its flag, which
 `custom_gradients` records it as a `_Function`.
 """
 
-from contextlib import contextmanager
-
 from mindspore import _c_expression, _Function, nn, ops
 from mindspore.graph.api import _no_grad, _pynative_executor
 
-__all__ = ["ThreadTape", "custom_gradients"]
+from mindformers_core.scopes import replaced
 
 
 class ThreadTape:
@@ -38,15 +36,9 @@ class ThreadTape:
         return tuple(found[: len(inputs)]), tuple(found[len(inputs) :])
 
 
-@contextmanager
 def custom_gradients():
     """While open, MindSpore records Cells with a `bprop` in the calling thread's autograd, in all threads."""
-    before = nn.Cell._call_custom_bprop
-    nn.Cell._call_custom_bprop = _call_recorded
-    try:
-        yield
-    finally:
-        nn.Cell._call_custom_bprop = before
+    return replaced(nn.Cell, _call_custom_bprop=_call_recorded)
 
 
 def _call_recorded(cell, *args, **kwargs):

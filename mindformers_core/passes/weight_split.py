@@ -28,8 +28,6 @@ from mindformers_core.communication import communicator
 from mindformers_core.program.deferral import PRODUCTS, DeferredWeight, deferred_weights
 from mindformers_core.sharding.sharded_cells import computing_parameters, tree_of_root
 
-__all__ = ["DeferredGradients", "split_weight_gradients"]
-
 _WEIGHT_GRADIENT = ops.MatMul(transpose_a=True)
 
 

@@ -3,8 +3,6 @@
 from mindformers_core.hints import nearest
 from mindformers_core.layout import layout
 
-__all__ = ["check_argument_names", "check_boundary", "check_stage_numbers", "tied_parameters"]
-
 
 def check_stage_numbers(described):
     """Raise `ValueError` unless every stage of one pipeline has one description.
@@ -89,12 +87,9 @@ def tied_parameters(described):
                     "same on all stages; give parameters that are none another path, such as the layer's global number"
                 )
         if kind[-1]:
-            tied[path] = [(each["stage"], _trained(each).index(path)) for each, _ in found]
+            trained = {each["stage"]: [name for name, *_, flag in each["parameters"] if flag] for each, _ in found}
+            tied[path] = [(stage, names.index(path)) for stage, names in trained.items()]
     return tied
-
-
-def _trained(description):
-    return [path for path, *_, trained in description["parameters"] if trained]
 
 
 def _kind(shape, dtype, dims, trained):

@@ -8,8 +8,6 @@ from itertools import accumulate
 from mindformers_core.models.spec import LayerRange
 from mindformers_core.pipeline.schedules.placement import PLACEMENTS
 
-__all__ = ["split_layers", "stages_of_rank"]
-
 
 def split_layers(count, stages, layers_per_stage=None, embedding_counts=False, loss_counts=False):
     """The decoder layers of every stage.

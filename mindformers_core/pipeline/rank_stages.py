@@ -14,8 +14,6 @@ from mindformers_core.pipeline.tables.dependencies import plain_steps
 from mindformers_core.pipeline.tables.step import MetaStepType
 from mindformers_core.sharding.sharded_cells import ShardedCell, tree_of
 
-__all__ = ["RankStages"]
-
 # first entry of a message's tag; for the messages of a schedule's steps it is the type of the step
 _DESCRIPTIONS, _DIGESTS, _GRADIENTS, _RESULTS, _ACTIVATIONS, _PROGRAMS = range(len(MetaStepType), len(MetaStepType) + 6)
 

@@ -14,8 +14,6 @@ from mindformers_core.pipeline.stage_gradients import StageGradients
 from mindformers_core.sharding.parameter_storage import parameter_storage
 from mindformers_core.sharding.sharded_cells import ShardedCell, computing_parameters, tree_of
 
-__all__ = ["PipelineStage"]
-
 
 class PipelineStage:
     """A part of a model and its place in a pipeline; a schedule runs it.

@@ -7,8 +7,6 @@ from mindspore import ParameterTuple
 from mindformers_core.passes.weight_split import split_weight_gradients
 from mindformers_core.sharding.sharded_cells import EagerCell, ShardedCell, computing_parameters
 
-__all__ = ["StageGradients"]
-
 _LOG = logging.getLogger("mindformers_core")
 
 

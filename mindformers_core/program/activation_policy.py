@@ -6,8 +6,6 @@
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-__all__ = ["ActivationPolicy", "ExplainedActivations", "Keeper", "Annotation"]
-
 
 @dataclass(frozen=True)
 class Keeper:

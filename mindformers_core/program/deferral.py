@@ -10,10 +10,6 @@ from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.plan import CallPlan, Redistribution, called_graphs, joined_path, parameter_path
 from mindformers_core.program.structure import Value, tree_leaves
 
-__all__ = [
-    "NOTHING_DEFERRED", "PRODUCTS", "Deferral", "DeferredWeight", "deferrals", "deferred_weights",
-]  # fmt: skip
-
 PRODUCTS = "deferred_products"  # the name of a generated function's argument with one object for each deferred operator
 
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass, fields, replace
 from mindformers_core.program.graph import CallNode, CellGraph
 from mindformers_core.program.structure import tree_leaves
 
-__all__ = ["ExportingGraph", "own_result", "lambda_lift"]
-
 
 @dataclass(frozen=True, eq=False)
 class ExportingGraph(CellGraph):

@@ -12,11 +12,6 @@ import numpy as np
 
 from mindformers_core.program.structure import Value, canonical, described, shown, shown_arguments, tree_leaves
 
-__all__ = [
-    "CallNode", "CellGraph", "Constant", "FreeVariable", "OperatorNode", "ParameterUse", "PrimitiveUse", "Uses",
-    "cell_label", "class_label", "match_arguments",
-]  # fmt: skip
-
 
 def cell_label(path, cell):
     """The label of a Cell in errors."""

@@ -4,8 +4,6 @@ import re
 import textwrap
 from itertools import groupby
 
-__all__ = ["cells_together", "layers_together", "names_shown", "quoted", "ranges_shown"]
-
 _WIDTH = 120
 _UNBROKEN = {"break_long_words": False, "break_on_hyphens": False}
 

@@ -12,8 +12,6 @@ from itertools import groupby
 from mindformers_core.program.graph import CallNode
 from mindformers_core.program.structure import tree_leaves
 
-__all__ = ["Names", "all_assigned_names", "assigned_names", "snake_case"]
-
 _WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])")
 _ONE_WORD = re.compile(r"mat_mul|re_lu|ge_lu|si_lu|swi_glu")  # usual spellings
 _OPERATIONS = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Subscript)

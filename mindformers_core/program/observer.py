@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 from mindformers_core.program.structure import Value
 
-__all__ = ["Observed", "Observer"]
-
 
 @dataclass(frozen=True, eq=False)
 class Observed:

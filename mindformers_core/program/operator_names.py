@@ -21,8 +21,6 @@ from mindformers_core.program.plan import (
 )
 from mindformers_core.redistribution.steps import STEP_KINDS
 
-__all__ = ["Label", "OperatorName", "friendly_name", "operator_names", "operator_texts", "plain_name"]
-
 _SUFFIXES = ("ExtView", "Ext", "View")
 _CASTS = ("ToDtype", "TypeAs")
 _ALSO_CALLED = {"Dense": "MatMul"}  # in a call without another operator of this name

@@ -13,8 +13,6 @@ from functools import cache
 from mindformers_core.program.graph import CallNode
 from mindformers_core.program.plan import CallPlan, CellPlan, Redistribution, called_cells, joined_path
 
-__all__ = ["calls_alone", "calls_of", "annotate", "partition", "unshared"]
-
 
 def annotate(frame, choice):
     """A copy of a plan in which chosen instructions have a `Keeper`; calls with equal choices still share a plan.

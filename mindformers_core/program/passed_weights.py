@@ -4,9 +4,7 @@ A function takes a tuple of weights: its own parameters, in the order of its pla
 function that it calls.
 """
 
-from mindformers_core.program.plan import called_graphs, parameter_path
-
-__all__ = ["WEIGHTS", "passed_parameter", "passed_to_call", "weights_of_call"]
+from mindformers_core.program.plan import parameter_path, walk_graphs
 
 WEIGHTS = "passed_weights"  # the tuple's name in a generated function
 
@@ -40,8 +38,5 @@ def weights_of_call(frame, graph, find):
         graph: the `CellGraph` of this call; equal calls share a plan.
         find: function from a path, from the Cell of the program, to the parameter.
     """
-    found = [find(parameter_path(frame, graph, number)) for number in range(len(frame.graph.parameters))]
-    for call, inner in called_graphs(frame, graph):
-        if call.frame is not None:
-            found += weights_of_call(call.frame, inner, find)
-    return found
+    calls = walk_graphs(frame, graph)
+    return [find(parameter_path(*call, number)) for call in calls for number in range(len(call[0].graph.parameters))]

@@ -10,11 +10,6 @@ from mindformers_core.layout import Layout
 from mindformers_core.program.graph import match_arguments
 from mindformers_core.program.structure import tree_leaves
 
-__all__ = [
-    "CallPlan", "CellPlan", "Instruction", "OperatorPlan", "Redistribution", "called_cells", "called_graphs",
-    "captured_graph", "joined_path", "operators_in_order", "parameter_path",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, eq=False)
 class Redistribution:
@@ -261,6 +256,14 @@ def called_graphs(frame, graph):
             yield call, _graph_of_part(frame, graph, call.node.graph, places)
         else:
             yield call, graph.nodes[places[id(call.node)]].graph
+
+
+def walk_graphs(frame, graph):
+    """`(CellPlan, CellGraph)` of a call and all below that have a plan, in order; arguments as of `called_graphs`."""
+    yield frame, graph
+    for call, inner in called_graphs(frame, graph):
+        if call.frame is not None:
+            yield from walk_graphs(call.frame, inner)
 
 
 def _graph_of_part(frame, graph, part, places):

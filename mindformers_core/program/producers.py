@@ -5,8 +5,6 @@ from math import prod
 
 from mindformers_core.dtypes import ITEM_BYTES
 
-__all__ = ["Links", "links_of"]
-
 _LARGEST_PART = 3  # operators of a Cell that is called several times and is no layer: a projection
 
 

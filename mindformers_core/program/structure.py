@@ -5,8 +5,6 @@ A pytree is a tuple, list or dict of pytrees, or a leaf. Captured graphs consist
 
 from dataclasses import dataclass
 
-__all__ = ["DType", "Value", "canonical", "described", "tree_map", "shown", "shown_arguments", "tree_leaves"]
-
 
 @dataclass(frozen=True)
 class Value:
@@ -62,6 +60,21 @@ def tree_leaves(structure, kind=Value):
     leaves = []
     tree_map(lambda leaf: leaves.append(leaf) or leaf, structure)  # some tuple classes refuse None
     return [leaf for leaf in leaves if isinstance(leaf, kind)]
+
+
+def tree_fill(structure, leaves, kinds=Value):
+    """A pytree with `leaves`, in order, in the place of its leaves of some kinds."""
+    rest = iter(leaves)
+    return tree_map(lambda leaf: next(rest) if isinstance(leaf, kinds) else leaf, structure)
+
+
+def tree_key(structure, leaf_key):
+    """A hashable key of a pytree: tuples, with `leaf_key(leaf)` for every leaf."""
+    if isinstance(structure, (tuple, list)):
+        return type(structure), *(tree_key(entry, leaf_key) for entry in structure)
+    if isinstance(structure, dict):
+        return dict, *((name, tree_key(entry, leaf_key)) for name, entry in structure.items())
+    return leaf_key(structure)
 
 
 def canonical(structure):

@@ -7,11 +7,6 @@ from mindformers_core.layout import bind_layout
 from mindformers_core.program.free_variables import own_result
 from mindformers_core.program.structure import Value, tree_map
 
-__all__ = [
-    "Declaration", "OperatorDeclaration", "boundary_target", "check_outputs", "declared_inputs", "declared_outputs",
-    "no_tensor",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class OperatorDeclaration:

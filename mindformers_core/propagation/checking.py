@@ -13,8 +13,6 @@ from mindformers_core.propagation.operators import algorithm_of, local_call_shap
 from mindformers_core.redistribution.striding import merge_dims
 from mindformers_core.redistribution.transitions import SearchSpace, transitions
 
-__all__ = ["PlanError", "check_plan"]
-
 _SIGNATURE = ("inputs", "outputs", "sizes", "reduced", "whole", "linear", "added", "distributed", "run", "made")
 
 

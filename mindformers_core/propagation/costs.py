@@ -8,8 +8,6 @@ from mindformers_core.operators.registry import facts_of
 from mindformers_core.placement import axes_in
 from mindformers_core.redistribution import plan_redistribution
 
-__all__ = ["NOTHING_PAID", "Cost", "forms_cost", "move_cost", "work_of"]
-
 
 @dataclass(frozen=True)
 class Cost:

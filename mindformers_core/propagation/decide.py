@@ -6,6 +6,7 @@ The places of redistributions are chosen later (see `insertion.py`); here only t
 from dataclasses import dataclass, field, replace
 
 from mindformers_core.operators import tensor_meta
+from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.resolve import OperatorCall, undivided
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.graph import CallNode, match_arguments
@@ -15,10 +16,6 @@ from mindformers_core.propagation.costs import NOTHING_PAID, Cost, forms_cost, m
 from mindformers_core.propagation.operators import operator_plan, passes_gradient
 from mindformers_core.propagation.required_layouts import RequiredLayouts
 from mindformers_core.propagation.strategies import declared_layouts
-
-__all__ = [
-    "FLOWS", "NOTHING", "TRAINED", "CallDecision", "Decision", "decide_frame", "gradient_flow", "operator_flow",
-]  # fmt: skip
 
 # Gradient flow through a tensor: none; to an input or a frozen parameter; to a trained parameter
 NOTHING, FLOWS, TRAINED = 0, 1, 2
@@ -173,6 +170,10 @@ class _OpenCall:
             signature = self.run.signature(node)
             metas = tuple(map(self.meta, values))
             declared = self.declared(node, signature, metas)
+            if facts_of(node.operator).writes:
+                metas = metas[0], *(tensor_meta(meta.shape, meta.dtype, meta.layout, True) for meta in metas[1:])
+                if keys[0] not in self.free:
+                    declared = (metas[0].layout, *(None,) * (len(metas) - 1)), None
             free = frozenset(place for place, key in enumerate(keys) if key in self.free)
             asked = OperatorCall(signature, metas, self.run.mesh, self.run.device_model, *declared, free)
             plan = operator_plan(node, signature, self.run.resolve(node, asked, self.choices.get(place)))

@@ -13,8 +13,6 @@ from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.decide import TRAINED, CallDecision
 from mindformers_core.redistribution import plan_redistribution
 
-__all__ = ["insert_redistributions"]
-
 
 def insert_redistributions(run, decision, passed, lifted=()):
     """The `CellPlan` of a call.

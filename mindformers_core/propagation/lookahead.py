@@ -15,8 +15,6 @@ from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.costs import move_cost
 from mindformers_core.propagation.decide import TRAINED, CallDecision, decide_frame
 
-__all__ = ["improve"]
-
 MOST_NODES = 150_000  # decisions of operators and calls for one call of a Cell: a few seconds
 
 

@@ -8,8 +8,6 @@ from mindformers_core.placement import axes_in
 from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
 
-__all__ = ["algorithm_of", "call_shapes", "local_call_shapes", "operator_plan", "operator_signature", "passes_gradient"]
-
 
 def passes_gradient(operator):
     """Whether an operator with float results has a gradient that isn't 0."""
@@ -54,7 +52,8 @@ def call_shapes(node, args, kwargs):
 
 def _asked(node, args, kwargs):
     attributes = node.primitive.attributes if node.primitive is not None else {}
-    return signature_of(node.operator, args, kwargs | rule_attributes(node.operator, attributes))
+    shapes = [value.shape for value in tree_leaves(node.outputs)]
+    return signature_of(node.operator, args, kwargs | rule_attributes(node.operator, attributes), shapes)
 
 
 def _output_shapes(signature):

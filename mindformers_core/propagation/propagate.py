@@ -28,8 +28,6 @@ from mindformers_core.propagation.lookahead import improve
 from mindformers_core.propagation.operators import operator_signature
 from mindformers_core.redistribution import CPU, plan_redistribution
 
-__all__ = ["Propagation", "derive_parameters", "propagate"]
-
 
 def propagate(graph, mesh, arguments, parameters, declarations=None, device_model=CPU, final=True):
     """Layouts for every tensor of a captured Cell tree, and the redistributions between them.

@@ -4,8 +4,6 @@ The redistributions form a tree, whose root is the layout in which the tensor is
 for every tensor from outside; the caller chooses which of these redistributions it runs itself.
 """
 
-__all__ = ["RequiredLayouts"]
-
 
 class RequiredLayouts:
     """The required layouts of one tensor, in one call and those below.

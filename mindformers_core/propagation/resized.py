@@ -17,8 +17,6 @@ from mindformers_core.program.structure import DType, Value, shown, tree_leaves
 from mindformers_core.propagation.operators import operator_signature
 from mindformers_core.redistribution import plan_redistribution
 
-__all__ = ["resized"]
-
 _RULE = ("inputs", "outputs", "reduced", "whole", "linear", "added", "distributed", "run", "made")
 
 

@@ -19,8 +19,6 @@ from mindformers_core.propagation.decide import decide_frame
 from mindformers_core.propagation.propagate import Propagation
 from mindformers_core.redistribution.device_model import DeviceModel, Link
 
-__all__ = ["load_plan", "save_plan"]
-
 _FORMAT = "mindformers_core plan"
 _VERSION = 2
 

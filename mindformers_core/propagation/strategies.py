@@ -10,8 +10,6 @@ import math
 
 from mindformers_core.layout import Layout, bind_layout
 
-__all__ = ["declared_layouts"]
-
 
 def declared_layouts(declaration, signature, metas, mesh, where):
     """The layouts that an `OperatorDeclaration` requires of the tensors of one call.

@@ -9,16 +9,12 @@ from types import ModuleType
 
 from mindformers_core.lazy_exports import lazy_exports
 
-_PUBLIC = {
-    "list_operators": "listing",
-    "recompute": "recomputing",
-    "swap": "recomputing",
-    "write_curve": "listing",
+_EXPORTS = {
+    "listing": "list_operators write_curve",
+    "recomputing": "recompute swap",
 }
 
-__all__ = [*_PUBLIC]
-
-__getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)
+__all__, __getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)
 
 
 class _CallablePackage(ModuleType):

@@ -13,8 +13,6 @@ from mindformers_core.recompute.knapsack import improved, mixed, pieces_of
 from mindformers_core.recompute.pareto import Measured, best_of, corners, lower_hull, trade_of
 from mindformers_core.recompute.selection import kept_keys
 
-__all__ = ["Choice", "Part", "choice_within", "choose", "described", "out_of_reach", "rows_of"]
-
 _SMALL = 400  # largest program, in instructions, in which local search changes every instruction
 _WORK = 60_000  # evaluations of the local search times the number of instructions
 _NEAR = 3  # starting corners of the curve on either side of the budget

@@ -6,8 +6,6 @@ from mindspore import recompute as mindspore_recompute
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators.signature import is_float
 
-__all__ = ["checkpoint_call"]
-
 
 def checkpoint_call(function, others, tensors):
     """Call a compiled function in PyNative; the backward pass runs it again and saves nothing inside.

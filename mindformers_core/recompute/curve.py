@@ -4,14 +4,11 @@ from html import escape
 from math import floor, log10
 
 from mindformers_core.explaining.style import HUES, STYLE
-from mindformers_core.hints import bytes_shown, operations_shown
-
-__all__ = ["curve_picture"]
+from mindformers_core.hints import byte_unit, bytes_shown, operations_shown
 
 _WIDTH, _HEIGHT = 720, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 72, 690, 78, 382  # of the axes
 _TICKS = 6  # about
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _LOOK = f"""
 svg {{ background: var(--card); font: 12px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }}
 text {{ fill: var(--soft); }}
@@ -31,15 +28,15 @@ def curve_picture(choice):
     The horizontal axis has the saved bytes, the vertical axis the recomputed operations as a part of the forward pass.
     Each point is Pareto-optimal among all evaluated sets; the large point is the choice.
     """
-    unit = max(place for place in range(len(_UNITS)) if choice.all_bytes >= 1024**place or place == 0)
-    across = max(choice.all_bytes, 1) / 1024**unit
+    size, unit = byte_unit(choice.all_bytes)
+    across = max(choice.all_bytes, 1) / size
     forward = max(choice.forward_flops, 1)
     up = max([100 * flops / forward for _, flops in choice.curve] + [1e-9])
     columns, rows = _ticks(across), _ticks(up)
     right, top = max(across, columns[-1]), max(up, rows[-1])
 
     def x_of(nbytes):
-        return _LEFT + (_RIGHT - _LEFT) * nbytes / 1024**unit / right
+        return _LEFT + (_RIGHT - _LEFT) * nbytes / size / right
 
     def y_of(flops):
         return _BOTTOM - (_BOTTOM - _TOP) * 100 * flops / forward / top
@@ -52,7 +49,7 @@ def curve_picture(choice):
             f'height="{_HEIGHT}" role="img">',
             f"<style>{escape(STYLE + _LOOK, quote=False)}</style>",
             *_heading(choice),
-            *_grid([(x_of(tick * 1024**unit), f"{tick:g}") for tick in columns], f"saved activations, {_UNITS[unit]}"),
+            *_grid([(x_of(tick * size), f"{tick:g}") for tick in columns], f"saved activations, {unit}"),
             *_rows([(y_of(tick / 100 * forward), f"{tick:g} %") for tick in rows]),
             f'<polyline class="curve" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>',
             *(f'<circle class="point" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points),

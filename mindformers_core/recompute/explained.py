@@ -11,9 +11,6 @@ from mindformers_core.program.operator_names import operator_texts
 from mindformers_core.program.plan import called_cells, operators_in_order
 from mindformers_core.program.producers import links_of
 
-__all__ = ["bytes_not_kept", "explained_activations", "explained_cells", "keepers_by_key"]
-
-
 _NOT_NEEDED = (
     "no gradient needs what is selected (of a Cell: besides its results, which stay); list_operators() shows what is "
     "saved of each operator; select such ones, or the Cell around"

@@ -13,20 +13,13 @@ from mindspore.graph.api import _no_grad
 
 from mindformers_core.communication.world import process_state
 
-__all__ = ["Arriving", "to_device", "to_host"]
-
 _HOST = "CPU"
 
 
-def _moved_by_to(tensor, device):
-    return tensor.to(device, non_blocking=True, copy=True)
-
-
-def _moved_by_move_to(tensor, device):  # Tensor.to() knows no GPU
-    return tensor.move_to(device, blocking=False)
-
-
-_WAYS = {"Ascend": _moved_by_to, "GPU": _moved_by_move_to}
+_WAYS = {
+    "Ascend": lambda tensor, device: tensor.to(device, non_blocking=True, copy=True),
+    "GPU": lambda tensor, device: tensor.move_to(device, blocking=False),  # Tensor.to() knows no GPU
+}
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ alive: the variable of the tensor, autograd nodes that saved it, and calls that 
 """
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 from weakref import ref
 
 from mindspore import Parameter, Tensor
@@ -18,8 +19,6 @@ from mindspore.graph.api import _no_grad, _pynative_executor, saved_tensors_hook
 
 from mindformers_core.communication.world import process_state
 from mindformers_core.program.structure import tree_map
-
-__all__ = ["Handle", "Recomputation", "Recomputed", "handle_of", "keeping", "kept", "session"]
 
 _KEY = "mindformers_core"
 
@@ -46,18 +45,13 @@ class Session:
     """
 
     def __init__(self):
-        self.running, self.made, self.offloaded = [_Outside()], {}, []
+        outside = SimpleNamespace(unsettled=None)  # no open call: saved tensors stay as they are
+        self.running, self.made, self.offloaded = [outside], {}, []
 
 
 def session():
     """The open `Session`, or None."""
     return process_state().memo(__name__).get("session")
-
-
-class _Outside:
-    """State without an open call: saved tensors stay as they are."""
-
-    unsettled = None
 
 
 def _pack(tensor):

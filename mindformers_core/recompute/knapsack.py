@@ -1,7 +1,5 @@
 """Sets to recompute between two corners of the Pareto curve that use up a budget. Pure Python."""
 
-__all__ = ["improved", "mixed", "pieces_of"]
-
 
 def mixed(keys, layer_bounds, above, below, fits):
     """A set that fits, combined from a set above the budget and a set below it.

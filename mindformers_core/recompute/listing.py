@@ -13,8 +13,6 @@ from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.sharding.program import plan_call
 from mindformers_core.sharding.sharded_cells import ShardedCell, tree_and_path, tree_of_root
 
-__all__ = ["ListedOperator", "OperatorList", "list_operators", "write_curve"]
-
 
 @dataclass(frozen=True)
 class ListedOperator:

@@ -6,8 +6,6 @@ algorithm (1970).
 
 from collections import deque
 
-__all__ = ["minimum_cost_closure"]
-
 _SOURCE, _SINK = object(), object()
 
 

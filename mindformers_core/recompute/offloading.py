@@ -11,8 +11,6 @@ from weakref import ref
 from mindformers_core.recompute.host_copies import to_device, to_host
 from mindformers_core.recompute.keeping import kept, session
 
-__all__ = ["Offloading", "OnHost"]
-
 
 class OnHost:
     """Wraps a function of tensors; its results stay on the host until the backward pass.
@@ -52,7 +50,7 @@ class Offloading:
         entry = self._entries[index]
         entry.expected += 1
         if entry.host is None:
-            entry.offload()
+            entry.host = to_host(entry.tensor())
             entry.place = len(self._offloaded)
             self._offloaded.append(ref(entry))
 
@@ -79,12 +77,9 @@ class _Entry:
     """One result: its copy on the host, and for some time an `Arriving` copy on the device."""
 
     def __init__(self, tensor):
-        self._tensor, self._device_name = ref(tensor), tensor.device
+        self.tensor, self._device_name = ref(tensor), tensor.device
         self.host = self.device = self.place = None
         self.expected = 0
-
-    def offload(self):
-        self.host = to_host(self._tensor())
 
     def fetch(self):
         if self.device is None:

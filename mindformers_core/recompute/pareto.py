@@ -12,8 +12,6 @@ from itertools import pairwise
 
 from mindformers_core.recompute.minimum_cut import minimum_cost_closure
 
-__all__ = ["Measured", "RematProblem", "best_of", "corners", "lower_hull", "trade_of"]
-
 _DEPTH = 5  # bisections of the curve far from the budget
 
 

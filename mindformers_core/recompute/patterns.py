@@ -22,8 +22,7 @@ from mindformers_core.hints import nearest
 from mindformers_core.program.name_ranges import quoted, ranges_shown
 from mindformers_core.program.operator_names import plain_name
 from mindformers_core.ranges import parse_ranges
-
-__all__ = ["Found", "Match", "Pattern", "Segment", "check_found", "match", "parse_pattern", "what_is_there"]
+from mindformers_core.scopes import errors_at
 
 _ALLOWED = (
     "a pattern is names with the wildcards * and ?, numbers (3 or 0-7 or 0,3,5-7), * for one segment or ** for any "
@@ -131,14 +130,12 @@ def parse_pattern(text, where):
     """
     if not isinstance(text, str):
         raise TypeError(f"{where}: {text!r} should be a text, as 'layers.*.mlp': {_ALLOWED}")
-    try:
+    with errors_at(f"{where}: {text!r}: ", f"; {_ALLOWED}"):
         if not text.strip():
             raise ValueError("an empty pattern")
         rooted = text.startswith(".")
         parts = text[rooted:].split(".")
         segments = [_segment(part, place, len(parts)) for place, part in enumerate(parts, 1)]
-    except ValueError as error:
-        raise ValueError(f"{where}: {text!r}: {error}; {_ALLOWED}") from None
     if not rooted:
         begins_anywhere = segments[0].name == "*" and segments[0].indices is None and len(segments) > 1
         segments = [Segment("**", "**"), *segments[begins_anywhere:]]

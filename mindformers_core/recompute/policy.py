@@ -24,12 +24,11 @@ from mindformers_core.recompute.selection import (
     recomputed_keys,
     swapped_keys,
     whole_cells,
+    written_by,
 )
 from mindformers_core.recompute.settings import check_compilable, check_gathers
 from mindformers_core.recompute.stages import check_compiled_stages, check_stages, stage_summary
 from mindformers_core.sharding.sharded_cells import CONTAINERS
-
-__all__ = ["ChosenActivations"]
 
 _LOG = logging.getLogger("mindformers_core")
 _RECOMPUTED = "from mindformers_core.recompute.keeping import Recomputed", "recomputed", "Recomputed()"
@@ -51,6 +50,7 @@ class ChosenActivations(ActivationPolicy):
     """
 
     is_active = True
+    checkpoint_call = staticmethod(checkpoint_call)
 
     def __init__(self, tree, settings, swapping, is_part=False):
         self.tree, self.settings, self.swapping, self.is_part = tree, settings, swapping, is_part
@@ -104,6 +104,13 @@ class ChosenActivations(ActivationPolicy):
                         f"recompute.{key}: {each.pattern.text!r} selects operators, but compiled functions can only "
                         "recompute whole Cells: name Cells, or run in PyNative (recipe: context.mode: 1)"
                     )
+        for place in program.places:
+            if written_by(place) and any(cell_lies_in(joined_path(program.path, place.path), c) for c in self._cells):
+                raise ValueError(
+                    f"recompute: Cell '{joined_path(program.path, place.path)}' writes Parameters "
+                    f"({', '.join(sorted(written_by(place)))}), and a compiled function that runs again would write "
+                    "them twice: exclude it, or run in PyNative (recipe: context.mode: 1)"
+                )
         for inner in () if compiled else self._cells:
             self.tree.cells[inner]._recompute(True, False)  # what recompute() does for graphs, not for PyNative
         frame = program.frame if compiled else unshared(program.frame)  # else MindSpore confuses collectives in them
@@ -138,10 +145,6 @@ class ChosenActivations(ActivationPolicy):
         places = [place for place in program.places if place.key in keys]
         self._recomputed |= {joined_path(program.path, place.path) for place in places}
         return keys, choice
-
-    def checkpoint_call(self, function, others, tensors):
-        """See `ActivationPolicy`."""
-        return checkpoint_call(function, others, tensors)
 
     def check_compiling(self):
         """See `ActivationPolicy`."""

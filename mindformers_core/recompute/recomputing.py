@@ -9,9 +9,8 @@ from dataclasses import fields
 from mindformers_core.hints import nearest
 from mindformers_core.recompute.policy import ChosenActivations
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
+from mindformers_core.scopes import errors_at
 from mindformers_core.sharding.sharded_cells import tree_of_root
-
-__all__ = ["recompute", "swap"]
 
 
 def recompute(cell, settings=None, *, is_part=False, **keys):
@@ -67,10 +66,8 @@ def _made(kind, function, settings, keys):
         if name not in known:
             hint = f"{nearest(name, known)}; known: is_part, {', '.join(known)}: {kind.page}"
             raise TypeError(f"{function}.{name}: unknown setting{hint}")
-    try:
+    with errors_at(f"{function}."):  # the message begins with the key
         return kind(**keys)
-    except (TypeError, ValueError) as error:  # the message begins with the key
-        raise type(error)(f"{function}.{error}") from None
 
 
 def _given(cell, function, which, settings, is_part):

@@ -6,6 +6,7 @@ from functools import cached_property
 from mindformers_core.analysis.prediction import Prediction
 from mindformers_core.analysis.views import is_cast_to_its_dtype
 from mindformers_core.hints import nearest
+from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.name_ranges import cells_together, quoted
 from mindformers_core.program.operator_names import operator_names, operator_texts
 from mindformers_core.program.plan import (
@@ -19,11 +20,6 @@ from mindformers_core.program.plan import (
 from mindformers_core.program.producers import links_of
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.recompute.patterns import match, parse_pattern
-
-__all__ = [
-    "NamedProgram", "cell_lies_in", "check_apart", "chosen_keys", "excluded_keys", "full_layers", "kept_keys",
-    "layers_of", "operator_swap_keys", "recomputed_keys", "swapped_keys", "whole_cells",
-]  # fmt: skip
 
 _SHOWN = 5
 
@@ -130,7 +126,7 @@ def excluded_keys(settings, program):
 
 def kept_keys(settings, program, boundaries=()):
     """Keys of the instructions whose results are always saved; arguments as `recomputed_keys`."""
-    kept = excluded_keys(settings, program)
+    kept = excluded_keys(settings, program) | _state_keys(program)
     for place in program.places:
         sends = isinstance(place.entry, Redistribution) and bool(place.entry.steps)
         if not _can_run_again(place) or (sends and not settings.mp_comm_recompute):
@@ -139,6 +135,28 @@ def kept_keys(settings, program, boundaries=()):
         if key not in program.closed and (key == () or cell in boundaries):  # the caller may write to it in place
             kept |= program.inside([key]) - program.prediction.cell_keys(key)
     return kept
+
+
+def written_by(place):
+    """The paths of the Parameters that an instruction writes, from the program's Cell; a set."""
+    node = getattr(place.entry, "node", None)
+    writes = place.entry.frame is None and node is not None and facts_of(getattr(node, "operator", "")).writes
+    return _parameters_among(place, node.args[:1]) if writes else set()
+
+
+def _parameters_among(place, values):
+    uses = [use for use in place.frame.graph.parameters if use.value in values]
+    return {use.path if use.local is None else joined_path(place.path, use.local) for use in uses}
+
+
+def _state_keys(program):
+    """Keys of the instructions that write Parameters, or read them: there are other values later on."""
+    written = set().union(*map(written_by, program.places))
+    taken = {
+        place.key: _parameters_among(place, [value for value, _ in place.entry.consumed])
+        for place in (program.places if written else ())
+    }
+    return {key for key, paths in taken.items() if paths & written}
 
 
 def _can_run_again(place):

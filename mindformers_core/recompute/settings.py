@@ -12,11 +12,7 @@ from typing import ClassVar
 
 from mindformers_core.hints import nearest
 from mindformers_core.ranges import check_range, parse_ranges
-
-__all__ = [
-    "DEFAULT_OP_SWAP", "LayerSwap", "OperatorSwap", "RecomputeSettings", "SwapSettings", "check_compilable",
-    "check_gathers", "layer_numbers",
-]  # fmt: skip
+from mindformers_core.scopes import errors_at
 
 PAGE = "docs/recompute.md"
 # MindSpore Transformers swaps its flash_attention operators; here attention may be written in plain operators, too
@@ -252,10 +248,8 @@ def layer_numbers(given, where):
     parts = [given] if isinstance(given, str) else given
     if not isinstance(parts, (list, tuple)) or not all(type(part) in (int, str) for part in parts):
         raise TypeError(f"{where}: {given!r} should be {LAYERS_FORMS}")
-    try:
+    with errors_at(f"{where}: ", f": give {LAYERS_FORMS}"):
         ranges = [pair for part in parts for pair in parse_ranges(str(part))]
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}: give {LAYERS_FORMS}") from None
     numbers = [number for first, last in ranges for number in range(first, last + 1)]
     if not numbers:
         raise ValueError(f"{where}: {given!r} has no layer in it: give {LAYERS_FORMS}, or leave it out")

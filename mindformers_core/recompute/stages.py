@@ -8,8 +8,6 @@ from mindformers_core.recompute.budget import out_of_reach
 from mindformers_core.recompute.patterns import Found, check_found, match, parse_pattern, what_is_there
 from mindformers_core.recompute.selection import chosen_keys, excluded_keys, full_layers, operator_swap_keys
 
-__all__ = ["check_compiled_stages", "check_stages", "stage_summary"]
-
 
 def stage_summary(settings, swapping, layers, paths=(), program=None, full=(), short=None):
     """Summary of a stage for the other stages, as JSON values.

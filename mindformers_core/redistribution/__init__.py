@@ -5,15 +5,6 @@ from mindformers_core.redistribution.planner import Plan, plan_redistribution
 from mindformers_core.redistribution.steps import STEP_KINDS, Step, StepKind, wire_bytes
 
 __all__ = [
-    "ASCEND",
-    "CPU",
-    "GPU",
-    "STEP_KINDS",
-    "DeviceModel",
-    "Link",
-    "Plan",
-    "Step",
-    "StepKind",
-    "plan_redistribution",
+    "ASCEND", "CPU", "GPU", "STEP_KINDS", "DeviceModel", "Link", "Plan", "Step", "StepKind", "plan_redistribution",
     "wire_bytes",
-]
+]  # fmt: skip

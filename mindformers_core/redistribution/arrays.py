@@ -3,18 +3,16 @@
 Pure Python. Written from the definitions of the collectives; a group's tensors are a list in the group's order.
 """
 
-import numpy as np
+from functools import reduce
 
-__all__ = ["exchange", "reduce_arrays", "reduce_terms"]
+import numpy as np
 
 _REDUCE = {"sum": np.add, "avg": np.add, "max": np.maximum, "min": np.minimum}
 
 
 def reduce_arrays(tensors, op):
     """The elementwise reduction of tensors in their order; `op`: `sum`, `avg`, `max` or `min`."""
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = _REDUCE[op](total, tensor)
+    total = reduce(_REDUCE[op], tensors)
     return total / len(tensors) if op == "avg" else total
 
 
@@ -34,17 +32,13 @@ def exchange(kind, tensors, *arguments):
 
 
 def _all_to_all(tensors, dim, to_dim):
-    count = len(tensors)
-    pieces = [np.split(tensor, count, to_dim) for tensor in tensors]
-    return [np.concatenate([pieces[sender][place] for sender in range(count)], dim) for place in range(count)]
+    pieces = [np.split(tensor, len(tensors), to_dim) for tensor in tensors]
+    return [np.concatenate(received, dim) for received in zip(*pieces)]
 
 
 def _permute(tensors, destinations):
     assert sorted(destinations) == list(range(len(tensors))), destinations
-    received = [None] * len(tensors)
-    for tensor, place in zip(tensors, destinations, strict=True):
-        received[place] = tensor
-    return received
+    return [tensors[destinations.index(place)] for place in range(len(tensors))]
 
 
 _EXCHANGES = {

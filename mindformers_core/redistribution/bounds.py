@@ -14,8 +14,6 @@ from mindformers_core.redistribution.device_model import Link
 from mindformers_core.redistribution.steps import STEP_KINDS
 from mindformers_core.redistribution.transitions import REPLICATE, SHARD, VARYING
 
-__all__ = ["lower_bound"]
-
 OTHER_DIM = "other dim"
 
 

@@ -5,8 +5,6 @@ from functools import lru_cache
 
 from mindformers_core.redistribution.steps import COLLECTIVES, STEP_KINDS
 
-__all__ = ["ASCEND", "CPU", "GPU", "DeviceModel", "Link"]
-
 
 @dataclass(frozen=True)
 class Link:

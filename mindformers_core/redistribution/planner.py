@@ -19,8 +19,6 @@ from mindformers_core.redistribution.steps import EXTREMES, Step
 from mindformers_core.redistribution.striding import split_dims
 from mindformers_core.redistribution.transitions import REPLICATE, SearchSpace, compatible, transitions
 
-__all__ = ["Plan", "plan_redistribution"]
-
 # Cost of every step in the search besides its collectives, in seconds: of equal plans the shorter is chosen.
 PER_STEP = 1e-12
 

@@ -10,8 +10,6 @@ from math import prod
 
 from mindformers_core.layout import Layout
 
-__all__ = ["COLLECTIVES", "EXTREMES", "STEP_KINDS", "Step", "StepKind", "wire_bytes"]
-
 EXTREMES = ("max", "min")
 ALL_OPS = ("sum", "avg", *EXTREMES)
 

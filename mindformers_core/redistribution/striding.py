@@ -7,8 +7,6 @@ from operator import mul
 from mindformers_core.layout import Layout
 from mindformers_core.placement import merged_entry, parts_of, split_entry
 
-__all__ = ["merge_dims", "split_dims"]
-
 
 def split_dims(source, target, shape):
     """Two layouts and the shape of a tensor after a view in which every dim that differs is ordinary in both.

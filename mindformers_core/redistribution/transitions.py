@@ -9,8 +9,6 @@ from mindformers_core.layout import Layout
 from mindformers_core.placement import axes_in, parts_of
 from mindformers_core.redistribution.steps import EXTREMES, STEP_KINDS
 
-__all__ = ["REPLICATE", "SHARD", "VARYING", "SearchSpace", "compatible", "transitions"]
-
 # Marks of an axis in a state; a partial axis is marked with its op.
 SHARD, REPLICATE, VARYING = "shard", "replicate", "varying"
 

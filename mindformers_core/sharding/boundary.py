@@ -4,14 +4,12 @@ from inspect import signature
 
 from mindspore import Tensor
 
-from mindformers_core.dtensor.dtensor import DTensor, wrap
+from mindformers_core.dtensor.dtensor import DTensor, borrowed, wrap
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.structure import tree_map
 from mindformers_core.propagation.boundaries import Declaration, boundary_target, check_outputs, no_tensor
-
-__all__ = ["Boundary"]
 
 
 class Boundary:
@@ -80,6 +78,7 @@ class Boundary:
                 tensor = wrap(tensor, tensor_meta(shape, dtype, layout, constant=not tensor._requires_grad))
             elif self.is_root:
                 tensor = wrap(tensor.to_local(), tensor._meta)  # its redistributions are cached for one pass
+            tensor = borrowed(tensor) if self.is_root else tensor
             if declared is None:
                 return tensor
             return tensor.redistribute(self._target(tensor, declared, label, self.weight_axes))

@@ -8,8 +8,6 @@ from itertools import chain, count
 from mindformers_core.program.plan import Redistribution, called_graphs, joined_path
 from mindformers_core.program.structure import tree_leaves
 
-__all__ = ["collective_places"]
-
 
 def collective_places(program, paths):
     """How a `Recorder` names the lines of a program, see `Recorder.sources`.

@@ -25,8 +25,6 @@ from mindformers_core.operators import TensorMeta
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.sharding.first_inputs import compare_inputs
 
-__all__ = ["choose_program", "jit", "register_cell"]
-
 _NOT_A_SHAPE = {"dtype": ms.TensorType(ms.float32), "shape": ("none",), "value": None}
 _NUMBERS = count()
 

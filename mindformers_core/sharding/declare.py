@@ -13,8 +13,6 @@ from mindformers_core.program.graph import cell_label
 from mindformers_core.program.plan import joined_path
 from mindformers_core.propagation.boundaries import Declaration, OperatorDeclaration
 
-__all__ = ["cell_label", "collect_declarations", "copy_cell"]
-
 _PLAN_KEYS = ("input", "output", "weight")
 _OPERATOR_KEYS = ("input", "output")
 _SHARDED = {"in_strategy", "out_strategy", "in_layout", "out_layout"}  # what `Primitive.shard()` sets

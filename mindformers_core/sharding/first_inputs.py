@@ -16,8 +16,6 @@ from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.hints import first_of
 from mindformers_core.placement import Replicate, Shard
 
-__all__ = ["check_equal_shapes", "compare_inputs", "suspicious_inputs"]
-
 _LOG = logging.getLogger("mindformers_core")
 _BYTES = 4096  # that a rank sends; inputs beyond aren't compared
 _VALUES = 2**18  # of a tensor that are compared

@@ -20,8 +20,6 @@ from scipy.special import ndtr, ndtri
 
 from mindformers_core.splitmix import GOLDEN, mixed
 
-__all__ = ["initializer_of", "draw_slice", "materialize"]
-
 _CHUNK = 1 << 17  # values drawn at a time: about 1 MB for each temporary, which stays in the cache
 _GAINS = {"linear": 1.0, "sigmoid": 1.0, "tanh": 5.0 / 3.0, "relu": math.sqrt(2.0)}
 _CONSTANTS = {init.Zero: lambda _: 0, init.One: lambda _: 1, init.Constant: lambda given: given.value}

@@ -11,8 +11,6 @@ from mindformers_core.explaining.text import explain_plan
 from mindformers_core.program.plan import joined_path
 from mindformers_core.sharding.sharded_cells import EagerCell, tree_and_path, tree_of
 
-__all__ = ["explain", "explain_activations", "prepare", "programs"]
-
 
 def prepare(cell, *inputs, saved_plan=None, compiled=False, **named_inputs):
     """Make the program of `cell(*inputs, **named_inputs)`, without computing anything.
@@ -80,12 +78,12 @@ def explain(cell, *inputs, html=None, **named_inputs):
     return explain_plan(report, [*stored, *kept])
 
 
-def explain_activations(cell, *inputs, compiled=False, **named_inputs):
+def explain_activations(cell, *inputs, **named_inputs):
     """The summary of `recompute()` and `swap()`: the last lines of `explain(cell, *inputs)`; empty without them.
 
     Args:
         cell: the root of a sharded tree.
-        inputs, compiled, named_inputs: as for `prepare`. Default: the last program.
+        inputs, named_inputs: as for `prepare`. Default: the last program.
 
     Raises:
         ValueError: settings with which the backward pass would fail; or no inputs are given, and no program was made.
@@ -93,15 +91,15 @@ def explain_activations(cell, *inputs, compiled=False, **named_inputs):
     tree = tree_of(cell)
     if not tree.activations.is_active:
         return ()
-    frame, _ = _plan(cell, inputs, named_inputs, compiled=compiled)
+    frame, _ = _plan(cell, inputs, named_inputs)
     tree.activations.validate_for_backward()
     return tree.activations.explained(frame).lines
 
 
-def _plan(cell, inputs, named_inputs, **options):
+def _plan(cell, inputs, named_inputs):
     """`(CellPlan, path in it of the Cell)`: of a call, or without inputs of the last program with this Cell."""
     if inputs or named_inputs:
-        return prepare(cell, *inputs, **named_inputs, **options).frame, ""
+        return prepare(cell, *inputs, **named_inputs).frame, ""
     tree, path = tree_and_path(cell)
     for program in reversed(tree.programs.values()):
         for inner, _ in program.frame.walk():

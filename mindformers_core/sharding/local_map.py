@@ -8,8 +8,6 @@ from mindformers_core.capture.traced import Traced
 from mindformers_core.dtensor.dtensor import DTensor, distribute_tensor
 from mindformers_core.layout import Layout, LayoutSpec, bind_layout
 
-__all__ = ["local_map"]
-
 
 def local_map(function, in_layouts, out_layouts, mesh=None, varying=None):
     """A function of DTensors that runs `function` on this rank's parts.

@@ -1,15 +1,13 @@
 """Observers of instrumented programs: which call of which Cell, in which pass, has computed a tensor."""
 
 from collections import Counter
-from contextlib import contextmanager
 from functools import partial
 
 from mindspore import nn
 
 from mindformers_core.program.observer import Observer
+from mindformers_core.scopes import replaced
 from mindformers_core.sharding.sharded_cells import tree_and_path
-
-__all__ = ["ProgramObserver", "parameter_paths"]
 
 
 class ProgramObserver(Observer):
@@ -25,15 +23,9 @@ class ProgramObserver(Observer):
         """See `Observer`."""
         module.observed = partial(self._observed, source)
 
-    @contextmanager
     def in_pass(self, label, direction):
         """See `Observer`."""
-        before = self._pass, self._direction
-        self._pass, self._direction = label, direction
-        try:
-            yield
-        finally:
-            self._pass, self._direction = before
+        return replaced(self, _pass=label, _direction=direction)
 
     def _observed(self, source, cell, number, tensor):
         """A program reports a tensor. Of several calls it isn't known which one the backward pass computes again."""

@@ -7,8 +7,6 @@ from mindspore import Parameter, nn
 from mindformers_core.communication.world import process_state
 from mindformers_core.program.graph import cell_label
 
-__all__ = ["optimizers_holding", "refuse_optimizers_of"]
-
 
 def refuse_optimizers_of(cell, function, replaced=None):
     """Raise `ValueError` where an optimizer holds a parameter of `cell` that `function` replaces.

@@ -14,8 +14,6 @@ from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.structure import tree_map
 
-__all__ = ["ParameterStorage", "as_computed", "as_dtype", "computing_dtype", "parameter_storage", "unit_of"]
-
 
 class ParameterStorage:
     """The hooks that a sharded tree's Cells and a pipeline's stage call. This storage leaves parameters as they are.

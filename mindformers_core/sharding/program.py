@@ -18,16 +18,15 @@ from mindformers_core.generation.load import load_module
 from mindformers_core.generation.module_source import ModuleSource
 from mindformers_core.operators import TensorMeta, tensor_meta
 from mindformers_core.program.partition import calls_of, partition
-from mindformers_core.program.plan import called_graphs, joined_path
-from mindformers_core.program.structure import Value, tree_leaves, tree_map
+from mindformers_core.program.plan import joined_path, walk_graphs
+from mindformers_core.program.structure import tree_fill, tree_leaves, tree_map
 from mindformers_core.propagation.checking import check_plan
 from mindformers_core.propagation.propagate import propagate
 from mindformers_core.propagation.saved import load_plan
+from mindformers_core.scopes import errors_at
 from mindformers_core.sharding.collective_places import collective_places
 
 _LOG = logging.getLogger("mindformers_core")
-
-__all__ = ["Program", "annotated_plan", "bind_arguments", "describe", "make_program", "plan_call", "signature_key"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,14 +71,8 @@ class Program:
     def calls(self):
         """`(Cell path, CellPlan, CellGraph)` of every call of a generated function; calls that share a plan have a
         graph each."""
-
-        def visit(path, frame, graph):
-            yield path, frame, graph
-            for call, inner in called_graphs(frame, graph):
-                if call.frame is not None:
-                    yield from visit(joined_path(self.path, inner.path), call.frame, inner)
-
-        return list(visit(self.path, self.generated, self.graph))
+        calls = walk_graphs(self.generated, self.graph)
+        return [(joined_path(self.path, graph.path), frame, graph) for frame, graph in calls]
 
     @cached_property
     def calls_by_plan(self):
@@ -93,8 +86,7 @@ class Program:
         """The local result as a structure of DTensors."""
         if type(result) is Tensor and len(self.results) == 1:
             return wrap(result, self.results[0])
-        tensors = map(wrap, tree_leaves(result, Tensor), self.results)
-        return tree_map(lambda leaf: next(tensors) if isinstance(leaf, Value) else leaf, self.graph.result)
+        return tree_fill(self.graph.result, map(wrap, tree_leaves(result, Tensor), self.results))
 
 
 def describe(leaf):
@@ -111,15 +103,6 @@ def describe(leaf):
         f"a sharded Cell takes tensors, numbers, strings, None, and tuples, lists and dicts of them, not {leaf!r} "
         f"({type(leaf).__name__}), which may change without its program being made anew: keep it in the Cell"
     )
-
-
-def signature_key(structure):
-    """A hashable key of a structure of arguments: tuples with `describe(leaf)` for every leaf."""
-    if isinstance(structure, (tuple, list)):
-        return type(structure), *map(signature_key, structure)
-    if isinstance(structure, dict):
-        return dict, *((name, signature_key(entry)) for name, entry in structure.items())
-    return describe(structure)
 
 
 def make_program(tree, path, args, kwargs, signature, saved_plan=None):
@@ -228,10 +211,8 @@ def bind_arguments(tree, path, args, kwargs):
         `(BoundArguments with a TensorMeta of the global shape for every tensor, list of (name of the argument, tensor,
         Layout in which it arrives))`.
     """
-    try:
+    with errors_at(f"{tree.label(path)}, construct(): "):
         bound = inspect.signature(tree.classes[path].construct).bind(tree.cells[path], *args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{tree.label(path)}, construct(): {error}") from None
     boundary, arriving = tree.boundaries[path], []
 
     def enter(leaf, name):

@@ -4,8 +4,6 @@ from contextlib import contextmanager
 
 from mindspore.graph.api import _pynative_executor
 
-__all__ = ["forget_recordings", "no_gradient_left_waiting"]
-
 
 def forget_recordings():
     """Clear all recordings of gradients in MindSpore, also those that an error interrupted.

@@ -18,8 +18,6 @@ from mindformers_core.sharding.optimizers_before import refuse_optimizers_of
 from mindformers_core.sharding.sharded_cells import ShardedCell, computing_parameters, tree_of
 from mindformers_core.sharding.sharded_tree import ShardedTree
 
-__all__ = ["MODES", "full_parameters", "replace_parameters", "shard"]
-
 MODES = ("generated", "eager")
 FULL_BATCH = "full_batch"
 
@@ -105,6 +103,7 @@ def _check_arguments(cell, mesh, mode, inputs):
 def _place_parameters(cell, layouts, seed):
     """Replace every parameter of the tree by this rank's shard; parameters without values draw theirs from the seed.
 
+    The statistics of `SyncBatchNorm` are those of the whole batch, as on one card, without its own collectives.
     In a dry run (the fake backend) these stay without values, on the meta device: nothing is allocated.
     """
     named = dict(cell.parameters_and_names())
@@ -121,6 +120,9 @@ def _place_parameters(cell, layouts, seed):
         materialize(cell, seed, layouts, world().rank)
     placed = {id(p): placed_parameter(parts.get(path, p), layouts[path], shapes.get(path)) for path, p in named.items()}
     replace_parameters(cell, process_state().observer.placed(cell, placed))
+    for _, child in cell.cells_and_names():
+        if isinstance(child, mint.nn.SyncBatchNorm):
+            child.world_size = 1
 
 
 def replace_parameters(cell, placed):

@@ -5,17 +5,13 @@ from functools import cache
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
-from mindformers_core.dtensor.dtensor import parameter_meta, parameter_view, wrap
+from mindformers_core.dtensor.dtensor import DTensor, parameter_meta, parameter_view, wrap
 from mindformers_core.dtensor.interception import draws_by_position
 from mindformers_core.hints import first_of
 from mindformers_core.program.structure import tree_leaves
+from mindformers_core.scopes import replaced
 from mindformers_core.sharding.compiling import choose_program
 from mindformers_core.sharding.parameter_storage import unit_of
-
-__all__ = [
-    "CONTAINERS", "EagerCell", "GeneratedCell", "ShardedCell", "computing_parameters", "located", "sharded_class",
-    "tree_and_path", "tree_of", "tree_of_root",
-]  # fmt: skip
 
 CONTAINERS = (nn.CellList, nn.CellDict, nn.SequentialCell)  # they hold other Cells in a row
 _LOG = logging.getLogger("mindformers_core")
@@ -47,6 +43,8 @@ class ShardedCell:
     def __setattr__(self, name, value):
         """A program has the numbers that a Cell keeps written in: with another one, it is made anew."""
         tree, path = self.__dict__["_sharding"]
+        if isinstance(value, DTensor) and name in self._params:
+            return _view(self._params[name], tree).overwrite(value)
         if isinstance(value, nn.Cell) and not name.startswith("_"):
             raise ValueError(f"{tree.label(path)} is sharded already: put Cell '{name}' into it before shard()")
         same = name in self.__dict__ and self.__dict__[name] is value
@@ -144,14 +142,10 @@ class EagerCell(ShardedCell):
             if path == "":
                 shapes = tuple(tuple(tensor.shape) for tensor in tree_leaves((args, kwargs), Tensor))
                 tree.compare_inputs(shapes, args, kwargs)
-            tree.views = {}
-            try:
-                with tree.storage.call_scope(), draws_by_position():
-                    args, kwargs = tree.storage.cast_inputs(args, kwargs) if path == "" else (args, kwargs)
-                    result = self.run_eagerly(*args, **kwargs)
-                    return tree.storage.cast_outputs(result) if path == "" else result
-            finally:
-                tree.views = None
+            with replaced(tree, views={}), tree.storage.call_scope(), draws_by_position():
+                args, kwargs = tree.storage.cast_inputs(args, kwargs) if path == "" else (args, kwargs)
+                result = self.run_eagerly(*args, **kwargs)
+                return tree.storage.cast_outputs(result) if path == "" else result
         try:
             args, kwargs = boundary.enter(args, kwargs)
             return boundary.leave(super(ShardedCell, self).construct(*args, **kwargs))

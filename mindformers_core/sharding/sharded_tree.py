@@ -12,16 +12,15 @@ from mindformers_core.program.activation_policy import ActivationPolicy
 from mindformers_core.program.graph import class_label
 from mindformers_core.program.passed_weights import weights_of_call
 from mindformers_core.program.plan import called_graphs, joined_path
-from mindformers_core.program.structure import tree_map
+from mindformers_core.program.structure import tree_key, tree_map
+from mindformers_core.scopes import errors_at, replaced
 from mindformers_core.sharding.boundary import Boundary
 from mindformers_core.sharding.compiling import register_cell
 from mindformers_core.sharding.first_inputs import compare_inputs
 from mindformers_core.sharding.parameter_storage import ParameterStorage
-from mindformers_core.sharding.program import bind_arguments, make_program, signature_key
+from mindformers_core.sharding.program import bind_arguments, describe, make_program
 from mindformers_core.sharding.recordings import no_gradient_left_waiting
 from mindformers_core.sharding.sharded_cells import EagerCell, GeneratedCell, located, sharded_class
-
-__all__ = ["MOST_PROGRAMS", "ShardedTree"]
 
 MOST_PROGRAMS = 64  # of one Cell that is called from outside; beyond that the least recently used one is dropped
 _LOG = logging.getLogger("mindformers_core")
@@ -128,15 +127,12 @@ class ShardedTree:
             args, kwargs = tree_map(_local, (args, kwargs))
             if self.cells[path]._recompute_cell is not None:
                 kwargs["program"] = program.name  # the backward pass repeats the call with the same arguments
-            before, self.running = self.running, program.name
             try:
-                with self.storage.call_scope(), self.activations.calling():
+                with replaced(self, running=program.name), self.storage.call_scope(), self.activations.calling():
                     result = program.wrapped(call(*args, **kwargs))
                 return self.storage.cast_outputs(result) if path == "" else result
             except (ValueError, TypeError, IndexError, RuntimeError) as error:
                 raise located(error, self.label(path)) from error.__cause__
-            finally:
-                self.running = before
 
     def compare_inputs(self, signature, args, kwargs, program=None):
         """Compare the root's inputs among the ranks, once for a signature, unless the program has no collectives."""
@@ -169,22 +165,14 @@ class ShardedTree:
 
     def key(self, path, args, kwargs):
         """The key in `programs` of a call."""
-        try:
-            mode = self.deferring, self.compiling if self.activations.is_active else self.compiling or None
-            mode += (process_state().observer.instruments,)
-            return path, mode, self._flags(), signature_key(args), signature_key(kwargs)
-        except TypeError as error:
-            raise TypeError(f"{self.label(path)}: {error}") from None
+        mode = self.deferring, self.compiling if self.activations.is_active else self.compiling or None
+        mode += (process_state().observer.instruments,)
+        with errors_at(f"{self.label(path)}: "):
+            return path, mode, self._flags(), tree_key(args, describe), tree_key(kwargs, describe)
 
-    @contextmanager
     def for_compiled(self, compiling=(), compiled_cells=None):
         """While open, programs are those of compiled functions; the arguments are the attributes of these names."""
-        before = self.compiling, self.compiled_cells
-        self.compiling, self.compiled_cells = compiling, compiled_cells
-        try:
-            yield
-        finally:
-            self.compiling, self.compiled_cells = before
+        return replaced(self, compiling=compiling, compiled_cells=compiled_cells)
 
     def _flags(self):
         if self.training is None:

@@ -5,30 +5,19 @@ The public names load the module behind them when they are first used.
 
 from mindformers_core.lazy_exports import lazy_exports
 
-_PUBLIC = {
-    "ColumnParallelLinear": "layers",
-    "LayerNorm": "layers",
-    "RMSNorm": "layers",
-    "RowParallelLinear": "layers",
-    "VocabParallelCrossEntropy": "layers",
-    "VocabParallelEmbedding": "layers",
-    "clip_by_global_norm": "clipping",
-    "split": "splitting",
-    "split_layer": "splitting",
-    "DTensor": ".dtensor.dtensor",
-    "custom_operator": ".dtensor.interception",
-    "distribute_tensor": ".dtensor.dtensor",
-    "explain": ".sharding.inspecting",
-    "full_parameters": ".sharding.shard",
-    "jit": ".sharding.compiling",
-    "local_map": ".sharding.local_map",
-    "materialize": ".sharding.initialize",
-    "prepare": ".sharding.inspecting",
-    "programs": ".sharding.inspecting",
-    "save_plan": ".propagation.saved",
-    "shard": ".sharding.shard",
+_EXPORTS = {
+    "layers": "ColumnParallelLinear LayerNorm RMSNorm RowParallelLinear VocabParallelCrossEntropy "
+    "VocabParallelEmbedding",
+    "clipping": "clip_by_global_norm",
+    "splitting": "split split_layer",
+    ".dtensor.dtensor": "DTensor distribute_tensor",
+    ".dtensor.interception": "custom_operator",
+    ".sharding.inspecting": "explain prepare programs",
+    ".sharding.shard": "full_parameters shard",
+    ".sharding.compiling": "jit",
+    ".sharding.local_map": "local_map",
+    ".sharding.initialize": "materialize",
+    ".propagation.saved": "save_plan",
 }
 
-__all__ = [*_PUBLIC]
-
-__getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)
+__all__, __getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

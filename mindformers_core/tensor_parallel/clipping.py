@@ -4,8 +4,6 @@ from mindspore import float32, float64, nn, ops
 
 from mindformers_core.communication import communicator
 
-__all__ = ["ClipByGlobalNorm", "clip_by_global_norm", "sharding_of", "sum_cell"]
-
 
 class ClipByGlobalNorm(nn.Cell):
     """Scales all gradients by one factor so that their joint L2 norm over the whole mesh is at most `max_norm`.

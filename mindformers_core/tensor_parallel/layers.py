@@ -12,19 +12,6 @@ from mindspore.common.initializer import Normal, initializer
 
 from mindformers_core.layout import layout
 
-__all__ = [
-    "Linear",
-    "ColumnParallelLinear",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "VocabParallelCrossEntropy",
-    "RMSNorm",
-    "LayerNorm",
-    "hidden_layout",
-    "gathered_layout",
-    "cast_to",
-]
-
 
 class Linear(nn.Cell):
     """`y = x @ weight.T + bias`: (…, in_features) → (…, out_features). The base of the two linear layers below.

@@ -15,8 +15,6 @@ from mindformers_core.mesh import DeviceMesh
 from mindformers_core.sharding.shard import shard
 from mindformers_core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
-__all__ = ["split", "split_layer"]
-
 _OPERATIONS = ("linear", "embedding")
 
 

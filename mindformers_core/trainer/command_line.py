@@ -7,8 +7,6 @@ import sys
 
 from mindformers_core.trainer.compare import compare_runs
 
-__all__ = ["main"]
-
 _DESCRIPTION = "Train Llama-style models from a YAML recipe, on a mesh."
 # errors of a user's recipe, data or command are reported in a line or two, others with their traceback
 _USER_ERRORS = (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError)
@@ -93,12 +91,16 @@ def _train(arguments):
 
             print(dry_run(recipe))
             return 0
+        from mindformers_core.checkpoint.save import SaveError
         from mindformers_core.trainer.training_loop import prepare, run_steps
 
         job = prepare(recipe)
     except _USER_ERRORS as error:
         return _report(error)
-    summary = run_steps(job)
+    try:
+        summary = run_steps(job)
+    except SaveError as error:
+        return _report(error)
     if job.rank == 0:
         print(summary)
     return 0

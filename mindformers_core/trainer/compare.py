@@ -4,7 +4,7 @@ import json
 import math
 import os
 
-__all__ = ["read_losses", "largest_difference", "compare_runs", "fall"]
+from mindformers_core.scopes import errors_at
 
 _LAST = 10  # a single loss depends on its batch; the mean of the last ones counts
 
@@ -74,10 +74,8 @@ def compare_runs(run_a, run_b, threshold, fell=None):
         raise ValueError(f"--fell {fell:g}: give a part of the first loss, more than 0 and at most 1, as 0.7")
     runs = [(run, read_losses(run)) for run in (run_a, run_b)]
     (_, losses_a), (_, losses_b) = runs
-    try:
+    with errors_at(f"{run_a} and {run_b} can't be compared: "):
         difference, step = largest_difference(losses_a, losses_b)
-    except ValueError as error:
-        raise ValueError(f"{run_a} and {run_b} can't be compared: {error}") from None
     holds, common = difference <= threshold, losses_a.keys() & losses_b.keys()
     for run, losses in runs:
         if len(losses) > len(common):  # of a run that was resumed, or that ended earlier

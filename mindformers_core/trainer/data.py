@@ -17,8 +17,7 @@ import numpy as np
 
 from mindformers_core.lazy_exports import import_object
 from mindformers_core.operators.signature import tensor_meta
-
-__all__ = ["TokenDataset", "dataset_of", "first_sequence", "micro_batch", "open_dataset", "text_files"]
+from mindformers_core.scopes import errors_at
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -81,10 +80,8 @@ def dataset_of(recipe):
     section, seed = recipe.train_dataset, recipe.training.seed
     if not section.factory:
         return open_dataset(section, recipe.model.vocab_size, seed)
-    try:
+    with errors_at("train_dataset.factory: ", kinds=ValueError):
         factory = import_object(section.factory, "dataset")
-    except ValueError as error:
-        raise ValueError(f"train_dataset.factory: {error}") from None
     dataset = factory(section, recipe.model, seed)
     if not callable(getattr(dataset, "batch", None)):
         raise TypeError(

@@ -12,15 +12,12 @@ from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.diff.parting import part
 from mindformers_core.diff.report import report
 from mindformers_core.diff.runs import Run
-from mindformers_core.mesh import init_device_mesh
 from mindformers_core.passes.thread_tape import custom_gradients
+from mindformers_core.trainer.checkpoints import open_source
 from mindformers_core.trainer.data import dataset_of
-from mindformers_core.trainer.recipe import MESH_AXES, mesh_shape
+from mindformers_core.trainer.recipe import recipe_mesh
 from mindformers_core.trainer.recipe_loader import load_recipe
-from mindformers_core.trainer.saved_state import find_checkpoint
 from mindformers_core.trainer.training_loop import begin_job, train_step
-
-__all__ = ["diff", "run_simulated"]
 
 
 def diff(sources, overrides, steps, keep=None, perturbed=None):
@@ -75,14 +72,14 @@ def run_simulated(recipe, steps, prepare=None):
     Its run folder gets digests, if it says so, and no other records. `prepare(job)` is called before a rank's first
     step. ValueError: graph mode on several ranks.
     """
-    mesh, dataset = init_device_mesh(mesh_shape(recipe), MESH_AXES), dataset_of(recipe)
+    checkpoint, recipe = open_source(recipe)
+    mesh, dataset = recipe_mesh(recipe), dataset_of(recipe)
     if mesh.size > 1 and recipe.context.mode == 0:
         raise ValueError(
             f"context.mode: 0 compiles collectives, which simulated ranks can't run: launch the {mesh.size} ranks with "
             "monitor.digests=true, and give diff the run folder"
         )
     ms.runtime.launch_blocking()
-    checkpoint = find_checkpoint(recipe.checkpoint.load_path) if recipe.checkpoint.load_path else None
 
     def work(rank):
         job = begin_job(recipe, mesh, rank, dataset, checkpoint)

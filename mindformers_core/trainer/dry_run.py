@@ -16,18 +16,15 @@ from mindformers_core.analysis.prediction import saved_bytes
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication.world import rank_of
 from mindformers_core.dtypes import ITEM_BYTES
-from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recompute.stages import check_stages
 from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.trainer.data import micro_batch
 from mindformers_core.trainer.pipeline_recipe import recipe_timeline
-from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_shape
+from mindformers_core.trainer.recipe import accumulation_steps, recipe_mesh
 from mindformers_core.trainer.step import build_cells
-from mindformers_core.trainer.zero_recipe import SHARDED
 from mindformers_core.zero import memory_report
-
-__all__ = ["RankFacts", "ParameterFact", "dry_run", "report"]
+from mindformers_core.zero.plan import LEVELS
 
 _TITLES = {  # kind of bytes -> title; all but the last two are fields of `zero.formulas.MemoryEstimate`
     "weights": "weights",
@@ -77,7 +74,7 @@ def dry_run(recipe):
         ValueError: anything that would make the real run fail on shapes: a dim that its axes don't divide, …; layers
             and patterns of recompute and swap that match nothing.
     """
-    mesh = init_device_mesh(mesh_shape(recipe), MESH_AXES)
+    mesh = recipe_mesh(recipe)
     ranks = mesh.group(mesh.rank_list[0], ("pp",))
     timeline = recipe_timeline(recipe) if len(ranks) > 1 else None
     facts, summaries = [], {}
@@ -156,7 +153,7 @@ def report(facts):
     whole, local, kept = (_count(facts.parameters, f"{which}_shape") for which in ("global", "local", "part"))
     lines = [f"parameters  {whole:,} in all, {local:,} on each rank"]
     if facts.level:
-        sharded = f"{SHARDED[facts.level]} in {facts.shards} parts"
+        sharded = f"{LEVELS[f'level{facts.level}']} in {facts.shards} parts"
         lines.append(f"zero        level {facts.level}, {sharded}: a rank keeps and updates {kept:,} parameters")
         if unsharded := [fact for fact in facts.parameters if fact.reason]:
             names = ", ".join(sorted({_any_layer(fact.name) for fact in unsharded}))

@@ -3,11 +3,7 @@
 from mindformers_core.pipeline.layer_split import split_layers, stages_of_rank
 from mindformers_core.pipeline.schedules.named import schedule_class
 from mindformers_core.pipeline.tables.simulating import simulate
-
-__all__ = [
-    "check_pipeline", "layers_of_rank", "layers_of_stages", "micro_batches_of_a_run", "pipeline_state",
-    "recipe_schedule", "recipe_timeline",
-]  # fmt: skip
+from mindformers_core.scopes import errors_at
 
 
 def check_pipeline(recipe):
@@ -23,14 +19,12 @@ def check_pipeline(recipe):
             f"split into stages: its ModelSpec has no {' and no '.join(lacking)}: docs/models.md"
         )
     _plan(recipe)
-    try:
+    with errors_at(
+        f"parallelism.pipeline_parallel {sizes.pipeline_parallel} x pipeline_parallel_interleave_num "
+        f"{sizes.pipeline_parallel_interleave_num}, pipeline_parallel_layers_per_stage "
+        f"{list(sizes.pipeline_parallel_layers_per_stage)}: model."
+    ):
         layers_of_stages(recipe)
-    except ValueError as error:
-        raise ValueError(
-            f"parallelism.pipeline_parallel {sizes.pipeline_parallel} x pipeline_parallel_interleave_num "
-            f"{sizes.pipeline_parallel_interleave_num}, pipeline_parallel_layers_per_stage "
-            f"{list(sizes.pipeline_parallel_layers_per_stage)}: model.{error}"
-        ) from None
 
 
 def _plan(recipe):
@@ -43,15 +37,14 @@ def _plan(recipe):
             f"forward passes of pipeline stages: at most {2**18} are possible"
         )
     kind = recipe_schedule(recipe)
-    try:
+    with errors_at(
+        f"parallelism.pipeline_parallel_schedule: {sizes.pipeline_parallel_schedule}, with pipeline_parallel "
+        f"{sizes.pipeline_parallel}, pipeline_parallel_interleave_num {sizes.pipeline_parallel_interleave_num} "
+        f"and {count} micro-batches (training.local_batch_size {recipe.training.local_batch_size} / "
+        f"parallelism.pipeline_parallel_microbatch_size {sizes.pipeline_parallel_microbatch_size}): ",
+        kinds=ValueError,
+    ):
         return kind.planned(sizes.pipeline_parallel, count, sizes.pipeline_parallel_interleave_num)
-    except ValueError as error:
-        raise ValueError(
-            f"parallelism.pipeline_parallel_schedule: {sizes.pipeline_parallel_schedule}, with pipeline_parallel "
-            f"{sizes.pipeline_parallel}, pipeline_parallel_interleave_num {sizes.pipeline_parallel_interleave_num} "
-            f"and {count} micro-batches (training.local_batch_size {recipe.training.local_batch_size} / "
-            f"parallelism.pipeline_parallel_microbatch_size {sizes.pipeline_parallel_microbatch_size}): {error}"
-        ) from None
 
 
 def recipe_timeline(recipe):
@@ -107,13 +100,3 @@ def layers_of_rank(recipe, pipeline_rank):
     sizes, layers = recipe.parallelism, layers_of_stages(recipe)
     chunks, placement = sizes.pipeline_parallel_interleave_num, recipe_schedule(recipe).placement
     return {stage: layers[stage] for stage in stages_of_rank(pipeline_rank, sizes.pipeline_parallel, chunks, placement)}
-
-
-def pipeline_state(recipe):
-    """The part of a checkpoint's state that fixes the stage of every layer; a resumed run has the same."""
-    sizes = recipe.parallelism
-    if sizes.pipeline_parallel == 1:
-        return {}
-    split = list(sizes.pipeline_parallel_layers_per_stage)
-    chunks, placement = sizes.pipeline_parallel_interleave_num, recipe_schedule(recipe).placement
-    return {"pipeline": {"chunks": chunks, "placement": placement, "layers_per_stage": split}}

@@ -8,12 +8,11 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from mindformers_core.mesh import DeviceMesh
 from mindformers_core.models.configuration import MOST_LAYERS, LlamaConfig
 from mindformers_core.models.spec import DEFAULT_MODEL, model_spec
 from mindformers_core.ranges import bounded
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
-
-__all__ = ["MESH_AXES", "Recipe", "accumulation_steps", "learning_rate", "mesh_shape"]
 
 MESH_AXES = ("pp", "dp", "cp", "tp")
 _DECAYS = {  # fraction of the steps after warm-up -> remaining fraction of learning_rate - lr_end
@@ -104,11 +103,15 @@ class TrainDataset:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Saving into the run folder, and resuming."""
+    """Saving into the run folder, and loading on any mesh."""
 
     enable_save: bool = False
     save_interleaved_steps: int = bounded(1000, 1, _MANY)
-    load_path: str = ""  # a run folder (its newest checkpoint) or one of its checkpoint/step_N folders
+    keep_last: int = bounded(0, 0, _MANY)  # number of newest checkpoints that stay in the run folder; 0: all
+    keep_every: int = bounded(0, 0, _MANY)  # with keep_last: those of every so many steps stay, too; 0: none
+    on_error: Literal["end", "go_on"] = "end"  # where a checkpoint can't be saved; earlier ones stay in any case
+    load_path: str = ""  # a run folder (its newest checkpoint), one of its checkpoint/step_N, or a Hugging Face folder
+    no_load_optim: bool = False  # load weights only, and begin at step 0
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,11 @@ def mesh_shape(recipe, world_size=None):
             f"or change these sizes, as parallelism.data_parallel_shard=…"
         )
     return pipeline, replicate * shard, context, tensor
+
+
+def recipe_mesh(recipe, world_size=None):
+    """The `DeviceMesh` of a recipe, with the axes `MESH_AXES`; arguments and errors as of `mesh_shape`."""
+    return DeviceMesh(mesh_shape(recipe, world_size), MESH_AXES)
 
 
 def accumulation_steps(recipe, dp_size):

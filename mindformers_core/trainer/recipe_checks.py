@@ -1,12 +1,11 @@
 """Checks of a recipe for keys that exclude each other. No MindSpore is called here."""
 
 from mindformers_core.recompute.settings import check_compilable, check_gathers
+from mindformers_core.scopes import errors_at
 from mindformers_core.trainer.pipeline_recipe import check_pipeline
 from mindformers_core.trainer.recipe import accumulation_steps
-from mindformers_core.trainer.zero_recipe import SHARDED
 from mindformers_core.zero.buckets import parse_comm_fusion
-
-__all__ = ["check_recipe"]
+from mindformers_core.zero.plan import LEVELS
 
 # MindSpore 2.10 has no bfloat16 CPU kernel of Gather, which the embedding needs
 _DTYPES = {"CPU": ("float32", "float16")} | dict.fromkeys(("GPU", "Ascend"), ("float32", "float16", "bfloat16"))
@@ -96,7 +95,7 @@ def _check_zero(recipe):
     sizes, level = recipe.parallelism, recipe.parallelism.zero_level
     if level > 0 and sizes.data_parallel_shard == 1:
         raise ValueError(
-            f"parallelism.zero_level: {level} shards {SHARDED[level]} among data_parallel_shard ranks, but "
+            f"parallelism.zero_level: {level} shards {LEVELS[f'level{level}']} among data_parallel_shard ranks, but "
             f"parallelism.data_parallel_shard is 1, so nothing would be sharded: use data_parallel_shard=2 or more, or "
             "zero_level=0"
         )
@@ -110,10 +109,8 @@ def _check_zero(recipe):
             "parallelism.gradient_accumulation_shard: true is about sums of gradients that parallelism.zero_level 1, 2 "
             "or 3 shards, but zero_level is 0: leave it out, or use zero_level=2"
         )
-    try:
+    with errors_at("parallelism."):  # the message begins with the key
         parse_comm_fusion(sizes.comm_fusion)
-    except (TypeError, ValueError) as error:  # its message begins with the key
-        raise type(error)(f"parallelism.{error}") from None
 
 
 def _check_recompute(recipe):

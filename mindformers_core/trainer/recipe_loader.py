@@ -13,11 +13,10 @@ import yaml
 from mindformers_core.hints import nearest
 from mindformers_core.models.spec import DEFAULT_MODEL, model_spec
 from mindformers_core.ranges import check_range
+from mindformers_core.scopes import errors_at
 from mindformers_core.trainer.recipe import Recipe
 from mindformers_core.trainer.recipe_checks import check_recipe
 from mindformers_core.trainer.recipe_text import parse_overrides, parse_yaml
-
-__all__ = ["load_recipe", "recipe_from_dict", "recipe_to_yaml"]
 
 
 def load_recipe(path, overrides=()):
@@ -47,10 +46,8 @@ def load_recipe(path, overrides=()):
         if len(keys) > 1 and keys[0] in sections:  # further keys of a section that is true or false
             sections[keys[0]] = _spelled_out(sections[keys[0]], typing.get_type_hints(Recipe).get(keys[0]))
         _put(sections, keys, value)
-    try:
+    with errors_at(f"{path}: "):
         return recipe_from_dict(sections)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{path}: {error}") from None
 
 
 def recipe_from_dict(sections):
@@ -68,10 +65,8 @@ def _recipe_class(name):
     """`Recipe`, with the config of the model of this name."""
     if name == DEFAULT_MODEL:
         return Recipe
-    try:
+    with errors_at("model.name: ", ": docs/models.md"):
         config = model_spec(name).config
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"model.name: {error}: docs/models.md") from None
     return dataclasses.make_dataclass(
         "Recipe", [("model", config)], bases=(Recipe,), namespace={"model_name": name}, frozen=True
     )
@@ -159,10 +154,8 @@ def _convert_section(value, section, path):
             check_range(parts[name], entry.metadata, prefix + name)
         elif entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING:
             raise ValueError(f"{prefix}{name}: missing; it is a {_show(hints[name])} and has no default")
-    try:
+    with errors_at(prefix):  # a section's own check: its message begins with the key
         return section(**parts)
-    except (TypeError, ValueError) as error:  # a section's own check: its message begins with the key
-        raise type(error)(f"{prefix}{error}") from None
 
 
 def _section_hint(name, known):

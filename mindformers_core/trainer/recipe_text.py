@@ -5,8 +5,6 @@ from collections.abc import Hashable
 
 import yaml
 
-__all__ = ["parse_overrides", "parse_yaml"]
-
 _BY_PATTERN = "swap.op_swap"  # the key of a mapping from patterns, which contain dots
 _SCIENTIFIC = re.compile(r"^[-+]?(\d+\.?|\d*\.\d+)[eE][-+]?\d+$")
 _STARRED = re.compile(r"""(?<![^\s\[{,:])\*(?:\[\d+\]|[^\s,:'"\[\]{}])*""")  # a text that begins with *, bare

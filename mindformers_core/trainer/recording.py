@@ -10,8 +10,6 @@ from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
 from mindformers_core.trainer.recipe import accumulation_steps
 from mindformers_core.trainer.recipe_loader import recipe_to_yaml
 
-__all__ = ["start_recording"]
-
 
 def start_recording(recipe, mesh, rank):
     """From now on record this rank's digests, if the recipe says so."""

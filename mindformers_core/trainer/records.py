@@ -10,11 +10,6 @@ from mindformers_core.files import write_whole
 from mindformers_core.recompute import write_curve
 from mindformers_core.sharding.inspecting import explain_activations
 
-__all__ = [
-    "draw_losses", "metrics_writer", "open_run_folder", "progress_writer", "report_activations", "require_extras",
-    "tensorboard_writer",
-]  # fmt: skip
-
 _BAR_WIDTH = 24
 
 

@@ -11,7 +11,6 @@ from functools import partial
 from math import lcm
 
 from mindformers_core.communication.world import rank_of
-from mindformers_core.mesh import init_device_mesh
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.propagation.resized import resized
 from mindformers_core.ranges import check_range
@@ -19,13 +18,11 @@ from mindformers_core.sharding.program import annotated_plan
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.trainer.data import micro_batch
 from mindformers_core.trainer.pipeline_recipe import check_pipeline, layers_of_stages, micro_batches_of_a_run
-from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_shape
+from mindformers_core.trainer.recipe import accumulation_steps, recipe_mesh
 from mindformers_core.trainer.recipe_checks import check_recipe
 from mindformers_core.trainer.step import build_cells
 from mindformers_core.verification.sizes import divisors_of, least_sizes, parts_of_sizes
 from mindformers_core.zero.buckets import parse_comm_fusion
-
-__all__ = ["planned", "shrunk_recipe"]
 
 # What at least remains of each size, tried in this order; where something does, also all divisors of it that are
 # numbers of ranks
@@ -53,7 +50,7 @@ def planned(recipe, choices=None, forgets=False):
 
 def _of_stages(recipe, function):
     """Number of a stage -> `function(number, its ShardedTree)`, called while this process stands for a rank of it."""
-    mesh, found = init_device_mesh(mesh_shape(recipe), MESH_AXES), {}
+    mesh, found = recipe_mesh(recipe), {}
     for rank in mesh.group(mesh.rank_list[0], ("pp",)):
         with rank_of(mesh.size, rank, device_target=recipe.context.device_target):
             for stage, net in build_cells(recipe, mesh, rank).items():

@@ -13,8 +13,6 @@ from mindformers_core.trainer.pipeline_recipe import layers_of_rank, micro_batch
 from mindformers_core.trainer.zero_recipe import zero_settings
 from mindformers_core.zero import hsdp, tie_shards, value_and_grad
 
-__all__ = ["build_cells", "step_function", "step_parts"]
-
 
 def build_cells(recipe, mesh, rank):
     """The stages of the recipe's model on `rank` of `mesh`: sharded, under `hsdp()`, initialized from the seed.

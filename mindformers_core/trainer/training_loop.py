@@ -1,6 +1,5 @@
 """The training job of a recipe on this process's part of the mesh, in PyNative or compiled."""
 
-import dataclasses
 import math
 import os
 import time
@@ -13,12 +12,11 @@ from mindformers_core.communication import init_distributed
 from mindformers_core.communication.world import process_state
 from mindformers_core.diff.recorder import perturb
 from mindformers_core.files import write_whole
-from mindformers_core.mesh import init_device_mesh
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.tensor_parallel.clipping import sum_cell
+from mindformers_core.trainer.checkpoints import open_source, resume, save_job
 from mindformers_core.trainer.data import dataset_of, first_sequence
-from mindformers_core.trainer.pipeline_recipe import pipeline_state
-from mindformers_core.trainer.recipe import MESH_AXES, Recipe, accumulation_steps, learning_rate, mesh_shape
+from mindformers_core.trainer.recipe import Recipe, accumulation_steps, learning_rate, recipe_mesh
 from mindformers_core.trainer.recipe_loader import recipe_to_yaml
 from mindformers_core.trainer.recording import start_recording
 from mindformers_core.trainer.records import (
@@ -30,11 +28,7 @@ from mindformers_core.trainer.records import (
     require_extras,
     tensorboard_writer,
 )
-from mindformers_core.trainer.saved_state import find_checkpoint, load_state, save_state
 from mindformers_core.trainer.step import build_cells, step_function
-from mindformers_core.trainer.zero_recipe import zero_state
-
-__all__ = ["Job", "prepare", "begin_job", "make_job", "resume", "run_steps", "train_step"]
 
 
 @dataclass
@@ -52,24 +46,11 @@ class Job:
     run_step: object  # see `step_function`
     step: int = 0
     consumed: int = 0
+    save_plan: object = None  # the `SavePlan` of the first checkpoint, for the others
 
     def barrier(self):
         """Wait for all ranks of the mesh."""
         sum_cell(self.mesh, self.mesh.axis_names)(ms.Tensor(1.0)).asnumpy()
-
-    def state(self):
-        """The entries of a checkpoint besides tensors."""
-        return {"step": self.step, "consumed": self.consumed, **self.fixed_state()}
-
-    def fixed_state(self):
-        """The entries that a checkpoint and the run that resumes from it have in common."""
-        sizes = dict(zip(self.mesh.axis_names, self.mesh.shape))
-        model = {"name": self.recipe.model_name, **dataclasses.asdict(self.recipe.model)}
-        return {"mesh": sizes, "model": model} | pipeline_state(self.recipe) | zero_state(self.recipe, self.mesh)
-
-    def tensors(self):
-        """The Parameters of a checkpoint: this rank's shards of weights and moments."""
-        return [*self.optimizer.parameters, *self.optimizer.state()]
 
 
 def prepare(recipe):
@@ -94,14 +75,13 @@ def prepare(recipe):
     ms.set_context(mode=ms.PYNATIVE_MODE)  # context.mode: 0 compiles passes and update by themselves
     timeout, check = recipe.context.communication_timeout, recipe.context.check_collectives
     world = init_distributed(timeout=timeout, check_collectives=check)  # never returns in msrun's scheduler
-    mesh = init_device_mesh(mesh_shape(recipe, world.size), MESH_AXES)
-    dataset = dataset_of(recipe)
-    checkpoint = find_checkpoint(recipe.checkpoint.load_path) if recipe.checkpoint.load_path else None
-    return begin_job(recipe, mesh, world.rank, dataset, checkpoint)
+    mesh = recipe_mesh(recipe, world.size)
+    checkpoint, recipe = open_source(recipe)
+    return begin_job(recipe, mesh, world.rank, dataset_of(recipe), checkpoint)
 
 
 def begin_job(recipe, mesh, rank, dataset, checkpoint=None):
-    """`make_job`, with the state in the folder `checkpoint`, and perturbed where the recipe says so."""
+    """`make_job`, with the state of a `Checkpoint`, and perturbed where the recipe says so."""
     job = make_job(recipe, mesh, rank, dataset)
     job = job if checkpoint is None else resume(job, checkpoint)
     if recipe.monitor.perturb:
@@ -122,15 +102,6 @@ def make_job(recipe, mesh, rank, dataset):
     return Job(recipe, rank, mesh, dataset, cells, optimizer, micro_batches, batch_size, run_step)
 
 
-def resume(job, checkpoint):
-    """`job` itself, with the state in the folder `checkpoint`; ValueError if no step is left."""
-    state = load_state(checkpoint, job.fixed_state(), job.tensors(), job.rank)
-    job.step, job.consumed = state["step"], state["consumed"]
-    if job.step >= job.recipe.training.steps:
-        raise ValueError(f"training.steps: {job.recipe.training.steps}, but {checkpoint} already has {job.step} steps")
-    return job
-
-
 def run_steps(job):
     """Run all remaining steps and write their records; all ranks call this.
 
@@ -138,7 +109,7 @@ def run_steps(job):
         The summary line, which rank 0 also writes to `summary.txt`.
 
     Raises:
-        FloatingPointError: the loss is NaN or infinite.
+        FloatingPointError: the loss is NaN or infinite. SaveError: a checkpoint can't be saved.
     """
     recipe, folder = job.recipe, job.recipe.training.output_dir
     records = _open_records(job) if job.rank == 0 else []
@@ -155,7 +126,7 @@ def run_steps(job):
             raise FloatingPointError(f"the loss is {row['loss']} at step {job.step}: see {folder}/metrics.jsonl")
         at_end = job.step == recipe.training.steps
         if recipe.checkpoint.enable_save and (at_end or job.step % recipe.checkpoint.save_interleaved_steps == 0):
-            save_state(folder, job.state(), job.tensors(), job.rank, job.barrier)
+            save_job(job)
     seconds = time.perf_counter() - started
     tokens = len(losses) * job.batch_size * recipe.train_dataset.seq_length
     summary = (

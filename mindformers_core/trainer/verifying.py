@@ -7,19 +7,17 @@ from types import SimpleNamespace
 import mindspore as ms
 import numpy as np
 
-from mindformers_core.mesh import init_device_mesh
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.sharding.parameter_storage import as_computed
 from mindformers_core.trainer.data import dataset_of
 from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
-from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_shape
+from mindformers_core.trainer.recipe import accumulation_steps, recipe_mesh
 from mindformers_core.trainer.shrinking import planned, shrunk_recipe
 from mindformers_core.trainer.step import build_cells, step_parts
-from mindformers_core.verification.engine import simulate
-
-__all__ = ["verify_recipe"]
+from mindformers_core.verification.engine import seed_restored, simulate
 
 
+@seed_restored()
 def verify_recipe(recipe, full=False):
     """The `Check` of one training step of a recipe on all ranks of its mesh, in PyNative.
 
@@ -35,7 +33,7 @@ def verify_recipe(recipe, full=False):
         plans = {(stage, tree.mesh): (graph, frame) for stage, (tree, graph, frame) in planned(recipe).items()}
     else:
         recipe, plans = shrunk_recipe(recipe)
-    mesh = init_device_mesh(mesh_shape(recipe), MESH_AXES)
+    mesh = recipe_mesh(recipe)
     inputs = _inputs(recipe, mesh.axis_size("dp"))
 
     def step(rank, cells):

@@ -2,10 +2,6 @@
 
 from mindformers_core.trainer.recipe import accumulation_steps
 
-__all__ = ["SHARDED", "zero_settings", "zero_state"]
-
-SHARDED = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and weights"}
-
 
 def zero_settings(recipe, mesh):
     """The keyword arguments of `hsdp()`; `mesh` is the whole mesh, with the axis `dp`.
@@ -27,15 +23,3 @@ def zero_settings(recipe, mesh):
         "reshard_after_forward": reshard,
         "gradient_accumulation_shard": sizes.gradient_accumulation_shard,
     }
-
-
-def zero_state(recipe, mesh):
-    """The part of a checkpoint's state that fixes the shard of every weight on a rank; a resumed run has the same.
-
-    `mesh` is the whole mesh, with the axis `dp`.
-    """
-    sizes, groups = recipe.parallelism, recipe.parallelism.data_parallel_replicate
-    if sizes.zero_level == 0:  # as in a checkpoint without this entry
-        return {"zero": None}
-    shards = {"data_parallel_replicate": groups, "data_parallel_shard": mesh.axis_size("dp") // groups}
-    return {"zero": {**shards, "zero_threshold_kb": sizes.zero_threshold_kb}}  # shards are the same at all levels

@@ -8,8 +8,6 @@ import numpy as np
 from mindformers_core.verification.comparison import TermSums, close, expected_part, gradient_terms
 from mindformers_core.verification.report import fault_lines
 
-__all__ = ["FLOAT32_KERNELS", "PRECISIONS", "Check", "Fault", "Precision"]
-
 _KEPT = 16  # faults of a rank; the first one counts
 
 
@@ -116,8 +114,10 @@ class Check:
         if what == "gradient" and (value is None or tensor is None):
             return  # a Parameter's, or another name's of the same tensor; or none came
         if value is None:  # a weight that a Cell above passes on
-            (used,) = [use.path for use in seen.frame.graph.parameters if use.value.id == seen.value.id]
-            value = self.truth.parameters[used].asnumpy()
+            used = [use.path for use in seen.frame.graph.parameters if use.value.id == seen.value.id]
+            if not used:
+                return  # a tensor of another call that is handed on, and was compared there
+            value = self.truth.parameters[used[0]].asnumpy()
         if what == "gradient":
             terms, value = gradient_terms(seen.layout), np.broadcast_to(value, seen.value.shape)
             value = value if terms == 1 else value / terms
@@ -145,4 +145,4 @@ class Check:
         if not close(array, expected, tolerance, rounding * scale):
             self._counts[rank] += 1
             if self._counts[rank] <= _KEPT:
-                self.faults.append(Fault(order, rank, what, at, layout, key, array, expected, value))
+                self.faults.append(Fault(order, rank, what, at, layout, key, array.copy(), expected, value))

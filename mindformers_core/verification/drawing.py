@@ -10,15 +10,9 @@ from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.distributed_operators import ALGORITHMS
 from mindformers_core.dtensor.draws import whole_context
 from mindformers_core.operators import TensorMeta
+from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.propagation.operators import operator_signature
-
-__all__ = ["DRAWING", "begin_draws", "draw_of", "next_random_state"]
-
-DRAWING = frozenset(  # operators that draw, by algorithms
-    ("Dropout", "FuncDropoutExt", "RandExt", "RandLikeExt", "Randn", "RandnLike", "RandInt", "RandIntLike")
-    + ("RandpermExt",)
-)
 
 
 def begin_draws(label):
@@ -40,7 +34,7 @@ def draw_of(node, dtype):
         node: the `OperatorNode`.
         dtype: name of the dtype of all floating results.
     """
-    signature = operator_signature(node) if node.operator in DRAWING else None
+    signature = operator_signature(node) if facts_of(node.operator).draws else None
     if signature is None or signature.run is None:
         return None
     context = whole_context(tree_leaves(node.outputs)[0].shape, next_random_state, getattr(ms, dtype))

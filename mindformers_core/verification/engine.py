@@ -1,16 +1,20 @@
 """A verification: one training step of all ranks, simulated, against the same step on one card."""
 
 import gc
+import re
 from contextlib import contextmanager
+from importlib import import_module
 from traceback import extract_tb
 
+import mindspore as ms
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, ops
 
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.corrected import CORRECTED
 from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.signature import is_float
 from mindformers_core.optimizers.adamw import decays
 from mindformers_core.passes.thread_tape import ThreadTape, custom_gradients
@@ -19,11 +23,8 @@ from mindformers_core.program.structure import tree_map
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.verification.checking import FLOAT32_KERNELS, PRECISIONS, Check
 from mindformers_core.verification.comparison import largest
-from mindformers_core.verification.drawing import DRAWING
 from mindformers_core.verification.observing import RankObserver
 from mindformers_core.verification.truth import OneCard, floating
-
-__all__ = ["simulate"]
 
 _OWN_CODE = 2**-10, 2**-14  # tolerance and rounding: the model's own code runs in float32
 _HUGE = 1e30  # counts as infinite: the lowest number of float32 is not that of float64
@@ -36,6 +37,18 @@ def _operators_of(plans):
     """Names of all operators of the captured programs, a set."""
     nodes = [node for graph, _ in plans.values() for call in graph.calls() for node in call.nodes]
     return {node.operator for node in nodes if isinstance(node, OperatorNode)}
+
+
+@contextmanager
+def seed_restored():
+    """While open, `ms.set_seed` may be called; then its seed, which may be None, and NumPy's state are the old ones."""
+    seed, numbers, data = ms.get_seed(), np.random.get_state(), ms.dataset.config.get_seed()
+    try:
+        yield
+    finally:
+        import_module("mindspore.common.seed")._GLOBAL_SEED = seed
+        ms.dataset.config.set_seed(data)  # it seeds NumPy, too
+        np.random.set_state(numbers)
 
 
 def simulate(subject, plans, notes=()):
@@ -67,7 +80,7 @@ def simulate(subject, plans, notes=()):
         return _simulated(subject, plans, wide, notes)
     except TypeError as error:
         text = str(error).partition("\n")[0]
-        if "float64" not in text.lower():
+        if not re.search("float|dtype", text.lower()):
             raise
     note = f"in float32, to {narrow.tolerance:.1g}: {text}"
     return _simulated(subject, plans, narrow, (*notes, note))
@@ -106,6 +119,7 @@ def _simulated(subject, plans, precision, notes):
             if lines:
                 error.args = (f"{str(error).partition(chr(10))[0]} (in the generated line '{lines[-1]}')",)
             raise
+        _compare_written(check, observer, cells)
         _compare_step(check, observer, step, _buckets(cells))
 
     with custom_gradients(), _without_collection():
@@ -121,7 +135,8 @@ def _unlike_own_code(subject, plans):
     narrow = sorted(name for name in dtypes if is_float(name) and name not in ("float32", "float64"))
     if narrow:
         return f"whose weights are in {narrow[0]}"
-    drawn, wrong = (sorted(names & _operators_of(plans)) for names in (DRAWING, CORRECTED.keys()))
+    used = sorted(_operators_of(plans))
+    drawn, wrong = [name for name in used if facts_of(name).draws], [name for name in used if name in CORRECTED]
     return f"which draws numbers, by {drawn[0]}" if drawn else f"whose {wrong[0]} is wrong on CPU" if wrong else ""
 
 
@@ -141,19 +156,28 @@ def _compare_own_code(check, subject):
 
 
 def _own_results(subject, truth):
-    """Triples (what, found, expected) of results and gradients of the user's own code in the first pass, two lists."""
+    """Triples (what, found, expected) of the user's own code in the first pass: three lists, of its results, gradients
+    and written parameters, which are restored."""
     label, args, kwargs, slopes = subject.passes[0]
     weights = {path: weight for path, weight in subject.model.parameters_and_names() if path in truth.trained}
     args, kwargs = tree_map(lambda leaf: Tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, (args, kwargs))
     inputs, tape, results = floating((args, kwargs)), ThreadTape(), []
+    written = {path: p for path, p in subject.model.parameters_and_names() if path in truth.written[label]}
+    before = {path: parameter.asnumpy().copy() for path, parameter in written.items()}
     expected, gradients = truth.outputs[label], truth.weight_gradients[label]
-    with custom_gradients():
-        tape.record(lambda *_: results.extend(floating(subject.model(*args, **kwargs))), inputs)
-        sens = [Tensor(slope, result.dtype) for slope, result in zip(slopes(expected), results, strict=True)]
-        _, found = tape.gradients(inputs, results, sens, weights.values())
+    try:
+        with custom_gradients():
+            tape.record(lambda *_: results.extend(floating(subject.model(*args, **kwargs))), inputs)
+            sens = [Tensor(slope, result.dtype) for slope, result in zip(slopes(expected), results, strict=True)]
+            _, found = tape.gradients(inputs, results, sens, weights.values())
+        after = {path: Tensor(parameter.asnumpy().copy()) for path, parameter in written.items()}
+    finally:
+        for path, array in before.items():
+            ops.assign(written[path], Tensor(array))
     groups = (
         [("a result", *pair) for pair in zip(results, expected, strict=True)],
         [(f"gradient of {path}", one, gradients[path]) for path, one in zip(weights, found, strict=True)],
+        [(f"{path} afterwards", one, truth.written[label][path]) for path, one in after.items()],
     )
     return [
         [(what, *(np.clip(array, -_HUGE, _HUGE) for array in (one.asnumpy(), value))) for what, one, value in group]
@@ -172,6 +196,15 @@ def _buckets(cells):
             text = f"{bucket.kind} number {number} of {len(storage.reduces)}, of {', '.join(names[:3])}{more}"
             found.update(dict.fromkeys(names, text))
     return found
+
+
+def _compare_written(check, observer, cells):
+    """Compare what the parameters hold that programs write, such as running statistics, after all passes."""
+    written = {path: array for state in check.truth.written.values() for path, array in state.items()}
+    held = {path: parameter for net in cells.values() for path, parameter in net.parameters_and_names()}
+    for path, array in written.items():
+        at, layout = (None, None, None, path, ""), held[path].layout
+        check.hold((2, 0), observer.rank, "written parameter", at, layout, held[path], array, largest([array]))
 
 
 def _compare_step(check, observer, step, buckets):

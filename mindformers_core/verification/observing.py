@@ -13,8 +13,6 @@ from mindformers_core.verification.drawing import begin_draws
 from mindformers_core.verification.truth import is_known, widened, widened_text
 from mindformers_core.zero.sharded_parameter import parameter_like
 
-__all__ = ["RankObserver"]
-
 
 class RankObserver(ProgramObserver):
     """Compares the tensors of one rank.

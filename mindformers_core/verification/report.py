@@ -11,8 +11,6 @@ from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.verification.comparison import close, expected_part
 
-__all__ = ["fault_lines", "kind_of_fault"]
-
 _SHOWN = 3  # elements of an array; consumers of a tensor
 _SAME = 1e-4  # relative difference up to which a factor or a slice explains what was found
 

@@ -3,8 +3,6 @@
 from itertools import chain, combinations
 from math import ceil, gcd, lcm, prod
 
-__all__ = ["divisors_of", "least_sizes", "parts_of_sizes"]
-
 _SMALL = 4  # sizes up to this one stay as they are
 _LARGER = 4  # times the least size, up to which a product is kept
 _NEAR = 16  # least candidates of a size that are all tried; further ones are a 16th of their size apart

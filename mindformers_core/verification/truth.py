@@ -9,14 +9,13 @@ from mindspore import Parameter, Tensor, ops
 
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.generation.operator_source import operator_source, primitive_source
+from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.signature import is_float
 from mindformers_core.passes.thread_tape import ThreadTape
 from mindformers_core.program.graph import CallNode, match_arguments
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.verification.comparison import largest
 from mindformers_core.verification.drawing import begin_draws, draw_of
-
-__all__ = ["OneCard", "floating", "is_known", "widened", "widened_text"]
 
 _KNOWN = "mindformers_core.verify"
 _FLOATS = ("float16", "bfloat16", "float32")
@@ -69,6 +68,7 @@ class OneCard:
         trained: paths of the parameters that get gradients.
         tied: paths of the parameters of several stages.
         outputs: label -> arrays of the floating results of the last stage.
+        written: label -> path -> array: the parameters that the pass wrote, after it.
     """
 
     def __init__(self, graphs, parameters, dtype, divisor):
@@ -78,7 +78,7 @@ class OneCard:
         self.parameters = {
             path: Parameter(self._tensor(parameters[path]), name=path, requires_grad=path in trained) for path in stages
         }
-        self.values, self.gradients, self.weight_gradients, self.outputs = {}, {}, {}, {}
+        self.values, self.gradients, self.weight_gradients, self.outputs, self.written = {}, {}, {}, {}, {}
         self.trained = [path for path in stages if path in trained]
         self.tied = {path for path, count in stages.items() if count > 1}
         self._functions, self._largest = {}, {}
@@ -91,7 +91,7 @@ class OneCard:
             args, kwargs: global inputs: of the first stage the positional arguments, and all keyword arguments.
             slopes: function of the floating results of the last stage, a list of arrays, that returns their gradients.
         """
-        tape, flowing = ThreadTape(), []
+        tape, flowing, written = ThreadTape(), [], {}
         args, kwargs = tree_map(lambda one: self._tensor(one) if isinstance(one, np.ndarray) else one, (args, kwargs))
         inputs = floating((args, kwargs))
 
@@ -101,13 +101,16 @@ class OneCard:
                 named = {name: kwargs[name] for name in list(graph.arguments)[len(passed) :] if name in kwargs}
                 values, gradients = self.values[stage, label], self.gradients[stage, label] = {}, {}
                 begin_draws(label)
-                result = _Pass(self, values, gradients).root(graph, dict(zip(graph.arguments, passed)) | named)
+                result = _Pass(self, values, gradients, written).root(graph, dict(zip(graph.arguments, passed)) | named)
                 passed = tuple(tree_leaves(result, Tensor))
             flowing.extend(floating(passed))
 
         tape.record(forward, inputs)
         outputs = self.outputs[label] = [tensor.asnumpy() for tensor in flowing]
         sens = tuple(map(self._tensor, slopes(outputs)))
+        self.written[label] = {path: tensor.asnumpy().copy() for path, tensor in written.items()}
+        for path, array in self.written[label].items():  # the next pass reads them
+            self.parameters[path] = Parameter(Tensor(array), name=path, requires_grad=path in self.trained)
         weights = [self.parameters[path] for path in self.trained]
         _, gradients = tape.gradients(inputs, flowing, sens, weights)  # inputs: without weights, too
         arrays = [gradient.asnumpy() for gradient in gradients]
@@ -165,8 +168,8 @@ class OneCard:
 class _Pass:
     """One pass through one stage: the tensors of all its calls, and the gradients that come; see `OneCard`."""
 
-    def __init__(self, card, values, gradients):
-        self.card, self.values, self.gradients = card, values, gradients
+    def __init__(self, card, values, gradients, written):
+        self.card, self.values, self.gradients, self.written = card, values, gradients, written
 
     def root(self, graph, given):
         """The result of a stage for its global inputs, by name."""
@@ -178,11 +181,10 @@ class _Pass:
     def _run(self, graph):
         """The result of a call whose arguments are known."""
         for use in graph.parameters:
-            self._match(graph.call, use.value, self.card.parameters[use.path])
+            self._match(graph.call, use.value, self.written.get(use.path, self.card.parameters[use.path]))
         for constant in graph.constants:
             self._match(graph.call, constant.value, self.card.constant(constant))
-        for use in graph.free_variables:
-            self._match(graph.call, use.value, self.values[use.call, use.id])
+        self._match_free(graph)
 
         def filled(structure):
             return tree_map(lambda leaf: self.values[graph.call, leaf.id] if type(leaf) is Value else leaf, structure)
@@ -192,10 +194,19 @@ class _Pass:
                 for inner, outer in match_arguments(node).items():
                     self._match(node.graph.call, inner, self.values[graph.call, outer.id])
                 result = self._run(node.graph)
+                self._match_free(graph)
+            elif facts_of(node.operator).writes:
+                result = self.written[graph.names[node.args[0].id]] = filled(node.args[1])
             else:
                 result = self.card.function(node, filled(node.args), filled(node.kwargs))
             self._match(graph.call, node.outputs, result)
         return filled(graph.result)
+
+    def _match_free(self, graph):
+        """Keep the tensors of other calls that a call uses, as far as these are done: some are made below it."""
+        for use in graph.free_variables:
+            if (use.call, use.id) in self.values and (graph.call, use.value.id) not in self.values:
+                self._match(graph.call, use.value, self.values[use.call, use.id])
 
     def _match(self, call, structure, given):
         """Keep the tensors in the place of Values, and their gradients; a cast to the same dtype returns its input."""

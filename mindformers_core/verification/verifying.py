@@ -13,7 +13,7 @@ from mindformers_core.operators.signature import TensorMeta, is_float
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.passes.forward_backward import ForwardBackward
 from mindformers_core.program.observer import Observer
-from mindformers_core.program.structure import tree_leaves, tree_map
+from mindformers_core.program.structure import tree_fill, tree_leaves, tree_map
 from mindformers_core.sharding.declare import copy_cell
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.sharding.inspecting import prepare, programs
@@ -22,17 +22,16 @@ from mindformers_core.sharding.program import annotated_plan, bind_arguments
 from mindformers_core.sharding.shard import shard
 from mindformers_core.sharding.sharded_cells import tree_of, tree_of_root
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
-from mindformers_core.verification.engine import simulate
+from mindformers_core.verification.engine import seed_restored, simulate
 from mindformers_core.verification.truth import floating
 from mindformers_core.zero.gradients import value_and_grad
 from mindformers_core.zero.precision import MixedPrecision
-
-__all__ = ["verify"]
 
 _OPTIMIZER = SimpleNamespace(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, weight_decay_exclude=("*bias*", "*norm*"))
 _MAX_NORM = 1e-3  # small, so that gradients are clipped
 
 
+@seed_restored()
 def verify(net, mesh, *inputs, config=None, plan=None, seed=0, **named_inputs):
     """Run the programs of all ranks of a mesh in this process, and compare every tensor with one card.
 
@@ -129,8 +128,7 @@ class _Call:
         args, kwargs = tree_map(lambda leaf: Tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, given)
         bound, arriving = bind_arguments(tree_of(net), "", args, kwargs)
         parts = (_part(tensor.asnumpy(), layout, rank) for _, tensor, layout in arriving)
-        given = bound.args[1:], bound.kwargs
-        return tree_map(lambda leaf: next(parts) if isinstance(leaf, TensorMeta) else leaf, given)
+        return tree_fill((bound.args[1:], bound.kwargs), parts, TensorMeta)
 
     def _slopes(self, outputs):
         """The gradients of a pass's results, which ranks take later: 1 for a loss, else random ones."""

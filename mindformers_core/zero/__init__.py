@@ -5,18 +5,14 @@ The public names load the module behind them when they are first used.
 
 from mindformers_core.lazy_exports import lazy_exports
 
-_PUBLIC = {
-    "hsdp": "hybrid_sharding",
-    "value_and_grad": "gradients",
-    "gathered": "storage",
-    "tie_shards": "hybrid_sharding",
-    "memory_report": "memory",
-    "MixedPrecision": "precision",
-    "LossScale": "loss_scale",
-    "all_finite": "loss_scale",
-    "Lamb": ".optimizers.lamb",
+_EXPORTS = {
+    "hybrid_sharding": "hsdp tie_shards",
+    "gradients": "value_and_grad",
+    "storage": "gathered",
+    "memory": "memory_report",
+    "precision": "MixedPrecision",
+    "loss_scale": "LossScale all_finite",
+    ".optimizers.lamb": "Lamb",
 }
 
-__all__ = [*_PUBLIC]
-
-__getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)
+__all__, __getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

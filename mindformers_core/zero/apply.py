@@ -15,8 +15,6 @@ from mindformers_core.zero.plan import ParameterPlan, plan_parameters
 from mindformers_core.zero.sharded_parameter import ShardedParameter, parameter_like
 from mindformers_core.zero.storage import HsdpStorage
 
-__all__ = ["apply_hsdp"]
-
 
 def apply_hsdp(tree, settings, units, fusion, has_axis):
     """Give a tree its `HsdpStorage`.
@@ -44,6 +42,13 @@ def apply_hsdp(tree, settings, units, fusion, has_axis):
         layout, dims = source.layout, list(source.layout.dims)
         if plan.dim is not None:
             dims[plan.dim] = (*dims[plan.dim], *settings.shard_axes)
+        if plan.is_copied or not has_axis and settings.group_size > 1:
+            what = (
+                "updates a copy of it" if plan.is_copied else "gives every replica a batch, and so a value, of its own"
+            )
+            parameter.unwritable = f"parameter '{plan.path}' is written by a Cell, and hsdp() {what}: " + (
+                "leave it whole, by a larger threshold" if plan.is_copied else "have its axis in the mesh of shard()"
+            )
         shard_layout = Layout.on(settings.mesh, dims)
         parameters.append(ShardedParameter(plan, parameter, source, shard_layout, index, settings.shard_size, meter))
         marks = (settings.axis,) if has_axis else ()

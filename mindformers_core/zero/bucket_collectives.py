@@ -13,8 +13,6 @@ from mindformers_core.communication import communicator
 from mindformers_core.communication.world import process_state
 from mindformers_core.sharding.parameter_storage import as_dtype
 
-__all__ = ["BucketCollectives"]
-
 
 class BucketCollectives:
     """Gathers and reduces over the data-parallel axes of a mesh; all their ranks call the same methods.

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.hints import nearest
 
-__all__ = ["AUTO_MEGABYTES", "Bucket", "Fusion", "KINDS", "make_buckets", "parse_comm_fusion"]
-
 AUTO_MEGABYTES = 64
 KINDS = ("allreduce", "allgather", "reducescatter")
 _MODES = ("auto", "size", "index")

@@ -5,8 +5,6 @@ from mindformers_core.hints import bytes_shown
 from mindformers_core.zero.formulas import StepPlan, bucket_traffic
 from mindformers_core.zero.plan import LEVELS
 
-__all__ = ["bucket_lines", "explained_lines", "step_plan", "whole_lines"]
-
 _NAMES = {"allgather": "all_gather", "reducescatter": "reduce_scatter", "allreduce": "all_reduce"}
 
 

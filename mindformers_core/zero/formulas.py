@@ -12,8 +12,6 @@ from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.redistribution.steps import wire_bytes
 from mindformers_core.zero.settings import HsdpSettings
 
-__all__ = ["MemoryEstimate", "StepPlan", "bucket_traffic", "memory_of_step", "traffic_of_step"]
-
 
 @dataclass(frozen=True)
 class MemoryEstimate:

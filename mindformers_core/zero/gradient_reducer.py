@@ -5,8 +5,6 @@ from mindspore import ops
 from mindformers_core.communication.world import process_state
 from mindformers_core.sharding.parameter_storage import as_dtype
 
-__all__ = ["GradientReducer"]
-
 
 class GradientReducer:
     """Sums and reduces the gradients of one step.

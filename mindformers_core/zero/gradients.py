@@ -11,8 +11,6 @@ from mindformers_core.zero.loss_scale import LossScale
 from mindformers_core.zero.optimizers import check_optimizers
 from mindformers_core.zero.storage import storage_of
 
-__all__ = ["value_and_grad"]
-
 
 def value_and_grad(cell, compiled=False, loss_scale=None):
     """The function that computes a micro-step of a Cell: forward and backward pass, and the reductions of the last one.

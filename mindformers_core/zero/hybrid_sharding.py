@@ -26,8 +26,6 @@ from mindformers_core.zero.settings import HsdpSettings, data_parallel_axes
 from mindformers_core.zero.storage import HsdpStorage, storage_of
 from mindformers_core.zero.units import find_units
 
-__all__ = ["hsdp", "tie_shards"]
-
 
 def hsdp(
     cell,

@@ -5,8 +5,6 @@ from mindspore import Tensor, amp, ops
 
 from mindformers_core.communication import communicator
 
-__all__ = ["LossScale", "all_finite"]
-
 
 def all_finite(mesh, tensors):
     """Whether no element of `tensors` on any rank of `mesh` is infinite or NaN: a bool, equal on all these ranks.
@@ -62,6 +60,22 @@ class LossScale:
     def value(self):
         """The scale of the next step, a float."""
         return float(self.scaler.scale_value.item())
+
+    def state(self):
+        """All that changes from step to step, a dict that JSON can hold; for `restore`."""
+        counter = getattr(self.scaler, "counter", None)
+        return {
+            "scale": self.value,
+            "counter": None if counter is None else int(counter.item()),
+            "skipped": self.skipped,
+        }
+
+    def restore(self, state):
+        """Go on where another `LossScale` with an equal scaler gave this `state()`."""
+        self.scaler.scale_value.set_data(Tensor(state["scale"], self.scaler.scale_value.dtype))
+        if state["counter"] is not None:
+            self.scaler.counter.set_data(Tensor(state["counter"], self.scaler.counter.dtype))
+        self.skipped = state["skipped"]
 
     def unscale(self, gradients):
         """`gradients` (tensors of a scaled loss) divided by the scale, and the scale adjusted for the next step.

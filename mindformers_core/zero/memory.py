@@ -11,8 +11,6 @@ from mindformers_core.zero.meter import MOMENTS
 from mindformers_core.zero.sharded_parameter import bytes_of
 from mindformers_core.zero.storage import storage_of
 
-__all__ = ["MemoryReport", "memory_report"]
-
 _ROWS = {
     "weights": "weights, whole",
     "parts": "parts to be updated",

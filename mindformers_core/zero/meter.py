@@ -3,8 +3,6 @@
 import weakref
 from collections import Counter
 
-__all__ = ["MOMENTS", "MemoryMeter"]
-
 MOMENTS = ("pass", "update")  # from the gathers of weights to their release; from then to the next step
 
 

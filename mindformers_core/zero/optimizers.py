@@ -5,8 +5,6 @@ from mindspore.nn.optim.thor import ThorAscend, ThorGpu
 
 from mindformers_core.sharding.optimizers_before import optimizers_holding
 
-__all__ = ["check_optimizers"]
-
 # These update an element by norms, means or a matrix of its tensor. All other optimizers of MindSpore 2.10 (nn,
 # mint.optim, mindspore.experimental.optim) update element by element.
 _BY_TENSOR = (

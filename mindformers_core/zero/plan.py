@@ -5,8 +5,6 @@ from math import prod
 
 from mindformers_core.dtypes import ITEM_BYTES
 
-__all__ = ["LEVELS", "ParameterPlan", "plan_parameters"]
-
 LEVELS = {  # of ZeRO (Rajbhandari et al. 2020) -> what is sharded
     "level1": "optimizer state",
     "level2": "optimizer state and gradients",

@@ -4,8 +4,6 @@ from dataclasses import dataclass, fields
 
 from mindformers_core.hints import nearest
 
-__all__ = ["MixedPrecision"]
-
 _ALLOWED = ("float32", "float16", "bfloat16")
 
 

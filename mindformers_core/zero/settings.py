@@ -7,8 +7,6 @@ from mindformers_core.mesh import DeviceMesh
 from mindformers_core.zero.plan import LEVELS
 from mindformers_core.zero.precision import MixedPrecision
 
-__all__ = ["HsdpSettings", "data_parallel_axes"]
-
 
 @dataclass(frozen=True)
 class HsdpSettings:

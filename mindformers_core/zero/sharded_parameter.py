@@ -13,8 +13,6 @@ from mindspore import dtype as mstype
 
 from mindformers_core.sharding.parameter_storage import as_dtype, computing_dtype
 
-__all__ = ["ShardedParameter", "allocate_storage", "bytes_of", "free_storage", "parameter_like"]
-
 _DONT_NEED = getattr(mmap, "MADV_DONTNEED", None)  # other systems have none
 _SYSTEM = None if _DONT_NEED is None else ctypes.CDLL(None)
 

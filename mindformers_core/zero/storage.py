@@ -7,6 +7,7 @@ from mindspore import nn
 from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.program.graph import cell_label
+from mindformers_core.scopes import replaced
 from mindformers_core.sharding.parameter_storage import ParameterStorage
 from mindformers_core.sharding.recordings import forget_recordings
 from mindformers_core.sharding.sharded_cells import ShardedCell, computing_parameters, tree_and_path
@@ -15,8 +16,6 @@ from mindformers_core.zero.formulas import traffic_of_step
 from mindformers_core.zero.gradient_reducer import GradientReducer
 from mindformers_core.zero.optimizers import check_optimizers
 from mindformers_core.zero.units import UnitSchedule
-
-__all__ = ["HsdpStorage", "gathered", "storage_of"]
 
 
 class HsdpStorage(ParameterStorage):
@@ -180,14 +179,9 @@ class HsdpStorage(ParameterStorage):
         finally:
             self.close()
 
-    @contextmanager
     def backward_scope(self):
         """See `ParameterStorage`."""
-        self._in_pass = True
-        try:
-            yield
-        finally:
-            self._in_pass = False
+        return replaced(self, _in_pass=True)
 
     def call_cell(self, path, call, args, kwargs):
         """See `ParameterStorage`."""

@@ -14,8 +14,6 @@ from mindformers_core.program.structure import tree_map
 from mindformers_core.sharding.parameter_storage import unit_of
 from mindformers_core.sharding.sharded_cells import CONTAINERS, tree_of
 
-__all__ = ["UnitSchedule", "find_units"]
-
 
 def find_units(cell):
     """The default units of `hsdp()`: the entries of Cell containers, and the Cells beside these; a tuple of paths.

@@ -53,10 +53,11 @@ def _function(target, first, names):
     return found(*args, **kwargs)
 
 
-def build(sample, anchored=False):
+def build(sample, anchored=False, detached=False):
     """`(Cell, inputs)`: the Cell calls the function with its inputs in the place of the sample's tensors, and with
     Parameters of its own in the place of the sample's. If `anchored`, it has one floating input more, which it returns
-    doubled after its result: what takes and makes no floating tensor can be verified then."""
+    doubled after its result: what takes and makes no floating tensor can be verified then. If `detached`, no gradient
+    is asked of the function."""
     names = names_for_samples()
     first, separator, text = sample.text.rpartition(";")
     if not separator:
@@ -77,9 +78,15 @@ def build(sample, anchored=False):
         return leaf
 
     template = _mapped(place, (args, kwargs))
+    if sample.target.endswith(("_", "inplace_sigmoid")):  # it changes its first tensor, which isn't the caller's
+        function = _on_a_copy(function)
     inputs += [names["f"](2)] if anchored else []
-    cell = _cell_class(len(inputs), anchored)(function, template, parameters)
+    cell = _cell_class(len(inputs), anchored, detached)(function, template, parameters)
     return cell.set_train(), inputs
+
+
+def _on_a_copy(function):
+    return lambda x, *args, **kwargs: function(x * 1, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -124,9 +131,10 @@ class _Called(nn.Cell):
         return self.function(*args, **kwargs)
 
 
-def _cell_class(count, anchored):
-    space, names = {}, ", ".join(f"x{number}" for number in range(count))
-    result = f"self.run({names})" + (f", x{count - 1} * 2.0" if anchored else "")
+def _cell_class(count, anchored, detached):
+    space, names = {"stop": ms.ops.stop_gradient}, ", ".join(f"x{number}" for number in range(count))
+    given = ", ".join(f"stop(x{number})" for number in range(count)) if detached else names
+    result = f"self.run({given})" + (f", x{count - 1} * 2.0" if anchored else "")
     exec(compile(f"def construct(self, {names}):\n    return {result}\n", __file__, "exec"), space)
     return type(f"Sample{count}", (_Called,), {"construct": space["construct"], "__module__": __name__})
 

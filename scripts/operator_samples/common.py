@@ -51,7 +51,8 @@ _FAMILIES = (
     ("cat concat vstack hstack dstack stack column_stack row_stack", "[f(4, 8), f(4, 8)]"),
     ("tensor_scatter_add tensor_scatter_div tensor_scatter_max tensor_scatter_min tensor_scatter_mul "
      "tensor_scatter_sub tensor_scatter_update", "f(4, 8), i(4, 1), f(4, 8)"),
-    ("unsorted_segment_max unsorted_segment_min unsorted_segment_sum unsorted_segment_prod", "f(4, 8), i(4), 4"),
+    ("unsorted_segment_max unsorted_segment_min unsorted_segment_sum unsorted_segment_prod",
+     "f(4, 8), t(2, 0, 1, 0), 3"),
 )  # fmt: skip
 
 COMMON = {name: text for names, text in _FAMILIES for name in names.split()}

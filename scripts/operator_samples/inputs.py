@@ -1,6 +1,7 @@
 """What the samples are written with: small random tensors, every dim of an even size where that makes sense."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import mindspore as ms
 import numpy as np
@@ -73,4 +74,12 @@ def names_for_samples(seed=3):
     """Name -> function or module, for `eval` of a sample; `P(tensor)` is a Parameter that the Cell owns."""
     draws = _Draws(seed)
     made = {name: getattr(draws, name) for name in vars(_Draws) if name[0] != "_"}
-    return {**made, "P": Parameter, "ms": ms, "mint": ms.mint, "ops": ms.ops, "nn": ms.nn, "np": np}
+    return {
+        **made,
+        "P": partial(Parameter, requires_grad=False),
+        "ms": ms,
+        "mint": ms.mint,
+        "ops": ms.ops,
+        "nn": ms.nn,
+        "np": np,
+    }

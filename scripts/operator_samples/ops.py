@@ -46,7 +46,7 @@ SAMPLES["ops"] |= {
     "arange": "0, 8, 1",
     "baddbmm_ext": "f(2, 4, 8), f(2, 4, 6), f(2, 6, 8)",
     "batch_dot": "f(2, 4, 6), f(2, 6, 8), (2, 1)",
-    "batch_norm": "f(2, 4, 8, 8), f(4), pos(4), f(4), f(4), True",
+    "batch_norm": "f(2, 4, 8, 8), P(f(4)), P(pos(4)), f(4), f(4), True",
     "batch_to_space_nd": "f(8, 4, 4, 4), [2, 2], [[0, 0], [0, 0]]",
     "bernoulli": "pos(4, 8), 0.5",
     "bernoulli_ext": "pos(4, 8)",

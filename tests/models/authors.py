@@ -4,7 +4,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 
 from mindformers_core.layout import layout
-from models.author_images import Diffusion, ResNet, UNet
+from models.author_images import Autoencoder, Diffusion, ResNet, Transformer, UNet, Views
+from models.author_language import Bert, CapacityExperts, Recogniser, Tagger
 from models.example import Example, floats, ids
 
 __all__ = ["AUTHORS"]
@@ -127,11 +128,12 @@ class SpeechStem(nn.Cell):
 
 
 class Conformer(nn.Cell):
-    """A convolution module between two half steps of feed-forward: gated units, depthwise convolution, norm, Swish."""
+    """A convolution module between two half steps of feed-forward: gates, depthwise convolution, batch norm, Swish."""
 
     def __init__(self, size=8):
         super().__init__()
-        self.norms = nn.CellList([nn.LayerNorm((size,)) for _ in range(4)])
+        self.norms = nn.CellList([nn.LayerNorm((size,)) for _ in range(3)])
+        self.batch_norm = nn.BatchNorm1d(size)
         self.up, self.down = nn.Dense(size, 4 * size), nn.Dense(4 * size, size)
         self.gated, self.point = nn.Dense(size, 2 * size), nn.Dense(size, size)
         self.depth = nn.Conv1d(size, size, 3, group=size, has_bias=True)
@@ -139,9 +141,9 @@ class Conformer(nn.Cell):
     def construct(self, x):
         x = x + 0.5 * self.down(ops.silu(self.up(self.norms[0](x))))
         y = ops.glu(self.gated(self.norms[1](x)), -1)
-        y = self.depth(y.swapaxes(1, 2)).swapaxes(1, 2)
-        x = x + self.point(ops.silu(self.norms[2](y)))
-        return (self.norms[3](x) ** 4).mean()
+        y = self.batch_norm(self.depth(y.swapaxes(1, 2))).swapaxes(1, 2)
+        x = x + self.point(ops.silu(y))
+        return (self.norms[2](x) ** 4).mean()
 
 
 class LatentAttention(nn.Cell):
@@ -223,7 +225,7 @@ CHANNELS = {"weight": (1,), "bias": (1,)}
 
 def example(make, inputs, names, weights=None):
     """An `Example` of a model with values of its own; `names` are the inputs that have the batch as first dim."""
-    return Example(make, lambda seed: (inputs(seed), {}), with_batch(names, weights))
+    return Example(lambda: make().set_train(), lambda seed: (inputs(seed), {}), with_batch(names, weights))
 
 
 AUTHORS = {
@@ -239,12 +241,7 @@ AUTHORS = {
         ("image", "target"),
         {"enter": CHANNELS, "up": {"weight": (0, 1)}},
     ),
-    "dit": example(
-        Diffusion,
-        lambda seed: (floats(seed, BATCH, 3, 4, 4), floats(seed + 1, BATCH), floats(seed + 2, BATCH, 3, 4, 4)),
-        ("image", "time", "noise"),
-        {"up": WIDE, "down": ROW},
-    ),
+    "dit": example(Diffusion, lambda seed: (floats(seed, BATCH, 3, 4, 4),), ("image",), {"up": WIDE, "down": ROW}),
     "mamba2": example(StateSpace, lambda seed: (floats(seed, BATCH, 6, 8),), ("x",), {"leave": ROW}),
     "dlrm": example(
         Recommender,
@@ -290,5 +287,36 @@ AUTHORS = {
         lambda seed: (floats(seed, BATCH, 8), floats(seed + 1, BATCH, 8), ids(seed, 8, BATCH)),
         ("x", "teacher", "label"),
         {"student": WIDE},
+    ),
+    "vae": example(Autoencoder, lambda seed: (floats(seed, BATCH, 3, 8, 8),), ("image",), {"grow": WIDE, "mean": ROW}),
+    "vit": example(
+        Transformer,
+        lambda seed: (floats(seed, BATCH, 3, 4, 4), ids(seed, 4, BATCH)),
+        ("image", "label"),
+        {"mlp.0": WIDE, "mlp.2": ROW, "head": WIDE},
+    ),
+    "simclr": example(
+        Views,
+        lambda seed: (floats(seed, BATCH, 3, 8, 8), floats(seed + 1, BATCH, 3, 8, 8)),
+        ("first", "second"),
+        {"up": WIDE, "down": ROW},
+    ),
+    "bert": example(
+        Bert,
+        lambda seed: (ids(seed, 16, BATCH, 6), ids(seed + 1, 2, BATCH, 6), ids(seed + 2, 16, BATCH, 6)),
+        ("ids", "kinds", "label"),
+        {"encoder.layers.*.dense1": WIDE, "encoder.layers.*.dense2": ROW, "words": {"embedding_table": (1, 0)}},
+    ),
+    "gru": example(
+        Tagger, lambda seed: (ids(seed, 16, BATCH, 5), ids(seed + 1, 4, BATCH, 5)), ("ids", "label"), {"head": ROW}
+    ),
+    "ctc": example(
+        Recogniser,
+        lambda seed: (floats(seed, BATCH, 6, 16), ids(seed, 7, BATCH, 3) + 1, ids(seed + 1, 3, BATCH) + 1),
+        ("sound", "label", "lengths"),
+        {"up": WIDE, "down": ROW, "head": WIDE},
+    ),
+    "gshard": example(
+        CapacityExperts, lambda seed: (floats(seed, BATCH, 4, 8),), ("x",), {"": {"up": (1,), "down": (1,)}}
     ),
 }

@@ -49,9 +49,14 @@ def case_small_models_on_dp_2_tp_2():
 
 @on_ranks(4)
 def case_language_models_on_dp_2_tp_2():
-    """The batch cut over one axis, weights over the other; compiled, too. Llama's training is in `case_training`."""
-    names = ("tied language model", "batch second")
-    check_all(names, (2, 2), ("dp", "tp"), in_graph=names)
+    """The batch cut over one axis, weights over the other. Llama's training is in `case_training`, compiled, too."""
+    check_all(("tied language model", "batch second"), (2, 2), ("dp", "tp"), in_graph=("batch second",))
+
+
+@on_ranks(nightly=(4,))
+def case_a_compiled_language_model_on_dp_2_tp_2():
+    """Tied embeddings in a graph."""
+    check_all(("tied language model",), (2, 2), ("dp", "tp"), in_graph=("tied language model",))
 
 
 @on_ranks(nightly=(2, 4))
@@ -60,15 +65,32 @@ def case_models_on_dp():
     check_all([name for name in EXAMPLES if name not in HOOKED], (world().size,), ("dp",))
 
 
-@on_ranks(4, nightly=(2,))
-def case_models_of_authors():
-    """Numbers where the batch is cut over one axis, weights over the other; every fourth one is compiled, too."""
+def check_authors(names, in_graph):
+    """The batch cut over one axis, weights over the other; the programs of these models are compiled, too."""
     mesh = init_device_mesh((world().size // 2, 2), ("dp", "tp"))
-    for place, name in enumerate(AUTHORS):
+    for name in names:
         check_in_pynative(name, mesh, "eager")
-        _, made = check_in_pynative(name, mesh, "generated")
-        if place % 4 == 0:
+        if name in in_graph:
+            _, made = check_in_pynative(name, mesh, "generated")
             check_in_graph(name, mesh, *made)
+
+
+@on_ranks(4)
+def case_models_of_authors():
+    """Generated programs, of simulated ranks, are in `test_author_models`."""
+    check_authors(AUTHORS, ("moe", "simclr"))
+
+
+@on_ranks(nightly=(4,))
+def case_every_model_of_authors_compiled():
+    """The first half, as a case has a time limit."""
+    check_authors(tuple(AUTHORS)[::2], AUTHORS)
+
+
+@on_ranks(nightly=(4,))
+def case_every_other_model_of_authors_compiled():
+    """The second half."""
+    check_authors(tuple(AUTHORS)[1::2], AUTHORS)
 
 
 @on_ranks(4)

@@ -17,7 +17,7 @@ from mindformers_core.communication import world
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import init_device_mesh
 
-MORE = {"rule": 1, "function": 3}  # combinations drawn at random for one call
+MORE = {"rule": 1, "function": 1}  # combinations drawn at random for one call
 
 
 @on_ranks(2, nightly=(4,))

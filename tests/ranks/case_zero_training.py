@@ -1,16 +1,10 @@
-"""Training by recipe with sharded state, gradients and weights: the curve and the parameters of one rank; resuming."""
+"""Training by recipe with sharded state, gradients and weights: the curve and the parameters of one rank."""
 
-import os
-import shutil
-import tempfile
-
-import pytest
-from case_training import DEEP, compare_with_one_rank, job_on, pipeline
+from case_training import DEEP, compare_with_one_rank, pipeline
 from launch import on_ranks
 
-from mindformers_core.communication import count_collectives, world
-from mindformers_core.trainer.saved_state import save_state
-from mindformers_core.trainer.training_loop import resume, train_step
+from mindformers_core.communication import count_collectives
+from mindformers_core.trainer.training_loop import train_step
 
 DP_AND_TP, DP, PP_AND_DP = (1, 2, 1, 2), (1, 4, 1, 1), (2, 2, 1, 1)
 
@@ -70,26 +64,3 @@ def case_pipelined_levels_equal_one_rank():
     """Every stage is sharded over its data-parallel ranks; several runs a step, tied embeddings, also on one rank."""
     compare(2, 2, *pipeline("zb_h1"), "context.mode=0", shape=PP_AND_DP, alike=DEEP)
     compare(3, 2, *pipeline("zb_v", 2), shape=PP_AND_DP, alike=DEEP)
-
-
-@on_ranks(4)
-def case_resumed_levels_go_on_bit_by_bit():
-    """After a step every rank saves its parts of weights and moments; a job of another level takes them up."""
-    folder = os.path.join(tempfile.gettempdir(), f"mindformers_core_case_zero_{os.environ['MS_SCHED_PORT']}")
-    whole = "parallelism.gradient_accumulation_shard=false"  # at all levels sums in one order
-    for level in (1, 3):
-        unbroken = job_on(DP_AND_TP, None, *zero(level, whole))
-        train_step(unbroken)
-        saved = save_state(f"{folder}/{level}", unbroken.state(), unbroken.tensors(), world().rank, unbroken.barrier)
-        resumed = resume(job_on(DP_AND_TP, None, *zero(level % 3 + 1, whole), "training.seed=7"), saved)
-        rows = [train_step(job) for job in (unbroken, resumed)]
-        assert [rows[0][key] for key in ("step", "loss", "gradient_norm")] == [
-            rows[1][key] for key in ("step", "loss", "gradient_norm")
-        ]
-        for one, other in zip(unbroken.tensors(), resumed.tensors(), strict=True):
-            assert (one.asnumpy() == other.asnumpy()).all(), one.name
-    with pytest.raises(ValueError, match=r"was saved with zero .*'data_parallel_shard': 2.*, but this run has None"):
-        resume(job_on(DP_AND_TP, None), saved)
-    unbroken.barrier()  # all ranks have read, before one of them removes the folder
-    if world().rank == 0:
-        shutil.rmtree(folder)

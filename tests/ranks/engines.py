@@ -13,6 +13,7 @@ from one_card import part_of, same
 from truth import once
 
 from mindformers_core.communication import count_collectives
+from mindformers_core.dtensor.interception import draws_by_position
 from mindformers_core.layout import bind_layout
 from mindformers_core.program.structure import tree_map
 from mindformers_core.tensor_parallel import DTensor, jit, shard
@@ -25,11 +26,13 @@ MODELS = {**EXAMPLES, **AUTHORS}
 
 @dataclass(frozen=True)
 class Truth:
-    """What one card computes: the result with arrays in it, the loss, and gradients by parameter name."""
+    """What one card computes: the result with arrays in it, the loss, gradients by parameter name, and by that name the
+    values of what isn't trained, as running statistics, after a step and a call."""
 
     result: object
     loss: np.ndarray
     gradients: dict
+    state: dict
 
 
 @once
@@ -37,9 +40,22 @@ def truth(name):
     """The `Truth` of a model, with the values of `built` and the inputs of `SEED`."""
     example, cell = MODELS[name], built(name)
     args, kwargs = example.inputs(SEED)
-    loss, gradients = step_of(cell, example)(*args, **kwargs)
+    with draws_by_position():
+        loss, gradients = seeded(step_of(cell, example))(*args, **kwargs)
+        result = seeded(cell)(*args, **kwargs)
     named = {p.name: gradient.asnumpy() for p, gradient in zip(cell.trainable_params(), gradients, strict=True)}
-    return Truth(tree_map(_array, cell(*args, **kwargs)), loss.asnumpy(), named)
+    state = {p.name: p.asnumpy() for p in cell.untrainable_params()}
+    return Truth(tree_map(_array, result), loss.asnumpy(), named, state)
+
+
+def seeded(function):
+    """The function, with the same random numbers at every call."""
+
+    def call(*args, **kwargs):
+        ms.manual_seed(SEED)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def built(name):
@@ -102,17 +118,20 @@ def check_in_pynative(name, mesh, mode):
     """
     cell, args, kwargs = sharded(name, mesh, mode)
     what = f"{name} on {mesh}, {mode}"
-    same(tree_map(_whole, cell(*args, **kwargs)), truth(name).result, TOLERANCE, what)
+    same(tree_map(_whole, seeded(cell)(*args, **kwargs)), truth(name).result, TOLERANCE, what)
     with count_collectives() as counts:
-        loss, gradients = step_of(cell, MODELS[name])(*args, **kwargs)
+        loss, gradients = seeded(step_of(cell, MODELS[name]))(*args, **kwargs)
     _compare(what, truth(name), cell, _whole(loss), gradients)
+    for parameter in cell.untrainable_params():
+        part = part_of(truth(name).state[parameter.name], parameter.layout)
+        np.testing.assert_allclose(parameter.asnumpy(), part, TOLERANCE, TOLERANCE, err_msg=f"{parameter.name}, {what}")
     return counts, (cell, args, kwargs)
 
 
 def check_in_graph(name, mesh, cell, args, kwargs):
     """Compare the loss and gradients of a compiled step with one card's; gives what it communicates."""
     with count_in_graph(mesh) as counts:
-        loss, gradients = jit(step_of(cell, MODELS[name]))(*args, **kwargs)
+        loss, gradients = seeded(jit(step_of(cell, MODELS[name])))(*args, **kwargs)
     _compare(f"{name} on {mesh}, jit", truth(name), cell, loss.asnumpy(), gradients)
     return counts
 

@@ -11,8 +11,6 @@ from mindformers_core.operators.registry import NO_GRADIENT, register_operator
 from mindformers_core.operators.saved import UNMEASURED
 from mindformers_core.operators.signature import Signature, TensorMeta
 
-__all__ = ["key_length"]
-
 _LAYOUTS = ("BSH", "BNSD", "SBH", "BSND", "TND")  # by the number that MindSpore gives them
 
 

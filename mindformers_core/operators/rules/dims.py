@@ -4,7 +4,7 @@ from mindformers_core.operators.signature import Signature, TensorMeta
 
 __all__ = [
     "along", "as_dim", "as_dims", "bound", "dim_names", "dim_sizes", "integers", "parameters", "per_dim", "plain_names",
-    "unary", "undivided",
+    "unary",
 ]  # fmt: skip
 
 _SPELLINGS = {"axis": "dim", "axes": "dims", "keepdims": "keepdim", "keep_dims": "keepdim"}
@@ -81,14 +81,6 @@ def unary(x, output=None, outputs=1, sizes=(), whole=(), **more):
     output = names if output is None else tuple(output)
     whole = frozenset(names[dim][0] for dim in whole)
     return Signature((names,), (output,) * outputs, dim_sizes(x) | dict(sizes), whole=whole, **more)
-
-
-def undivided(tensors, outputs, linear=()):
-    """The `Signature` of an operator that can't be cut; `outputs` gives its outputs' factors from its inputs'."""
-    inputs = [dim_names(tensor, f"{place}.") for place, tensor in enumerate(tensors)]
-    sizes = [dim_sizes(tensor, f"{place}.") for place, tensor in enumerate(tensors)]
-    sizes = {name: size for each in sizes for name, size in each.items()}
-    return Signature(tuple(inputs), outputs(*inputs), sizes, whole=frozenset(sizes), linear=linear)
 
 
 def along(x, dim):

@@ -6,9 +6,9 @@ from mindformers_core.operators import saved, views
 from mindformers_core.operators.registry import NO_GRADIENT, ZERO, register_operator
 from mindformers_core.operators.rewrites import as_cast, condition_first, masked_fill, without_alpha
 from mindformers_core.operators.rules.dims import unary
-from mindformers_core.operators.signature import Signature, TensorMeta, is_float
+from mindformers_core.operators.signature import Signature, TensorMeta, is_float, tensors_in
 
-__all__ = ["broadcast_shape", "elementwise", "keeps_digits", "tensors_in"]
+__all__ = ["broadcast_shape", "elementwise", "keeps_digits"]
 
 
 def _quotient(operands, results):
@@ -32,6 +32,7 @@ _NONLINEAR = (
     ("Equal Greater GreaterEqual Less LessEqual LogicalAnd LogicalOr LogicalXor NotEqual", saved.NOTHING, {}),
     ("IsFinite IsInf IsNan LogicalNot", saved.NOTHING, {}),
     ("Addcdiv AddcdivExt Addcmul AddcmulExt BitwiseNot EqualExt FloorDivScalar", saved.UNMEASURED, {}),
+    ("Invert", saved.NOTHING, {}),
     ("EluExt LeakyReLUExt MishExt SeLUExt", saved.UNMEASURED, {}),
     ("Acosh Asinh Atanh Erfinv Exp2 Sinc", saved.UNMEASURED, {}),
     ("BesselI0 BesselI0e BesselI1 BesselI1e BesselJ0 BesselJ1 BesselK0 BesselK0e", saved.UNMEASURED, {}),
@@ -71,17 +72,6 @@ _NONLINEAR = (
     ("RemainderTensorScalar", saved.NOTHING, {"source": ".remainder"}),
     *((f"Bitwise{name}Tensor", saved.NOTHING, {"source": f".bitwise_{name.lower()}"}) for name in ("Or", "Xor")),
 )
-
-
-def tensors_in(args):
-    """All `TensorMeta` of an argument list in order, as a `Signature` numbers its inputs, tuples and lists included."""
-    found = []
-    for argument in args:
-        if isinstance(argument, TensorMeta):
-            found.append(argument)
-        elif isinstance(argument, (tuple, list)):
-            found += tensors_in(argument)
-    return found
 
 
 def broadcast_shape(shapes):
@@ -165,6 +155,14 @@ def _sum_of_terms(*terms, **named):
     return elementwise(*tensors, linear=() if affine else (set(range(len(tensors))),))
 
 
+@register_operator("Assign", saves=saved.NOTHING, gradient=NO_GRADIENT, writes=True)
+def _assign(parameter, value):
+    """What is written is whole, or a part, as the Parameter is."""
+    if parameter.shape != value.shape:
+        raise ValueError(f"a Parameter of shape {list(parameter.shape)} is assigned {value!r}, of another shape")
+    return elementwise(parameter, value)
+
+
 @register_operator("Select", "DeprecatedWhere", saves=saved.MASKS, rewrite=condition_first)
 def _select(*args, **named):
     """The condition comes first, or, called as a method, second."""
@@ -173,7 +171,7 @@ def _select(*args, **named):
     return elementwise(*tensors, linear=({0, 1, 2} - {condition},) if len(tensors) == 3 else ())
 
 
-@register_operator("MaskedFill", saves=saved.MASKS)
+@register_operator("MaskedFill", saves=saved.MASKS, rewrite=masked_fill)
 @register_operator("MaskedFillScalar", saves=saved.MASKS, rewrite=masked_fill, source=".masked_fill")
 def _masked_fill(x, mask, value):
     return elementwise(x, mask, value, linear=({0},) if isinstance(value, (int, float)) and value == 0 else ())
@@ -196,13 +194,13 @@ def _cast_like(x, other, *_, **__):
     return Signature(inputs, plain.outputs, plain.sizes | looked_at, whole=frozenset(looked_at))
 
 
-@register_operator("Dropout", saves=saved.SECOND_RESULT, operations=10)  # most of them for the random number
+@register_operator("Dropout", draws=True, saves=saved.SECOND_RESULT, operations=10)  # most of them for the number
 def dropout(x, keep_prob=0.5, seed0=0, seed1=0):
     """The tensor with some elements zeroed and the others scaled, and the mask. Any mesh draws the same numbers."""
     return unary(x, outputs=2, run="dropout")
 
 
-@register_operator("FuncDropoutExt", saves=saved.UNMEASURED, operations=10)
+@register_operator("FuncDropoutExt", draws=True, saves=saved.UNMEASURED, operations=10)
 def functional_dropout(x, p=0.5, training=True, inplace=False, seed=None, offset=None):
     """As `Dropout`, without the mask: what `mint` calls. `seed` and `offset` are scalar tensors."""
     if inplace:

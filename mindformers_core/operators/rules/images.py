@@ -8,9 +8,8 @@ from math import prod
 
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import bound, dim_names, integers, parameters, per_dim, unary
-from mindformers_core.operators.rules.elementwise import tensors_in
 from mindformers_core.operators.saved import INPUTS, INPUTS_AS_THEY_ARE, NOTHING, UNMEASURED, SavedByOperator
-from mindformers_core.operators.signature import Signature
+from mindformers_core.operators.signature import Signature, tensors_in, undivided
 
 _LINEAR = ({0},)
 _NAMES = {"output_size": "size", "input": "x", "input_x": "x", "image": "x"}
@@ -106,6 +105,13 @@ def padded_by_itself(x, padding):
     return _padded(x, [(0, 0)] * (x.ndim - len(pairs)) + pairs)
 
 
+@register_operator("Padding", attributes=("pad_dim_size",), source="(x)", saves=NOTHING)
+def padded_to(x, pad_dim_size=8):
+    """`x`, of one element in the last dim, with zeros behind it."""
+    names = (*dim_names(x)[:-1], ("padded",))
+    return unary(x, names, sizes={"padded": pad_dim_size}, whole=(x.ndim - 1,), linear=_LINEAR)
+
+
 @register_operator("Pad", attributes=("paddings",), source="(x)", saves=NOTHING)
 def pad_all_dims(x, paddings):
     """`x` with zeros around it: a pair (before, behind) for every dim."""
@@ -179,6 +185,10 @@ def _unpooled(x, ksize, strides=0, pads=0, output_shape=()):
     return dict(zip("OPQ"[3 - ndim :], [(size - 1) * s - 2 * p + k for size, k, s, p in parts]))
 
 
+def _offsets(x, ksize):
+    return dict(zip("KL", ksize))
+
+
 def _drawn_windows(x, ksize, output_shape, data_format=None):
     return dict(zip("OPQ"[5 - x.ndim :], per_dim(output_shape, x.ndim - 2)))
 
@@ -211,6 +221,10 @@ _EQUATIONS = (
     ("FractionalMaxPool3DWithFixedKsize", _DRAWN_POOL, "ksize output_shape", "(x, samples)",
      SavedByOperator((0,), outputs=(1,), as_they_are=True), 1),
     ("BoundingBoxEncode BoundingBoxDecode", _flat("r F, r F -> r F", "", linear=False), "", "(x, y)", UNMEASURED, 4),
+    ("CheckValid", _flat("a F, M -> a", "", linear=False), "", "(x, y)", UNMEASURED, 4),
+    ("DeformableOffsets", _flat("n C H W, n T P Q -> n C P*K Q*L", "", _offsets, False), "ksize", "", UNMEASURED, 8),
+    ("MaxUnpool2DExt", _flat(_UNPOOLING[0], "", _unpooled), "", "", UNMEASURED, 0),
+    ("UniqueWithPad", lambda x, pad: undivided(tensors_in((x, pad)), [x.shape] * 2), "", "(x, pad)", UNMEASURED, 4),
     ("IOU", _flat("a F, b F -> b a", "", linear=False), "", "(x, y)", UNMEASURED, 10),
 )  # fmt: skip
 for _names, _rule, _own, _source, _saves, _count in _EQUATIONS:

@@ -4,9 +4,9 @@ from functools import partial
 
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import as_dim, dim_names, dim_sizes, integers, plain_names, unary
-from mindformers_core.operators.rules.elementwise import keeps_digits, tensors_in
+from mindformers_core.operators.rules.elementwise import keeps_digits
 from mindformers_core.operators.saved import INDICES, INPUTS, INPUTS_AS_THEY_ARE, NOTHING, SECOND_RESULT, UNMEASURED
-from mindformers_core.operators.signature import Signature, TensorMeta
+from mindformers_core.operators.signature import Signature, TensorMeta, tensors_in
 
 
 def _lookup(params, indices, dim, batch_dims, algorithm):
@@ -207,6 +207,15 @@ def cumulative_sum(x, *args, **named):
 def cumulative_product(x, dim, *_):
     """Products of all elements up to each along `dim`."""
     return _scan("cumprod", x, dim)
+
+
+@register_operator(
+    "CumulativeLogsumexp", saves=UNMEASURED, operations=4, numbers=(1,), attributes=("exclusive", "reverse"),
+    source="mindformers_core.dtensor.corrected.log_cumulative_sum",
+)  # fmt: skip
+def cumulative_log_sum(x, dim, exclusive=False, reverse=False):
+    """Logarithms of sums of exponentials of all elements up to each along `dim`; the rarer kinds need it whole."""
+    return unary(x, whole=(as_dim(dim, x.ndim),)) if exclusive or reverse else _scan("logcumsumexp", x, dim)
 
 
 def _scan(algorithm, x, dim, outputs=1, **more):

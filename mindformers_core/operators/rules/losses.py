@@ -1,16 +1,17 @@
 """Rules of losses: examples are parallel; classes too, where a label is looked up in the part that has it."""
 
+import math
 from dataclasses import replace
 from functools import partial
 
 from mindformers_core.operators import saved
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.rules.dims import dim_names, dim_sizes, undivided
-from mindformers_core.operators.rules.elementwise import elementwise, tensors_in
+from mindformers_core.operators.rules.dims import dim_names, dim_sizes
+from mindformers_core.operators.rules.elementwise import elementwise
 from mindformers_core.operators.rules.indexing import check_indices, positional
 from mindformers_core.operators.rules.scattering import CORRECTED
 from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, SECOND_RESULT, UNMEASURED, SavedByOperator
-from mindformers_core.operators.signature import Signature
+from mindformers_core.operators.signature import Signature, tensors_in, undivided
 
 _REDUCTIONS = ("sum", "mean", "none")  # by the number that MindSpore gives them
 
@@ -111,10 +112,19 @@ def ctc_loss(log_probs, targets, input_lengths, target_lengths):
 @register_operator("CTCLoss", saves=UNMEASURED)
 def ctc_loss_of_sparse_labels(x, labels_indices, labels_values, sequence_length):
     """As `ctc_loss`; indices say whose labels they are, so all is whole."""
-    return undivided((x, labels_indices, labels_values, sequence_length), lambda x, *_: (x[1:2], x))
+    return undivided((x, labels_indices, labels_values, sequence_length), (x.shape[1:2], x.shape))
 
 
-@register_operator("NLLLoss", saves=SavedByOperator("all", outputs=(1,)))
+def _ignored(operands, results):
+    """Of a loss for each example, which ones are ignored."""
+    return [math.prod(results[0].shape)] * bool(results[0].shape)
+
+
+@register_operator(
+    "NLLLoss",
+    saves=SavedByOperator("all", outputs=(1,), internal=_ignored),
+    source=f"{CORRECTED}negative_log_likelihood",
+)
 @register_operator("NLLLoss2d", saves=UNMEASURED)
 def negative_log_likelihood(logits, labels, weight, reduction="mean", ignore_index=-100):
     """The loss for log-probabilities (examples, classes, …), and the sum of the labels' weights.

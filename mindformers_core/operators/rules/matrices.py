@@ -4,17 +4,17 @@ from functools import partial
 
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import along, as_dims, dim_names, integers, unary
-from mindformers_core.operators.rules.elementwise import elementwise, tensors_in
+from mindformers_core.operators.rules.elementwise import elementwise
 from mindformers_core.operators.saved import NOTHING, UNMEASURED
-from mindformers_core.operators.signature import Signature, is_float, tensor_meta
+from mindformers_core.operators.signature import Signature, is_float, tensor_meta, tensors_in
 
 # Names of operators, and the dims of their inputs and outputs behind the batch dims; an output that begins with a dot
 # has no batch dims. Columns that don't depend on each other are in capitals; all other factors are whole. `n` and `n'`
 # are of one size, and an output's `s` is the smaller one of `m` and `n`.
 _EQUATIONS = {
-    "Cholesky CholeskyInverse MatrixExp MatrixInverse MatrixInverseExt MatrixPower": "n n' -> n n'",
+    "Cholesky CholeskyInverse CholeskyTrsm MatrixExp MatrixInverse MatrixInverseExt MatrixPower": "n n' -> n n'",
     "Eigh": "n n' -> n, n n'",
-    "MatrixDeterminant": "n n' -> ",
+    "DetTriangle MatrixDeterminant": "n n' -> ",
     "LogMatrixDeterminant": "n n' -> , ",
     "CholeskySolve": "n K, n n' -> n K",
     "MatrixSolve": "n n', n K -> n K",

@@ -10,10 +10,10 @@ from functools import partial
 from mindformers_core.operators import saved
 from mindformers_core.operators.registry import NO_GRADIENT, register_operator
 from mindformers_core.operators.rewrites import dim_before_indices
-from mindformers_core.operators.rules.dims import as_dim, dim_names, dim_sizes, integers, undivided
-from mindformers_core.operators.rules.elementwise import broadcast_shape, tensors_in
+from mindformers_core.operators.rules.dims import as_dim, dim_names, dim_sizes, integers
+from mindformers_core.operators.rules.elementwise import broadcast_shape
 from mindformers_core.operators.rules.indexing import check_indices, elements, positional
-from mindformers_core.operators.signature import Signature, TensorMeta
+from mindformers_core.operators.signature import Signature, TensorMeta, tensors_in, undivided
 
 CORRECTED = "mindformers_core.dtensor.corrected."  # the module of sources that are right on CPU, too
 _ADDS, _REPLACES = ("add", "sub", 1), ("none", 0, None)  # names and numbers of what is done with updates
@@ -136,13 +136,13 @@ def index_fill(x, dim, index, value):
 @register_operator("IndexFill", saves=saved.SavedByOperator((1, 2, 3), as_they_are=True))
 def index_fill_where_a_tensor_says(x, dim, index, value):
     """As `index_fill`; the dim is in a tensor, so all are whole."""
-    return undivided(tensors_in((x, dim, index, value)), lambda x, *_: (x,))
+    return undivided(tensors_in((x, dim, index, value)), (x.shape,))
 
 
 @register_operator("MaskedScatter", saves=saved.MASKS)
 def masked_scatter(x, mask, source):
     """`x` with the elements of `source`, in order, where a mask is true: all is whole."""
-    return undivided((x, mask, source), lambda x, *_: (x,), ({0, 2},))
+    return undivided((x, mask, source), (x.shape,), ({0, 2},))
 
 
 @register_operator("IndexPut", saves=_EVERYTHING, attributes=("accumulate",))
@@ -202,16 +202,17 @@ def bincount(x, weights=None, minlength=0):
     return Signature(names, ((("bins",),),), dim_sizes(x) | {"bins": minlength}, {"d0": "sum"})
 
 
-@register_operator("EmbeddingLookup", saves=saved.UNMEASURED, reads_a_part=True)
+@register_operator(
+    "EmbeddingLookup", saves=saved.UNMEASURED, reads_a_part=True,
+    source="mindformers_core.dtensor.lookups.embedding_rows",
+)  # fmt: skip
 def embedding_lookup(params, indices, offset):
     """Rows by number less an offset; zeros where there is none, so that parts' results are terms of a sum."""
     check_indices(indices)
     (offset,), names = integers((offset,), "an offset"), dim_names(params)
     found, sizes = dim_names(indices, "i"), dim_sizes(params) | dim_sizes(indices, "i")
-    algorithm, outputs = "embedding_lookup", ((*found, *names[1:]),)
-    return Signature(
-        (names, found), outputs, sizes, {"d0": "sum"}, linear=({0},), distributed={"d0": algorithm}, run=algorithm
-    )
+    outputs, algorithms = ((*found, *names[1:]),), {"d0": "embedding_lookup"}
+    return Signature((names, found), outputs, sizes, {"d0": "sum"}, linear=({0},), distributed=algorithms)
 
 
 @register_operator("SearchSorted", saves=saved.NOTHING, gradient=NO_GRADIENT)

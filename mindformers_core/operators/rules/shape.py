@@ -7,7 +7,7 @@ from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import as_transpose, sizes_together
 from mindformers_core.operators.rules.dims import along, as_dim, as_dims, dim_names, integers, unary
 from mindformers_core.operators.saved import NOTHING, UNMEASURED
-from mindformers_core.operators.signature import Signature, TensorMeta
+from mindformers_core.operators.signature import Signature, TensorMeta, tensors_in
 
 __all__ = ["common_factors"]
 
@@ -215,6 +215,12 @@ def repeat_interleave(x, repeats, dim=None, output_size=None):
         place = along(x, dim)
         output = [*names[:place], (*names[place], "r"), *names[place + 1 :]]
     return unary(x, output, sizes={"r": count}, linear=_LINEAR)
+
+
+@register_operator("LinSpace", saves=UNMEASURED)
+def linear_space(start, stop, num):
+    """So many numbers from one to another: every rank has all."""
+    return Signature(((),) * len(tensors_in((start, stop))), ((("n",),),), {"n": num})
 
 
 @register_operator("ReverseV2", saves=NOTHING)

@@ -4,9 +4,8 @@ from mindformers_core.operators import views
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import select_index, slice_one_dim
 from mindformers_core.operators.rules.dims import along, as_dim, dim_names, dim_sizes, integers, unary
-from mindformers_core.operators.rules.elementwise import tensors_in
 from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING, UNMEASURED
-from mindformers_core.operators.signature import Signature
+from mindformers_core.operators.signature import Signature, tensors_in
 
 
 def _sliced(x, ranges, localize, dropped=(), new=()):

@@ -13,8 +13,6 @@ from mindformers_core.pipeline.tables.lowering import forward_only, lowered
 from mindformers_core.pipeline.tables.table import ScheduleTable
 from mindformers_core.pipeline.tables.validating import validate
 
-__all__ = ["PipelineScheduleBase", "PipelineScheduleMulti", "PipelineScheduleSingle", "PlannedStage"]
-
 
 @dataclass(frozen=True)
 class PlannedStage:

@@ -4,8 +4,6 @@ from mindformers_core.pipeline.schedules.base import PipelineScheduleMulti
 from mindformers_core.pipeline.schedules.phases import order_of_phases
 from mindformers_core.pipeline.tables.step import MetaStepType
 
-__all__ = ["ScheduleDualPipeV"]
-
 _F0, _F1, _B0, _B1, _I0, _I1 = (
     (kind, chunk) for kind in (MetaStepType.FWD, MetaStepType.BWD, MetaStepType.BWD_INPUT) for chunk in (0, 1)
 )

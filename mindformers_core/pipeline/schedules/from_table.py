@@ -3,8 +3,6 @@
 from mindformers_core.pipeline.schedules.base import PipelineScheduleMulti
 from mindformers_core.pipeline.schedules.placement import PLACEMENTS
 
-__all__ = ["schedule_of_table"]
-
 
 def schedule_of_table(table):
     """A subclass of `PipelineScheduleMulti` with the orders of `table`, a `ScheduleTable` such as `load_table` returns.

@@ -3,8 +3,6 @@
 from mindformers_core.pipeline.schedules.base import PipelineScheduleMulti, PipelineScheduleSingle
 from mindformers_core.pipeline.tables.step import MetaStep, MetaStepType
 
-__all__ = ["ScheduleGPipe", "ScheduleLoopedBFS"]
-
 
 class ScheduleGPipe(PipelineScheduleSingle):
     """All forward passes, then all backward passes: simple, with all micro-batches live in between."""

@@ -4,8 +4,6 @@ from mindformers_core.pipeline.schedules.base import PipelineScheduleMulti
 from mindformers_core.pipeline.schedules.one_f_one_b import one_forward_one_backward
 from mindformers_core.pipeline.tables.step import MetaStep, MetaStepType
 
-__all__ = ["ScheduleInterleaved1F1B"]
-
 
 class ScheduleInterleaved1F1B(PipelineScheduleMulti):
     """1F1B with v chunks on every rank: the bubble is v times shorter, with more live micro-batches and messages.

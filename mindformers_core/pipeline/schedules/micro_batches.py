@@ -1,7 +1,5 @@
 """Splits a batch into micro-batches. Pure Python: a tensor is any object with a shape and slicing."""
 
-__all__ = ["split_micro_batches"]
-
 
 def split_micro_batches(args, kwargs, micro_batch_num, args_batch_dim=None, kwargs_batch_dim=None):
     """The arguments of every micro-batch, in order.

@@ -14,8 +14,6 @@ from mindformers_core.pipeline.schedules.zb_h1 import ScheduleZBH1
 from mindformers_core.pipeline.schedules.zb_v import ScheduleZBV
 from mindformers_core.pipeline.tables.table_files import SUFFIXES, load_table
 
-__all__ = ["SCHEDULES", "schedule_class"]
-
 SCHEDULES = MappingProxyType(
     {
         "gpipe": ScheduleGPipe,

@@ -5,8 +5,6 @@ from itertools import count
 
 from mindformers_core.pipeline.tables.step import MetaStep, MetaStepType, overlapped
 
-__all__ = ["order_of_phases"]
-
 
 def order_of_phases(phases, stages):
     """The steps of a rank, as a list.

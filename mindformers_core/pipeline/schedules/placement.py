@@ -1,7 +1,5 @@
 """Which pipeline rank holds which stage. Pure Python."""
 
-__all__ = ["PLACEMENTS", "loop_ranks", "v_ranks"]
-
 
 def loop_ranks(stage_num, rank_num):
     """Cyclic placement: of p ranks, rank r holds the stages r, r + p, r + 2p, … (Narayanan et al. 2021).

@@ -3,8 +3,6 @@
 from mindformers_core.pipeline.tables.dependencies import FORWARD, OTHER_ENDS, other_end, plain_steps
 from mindformers_core.pipeline.tables.step import MetaStepType
 
-__all__ = ["run_table"]
-
 
 def run_table(schedule, table, micro_batches, training):
     """Run this rank's order of a table.

@@ -4,8 +4,6 @@ from collections import deque
 
 from mindformers_core.pipeline.tables.step import MetaStepType
 
-__all__ = ["with_weight_steps"]
-
 
 def with_weight_steps(orders, stage_num, live_limit):
     """Insert the weight-gradient steps into orders of forward and input-gradient steps where they cost least.

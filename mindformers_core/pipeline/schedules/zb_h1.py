@@ -1,11 +1,9 @@
 """ZB-H1 (Qi et al., "Zero bubble pipeline parallelism", 2023). Pure Python."""
 
 from mindformers_core.pipeline.schedules.base import PipelineScheduleSingle
-from mindformers_core.pipeline.schedules.one_f_one_b import one_forward_one_backward
+from mindformers_core.pipeline.schedules.one_f_one_b import one_stage_orders
 from mindformers_core.pipeline.schedules.weight_steps import with_weight_steps
-from mindformers_core.pipeline.tables.step import MetaStep, MetaStepType
-
-__all__ = ["ScheduleZBH1"]
+from mindformers_core.pipeline.tables.step import MetaStepType
 
 
 class ScheduleZBH1(PipelineScheduleSingle):
@@ -17,11 +15,5 @@ class ScheduleZBH1(PipelineScheduleSingle):
     """
 
     def construct_exec_order(self):
-        orders = []
-        for stage in range(self.stage_num):
-            forwards, inputs = (
-                [MetaStep(micro, kind, stage) for micro in range(self.micro_batch_num)]
-                for kind in (MetaStepType.FWD, MetaStepType.BWD_INPUT)
-            )
-            orders.append(one_forward_one_backward(forwards, inputs, self.stage_num - 1 - stage))
+        orders = one_stage_orders(self.stage_num, self.micro_batch_num, MetaStepType.BWD_INPUT)
         self.exec_order.update(enumerate(with_weight_steps(orders, self.stage_num, live_limit=self.stage_num)))

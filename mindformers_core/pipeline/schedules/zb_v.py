@@ -5,8 +5,6 @@ from mindformers_core.pipeline.schedules.phases import order_of_phases
 from mindformers_core.pipeline.schedules.weight_steps import with_weight_steps
 from mindformers_core.pipeline.tables.step import MetaStepType
 
-__all__ = ["ScheduleZBV"]
-
 _F0, _F1, _I0, _I1 = (((kind, chunk),) for kind in (MetaStepType.FWD, MetaStepType.BWD_INPUT) for chunk in (0, 1))
 
 

@@ -7,11 +7,10 @@ import json
 
 from mindformers_core.files import write_whole
 from mindformers_core.pipeline.tables.dependencies import SENDS
-from mindformers_core.pipeline.tables.simulating import Span, timeline_of
+from mindformers_core.pipeline.tables.execution import Span
+from mindformers_core.pipeline.tables.simulating import timeline_of
 from mindformers_core.pipeline.tables.step import MetaStepType
 from mindformers_core.pipeline.tables.table_files import checked_suffix
-
-__all__ = ["save_chrome_trace"]
 
 _MICROSECONDS = 1e6
 _KINDS = {  # type of a compute step -> category of the event, and its colour, a name of the viewer's palette

@@ -2,19 +2,6 @@
 
 from mindformers_core.pipeline.tables.step import MetaStep, MetaStepType
 
-__all__ = [
-    "COMPUTE",
-    "FORWARD",
-    "OTHER_ENDS",
-    "SENDS",
-    "is_message",
-    "message_sends",
-    "other_end",
-    "plain_steps",
-    "step_needs",
-    "step_parts",
-]
-
 COMPUTE = (MetaStepType.FWD, MetaStepType.BWD, MetaStepType.BWD_INPUT, MetaStepType.BWD_WEIGHT)
 FORWARD = (MetaStepType.FWD, MetaStepType.FWD_SEND, MetaStepType.FWD_RECV)
 SENDS = (MetaStepType.FWD_SEND, MetaStepType.BWD_SEND)

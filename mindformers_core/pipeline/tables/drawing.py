@@ -8,8 +8,6 @@ from mindformers_core.pipeline.tables.simulating import timeline_of
 from mindformers_core.pipeline.tables.step import MetaStepType
 from mindformers_core.pipeline.tables.table_files import checked_suffix
 
-__all__ = ["draw_schedule"]
-
 # Far apart in normal vision and for protanopes, deuteranopes and tritanopes, in their lighter shades as well (smallest
 # CIE76 distance, with the simulation of Machado et al. 2009: 21, and 13 for tritanopes).
 _KINDS = {

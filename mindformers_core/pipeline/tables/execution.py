@@ -5,8 +5,6 @@ from typing import NamedTuple
 from mindformers_core.pipeline.tables.dependencies import COMPUTE, OTHER_ENDS, SENDS, plain_steps
 from mindformers_core.pipeline.tables.step import MetaStep
 
-__all__ = ["Span", "run_orders"]
-
 
 class Span(NamedTuple):
     """A step with its start and end; sends and receives take no time."""

@@ -14,8 +14,6 @@ from mindformers_core.pipeline.tables.dependencies import (
 from mindformers_core.pipeline.tables.simulating import simulate
 from mindformers_core.pipeline.tables.step import MetaStep, MetaStepType, overlapped
 
-__all__ = ["forward_only", "lowered"]
-
 _MESSAGES = {  # type of a compute step -> types of the receive before it, and of the send after it
     MetaStepType.FWD: (MetaStepType.FWD_RECV, MetaStepType.FWD_SEND),
     MetaStepType.BWD: (MetaStepType.BWD_RECV, MetaStepType.BWD_SEND),

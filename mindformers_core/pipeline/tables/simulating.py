@@ -4,12 +4,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from mindformers_core.pipeline.tables.dependencies import COMPUTE, SENDS, plain_steps
-from mindformers_core.pipeline.tables.execution import Span, run_orders
+from mindformers_core.pipeline.tables.execution import run_orders
 from mindformers_core.pipeline.tables.step import MetaStepType
 from mindformers_core.pipeline.tables.table import ScheduleTable
 from mindformers_core.pipeline.tables.validating import validate
-
-__all__ = ["Span", "StepCosts", "Timeline", "measured_costs", "simulate", "timeline_of"]
 
 # type of a compute step -> the field of StepCosts with its duration
 _COSTS = dict(zip(COMPUTE, ("forward", "backward", "backward_input", "backward_weight")))

@@ -4,8 +4,6 @@ import re
 from enum import IntEnum
 from typing import NamedTuple
 
-__all__ = ["MetaStep", "MetaStepType", "overlapped", "step_from_text"]
-
 
 class MetaStepType(IntEnum):
     """The type of a step.

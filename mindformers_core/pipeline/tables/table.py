@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from mindformers_core.pipeline.tables.step import MetaStep
 
-__all__ = ["ScheduleTable"]
-
 
 @dataclass(frozen=True)
 class ScheduleTable:

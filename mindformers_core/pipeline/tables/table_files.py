@@ -10,8 +10,7 @@ from mindformers_core.hints import nearest
 from mindformers_core.pipeline.tables.step import step_from_text
 from mindformers_core.pipeline.tables.table import ScheduleTable
 from mindformers_core.pipeline.tables.validating import check_head
-
-__all__ = ["SUFFIXES", "checked_suffix", "load_table", "save_table"]
+from mindformers_core.scopes import errors_at
 
 _KEYS = ("micro_batch_num", "stage_ranks", "orders")
 SUFFIXES = ("csv", "yaml", "yml")
@@ -53,10 +52,8 @@ def load_table(path):
         raise ValueError(f"{path}: {error}") from None
     orders = tuple(tuple(_step(text, path, place) for place, text in cells) for cells in rank_cells)
     table = ScheduleTable(orders, tuple(stage_ranks), micro_batch_num)
-    try:
+    with errors_at(f"{path}: "):
         check_head(table)
-    except ValueError as fault:
-        raise ValueError(f"{path}: {fault}") from None
     return table
 
 
@@ -74,10 +71,8 @@ def checked_suffix(path, allowed):
 
 
 def _step(text, path, place):
-    try:
+    with errors_at(f"{path}, {place}: "):
         return step_from_text(text)
-    except ValueError as error:
-        raise ValueError(f"{path}, {place}: {error}") from None
 
 
 def _read_csv(file, path):

@@ -17,8 +17,6 @@ from mindformers_core.pipeline.tables.dependencies import (
 from mindformers_core.pipeline.tables.execution import run_orders
 from mindformers_core.pipeline.tables.step import MetaStep, MetaStepType
 
-__all__ = ["check_head", "validate"]
-
 _MOST_RANKS = 4  # number of ranks that an error describes
 
 

@@ -1,0 +1,87 @@
+"""`config.json` of a model, as `transformers` reads it, from the recipe's section `model`, and back. Pure Python."""
+
+import dataclasses
+from fnmatch import fnmatchcase
+
+__all__ = ["check_config", "config_document", "ignored_tensors", "model_section", "tensor_name"]
+
+_DTYPE_KEYS = ("torch_dtype", "dtype")
+_OF_TRAINING = (*_DTYPE_KEYS, "initializer_range")  # a checkpoint's tensors don't depend on them, or are converted
+
+
+def tensor_name(spec):
+    """The function of a parameter's path that returns the name of its tensor in files; `spec` is a `ModelSpec`."""
+    return spec.hugging_face.tensor_name if spec.hugging_face else lambda path: path
+
+
+def ignored_tensors(spec, names):
+    """Those of the names of tensors that aren't parameters of the model, and needn't be."""
+    patterns = spec.hugging_face.ignored if spec.hugging_face else ()
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def config_document(spec, name, config):
+    """The contents of `config.json`, a dict.
+
+    Args:
+        spec: the `ModelSpec`.
+        name: of the model in recipes.
+        config: the model's config.
+    """
+    values, known = dataclasses.asdict(config), spec.hugging_face
+    if known is None:
+        return {"model_type": name, **values}
+    given = {key: value for key, value in ((key, values[key]) for key in known.keys) if value is not None}
+    fixed = {key: value for key, value in known.fixed.items() if value is not None}
+    dtype = {"torch_dtype": values["dtype"]} if "dtype" in values else {}
+    return {"architectures": [known.architecture], "model_type": known.model_type, **given, **fixed, **dtype}
+
+
+def model_section(spec, name, found, where):
+    """The section `model` of a recipe for the contents of a `config.json`, a dict; missing keys are at their defaults.
+
+    Args:
+        spec, name: as of `config_document`.
+        found: the contents of `config.json`.
+        where: its path, for errors.
+
+    Raises:
+        ValueError: of another kind of model, or with a key that our model doesn't compute with.
+    """
+    known = spec.hugging_face
+    expected = name if known is None else known.model_type
+    if found.get("model_type") != expected:
+        raise ValueError(f"{where} has model_type {found.get('model_type')!r}, but the model {name} is {expected!r}")
+    if known is None:
+        return {key: value for key, value in found.items() if key != "model_type"}
+    rope = found.get("rope_parameters") or {}  # since transformers 5
+    if rope.get("rope_type", "default") != "default":
+        raise ValueError(f"{where} has rope_parameters {rope}, but the model {name} only has rope_type 'default'")
+    found = {"rope_theta": rope["rope_theta"], **found} if "rope_theta" in rope else found
+    for key, value in known.fixed.items():
+        if found.get(key, value) != value:
+            raise ValueError(f"{where} has {key} {found[key]!r}, but the model {name} computes with {value!r}")
+    section = {key: found[key] for key in known.keys if key in found}
+    dtype = next((found[key] for key in _DTYPE_KEYS if found.get(key)), None)
+    return section | ({} if dtype is None else {"dtype": dtype})
+
+
+def check_config(spec, name, config, found, where):
+    """Raise `ValueError` for the first key in which a `config.json` differs from the recipe's section `model`.
+
+    Arguments as of `model_section`; `config` is the model's config. Dtypes may differ.
+    """
+    section = model_section(spec, name, found, where)
+    keys = [entry.name for entry in dataclasses.fields(config)] if spec.hugging_face is None else spec.hugging_face.keys
+    try:
+        theirs = spec.config(**section)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from None
+    for key in keys:
+        one, other = _plain(getattr(theirs, key)), _plain(getattr(config, key))
+        if one != other and key not in _OF_TRAINING:
+            raise ValueError(f"{where} has {key} {one}, but model.{key} is {other}: take the model that was saved")
+
+
+def _plain(value):
+    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,56 @@
+"""The Parameters of a rank as parts of global tensors: weights, and the moments of an optimizer."""
+
+import numpy as np
+from mindspore import Tensor
+
+from mindformers_core.checkpoint.parts import Part
+from mindformers_core.checkpoint.regions import local_box, shape_of, whole
+from mindformers_core.communication.tensor_bytes import numpy_dtype
+from mindformers_core.dtensor.move import dtype_name
+
+__all__ = ["fill_parameter", "model_parts", "optimizer_parts", "values_of"]
+
+
+def model_parts(cells, rank, file_name=lambda path: path):
+    """The `Part`s of the weights, trained or not, of Cells: a dict, `Part` -> Parameter.
+
+    Args:
+        cells: after `shard()`, `hsdp()`, or neither. Equal paths in several Cells are one tensor.
+        rank: this rank's number.
+        file_name: function of the path of a parameter that returns the name of the tensor in files.
+    """
+    parameters = {}
+    for cell in cells:
+        for path, parameter in cell.parameters_and_names():
+            parameters.setdefault(path, parameter)
+    return {_part("model", file_name(path), parameter, parameter, rank): parameter for path, parameter in
+            parameters.items()}  # fmt: skip
+
+
+def optimizer_parts(optimizer, rank, file_name=lambda path: path):
+    """The `Part`s of the moments of an `AdamW` or `Lamb`, a dict, `Part` -> Parameter; arguments as `model_parts`."""
+    found = {}
+    for moments in (optimizer.moments1, optimizer.moments2):
+        for parameter, moment in zip(optimizer.parameters, moments, strict=True):
+            name = moment.name.removesuffix(parameter.name) + file_name(parameter.name)
+            found[_part("optimizer", name, moment, parameter, rank)] = moment
+    return found
+
+
+def _part(group, name, tensor, placed, rank):
+    """The `Part` of a tensor that lies where the Parameter `placed` does."""
+    layout, shape = getattr(placed, "layout", None), tuple(getattr(placed, "global_shape", placed.shape))
+    box = whole(shape) if layout is None else local_box(layout, shape, rank)
+    assert shape_of(box) == tuple(tensor.shape), (name, box, tensor.shape)
+    return Part(group, name, dtype_name(tensor.dtype), shape, box)
+
+
+def values_of(parameter):
+    """The NumPy array of a Parameter; on CPU its own memory."""
+    return parameter.asnumpy()
+
+
+def fill_parameter(parameter, array):
+    """Give a Parameter the values of an array, of any dtype of as many bits, whose memory it keeps on CPU."""
+    dtype = numpy_dtype(parameter.dtype)
+    parameter.set_data(Tensor.from_numpy(np.ascontiguousarray(array).view(dtype).reshape(parameter.shape)))

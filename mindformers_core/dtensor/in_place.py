@@ -1,0 +1,157 @@
+"""Operators that change a tensor in place, as functions of its value: the tensor then has the result, a new version.
+
+A write of a Parameter is state of its Cell: the value is written, in the layout that the Parameter has.
+"""
+
+from mindspore import Parameter, Tensor, mint, ops
+from mindspore import dtype as mstype
+from mindspore.ops import auto_generate
+
+from mindformers_core.dtensor.indexing import with_items
+
+__all__ = ["is_in_place", "written"]
+
+
+def _rows(function):
+    """A scatter of rows: indices of any shape, one a row."""
+    return lambda x, indices, updates: function(x, ops.expand_dims(indices, -1), updates)
+
+
+def _scatter_update(x, indices, updates):
+    return ops.TensorScatterUpdate()(x, indices, updates)
+
+
+def _at(x, dim, index):
+    """The index of `x[..., index, ...]`, with `index` at a dim."""
+    return (*(slice(None),) * (dim % x.ndim), index)
+
+
+def _index_put(x, indices, values, accumulate=False):
+    index = tuple(slice(None) if each is None else each for each in indices)
+    return with_items(x, index, x[index] + values if accumulate else values)
+
+
+def _put(x, index, source, accumulate=False):
+    flat, index = ops.reshape(x, (-1,)), ops.reshape(index, (-1, 1))
+    write = ops.tensor_scatter_add if accumulate else _scatter_update
+    return ops.reshape(write(flat, index, ops.reshape(source, (-1,))), x.shape)
+
+
+def _scatter(x, dim, index, source, reduce=None):
+    """`reduce` is the number of "none" or "add"."""
+    source = source if isinstance(source, Tensor) else ops.full(index.shape, source, dtype=x.dtype)
+    source = source[tuple(slice(0, size) for size in index.shape)]
+    return ops.tensor_scatter_elements(x, index, source, dim, "add" if reduce in (1, "add") else "none")
+
+
+def _fill_diagonal(x, value, wrap=False):
+    """The diagonal of a matrix, which `wrap` lets begin anew below a square one; of a cube its longest."""
+    places = range(0, x.shape[0] * x.shape[1] if wrap else min(x.shape) * x.shape[1], x.shape[1] + 1)
+    rows, columns = ([place // x.shape[1] for place in places], [place % x.shape[1] for place in places])
+    return with_items(x, (rows, *(columns,) * (x.ndim - 1)), value)
+
+
+def _divided(x, other, rounding_mode=None):
+    """`rounding_mode` is a name, or its number."""
+    mode = {0: "floor", 1: "trunc"}.get(rounding_mode, rounding_mode)
+    return mint.div(x, other, rounding_mode=mode)
+
+
+def _drawn(operator, transform):
+    """A draw of the tensor's shape, with seed and offset as the last two arguments."""
+
+    def draw(x, *args):
+        *bounds, seed, offset = args
+        return transform(getattr(auto_generate, operator)()(x, seed, offset, mstype.float32, None), *bounds)
+
+    return draw
+
+
+def _random_integers(x, low, high, seed, offset):
+    """From `low` to below `high`; default: all that the dtype holds exactly, up to 2**31."""
+    digits = {"float16": 11, "bfloat16": 8, "float32": 24, "int8": 7, "uint8": 8, "int16": 15}
+    high = 2 ** digits.get(str(x.dtype).lower(), 31) if high is None else int(high)
+    return auto_generate.RandIntLike()(x, int(low or 0), high, seed, offset, mstype.int64, None)
+
+
+def _bernoulli(draws, p):
+    return ops.less(draws, p)
+
+
+# operator -> the new value, by the old one and the operator's other arguments
+_ARITHMETIC = {
+    "Div": mint.div, "Divs": mint.div, "DivMod": _divided, "DivMods": _divided, "FloorDivide": ops.floor_div,
+    "FloorDivides": ops.floor_div, "Mul": mint.mul, "Muls": mint.mul, "AddExt": mint.add, "AddsExt": mint.add,
+    "SubExt": mint.sub, "SubScalar": mint.sub, "RemainderTensorScalar": mint.remainder,
+    "RemainderTensorTensor": mint.remainder,
+    "Addr": lambda x, a, b, beta=1, alpha=1: ops.addr(x, a, b, beta=beta, alpha=alpha),
+    "Addmm": lambda x, a, b, beta=1, alpha=1: mint.addmm(x, a, b, beta=beta, alpha=alpha),
+    "MatmulAdd": lambda x, a, b: x + ops.matmul(a.T, b),
+    "Elu": mint.nn.functional.elu, "Erfinv": mint.erfinv, "Exp": mint.exp, "Floor": mint.floor, "Log": mint.log,
+    "ReLU": mint.nn.functional.relu, "SiLU": mint.nn.functional.silu, "Sigmoid": mint.sigmoid, "Sign": mint.sign,
+    "Tanh": mint.tanh, "Hardtanh": mint.nn.functional.hardtanh, "Threshold": mint.nn.functional.threshold,
+    "ClampScalar": mint.clamp, "ClampTensor": mint.clamp, "StopGradient": ops.stop_gradient,
+}  # fmt: skip
+_FILLED = {
+    "Copy": lambda x, value, *_: value,
+    "Zero": ops.zeros_like,
+    "FillScalar": ops.full_like,
+    "FillTensor": lambda x, value: value,
+    "FillDiagonal": _fill_diagonal,
+    "MaskedFillScalar": ops.masked_fill,
+    "MaskedFillTensor": ops.masked_fill,
+    "MaskedScatter": lambda x, mask, source: x.masked_scatter(mask, source),
+}
+_INDEXED = {
+    "IndexAdd": lambda x, index, source: ops.tensor_scatter_add(x, ops.expand_dims(index, -1), source),
+    "IndexAddExt": lambda x, dim, index, source, alpha=1: x.index_add(dim, index, source, alpha=alpha),
+    "IndexCopy": lambda x, dim, index, source: with_items(x, _at(x, dim, index), source),
+    "IndexFillScalar": lambda x, dim, index, value: with_items(x, _at(x, dim, index), value),
+    "IndexFillTensor": lambda x, dim, index, value: with_items(x, _at(x, dim, index), value),
+    "IndexPut": _index_put,
+    "Put": _put,
+    "ScatterAdd": lambda x, dim, index, source: _scatter(x, dim, index, source, "add"),
+    "ScatterSrc": _scatter,
+    "ScatterSrcReduce": _scatter,
+    "ScatterValue": _scatter,
+    "ScatterValueReduce": _scatter,
+}
+_DRAWS = {
+    "Uniform": _drawn("RandLikeExt", lambda draws, low, high: draws * (high - low) + low),
+    "Normal": _drawn("RandnLike", lambda draws, mean, std: draws * std + mean),
+    "Exponential": _drawn("RandLikeExt", lambda draws, rate: ops.log(1.0 - draws) * (-1.0 / rate)),
+    "BernoulliScalar": _drawn("RandLikeExt", _bernoulli),
+    "BernoulliTensor": _drawn("RandLikeExt", _bernoulli),
+    "Random": _random_integers,
+}
+_SCATTERS = {
+    "Update": _scatter_update,
+    **{name: getattr(ops, f"tensor_scatter_{name.lower()}") for name in ("Add", "Sub", "Mul", "Div", "Max", "Min")},
+}
+_IN_PLACE = {
+    "Assign": lambda x, value: value,
+    "AssignAdd": lambda x, value: x + value,
+    "AssignSub": lambda x, value: x - value,
+    **{f"ScatterNd{name}": function for name, function in _SCATTERS.items()},
+    **{f"Scatter{name}": _rows(function) for name, function in _SCATTERS.items()},
+    **{f"Inplace{name}": f for table in (_ARITHMETIC, _FILLED, _INDEXED, _DRAWS) for name, f in table.items()},
+}
+
+
+def is_in_place(name):
+    """Whether an operator changes a tensor in place."""
+    return name.startswith("Inplace") or name in _IN_PLACE
+
+
+def written(name, args, kwargs):
+    """The tensor that an operator changes in place, after it got its new value; None for any other operator."""
+    function = _IN_PLACE.get(name)
+    if function is None or not hasattr(type(args[0]), "overwrite"):
+        return None
+    value = function(*args, **kwargs)
+    if isinstance(vars(value).get("original", vars(value).get("_local")), Parameter):
+        value = value * 1  # the tensor doesn't become the Parameter
+    if value.shape != args[0].shape:
+        value = ops.broadcast_to(value, args[0].shape)
+    args[0].overwrite(value if value.dtype == args[0].dtype else ops.cast(value, args[0].dtype))
+    return args[0]

@@ -1,0 +1,29 @@
+"""Context managers: errors that say where they happened, and attributes with other values for a while. Pure Python."""
+
+from contextlib import contextmanager
+
+
+@contextmanager
+def errors_at(where, behind="", kinds=(TypeError, ValueError)):
+    """While open, errors of these kinds get `where` in front of their text, and `behind` after it."""
+    try:
+        yield
+    except kinds as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{where}{error}{behind}") from None
+
+
+@contextmanager
+def replaced(owner, **attributes):
+    """While open, attributes of an object have other values."""
+    before = {name: getattr(owner, name) for name in attributes}
+    _assign(owner, attributes)
+    try:
+        yield
+    finally:
+        _assign(owner, before)
+
+
+def _assign(owner, attributes):
+    for name, value in attributes.items():
+        setattr(owner, name, value)

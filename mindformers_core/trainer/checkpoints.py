@@ -1,0 +1,121 @@
+"""Saving the state of a job, and taking it up again on any mesh."""
+
+import os
+from dataclasses import replace
+
+import mindspore as ms
+import numpy as np
+import yaml
+
+from mindformers_core.checkpoint.folders import find_checkpoint, prune, step_folder
+from mindformers_core.checkpoint.hugging_face import check_config, config_document, ignored_tensors, tensor_name
+from mindformers_core.checkpoint.index import CONFIG, FORMAT, STATE, encode_json
+from mindformers_core.checkpoint.load import load, open_checkpoint
+from mindformers_core.checkpoint.parts import Ranks, on_all_ranks
+from mindformers_core.checkpoint.save import SaveError, save
+from mindformers_core.checkpoint.tensors import fill_parameter, model_parts, optimizer_parts, values_of
+from mindformers_core.communication.messages import gather_values
+from mindformers_core.trainer.recipe_loader import recipe_to_yaml
+
+__all__ = ["open_source", "resume", "save_job"]
+
+
+def open_source(recipe):
+    """The `Checkpoint` of `checkpoint.load_path`, None without one, and the recipe with the seed of its state.
+
+    Raises:
+        FileNotFoundError: there is none, or a file is missing. ValueError: a damaged one, or of another model.
+    """
+    if not recipe.checkpoint.load_path:
+        return None, recipe
+    try:
+        checkpoint = open_checkpoint(find_checkpoint(recipe.checkpoint.load_path))
+        if checkpoint.config is not None:
+            where = os.path.join(checkpoint.folder, CONFIG)
+            check_config(recipe.spec, recipe.model_name, recipe.model, checkpoint.config, where)
+    except (OSError, ValueError) as error:
+        raise _named(error) from error
+    if _takes_state(recipe, checkpoint):
+        recipe = replace(recipe, training=replace(recipe.training, seed=checkpoint.state["seed"]))
+    return checkpoint, recipe
+
+
+def resume(job, checkpoint):
+    """`job` itself, with the tensors of a `Checkpoint`, and its state, unless weights only are taken.
+
+    Raises:
+        ValueError: on all ranks: tensors that differ from the model's, a damaged file, or no step is left.
+    """
+    takes_state, spec = _takes_state(job.recipe, checkpoint), job.recipe.spec
+    parts = _parts(job) if takes_state else _parts(job, optimizer=False)
+    ignored = ignored_tensors(spec, [name for _, name in checkpoint.tensors])
+    try:
+        load(
+            checkpoint, list(parts), lambda part, array: fill_parameter(parts[part], array), _ranks(job),
+            converts=not takes_state, ignored=ignored,
+        )  # fmt: skip
+    except (OSError, ValueError) as error:
+        raise _named(error) from error
+    if takes_state:
+        state = checkpoint.state
+        job.step, job.consumed = state["step"], state["consumed"]
+        ms.set_rng_state(ms.Tensor(np.array(state["random_state"], np.uint8)))
+    if job.step >= job.recipe.training.steps:
+        raise ValueError(
+            f"training.steps: {job.recipe.training.steps}, but {checkpoint.folder} already has {job.step} steps"
+        )
+    return job
+
+
+def save_job(job):
+    """Save the state of a job into its run folder, and remove old checkpoints; all ranks call this.
+
+    Returns:
+        The folder of the new checkpoint; None where it couldn't be saved, and the recipe says to go on.
+
+    Raises:
+        SaveError: on all ranks.
+    """
+    recipe, parts, ranks = job.recipe, _parts(job), _ranks(job)
+    section, folder = recipe.checkpoint, step_folder(recipe.training.output_dir, job.step)
+    config = config_document(recipe.spec, recipe.model_name, recipe.model)
+    state = {
+        "format": FORMAT,
+        "step": job.step,
+        "consumed": job.consumed,
+        "seed": recipe.training.seed,
+        "loss_scale": None,
+        "random_state": ms.get_rng_state().asnumpy().tolist(),
+        "recipe": yaml.safe_load(recipe_to_yaml(recipe)),
+    }
+    documents = {CONFIG: encode_json(config, indent=1), STATE: encode_json(state, indent=1)}
+    try:
+        job.save_plan = save(folder, list(parts), lambda part: values_of(parts[part]), documents, ranks, job.save_plan)
+        is_first = job.rank == 0
+        on_all_ranks(ranks, lambda: prune(folder, section.keep_last, section.keep_every) if is_first else None)
+    except OSError as error:
+        if section.on_error == "end":
+            raise SaveError(str(error)) from error
+        if job.rank == 0:
+            print(f"warning: {error}; training goes on, as checkpoint.on_error: go_on says")
+        return None
+    return folder
+
+
+def _takes_state(recipe, checkpoint):
+    return checkpoint.state is not None and not recipe.checkpoint.no_load_optim
+
+
+def _parts(job, optimizer=True):
+    """This rank's `Part`s, a dict, `Part` -> Parameter."""
+    name = tensor_name(job.recipe.spec)
+    parts = model_parts(job.cells.values(), job.rank, name)
+    return parts | optimizer_parts(job.optimizer, job.rank, name) if optimizer else parts
+
+
+def _ranks(job):
+    return Ranks(job.rank, lambda value: gather_values(job.mesh, value))
+
+
+def _named(error):
+    return type(error)(f"checkpoint.load_path: {error}")

@@ -1,0 +1,140 @@
+"""Ranks of a checkpoint as threads of this process, with arrays as their tensors; file layers that count and fail."""
+
+import threading
+
+import numpy as np
+
+from mindformers_core.checkpoint.load import load, open_checkpoint
+from mindformers_core.checkpoint.parts import Part, Ranks
+from mindformers_core.checkpoint.regions import inside, local_box, shape_of
+from mindformers_core.checkpoint.save import save
+from mindformers_core.checkpoint.slices import FileLayer
+
+BITS = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16, "int64": np.uint64, "bool": np.uint8}
+
+
+class QuickFiles(FileLayer):
+    """Waits for no disk."""
+
+    def sync(self, descriptor):
+        pass
+
+
+class CountingFiles(QuickFiles):
+    """Counts the bytes that all threads read and write."""
+
+    def __init__(self):
+        self.__dict__["counts"] = {"read": 0, "written": 0}
+
+    def read(self, descriptor, buffer, position):
+        count = super().read(descriptor, buffer, position)
+        self.counts["read"] += count
+        return count
+
+    def write(self, descriptor, data, position):
+        count = super().write(descriptor, data, position)
+        self.counts["written"] += count
+        return count
+
+
+def on_threads(ranks, function):
+    """Call `function(Ranks)` for each of the numbers `ranks`, all at once; returns all results, or raises an error."""
+    numbers = list(ranks)
+    barrier, values, results, errors = threading.Barrier(len(numbers)), {}, {}, {}
+
+    def work(rank):
+        def gather(value):
+            values[rank] = value
+            barrier.wait(30)
+            found = dict(values)
+            barrier.wait(30)
+            return found
+
+        try:
+            results[rank] = function(Ranks(rank, gather))
+        except BaseException as error:
+            errors[rank] = error
+            if not isinstance(error, (OSError, ValueError)):
+                barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in numbers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors.values():
+        if not isinstance(error, threading.BrokenBarrierError):
+            assert isinstance(error, (OSError, ValueError)) is False or len({str(e) for e in errors.values()}) == 1
+            raise error
+    return results
+
+
+class State:
+    """Global tensors, as bits, and the parts of them that the ranks of a mesh hold.
+
+    Args:
+        tensors: a dict, (group, name) -> (dtype, array of unsigned numbers).
+        layouts: a dict, (group, name) -> list of `Layout`s, each on other ranks or on all.
+    """
+
+    def __init__(self, tensors, layouts):
+        self.tensors, self.layouts = tensors, layouts
+
+    @property
+    def ranks(self):
+        """All ranks."""
+        return sorted({rank for each in self.layouts.values() for layout in each for rank in layout.mesh.rank_list})
+
+    def parts(self, rank):
+        """The `Part`s of a rank."""
+        return [
+            Part(*key, dtype, array.shape, local_box(layout, array.shape, rank))
+            for key, (dtype, array) in self.tensors.items()
+            for layout in self.layouts[key]
+            if rank in layout.mesh.rank_list
+        ]
+
+    def value(self, part):
+        """The array of a part."""
+        return self.tensors[part.key][1][inside(part.box, [(0, size) for size in part.shape])]
+
+    def save(self, folder, documents=(), files=None):
+        """Save by all ranks."""
+        return on_threads(
+            self.ranks,
+            lambda ranks: save(
+                folder, self.parts(ranks.rank), self.value, dict(documents), ranks, files=files or QuickFiles()
+            ),
+        )
+
+    def load(self, folder, files=None, **options):
+        """Load by all ranks: rank -> (part -> array, `LoadReport`)."""
+
+        def work(ranks):
+            found = {}
+            report = load(
+                open_checkpoint(folder), self.parts(ranks.rank), found.__setitem__, ranks, files=files, **options
+            )
+            return found, report
+
+        return on_threads(self.ranks, work)
+
+    def check(self, folder, files=None):
+        """Load by all ranks, and compare every bit; returns the reports."""
+        found = self.load(folder, files)
+        for rank, (arrays, _) in found.items():
+            assert list(sorted(arrays, key=str)) == sorted(self.parts(rank), key=str)
+            for part, array in arrays.items():
+                assert array.shape == shape_of(part.box) and array.dtype == BITS[part.dtype]
+                np.testing.assert_array_equal(array, self.value(part), err_msg=f"{part} on rank {rank}")
+        return [report for _, report in found.values()]
+
+
+def random_tensors(rng, shapes, group="model"):
+    """Tensors with random bits, of several dtypes."""
+    found = {}
+    for number, (name, shape) in enumerate(shapes.items()):
+        dtype = list(BITS)[number % 4]
+        bits = rng.integers(0, np.iinfo(BITS[dtype]).max, shape, BITS[dtype], endpoint=True)
+        found[group, name] = dtype, bits
+    return found

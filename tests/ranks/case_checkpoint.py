@@ -1,0 +1,126 @@
+"""Checkpoints of ranks: saved on a mesh, resumed on others and by each rank alone; the failure of one rank."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from case_training import CONFIGS, SMALL, job_on, pipeline
+from launch import on_ranks
+
+from mindformers_core.checkpoint.load import check_checksums, open_checkpoint
+from mindformers_core.checkpoint.save import SaveError
+from mindformers_core.communication import world
+from mindformers_core.trainer.checkpoints import resume, save_job
+from mindformers_core.trainer.compare import read_losses
+from mindformers_core.trainer.recipe_loader import load_recipe
+from mindformers_core.trainer.training_loop import prepare, run_steps, train_step
+
+FOLDER = os.path.join(tempfile.gettempdir(), "mindformers_core_case_checkpoint_")
+DP_AND_TP, PP_AND_TP, PP_AND_DP, PP = (1, 2, 1, 2), (2, 1, 1, 2), (2, 2, 1, 1), (4, 1, 1, 1)
+MODEL = ("model.num_hidden_layers=4", "model.tie_word_embeddings=true", "training.steps=9")
+ZERO = ("parallelism.zero_level=2", "parallelism.zero_threshold_kb=1")
+
+
+def folder_of(case):
+    """A folder of this launch's own."""
+    return f"{FOLDER}{case}_{os.environ['MS_SCHED_PORT']}"
+
+
+def numbers(row):
+    """What training has computed."""
+    return [row[key] for key in ("step", "loss", "gradient_norm")]
+
+
+@on_ranks(4)
+def case_saved_on_one_mesh_and_resumed_on_others():
+    """ZeRO 2 on (dp 2, tp 2); the same bit by bit, a pipeline with tensor parallelism, V, compiled, and one process."""
+    folder = folder_of("meshes")
+    options = (*MODEL, f"training.output_dir={folder}")
+    job = job_on(DP_AND_TP, None, *options, *ZERO)
+    train_step(job)
+    saved = open_checkpoint(save_job(job))
+    expected = [numbers(train_step(job)) for _ in range(2)]
+    targets = (
+        (DP_AND_TP, None, ZERO, 0),
+        (DP_AND_TP, None, ("parallelism.zero_level=3", "parallelism.zero_threshold_kb=0", "context.mode=0"), 1e-6),
+        (PP_AND_TP, None, (*pipeline("zb_v", 2), "training.local_batch_size=4"), 1e-6),
+        (PP_AND_DP, None, (*pipeline("interleaved_1f1b", 2), *ZERO, "context.mode=0"), 1e-6),
+        ((1, 1, 1, 1), [world().rank], (), 1e-6),
+    )
+    for shape, ranks, overrides, tolerance in targets:
+        resumed = resume(job_on(shape, ranks, *options, *overrides, "training.seed=7"), saved)
+        rows = [numbers(train_step(resumed)) for _ in range(2)]
+        if tolerance:
+            np.testing.assert_allclose(rows, expected, rtol=tolerance * 5, err_msg=str(overrides))
+        else:
+            assert rows == expected
+    job.barrier()  # all ranks have read, before one of them removes the folder
+    if world().rank == 0:
+        shutil.rmtree(folder)
+
+
+@on_ranks(4)
+def case_resumed_run_with_few_checkpoints():
+    """Runs by recipe: the one that goes on from a checkpoint in the place of the unbroken one; old ones are removed."""
+    folder = folder_of("runs")
+    places = (f"train_dataset.data_path={CONFIGS}", f"train_dataset.cache_dir={folder}/cache")
+    saving = ("checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=1", "checkpoint.keep_last=2")
+
+    def run(name, *overrides):
+        overrides = [*SMALL, *places, f"training.output_dir={folder}/{name}", *overrides]
+        job = prepare(load_recipe(str(CONFIGS / "llama_tiny_cpu.yaml"), overrides))
+        run_steps(job)
+        job.barrier()
+        losses = read_losses(f"{folder}/{name}")
+        job.barrier()
+        return losses
+
+    unbroken = run("unbroken", *saving, "checkpoint.keep_every=3")
+    assert sorted(os.listdir(f"{folder}/unbroken/checkpoint")) == ["step_3", "step_4"]
+    path = f"checkpoint.load_path={folder}/unbroken/checkpoint/step_3"
+    assert run("resumed", path, "training.seed=3") == {4: unbroken[4]}
+    if world().rank == 0:
+        check_checksums(open_checkpoint(f"{folder}/unbroken/checkpoint/step_4"))
+        shutil.rmtree(folder)
+
+
+@on_ranks(4)
+def case_failures_of_one_rank_are_those_of_all():
+    """A rank that can't write, and a damaged tensor that one rank reads: the same error on all, and nothing is left."""
+    folder = folder_of("failures")
+    options = (*MODEL, f"training.output_dir={folder}")
+    job = job_on(
+        PP, None, *options, *pipeline("1f1b"), "parallelism.pipeline_parallel=4", "training.local_batch_size=4"
+    )
+    saved = Path(save_job(job))
+    job.step += 1
+    job.barrier()
+    moment, values = job.optimizer.moments1[0], job.optimizer.moments1[0].asnumpy
+    if world().rank == 2:
+
+        def fail():
+            raise PermissionError(13, "Permission denied", "a file")
+
+        moment.asnumpy = fail
+    with pytest.raises(SaveError, match=r"step_1 can't be saved: rank 2: \[Errno 13\] Permission denied: 'a file'"):
+        save_job(job)
+    moment.asnumpy = values
+    job.barrier()  # rank 0 has removed what was written
+    assert os.listdir(saved.parent) == ["step_0"]
+    if world().rank == 0:
+        checkpoint = open_checkpoint(str(saved))
+        placed = checkpoint.tensors["model", "model.layers.2.mlp.up_proj.weight"]
+        with open(placed.file, "r+b") as file:
+            file.seek(placed.offset + 5)
+            file.write(b"\xff")
+    job.barrier()
+    with pytest.raises(
+        ValueError, match=r"model-00001.* is damaged: 'model.layers.2.mlp.up_proj.weight'\[0:64, 0:32\]"
+    ):
+        resume(job, open_checkpoint(str(saved)))
+    job.barrier()
+    if world().rank == 0:
+        shutil.rmtree(folder)

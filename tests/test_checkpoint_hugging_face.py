@@ -1,0 +1,201 @@
+"""Folders of Hugging Face's Llama: trained here, written back byte by byte; configs; names and dtypes that differ."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hugging_face_llama import CONFIG, NEWER, loss, weights, write_folder
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from mindformers_core.checkpoint.hugging_face import check_config, config_document, model_section, tensor_name
+from mindformers_core.checkpoint.index import place_tensors
+from mindformers_core.models.configuration import LlamaConfig
+from mindformers_core.models.spec import MODELS, HuggingFaceFormat, ModelSpec
+from mindformers_core.trainer.checkpoints import open_source, save_job
+from mindformers_core.trainer.diffing import run_simulated
+from mindformers_core.trainer.recipe_loader import load_recipe
+
+RECIPE = str(Path(__file__).parent.parent / "configs" / "llama_tiny_pp.yaml")
+LLAMA, KEYS = MODELS["llama"], MODELS["llama"].hugging_face.keys[:-1]
+DP_AND_TP = ("parallelism.pipeline_parallel=1", "parallelism.data_parallel_shard=2", "parallelism.tensor_parallel=2")
+PIPELINE = ("parallelism.pipeline_parallel=2", "parallelism.data_parallel_shard=1", "parallelism.zero_level=0")
+
+
+def recipe_of(folder, config, *overrides):
+    """The recipe of a model in `folder / "theirs"`."""
+    section = {key: config[key] for key in KEYS if key in config}
+    return load_recipe(
+        RECIPE,
+        [
+            *(f"model.{key}={json.dumps(value)}" for key, value in section.items()), "training.local_batch_size=2",
+            "training.global_batch_size=4", "train_dataset.seq_length=16", "train_dataset.max_bytes=20000",
+            f"train_dataset.cache_dir={folder / 'cache'}", f"training.output_dir={folder / 'ours'}",
+            f"checkpoint.load_path={folder / 'theirs'}", *overrides,
+        ],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tied", "overrides", "files"),
+    [(False, DP_AND_TP, 1), (True, (*PIPELINE, "training.gradient_accumulation_steps=2"), 3)],
+)
+def test_their_model_trains_here_and_is_written_back(tmp_path, tied, overrides, files):
+    """On 4 ranks: the first loss is that of their weights in NumPy; the tensors come back byte by byte."""
+    config = CONFIG | {"tie_word_embeddings": tied}
+    tensors = weights(config)
+    write_folder(tmp_path / "theirs", config, tensors, files)
+    batches = []
+
+    def prepare(job):
+        assert job.step == 0
+        batches.append(job.dataset.batch(0, 4))
+        save_job(job)
+
+    rows = run_simulated(recipe_of(tmp_path, config, *overrides), 1, prepare)
+    expected = loss(config, tensors, *batches[0])
+    np.testing.assert_allclose([row["loss"] for (row,) in rows], expected, rtol=1e-5)
+    assert expected > 2
+    saved = tmp_path / "ours/checkpoint/step_0"
+    found = load_file(saved / "model-00001-of-00001.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, array in found.items():
+        assert array.dtype == np.float32
+        assert array.tobytes() == tensors[name].tobytes(), name
+    written = json.loads((saved / "config.json").read_text())
+    assert written.items() <= (config | {"quantization_config": None}).items()
+    with safe_open(saved / "model-00001-of-00001.safetensors", "np") as file:
+        assert file.metadata() == {"format": "pt"}  # transformers refuses others
+
+
+def bfloat16_folder(folder, config, tensors):
+    """A folder with weights in bfloat16, which NumPy doesn't have; returns their values."""
+    bits = {name: (array.view(np.uint32) >> 16).astype(np.uint16) for name, array in tensors.items()}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
+    (file,) = place_tensors({name: ("bfloat16", array.shape) for name, array in tensors.items()}, "model")
+    data = bytearray(file.header.ljust(file.nbytes))
+    for name, placed in file.tensors.items():
+        data[placed.offset : placed.offset + placed.nbytes] = bits[name].tobytes()
+    (folder / "model.safetensors").write_bytes(data)
+    return {name: (array.astype(np.uint32) << 16).view(np.float32) for name, array in bits.items()}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_other_dtypes_become_those_of_the_recipe(tmp_path, dtype):
+    tensors = weights(CONFIG)
+    if dtype == "bfloat16":
+        expected = bfloat16_folder(tmp_path / "theirs", CONFIG, tensors)
+    else:
+        expected = {name: array.astype(np.float16).astype(np.float32) for name, array in tensors.items()}
+        halves = {name: array.astype(np.float16) for name, array in tensors.items()}
+        write_folder(tmp_path / "theirs", CONFIG, halves)
+
+    def prepare(job):
+        for parameter in job.optimizer.parameters:
+            np.testing.assert_array_equal(parameter.asnumpy(), expected[parameter.name])
+
+    one = ("parallelism.pipeline_parallel=1", "parallelism.data_parallel_shard=1", "parallelism.tensor_parallel=1")
+    run_simulated(recipe_of(tmp_path, CONFIG, *one), 0, prepare)
+
+
+def drop(name):
+    return lambda tensors: tensors.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "tied", "message"),
+    [
+        (drop("model.norm.weight"), False, "has no model tensor 'model.norm.weight'"),
+        (lambda tensors: None, True, "model.safetensors: 'lm_head.weight' isn't a tensor of this model"),
+        (lambda tensors: tensors.update(cut=np.zeros(3, np.float32)), False, "'cut' isn't a tensor of this model"),
+        (lambda found: found.update({"lm_head.weight": np.zeros((255, 16), np.float32)}), False, r"\(255, 16\), not"),
+    ],
+)  # fmt: skip
+def test_other_tensors_are_errors(tmp_path, change, tied, message):
+    tensors = weights(CONFIG)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(2, np.float32)  # in old files
+    change(tensors)
+    config = CONFIG | {"tie_word_embeddings": tied}
+    write_folder(tmp_path / "theirs", config, tensors)
+    one = ("parallelism.pipeline_parallel=1", "parallelism.data_parallel_shard=1", "parallelism.tensor_parallel=1")
+    with pytest.raises(ValueError, match=f"checkpoint.load_path: .*theirs.*{message}"):
+        run_simulated(recipe_of(tmp_path, config, *one), 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 3}, "has num_hidden_layers 3, but model.num_hidden_layers is 2"),
+        ({"vocab_size": 300}, "has vocab_size 300, but model.vocab_size is 256"),
+        ({"rope_theta": 1e4}, "has rope_theta 10000.0, but model.rope_theta is 500000.0"),
+        ({"num_key_value_heads": 4}, "has num_key_value_heads 4, but model.num_key_value_heads is 2"),
+        ({"model_type": "qwen2"}, "has model_type 'qwen2', but the model llama is 'llama'"),
+        ({"hidden_act": "gelu"}, "has hidden_act 'gelu', but the model llama computes with 'silu'"),
+        ({"attention_bias": True}, "has attention_bias True, but the model llama computes with False"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has rope_scaling .*, but .* computes with None"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "has rope_parameters .*, but .* only has rope_type 'default'"),
+        ({"quantization_config": {"bits": 4}}, "has quantization_config .* computes with None"),
+        ({"head_dim": 3}, "config.json: head_dim: 3 should be even"),
+    ],
+)
+def test_other_configs_are_errors_that_name_the_key(changes, message):
+    config = LlamaConfig(**{key: CONFIG[key] for key in KEYS})
+    with pytest.raises(ValueError, match=f"^theirs/config.json.*{message}" if "head" not in message else message):
+        check_config(LLAMA, "llama", config, CONFIG | changes, "theirs/config.json")
+
+
+def test_configs_of_all_versions_are_the_models():
+    config = LlamaConfig(**{key: CONFIG[key] for key in KEYS}, dtype="float16")
+    newer = {key: value for key, value in CONFIG.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
+    for found in (CONFIG, newer | NEWER, CONFIG | {"initializer_range": 0.5, "head_dim": None}):
+        check_config(LLAMA, "llama", config, found, "config.json")
+        section = model_section(LLAMA, "llama", found, "config.json")
+        assert section["dtype"] == "float32"
+        assert LlamaConfig(**section).rope_theta == 500000.0
+    written = config_document(LLAMA, "llama", config)
+    assert written["torch_dtype"] == "float16" and "quantization_config" not in written
+    assert LlamaConfig(**model_section(LLAMA, "llama", written, "config.json")) == config
+    blocks = dataclasses.replace(config, heterogeneous_block_specs=({}, {"intermediate_size": 8}))
+    written = json.loads(json.dumps(config_document(LLAMA, "llama", blocks)))
+    check_config(LLAMA, "llama", blocks, written, "config.json")
+    with pytest.raises(
+        ValueError, match="has heterogeneous_block_specs .* but model.heterogeneous_block_specs is None"
+    ):
+        check_config(LLAMA, "llama", config, written, "config.json")
+
+
+def test_models_without_a_format_keep_their_names_and_keys():
+    spec = ModelSpec("package:Class", LlamaConfig)
+    config = LlamaConfig(hidden_size=64)
+    found = json.loads(json.dumps(config_document(spec, "package:Class", config)))
+    check_config(spec, "package:Class", config, found, "config.json")
+    with pytest.raises(ValueError, match="has hidden_size 64, but model.hidden_size is 128"):
+        check_config(spec, "package:Class", LlamaConfig(hidden_size=128), found, "config.json")
+    with pytest.raises(ValueError, match="has model_type 'package:Class', but the model other:Class is 'other:Class'"):
+        check_config(spec, "other:Class", config, found, "config.json")
+    assert tensor_name(spec)("a.weight") == "a.weight"
+    named = dataclasses.replace(
+        spec, hugging_face=HuggingFaceFormat("a", "A", (), tensor_name=lambda path: f"x.{path}")
+    )
+    assert tensor_name(named)("a.weight") == "x.a.weight"
+
+
+def test_damaged_folders_are_errors(tmp_path):
+    write_folder(tmp_path / "theirs", CONFIG, weights(CONFIG), files=2)
+    folder, recipe = tmp_path / "theirs", recipe_of(tmp_path, CONFIG)
+    assert open_source(recipe)[0].state is None
+    index = folder / "model.safetensors.index.json"
+    text = index.read_text()
+    index.write_text(text.replace("weight_map", "map"))
+    with pytest.raises(ValueError, match="checkpoint.load_path: .*index.json has no weight_map"):
+        open_source(recipe)
+    index.write_text(text[:-1])
+    with pytest.raises(ValueError, match="checkpoint.load_path: .*index.json isn't JSON"):
+        open_source(recipe)
+    index.write_text(text)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="checkpoint.load_path: .*model-00002-of-00002.safetensors"):
+        open_source(recipe)

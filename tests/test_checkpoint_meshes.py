@@ -1,0 +1,153 @@
+"""Checkpoints of jobs on simulated ranks: all pairs of meshes, ZeRO levels and pipelines, bit by bit; next losses."""
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoint_states import CountingFiles
+from safetensors.numpy import load_file
+
+from mindformers_core.checkpoint.load import load, open_checkpoint
+from mindformers_core.checkpoint.parts import Ranks
+from mindformers_core.checkpoint.regions import inside, whole
+from mindformers_core.checkpoint.tensors import fill_parameter, model_parts, optimizer_parts, values_of
+from mindformers_core.communication.messages import gather_values
+from mindformers_core.trainer.checkpoints import save_job
+from mindformers_core.trainer.diffing import run_simulated
+from mindformers_core.trainer.recipe_loader import load_recipe
+
+pytestmark = pytest.mark.ranks
+RECIPE = str(Path(__file__).parent.parent / "configs" / "llama_tiny_pp.yaml")
+SMALL = (
+    "training.local_batch_size=2", "training.global_batch_size=8", "train_dataset.seq_length=16",
+    "model.hidden_size=16", "model.intermediate_size=24", "model.num_hidden_layers=4", "model.num_attention_heads=4",
+    "model.num_key_value_heads=2", "train_dataset.max_bytes=20000", "parallelism.zero_threshold_kb=1",
+)  # fmt: skip
+
+
+def mesh(pp=1, dp=1, tp=1, zero=0, **others):
+    """Overrides of `parallelism`."""
+    keys = {"pipeline_parallel": pp, "data_parallel_shard": dp, "tensor_parallel": tp, "zero_level": zero} | others
+    return [f"parallelism.{key}={value}" for key, value in keys.items()]
+
+
+MESHES = {
+    "one": mesh(),
+    "dp_tp": mesh(dp=2, tp=2),
+    "zero_1": mesh(dp=4, zero=1),
+    "zero_2_tp": mesh(dp=2, tp=2, zero=2),
+    "zero_3_of_groups": mesh(dp=2, zero=3, data_parallel_replicate=2),
+    "pp_of_uneven_stages_tp": mesh(pp=2, tp=2, pipeline_parallel_layers_per_stage="[1,3]"),
+    "interleaved_zero_1": mesh(
+        pp=2, dp=2, zero=1, pipeline_parallel_schedule="interleaved_1f1b", pipeline_parallel_interleave_num=2
+    ),
+    "v_zero_3_tp": mesh(
+        pp=2, dp=2, tp=2, zero=3, pipeline_parallel_schedule="zb_v", pipeline_parallel_interleave_num=2
+    ),
+}
+
+
+def run(folder, name, *overrides, steps=0, prepare=None):
+    """Run the small recipe on simulated ranks of a mesh."""
+    places = (f"training.output_dir={folder / name}", f"train_dataset.cache_dir={folder / 'cache'}")
+    return run_simulated(load_recipe(RECIPE, [*SMALL, *MESHES[name], *places, *overrides]), steps, prepare)
+
+
+def bits_of(part):
+    """Random bits of a whole tensor, the same for all meshes."""
+    rng = np.random.default_rng(zlib.crc32("/".join(part.key).encode()))
+    return rng.integers(0, 2**32, part.shape, np.uint32)
+
+
+def parts_of(job):
+    """This rank's parts of weights and moments."""
+    return model_parts(job.cells.values(), job.rank) | optimizer_parts(job.optimizer, job.rank)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of the runs on all meshes, each of which has saved the same state; bytes of that."""
+    folder, size = tmp_path_factory.mktemp("saved"), 0
+
+    def fill_and_save(job):
+        for part, parameter in parts_of(job).items():
+            fill_parameter(parameter, bits_of(part)[inside(part.box, whole(part.shape))])
+        save_job(job)
+
+    for name in MESHES:
+        run(folder, name, prepare=fill_and_save)
+    files = [load_file(path) for path in (folder / "one").rglob("*.safetensors")]
+    size = sum(array.nbytes for found in files for array in found.values())
+    return folder, size
+
+
+@pytest.mark.parametrize("target", MESHES)
+def test_every_mesh_loads_from_every_mesh(saved, target):
+    """64 pairs: all parameters and moments bit by bit; each rank reads what it needs, and all is verified."""
+    folder, size = saved
+    assert size == 3 * 4 * 11920, "weights and two moments of float32"
+
+    def load_all(job):
+        parts = parts_of(job)
+        for source in MESHES:
+            for parameter in parts.values():
+                fill_parameter(parameter, np.zeros(parameter.shape, np.uint32))
+            checkpoint, counting = open_checkpoint(str(folder / source / "checkpoint/step_0")), CountingFiles()
+            report = load(
+                checkpoint, list(parts), lambda part, array: fill_parameter(parts[part], array),
+                Ranks(job.rank, lambda value: gather_values(job.mesh, value)), files=counting,
+            )  # fmt: skip
+            for part, parameter in parts.items():
+                expected = bits_of(part)[inside(part.box, whole(part.shape))]
+                np.testing.assert_array_equal(values_of(parameter).view(np.uint32), expected, f"{part} of {source}")
+            assert counting.counts["read"] == report.read == report.needed == sum(part.nbytes for part in parts)
+            assert sum(gather_values(job.mesh, report.verified).values()) == size
+
+    run(folder, target, prepare=load_all)
+
+
+def test_files_of_all_meshes_are_equal(saved):
+    folder, _ = saved
+    first = {path.name: path.read_bytes() for path in (folder / "one").rglob("*.safetensors")}
+    assert len(first) == 2
+    for name in MESHES:
+        assert {path.name: path.read_bytes() for path in (folder / name).rglob("*.safetensors")} == first, name
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """The folder of a run that was saved after two steps, and its losses of the next five."""
+    folder = tmp_path_factory.mktemp("unbroken")
+
+    def save_after_two(job):
+        run_step = job.run_step
+
+        def step(*arguments):
+            found = run_step(*arguments)
+            if job.step == 2:
+                save_job(job)
+            return found
+
+        job.run_step = step
+
+    rows = run(folder, "zero_2_tp", steps=7, prepare=save_after_two)[0]
+    return folder, [(row["step"], row["loss"]) for row in rows[2:]]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "zero_2_tp",
+        pytest.param("one", marks=pytest.mark.nightly),
+        pytest.param("v_zero_3_tp", marks=pytest.mark.nightly),
+    ],
+)
+def test_the_next_losses_are_those_of_the_unbroken_run(unbroken, target):
+    """Five steps after a checkpoint, from another seed: bit by bit on the same mesh."""
+    folder, expected = unbroken
+    path = f"checkpoint.load_path={folder / 'zero_2_tp'}"
+    losses = [(row["step"], row["loss"]) for row in run(folder, target, path, "training.seed=8", steps=5)[0]]
+    if target == "zero_2_tp":
+        assert losses == expected
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)

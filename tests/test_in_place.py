@@ -1,0 +1,195 @@
+"""Operators in place, as their authors write them: the numbers and gradients of one card, or an error."""
+
+import numpy as np
+import pytest
+from in_place_models import Sharing
+from mindspore import Parameter, Tensor, mint, nn, ops
+from small_cells import cell_of
+from written_models import MODELS, Residual, batches, built
+
+from mindformers_core import recompute, shard, verify
+from mindformers_core.capture.capture import capture
+from mindformers_core.capture.traced import CaptureError
+from mindformers_core.layout import layout
+from mindformers_core.mesh import DeviceMesh
+from mindformers_core.program.structure import tree_map
+
+MESH, F = DeviceMesh((2, 2), ("dp", "tp")), mint.nn.functional
+X, Y = (np.random.default_rng(seed).normal(size=(4, 8)).astype(np.float32) for seed in range(2))
+AT, P = Tensor([2, 0]), Tensor([[0, 3, 1, 2, 0, 1, 2, 3]])
+POSITIVE = np.abs(X) + 0.5
+
+
+def _setting(index, value):
+    """`x[index] = value(y)`, and what NumPy makes of it."""
+
+    def set_item(x, y):
+        x[index] = value(y)
+        return x
+
+    def expected(x, y):
+        array, values = x.asnumpy().copy(), value(y)
+        array[tree_map(_array, index)] = _array(values)
+        return Tensor(array)
+
+    return set_item, expected
+
+
+def _array(leaf):
+    return leaf.asnumpy() if isinstance(leaf, Tensor) else leaf
+
+
+def _elements(x, values, reduction="none"):
+    return ops.tensor_scatter_elements(x, P, values, 0, reduction)
+
+
+# in place, and what it should be
+CALLS = {
+    "add": (lambda x, y: x.add_(y), lambda x, y: x + y),
+    "add a number": (lambda x, y: x.add_(2.0), lambda x, y: x + 2.0),
+    "sub": (lambda x, y: x.sub_(y, alpha=2), lambda x, y: x - 2 * y),
+    "mul": (lambda x, y: x.mul_(y[0]), lambda x, y: x * y[0]),
+    "div": (lambda x, y: x.div_(y), lambda x, y: x / y),
+    "div by rounding": (lambda x, y: x.div_(y, rounding_mode="floor"), lambda x, y: ops.floor(x / y)),
+    "div by truncating": (lambda x, y: x.div_(y, rounding_mode="trunc"), lambda x, y: ops.trunc(x / y)),
+    "floor_divide": (lambda x, y: x.floor_divide_(2.0), lambda x, y: ops.floor(x / 2)),
+    "remainder": (lambda x, y: x.remainder_(2.0), lambda x, y: x - ops.floor(x / 2) * 2),
+    "exp, log, tanh": (lambda x, y: x.exp_().log_().tanh_(), lambda x, y: ops.tanh(x)),
+    "relu": (lambda x, y: F.relu_(x), lambda x, y: ops.relu(x)),
+    "clamp": (lambda x, y: x.clamp_(-0.5, 0.5), lambda x, y: ops.clamp(x, -0.5, 0.5)),
+    "sigmoid, floor, sign": (lambda x, y: x.sigmoid_().floor_().sign_(), lambda x, y: x * 0),
+    "zero": (lambda x, y: x.zero_() + y, lambda x, y: y),
+    "fill": (lambda x, y: x.fill_(3) * y, lambda x, y: 3 * y),
+    "copy": (lambda x, y: x.copy_(y[1]), lambda x, y: x * 0 + y[1]),
+    "masked_fill": (lambda x, y: x.masked_fill_(y > 0, 2.0), lambda x, y: ops.masked_fill(x, y > 0, 2.0)),
+    "fill_diagonal": (
+        lambda x, y: (x[:, :4] * 1.0).fill_diagonal_(2.0), lambda x, y: x[:, :4] * (1 - ops.eye(4)) + 2 * ops.eye(4),
+    ),
+    "addmm": (lambda x, y: x.addmm_(y[:, :4], y[:4]), lambda x, y: x + ops.matmul(y[:, :4], y[:4])),
+    "addr": (lambda x, y: mint.addr_(x, y[:, 0], y[0]), lambda x, y: x + y[:, :1] * y[:1]),
+    "index_add": (
+        lambda x, y: x.index_add_(0, AT, y[:2], alpha=2),
+        lambda x, y: ops.tensor_scatter_add(x, AT[:, None], 2 * y[:2]),
+    ),
+    "index_copy": (lambda x, y: x.index_copy_(1, AT, y[:, :2]), _setting((slice(None), AT), lambda y: y[:, :2])[1]),
+    "index_fill": (lambda x, y: x.index_fill_(1, AT, 2.0), _setting((slice(None), AT), lambda y: 2.0)[1]),
+    "index_put": (lambda x, y: x.index_put_((AT, AT), y[0, :2]), _setting((AT, AT), lambda y: y[0, :2])[1]),
+    "put": (lambda x, y: x.put_(AT, y[0, :2]), _setting((Tensor([0, 0]), AT), lambda y: y[0, :2])[1]),
+    "scatter": (lambda x, y: x.scatter_(0, P, y[:1]), lambda x, y: _elements(x, y[:1])),
+    "scatter a number": (lambda x, y: x.scatter_(0, P, 2.0), lambda x, y: _elements(x, y[:1] * 0 + 2)),
+    "scatter_add": (lambda x, y: x.scatter_add_(0, P, y[:1]), lambda x, y: _elements(x, y[:1], "add")),
+    "a row": _setting(1, lambda y: y[0]),
+    "a number": _setting((slice(1, 3), 2), lambda y: 5.0),
+    "a corner": _setting((slice(0, 2), slice(0, 3)), lambda y: y[:2, :3]),
+    "a block": _setting((slice(1, 3), slice(2, -1)), lambda y: y[:2, :5]),
+    "dots": _setting((..., slice(0, 2)), lambda y: y[:, :2]),
+    "steps": _setting((slice(None), slice(0, 8, 2)), lambda y: y[:, :4]),
+    "rows": _setting(AT, lambda y: y[:2]),
+    "columns": _setting((slice(None), AT), lambda y: y[:, :2]),
+    "part of columns": _setting((slice(1, 3), AT), lambda y: y[:2, :2]),
+    "elements": _setting((AT, AT), lambda y: y[0, :2]),
+    "bools": (lambda x, y: x.__setitem__(x > 0, 1.0) or x, lambda x, y: ops.masked_fill(x, x > 0, 1.0)),
+    "an element of rows": _setting((AT, 3), lambda y: y[0, :2]),
+}  # fmt: skip
+CUTS = [("None", "None"), ("dp", "None"), ("None", "tp"), ("tp", "dp")]
+
+
+def called(function):
+    """A Cell of two tensors that changes a tensor of its own."""
+    return cell_of(lambda self, x, y: function(x * 1.0, y))
+
+
+def compared(cell, *inputs, cuts=CUTS, **plan):
+    """The results of one card, after all cuts were compared with it."""
+    for cut in cuts:
+        given = {"": {"input": {"x": layout(*cut)}}} | plan
+        check = verify(lambda given=given: shard(cell(), MESH, plan=given), MESH, *map(Tensor, inputs))
+        assert not check.faults, check.report()
+    return next(iter(check.truth.outputs.values()))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_in_place(name):
+    function, expected = CALLS[name]
+    inputs = (POSITIVE if "log" in name else X), Y
+    (found,) = compared(lambda: called(function), *inputs)
+    np.testing.assert_allclose(found, expected(*map(Tensor, inputs)).asnumpy(), 1e-5, 1e-5)
+
+
+def test_what_changes_stays_changed_for_callers():
+    (found,) = compared(Sharing, X, Y)
+    expected = Sharing(in_place=False)(Tensor(X), Tensor(Y))
+    np.testing.assert_allclose(found, expected.asnumpy(), 1e-4, 1e-4)
+
+
+def _view_of_old(self, x):
+    x = x * 1.0
+    row = x[0]
+    x.add_(1.0)
+    return x + row
+
+
+def _through_a_view(self, x):
+    x = x * 1.0
+    x.reshape(-1).add_(1.0)
+    return x
+
+
+def _kept_tensor(self, x):
+    return self.table.add_(x)
+
+
+def _read_after_write(self, x):
+    ops.assign(self.weight, x)
+    return self.weight * 2
+
+
+WRONG = {
+    "a view of what is changed": (_view_of_old, "used after one of the same memory.* at .*test_in_place.py:[0-9]+"),
+    "a change through a view": (_through_a_view, "used after one of the same memory"),
+    "an argument of the root": (lambda self, x: x.add_(1.0), "an argument of the root Cell.* change a copy"),
+    "a plain tensor of a Cell": (_kept_tensor, "'table' of a Cell is changed in place.*requires_grad=False"),
+    "a trained Parameter": (_read_after_write, "A trained Parameter can't be read after it was written"),
+    "values at bools": (lambda self, x: (x * 1).__setitem__(x > 0, x[0]), "takes one value"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_is_an_error(name):
+    function, expected = WRONG[name]
+    cell = cell_of(function, weight=Parameter(Tensor(X), name="weight"), table=Tensor(X))
+    with pytest.raises((CaptureError, TypeError), match=expected):
+        capture(cell, Tensor(X))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_written_state_is_verified(name):
+    kind, plan = MODELS[name]
+    cell = built(kind)
+    before = [parameter.asnumpy().copy() for parameter in cell.get_parameters()]
+    check = verify(cell, MESH, Tensor(batches()[0]), plan=plan)
+    assert not check.faults, check.report()
+    for parameter, array in zip(cell.get_parameters(), before, strict=True):
+        np.testing.assert_array_equal(parameter.asnumpy(), array)
+    assert {"steps", "norm.moving_mean"} <= set(check.truth.written[0, 0, 0]) or kind is not Residual
+
+
+class Shifted(nn.Cell):
+    """Reads a counter, then writes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.steps = nn.Dense(8, 8), Parameter(Tensor(0.5), requires_grad=False)
+
+    def construct(self, x, y):
+        shifted = self.dense(x) + self.steps
+        self.steps *= 3
+        return ops.tanh(ops.exp(shifted)) * y
+
+
+def test_what_runs_again_reads_the_old_value():
+    def make():
+        return recompute(shard(Shifted(), MESH), select=["shifted", "*.Exp", "dense"])
+
+    check = verify(make, MESH, Tensor(X), Tensor(Y))
+    assert not check.faults, check.report()
