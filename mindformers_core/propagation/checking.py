@@ -5,6 +5,7 @@ again, once for every instruction of every distinct plan. What holds here also h
 """
 
 from mindformers_core.operators import tensor_meta
+from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.resolve import checked_outputs
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
@@ -170,6 +171,7 @@ class _PlanCheck:
         node, mesh = plan.node, self.frame.mesh
         values = tree_leaves((node.args, node.kwargs))
         flows = [self.flows[value.id] for value in values]
+        flows[1:] = [NOTHING] * len(flows[1:]) if facts_of(node.operator).writes else flows[1:]
         metas = [
             tensor_meta(value.shape, value.dtype, layout, flow == NOTHING)
             for value, layout, flow in zip(values, plan.inputs, flows)
