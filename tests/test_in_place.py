@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from in_place_models import Sharing
+from launch import ROOT
 from mindspore import Parameter, Tensor, mint, nn, ops
 from small_cells import cell_of
 from written_models import MODELS, Residual, batches, built
@@ -12,6 +14,9 @@ from mindformers_core.capture.traced import CaptureError
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.program.structure import tree_map
+from mindformers_core.trainer.recipe_loader import load_recipe
+from mindformers_core.trainer.verifying import verify_recipe
+from mindformers_core.zero import hsdp
 
 MESH, F = DeviceMesh((2, 2), ("dp", "tp")), mint.nn.functional
 X, Y = (np.random.default_rng(seed).normal(size=(4, 8)).astype(np.float32) for seed in range(2))
@@ -115,48 +120,10 @@ def test_a_call_in_place(name):
     np.testing.assert_allclose(found, expected(*map(Tensor, inputs)).asnumpy(), 1e-5, 1e-5)
 
 
-class Changing(nn.Cell):
-    """Changes its argument, and returns something else."""
-
-    def construct(self, x):
-        F.relu_(x)
-        return x.sum(1)
-
-
-class Sharing(nn.Cell):
-    """The argument of another Cell, a copied part, a tensor made here, and a view after the write."""
-
-    def __init__(self):
-        super().__init__()
-        self.changing, self.dense = Changing(), nn.Dense(8, 8)
-
-    def construct(self, x, y):
-        h = self.dense(x)
-        first = h[0] * 1.0
-        sums = self.changing(h)
-        made = mint.zeros((4, 8))
-        made[:, 1:3] = h[:, :2]
-        made.add_(y)
-        made[0] = first
-        return h.reshape(-1).sum() * made + ops.expand_dims(sums, -1)
-
-
 def test_what_changes_stays_changed_for_callers():
-    cell = Sharing()
-    (found,) = compared(lambda: copied(cell), X, Y, cuts=CUTS)
-    h = cell.dense(Tensor(X)).asnumpy()
-    made, changed = Y.copy(), np.maximum(h, 0)
-    made[:, 1:3] += changed[:, :2]
-    made[0] = h[0]
-    np.testing.assert_allclose(found, changed.sum() * made + changed.sum(1, keepdims=True), 1e-4, 1e-4)
-
-
-def copied(cell):
-    """A new Cell with the same weights."""
-    made = type(cell)()
-    for parameter, source in zip(made.get_parameters(), cell.get_parameters(), strict=True):
-        parameter.set_data(Tensor(source.asnumpy()))
-    return made
+    (found,) = compared(Sharing, X, Y)
+    expected = Sharing(in_place=False)(Tensor(X), Tensor(Y))
+    np.testing.assert_allclose(found, expected.asnumpy(), 1e-4, 1e-4)
 
 
 def _view_of_old(self, x):
@@ -230,3 +197,51 @@ def test_what_runs_again_reads_the_old_value():
 
     check = verify(make, MESH, Tensor(X), Tensor(Y))
     assert not check.faults, check.report()
+
+
+class Loss(nn.Cell):
+    """The mean square of a written model's result."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.net = built(kind)
+
+    def construct(self, x):
+        return ops.square(self.net(x)).mean()
+
+
+def _split(**settings):
+    cell = shard(Loss(Residual).set_train(), MESH, plan={"": {"input": MODELS["batch norm"][1][""]["input"]}})
+    return hsdp(cell, shard_size=2, **settings)
+
+
+def test_micro_steps_of_hsdp_write_in_their_order():
+    check = verify(lambda: _split(accumulate_grad_step=2), MESH, Tensor(batches()[0]))
+    assert not check.faults, check.report()
+    first, second = (check.truth.written[0, step, 0]["net.norm.moving_mean"] for step in range(2))
+    assert not np.allclose(first, second)
+
+
+def test_hsdp_refuses_parameters_of_which_it_updates_a_copy():
+    with pytest.raises(CaptureError, match="'net.norm.moving_mean' is written by a Cell, and hsdp.*threshold"):
+        verify(lambda: _split(optimizer_level="level3", threshold=0), MESH, Tensor(batches()[0]))
+
+
+MESHES = {
+    "pipeline": (
+        "parallelism.pipeline_parallel=2",
+        "parallelism.pipeline_parallel_microbatch_size=2",
+        "parallelism.data_parallel_shard=1",
+    ),
+    "ZeRO 3 and recompute": ("parallelism.zero_level=3", "recompute.full=true"),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_recipes_write_as_one_card_does(name):
+    """Micro-batches in their order, and what runs again once."""
+    given = ("training.local_batch_size=8", "training.global_batch_size=32", "model.name=normalised_model:CLASSIFIER")
+    check = verify_recipe(load_recipe(str(ROOT / "examples" / "own_model.yaml"), [*given, *MESHES[name]]))
+    assert not check.faults, check.report()
+    states = [state["blocks.1.norm.moving_mean"] for state in check.truth.written.values()]
+    assert len(states) > 1 and not np.allclose(states[0], states[1])

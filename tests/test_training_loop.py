@@ -70,8 +70,8 @@ def rows_of(folder):
 
 def saved_tensors(folder):
     """All tensors of the last checkpoint of a run, of weights and moments, by name."""
-    return {name: array for path in (folder / "checkpoint/step_6").rglob("*.safetensors") for name, array in
-            load_file(path).items()}  # fmt: skip
+    paths = (folder / "checkpoint/step_6").rglob("*.safetensors")
+    return {name: array for path in paths for name, array in load_file(path).items()}
 
 
 @pytest.mark.ranks
@@ -149,6 +149,24 @@ def test_checkpoint_that_does_not_fit_is_an_error(run, tmp_path):
     state.write_text(state.read_text().replace('"step": 6', '"step": 5'))
     with pytest.raises(ValueError, match=r"checkpoint.load_path: .*state.json is damaged"):
         run("b", f"checkpoint.load_path={tmp_path / 'a'}", "training.steps=7")
+
+
+@pytest.mark.parametrize("on_error", ["end", "go_on"])
+def test_a_checkpoint_that_cannot_be_saved(run, tmp_path, capsys, on_error):
+    """One line, and the run ends or goes on, as the recipe says."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/checkpoint").touch()
+    overrides = ["training.steps=2", "checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=1"]
+    overrides += [f"training.output_dir={tmp_path / 'a'}", f"train_dataset.cache_dir={tmp_path / 'cache'}"]
+    code = main(["train", "--config", ONE_RANK, *SMALL, *overrides, f"checkpoint.on_error={on_error}"])
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines() if on_error == "end" else captured.out.splitlines()
+    said = [
+        line for line in lines if re.match(r"(error|warning): the checkpoint .*step_1 can't be saved: .*'.*'", line)
+    ]
+    assert len(said) == 1 and said[0].startswith("error" if on_error == "end" else "warning")
+    assert code == (2 if on_error == "end" else 0)
+    assert list(read_losses(str(tmp_path / "a"))) == ([1] if on_error == "end" else [1, 2])
 
 
 def test_earlier_run_is_moved_aside(run, tmp_path, capsys):

@@ -1,5 +1,7 @@
 """`LossScale` and `all_finite` on one rank: the scale after every step, unscaled values, dtypes."""
 
+import json
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -48,6 +50,25 @@ def test_the_scale_halves_at_a_skipped_step_and_doubles_after_a_window_of_finite
     assert [value for value, _ in seen] == [8, 8, 4, 4, 4, 8, 8, 4, 2, 1, 1, 1]
     assert [skipped for _, skipped in seen] == [0, 0, 1, 1, 1, 1, 1, 2, 3, 4, 5, 6]
     assert isinstance(scale.value, float)
+
+
+@pytest.mark.parametrize("steps", range(1, 7))
+def test_a_restored_scale_goes_on(steps):
+    """After each number of steps, through JSON: the window of finite steps, too."""
+    fine, bad = (tensor([1.0]),), (tensor([np.inf]),)
+    course = (bad, fine, fine, fine, fine, bad, fine, fine, fine, fine)
+    unbroken, resumed = (LossScale(amp.DynamicLossScaler(8, 2, 3)) for _ in range(2))
+    for gradients in course[:steps]:
+        unbroken.unscale(gradients)
+    resumed.restore(json.loads(json.dumps(unbroken.state())))
+    for gradients in course[steps:]:
+        for scale in (unbroken, resumed):
+            scale.unscale(gradients)
+        assert unbroken.state() == resumed.state()
+    assert (resumed.value, resumed.skipped) == (4.0 * 2, 2)
+    static = LossScale(amp.StaticLossScaler(1000))
+    static.restore(static.state() | {"skipped": 3})
+    assert static.state() == {"scale": 1000.0, "counter": None, "skipped": 3}
 
 
 def test_a_static_scale_stays_and_skips_too():

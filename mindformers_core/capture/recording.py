@@ -13,7 +13,7 @@ from mindspore._c_expression import NoFallbackGuard
 from mindspore.ops import Primitive, tensor_method
 
 from mindformers_core.capture.open_call import Held, Made, OpenCall, plain_leaf
-from mindformers_core.capture.shape_functions import BY_VALUES, inferred
+from mindformers_core.capture.shape_functions import inferred, without_shape
 from mindformers_core.capture.traced import CaptureError, Traced, call_site, failed_site
 from mindformers_core.dtensor.aliases import is_view, share_memory
 from mindformers_core.dtensor.compositions import composed
@@ -24,8 +24,6 @@ from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators import TensorMeta
 from mindformers_core.program.graph import CallNode, OperatorNode, PrimitiveUse
 from mindformers_core.program.structure import tree_leaves, tree_map
-
-__all__ = ["Recorder"]
 
 _MESSAGE_END = re.compile(r"\n\s*-{20,}")  # the start of MindSpore's C++ stack
 
@@ -194,12 +192,8 @@ class Recorder:
             return parts
         if is_in_place(name):
             raise self.error(f"operator '{name}' changes a tensor in place: use its result, as in x = x + y")
-        if name in BY_VALUES:
-            raise self.error(
-                f"the number of results of operator '{name}' depends on the values of its inputs, which no layout can "
-                "tell: keep the shape, by ops.where with the mask or by ops.topk of so many, or mark the Cell, "
-                f"cell.eager() after shard(), and register_operator('{name}', gather=True)"
-            )
+        if reason := without_shape(name):
+            raise self.error(reason)
         args = read_numbers(name, args, self._constant)
         args, kwargs = self.stand_in(args), self.stand_in(kwargs)
         metas = self._infer(func, primitive, args, kwargs)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -22,8 +23,6 @@ from mindformers_core.checkpoint.parts import Ranks, divide, on_all_ranks, parts
 from mindformers_core.checkpoint.regions import inside, overlap, volume
 from mindformers_core.checkpoint.slices import FileLayer, opened, read_all, read_box, read_file
 from mindformers_core.hints import nearest
-
-__all__ = ["Checkpoint", "LoadReport", "check_checksums", "load", "open_checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -155,27 +154,32 @@ def load(checkpoint, parts, fill, ranks=None, converts=False, ignored=(), files=
     counts = {"read": 0, "verified": 0}
 
     def work():
-        sums = []
+        sums, left = [], None
         order = sorted(parts, key=lambda part: (checkpoint.tensors[part.key].file, checkpoint.tensors[part.key].offset))
-        for path, group in groupby(order, key=lambda part: checkpoint.tensors[part.key].file):
-            with opened(files, path) as descriptor:
-                for part in group:
-                    placed = checkpoint.tensors[part.key]
-                    array = read_box(files, descriptor, placed, part.box)
-                    counts["read"] += array.nbytes
-                    found, verified = _sums(checkpoint.pieces.get(part.key, ()), owned[part.key], part, array)
-                    sums += [(*part.key, number, total) for number, total in found.items()]
-                    counts["verified"] += verified
-                    try:
-                        array = convert(array, placed.dtype, part.dtype)
-                    except ValueError as error:
-                        raise ValueError(f"{placed.file}: '{part.name}': {error}") from None
-                    fill(part, array)
-        return sums
+        with ThreadPoolExecutor(1) as pool:  # checksums of a part, while the next one is read
+            for path, group in groupby(order, key=lambda part: checkpoint.tensors[part.key].file):
+                with opened(files, path) as descriptor:
+                    for part in group:
+                        placed = checkpoint.tensors[part.key]
+                        array = read_box(files, descriptor, placed, part.box)
+                        counts["read"] += array.nbytes
+                        if left is not None:
+                            sums += left.result()
+                        pieces = checkpoint.pieces.get(part.key, ())
+                        left = pool.submit(_sums, pieces, owned[part.key], part, array, counts)
+                        fill(part, _converted(array, placed, part))
+            return sums + (left.result() if left else [])
 
     _compare(checkpoint, on_all_ranks(ranks, work))
     needed = sum(volume(part.box) * checkpoint.tensors[part.key].item_bytes for part in parts)
     return LoadReport(counts["read"], needed, counts["verified"])
+
+
+def _converted(array, placed, part):
+    try:
+        return convert(array, placed.dtype, part.dtype)
+    except ValueError as error:
+        raise ValueError(f"{placed.file}: '{part.name}': {error}") from None
 
 
 def _check_tensors(checkpoint, wanted, converts, ignored):
@@ -199,17 +203,17 @@ def _check_tensors(checkpoint, wanted, converts, ignored):
             )
 
 
-def _sums(pieces, owned, part, array):
-    """Checksums of the owned parts of the saved pieces, a dict, number of the piece -> sum; and their bytes."""
-    found, nbytes = {}, 0
+def _sums(pieces, owned, part, array, counts):
+    """Checksums of the owned parts of the saved pieces, a list of (group, name, number of the piece, sum)."""
+    found = {}
     for number, (box, _) in enumerate(pieces):
-        for mine in owned:
-            common = overlap(box, mine)
-            if common is not None:
-                values = array[inside(common, part.box)]
-                found[number] = (found.get(number, 0) + checksum(values, common, part.shape)) % MODULUS
-                nbytes += values.nbytes
-    return found, nbytes
+        for common in (overlap(box, mine) for mine in owned):
+            if common is None:  # () is that of scalars
+                continue
+            values = array[inside(common, part.box)]
+            found[number] = (found.get(number, 0) + checksum(values, common, part.shape)) % MODULUS
+            counts["verified"] += values.nbytes
+    return [(*part.key, number, total) for number, total in found.items()]
 
 
 def _compare(checkpoint, everywhere):

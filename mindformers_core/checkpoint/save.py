@@ -5,6 +5,7 @@ is `FOLDER.replaced` in between, and `folders.find_checkpoint` finds it there.
 """
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -26,8 +27,6 @@ from mindformers_core.checkpoint.parts import PIECE_BYTES, Ranks, divide, on_all
 from mindformers_core.checkpoint.regions import inside
 from mindformers_core.checkpoint.slices import FileLayer, opened, write_all, write_box, write_file
 from mindformers_core.hints import bytes_shown
-
-__all__ = ["Piece", "SaveError", "SavePlan", "commit", "plan_save", "prepare", "save", "write_pieces"]
 
 
 class SaveError(OSError):
@@ -140,15 +139,17 @@ def write_pieces(folder, plan, rank, parts, values, files):
     """
     own, sums, held = {part.key: part for part in parts}, [], (None, None)
     pieces = [piece for piece in plan.pieces if piece.rank == rank]
-    for path, group in groupby(pieces, key=lambda piece: piece.placed.file):
-        with opened(files, os.path.join(folder + INCOMPLETE, path), "write", sync=True) as descriptor:
-            for piece in group:
-                part = own[piece.key]
-                if held[0] != piece.key:
-                    held = piece.key, values(part)
-                array = held[1][inside(piece.box, part.box)]
-                write_box(files, descriptor, piece.placed, piece.box, array)
-                sums.append(checksum(array, piece.box, part.shape))
+    with ThreadPoolExecutor(1) as pool:  # checksums, while the same pieces are written
+        for path, group in groupby(pieces, key=lambda piece: piece.placed.file):
+            with opened(files, os.path.join(folder + INCOMPLETE, path), "write", sync=True) as descriptor:
+                for piece in group:
+                    part = own[piece.key]
+                    if held[0] != piece.key:
+                        held = piece.key, values(part)
+                    array = held[1][inside(piece.box, part.box)]
+                    found = pool.submit(checksum, array, piece.box, part.shape)
+                    write_box(files, descriptor, piece.placed, piece.box, array)
+                    sums.append(found.result())
     return sums
 
 

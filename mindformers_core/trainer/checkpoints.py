@@ -9,15 +9,13 @@ import yaml
 
 from mindformers_core.checkpoint.folders import find_checkpoint, prune, step_folder
 from mindformers_core.checkpoint.hugging_face import check_config, config_document, ignored_tensors, tensor_name
-from mindformers_core.checkpoint.index import CONFIG, STATE, encode_json
+from mindformers_core.checkpoint.index import CONFIG, FORMAT, STATE, encode_json
 from mindformers_core.checkpoint.load import load, open_checkpoint
-from mindformers_core.checkpoint.parts import Ranks
+from mindformers_core.checkpoint.parts import Ranks, on_all_ranks
 from mindformers_core.checkpoint.save import SaveError, save
 from mindformers_core.checkpoint.tensors import fill_parameter, model_parts, optimizer_parts, values_of
 from mindformers_core.communication.messages import gather_values
 from mindformers_core.trainer.recipe_loader import recipe_to_yaml
-
-__all__ = ["open_source", "resume", "save_job"]
 
 
 def open_source(recipe):
@@ -76,25 +74,26 @@ def save_job(job):
     Raises:
         SaveError: on all ranks.
     """
-    recipe, folder, parts = job.recipe, step_folder(job.recipe.training.output_dir, job.step), _parts(job)
+    recipe, parts, ranks = job.recipe, _parts(job), _ranks(job)
+    section, folder = recipe.checkpoint, step_folder(recipe.training.output_dir, job.step)
     config = config_document(recipe.spec, recipe.model_name, recipe.model)
     state = {
+        "format": FORMAT,
         "step": job.step,
         "consumed": job.consumed,
         "seed": recipe.training.seed,
+        "loss_scale": None,
         "random_state": ms.get_rng_state().asnumpy().tolist(),
         "recipe": yaml.safe_load(recipe_to_yaml(recipe)),
     }
     documents = {CONFIG: encode_json(config, indent=1), STATE: encode_json(state, indent=1)}
     try:
-        job.save_plan = save(
-            folder, list(parts), lambda part: values_of(parts[part]), documents, _ranks(job), job.save_plan
-        )
-        if job.rank == 0:
-            prune(folder, recipe.checkpoint.keep_last, recipe.checkpoint.keep_every)
-    except SaveError as error:
-        if recipe.checkpoint.on_error == "end":
-            raise
+        job.save_plan = save(folder, list(parts), lambda part: values_of(parts[part]), documents, ranks, job.save_plan)
+        is_first = job.rank == 0
+        on_all_ranks(ranks, lambda: prune(folder, section.keep_last, section.keep_every) if is_first else None)
+    except OSError as error:
+        if section.on_error == "end":
+            raise SaveError(str(error)) from error
         if job.rank == 0:
             print(f"warning: {error}; training goes on, as checkpoint.on_error: go_on says")
         return None

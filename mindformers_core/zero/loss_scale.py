@@ -61,6 +61,22 @@ class LossScale:
         """The scale of the next step, a float."""
         return float(self.scaler.scale_value.item())
 
+    def state(self):
+        """All that changes from step to step, a dict that JSON can hold; for `restore`."""
+        counter = getattr(self.scaler, "counter", None)
+        return {
+            "scale": self.value,
+            "counter": None if counter is None else int(counter.item()),
+            "skipped": self.skipped,
+        }
+
+    def restore(self, state):
+        """Go on where another `LossScale` with an equal scaler gave this `state()`."""
+        self.scaler.scale_value.set_data(Tensor(state["scale"], self.scaler.scale_value.dtype))
+        if state["counter"] is not None:
+            self.scaler.counter.set_data(Tensor(state["counter"], self.scaler.counter.dtype))
+        self.skipped = state["skipped"]
+
     def unscale(self, gradients):
         """`gradients` (tensors of a scaled loss) divided by the scale, and the scale adjusted for the next step.
 
