@@ -33,8 +33,6 @@ from mindformers_core.operators.rules.matmul import einsum_names
 from mindformers_core.program.graph import cell_label
 from mindformers_core.program.structure import tree_leaves, tree_map
 
-__all__ = ["capture"]
-
 # Entry points of `@ms.jit` in each of its modes, ast, trace and bytecode; and functions that run the call as Python
 _WITHOUT_COMPILING = (
     (_JitExecutor, "__call__", lambda executor, *args, **kwargs: executor.fn(*args, **kwargs)),

@@ -27,8 +27,6 @@ from mindformers_core.operators.registry import facts_of, rule_attributes
 from mindformers_core.placement import axes_in
 from mindformers_core.program.structure import tree_fill, tree_leaves, tree_map
 
-__all__ = ["Dispatcher", "attributes_of", "read_numbers"]
-
 _ABOUT_TYPES = frozenset({"typeof"})  # operators that ask for a tensor's type and compute nothing
 _MOST_PROGRAMS = 65536  # a number that changes with every step would fill the memory with programs
 

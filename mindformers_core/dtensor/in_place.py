@@ -9,8 +9,6 @@ from mindspore.ops import auto_generate
 
 from mindformers_core.dtensor.indexing import with_items
 
-__all__ = ["DRAWS_IN_PLACE", "is_in_place", "written"]
-
 
 def _rows(function):
     """A scatter of rows: indices of any shape, one a row."""
