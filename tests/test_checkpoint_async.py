@@ -204,7 +204,7 @@ def test_memory_is_shared_and_kept(tmp_path):
         first = saving._memory
         saving.settle()
         start(1)
-        assert saving._memory is first and descriptors() == 2
+        assert saving._memory is first and descriptors() == 3  # the snapshot, its mapping, the parts
         saving.settle()
 
     saved_beside(state, folders, work)

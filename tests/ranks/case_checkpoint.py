@@ -64,7 +64,7 @@ def case_saved_on_one_mesh_and_resumed_on_others():
 
 @on_ranks(4)
 def case_resumed_run_with_few_checkpoints():
-    """Runs by recipe: the one that goes on from a checkpoint, saved beside training, in the place of the unbroken one."""
+    """Runs by recipe: one that goes on from a checkpoint, saved beside training, is as the unbroken one."""
     folder = folder_of("runs")
     places = (f"train_dataset.data_path={CONFIGS}", f"train_dataset.cache_dir={folder}/cache")
     saving = ("checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=1", "checkpoint.keep_last=2")
