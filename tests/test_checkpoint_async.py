@@ -9,11 +9,14 @@ import time
 import pytest
 from checkpoint_states import on_threads
 from test_checkpoint_save_load import state_on, tensors
+from test_training_loop import ONE_RANK, SMALL
 
 from mindformers_core.checkpoint.background import BackgroundSave
 from mindformers_core.checkpoint.folders import find_checkpoint, step_folder
 from mindformers_core.checkpoint.load import check_checksums, open_checkpoint
 from mindformers_core.checkpoint.save import SaveError
+from mindformers_core.trainer import training_loop
+from mindformers_core.trainer.recipe_loader import load_recipe
 
 ORPHAN = """
 import sys
@@ -209,3 +212,76 @@ def test_memory_is_shared_and_kept(tmp_path):
 
     saved_beside(state, folders, work)
     assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step_1", "step_2"]
+
+
+def job_of(folder, *overrides):
+    """A job of three steps that saves after each, beside training."""
+    options = (
+        "training.steps=3", "checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=1",
+        "checkpoint.async_save=true", f"training.output_dir={folder / 'a'}", f"train_dataset.cache_dir={folder}",
+    )  # fmt: skip
+    return training_loop.prepare(load_recipe(ONE_RANK, [*SMALL, *options, *overrides]))
+
+
+@pytest.mark.parametrize("when_busy", ["wait", "skip"])
+def test_the_recipe_says_whether_a_busy_writer_is_waited_for(tmp_path, monkeypatch, capsys, when_busy):
+    """A writer is busy until it is waited for; the checkpoint after the last step is saved in any case."""
+    settle = BackgroundSave.settle
+    asked = []
+
+    def busy_unless_waited_for(saving, waits=True):
+        asked.append(waits)
+        return settle(saving) if waits or saving.folder is None else False
+
+    monkeypatch.setattr(BackgroundSave, "settle", busy_unless_waited_for)
+    job = job_of(tmp_path, f"checkpoint.when_busy={when_busy}")
+    training_loop.run_steps(job)
+    said = [line for line in capsys.readouterr().out.splitlines() if "is skipped" in line]
+    if when_busy == "wait":
+        assert asked == [True] * 4 and said == []
+        assert sorted(os.listdir(tmp_path / "a/checkpoint")) == ["step_1", "step_2", "step_3"]
+    else:
+        assert asked == [False, False, True, True] and len(said) == 1
+        assert "step_2 is skipped, since" in said[0] and "step_1 is still being written" in said[0]
+        assert sorted(os.listdir(tmp_path / "a/checkpoint")) == ["step_1", "step_3"]
+    for step in os.listdir(tmp_path / "a/checkpoint"):
+        check_checksums(open_checkpoint(str(tmp_path / "a/checkpoint" / step)))
+    assert descriptors() == 0
+
+
+@pytest.mark.parametrize("on_error", ["end", "go_on"])
+def test_errors_of_a_writer_arrive_at_the_next_save(tmp_path, monkeypatch, capsys, on_error):
+    start = BackgroundSave.start
+
+    def start_and_kill(saving, folder, *arguments):
+        start(saving, folder, *arguments)
+        if folder.endswith("step_1"):
+            saving._process.kill()
+
+    monkeypatch.setattr(BackgroundSave, "start", start_and_kill)
+    job = job_of(tmp_path, f"checkpoint.on_error={on_error}")
+    if on_error == "end":
+        with pytest.raises(SaveError, match="step_1 can't be saved: the writer ended with code -9"):
+            training_loop.run_steps(job)
+        assert job.step == 2 and list(tmp_path.glob("a/checkpoint/*")) == []
+    else:
+        training_loop.run_steps(job)
+        assert "step_1 can't be saved: the writer ended with code -9; training goes on" in capsys.readouterr().out
+        assert sorted(os.listdir(tmp_path / "a/checkpoint")) == ["step_2", "step_3"]
+    assert descriptors() == 0
+
+
+def test_training_that_fails_ends_the_writer(tmp_path, monkeypatch):
+    job, processes = job_of(tmp_path), []
+
+    def fail(job, train_step=training_loop.train_step):
+        if job.step == 1:
+            processes.append(job.background._process.pid)
+            os.kill(processes[0], signal.SIGSTOP)
+            raise RuntimeError("failed")
+        return train_step(job)
+
+    monkeypatch.setattr(training_loop, "train_step", fail)
+    with pytest.raises(RuntimeError, match="failed"):
+        training_loop.run_steps(job)
+    assert not is_alive(*processes) and descriptors() == 0
