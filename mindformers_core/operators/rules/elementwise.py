@@ -155,7 +155,7 @@ def _sum_of_terms(*terms, **named):
     return elementwise(*tensors, linear=() if affine else (set(range(len(tensors))),))
 
 
-@register_operator("Assign", saves=saved.NOTHING, gradient=NO_GRADIENT, writes=True)
+@register_operator("Assign", saves=saved.UNMEASURED, gradient=NO_GRADIENT, writes=True)
 def _assign(parameter, value):
     """What is written is whole, or a part, as the Parameter is."""
     if parameter.shape != value.shape:
