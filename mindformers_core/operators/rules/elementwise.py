@@ -8,8 +8,6 @@ from mindformers_core.operators.rewrites import as_cast, condition_first, masked
 from mindformers_core.operators.rules.dims import unary
 from mindformers_core.operators.signature import Signature, TensorMeta, is_float, tensors_in
 
-__all__ = ["broadcast_shape", "elementwise", "keeps_digits"]
-
 
 def _quotient(operands, results):
     """The truncated quotient, where the divisor needs a gradient."""
