@@ -78,25 +78,39 @@ def make_variants():
     ranks = Ranks(rank, lambda value: gather_values(mesh, value))
     rows, columns = (shard(Weights(placed), mesh) for placed in (layout("tp", None), layout(None, "tp")))
     os.makedirs(FOLDER, exist_ok=True)
-    save_theirs, save_bare, load_theirs = _theirs(rows, f"{FOLDER}/rank_{rank}.ckpt")
+    own = f"{FOLDER}/rank_{rank}.ckpt"
+    save_theirs, save_bare, load_theirs = _theirs(rows, own)
     save_ours, load_rows, start, settle = _ours(rows, ranks)
     (_, load_columns, *_), (_, load_whole, *_) = _ours(columns, ranks), _ours(Weights(None), Ranks())
     for run in (save_ours, save_theirs, load_columns, load_theirs, load_rows):
         run()
     _compare(rows), _compare(columns)
     return [
-        harness.Variant("save/mindspore", "save/mindspore", save_theirs),
-        harness.Variant("save/mindspore, bare", "save/mindspore", save_bare),
-        harness.Variant("save/ours", "save/mindspore", save_ours),
+        harness.Variant("save/mindspore", "save/mindspore", save_theirs, _remove(own)),
+        harness.Variant("save/mindspore, bare", "save/mindspore", save_bare, _remove(own)),
+        harness.Variant("save/ours", "save/mindspore", save_ours, _remove(f"{FOLDER}/ours")),
         harness.Variant("load/mindspore", "load/mindspore", load_theirs, save_theirs),
         harness.Variant("load/mindspore, bare", "load/mindspore", lambda: load_theirs(False), save_bare),
         harness.Variant("load/ours, same mesh", "load/mindspore", load_rows),
         harness.Variant("load/ours, other mesh", "load/mindspore", load_columns),
         harness.Variant("load/ours, one rank", "load/mindspore", load_whole, ranks=(0,)),
         harness.Variant("relayout", "load/mindspore", lambda: relayout(rows, columns)),
-        harness.Variant("async/blocked", "save/ours", start),
+        harness.Variant("async/blocked", "save/ours", start, _remove(f"{FOLDER}/async")),
         harness.Variant("async/written", "save/ours", settle),
     ]
+
+
+def _remove(path):
+    """A function that removes a file, or on rank 0 a folder: what the last repeat has saved."""
+
+    def remove():
+        if os.path.isfile(path):
+            os.remove(path)
+        elif world().rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
+        return ()
+
+    return remove
 
 
 def _theirs(cell, path):
