@@ -221,6 +221,7 @@ class _Dispatched(MsDispatchMode):
                 )
             if facts_of(func.name).draws or tree_leaves(args, Traced):
                 return recorder.operator(func, args, kwargs)
+        recorder.plain_calls += not recorder.inferring
         if not recorder.inferring and func.name in ON_PLAIN_TENSORS and ms.get_context("device_target") == "CPU":
             return by_numpy(func.name, args)
         return func(*args, **kwargs)
@@ -245,6 +246,7 @@ def _set_item(recorder):
         if type(tensor) is Tensor and tree_leaves((index, value), Traced):
             recorder.adopt(tensor)[index] = value
         else:
+            recorder.plain_calls += 1
             set_item(tensor, index, value)
 
     return item

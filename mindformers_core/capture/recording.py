@@ -12,7 +12,7 @@ from mindspore import dtype as mstype
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.ops import Primitive, tensor_method
 
-from mindformers_core.capture.open_call import Held, Made, OpenCall, plain_leaf
+from mindformers_core.capture.open_call import Held, Made, OpenCall, contents_of, plain_leaf
 from mindformers_core.capture.shape_functions import inferred, without_shape
 from mindformers_core.capture.traced import CaptureError, Traced, call_site, failed_site
 from mindformers_core.dtensor.aliases import is_view, share_memory
@@ -25,6 +25,7 @@ from mindformers_core.operators import TensorMeta
 from mindformers_core.program.graph import CallNode, OperatorNode, PrimitiveUse
 from mindformers_core.program.structure import tree_leaves, tree_map
 
+_LARGE = 1 << 20  # elements of a plain tensor from which on its contents are compared after operators only
 _MESSAGE_END = re.compile(r"\n\s*-{20,}")  # the start of MindSpore's C++ stack
 
 
@@ -35,6 +36,7 @@ class Recorder:
         tree: the `CapturedTree`: it knows the names of Cells and parameters.
         open_calls: the calls that are open, innermost last.
         inferring: whether operators run unrecorded, on the meta device or on constants.
+        plain_calls: number of operators on plain tensors so far, each of which may have changed one in place.
         root: the finished `CellGraph` of the root.
     """
 
@@ -42,8 +44,9 @@ class Recorder:
         self.tree, self.root = tree, None
         self.open_calls, self._calls = [], 0
         self.inferring = self._silent = False
+        self.plain_calls = 0
         self._metas = {}  # (shape, dtype) -> meta tensor
-        self._loose = {}  # id of a plain tensor -> its stand-in
+        self._loose = {}  # id of a plain tensor -> (its stand-in, `plain_calls` when that had its contents)
 
     def hold(self, tensor, path):
         """The stand-in of a tensor at `path` of the tree, or of a tensor that the tree doesn't own (None)."""
@@ -306,10 +309,12 @@ class Recorder:
             return leaf
         if isinstance(leaf, Parameter):
             raise self.stray(leaf)
-        held = self._loose.get(id(leaf))
-        if held is None or not leaf.is_meta and not np.array_equal(held.seen, leaf.float().asnumpy(), equal_nan=True):
-            held = self._loose[id(leaf)] = self.hold(leaf, None)  # which keeps the tensor, and so its id
-            vars(held)["seen"] = None if leaf.is_meta else leaf.float().asnumpy().copy()
+        held, calls = self._loose.get(id(leaf), (None, 0))
+        is_compared = not leaf.is_meta and (calls < self.plain_calls or leaf.size < _LARGE)
+        if held is None or is_compared and not np.array_equal(held.seen, contents_of(leaf), equal_nan=True):
+            held = self.hold(leaf, None)  # which keeps the tensor, and so its id
+            vars(held)["seen"] = None if leaf.is_meta else contents_of(leaf).copy()
+        self._loose[id(leaf)] = held, self.plain_calls
         return held
 
     def adopt(self, tensor):
