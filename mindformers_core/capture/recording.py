@@ -12,7 +12,7 @@ from mindspore import dtype as mstype
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.ops import Primitive, tensor_method
 
-from mindformers_core.capture.open_call import Held, Made, OpenCall, plain_leaf
+from mindformers_core.capture.open_call import Held, Made, OpenCall, contents_of, plain_leaf
 from mindformers_core.capture.shape_functions import inferred, without_shape
 from mindformers_core.capture.traced import CaptureError, Traced, call_site, failed_site
 from mindformers_core.dtensor.aliases import is_view, share_memory
@@ -36,6 +36,7 @@ class Recorder:
         tree: the `CapturedTree`: it knows the names of Cells and parameters.
         open_calls: the calls that are open, innermost last.
         inferring: whether operators run unrecorded, on the meta device or on constants.
+        plain_writes: number of writes into plain tensors so far.
         root: the finished `CellGraph` of the root.
     """
 
@@ -44,7 +45,7 @@ class Recorder:
         self.open_calls, self._calls = [], 0
         self.inferring = self._silent = False
         self._metas = {}  # (shape, dtype) -> meta tensor
-        self._loose = {}  # id of a plain tensor -> its stand-in, its values, and the number of writes before
+        self._loose = {}  # id of a plain tensor -> its stand-in, and the number of writes before
         self.plain_writes = 0
 
     def hold(self, tensor, path):
@@ -301,12 +302,12 @@ class Recorder:
             return leaf
         if isinstance(leaf, Parameter):
             raise self.stray(leaf)
-        held, seen, writes = self._loose.get(id(leaf), (None, None, None))
+        held, writes = self._loose.get(id(leaf), (None, None))
         if writes != self.plain_writes:
-            values = np.empty(0) if leaf.is_meta else leaf.float().asnumpy().copy()
-            if held is None or not np.array_equal(seen, values, equal_nan=True):
+            if held is None or not leaf.is_meta and not np.array_equal(held.seen, contents_of(leaf), equal_nan=True):
                 held = self.hold(leaf, None)  # which keeps the tensor, and so its id
-            self._loose[id(leaf)] = held, values, self.plain_writes
+                vars(held)["seen"] = None if leaf.is_meta else contents_of(leaf).copy()
+            self._loose[id(leaf)] = held, self.plain_writes
         return held
 
     def adopt(self, tensor):
