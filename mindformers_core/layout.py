@@ -3,13 +3,28 @@
 A `Layout` gives one tensor a placement on **every** axis of a mesh. `Varying` is the whole tensor, alike on all ranks,
 but consumed by work that differs along the axis, so that its gradient is `Partial("sum")`; the idea is that of JAX's
 `shard_map` (`pvary`) and of Megatron-LM's *f* function.
+
+A dim is *strided* where axes shard it below a part that they don't shard: a batch that is merged behind a sequence.
+PyTorch's DTensor knows such cuts as `_StridedShard`.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
 
 from mindformers_core.mesh import DeviceMesh
-from mindformers_core.placement import PARTIAL_OPS, Partial, Replicate, Shard, Varying
+from mindformers_core.placement import (
+    PARTIAL_OPS,
+    Partial,
+    Replicate,
+    Shard,
+    Varying,
+    axes_in,
+    entries_shown,
+    entry_of,
+    open_mesh,
+    parts_of,
+    runs_of,
+)  # fmt: skip
 
 __all__ = ["Shard", "Replicate", "Partial", "Varying", "LayoutSpec", "layout", "Layout", "bind_layout", "PARTIAL_OPS"]
 
@@ -56,7 +71,7 @@ class LayoutSpec:
         return f"layout{self}"
 
     def __str__(self):
-        return _show_dims(["..." if entry is ... else entry for entry in self.entries])
+        return entries_shown(["..." if entry is ... else entry for entry in self.entries])
 
 
 def layout(*entries):
@@ -85,12 +100,14 @@ class Layout:
 
     Attributes:
         mesh: the `DeviceMesh`.
-        dims: for every tensor dim the axes that shard it, major to minor.
+        dims: for every tensor dim the axes that shard it, major to minor. A number among them is one of blocks that
+            lie whole on each rank: of `(4, "dp")`, a rank holds its part of each quarter. None stands at the end.
+        axes: the same, without the numbers.
         partial: pairs `(axis, op)`, in mesh order.
         varying: axes marked varying, in mesh order.
     """
 
-    __slots__ = ("mesh", "dims", "partial", "varying", "_hash")
+    __slots__ = ("mesh", "dims", "partial", "varying", "axes", "_hash")
 
     def __new__(cls, device_matrix, alias_name, rank_list=None):
         return cls.on(DeviceMesh(device_matrix, alias_name, rank_list))
@@ -132,7 +149,7 @@ class Layout:
     def placement(self, axis):
         """The placement on `axis`: `Shard(dim)`, `Partial(op)`, `Varying()` or `Replicate()`."""
         self.mesh.check_axes((axis,))
-        for dim, axes in enumerate(self.dims):
+        for dim, axes in enumerate(self.axes):
             if axis in axes:
                 return Shard(dim)
         if axis in self.varying:
@@ -147,7 +164,12 @@ class Layout:
 
     def divisor(self, dim):
         """Number of shards of tensor dim `dim`."""
-        return self.mesh.axis_size(*self.dims[dim])
+        return self.mesh.axis_size(*self.axes[dim])
+
+    @property
+    def contiguous(self):
+        """This layout with one run of elements of each dim on each rank: no dim is strided."""
+        return self.replace(dims=self.axes)
 
     def local_shape(self, global_shape, name="tensor"):
         """Shape of every rank's part of a tensor of `global_shape`.
@@ -160,9 +182,9 @@ class Layout:
                 f"{name} of shape {tuple(global_shape)} has {len(global_shape)} dims, but layout {self} has {self.ndim}"
             )
         local = []
-        for dim, (size, axes) in enumerate(zip(global_shape, self.dims)):
+        for dim, (size, entry, axes) in enumerate(zip(global_shape, self.dims, self.axes)):
             count = self.mesh.axis_size(*axes)
-            if size % count:
+            if size % (count if entry == axes else parts_of(self.mesh, entry)):
                 raise ValueError(
                     f"{name} of shape {tuple(global_shape)}: dim {dim} has size {size}, which axes {', '.join(axes)} "
                     f"of {self.mesh} would cut into {count} parts: choose a size that {count} divides, or other axes"
@@ -178,13 +200,15 @@ class Layout:
             )
         return tuple(size * self.divisor(dim) for dim, size in enumerate(local_shape))
 
+    def local_runs(self, global_shape, rank):
+        """For every dim the slices of the global tensor that `rank` holds: one, or several of a strided dim."""
+        self.local_shape(global_shape)
+        return tuple(runs_of(self.mesh, *dim, rank) for dim in zip(self.dims, global_shape))
+
     def local_slices(self, global_shape, rank):
-        """The slice of the global tensor that `rank` holds: one `slice` for every dim."""
-        slices = []
-        for size, axes in zip(self.local_shape(global_shape), self.dims):
-            start = self.mesh.group_index(rank, axes) * size
-            slices.append(slice(start, start + size))
-        return tuple(slices)
+        """The part of the global tensor that `rank` holds: one `slice` a dim; lists of `numpy.ix_` if strided."""
+        runs = self.local_runs(global_shape, rank)
+        return tuple(run for (run,) in runs) if self.dims == self.axes else open_mesh(runs)
 
     @property
     def device_matrix(self):
@@ -203,7 +227,7 @@ class Layout:
         A tuple where several axes do. This is the notation of MindSpore's distributed-training design.
         """
         names = self.mesh.axis_names
-        numbers = [tuple(len(names) - 1 - names.index(axis) for axis in axes) for axes in self.dims]
+        numbers = [tuple(len(names) - 1 - names.index(axis) for axis in axes) for axes in self.axes]
         return tuple(axes if len(axes) > 1 else axes[0] if axes else -1 for axes in numbers)
 
     def __eq__(self, other):
@@ -222,7 +246,7 @@ class Layout:
     def __str__(self):
         marks = [f"partial {op}: {axis}" for axis, op in self.partial]
         marks += [f"varying: {', '.join(self.varying)}"] if self.varying else []
-        return _show_dims(self.dims) + (f" ({'; '.join(marks)})" if marks else "")
+        return entries_shown(self.dims) + (f" ({'; '.join(marks)})" if marks else "")
 
 
 def bind_layout(declared, mesh, ndim=None, arriving=None, name="tensor"):
@@ -261,21 +285,23 @@ def bind_layout(declared, mesh, ndim=None, arriving=None, name="tensor"):
 @lru_cache(maxsize=65536)
 def _make_layout(mesh, dims, partial, varying):
     """The one `Layout` of these parts, with axes of size 1 left out; checks the axes."""
-    used = [axis for axes in dims for axis in axes] + [axis for axis, _ in partial] + list(varying)
+    used = [axis for entry in dims for axis in axes_in(entry)] + [axis for axis, _ in partial] + list(varying)
     mesh.check_axes(used)
     for axis in used:
         if used.count(axis) > 1:
-            raise ValueError(f"axis '{axis}' is used twice in one layout: {_show_dims(dims)}; an axis places one dim")
+            raise ValueError(
+                f"axis '{axis}' is used twice in one layout: {entries_shown(dims)}; an axis places one dim"
+            )
     for _, op in partial:
         Partial(op)
     order = mesh.axis_names.index
     big = {axis for axis in used if mesh.axis_size(axis) > 1}
     self = object.__new__(Layout)
-    dims = tuple(tuple(axis for axis in axes if axis in big) for axes in dims)
+    dims = tuple(entry_of(entry, big) for entry in dims)
     partial = tuple(sorted(((a, op) for a, op in partial if a in big), key=lambda pair: order(pair[0])))
     varying = tuple(sorted((axis for axis in varying if axis in big), key=order))
     parts = mesh, dims, partial, varying
-    for name, value in zip(Layout.__slots__, (*parts, hash(parts))):
+    for name, value in zip(Layout.__slots__, (*parts, tuple(map(axes_in, dims)), hash(parts))):
         object.__setattr__(self, name, value)
     return self
 
@@ -321,11 +347,3 @@ def _from_mindspore(declared):
     names = tuple(reversed(mesh.axis_names))
     numbers = [entry if isinstance(entry, (tuple, list)) else (entry,) for entry in parts["tensor_map"]]
     return Layout.on(mesh, [[names[number] for number in entry if number >= 0] for entry in numbers])
-
-
-def _show_dims(dims):
-    shown = [
-        axes if isinstance(axes, str) else "(" + ", ".join(axes) + ")" if len(axes) > 1 else "".join(axes)
-        for axes in dims
-    ]
-    return "[" + ", ".join(entry or "-" for entry in shown) + "]"

@@ -9,6 +9,8 @@ from mindformers_core.checkpoint.parts import Part, Ranks
 from mindformers_core.checkpoint.regions import inside, local_box, shape_of
 from mindformers_core.checkpoint.save import save
 from mindformers_core.checkpoint.slices import FileLayer
+from mindformers_core.layout import Layout
+from mindformers_core.mesh import DeviceMesh
 
 BITS = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16, "int64": np.uint64, "bool": np.uint8}
 
@@ -138,3 +140,64 @@ def random_tensors(rng, shapes, group="model"):
         bits = rng.integers(0, np.iinfo(BITS[dtype]).max, shape, BITS[dtype], endpoint=True)
         found[group, name] = dtype, bits
     return found
+
+
+class FailingFiles(QuickFiles):
+    """Fails at the call with a number, among those that change the disk; `crash` makes all later calls fail as well."""
+
+    def __init__(self, number, error, crash):
+        self.__dict__.update(left=[number], error=error, crash=crash)
+
+    def _count(self):
+        self.left[0] -= 1
+        if self.left[0] == 0 or (self.crash and self.left[0] < 0):
+            raise self.error
+
+
+for _name in ("make_folder", "resize", "write", "sync", "rename", "remove"):
+
+    def _call(self, *arguments, _name=_name):
+        self._count()
+        return getattr(QuickFiles, _name)(self, *arguments)
+
+    setattr(FailingFiles, _name, _call)
+
+
+SHAPES = {  # a column weight, a row weight, one of three dims, a small one, a scalar, one on two stages
+    "layers.0.column": (8, 12),
+    "layers.1.row": (12, 8),
+    "layers.0.kernel": (4, 8, 4),
+    "layers.1.norm": (12,),
+    "layers.0.scale": (),
+    "embed": (16, 4),
+}
+MESHES = {  # (pp, dp, tp), ZeRO shards over dp
+    "one": ((1, 1, 1), False),
+    "dp": ((1, 4, 1), False),
+    "zero": ((1, 4, 1), True),
+    "tp": ((1, 1, 4), False),
+    "dp_tp": ((1, 2, 2), False),
+    "zero_tp": ((1, 2, 2), True),
+    "pp_tp": ((2, 1, 2), False),
+    "pp_zero_tp": ((2, 2, 2), True),
+}
+
+
+def state_on(tensors, name):
+    """The tensors on a mesh of `MESHES`: stage 0 has layers.0, stage 1 layers.1, both have `embed`."""
+    sizes, is_sharded = MESHES[name]
+    mesh = DeviceMesh(sizes, ("pp", "dp", "tp"))
+    stages = [mesh.sub_mesh(("dp", "tp"), rank) for rank in range(0, mesh.size, mesh.size // sizes[0])]
+    layouts = {}
+    for group, path in tensors:
+        shape, zero = SHAPES[path], ("dp",) if is_sharded else ()
+        dims = {"layers.0.column": (("tp", *zero), ()), "layers.1.row": (zero, ("tp",)), "embed": (("tp",), zero)}
+        dims |= {"layers.0.kernel": ((), ("tp",), zero)}
+        on = stages if path == "embed" else [stages[-1 if path.startswith("layers.1") else 0]]
+        layouts[group, path] = [Layout.on(stage, dims.get(path, ((),) * len(shape))) for stage in on]
+    return State(tensors, layouts)
+
+
+def tensors(seed=0):
+    rng = np.random.default_rng(seed)
+    return random_tensors(rng, SHAPES) | random_tensors(rng, SHAPES, "optimizer")

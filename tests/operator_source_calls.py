@@ -12,7 +12,8 @@ SMALL = X / 4
 WITHOUT_KERNEL = (
     "AddcdivExt", "AddcmulExt", "BitwiseNot", "Clone", "EluExt", "Embedding", "EqualExt", "FloorDivScalar",
     "FuncDropoutExt", "GeluExt", "LayerNormExt", "LeakyReLUExt", "LinalgVectorNorm", "LogSigmoid", "LogSoftmaxExt",
-    "ConstantPadND", "DiagExt", "FlashAttentionScore",
+    "ConstantPadND", "DiagExt", "FlashAttentionScore", "FusedInferAttentionScore", "IncreFlashAttention",
+    "PromptFlashAttention", "SpeedFusionAttention",
     "MishExt", "OneHotExt", "OnesLikeExt", "RmsNorm", "Roll", "RotaryPositionEmbedding", "SeLUExt", "StackExt",
     "StdMean", "Swiglu", "Take", "VarMean", "ZerosLikeExt", *image_calls.WITHOUT_KERNEL,
     "StdMean", "Swiglu", "Take", "VarMean", "ZerosLikeExt", *scatter_calls.WITHOUT_KERNEL,
@@ -135,6 +136,9 @@ def _attention(query, *_):
     return np.zeros((2, 4, 4, 8)), np.zeros((2, 4, 4, 8)), np.zeros(1), np.zeros_like(query)
 
 
+QKV = [f(2, 4, 64), f(2, 4, 32), f(2, 4, 32)]
+LISTS = [f(2, 1, 64), [f(2, 4, 32)], [f(2, 4, 32)]]
+
 MORE_CALLS = [
     *(Call(name, [SMALL], function) for name, function in _UNARY.items()),
     *(Call(name, [POSITIVE], function) for name, function in _OF_POSITIVE.items()),
@@ -230,6 +234,20 @@ MORE_CALLS = [
         "SparseSoftmaxCrossEntropyWithLogits", [X, ints(8, 4)], lambda x, at: _cross_entropy(x, np.eye(8)[at])[0].mean()
     ),
     Call("FlashAttentionScore", [f(2, 4, 64), f(2, 4, 32), f(2, 4, 32), *[None] * 7, 4, 1.0, 0.25], _attention),
+    Call(
+        "PromptFlashAttention", [*QKV, *[None] * 9, 4, 1.0, 2**31 - 1, 0, 0, 2, 0, 1],
+        lambda query, *_: np.zeros_like(query),
+    ),
+    Call("IncreFlashAttention", [*LISTS, *[None] * 12, 4, 0, 1.0, 2, 0, 1], lambda query, *_: np.zeros_like(query)),
+    Call(
+        "FusedInferAttentionScore",
+        [*LISTS, *[None] * 21, 4, 1.0, 2**31 - 1, 2**31 - 1, 0, 2, 0, 1, 0, 0, False, 0, 0],
+        lambda query, *_: (np.zeros_like(query), np.zeros(1)),
+    ),
+    Call(
+        "SpeedFusionAttention", [*QKV, 4, 0, np.int64(1), np.int64(1), None, None, None, 1.0, 1.0],
+        lambda query, *_: (np.zeros_like(query), *_attention(query)[:2], np.zeros(0), *[np.int64(0)] * 3),
+    ),
     Call("Dropout", [X, 1.0, 0, 0], lambda x, *_: x),
     Call("FuncDropoutExt", [X, 0.5, True, False, np.int64(1), np.int64(1)], lambda x, *_: x),
 ]

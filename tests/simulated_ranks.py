@@ -26,7 +26,7 @@ def distribute(value, layout, rng):
 
 def _place(layout, rank):
     """Where `rank` stands along the axes that shard: ranks of one place hold the same slice."""
-    return layout.mesh.coordinate(rank, tuple(axis for axes in layout.dims for axis in axes))
+    return layout.mesh.coordinate(rank, tuple(axis for axes in layout.axes for axis in axes))
 
 
 def _terms(value, number, ops, averaged, rng):
@@ -61,6 +61,8 @@ def collect(local, layout, shape):
 
 def run_forward(step, local):
     """What every rank holds after `step`."""
+    if step.kind == "view":
+        return {rank: part.reshape(step.to_shape) for rank, part in local.items()}
     result = {}
     for ranks in step.source.mesh.groups(step.axes):
         result.update(zip(ranks, forward(step, ranks, [local[rank] for rank in ranks]), strict=True))
@@ -69,6 +71,8 @@ def run_forward(step, local):
 
 def run_backward(step, grads, inputs):
     """Gradients of the step's inputs, from those of its outputs; `inputs` is what went in forward."""
+    if step.kind == "view":
+        return {rank: part.reshape(step.shape) for rank, part in grads.items()}
     result = {}
     for ranks in step.source.mesh.groups(step.axes):
         members = [[tensors[rank] for rank in ranks] for tensors in (grads, inputs)]

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from in_place_models import Sharing
+from launch import ROOT
 from mindspore import Parameter, Tensor, mint, nn, ops
 from small_cells import cell_of
 from written_models import MODELS, Residual, batches, built
@@ -13,6 +14,9 @@ from mindformers_core.capture.traced import CaptureError
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.program.structure import tree_map
+from mindformers_core.trainer.recipe_loader import load_recipe
+from mindformers_core.trainer.verifying import verify_recipe
+from mindformers_core.zero import hsdp
 
 MESH, F = DeviceMesh((2, 2), ("dp", "tp")), mint.nn.functional
 X, Y = (np.random.default_rng(seed).normal(size=(4, 8)).astype(np.float32) for seed in range(2))
@@ -193,3 +197,51 @@ def test_what_runs_again_reads_the_old_value():
 
     check = verify(make, MESH, Tensor(X), Tensor(Y))
     assert not check.faults, check.report()
+
+
+class Loss(nn.Cell):
+    """The mean square of a written model's result."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.net = built(kind)
+
+    def construct(self, x):
+        return ops.square(self.net(x)).mean()
+
+
+def _split(**settings):
+    cell = shard(Loss(Residual).set_train(), MESH, plan={"": {"input": MODELS["batch norm"][1][""]["input"]}})
+    return hsdp(cell, shard_size=2, **settings)
+
+
+def test_micro_steps_of_hsdp_write_in_their_order():
+    check = verify(lambda: _split(accumulate_grad_step=2), MESH, Tensor(batches()[0]))
+    assert not check.faults, check.report()
+    first, second = (check.truth.written[0, step, 0]["net.norm.moving_mean"] for step in range(2))
+    assert not np.allclose(first, second)
+
+
+def test_hsdp_refuses_parameters_of_which_it_updates_a_copy():
+    with pytest.raises(CaptureError, match="'net.norm.moving_mean' is written by a Cell, and hsdp.*threshold"):
+        verify(lambda: _split(optimizer_level="level3", threshold=0), MESH, Tensor(batches()[0]))
+
+
+MESHES = {
+    "pipeline": (
+        "parallelism.pipeline_parallel=2",
+        "parallelism.pipeline_parallel_microbatch_size=2",
+        "parallelism.data_parallel_shard=1",
+    ),
+    "ZeRO 3 and recompute": ("parallelism.zero_level=3", "recompute.full=true"),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_recipes_write_as_one_card_does(name):
+    """Micro-batches in their order, and what runs again once."""
+    given = ("training.local_batch_size=8", "training.global_batch_size=32", "model.name=normalised_model:CLASSIFIER")
+    check = verify_recipe(load_recipe(str(ROOT / "examples" / "own_model.yaml"), [*given, *MESHES[name]]))
+    assert not check.faults, check.report()
+    states = [state["blocks.1.norm.moving_mean"] for state in check.truth.written.values()]
+    assert len(states) > 1 and not np.allclose(states[0], states[1])

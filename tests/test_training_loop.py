@@ -70,8 +70,8 @@ def rows_of(folder):
 
 def saved_tensors(folder):
     """All tensors of the last checkpoint of a run, of weights and moments, by name."""
-    return {name: array for path in (folder / "checkpoint/step_6").rglob("*.safetensors") for name, array in
-            load_file(path).items()}  # fmt: skip
+    paths = (folder / "checkpoint/step_6").rglob("*.safetensors")
+    return {name: array for path in paths for name, array in load_file(path).items()}
 
 
 @pytest.mark.ranks
@@ -156,10 +156,8 @@ def test_a_checkpoint_that_cannot_be_saved(run, tmp_path, capsys, on_error):
     """One line, and the run ends or goes on, as the recipe says."""
     (tmp_path / "a").mkdir()
     (tmp_path / "a/checkpoint").touch()
-    overrides = (
-        "training.steps=2", "checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=1",
-        f"training.output_dir={tmp_path / 'a'}", f"train_dataset.cache_dir={tmp_path / 'cache'}",
-    )  # fmt: skip
+    overrides = ["training.steps=2", "checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=1"]
+    overrides += [f"training.output_dir={tmp_path / 'a'}", f"train_dataset.cache_dir={tmp_path / 'cache'}"]
     code = main(["train", "--config", ONE_RANK, *SMALL, *overrides, f"checkpoint.on_error={on_error}"])
     captured = capsys.readouterr()
     lines = captured.err.splitlines() if on_error == "end" else captured.out.splitlines()

@@ -9,6 +9,7 @@ from math import prod
 
 from mindformers_core.analysis.algorithms import algorithm_steps
 from mindformers_core.operators.registry import facts_of
+from mindformers_core.placement import axes_in
 from mindformers_core.program.graph import CallNode
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
@@ -38,7 +39,7 @@ def operations(place, algorithm=None):
     if isinstance(entry, CallPlan):
         return _whole_operations(entry.node.graph)
     axes_of, mesh = entry.axes_of, place.frame.mesh
-    sizes = {f: size // mesh.axis_size(*axes_of.get(f, ())) for f, size in entry.signature.sizes.items()}
+    sizes = {f: size // mesh.axis_size(*axes_in(axes_of.get(f, ()))) for f, size in entry.signature.sizes.items()}
     inputs = [layout.local_shape(value.shape) for value, layout in entry.consumed]
     own = _computed(entry.node.operator, sizes, inputs, entry.local_shapes, may_view=entry.algorithm is None)
     if entry.algorithm is None:
@@ -62,7 +63,7 @@ def _step_operations(step, device):
     name, nbytes = step.forward
     if name in COLLECTIVES:
         return device.operations_of(step.axes, nbytes)
-    return 0 if name == "identity" else prod(step.output_shape)
+    return 0 if name in ("identity", "view") else prod(step.output_shape)
 
 
 def _whole_operations(graph):

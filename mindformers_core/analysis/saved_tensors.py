@@ -15,7 +15,7 @@ from mindformers_core.analysis.views import gives_its_input, is_cast_to_its_dtyp
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.operators.registry import NO_GRADIENT, facts_of
 from mindformers_core.operators.saved import UNMEASURED
-from mindformers_core.operators.views import contiguous_strides
+from mindformers_core.operators.views import contiguous_strides, reshaped
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.redistribution.steps import STEP_KINDS
@@ -209,7 +209,11 @@ class _TraceBuilder:
             self.trace.runs.append(run)
             kind = STEP_KINDS[step.kind].runs(step.op)[0]
             views = {"identity": tensor.is_view, "slice": True}
-            how = (tensor.strides, tensor, views[kind]) if kind in views else ()
+            strides = tensor.strides
+            if step.to_shape is not None:
+                (strides,) = reshaped(None, (), {}, tensor.shape, strides, [step.to_shape])
+                views["view"] = True
+            how = (strides, tensor, views[kind]) if kind in views and strides is not None else ()
             moved = self.made(run, tensor.value, step.output_shape, tensor.requires_grad, *how)
             counts_holders = step.op in _EXTREMES and kind not in views
             run.saved.extend([tensor, moved] if tensor.requires_grad and counts_holders else [])

@@ -13,8 +13,6 @@ import numpy as np
 from mindformers_core.checkpoint.regions import shape_of
 from mindformers_core.splitmix import GOLDEN, mixed
 
-__all__ = ["MODULUS", "checksum"]
-
 MODULUS = 2**64
 _BLOCK = 1 << 16  # elements of a row whose weights are kept at a time
 

@@ -2,8 +2,6 @@
 
 import numpy as np
 
-__all__ = ["convert"]
-
 
 def convert(array, dtype, wanted):
     """Convert floats to the nearest ones of another dtype, ties to even.

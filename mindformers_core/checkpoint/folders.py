@@ -6,8 +6,6 @@ import re
 from mindformers_core.checkpoint.index import CHECKSUMS, CONFIG, MODEL_INDEX
 from mindformers_core.checkpoint.slices import FileLayer
 
-__all__ = ["INCOMPLETE", "REPLACED", "find_checkpoint", "prune", "step_folder"]
-
 INCOMPLETE, REPLACED = ".incomplete", ".replaced"  # ends of the names of folders that aren't, or are old, checkpoints
 _STEP = re.compile(rf"step_(\d+)({re.escape(REPLACED)})?")
 

@@ -3,8 +3,6 @@
 import dataclasses
 from fnmatch import fnmatchcase
 
-__all__ = ["check_config", "config_document", "ignored_tensors", "model_section", "tensor_name"]
-
 _DTYPE_KEYS = ("torch_dtype", "dtype")
 _OF_TRAINING = (*_DTYPE_KEYS, "initializer_range")  # a checkpoint's tensors don't depend on them, or are converted
 

@@ -13,11 +13,6 @@ from types import MappingProxyType
 
 from mindformers_core.dtypes import ITEM_BYTES
 
-__all__ = [
-    "CHECKSUMS", "CONFIG", "DATA_BYTES", "FORMAT", "GROUPS", "MODEL_INDEX", "STATE", "Placed", "TensorFile", "crc_of",
-    "encode_json", "encode_sealed", "open_sealed", "place_tensors", "read_header", "weight_map",
-]  # fmt: skip
-
 FORMAT = 1
 CHECKSUMS, CONFIG, STATE, MODEL_INDEX = "checksums.json", "config.json", "state.json", "model.safetensors.index.json"
 GROUPS = MappingProxyType({"model": "model", "optimizer": "optimizer/optimizer"})  # group of tensors -> start of paths

@@ -24,8 +24,6 @@ from mindformers_core.checkpoint.regions import inside, overlap, volume
 from mindformers_core.checkpoint.slices import FileLayer, opened, read_all, read_box, read_file
 from mindformers_core.hints import nearest
 
-__all__ = ["Checkpoint", "LoadReport", "check_checksums", "load", "open_checkpoint"]
-
 
 @dataclass(frozen=True)
 class Checkpoint:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from mindformers_core.checkpoint.regions import balanced, cells, split, volume
 from mindformers_core.dtypes import ITEM_BYTES
 
-__all__ = ["PIECE_BYTES", "Part", "Ranks", "divide", "on_all_ranks", "parts_of_all", "tensors_of"]
-
 PIECE_BYTES = 2**24  # that a rank writes, with a checksum, at most
 _ERRORS = {kind.__name__: kind for kind in (ValueError, FileNotFoundError, PermissionError, OSError)}
 

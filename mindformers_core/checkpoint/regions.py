@@ -7,8 +7,6 @@ from bisect import bisect_left, bisect_right
 from itertools import product
 from math import prod
 
-__all__ = ["balanced", "cells", "inside", "local_box", "overlap", "runs", "shape_of", "split", "volume", "whole"]
-
 
 def whole(shape):
     """The box of a whole tensor."""

@@ -28,8 +28,6 @@ from mindformers_core.checkpoint.regions import inside
 from mindformers_core.checkpoint.slices import FileLayer, opened, write_all, write_box, write_file
 from mindformers_core.hints import bytes_shown
 
-__all__ = ["Piece", "SaveError", "SavePlan", "commit", "plan_save", "prepare", "save", "write_pieces"]
-
 
 class SaveError(OSError):
     """A checkpoint couldn't be saved; earlier ones are as before."""

@@ -9,8 +9,6 @@ import numpy as np
 
 from mindformers_core.checkpoint.regions import runs, shape_of, volume
 
-__all__ = ["FileLayer", "opened", "read_all", "read_box", "read_file", "write_all", "write_box", "write_file"]
-
 _FLAGS = {"read": os.O_RDONLY, "write": os.O_WRONLY, "make": os.O_WRONLY | os.O_CREAT | os.O_TRUNC}
 _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 

@@ -8,8 +8,6 @@ from mindformers_core.checkpoint.regions import local_box, shape_of, whole
 from mindformers_core.communication.tensor_bytes import numpy_dtype
 from mindformers_core.dtensor.move import dtype_name
 
-__all__ = ["fill_parameter", "model_parts", "optimizer_parts", "values_of"]
-
 
 def model_parts(cells, rank, file_name=lambda path: path):
     """The `Part`s of the weights, trained or not, of Cells: a dict, `Part` -> Parameter.

@@ -14,7 +14,7 @@ from mindspore import nn, ops
 from mindformers_core.communication.backend_cpu import CpuCollective
 from mindformers_core.communication.backend_native import NativeCollective
 from mindformers_core.communication.groups import make_group
-from mindformers_core.communication.local import Alias, Identity, Keep, Pad, Scale, Slice, SliceOfGradient
+from mindformers_core.communication.local import Alias, Identity, Keep, Pad, Reshape, Scale, Slice, SliceOfGradient
 from mindformers_core.communication.raw import RawCollective
 from mindformers_core.communication.simulated import SimulatedCollective
 from mindformers_core.communication.world import world
@@ -25,7 +25,7 @@ from mindformers_core.redistribution.steps import EXTREMES
 __all__ = [
     "AllGather", "AllGatherVarying", "AllReduce", "AllReduceVarying", "AllToAll", "Broadcast", "Collective",
     "MarkVarying", "PadToPartial", "Permute", "ReduceScatter", "SliceToShard", "SliceVarying", "ToPartial",
-    "ToPartialVarying", "UnmarkVarying",
+    "ToPartialVarying", "UnmarkVarying", "View",
 ]  # fmt: skip
 
 _MOST_FORWARD = 4096  # calls of one collective whose gradients are to come
@@ -221,6 +221,13 @@ class PadToPartial(Collective):
         super().__init__(Pad(group, dim), SliceOfGradient(group, dim))
 
 
+class View(Collective):
+    """The same elements of a rank in other dims: a reshape both ways. Sends nothing."""
+
+    def __init__(self, mesh, axes, shape, to_shape):
+        super().__init__(Reshape(to_shape), Reshape(shape))
+
+
 def _raw(kind, group, *arguments):
     """The collective of a kind over `group` by the world's backend; an identity over one rank."""
     if group.size == 1:
@@ -242,7 +249,7 @@ def _route(mesh, group, source, target):
     """Place in `group` of the rank whose part in `target` is this rank's part in `source`."""
 
     def held(rank, layout):
-        return [mesh.group_index(rank, axes) for axes in layout.dims]
+        return [mesh.group_index(rank, axes) for axes in layout.axes]
 
     mine = held(group.ranks[group.index], source)
     places = [place for place, rank in enumerate(group.ranks) if held(rank, target) == mine]

@@ -68,6 +68,17 @@ class Alias(Identity):
         return ops.stop_gradient(x)
 
 
+class Reshape(_Local):
+    """The elements in dims of these sizes."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape = shape
+
+    def construct(self, x):
+        return ops.reshape(x, self.shape)
+
+
 class Slice(_Local):
     """This rank's part along `dim`."""
 

@@ -8,8 +8,6 @@ from mindspore import Tensor
 from mindformers_core.communication.communicator import communicator
 from mindformers_core.communication.world import world
 
-__all__ = ["gather_values"]
-
 
 def gather_values(mesh, value):
     """The values of all ranks of a mesh, a dict, rank -> value; all these ranks call this.

@@ -23,6 +23,7 @@ _BLOCK = 1 << 18  # elements that are converted at once
 def digest(array, starts):
     """The digest of a part of a tensor, whose first element has the global position `starts`: `COLUMNS` numbers.
 
+    Where a dim has several runs of elements (it is strided), its entry in `starts` has the first position of each.
     The innermost dim of float32 is projected in float32, with an error of about half its unit of rounding.
     """
     found = np.zeros(COLUMNS)
@@ -72,8 +73,8 @@ def sign(shape, starts, seed):
 
 @lru_cache(maxsize=512)
 def _factors(dim, start, size):
-    """The weights' factors for `size` indices of a dim from `start` on, (size, PROJECTIONS)."""
-    index = np.arange(start, start + size, dtype=np.uint64)[:, None]
+    """The weights' factors for `size` indices of a dim, from `start` on or in as long runs, (size, PROJECTIONS)."""
+    index = np.add.outer(start, np.arange(size // np.size(start))).reshape(-1, 1).astype(np.uint64)
     bits = mixed(index * np.uint64(64) + np.arange(PROJECTIONS, dtype=np.uint64))
     bits = mixed(bits ^ np.uint64((dim + 1) * GOLDEN % 2**64))
     magnitude = _SMALLEST + (_LARGEST - _SMALLEST) * ((bits >> np.uint64(12)).astype(np.float64) / 2.0**52)

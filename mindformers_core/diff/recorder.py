@@ -130,11 +130,14 @@ class DigestRecorder(ProgramObserver):
         return value, self._entry("gradient", name, gradient_layout(layout)) if is_made else None
 
     def _make_entry(self, what, name, layout, moved=None):
-        """`(number of the row in the table, expected local shape, global position of its first element)`."""
+        """`(number of the row in the table, expected local shape, global positions of its first elements)`."""
         self._table["rows"].append((what, name, layout_text(layout), moved))
         shape = self._table["facts"][name]["shape"]
-        slices = [slice(0, size) for size in shape] if layout is None else layout.local_slices(tuple(shape), self.rank)
-        return len(self._table["rows"]) - 1, tuple(s.stop - s.start for s in slices), tuple(s.start for s in slices)
+        local, starts = tuple(shape), (0,) * len(shape)
+        if layout is not None:
+            starts = tuple(tuple(run.start for run in runs) for runs in layout.local_runs(local, self.rank))
+            local = layout.local_shape(local)
+        return len(self._table["rows"]) - 1, local, starts
 
 
 def perturb(parameters, seed, rank):

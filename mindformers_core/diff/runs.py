@@ -93,7 +93,7 @@ def assembled(layout, terms):
     """Rank -> digest of a whole tensor, for every set of ranks that hold all its terms, rank -> digest, together."""
     if layout is None:
         return dict(terms)
-    axes = [*chain(*layout.dims), *(axis for axis, _ in layout.partial)]
+    axes = [*chain(*layout.axes), *(axis for axis, _ in layout.partial)]
     divisor = layout.mesh.axis_size(*[axis for axis, op in layout.partial if op == "avg"])
     found = {}
     for rank in sorted(terms):

@@ -24,6 +24,7 @@ from mindformers_core.dtensor.move import device_model, dtype_name, redistribute
 from mindformers_core.layout import Layout
 from mindformers_core.operators import TensorMeta, resolve, signature_of, tensor_meta
 from mindformers_core.operators.registry import facts_of, rule_attributes
+from mindformers_core.placement import axes_in
 from mindformers_core.program.structure import tree_leaves, tree_map
 
 __all__ = ["Dispatcher", "attributes_of", "read_numbers"]
@@ -292,7 +293,7 @@ def _algorithm(name, signature, resolution, mesh, metas, outputs):
             f"operator '{name}' asks for the algorithms {sorted(needed)}; "
             f"there is one at a time of {sorted(ALGORITHMS)}"
         )
-    axes = tuple(axis for factor in sharded for axis in resolution.axes_of[factor])
+    axes = tuple(axis for factor in sharded for axis in axes_in(resolution.axes_of[factor]))
     shapes = tuple(meta.shape for meta in metas)
     output = resolution.outputs[0], outputs[0]
     context = ShardContext(mesh, axes, resolution.inputs, shapes, halos=signature.halos, output=output)

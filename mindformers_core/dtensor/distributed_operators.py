@@ -20,7 +20,13 @@ from mindspore import dtype as mstype
 
 from mindformers_core.communication import world
 from mindformers_core.dtensor.draws import DISTRIBUTIONS
-from mindformers_core.dtensor.dropout import counters, dropout_with_mask, functional_dropout, next_random_state
+from mindformers_core.dtensor.dropout import (
+    attention_with_dropout,
+    counters,
+    dropout_with_mask,
+    functional_dropout,
+    next_random_state,
+)  # fmt: skip
 from mindformers_core.dtensor.halo import windows, windows_with_index
 from mindformers_core.dtensor.lookups import LOOKUPS, found_here, zero_where
 from mindformers_core.dtensor.moments import group_norm
@@ -85,7 +91,7 @@ class ShardContext:
 
     def part(self, dim):
         """Number and count of this rank's part of a dim of the first input, as far as it is cut."""
-        axes = self.layouts[0].dims[dim]
+        axes = self.layouts[0].axes[dim]
         return self.mesh.group_index(self._rank, axes), self.mesh.axis_size(*axes)
 
     def within(self, axes):
@@ -323,6 +329,7 @@ ALGORITHMS = {
     "band": band,
     "trace": trace,
     "logsumexp": _log_sum_exp,
+    "attention_dropout": attention_with_dropout,
     "dropout": dropout_with_mask,
     "func_dropout": functional_dropout,
     "all": partial(_all_or_any, "min"),

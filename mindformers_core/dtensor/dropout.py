@@ -7,6 +7,7 @@ integers and strings" (arXiv 1504.06804, section 3): two sums and one product an
 """
 
 import math
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -14,11 +15,13 @@ from mindspore import Tensor, ops
 from mindspore import dtype as mstype
 from mindspore.common.generator import default_generator
 
+from mindformers_core.operators.rules.attention import key_length
 from mindformers_core.splitmix import GOLDEN
 
 __all__ = [
     "STEP",
     "WITHOUT_SEEDS",
+    "attention_with_dropout",
     "connect_generator",
     "counters",
     "dropout_with_mask",
@@ -68,6 +71,20 @@ def functional_dropout(_, args, context):
     """`FuncDropoutExt`: the same without the mask; given the probability of dropping, and the random state."""
     x, probability, _, _, seed, offset = args
     return _dropped(x, 1.0 - probability, seed, offset, context)[0]
+
+
+def attention_with_dropout(operator, args, context):
+    """`FlashAttentionScore` with a mask of the scores that stay: bit i of a byte is that of the i-th key of eight.
+
+    A mask (batch, heads, rows, columns / 8) is drawn in eight draws, one for each bit, by global position.
+    """
+    (layout, shape), (seed, offset) = context.output, context.next_random_state()
+    whole = *shape[:-1], key_length(args) // 8
+    cut, mask = replace(context, output=(layout, whole)), 0
+    for bit in range(8):  # a draw moves the generator by more than these
+        stays = ops.less_equal(uniform_bits(seed, offset + bit, cut, cut.local_shape), _threshold(args[11]))
+        mask = ops.cast(stays, mstype.int32) * (1 << bit) + mask
+    return operator(*args[:4], ops.cast(mask, mstype.uint8), *args[5:])
 
 
 def _dropped(x, keep_probability, seed, offset, context):

@@ -275,7 +275,7 @@ class _Tree:
     def _layout(self, shape, local_shape, layout):
         """A shape with sharded dims as chips, followed by chips for partial and varying axes."""
         dims = []
-        for dim, (size, local, axes) in enumerate(zip(shape, local_shape, layout.dims)):
+        for dim, (size, local, axes) in enumerate(zip(shape, local_shape, layout.axes)):
             names = escape(", ".join(axes))
             title = f"dim {dim}: {size} over {', '.join(axes)} = {local}"
             cut = f"{size}→{local}<small>{names}</small>"

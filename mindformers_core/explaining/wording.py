@@ -11,6 +11,7 @@ MARKS = {  # what a step does that is local, in words
     "mask": "zeros but on the first rank",
     "scale": "scaled",
     "identity": "nothing",
+    "view": "viewed in other dims",
 }
 _MANY = 5  # operators of one line that come together
 
@@ -52,7 +53,7 @@ def call_path(path, child):
 def step_shown(entry):
     """The operations of one `StepEntry`: `(forward, backward)`, as `("all_gather dim 1 over tp, 16 KiB", "slice")`."""
     step, (name, count) = entry.step, entry.step.forward
-    over = f"over {', '.join(step.axes)}"
+    over = f"over {', '.join(step.axes)}" if step.axes else ""
     places = "" if step.dim is None else f" dim {step.dim}" + ("" if step.to_dim is None else f" to {step.to_dim}")
     if step.kind == "mark_varying":
         forward = f"marked varying {over}"

@@ -215,7 +215,8 @@ class FunctionSource:
             expression = f"{self.parts.collective(step)}({expression})"
         if dtype == "bool":
             expression = f"ops.cast({expression}, ms.bool_)"
-        stem, after = source.rpartition(".")[2].partition("[")[0], _AFTER[steps[-1].kind.removesuffix("_varying")]
+        *_, last = (step.kind for step in steps if step.kind != "view")  # a view is around other steps
+        stem, after = source.rpartition(".")[2].partition("[")[0], _AFTER[last.removesuffix("_varying")]
         variable = self._assign(f"{stem}_{after}", expression, communicates=True)
         self.body[-1] += f"  # {comment}"
         self.sites.append((len(self.body) - 1, self.place))

@@ -224,7 +224,7 @@ def collective_source(step, number=0):
 def collective_name(step):
     """The name of the Cell of a `Step`: `all_gather_tp_dim_1`, `reduce_scatter_dp_tp_dim_0_avg`.
 
-    Different permutes over the same axes have the same name.
+    Different permutes over the same axes have the same name, and so have views.
     """
     shown = {"dim": "dim_{}", "to_dim": "to_{}", "op": "{}"}
     attributes = [(name, value) for name, value in collective_attributes(step).items() if name in shown]

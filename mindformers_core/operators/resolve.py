@@ -11,7 +11,10 @@ from itertools import product
 
 from mindformers_core.layout import Layout
 from mindformers_core.operators.signature import Signature, tensor_meta
+from mindformers_core.placement import axes_in, entry_of, merged_entry, parts_of, split_entry
 from mindformers_core.redistribution import plan_redistribution
+
+_WITHOUT_POSITIONS = ("mean", "max", "min", "logsumexp", "softmax", "log_softmax", "softmax_cross_entropy")
 
 __all__ = ["OperatorCall", "Resolution", "alternatives", "checked_outputs", "repeated", "resolve", "undivided"]
 
@@ -23,7 +26,7 @@ class Resolution:
     Attributes:
         inputs: the layout that every tensor input must have.
         outputs: the layout that every output then has.
-        axes_of: for every factor the axes that shard it, major to minor.
+        axes_of: for every factor the axes that shard it, major to minor, as an entry of `Layout.dims`.
         cost: seconds of redistribution by the device model, forward and backward.
         carried: axis -> (inputs, op): partial sums that pass through, and the inputs that bring them.
         marked: further axes on which the inputs are marked as varying. Default: none.
@@ -130,24 +133,25 @@ def _choices(call, arriving):
 
 def _given(meta, layout):
     """The meta of an input in its required layout; varying marks remain."""
-    used = {axis for axes in layout.dims for axis in axes} | set(dict(layout.partial))
+    used = {axis for axes in layout.axes for axis in axes} | set(dict(layout.partial))
     whole = [axis for axis in meta.layout.varying if axis not in used]
     return tensor_meta(meta.shape, meta.dtype, layout.replace(varying=whole), not meta.differentiable)
 
 
 def _factor_axes(signature, dims, layout):
-    """Factor -> axes that shard it in an input of this layout; without axes that span several factors."""
+    """Factor -> its entry in an input of this layout (see `Layout.dims`); without axes that span several factors."""
     cut = {}
-    for factors, axes in zip(dims, layout.dims):
-        rest = list(axes)
-        for factor in factors:
-            taken = 1
-            while rest and signature.sizes[factor] % (taken * layout.mesh.axis_size(rest[0])) == 0:
-                taken *= layout.mesh.axis_size(rest[0])
-                cut.setdefault(factor, []).append(rest.pop(0))
-            if taken != signature.sizes[factor]:
-                break
+    for factors, entry in zip(dims, layout.dims):
+        entries, _ = split_entry(layout.mesh, entry, [signature.sizes[factor] for factor in factors])
+        for factor, own in zip(factors, entries):
+            if own:
+                cut[factor] = own if _may_stride(signature, factor) else axes_in(own)
     return cut
+
+
+def _may_stride(signature, factor):
+    """Whether an operator computes the same on a strided factor: nothing in it depends on positions along the dim."""
+    return signature.run is None and signature.distributed.get(factor) in (None, *_WITHOUT_POSITIONS)
 
 
 def undivided(signature, dims, source, target):
@@ -158,7 +162,7 @@ def undivided(signature, dims, source, target):
         dims: the input's entry in it.
         source, target: the layouts of the input before and after its redistribution.
     """
-    for dim, (factors, axes, kept) in enumerate(zip(dims, source.dims, target.dims)):
+    for dim, (factors, axes, kept) in enumerate(zip(dims, source.axes, target.axes)):
         lost = [axis for axis in axes if axis not in kept]
         sizes = [signature.sizes[factor] for factor in factors]
         if lost and len(sizes) > 1 and sizes[0] % source.mesh.axis_size(*axes):
@@ -201,19 +205,19 @@ def _candidate(call, axes_of, carried, limit, marked=frozenset()):
 
 def _placed(signature, metas, mesh, axes_of, carried, marked=frozenset()):
     """The layouts that a choice requires of the inputs, and the resulting layouts of the outputs."""
-    reduced = {axis: op for factor, op in signature.reduced.items() for axis in axes_of.get(factor, ())}
-    active = {axis for axes in axes_of.values() for axis in axes} | set(carried) | marked
+    reduced = {axis: op for factor, op in signature.reduced.items() for axis in axes_in(axes_of.get(factor, ()))}
+    active = {axis for entry in axes_of.values() for axis in entry} | set(carried) | marked
     active |= {axis for meta in metas if meta.differentiable for axis in meta.layout.varying}
     inputs = []
     for index, (dims, meta) in enumerate(zip(signature.inputs, metas)):
         terms = {axis: op for axis, (group, op) in carried.items() if index in group}
         terms |= reduced if index in signature.added else {}
-        inputs.append(_place(mesh, dims, axes_of, terms, active if meta.differentiable else ()))
+        inputs.append(_place(mesh, signature, dims, axes_of, terms, active if meta.differentiable else ()))
     terms = {axis: op for axis, (_, op) in carried.items()} | reduced
     kept = {factor for dims in signature.outputs for factors in dims for factor in factors} | set(signature.reduced)
     # a distributed algorithm gives every rank the whole result
     gone = {axis for factor in set(signature.distributed) - kept for axis in axes_of.get(factor, ())}
-    outputs = tuple(_place(mesh, dims, axes_of, terms, active - gone) for dims in signature.outputs)
+    outputs = tuple(_place(mesh, signature, dims, axes_of, terms, active - gone) for dims in signature.outputs)
     return tuple(inputs), outputs
 
 
@@ -228,9 +232,8 @@ def checked_outputs(signature, metas, mesh, axes_of):
     Raises:
         ValueError: the operator doesn't admit these layouts; names the input, its layout and the required one.
     """
-    places = [factor for factor, axes in axes_of.items() for _ in axes]
-    named = [axis for axes in axes_of.values() for axis in axes]
-    whole = sorted(signature.whole & set(places))
+    named = [axis for entry in axes_of.values() for axis in axes_in(entry)]
+    whole = sorted(signature.whole & {factor for factor, entry in axes_of.items() if entry})
     if whole or len(set(named)) < len(named) or not _cuts_fit(signature, mesh, axes_of):
         raise ValueError(f"it can't be cut as {axes_of}" + (f": '{whole[0]}' has to be whole" if whole else ""))
     carried = {}
@@ -260,23 +263,33 @@ def _ordered_cuts(arriving, mesh, choices):
         if kind == "cut":
             axes_of.setdefault(factor, []).append(axis)
     for factor, axes in axes_of.items():
-        given = next((cut[factor] for cut in arriving if set(axes) <= set(cut.get(factor, ()))), axes)
-        axes_of[factor] = tuple(axis for axis in given if axis in axes)
+        given = [cut[factor] for cut in arriving if set(axes) <= set(cut.get(factor, ()))]
+        given = sorted(given, key=lambda entry: axes_in(entry) != entry)  # strided where all tensors are
+        axes_of[factor] = entry_of(given[0] if given else axes, axes)
     return axes_of
 
 
 def _cuts_fit(signature, mesh, axes_of):
-    """Whether its axes divide every factor, and minor factors are sharded only below major ones of local size 1."""
-    counts = {factor: mesh.axis_size(*axes) for factor, axes in axes_of.items()}
+    """Whether its axes divide every factor, and minor factors are sharded only below major ones of local size 1.
+
+    Operators that only move elements may shard others, too: a dim that merges them is strided.
+    """
+    counts = {factor: parts_of(mesh, entry) for factor, entry in axes_of.items()}
     if any(signature.sizes[factor] % count for factor, count in counts.items()):
         return False
+    if signature.linear == ({0},) and all(_may_stride(signature, factor) for factor in counts):
+        return True
+    counts = {factor: mesh.axis_size(*axes_in(entry)) for factor, entry in axes_of.items()}
     merged = [factors for dims in (*signature.inputs, *signature.outputs) for factors in dims]
     majors = [factors[:place] for factors in merged for place, factor in enumerate(factors) if factor in counts]
     return all(signature.sizes[factor] == counts.get(factor, 1) for factors in majors for factor in factors)
 
 
-def _place(mesh, dims, axes_of, terms, active):
+def _place(mesh, signature, dims, axes_of, terms, active):
     """The layout of a tensor with these factors: sharded, partial in `terms`, varying on the other active axes."""
-    places = [tuple(axis for factor in factors for axis in axes_of.get(factor, ())) for factors in dims]
+    places = [
+        merged_entry(mesh, [axes_of.get(factor, ()) for factor in factors], [signature.sizes[each] for each in factors])
+        for factors in dims
+    ]
     used = {axis for axes in places for axis in axes} | set(terms)
     return Layout.on(mesh, places, terms, [axis for axis in mesh.axis_names if axis in active and axis not in used])

@@ -139,7 +139,7 @@ def _named(frame):
 def _work(move):
     """The names of a redistribution's steps that do work on a rank."""
     runs = [STEP_KINDS[step.kind].runs(step.op)[0] for step in move.steps]
-    return [name for name in runs if name != "identity"]
+    return [name for name in runs if name not in ("identity", "view")]
 
 
 def _callers(frame):

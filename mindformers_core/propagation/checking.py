@@ -5,11 +5,13 @@ again, once for every instruction of every distinct plan. What holds here also h
 """
 
 from mindformers_core.operators import tensor_meta
+from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.resolve import checked_outputs
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.decide import NOTHING, TRAINED, gradient_flow, operator_flow
 from mindformers_core.propagation.operators import algorithm_of, local_call_shapes, operator_signature
+from mindformers_core.redistribution.striding import merge_dims
 from mindformers_core.redistribution.transitions import SearchSpace, transitions
 
 _SIGNATURE = ("inputs", "outputs", "sizes", "reduced", "whole", "linear", "added", "distributed", "run", "made")
@@ -152,6 +154,13 @@ class _PlanCheck:
             start = (at, at.local_shape(shape))
             if start != (step.source, step.shape):
                 self.fault(f"{what} goes on from {step.source}, {step.shape}")
+            if step.kind == "view":
+                ends = (at, shape), (step.target, step.target.global_shape(step.to_shape))
+                (whole, sizes), split = sorted(ends, key=lambda end: len(end[1]))
+                if merge_dims(*split, sizes) != whole:
+                    self.fault(f"{what} can't take the step {step}")
+                at, shape = ends[1]
+                continue
             taken = step.kind, step.axes, step.dim, step.to_dim, step.op
             space = SearchSpace(step.source, step.target, shape, step.itemsize)
             ways = (space.layout(*state) for *way, state in transitions(space, *space.state(at)) if tuple(way) == taken)
@@ -170,6 +179,7 @@ class _PlanCheck:
         node, mesh = plan.node, self.frame.mesh
         values = tree_leaves((node.args, node.kwargs))
         flows = [self.flows[value.id] for value in values]
+        flows[1:] = [NOTHING] * len(flows[1:]) if facts_of(node.operator).writes else flows[1:]
         metas = [
             tensor_meta(value.shape, value.dtype, layout, flow == NOTHING)
             for value, layout, flow in zip(values, plan.inputs, flows)

@@ -5,6 +5,7 @@ from functools import lru_cache
 from math import prod
 
 from mindformers_core.operators.registry import facts_of
+from mindformers_core.placement import axes_in
 from mindformers_core.redistribution import plan_redistribution
 
 
@@ -60,4 +61,6 @@ def work_of(plan, mesh):
     """The number of terms that a rank computes for an operator: the product of its local factor sizes; 0 for a view."""
     if facts_of(plan.node.operator).computes_nothing:
         return 0
-    return prod(size // mesh.axis_size(*plan.axes_of.get(factor, ())) for factor, size in plan.signature.sizes.items())
+    return prod(
+        size // mesh.axis_size(*axes_in(plan.axes_of.get(factor, ()))) for factor, size in plan.signature.sizes.items()
+    )

@@ -277,8 +277,8 @@ class _OpenCall:
         for value in results:
             key = self.key(value)
             layout = self.decision.current[key]
-            if final and (layout.partial or layout.varying):
-                reduced = layout.replace(partial=(), varying=())
+            reduced = layout.contiguous.replace(partial=(), varying=())
+            if final and layout != reduced:
                 self.decision.forms[key].move(layout, reduced, f"result of {self.label}")
                 self.decision.current[key] = reduced
             self.take(key, self.decision.current[key], "result")

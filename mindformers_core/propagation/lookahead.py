@@ -79,7 +79,7 @@ def _above(decision, place):
         return None
     forms = decision.forms[results[0].id]
     needed = forms.entry()
-    cuts = {axis for axes in needed.dims for axis in axes} - {axis for axes in forms.first.dims for axis in axes}
+    cuts = {axis for axes in needed.axes for axis in axes} - {axis for axes in forms.first.axes for axis in axes}
     if needed == forms.first or cuts:  # a slice sends nothing, so nothing is gained
         return None
     way = _making(asked, 0, needed.replace(varying=()))

@@ -4,6 +4,7 @@ import math
 
 from mindformers_core.operators import Signature, TensorMeta, signature_of, tensor_meta
 from mindformers_core.operators.registry import FLOWS, facts_of, rule_attributes
+from mindformers_core.placement import axes_in
 from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
 
@@ -82,5 +83,5 @@ def algorithm_of(name, signature, axes_of):
     needed = {signature.distributed[factor] for factor in cut_factors} | ({signature.run} - {None})
     if len(needed) > 1:
         raise ValueError(f"operator '{name}' asks for the algorithms {sorted(needed)}; there is one at a time")
-    axes = tuple(axis for factor in cut_factors for axis in axes_of[factor])
+    axes = tuple(axis for factor in cut_factors for axis in axes_in(axes_of[factor]))
     return (needed.pop(), axes) if needed else (None, ())

@@ -79,7 +79,7 @@ def derive_parameters(graph, mesh, arguments, parameters, declarations=None, dev
 def _best_stored(value, forms, device_model):
     """The required layout, without partial and varying axes, with the least cost of redistribution to all others."""
     wanted = list(forms.wanted)
-    candidates = dict.fromkeys(layout.replace(partial=(), varying=()) for layout in wanted)
+    candidates = dict.fromkeys(layout.contiguous.replace(partial=(), varying=()) for layout in wanted)
 
     def cost(stored):
         return sum(

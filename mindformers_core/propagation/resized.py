@@ -1,19 +1,21 @@
 """A plan carried over to a graph with the same nodes and other sizes: `resized`. Pure Python.
 
-Layouts don't depend on sizes. So the new plan consists of the same instructions, in the same order, with the same
-layouts, steps and algorithms; nothing is searched, and nothing is decided again. `check_plan` tells whether every rule
-admits them at the new sizes.
+Layouts don't depend on sizes, but for the numbers of blocks of strided dims, which come from the factors of operators.
+So the new plan consists of the same instructions, in the same order, with the same layouts, steps and algorithms;
+nothing is searched, and nothing is decided again. `check_plan` tells whether every rule admits them at the new sizes.
 """
 
 import re
 from dataclasses import replace
 from itertools import zip_longest
 
+from mindformers_core.placement import merged_entry
 from mindformers_core.program.free_variables import lambda_lift
 from mindformers_core.program.graph import CallNode
 from mindformers_core.program.plan import OperatorPlan, Redistribution, captured_graph
 from mindformers_core.program.structure import DType, Value, shown, tree_leaves
 from mindformers_core.propagation.operators import operator_signature
+from mindformers_core.redistribution import plan_redistribution
 
 _RULE = ("inputs", "outputs", "reduced", "whole", "linear", "added", "distributed", "run", "made")
 
@@ -33,7 +35,7 @@ def resized(frame, graph, dropped=frozenset()):
     Raises:
         ValueError: the graphs differ in more than sizes, or mesh axes don't divide a dim; names the Cell.
     """
-    return _Resizing({}, frame, lambda_lift(graph), frozenset(dropped)).plan()
+    return _Resizing({}, {}, frame, lambda_lift(graph), frozenset(dropped)).plan()
 
 
 def _below(paths, child):
@@ -56,8 +58,9 @@ def _without_calls(graph, dropped):
 class _Resizing:
     """The plan of one call."""
 
-    def __init__(self, known, frame, graph, dropped):
+    def __init__(self, known, entries, frame, graph, dropped):
         self.known = known  # (`CellPlan`, key of the new graph, paths of dropped Cells) -> the new `CellPlan`
+        self.entries = entries  # entry of a strided dim in a layout -> the new entry
         self.frame, self.graph, self.dropped, self.moves = frame, graph, dropped, set()
         # number of a given Value -> the new Value; several given ones may have become one without dropped calls
         kept, self.values = _without_calls(frame.graph, dropped), {}
@@ -91,7 +94,10 @@ class _Resizing:
             self.frame,
             graph=graph,
             instructions=tuple(made.values()),
-            layouts={known[number]: layout for number, layout in self.frame.layouts.items() if number in known},
+            layouts={
+                known[number]: self._at(layout) for number, layout in self.frame.layouts.items() if number in known
+            },
+            results=tuple(map(self._at, self.frame.results)),
             lifted=self._moved(self.frame.lifted),
             gradients=frozenset(known[number] for number in self.frame.gradients & known.keys()),
             keepers={made[old]: keeper for old, keeper in self.frame.keepers.items() if old in made},
@@ -104,13 +110,19 @@ class _Resizing:
             if value is None or (value.id, entry.target) in self.moves:
                 return None
             self.moves.add((value.id, entry.target))
-            steps = (replace(step, shape=step.source.local_shape(value.shape)) for step in entry.steps)
-            return replace(entry, value=value, steps=tuple(steps))
+            source, target, steps = self._at(entry.source), self._at(entry.target), entry.steps
+            if any(step.kind == "view" for step in steps):
+                steps = plan_redistribution(source, target, value.shape, value.dtype, self.frame.device_model).steps
+            else:
+                ends = [(self._at(step.source), self._at(step.target)) for step in steps]
+                pairs = [(step, *pair, pair[0].local_shape(value.shape)) for step, pair in zip(steps, ends)]
+                steps = tuple(replace(step, source=at, target=to, shape=shape) for step, at, to, shape in pairs)
+            return replace(entry, value=value, source=source, target=target, steps=steps)
         node = self.nodes.get(id(entry.node))
         if node is None:
             return None
         if isinstance(entry, OperatorPlan):
-            new = replace(entry, node=node, signature=operator_signature(node))
+            new = self._operator(entry, node, operator_signature(node))
             rules = [[getattr(each.signature, name) for name in _RULE] for each in (entry, new)]
             several = [[[size > 1 for size in shape] for shape in each.local_shapes] for each in (entry, new)]
             if rules[0] != rules[1] or several[0] != several[1]:
@@ -118,11 +130,30 @@ class _Resizing:
             return new
         key = entry.frame, node.graph.key, _below(self.dropped, entry.node.child)
         if entry.frame is not None and key not in self.known:
-            self.known[key] = _Resizing(self.known, entry.frame, node.graph, key[-1]).plan()
-        return replace(entry, node=node, frame=self.known.get(key), lifted=self._moved(entry.lifted))
+            self.known[key] = _Resizing(self.known, self.entries, entry.frame, node.graph, key[-1]).plan()
+        inputs, outputs = (tuple(map(self._at, layouts)) for layouts in (entry.inputs, entry.outputs))
+        lifted, frame = self._moved(entry.lifted), self.known.get(key)
+        return replace(entry, node=node, inputs=inputs, outputs=outputs, frame=frame, lifted=lifted)
+
+    def _operator(self, entry, node, signature):
+        """The new plan of an operator; enters the strided dims that it makes of several factors."""
+        tensors = zip((*signature.inputs, *signature.outputs), (*entry.inputs, *entry.outputs))
+        axes_of = {factor: self.entries.get(own, own) for factor, own in entry.axes_of.items()}
+        for factors, old, axes in (dim for dims, at in tensors for dim in zip(dims, at.dims, at.axes)):
+            if old != axes and len(factors) > 1:
+                parts = [(axes_of.get(factor, ()), signature.sizes[factor]) for factor in factors]
+                self.entries[old] = merged_entry(self.frame.mesh, *zip(*parts))
+        inputs, outputs = (tuple(map(self._at, layouts)) for layouts in (entry.inputs, entry.outputs))
+        return replace(entry, node=node, signature=signature, inputs=inputs, outputs=outputs, axes_of=axes_of)
+
+    def _at(self, layout):
+        """A layout with the new numbers of blocks."""
+        if layout.dims == layout.axes:
+            return layout
+        return layout.replace(dims=[self.entries.get(entry, entry) for entry in layout.dims])
 
     def _moved(self, pairs):
-        return tuple((self.values[value.id], layout) for value, layout in pairs)
+        return tuple((self.values[value.id], self._at(layout)) for value, layout in pairs)
 
     def _with_added_uses(self):
         """The new graph, with parameters and free variables that only callees use."""

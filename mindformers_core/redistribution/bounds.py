@@ -60,6 +60,8 @@ def _edges(model, axis, size, parts, count, whole, ops):
     """
     marks = {"shard": (SHARD, OTHER_DIM), "replicate": (REPLICATE,), "varying": (VARYING,), "partial": ops}
     for kind, row in STEP_KINDS.items():
+        if not row.source:
+            continue
         moves_dims = row.source == row.target
         for before in marks[row.source]:
             for after in marks[row.target]:

@@ -8,7 +8,7 @@ least cost of forward and backward together, since training pays for both.
 import heapq
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import count
+from itertools import count, takewhile
 
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.hints import nearest
@@ -16,6 +16,7 @@ from mindformers_core.layout import Layout
 from mindformers_core.redistribution.bounds import lower_bound
 from mindformers_core.redistribution.device_model import CPU, DeviceModel
 from mindformers_core.redistribution.steps import EXTREMES, Step
+from mindformers_core.redistribution.striding import split_dims
 from mindformers_core.redistribution.transitions import REPLICATE, SearchSpace, compatible, transitions
 
 # Cost of every step in the search besides its collectives, in seconds: of equal plans the shorter is chosen.
@@ -83,6 +84,8 @@ def _plan(source, target, shape, itemsize, model):
     _check(source, target, shape, model)
     if source == target:
         return Plan(source, target, (), 0.0, 0.0)
+    if (source.dims, target.dims) != (source.axes, target.axes) and _is_strided_otherwise(source, target):
+        return _strided_plan(source, target, shape, itemsize, model)
     space = SearchSpace(source, target, shape, itemsize)
     steps, layout = [], source
     for *what, state in _search(space.state(source), space.state(target), space, model):
@@ -95,6 +98,33 @@ def _plan(source, target, shape, itemsize, model):
 
     costs = seconds(step.forward for step in steps), seconds(step.backward for step in steps)
     return Plan(source, target, tuple(steps), *costs)
+
+
+def _is_strided_otherwise(source, target):
+    """Whether a dim is strided before or after, and not alike."""
+    pairs = zip(zip(source.dims, target.dims), zip(source.axes, target.axes))
+    return any(entries != axes and entries[0] != entries[1] for entries, axes in pairs)
+
+
+def _strided_plan(source, target, shape, itemsize, model):
+    """The plan for a dim that is strided before or after: the dim is split where both layouts have an ordinary cut.
+
+    Where there is no such split, the dim is gathered in between, as far as the layouts differ.
+    """
+    split = split_dims(source, target, shape)
+    if split is None:
+        pairs = (takewhile(lambda pair: pair[0] == pair[1], zip(*entries)) for entries in zip(source.dims, target.dims))
+        between = source.replace(dims=[[each for each, _ in pair] for pair in pairs])
+        legs = [_plan(source, between, shape, itemsize, model), _plan(between, target, shape, itemsize, model)]
+        costs = [sum(leg.forward_cost for leg in legs), sum(leg.backward_cost for leg in legs)]
+        return Plan(source, target, legs[0].steps + legs[1].steps, *costs)
+    inner = _plan(*split, itemsize, model)
+
+    def view(at, after, one, other):
+        return Step("view", (), None, None, None, at, after, at.local_shape(one), itemsize, after.local_shape(other))
+
+    first, last = view(source, inner.source, shape, split[2]), view(inner.target, target, split[2], shape)
+    return Plan(source, target, (first, *inner.steps, last), inner.forward_cost, inner.backward_cost)
 
 
 def _check(source, target, shape, model):

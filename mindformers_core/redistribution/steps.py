@@ -61,6 +61,7 @@ STEP_KINDS = {
     "to_partial": StepKind("replicate", "partial", "mask", "identity", TO_PARTIAL_BY_OP),
     "to_partial_varying": StepKind("varying", "partial", "mask", "mask", ops=("sum",)),
     "pad": StepKind("shard", "partial", "pad", "slice", ops=("sum",)),
+    "view": StepKind("", "", "view", "view"),  # the same elements in other dims, around the steps of strided ones
 }
 
 # Of each collective: how often a rank sends in turn, and how many n-ths of the *larger* of its input and output leave a
@@ -101,6 +102,7 @@ class Step:
         target: layout after.
         shape: shape of the local tensor before.
         itemsize: bytes of one element.
+        to_shape: shape of the local tensor after a view; None for others.
     """
 
     kind: str
@@ -112,6 +114,7 @@ class Step:
     target: Layout
     shape: tuple
     itemsize: int
+    to_shape: tuple | None = None
 
     @cached_property
     def group_size(self):
@@ -121,6 +124,8 @@ class Step:
     @cached_property
     def output_shape(self):
         """Shape of the local tensor after."""
+        if self.to_shape is not None:
+            return self.to_shape
         return self.target.local_shape(self.source.global_shape(self.shape))
 
     @property
@@ -151,4 +156,5 @@ class Step:
         dims = "" if self.dim is None else f" dim {self.dim}"
         dims += "" if self.to_dim is None else f" to dim {self.to_dim}"
         op = "" if self.op is None else f" {self.op}"
-        return f"{self.kind}{op}{dims} over {', '.join(self.axes)}: {self.source} -> {self.target}, {self.nbytes} bytes"
+        over = f" over {', '.join(self.axes)}" if self.axes else ""
+        return f"{self.kind}{op}{dims}{over}: {self.source} -> {self.target}, {self.nbytes} bytes"

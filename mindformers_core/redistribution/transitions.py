@@ -6,6 +6,7 @@ from math import gcd, prod
 from os.path import commonprefix
 
 from mindformers_core.layout import Layout
+from mindformers_core.placement import axes_in, parts_of
 from mindformers_core.redistribution.steps import EXTREMES, STEP_KINDS
 
 # Marks of an axis in a state; a partial axis is marked with its op.
@@ -41,8 +42,8 @@ class SearchSpace:
         self.mesh, self.kept = mesh, kept
         self.axes = tuple(axis for axis in mesh.axis_names if axis not in still)
         self.sizes = {axis: mesh.axis_size(axis) for axis in self.axes}
-        self.rooms = tuple(size // mesh.axis_size(*axes) for size, axes in zip(shape, kept))
-        self.whole = prod(self.rooms) * itemsize
+        self.rooms = tuple(size // parts_of(mesh, entry) for size, entry in zip(shape, kept))
+        self.whole = prod(shape) // mesh.axis_size(*(axis for entry in kept for axis in axes_in(entry))) * itemsize
         self.twins = _twins(self.rooms, source.dims, target.dims, self.size(self.axes))
         self.fixed_partial = tuple(pair for pair in source.partial if pair[0] in still)
         self.fixed_varying = tuple(axis for axis in source.varying if axis in still)
@@ -112,7 +113,7 @@ def transitions(space, dims, marks):
 @lru_cache(maxsize=1024)
 def _mark_changes(mark, ops):
     """`(kind, op, mark after)` of every row of `STEP_KINDS` that changes `mark`; partials by `ops`."""
-    marks = {"shard": (SHARD,), "replicate": (REPLICATE,), "varying": (VARYING,), "partial": ops}
+    marks = {"shard": (SHARD,), "replicate": (REPLICATE,), "varying": (VARYING,), "partial": ops, "": ()}
     changes = []
     for kind, row in STEP_KINDS.items():
         for after in marks[row.target] if mark in marks[row.source] and row.source != row.target else ():

@@ -100,9 +100,7 @@ class Boundary:
             return tensor
         if declared is not None:
             tensor = tensor.redistribute(self._target(tensor, declared, name, ()))
-        if self.is_root and (tensor.layout.partial or tensor.layout.varying):
-            tensor = tensor.redistribute(tensor.layout.replace(partial=(), varying=()))
-        return tensor
+        return tensor.redistribute(tensor.layout.contiguous.replace(partial=(), varying=())) if self.is_root else tensor
 
     def _target(self, tensor, declared, name, weight_axes):
         """`boundary_target`, computed once for a tensor's name and layout."""

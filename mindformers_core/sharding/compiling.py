@@ -227,7 +227,7 @@ def _compare_inputs(tree, path, args, kwargs):
     if not tree.check_inputs or path != "" or not program.communicates:
         return
     layouts = [program.frame.layouts[value.id] for value in program.inputs]
-    shards = {axis: layout.placement(axis) for layout in layouts for dim in layout.dims for axis in dim}
+    shards = {axis: layout.placement(axis) for layout in layouts for dim in layout.axes for axis in dim}
     tensors = [leaf for leaf in tree_leaves((args, kwargs), ms.Tensor) if type(leaf) is ms.Tensor]
     inputs = [(f"argument {place}", tensor) for place, tensor in enumerate(tensors)]
     compare_inputs(tree.label(""), tree.mesh, inputs, [shards] * len(inputs))

@@ -76,7 +76,7 @@ def _distributed(tensor, mesh):
 
 def _placed(layout):
     """The axes on which a layout is sharded or partial."""
-    return {axis for axes in layout.dims for axis in axes} | set(dict(layout.partial))
+    return {axis for axes in layout.axes for axis in axes} | set(dict(layout.partial))
 
 
 def _as_tuple(value):

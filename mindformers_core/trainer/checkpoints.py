@@ -17,8 +17,6 @@ from mindformers_core.checkpoint.tensors import fill_parameter, model_parts, opt
 from mindformers_core.communication.messages import gather_values
 from mindformers_core.trainer.recipe_loader import recipe_to_yaml
 
-__all__ = ["open_source", "resume", "save_job"]
-
 
 def open_source(recipe):
     """The `Checkpoint` of `checkpoint.load_path`, None without one, and the recipe with the seed of its state.

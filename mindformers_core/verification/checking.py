@@ -126,7 +126,7 @@ class Check:
         at, order = (stage, label, seen, path, file), (*place, self.compared)
         self.hold(order, rank, what, at, layout, tensor, value, self.truth.largest(what, label), key)
 
-    def hold(self, order, rank, what, at, layout, tensor, value, scale, key=None, limits=None):
+    def hold(self, order, rank, what, at, layout, tensor, value, scale=0.0, key=None, limits=None):
         """Compare a local tensor with the global value `value` in a layout; the arguments are those of `Fault`.
 
         Without a layout `value` is the expected local one. `scale` is the largest magnitude of the terms that were

@@ -202,9 +202,10 @@ def _compare_written(check, observer, cells):
     """Compare what the parameters hold that programs write, such as running statistics, after all passes."""
     written = {path: array for state in check.truth.written.values() for path, array in state.items()}
     held = {path: parameter for net in cells.values() for path, parameter in net.parameters_and_names()}
-    for path, array in written.items():
-        at, layout = (None, None, None, path, ""), held[path].layout
-        check.hold((2, 0), observer.rank, "written parameter", at, layout, held[path], array, largest([array]))
+    for path, parameter in held.items():
+        if path in written:
+            at, array = (None, None, None, path, ""), written[path]
+            check.hold((2, 0), observer.rank, "written parameter", at, parameter.layout, parameter, array)
 
 
 def _compare_step(check, observer, step, buckets):

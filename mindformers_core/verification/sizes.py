@@ -22,7 +22,7 @@ def parts_of_sizes(tensors):
     """
     found = {}
     for shape, layout in tensors:
-        for size, axes in zip(shape, layout.dims):
+        for size, axes in zip(shape, layout.axes):
             found[size] = lcm(found.get(size, 1), layout.mesh.axis_size(*axes))
     return found
 

@@ -11,7 +11,7 @@ from mindformers_core.layout import layout
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.sharding.initialize import materialize
 from models.attention import Attention, FeedForward, attention_plan
-from models.example import Example, columns, ids, rows
+from models.example import Example, columns, floats, ids, rows
 
 __all__ = ["EXAMPLES", "llama"]
 
@@ -224,6 +224,24 @@ TINY_LLAMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "max
 TINY_LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
+class BatchSecond(nn.Cell):
+    """A layer of MindSpore's own encoder, whose inputs have the sequence first, and a loss over all words."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(SIZE, HEADS, 24, dropout=0.0)
+        self.head = nn.Dense(SIZE, WORDS)
+
+    def construct(self, x):
+        words = ops.reshape(self.head(self.layer(x)), (-1, WORDS))
+        return ops.mean(ops.square(words) * ops.softmax(words, -1))
+
+
+def batch_second_plan(axes):
+    given = {"": {"input": {"x": layout(axes.sequence, axes.batch)}, "output": layout()}}
+    return {**given, "layer.dense1": columns(axes), "layer.dense2": rows(axes)}
+
+
 def llama(**changes):
     """A Llama of two layers."""
     sizes = {"vocab_size": WORDS, "hidden_size": SIZE, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -257,5 +275,6 @@ EXAMPLES = {
     "encoder": Example(Encoder, encoder_inputs, encoder_plan, named_loss),
     "encoder and decoder": Example(EncoderDecoder, encoder_decoder_inputs, encoder_decoder_plan),
     "tied language model": Example(LanguageModel, language_model_inputs, language_model_plan),
+    "batch second": Example(BatchSecond, lambda seed: ((floats(seed, LENGTH, BATCH, SIZE),), {}), batch_second_plan),
     "llama": Example(llama, llama_inputs, llama_plan, config=lambda axes: LlamaSettings(axes.batch)),
 }

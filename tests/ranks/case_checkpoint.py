@@ -19,7 +19,7 @@ from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.training_loop import prepare, run_steps, train_step
 
 FOLDER = os.path.join(tempfile.gettempdir(), "mindformers_core_case_checkpoint_")
-DP_AND_TP, PP_AND_TP, PP_AND_DP, PP = (1, 2, 1, 2), (2, 1, 1, 2), (2, 2, 1, 1), (4, 1, 1, 1)
+DP_AND_TP, PP_AND_TP, PP = (1, 2, 1, 2), (2, 1, 1, 2), (4, 1, 1, 1)
 MODEL = ("model.num_hidden_layers=4", "model.tie_word_embeddings=true", "training.steps=9")
 ZERO = ("parallelism.zero_level=2", "parallelism.zero_threshold_kb=1")
 
@@ -36,27 +36,25 @@ def numbers(row):
 
 @on_ranks(4)
 def case_saved_on_one_mesh_and_resumed_on_others():
-    """ZeRO 2 on (dp 2, tp 2); the same bit by bit, a pipeline with tensor parallelism, V, compiled, and one process."""
+    """ZeRO 2 on (dp 2, tp 2): the next step on the same mesh is equal bit by bit; in a pipeline as V; on one rank."""
     folder = folder_of("meshes")
     options = (*MODEL, f"training.output_dir={folder}")
     job = job_on(DP_AND_TP, None, *options, *ZERO)
     train_step(job)
     saved = open_checkpoint(save_job(job))
-    expected = [numbers(train_step(job)) for _ in range(2)]
+    expected = numbers(train_step(job))
     targets = (
-        (DP_AND_TP, None, ZERO, 0),
-        (DP_AND_TP, None, ("parallelism.zero_level=3", "parallelism.zero_threshold_kb=0", "context.mode=0"), 1e-6),
-        (PP_AND_TP, None, (*pipeline("zb_v", 2), "training.local_batch_size=4"), 1e-6),
-        (PP_AND_DP, None, (*pipeline("interleaved_1f1b", 2), *ZERO, "context.mode=0"), 1e-6),
-        ((1, 1, 1, 1), [world().rank], (), 1e-6),
+        (DP_AND_TP, None, ZERO),
+        (PP_AND_TP, None, (*pipeline("zb_v", 2), "training.local_batch_size=4")),
+        ((1, 1, 1, 1), [world().rank], ()),
     )
-    for shape, ranks, overrides, tolerance in targets:
+    for shape, ranks, overrides in targets:
         resumed = resume(job_on(shape, ranks, *options, *overrides, "training.seed=7"), saved)
-        rows = [numbers(train_step(resumed)) for _ in range(2)]
-        if tolerance:
-            np.testing.assert_allclose(rows, expected, rtol=tolerance * 5, err_msg=str(overrides))
-        else:
-            assert rows == expected
+        found = numbers(train_step(resumed))
+        if overrides == ZERO:
+            assert found == expected
+        np.testing.assert_allclose(found[:2], expected[:2], rtol=1e-6, err_msg=str(overrides))
+        np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=str(overrides))
     job.barrier()  # all ranks have read, before one of them removes the folder
     if world().rank == 0:
         shutil.rmtree(folder)

@@ -50,7 +50,7 @@ def case_small_models_on_dp_2_tp_2():
 @on_ranks(4)
 def case_language_models_on_dp_2_tp_2():
     """The batch cut over one axis, weights over the other. Llama's training is in `case_training`, compiled, too."""
-    check_all(("tied language model",), (2, 2), ("dp", "tp"))
+    check_all(("tied language model", "batch second"), (2, 2), ("dp", "tp"), in_graph=("batch second",))
 
 
 @on_ranks(nightly=(4,))

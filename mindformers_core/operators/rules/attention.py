@@ -1,0 +1,171 @@
+"""Rules of fused attention: batch and heads are parallel, sequences and head size are whole.
+
+The group of heads is the major factor of the query's heads, and the only one of the key's and value's. Arguments of an
+operator are told apart by their places, its primitive's attributes behind its tensors: see `_attention`.
+"""
+
+import math
+from dataclasses import replace
+
+from mindformers_core.operators.registry import NO_GRADIENT, register_operator
+from mindformers_core.operators.saved import UNMEASURED
+from mindformers_core.operators.signature import Signature, TensorMeta
+
+_LAYOUTS = ("BSH", "BNSD", "SBH", "BSND", "TND")  # by the number that MindSpore gives them
+
+
+def _operations(sizes):
+    """Two products, a scale and a softmax, of all scores, whatever is masked."""
+    scores = sizes.get("b", 1) * sizes["g"] * sizes["r"] * sizes["s"] * sizes["t"]
+    return scores * (2 * sizes["d"] + 2 * sizes["v"] + 1 + 5)
+
+
+_FACTS = {"saves": UNMEASURED, "operations": _operations}
+
+
+def _attention(args, heads, layout, masks=(), lengths=(), groups=None, **results):
+    """The `Signature` of an attention.
+
+    Args:
+        args: of the operator; query, key and value come first, the latter two also as lists of one tensor.
+        heads, groups, layout: places of the numbers of heads, and of the input's layout, among them.
+        masks: places of tensors (rows, columns), (batch, rows, columns) or (batch, heads, rows, columns).
+        lengths: places of numbers for every example: a tensor, or a tuple, for which the batch is whole.
+        results: `before`, `after`: what the outputs before and after the attention are, as dims by letter.
+
+    Other tensors (of a quantised cache, or of pages) are whole, and then all is.
+    """
+    layout = args[layout] if len(args) > layout else 0
+    layout = _LAYOUTS[layout] if isinstance(layout, int) and layout < len(_LAYOUTS) else layout
+    if layout not in _LAYOUTS:
+        raise ValueError(f"input layout {layout!r} is not one of {', '.join(_LAYOUTS)}")
+    query, key, value = (_alone(each) for each in args[:3])
+    sizes = _sizes(layout, query, key, value, args[heads])
+    inputs = [_dims(layout, "s", ("g", "r"), "d"), _dims(layout, "t", ("g",), "d"), _dims(layout, "t", ("g",), "v")]
+    for tensor, dims in zip((query, key, value), inputs):
+        if tensor.shape != _shape(dims, sizes):
+            raise ValueError(f"query {query.shape}, key {key.shape} and value {value.shape} don't fit {layout}")
+    parallel = {"b", "g", "r"}
+    for place, given in enumerate(args[3:], 3):
+        if not isinstance(given, TensorMeta):
+            parallel -= {"b"} if place in lengths and given is not None and len(given) > 1 else set()
+        elif place in masks:
+            inputs.append(_mask(f"mask {place}", given, sizes))
+        elif place in lengths and "b" in sizes and given.shape == (sizes["b"],):
+            inputs.append((("b",),))
+        else:
+            inputs.append(tuple((f"{place}.{dim}",) for dim in range(given.ndim)))
+            sizes |= {f"{place}.{dim}": size for dim, size in enumerate(given.shape)}
+            parallel -= {"b"} if place in lengths else parallel if given.ndim else set()
+    attention = _dims(layout, "s", ("g", "r"), "v")
+    rows = (("s",), ("g", "r")) if layout == "TND" else (("b",), ("g", "r"), ("s",))
+    known = {"eight": (*rows, ("eight",)), "one": (*rows, ()), "none": ((),), "empty": (("empty",),), "scalar": ()}
+    before, after = ([known[name] for name in results.get(part, ())] for part in ("before", "after"))
+    outputs = (*before, attention, *after)
+
+    def localize(local, shapes):
+        own = shapes[len(before)]
+        count = own[layout.index("N")] if "N" in layout else own[layout.index("H")] // sizes["v"]
+        local = (*local[:heads], count, *local[heads + 1 :])
+        if groups is None or not local[groups]:
+            return local
+        return (*local[:groups], max(1, count * sizes["g"] // args[heads]), *local[groups + 1 :])
+
+    sizes |= {"eight": 8, "empty": 0}
+    return Signature(tuple(inputs), outputs, sizes, whole=frozenset(sizes) - parallel, localize=localize)
+
+
+def _alone(given):
+    """The tensor of a list of one."""
+    if isinstance(given, (tuple, list)) and len(given) == 1:
+        (given,) = given
+    if not isinstance(given, TensorMeta):
+        raise ValueError(f"{given!r} is no tensor: key and value of all examples have to be one")
+    return given
+
+
+def _shape(dims, sizes):
+    return tuple(math.prod(sizes[factor] for factor in factors) for factors in dims)
+
+
+def _dims(layout, sequence, heads, size):
+    """The factors of a tensor's dims. `H` merges heads and their size."""
+    names = {"B": ("b",), "S": (sequence,), "T": (sequence,), "N": heads, "D": (size,), "H": (*heads, size)}
+    return tuple(names[letter] for letter in layout)
+
+
+def _sizes(layout, query, key, value, head_num):
+    """The sizes of all factors, as `query`, `key` and `value` have them."""
+    if any(tensor.ndim != len(layout) for tensor in (query, key, value)):
+        raise ValueError(f"query {query.shape}, key {key.shape} and value {value.shape} don't have the dims {layout}")
+    size = dict(zip(layout, query.shape)), dict(zip(layout, key.shape)), dict(zip(layout, value.shape))
+    heads = size[0].get("N", head_num)
+    head_size = size[0].get("D") or size[0]["H"] // head_num
+    groups = size[1].get("N") or size[1]["H"] // max(head_size, 1)
+    if heads != head_num or groups < 1 or heads % groups:
+        raise ValueError(f"{head_num} heads in query {query.shape} don't fit {groups} in key {key.shape} ({layout})")
+    sequence = "T" if layout == "TND" else "S"
+    sizes = {"s": size[0][sequence], "t": size[1][sequence], "g": groups, "r": heads // groups, "d": head_size}
+    sizes |= {"v": size[2].get("D") or size[2]["H"] // groups}
+    return sizes | ({"b": size[0]["B"]} if "B" in size[0] else {})
+
+
+def _mask(name, given, sizes):
+    """The factors of a mask, of which batch and heads may be 1 or absent; enters those of its own."""
+    rows = (f"{name} rows",), (f"{name} columns",)
+    sizes |= {factors[0]: size for factors, size in zip(rows, given.shape[-2:])}
+    outer = (("b",) if "b" in sizes else (), ("g", "r"))[: max(given.ndim - 2, 0)]
+    wanted = _shape(outer, sizes)
+    if not 2 <= given.ndim <= 4 or any(size not in (1, all_) for size, all_ in zip(given.shape, wanted)):
+        count, heads = sizes.get("b", 1), sizes["g"] * sizes["r"]
+        raise ValueError(f"{name} {given.shape} doesn't fit {count} examples of {heads} heads")
+    return (*(factors if size == all_ else () for factors, size, all_ in zip(outer, given.shape, wanted)), *rows)
+
+
+def key_length(args):
+    """The length of the keys of a call of `FlashAttentionScore`, whose sequences are whole."""
+    layout = args[16] if len(args) > 16 else 0
+    layout = _LAYOUTS[layout] if isinstance(layout, int) else layout
+    return args[1].shape[layout.index("T" if layout == "TND" else "S")]
+
+
+@register_operator("FlashAttentionScore", **_FACTS)
+def flash_attention(*args):
+    """Softmax's maxima and sums, an unused output, and the attention. Dropped scores are those of one card."""
+    found = _attention(args, 10, 16, (3, 4, 6), (7, 8, 9), before=("eight", "eight", "none"))
+    keep_prob, length = args[11] if len(args) > 11 else 1.0, found.sizes["t"]
+    if keep_prob == 1 or args[4] is not None:
+        return found
+    if "b" not in found.sizes or length % 8:
+        raise ValueError(
+            f"keep_prob={keep_prob} needs a drop_mask where keys are of {length} tokens, or of several examples in one "
+            "dim (TND): eight of them share a byte of the mask"
+        )
+    return replace(found, run="attention_dropout")
+
+
+@register_operator("SpeedFusionAttention", **_FACTS)
+def speed_fusion_attention(*args):
+    """Attention, softmax's maxima and sums, and a seed. Where the device draws which scores it drops, all is whole."""
+    after = ("eight", "eight", "empty", "scalar", "scalar", "scalar")
+    found = _attention(args, 3, 4, (7, 9), (15, 16, 17), after=after)
+    is_drawn = len(args) > 11 and args[11] != 1
+    return replace(found, whole=frozenset(found.sizes)) if is_drawn else found
+
+
+@register_operator("PromptFlashAttention", gradient=NO_GRADIENT, **_FACTS)
+def prompt_flash_attention(*args):
+    """The attention of prompts, for inference."""
+    return _attention(args, 12, 16, (3, 6), (4, 5), 17)
+
+
+@register_operator("IncreFlashAttention", gradient=NO_GRADIENT, **_FACTS)
+def incre_flash_attention(*args):
+    """The attention of one more token of each example, for inference."""
+    return _attention(args, 15, 16, (3, 5), (4,), 18)
+
+
+@register_operator("FusedInferAttentionScore", gradient=NO_GRADIENT, **_FACTS)
+def fused_infer_attention(*args):
+    """The attention of prompts or of one more token, for inference, and the logarithm of softmax's sums."""
+    return _attention(args, 24, 28, (3, 4), (5, 6), 29, after=("one" if args[34] else "none",))

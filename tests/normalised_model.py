@@ -1,0 +1,33 @@
+"""The classifier of `examples/own_model.py` with batch norm, for recipes."""
+
+import sys
+from dataclasses import replace
+
+from launch import ROOT
+from mindspore import nn
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+from own_model import CLASSIFIER as PLAIN  # noqa: E402
+from own_model import Block, Classifier, open_samples  # noqa: E402
+
+__all__ = ["CLASSIFIER", "Normalised", "open_samples"]
+
+
+class NormalisedBlock(Block):
+    """Batch norm in the place of layer norm."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.norm = nn.BatchNorm1d(size)
+
+
+class Normalised(Classifier):
+    """A classifier of such blocks."""
+
+    def __init__(self, config, layers=None):
+        super().__init__(config, layers)
+        self.blocks = nn.CellDict([(name, NormalisedBlock(config.hidden_size)) for name, _ in self.blocks.items()])
+
+
+CLASSIFIER = replace(PLAIN, cell=Normalised)
