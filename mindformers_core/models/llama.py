@@ -160,6 +160,8 @@ class LlamaForCausalLM(nn.Cell):
             attention = layer.self_attn
             shape = length, batch, attention.num_key_value_heads, attention.head_dim
             attention.cache = KeyValueCache(*shape, getattr(ms, self.model.config.dtype))
+        for path, parameter in self.parameters_and_names():
+            parameter.name = path  # graphs need names of their own
 
     def shard(self, config=None):
         """Layouts of the batch, sharded over `config.batch_axes`; without these axes its layout is that of the inputs.
