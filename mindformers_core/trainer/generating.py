@@ -46,6 +46,11 @@ def generate(recipe, request):
         raise ValueError("checkpoint.load_path: generate needs weights: give a run folder, or a Hugging Face folder")
     world, mesh = enter_world(recipe)
     checkpoint, recipe = open_source(recipe)
+    return continue_prompts(recipe, mesh, world.rank, checkpoint, request), world.rank
+
+
+def continue_prompts(recipe, mesh, rank, checkpoint, request):
+    """The texts of `generate`, on a mesh with the axes `MESH_AXES`, with the weights of a `Checkpoint`."""
     data, model, config = recipe.train_dataset, recipe.model, checkpoint.config or {}
     is_text = not data.factory and not any(path.endswith(".npy") for path in data.data_path)
     stops = config.get("eos_token_id") or ()
@@ -57,14 +62,14 @@ def generate(recipe, request):
     prompts = encode_prompts(request.prompts, tokens, request.tokens, *limits)
     dp_size, length = mesh.axis_size("dp"), max(map(len, prompts))
     batch = -(-min(request.batch, len(prompts)) // dp_size) * dp_size
-    generator = make_generator(recipe, mesh, world.rank, batch, length, request.tokens, checkpoint)
+    generator = make_generator(recipe, mesh, rank, batch, length, request.tokens, checkpoint)
     found = []
     for first in range(0, len(prompts), batch):
         part = prompts[first : first + batch]
         rows = part + part[:1] * (batch - len(part))  # the last batch is filled up
         numbers = [*range(first, first + len(part)), *(first for _ in rows[len(part) :])]
         found += generator.run(rows, request.tokens, request.sampling, numbers, tokens.stops)[: len(part)]
-    return [tokens.decode(prompt + new) for prompt, new in zip(prompts, found, strict=True)], world.rank
+    return [tokens.decode(prompt + new) for prompt, new in zip(prompts, found, strict=True)]
 
 
 def make_generator(recipe, mesh, rank, batch, length, count, checkpoint):
