@@ -11,6 +11,7 @@ from mindformers_core.checkpoint.save import save
 from mindformers_core.checkpoint.slices import FileLayer
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh
+from mindformers_core.trainer.checkpoints import save_job
 
 BITS = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16, "int64": np.uint64, "bool": np.uint8}
 
@@ -201,3 +202,16 @@ def state_on(tensors, name):
 def tensors(seed=0):
     rng = np.random.default_rng(seed)
     return random_tensors(rng, SHAPES) | random_tensors(rng, SHAPES, "optimizer")
+
+
+def save_after_two(job):
+    """Let a `Job` save a checkpoint after its second step."""
+    run_step = job.run_step
+
+    def step(*arguments):
+        found = run_step(*arguments)
+        if job.step == 2:
+            save_job(job)
+        return found
+
+    job.run_step = step

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import mindspore as ms
 import pytest
-from launch import run_cases, run_ranks
+from launch import run_cases, run_ranks, run_two_launches
 from timings import (  # noqa: F401 (hooks of pytest)
     pytest_addoption,
     pytest_configure,
@@ -62,8 +62,8 @@ def little_for_the_garbage_collector():
 def launches(request):
     """Launches that the selected tests look at, as futures: they begin before the first test, and run beside them all.
 
-    By world size those of its selected cases, one launch after the other; by name the scripts of tests with
-    `@pytest.mark.ranks(script, world_size)`, beside these: ranks die in them, so that others wait.
+    By world size those of its selected cases, one launch after the other, of two ranks two at once; by name the scripts
+    of tests with `@pytest.mark.ranks(script, world_size)`, beside these: ranks die in them, so that others wait.
     """
     cases, scripts, stop = {}, {}, threading.Event()
     for item in request.session.items:
@@ -73,7 +73,8 @@ def launches(request):
             script, world_size = script_of(item)
             scripts[script] = world_size
     with ThreadPoolExecutor(1) as in_turn, ThreadPoolExecutor(1) as beside:
-        futures = {size: in_turn.submit(run_cases, size, cases[size], stop=stop) for size in cases}
+        runs = {2: run_two_launches}
+        futures = {size: in_turn.submit(runs.get(size, run_cases), size, cases[size], stop=stop) for size in cases}
         for script, world_size in scripts.items():
             futures[script] = beside.submit(run_ranks, world_size, f"tests/ranks/{script}", timeout=150, stop=stop)
         yield futures

@@ -235,7 +235,8 @@ MORE_CALLS = [
     ),
     Call("FlashAttentionScore", [f(2, 4, 64), f(2, 4, 32), f(2, 4, 32), *[None] * 7, 4, 1.0, 0.25], _attention),
     Call(
-        "PromptFlashAttention", [*QKV, *[None] * 9, 4, 1.0, 2**31 - 1, 0, 0, 2, 0, 1],
+        "PromptFlashAttention",
+        [*QKV, *[None] * 9, 4, 1.0, 2**31 - 1, 0, 0, 2, 0, 1],
         lambda query, *_: np.zeros_like(query),
     ),
     Call("IncreFlashAttention", [*LISTS, *[None] * 12, 4, 0, 1.0, 2, 0, 1], lambda query, *_: np.zeros_like(query)),
@@ -245,7 +246,8 @@ MORE_CALLS = [
         lambda query, *_: (np.zeros_like(query), np.zeros(1)),
     ),
     Call(
-        "SpeedFusionAttention", [*QKV, 4, 0, np.int64(1), np.int64(1), None, None, None, 1.0, 1.0],
+        "SpeedFusionAttention",
+        [*QKV, 4, 0, np.int64(1), np.int64(1), None, None, None, 1.0, 1.0],
         lambda query, *_: (np.zeros_like(query), *_attention(query)[:2], np.zeros(0), *[np.int64(0)] * 3),
     ),
     Call("Dropout", [X, 1.0, 0, 0], lambda x, *_: x),

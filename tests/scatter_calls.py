@@ -15,6 +15,7 @@ __all__ = [
 
 # nor on the meta device
 WITHOUT_META = ("BincountExt", "CosineEmbeddingLoss", "Gmm", "GmmV2", "MoeTokenUnpermute", "NpuGelu")
+WITHOUT_FLOAT32 = ("FusedInferAttentionScore", "IncreFlashAttention", "PromptFlashAttention")  # on the meta device
 WITHOUT_KERNEL = (
     "GroupedMatmulV4", "HistcExt", "IndexFillScalar", "IndexFillTensor", "InnerMoeTokenUnpermute", "KLDiv",
     "L1LossExt", "MSELossExt", "MoeInitRoutingV2", "MoeTokenPermute", "MultilabelMarginLoss", "NLLLoss2d",

@@ -162,7 +162,7 @@ def test_ranks_together_give_what_one_card_gives(case):
 
 def test_graphs_of_all_ranks_are_alike():
     """Ranks that compile different graphs wait for each other forever. And every algorithm is among these cases."""
-    found = {"dropout", "func_dropout"}
+    found = {"attention_dropout", "dropout", "func_dropout"}
     cases = [(*case, CUTS) for case in (*CASES.values(), (SPREADS, [NUMBERS]), (DRAWS, [NUMBERS]))]
     for functions, arrays, cuts in [*cases, (WINDOWS, [IMAGES, KERNELS], IMAGE_CUTS)]:
         for function, given in product(functions.values(), cuts):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_states import CountingFiles
+from checkpoint_states import CountingFiles, save_after_two
 from safetensors.numpy import load_file
 
 from mindformers_core.checkpoint.load import load, open_checkpoint
@@ -119,17 +119,6 @@ def test_files_of_all_meshes_are_equal(saved):
 def unbroken(tmp_path_factory):
     """The folder of a run that was saved after two steps, and its losses of the next five."""
     folder = tmp_path_factory.mktemp("unbroken")
-
-    def save_after_two(job):
-        run_step = job.run_step
-
-        def step(*arguments):
-            found = run_step(*arguments)
-            if job.step == 2:
-                save_job(job)
-            return found
-
-        job.run_step = step
 
     rows = run(folder, "zero_2_tp", steps=7, prepare=save_after_two)[0]
     return folder, [(row["step"], row["loss"]) for row in rows[2:]]

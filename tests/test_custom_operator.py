@@ -108,7 +108,7 @@ def _sorted_rows(x):
     return ops.sort(x, 0)[0] * ops.cumsum(x, 0)
 
 
-@pytest.mark.parametrize("facts", [{"gather": True}, {"decomposition": _sorted_rows}], ids=str)
+@pytest.mark.parametrize("facts", [{"gather": True}, {"decomposition": _sorted_rows}], ids=["gather", "decomposition"])
 def test_an_operator_without_a_rule(facts, monkeypatch):
     """Its error offers both ways by a call that works, in both engines, with gradients."""
     monkeypatch.setattr(registry, "_FACTS", dict(registry._FACTS))

@@ -6,6 +6,7 @@ import os
 import mindspore as ms
 import numpy as np
 import pytest
+from checkpoint_states import save_after_two
 from diff_runs import DP, PP, RECIPE, TINY, TP, Planted, recorded, scaled
 from mindspore import nn, ops
 from simulated_ranks import distribute
@@ -20,7 +21,6 @@ from mindformers_core.diff.runs import Run, assembled, layout_text, write_rows, 
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.program.observer import Observer
-from mindformers_core.trainer.checkpoints import save_job
 from mindformers_core.trainer.command_line import main
 from mindformers_core.trainer.diffing import run_simulated
 from mindformers_core.trainer.recipe_loader import load_recipe
@@ -291,24 +291,12 @@ def test_resumed_run(tmp_path):
     """A checkpoint's moments are those of the run that goes on."""
     whole = recorded(tmp_path / "whole", steps=3)
     recipe = load_recipe(RECIPE, [*TINY, f"training.output_dir={tmp_path / 'saved'}"])
-    run_simulated(recipe, 2, _save_after_two)
+    run_simulated(recipe, 2, save_after_two)
     resumed = recorded(tmp_path / "resumed", [f"checkpoint.load_path={tmp_path / 'saved'}"])
     assert resumed.steps == [3]
     found = part(whole, resumed)
     assert found.steps == [3]
     assert found.first is None, report(found)
-
-
-def _save_after_two(job):
-    run_step = job.run_step
-
-    def step(*arguments):
-        found = run_step(*arguments)
-        if job.step == 2:
-            save_job(job)
-        return found
-
-    job.run_step = step
 
 
 def test_recording_changes_no_number(tmp_path):

@@ -19,6 +19,7 @@ from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.boundaries import Declaration, OperatorDeclaration
 from mindformers_core.propagation.propagate import propagate
 from mindformers_core.sharding.declare import collect_declarations
+from mindformers_core.tensor_parallel import custom_operator
 
 PAIR = [tensor_meta((8, 8), "float32")] * 2
 
@@ -271,11 +272,11 @@ def test_errors_say_where():
 
 def test_an_operator_without_a_rule_is_named_with_its_place():
     def unknown(self, x):
-        return ops.padding(x[..., :1], 4)
+        return custom_operator("Unruled", ops.neg)(x)
 
     graph = capture(Level(cell_of(unknown)), PAIR[0])
     with pytest.raises(
-        ValueError, match=r"in Cell 'parts.0' \(unknown\), .*test_propagation_sharing.py:\d+: operator 'Padding'"
+        ValueError, match=r"in Cell 'parts.0' \(unknown\), .*test_propagation_sharing.py:\d+: operator 'Unruled'"
     ):
         propagate(graph, MESH, {0: layout("dp").bind(MESH, 2)}, {})
 

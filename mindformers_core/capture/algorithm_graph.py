@@ -15,8 +15,6 @@ from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.propagation.operators import call_shapes
 from mindformers_core.redistribution import plan_redistribution
 
-__all__ = ["algorithm_graph", "algorithm_of", "redistribution_steps"]
-
 
 def algorithm_of(plan):
     """Pair of an algorithm's `CellGraph` on this process's device and, for each of its nodes, the `Step`s of a

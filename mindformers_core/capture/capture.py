@@ -25,6 +25,7 @@ from mindspore.utils import MsDispatchMode
 from mindformers_core.capture.recording import Recorder
 from mindformers_core.capture.shape_functions import ON_PLAIN_TENSORS, by_numpy, creating_functions
 from mindformers_core.capture.traced import Traced
+from mindformers_core.dtensor.in_place import DRAWS_IN_PLACE
 from mindformers_core.dtensor.indexing import index_tensor
 from mindformers_core.dtensor.interception import draws_by_position
 from mindformers_core.operators.registry import facts_of
@@ -32,9 +33,6 @@ from mindformers_core.operators.rules.matmul import einsum_names
 from mindformers_core.program.graph import cell_label
 from mindformers_core.program.structure import tree_leaves, tree_map
 
-__all__ = ["capture"]
-
-_DRAWING_IN_PLACE = frozenset({"InplaceUniform", "InplaceNormal", "InplaceRandom", "InplaceExponential"})
 # Entry points of `@ms.jit` in each of its modes, ast, trace and bytecode; and functions that run the call as Python
 _WITHOUT_COMPILING = (
     (_JitExecutor, "__call__", lambda executor, *args, **kwargs: executor.fn(*args, **kwargs)),
@@ -216,7 +214,7 @@ class _Dispatched(MsDispatchMode):
     def __ms_dispatch__(self, func, args, kwargs=None):
         recorder, kwargs = self.recorder, kwargs or {}
         if not recorder.inferring:
-            if func.name in _DRAWING_IN_PLACE:
+            if func.name in DRAWS_IN_PLACE:
                 raise recorder.error(
                     f"operator '{func.name}' draws into a plain tensor, which can't be captured: draw with "
                     "mindspore.ops, or pass the numbers in"

@@ -13,8 +13,6 @@ from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.program.graph import CellGraph, Constant, FreeVariable, ParameterUse
 from mindformers_core.program.structure import DType, Value, tree_map
 
-__all__ = ["Held", "Made", "OpenCall", "plain_leaf"]
-
 Made = namedtuple("Made", "call value")  # the result of a node, or an argument of the root
 Held = namedtuple("Held", "path")  # a parameter or constant at a path of the tree, or a tensor from elsewhere (None)
 

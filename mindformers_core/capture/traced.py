@@ -12,8 +12,6 @@ from mindspore.ops import Primitive
 from mindformers_core.dtensor.aliases import note_write
 from mindformers_core.dtensor.indexing import index_tensor, with_items
 
-__all__ = ["CaptureError", "Traced", "call_site", "failed_site"]
-
 _MINDSPORE = str(Path(mindspore.__file__).parent)
 _ENGINE = str(Path(__file__).parent.parent)
 _MODEL_CODE = (str(Path(_ENGINE) / "models"), str(Path(_ENGINE) / "tensor_parallel"))  # ours, and yet no engine

@@ -5,8 +5,6 @@ from mindspore import Tensor
 from mindformers_core.operators.registry import facts_of, rewritten
 from mindformers_core.program.structure import tree_leaves
 
-__all__ = ["is_view", "note_write", "share_memory", "written_at"]
-
 _RETURNED = frozenset({"Contiguous", "Diagonal"})  # views, or the input itself, beside those that records tell
 
 

@@ -18,8 +18,6 @@ from mindformers_core.dtensor.in_place import written
 from mindformers_core.dtensor.indexing import index_tensor
 from mindformers_core.operators.registry import facts_of, register_operator
 
-__all__ = ["batch_norm", "batch_norm_ext", "composed", "max_pool"]
-
 
 def batch_norm(x, scale, bias, mean, variance, is_training=False, epsilon=1e-5, momentum=0.1, data_format=0):
     """Results of `BatchNorm`: `y`, and the batch's mean and variance twice."""

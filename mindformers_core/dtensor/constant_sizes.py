@@ -8,11 +8,6 @@ from mindspore import dtype as mstype
 
 from mindformers_core.operators.rules.dims import per_dim
 
-__all__ = [
-    "adaptive_max_pool_3d", "col2im", "conv_tbc", "expand", "matrix_diag", "matrix_diag_part", "matrix_set_diag",
-    "mirrored", "window",
-]  # fmt: skip
-
 
 def _numbers(argument):
     """The values of a constant tensor, or of what are numbers already."""

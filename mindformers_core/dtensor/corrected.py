@@ -5,8 +5,6 @@ from mindspore.ops.auto_generate import binary_cross_entropy_with_logits_impl, n
 
 from mindformers_core.dtensor.lookups import embedding_rows
 
-__all__ = ["CORRECTED", "log_cumulative_sum"]
-
 
 @ops.constexpr
 def _is_on_cpu():

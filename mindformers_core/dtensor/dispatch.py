@@ -25,9 +25,7 @@ from mindformers_core.layout import Layout
 from mindformers_core.operators import TensorMeta, resolve, signature_of, tensor_meta
 from mindformers_core.operators.registry import facts_of, rule_attributes
 from mindformers_core.placement import axes_in
-from mindformers_core.program.structure import tree_leaves, tree_map
-
-__all__ = ["Dispatcher", "attributes_of", "read_numbers"]
+from mindformers_core.program.structure import tree_fill, tree_leaves, tree_map
 
 _ABOUT_TYPES = frozenset({"typeof"})  # operators that ask for a tensor's type and compute nothing
 _MOST_PROGRAMS = 65536  # a number that changes with every step would fill the memory with programs
@@ -174,7 +172,7 @@ class _Program:
             )
         mesh = self.mesh
         metas = [_meta_of(tensor, mesh) for tensor in tensors]
-        args, kwargs = _fill((args, kwargs), Tensor, metas)
+        args, kwargs = tree_fill((args, kwargs), metas, Tensor)
         self.is_view = is_view(name, args, kwargs) and type(tensors[0]) is DTensor
         self.constant = not any(meta.differentiable for meta in metas)
         signature = signature_of(name, args, kwargs | attributes)
@@ -201,7 +199,7 @@ class _Program:
             args, kwargs = [argument._local if type(argument) is DTensor else argument for argument in args], {}
         else:
             parts = [_local_part(tensor, target) for tensor, target in zip(tensors, self.targets)]
-            args, kwargs = _fill((self.args, self.kwargs), TensorMeta, parts)
+            args, kwargs = tree_fill((self.args, self.kwargs), parts, TensorMeta)
 
         def operator(*local_args):
             if primitive is None:
@@ -243,12 +241,6 @@ class _Program:
 def _made(kind, attributes):
     """A classic primitive."""
     return kind(*attributes)
-
-
-def _fill(structure, placeholder, replacements):
-    """A structure with the replacements in the places of the instances of `placeholder`, in order."""
-    rest = iter(replacements)
-    return tree_map(lambda leaf: next(rest) if isinstance(leaf, placeholder) else leaf, structure)
 
 
 def _common_mesh(name, tensors):

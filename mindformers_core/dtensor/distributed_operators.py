@@ -35,8 +35,6 @@ from mindformers_core.dtensor.scans import SCANS
 from mindformers_core.dtensor.statistics import band, norm, product, spread, trace
 from mindformers_core.layout import Layout
 
-__all__ = ["ALGORITHMS", "ShardContext"]
-
 _LOWEST = -65504.0  # the lowest number of every float type
 
 

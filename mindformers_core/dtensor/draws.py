@@ -19,8 +19,6 @@ from mindspore.ops import auto_generate
 from mindformers_core.dtensor.dropout import STEP, counters, next_random_state, uniform_bits
 from mindformers_core.operators import signature_of
 
-__all__ = ["DISTRIBUTIONS", "DRAWN", "draw_whole", "whole_context"]
-
 _DIGITS = MappingProxyType({"float16": 11, "bfloat16": 8})  # of a fraction below 1; others: 24
 
 

@@ -18,18 +18,6 @@ from mindspore.common.generator import default_generator
 from mindformers_core.operators.rules.attention import key_length
 from mindformers_core.splitmix import GOLDEN
 
-__all__ = [
-    "STEP",
-    "WITHOUT_SEEDS",
-    "attention_with_dropout",
-    "connect_generator",
-    "counters",
-    "dropout_with_mask",
-    "functional_dropout",
-    "next_random_state",
-    "uniform_bits",
-]
-
 # Number of an operator's arguments before its seeds, which differ from layer to layer or from call to call.
 WITHOUT_SEEDS = MappingProxyType({"Dropout": 2})
 

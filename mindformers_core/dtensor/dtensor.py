@@ -19,8 +19,6 @@ from mindformers_core.dtensor.move import dtype_name, redistribute_local
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.operators import tensor_meta
 
-__all__ = ["DTensor", "adopted", "borrowed", "distribute_tensor", "wrap"]
-
 
 def _of_whole(what, read=None):
     """A method that reads `what` of the local tensor, where every rank holds the whole."""

@@ -6,8 +6,6 @@ from mindspore import ops
 
 from mindformers_core.operators.rules.matmul import einsum_names
 
-__all__ = ["contract"]
-
 
 @ops.constexpr
 def _plan(equation, shapes):

@@ -14,8 +14,6 @@ from mindspore import dtype as mstype
 
 from mindformers_core.layout import Layout
 
-__all__ = ["windows", "windows_with_index"]
-
 _PAD = ops.PadV3()
 
 

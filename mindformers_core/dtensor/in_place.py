@@ -9,8 +9,6 @@ from mindspore.ops import auto_generate
 
 from mindformers_core.dtensor.indexing import with_items
 
-__all__ = ["is_in_place", "written"]
-
 
 def _rows(function):
     """A scatter of rows: indices of any shape, one a row."""
@@ -103,7 +101,7 @@ _FILLED = {
     "MaskedScatter": lambda x, mask, source: x.masked_scatter(mask, source),
 }
 _INDEXED = {
-    "IndexAdd": lambda x, index, source: ops.tensor_scatter_add(x, ops.expand_dims(index, -1), source),
+    "IndexAdd": _rows(ops.tensor_scatter_add),
     "IndexAddExt": lambda x, dim, index, source, alpha=1: x.index_add(dim, index, source, alpha=alpha),
     "IndexCopy": lambda x, dim, index, source: with_items(x, _at(x, dim, index), source),
     "IndexFillScalar": lambda x, dim, index, value: with_items(x, _at(x, dim, index), value),
@@ -136,6 +134,7 @@ _IN_PLACE = {
     **{f"Scatter{name}": _rows(function) for name, function in _SCATTERS.items()},
     **{f"Inplace{name}": f for table in (_ARITHMETIC, _FILLED, _INDEXED, _DRAWS) for name, f in table.items()},
 }
+DRAWS_IN_PLACE = frozenset(f"Inplace{name}" for name in _DRAWS)
 
 
 def is_in_place(name):

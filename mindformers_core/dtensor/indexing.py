@@ -7,8 +7,6 @@ from mindspore import dtype as mstype
 
 from mindformers_core.operators.rules.elementwise import broadcast_shape
 
-__all__ = ["index_tensor", "with_items"]
-
 
 def index_tensor(x, index):
     """`x[index]` for ints, slices, `None`, `...`, and integer tensors (or lists of ints), by NumPy's rules.

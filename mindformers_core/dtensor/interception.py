@@ -19,8 +19,6 @@ from mindformers_core.dtensor.dtensor import DTensor, adopted
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.structure import tree_leaves
 
-__all__ = ["custom_operator", "draws_by_position", "intercept_operators"]
-
 # Primitives that don't look up `__fallback__`, with those of their attributes that their rule takes as arguments.
 _WITHOUT_FALLBACK = (
     (ops.Stack, ("axis",)),

@@ -6,8 +6,6 @@ from mindspore import Tensor, ops
 
 from mindformers_core.dtensor.move import dtype_name
 
-__all__ = ["LOOKUPS", "embedding_rows", "found_here", "zero_where"]
-
 
 def found_here(indices, size, context):
     """Indices into this part (0 where they point elsewhere), and where they do. Negative ones count from the end.

@@ -2,8 +2,6 @@
 
 from mindspore import ops
 
-__all__ = ["group_norm"]
-
 
 def group_norm(operator, args, context):
     """The normalised tensor, and every group's mean and reciprocal standard deviation, which pass no gradient on."""

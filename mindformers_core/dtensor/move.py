@@ -8,8 +8,6 @@ from mindspore import ops
 from mindformers_core.communication import communicator, world
 from mindformers_core.redistribution import ASCEND, CPU, GPU, plan_redistribution
 
-__all__ = ["cells_between", "device_model", "dtype_name", "redistribute_local"]
-
 _DEVICE_MODELS = {"CPU": CPU, "GPU": GPU, "Ascend": ASCEND}
 
 

@@ -15,8 +15,6 @@ from mindspore import dtype as mstype
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.layout import Layout
 
-__all__ = ["SCANS"]
-
 
 def _log_total(x, dim):
     """The logarithm of the sum of exponentials along a dim, which may all be 0."""

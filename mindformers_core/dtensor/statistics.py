@@ -11,8 +11,6 @@ from mindspore import ops
 
 from mindformers_core.layout import Layout
 
-__all__ = ["band", "norm", "product", "spread", "trace"]
-
 
 def norm(_, args, context):
     """The root of the sum of all parts' powers. Where it is 0, so is its gradient.

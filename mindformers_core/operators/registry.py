@@ -8,11 +8,6 @@ from mindformers_core.operators.saved import SavedByOperator
 from mindformers_core.operators.signature import tensors_in, undivided
 from mindformers_core.operators.views import INPUT_IF_OF_ITS_DTYPE, strided
 
-__all__ = [
-    "FLOWS", "NO_GRADIENT", "OperatorFacts", "ZERO", "facts_of", "register_operator", "registered_operators",
-    "rewritten", "rule_attributes", "signature_of",
-]  # fmt: skip
-
 FLOWS, ZERO, NO_GRADIENT = "flows", "zero", "none"
 _FACTS: dict = {}  # the one registry: operator name -> its `OperatorFacts`
 

@@ -16,8 +16,6 @@ from mindformers_core.redistribution import plan_redistribution
 
 _WITHOUT_POSITIONS = ("mean", "max", "min", "logsumexp", "softmax", "log_softmax", "softmax_cross_entropy")
 
-__all__ = ["OperatorCall", "Resolution", "alternatives", "checked_outputs", "repeated", "resolve", "undivided"]
-
 
 @dataclass(frozen=True)
 class Resolution:

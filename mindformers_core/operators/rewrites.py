@@ -4,12 +4,6 @@ They are: scalar forms and views that lack a kernel or a gradient on CPU where t
 of what a newer operator computes; sizes that come one by one (`x.reshape(2, -1)`); arguments in a method's order.
 """
 
-__all__ = [
-    "as_cast", "as_transpose", "condition_first", "correction_given", "dim_before_indices", "dim_given",
-    "float_reduction", "masked_fill",
-    "product_with_a_gradient", "select_index", "sizes_together", "slice_one_dim", "split_by_method", "without_alpha",
-]  # fmt: skip
-
 
 def without_alpha(new_name):
     """`x + alpha * y` where alpha is 1: the general one multiplies first on CPU, and takes twice as long."""

@@ -13,11 +13,6 @@ from math import prod
 
 from mindformers_core.operators.signature import is_float
 
-__all__ = [
-    "BOTH_RESULTS", "INDICES", "INPUTS", "INPUTS_AND_RESULT", "INPUTS_AS_THEY_ARE", "MASKS", "NOTHING", "OTHER_OPERAND",
-    "Operand", "RESULT", "SECOND_RESULT", "SavedByOperator", "UNMEASURED",
-]  # fmt: skip
-
 ALL, FLOATS, INTEGERS, BOOLS = "all", "floats", "integers", "bools"
 
 

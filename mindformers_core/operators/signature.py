@@ -9,8 +9,6 @@ tables of pointwise operators.
 from dataclasses import dataclass, field
 from functools import cache
 
-__all__ = ["Signature", "TensorMeta", "is_float", "tensor_meta", "tensors_in", "undivided"]
-
 
 class TensorMeta:
     """Global shape, dtype name and layout of a tensor, without data. Interned by `tensor_meta`, so compare by identity.

@@ -10,11 +10,6 @@ view of a copy that the operator makes; or None where no result is a view.
 
 from math import prod
 
-__all__ = [
-    "INPUT", "INPUT_IF_CONTIGUOUS", "INPUT_IF_OF_ITS_DTYPE", "broadcast", "contiguous_strides", "is_contiguous",
-    "parts", "reshaped", "reversed_dims", "strided", "swapped", "transposed", "unstacked",
-]  # fmt: skip
-
 INPUT = "input"  # the result is just what the first tensor is
 INPUT_IF_CONTIGUOUS = "input if contiguous"
 INPUT_IF_OF_ITS_DTYPE = "input if of its dtype"  # the same object

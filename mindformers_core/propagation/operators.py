@@ -6,7 +6,7 @@ from mindformers_core.operators import Signature, TensorMeta, signature_of, tens
 from mindformers_core.operators.registry import FLOWS, facts_of, rule_attributes
 from mindformers_core.placement import axes_in
 from mindformers_core.program.plan import OperatorPlan
-from mindformers_core.program.structure import Value, tree_leaves, tree_map
+from mindformers_core.program.structure import Value, tree_fill, tree_leaves, tree_map
 
 
 def passes_gradient(operator):
@@ -40,9 +40,7 @@ def local_call_shapes(plan):
     arguments = node.args, node.kwargs
     if plan.signature.localize is not None:
         arguments = plan.signature.localize((*node.args, *node.kwargs.values()), plan.local_shapes), {}
-    parts = iter(metas)
-    arguments = tree_map(lambda leaf: next(parts) if isinstance(leaf, (Value, TensorMeta)) else leaf, arguments)
-    return call_shapes(node, *arguments)
+    return call_shapes(node, *tree_fill(arguments, metas, (Value, TensorMeta)))
 
 
 def call_shapes(node, args, kwargs):

@@ -11,7 +11,7 @@ from mindformers_core.dtensor.distributed_operators import ALGORITHMS
 from mindformers_core.dtensor.draws import whole_context
 from mindformers_core.operators import TensorMeta
 from mindformers_core.operators.registry import facts_of
-from mindformers_core.program.structure import tree_leaves, tree_map
+from mindformers_core.program.structure import tree_fill, tree_leaves
 from mindformers_core.propagation.operators import operator_signature
 
 
@@ -42,8 +42,7 @@ def draw_of(node, dtype):
     def draw(args, kwargs):
         given = (*args, *kwargs.values())
         if signature.arguments is not None:
-            tensors = iter(tree_leaves(given, Tensor))
-            given = tree_map(lambda leaf: next(tensors) if isinstance(leaf, TensorMeta) else leaf, signature.arguments)
+            given = tree_fill(signature.arguments, tree_leaves(given, Tensor), TensorMeta)
         return ALGORITHMS[signature.run](None, given, context)
 
     return draw

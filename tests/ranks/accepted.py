@@ -32,7 +32,7 @@ def accepted(signature, floats, mesh):
                     axes_of[chosen[axis]] = (*axes_of.get(chosen[axis], ()), axis)
             if _cuts_fit(signature, mesh, axes_of):
                 yield tuple(
-                    _place(mesh, dims, axes_of, _terms(signature, chosen, axes_of, place), ())
+                    _place(mesh, signature, dims, axes_of, _terms(signature, chosen, axes_of, place), ())
                     for place, dims in enumerate(signature.inputs)
                 )
 

@@ -2,11 +2,6 @@
 
 from mindformers_core.operators.signature import Signature, TensorMeta
 
-__all__ = [
-    "along", "as_dim", "as_dims", "bound", "dim_names", "dim_sizes", "integers", "parameters", "per_dim", "plain_names",
-    "unary",
-]  # fmt: skip
-
 _SPELLINGS = {"axis": "dim", "axes": "dims", "keepdims": "keepdim", "keep_dims": "keepdim"}
 
 

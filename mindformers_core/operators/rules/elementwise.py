@@ -8,8 +8,6 @@ from mindformers_core.operators.rewrites import as_cast, condition_first, masked
 from mindformers_core.operators.rules.dims import unary
 from mindformers_core.operators.signature import Signature, TensorMeta, is_float, tensors_in
 
-__all__ = ["broadcast_shape", "elementwise", "keeps_digits"]
-
 
 def _quotient(operands, results):
     """The truncated quotient, where the divisor needs a gradient."""
@@ -155,7 +153,7 @@ def _sum_of_terms(*terms, **named):
     return elementwise(*tensors, linear=() if affine else (set(range(len(tensors))),))
 
 
-@register_operator("Assign", saves=saved.NOTHING, gradient=NO_GRADIENT, writes=True)
+@register_operator("Assign", saves=saved.UNMEASURED, gradient=NO_GRADIENT, writes=True)
 def _assign(parameter, value):
     """What is written is whole, or a part, as the Parameter is."""
     if parameter.shape != value.shape:

@@ -9,8 +9,6 @@ from mindformers_core.operators.rules.elementwise import broadcast_shape
 from mindformers_core.operators.saved import INPUTS, NOTHING, OTHER_OPERAND, UNMEASURED, SavedByOperator
 from mindformers_core.operators.signature import Signature
 
-__all__ = ["contraction", "einsum_names"]
-
 
 def contraction(equation, *tensors, linear=None, added=()):
     """The `Signature` of a tensor contraction.

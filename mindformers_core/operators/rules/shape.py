@@ -9,8 +9,6 @@ from mindformers_core.operators.rules.dims import along, as_dim, as_dims, dim_na
 from mindformers_core.operators.saved import NOTHING, UNMEASURED
 from mindformers_core.operators.signature import Signature, TensorMeta, tensors_in
 
-__all__ = ["common_factors"]
-
 _LINEAR = ({0},)
 
 
