@@ -7,6 +7,7 @@ import mindspore as ms
 import numpy as np
 import yaml
 
+from mindformers_core.checkpoint.background import BackgroundSave
 from mindformers_core.checkpoint.folders import find_checkpoint, prune, step_folder
 from mindformers_core.checkpoint.hugging_face import check_config, config_document, ignored_tensors, tensor_name
 from mindformers_core.checkpoint.index import CONFIG, FORMAT, STATE, encode_json
@@ -82,10 +83,11 @@ def save_job(job):
     """Save the state of a job into its run folder, and remove old checkpoints; all ranks call this.
 
     Returns:
-        The folder of the new checkpoint; None where it couldn't be saved, and the recipe says to go on.
+        The folder of the new checkpoint, which is still being written with `checkpoint.async_save`, except after the
+        last step; None where it isn't saved, and the recipe says to go on.
 
     Raises:
-        SaveError: on all ranks.
+        SaveError: on all ranks; with `checkpoint.async_save` also that of the checkpoint before this one.
     """
     recipe, parts, ranks = job.recipe, _parts(job), _ranks(job.mesh, job.rank)
     section, folder = recipe.checkpoint, step_folder(recipe.training.output_dir, job.step)
@@ -100,17 +102,46 @@ def save_job(job):
         "recipe": yaml.safe_load(recipe_to_yaml(recipe)),
     }
     documents = {CONFIG: encode_json(config, indent=1), STATE: encode_json(state, indent=1)}
+    arguments = folder, list(parts), lambda part: values_of(parts[part]), documents
     try:
-        job.save_plan = save(folder, list(parts), lambda part: values_of(parts[part]), documents, ranks, job.save_plan)
+        if section.async_save:
+            return _save_beside(job, arguments, (section.keep_last, section.keep_every), ranks)
+        job.save_plan = save(*arguments, ranks, job.save_plan)
         is_first = job.rank == 0
         on_all_ranks(ranks, lambda: prune(folder, section.keep_last, section.keep_every) if is_first else None)
     except OSError as error:
-        if section.on_error == "end":
-            raise SaveError(str(error)) from error
-        if job.rank == 0:
-            print(f"warning: {error}; training goes on, as checkpoint.on_error: go_on says")
+        _go_on_or_end(job, error)
         return None
     return folder
+
+
+def _save_beside(job, arguments, keep, ranks):
+    """Begin to save; the folder, or None where the recipe says to skip this checkpoint."""
+    folder, at_end = arguments[0], job.step == job.recipe.training.steps
+    background = job.background = job.background or BackgroundSave(ranks)
+    try:
+        is_free = background.settle(waits=at_end or job.recipe.checkpoint.when_busy == "wait")
+    except OSError as error:  # of the checkpoint before this one
+        _go_on_or_end(job, error)
+        is_free = True
+    if not is_free:
+        if job.rank == 0:
+            print(
+                f"warning: the checkpoint {folder} is skipped, since {background.folder} is still being written, as "
+                "checkpoint.when_busy: skip says"
+            )
+        return None
+    background.start(*arguments, keep)
+    if at_end:
+        background.settle()
+    return folder
+
+
+def _go_on_or_end(job, error):
+    if job.recipe.checkpoint.on_error == "end":
+        raise SaveError(str(error)) from error
+    if job.rank == 0:
+        print(f"warning: {error}; training goes on, as checkpoint.on_error: go_on says")
 
 
 def _takes_state(recipe, checkpoint):

@@ -47,6 +47,7 @@ class Job:
     step: int = 0
     consumed: int = 0
     save_plan: object = None  # the `SavePlan` of the first checkpoint, for the others
+    background: object = None  # the `BackgroundSave` of checkpoint.async_save, since the first checkpoint
 
     def barrier(self):
         """Wait for all ranks of the mesh."""
@@ -124,18 +125,22 @@ def run_steps(job):
     records = _open_records(job) if job.rank == 0 else []
     job.barrier()
     losses, started = [], time.perf_counter()
-    while job.step < recipe.training.steps:
-        row = train_step(job)
-        losses.append(row["loss"])
-        if len(losses) == 1:  # the first step has generated all programs
-            report_activations(recipe, job.mesh, job.rank, job.cells)
-        for record in records:
-            record(row)
-        if not math.isfinite(row["loss"]):
-            raise FloatingPointError(f"the loss is {row['loss']} at step {job.step}: see {folder}/metrics.jsonl")
-        at_end = job.step == recipe.training.steps
-        if recipe.checkpoint.enable_save and (at_end or job.step % recipe.checkpoint.save_interleaved_steps == 0):
-            save_job(job)
+    try:
+        while job.step < recipe.training.steps:
+            row = train_step(job)
+            losses.append(row["loss"])
+            if len(losses) == 1:  # the first step has generated all programs
+                report_activations(recipe, job.mesh, job.rank, job.cells)
+            for record in records:
+                record(row)
+            if not math.isfinite(row["loss"]):
+                raise FloatingPointError(f"the loss is {row['loss']} at step {job.step}: see {folder}/metrics.jsonl")
+            at_end = job.step == recipe.training.steps
+            if recipe.checkpoint.enable_save and (at_end or job.step % recipe.checkpoint.save_interleaved_steps == 0):
+                save_job(job)
+    finally:
+        if job.background is not None:
+            job.background.close()
     seconds = time.perf_counter() - started
     tokens = len(losses) * job.batch_size * recipe.train_dataset.seq_length
     summary = (
