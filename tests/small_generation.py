@@ -10,7 +10,6 @@ from mindformers_core.checkpoint.load import open_checkpoint
 from mindformers_core.checkpoint.parts import Ranks
 from mindformers_core.checkpoint.tensors import load_parameters, model_parts
 from mindformers_core.communication.simulated import SimulatedRanks
-from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.serving.sampling import Sampling
 from mindformers_core.trainer.checkpoints import save_job
 from mindformers_core.trainer.data import TokenDataset
@@ -28,7 +27,7 @@ SMALL = (
 )  # fmt: skip
 PROMPTS = [list(b"def main("), list(b"import"), list(b"x"), list(b"    return self.value")]
 LENGTH = max(map(len, PROMPTS))
-GREEDY = Sampling()
+GREEDY, DRAWN = Sampling(), Sampling(temperature=0.9, top_p=0.8, seed=5)
 
 
 def mesh(pp=1, dp=1, tp=1, **others):
@@ -37,6 +36,7 @@ def mesh(pp=1, dp=1, tp=1, **others):
     return [f"parallelism.{key}={value}" for key, value in keys.items()]
 
 
+TRAINED = mesh(dp=2, tp=2, sequence_parallel="true", zero_level=2)
 V = mesh(pp=2, pipeline_parallel_schedule="zb_v", pipeline_parallel_interleave_num=2)
 
 
@@ -44,32 +44,24 @@ def recipe_of(*overrides):
     return load_recipe(RECIPE, [*SMALL, *overrides])
 
 
-def train(folder, rank):
-    """Two steps of a rank, with sequence parallelism and ZeRO 2; leaves a checkpoint in a run folder."""
-    recipe = recipe_of(
-        *mesh(dp=2, tp=2, sequence_parallel="true"), "parallelism.zero_level=2", f"training.output_dir={folder}"
-    )
+def train(folder, rank, *overrides, steps=2):
+    """Steps of a rank on the mesh of the overrides; leaves a checkpoint in a run folder. Returns the job."""
+    recipe = recipe_of(*overrides, f"training.output_dir={folder}")
     data = TokenDataset(np.random.default_rng(0).integers(0, 256, 5000), 16, seed=1)
     job = begin_job(recipe, recipe_mesh(recipe), rank, data)
-    for _ in range(2):
+    for _ in range(steps):
         train_step(job)
     save_job(job)
     return job
-
-
-def train_on_simulated_ranks(folder):
-    with custom_gradients():
-        SimulatedRanks(4).run(lambda rank: train(folder, rank))
-    return folder
 
 
 def checkpoint_of(folder):
     return open_checkpoint(find_checkpoint(folder))
 
 
-def full_forward(folder):
+def full_forward(folder, *overrides):
     """A function of ids that returns the logits of all positions, of the plain model on one card without a cache."""
-    recipe = recipe_of()
+    recipe = recipe_of(*overrides)
     net = recipe.spec.build(recipe.model).set_train(False)
     load_parameters(checkpoint_of(folder), model_parts([net], 0), Ranks(0, lambda value: {0: value}))
     return lambda ids: net(Tensor(np.array([ids], np.int32))).asnumpy()[0]
@@ -84,14 +76,15 @@ def generator_of(folder, recipe, ranks, rank, count, prompts=PROMPTS):
     return generator, passes
 
 
-def generated(folder, *overrides, sampling=GREEDY, count=16, prompts=PROMPTS):
-    """Of every rank the new tokens, the logits of every pass (None on a rank without them), and its Cells."""
+def generated(folder, *overrides, count=10, prompts=PROMPTS):
+    """Of every rank the likeliest tokens, drawn ones, the logits of the former (None where none are), its Cells."""
     recipe = recipe_of(*overrides)
     ranks = recipe_mesh(recipe)
 
     def work(rank):
         generator, passes = generator_of(folder, recipe, ranks, rank, count, prompts)
-        return generator.run(prompts, count, sampling), passes, [stage.cell for stage in generator.stages.values()]
+        greedy, cells = generator.run(prompts, count, GREEDY), [stage.cell for stage in generator.stages.values()]
+        return greedy, generator.run(prompts, count // 2, DRAWN), passes[:count], cells
 
     return SimulatedRanks(ranks.size).run(work)
 
@@ -104,4 +97,4 @@ def check_against_forward(forward, tokens, passes, rows=(0, 1, 2, 3)):
         expected = forward(prompt + new[:-1])[len(prompt) - 1 :]
         np.testing.assert_allclose(np.stack(passes)[:, row], expected, rtol=1e-5, atol=1e-5 * abs(expected).max())
         assert new == expected.argmax(-1).tolist()
-        assert len(set(new)) > 5  # not one token over and over
+        assert len(set(new)) > 3  # not one token over and over

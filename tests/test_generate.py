@@ -5,9 +5,11 @@ import pytest
 from mindspore import Tensor
 from mindspore.graph import api as graph_api
 from small_generation import (
+    DRAWN,
     GREEDY,
     LENGTH,
     PROMPTS,
+    TRAINED,
     V,
     check_against_forward,
     full_forward,
@@ -15,13 +17,13 @@ from small_generation import (
     generator_of,
     mesh,
     recipe_of,
-    train_on_simulated_ranks,
+    train,
 )
 
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.mesh import DeviceMesh
+from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.serving.prompts import padded
-from mindformers_core.serving.sampling import Sampling
 from mindformers_core.sharding.inspecting import programs
 from mindformers_core.trainer.recipe import Parallelism, recipe_mesh
 from mindformers_core.verification import verify
@@ -29,7 +31,10 @@ from mindformers_core.verification import verify
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    return train_on_simulated_ranks(str(tmp_path_factory.mktemp("trained")))
+    folder = str(tmp_path_factory.mktemp("trained"))
+    with custom_gradients():
+        SimulatedRanks(4).run(lambda rank: train(folder, rank, *TRAINED))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +42,15 @@ def forward(trained):
     return full_forward(trained)
 
 
+@pytest.fixture(scope="module")
+def one_card(trained):
+    """What is generated on one rank."""
+    return generated(trained, *mesh())[0]
+
+
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
-    ("mode", "count"), [("context.engine=eager", 12), ("context.engine=generated", 12), ("context.mode=0", 200)]
+    ("mode", "count"), [("context.engine=eager", 10), ("context.engine=generated", 10), ("context.mode=0", 200)]
 )
 def test_greedy_tokens_are_those_of_the_full_forward_pass(trained, forward, mode, count, monkeypatch):
     """Prompts of four lengths in one batch; one program each of the prompts' pass and of a token's, compiled once."""
@@ -69,43 +80,35 @@ MESHES = {
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_any_mesh_generates_the_same(trained, forward, name):
+def test_any_mesh_generates_the_same(trained, forward, one_card, name):
     """The same tokens on all ranks, logits of the last position where the last stage is; caches are cut."""
     found = generated(trained, *MESHES[name])
     check_against_forward(forward, found[0][0], next(passes for *_, passes, _ in found if passes[0] is not None))
-    for tokens, passes, cells in found:
-        assert tokens == found[0][0]
+    for greedy, drawn, passes, cells in found:
+        assert (greedy, drawn) == one_card[:2]
         assert all(each is None or each.shape == (4, 256) for each in passes)
         for cell in cells:
             assert len(programs(cell)) == (0 if "eager" in name else 2)
             for path, parameter in cell.parameters_and_names():
                 if ".cache." in path:
                     dp, tp = (2 if f"{axis} 2" in name else 1 for axis in ("dp", "tp"))
-                    assert parameter.shape == (LENGTH + 16, 4 // dp, 2 // tp, 4)
+                    assert parameter.shape == (LENGTH + 10, 4 // dp, 2 // tp, 4)
 
 
-def test_draws_are_the_same_on_any_mesh(trained):
-    """And of a prompt for itself, with its number."""
-    drawn = {"sampling": Sampling(temperature=0.9, top_p=0.8, seed=5), "count": 12}
-    one = generated(trained, *mesh(), **drawn)[0][0]
-    for name in ("dp 2, tp 2", "pp 2, tp 2"):
-        assert [tokens for tokens, *_ in generated(trained, *MESHES[name], **drawn)] == [one] * 4
-    assert generated(trained, *mesh(), **drawn, prompts=PROMPTS[:1])[0][0] == one[:1]
-    assert generated(trained, *mesh(), sampling=Sampling(0.9, 0.8, 6), count=12)[0][0] != one
-
-
-def test_a_row_ends_after_a_stop(trained):
-    whole = generated(trained, *mesh(), count=12)[0][0]
-    stop = whole[0][4]
+def test_a_prompt_for_itself_and_a_stop(trained, one_card):
+    """The tokens of a batch's first prompt are those that it has alone; a row ends after a stop."""
+    greedy, drawn, *_ = one_card
+    stop, recipe = greedy[0][4], recipe_of(*mesh())
 
     def work(rank):
-        recipe = recipe_of(*mesh())
-        generator, passes = generator_of(trained, recipe, recipe_mesh(recipe), rank, 12)
-        return generator.run(PROMPTS, 12, GREEDY, stops=(stop,)), len(passes)
+        generator, passes = generator_of(trained, recipe, recipe_mesh(recipe), rank, 10, PROMPTS[:1])
+        drawn_alone = generator.run(PROMPTS[:1], 5, DRAWN)
+        return drawn_alone, generator.run(PROMPTS[:1], 10, GREEDY, stops=(stop,)), len(passes) - 5
 
-    ((rows, passes),) = SimulatedRanks(1).run(work)
-    assert rows == [row[: row.index(stop) + 1] if stop in row else row for row in whole]
-    assert passes == max(map(len, rows))
+    ((alone, (row,), passes),) = SimulatedRanks(1).run(work)
+    assert alone == drawn[:1] and alone[0] != greedy[0][:5]
+    assert row == greedy[0][: greedy[0].index(stop) + 1]
+    assert passes == len(row)
 
 
 @pytest.mark.parametrize("slots", [5, 1])

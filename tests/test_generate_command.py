@@ -19,7 +19,7 @@ from small_generation import (
     generated,
     mesh,
     recipe_of,
-    train_on_simulated_ranks,
+    train,
 )
 
 from mindformers_core.communication.simulated import SimulatedRanks
@@ -36,7 +36,10 @@ from mindformers_core.trainer.recipe import Parallelism, recipe_mesh
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    return train_on_simulated_ranks(str(tmp_path_factory.mktemp("trained")))
+    """The folder of a run whose model has its first weights."""
+    folder = str(tmp_path_factory.mktemp("trained"))
+    SimulatedRanks(1).run(lambda rank: train(folder, rank, *mesh(), steps=0))
+    return folder
 
 
 def test_texts_in_batches_of_any_size(trained):
