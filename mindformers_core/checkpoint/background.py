@@ -53,10 +53,11 @@ class BackgroundSave:
             for rank, told in sorted(found.items()):
                 if told not in (None, _BUSY):
                     self._end()
+                    self._ranks.gather(None)  # no rank writes any more
                     if self._ranks.rank == 0:
                         clean(self._folder, FileLayer())
                     where = f"rank {rank}: " if len(found) > 1 else ""
-                    raise SaveError(f"the checkpoint {self._folder} can't be saved: {where}{told}")
+                    raise SaveError(f"{where}{told}")
             if _BUSY not in found.values():
                 self._end()
                 return True
@@ -115,7 +116,7 @@ class BackgroundSave:
             on_all_ranks(ranks, lambda: self._start(parts, values, request))
         except OSError as error:
             self._end()
-            raise SaveError(f"the checkpoint {folder} can't be saved: {error}") from error
+            raise SaveError.of(folder, error) from error
 
     def _start(self, parts, values, request):
         self._faulting.join()
@@ -140,7 +141,8 @@ class BackgroundSave:
             return None
         if self._process.returncode is None:
             return _BUSY
-        return self._process.stdout.read().strip() or f"the writer ended with code {self._process.returncode}"
+        ended = SaveError.of(self._folder, f"the writer ended with code {self._process.returncode}")
+        return self._process.stdout.read().strip() or str(ended)
 
     def close(self):
         """End the process, whatever it does, and free the memory; what is half-written isn't a checkpoint."""
