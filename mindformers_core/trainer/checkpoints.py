@@ -86,7 +86,7 @@ def reserve_memory(job):
         SaveError: on all ranks: no memory, and `checkpoint.on_error` says to end.
     """
     if job.recipe.checkpoint.enable_save and job.recipe.checkpoint.async_save:
-        job.background = BackgroundSave(_ranks(job))
+        job.background = BackgroundSave(_ranks(job.mesh, job.rank))
         try:
             job.background.reserve(list(_parts(job)))
         except OSError as error:
