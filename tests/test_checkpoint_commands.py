@@ -50,9 +50,7 @@ def test_inspect_shows_tensors_and_state(tmp_path, folder, capsys):
     assert out.startswith(TABLE.format(folder=folder))
     lines = out.splitlines()
     assert len(lines) == 6 + 2 * len(SHAPES)
-    assert (
-        lines[-1].split() == "layers.1.row (12, 8) float16 192 optimizer/optimizer-00001-of-00001.safetensors".split()
-    )
+    assert lines[-1].endswith("192    optimizer/optimizer-00001-of-00001.safetensors")
     write_folder(tmp_path / "theirs", CONFIG, weights(CONFIG))
     assert main(["inspect", str(tmp_path / "theirs")]) == 0
     assert "\nstate      none: weights only\n" in capsys.readouterr().out
