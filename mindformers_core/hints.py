@@ -18,6 +18,12 @@ def first_of(entries, most=8):
     return ", ".join(map(str, entries[:most])) + ", …" * (len(entries) > most)
 
 
+def columns(rows):
+    """The lines of a table, for rows of texts."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
 def bytes_shown(count):
     """`"1.5 MiB"`; `"0"` for none."""
     if not count:

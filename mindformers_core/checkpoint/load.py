@@ -149,7 +149,7 @@ def load(checkpoint, parts, fill, ranks=None, converts=False, ignored=(), files=
     """
     ranks, files = ranks or Ranks(), files or FileLayer()
     everywhere = parts_of_all(ranks, parts)
-    _check_tensors(checkpoint, tensors_of(everywhere), converts, ignored)
+    check_tensors(checkpoint, tensors_of(everywhere), converts, ignored)
     owned = {key: [box for box, rank in pieces if rank == ranks.rank] for key, pieces in divide(everywhere).items()}
     counts = {"read": 0, "verified": 0}
 
@@ -182,8 +182,13 @@ def _converted(array, placed, part):
         raise ValueError(f"{placed.file}: '{part.name}': {error}") from None
 
 
-def _check_tensors(checkpoint, wanted, converts, ignored):
-    """Raise `ValueError` for the first tensor that differs from the files' one."""
+def check_tensors(checkpoint, wanted, converts, ignored):
+    """Raise `ValueError` for the first tensor that differs from the files' one.
+
+    Args:
+        checkpoint, converts, ignored: as of `load`.
+        wanted: a dict, (group, name) -> (dtype, shape).
+    """
     groups = {group for group, _ in wanted}
     names = {group: [name for each, name in checkpoint.tensors if each == group] for group in groups}
     for group, name in sorted(wanted):

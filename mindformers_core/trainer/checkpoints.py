@@ -12,10 +12,12 @@ from mindformers_core.checkpoint.folders import find_checkpoint, prune, step_fol
 from mindformers_core.checkpoint.hugging_face import check_config, config_document, ignored_tensors, tensor_name
 from mindformers_core.checkpoint.index import CONFIG, FORMAT, STATE, encode_json
 from mindformers_core.checkpoint.load import open_checkpoint
+from mindformers_core.checkpoint.mindspore_files import read_ckpt, write_ckpt
 from mindformers_core.checkpoint.parts import Ranks, on_all_ranks
 from mindformers_core.checkpoint.save import SaveError, save
 from mindformers_core.checkpoint.tensors import load_parameters, model_parts, optimizer_parts, values_of
 from mindformers_core.communication.messages import gather_values
+from mindformers_core.hints import first_of
 from mindformers_core.trainer.recipe_loader import recipe_to_yaml
 
 
@@ -127,6 +129,36 @@ def save_job(job):
         _go_on_or_end(job, error)
         return None
     return folder
+
+
+def convert(source, target, recipe=None):
+    """Convert a checkpoint into a file of MindSpore's, `*.ckpt`, or such a file into a checkpoint: a line about it.
+
+    Args:
+        source: a `.ckpt` file; or as of `find_checkpoint`.
+        target: a new folder; or a new `.ckpt` file.
+        recipe: of the model: a checkpoint gets its `config.json`, and only its parameters, under their names in files.
+
+    Raises:
+        ValueError: neither is a `.ckpt` file, a target that is there, damage; a tensor that differs from the model's.
+        OSError: a file can't be read or written.
+    """
+    if source.endswith(".ckpt") == target.endswith(".ckpt"):
+        raise ValueError(f"one of '{source}' and '{target}' must be a folder, and the other one a .ckpt file")
+    if os.path.exists(target):
+        raise ValueError(f"'{target}' exists already")
+    names, parts, config = {}, None, None
+    if recipe is not None:
+        with ms.DeviceCtx("meta"):
+            net = recipe.spec.build(recipe.model)
+        name = tensor_name(recipe.spec)
+        names = {path: name(path) for path, _ in net.parameters_and_names()}
+        parts, config = list(model_parts([net], 0, name)), config_document(recipe.spec, recipe.model_name, recipe.model)
+    if target.endswith(".ckpt"):
+        return f"{target}: {write_ckpt(open_checkpoint(find_checkpoint(source)), target, names)} tensors"
+    count, left = read_ckpt(source, os.path.normpath(target), names, parts, config)
+    others = f"; {len(left)} that the model doesn't have are left out: {first_of(left)}" if left else ""
+    return f"{target}: {count} tensors{others}"
 
 
 def _save_beside(job, arguments, keep):

@@ -1,4 +1,4 @@
-"""`python -m mindformers_core train | generate | verify | diff | compare`."""
+"""`python -m mindformers_core train | generate | verify | diff | compare | inspect | check | convert`."""
 
 import argparse
 import dataclasses
@@ -27,7 +27,9 @@ def main(arguments=None):
 
 def _parser():
     parser = argparse.ArgumentParser(prog="python -m mindformers_core", description=_DESCRIPTION)
-    commands = parser.add_subparsers(required=True, metavar="train | generate | verify | diff | compare")
+    commands = parser.add_subparsers(
+        required=True, metavar="train | generate | verify | diff | compare | inspect | check | convert"
+    )
     train = commands.add_parser("train", help="train, or with --dry-run show what would be trained")
     train.add_argument("--config", required=True, metavar="FILE", help="the recipe, as configs/llama_tiny_cpu.yaml")
     train.add_argument(
@@ -79,7 +81,23 @@ def _parser():
         "overrides", nargs="*", metavar="section.key=value", help="keys of both recipes; a:… or b:… of one"
     )
     diff.set_defaults(run=_diff)
+    _add_checkpoint_commands(commands)
     return parser
+
+
+def _add_checkpoint_commands(commands):
+    inspect = commands.add_parser("inspect", help="the tensors of a checkpoint as a table, and its state")
+    inspect.set_defaults(run=_inspect)
+    check = commands.add_parser("check", help="read a checkpoint, and compare it with its checksums")
+    check.set_defaults(run=_check)
+    for command in (inspect, check):
+        command.add_argument("folder", metavar="FOLDER", help="a checkpoint, or a run folder: its newest one")
+    convert = commands.add_parser("convert", help="a checkpoint to MindSpore's file, or such a file to a checkpoint")
+    convert.add_argument("source", metavar="SOURCE", help="FOLDER, a checkpoint, or FILE.ckpt")
+    convert.add_argument("target", metavar="TARGET", help="FILE.ckpt, or FOLDER, which doesn't exist yet")
+    convert.add_argument("--config", metavar="FILE", help="the recipe of the model")
+    convert.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the recipe to exchange")
+    convert.set_defaults(run=_convert)
 
 
 def _count(text):
@@ -170,6 +188,37 @@ def _diff(arguments):
         return 0 if same else 1
     except _USER_ERRORS as error:
         return _report(error)
+
+
+def _inspect(arguments):
+    from mindformers_core.checkpoint.inspection import inspect
+
+    return _print_result(lambda: inspect(arguments.folder))
+
+
+def _check(arguments):
+    from mindformers_core.checkpoint.inspection import check
+
+    return _print_result(lambda: check(arguments.folder))
+
+
+def _convert(arguments):
+    def work():
+        from mindformers_core.trainer.checkpoints import convert
+        from mindformers_core.trainer.recipe_loader import load_recipe
+
+        recipe = load_recipe(arguments.config, arguments.overrides) if arguments.config else None
+        return convert(arguments.source, arguments.target, recipe)
+
+    return _print_result(work)
+
+
+def _print_result(work):
+    try:
+        print(work())
+    except (OSError, *_USER_ERRORS) as error:
+        return _report(error)
+    return 0
 
 
 def _report(error):

@@ -16,6 +16,7 @@ from mindformers_core.analysis.prediction import saved_bytes
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication.world import rank_of
 from mindformers_core.dtypes import ITEM_BYTES
+from mindformers_core.hints import columns
 from mindformers_core.recompute.stages import check_stages
 from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.sharding.sharded_cells import tree_of
@@ -182,8 +183,7 @@ def _table(parameters):
     kinds = Counter((_any_layer(f.name), f.global_shape, f.local_shape, f.part_shape, f.layout) for f in parameters)
     rows = [("parameter", "count", "whole shape", "on a rank", "its part", "layout of the part")]
     rows += [(name, str(count), *map(str, shapes), layout) for (name, *shapes, layout), count in kinds.items()]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return columns(rows)
 
 
 def _gib(count):
