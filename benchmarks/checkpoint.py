@@ -77,64 +77,88 @@ def make_variants():
     mesh, rank = init_device_mesh((world().size,), ("tp",)), world().rank
     ranks = Ranks(rank, lambda value: gather_values(mesh, value))
     rows, columns = (shard(Weights(placed), mesh) for placed in (layout("tp", None), layout(None, "tp")))
-    whole, folder, own = Weights(None), f"{FOLDER}/ours", f"{FOLDER}/rank_{rank}.ckpt"
-    parts = {name: model_parts([cell], rank) for name, cell in (("rows", rows), ("columns", columns), ("whole", whole))}
     os.makedirs(FOLDER, exist_ok=True)
-    plans, background = {}, BackgroundSave(ranks)
+    own = f"{FOLDER}/rank_{rank}.ckpt"
+    save_theirs, save_bare, load_theirs = _theirs(rows, own)
+    save_ours, load_rows, start, settle = _ours(rows, ranks)
+    (_, load_columns, *_), (_, load_whole, *_) = _ours(columns, ranks), _ours(Weights(None), Ranks())
+    for run in (save_ours, save_theirs, load_columns, load_theirs, load_rows):
+        run()
+    _compare(rows), _compare(columns)
+    return [
+        harness.Variant("save/mindspore", "save/mindspore", save_theirs, _remove(own)),
+        harness.Variant("save/mindspore, bare", "save/mindspore", save_bare, _remove(own)),
+        harness.Variant("save/ours", "save/mindspore", save_ours, _remove(f"{FOLDER}/ours")),
+        harness.Variant("load/mindspore", "load/mindspore", load_theirs, save_theirs),
+        harness.Variant("load/mindspore, bare", "load/mindspore", lambda: load_theirs(False), save_bare),
+        harness.Variant("load/ours, same mesh", "load/mindspore", load_rows),
+        harness.Variant("load/ours, other mesh", "load/mindspore", load_columns),
+        harness.Variant("load/ours, one rank", "load/mindspore", load_whole, ranks=(0,)),
+        harness.Variant("relayout", "load/mindspore", lambda: relayout(rows, columns)),
+        harness.Variant("async/blocked", "save/ours", start, _remove(f"{FOLDER}/async")),
+        harness.Variant("async/written", "save/ours", settle),
+    ]
 
-    def save_ours():
-        plans["rows"] = save(
-            folder, list(parts["rows"]), lambda part: values_of(parts["rows"][part]), {}, ranks, plans.get("rows")
-        )
 
-    def save_theirs():
-        ms.save_checkpoint(rows, own, crc_check=True)
-        descriptor = os.open(own, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+def _remove(path):
+    """A function that removes a file, or on rank 0 a folder: what the last repeat has saved."""
 
-    def load_ours(name, ranks=ranks):
-        def run():
-            load(
-                open_checkpoint(folder),
-                list(parts[name]),
-                lambda part, array: fill_parameter(parts[name][part], array),
-                ranks,
-            )
-
-        return run
-
-    def save_bare():
-        ms.save_checkpoint(rows, own)
+    def remove():
+        if os.path.isfile(path):
+            os.remove(path)
+        elif world().rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
         return ()
 
-    def load_theirs(checks=True):
-        ms.load_param_into_net(rows, ms.load_checkpoint(own, crc_check=checks))
+    return remove
 
-    def start():
-        own_parts = list(parts["rows"])
-        background.start(f"{folder}_async", own_parts, lambda part: values_of(parts["rows"][part]), {}, (0, 0))
 
-    save_ours(), save_theirs()
-    load_ours("columns")(), load_theirs(), load_ours("rows")()
+def _theirs(cell, path):
+    """MindSpore's ways: to save as safely as we do, to save, and to load."""
+
+    def save_bare():
+        ms.save_checkpoint(cell, path)
+        return ()
+
+    def save_safely():
+        ms.save_checkpoint(cell, path, crc_check=True)
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+        return ()
+
+    return (
+        save_safely,
+        save_bare,
+        lambda checks=True: ms.load_param_into_net(cell, ms.load_checkpoint(path, crc_check=checks)),
+    )
+
+
+def _ours(cell, ranks):
+    """Ours: to save, to load, to begin saving beside other work, and to wait for that."""
+    parts, plans, background = model_parts([cell], world().rank), [None], BackgroundSave(ranks)
+    own, folder = list(parts), f"{FOLDER}/ours"
+
+    def values(part):
+        return values_of(parts[part])
+
+    def save_all():
+        plans[0] = save(folder, own, values, {}, ranks, plans[0])
+
+    return (
+        save_all,
+        lambda: load(open_checkpoint(folder), own, lambda part, array: fill_parameter(parts[part], array), ranks),
+        lambda: background.start(f"{FOLDER}/async", own, values, {}, (0, 0)),
+        background.settle,
+    )
+
+
+def _compare(cell):
+    """Every bit with the values that all ranks began with."""
     expected = Weights(None)
-    for name in ("rows", "columns"):
-        for part, parameter in parts[name].items():
-            value = expected._params[part.name].asnumpy()[tuple(slice(*ends) for ends in part.box)]
-            np.testing.assert_array_equal(parameter.asnumpy(), value, err_msg=f"{name} {part.name}")
-    return [
-        harness.Variant("save/mindspore", "save/mindspore", save_theirs),
-        harness.Variant("save/mindspore, bare", "save/mindspore", save_bare),
-        harness.Variant("save/ours", "save/mindspore", save_ours),
-        harness.Variant("load/mindspore", "load/mindspore", load_theirs, lambda: save_theirs() or ()),
-        harness.Variant("load/mindspore, bare", "load/mindspore", lambda: load_theirs(False), save_bare),
-        harness.Variant("load/ours, same mesh", "load/mindspore", load_ours("rows")),
-        harness.Variant("load/ours, other mesh", "load/mindspore", load_ours("columns")),
-        harness.Variant("load/ours, one rank", "load/mindspore", load_ours("whole", Ranks()), ranks=(0,)),
-        harness.Variant("relayout", "load/mindspore", lambda: relayout(rows, columns)),
-        harness.Variant("async/blocked", "save/ours", start),
-        harness.Variant("async/written", "save/ours", background.settle),
-    ]
+    for part, parameter in model_parts([cell], world().rank).items():
+        value = expected._params[part.name].asnumpy()[tuple(slice(*ends) for ends in part.box)]
+        np.testing.assert_array_equal(parameter.asnumpy(), value, err_msg=part.name)
 
 
 if __name__ == "__main__":
