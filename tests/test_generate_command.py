@@ -72,7 +72,8 @@ def test_the_nucleus():
     np.testing.assert_allclose(share(Sampling(1e-4, seed=3)), [0, 1, 0, 0])
     np.testing.assert_allclose(share(Sampling()), [0, 1, 0, 0])
     draws = [next_tokens(logits[:50], Sampling(1.0), range(50), [place] * 50).tolist() for place in (9, 10)]
-    assert draws[0] != draws[1]
+    draws.append(next_tokens(logits[:50], Sampling(1.0, seed=1), range(50), [9] * 50).tolist())
+    assert draws[0] != draws[1] and draws[0] != draws[2]
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,10 @@ def test_prompts_that_do_not_fit(tmp_path):
             encode_prompts(texts, data, 5, 128, 10)
     assert encode_prompts(["ab"], data, 8, None, 10) == [[97, 98]]
     assert data.decode([97, 300, 98]) == "a\N{REPLACEMENT CHARACTER}b"
+    with pytest.raises(
+        ValueError, match="--tokenizer bytes: model.vocab_size 255 is too small for bytes: at least 256"
+    ):
+        tokens_of("bytes", str(tmp_path), False, 255)
     with pytest.raises(ValueError, match="no tokenizer: .* wasn't trained with bytes of text: give --tokenizer FILE"):
         tokens_of("", str(tmp_path), False)
     with pytest.raises(FileNotFoundError, match="--tokenizer: there is no file 'nowhere.json'"):

@@ -24,18 +24,19 @@ class Tokens:
     stops: tuple = ()
 
 
-def tokens_of(given, folder, takes_bytes, stops=()):
+def tokens_of(given, folder, takes_bytes, vocab_size=None, stops=()):
     """The `Tokens` of a model.
 
     Args:
         given: path of a Hugging Face `tokenizer.json`, or "bytes"; empty: the file in `folder`, else bytes.
         folder: of the checkpoint.
         takes_bytes: whether the model was trained with bytes of text.
+        vocab_size: number of ids of the model; None: no limit.
         stops: ids after which a text ends; of a tokenizer only.
 
     Raises:
         FileNotFoundError: there is no such file. ModuleNotFoundError: the package `tokenizers` isn't installed.
-        ValueError: the model has no tokenizer.
+        ValueError: the model has no tokenizer, or too few ids for bytes.
     """
     path = given or os.path.join(folder, TOKENIZER)
     if given and given != BYTES and not os.path.isfile(path):
@@ -56,6 +57,8 @@ def tokens_of(given, folder, takes_bytes, stops=()):
             f"no tokenizer: {folder} has no {TOKENIZER}, and the model wasn't trained with bytes of text: give "
             f"--tokenizer FILE, or --tokenizer {BYTES}"
         )
+    if vocab_size is not None and vocab_size < 256:
+        raise ValueError(f"--tokenizer {BYTES}: model.vocab_size {vocab_size} is too small for bytes: at least 256")
     return Tokens(lambda text: list(text.encode()), _text_of_bytes)
 
 

@@ -54,12 +54,12 @@ def continue_prompts(recipe, mesh, rank, checkpoint, request):
     data, model, config = recipe.train_dataset, recipe.model, checkpoint.config or {}
     is_text = not data.factory and not any(path.endswith(".npy") for path in data.data_path)
     stops = config.get("eos_token_id") or ()
+    vocab_size, longest = (getattr(model, key, None) for key in ("vocab_size", "max_position_embeddings"))
     tokens = tokens_of(
-        request.tokenizer, checkpoint.folder, is_text and checkpoint.state is not None,
+        request.tokenizer, checkpoint.folder, is_text and checkpoint.state is not None, vocab_size,
         (stops,) if isinstance(stops, int) else stops,
     )  # fmt: skip
-    limits = (getattr(model, key, None) for key in ("vocab_size", "max_position_embeddings"))
-    prompts = encode_prompts(request.prompts, tokens, request.tokens, *limits)
+    prompts = encode_prompts(request.prompts, tokens, request.tokens, vocab_size, longest)
     dp_size, length = mesh.axis_size("dp"), max(map(len, prompts))
     batch = -(-min(request.batch, len(prompts)) // dp_size) * dp_size
     generator = make_generator(recipe, mesh, rank, batch, length, request.tokens, checkpoint)

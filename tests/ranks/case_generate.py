@@ -28,7 +28,7 @@ COUNT, LAYERS = 200, "model.num_hidden_layers=2"
 
 @on_ranks(4)
 def case_generated_on_other_meshes_than_trained():
-    """200 greedy tokens, compiled, and some drawn ones, of rank 0 alone, tp 2, pp 2, and both; logits of a prompt."""
+    """200 greedy tokens, compiled, and drawn ones, on (pp 2, tp 2), tp 2 and one rank; logits of a prompt a rank."""
     folder = os.path.join(tempfile.gettempdir(), f"mindformers_core_case_generate_{os.environ['MS_SCHED_PORT']}")
     me = world().rank
     job = train(folder, me, *TRAINED, LAYERS)
@@ -48,12 +48,10 @@ def case_generated_on_other_meshes_than_trained():
     generate(None, pp=2, tp=2)
     if me < 2:
         generate([0, 1], tp=2)
-    else:
-        generate([2, 3], pp=2)
-    if me == 0:
-        generate([0])
+    elif me == 2:
+        generate([2])
     every = gather_values(job.mesh, (found, checked))
-    assert [checked for _, checked in every.values()] == [2, 1, 1, 2]
+    assert [checked for _, checked in every.values()] == [1, 1, 2, 1]
     assert all(each == found[0] for on_rank, _ in every.values() for each in on_rank)
     assert found[0][1] != [row[:10] for row in found[0][0]]
     if me == 0:
