@@ -38,6 +38,14 @@ DRAWS = {  # functions of the tensor whose shape is drawn: without a tensor
     "mint.randint": lambda x: mint.randint(-3, 4, x.shape),
     "mint.normal": lambda x: mint.normal(2.0, 2.0, x.shape),
     "mint.randperm": lambda x: mint.randperm(x.shape[-1]),
+    # of plain tensors, and into them
+    "like a plain one": lambda x: mint.rand_like(mint.zeros(x.shape)),
+    "dropout of a plain one": lambda x: ops.dropout(mint.ones(x.shape), 0.25),
+    "mint's dropout of a plain one": lambda x: mint.nn.functional.dropout(mint.ones(x.shape), 0.25, True),
+    "normal_": lambda x: mint.empty(x.shape).normal_(1.0, 2.0),
+    "uniform_": lambda x: mint.empty(x.shape).uniform_(1.0, 2.0),
+    "random_": lambda x: mint.empty(x.shape).random_(0, 5),
+    "exponential_": lambda x: mint.empty(x.shape).exponential_(2.0),
 }
 LIKE = {  # of a tensor
     "ops.rand_like": lambda x: ops.rand_like(x),

@@ -139,6 +139,19 @@ def _through_a_view(self, x):
     return x
 
 
+def _view_of_plain(self, x):
+    made = mint.zeros(x.shape)
+    made.reshape(-1).normal_()
+    return made * x
+
+
+def _plain_view_of_old(self, x):
+    made = mint.zeros(x.shape)
+    row = made[0]
+    made.add_(x)
+    return x + row
+
+
 def _kept_tensor(self, x):
     return self.table.add_(x)
 
@@ -151,6 +164,8 @@ def _read_after_write(self, x):
 WRONG = {
     "a view of what is changed": (_view_of_old, "used after one of the same memory.* at .*test_in_place.py:[0-9]+"),
     "a change through a view": (_through_a_view, "used after one of the same memory"),
+    "a change of a plain view": (_view_of_plain, "a plain tensor .* used after one of the same memory.*test_in_place"),
+    "a plain view of what is changed": (_plain_view_of_old, "a plain tensor .* used after one of the same memory"),
     "an argument of the root": (lambda self, x: x.add_(1.0), "an argument of the root Cell.* change a copy"),
     "a plain tensor of a Cell": (_kept_tensor, "'table' of a Cell is changed in place.*requires_grad=False"),
     "a trained Parameter": (_read_after_write, "A trained Parameter can't be read after it was written"),

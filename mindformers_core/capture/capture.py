@@ -213,15 +213,12 @@ class _Dispatched(MsDispatchMode):
 
     def __ms_dispatch__(self, func, args, kwargs=None):
         recorder, kwargs = self.recorder, kwargs or {}
-        if not recorder.inferring:
-            if func.name in DRAWS_IN_PLACE:
-                raise recorder.error(
-                    f"operator '{func.name}' draws into a plain tensor, which can't be captured: draw with "
-                    "mindspore.ops, or pass the numbers in"
-                )
-            if facts_of(func.name).draws or tree_leaves(args, Traced):
-                return recorder.operator(func, args, kwargs)
-        if not recorder.inferring and func.name in ON_PLAIN_TENSORS and ms.get_context("device_target") == "CPU":
+        if recorder.inferring:
+            return func(*args, **kwargs)
+        if facts_of(func.name).draws or func.name in DRAWS_IN_PLACE or tree_leaves(args, Traced):
+            return recorder.operator(func, args, kwargs)
+        recorder.check_plain(tree_leaves((args, kwargs), Tensor))
+        if func.name in ON_PLAIN_TENSORS and ms.get_context("device_target") == "CPU":
             return by_numpy(func.name, args)
         return func(*args, **kwargs)
 

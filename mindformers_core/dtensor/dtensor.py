@@ -13,7 +13,7 @@ from mindspore import Parameter, Tensor, ops
 from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.communication import world
-from mindformers_core.dtensor.aliases import note_write
+from mindformers_core.dtensor.aliases import check_memory, note_write
 from mindformers_core.dtensor.indexing import index_tensor, with_items
 from mindformers_core.dtensor.move import dtype_name, redistribute_local
 from mindformers_core.layout import Layout, bind_layout
@@ -229,6 +229,7 @@ def borrowed(tensor):
 
 def adopted(tensor, mesh):
     """A plain tensor, the same on all ranks, which becomes a DTensor: it is changed in place."""
+    check_memory(tensor)
     whole = wrap(
         tensor.copy(), tensor_meta(tuple(tensor.shape), dtype_name(tensor.dtype), Layout.on(mesh, ((),) * tensor.ndim))
     )

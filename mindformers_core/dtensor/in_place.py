@@ -7,6 +7,7 @@ from mindspore import Parameter, Tensor, mint, ops
 from mindspore import dtype as mstype
 from mindspore.ops import auto_generate
 
+from mindformers_core.dtensor.aliases import check_memory
 from mindformers_core.dtensor.indexing import with_items
 
 
@@ -144,10 +145,13 @@ def is_in_place(name):
 
 def written(name, args, kwargs):
     """The tensor that an operator changes in place, after it got its new value; None for any other operator."""
-    function = _IN_PLACE.get(name)
-    if function is None or not hasattr(type(args[0]), "overwrite"):
+    function, tensor = _IN_PLACE.get(name), args[0]
+    if function is None or not hasattr(type(tensor), "overwrite") and name not in DRAWS_IN_PLACE:
         return None
     value = function(*args, **kwargs)
+    if not hasattr(type(tensor), "overwrite"):
+        check_memory(tensor)
+        return tensor.copy_(ops.cast(value, tensor.dtype))
     if isinstance(vars(value).get("original", vars(value).get("_local")), Parameter):
         value = value * 1  # the tensor doesn't become the Parameter
     if value.shape != args[0].shape:
