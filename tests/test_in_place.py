@@ -1,19 +1,25 @@
 """Operators in place, as their authors write them: the numbers and gradients of one card, or an error."""
 
+import mindspore as ms
 import numpy as np
 import pytest
 from in_place_models import Sharing
 from launch import ROOT
 from mindspore import Parameter, Tensor, mint, nn, ops
+from planned_models import planned
 from small_cells import cell_of
 from written_models import MODELS, Residual, batches, built
 
 from mindformers_core import recompute, shard, verify
+from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.capture.capture import capture
 from mindformers_core.capture.traced import CaptureError
+from mindformers_core.communication.world import rank_of
+from mindformers_core.dtensor.indexing import with_items
+from mindformers_core.explaining.report import make_report
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
-from mindformers_core.program.structure import tree_map
+from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.verifying import verify_recipe
 from mindformers_core.zero import hsdp
@@ -118,6 +124,32 @@ def test_a_call_in_place(name):
     inputs = (POSITIVE if "log" in name else X), Y
     (found,) = compared(lambda: called(function), *inputs)
     np.testing.assert_allclose(found, expected(*map(Tensor, inputs)).asnumpy(), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("index", [5, slice(5, 7), Tensor([5]), slice(0, 60, 20)], ids=str)
+def test_a_cache_is_copied_once(index):
+    """Of all that an assignment by index takes, one result has the size of the cache; cut heads move nothing."""
+
+    def write(self, x, y):
+        x = x * 1.0
+        x[:, :, index] = y
+        return x
+
+    x, rows = np.zeros((2, 8, 64, 4), np.float32), np.ones((2, 8, 1, 4), np.float32)
+    y = rows[:, :, 0] if isinstance(index, int) else rows
+    cut = {"x": layout("dp", "tp", None, None), "y": layout("dp", "tp", *(None,) * (y.ndim - 2))}
+    with rank_of(4, 0):
+        graph, frame = planned(cell_of(write), MESH, (Tensor(x), Tensor(y)), arriving=cut, plan={"": {"input": cut}})
+        assert not make_report(frame, algorithm_of).traffic
+    large = [node.operator for node in graph.nodes if x.shape in [value.shape for value in tree_leaves(node.outputs)]]
+    assert large == ["Muls", "TensorScatterElements"]
+
+
+def test_what_has_no_scatter_is_joined():
+    x = Tensor(X).astype(ms.bfloat16)
+    found = with_items(x, (slice(None), 2), x[:, 3])
+    np.testing.assert_array_equal(found[:, 2].float().asnumpy(), x[:, 3].float().asnumpy())
+    np.testing.assert_array_equal(found[:, 3:].float().asnumpy(), x[:, 3:].float().asnumpy())
 
 
 def test_what_changes_stays_changed_for_callers():
