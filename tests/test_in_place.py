@@ -18,11 +18,11 @@ from mindformers_core.communication.world import rank_of
 from mindformers_core.dtensor.indexing import with_items
 from mindformers_core.explaining.report import make_report
 from mindformers_core.layout import layout
-from mindformers_core.mesh import DeviceMesh
+from mindformers_core.mesh import DeviceMesh, init_device_mesh
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.verifying import verify_recipe
-from mindformers_core.zero import hsdp
+from mindformers_core.zero import hsdp, value_and_grad
 
 MESH, F = DeviceMesh((2, 2), ("dp", "tp")), mint.nn.functional
 X, Y = (np.random.default_rng(seed).normal(size=(4, 8)).astype(np.float32) for seed in range(2))
@@ -269,9 +269,65 @@ def test_micro_steps_of_hsdp_write_in_their_order():
     assert not np.allclose(first, second)
 
 
-def test_hsdp_refuses_parameters_of_which_it_updates_a_copy():
-    with pytest.raises(CaptureError, match="'net.norm.moving_mean' is written by a Cell, and hsdp.*threshold"):
-        verify(lambda: _split(optimizer_level="level3", threshold=0), MESH, Tensor(batches()[0]))
+def test_replicas_of_hsdp_hold_the_same_state():
+    mesh = DeviceMesh((4,), ("dp",))
+    plan = {"": {"input": MODELS["batch norm"][1][""]["input"]}}
+    make = lambda: hsdp(shard(Loss(Residual).set_train(), mesh, plan=plan), shard_size=2)  # noqa: E731
+    check = verify(make, mesh, Tensor(batches()[0]))
+    assert not check.faults and check.truth.written, check.report()
+
+
+def _split_alone():
+    """Replicas that know nothing of each other."""
+    return hsdp(Loss(Residual).set_train(), mesh=MESH, axis="dp", shard_size=2)
+
+
+def _split_by_operator():
+    cell = shard(Loss(Residual).set_train(), MESH, mode="eager")
+    return hsdp(cell, shard_size=2, optimizer_level="level3", threshold=0)
+
+
+REFUSED = {
+    "level 3": (
+        lambda: _split(optimizer_level="level3", threshold=0),
+        "'net.norm.moving_mean' is written by a Cell, and hsdp.* updates a copy of it: leave it whole.*threshold",
+    ),
+    "replicas": (_split_alone, "'net.steps' is written by a Cell, and hsdp.* a value, of its own: have its axis in"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_hsdp_refuses_parameters_that_differ_or_are_copies(name):
+    make, expected = REFUSED[name]
+    with pytest.raises(CaptureError, match=f"^rank 0: in Cell 'net.*written_models.py:[0-9]+: parameter {expected}"):
+        verify(make, MESH, Tensor(batches()[0]))
+
+
+@pytest.mark.usefixtures("rank_0_of_4")
+def test_operator_by_operator_it_is_refused_too():
+    with pytest.raises(ValueError, match="^in Cell 'net.norm' .*: parameter 'net.norm.moving_mean' is written by"):
+        _split_by_operator()(Tensor(batches()[0]))
+
+
+COMPILED = {
+    "alone": (
+        "net.first", r"^Cell 'net' .*written_models.py:\d+: a Parameter is written in a Cell that is compiled alone, "
+        "which MindSpore can't do: compile the whole, or run in PyNative$",
+    ),
+    "again": (
+        "net.norm", r"^recompute: Cell 'net.norm' writes Parameters \(net.norm.moving_mean\), .* would write them "
+        "twice: exclude it, or run in PyNative",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_parts_refuse_to_write(name):
+    selected, expected = COMPILED[name]
+    net = recompute(shard(Loss(Residual).set_train(), init_device_mesh((1,), ("dp",))), select=selected)
+    with pytest.raises(ValueError, match=expected):
+        value_and_grad(hsdp(net), compiled=True)(Tensor(batches()[0]))
 
 
 MESHES = {
