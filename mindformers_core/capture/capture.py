@@ -27,7 +27,7 @@ from mindformers_core.capture.shape_functions import ON_PLAIN_TENSORS, by_numpy,
 from mindformers_core.capture.traced import Traced
 from mindformers_core.dtensor.in_place import DRAWS_IN_PLACE
 from mindformers_core.dtensor.indexing import index_tensor
-from mindformers_core.dtensor.interception import draws_by_position
+from mindformers_core.dtensor.interception import draws_by_position, set_item_of
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.rules.matmul import einsum_names
 from mindformers_core.program.graph import cell_label
@@ -86,7 +86,7 @@ def capture(cell, *inputs, **named_inputs):
         _replace(scope, functional_overload, "einsum", _einsum)
         _replace(scope, Tensor, "__fallback__", _HandOver(recorder))
         _replace(scope, Tensor, "__getitem__", _get_item(recorder))
-        _replace(scope, Tensor, "__setitem__", _set_item(recorder))
+        _replace(scope, Tensor, "__setitem__", set_item_of(Traced, lambda tensor, _: recorder.adopt(tensor)))
         default_generator._step = lambda step: recorder.random_state()
         scope.callback(delattr, default_generator, "_step")
         scope.enter_context(_Dispatched(recorder))
@@ -230,19 +230,6 @@ def _get_item(recorder):
     def item(tensor, index):
         traced = tree_leaves(index, Traced)
         return index_tensor(recorder.stand_in(tensor), index) if traced else get_item(tensor, index)
-
-    return item
-
-
-def _set_item(recorder):
-    """`Tensor.__setitem__` that records `plain[index] = traced`: the plain tensor becomes a traced one."""
-    set_item = Tensor.__setitem__
-
-    def item(tensor, index, value):
-        if type(tensor) is Tensor and tree_leaves((index, value), Traced):
-            recorder.adopt(tensor)[index] = value
-        else:
-            set_item(tensor, index, value)
 
     return item
 

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from contextlib import contextmanager
 from functools import cache
 from itertools import repeat
 
@@ -24,6 +23,7 @@ from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators import TensorMeta
 from mindformers_core.program.graph import CallNode, OperatorNode, PrimitiveUse
 from mindformers_core.program.structure import tree_leaves, tree_map
+from mindformers_core.scopes import replaced
 
 _MESSAGE_END = re.compile(r"\n\s*-{20,}")  # the start of MindSpore's C++ stack
 
@@ -237,20 +237,11 @@ class Recorder:
         @cache
         def compute():
             call, named = tree_map(real, (tuple(args), kwargs))
-            with self._unrecorded():
+            with replaced(self, inferring=True), NoFallbackGuard():
                 result = func(*call, **named) if primitive is None else func(primitive, func.name, call)
             return tree_leaves(result, Tensor)
 
         return compute
-
-    @contextmanager
-    def _unrecorded(self):
-        self.inferring, before = True, self.inferring
-        try:
-            with NoFallbackGuard():
-                yield
-        finally:
-            self.inferring = before
 
     def _infer(self, func, primitive, args, kwargs):
         """The results as meta tensors.
@@ -262,7 +253,7 @@ class Recorder:
             call = (primitive, func.name, call)
         behind = method_behind(func.name)
         try:
-            with self._unrecorded(), DeviceCtx("meta"):
+            with replaced(self, inferring=True), NoFallbackGuard(), DeviceCtx("meta"):
                 result = func(*call, **tree_map(_meta_leaf, kwargs))
         except Exception as error:
             if "Not implement" not in str(error) or behind is None:
@@ -274,11 +265,8 @@ class Recorder:
             raise self.error(
                 f"operator '{func.name}' gives no shape on the meta device: use functions of mindspore.ops"
             )
-        self._silent, before = True, self._silent
-        try:
+        with replaced(self, _silent=True):
             return tree_map(_meta_leaf, behind(*args, **kwargs))
-        finally:
-            self._silent = before
 
     def _known(self, name, args, kwargs, error):
         """The result of an operator that failed on the meta device, by its shape function."""

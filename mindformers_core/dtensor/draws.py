@@ -44,9 +44,8 @@ def whole_context(shape, random_state=next_random_state, float_dtype=None):
 def draw_whole(name, args, kwargs):
     """The whole result of a draw among plain tensors, by its rule; on any rank the same."""
     signature = signature_of(name, *tree_map(_meta, (args, kwargs)))
-    shape = tuple(signature.sizes[factor] for (factor,) in signature.outputs[0])
-    given = (*args, *kwargs.values())
-    return args[0] if signature.run is None else drawn_by(signature, given, whole_context(shape))
+    given, context = (*args, *kwargs.values()), whole_context(signature.output_shapes[0])
+    return args[0] if signature.run is None else drawn_by(signature, given, context)
 
 
 def drawn_by(signature, given, context):

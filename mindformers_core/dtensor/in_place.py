@@ -16,6 +16,10 @@ def _rows(function):
     return lambda x, indices, updates: function(x, ops.expand_dims(indices, -1), updates)
 
 
+def _replaced(x, value, *_):
+    return value
+
+
 def _scatter_update(x, indices, updates):
     return ops.TensorScatterUpdate()(x, indices, updates)
 
@@ -92,10 +96,10 @@ _ARITHMETIC = {
     "ClampScalar": mint.clamp, "ClampTensor": mint.clamp, "StopGradient": ops.stop_gradient,
 }  # fmt: skip
 _FILLED = {
-    "Copy": lambda x, value, *_: value,
+    "Copy": _replaced,
     "Zero": ops.zeros_like,
     "FillScalar": ops.full_like,
-    "FillTensor": lambda x, value: value,
+    "FillTensor": _replaced,
     "FillDiagonal": _fill_diagonal,
     "MaskedFillScalar": ops.masked_fill,
     "MaskedFillTensor": ops.masked_fill,
@@ -128,7 +132,7 @@ _SCATTERS = {
     **{name: getattr(ops, f"tensor_scatter_{name.lower()}") for name in ("Add", "Sub", "Mul", "Div", "Max", "Min")},
 }
 _IN_PLACE = {
-    "Assign": lambda x, value: value,
+    "Assign": _replaced,
     "AssignAdd": lambda x, value: x + value,
     "AssignSub": lambda x, value: x - value,
     **{f"ScatterNd{name}": function for name, function in _SCATTERS.items()},

@@ -10,6 +10,37 @@ from mindspore import dtype as mstype
 from mindformers_core.operators.rules.elementwise import broadcast_shape
 
 
+class IndexedTensor(Tensor):
+    """A tensor of which indexing, iteration and assignment by index are operators that have rules.
+
+    `h += f(h)` makes a new tensor: others may share the parts of the old one.
+    """
+
+    @property
+    def data(self):
+        """This tensor."""
+        return self
+
+    def __len__(self):
+        if not self.shape:
+            raise TypeError("len() of a tensor without dims")
+        return self.shape[0]
+
+    def __iter__(self):
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index):
+        return index_tensor(self, index)
+
+    def __setitem__(self, index, value):
+        self.overwrite(with_items(self, index, value))
+
+    __iadd__ = Tensor.__add__
+    __isub__ = Tensor.__sub__
+    __imul__ = Tensor.__mul__
+    __itruediv__ = Tensor.__truediv__
+
+
 def index_tensor(x, index):
     """`x[index]` for ints, slices, `None`, `...`, and integer tensors (or lists of ints), by NumPy's rules.
 

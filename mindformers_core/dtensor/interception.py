@@ -84,7 +84,7 @@ def intercept_operators():
     dispatcher = Dispatcher()
     DTensor.__fallback__ = dispatcher
     Tensor.__fallback__ = _PlainTensorFallback(dispatcher)
-    Tensor.__setitem__ = _set_item(Tensor.__setitem__)
+    Tensor.__setitem__ = set_item_of(DTensor, lambda tensor, like: adopted(tensor, like.mesh))
     for primitive, attributes in _WITHOUT_FALLBACK:
         primitive.__call__ = _dispatching(primitive.__call__, attributes, dispatcher)
     for name in (*registered_operators("draws"), *DRAWS_IN_PLACE):
@@ -119,13 +119,15 @@ def _drawing(call):
     return drawing_call
 
 
-def _set_item(set_item):
-    """`Tensor.__setitem__` by which a plain tensor becomes a DTensor that gets a part of one, or at one's places."""
+def set_item_of(kind, adopt):
+    """`Tensor.__setitem__` by which a plain tensor becomes one of a kind, where it gets a part of one, or at one's
+    places: `adopt(tensor, the other)` makes it so."""
+    set_item = Tensor.__setitem__
 
     def item(tensor, index, value):
-        given = tree_leaves((index, value), DTensor) if type(tensor) is Tensor else ()
+        given = tree_leaves((index, value), kind) if type(tensor) is Tensor else ()
         if given:
-            adopted(tensor, given[0].mesh)[index] = value
+            adopt(tensor, given[0])[index] = value
         else:
             set_item(tensor, index, value)
 
