@@ -11,7 +11,7 @@ PyTorch's DTensor knows such cuts as `_StridedShard`.
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mindformers_core.mesh import DeviceMesh
+from mindformers_core.mesh import DeviceMesh, Immutable
 from mindformers_core.placement import (
     PARTIAL_OPS,
     Partial,
@@ -91,7 +91,7 @@ def layout(*entries):
     return LayoutSpec(cleaned)
 
 
-class Layout:
+class Layout(Immutable):
     """The placement of one tensor on every axis of a mesh. Immutable and hashable; equal layouts are interchangeable.
 
     `Layout((2, 4), ("dp", "tp"))` is the layout of a scalar on that mesh, and calling it gives that of a tensor:
@@ -124,9 +124,6 @@ class Layout:
 
     def __call__(self, *entries):
         return layout(*entries).bind(self.mesh)
-
-    def __setattr__(self, name, value):
-        raise AttributeError(f"a Layout is immutable; can't set {name}: use replace({name}=…)")
 
     def __reduce__(self):
         return Layout.on, (self.mesh, self.dims, self.partial, self.varying)
@@ -229,16 +226,6 @@ class Layout:
         names = self.mesh.axis_names
         numbers = [tuple(len(names) - 1 - names.index(axis) for axis in axes) for axes in self.axes]
         return tuple(axes if len(axes) > 1 else axes[0] if axes else -1 for axes in numbers)
-
-    def __eq__(self, other):
-        if self is other:
-            return True
-        if not isinstance(other, Layout):
-            return NotImplemented
-        return self.__reduce__() == other.__reduce__()
-
-    def __hash__(self):
-        return self._hash
 
     def __repr__(self):
         return f"{self} on {self.mesh}"

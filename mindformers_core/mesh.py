@@ -26,7 +26,24 @@ def launch_rank():
     return 0
 
 
-class DeviceMesh:
+class Immutable:
+    """A value whose class and parts, which `__reduce__` gives, say which others it equals; `_hash` is its hash."""
+
+    __slots__ = ()
+
+    def __setattr__(self, name, value):
+        raise AttributeError(f"a {type(self).__name__} is immutable; can't set {name}")
+
+    def __eq__(self, other):
+        if self is other:
+            return True
+        return self.__reduce__() == other.__reduce__() if isinstance(other, type(self)) else NotImplemented
+
+    def __hash__(self):
+        return self._hash
+
+
+class DeviceMesh(Immutable):
     """Ranks laid out row-major over named axes: the last axis is the one whose neighbours have adjacent ranks.
 
     Immutable, hashable, and of constant cost for any number of ranks unless `rank_list` is given.
@@ -63,9 +80,6 @@ class DeviceMesh:
         values = shape, axis_names, rank_list, size, strides, positions, hash((shape, axis_names, rank_list))
         for name, value in zip(self.__slots__, values):
             object.__setattr__(self, name, value)
-
-    def __setattr__(self, name, value):
-        raise AttributeError(f"a DeviceMesh is immutable; can't set {name}")
 
     def __reduce__(self):
         return DeviceMesh, (self.shape, self.axis_names, self.rank_list)
@@ -179,16 +193,6 @@ class DeviceMesh:
             steps = range(self.axis_size(axis))
             positions = [position + step * stride for position in positions for step in steps]
         return positions
-
-    def __eq__(self, other):
-        if self is other:
-            return True
-        if not isinstance(other, DeviceMesh):
-            return NotImplemented
-        return self.__reduce__() == other.__reduce__()
-
-    def __hash__(self):
-        return self._hash
 
     def __str__(self):
         return f"({_describe(self.shape, self.axis_names)})"

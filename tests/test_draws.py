@@ -38,6 +38,14 @@ DRAWS = {  # functions of the tensor whose shape is drawn: without a tensor
     "mint.randint": lambda x: mint.randint(-3, 4, x.shape),
     "mint.normal": lambda x: mint.normal(2.0, 2.0, x.shape),
     "mint.randperm": lambda x: mint.randperm(x.shape[-1]),
+    # of plain tensors, and into them
+    "like a plain one": lambda x: mint.rand_like(mint.zeros(x.shape)),
+    "dropout of a plain one": lambda x: ops.dropout(mint.ones(x.shape), 0.25),
+    "mint's dropout of a plain one": lambda x: mint.nn.functional.dropout(mint.ones(x.shape), 0.25, True),
+    "normal_": lambda x: mint.empty(x.shape).normal_(1.0, 2.0),
+    "uniform_": lambda x: mint.empty(x.shape).uniform_(1.0, 2.0),
+    "random_": lambda x: mint.empty(x.shape).random_(0, 5),
+    "exponential_": lambda x: mint.empty(x.shape).exponential_(2.0),
 }
 LIKE = {  # of a tensor
     "ops.rand_like": lambda x: ops.rand_like(x),
@@ -136,6 +144,10 @@ MOMENTS = {
     "integers like": (lambda x: mint.randint_like(x, -3, 4), 0.0, 2.0, 0.0, 1.75),
     "integers of ops": (lambda x: ops.randint(-3, 4, x.shape), 0.0, 2.0, 0.0, 1.75),
     "uniform integers": (lambda x: ops.uniform(x.shape, LOW, HIGH, dtype=ms.int32), 0.0, 2.0, 0.0, 1.75),
+    "normal_": (lambda x: mint.empty(x.shape).normal_(1.0, 2.0), 1.0, 2.0, 0.0, 3.0),
+    "uniform_": (lambda x: mint.empty(x.shape).uniform_(-1.0, 1.0) / 2, 0.0, *UNIFORM),
+    "random_": (lambda x: mint.empty(x.shape).random_(-3, 4), 0.0, 2.0, 0.0, 1.75),
+    "exponential_": (lambda x: mint.empty(x.shape).exponential_(2.0), 0.5, 0.5, 2.0, 9.0),
     "bernoulli": (lambda x: ops.bernoulli(x, 0.25), 0.25, math.sqrt(3) / 4, FEW, 7 / 3),
     "bernoulli of mint": (lambda x: mint.bernoulli(x / 4), 0.25, math.sqrt(3) / 4, FEW, 7 / 3),
     "dropout": (lambda x: ops.dropout(x, 0.25), 1.0, math.sqrt(1 / 3), -FEW, 7 / 3),
@@ -163,7 +175,7 @@ def test_moments_are_those_of_the_distribution(name):
     limit = 5 / math.sqrt(COUNT)
     assert abs(values.mean()) < limit
     assert abs(values.var() - 1) < limit * math.sqrt(kurtosis - 1) + 1e-3
-    spreads = (90, 2484) if name == "laplace" else (15, 96)
+    spreads = {"laplace": (90, 2484), "exponential_": (261, 14752)}.get(name, (15, 96))
     assert abs((values**3).mean() - skewness) < limit * math.sqrt(spreads[0])
     assert abs((values**4).mean() - kurtosis) < limit * math.sqrt(spreads[1])
     for products in (values[1:] * values[:-1], values[:, 1:] * values[:, :-1], values[::2, ::2] * values[1::2, 1::2]):

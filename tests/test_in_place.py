@@ -1,22 +1,28 @@
 """Operators in place, as their authors write them: the numbers and gradients of one card, or an error."""
 
+import mindspore as ms
 import numpy as np
 import pytest
 from in_place_models import Sharing
 from launch import ROOT
 from mindspore import Parameter, Tensor, mint, nn, ops
+from planned_models import planned
 from small_cells import cell_of
 from written_models import MODELS, Residual, batches, built
 
 from mindformers_core import recompute, shard, verify
+from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.capture.capture import capture
 from mindformers_core.capture.traced import CaptureError
+from mindformers_core.communication.world import rank_of
+from mindformers_core.dtensor.indexing import with_items
+from mindformers_core.explaining.report import make_report
 from mindformers_core.layout import layout
-from mindformers_core.mesh import DeviceMesh
-from mindformers_core.program.structure import tree_map
+from mindformers_core.mesh import DeviceMesh, init_device_mesh
+from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.verifying import verify_recipe
-from mindformers_core.zero import hsdp
+from mindformers_core.zero import hsdp, value_and_grad
 
 MESH, F = DeviceMesh((2, 2), ("dp", "tp")), mint.nn.functional
 X, Y = (np.random.default_rng(seed).normal(size=(4, 8)).astype(np.float32) for seed in range(2))
@@ -120,6 +126,32 @@ def test_a_call_in_place(name):
     np.testing.assert_allclose(found, expected(*map(Tensor, inputs)).asnumpy(), 1e-5, 1e-5)
 
 
+@pytest.mark.parametrize("index", [5, slice(5, 7), Tensor([5]), slice(0, 60, 20)], ids=str)
+def test_a_cache_is_copied_once(index):
+    """Of all that an assignment by index takes, one result has the size of the cache; cut heads move nothing."""
+
+    def write(self, x, y):
+        x = x * 1.0
+        x[:, :, index] = y
+        return x
+
+    x, rows = np.zeros((2, 8, 64, 4), np.float32), np.ones((2, 8, 1, 4), np.float32)
+    y = rows[:, :, 0] if isinstance(index, int) else rows
+    cut = {"x": layout("dp", "tp", None, None), "y": layout("dp", "tp", *(None,) * (y.ndim - 2))}
+    with rank_of(4, 0):
+        graph, frame = planned(cell_of(write), MESH, (Tensor(x), Tensor(y)), arriving=cut, plan={"": {"input": cut}})
+        assert not make_report(frame, algorithm_of).traffic
+    large = [node.operator for node in graph.nodes if x.shape in [value.shape for value in tree_leaves(node.outputs)]]
+    assert large == ["Muls", "TensorScatterElements"]
+
+
+def test_what_has_no_scatter_is_joined():
+    x = Tensor(X).astype(ms.bfloat16)
+    found = with_items(x, (slice(None), 2), x[:, 3])
+    np.testing.assert_array_equal(found[:, 2].float().asnumpy(), x[:, 3].float().asnumpy())
+    np.testing.assert_array_equal(found[:, 3:].float().asnumpy(), x[:, 3:].float().asnumpy())
+
+
 def test_what_changes_stays_changed_for_callers():
     (found,) = compared(Sharing, X, Y)
     expected = Sharing(in_place=False)(Tensor(X), Tensor(Y))
@@ -139,6 +171,19 @@ def _through_a_view(self, x):
     return x
 
 
+def _view_of_plain(self, x):
+    made = mint.zeros(x.shape)
+    made.reshape(-1).normal_()
+    return made * x
+
+
+def _plain_view_of_old(self, x):
+    made = mint.zeros(x.shape)
+    row = made[0]
+    made.add_(x)
+    return x + row
+
+
 def _kept_tensor(self, x):
     return self.table.add_(x)
 
@@ -151,6 +196,8 @@ def _read_after_write(self, x):
 WRONG = {
     "a view of what is changed": (_view_of_old, "used after one of the same memory.* at .*test_in_place.py:[0-9]+"),
     "a change through a view": (_through_a_view, "used after one of the same memory"),
+    "a change of a plain view": (_view_of_plain, "a plain tensor .* used after one of the same memory.*test_in_place"),
+    "a plain view of what is changed": (_plain_view_of_old, "a plain tensor .* used after one of the same memory"),
     "an argument of the root": (lambda self, x: x.add_(1.0), "an argument of the root Cell.* change a copy"),
     "a plain tensor of a Cell": (_kept_tensor, "'table' of a Cell is changed in place.*requires_grad=False"),
     "a trained Parameter": (_read_after_write, "A trained Parameter can't be read after it was written"),
@@ -222,9 +269,65 @@ def test_micro_steps_of_hsdp_write_in_their_order():
     assert not np.allclose(first, second)
 
 
-def test_hsdp_refuses_parameters_of_which_it_updates_a_copy():
-    with pytest.raises(CaptureError, match="'net.norm.moving_mean' is written by a Cell, and hsdp.*threshold"):
-        verify(lambda: _split(optimizer_level="level3", threshold=0), MESH, Tensor(batches()[0]))
+def test_replicas_of_hsdp_hold_the_same_state():
+    mesh = DeviceMesh((4,), ("dp",))
+    plan = {"": {"input": MODELS["batch norm"][1][""]["input"]}}
+    make = lambda: hsdp(shard(Loss(Residual).set_train(), mesh, plan=plan), shard_size=2)  # noqa: E731
+    check = verify(make, mesh, Tensor(batches()[0]))
+    assert not check.faults and check.truth.written, check.report()
+
+
+def _split_alone():
+    """Replicas that know nothing of each other."""
+    return hsdp(Loss(Residual).set_train(), mesh=MESH, axis="dp", shard_size=2)
+
+
+def _split_by_operator():
+    cell = shard(Loss(Residual).set_train(), MESH, mode="eager")
+    return hsdp(cell, shard_size=2, optimizer_level="level3", threshold=0)
+
+
+REFUSED = {
+    "level 3": (
+        lambda: _split(optimizer_level="level3", threshold=0),
+        "'net.norm.moving_mean' is written by a Cell, and hsdp.* updates a copy of it: leave it whole.*threshold",
+    ),
+    "replicas": (_split_alone, "'net.steps' is written by a Cell, and hsdp.* a value, of its own: have its axis in"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_hsdp_refuses_parameters_that_differ_or_are_copies(name):
+    make, expected = REFUSED[name]
+    with pytest.raises(CaptureError, match=f"^rank 0: in Cell 'net.*written_models.py:[0-9]+: parameter {expected}"):
+        verify(make, MESH, Tensor(batches()[0]))
+
+
+@pytest.mark.usefixtures("rank_0_of_4")
+def test_operator_by_operator_it_is_refused_too():
+    with pytest.raises(ValueError, match="^in Cell 'net.norm' .*: parameter 'net.norm.moving_mean' is written by"):
+        _split_by_operator()(Tensor(batches()[0]))
+
+
+COMPILED = {
+    "alone": (
+        "net.first", r"^Cell 'net' .*written_models.py:\d+: a Parameter is written in a Cell that is compiled alone, "
+        "which MindSpore can't do: compile the whole, or run in PyNative$",
+    ),
+    "again": (
+        "net.norm", r"^recompute: Cell 'net.norm' writes Parameters \(net.norm.moving_mean\), .* would write them "
+        "twice: exclude it, or run in PyNative",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_parts_refuse_to_write(name):
+    selected, expected = COMPILED[name]
+    net = recompute(shard(Loss(Residual).set_train(), init_device_mesh((1,), ("dp",))), select=selected)
+    with pytest.raises(ValueError, match=expected):
+        value_and_grad(hsdp(net), compiled=True)(Tensor(batches()[0]))
 
 
 MESHES = {

@@ -11,7 +11,7 @@ from mindformers_core.capture.capture import capture
 from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardContext
 from mindformers_core.dtensor.move import device_model, dtype_name
 from mindformers_core.operators import TensorMeta, tensor_meta
-from mindformers_core.program.structure import Value, tree_leaves, tree_map
+from mindformers_core.program.structure import Value, tree_fill, tree_leaves, tree_map
 from mindformers_core.propagation.operators import call_shapes
 from mindformers_core.redistribution import plan_redistribution
 
@@ -82,15 +82,12 @@ class _Algorithm(nn.Cell):
     def construct(self, *tensors):
         plan, self.recorder = self.plan, tensors[0].recorder
         cut = replace(self.cut, redistribute=self._move, next_random_state=self.recorder.random_state)
-        structure, given = (plan.node.args, plan.node.kwargs), iter(tensors)
-        args, kwargs = tree_map(
-            lambda leaf: tensor_meta(leaf.shape, leaf.dtype) if isinstance(leaf, Value) else leaf, structure
-        )
+        args, kwargs = plan.node.args, plan.node.kwargs
         if plan.signature.localize is not None:
             args, kwargs = plan.signature.localize((*args, *kwargs.values()), plan.local_shapes), {}
         if plan.signature.arguments is not None:
             args, kwargs = plan.signature.arguments, {}
-        args, kwargs = tree_map(lambda leaf: next(given) if isinstance(leaf, TensorMeta) else leaf, (args, kwargs))
+        args, kwargs = tree_fill((args, kwargs), tensors, (Value, TensorMeta))
         return ALGORITHMS[plan.algorithm](lambda *local: self._operator(local, kwargs), args, cut)
 
     def _move(self, local, source, target):

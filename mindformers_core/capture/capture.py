@@ -27,7 +27,7 @@ from mindformers_core.capture.shape_functions import ON_PLAIN_TENSORS, by_numpy,
 from mindformers_core.capture.traced import Traced
 from mindformers_core.dtensor.in_place import DRAWS_IN_PLACE, is_in_place
 from mindformers_core.dtensor.indexing import index_tensor
-from mindformers_core.dtensor.interception import draws_by_position
+from mindformers_core.dtensor.interception import draws_by_position, set_item_of
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.rules.matmul import einsum_names
 from mindformers_core.program.graph import cell_label
@@ -86,8 +86,9 @@ def capture(cell, *inputs, **named_inputs):
         _replace(scope, functional_overload, "einsum", _einsum)
         _replace(scope, Tensor, "__fallback__", _HandOver(recorder))
         _replace(scope, Tensor, "__getitem__", _get_item(recorder))
-        _replace(scope, Tensor, "__setitem__", _set_item(recorder))
-        _replace(scope, Tensor, "assign_value", _assign_value(recorder))
+        set_item = set_item_of(Traced, lambda tensor, _: recorder.adopt(tensor))
+        _replace(scope, Tensor, "__setitem__", _counted(recorder, set_item))
+        _replace(scope, Tensor, "assign_value", _counted(recorder, Tensor.assign_value))
         default_generator._step = lambda step: recorder.random_state()
         scope.callback(delattr, default_generator, "_step")
         scope.enter_context(_Dispatched(recorder))
@@ -214,16 +215,13 @@ class _Dispatched(MsDispatchMode):
 
     def __ms_dispatch__(self, func, args, kwargs=None):
         recorder, kwargs = self.recorder, kwargs or {}
-        if not recorder.inferring:
-            recorder.plain_writes += is_in_place(func.name)
-            if func.name in DRAWS_IN_PLACE:
-                raise recorder.error(
-                    f"operator '{func.name}' draws into a plain tensor, which can't be captured: draw with "
-                    "mindspore.ops, or pass the numbers in"
-                )
-            if facts_of(func.name).draws or tree_leaves(args, Traced):
-                return recorder.operator(func, args, kwargs)
-        if not recorder.inferring and func.name in ON_PLAIN_TENSORS and ms.get_context("device_target") == "CPU":
+        if recorder.inferring:
+            return func(*args, **kwargs)
+        if facts_of(func.name).draws or func.name in DRAWS_IN_PLACE or tree_leaves(args, Traced):
+            return recorder.operator(func, args, kwargs)
+        recorder.plain_writes += is_in_place(func.name)
+        recorder.check_plain(tree_leaves((args, kwargs), Tensor))
+        if func.name in ON_PLAIN_TENSORS and ms.get_context("device_target") == "CPU":
             return by_numpy(func.name, args)
         return func(*args, **kwargs)
 
@@ -239,29 +237,14 @@ def _get_item(recorder):
     return item
 
 
-def _set_item(recorder):
-    """`Tensor.__setitem__` that records `plain[index] = traced`: the plain tensor becomes a traced one."""
-    set_item = Tensor.__setitem__
+def _counted(recorder, method):
+    """A method of tensors that tells the recorder of a write."""
 
-    def item(tensor, index, value):
-        if type(tensor) is Tensor and tree_leaves((index, value), Traced):
-            recorder.adopt(tensor)[index] = value
-        else:
-            recorder.plain_writes += 1
-            set_item(tensor, index, value)
-
-    return item
-
-
-def _assign_value(recorder):
-    """`Tensor.assign_value` that tells the recorder of a write."""
-    assign_value = Tensor.assign_value
-
-    def assign(tensor, value):
+    def write(tensor, *args):
         recorder.plain_writes += 1
-        return assign_value(tensor, value)
+        return method(tensor, *args)
 
-    return assign
+    return write
 
 
 class _HandOver:

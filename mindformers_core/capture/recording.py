@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from contextlib import contextmanager
 from functools import cache
 from itertools import repeat
 
@@ -10,10 +9,10 @@ import numpy as np
 from mindspore import DeviceCtx, Parameter, Tensor, mint, ops
 from mindspore import dtype as mstype
 from mindspore._c_expression import NoFallbackGuard
-from mindspore.ops import Primitive, tensor_method
+from mindspore.ops import Primitive
 
 from mindformers_core.capture.open_call import Held, Made, OpenCall, contents_of, plain_leaf
-from mindformers_core.capture.shape_functions import inferred, without_shape
+from mindformers_core.capture.shape_functions import inferred, method_behind, without_shape
 from mindformers_core.capture.traced import CaptureError, Traced, call_site, failed_site
 from mindformers_core.dtensor.aliases import is_view, share_memory
 from mindformers_core.dtensor.compositions import composed
@@ -47,6 +46,7 @@ class Recorder:
         self._metas = {}  # (shape, dtype) -> meta tensor
         self._loose = {}  # id of a plain tensor -> its stand-in, and the number of writes before
         self.plain_writes = 0
+        self._adopted = {}  # memory of a plain tensor that became a traced one -> the tensor, and the line
 
     def hold(self, tensor, path):
         """The stand-in of a tensor at `path` of the tree, or of a tensor that the tree doesn't own (None)."""
@@ -197,16 +197,12 @@ class Recorder:
             raise self.error(f"operator '{name}' changes a tensor in place: use its result, as in x = x + y")
         if reason := without_shape(name):
             raise self.error(reason)
-        args = read_numbers(name, args, self._constant)
+        args = read_numbers(name, args, lambda leaf: self.values_of(leaf, "a size") if type(leaf) is Traced else leaf)
         args, kwargs = self.stand_in(args), self.stand_in(kwargs)
         metas = self._infer(func, primitive, args, kwargs)
         if self._silent or not tree_leaves(metas, Tensor):
             return tree_map(self._unlisted, metas)
         return self._write(func, kind, primitive, args, kwargs, metas)
-
-    def _constant(self, leaf):
-        """The tensor with the values of an argument that is read as numbers."""
-        return self.values_of(leaf, "a size") if type(leaf) is Traced else leaf
 
     def _unlisted(self, leaf):
         """A traced tensor of no graph, around a meta tensor."""
@@ -243,16 +239,11 @@ class Recorder:
         @cache
         def compute():
             call, named = tree_map(real, (tuple(args), kwargs))
-            with self._unrecorded():
+            with replaced(self, inferring=True), NoFallbackGuard():
                 result = func(*call, **named) if primitive is None else func(primitive, func.name, call)
             return tree_leaves(result, Tensor)
 
         return compute
-
-    @contextmanager
-    def _unrecorded(self):
-        with replaced(self, inferring=True), NoFallbackGuard():
-            yield
 
     def _infer(self, func, primitive, args, kwargs):
         """The results as meta tensors.
@@ -262,9 +253,9 @@ class Recorder:
         call = tree_map(_meta_leaf, tuple(args))
         if primitive is not None:
             call = (primitive, func.name, call)
-        behind = _method_behind(func.name)
+        behind = method_behind(func.name)
         try:
-            with self._unrecorded(), DeviceCtx("meta"):
+            with replaced(self, inferring=True), NoFallbackGuard(), DeviceCtx("meta"):
                 result = func(*call, **tree_map(_meta_leaf, kwargs))
         except Exception as error:
             if "Not implement" not in str(error) or behind is None:
@@ -302,6 +293,7 @@ class Recorder:
             return leaf
         if isinstance(leaf, Parameter):
             raise self.stray(leaf)
+        self.check_plain([leaf])
         held, writes = self._loose.get(id(leaf), (None, None))
         if writes != self.plain_writes:
             if held is None or not leaf.is_meta and not np.array_equal(held.seen, contents_of(leaf), equal_nan=True):
@@ -310,22 +302,23 @@ class Recorder:
             self._loose[id(leaf)] = held, self.plain_writes
         return held
 
+    def check_plain(self, tensors):
+        """Raise an error for a plain tensor with the memory of one that became traced, and was changed alone."""
+        for tensor in tensors if self._adopted else ():
+            if not tensor.is_meta and (found := self._adopted.get(tensor.untyped_storage().data_ptr())):
+                raise self.error(
+                    f"a plain tensor of shape {tensor.shape} is used after one of the same memory, such as a view of "
+                    f"it, was changed in place, at {found[1]}: change the whole one, x[...] = y"
+                )
+
     def adopt(self, tensor):
         """A tensor that is changed in place: a plain one becomes a traced one."""
         if type(tensor) is Tensor:
+            self.check_plain([tensor])
             vars(tensor).update(vars(self.hold(tensor.copy(), None)))
+            self._adopted[tensor.untyped_storage().data_ptr()] = tensor, call_site()[0]
             tensor.__class__ = Traced
         return tensor
-
-
-@cache
-def _method_behind(name):
-    """The Python function that is a Tensor's method on devices without one of their own, or None."""
-    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().removeprefix("deprecated_")
-    prefixes = ("deprecated_tensor_", "tensor_") if name.startswith("Deprecated") else ("tensor_", "deprecated_tensor_")
-    reduced = snake.removeprefix("reduce_")
-    names = [*(prefix + snake for prefix in prefixes), f"reduce_tensor_{reduced}", f"tensor_{reduced}"]
-    return next((getattr(tensor_method, known) for known in names if hasattr(tensor_method, known)), None)
 
 
 def _count_inputs(primitive, args):

@@ -3,9 +3,13 @@
 Both are tables; what they lack is an error of the capture, which names Cell and line.
 """
 
+import re
+from functools import cache
+
 import numpy as np
 from mindspore import DeviceCtx, Tensor, get_context
 from mindspore import dtype as mstype
+from mindspore.ops import tensor_method
 from mindspore.ops.function import array_func, math_func
 
 from mindformers_core.operators.rules.dims import as_dims
@@ -103,3 +107,13 @@ def _creating(operator, values):
         return Tensor(values(*args), dtype)
 
     return create
+
+
+@cache
+def method_behind(name):
+    """The Python function that is a Tensor's method on devices without one of their own, or None."""
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().removeprefix("deprecated_")
+    prefixes = ("deprecated_tensor_", "tensor_") if name.startswith("Deprecated") else ("tensor_", "deprecated_tensor_")
+    reduced = snake.removeprefix("reduce_")
+    names = [*(prefix + snake for prefix in prefixes), f"reduce_tensor_{reduced}", f"tensor_{reduced}"]
+    return next((getattr(tensor_method, known) for known in names if hasattr(tensor_method, known)), None)

@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor
 from mindspore.ops import Primitive
 
 from mindformers_core.dtensor.aliases import note_write
-from mindformers_core.dtensor.indexing import index_tensor, with_items
+from mindformers_core.dtensor.indexing import IndexedTensor
 
 _MINDSPORE = str(Path(mindspore.__file__).parent)
 _ENGINE = str(Path(__file__).parent.parent)
@@ -30,7 +30,7 @@ def _reading(method, what=None):
     return read
 
 
-class Traced(Tensor):
+class Traced(IndexedTensor):
     """A tensor on the meta device, seen by a recorder.
 
     Attributes:
@@ -59,11 +59,6 @@ class Traced(Tensor):
         return getattr(original, name)
 
     @property
-    def data(self):
-        """This tensor."""
-        return self
-
-    @property
     def has_init(self):
         """False: nothing is to be initialised while a tree is captured."""
         return False
@@ -88,20 +83,6 @@ class Traced(Tensor):
 
     def __array__(self, dtype=None):
         return self._values("conversion to NumPy").asnumpy().astype(dtype)
-
-    def __len__(self):
-        if not self.shape:
-            raise TypeError("len() of a tensor without dims")
-        return self.shape[0]
-
-    def __iter__(self):
-        return (self[index] for index in range(len(self)))
-
-    def __getitem__(self, index):
-        return index_tensor(self, index)
-
-    def __setitem__(self, index, value):
-        self.overwrite(with_items(self, index, value))
 
     def overwrite(self, value):
         """Give this tensor another value of its shape and dtype, as an operator in place does.
@@ -149,11 +130,6 @@ class Traced(Tensor):
     def __repr__(self):
         return f"{str(self.dtype).lower()}{list(self.shape)}"
 
-    # `h += f(h)` makes a new tensor
-    __iadd__ = Tensor.__add__
-    __isub__ = Tensor.__sub__
-    __imul__ = Tensor.__mul__
-    __itruediv__ = Tensor.__truediv__
     __str__ = __repr__
     __hash__ = Tensor.__hash__
 

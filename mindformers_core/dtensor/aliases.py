@@ -16,6 +16,15 @@ def is_view(name, args, kwargs):
     return facts_of(name).view is not None
 
 
+def check_memory(tensor):
+    """Raise a `ValueError` for a plain tensor that is to be changed in place, and is part of another one."""
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        raise ValueError(
+            f"a plain tensor of shape {tensor.shape} is changed in place that is part of another one, which would have "
+            "to change, too: change that one, x[...] = y"
+        )
+
+
 def share_memory(source, results):
     """Record that the results of an operator have the memory of its first tensor."""
     for view in tree_leaves(results, Tensor):

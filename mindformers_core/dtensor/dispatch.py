@@ -178,10 +178,7 @@ class _Program:
         signature = signature_of(name, args, kwargs | attributes)
         resolution = resolve(signature, metas, mesh, device_model())
         self.layouts = resolution.outputs
-        sizes = signature.sizes
-        self.shapes = tuple(
-            tuple(math.prod(sizes[factor] for factor in factors) for factors in dims) for dims in signature.outputs
-        )
+        self.shapes = signature.output_shapes
         self.targets = tuple(map(_target, metas, resolution.inputs))
         self.algorithm, self.context = _algorithm(name, signature, resolution, mesh, metas, self.shapes)
         flat = not kwargs and sum(isinstance(argument, TensorMeta) for argument in args) == len(metas)

@@ -23,8 +23,6 @@ from mindformers_core.dtensor.draws import DISTRIBUTIONS
 from mindformers_core.dtensor.dropout import (
     attention_with_dropout,
     counters,
-    dropout_with_mask,
-    functional_dropout,
     next_random_state,
 )  # fmt: skip
 from mindformers_core.dtensor.halo import windows, windows_with_index
@@ -328,8 +326,6 @@ ALGORITHMS = {
     "trace": trace,
     "logsumexp": _log_sum_exp,
     "attention_dropout": attention_with_dropout,
-    "dropout": dropout_with_mask,
-    "func_dropout": functional_dropout,
     "all": partial(_all_or_any, "min"),
     "any": partial(_all_or_any, "max"),
     "softmax": _softmax,

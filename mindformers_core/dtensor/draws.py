@@ -16,8 +16,16 @@ from mindspore._c_expression import typing
 from mindspore.common.generator import default_generator
 from mindspore.ops import auto_generate
 
-from mindformers_core.dtensor.dropout import STEP, counters, next_random_state, uniform_bits
-from mindformers_core.operators import signature_of
+from mindformers_core.dtensor.dropout import (
+    STEP,
+    counters,
+    dropout_with_mask,
+    functional_dropout,
+    next_random_state,
+    uniform_bits,
+)
+from mindformers_core.operators import TensorMeta, signature_of, tensor_meta
+from mindformers_core.program.structure import tree_fill, tree_leaves, tree_map
 
 _DIGITS = MappingProxyType({"float16": 11, "bfloat16": 8})  # of a fraction below 1; others: 24
 
@@ -34,10 +42,21 @@ def whole_context(shape, random_state=next_random_state, float_dtype=None):
 
 
 def draw_whole(name, args, kwargs):
-    """The whole result of a draw that takes no tensor but seed and offset, by its rule; on any rank the same."""
-    signature = signature_of(name, args, kwargs)
-    shape = tuple(signature.sizes[factor] for (factor,) in signature.outputs[0])
-    return DISTRIBUTIONS[signature.run](None, signature.arguments, whole_context(shape))
+    """The whole result of a draw among plain tensors, by its rule; on any rank the same."""
+    signature = signature_of(name, *tree_map(_meta, (args, kwargs)))
+    given, context = (*args, *kwargs.values()), whole_context(signature.output_shapes[0])
+    return args[0] if signature.run is None else drawn_by(signature, given, context)
+
+
+def drawn_by(signature, given, context):
+    """The result of a draw with a `Signature`, from the arguments of its operator, in a `ShardContext`."""
+    if signature.arguments is not None:
+        given = tree_fill(signature.arguments, tree_leaves(given, Tensor), TensorMeta)
+    return DISTRIBUTIONS[signature.run](None, given, context)
+
+
+def _meta(leaf):
+    return tensor_meta(tuple(leaf.shape), _name(leaf.dtype), None) if isinstance(leaf, Tensor) else leaf
 
 
 def _uniform(_, args, context):
@@ -74,7 +93,14 @@ def _permutation(_, args, context):
 
 # algorithms, called with (the tensor whose shape is drawn or None, seed, offset, dtype, …)
 DISTRIBUTIONS = MappingProxyType(
-    {"uniform": _uniform, "normal": _normal, "integers": _integers, "permutation": _permutation}
+    {
+        "uniform": _uniform,
+        "normal": _normal,
+        "integers": _integers,
+        "permutation": _permutation,
+        "dropout": dropout_with_mask,
+        "func_dropout": functional_dropout,
+    }
 )
 
 

@@ -13,8 +13,8 @@ from mindspore import Parameter, Tensor, ops
 from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.communication import world
-from mindformers_core.dtensor.aliases import note_write
-from mindformers_core.dtensor.indexing import index_tensor, with_items
+from mindformers_core.dtensor.aliases import check_memory, note_write
+from mindformers_core.dtensor.indexing import IndexedTensor
 from mindformers_core.dtensor.move import dtype_name, redistribute_local
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.operators import tensor_meta
@@ -31,7 +31,7 @@ def _of_whole(what, read=None):
     return method
 
 
-class DTensor(Tensor):
+class DTensor(IndexedTensor):
     """A tensor on a device mesh. Made by `distribute_tensor`, `DTensor.from_local`, `shard()`, and operators.
 
     `shape`, `ndim`, `size` and `len()` are the global ones. Its values may be read (`asnumpy()`, `float()`, …) where
@@ -88,11 +88,6 @@ class DTensor(Tensor):
         """Bytes of the global tensor."""
         return self.size * self.itemsize
 
-    @property
-    def data(self):
-        """This tensor, so that values read from `data` are global."""
-        return self
-
     def dim(self):
         """Number of dims."""
         return self.ndim
@@ -148,20 +143,6 @@ class DTensor(Tensor):
             )
         return self._local
 
-    def __len__(self):
-        if not self.shape:
-            raise TypeError("len() of a DTensor without dims")
-        return self.shape[0]
-
-    def __iter__(self):
-        return (self[index] for index in range(len(self)))
-
-    def __getitem__(self, index):
-        return index_tensor(self, index)
-
-    def __setitem__(self, index, value):
-        self.overwrite(with_items(self, index, value))
-
     def overwrite(self, value):
         """Give this tensor another value of its shape and dtype, as an operator in place does.
 
@@ -197,11 +178,6 @@ class DTensor(Tensor):
     __int__ = __index__ = _of_whole("int()", int)
     __float__ = _of_whole("float()", float)
     __array_ufunc__ = None  # so that a NumPy number on the left leaves the operator to us
-    # `h += f(h)` makes a new tensor: others may share the parts of the old one
-    __iadd__ = Tensor.__add__
-    __isub__ = Tensor.__sub__
-    __imul__ = Tensor.__mul__
-    __itruediv__ = Tensor.__truediv__
     __str__ = __repr__
     __hash__ = Tensor.__hash__
 
@@ -229,6 +205,7 @@ def borrowed(tensor):
 
 def adopted(tensor, mesh):
     """A plain tensor, the same on all ranks, which becomes a DTensor: it is changed in place."""
+    check_memory(tensor)
     whole = wrap(
         tensor.copy(), tensor_meta(tuple(tensor.shape), dtype_name(tensor.dtype), Layout.on(mesh, ((),) * tensor.ndim))
     )

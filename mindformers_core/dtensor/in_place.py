@@ -7,12 +7,17 @@ from mindspore import Parameter, Tensor, mint, ops
 from mindspore import dtype as mstype
 from mindspore.ops import auto_generate
 
+from mindformers_core.dtensor.aliases import check_memory
 from mindformers_core.dtensor.indexing import with_items
 
 
 def _rows(function):
     """A scatter of rows: indices of any shape, one a row."""
     return lambda x, indices, updates: function(x, ops.expand_dims(indices, -1), updates)
+
+
+def _replaced(x, value, *_):
+    return value
 
 
 def _scatter_update(x, indices, updates):
@@ -91,10 +96,10 @@ _ARITHMETIC = {
     "ClampScalar": mint.clamp, "ClampTensor": mint.clamp, "StopGradient": ops.stop_gradient,
 }  # fmt: skip
 _FILLED = {
-    "Copy": lambda x, value, *_: value,
+    "Copy": _replaced,
     "Zero": ops.zeros_like,
     "FillScalar": ops.full_like,
-    "FillTensor": lambda x, value: value,
+    "FillTensor": _replaced,
     "FillDiagonal": _fill_diagonal,
     "MaskedFillScalar": ops.masked_fill,
     "MaskedFillTensor": ops.masked_fill,
@@ -127,7 +132,7 @@ _SCATTERS = {
     **{name: getattr(ops, f"tensor_scatter_{name.lower()}") for name in ("Add", "Sub", "Mul", "Div", "Max", "Min")},
 }
 _IN_PLACE = {
-    "Assign": lambda x, value: value,
+    "Assign": _replaced,
     "AssignAdd": lambda x, value: x + value,
     "AssignSub": lambda x, value: x - value,
     **{f"ScatterNd{name}": function for name, function in _SCATTERS.items()},
@@ -144,10 +149,13 @@ def is_in_place(name):
 
 def written(name, args, kwargs):
     """The tensor that an operator changes in place, after it got its new value; None for any other operator."""
-    function = _IN_PLACE.get(name)
-    if function is None or not hasattr(type(args[0]), "overwrite"):
+    function, tensor = _IN_PLACE.get(name), args[0]
+    if function is None or not hasattr(type(tensor), "overwrite") and name not in DRAWS_IN_PLACE:
         return None
     value = function(*args, **kwargs)
+    if not hasattr(type(tensor), "overwrite"):
+        check_memory(tensor)
+        return tensor.copy_(ops.cast(value, tensor.dtype))
     if isinstance(vars(value).get("original", vars(value).get("_local")), Parameter):
         value = value * 1  # the tensor doesn't become the Parameter
     if value.shape != args[0].shape:

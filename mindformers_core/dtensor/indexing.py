@@ -1,11 +1,44 @@
 """`x[...]` written with operators that have rules: MindSpore's own indexing runs below the level of `__fallback__`."""
 
+import math
 from numbers import Integral
 
-from mindspore import Tensor, ops
+import numpy as np
+from mindspore import Tensor, get_context, ops
 from mindspore import dtype as mstype
 
 from mindformers_core.operators.rules.elementwise import broadcast_shape
+
+
+class IndexedTensor(Tensor):
+    """A tensor of which indexing, iteration and assignment by index are operators that have rules.
+
+    `h += f(h)` makes a new tensor: others may share the parts of the old one.
+    """
+
+    @property
+    def data(self):
+        """This tensor."""
+        return self
+
+    def __len__(self):
+        if not self.shape:
+            raise TypeError("len() of a tensor without dims")
+        return self.shape[0]
+
+    def __iter__(self):
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index):
+        return index_tensor(self, index)
+
+    def __setitem__(self, index, value):
+        self.overwrite(with_items(self, index, value))
+
+    __iadd__ = Tensor.__add__
+    __isub__ = Tensor.__sub__
+    __imul__ = Tensor.__mul__
+    __itruediv__ = Tensor.__truediv__
 
 
 def index_tensor(x, index):
@@ -135,7 +168,8 @@ def with_items(x, index, value):
     bounds = [(0, size) if dim in looked_up else each[:2] for dim, (each, size) in enumerate(zip(bounds, x.shape))]
     shape = [end - begin for begin, end in bounds]
     if looked_up:
-        part = ops.strided_slice(x, *map(tuple, zip(*bounds)), (1,) * x.ndim)
+        is_whole = bounds == [(0, size) for size in x.shape]
+        part = x if is_whole else ops.strided_slice(x, *map(tuple, zip(*bounds)), (1,) * x.ndim)
         part = _scattered(part, looked_up, entries, value)
     else:
         kept = [size for entry, size in zip(entries, shape) if isinstance(entry, slice)]
@@ -157,6 +191,10 @@ def _scattered(x, looked_up, entries, value):
     sizes = [x.shape[dim] for dim in kept]
     value = ops.broadcast_to(value, (*sizes[:before], *shape, *sizes[before:]))
     count = len(shape)
+    if together and len(indices) == 1 and _has_scatter(x):
+        ((dim, each),) = indices.items()
+        values = ops.reshape(value, (*x.shape[:dim], math.prod(shape), *x.shape[dim + 1 :]))
+        return _written_along(x, dim, ops.cast(ops.reshape(each, (-1,)), mstype.int64), values)
     order = (*range(before, before + count), *range(before), *range(before + count, value.ndim))
     value = value if order == tuple(range(value.ndim)) else ops.transpose(value, order)
     value = ops.reshape(value, (*shape, *(x.shape[dim] for dim in rest)))
@@ -167,21 +205,35 @@ def _scattered(x, looked_up, entries, value):
     return ops.transpose(made, tuple(order.index(dim) for dim in range(x.ndim))) if moved else made
 
 
+def _written_along(x, dim, places, values):
+    """`x` with values at the places of a 1-D tensor along a dim; it is copied once, which costs a time per value."""
+    index = ops.reshape(places, (1,) * dim + (-1,) + (1,) * (x.ndim - dim - 1))
+    return ops.tensor_scatter_elements(x, ops.broadcast_to(index, values.shape), values, dim)
+
+
+def _has_scatter(x):
+    """Whether scatters of elements have a kernel for a tensor."""
+    dtype = str(x.dtype).lower()
+    return not dtype.startswith("complex") and (dtype != "bfloat16" or get_context("device_target") != "CPU")
+
+
 def _pasted(x, part, bounds):
-    """`x` with `part` in the place of what lies within `bounds`, dim by dim."""
-    dim = next((dim for dim, bound in enumerate(bounds) if bound != (0, x.shape[dim])), None)
-    if dim is None:
+    """`x` with `part` in the place of what lies within `bounds`: written along a dim, or joined to what is around."""
+    shares = {dim: (end - begin) / size for dim, ((begin, end), size) in enumerate(zip(bounds, x.shape)) if size}
+    dim = min(shares, key=shares.get, default=None)
+    if dim is None or shares[dim] == 1:
         return part
     begin, end = bounds[dim]
-    rest = [(0, size) for size in x.shape[: dim + 1]] + bounds[dim + 1 :]
 
     def piece(first, last):
         whole = [(0, size) for size in x.shape]
         whole[dim] = first, last
         return ops.strided_slice(x, *map(tuple, zip(*whole)), (1,) * x.ndim)
 
-    is_done = rest == [(0, size) for size in x.shape]
-    rest[dim] = 0, end - begin
-    pieces = [part if is_done else _pasted(piece(begin, end), part, rest)]
-    pieces = ([piece(0, begin)] if begin else []) + pieces + ([piece(end, x.shape[dim])] if end < x.shape[dim] else [])
-    return ops.cat(pieces, dim)
+    rest = [*bounds[:dim], (0, end - begin), *bounds[dim + 1 :]]
+    if sum(share < 1 for share in shares.values()) > 1:
+        part = _pasted(piece(begin, end), part, rest)
+    if shares[dim] <= 1 / 3 and _has_scatter(x):  # beyond, the joined pieces take less time
+        return _written_along(x, dim, Tensor(np.arange(begin, end)), part)
+    around = [piece(*ends) if ends[0] < ends[1] else None for ends in ((0, begin), (end, x.shape[dim]))]
+    return ops.cat([each for each in (around[0], part, around[1]) if each is not None], dim)

@@ -13,10 +13,12 @@ from mindspore.ops.function import nn_func
 
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.compositions import composed
-from mindformers_core.dtensor.dispatch import Dispatcher
+from mindformers_core.dtensor.dispatch import Dispatcher, attributes_of
 from mindformers_core.dtensor.draws import draw_whole
+from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, adopted
-from mindformers_core.operators.registry import facts_of
+from mindformers_core.dtensor.in_place import DRAWS_IN_PLACE
+from mindformers_core.operators.registry import facts_of, registered_operators
 from mindformers_core.program.structure import tree_leaves
 
 # Primitives that don't look up `__fallback__`, with those of their attributes that their rule takes as arguments.
@@ -26,13 +28,6 @@ _WITHOUT_FALLBACK = (
     (ops.AddN, ()),
     (ops.auto_generate.FullLike, ()),
     (ops.auto_generate.RandLikeExt, ()),
-)
-# Primitives that draw from no tensor but seed and offset
-_DRAWING = (ops.StandardNormal, ops.UniformReal, ops.UniformInt, ops.StandardLaplace, ops.Cauchy, ops.Gamma)
-_DRAWING += (ops.RandomGamma, ops.Poisson, ops.RandomPoisson, ops.TruncatedNormal)
-_DRAWING += tuple(
-    getattr(ops.auto_generate, name)
-    for name in ("RandExt", "Randn", "RandInt", "RandpermExt", "RandpermV2", "NormalFloatFloat")
 )
 
 
@@ -89,17 +84,18 @@ def intercept_operators():
     dispatcher = Dispatcher()
     DTensor.__fallback__ = dispatcher
     Tensor.__fallback__ = _PlainTensorFallback(dispatcher)
-    Tensor.__setitem__ = _set_item(Tensor.__setitem__)
+    Tensor.__setitem__ = set_item_of(DTensor, lambda tensor, like: adopted(tensor, like.mesh))
     for primitive, attributes in _WITHOUT_FALLBACK:
         primitive.__call__ = _dispatching(primitive.__call__, attributes, dispatcher)
-    for primitive in _DRAWING:
+    for name in (*registered_operators("draws"), *DRAWS_IN_PLACE):
+        primitive = getattr(ops.auto_generate, name, None) or getattr(ops, name)
         primitive.__call__ = _drawing(primitive.__call__)
     nn_func._cross_entropy_for_class_indices = _without_branch(nn_func._cross_entropy_for_class_indices)
 
 
 @contextmanager
 def draws_by_position(active=True):
-    """While open, draws from no tensor give the numbers of a distributed program, the same on all ranks; or don't."""
+    """While open, draws among plain tensors give a distributed program's numbers, the same on all ranks; or don't."""
     state = process_state().memo(__name__)
     before = state.get("draws", False)
     state["draws"] = active
@@ -113,22 +109,25 @@ def _drawing(call):
     """A `__call__` of a primitive that draws by position within `draws_by_position`."""
 
     def drawing_call(self, *args, **kwargs):
-        if not process_state().memo(__name__).get("draws"):
+        if not process_state().memo(__name__).get("draws") or any(map(_is_dispatched, args)):
             return call(self, *args, **kwargs)
-        if facts_of(self.name).rule is not None:
-            return draw_whole(self.name, args, kwargs)
-        return composed(self.name, args, kwargs, self)
+        if facts_of(self.name).rule is None:
+            return composed(self.name, args, kwargs, self)
+        args = (*args, *attributes_of(self).values())[: WITHOUT_SEEDS.get(self.name)]
+        return draw_whole(self.name, args, kwargs)
 
     return drawing_call
 
 
-def _set_item(set_item):
-    """`Tensor.__setitem__` by which a plain tensor becomes a DTensor that gets a part of one, or at one's places."""
+def set_item_of(kind, adopt):
+    """`Tensor.__setitem__` by which a plain tensor becomes one of a kind, where it gets a part of one, or at one's
+    places: `adopt(tensor, the other)` makes it so."""
+    set_item = Tensor.__setitem__
 
     def item(tensor, index, value):
-        given = tree_leaves((index, value), DTensor) if type(tensor) is Tensor else ()
+        given = tree_leaves((index, value), kind) if type(tensor) is Tensor else ()
         if given:
-            adopted(tensor, given[0].mesh)[index] = value
+            adopt(tensor, given[0])[index] = value
         else:
             set_item(tensor, index, value)
 

@@ -101,9 +101,9 @@ def register_operator(*names, **facts):
     return enter(None) if facts.get("decomposition") or facts.get("gather") else enter
 
 
-def registered_operators():
-    """Names of all operators that have a rule, sorted."""
-    return tuple(sorted(name for name, facts in _FACTS.items() if facts.rule is not None))
+def registered_operators(fact="rule"):
+    """Names of all operators that have a rule, or another attribute of their `OperatorFacts`, sorted."""
+    return tuple(sorted(name for name, facts in _FACTS.items() if getattr(facts, fact)))
 
 
 def facts_of(name):

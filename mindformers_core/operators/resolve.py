@@ -194,9 +194,8 @@ def _candidate(call, axes_of, carried, limit, marked=frozenset()):
         given = call.inputs[index] if call.inputs is not None else None
         if cost >= limit or (given is not None and needed.replace(varying=()) != given.replace(varying=())):
             return None
-    for dims, made, wanted in zip(signature.outputs, outputs, call.outputs or ()):
+    for shape, made, wanted in zip(signature.output_shapes, outputs, call.outputs or ()):
         if wanted is not None:
-            shape = tuple(math.prod(signature.sizes[factor] for factor in factors) for factors in dims)
             cost += _price(made, wanted, shape, call.metas[0].dtype if call.metas else "float32", call.device_model)
     return None if cost >= limit else Resolution(inputs, outputs, axes_of, cost, carried, marked)
 

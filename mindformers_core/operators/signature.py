@@ -6,8 +6,9 @@ major to minor. The notation follows OpenXLA Shardy's sharding rules; the linear
 tables of pointwise operators.
 """
 
+import math
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 
 
 class TensorMeta:
@@ -102,6 +103,11 @@ class Signature:
         given = {factor for dims in self.outputs for factors in dims for factor in factors}
         assert not self.made & taken, (self.made, self.inputs)
         object.__setattr__(self, "whole", self.whole | (given - taken - self.made))
+
+    @cached_property
+    def output_shapes(self):
+        """The global shape of every output."""
+        return [tuple(math.prod(map(self.sizes.get, factors)) for factors in dims) for dims in self.outputs]
 
 
 def tensors_in(args):

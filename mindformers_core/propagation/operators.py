@@ -1,7 +1,5 @@
 """The rule of one operator, applied to a node or to a rank's local call. Pure Python."""
 
-import math
-
 from mindformers_core.operators import Signature, TensorMeta, signature_of, tensor_meta
 from mindformers_core.operators.registry import FLOWS, facts_of, rule_attributes
 from mindformers_core.placement import axes_in
@@ -25,7 +23,7 @@ def operator_signature(node):
         return _free_signature(outputs)
     args, kwargs = tree_map(_without_layout, (node.args, node.kwargs))
     signature = _asked(node, args, kwargs)
-    predicted = _output_shapes(signature)
+    predicted = signature.output_shapes
     if predicted != [value.shape for value in outputs]:
         made = ", ".join(value.described for value in outputs)
         raise ValueError(f"operator '{node.operator}' makes {made}, where its rule predicted shapes {predicted}")
@@ -45,17 +43,13 @@ def local_call_shapes(plan):
 
 def call_shapes(node, args, kwargs):
     """The output shapes of a node's operator for other arguments, by its rule; `TensorMeta`s stand for tensors."""
-    return _output_shapes(_asked(node, args, kwargs))
+    return _asked(node, args, kwargs).output_shapes
 
 
 def _asked(node, args, kwargs):
     attributes = node.primitive.attributes if node.primitive is not None else {}
     shapes = [value.shape for value in tree_leaves(node.outputs)]
     return signature_of(node.operator, args, kwargs | rule_attributes(node.operator, attributes), shapes)
-
-
-def _output_shapes(signature):
-    return [tuple(math.prod(signature.sizes[f] for f in factors) for factors in dims) for dims in signature.outputs]
 
 
 def _without_layout(leaf):

@@ -32,7 +32,7 @@ def declared_layouts(declaration, signature, metas, mesh, where):
         ValueError: a wrong number of entries or dims, strategies and layouts mixed, a number that is no product of
             axis sizes, a dim that the number doesn't divide or that can't be sharded, one factor with two numbers.
     """
-    shapes = [meta.shape for meta in metas], [_shape(dims, signature) for dims in signature.outputs]
+    shapes = [meta.shape for meta in metas], signature.output_shapes
     inputs = _tensors(declaration.inputs, signature.inputs, shapes[0], f"{where}: input")
     outputs = _tensors(declaration.outputs, signature.outputs, shapes[1], f"{where}: output")
     given = [entry for _, _, _, entry in inputs + outputs if entry is not None]
@@ -45,10 +45,6 @@ def declared_layouts(declaration, signature, metas, mesh, where):
     axes_of = _assign(counts, dict.fromkeys(counts, mesh.axis_names), mesh)
     cut = tuple(_layout(entry, mesh, axes_of) for entry in inputs)
     return cut, tuple(_output_layout(entry, signature, mesh, axes_of) for entry in outputs)
-
-
-def _shape(dims, signature):
-    return tuple(math.prod(signature.sizes[factor] for factor in factors) for factors in dims)
 
 
 def _tensors(entries, dims, shapes, what):

@@ -18,6 +18,7 @@ import numpy as np
 from mindspore.common import initializer as init
 from scipy.special import ndtr, ndtri
 
+from mindformers_core.scopes import errors_at
 from mindformers_core.splitmix import GOLDEN, mixed
 
 _CHUNK = 1 << 17  # values drawn at a time: about 1 MB for each temporary, which stays in the cache
@@ -106,12 +107,10 @@ def materialize(cell, seed, layouts=None, rank=None):
     """
     layouts = layouts or {}
     for path, parameter in cell.parameters_and_names():
-        try:
+        with errors_at(f"{path}: "):
             initializer = initializer_of(parameter)
             if initializer is not None:
                 _set_values(parameter, initializer, layouts.get(path), rank, seed, path)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
 
 
 def _set_values(parameter, initializer, layout, rank, seed, path):

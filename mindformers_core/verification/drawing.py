@@ -7,11 +7,9 @@ from mindspore import Tensor
 from mindspore import dtype as mstype
 
 from mindformers_core.communication.world import process_state
-from mindformers_core.dtensor.distributed_operators import ALGORITHMS
-from mindformers_core.dtensor.draws import whole_context
-from mindformers_core.operators import TensorMeta
+from mindformers_core.dtensor.draws import drawn_by, whole_context
 from mindformers_core.operators.registry import facts_of
-from mindformers_core.program.structure import tree_fill, tree_leaves
+from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.operators import operator_signature
 
 
@@ -39,10 +37,4 @@ def draw_of(node, dtype):
         return None
     context = whole_context(tree_leaves(node.outputs)[0].shape, next_random_state, getattr(ms, dtype))
 
-    def draw(args, kwargs):
-        given = (*args, *kwargs.values())
-        if signature.arguments is not None:
-            given = tree_fill(signature.arguments, tree_leaves(given, Tensor), TensorMeta)
-        return ALGORITHMS[signature.run](None, given, context)
-
-    return draw
+    return lambda args, kwargs: drawn_by(signature, (*args, *kwargs.values()), context)

@@ -6,7 +6,7 @@ from importlib import import_module
 import mindspore as ms
 import numpy as np
 from launch import on_ranks
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, mint, nn, ops
 
 from mindformers_core.communication import world
 from mindformers_core.dtensor.interception import draws_by_position
@@ -21,7 +21,9 @@ SEEDS = (0, 5)  # 0: the generator's state at the start of a process
 
 class Noisy(nn.Cell):
     def construct(self, x):
-        return x * 0 + ops.standard_normal(x.shape) + ops.rand(*x.shape)
+        plain = mint.zeros(x.shape)
+        drawn = plain.normal_() + mint.rand_like(mint.zeros(x.shape))
+        return x * 0 + ops.standard_normal(x.shape) + ops.rand(*x.shape) + drawn
 
 
 @contextmanager

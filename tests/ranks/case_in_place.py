@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from in_place_models import Noisy, Sharing, inputs
 from launch import on_ranks
-from mindspore import Tensor, ops
+from mindspore import Tensor, mint, ops
 from one_card import part_of
 from truth import once
 
@@ -80,6 +80,8 @@ def case_what_the_eager_engine_refuses_in_place():
     assert np.allclose(x.full_tensor().asnumpy(), inputs()[0] + 1)
     with pytest.raises(ValueError, match="in another layout"):
         x.redistribute(layout("None", "tp")).add_(1.0)
+    with pytest.raises(ValueError, match="a plain tensor .* part of another one"):
+        mint.zeros((4, 8))[0].add_(x[0])
     cell = shard(Noisy(of_argument=True), MESH, plan=NOISY, mode="eager")
     with pytest.raises(ValueError, match="an argument of the root Cell"):
         cell(*parts()[:1])
