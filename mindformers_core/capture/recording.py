@@ -42,9 +42,8 @@ class Recorder:
 
     def __init__(self, tree):
         self.tree, self.root = tree, None
-        self.open_calls, self._calls = [], 0
+        self.open_calls, self._calls, self.plain_calls = [], 0, 0
         self.inferring = self._silent = False
-        self.plain_calls = 0
         self._metas = {}  # (shape, dtype) -> meta tensor
         self._loose = {}  # id of a plain tensor -> (its stand-in, `plain_calls` when that had its contents)
 
@@ -270,16 +269,13 @@ class Recorder:
         try:
             with self._unrecorded(), DeviceCtx("meta"):
                 result = func(*call, **tree_map(_meta_leaf, kwargs))
+            if result is not None:
+                return result
         except Exception as error:
             if "Not implement" not in str(error) or behind is None:
                 return self._known(func.name, args, kwargs, error)
-            result = None
-        if result is not None:
-            return result
         if behind is None:
-            raise self.error(
-                f"operator '{func.name}' gives no shape on the meta device: use functions of mindspore.ops"
-            )
+            raise self.error(f"operator '{func.name}' gives no shape on the meta device: use mindspore.ops")
         self._silent, before = True, self._silent
         try:
             return tree_map(_meta_leaf, behind(*args, **kwargs))
