@@ -131,8 +131,7 @@ class Recorder:
                 share_memory(leaf, received[id(leaf)])
             return received[id(leaf)]
 
-        result = tree_map(receive, result)
-        called = self.tree.local_path(caller.cell, cell)
+        result, called = tree_map(receive, result), self.tree.local_path(caller.cell, cell)
         caller.nodes.append(CallNode(called, *shown, tree_map(caller.leaf, result), graph, source))
         return result
 
@@ -291,8 +290,8 @@ class Recorder:
         else:
             if found is not None:
                 return self.meta(*found)
-        shown = ", ".join(map(repr, args))
-        raise self.error(f"operator {name}({shown}) can't be run on shapes alone: {_message(error)}") from error
+        shown = f"{name}({', '.join(map(repr, args))})"
+        raise self.error(f"operator {shown} can't be run on shapes alone: {_message(error)}") from error
 
     def stand_in(self, structure):
         """The structure with a traced tensor in the place of every plain one; itself where there is none."""
