@@ -41,11 +41,10 @@ class Recorder:
 
     def __init__(self, tree):
         self.tree, self.root = tree, None
-        self.open_calls, self._calls = [], 0
+        self.open_calls, self._calls, self.plain_writes = [], 0, 0
         self.inferring = self._silent = False
         self._metas = {}  # (shape, dtype) -> meta tensor
         self._loose = {}  # id of a plain tensor -> its stand-in, and the number of writes before
-        self.plain_writes = 0
         self._adopted = {}  # memory of a plain tensor that became a traced one -> the tensor, and the line
 
     def hold(self, tensor, path):
@@ -132,8 +131,7 @@ class Recorder:
                 share_memory(leaf, received[id(leaf)])
             return received[id(leaf)]
 
-        result = tree_map(receive, result)
-        called = self.tree.local_path(caller.cell, cell)
+        result, called = tree_map(receive, result), self.tree.local_path(caller.cell, cell)
         caller.nodes.append(CallNode(called, *shown, tree_map(caller.leaf, result), graph, source))
         return result
 
@@ -257,16 +255,13 @@ class Recorder:
         try:
             with replaced(self, inferring=True), NoFallbackGuard(), DeviceCtx("meta"):
                 result = func(*call, **tree_map(_meta_leaf, kwargs))
+            if result is not None:
+                return result
         except Exception as error:
             if "Not implement" not in str(error) or behind is None:
                 return self._known(func.name, args, kwargs, error)
-            result = None
-        if result is not None:
-            return result
         if behind is None:
-            raise self.error(
-                f"operator '{func.name}' gives no shape on the meta device: use functions of mindspore.ops"
-            )
+            raise self.error(f"operator '{func.name}' gives no shape on the meta device: use mindspore.ops")
         with replaced(self, _silent=True):
             return tree_map(_meta_leaf, behind(*args, **kwargs))
 
@@ -279,8 +274,8 @@ class Recorder:
         else:
             if found is not None:
                 return self.meta(*found)
-        shown = ", ".join(map(repr, args))
-        raise self.error(f"operator {name}({shown}) can't be run on shapes alone: {_message(error)}") from error
+        shown = f"{name}({', '.join(map(repr, args))})"
+        raise self.error(f"operator {shown} can't be run on shapes alone: {_message(error)}") from error
 
     def stand_in(self, structure):
         """The structure with a traced tensor in the place of every plain one; itself where there is none."""

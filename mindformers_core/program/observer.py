@@ -41,6 +41,10 @@ class Observer:
         """The `(CellGraph, CellPlan)` of a program of the Cell at `path`; `plan()` captures and propagates."""
         return plan()
 
+    def generated(self, key, generate):
+        """The `ModuleSource` of a plan; `generate()` makes it, and for equal keys makes equal ones."""
+        return generate()
+
     def text(self, text):
         """The source of a module in place of the generated one."""
         return text

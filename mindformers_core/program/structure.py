@@ -45,14 +45,13 @@ class DType:
 
 def tree_map(function, structure):
     """A pytree of the same structure, with `function` applied to every leaf."""
+    if not isinstance(structure, (tuple, list, dict)):
+        return function(structure)
     kind = type(structure)
-    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
-        return kind(*[tree_map(function, entry) for entry in structure])
-    if isinstance(structure, (tuple, list)):
-        return kind([tree_map(function, entry) for entry in structure])
     if isinstance(structure, dict):
         return kind((name, tree_map(function, entry)) for name, entry in structure.items())
-    return function(structure)
+    entries = [tree_map(function, entry) for entry in structure]
+    return kind(*entries) if hasattr(kind, "_fields") else kind(entries)
 
 
 def tree_leaves(structure, kind=Value):

@@ -124,8 +124,9 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
         check_plan(generated)
     separate_collectives = generated is not frame or tree.activations.is_active and tree.compiling is not None
     header, classes = _header(tree, path, graph, frame), _below(path, tree.classes)
-    options = tree.deferring, separate_collectives, observer.instruments
-    source = ModuleSource(generated, classes, tree.function_names, header, *options)
+    given = generated, classes, tree.function_names, header, tree.deferring, separate_collectives, observer.instruments
+    key = generated, *(tuple(each) for each in (classes.items(), sorted(tree.function_names), header)), *given[4:]
+    source = observer.generated(key, lambda: ModuleSource(*given))
     tree.function_names.update(source.functions.values())
     name = source.functions[generated]
     module = load_module(name, source)

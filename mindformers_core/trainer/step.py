@@ -3,9 +3,11 @@
 import mindspore as ms
 
 from mindformers_core.communication.world import process_state
+from mindformers_core.operators.signature import tensor_meta
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage
 from mindformers_core.recompute import recompute, swap
+from mindformers_core.sharding.parameter_storage import computing_dtype
 from mindformers_core.tensor_parallel import jit, shard
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
 from mindformers_core.trainer.data import micro_batch
@@ -123,7 +125,7 @@ def _model_function(recipe, mesh, cells):
     arguments of `ClipByGlobalNorm`.
     """
     gradient_of = value_and_grad(cells[0], compiled=recipe.context.mode == 0)
-    gradient_of.prepare(*micro_batch(recipe))
+    gradient_of.prepare(*_computed(micro_batch(recipe)))
 
     def run(arrays):
         losses, gradients = [], None
@@ -144,7 +146,7 @@ def _schedule_function(recipe, mesh, cells):
     stages = [PipelineStage(net, index, stage_num, **options) for index, net in cells.items()]
     several = issubclass(kind, PipelineScheduleMulti)
     schedule = kind(stages if several else stages[0], micro_batches_of_a_run(recipe), share_outputs=True)
-    inputs = {index: micro_batch(recipe, index) for index in cells}
+    inputs = {index: _computed(micro_batch(recipe, index)) for index in cells}
     given = {index: ((first,), dict(zip(names, others, strict=True))) for index, (first, *others) in inputs.items()}
     schedule.meet().make_programs(schedule.table, given)
 
@@ -156,6 +158,11 @@ def _schedule_function(recipe, mesh, cells):
 
     counted = _once_each(stages, "counted")
     return _once_each(stages, "parameters"), run, {"mesh": mesh, "over": ("pp",), "counted": counted}
+
+
+def _computed(metas):
+    """`TensorMeta`s in the dtypes to compute with."""
+    return [tensor_meta(each.shape, computing_dtype(each.dtype)) for each in metas]
 
 
 def _once_each(stages, attribute):

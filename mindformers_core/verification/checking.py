@@ -75,6 +75,7 @@ class Check:
         notes: sentences about what isn't verified.
         faults: the `Fault`s.
         compared: number of tensors.
+        sources: key -> `ModuleSource`, see `Observer.generated`.
     """
 
     mesh: object
@@ -85,6 +86,7 @@ class Check:
     faults: list = field(default_factory=list)
     compared: int = 0
     roots: dict = field(default_factory=dict)
+    sources: dict = field(default_factory=dict)
     _sums: TermSums = field(default_factory=TermSums)
     _counts: Counter = field(default_factory=Counter)  # rank -> faults
 

@@ -63,6 +63,12 @@ class RankObserver(ProgramObserver):
         assert path == "", path
         return self.check.plans[self.stages[id(tree)], tree.mesh]
 
+    def generated(self, key, generate):
+        """See `Observer`: ranks of one mesh share their source, too, which depends on nothing else."""
+        if key not in self.check.sources:
+            self.check.sources[key] = generate()
+        return self.check.sources[key]
+
     def text(self, text):
         """See `Observer`."""
         return widened_text(text, self._dtype)
