@@ -186,7 +186,9 @@ def _convert(arguments):
 
 def _print_result(work):
     try:
-        print(work())
+        print(work(), flush=True)
+    except BrokenPipeError:  # the reader, as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, *_USER_ERRORS) as error:
         return _report(error)
     return 0
