@@ -63,6 +63,17 @@ def prepare(recipe):
         ModuleNotFoundError: an extra that the recipe needs is not installed.
     """
     require_extras(recipe)
+    world, mesh = enter_world(recipe)
+    checkpoint, recipe = open_source(recipe)
+    return begin_job(recipe, mesh, world.rank, dataset_of(recipe), checkpoint)
+
+
+def enter_world(recipe):
+    """This process's world, and the mesh of a recipe, on the recipe's device.
+
+    Raises:
+        ValueError: a device that MindSpore can't use here, or another number of ranks.
+    """
     target = recipe.context.device_target
     if ms.get_context("device_target") != target:  # can't be set once kernels have run
         try:
@@ -76,9 +87,7 @@ def prepare(recipe):
     ms.set_context(mode=ms.PYNATIVE_MODE)  # context.mode: 0 compiles passes and update by themselves
     timeout, check = recipe.context.communication_timeout, recipe.context.check_collectives
     world = init_distributed(timeout=timeout, check_collectives=check)  # never returns in msrun's scheduler
-    mesh = recipe_mesh(recipe, world.size)
-    checkpoint, recipe = open_source(recipe)
-    return begin_job(recipe, mesh, world.rank, dataset_of(recipe), checkpoint)
+    return world, recipe_mesh(recipe, world.size)
 
 
 def begin_job(recipe, mesh, rank, dataset, checkpoint=None):
