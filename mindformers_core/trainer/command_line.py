@@ -27,9 +27,8 @@ def main(arguments=None):
 
 def _parser():
     parser = argparse.ArgumentParser(prog="python -m mindformers_core", description=_DESCRIPTION)
-    commands = parser.add_subparsers(
-        required=True, metavar="train | generate | verify | diff | compare | inspect | check | convert"
-    )
+    metavar = "train | generate | verify | diff | compare | inspect | check | convert"
+    commands = parser.add_subparsers(required=True, metavar=metavar)
     train = commands.add_parser("train", help="train, or with --dry-run show what would be trained")
     train.add_argument("--config", required=True, metavar="FILE", help="the recipe, as configs/llama_tiny_cpu.yaml")
     train.add_argument(
@@ -215,7 +214,9 @@ def _convert(arguments):
 
 def _print_result(work):
     try:
-        print(work())
+        print(work(), flush=True)
+    except BrokenPipeError:  # the reader, as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, *_USER_ERRORS) as error:
         return _report(error)
     return 0
