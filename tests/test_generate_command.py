@@ -149,6 +149,13 @@ def test_a_hugging_face_folder_with_its_tokenizer(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", SimpleNamespace(Tokenizer=Words))
     (text,), _ = generate(recipe, Request(("w1 w2",), 8))
     assert text.startswith("w1 w2 w") and len(text.split()) <= 10
+    monkeypatch.undo()
+    tokenizers = pytest.importorskip("tokenizers", reason="all but the package itself has passed")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{number}": number for number in range(256)})).save(
+        str(tmp_path / "theirs/tokenizer.json")
+    )
+    (same,), _ = generate(recipe, Request(("w1",), 8, tokenizer=str(tmp_path / "theirs/tokenizer.json")))
+    assert same.startswith("w1 w")
 
 
 class Plain(nn.Cell):
