@@ -12,7 +12,7 @@ from mindspore import dtype as mstype
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.ops import Primitive, tensor_method
 
-from mindformers_core.capture.open_call import Held, Made, OpenCall, plain_leaf
+from mindformers_core.capture.open_call import Held, Made, OpenCall, contents_of, plain_leaf
 from mindformers_core.capture.shape_functions import inferred, without_shape
 from mindformers_core.capture.traced import CaptureError, Traced, call_site, failed_site
 from mindformers_core.dtensor.aliases import is_view, share_memory
@@ -24,6 +24,7 @@ from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators import TensorMeta
 from mindformers_core.program.graph import CallNode, OperatorNode, PrimitiveUse
 from mindformers_core.program.structure import tree_leaves, tree_map
+from mindformers_core.scopes import replaced
 
 _MESSAGE_END = re.compile(r"\n\s*-{20,}")  # the start of MindSpore's C++ stack
 
@@ -35,6 +36,7 @@ class Recorder:
         tree: the `CapturedTree`: it knows the names of Cells and parameters.
         open_calls: the calls that are open, innermost last.
         inferring: whether operators run unrecorded, on the meta device or on constants.
+        plain_writes: number of writes into plain tensors so far.
         root: the finished `CellGraph` of the root.
     """
 
@@ -43,7 +45,8 @@ class Recorder:
         self.open_calls, self._calls = [], 0
         self.inferring = self._silent = False
         self._metas = {}  # (shape, dtype) -> meta tensor
-        self._loose = {}  # id of a plain tensor -> its stand-in
+        self._loose = {}  # id of a plain tensor -> its stand-in, and the number of writes before
+        self.plain_writes = 0
 
     def hold(self, tensor, path):
         """The stand-in of a tensor at `path` of the tree, or of a tensor that the tree doesn't own (None)."""
@@ -248,12 +251,8 @@ class Recorder:
 
     @contextmanager
     def _unrecorded(self):
-        self.inferring, before = True, self.inferring
-        try:
-            with NoFallbackGuard():
-                yield
-        finally:
-            self.inferring = before
+        with replaced(self, inferring=True), NoFallbackGuard():
+            yield
 
     def _infer(self, func, primitive, args, kwargs):
         """The results as meta tensors.
@@ -277,11 +276,8 @@ class Recorder:
             raise self.error(
                 f"operator '{func.name}' gives no shape on the meta device: use functions of mindspore.ops"
             )
-        self._silent, before = True, self._silent
-        try:
+        with replaced(self, _silent=True):
             return tree_map(_meta_leaf, behind(*args, **kwargs))
-        finally:
-            self._silent = before
 
     def _known(self, name, args, kwargs, error):
         """The result of an operator that failed on the meta device, by its shape function."""
@@ -306,10 +302,12 @@ class Recorder:
             return leaf
         if isinstance(leaf, Parameter):
             raise self.stray(leaf)
-        held = self._loose.get(id(leaf))
-        if held is None or not leaf.is_meta and not np.array_equal(held.seen, leaf.float().asnumpy(), equal_nan=True):
-            held = self._loose[id(leaf)] = self.hold(leaf, None)  # which keeps the tensor, and so its id
-            vars(held)["seen"] = None if leaf.is_meta else leaf.float().asnumpy().copy()
+        held, writes = self._loose.get(id(leaf), (None, None))
+        if writes != self.plain_writes:
+            if held is None or not leaf.is_meta and not np.array_equal(held.seen, contents_of(leaf), equal_nan=True):
+                held = self.hold(leaf, None)  # which keeps the tensor, and so its id
+                vars(held)["seen"] = None if leaf.is_meta else contents_of(leaf).copy()
+            self._loose[id(leaf)] = held, self.plain_writes
         return held
 
     def adopt(self, tensor):

@@ -7,6 +7,7 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -33,7 +34,7 @@ class BackgroundSave:
 
     def __init__(self, ranks):
         self._ranks = ranks
-        self._plan = self._memory = self._process = self._folder = None
+        self._plan = self._memory = self._faulting = self._process = self._folder = None
         self._descriptors = ()  # of the snapshot, and of the parts of all ranks
 
     @property
@@ -52,16 +53,47 @@ class BackgroundSave:
             for rank, told in sorted(found.items()):
                 if told not in (None, _BUSY):
                     self._end()
+                    self._ranks.gather(None)  # no rank writes any more
                     if self._ranks.rank == 0:
                         clean(self._folder, FileLayer())
                     where = f"rank {rank}: " if len(found) > 1 else ""
-                    raise SaveError(f"the checkpoint {self._folder} can't be saved: {where}{told}")
+                    raise SaveError(f"{where}{told}")
             if _BUSY not in found.values():
                 self._end()
                 return True
             if not waits:
                 return False
             time.sleep(_POLL)
+
+    def reserve(self, parts):
+        """Plan all saves, and allocate the snapshot; a thread faults its pages in, beside what the caller does next.
+
+        Later calls do nothing. All ranks call this; `start` does, too.
+
+        Args:
+            parts: this rank's `Part`s, those of all saves.
+
+        Raises:
+            SaveError: on all ranks: no memory. ValueError: see `plan_save`.
+        """
+        if self._plan is not None:
+            return
+        everywhere = parts_of_all(self._ranks, parts)
+        plan = plan_save(everywhere)
+        try:
+            on_all_ranks(self._ranks, lambda: self._allocate(everywhere, plan))
+        except OSError as error:
+            self.close()
+            raise SaveError(f"checkpoint.async_save: a copy of the state can't be allocated: {error}") from error
+        self._plan = plan
+
+    def _allocate(self, everywhere, plan):
+        described = encode_json({str(rank): encode_parts(own) for rank, own in everywhere.items()})
+        snapshot = _shared_memory(max(1, places(plan.of_rank(self._ranks.rank))[1]))
+        self._descriptors = snapshot, _shared_memory(len(described), described)
+        self._memory = mmap.mmap(snapshot, 0)
+        self._faulting = threading.Thread(target=_fault_in, args=(self._memory,))
+        self._faulting.start()
 
     def start(self, folder, parts, values, documents, keep):
         """Copy this rank's tensors, and write the checkpoint beside what the caller does next; after `settle`.
@@ -74,28 +106,21 @@ class BackgroundSave:
             SaveError: on all ranks: no memory for the copy, or no process can be started.
             ValueError: see `plan_save`.
         """
+        self.reserve(parts)
         ranks, self._folder = self._ranks, folder
-        everywhere = parts_of_all(ranks, parts) if self._plan is None else None
-        if everywhere is not None:
-            self._plan = plan_save(everywhere)
         request = {"rank": ranks.rank, "folder": os.path.abspath(folder), "keep": keep}
         request |= {"documents": {path: data.decode() for path, data in documents.items()}} if ranks.rank == 0 else {}
         tokens = ranks.gather(f"{os.getpid()}-{time.time_ns()}")
         request["token"] = tokens[min(tokens)]
         try:
-            on_all_ranks(ranks, lambda: self._start(everywhere, parts, values, request))
+            on_all_ranks(ranks, lambda: self._start(parts, values, request))
         except OSError as error:
             self._end()
-            raise SaveError(f"the checkpoint {folder} can't be saved: {error}") from error
+            raise SaveError.of(folder, error) from error
 
-    def _start(self, everywhere, parts, values, request):
-        pieces = self._plan.of_rank(self._ranks.rank)
-        if everywhere is not None:
-            described = encode_json({str(rank): encode_parts(own) for rank, own in everywhere.items()})
-            snapshot = _shared_memory(max(1, places(pieces)[1]))
-            self._memory = mmap.mmap(snapshot, 0)
-            self._descriptors = snapshot, _shared_memory(len(described), described)
-        copies = snapshot_arrays(pieces, self._memory)
+    def _start(self, parts, values, request):
+        self._faulting.join()
+        copies = snapshot_arrays(self._plan.of_rank(self._ranks.rank), self._memory)
         for (_, array), copy in zip(piece_arrays(self._plan, self._ranks.rank, parts, values), copies):
             np.copyto(copy, array.view(WORDS[array.dtype.itemsize]))
         encoded = encode_json(request)
@@ -116,14 +141,17 @@ class BackgroundSave:
             return None
         if self._process.returncode is None:
             return _BUSY
-        return self._process.stdout.read().strip() or f"the writer ended with code {self._process.returncode}"
+        ended = SaveError.of(self._folder, f"the writer ended with code {self._process.returncode}")
+        return self._process.stdout.read().strip() or str(ended)
 
     def close(self):
         """End the process, whatever it does, and free the memory; what is half-written isn't a checkpoint."""
         self._end()
+        if self._faulting is not None:
+            self._faulting.join()
         for descriptor in self._descriptors:
             os.close(descriptor)
-        self._plan = self._memory = None
+        self._plan = self._memory = self._faulting = None
         self._descriptors = ()
 
     def _end(self):
@@ -143,3 +171,8 @@ def _shared_memory(nbytes, contents=None):
     if contents is not None:
         os.pwrite(descriptor, contents, 0)
     return descriptor
+
+
+def _fault_in(memory):
+    """Let the kernel map all pages of new memory, whose bytes stay zero."""
+    np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from mindformers_core.checkpoint.checksums import checksum
-from mindformers_core.checkpoint.folders import INCOMPLETE, REPLACED
+from mindformers_core.checkpoint.folders import INCOMPLETE, REPLACED, tidy
 from mindformers_core.checkpoint.index import (
     CHECKSUMS,
     DATA_BYTES,
@@ -31,6 +31,11 @@ from mindformers_core.hints import bytes_shown
 
 class SaveError(OSError):
     """A checkpoint couldn't be saved; earlier ones are as before."""
+
+    @classmethod
+    def of(cls, folder, error):
+        """The error of a checkpoint in `folder` for its cause, an error or a text."""
+        return cls(f"the checkpoint {folder} can't be saved: {error}")
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ def save(folder, parts, values, documents, ranks=None, plan=None, files=None):
     except (OSError, ValueError) as error:
         if is_first:
             clean(folder, files)
-        raise SaveError(f"the checkpoint {folder} can't be saved: {error}") from error
+        raise SaveError.of(folder, error) from error
     return plan
 
 
@@ -130,7 +135,7 @@ def prepare(folder, plan, files):
     """
     unfinished, above = folder + INCOMPLETE, os.path.dirname(folder) or "."
     files.make_folder(above)
-    files.remove(unfinished)
+    tidy(folder, files)
     free = files.free(above)
     if free < plan.nbytes:
         raise OSError(f"it needs {bytes_shown(plan.nbytes)}, but its file system has {bytes_shown(free)} left")
@@ -191,14 +196,11 @@ def commit(folder, plan, sums, documents, files):
         write_file(files, os.path.join(unfinished, path), data)
     for path in (*_folders(unfinished, plan), unfinished):
         _sync_folder(path, files)
-    is_there = os.path.isdir(folder)
-    if is_there:
-        files.remove(folder + REPLACED)
+    if os.path.isdir(folder):
         files.rename(folder, folder + REPLACED)
     files.rename(unfinished, folder)
     _sync_folder(os.path.dirname(folder) or ".", files)
-    if is_there:
-        files.remove(folder + REPLACED)
+    clean(folder, files)
 
 
 def _files(plan):
@@ -216,6 +218,6 @@ def _sync_folder(path, files):
 
 
 def clean(folder, files):
-    """Remove the unfinished folder, as far as that is possible: its name says that it isn't a checkpoint."""
+    """`tidy` as far as that is possible: names of what is left say that they aren't checkpoints."""
     with suppress(OSError):
-        files.remove(folder + INCOMPLETE)
+        tidy(folder, files)

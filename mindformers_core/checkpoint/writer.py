@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from mindformers_core.checkpoint.folders import INCOMPLETE, prune
 from mindformers_core.checkpoint.index import encode_json
 from mindformers_core.checkpoint.parts import decode_parts
 from mindformers_core.checkpoint.regions import shape_of
-from mindformers_core.checkpoint.save import clean, commit, plan_save, prepare, write_pieces
+from mindformers_core.checkpoint.save import SaveError, clean, commit, plan_save, prepare, write_pieces
 from mindformers_core.checkpoint.slices import WORDS, FileLayer, read_file, write_file
 
 _ALIGNED = 64  # bytes
@@ -54,19 +55,19 @@ def write_snapshot(everywhere, request, memory, files=None):
         files: the `FileLayer`.
 
     Raises:
-        OSError, ValueError: as `save`.
+        SaveError: as of `save`. OSError: as of `prune`.
     """
     files, rank, folder = files or FileLayer(), request["rank"], request["folder"]
     plan, meeting = plan_save(everywhere), os.path.join(folder + INCOMPLETE, f"ranks-{request['token']}")
     pieces = plan.of_rank(rank)
     pairs = zip(pieces, snapshot_arrays(pieces, memory))
-    if rank:
-        _await(meeting)
-        path = os.path.join(meeting, f"{rank}.json")
-        write_file(files, path + INCOMPLETE, encode_json(write_pieces(folder, pairs, files)))
-        files.rename(path + INCOMPLETE, path)
-        return
     try:
+        if rank:
+            _await(meeting)
+            path = os.path.join(meeting, f"{rank}.json")
+            write_file(files, path + INCOMPLETE, encode_json(write_pieces(folder, pairs, files)))
+            files.rename(path + INCOMPLETE, path)
+            return
         prepare(folder, plan, files)
         files.make_folder(meeting)
         sums = {rank: write_pieces(folder, pairs, files)}
@@ -76,9 +77,14 @@ def write_snapshot(everywhere, request, memory, files=None):
             sums[other] = json.loads(read_file(files, path))
         files.remove(meeting)
         commit(folder, plan, sums, {path: text.encode() for path, text in request["documents"].items()}, files)
-    except (OSError, ValueError):
-        clean(folder, files)
-        raise
+    except (OSError, ValueError) as error:
+        if not rank:
+            with suppress(OSError):
+                files.remove(meeting)
+            clean(folder, files)
+        elif not os.path.isdir(meeting):  # the error of rank 0 comes first
+            return
+        raise SaveError.of(folder, error) from error
     prune(folder, *request["keep"], files)
 
 
@@ -106,7 +112,7 @@ def main(parent, *descriptors):
     everywhere = {int(rank): decode_parts(own) for rank, own in json.loads(parts[:]).items()}
     try:
         write_snapshot(everywhere, json.loads(request[:]), memory)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         print(error)
         return 1
     return 0

@@ -79,6 +79,20 @@ def weight_parts(recipe, cells, rank, paths=None):
     return {part: parameter for part, parameter in parts.items() if names is None or part.name in names}
 
 
+def reserve_memory(job):
+    """Allocate the copy of the state for `checkpoint.async_save`, before the first step; all ranks call this.
+
+    Raises:
+        SaveError: on all ranks: no memory, and `checkpoint.on_error` says to end.
+    """
+    if job.recipe.checkpoint.enable_save and job.recipe.checkpoint.async_save:
+        job.background = BackgroundSave(_ranks(job.mesh, job.rank))
+        try:
+            job.background.reserve(list(_parts(job)))
+        except OSError as error:
+            _go_on_or_end(job, error)
+
+
 def save_job(job):
     """Save the state of a job into its run folder, and remove old checkpoints; all ranks call this.
 
@@ -105,7 +119,7 @@ def save_job(job):
     arguments = folder, list(parts), lambda part: values_of(parts[part]), documents
     try:
         if section.async_save:
-            return _save_beside(job, arguments, (section.keep_last, section.keep_every), ranks)
+            return _save_beside(job, arguments, (section.keep_last, section.keep_every))
         job.save_plan = save(*arguments, ranks, job.save_plan)
         is_first = job.rank == 0
         on_all_ranks(ranks, lambda: prune(folder, section.keep_last, section.keep_every) if is_first else None)
@@ -115,10 +129,9 @@ def save_job(job):
     return folder
 
 
-def _save_beside(job, arguments, keep, ranks):
+def _save_beside(job, arguments, keep):
     """Begin to save; the folder, or None where the recipe says to skip this checkpoint."""
-    folder, at_end = arguments[0], job.step == job.recipe.training.steps
-    background = job.background = job.background or BackgroundSave(ranks)
+    folder, background, at_end = arguments[0], job.background, job.step == job.recipe.training.steps
     try:
         is_free = background.settle(waits=at_end or job.recipe.checkpoint.when_busy == "wait")
     except OSError as error:  # of the checkpoint before this one

@@ -14,7 +14,7 @@ from mindformers_core.diff.recorder import perturb
 from mindformers_core.files import write_whole
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.tensor_parallel.clipping import sum_cell
-from mindformers_core.trainer.checkpoints import open_source, resume, save_job
+from mindformers_core.trainer.checkpoints import open_source, reserve_memory, resume, save_job
 from mindformers_core.trainer.data import dataset_of, first_sequence
 from mindformers_core.trainer.recipe import Recipe, accumulation_steps, learning_rate, recipe_mesh
 from mindformers_core.trainer.recipe_loader import recipe_to_yaml
@@ -47,7 +47,7 @@ class Job:
     step: int = 0
     consumed: int = 0
     save_plan: object = None  # the `SavePlan` of the first checkpoint, for the others
-    background: object = None  # the `BackgroundSave` of checkpoint.async_save, since the first checkpoint
+    background: object = None  # the `BackgroundSave` of checkpoint.async_save
 
     def barrier(self):
         """Wait for all ranks of the mesh."""
@@ -126,6 +126,7 @@ def run_steps(job):
     job.barrier()
     losses, started = [], time.perf_counter()
     try:
+        reserve_memory(job)
         while job.step < recipe.training.steps:
             row = train_step(job)
             losses.append(row["loss"])
