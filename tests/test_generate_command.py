@@ -96,6 +96,7 @@ def test_prompts_that_do_not_fit(tmp_path):
     for texts, message in (
         ([], "no prompt: give --prompt TEXT"),
         (["a", ""], "prompt 1 is empty"),
+        (["a", "b\udcff"], r"prompt 1 isn't UTF-8: 'b\\udcff'"),
         (["ab", "abcdef"], "prompt 1 has 6 tokens, and 5 more are 11, but model.max_position_embeddings is 10"),
         (["a\N{PILCROW SIGN}"], "prompt 0 has token 194, not below model.vocab_size 128"),
     ):
