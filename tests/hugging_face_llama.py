@@ -1,4 +1,4 @@
-"""A Llama as Hugging Face's `transformers` has it: folders with its files, and its loss in NumPy, in float64."""
+"""A Llama as Hugging Face's `transformers` has it: folders with its files."""
 
 import json
 
@@ -49,43 +49,3 @@ def write_folder(folder, config, tensors, files=1):
         save_file(held, folder / place, {"format": "pt"})
     index = {"metadata": {"total_size": sum(array.nbytes for array in tensors.values())}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def loss(config, tensors, ids, labels):
-    """The mean cross-entropy of Llama (Touvron et al., 2023), written from the paper and Hugging Face's conventions."""
-    tensors = {name: array.astype(np.float64) for name, array in tensors.items()}
-    head, length = config["head_dim"], ids.shape[1]
-    angles = np.outer(np.arange(length), config["rope_theta"] ** (-np.arange(0, head, 2) / head))
-    turn = np.exp(1j * angles)[:, None]
-    hidden = tensors["model.embed_tokens.weight"][ids]
-    for layer in range(config["num_hidden_layers"]):
-
-        def weight(part, layer=layer):
-            return tensors[f"model.layers.{layer}.{part}.weight"]
-
-        def heads(x, part, weight=weight):
-            return (x @ weight(part).T).reshape(*x.shape[:2], -1, head)
-
-        def turned(x):
-            pairs = (x[..., : head // 2] + 1j * x[..., head // 2 :]) * turn
-            return np.concatenate((pairs.real, pairs.imag), -1)
-
-        x = _norm(hidden, weight("input_layernorm"), config)
-        groups = config["num_attention_heads"] // config["num_key_value_heads"]
-        queries, keys = turned(heads(x, "self_attn.q_proj")), turned(heads(x, "self_attn.k_proj"))
-        keys, values = (np.repeat(each, groups, 2) for each in (keys, heads(x, "self_attn.v_proj")))
-        scores = np.einsum("bshd,bthd->bhst", queries, keys) / np.sqrt(head)
-        scores = np.exp(np.where(np.tri(length, dtype=bool), scores, -np.inf))
-        attended = np.einsum("bhst,bthd->bshd", scores / scores.sum(-1, keepdims=True), values)
-        hidden = hidden + attended.reshape(*x.shape[:2], -1) @ weight("self_attn.o_proj").T
-        x = _norm(hidden, weight("post_attention_layernorm"), config)
-        gate = x @ weight("mlp.gate_proj").T
-        hidden = hidden + (gate / (1 + np.exp(-gate)) * (x @ weight("mlp.up_proj").T)) @ weight("mlp.down_proj").T
-    output = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
-    logits = _norm(hidden, tensors["model.norm.weight"], config) @ output.T
-    chosen = np.take_along_axis(logits, labels[..., None].astype(int), -1)[..., 0]
-    return (np.log(np.exp(logits).sum(-1)) - chosen).mean()
-
-
-def _norm(x, weight, config):
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + config["rms_norm_eps"]) * weight

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face's Llama: trained here, written back byte by byte; configs; names and dtypes that differ."""
+"""Folders of Hugging Face's Llama: loaded here, written back byte by byte; configs; names and dtypes that differ."""
 
 import dataclasses
 import json
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hugging_face_llama import CONFIG, NEWER, loss, weights, write_folder
+from hugging_face_llama import CONFIG, NEWER, weights, write_folder
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
@@ -42,22 +42,12 @@ def recipe_of(folder, config, *overrides):
     ("tied", "overrides", "files"),
     [(False, DP_AND_TP, 1), (True, (*PIPELINE, "training.gradient_accumulation_steps=2"), 3)],
 )
-def test_their_model_trains_here_and_is_written_back(tmp_path, tied, overrides, files):
-    """On 4 ranks: the first loss is that of their weights in NumPy; the tensors come back byte by byte."""
+def test_their_model_is_written_back(tmp_path, tied, overrides, files):
+    """On 4 ranks: the tensors come back byte by byte (of loss and gradients: test_hugging_face_golden.py)."""
     config = CONFIG | {"tie_word_embeddings": tied}
     tensors = weights(config)
     write_folder(tmp_path / "theirs", config, tensors, files)
-    batches = []
-
-    def prepare(job):
-        assert job.step == 0
-        batches.append(job.dataset.batch(0, 4))
-        save_job(job)
-
-    rows = run_simulated(recipe_of(tmp_path, config, *overrides), 1, prepare)
-    expected = loss(config, tensors, *batches[0])
-    np.testing.assert_allclose([row["loss"] for (row,) in rows], expected, rtol=1e-5)
-    assert expected > 2
+    run_simulated(recipe_of(tmp_path, config, *overrides), 0, save_job)
     saved = tmp_path / "ours/checkpoint/step_0"
     found = load_file(saved / "model-00001-of-00001.safetensors")
     assert found.keys() == tensors.keys()

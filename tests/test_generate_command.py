@@ -96,6 +96,7 @@ def test_prompts_that_do_not_fit(tmp_path):
     for texts, message in (
         ([], "no prompt: give --prompt TEXT"),
         (["a", ""], "prompt 1 is empty"),
+        (["a", "b\udcff"], r"prompt 1 isn't UTF-8: 'b\\udcff'"),
         (["ab", "abcdef"], "prompt 1 has 6 tokens, and 5 more are 11, but model.max_position_embeddings is 10"),
         (["a\N{PILCROW SIGN}"], "prompt 0 has token 194, not below model.vocab_size 128"),
     ):
@@ -130,16 +131,21 @@ class Words:
         return " ".join(self.words[number] for number in ids)
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_a_hugging_face_folder_with_its_tokenizer(tmp_path, monkeypatch):
-    """Their weights continue prompts; without the package, or without a tokenizer, it is an error."""
+def recipe_of_theirs(tmp_path):
+    """With a Hugging Face folder."""
     write_folder(tmp_path / "theirs", CONFIG, weights(CONFIG))
     section = {key: CONFIG[key] for key in ("num_hidden_layers", "rope_theta", "intermediate_size", "head_dim")}
-    recipe = recipe_of(
+    return recipe_of(
         *mesh(), *(f"model.{key}={value}" for key, value in section.items()), "model.tie_word_embeddings=false",
         "model.max_position_embeddings=64",
         f"checkpoint.load_path={tmp_path / 'theirs'}",
     )  # fmt: skip
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_hugging_face_folder_with_its_tokenizer(tmp_path, monkeypatch):
+    """Their weights continue prompts; without the package, or without a tokenizer, it is an error."""
+    recipe = recipe_of_theirs(tmp_path)
     with pytest.raises(ValueError, match="no tokenizer: "):
         generate(recipe, Request(("w1 w2",), 8))
     (tmp_path / "theirs/tokenizer.json").write_text(json.dumps([f"w{number}" for number in range(256)]))
@@ -149,6 +155,16 @@ def test_a_hugging_face_folder_with_its_tokenizer(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", SimpleNamespace(Tokenizer=Words))
     (text,), _ = generate(recipe, Request(("w1 w2",), 8))
     assert text.startswith("w1 w2 w") and len(text.split()) <= 10
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_package_tokenizers(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers: pip install 'mindformers_core[tokenizer]'")
+    words = tokenizers.models.WordLevel({f"w{number}": number for number in range(256)})
+    tokenizers.Tokenizer(words).save(str(tmp_path / "words.json"))
+    request = Request(("w1",), 8, tokenizer=str(tmp_path / "words.json"))
+    (text,), _ = generate(recipe_of_theirs(tmp_path), request)
+    assert text.startswith("w1 w")
 
 
 class Plain(nn.Cell):

@@ -6,7 +6,7 @@ from mutate import FAULTS, first_failure, read_faults, recorded
 
 FLOORS = ("mesh", "layout", "redistribution", "operators", "program", "propagation", "analysis", "communication")
 FLOORS += ("dtensor", "capture", "generation", "sharding", "tensor_parallel", "passes", "optimizers", "recompute")
-FLOORS += ("zero", "pipeline", "models", "checkpoint", "trainer")
+FLOORS += ("zero", "pipeline", "models", "checkpoint", "serving", "trainer")
 
 
 @pytest.mark.parametrize("fault", read_faults(), ids=lambda fault: fault.name)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 
+import mindspore as ms
 import numpy as np
 import yaml
 from launch import ROOT
@@ -127,6 +128,7 @@ def model(name, shape, axes):
     """Verify a model of `models`."""
     mesh, example = DeviceMesh(shape, axes), EXAMPLES[name]
     (args, kwargs), names = example.inputs(1), axes_of(mesh)
+    ms.set_seed(0)  # of the weights
     return verify(example.make(), mesh, *args, plan=example.plan(names), config=example.config(names), **kwargs), mesh
 
 

@@ -77,10 +77,14 @@ def encode_prompts(texts, tokens, count, vocab_size, longest):
         vocab_size, longest: number of ids and of positions of the model; None: no limit.
 
     Raises:
-        ValueError: no prompt, an empty or too long one, or an id outside of the model's vocabulary.
+        ValueError: no prompt, an empty or too long one, one that isn't UTF-8, or an id outside of the model's
+            vocabulary.
     """
     if not texts:
         raise ValueError("no prompt: give --prompt TEXT, or --prompts FILE with one on every line")
+    for number, text in enumerate(texts):
+        if any("\ud800" <= letter <= "\udfff" for letter in text):  # as Python reads bytes that aren't UTF-8
+            raise ValueError(f"prompt {number} isn't UTF-8: {text!r}")
     prompts = [tokens.encode(text) for text in texts]
     for number, prompt in enumerate(prompts):
         if not prompt:

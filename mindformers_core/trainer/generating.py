@@ -132,5 +132,5 @@ def read_prompts(path):
     """
     if not os.path.isfile(path):
         raise FileNotFoundError(f"--prompts: there is no file '{path}'")
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:
         return [line for line in file.read().splitlines() if line]
