@@ -27,7 +27,7 @@ from mindformers_core.capture.shape_functions import ON_PLAIN_TENSORS, by_numpy,
 from mindformers_core.capture.traced import Traced
 from mindformers_core.dtensor.in_place import DRAWS_IN_PLACE
 from mindformers_core.dtensor.indexing import index_tensor
-from mindformers_core.dtensor.interception import draws_by_position, set_item_of
+from mindformers_core.dtensor.interception import PlainTensorFallback, draws_by_position, set_item_of
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.rules.matmul import einsum_names
 from mindformers_core.program.graph import cell_label
@@ -84,7 +84,7 @@ def capture(cell, *inputs, **named_inputs):
         scope.enter_context(draws_by_position(False))
         scope.enter_context(recorder.tree.traced(recorder))
         _replace(scope, functional_overload, "einsum", _einsum)
-        _replace(scope, Tensor, "__fallback__", _HandOver(recorder))
+        _replace(scope, Tensor, "__fallback__", PlainTensorFallback(recorder.operator))
         _replace(scope, Tensor, "__getitem__", _get_item(recorder))
         _replace(scope, Tensor, "__setitem__", set_item_of(Traced, lambda tensor, _: recorder.adopt(tensor)))
         default_generator._step = lambda step: recorder.random_state()
@@ -232,15 +232,3 @@ def _get_item(recorder):
         return index_tensor(recorder.stand_in(tensor), index) if traced else get_item(tensor, index)
 
     return item
-
-
-class _HandOver:
-    """`Tensor.__fallback__` that records calls whose first tensor is a plain one. Parameters have none: optimizers."""
-
-    def __init__(self, recorder):
-        self.recorder = recorder
-
-    def __get__(self, tensor, owner):
-        if issubclass(owner, Parameter):
-            raise AttributeError("__fallback__")
-        return lambda func, args, kwargs=None: self.recorder.operator(func, args, kwargs or {})
