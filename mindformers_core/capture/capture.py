@@ -25,7 +25,7 @@ from mindspore.utils import MsDispatchMode
 from mindformers_core.capture.recording import Recorder
 from mindformers_core.capture.shape_functions import ON_PLAIN_TENSORS, by_numpy, creating_functions
 from mindformers_core.capture.traced import Traced
-from mindformers_core.dtensor.in_place import DRAWS_IN_PLACE
+from mindformers_core.dtensor.in_place import DRAWS_IN_PLACE, is_in_place
 from mindformers_core.dtensor.indexing import index_tensor
 from mindformers_core.dtensor.interception import PlainTensorFallback, draws_by_position, set_item_of
 from mindformers_core.operators.registry import facts_of
@@ -86,7 +86,9 @@ def capture(cell, *inputs, **named_inputs):
         _replace(scope, functional_overload, "einsum", _einsum)
         _replace(scope, Tensor, "__fallback__", PlainTensorFallback(recorder.operator))
         _replace(scope, Tensor, "__getitem__", _get_item(recorder))
-        _replace(scope, Tensor, "__setitem__", set_item_of(Traced, lambda tensor, _: recorder.adopt(tensor)))
+        set_item = set_item_of(Traced, lambda tensor, _: recorder.adopt(tensor))
+        _replace(scope, Tensor, "__setitem__", _counted(recorder, set_item))
+        _replace(scope, Tensor, "assign_value", _counted(recorder, Tensor.assign_value))
         default_generator._step = lambda step: recorder.random_state()
         scope.callback(delattr, default_generator, "_step")
         scope.enter_context(_Dispatched(recorder))
@@ -215,6 +217,7 @@ class _Dispatched(MsDispatchMode):
         recorder, kwargs = self.recorder, kwargs or {}
         if recorder.inferring:
             return func(*args, **kwargs)
+        recorder.plain_writes += is_in_place(func.name)
         if facts_of(func.name).draws or func.name in DRAWS_IN_PLACE or tree_leaves(args, Traced):
             return recorder.operator(func, args, kwargs)
         recorder.check_plain(tree_leaves((args, kwargs), Tensor))
@@ -232,3 +235,13 @@ def _get_item(recorder):
         return index_tensor(recorder.stand_in(tensor), index) if traced else get_item(tensor, index)
 
     return item
+
+
+def _counted(recorder, method):
+    """A method that changes a plain tensor, and tells the recorder of the write."""
+
+    def write(tensor, *args):
+        recorder.plain_writes += 1
+        return method(tensor, *args)
+
+    return write

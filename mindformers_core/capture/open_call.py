@@ -113,8 +113,8 @@ class OpenCall:
                 f"the plain tensor {named} was made on the meta device and has no values: make it outside of "
                 "DeviceCtx('meta'), inside construct, or as a Parameter (a copy by Tensor(x) is such a one: use x)"
             )
-        array = (plain.astype(mstype.float32) if plain.dtype == mstype.bfloat16 else plain).asnumpy()
-        return array.copy()  # the tensor may change
+        seen = vars(tensor).get("seen")
+        return contents_of(plain).copy() if seen is None else seen  # a copy, for the tensor may change
 
     def finish(self, result):
         """The finished graph."""
@@ -133,6 +133,11 @@ class OpenCall:
             constants=tuple(self._constants),
             free_variables=tuple(self._outer),
         )
+
+
+def contents_of(tensor):
+    """The array of a plain tensor, often its own memory; bfloat16 as float32."""
+    return (tensor.astype(mstype.float32) if tensor.dtype == mstype.bfloat16 else tensor).asnumpy()
 
 
 def plain_leaf(leaf):

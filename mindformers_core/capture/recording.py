@@ -11,7 +11,7 @@ from mindspore import dtype as mstype
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.ops import Primitive
 
-from mindformers_core.capture.open_call import Held, Made, OpenCall, plain_leaf
+from mindformers_core.capture.open_call import Held, Made, OpenCall, contents_of, plain_leaf
 from mindformers_core.capture.shape_functions import inferred, method_behind, without_shape
 from mindformers_core.capture.traced import CaptureError, Traced, call_site, failed_site
 from mindformers_core.dtensor.aliases import is_view, share_memory
@@ -35,6 +35,7 @@ class Recorder:
         tree: the `CapturedTree`: it knows the names of Cells and parameters.
         open_calls: the calls that are open, innermost last.
         inferring: whether operators run unrecorded, on the meta device or on constants.
+        plain_writes: number of writes into plain tensors so far.
         root: the finished `CellGraph` of the root.
     """
 
@@ -43,8 +44,9 @@ class Recorder:
         self.open_calls, self._calls = [], 0
         self.inferring = self._silent = False
         self._metas = {}  # (shape, dtype) -> meta tensor
-        self._loose = {}  # id of a plain tensor -> its stand-in
+        self._loose = {}  # id of a plain tensor -> its stand-in, and the number of writes before
         self._adopted = {}  # memory of a plain tensor that became a traced one -> the tensor, and the line
+        self.plain_writes = 0
 
     def hold(self, tensor, path):
         """The stand-in of a tensor at `path` of the tree, or of a tensor that the tree doesn't own (None)."""
@@ -292,10 +294,12 @@ class Recorder:
         if isinstance(leaf, Parameter):
             raise self.stray(leaf)
         self.check_plain([leaf])
-        held = self._loose.get(id(leaf))
-        if held is None or not leaf.is_meta and not np.array_equal(held.seen, leaf.float().asnumpy(), equal_nan=True):
-            held = self._loose[id(leaf)] = self.hold(leaf, None)  # which keeps the tensor, and so its id
-            vars(held)["seen"] = None if leaf.is_meta else leaf.float().asnumpy().copy()
+        held, writes = self._loose.get(id(leaf), (None, None))
+        if writes != self.plain_writes:
+            if held is None or not leaf.is_meta and not np.array_equal(held.seen, contents_of(leaf), equal_nan=True):
+                held = self.hold(leaf, None)  # which keeps the tensor, and so its id
+                vars(held)["seen"] = None if leaf.is_meta else contents_of(leaf).copy()
+            self._loose[id(leaf)] = held, self.plain_writes
         return held
 
     def check_plain(self, tensors):
