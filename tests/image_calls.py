@@ -105,6 +105,8 @@ _MEASURED = [
 ]  # fmt: skip
 _PADDED = (("Reflection", "Replication"), ((LINE, (2, 4, 10)), (IMAGE, (2, 4, 8, 8)), (VOLUME, (2, 4, 6, 6, 6))))
 _UNMEASURED = [
+    Call("ExtractImagePatches", [IMAGE, (3, 2), (2, 1), (1, 2), "valid"], _shaped((2, 24, 2, 4))),
+    Call("ExtractImagePatches", [IMAGE, (3, 2), (2, 1), (1, 2), "same"], _shaped((2, 24, 3, 6))),
     *(Call(f"Conv{ndim}D{kind}", [x, f(2, 4, *(3,) * ndim), f(2), 1, pad, 1, 1], _shaped((2, 2, *x.shape[2:])))
       for ndim, x in enumerate((LINE, IMAGE, VOLUME), 1) for kind, pad in (("Ext", 1), ("Padding", "same"))),
     Call("ConvTranspose2D", [IMAGE, f(4, 2, 2, 2), f(2), 2, 0, 0, 1, 1], _shaped((2, 2, 12, 12))),

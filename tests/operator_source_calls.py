@@ -181,7 +181,7 @@ MORE_CALLS = [
     Call("TensorDot", [Y, f(8, 4), 1], lambda x, y, axes: np.tensordot(x, y, axes)),
     Call("Mm", [X, f(8, 4)], np.matmul),
     Call("Mv", [X, f(8)], np.matmul),
-    *(Call(name, [f(8), f(8)], np.matmul) for name in ("Dot", "Vdot")),
+    Call("Vdot", [f(8), f(8)], np.matmul),
     Call("AnyExt", [bools(4, 8), 1], _reduced(np.any)),
     Call("ReduceAny", [bools(4, 8), (1,), True], lambda x, *_: x.any(1, keepdims=True)),
     Call("DeprecatedReduceAll", [bools(4, 8)], _reduced(np.all), {"axis": 1}),

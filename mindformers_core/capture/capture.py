@@ -27,7 +27,7 @@ from mindformers_core.capture.shape_functions import ON_PLAIN_TENSORS, by_numpy,
 from mindformers_core.capture.traced import Traced
 from mindformers_core.dtensor.in_place import DRAWS_IN_PLACE, is_in_place
 from mindformers_core.dtensor.indexing import index_tensor
-from mindformers_core.dtensor.interception import draws_by_position, set_item_of
+from mindformers_core.dtensor.interception import PlainTensorFallback, draws_by_position, set_item_of
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.rules.matmul import einsum_names
 from mindformers_core.program.graph import cell_label
@@ -84,7 +84,7 @@ def capture(cell, *inputs, **named_inputs):
         scope.enter_context(draws_by_position(False))
         scope.enter_context(recorder.tree.traced(recorder))
         _replace(scope, functional_overload, "einsum", _einsum)
-        _replace(scope, Tensor, "__fallback__", _HandOver(recorder))
+        _replace(scope, Tensor, "__fallback__", PlainTensorFallback(recorder.operator))
         _replace(scope, Tensor, "__getitem__", _get_item(recorder))
         set_item = set_item_of(Traced, lambda tensor, _: recorder.adopt(tensor))
         _replace(scope, Tensor, "__setitem__", _counted(recorder, set_item))
@@ -217,9 +217,9 @@ class _Dispatched(MsDispatchMode):
         recorder, kwargs = self.recorder, kwargs or {}
         if recorder.inferring:
             return func(*args, **kwargs)
+        recorder.plain_writes += is_in_place(func.name)
         if facts_of(func.name).draws or func.name in DRAWS_IN_PLACE or tree_leaves(args, Traced):
             return recorder.operator(func, args, kwargs)
-        recorder.plain_writes += is_in_place(func.name)
         recorder.check_plain(tree_leaves((args, kwargs), Tensor))
         if func.name in ON_PLAIN_TENSORS and ms.get_context("device_target") == "CPU":
             return by_numpy(func.name, args)
@@ -238,22 +238,10 @@ def _get_item(recorder):
 
 
 def _counted(recorder, method):
-    """A method of tensors that tells the recorder of a write."""
+    """A method that changes a plain tensor, and tells the recorder of the write."""
 
     def write(tensor, *args):
         recorder.plain_writes += 1
         return method(tensor, *args)
 
     return write
-
-
-class _HandOver:
-    """`Tensor.__fallback__` that records calls whose first tensor is a plain one. Parameters have none: optimizers."""
-
-    def __init__(self, recorder):
-        self.recorder = recorder
-
-    def __get__(self, tensor, owner):
-        if issubclass(owner, Parameter):
-            raise AttributeError("__fallback__")
-        return lambda func, args, kwargs=None: self.recorder.operator(func, args, kwargs or {})

@@ -179,9 +179,9 @@ class Recorder:
         call.nodes.append(OperatorNode(operator, kind, *shown, outputs, primitive, attribute, source))
         return results
 
-    def operator(self, func, args, kwargs):
+    def operator(self, func, args, kwargs=None):
         """Run an operator on the meta device, and record it: MindSpore's `__fallback__`."""
-        primitive, name = None, func.name
+        primitive, name, kwargs = None, func.name, kwargs or {}
         kind = "method" if type(func).__name__ == "TensorOverloadCall" else "function"
         if len(args) == 3 and type(args[1]) is str and isinstance(args[0], Primitive):
             primitive, _, args = args

@@ -49,7 +49,7 @@ class Traced(IndexedTensor):
         return tensor
 
     def __fallback__(self, func, args, kwargs=None):
-        return self.recorder.operator(func, args, kwargs or {})
+        return self.recorder.operator(func, args, kwargs)
 
     def __getattr__(self, name):
         """Attributes of the Parameter behind it: `name`, `requires_grad`, …."""

@@ -62,6 +62,42 @@ def _gathered_statistics(x, means, deviations, mean, variance, momentum, epsilon
     return center, ops.rsqrt(spread + epsilon)
 
 
+def instance_norm(x, scale, bias, mean, variance, epsilon=1e-5, momentum=0.1):
+    """Results of `InstanceNorm`: `y`, and the mean and variance of each instance; running ones are of their means."""
+    dims, channels = tuple(range(2, x.ndim)), (1, -1) + (1,) * (x.ndim - 2)
+    center = mint.mean(x, dims, keepdim=True)
+    spread = mint.mean(ops.square(x - center), dims, keepdim=True)
+    count = math.prod(x.shape[2:])
+    for running, found, factor in ((mean, center, 1.0), (variance, spread, count / max(count - 1, 1))):
+        ops.assign(running, running * (1 - momentum) + mint.mean(found, (0, *dims)) * (momentum * factor))
+    y = (x - center) * ops.rsqrt(spread + epsilon) * ops.reshape(scale, channels) + ops.reshape(bias, channels)
+    return y, ops.reshape(center, (-1,)), ops.reshape(spread, (-1,))
+
+
+def lstm(x, state, cell, weights, input_size, hidden_size, has_bias):
+    """Results of `LSTM`, one layer in one direction, step by step; the two that are for its own gradient are zeros."""
+    of_input, of_state = 4 * hidden_size * input_size, 4 * hidden_size**2
+    flat, state, cell, found = ops.reshape(weights, (-1,)), state[0], cell[0], []
+    biases = ops.reshape(flat[of_input + of_state :], (-1, 4 * hidden_size)).sum(0) if has_bias else 0.0
+    of_input, of_state = flat[:of_input], flat[of_input : of_input + of_state]
+    of_input, of_state = (ops.reshape(each, (4 * hidden_size, -1)).T for each in (of_input, of_state))
+    for entry in x:
+        gates = ops.matmul(entry, of_input) + ops.matmul(state, of_state) + biases
+        taken, kept, new, shown = ops.split(gates, hidden_size, 1)
+        cell = ops.sigmoid(kept) * cell + ops.sigmoid(taken) * ops.tanh(new)
+        state = ops.sigmoid(shown) * ops.tanh(cell)
+        found.append(state)
+    unused = (ops.zeros((1, 1)),) * 2
+    return ops.stack(found), ops.expand_dims(state, 0), ops.expand_dims(cell, 0), *unused
+
+
+def index_added(x, index, updates, axis):
+    """The result of `IndexAdd`, which a Parameter has then, too."""
+    value = x.index_add(axis, index, updates)
+    ops.assign(x, value)
+    return value
+
+
 def max_pool(x, kernel, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False):
     """Results of `FuncMaxPool2D`: the largest elements, and their positions."""
     return ops.MaxPoolWithArgmaxV2(kernel, stride or kernel, padding, dilation, ceil_mode)(x)
@@ -114,6 +150,10 @@ _DECOMPOSITIONS = {  # function of an operator's arguments, and names of a primi
     "BatchNormExt": (batch_norm_ext, ()),
     "BatchNormGatherStatsWithCounts": (_gathered_statistics, ()),
     "SyncBatchNorm": (partial(batch_norm, is_training=True), ("epsilon", "momentum")),
+    "InstanceNorm": (instance_norm, ("epsilon", "momentum")),
+    "IndexAdd": (index_added, ("axis",)),
+    "LSTM": (lstm, ("input_size", "hidden_size", "has_bias")),
+    "Dot": (lambda x, y: ops.dot(x, y) if x.ndim > 1 else ops.matmul(x, y), ()),
     "FuncMaxPool2D": (max_pool, ()),
     "ConvTbc": (sizes.conv_tbc, ()),
     "Expand": (sizes.expand, ()),

@@ -7,6 +7,7 @@ whose first tensor is a plain one looks up `Tensor.__fallback__`; and a few prim
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 
 from mindspore import Parameter, Tensor, ops
 from mindspore.ops.function import nn_func
@@ -31,8 +32,8 @@ _WITHOUT_FALLBACK = (
 )
 
 
-class _PlainTensorFallback:
-    """The dispatcher as an attribute of plain tensors, not of Parameters: it would slow down every optimizer."""
+class PlainTensorFallback:
+    """A dispatcher as an attribute of plain tensors, not of Parameters: it would slow down every optimizer."""
 
     def __init__(self, dispatcher):
         self.dispatcher = dispatcher
@@ -83,7 +84,7 @@ def intercept_operators():
     """Send operators on DTensors to a new `Dispatcher`. Called once, when the package is imported."""
     dispatcher = Dispatcher()
     DTensor.__fallback__ = dispatcher
-    Tensor.__fallback__ = _PlainTensorFallback(dispatcher)
+    Tensor.__fallback__ = PlainTensorFallback(dispatcher)
     Tensor.__setitem__ = set_item_of(DTensor, lambda tensor, like: adopted(tensor, like.mesh))
     for primitive, attributes in _WITHOUT_FALLBACK:
         primitive.__call__ = _dispatching(primitive.__call__, attributes, dispatcher)
@@ -108,6 +109,7 @@ def draws_by_position(active=True):
 def _drawing(call):
     """A `__call__` of a primitive that draws by position within `draws_by_position`."""
 
+    @wraps(call)  # its parameters are asked for
     def drawing_call(self, *args, **kwargs):
         if not process_state().memo(__name__).get("draws") or any(map(_is_dispatched, args)):
             return call(self, *args, **kwargs)

@@ -177,6 +177,13 @@ def _folded(x, size, kernel_size, dilation=1, padding=0, stride=1):
     return found | {"c": x.shape[1] // found["K"]} | dict(zip("HW", size))
 
 
+def _patches(x, sizes, strides, rates, padding):
+    """`padding` is "same" or "valid", or its number, 1 or 2."""
+    sides = zip(x.shape[2:], sizes, strides, rates)
+    counts = [-(-n // s) if padding in (1, "same") else (n - r * (k - 1) - 1) // s + 1 for n, k, s, r in sides]
+    return {"K": prod(sizes) * x.shape[1]} | dict(zip("PQ", counts))
+
+
 def _unpooled(x, ksize, strides=0, pads=0, output_shape=()):
     if output_shape:
         raise ValueError("an unpooling with an output_shape names the whole batch: leave it out")
@@ -213,6 +220,7 @@ _EQUATIONS = (
     ("ChannelShuffle", _flat("n C h w -> n C h w", ""), "", "(x)", UNMEASURED, 0),
     ("Im2Col", _flat("n c H W -> n c K L", "", _unfolded), "ksizes strides dilations pads", "(x)",
      INPUTS_AS_THEY_ARE, 0),
+    ("ExtractImagePatches", _flat("n C H W -> n K P Q", "", _patches), "", "", UNMEASURED, 0),
     ("Im2ColExt", _flat("n c H W -> n c*K L", "", _unfolded_together), "", "", UNMEASURED, 0),
     ("Col2ImExt", _flat("n c*K L -> n c H W", "", _folded), "", "", UNMEASURED, 1),
     ("MaxUnpool2D MaxUnpool3D", _flat(*_UNPOOLING, _unpooled), "ksize strides pads output_shape", "(x, argmax)",

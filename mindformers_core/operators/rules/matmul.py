@@ -80,7 +80,7 @@ def _operations(sizes):
     "MatMulExt", saves=OTHER_OPERAND, operations=_operations, product="x @ w", rewrite=product_with_a_gradient
 )
 @register_operator("Mm", saves=OTHER_OPERAND, operations=_operations, product="x @ w", rewrite="MatMulExt")
-@register_operator("Mv", "Dot", "Vdot", saves=OTHER_OPERAND, operations=_operations, rewrite="MatMulExt")
+@register_operator("Mv", "Vdot", saves=OTHER_OPERAND, operations=_operations, rewrite="MatMulExt")
 def matmul(a, b, transpose_a=False, transpose_b=False):
     """`a @ b`, either side transposed in its last two dims on request, as `mindspore.ops.matmul` defines it.
 
