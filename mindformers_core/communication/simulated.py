@@ -7,7 +7,6 @@ repeats bit by bit. MindSpore's flags of PyNative's autograd belong to a thread,
 import threading
 from collections import Counter, defaultdict, deque
 
-import numpy as np
 from mindspore import Tensor
 
 from mindformers_core.communication.raw import RawCollective
@@ -158,7 +157,8 @@ class SimulatedCollective(RawCollective):
 
     def eager(self, x):
         here = world()
-        return Tensor(np.array(here.ranks.meet(here.rank, self.group, self.kind, self.arguments, x.asnumpy())))
+        found = here.ranks.meet(here.rank, self.group, self.kind, self.arguments, x.asnumpy())
+        return Tensor.from_numpy(found.copy()) if found.ndim else Tensor(found)
 
 
 class _Transport:

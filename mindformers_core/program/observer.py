@@ -42,7 +42,7 @@ class Observer:
         return plan()
 
     def generated(self, key, generate):
-        """The `ModuleSource` of a plan; `generate()` makes it, and for equal keys makes equal ones."""
+        """The `ModuleSource` of a plan, the first entry of `key`; `generate()` makes it, on a rank from `key` alone."""
         return generate()
 
     def text(self, text):

@@ -72,6 +72,7 @@ class Check:
         roots: as `plans`, the `CellPlan`s of what has run: under recompute() others.
         truth: the `OneCard`.
         precision: the `Precision` of all ranks and of the truth.
+        is_whole: whether the tensors inside of programs are compared in every pass, not in the first ones only.
         notes: sentences about what isn't verified.
         faults: the `Fault`s.
         compared: number of tensors.
@@ -83,12 +84,26 @@ class Check:
     truth: object
     precision: Precision
     notes: tuple = ()
+    is_whole: bool = False
     faults: list = field(default_factory=list)
     compared: int = 0
     roots: dict = field(default_factory=dict)
     sources: dict = field(default_factory=dict)
     _sums: TermSums = field(default_factory=TermSums)
     _counts: Counter = field(default_factory=Counter)  # rank -> faults
+
+    def looks_inside(self, label):
+        """Whether tensors inside of the programs are compared in a pass: of each replica in the first one at least.
+
+        Every pass runs the same programs. What later ones compute is compared as a whole: results, and the gradients
+        of weights. Only where that finds a fault that began earlier is it found in another run, with `is_whole`.
+        """
+        return self.is_whole or label[:2] == (0, 0)
+
+    def is_located(self):
+        """Whether there is no fault, or nothing that wasn't compared can be before the first one."""
+        first = min((fault.order for fault in self.faults), default=(0,))
+        return self.is_whole or first[0] <= 0 or all(self.looks_inside(label) for label in self.truth.outputs)
 
     def report(self):
         """The text of the verification."""

@@ -104,8 +104,14 @@ def _simulated(subject, plans, precision, notes):
     truth = OneCard(graphs, subject.parameters, precision.dtype, subject.divisor)
     for each in subject.passes:
         truth.run(*each)
-    check = Check(subject.mesh, plans, truth, precision, notes)
-    if unlike := _unlike_own_code(subject, plans) or _compare_own_code(check, subject):
+    given = subject.mesh, plans, truth, precision, notes
+    check = _compared(subject, Check(*given))
+    return check if check.is_located() else _compared(subject, Check(*given, is_whole=True))
+
+
+def _compared(subject, check):
+    """The `Check`, after one step of all ranks."""
+    if unlike := _unlike_own_code(subject, check.plans) or _compare_own_code(check, subject):
         check.notes += (f"not verified: that the captured program computes what the model's own code does, {unlike}",)
 
     def work(rank):

@@ -64,7 +64,9 @@ class RankObserver(ProgramObserver):
         return self.check.plans[self.stages[id(tree)], tree.mesh]
 
     def generated(self, key, generate):
-        """See `Observer`: ranks of one mesh share their source, too, which depends on nothing else."""
+        """See `Observer`: ranks of one mesh share their source, too, but for constants of distributed algorithms."""
+        entries = (entry for _, frame in key[0].walk() for entry in frame.instructions)
+        key += (self.rank,) if any(getattr(entry, "algorithm", None) for entry in entries) else ()
         if key not in self.check.sources:
             self.check.sources[key] = generate()
         return self.check.sources[key]
@@ -100,10 +102,12 @@ class RankObserver(ProgramObserver):
             scale = self.check.truth.largest("gradient", self._pass)
             self.check.hold(order, self.rank, "weight gradient", at, layout, gradient, value, scale)
 
+    def _observed(self, source, cell, number, tensor):
+        if self._pass is not None and self.check.looks_inside(self._pass):
+            super()._observed(source, cell, number, tensor)
+
     def computed(self, tree, program, path, graph, turn, seen, tensor):
         """Compare a tensor, and later its gradient."""
-        if self._pass is None:
-            return
         stage = self.stages[id(tree)]
         self.check.roots[stage, tree.mesh] = program.frame
         at = (stage, self._pass), graph.call, seen, path, program.file
