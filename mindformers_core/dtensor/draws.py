@@ -239,12 +239,12 @@ def _gamma(shape, alpha, beta=None):
     shape = np.broadcast_shapes(_sizes(shape), alpha.shape, () if beta is None else beta.shape)
     alpha, few = ops.cast(alpha, mstype.float32), ops.less(alpha, 1.0)
     least = ops.where(few, alpha + 1.0, alpha) - 1 / 3
-    result = ops.broadcast_to(least, shape)
-    for _ in range(8):
-        normal, chance = _standard_normal(shape), ops.log(1.0 - _uniform_real(shape))
-        cubed = ops.pow(ops.maximum(normal / ops.sqrt(least * 9.0) + 1.0, 1e-10), 3)
-        bound = normal * normal * 0.5 + least * (1.0 - cubed + ops.log(cubed))
-        result = ops.where(ops.logical_and(ops.less(chance, bound), ops.greater(cubed, 1e-20)), least * cubed, result)
+    normal, chance = _standard_normal((8, *shape)), ops.log(1.0 - _uniform_real((8, *shape)))
+    cubed = ops.pow(ops.maximum(normal / ops.sqrt(least * 9.0) + 1.0, 1e-10), 3)
+    bound = normal * normal * 0.5 + least * (1.0 - cubed + ops.log(cubed))
+    accepted = ops.cast(ops.logical_and(ops.less(chance, bound), ops.greater(cubed, 1e-20)), mstype.float32)
+    first = accepted * ops.cast(ops.equal(ops.cumsum(accepted, 0), 1.0), mstype.float32)
+    result = least * (ops.sum(first * cubed, 0) + 1.0 - ops.sum(first, 0))
     result = ops.where(few, result * ops.exp(ops.log(1.0 - _uniform_real(shape)) / alpha), result)
     return ops.stop_gradient(result if beta is None else result * beta)
 
