@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -193,6 +194,21 @@ def test_killed_processes(tmp_path, template):
     subprocess.run([sys.executable, "-c", KILLS, os.path.dirname(__file__), *runs], check=True)
     for run in runs:
         check_what_is_left(run, "one", 2, is_done=False)
+
+
+@pytest.mark.parametrize("has_given_up", [False, True])
+def test_the_error_of_rank_0_comes_first(tmp_path, monkeypatch, has_given_up):
+    """Where rank 0 has removed the unfinished folder, another rank's missing files are no error of that rank."""
+    saved, folder = state("dp_tp", 1), str(tmp_path / "step_1")
+    everywhere = {rank: saved.parts(rank) for rank in saved.ranks}
+    memory = np.zeros(writer.places(plan_save(everywhere).of_rank(1))[1], np.uint8)
+    monkeypatch.setattr(writer, "_await", lambda path: None)
+    if not has_given_up:
+        os.makedirs(folder + ".incomplete/ranks-0")
+    with (
+        nullcontext() if has_given_up else pytest.raises(OSError, match="step_1 can't be saved: .Errno 2. No such file")
+    ):
+        writer.write_snapshot(everywhere, {"rank": 1, "folder": folder, "token": "0", "keep": (0, 0)}, memory)
 
 
 @pytest.mark.parametrize("step", [2, 3])
