@@ -214,6 +214,7 @@ def test_the_names_of_mindspore(trained):
         recipe, x = recipe_of(), Tensor(np.array([[5, 6, 7]], np.int32))
         with ms.DeviceCtx("meta"):
             net = recipe.spec.build(recipe.model).set_train(False)
+        net.add_caches(1, 8)  # which are of no checkpoint
         with pytest.raises(TypeError, match="isn't sharded|is no sharded|not sharded"):
             infer_predict_layout(net, x)
         shard(net, init_device_mesh((1, 2), ("dp", "tp")), Parallelism())

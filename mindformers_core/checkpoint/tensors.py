@@ -14,14 +14,16 @@ def model_parts(cells, rank, file_name=lambda path: path):
     """The `Part`s of the weights, trained or not, of Cells: a dict, `Part` -> Parameter.
 
     Args:
-        cells: after `shard()`, `hsdp()`, or neither. Equal paths in several Cells are one tensor.
+        cells: after `shard()`, `hsdp()`, or neither. Equal paths in several Cells are one tensor. A Parameter whose
+            attribute `persistent` is False, such as a cache, is left out.
         rank: this rank's number.
         file_name: function of the path of a parameter that returns the name of the tensor in files.
     """
     parameters = {}
     for cell in cells:
         for path, parameter in cell.parameters_and_names():
-            parameters.setdefault(path, parameter)
+            if getattr(parameter, "persistent", True):
+                parameters.setdefault(path, parameter)
     return {_part("model", file_name(path), parameter, parameter, rank): parameter for path, parameter in
             parameters.items()}  # fmt: skip
 

@@ -17,8 +17,8 @@ class LlamaAttention(nn.Cell):
         weight_init: initializer of the projections.
 
     Attributes:
-        cache: a `KeyValueCache` where the model generates: attention is then to all that it holds, with the mask of
-            `slot_mask`. None: to the keys and values of the call.
+        cache: a `KeyValueCache` where the model generates, else None. Calls with `slots` attend to all that it holds,
+            with the mask of `slot_mask`; others to their own keys and values.
     """
 
     def __init__(self, config, weight_init):
@@ -45,7 +45,7 @@ class LlamaAttention(nn.Cell):
         key = ops.reshape(self.k_proj(hidden_states), (batch, length, self.num_key_value_heads, self.head_dim))
         value = ops.reshape(self.v_proj(hidden_states), (batch, length, self.num_key_value_heads, self.head_dim))
         query, key = apply_rotary(query, cosines, sines), apply_rotary(key, cosines, sines)
-        if self.cache is not None:
+        if slots is not None:
             key, value = self.cache(key, value, slots)
         return self.o_proj(self.core_attention(query, key, value, mask))
 
@@ -104,6 +104,7 @@ class KeyValueCache(nn.Cell):
         super().__init__()
         zeros = [initializer("zeros", (slots, batch, heads, head_dim), dtype) for _ in range(2)]
         self.keys, self.values = (Parameter(each, requires_grad=False) for each in zeros)
+        self.keys.persistent = self.values.persistent = False  # of no checkpoint
 
     def shard(self, config=None):
         """As the activations that are written."""

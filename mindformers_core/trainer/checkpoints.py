@@ -74,11 +74,9 @@ def fill(checkpoint, parts, recipe, mesh, rank, converts=True):
         raise _named(error) from error
 
 
-def weight_parts(recipe, cells, rank, paths=None):
-    """The `Part`s of the weights of a rank's stages, a dict, `Part` -> Parameter; `paths`: only of these."""
-    name = tensor_name(recipe.spec)
-    parts, names = model_parts(cells.values(), rank, name), None if paths is None else set(map(name, paths))
-    return {part: parameter for part, parameter in parts.items() if names is None or part.name in names}
+def weight_parts(recipe, cells, rank):
+    """The `Part`s of the weights of a rank's stages, a dict, `Part` -> Parameter."""
+    return model_parts(cells.values(), rank, tensor_name(recipe.spec))
 
 
 def reserve_memory(job):

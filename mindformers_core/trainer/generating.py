@@ -86,7 +86,7 @@ def make_generator(recipe, mesh, rank, batch, length, count, checkpoint):
     Raises:
         ValueError: a model that has no caches; on all ranks: tensors that differ from the model's, a damaged file.
     """
-    sizes, cells, paths = replace(recipe.parallelism, sequence_parallel=False), {}, set()
+    sizes, cells = replace(recipe.parallelism, sequence_parallel=False), {}
     layers, stage_mesh, is_part = stages_of(recipe, mesh, rank)
     pp_ranks, chunks = mesh.group(rank, ("pp",)), sizes.pipeline_parallel_interleave_num if is_part else 1
     last = len(pp_ranks) * chunks - 1
@@ -98,12 +98,11 @@ def make_generator(recipe, mesh, rank, batch, length, count, checkpoint):
                     f"model.name: {recipe.model_name} can't generate: {type(net).__name__} has no method "
                     "add_caches(batch, slots), see docs/generate.md"
                 )
-            paths |= {path for path, _ in net.parameters_and_names()}
             net.add_caches(batch, length + count)
         plan = {"": {"output": layout("None", "None", "None")}} if stage == last else None
         settings = {"seed": recipe.training.seed, "mode": recipe.context.engine, "check_inputs": False}
         cells[stage] = shard(net, stage_mesh, sizes, plan, **settings)
-    fill(checkpoint, weight_parts(recipe, cells, rank, paths), recipe, mesh, rank)
+    fill(checkpoint, weight_parts(recipe, cells, rank), recipe, mesh, rank)
     _share_weights(cells.values())
     stage_ranks = [pp_ranks[0]] * (last + 1)
     placement = recipe_schedule(recipe).placement if is_part else "loop"
