@@ -9,6 +9,7 @@ EXTRAS = {
     "plot": ["matplotlib>=3.7"],
     "dev": ["ruff>=0.5"],
     "tensorboard": ["tensorboard>=2.12"],
+    "tokenizer": ["tokenizers>=0.15"],
 }
 
 setup(

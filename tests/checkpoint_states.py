@@ -1,6 +1,8 @@
 """Ranks of a checkpoint as threads of this process, with arrays as their tensors; file layers that count and fail."""
 
+import os
 import threading
+from concurrent.futures import Future
 
 import numpy as np
 
@@ -11,7 +13,6 @@ from mindformers_core.checkpoint.save import save
 from mindformers_core.checkpoint.slices import FileLayer
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh
-from mindformers_core.trainer.checkpoints import save_job
 
 BITS = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16, "int64": np.uint64, "bool": np.uint8}
 
@@ -38,6 +39,30 @@ class CountingFiles(QuickFiles):
         count = super().write(descriptor, data, position)
         self.counts["written"] += count
         return count
+
+
+class NoThread:
+    """Instead of a `ThreadPoolExecutor`: faster here."""
+
+    def __init__(self, *_):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def submit(self, function, *arguments):
+        found = Future()
+        found.set_result(function(*arguments))
+        return found
+
+
+def without_threads(monkeypatch):
+    """Compute checksums in the thread that reads and writes."""
+    for module in ("save", "load"):
+        monkeypatch.setattr(f"mindformers_core.checkpoint.{module}.ThreadPoolExecutor", NoThread)
 
 
 def on_threads(ranks, function):
@@ -143,25 +168,70 @@ def random_tensors(rng, shapes, group="model"):
     return found
 
 
-class FailingFiles(QuickFiles):
-    """Fails at the call with a number, among those that change the disk; `crash` makes all later calls fail as well."""
-
-    def __init__(self, number, error, crash):
-        self.__dict__.update(left=[number], error=error, crash=crash)
-
-    def _count(self):
-        self.left[0] -= 1
-        if self.left[0] == 0 or (self.crash and self.left[0] < 0):
-            raise self.error
+class Killed(BaseException):
+    """The end of a process, which nothing catches."""
 
 
-for _name in ("make_folder", "resize", "write", "sync", "rename", "remove"):
+class FaultyFiles(QuickFiles):
+    """Records the calls that change the disk, or open a file, and fails at one of them.
 
-    def _call(self, *arguments, _name=_name):
-        self._count()
-        return getattr(QuickFiles, _name)(self, *arguments)
+    A failing `write` writes half; folders are removed name by name, the list of checksums last. After `Killed` each
+    call raises it.
 
-    setattr(FailingFiles, _name, _call)
+    Args:
+        number: of the call that fails, from 1 on; 0: none.
+        fault: function that raises the error, or kills the process.
+    """
+
+    def __init__(self, number=0, fault=None):
+        self.__dict__.update(number=number, fault=fault, calls=[], paths={}, is_dead=False)
+
+    def _call(self, name, path, partly=None):
+        if self.is_dead:
+            raise Killed
+        self.calls.append((name, path))
+        if len(self.calls) == self.number:
+            if partly:
+                partly()
+            try:
+                self.fault()
+            except Killed:
+                self.__dict__["is_dead"] = True
+                raise
+
+    def make_folder(self, path):
+        self._call("make_folder", path)
+        super().make_folder(path)
+
+    def open(self, path, mode):
+        self._call("make" if mode == "make" else "open", path)
+        descriptor = super().open(path, mode)
+        self.paths[descriptor] = path
+        return descriptor
+
+    def resize(self, descriptor, nbytes):
+        self._call("resize", self.paths[descriptor])
+        super().resize(descriptor, nbytes)
+
+    def write(self, descriptor, data, position):
+        half = data[: len(data) // 2]
+        self._call("write", self.paths[descriptor], lambda: os.pwrite(descriptor, half, position))
+        return super().write(descriptor, data, position)
+
+    def sync(self, descriptor):
+        self._call("sync", self.paths[descriptor])
+
+    def rename(self, path, target):
+        self._call("rename", path)
+        super().rename(path, target)
+
+    def remove(self, folder):
+        for path, _, names in os.walk(folder, topdown=False):
+            for name in sorted(names, key=lambda name: (name == "checksums.json", name)):
+                self._call("unlink", os.path.join(path, name))
+                os.unlink(os.path.join(path, name))
+            self._call("rmdir", path)
+            os.rmdir(path)
 
 
 SHAPES = {  # a column weight, a row weight, one of three dims, a small one, a scalar, one on two stages
@@ -206,6 +276,8 @@ def tensors(seed=0):
 
 def save_after_two(job):
     """Let a `Job` save a checkpoint after its second step."""
+    from mindformers_core.trainer.checkpoints import save_job  # MindSpore
+
     run_step = job.run_step
 
     def step(*arguments):

@@ -283,3 +283,25 @@ def test_work_of_capture_grows_with_the_layers():
     graph = capture(large(80), ids, labels=ids)
     assert len({call.key for call in graph.calls()}) < 20
     assert len(list(graph.calls())) > 900
+
+
+PLAIN_WRITES = {
+    "by index": lambda t: t.__setitem__(0, 5.0),
+    "by index of a view": lambda t: t[:1].__setitem__(0, 5.0),
+    "copy": lambda t: t.copy_(Tensor([5.0, 2.0])),
+    "assignment": lambda t: t.assign_value(Tensor([5.0, 2.0])),
+    "none": lambda t: t + 1,
+}
+
+
+@pytest.mark.parametrize("write", PLAIN_WRITES)
+def test_a_plain_tensor_that_is_written_between_two_uses_is_two_constants(write):
+    class Writes(nn.Cell):
+        def construct(self, x):
+            table = Tensor([1.0, 2.0])
+            first = x + table
+            PLAIN_WRITES[write](table)
+            return first, x + table
+
+    found = [constant.array.tolist() for constant in capture(Writes(), Tensor([0.0, 0.0])).constants]
+    assert found == [[1.0, 2.0], [5.0, 2.0]][: 1 if write == "none" else 2]

@@ -49,6 +49,7 @@ FLOORS = (
     "verification",
     "diff",
     "checkpoint",
+    "serving",
     "trainer",
 )
 # beyond the order of the floors: (who, what it never imports)

@@ -25,7 +25,7 @@ from mindspore.utils import MsDispatchMode
 from mindformers_core.capture.recording import Recorder
 from mindformers_core.capture.shape_functions import ON_PLAIN_TENSORS, by_numpy, creating_functions
 from mindformers_core.capture.traced import Traced
-from mindformers_core.dtensor.in_place import DRAWS_IN_PLACE
+from mindformers_core.dtensor.in_place import DRAWS_IN_PLACE, is_in_place
 from mindformers_core.dtensor.indexing import index_tensor
 from mindformers_core.dtensor.interception import draws_by_position
 from mindformers_core.operators.registry import facts_of
@@ -87,6 +87,7 @@ def capture(cell, *inputs, **named_inputs):
         _replace(scope, Tensor, "__fallback__", _HandOver(recorder))
         _replace(scope, Tensor, "__getitem__", _get_item(recorder))
         _replace(scope, Tensor, "__setitem__", _set_item(recorder))
+        _replace(scope, Tensor, "assign_value", _assign_value(recorder))
         default_generator._step = lambda step: recorder.random_state()
         scope.callback(delattr, default_generator, "_step")
         scope.enter_context(_Dispatched(recorder))
@@ -214,6 +215,7 @@ class _Dispatched(MsDispatchMode):
     def __ms_dispatch__(self, func, args, kwargs=None):
         recorder, kwargs = self.recorder, kwargs or {}
         if not recorder.inferring:
+            recorder.plain_writes += is_in_place(func.name)
             if func.name in DRAWS_IN_PLACE:
                 raise recorder.error(
                     f"operator '{func.name}' draws into a plain tensor, which can't be captured: draw with "
@@ -221,7 +223,6 @@ class _Dispatched(MsDispatchMode):
                 )
             if facts_of(func.name).draws or tree_leaves(args, Traced):
                 return recorder.operator(func, args, kwargs)
-        recorder.plain_calls += not recorder.inferring
         if not recorder.inferring and func.name in ON_PLAIN_TENSORS and ms.get_context("device_target") == "CPU":
             return by_numpy(func.name, args)
         return func(*args, **kwargs)
@@ -246,10 +247,21 @@ def _set_item(recorder):
         if type(tensor) is Tensor and tree_leaves((index, value), Traced):
             recorder.adopt(tensor)[index] = value
         else:
-            recorder.plain_calls += 1
+            recorder.plain_writes += 1
             set_item(tensor, index, value)
 
     return item
+
+
+def _assign_value(recorder):
+    """`Tensor.assign_value` that tells the recorder of a write."""
+    assign_value = Tensor.assign_value
+
+    def assign(tensor, value):
+        recorder.plain_writes += 1
+        return assign_value(tensor, value)
+
+    return assign
 
 
 class _HandOver:

@@ -24,8 +24,8 @@ from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators import TensorMeta
 from mindformers_core.program.graph import CallNode, OperatorNode, PrimitiveUse
 from mindformers_core.program.structure import tree_leaves, tree_map
+from mindformers_core.scopes import replaced
 
-_LARGE = 1 << 20  # elements of a plain tensor from which on its contents are compared after operators only
 _MESSAGE_END = re.compile(r"\n\s*-{20,}")  # the start of MindSpore's C++ stack
 
 
@@ -36,16 +36,17 @@ class Recorder:
         tree: the `CapturedTree`: it knows the names of Cells and parameters.
         open_calls: the calls that are open, innermost last.
         inferring: whether operators run unrecorded, on the meta device or on constants.
-        plain_calls: number of operators on plain tensors so far, each of which may have changed one in place.
+        plain_writes: number of writes into plain tensors so far.
         root: the finished `CellGraph` of the root.
     """
 
     def __init__(self, tree):
         self.tree, self.root = tree, None
-        self.open_calls, self._calls, self.plain_calls = [], 0, 0
+        self.open_calls, self._calls = [], 0
         self.inferring = self._silent = False
         self._metas = {}  # (shape, dtype) -> meta tensor
-        self._loose = {}  # id of a plain tensor -> (its stand-in, `plain_calls` when that had its contents)
+        self._loose = {}  # id of a plain tensor -> its stand-in, and the number of writes before
+        self.plain_writes = 0
 
     def hold(self, tensor, path):
         """The stand-in of a tensor at `path` of the tree, or of a tensor that the tree doesn't own (None)."""
@@ -131,7 +132,8 @@ class Recorder:
                 share_memory(leaf, received[id(leaf)])
             return received[id(leaf)]
 
-        result, called = tree_map(receive, result), self.tree.local_path(caller.cell, cell)
+        result = tree_map(receive, result)
+        called = self.tree.local_path(caller.cell, cell)
         caller.nodes.append(CallNode(called, *shown, tree_map(caller.leaf, result), graph, source))
         return result
 
@@ -249,12 +251,8 @@ class Recorder:
 
     @contextmanager
     def _unrecorded(self):
-        self.inferring, before = True, self.inferring
-        try:
-            with NoFallbackGuard():
-                yield
-        finally:
-            self.inferring = before
+        with replaced(self, inferring=True), NoFallbackGuard():
+            yield
 
     def _infer(self, func, primitive, args, kwargs):
         """The results as meta tensors.
@@ -268,18 +266,18 @@ class Recorder:
         try:
             with self._unrecorded(), DeviceCtx("meta"):
                 result = func(*call, **tree_map(_meta_leaf, kwargs))
-            if result is not None:
-                return result
         except Exception as error:
             if "Not implement" not in str(error) or behind is None:
                 return self._known(func.name, args, kwargs, error)
+            result = None
+        if result is not None:
+            return result
         if behind is None:
-            raise self.error(f"operator '{func.name}' gives no shape on the meta device: use mindspore.ops")
-        self._silent, before = True, self._silent
-        try:
+            raise self.error(
+                f"operator '{func.name}' gives no shape on the meta device: use functions of mindspore.ops"
+            )
+        with replaced(self, _silent=True):
             return tree_map(_meta_leaf, behind(*args, **kwargs))
-        finally:
-            self._silent = before
 
     def _known(self, name, args, kwargs, error):
         """The result of an operator that failed on the meta device, by its shape function."""
@@ -290,8 +288,8 @@ class Recorder:
         else:
             if found is not None:
                 return self.meta(*found)
-        shown = f"{name}({', '.join(map(repr, args))})"
-        raise self.error(f"operator {shown} can't be run on shapes alone: {_message(error)}") from error
+        shown = ", ".join(map(repr, args))
+        raise self.error(f"operator {name}({shown}) can't be run on shapes alone: {_message(error)}") from error
 
     def stand_in(self, structure):
         """The structure with a traced tensor in the place of every plain one; itself where there is none."""
@@ -304,12 +302,12 @@ class Recorder:
             return leaf
         if isinstance(leaf, Parameter):
             raise self.stray(leaf)
-        held, calls = self._loose.get(id(leaf), (None, 0))
-        is_compared = not leaf.is_meta and (calls < self.plain_calls or leaf.size < _LARGE)
-        if held is None or is_compared and not np.array_equal(held.seen, contents_of(leaf), equal_nan=True):
-            held = self.hold(leaf, None)  # which keeps the tensor, and so its id
-            vars(held)["seen"] = None if leaf.is_meta else contents_of(leaf).copy()
-        self._loose[id(leaf)] = held, self.plain_calls
+        held, writes = self._loose.get(id(leaf), (None, None))
+        if writes != self.plain_writes:
+            if held is None or not leaf.is_meta and not np.array_equal(held.seen, contents_of(leaf), equal_nan=True):
+                held = self.hold(leaf, None)  # which keeps the tensor, and so its id
+                vars(held)["seen"] = None if leaf.is_meta else contents_of(leaf).copy()
+            self._loose[id(leaf)] = held, self.plain_writes
         return held
 
     def adopt(self, tensor):

@@ -43,24 +43,49 @@ def find_checkpoint(path):
 def prune(folder, keep_last, keep_every=0, files=None):
     """Remove old checkpoints beside the new one in `folder`, and what crashes left there. One rank calls this.
 
-    A folder that is removed is renamed first, so that a part of it is never taken for a checkpoint.
-
     Args:
         folder: of the new checkpoint, `…/step_N`, which always stays.
         keep_last: number of checkpoints that stay, those of the highest steps; 0: all.
         keep_every: the checkpoints of each so many steps stay as well; 0: none.
         files: the `FileLayer`.
+
+    Raises:
+        OSError: a folder can't be removed.
     """
     files, above = files or FileLayer(), os.path.dirname(folder) or "."
-    matches = [_STEP.fullmatch(name) for name in os.listdir(above)]
-    steps = sorted({int(match[1]) for match in matches if match and not match[2]}, reverse=True)
-    last = steps[:keep_last] if keep_last else steps
-    for match in filter(None, matches):
-        step, path = int(match[1]), os.path.join(above, match[0])
-        is_old = step in steps if match[2] else step not in last and not (keep_every and step % keep_every == 0)
-        if is_old and os.path.abspath(path) != os.path.abspath(folder):
-            files.remove(path + INCOMPLETE)
-            files.rename(path, path + INCOMPLETE)
-    for name in os.listdir(above):
-        if name.startswith("step_") and name.endswith(INCOMPLETE):
-            files.remove(os.path.join(above, name))
+    try:
+        tidy(folder, files)
+        steps = sorted((int(match[1]) for match in map(_STEP.fullmatch, os.listdir(above)) if match), reverse=True)
+        for step in steps[keep_last:] if keep_last else ():
+            path = os.path.join(above, f"step_{step}")
+            if not (keep_every and step % keep_every == 0) and os.path.abspath(path) != os.path.abspath(folder):
+                _discard(path, files)
+    except OSError as error:
+        raise OSError(f"the checkpoint {folder} is saved, but older ones can't be removed: {error}") from error
+
+
+def tidy(folder, files):
+    """Remove what crashed saves left beside a checkpoint; a replaced folder that has no successor gets its name back.
+
+    Args:
+        folder: of the checkpoint, which needn't exist; where it is a `step_N`, all those of the run are tidied.
+        files: the `FileLayer`.
+    """
+    above, base = os.path.split(folder)
+    for name in sorted(os.listdir(above or ".")):
+        path, stem = os.path.join(above, name), name.removesuffix(INCOMPLETE).removesuffix(REPLACED)
+        if stem == name or not (stem == base or _STEP.fullmatch(stem) and _STEP.fullmatch(base)):
+            continue
+        if name.endswith(INCOMPLETE):
+            files.remove(path)
+        elif os.path.isdir(os.path.join(above, stem)):
+            _discard(path, files)
+        else:
+            files.rename(path, os.path.join(above, stem))
+
+
+def _discard(path, files):
+    """Remove a folder; it is renamed first, so that a part of it is never taken for a checkpoint."""
+    files.remove(path + INCOMPLETE)
+    files.rename(path, path + INCOMPLETE)
+    files.remove(path + INCOMPLETE)

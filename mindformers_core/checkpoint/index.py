@@ -143,9 +143,12 @@ def read_header(path, read, size):
         found = {name: _placed(path, 8 + length, entry) for name, entry in described.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} has a damaged header: {type(error).__name__} {error}") from None
-    end = max((each.offset + each.nbytes for each in found.values()), default=8 + length)
+    ends = {name: each.offset + each.nbytes for name, each in found.items()}
+    end = max(ends.values(), default=8 + length)
     if end != size:
-        raise ValueError(f"{path} has {size} bytes, but the tensors of its header end at {end}: it isn't whole")
+        cut = min((name for name in ends if ends[name] > size), key=ends.get, default=None)
+        what = "it" if cut is None else f"'{cut}'"
+        raise ValueError(f"{path} has {size} bytes, but the tensors of its header end at {end}: {what} isn't whole")
     return found, start + encoded
 
 

@@ -76,11 +76,19 @@ def on_all_ranks(ranks, work):
 
 def parts_of_all(ranks, parts):
     """The `Part`s of all ranks, a dict, rank -> list, from those of this one; all ranks call this."""
-    described = ranks.gather([[part.group, part.name, part.dtype, part.shape, part.box] for part in parts])
-    return {
-        rank: [Part(group, name, dtype, tuple(shape), tuple(map(tuple, box))) for group, name, dtype, shape, box in own]
-        for rank, own in described.items()
-    }
+    return {rank: decode_parts(own) for rank, own in ranks.gather(encode_parts(parts)).items()}
+
+
+def encode_parts(parts):
+    """`Part`s as lists, which JSON can hold."""
+    return [[part.group, part.name, part.dtype, part.shape, part.box] for part in parts]
+
+
+def decode_parts(encoded):
+    """The `Part`s of `encode_parts`."""
+    return [
+        Part(group, name, dtype, tuple(shape), tuple(map(tuple, box))) for group, name, dtype, shape, box in encoded
+    ]
 
 
 def tensors_of(everywhere):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from mindformers_core.checkpoint.checksums import checksum
-from mindformers_core.checkpoint.folders import INCOMPLETE, REPLACED
+from mindformers_core.checkpoint.folders import INCOMPLETE, REPLACED, tidy
 from mindformers_core.checkpoint.index import (
     CHECKSUMS,
     DATA_BYTES,
@@ -24,13 +24,18 @@ from mindformers_core.checkpoint.index import (
     weight_map,
 )
 from mindformers_core.checkpoint.parts import PIECE_BYTES, Ranks, divide, on_all_ranks, parts_of_all, tensors_of
-from mindformers_core.checkpoint.regions import inside
+from mindformers_core.checkpoint.regions import inside, volume
 from mindformers_core.checkpoint.slices import FileLayer, opened, write_all, write_box, write_file
 from mindformers_core.hints import bytes_shown
 
 
 class SaveError(OSError):
     """A checkpoint couldn't be saved; earlier ones are as before."""
+
+    @classmethod
+    def of(cls, folder, error):
+        """The error of a checkpoint in `folder` for its cause, an error or a text."""
+        return cls(f"the checkpoint {folder} can't be saved: {error}")
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,11 @@ class Piece:
     placed: object
     box: tuple
     rank: int
+
+    @property
+    def nbytes(self):
+        """Bytes of the box."""
+        return volume(self.box) * self.placed.item_bytes
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,10 @@ class SavePlan:
     def nbytes(self):
         """Bytes of all these files."""
         return sum(file.nbytes for files in self.files.values() for file in files)
+
+    def of_rank(self, rank):
+        """The pieces that a rank writes."""
+        return [piece for piece in self.pieces if piece.rank == rank]
 
 
 def plan_save(everywhere, most=DATA_BYTES, piece_bytes=PIECE_BYTES):
@@ -103,12 +117,13 @@ def save(folder, parts, values, documents, ranks=None, plan=None, files=None):
     is_first = ranks.rank == 0
     try:
         on_all_ranks(ranks, lambda: prepare(folder, plan, files) if is_first else None)
-        sums = on_all_ranks(ranks, lambda: write_pieces(folder, plan, ranks.rank, parts, values, files))
+        pieces = piece_arrays(plan, ranks.rank, parts, values)
+        sums = on_all_ranks(ranks, lambda: write_pieces(folder, pieces, files))
         on_all_ranks(ranks, lambda: commit(folder, plan, sums, documents, files) if is_first else None)
     except (OSError, ValueError) as error:
         if is_first:
-            _clean(folder, files)
-        raise SaveError(f"the checkpoint {folder} can't be saved: {error}") from error
+            clean(folder, files)
+        raise SaveError.of(folder, error) from error
     return plan
 
 
@@ -120,7 +135,7 @@ def prepare(folder, plan, files):
     """
     unfinished, above = folder + INCOMPLETE, os.path.dirname(folder) or "."
     files.make_folder(above)
-    files.remove(unfinished)
+    tidy(folder, files)
     free = files.free(above)
     if free < plan.nbytes:
         raise OSError(f"it needs {bytes_shown(plan.nbytes)}, but its file system has {bytes_shown(free)} left")
@@ -132,22 +147,31 @@ def prepare(folder, plan, files):
             write_all(files, descriptor, file.header, 0)
 
 
-def write_pieces(folder, plan, rank, parts, values, files):
-    """Write the pieces of `rank` into the unfinished folder, synced: their checksums, in the order of the plan.
+def piece_arrays(plan, rank, parts, values):
+    """Pairs (`Piece`, its array) of all pieces that `rank` writes, in the order of the plan; arguments as of `save`."""
+    own, held = {part.key: part for part in parts}, (None, None)
+    for piece in plan.of_rank(rank):
+        part = own[piece.key]
+        if held[0] != piece.key:
+            held = piece.key, values(part)
+        yield piece, held[1][inside(piece.box, part.box)]
 
-    Arguments as of `save`. Nothing is exchanged with other ranks.
+
+def write_pieces(folder, pieces, files):
+    """Write pieces into the unfinished folder, synced: their checksums, in the same order.
+
+    Nothing is exchanged with other ranks.
+
+    Args:
+        folder, files: as of `save`.
+        pieces: pairs as of `piece_arrays`.
     """
-    own, sums, held = {part.key: part for part in parts}, [], (None, None)
-    pieces = [piece for piece in plan.pieces if piece.rank == rank]
+    sums = []
     with ThreadPoolExecutor(1) as pool:  # checksums, while the same pieces are written
-        for path, group in groupby(pieces, key=lambda piece: piece.placed.file):
+        for path, group in groupby(pieces, key=lambda pair: pair[0].placed.file):
             with opened(files, os.path.join(folder + INCOMPLETE, path), "write", sync=True) as descriptor:
-                for piece in group:
-                    part = own[piece.key]
-                    if held[0] != piece.key:
-                        held = piece.key, values(part)
-                    array = held[1][inside(piece.box, part.box)]
-                    found = pool.submit(checksum, array, piece.box, part.shape)
+                for piece, array in group:
+                    found = pool.submit(checksum, array, piece.box, piece.placed.shape)
                     write_box(files, descriptor, piece.placed, piece.box, array)
                     sums.append(found.result())
     return sums
@@ -172,14 +196,11 @@ def commit(folder, plan, sums, documents, files):
         write_file(files, os.path.join(unfinished, path), data)
     for path in (*_folders(unfinished, plan), unfinished):
         _sync_folder(path, files)
-    is_there = os.path.isdir(folder)
-    if is_there:
-        files.remove(folder + REPLACED)
+    if os.path.isdir(folder):
         files.rename(folder, folder + REPLACED)
     files.rename(unfinished, folder)
     _sync_folder(os.path.dirname(folder) or ".", files)
-    if is_there:
-        files.remove(folder + REPLACED)
+    clean(folder, files)
 
 
 def _files(plan):
@@ -196,7 +217,7 @@ def _sync_folder(path, files):
         pass
 
 
-def _clean(folder, files):
-    """Remove the unfinished folder, as far as that is possible: its name says that it isn't a checkpoint."""
+def clean(folder, files):
+    """`tidy` as far as that is possible: names of what is left say that they aren't checkpoints."""
     with suppress(OSError):
-        files.remove(folder + INCOMPLETE)
+        tidy(folder, files)

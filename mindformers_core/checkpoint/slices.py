@@ -10,7 +10,7 @@ import numpy as np
 from mindformers_core.checkpoint.regions import runs, shape_of, volume
 
 _FLAGS = {"read": os.O_RDONLY, "write": os.O_WRONLY, "make": os.O_WRONLY | os.O_CREAT | os.O_TRUNC}
-_WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def read_box(files, descriptor, placed, box):
         for index, start in enumerate(starts):
             buffer = found[index * length : (index + 1) * length].data
             read_all(files, descriptor, buffer, placed.offset + start * placed.item_bytes, placed.file)
-    return found.view(_WORDS[placed.item_bytes]).reshape(shape_of(box))
+    return found.view(WORDS[placed.item_bytes]).reshape(shape_of(box))
 
 
 def write_box(files, descriptor, placed, box, array):

@@ -3,6 +3,7 @@
 import numpy as np
 from mindspore import Tensor
 
+from mindformers_core.checkpoint.load import load
 from mindformers_core.checkpoint.parts import Part
 from mindformers_core.checkpoint.regions import local_box, shape_of, whole
 from mindformers_core.communication.tensor_bytes import numpy_dtype
@@ -52,3 +53,10 @@ def fill_parameter(parameter, array):
     """Give a Parameter the values of an array, of any dtype of as many bits, whose memory it keeps on CPU."""
     dtype = numpy_dtype(parameter.dtype)
     parameter.set_data(Tensor.from_numpy(np.ascontiguousarray(array).view(dtype).reshape(parameter.shape)))
+
+
+def load_parameters(checkpoint, parts, ranks, converts=False, ignored=()):
+    """`load` into Parameters: `parts` is a dict, `Part` -> Parameter; results, errors and others as of `load`."""
+    return load(
+        checkpoint, list(parts), lambda part, array: fill_parameter(parts[part], array), ranks, converts, ignored
+    )

@@ -5,7 +5,7 @@ from mindspore import nn, ops
 from mindspore.common.initializer import Normal
 
 from mindformers_core.layout import layout
-from mindformers_core.models.attention import LlamaAttention, causal_mask
+from mindformers_core.models.attention import KeyValueCache, LlamaAttention, causal_mask, slot_mask
 from mindformers_core.models.rotary import rotary_tables
 from mindformers_core.models.spec import LayerRange, LayerSpec
 from mindformers_core.tensor_parallel.layers import (
@@ -61,9 +61,9 @@ class LlamaDecoderLayer(nn.Cell):
         self.post_attention_layernorm = norm(config.hidden_size, **settings)
         self.mlp = mlp(config, weight_init)
 
-    def construct(self, hidden_states, cosines, sines, mask):
+    def construct(self, hidden_states, cosines, sines, mask, *slots):
         normed = self.input_layernorm(hidden_states)
-        hidden_states = ops.add(hidden_states, self.self_attn(normed, cosines, sines, mask))
+        hidden_states = ops.add(hidden_states, self.self_attn(normed, cosines, sines, mask, *slots))
         return ops.add(hidden_states, self.mlp(self.post_attention_layernorm(hidden_states)))
 
 
@@ -85,6 +85,7 @@ class LlamaModel(nn.Cell):
 
     Attributes:
         is_first: whether the input is ids. The last stage has `embed_tokens`, too, if the output layer is tied.
+        cache_length: number of slots of the layers' caches, where the model generates; else 0.
     """
 
     def __init__(self, config, layer_spec=LLAMA_LAYER, layers=None):
@@ -93,7 +94,7 @@ class LlamaModel(nn.Cell):
         part = LayerRange(0, config.num_hidden_layers) if layers is None else layers
         dtype = getattr(ms, config.dtype)
         self.layer_offset, self.is_first = part.offset, part.is_first
-        self.embed_tokens = self.norm = None
+        self.embed_tokens, self.norm, self.cache_length = None, None, 0
         if self.is_first or (part.is_last and config.tie_word_embeddings):
             weight_init = Normal(config.initializer_range)
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, weight_init, dtype)
@@ -108,15 +109,20 @@ class LlamaModel(nn.Cell):
         layer_config = self.config.get_config_for_layer(global_layer_number)
         return layer_spec.module(layer_config, global_layer_number, **layer_spec.submodules)
 
-    def construct(self, input_ids):
+    def construct(self, input_ids, slots=None, starts=None):
         hidden_states = input_ids
         if self.is_first and self.embed_tokens is not None:
             hidden_states = self.embed_tokens(input_ids)
-        length = input_ids.shape[1]
+        length = input_ids.shape[1] if slots is None else self.cache_length
         cosines, sines = rotary_tables(length, self.config.head_dim, self.config.rope_theta)
-        mask = causal_mask(length)
+        if slots is None:
+            context = cosines, sines, causal_mask(length)
+        else:
+            places = ops.relu(ops.sub(slots, ops.expand_dims(starts, -1)))  # those of padding don't matter
+            cosines, sines = ops.gather(cosines, places, 0), ops.gather(sines, places, 0)
+            context = cosines, sines, slot_mask(slots, starts, length), slots
         for layer in self.layers.values():
-            hidden_states = layer(hidden_states, cosines, sines, mask)
+            hidden_states = layer(hidden_states, *context)
         return hidden_states if self.norm is None else self.norm(hidden_states)
 
 
@@ -126,6 +132,10 @@ class LlamaForCausalLM(nn.Cell):
     With shifted `labels` (batch, length) the output is the mean cross-entropy, a float32 scalar, over the labels other
     than -100. In a pipeline only the last stage has an output layer; the others return hidden states (batch, length,
     hidden_size), which replace ids as the input of the next stage.
+
+    After `add_caches` the model generates: a call also takes the slots of its positions (length,), the same for all
+    rows, and of every row its first slot that isn't padding, `starts` (batch,); logits are those of the last position,
+    (batch, 1, vocab_size).
 
     Args:
         config: a `LlamaConfig`.
@@ -143,6 +153,16 @@ class LlamaForCausalLM(nn.Cell):
             self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, **settings)
         self.loss = VocabParallelCrossEntropy()
 
+    def add_caches(self, batch, length):
+        """Give every layer a `KeyValueCache` of `length` slots for `batch` rows."""
+        self.model.cache_length = length
+        for layer in self.model.layers.values():
+            attention = layer.self_attn
+            shape = length, batch, attention.num_key_value_heads, attention.head_dim
+            attention.cache = KeyValueCache(*shape, getattr(ms, self.model.config.dtype))
+        for path, parameter in self.parameters_and_names():
+            parameter.name = path  # graphs need names of their own
+
     def shard(self, config=None):
         """Layouts of the batch, sharded over `config.batch_axes`; without these axes its layout is that of the inputs.
 
@@ -154,10 +174,14 @@ class LlamaForCausalLM(nn.Cell):
         hidden = hidden_layout(config) if axes is None else layout(axes, sequence_axis, None)
         is_first = self.model.is_first and self.model.embed_tokens is not None
         inputs = {"input_ids": batch if is_first else hidden, "labels": batch}
+        if self.model.cache_length:
+            inputs |= {"slots": layout(None), "starts": batch}
         return inputs, hidden if self.model.norm is None else None, None
 
-    def construct(self, input_ids, labels=None):
-        hidden_states = self.model(input_ids)
+    def construct(self, input_ids, labels=None, slots=None, starts=None):
+        hidden_states = self.model(input_ids) if slots is None else self.model(input_ids, slots, starts)
+        if slots is not None and self.model.norm is not None:
+            hidden_states = hidden_states[:, -1:]
         if self.lm_head is not None:
             logits = self.lm_head(hidden_states)
         elif self.is_tied and self.model.norm is not None:

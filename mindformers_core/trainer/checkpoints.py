@@ -7,13 +7,14 @@ import mindspore as ms
 import numpy as np
 import yaml
 
+from mindformers_core.checkpoint.background import BackgroundSave
 from mindformers_core.checkpoint.folders import find_checkpoint, prune, step_folder
 from mindformers_core.checkpoint.hugging_face import check_config, config_document, ignored_tensors, tensor_name
 from mindformers_core.checkpoint.index import CONFIG, FORMAT, STATE, encode_json
-from mindformers_core.checkpoint.load import load, open_checkpoint
+from mindformers_core.checkpoint.load import open_checkpoint
 from mindformers_core.checkpoint.parts import Ranks, on_all_ranks
 from mindformers_core.checkpoint.save import SaveError, save
-from mindformers_core.checkpoint.tensors import fill_parameter, model_parts, optimizer_parts, values_of
+from mindformers_core.checkpoint.tensors import load_parameters, model_parts, optimizer_parts, values_of
 from mindformers_core.communication.messages import gather_values
 from mindformers_core.trainer.recipe_loader import recipe_to_yaml
 
@@ -44,16 +45,9 @@ def resume(job, checkpoint):
     Raises:
         ValueError: on all ranks: tensors that differ from the model's, a damaged file, or no step is left.
     """
-    takes_state, spec = _takes_state(job.recipe, checkpoint), job.recipe.spec
-    parts = _parts(job) if takes_state else _parts(job, optimizer=False)
-    ignored = ignored_tensors(spec, [name for _, name in checkpoint.tensors])
-    try:
-        load(
-            checkpoint, list(parts), lambda part, array: fill_parameter(parts[part], array), _ranks(job),
-            converts=not takes_state, ignored=ignored,
-        )  # fmt: skip
-    except (OSError, ValueError) as error:
-        raise _named(error) from error
+    takes_state = _takes_state(job.recipe, checkpoint)
+    parts = _parts(job) if takes_state else weight_parts(job.recipe, job.cells, job.rank)
+    fill(checkpoint, parts, job.recipe, job.mesh, job.rank, converts=not takes_state)
     if takes_state:
         state = checkpoint.state
         job.step, job.consumed = state["step"], state["consumed"]
@@ -65,16 +59,51 @@ def resume(job, checkpoint):
     return job
 
 
+def fill(checkpoint, parts, recipe, mesh, rank, converts=True):
+    """Fill Parameters, a dict, `Part` -> Parameter, with the tensors of a `Checkpoint`; all ranks of `mesh` call this.
+
+    Raises:
+        ValueError: on all ranks: tensors that differ from the model's, a damaged file. OSError: one can't be read.
+    """
+    ignored = ignored_tensors(recipe.spec, [name for _, name in checkpoint.tensors])
+    try:
+        load_parameters(checkpoint, parts, _ranks(mesh, rank), converts, ignored)
+    except (OSError, ValueError) as error:
+        raise _named(error) from error
+
+
+def weight_parts(recipe, cells, rank, paths=None):
+    """The `Part`s of the weights of a rank's stages, a dict, `Part` -> Parameter; `paths`: only of these."""
+    name = tensor_name(recipe.spec)
+    parts, names = model_parts(cells.values(), rank, name), None if paths is None else set(map(name, paths))
+    return {part: parameter for part, parameter in parts.items() if names is None or part.name in names}
+
+
+def reserve_memory(job):
+    """Allocate the copy of the state for `checkpoint.async_save`, before the first step; all ranks call this.
+
+    Raises:
+        SaveError: on all ranks: no memory, and `checkpoint.on_error` says to end.
+    """
+    if job.recipe.checkpoint.enable_save and job.recipe.checkpoint.async_save:
+        job.background = BackgroundSave(_ranks(job.mesh, job.rank))
+        try:
+            job.background.reserve(list(_parts(job)))
+        except OSError as error:
+            _go_on_or_end(job, error)
+
+
 def save_job(job):
     """Save the state of a job into its run folder, and remove old checkpoints; all ranks call this.
 
     Returns:
-        The folder of the new checkpoint; None where it couldn't be saved, and the recipe says to go on.
+        The folder of the new checkpoint, which is still being written with `checkpoint.async_save`, except after the
+        last step; None where it isn't saved, and the recipe says to go on.
 
     Raises:
-        SaveError: on all ranks.
+        SaveError: on all ranks; with `checkpoint.async_save` also that of the checkpoint before this one.
     """
-    recipe, parts, ranks = job.recipe, _parts(job), _ranks(job)
+    recipe, parts, ranks = job.recipe, _parts(job), _ranks(job.mesh, job.rank)
     section, folder = recipe.checkpoint, step_folder(recipe.training.output_dir, job.step)
     config = config_document(recipe.spec, recipe.model_name, recipe.model)
     state = {
@@ -87,32 +116,59 @@ def save_job(job):
         "recipe": yaml.safe_load(recipe_to_yaml(recipe)),
     }
     documents = {CONFIG: encode_json(config, indent=1), STATE: encode_json(state, indent=1)}
+    arguments = folder, list(parts), lambda part: values_of(parts[part]), documents
     try:
-        job.save_plan = save(folder, list(parts), lambda part: values_of(parts[part]), documents, ranks, job.save_plan)
+        if section.async_save:
+            return _save_beside(job, arguments, (section.keep_last, section.keep_every))
+        job.save_plan = save(*arguments, ranks, job.save_plan)
         is_first = job.rank == 0
         on_all_ranks(ranks, lambda: prune(folder, section.keep_last, section.keep_every) if is_first else None)
     except OSError as error:
-        if section.on_error == "end":
-            raise SaveError(str(error)) from error
-        if job.rank == 0:
-            print(f"warning: {error}; training goes on, as checkpoint.on_error: go_on says")
+        _go_on_or_end(job, error)
         return None
     return folder
+
+
+def _save_beside(job, arguments, keep):
+    """Begin to save; the folder, or None where the recipe says to skip this checkpoint."""
+    folder, background, at_end = arguments[0], job.background, job.step == job.recipe.training.steps
+    try:
+        is_free = background.settle(waits=at_end or job.recipe.checkpoint.when_busy == "wait")
+    except OSError as error:  # of the checkpoint before this one
+        _go_on_or_end(job, error)
+        is_free = True
+    if not is_free:
+        if job.rank == 0:
+            print(
+                f"warning: the checkpoint {folder} is skipped, since {background.folder} is still being written, as "
+                "checkpoint.when_busy: skip says"
+            )
+        return None
+    background.start(*arguments, keep)
+    if at_end:
+        background.settle()
+    return folder
+
+
+def _go_on_or_end(job, error):
+    if job.recipe.checkpoint.on_error == "end":
+        raise SaveError(str(error)) from error
+    if job.rank == 0:
+        print(f"warning: {error}; training goes on, as checkpoint.on_error: go_on says")
 
 
 def _takes_state(recipe, checkpoint):
     return checkpoint.state is not None and not recipe.checkpoint.no_load_optim
 
 
-def _parts(job, optimizer=True):
-    """This rank's `Part`s, a dict, `Part` -> Parameter."""
-    name = tensor_name(job.recipe.spec)
-    parts = model_parts(job.cells.values(), job.rank, name)
-    return parts | optimizer_parts(job.optimizer, job.rank, name) if optimizer else parts
+def _parts(job):
+    """The `Part`s of this rank's weights and moments, a dict, `Part` -> Parameter."""
+    moments = optimizer_parts(job.optimizer, job.rank, tensor_name(job.recipe.spec))
+    return weight_parts(job.recipe, job.cells, job.rank) | moments
 
 
-def _ranks(job):
-    return Ranks(job.rank, lambda value: gather_values(job.mesh, value))
+def _ranks(mesh, rank):
+    return Ranks(rank, lambda value: gather_values(mesh, value))
 
 
 def _named(error):

@@ -1,4 +1,4 @@
-"""`python -m mindformers_core train | verify | diff | compare`."""
+"""`python -m mindformers_core train | generate | verify | diff | compare`."""
 
 import argparse
 import dataclasses
@@ -7,7 +7,7 @@ import sys
 
 from mindformers_core.trainer.compare import compare_runs
 
-_DESCRIPTION = "Train Llama-style models from a YAML recipe, on a mesh."
+_DESCRIPTION = "Train Llama-style models from a YAML recipe, on a mesh, and generate with them."
 # errors of a user's recipe, data or command are reported in a line or two, others with their traceback
 _USER_ERRORS = (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError)
 _DEPENDENCIES = ("mindspore", "numpy", "scipy", "yaml")
@@ -27,7 +27,7 @@ def main(arguments=None):
 
 def _parser():
     parser = argparse.ArgumentParser(prog="python -m mindformers_core", description=_DESCRIPTION)
-    commands = parser.add_subparsers(required=True, metavar="train | verify | diff | compare")
+    commands = parser.add_subparsers(required=True, metavar="train | generate | verify | diff | compare")
     train = commands.add_parser("train", help="train, or with --dry-run show what would be trained")
     train.add_argument("--config", required=True, metavar="FILE", help="the recipe, as configs/llama_tiny_cpu.yaml")
     train.add_argument(
@@ -35,6 +35,18 @@ def _parser():
     )
     train.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the recipe to exchange")
     train.set_defaults(run=_train)
+    generate = commands.add_parser("generate", help="continue prompts with the weights of checkpoint.load_path")
+    generate.add_argument("--config", required=True, metavar="FILE", help="the recipe that the model was trained with")
+    generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a text; may be repeated")
+    generate.add_argument("--prompts", metavar="FILE", help="a file with a prompt on every line")
+    generate.add_argument("--tokens", type=_count, default=64, help="how many to generate, at most (default 64)")
+    generate.add_argument("--temperature", type=float, default=0.0, help="of the draws; default 0: the likeliest token")
+    generate.add_argument("--top-p", type=float, default=1.0, help="draw among tokens of this probability (default 1)")
+    generate.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
+    generate.add_argument("--batch", type=_count, default=8, help="prompts that are continued together (default 8)")
+    generate.add_argument("--tokenizer", default="", metavar="FILE", help="a tokenizer.json, or bytes")
+    generate.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the recipe to exchange")
+    generate.set_defaults(run=_generate)
     verify = commands.add_parser(
         "verify", help="run one step of all ranks in this process, and compare it with one card"
     )
@@ -71,9 +83,9 @@ def _parser():
 
 
 def _count(text):
-    """A number of steps."""
+    """A number of steps, tokens or prompts."""
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is no number of steps from 1 on")
+        raise argparse.ArgumentTypeError(f"'{text}' is no whole number from 1 on")
     return int(text)
 
 
@@ -103,6 +115,23 @@ def _train(arguments):
         return _report(error)
     if job.rank == 0:
         print(summary)
+    return 0
+
+
+def _generate(arguments):
+    try:
+        from mindformers_core.serving.sampling import Sampling
+        from mindformers_core.trainer.generating import Request, generate, read_prompts
+        from mindformers_core.trainer.recipe_loader import load_recipe
+
+        prompts = arguments.prompt + (read_prompts(arguments.prompts) if arguments.prompts else [])
+        sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
+        request = Request(tuple(prompts), arguments.tokens, sampling, arguments.batch, arguments.tokenizer)
+        texts, rank = generate(load_recipe(arguments.config, arguments.overrides), request)
+    except _USER_ERRORS as error:
+        return _report(error)
+    if rank == 0:
+        print("\n\n".join(texts))
     return 0
 
 

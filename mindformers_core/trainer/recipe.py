@@ -110,6 +110,8 @@ class Checkpoint:
     keep_last: int = bounded(0, 0, _MANY)  # number of newest checkpoints that stay in the run folder; 0: all
     keep_every: int = bounded(0, 0, _MANY)  # with keep_last: those of every so many steps stay, too; 0: none
     on_error: Literal["end", "go_on"] = "end"  # where a checkpoint can't be saved; earlier ones stay in any case
+    async_save: bool = False  # another process writes a copy of the state, while training goes on
+    when_busy: Literal["wait", "skip"] = "wait"  # with async_save: for a checkpoint that is still being written
     load_path: str = ""  # a run folder (its newest checkpoint), one of its checkpoint/step_N, or a Hugging Face folder
     no_load_optim: bool = False  # load weights only, and begin at step 0
 

@@ -24,11 +24,8 @@ def build_cells(recipe, mesh, rank):
     Returns:
         A dict, number of a stage -> its Cell, in order; without a pipeline 0 -> the model.
     """
-    is_part, layers, zero = recipe.parallelism.pipeline_parallel > 1, {0: None}, zero_settings(recipe, mesh)
-    if is_part:
-        layers = layers_of_rank(recipe, *mesh.coordinate(rank, ("pp",)))
-        mesh = mesh.sub_mesh(tuple(axis for axis in mesh.axis_names if axis != "pp"), rank)
-    cells = {}
+    zero, cells = zero_settings(recipe, mesh), {}
+    layers, mesh, is_part = stages_of(recipe, mesh, rank)
     for stage, part in layers.items():
         with ms.DeviceCtx("meta"):
             net = recipe.spec.build(recipe.model, part).set_train()
@@ -38,6 +35,16 @@ def build_cells(recipe, mesh, rank):
         hsdp(net, **zero)
     tie_shards(list(cells.values()), recipe.spec.tied(recipe.model))
     return cells
+
+
+def stages_of(recipe, mesh, rank):
+    """A dict, number of a stage of `rank` -> its `LayerRange`, without a pipeline 0 -> None; the mesh of the ranks that
+    share these stages; and whether there is a pipeline.
+    """
+    if recipe.parallelism.pipeline_parallel == 1:
+        return {0: None}, mesh, False
+    layers = layers_of_rank(recipe, *mesh.coordinate(rank, ("pp",)))
+    return layers, mesh.sub_mesh(tuple(axis for axis in mesh.axis_names if axis != "pp"), rank), True
 
 
 def step_parts(recipe, mesh, cells):

@@ -14,7 +14,7 @@ from mindformers_core.diff.recorder import perturb
 from mindformers_core.files import write_whole
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.tensor_parallel.clipping import sum_cell
-from mindformers_core.trainer.checkpoints import open_source, resume, save_job
+from mindformers_core.trainer.checkpoints import open_source, reserve_memory, resume, save_job
 from mindformers_core.trainer.data import dataset_of, first_sequence
 from mindformers_core.trainer.recipe import Recipe, accumulation_steps, learning_rate, recipe_mesh
 from mindformers_core.trainer.recipe_loader import recipe_to_yaml
@@ -47,6 +47,7 @@ class Job:
     step: int = 0
     consumed: int = 0
     save_plan: object = None  # the `SavePlan` of the first checkpoint, for the others
+    background: object = None  # the `BackgroundSave` of checkpoint.async_save
 
     def barrier(self):
         """Wait for all ranks of the mesh."""
@@ -62,6 +63,17 @@ def prepare(recipe):
         ModuleNotFoundError: an extra that the recipe needs is not installed.
     """
     require_extras(recipe)
+    world, mesh = enter_world(recipe)
+    checkpoint, recipe = open_source(recipe)
+    return begin_job(recipe, mesh, world.rank, dataset_of(recipe), checkpoint)
+
+
+def enter_world(recipe):
+    """This process's world, and the mesh of a recipe, on the recipe's device.
+
+    Raises:
+        ValueError: a device that MindSpore can't use here, or another number of ranks.
+    """
     target = recipe.context.device_target
     if ms.get_context("device_target") != target:  # can't be set once kernels have run
         try:
@@ -75,9 +87,7 @@ def prepare(recipe):
     ms.set_context(mode=ms.PYNATIVE_MODE)  # context.mode: 0 compiles passes and update by themselves
     timeout, check = recipe.context.communication_timeout, recipe.context.check_collectives
     world = init_distributed(timeout=timeout, check_collectives=check)  # never returns in msrun's scheduler
-    mesh = recipe_mesh(recipe, world.size)
-    checkpoint, recipe = open_source(recipe)
-    return begin_job(recipe, mesh, world.rank, dataset_of(recipe), checkpoint)
+    return world, recipe_mesh(recipe, world.size)
 
 
 def begin_job(recipe, mesh, rank, dataset, checkpoint=None):
@@ -115,18 +125,23 @@ def run_steps(job):
     records = _open_records(job) if job.rank == 0 else []
     job.barrier()
     losses, started = [], time.perf_counter()
-    while job.step < recipe.training.steps:
-        row = train_step(job)
-        losses.append(row["loss"])
-        if len(losses) == 1:  # the first step has generated all programs
-            report_activations(recipe, job.mesh, job.rank, job.cells)
-        for record in records:
-            record(row)
-        if not math.isfinite(row["loss"]):
-            raise FloatingPointError(f"the loss is {row['loss']} at step {job.step}: see {folder}/metrics.jsonl")
-        at_end = job.step == recipe.training.steps
-        if recipe.checkpoint.enable_save and (at_end or job.step % recipe.checkpoint.save_interleaved_steps == 0):
-            save_job(job)
+    try:
+        reserve_memory(job)
+        while job.step < recipe.training.steps:
+            row = train_step(job)
+            losses.append(row["loss"])
+            if len(losses) == 1:  # the first step has generated all programs
+                report_activations(recipe, job.mesh, job.rank, job.cells)
+            for record in records:
+                record(row)
+            if not math.isfinite(row["loss"]):
+                raise FloatingPointError(f"the loss is {row['loss']} at step {job.step}: see {folder}/metrics.jsonl")
+            at_end = job.step == recipe.training.steps
+            if recipe.checkpoint.enable_save and (at_end or job.step % recipe.checkpoint.save_interleaved_steps == 0):
+                save_job(job)
+    finally:
+        if job.background is not None:
+            job.background.close()
     seconds = time.perf_counter() - started
     tokens = len(losses) * job.batch_size * recipe.train_dataset.seq_length
     summary = (

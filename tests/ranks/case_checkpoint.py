@@ -62,7 +62,7 @@ def case_saved_on_one_mesh_and_resumed_on_others():
 
 @on_ranks(4)
 def case_resumed_run_with_few_checkpoints():
-    """Runs by recipe: the one that goes on from a checkpoint in the place of the unbroken one; old ones are removed."""
+    """Runs by recipe: one that goes on from a checkpoint, saved beside training, is as the unbroken one."""
     folder = folder_of("runs")
     places = (f"train_dataset.data_path={CONFIGS}", f"train_dataset.cache_dir={folder}/cache")
     saving = ("checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=1", "checkpoint.keep_last=2")
@@ -76,7 +76,7 @@ def case_resumed_run_with_few_checkpoints():
         job.barrier()
         return losses
 
-    unbroken = run("unbroken", *saving, "checkpoint.keep_every=3")
+    unbroken = run("unbroken", *saving, "checkpoint.keep_every=3", "checkpoint.async_save=true")
     assert sorted(os.listdir(f"{folder}/unbroken/checkpoint")) == ["step_3", "step_4"]
     path = f"checkpoint.load_path={folder}/unbroken/checkpoint/step_3"
     assert run("resumed", path, "training.seed=3") == {4: unbroken[4]}

@@ -1,0 +1,178 @@
+"""Saving while training goes on: a copy of this rank's tensors in shared memory, which another process writes.
+
+Pure Python. The memory has no name, so that it goes with the processes that hold it, whatever ends them.
+"""
+
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from mindformers_core.checkpoint.index import encode_json
+from mindformers_core.checkpoint.parts import encode_parts, on_all_ranks, parts_of_all
+from mindformers_core.checkpoint.save import SaveError, clean, piece_arrays, plan_save
+from mindformers_core.checkpoint.slices import WORDS, FileLayer
+from mindformers_core.checkpoint.writer import places, snapshot_arrays
+
+_POLL = 0.05  # seconds
+_ROOT = str(Path(__file__).resolve().parents[2])  # the folder that this package is in
+_BUSY = "busy"
+
+
+class BackgroundSave:
+    """The snapshot of a rank, and the process that writes it, if there is one; all ranks call `settle` and `start`.
+
+    Args:
+        ranks: the `Ranks`.
+    """
+
+    def __init__(self, ranks):
+        self._ranks = ranks
+        self._plan = self._memory = self._faulting = self._process = self._folder = None
+        self._descriptors = ()  # of the snapshot, and of the parts of all ranks
+
+    @property
+    def folder(self):
+        """The folder of the last checkpoint that was asked for; None before."""
+        return self._folder
+
+    def settle(self, waits=True):
+        """Whether no rank is writing any more; `waits` for that.
+
+        Raises:
+            SaveError: on all ranks: the last checkpoint couldn't be written; its folder is removed.
+        """
+        while True:
+            found = self._ranks.gather(self._status())
+            for rank, told in sorted(found.items()):
+                if told not in (None, _BUSY):
+                    self._end()
+                    self._ranks.gather(None)  # no rank writes any more
+                    if self._ranks.rank == 0:
+                        clean(self._folder, FileLayer())
+                    where = f"rank {rank}: " if len(found) > 1 else ""
+                    raise SaveError(f"{where}{told}")
+            if _BUSY not in found.values():
+                self._end()
+                return True
+            if not waits:
+                return False
+            time.sleep(_POLL)
+
+    def reserve(self, parts):
+        """Plan all saves, and allocate the snapshot; a thread faults its pages in, beside what the caller does next.
+
+        Later calls do nothing. All ranks call this; `start` does, too.
+
+        Args:
+            parts: this rank's `Part`s, those of all saves.
+
+        Raises:
+            SaveError: on all ranks: no memory. ValueError: see `plan_save`.
+        """
+        if self._plan is not None:
+            return
+        everywhere = parts_of_all(self._ranks, parts)
+        plan = plan_save(everywhere)
+        try:
+            on_all_ranks(self._ranks, lambda: self._allocate(everywhere, plan))
+        except OSError as error:
+            self.close()
+            raise SaveError(f"checkpoint.async_save: a copy of the state can't be allocated: {error}") from error
+        self._plan = plan
+
+    def _allocate(self, everywhere, plan):
+        described = encode_json({str(rank): encode_parts(own) for rank, own in everywhere.items()})
+        snapshot = _shared_memory(max(1, places(plan.of_rank(self._ranks.rank))[1]))
+        self._descriptors = snapshot, _shared_memory(len(described), described)
+        self._memory = mmap.mmap(snapshot, 0)
+        self._faulting = threading.Thread(target=_fault_in, args=(self._memory,))
+        self._faulting.start()
+
+    def start(self, folder, parts, values, documents, keep):
+        """Copy this rank's tensors, and write the checkpoint beside what the caller does next; after `settle`.
+
+        Args:
+            folder, parts, values, documents: as of `save`; `documents` are texts in UTF-8. Parts are always the same.
+            keep: `(keep_last, keep_every)` of `prune`.
+
+        Raises:
+            SaveError: on all ranks: no memory for the copy, or no process can be started.
+            ValueError: see `plan_save`.
+        """
+        self.reserve(parts)
+        ranks, self._folder = self._ranks, folder
+        request = {"rank": ranks.rank, "folder": os.path.abspath(folder), "keep": keep}
+        request |= {"documents": {path: data.decode() for path, data in documents.items()}} if ranks.rank == 0 else {}
+        tokens = ranks.gather(f"{os.getpid()}-{time.time_ns()}")
+        request["token"] = tokens[min(tokens)]
+        try:
+            on_all_ranks(ranks, lambda: self._start(parts, values, request))
+        except OSError as error:
+            self._end()
+            raise SaveError.of(folder, error) from error
+
+    def _start(self, parts, values, request):
+        self._faulting.join()
+        copies = snapshot_arrays(self._plan.of_rank(self._ranks.rank), self._memory)
+        for (_, array), copy in zip(piece_arrays(self._plan, self._ranks.rank, parts, values), copies):
+            np.copyto(copy, array.view(WORDS[array.dtype.itemsize]))
+        encoded = encode_json(request)
+        descriptors = *self._descriptors, _shared_memory(len(encoded), encoded)
+        path = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "mindformers_core.checkpoint.writer", *map(str, (os.getpid(), *descriptors))],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, pass_fds=descriptors, text=True,
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            )  # fmt: skip
+        finally:
+            os.close(descriptors[-1])
+
+    def _status(self):
+        """None: nothing is being written; `_BUSY`; or the text of an error."""
+        if self._process is None or self._process.poll() == 0:
+            return None
+        if self._process.returncode is None:
+            return _BUSY
+        ended = SaveError.of(self._folder, f"the writer ended with code {self._process.returncode}")
+        return self._process.stdout.read().strip() or str(ended)
+
+    def close(self):
+        """End the process, whatever it does, and free the memory; what is half-written isn't a checkpoint."""
+        self._end()
+        if self._faulting is not None:
+            self._faulting.join()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._plan = self._memory = self._faulting = None
+        self._descriptors = ()
+
+    def _end(self):
+        """End the process; the memory stays for the next one."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            self._process.wait()
+            self._process.stdout.close()
+            self._process = None
+
+
+def _shared_memory(nbytes, contents=None):
+    """The descriptor of new memory that child processes can be given."""
+    descriptor = os.memfd_create("checkpoint")
+    os.truncate(descriptor, nbytes)
+    if contents is not None:
+        os.pwrite(descriptor, contents, 0)
+    return descriptor
+
+
+def _fault_in(memory):
+    """Let the kernel map all pages of new memory, whose bytes stay zero."""
+    np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 0

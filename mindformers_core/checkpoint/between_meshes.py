@@ -1,0 +1,134 @@
+"""`relayout()`: weights and moments of a running job on another mesh, and checksums that no mesh changes."""
+
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+
+import numpy as np
+from mindspore import Tensor, nn
+
+from mindformers_core.checkpoint.checksums import MODULUS, checksum
+from mindformers_core.checkpoint.moves import plan_moves
+from mindformers_core.checkpoint.parts import Ranks, divide, parts_of_all
+from mindformers_core.checkpoint.regions import inside, overlap, shape_of, volume
+from mindformers_core.checkpoint.tensors import fill_parameter, model_parts, optimizer_parts, values_of
+from mindformers_core.communication.messages import gather_values
+from mindformers_core.communication.point_to_point import channel
+from mindformers_core.communication.tensor_bytes import numpy_dtype
+from mindformers_core.communication.world import world
+from mindformers_core.mesh import DeviceMesh
+
+_TENSOR, _READ = (7_020, 0), (7_020, 1)  # tags of messages
+_KEY, _ENDS = attrgetter("key"), ("sender", "receiver")
+
+
+@dataclass(frozen=True)
+class RelayoutReport:
+    """Bytes that this rank has sent, received, and copied from its own parts of the source."""
+
+    sent: int
+    received: int
+    copied: int
+
+
+def relayout(source, target, source_optimizer=None, target_optimizer=None):
+    """Give the weights of `source`, a Cell on a mesh, to `target`, the same model on another mesh or with other plans.
+
+    Every rank receives the elements that it lacks, each once, from a rank that holds them: the fewest bytes. At a time
+    a rank needs memory for its part of one tensor and for a message of 16 MB beside the two models. All ranks of the
+    world call this; the meshes may be of some of them.
+
+    Args:
+        source, target: Cells after `shard()`, `hsdp()`, or neither; lists of the Cells of pipeline stages; or `()` on a
+            rank outside of that mesh. Build the target under `mindspore.DeviceCtx("meta")`: its values are replaced.
+        source_optimizer, target_optimizer: `AdamW`s or `Lamb`s of these Cells, whose moments move, too.
+
+    Returns:
+        The `RelayoutReport` of this rank.
+
+    Raises:
+        ValueError: on all ranks: a tensor that the source doesn't have, or with another shape or dtype.
+    """
+    held, wanted = _parts(source, source_optimizer), _parts(target, target_optimizer)
+    ranks = _ranks()
+    moves = plan_moves(parts_of_all(ranks, list(held)), parts_of_all(ranks, list(wanted)))
+    sources, targets = ({part.key: part for part in parts} for parts in (held, wanted))
+    own = [move for move in moves if ranks.rank in (move.sender, move.receiver)]
+    messages, by_key = channel() if moves else None, {key: tuple(of_key) for key, of_key in groupby(own, _KEY)}
+    copied = 0
+    for key in sorted(set(by_key) | set(targets)):
+        given, taken = sources.get(key), targets.get(key)
+        values = None if given is None else values_of(held[given])
+        array = None if taken is None else np.empty(shape_of(taken.box), numpy_dtype(wanted[taken].dtype))
+        common = None if None in (given, taken) else overlap(given.box, taken.box)
+        if common is not None:
+            array[inside(common, taken.box)] = values[inside(common, given.box)]
+            copied += volume(common) * array.itemsize
+        _exchange(messages, ranks.rank, by_key.get(key, ()), (given, values), (taken, array))
+        if taken is not None:
+            fill_parameter(wanted[taken], array)
+    sent, received = (sum(move.nbytes for move in own if getattr(move, end) == ranks.rank) for end in _ENDS)
+    return RelayoutReport(sent, received, copied)
+
+
+def global_checksums(cells, optimizer=None):
+    """A checksum of every *global* tensor, the same on any mesh: a dict, name -> hexadecimal digits, on every rank.
+
+    All ranks of the world call this; arguments as of `relayout`.
+
+    Raises:
+        ValueError: on all ranks: two ranks have different values of a part that both hold; names tensor and ranks.
+    """
+    held, ranks = _parts(cells, optimizer), _ranks()
+    divided, own = divide(parts_of_all(ranks, list(held))), []
+    for part, parameter in held.items():
+        values = values_of(parameter)
+        for number, (box, _) in enumerate(divided[part.key]):
+            if overlap(box, part.box) == box:
+                own.append([*part.key, number, checksum(values[inside(box, part.box)], box, part.shape)])
+    first, totals = {}, {}
+    for rank, found in sorted(ranks.gather(own).items()):
+        for group, name, number, value in found:
+            known, other = first.setdefault((group, name, number), (value, rank))
+            if known != value:
+                box, _ = divided[group, name][number]
+                where = ", ".join(f"{start}:{stop}" for start, stop in box)
+                raise ValueError(f"'{name}'[{where}] differs between rank {other} and rank {rank}, which both hold it")
+    for (_, name, _), (value, _) in first.items():
+        totals[name] = (totals.get(name, 0) + value) % MODULUS
+    return {name: f"{total:016x}" for name, total in sorted(totals.items())}
+
+
+def _exchange(messages, rank, moves, given, taken):
+    """Send and receive the moves of one tensor; returns when all of them have been read, so that none wait in memory.
+
+    Args:
+        messages: the `Channel`.
+        rank: this one.
+        moves: those of this rank, in the order of all.
+        given, taken: the `Part` that it holds and the one that it shall hold, with their arrays.
+    """
+    for move in moves:
+        if move.sender == rank:
+            piece = np.ascontiguousarray(given[1][inside(move.box, given[0].box)])
+            messages.send((Tensor.from_numpy(piece.reshape(-1).view(np.uint8)),), move.receiver, _TENSOR)
+        else:
+            (message,) = messages.receive(move.sender, _TENSOR)
+            part, array = taken
+            array[inside(move.box, part.box)] = message.asnumpy().view(array.dtype).reshape(shape_of(move.box))
+    for move in moves:
+        if move.sender == rank:
+            messages.receive_object(move.receiver, _READ)
+        else:
+            messages.send_object("read", move.sender, _READ)
+
+
+def _parts(cells, optimizer):
+    """This rank's `Part`s of Cells and an optimizer, a dict, `Part` -> Parameter."""
+    cells, rank = (cells,) if isinstance(cells, nn.Cell) else cells, world().rank
+    return model_parts(cells, rank) | (optimizer_parts(optimizer, rank) if optimizer is not None else {})
+
+
+def _ranks():
+    mesh = DeviceMesh((world().size,), ("rank",))
+    return Ranks(world().rank, lambda value: gather_values(mesh, value))

@@ -1,0 +1,101 @@
+"""Texts as tokens, and prompts of different lengths as one batch. Pure Python."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+TOKENIZER, BYTES = "tokenizer.json", "bytes"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Texts as token ids, and back.
+
+    Attributes:
+        encode: function of a text that returns a list of ids.
+        decode: function of a list of ids that returns a text.
+        stops: ids after which a text ends.
+    """
+
+    encode: Callable
+    decode: Callable
+    stops: tuple = ()
+
+
+def tokens_of(given, folder, takes_bytes, stops=()):
+    """The `Tokens` of a model.
+
+    Args:
+        given: path of a Hugging Face `tokenizer.json`, or "bytes"; empty: the file in `folder`, else bytes.
+        folder: of the checkpoint.
+        takes_bytes: whether the model was trained with bytes of text.
+        stops: ids after which a text ends; of a tokenizer only.
+
+    Raises:
+        FileNotFoundError: there is no such file. ModuleNotFoundError: the package `tokenizers` isn't installed.
+        ValueError: the model has no tokenizer.
+    """
+    path = given or os.path.join(folder, TOKENIZER)
+    if given and given != BYTES and not os.path.isfile(path):
+        raise FileNotFoundError(f"--tokenizer: there is no file '{path}'")
+    if given != BYTES and os.path.isfile(path):
+        try:
+            from tokenizers import Tokenizer
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"{path} needs the package tokenizers: pip install 'mindformers_core[tokenizer]', or give --tokenizer "
+                f"{BYTES} for a model of bytes",
+                name="tokenizers",
+            ) from error
+        tokenizer = Tokenizer.from_file(path)
+        return Tokens(lambda text: tokenizer.encode(text).ids, tokenizer.decode, tuple(stops))
+    if not given and not takes_bytes:
+        raise ValueError(
+            f"no tokenizer: {folder} has no {TOKENIZER}, and the model wasn't trained with bytes of text: give "
+            f"--tokenizer FILE, or --tokenizer {BYTES}"
+        )
+    return Tokens(lambda text: list(text.encode()), _text_of_bytes)
+
+
+def _text_of_bytes(ids):
+    """Ids beyond a byte are shown as what isn't UTF-8 is."""
+    return bytes(number if number < 256 else 0xFF for number in ids).decode(errors="replace")
+
+
+def encode_prompts(texts, tokens, count, vocab_size, longest):
+    """The ids of every text, a list of lists.
+
+    Args:
+        texts: the prompts.
+        tokens: the `Tokens`.
+        count: number of tokens that will be generated for each.
+        vocab_size, longest: number of ids and of positions of the model; None: no limit.
+
+    Raises:
+        ValueError: no prompt, an empty or too long one, or an id outside of the model's vocabulary.
+    """
+    if not texts:
+        raise ValueError("no prompt: give --prompt TEXT, or --prompts FILE with one on every line")
+    prompts = [tokens.encode(text) for text in texts]
+    for number, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {number} is empty: give at least one token")
+        if vocab_size is not None and max(prompt) >= vocab_size:
+            raise ValueError(f"prompt {number} has token {max(prompt)}, not below model.vocab_size {vocab_size}")
+        if longest is not None and len(prompt) + count > longest:
+            raise ValueError(
+                f"prompt {number} has {len(prompt)} tokens, and {count} more are {len(prompt) + count}, but "
+                f"model.max_position_embeddings is {longest}: give a shorter prompt, or fewer --tokens"
+            )
+    return prompts
+
+
+def padded(prompts, length):
+    """Prompts as rows that end in the same slot: ids (batch, length), and the first slot of each (batch,), int32."""
+    ids, starts = np.zeros((len(prompts), length), np.int32), []
+    for row, prompt in zip(ids, prompts, strict=True):
+        starts.append(length - len(prompt))
+        row[starts[-1] :] = prompt
+    return ids, np.array(starts, np.int32)

@@ -1,0 +1,136 @@
+"""`python -m mindformers_core generate`: a checkpoint continues prompts, on any mesh."""
+
+import os
+from dataclasses import dataclass, replace
+
+import mindspore as ms
+
+from mindformers_core.layout import layout
+from mindformers_core.pipeline.layer_split import stages_of_rank
+from mindformers_core.serving.generator import Generator
+from mindformers_core.serving.prompts import encode_prompts, tokens_of
+from mindformers_core.serving.sampling import Sampling
+from mindformers_core.tensor_parallel import shard
+from mindformers_core.trainer.checkpoints import fill, open_source, weight_parts
+from mindformers_core.trainer.pipeline_recipe import recipe_schedule
+from mindformers_core.trainer.step import stages_of
+from mindformers_core.trainer.training_loop import enter_world
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to generate.
+
+    Attributes:
+        prompts: texts.
+        tokens: number of tokens to generate for each, at most.
+        sampling: a `Sampling`.
+        batch: number of prompts that are continued together.
+        tokenizer: as of `tokens_of`.
+    """
+
+    prompts: tuple
+    tokens: int = 64
+    sampling: Sampling = Sampling()
+    batch: int = 8
+    tokenizer: str = ""
+
+
+def generate(recipe, request):
+    """Continue the prompts of a `Request`: `(texts, rank)`, prompts included, on every rank.
+
+    Raises:
+        ValueError, FileNotFoundError, ModuleNotFoundError: a recipe, request, checkpoint or tokenizer that doesn't fit.
+    """
+    if not recipe.checkpoint.load_path:
+        raise ValueError("checkpoint.load_path: generate needs weights: give a run folder, or a Hugging Face folder")
+    world, mesh = enter_world(recipe)
+    checkpoint, recipe = open_source(recipe)
+    return continue_prompts(recipe, mesh, world.rank, checkpoint, request), world.rank
+
+
+def continue_prompts(recipe, mesh, rank, checkpoint, request):
+    """The texts of `generate`, on a mesh with the axes `MESH_AXES`, with the weights of a `Checkpoint`."""
+    data, model, config = recipe.train_dataset, recipe.model, checkpoint.config or {}
+    is_text = not data.factory and not any(path.endswith(".npy") for path in data.data_path)
+    stops = config.get("eos_token_id") or ()
+    tokens = tokens_of(
+        request.tokenizer, checkpoint.folder, is_text and checkpoint.state is not None,
+        (stops,) if isinstance(stops, int) else stops,
+    )  # fmt: skip
+    limits = (getattr(model, key, None) for key in ("vocab_size", "max_position_embeddings"))
+    prompts = encode_prompts(request.prompts, tokens, request.tokens, *limits)
+    dp_size, length = mesh.axis_size("dp"), max(map(len, prompts))
+    batch = -(-min(request.batch, len(prompts)) // dp_size) * dp_size
+    generator = make_generator(recipe, mesh, rank, batch, length, request.tokens, checkpoint)
+    found = []
+    for first in range(0, len(prompts), batch):
+        part = prompts[first : first + batch]
+        rows = part + part[:1] * (batch - len(part))  # the last batch is filled up
+        numbers = [*range(first, first + len(part)), *(first for _ in rows[len(part) :])]
+        found += generator.run(rows, request.tokens, request.sampling, numbers, tokens.stops)[: len(part)]
+    return [tokens.decode(prompt + new) for prompt, new in zip(prompts, found, strict=True)]
+
+
+def make_generator(recipe, mesh, rank, batch, length, count, checkpoint):
+    """The `Generator` of a recipe's model with the weights of a `Checkpoint`.
+
+    Args:
+        recipe: the `Recipe`. Sequence parallelism, ZeRO, recomputation and offloading are of training only.
+        mesh: with the axes `MESH_AXES`.
+        rank: this rank's number.
+        batch, length: number of prompts in a batch, and of slots for their tokens.
+        count: number of tokens that are generated, at most.
+        checkpoint: the `Checkpoint`.
+
+    Raises:
+        ValueError: a model that has no caches; on all ranks: tensors that differ from the model's, a damaged file.
+    """
+    sizes, cells, paths = replace(recipe.parallelism, sequence_parallel=False), {}, set()
+    layers, stage_mesh, is_part = stages_of(recipe, mesh, rank)
+    pp_ranks, chunks = mesh.group(rank, ("pp",)), sizes.pipeline_parallel_interleave_num if is_part else 1
+    last = len(pp_ranks) * chunks - 1
+    for stage, part in layers.items():
+        with ms.DeviceCtx("meta"):
+            net = recipe.spec.build(recipe.model, part).set_train(False)
+            if not hasattr(net, "add_caches"):
+                raise ValueError(
+                    f"model.name: {recipe.model_name} can't generate: {type(net).__name__} has no method "
+                    "add_caches(batch, slots), see docs/generate.md"
+                )
+            paths |= {path for path, _ in net.parameters_and_names()}
+            net.add_caches(batch, length + count)
+        plan = {"": {"output": layout("None", "None", "None")}} if stage == last else None
+        settings = {"seed": recipe.training.seed, "mode": recipe.context.engine, "check_inputs": False}
+        cells[stage] = shard(net, stage_mesh, sizes, plan, **settings)
+    fill(checkpoint, weight_parts(recipe, cells, rank, paths), recipe, mesh, rank)
+    _share_weights(cells.values())
+    stage_ranks = [pp_ranks[0]] * (last + 1)
+    placement = recipe_schedule(recipe).placement if is_part else "loop"
+    for place, holder in enumerate(pp_ranks):
+        for stage in stages_of_rank(place, len(pp_ranks), chunks, placement):
+            stage_ranks[stage] = holder
+    (place,), rows = mesh.coordinate(rank, ("dp",)), batch // mesh.axis_size("dp")
+    rows = slice(place * rows, (place + 1) * rows)
+    return Generator(cells, stage_ranks, rank, rows, length, recipe.context.mode == 0)
+
+
+def _share_weights(cells):
+    """Stages of a rank that have a parameter of one path, such as a tied embedding, hold the first stage's values."""
+    weights = {}
+    for cell in cells:
+        for path, parameter in cell.parameters_and_names():
+            if weights.setdefault(path, parameter) is not parameter:
+                parameter.set_data(weights[path])
+
+
+def read_prompts(path):
+    """The lines of a file that aren't empty.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"--prompts: there is no file '{path}'")
+    with open(path, encoding="utf-8") as file:
+        return [line for line in file.read().splitlines() if line]

@@ -1,0 +1,60 @@
+"""Trained on (dp 2, tp 2), generated on 1, 2 and 4 ranks: tokens and logits of the full forward pass."""
+
+import os
+import shutil
+import tempfile
+
+from launch import on_ranks
+from small_generation import (
+    DRAWN,
+    GREEDY,
+    PROMPTS,
+    TRAINED,
+    check_against_forward,
+    full_forward,
+    generator_of,
+    mesh,
+    recipe_of,
+    train,
+)
+
+from mindformers_core.communication import world
+from mindformers_core.communication.messages import gather_values
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.trainer.recipe import MESH_AXES
+
+COUNT, LAYERS = 200, "model.num_hidden_layers=2"
+
+
+@on_ranks(4)
+def case_generated_on_other_meshes_than_trained():
+    """200 greedy tokens, compiled, and some drawn ones, of rank 0 alone, tp 2, pp 2, and both; logits of a prompt."""
+    folder = os.path.join(tempfile.gettempdir(), f"mindformers_core_case_generate_{os.environ['MS_SCHED_PORT']}")
+    me = world().rank
+    job = train(folder, me, *TRAINED, LAYERS)
+    job.barrier()
+    forward, found, checked = full_forward(folder, LAYERS), [], 0
+
+    def generate(ranks, **sizes):
+        nonlocal checked
+        recipe = recipe_of(*mesh(**sizes), "context.mode=0", LAYERS)
+        here = init_device_mesh([sizes.get(axis, 1) for axis in MESH_AXES], MESH_AXES, ranks)
+        generator, passes = generator_of(folder, recipe, here, me, COUNT)
+        found.append([generator.run(PROMPTS, COUNT, GREEDY), generator.run(PROMPTS, 10, DRAWN)])
+        if passes[0] is not None:
+            check_against_forward(forward, found[-1][0], passes[:COUNT], [me])
+            checked += 1
+
+    generate(None, pp=2, tp=2)
+    if me < 2:
+        generate([0, 1], tp=2)
+    else:
+        generate([2, 3], pp=2)
+    if me == 0:
+        generate([0])
+    every = gather_values(job.mesh, (found, checked))
+    assert [checked for _, checked in every.values()] == [2, 1, 1, 2]
+    assert all(each == found[0] for on_rank, _ in every.values() for each in on_rank)
+    assert found[0][1] != [row[:10] for row in found[0][0]]
+    if me == 0:
+        shutil.rmtree(folder)

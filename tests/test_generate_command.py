@@ -1,0 +1,211 @@
+"""The command `generate`: texts, tokenizers, draws, errors; the names of MindSpore."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import mindspore as ms
+import numpy as np
+import pytest
+from hugging_face_llama import CONFIG, weights, write_folder
+from mindspore import Tensor, nn
+from small_generation import (
+    PROMPTS,
+    RECIPE,
+    SMALL,
+    checkpoint_of,
+    full_forward,
+    generated,
+    mesh,
+    recipe_of,
+    train,
+)
+
+from mindformers_core.communication.simulated import SimulatedRanks
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.models.spec import ModelSpec
+from mindformers_core.serving.predict import infer_predict_layout, load_distributed_checkpoint
+from mindformers_core.serving.prompts import encode_prompts, tokens_of
+from mindformers_core.serving.sampling import Sampling, next_tokens
+from mindformers_core.tensor_parallel import shard
+from mindformers_core.trainer.command_line import main
+from mindformers_core.trainer.generating import Request, continue_prompts, generate, make_generator
+from mindformers_core.trainer.recipe import Parallelism, recipe_mesh
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run whose model has its first weights."""
+    folder = str(tmp_path_factory.mktemp("trained"))
+    SimulatedRanks(1).run(lambda rank: train(folder, rank, *mesh(), steps=0))
+    return folder
+
+
+def test_texts_in_batches_of_any_size(trained):
+    """The last batch is filled up; the file's prompts keep their numbers."""
+    texts = tuple(bytes(prompt).decode() for prompt in PROMPTS[:3])
+    results = []
+    for overrides, batch in ((mesh(), 8), (mesh(), 2), (mesh(dp=2), 1)):
+        recipe, checkpoint = recipe_of(*overrides), checkpoint_of(trained)
+        request, ranks = Request(texts, 8, Sampling(0.7, 0.9, 1), batch), recipe_mesh(recipe)
+        results += SimulatedRanks(ranks.size).run(
+            lambda rank, given=(recipe, ranks, checkpoint, request): continue_prompts(*given[:2], rank, *given[2:])
+        )
+    assert all(each == results[0] for each in results)
+    assert all(text.startswith(prompt) for text, prompt in zip(results[0], texts, strict=True))
+
+
+def test_the_nucleus():
+    """Of probabilities .5, .3, .15, .05: those before which less than top_p is; frequencies are theirs."""
+    logits = np.log([[0.15, 0.5, 0.05, 0.3]]).repeat(4000, 0)
+    numbers, positions = range(4000), [9] * 4000
+
+    def share(sampling):
+        chosen = next_tokens(logits, sampling, numbers, positions)
+        return np.bincount(chosen, minlength=4) / 4000
+
+    np.testing.assert_allclose(share(Sampling(1.0)), [0.15, 0.5, 0.05, 0.3], atol=0.03)
+    np.testing.assert_allclose(share(Sampling(1.0, 0.79)), [0, 0.625, 0, 0.375], atol=0.03)
+    np.testing.assert_allclose(share(Sampling(1.0, 0.5)), [0, 1, 0, 0])
+    np.testing.assert_allclose(share(Sampling(0.5)), np.array([0.0225, 0.25, 0.0025, 0.09]) / 0.365, atol=0.03)
+    np.testing.assert_allclose(share(Sampling(1e-4, seed=3)), [0, 1, 0, 0])
+    np.testing.assert_allclose(share(Sampling()), [0, 1, 0, 0])
+    draws = [next_tokens(logits[:50], Sampling(1.0), range(50), [place] * 50).tolist() for place in (9, 10)]
+    assert draws[0] != draws[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -1.0}, "temperature: -1.0 should be 0"),
+        ({"temperature": float("nan")}, "temperature: nan"),
+        ({"top_p": 0.0}, "top_p: 0.0 should be a probability above 0"),
+        ({"top_p": 1.5}, "top_p: 1.5"),
+        ({"seed": -1}, "seed: -1"),
+    ],
+)
+def test_sampling_out_of_range(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**settings)
+
+
+def test_prompts_that_do_not_fit(tmp_path):
+    data = tokens_of("bytes", str(tmp_path), False)
+    for texts, message in (
+        ([], "no prompt: give --prompt TEXT"),
+        (["a", ""], "prompt 1 is empty"),
+        (["ab", "abcdef"], "prompt 1 has 6 tokens, and 5 more are 11, but model.max_position_embeddings is 10"),
+        (["a\N{PILCROW SIGN}"], "prompt 0 has token 194, not below model.vocab_size 128"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            encode_prompts(texts, data, 5, 128, 10)
+    assert encode_prompts(["ab"], data, 8, None, 10) == [[97, 98]]
+    assert data.decode([97, 300, 98]) == "a\N{REPLACEMENT CHARACTER}b"
+    with pytest.raises(ValueError, match="no tokenizer: .* wasn't trained with bytes of text: give --tokenizer FILE"):
+        tokens_of("", str(tmp_path), False)
+    with pytest.raises(FileNotFoundError, match="--tokenizer: there is no file 'nowhere.json'"):
+        tokens_of("nowhere.json", str(tmp_path), True)
+
+
+class Words:
+    """What the package `tokenizers` does, of words."""
+
+    def __init__(self, words):
+        self.words = words
+
+    @classmethod
+    def from_file(cls, path):
+        return cls(json.loads(Path(path).read_text()))
+
+    def encode(self, text):
+        return SimpleNamespace(ids=[self.words.index(word) for word in text.split()])
+
+    def decode(self, ids):
+        return " ".join(self.words[number] for number in ids)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_hugging_face_folder_with_its_tokenizer(tmp_path, monkeypatch):
+    """Their weights continue prompts; without the package, or without a tokenizer, it is an error."""
+    write_folder(tmp_path / "theirs", CONFIG, weights(CONFIG))
+    section = {key: CONFIG[key] for key in ("num_hidden_layers", "rope_theta", "intermediate_size", "head_dim")}
+    recipe = recipe_of(
+        *mesh(), *(f"model.{key}={value}" for key, value in section.items()), "model.tie_word_embeddings=false",
+        "model.max_position_embeddings=64",
+        f"checkpoint.load_path={tmp_path / 'theirs'}",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="no tokenizer: "):
+        generate(recipe, Request(("w1 w2",), 8))
+    (tmp_path / "theirs/tokenizer.json").write_text(json.dumps([f"w{number}" for number in range(256)]))
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ModuleNotFoundError, match=r"tokenizer.json needs the package tokenizers: pip install"):
+        generate(recipe, Request(("w1 w2",), 8))
+    monkeypatch.setitem(sys.modules, "tokenizers", SimpleNamespace(Tokenizer=Words))
+    (text,), _ = generate(recipe, Request(("w1 w2",), 8))
+    assert text.startswith("w1 w2 w") and len(text.split()) <= 10
+
+
+class Plain(nn.Cell):
+    """A model without caches."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.dense = nn.Dense(2, 2)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_without_caches(trained):
+    recipe = recipe_of(*mesh())
+    other = SimpleNamespace(**{key: getattr(recipe, key) for key in ("parallelism", "training", "context", "model")})
+    other.spec, other.model_name = ModelSpec(Plain, type(recipe.model)), "mine:Plain"
+    with pytest.raises(ValueError, match=r"model.name: mine:Plain can't generate: Plain has no method add_caches"):
+        make_generator(other, recipe_mesh(recipe), 0, 1, 4, 4, checkpoint_of(trained))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_command(trained, tmp_path, capsys):
+    (tmp_path / "prompts").write_text("import\n\nx\n")
+    arguments = ["generate", "--config", RECIPE, "--tokens", "5", *SMALL, *mesh()]
+    load = f"checkpoint.load_path={trained}"
+    assert main([*arguments, load, "--prompt", "def main(", "--prompts", str(tmp_path / "prompts")]) == 0
+    printed = capsys.readouterr().out
+    expected = generated(trained, *mesh(), count=5)[0][0]
+    texts = [bytes(prompt + new).decode(errors="replace") for prompt, new in zip(PROMPTS[:3], expected)]
+    assert printed == "\n\n".join(texts) + "\n"
+    for changes, message in (
+        ([load], "no prompt: give --prompt TEXT"),
+        (["--prompt", "a"], "checkpoint.load_path: generate needs weights"),
+        ([load, "--prompt", "a", "--top-p", "2"], "top_p: 2.0 should be"),
+        ([load, "--prompts", "nowhere"], "--prompts: there is no file 'nowhere'"),
+        ([load, "--prompt", "a" * 250, "--tokens", "9"], "prompt 0 has 250 tokens, and 9 more are 259"),
+        ([load, "--prompt", "a", "model.hidden_size=32"], "hidden_size 16, but model.hidden_size is 32"),
+    ):
+        assert main([*arguments, *changes]) == 2
+        assert f"error: {message}" in capsys.readouterr().err or message.startswith("hidden_size")
+
+
+def test_the_names_of_mindspore(trained):
+    """`infer_predict_layout` and `load_distributed_checkpoint`, on two ranks."""
+    expected = full_forward(trained)([5, 6, 7])
+
+    def work(rank):
+        recipe, x = recipe_of(), Tensor(np.array([[5, 6, 7]], np.int32))
+        with ms.DeviceCtx("meta"):
+            net = recipe.spec.build(recipe.model).set_train(False)
+        with pytest.raises(TypeError, match="isn't sharded|is no sharded|not sharded"):
+            infer_predict_layout(net, x)
+        shard(net, init_device_mesh((1, 2), ("dp", "tp")), Parallelism())
+        strategy = infer_predict_layout(net, x)
+        assert strategy["model.layers.0.mlp.up_proj.weight"].dims == (("tp",), ())
+        report = load_distributed_checkpoint(net, trained, strategy)
+        assert report.read == report.needed > 0
+        np.testing.assert_allclose(net(x).full_tensor().asnumpy()[0], expected, rtol=1e-5, atol=1e-5)
+        norm = strategy["model.norm.weight"]
+        wrong = {"model.layers.0.mlp.up_proj.weight": norm}
+        with pytest.raises(ValueError, match="predict_strategy: parameter 'model.layers.0.mlp.up.*' as .* lives as "):
+            load_distributed_checkpoint(net, trained, wrong)
+        with pytest.raises(ValueError, match="parameter 'head' as .* isn't one of the network"):
+            load_distributed_checkpoint(net, trained, {"head": norm})
+
+    SimulatedRanks(2).run(work)
