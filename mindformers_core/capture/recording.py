@@ -131,7 +131,8 @@ class Recorder:
                 share_memory(leaf, received[id(leaf)])
             return received[id(leaf)]
 
-        result, called = tree_map(receive, result), self.tree.local_path(caller.cell, cell)
+        result = tree_map(receive, result)
+        called = self.tree.local_path(caller.cell, cell)
         caller.nodes.append(CallNode(called, *shown, tree_map(caller.leaf, result), graph, source))
         return result
 
@@ -255,11 +256,12 @@ class Recorder:
         try:
             with replaced(self, inferring=True), NoFallbackGuard(), DeviceCtx("meta"):
                 result = func(*call, **tree_map(_meta_leaf, kwargs))
-            if result is not None:
-                return result
         except Exception as error:
             if "Not implement" not in str(error) or behind is None:
                 return self._known(func.name, args, kwargs, error)
+            result = None
+        if result is not None:
+            return result
         if behind is None:
             raise self.error(f"operator '{func.name}' gives no shape on the meta device: use mindspore.ops")
         with replaced(self, _silent=True):
@@ -274,8 +276,8 @@ class Recorder:
         else:
             if found is not None:
                 return self.meta(*found)
-        shown = f"{name}({', '.join(map(repr, args))})"
-        raise self.error(f"operator {shown} can't be run on shapes alone: {_message(error)}") from error
+        shown = ", ".join(map(repr, args))
+        raise self.error(f"operator {name}({shown}) can't be run on shapes alone: {_message(error)}") from error
 
     def stand_in(self, structure):
         """The structure with a traced tensor in the place of every plain one; itself where there is none."""
