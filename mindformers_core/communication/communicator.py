@@ -1,5 +1,6 @@
 """The collectives of one mesh: from a step of a redistribution plan to the Cell that carries it out, each made once."""
 
+from mindspore import dtype as mstype
 from mindspore import nn, ops
 
 from mindformers_core.communication import collectives
@@ -50,6 +51,8 @@ class _Shared(nn.Cell):
         return y
 
     def construct(self, x):
+        if x.dtype == mstype.int32 or x.dtype == mstype.int64:  # MindSpore can't compile their gradients
+            return self.collective.forward(ops.stop_gradient(x))
         y = self.with_one_dim_more(x)
         return ops.reshape(y, y.shape[1:])
 

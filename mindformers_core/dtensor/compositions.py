@@ -11,6 +11,7 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 from mindspore import dtype as mstype
 from mindspore._c_expression import typing
+from mindspore.nn.layer.rnns import _DynamicRNNBase
 
 from mindformers_core.dtensor import constant_sizes as sizes
 from mindformers_core.dtensor.draws import DRAWN
@@ -76,19 +77,13 @@ def instance_norm(x, scale, bias, mean, variance, epsilon=1e-5, momentum=0.1):
 
 def lstm(x, state, cell, weights, input_size, hidden_size, has_bias):
     """Results of `LSTM`, one layer in one direction, step by step; the two that are for its own gradient are zeros."""
-    of_input, of_state = 4 * hidden_size * input_size, 4 * hidden_size**2
-    flat, state, cell, found = ops.reshape(weights, (-1,)), state[0], cell[0], []
-    biases = ops.reshape(flat[of_input + of_state :], (-1, 4 * hidden_size)).sum(0) if has_bias else 0.0
-    of_input, of_state = flat[:of_input], flat[of_input : of_input + of_state]
-    of_input, of_state = (ops.reshape(each, (4 * hidden_size, -1)).T for each in (of_input, of_state))
-    for entry in x:
-        gates = ops.matmul(entry, of_input) + ops.matmul(state, of_state) + biases
-        taken, kept, new, shown = ops.split(gates, hidden_size, 1)
-        cell = ops.sigmoid(kept) * cell + ops.sigmoid(taken) * ops.tanh(new)
-        state = ops.sigmoid(shown) * ops.tanh(cell)
-        found.append(state)
-    unused = (ops.zeros((1, 1)),) * 2
-    return ops.stack(found), ops.expand_dims(state, 0), ops.expand_dims(cell, 0), *unused
+    flat, gates = ops.reshape(weights, (-1,)), 4 * hidden_size
+    end = gates * (input_size + hidden_size)
+    parts = flat[: gates * input_size], flat[gates * input_size : end], flat[end:]
+    *matrices, biases = (ops.reshape(part, (-1, size)) for part, size in zip(parts, (input_size, hidden_size, gates)))
+    biases = (biases.sum(0), ops.zeros(gates)) if has_bias else (None, None)
+    y, (state, cell) = _DynamicRNNBase("LSTM").recurrent(x, (state[0], cell[0]), *matrices, *biases)
+    return y, ops.expand_dims(state, 0), ops.expand_dims(cell, 0), *(ops.zeros((1, 1)),) * 2
 
 
 def index_added(x, index, updates, axis):

@@ -78,7 +78,7 @@ def check_authors(names, in_graph):
 @on_ranks(4)
 def case_models_of_authors():
     """Generated programs, of simulated ranks, are in `test_author_models`."""
-    check_authors(AUTHORS, ("moe", "simclr"))
+    check_authors(AUTHORS, ("gshard", "simclr"))
 
 
 @on_ranks(nightly=(4,))
