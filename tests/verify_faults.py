@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 
-import mindspore as ms
 import numpy as np
 import yaml
 from launch import ROOT
