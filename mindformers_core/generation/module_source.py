@@ -51,7 +51,7 @@ class ModuleSource:
         self.observed = [] if is_observed else None
         self.cells, self.mesh = cells, frame.mesh
         self.imports, self.variables = set(), set()
-        self.frames = distinct_plans(frame)
+        self.frames = _distinct(frame)
         self.deferrals = deferrals(self.frames) if defer_weights else {}
         self.constants, self.borrowed = {}, {}
         self._collectives, self._instances, self._separate = {}, {}, separate_collectives
@@ -239,9 +239,9 @@ def _text(value):
     return text.replace("'", '"')
 
 
-def distinct_plans(frame):
+def _distinct(frame):
     """The distinct plans below and including this one, callees first."""
-    below = [inner for call in frame.calls if call.frame is not None for inner in distinct_plans(call.frame)]
+    below = [inner for call in frame.calls if call.frame is not None for inner in _distinct(call.frame)]
     return list(dict.fromkeys([*below, frame]))
 
 

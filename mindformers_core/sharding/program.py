@@ -11,11 +11,11 @@ from mindspore import Tensor
 from mindspore._c_expression import typing
 
 from mindformers_core.capture.capture import capture
-from mindformers_core.communication.world import process_state, world
+from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.dtensor import DTensor, wrap
 from mindformers_core.dtensor.move import device_model, dtype_name
 from mindformers_core.generation.load import load_module
-from mindformers_core.generation.module_source import ModuleSource, distinct_plans
+from mindformers_core.generation.module_source import ModuleSource
 from mindformers_core.operators import TensorMeta, tensor_meta
 from mindformers_core.program.partition import calls_of, partition
 from mindformers_core.program.plan import joined_path, walk_graphs
@@ -105,13 +105,6 @@ def describe(leaf):
     )
 
 
-def _place_of_algorithms(frame):
-    """This rank's coordinates on all axes over which distributed algorithms run: constants of these depend on them."""
-    plans = [plan for each in distinct_plans(frame) for plan in each.instructions if getattr(plan, "algorithm", None)]
-    dims = [dim for plan in plans for layout in (*plan.inputs, *plan.outputs) for dim in (*layout.axes, plan.cut_axes)]
-    return frame.mesh.coordinate(world().rank, sorted({axis for dim in dims for axis in dim}))
-
-
 def make_program(tree, path, args, kwargs, signature, saved_plan=None):
     """Capture, propagate, generate and load the program of one call.
 
@@ -132,8 +125,7 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
     separate_collectives = generated is not frame or tree.activations.is_active and tree.compiling is not None
     header, classes = _header(tree, path, graph, frame), _below(path, tree.classes)
     given = generated, classes, tree.function_names, header, tree.deferring, separate_collectives, observer.instruments
-    listed = classes.items(), sorted(tree.function_names), header, _place_of_algorithms(generated)
-    key = generated, *map(tuple, listed), *given[4:]
+    key = generated, *(tuple(each) for each in (classes.items(), sorted(tree.function_names), header)), *given[4:]
     source = observer.generated(key, lambda: ModuleSource(*given))
     tree.function_names.update(source.functions.values())
     name = source.functions[generated]
