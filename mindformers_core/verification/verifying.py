@@ -78,6 +78,8 @@ class _Call:
             self.build_one, self.model = lambda: shard(copy_cell(net), mesh, config, plan, seed=seed), net
         self.parameters, self.plans, steps = {}, {}, 1  # (0, mesh of a Cell) -> `(CellGraph, CellPlan)`
         SimulatedRanks(mesh.size).run(self._plan)
+        if self.model is not None:  # those of ranks are compared with them
+            self.parameters = {path: parameter.asnumpy() for path, parameter in net.parameters_and_names()}
         if self.settings is not None:
             steps = self.settings.accumulate_grad_step
             self.divisor = steps * (self.settings.group_size if self.settings.gradients_mean else 1)
