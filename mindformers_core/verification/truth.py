@@ -81,7 +81,7 @@ class OneCard:
         self.values, self.gradients, self.weight_gradients, self.outputs, self.written = {}, {}, {}, {}, {}
         self.trained = [path for path in stages if path in trained]
         self.tied = {path for path, count in stages.items() if count > 1}
-        self._functions, self._largest = {}, {}
+        self._functions, self._largest = {}, {}  # id of a node, or its source -> function; (what, label) -> size
 
     def run(self, label, args, kwargs, slopes):
         """One pass through all stages, forward and backward.
@@ -149,20 +149,25 @@ class OneCard:
         if draw is not None:
             return draw(args, kwargs)
         tensors = {id(tensor): tensor for tensor in tree_leaves((args, kwargs), Tensor)}
+        if id(node) not in self._functions:  # the graphs keep their nodes
+            self._functions[id(node)] = self._function(node, args, kwargs, list(tensors))
+        return tree_map(_without_gradient, self._functions[id(node)](*tensors.values()))
+
+    def _function(self, node, args, kwargs, tensors):
+        """The function of tensors with the ids `tensors` that calls an operator."""
         names = {number: f"tensor_{place}" for place, number in enumerate(tensors)}
         if node.primitive is None:
             call = operator_source(node.operator, args, kwargs)
         else:
             call = primitive_source(node.primitive, "operator", args)
-        body = call.expression(lambda tensor: names[id(tensor)])
+        body, space = call.expression(lambda tensor: names[id(tensor)]), {}
         constructor = "" if call.instance is None else f"{call.instance[0]} = {call.instance[1]}"
         text = f"def call({', '.join(names.values())}):\n    return {body}"
         text = "\n".join([*call.imports, constructor, text])
         if text not in self._functions:
-            space = {}
             exec(widened_text(text, self.dtype), space)
             self._functions[text] = space["call"]
-        return tree_map(_without_gradient, self._functions[text](*tensors.values()))
+        return self._functions[text]
 
 
 class _Pass:
