@@ -20,7 +20,8 @@ def _replaced(x, value, *_):
     return value
 
 
-def _scatter_update(x, indices, updates):
+def scatter_update(x, indices, updates):
+    """`x` with updates at coordinates."""
     return ops.TensorScatterUpdate()(x, indices, updates)
 
 
@@ -36,7 +37,7 @@ def _index_put(x, indices, values, accumulate=False):
 
 def _put(x, index, source, accumulate=False):
     flat, index = ops.reshape(x, (-1,)), ops.reshape(index, (-1, 1))
-    write = ops.tensor_scatter_add if accumulate else _scatter_update
+    write = ops.tensor_scatter_add if accumulate else scatter_update
     return ops.reshape(write(flat, index, ops.reshape(source, (-1,))), x.shape)
 
 
@@ -116,7 +117,7 @@ _DRAWS = {
     "Random": _random_integers,
 }
 _SCATTERS = {
-    "Update": _scatter_update,
+    "Update": scatter_update,
     **{name: getattr(ops, f"tensor_scatter_{name.lower()}") for name in ("Add", "Sub", "Mul", "Div", "Max", "Min")},
 }
 _IN_PLACE = {
