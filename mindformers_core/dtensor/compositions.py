@@ -15,7 +15,7 @@ from mindspore.nn.layer.rnns import _DynamicRNNBase
 
 from mindformers_core.dtensor import constant_sizes as sizes
 from mindformers_core.dtensor.draws import DRAWN
-from mindformers_core.dtensor.in_place import written
+from mindformers_core.dtensor.in_place import scatter_update, written
 from mindformers_core.dtensor.indexing import index_tensor
 from mindformers_core.operators.registry import facts_of, register_operator
 
@@ -121,14 +121,6 @@ def created(value, x, size, dtype=None, device=None):
     return ops.full(tuple(size), value, dtype=x.dtype if dtype is None else typing.type_id_to_type(dtype))
 
 
-def _filled(x, size, value, dtype=None):
-    return created(value, x, size, dtype)
-
-
-def _updated(x, places, updates):
-    return ops.TensorScatterUpdate()(x, places, updates)
-
-
 def _write_rows(write, x, updates, indices):
     """The tensor with rows of it written. MindSpore calls these operators `Inplace…`, and yet makes new tensors."""
     indices = [indices] if isinstance(indices, int) else indices
@@ -137,7 +129,7 @@ def _write_rows(write, x, updates, indices):
 
 
 def _update_rows(x, indices, updates):
-    return _write_rows(_updated, x, updates, indices)
+    return _write_rows(scatter_update, x, updates, indices)
 
 
 _DECOMPOSITIONS = {  # function of an operator's arguments, and names of a primitive's attributes that it takes besides
@@ -154,7 +146,7 @@ _DECOMPOSITIONS = {  # function of an operator's arguments, and names of a primi
     "Expand": (sizes.expand, ()),
     "InplaceAdd": (partial(_write_rows, ops.tensor_scatter_add), ("indices",)),
     "InplaceSub": (partial(_write_rows, ops.tensor_scatter_sub), ("indices",)),
-    "InplaceUpdate": (partial(_write_rows, _updated), ("indices",)),
+    "InplaceUpdate": (partial(_write_rows, scatter_update), ("indices",)),
     "InplaceUpdateV2": (_update_rows, ()),
     "AdaptiveMaxPool3D": (sizes.adaptive_max_pool_3d, ()),
     "BartlettWindow": (partial(sizes.window, np.bartlett), ("periodic", "dtype")),
@@ -165,7 +157,7 @@ _DECOMPOSITIONS = {  # function of an operator's arguments, and names of a primi
     "Col2Im": (sizes.col2im, ("kernel_size", "dilation", "padding", "stride")),
     "Index": (lambda x, indices: index_tensor(x, tuple(indices)), ()),
     **{f"New{name}": (partial(created, value), ()) for name, value in (("Empty", 0), ("Ones", 1), ("Zeros", 0))},
-    "NewFull": (_filled, ()),
+    "NewFull": (lambda x, size, value, dtype=None: created(value, x, size, dtype), ()),
     "MatrixDiag": (lambda x, assist: sizes.matrix_diag(x, 0, *assist.shape[-2:], 0.0), ()),
     "MatrixDiagPart": (lambda x, assist: sizes.matrix_diag_part(x, 0, 0.0), ()),
     "MatrixSetDiag": (lambda x, diagonal, assist: sizes.matrix_set_diag(x, diagonal, 0), ()),

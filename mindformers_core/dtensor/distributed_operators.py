@@ -295,28 +295,22 @@ def _segment_extreme(op, operator, args, context):
     return best + ops.unsorted_segment_sum(_finite_zero(x) * holds, ids, count) / shared
 
 
+_EXTREMES = {  # for both operations: the function, and its second argument
+    **{"{}": [_extreme], "arg{}": [_arg_extreme], "norm_{}": [_extreme_magnitude], "segment_{}": [_segment_extreme]},
+    **{"{}_with_index": (_extreme_with_index, False), "{}_dim": (_extreme_with_index, True)},
+    **{"{}_pair": [_extreme_pair], "{}_first": [_first_extreme]},
+}
 ALGORITHMS = {
     "mean": _mean,
     "likelihood": _likelihood,
     "softmax_cross_entropy": _cross_entropy,
     "sparse_cross_entropy": _sparse_cross_entropy,
-    "segment_max": partial(_segment_extreme, "max"),
-    "segment_min": partial(_segment_extreme, "min"),
-    "max": partial(_extreme, "max"),
-    "min": partial(_extreme, "min"),
-    "argmax": partial(_arg_extreme, "max"),
-    "argmin": partial(_arg_extreme, "min"),
-    "max_with_index": partial(_extreme_with_index, "max", False),
-    "min_with_index": partial(_extreme_with_index, "min", False),
-    "max_dim": partial(_extreme_with_index, "max", True),
-    "min_dim": partial(_extreme_with_index, "min", True),
-    "max_pair": partial(_extreme_pair, "max"),
-    "min_pair": partial(_extreme_pair, "min"),
-    "max_first": partial(_first_extreme, "max"),
-    "min_first": partial(_first_extreme, "min"),
+    **{
+        name.format(op): partial(function, op, *more)
+        for op in ("max", "min")
+        for name, (function, *more) in _EXTREMES.items()
+    },
     "norm": norm,
-    "norm_max": partial(_extreme_magnitude, "max"),
-    "norm_min": partial(_extreme_magnitude, "min"),
     "prod": product,
     "std": partial(spread, True, False),
     "std_mean": partial(spread, True, True),

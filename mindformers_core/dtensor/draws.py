@@ -16,14 +16,8 @@ from mindspore._c_expression import typing
 from mindspore.common.generator import default_generator
 from mindspore.ops import auto_generate
 
-from mindformers_core.dtensor.dropout import (
-    STEP,
-    counters,
-    dropout_with_mask,
-    functional_dropout,
-    next_random_state,
-    uniform_bits,
-)
+from mindformers_core.dtensor import dropout
+from mindformers_core.dtensor.dropout import STEP, counters, next_random_state, uniform_bits
 from mindformers_core.operators import TensorMeta, signature_of, tensor_meta
 from mindformers_core.program.structure import tree_fill, tree_leaves, tree_map
 
@@ -94,12 +88,8 @@ def _permutation(_, args, context):
 # algorithms, called with (the tensor whose shape is drawn or None, seed, offset, dtype, …)
 DISTRIBUTIONS = MappingProxyType(
     {
-        "uniform": _uniform,
-        "normal": _normal,
-        "integers": _integers,
-        "permutation": _permutation,
-        "dropout": dropout_with_mask,
-        "func_dropout": functional_dropout,
+        **{"uniform": _uniform, "normal": _normal, "integers": _integers, "permutation": _permutation},
+        **{"dropout": dropout.dropout_with_mask, "func_dropout": dropout.functional_dropout},
     }
 )
 
@@ -304,11 +294,9 @@ DRAWN = MappingProxyType(
         **{f"Normal{name}": (_normal_of, ()) for name in ("FloatFloat", "FloatTensor", "TensorFloat", "TensorTensor")},
         "BernoulliExt": (_bernoulli_ext, ()),
         "Bernoulli": (_bernoulli, ()),
-        "Dropout2D": (_channels, ("keep_prob",)),
-        "Dropout3D": (_channels, ("keep_prob",)),
+        **dict.fromkeys(("Dropout2D", "Dropout3D"), (_channels, ("keep_prob",))),
         "Dropout2dExt": (_channels_ext, ()),
-        "Multinomial": (_multinomial, ()),
-        "MultinomialExt": (_multinomial, ()),
+        **dict.fromkeys(("Multinomial", "MultinomialExt"), (_multinomial, ())),
         "RandomCategorical": (_categorical, ()),
         "MultinomialWithReplacement": (_replaced, ("numsamples", "replacement")),
         "LogNormalReverse": (_log_normal, ("mean", "std")),

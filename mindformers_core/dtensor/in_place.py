@@ -20,13 +20,14 @@ def _replaced(x, value, *_):
     return value
 
 
-def _scatter_update(x, indices, updates):
+def scatter_update(x, indices, updates):
+    """`x` with updates at coordinates."""
     return ops.TensorScatterUpdate()(x, indices, updates)
 
 
-def _at(x, dim, index):
-    """The index of `x[..., index, ...]`, with `index` at a dim."""
-    return (*(slice(None),) * (dim % x.ndim), index)
+def _written_at(x, dim, index, value):
+    """After `x[..., index, ...] = value`, with `index` at a dim."""
+    return with_items(x, (*(slice(None),) * (dim % x.ndim), index), value)
 
 
 def _index_put(x, indices, values, accumulate=False):
@@ -36,7 +37,7 @@ def _index_put(x, indices, values, accumulate=False):
 
 def _put(x, index, source, accumulate=False):
     flat, index = ops.reshape(x, (-1,)), ops.reshape(index, (-1, 1))
-    write = ops.tensor_scatter_add if accumulate else _scatter_update
+    write = ops.tensor_scatter_add if accumulate else scatter_update
     return ops.reshape(write(flat, index, ops.reshape(source, (-1,))), x.shape)
 
 
@@ -77,10 +78,6 @@ def _random_integers(x, low, high, seed, offset):
     return auto_generate.RandIntLike()(x, int(low or 0), high, seed, offset, mstype.int64, None)
 
 
-def _bernoulli(draws, p):
-    return ops.less(draws, p)
-
-
 # operator -> the new value, by the old one and the operator's other arguments
 _ARITHMETIC = {
     "Div": mint.div, "Divs": mint.div, "DivMod": _divided, "DivMods": _divided, "FloorDivide": ops.floor_div,
@@ -96,39 +93,31 @@ _ARITHMETIC = {
     "ClampScalar": mint.clamp, "ClampTensor": mint.clamp, "StopGradient": ops.stop_gradient,
 }  # fmt: skip
 _FILLED = {
-    "Copy": _replaced,
+    **dict.fromkeys(("Copy", "FillTensor"), _replaced),
     "Zero": ops.zeros_like,
     "FillScalar": ops.full_like,
-    "FillTensor": _replaced,
     "FillDiagonal": _fill_diagonal,
-    "MaskedFillScalar": ops.masked_fill,
-    "MaskedFillTensor": ops.masked_fill,
+    **dict.fromkeys(("MaskedFillScalar", "MaskedFillTensor"), ops.masked_fill),
     "MaskedScatter": lambda x, mask, source: x.masked_scatter(mask, source),
 }
 _INDEXED = {
     "IndexAdd": _rows(ops.tensor_scatter_add),
     "IndexAddExt": lambda x, dim, index, source, alpha=1: x.index_add(dim, index, source, alpha=alpha),
-    "IndexCopy": lambda x, dim, index, source: with_items(x, _at(x, dim, index), source),
-    "IndexFillScalar": lambda x, dim, index, value: with_items(x, _at(x, dim, index), value),
-    "IndexFillTensor": lambda x, dim, index, value: with_items(x, _at(x, dim, index), value),
+    **dict.fromkeys(("IndexCopy", "IndexFillScalar", "IndexFillTensor"), _written_at),
     "IndexPut": _index_put,
     "Put": _put,
     "ScatterAdd": lambda x, dim, index, source: _scatter(x, dim, index, source, "add"),
-    "ScatterSrc": _scatter,
-    "ScatterSrcReduce": _scatter,
-    "ScatterValue": _scatter,
-    "ScatterValueReduce": _scatter,
+    **dict.fromkeys(("ScatterSrc", "ScatterSrcReduce", "ScatterValue", "ScatterValueReduce"), _scatter),
 }
 _DRAWS = {
     "Uniform": _drawn("RandLikeExt", lambda draws, low, high: draws * (high - low) + low),
     "Normal": _drawn("RandnLike", lambda draws, mean, std: draws * std + mean),
     "Exponential": _drawn("RandLikeExt", lambda draws, rate: ops.log(1.0 - draws) * (-1.0 / rate)),
-    "BernoulliScalar": _drawn("RandLikeExt", _bernoulli),
-    "BernoulliTensor": _drawn("RandLikeExt", _bernoulli),
+    **dict.fromkeys(("BernoulliScalar", "BernoulliTensor"), _drawn("RandLikeExt", ops.less)),
     "Random": _random_integers,
 }
 _SCATTERS = {
-    "Update": _scatter_update,
+    "Update": scatter_update,
     **{name: getattr(ops, f"tensor_scatter_{name.lower()}") for name in ("Add", "Sub", "Mul", "Div", "Max", "Min")},
 }
 _IN_PLACE = {

@@ -48,7 +48,7 @@ def _scan(kind, operator, args, context):
     local = operator(*args)
     total = _last(local, dim, reverse)
     total = total_of(total, _last(x, dim, reverse)) if exclusive else total
-    totals = _gathered(total, dim, context, varying=True)
+    totals = gathered(total, dim, context, varying=True)
     own, numbers = context.part(dim)[0], np.arange(context.count)
     shape = [1] * x.ndim
     shape[dim] = context.count
@@ -62,8 +62,8 @@ def _scan_of_extremes(is_better, operator, args, context):
     x, dim = args
     value, index = operator(x, dim)
     position = _position(index, x.shape[dim], dim, context)
-    tops, found = operator(_gathered(_last(value, dim), dim, context, varying=True), dim)
-    places = _gathered(_last(position, dim), dim, context)
+    tops, found = operator(gathered(_last(value, dim), dim, context, varying=True), dim)
+    places = gathered(_last(position, dim), dim, context)
     places = ops.gather_elements(places, dim, ops.stop_gradient(found))
     own = context.part(dim)[0]
     before = Tensor([max(own - 1, 0)], mstype.int32)
@@ -86,8 +86,8 @@ def _top_k(operator, args, context):
     dim = more[0] % x.ndim if more else x.ndim - 1
     value, index = operator(x, min(count, x.shape[dim]), *more)
     position = _position(index, x.shape[dim], dim, context)
-    best, found = operator(_gathered(value, dim, context), count, *more)
-    return best, ops.gather_elements(_gathered(position, dim, context), dim, ops.stop_gradient(found)) - 1
+    best, found = operator(gathered(value, dim, context), count, *more)
+    return best, ops.gather_elements(gathered(position, dim, context), dim, ops.stop_gradient(found)) - 1
 
 
 def _position(index, size, dim, context):
@@ -104,7 +104,7 @@ def _last(x, dim, reverse=False):
     return ops.slice(x, tuple(start), tuple(size))
 
 
-def _gathered(local, dim, context, varying=False):
+def gathered(local, dim, context, varying=False):
     """All parts along a dim; `varying`: for consumers that differ between ranks."""
     dims = [()] * local.ndim
     whole = Layout.on(context.mesh, dims, varying=context.axes if varying else ())

@@ -9,7 +9,7 @@ import functools
 from mindspore import dtype as mstype
 from mindspore import ops
 
-from mindformers_core.layout import Layout
+from mindformers_core.dtensor.scans import gathered
 
 
 def norm(_, args, context):
@@ -47,9 +47,7 @@ def spread(root, with_mean, _, args, context):
 def product(operator, args, context):
     """The product of all parts' products, which are gathered: the gradient is right where one of them is 0."""
     local = ops.expand_dims(operator(*args), 0)
-    dims = ((),) * (local.ndim - 1)
-    parts = Layout.on(context.mesh, (context.axes, *dims)), Layout.on(context.mesh, ((), *dims))
-    return functools.reduce(ops.mul, ops.unstack(context.redistribute(local, *parts)))
+    return functools.reduce(ops.mul, ops.unstack(gathered(local, 0, context)))
 
 
 def band(_, args, context):
