@@ -33,12 +33,14 @@ _MAX_NORM = 1e-3  # small, so that gradients are clipped
 
 @seed_restored()
 def verify(net, mesh, *inputs, config=None, plan=None, seed=0, **named_inputs):
-    """Run the programs of all ranks of a mesh in this process, and compare every tensor with one card.
+    """Run the programs of all ranks of a mesh in this process, and compare their tensors with one card.
 
     Nothing is launched: ranks are threads, collectives are array operations. What runs is what will run: the generated
     source, with its collectives, and under `hsdp()` the buckets; forward, backward, clipping, and one step of AdamW.
     Floating tensors are float64, whatever their dtypes in the model, so that a difference is a fault. The idea is that
-    of TTrace (2026) and TrainVerify (SOSP 2025): one program against its parallel form, tensor by tensor.
+    of TTrace (2026) and TrainVerify (SOSP 2025): one program against its parallel form, tensor by tensor: all of a
+    replica's first pass; of later passes, which run the same programs, results and gradients of weights, and all only
+    where one of these differs.
 
     Args:
         net: a Cell that isn't sharded, of which every rank gets a copy, sharded by `shard(copy, mesh, config, plan)`;
