@@ -14,10 +14,9 @@ import numpy as np
 import yaml
 from launch import ROOT
 from mindspore import Tensor, mint, nn, ops
-from models import EXAMPLES, axes_of
-from models.example import columns, rows
+from models.example import axes_of, columns, rows
 from mutate import Fault
-from random_steps import TINY, Tower
+from random_steps import TINY, Tower, check_example
 from small_zero import Net, array
 
 from mindformers_core import recompute, shard, verify
@@ -124,13 +123,8 @@ def recipe(*overrides):
 
 
 def model(name, shape, axes):
-    """Verify a model of `models`, with the same values at every call, of which no gradient is rounding errors alone."""
-    mesh, example = DeviceMesh(shape, axes), EXAMPLES[name]
-    (args, kwargs), names = example.inputs(1), axes_of(mesh)
-    cell, random = example.make(), np.random.default_rng(0)
-    for parameter in cell.trainable_params():
-        parameter.set_data(Tensor(random.normal(size=parameter.shape).astype(np.float32) * 0.5))
-    return verify(cell, mesh, *args, plan=example.plan(names), config=example.config(names), **kwargs), mesh
+    """Verify a model of `models`."""
+    return check_example(name, DeviceMesh(shape, axes))
 
 
 def data_parallel(dp, **settings):

@@ -1,7 +1,10 @@
 """Tensors that share memory on one card: a value and its views, of which a write in place makes all others stale."""
 
+from contextlib import contextmanager
+
 from mindspore import Tensor
 
+from mindformers_core.communication.world import process_state
 from mindformers_core.operators.registry import facts_of, rewritten
 from mindformers_core.program.structure import tree_leaves
 
@@ -22,6 +25,35 @@ def check_memory(tensor):
         raise ValueError(
             f"a plain tensor of shape {tensor.shape} is changed in place that is part of another one, which would have "
             "to change, too: change that one, x[...] = y"
+        )
+
+
+@contextmanager
+def adoptions():
+    """While open, plain tensors that become DTensors, for they are changed in place, are known to `check_current`."""
+    state = process_state().memo(__name__)
+    before = state.get("adopted")
+    state["adopted"] = {}
+    try:
+        yield
+    finally:
+        state["adopted"] = before
+
+
+def note_adopted(tensor):
+    """Record that a plain tensor becomes a DTensor: others of its memory stay as they are."""
+    known = process_state().memo(__name__).get("adopted")
+    if known is not None:
+        known[tensor.untyped_storage().data_ptr()] = tensor
+
+
+def check_current(tensor):
+    """Raise a `ValueError` for a plain tensor with the memory of one that became a DTensor, and was changed alone."""
+    known = process_state().memo(__name__).get("adopted")
+    if known and tensor.untyped_storage().data_ptr() in known:
+        raise ValueError(
+            f"a plain tensor of shape {tensor.shape} is used after one of the same memory, such as a view of it, was "
+            "changed in place: change the whole one, x[...] = y"
         )
 
 

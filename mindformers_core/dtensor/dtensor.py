@@ -13,7 +13,7 @@ from mindspore import Parameter, Tensor, ops
 from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.communication import world
-from mindformers_core.dtensor.aliases import check_memory, note_write
+from mindformers_core.dtensor.aliases import check_memory, note_adopted, note_write
 from mindformers_core.dtensor.indexing import IndexedTensor
 from mindformers_core.dtensor.move import dtype_name, redistribute_local
 from mindformers_core.layout import Layout, bind_layout
@@ -209,6 +209,7 @@ def adopted(tensor, mesh):
     whole = wrap(
         tensor.copy(), tensor_meta(tuple(tensor.shape), dtype_name(tensor.dtype), Layout.on(mesh, ((),) * tensor.ndim))
     )
+    note_adopted(tensor)
     tensor.__class__ = DTensor
     vars(tensor).update(vars(whole))
     return tensor

@@ -5,6 +5,7 @@ from functools import cache
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
+from mindformers_core.dtensor.aliases import adoptions
 from mindformers_core.dtensor.dtensor import DTensor, parameter_meta, parameter_view, wrap
 from mindformers_core.dtensor.interception import draws_by_position
 from mindformers_core.hints import first_of
@@ -142,7 +143,7 @@ class EagerCell(ShardedCell):
             if path == "":
                 shapes = tuple(tuple(tensor.shape) for tensor in tree_leaves((args, kwargs), Tensor))
                 tree.compare_inputs(shapes, args, kwargs)
-            with replaced(tree, views={}), tree.storage.call_scope(), draws_by_position():
+            with replaced(tree, views={}), tree.storage.call_scope(), draws_by_position(), adoptions():
                 args, kwargs = tree.storage.cast_inputs(args, kwargs) if path == "" else (args, kwargs)
                 result = self.run_eagerly(*args, **kwargs)
                 return tree.storage.cast_outputs(result) if path == "" else result

@@ -64,21 +64,13 @@ def _by_means(size, new):
     return new <= size
 
 
-_PIXELS = "x size align_corners half_pixel_centers"
+_PIXELS, _CORNERS = "x size align_corners half_pixel_centers", "x size scales align_corners"
 _CLASSIC = {"attributes": ("output_size",), "source": "(x)"}
 _PLANES = (  # names, dims, parameters, when a dim stays cut, number of results, what the gradient keeps, and facts
     *((f"UpsampleNearest{ndim}D", ndim, "x size scales", _by_repeating, 1, INPUTS, {}) for ndim in (1, 2, 3)),
-    ("UpsampleLinear1D", 1, "x size scales align_corners", _never, 1, UNMEASURED, {"operations": 3}),
-    (
-        "UpsampleBilinear2D UpsampleBicubic2D",
-        2,
-        "x size scales align_corners",
-        _never,
-        1,
-        UNMEASURED,
-        {"operations": 8},
-    ),
-    ("UpsampleTrilinear3D", 3, "x size scales align_corners", _never, 1, INPUTS, {"operations": 16}),
+    ("UpsampleLinear1D", 1, _CORNERS, _never, 1, UNMEASURED, {"operations": 3}),
+    ("UpsampleBilinear2D UpsampleBicubic2D", 2, _CORNERS, _never, 1, UNMEASURED, {"operations": 8}),
+    ("UpsampleTrilinear3D", 3, _CORNERS, _never, 1, INPUTS, {"operations": 16}),
     ("ResizeNearestNeighbor", 2, _PIXELS, _by_repeating, 1, NOTHING, {}),
     ("ResizeNearestNeighborV2", 2, _PIXELS, _by_repeating, 1, INPUTS_AS_THEY_ARE, {"numbers": (1,)}),
     ("ResizeBilinearV2 ResizeBicubic", 2, _PIXELS, _never, 1, INPUTS_AS_THEY_ARE, {"numbers": (1,), "operations": 8}),
