@@ -7,6 +7,7 @@ repeats bit by bit. MindSpore's flags of PyNative's autograd belong to a thread,
 import threading
 from collections import Counter, defaultdict, deque
 
+import numpy as np
 from mindspore import Tensor
 
 from mindformers_core.communication.raw import RawCollective
@@ -158,7 +159,7 @@ class SimulatedCollective(RawCollective):
     def eager(self, x):
         here = world()
         found = here.ranks.meet(here.rank, self.group, self.kind, self.arguments, x.asnumpy())
-        return Tensor.from_numpy(found.copy()) if found.ndim else Tensor(found)
+        return Tensor.from_numpy(found.copy()) if found.ndim else Tensor(np.array(found))  # or a number
 
 
 class _Transport:
