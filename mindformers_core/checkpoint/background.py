@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ from mindformers_core.checkpoint.writer import places, snapshot_arrays
 _POLL = 0.05  # seconds
 _ROOT = str(Path(__file__).resolve().parents[2])  # the folder that this package is in
 _BUSY = "busy"
+_COPIERS = 4  # threads that copy a snapshot: one doesn't use all the memory's bandwidth
 
 
 class BackgroundSave:
@@ -121,8 +124,11 @@ class BackgroundSave:
     def _start(self, parts, values, request):
         self._faulting.join()
         copies = snapshot_arrays(self._plan.of_rank(self._ranks.rank), self._memory)
-        for (_, array), copy in zip(piece_arrays(self._plan, self._ranks.rank, parts, values), copies):
-            np.copyto(copy, array.view(WORDS[array.dtype.itemsize]))
+        arrays = (array for _, array in piece_arrays(self._plan, self._ranks.rank, parts, values))
+        pairs = ((copy, array.view(WORDS[array.dtype.itemsize])) for copy, array in zip(copies, arrays))
+        with ThreadPoolExecutor(_COPIERS) as pool:
+            while some := list(islice(pairs, 2 * _COPIERS)):  # on devices an array is a copy, too: not all at once
+                list(pool.map(np.copyto, *zip(*some)))
         encoded = encode_json(request)
         descriptors = *self._descriptors, _shared_memory(len(encoded), encoded)
         path = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
