@@ -25,6 +25,7 @@ from mindspore.utils import MsDispatchMode
 from mindformers_core.capture.recording import Recorder
 from mindformers_core.capture.shape_functions import ON_PLAIN_TENSORS, by_numpy, creating_functions
 from mindformers_core.capture.traced import Traced
+from mindformers_core.dtensor.aliases import adoptions
 from mindformers_core.dtensor.in_place import DRAWS_IN_PLACE, is_in_place
 from mindformers_core.dtensor.indexing import index_tensor
 from mindformers_core.dtensor.interception import PlainTensorFallback, draws_by_position, set_item_of
@@ -82,6 +83,7 @@ def capture(cell, *inputs, **named_inputs):
         scope.callback(ms.set_rng_state, ms.get_rng_state())
         scope.enter_context(_no_grad())
         scope.enter_context(draws_by_position(False))
+        scope.enter_context(adoptions())
         scope.enter_context(recorder.tree.traced(recorder))
         _replace(scope, functional_overload, "einsum", _einsum)
         _replace(scope, Tensor, "__fallback__", PlainTensorFallback(recorder.operator))

@@ -14,7 +14,7 @@ from mindspore.ops import Primitive
 from mindformers_core.capture.open_call import Held, Made, OpenCall, contents_of, plain_leaf
 from mindformers_core.capture.shape_functions import inferred, method_behind, without_shape
 from mindformers_core.capture.traced import CaptureError, Traced, call_site, failed_site
-from mindformers_core.dtensor.aliases import is_view, share_memory
+from mindformers_core.dtensor.aliases import is_view, note_adopted, share_memory, stale_plain
 from mindformers_core.dtensor.compositions import composed
 from mindformers_core.dtensor.dispatch import attributes_of, read_numbers
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
@@ -45,7 +45,6 @@ class Recorder:
         self.inferring = self._silent = False
         self._metas = {}  # (shape, dtype) -> meta tensor
         self._loose = {}  # id of a plain tensor -> its stand-in, and the number of writes before
-        self._adopted = {}  # memory of a plain tensor that became a traced one -> the tensor, and the line
 
     def hold(self, tensor, path):
         """The stand-in of a tensor at `path` of the tree, or of a tensor that the tree doesn't own (None)."""
@@ -301,19 +300,15 @@ class Recorder:
 
     def check_plain(self, tensors):
         """Raise an error for a plain tensor with the memory of one that became traced, and was changed alone."""
-        for tensor in tensors if self._adopted else ():
-            if not tensor.is_meta and (found := self._adopted.get(tensor.untyped_storage().data_ptr())):
-                raise self.error(
-                    f"a plain tensor of shape {tensor.shape} is used after one of the same memory, such as a view of "
-                    f"it, was changed in place, at {found[1]}: change the whole one, x[...] = y"
-                )
+        for text in filter(None, map(stale_plain, tensors)):
+            raise self.error(text)
 
     def adopt(self, tensor):
         """A tensor that is changed in place: a plain one becomes a traced one."""
         if type(tensor) is Tensor:
             self.check_plain([tensor])
             vars(tensor).update(vars(self.hold(tensor.copy(), None)))
-            self._adopted[tensor.untyped_storage().data_ptr()] = tensor, call_site()[0]
+            note_adopted(tensor, call_site()[0])
             tensor.__class__ = Traced
         return tensor
 

@@ -30,7 +30,7 @@ def check_memory(tensor):
 
 @contextmanager
 def adoptions():
-    """While open, plain tensors that become DTensors, for they are changed in place, are known to `check_current`."""
+    """While open, plain tensors that become others, since they are changed in place, are known to `stale_plain`."""
     state = process_state().memo(__name__)
     before = state.get("adopted")
     state["adopted"] = {}
@@ -40,21 +40,23 @@ def adoptions():
         state["adopted"] = before
 
 
-def note_adopted(tensor):
-    """Record that a plain tensor becomes a DTensor: others of its memory stay as they are."""
+def note_adopted(tensor, where=""):
+    """Record that a plain tensor becomes another, at this line: plain ones of its memory stay as they are."""
     known = process_state().memo(__name__).get("adopted")
     if known is not None:
-        known[tensor.untyped_storage().data_ptr()] = tensor
+        known[tensor.untyped_storage().data_ptr()] = tensor, where and f", at {where}"
 
 
-def check_current(tensor):
-    """Raise a `ValueError` for a plain tensor with the memory of one that became a DTensor, and was changed alone."""
+def stale_plain(tensor):
+    """What is wrong with a plain tensor that has the memory of one that became another, and was changed; or None."""
     known = process_state().memo(__name__).get("adopted")
-    if known and tensor.untyped_storage().data_ptr() in known:
-        raise ValueError(
-            f"a plain tensor of shape {tensor.shape} is used after one of the same memory, such as a view of it, was "
-            "changed in place: change the whole one, x[...] = y"
-        )
+    if not known or tensor.is_meta or tensor.untyped_storage().data_ptr() not in known:
+        return None
+    _, where = known[tensor.untyped_storage().data_ptr()]
+    return (
+        f"a plain tensor of shape {tensor.shape} is used after one of the same memory, such as a view of it, was "
+        f"changed in place{where}: change the whole one, x[...] = y"
+    )
 
 
 def share_memory(source, results):

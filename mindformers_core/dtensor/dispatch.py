@@ -12,7 +12,7 @@ from functools import cache
 from mindspore import Parameter, Tensor, ops
 
 from mindformers_core.communication.world import process_state
-from mindformers_core.dtensor.aliases import check_current, is_view, share_memory, written_at
+from mindformers_core.dtensor.aliases import is_view, share_memory, stale_plain, written_at
 from mindformers_core.dtensor.compositions import composed
 from mindformers_core.dtensor.corrected import CORRECTED, log_cumulative_sum
 from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardContext
@@ -137,7 +137,8 @@ def _describe(argument, key, tensors):
     elif isinstance(argument, Parameter) and hasattr(argument, "global_shape"):
         _describe(parameter_view(argument), key, tensors)
     elif isinstance(argument, Tensor):
-        check_current(argument)
+        if text := stale_plain(argument):
+            raise ValueError(text)
         key.append((argument.shape, argument.dtype, argument._requires_grad))
         tensors.append(argument)
     elif kind is tuple or kind is list:
