@@ -27,6 +27,7 @@ from mindformers_core.verification.observing import RankObserver
 from mindformers_core.verification.truth import OneCard, floating
 
 _OWN_CODE = 2**-10, 2**-14  # tolerance and rounding: the model's own code runs in float32
+_OWN_TERMS = 2**-7  # of the largest magnitude in a pass, whose rounding errors in float32 are left where terms cancel
 _HUGE = 1e30  # counts as infinite: the lowest number of float32 is not that of float64
 _UPDATE_TOLERANCE = 1e-5  # optimizers take scalars and keep moments in float32,
 _UPDATE_ROUNDING = 2**-23  # and compute weights of float64 in float32
@@ -153,8 +154,8 @@ def _compare_own_code(check, subject):
         groups = _own_results(subject, check.truth)
     except Exception as error:  # operators without a kernel here that generated code calls in another way
         return f"which fails here: {str(error).strip().partition(chr(10))[0]}"
-    for group in groups:
-        scale = largest([value for _, _, value in group])
+    for group, kind in zip(groups, ("value", "gradient", "value"), strict=True):
+        scale = max(check.truth.largest(kind, label) * _OWN_TERMS, largest([value for _, _, value in group]))
         for what, found, value in group:
             at = None, label, None, f"{what} by the model's own code; one card's is the captured program's", None
             check.hold((-1,), rank, "result", at, None, Tensor(found), value, scale, limits=_OWN_CODE)

@@ -7,7 +7,7 @@ import numpy as np
 from mindspore import ParameterTuple, Tensor, nn
 
 from mindformers_core.communication.simulated import SimulatedRanks
-from mindformers_core.communication.world import process_state
+from mindformers_core.communication.world import process_state, rank_of
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators.signature import TensorMeta, is_float
 from mindformers_core.optimizers.adamw import AdamW
@@ -74,14 +74,16 @@ class _Call:
 
     def __init__(self, net, mesh, config, plan, seed, args, kwargs):
         self.mesh, self.seed, self.args, self.kwargs = mesh, seed, args, kwargs
-        self.build_one, self.model = net, None
+        self.plans, steps = {}, 1  # (0, mesh of a Cell) -> `(CellGraph, CellPlan)`
         if isinstance(net, nn.Cell):
             materialize(net, seed)
             self.build_one, self.model = lambda: shard(copy_cell(net), mesh, config, plan, seed=seed), net
-        self.parameters, self.plans, steps = {}, {}, 1  # (0, mesh of a Cell) -> `(CellGraph, CellPlan)`
-        SimulatedRanks(mesh.size).run(self._plan)
-        if self.model is not None:  # those of ranks are compared with them
             self.parameters = {path: parameter.asnumpy() for path, parameter in net.parameters_and_names()}
+            with rank_of(mesh.size, 0):
+                self._plan(0)
+        else:
+            self.build_one, self.model, self.parameters = net, None, {}
+            SimulatedRanks(mesh.size).run(self._plan)
         if self.settings is not None:
             steps = self.settings.accumulate_grad_step
             self.divisor = steps * (self.settings.group_size if self.settings.gradients_mean else 1)
@@ -103,8 +105,9 @@ class _Call:
         return {0: net}
 
     def _plan(self, rank):
-        """Put the initial values of a rank into `parameters`, and the plan of its mesh into `plans`."""
-        process_state().observer = _InitialValues(rank, self.parameters)
+        """Put the plan of a rank's mesh into `plans`, and initial values that only ranks have into `parameters`."""
+        if self.model is None:
+            process_state().observer = _InitialValues(rank, self.parameters)
         net = self.build(rank)[0]
         tree = tree_of(net)
         if (0, tree.mesh) not in self.plans:
