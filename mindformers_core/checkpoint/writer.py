@@ -106,7 +106,6 @@ def main(parent, *descriptors):
     Prints the text of an error.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    os.nice(10)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     memory, parts, request = (mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) for descriptor in descriptors)
     everywhere = {int(rank): decode_parts(own) for rank, own in json.loads(parts[:]).items()}
