@@ -34,6 +34,7 @@ def gather(value):  # a rank 0 that never begins
             else value, 1: value}
 saving = BackgroundSave(Ranks(1, gather))
 saving.start(sys.argv[1], [part], lambda part: np.zeros(4, np.float32), {}, (0, 0))
+saving.await_copies()
 print(saving._process.pid, flush=True)
 sys.stdin.read()
 """
@@ -91,8 +92,13 @@ def test_a_snapshot_is_that_of_its_moment(tmp_path, name):
             start(index)
             ranks.gather(0)
             if ranks.rank == 0:
-                for dtype, array in state.tensors.values():
-                    array += dtype != "bool"
+                for (group, _), (dtype, array) in state.tensors.items():
+                    array += group == "model" and dtype != "bool"
+            saving.await_copies()
+            ranks.gather(0)
+            if ranks.rank == 0:
+                for (group, _), (dtype, array) in state.tensors.items():
+                    array += group != "model" and dtype != "bool"
                 if index == 0:
                     saved.append(
                         state_on({key: (dtype, array.copy()) for key, (dtype, array) in state.tensors.items()}, name)
@@ -125,6 +131,7 @@ def test_a_busy_writer_is_seen_by_all_ranks(tmp_path):
 
     def work(saving, start, ranks):
         start(0)
+        saving.await_copies()
         if ranks.rank == 2:
             os.kill(saving._process.pid, signal.SIGSTOP)
         ranks.gather(0)
@@ -146,6 +153,7 @@ def test_the_end_of_a_writer_is_an_error_on_all_ranks(tmp_path, killed):
 
     def work(saving, start, ranks):
         start(0)
+        saving.await_copies()
         if ranks.rank == killed:
             saving._process.kill()
         error = rf"^rank {killed}: the checkpoint .*step_1 can't be saved: the writer ended with code -9$"
@@ -182,9 +190,10 @@ def test_a_rank_without_memory_is_an_error_on_all_ranks(tmp_path):
 
     def work(saving, start, ranks):
         if ranks.rank == 1:
-            saving._start = fail
-        with pytest.raises(SaveError, match=r"step_1 can't be saved: rank 1: \[Errno 12\]"):
-            start(0)
+            saving._write = fail
+        start(0)
+        with pytest.raises(SaveError, match=r"^rank 1: the checkpoint .*step_1 can't be saved: \[Errno 12\]"):
+            saving.settle()
 
     saved_beside(state, folders, work)
     assert not os.path.exists(folders[0])
@@ -215,6 +224,7 @@ def test_memory_is_shared_and_kept(tmp_path):
         first = saving._memory
         saving.settle()
         start(1)
+        saving.await_copies()
         assert saving._memory is first and descriptors() == 3  # the snapshot, its mapping, the parts
         saving.settle()
 
@@ -300,6 +310,7 @@ def test_errors_of_a_writer_arrive_at_the_next_save(tmp_path, monkeypatch, capsy
 
     def start_and_kill(saving, folder, *arguments):
         start(saving, folder, *arguments)
+        saving.await_copies()
         if folder.endswith("step_1"):
             saving._process.kill()
 
@@ -321,6 +332,7 @@ def test_training_that_fails_ends_the_writer(tmp_path, monkeypatch):
 
     def fail(job, train_step=training_loop.train_step):
         if job.step == 1:
+            job.background.await_copies()
             processes.append(job.background._process.pid)
             os.kill(processes[0], signal.SIGSTOP)
             raise RuntimeError("failed")

@@ -121,7 +121,7 @@ def _wrong_norm(job):
 
 
 def _with_step(run_step):
-    return lambda arrays, rate, eps, decay: run_step(arrays, rate * 1.01, eps, decay)
+    return lambda arrays, rate, *others: run_step(arrays, rate * 1.01, *others)
 
 
 def _stale_constant(monkeypatch):

@@ -11,7 +11,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +38,7 @@ class BackgroundSave:
     def __init__(self, ranks):
         self._ranks = ranks
         self._plan = self._memory = self._faulting = self._process = self._folder = None
+        self._copying = self._error = None  # the thread that copies, and the text of its error
         self._descriptors = ()  # of the snapshot, and of the parts of all ranks
 
     @property
@@ -102,12 +102,14 @@ class BackgroundSave:
     def start(self, folder, parts, values, documents, keep):
         """Copy this rank's tensors, and write the checkpoint beside what the caller does next; after `settle`.
 
+        On return the weights are copied; a thread copies the moments: call `await_copies` before they change.
+
         Args:
             folder, parts, values, documents: as of `save`; `documents` are texts in UTF-8. Parts are always the same.
             keep: `(keep_last, keep_every)` of `prune`.
 
         Raises:
-            SaveError: on all ranks: no memory for the copy, or no process can be started.
+            SaveError: on all ranks: no memory for the copy.
             ValueError: see `plan_save`.
         """
         self.reserve(parts)
@@ -116,20 +118,36 @@ class BackgroundSave:
         request |= {"documents": {path: data.decode() for path, data in documents.items()}} if ranks.rank == 0 else {}
         tokens = ranks.gather(f"{os.getpid()}-{time.time_ns()}")
         request["token"] = tokens[min(tokens)]
-        try:
-            on_all_ranks(ranks, lambda: self._start(parts, values, request))
-        except OSError as error:
-            self._end()
-            raise SaveError.of(folder, error) from error
-
-    def _start(self, parts, values, request):
         self._faulting.join()
         copies = snapshot_arrays(self._plan.of_rank(self._ranks.rank), self._memory)
-        arrays = (array for _, array in piece_arrays(self._plan, self._ranks.rank, parts, values))
-        pairs = ((copy, array.view(WORDS[array.dtype.itemsize])) for copy, array in zip(copies, arrays))
+        copied, later = [], []
         with ThreadPoolExecutor(_COPIERS) as pool:
-            while some := list(islice(pairs, 2 * _COPIERS)):  # on devices an array is a copy, too: not all at once
-                list(pool.map(np.copyto, *zip(*some)))
+            for (piece, array), copy in zip(piece_arrays(self._plan, self._ranks.rank, parts, values), copies):
+                pair = copy, array.view(WORDS[array.dtype.itemsize])
+                if piece.key[0] == "model":  # a forward pass may write them, and ZeRO frees them
+                    copied.append(pool.submit(np.copyto, *pair))
+                else:
+                    later.append(pair)
+        for each in copied:
+            each.result()
+        self._copying = threading.Thread(target=self._finish, args=(later, request))
+        self._copying.start()
+
+    def _finish(self, pairs, request):
+        """Copy what only an optimizer writes, then start the process."""
+        try:
+            for pair in pairs:
+                np.copyto(*pair)
+            self._write(request)
+        except OSError as error:
+            self._error = str(SaveError.of(self._folder, error))
+
+    def await_copies(self):
+        """Wait until the moments are copied too: before they change."""
+        if self._copying is not None:
+            self._copying.join()
+
+    def _write(self, request):
         encoded = encode_json(request)
         descriptors = *self._descriptors, _shared_memory(len(encoded), encoded)
         path = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
@@ -146,6 +164,9 @@ class BackgroundSave:
 
     def _status(self):
         """None: nothing is being written; `_BUSY`; or the text of an error."""
+        self.await_copies()
+        if self._error:
+            return self._error
         if self._process is None or self._process.poll() == 0:
             return None
         if self._process.returncode is None:
@@ -165,6 +186,8 @@ class BackgroundSave:
 
     def _end(self):
         """End the process; the memory stays for the next one."""
+        self.await_copies()
+        self._error = None
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.kill()

@@ -93,6 +93,12 @@ def reserve_memory(job):
             _go_on_or_end(job, error)
 
 
+def await_copies(job):
+    """Wait until `checkpoint.async_save` has copied what the next update changes."""
+    if job.background is not None:
+        job.background.await_copies()
+
+
 def save_job(job):
     """Save the state of a job into its run folder, and remove old checkpoints; all ranks call this.
 

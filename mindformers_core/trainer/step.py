@@ -81,7 +81,8 @@ def step_function(recipe, mesh, cells):
 
     Returns:
         `(optimizer, step)`: an `AdamW` of the trainable parameters of this rank, and a function that updates them. Its
-        arguments are the local inputs of the model, as of `step_parts`, and the float32 scalars of `AdamW.scalars`.
+        arguments are the local inputs of the model, as of `step_parts`, the float32 scalars of `AdamW.scalars`, and a
+        function to call before the update.
         Results are the mean loss and the gradients' norm before clipping, local tensors that are equal on all ranks.
     """
     run, clip, optimizer = step_parts(recipe, mesh, cells)
@@ -93,11 +94,12 @@ def step_function(recipe, mesh, cells):
 
     update = jit(update) if recipe.context.mode == 0 else update
 
-    def step(arrays, rate, eps, decay):
+    def step(arrays, rate, eps, decay, before_update):
         losses, gradients = run(arrays)
         loss, observer = sum(losses) / len(losses), process_state().observer
         for parameter, gradient in zip(optimizer.parameters, gradients, strict=True):
             observer.held("reduced gradient", gradient, parameter)
+        before_update()
         norm = update(rate, eps, decay, *gradients)
         _hold(observer, optimizer, {"loss": loss, "gradient norm": norm, "rate": rate, "decay": decay})
         return loss, norm

@@ -14,7 +14,7 @@ from mindformers_core.diff.recorder import perturb
 from mindformers_core.files import write_whole
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.tensor_parallel.clipping import sum_cell
-from mindformers_core.trainer.checkpoints import open_source, reserve_memory, resume, save_job
+from mindformers_core.trainer.checkpoints import await_copies, open_source, reserve_memory, resume, save_job
 from mindformers_core.trainer.data import dataset_of, first_sequence
 from mindformers_core.trainer.recipe import Recipe, accumulation_steps, learning_rate, recipe_mesh
 from mindformers_core.trainer.recipe_loader import recipe_to_yaml
@@ -162,7 +162,8 @@ def train_step(job):
     job.step += 1
     job.consumed += job.batch_size
     rate = learning_rate(job.recipe, job.step)
-    loss, norm = job.run_step(tuple(map(ms.Tensor, batch)), *job.optimizer.scalars(job.step, rate))
+    scalars = job.optimizer.scalars(job.step, rate)
+    loss, norm = job.run_step(tuple(map(ms.Tensor, batch)), *scalars, lambda: await_copies(job))
     loss, norm = float(loss.asnumpy()), float(norm.asnumpy())
     process_state().observer.end_step(job.step)
     seconds = time.perf_counter() - started
