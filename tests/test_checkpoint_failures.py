@@ -7,10 +7,17 @@ import numpy as np
 import pytest
 from checkpoint_states import SHAPES, QuickFiles, state_on, tensors, without_threads
 
-from mindformers_core.checkpoint.folders import find_checkpoint, prune, step_folder
+from mindformers_core.checkpoint.folders import find_checkpoint, prune, set_aside, step_folder
 from mindformers_core.checkpoint.load import check_checksums, open_checkpoint
 
 DOCUMENTS = {"state.json": b'{"format": 1, "step": 5}', "config.json": b'{"hidden_size": 8}'}
+
+
+def saved_step(run_folder, step):
+    """A new checkpoint of a run: its folder."""
+    folder = step_folder(str(run_folder), step)
+    state_on(tensors(), "one").save(folder, DOCUMENTS)
+    return folder
 
 
 def damaged_places(folder, rng):
@@ -101,3 +108,24 @@ def test_the_newest_complete_checkpoint_is_found(tmp_path):
     assert find_checkpoint(tmp_path) == str(tmp_path / "checkpoint/step_12")
     with pytest.raises(FileNotFoundError, match="nowhere' is neither a checkpoint"):
         find_checkpoint(tmp_path / "nowhere")
+
+
+def test_a_run_taken_up_at_an_earlier_step_gives_later_ones_up(tmp_path):
+    """The newest one is of the steps that were run last, and `prune` counts those only."""
+    for step in (8, 12, 16):
+        saved_step(tmp_path, step)
+    assert set_aside(str(tmp_path), 8) == ["step_12.given_up.1", "step_16.given_up.1"]
+    for step in (9, 10):
+        saved_step(tmp_path, step)
+        prune(step_folder(str(tmp_path), step), 2)
+    assert find_checkpoint(str(tmp_path)) == step_folder(str(tmp_path), 10)
+    kept = ["step_10", "step_12.given_up.1", "step_16.given_up.1", "step_9"]
+    assert sorted(os.listdir(tmp_path / "checkpoint")) == kept
+    assert set_aside(str(tmp_path), 10) == []
+
+
+def test_a_checkpoint_without_its_checksums_is_not_whole(tmp_path):
+    folder = saved_step(tmp_path, 1)
+    os.remove(os.path.join(folder, "checksums.json"))
+    with pytest.raises(FileNotFoundError, match=r"has state.json, but no checksums.json: it isn't whole"):
+        open_checkpoint(folder)

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from mindspore import Parameter, Tensor, nn
 from test_checkpoint_regions import random_layout
 
+from mindformers_core.checkpoint.between_meshes import relayout
 from mindformers_core.checkpoint.moves import plan_moves
 from mindformers_core.checkpoint.parts import Part
 from mindformers_core.checkpoint.regions import inside, local_box, overlap, volume, whole
@@ -58,3 +60,16 @@ def test_other_models_are_errors():
         plan_moves({0: [part]}, {0: [Part("model", "weigt", "float32", (4,), ((0, 4),))]})
     with pytest.raises(ValueError, match=r"'weight' is float32 of shape \(4,\) in the source, but float16 of shape"):
         plan_moves({0: [part]}, {0: [Part("model", "weight", "float16", (4,), ((0, 4),))]})
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_stages_of_one_rank_with_a_tied_weight():
+    class Stage(nn.Cell):
+        def __init__(self, value):
+            super().__init__()
+            self.w = Parameter(Tensor(np.full(4, value, np.float32)))
+
+    targets = [Stage(5), Stage(6)]
+    report = relayout([Stage(1), Stage(1)], targets)
+    assert (report.sent, report.received, report.copied) == (0, 0, 16)
+    assert [stage.w.asnumpy().tolist() for stage in targets] == [[1.0] * 4] * 2

@@ -11,7 +11,7 @@ from mindformers_core.checkpoint.checksums import MODULUS, checksum
 from mindformers_core.checkpoint.moves import plan_moves
 from mindformers_core.checkpoint.parts import Ranks, divide, parts_of_all
 from mindformers_core.checkpoint.regions import inside, overlap, shape_of, volume
-from mindformers_core.checkpoint.tensors import fill_parameter, model_parts, optimizer_parts, values_of
+from mindformers_core.checkpoint.tensors import fill_parameter, model_parts, optimizer_parts, share_weights, values_of
 from mindformers_core.communication.messages import gather_values
 from mindformers_core.communication.point_to_point import channel
 from mindformers_core.communication.tensor_bytes import numpy_dtype
@@ -67,6 +67,7 @@ def relayout(source, target, source_optimizer=None, target_optimizer=None):
         _exchange(messages, ranks.rank, by_key.get(key, ()), (given, values), (taken, array))
         if taken is not None:
             fill_parameter(wanted[taken], array)
+    share_weights(_cells(target))
     sent, received = (sum(move.nbytes for move in own if getattr(move, end) == ranks.rank) for end in _ENDS)
     return RelayoutReport(sent, received, copied)
 
@@ -123,10 +124,14 @@ def _exchange(messages, rank, moves, given, taken):
             messages.send_object("read", move.sender, _READ)
 
 
+def _cells(given):
+    return (given,) if isinstance(given, nn.Cell) else given
+
+
 def _parts(cells, optimizer):
     """This rank's `Part`s of Cells and an optimizer, a dict, `Part` -> Parameter."""
-    cells, rank = (cells,) if isinstance(cells, nn.Cell) else cells, world().rank
-    return model_parts(cells, rank) | (optimizer_parts(optimizer, rank) if optimizer is not None else {})
+    rank = world().rank
+    return model_parts(_cells(cells), rank) | (optimizer_parts(optimizer, rank) if optimizer is not None else {})
 
 
 def _ranks():

@@ -40,6 +40,21 @@ def find_checkpoint(path):
     return os.path.join(below, found[max(found)])
 
 
+def set_aside(run_folder, step):
+    """Rename the checkpoints of a run after a step, from which it is taken up again: a list of the new names.
+
+    Otherwise the highest step would be of the steps that are given up, and `prune` would keep those.
+    """
+    above, found = os.path.join(run_folder, "checkpoint"), []
+    for name in sorted(os.listdir(above)) if os.path.isdir(above) else ():
+        match = _STEP.fullmatch(name)
+        if match and int(match[1]) > step:
+            free = (f"{name}.given_up.{number}" for number in range(1, 10**6))
+            found.append(next(each for each in free if not os.path.exists(os.path.join(above, each))))
+            os.rename(os.path.join(above, name), os.path.join(above, found[-1]))
+    return found
+
+
 def prune(folder, keep_last, keep_every=0, files=None):
     """Remove old checkpoints beside the new one in `folder`, and what crashes left there. One rank calls this.
 

@@ -61,6 +61,8 @@ def open_checkpoint(folder, files=None):
     """
     files = files or FileLayer()
     if not os.path.isfile(os.path.join(folder, CHECKSUMS)):
+        if os.path.isfile(os.path.join(folder, STATE)):
+            raise FileNotFoundError(f"{folder} has {STATE}, but no {CHECKSUMS}: it isn't whole")
         tensors = _headers(folder, "model", _hugging_face_files(folder, files), files)
         return Checkpoint(folder, tensors, {}, _json(folder, CONFIG, files), None)
     sealed = open_sealed(os.path.join(folder, CHECKSUMS), read_file(files, os.path.join(folder, CHECKSUMS)))
@@ -248,7 +250,7 @@ def check_checksums(checkpoint, files=None):
     files, nbytes = files or FileLayer(), 0
     for key, placed in checkpoint.tensors.items():
         with opened(files, placed.file) as descriptor:
-            for box, expected in checkpoint.pieces[key]:
+            for box, expected in checkpoint.pieces.get(key, ()):
                 array = read_box(files, descriptor, placed, box)
                 nbytes += array.nbytes
                 if checksum(array, box, placed.shape) != expected:

@@ -91,6 +91,8 @@ def runs(box, shape):
     Returns:
         `starts`: an iterator of the flat index of each run's first element; `length`: of each run.
     """
+    if not volume(box):
+        return iter(()), 0
     dim = len(shape)
     while dim > 0 and box[dim - 1] == (0, shape[dim - 1]):
         dim -= 1

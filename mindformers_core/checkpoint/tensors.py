@@ -38,6 +38,15 @@ def optimizer_parts(optimizer, rank, file_name=lambda path: path):
     return found
 
 
+def share_weights(cells):
+    """Cells of a rank that have a parameter of one path, such as a tied embedding, get the values of the first."""
+    weights = {}
+    for cell in cells:
+        for path, parameter in cell.parameters_and_names():
+            if weights.setdefault(path, parameter) is not parameter:
+                parameter.set_data(weights[path])
+
+
 def _part(group, name, tensor, placed, rank):
     """The `Part` of a tensor that lies where the Parameter `placed` does."""
     layout, shape = getattr(placed, "layout", None), tuple(getattr(placed, "global_shape", placed.shape))

@@ -51,7 +51,13 @@ def resume(job, checkpoint):
     parts = _parts(job) if takes_state else weight_parts(job.recipe, job.cells, job.rank)
     fill(checkpoint, parts, job.recipe, job.mesh, job.rank, converts=not takes_state)
     if takes_state:
-        state = checkpoint.state
+        state, length = checkpoint.state, job.recipe.train_dataset.seq_length
+        saved = state["recipe"]["train_dataset"]["seq_length"]
+        if saved != length:
+            raise ValueError(
+                f"train_dataset.seq_length: {length}, but {checkpoint.folder} counts its data in sequences of {saved}: "
+                "take that, or checkpoint.no_load_optim=true"
+            )
         job.step, job.consumed = state["step"], state["consumed"]
         ms.set_rng_state(ms.Tensor(np.array(state["random_state"], np.uint8)))
     if job.step >= job.recipe.training.steps:

@@ -9,7 +9,7 @@ from mindformers_core.trainer.compare import compare_runs
 
 _DESCRIPTION = "Train Llama-style models from a YAML recipe, on a mesh, and generate with them."
 # errors of a user's recipe, data or command are reported in a line or two, others with their traceback
-_USER_ERRORS = (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError)
+_USER_ERRORS = (ValueError, TypeError, OSError, ModuleNotFoundError)
 _DEPENDENCIES = ("mindspore", "numpy", "scipy", "yaml")
 
 
@@ -217,7 +217,7 @@ def _print_result(work):
         print(work(), flush=True)
     except BrokenPipeError:  # the reader, as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, *_USER_ERRORS) as error:
+    except _USER_ERRORS as error:
         return _report(error)
     return 0
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import mindspore as ms
 import numpy as np
 
+from mindformers_core.checkpoint.folders import set_aside
 from mindformers_core.communication import init_distributed
 from mindformers_core.communication.world import process_state
 from mindformers_core.diff.recorder import perturb
@@ -135,7 +136,13 @@ def run_steps(job):
             for record in records:
                 record(row)
             if not math.isfinite(row["loss"]):
-                raise FloatingPointError(f"the loss is {row['loss']} at step {job.step}: see {folder}/metrics.jsonl")
+                try:
+                    if job.background is not None:
+                        job.background.settle()  # the checkpoint before
+                finally:
+                    raise FloatingPointError(
+                        f"the loss is {row['loss']} at step {job.step}: see {folder}/metrics.jsonl"
+                    )
             at_end = job.step == recipe.training.steps
             if recipe.checkpoint.enable_save and (at_end or job.step % recipe.checkpoint.save_interleaved_steps == 0):
                 save_job(job)
@@ -188,7 +195,10 @@ def _batch(job):
 def _open_records(job):
     """Make the run folder; returns functions that each record a row of metrics."""
     recipe, folder = job.recipe, job.recipe.training.output_dir
-    open_run_folder(folder, recipe_to_yaml(recipe), keep=_carries_on(recipe))
+    carries_on = job.step > 0 and _carries_on(recipe)
+    open_run_folder(folder, recipe_to_yaml(recipe), keep=carries_on)
+    if carries_on and (others := set_aside(folder, job.step)):
+        print(f"checkpoints of later steps are now {', '.join(others)}")
     kind = "micro-batches" if recipe.parallelism.pipeline_parallel == 1 else "pipeline runs"
     print(f"{recipe.training.steps} steps of {job.micro_batches} {kind} on ranks {job.mesh}; run folder {folder}")
     records = [metrics_writer(folder, after_step=job.step)]
