@@ -12,6 +12,7 @@ from test_training_loop import ONE_RANK, SMALL
 
 from mindformers_core.checkpoint.load import check_checksums, open_checkpoint
 from mindformers_core.checkpoint.mindspore_files import read_ckpt, write_ckpt
+from mindformers_core.models.spec import MODELS
 from mindformers_core.trainer import training_loop
 from mindformers_core.trainer.command_line import main
 from mindformers_core.trainer.recipe_loader import load_recipe
@@ -150,6 +151,25 @@ def test_a_file_of_another_model_is_an_error(tmp_path, capsys, change, message):
     assert not os.path.exists(tmp_path / "new")
 
 
+def test_a_config_of_another_model_is_an_error(tmp_path, capsys):
+    """That of the folder, and of the file that was made of it; ids of special tokens are kept."""
+    theirs, file, new = tmp_path / "theirs", tmp_path / "a.ckpt", tmp_path / "new"
+    write_folder(theirs, CONFIG, weights(CONFIG))
+    keys = CONFIG.keys() & set(MODELS["llama"].hugging_face.keys) - {"rope_theta"}
+    same = (f"model.{key}={CONFIG[key]}" for key in keys)
+    wrong = ("--config", ONE_RANK, "train_dataset.seq_length=16", *same)
+    message = "config.json has rope_theta 500000.0, but model.rope_theta is 10000.0: take the model that was saved"
+    assert f"{theirs}/{message}" in fails(capsys, "convert", theirs, file, *wrong)
+    assert not file.exists()
+    assert main([*map(str, ("convert", theirs, file))]) == 0
+    capsys.readouterr()
+    assert f"{file}: {message}" in fails(capsys, "convert", file, new, *wrong)
+    assert not new.exists()
+    assert main([*map(str, ("convert", file, new, *wrong, "model.rope_theta=500000.0"))]) == 0
+    config = open_checkpoint(str(new)).config
+    assert (config["rope_theta"], config["eos_token_id"], config.get("use_cache")) == (5e5, 2, None)
+
+
 def test_wrong_conversions_are_errors(tmp_path, folder, capsys):
     (tmp_path / "bad.ckpt").write_bytes(b"abcdef" * 10)
     new = tmp_path / "new"
@@ -162,6 +182,16 @@ def test_wrong_conversions_are_errors(tmp_path, folder, capsys):
     assert "No such file or directory" in fails(capsys, "convert", folder, tmp_path / "nowhere/a.ckpt")
     assert "neither a checkpoint" in fails(capsys, "convert", new, tmp_path / "a.ckpt")
     assert "this model" not in fails(capsys, "convert", folder, tmp_path / "a.ckpt", "--config", tmp_path / "no.yaml")
+
+
+@pytest.mark.parametrize(
+    ("array", "message"), [(np.ones(2, np.complex64), "dtype complex64"), (np.ones((2, 0), np.int8), "no elements")]
+)
+def test_tensors_that_no_file_can_hold(tmp_path, array, message):
+    write_folder(tmp_path / "theirs", CONFIG, {"a": array})
+    with pytest.raises(ValueError, match=f"tensor 'a' has .*{message}, which a .ckpt file can't hold"):
+        write_ckpt(open_checkpoint(str(tmp_path / "theirs")), str(tmp_path / "a.ckpt"), {})
+    assert not (tmp_path / "a.ckpt").exists()
 
 
 def test_names_and_dtypes(tmp_path):

@@ -127,6 +127,9 @@ def test_other_tensors_are_errors(tmp_path, change, tied, message):
         ({"attention_bias": True}, "has attention_bias True, but the model llama computes with False"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has rope_scaling .*, but .* computes with None"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "has rope_parameters .*, but .* only has rope_type 'default'"),
+        ({"rope_parameters": {"type": "linear", "factor": 2.0}}, "has rope_parameters .* only has rope_type 'default'"),
+        ({"rope_parameters": "linear"}, "has rope_parameters 'linear', but .* only has rope_type 'default'"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, "has rope_theta 10000.0, but model.rope_theta is 500000.0"),
         ({"quantization_config": {"bits": 4}}, "has quantization_config .* computes with None"),
         ({"head_dim": 3}, "config.json: head_dim: 3 should be even"),
     ],
@@ -135,6 +138,34 @@ def test_other_configs_are_errors_that_name_the_key(changes, message):
     config = LlamaConfig(**{key: CONFIG[key] for key in KEYS})
     with pytest.raises(ValueError, match=f"^theirs/config.json.*{message}" if "head" not in message else message):
         check_config(LLAMA, "llama", config, CONFIG | changes, "theirs/config.json")
+
+
+@pytest.mark.parametrize("spec", [LLAMA, ModelSpec("package:Class", LlamaConfig)])
+def test_configs_that_are_no_dicts_are_errors(spec):
+    with pytest.raises(ValueError, match=r"^theirs/config.json should be a dict by key, not \[1\]$"):
+        check_config(spec, "llama", LlamaConfig(), [1], "theirs/config.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Padded:
+    """A config with a special token of its own."""
+
+    pad_token_id: int = 3
+
+
+def test_ids_of_special_tokens_are_carried():
+    """Of 0, None and lists, for every kind of model; nothing else is, and those of a config itself are compared."""
+    ids = {"bos_token_id": 0, "eos_token_id": [0, 2], "pad_token_id": None}
+    for spec in (LLAMA, ModelSpec("package:Class", LlamaConfig)):
+        plain = config_document(spec, "llama", LlamaConfig())
+        written = config_document(spec, "llama", LlamaConfig(), {"vocab_size": 1, "use_cache": True, **ids})
+        assert written == plain | ids and not plain.keys() & ids.keys()
+        assert config_document(spec, "llama", LlamaConfig(), {"eos_token_id": 0}) == plain | {"eos_token_id": 0}
+        check_config(spec, "llama", LlamaConfig(), written, "config.json")
+    spec = ModelSpec("package:Class", Padded)
+    assert config_document(spec, "a", Padded(), ids) == {"model_type": "a", **ids, "pad_token_id": 3}
+    with pytest.raises(ValueError, match="has pad_token_id 4, but model.pad_token_id is 3"):
+        check_config(spec, "a", Padded(), {"model_type": "a", **ids, "pad_token_id": 4}, "config.json")
 
 
 def test_configs_of_all_versions_are_the_models():

@@ -17,6 +17,7 @@ from small_generation import (
     checkpoint_of,
     full_forward,
     generated,
+    generator_of,
     mesh,
     recipe_of,
     train,
@@ -29,8 +30,9 @@ from mindformers_core.serving.predict import infer_predict_layout, load_distribu
 from mindformers_core.serving.prompts import encode_prompts, tokens_of
 from mindformers_core.serving.sampling import Sampling, next_tokens
 from mindformers_core.tensor_parallel import shard
+from mindformers_core.trainer import generating
 from mindformers_core.trainer.command_line import main
-from mindformers_core.trainer.generating import Request, continue_prompts, generate, make_generator
+from mindformers_core.trainer.generating import Request, continue_prompts, generate, make_generator, read_prompts
 from mindformers_core.trainer.recipe import Parallelism, recipe_mesh
 
 
@@ -76,6 +78,41 @@ def test_the_nucleus():
     assert draws[0] != draws[1] and draws[0] != draws[2]
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, 0.9)])
+def test_logits_that_are_not_finite(sampling):
+    """No token of such a row, and the same of others; a logit of -inf is a token that never comes."""
+    logits = np.tile(np.float32([0.5, 2.0, -np.inf, 1.0]), (5, 1))
+    expected = next_tokens(logits, sampling, range(5), [9] * 5)
+    assert set(expected) <= {0, 1, 3}
+    logits[1, 2], logits[2, 0], logits[3] = np.nan, np.inf, -np.inf
+    expected[1:4] = -1
+    found = next_tokens(logits, sampling, range(5), [9] * 5)
+    assert found.dtype == np.int32 and found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("overrides", [mesh(pp=2), mesh(tp=2)])
+def test_weights_that_are_not_finite(trained, overrides):
+    """The error is raised on all ranks, which names the prompt and the token."""
+    recipe = recipe_of(*overrides)
+
+    def work(rank):
+        generator, _ = generator_of(trained, recipe, recipe_mesh(recipe), rank, 4)
+        one_pass = generator.logits
+
+        def logits(ids, slots, starts):
+            found = one_pass(ids, slots, starts)
+            if found is not None and len(slots) == 1:
+                found[2, 7] = np.nan
+            return found
+
+        generator.logits = logits
+        with pytest.raises(ValueError, match="the model's logits aren't finite: those of prompt 6 for its new token 1"):
+            generator.run(PROMPTS, 4, Sampling(0.5), range(4, 8))
+        return True
+
+    assert SimulatedRanks(2).run(work) == [True] * 2
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -114,6 +151,12 @@ def test_prompts_that_do_not_fit(tmp_path):
         tokens_of("nowhere.json", str(tmp_path), True)
 
 
+def test_lines_of_prompts(tmp_path):
+    """Only a line feed ends one, with a carriage return before it or not."""
+    (tmp_path / "prompts").write_bytes("a\u2028b\x0cc\x1cd\n\r\n\ne\rf\r\n g".encode())
+    assert read_prompts(str(tmp_path / "prompts")) == ["a\u2028b\x0cc\x1cd", "e\rf", " g"]
+
+
 class Words:
     """What the package `tokenizers` does, of words."""
 
@@ -131,9 +174,9 @@ class Words:
         return " ".join(self.words[number] for number in ids)
 
 
-def recipe_of_theirs(tmp_path):
+def recipe_of_theirs(tmp_path, changes=None):
     """With a Hugging Face folder."""
-    write_folder(tmp_path / "theirs", CONFIG, weights(CONFIG))
+    write_folder(tmp_path / "theirs", CONFIG | (changes or {}), weights(CONFIG))
     section = {key: CONFIG[key] for key in ("num_hidden_layers", "rope_theta", "intermediate_size", "head_dim")}
     return recipe_of(
         *mesh(), *(f"model.{key}={value}" for key, value in section.items()), "model.tie_word_embeddings=false",
@@ -155,6 +198,31 @@ def test_a_hugging_face_folder_with_its_tokenizer(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", SimpleNamespace(Tokenizer=Words))
     (text,), _ = generate(recipe, Request(("w1 w2",), 8))
     assert text.startswith("w1 w2 w") and len(text.split()) <= 10
+
+
+class Failing(Words):
+    """Raises what the package raises for other files."""
+
+    @classmethod
+    def from_file(cls, path):
+        raise Exception("data did not match any variant of untagged enum ModelWrapper at line 1 column 2")
+
+
+def test_a_file_that_is_no_tokenizer(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "tokenizers", SimpleNamespace(Tokenizer=Failing))
+    with pytest.raises(ValueError, match=r"tokenizer.json isn't a Hugging Face tokenizer: data did not match any"):
+        tokens_of("", str(tmp_path), True)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("stop", "expected"), [(0, [0]), (2, [2]), ([0, 2], [0, 2]), ([], []), (None, [])])
+def test_ids_that_end_a_text(tmp_path, monkeypatch, stop, expected):
+    """Of config.json: one, which may be 0, several or none."""
+    recipe, found = recipe_of_theirs(tmp_path, {"eos_token_id": stop}), []
+    monkeypatch.setattr(generating, "tokens_of", lambda *given: found.append(given[-1]) or tokens_of(*given))
+    generate(recipe, Request(("w1",), 1, tokenizer="bytes"))
+    assert [list(each) for each in found] == [expected]
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -231,3 +299,18 @@ def test_the_names_of_mindspore(trained):
             load_distributed_checkpoint(net, trained, {"head": norm})
 
     SimulatedRanks(2).run(work)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_old_files_of_hugging_face(tmp_path):
+    """What they have beside the parameters is left out by `load_distributed_checkpoint`; others are errors."""
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(2, np.float32)}
+    recipe = recipe_of_theirs(tmp_path)
+    net = recipe.spec.build(recipe.model)
+    shard(net, init_device_mesh((1, 1), ("dp", "tp")), Parallelism())
+    write_folder(tmp_path / "old", CONFIG, weights(CONFIG) | old)
+    assert load_distributed_checkpoint(net, str(tmp_path / "old")).read > 0
+    np.testing.assert_array_equal(net.lm_head.weight.asnumpy(), weights(CONFIG)["lm_head.weight"])
+    write_folder(tmp_path / "other", CONFIG, weights(CONFIG) | {"inv_freq": np.zeros(2, np.float32)})
+    with pytest.raises(ValueError, match="'inv_freq' isn't a tensor of this model"):
+        load_distributed_checkpoint(net, str(tmp_path / "other"))

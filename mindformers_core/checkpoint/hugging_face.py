@@ -4,6 +4,7 @@ import dataclasses
 from fnmatch import fnmatchcase
 
 _DTYPE_KEYS = ("torch_dtype", "dtype")
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of texts, which no model computes with
 _OF_TRAINING = (*_DTYPE_KEYS, "initializer_range")  # a checkpoint's tensors don't depend on them, or are converted
 
 
@@ -18,21 +19,24 @@ def ignored_tensors(spec, names):
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def config_document(spec, name, config):
+def config_document(spec, name, config, carried=None):
     """The contents of `config.json`, a dict.
 
     Args:
         spec: the `ModelSpec`.
         name: of the model in recipes.
         config: the model's config.
+        carried: the contents of the `config.json` of the weights that were loaded, whose ids of special tokens are
+            kept; None: there was none.
     """
     values, known = dataclasses.asdict(config), spec.hugging_face
+    ids = {key: carried[key] for key in _TOKEN_IDS if key in (carried or {})}
     if known is None:
-        return {"model_type": name, **values}
+        return {"model_type": name, **ids, **values}
     given = {key: value for key, value in ((key, values[key]) for key in known.keys) if value is not None}
     fixed = {key: value for key, value in known.fixed.items() if value is not None}
     dtype = {"torch_dtype": values["dtype"]} if "dtype" in values else {}
-    return {"architectures": [known.architecture], "model_type": known.model_type, **given, **fixed, **dtype}
+    return {"architectures": [known.architecture], "model_type": known.model_type, **ids, **given, **fixed, **dtype}
 
 
 def model_section(spec, name, found, where):
@@ -44,18 +48,22 @@ def model_section(spec, name, found, where):
         where: its path, for errors.
 
     Raises:
-        ValueError: of another kind of model, or with a key that our model doesn't compute with.
+        ValueError: no dict, of another kind of model, or with a key that our model doesn't compute with.
     """
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} should be a dict by key, not {found!r}")
     known = spec.hugging_face
     expected = name if known is None else known.model_type
     if found.get("model_type") != expected:
         raise ValueError(f"{where} has model_type {found.get('model_type')!r}, but the model {name} is {expected!r}")
     if known is None:
-        return {key: value for key, value in found.items() if key != "model_type"}
-    rope = found.get("rope_parameters") or {}  # since transformers 5
-    if rope.get("rope_type", "default") != "default":
-        raise ValueError(f"{where} has rope_parameters {rope}, but the model {name} only has rope_type 'default'")
-    found = {"rope_theta": rope["rope_theta"], **found} if "rope_theta" in rope else found
+        own = {entry.name for entry in dataclasses.fields(spec.config)}
+        left_out = {"model_type", *(key for key in _TOKEN_IDS if key not in own)}
+        return {key: value for key, value in found.items() if key not in left_out}
+    rope = found.get("rope_parameters") or {}  # since transformers 5, before a rope_theta beside it
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise ValueError(f"{where} has rope_parameters {rope!r}, but the model {name} only has rope_type 'default'")
+    found = {**found, "rope_theta": rope["rope_theta"]} if "rope_theta" in rope else found
     for key, value in known.fixed.items():
         if found.get(key, value) != value:
             raise ValueError(f"{where} has {key} {found[key]!r}, but the model {name} computes with {value!r}")

@@ -1,5 +1,6 @@
 """MindSpore's own files, `*.ckpt`, of one process: written from a checkpoint, and made into one."""
 
+import json
 import logging
 import os
 from contextlib import contextmanager
@@ -28,13 +29,16 @@ def write_ckpt(checkpoint, path, names):
         names: a dict, path of a parameter -> name of its tensor in checkpoints, where they differ.
 
     Raises:
-        ValueError: a damaged checkpoint, or a tensor without elements. OSError: a file can't be read or written.
+        ValueError: a damaged checkpoint, a tensor without elements, or a complex one. OSError: a file can't be read or
+            written.
     """
     paths, tensors = {name: path for path, name in names.items()}, []
+    for (_, name), placed in checkpoint.tensors.items():
+        if not placed.nbytes or placed.dtype == "complex64":  # MindSpore 2.10 writes files that it can't read
+            what = f"dtype {placed.dtype}" if placed.nbytes else "no elements"
+            raise ValueError(f"tensor '{name}' has {what}, which a .ckpt file can't hold")
 
     def take(part, array):
-        if not array.size:
-            raise ValueError(f"tensor '{part.name}' has no elements, which a .ckpt file can't hold")
         dtype = numpy_dtype(getattr(mstype, part.dtype.replace("bool", "bool_")))
         name = paths.get(part.name, part.name) if part.group == "model" else _MOMENTS + part.name
         tensors.append({"name": name, "data": ms.Tensor.from_numpy(array.view(dtype))})
@@ -56,13 +60,15 @@ def read_ckpt(path, folder, names, parts=None, config=None):
         names: as of `write_ckpt`.
         parts: the whole `Part`s of the model's parameters, all of which the file must have; what else it has is left
             out, except moments beside a state. Default: everything is taken.
-        config: the contents of `config.json`. Default: those of the file, if it has them.
+        config: function of the contents of the file's own `config.json`, None if it has none, and of its place, for
+            errors, that returns those of the new one. Default: they are the file's.
 
     Returns:
         The number of tensors, and the names of those that are left out.
 
     Raises:
-        ValueError: not a whole file; a missing tensor, or one of another shape. OSError: it can't be read or saved.
+        ValueError: not a whole file; a missing tensor, one of another shape, or what `config` raises. OSError: it
+            can't be read or saved.
     """
     if not os.path.isfile(path):
         raise FileNotFoundError(f"'{path}' is no file")
@@ -72,6 +78,9 @@ def read_ckpt(path, folder, names, parts=None, config=None):
     except ValueError as error:
         raise ValueError(f"{path} isn't a whole MindSpore checkpoint, or can't be read") from error
     texts = {name: found.pop(_TEXTS + name).encode() for name in (CONFIG, STATE) if _TEXTS + name in found}
+    if config is not None:
+        own = json.loads(texts[CONFIG]) if CONFIG in texts else None
+        texts[CONFIG] = encode_json(config(own, f"{path}: {CONFIG}"), indent=1)
     tensors, placed = {}, {}
     for name, value in found.items():
         own = name.removeprefix(_MOMENTS)
@@ -85,8 +94,7 @@ def read_ckpt(path, folder, names, parts=None, config=None):
             Checkpoint(path, placed, {}, None, None), tensors_of({0: parts}), True, [name for _, name in left]
         )
     taken = [_part(*key, each) for key, each in placed.items() if key not in left]
-    documents = texts | ({} if config is None else {CONFIG: encode_json(config, indent=1)})
-    save(folder, taken, lambda part: values_of(tensors[part.key]), documents)
+    save(folder, taken, lambda part: values_of(tensors[part.key]), texts)
     return len(taken), [name for _, name in left]
 
 

@@ -64,6 +64,9 @@ class Generator:
         Returns:
             A list of the new tokens for every prompt, on every rank; less than `count` where one of `stops` came, which
             is the last of them.
+
+        Raises:
+            ValueError: on every rank: logits that aren't finite.
         """
         ids, starts = padded(prompts, self.length)
         numbers, found = range(len(prompts)) if numbers is None else numbers, []
@@ -73,6 +76,11 @@ class Generator:
             if logits is not None:
                 chosen = next_tokens(logits, sampling, numbers, slot - starts)
             found.append(self._on_all_stages(chosen))
+            if (found[-1] < 0).any():
+                raise ValueError(
+                    f"the model's logits aren't finite: those of prompt {numbers[int(found[-1].argmin())]} for its new "
+                    f"token {len(found) - 1}: check the weights, or compute with another model.dtype"
+                )
             if stops and np.isin(found, stops).any(0).all():
                 break
             ids, slots = found[-1][:, None], np.array([slot], np.int32)

@@ -1,11 +1,13 @@
 """MindSpore's names of distributed inference, over checkpoints that belong to no mesh."""
 
 from mindformers_core.checkpoint.folders import find_checkpoint
+from mindformers_core.checkpoint.hugging_face import ignored_tensors
 from mindformers_core.checkpoint.load import open_checkpoint
 from mindformers_core.checkpoint.parts import Ranks
 from mindformers_core.checkpoint.tensors import load_parameters, model_parts
 from mindformers_core.communication.messages import gather_values
 from mindformers_core.communication.world import world
+from mindformers_core.models.spec import MODELS
 from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.sharding.sharded_cells import tree_and_path
 
@@ -29,7 +31,8 @@ def load_distributed_checkpoint(network, checkpoint_filenames, predict_strategy=
 
     Args:
         network: after `shard()`, on any mesh.
-        checkpoint_filenames: path of a checkpoint or run folder of ours, or of a Hugging Face folder.
+        checkpoint_filenames: path of a checkpoint or run folder of ours, or of a Hugging Face folder, whose names of
+            tensors must be the paths of the Parameters. What old files of `MODELS` have beside them is left out.
         predict_strategy: layouts that the Parameters have to have, as `infer_predict_layout` returns them. Default:
             those that they have.
         train_strategy_filename: not needed, and never read: tensors of a checkpoint are global.
@@ -46,4 +49,7 @@ def load_distributed_checkpoint(network, checkpoint_filenames, predict_strategy=
             raise ValueError(f"predict_strategy: parameter '{path}' as {layout}, but it {here}: shard() it so")
     parts = model_parts([network], world().rank)
     ranks = Ranks(world().rank, lambda value: gather_values(tree.mesh, value))
-    return load_parameters(open_checkpoint(find_checkpoint(checkpoint_filenames)), parts, ranks, converts=True)
+    checkpoint = open_checkpoint(find_checkpoint(checkpoint_filenames))
+    names = [name for _, name in checkpoint.tensors]
+    ignored = [name for spec in MODELS.values() for name in ignored_tensors(spec, names)]
+    return load_parameters(checkpoint, parts, ranks, True, ignored)

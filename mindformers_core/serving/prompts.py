@@ -36,7 +36,7 @@ def tokens_of(given, folder, takes_bytes, vocab_size=None, stops=()):
 
     Raises:
         FileNotFoundError: there is no such file. ModuleNotFoundError: the package `tokenizers` isn't installed.
-        ValueError: the model has no tokenizer, or too few ids for bytes.
+        ValueError: the model has no tokenizer, or too few ids for bytes; a file that is no tokenizer.
     """
     path = given or os.path.join(folder, TOKENIZER)
     if given and given != BYTES and not os.path.isfile(path):
@@ -50,7 +50,10 @@ def tokens_of(given, folder, takes_bytes, vocab_size=None, stops=()):
                 f"{BYTES} for a model of bytes",
                 name="tokenizers",
             ) from error
-        tokenizer = Tokenizer.from_file(path)
+        try:
+            tokenizer = Tokenizer.from_file(path)
+        except Exception as error:  # what the package raises
+            raise ValueError(f"{path} isn't a Hugging Face tokenizer: {error}") from error
         return Tokens(lambda text: tokenizer.encode(text).ids, tokenizer.decode, tuple(stops))
     if not given and not takes_bytes:
         raise ValueError(

@@ -33,7 +33,7 @@ class Sampling:
 
 
 def next_tokens(logits, sampling, numbers, positions):
-    """The next token of every row, int32 of shape (batch,).
+    """The next token of every row, int32 of shape (batch,); -1 where the highest logit isn't finite.
 
     A draw depends on seed, number of the prompt and position of the token only, and takes the first token, in the order
     of ids, at which the sum of probabilities exceeds a uniform number: rows of a batch don't depend on each other.
@@ -43,10 +43,12 @@ def next_tokens(logits, sampling, numbers, positions):
         sampling: a `Sampling`.
         numbers, positions: of every row the number of its prompt, and the position of the token in its text.
     """
+    is_finite = np.isfinite(logits.max(-1))  # which NaNs are not; -inf beside others is a token that never comes
     if sampling.temperature == 0:
-        return logits.argmax(-1).astype(np.int32)
+        return np.where(is_finite, logits.argmax(-1), -1).astype(np.int32)
     chosen = []
-    for row, number, position in zip(logits.astype(np.float64), numbers, positions, strict=True):
+    rows = np.where(is_finite[:, None], logits, 0).astype(np.float64)
+    for row, number, position in zip(rows, numbers, positions, strict=True):
         probabilities = np.exp((row - row.max()) / sampling.temperature)
         probabilities /= probabilities.sum()
         order = np.argsort(-probabilities, kind="stable")
@@ -55,4 +57,4 @@ def next_tokens(logits, sampling, numbers, positions):
         sums = np.cumsum(probabilities)
         draw = np.random.default_rng((sampling.seed, number, position)).random() * sums[-1]
         chosen.append(np.searchsorted(sums, draw, side="right"))
-    return np.array(chosen, np.int32)
+    return np.where(is_finite, chosen, -1).astype(np.int32)

@@ -150,7 +150,8 @@ def convert(source, target, recipe=None):
         recipe: of the model: a checkpoint gets its `config.json`, and only its parameters, under their names in files.
 
     Raises:
-        ValueError: neither is a `.ckpt` file, a target that is there, damage; a tensor that differs from the model's.
+        ValueError: neither is a `.ckpt` file, a target that is there, damage; a tensor or a `config.json` that differs
+            from the model's.
         OSError: a file can't be read or written.
     """
     if source.endswith(".ckpt") == target.endswith(".ckpt"):
@@ -163,9 +164,18 @@ def convert(source, target, recipe=None):
             net = recipe.spec.build(recipe.model)
         name = tensor_name(recipe.spec)
         names = {path: name(path) for path, _ in net.parameters_and_names()}
-        parts, config = list(model_parts([net], 0, name)), config_document(recipe.spec, recipe.model_name, recipe.model)
+        parts = list(model_parts([net], 0, name))
+
+        def config(found, where):
+            if found is not None:
+                check_config(recipe.spec, recipe.model_name, recipe.model, found, where)
+            return config_document(recipe.spec, recipe.model_name, recipe.model, found)
+
     if target.endswith(".ckpt"):
-        return f"{target}: {write_ckpt(open_checkpoint(find_checkpoint(source)), target, names)} tensors"
+        checkpoint = open_checkpoint(find_checkpoint(source))
+        if config is not None:
+            config(checkpoint.config, os.path.join(checkpoint.folder, CONFIG))
+        return f"{target}: {write_ckpt(checkpoint, target, names)} tensors"
     count, left = read_ckpt(source, os.path.normpath(target), names, parts, config)
     others = f"; {len(left)} that the model doesn't have are left out: {first_of(left)}" if left else ""
     return f"{target}: {count} tensors{others}"

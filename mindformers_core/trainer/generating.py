@@ -53,11 +53,11 @@ def continue_prompts(recipe, mesh, rank, checkpoint, request):
     """The texts of `generate`, on a mesh with the axes `MESH_AXES`, with the weights of a `Checkpoint`."""
     data, model, config = recipe.train_dataset, recipe.model, checkpoint.config or {}
     is_text = not data.factory and not any(path.endswith(".npy") for path in data.data_path)
-    stops = config.get("eos_token_id") or ()
+    stops = config.get("eos_token_id")  # None, an id, which may be 0, or several
     vocab_size, longest = (getattr(model, key, None) for key in ("vocab_size", "max_position_embeddings"))
     tokens = tokens_of(
         request.tokenizer, checkpoint.folder, is_text and checkpoint.state is not None, vocab_size,
-        (stops,) if isinstance(stops, int) else stops,
+        (stops,) if isinstance(stops, int) else stops or (),
     )  # fmt: skip
     prompts = encode_prompts(request.prompts, tokens, request.tokens, vocab_size, longest)
     dp_size, length = mesh.axis_size("dp"), max(map(len, prompts))
@@ -124,12 +124,13 @@ def _share_weights(cells):
 
 
 def read_prompts(path):
-    """The lines of a file that aren't empty.
+    """The lines of a file that aren't empty; they end at a line feed, or a carriage return and one.
 
     Raises:
         FileNotFoundError: there is none.
     """
     if not os.path.isfile(path):
         raise FileNotFoundError(f"--prompts: there is no file '{path}'")
-    with open(path, encoding="utf-8", errors="surrogateescape") as file:
-        return [line for line in file.read().splitlines() if line]
+    with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
+        lines = (line.removesuffix("\r") for line in file.read().split("\n"))
+        return [line for line in lines if line]
