@@ -44,7 +44,7 @@ def recipe_of(folder, config, *overrides):
 )
 def test_their_model_is_written_back(tmp_path, tied, overrides, files):
     """On 4 ranks: the tensors come back byte by byte (of loss and gradients: test_hugging_face_golden.py)."""
-    config = CONFIG | {"tie_word_embeddings": tied}
+    config = CONFIG | {"tie_word_embeddings": tied, "eos_token_id": 0}
     tensors = weights(config)
     write_folder(tmp_path / "theirs", config, tensors, files)
     run_simulated(recipe_of(tmp_path, config, *overrides), 0, save_job)
@@ -55,7 +55,7 @@ def test_their_model_is_written_back(tmp_path, tied, overrides, files):
         assert array.dtype == np.float32
         assert array.tobytes() == tensors[name].tobytes(), name
     written = json.loads((saved / "config.json").read_text())
-    assert written.items() <= (config | {"quantization_config": None}).items()
+    assert written.items() <= (config | {"quantization_config": None}).items() and written["eos_token_id"] == 0
     with safe_open(saved / "model-00001-of-00001.safetensors", "np") as file:
         assert file.metadata() == {"format": "pt"}  # transformers refuses others
 

@@ -47,7 +47,7 @@ def resume(job, checkpoint):
     Raises:
         ValueError: on all ranks: tensors that differ from the model's, a damaged file, or no step is left.
     """
-    takes_state = _takes_state(job.recipe, checkpoint)
+    takes_state, job.loaded_config = _takes_state(job.recipe, checkpoint), checkpoint.config
     parts = _parts(job) if takes_state else weight_parts(job.recipe, job.cells, job.rank)
     fill(checkpoint, parts, job.recipe, job.mesh, job.rank, converts=not takes_state)
     if takes_state:
@@ -117,7 +117,7 @@ def save_job(job):
     """
     recipe, parts, ranks = job.recipe, _parts(job), _ranks(job.mesh, job.rank)
     section, folder = recipe.checkpoint, step_folder(recipe.training.output_dir, job.step)
-    config = config_document(recipe.spec, recipe.model_name, recipe.model)
+    config = config_document(recipe.spec, recipe.model_name, recipe.model, job.loaded_config)
     state = {
         "format": FORMAT,
         "step": job.step,

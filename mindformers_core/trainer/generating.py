@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import mindspore as ms
 
+from mindformers_core.checkpoint.tensors import share_weights
 from mindformers_core.layout import layout
 from mindformers_core.pipeline.layer_split import stages_of_rank
 from mindformers_core.serving.generator import Generator
@@ -103,7 +104,7 @@ def make_generator(recipe, mesh, rank, batch, length, count, checkpoint):
         settings = {"seed": recipe.training.seed, "mode": recipe.context.engine, "check_inputs": False}
         cells[stage] = shard(net, stage_mesh, sizes, plan, **settings)
     fill(checkpoint, weight_parts(recipe, cells, rank), recipe, mesh, rank)
-    _share_weights(cells.values())
+    share_weights(cells.values())
     stage_ranks = [pp_ranks[0]] * (last + 1)
     placement = recipe_schedule(recipe).placement if is_part else "loop"
     for place, holder in enumerate(pp_ranks):
@@ -112,15 +113,6 @@ def make_generator(recipe, mesh, rank, batch, length, count, checkpoint):
     (place,), rows = mesh.coordinate(rank, ("dp",)), batch // mesh.axis_size("dp")
     rows = slice(place * rows, (place + 1) * rows)
     return Generator(cells, stage_ranks, rank, rows, length, recipe.context.mode == 0)
-
-
-def _share_weights(cells):
-    """Stages of a rank that have a parameter of one path, such as a tied embedding, hold the first stage's values."""
-    weights = {}
-    for cell in cells:
-        for path, parameter in cell.parameters_and_names():
-            if weights.setdefault(path, parameter) is not parameter:
-                parameter.set_data(weights[path])
 
 
 def read_prompts(path):

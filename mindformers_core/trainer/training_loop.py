@@ -48,6 +48,7 @@ class Job:
     step: int = 0
     consumed: int = 0
     save_plan: object = None  # the `SavePlan` of the first checkpoint, for the others
+    loaded_config: object = None  # the contents of the `config.json` of `checkpoint.load_path`
     background: object = None  # the `BackgroundSave` of checkpoint.async_save
 
     def barrier(self):
