@@ -142,7 +142,7 @@ def test_other_configs_are_errors_that_name_the_key(changes, message):
 
 @pytest.mark.parametrize("spec", [LLAMA, ModelSpec("package:Class", LlamaConfig)])
 def test_configs_that_are_no_dicts_are_errors(spec):
-    with pytest.raises(ValueError, match=r"^theirs/config.json should be a dict by key, not \[1\]$"):
+    with pytest.raises(ValueError, match=r"^theirs/config.json should be a dict by key, not a list$"):
         check_config(spec, "llama", LlamaConfig(), [1], "theirs/config.json")
 
 

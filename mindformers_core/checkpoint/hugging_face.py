@@ -51,7 +51,7 @@ def model_section(spec, name, found, where):
         ValueError: no dict, of another kind of model, or with a key that our model doesn't compute with.
     """
     if not isinstance(found, dict):
-        raise ValueError(f"{where} should be a dict by key, not {found!r}")
+        raise ValueError(f"{where} should be a dict by key, not a {type(found).__name__}")
     known = spec.hugging_face
     expected = name if known is None else known.model_type
     if found.get("model_type") != expected:
