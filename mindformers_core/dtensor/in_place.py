@@ -32,7 +32,7 @@ def _written_at(x, dim, index, value):
 
 def _index_put(x, indices, values, accumulate=False):
     index = tuple(slice(None) if each is None else each for each in indices)
-    return with_items(x, index, x[index] + values if accumulate else values)
+    return with_items(x, index, values, accumulate)
 
 
 def _put(x, index, source, accumulate=False):
@@ -42,7 +42,9 @@ def _put(x, index, source, accumulate=False):
 
 
 def _scatter(x, dim, index, source, reduce=None):
-    """`reduce` is the number of "none" or "add"."""
+    """`reduce` is None, "add", or their number."""
+    if reduce not in (None, 0, 1, "none", "add"):
+        raise ValueError(f"scatter_(reduce={reduce!r}) is not available: take the product of x and a scatter into ones")
     source = source if isinstance(source, Tensor) else ops.full(index.shape, source, dtype=x.dtype)
     source = source[tuple(slice(0, size) for size in index.shape)]
     return ops.tensor_scatter_elements(x, index, source, dim, "add" if reduce in (1, "add") else "none")
@@ -86,7 +88,6 @@ _ARITHMETIC = {
     "RemainderTensorTensor": mint.remainder,
     "Addr": lambda x, a, b, beta=1, alpha=1: ops.addr(x, a, b, beta=beta, alpha=alpha),
     "Addmm": lambda x, a, b, beta=1, alpha=1: mint.addmm(x, a, b, beta=beta, alpha=alpha),
-    "MatmulAdd": lambda x, a, b: x + ops.matmul(a.T, b),
     "Elu": mint.nn.functional.elu, "Erfinv": mint.erfinv, "Exp": mint.exp, "Floor": mint.floor, "Log": mint.log,
     "ReLU": mint.nn.functional.relu, "SiLU": mint.nn.functional.silu, "Sigmoid": mint.sigmoid, "Sign": mint.sign,
     "Tanh": mint.tanh, "Hardtanh": mint.nn.functional.hardtanh, "Threshold": mint.nn.functional.threshold,

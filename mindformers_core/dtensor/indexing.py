@@ -47,7 +47,7 @@ def index_tensor(x, index):
     Raises:
         TypeError: an index of another kind. IndexError: out of range, or too many indices.
     """
-    entries = _expand_ellipsis(index if isinstance(index, tuple) else (index,), x.ndim)
+    entries = _entries(index if isinstance(index, tuple) else (index,), x.shape)
     bounds, looked_up = [], {}
     kept = []  # for every dim of the result: its place in the sliced tensor, or None for a new dim
     for entry in entries:
@@ -93,8 +93,9 @@ def _looked_up(x, indices, kept, place):
     return _reshape_kept(x, [*wanted[:place], *range(dim, dim + count), *wanted[place:]])
 
 
-def _expand_ellipsis(index, ndim):
-    """One entry for every dim of the tensor, besides the `None`s."""
+def _entries(index, shape):
+    """One entry for every dim of a tensor, besides the `None`s; a list of bools is one of the places that are true."""
+    ndim = len(shape)
     places = [place for place, entry in enumerate(index) if entry is ...]
     used = sum(entry is not None and entry is not ... for entry in index)
     if len(places) > 1 or used > ndim:
@@ -103,7 +104,18 @@ def _expand_ellipsis(index, ndim):
         )
     whole = [slice(None)] * (ndim - used)
     place = places[0] if places else len(index)
-    return [*index[:place], *whole, *index[place + 1 :]]
+    sizes = iter(enumerate(shape))
+    entries = [*index[:place], *whole, *index[place + 1 :]]
+    return [each if each is None else _as_places(each, *next(sizes)) for each in entries]
+
+
+def _as_places(entry, dim, size):
+    """A list of bools as the list of places that are true; any other entry as it is."""
+    if not isinstance(entry, list) or np.asarray(entry).dtype != bool:
+        return entry
+    if np.shape(entry) != (size,):
+        raise IndexError(f"a list of bools of shape {np.shape(entry)} for dim {dim} of size {size}")
+    return np.nonzero(entry)[0].tolist()
 
 
 def _bounds(entry, size, dim):
@@ -144,8 +156,10 @@ def _reshape_kept(x, kept):
     return x
 
 
-def with_items(x, index, value):
+def with_items(x, index, value, accumulate=False):
     """`x` after `x[index] = value`, a new tensor; indices as of `index_tensor`, or one tensor of bools.
+
+    With `accumulate` values at places of tensors are added, each as often as its place is named.
 
     Raises:
         TypeError: an index of another kind, or values for a tensor of bools. IndexError: as of `index_tensor`.
@@ -158,7 +172,7 @@ def with_items(x, index, value):
         mask = ops.reshape(index, (*index.shape, *(1,) * (x.ndim - index.ndim)))
         return ops.where(mask, ops.reshape(value, ()), x)
     entries = [each for each in index if each is not None] if isinstance(index, tuple) else [index]
-    entries = _expand_ellipsis(tuple(entries), x.ndim)
+    entries = _entries(tuple(entries), x.shape)
     bounds = [_bounds(entry, size, dim)[:3] for dim, (entry, size) in enumerate(zip(entries, x.shape))]
     looked_up = {dim: each for dim, each in enumerate(entries) if isinstance(each, (Tensor, list))}
     stepped = {dim: list(range(*bound)) for dim, bound in enumerate(bounds) if bound[2] != 1}
@@ -170,7 +184,7 @@ def with_items(x, index, value):
     if looked_up:
         is_whole = bounds == [(0, size) for size in x.shape]
         part = x if is_whole else ops.strided_slice(x, *map(tuple, zip(*bounds)), (1,) * x.ndim)
-        part = _scattered(part, looked_up, entries, value)
+        part = _scattered(part, looked_up, entries, value, next(iter(stepped), None), accumulate)
     else:
         kept = [size for entry, size in zip(entries, shape) if isinstance(entry, slice)]
         value = ops.reshape(value, value.shape[max(value.ndim - len(kept), 0) :])
@@ -178,21 +192,29 @@ def with_items(x, index, value):
     return _pasted(x, part, bounds)
 
 
-def _scattered(x, looked_up, entries, value):
-    """`x` with values at indices, by dim; other dims are whole, or have size 1 where the entry is an int."""
+def _scattered(x, looked_up, entries, value, stepped, accumulate):
+    """`x` with values at indices, by dim; other dims are whole, or have size 1 where the entry is an int.
+
+    The indices of the dim `stepped` are those of a slice, whose values stay in its place.
+    """
+    known = [each for each in looked_up.values() if isinstance(each, list) and np.ndim(each) == 1]
     indices = {dim: each if isinstance(each, Tensor) else Tensor(each) for dim, each in looked_up.items()}
     indices = {dim: ops.where(each < 0, each + x.shape[dim], each) for dim, each in indices.items()}
     shape = broadcast_shape([each.shape for each in indices.values()])
     rest = [dim for dim in range(x.ndim) if dim not in indices]
     kept = [dim for dim in rest if isinstance(entries[dim], slice)]
     advanced = [dim for dim in range(x.ndim) if dim not in kept]
-    together = advanced[-1] - advanced[0] == len(advanced) - 1
-    before = sum(dim < advanced[0] for dim in kept) if together else 0
+    together = stepped is not None or advanced[-1] - advanced[0] == len(advanced) - 1
+    first = advanced[0] if stepped is None else stepped
+    before = sum(dim < first for dim in kept) if together else 0
     sizes = [x.shape[dim] for dim in kept]
     value = ops.broadcast_to(value, (*sizes[:before], *shape, *sizes[before:]))
     count = len(shape)
-    if together and len(indices) == 1 and _has_scatter(x):
-        ((dim, each),) = indices.items()
+    ((dim, each),) = indices.items() if len(indices) == 1 else ((0, None),)
+    # the kernel for elements writes in any order, so that no place may be named twice
+    are_distinct = count == 1 and len(known) == 1 and len({i % x.shape[dim] for i in known[0]}) == shape[0]
+    is_one = math.prod(shape) == 1
+    if together and each is not None and not accumulate and (is_one or are_distinct) and _has_scatter(x):
         values = ops.reshape(value, (*x.shape[:dim], math.prod(shape), *x.shape[dim + 1 :]))
         return _written_along(x, dim, ops.cast(ops.reshape(each, (-1,)), mstype.int64), values)
     order = (*range(before, before + count), *range(before), *range(before + count, value.ndim))
@@ -201,12 +223,13 @@ def _scattered(x, looked_up, entries, value):
     columns = [ops.expand_dims(ops.cast(ops.broadcast_to(each, shape), mstype.int64), -1) for each in indices.values()]
     places, order = ops.cat(columns, -1) if len(columns) > 1 else columns[0], (*indices, *rest)
     moved = order != tuple(range(x.ndim))
-    made = ops.TensorScatterUpdate()(ops.transpose(x, order) if moved else x, places, value)
+    write = ops.tensor_scatter_add if accumulate else ops.TensorScatterUpdate()
+    made = write(ops.transpose(x, order) if moved else x, places, value)
     return ops.transpose(made, tuple(order.index(dim) for dim in range(x.ndim))) if moved else made
 
 
 def _written_along(x, dim, places, values):
-    """`x` with values at the places of a 1-D tensor along a dim; it is copied once, which costs a time per value."""
+    """`x` with values at distinct places, a 1-D tensor, along a dim; it is copied once, at a time per value."""
     index = ops.reshape(places, (1,) * dim + (-1,) + (1,) * (x.ndim - dim - 1))
     return ops.tensor_scatter_elements(x, ops.broadcast_to(index, values.shape), values, dim)
 

@@ -201,4 +201,4 @@ def _replica(net, rank):
 
 def _part(array, layout, rank):
     """A rank's part of a tensor, in the dtype to compute with."""
-    return as_computed(Tensor(array[layout.local_slices(array.shape, rank)].copy()))
+    return as_computed(Tensor(np.array(array[layout.local_slices(array.shape, rank)])))

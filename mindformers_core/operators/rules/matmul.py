@@ -192,7 +192,7 @@ def outer(a, b):
     source="mindformers_core.dtensor.einsum.contract",
 )
 def einsum(operands, equation):
-    """A contraction by its equation, of shape (1,) for a number; a dim of size 1 is broadcast."""
+    """A contraction by its equation, of shape (1,) for a number."""
     names, output = einsum_names(equation, [operand.ndim for operand in operands])
     sizes = {name: size for term, x in zip(names, operands) for name, size in zip(term, x.shape) if size != 1}
     terms = [
