@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import mindspore as ms
 import numpy as np
-import yaml
 
 from mindformers_core.checkpoint.background import BackgroundSave
 from mindformers_core.checkpoint.folders import find_checkpoint, prune, step_folder
@@ -18,7 +17,7 @@ from mindformers_core.checkpoint.save import SaveError, save
 from mindformers_core.checkpoint.tensors import load_parameters, model_parts, optimizer_parts, values_of
 from mindformers_core.communication.messages import gather_values
 from mindformers_core.hints import first_of
-from mindformers_core.trainer.recipe_loader import recipe_to_yaml
+from mindformers_core.trainer.recipe_loader import recipe_to_dict
 
 
 def open_source(recipe):
@@ -125,7 +124,7 @@ def save_job(job):
         "seed": recipe.training.seed,
         "loss_scale": None,
         "random_state": ms.get_rng_state().asnumpy().tolist(),
-        "recipe": yaml.safe_load(recipe_to_yaml(recipe)),
+        "recipe": recipe_to_dict(recipe),
     }
     documents = {CONFIG: encode_json(config, indent=1), STATE: encode_json(state, indent=1)}
     arguments = folder, list(parts), lambda part: values_of(parts[part]), documents

@@ -72,11 +72,16 @@ def _recipe_class(name):
     )
 
 
-def recipe_to_yaml(recipe):
-    """The whole recipe, defaults included, as YAML text that `load_recipe` reads back."""
+def recipe_to_dict(recipe):
+    """The whole recipe, defaults included: dicts, lists, texts and numbers."""
     sections = _plain(recipe)
     sections["model"] = {"name": recipe.model_name} | sections["model"]
-    return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
+    return sections
+
+
+def recipe_to_yaml(recipe):
+    """`recipe_to_dict` as YAML text that `load_recipe` reads back."""
+    return yaml.safe_dump(recipe_to_dict(recipe), sort_keys=False, allow_unicode=True)
 
 
 def _put(sections, keys, value):
