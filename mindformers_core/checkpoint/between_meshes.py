@@ -9,10 +9,16 @@ from mindspore import Tensor, nn
 
 from mindformers_core.checkpoint.checksums import MODULUS, checksum
 from mindformers_core.checkpoint.moves import plan_moves
-from mindformers_core.checkpoint.parts import Ranks, divide, parts_of_all
+from mindformers_core.checkpoint.parts import divide, parts_of_all
 from mindformers_core.checkpoint.regions import inside, overlap, shape_of, volume
-from mindformers_core.checkpoint.tensors import fill_parameter, model_parts, optimizer_parts, share_weights, values_of
-from mindformers_core.communication.messages import gather_values
+from mindformers_core.checkpoint.tensors import (
+    fill_parameter,
+    model_parts,
+    optimizer_parts,
+    ranks_of,
+    share_weights,
+    values_of,
+)
 from mindformers_core.communication.point_to_point import channel
 from mindformers_core.communication.tensor_bytes import numpy_dtype
 from mindformers_core.communication.world import world
@@ -135,5 +141,4 @@ def _parts(cells, optimizer):
 
 
 def _ranks():
-    mesh = DeviceMesh((world().size,), ("rank",))
-    return Ranks(world().rank, lambda value: gather_values(mesh, value))
+    return ranks_of(DeviceMesh((world().size,), ("rank",)), world().rank)

@@ -4,10 +4,16 @@ import numpy as np
 from mindspore import Tensor
 
 from mindformers_core.checkpoint.load import load
-from mindformers_core.checkpoint.parts import Part
+from mindformers_core.checkpoint.parts import Part, Ranks
 from mindformers_core.checkpoint.regions import local_box, shape_of, whole
+from mindformers_core.communication.messages import gather_values
 from mindformers_core.communication.tensor_bytes import numpy_dtype
 from mindformers_core.dtensor.move import dtype_name
+
+
+def ranks_of(mesh, rank):
+    """The `Ranks` of a mesh, seen from a rank."""
+    return Ranks(rank, lambda value: gather_values(mesh, value))
 
 
 def model_parts(cells, rank, file_name=lambda path: path):

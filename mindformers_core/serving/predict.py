@@ -3,9 +3,7 @@
 from mindformers_core.checkpoint.folders import find_checkpoint
 from mindformers_core.checkpoint.hugging_face import ignored_tensors
 from mindformers_core.checkpoint.load import open_checkpoint
-from mindformers_core.checkpoint.parts import Ranks
-from mindformers_core.checkpoint.tensors import load_parameters, model_parts
-from mindformers_core.communication.messages import gather_values
+from mindformers_core.checkpoint.tensors import load_parameters, model_parts, ranks_of
 from mindformers_core.communication.world import world
 from mindformers_core.models.spec import MODELS
 from mindformers_core.sharding.inspecting import prepare
@@ -48,7 +46,7 @@ def load_distributed_checkpoint(network, checkpoint_filenames, predict_strategy=
             here = f"lives as {parameters[path].layout}" if path in parameters else "isn't one of the network"
             raise ValueError(f"predict_strategy: parameter '{path}' as {layout}, but it {here}: shard() it so")
     parts = model_parts([network], world().rank)
-    ranks = Ranks(world().rank, lambda value: gather_values(tree.mesh, value))
+    ranks = ranks_of(tree.mesh, world().rank)
     checkpoint = open_checkpoint(find_checkpoint(checkpoint_filenames))
     names = [name for _, name in checkpoint.tensors]
     ignored = [name for spec in MODELS.values() for name in ignored_tensors(spec, names)]

@@ -12,10 +12,9 @@ from mindformers_core.checkpoint.hugging_face import check_config, config_docume
 from mindformers_core.checkpoint.index import CONFIG, FORMAT, STATE, encode_json
 from mindformers_core.checkpoint.load import open_checkpoint
 from mindformers_core.checkpoint.mindspore_files import read_ckpt, write_ckpt
-from mindformers_core.checkpoint.parts import Ranks, on_all_ranks
+from mindformers_core.checkpoint.parts import on_all_ranks
 from mindformers_core.checkpoint.save import SaveError, save
-from mindformers_core.checkpoint.tensors import load_parameters, model_parts, optimizer_parts, values_of
-from mindformers_core.communication.messages import gather_values
+from mindformers_core.checkpoint.tensors import load_parameters, model_parts, optimizer_parts, ranks_of, values_of
 from mindformers_core.hints import first_of
 from mindformers_core.trainer.recipe_loader import recipe_to_dict
 
@@ -74,7 +73,7 @@ def fill(checkpoint, parts, recipe, mesh, rank, converts=True):
     """
     ignored = ignored_tensors(recipe.spec, [name for _, name in checkpoint.tensors])
     try:
-        load_parameters(checkpoint, parts, _ranks(mesh, rank), converts, ignored)
+        load_parameters(checkpoint, parts, ranks_of(mesh, rank), converts, ignored)
     except (OSError, ValueError) as error:
         raise _named(error) from error
 
@@ -91,7 +90,7 @@ def reserve_memory(job):
         SaveError: on all ranks: no memory, and `checkpoint.on_error` says to end.
     """
     if job.recipe.checkpoint.enable_save and job.recipe.checkpoint.async_save:
-        job.background = BackgroundSave(_ranks(job.mesh, job.rank))
+        job.background = BackgroundSave(ranks_of(job.mesh, job.rank))
         try:
             job.background.reserve(list(_parts(job)))
         except OSError as error:
@@ -114,7 +113,7 @@ def save_job(job):
     Raises:
         SaveError: on all ranks; with `checkpoint.async_save` also that of the checkpoint before this one.
     """
-    recipe, parts, ranks = job.recipe, _parts(job), _ranks(job.mesh, job.rank)
+    recipe, parts, ranks = job.recipe, _parts(job), ranks_of(job.mesh, job.rank)
     section, folder = recipe.checkpoint, step_folder(recipe.training.output_dir, job.step)
     config = config_document(recipe.spec, recipe.model_name, recipe.model, job.loaded_config)
     state = {
@@ -216,10 +215,6 @@ def _parts(job):
     """The `Part`s of this rank's weights and moments, a dict, `Part` -> Parameter."""
     moments = optimizer_parts(job.optimizer, job.rank, tensor_name(job.recipe.spec))
     return weight_parts(job.recipe, job.cells, job.rank) | moments
-
-
-def _ranks(mesh, rank):
-    return Ranks(rank, lambda value: gather_values(mesh, value))
 
 
 def _named(error):
