@@ -33,7 +33,7 @@ def _transform(kind, ending, x, *args, **named):
         raise ValueError(f"{len(asked)} sizes are asked for {len(dims)} dims of {x.shape}")
     sizes = {f"f{place}": asked[number] if asked else x.shape[place] for number, place in enumerate(dims)}
     sizes[f"f{dims[-1]}"] = _LAST[kind](x.shape[dims[-1]], asked[-1] if asked else None)
-    output = [(f"f{place}" if place in dims else f"d{place}",) for place in range(x.ndim)]
+    output = {place: [(f"f{place}",)] for place in dims}
     passes = kind in _TO_REAL or "complex" in x.dtype
     return unary(x, output, sizes=sizes, whole=dims, linear=({0},) if passes else ())
 

@@ -7,9 +7,9 @@ from math import prod
 from mindformers_core.operators import saved
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import correction_given, dim_given, float_reduction
-from mindformers_core.operators.rules.dims import as_dim, as_dims, dim_names, plain_names, unary
+from mindformers_core.operators.rules.dims import as_dim, as_dims, equation, plain_names, unary
 from mindformers_core.operators.rules.elementwise import keeps_digits
-from mindformers_core.operators.signature import Signature, TensorMeta
+from mindformers_core.operators.signature import tensors_in
 
 _PLAIN = ("dim", "keepdim", "dtype")
 _SPREAD = ("dim", "correction", "keepdim")
@@ -99,9 +99,8 @@ def _reduce(operation, outputs, order, x, *args, **named):
     dims = _reduced_dims(operation, given, x.ndim)
     if given.get("skip_mode") and given.get("dim") in (None, (), []):
         dims = ()
-    names = dim_names(x)
     keepdim = bool(given.get("keepdim"))
-    output = [() if dim in dims else names[dim] for dim in range(x.ndim) if keepdim or dim not in dims]
+    output = dict.fromkeys(dims, [()] * keepdim)
     more = _algebra(operation, dims, x.ndim, given, order)
     own = _own_arguments(operation, dims, order, given, by_method)
     if own is not None:
@@ -183,25 +182,17 @@ for _names, _operations, _outputs, _order, _saves, _facts in _OPERATORS:
 def quantile(x, q, dim=None, keep_dims=False):
     """Quantiles along `dim`, in a first dim where `q` is a vector."""
     dims = as_dims(dim, x.ndim)
-    kept = [
-        () if place in dims else names for place, names in enumerate(dim_names(x)) if keep_dims or place not in dims
-    ]
-    if not isinstance(q, TensorMeta):
-        return unary(x, kept, whole=dims)
-    plain, several = unary(x, whole=dims), (("q",),) * q.ndim
-    whole = plain.whole | ({"q"} if q.ndim else set())
-    return Signature((*plain.inputs, several), ((*several, *kept),), plain.sizes | dict(zip("q", q.shape)), whole=whole)
+    names = [f"D{place}" if place in dims else f"d{place}" for place in range(x.ndim)]
+    kept = ["1" if place in dims else name for place, name in enumerate(names) if keep_dims or place not in dims]
+    points = tensors_in([q])
+    several = "Q" * sum(point.ndim for point in points)
+    return equation(f"{' '.join(names)}{f', {several}' * len(points)} -> {several} {' '.join(kept)}", x, *points)
 
 
 @register_operator("InTopK", saves=saved.UNMEASURED)
 def in_top_k(predictions, targets, k=1):
     """Whether the target is among the `k` best classes of each row."""
-    return Signature(
-        ((("n",), ("c",)), (("n",),)),
-        ((("n",),),),
-        {"n": predictions.shape[0], "c": predictions.shape[1]},
-        whole=frozenset("c"),
-    )
+    return equation("n C, n -> n", predictions, targets)
 
 
 @register_operator("L2Normalize", saves=saved.UNMEASURED, operations=4, attributes=("axis",))

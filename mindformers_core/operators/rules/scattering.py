@@ -10,8 +10,7 @@ from functools import partial
 from mindformers_core.operators import saved
 from mindformers_core.operators.registry import NO_GRADIENT, register_operator
 from mindformers_core.operators.rewrites import dim_before_indices
-from mindformers_core.operators.rules.dims import as_dim, dim_names, dim_sizes, integers
-from mindformers_core.operators.rules.elementwise import broadcast_shape
+from mindformers_core.operators.rules.dims import as_dim, broadcast_shape, dim_names, dim_sizes, integers
 from mindformers_core.operators.rules.indexing import check_indices, elements, positional
 from mindformers_core.operators.signature import Signature, TensorMeta, tensors_in, undivided
 
