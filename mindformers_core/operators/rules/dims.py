@@ -1,11 +1,12 @@
 """Reading dim arguments, and naming the factors of tensors: after their dims, or by an equation. Pure Python."""
 
+from ast import literal_eval
 from itertools import chain
 from math import prod
 
 from mindformers_core.operators.signature import Signature, TensorMeta
 
-_SPELLINGS = {"axis": "dim", "axes": "dims", "keepdims": "keepdim", "keep_dims": "keepdim"}
+SPELLINGS = {"axis": "dim", "axes": "dims", "keepdims": "keepdim", "keep_dims": "keepdim"}
 
 
 def as_dim(dim, ndim):
@@ -51,7 +52,7 @@ def integers(values, what):
 
 def plain_names(named):
     """`named` with MindSpore's several spellings of one argument (`axis`, `keep_dims`, …) brought to one."""
-    return {_SPELLINGS.get(name, name): value for name, value in named.items()}
+    return {SPELLINGS.get(name, name): value for name, value in named.items()}
 
 
 def dim_names(x, prefix="d"):
@@ -194,7 +195,7 @@ def bound(parameters, args, named, aliases=()):
 def parameters(text, **defaults):
     """Parameter -> default (None if there is none), from "x weight stride=1", for `bound`."""
     pairs = (word.partition("=")[::2] for word in text.split())
-    return {name: int(value) if value else None for name, value in pairs} | defaults
+    return {name: literal_eval(value or "None") for name, value in pairs} | defaults
 
 
 def per_dim(value, ndim):
