@@ -6,7 +6,7 @@ from functools import partial
 
 from mindformers_core.operators import saved
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.rules.dims import equation
+from mindformers_core.operators.rules.dims import bound, equation, parameters
 from mindformers_core.operators.rules.elementwise import elementwise
 from mindformers_core.operators.rules.indexing import check_indices, positional
 from mindformers_core.operators.rules.scattering import CORRECTED
@@ -31,25 +31,23 @@ def _reduced(plain, reduction):
 
 def _elementwise_loss(order, broadcasts, x, *args, **named):
     """The loss of every element: `order` names the arguments after the first, of which tensors may be broadcast."""
-    given = dict(zip(order, args)) | named
-    if len(args) > len(order):
-        raise TypeError(f"got {len(args)} arguments after the first, not {', '.join(order)}")
+    given, _ = bound(parameters(order, reduction="mean"), args, named)
     tensors = [x, *tensors_in(given.values())]
     if not broadcasts and given["target"].shape != x.shape:
         raise ValueError(f"a target {given['target'].shape} doesn't fit {x.shape}")
-    return _reduced(elementwise(*tensors), given.get("reduction", "mean"))
+    return _reduced(elementwise(*tensors), given["reduction"])
 
 
-_BY_PLACE = ("target", "reduction")
+_BY_PLACE = "target reduction"
 _LOGITS = {"saves": saved.INPUTS, "operations": 9, "source": f"{CORRECTED}binary_cross_entropy_of_logits"}
 _WORD = {"attributes": ("reduction",), "source": "(logits, labels)", "saves": INPUTS_AS_THEY_ARE, "operations": 4}
 # Names of operators, the arguments after the first, whether target and input are broadcast, and their other facts
 _ELEMENTWISE = (
-    ("SmoothL1Loss", ("target", "beta", "reduction"), False, {"saves": saved.INPUTS, "operations": 4}),
-    ("BCEWithLogitsLoss", ("target", "weight", "pos_weight", "reduction"), False, _LOGITS),
-    ("BinaryCrossEntropy", ("target", "weight", "reduction"), False, {"saves": saved.INPUTS, "operations": 6}),
+    ("SmoothL1Loss", "target beta reduction", False, {"saves": saved.INPUTS, "operations": 4}),
+    ("BCEWithLogitsLoss", "target weight pos_weight reduction", False, _LOGITS),
+    ("BinaryCrossEntropy", "target weight reduction", False, {"saves": saved.INPUTS, "operations": 6}),
     ("MSELossExt L1LossExt SoftMarginLoss", _BY_PLACE, True, {"saves": UNMEASURED, "operations": 3}),
-    ("KLDiv", ("target", "reduction", "log_target"), True, {"saves": UNMEASURED, "operations": 4}),
+    ("KLDiv", "target reduction log_target", True, {"saves": UNMEASURED, "operations": 4}),
     ("KLDivLoss", _BY_PLACE, False, _WORD),
 )
 for _names, _order, _broadcasts, _facts in _ELEMENTWISE:
