@@ -231,7 +231,7 @@ ERRORS = [
     ("IndexPut", [(4, 8), (6, 6), [(6,), (6,)], 0], "don't broadcast"),
     ("UnsortedSegmentSum", [(4, 8), (3,), 3], "segment ids"),
     ("EmbeddingLookup", [(4, 8), (3,), None], "an offset is made of ints"),
-    ("SearchSorted", [(4, 8), (3, 2)], "don't fit sequences"),
+    ("SearchSorted", [(4, 8), (3, 2)], "don't broadcast"),
     ("SmoothL1Loss", [(4, 8), (4, 4), 1.0, 0], "a target"),
     ("BinaryCrossEntropy", [(4, 8), (4, 8), None, 1, 2], "4 arguments"),
     ("MultiMarginLoss", [(4, 8), (4, 4)], "labels"),

@@ -97,13 +97,14 @@ def equation(text, *tensors, sizes=(), whole=(), **more):
     """
     inputs, outputs = ([part.split() for part in side.split(",")] for side in text.split("->"))
 
-    def misfit():
-        return ValueError(f"shapes {', '.join(str(x.shape) for x in tensors)} don't fit {text.strip()}")
+    def misfit(why=""):
+        return ValueError(f"shapes {', '.join(str(x.shape) for x in tensors)} don't fit {text.strip()}{why}")
 
-    if any(x.ndim < len(dims) - ("..." in dims) for dims, x in zip(inputs, tensors, strict=True)):
+    spare = [x.ndim - len(dims) + ("..." in dims) for dims, x in zip(inputs, tensors, strict=True)]
+    if any(count < 0 or count and "..." not in dims for dims, count in zip(inputs, spare)):
         raise misfit()
     starts = [dims.index("...") if "..." in dims else x.ndim for dims, x in zip(inputs, tensors)]
-    spans = [x.shape[at : at + x.ndim - len(dims) + 1] for at, dims, x in zip(starts, inputs, tensors)]
+    spans = [x.shape[start : start + count] for start, count, x in zip(starts, spare, tensors)]
     batch = broadcast_shape(spans)
     known = dict(sizes) | {f"d{dim}": size for dim, size in enumerate(batch)}
 
@@ -115,13 +116,14 @@ def equation(text, *tensors, sizes=(), whole=(), **more):
 
     inputs = tuple(map(factors, inputs, spans))
     outputs = tuple(factors(dims, batch) for dims in outputs)
-    for dims, x in zip(inputs, tensors):
-        for names, size in zip(dims, x.shape):
+    for number, (dims, x) in enumerate(zip(inputs, tensors)):
+        for dim, (names, size) in enumerate(zip(dims, x.shape)):
             names = [name.rstrip("'") for name in names]
             new = [name for name in names if name not in known]
             known |= {name: size // prod(known.get(name, 1) for name in names) for name in new}
-            if len(dims) != x.ndim or prod(map(known.get, names)) != size:
-                raise misfit()
+            found = prod(map(known.get, names))
+            if found != size:
+                raise misfit(f": dim {dim} of input {number} has size {size}, but '{'*'.join(names)}' is {found}")
     taken, given = (dict.fromkeys(name for dims in side for names in dims for name in names)
                     for side in (inputs, outputs))  # fmt: skip
     sizes = {name: known[name.rstrip("'")] for name in taken | given}

@@ -101,8 +101,9 @@ def _reduce(operation, outputs, known, x, *args, **named):
     truth values need an algorithm, whose result is whole again.
     """
     given, again = bound({"x": None} | known, (x, *args), named, SPELLINGS | _NAMES)
-    if given.get("initial") is not None or given.get("where", True) not in (None, True):
-        raise ValueError("initial and where are not available for a distributed tensor")
+    for name, usual in (("initial", None), ("where", True)):
+        if given.get(name) not in (None, usual):
+            raise ValueError(f"{name}={given[name]!r} is not available for a distributed tensor")
     by_method = operation in _BY_METHOD
     if by_method:
         pair = bool(given["return_indices"])
