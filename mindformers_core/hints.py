@@ -1,10 +1,30 @@
 """Texts of errors and reports: the nearest known name, numbers of bytes and of operations. Pure Python."""
 
 import math
+import re
 from difflib import get_close_matches
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _POWERS = ("", "k", "M", "G", "T", "P", "E")
+_RULE = re.compile(r"(?:^|\n)\s*-{20,}\s*")  # between a message of MindSpore and its C++ stack, or around its title
+_NO_KERNEL = re.compile(r"(?:The kernel |Unsupported op \[|Create kernelmod for op |Not found op )(\w+)")
+
+
+def message_of(error):
+    """What an error says, without the C++ stack of MindSpore, and with its meaning where MindSpore's text has none."""
+    if isinstance(error, UnicodeDecodeError):
+        return "MindSpore refuses its arguments, whose sizes or dtypes don't fit together, in a text that can't be read"
+    if found := _NO_KERNEL.search(str(error)):
+        return (
+            f"MindSpore has no kernel of operator '{found[1]}' for this device: write it with operators that have one, "
+            "or run it on another device (shard() and explain() run no kernels)"
+        )
+    return next(filter(None, map(str.strip, _RULE.split(str(error)))), type(error).__name__)
+
+
+def is_of_mindspore(error):
+    """Whether MindSpore wrote an error's text: a C++ stack stands in it, or it can't be read."""
+    return isinstance(error, UnicodeDecodeError) or _RULE.search(str(error)) is not None
 
 
 def nearest(name, known, likeness=0.5):

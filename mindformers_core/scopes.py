@@ -2,6 +2,8 @@
 
 from contextlib import contextmanager
 
+from mindformers_core.hints import message_of
+
 
 @contextmanager
 def errors_at(where, behind="", kinds=(TypeError, ValueError)):
@@ -10,7 +12,7 @@ def errors_at(where, behind="", kinds=(TypeError, ValueError)):
         yield
     except kinds as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{where}{error}{behind}") from None
+        raise kind(f"{where}{message_of(error)}{behind}") from None
 
 
 @contextmanager

@@ -3,15 +3,18 @@
 import re
 from pathlib import Path
 
+import mindspore as ms
 import numpy as np
 import pytest
 from captured_models import Function, assert_unchanged, snapshot
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore import dtype as mstype
 
+from mindformers_core import shard, verify
 from mindformers_core.capture.capture import capture
 from mindformers_core.capture.traced import CaptureError
 from mindformers_core.layout import layout
+from mindformers_core.mesh import DeviceMesh, init_device_mesh
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.graph import OperatorNode
 from mindformers_core.tensor_parallel import local_map
@@ -115,3 +118,48 @@ def test_other_errors_pass_and_leave_the_cell_alone():
         capture(nn.Dense(4, 4), X, X)
     with pytest.raises(TypeError, match=r"takes a Cell, .* not 3"):
         capture(3, X)
+
+
+def squared(x):
+    return x * x
+
+
+BEYOND = {
+    "vmap": (lambda x: ops.vmap(squared)(x), "ops.vmap compiles a function for one tensor each.* for the whole batch"),
+    "grad": (lambda x: ms.grad(squared)(x), "a function is differentiated while .* from outside"),
+    "value_and_grad": (lambda x: ms.value_and_grad(squared)(x), "a function is differentiated while"),
+    "GradOperation": (lambda x: ops.GradOperation()(squared)(x), "a function is differentiated while"),
+    "vjp": (lambda x: ms.vjp(squared, x)[1](x), "a function is differentiated while"),
+    "Tensor": (lambda x: Tensor(x), r"Tensor\(x\), where x or ops.stop_gradient\(x\) would do, needs the values"),
+    "tensor": (lambda x: ms.tensor(x), r"Tensor\(x\), where x or .* needs the values"),
+    "einsum": (lambda x: ops.einsum("ij,ij->ij", x, x[:1]), r"Einsum\(.*one size in all operands.* ops.broadcast_to"),
+    "kernel": (lambda x: x + mint.roll(ops.ones(4), 1), "MindSpore has no kernel of operator 'Roll' for this device"),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_what_is_beyond_a_capture(name):
+    function, expected = BEYOND[name]
+    with pytest.raises(CaptureError) as caught:
+        capture(nn.SequentialCell(Function(function)), X)
+    line = function.__code__.co_firstlineno
+    assert re.match(rf"in Cell '0' \(Function\), {__file__}:{line}: .*{expected}", str(caught.value))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", ["vmap", "einsum", "kernel"])
+def test_operator_by_operator(name):
+    function, _ = BEYOND[name]
+    expected = "MindSpore refuses its arguments" if name == "einsum" else BEYOND[name][1]
+    net = shard(nn.SequentialCell(Function(function)), init_device_mesh((1,), ("dp",)), mode="eager")
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        net(Tensor(np.ones((2, 4), np.float32)))
+    line = function.__code__.co_firstlineno
+    assert re.match(rf"in Cell '0' \(Function\), {__file__}:{line}: {expected}", str(caught.value))
+
+
+def test_verify_names_what_has_no_kernel():
+    with pytest.raises(ValueError) as caught:
+        verify(Function(lambda x: mint.roll(x, 1)), DeviceMesh((2,), ("dp",)), Tensor(np.ones((2, 4), np.float32)))
+    assert re.match(rf"in the root Cell \(Function\), {__file__}:\d+, operator 'Roll': .* no kernel", str(caught.value))

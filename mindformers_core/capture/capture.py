@@ -18,8 +18,9 @@ from mindspore.common.device import _DEVICE_STACK
 from mindspore.common.generator import default_generator
 from mindspore.graph import jit_trace
 from mindspore.graph._utils.pijit_context import PIJitCaptureContext
-from mindspore.graph.api import _JitExecutor, _no_grad
+from mindspore.graph.api import _JitExecutor, _no_grad, _PyNativeExecutor
 from mindspore.ops import functional_overload
+from mindspore.ops.composite import base
 from mindspore.utils import MsDispatchMode
 
 from mindformers_core.capture.recording import Recorder
@@ -34,6 +35,15 @@ from mindformers_core.operators.rules.matmul import einsum_names
 from mindformers_core.program.graph import cell_label
 from mindformers_core.program.structure import tree_leaves, tree_map
 
+
+def _refused(*_, **__):
+    """In the place of functions that differentiate: an error."""
+    raise ValueError(
+        "a function is differentiated while a Cell is captured, which records operators: take the gradient of the "
+        "sharded Cell from outside, write the derivative with operators, or give a Cell a bprop of its own"
+    )
+
+
 # Entry points of `@ms.jit` in each of its modes, ast, trace and bytecode; and functions that run the call as Python
 _WITHOUT_COMPILING = (
     (_JitExecutor, "__call__", lambda executor, *args, **kwargs: executor.fn(*args, **kwargs)),
@@ -41,6 +51,8 @@ _WITHOUT_COMPILING = (
     (jit_trace, "_jit_trace_end", lambda result, **kwargs: result),
     (PIJitCaptureContext, "__enter__", lambda context: context),
     (PIJitCaptureContext, "__exit__", lambda *raised: None),
+    *((kind, "__call__", _refused) for kind in (base._Grad, base.GradOperation, base._TaylorOperation)),
+    (_PyNativeExecutor, "grad", _refused),  # of `ms.vjp`
 )
 
 

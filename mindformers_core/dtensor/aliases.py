@@ -8,11 +8,14 @@ from mindformers_core.communication.world import process_state
 from mindformers_core.operators.registry import facts_of, rewritten
 from mindformers_core.program.structure import tree_leaves
 
-_RETURNED = frozenset({"Contiguous", "Diagonal"})  # views, or the input itself, beside those that records tell
+# views, or the input itself, beside those that records tell
+_RETURNED = frozenset({"Contiguous", "Diagonal", "Meshgrid", "Slice"})
 
 
 def is_view(name, args, kwargs):
     """Whether results of an operator may have the memory of its first tensor."""
+    if name == "FuncDropoutExt":
+        return not all(args[1:3])  # nothing is drawn: a probability of 0, or no training
     if name.endswith("View") or name in _RETURNED:
         return True
     name, _, _ = rewritten(name, tuple(args), dict(kwargs))
@@ -63,7 +66,25 @@ def share_memory(source, results):
     """Record that the results of an operator have the memory of its first tensor."""
     for view in tree_leaves(results, Tensor):
         if view.dtype == source.dtype:  # else a copy
-            vars(view)["memory"] = vars(source).setdefault("memory", ([0, ""], 0))
+            vars(view)["memory"] = _memory(source)
+
+
+def _memory(tensor):
+    """`([number of writes, line of the last one, why views can't be written], number that the tensor is from)`."""
+    return vars(tensor).setdefault("memory", ([0, "", tensor.lasting()], 0))
+
+
+def view_of_parameter(parameter, tensor):
+    """Why a Parameter can't be changed through a view."""
+    return (
+        f"a view of Parameter '{parameter.name}' of shape {tensor.shape} is changed in place, which the Parameter "
+        "would have to see: change that, as in self.cache[0, 1:3] = y"
+    )
+
+
+def unwritable(tensor):
+    """Why a tensor can't be changed in place, since what outlives the call would have to change; "" where it can."""
+    return _memory(tensor)[0][2]
 
 
 def note_write(tensor, where, is_stale=False):
@@ -73,12 +94,12 @@ def note_write(tensor, where, is_stale=False):
         tensor, where: the tensor, and the line.
         is_stale: whether the tensor itself can't be read, either. Default: False.
     """
-    memory, _ = vars(tensor).setdefault("memory", ([0, ""], 0))
-    memory[:] = memory[0] + 1, where
+    memory, _ = _memory(tensor)
+    memory[:2] = memory[0] + 1, where
     vars(tensor)["memory"] = memory, -1 if is_stale else memory[0]
 
 
 def written_at(tensor):
     """The line of the write that made a tensor stale; None for one that isn't."""
-    memory, version = vars(tensor).get("memory", ((0, ""), 0))
+    memory, version = vars(tensor).get("memory", ((0,), 0))
     return memory[1] if memory[0] != version else None

@@ -7,9 +7,11 @@ whose first tensor is a plain one looks up `Tensor.__fallback__`; and a few prim
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 
 from mindspore import Parameter, Tensor, ops
+from mindspore.graph.api import _JitExecutor
+from mindspore.ops.composite.base import _Vmap
 from mindspore.ops.function import nn_func
 
 from mindformers_core.communication.world import process_state
@@ -86,6 +88,9 @@ def intercept_operators():
     DTensor.__fallback__ = dispatcher
     Tensor.__fallback__ = PlainTensorFallback(dispatcher)
     Tensor.__setitem__ = set_item_of(DTensor, lambda tensor, like: adopted(tensor, like.mesh))
+    Tensor.__init__ = _of_values(Tensor.__init__)
+    _JitExecutor.__call__ = _as_python(_JitExecutor.__call__)
+    _Vmap.__call__ = _of_plain(_Vmap.__call__)
     for primitive, attributes in _WITHOUT_FALLBACK:
         primitive.__call__ = _dispatching(primitive.__call__, attributes, dispatcher)
     for name in (*registered_operators("draws"), *DRAWS_IN_PLACE):
@@ -148,6 +153,44 @@ def _without_branch(function):
         return loss / ops.cast(weights, loss.dtype).sum()
 
     return cross_entropy
+
+
+def _of_values(make):
+    """`Tensor(x)`, of the values of the whole of another one."""
+
+    def made(self, input_data=None, *args, **kwargs):
+        if _is_dispatched(input_data):
+            input_data = input_data._whole("Tensor(x), where x or ops.stop_gradient(x) would do,")
+        make(self, input_data, *args, **kwargs)
+
+    return made
+
+
+def _as_python(call):
+    """What `@ms.jit` makes of a function; operator by operator for DTensors, of which it would compile the parts."""
+
+    def jitted(executor, *args, **kwargs):
+        return (executor.fn if tree_leaves((args, kwargs), DTensor) else partial(call, executor))(*args, **kwargs)
+
+    return jitted
+
+
+def _of_plain(vmap):
+    """`ops.vmap`, which compiles its function, of plain tensors only."""
+
+    def transformed(self, *how, **named):
+        def vectorised(*args, **kwargs):
+            if any(map(_is_dispatched, tree_leaves((args, kwargs), Tensor))):
+                raise ValueError(
+                    "ops.vmap compiles a function for one tensor each, and can't be recorded or distributed: write its "
+                    "operators for the whole batch, of which they take the dims in front"
+                )
+            return function(*args, **kwargs)
+
+        function = vmap(self, *how, **named)
+        return vectorised
+
+    return transformed
 
 
 def _is_dispatched(tensor):
