@@ -22,11 +22,6 @@ def message_of(error):
     return next(filter(None, map(str.strip, _RULE.split(str(error)))), type(error).__name__)
 
 
-def is_of_mindspore(error):
-    """Whether MindSpore wrote an error's text: a C++ stack stands in it, or it can't be read."""
-    return isinstance(error, UnicodeDecodeError) or _RULE.search(str(error)) is not None
-
-
 def nearest(name, known, likeness=0.5):
     """`" (did you mean 'x'?)"` for the entry of `known` most like `name` (0 to 1: at least `likeness`), or `""`."""
     close = get_close_matches(str(name), [str(entry) for entry in known], n=1, cutoff=likeness)

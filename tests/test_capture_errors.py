@@ -78,7 +78,10 @@ def stray(x):
 
 STRAY = Parameter(Tensor(np.ones(4, np.float32)), name="stray")
 WRONG = {
-    "in place": (lambda x: x.add_(1), r"an argument of the root Cell, float32\[2, 4\], is changed in place"),
+    "in place": (
+        lambda x: x.add_(1),
+        r"changed in place that is an argument of the root Cell, float32\[2, 4\], or a view",
+    ),
     "by index": (assign, "an argument of the root Cell, .* change a copy"),
     "stray": (stray, r"parameter 'stray' of shape \(4,\) belongs to no Cell of the tree"),
     "shape": (lambda x: ops.matmul(x, x), r"MatMulExt\(float32\[2, 4\], .*\) can't be run on shapes alone: .* 4 and 2"),
@@ -125,11 +128,11 @@ def squared(x):
 
 
 BEYOND = {
-    "vmap": (lambda x: ops.vmap(squared)(x), "ops.vmap compiles a function for one tensor each.* for the whole batch"),
-    "grad": (lambda x: ms.grad(squared)(x), "a function is differentiated while .* from outside"),
-    "value_and_grad": (lambda x: ms.value_and_grad(squared)(x), "a function is differentiated while"),
-    "GradOperation": (lambda x: ops.GradOperation()(squared)(x), "a function is differentiated while"),
-    "vjp": (lambda x: ms.vjp(squared, x)[1](x), "a function is differentiated while"),
+    "vmap": (lambda x: ops.vmap(squared)(x), "a function is differentiated or vectorised"),
+    "grad": (lambda x: ms.grad(squared)(x), "a function is differentiated or vectorised.* from outside"),
+    "value_and_grad": (lambda x: ms.value_and_grad(squared)(x), "a function is differentiated or vectorised"),
+    "GradOperation": (lambda x: ops.GradOperation()(squared)(x), "a function is differentiated or vectorised"),
+    "vjp": (lambda x: ms.vjp(squared, x)[1](x), "a function is differentiated or vectorised"),
     "Tensor": (lambda x: Tensor(x), r"Tensor\(x\), where x or ops.stop_gradient\(x\) would do, needs the values"),
     "tensor": (lambda x: ms.tensor(x), r"Tensor\(x\), where x or .* needs the values"),
     "einsum": (lambda x: ops.einsum("ij,ij->ij", x, x[:1]), r"Einsum\(.*one size in all operands.* ops.broadcast_to"),

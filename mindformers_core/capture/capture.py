@@ -6,7 +6,6 @@ ignore `__fallback__`), which runs it on the meta device. The user's code itself
 tensors made by it have values: they are the graph's constants.
 """
 
-import inspect
 from collections import OrderedDict
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -29,19 +28,19 @@ from mindformers_core.capture.traced import Traced
 from mindformers_core.dtensor.aliases import adoptions
 from mindformers_core.dtensor.in_place import DRAWS_IN_PLACE, is_in_place
 from mindformers_core.dtensor.indexing import index_tensor
-from mindformers_core.dtensor.interception import PlainTensorFallback, draws_by_position, set_item_of
+from mindformers_core.dtensor.interception import PlainTensorFallback, draws_by_position, refuse_transform, set_item_of
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.rules.matmul import einsum_names
 from mindformers_core.program.graph import cell_label
 from mindformers_core.program.structure import tree_leaves, tree_map
+from mindformers_core.scopes import replaced
 
 
-def _refused(*_, **__):
-    """In the place of functions that differentiate: an error."""
-    raise ValueError(
-        "a function is differentiated while a Cell is captured, which records operators: take the gradient of the "
-        "sharded Cell from outside, write the derivative with operators, or give a Cell a bprop of its own"
-    )
+def _einsum(equation, operands):
+    """What `mint.einsum` is, which is for one kind of device only; of the classic one, a number has a dim."""
+    result = ops.einsum(equation, *operands)
+    _, names = einsum_names(equation, [operand.ndim for operand in operands])
+    return result if names else result.reshape(())
 
 
 # Entry points of `@ms.jit` in each of its modes, ast, trace and bytecode; and functions that run the call as Python
@@ -51,8 +50,12 @@ _WITHOUT_COMPILING = (
     (jit_trace, "_jit_trace_end", lambda result, **kwargs: result),
     (PIJitCaptureContext, "__enter__", lambda context: context),
     (PIJitCaptureContext, "__exit__", lambda *raised: None),
-    *((kind, "__call__", _refused) for kind in (base._Grad, base.GradOperation, base._TaylorOperation)),
-    (_PyNativeExecutor, "grad", _refused),  # of `ms.vjp`
+    (functional_overload, "einsum", _einsum),
+    (_PyNativeExecutor, "grad", refuse_transform),  # of `ms.vjp`
+    *(
+        (kind, "__call__", refuse_transform)
+        for kind in (base._Grad, base._Vmap, base.GradOperation, base._TaylorOperation)
+    ),
 )
 
 
@@ -84,7 +87,7 @@ def capture(cell, *inputs, **named_inputs):
     with ExitStack() as scope:
         # Not by `MS_JIT=0`: a process that another thread starts meanwhile would inherit it, and never compile.
         for owner, name, function in (*_WITHOUT_COMPILING, *creating_functions()):
-            _replace(scope, owner, name, function)
+            scope.enter_context(replaced(owner, **{name: function}))
         mode = ms.get_context("mode")
         if mode != ms.PYNATIVE_MODE:
             ms.set_context(mode=ms.PYNATIVE_MODE)
@@ -97,31 +100,20 @@ def capture(cell, *inputs, **named_inputs):
         scope.enter_context(draws_by_position(False))
         scope.enter_context(adoptions())
         scope.enter_context(recorder.tree.traced(recorder))
-        _replace(scope, functional_overload, "einsum", _einsum)
-        _replace(scope, Tensor, "__fallback__", PlainTensorFallback(recorder.operator))
-        _replace(scope, Tensor, "__getitem__", _get_item(recorder))
         set_item = set_item_of(Traced, lambda tensor, _: recorder.adopt(tensor))
-        _replace(scope, Tensor, "__setitem__", _counted(recorder, set_item))
-        _replace(scope, Tensor, "assign_value", _counted(recorder, Tensor.assign_value))
+        tensor_methods = {
+            "__fallback__": PlainTensorFallback(recorder.operator),
+            "__getitem__": _get_item(recorder),
+            "__setitem__": _counted(recorder, set_item),
+            "assign_value": _counted(recorder, Tensor.assign_value),
+        }
+        scope.enter_context(replaced(Tensor, **tensor_methods))
         default_generator._step = lambda step: recorder.random_state()
         scope.callback(delattr, default_generator, "_step")
         scope.enter_context(_Dispatched(recorder))
         args, named = tree_map(recorder.input, (inputs, named_inputs))
         cell(*args, **named)
     return recorder.root
-
-
-def _einsum(equation, operands):
-    """What `mint.einsum` is, which is for one kind of device only; of the classic one, a number has a dim."""
-    result = ops.einsum(equation, *operands)
-    _, names = einsum_names(equation, [operand.ndim for operand in operands])
-    return result if names else result.reshape(())
-
-
-def _replace(scope, owner, name, value):
-    """Replace an attribute until the `ExitStack` closes."""
-    scope.callback(setattr, owner, name, inspect.getattr_static(owner, name))
-    setattr(owner, name, value)
 
 
 class CapturedTree:

@@ -19,7 +19,7 @@ from mindformers_core.dtensor.dispatch import attributes_of, read_numbers
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.in_place import is_in_place
 from mindformers_core.dtensor.move import dtype_name
-from mindformers_core.hints import is_of_mindspore, message_of
+from mindformers_core.hints import message_of
 from mindformers_core.operators import TensorMeta
 from mindformers_core.program.graph import CallNode, OperatorNode, PrimitiveUse
 from mindformers_core.program.structure import tree_leaves, tree_map
@@ -108,7 +108,7 @@ class Recorder:
             graph = call.finish(result)
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
             source, is_users = failed_site(error)
-            if isinstance(error, CaptureError) or is_users and not is_of_mindspore(error):
+            if isinstance(error, CaptureError) or is_users and str(error).strip() == message_of(error):
                 raise
             raise self.error(message_of(error), source) from error
         finally:
@@ -234,25 +234,25 @@ class Recorder:
 
         @cache
         def compute():
-            call, named = tree_map(real, (tuple(args), kwargs))
-            with replaced(self, inferring=True), NoFallbackGuard():
-                result = func(*call, **named) if primitive is None else func(primitive, func.name, call)
-            return tree_leaves(result, Tensor)
+            return tree_leaves(self._unrecorded(func, primitive, args, kwargs, real), Tensor)
 
         return compute
+
+    def _unrecorded(self, func, primitive, args, kwargs, leaf):
+        """The result of an operator, with `leaf(each)` for the leaves of its arguments."""
+        call, named = tree_map(leaf, (tuple(args), kwargs))
+        with replaced(self, inferring=True), NoFallbackGuard():
+            return func(*call, **named) if primitive is None else func(primitive, func.name, call)
 
     def _infer(self, func, primitive, args, kwargs):
         """The results as meta tensors.
 
         A method without a result on the meta device is replaced by the Python function behind it.
         """
-        call = tree_map(_meta_leaf, tuple(args))
-        if primitive is not None:
-            call = (primitive, func.name, call)
         behind = method_behind(func.name)
         try:
-            with replaced(self, inferring=True), NoFallbackGuard(), DeviceCtx("meta"):
-                result = func(*call, **tree_map(_meta_leaf, kwargs))
+            with DeviceCtx("meta"):
+                result = self._unrecorded(func, primitive, args, kwargs, _meta_leaf)
         except Exception as error:
             if "Not implement" not in str(error) or behind is None:
                 return self._known(func.name, args, kwargs, error)

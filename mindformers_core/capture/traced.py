@@ -9,7 +9,7 @@ import mindspore
 from mindspore import Parameter, Tensor
 from mindspore.ops import Primitive
 
-from mindformers_core.dtensor.aliases import note_write, unwritable, view_of_parameter
+from mindformers_core.dtensor.aliases import note_write, unwritable
 from mindformers_core.dtensor.indexing import IndexedTensor
 
 _MINDSPORE = str(Path(mindspore.__file__).parent)
@@ -101,21 +101,12 @@ class Traced(IndexedTensor):
         note_write(self, call_site()[0], getattr(self.original, "requires_grad", False))
 
     def lasting(self):
-        """Why this tensor can't be changed in place through a view, since it outlives the call; "" where it can."""
-        home = getattr(self.entry, "path", None)
+        """What this tensor is, if it outlives the call; else ""."""
         if isinstance(self.original, Parameter):
-            return view_of_parameter(self.original, self)
-        if home is not None:
-            return (
-                f"the plain tensor '{home}' of a Cell is changed in place, or through a view, for all later calls: "
-                "make it a Parameter with requires_grad=False"
-            )
-        if not self.recorder.is_input(self.entry):
-            return ""
-        return (
-            f"an argument of the root Cell, {self!r}, is changed in place, or through a view, which its caller would "
-            "have to see: change a copy, x.clone(), or call the operator without the underscore"
-        )
+            return f"Parameter '{self.original.name}'"
+        if home := getattr(self.entry, "path", None):
+            return f"the plain tensor '{home}' of a Cell"
+        return f"an argument of the root Cell, {self!r}" if self.recorder.is_input(self.entry) else ""
 
     def redistribute(self, *_):
         """A `DTensor`'s: an error here."""

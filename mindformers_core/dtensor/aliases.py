@@ -1,12 +1,11 @@
 """Tensors that share memory on one card: a value and its views, of which a write in place makes all others stale."""
 
-from contextlib import contextmanager
-
 from mindspore import Tensor
 
 from mindformers_core.communication.world import process_state
 from mindformers_core.operators.registry import facts_of, rewritten
 from mindformers_core.program.structure import tree_leaves
+from mindformers_core.scopes import entered
 
 # views, or the input itself, beside those that records tell
 _RETURNED = frozenset({"Contiguous", "Diagonal", "Meshgrid", "Slice"})
@@ -31,16 +30,9 @@ def check_memory(tensor):
         )
 
 
-@contextmanager
 def adoptions():
     """While open, plain tensors that become others, since they are changed in place, are known to `stale_plain`."""
-    state = process_state().memo(__name__)
-    before = state.get("adopted")
-    state["adopted"] = {}
-    try:
-        yield
-    finally:
-        state["adopted"] = before
+    return entered(process_state().memo(__name__), "adopted", {})
 
 
 def note_adopted(tensor, where=""):
@@ -70,21 +62,18 @@ def share_memory(source, results):
 
 
 def _memory(tensor):
-    """`([number of writes, line of the last one, why views can't be written], number that the tensor is from)`."""
+    """`([number of writes, line of the last one, what it is if it outlives the call], the number when it was made)`."""
     return vars(tensor).setdefault("memory", ([0, "", tensor.lasting()], 0))
-
-
-def view_of_parameter(parameter, tensor):
-    """Why a Parameter can't be changed through a view."""
-    return (
-        f"a view of Parameter '{parameter.name}' of shape {tensor.shape} is changed in place, which the Parameter "
-        "would have to see: change that, as in self.cache[0, 1:3] = y"
-    )
 
 
 def unwritable(tensor):
     """Why a tensor can't be changed in place, since what outlives the call would have to change; "" where it can."""
-    return _memory(tensor)[0][2]
+    what = _memory(tensor)[0][2]
+    return what and (
+        f"a tensor of shape {tuple(tensor.shape)} is changed in place that is {what}, or a view of it, which would "
+        "have to change after the call, too: change a copy, x.clone(); or make what changes a Parameter with "
+        "requires_grad=False, and write that itself, as in self.cache[0, 1:3] = y"
+    )
 
 
 def note_write(tensor, where, is_stale=False):

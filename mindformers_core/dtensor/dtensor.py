@@ -13,7 +13,7 @@ from mindspore import Parameter, Tensor, ops
 from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.communication import world
-from mindformers_core.dtensor.aliases import check_memory, note_adopted, note_write, unwritable, view_of_parameter
+from mindformers_core.dtensor.aliases import check_memory, note_adopted, note_write, unwritable
 from mindformers_core.dtensor.indexing import IndexedTensor
 from mindformers_core.dtensor.move import dtype_name, redistribute_local
 from mindformers_core.layout import Layout, bind_layout
@@ -166,15 +166,11 @@ class DTensor(IndexedTensor):
         note_write(self, "")
 
     def lasting(self):
-        """Why this tensor can't be changed in place through a view, since it outlives the call; "" where it can."""
+        """What this tensor is, if it outlives the call; else ""."""
         if isinstance(self._local, Parameter):
-            return view_of_parameter(self._local, self)
-        if "is_borrowed" not in vars(self):
-            return ""
-        return (
-            f"a distributed tensor of shape {self.shape} is changed in place, or through a view, that is an argument "
-            "of the root Cell, or another tensor in another layout, which would have to change, too: change a copy"
-        )
+            return f"Parameter '{self._local.name}'"
+        borrowed_from = "an argument of the root Cell, or another tensor in another layout"
+        return borrowed_from if "is_borrowed" in vars(self) else ""
 
     def __deepcopy__(self, memo):
         return wrap(copy.deepcopy(self._local, memo), self._meta)

@@ -5,13 +5,11 @@ whose first tensor is a plain one looks up `Tensor.__fallback__`; and a few prim
 """
 
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 
 from mindspore import Parameter, Tensor, ops
 from mindspore.graph.api import _JitExecutor
-from mindspore.ops.composite.base import _Vmap
 from mindspore.ops.function import nn_func
 
 from mindformers_core.communication.world import process_state
@@ -23,6 +21,7 @@ from mindformers_core.dtensor.dtensor import DTensor, adopted
 from mindformers_core.dtensor.in_place import DRAWS_IN_PLACE
 from mindformers_core.operators.registry import facts_of, registered_operators
 from mindformers_core.program.structure import tree_leaves
+from mindformers_core.scopes import entered
 
 # Primitives that don't look up `__fallback__`, with those of their attributes that their rule takes as arguments.
 _WITHOUT_FALLBACK = (
@@ -90,7 +89,6 @@ def intercept_operators():
     Tensor.__setitem__ = set_item_of(DTensor, lambda tensor, like: adopted(tensor, like.mesh))
     Tensor.__init__ = _of_values(Tensor.__init__)
     _JitExecutor.__call__ = _as_python(_JitExecutor.__call__)
-    _Vmap.__call__ = _of_plain(_Vmap.__call__)
     for primitive, attributes in _WITHOUT_FALLBACK:
         primitive.__call__ = _dispatching(primitive.__call__, attributes, dispatcher)
     for name in (*registered_operators("draws"), *DRAWS_IN_PLACE):
@@ -99,16 +97,9 @@ def intercept_operators():
     nn_func._cross_entropy_for_class_indices = _without_branch(nn_func._cross_entropy_for_class_indices)
 
 
-@contextmanager
 def draws_by_position(active=True):
     """While open, draws among plain tensors give a distributed program's numbers, the same on all ranks; or don't."""
-    state = process_state().memo(__name__)
-    before = state.get("draws", False)
-    state["draws"] = active
-    try:
-        yield
-    finally:
-        state["draws"] = before
+    return entered(process_state().memo(__name__), "draws", active)
 
 
 def _drawing(call):
@@ -170,27 +161,22 @@ def _as_python(call):
     """What `@ms.jit` makes of a function; operator by operator for DTensors, of which it would compile the parts."""
 
     def jitted(executor, *args, **kwargs):
-        return (executor.fn if tree_leaves((args, kwargs), DTensor) else partial(call, executor))(*args, **kwargs)
+        if not tree_leaves((args, kwargs), DTensor):
+            return call(executor, *args, **kwargs)
+        if executor.fn.__qualname__.startswith("_Vmap."):
+            refuse_transform()
+        return executor.fn(*args, **kwargs)
 
     return jitted
 
 
-def _of_plain(vmap):
-    """`ops.vmap`, which compiles its function, of plain tensors only."""
-
-    def transformed(self, *how, **named):
-        def vectorised(*args, **kwargs):
-            if any(map(_is_dispatched, tree_leaves((args, kwargs), Tensor))):
-                raise ValueError(
-                    "ops.vmap compiles a function for one tensor each, and can't be recorded or distributed: write its "
-                    "operators for the whole batch, of which they take the dims in front"
-                )
-            return function(*args, **kwargs)
-
-        function = vmap(self, *how, **named)
-        return vectorised
-
-    return transformed
+def refuse_transform(*_, **__):
+    """What takes the place of functions that differentiate or vectorise another one."""
+    raise ValueError(
+        "a function is differentiated or vectorised (ms.grad, ops.vmap, …), of which neither operators nor parts of "
+        "tensors are seen: write the derivative, or the whole batch, with operators, differentiate the sharded Cell "
+        "from outside, or give a Cell a bprop"
+    )
 
 
 def _is_dispatched(tensor):
@@ -202,14 +188,10 @@ def _dispatching(call, attributes, dispatcher):
     """A `__call__` that passes calls with DTensors to the dispatcher, and runs all others itself."""
 
     def dispatching_call(self, *args):
-        if not _has_dtensor(args):
+        if not tree_leaves(args, DTensor):
             return call(self, *args)
         more = [getattr(self, name) for name in attributes]
         operator = _Operator(self.name, lambda *local: call(self, *local[: len(args)]))
         return dispatcher(operator, (*args, *more))
 
     return dispatching_call
-
-
-def _has_dtensor(args):
-    return any(type(entry) is DTensor or (isinstance(entry, (tuple, list)) and _has_dtensor(entry)) for entry in args)
