@@ -11,15 +11,16 @@ _NO_KERNEL = re.compile(r"(?:The kernel |Unsupported op \[|Create kernelmod for 
 
 
 def message_of(error):
-    """What an error says, without the C++ stack of MindSpore, and with its meaning where MindSpore's text has none."""
-    if isinstance(error, UnicodeDecodeError):
-        return "MindSpore refuses its arguments, whose sizes or dtypes don't fit together, in a text that can't be read"
-    if found := _NO_KERNEL.search(str(error)):
+    """What an error says, in a sentence: of MindSpore's without the C++ stack, also where it isn't UTF-8."""
+    text = str(error)
+    if isinstance(error, UnicodeDecodeError) and b"C++ Call Stack" in error.object:
+        text = error.object.decode("utf-8", "backslashreplace")
+    if found := _NO_KERNEL.search(text):
         return (
             f"MindSpore has no kernel of operator '{found[1]}' for this device: write it with operators that have one, "
             "or run it on another device (shard() and explain() run no kernels)"
         )
-    return next(filter(None, map(str.strip, _RULE.split(str(error)))), type(error).__name__)
+    return next(filter(None, map(str.strip, _RULE.split(text))), type(error).__name__)
 
 
 def nearest(name, known, likeness=0.5):

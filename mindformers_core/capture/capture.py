@@ -28,7 +28,7 @@ from mindformers_core.capture.traced import Traced
 from mindformers_core.dtensor.aliases import adoptions
 from mindformers_core.dtensor.in_place import DRAWS_IN_PLACE, is_in_place
 from mindformers_core.dtensor.indexing import index_tensor
-from mindformers_core.dtensor.interception import PlainTensorFallback, draws_by_position, refuse_transform, set_item_of
+from mindformers_core.dtensor.interception import PlainTensorFallback, draws_by_position, refused, set_item_of
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.rules.matmul import einsum_names
 from mindformers_core.program.graph import cell_label
@@ -51,11 +51,8 @@ _WITHOUT_COMPILING = (
     (PIJitCaptureContext, "__enter__", lambda context: context),
     (PIJitCaptureContext, "__exit__", lambda *raised: None),
     (functional_overload, "einsum", _einsum),
-    (_PyNativeExecutor, "grad", refuse_transform),  # of `ms.vjp`
-    *(
-        (kind, "__call__", refuse_transform)
-        for kind in (base._Grad, base._Vmap, base.GradOperation, base._TaylorOperation)
-    ),
+    (_PyNativeExecutor, "grad", refused),  # of `ms.vjp`
+    *((kind, "__call__", refused) for kind in (base._Grad, base._Vmap, base.GradOperation, base._TaylorOperation)),
 )
 
 

@@ -216,9 +216,8 @@ class Recorder:
             kind_of = type(primitive)
             use = PrimitiveUse(kind_of.__module__, kind_of.__name__, attributes, _count_inputs(primitive, args))
         _, called = call_site()
-        attribute = None if called is None else vars(called).get("instance_name")
-        if not attribute or call.cell.__dict__.get(attribute) is not called:
-            attribute = None
+        attribute = getattr(called, "instance_name", None)
+        attribute = attribute if call.cell.__dict__.get(attribute) is called else None
         constant = bool(used) and all(value.constant for value in used)
         values = self._computing(func, primitive, args, kwargs) if constant else None
         results = self.add_node(name, kind, shown, kwargs, metas, use, attribute, values=values)
@@ -267,12 +266,10 @@ class Recorder:
     def _known(self, name, args, kwargs, error):
         """The result of an operator that failed on the meta device, by its shape function."""
         try:
-            found = inferred(name, args, kwargs)
+            if found := inferred(name, args, kwargs):
+                return self.meta(*found)
         except ValueError as said:
             error = said
-        else:
-            if found is not None:
-                return self.meta(*found)
         shown = ", ".join(map(repr, args))
         raise self.error(f"operator {name}({shown}) can't be run on shapes alone: {message_of(error)}") from error
 

@@ -15,10 +15,8 @@ def is_view(name, args, kwargs):
     """Whether results of an operator may have the memory of its first tensor."""
     if name == "FuncDropoutExt":
         return not all(args[1:3])  # nothing is drawn: a probability of 0, or no training
-    if name.endswith("View") or name in _RETURNED:
-        return True
-    name, _, _ = rewritten(name, tuple(args), dict(kwargs))
-    return facts_of(name).view is not None
+    rewritten_name, _, _ = rewritten(name, tuple(args), dict(kwargs))
+    return name.endswith("View") or name in _RETURNED or facts_of(rewritten_name).view is not None
 
 
 def check_memory(tensor):

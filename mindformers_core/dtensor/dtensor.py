@@ -210,9 +210,7 @@ def borrowed(tensor):
 def adopted(tensor, mesh):
     """A plain tensor, the same on all ranks, which becomes a DTensor: it is changed in place."""
     check_memory(tensor)
-    whole = wrap(
-        tensor.copy(), tensor_meta(tuple(tensor.shape), dtype_name(tensor.dtype), Layout.on(mesh, ((),) * tensor.ndim))
-    )
+    whole = distribute_tensor(tensor.copy(), Layout.on(mesh, ((),) * tensor.ndim))
     note_adopted(tensor)
     tensor.__class__ = DTensor
     vars(tensor).update(vars(whole))

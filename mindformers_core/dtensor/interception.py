@@ -164,13 +164,13 @@ def _as_python(call):
         if not tree_leaves((args, kwargs), DTensor):
             return call(executor, *args, **kwargs)
         if executor.fn.__qualname__.startswith("_Vmap."):
-            refuse_transform()
+            refused()
         return executor.fn(*args, **kwargs)
 
     return jitted
 
 
-def refuse_transform(*_, **__):
+def refused(*_, **__):
     """What takes the place of functions that differentiate or vectorise another one."""
     raise ValueError(
         "a function is differentiated or vectorised (ms.grad, ops.vmap, …), of which neither operators nor parts of "

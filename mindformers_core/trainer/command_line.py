@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import os
 import sys
+from functools import partial
 
 from mindformers_core.trainer.compare import compare_runs
 
@@ -22,7 +23,11 @@ def main(arguments=None):
         rest = [text for text in rest if text.startswith("-")]
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    return arguments.run(arguments)
+    try:
+        result = arguments.run(arguments)
+    except _USER_ERRORS as error:
+        return _report(error)
+    return result() if callable(result) else result
 
 
 def _parser():
@@ -85,26 +90,29 @@ def _count(text):
     return int(text)
 
 
+# What commands do: each returns the exit code, or a function that does the rest and returns it, whose errors are ours.
 def _train(arguments):
-    try:
-        from mindformers_core.trainer.recipe_loader import load_recipe
+    from mindformers_core.trainer.recipe_loader import load_recipe
 
-        recipe = load_recipe(arguments.config, arguments.overrides)
-        if not recipe.training.output_dir:
-            name = os.path.splitext(os.path.basename(arguments.config))[0]
-            training = dataclasses.replace(recipe.training, output_dir=os.path.join("output", name))
-            recipe = dataclasses.replace(recipe, training=training)
-        if arguments.dry_run:
-            from mindformers_core.trainer.dry_run import dry_run
+    recipe = load_recipe(arguments.config, arguments.overrides)
+    if not recipe.training.output_dir:
+        name = os.path.splitext(os.path.basename(arguments.config))[0]
+        training = dataclasses.replace(recipe.training, output_dir=os.path.join("output", name))
+        recipe = dataclasses.replace(recipe, training=training)
+    if arguments.dry_run:
+        from mindformers_core.trainer.dry_run import dry_run
 
-            print(dry_run(recipe))
-            return 0
-        from mindformers_core.checkpoint.save import SaveError
-        from mindformers_core.trainer.training_loop import prepare, run_steps
+        print(dry_run(recipe))
+        return 0
+    from mindformers_core.trainer.training_loop import prepare
 
-        job = prepare(recipe)
-    except _USER_ERRORS as error:
-        return _report(error)
+    return partial(_run_steps, prepare(recipe))
+
+
+def _run_steps(job):
+    from mindformers_core.checkpoint.save import SaveError
+    from mindformers_core.trainer.training_loop import run_steps
+
     try:
         summary = run_steps(job)
     except SaveError as error:
@@ -115,89 +123,71 @@ def _train(arguments):
 
 
 def _generate(arguments):
-    try:
-        from mindformers_core.serving.sampling import Sampling
-        from mindformers_core.trainer.generating import Request, generate, read_prompts
-        from mindformers_core.trainer.recipe_loader import load_recipe
+    from mindformers_core.serving.sampling import Sampling
+    from mindformers_core.trainer.generating import Request, generate, read_prompts
+    from mindformers_core.trainer.recipe_loader import load_recipe
 
-        prompts = arguments.prompt + (read_prompts(arguments.prompts) if arguments.prompts else [])
-        sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
-        request = Request(tuple(prompts), arguments.tokens, sampling, arguments.batch, arguments.tokenizer)
-        texts, rank = generate(load_recipe(arguments.config, arguments.overrides), request)
-    except _USER_ERRORS as error:
-        return _report(error)
+    prompts = arguments.prompt + (read_prompts(arguments.prompts) if arguments.prompts else [])
+    sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
+    request = Request(tuple(prompts), arguments.tokens, sampling, arguments.batch, arguments.tokenizer)
+    texts, rank = generate(load_recipe(arguments.config, arguments.overrides), request)
     if rank == 0:
         print("\n\n".join(texts))
     return 0
 
 
 def _verify(arguments):
-    try:
-        from mindformers_core.communication.simulated import Desync
-        from mindformers_core.communication.world import compute_in_one_thread
-        from mindformers_core.trainer.recipe_loader import load_recipe
-        from mindformers_core.trainer.verifying import verify_recipe
+    from mindformers_core.communication.simulated import Desync
+    from mindformers_core.communication.world import compute_in_one_thread
+    from mindformers_core.trainer.recipe_loader import load_recipe
+    from mindformers_core.trainer.verifying import verify_recipe
 
-        compute_in_one_thread()
-        try:
-            check = verify_recipe(load_recipe(arguments.config, arguments.overrides), arguments.full)
-        except Desync as error:
-            print(f"a fault: {error}")
-            return 1
-    except _USER_ERRORS as error:
-        return _report(error)
+    compute_in_one_thread()
+    try:
+        check = verify_recipe(load_recipe(arguments.config, arguments.overrides), arguments.full)
+    except Desync as error:
+        print(f"a fault: {error}")
+        return 1
     print(check.report())
     return 1 if check.faults else 0
 
 
 def _compare(arguments):
-    try:
-        return 0 if compare_runs(arguments.run_a, arguments.run_b, arguments.threshold, arguments.fell) else 1
-    except _USER_ERRORS as error:
-        return _report(error)
+    return 0 if compare_runs(arguments.run_a, arguments.run_b, arguments.threshold, arguments.fell) else 1
 
 
 def _diff(arguments):
-    try:
-        from mindformers_core.trainer.diffing import diff
+    from mindformers_core.trainer.diffing import diff
 
-        sources = arguments.run_a, arguments.run_b
-        same = diff(sources, arguments.overrides, arguments.steps, arguments.keep, arguments.perturbed)
-        return 0 if same else 1
-    except _USER_ERRORS as error:
-        return _report(error)
+    sources = arguments.run_a, arguments.run_b
+    return 0 if diff(sources, arguments.overrides, arguments.steps, arguments.keep, arguments.perturbed) else 1
 
 
 def _inspect(arguments):
     from mindformers_core.checkpoint.inspection import inspect
 
-    return _print_result(lambda: inspect(arguments.folder))
+    return _print_result(inspect(arguments.folder))
 
 
 def _check(arguments):
     from mindformers_core.checkpoint.inspection import check
 
-    return _print_result(lambda: check(arguments.folder))
+    return _print_result(check(arguments.folder))
 
 
 def _convert(arguments):
-    def work():
-        from mindformers_core.trainer.checkpoints import convert
-        from mindformers_core.trainer.recipe_loader import load_recipe
+    from mindformers_core.trainer.checkpoints import convert
+    from mindformers_core.trainer.recipe_loader import load_recipe
 
-        recipe = load_recipe(arguments.config, arguments.overrides) if arguments.config else None
-        return convert(arguments.source, arguments.target, recipe)
-
-    return _print_result(work)
+    recipe = load_recipe(arguments.config, arguments.overrides) if arguments.config else None
+    return _print_result(convert(arguments.source, arguments.target, recipe))
 
 
-def _print_result(work):
+def _print_result(text):
     try:
-        print(work(), flush=True)
+        print(text, flush=True)
     except BrokenPipeError:  # the reader, as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except _USER_ERRORS as error:
-        return _report(error)
     return 0
 
 
