@@ -17,7 +17,7 @@ from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh, init_device_mesh
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.graph import OperatorNode
-from mindformers_core.tensor_parallel import local_map
+from mindformers_core.tensor_parallel import distribute_tensor, local_map
 
 HERE = Path(__file__).name
 X = tensor_meta((2, 4), "float32")
@@ -160,6 +160,18 @@ def test_operator_by_operator(name):
         net(Tensor(np.ones((2, 4), np.float32)))
     line = function.__code__.co_firstlineno
     assert re.match(rf"in Cell '0' \(Function\), {__file__}:{line}: {expected}", str(caught.value))
+
+
+@pytest.mark.usefixtures("rank_0_of_4")
+def test_a_gradient_inside_of_construct_is_of_whole_tensors():
+    """Operator by operator: it would be that of this rank's part, and a plain tensor."""
+    cell, mesh = Function(lambda x: ms.grad(squared)(x)), DeviceMesh((2, 2), ("dp", "tp"))
+    x = Tensor(np.ones((2, 4), np.float32))
+    np.testing.assert_array_equal(shard(cell, mesh, mode="eager")(x).asnumpy(), np.full((2, 4), 2))
+    outside = ms.grad(squared)(distribute_tensor(x, layout("dp"), mesh))
+    assert outside.shape == (1, 4)
+    with pytest.raises(ValueError, match=r"in the root Cell \(Function\), .* a gradient inside of construct, .* part"):
+        shard(Function(lambda x: ms.grad(squared)(x.redistribute(layout("dp")))), mesh, mode="eager")(x)
 
 
 def test_verify_names_what_has_no_kernel():

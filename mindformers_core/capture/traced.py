@@ -174,4 +174,4 @@ def _owner(filename):
         return "mindspore"
     if filename.startswith(_ENGINE) and not filename.startswith(_MODEL_CODE):
         return "engine"
-    return "user" if filename in ("<string>", "<stdin>") or not filename.startswith("<") else "engine"
+    return "user" if not filename.startswith("<") else "engine"

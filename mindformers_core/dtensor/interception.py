@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import wraps
 
 from mindspore import Parameter, Tensor, ops
-from mindspore.graph.api import _JitExecutor
+from mindspore.graph.api import _JitExecutor, _PyNativeExecutor
 from mindspore.ops.function import nn_func
 
 from mindformers_core.communication.world import process_state
@@ -89,6 +89,7 @@ def intercept_operators():
     Tensor.__setitem__ = set_item_of(DTensor, lambda tensor, like: adopted(tensor, like.mesh))
     Tensor.__init__ = _of_values(Tensor.__init__)
     _JitExecutor.__call__ = _as_python(_JitExecutor.__call__)
+    _PyNativeExecutor.grad = _of_whole(_PyNativeExecutor.grad)
     for primitive, attributes in _WITHOUT_FALLBACK:
         primitive.__call__ = _dispatching(primitive.__call__, attributes, dispatcher)
     for name in (*registered_operators("draws"), *DRAWS_IN_PLACE):
@@ -168,6 +169,17 @@ def _as_python(call):
         return executor.fn(*args, **kwargs)
 
     return jitted
+
+
+def _of_whole(grad):
+    """A gradient; while a Cell runs operator by operator of whole tensors only, since it is this rank's, and plain."""
+
+    def gradient(self, *args):
+        for tensor in tree_leaves(args, DTensor) if process_state().memo(__name__).get("draws") else ():
+            tensor._whole("a gradient inside of construct, which is a plain tensor,")
+        return grad(self, *args)
+
+    return gradient
 
 
 def refused(*_, **__):
