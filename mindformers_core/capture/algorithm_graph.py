@@ -82,9 +82,7 @@ class _Algorithm(nn.Cell):
     def construct(self, *tensors):
         plan, self.recorder = self.plan, tensors[0].recorder
         cut = replace(self.cut, redistribute=self._move, next_random_state=self.recorder.random_state)
-        args, kwargs = plan.node.args, plan.node.kwargs
-        if plan.signature.localize is not None:
-            args, kwargs = plan.signature.localize((*args, *kwargs.values()), plan.local_shapes), {}
+        args, kwargs = plan.signature.localized(plan.node.args, plan.node.kwargs, plan.local_shapes)
         if plan.signature.arguments is not None:
             args, kwargs = plan.signature.arguments, {}
         args, kwargs = tree_fill((args, kwargs), tensors, (Value, TensorMeta))

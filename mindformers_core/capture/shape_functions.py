@@ -44,6 +44,10 @@ def _bincount(x, weights=None, minlength=0):
     return [minlength], mstype.int64 if weights is None else weights.dtype
 
 
+def _einsum(operands):
+    raise ValueError("a name of a dim has one size in all operands, and 1 isn't repeated: ops.broadcast_to does that")
+
+
 def _moe_token_unpermute(tokens, indices, probs=None, padded_mode=False, restore_shape=None):
     rows = tokens.shape[:1] if probs is None else probs.shape[:1]
     return (restore_shape if padded_mode else [*rows, *tokens.shape[1:]]), tokens.dtype
@@ -65,6 +69,7 @@ _SHAPES = {
     "BincountExt": _bincount,
     "CosineEmbeddingLoss": _cosine_embedding_loss,
     "CumulativeLogsumexp": lambda x, *_: (x.shape, x.dtype),
+    "Einsum": _einsum,
     "EmbeddingLookup": lambda params, indices, *_: ([*indices.shape, *params.shape[1:]], params.dtype),
     "MoeTokenUnpermute": _moe_token_unpermute,
     "NpuGelu": lambda x, *_: (x.shape, x.dtype),

@@ -27,7 +27,6 @@ from mindformers_core.operators.registry import facts_of, rule_attributes
 from mindformers_core.placement import axes_in
 from mindformers_core.program.structure import tree_fill, tree_leaves, tree_map
 
-_ABOUT_TYPES = frozenset({"typeof"})  # operators that ask for a tensor's type and compute nothing
 _MOST_PROGRAMS = 65536  # a number that changes with every step would fill the memory with programs
 
 
@@ -45,8 +44,8 @@ class Dispatcher:
             primitive, _, args = args  # how calls of classic primitives arrive
             args = args[: WITHOUT_SEEDS.get(func.name)]
         args = read_numbers(func.name, args, lambda leaf: leaf if type(leaf) is Tensor else None)
-        if func.name in _ABOUT_TYPES:
-            return func(*_on_locals((primitive, func.name, args) if primitive else args))
+        if func.name == "typeof":  # of a tensor's type; it computes nothing
+            return func(*tree_map(_local, (primitive, func.name, args) if primitive else args))
         kwargs = kwargs or {}
         if is_in_place(func.name) and type(args[0]) is Tensor:
             adopted(args[0], next(leaf.mesh for leaf in tree_leaves((args, kwargs), DTensor)))
@@ -119,8 +118,8 @@ _FIXED = {
 }
 
 
-def _on_locals(args):
-    return tree_map(lambda argument: argument._local if type(argument) is DTensor else argument, args)
+def _local(argument):
+    return argument._local if type(argument) is DTensor else argument
 
 
 def _describe(argument, key, tensors):
@@ -185,9 +184,8 @@ class _Program:
         self.algorithm, self.context = _algorithm(name, signature, resolution, mesh, metas, self.shapes)
         flat = not kwargs and sum(isinstance(argument, TensorMeta) for argument in args) == len(metas)
         self.direct = flat and signature.localize is None and self.algorithm is None and not any(self.targets)
-        if signature.localize is not None:
-            local_shapes = [layout.local_shape(shape) for layout, shape in zip(self.layouts, self.shapes)]
-            args, kwargs = signature.localize((*args, *kwargs.values()), local_shapes), {}
+        local_shapes = [layout.local_shape(shape) for layout, shape in zip(self.layouts, self.shapes)]
+        args, kwargs = signature.localized(args, kwargs, local_shapes)
         if self.algorithm is not None and signature.arguments is not None:
             args, kwargs = signature.arguments, {}
         self.args, self.kwargs = args, kwargs
@@ -195,7 +193,7 @@ class _Program:
     def run(self, func, primitive, args, tensors):
         """Redistribute the inputs, call the operator on local tensors, and wrap the results."""
         if self.direct:
-            args, kwargs = [argument._local if type(argument) is DTensor else argument for argument in args], {}
+            args, kwargs = list(map(_local, args)), {}
         else:
             parts = [_local_part(tensor, target) for tensor, target in zip(tensors, self.targets)]
             args, kwargs = tree_fill((self.args, self.kwargs), parts, TensorMeta)
@@ -268,9 +266,9 @@ def _target(meta, needed):
 
 
 def _local_part(tensor, target):
-    if type(tensor) is DTensor:
-        return tensor._local if target is None else tensor.redistribute(target)._local
-    return tensor if target is None else redistribute_local(tensor, Layout.on(target.mesh, ((),) * tensor.ndim), target)
+    if target is None or type(tensor) is DTensor:
+        return _local(tensor if target is None else tensor.redistribute(target))
+    return redistribute_local(tensor, Layout.on(target.mesh, ((),) * tensor.ndim), target)
 
 
 def _algorithm(name, signature, resolution, mesh, metas, outputs):

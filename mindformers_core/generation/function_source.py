@@ -288,10 +288,9 @@ class FunctionSource:
         if plan.algorithm is not None:
             return self._algorithm(plan, operands, hint)
         args, kwargs = tree_fill((node.args, node.kwargs), operands, (Value, TensorMeta))
-        if plan.signature.localize is not None:
-            localized = plan.signature.localize((*args, *kwargs.values()), plan.local_shapes)
-            localized = tree_fill(tuple(localized), operands, (Value, TensorMeta))
-            args, kwargs = (args, kwargs) if localized == (*args, *kwargs.values()) else (localized, {})
+        localized = tree_fill(plan.signature.localized(args, kwargs, plan.local_shapes), operands, (Value, TensorMeta))
+        if (*localized[0], *localized[1].values()) != (*args, *kwargs.values()):
+            args, kwargs = localized
         expression = self.parts.operator_call(node, args, kwargs)
         self._receive(node.outputs, plan.outputs, self._hints(node, hint), expression)
 

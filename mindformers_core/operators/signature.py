@@ -98,6 +98,10 @@ class Signature:
     made: frozenset = frozenset()
     halos: dict = field(default_factory=dict)
 
+    def localized(self, args, kwargs, shapes):
+        """Arguments of the local call, `(args, kwargs)`, by those of the global one and its local output shapes."""
+        return (args, kwargs) if self.localize is None else (self.localize((*args, *kwargs.values()), shapes), {})
+
     def __post_init__(self):
         taken = {factor for dims in self.inputs for factors in dims for factor in factors}
         given = {factor for dims in self.outputs for factors in dims for factor in factors}
