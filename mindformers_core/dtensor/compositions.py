@@ -128,48 +128,39 @@ def _write_rows(write, x, updates, indices):
     return write(x, ops.reshape(places, (-1, 1)), updates)
 
 
-def _update_rows(x, indices, updates):
-    return _write_rows(scatter_update, x, updates, indices)
-
-
+_ROW_WRITES = {"Add": ops.tensor_scatter_add, "Sub": ops.tensor_scatter_sub, "Update": scatter_update}
 _DECOMPOSITIONS = {  # function of an operator's arguments, and names of a primitive's attributes that it takes besides
-    "BatchNorm": (batch_norm, ()),
-    "BatchNormExt": (batch_norm_ext, ()),
-    "BatchNormGatherStatsWithCounts": (_gathered_statistics, ()),
-    "SyncBatchNorm": (partial(batch_norm, is_training=True), ("epsilon", "momentum")),
-    "InstanceNorm": (instance_norm, ("epsilon", "momentum")),
-    "IndexAdd": (index_added, ("axis",)),
-    "LSTM": (lstm, ("input_size", "hidden_size", "has_bias")),
-    "Dot": (lambda x, y: ops.dot(x, y) if x.ndim > 1 else ops.matmul(x, y), ()),
-    "FuncMaxPool2D": (max_pool, ()),
-    "ConvTbc": (sizes.conv_tbc, ()),
-    "Expand": (sizes.expand, ()),
-    "InplaceAdd": (partial(_write_rows, ops.tensor_scatter_add), ("indices",)),
-    "InplaceSub": (partial(_write_rows, ops.tensor_scatter_sub), ("indices",)),
-    "InplaceUpdate": (partial(_write_rows, scatter_update), ("indices",)),
-    "InplaceUpdateV2": (_update_rows, ()),
-    "AdaptiveMaxPool3D": (sizes.adaptive_max_pool_3d, ()),
-    "BartlettWindow": (partial(sizes.window, np.bartlett), ("periodic", "dtype")),
-    "BlackmanWindow": (partial(sizes.window, np.blackman), ("periodic", "dtype")),
-    "BatchNormElemt": (batch_norm_elemt, ()),
-    "BatchNormStats": (batch_norm_stats, ()),
-    "ClipByNorm": (clip_by_norm, ("axis",)),
-    "Col2Im": (sizes.col2im, ("kernel_size", "dilation", "padding", "stride")),
-    "Index": (lambda x, indices: index_tensor(x, tuple(indices)), ()),
-    **{f"New{name}": (partial(created, value), ()) for name, value in (("Empty", 0), ("Ones", 1), ("Zeros", 0))},
-    "NewFull": (lambda x, size, value, dtype=None: created(value, x, size, dtype), ()),
-    "MatrixDiag": (lambda x, assist: sizes.matrix_diag(x, 0, *assist.shape[-2:], 0.0), ()),
-    "MatrixDiagPart": (lambda x, assist: sizes.matrix_diag_part(x, 0, 0.0), ()),
-    "MatrixSetDiag": (lambda x, diagonal, assist: sizes.matrix_set_diag(x, diagonal, 0), ()),
-    "MatrixDiagPartV3": (sizes.matrix_diag_part, ()),
-    "MatrixDiagV3": (sizes.matrix_diag, ()),
-    "MatrixSetDiagV3": (sizes.matrix_set_diag, ()),
-    "MirrorPad": (sizes.mirrored, ("mode",)),
-    "PixelShuffle": (ops.pixel_shuffle, ()),
+    "BatchNorm": batch_norm,
+    "BatchNormExt": batch_norm_ext,
+    "BatchNormGatherStatsWithCounts": _gathered_statistics,
+    "SyncBatchNorm": (partial(batch_norm, is_training=True), "epsilon momentum"),
+    **{"BatchNormElemt": batch_norm_elemt, "BatchNormStats": batch_norm_stats},
+    "InstanceNorm": (instance_norm, "epsilon momentum"),
+    "IndexAdd": (index_added, "axis"),
+    "LSTM": (lstm, "input_size hidden_size has_bias"),
+    "Dot": lambda x, y: ops.dot(x, y) if x.ndim > 1 else ops.matmul(x, y),
+    **{"FuncMaxPool2D": max_pool, "AdaptiveMaxPool3D": sizes.adaptive_max_pool_3d},
+    **{"ConvTbc": sizes.conv_tbc, "Expand": sizes.expand, "PixelShuffle": ops.pixel_shuffle},
+    **{f"Inplace{name}": (partial(_write_rows, write), "indices") for name, write in _ROW_WRITES.items()},
+    "InplaceUpdateV2": lambda x, indices, updates: _write_rows(scatter_update, x, updates, indices),
+    "BartlettWindow": (partial(sizes.window, np.bartlett), "periodic dtype"),
+    "BlackmanWindow": (partial(sizes.window, np.blackman), "periodic dtype"),
+    "ClipByNorm": (clip_by_norm, "axis"),
+    "Col2Im": (sizes.col2im, "kernel_size dilation padding stride"),
+    "Index": lambda x, indices: index_tensor(x, tuple(indices)),
+    **{f"New{name}": partial(created, value) for name, value in (("Empty", 0), ("Ones", 1), ("Zeros", 0))},
+    "NewFull": lambda x, size, value, dtype=None: created(value, x, size, dtype),
+    "MatrixDiag": lambda x, assist: sizes.matrix_diag(x, 0, *assist.shape[-2:], 0.0),
+    "MatrixDiagPart": lambda x, assist: sizes.matrix_diag_part(x, 0, 0.0),
+    "MatrixSetDiag": lambda x, diagonal, assist: sizes.matrix_set_diag(x, diagonal, 0),
+    **{"MatrixDiagPartV3": sizes.matrix_diag_part, "MatrixDiagV3": sizes.matrix_diag},
+    "MatrixSetDiagV3": sizes.matrix_set_diag,
+    "MirrorPad": (sizes.mirrored, "mode"),
 }
 for _draws, _table in ((False, _DECOMPOSITIONS), (True, DRAWN)):
-    for _name, (_function, _attributes) in _table.items():
-        register_operator(_name, decomposition=_function, attributes=_attributes, draws=_draws)
+    for _name, _entry in _table.items():
+        _function, _attributes = _entry if isinstance(_entry, tuple) else (_entry, "")
+        register_operator(_name, decomposition=_function, attributes=tuple(_attributes.split()), draws=_draws)
 
 
 def composed(name, args, kwargs, primitive):

@@ -332,3 +332,10 @@ ALGORITHMS = {
     **SCANS,
     **DISTRIBUTIONS,
 }
+
+
+def algorithm_named(name):
+    """The algorithm of a name, which rules ask for. Raises `ValueError` where there is none."""
+    if name not in ALGORITHMS:
+        raise ValueError(f"a rule asks for the algorithm '{name}'; there are {', '.join(sorted(ALGORITHMS))}")
+    return ALGORITHMS[name]

@@ -2,10 +2,11 @@
 
 from functools import cache
 
+from mindspore import Tensor, ops
 from mindspore import dtype as mstype
-from mindspore import ops
 
 from mindformers_core.communication import communicator, world
+from mindformers_core.operators import tensor_meta
 from mindformers_core.redistribution import ASCEND, CPU, GPU, plan_redistribution
 
 _DEVICE_MODELS = {"CPU": CPU, "GPU": GPU, "Ascend": ASCEND}
@@ -20,6 +21,11 @@ def device_model():
 def dtype_name(dtype):
     """`"float32"` for `mindspore.float32`."""
     return str(dtype).lower()
+
+
+def meta_of(leaf):
+    """The `TensorMeta` of a local tensor, without a layout; any other leaf as it is."""
+    return tensor_meta(tuple(leaf.shape), dtype_name(leaf.dtype)) if isinstance(leaf, Tensor) else leaf
 
 
 def cells_between(source, target, shape, dtype):

@@ -35,9 +35,7 @@ def local_call_shapes(plan):
     node, metas = plan.node, []
     for value, layout in zip(tree_leaves((node.args, node.kwargs)), plan.inputs):
         metas.append(tensor_meta(layout.local_shape(value.shape), value.dtype, None, value.constant))
-    arguments = node.args, node.kwargs
-    if plan.signature.localize is not None:
-        arguments = plan.signature.localize((*node.args, *node.kwargs.values()), plan.local_shapes), {}
+    arguments = plan.signature.local_call(node.args, node.kwargs, plan.local_shapes)
     return call_shapes(node, *tree_fill(arguments, metas, (Value, TensorMeta)))
 
 

@@ -198,6 +198,8 @@ def histogram(x, bins=100, min=0, max=0):
 @register_operator("BincountExt", saves=saved.UNMEASURED, gradient=NO_GRADIENT)
 def bincount(x, weights=None, minlength=0):
     """Counts of numbers below `minlength`, or sums of their weights: of each part."""
+    if not minlength:
+        raise ValueError("the number of results depends on the values: give minlength, above all of them")
     names = (dim_names(x),) * len(tensors_in([x, weights]))
     return Signature(names, ((("bins",),),), dim_sizes(x) | {"bins": minlength}, {"d0": "sum"})
 
