@@ -8,6 +8,7 @@ from dataclasses import replace
 from mindspore import nn
 
 from mindformers_core.capture.capture import capture
+from mindformers_core.communication import world
 from mindformers_core.dtensor.distributed_operators import ShardContext, algorithm_named
 from mindformers_core.dtensor.move import device_model, meta_of
 from mindformers_core.operators import TensorMeta, tensor_meta
@@ -63,6 +64,7 @@ def algorithm_graph(plan, mesh, rank=None):
     values = tree_leaves((plan.node.args, plan.node.kwargs))
     shapes = tuple(value.shape for value in values)
     output = plan.outputs[0], tree_leaves(plan.node.outputs)[0].shape
+    rank = world().rank if rank is None else rank
     cut = ShardContext(mesh, plan.cut_axes, plan.inputs, shapes, rank, halos=plan.signature.halos, output=output)
     metas = [tensor_meta(layout.local_shape(value.shape), value.dtype) for layout, value in zip(plan.inputs, values)]
     graph = capture(_Algorithm(plan, cut), *metas)

@@ -5,11 +5,10 @@ don't call the operator that they replace, except for the product.
 """
 
 import functools
+import math
 
 from mindspore import dtype as mstype
 from mindspore import ops
-
-from mindformers_core.dtensor.scans import gathered
 
 
 def norm(_, args, context):
@@ -34,9 +33,7 @@ def spread(root, with_mean, _, args, context):
         args: the tensor, the correction, the dims, and whether they are kept.
     """
     x, correction, dims, keepdim = args
-    wide, count = _wide(x), 1
-    for dim in dims:
-        count *= context.shapes[0][dim]
+    wide, count = _wide(x), math.prod(context.shapes[0][dim] for dim in dims)
     mean = context.combined(ops.sum(wide, dims, True)) * (1.0 / count)
     differences = wide - ops.stop_gradient(mean)
     result = context.combined(ops.sum(differences * differences, dims, keepdim)) / max(count - correction, 0)
@@ -44,10 +41,25 @@ def spread(root, with_mean, _, args, context):
     return (result, ops.cast(ops.reshape(mean, result.shape), x.dtype)) if with_mean else result
 
 
+def group_norm(operator, args, context):
+    """The normalised tensor, and every group's mean and reciprocal standard deviation, which pass no gradient on."""
+    x, groups, weight, bias, epsilon = (*args, *(None, None, 1e-5)[len(args) - 2 :])
+    parts = ops.reshape(x, (x.shape[0], groups, -1))
+    count = parts.shape[2] * context.count
+    mean = context.combined(ops.sum(parts, 2, keepdim=True), varying=True) / count
+    centred = parts - mean
+    variance = context.combined(ops.sum(ops.square(centred), 2, keepdim=True), varying=True) / count
+    scale, channels = ops.rsqrt(variance + epsilon), (1, -1) + (1,) * (x.ndim - 2)
+    y = ops.reshape(centred * scale, x.shape)
+    y = y if weight is None else y * ops.reshape(weight, channels)
+    y = y if bias is None else y + ops.reshape(bias, channels)
+    return y, *(ops.reshape(ops.stop_gradient(each), x.shape[:1] + (groups,)) for each in (mean, scale))
+
+
 def product(operator, args, context):
     """The product of all parts' products, which are gathered: the gradient is right where one of them is 0."""
     local = ops.expand_dims(operator(*args), 0)
-    return functools.reduce(ops.mul, ops.unstack(gathered(local, 0, context)))
+    return functools.reduce(ops.mul, ops.unstack(context.gathered(local, 0)))
 
 
 def band(_, args, context):
