@@ -89,11 +89,12 @@ class _Algorithm(nn.Cell):
         return algorithm_named(plan.algorithm)(lambda *local: self._operator(local, kwargs), args, cut)
 
     def _move(self, local, source, target):
-        """As `move` in `move.py`."""
+        """As `redistribute_local`, recorded as a node."""
         if source == target:
             return local
         shape = target.local_shape(source.global_shape(local.shape))
-        return self._write("Redistribute", (local, source, target), self.recorder.meta(shape, local.dtype))
+        args, meta = self.recorder.stand_in((local, source, target)), self.recorder.meta(shape, local.dtype)
+        return self.recorder.add_node("Redistribute", "function", args, {}, meta)
 
     def _operator(self, args, kwargs):
         """The operator of the plan; the algorithm may have changed its attributes, which are among the arguments."""
@@ -102,9 +103,5 @@ class _Algorithm(nn.Cell):
         outputs = tree_map(lambda value: self.recorder.meta(next(shapes), value.dtype), node.outputs)
         changed = node.primitive and args[node.primitive.inputs :] != node.args[node.primitive.inputs :]
         kind, primitive = ("function", None) if changed else (node.kind, node.primitive)
-        return self._write(node.operator, args, outputs, kwargs, kind, primitive)
-
-    def _write(self, operator, args, outputs, kwargs=None, kind="function", primitive=None):
-        """Record a node with results as the meta tensors `outputs`."""
-        args, kwargs = self.recorder.stand_in((args, kwargs or {}))
-        return self.recorder.add_node(operator, kind, args, kwargs, outputs, primitive)
+        args, kwargs = self.recorder.stand_in((args, kwargs))
+        return self.recorder.add_node(node.operator, kind, args, kwargs, outputs, primitive)

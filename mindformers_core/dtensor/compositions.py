@@ -98,12 +98,6 @@ def max_pool(x, kernel, stride=None, padding=0, dilation=1, ceil_mode=False, ret
     return ops.MaxPoolWithArgmaxV2(kernel, stride or kernel, padding, dilation, ceil_mode)(x)
 
 
-def batch_norm_stats(x, eps):
-    """Results of `BatchNormStats`: the mean and the reciprocal deviation of each channel."""
-    _, center, spread = _normalised(x, None, None, None, None, True, 0.0, eps)
-    return center, ops.rsqrt(spread + eps)
-
-
 def batch_norm_elemt(x, weight=None, bias=None, mean=None, invstd=None, eps=1e-5):
     """The result of `BatchNormElemt`, by the statistics of `BatchNormStats`."""
     return _normalised(x, weight, bias, mean, ops.reciprocal(ops.square(invstd)) - eps, False, 0.0, eps)[0]
@@ -134,13 +128,15 @@ _DECOMPOSITIONS = {  # function of an operator's arguments, and names of a primi
     "BatchNormExt": batch_norm_ext,
     "BatchNormGatherStatsWithCounts": _gathered_statistics,
     "SyncBatchNorm": (partial(batch_norm, is_training=True), "epsilon momentum"),
-    **{"BatchNormElemt": batch_norm_elemt, "BatchNormStats": batch_norm_stats},
+    "BatchNormStats": lambda x, eps: batch_norm_ext(x, training=True, epsilon=eps)[1:],
+    "BatchNormElemt": batch_norm_elemt,
     "InstanceNorm": (instance_norm, "epsilon momentum"),
     "IndexAdd": (index_added, "axis"),
     "LSTM": (lstm, "input_size hidden_size has_bias"),
     "Dot": lambda x, y: ops.dot(x, y) if x.ndim > 1 else ops.matmul(x, y),
     **{"FuncMaxPool2D": max_pool, "AdaptiveMaxPool3D": sizes.adaptive_max_pool_3d},
-    **{"ConvTbc": sizes.conv_tbc, "Expand": sizes.expand, "PixelShuffle": ops.pixel_shuffle},
+    **{"ConvTbc": sizes.conv_tbc, "PixelShuffle": ops.pixel_shuffle},
+    "Expand": lambda x, size: ops.broadcast_to(x, tuple(sizes.numbers(size))),
     **{f"Inplace{name}": (partial(_write_rows, write), "indices") for name, write in _ROW_WRITES.items()},
     "InplaceUpdateV2": lambda x, indices, updates: _write_rows(scatter_update, x, updates, indices),
     "BartlettWindow": (partial(sizes.window, np.bartlett), "periodic dtype"),

@@ -46,7 +46,8 @@ class Dispatcher:
             args = args[: WITHOUT_SEEDS.get(func.name)]
         args = read_numbers(func.name, args, lambda leaf: leaf if type(leaf) is Tensor else None)
         if func.name in _ABOUT_TYPES:
-            return func(*_on_locals((primitive, func.name, args) if primitive else args))
+            args = tree_map(lambda leaf: leaf._local if type(leaf) is DTensor else leaf, args)
+            return func(*((primitive, func.name, args) if primitive else args))
         kwargs = kwargs or {}
         if is_in_place(func.name) and type(args[0]) is Tensor:
             adopted(args[0], next(leaf.mesh for leaf in tree_leaves((args, kwargs), DTensor)))
@@ -117,10 +118,6 @@ _FIXED = {
     **CORRECTED,
     **dict.fromkeys(("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), Tensor.split),
 }
-
-
-def _on_locals(args):
-    return tree_map(lambda argument: argument._local if type(argument) is DTensor else argument, args)
 
 
 def _describe(argument, key, tensors):

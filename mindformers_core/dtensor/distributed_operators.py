@@ -78,9 +78,10 @@ class ShardContext:
         return Tensor(self.number * size, dtype)
 
     def positions(self, dim):
-        """The global positions along `dim` of this rank's part of the first input: a vector of int32."""
+        """The global positions along `dim` of this rank's part of the first input, int32; other dims have size 1."""
         part = self.layouts[0].local_slices(self.shapes[0], self.rank)[dim]
-        return Tensor(np.arange(part.start, part.stop), mstype.int32)
+        shape = [-1 if each == dim else 1 for each in range(len(self.shapes[0]))]
+        return Tensor(np.arange(part.start, part.stop).reshape(shape), mstype.int32)
 
     def along(self, dim):
         """For the parts along a dim of the first input alone."""
@@ -132,12 +133,6 @@ def _extreme(op, _, args, context):
     return best + ops.reshape(ops.sum(_finite_zero(x) * holds, dims) / count, best.shape)
 
 
-def _extreme_magnitude(op, _, args, context):
-    """The norm of order infinity, or minus infinity."""
-    x, _, *rest = args
-    return _extreme(op, None, (ops.abs(x), *rest), context)
-
-
 def _arg_extreme(op, operator, args, context):
     """The position of the first extreme over all parts; a tensor whose one dim isn't named has no others."""
     x, dim = args[0], args[1] if len(args) > 1 and args[1] is not None else 0
@@ -161,7 +156,7 @@ def _first_position(index, value, size, op, context):
     return ops.cast(first - 1, index.dtype), ops.equal(first, position)
 
 
-def _extreme_with_index(op, value_first, operator, args, context):
+def _extreme_with_index(value_first, op, operator, args, context):
     """Index and value of the first extreme over all parts; the gradient goes to that element alone."""
     size = args[0].shape[args[1]]
     results = operator(*args)
@@ -171,16 +166,6 @@ def _extreme_with_index(op, value_first, operator, args, context):
     best = context.combined(ops.stop_gradient(value), op)
     best = best + _finite_zero(value) * ops.cast(mine, value.dtype)
     return (best, first) if value_first else (first, best)
-
-
-def _extreme_pair(op, _, args, context):
-    """As `_extreme_with_index`, the value first, by a function that takes its arguments by position."""
-    return _extreme_with_index(op, True, getattr(ops, op), args, context)
-
-
-def _first_extreme(op, _, args, context):
-    """As `_extreme_pair`, the value alone."""
-    return _extreme_pair(op, _, args, context)[0]
 
 
 def _finite_zero(x):
@@ -264,8 +249,7 @@ def _likelihood(operator, args, context):
     if reduction == 0:
         return loss, weights
     examples = replace(context, axes=tuple(axis for axis in context.axes if axis not in classes.axes))
-    weights = examples.combined(weights) if examples.axes else weights
-    return loss, weights
+    return loss, examples.combined(weights) if examples.axes else weights
 
 
 def _segment_extreme(op, operator, args, context):
@@ -280,21 +264,20 @@ def _segment_extreme(op, operator, args, context):
     return best + ops.unsorted_segment_sum(_finite_zero(x) * holds, ids, count) / shared
 
 
-_EXTREMES = {  # for both operations: the function, and its second argument
-    **{"{}": [_extreme], "arg{}": [_arg_extreme], "norm_{}": [_extreme_magnitude], "segment_{}": [_segment_extreme]},
-    **{"{}_with_index": (_extreme_with_index, False), "{}_dim": (_extreme_with_index, True)},
-    **{"{}_pair": [_extreme_pair], "{}_first": [_first_extreme]},
+_EXTREMES = {  # functions of "max" or "min", and of what an algorithm gets
+    **{"{}": _extreme, "arg{}": _arg_extreme, "segment_{}": _segment_extreme},
+    "norm_{}": lambda op, _, args, context: _extreme(op, _, (ops.abs(args[0]), *args[2:]), context),
+    **{"{}_with_index": partial(_extreme_with_index, False), "{}_dim": partial(_extreme_with_index, True)},
+    # by functions that take their arguments by position
+    "{}_pair": lambda op, _, *given: _extreme_with_index(True, op, getattr(ops, op), *given),
+    "{}_first": lambda op, _, *given: _extreme_with_index(True, op, getattr(ops, op), *given)[0],
 }
 ALGORITHMS = {
     **{"mean": _mean, "norm": norm, "prod": product, "band": band, "trace": trace, "group_norm": group_norm},
     **{"softmax": _softmax, "log_softmax": _log_softmax, "logsumexp": _log_sum_exp},
     **{"softmax_cross_entropy": _cross_entropy, "sparse_cross_entropy": _sparse_cross_entropy},
     "likelihood": _likelihood,
-    **{
-        name.format(op): partial(function, op, *more)
-        for op in ("max", "min")
-        for name, (function, *more) in _EXTREMES.items()
-    },
+    **{name.format(op): partial(function, op) for op in ("max", "min") for name, function in _EXTREMES.items()},
     **{"all": partial(_all_or_any, "min"), "any": partial(_all_or_any, "max")},
     **{"std": partial(spread, True, False), "std_mean": partial(spread, True, True)},
     **{"var": partial(spread, False, False), "var_mean": partial(spread, False, True)},

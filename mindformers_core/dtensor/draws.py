@@ -8,7 +8,7 @@ integer generation in an interval", arXiv 1805.10941, without the rejection: the
 
 import math
 from functools import partial
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 from mindspore import Tensor, ops
@@ -18,20 +18,20 @@ from mindspore.common.generator import default_generator
 from mindspore.ops import auto_generate
 
 from mindformers_core.dtensor import dropout
+from mindformers_core.dtensor.constant_sizes import numbers
 from mindformers_core.dtensor.dropout import STEP, counters, next_random_state, uniform_bits
 from mindformers_core.dtensor.move import meta_of
 from mindformers_core.operators import TensorMeta, signature_of
 from mindformers_core.program.structure import tree_fill, tree_leaves, tree_map
 
-_DIGITS = MappingProxyType({"float16": 11, "bfloat16": 8})  # of a fraction below 1; others: 24
+_DIGITS = {"float16": 11, "bfloat16": 8}  # of a fraction below 1; others: 24
 
 
 def whole_context(shape, random_state=next_random_state, float_dtype=None):
     """What the draw of a whole tensor needs of a `ShardContext`."""
-    places = counters(shape, [slice(0, size) for size in shape])
     return SimpleNamespace(
         next_random_state=random_state,
-        random_counters=tuple(map(Tensor, places)),
+        random_counters=tuple(map(Tensor, counters(shape, [slice(0, size) for size in shape]))),
         local_shape=tuple(shape),
         float_dtype=float_dtype,
     )
@@ -65,7 +65,7 @@ def _transformed(transform, _, args, context):
     wide = context.float_dtype or (mstype.float64 if name == "float64" else mstype.float32)
 
     def bits(number=0):  # a draw moves the generator by more than these
-        return uniform_bits(seed, offset + number if number else offset, context, context.local_shape)
+        return uniform_bits(seed, offset + number if number else offset, context)
 
     return ops.cast(transform(bits, name, wide, *bounds), result)
 
@@ -92,12 +92,10 @@ def _permutation(bits, *_):
 
 
 _TRANSFORMS = {"uniform": _uniform, "normal": _normal, "integers": _integers, "permutation": _permutation}
-DISTRIBUTIONS = MappingProxyType(
-    {
-        **{name: partial(_transformed, transform) for name, transform in _TRANSFORMS.items()},
-        **{"dropout": dropout.dropout_with_mask, "func_dropout": dropout.functional_dropout},
-    }
-)
+DISTRIBUTIONS = {
+    **{name: partial(_transformed, transform) for name, transform in _TRANSFORMS.items()},
+    **{"dropout": dropout.dropout_with_mask, "func_dropout": dropout.functional_dropout},
+}
 
 
 def _fraction(bits, digits, dtype):
@@ -120,16 +118,12 @@ def _draw(name, *given, state=(), dtype=None):
     return getattr(auto_generate, name)()(*given, *(state or default_generator._step(STEP)), dtype, None)
 
 
-def _sizes(shape):
-    return tuple(shape.asnumpy().tolist()) if isinstance(shape, Tensor) else tuple(shape)
-
-
 def _uniform_real(shape, *state):
-    return _draw("RandExt", _sizes(shape), state=state)
+    return _draw("RandExt", tuple(numbers(shape)), state=state)
 
 
 def _standard_normal(shape):
-    return _draw("Randn", _sizes(shape))
+    return _draw("Randn", tuple(numbers(shape)))
 
 
 def _chances(x, *state):
@@ -138,7 +132,7 @@ def _chances(x, *state):
 
 
 def _uniform_int(shape, low, high):
-    draws = _draw("RandInt", 0, 2**31, _sizes(shape), dtype=mstype.int64)
+    draws = _draw("RandInt", 0, 2**31, tuple(numbers(shape)), dtype=mstype.int64)
     low, high = (ops.cast(bound, mstype.int64) if isinstance(bound, Tensor) else bound for bound in (low, high))
     return ops.cast(ops.bitwise_right_shift(draws * (high - low), 31) + low, mstype.int32)
 
@@ -163,7 +157,7 @@ def _permuted(n, seed=0, offset=0, dtype=mstype.int64):
 def _normal_of(mean, std, *rest):
     """`Normal…`, of which `mean` and `std` are numbers or tensors; with two numbers, a size is given."""
     *size, seed, offset = rest
-    of = ("Randn", _sizes(size[0])) if size else ("RandnLike", mean + std)
+    of = ("Randn", tuple(numbers(size[0]))) if size else ("RandnLike", mean + std)
     return ops.stop_gradient(_draw(*of, state=(seed, offset)) * std + mean)
 
 
@@ -205,7 +199,7 @@ def _gamma(shape, alpha, beta=None):
 
     Of 8 tries, one is accepted with a probability of 1 - 3e-11.
     """
-    shape = np.broadcast_shapes(_sizes(shape), alpha.shape, () if beta is None else beta.shape)
+    shape = np.broadcast_shapes(numbers(shape), alpha.shape, () if beta is None else beta.shape)
     alpha, few = ops.cast(alpha, mstype.float32), ops.less(alpha, 1.0)
     least = ops.where(few, alpha + 1.0, alpha) - 1 / 3
     normal, chance = _standard_normal((8, *shape)), _log_uniform((8, *shape))
@@ -220,7 +214,7 @@ def _gamma(shape, alpha, beta=None):
 
 def _poisson(shape, rate, dtype=mstype.int32):
     """Poisson, by the inverse of its distribution: the first number to reach it, of those around a normal one's."""
-    shape, chance = np.broadcast_shapes(_sizes(shape), rate.shape), 1 - 2.0**-24
+    shape, chance = np.broadcast_shapes(numbers(shape), rate.shape), 1 - 2.0**-24
     rate = ops.broadcast_to(ops.cast(rate, mstype.float32), shape)
     draws = _uniform_real(shape)
     normal = ops.erfinv(ops.clamp(draws * 2.0 - 1.0, -chance, chance)) * math.sqrt(2)
@@ -233,7 +227,7 @@ def _poisson(shape, rate, dtype=mstype.int32):
 
 def _before(of):
     """A draw for each element of a tensor of parameters: their dims follow the drawn shape."""
-    return lambda shape, rates, **named: of((*_sizes(shape), *rates.shape), rates, **named)
+    return lambda shape, rates, **named: of((*numbers(shape), *rates.shape), rates, **named)
 
 
 def _choice_with_mask(x, count):
@@ -258,31 +252,24 @@ def _candidates(true_classes, num_sampled, unique, range_max):
 
 
 # operator -> its composition, and names of a primitive's attributes that it takes besides
-DRAWN = MappingProxyType(
-    {
-        **{"UniformReal": _uniform_real, "StandardNormal": _standard_normal, "UniformInt": _uniform_int},
-        "StandardLaplace": lambda shape: _log_uniform(shape) - _log_uniform(shape),
-        "Cauchy": (_cauchy, "size median sigma"),
-        "RandpermV2": _permuted,
-        **dict.fromkeys(
-            ("NormalFloatFloat", "NormalFloatTensor", "NormalTensorFloat", "NormalTensorTensor"), _normal_of
-        ),
-        **{"BernoulliExt": lambda x, *state: _bernoulli(x, x, *state), "Bernoulli": _bernoulli},
-        **dict.fromkeys(("Dropout2D", "Dropout3D"), (_channels, "keep_prob")),
-        "Dropout2dExt": _channels_ext,
-        **dict.fromkeys(("Multinomial", "MultinomialExt"), _multinomial),
-        "RandomCategorical": lambda logits, count, seed=0: _multinomial(ops.softmax(logits, -1), count),
-        "MultinomialWithReplacement": (
-            lambda x, *_, **named: _multinomial(x, *named.values()),
-            "numsamples replacement",
-        ),
-        "LogNormalReverse": (_log_normal, "mean std"),
-        "UniformExt": lambda x, low, high, *state: _draw("RandLikeExt", x, state=state) * (high - low) + low,
-        "TruncatedNormal": (_truncated_normal, "dtype"),
-        **{"Gamma": _gamma, "RandomGamma": _before(_gamma)},
-        **{"Poisson": _poisson, "RandomPoisson": (_before(_poisson), "dtype")},
-        "RandomShuffle": lambda x: ops.gather(x, _permuted(x.shape[0]), 0),
-        "RandomChoiceWithMask": (_choice_with_mask, "count"),
-        "UniformCandidateSampler": (_candidates, "num_sampled unique range_max"),
-    }
-)
+DRAWN = {
+    **{"UniformReal": _uniform_real, "StandardNormal": _standard_normal, "UniformInt": _uniform_int},
+    "StandardLaplace": lambda shape: _log_uniform(shape) - _log_uniform(shape),
+    "Cauchy": (_cauchy, "size median sigma"),
+    "RandpermV2": _permuted,
+    **dict.fromkeys(("NormalFloatFloat", "NormalFloatTensor", "NormalTensorFloat", "NormalTensorTensor"), _normal_of),
+    **{"BernoulliExt": lambda x, *state: _bernoulli(x, x, *state), "Bernoulli": _bernoulli},
+    **dict.fromkeys(("Dropout2D", "Dropout3D"), (_channels, "keep_prob")),
+    "Dropout2dExt": _channels_ext,
+    **dict.fromkeys(("Multinomial", "MultinomialExt"), _multinomial),
+    "RandomCategorical": lambda logits, count, seed=0: _multinomial(ops.softmax(logits, -1), count),
+    "MultinomialWithReplacement": (lambda x, *_, **named: _multinomial(x, *named.values()), "numsamples replacement"),
+    "LogNormalReverse": (_log_normal, "mean std"),
+    "UniformExt": lambda x, low, high, *state: _draw("RandLikeExt", x, state=state) * (high - low) + low,
+    "TruncatedNormal": (_truncated_normal, "dtype"),
+    **{"Gamma": _gamma, "RandomGamma": _before(_gamma)},
+    **{"Poisson": _poisson, "RandomPoisson": (_before(_poisson), "dtype")},
+    "RandomShuffle": lambda x: ops.gather(x, _permuted(x.shape[0]), 0),
+    "RandomChoiceWithMask": (_choice_with_mask, "count"),
+    "UniformCandidateSampler": (_candidates, "num_sampled unique range_max"),
+}

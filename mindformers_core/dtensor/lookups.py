@@ -55,9 +55,8 @@ def _zero_rows(absent, found):
 
 def _embedding(operator, args, context):
     """As `_gather`, for the operator that takes indices first and a matrix of rows second."""
-    indices, weight = args[:2]
-    local, absent = found_here(indices, weight.shape[0], context)
-    return _zero_rows(absent, operator(local, weight, *args[2:]))
+    indices, weight, *more = args
+    return _gather(lambda params, local, _: operator(local, params, *more), (weight, indices, 0), context)
 
 
 def _gather_nd(operator, args, context):

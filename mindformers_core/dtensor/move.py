@@ -28,12 +28,6 @@ def meta_of(leaf):
     return tensor_meta(tuple(leaf.shape), dtype_name(leaf.dtype)) if isinstance(leaf, Tensor) else leaf
 
 
-def cells_between(source, target, shape, dtype):
-    """The collectives that take a tensor of global `shape` and dtype name `dtype` from one layout to another."""
-    plan = plan_redistribution(source, target, shape, dtype, device_model())
-    return tuple(communicator(source.mesh).cell(step) for step in plan.steps)
-
-
 def redistribute_local(local, source, target, shape=None):
     """`local`, this rank's part of a tensor in layout `source`, redistributed to layout `target`; differentiable.
 
@@ -44,6 +38,6 @@ def redistribute_local(local, source, target, shape=None):
     if local.dtype == mstype.bool_:  # no sums of bools on the way
         return ops.cast(redistribute_local(ops.cast(local, mstype.int32), source, target, shape), mstype.bool_)
     shape = source.global_shape(local.shape) if shape is None else shape
-    for cell in cells_between(source, target, shape, dtype_name(local.dtype)):
-        local = cell(local)
+    for step in plan_redistribution(source, target, shape, dtype_name(local.dtype), device_model()).steps:
+        local = communicator(source.mesh).cell(step)(local)
     return local

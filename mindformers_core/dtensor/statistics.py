@@ -69,7 +69,7 @@ def band(_, args, context):
         args: the tensor, and the lowest and highest number of a diagonal that is kept, or None.
     """
     x, *limits = args
-    above = _diagonals(context, x.ndim - 2, x.ndim - 1)
+    above = context.positions(x.ndim - 1) - context.positions(x.ndim - 2)
     compared = zip((ops.greater_equal, ops.less_equal), limits)
     kept = [compare(above, limit) for compare, limit in compared if limit is not None]
     return ops.where(functools.reduce(ops.logical_and, kept), x, ops.zeros_like(x)) if kept else x
@@ -82,16 +82,8 @@ def trace(_, args, context):
         args: the tensor, the number of the diagonal, and the dims of rows and columns.
     """
     x, offset, rows, columns = args
-    kept = ops.equal(_diagonals(context, rows, columns), offset)
-    shape = [1] * x.ndim
-    shape[rows], shape[columns] = x.shape[rows], x.shape[columns]
-    kept = ops.reshape(kept if rows < columns else ops.transpose(kept, (1, 0)), tuple(shape))
+    kept = ops.equal(context.positions(columns) - context.positions(rows), offset)
     return ops.sum(ops.where(kept, x, ops.zeros_like(x)), (rows, columns))
-
-
-def _diagonals(context, rows, columns):
-    """The number of the diagonal, column less row, that each element of a matrix of this part is on."""
-    return ops.expand_dims(context.positions(columns), 0) - ops.expand_dims(context.positions(rows), 1)
 
 
 def _wide(x):
