@@ -90,8 +90,6 @@ class _Algorithm(nn.Cell):
 
     def _move(self, local, source, target):
         """As `redistribute_local`, recorded as a node."""
-        if source == target:
-            return local
         shape = target.local_shape(source.global_shape(local.shape))
         args, meta = self.recorder.stand_in((local, source, target)), self.recorder.meta(shape, local.dtype)
         return self.recorder.add_node("Redistribute", "function", args, {}, meta)

@@ -131,15 +131,14 @@ def primitive_source(primitive, hint, args):
         primitive, hint: the `PrimitiveUse`, and the name to start from of its instance.
         args: as of `operator_source`.
     """
-    attributes = ", ".join(f"{key}={literal(value)}" for key, value in primitive.attributes.items())
+    named = {key: literal(value) for key, value in primitive.attributes.items()}
     kind = getattr(import_module(primitive.module), primitive.name)
     names = _parameters(kind.__call__, skipped=1) if "__call__" in vars(kind) else ()
     given = tuple(_constant(name, value) for name, value in zip((*names, *[""] * len(args)), args[: primitive.inputs]))
     module, _, function = facts_of(primitive.name).source.rpartition(".")
     if module not in ("", "ops"):
-        named = {key: literal(value) for key, value in primitive.attributes.items()}
         return _call(f"from {module} import {function}", None, function, given, named)
-    constructor = f"{primitive.name}({attributes})"
+    constructor = f"{primitive.name}({', '.join(f'{key}={text}' for key, text in named.items())})"
     return _call(f"from {primitive.module} import {primitive.name}", (hint, constructor), hint, given)
 
 
