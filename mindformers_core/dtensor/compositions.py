@@ -117,8 +117,7 @@ def created(value, x, size, dtype=None, device=None):
 
 def _write_rows(write, x, updates, indices):
     """The tensor with rows of it written. MindSpore calls these operators `Inplace…`, and yet makes new tensors."""
-    indices = [indices] if isinstance(indices, int) else indices
-    places = indices if isinstance(indices, Tensor) else Tensor(np.int32(indices))
+    places = indices if isinstance(indices, Tensor) else Tensor(np.ravel(np.int32(indices)))
     return write(x, ops.reshape(places, (-1, 1)), updates)
 
 

@@ -163,21 +163,19 @@ class _Program:
     """
 
     def __init__(self, name, args, kwargs, attributes, tensors):
-        self.name, self.given, self.mesh = name, len(args), _common_mesh(name, tensors)
-        self.metas = None
+        self.name, self.given, self.metas = name, len(args), None
+        self.mesh = mesh = _common_mesh(name, tensors)
         if is_in_place(name):
             raise TypeError(
                 f"operator '{name}' would change a distributed tensor in place: use its result, as in x = x + y"
             )
-        mesh = self.mesh
         metas = [_meta_of(tensor, mesh) for tensor in tensors]
         args, kwargs = tree_fill((args, kwargs), metas, Tensor)
         self.is_view = is_view(name, args, kwargs) and type(tensors[0]) is DTensor
         self.constant = not any(meta.differentiable for meta in metas)
         signature = signature_of(name, args, kwargs | attributes)
         resolution = resolve(signature, metas, mesh, device_model())
-        self.layouts = resolution.outputs
-        self.shapes = signature.output_shapes
+        self.layouts, self.shapes = resolution.outputs, signature.output_shapes
         self.targets = tuple(map(_target, metas, resolution.inputs))
         algorithm, axes = algorithm_of(name, signature, resolution.axes_of)
         self.algorithm = algorithm and algorithm_named(algorithm)

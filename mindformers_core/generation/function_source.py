@@ -192,9 +192,8 @@ class FunctionSource:
 
     def _move(self, move):
         source = self._taken(move.value, move.source, (move.value.id, move.target) in self.deferral.waiting)
-        self.variables[move.value.id, move.target] = self._redistributed(
-            source, move.steps, move.value.dtype, f"{move.source} -> {move.target}"
-        )
+        comment = f"{move.source} -> {move.target}"
+        self.variables[move.value.id, move.target] = self._redistributed(source, move.steps, move.value.dtype, comment)
 
     def _redistributed(self, source, steps, dtype, comment):
         """The variable that holds the result of some steps; sums of bools are made of integers."""

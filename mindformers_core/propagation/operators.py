@@ -36,7 +36,9 @@ def local_call_shapes(plan):
     node, metas = plan.node, []
     for value, layout in zip(tree_leaves((node.args, node.kwargs)), plan.inputs):
         metas.append(tensor_meta(layout.local_shape(value.shape), value.dtype, None, value.constant))
-    arguments = plan.signature.local_call(node.args, node.kwargs, plan.local_shapes)
+    arguments = node.args, node.kwargs
+    if plan.signature.localize is not None:  # else a wrong plan may have no local shapes
+        arguments = plan.signature.local_call(*arguments, plan.local_shapes)
     return call_shapes(node, *tree_fill(arguments, metas, (Value, TensorMeta)))
 
 
