@@ -27,7 +27,6 @@ from mindformers_core.operators.registry import facts_of, rule_attributes
 from mindformers_core.program.structure import tree_fill, tree_leaves, tree_map
 from mindformers_core.propagation.operators import algorithm_of
 
-_ABOUT_TYPES = frozenset({"typeof"})  # operators that ask for a tensor's type and compute nothing
 _MOST_PROGRAMS = 65536  # a number that changes with every step would fill the memory with programs
 
 
@@ -45,7 +44,7 @@ class Dispatcher:
             primitive, _, args = args  # how calls of classic primitives arrive
             args = args[: WITHOUT_SEEDS.get(func.name)]
         args = read_numbers(func.name, args, lambda leaf: leaf if type(leaf) is Tensor else None)
-        if func.name in _ABOUT_TYPES:
+        if func.name == "typeof":  # it computes nothing
             args = tree_map(lambda leaf: leaf._local if type(leaf) is DTensor else leaf, args)
             return func(*((primitive, func.name, args) if primitive else args))
         kwargs = kwargs or {}
@@ -96,8 +95,7 @@ def read_numbers(name, args, plain):
     """
     args = list(args)
     for place in facts_of(name).numbers:
-        tensor = plain(args[place]) if place < len(args) and isinstance(args[place], Tensor) else None
-        if tensor is not None:
+        if place < len(args) and isinstance(args[place], Tensor) and (tensor := plain(args[place])) is not None:
             found = tensor.asnumpy().tolist()
             args[place] = tuple(found) if isinstance(found, list) else found
     return tuple(args)

@@ -20,7 +20,7 @@ from mindspore import dtype as mstype
 
 from mindformers_core.communication import world
 from mindformers_core.dtensor.draws import DISTRIBUTIONS
-from mindformers_core.dtensor.dropout import attention_with_dropout, counters, next_random_state
+from mindformers_core.dtensor.dropout import counters, next_random_state
 from mindformers_core.dtensor.halo import windows, windows_with_index
 from mindformers_core.dtensor.lookups import LOOKUPS, found_here, zero_where
 from mindformers_core.dtensor.move import dtype_name, redistribute_local
@@ -274,16 +274,13 @@ _EXTREMES = {  # functions of "max" or "min", and of what an algorithm gets
 }
 ALGORITHMS = {
     **{"mean": _mean, "norm": norm, "prod": product, "band": band, "trace": trace, "group_norm": group_norm},
-    **{"softmax": _softmax, "log_softmax": _log_softmax, "logsumexp": _log_sum_exp},
+    **{"softmax": _softmax, "log_softmax": _log_softmax, "logsumexp": _log_sum_exp, "likelihood": _likelihood},
     **{"softmax_cross_entropy": _cross_entropy, "sparse_cross_entropy": _sparse_cross_entropy},
-    "likelihood": _likelihood,
     **{name.format(op): partial(function, op) for op in ("max", "min") for name, function in _EXTREMES.items()},
     **{"all": partial(_all_or_any, "min"), "any": partial(_all_or_any, "max")},
-    **{"std": partial(spread, True, False), "std_mean": partial(spread, True, True)},
-    **{"var": partial(spread, False, False), "var_mean": partial(spread, False, True)},
+    **{name: partial(spread, "std" in name, "mean" in name) for name in ("std", "std_mean", "var", "var_mean")},
     **{"halo": partial(windows, 0.0), "halo_of_largest": partial(windows, -math.inf)},
     "halo_with_index": windows_with_index,
-    "attention_dropout": attention_with_dropout,
     **LOOKUPS,
     **SCANS,
     **DISTRIBUTIONS,

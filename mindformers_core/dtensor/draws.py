@@ -95,6 +95,7 @@ _TRANSFORMS = {"uniform": _uniform, "normal": _normal, "integers": _integers, "p
 DISTRIBUTIONS = {
     **{name: partial(_transformed, transform) for name, transform in _TRANSFORMS.items()},
     **{"dropout": dropout.dropout_with_mask, "func_dropout": dropout.functional_dropout},
+    "attention_dropout": dropout.attention_with_dropout,
 }
 
 
