@@ -44,9 +44,8 @@ class Dispatcher:
             primitive, _, args = args  # how calls of classic primitives arrive
             args = args[: WITHOUT_SEEDS.get(func.name)]
         args = read_numbers(func.name, args, lambda leaf: leaf if type(leaf) is Tensor else None)
-        if func.name == "typeof":  # it computes nothing
-            args = tree_map(lambda leaf: leaf._local if type(leaf) is DTensor else leaf, args)
-            return func(*((primitive, func.name, args) if primitive else args))
+        if func.name == "typeof":  # of a tensor's type; it computes nothing
+            return func(*tree_map(_local, (primitive, func.name, args) if primitive else args))
         kwargs = kwargs or {}
         if is_in_place(func.name) and type(args[0]) is Tensor:
             adopted(args[0], next(leaf.mesh for leaf in tree_leaves((args, kwargs), DTensor)))
@@ -118,6 +117,10 @@ _FIXED = {
 }
 
 
+def _local(argument):
+    return argument._local if type(argument) is DTensor else argument
+
+
 def _describe(argument, key, tensors):
     """Append the kind of an argument to `key`, and its tensors to `tensors`."""
     kind = type(argument)
@@ -187,7 +190,7 @@ class _Program:
     def run(self, func, primitive, args, tensors):
         """Redistribute the inputs, call the operator on local tensors, and wrap the results."""
         if self.direct:
-            args, kwargs = [argument._local if type(argument) is DTensor else argument for argument in args], {}
+            args, kwargs = list(map(_local, args)), {}
         else:
             parts = [_local_part(tensor, target) for tensor, target in zip(tensors, self.targets)]
             args, kwargs = tree_fill((self.args, self.kwargs), parts, TensorMeta)
@@ -260,6 +263,6 @@ def _target(meta, needed):
 
 
 def _local_part(tensor, target):
-    if type(tensor) is DTensor:
-        return tensor._local if target is None else tensor.redistribute(target)._local
-    return tensor if target is None else redistribute_local(tensor, Layout.on(target.mesh, ((),) * tensor.ndim), target)
+    if target is None or type(tensor) is DTensor:
+        return _local(tensor if target is None else tensor.redistribute(target))
+    return redistribute_local(tensor, Layout.on(target.mesh, ((),) * tensor.ndim), target)
