@@ -66,7 +66,8 @@ def inferred(name, args, kwargs):
     """
     if name not in _DTYPES:
         return None
-    return signature_of(name, *tree_map(meta_of, (args, kwargs))).output_shapes[0], _DTYPES[name](*args, **kwargs)
+    dtype = _DTYPES[name](*args, **kwargs)  # it may refuse
+    return signature_of(name, *tree_map(meta_of, (args, kwargs))).output_shapes[0], dtype
 
 
 def by_numpy(name, args):

@@ -82,14 +82,12 @@ class _Form:
         function: as in `Call`; of a class its name.
         parameters: name -> default, of the call; None where they are unknown, and arguments are passed as they came.
         attributes: name -> default, of the constructor; None where there is nothing to construct.
-        named: parameters that are passed by name.
     """
 
     imports: str
     function: str
     parameters: dict | None
     attributes: dict | None = None
-    named: frozenset = frozenset()
 
 
 def operator_source(name: str, args: tuple, kwargs: dict | None = None, attributes: dict | None = None) -> Call:
@@ -176,7 +174,8 @@ def _in_order(name, form, parameters, values):
     missing = [parameter for parameter, value in given.items() if value is _REQUIRED]
     if missing:
         raise TypeError(f"operator '{name}' needs its argument {', '.join(missing)}")
-    named = {parameter: given.pop(parameter) for parameter in usual if parameter in form.named}
+    by_name = _NAMED if form.function.startswith((".", "ops.full_like")) else ()
+    named = {parameter: given.pop(parameter) for parameter in usual if parameter in by_name}
     kept = given if form.function.endswith("_impl") else values if form.function.startswith(".") else ()
     for parameter in reversed([*given]):
         if parameter in kept or not _same(given[parameter], usual[parameter]):
@@ -239,10 +238,9 @@ def _form(name):
     named = _parsed(source)
     parameters = named if named is not None else _parameters(getattr(auto_generate, ready).__call__) if ready else None
     if source.startswith("."):
-        return _Form("", source, parameters, named=_NAMED)
+        return _Form("", source, parameters)
     if source.startswith("ops."):
-        function, by_name = source.partition("(")[0], _NAMED if name == "FullLike" else frozenset()
-        return _Form("from mindspore import ops", function, parameters, named=by_name)
+        return _Form("from mindspore import ops", source.partition("(")[0], parameters)
     if source and not source.startswith("("):
         module, _, function = source.rpartition(".")
         return _Form(f"from {module} import {function}", function, None)
