@@ -34,6 +34,10 @@ def without_shape(name):
     )
 
 
+def _einsum(operands):
+    raise ValueError("a name of a dim has one size in all operands, and 1 isn't repeated: ops.broadcast_to does that")
+
+
 def _vdot(x, y):
     if x.is_complex():
         raise ValueError("of complex numbers, write the conjugate as such: mint.dot(x.conj(), y)")
@@ -44,6 +48,7 @@ def _vdot(x, y):
 _DTYPES = {
     "AnyExt": lambda *_, **__: mstype.bool_,
     "BincountExt": lambda x, weights=None, *_, **__: mstype.int64 if weights is None else weights.dtype,
+    "Einsum": _einsum,
     "Vdot": _vdot,
     **dict.fromkeys(
         ("CosineEmbeddingLoss", "CumulativeLogsumexp", "EmbeddingLookup", "MoeTokenUnpermute", "NpuGelu"),

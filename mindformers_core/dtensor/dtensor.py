@@ -13,7 +13,7 @@ from mindspore import Parameter, Tensor, ops
 from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.communication import world
-from mindformers_core.dtensor.aliases import check_memory, note_adopted, note_write
+from mindformers_core.dtensor.aliases import check_memory, note_adopted, note_write, unwritable
 from mindformers_core.dtensor.indexing import IndexedTensor
 from mindformers_core.dtensor.move import dtype_name, redistribute_local
 from mindformers_core.layout import Layout, bind_layout
@@ -140,11 +140,6 @@ class DTensor(IndexedTensor):
         Raises:
             ValueError: another tensor would change, too, on one card.
         """
-        if "is_borrowed" in vars(self):
-            raise ValueError(
-                f"a distributed tensor of shape {self.shape} is changed in place that is an argument of the root Cell, "
-                "or another tensor in another layout, which would have to change, too: change a copy"
-            )
         if not isinstance(value, DTensor):
             value = distribute_tensor(value, Layout.on(self.mesh, ((),) * self.ndim))
         if isinstance(self._local, Parameter):
@@ -152,10 +147,19 @@ class DTensor(IndexedTensor):
                 raise ValueError(self._local.unwritable)
             layout = self.layout.replace(varying=())
             ops.assign(self._local, ops.stop_gradient(value.redistribute(layout)._local))
+        elif reason := unwritable(self):
+            raise ValueError(reason)
         else:
             self._local, self._meta = value._local, value._meta
         self._moved = None if self._moved is None else {}
         note_write(self, "")
+
+    def lasting(self):
+        """What this tensor is, if it outlives the call; else ""."""
+        if isinstance(self._local, Parameter):
+            return f"Parameter '{self._local.name}'"
+        borrowed_from = "an argument of the root Cell, or another tensor in another layout"
+        return borrowed_from if "is_borrowed" in vars(self) else ""
 
     def __deepcopy__(self, memo):
         return wrap(copy.deepcopy(self._local, memo), self._meta)
