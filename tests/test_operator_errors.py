@@ -101,4 +101,4 @@ def test_the_rule_of_the_page(monkeypatch):
     (block,) = [text for text in code_blocks(ROOT / "docs" / "tensor_parallel.md", "python") if "MyDistances" in text]
     exec(compile(block, "tensor_parallel.md", "exec"), {})
     found = signature_of("MyDistances", [tensor_meta((4, 8), F32), tensor_meta((6, 8), F32), 2.0])
-    assert found.outputs == ((("n",), ("m",)),) and found.sizes == {"n": 4, "m": 6, "k": 8} and found.whole == {"k"}
+    assert found.outputs == ((("n",), ("m",)),) and found.sizes == {"n": 4, "m": 6, "K": 8} and found.whole == {"K"}

@@ -233,7 +233,7 @@ ERRORS = [
     ("EmbeddingLookup", [(4, 8), (3,), None], "an offset is made of ints"),
     ("SearchSorted", [(4, 8), (3, 2)], "don't broadcast"),
     ("SmoothL1Loss", [(4, 8), (4, 4), 1.0, 0], "a target"),
-    ("BinaryCrossEntropy", [(4, 8), (4, 8), None, 1, 2], "4 arguments"),
+    ("BinaryCrossEntropy", [(4, 8), (4, 8), None, 1, 2], "besides target, weight, reduction"),
     ("MultiMarginLoss", [(4, 8), (4, 4)], "labels"),
     ("TripletMarginLoss", [(4, 8), (4, 8), (4, 4), 1.0], "don't fit n D"),
     ("CTCLossV2", [(6, 2, 4), (9,), (2,), (2,)], "don't fit T n C"),

@@ -15,7 +15,7 @@ from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.aliases import is_view, share_memory, stale_plain, written_at
 from mindformers_core.dtensor.compositions import composed
 from mindformers_core.dtensor.corrected import CORRECTED, log_cumulative_sum
-from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardContext
+from mindformers_core.dtensor.distributed_operators import ShardContext, algorithm_named
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, adopted, parameter_view, wrap
 from mindformers_core.dtensor.einsum import contract
@@ -24,8 +24,8 @@ from mindformers_core.dtensor.move import device_model, dtype_name, redistribute
 from mindformers_core.layout import Layout
 from mindformers_core.operators import TensorMeta, resolve, signature_of, tensor_meta
 from mindformers_core.operators.registry import facts_of, rule_attributes
-from mindformers_core.placement import axes_in
 from mindformers_core.program.structure import tree_fill, tree_leaves, tree_map
+from mindformers_core.propagation.operators import algorithm_of
 
 _MOST_PROGRAMS = 65536  # a number that changes with every step would fill the memory with programs
 
@@ -94,8 +94,7 @@ def read_numbers(name, args, plain):
     """
     args = list(args)
     for place in facts_of(name).numbers:
-        tensor = plain(args[place]) if place < len(args) and isinstance(args[place], Tensor) else None
-        if tensor is not None:
+        if place < len(args) and isinstance(args[place], Tensor) and (tensor := plain(args[place])) is not None:
             found = tensor.asnumpy().tolist()
             args[place] = tuple(found) if isinstance(found, list) else found
     return tuple(args)
@@ -165,30 +164,28 @@ class _Program:
     """
 
     def __init__(self, name, args, kwargs, attributes, tensors):
-        self.name, self.given, self.mesh = name, len(args), _common_mesh(name, tensors)
-        self.metas = None
+        self.name, self.given, self.metas = name, len(args), None
+        self.mesh = mesh = _common_mesh(name, tensors)
         if is_in_place(name):
             raise TypeError(
                 f"operator '{name}' would change a distributed tensor in place: use its result, as in x = x + y"
             )
-        mesh = self.mesh
         metas = [_meta_of(tensor, mesh) for tensor in tensors]
         args, kwargs = tree_fill((args, kwargs), metas, Tensor)
         self.is_view = is_view(name, args, kwargs) and type(tensors[0]) is DTensor
         self.constant = not any(meta.differentiable for meta in metas)
         signature = signature_of(name, args, kwargs | attributes)
         resolution = resolve(signature, metas, mesh, device_model())
-        self.layouts = resolution.outputs
-        self.shapes = signature.output_shapes
+        self.layouts, self.shapes = resolution.outputs, signature.output_shapes
         self.targets = tuple(map(_target, metas, resolution.inputs))
-        self.algorithm, self.context = _algorithm(name, signature, resolution, mesh, metas, self.shapes)
+        algorithm, axes = algorithm_of(name, signature, resolution.axes_of)
+        self.algorithm = algorithm and algorithm_named(algorithm)
+        shapes, output = tuple(meta.shape for meta in metas), next(zip(self.layouts, self.shapes), ())
+        self.context = ShardContext(mesh, axes, resolution.inputs, shapes, halos=signature.halos, output=output)
         flat = not kwargs and sum(isinstance(argument, TensorMeta) for argument in args) == len(metas)
         self.direct = flat and signature.localize is None and self.algorithm is None and not any(self.targets)
         local_shapes = [layout.local_shape(shape) for layout, shape in zip(self.layouts, self.shapes)]
-        args, kwargs = signature.localized(args, kwargs, local_shapes)
-        if self.algorithm is not None and signature.arguments is not None:
-            args, kwargs = signature.arguments, {}
-        self.args, self.kwargs = args, kwargs
+        self.args, self.kwargs = signature.local_call(args, kwargs, local_shapes, self.algorithm is not None)
 
     def run(self, func, primitive, args, tensors):
         """Redistribute the inputs, call the operator on local tensors, and wrap the results."""
@@ -269,21 +266,3 @@ def _local_part(tensor, target):
     if target is None or type(tensor) is DTensor:
         return _local(tensor if target is None else tensor.redistribute(target))
     return redistribute_local(tensor, Layout.on(target.mesh, ((),) * tensor.ndim), target)
-
-
-def _algorithm(name, signature, resolution, mesh, metas, outputs):
-    """The algorithm that runs in the operator's place, if any, and the `ShardContext` that it gets."""
-    sharded = [factor for factor in signature.distributed if resolution.axes_of.get(factor)]
-    needed = {signature.distributed[factor] for factor in sharded} | ({signature.run} - {None})
-    if not needed:
-        return None, None
-    if len(needed) > 1 or not needed <= set(ALGORITHMS):
-        raise ValueError(
-            f"operator '{name}' asks for the algorithms {sorted(needed)}; "
-            f"there is one at a time of {sorted(ALGORITHMS)}"
-        )
-    axes = tuple(axis for factor in sharded for axis in axes_in(resolution.axes_of[factor]))
-    shapes = tuple(meta.shape for meta in metas)
-    output = resolution.outputs[0], outputs[0]
-    context = ShardContext(mesh, axes, resolution.inputs, shapes, halos=signature.halos, output=output)
-    return ALGORITHMS[needed.pop()], context

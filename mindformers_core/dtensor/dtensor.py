@@ -34,7 +34,7 @@ def _of_whole(what, read=None):
 class DTensor(IndexedTensor):
     """A tensor on a device mesh. Made by `distribute_tensor`, `DTensor.from_local`, `shard()`, and operators.
 
-    `shape`, `ndim`, `size` and `len()` are the global ones. Its values may be read (`asnumpy()`, `float()`, …) where
+    `shape`, `size` and `len()` are the global ones. Its values may be read (`asnumpy()`, `float()`, …) where
     every rank holds the whole tensor; elsewhere that is an error, never a silent gather: ask for `full_tensor()`.
     """
 
@@ -74,11 +74,6 @@ class DTensor(IndexedTensor):
         return self._meta.shape
 
     @property
-    def ndim(self):
-        """Number of dims."""
-        return len(self._meta.shape)
-
-    @property
     def size(self):
         """Number of elements of the global tensor."""
         return math.prod(self._meta.shape)
@@ -87,10 +82,6 @@ class DTensor(IndexedTensor):
     def nbytes(self):
         """Bytes of the global tensor."""
         return self.size * self.itemsize
-
-    def dim(self):
-        """Number of dims."""
-        return self.ndim
 
     def numel(self):
         """Number of elements of the global tensor."""
@@ -111,15 +102,13 @@ class DTensor(IndexedTensor):
         Raises:
             ValueError: the layout doesn't fit the tensor, or is on another mesh.
         """
-        target = layout if isinstance(layout, Layout) and layout.ndim == self.ndim else None
-        if target is not None and target.mesh != self.mesh:
+        if isinstance(layout, Layout) and layout.mesh != self.mesh:
             raise ValueError(
                 f"redistribute() moves a tensor on its own mesh: this one of shape {self.shape} lives as "
-                f"{self.layout!r}, and {target!r} is on another. "
+                f"{self.layout!r}, and {layout!r} is on another mesh. "
                 "Take it over with distribute_tensor(x.full_tensor(), layout, mesh)"
             )
-        if target is None:
-            target = bind_layout(layout, mesh or self.mesh, self.ndim, self.layout)
+        target = bind_layout(layout, mesh or self.mesh, self.ndim, self.layout)
         if target == self.layout:
             return self
         uncached = self._moved is None or _pynative_executor.is_saved_tensor_hook_active()

@@ -12,7 +12,7 @@ import numpy as np
 from mindspore import Tensor, ops
 from mindspore import dtype as mstype
 
-from mindformers_core.layout import Layout
+from mindformers_core.dtensor.scans import part_along
 
 _PAD = ops.PadV3()
 
@@ -29,7 +29,7 @@ def windows_with_index(operator, args, context):
     value, index = operator(x, *args[1:])
     rest, found, scale = ops.stop_gradient(index), 0, 1
     for dim, (before, _, _) in reversed(context.halos.items()):
-        start = context.start_along(dim, given[dim], index.dtype) + (before + 1)  # never 0: see `scans`
+        start = context.along(dim).start(given[dim], index.dtype) + (before + 1)  # never 0: see `scans`
         place = rest % x.shape[dim] + start - (2 * before + 1)
         rest = rest // x.shape[dim]
         found = found + place * scale
@@ -40,28 +40,24 @@ def windows_with_index(operator, args, context):
 def _extended(x, fill, context):
     """`x` with its halo along every dim of windows; the later dims take the corners from the earlier ones."""
     for dim, (before, behind, end) in context.halos.items():
-        axes = context.layouts[0].dims[dim]
-        x = _with_borders(x, dim, before, behind, axes, fill, context) if axes else _padded(x, dim, before, end, fill)
+        parts = context.along(dim)
+        x = _with_borders(x, dim, before, behind, fill, parts) if parts.axes else _padded(x, dim, before, end, fill)
     return x
 
 
-def _with_borders(x, dim, before, behind, axes, fill, context):
+def _with_borders(x, dim, before, behind, fill, parts):
     """`x` between the last `before` elements of the part in front of it and the first `behind` of that after it."""
     if not before and not behind:
         return x
-    size = x.shape[dim]
-    is_whole = max(before, behind) > size
-    sent = x if is_whole else _joined([_part(x, dim, size - before, before), _part(x, dim, 0, behind)], dim)
-    places = [()] * x.ndim
-    places[dim] = axes
-    cut, whole = Layout.on(context.mesh, places), Layout.on(context.mesh, [()] * x.ndim, varying=axes)
-    length = before + behind
-    if is_whole:
-        around = _padded(context.redistribute(sent, cut, whole), dim, before, behind, fill)
-        return _taken(around, dim, np.arange(size + length), context.start_along(dim, size, mstype.int32))
+    size, length = x.shape[dim], before + behind
+    if max(before, behind) > size:
+        around = _padded(parts.gathered(x, dim, varying=True), dim, before, behind, fill)
+        return _taken(around, dim, np.arange(size + length), parts.start(size, mstype.int32))
+    ends = ((size - before, before), (0, behind))
+    sent = _joined([part_along(x, dim, first, count) for first, count in ends if count], dim)
     # the border of part r is in place r + 1
-    around = _padded(context.redistribute(sent, cut, whole), dim, length, length, fill)
-    start = context.start_along(dim, length, mstype.int32)
+    around = _padded(parts.gathered(sent, dim, varying=True), dim, length, length, fill)
+    start = parts.start(length, mstype.int32)
     first = [_taken(around, dim, np.arange(before), start)] if before else []
     last = [_taken(around, dim, np.arange(behind) + 2 * length + before, start)] if behind else []
     return _joined([*first, x, *last], dim)
@@ -71,14 +67,7 @@ def _taken(x, dim, places, start):
     return ops.gather(x, Tensor(places.astype(np.int32)) + start, dim)
 
 
-def _part(x, dim, start, size):
-    begin, sizes = [0] * x.ndim, list(x.shape)
-    begin[dim], sizes[dim] = start, size
-    return ops.slice(x, tuple(begin), tuple(sizes)) if size else None
-
-
 def _joined(parts, dim):
-    parts = [part for part in parts if part is not None]
     return ops.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 

@@ -5,6 +5,7 @@ from functools import partial
 from mindspore import Tensor, ops
 
 from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.dtensor.scans import part_along
 
 
 def found_here(indices, size, context):
@@ -54,9 +55,8 @@ def _zero_rows(absent, found):
 
 def _embedding(operator, args, context):
     """As `_gather`, for the operator that takes indices first and a matrix of rows second."""
-    indices, weight = args[:2]
-    local, absent = found_here(indices, weight.shape[0], context)
-    return _zero_rows(absent, operator(local, weight, *args[2:]))
+    indices, weight, *more = args
+    return _gather(lambda params, local, _: operator(local, params, *more), (weight, indices, 0), context)
 
 
 def _gather_nd(operator, args, context):
@@ -68,11 +68,9 @@ def _gather_nd(operator, args, context):
 
 def _coordinates_here(indices, x, context):
     """Coordinates into this part, and those that point elsewhere."""
-    parts = [(*context.part(dim), x.shape[dim]) for dim in range(indices.shape[-1])]
-    wholes, starts, sizes = (
-        Tensor(values, indices.dtype)
-        for values in zip(*((size * count, size * number, size) for number, count, size in parts))
-    )
+    parts = [(context.along(dim), x.shape[dim]) for dim in range(indices.shape[-1])]
+    columns = zip(*((size * part.count, size * part.number, size) for part, size in parts))
+    wholes, starts, sizes = (Tensor(values, indices.dtype) for values in columns)
     local = ops.where(ops.less(indices, 0), indices + wholes, indices) - starts
     return local, ops.logical_or(ops.less(local, 0), ops.greater_equal(local, sizes))
 
@@ -93,16 +91,12 @@ def _scatter(locate, operator, args, context):
     """Write what falls into this part. The rest goes to one more entry of each cut dim, which is cut off again."""
     x, *rest = args
     cut = [dim for dim, axes in enumerate(context.layouts[0].dims) if set(axes) & set(context.axes)]
-    place = next(
-        place
-        for place, argument in enumerate(rest)
-        if isinstance(argument, (tuple, list) if locate is _of_several else Tensor)
-    )
+    kinds = (tuple, list) if locate is _of_several else Tensor
+    place = next(place for place, argument in enumerate(rest) if isinstance(argument, kinds))
     rest[place] = locate(rest[place], x, cut, context)
     wide = x
     for dim in cut:
-        entry = tuple(1 if other == dim else size for other, size in enumerate(wide.shape))
-        wide = ops.cat((wide, ops.zeros_like(ops.slice(wide, (0,) * x.ndim, entry))), dim)
+        wide = ops.cat((wide, ops.zeros_like(part_along(wide, dim, 0, 1))), dim)
     return ops.slice(operator(wide, *rest), (0,) * x.ndim, x.shape)
 
 
@@ -120,10 +114,7 @@ def _of_coordinates(indices, x, cut, context):
 
 def _of_several(indices, x, cut, context):
     """A tensor of indices for each of the first dims of `x`."""
-    here = [
-        _of_one_dim(each, x, [dim], context.within(context.layouts[0].dims[dim])) if dim in cut else each
-        for dim, each in enumerate(indices)
-    ]
+    here = [_of_one_dim(each, x, [dim], context.along(dim)) if dim in cut else each for dim, each in enumerate(indices)]
     return type(indices)(here)
 
 

@@ -173,7 +173,8 @@ def bound(parameters, args, named, aliases=()):
 
     Returns:
         A dict, and `again(values, changed)`: `values` are the arguments as `Signature.localize` gets them, `changed` a
-        dict. It gives all arguments by position, or the same ones where nothing changes.
+        dict. It gives all arguments by position, up to the last one that isn't its default, or the same ones where
+        nothing changes.
 
     Raises:
         TypeError: arguments that are none.
@@ -189,7 +190,8 @@ def bound(parameters, args, named, aliases=()):
         changed = {name: value for name, value in changed.items() if name in given and given[name] != value}
         if not changed and len(values) == len(args):
             return tuple(values)
-        return tuple((given | dict(zip(places, values)) | changed).values())
+        last = max(map(order.index, (*places, *changed)))
+        return tuple((given | dict(zip(places, values)) | changed).values())[: last + 1]
 
     return given, again
 

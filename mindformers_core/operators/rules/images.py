@@ -100,7 +100,7 @@ def padded_by_itself(x, padding):
 @register_operator("Padding", attributes=("pad_dim_size",), source="(x)", saves=NOTHING)
 def padded_to(x, pad_dim_size=8):
     """`x`, of one element in the last dim, with zeros behind it."""
-    return _padded(x, [(0, 0)] * (x.ndim - 1) + [(0, pad_dim_size - 1)])
+    return equation("... 1 -> ... P", x, sizes={"P": pad_dim_size}, linear=_LINEAR)
 
 
 @register_operator("Pad", attributes=("paddings",), source="(x)", saves=NOTHING)

@@ -203,6 +203,8 @@ def histogram(x, bins=100, min=0, max=0):
 @register_operator("BincountExt", saves=saved.UNMEASURED, gradient=NO_GRADIENT)
 def bincount(x, weights=None, minlength=0):
     """Counts of numbers below `minlength`, or sums of their weights: of each part."""
+    if not minlength:
+        raise ValueError("the number of results depends on the values: give minlength, above all of them")
     tensors = tensors_in([x, weights])
     return equation(f"{', '.join('n' * len(tensors))} -> bins", *tensors, sizes={"bins": minlength})
 
