@@ -84,7 +84,7 @@ class _Algorithm(nn.Cell):
     def construct(self, *tensors):
         plan, self.recorder = self.plan, tensors[0].recorder
         cut = replace(self.cut, redistribute=self._move, next_random_state=self.recorder.random_state)
-        call = plan.signature.local_call(plan.node.args, plan.node.kwargs, plan.local_shapes, runs_algorithm=True)
+        call = plan.signature.localized(plan.node.args, plan.node.kwargs, plan.local_shapes, runs_algorithm=True)
         args, kwargs = tree_fill(call, tensors, (Value, TensorMeta))
         return algorithm_named(plan.algorithm)(lambda *local: self._operator(local, kwargs), args, cut)
 

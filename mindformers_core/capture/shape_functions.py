@@ -34,7 +34,7 @@ def without_shape(name):
     )
 
 
-def _einsum(*_, **__):
+def _einsum(operands):
     raise ValueError("a name of a dim has one size in all operands, and 1 isn't repeated: ops.broadcast_to does that")
 
 

@@ -185,7 +185,7 @@ class _Program:
         flat = not kwargs and sum(isinstance(argument, TensorMeta) for argument in args) == len(metas)
         self.direct = flat and signature.localize is None and self.algorithm is None and not any(self.targets)
         local_shapes = [layout.local_shape(shape) for layout, shape in zip(self.layouts, self.shapes)]
-        self.args, self.kwargs = signature.local_call(args, kwargs, local_shapes, self.algorithm is not None)
+        self.args, self.kwargs = signature.localized(args, kwargs, local_shapes, self.algorithm is not None)
 
     def run(self, func, primitive, args, tensors):
         """Redistribute the inputs, call the operator on local tensors, and wrap the results."""

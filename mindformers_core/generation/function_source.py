@@ -280,10 +280,9 @@ class FunctionSource:
         if plan.algorithm is not None:
             return self._algorithm(plan, operands, hint)
         args, kwargs = tree_fill((node.args, node.kwargs), operands, (Value, TensorMeta))
-        localized = plan.signature.local_call(args, kwargs, plan.local_shapes)
-        localized, named = tree_fill(localized, operands, (Value, TensorMeta))
-        if (*localized, *named.values()) != (*args, *kwargs.values()):
-            args, kwargs = localized, {}
+        localized = tree_fill(plan.signature.localized(args, kwargs, plan.local_shapes), operands, (Value, TensorMeta))
+        if (*localized[0], *localized[1].values()) != (*args, *kwargs.values()):
+            args, kwargs = localized
         expression = self.parts.operator_call(node, args, kwargs)
         self._receive(node.outputs, plan.outputs, self._hints(node, hint), expression)
 

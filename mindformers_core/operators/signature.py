@@ -104,7 +104,7 @@ class Signature:
         assert not self.made & taken, (self.made, self.inputs)
         object.__setattr__(self, "whole", self.whole | (given - taken - self.made))
 
-    def local_call(self, args, kwargs, shapes, runs_algorithm=False):
+    def localized(self, args, kwargs, shapes, runs_algorithm=False):
         """The arguments of the local call, positional and named: those of the global call, or in their place others.
 
         Args:

@@ -38,7 +38,7 @@ def local_call_shapes(plan):
         metas.append(tensor_meta(layout.local_shape(value.shape), value.dtype, None, value.constant))
     arguments = node.args, node.kwargs
     if plan.signature.localize is not None:  # else a wrong plan may have no local shapes
-        arguments = plan.signature.local_call(*arguments, plan.local_shapes)
+        arguments = plan.signature.localized(*arguments, plan.local_shapes)
     return call_shapes(node, *tree_fill(arguments, metas, (Value, TensorMeta)))
 
 
