@@ -25,7 +25,7 @@ from mindformers_core.dtensor.dropout import (
     counters,
     next_random_state,
 )  # fmt: skip
-from mindformers_core.dtensor.halo import windows, windows_with_index
+from mindformers_core.dtensor.halo import shifted, windows, windows_with_index
 from mindformers_core.dtensor.lookups import LOOKUPS, found_here, zero_where
 from mindformers_core.dtensor.moments import group_norm
 from mindformers_core.dtensor.move import dtype_name, redistribute_local
@@ -328,6 +328,7 @@ ALGORITHMS = {
     "halo": partial(windows, 0.0),
     "halo_of_largest": partial(windows, -math.inf),
     "halo_with_index": windows_with_index,
+    "pad": shifted,
     **LOOKUPS,
     **SCANS,
     **DISTRIBUTIONS,

@@ -37,11 +37,16 @@ def windows_with_index(operator, args, context):
     return value, found
 
 
+def shifted(_, args, context):
+    """`x` with a padding that keeps the sizes of cut dims: fewer elements on one side, as many more on the other."""
+    return _extended(*args, context)
+
+
 def _extended(x, fill, context):
     """`x` with its halo along every dim of windows; the later dims take the corners from the earlier ones."""
     for dim, (before, behind, end) in context.halos.items():
         axes = context.layouts[0].dims[dim]
-        x = _with_borders(x, dim, before, behind, axes, fill, context) if axes else _padded(x, dim, before, end, fill)
+        x = _with_borders(x, dim, before, behind, axes, fill, context) if axes else padded(x, dim, before, end, fill)
     return x
 
 
@@ -50,21 +55,23 @@ def _with_borders(x, dim, before, behind, axes, fill, context):
     if not before and not behind:
         return x
     size = x.shape[dim]
+    front, back = max(before, 0), max(behind, 0)
     is_whole = max(before, behind) > size
-    sent = x if is_whole else _joined([_part(x, dim, size - before, before), _part(x, dim, 0, behind)], dim)
+    sent = x if is_whole else _joined([_part(x, dim, size - front, front), _part(x, dim, 0, back)], dim)
     places = [()] * x.ndim
     places[dim] = axes
     cut, whole = Layout.on(context.mesh, places), Layout.on(context.mesh, [()] * x.ndim, varying=axes)
-    length = before + behind
+    length = before + behind if is_whole else front + back
+    start = context.start_along(dim, size if is_whole else length, mstype.int32)
+    around = context.redistribute(sent, cut, whole)
     if is_whole:
-        around = _padded(context.redistribute(sent, cut, whole), dim, before, behind, fill)
-        return _taken(around, dim, np.arange(size + length), context.start_along(dim, size, mstype.int32))
+        around = padded(around, dim, before, behind, fill)
+        return _taken(around, dim, np.arange(size + length), start)
     # the border of part r is in place r + 1
-    around = _padded(context.redistribute(sent, cut, whole), dim, length, length, fill)
-    start = context.start_along(dim, length, mstype.int32)
-    first = [_taken(around, dim, np.arange(before), start)] if before else []
-    last = [_taken(around, dim, np.arange(behind) + 2 * length + before, start)] if behind else []
-    return _joined([*first, x, *last], dim)
+    around = padded(around, dim, length, length, fill)
+    first = [_taken(around, dim, np.arange(front), start)] if front else []
+    last = [_taken(around, dim, np.arange(back) + 2 * length + front, start)] if back else []
+    return _joined([*first, padded(x, dim, min(before, 0), min(behind, 0), fill), *last], dim)
 
 
 def _taken(x, dim, places, start):
@@ -82,8 +89,11 @@ def _joined(parts, dim):
     return ops.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
-def _padded(x, dim, before, behind, fill):
-    """`x` with so many elements `fill` before and behind it along a dim."""
-    if not before and not behind:
+def padded(x, dim, before, behind, fill):
+    """`x` with so many elements `fill` before and behind it along a dim; for a negative number, so many fewer."""
+    if min(before, behind) < 0:
+        x = _part(x, dim, max(-before, 0), x.shape[dim] + min(before, 0) + min(behind, 0))
+    if max(before, behind) <= 0:
         return x
-    return _PAD(x, (0, 0) * (x.ndim - 1 - dim) + (before, behind), ops.cast(Tensor(fill, mstype.float32), x.dtype))
+    fill = ops.cast(fill if isinstance(fill, Tensor) else Tensor(fill, mstype.float32), x.dtype)
+    return _PAD(x, (0, 0) * (x.ndim - 1 - dim) + (max(before, 0), max(behind, 0)), fill)

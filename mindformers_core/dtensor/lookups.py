@@ -2,7 +2,9 @@
 
 from functools import partial
 
+import numpy as np
 from mindspore import Tensor, ops
+from mindspore import dtype as mstype
 
 from mindformers_core.dtensor.move import dtype_name
 
@@ -32,6 +34,18 @@ def _gather(operator, args, context):
     local, absent = found_here(indices, params.shape[dim], context)
     shape = [*indices.shape[:batch], *[1] * (dim - batch), *indices.shape[batch:], *[1] * (params.ndim - dim - 1)]
     return zero_where(ops.reshape(absent, tuple(shape)), operator(params, local, dim, *args[3:]))
+
+
+def _slice(_, args, context):
+    """Elements at known places, added up over all parts: a part of the result is less than one of the tensor.
+
+    `args` are the tensor, and for every dim that is sliced the bounds of a `range`.
+    """
+    x, taken = args
+    for dim, *bounds in taken:
+        part, places = context.within(context.layouts[0].axes[dim]), Tensor(np.arange(*bounds), mstype.int32)
+        x = _gather(ops.gather, (x, places, dim), part) if part.axes else ops.gather(x, places, dim)
+    return context.combined(ops.reshape(x, context.local_shape))
 
 
 def _gather_elements(operator, args, context):
@@ -128,6 +142,7 @@ def _of_several(indices, x, cut, context):
 
 
 LOOKUPS = {
+    "slice": _slice,
     "index_select": _index_select,
     "gather": _gather,
     "gather_elements": _gather_elements,

@@ -7,7 +7,7 @@ from functools import partial
 from math import prod
 
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.rules.dims import bound, dim_names, integers, parameters, per_dim, unary
+from mindformers_core.operators.rules.dims import bound, dim_names, parameters, per_dim, unary
 from mindformers_core.operators.saved import INPUTS, INPUTS_AS_THEY_ARE, NOTHING, UNMEASURED, SavedByOperator
 from mindformers_core.operators.signature import Signature, tensors_in, undivided
 
@@ -88,34 +88,11 @@ for _names, _ndim, _text, _is_alone, _results, _saves, _facts in _PLANES:
     register_operator(*_names.split(), saves=_saves, **_facts)(_rule)
 
 
-@register_operator("ReflectionPad1D", "ReflectionPad2D", "ReflectionPad3D", saves=UNMEASURED)
-@register_operator("ReplicationPad1D", "ReplicationPad2D", "ReplicationPad3D", saves=UNMEASURED)
-def padded_by_itself(x, padding):
-    """`x` with its own elements around it: pairs (before, behind) from the last dim on."""
-    padding = integers((padding,), "a padding")
-    pairs = list(zip(padding[::2], padding[1::2]))[::-1]
-    return _padded(x, [(0, 0)] * (x.ndim - len(pairs)) + pairs)
-
-
 @register_operator("Padding", attributes=("pad_dim_size",), source="(x)", saves=NOTHING)
 def padded_to(x, pad_dim_size=8):
     """`x`, of one element in the last dim, with zeros behind it."""
     names = (*dim_names(x)[:-1], ("padded",))
     return unary(x, names, sizes={"padded": pad_dim_size}, whole=(x.ndim - 1,), linear=_LINEAR)
-
-
-@register_operator("Pad", attributes=("paddings",), source="(x)", saves=NOTHING)
-def pad_all_dims(x, paddings):
-    """`x` with zeros around it: a pair (before, behind) for every dim."""
-    return _padded(x, paddings)
-
-
-def _padded(x, pairs):
-    names, whole = list(dim_names(x)), [dim for dim, pair in enumerate(pairs) if any(pair)]
-    for dim in whole:
-        names[dim] = (f"padded{dim}",)
-    sizes = {f"padded{dim}": x.shape[dim] + sum(pairs[dim]) for dim in whole}
-    return unary(x, names, sizes=sizes, whole=whole, linear=_LINEAR)
 
 
 def _along(equation, tensors, sizes=(), **more):

@@ -1,9 +1,12 @@
-"""Rules of slices and padding: a dim that keeps its size stays parallel, any other is needed whole."""
+"""Rules of slices and padding: a dim that keeps its size stays parallel; a shift by a padding sends a halo.
+
+Of a cut dim up to a half can be taken: the ranks add up what each holds of it. For more, the dim is needed whole.
+"""
 
 from mindformers_core.operators import views
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import select_index, slice_one_dim
-from mindformers_core.operators.rules.dims import along, as_dim, dim_names, dim_sizes, integers, unary
+from mindformers_core.operators.rules.dims import along, as_dim, dim_names, integers, unary
 from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING, UNMEASURED
 from mindformers_core.operators.signature import Signature, tensors_in
 
@@ -23,7 +26,10 @@ def _sliced(x, ranges, localize, dropped=(), new=()):
     for place in new:
         output.insert(place, ())
     sizes = {f"part{dim}": len(taken) for dim, taken in ranges.items()}
-    return unary(x, output, sizes=sizes, whole=(*ranges, *dropped), linear=({0},), localize=localize)
+    few = [] if x.dtype == "bool" else [dim for dim, taken in ranges.items() if 0 < 2 * len(taken) <= x.shape[dim]]
+    more = {"whole": {*ranges, *dropped}.difference(few), "distributed": {f"d{dim}": "slice" for dim in few}}
+    bounds = tuple((dim, taken.start, taken.stop, taken.step) for dim, taken in ranges.items())
+    return unary(x, output, sizes=sizes, linear=({0},), localize=localize, arguments=(x, bounds), **more)
 
 
 @register_operator("StridedSlice", saves=NOTHING, view=views.strided, reads_a_part=True)
@@ -50,7 +56,7 @@ def strided_slice(x, begin, end, strides, *masks):
             continue
         size = x.shape[as_dim(dim, x.ndim)]
         if index & bit:
-            as_dim(begin[entry], size)
+            ranges[dim] = _one(begin[entry], size)
             dropped.append(dim)
         else:
             bounds = None if open_begin & bit else begin[entry], None if open_end & bit else end[entry]
@@ -107,8 +113,11 @@ def slice_one_dim(x, dim, start, end, step=1):
 def select_index(x, dim, index):
     """One index of a dim, which the result lacks."""
     place = along(x, dim)
-    as_dim(index, x.shape[place])
-    return _sliced(x, {}, None, (place,))
+    return _sliced(x, {place: _one(index, x.shape[place])}, None, (place,))
+
+
+def _one(index, size):
+    return range(as_dim(index, size), as_dim(index, size) + 1)
 
 
 def _check_range(x, dim, start, length):
@@ -116,23 +125,36 @@ def _check_range(x, dim, start, length):
         raise ValueError(f"{length} elements from {start} on are not all in dim {dim} of {x.shape}")
 
 
-@register_operator("ConstantPadND", saves=UNMEASURED)
+@register_operator("ConstantPadND", saves=UNMEASURED, source="mindformers_core.dtensor.corrected.padded")
 @register_operator("PadV3", saves=NOTHING, numbers=(1,))
-def pad(x, padding, value=0.0):
-    """`x` with `padding`, pairs (before, after) from the last dim on: linear where the padding value is 0."""
+@register_operator("ReflectionPad1D", "ReflectionPad2D", "ReflectionPad3D", saves=UNMEASURED)
+@register_operator("ReplicationPad1D", "ReplicationPad2D", "ReplicationPad3D", saves=UNMEASURED)
+def pad(x, padding, value=None):
+    """`x` with `padding`, pairs (before, after) from the last dim on: linear where the padding value is 0, or none.
+
+    A dim that is shifted, as by (1, -1), stays cut where it is padded with a value.
+    """
     padding = integers((padding,), "a padding")
     if len(padding) % 2 or len(padding) > 2 * x.ndim:
         raise ValueError(f"padding {padding} is not made of at most {x.ndim} pairs, for the dims of {x.shape}")
-    names, sizes, output, whole = dim_names(x), dim_sizes(x), list(dim_names(x)), set()
-    for pair, (before, behind) in enumerate(zip(padding[::2], padding[1::2])):
-        dim = x.ndim - 1 - pair
-        if before or behind:
-            whole |= {f"d{dim}", f"padded{dim}"}
-            output[dim] = (f"padded{dim}",)
-            sizes[f"padded{dim}"] = x.shape[dim] + before + behind
-        if x.shape[dim] + before + behind < 0:
+    output, sizes, halos, cut = list(dim_names(x)), {}, {}, {}
+    for dim, (before, behind) in zip(reversed(range(x.ndim)), zip(padding[::2], padding[1::2])):
+        if min(before, 0) + min(behind, 0) + x.shape[dim] < (min(before, behind) < 0):
             raise ValueError(f"padding {padding} takes more from dim {dim} of {x.shape} than there is")
-    values = tensors_in([value])
-    linear = () if values or value not in (None, 0) else ({0},)
-    scalars = ((),) * len(values)
-    return Signature((names, *scalars), (tuple(output),), sizes, whole=frozenset(whole), linear=linear)
+        if before or behind:
+            halos[dim] = before, behind, behind
+        if before + behind:
+            output[dim], sizes[f"padded{dim}"] = (f"padded{dim}",), x.shape[dim] + before + behind
+        elif before and value is not None:
+            cut[f"d{dim}"] = "pad"
+    values, whole = tensors_in([value]), [dim for dim in halos if f"d{dim}" not in cut]
+    inputs = dim_names(x), *((),) * len(values)
+    plain, linear = unary(x, output, sizes=sizes, whole=whole), () if values or value not in (None, 0) else ({0},)
+    more = {"linear": linear, "distributed": cut, "halos": halos, "arguments": (x, value)}
+    return Signature(inputs, plain.outputs, plain.sizes, whole=plain.whole, **more)
+
+
+@register_operator("Pad", attributes=("paddings",), source="(x)", saves=NOTHING)
+def pad_all_dims(x, paddings):
+    """`x` with zeros around it: a pair (before, behind) for every dim."""
+    return pad(x, [number for pair in reversed(paddings) for number in pair])
