@@ -92,7 +92,7 @@ def _called(call, path, inputs, hand, parameters, stored):
 
 
 def _operated(plan, path, inputs, hand, parameters, stored):
-    """All results on all ranks, by the local call; of a slice of a cut dim, which has an algorithm, of the whole dim."""
+    """All results on all ranks, by the local call; a slice of a cut dim, an algorithm, takes the whole dim."""
     assert plan.algorithm in (None, "slice")
     node, args, kwargs = plan.node, plan.node.args, plan.node.kwargs
     values = tree_leaves((args, kwargs))

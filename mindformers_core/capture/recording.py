@@ -326,6 +326,8 @@ def _count_inputs(primitive, args):
 
 def _message(error):
     """What an error says, without MindSpore's C++ stack."""
+    if "src:meta" in str(error):
+        return "an operator takes sizes or places from the values of a tensor, and a capture has none: give it ints"
     return _MESSAGE_END.split(str(error))[0].strip()
 
 

@@ -197,77 +197,71 @@ def with_items(x, index, value, accumulate=False):
             raise TypeError("x[bools] = values takes one value, since the number of places is not known: use ops.where")
         mask = ops.reshape(index, (*index.shape, *(1,) * (x.ndim - index.ndim)))
         return ops.where(mask, ops.reshape(value, ()), x)
+    if x.dtype == mstype.bfloat16 and get_context("device_target") == "CPU":  # which has no kernels for it
+        return ops.cast(with_items(ops.cast(x, mstype.float32), index, value, accumulate), x.dtype)
     ranges, looked_up, kept, place = _selection(index, x.shape)
     if any(taken.step < 0 for taken in ranges):
         raise TypeError("an assignment by a slice with a negative step is not available: use ops.flip of the values")
-    shape = broadcast_shape([each.shape for each in looked_up.values()])
-    sizes = [1 if dim is None else len(ranges[dim]) for dim in kept]
-    wanted = (*sizes[:place], *shape, *sizes[place:])
-    value = ops.broadcast_to(_reshaped(value, value.shape[max(value.ndim - len(wanted), 0) :]), wanted)
+    shape, wanted = (
+        broadcast_shape([each.shape for each in looked_up.values()]),
+        [1 if dim is None else len(ranges[dim]) for dim in kept],
+    )
+    wanted[place:place] = shape
+    value = ops.broadcast_to(_reshaped(value, value.shape[max(value.ndim - len(wanted), 0) :]), tuple(wanted))
     if 0 in wanted:
         return x
-    if not looked_up:
-        return _pasted(x, _reshaped(value, tuple(map(len, ranges))), ranges)
-    new = [at + len(shape) * (at >= place) for at, dim in enumerate(kept) if dim is None]
-    value = _arranged(value, [at for at in range(len(wanted)) if at not in new])
-    dims = [dim for dim in kept if dim is not None]
-    return _scattered(x, ranges, looked_up, dims, place - kept[:place].count(None), value, accumulate)
+    if looked_up:
+        new = [at + len(shape) * (at >= place) for at, dim in enumerate(kept) if dim is None]
+        value = _arranged(value, [at for at in range(len(wanted)) if at not in new])
+        before = place - kept[:place].count(None)
+        return _scattered(x, ranges, looked_up, [dim for dim in kept if dim is not None], before, value, accumulate)
+    shape, (x, ranges) = x.shape, _in_blocks(x, ranges)
+    value = _reshaped(value, tuple(map(len, ranges)))
+    if 3 * value.size <= x.size:  # beyond, masks take less time
+        return _reshaped(_scattered(x, ranges, {}, list(range(x.ndim)), 0, value, False), shape)
+    return _reshaped(_masked(x, ranges, value), shape)
+
+
+def _masked(x, ranges, value):
+    """`x` with values at a range of every dim, chosen by masks."""
+    narrow = {dim: taken for dim, taken in enumerate(ranges) if len(taken) < x.shape[dim]}
+    for dim, taken in narrow.items():
+        places = np.zeros(x.shape[dim], np.int64)
+        places[taken] = range(len(taken))
+        value = ops.gather(value, Tensor(places), dim)
+    for dim, taken in narrow.items():
+        mask = np.zeros((x.shape[dim], *(1,) * (x.ndim - dim - 1)), bool)
+        mask[taken] = True
+        value = ops.where(Tensor(mask), value, x)
+    return value
 
 
 def _scattered(x, ranges, looked_up, kept, before, value, accumulate):
-    """`x` with values at indices, whose dims in `value` stand behind so many of the dims that are `kept`."""
-    ((dim, each),) = looked_up.items() if len(looked_up) == 1 else ((0, None),)
-    sliced = [other for other in kept if len(ranges[other]) < x.shape[other]]
-    rest, count = [other for other in kept if other not in sliced], value.ndim - len(kept)
-    named = value.shape[before : before + count]
-    # the kernel for elements writes in any order, so that no place may be named twice
-    is_distinct = math.prod(named) == 1 or (isinstance(each, np.ndarray) and len(np.unique(each)) == each.size)
-    is_alone = each is not None and before == dim and len(rest) == x.ndim - 1
-    if is_alone and is_distinct and not accumulate and _has_scatter(x):
-        values = _reshaped(value, (*x.shape[:dim], math.prod(named), *x.shape[dim + 1 :]))
-        return _written_along(x, dim, ops.cast(ops.reshape(_tensor(each), (-1,)), mstype.int64), values)
-    indices = {}  # of ints and slices, too
-    for other in (other for other in range(x.ndim) if other not in rest):
-        behind = sliced[sliced.index(other) + 1 :] if other in sliced else sliced if other in looked_up else ()
-        found = looked_up.get(other, np.array(ranges[other]))
-        indices[other] = found.reshape((*found.shape, *(1,) * len(behind))) if behind else found
+    """`x` with values at indices, whose dims in `value` stand behind so many of the dims that are `kept`.
+
+    No part of `x` is read, so that none is gathered: ints and slices that take a part of a dim count as indices, too.
+    """
+    sliced = [dim for dim in kept if len(ranges[dim]) < x.shape[dim]]
+    rest, count = [dim for dim in kept if dim not in sliced], value.ndim - len(kept)
+    at = {dim: place + count * (place >= before) for place, dim in enumerate(kept)}
+    own, indices = [*range(before, before + count), *map(at.get, sliced)], {}
+    for dim in (dim for dim in range(x.ndim) if dim not in rest):
+        behind = sliced[sliced.index(dim) + 1 :] if dim in sliced else sliced if dim in looked_up else ()
+        found = looked_up.get(dim, np.array(ranges[dim]))
+        indices[dim] = found.reshape((*found.shape, *(1,) * len(behind))) if behind else found
+    ((dim, each),) = indices.items() if len(indices) == 1 else ((0, None),)
+    # the kernel for elements has no complex numbers, and writes in any order, so that no place may be named twice
+    is_distinct = each is not None and (
+        math.prod(each.shape) == 1 or (isinstance(each, np.ndarray) and len(np.unique(each)) == each.size)
+    )
+    if is_distinct and not accumulate and not str(x.dtype).lower().startswith("complex"):
+        value = _arranged(value, [*(at[d] for d in rest if d < dim), *own, *(at[d] for d in rest if d > dim)])
+        value = _reshaped(value, (*x.shape[:dim], math.prod(each.shape), *x.shape[dim + 1 :]))
+        index = _reshaped(ops.cast(_tensor(each), mstype.int64), (1,) * dim + (-1,) + (1,) * (x.ndim - dim - 1))
+        return ops.tensor_scatter_elements(x, ops.broadcast_to(index, value.shape), value, dim)
     places, order = _coordinates(indices), (*indices, *rest)
-    at = {other: at + count * (at >= before) for at, other in enumerate(kept)}
-    value = _arranged(value, [*range(before, before + count), *(at[other] for other in (*sliced, *rest))])
-    value = _reshaped(value, (*places.shape[:-1], *(x.shape[other] for other in rest)))
+    value = _arranged(value, [*own, *map(at.get, rest)])
+    value = _reshaped(value, (*places.shape[:-1], *(x.shape[dim] for dim in rest)))
     write = ops.tensor_scatter_add if accumulate else ops.TensorScatterUpdate()
     made = write(_arranged(x, order), places, value)
     return _arranged(made, [order.index(dim) for dim in range(x.ndim)])
-
-
-def _written_along(x, dim, places, values):
-    """`x` with values at distinct places, a 1-D tensor, along a dim; it is copied once, at a time per value."""
-    index = ops.reshape(places, (1,) * dim + (-1,) + (1,) * (x.ndim - dim - 1))
-    return ops.tensor_scatter_elements(x, ops.broadcast_to(index, values.shape), values, dim)
-
-
-def _has_scatter(x):
-    """Whether scatters of elements have a kernel for a tensor."""
-    return not str(x.dtype).lower().startswith("complex")
-
-
-def _pasted(x, part, ranges):
-    """`x` with `part` at a range of every dim: written along a dim, or chosen by a mask: a cut dim stays cut."""
-    if x.dtype == mstype.bfloat16 and get_context("device_target") == "CPU":  # which has no kernels for it
-        return ops.cast(_pasted(ops.cast(x, mstype.float32), ops.cast(part, mstype.float32), ranges), x.dtype)
-    blocks, found = _in_blocks(x, ranges)
-    if blocks is not x:
-        return ops.reshape(_pasted(blocks, ops.reshape(part, tuple(map(len, found))), found), x.shape)
-    shares = {dim: len(taken) / size for dim, (taken, size) in enumerate(zip(ranges, x.shape))}
-    dim = min(shares, key=shares.get, default=None)
-    if dim is None or shares[dim] == 1:
-        return part
-    whole, taken = list(map(range, x.shape)), ranges[dim]
-    if sum(share < 1 for share in shares.values()) > 1:
-        inner = [*ranges[:dim], range(len(taken)), *ranges[dim + 1 :]]
-        part = _pasted(_part(x, [*whole[:dim], taken, *whole[dim + 1 :]]), part, inner)
-    if shares[dim] <= 1 / 3 and _has_scatter(x):  # beyond, the mask takes less time
-        return _written_along(x, dim, Tensor(np.array(taken)), part)
-    places, mask = np.zeros(x.shape[dim], np.int64), np.zeros((x.shape[dim], *(1,) * (x.ndim - dim - 1)), bool)
-    places[taken], mask[taken] = range(len(taken)), True
-    return ops.where(Tensor(mask), ops.gather(part, Tensor(places), dim), x)
