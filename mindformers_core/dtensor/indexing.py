@@ -104,11 +104,10 @@ def _places(entry, dim, size):
         )
     if isinstance(entry, Tensor):
         return ops.where(entry < 0, entry + size, entry)
-    if not isinstance(entry, (Integral, list, tuple)):
-        raise TypeError(
-            f"a DTensor is indexed by ints, slices, None, ... or an integer tensor, not {type(entry).__name__}"
-        )
-    places = np.asarray(entry)
+    places = np.asarray(entry) if isinstance(entry, (Integral, list, tuple)) else None
+    if places is None or places.size and places.dtype.kind not in "biu":
+        kind = type(entry).__name__ if places is None else f"{places.dtype}s"
+        raise TypeError(f"a DTensor is indexed by ints, slices, None, ... or an integer tensor, not {kind}")
     if places.dtype == bool:
         if places.shape != (size,):
             raise IndexError(f"a list of bools of shape {places.shape} for dim {dim} of size {size}")

@@ -26,14 +26,13 @@ def zero_where(absent, found):
     return ops.masked_fill(found, absent, 0.0 if "float" in dtype_name(found.dtype) else 0)
 
 
-def _gather(operator, args, context):
+def _gather(_, args, context):
     """Look up the entries of this part, zero for others: the parts' results are terms of a sum."""
-    params, indices, dim = args[:3]
-    batch = args[3] if len(args) > 3 else 0
-    dim %= params.ndim
+    params, indices, dim, batch = args
+    dim, batch = dim % params.ndim, batch + indices.ndim * (batch < 0)
     local, absent = found_here(indices, params.shape[dim], context)
     shape = [*indices.shape[:batch], *[1] * (dim - batch), *indices.shape[batch:], *[1] * (params.ndim - dim - 1)]
-    return zero_where(ops.reshape(absent, tuple(shape)), operator(params, local, dim, *args[3:]))
+    return zero_where(ops.reshape(absent, tuple(shape)), ops.gather(params, local, dim, batch))
 
 
 def _slice(_, args, context):
@@ -44,7 +43,7 @@ def _slice(_, args, context):
     x, taken = args
     for dim, *bounds in taken:
         part, places = context.within(context.layouts[0].axes[dim]), Tensor(np.arange(*bounds), mstype.int32)
-        x = _gather(ops.gather, (x, places, dim), part) if part.axes else ops.gather(x, places, dim)
+        x = _gather(None, (x, places, dim, 0), part) if part.axes else ops.gather(x, places, dim)
     return context.combined(ops.reshape(x, context.local_shape))
 
 
@@ -53,12 +52,6 @@ def _gather_elements(operator, args, context):
     x, dim, indices = args
     local, absent = found_here(indices, x.shape[dim], context)
     return zero_where(absent, operator(x, dim, local))
-
-
-def _index_select(operator, args, context):
-    """As `_gather`, with the dim between the tensors."""
-    x, dim, indices = args
-    return _gather(lambda params, local, dim: operator(params, dim, local), (x, indices, dim), context)
 
 
 def _zero_rows(absent, found):
@@ -83,10 +76,8 @@ def _gather_nd(operator, args, context):
 def _coordinates_here(indices, x, context):
     """Coordinates into this part, and those that point elsewhere."""
     parts = [(*context.part(dim), x.shape[dim]) for dim in range(indices.shape[-1])]
-    wholes, starts, sizes = (
-        Tensor(values, indices.dtype)
-        for values in zip(*((size * count, size * number, size) for number, count, size in parts))
-    )
+    places = zip(*((size * count, size * number, size) for number, count, size in parts))
+    wholes, starts, sizes = (Tensor(values, indices.dtype) for values in places)
     local = ops.where(ops.less(indices, 0), indices + wholes, indices) - starts
     return local, ops.logical_or(ops.less(local, 0), ops.greater_equal(local, sizes))
 
@@ -107,11 +98,8 @@ def _scatter(locate, operator, args, context):
     """Write what falls into this part. The rest goes to one more entry of each cut dim, which is cut off again."""
     x, *rest = args
     cut = [dim for dim, axes in enumerate(context.layouts[0].dims) if set(axes) & set(context.axes)]
-    place = next(
-        place
-        for place, argument in enumerate(rest)
-        if isinstance(argument, (tuple, list) if locate is _of_several else Tensor)
-    )
+    kinds = (tuple, list) if locate is _of_several else Tensor
+    place = next(place for place, argument in enumerate(rest) if isinstance(argument, kinds))
     rest[place] = locate(rest[place], x, cut, context)
     wide = x
     for dim in cut:
@@ -143,7 +131,6 @@ def _of_several(indices, x, cut, context):
 
 LOOKUPS = {
     "slice": _slice,
-    "index_select": _index_select,
     "gather": _gather,
     "gather_elements": _gather_elements,
     "gather_nd": _gather_nd,

@@ -82,11 +82,8 @@ def slice_sizes(x, begin, size):
     begin, size = integers((begin,), "begin"), integers((size,), "size")
     if not len(begin) == len(size) == x.ndim:
         raise ValueError(f"begin {begin} and size {size} need one entry for each of the {x.ndim} dims of {x.shape}")
-    size = tuple(x.shape[dim] - begin[dim] if length == -1 else length for dim, length in enumerate(size))
-    for dim, (start, length) in enumerate(zip(begin, size)):
-        _check_range(x, dim, start, length)
-    ranges = {dim: range(start, start + length) for dim, (start, length) in enumerate(zip(begin, size))}
-    return _sliced(x, ranges, lambda args, shapes: (args[0], begin, tuple(shapes[0])))
+    sizes = [x.shape[dim] - begin[dim] if length == -1 else length for dim, length in enumerate(size)]
+    return _spanned(x, dict(enumerate(zip(begin, sizes))), lambda args, shapes: (args[0], begin, tuple(shapes[0])))
 
 
 @register_operator("Narrow", saves=INPUTS_AS_THEY_ARE, view=views.parts, source=".narrow")
@@ -95,9 +92,7 @@ def narrow(x, dim, start, length):
     """`length` elements of one dim from `start` on."""
     place = as_dim(dim, x.ndim)
     start += x.shape[place] if start < 0 else 0
-    _check_range(x, place, start, length)
-    ranges = {place: range(start, start + length)}
-    return _sliced(x, ranges, lambda args, shapes: (args[0], dim, start, shapes[0][place]))
+    return _spanned(x, {place: (start, length)}, lambda args, shapes: (args[0], dim, start, shapes[0][place]))
 
 
 @register_operator("SliceExt", "SliceExtView", saves=NOTHING, reads_a_part=True, rewrite=slice_one_dim)
@@ -120,9 +115,12 @@ def _one(index, size):
     return range(as_dim(index, size), as_dim(index, size) + 1)
 
 
-def _check_range(x, dim, start, length):
-    if start < 0 or length < 0 or start + length > x.shape[dim]:
-        raise ValueError(f"{length} elements from {start} on are not all in dim {dim} of {x.shape}")
+def _spanned(x, spans, localize):
+    """The `Signature` of a slice by `(start, length)` of dims."""
+    for dim, (start, length) in spans.items():
+        if start < 0 or length < 0 or start + length > x.shape[dim]:
+            raise ValueError(f"{length} elements from {start} on are not all in dim {dim} of {x.shape}")
+    return _sliced(x, {dim: range(start, start + length) for dim, (start, length) in spans.items()}, localize)
 
 
 @register_operator("ConstantPadND", saves=UNMEASURED, source="mindformers_core.dtensor.corrected.padded")
