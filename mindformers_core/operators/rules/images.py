@@ -76,13 +76,6 @@ for _names, _ndim, _text, _is_alone, _results, _saves, _facts in _PLANES:
     register_operator(*_names.split(), saves=_saves, **_facts)(_rule)
 
 
-@register_operator("Padding", attributes=("pad_dim_size",), source="(x)", saves=NOTHING)
-def padded_to(x, pad_dim_size=8):
-    """`x`, of one element in the last dim, with zeros behind it."""
-    names = (*dim_names(x)[:-1], ("padded",))
-    return unary(x, names, sizes={"padded": pad_dim_size}, whole=(x.ndim - 1,), linear=_LINEAR)
-
-
 def _along(equation, tensors, sizes=(), **more):
     """The `Signature` of an equation "n c H W, n p q -> n c P": capitals are whole; `sizes` of what no input has.
 

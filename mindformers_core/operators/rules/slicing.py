@@ -11,25 +11,24 @@ from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING, UNMEAS
 from mindformers_core.operators.signature import Signature, tensors_in
 
 
-def _sliced(x, ranges, localize, dropped=(), new=()):
+def _sliced(x, ranges, localize, kept=None):
     """The `Signature` of a slice.
 
     Args:
         x: the tensor.
         ranges: dim -> the `range` of the positions taken; default: all.
         localize: see `Signature`.
-        dropped: dims of `x` that the result lacks.
-        new: places in the result, in ascending order, of new dims of size 1.
+        kept: for every dim of the result that of `x`, None for a new one of size 1; default: all.
     """
-    names, ranges = dim_names(x), {dim: taken for dim, taken in ranges.items() if taken != range(x.shape[dim])}
-    output = [(f"part{dim}",) if dim in ranges else names[dim] for dim in range(x.ndim) if dim not in dropped]
-    for place in new:
-        output.insert(place, ())
+    names, kept = dim_names(x), range(x.ndim) if kept is None else kept
+    ranges = {dim: taken for dim, taken in ranges.items() if taken != range(x.shape[dim])}
+    output = [() if dim is None else (f"part{dim}",) if dim in ranges else names[dim] for dim in kept]
     sizes = {f"part{dim}": len(taken) for dim, taken in ranges.items()}
     few = [] if x.dtype == "bool" else [dim for dim, taken in ranges.items() if 0 < 2 * len(taken) <= x.shape[dim]]
-    more = {"whole": {*ranges, *dropped}.difference(few), "distributed": {f"d{dim}": "slice" for dim in few}}
+    whole = {dim for dim in range(x.ndim) if dim in ranges or dim not in kept}.difference(few)
     bounds = tuple((dim, taken.start, taken.stop, taken.step) for dim, taken in ranges.items())
-    return unary(x, output, sizes=sizes, linear=({0},), localize=localize, arguments=(x, bounds), **more)
+    more = {"distributed": {f"d{dim}": "slice" for dim in few}, "arguments": (x, bounds), "localize": localize}
+    return unary(x, output, sizes=sizes, whole=whole, linear=({0},), **more)
 
 
 @register_operator("StridedSlice", saves=NOTHING, view=views.strided, reads_a_part=True)
@@ -42,30 +41,22 @@ def strided_slice(x, begin, end, strides, *masks):
     if not len(begin) == len(end) == len(strides):
         raise ValueError(f"begin {begin}, end {end} and strides {strides} have different lengths")
     open_begin, open_end, ellipsis, new_dim, index = (*masks, *(0,) * (5 - len(masks)))
-    ranges, dropped, new, full = {}, [], [], {}
-    dim = place = 0  # in x, in the result
+    ranges, kept, full, dim = {}, [], {}, 0
     for entry, stride in enumerate(strides):
         bit = 1 << entry
         if ellipsis & bit:
-            later = sum(not (new_dim >> number) & 1 for number in range(entry + 1, len(begin)))
-            place, dim = place + x.ndim - later - dim, x.ndim - later
-            continue
-        if new_dim & bit:
-            new.append(place)
-            place += 1
-            continue
-        size = x.shape[as_dim(dim, x.ndim)]
-        if index & bit:
-            ranges[dim] = _one(begin[entry], size)
-            dropped.append(dim)
+            behind = x.ndim - sum(not (new_dim >> later) & 1 for later in range(entry + 1, len(begin)))
+            kept, dim = [*kept, *range(dim, behind)], behind
+        elif new_dim & bit:
+            kept.append(None)
         else:
+            size = x.shape[as_dim(dim, x.ndim)]
             bounds = None if open_begin & bit else begin[entry], None if open_end & bit else end[entry]
-            taken = range(*slice(*bounds, stride).indices(size))
-            ranges[dim] = taken
-            if taken == range(size):
-                full[entry] = place
-            place += 1
-        dim += 1
+            ranges[dim] = _one(begin[entry], size) if index & bit else range(*slice(*bounds, stride).indices(size))
+            if not index & bit:
+                full |= {entry: len(kept)} if ranges[dim] == range(size) else {}
+                kept.append(dim)
+            dim += 1
 
     def localize(args, shapes):
         """The entries `full` (entry -> dim of the result) take all of the local dim, too."""
@@ -73,7 +64,7 @@ def strided_slice(x, begin, end, strides, *masks):
         local_end = tuple(shapes[0][full[entry]] if entry in full else at for entry, at in enumerate(end))
         return args[0], local_begin, local_end, strides, *masks
 
-    return _sliced(x, ranges, localize, dropped, new)
+    return _sliced(x, ranges, localize, [*kept, *range(dim, x.ndim)])
 
 
 @register_operator("Slice", saves=INPUTS_AS_THEY_ARE, reads_a_part=True)
@@ -108,7 +99,7 @@ def slice_one_dim(x, dim, start, end, step=1):
 def select_index(x, dim, index):
     """One index of a dim, which the result lacks."""
     place = along(x, dim)
-    return _sliced(x, {place: _one(index, x.shape[place])}, None, (place,))
+    return _sliced(x, {place: _one(index, x.shape[place])}, None, [other for other in range(x.ndim) if other != place])
 
 
 def _one(index, size):
@@ -156,3 +147,9 @@ def pad(x, padding, value=None):
 def pad_all_dims(x, paddings):
     """`x` with zeros around it: a pair (before, behind) for every dim."""
     return pad(x, [number for pair in reversed(paddings) for number in pair])
+
+
+@register_operator("Padding", attributes=("pad_dim_size",), source="(x)", saves=NOTHING)
+def pad_one(x, pad_dim_size=8):
+    """`x`, of one element in the last dim, with zeros behind it."""
+    return pad(x, (0, pad_dim_size - 1))
