@@ -27,7 +27,7 @@ class IndexedTensor(Tensor):
         return self.shape[0]
 
     def __iter__(self):
-        return (self[index] for index in range(len(self)))
+        return iter(ops.unstack(self) if len(self) else ())
 
     def __getitem__(self, index):
         return index_tensor(self, index)

@@ -36,7 +36,7 @@ def _gather(_, args, context):
 
 
 def _slice(_, args, context):
-    """Elements at known places, added up over all parts: a part of the result is less than one of the tensor.
+    """Elements at known places, added up over all parts: that sends less than a gather of the tensor.
 
     `args` are the tensor, and for every dim that is sliced the bounds of a `range`.
     """

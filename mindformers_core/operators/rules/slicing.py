@@ -1,6 +1,7 @@
 """Rules of slices and padding: a dim that keeps its size stays parallel; a shift by a padding sends a halo.
 
-Of a cut dim up to a half can be taken: the ranks add up what each holds of it. For more, the dim is needed whole.
+Of a cut dim up to a quarter can be taken: the ranks add up what each holds of it. For more, the dim is needed whole:
+then other slices have the rest of it, as a rule, and one gather serves them all.
 """
 
 from mindformers_core.operators import views
@@ -24,7 +25,7 @@ def _sliced(x, ranges, localize, kept=None):
     ranges = {dim: taken for dim, taken in ranges.items() if taken != range(x.shape[dim])}
     output = [() if dim is None else (f"part{dim}",) if dim in ranges else names[dim] for dim in kept]
     sizes = {f"part{dim}": len(taken) for dim, taken in ranges.items()}
-    few = [] if x.dtype == "bool" else [dim for dim, taken in ranges.items() if 0 < 2 * len(taken) <= x.shape[dim]]
+    few = [] if x.dtype == "bool" else [dim for dim, taken in ranges.items() if 0 < 4 * len(taken) <= x.shape[dim]]
     whole = {dim for dim in range(x.ndim) if dim in ranges or dim not in kept}.difference(few)
     bounds = tuple((dim, taken.start, taken.stop, taken.step) for dim, taken in ranges.items())
     more = {"distributed": {f"d{dim}": "slice" for dim in few}, "arguments": (x, bounds), "localize": localize}
