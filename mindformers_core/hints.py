@@ -1,10 +1,28 @@
 """Texts of errors and reports: the nearest known name, numbers of bytes and of operations. Pure Python."""
 
 import math
+import re
 from difflib import get_close_matches
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _POWERS = ("", "k", "M", "G", "T", "P", "E")
+_RULE = re.compile(r"(?:^|\n)\s*-{20,}\s*")  # between a message of MindSpore and its C++ stack, or around its title
+_NO_KERNEL = re.compile(r"(?:The kernel |Unsupported op \[|Create kernelmod for op |Not found op )(\w+)")
+
+
+def message_of(error):
+    """What an error says, in a sentence: of MindSpore's without the C++ stack, also where it isn't UTF-8."""
+    text = str(error)
+    if isinstance(error, UnicodeDecodeError) and b"C++ Call Stack" in error.object:
+        text = error.object.decode("utf-8", "backslashreplace")
+    if "src:meta" in text:
+        return "an operator takes sizes or places from the values of a tensor, and a capture has none: give it ints"
+    if found := _NO_KERNEL.search(text):
+        return (
+            f"MindSpore has no kernel of operator '{found[1]}' for this device: write it with operators that have one, "
+            "or run it on another device (shard() and explain() run no kernels)"
+        )
+    return next(filter(None, map(str.strip, _RULE.split(text))), type(error).__name__)
 
 
 def nearest(name, known, likeness=0.5):

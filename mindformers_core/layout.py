@@ -25,6 +25,7 @@ from mindformers_core.placement import (
     parts_of,
     runs_of,
 )  # fmt: skip
+from mindformers_core.scopes import errors_at
 
 __all__ = ["Shard", "Replicate", "Partial", "Varying", "LayoutSpec", "layout", "Layout", "bind_layout", "PARTIAL_OPS"]
 
@@ -48,10 +49,8 @@ class LayoutSpec:
         Raises:
             ValueError: an axis that the mesh doesn't have, an axis used twice, or more entries than dims.
         """
-        try:
+        with errors_at(f"{name}: layout {self}: ", kinds=(ValueError,)):
             return Layout.on(mesh, self._dims(mesh, ndim, arriving))
-        except ValueError as error:
-            raise ValueError(f"{name}: layout {self}: {error}") from None
 
     def _dims(self, mesh, ndim, arriving):
         dims = [entry if entry is ... else _resolve_axes(entry, mesh) for entry in self.entries]

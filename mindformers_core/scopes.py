@@ -1,6 +1,9 @@
 """Context managers: errors that say where they happened, and attributes with other values for a while. Pure Python."""
 
+import inspect
 from contextlib import contextmanager
+
+from mindformers_core.hints import message_of
 
 
 @contextmanager
@@ -10,18 +13,29 @@ def errors_at(where, behind="", kinds=(TypeError, ValueError)):
         yield
     except kinds as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{where}{error}{behind}") from None
+        raise kind(f"{where}{message_of(error)}{behind}") from None
 
 
 @contextmanager
 def replaced(owner, **attributes):
     """While open, attributes of an object have other values."""
-    before = {name: getattr(owner, name) for name in attributes}
+    before = {name: inspect.getattr_static(owner, name) for name in attributes}
     _assign(owner, attributes)
     try:
         yield
     finally:
         _assign(owner, before)
+
+
+@contextmanager
+def entered(table, name, value):
+    """While open, a dict has another value at a name; then the one before, or None."""
+    before = table.get(name)
+    table[name] = value
+    try:
+        yield
+    finally:
+        table[name] = before
 
 
 def _assign(owner, attributes):

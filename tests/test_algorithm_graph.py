@@ -93,7 +93,9 @@ def run(node, known):
         results = CORRECTED[node.operator](*args)
     elif facts_of(node.operator).attributes and node.primitive is not None:
         kind = getattr(import_module(node.primitive.module), node.operator)
-        results = kind(**node.primitive.attributes)(*args[: node.primitive.inputs])
+        numbers = facts_of(node.operator).numbers  # which the primitive takes as tensors
+        given = [Tensor(each) if place in numbers else each for place, each in enumerate(args)]
+        results = kind(**node.primitive.attributes)(*given[: node.primitive.inputs])
     else:
         results = Operator(node.operator)(*args, **kwargs)
     results = results if isinstance(results, tuple) else (results,)

@@ -3,18 +3,21 @@
 import re
 from pathlib import Path
 
+import mindspore as ms
 import numpy as np
 import pytest
 from captured_models import Function, assert_unchanged, snapshot
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore import dtype as mstype
 
+from mindformers_core import shard, verify
 from mindformers_core.capture.capture import capture
 from mindformers_core.capture.traced import CaptureError
 from mindformers_core.layout import layout
+from mindformers_core.mesh import DeviceMesh, init_device_mesh
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.graph import OperatorNode
-from mindformers_core.tensor_parallel import local_map
+from mindformers_core.tensor_parallel import distribute_tensor, local_map
 
 HERE = Path(__file__).name
 X = tensor_meta((2, 4), "float32")
@@ -75,7 +78,10 @@ def stray(x):
 
 STRAY = Parameter(Tensor(np.ones(4, np.float32)), name="stray")
 WRONG = {
-    "in place": (lambda x: x.add_(1), r"an argument of the root Cell, float32\[2, 4\], is changed in place"),
+    "in place": (
+        lambda x: x.add_(1),
+        r"changed in place that is an argument of the root Cell, float32\[2, 4\], or a view",
+    ),
     "by index": (assign, "an argument of the root Cell, .* change a copy"),
     "stray": (stray, r"parameter 'stray' of shape \(4,\) belongs to no Cell of the tree"),
     "shape": (lambda x: ops.matmul(x, x), r"MatMulExt\(float32\[2, 4\], .*\) can't be run on shapes alone: .* 4 and 2"),
@@ -115,3 +121,60 @@ def test_other_errors_pass_and_leave_the_cell_alone():
         capture(nn.Dense(4, 4), X, X)
     with pytest.raises(TypeError, match=r"takes a Cell, .* not 3"):
         capture(3, X)
+
+
+def squared(x):
+    return x * x
+
+
+BEYOND = {
+    "vmap": (lambda x: ops.vmap(squared)(x), "a function is differentiated or vectorised"),
+    "grad": (lambda x: ms.grad(squared)(x), "a function is differentiated or vectorised.* from outside"),
+    "value_and_grad": (lambda x: ms.value_and_grad(squared)(x), "a function is differentiated or vectorised"),
+    "GradOperation": (lambda x: ops.GradOperation()(squared)(x), "a function is differentiated or vectorised"),
+    "vjp": (lambda x: ms.vjp(squared, x)[1](x), "a function is differentiated or vectorised"),
+    "Tensor": (lambda x: Tensor(x), r"Tensor\(x\), where x or ops.stop_gradient\(x\) would do, needs the values"),
+    "tensor": (lambda x: ms.tensor(x), r"Tensor\(x\), where x or .* needs the values"),
+    "einsum": (lambda x: ops.einsum("ij,ij->ij", x, x[:1]), r"Einsum\(.*one size in all operands.* ops.broadcast_to"),
+    "kernel": (lambda x: x + mint.roll(ops.ones(4), 1), "MindSpore has no kernel of operator 'Roll' for this device"),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_what_is_beyond_a_capture(name):
+    function, expected = BEYOND[name]
+    with pytest.raises(CaptureError) as caught:
+        capture(nn.SequentialCell(Function(function)), X)
+    line = function.__code__.co_firstlineno
+    assert re.match(rf"in Cell '0' \(Function\), {__file__}:{line}: .*{expected}", str(caught.value))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", ["vmap", "einsum", "kernel"])
+def test_operator_by_operator(name):
+    function, _ = BEYOND[name]
+    expected = "For 'Einsum', the same label" if name == "einsum" else BEYOND[name][1]
+    net = shard(nn.SequentialCell(Function(function)), init_device_mesh((1,), ("dp",)), mode="eager")
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        net(Tensor(np.ones((2, 4), np.float32)))
+    line = function.__code__.co_firstlineno
+    assert re.match(rf"in Cell '0' \(Function\), {__file__}:{line}: {expected}", str(caught.value))
+
+
+@pytest.mark.usefixtures("rank_0_of_4")
+def test_a_gradient_inside_of_construct_is_of_whole_tensors():
+    """Operator by operator: it would be that of this rank's part, and a plain tensor."""
+    cell, mesh = Function(lambda x: ms.grad(squared)(x)), DeviceMesh((2, 2), ("dp", "tp"))
+    x = Tensor(np.ones((2, 4), np.float32))
+    np.testing.assert_array_equal(shard(cell, mesh, mode="eager")(x).asnumpy(), np.full((2, 4), 2))
+    outside = ms.grad(squared)(distribute_tensor(x, layout("dp"), mesh))
+    assert outside.shape == (1, 4)
+    with pytest.raises(ValueError, match=r"in the root Cell \(Function\), .* a gradient inside of construct, .* part"):
+        shard(Function(lambda x: ms.grad(squared)(x.redistribute(layout("dp")))), mesh, mode="eager")(x)
+
+
+def test_verify_names_what_has_no_kernel():
+    with pytest.raises(ValueError) as caught:
+        verify(Function(lambda x: mint.roll(x, 1)), DeviceMesh((2,), ("dp",)), Tensor(np.ones((2, 4), np.float32)))
+    assert re.match(rf"in the root Cell \(Function\), {__file__}:\d+, operator 'Roll': .* no kernel", str(caught.value))

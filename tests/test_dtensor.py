@@ -49,6 +49,19 @@ def test_whole_values_can_be_read():
     assert [row.shape for row in placed("dp")] == [(8,)] * 4
 
 
+@ms.jit
+def centred(x):
+    return x - x.sum(0)
+
+
+def test_a_copy_takes_the_whole_and_jit_runs_operator_by_operator():
+    np.testing.assert_array_equal(Tensor(placed(None)).asnumpy(), ARRAY)
+    with pytest.raises(ValueError, match=r"Tensor\(x\), where x or .* would do, of a DTensor .* only a part"):
+        Tensor(placed("dp"))
+    assert centred(placed("dp")).shape == (4, 8)
+    np.testing.assert_array_equal(centred(Tensor(ARRAY)).asnumpy(), ARRAY - ARRAY.sum(0))
+
+
 def test_repr_says_what_and_where():
     assert repr(placed("dp", "tp")).startswith(
         "DTensor(shape=(4, 8), dtype=float32, layout=[dp, tp] on (dp=2, tp=2), local="

@@ -14,11 +14,15 @@ ERRORS = [
     ("ConstantPadND", [(4, 8), (1, 2, 3)], "at most 2 pairs"),
     ("ConstantPadND", [(4, 8), (-5, -4)], "takes more from dim 1"),
     ("NLLLoss", [(4, 8), (3,), (8,), 1], "don't fit"),
-    ("SoftmaxCrossEntropyWithLogits", [(4, 8), (4, 4)], "both are"),
-    ("SparseSoftmaxCrossEntropyWithLogits", [(4, 8), (8,)], "don't fit logits"),
+    ("SoftmaxCrossEntropyWithLogits", [(4, 8), (4, 4)], "don't fit n c"),
+    ("SparseSoftmaxCrossEntropyWithLogits", [(4, 8), (8,)], "dim 0 of input 1 has size 8, but 'n' is 4"),
     ("DiagExt", [(2, 4, 8)], "a vector or a matrix"),
     ("FlashAttentionScore", [(2, 4, 64), (2, 4, 48), (2, 4, 48), *[None] * 7, 4], "4 heads .* don't fit 3"),
-    ("FlashAttentionScore", [(2, 4, 64), (3, 4, 32), (3, 4, 32), *[None] * 7, 4], "don't fit BSH"),
+    (
+        "FlashAttentionScore",
+        [(2, 4, 64), (3, 4, 32), (3, 4, 32), *[None] * 7, 4],
+        "dim 0 of input 1 has size 3, but 'b' is 2",
+    ),
     ("FlashAttentionScore", [(2, 4, 64)] * 3 + [None] * 7 + [4, 0.5], "keep_prob=0.5"),
     ("FlashAttentionScore", [(2, 4, 64)] * 3 + [None] * 7 + [4, 1.0, 1.0, 1, 1, 0, 5], "not one of BSH"),
     ("SumExt", [(4, 8), 2], "dim 2 is out of range"),
@@ -57,8 +61,8 @@ ERRORS = [
     ("TopK", [(4, 8), 9], "k=9"),
     ("Triu", [(4,)], "needs 2 dims"),
     ("LayerNormExt", [(4, 8), (4,)], "not the end"),
-    ("LayerNorm", [(4, 8), (4,), (8,), -1, -1], "doesn't fit"),
-    ("RmsNorm", [(4, 8), (4,)], "doesn't fit"),
+    ("LayerNorm", [(4, 8), (4,), (8,), -1, -1], "dim 0 of input 1 has size 4, but 'N1' is 8"),
+    ("RmsNorm", [(4, 8), (4,)], "dim 0 of input 1 has size 4"),
     ("MatMul", [(4, 8), (4, 8)], "don't fit"),
     ("AddExt", [(4, 8), (3,)], "don't broadcast"),
     ("RepeatInterleaveInt", [(4, 8), [1, 2], 0], "one number of repetitions"),
@@ -97,4 +101,4 @@ def test_the_rule_of_the_page(monkeypatch):
     (block,) = [text for text in code_blocks(ROOT / "docs" / "tensor_parallel.md", "python") if "MyDistances" in text]
     exec(compile(block, "tensor_parallel.md", "exec"), {})
     found = signature_of("MyDistances", [tensor_meta((4, 8), F32), tensor_meta((6, 8), F32), 2.0])
-    assert found.outputs == ((("n",), ("m",)),) and found.sizes == {"n": 4, "m": 6, "k": 8} and found.whole == {"k"}
+    assert found.outputs == ((("n",), ("m",)),) and found.sizes == {"n": 4, "m": 6, "K": 8} and found.whole == {"K"}

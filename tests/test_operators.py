@@ -178,7 +178,7 @@ def on_ranks(call, signature, resolution, args, named, locals_, tensors):
     if signature.localize is not None:
         outputs = zip(resolution.outputs, signature.outputs)
         shapes = [layout.local_shape(shape_of(signature, dims)) for layout, dims in outputs]
-        args, named = signature.localize(args, shapes), {}
+        args, named = signature.localize((*args, *named.values()), shapes), {}
     special = [factor for factor in signature.distributed if resolution.axes_of.get(factor)]
     for factor in special:
         locals_ = [

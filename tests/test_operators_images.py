@@ -324,7 +324,7 @@ REFUSED = {  # operator, shapes of its tensors, and its other arguments -> what 
     ("MaxPool", ((2, 4),), ("kernel_size", 2)): "an image is",
     ("UpsampleNearest2D", ((2, 4, 8, 8),), ("output_size", (0, 4))): "can't be resized",
     ("GridSampler2D", ((2, 4, 8, 8), (3, 2, 2, 2))): "don't fit",
-    ("PReLU", ((2, 4, 8, 8), (3,))): "slopes",
+    ("PReLU", ((2, 4, 8, 8), (3,))): "don't fit n c",
     ("MaxUnpool2D", ((2, 4, 4, 4),) * 2, ("ksize", 2), ("output_shape", (2, 4, 8, 8))): "leave it out",
     ("AvgPool2D", ((2, 4, 8, 8),), ("kernel_size", 2), ("pads", 1), ("size", 7)): "besides",
 }

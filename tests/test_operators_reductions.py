@@ -49,6 +49,7 @@ REDUCTIONS = (
     Sample("renorm", lambda x: ops.renorm(x, 2, 1, 1.5), (CUBE,), ["cut_0_0", "cut_0_2"]),
     Sample("reverse_sequence", lambda x: ops.reverse_sequence(x, LENGTHS, 1, 0), (X,), ["cut_0_1"]),
     Sample("nn_norm", nn.Norm(1), (AROUND,)),
+    Sample("position_in_a_vector", lambda x: [x.argmax(), ops.argmin(x), x * 2.0], (X.ravel(),), terms=False),
 )
 
 vector_norm = mint.linalg.vector_norm

@@ -5,11 +5,12 @@ So an algorithm is written once: the eager engine runs it, and generated code ha
 
 from dataclasses import replace
 
-from mindspore import Tensor, nn
+from mindspore import nn
 
 from mindformers_core.capture.capture import capture
-from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardContext
-from mindformers_core.dtensor.move import device_model, dtype_name
+from mindformers_core.communication import world
+from mindformers_core.dtensor.distributed_operators import ShardContext, algorithm_named
+from mindformers_core.dtensor.move import device_model, meta_of
 from mindformers_core.operators import TensorMeta, tensor_meta
 from mindformers_core.program.structure import Value, tree_fill, tree_leaves, tree_map
 from mindformers_core.propagation.operators import call_shapes
@@ -63,6 +64,7 @@ def algorithm_graph(plan, mesh, rank=None):
     values = tree_leaves((plan.node.args, plan.node.kwargs))
     shapes = tuple(value.shape for value in values)
     output = plan.outputs[0], tree_leaves(plan.node.outputs)[0].shape
+    rank = world().rank if rank is None else rank
     cut = ShardContext(mesh, plan.cut_axes, plan.inputs, shapes, rank, halos=plan.signature.halos, output=output)
     metas = [tensor_meta(layout.local_shape(value.shape), value.dtype) for layout, value in zip(plan.inputs, values)]
     graph = capture(_Algorithm(plan, cut), *metas)
@@ -82,36 +84,22 @@ class _Algorithm(nn.Cell):
     def construct(self, *tensors):
         plan, self.recorder = self.plan, tensors[0].recorder
         cut = replace(self.cut, redistribute=self._move, next_random_state=self.recorder.random_state)
-        args, kwargs = plan.node.args, plan.node.kwargs
-        if plan.signature.localize is not None:
-            args, kwargs = plan.signature.localize((*args, *kwargs.values()), plan.local_shapes), {}
-        if plan.signature.arguments is not None:
-            args, kwargs = plan.signature.arguments, {}
-        args, kwargs = tree_fill((args, kwargs), tensors, (Value, TensorMeta))
-        return ALGORITHMS[plan.algorithm](lambda *local: self._operator(local, kwargs), args, cut)
+        call = plan.signature.localized(plan.node.args, plan.node.kwargs, plan.local_shapes, runs_algorithm=True)
+        args, kwargs = tree_fill(call, tensors, (Value, TensorMeta))
+        return algorithm_named(plan.algorithm)(lambda *local: self._operator(local, kwargs), args, cut)
 
     def _move(self, local, source, target):
-        """As `move` in `move.py`."""
-        if source == target:
-            return local
+        """As `redistribute_local`, recorded as a node."""
         shape = target.local_shape(source.global_shape(local.shape))
-        return self._write("Redistribute", (local, source, target), tensor_meta(shape, dtype_name(local.dtype)))
+        args, meta = self.recorder.stand_in((local, source, target)), self.recorder.meta(shape, local.dtype)
+        return self.recorder.add_node("Redistribute", "function", args, {}, meta)
 
     def _operator(self, args, kwargs):
         """The operator of the plan; the algorithm may have changed its attributes, which are among the arguments."""
         node = self.plan.node
-        metas = tree_map(
-            lambda t: tensor_meta(t.shape, dtype_name(t.dtype)) if isinstance(t, Tensor) else t, (args, kwargs)
-        )
-        shapes = iter(call_shapes(node, *metas))
-        outputs = tree_map(lambda value: tensor_meta(next(shapes), value.dtype), node.outputs)
+        shapes = iter(call_shapes(node, *tree_map(meta_of, (args, kwargs))))
+        outputs = tree_map(lambda value: self.recorder.meta(next(shapes), value.dtype), node.outputs)
         changed = node.primitive and args[node.primitive.inputs :] != node.args[node.primitive.inputs :]
         kind, primitive = ("function", None) if changed else (node.kind, node.primitive)
-        return self._write(node.operator, args, outputs, kwargs, kind, primitive)
-
-    def _write(self, operator, args, outputs, kwargs=None, kind="function", primitive=None):
-        """Record a node with results of the metas `outputs`."""
-        recorder = self.recorder
-        args, kwargs = recorder.stand_in((args, kwargs or {}))
-        metas = tree_map(lambda meta: recorder.meta(meta.shape, meta.dtype), outputs)
-        return recorder.add_node(operator, kind, args, kwargs, metas, primitive)
+        args, kwargs = self.recorder.stand_in((args, kwargs))
+        return self.recorder.add_node(node.operator, kind, args, kwargs, outputs, primitive)

@@ -6,7 +6,6 @@ ignore `__fallback__`), which runs it on the meta device. The user's code itself
 tensors made by it have values: they are the graph's constants.
 """
 
-import inspect
 from collections import OrderedDict
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -18,8 +17,9 @@ from mindspore.common.device import _DEVICE_STACK
 from mindspore.common.generator import default_generator
 from mindspore.graph import jit_trace
 from mindspore.graph._utils.pijit_context import PIJitCaptureContext
-from mindspore.graph.api import _JitExecutor, _no_grad
+from mindspore.graph.api import _JitExecutor, _no_grad, _PyNativeExecutor
 from mindspore.ops import functional_overload
+from mindspore.ops.composite import base
 from mindspore.utils import MsDispatchMode
 
 from mindformers_core.capture.recording import Recorder
@@ -28,11 +28,20 @@ from mindformers_core.capture.traced import Traced
 from mindformers_core.dtensor.aliases import adoptions
 from mindformers_core.dtensor.in_place import DRAWS_IN_PLACE, is_in_place
 from mindformers_core.dtensor.indexing import index_tensor
-from mindformers_core.dtensor.interception import PlainTensorFallback, draws_by_position, set_item_of
+from mindformers_core.dtensor.interception import PlainTensorFallback, draws_by_position, refused, set_item_of
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.rules.matmul import einsum_names
 from mindformers_core.program.graph import cell_label
 from mindformers_core.program.structure import tree_leaves, tree_map
+from mindformers_core.scopes import replaced
+
+
+def _einsum(equation, operands):
+    """What `mint.einsum` is, which is for one kind of device only; of the classic one, a number has a dim."""
+    result = ops.einsum(equation, *operands)
+    _, names = einsum_names(equation, [operand.ndim for operand in operands])
+    return result if names else result.reshape(())
+
 
 # Entry points of `@ms.jit` in each of its modes, ast, trace and bytecode; and functions that run the call as Python
 _WITHOUT_COMPILING = (
@@ -41,6 +50,9 @@ _WITHOUT_COMPILING = (
     (jit_trace, "_jit_trace_end", lambda result, **kwargs: result),
     (PIJitCaptureContext, "__enter__", lambda context: context),
     (PIJitCaptureContext, "__exit__", lambda *raised: None),
+    (functional_overload, "einsum", _einsum),
+    (_PyNativeExecutor, "grad", refused),  # of `ms.vjp`
+    *((kind, "__call__", refused) for kind in (base._Grad, base._Vmap, base.GradOperation, base._TaylorOperation)),
 )
 
 
@@ -72,7 +84,7 @@ def capture(cell, *inputs, **named_inputs):
     with ExitStack() as scope:
         # Not by `MS_JIT=0`: a process that another thread starts meanwhile would inherit it, and never compile.
         for owner, name, function in (*_WITHOUT_COMPILING, *creating_functions()):
-            _replace(scope, owner, name, function)
+            scope.enter_context(replaced(owner, **{name: function}))
         mode = ms.get_context("mode")
         if mode != ms.PYNATIVE_MODE:
             ms.set_context(mode=ms.PYNATIVE_MODE)
@@ -85,31 +97,20 @@ def capture(cell, *inputs, **named_inputs):
         scope.enter_context(draws_by_position(False))
         scope.enter_context(adoptions())
         scope.enter_context(recorder.tree.traced(recorder))
-        _replace(scope, functional_overload, "einsum", _einsum)
-        _replace(scope, Tensor, "__fallback__", PlainTensorFallback(recorder.operator))
-        _replace(scope, Tensor, "__getitem__", _get_item(recorder))
         set_item = set_item_of(Traced, lambda tensor, _: recorder.adopt(tensor))
-        _replace(scope, Tensor, "__setitem__", _counted(recorder, set_item))
-        _replace(scope, Tensor, "assign_value", _counted(recorder, Tensor.assign_value))
+        tensor_methods = {
+            "__fallback__": PlainTensorFallback(recorder.operator),
+            "__getitem__": _get_item(recorder),
+            "__setitem__": _counted(recorder, set_item),
+            "assign_value": _counted(recorder, Tensor.assign_value),
+        }
+        scope.enter_context(replaced(Tensor, **tensor_methods))
         default_generator._step = lambda step: recorder.random_state()
         scope.callback(delattr, default_generator, "_step")
         scope.enter_context(_Dispatched(recorder))
         args, named = tree_map(recorder.input, (inputs, named_inputs))
         cell(*args, **named)
     return recorder.root
-
-
-def _einsum(equation, operands):
-    """What `mint.einsum` is, which is for one kind of device only; of the classic one, a number has a dim."""
-    result = ops.einsum(equation, *operands)
-    _, names = einsum_names(equation, [operand.ndim for operand in operands])
-    return result if names else result.reshape(())
-
-
-def _replace(scope, owner, name, value):
-    """Replace an attribute until the `ExitStack` closes."""
-    scope.callback(setattr, owner, name, inspect.getattr_static(owner, name))
-    setattr(owner, name, value)
 
 
 class CapturedTree:

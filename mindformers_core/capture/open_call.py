@@ -12,6 +12,7 @@ from mindformers_core.dtensor.aliases import written_at
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.program.graph import CellGraph, Constant, FreeVariable, ParameterUse
 from mindformers_core.program.structure import DType, Value, tree_map
+from mindformers_core.scopes import errors_at
 
 Made = namedtuple("Made", "call value")  # the result of a node, or an argument of the root
 Held = namedtuple("Held", "path")  # a parameter or constant at a path of the tree, or a tensor from elsewhere (None)
@@ -37,10 +38,8 @@ class OpenCall:
         self._count = 0
         self._known = {}  # (id, entry) of a traced tensor from elsewhere -> (the tensor, its Value here)
         self._parameters, self._constants, self._outer = [], [], []
-        try:
+        with errors_at(f"{tree.label(cell)}, construct(): "):
             bound = signature(construct).bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{tree.label(cell)}, construct(): {error}") from None
         for name, structure in bound.arguments.items():
             self.arguments[name] = tree_map(lambda leaf, name=name: self._argument(leaf, name, caller), structure)
 

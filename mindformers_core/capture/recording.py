@@ -1,7 +1,6 @@
 """The recorder of a capture: a graph for every call of a Cell, a node for every operator on traced tensors."""
 
 import inspect
-import re
 from functools import cache
 from itertools import repeat
 
@@ -20,12 +19,11 @@ from mindformers_core.dtensor.dispatch import attributes_of, read_numbers
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.in_place import is_in_place
 from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.hints import message_of
 from mindformers_core.operators import TensorMeta
 from mindformers_core.program.graph import CallNode, OperatorNode, PrimitiveUse
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.scopes import replaced
-
-_MESSAGE_END = re.compile(r"\n\s*-{20,}")  # the start of MindSpore's C++ stack
 
 
 class Recorder:
@@ -110,9 +108,9 @@ class Recorder:
             graph = call.finish(result)
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
             source, is_users = failed_site(error)
-            if isinstance(error, CaptureError) or is_users and not _MESSAGE_END.search(str(error)):
+            if isinstance(error, CaptureError) or is_users and str(error).strip() == message_of(error):
                 raise
-            raise self.error(_message(error), source) from error
+            raise self.error(message_of(error), source) from error
         finally:
             self.open_calls.pop()
         if caller is None:
@@ -218,13 +216,12 @@ class Recorder:
             kind_of = type(primitive)
             use = PrimitiveUse(kind_of.__module__, kind_of.__name__, attributes, _count_inputs(primitive, args))
         _, called = call_site()
-        attribute = None if called is None else vars(called).get("instance_name")
-        if not attribute or call.cell.__dict__.get(attribute) is not called:
-            attribute = None
+        attribute = getattr(called, "instance_name", None)
+        attribute = attribute if call.cell.__dict__.get(attribute) is called else None
         constant = bool(used) and all(value.constant for value in used)
         values = self._computing(func, primitive, args, kwargs) if constant else None
         results = self.add_node(name, kind, shown, kwargs, metas, use, attribute, values=values)
-        if is_view(name, args, kwargs):
+        if name != "Contiguous" and is_view(name, args, kwargs):  # it is called for other strides only, and copies
             share_memory(tree_leaves((args, kwargs), Traced)[0], results)
         return results
 
@@ -236,25 +233,25 @@ class Recorder:
 
         @cache
         def compute():
-            call, named = tree_map(real, (tuple(args), kwargs))
-            with replaced(self, inferring=True), NoFallbackGuard():
-                result = func(*call, **named) if primitive is None else func(primitive, func.name, call)
-            return tree_leaves(result, Tensor)
+            return tree_leaves(self._unrecorded(func, primitive, args, kwargs, real), Tensor)
 
         return compute
+
+    def _unrecorded(self, func, primitive, args, kwargs, leaf):
+        """The result of an operator, with `leaf(each)` for the leaves of its arguments."""
+        call, named = tree_map(leaf, (tuple(args), kwargs))
+        with replaced(self, inferring=True), NoFallbackGuard():
+            return func(*call, **named) if primitive is None else func(primitive, func.name, call)
 
     def _infer(self, func, primitive, args, kwargs):
         """The results as meta tensors.
 
         A method without a result on the meta device is replaced by the Python function behind it.
         """
-        call = tree_map(_meta_leaf, tuple(args))
-        if primitive is not None:
-            call = (primitive, func.name, call)
         behind = method_behind(func.name)
         try:
-            with replaced(self, inferring=True), NoFallbackGuard(), DeviceCtx("meta"):
-                result = func(*call, **tree_map(_meta_leaf, kwargs))
+            with DeviceCtx("meta"):
+                result = self._unrecorded(func, primitive, args, kwargs, _meta_leaf)
         except Exception as error:
             if "Not implement" not in str(error) or behind is None:
                 return self._known(func.name, args, kwargs, error)
@@ -269,14 +266,12 @@ class Recorder:
     def _known(self, name, args, kwargs, error):
         """The result of an operator that failed on the meta device, by its shape function."""
         try:
-            found = inferred(name, args, kwargs)
+            if found := inferred(name, args, kwargs):
+                return self.meta(*found)
         except ValueError as said:
             error = said
-        else:
-            if found is not None:
-                return self.meta(*found)
         shown = ", ".join(map(repr, args))
-        raise self.error(f"operator {name}({shown}) can't be run on shapes alone: {_message(error)}") from error
+        raise self.error(f"operator {name}({shown}) can't be run on shapes alone: {message_of(error)}") from error
 
     def stand_in(self, structure):
         """The structure with a traced tensor in the place of every plain one; itself where there is none."""
@@ -322,13 +317,6 @@ def _count_inputs(primitive, args):
         return min(len(args), len(parameters) - 1)
     given = max((place + 1 for place, argument in enumerate(args) if tree_leaves(argument, Tensor)), default=0)
     return given if len(args) - given == len(primitive.init_attrs) else len(args)
-
-
-def _message(error):
-    """What an error says, without MindSpore's C++ stack."""
-    if "src:meta" in str(error):
-        return "an operator takes sizes or places from the values of a tensor, and a capture has none: give it ints"
-    return _MESSAGE_END.split(str(error))[0].strip()
 
 
 def _meta_leaf(leaf):

@@ -12,7 +12,9 @@ from mindspore import dtype as mstype
 from mindspore.ops import tensor_method
 from mindspore.ops.function import array_func, math_func
 
-from mindformers_core.operators.rules.dims import as_dims
+from mindformers_core.dtensor.move import meta_of
+from mindformers_core.operators import signature_of
+from mindformers_core.program.structure import tree_map
 
 _BY_VALUES = frozenset(  # operators that give as many results as the values ask for
     ("CTCGreedyDecoder", "MaskedSelect", "NonZero", "NonZeroExt", "SparseSegmentMean", "Unique", "Unique2")
@@ -32,43 +34,26 @@ def without_shape(name):
     )
 
 
-def _any(x, dim=None, keepdim=False):
-    dims = as_dims(dim, x.ndim)
-    kept = [1 if place in dims else size for place, size in enumerate(x.shape) if keepdim or place not in dims]
-    return kept, mstype.bool_
-
-
-def _bincount(x, weights=None, minlength=0):
-    if not minlength:
-        raise ValueError("the number of results depends on the values: give minlength, above all of them")
-    return [minlength], mstype.int64 if weights is None else weights.dtype
-
-
-def _moe_token_unpermute(tokens, indices, probs=None, padded_mode=False, restore_shape=None):
-    rows = tokens.shape[:1] if probs is None else probs.shape[:1]
-    return (restore_shape if padded_mode else [*rows, *tokens.shape[1:]]), tokens.dtype
+def _einsum(operands):
+    raise ValueError("a name of a dim has one size in all operands, and 1 isn't repeated: ops.broadcast_to does that")
 
 
 def _vdot(x, y):
     if x.is_complex():
         raise ValueError("of complex numbers, write the conjugate as such: mint.dot(x.conj(), y)")
-    return [], x.dtype
+    return x.dtype
 
 
-def _cosine_embedding_loss(x, other, target, margin=0.0, reduction=1):
-    return (target.shape if reduction in (2, "none") else []), x.dtype
-
-
-# Operator -> function of its arguments that gives shape and dtype of its result.
-_SHAPES = {
-    "AnyExt": _any,
-    "BincountExt": _bincount,
-    "CosineEmbeddingLoss": _cosine_embedding_loss,
-    "CumulativeLogsumexp": lambda x, *_: (x.shape, x.dtype),
-    "EmbeddingLookup": lambda params, indices, *_: ([*indices.shape, *params.shape[1:]], params.dtype),
-    "MoeTokenUnpermute": _moe_token_unpermute,
-    "NpuGelu": lambda x, *_: (x.shape, x.dtype),
+# Operator -> function of its arguments that gives the dtype of its result, whose shape is that of its rule.
+_DTYPES = {
+    "AnyExt": lambda *_, **__: mstype.bool_,
+    "BincountExt": lambda x, weights=None, *_, **__: mstype.int64 if weights is None else weights.dtype,
+    "Einsum": _einsum,
     "Vdot": _vdot,
+    **dict.fromkeys(
+        ("CosineEmbeddingLoss", "CumulativeLogsumexp", "EmbeddingLookup", "MoeTokenUnpermute", "NpuGelu"),
+        lambda x, *_, **__: x.dtype,
+    ),
 }
 # Module of MindSpore, its operator that creates a tensor, and a NumPy function of the same arguments.
 _CREATING = (
@@ -84,7 +69,10 @@ def inferred(name, args, kwargs):
     Raises:
         ValueError: the shape depends on the values of a tensor.
     """
-    return _SHAPES[name](*args, **kwargs) if name in _SHAPES else None
+    if name not in _DTYPES:
+        return None
+    dtype = _DTYPES[name](*args, **kwargs)  # it may refuse
+    return signature_of(name, *tree_map(meta_of, (args, kwargs))).output_shapes[0], dtype
 
 
 def by_numpy(name, args):

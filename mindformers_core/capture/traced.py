@@ -9,7 +9,7 @@ import mindspore
 from mindspore import Parameter, Tensor
 from mindspore.ops import Primitive
 
-from mindformers_core.dtensor.aliases import note_write
+from mindformers_core.dtensor.aliases import note_write, unwritable
 from mindformers_core.dtensor.indexing import IndexedTensor
 
 _MINDSPORE = str(Path(mindspore.__file__).parent)
@@ -25,7 +25,7 @@ def _reading(method, what=None):
     """A method that reads the values of a constant as a plain tensor's `method`; an error for any other tensor."""
 
     def read(self, *args):
-        return getattr(self._values(what or f"{method}()"), method)(*args)
+        return getattr(self._whole(what or f"{method}()"), method)(*args)
 
     return read
 
@@ -67,7 +67,7 @@ class Traced(IndexedTensor):
         """This tensor."""
         return self
 
-    def _values(self, what):
+    def _whole(self, what):
         """The plain tensor that holds the values, where they are known; `what` asks for them."""
         return self.recorder.values_of(self, what)
 
@@ -79,10 +79,10 @@ class Traced(IndexedTensor):
     __contains__ = _reading("__contains__", "the operator 'in'")
 
     def __complex__(self):
-        return complex(self._values("complex()"))
+        return complex(self._whole("complex()"))
 
     def __array__(self, dtype=None):
-        return self._values("conversion to NumPy").asnumpy().astype(dtype)
+        return self._whole("conversion to NumPy").asnumpy().astype(dtype)
 
     def overwrite(self, value):
         """Give this tensor another value of its shape and dtype, as an operator in place does.
@@ -90,23 +90,23 @@ class Traced(IndexedTensor):
         Raises:
             CaptureError: what is outside of the program would change, too.
         """
-        value, home = self.recorder.stand_in(value), getattr(self.entry, "path", None)
+        value, reason = self.recorder.stand_in(value), unwritable(self)
         if isinstance(self.original, Parameter):
             value = self.recorder.write(self, value)
-        elif home is not None:
-            raise self.recorder.error(
-                f"the plain tensor '{home}' of a Cell is changed in place, for all later calls: make it a Parameter "
-                "with requires_grad=False"
-            )
-        elif self.recorder.is_input(self.entry):
-            raise self.recorder.error(
-                f"an argument of the root Cell, {self!r}, is changed in place, which its caller would have to see: "
-                "change a copy, x.clone(), or call the operator without the underscore"
-            )
+        elif reason:
+            raise self.recorder.error(reason)
         else:
             vars(self).update(original=value.original, deferred=value.deferred)
         self.entry, self.meta = value.entry, value.meta
         note_write(self, call_site()[0], getattr(self.original, "requires_grad", False))
+
+    def lasting(self):
+        """What this tensor is, if it outlives the call; else ""."""
+        if isinstance(self.original, Parameter):
+            return f"Parameter '{self.original.name}'"
+        if home := getattr(self.entry, "path", None):
+            return f"the plain tensor '{home}' of a Cell"
+        return f"an argument of the root Cell, {self!r}" if self.recorder.is_input(self.entry) else ""
 
     def redistribute(self, *_):
         """A `DTensor`'s: an error here."""

@@ -23,6 +23,7 @@ from mindformers_core.checkpoint.parts import Ranks, divide, on_all_ranks, parts
 from mindformers_core.checkpoint.regions import inside, overlap, volume
 from mindformers_core.checkpoint.slices import FileLayer, opened, read_all, read_box, read_file
 from mindformers_core.hints import nearest
+from mindformers_core.scopes import errors_at
 
 
 @dataclass(frozen=True)
@@ -120,10 +121,8 @@ def _json(folder, path, files):
     whole = os.path.join(folder, path)
     if not os.path.isfile(whole):
         return None
-    try:
+    with errors_at(f"{whole} isn't JSON: ", kinds=(ValueError,)):
         return json.loads(read_file(files, whole))
-    except ValueError as error:
-        raise ValueError(f"{whole} isn't JSON: {error}") from None
 
 
 def load(checkpoint, parts, fill, ranks=None, converts=False, ignored=(), files=None):
@@ -178,10 +177,8 @@ def load(checkpoint, parts, fill, ranks=None, converts=False, ignored=(), files=
 
 
 def _converted(array, placed, part):
-    try:
+    with errors_at(f"{placed.file}: '{part.name}': ", kinds=(ValueError,)):
         return convert(array, placed.dtype, part.dtype)
-    except ValueError as error:
-        raise ValueError(f"{placed.file}: '{part.name}': {error}") from None
 
 
 def check_tensors(checkpoint, wanted, converts, ignored):

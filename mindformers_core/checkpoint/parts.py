@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from mindformers_core.checkpoint.regions import balanced, cells, split, volume
 from mindformers_core.dtypes import ITEM_BYTES
+from mindformers_core.scopes import errors_at
 
 PIECE_BYTES = 2**24  # that a rank writes, with a checksum, at most
 _ERRORS = {kind.__name__: kind for kind in (ValueError, FileNotFoundError, PermissionError, OSError)}
@@ -131,10 +132,8 @@ def divide(everywhere, most=PIECE_BYTES):
             held.setdefault(part.key, []).append((rank, part.box))
     for key in sorted(tensors):
         dtype, shape = tensors[key]
-        try:
+        with errors_at(f"tensor '{key[1]}': ", kinds=(ValueError,)):
             found = cells(held[key], shape)
-        except ValueError as error:
-            raise ValueError(f"tensor '{key[1]}': {error}") from None
         for cell, holders in found.items():
             pieces += [(key, box, holders) for box in split(cell, max(1, most // ITEM_BYTES[dtype]))]
     sizes = [volume(box) * ITEM_BYTES[tensors[key][0]] for key, box, _ in pieces]

@@ -1,22 +1,22 @@
 """Tensors that share memory on one card: a value and its views, of which a write in place makes all others stale."""
 
-from contextlib import contextmanager
-
 from mindspore import Tensor
 
 from mindformers_core.communication.world import process_state
 from mindformers_core.operators.registry import facts_of, rewritten
 from mindformers_core.program.structure import tree_leaves
+from mindformers_core.scopes import entered
 
-_RETURNED = frozenset({"Contiguous", "Diagonal"})  # views, or the input itself, beside those that records tell
+# views, or the input itself, beside those that records tell
+_RETURNED = frozenset({"Contiguous", "Diagonal", "Meshgrid", "Slice"})
 
 
 def is_view(name, args, kwargs):
     """Whether results of an operator may have the memory of its first tensor."""
-    if name.endswith("View") or name in _RETURNED:
-        return True
-    name, _, _ = rewritten(name, tuple(args), dict(kwargs))
-    return facts_of(name).view is not None
+    if name == "FuncDropoutExt":
+        return not all(args[1:3])  # nothing is drawn: a probability of 0, or no training
+    rewritten_name, _, _ = rewritten(name, tuple(args), dict(kwargs))
+    return name.endswith("View") or name in _RETURNED or facts_of(rewritten_name).view is not None
 
 
 def check_memory(tensor):
@@ -28,16 +28,9 @@ def check_memory(tensor):
         )
 
 
-@contextmanager
 def adoptions():
     """While open, plain tensors that become others, since they are changed in place, are known to `stale_plain`."""
-    state = process_state().memo(__name__)
-    before = state.get("adopted")
-    state["adopted"] = {}
-    try:
-        yield
-    finally:
-        state["adopted"] = before
+    return entered(process_state().memo(__name__), "adopted", {})
 
 
 def note_adopted(tensor, where=""):
@@ -63,7 +56,22 @@ def share_memory(source, results):
     """Record that the results of an operator have the memory of its first tensor."""
     for view in tree_leaves(results, Tensor):
         if view.dtype == source.dtype:  # else a copy
-            vars(view)["memory"] = vars(source).setdefault("memory", ([0, ""], 0))
+            vars(view)["memory"] = _memory(source)
+
+
+def _memory(tensor):
+    """`([number of writes, line of the last one, what it is if it outlives the call], the number when it was made)`."""
+    return vars(tensor).setdefault("memory", ([0, "", tensor.lasting()], 0))
+
+
+def unwritable(tensor):
+    """Why a tensor can't be changed in place, since what outlives the call would have to change; "" where it can."""
+    what = _memory(tensor)[0][2]
+    return what and (
+        f"a tensor of shape {tuple(tensor.shape)} is changed in place that is {what}, or a view of it, which would "
+        "have to change after the call, too: change a copy, x.clone(); or make what changes a Parameter with "
+        "requires_grad=False, and write that itself, as in self.cache[0, 1:3] = y"
+    )
 
 
 def note_write(tensor, where, is_stale=False):
@@ -73,12 +81,12 @@ def note_write(tensor, where, is_stale=False):
         tensor, where: the tensor, and the line.
         is_stale: whether the tensor itself can't be read, either. Default: False.
     """
-    memory, _ = vars(tensor).setdefault("memory", ([0, ""], 0))
-    memory[:] = memory[0] + 1, where
+    memory, _ = _memory(tensor)
+    memory[:2] = memory[0] + 1, where
     vars(tensor)["memory"] = memory, -1 if is_stale else memory[0]
 
 
 def written_at(tensor):
     """The line of the write that made a tensor stale; None for one that isn't."""
-    memory, version = vars(tensor).get("memory", ((0, ""), 0))
+    memory, version = vars(tensor).get("memory", ((0,), 0))
     return memory[1] if memory[0] != version else None

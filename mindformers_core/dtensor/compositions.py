@@ -98,12 +98,6 @@ def max_pool(x, kernel, stride=None, padding=0, dilation=1, ceil_mode=False, ret
     return ops.MaxPoolWithArgmaxV2(kernel, stride or kernel, padding, dilation, ceil_mode)(x)
 
 
-def batch_norm_stats(x, eps):
-    """Results of `BatchNormStats`: the mean and the reciprocal deviation of each channel."""
-    _, center, spread = _normalised(x, None, None, None, None, True, 0.0, eps)
-    return center, ops.rsqrt(spread + eps)
-
-
 def batch_norm_elemt(x, weight=None, bias=None, mean=None, invstd=None, eps=1e-5):
     """The result of `BatchNormElemt`, by the statistics of `BatchNormStats`."""
     return _normalised(x, weight, bias, mean, ops.reciprocal(ops.square(invstd)) - eps, False, 0.0, eps)[0]
@@ -123,53 +117,45 @@ def created(value, x, size, dtype=None, device=None):
 
 def _write_rows(write, x, updates, indices):
     """The tensor with rows of it written. MindSpore calls these operators `Inplace…`, and yet makes new tensors."""
-    indices = [indices] if isinstance(indices, int) else indices
-    places = indices if isinstance(indices, Tensor) else Tensor(np.int32(indices))
+    places = indices if isinstance(indices, Tensor) else Tensor(np.ravel(np.int32(indices)))
     return write(x, ops.reshape(places, (-1, 1)), updates)
 
 
-def _update_rows(x, indices, updates):
-    return _write_rows(scatter_update, x, updates, indices)
-
-
+_ROW_WRITES = {"Add": ops.tensor_scatter_add, "Sub": ops.tensor_scatter_sub, "Update": scatter_update}
 _DECOMPOSITIONS = {  # function of an operator's arguments, and names of a primitive's attributes that it takes besides
-    "BatchNorm": (batch_norm, ()),
-    "BatchNormExt": (batch_norm_ext, ()),
-    "BatchNormGatherStatsWithCounts": (_gathered_statistics, ()),
-    "SyncBatchNorm": (partial(batch_norm, is_training=True), ("epsilon", "momentum")),
-    "InstanceNorm": (instance_norm, ("epsilon", "momentum")),
-    "IndexAdd": (index_added, ("axis",)),
-    "LSTM": (lstm, ("input_size", "hidden_size", "has_bias")),
-    "Dot": (lambda x, y: ops.dot(x, y) if x.ndim > 1 else ops.matmul(x, y), ()),
-    "FuncMaxPool2D": (max_pool, ()),
-    "ConvTbc": (sizes.conv_tbc, ()),
-    "Expand": (sizes.expand, ()),
-    "InplaceAdd": (partial(_write_rows, ops.tensor_scatter_add), ("indices",)),
-    "InplaceSub": (partial(_write_rows, ops.tensor_scatter_sub), ("indices",)),
-    "InplaceUpdate": (partial(_write_rows, scatter_update), ("indices",)),
-    "InplaceUpdateV2": (_update_rows, ()),
-    "AdaptiveMaxPool3D": (sizes.adaptive_max_pool_3d, ()),
-    "BartlettWindow": (partial(sizes.window, np.bartlett), ("periodic", "dtype")),
-    "BlackmanWindow": (partial(sizes.window, np.blackman), ("periodic", "dtype")),
-    "BatchNormElemt": (batch_norm_elemt, ()),
-    "BatchNormStats": (batch_norm_stats, ()),
-    "ClipByNorm": (clip_by_norm, ("axis",)),
-    "Col2Im": (sizes.col2im, ("kernel_size", "dilation", "padding", "stride")),
-    "Index": (lambda x, indices: index_tensor(x, tuple(indices)), ()),
-    **{f"New{name}": (partial(created, value), ()) for name, value in (("Empty", 0), ("Ones", 1), ("Zeros", 0))},
-    "NewFull": (lambda x, size, value, dtype=None: created(value, x, size, dtype), ()),
-    "MatrixDiag": (lambda x, assist: sizes.matrix_diag(x, 0, *assist.shape[-2:], 0.0), ()),
-    "MatrixDiagPart": (lambda x, assist: sizes.matrix_diag_part(x, 0, 0.0), ()),
-    "MatrixSetDiag": (lambda x, diagonal, assist: sizes.matrix_set_diag(x, diagonal, 0), ()),
-    "MatrixDiagPartV3": (sizes.matrix_diag_part, ()),
-    "MatrixDiagV3": (sizes.matrix_diag, ()),
-    "MatrixSetDiagV3": (sizes.matrix_set_diag, ()),
-    "MirrorPad": (sizes.mirrored, ("mode",)),
-    "PixelShuffle": (ops.pixel_shuffle, ()),
+    "BatchNorm": batch_norm,
+    "BatchNormExt": batch_norm_ext,
+    "BatchNormGatherStatsWithCounts": _gathered_statistics,
+    "SyncBatchNorm": (partial(batch_norm, is_training=True), "epsilon momentum"),
+    "BatchNormStats": lambda x, eps: batch_norm_ext(x, training=True, epsilon=eps)[1:],
+    "BatchNormElemt": batch_norm_elemt,
+    "InstanceNorm": (instance_norm, "epsilon momentum"),
+    "IndexAdd": (index_added, "axis"),
+    "LSTM": (lstm, "input_size hidden_size has_bias"),
+    "Dot": lambda x, y: ops.dot(x, y) if x.ndim > 1 else ops.matmul(x, y),
+    **{"FuncMaxPool2D": max_pool, "AdaptiveMaxPool3D": sizes.adaptive_max_pool_3d},
+    **{"ConvTbc": sizes.conv_tbc, "PixelShuffle": ops.pixel_shuffle},
+    "Expand": lambda x, size: ops.broadcast_to(x, tuple(sizes.numbers(size))),
+    **{f"Inplace{name}": (partial(_write_rows, write), "indices") for name, write in _ROW_WRITES.items()},
+    "InplaceUpdateV2": lambda x, indices, updates: _write_rows(scatter_update, x, updates, indices),
+    "BartlettWindow": (partial(sizes.window, np.bartlett), "periodic dtype"),
+    "BlackmanWindow": (partial(sizes.window, np.blackman), "periodic dtype"),
+    "ClipByNorm": (clip_by_norm, "axis"),
+    "Col2Im": (sizes.col2im, "kernel_size dilation padding stride"),
+    "Index": lambda x, indices: index_tensor(x, tuple(indices)),
+    **{f"New{name}": partial(created, value) for name, value in (("Empty", 0), ("Ones", 1), ("Zeros", 0))},
+    "NewFull": lambda x, size, value, dtype=None: created(value, x, size, dtype),
+    "MatrixDiag": lambda x, assist: sizes.matrix_diag(x, 0, *assist.shape[-2:], 0.0),
+    "MatrixDiagPart": lambda x, assist: sizes.matrix_diag_part(x, 0, 0.0),
+    "MatrixSetDiag": lambda x, diagonal, assist: sizes.matrix_set_diag(x, diagonal, 0),
+    **{"MatrixDiagPartV3": sizes.matrix_diag_part, "MatrixDiagV3": sizes.matrix_diag},
+    "MatrixSetDiagV3": sizes.matrix_set_diag,
+    "MirrorPad": (sizes.mirrored, "mode"),
 }
 for _draws, _table in ((False, _DECOMPOSITIONS), (True, DRAWN)):
-    for _name, (_function, _attributes) in _table.items():
-        register_operator(_name, decomposition=_function, attributes=_attributes, draws=_draws)
+    for _name, _entry in _table.items():
+        _function, _attributes = _entry if isinstance(_entry, tuple) else (_entry, "")
+        register_operator(_name, decomposition=_function, attributes=tuple(_attributes.split()), draws=_draws)
 
 
 def composed(name, args, kwargs, primitive):

@@ -9,14 +9,14 @@ from mindspore import dtype as mstype
 from mindformers_core.operators.rules.dims import per_dim
 
 
-def _numbers(argument):
+def numbers(argument):
     """The values of a constant tensor, or of what are numbers already."""
     return np.asarray(argument.asnumpy() if isinstance(argument, Tensor) else argument).tolist()
 
 
 def _offset(k):
     """The one diagonal that `k` says: above the main one where it is positive."""
-    first, *others = np.atleast_1d(_numbers(k)).tolist()
+    first, *others = np.atleast_1d(numbers(k)).tolist()
     if others not in ([], [first]):
         raise ValueError(f"a band of diagonals {first} to {others[0]} is not available here: take them one by one")
     return first
@@ -32,7 +32,7 @@ def _on_diagonal(values, rows, columns, k, elsewhere):
 
 def matrix_diag(x, k, rows, columns, padding):
     """The result of `MatrixDiagV3`; a number of rows or columns of -1 is the least one, of both the same."""
-    k, (rows, columns) = _offset(k), (np.ravel(_numbers(count)).tolist()[0] for count in (rows, columns))
+    k, (rows, columns) = _offset(k), (np.ravel(numbers(count)).tolist()[0] for count in (rows, columns))
     least = x.shape[-1] - min(k, 0), x.shape[-1] + max(k, 0)
     both = max(least) if rows == columns == -1 else -1
     given = [max(both, low) if count == -1 else count for count, low in zip((rows, columns), least)]
@@ -57,10 +57,10 @@ def col2im(x, size, kernel_size, dilation=1, padding=0, stride=1):
     given = [per_dim(value, 2) for value in (kernel_size, dilation, padding, stride)]
     rows, columns = (
         np.add.outer(np.arange(k) * d - p, np.arange((n + 2 * p - d * (k - 1) - 1) // s + 1) * s)
-        for n, k, d, p, s in zip(_numbers(size), *given)
+        for n, k, d, p, s in zip(numbers(size), *given)
     )
     rows, columns = rows[:, None, :, None], columns[None, :, None, :]
-    height, width = _numbers(size)
+    height, width = numbers(size)
     inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
     places = Tensor(np.where(inside, rows * width + columns, height * width).ravel().astype(np.int32))
     windows = ops.reshape(ops.transpose(x, (2, 3, 0, 1)), (-1, *x.shape[:2]))
@@ -70,7 +70,7 @@ def col2im(x, size, kernel_size, dilation=1, padding=0, stride=1):
 
 def adaptive_max_pool_3d(x, size):
     """Results of `AdaptiveMaxPool3D`: the largest elements of windows that overlap by one at most, and their places."""
-    sizes, places = [old if new < 0 else new for old, new in zip(x.shape[-3:], _numbers(size))], 0
+    sizes, places = [old if new < 0 else new for old, new in zip(x.shape[-3:], numbers(size))], 0
     for dim, (old, new) in enumerate(zip(x.shape[-3:], sizes)):
         first, last = np.arange(new) * old // new, -(np.arange(1, new + 1) * -old // new) - 1
         window = np.minimum(first[:, None] + np.arange((last - first).max() + 1), last[:, None])
@@ -85,13 +85,8 @@ def adaptive_max_pool_3d(x, size):
 
 def window(values, length, periodic=True, dtype=mstype.float32):
     """The result of `BartlettWindow`, `BlackmanWindow`: `values` are NumPy's of a symmetric window."""
-    length = _numbers(length)
+    length = numbers(length)
     return Tensor(values(length + periodic)[:length] if length > 1 else np.ones(length), dtype)
-
-
-def expand(x, size):
-    """The result of `Expand`."""
-    return ops.broadcast_to(x, tuple(_numbers(size)))
 
 
 def conv_tbc(x, weight, bias=None, pad=0):
@@ -102,7 +97,7 @@ def conv_tbc(x, weight, bias=None, pad=0):
 
 def mirrored(x, paddings, mode="REFLECT"):
     """The result of `MirrorPad`."""
-    pairs = _numbers(paddings)
+    pairs = numbers(paddings)
     padded = [dim for dim, pair in enumerate(pairs) if any(pair)]
     if mode == "REFLECT" and padded[:1] in ([1], [2]) and x.ndim - padded[0] <= 2:  # what `pad` takes
         return ops.pad(x, tuple(size for pair in pairs[::-1][: x.ndim - padded[0]] for size in pair), "reflect")

@@ -15,7 +15,7 @@ from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.aliases import is_view, share_memory, stale_plain, written_at
 from mindformers_core.dtensor.compositions import composed
 from mindformers_core.dtensor.corrected import CORRECTED, log_cumulative_sum
-from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardContext
+from mindformers_core.dtensor.distributed_operators import ShardContext, algorithm_named
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, adopted, parameter_view, wrap
 from mindformers_core.dtensor.einsum import contract
@@ -24,10 +24,9 @@ from mindformers_core.dtensor.move import device_model, dtype_name, redistribute
 from mindformers_core.layout import Layout
 from mindformers_core.operators import TensorMeta, resolve, signature_of, tensor_meta
 from mindformers_core.operators.registry import facts_of, rule_attributes
-from mindformers_core.placement import axes_in
 from mindformers_core.program.structure import tree_fill, tree_leaves, tree_map
+from mindformers_core.propagation.operators import algorithm_of
 
-_ABOUT_TYPES = frozenset({"typeof"})  # operators that ask for a tensor's type and compute nothing
 _MOST_PROGRAMS = 65536  # a number that changes with every step would fill the memory with programs
 
 
@@ -45,8 +44,8 @@ class Dispatcher:
             primitive, _, args = args  # how calls of classic primitives arrive
             args = args[: WITHOUT_SEEDS.get(func.name)]
         args = read_numbers(func.name, args, lambda leaf: leaf if type(leaf) is Tensor else None)
-        if func.name in _ABOUT_TYPES:
-            return func(*_on_locals((primitive, func.name, args) if primitive else args))
+        if func.name == "typeof":  # of a tensor's type; it computes nothing
+            return func(*tree_map(_local, (primitive, func.name, args) if primitive else args))
         kwargs = kwargs or {}
         if is_in_place(func.name) and type(args[0]) is Tensor:
             adopted(args[0], next(leaf.mesh for leaf in tree_leaves((args, kwargs), DTensor)))
@@ -95,8 +94,7 @@ def read_numbers(name, args, plain):
     """
     args = list(args)
     for place in facts_of(name).numbers:
-        tensor = plain(args[place]) if place < len(args) and isinstance(args[place], Tensor) else None
-        if tensor is not None:
+        if place < len(args) and isinstance(args[place], Tensor) and (tensor := plain(args[place])) is not None:
             found = tensor.asnumpy().tolist()
             args[place] = tuple(found) if isinstance(found, list) else found
     return tuple(args)
@@ -119,8 +117,8 @@ _FIXED = {
 }
 
 
-def _on_locals(args):
-    return tree_map(lambda argument: argument._local if type(argument) is DTensor else argument, args)
+def _local(argument):
+    return argument._local if type(argument) is DTensor else argument
 
 
 def _describe(argument, key, tensors):
@@ -166,36 +164,33 @@ class _Program:
     """
 
     def __init__(self, name, args, kwargs, attributes, tensors):
-        self.name, self.given, self.mesh = name, len(args), _common_mesh(name, tensors)
-        self.metas = None
+        self.name, self.given, self.metas = name, len(args), None
+        self.mesh = mesh = _common_mesh(name, tensors)
         if is_in_place(name):
             raise TypeError(
                 f"operator '{name}' would change a distributed tensor in place: use its result, as in x = x + y"
             )
-        mesh = self.mesh
         metas = [_meta_of(tensor, mesh) for tensor in tensors]
         args, kwargs = tree_fill((args, kwargs), metas, Tensor)
         self.is_view = is_view(name, args, kwargs) and type(tensors[0]) is DTensor
         self.constant = not any(meta.differentiable for meta in metas)
         signature = signature_of(name, args, kwargs | attributes)
         resolution = resolve(signature, metas, mesh, device_model())
-        self.layouts = resolution.outputs
-        self.shapes = signature.output_shapes
+        self.layouts, self.shapes = resolution.outputs, signature.output_shapes
         self.targets = tuple(map(_target, metas, resolution.inputs))
-        self.algorithm, self.context = _algorithm(name, signature, resolution, mesh, metas, self.shapes)
+        algorithm, axes = algorithm_of(name, signature, resolution.axes_of)
+        self.algorithm = algorithm and algorithm_named(algorithm)
+        shapes, output = tuple(meta.shape for meta in metas), next(zip(self.layouts, self.shapes), ())
+        self.context = ShardContext(mesh, axes, resolution.inputs, shapes, halos=signature.halos, output=output)
         flat = not kwargs and sum(isinstance(argument, TensorMeta) for argument in args) == len(metas)
         self.direct = flat and signature.localize is None and self.algorithm is None and not any(self.targets)
-        if signature.localize is not None:
-            local_shapes = [layout.local_shape(shape) for layout, shape in zip(self.layouts, self.shapes)]
-            args, kwargs = signature.localize((*args, *kwargs.values()), local_shapes), {}
-        if self.algorithm is not None and signature.arguments is not None:
-            args, kwargs = signature.arguments, {}
-        self.args, self.kwargs = args, kwargs
+        local_shapes = [layout.local_shape(shape) for layout, shape in zip(self.layouts, self.shapes)]
+        self.args, self.kwargs = signature.localized(args, kwargs, local_shapes, self.algorithm is not None)
 
     def run(self, func, primitive, args, tensors):
         """Redistribute the inputs, call the operator on local tensors, and wrap the results."""
         if self.direct:
-            args, kwargs = [argument._local if type(argument) is DTensor else argument for argument in args], {}
+            args, kwargs = list(map(_local, args)), {}
         else:
             parts = [_local_part(tensor, target) for tensor, target in zip(tensors, self.targets)]
             args, kwargs = tree_fill((self.args, self.kwargs), parts, TensorMeta)
@@ -268,24 +263,6 @@ def _target(meta, needed):
 
 
 def _local_part(tensor, target):
-    if type(tensor) is DTensor:
-        return tensor._local if target is None else tensor.redistribute(target)._local
-    return tensor if target is None else redistribute_local(tensor, Layout.on(target.mesh, ((),) * tensor.ndim), target)
-
-
-def _algorithm(name, signature, resolution, mesh, metas, outputs):
-    """The algorithm that runs in the operator's place, if any, and the `ShardContext` that it gets."""
-    sharded = [factor for factor in signature.distributed if resolution.axes_of.get(factor)]
-    needed = {signature.distributed[factor] for factor in sharded} | ({signature.run} - {None})
-    if not needed:
-        return None, None
-    if len(needed) > 1 or not needed <= set(ALGORITHMS):
-        raise ValueError(
-            f"operator '{name}' asks for the algorithms {sorted(needed)}; "
-            f"there is one at a time of {sorted(ALGORITHMS)}"
-        )
-    axes = tuple(axis for factor in sharded for axis in axes_in(resolution.axes_of[factor]))
-    shapes = tuple(meta.shape for meta in metas)
-    output = resolution.outputs[0], outputs[0]
-    context = ShardContext(mesh, axes, resolution.inputs, shapes, halos=signature.halos, output=output)
-    return ALGORITHMS[needed.pop()], context
+    if target is None or type(tensor) is DTensor:
+        return _local(tensor if target is None else tensor.redistribute(target))
+    return redistribute_local(tensor, Layout.on(target.mesh, ((),) * tensor.ndim), target)

@@ -20,18 +20,14 @@ from mindspore import dtype as mstype
 
 from mindformers_core.communication import world
 from mindformers_core.dtensor.draws import DISTRIBUTIONS
-from mindformers_core.dtensor.dropout import (
-    attention_with_dropout,
-    counters,
-    next_random_state,
-)  # fmt: skip
+from mindformers_core.dtensor.dropout import counters, next_random_state
 from mindformers_core.dtensor.halo import shifted, windows, windows_with_index
 from mindformers_core.dtensor.lookups import LOOKUPS, found_here, zero_where
-from mindformers_core.dtensor.moments import group_norm
 from mindformers_core.dtensor.move import dtype_name, redistribute_local
 from mindformers_core.dtensor.scans import SCANS
-from mindformers_core.dtensor.statistics import band, norm, product, spread, trace
+from mindformers_core.dtensor.statistics import band, group_norm, norm, product, spread, trace
 from mindformers_core.layout import Layout
+from mindformers_core.operators.rules.dims import as_dims
 
 _LOWEST = -65504.0  # the lowest number of every float type
 
@@ -45,7 +41,7 @@ class ShardContext:
         axes: the axes that shard the operator's own dim, major to minor; empty for an algorithm that always runs.
         layouts: the layout of every tensor input as the operator gets it.
         shapes: the global shape of every tensor input.
-        rank: the rank that runs, or for which it is written down; None: this process's.
+        rank: the rank that runs, or for which it is written down. Default: this process's.
         redistribute: `redistribute(local, source, target)` takes a local tensor from one layout to another.
         next_random_state: gives seed and offset of the next random draw.
         halos: of the operator's `Signature`.
@@ -57,7 +53,7 @@ class ShardContext:
     axes: tuple
     layouts: tuple
     shapes: tuple
-    rank: int | None = None
+    rank: int = field(default_factory=lambda: world().rank)
     redistribute: Callable = redistribute_local
     next_random_state: Callable = next_random_state
     halos: dict = field(default_factory=dict)
@@ -69,36 +65,33 @@ class ShardContext:
         """Number of parts."""
         return self.mesh.axis_size(*self.axes)
 
+    @cached_property
+    def number(self):
+        """Number of this rank's part, from 0."""
+        return self.mesh.group_index(self.rank, self.axes)
+
     def start(self, size, dtype):
         """The global position at which this rank's part begins, if all parts have this size: a tensor without dims.
 
         A number would make the graphs of two ranks differ, since MindSpore drops the addition of 0.
         """
-        return Tensor(self.mesh.group_index(self._rank, self.axes) * size, dtype)
+        return Tensor(self.number * size, dtype)
 
     def positions(self, dim):
-        """The global positions along `dim` of this rank's part of the first input: a vector of int32."""
-        part = self.layouts[0].local_slices(self.shapes[0], self._rank)[dim]
-        return Tensor(np.arange(part.start, part.stop), mstype.int32)
+        """The global positions along `dim` of this rank's part of the first input, int32; other dims have size 1."""
+        part = self.layouts[0].local_slices(self.shapes[0], self.rank)[dim]
+        shape = [-1 if each == dim else 1 for each in range(len(self.shapes[0]))]
+        return Tensor(np.arange(part.start, part.stop).reshape(shape), mstype.int32)
 
-    def start_along(self, dim, size, dtype):
-        """As `start`, along the axes that shard a dim of the first input."""
-        return Tensor(self.part(dim)[0] * size, dtype)
-
-    def part(self, dim):
-        """Number and count of this rank's part of a dim of the first input, as far as it is cut."""
-        axes = self.layouts[0].axes[dim]
-        return self.mesh.group_index(self._rank, axes), self.mesh.axis_size(*axes)
-
-    def within(self, axes):
-        """For those of the own axes that are among `axes`."""
-        return replace(self, axes=tuple(axis for axis in self.axes if axis in axes))
+    def along(self, dim):
+        """For the parts along a dim of the first input alone."""
+        return replace(self, axes=self.layouts[0].axes[dim])
 
     @cached_property
     def random_counters(self):
         """The counters of the random numbers of this rank's part of the first result; see `counters`."""
         layout, shape = self.output
-        return tuple(map(Tensor, counters(shape, layout.local_slices(shape, self._rank))))
+        return tuple(map(Tensor, counters(shape, layout.local_slices(shape, self.rank))))
 
     @property
     def local_shape(self):
@@ -106,15 +99,19 @@ class ShardContext:
         layout, shape = self.output
         return layout.local_shape(shape)
 
-    @property
-    def _rank(self):
-        return world().rank if self.rank is None else self.rank
-
     def combined(self, local, op="sum", varying=False):
         """The reduction of all parts with `op`, replicated; `varying`: for consumers that differ between ranks."""
-        dims = ((),) * local.ndim
-        whole = Layout.on(self.mesh, dims, varying=self.axes if varying else ())
-        return self.redistribute(local, Layout.on(self.mesh, dims, dict.fromkeys(self.axes, op)), whole)
+        return self._made_whole(local, [()] * local.ndim, dict.fromkeys(self.axes, op), varying)
+
+    def gathered(self, local, dim, varying=False):
+        """All parts along a dim; `varying`: for consumers that differ between ranks."""
+        dims = [()] * local.ndim
+        dims[dim] = self.axes
+        return self._made_whole(local, dims, {}, varying)
+
+    def _made_whole(self, local, dims, partial_ops, varying):
+        whole = Layout.on(self.mesh, [()] * local.ndim, varying=self.axes if varying else ())
+        return self.redistribute(local, Layout.on(self.mesh, dims, partial_ops), whole)
 
 
 def _mean(operator, args, context):
@@ -124,8 +121,9 @@ def _mean(operator, args, context):
 
 def _extreme(op, _, args, context):
     """The extreme over all parts. Its gradient goes to the elements that hold it; several share it equally."""
-    x, dims = args[0], _reduced_dims(args[0].ndim, args[1:])
-    local = (ops.amax if op == "max" else ops.amin)(ops.stop_gradient(x), dims, *args[2:])
+    x, dims, *keepdim = args if len(args) > 1 else (*args, None)
+    dims = as_dims(dims, x.ndim)
+    local = (ops.amax if op == "max" else ops.amin)(ops.stop_gradient(x), dims, *keepdim)
     best = context.combined(local, op)
     if "float" not in dtype_name(x.dtype):
         return best
@@ -135,29 +133,13 @@ def _extreme(op, _, args, context):
     return best + ops.reshape(ops.sum(_finite_zero(x) * holds, dims) / count, best.shape)
 
 
-def _extreme_magnitude(op, _, args, context):
-    """The norm of order infinity, or minus infinity."""
-    x, _, *rest = args
-    return _extreme(op, None, (ops.abs(x), *rest), context)
-
-
-def _reduced_dims(ndim, arguments):
-    given = arguments[0] if arguments else None
-    if given is None or given == ():
-        return tuple(range(ndim))
-    given = given if isinstance(given, (tuple, list)) else (given,)
-    return tuple(dim % ndim for dim in given)
-
-
 def _arg_extreme(op, operator, args, context):
-    """The position of the first extreme over all parts."""
-    x, dim = args[0], args[1] if len(args) > 1 and args[1] is not None else None
-    if dim is None:
-        raise ValueError("argmax or argmin over all dims of a sharded tensor: flatten it to one dim first")
+    """The position of the first extreme over all parts; a tensor whose one dim isn't named has no others."""
+    x, dim = args[0], args[1] if len(args) > 1 and args[1] is not None else 0
     index = operator(*args)
     kept = index if index.ndim == x.ndim else ops.expand_dims(index, dim)
-    value = ops.gather_elements(ops.stop_gradient(x), dim, kept)
-    return _first_position(index, ops.reshape(value, index.shape), x.shape[dim], op, context)[0]
+    value = ops.reshape(ops.gather_elements(ops.stop_gradient(x), dim, kept), index.shape)
+    return _first_position(index, value, x.shape[dim], op, context)[0]
 
 
 def _first_position(index, value, size, op, context):
@@ -174,7 +156,7 @@ def _first_position(index, value, size, op, context):
     return ops.cast(first - 1, index.dtype), ops.equal(first, position)
 
 
-def _extreme_with_index(op, value_first, operator, args, context):
+def _extreme_with_index(value_first, op, operator, args, context):
     """Index and value of the first extreme over all parts; the gradient goes to that element alone."""
     size = args[0].shape[args[1]]
     results = operator(*args)
@@ -184,16 +166,6 @@ def _extreme_with_index(op, value_first, operator, args, context):
     best = context.combined(ops.stop_gradient(value), op)
     best = best + _finite_zero(value) * ops.cast(mine, value.dtype)
     return (best, first) if value_first else (first, best)
-
-
-def _extreme_pair(op, _, args, context):
-    """As `_extreme_with_index`, the value first, by a function that takes its arguments by position."""
-    return _extreme_with_index(op, True, ops.max if op == "max" else ops.min, args, context)
-
-
-def _first_extreme(op, _, args, context):
-    """As `_extreme_pair`, the value alone."""
-    return _extreme_pair(op, _, args, context)[0]
 
 
 def _finite_zero(x):
@@ -208,11 +180,16 @@ def _all_or_any(op, operator, args, context):
     return ops.cast(context.combined(answer, op), mstype.bool_)
 
 
-def _shifted(x, dim, context):
+def _shifted(args, context):
     """`x` less the maximum over all parts (which needs no gradient), its exponentials, and their sum over all parts.
 
     The maximum of a row that is masked with -inf throughout is taken as a number, so that its exponentials are 0.
+
+    Args:
+        args: the tensor and the dim. Default: the last one.
     """
+    x, dim = (*args, -1)[:2]
+    dim = dim[0] if isinstance(dim, (tuple, list)) else dim
     top = context.combined(ops.amax(ops.stop_gradient(x), dim, keepdims=True), "max")
     shifted = x - ops.maximum(top, _LOWEST)
     exponentials = ops.exp(shifted)
@@ -220,34 +197,27 @@ def _shifted(x, dim, context):
 
 
 def _softmax(_, args, context):
-    x, dim = args[0], _softmax_dim(args)
-    _, exponentials, total = _shifted(x, dim, context)
+    _, exponentials, total = _shifted(args, context)
     return exponentials / ops.maximum(total, 0.5)  # at least 1, or 0 where all is masked: then 0, as on one card
 
 
 def _log_softmax(_, args, context):
-    x, dim = args[0], _softmax_dim(args)
-    shifted, _, total = _shifted(x, dim, context)
+    shifted, _, total = _shifted(args, context)
     return shifted - ops.log(total)
 
 
 def _log_sum_exp(_, args, context):
-    x, dims = args[0], _reduced_dims(args[0].ndim, args[1:])
+    x, dims, *keepdim = args if len(args) > 1 else (*args, None)
+    dims = as_dims(dims, x.ndim)
     top = context.combined(ops.amax(ops.stop_gradient(x), dims, keepdims=True), "max")
-    total = context.combined(ops.sum(ops.exp(x - top), dims, keepdim=True))
-    result = ops.log(total) + top
-    return result if len(args) > 2 and args[2] else ops.squeeze(result, dims)
-
-
-def _softmax_dim(args):
-    dim = args[1] if len(args) > 1 else -1
-    return dim[0] if isinstance(dim, (tuple, list)) else dim
+    result = ops.log(context.combined(ops.sum(ops.exp(x - top), dims, keepdim=True))) + top
+    return result if any(keepdim) else ops.squeeze(result, dims)
 
 
 def _cross_entropy(_, args, context):
     """The loss of every row, and its gradient, where classes are cut: that gradient flows, as on one card."""
     logits, labels = args[0], ops.stop_gradient(args[1])
-    shifted, exponentials, total = _shifted(ops.stop_gradient(logits), 1, context)
+    shifted, exponentials, total = _shifted((ops.stop_gradient(logits), 1), context)
     gradient = exponentials / total - labels
     loss = ops.sum(labels * (ops.log(total) - shifted) + _finite_zero(logits) * gradient, 1)
     return context.combined(loss, varying=True), gradient
@@ -256,7 +226,7 @@ def _cross_entropy(_, args, context):
 def _sparse_cross_entropy(operator, args, context):
     """The mean over all examples, whose classes may be cut: a term of it."""
     logits, labels = args
-    classes = context.within(context.layouts[0].dims[1])
+    classes = context.along(1)
     if not classes.axes:
         return _mean(operator, args, context)
     local, absent = found_here(labels, logits.shape[1], classes)
@@ -269,7 +239,7 @@ def _likelihood(operator, args, context):
     """As a part of the examples and classes gives it: a label that another part has is to be ignored."""
     logits, labels, weight, reduction, ignored = args
     place = min(1, logits.ndim - 1)
-    classes = context.within(context.layouts[0].dims[place])
+    classes = context.along(place)
     if classes.axes:
         local, absent = found_here(labels, logits.shape[place], classes)
         labels, ignored = ops.masked_fill(local, ops.logical_or(absent, ops.equal(labels, ignored)), -100), -100
@@ -278,9 +248,8 @@ def _likelihood(operator, args, context):
         return loss / context.combined(ops.stop_gradient(weights)), weights
     if reduction == 0:
         return loss, weights
-    examples = context.within([axis for axis in context.axes if axis not in classes.axes])
-    weights = examples.combined(weights) if examples.axes else weights
-    return loss, weights
+    examples = replace(context, axes=tuple(axis for axis in context.axes if axis not in classes.axes))
+    return loss, examples.combined(weights) if examples.axes else weights
 
 
 def _segment_extreme(op, operator, args, context):
@@ -295,41 +264,32 @@ def _segment_extreme(op, operator, args, context):
     return best + ops.unsorted_segment_sum(_finite_zero(x) * holds, ids, count) / shared
 
 
-_EXTREMES = {  # for both operations: the function, and its second argument
-    **{"{}": [_extreme], "arg{}": [_arg_extreme], "norm_{}": [_extreme_magnitude], "segment_{}": [_segment_extreme]},
-    **{"{}_with_index": (_extreme_with_index, False), "{}_dim": (_extreme_with_index, True)},
-    **{"{}_pair": [_extreme_pair], "{}_first": [_first_extreme]},
+_EXTREMES = {  # functions of "max" or "min", and of what an algorithm gets
+    **{"{}": _extreme, "arg{}": _arg_extreme, "segment_{}": _segment_extreme},
+    "norm_{}": lambda op, _, args, context: _extreme(op, _, (ops.abs(args[0]), *args[2:]), context),
+    **{"{}_with_index": partial(_extreme_with_index, False), "{}_dim": partial(_extreme_with_index, True)},
+    # by functions that take their arguments by position
+    "{}_pair": lambda op, _, *given: _extreme_with_index(True, op, getattr(ops, op), *given),
+    "{}_first": lambda op, _, *given: _extreme_with_index(True, op, getattr(ops, op), *given)[0],
 }
 ALGORITHMS = {
-    "mean": _mean,
-    "likelihood": _likelihood,
-    "softmax_cross_entropy": _cross_entropy,
-    "sparse_cross_entropy": _sparse_cross_entropy,
-    **{
-        name.format(op): partial(function, op, *more)
-        for op in ("max", "min")
-        for name, (function, *more) in _EXTREMES.items()
-    },
-    "norm": norm,
-    "prod": product,
-    "std": partial(spread, True, False),
-    "std_mean": partial(spread, True, True),
-    "var": partial(spread, False, False),
-    "var_mean": partial(spread, False, True),
-    "band": band,
-    "trace": trace,
-    "logsumexp": _log_sum_exp,
-    "attention_dropout": attention_with_dropout,
-    "all": partial(_all_or_any, "min"),
-    "any": partial(_all_or_any, "max"),
-    "softmax": _softmax,
-    "log_softmax": _log_softmax,
-    "group_norm": group_norm,
-    "halo": partial(windows, 0.0),
-    "halo_of_largest": partial(windows, -math.inf),
+    **{"mean": _mean, "norm": norm, "prod": product, "band": band, "trace": trace, "group_norm": group_norm},
+    **{"softmax": _softmax, "log_softmax": _log_softmax, "logsumexp": _log_sum_exp, "likelihood": _likelihood},
+    **{"softmax_cross_entropy": _cross_entropy, "sparse_cross_entropy": _sparse_cross_entropy},
+    **{name.format(op): partial(function, op) for op in ("max", "min") for name, function in _EXTREMES.items()},
+    **{"all": partial(_all_or_any, "min"), "any": partial(_all_or_any, "max")},
+    **{name: partial(spread, "std" in name, "mean" in name) for name in ("std", "std_mean", "var", "var_mean")},
+    **{"halo": partial(windows, 0.0), "halo_of_largest": partial(windows, -math.inf)},
     "halo_with_index": windows_with_index,
     "pad": shifted,
     **LOOKUPS,
     **SCANS,
     **DISTRIBUTIONS,
 }
+
+
+def algorithm_named(name):
+    """The algorithm of a name, which rules ask for. Raises `ValueError` where there is none."""
+    if name not in ALGORITHMS:
+        raise ValueError(f"a rule asks for the algorithm '{name}'; there are {', '.join(sorted(ALGORITHMS))}")
+    return ALGORITHMS[name]

@@ -7,7 +7,8 @@ integer generation in an interval", arXiv 1805.10941, without the rejection: the
 """
 
 import math
-from types import MappingProxyType, SimpleNamespace
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 from mindspore import Tensor, ops
@@ -17,19 +18,20 @@ from mindspore.common.generator import default_generator
 from mindspore.ops import auto_generate
 
 from mindformers_core.dtensor import dropout
+from mindformers_core.dtensor.constant_sizes import numbers
 from mindformers_core.dtensor.dropout import STEP, counters, next_random_state, uniform_bits
-from mindformers_core.operators import TensorMeta, signature_of, tensor_meta
+from mindformers_core.dtensor.move import meta_of
+from mindformers_core.operators import TensorMeta, signature_of
 from mindformers_core.program.structure import tree_fill, tree_leaves, tree_map
 
-_DIGITS = MappingProxyType({"float16": 11, "bfloat16": 8})  # of a fraction below 1; others: 24
+_DIGITS = {"float16": 11, "bfloat16": 8}  # of a fraction below 1; others: 24
 
 
 def whole_context(shape, random_state=next_random_state, float_dtype=None):
     """What the draw of a whole tensor needs of a `ShardContext`."""
-    places = counters(shape, [slice(0, size) for size in shape])
     return SimpleNamespace(
         next_random_state=random_state,
-        random_counters=tuple(map(Tensor, places)),
+        random_counters=tuple(map(Tensor, counters(shape, [slice(0, size) for size in shape]))),
         local_shape=tuple(shape),
         float_dtype=float_dtype,
     )
@@ -37,61 +39,64 @@ def whole_context(shape, random_state=next_random_state, float_dtype=None):
 
 def draw_whole(name, args, kwargs):
     """The whole result of a draw among plain tensors, by its rule; on any rank the same."""
-    signature = signature_of(name, *tree_map(_meta, (args, kwargs)))
+    signature = signature_of(name, *tree_map(meta_of, (args, kwargs)))
     given, context = (*args, *kwargs.values()), whole_context(signature.output_shapes[0])
     return args[0] if signature.run is None else drawn_by(signature, given, context)
 
 
 def drawn_by(signature, given, context):
     """The result of a draw with a `Signature`, from the arguments of its operator, in a `ShardContext`."""
-    if signature.arguments is not None:
-        given = tree_fill(signature.arguments, tree_leaves(given, Tensor), TensorMeta)
-    return DISTRIBUTIONS[signature.run](None, given, context)
+    args, _ = signature.localized(given, {}, (), runs_algorithm=True)
+    return DISTRIBUTIONS[signature.run](None, tree_fill(args, tree_leaves(given, Tensor), TensorMeta), context)
 
 
-def _meta(leaf):
-    return tensor_meta(tuple(leaf.shape), _name(leaf.dtype), None) if isinstance(leaf, Tensor) else leaf
+def _transformed(transform, _, args, context):
+    """A draw, by a function of uniform bits.
+
+    Args:
+        transform: function of `bits`, the name of the result's dtype, the dtype to compute fractions in, and bounds;
+            `bits(number)` are a uniform int32 for each element, independent for each number.
+        args: the tensor whose shape is drawn or None, seed, offset, dtype, and bounds.
+    """
+    _, seed, offset, dtype, *bounds = args
+    name, result = _name(dtype), _dtype(dtype)
+    if "float" in name and context.float_dtype is not None:
+        result = context.float_dtype
+    wide = context.float_dtype or (mstype.float64 if name == "float64" else mstype.float32)
+
+    def bits(number=0):  # a draw moves the generator by more than these
+        return uniform_bits(seed, offset + number if number else offset, context)
+
+    return ops.cast(transform(bits, name, wide, *bounds), result)
 
 
-def _uniform(_, args, context):
+def _uniform(bits, name, wide):
     """Uniform in [0, 1), a multiple of 2**-24 (of 2**-11 in float16, of 2**-8 in bfloat16)."""
-    _, seed, offset, dtype = args
-    wide, dtype = _dtypes(dtype, context)
-    digits = _DIGITS.get(_name(args[3]), 24)
-    return ops.cast(_fraction(uniform_bits(seed, offset, context, context.local_shape), digits, wide), dtype)
+    return _fraction(bits(), _DIGITS.get(name, 24), wide)
 
 
-def _normal(_, args, context):
+def _normal(bits, _, wide):
     """Normal with mean 0 and deviation 1, of two uniform numbers each; at most 5.8 in magnitude."""
-    _, seed, offset, dtype = args
-    wide, dtype = _dtypes(dtype, context)
-    first, second = (
-        _fraction(uniform_bits(seed, offset + place, context, context.local_shape), 24, wide) for place in (0, 1)
-    )
-    return ops.cast(ops.sqrt(ops.log(1.0 - first) * -2.0) * ops.cos(second * (2 * math.pi)), dtype)
+    first, second = (_fraction(bits(number), 24, wide) for number in (0, 1))
+    return ops.sqrt(ops.log(1.0 - first) * -2.0) * ops.cos(second * (2 * math.pi))
 
 
-def _integers(_, args, context):
+def _integers(bits, _, __, low, high):
     """Uniform among `low`, …, `high - 1`."""
-    _, seed, offset, dtype, low, high = args
-    bits = ops.cast(uniform_bits(seed, offset, context, context.local_shape), mstype.int64) + 2**31
-    return ops.cast(ops.bitwise_right_shift(bits * (high - low), 32) + low, _dtypes(dtype, context)[1])
+    return ops.bitwise_right_shift((ops.cast(bits(), mstype.int64) + 2**31) * (high - low), 32) + low
 
 
-def _permutation(_, args, context):
+def _permutation(bits, *_):
     """The order that sorts a uniform number for each element."""
-    _, seed, offset, dtype = args
-    bits = uniform_bits(seed, offset, context, context.local_shape)
-    return ops.cast(ops.sort(bits)[1], _dtypes(dtype, context)[1])
+    return ops.sort(bits())[1]
 
 
-# algorithms, called with (the tensor whose shape is drawn or None, seed, offset, dtype, …)
-DISTRIBUTIONS = MappingProxyType(
-    {
-        **{"uniform": _uniform, "normal": _normal, "integers": _integers, "permutation": _permutation},
-        **{"dropout": dropout.dropout_with_mask, "func_dropout": dropout.functional_dropout},
-    }
-)
+_TRANSFORMS = {"uniform": _uniform, "normal": _normal, "integers": _integers, "permutation": _permutation}
+DISTRIBUTIONS = {
+    **{name: partial(_transformed, transform) for name, transform in _TRANSFORMS.items()},
+    **{"dropout": dropout.dropout_with_mask, "func_dropout": dropout.functional_dropout},
+    "attention_dropout": dropout.attention_with_dropout,
+}
 
 
 def _fraction(bits, digits, dtype):
@@ -109,74 +114,61 @@ def _dtype(dtype):
     return getattr(mstype, _name(dtype).replace("bool", "bool_"))
 
 
-def _dtypes(dtype, context):
-    """The dtype to compute fractions in, and that of the result."""
-    name, result = _name(dtype), _dtype(dtype)
-    if "float" in name and context.float_dtype is not None:
-        result = context.float_dtype
-    wide = context.float_dtype or (mstype.float64 if name == "float64" else mstype.float32)
-    return wide, result
+def _draw(name, *given, state=(), dtype=None):
+    """A draw by one of the operators that draw; without a `state`, seed and offset, the generator moves on."""
+    return getattr(auto_generate, name)()(*given, *(state or default_generator._step(STEP)), dtype, None)
 
 
-def _drawn(name, *args):
-    """A draw by one of the four operators; the generator moves on."""
-    return getattr(auto_generate, name)()(*args)
-
-
-def _sizes(shape):
-    return tuple(shape.asnumpy().tolist()) if isinstance(shape, Tensor) else tuple(shape)
-
-
-def _uniform_real(shape):
-    return _drawn("RandExt", _sizes(shape), *default_generator._step(STEP), None, None)
+def _uniform_real(shape, *state):
+    return _draw("RandExt", tuple(numbers(shape)), state=state)
 
 
 def _standard_normal(shape):
-    return _drawn("Randn", _sizes(shape), *default_generator._step(STEP), None, None)
+    return _draw("Randn", tuple(numbers(shape)))
+
+
+def _chances(x, *state):
+    """A number in [0, 1) for each element of a tensor."""
+    return _draw("RandLikeExt", x, state=state, dtype=mstype.float32)
 
 
 def _uniform_int(shape, low, high):
-    draws = _drawn("RandInt", 0, 2**31, _sizes(shape), *default_generator._step(STEP), mstype.int64, None)
+    draws = _draw("RandInt", 0, 2**31, tuple(numbers(shape)), dtype=mstype.int64)
     low, high = (ops.cast(bound, mstype.int64) if isinstance(bound, Tensor) else bound for bound in (low, high))
     return ops.cast(ops.bitwise_right_shift(draws * (high - low), 31) + low, mstype.int32)
 
 
-def _standard_laplace(shape):
-    """The difference of two exponential numbers."""
-    return ops.log(1.0 - _uniform_real(shape)) - ops.log(1.0 - _uniform_real(shape))
+def _log_uniform(shape):
+    """The logarithm of a uniform number: an exponential one below 0."""
+    return ops.log(1.0 - _uniform_real(shape))
 
 
 def _cauchy(size, median, sigma):
     return ops.tan((_uniform_real(size) - 0.5) * math.pi) * sigma + median
 
 
+def _log_normal(x, mean, std):
+    return ops.exp(ops.cast(_standard_normal(x.shape) * std + mean, x.dtype))
+
+
 def _permuted(n, seed=0, offset=0, dtype=mstype.int64):
-    return _drawn("RandpermExt", n, *default_generator._step(STEP), _dtype(dtype))
+    return auto_generate.RandpermExt()(n, *default_generator._step(STEP), _dtype(dtype))
 
 
 def _normal_of(mean, std, *rest):
     """`Normal…`, of which `mean` and `std` are numbers or tensors; with two numbers, a size is given."""
     *size, seed, offset = rest
-    if size:
-        return _drawn("Randn", _sizes(size[0]), seed, offset, None, None) * std + mean
-    like = next(tensor for tensor in (mean + std, mean, std) if isinstance(tensor, Tensor))
-    return ops.stop_gradient(_drawn("RandnLike", like, seed, offset, None, None) * std + mean)
+    of = ("Randn", tuple(numbers(size[0]))) if size else ("RandnLike", mean + std)
+    return ops.stop_gradient(_draw(*of, state=(seed, offset)) * std + mean)
 
 
-def _bernoulli_ext(x, seed, offset):
-    return ops.cast(ops.less(_drawn("RandLikeExt", x, seed, offset, mstype.float32, None), x), x.dtype)
-
-
-def _bernoulli(x, p):
-    draws = _drawn("RandLikeExt", x, *default_generator._step(STEP), mstype.float32, None)
-    return ops.cast(ops.less(draws, p), x.dtype)
+def _bernoulli(x, chance, *state):
+    return ops.cast(ops.less(_chances(x, *state), chance), x.dtype)
 
 
 def _channels(x, keep_prob, *state):
     """The tensor with whole channels zeroed, and the others scaled; and which elements stay."""
-    shape = (*x.shape[:2], *(1,) * (x.ndim - 2))
-    draws = _drawn("RandExt", shape, *(state or default_generator._step(STEP)), None, None)
-    stays = ops.less(draws, keep_prob)
+    stays = ops.less(_uniform_real((*x.shape[:2], *(1,) * (x.ndim - 2)), *state), keep_prob)
     factor = ops.cast(stays, x.dtype) * (1.0 / keep_prob if keep_prob else 0.0)
     return x * factor, ops.broadcast_to(stays, x.shape)
 
@@ -189,31 +181,13 @@ def _channels_ext(x, p=0.5, training=True, inplace=False, seed=None, offset=None
 
 def _multinomial(x, count, replacement=True, *state):
     """Classes by their weights, those of the last dim; without replacement the first to end of exponential times."""
-    seed, offset = state or default_generator._step(STEP)
     if not replacement:
-        times = ops.log(_drawn("RandLikeExt", x, seed, offset, mstype.float32, None)) / x
-        return ops.cast(ops.topk(times, count)[1], mstype.int64)
+        return ops.cast(ops.topk(ops.log(_chances(x, *state)) / x, count)[1], mstype.int64)
     ends = ops.cumsum(x, -1)
-    places = _drawn("RandExt", (*x.shape[:-1], count), seed, offset, None, None) * ends[..., -1:]
+    places = _uniform_real((*x.shape[:-1], count), *state) * ends[..., -1:]
     passed = ops.less_equal(ops.expand_dims(ends, -2), ops.expand_dims(places, -1))
     found = ops.sum(ops.cast(passed, mstype.int32), -1)
     return ops.cast(ops.minimum(found, x.shape[-1] - 1), mstype.int64)
-
-
-def _categorical(logits, count, seed=0):
-    return _multinomial(ops.softmax(logits, -1), count)
-
-
-def _replaced(x, seed, offset, numsamples, replacement):
-    return _multinomial(x, numsamples, replacement)
-
-
-def _log_normal(x, mean, std):
-    return ops.exp(ops.cast(_standard_normal(x.shape) * std + mean, x.dtype))
-
-
-def _uniform_between(x, low, high, seed, offset):
-    return _drawn("RandLikeExt", x, seed, offset, None, None) * (high - low) + low
 
 
 def _truncated_normal(shape, dtype):
@@ -226,22 +200,22 @@ def _gamma(shape, alpha, beta=None):
 
     Of 8 tries, one is accepted with a probability of 1 - 3e-11.
     """
-    shape = np.broadcast_shapes(_sizes(shape), alpha.shape, () if beta is None else beta.shape)
+    shape = np.broadcast_shapes(numbers(shape), alpha.shape, () if beta is None else beta.shape)
     alpha, few = ops.cast(alpha, mstype.float32), ops.less(alpha, 1.0)
     least = ops.where(few, alpha + 1.0, alpha) - 1 / 3
-    normal, chance = _standard_normal((8, *shape)), ops.log(1.0 - _uniform_real((8, *shape)))
+    normal, chance = _standard_normal((8, *shape)), _log_uniform((8, *shape))
     cubed = ops.pow(ops.maximum(normal / ops.sqrt(least * 9.0) + 1.0, 1e-10), 3)
     bound = normal * normal * 0.5 + least * (1.0 - cubed + ops.log(cubed))
     accepted = ops.cast(ops.logical_and(ops.less(chance, bound), ops.greater(cubed, 1e-20)), mstype.float32)
     first = accepted * ops.cast(ops.equal(ops.cumsum(accepted, 0), 1.0), mstype.float32)
     result = least * (ops.sum(first * cubed, 0) + 1.0 - ops.sum(first, 0))
-    result = ops.where(few, result * ops.exp(ops.log(1.0 - _uniform_real(shape)) / alpha), result)
+    result = ops.where(few, result * ops.exp(_log_uniform(shape) / alpha), result)
     return ops.stop_gradient(result if beta is None else result * beta)
 
 
 def _poisson(shape, rate, dtype=mstype.int32):
     """Poisson, by the inverse of its distribution: the first number to reach it, of those around a normal one's."""
-    shape, chance = np.broadcast_shapes(_sizes(shape), rate.shape), 1 - 2.0**-24
+    shape, chance = np.broadcast_shapes(numbers(shape), rate.shape), 1 - 2.0**-24
     rate = ops.broadcast_to(ops.cast(rate, mstype.float32), shape)
     draws = _uniform_real(shape)
     normal = ops.erfinv(ops.clamp(draws * 2.0 - 1.0, -chance, chance)) * math.sqrt(2)
@@ -254,11 +228,7 @@ def _poisson(shape, rate, dtype=mstype.int32):
 
 def _before(of):
     """A draw for each element of a tensor of parameters: their dims follow the drawn shape."""
-    return lambda shape, rates, **named: of((*_sizes(shape), *rates.shape), rates, **named)
-
-
-def _shuffled(x):
-    return ops.gather(x, _permuted(x.shape[0]), 0)
+    return lambda shape, rates, **named: of((*numbers(shape), *rates.shape), rates, **named)
 
 
 def _choice_with_mask(x, count):
@@ -283,31 +253,24 @@ def _candidates(true_classes, num_sampled, unique, range_max):
 
 
 # operator -> its composition, and names of a primitive's attributes that it takes besides
-DRAWN = MappingProxyType(
-    {
-        "UniformReal": (_uniform_real, ()),
-        "StandardNormal": (_standard_normal, ()),
-        "StandardLaplace": (_standard_laplace, ()),
-        "UniformInt": (_uniform_int, ()),
-        "Cauchy": (_cauchy, ("size", "median", "sigma")),
-        "RandpermV2": (_permuted, ()),
-        **{f"Normal{name}": (_normal_of, ()) for name in ("FloatFloat", "FloatTensor", "TensorFloat", "TensorTensor")},
-        "BernoulliExt": (_bernoulli_ext, ()),
-        "Bernoulli": (_bernoulli, ()),
-        **dict.fromkeys(("Dropout2D", "Dropout3D"), (_channels, ("keep_prob",))),
-        "Dropout2dExt": (_channels_ext, ()),
-        **dict.fromkeys(("Multinomial", "MultinomialExt"), (_multinomial, ())),
-        "RandomCategorical": (_categorical, ()),
-        "MultinomialWithReplacement": (_replaced, ("numsamples", "replacement")),
-        "LogNormalReverse": (_log_normal, ("mean", "std")),
-        "UniformExt": (_uniform_between, ()),
-        "TruncatedNormal": (_truncated_normal, ("dtype",)),
-        "Gamma": (_gamma, ()),
-        "RandomGamma": (_before(_gamma), ()),
-        "Poisson": (_poisson, ()),
-        "RandomPoisson": (_before(_poisson), ("dtype",)),
-        "RandomShuffle": (_shuffled, ()),
-        "RandomChoiceWithMask": (_choice_with_mask, ("count",)),
-        "UniformCandidateSampler": (_candidates, ("num_sampled", "unique", "range_max")),
-    }
-)
+DRAWN = {
+    **{"UniformReal": _uniform_real, "StandardNormal": _standard_normal, "UniformInt": _uniform_int},
+    "StandardLaplace": lambda shape: _log_uniform(shape) - _log_uniform(shape),
+    "Cauchy": (_cauchy, "size median sigma"),
+    "RandpermV2": _permuted,
+    **dict.fromkeys(("NormalFloatFloat", "NormalFloatTensor", "NormalTensorFloat", "NormalTensorTensor"), _normal_of),
+    **{"BernoulliExt": lambda x, *state: _bernoulli(x, x, *state), "Bernoulli": _bernoulli},
+    **dict.fromkeys(("Dropout2D", "Dropout3D"), (_channels, "keep_prob")),
+    "Dropout2dExt": _channels_ext,
+    **dict.fromkeys(("Multinomial", "MultinomialExt"), _multinomial),
+    "RandomCategorical": lambda logits, count, seed=0: _multinomial(ops.softmax(logits, -1), count),
+    "MultinomialWithReplacement": (lambda x, *_, **named: _multinomial(x, *named.values()), "numsamples replacement"),
+    "LogNormalReverse": (_log_normal, "mean std"),
+    "UniformExt": lambda x, low, high, *state: _draw("RandLikeExt", x, state=state) * (high - low) + low,
+    "TruncatedNormal": (_truncated_normal, "dtype"),
+    **{"Gamma": _gamma, "RandomGamma": _before(_gamma)},
+    **{"Poisson": _poisson, "RandomPoisson": (_before(_poisson), "dtype")},
+    "RandomShuffle": lambda x: ops.gather(x, _permuted(x.shape[0]), 0),
+    "RandomChoiceWithMask": (_choice_with_mask, "count"),
+    "UniformCandidateSampler": (_candidates, "num_sampled unique range_max"),
+}

@@ -8,7 +8,6 @@ integers and strings" (arXiv 1504.06804, section 3): two sums and one product an
 
 import math
 from dataclasses import replace
-from types import MappingProxyType
 
 import numpy as np
 from mindspore import Tensor, ops
@@ -19,7 +18,7 @@ from mindformers_core.operators.rules.attention import key_length
 from mindformers_core.splitmix import GOLDEN
 
 # Number of an operator's arguments before its seeds, which differ from layer to layer or from call to call.
-WITHOUT_SEEDS = MappingProxyType({"Dropout": 2})
+WITHOUT_SEEDS = {"Dropout": 2}
 
 STEP = Tensor(12, mstype.int64)  # by which a draw advances the generator: that of MindSpore's own operators
 _FIRST_COLUMN = 1 << 62  # columns count from here, so that no row has the same counter
@@ -70,13 +69,13 @@ def attention_with_dropout(operator, args, context):
     whole = *shape[:-1], key_length(args) // 8
     cut, mask = replace(context, output=(layout, whole)), 0
     for bit in range(8):  # a draw moves the generator by more than these
-        stays = ops.less_equal(uniform_bits(seed, offset + bit, cut, cut.local_shape), _threshold(args[11]))
+        stays = ops.less_equal(uniform_bits(seed, offset + bit, cut), _threshold(args[11]))
         mask = ops.cast(stays, mstype.int32) * (1 << bit) + mask
     return operator(*args[:4], ops.cast(mask, mstype.uint8), *args[5:])
 
 
 def _dropped(x, keep_probability, seed, offset, context):
-    bits = uniform_bits(seed, offset, context, x.shape)
+    bits = uniform_bits(seed, offset, context)
     stays = ops.cast(ops.less_equal(bits, _threshold(keep_probability)), x.dtype)
     return x * stays * (1.0 / keep_probability if keep_probability else 0.0), stays
 
@@ -86,11 +85,11 @@ def _threshold(probability):
     return max(round(probability * 2**32) - 2**31 - 1, -(2**31))
 
 
-def uniform_bits(seed, offset, context, shape):
-    """A uniform int32 for each element of a tensor of this local shape, by its global position (`random_counters`)."""
+def uniform_bits(seed, offset, context):
+    """A uniform int32 for each element of the first result's local part, by its global position."""
     key = seed * _signed(0xD1342543DE82EF95) + offset * _signed(0xAF251AF3B0F025B5)
     (low_rows, high_rows), (low_columns, high_columns) = (_random_halves(c + key) for c in context.random_counters)
-    return ops.reshape((low_rows + low_columns) * (high_rows + high_columns), shape)
+    return ops.reshape((low_rows + low_columns) * (high_rows + high_columns), context.local_shape)
 
 
 def _random_halves(state):
@@ -126,11 +125,8 @@ def counters(shape, slices):
 
 def _flat_positions(shape, slices):
     """Position in a whole tensor, flattened, of every element of a part."""
-    positions = np.zeros(1, np.uint64)
-    for size, part in zip(shape, slices):
-        along = np.arange(part.start, part.stop, dtype=np.uint64)
-        positions = (positions[:, None] * np.uint64(size) + along).ravel()
-    return positions
+    index = np.ix_([0], *(np.arange(part.start, part.stop) for part in slices))  # no dims at all have one position
+    return np.ravel_multi_index(index, (1, *shape)).ravel().astype(np.uint64)
 
 
 connect_generator(default_generator)

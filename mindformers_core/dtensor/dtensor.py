@@ -13,7 +13,7 @@ from mindspore import Parameter, Tensor, ops
 from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.communication import world
-from mindformers_core.dtensor.aliases import check_memory, note_adopted, note_write
+from mindformers_core.dtensor.aliases import check_memory, note_adopted, note_write, unwritable
 from mindformers_core.dtensor.indexing import IndexedTensor
 from mindformers_core.dtensor.move import dtype_name, redistribute_local
 from mindformers_core.layout import Layout, bind_layout
@@ -34,7 +34,7 @@ def _of_whole(what, read=None):
 class DTensor(IndexedTensor):
     """A tensor on a device mesh. Made by `distribute_tensor`, `DTensor.from_local`, `shard()`, and operators.
 
-    `shape`, `ndim`, `size` and `len()` are the global ones. Its values may be read (`asnumpy()`, `float()`, …) where
+    `shape`, `size` and `len()` are the global ones. Its values may be read (`asnumpy()`, `float()`, …) where
     every rank holds the whole tensor; elsewhere that is an error, never a silent gather: ask for `full_tensor()`.
     """
 
@@ -74,11 +74,6 @@ class DTensor(IndexedTensor):
         return self._meta.shape
 
     @property
-    def ndim(self):
-        """Number of dims."""
-        return len(self._meta.shape)
-
-    @property
     def size(self):
         """Number of elements of the global tensor."""
         return math.prod(self._meta.shape)
@@ -87,10 +82,6 @@ class DTensor(IndexedTensor):
     def nbytes(self):
         """Bytes of the global tensor."""
         return self.size * self.itemsize
-
-    def dim(self):
-        """Number of dims."""
-        return self.ndim
 
     def numel(self):
         """Number of elements of the global tensor."""
@@ -111,15 +102,13 @@ class DTensor(IndexedTensor):
         Raises:
             ValueError: the layout doesn't fit the tensor, or is on another mesh.
         """
-        target = layout if isinstance(layout, Layout) and layout.ndim == self.ndim else None
-        if target is not None and target.mesh != self.mesh:
+        if isinstance(layout, Layout) and layout.mesh != self.mesh:
             raise ValueError(
                 f"redistribute() moves a tensor on its own mesh: this one of shape {self.shape} lives as "
-                f"{self.layout!r}, and {target!r} is on another. "
+                f"{self.layout!r}, and {layout!r} is on another mesh. "
                 "Take it over with distribute_tensor(x.full_tensor(), layout, mesh)"
             )
-        if target is None:
-            target = bind_layout(layout, mesh or self.mesh, self.ndim, self.layout)
+        target = bind_layout(layout, mesh or self.mesh, self.ndim, self.layout)
         if target == self.layout:
             return self
         uncached = self._moved is None or _pynative_executor.is_saved_tensor_hook_active()
@@ -151,11 +140,6 @@ class DTensor(IndexedTensor):
         Raises:
             ValueError: another tensor would change, too, on one card.
         """
-        if "is_borrowed" in vars(self):
-            raise ValueError(
-                f"a distributed tensor of shape {self.shape} is changed in place that is an argument of the root Cell, "
-                "or another tensor in another layout, which would have to change, too: change a copy"
-            )
         if not isinstance(value, DTensor):
             value = distribute_tensor(value, Layout.on(self.mesh, ((),) * self.ndim))
         if isinstance(self._local, Parameter):
@@ -163,10 +147,19 @@ class DTensor(IndexedTensor):
                 raise ValueError(self._local.unwritable)
             layout = self.layout.replace(varying=())
             ops.assign(self._local, ops.stop_gradient(value.redistribute(layout)._local))
+        elif reason := unwritable(self):
+            raise ValueError(reason)
         else:
             self._local, self._meta = value._local, value._meta
         self._moved = None if self._moved is None else {}
         note_write(self, "")
+
+    def lasting(self):
+        """What this tensor is, if it outlives the call; else ""."""
+        if isinstance(self._local, Parameter):
+            return f"Parameter '{self._local.name}'"
+        borrowed_from = "an argument of the root Cell, or another tensor in another layout"
+        return borrowed_from if "is_borrowed" in vars(self) else ""
 
     def __deepcopy__(self, memo):
         return wrap(copy.deepcopy(self._local, memo), self._meta)
@@ -206,9 +199,7 @@ def borrowed(tensor):
 def adopted(tensor, mesh):
     """A plain tensor, the same on all ranks, which becomes a DTensor: it is changed in place."""
     check_memory(tensor)
-    whole = wrap(
-        tensor.copy(), tensor_meta(tuple(tensor.shape), dtype_name(tensor.dtype), Layout.on(mesh, ((),) * tensor.ndim))
-    )
+    whole = distribute_tensor(tensor.copy(), Layout.on(mesh, ((),) * tensor.ndim))
     note_adopted(tensor)
     tensor.__class__ = DTensor
     vars(tensor).update(vars(whole))

@@ -12,7 +12,7 @@ import numpy as np
 from mindspore import Tensor, ops
 from mindspore import dtype as mstype
 
-from mindformers_core.layout import Layout
+from mindformers_core.dtensor.scans import part_along
 
 _PAD = ops.PadV3()
 
@@ -29,7 +29,7 @@ def windows_with_index(operator, args, context):
     value, index = operator(x, *args[1:])
     rest, found, scale = ops.stop_gradient(index), 0, 1
     for dim, (before, _, _) in reversed(context.halos.items()):
-        start = context.start_along(dim, given[dim], index.dtype) + (before + 1)  # never 0: see `scans`
+        start = context.along(dim).start(given[dim], index.dtype) + (before + 1)  # never 0: see `scans`
         place = rest % x.shape[dim] + start - (2 * before + 1)
         rest = rest // x.shape[dim]
         found = found + place * scale
@@ -45,54 +45,42 @@ def shifted(_, args, context):
 def _extended(x, fill, context):
     """`x` with its halo along every dim of windows; the later dims take the corners from the earlier ones."""
     for dim, (before, behind, end) in context.halos.items():
-        axes = context.layouts[0].dims[dim]
-        x = _with_borders(x, dim, before, behind, axes, fill, context) if axes else padded(x, dim, before, end, fill)
+        parts = context.along(dim)
+        x = _with_borders(x, dim, before, behind, fill, parts) if parts.axes else padded(x, dim, before, end, fill)
     return x
 
 
-def _with_borders(x, dim, before, behind, axes, fill, context):
+def _with_borders(x, dim, before, behind, fill, parts):
     """`x` between the last `before` elements of the part in front of it and the first `behind` of that after it."""
     if not before and not behind:
         return x
-    size = x.shape[dim]
-    front, back = max(before, 0), max(behind, 0)
-    is_whole = max(before, behind) > size
-    sent = x if is_whole else _joined([_part(x, dim, size - front, front), _part(x, dim, 0, back)], dim)
-    places = [()] * x.ndim
-    places[dim] = axes
-    cut, whole = Layout.on(context.mesh, places), Layout.on(context.mesh, [()] * x.ndim, varying=axes)
-    length = before + behind if is_whole else front + back
-    start = context.start_along(dim, size if is_whole else length, mstype.int32)
-    around = context.redistribute(sent, cut, whole)
-    if is_whole:
-        around = padded(around, dim, before, behind, fill)
-        return _taken(around, dim, np.arange(size + length), start)
+    size, front, back = x.shape[dim], max(before, 0), max(behind, 0)
+    if max(before, behind) > size:
+        around = padded(parts.gathered(x, dim, varying=True), dim, before, behind, fill)
+        return _taken(around, dim, np.arange(size + before + behind), parts.start(size, mstype.int32))
+    length, ends = front + back, ((size - front, front), (0, back))
+    sent = _joined([part_along(x, dim, first, count) for first, count in ends if count], dim)
     # the border of part r is in place r + 1
-    around = padded(around, dim, length, length, fill)
+    around = padded(parts.gathered(sent, dim, varying=True), dim, length, length, fill)
+    start = parts.start(length, mstype.int32)
     first = [_taken(around, dim, np.arange(front), start)] if front else []
     last = [_taken(around, dim, np.arange(back) + 2 * length + front, start)] if back else []
-    return _joined([*first, padded(x, dim, min(before, 0), min(behind, 0), fill), *last], dim)
+    own = [padded(x, dim, min(before, 0), min(behind, 0), fill)] if max(-before, -behind) < size else []
+    return _joined([*first, *own, *last], dim)
 
 
 def _taken(x, dim, places, start):
     return ops.gather(x, Tensor(places.astype(np.int32)) + start, dim)
 
 
-def _part(x, dim, start, size):
-    begin, sizes = [0] * x.ndim, list(x.shape)
-    begin[dim], sizes[dim] = start, size
-    return ops.slice(x, tuple(begin), tuple(sizes)) if size else None
-
-
 def _joined(parts, dim):
-    parts = [part for part in parts if part is not None]
     return ops.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
 def padded(x, dim, before, behind, fill):
     """`x` with so many elements `fill` before and behind it along a dim; for a negative number, so many fewer."""
     if min(before, behind) < 0:
-        x = _part(x, dim, max(-before, 0), x.shape[dim] + min(before, 0) + min(behind, 0))
+        x = part_along(x, dim, max(-before, 0), x.shape[dim] + min(before, 0) + min(behind, 0))
     if max(before, behind) <= 0:
         return x
     fill = ops.cast(fill if isinstance(fill, Tensor) else Tensor(fill, mstype.float32), x.dtype)

@@ -36,9 +36,8 @@ def _index_put(x, indices, values, accumulate=False):
 
 
 def _put(x, index, source, accumulate=False):
-    flat, index = ops.reshape(x, (-1,)), ops.reshape(index, (-1, 1))
-    write = ops.tensor_scatter_add if accumulate else scatter_update
-    return ops.reshape(write(flat, index, ops.reshape(source, (-1,))), x.shape)
+    flat, index, source = (ops.reshape(each, (-1,)) for each in (x, index, source))
+    return ops.reshape(with_items(flat, index, source, accumulate), x.shape)
 
 
 def _scatter(x, dim, index, source, reduce=None):

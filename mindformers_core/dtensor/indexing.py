@@ -7,7 +7,7 @@ import numpy as np
 from mindspore import Tensor, get_context, ops
 from mindspore import dtype as mstype
 
-from mindformers_core.operators.rules.elementwise import broadcast_shape
+from mindformers_core.operators.rules.dims import broadcast_shape
 
 
 class IndexedTensor(Tensor):

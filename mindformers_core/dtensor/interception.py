@@ -5,11 +5,11 @@ whose first tensor is a plain one looks up `Tensor.__fallback__`; and a few prim
 """
 
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 
 from mindspore import Parameter, Tensor, ops
+from mindspore.graph.api import _JitExecutor, _PyNativeExecutor
 from mindspore.ops.function import nn_func
 
 from mindformers_core.communication.world import process_state
@@ -21,6 +21,7 @@ from mindformers_core.dtensor.dtensor import DTensor, adopted
 from mindformers_core.dtensor.in_place import DRAWS_IN_PLACE
 from mindformers_core.operators.registry import facts_of, registered_operators
 from mindformers_core.program.structure import tree_leaves
+from mindformers_core.scopes import entered
 
 # Primitives that don't look up `__fallback__`, with those of their attributes that their rule takes as arguments.
 _WITHOUT_FALLBACK = (
@@ -86,6 +87,9 @@ def intercept_operators():
     DTensor.__fallback__ = dispatcher
     Tensor.__fallback__ = PlainTensorFallback(dispatcher)
     Tensor.__setitem__ = set_item_of(DTensor, lambda tensor, like: adopted(tensor, like.mesh))
+    Tensor.__init__ = _of_values(Tensor.__init__)
+    _JitExecutor.__call__ = _as_python(_JitExecutor.__call__)
+    _PyNativeExecutor.grad = _of_whole(_PyNativeExecutor.grad)
     for primitive, attributes in _WITHOUT_FALLBACK:
         primitive.__call__ = _dispatching(primitive.__call__, attributes, dispatcher)
     for name in (*registered_operators("draws"), *DRAWS_IN_PLACE):
@@ -94,16 +98,9 @@ def intercept_operators():
     nn_func._cross_entropy_for_class_indices = _without_branch(nn_func._cross_entropy_for_class_indices)
 
 
-@contextmanager
 def draws_by_position(active=True):
     """While open, draws among plain tensors give a distributed program's numbers, the same on all ranks; or don't."""
-    state = process_state().memo(__name__)
-    before = state.get("draws", False)
-    state["draws"] = active
-    try:
-        yield
-    finally:
-        state["draws"] = before
+    return entered(process_state().memo(__name__), "draws", active)
 
 
 def _drawing(call):
@@ -150,6 +147,50 @@ def _without_branch(function):
     return cross_entropy
 
 
+def _of_values(make):
+    """`Tensor(x)`, of the values of the whole of another one."""
+
+    def made(self, input_data=None, *args, **kwargs):
+        if _is_dispatched(input_data):
+            input_data = input_data._whole("Tensor(x), where x or ops.stop_gradient(x) would do,")
+        make(self, input_data, *args, **kwargs)
+
+    return made
+
+
+def _as_python(call):
+    """What `@ms.jit` makes of a function; operator by operator for DTensors, of which it would compile the parts."""
+
+    def jitted(executor, *args, **kwargs):
+        if not tree_leaves((args, kwargs), DTensor):
+            return call(executor, *args, **kwargs)
+        if executor.fn.__qualname__.startswith("_Vmap."):
+            refused()
+        return executor.fn(*args, **kwargs)
+
+    return jitted
+
+
+def _of_whole(grad):
+    """A gradient; while a Cell runs operator by operator of whole tensors only, since it is this rank's, and plain."""
+
+    def gradient(self, *args):
+        for tensor in tree_leaves(args, DTensor) if process_state().memo(__name__).get("draws") else ():
+            tensor._whole("a gradient inside of construct, which is a plain tensor,")
+        return grad(self, *args)
+
+    return gradient
+
+
+def refused(*_, **__):
+    """What takes the place of functions that differentiate or vectorise another one."""
+    raise ValueError(
+        "a function is differentiated or vectorised (ms.grad, ops.vmap, …), of which neither operators nor parts of "
+        "tensors are seen: write the derivative, or the whole batch, with operators, differentiate the sharded Cell "
+        "from outside, or give a Cell a bprop"
+    )
+
+
 def _is_dispatched(tensor):
     """Whether a value is a `DTensor`, or a traced tensor of a capture."""
     return isinstance(tensor, Tensor) and "__fallback__" in vars(type(tensor)) and type(tensor) is not Tensor
@@ -159,14 +200,10 @@ def _dispatching(call, attributes, dispatcher):
     """A `__call__` that passes calls with DTensors to the dispatcher, and runs all others itself."""
 
     def dispatching_call(self, *args):
-        if not _has_dtensor(args):
+        if not tree_leaves(args, DTensor):
             return call(self, *args)
         more = [getattr(self, name) for name in attributes]
         operator = _Operator(self.name, lambda *local: call(self, *local[: len(args)]))
         return dispatcher(operator, (*args, *more))
 
     return dispatching_call
-
-
-def _has_dtensor(args):
-    return any(type(entry) is DTensor or (isinstance(entry, (tuple, list)) and _has_dtensor(entry)) for entry in args)

@@ -7,6 +7,7 @@ from mindspore import Tensor, ops
 from mindspore import dtype as mstype
 
 from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.dtensor.scans import part_along
 
 
 def found_here(indices, size, context):
@@ -26,13 +27,13 @@ def zero_where(absent, found):
     return ops.masked_fill(found, absent, 0.0 if "float" in dtype_name(found.dtype) else 0)
 
 
-def _gather(_, args, context):
+def _gather(operator, args, context):
     """Look up the entries of this part, zero for others: the parts' results are terms of a sum."""
-    params, indices, dim, batch = args
+    params, indices, dim, batch = (*args, 0)[:4]
     dim, batch = dim % params.ndim, batch + indices.ndim * (batch < 0)
     local, absent = found_here(indices, params.shape[dim], context)
     shape = [*indices.shape[:batch], *[1] * (dim - batch), *indices.shape[batch:], *[1] * (params.ndim - dim - 1)]
-    return zero_where(ops.reshape(absent, tuple(shape)), ops.gather(params, local, dim, batch))
+    return zero_where(ops.reshape(absent, tuple(shape)), operator(params, local, dim, *args[3:]))
 
 
 def _slice(_, args, context):
@@ -42,8 +43,8 @@ def _slice(_, args, context):
     """
     x, taken = args
     for dim, *bounds in taken:
-        part, places = context.within(context.layouts[0].axes[dim]), Tensor(np.arange(*bounds), mstype.int32)
-        x = _gather(None, (x, places, dim, 0), part) if part.axes else ops.gather(x, places, dim)
+        part, places = context.along(dim), Tensor(np.arange(*bounds), mstype.int32)
+        x = _gather(ops.gather, (x, places, dim), part) if part.axes else ops.gather(x, places, dim)
     return context.combined(ops.reshape(x, context.local_shape))
 
 
@@ -61,9 +62,8 @@ def _zero_rows(absent, found):
 
 def _embedding(operator, args, context):
     """As `_gather`, for the operator that takes indices first and a matrix of rows second."""
-    indices, weight = args[:2]
-    local, absent = found_here(indices, weight.shape[0], context)
-    return _zero_rows(absent, operator(local, weight, *args[2:]))
+    indices, weight, *more = args
+    return _gather(lambda params, local, _: operator(local, params, *more), (weight, indices, 0), context)
 
 
 def _gather_nd(operator, args, context):
@@ -75,9 +75,9 @@ def _gather_nd(operator, args, context):
 
 def _coordinates_here(indices, x, context):
     """Coordinates into this part, and those that point elsewhere."""
-    parts = [(*context.part(dim), x.shape[dim]) for dim in range(indices.shape[-1])]
-    places = zip(*((size * count, size * number, size) for number, count, size in parts))
-    wholes, starts, sizes = (Tensor(values, indices.dtype) for values in places)
+    parts = [(context.along(dim), x.shape[dim]) for dim in range(indices.shape[-1])]
+    columns = zip(*((size * part.count, size * part.number, size) for part, size in parts))
+    wholes, starts, sizes = (Tensor(values, indices.dtype) for values in columns)
     local = ops.where(ops.less(indices, 0), indices + wholes, indices) - starts
     return local, ops.logical_or(ops.less(local, 0), ops.greater_equal(local, sizes))
 
@@ -103,8 +103,7 @@ def _scatter(locate, operator, args, context):
     rest[place] = locate(rest[place], x, cut, context)
     wide = x
     for dim in cut:
-        entry = tuple(1 if other == dim else size for other, size in enumerate(wide.shape))
-        wide = ops.cat((wide, ops.zeros_like(ops.slice(wide, (0,) * x.ndim, entry))), dim)
+        wide = ops.cat((wide, ops.zeros_like(part_along(wide, dim, 0, 1))), dim)
     return ops.slice(operator(wide, *rest), (0,) * x.ndim, x.shape)
 
 
@@ -122,16 +121,13 @@ def _of_coordinates(indices, x, cut, context):
 
 def _of_several(indices, x, cut, context):
     """A tensor of indices for each of the first dims of `x`."""
-    here = [
-        _of_one_dim(each, x, [dim], context.within(context.layouts[0].dims[dim])) if dim in cut else each
-        for dim, each in enumerate(indices)
-    ]
+    here = [_of_one_dim(each, x, [dim], context.along(dim)) if dim in cut else each for dim, each in enumerate(indices)]
     return type(indices)(here)
 
 
 LOOKUPS = {
     "slice": _slice,
-    "gather": _gather,
+    "gather": lambda _, *given: _gather(ops.gather, *given),
     "gather_elements": _gather_elements,
     "gather_nd": _gather_nd,
     "embedding": _embedding,

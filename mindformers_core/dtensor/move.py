@@ -2,10 +2,11 @@
 
 from functools import cache
 
+from mindspore import Tensor, ops
 from mindspore import dtype as mstype
-from mindspore import ops
 
 from mindformers_core.communication import communicator, world
+from mindformers_core.operators import tensor_meta
 from mindformers_core.redistribution import ASCEND, CPU, GPU, plan_redistribution
 
 _DEVICE_MODELS = {"CPU": CPU, "GPU": GPU, "Ascend": ASCEND}
@@ -22,10 +23,9 @@ def dtype_name(dtype):
     return str(dtype).lower()
 
 
-def cells_between(source, target, shape, dtype):
-    """The collectives that take a tensor of global `shape` and dtype name `dtype` from one layout to another."""
-    plan = plan_redistribution(source, target, shape, dtype, device_model())
-    return tuple(communicator(source.mesh).cell(step) for step in plan.steps)
+def meta_of(leaf):
+    """The `TensorMeta` of a local tensor, without a layout; any other leaf as it is."""
+    return tensor_meta(tuple(leaf.shape), dtype_name(leaf.dtype)) if isinstance(leaf, Tensor) else leaf
 
 
 def redistribute_local(local, source, target, shape=None):
@@ -38,6 +38,6 @@ def redistribute_local(local, source, target, shape=None):
     if local.dtype == mstype.bool_:  # no sums of bools on the way
         return ops.cast(redistribute_local(ops.cast(local, mstype.int32), source, target, shape), mstype.bool_)
     shape = source.global_shape(local.shape) if shape is None else shape
-    for cell in cells_between(source, target, shape, dtype_name(local.dtype)):
-        local = cell(local)
+    for step in plan_redistribution(source, target, shape, dtype_name(local.dtype), device_model()).steps:
+        local = communicator(source.mesh).cell(step)(local)
     return local

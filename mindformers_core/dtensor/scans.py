@@ -13,7 +13,6 @@ from mindspore import Tensor, ops
 from mindspore import dtype as mstype
 
 from mindformers_core.dtensor.move import dtype_name
-from mindformers_core.layout import Layout
 
 
 def _log_total(x, dim):
@@ -48,8 +47,8 @@ def _scan(kind, operator, args, context):
     local = operator(*args)
     total = _last(local, dim, reverse)
     total = total_of(total, _last(x, dim, reverse)) if exclusive else total
-    totals = gathered(total, dim, context, varying=True)
-    own, numbers = context.part(dim)[0], np.arange(context.count)
+    totals = context.gathered(total, dim, varying=True)
+    own, numbers = context.number, np.arange(context.count)
     shape = [1] * x.ndim
     shape[dim] = context.count
     skipped = Tensor((numbers <= own if reverse else numbers >= own).reshape(shape))
@@ -61,17 +60,16 @@ def _scan_of_extremes(is_better, operator, args, context):
     """A cumulative extreme and its positions: the last one of equal elements; a NaN stays, as on one card."""
     x, dim = args
     value, index = operator(x, dim)
-    position = _position(index, x.shape[dim], dim, context)
-    tops, found = operator(gathered(_last(value, dim), dim, context, varying=True), dim)
-    places = gathered(_last(position, dim), dim, context)
+    position = _position(index, x.shape[dim], context)
+    tops, found = operator(context.gathered(_last(value, dim), dim, varying=True), dim)
+    places = context.gathered(_last(position, dim), dim)
     places = ops.gather_elements(places, dim, ops.stop_gradient(found))
-    own = context.part(dim)[0]
-    before = Tensor([max(own - 1, 0)], mstype.int32)
+    before = Tensor([max(context.number - 1, 0)], mstype.int32)
     top, place = ops.gather(tops, before, dim), ops.gather(places, before, dim)
     better = is_better(top, value)
     if "float" in dtype_name(x.dtype):
         better = ops.logical_and(ops.logical_or(better, ops.isnan(top)), ops.logical_not(ops.isnan(value)))
-    better = ops.logical_and(better, Tensor(np.full([1] * x.ndim, own > 0)))
+    better = ops.logical_and(better, Tensor(np.full([1] * x.ndim, context.number > 0)))
     return ops.where(better, top, value), ops.where(better, place, position) - 1
 
 
@@ -85,31 +83,28 @@ def _top_k(operator, args, context):
     x, count, *more = args
     dim = more[0] % x.ndim if more else x.ndim - 1
     value, index = operator(x, min(count, x.shape[dim]), *more)
-    position = _position(index, x.shape[dim], dim, context)
-    best, found = operator(gathered(value, dim, context), count, *more)
-    return best, ops.gather_elements(gathered(position, dim, context), dim, ops.stop_gradient(found)) - 1
+    position = _position(index, x.shape[dim], context)
+    best, found = operator(context.gathered(value, dim), count, *more)
+    return best, ops.gather_elements(context.gathered(position, dim), dim, ops.stop_gradient(found)) - 1
 
 
-def _position(index, size, dim, context):
+def _position(index, size, context):
     """The global position of an element of this part, counted from 1: MindSpore drops the addition of 0 on the first
     rank, whose graph then has its collectives in another order.
     """
-    return ops.stop_gradient(index) + Tensor(context.part(dim)[0] * size + 1, index.dtype)
+    return ops.stop_gradient(index) + (context.start(size, index.dtype) + 1)
 
 
 def _last(x, dim, reverse=False):
     """The last element along a dim; with `reverse` the first."""
-    start, size = [0] * x.ndim, list(x.shape)
-    start[dim], size[dim] = 0 if reverse else size[dim] - 1, 1
-    return ops.slice(x, tuple(start), tuple(size))
+    return part_along(x, dim, 0 if reverse else x.shape[dim] - 1, 1)
 
 
-def gathered(local, dim, context, varying=False):
-    """All parts along a dim; `varying`: for consumers that differ between ranks."""
-    dims = [()] * local.ndim
-    whole = Layout.on(context.mesh, dims, varying=context.axes if varying else ())
-    dims[dim] = context.axes
-    return context.redistribute(local, Layout.on(context.mesh, dims), whole)
+def part_along(x, dim, start, size):
+    """`size` elements of `x` along a dim, from `start` on."""
+    begin, sizes = [0] * x.ndim, list(x.shape)
+    begin[dim], sizes[dim] = start, size
+    return ops.slice(x, tuple(begin), tuple(sizes))
 
 
 SCANS = {

@@ -5,11 +5,10 @@ don't call the operator that they replace, except for the product.
 """
 
 import functools
+import math
 
 from mindspore import dtype as mstype
 from mindspore import ops
-
-from mindformers_core.dtensor.scans import gathered
 
 
 def norm(_, args, context):
@@ -34,9 +33,7 @@ def spread(root, with_mean, _, args, context):
         args: the tensor, the correction, the dims, and whether they are kept.
     """
     x, correction, dims, keepdim = args
-    wide, count = _wide(x), 1
-    for dim in dims:
-        count *= context.shapes[0][dim]
+    wide, count = _wide(x), math.prod(context.shapes[0][dim] for dim in dims)
     mean = context.combined(ops.sum(wide, dims, True)) * (1.0 / count)
     differences = wide - ops.stop_gradient(mean)
     result = context.combined(ops.sum(differences * differences, dims, keepdim)) / max(count - correction, 0)
@@ -44,10 +41,25 @@ def spread(root, with_mean, _, args, context):
     return (result, ops.cast(ops.reshape(mean, result.shape), x.dtype)) if with_mean else result
 
 
+def group_norm(operator, args, context):
+    """The normalised tensor, and every group's mean and reciprocal standard deviation, which pass no gradient on."""
+    x, groups, weight, bias, epsilon = (*args, *(None, None, 1e-5)[len(args) - 2 :])
+    parts = ops.reshape(x, (x.shape[0], groups, -1))
+    count = parts.shape[2] * context.count
+    mean = context.combined(ops.sum(parts, 2, keepdim=True), varying=True) / count
+    centred = parts - mean
+    variance = context.combined(ops.sum(ops.square(centred), 2, keepdim=True), varying=True) / count
+    scale, channels = ops.rsqrt(variance + epsilon), (1, -1) + (1,) * (x.ndim - 2)
+    y = ops.reshape(centred * scale, x.shape)
+    y = y if weight is None else y * ops.reshape(weight, channels)
+    y = y if bias is None else y + ops.reshape(bias, channels)
+    return y, *(ops.reshape(ops.stop_gradient(each), x.shape[:1] + (groups,)) for each in (mean, scale))
+
+
 def product(operator, args, context):
     """The product of all parts' products, which are gathered: the gradient is right where one of them is 0."""
     local = ops.expand_dims(operator(*args), 0)
-    return functools.reduce(ops.mul, ops.unstack(gathered(local, 0, context)))
+    return functools.reduce(ops.mul, ops.unstack(context.gathered(local, 0)))
 
 
 def band(_, args, context):
@@ -57,7 +69,7 @@ def band(_, args, context):
         args: the tensor, and the lowest and highest number of a diagonal that is kept, or None.
     """
     x, *limits = args
-    above = _diagonals(context, x.ndim - 2, x.ndim - 1)
+    above = context.positions(x.ndim - 1) - context.positions(x.ndim - 2)
     compared = zip((ops.greater_equal, ops.less_equal), limits)
     kept = [compare(above, limit) for compare, limit in compared if limit is not None]
     return ops.where(functools.reduce(ops.logical_and, kept), x, ops.zeros_like(x)) if kept else x
@@ -70,16 +82,8 @@ def trace(_, args, context):
         args: the tensor, the number of the diagonal, and the dims of rows and columns.
     """
     x, offset, rows, columns = args
-    kept = ops.equal(_diagonals(context, rows, columns), offset)
-    shape = [1] * x.ndim
-    shape[rows], shape[columns] = x.shape[rows], x.shape[columns]
-    kept = ops.reshape(kept if rows < columns else ops.transpose(kept, (1, 0)), tuple(shape))
+    kept = ops.equal(context.positions(columns) - context.positions(rows), offset)
     return ops.sum(ops.where(kept, x, ops.zeros_like(x)), (rows, columns))
-
-
-def _diagonals(context, rows, columns):
-    """The number of the diagonal, column less row, that each element of a matrix of this part is on."""
-    return ops.expand_dims(context.positions(columns), 0) - ops.expand_dims(context.positions(rows), 1)
 
 
 def _wide(x):

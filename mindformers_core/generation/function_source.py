@@ -65,16 +65,21 @@ class FunctionSource:
 
     def lines(self, name):
         """The lines of `def name(self, …)`."""
+        is_root, added = self.frame is self.parts.frames[-1], [WEIGHTS] * self.frame.takes_weights
+        if self.deferral.places and is_root:
+            self.body.append(f"{PRODUCTS} = self.{PRODUCTS}_of_{name}")
+        elif self.deferral.places:
+            added = [PRODUCTS, *added]
         parameters = self._parameters()
         for use in self.frame.graph.parameters:
             self._enter_parameter(use)
         lifted = self.parts.lifted_names(self.frame)
         self.variables.update(zip(((value.id, layout) for value, layout in self.frame.lifted), lifted))
         for constant in self.frame.graph.constants:
-            self._enter(constant.value, self.parts.constant(self.frame, constant))
+            self._unpack(constant.value, self.parts.constant(self.frame, constant), self.frame.layouts)
         for use in self.frame.graph.parameters:
             self._observe(use, [(use.value, self.frame.layouts[use.value.id])])
-        if self.frame is self.parts.frames[-1]:
+        if is_root:
             self._observe(None, [(v, self.frame.layouts[v.id]) for v in tree_leaves(self.frame.graph.arguments)])
         for place, instruction in enumerate(self.frame.instructions):
             self.place, self.keeper = place, self.frame.keepers.get(instruction)
@@ -86,18 +91,12 @@ class FunctionSource:
                 self._operator(instruction)
             self._observe(instruction, () if isinstance(instruction, CallPlan) else instruction.produced)
         self.body.append(f"return {self._structure(self.frame.graph.result, iter(self.frame.results))}")
+        described = self._described()
+        self.sites = [(1 + len(described) + line, place) for line, place in self.sites]
         rest = [parameter for parameter in parameters if parameter.startswith("**")]
         parameters = [parameter for parameter in parameters if parameter not in rest]
-        deferred = []
-        if self.deferral.places and self.frame is self.parts.frames[-1]:
-            self.body.insert(0, f"{PRODUCTS} = self.{PRODUCTS}_of_{name}")
-        elif self.deferral.places:
-            deferred = [PRODUCTS]
-        weights = [WEIGHTS] if self.frame.takes_weights else []
-        above = 1 + len(self._described()) + any(line.startswith(f"{PRODUCTS} = ") for line in self.body[:1])
-        self.sites = [(above + line, place) for line, place in self.sites]
-        head = f"def {name}({', '.join(['self', *parameters, *lifted, *deferred, *weights, *rest])}):"
-        return [head, *self._described(), *(f"    {line}" for line in self.body)]
+        head = f"def {name}({', '.join(['self', *parameters, *lifted, *added, *rest])}):"
+        return [head, *described, *(f"    {line}" for line in self.body)]
 
     def _described(self):
         """Comments with the layouts of arguments and results."""
@@ -129,20 +128,14 @@ class FunctionSource:
         """Enter every tensor in a structure that the expression holds."""
         if isinstance(structure, Value):
             self.variables[structure.id, layouts[structure.id]] = expression
-        elif isinstance(structure, dict):
-            for key, entry in structure.items():
+        elif isinstance(structure, (tuple, list, dict)):
+            for key, entry in structure.items() if isinstance(structure, dict) else enumerate(structure):
                 self._unpack(entry, f"{expression}[{key!r}]", layouts)
-        elif isinstance(structure, (tuple, list)):
-            for place, entry in enumerate(structure):
-                self._unpack(entry, f"{expression}[{place}]", layouts)
 
     def _variable(self, hint):
         variable = self.names.variable(hint)
         self.parts.variables.add(variable)
         return variable
-
-    def _enter(self, value, expression):
-        self.variables[value.id, self.frame.layouts[value.id]] = expression
 
     def _enter_parameter(self, use):
         """A parameter; detached where its whole gradient is deferred."""
@@ -150,7 +143,7 @@ class FunctionSource:
         expression = passed_parameter(self.frame, use) if takes else self.parts.parameter(self.frame, use)
         if (use.value.id, self.frame.layouts[use.value.id]) in self.deferral.waiting:
             expression = self._assign(use.value.hint, self.parts.stop_gradient(expression))
-        self._enter(use.value, expression)
+        self._unpack(use.value, expression, self.frame.layouts)
 
     def _taken(self, value, layout, is_deferred=True):
         """The variable that an operator takes; for a deferred one detached if other operators take the gradient."""
@@ -199,9 +192,8 @@ class FunctionSource:
 
     def _move(self, move):
         source = self._taken(move.value, move.source, (move.value.id, move.target) in self.deferral.waiting)
-        self.variables[move.value.id, move.target] = self._redistributed(
-            source, move.steps, move.value.dtype, f"{move.source} -> {move.target}"
-        )
+        comment = f"{move.source} -> {move.target}"
+        self.variables[move.value.id, move.target] = self._redistributed(source, move.steps, move.value.dtype, comment)
 
     def _redistributed(self, source, steps, dtype, comment):
         """The variable that holds the result of some steps; sums of bools are made of integers."""
@@ -288,10 +280,9 @@ class FunctionSource:
         if plan.algorithm is not None:
             return self._algorithm(plan, operands, hint)
         args, kwargs = tree_fill((node.args, node.kwargs), operands, (Value, TensorMeta))
-        if plan.signature.localize is not None:
-            localized = plan.signature.localize((*args, *kwargs.values()), plan.local_shapes)
-            localized = tree_fill(tuple(localized), operands, (Value, TensorMeta))
-            args, kwargs = (args, kwargs) if localized == (*args, *kwargs.values()) else (localized, {})
+        localized = tree_fill(plan.signature.localized(args, kwargs, plan.local_shapes), operands, (Value, TensorMeta))
+        if (*localized[0], *localized[1].values()) != (*args, *kwargs.values()):
+            args, kwargs = localized
         expression = self.parts.operator_call(node, args, kwargs)
         self._receive(node.outputs, plan.outputs, self._hints(node, hint), expression)
 

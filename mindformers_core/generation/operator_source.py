@@ -27,18 +27,11 @@ _REQUIRED = inspect.Parameter.empty
 _NAMED = frozenset({"beta", "alpha", "dtype", "output_size"})  # keyword-only parameters of methods and `full_like`
 _DTYPES = frozenset({"dtype", "output_type", "dst_type"})  # parameters that arrive as the numbers of dtypes
 _WORDS = {  # parameters that arrive as the numbers of words
-    "data_format": ("NCHW", "NHWC", "NCDHW"),
-    "approximate": ("none", "tanh"),
-    "rounding_mode": ("floor", "trunc"),
-    "reduction": ("sum", "mean", "none"),
-    "reduce": ("none", "add"),
-    "pad_mode": ("pad", "same", "valid"),
-    "indexing": ("ij", "xy"),
-    "norm": ("backward", "forward", "ortho"),
-    "interpolation_mode": ("bilinear", "nearest"),
-    "padding_mode": ("zeros", "border", "reflection"),
-    "input_layout": ("BSH", "BNSD", "SBH", "BSND", "TND", "TH"),
-}
+    "data_format": ("NCHW", "NHWC", "NCDHW"), "approximate": ("none", "tanh"), "rounding_mode": ("floor", "trunc"),
+    "reduction": ("sum", "mean", "none"), "reduce": ("none", "add"), "pad_mode": ("pad", "same", "valid"),
+    "indexing": ("ij", "xy"), "norm": ("backward", "forward", "ortho"), "interpolation_mode": ("bilinear", "nearest"),
+    "padding_mode": ("zeros", "border", "reflection"), "input_layout": ("BSH", "BNSD", "SBH", "BSND", "TND", "TH"),
+}  # fmt: skip
 _RANDOM_STATE = "mindformers_core.dtensor.dropout.next_random_state"
 _SPELLINGS = (  # of one parameter, by a method and by its operator
     {"dim", "dims", "axis", "axes"},
@@ -89,16 +82,12 @@ class _Form:
         function: as in `Call`; of a class its name.
         parameters: name -> default, of the call; None where they are unknown, and arguments are passed as they came.
         attributes: name -> default, of the constructor; None where there is nothing to construct.
-        every: whether all parameters must be given.
-        named: parameters that are passed by name.
     """
 
     imports: str
     function: str
     parameters: dict | None
     attributes: dict | None = None
-    every: bool = False
-    named: frozenset = frozenset()
 
 
 def operator_source(name: str, args: tuple, kwargs: dict | None = None, attributes: dict | None = None) -> Call:
@@ -123,9 +112,9 @@ def operator_source(name: str, args: tuple, kwargs: dict | None = None, attribut
     if form.parameters is None:
         given = tuple(_constant("", value) for value in args)
         named = {key: _constant(key, value) for key, value in kwargs.items()}
-        return _call(form.imports, None, form.function, given, named)
-    values = _bound(name, form, args, kwargs, attributes or {})
-    given, named = _in_order(name, form, form.parameters, values)
+    else:
+        values = _bound(name, form, args, kwargs, attributes or {})
+        given, named = _in_order(name, form, form.parameters, values)
     if form.attributes is None:
         return _call(form.imports, None, form.function, given, named)
     constants, _ = _in_order(name, form, form.attributes, values)
@@ -140,15 +129,14 @@ def primitive_source(primitive, hint, args):
         primitive, hint: the `PrimitiveUse`, and the name to start from of its instance.
         args: as of `operator_source`.
     """
-    attributes = ", ".join(f"{key}={literal(value)}" for key, value in primitive.attributes.items())
+    named = {key: literal(value) for key, value in primitive.attributes.items()}
     kind = getattr(import_module(primitive.module), primitive.name)
     names = _parameters(kind.__call__, skipped=1) if "__call__" in vars(kind) else ()
     given = tuple(_constant(name, value) for name, value in zip((*names, *[""] * len(args)), args[: primitive.inputs]))
     module, _, function = facts_of(primitive.name).source.rpartition(".")
     if module not in ("", "ops"):
-        named = {key: literal(value) for key, value in primitive.attributes.items()}
         return _call(f"from {module} import {function}", None, function, given, named)
-    constructor = f"{primitive.name}({attributes})"
+    constructor = f"{primitive.name}({', '.join(f'{key}={text}' for key, text in named.items())})"
     return _call(f"from {primitive.module} import {primitive.name}", (hint, constructor), hint, given)
 
 
@@ -176,7 +164,7 @@ def _bound(name, form, args, kwargs, attributes):
 
 
 def _in_order(name, form, parameters, values):
-    """`values` by position and by name; defaults stand in the gaps, and at the end if every parameter must be given.
+    """`values` by position and by name; defaults stand in the gaps, and at the end of ready objects that take no fewer.
 
     Arguments of a method are passed on even where they equal the defaults, which differ among its variants (`x.std()`
     on CPU).
@@ -186,8 +174,9 @@ def _in_order(name, form, parameters, values):
     missing = [parameter for parameter, value in given.items() if value is _REQUIRED]
     if missing:
         raise TypeError(f"operator '{name}' needs its argument {', '.join(missing)}")
-    named = {parameter: given.pop(parameter) for parameter in usual if parameter in form.named}
-    kept = given if form.every else values if form.function.startswith(".") else ()
+    by_name = _NAMED if form.function.startswith((".", "ops.full_like")) else ()
+    named = {parameter: given.pop(parameter) for parameter in usual if parameter in by_name}
+    kept = given if form.function.endswith("_impl") else values if form.function.startswith(".") else ()
     for parameter in reversed([*given]):
         if parameter in kept or not _same(given[parameter], usual[parameter]):
             break
@@ -249,17 +238,15 @@ def _form(name):
     named = _parsed(source)
     parameters = named if named is not None else _parameters(getattr(auto_generate, ready).__call__) if ready else None
     if source.startswith("."):
-        return _Form("", source, parameters, named=_NAMED)
+        return _Form("", source, parameters)
     if source.startswith("ops."):
-        by_name = _NAMED if name == "FullLike" else frozenset()
-        return _Form("from mindspore import ops", source.partition("(")[0], parameters, named=by_name)
+        return _Form("from mindspore import ops", source.partition("(")[0], parameters)
     if source and not source.startswith("("):
         module, _, function = source.rpartition(".")
         return _Form(f"from {module} import {function}", function, None)
     if ready:
-        every = ready.endswith("_impl")
-        defaults = cpp_create_prim_instance_helper.op_args_default_value.get(name, {}) if every else {}
-        return _Form(f"from {auto_generate.__name__} import {ready}", ready, parameters | defaults, every=every)
+        defaults = cpp_create_prim_instance_helper.op_args_default_value if ready.endswith("_impl") else {}
+        return _Form(f"from {auto_generate.__name__} import {ready}", ready, parameters | defaults.get(name, {}))
     return _constructed(name, named)
 
 

@@ -3,6 +3,7 @@
 from mindformers_core.operators import rules  # noqa: F401  (its tables fill the registry)
 from mindformers_core.operators.registry import register_operator, registered_operators, signature_of
 from mindformers_core.operators.resolve import Resolution, resolve
+from mindformers_core.operators.rules.dims import equation
 from mindformers_core.operators.rules.elementwise import elementwise
 from mindformers_core.operators.rules.matmul import contraction
 from mindformers_core.operators.signature import Signature, TensorMeta, tensor_meta
@@ -13,6 +14,7 @@ __all__ = [
     "TensorMeta",
     "contraction",
     "elementwise",
+    "equation",
     "register_operator",
     "registered_operators",
     "resolve",

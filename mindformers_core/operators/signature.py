@@ -104,6 +104,18 @@ class Signature:
         assert not self.made & taken, (self.made, self.inputs)
         object.__setattr__(self, "whole", self.whole | (given - taken - self.made))
 
+    def localized(self, args, kwargs, shapes, runs_algorithm=False):
+        """The arguments of the local call, positional and named: those of the global call, or in their place others.
+
+        Args:
+            args, kwargs: of the global call.
+            shapes: the local shape of every output.
+            runs_algorithm: whether a distributed algorithm runs in the operator's place. Default: the operator runs.
+        """
+        if runs_algorithm and self.arguments is not None:
+            return self.arguments, {}
+        return (args, kwargs) if self.localize is None else (self.localize((*args, *kwargs.values()), shapes), {})
+
     @cached_property
     def output_shapes(self):
         """The global shape of every output."""

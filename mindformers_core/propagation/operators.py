@@ -1,7 +1,8 @@
 """The rule of one operator, applied to a node or to a rank's local call. Pure Python."""
 
-from mindformers_core.operators import Signature, TensorMeta, signature_of, tensor_meta
+from mindformers_core.operators import TensorMeta, signature_of, tensor_meta
 from mindformers_core.operators.registry import FLOWS, facts_of, rule_attributes
+from mindformers_core.operators.signature import undivided
 from mindformers_core.placement import axes_in
 from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.program.structure import Value, tree_fill, tree_leaves, tree_map
@@ -20,7 +21,7 @@ def operator_signature(node):
     """
     outputs = tree_leaves(node.outputs)
     if not tree_leaves((node.args, node.kwargs)):
-        return _free_signature(outputs)
+        return undivided((), [value.shape for value in outputs])
     args, kwargs = tree_map(_without_layout, (node.args, node.kwargs))
     signature = _asked(node, args, kwargs)
     predicted = signature.output_shapes
@@ -36,8 +37,8 @@ def local_call_shapes(plan):
     for value, layout in zip(tree_leaves((node.args, node.kwargs)), plan.inputs):
         metas.append(tensor_meta(layout.local_shape(value.shape), value.dtype, None, value.constant))
     arguments = node.args, node.kwargs
-    if plan.signature.localize is not None:
-        arguments = plan.signature.localize((*node.args, *node.kwargs.values()), plan.local_shapes), {}
+    if plan.signature.localize is not None:  # else a wrong plan may have no local shapes
+        arguments = plan.signature.localized(*arguments, plan.local_shapes)
     return call_shapes(node, *tree_fill(arguments, metas, (Value, TensorMeta)))
 
 
@@ -54,13 +55,6 @@ def _asked(node, args, kwargs):
 
 def _without_layout(leaf):
     return tensor_meta(leaf.shape, leaf.dtype, None, leaf.constant) if isinstance(leaf, Value) else leaf
-
-
-def _free_signature(outputs):
-    """The `Signature` of an operator without tensor inputs: every dim is a factor of its own, which isn't sharded."""
-    names = [tuple((f"{place}.{dim}",) for dim in range(len(value.shape))) for place, value in enumerate(outputs)]
-    sizes = {name: size for dims, value in zip(names, outputs) for (name,), size in zip(dims, value.shape)}
-    return Signature((), tuple(names), sizes)
 
 
 def operator_plan(node, signature, resolution):

@@ -18,6 +18,7 @@ from mindformers_core.program.plan import CallPlan, Redistribution, captured_gra
 from mindformers_core.propagation.decide import decide_frame
 from mindformers_core.propagation.propagate import Propagation
 from mindformers_core.redistribution.device_model import DeviceModel, Link
+from mindformers_core.scopes import errors_at
 
 _FORMAT = "mindformers_core plan"
 _VERSION = 2
@@ -56,11 +57,8 @@ def load_plan(path, graph, mesh, arguments, parameters, declarations=None, final
         ValueError: the file is no plan, or has another version; mesh or graph differ from those of the plan, or
             another plan follows from the choices; the message names the first difference.
     """
-    with open(path, encoding="utf-8") as file:
-        try:
-            data = json.load(file)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is no plan: {error}") from error
+    with open(path, encoding="utf-8") as file, errors_at(f"{path} is no plan: ", kinds=(json.JSONDecodeError,)):
+        data = json.load(file)
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise ValueError(f'{path} is no plan: save_plan() writes one, with "format": "{_FORMAT}"')
     if data["version"] != _VERSION:

@@ -5,10 +5,11 @@ from functools import cache
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
+from mindformers_core.capture.traced import failed_site
 from mindformers_core.dtensor.aliases import adoptions
 from mindformers_core.dtensor.dtensor import DTensor, parameter_meta, parameter_view, wrap
 from mindformers_core.dtensor.interception import draws_by_position
-from mindformers_core.hints import first_of
+from mindformers_core.hints import first_of, message_of
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.scopes import replaced
 from mindformers_core.sharding.compiling import choose_program
@@ -17,7 +18,7 @@ from mindformers_core.sharding.parameter_storage import unit_of
 CONTAINERS = (nn.CellList, nn.CellDict, nn.SequentialCell)  # they hold other Cells in a row
 _LOG = logging.getLogger("mindformers_core")
 _SHOWN = 5  # Cells of a list in an error
-_LOCATED = (ValueError, TypeError, IndexError, RuntimeError)
+_LOCATED = (ValueError, TypeError, IndexError, RuntimeError, UnicodeDecodeError)
 
 
 class ShardedCell:
@@ -193,8 +194,9 @@ def located(error, label):
     """The error with the innermost Cell's name in front, once. A user's own kind of error is left as it is."""
     if type(error) not in _LOCATED or getattr(error, "is_located", False):
         return error
-    text = str(error) if label in str(error) else f"in {label}: {error}"
-    found = type(error)(text).with_traceback(error.__traceback__)
+    text, (source, _) = message_of(error), failed_site(error)
+    kind = ValueError if isinstance(error, UnicodeDecodeError) else type(error)
+    found = kind(text if label in text else f"in {label}, {source}: {text}").with_traceback(error.__traceback__)
     found.is_located = True
     return found
 

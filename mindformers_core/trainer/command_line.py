@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import os
 import sys
+from functools import partial
 
 from mindformers_core.trainer.compare import compare_runs
 
@@ -22,81 +23,64 @@ def main(arguments=None):
         rest = [text for text in rest if text.startswith("-")]
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    return arguments.run(arguments)
+    try:
+        result = arguments.run(arguments)
+    except _USER_ERRORS as error:
+        return _report(error)
+    return result() if callable(result) else result
 
 
 def _parser():
     parser = argparse.ArgumentParser(prog="python -m mindformers_core", description=_DESCRIPTION)
     metavar = "train | generate | verify | diff | compare | inspect | check | convert"
     commands = parser.add_subparsers(required=True, metavar=metavar)
-    train = commands.add_parser("train", help="train, or with --dry-run show what would be trained")
-    train.add_argument("--config", required=True, metavar="FILE", help="the recipe, as configs/llama_tiny_cpu.yaml")
-    train.add_argument(
-        "--dry-run", action="store_true", help="check and count on the meta device; nothing is allocated"
-    )
-    train.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the recipe to exchange")
-    train.set_defaults(run=_train)
-    generate = commands.add_parser("generate", help="continue prompts with the weights of checkpoint.load_path")
-    generate.add_argument("--config", required=True, metavar="FILE", help="the recipe that the model was trained with")
-    generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a text; may be repeated")
-    generate.add_argument("--prompts", metavar="FILE", help="a file with a prompt on every line")
-    generate.add_argument("--tokens", type=_count, default=64, help="how many to generate, at most (default 64)")
-    generate.add_argument("--temperature", type=float, default=0.0, help="of the draws; default 0: the likeliest token")
-    generate.add_argument("--top-p", type=float, default=1.0, help="draw among tokens of this probability (default 1)")
-    generate.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
-    generate.add_argument("--batch", type=_count, default=8, help="prompts that are continued together (default 8)")
-    generate.add_argument("--tokenizer", default="", metavar="FILE", help="a tokenizer.json, or bytes")
-    generate.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the recipe to exchange")
-    generate.set_defaults(run=_generate)
-    verify = commands.add_parser(
-        "verify", help="run one step of all ranks in this process, and compare it with one card"
-    )
-    verify.add_argument("--config", required=True, metavar="FILE", help="the recipe")
-    verify.add_argument(
-        "--full", action="store_true", help="at the recipe's own sizes; default: the least that have its plan"
-    )
-    verify.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the recipe to exchange")
-    verify.set_defaults(run=_verify)
-    compare = commands.add_parser("compare", help="the largest relative difference of two runs' losses")
-    compare.add_argument("run_a", metavar="RUN_A", help="a run folder")
-    compare.add_argument("run_b", metavar="RUN_B", help="another")
-    compare.add_argument("--threshold", type=float, default=1e-4, help="exit code 1 above this (default 1e-4)")
-    compare.add_argument(
-        "--fell",
-        type=float,
-        metavar="PART",
-        help="also exit code 1 where the mean of the last 10 losses is not below this part of the first (as 0.7)",
-    )
-    compare.set_defaults(run=_compare)
-    diff = commands.add_parser("diff", help="the first operator whose result differs between two runs")
-    diff.add_argument(
-        "run_a", metavar="A", help="a recipe, which is run on simulated ranks, or a recorded run's folder"
-    )
-    diff.add_argument("run_b", metavar="B", help="another")
-    diff.add_argument("--steps", type=_count, default=2, help="how many steps of a recipe are run (default 2)")
-    diff.add_argument("--keep", metavar="FOLDER", help="keep there what recipes record")
-    diff.add_argument("--perturbed", metavar="FOLDER", help="A's run, recorded with monitor.perturb=1")
-    diff.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="keys of both recipes; a:… or b:… of one"
-    )
-    diff.set_defaults(run=_diff)
-    _add_checkpoint_commands(commands)
+    recipe = argparse.ArgumentParser(add_help=False)
+    recipe.add_argument("--config", required=True, metavar="FILE", help="the recipe, as configs/llama_tiny_cpu.yaml")
+    changed = argparse.ArgumentParser(add_help=False)
+    changed.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the recipe to exchange")
+
+    def command(name, run, text, *parents):
+        made = commands.add_parser(name, help=text, parents=parents)
+        made.set_defaults(run=run)
+        return made.add_argument
+
+    add = command("train", _train, "train, or with --dry-run show what would be trained", recipe, changed)
+    add("--dry-run", action="store_true", help="check and count on the meta device; nothing is allocated")
+    add = command("generate", _generate, "continue prompts with the weights of checkpoint.load_path", recipe, changed)
+    add("--prompt", action="append", default=[], metavar="TEXT", help="a text; may be repeated")
+    add("--prompts", metavar="FILE", help="a file with a prompt on every line")
+    add("--tokens", type=_count, default=64, help="how many to generate, at most (default 64)")
+    add("--temperature", type=float, default=0.0, help="of the draws; default 0: the likeliest token")
+    add("--top-p", type=float, default=1.0, help="draw among tokens of this probability (default 1)")
+    add("--seed", type=int, default=0, help="of the draws (default 0)")
+    add("--batch", type=_count, default=8, help="prompts that are continued together (default 8)")
+    add("--tokenizer", default="", metavar="FILE", help="a tokenizer.json, or bytes")
+    text = "run one step of all ranks in this process, and compare it with one card"
+    add = command("verify", _verify, text, recipe, changed)
+    add("--full", action="store_true", help="at the recipe's own sizes; default: the least that have its plan")
+    add = command("compare", _compare, "the largest relative difference of two runs' losses")
+    add("run_a", metavar="RUN_A", help="a run folder")
+    add("run_b", metavar="RUN_B", help="another")
+    add("--threshold", type=float, default=1e-4, help="exit code 1 above this (default 1e-4)")
+    text = "also exit code 1 where the mean of the last 10 losses is not below this part of the first (as 0.7)"
+    add("--fell", type=float, metavar="PART", help=text)
+    add = command("diff", _diff, "the first operator whose result differs between two runs")
+    add("run_a", metavar="A", help="a recipe, which is run on simulated ranks, or a recorded run's folder")
+    add("run_b", metavar="B", help="another")
+    add("--steps", type=_count, default=2, help="how many steps of a recipe are run (default 2)")
+    add("--keep", metavar="FOLDER", help="keep there what recipes record")
+    add("--perturbed", metavar="FOLDER", help="A's run, recorded with monitor.perturb=1")
+    add("overrides", nargs="*", metavar="section.key=value", help="keys of both recipes; a:… or b:… of one")
+    folder = argparse.ArgumentParser(add_help=False)
+    folder.add_argument("folder", metavar="FOLDER", help="a checkpoint, or a run folder: its newest one")
+    command("inspect", _inspect, "the tensors of a checkpoint as a table, and its state", folder)
+    command("check", _check, "read a checkpoint, and compare it with its checksums", folder)
+    add = command("convert", _convert, "a checkpoint to MindSpore's file, or such a file to a checkpoint")
+    add("source", metavar="SOURCE", help="FOLDER, a checkpoint, or FILE.ckpt")
+    add("target", metavar="TARGET", help="FILE.ckpt, or FOLDER, which doesn't exist yet")
+    add("--config", metavar="FILE", help="the recipe of the model")
+    add("overrides", nargs="*", metavar="section.key=value", help="keys of the recipe to exchange")
     return parser
-
-
-def _add_checkpoint_commands(commands):
-    inspect = commands.add_parser("inspect", help="the tensors of a checkpoint as a table, and its state")
-    inspect.set_defaults(run=_inspect)
-    check = commands.add_parser("check", help="read a checkpoint, and compare it with its checksums")
-    check.set_defaults(run=_check)
-    for command in (inspect, check):
-        command.add_argument("folder", metavar="FOLDER", help="a checkpoint, or a run folder: its newest one")
-    convert = commands.add_parser("convert", help="a checkpoint to MindSpore's file, or such a file to a checkpoint")
-    convert.add_argument("source", metavar="SOURCE", help="FOLDER, a checkpoint, or FILE.ckpt")
-    convert.add_argument("target", metavar="TARGET", help="FILE.ckpt, or FOLDER, which doesn't exist yet")
-    convert.add_argument("--config", metavar="FILE", help="the recipe of the model")
-    convert.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the recipe to exchange")
-    convert.set_defaults(run=_convert)
 
 
 def _count(text):
@@ -106,26 +90,29 @@ def _count(text):
     return int(text)
 
 
+# What commands do: each returns the exit code, or a function that does the rest and returns it, whose errors are ours.
 def _train(arguments):
-    try:
-        from mindformers_core.trainer.recipe_loader import load_recipe
+    from mindformers_core.trainer.recipe_loader import load_recipe
 
-        recipe = load_recipe(arguments.config, arguments.overrides)
-        if not recipe.training.output_dir:
-            name = os.path.splitext(os.path.basename(arguments.config))[0]
-            training = dataclasses.replace(recipe.training, output_dir=os.path.join("output", name))
-            recipe = dataclasses.replace(recipe, training=training)
-        if arguments.dry_run:
-            from mindformers_core.trainer.dry_run import dry_run
+    recipe = load_recipe(arguments.config, arguments.overrides)
+    if not recipe.training.output_dir:
+        name = os.path.splitext(os.path.basename(arguments.config))[0]
+        training = dataclasses.replace(recipe.training, output_dir=os.path.join("output", name))
+        recipe = dataclasses.replace(recipe, training=training)
+    if arguments.dry_run:
+        from mindformers_core.trainer.dry_run import dry_run
 
-            print(dry_run(recipe))
-            return 0
-        from mindformers_core.checkpoint.save import SaveError
-        from mindformers_core.trainer.training_loop import prepare, run_steps
+        print(dry_run(recipe))
+        return 0
+    from mindformers_core.trainer.training_loop import prepare
 
-        job = prepare(recipe)
-    except _USER_ERRORS as error:
-        return _report(error)
+    return partial(_run_steps, prepare(recipe))
+
+
+def _run_steps(job):
+    from mindformers_core.checkpoint.save import SaveError
+    from mindformers_core.trainer.training_loop import run_steps
+
     try:
         summary = run_steps(job)
     except SaveError as error:
@@ -136,89 +123,71 @@ def _train(arguments):
 
 
 def _generate(arguments):
-    try:
-        from mindformers_core.serving.sampling import Sampling
-        from mindformers_core.trainer.generating import Request, generate, read_prompts
-        from mindformers_core.trainer.recipe_loader import load_recipe
+    from mindformers_core.serving.sampling import Sampling
+    from mindformers_core.trainer.generating import Request, generate, read_prompts
+    from mindformers_core.trainer.recipe_loader import load_recipe
 
-        prompts = arguments.prompt + (read_prompts(arguments.prompts) if arguments.prompts else [])
-        sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
-        request = Request(tuple(prompts), arguments.tokens, sampling, arguments.batch, arguments.tokenizer)
-        texts, rank = generate(load_recipe(arguments.config, arguments.overrides), request)
-    except _USER_ERRORS as error:
-        return _report(error)
+    prompts = arguments.prompt + (read_prompts(arguments.prompts) if arguments.prompts else [])
+    sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
+    request = Request(tuple(prompts), arguments.tokens, sampling, arguments.batch, arguments.tokenizer)
+    texts, rank = generate(load_recipe(arguments.config, arguments.overrides), request)
     if rank == 0:
         print("\n\n".join(texts))
     return 0
 
 
 def _verify(arguments):
-    try:
-        from mindformers_core.communication.simulated import Desync
-        from mindformers_core.communication.world import compute_in_one_thread
-        from mindformers_core.trainer.recipe_loader import load_recipe
-        from mindformers_core.trainer.verifying import verify_recipe
+    from mindformers_core.communication.simulated import Desync
+    from mindformers_core.communication.world import compute_in_one_thread
+    from mindformers_core.trainer.recipe_loader import load_recipe
+    from mindformers_core.trainer.verifying import verify_recipe
 
-        compute_in_one_thread()
-        try:
-            check = verify_recipe(load_recipe(arguments.config, arguments.overrides), arguments.full)
-        except Desync as error:
-            print(f"a fault: {error}")
-            return 1
-    except _USER_ERRORS as error:
-        return _report(error)
+    compute_in_one_thread()
+    try:
+        check = verify_recipe(load_recipe(arguments.config, arguments.overrides), arguments.full)
+    except Desync as error:
+        print(f"a fault: {error}")
+        return 1
     print(check.report())
     return 1 if check.faults else 0
 
 
 def _compare(arguments):
-    try:
-        return 0 if compare_runs(arguments.run_a, arguments.run_b, arguments.threshold, arguments.fell) else 1
-    except _USER_ERRORS as error:
-        return _report(error)
+    return 0 if compare_runs(arguments.run_a, arguments.run_b, arguments.threshold, arguments.fell) else 1
 
 
 def _diff(arguments):
-    try:
-        from mindformers_core.trainer.diffing import diff
+    from mindformers_core.trainer.diffing import diff
 
-        sources = arguments.run_a, arguments.run_b
-        same = diff(sources, arguments.overrides, arguments.steps, arguments.keep, arguments.perturbed)
-        return 0 if same else 1
-    except _USER_ERRORS as error:
-        return _report(error)
+    sources = arguments.run_a, arguments.run_b
+    return 0 if diff(sources, arguments.overrides, arguments.steps, arguments.keep, arguments.perturbed) else 1
 
 
 def _inspect(arguments):
     from mindformers_core.checkpoint.inspection import inspect
 
-    return _print_result(lambda: inspect(arguments.folder))
+    return _print_result(inspect(arguments.folder))
 
 
 def _check(arguments):
     from mindformers_core.checkpoint.inspection import check
 
-    return _print_result(lambda: check(arguments.folder))
+    return _print_result(check(arguments.folder))
 
 
 def _convert(arguments):
-    def work():
-        from mindformers_core.trainer.checkpoints import convert
-        from mindformers_core.trainer.recipe_loader import load_recipe
+    from mindformers_core.trainer.checkpoints import convert
+    from mindformers_core.trainer.recipe_loader import load_recipe
 
-        recipe = load_recipe(arguments.config, arguments.overrides) if arguments.config else None
-        return convert(arguments.source, arguments.target, recipe)
-
-    return _print_result(work)
+    recipe = load_recipe(arguments.config, arguments.overrides) if arguments.config else None
+    return _print_result(convert(arguments.source, arguments.target, recipe))
 
 
-def _print_result(work):
+def _print_result(text):
     try:
-        print(work(), flush=True)
+        print(text, flush=True)
     except BrokenPipeError:  # the reader, as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except _USER_ERRORS as error:
-        return _report(error)
     return 0
 
 

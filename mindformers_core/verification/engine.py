@@ -20,6 +20,7 @@ from mindformers_core.optimizers.adamw import decays
 from mindformers_core.passes.thread_tape import ThreadTape, custom_gradients
 from mindformers_core.program.graph import OperatorNode
 from mindformers_core.program.structure import tree_map
+from mindformers_core.scopes import replaced
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.verification.checking import FLOAT32_KERNELS, PRECISIONS, Check
 from mindformers_core.verification.comparison import largest
@@ -32,6 +33,7 @@ _HUGE = 1e30  # counts as infinite: the lowest number of float32 is not that of 
 _UPDATE_TOLERANCE = 1e-5  # optimizers take scalars and keep moments in float32,
 _UPDATE_ROUNDING = 2**-23  # and compute weights of float64 in float32
 _RATE = 1e-3  # the learning rate
+_LEAVE_IT = ("add_", "sub_", "mul_", "div_", "floor_divide_", "remainder_", "exp_")  # on CPU, their tensor as it was
 
 
 def _operators_of(plans):
@@ -162,6 +164,10 @@ def _compare_own_code(check, subject):
     return ""
 
 
+def _not_in_place(*_, **__):
+    raise RuntimeError("MindSpore's arithmetic in place, as x.add_(y), leaves x as it was on CPU")
+
+
 def _own_results(subject, truth):
     """Triples (what, found, expected) of the user's own code in the first pass: three lists, of its results, gradients
     and written parameters, which are restored."""
@@ -173,7 +179,7 @@ def _own_results(subject, truth):
     before = {path: parameter.asnumpy().copy() for path, parameter in written.items()}
     expected, gradients = truth.outputs[label], truth.weight_gradients[label]
     try:
-        with custom_gradients():
+        with custom_gradients(), replaced(Tensor, **dict.fromkeys(_LEAVE_IT, _not_in_place)):
             tape.record(lambda *_: results.extend(floating(subject.model(*args, **kwargs))), inputs)
             sens = [Tensor(slope, result.dtype) for slope, result in zip(slopes(expected), results, strict=True)]
             _, found = tape.gradients(inputs, results, sens, weights.values())

@@ -14,6 +14,7 @@ from mindformers_core.operators.signature import is_float
 from mindformers_core.passes.thread_tape import ThreadTape
 from mindformers_core.program.graph import CallNode, match_arguments
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
+from mindformers_core.scopes import errors_at
 from mindformers_core.verification.comparison import largest
 from mindformers_core.verification.drawing import begin_draws, draw_of
 
@@ -203,7 +204,8 @@ class _Pass:
             elif facts_of(node.operator).writes:
                 result = self.written[graph.names[node.args[0].id]] = filled(node.args[1])
             else:
-                result = self.card.function(node, filled(node.args), filled(node.kwargs))
+                with errors_at(f"in {graph.label}, {node.source}, operator '{node.operator}': ", kinds=(RuntimeError,)):
+                    result = self.card.function(node, filled(node.args), filled(node.kwargs))
             self._match(graph.call, node.outputs, result)
         return filled(graph.result)
 

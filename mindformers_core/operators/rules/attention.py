@@ -4,12 +4,12 @@ The group of heads is the major factor of the query's heads, and the only one of
 operator are told apart by their places, its primitive's attributes behind its tensors: see `_attention`.
 """
 
-import math
 from dataclasses import replace
 
 from mindformers_core.operators.registry import NO_GRADIENT, register_operator
+from mindformers_core.operators.rules.dims import equation
 from mindformers_core.operators.saved import UNMEASURED
-from mindformers_core.operators.signature import Signature, TensorMeta
+from mindformers_core.operators.signature import TensorMeta
 
 _LAYOUTS = ("BSH", "BNSD", "SBH", "BSND", "TND")  # by the number that MindSpore gives them
 
@@ -39,29 +39,26 @@ def _attention(args, heads, layout, masks=(), lengths=(), groups=None, **results
     layout = _LAYOUTS[layout] if isinstance(layout, int) and layout < len(_LAYOUTS) else layout
     if layout not in _LAYOUTS:
         raise ValueError(f"input layout {layout!r} is not one of {', '.join(_LAYOUTS)}")
-    query, key, value = (_alone(each) for each in args[:3])
-    sizes = _sizes(layout, query, key, value, args[heads])
-    inputs = [_dims(layout, "s", ("g", "r"), "d"), _dims(layout, "t", ("g",), "d"), _dims(layout, "t", ("g",), "v")]
-    for tensor, dims in zip((query, key, value), inputs):
-        if tensor.shape != _shape(dims, sizes):
-            raise ValueError(f"query {query.shape}, key {key.shape} and value {value.shape} don't fit {layout}")
+    tensors = [_alone(each) for each in args[:3]]
+    sizes = _sizes(layout, *tensors, args[heads])
+    inputs = [_dims(layout, "s", "g*r", "d"), _dims(layout, "t", "g", "d"), _dims(layout, "t", "g", "v")]
     parallel = {"b", "g", "r"}
     for place, given in enumerate(args[3:], 3):
         if not isinstance(given, TensorMeta):
             parallel -= {"b"} if place in lengths and given is not None and len(given) > 1 else set()
-        elif place in masks:
-            inputs.append(_mask(f"mask {place}", given, sizes))
+            continue
+        tensors.append(given)
+        if place in masks:
+            inputs.append(_mask(place, given, "b" in sizes))
         elif place in lengths and "b" in sizes and given.shape == (sizes["b"],):
-            inputs.append((("b",),))
+            inputs.append("b")
         else:
-            inputs.append(tuple((f"{place}.{dim}",) for dim in range(given.ndim)))
-            sizes |= {f"{place}.{dim}": size for dim, size in enumerate(given.shape)}
+            inputs.append(" ".join(f"o{place}.{dim}" for dim in range(given.ndim)))
             parallel -= {"b"} if place in lengths else parallel if given.ndim else set()
-    attention = _dims(layout, "s", ("g", "r"), "v")
-    rows = (("s",), ("g", "r")) if layout == "TND" else (("b",), ("g", "r"), ("s",))
-    known = {"eight": (*rows, ("eight",)), "one": (*rows, ()), "none": ((),), "empty": (("empty",),), "scalar": ()}
+    rows = "s g*r" if layout == "TND" else "b g*r s"
+    known = {"eight": f"{rows} eight", "one": f"{rows} 1", "none": "1", "empty": "empty", "scalar": ""}
     before, after = ([known[name] for name in results.get(part, ())] for part in ("before", "after"))
-    outputs = (*before, attention, *after)
+    outputs = (*before, _dims(layout, "s", "g*r", "v"), *after)
 
     def localize(local, shapes):
         own = shapes[len(before)]
@@ -71,8 +68,11 @@ def _attention(args, heads, layout, masks=(), lengths=(), groups=None, **results
             return local
         return (*local[:groups], max(1, count * sizes["g"] // args[heads]), *local[groups + 1 :])
 
-    sizes |= {"eight": 8, "empty": 0}
-    return Signature(tuple(inputs), outputs, sizes, whole=frozenset(sizes) - parallel, localize=localize)
+    plain = equation(
+        f"{', '.join(inputs)} -> {', '.join(outputs)}", *tensors, sizes=sizes | {"eight": 8, "empty": 0},
+        reduced={}, localize=localize,
+    )  # fmt: skip
+    return replace(plain, whole=frozenset(plain.sizes) - parallel)
 
 
 def _alone(given):
@@ -84,14 +84,10 @@ def _alone(given):
     return given
 
 
-def _shape(dims, sizes):
-    return tuple(math.prod(sizes[factor] for factor in factors) for factors in dims)
-
-
 def _dims(layout, sequence, heads, size):
-    """The factors of a tensor's dims. `H` merges heads and their size."""
-    names = {"B": ("b",), "S": (sequence,), "T": (sequence,), "N": heads, "D": (size,), "H": (*heads, size)}
-    return tuple(names[letter] for letter in layout)
+    """The factors of a tensor's dims, as in an equation. `H` merges heads and their size."""
+    names = {"B": "b", "S": sequence, "T": sequence, "N": heads, "D": size, "H": f"{heads}*{size}"}
+    return " ".join(names[letter] for letter in layout)
 
 
 def _sizes(layout, query, key, value, head_num):
@@ -110,16 +106,13 @@ def _sizes(layout, query, key, value, head_num):
     return sizes | ({"b": size[0]["B"]} if "B" in size[0] else {})
 
 
-def _mask(name, given, sizes):
-    """The factors of a mask, of which batch and heads may be 1 or absent; enters those of its own."""
-    rows = (f"{name} rows",), (f"{name} columns",)
-    sizes |= {factors[0]: size for factors, size in zip(rows, given.shape[-2:])}
-    outer = (("b",) if "b" in sizes else (), ("g", "r"))[: max(given.ndim - 2, 0)]
-    wanted = _shape(outer, sizes)
-    if not 2 <= given.ndim <= 4 or any(size not in (1, all_) for size, all_ in zip(given.shape, wanted)):
-        count, heads = sizes.get("b", 1), sizes["g"] * sizes["r"]
-        raise ValueError(f"{name} {given.shape} doesn't fit {count} examples of {heads} heads")
-    return (*(factors if size == all_ else () for factors, size, all_ in zip(outer, given.shape, wanted)), *rows)
+def _mask(place, given, batched):
+    """The factors of a mask (rows, columns), (batch, rows, columns) or (batch, heads, rows, columns), or of ones."""
+    if not 2 <= given.ndim <= 4:
+        raise ValueError(f"mask {place} {given.shape} has not 2 to 4 dims")
+    outer = ("b" if batched else "1", "g*r")[: given.ndim - 2]
+    outer = ["1" if size == 1 else names for names, size in zip(outer, given.shape)]
+    return " ".join([*outer, f"rows{place}", f"columns{place}"])
 
 
 def key_length(args):

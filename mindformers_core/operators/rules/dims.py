@@ -1,8 +1,12 @@
-"""Reading dim arguments, and naming the factors of a tensor after its dims. Pure Python."""
+"""Reading dim arguments, and naming the factors of tensors: after their dims, or by an equation. Pure Python."""
+
+from ast import literal_eval
+from itertools import chain
+from math import prod
 
 from mindformers_core.operators.signature import Signature, TensorMeta
 
-_SPELLINGS = {"axis": "dim", "axes": "dims", "keepdims": "keepdim", "keep_dims": "keepdim"}
+SPELLINGS = {"axis": "dim", "axes": "dims", "keepdims": "keepdim", "keep_dims": "keepdim"}
 
 
 def as_dim(dim, ndim):
@@ -48,7 +52,7 @@ def integers(values, what):
 
 def plain_names(named):
     """`named` with MindSpore's several spellings of one argument (`axis`, `keep_dims`, …) brought to one."""
-    return {_SPELLINGS.get(name, name): value for name, value in named.items()}
+    return {SPELLINGS.get(name, name): value for name, value in named.items()}
 
 
 def dim_names(x, prefix="d"):
@@ -61,18 +65,88 @@ def dim_sizes(x, prefix="d"):
     return {f"{prefix}{dim}": size for dim, size in enumerate(x.shape)}
 
 
+def broadcast_shape(shapes):
+    """The shape that `shapes` broadcast to. Raises `ValueError` where they don't."""
+    ndim = max(map(len, shapes), default=0)
+    result = []
+    for place in range(-ndim, 0):
+        sizes = {shape[place] for shape in shapes if len(shape) >= -place} - {1}
+        if len(sizes) > 1:
+            shown = ", ".join(map(str, shapes))
+            raise ValueError(f"shapes {shown} don't broadcast: sizes {sorted(sizes)} meet in dim {place}")
+        result.append(sizes.pop() if sizes else 1)
+    return tuple(result)
+
+
+def equation(text, *tensors, sizes=(), whole=(), **more):
+    """The `Signature` of an operator by an equation, such as "... m k, ... k n -> ... m n" of a matrix product.
+
+    The notation is that of `einsum`, with names in the place of letters.
+
+    Args:
+        text: the factors of every input's dims, and of every output's. Those in capitals are whole; others are
+            parallel, and summed where no output has them. `c*K` is a dim of two factors, `n'` another factor of the
+            size of `n`, `1` a dim of size 1, and `...` are all other dims, which broadcast.
+        tensors: a `TensorMeta` for every input.
+        sizes: factor -> its size, where no input tells it.
+        whole: further factors that are whole.
+        more: further attributes of the `Signature`.
+
+    Raises:
+        ValueError: numbers of dims, or sizes of a factor, that disagree.
+    """
+    inputs, outputs = ([part.split() for part in side.split(",")] for side in text.split("->"))
+
+    def misfit(why=""):
+        return ValueError(f"shapes {', '.join(str(x.shape) for x in tensors)} don't fit {text.strip()}{why}")
+
+    spare = [x.ndim - len(dims) + ("..." in dims) for dims, x in zip(inputs, tensors, strict=True)]
+    if any(count < 0 or count and "..." not in dims for dims, count in zip(inputs, spare)):
+        raise misfit()
+    starts = [dims.index("...") if "..." in dims else x.ndim for dims, x in zip(inputs, tensors)]
+    spans = [x.shape[start : start + count] for start, count, x in zip(starts, spare, tensors)]
+    batch = broadcast_shape(spans)
+    known = dict(sizes) | {f"d{dim}": size for dim, size in enumerate(batch)}
+
+    def factors(dims, span):
+        places = enumerate(span, len(batch) - len(span))
+        own = [(f"d{place}",) if size == batch[place] else () for place, size in places]
+        names = [own if dim == "..." else [() if dim == "1" else tuple(dim.split("*"))] for dim in dims]
+        return tuple(chain(*names))
+
+    inputs = tuple(map(factors, inputs, spans))
+    outputs = tuple(factors(dims, batch) for dims in outputs)
+    for number, (dims, x) in enumerate(zip(inputs, tensors)):
+        for dim, (names, size) in enumerate(zip(dims, x.shape)):
+            names = [name.rstrip("'") for name in names]
+            new = [name for name in names if name not in known]
+            known |= {name: size // prod(known.get(name, 1) for name in names) for name in new}
+            found = prod(map(known.get, names))
+            if found != size:
+                raise misfit(f": dim {dim} of input {number} has size {size}, but '{'*'.join(names)}' is {found}")
+    taken, given = (dict.fromkeys(name for dims in side for names in dims for name in names)
+                    for side in (inputs, outputs))  # fmt: skip
+    sizes = {name: known[name.rstrip("'")] for name in taken | given}
+    whole = frozenset(whole).union(filter(str.isupper, sizes))
+    reduced = {name: "sum" for name in taken if name not in given and not name.isupper()}
+    return Signature(inputs, outputs, sizes, **{"reduced": reduced, "whole": whole} | more)
+
+
 def unary(x, output=None, outputs=1, sizes=(), whole=(), **more):
     """The `Signature` of an operator of the one tensor `x`, with a factor for each dim.
 
     Args:
         x: the tensor.
-        output: factors of the dims of every output; default: those of `x`.
+        output: factors of the dims of every output; or a dict, dim of `x` -> those of the dims in its place. Default:
+            as `x`.
         outputs: number of outputs.
         sizes: factor -> its size, of factors that `x` lacks.
         whole: the dims of `x` along which the operator can't be sharded.
         more: further attributes of the `Signature`.
     """
     names = dim_names(x)
+    if isinstance(output, dict):
+        output = [factors for dim, name in enumerate(names) for factors in output.get(dim, [name])]
     output = names if output is None else tuple(output)
     whole = frozenset(names[dim][0] for dim in whole)
     return Signature((names,), (output,) * outputs, dim_sizes(x) | dict(sizes), whole=whole, **more)
@@ -99,7 +173,8 @@ def bound(parameters, args, named, aliases=()):
 
     Returns:
         A dict, and `again(values, changed)`: `values` are the arguments as `Signature.localize` gets them, `changed` a
-        dict. It gives all arguments by position, or the same ones where nothing changes.
+        dict. It gives all arguments by position, up to the last one that isn't its default, or the same ones where
+        nothing changes.
 
     Raises:
         TypeError: arguments that are none.
@@ -115,7 +190,8 @@ def bound(parameters, args, named, aliases=()):
         changed = {name: value for name, value in changed.items() if name in given and given[name] != value}
         if not changed and len(values) == len(args):
             return tuple(values)
-        return tuple((given | dict(zip(places, values)) | changed).values())
+        last = max(map(order.index, (*places, *changed)))
+        return tuple((given | dict(zip(places, values)) | changed).values())[: last + 1]
 
     return given, again
 
@@ -123,7 +199,7 @@ def bound(parameters, args, named, aliases=()):
 def parameters(text, **defaults):
     """Parameter -> default (None if there is none), from "x weight stride=1", for `bound`."""
     pairs = (word.partition("=")[::2] for word in text.split())
-    return {name: int(value) if value else None for name, value in pairs} | defaults
+    return {name: literal_eval(value or "None") for name, value in pairs} | defaults
 
 
 def per_dim(value, ndim):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from mindformers_core.operators import saved, views
 from mindformers_core.operators.registry import NO_GRADIENT, ZERO, register_operator
 from mindformers_core.operators.rewrites import as_cast, condition_first, masked_fill, without_alpha
-from mindformers_core.operators.rules.dims import unary
+from mindformers_core.operators.rules.dims import equation, unary
 from mindformers_core.operators.signature import Signature, TensorMeta, is_float, tensors_in
 
 
@@ -72,31 +72,10 @@ _NONLINEAR = (
 )
 
 
-def broadcast_shape(shapes):
-    """The shape that `shapes` broadcast to. Raises `ValueError` where they don't."""
-    ndim = max(map(len, shapes), default=0)
-    result = []
-    for place in range(-ndim, 0):
-        sizes = {shape[place] for shape in shapes if len(shape) >= -place} - {1}
-        if len(sizes) > 1:
-            shown = ", ".join(map(str, shapes))
-            raise ValueError(f"shapes {shown} don't broadcast: sizes {sorted(sizes)} meet in dim {place}")
-        result.append(sizes.pop() if sizes else 1)
-    return tuple(result)
-
-
 def elementwise(*args, linear=(), **more):
     """The `Signature` of an operator whose output elements each depend on one element of every (broadcast) input."""
     tensors = tensors_in(args)
-    shape = broadcast_shape([tensor.shape for tensor in tensors])
-    starts = [len(shape) - tensor.ndim for tensor in tensors]
-    dims = [
-        tuple((f"d{dim}",) if size == shape[dim] else () for dim, size in enumerate(tensor.shape, start))
-        for tensor, start in zip(tensors, starts)
-    ]
-    output = tuple((f"d{dim}",) for dim in range(len(shape)))
-    sizes = {f"d{dim}": size for dim, size in enumerate(shape)}
-    return Signature(tuple(dims), (output,), sizes, linear=linear, **more)
+    return equation(f"{', '.join(['...'] * len(tensors))} -> ...", *tensors, linear=linear, **more)
 
 
 def _nonlinear(*args, **named):

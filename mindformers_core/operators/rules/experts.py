@@ -1,10 +1,12 @@
 """Rules of a mixture of experts: values count the tokens of a group, which are whole; rows and columns may be cut."""
 
+from math import prod
+
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.rules.dims import dim_names, dim_sizes
+from mindformers_core.operators.rules.dims import equation
 from mindformers_core.operators.rules.indexing import check_indices
 from mindformers_core.operators.saved import UNMEASURED
-from mindformers_core.operators.signature import Signature, TensorMeta
+from mindformers_core.operators.signature import TensorMeta, tensors_in
 
 
 @register_operator("Gmm", "GmmV2", saves=UNMEASURED)
@@ -13,24 +15,16 @@ def grouped_product(x, weight, bias=None, group_list=None, group_type=0, group_l
 
     A cut inner dim gives terms of a sum, unless they aren't `partial`, since something follows that isn't linear.
     """
-    tensors = [entry for given in (x, weight, bias or ()) for entry in given]
-    places = {0: (("m", "k"), ("e", "k", "n"), ("e", "n")), 2: (("k", "m"), ("m", "n"), ("e", "n"))}.get(group_type)
-    if places is None or len(x) != 1 or len(weight) != 1 or len(tensors) > 3:
+    texts = {0: ("M k", "E k n", "E n"), 2: ("k M", "M n", "E n")}.get(group_type)
+    if texts is None or len(x) != 1 or len(weight) != 1 or len(bias or ()) > 1:
         raise ValueError("a grouped matmul takes one tensor of tokens, one of weights, and group_type 0 or 2")
-    count = group_list.shape[0] if isinstance(group_list, TensorMeta) else len(group_list)
-    sizes, inputs = {"e": count}, [tuple((name,) for name in names) for names in places[: len(tensors)]]
-    for tensor, names in zip(tensors, places):
-        if tensor.ndim != len(names) or any(
-            sizes.setdefault(name, size) != size for name, size in zip(names, tensor.shape)
-        ):
-            raise ValueError(f"a grouped matmul of {', '.join(str(one.shape) for one in tensors)} and {count} groups")
-    if isinstance(group_list, TensorMeta):
-        inputs.append((("e",),))
+    tensors, added = tensors_in((x, weight, bias or (), group_list)), (2,) * bool(bias)
+    inputs = (*texts[: 2 + len(added)], *(("E",) if isinstance(group_list, TensorMeta) else ()))
+    sizes, text = {} if isinstance(group_list, TensorMeta) else {"E": len(group_list)}, ", ".join(inputs)
     if group_type == 2:
-        return Signature(tuple(inputs), ((("e",), ("k",), ("n",)),), sizes, whole=frozenset("em"))
-    added = (2,) if len(tensors) > 2 else ()
-    more = {"reduced": {"k": "sum"}, "added": added, "linear": () if added else ({0}, {1})} if partial else {}
-    return Signature(tuple(inputs), ((("m",), ("n",)),), sizes, whole=frozenset("em" if partial else "emk"), **more)
+        return equation(f"{text} -> E k n", *tensors, sizes=sizes)
+    more = {"added": added, "linear": () if added else ({0}, {1})} if partial else {"reduced": {}, "whole": ("k",)}
+    return equation(f"{text} -> M n", *tensors, sizes=sizes, **more)
 
 
 @register_operator("GroupedMatmulV4", saves=UNMEASURED)
@@ -53,24 +47,20 @@ def permute_tokens(tokens, indices, num_out_tokens=None, padded_mode=False):
     check_indices(indices)
     if padded_mode or tokens.ndim != 2 or indices.shape[:1] != tokens.shape[:1]:
         raise ValueError(f"tokens {tokens.shape} of experts {indices.shape}, padded_mode={padded_mode}")
-    chosen, sizes = dim_names(indices, "i"), dim_sizes(tokens) | dim_sizes(indices, "i")
-    count = tokens.shape[0] * (indices.shape[1] if indices.ndim > 1 else 1)
-    sizes |= {"rows": num_out_tokens or count, "places": count}
-    whole, outputs = frozenset(sizes) - {"d1"}, ((("rows",), ("d1",)), (("places",),))
-    return Signature((dim_names(tokens), (("d0",), *chosen[1:])), outputs, sizes, whole=whole)
+    count = prod(indices.shape)
+    sizes = {"R": num_out_tokens or count, "P": count}
+    return equation(f"T h, T {'K' * (indices.ndim - 1)} -> R h, P", tokens, indices, sizes=sizes)
 
 
 @register_operator("MoeTokenUnpermute", "InnerMoeTokenUnpermute", saves=UNMEASURED)
 def unpermute_tokens(permuted, sorted_indices, probs=None, padded_mode=False, restore_shape=None):
     """Tokens in their own order: the sum over each token's experts, weighted by `probs`."""
     check_indices(sorted_indices)
-    if padded_mode or permuted.ndim != 2:
+    if padded_mode:
         raise ValueError(f"permuted tokens {permuted.shape}, padded_mode={padded_mode}")
-    sizes = dim_sizes(permuted) | {"places": sorted_indices.shape[0]}
-    weights = dim_names(probs, "p") if isinstance(probs, TensorMeta) else ()
-    sizes |= dim_sizes(probs, "p") if weights else {"p0": sorted_indices.shape[0]}
-    inputs = (dim_names(permuted), (("places",),), *((weights,) if weights else ()))
-    return Signature(inputs, ((("p0",), ("d1",)),), sizes, whole=frozenset(sizes) - {"d1"}, linear=({0},))
+    tensors = tensors_in((permuted, sorted_indices, probs))
+    sizes = {"T": sorted_indices.shape[0]} if len(tensors) == 2 else {}
+    return equation(f"R h, P{', T K' * (len(tensors) - 2)} -> T h", *tensors, sizes=sizes, linear=({0},))
 
 
 @register_operator("MoeInitRoutingV2", saves=UNMEASURED)
@@ -79,8 +69,6 @@ def init_routing(x, expert_idx, active_num=0, expert_capacity=0, expert_num=0, d
     check_indices(expert_idx)
     if drop_pad_mode or before:
         raise ValueError("MoeInitRoutingV2 with a capacity of experts is not available for distributed tensors")
-    total = expert_idx.shape[0] * expert_idx.shape[1]
-    sizes = dim_sizes(x) | {"k": expert_idx.shape[1], "rows": min(active_num or total, total), "places": total}
-    sizes |= {"experts": expert_num, "before": expert_num}
-    outputs = ((("rows",), ("d1",)), (("places",),), (("experts",),), (("before",),))
-    return Signature((dim_names(x), (("d0",), ("k",))), outputs, sizes, whole=frozenset(sizes) - {"d1"})
+    total = prod(expert_idx.shape)
+    sizes = {"R": min(active_num or total, total), "P": total, "E": expert_num}
+    return equation("T h, T K -> R h, P, E, E'", x, expert_idx, sizes=sizes)

@@ -3,7 +3,7 @@
 from functools import partial
 
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.rules.dims import as_dims, plain_names, unary
+from mindformers_core.operators.rules.dims import SPELLINGS, as_dims, bound, parameters, unary
 from mindformers_core.operators.saved import UNMEASURED
 
 # Prefix of an operator's name -> the number of elements that the last transformed dim gets, from that of its input or
@@ -22,10 +22,9 @@ _TO_REAL = ("IRFFT", "HFFT")
 
 def _transform(kind, ending, x, *args, **named):
     """A result that is complex where the input is real takes no partial sums: terms would be twice as large."""
-    given = dict(zip(("sizes", "dim", "norm"), args)) | plain_names(named)
-    asked = given.get("sizes", given.get("s" if ending else "n"))
+    given, _ = bound(parameters("sizes dim norm"), args, named, SPELLINGS | {"s": "sizes", "n": "sizes"})
+    asked, dim = given["sizes"], given["dim"]
     asked = () if asked is None else asked if isinstance(asked, (tuple, list)) else (asked,)
-    dim = given.get("dim")
     if dim is None:
         dim = tuple(range(-len(asked), 0)) if asked and ending == "N" else _DIMS[ending]
     dims = as_dims(dim, x.ndim)
@@ -33,7 +32,7 @@ def _transform(kind, ending, x, *args, **named):
         raise ValueError(f"{len(asked)} sizes are asked for {len(dims)} dims of {x.shape}")
     sizes = {f"f{place}": asked[number] if asked else x.shape[place] for number, place in enumerate(dims)}
     sizes[f"f{dims[-1]}"] = _LAST[kind](x.shape[dims[-1]], asked[-1] if asked else None)
-    output = [(f"f{place}" if place in dims else f"d{place}",) for place in range(x.ndim)]
+    output = {place: [(f"f{place}",)] for place in dims}
     passes = kind in _TO_REAL or "complex" in x.dtype
     return unary(x, output, sizes=sizes, whole=dims, linear=({0},) if passes else ())
 

@@ -1,21 +1,21 @@
 """Rules of fused operators that decoders call on accelerators: gates and rotary embedding."""
 
+from dataclasses import replace
+
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import as_dim, dim_names, unary
 from mindformers_core.operators.rules.elementwise import elementwise
 from mindformers_core.operators.saved import INPUTS, UNMEASURED
-from mindformers_core.operators.signature import Signature
 
 
 @register_operator("Swiglu", saves=UNMEASURED, operations=5)
 @register_operator("GLU", saves=INPUTS, operations=4)
 def gated(x, dim=-1):
     """One half of `dim` times a function of the other: the halves of a shard are not shards of the halves."""
-    place, names = as_dim(dim, x.ndim), dim_names(x)
+    place = as_dim(dim, x.ndim)
     if x.shape[place] % 2:
         raise ValueError(f"dim {place} of {x.shape} can't be halved")
-    output = (*names[:place], ("half",), *names[place + 1 :])
-    return unary(x, output, sizes={"half": x.shape[place] // 2}, whole=(place,))
+    return unary(x, {place: [("half",)]}, sizes={"half": x.shape[place] // 2}, whole=(place,))
 
 
 @register_operator("RotaryPositionEmbedding", saves=UNMEASURED, operations=3)
@@ -24,4 +24,4 @@ def rotary_embedding(x, cos, sin, mode=0):
     plain = elementwise(x, cos, sin)
     if plain.outputs != (dim_names(x),) or any(angle.shape[-1] != x.shape[-1] for angle in (cos, sin)):
         raise ValueError(f"angles {cos.shape} and {sin.shape} don't fit {x.shape}")
-    return Signature(plain.inputs, plain.outputs, plain.sizes, whole=frozenset({f"d{x.ndim - 1}"}), linear=({0},))
+    return replace(plain, whole=frozenset({f"d{x.ndim - 1}"}), linear=({0},))

@@ -7,7 +7,7 @@ from functools import partial
 from math import prod
 
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.rules.dims import bound, dim_names, parameters, per_dim, unary
+from mindformers_core.operators.rules.dims import bound, dim_names, equation, parameters, per_dim, unary
 from mindformers_core.operators.saved import INPUTS, INPUTS_AS_THEY_ARE, NOTHING, UNMEASURED, SavedByOperator
 from mindformers_core.operators.signature import Signature, tensors_in, undivided
 
@@ -76,33 +76,13 @@ for _names, _ndim, _text, _is_alone, _results, _saves, _facts in _PLANES:
     register_operator(*_names.split(), saves=_saves, **_facts)(_rule)
 
 
-def _along(equation, tensors, sizes=(), **more):
-    """The `Signature` of an equation "n c H W, n p q -> n c P": capitals are whole; `sizes` of what no input has.
-
-    A merged dim is written as `c*K`.
-    """
-    left, _, right = equation.partition("->")
-    inputs, outputs = ([[dim.split("*") for dim in part.split()] for part in side.split(",")] for side in (left, right))
-    known = dict(sizes)
-    for dims, tensor in zip(inputs, tensors, strict=True):
-        if len(dims) != tensor.ndim:
-            raise ValueError(f"tensors of shapes {[tensor.shape for tensor in tensors]} don't fit {left.strip()}")
-        for names, size in zip(dims, tensor.shape):
-            if prod(known.setdefault(name, size) for name in names) != size:
-                raise ValueError(f"shapes {[tensor.shape for tensor in tensors]} don't fit {left.strip()}")
-    used = list(dict.fromkeys(name for dims in (*inputs, *outputs) for names in dims for name in names))
-    factors = [tuple(tuple(map(tuple, dims)) for dims in side) for side in (inputs, outputs)]
-    whole = frozenset(name for name in used if name.isupper())
-    return Signature(*factors, {name: known[name] for name in used}, whole=whole, **more)
-
-
-def _flat(equation, deep, sizes=lambda x, *_: {}, linear=True):
-    """A rule: `equation` for images of two dims, `deep` for three; `sizes` of the other factors by the arguments."""
+def _flat(flat, deep, sizes=lambda x, *_: {}, linear=True):
+    """A rule: the equation `flat` for images of two dims, `deep` for three; `sizes` of other factors by arguments."""
 
     def rule(x, *args, **named):
         tensors, rest = [x, *tensors_in(args)], [value for value in args if not hasattr(value, "shape")]
-        dims = equation if x.ndim <= len(equation.partition(",")[0].partition("->")[0].split()) else deep
-        return _along(dims, tensors, sizes(x, *rest, **named), linear=_LINEAR if linear else ())
+        dims = flat if x.ndim <= len(flat.partition(",")[0].partition("->")[0].split()) else deep
+        return equation(dims, *tensors, sizes=sizes(x, *rest, **named), linear=_LINEAR if linear else ())
 
     return rule
 
@@ -188,16 +168,13 @@ def affine_grid(theta, size, *align_corners):
     sizes = dict(zip("nCPQ" if len(size) == 4 else "nCOPQ", size)) | {"T": len(size) - 2}
     output = "n P Q T" if len(size) == 4 else "n O P Q T"
     localize = lambda args, shapes: (args[0], (shapes[0][0], *size[1:]), *args[2:])  # noqa: E731
-    return _along(f"n R S -> {output}", (theta,), sizes, linear=_LINEAR, localize=localize)
+    return equation(f"n R S -> {output}", theta, sizes=sizes, linear=_LINEAR, localize=localize)
 
 
 @register_operator("PReLU", saves=INPUTS, operations=2)
 def prelu(x, weight):
     """A slope for every channel, or one for all."""
-    plain, is_one = unary(x), weight.shape == (1,)
-    if weight.ndim != 1 or not (is_one or x.shape[1:2] == weight.shape):
-        raise ValueError(f"slopes {weight.shape} don't fit the channels of {x.shape}")
-    return Signature((*plain.inputs, (() if is_one else ("d1",),)), plain.outputs, plain.sizes)
+    return equation("..., 1 -> ..." if weight.shape == (1,) else "n c ..., c -> n c ...", x, weight)
 
 
 def _blocks(is_back, x, block_shape, paddings=None, crops=None):

@@ -156,9 +156,7 @@ def top_k_method(x, k, dim=-1, largest=True, sorted=True):
 
 def _taken(x, place, count, keepdim, **more):
     """The `Signature` of `count` elements along a dim, and their positions."""
-    names = dim_names(x)
-    output = (*names[:place], *((("taken",),) if keepdim else ()), *names[place + 1 :])
-    return unary(x, output, 2, {"taken": count} if keepdim else (), **more)
+    return unary(x, {place: [("taken",)] * keepdim}, 2, {"taken": count} if keepdim else (), **more)
 
 
 @register_operator("Kthvalue", saves=UNMEASURED)

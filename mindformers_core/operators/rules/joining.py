@@ -97,5 +97,5 @@ def chunk(x, chunks, dim=0):
 @register_operator("UnstackExtView", saves=NOTHING, view=views.unstacked, rewrite="Unstack")
 def unstack(x, dim=0, axis=None, num=None):
     """One output for every index of a dim, without that dim."""
-    place, names = along(x, dim if axis is None else axis), dim_names(x)
-    return unary(x, (*names[:place], *names[place + 1 :]), x.shape[place], whole=(place,), linear=({0},))
+    place = along(x, dim if axis is None else axis)
+    return unary(x, {place: []}, x.shape[place], whole=(place,), linear=({0},))

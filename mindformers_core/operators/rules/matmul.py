@@ -1,44 +1,27 @@
-"""Rules of the matmul family, by one equation notation: `contraction("b m k, b k n -> b m n", …)`."""
+"""Rules of the matmul family: contractions by their equations."""
 
 from functools import partial
 from math import prod
 
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import product_with_a_gradient
-from mindformers_core.operators.rules.elementwise import broadcast_shape
+from mindformers_core.operators.rules.dims import broadcast_shape, equation
 from mindformers_core.operators.saved import INPUTS, NOTHING, OTHER_OPERAND, UNMEASURED, SavedByOperator
-from mindformers_core.operators.signature import Signature
 
 
-def contraction(equation, *tensors, linear=None, added=()):
-    """The `Signature` of a tensor contraction.
+def contraction(text, *tensors, linear=None, added=()):
+    """The `Signature` of a tensor contraction, by an `equation`.
 
     Args:
-        equation: factors of every input's dims and, behind `->`, of the output's, separated by spaces; a factor that
-            the output lacks is summed over. `1` is a dim of size 1 that is broadcast.
-        tensors: a `TensorMeta` for every input.
+        text, tensors: of the equation.
         linear: groups of inputs through which partial sums pass; default: each one alone (multilinear).
         added: inputs that are added to the result.
 
     Raises:
         ValueError: sizes of one factor that disagree.
     """
-    left, right = equation.split("->")
-    names = [part.split() for part in left.split(",")]
-    output = right.split()
-    sizes = {}
-    for number, (dims, tensor) in enumerate(zip(names, tensors)):
-        for dim, (name, size) in enumerate(zip(dims, tensor.shape)):
-            if name != "1" and sizes.setdefault(name, size) != size:
-                raise ValueError(
-                    f"shapes {', '.join(str(t.shape) for t in tensors)} don't fit {equation.strip()}: "
-                    f"dim {dim} of input {number} has size {size}, but '{name}' is {sizes[name]}"
-                )
-    summed = {name: "sum" for name in sizes if name not in output}
-    inputs = tuple(tuple(() if name == "1" else (name,) for name in dims) for dims in names)
     linear = tuple({index} for index in range(len(tensors))) if linear is None else linear
-    outputs = (tuple(() if name == "1" else (name,) for name in output),)
-    return Signature(inputs, outputs, sizes, summed, linear=linear, added=added)
+    return equation(text, *tensors, linear=linear, added=added)
 
 
 def einsum_names(equation, ndims):
@@ -88,18 +71,9 @@ def matmul(a, b, transpose_a=False, transpose_b=False):
     """
     if a.ndim == 0 or b.ndim == 0:
         raise ValueError(f"shapes {a.shape} and {b.shape}: a matmul needs at least one dim on each side")
-    batch = broadcast_shape([a.shape[:-2], b.shape[:-2]])
-    last_a = "k" if a.ndim == 1 else "k m" if transpose_a else "m k"
-    last_b = "k" if b.ndim == 1 else "n k" if transpose_b else "k n"
-    dims = [f"b{dim}" for dim in range(len(batch))]
-
-    def batch_dims(tensor):
-        count = max(tensor.ndim - 2, 0)
-        aligned = list(zip(dims, batch))[len(batch) - count :]
-        return " ".join(name if size == wanted else "1" for (name, wanted), size in zip(aligned, tensor.shape))
-
-    output = " ".join([*dims, *(["m"] if a.ndim > 1 else []), *(["n"] if b.ndim > 1 else [])])
-    return contraction(f"{batch_dims(a)} {last_a}, {batch_dims(b)} {last_b} -> {output}", a, b)
+    first = "k" if a.ndim == 1 else "... k m" if transpose_a else "... m k"
+    second = "k" if b.ndim == 1 else "... n k" if transpose_b else "... k n"
+    return contraction(f"{first}, {second} -> ... {'m' * (a.ndim > 1)} {'n' * (b.ndim > 1)}", a, b)
 
 
 @register_operator("DeprecatedMatmul", saves=OTHER_OPERAND, operations=_operations, product="x @ w", source=".matmul")
@@ -115,10 +89,7 @@ def _copies(operands, results):
 
 
 @register_operator(
-    "TensorDot",
-    saves=SavedByOperator(internal=_copies),
-    operations=_operations,
-    source="ops.tensor_dot(x1, x2, axes)",
+    "TensorDot", saves=SavedByOperator(internal=_copies), operations=_operations, source="ops.tensor_dot(x1, x2, axes)"
 )
 def tensor_dot(a, b, axes):
     """The product over the last dim of `a` and the first of a matrix or vector `b`, a rewrite of `MatMulExt`."""
@@ -130,12 +101,10 @@ def tensor_dot(a, b, axes):
 @register_operator("Dense", saves=SavedByOperator((0, 1)), operations=_operations, product="x @ w.T")
 def dense(x, weight, bias=None):
     """`x @ weight.T + bias`."""
-    dims = " ".join(f"b{dim}" for dim in range(x.ndim - 1))
-    rows = "n" if weight.ndim == 2 else ""
+    rows = "n" * (weight.ndim - 1)
     if bias is None:
-        return contraction(f"{dims} k, {rows} k -> {dims} {rows}", x, weight)
-    equation = f"{dims} k, {rows} k, {rows} -> {dims} {rows}"
-    return contraction(equation, x, weight, bias, linear=({0, 2}, {1, 2}), added=(2,))
+        return contraction(f"... k, {rows} k -> ... {rows}", x, weight)
+    return contraction(f"... k, {rows} k, {rows} -> ... {rows}", x, weight, bias, linear=({0, 2}, {1, 2}), added=(2,))
 
 
 @register_operator("BiasAdd", saves=NOTHING)
@@ -143,20 +112,17 @@ def bias_add(x, bias, data_format=0, *_):
     """`x + bias` along dim 1 (NCHW, and matrices): linear in both together."""
     if x.ndim < 2 or bias.shape != (x.shape[1],):
         raise ValueError(f"a bias of shape {bias.shape} doesn't fit dim 1 of {x.shape}")
-    dims = " ".join("c" if dim == 1 else f"d{dim}" for dim in range(x.ndim))
-    return contraction(f"{dims}, c -> {dims}", x, bias, linear=({0, 1},))
+    return contraction("n c ..., c -> n c ...", x, bias, linear=({0, 1},))
 
 
-def _add_product(equation, x, a, b, beta=1, alpha=1):
+def _add_product(text, x, a, b, beta=1, alpha=1):
     """`beta * x + alpha * (a @ b)` of matrices, vectors, or batches of them, where `x` may be broadcast."""
-    plain = contraction(equation, a, b)
-    output = equation.split("->")[1].split()
-    shape = tuple(plain.sizes[name] for name in output)
+    names, (shape,) = text.split("->")[1].split(), contraction(text, a, b).output_shapes
     if broadcast_shape([x.shape, shape]) != shape:
         raise ValueError(f"shapes {x.shape}, {a.shape} and {b.shape} don't fit an addition to a product")
     start = len(shape) - x.ndim
-    added = " ".join(name if x.shape[dim] == shape[start + dim] else "1" for dim, name in enumerate(output[start:]))
-    return contraction(f"{added}, {equation}", x, a, b, linear=({0, 1}, {0, 2}), added=(0,))
+    added = " ".join(name if own == size else "1" for name, size, own in zip(names[start:], shape[start:], x.shape))
+    return contraction(f"{added}, {text}", x, a, b, linear=({0, 1}, {0, 2}), added=(0,))
 
 
 for _name, _equation, _places in (
@@ -165,12 +131,9 @@ for _name, _equation, _places in (
     ("Addmv", "m k, k -> m", None),
     ("Addbmm", "b m k, b k n -> m n", None),
 ):
-    register_operator(
-        _name,
-        saves=SavedByOperator(inputs_by_need=_places) if _places else UNMEASURED,
-        operations=_operations,
-        source=f".{_name.lower()}",
-    )(partial(_add_product, _equation))
+    _saves = SavedByOperator(inputs_by_need=_places) if _places else UNMEASURED
+    _facts = {"saves": _saves, "operations": _operations, "source": f".{_name.lower()}"}
+    register_operator(_name, **_facts)(partial(_add_product, _equation))
 
 
 def _first_as_column(operands, results):
@@ -185,18 +148,15 @@ def outer(a, b):
 
 
 @register_operator(
-    "Einsum",
-    saves=UNMEASURED,
-    operations=_operations,
-    attributes=("equation",),
+    "Einsum", saves=UNMEASURED, operations=_operations, attributes=("equation",),
     source="mindformers_core.dtensor.einsum.contract",
-)
+)  # fmt: skip
 def einsum(operands, equation):
     """A contraction by its equation, of shape (1,) for a number."""
     names, output = einsum_names(equation, [operand.ndim for operand in operands])
     sizes = {name: size for term, x in zip(names, operands) for name, size in zip(term, x.shape) if size != 1}
     terms = [
-        [name if size == sizes.get(name, 1) else "1" for name, size in zip(term, x.shape)]
+        " ".join(f"i{name}" if size == sizes.get(name, 1) else "1" for name, size in zip(term, x.shape))
         for term, x in zip(names, operands)
     ]
-    return contraction(f"{', '.join(map(' '.join, terms))} -> {' '.join(output) or '1'}", *operands)
+    return contraction(f"{', '.join(terms)} -> {' '.join(f'i{name}' for name in output) or '1'}", *operands)

@@ -1,9 +1,9 @@
 """Rules of norms, whole along the dims that they normalise, and of softmax, which can be sharded along its dim."""
 
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.rules.dims import as_dim, as_dims, dim_names, dim_sizes, plain_names, unary
+from mindformers_core.operators.rules.dims import as_dim, as_dims, equation, plain_names, unary
 from mindformers_core.operators.saved import RESULT, UNMEASURED, SavedByOperator
-from mindformers_core.operators.signature import Signature
+from mindformers_core.operators.signature import Signature, tensors_in
 
 
 def _normalised(x, start, parameters, statistics, parameter_start=None):
@@ -11,14 +11,12 @@ def _normalised(x, start, parameters, statistics, parameter_start=None):
 
     Outputs are the result and `statistics` tensors of the shape of `x` with the normalised dims 1.
     """
-    names = dim_names(x)
+    names = [f"{'N' if dim >= start else 'd'}{dim}" for dim in range(x.ndim)]
     own = names[start if parameter_start is None else parameter_start :]
-    for parameter in parameters:
-        if parameter.shape != x.shape[x.ndim - len(own) :]:
-            raise ValueError(f"a scale of shape {parameter.shape} doesn't fit the last {len(own)} dims of {x.shape}")
-    whole = frozenset(name[0] for name in names[start:])
-    statistic = (*names[:start], *((),) * (x.ndim - start))
-    return Signature((names, *(own,) * len(parameters)), (names, *(statistic,) * statistics), dim_sizes(x), whole=whole)
+    inputs = [names, *[own] * len(parameters)]
+    outputs = [names, *[[*names[:start], *"1" * (x.ndim - start)]] * statistics]
+    text = " -> ".join(", ".join(map(" ".join, side)) for side in (inputs, outputs))
+    return equation(text, x, *parameters)
 
 
 _SAVES = SavedByOperator((0, 1), outputs=(1, 2), as_they_are=True)
@@ -37,7 +35,7 @@ def layer_norm_shape(x, normalized_shape, weight=None, bias=None, eps=1e-5):
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     if not shape or shape != x.shape[-len(shape) :]:
         raise ValueError(f"normalized_shape {shape} is not the end of {x.shape}")
-    return _normalised(x, x.ndim - len(shape), [given for given in (weight, bias) if given is not None], 2)
+    return _normalised(x, x.ndim - len(shape), tensors_in((weight, bias)), 2)
 
 
 @register_operator("RmsNorm", saves=UNMEASURED, operations=4)  # square, sum, scale twice
@@ -51,30 +49,20 @@ def rms_norm(x, gamma, epsilon=1e-6):
 @register_operator("GroupNorm", saves=SavedByOperator("all", outputs=(1, 2)), operations=7)
 def group_norm(x, num_groups, weight=None, bias=None, eps=1e-5):
     """Every group of channels normalised: the result, mean and reciprocal standard deviation. Groups are parallel."""
-    if x.ndim < 2 or x.shape[1] % num_groups:
-        raise ValueError(f"the channels of {x.shape} don't make {num_groups} groups")
-    given = [parameter for parameter in (weight, bias) if parameter is not None]
-    if any(parameter.shape != x.shape[1:2] for parameter in given):
-        raise ValueError(f"scales of shape {[parameter.shape for parameter in given]} don't fit {x.shape}")
-    channels = ("group", "member")
-    names = (("d0",), channels, *dim_names(x)[2:])
-    sizes = dim_sizes(x) | {"group": num_groups, "member": x.shape[1] // num_groups}
-    del sizes["d1"]
-    statistic = (("d0",), ("group",))
-    inputs = (names, *((channels,),) * len(given))
-    planes = [name for (name,) in names[2:]]
+    given = tensors_in((weight, bias))
+    text = f"n g*M ...{', g*M' * len(given)} -> n g*M ..., n g, n g"
 
     def localize(args, shapes):
         return (args[0], shapes[1][1], *args[2:])
 
-    more = {"whole": frozenset({"member"}), "distributed": dict.fromkeys(planes, "group_norm")}
-    return Signature(inputs, (names, statistic, statistic), sizes, localize=localize, **more)
+    planes = {f"d{dim}": "group_norm" for dim in range(x.ndim - 2)}
+    return equation(text, x, *given, sizes={"g": num_groups}, distributed=planes, localize=localize)
 
 
 @register_operator("AddRmsNorm", "AddLayerNormV2", saves=UNMEASURED, operations=8)
 def add_norm(x, other, gamma, *others):
     """The norm of a sum over the dims of `gamma`: the result, its statistics, and the sum."""
-    scales = [gamma, *(given for given in others[:1] if hasattr(given, "shape"))]
+    scales = tensors_in([gamma, *others[:1]])
     if x.shape != other.shape:
         raise ValueError(f"{x.shape} and {other.shape} can't be added without broadcasting")
     plain = _normalised(x, x.ndim - gamma.ndim, scales, len(scales))

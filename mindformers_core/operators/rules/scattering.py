@@ -10,8 +10,15 @@ from functools import partial
 from mindformers_core.operators import saved
 from mindformers_core.operators.registry import NO_GRADIENT, register_operator
 from mindformers_core.operators.rewrites import dim_before_indices
-from mindformers_core.operators.rules.dims import as_dim, dim_names, dim_sizes, integers
-from mindformers_core.operators.rules.elementwise import broadcast_shape
+from mindformers_core.operators.rules.dims import (
+    as_dim,
+    broadcast_shape,
+    dim_names,
+    dim_sizes,
+    equation,
+    integers,
+    unary,
+)
 from mindformers_core.operators.rules.indexing import check_indices, elements, positional
 from mindformers_core.operators.signature import Signature, TensorMeta, tensors_in, undivided
 
@@ -172,11 +179,10 @@ def _segments(how, x, segment_ids, num_segments):
         raise ValueError(f"segment ids {segment_ids.shape} don't fit {x.shape}")
     (count,), names = integers((num_segments,), "a number of segments"), dim_names(x)
     counted = dim_sizes(segment_ids)
-    more = (
-        {"reduced": dict.fromkeys(counted, "sum"), "linear": ({0},)} if how == "Sum" else {"whole": frozenset(counted)}
-    )
-    if how in ("Max", "Min"):
-        more = {"distributed": dict.fromkeys(counted, f"segment_{how.lower()}")}
+    more = {
+        "Sum": {"reduced": dict.fromkeys(counted, "sum"), "linear": ({0},)},
+        "Prod": {"whole": frozenset(counted)},
+    }.get(how, {"distributed": dict.fromkeys(counted, f"segment_{how.lower()}")})
     inputs, output = (names, dim_names(segment_ids)), (("segments",), *names[segment_ids.ndim :])
     return Signature(inputs, (output,), dim_sizes(x) | {"segments": count}, **more)
 
@@ -190,16 +196,17 @@ for _name in ("Sum", "Max", "Min", "Prod"):
 @register_operator("Histogram", saves=saved.UNMEASURED, gradient=NO_GRADIENT, attributes=("bins", "min", "max"))
 def histogram(x, bins=100, min=0, max=0):
     """Counts in bins: of each part, with a range; without one it is that of all elements."""
-    names, sizes = dim_names(x), dim_sizes(x)
-    more = {"whole": frozenset(sizes)} if min == max == 0 else {"reduced": dict.fromkeys(sizes, "sum")}
-    return Signature((names,), ((("bins",),),), sizes | {"bins": bins}, **more)
+    more = {"whole": range(x.ndim)} if min == max == 0 else {"reduced": dict.fromkeys(dim_sizes(x), "sum")}
+    return unary(x, [("bins",)], sizes={"bins": bins}, **more)
 
 
 @register_operator("BincountExt", saves=saved.UNMEASURED, gradient=NO_GRADIENT)
 def bincount(x, weights=None, minlength=0):
     """Counts of numbers below `minlength`, or sums of their weights: of each part."""
-    names = (dim_names(x),) * len(tensors_in([x, weights]))
-    return Signature(names, ((("bins",),),), dim_sizes(x) | {"bins": minlength}, {"d0": "sum"})
+    if not minlength:
+        raise ValueError("the number of results depends on the values: give minlength, above all of them")
+    tensors = tensors_in([x, weights])
+    return equation(f"{', '.join('n' * len(tensors))} -> bins", *tensors, sizes={"bins": minlength})
 
 
 @register_operator(
@@ -218,10 +225,8 @@ def embedding_lookup(params, indices, offset):
 @register_operator("SearchSorted", saves=saved.NOTHING, gradient=NO_GRADIENT)
 def search_sorted(sequence, values, sorter=None, dtype=None, right=False):
     """How many elements of the last dim are smaller: a sum over the parts of a sequence that is in order."""
-    if sequence.ndim > 1 and sequence.shape[:-1] != values.shape[:-1]:
-        raise ValueError(f"values {values.shape} don't fit sequences {sequence.shape}")
-    names, wanted = dim_names(values), (*dim_names(values)[: sequence.ndim - 1], ("sequence",))
-    sizes = dim_sizes(values) | {"sequence": sequence.shape[-1]}
-    if sorter is None:
-        return Signature((wanted, names), (names,), sizes, {"sequence": "sum"})
-    return Signature((wanted, names, wanted), (names,), sizes, whole=frozenset({"sequence"}))
+    length, wanted = "s" if sorter is None else "S", "... v" if sequence.ndim > 1 else "..."
+    rows = f"... {length}" if sequence.ndim > 1 else length
+    return equation(
+        f"{rows}, {wanted}{f', {rows}' * (sorter is not None)} -> {wanted}", *tensors_in([sequence, values, sorter])
+    )

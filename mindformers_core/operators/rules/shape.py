@@ -5,7 +5,7 @@ import math
 from mindformers_core.operators import views
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import as_transpose, sizes_together
-from mindformers_core.operators.rules.dims import along, as_dim, as_dims, dim_names, integers, unary
+from mindformers_core.operators.rules.dims import along, as_dim, as_dims, dim_names, dim_sizes, integers, unary
 from mindformers_core.operators.saved import NOTHING, UNMEASURED
 from mindformers_core.operators.signature import Signature, TensorMeta, tensors_in
 
@@ -207,12 +207,7 @@ def repeat_interleave(x, repeats, dim=None, output_size=None):
     if isinstance(repeats, (TensorMeta, tuple, list)):
         raise ValueError(f"repeats={repeats!r}: only one number of repetitions for all elements is available")
     (count,) = integers((repeats,), "a number of repetitions")
-    names = dim_names(x)
-    if dim is None:
-        output = [(*(factor for name in names for factor in name), "r")]
-    else:
-        place = along(x, dim)
-        output = [*names[:place], (*names[place], "r"), *names[place + 1 :]]
+    output = [(*dim_sizes(x), "r")] if dim is None else {along(x, dim): [(*dim_names(x)[dim], "r")]}
     return unary(x, output, sizes={"r": count}, linear=_LINEAR)
 
 

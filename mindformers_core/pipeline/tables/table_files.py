@@ -45,11 +45,9 @@ def load_table(path):
             column (or number of the step, from 0), and the text there.
     """
     read = _read_csv if checked_suffix(path, SUFFIXES) == "csv" else _read_yaml
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:  # spreadsheets write a byte order mark
-            micro_batch_num, stage_ranks, rank_cells = read(file, path)
-    except (UnicodeDecodeError, csv.Error, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: {error}") from None
+    kinds = UnicodeDecodeError, csv.Error, yaml.YAMLError  # spreadsheets write a byte order mark
+    with errors_at(f"{path}: ", kinds=kinds), open(path, encoding="utf-8-sig", newline="") as file:
+        micro_batch_num, stage_ranks, rank_cells = read(file, path)
     orders = tuple(tuple(_step(text, path, place) for place, text in cells) for cells in rank_cells)
     table = ScheduleTable(orders, tuple(stage_ranks), micro_batch_num)
     with errors_at(f"{path}: "):
