@@ -15,6 +15,8 @@ def message_of(error):
     text = str(error)
     if isinstance(error, UnicodeDecodeError) and b"C++ Call Stack" in error.object:
         text = error.object.decode("utf-8", "backslashreplace")
+    if "src:meta" in text:
+        return "an operator takes sizes or places from the values of a tensor, and a capture has none: give it ints"
     if found := _NO_KERNEL.search(text):
         return (
             f"MindSpore has no kernel of operator '{found[1]}' for this device: write it with operators that have one, "

@@ -6,6 +6,7 @@ from simulated_ranks import distribute, run_forward
 from mindformers_core.program.graph import match_arguments
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves, tree_map
+from mindformers_core.redistribution import CPU, plan_redistribution
 
 __all__ = ["computed", "simulate"]
 
@@ -91,11 +92,16 @@ def _called(call, path, inputs, hand, parameters, stored):
 
 
 def _operated(plan, path, inputs, hand, parameters, stored):
-    """All results on all ranks, by the local call."""
-    assert plan.algorithm is None
+    """All results on all ranks, by the local call; a slice of a cut dim, an algorithm, takes the whole dim."""
+    assert plan.algorithm in (None, "slice")
     node, args, kwargs = plan.node, plan.node.args, plan.node.kwargs
     values = tree_leaves((args, kwargs))
     tensors = [hand[value.id, layout] for value, layout in zip(values, plan.inputs, strict=True)]
+    if plan.algorithm:
+        (layout,), (dims,) = plan.inputs, plan.signature.inputs
+        kept = [() if set(names) & set(plan.signature.distributed) else cut for names, cut in zip(dims, layout.dims)]
+        for step in plan_redistribution(layout, layout.replace(dims=kept), values[0].shape, "float32", CPU).steps:
+            tensors[0] = run_forward(step, tensors[0])
     if plan.signature.localize is not None:
         shapes = [layout.local_shape(value.shape) for value, layout in zip(tree_leaves(node.outputs), plan.outputs)]
         args, kwargs = plan.signature.localize((*args, *kwargs.values()), shapes), {}

@@ -15,6 +15,7 @@ from simulated_ranks import collect, distribute, run_forward
 
 from mindformers_core.capture.algorithm_graph import algorithm_graph
 from mindformers_core.capture.capture import capture
+from mindformers_core.dtensor.corrected import CORRECTED
 from mindformers_core.dtensor.distributed_operators import ALGORITHMS
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
@@ -33,6 +34,7 @@ CUTS = [layout(*entries) for entries in (*ENTRIES, (("tp", "dp"), None))]
 WITHOUT_KERNEL = {  # on CPU
     "embedding": lambda x, i: mint.nn.functional.embedding(i, x),
     "index_select": lambda x, i: mint.index_select(x, 0, i[:, 1]),
+    "shift": lambda x, i: mint.nn.functional.pad(x, (3, -3)),
 }
 SPREADS = {
     "norm": lambda x: mint.linalg.vector_norm(x, float("inf"), 1) + mint.linalg.vector_norm(x, -float("inf"), 1),
@@ -87,6 +89,8 @@ def run(node, known):
     args, kwargs = tree_map(lambda leaf: known[leaf.id] if isinstance(leaf, Value) else leaf, (node.args, node.kwargs))
     if node.operator == "Embedding":  # without a kernel on CPU
         results = ops.gather(args[1], args[0], 0)
+    elif node.operator == "ConstantPadND":
+        results = CORRECTED[node.operator](*args)
     elif facts_of(node.operator).attributes and node.primitive is not None:
         kind = getattr(import_module(node.primitive.module), node.operator)
         numbers = facts_of(node.operator).numbers  # which the primitive takes as tensors

@@ -149,7 +149,8 @@ def _gathered(plans):
 
 def _gathers(instruction):
     steps = getattr(instruction, "steps", ())
-    return any(step.kind in ("all_gather", "all_to_all") for step in steps)
+    """Whether it sends whole parts; `pad` makes terms of a sum of them, which are all as large as the whole."""
+    return any(step.kind in ("all_gather", "all_to_all", "pad") for step in steps)
 
 
 def _variants(sample, calls):

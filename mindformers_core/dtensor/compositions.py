@@ -161,6 +161,8 @@ for _draws, _table in ((False, _DECOMPOSITIONS), (True, DRAWN)):
 def composed(name, args, kwargs, primitive):
     """The results of an operator as those of others; None where it is computed as it is."""
     facts = facts_of(name)
+    if name == "PadV3" and len(args) > 2 and type(args[1]) is tuple and min(args[1], default=0) < 0:
+        return mint.nn.functional.pad(args[0], args[1], value=float(args[2]))  # see `corrected.padded`
     if facts.decomposition is None:
         return written(name, args, kwargs)
     attributes = {name: getattr(primitive, name) for name in facts.attributes}

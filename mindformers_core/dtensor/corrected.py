@@ -1,8 +1,9 @@
 """Operators that MindSpore gets wrong on CPU (docs/mindspore.md), for both engines: the same results from others."""
 
 from mindspore import Tensor, get_context, ops
-from mindspore.ops.auto_generate import binary_cross_entropy_with_logits_impl, nllloss_impl
+from mindspore.ops.auto_generate import binary_cross_entropy_with_logits_impl, constant_pad_nd_op, nllloss_impl
 
+from mindformers_core.dtensor import halo
 from mindformers_core.dtensor.lookups import embedding_rows
 
 
@@ -42,8 +43,18 @@ def negative_log_likelihood(logits, labels, weight, reduction=1, ignore_index=-1
     return (ops.masked_fill(loss, ops.equal(labels, ignore_index), 0.0) if reduction == 2 else loss), total
 
 
+def padded(x, padding, value=0.0):
+    """`ConstantPadND`: on CPU, there is no kernel, and that of `PadV3` leaves results unwritten where it cuts off."""
+    if not _is_on_cpu():
+        return constant_pad_nd_op(x, padding, value)
+    for place in range(len(padding) // 2):
+        x = halo.padded(x, x.ndim - 1 - place, padding[2 * place], padding[2 * place + 1], value)
+    return x
+
+
 CORRECTED = {
     "BCEWithLogitsLoss": binary_cross_entropy_of_logits,
+    "ConstantPadND": padded,
     "EmbeddingLookup": embedding_rows,
     "IndexAddExt": index_added,
     "NLLLoss": negative_log_likelihood,

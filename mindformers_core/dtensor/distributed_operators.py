@@ -21,7 +21,7 @@ from mindspore import dtype as mstype
 from mindformers_core.communication import world
 from mindformers_core.dtensor.draws import DISTRIBUTIONS
 from mindformers_core.dtensor.dropout import counters, next_random_state
-from mindformers_core.dtensor.halo import windows, windows_with_index
+from mindformers_core.dtensor.halo import shifted, windows, windows_with_index
 from mindformers_core.dtensor.lookups import LOOKUPS, found_here, zero_where
 from mindformers_core.dtensor.move import dtype_name, redistribute_local
 from mindformers_core.dtensor.scans import SCANS
@@ -281,6 +281,7 @@ ALGORITHMS = {
     **{name: partial(spread, "std" in name, "mean" in name) for name in ("std", "std_mean", "var", "var_mean")},
     **{"halo": partial(windows, 0.0), "halo_of_largest": partial(windows, -math.inf)},
     "halo_with_index": windows_with_index,
+    "pad": shifted,
     **LOOKUPS,
     **SCANS,
     **DISTRIBUTIONS,

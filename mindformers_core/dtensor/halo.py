@@ -37,11 +37,16 @@ def windows_with_index(operator, args, context):
     return value, found
 
 
+def shifted(_, args, context):
+    """`x` with a padding that keeps the sizes of cut dims: fewer elements on one side, as many more on the other."""
+    return _extended(*args, context)
+
+
 def _extended(x, fill, context):
     """`x` with its halo along every dim of windows; the later dims take the corners from the earlier ones."""
     for dim, (before, behind, end) in context.halos.items():
         parts = context.along(dim)
-        x = _with_borders(x, dim, before, behind, fill, parts) if parts.axes else _padded(x, dim, before, end, fill)
+        x = _with_borders(x, dim, before, behind, fill, parts) if parts.axes else padded(x, dim, before, end, fill)
     return x
 
 
@@ -49,18 +54,19 @@ def _with_borders(x, dim, before, behind, fill, parts):
     """`x` between the last `before` elements of the part in front of it and the first `behind` of that after it."""
     if not before and not behind:
         return x
-    size, length = x.shape[dim], before + behind
+    size, front, back = x.shape[dim], max(before, 0), max(behind, 0)
     if max(before, behind) > size:
-        around = _padded(parts.gathered(x, dim, varying=True), dim, before, behind, fill)
-        return _taken(around, dim, np.arange(size + length), parts.start(size, mstype.int32))
-    ends = ((size - before, before), (0, behind))
+        around = padded(parts.gathered(x, dim, varying=True), dim, before, behind, fill)
+        return _taken(around, dim, np.arange(size + before + behind), parts.start(size, mstype.int32))
+    length, ends = front + back, ((size - front, front), (0, back))
     sent = _joined([part_along(x, dim, first, count) for first, count in ends if count], dim)
     # the border of part r is in place r + 1
-    around = _padded(parts.gathered(sent, dim, varying=True), dim, length, length, fill)
+    around = padded(parts.gathered(sent, dim, varying=True), dim, length, length, fill)
     start = parts.start(length, mstype.int32)
-    first = [_taken(around, dim, np.arange(before), start)] if before else []
-    last = [_taken(around, dim, np.arange(behind) + 2 * length + before, start)] if behind else []
-    return _joined([*first, x, *last], dim)
+    first = [_taken(around, dim, np.arange(front), start)] if front else []
+    last = [_taken(around, dim, np.arange(back) + 2 * length + front, start)] if back else []
+    own = [padded(x, dim, min(before, 0), min(behind, 0), fill)] if max(-before, -behind) < size else []
+    return _joined([*first, *own, *last], dim)
 
 
 def _taken(x, dim, places, start):
@@ -71,8 +77,11 @@ def _joined(parts, dim):
     return ops.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
-def _padded(x, dim, before, behind, fill):
-    """`x` with so many elements `fill` before and behind it along a dim."""
-    if not before and not behind:
+def padded(x, dim, before, behind, fill):
+    """`x` with so many elements `fill` before and behind it along a dim; for a negative number, so many fewer."""
+    if min(before, behind) < 0:
+        x = part_along(x, dim, max(-before, 0), x.shape[dim] + min(before, 0) + min(behind, 0))
+    if max(before, behind) <= 0:
         return x
-    return _PAD(x, (0, 0) * (x.ndim - 1 - dim) + (before, behind), ops.cast(Tensor(fill, mstype.float32), x.dtype))
+    fill = ops.cast(fill if isinstance(fill, Tensor) else Tensor(fill, mstype.float32), x.dtype)
+    return _PAD(x, (0, 0) * (x.ndim - 1 - dim) + (max(before, 0), max(behind, 0)), fill)

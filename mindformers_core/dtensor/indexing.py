@@ -27,7 +27,7 @@ class IndexedTensor(Tensor):
         return self.shape[0]
 
     def __iter__(self):
-        return (self[index] for index in range(len(self)))
+        return iter(ops.unstack(self) if len(self) else ())
 
     def __getitem__(self, index):
         return index_tensor(self, index)
@@ -47,54 +47,43 @@ def index_tensor(x, index):
     Raises:
         TypeError: an index of another kind. IndexError: out of range, or too many indices.
     """
-    entries = _entries(index if isinstance(index, tuple) else (index,), x.shape)
-    bounds, looked_up = [], {}
-    kept = []  # for every dim of the result: its place in the sliced tensor, or None for a new dim
-    for entry in entries:
+    ranges, looked_up, kept, place = _selection(index, x.shape)
+    x = _part(x, ranges)
+    return _looked_up(x, looked_up, kept, place) if looked_up else _arranged(x, kept)
+
+
+def _selection(index, shape):
+    """What an index takes of a tensor.
+
+    Returns:
+        ranges: of every dim; whole where a tensor looks up.
+        looked_up: dim -> indices that aren't negative, an array where they are known, or else a tensor.
+        kept: for every dim of the result that no lookup brings, its dim in the tensor; None for a new one.
+        place: the place among these of the dims that lookups bring. Ints count as lookups: where they are apart, the
+            dims lead.
+    """
+    ranges, looked_up, kept, advanced = [], {}, [], []
+    for number, entry in enumerate(_entries(index if isinstance(index, tuple) else (index,), shape)):
         if entry is None:
             kept.append(None)
             continue
-        dim = len(bounds)
-        *sliced, keep = _bounds(entry, x.shape[dim], dim)
-        bounds.append(sliced)
-        if isinstance(entry, (Tensor, list)):
-            looked_up[dim] = entry if isinstance(entry, Tensor) else Tensor(entry)
-        elif keep:
+        dim, size = len(ranges), shape[len(ranges)]
+        ranges.append(range(*entry.indices(size)) if isinstance(entry, slice) else range(size))
+        if isinstance(entry, slice):
             kept.append(dim)
-    begin, end, strides = map(tuple, zip(*bounds)) if bounds else ((), (), ())
-    if any(begin) or end != tuple(x.shape) or set(strides) - {1}:
-        x = ops.strided_slice(x, begin, end, strides)
-    if not looked_up:
-        return _reshape_kept(x, kept)
-    return _looked_up(x, looked_up, kept, _place_of_looked_up(entries))
-
-
-def _place_of_looked_up(entries):
-    """The place in the result of the dims that tensors bring; ints count as tensors of one index: apart, they lead."""
-    advanced = [place for place, entry in enumerate(entries) if not (entry is None or isinstance(entry, slice))]
-    return advanced[0] if advanced[-1] - advanced[0] == len(advanced) - 1 else 0
-
-
-def _looked_up(x, indices, kept, place):
-    """`x` at `indices`, by dim, and its dims in order: those that are `kept`, and from `place` on those of indices."""
-    indices = {dim: ops.where(each < 0, each + x.shape[dim], each) for dim, each in indices.items()}
-    ((dim, each),) = indices.items() if len(indices) == 1 else ((0, None),)
-    rest = [other for other in range(x.ndim) if other not in indices]
-    if each is not None:
-        count, x = each.ndim, ops.gather(x, each, dim)
-    else:
-        shape = broadcast_shape([each.shape for each in indices.values()])
-        dtype = mstype.int32 if {each.dtype for each in indices.values()} == {mstype.int32} else mstype.int64
-        columns = [ops.expand_dims(ops.broadcast_to(each, shape), -1).astype(dtype) for each in indices.values()]
-        x = ops.transpose(x, (*indices, *rest)) if tuple(indices) != tuple(range(len(indices))) else x
-        count, dim, x = len(shape), 0, ops.gather_nd(x, ops.cat(columns, -1))
-    places = {other: at + count * (at >= dim) for at, other in enumerate(rest)}
-    wanted = [None if other is None else places[other] for other in kept]
-    return _reshape_kept(x, [*wanted[:place], *range(dim, dim + count), *wanted[place:]])
+            continue
+        advanced.append((number, len(kept)))
+        found = _places(entry, dim, size)
+        if np.ndim(found) or not isinstance(entry, Integral):
+            looked_up[dim] = found
+        else:
+            ranges[dim] = range(int(found), int(found) + 1)
+    are_apart = bool(advanced) and advanced[-1][0] - advanced[0][0] >= len(advanced)
+    return ranges, looked_up, kept, 0 if are_apart or not advanced else advanced[0][1]
 
 
 def _entries(index, shape):
-    """One entry for every dim of a tensor, besides the `None`s; a list of bools is one of the places that are true."""
+    """One entry for every dim of a tensor, besides the `None`s."""
     ndim = len(shape)
     places = [place for place, entry in enumerate(index) if entry is ...]
     used = sum(entry is not None and entry is not ... for entry in index)
@@ -102,58 +91,94 @@ def _entries(index, shape):
         raise IndexError(
             f"{used} indices{' and more than one ...' if len(places) > 1 else ''} for a tensor of {ndim} dims"
         )
-    whole = [slice(None)] * (ndim - used)
     place = places[0] if places else len(index)
-    sizes = iter(enumerate(shape))
-    entries = [*index[:place], *whole, *index[place + 1 :]]
-    return [each if each is None else _as_places(each, *next(sizes)) for each in entries]
+    return [*index[:place], *[slice(None)] * (ndim - used), *index[place + 1 :]]
 
 
-def _as_places(entry, dim, size):
-    """A list of bools as the list of places that are true; any other entry as it is."""
-    if not isinstance(entry, list) or np.asarray(entry).dtype != bool:
-        return entry
-    if np.shape(entry) != (size,):
-        raise IndexError(f"a list of bools of shape {np.shape(entry)} for dim {dim} of size {size}")
-    return np.nonzero(entry)[0].tolist()
-
-
-def _bounds(entry, size, dim):
-    """`(begin, end, stride, keep the dim)` of one index entry on a dim of `size`."""
-    if isinstance(entry, bool) or (isinstance(entry, Tensor) and "bool" in str(entry.dtype).lower()):
+def _places(entry, dim, size):
+    """The places on a dim of `size` of an int, a list or a tensor of them; for a list of bools those that are true."""
+    if isinstance(entry, bool) or (isinstance(entry, Tensor) and entry.dtype == mstype.bool_):
         raise TypeError(
             "a DTensor can't be indexed by bools, whose number of elements is not known ahead: "
             "use ops.where or ops.masked_fill"
         )
-    if isinstance(entry, slice):
-        first, last, step = entry.indices(size)
-        if step < 0:
-            raise TypeError(f"a slice with the negative step {step} is not available for a DTensor: use ops.flip")
-        return first, max(first, last), step, True
-    if isinstance(entry, (Tensor, list)):
-        return 0, size, 1, True
-    if not isinstance(entry, Integral):
-        raise TypeError(
-            f"a DTensor is indexed by ints, slices, None, ... or an integer tensor, not {type(entry).__name__}"
-        )
-    if not -size <= entry < size:
+    if isinstance(entry, Tensor):
+        return ops.where(entry < 0, entry + size, entry)
+    places = np.asarray(entry) if isinstance(entry, (Integral, list, tuple)) else None
+    if places is None or places.size and places.dtype.kind not in "biu":
+        kind = type(entry).__name__ if places is None else f"{places.dtype}s"
+        raise TypeError(f"a DTensor is indexed by ints, slices, None, ... or an integer tensor, not {kind}")
+    if places.dtype == bool:
+        if places.shape != (size,):
+            raise IndexError(f"a list of bools of shape {places.shape} for dim {dim} of size {size}")
+        return np.nonzero(places)[0]
+    if not ((-size <= places) & (places < size)).all():
         raise IndexError(f"index {entry} is out of range for dim {dim} of size {size}")
-    place = int(entry) % size
-    return place, place + 1, 1, False
+    return np.where(places < 0, places + size, places).astype(np.int64)
 
 
-def _reshape_kept(x, kept):
-    """Drop the dims that `kept` doesn't name, bring the others into its order, and add those that are new."""
-    dropped = [dim for dim in range(x.ndim) if dim not in kept]
-    for dim in reversed(dropped):
-        x = ops.squeeze(x, dim)
-    named = [dim for dim in kept if dim is not None]
+def _in_blocks(x, ranges):
+    """`x` and its ranges where each dim whose step divides it is two: of blocks, and of the places in a block."""
+    shape, found = [], []
+    for size, taken in zip(x.shape, ranges):
+        is_two = taken.step > 1 and len(taken) * taken.step == size
+        shape += [len(taken), taken.step] if is_two else [size]
+        found += [range(len(taken)), range(taken.start, taken.start + 1)] if is_two else [taken]
+    return x if len(shape) == x.ndim else ops.reshape(x, tuple(shape)), found
+
+
+def _part(x, ranges):
+    """`x` at a range of every dim. A step is a dim of its own, or a lookup: MindSpore's has no gradient on CPU."""
+    shape, reverse = tuple(map(len, ranges)), tuple(dim for dim, taken in enumerate(ranges) if taken.step < 0)
+    x, ranges = _in_blocks(x, [taken[::-1] if taken.step < 0 else taken for taken in ranges])
+    spans = [range(size) if r.step > 1 else range(r.start, r.start + len(r)) for r, size in zip(ranges, x.shape)]
+    if spans != list(map(range, x.shape)):
+        x = ops.strided_slice(x, *zip(*((span.start, span.stop, 1) for span in spans)))
+    for dim, taken in enumerate(ranges):
+        x = ops.gather(x, Tensor(np.array(taken)), dim) if taken.step > 1 else x
+    x = x if x.ndim == len(shape) else ops.reshape(x, shape)
+    return ops.flip(x, reverse) if reverse else x
+
+
+def _looked_up(x, indices, kept, place):
+    """`x` at indices, by dim, and its dims in order: those that are `kept`, and from `place` on those of indices."""
+    ((dim, each),) = indices.items() if len(indices) == 1 else ((0, None),)
+    rest = [other for other in range(x.ndim) if other not in indices]
+    if each is not None:
+        count, x = each.ndim, ops.gather(x, _tensor(each), dim)
+    else:
+        places = _coordinates(indices)
+        x = ops.transpose(x, (*indices, *rest)) if tuple(indices) != tuple(range(len(indices))) else x
+        count, dim, x = places.ndim - 1, 0, ops.gather_nd(x, places)
+    places = {other: at + count * (at >= dim) for at, other in enumerate(rest)}
+    wanted = [None if other is None else places[other] for other in kept]
+    return _arranged(x, [*wanted[:place], *range(dim, dim + count), *wanted[place:]])
+
+
+def _tensor(indices):
+    return indices if isinstance(indices, Tensor) else Tensor(indices)
+
+
+def _coordinates(indices):
+    """Indices of several dims, broadcast to one shape, side by side along a new last dim."""
+    shape, indices = broadcast_shape([each.shape for each in indices.values()]), map(_tensor, indices.values())
+    columns = [ops.expand_dims(ops.broadcast_to(each, shape), -1).astype(mstype.int64) for each in indices]
+    return ops.cat(columns, -1) if len(columns) > 1 else columns[0]
+
+
+def _arranged(x, dims):
+    """`x` with these dims in this order, None for a new one; dims that aren't named have size 1."""
+    named, dropped = [dim for dim in dims if dim is not None], tuple(dim for dim in range(x.ndim) if dim not in dims)
+    x = ops.squeeze(x, dropped) if dropped else x
     if named != sorted(named):
         x = ops.transpose(x, tuple(sorted(named).index(dim) for dim in named))
-    for place, entry in enumerate(kept):
-        if entry is None:
-            x = ops.expand_dims(x, place)
+    for place, dim in enumerate(dims):
+        x = ops.expand_dims(x, place) if dim is None else x
     return x
+
+
+def _reshaped(x, shape):
+    return x if x.shape == shape else ops.reshape(x, shape)
 
 
 def with_items(x, index, value, accumulate=False):
@@ -171,92 +196,71 @@ def with_items(x, index, value, accumulate=False):
             raise TypeError("x[bools] = values takes one value, since the number of places is not known: use ops.where")
         mask = ops.reshape(index, (*index.shape, *(1,) * (x.ndim - index.ndim)))
         return ops.where(mask, ops.reshape(value, ()), x)
-    entries = [each for each in index if each is not None] if isinstance(index, tuple) else [index]
-    entries = _entries(tuple(entries), x.shape)
-    bounds = [_bounds(entry, size, dim)[:3] for dim, (entry, size) in enumerate(zip(entries, x.shape))]
-    looked_up = {dim: each for dim, each in enumerate(entries) if isinstance(each, (Tensor, list))}
-    stepped = {dim: list(range(*bound)) for dim, bound in enumerate(bounds) if bound[2] != 1}
-    if stepped and (looked_up or len(stepped) > 1):
-        raise TypeError("an assignment by a slice with a step and by another one, or a tensor, is not available")
-    looked_up |= stepped
-    bounds = [(0, size) if dim in looked_up else each[:2] for dim, (each, size) in enumerate(zip(bounds, x.shape))]
-    shape = [end - begin for begin, end in bounds]
+    if x.dtype == mstype.bfloat16 and get_context("device_target") == "CPU":  # which has no kernels for it
+        return ops.cast(with_items(ops.cast(x, mstype.float32), index, value, accumulate), x.dtype)
+    ranges, looked_up, kept, place = _selection(index, x.shape)
+    if any(taken.step < 0 for taken in ranges):
+        raise TypeError("an assignment by a slice with a negative step is not available: use ops.flip of the values")
+    shape, wanted = (
+        broadcast_shape([each.shape for each in looked_up.values()]),
+        [1 if dim is None else len(ranges[dim]) for dim in kept],
+    )
+    wanted[place:place] = shape
+    value = ops.broadcast_to(_reshaped(value, value.shape[max(value.ndim - len(wanted), 0) :]), tuple(wanted))
+    if 0 in wanted:
+        return x
     if looked_up:
-        is_whole = bounds == [(0, size) for size in x.shape]
-        part = x if is_whole else ops.strided_slice(x, *map(tuple, zip(*bounds)), (1,) * x.ndim)
-        part = _scattered(part, looked_up, entries, value, next(iter(stepped), None), accumulate)
-    else:
-        kept = [size for entry, size in zip(entries, shape) if isinstance(entry, slice)]
-        value = ops.reshape(value, value.shape[max(value.ndim - len(kept), 0) :])
-        part = ops.reshape(ops.broadcast_to(value, tuple(kept)), tuple(shape))
-    return _pasted(x, part, bounds)
+        new = [at + len(shape) * (at >= place) for at, dim in enumerate(kept) if dim is None]
+        value = _arranged(value, [at for at in range(len(wanted)) if at not in new])
+        before = place - kept[:place].count(None)
+        return _scattered(x, ranges, looked_up, [dim for dim in kept if dim is not None], before, value, accumulate)
+    shape, (x, ranges) = x.shape, _in_blocks(x, ranges)
+    value = _reshaped(value, tuple(map(len, ranges)))
+    if 3 * value.size <= x.size:  # beyond, masks take less time
+        return _reshaped(_scattered(x, ranges, {}, list(range(x.ndim)), 0, value, False), shape)
+    return _reshaped(_masked(x, ranges, value), shape)
 
 
-def _scattered(x, looked_up, entries, value, stepped, accumulate):
-    """`x` with values at indices, by dim; other dims are whole, or have size 1 where the entry is an int.
+def _masked(x, ranges, value):
+    """`x` with values at a range of every dim, chosen by masks."""
+    narrow = {dim: taken for dim, taken in enumerate(ranges) if len(taken) < x.shape[dim]}
+    for dim, taken in narrow.items():
+        places = np.zeros(x.shape[dim], np.int64)
+        places[taken] = range(len(taken))
+        value = ops.gather(value, Tensor(places), dim)
+    for dim, taken in narrow.items():
+        mask = np.zeros((x.shape[dim], *(1,) * (x.ndim - dim - 1)), bool)
+        mask[taken] = True
+        value = ops.where(Tensor(mask), value, x)
+    return value
 
-    The indices of the dim `stepped` are those of a slice, whose values stay in its place.
+
+def _scattered(x, ranges, looked_up, kept, before, value, accumulate):
+    """`x` with values at indices, whose dims in `value` stand behind so many of the dims that are `kept`.
+
+    No part of `x` is read, so that none is gathered: ints and slices that take a part of a dim count as indices, too.
     """
-    known = [each for each in looked_up.values() if isinstance(each, list) and np.ndim(each) == 1]
-    indices = {dim: each if isinstance(each, Tensor) else Tensor(each) for dim, each in looked_up.items()}
-    indices = {dim: ops.where(each < 0, each + x.shape[dim], each) for dim, each in indices.items()}
-    shape = broadcast_shape([each.shape for each in indices.values()])
-    rest = [dim for dim in range(x.ndim) if dim not in indices]
-    kept = [dim for dim in rest if isinstance(entries[dim], slice)]
-    advanced = [dim for dim in range(x.ndim) if dim not in kept]
-    together = stepped is not None or advanced[-1] - advanced[0] == len(advanced) - 1
-    first = advanced[0] if stepped is None else stepped
-    before = sum(dim < first for dim in kept) if together else 0
-    sizes = [x.shape[dim] for dim in kept]
-    value = ops.broadcast_to(value, (*sizes[:before], *shape, *sizes[before:]))
-    count = len(shape)
+    sliced = [dim for dim in kept if len(ranges[dim]) < x.shape[dim]]
+    rest, count = [dim for dim in kept if dim not in sliced], value.ndim - len(kept)
+    at = {dim: place + count * (place >= before) for place, dim in enumerate(kept)}
+    own, indices = [*range(before, before + count), *map(at.get, sliced)], {}
+    for dim in (dim for dim in range(x.ndim) if dim not in rest):
+        behind = sliced[sliced.index(dim) + 1 :] if dim in sliced else sliced if dim in looked_up else ()
+        found = looked_up.get(dim, np.array(ranges[dim]))
+        indices[dim] = found.reshape((*found.shape, *(1,) * len(behind))) if behind else found
     ((dim, each),) = indices.items() if len(indices) == 1 else ((0, None),)
-    # the kernel for elements writes in any order, so that no place may be named twice
-    are_distinct = count == 1 and len(known) == 1 and len({i % x.shape[dim] for i in known[0]}) == shape[0]
-    is_one = math.prod(shape) == 1
-    if together and each is not None and not accumulate and (is_one or are_distinct) and _has_scatter(x):
-        values = ops.reshape(value, (*x.shape[:dim], math.prod(shape), *x.shape[dim + 1 :]))
-        return _written_along(x, dim, ops.cast(ops.reshape(each, (-1,)), mstype.int64), values)
-    order = (*range(before, before + count), *range(before), *range(before + count, value.ndim))
-    value = value if order == tuple(range(value.ndim)) else ops.transpose(value, order)
-    value = ops.reshape(value, (*shape, *(x.shape[dim] for dim in rest)))
-    columns = [ops.expand_dims(ops.cast(ops.broadcast_to(each, shape), mstype.int64), -1) for each in indices.values()]
-    places, order = ops.cat(columns, -1) if len(columns) > 1 else columns[0], (*indices, *rest)
-    moved = order != tuple(range(x.ndim))
+    # the kernel for elements has no complex numbers, and writes in any order, so that no place may be named twice
+    is_distinct = each is not None and (
+        math.prod(each.shape) == 1 or (isinstance(each, np.ndarray) and len(np.unique(each)) == each.size)
+    )
+    if is_distinct and not accumulate and not str(x.dtype).lower().startswith("complex"):
+        value = _arranged(value, [*(at[d] for d in rest if d < dim), *own, *(at[d] for d in rest if d > dim)])
+        value = _reshaped(value, (*x.shape[:dim], math.prod(each.shape), *x.shape[dim + 1 :]))
+        index = _reshaped(ops.cast(_tensor(each), mstype.int64), (1,) * dim + (-1,) + (1,) * (x.ndim - dim - 1))
+        return ops.tensor_scatter_elements(x, ops.broadcast_to(index, value.shape), value, dim)
+    places, order = _coordinates(indices), (*indices, *rest)
+    value = _arranged(value, [*own, *map(at.get, rest)])
+    value = _reshaped(value, (*places.shape[:-1], *(x.shape[dim] for dim in rest)))
     write = ops.tensor_scatter_add if accumulate else ops.TensorScatterUpdate()
-    made = write(ops.transpose(x, order) if moved else x, places, value)
-    return ops.transpose(made, tuple(order.index(dim) for dim in range(x.ndim))) if moved else made
-
-
-def _written_along(x, dim, places, values):
-    """`x` with values at distinct places, a 1-D tensor, along a dim; it is copied once, at a time per value."""
-    index = ops.reshape(places, (1,) * dim + (-1,) + (1,) * (x.ndim - dim - 1))
-    return ops.tensor_scatter_elements(x, ops.broadcast_to(index, values.shape), values, dim)
-
-
-def _has_scatter(x):
-    """Whether scatters of elements have a kernel for a tensor."""
-    dtype = str(x.dtype).lower()
-    return not dtype.startswith("complex") and (dtype != "bfloat16" or get_context("device_target") != "CPU")
-
-
-def _pasted(x, part, bounds):
-    """`x` with `part` in the place of what lies within `bounds`: written along a dim, or joined to what is around."""
-    shares = {dim: (end - begin) / size for dim, ((begin, end), size) in enumerate(zip(bounds, x.shape)) if size}
-    dim = min(shares, key=shares.get, default=None)
-    if dim is None or shares[dim] == 1:
-        return part
-    begin, end = bounds[dim]
-
-    def piece(first, last):
-        whole = [(0, size) for size in x.shape]
-        whole[dim] = first, last
-        return ops.strided_slice(x, *map(tuple, zip(*whole)), (1,) * x.ndim)
-
-    rest = [*bounds[:dim], (0, end - begin), *bounds[dim + 1 :]]
-    if sum(share < 1 for share in shares.values()) > 1:
-        part = _pasted(piece(begin, end), part, rest)
-    if shares[dim] <= 1 / 3 and _has_scatter(x):  # beyond, the joined pieces take less time
-        return _written_along(x, dim, Tensor(np.arange(begin, end)), part)
-    around = [piece(*ends) if ends[0] < ends[1] else None for ends in ((0, begin), (end, x.shape[dim]))]
-    return ops.cat([each for each in (around[0], part, around[1]) if each is not None], dim)
+    made = write(_arranged(x, order), places, value)
+    return _arranged(made, [order.index(dim) for dim in range(x.ndim)])

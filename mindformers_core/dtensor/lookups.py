@@ -2,7 +2,9 @@
 
 from functools import partial
 
+import numpy as np
 from mindspore import Tensor, ops
+from mindspore import dtype as mstype
 
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.dtensor.scans import part_along
@@ -27,12 +29,23 @@ def zero_where(absent, found):
 
 def _gather(operator, args, context):
     """Look up the entries of this part, zero for others: the parts' results are terms of a sum."""
-    params, indices, dim = args[:3]
-    batch = args[3] if len(args) > 3 else 0
-    dim %= params.ndim
+    params, indices, dim, batch = (*args, 0)[:4]
+    dim, batch = dim % params.ndim, batch + indices.ndim * (batch < 0)
     local, absent = found_here(indices, params.shape[dim], context)
     shape = [*indices.shape[:batch], *[1] * (dim - batch), *indices.shape[batch:], *[1] * (params.ndim - dim - 1)]
     return zero_where(ops.reshape(absent, tuple(shape)), operator(params, local, dim, *args[3:]))
+
+
+def _slice(_, args, context):
+    """Elements at known places, added up over all parts: that sends less than a gather of the tensor.
+
+    `args` are the tensor, and for every dim that is sliced the bounds of a `range`.
+    """
+    x, taken = args
+    for dim, *bounds in taken:
+        part, places = context.along(dim), Tensor(np.arange(*bounds), mstype.int32)
+        x = _gather(ops.gather, (x, places, dim), part) if part.axes else ops.gather(x, places, dim)
+    return context.combined(ops.reshape(x, context.local_shape))
 
 
 def _gather_elements(operator, args, context):
@@ -40,12 +53,6 @@ def _gather_elements(operator, args, context):
     x, dim, indices = args
     local, absent = found_here(indices, x.shape[dim], context)
     return zero_where(absent, operator(x, dim, local))
-
-
-def _index_select(operator, args, context):
-    """As `_gather`, with the dim between the tensors."""
-    x, dim, indices = args
-    return _gather(lambda params, local, dim: operator(params, dim, local), (x, indices, dim), context)
 
 
 def _zero_rows(absent, found):
@@ -119,8 +126,8 @@ def _of_several(indices, x, cut, context):
 
 
 LOOKUPS = {
-    "index_select": _index_select,
-    "gather": _gather,
+    "slice": _slice,
+    "gather": lambda _, *given: _gather(ops.gather, *given),
     "gather_elements": _gather_elements,
     "gather_nd": _gather_nd,
     "embedding": _embedding,

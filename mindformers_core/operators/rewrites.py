@@ -32,7 +32,7 @@ def sizes_together(new_name):
 def as_transpose(name, args, kwargs):
     """The dims in another order; without one, reversed."""
     _, (x, order), _ = sizes_together(name)(name, args, kwargs)
-    return "Transpose", (x, order or tuple(range(len(x.shape)))[::-1]), {}
+    return "Transpose", (x, tuple(range(len(x.shape)))[::-1] if order in ((), (None,)) else order), {}
 
 
 def as_cast(name, args, kwargs):

@@ -84,10 +84,6 @@ def _batch(x, ndim, data_format):
     return (("n",),) * (x.ndim - ndim - 1)
 
 
-def _operations(sizes):
-    return 2 * prod(size for factor, size in sizes.items() if factor[0] != "i")
-
-
 def _convolution(ndim, known, is_transposed, *args, **named):
     """`x` (batch, channels in, dims) by `weight` (channels out, channels in / groups, dims): a sum over windows.
 
@@ -145,12 +141,6 @@ def _result(given, mode, padding, image, settings):
     return tuple(size - sum(pad) for size, pad in zip(sizes, _pads(mode, padding, image, *settings)))
 
 
-def _attributes(known):
-    """A classic primitive's own names of its parameters behind its tensors."""
-    named = {"groups": "group", "stride": "stride"}
-    return tuple(named.get(name, name) for name in known if name not in ("x", "weight", "input_size"))
-
-
 _CLASSIC = "out_channel kernel_size mode=1 pad_mode pad=0 stride=1 dilation=1 groups=1"
 _FORMAT = {n: {"pad_mode": "valid", "data_format": layout} for n, layout in ((2, "NCHW"), (3, "NCDHW"))}
 _EXT = parameters("x weight bias stride=1 padding=0 dilation=1 groups=1")
@@ -168,8 +158,9 @@ _CONVOLUTIONS = (  # names, dims, parameters, whether transposed, source, what t
     ("Conv3DTranspose", 3, _3D, True, "(x, w)", _OTHER),
 )  # fmt: skip
 for _names, _ndim, _given, _is_transposed, _source, _saves in _CONVOLUTIONS:
-    _facts = {"attributes": _attributes(_given), "source": _source} if _source else {}
-    _facts |= {"saves": _saves, "operations": _operations}
+    _own = ["group" if name == "groups" else name for name in _given if name not in ("x", "weight", "input_size")]
+    _facts = {"attributes": tuple(_own), "source": _source} if _source else {}
+    _facts |= {"saves": _saves, "operations": lambda sizes: 2 * prod(sizes[name] for name in sizes if name[0] != "i")}
     register_operator(*_names.split(), **_facts)(partial(_convolution, _ndim, _given, _is_transposed))
 
 

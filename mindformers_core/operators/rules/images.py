@@ -7,7 +7,7 @@ from functools import partial
 from math import prod
 
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.rules.dims import bound, dim_names, equation, integers, parameters, per_dim, unary
+from mindformers_core.operators.rules.dims import bound, dim_names, equation, parameters, per_dim, unary
 from mindformers_core.operators.saved import INPUTS, INPUTS_AS_THEY_ARE, NOTHING, UNMEASURED, SavedByOperator
 from mindformers_core.operators.signature import Signature, tensors_in, undivided
 
@@ -18,7 +18,8 @@ _NAMES = {"output_size": "size", "input": "x", "input_x": "x", "image": "x"}
 def _resized(ndim, known, is_alone, results, *args, **named):
     """The last dims of `x` in another size, which is given or follows from scales: linear, but for the largest.
 
-    A dim stays cut where `is_alone(size, new size)` says that no part needs its neighbours: by whole numbers only.
+    A dim stays cut where no part needs its neighbours, by whole numbers only: `is_alone` is "means" of equal windows,
+    down, "repeats" of nearest neighbours, which are exact by powers of two up, and by any number down, or "".
     """
     given, again = bound(known, args, named, _NAMES)
     x, size, scales = given["x"], given["size"], given.get("scales")
@@ -33,7 +34,8 @@ def _resized(ndim, known, is_alone, results, *args, **named):
     sizes = {f"d{dim}": length for dim, length in enumerate(x.shape[:lead])}
     for dim, (length, new) in enumerate(zip(old, shape), lead):
         few, ratio = min(length, new), max(length, new) // min(length, new)
-        parts = few * ratio == max(length, new) and not special and is_alone(length, new)
+        parts = few * ratio == max(length, new) and not special and is_alone != ""
+        parts = parts and (new <= length or is_alone == "repeats" and ratio & (ratio - 1) == 0)
         sizes |= {f"d{dim}": few, f"s{dim}": ratio} if parts else {f"i{dim}": length, f"o{dim}": new}
         both = (f"d{dim}", f"s{dim}")
         source.append((f"i{dim}",) if not parts else both[: 1 + (length >= new)])
@@ -50,69 +52,28 @@ def _resized(ndim, known, is_alone, results, *args, **named):
     return Signature((tuple(source),), (tuple(target),) * results, sizes, localize=localize, **more)
 
 
-def _never(size, new):
-    return False
-
-
-def _by_repeating(size, new):
-    """Nearest neighbours: exact by powers of two up, and by any number down."""
-    return new <= size or (new // size) & (new // size - 1) == 0
-
-
-def _by_means(size, new):
-    """Windows of equal sizes."""
-    return new <= size
-
-
 _PIXELS, _CORNERS = "x size align_corners half_pixel_centers", "x size scales align_corners"
 _CLASSIC = {"attributes": ("output_size",), "source": "(x)"}
 _PLANES = (  # names, dims, parameters, when a dim stays cut, number of results, what the gradient keeps, and facts
-    *((f"UpsampleNearest{ndim}D", ndim, "x size scales", _by_repeating, 1, INPUTS, {}) for ndim in (1, 2, 3)),
-    ("UpsampleLinear1D", 1, _CORNERS, _never, 1, UNMEASURED, {"operations": 3}),
-    ("UpsampleBilinear2D UpsampleBicubic2D", 2, _CORNERS, _never, 1, UNMEASURED, {"operations": 8}),
-    ("UpsampleTrilinear3D", 3, _CORNERS, _never, 1, INPUTS, {"operations": 16}),
-    ("ResizeNearestNeighbor", 2, _PIXELS, _by_repeating, 1, NOTHING, {}),
-    ("ResizeNearestNeighborV2", 2, _PIXELS, _by_repeating, 1, INPUTS_AS_THEY_ARE, {"numbers": (1,)}),
-    ("ResizeBilinearV2 ResizeBicubic", 2, _PIXELS, _never, 1, INPUTS_AS_THEY_ARE, {"numbers": (1,), "operations": 8}),
-    ("ResizeLinear1D", 1, "x size coordinate_transformation_mode", _never, 1, INPUTS_AS_THEY_ARE, {"operations": 3}),
-    ("AdaptiveAvgPool1D", 1, "x size", _by_means, 1, UNMEASURED, {}),
-    ("AdaptiveAvgPool2DExt", 2, "x size", _by_means, 1, UNMEASURED, {}),
-    ("AdaptiveAvgPool3DExt", 3, "x size", _by_means, 1, UNMEASURED, {}),
-    ("AdaptiveAvgPool2D", 2, "x size", _by_means, 1, NOTHING, _CLASSIC),
-    ("AdaptiveAvgPool3D", 3, "x size", _by_means, 1, NOTHING, _CLASSIC),
-    ("AdaptiveMaxPool1D", 1, "x size", _never, 2, UNMEASURED, {}),
-    ("AdaptiveMaxPool2D", 2, "x size", _never, 2, SavedByOperator("all", outputs=(1,)), {}),
+    *((f"UpsampleNearest{ndim}D", ndim, "x size scales", "repeats", 1, INPUTS, {}) for ndim in (1, 2, 3)),
+    ("UpsampleLinear1D", 1, _CORNERS, "", 1, UNMEASURED, {"operations": 3}),
+    ("UpsampleBilinear2D UpsampleBicubic2D", 2, _CORNERS, "", 1, UNMEASURED, {"operations": 8}),
+    ("UpsampleTrilinear3D", 3, _CORNERS, "", 1, INPUTS, {"operations": 16}),
+    ("ResizeNearestNeighbor", 2, _PIXELS, "repeats", 1, NOTHING, {}),
+    ("ResizeNearestNeighborV2", 2, _PIXELS, "repeats", 1, INPUTS_AS_THEY_ARE, {"numbers": (1,)}),
+    ("ResizeBilinearV2 ResizeBicubic", 2, _PIXELS, "", 1, INPUTS_AS_THEY_ARE, {"numbers": (1,), "operations": 8}),
+    ("ResizeLinear1D", 1, "x size coordinate_transformation_mode", "", 1, INPUTS_AS_THEY_ARE, {"operations": 3}),
+    ("AdaptiveAvgPool1D", 1, "x size", "means", 1, UNMEASURED, {}),
+    ("AdaptiveAvgPool2DExt", 2, "x size", "means", 1, UNMEASURED, {}),
+    ("AdaptiveAvgPool3DExt", 3, "x size", "means", 1, UNMEASURED, {}),
+    ("AdaptiveAvgPool2D", 2, "x size", "means", 1, NOTHING, _CLASSIC),
+    ("AdaptiveAvgPool3D", 3, "x size", "means", 1, NOTHING, _CLASSIC),
+    ("AdaptiveMaxPool1D", 1, "x size", "", 2, UNMEASURED, {}),
+    ("AdaptiveMaxPool2D", 2, "x size", "", 2, SavedByOperator("all", outputs=(1,)), {}),
 )
 for _names, _ndim, _text, _is_alone, _results, _saves, _facts in _PLANES:
     _rule = partial(_resized, _ndim, parameters(_text), _is_alone, _results)
     register_operator(*_names.split(), saves=_saves, **_facts)(_rule)
-
-
-@register_operator("ReflectionPad1D", "ReflectionPad2D", "ReflectionPad3D", saves=UNMEASURED)
-@register_operator("ReplicationPad1D", "ReplicationPad2D", "ReplicationPad3D", saves=UNMEASURED)
-def padded_by_itself(x, padding):
-    """`x` with its own elements around it: pairs (before, behind) from the last dim on."""
-    padding = integers((padding,), "a padding")
-    pairs = list(zip(padding[::2], padding[1::2]))[::-1]
-    return _padded(x, [(0, 0)] * (x.ndim - len(pairs)) + pairs)
-
-
-@register_operator("Padding", attributes=("pad_dim_size",), source="(x)", saves=NOTHING)
-def padded_to(x, pad_dim_size=8):
-    """`x`, of one element in the last dim, with zeros behind it."""
-    return equation("... 1 -> ... P", x, sizes={"P": pad_dim_size}, linear=_LINEAR)
-
-
-@register_operator("Pad", attributes=("paddings",), source="(x)", saves=NOTHING)
-def pad_all_dims(x, paddings):
-    """`x` with zeros around it: a pair (before, behind) for every dim."""
-    return _padded(x, paddings)
-
-
-def _padded(x, pairs):
-    sizes = {dim: x.shape[dim] + sum(pair) for dim, pair in enumerate(pairs) if any(pair)}
-    names = {dim: [(f"padded{dim}",)] for dim in sizes}
-    return unary(x, names, sizes={f"padded{dim}": size for dim, size in sizes.items()}, whole=sizes, linear=_LINEAR)
 
 
 def _flat(flat, deep, sizes=lambda x, *_: {}, linear=True):
@@ -126,23 +87,19 @@ def _flat(flat, deep, sizes=lambda x, *_: {}, linear=True):
     return rule
 
 
-def _windows_in(image, kernel, stride, dilation, padding):
+def _windows_in(x, kernel_size, dilation=1, padding=0, stride=1, image=None):
     """Places in a window, and windows."""
-    kernel, parts = per_dim(kernel, 2), (per_dim(value, 2) for value in (stride, dilation, padding))
-    counts = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, d, p in zip(image, kernel, *parts)]
-    return {"K": prod(kernel), "L": prod(counts)}
+    parts = [per_dim(value, 2) for value in (kernel_size, stride, dilation, padding)]
+    counts = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, d, p in zip(image or x.shape[2:], *parts)]
+    return {"K": prod(parts[0]), "L": prod(counts)}
 
 
 def _unfolded(x, ksizes, strides=1, dilations=1, pads=0):
-    return _windows_in(x.shape[2:], ksizes, strides, dilations, pads)
+    return _windows_in(x, ksizes, dilations, pads, strides)
 
 
-def _unfolded_together(x, kernel_size, dilation=1, padding=0, stride=1):
-    return _windows_in(x.shape[2:], kernel_size, stride, dilation, padding)
-
-
-def _folded(x, size, kernel_size, dilation=1, padding=0, stride=1):
-    found = _windows_in(size, kernel_size, stride, dilation, padding)
+def _folded(x, size, *windows, **named):
+    found = _windows_in(x, *windows, image=size, **named)
     return found | {"c": x.shape[1] // found["K"]} | dict(zip("HW", size))
 
 
@@ -161,18 +118,11 @@ def _unpooled(x, ksize, strides=0, pads=0, output_shape=()):
     return dict(zip("OPQ"[3 - ndim :], [(size - 1) * s - 2 * p + k for size, k, s, p in parts]))
 
 
-def _offsets(x, ksize):
-    return dict(zip("KL", ksize))
-
-
 def _drawn_windows(x, ksize, output_shape, data_format=None):
     return dict(zip("OPQ"[5 - x.ndim :], per_dim(output_shape, x.ndim - 2)))
 
 
-def _regions(x, pooled_height, pooled_width, *_):
-    return {"P": pooled_height, "Q": pooled_width}
-
-
+_DEFORMED = "n C H W, n T P Q -> n C P*K Q*L"
 _SAMPLED = "n c H W, n p q T -> n c p q", "n c D H W, n o p q T -> n c o p q"
 _UNPOOLING = "n c H W, n c H W -> n c P Q", "n c D H W, n c D H W -> n c O P Q"
 _DRAWN = "n c H W, n c S -> n c P Q, n c P Q", "n c D H W, n c S -> n c O P Q, n c O P Q"
@@ -180,7 +130,9 @@ _DRAWN_POOL = _flat(*_DRAWN, _drawn_windows, False)
 # Operators, their rule, own names of attributes that it takes, source, what the gradient keeps, operations an element
 _EQUATIONS = (
     ("GridSampler2D GridSampler3D", _flat(*_SAMPLED), "", "", INPUTS, 8),
-    ("ROIAlign", _flat("N c H W, r F -> r c P Q", "", _regions),
+    ("ROIAlign",
+     _flat("N c H W, r F -> r c P Q", "",
+           lambda x, pooled_height, pooled_width, *_: dict(P=pooled_height, Q=pooled_width)),
      "pooled_height pooled_width", "(x, rois)", SavedByOperator((1,), as_they_are=True), 8),
     ("CropAndResize", _flat("N H W c, r F, r -> r P Q c", "", lambda x, size, *_: dict(zip("PQ", size)), False),
      "", "(x, boxes, box_indices, crop_size)", INPUTS_AS_THEY_ARE, 8),
@@ -190,7 +142,7 @@ _EQUATIONS = (
     ("Im2Col", _flat("n c H W -> n c K L", "", _unfolded), "ksizes strides dilations pads", "(x)",
      INPUTS_AS_THEY_ARE, 0),
     ("ExtractImagePatches", _flat("n C H W -> n K P Q", "", _patches), "", "", UNMEASURED, 0),
-    ("Im2ColExt", _flat("n c H W -> n c*K L", "", _unfolded_together), "", "", UNMEASURED, 0),
+    ("Im2ColExt", _flat("n c H W -> n c*K L", "", _windows_in), "", "", UNMEASURED, 0),
     ("Col2ImExt", _flat("n c*K L -> n c H W", "", _folded), "", "", UNMEASURED, 1),
     ("MaxUnpool2D MaxUnpool3D", _flat(*_UNPOOLING, _unpooled), "ksize strides pads output_shape", "(x, argmax)",
      INPUTS_AS_THEY_ARE, 0),
@@ -199,7 +151,8 @@ _EQUATIONS = (
      SavedByOperator((0,), outputs=(1,), as_they_are=True), 1),
     ("BoundingBoxEncode BoundingBoxDecode", _flat("r F, r F -> r F", "", linear=False), "", "(x, y)", UNMEASURED, 4),
     ("CheckValid", _flat("a F, M -> a", "", linear=False), "", "(x, y)", UNMEASURED, 4),
-    ("DeformableOffsets", _flat("n C H W, n T P Q -> n C P*K Q*L", "", _offsets, False), "ksize", "", UNMEASURED, 8),
+    ("DeformableOffsets", _flat(_DEFORMED, "", lambda x, ksize: dict(zip("KL", ksize)), False), "ksize", "",
+     UNMEASURED, 8),
     ("MaxUnpool2DExt", _flat(_UNPOOLING[0], "", _unpooled), "", "", UNMEASURED, 0),
     ("UniqueWithPad", lambda x, pad: undivided(tensors_in((x, pad)), [x.shape] * 2), "", "(x, pad)", UNMEASURED, 4),
     ("IOU", _flat("a F, b F -> b a", "", linear=False), "", "(x, y)", UNMEASURED, 10),
@@ -224,8 +177,9 @@ def prelu(x, weight):
     return equation("..., 1 -> ..." if weight.shape == (1,) else "n c ..., c -> n c ...", x, weight)
 
 
-def _blocks(is_back, x, block_shape, borders):
+def _blocks(is_back, x, block_shape, paddings=None, crops=None):
     """Blocks of the last dims become a batch, or come from it: channels are parallel."""
+    borders = crops if is_back else paddings
     block, first = per_dim(block_shape, len(borders)), x.ndim - len(borders)
     parts = list(zip(x.shape[first:], block, map(sum, borders)))
     shape = [size * b - end if is_back else (size + end) // b for size, b, end in parts]
@@ -235,13 +189,6 @@ def _blocks(is_back, x, block_shape, borders):
     return unary(x, output, sizes=sizes, whole=(0, *range(first, x.ndim)), linear=_LINEAR)
 
 
-@register_operator("SpaceToBatchND", attributes=("block_shape", "paddings"), source="(x)", saves=NOTHING)
-def space_to_batch(x, block_shape, paddings):
-    """Blocks of the planes become a batch."""
-    return _blocks(False, x, block_shape, paddings)
-
-
-@register_operator("BatchToSpaceND", attributes=("block_shape", "crops"), source="(x)", saves=NOTHING)
-def batch_to_space(x, block_shape, crops):
-    """A batch becomes blocks of planes."""
-    return _blocks(True, x, block_shape, crops)
+for _name, _is_back, _borders in (("SpaceToBatchND", False, "paddings"), ("BatchToSpaceND", True, "crops")):
+    _facts = {"attributes": ("block_shape", _borders), "source": "(x)", "saves": NOTHING}
+    register_operator(_name, **_facts)(partial(_blocks, _is_back))

@@ -1,7 +1,5 @@
 """Rules of operators that look up, order, accumulate or mask by position along a dim."""
 
-from functools import partial
-
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import as_dim, dim_names, dim_sizes, integers, plain_names, unary
 from mindformers_core.operators.rules.elementwise import keeps_digits
@@ -9,7 +7,7 @@ from mindformers_core.operators.saved import INDICES, INPUTS, INPUTS_AS_THEY_ARE
 from mindformers_core.operators.signature import Signature, TensorMeta, tensors_in
 
 
-def _lookup(params, indices, dim, batch_dims, algorithm):
+def _lookup(params, indices, dim, batch_dims=0, algorithm="gather"):
     """Rows of `params` along `dim` by number. A shard finds zero for rows that it doesn't hold, and shards add up."""
     place, batch = as_dim(dim, params.ndim), batch_dims + indices.ndim * (batch_dims < 0)
     if not 0 <= batch <= min(place, indices.ndim) or params.shape[:batch] != indices.shape[:batch]:
@@ -20,7 +18,9 @@ def _lookup(params, indices, dim, batch_dims, algorithm):
     looked_up = (*rows[:batch], *dim_names(indices, "i")[batch:])
     output = (*rows[:place], *looked_up[batch:], *rows[place + 1 :])
     sizes = dim_sizes(params) | dim_sizes(indices, "i")
-    return (rows, looked_up), output, sizes, _summed(rows[place][0], None if params.dtype == "bool" else algorithm)
+    more = _summed(rows[place], None if params.dtype == "bool" else algorithm)
+    more |= {"linear": ({0},), "arguments": (params, indices, dim, batch_dims)}
+    return Signature((rows, looked_up), (output,), sizes, **more)
 
 
 def check_indices(indices):
@@ -29,25 +29,19 @@ def check_indices(indices):
         raise TypeError(f"indices are an integer tensor, not {indices!r}")
 
 
-def _summed(factor, algorithm):
-    """The entries of a `Signature` for the factor of a lookup: absent rows are masked, and shards are summed."""
+def _summed(factors, algorithm):
+    """The entries of a `Signature` for the factors of a lookup: absent rows are masked, and shards are summed."""
     if algorithm is None:
-        return {"whole": frozenset({factor})}
-    return {"reduced": {factor: "sum"}, "distributed": {factor: algorithm}}
+        return {"whole": frozenset(factors)}
+    return {"reduced": dict.fromkeys(factors, "sum"), "distributed": dict.fromkeys(factors, algorithm)}
 
 
 @register_operator("SparseGatherV2", saves=UNMEASURED, reads_a_part=True)
-@register_operator("Gather", saves=INDICES, reads_a_part=True)
-def gather(params, input_indices, axis, batch_dims=0, localize=None):
-    """`params` at `input_indices` along `axis`."""
-    inputs, output, sizes, more = _lookup(params, input_indices, axis, batch_dims, "gather")
-    return Signature(inputs, (output,), sizes, linear=({0},), localize=localize, **more)
-
-
 @register_operator("DeprecatedGather", saves=INDICES, reads_a_part=True, source=".gather")
-def gather_method(x, input_indices, axis, batch_dims=0):
-    """`x.gather(indices, axis)`, whose arguments may come by name."""
-    return gather(x, input_indices, axis, batch_dims, positional(x, input_indices, axis, batch_dims))
+@register_operator("Gather", saves=INDICES, reads_a_part=True)
+def gather(params, input_indices, axis, batch_dims=0):
+    """`params` at `input_indices` along `axis`."""
+    return _lookup(params, input_indices, axis, batch_dims)
 
 
 def positional(*arguments):
@@ -61,8 +55,7 @@ def index_select(x, dim=None, index=None, axis=None):
     dim = dim if axis is None else axis
     if index is None or index.ndim != 1:
         raise ValueError(f"index_select takes a 1-D index, not {index!r}")
-    inputs, output, sizes, more = _lookup(x, index, dim, 0, "index_select")
-    return Signature(inputs, (output,), sizes, linear=({0},), localize=positional(x, dim, index), **more)
+    return _lookup(x, index, dim)
 
 
 @register_operator("Take", "DeprecatedTake", saves=UNMEASURED, reads_a_part=True, source=".take")
@@ -72,8 +65,7 @@ def take(x, indices, axis=None, mode="clip"):
         names, found = dim_names(x), dim_names(indices, "i")
         sizes = dim_sizes(x) | dim_sizes(indices, "i")
         return Signature((names, found), (found,), sizes, whole=frozenset(dim_sizes(x)), linear=({0},))
-    inputs, output, sizes, more = _lookup(x, indices, axis, 0, None)
-    return Signature(inputs, (output,), sizes, linear=({0},), **more)
+    return _lookup(x, indices, axis, algorithm=None)
 
 
 @register_operator("GatherD", saves=INPUTS, reads_a_part=True)
@@ -81,7 +73,7 @@ def gather_elements(x, dim, index):
     """`out[i][j] = x[i][index[i][j]]` for `dim` 1: the other dims go together where they have the same size."""
     place = as_dim(dim, x.ndim)
     found, sizes, whole = elements(x, place, index)
-    more = _summed(f"d{place}", None if x.dtype == "bool" else "gather_elements")
+    more = _summed([f"d{place}"], None if x.dtype == "bool" else "gather_elements")
     more |= {"whole": more.get("whole", frozenset()) | whole, "linear": ({0},), "localize": positional(x, dim, index)}
     return Signature((dim_names(x), found), (found,), sizes, **more)
 
@@ -113,8 +105,7 @@ def gather_nd(x, indices):
         raise ValueError(f"indices {indices.shape} hold coordinates of {depth} dims, but the tensor is {x.shape}")
     names, found = dim_names(x), dim_names(indices, "i")
     sizes, looked_up = dim_sizes(x) | dim_sizes(indices, "i"), [f"d{dim}" for dim in range(depth)]
-    more = {"reduced": dict.fromkeys(looked_up, "sum"), "distributed": dict.fromkeys(looked_up, "gather_nd")}
-    more = {"whole": frozenset(looked_up)} if x.dtype == "bool" else more
+    more = _summed(looked_up, None if x.dtype == "bool" else "gather_nd")
     more["whole"] = more.get("whole", frozenset()) | {found[-1][0]}
     return Signature((names, found), ((*found[:-1], *names[depth:]),), sizes, linear=({0},), **more)
 
@@ -128,7 +119,7 @@ def embedding(indices, weight, padding_idx=None, max_norm=None, norm_type=2.0, s
         raise ValueError(f"an embedding's weight has 2 dims, not {weight.shape}")
     check_indices(indices)
     found, sizes = dim_names(indices, "i"), dim_sizes(indices, "i") | {"v": weight.shape[0], "h": weight.shape[1]}
-    more = _summed("v", "embedding" if padding_idx is None else None)
+    more = _summed(["v"], "embedding" if padding_idx is None else None)
     return Signature((found, (("v",), ("h",))), ((*found, ("h",)),), sizes, linear=({1},), **more)
 
 
@@ -221,13 +212,9 @@ def _scan(algorithm, x, dim, outputs=1, **more):
     return unary(x, outputs=outputs, distributed={f"d{as_dim(dim, x.ndim)}": algorithm}, **more)
 
 
-def _cumulative_extreme(algorithm, x, dim):
-    """The extreme of all elements up to each along `dim`, and its position."""
-    return _scan(algorithm, x, dim, 2)
-
-
-register_operator("Cummax", saves=UNMEASURED)(partial(_cumulative_extreme, "cummax"))
-register_operator("Cummin", "CumminExt", saves=UNMEASURED)(partial(_cumulative_extreme, "cummin"))
+# the extreme of all elements up to each along a dim, and its position
+register_operator("Cummax", saves=UNMEASURED)(lambda x, dim: _scan("cummax", x, dim, 2))
+register_operator("Cummin", "CumminExt", saves=UNMEASURED)(lambda x, dim: _scan("cummin", x, dim, 2))
 
 
 @register_operator("ReverseSequence", saves=UNMEASURED, attributes=("seq_dim", "batch_dim"))

@@ -104,7 +104,8 @@ def _permuted(x, order):
 )
 def transpose(x, *order, **named):
     """The dims of `x` in another order; without one, reversed."""
-    order = integers(order or tuple(named.values()), "an order of dims") or tuple(range(x.ndim))[::-1]
+    order = order or tuple(named.values())
+    order = tuple(range(x.ndim))[::-1] if order in ((), ((),), (None,)) else integers(order, "an order of dims")
     if len(order) != x.ndim:
         raise ValueError(f"{order} orders {len(order)} dims, but the tensor {x.shape} has {x.ndim}")
     return _permuted(x, as_dims(order, x.ndim) if order else ())

@@ -1,0 +1,132 @@
+"""Slices, paddings and assignments by index where a dim is cut: what is gathered, what is sent, and both engines."""
+
+import numpy as np
+import pytest
+from mindspore import Tensor, mint, ops
+from small_cells import cell_of
+from verified_calls import MESH, MESH_OF_4, Sample, eager, numbers, stopped, verified
+
+from mindformers_core import shard
+from mindformers_core.communication.world import rank_of
+from mindformers_core.layout import layout
+from mindformers_core.sharding.inspecting import explain
+from mindformers_core.tensor_parallel import DTensor
+
+X, IMAGE, ROWS = numbers(2, 8, 4), numbers(2, 4, 8, 4), numbers(2, 4)
+PLACES = np.int32([1, 0])
+ALL, EVEN = slice(None), slice(None, None, 2)
+SLICES = (
+    Sample("first", lambda x: x[:, 0], (X,)),
+    Sample("last", lambda x: x[:, -1], (X,)),
+    Sample("some", lambda x: x[1:, 2:4], (X,), ["cut_0_0"]),
+    Sample("most", lambda x: x[:, 1:], (X,), ["cut_0_1"]),
+    Sample("an element", lambda x: x[0, 3, 1], (X,), ["cut_0_0"]),
+    Sample("one by one", lambda x: [row * 2.0 for row in x[0]], (X,), ["StridedSlice", "cut_0_0"]),
+    Sample("nothing", lambda x: ops.cat([x[:, 3:3], x], 1), (X,), ["cut_0_1"]),
+    Sample("integers", lambda i, x: i[:, 3] + x[:, 0], ((9 * X).astype(np.int32), X)),
+    Sample("narrow", lambda x: [x.narrow(1, 5, 2), ops.slice(x, (0, 1, 0), (2, 2, 1)), mint.select(x, 1, 3)], (X,)),
+    Sample("strided", stopped(lambda x: ops.strided_slice(x, (0, 6, 0), (2, 3, 4), (1, -2, 1))), (X,), terms=False),
+    Sample("patches", lambda x: [x[:, :, i::2, j::2] for i in (0, 1) for j in (0, 1)], (IMAGE,)),
+    Sample("steps that do not divide", lambda x: [x[:, 1:8:3], x[:, ::5, ::3]], (X,)),
+    Sample("backwards", lambda x: x[:, ::-1], (X,), ["cut_0_1"]),
+    Sample("steps backwards", lambda x: [x[:, 6:1:-2, ::-1], x[::-1, 2:7:2]], (X,), ["Gather", "Gather"]),
+    Sample("beside a tensor", lambda x, at: [x[at, -1], x[:, 0, at], x[at, None, 2:4]], (X, PLACES)),
+    Sample("tuples", lambda x: [x[:, (0, -1)], x[:, [(0, 1), (3, 2)]], x[[(0, 1), (1, 0)], 2]], (X,)),
+)
+SHIFTS = (
+    Sample("shift", lambda x: ops.pad(x, (0, 0, 1, -1)), (X,)),
+    Sample("shift to the left", lambda x: ops.pad(x, (0, 0, -2, 2), value=1.5), (X,)),
+    Sample("beyond a part", lambda x: ops.pad(x, (0, 0, 6, -6)), (X,)),
+    Sample("of two dims", lambda x: ops.pad(x, (-1, 1, 2, -2)), (IMAGE,)),
+    Sample("of mint", lambda x: mint.nn.functional.pad(x, (0, 0, 3, -3)), (X,)),
+    Sample("shift and more", lambda x: ops.pad(x, (1, 1, 1, -1)), (X,), ["cut_0_2"]),
+    Sample("fewer", lambda x: ops.pad(x, (0, 0, -1, -2)), (X,), ["cut_0_1"]),
+)
+
+
+def writing(*index):
+    """A function of a tensor and values, and of places, which stand where `PLACES` is in the index."""
+
+    def written(x, values, *places):
+        x = x * 1.0
+        x[tuple(places[0] if entry is PLACES else entry for entry in index)] = values
+        return x
+
+    return written
+
+
+WRITES = (
+    Sample("at places and an int", writing(PLACES, -1), (X, ROWS, PLACES), ["Concat", "cut_1_0"]),
+    Sample("at an int and places", writing(-1, PLACES), (X, ROWS, PLACES), ["Concat", "cut_1_0"]),
+    Sample("at places, apart", writing(PLACES, ALL, 0), (X, numbers(2, 8), PLACES), ["Concat", "cut_1_0"]),
+    Sample(
+        "at places of a part",
+        writing(PLACES, slice(2, 4)),
+        (X, numbers(2, 2, 4), PLACES),
+        ["Concat", "cut_1_0", "cut_1_1"],
+    ),
+    Sample(
+        "at a step of places",
+        writing(ALL, EVEN, PLACES),
+        (X, numbers(2, 4, 2), PLACES),
+        ["Concat", "cut_1_1", "cut_1_2"],
+    ),
+    Sample(
+        "at a new dim and places", writing(ALL, None, PLACES), (X, numbers(2, 1, 2, 4), PLACES), ["ToDtype", "cut_1_2"]
+    ),
+    Sample("at places, a new dim", writing(PLACES, None, 0), (X, numbers(2, 1, 4), PLACES), ["Concat", "cut_1_0"]),
+    Sample("at an end", writing(ALL, -1), (X, ROWS)),
+    Sample("at a part", writing(ALL, slice(2, 6)), (X, numbers(2, 4, 4))),
+    Sample("at a corner", writing(ALL, slice(6), slice(1, 4)), (X, numbers(2, 6, 3))),
+    Sample("at steps", writing(ALL, EVEN, EVEN), (X, numbers(2, 4, 2))),
+    Sample("at steps that do not divide", writing(ALL, slice(1, None, 3), EVEN), (X, numbers(2, 3, 2))),
+    Sample("of one value", lambda x: writing(ALL, EVEN, EVEN)(x, 0), (X,)),
+    Sample("at a tuple", lambda x, values: writing(ALL, (0, 3))(x, values), (X, numbers(2, 2, 4)), ["cut_1_1"]),
+)
+
+
+@pytest.mark.parametrize("sample", SLICES + SHIFTS + WRITES, ids=str)
+def test_as_on_one_card(sample):
+    assert verified(sample) == sample.gathered
+
+
+@pytest.mark.parametrize("sample", (*SLICES[1:3], SLICES[9], *SHIFTS[1:4], WRITES[0], WRITES[-5]), ids=str)
+def test_of_two_axes(sample):
+    verified(sample, MESH_OF_4)
+
+
+def shifted(x):
+    """MindSpore's own padding is wrong on CPU."""
+    plain = ops.cat([ops.zeros_like(x[:, :3]), x[:, :-3]], 1)
+    return ops.pad(x, (0, 0, 3, -3)) if isinstance(x, DTensor) else plain
+
+
+@pytest.mark.parametrize("sample", (*SLICES[1:3], Sample("shift", shifted, (X,)), *WRITES[:8], *WRITES[-5:]), ids=str)
+def test_operator_by_operator(sample):
+    eager(sample)
+
+
+BYTES = (  # of 64 rows, 64 bytes each: a row from each of the other rank's
+    ("a row", lambda x: x[:, -1], "all_reduce over a, 64 B"),
+    ("a shift", lambda x: ops.pad(x, (0, 0, 1, -1)), "all_gather dim 1 over a, 64 B"),
+)
+
+
+@pytest.mark.parametrize(("name", "function", "wanted"), BYTES, ids=[entry[0] for entry in BYTES])
+def test_a_row_is_sent_whatever_the_number_of_rows(name, function, wanted):
+    with rank_of(2, 0):
+        net = shard(cell_of(lambda self, x: function(x)), MESH, plan={"": {"input": {"x": layout(None, "a")}}})
+        found = explain(net, Tensor(numbers(1, 32, 16)))
+    assert wanted in found and "sends 64 B forward" in found, found
+
+
+def test_errors():
+    x = Tensor(X)
+    for function, text in (
+        (lambda self, x: ops.slice(x, (0, 0, 0), ops.ones_like(x[0, 0, :3]).int()), "has none: give it ints"),
+        (lambda self, x: writing(ALL, slice(None, None, -1))(x, 1.0), "a slice with a negative step"),
+        (lambda self, x: x[:, np.arange(3)], "integer tensor, not ndarray"),
+        (lambda self, x: x[:, [0, 8]], r"index \[0, 8\] is out of range for dim 1 of size 8"),
+    ):
+        with rank_of(2, 0), pytest.raises((ValueError, TypeError, IndexError), match=text):
+            explain(shard(cell_of(function), MESH), x)
