@@ -1,5 +1,7 @@
 """Rules of operators that draw random numbers, the same ones on any mesh: algorithms by global position."""
 
+from functools import partial
+
 from mindformers_core.operators import saved
 from mindformers_core.operators.registry import NO_GRADIENT, register_operator
 from mindformers_core.operators.rules.dims import unary
@@ -28,16 +30,13 @@ def _drawn(run, shape, seed, offset, dtype, *bounds):
     return Signature(scalars, (names,), sizes, run=run, arguments=(None, seed, offset, dtype, *bounds))
 
 
-def _fraction(run):
-    def rule(shape, seed, offset, dtype=None, device=None):
-        like = shape.dtype if isinstance(shape, TensorMeta) else "float32"
-        return _drawn(run, shape, seed, offset, like if dtype is None else dtype)
-
-    return rule
+def _fraction(run, shape, seed, offset, dtype=None, device=None):
+    like = shape.dtype if isinstance(shape, TensorMeta) else "float32"
+    return _drawn(run, shape, seed, offset, like if dtype is None else dtype)
 
 
-register_operator("RandExt", "RandLikeExt", **_FACTS)(_fraction("uniform"))
-register_operator("Randn", "RandnLike", **_FACTS)(_fraction("normal"))
+register_operator("RandExt", "RandLikeExt", **_FACTS)(partial(_fraction, "uniform"))
+register_operator("Randn", "RandnLike", **_FACTS)(partial(_fraction, "normal"))
 
 
 @register_operator("RandInt", **_FACTS)

@@ -1,6 +1,7 @@
 """Rules of operators that work element by element, with broadcasting: a table per algebraic property."""
 
 from dataclasses import replace
+from functools import partial
 
 from mindformers_core.operators import saved, views
 from mindformers_core.operators.registry import NO_GRADIENT, ZERO, register_operator
@@ -86,10 +87,8 @@ for _names, _saves, _facts in _NONLINEAR:
     register_operator(*_names.split(), saves=_saves, **_facts)(_nonlinear)
 
 
-@register_operator("LogSigmoid", saves=saved.UNMEASURED)
-def _log_sigmoid(x):
-    """The second output is the tensor that the kernel saves for its gradient."""
-    return unary(x, outputs=2)
+# the second output is the tensor that the kernel saves for its gradient
+register_operator("LogSigmoid", saves=saved.UNMEASURED)(partial(unary, outputs=2))
 
 
 @register_operator("Neg", "Identity", saves=saved.NOTHING)

@@ -31,33 +31,28 @@ def _reduced(plain, reduction):
 
 def _elementwise_loss(order, broadcasts, x, *args, **named):
     """The loss of every element: `order` names the arguments after the first, of which tensors may be broadcast."""
-    given, _ = bound(parameters(order, reduction="mean"), args, named)
+    given, _ = bound(parameters(order), args, named)
     tensors = [x, *tensors_in(given.values())]
     if not broadcasts and given["target"].shape != x.shape:
         raise ValueError(f"a target {given['target'].shape} doesn't fit {x.shape}")
     return _reduced(elementwise(*tensors), given["reduction"])
 
 
-_BY_PLACE = "target reduction"
+_BY_PLACE = "target reduction='mean'"
 _LOGITS = {"saves": saved.INPUTS, "operations": 9, "source": f"{CORRECTED}binary_cross_entropy_of_logits"}
 _WORD = {"attributes": ("reduction",), "source": "(logits, labels)", "saves": INPUTS_AS_THEY_ARE, "operations": 4}
 # Names of operators, the arguments after the first, whether target and input are broadcast, and their other facts
 _ELEMENTWISE = (
-    ("SmoothL1Loss", "target beta reduction", False, {"saves": saved.INPUTS, "operations": 4}),
-    ("BCEWithLogitsLoss", "target weight pos_weight reduction", False, _LOGITS),
-    ("BinaryCrossEntropy", "target weight reduction", False, {"saves": saved.INPUTS, "operations": 6}),
+    ("SmoothL1Loss", "target beta reduction='mean'", False, {"saves": saved.INPUTS, "operations": 4}),
+    ("BCEWithLogitsLoss", "target weight pos_weight reduction='mean'", False, _LOGITS),
+    ("BinaryCrossEntropy", "target weight reduction='mean'", False, {"saves": saved.INPUTS, "operations": 6}),
     ("MSELossExt L1LossExt SoftMarginLoss", _BY_PLACE, True, {"saves": UNMEASURED, "operations": 3}),
-    ("KLDiv", "target reduction log_target", True, {"saves": UNMEASURED, "operations": 4}),
+    ("KLDiv", "target reduction='mean' log_target", True, {"saves": UNMEASURED, "operations": 4}),
     ("KLDivLoss", _BY_PLACE, False, _WORD),
+    ("SigmoidCrossEntropyWithLogits", "target reduction='none'", False, {"saves": INPUTS_AS_THEY_ARE, "operations": 7}),
 )
 for _names, _order, _broadcasts, _facts in _ELEMENTWISE:
     register_operator(*_names.split(), **_facts)(partial(_elementwise_loss, _order, _broadcasts))
-
-
-@register_operator("SigmoidCrossEntropyWithLogits", saves=INPUTS_AS_THEY_ARE, operations=7)
-def sigmoid_cross_entropy(logits, labels):
-    """A loss for every element."""
-    return _elementwise_loss(_BY_PLACE, False, logits, labels, "none")
 
 
 @register_operator("MultiMarginLoss", saves=UNMEASURED, attributes=("reduction",), source="(x, target, weight=None)")
