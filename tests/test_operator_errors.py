@@ -10,7 +10,7 @@ F32 = "float32"
 ERRORS = [
     ("NoSuchThing", [], "no rule"),
     ("Softmaxx", [], "did you mean 'Softmax'"),
-    ("RotatedIou", [], r"layouts are unknown: with register"),  # nothing is near enough to be meant
+    ("STFT", [], r"layouts are unknown: with register"),  # nothing is near enough to be meant
     ("ConstantPadND", [(4, 8), (1, 2, 3)], "at most 2 pairs"),
     ("ConstantPadND", [(4, 8), (-5, -4)], "takes more from dim 1"),
     ("NLLLoss", [(4, 8), (3,), (8,), 1], "don't fit"),

@@ -205,10 +205,8 @@ def with_items(x, index, value, accumulate=False):
     ranges, looked_up, kept, place = _selection(index, x.shape)
     if any(taken.step < 0 for taken in ranges):
         raise TypeError("an assignment by a slice with a negative step is not available: use ops.flip of the values")
-    shape, wanted = (
-        broadcast_shape([each.shape for each in looked_up.values()]),
-        [1 if dim is None else len(ranges[dim]) for dim in kept],
-    )
+    shape = broadcast_shape([each.shape for each in looked_up.values()])
+    wanted = [1 if dim is None else len(ranges[dim]) for dim in kept]
     wanted[place:place] = shape
     value = ops.broadcast_to(_reshaped(value, value.shape[max(value.ndim - len(wanted), 0) :]), tuple(wanted))
     if 0 in wanted:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from mindformers_core.operators.registry import NO_GRADIENT, register_operator
 from mindformers_core.operators.rules.dims import equation
 from mindformers_core.operators.saved import UNMEASURED
-from mindformers_core.operators.signature import TensorMeta
+from mindformers_core.operators.signature import TensorMeta, tensors_in
 
 _LAYOUTS = ("BSH", "BNSD", "SBH", "BSND", "TND")  # by the number that MindSpore gives them
 
@@ -135,6 +135,13 @@ def flash_attention(*args):
             "dim (TND): eight of them share a byte of the mask"
         )
     return replace(found, run="attention_dropout")
+
+
+@register_operator("RingAttentionUpdate", saves=UNMEASURED, operations=6)
+def ring_attention_update(*args):
+    """The attention over two parts of the keys, from those of each with softmax's maxima and sums (layout SBH)."""
+    part = "s b h*D, b h s E, b h s E"
+    return equation(f"{part}, {part} -> {part}", *tensors_in(args))
 
 
 @register_operator("SpeedFusionAttention", **_FACTS)

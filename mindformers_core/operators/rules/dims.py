@@ -116,14 +116,16 @@ def equation(text, *tensors, sizes=(), whole=(), **more):
 
     inputs = tuple(map(factors, inputs, spans))
     outputs = tuple(factors(dims, batch) for dims in outputs)
-    for number, (dims, x) in enumerate(zip(inputs, tensors)):
-        for dim, (names, size) in enumerate(zip(dims, x.shape)):
-            names = [name.rstrip("'") for name in names]
-            new = [name for name in names if name not in known]
-            known |= {name: size // prod(known.get(name, 1) for name in names) for name in new}
-            found = prod(map(known.get, names))
-            if found != size:
-                raise misfit(f": dim {dim} of input {number} has size {size}, but '{'*'.join(names)}' is {found}")
+    every = [
+        ([name.rstrip("'") for name in names], f"dim {dim} of input {number} has size {size}", size)
+        for number, (dims, x) in enumerate(zip(inputs, tensors)) for dim, (names, size) in enumerate(zip(dims, x.shape))
+    ]  # fmt: skip
+    for names, shown, size in sorted(every, key=lambda each: len(each[0])):  # of two factors at most one is new then
+        new = [name for name in names if name not in known]
+        known |= {name: size // prod(known.get(name, 1) for name in names) for name in new}
+        found = prod(map(known.get, names))
+        if found != size:
+            raise misfit(f": {shown}, but '{'*'.join(names)}' is {found}")
     taken, given = (dict.fromkeys(name for dims in side for names in dims for name in names)
                     for side in (inputs, outputs))  # fmt: skip
     sizes = {name: known[name.rstrip("'")] for name in taken | given}

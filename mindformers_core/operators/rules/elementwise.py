@@ -6,7 +6,7 @@ from mindformers_core.operators import saved, views
 from mindformers_core.operators.registry import NO_GRADIENT, ZERO, register_operator
 from mindformers_core.operators.rewrites import as_cast, condition_first, masked_fill, without_alpha
 from mindformers_core.operators.rules.dims import equation, unary
-from mindformers_core.operators.signature import Signature, TensorMeta, is_float, tensors_in
+from mindformers_core.operators.signature import TensorMeta, is_float, tensors_in
 
 
 def _quotient(operands, results):
@@ -94,9 +94,7 @@ def _log_sigmoid(x):
 
 @register_operator("Neg", "Identity", saves=saved.NOTHING)
 @register_operator("Conj", "Imag", "ImagView", "Real", "RealView", saves=saved.UNMEASURED)
-@register_operator(
-    "Contiguous", saves=saved.NOTHING, rewrite="Identity"
-)  # a graph may not schedule one that it returns
+@register_operator("Contiguous", saves=saved.NOTHING, rewrite="Identity")  # graphs may not schedule one they return
 @register_operator("Copy", "Clone", saves=saved.UNMEASURED)
 @register_operator(
     "StopGradient", saves=saved.NOTHING, gradient=NO_GRADIENT, view=views.INPUT, source="ops.stop_gradient(value)"
@@ -165,10 +163,7 @@ def _cast(x, dtype=None, *_, **__):
 @register_operator("TypeAs", saves=saved.NOTHING, view=views.INPUT_IF_OF_ITS_DTYPE, source=".type_as")
 @register_operator("ToOther", saves=saved.NOTHING, view=views.INPUT_IF_CONTIGUOUS)
 def _cast_like(x, other, *_, **__):
-    plain = elementwise(x)
-    looked_at = {f"t{dim}": size for dim, size in enumerate(other.shape)}
-    inputs = (*plain.inputs, tuple((name,) for name in looked_at))
-    return Signature(inputs, plain.outputs, plain.sizes | looked_at, whole=frozenset(looked_at))
+    return equation(f"..., {' '.join(f'T{dim}' for dim in range(other.ndim))} -> ...", x, other)
 
 
 @register_operator("Dropout", draws=True, saves=saved.SECOND_RESULT, operations=10)  # most of them for the number
@@ -182,10 +177,7 @@ def functional_dropout(x, p=0.5, training=True, inplace=False, seed=None, offset
     """As `Dropout`, without the mask: what `mint` calls. `seed` and `offset` are scalar tensors."""
     if inplace:
         raise ValueError("dropout in place is not available for a distributed tensor: use its result")
-    plain = elementwise(x)
-    scalars = ((),) * len(tensors_in((seed, offset)))
-    more = {"run": "func_dropout"} if training else {"linear": ({0},)}
-    return Signature((*plain.inputs, *scalars), plain.outputs, plain.sizes, **more)
+    return elementwise(x, seed, offset, **{"run": "func_dropout"} if training else {"linear": ({0},)})
 
 
 def keeps_digits(dtype):

@@ -156,6 +156,9 @@ _EQUATIONS = (
     ("MaxUnpool2DExt", _flat(_UNPOOLING[0], "", _unpooled), "", "", UNMEASURED, 0),
     ("UniqueWithPad", lambda x, pad: undivided(tensors_in((x, pad)), [x.shape] * 2), "", "(x, pad)", UNMEASURED, 4),
     ("IOU", _flat("a F, b F -> b a", "", linear=False), "", "(x, y)", UNMEASURED, 10),
+    ("RotatedIou", _flat("n F a, n F b -> n a b", "", linear=False), "", "", UNMEASURED, 100),
+    ("MultiScaleDeformableAttn", _flat("n K h c, L T, L, n q h L P T, n q h L P -> n q h*c", "", linear=False),
+     "", "", UNMEASURED, 8),
 )  # fmt: skip
 for _names, _rule, _own, _source, _saves, _count in _EQUATIONS:
     _facts = {"attributes": tuple(_own.split()), "source": _source, "operations": _count}

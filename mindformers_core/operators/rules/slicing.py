@@ -7,7 +7,7 @@ then other slices have the rest of it, as a rule, and one gather serves them all
 from mindformers_core.operators import views
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import select_index, slice_one_dim
-from mindformers_core.operators.rules.dims import along, as_dim, dim_names, integers, unary
+from mindformers_core.operators.rules.dims import along, as_dim, dim_names, equation, integers, unary
 from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING, UNMEASURED
 from mindformers_core.operators.signature import Signature, tensors_in
 
@@ -151,6 +151,6 @@ def pad_all_dims(x, paddings):
 
 
 @register_operator("Padding", attributes=("pad_dim_size",), source="(x)", saves=NOTHING)
-def pad_one(x, pad_dim_size=8):
+def padded_to(x, pad_dim_size=8):
     """`x`, of one element in the last dim, with zeros behind it."""
-    return pad(x, (0, pad_dim_size - 1))
+    return equation("... 1 -> ... P", x, sizes={"P": pad_dim_size}, linear=({0},))
