@@ -27,9 +27,14 @@ SLICES = (
     Sample("narrow", lambda x: [x.narrow(1, 5, 2), ops.slice(x, (0, 1, 0), (2, 2, 1)), mint.select(x, 1, 3)], (X,)),
     Sample("strided", stopped(lambda x: ops.strided_slice(x, (0, 6, 0), (2, 3, 4), (1, -2, 1))), (X,), terms=False),
     Sample("patches", lambda x: [x[:, :, i::2, j::2] for i in (0, 1) for j in (0, 1)], (IMAGE,)),
-    Sample("steps that do not divide", lambda x: [x[:, 1:8:3], x[:, ::5, ::3]], (X,)),
+    Sample("steps that do not divide", lambda x: [x[:, 1:8:3], x[:, ::5, ::3]], (X,), ["PadV3", "cut_0_1"]),
     Sample("backwards", lambda x: x[:, ::-1], (X,), ["cut_0_1"]),
-    Sample("steps backwards", lambda x: [x[:, 6:1:-2, ::-1], x[::-1, 2:7:2]], (X,), ["Gather", "Gather"]),
+    Sample(
+        "steps backwards",
+        lambda x: [x[:, 6:1:-2, ::-1], x[::-1, 2:7:2]],
+        (X,),
+        ["StridedSlice", "StridedSlice", "cut_0_1"],
+    ),
     Sample("beside a tensor", lambda x, at: [x[at, -1], x[:, 0, at], x[at, None, 2:4]], (X, PLACES)),
     Sample("tuples", lambda x: [x[:, (0, -1)], x[:, [(0, 1), (3, 2)]], x[[(0, 1), (1, 0)], 2]], (X,)),
 )
@@ -107,7 +112,7 @@ def test_operator_by_operator(sample):
 
 
 BYTES = (  # of 64 rows, 64 bytes each: a row from each of the other rank's
-    ("a row", lambda x: x[:, -1], "all_reduce over a, 64 B"),
+    ("a row", lambda x: x[:, -1], "all_gather dim 1 over a, 64 B"),
     ("a shift", lambda x: ops.pad(x, (0, 0, 1, -1)), "all_gather dim 1 over a, 64 B"),
 )
 

@@ -7,6 +7,7 @@ import numpy as np
 from mindspore import Tensor, get_context, ops
 from mindspore import dtype as mstype
 
+from mindformers_core.dtensor.halo import padded
 from mindformers_core.operators.rules.dims import broadcast_shape
 
 
@@ -128,15 +129,18 @@ def _in_blocks(x, ranges):
 
 
 def _part(x, ranges):
-    """`x` at a range of every dim. A step is a dim of its own, or a lookup: MindSpore's has no gradient on CPU."""
+    """`x` at a range of every dim. A step is a dim of its own, for which `x` may be padded: MindSpore's has no gradient
+    on CPU."""
     shape, reverse = tuple(map(len, ranges)), tuple(dim for dim, taken in enumerate(ranges) if taken.step < 0)
     x, ranges = _in_blocks(x, [taken[::-1] if taken.step < 0 else taken for taken in ranges])
-    spans = [range(size) if r.step > 1 else range(r.start, r.start + len(r)) for r, size in zip(ranges, x.shape)]
+    spans = [range(r.start, r[-1] + 1 if r else r.start) for r in ranges]
     if spans != list(map(range, x.shape)):
         x = ops.strided_slice(x, *zip(*((span.start, span.stop, 1) for span in spans)))
     for dim, taken in enumerate(ranges):
-        x = ops.gather(x, Tensor(np.array(taken)), dim) if taken.step > 1 else x
-    x = x if x.ndim == len(shape) else ops.reshape(x, shape)
+        x = padded(x, dim, 0, taken.step - 1, 0) if len(taken) > 1 else x
+    if any(taken.step > 1 and len(taken) > 1 for taken in ranges):
+        x = _part(x, [range(0, size, taken.step if len(taken) > 1 else 1) for size, taken in zip(x.shape, ranges)])
+    x = _reshaped(x, shape)
     return ops.flip(x, reverse) if reverse else x
 
 

@@ -4,7 +4,6 @@ from functools import partial
 
 import numpy as np
 from mindspore import Tensor, ops
-from mindspore import dtype as mstype
 
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.dtensor.scans import part_along
@@ -37,15 +36,21 @@ def _gather(operator, args, context):
 
 
 def _slice(_, args, context):
-    """Elements at known places, added up over all parts: that sends less than a gather of the tensor.
+    """Elements at known places: every part gives those that would be in it, of which the right ones are taken.
 
-    `args` are the tensor, and for every dim that is sliced the bounds of a `range`.
+    No number of a rank is in it: of two slices that are the same on one rank, a compiler would send only one there.
+
+    Args:
+        args: the tensor, and for every dim that is sliced the bounds of a `range`.
     """
     x, taken = args
-    for dim, *bounds in taken:
-        part, places = context.along(dim), Tensor(np.arange(*bounds), mstype.int32)
-        x = _gather(ops.gather, (x, places, dim), part) if part.axes else ops.gather(x, places, dim)
-    return context.combined(ops.reshape(x, context.local_shape))
+    for dim, *bounds in sorted(taken, key=lambda each: len(context.along(each[0]).axes)):
+        places, parts, size = np.arange(*bounds), context.along(dim), x.shape[dim]
+        if parts.axes and len(places) < size:
+            x = ops.gather(x, Tensor(places % size), dim)
+            places = places // size * len(places) + np.arange(len(places))
+        x = ops.gather(parts.gathered(x, dim) if parts.axes else x, Tensor(places), dim)
+    return ops.reshape(x, context.local_shape)
 
 
 def _gather_elements(operator, args, context):

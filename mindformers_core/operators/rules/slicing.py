@@ -1,6 +1,6 @@
 """Rules of slices and padding: a dim that keeps its size stays parallel; a shift by a padding sends a halo.
 
-Of a cut dim up to a quarter can be taken: the ranks add up what each holds of it. For more, the dim is needed whole:
+Of a cut dim up to a quarter can be taken: each rank gives what might be in its part. For more, the dim is needed whole:
 then other slices have the rest of it, as a rule, and one gather serves them all.
 """
 
