@@ -113,6 +113,13 @@ def case_scatter_algorithms():
 
 
 @on_ranks(2)
+def case_lookups_of_which_a_rank_has_nothing():
+    """They are alike on that rank, where a compiler that merges what is equal would send less than on the other one."""
+    rows = [0], [1], [2], [3]
+    check({f"rows {each}": lambda x, each=each: ops.tanh(x[Tensor(each)]) for each in rows}, [NUMBERS], [ROWS])
+
+
+@on_ranks(2)
 def case_loss_algorithms():
     check({name: LOSSES[name] for name in ("summed", "weighted")}, [NUMBERS, LABELS], [ROWS, layout("tp")])
     check(*CASES["losses"], [COLUMNS, layout()])
