@@ -1,7 +1,7 @@
 """Rules of operators that look up, order, accumulate or mask by position along a dim."""
 
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.rules.dims import as_dim, dim_names, dim_sizes, integers, plain_names, unary
+from mindformers_core.operators.rules.dims import as_dim, dim_names, dim_sizes, equation, integers, plain_names, unary
 from mindformers_core.operators.rules.elementwise import keeps_digits
 from mindformers_core.operators.saved import INDICES, INPUTS, INPUTS_AS_THEY_ARE, NOTHING, SECOND_RESULT, UNMEASURED
 from mindformers_core.operators.signature import Signature, TensorMeta, tensors_in
@@ -62,9 +62,7 @@ def index_select(x, dim=None, index=None, axis=None):
 def take(x, indices, axis=None, mode="clip"):
     """`x` at `indices` along `axis`, by NumPy's rules for indices out of range, so with all of the dim available."""
     if axis is None:
-        names, found = dim_names(x), dim_names(indices, "i")
-        sizes = dim_sizes(x) | dim_sizes(indices, "i")
-        return Signature((names, found), (found,), sizes, whole=frozenset(dim_sizes(x)), linear=({0},))
+        return equation(f"{' '.join(dim_sizes(x, 'D'))}, ... -> ...", x, indices, linear=({0},))
     return _lookup(x, indices, axis, algorithm=None)
 
 
@@ -115,12 +113,9 @@ def embedding(indices, weight, padding_idx=None, max_norm=None, norm_type=2.0, s
     """Rows of `weight` by number. With a padding row, whose gradient is left out, the vocabulary is whole."""
     if max_norm is not None or scale_grad_by_freq:
         raise ValueError("max_norm and scale_grad_by_freq are not available for a distributed embedding")
-    if weight.ndim != 2:
-        raise ValueError(f"an embedding's weight has 2 dims, not {weight.shape}")
     check_indices(indices)
-    found, sizes = dim_names(indices, "i"), dim_sizes(indices, "i") | {"v": weight.shape[0], "h": weight.shape[1]}
-    more = _summed(["v"], "embedding" if padding_idx is None else None)
-    return Signature((found, (("v",), ("h",))), ((*found, ("h",)),), sizes, linear=({1},), **more)
+    rows = "v" if padding_idx is None else "V"
+    return equation(f"..., {rows} h -> ... h", indices, weight, linear=({1},), distributed={rows: "embedding"})
 
 
 @register_operator("OneHot", saves=NOTHING)
