@@ -5,6 +5,7 @@ operator are told apart by their places, its primitive's attributes behind its t
 """
 
 from dataclasses import replace
+from functools import partial
 
 from mindformers_core.operators.registry import NO_GRADIENT, register_operator
 from mindformers_core.operators.rules.dims import equation
@@ -153,16 +154,10 @@ def speed_fusion_attention(*args):
     return replace(found, whole=frozenset(found.sizes)) if is_drawn else found
 
 
-@register_operator("PromptFlashAttention", gradient=NO_GRADIENT, **_FACTS)
-def prompt_flash_attention(*args):
-    """The attention of prompts, for inference."""
-    return _attention(args, 12, 16, (3, 6), (4, 5), 17)
-
-
-@register_operator("IncreFlashAttention", gradient=NO_GRADIENT, **_FACTS)
-def incre_flash_attention(*args):
-    """The attention of one more token of each example, for inference."""
-    return _attention(args, 15, 16, (3, 5), (4,), 18)
+_INFERENCE = ("PromptFlashAttention", 12, 16, (3, 6), (4, 5), 17), ("IncreFlashAttention", 15, 16, (3, 5), (4,), 18)
+for _name, *_places in _INFERENCE:  # of prompts, and of one more token of each example
+    _rule = partial(lambda places, *args: _attention(args, *places), tuple(_places))
+    register_operator(_name, gradient=NO_GRADIENT, **_FACTS)(_rule)
 
 
 @register_operator("FusedInferAttentionScore", gradient=NO_GRADIENT, **_FACTS)

@@ -1,7 +1,6 @@
 """Rules of operators that work element by element, with broadcasting: a table per algebraic property."""
 
 from dataclasses import replace
-from functools import partial
 
 from mindformers_core.operators import saved, views
 from mindformers_core.operators.registry import NO_GRADIENT, ZERO, register_operator
@@ -88,7 +87,7 @@ for _names, _saves, _facts in _NONLINEAR:
 
 
 # the second output is the tensor that the kernel saves for its gradient
-register_operator("LogSigmoid", saves=saved.UNMEASURED)(partial(unary, outputs=2))
+register_operator("LogSigmoid", saves=saved.UNMEASURED)(lambda x: unary(x, outputs=2))
 
 
 @register_operator("Neg", "Identity", saves=saved.NOTHING)

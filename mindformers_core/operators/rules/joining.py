@@ -3,46 +3,37 @@
 from mindformers_core.operators import views
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import split_by_method
-from mindformers_core.operators.rules.dims import along, as_dim, dim_names, dim_sizes, unary
+from mindformers_core.operators.rules.dims import along, as_dim, dim_names, dim_sizes, equation, unary
 from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING, UNMEASURED
 from mindformers_core.operators.signature import Signature
 
 
-def _check_alike(tensors, but=None):
-    """Raise `ValueError` where shapes differ, save in dim `but`."""
+def _names_of_first(tensors):
+    """The factors of the dims of the first one of several tensors."""
     if not isinstance(tensors, (tuple, list)) or not tensors:
         raise TypeError(f"a tuple or list of tensors is needed, not {tensors!r}")
-    first = tensors[0]
-    for number, other in enumerate(tensors):
-        differ = [dim for dim, sizes in enumerate(zip(first.shape, other.shape)) if sizes[0] != sizes[1] and dim != but]
-        if other.ndim != first.ndim or differ:
-            where = f" in dim {differ[0]}" if other.ndim == first.ndim else ""
-            raise ValueError(f"tensor 0 has shape {first.shape} and tensor {number} {other.shape}: they differ{where}")
+    return list(dim_sizes(tensors[0]))
 
 
 @register_operator("Concat", saves=NOTHING)
 def concat(tensors, dim=0, axis=None):
     """Tensors concatenated along `dim`, which is whole: a shard of a concatenation is no concatenation of shards."""
-    _check_alike(tensors[:1])
-    place = as_dim(dim if axis is None else axis, tensors[0].ndim)
-    _check_alike(tensors, place)
-    names, sizes = dim_names(tensors[0]), dim_sizes(tensors[0])
-    inputs = [(*names[:place], (f"part{number}",), *names[place + 1 :]) for number in range(len(tensors))]
-    parts = {f"part{number}": tensor.shape[place] for number, tensor in enumerate(tensors)}
-    sizes = sizes | parts | {f"d{place}": sum(parts.values())}
-    return Signature(tuple(inputs), (names,), sizes, whole=frozenset(parts), linear=(set(range(len(tensors))),))
+    names = _names_of_first(tensors)
+    place = as_dim(dim if axis is None else axis, len(names))
+    parts = [" ".join([*names[:place], f"P{number}", *names[place + 1 :]]) for number in range(len(tensors))]
+    sizes = {names[place]: sum(sum(tensor.shape[place : place + 1]) for tensor in tensors)}
+    text, linear = f"{', '.join(parts)} -> {' '.join(names)}", (set(range(len(tensors))),)
+    return equation(text, *tensors, sizes=sizes, linear=linear)
 
 
 @register_operator("Stack", saves=NOTHING, attributes=("axis",), source="(x)")
 @register_operator("StackExt", saves=UNMEASURED, source="(tensors, dim=0)")
 def stack(tensors, dim=0, axis=None):
     """Tensors side by side along a new dim."""
-    _check_alike(tensors)
-    names = dim_names(tensors[0])
+    names, linear = _names_of_first(tensors), (set(range(len(tensors))),)
     place = as_dim(dim if axis is None else axis, len(names) + 1)
-    sizes = dim_sizes(tensors[0]) | {"number": len(tensors)}
-    output = (*names[:place], ("number",), *names[place:])
-    return Signature((names,) * len(tensors), (output,), sizes, linear=(set(range(len(tensors))),))
+    text = f"{', '.join([' '.join(names)] * len(tensors))} -> {' '.join([*names[:place], 'number', *names[place:]])}"
+    return equation(text, *tensors, sizes={"number": len(tensors)}, linear=linear)
 
 
 def _split(x, dim, lengths):

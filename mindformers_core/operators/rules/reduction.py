@@ -85,13 +85,11 @@ _OPERATORS = (
     ("MedianDim", "median", 2, "dim=-1 keepdim=False", saved.UNMEASURED, {}),
     ("MedianExt", "median_of_all", 1, "", saved.UNMEASURED, {}),
 )
-_WHOLE = ("median", "median_of_all")  # they need the elements in order
 _ONE_DIM = (
     *("argmax", "argmin", "max_with_index", "min_with_index", "max_dim", "min_dim", "max_pair", "min_pair"),
     *("max_first", "min_first", "median"),
 )
 _SPREADS = ("var", "std", "var_mean", "std_mean")
-_BY_METHOD = ("extreme_max", "extreme_min")  # their call by position would be another operator's
 
 
 def _reduce(operation, outputs, known, x, *args, **named):
@@ -104,7 +102,7 @@ def _reduce(operation, outputs, known, x, *args, **named):
     for name, usual in (("initial", None), ("where", True)):
         if given.get(name) not in (None, usual):
             raise ValueError(f"{name}={given[name]!r} is not available for a distributed tensor")
-    by_method = operation in _BY_METHOD
+    by_method = operation.startswith("extreme_")  # whose call by position would be another operator's
     if by_method:
         pair = bool(given["return_indices"])
         # the gradient of the extreme along one dim goes to the first position, else all that hold it share it
@@ -137,8 +135,8 @@ def _reduced_dims(operation, given, ndim):
 
 def _algebra(operation, dims, ndim, given):
     """The part of the `Signature` that depends on the operation over `dims`."""
-    if operation in _WHOLE or (operation in _ONE_DIM and given.get("dim") is None and ndim > 1):
-        return {"whole": dims}  # a position in the flattened tensor is no position in a shard
+    if operation.startswith("median") or (operation in _ONE_DIM and given.get("dim") is None and ndim > 1):
+        return {"whole": dims}  # the order of all elements, and a position among them, are not those of a shard
     by_device = operation in _SPREADS and given["correction"] is None  # MindSpore's devices take different ones
     if by_device or (operation == "norm" and given.get("dtype") is not None):
         return {"whole": dims}
