@@ -9,7 +9,7 @@ from image_functions import convolution, group_norm, pooling
 from mindspore import Tensor, ops
 from operator_calls import Call, f, ints, local
 
-__all__ = ["IMAGE_CALLS", "WITHOUT_GRADIENT", "WITHOUT_KERNEL"]
+__all__ = ["CUT", "IMAGE_CALLS", "WITHOUT_GRADIENT", "WITHOUT_KERNEL"]
 
 IMAGE, LINE, VOLUME = f(2, 4, 6, 6), f(2, 4, 8), f(2, 4, 4, 4, 4)
 _GIVEN = {"out_channel": 2, "kernel_size": 3, "pad_mode": "same"}
@@ -24,6 +24,28 @@ def _by(function):
         return tuple(r.asnumpy() for r in results) if isinstance(results, tuple) else results.asnumpy()
 
     return compute
+
+
+def _sampled(value, shapes, starts, places, weights):
+    """As much of it as matters for the dims: all tokens of a head go into each result of the head."""
+    found = np.einsum("nkhc,nqhlp,nqhlpt->nqhc", value, weights, places)
+    return found.reshape(*found.shape[:2], -1)
+
+
+_STATISTICS = np.repeat(np.abs(f(2, 4, 4, 1)), 8, -1), np.repeat(np.abs(f(2, 4, 4, 1)), 8, -1)  # (B, N, S, 8)
+
+
+def _attention_of_both(one, top, total, other, other_top, other_total, *_):
+    """The attention over both parts of the keys, and softmax's maxima and sums."""
+    best = np.maximum(top, other_top)
+    weight, other_weight = total * np.exp(top - best), other_total * np.exp(other_top - best)
+    both = weight + other_weight
+
+    def scaled(part, weight):
+        share = (weight / both)[..., 0].transpose(2, 0, 1)[..., None]
+        return (part.reshape(*part.shape[:2], share.shape[2], -1) * share).reshape(part.shape)
+
+    return scaled(one, weight) + scaled(other, other_weight), best, both
 
 
 def _shaped(*shapes):
@@ -104,7 +126,16 @@ _MEASURED = [
          _by(lambda x, rois, *args: ops.ROIAlign(*args)(x, rois))),
 ]  # fmt: skip
 _PADDED = (("Reflection", "Replication"), ((LINE, (2, 4, 10)), (IMAGE, (2, 4, 8, 8)), (VOLUME, (2, 4, 6, 6, 6))))
+CUT = [  # without a kernel on CPU: their parts are computed by NumPy
+    Call("RotatedIou", [f(2, 5, 4), f(2, 5, 6), False, 0, True, 0.0, 0.0],
+         lambda x, y, *_: np.einsum("nfa,nfb->nab", x, y)),
+    Call("MultiScaleDeformableAttn",
+         [f(2, 8, 4, 2), ints(4, 2, 2), ints(4, 2), f(2, 4, 4, 2, 1, 2), f(2, 4, 4, 2, 1)], _sampled),
+    Call("RingAttentionUpdate", [f(4, 2, 8), *_STATISTICS, f(4, 2, 8), *_STATISTICS[::-1], None, "SBH"],
+         _attention_of_both),
+]  # fmt: skip
 _UNMEASURED = [
+    *CUT,
     Call("ExtractImagePatches", [IMAGE, (3, 2), (2, 1), (1, 2), "valid"], _shaped((2, 24, 2, 4))),
     Call("ExtractImagePatches", [IMAGE, (3, 2), (2, 1), (1, 2), "same"], _shaped((2, 24, 3, 6))),
     *(Call(f"Conv{ndim}D{kind}", [x, f(2, 4, *(3,) * ndim), f(2), 1, pad, 1, 1], _shaped((2, 2, *x.shape[2:])))

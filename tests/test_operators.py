@@ -9,6 +9,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 import simulated_ranks as ranks
+from image_calls import CUT
 from mindspore.ops.auto_generate import FlashAttentionScore
 from operator_calls import CALLS, is_many
 from operator_source_calls import ALL_CALLS
@@ -34,7 +35,7 @@ ARRIVING = 3  # of these, with which every layout of an output is asked for
 
 
 def all_cases(test):
-    return pytest.mark.parametrize("call", CALLS, ids=str)(test)
+    return pytest.mark.parametrize("call", [*CALLS, *CUT], ids=str)(test)
 
 
 def fill(value, kind, replacements):
