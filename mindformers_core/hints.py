@@ -1,4 +1,4 @@
-"""Texts of errors and reports: the nearest known name, numbers of bytes and of operations. Pure Python."""
+"""Texts of errors and reports: what an error says, the nearest known name, numbers of bytes. Pure Python."""
 
 import math
 import re
@@ -7,7 +7,9 @@ from difflib import get_close_matches
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _POWERS = ("", "k", "M", "G", "T", "P", "E")
 _RULE = re.compile(r"(?:^|\n)\s*-{20,}\s*")  # between a message of MindSpore and its C++ stack, or around its title
-_NO_KERNEL = re.compile(r"(?:The kernel |Unsupported op \[|Create kernelmod for op |Not found op )(\w+)")
+_NO_KERNEL = re.compile(
+    r"(?:The kernel (?=\w+ unregistered)|Unsupported op \[|Create kernelmod for op |Not found op )(\w+)"
+)
 
 
 def message_of(error):
@@ -22,7 +24,8 @@ def message_of(error):
             f"MindSpore has no kernel of operator '{found[1]}' for this device: write it with operators that have one, "
             "or run it on another device (shard() and explain() run no kernels)"
         )
-    return next(filter(None, map(str.strip, _RULE.split(text))), type(error).__name__)
+    parts = _RULE.split(text) if "C++ Call Stack" in text else [text]
+    return next(filter(None, map(str.strip, parts)), type(error).__name__)
 
 
 def nearest(name, known, likeness=0.5):

@@ -80,12 +80,13 @@ def test_shared_memory(name, mode):
         _both(SHARED[name], mode=mode)(x)
 
 
+@MODES
 @pytest.mark.parametrize("name", COPIES)
-def test_copies(name):
+def test_copies(name, mode):
     x = Tensor(X) * 1.0
     alias = COPIES[name](x)
     assert _memory(alias) != _memory(x)
-    kept, written = _both(COPIES[name])(Tensor(X))
+    kept, written = _both(COPIES[name], mode=mode)(Tensor(X))
     np.testing.assert_array_equal(kept.asnumpy(), X)
     np.testing.assert_array_equal(written.asnumpy(), alias.asnumpy() + 100)
 
@@ -106,3 +107,48 @@ def test_the_parameter_itself_is_written(mode):
     net = _both(ITSELF["contiguous"], "parameter", mode)
     net(Tensor(X))
     np.testing.assert_array_equal(net.cache.asnumpy(), X + 100)
+
+
+def _sharded(construct, mode):
+    return shard(cell_of(construct), init_device_mesh((1,), ("dp",)), mode=mode)
+
+
+@MODES
+@pytest.mark.parametrize("place", [0, 1])
+def test_each_result_of_meshgrid_has_the_memory_of_its_vector(place, mode):
+    def construct(self, x):
+        vectors = x[0] * 1.0, x[1] * 1.0
+        grids = ops.meshgrid(*vectors)
+        vectors[1][:] = vectors[1] + 100.0
+        return grids[place]
+
+    net = _sharded(construct, mode)
+    if place == 0:
+        np.testing.assert_array_equal(net(Tensor(X)).asnumpy(), np.broadcast_to(X[0], (8, 8)))
+        return
+    with pytest.raises(ValueError, match="in the root Cell .*used after one of the same memory"):
+        net(Tensor(X))
+
+
+WRITES = {
+    "all of it": lambda x: x[[0, 1]].__setitem__(slice(None), 5.0),
+    "a part": lambda x: x[Tensor([0, 1])].__setitem__((slice(None), 0), 5.0),
+    "a view": lambda x: x[:, [1, 2]][0].__setitem__(0, 5.0),
+}
+
+
+@MODES
+@pytest.mark.parametrize("name", WRITES)
+def test_an_assignment_to_a_lookup_is_refused(name, mode):
+    """MindSpore writes it back into the tensor that was looked up."""
+    x = Tensor(X) * 1.0
+    WRITES[name](x)
+    assert (x.asnumpy() != X).any()
+
+    def construct(self, x):
+        x = x * 1.0
+        WRITES[name](x)
+        return x
+
+    with pytest.raises(ValueError, match=r"in the root Cell .*x\[indices\].* writes back into x"):
+        _sharded(construct, mode)(Tensor(X))

@@ -69,7 +69,7 @@ class OpenCall:
         if where is not None:
             raise tensor.recorder.error(
                 f"a tensor, {tensor!r}, is used after one of the same memory, such as a view of it, was changed in "
-                f"place, at {where}: take a copy before, y.clone(), or take the view again. A trained Parameter can't "
+                f"place, at {where}: take a copy before, y.copy(), or take the view again. A trained Parameter can't "
                 "be read after it was written: make it with requires_grad=False"
             )
         if type(entry) is Made and entry.call is self:

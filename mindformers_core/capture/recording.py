@@ -108,9 +108,10 @@ class Recorder:
             graph = call.finish(result)
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
             source, is_users = failed_site(error)
-            if isinstance(error, CaptureError) or is_users and str(error).strip() == message_of(error):
+            said = message_of(error)
+            if isinstance(error, CaptureError) or is_users and said in (str(error).strip(), type(error).__name__):
                 raise
-            raise self.error(message_of(error), source) from error
+            raise self.error(said, source) from error
         finally:
             self.open_calls.pop()
         if caller is None:
@@ -125,7 +126,7 @@ class Recorder:
                 made = caller.new_value(leaf, name, call.value_of(leaf).constant)
                 known = (leaf.original, leaf.deferred) if made.constant else (None, None)
                 received[id(leaf)] = Traced.around(self, leaf.meta, Made(caller, made), *known)
-                share_memory(leaf, received[id(leaf)])
+                share_memory([leaf], received[id(leaf)])
             return received[id(leaf)]
 
         result = tree_map(receive, result)
@@ -221,8 +222,8 @@ class Recorder:
         constant = bool(used) and all(value.constant for value in used)
         values = self._computing(func, primitive, args, kwargs) if constant else None
         results = self.add_node(name, kind, shown, kwargs, metas, use, attribute, values=values)
-        if name != "Contiguous" and is_view(name, args, kwargs):  # it is called for other strides only, and copies
-            share_memory(tree_leaves((args, kwargs), Traced)[0], results)
+        if is_view(name, args, kwargs):
+            share_memory(tree_leaves((args, kwargs), Traced), results)
         return results
 
     def _computing(self, func, primitive, args, kwargs):

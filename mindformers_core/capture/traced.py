@@ -6,13 +6,14 @@ from pathlib import Path
 from traceback import walk_tb
 
 import mindspore
+import numpy as np
 from mindspore import Parameter, Tensor
 from mindspore.ops import Primitive
 
 from mindformers_core.dtensor.aliases import note_write, unwritable
 from mindformers_core.dtensor.indexing import IndexedTensor
 
-_MINDSPORE = str(Path(mindspore.__file__).parent)
+_MINDSPORE = str(Path(mindspore.__file__).parent), str(Path(np.__file__).parent)
 _ENGINE = str(Path(__file__).parent.parent)
 _MODEL_CODE = (str(Path(_ENGINE) / "models"), str(Path(_ENGINE) / "tensor_parallel"))  # ours, and yet no engine
 

@@ -8,7 +8,7 @@ from mindformers_core.program.structure import tree_leaves
 from mindformers_core.scopes import entered
 
 # views, or the input itself, beside those that records tell
-_RETURNED = frozenset({"Contiguous", "Diagonal", "Meshgrid", "Slice"})
+_RETURNED = frozenset({"Diagonal", "Meshgrid", "Slice"})
 
 
 def is_view(name, args, kwargs):
@@ -52,9 +52,15 @@ def stale_plain(tensor):
     )
 
 
-def share_memory(source, results):
-    """Record that the results of an operator have the memory of its first tensor."""
-    for view in tree_leaves(results, Tensor):
+def share_memory(tensors, results):
+    """Record that the results of an operator have the memory of its first tensor; of `meshgrid`, each that of its own.
+
+    Args:
+        tensors: those among the arguments.
+        results: one tensor, or several.
+    """
+    views = tree_leaves(results, Tensor)
+    for source, view in zip(tensors if len(tensors) == len(views) else tensors[:1] * len(views), views):
         if view.dtype == source.dtype:  # else a copy
             vars(view)["memory"] = _memory(source)
 
@@ -69,7 +75,7 @@ def unwritable(tensor):
     what = _memory(tensor)[0][2]
     return what and (
         f"a tensor of shape {tuple(tensor.shape)} is changed in place that is {what}, or a view of it, which would "
-        "have to change after the call, too: change a copy, x.clone(); or make what changes a Parameter with "
+        "have to change after the call, too: change a copy, x.copy(); or make what changes a Parameter with "
         "requires_grad=False, and write that itself, as in self.cache[0, 1:3] = y"
     )
 
@@ -90,3 +96,12 @@ def written_at(tensor):
     """The line of the write that made a tensor stale; None for one that isn't."""
     memory, version = vars(tensor).get("memory", ((0,), 0))
     return memory[1] if memory[0] != version else None
+
+
+def check_current(tensor):
+    """Raise a `ValueError` for a distributed tensor that a write made stale."""
+    if "memory" in vars(tensor) and written_at(tensor) is not None:
+        raise ValueError(
+            f"a distributed tensor of shape {tensor.shape} is used after one of the same memory, such as a view of it, "
+            "was changed in place: take a copy before, or take the view again"
+        )

@@ -12,7 +12,7 @@ from functools import cache
 from mindspore import Parameter, Tensor, ops
 
 from mindformers_core.communication.world import process_state
-from mindformers_core.dtensor.aliases import is_view, share_memory, stale_plain, written_at
+from mindformers_core.dtensor.aliases import check_current, is_view, share_memory, stale_plain
 from mindformers_core.dtensor.compositions import composed
 from mindformers_core.dtensor.corrected import CORRECTED, log_cumulative_sum
 from mindformers_core.dtensor.distributed_operators import ShardContext, algorithm_named
@@ -125,11 +125,7 @@ def _describe(argument, key, tensors):
     """Append the kind of an argument to `key`, and its tensors to `tensors`."""
     kind = type(argument)
     if kind is DTensor:
-        if "memory" in vars(argument) and written_at(argument) is not None:
-            raise ValueError(
-                f"a distributed tensor of shape {argument.shape} is used after one of the same memory, such as a view "
-                "of it, was changed in place: take a copy before, or take the view again"
-            )
+        check_current(argument)
         key.append(argument._meta)
         tensors.append(argument)
     elif isinstance(argument, Parameter) and hasattr(argument, "global_shape"):
@@ -209,7 +205,7 @@ class _Program:
             self.metas = None if facts_of(self.name).gather else metas  # their shapes may depend on values
         results = wrap(result, metas[0]) if isinstance(result, Tensor) else tuple(map(wrap, result, metas))
         if self.is_view:
-            share_memory(tensors[0], results)
+            share_memory(tensors, results)
         return results
 
     def _check_outputs(self, result):

@@ -34,6 +34,11 @@ class IndexedTensor(Tensor):
         return index_tensor(self, index)
 
     def __setitem__(self, index, value):
+        if "is_lookup" in vars(self):
+            raise ValueError(
+                f"x[indices], of shape {tuple(self.shape)}, is assigned to, which MindSpore writes back into x: assign "
+                "to a place of x itself, or to a copy, x[indices].copy()"
+            )
         self.overwrite(with_items(self, index, value))
 
     __iadd__ = Tensor.__add__
@@ -49,8 +54,11 @@ def index_tensor(x, index):
         TypeError: an index of another kind. IndexError: out of range, or too many indices.
     """
     ranges, looked_up, kept, place = _selection(index, x.shape)
-    x = _part(x, ranges)
-    return _looked_up(x, looked_up, kept, place) if looked_up else _arranged(x, kept)
+    part = _part(x, ranges)
+    found = _looked_up(part, looked_up, kept, place) if looked_up else _arranged(part, kept)
+    if found is not x and (looked_up or "is_lookup" in vars(x)):
+        vars(found)["is_lookup"] = True
+    return found
 
 
 def _selection(index, shape):

@@ -150,6 +150,7 @@ def _without_branch(function):
 def _of_values(make):
     """`Tensor(x)`, of the values of the whole of another one."""
 
+    @wraps(make)
     def made(self, input_data=None, *args, **kwargs):
         if _is_dispatched(input_data):
             input_data = input_data._whole("Tensor(x), where x or ops.stop_gradient(x) would do,")
@@ -161,6 +162,7 @@ def _of_values(make):
 def _as_python(call):
     """What `@ms.jit` makes of a function; operator by operator for DTensors, of which it would compile the parts."""
 
+    @wraps(call)
     def jitted(executor, *args, **kwargs):
         if not tree_leaves((args, kwargs), DTensor):
             return call(executor, *args, **kwargs)
@@ -174,6 +176,7 @@ def _as_python(call):
 def _of_whole(grad):
     """A gradient; while a Cell runs operator by operator of whole tensors only, since it is this rank's, and plain."""
 
+    @wraps(grad)
     def gradient(self, *args):
         for tensor in tree_leaves(args, DTensor) if process_state().memo(__name__).get("draws") else ():
             tensor._whole("a gradient inside of construct, which is a plain tensor,")

@@ -4,6 +4,7 @@ from inspect import signature
 
 from mindspore import Tensor
 
+from mindformers_core.dtensor.aliases import check_current
 from mindformers_core.dtensor.dtensor import DTensor, borrowed, wrap
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.layout import Layout, bind_layout
@@ -98,6 +99,7 @@ class Boundary:
     def _leave_tensor(self, tensor, declared, name):
         if not isinstance(tensor, DTensor):
             return tensor
+        check_current(tensor)
         if declared is not None:
             tensor = tensor.redistribute(self._target(tensor, declared, name, ()))
         return tensor.redistribute(tensor.layout.contiguous.replace(partial=(), varying=())) if self.is_root else tensor

@@ -196,7 +196,8 @@ def located(error, label):
         return error
     text, (source, _) = message_of(error), failed_site(error)
     kind = ValueError if isinstance(error, UnicodeDecodeError) else type(error)
-    found = kind(text if label in text else f"in {label}, {source}: {text}").with_traceback(error.__traceback__)
+    place = f"{label}, {source}" if source else label  # of a Cell of MindSpore there is no line of the user's
+    found = kind(text if label in text else f"in {place}: {text}").with_traceback(error.__traceback__)
     found.is_located = True
     return found
 

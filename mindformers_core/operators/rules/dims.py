@@ -1,5 +1,6 @@
 """Reading dim arguments, and naming the factors of tensors: after their dims, or by an equation. Pure Python."""
 
+import re
 from ast import literal_eval
 from itertools import chain
 from math import prod
@@ -86,7 +87,7 @@ def equation(text, *tensors, sizes=(), whole=(), **more):
     Args:
         text: the factors of every input's dims, and of every output's. Those in capitals are whole; others are
             parallel, and summed where no output has them. `c*K` is a dim of two factors, `n'` another factor of the
-            size of `n`, `1` a dim of size 1, and `...` are all other dims, which broadcast.
+            size of `n`, `1` a dim of size 1, and `...` are all other dims, d0, d1, …, which broadcast.
         tensors: a `TensorMeta` for every input.
         sizes: factor -> its size, where no input tells it.
         whole: further factors that are whole.
@@ -107,6 +108,7 @@ def equation(text, *tensors, sizes=(), whole=(), **more):
     spans = [x.shape[start : start + count] for start, count, x in zip(starts, spare, tensors)]
     batch = broadcast_shape(spans)
     known = dict(sizes) | {f"d{dim}": size for dim, size in enumerate(batch)}
+    assert "..." not in text or not re.search(r"\bd\d", text), f"{text}: '...' stands for d0, d1, …"
 
     def factors(dims, span):
         places = enumerate(span, len(batch) - len(span))
@@ -125,7 +127,7 @@ def equation(text, *tensors, sizes=(), whole=(), **more):
         known |= {name: size // prod(known.get(name, 1) for name in names) for name in new}
         found = prod(map(known.get, names))
         if found != size:
-            raise misfit(f": {shown}, but '{'*'.join(names)}' is {found}")
+            raise misfit(f": {shown}, but '{'*'.join(names) or 1}' is {found}")
     taken, given = (dict.fromkeys(name for dims in side for names in dims for name in names)
                     for side in (inputs, outputs))  # fmt: skip
     sizes = {name: known[name.rstrip("'")] for name in taken | given}

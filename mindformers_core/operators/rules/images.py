@@ -180,9 +180,9 @@ def prelu(x, weight):
     return equation("..., 1 -> ..." if weight.shape == (1,) else "n c ..., c -> n c ...", x, weight)
 
 
-def _blocks(is_back, x, block_shape, paddings=None, crops=None):
-    """Blocks of the last dims become a batch, or come from it: channels are parallel."""
-    borders = crops if is_back else paddings
+def _blocks(is_back, x, block_shape, *given, **named):
+    """Blocks of the last dims become a batch, or come from it, with paddings or crops: channels are parallel."""
+    (borders,) = *given, *named.values()
     block, first = per_dim(block_shape, len(borders)), x.ndim - len(borders)
     parts = list(zip(x.shape[first:], block, map(sum, borders)))
     shape = [size * b - end if is_back else (size + end) // b for size, b, end in parts]

@@ -13,7 +13,8 @@ def contraction(text, *tensors, linear=None, added=()):
     """The `Signature` of a tensor contraction, by an `equation`.
 
     Args:
-        text, tensors: of the equation.
+        text, tensors: as of `equation`: in capitals are factors that are whole, others are summed where the output
+            lacks them.
         linear: groups of inputs through which partial sums pass; default: each one alone (multilinear).
         added: inputs that are added to the result.
 

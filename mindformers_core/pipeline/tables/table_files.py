@@ -45,7 +45,8 @@ def load_table(path):
             column (or number of the step, from 0), and the text there.
     """
     read = _read_csv if checked_suffix(path, SUFFIXES) == "csv" else _read_yaml
-    kinds = UnicodeDecodeError, csv.Error, yaml.YAMLError  # spreadsheets write a byte order mark
+    kinds = UnicodeDecodeError, csv.Error, yaml.YAMLError
+    # spreadsheets write a byte order mark
     with errors_at(f"{path}: ", kinds=kinds), open(path, encoding="utf-8-sig", newline="") as file:
         micro_batch_num, stage_ranks, rank_cells = read(file, path)
     orders = tuple(tuple(_step(text, path, place) for place, text in cells) for cells in rank_cells)
