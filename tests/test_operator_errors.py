@@ -102,3 +102,7 @@ def test_the_rule_of_the_page(monkeypatch):
     exec(compile(block, "tensor_parallel.md", "exec"), {})
     found = signature_of("MyDistances", [tensor_meta((4, 8), F32), tensor_meta((6, 8), F32), 2.0])
     assert found.outputs == ((("n",), ("m",)),) and found.sizes == {"n": 4, "m": 6, "K": 8} and found.whole == {"K"}
+
+
+def test_nested_lists_of_attributes_are_tuples():
+    assert registry.rule_attributes("Pad", {"paddings": [[0, 1], [0, 0]]}) == {"paddings": ((0, 1), (0, 0))}

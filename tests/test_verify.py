@@ -172,6 +172,12 @@ def test_a_cell_with_a_gradient_of_its_own_is_refused():
         verify(cell_of(construct, inner=Doubled()), DeviceMesh((2,), ("dp",)), Tensor(array(2, 2)))
 
 
+def test_a_cell_without_gradients_is_refused():
+    numbers = Tensor(np.arange(8, dtype=np.int32).reshape(4, 2))
+    with pytest.raises(ValueError, match="compares gradients, too, and .* has none"):
+        verify(cell_of(lambda self, x: x.sum(1)), DeviceMesh((2,), ("dp",)), numbers)
+
+
 class Together(nn.Cell):
     """Structures in and out, None, several calls of one Cell with other shapes, a result that isn't differentiated."""
 

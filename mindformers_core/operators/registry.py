@@ -121,8 +121,11 @@ def rewritten(name, args, kwargs):
 
 def rule_attributes(name, attributes):
     """The subset of a primitive's attributes (a dict) that its rule takes as named arguments."""
-    known = {wanted: attributes[wanted] for wanted in facts_of(name).attributes if wanted in attributes}
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in known.items()}
+    return {key: _hashable(attributes[key]) for key in facts_of(name).attributes if key in attributes}
+
+
+def _hashable(value):
+    return tuple(map(_hashable, value)) if isinstance(value, (tuple, list)) else value
 
 
 def signature_of(name, args, kwargs=None, shapes=()):

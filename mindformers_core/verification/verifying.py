@@ -161,7 +161,12 @@ class _Call:
 
     def _differentiated(self, net, rank):
         passes, (args, kwargs) = ForwardBackward(floating), self._local_inputs(net, rank)
-        results = prepare(net, *args, **kwargs).results
+        results, weights = prepare(net, *args, **kwargs).results, ParameterTuple(net.trainable_params())
+        if not weights and not floating((args, kwargs)):
+            raise ValueError(
+                f"verify() compares gradients, too, and {type(net).__name__} has none: it has no Parameters that are "
+                "trained, and no tensor of floats among its inputs; give it one"
+            )
 
         def forward(*moving):
             moving = iter(moving)
@@ -171,7 +176,7 @@ class _Call:
         outputs = floating(passes.forward(0, forward, floating((args, kwargs))))
         layouts = [each.layout for each in results if is_float(each.dtype)]
         slopes = [_part(slope, layout, rank) for slope, layout in zip(self.slopes, layouts, strict=True)]
-        _, gradients = passes.backward(0, slopes, ParameterTuple(net.trainable_params()))
+        _, gradients = passes.backward(0, slopes, weights)
         return {(0, 0): list(zip(outputs, layouts, strict=True))}, gradients
 
 
