@@ -128,8 +128,7 @@ def equation(text, *tensors, sizes=(), whole=(), **more):
         found = prod(map(known.get, names))
         if found != size:
             raise misfit(f": {shown}, but '{'*'.join(names) or 1}' is {found}")
-    taken, given = (dict.fromkeys(name for dims in side for names in dims for name in names)
-                    for side in (inputs, outputs))  # fmt: skip
+    taken, given = ({name: None for dims in side for names in dims for name in names} for side in (inputs, outputs))
     sizes = {name: known[name.rstrip("'")] for name in taken | given}
     whole = frozenset(whole).union(filter(str.isupper, sizes))
     reduced = {name: "sum" for name in taken if name not in given and not name.isupper()}

@@ -98,21 +98,14 @@ def _band(x, low, high):
     """Zero outside of the diagonals from `low` to `high`; a part of the rows or columns knows where it begins."""
     if x.ndim < 2:
         raise ValueError(f"a triangle needs 2 dims, not {x.shape}")
+    integers([[bound for bound in (low, high) if bound is not None]], "a band")
     cut = {f"d{dim}": "band" for dim in (x.ndim - 2, x.ndim - 1)}
     return unary(x, linear=({0},), distributed=cut, arguments=(x, low, high))
 
 
-@register_operator("Triu", saves=NOTHING)
-def upper_triangle(x, diagonal=0):
-    """Zero below a diagonal of the last two dims."""
-    return _band(x, *integers((diagonal,), "a diagonal"), None)
-
-
-@register_operator("Tril", saves=NOTHING, attributes=("diagonal",))
-@register_operator("TrilExt", saves=NOTHING, source=".tril")
-def lower_triangle(x, diagonal=0):
-    """Zero above a diagonal of the last two dims."""
-    return _band(x, None, *integers((diagonal,), "a diagonal"))
+register_operator("Triu", saves=NOTHING)(lambda x, diagonal=0: _band(x, diagonal, None))
+for _name, _facts in (("Tril", {"attributes": ("diagonal",)}), ("TrilExt", {"source": ".tril"})):
+    register_operator(_name, saves=NOTHING, **_facts)(lambda x, diagonal=0: _band(x, None, diagonal))
 
 
 @register_operator("MatrixBandPart", saves=UNMEASURED)

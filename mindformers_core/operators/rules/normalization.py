@@ -1,7 +1,9 @@
 """Rules of norms, whole along the dims that they normalise, and of softmax, which can be sharded along its dim."""
 
+from functools import partial
+
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.rules.dims import as_dim, as_dims, equation, plain_names, unary
+from mindformers_core.operators.rules.dims import SPELLINGS, as_dim, as_dims, bound, equation, parameters, unary
 from mindformers_core.operators.saved import RESULT, UNMEASURED, SavedByOperator
 from mindformers_core.operators.signature import Signature, tensors_in
 
@@ -70,27 +72,17 @@ def add_norm(x, other, gamma, *others):
     return Signature((sums, *plain.inputs), (*plain.outputs, sums), plain.sizes, whole=plain.whole)
 
 
-@register_operator("Softmax", saves=RESULT, operations=5)  # maximum, subtract, exp, sum, divide
-def softmax(x, dim=-1, **named):
-    """Softmax over one dim, or whole over several."""
-    return _softmax("softmax", x, dim, (), named)
-
-
-@register_operator("LogSoftmax", saves=RESULT, operations=5)
-@register_operator("LogSoftmaxExt", saves=UNMEASURED, operations=5)
-def log_softmax(x, dim=-1, *more, **named):
-    """Log-softmax over one dim; `LogSoftmaxExt` has a dtype argument too, which it computes in."""
-    return _softmax("log_softmax", x, dim, more, named)
-
-
-def _softmax(algorithm, x, dim, more, named):
-    plain = plain_names(named)
-    dim = plain.get("dim", dim)
-    if dim is None:
+def _softmax(algorithm, *args, **named):
+    """Softmax over one dim, or whole over several; its logarithm may have a dtype, which it is computed in."""
+    given, again = bound(parameters("x dim=-1 dtype"), args, named, SPELLINGS)
+    if given["dim"] is None:
         raise ValueError("a softmax needs its dim")
-    if "dtype" in plain:
-        more = (plain["dtype"],)
-    dims = as_dims(dim, x.ndim)
-    localize = (lambda args, shapes: (args[0], dim, *more)) if named else None
+    dims = as_dims(given["dim"], given["x"].ndim)
+    localize = (lambda values, shapes: again(values, {})) if named else None  # by position, as algorithms take them
     sharded = {"distributed": {f"d{dims[0]}": algorithm}} if len(dims) == 1 else {"whole": dims}
-    return unary(x, localize=localize, **sharded)
+    return unary(given["x"], localize=localize, **sharded)
+
+
+for _name, _saves in (("Softmax", RESULT), ("LogSoftmax", RESULT), ("LogSoftmaxExt", UNMEASURED)):
+    _rule = partial(_softmax, "softmax" if _name == "Softmax" else "log_softmax")
+    register_operator(_name, saves=_saves, operations=5)(_rule)  # maximum, subtract, exp, sum, divide

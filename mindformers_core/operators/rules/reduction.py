@@ -11,7 +11,7 @@ from mindformers_core.operators.rules.dims import SPELLINGS, as_dim, as_dims, bo
 from mindformers_core.operators.rules.elementwise import keeps_digits
 from mindformers_core.operators.signature import tensors_in
 
-_PLAIN, _INDEX = "dim keepdim=False dtype", "dim keepdim=False"
+_PLAIN, _INDEX, _LAST = "dim keepdim=False dtype", "dim keepdim=False", "dim=-1 keepdim=False"
 _SPREAD, _NORM = "dim correction keepdim=False", "ord=2 dim keepdim=False dtype"
 _EXTREMES = "dim keepdim=False initial where return_indices"
 _NAMES = {"p": "ord", "ddof": "correction", "unbiased": "correction"}  # other names of one argument
@@ -31,7 +31,9 @@ _LOG_SUM_EXP = saved.SavedByOperator(
 _BOTH = saved.SavedByOperator("all", outputs=(0, 1), as_they_are=True)
 
 _LP_NORM = ("axis", "p", "keep_dims", "epsilon")  # attributes
+_MEDIAN = ("global_median", "axis", "keep_dims")
 _METHOD = {"source": ".{}"}  # named after the operation
+_FOUR = _METHOD | {"operations": 4}  # an element
 
 # Names of operators, the operation of each, their number of outputs, their arguments after the tensor,
 # what their gradient saves, and their other facts.
@@ -53,42 +55,25 @@ _OPERATORS = (
     ("DeprecatedArgmax DeprecatedArgmin", "argmax argmin", 1, _INDEX, saved.NOTHING, _METHOD | {"rewrite": dim_given}),
     ("ArgMaxWithValue ArgMinWithValue", "max_with_index min_with_index", 2, _INDEX, saved.BOTH_RESULTS, {}),
     ("MaxDim MinDim", "max_dim min_dim", 2, _INDEX, saved.SECOND_RESULT, {}),
-    (
-        "Var",
-        "var",
-        1,
-        "dim correction=1 keepdim=False",
-        _VARIANCE,
-        _METHOD | {"operations": 4, "rewrite": correction_given},
-    ),
-    ("Std", "std", 1, _SPREAD, _DEVIATION, _METHOD | {"operations": 4}),
-    ("DeprecatedVar", "var", 1, "dim correction=0 keepdim=False", _VARIANCE, _METHOD | {"operations": 4}),
-    ("DeprecatedStd", "std", 1, "dim correction=0 keepdim=False", _DEVIATION, _METHOD | {"operations": 4}),
+    ("Var", "var", 1, "dim correction=1 keepdim=False", _VARIANCE, _FOUR | {"rewrite": correction_given}),
+    ("Std", "std", 1, _SPREAD, _DEVIATION, _FOUR),
+    ("DeprecatedVar", "var", 1, "dim correction=0 keepdim=False", _VARIANCE, _FOUR),
+    ("DeprecatedStd", "std", 1, "dim correction=0 keepdim=False", _DEVIATION, _FOUR),
     ("VarMean StdMean", "var_mean std_mean", 2, _SPREAD, saved.UNMEASURED, {"operations": 4}),
     ("ReduceStd", "std_mean", 2, _SPREAD, _BOTH, {"operations": 4}),
-    ("LogSumExp", "logsumexp", 1, _PLAIN, _LOG_SUM_EXP, _METHOD | {"operations": 4}),
+    ("LogSumExp", "logsumexp", 1, _PLAIN, _LOG_SUM_EXP, _FOUR),
     ("LinalgVectorNorm", "norm", 1, _NORM, saved.UNMEASURED, {}),
     ("LpNormV2", "norm", 1, "ord=2 dim keepdim=False epsilon", saved.UNMEASURED, {}),
     ("LpNorm", "norm", 1, "dim ord=2 keepdim=False epsilon", saved.UNMEASURED, {"attributes": _LP_NORM}),
     ("L2Loss", "terms", 1, "", saved.UNMEASURED, {}),
     ("CountNonZero DeprecatedCountNonzero", "terms terms", 1, _PLAIN, saved.UNMEASURED, {"source": ".count_nonzero"}),
     ("Nansum DeprecatedNansum", "terms terms", 1, _PLAIN, saved.UNMEASURED, {"source": ".nansum"}),
-    (
-        "Median",
-        "median",
-        2,
-        "global_median dim=-1 keepdim=False ignore_nan",
-        saved.UNMEASURED,
-        {"attributes": ("global_median", "axis", "keep_dims")},
-    ),
-    ("DeprecatedMedian", "median", 2, "dim=-1 keepdim=False", saved.UNMEASURED, _METHOD),
-    ("MedianDim", "median", 2, "dim=-1 keepdim=False", saved.UNMEASURED, {}),
+    ("Median", "median", 2, f"global_median {_LAST} ignore_nan", saved.UNMEASURED, {"attributes": _MEDIAN}),
+    ("DeprecatedMedian", "median", 2, _LAST, saved.UNMEASURED, _METHOD),
+    ("MedianDim", "median", 2, _LAST, saved.UNMEASURED, {}),
     ("MedianExt", "median_of_all", 1, "", saved.UNMEASURED, {}),
 )
-_ONE_DIM = (
-    *("argmax", "argmin", "max_with_index", "min_with_index", "max_dim", "min_dim", "max_pair", "min_pair"),
-    *("max_first", "min_first", "median"),
-)
+_ONE_DIM = "argmax argmin max_with_index min_with_index max_dim min_dim max_pair min_pair max_first min_first median"
 _SPREADS = ("var", "std", "var_mean", "std_mean")
 
 
@@ -130,12 +115,12 @@ def _reduced_dims(operation, given, ndim):
         return ()
     if given.get("skip_mode") and dim in (None, (), []):
         return ()
-    return as_dims(dim if operation not in _ONE_DIM or dim is None else as_dim(dim, ndim), ndim)
+    return as_dims(dim if operation not in _ONE_DIM.split() or dim is None else as_dim(dim, ndim), ndim)
 
 
 def _algebra(operation, dims, ndim, given):
     """The part of the `Signature` that depends on the operation over `dims`."""
-    if operation.startswith("median") or (operation in _ONE_DIM and given.get("dim") is None and ndim > 1):
+    if operation.startswith("median") or (operation in _ONE_DIM.split() and given.get("dim") is None and ndim > 1):
         return {"whole": dims}  # the order of all elements, and a position among them, are not those of a shard
     by_device = operation in _SPREADS and given["correction"] is None  # MindSpore's devices take different ones
     if by_device or (operation == "norm" and given.get("dtype") is not None):
