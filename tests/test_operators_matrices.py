@@ -22,7 +22,7 @@ def _of_definite(name, function, **more):
 
 
 def _projections(x):
-    """Eigenvalues, and the projections onto the eigenvectors, whose signs are MindSpore's, by the memory's alignment."""
+    """Eigenvalues, and the projections onto the eigenvectors, whose signs depend on the alignment of memory."""
     values, vectors = Eigh()(x)
     return values, ops.expand_dims(vectors, 1) * ops.expand_dims(vectors, 0)
 
