@@ -28,7 +28,7 @@ class IndexedTensor(Tensor):
         return self.shape[0]
 
     def __iter__(self):
-        return iter(ops.unstack(self) if len(self) else ())
+        return (self[place] for place in range(len(self)))
 
     def __getitem__(self, index):
         return index_tensor(self, index)

@@ -166,7 +166,10 @@ def kth_value(x, k, dim=-1, keepdim=False):
 @register_operator("Sort", saves=INPUTS_AS_THEY_ARE, attributes=("axis",))
 @register_operator("SortExt", saves=INPUTS_AS_THEY_ARE, source=".sort")
 def sort(x, dim=-1, descending=False, stable=False, axis=None):
-    """Values in order along `dim`, and their positions."""
+    """Values in order along `dim`, and their positions.
+
+    The dim is whole: a bitonic merge of P parts (Batcher, 1968) sends log2(P) (log2(P) + 1) / 2 parts, a gather P - 1.
+    """
     return unary(x, outputs=2, whole=(as_dim(dim if axis is None else axis, x.ndim),))
 
 
