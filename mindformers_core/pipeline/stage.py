@@ -189,6 +189,10 @@ class PipelineStage:
             self._agreed.add(self.function.layouts)
         return outputs
 
+    def block(self, run, micro_index):
+        """See `ParameterStorage`; of a micro-batch of this pass, the `run`-th of a step."""
+        return self._storage.block(run, micro_index, self._micro_batch_num)
+
     def _recorded(self, micro_index, inputs, kwargs):
         """A forward pass that is recorded for its backward pass."""
         places = [] if self.stage_index == 0 else [p for p, tensor in enumerate(inputs) if is_differentiable(tensor)]

@@ -25,6 +25,7 @@ class ParameterStorage:
         takes_gradients: whether gradients are taken by a function that differentiates no inputs.
         is_open: whether all values that computing needs are in place, or are gathered by the calls of units.
         settings: the `HsdpSettings`, or None.
+        replica: this rank's place among those that compute batches of their own, and their number.
         input_dtype, output_dtype: names of the dtypes that floating inputs and results of the root Cell are cast to;
             None leaves them as they are.
     """
@@ -33,11 +34,21 @@ class ParameterStorage:
     units = ()
     takes_gradients = False
     is_open = True
+    replica = 0, 1
     settings = input_dtype = output_dtype = None
 
     def call_scope(self):
         """A context manager around a call of a Cell from outside, in PyNative."""
         return nullcontext()
+
+    def block(self, run=0, micro_index=0, micro_batch_num=1):
+        """The place of a pass's rows among the equal blocks of a step's batch, for random draws.
+
+        A batch is divided into runs (micro-steps), a run over the ranks with batches of their own, and a rank's part
+        into micro-batches, in order.
+        """
+        place, number = self.replica
+        return (run * number + place) * micro_batch_num + micro_index
 
     def backward_scope(self):
         """A context manager around a forward or backward pass whose gradients reach `summed` or `value_and_grad`."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from mindspore import nn
 from mindspore.graph.api import _pynative_executor
 
+from mindformers_core.dtensor.dropout import draws_of
 from mindformers_core.program.graph import cell_label
 from mindformers_core.scopes import replaced
 from mindformers_core.sharding.parameter_storage import ParameterStorage
@@ -30,9 +31,10 @@ class HsdpStorage(ParameterStorage):
         parameters: `ShardedParameter`s, in the order of the Cell's parameters.
         gathers, reduces: `Bucket`s of weights in the order of the Cells, and of gradients in that of a backward pass.
         meter: the `MemoryMeter` that counts the memory of the parameters.
+        replica: see `ParameterStorage`.
 
     Attributes:
-        settings, parameters, gathers, reduces, meter: as given.
+        settings, parameters, gathers, reduces, meter, replica: as given.
         label, cells: the name of the root Cell in errors; all Cells of the tree.
         trained: numbers of the parameters that get gradients, in order.
         collectives: the `BucketCollectives`; None in a dry run.
@@ -43,8 +45,9 @@ class HsdpStorage(ParameterStorage):
 
     takes_gradients = True
 
-    def __init__(self, tree, settings, parameters, gathers, reduces, meter):
+    def __init__(self, tree, settings, parameters, gathers, reduces, meter, replica):
         self.settings, self.parameters, self.gathers, self.reduces = settings, parameters, gathers, reduces
+        self.replica = replica
         self.meter, self.label, self.cells = meter, tree.label(""), tuple(tree.cells.values())
         self.input_dtype, self.output_dtype = settings.precision.compute, settings.precision.output
         self.copied = {id(stored.unsharded) for stored in parameters if stored.is_copied}
@@ -168,16 +171,19 @@ class HsdpStorage(ParameterStorage):
     @contextmanager
     def call_scope(self):
         """See `ParameterStorage`. Gradients are refused but where `value_and_grad` or a pipeline takes them."""
-        if not self._in_pass:
-            self._refuse_gradients()
-        if self.is_open:
+        if self._in_pass:  # which has opened it
             yield
             return
-        self.open()
+        self._refuse_gradients()
+        was_open = self.is_open
+        if not was_open:
+            self.open()
         try:
-            yield
+            with draws_of(self.block()):
+                yield
         finally:
-            self.close()
+            if not was_open:
+                self.close()
 
     def backward_scope(self):
         """See `ParameterStorage`."""
