@@ -37,6 +37,11 @@ class GradientReducer:
         """
         self._is_last, self._at_once, self._pending, self._next = is_last, at_once, {}, 0
 
+    @property
+    def has_none(self):
+        """Whether no gradient has come in this micro-step: where nothing that is trained is used, no hook is called."""
+        return not (self._pending or self._next)
+
     def end(self):
         """After the backward pass of a micro-step, which has given all gradients."""
         assert self._next == len(self.storage.reduces), (self._next, sorted(self._pending))
@@ -46,7 +51,7 @@ class GradientReducer:
         storage = self.storage
         process_state().observer.weight_gradient(storage.parameters[number].unsharded, gradient)
         if self._at_once:
-            if not (self._pending or self._next):
+            if self.has_none:
                 storage.meter.add("gradients", sum(storage.parameters[other].plan.nbytes for other in storage.trained))
             storage.meter.add("gradients", -gradient.nbytes)
         self._pending[number] = storage.meter.watch("gradients", gradient)

@@ -122,7 +122,7 @@ class _GradientFunction:
         _, found = self._passes.backward(0, (ops.full_like(results[0], scale),), self._weights)
         storage.reducer, found = None, list(found)
         storage.free_units()
-        if not as_they_come:
+        if not as_they_come or self._reducer.has_none:
             self._reducer.take(found)
         self._reducer.end()
         return results
