@@ -5,9 +5,8 @@ Rows and columns of the whole tensor, seen as a matrix, get 64 random bits each 
 column make the number of the element where they cross, as in the hash of pairs of Thorup, "High speed hashing for
 integers and strings" (arXiv 1504.06804, section 3): two sums and one product an element. Integers wrap around.
 
-An offset of the generator has two parts: below `_BLOCK` the draws since the seed, and above the number of a block of
-rows. A pass over a part of a step's batch (a micro-step, a micro-batch of a pipeline, a data-parallel rank with a batch
-of its own) draws as block `b` of a batch of such parts: its row `r` is row `b * rows + r`. Rows lie along dim 0.
+An offset of the generator counts draws below bit `_BLOCK`, and above it blocks of rows, along dim 0: a pass over a part
+of a step's batch (a micro-step, a micro-batch, a replica's part) draws for its row r as for row block * rows + r.
 """
 
 import math
@@ -42,30 +41,29 @@ def next_random_state():
 
 
 def next_draw():
-    """The offset of MindSpore's default generator at the next draw, without its block."""
+    """The offset of the next draw from MindSpore's default generator, without its block."""
     return int(default_generator.get_state().asnumpy().view(np.int64)[1]) % (1 << _BLOCK)
 
 
 def set_next_draw(offset, block=0):
     """Have the default generator go on at an offset, for a block of rows."""
-    state = default_generator.get_state().asnumpy().copy()
-    state.view(np.int64)[1] = offset + (block << _BLOCK)
-    default_generator.set_state(Tensor(state))
+    seed = default_generator.get_state().asnumpy().view(np.int64)[0]
+    default_generator.set_state(Tensor(np.array([seed, offset + (block << _BLOCK)]).view(np.uint8)))
 
 
 @contextmanager
 def draws_of(block, first=None):
-    """While open, draws are those of a block of rows of a batch; the first one has the offset `first`.
-
-    Default: the next offset. Passes over the blocks of one batch begin at equal offsets.
-    """
-    if block or first is not None:
-        set_next_draw(next_draw() if first is None else first, block)
+    """While open, draws are those of a block of rows; the first one has the offset `first`, by default the next one."""
+    set_next_draw(next_draw() if first is None else first, block)
     try:
         yield
     finally:
-        if block:
-            set_next_draw(next_draw())
+        set_next_draw(next_draw())
+
+
+def block_of(replica, run=0, micro_index=0, micro_batch_num=1):
+    """The block of a pass: a batch is cut into runs, these over replicas (place, number), these into micro-batches."""
+    return (run * replica[1] + replica[0]) * micro_batch_num + micro_index
 
 
 def connect_generator(generator):
@@ -122,7 +120,7 @@ def _threshold(probability):
 def uniform_bits(seed, offset, context, has_rows=True):
     """A uniform int32 for each element of the first result's local part, by its global position.
 
-    Where dim 0 doesn't consist of rows of a batch (`has_rows`), all blocks have the same numbers.
+    Without rows of a batch (`has_rows`) all blocks have the same numbers.
     """
     block = ops.bitwise_right_shift(offset, _BLOCK)
     key = seed * _signed(_SEEDS) + offset * _signed(_OFFSETS) - block * _signed(_OFFSETS << _BLOCK)
@@ -151,8 +149,7 @@ def _signed(number):
 def counters(shape, slices):
     """SplitMix64's counters of a tensor's rows and columns: their positions in the whole tensor, equal on every mesh.
 
-    The last dims, as many as make the fewest rows and columns of an element of dim 0, are the columns: dim 0 may be
-    that of a part of a batch.
+    The last dims, as many as make the fewest rows and columns for one index of dim 0, are the columns.
 
     Args:
         shape: global shape.
@@ -168,7 +165,8 @@ def counters(shape, slices):
 
 
 def _first_column_dim(shape):
-    return min(range(min(len(shape), 1), len(shape) + 1), key=lambda dim: math.prod(shape[1:dim]) + math.prod(shape[dim:]))
+    dims = range(min(len(shape), 1), len(shape) + 1)
+    return min(dims, key=lambda dim: math.prod(shape[1:dim]) + math.prod(shape[dim:]))
 
 
 def _flat_positions(shape, slices):

@@ -16,7 +16,7 @@ from mindformers_core.dtensor.move import dtype_name
 
 
 def finite_top(top):
-    """The maximum to take off before exponentials: 0 for a row of -inf only, so that its exponentials are 0, not NaN."""
+    """What to take off before exponentials: 0 for a row of -inf only, whose exponentials are then 0, and not NaN."""
     return ops.where(ops.equal(top, -math.inf), ops.zeros_like(top), top)
 
 

@@ -91,7 +91,7 @@ class RankStages:
         check_argument_names(names, self.described)
         self._check_policies()
         split, is_complete, self.draws, following = self._split(table), False, {}, next_draw()
-        if self._run == 0:
+        if not any(stage.weight_gradients.runs for stage in self.stages.values()):
             self._first_draw = following
         try:
             for index, stage in self.stages.items():
@@ -109,16 +109,11 @@ class RankStages:
             for stage in self.stages.values():
                 stage.end(is_complete)
 
-    @property
-    def _run(self):
-        """Number of the runs of this step before the current one."""
-        return next(iter(self.stages.values())).weight_gradients.runs
-
     def forward(self, micro_index, stage_index, inputs, kwargs):
         """`PipelineStage.forward`, with the random draws of the micro-batch's rows."""
         stage = self.stages[stage_index]
         first = self.draws.setdefault((micro_index, stage_index), self._first_draw)
-        with draws_of(stage.block(self._run, micro_index), first):
+        with draws_of(stage.block(micro_index), first):
             outputs = stage.forward(micro_index, inputs, kwargs)
             self.draws[micro_index, stage_index + 1] = next_draw()
         return outputs

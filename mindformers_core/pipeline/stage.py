@@ -5,6 +5,7 @@ from mindspore import nn, ops
 
 from mindformers_core.communication.point_to_point import channel
 from mindformers_core.communication.world import world
+from mindformers_core.dtensor.dropout import block_of
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
 from mindformers_core.passes.stage_function import StageFunction, own_class
@@ -189,9 +190,9 @@ class PipelineStage:
             self._agreed.add(self.function.layouts)
         return outputs
 
-    def block(self, run, micro_index):
-        """See `ParameterStorage`; of a micro-batch of this pass, the `run`-th of a step."""
-        return self._storage.block(run, micro_index, self._micro_batch_num)
+    def block(self, micro_index):
+        """`block_of` a micro-batch of this run."""
+        return block_of(self._storage.replica, self.weight_gradients.runs, micro_index, self._micro_batch_num)
 
     def _recorded(self, micro_index, inputs, kwargs):
         """A forward pass that is recorded for its backward pass."""

@@ -41,15 +41,6 @@ class ParameterStorage:
         """A context manager around a call of a Cell from outside, in PyNative."""
         return nullcontext()
 
-    def block(self, run=0, micro_index=0, micro_batch_num=1):
-        """The place of a pass's rows among the equal blocks of a step's batch, for random draws.
-
-        A batch is divided into runs (micro-steps), a run over the ranks with batches of their own, and a rank's part
-        into micro-batches, in order.
-        """
-        place, number = self.replica
-        return (run * number + place) * micro_batch_num + micro_index
-
     def backward_scope(self):
         """A context manager around a forward or backward pass whose gradients reach `summed` or `value_and_grad`."""
         return nullcontext()

@@ -54,11 +54,10 @@ def apply_hsdp(tree, settings, units, fusion, has_axis):
         marks = (settings.axis,) if has_axis else ()
         tree.parameter_layouts[plan.path] = parameter.computing_layout = layout.replace(varying=marks)
     buckets = _buckets(plans, settings, fusion)
-    replica = 0, 1
+    storage = HsdpStorage(tree, settings, parameters, *buckets, meter)
     if not has_axis:
         axes = *settings.replicate_axes, *settings.shard_axes
-        replica = settings.mesh.group_index(world().rank, axes), settings.group_size
-    storage = HsdpStorage(tree, settings, parameters, *buckets, meter, replica)
+        storage.replica = settings.mesh.group_index(world().rank, axes), settings.group_size
     if world().backend != "fake":
         storage.collectives = BucketCollectives(settings, meter)
         for number in storage.trained:

@@ -3,7 +3,7 @@
 from mindspore import ParameterTuple, ops
 from mindspore.graph.api import _pynative_executor
 
-from mindformers_core.dtensor.dropout import draws_of, next_draw
+from mindformers_core.dtensor.dropout import block_of, draws_of, next_draw
 from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
 from mindformers_core.passes.stage_function import StageFunction
 from mindformers_core.sharding.recordings import forget_recordings
@@ -113,7 +113,7 @@ class _GradientFunction:
     def _forward_and_backward(self, inputs, kwargs, is_last):
         """The results; the gradients of the backward pass go to the step's reducer."""
         storage = self.storage
-        with draws_of(storage.block(self._micro_step), self._first_draw):
+        with draws_of(block_of(storage.replica, self._micro_step), self._first_draw):
             results = self._passes.forward(0, lambda: self._checked(self._function(inputs, kwargs)), ())
         as_they_come = storage.settings.reduces_as_they_come and (is_last or storage.settings.sums_shards)
         self._reducer.begin(is_last, at_once=as_they_come and self._function.compiled)
@@ -122,8 +122,7 @@ class _GradientFunction:
         _, found = self._passes.backward(0, (ops.full_like(results[0], scale),), self._weights)
         storage.reducer, found = None, list(found)
         storage.free_units()
-        if not as_they_come or self._reducer.has_none:
-            self._reducer.take(found)
+        self._reducer.take(found)  # also of a weight whose hook MindSpore hasn't called, since nothing used it
         self._reducer.end()
         return results
 

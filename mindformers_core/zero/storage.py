@@ -1,12 +1,12 @@
 """`HsdpStorage`: the parameters of one sharded tree: sharded between steps, unsharded while they compute."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from mindspore import nn
 from mindspore.graph.api import _pynative_executor
 
-from mindformers_core.dtensor.dropout import draws_of
+from mindformers_core.dtensor.dropout import block_of, draws_of
 from mindformers_core.program.graph import cell_label
 from mindformers_core.scopes import replaced
 from mindformers_core.sharding.parameter_storage import ParameterStorage
@@ -31,10 +31,9 @@ class HsdpStorage(ParameterStorage):
         parameters: `ShardedParameter`s, in the order of the Cell's parameters.
         gathers, reduces: `Bucket`s of weights in the order of the Cells, and of gradients in that of a backward pass.
         meter: the `MemoryMeter` that counts the memory of the parameters.
-        replica: see `ParameterStorage`.
 
     Attributes:
-        settings, parameters, gathers, reduces, meter, replica: as given.
+        settings, parameters, gathers, reduces, meter: as given.
         label, cells: the name of the root Cell in errors; all Cells of the tree.
         trained: numbers of the parameters that get gradients, in order.
         collectives: the `BucketCollectives`; None in a dry run.
@@ -45,9 +44,8 @@ class HsdpStorage(ParameterStorage):
 
     takes_gradients = True
 
-    def __init__(self, tree, settings, parameters, gathers, reduces, meter, replica):
+    def __init__(self, tree, settings, parameters, gathers, reduces, meter):
         self.settings, self.parameters, self.gathers, self.reduces = settings, parameters, gathers, reduces
-        self.replica = replica
         self.meter, self.label, self.cells = meter, tree.label(""), tuple(tree.cells.values())
         self.input_dtype, self.output_dtype = settings.precision.compute, settings.precision.output
         self.copied = {id(stored.unsharded) for stored in parameters if stored.is_copied}
@@ -171,18 +169,16 @@ class HsdpStorage(ParameterStorage):
     @contextmanager
     def call_scope(self):
         """See `ParameterStorage`. Gradients are refused but where `value_and_grad` or a pipeline takes them."""
-        if self._in_pass:  # which has opened it
-            yield
-            return
-        self._refuse_gradients()
-        was_open = self.is_open
-        if not was_open:
-            self.open()
-        try:
-            with draws_of(self.block()):
+        if not self._in_pass:
+            self._refuse_gradients()
+        with nullcontext() if self._in_pass else draws_of(block_of(self.replica)):
+            if self.is_open:
                 yield
-        finally:
-            if not was_open:
+                return
+            self.open()
+            try:
+                yield
+            finally:
                 self.close()
 
     def backward_scope(self):

@@ -130,7 +130,7 @@ def dropped_on_one_card():
 
 
 def compare(losses, gradients_of, groups, what):
-    """Losses, a function of the step's number once it has been taken, gradients and parameters are those of one card."""
+    """Losses, which `gradients_of` a step's number adds to, gradients and parameters are those of one card."""
     expected = dropped_on_one_card()
     ms.manual_seed(7)
     found = train(gradients_of, groups, STEPS)
