@@ -115,7 +115,7 @@ def _run_steps(job):
 
     try:
         summary = run_steps(job)
-    except SaveError as error:
+    except (SaveError, FloatingPointError) as error:
         return _report(error)
     if job.rank == 0:
         print(summary)

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import os
 import sys
 import time
@@ -50,19 +51,36 @@ def open_run_folder(folder, config_text, keep):
 def metrics_writer(folder, after_step):
     """A function that appends a row, a dict with `step`, `loss` and other numbers, to metrics.jsonl as a JSON object.
 
+    What isn't finite is null; the row's text `not_finite` says more.
+
     Args:
         folder: the run folder.
         after_step: rows of later steps are deleted: a resumed run writes them again.
     """
     path = os.path.join(folder, "metrics.jsonl")
     kept = [row for row in _read_rows(path) if row["step"] <= after_step] if os.path.exists(path) else []
-    write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+    write_whole(path, "".join(map(_line, kept)))
 
     def write(row):
         with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(_line(row))
 
     return write
+
+
+def _line(row):
+    """A row as JSON, which has no NaN and no infinity: null."""
+    plain = {key: None if isinstance(each, float) and not math.isfinite(each) else each for key, each in row.items()}
+    return json.dumps(plain, allow_nan=False) + "\n"
+
+
+def _numbers(row):
+    """The numbers of a row but its step, with NaN for null."""
+    return {
+        key: math.nan if each is None else each
+        for key, each in row.items()
+        if key != "step" and not isinstance(each, str)
+    }
 
 
 def _read_rows(path):
@@ -80,7 +98,7 @@ def tensorboard_writer(folder):
     writer = EventFileWriter(os.path.join(folder, "tensorboard"))
 
     def write(row):
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in row.items() if tag != "step"]
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in _numbers(row).items()]
         writer.add_event(Event(step=row["step"], wall_time=time.time(), summary=Summary(value=values)))
         writer.flush()
 
@@ -95,7 +113,7 @@ def draw_losses(folder):
     steps = [row["step"] for row in rows]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    axes.plot(steps, [row["loss"] for row in rows], color="tab:blue", label="loss")
+    axes.plot(steps, [_numbers(row)["loss"] for row in rows], color="tab:blue", label="loss")
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=os.path.basename(os.path.abspath(folder)))
     axes.grid(alpha=0.3)
     rates = axes.twinx()

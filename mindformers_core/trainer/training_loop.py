@@ -9,10 +9,12 @@ import mindspore as ms
 import numpy as np
 
 from mindformers_core.checkpoint.folders import set_aside
+from mindformers_core.checkpoint.tensors import ranks_of
 from mindformers_core.communication import init_distributed
 from mindformers_core.communication.world import process_state
 from mindformers_core.diff.recorder import perturb
 from mindformers_core.files import write_whole
+from mindformers_core.hints import first_of
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.tensor_parallel.clipping import sum_cell
 from mindformers_core.trainer.checkpoints import await_copies, open_source, reserve_memory, resume, save_job
@@ -121,7 +123,8 @@ def run_steps(job):
         The summary line, which rank 0 also writes to `summary.txt`.
 
     Raises:
-        FloatingPointError: the loss is NaN or infinite. SaveError: a checkpoint can't be saved.
+        FloatingPointError: on all ranks: the loss, or a gradient, is NaN or infinite; or, when they are to be saved,
+            the weights or moments are. SaveError: a checkpoint can't be saved.
     """
     recipe, folder = job.recipe, job.recipe.training.output_dir
     records = _open_records(job) if job.rank == 0 else []
@@ -136,14 +139,12 @@ def run_steps(job):
                 report_activations(recipe, job.mesh, job.rank, job.cells)
             for record in records:
                 record(row)
-            if not math.isfinite(row["loss"]):
+            if "not_finite" in row:
                 try:
                     if job.background is not None:
                         job.background.settle()  # the checkpoint before
                 finally:
-                    raise FloatingPointError(
-                        f"the loss is {row['loss']} at step {job.step}: see {folder}/metrics.jsonl"
-                    )
+                    raise FloatingPointError(row["not_finite"])
             at_end = job.step == recipe.training.steps
             if recipe.checkpoint.enable_save and (at_end or job.step % recipe.checkpoint.save_interleaved_steps == 0):
                 save_job(job)
@@ -164,15 +165,17 @@ def run_steps(job):
 
 
 def train_step(job):
-    """Run one optimizer step over `micro_batches` micro-batches; returns its row of metrics."""
+    """Run one optimizer step over `micro_batches` micro-batches; returns its row of metrics.
+
+    Where the loss or a gradient isn't finite, nothing is updated, and the row has a text about it, `not_finite`.
+    """
     started = time.perf_counter()
     batch = _batch(job)
     job.step += 1
     job.consumed += job.batch_size
     rate = learning_rate(job.recipe, job.step)
     scalars = job.optimizer.scalars(job.step, rate)
-    loss, norm = job.run_step(tuple(map(ms.Tensor, batch)), *scalars, lambda: await_copies(job))
-    loss, norm = float(loss.asnumpy()), float(norm.asnumpy())
+    loss, norm, odd = job.run_step(tuple(map(ms.Tensor, batch)), *scalars, lambda: await_copies(job))
     process_state().observer.end_step(job.step)
     seconds = time.perf_counter() - started
     return {
@@ -182,7 +185,21 @@ def train_step(job):
         "gradient_norm": norm,
         "seconds": seconds,
         "tokens_per_second": job.batch_size * job.recipe.train_dataset.seq_length / seconds,
-    }
+    } | ({} if odd is None else {"not_finite": _not_finite(job, loss, norm, odd)})
+
+
+def _not_finite(job, loss, norm, names):
+    """What a step says that made no update, for the `names` of this rank; all ranks call this."""
+    found = sorted(ranks_of(job.mesh, job.rank).gather(names).items(), reverse=True)  # the last stage first
+    names = list(dict.fromkeys(name for _, own in found for name in own))
+    cause = "all gradients are finite" + (", but not the sum of their squares" if math.isinf(norm) else "")
+    if names:
+        cause = f"{len(names)} weights have gradients that aren't finite, in the order of the backward pass "
+        cause += first_of(names, 3)
+    return (
+        f"at step {job.step} (samples {job.consumed - job.batch_size} to {job.consumed - 1}) the loss is {loss:g}, and "
+        f"the norm of all gradients {norm:g}: {cause}; the weights stay as they were after step {job.step - 1}"
+    )
 
 
 def _batch(job):
