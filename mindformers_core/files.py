@@ -1,6 +1,43 @@
-"""Atomic writing of files. Pure Python."""
+"""Atomic writing of files, and folders that one process at a time has. Pure Python."""
 
+import errno
+import fcntl
 import os
+import socket
+
+_LOCK = ".lock"
+
+
+def lock_folder(folder):
+    """The open file `folder/.lock`: this process has the folder until it closes the file, or ends, whatever ends it.
+
+    The file says which process that was. It stays, and means nothing without one that holds it. Some file systems have
+    no locks: a line says so.
+
+    Raises:
+        BlockingIOError: another process has the folder. OSError: the file can't be made.
+    """
+    file = open(os.path.join(folder, _LOCK), "a+", encoding="utf-8")  # noqa: SIM115  (the caller closes it)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                raise
+            print(f"warning: '{folder}': its file system has no locks, so don't let two runs use it ({error})")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+    except BlockingIOError:
+        file.seek(0)
+        with file:
+            raise BlockingIOError(
+                f"another run has this folder, and goes on ({file.read()}): take another folder, or wait for its end"
+            ) from None
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def write_whole(path, contents):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from mindspore import nn, ops
 
 from mindformers_core.checkpoint.load import check_checksums, open_checkpoint
+from mindformers_core.files import lock_folder
 from mindformers_core.layout import layout
 from mindformers_core.models import LayerRange, ModelSpec
 from mindformers_core.operators import tensor_meta
@@ -17,7 +19,7 @@ from mindformers_core.trainer.command_line import main
 from mindformers_core.trainer.compare import read_losses
 from mindformers_core.trainer.diffing import run_simulated
 from mindformers_core.trainer.recipe_loader import load_recipe
-from mindformers_core.trainer.records import draw_losses
+from mindformers_core.trainer.records import RecordError, draw_losses, metrics_writer
 
 BASE = """
 training: {steps: 4, local_batch_size: 4, seed: 1}
@@ -153,3 +155,33 @@ def test_weights_that_are_not_finite_are_not_saved(recipe, tmp_path, monkeypatch
     error = capfd.readouterr().err.splitlines()[-1]
     assert error == "error: blocks.0.weight, blocks.1.weight: not finite after step 3, which is not saved"
     assert os.listdir(tmp_path / "run/checkpoint") == ["step_2"]
+
+
+def test_two_runs_in_one_folder(recipe, tmp_path, capfd):
+    """The second one is an error, and changes nothing; after the first one it moves that aside."""
+    command = ["train", "--config", recipe, f"training.output_dir={tmp_path / 'run'}"]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").touch()
+    with lock_folder(tmp_path / "run"):
+        assert main(command) == 2
+        error = capfd.readouterr().err.splitlines()[-1]
+        assert error.startswith(f"error: training.output_dir: {tmp_path}/run: another run has this folder, and goes on")
+        assert sorted(os.listdir(tmp_path)) == ["own.yaml", "run"] and not (tmp_path / "run/metrics.jsonl").exists()
+    assert main(command) == 0 and (tmp_path / "run.1/config.yaml").exists()
+
+
+def test_a_folder_that_takes_no_records(recipe, tmp_path, capfd):
+    """One that can't be made; and a full disk, which leaves whole lines of metrics."""
+    (tmp_path / "file").touch()
+    assert main(["train", "--config", recipe, f"training.output_dir={tmp_path / 'file/run'}"]) == 2
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: training.output_dir: {tmp_path}/file/run: [Errno 20] Not a directory")
+    write, limits = metrics_writer(str(tmp_path), after_step=0), resource.getrlimit(resource.RLIMIT_FSIZE)
+    write({"step": 1, "loss": 1.0})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, limits[1]))
+    try:
+        with pytest.raises(RecordError, match=rf"training.output_dir: {tmp_path}: .*File too large"):
+            write({"step": 2, "loss": 2.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 1.0}\n'

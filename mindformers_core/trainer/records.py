@@ -6,12 +6,28 @@ import math
 import os
 import sys
 import time
+from contextlib import contextmanager
 
-from mindformers_core.files import write_whole
+from mindformers_core.files import lock_folder, write_whole
 from mindformers_core.recompute import write_curve
 from mindformers_core.sharding.inspecting import explain_activations
 
 _BAR_WIDTH = 24
+
+
+class RecordError(OSError):
+    """The run folder can't be made, or takes no more records."""
+
+
+@contextmanager
+def record_errors(folder):
+    """While open, an `OSError` is a `RecordError` that names the run folder."""
+    try:
+        yield
+    except BrokenPipeError:  # of the terminal
+        raise
+    except OSError as error:
+        raise RecordError(f"training.output_dir: {folder}: {error}") from error
 
 
 def require_extras(recipe):
@@ -31,7 +47,7 @@ def require_extras(recipe):
 
 
 def open_run_folder(folder, config_text, keep):
-    """Make `folder`, with `config_text` as its config.yaml. Called on rank 0 only.
+    """Make `folder`, with `config_text` as its config.yaml, and return its lock, an open file. Called on rank 0 only.
 
     An earlier run in this folder is never overwritten: the folder is renamed to `folder.1`, `folder.2`, ….
 
@@ -39,13 +55,21 @@ def open_run_folder(folder, config_text, keep):
         folder: of the run.
         config_text: the recipe in YAML.
         keep: whether this run resumes from a checkpoint in the folder, which is then not renamed.
+
+    Raises:
+        BlockingIOError: a run that goes on has it. OSError: it can't be made.
     """
+    os.makedirs(folder, exist_ok=True)
+    lock = lock_folder(folder)
     if os.path.exists(os.path.join(folder, "config.yaml")) and not keep:
         moved = next(name for name in map(f"{folder}.{{}}".format, range(1, 10**6)) if not os.path.exists(name))
         os.rename(folder, moved)
         print(f"an earlier run was moved to {moved}")
-    os.makedirs(folder, exist_ok=True)
+        lock.close()
+        os.makedirs(folder, exist_ok=True)
+        lock = lock_folder(folder)
     write_whole(os.path.join(folder, "config.yaml"), config_text)
+    return lock
 
 
 def metrics_writer(folder, after_step):
@@ -62,8 +86,15 @@ def metrics_writer(folder, after_step):
     write_whole(path, "".join(map(_line, kept)))
 
     def write(row):
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(_line(row))
+        line = _line(row).encode()
+        with record_errors(folder), open(path, "ab", buffering=0) as file:
+            size = file.tell()
+            try:
+                while line:  # the rest of what a full disk took a part of fails
+                    line = line[file.write(line) :]
+            except OSError:
+                file.truncate(size)
+                raise
 
     return write
 

@@ -3,12 +3,14 @@
 import math
 import os
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import mindspore as ms
 import numpy as np
 
 from mindformers_core.checkpoint.folders import set_aside
+from mindformers_core.checkpoint.parts import on_all_ranks
 from mindformers_core.checkpoint.tensors import ranks_of
 from mindformers_core.communication import init_distributed
 from mindformers_core.communication.world import process_state
@@ -27,6 +29,7 @@ from mindformers_core.trainer.records import (
     metrics_writer,
     open_run_folder,
     progress_writer,
+    record_errors,
     report_activations,
     require_extras,
     tensorboard_writer,
@@ -124,11 +127,15 @@ def run_steps(job):
 
     Raises:
         FloatingPointError: on all ranks: the loss, or a gradient, is NaN or infinite; or, when they are to be saved,
-            the weights or moments are. SaveError: a checkpoint can't be saved.
+            the weights or moments are. SaveError: a checkpoint can't be saved. RecordError: the run folder can't be
+            made, is another run's, or takes no more records.
     """
+    with ExitStack() as held:
+        return _run_steps(job, _open_records(job, held))
+
+
+def _run_steps(job, records):
     recipe, folder = job.recipe, job.recipe.training.output_dir
-    records = _open_records(job) if job.rank == 0 else []
-    job.barrier()
     losses, started = [], time.perf_counter()
     try:
         reserve_memory(job)
@@ -158,9 +165,10 @@ def run_steps(job):
         f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; run folder {folder}"
     )
     if job.rank == 0:
-        write_whole(os.path.join(folder, "summary.txt"), summary + "\n")
-        if recipe.monitor.plot:
-            draw_losses(folder)
+        with record_errors(folder):
+            write_whole(os.path.join(folder, "summary.txt"), summary + "\n")
+            if recipe.monitor.plot:
+                draw_losses(folder)
     return summary
 
 
@@ -210,11 +218,23 @@ def _batch(job):
     return map(np.stack, zip(*(job.dataset.batch(first, local) for first in firsts)))
 
 
-def _open_records(job):
-    """Make the run folder; returns functions that each record a row of metrics."""
+def _open_records(job, held):
+    """Make the run folder, which rank 0 has until the stack `held` is closed; all ranks call this.
+
+    Returns:
+        Functions that each record a row of metrics; none on other ranks.
+    """
+    found = []
+    with record_errors(job.recipe.training.output_dir):
+        ranks = ranks_of(job.mesh, job.rank)
+        on_all_ranks(ranks, lambda: found.extend(_records(job, held)) if job.rank == 0 else None)
+    return found
+
+
+def _records(job, held):
     recipe, folder = job.recipe, job.recipe.training.output_dir
     carries_on = job.step > 0 and _carries_on(recipe)
-    open_run_folder(folder, recipe_to_yaml(recipe), keep=carries_on)
+    held.enter_context(open_run_folder(folder, recipe_to_yaml(recipe), keep=carries_on))
     if carries_on and (others := set_aside(folder, job.step)):
         print(f"checkpoints of later steps are now {', '.join(others)}")
     kind = "micro-batches" if recipe.parallelism.pipeline_parallel == 1 else "pipeline runs"
