@@ -38,7 +38,7 @@ def test_a_folder_is_no_file(tmp_path):
 
 def test_a_folder_is_one_process_alone(tmp_path):
     """As long as that lives: a killed one leaves a lock that says nothing."""
-    code = "import sys; from mindformers_core.files import lock_folder; held = lock_folder(sys.argv[1]); print(input(1))"
+    code = "import sys; from mindformers_core.files import lock_folder; held = lock_folder(sys.argv[1]); input(1)"
     command = [sys.executable, "-c", code, str(tmp_path)]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert holder.stdout.read(1) == "1"
