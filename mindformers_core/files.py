@@ -1,11 +1,8 @@
 """Atomic writing of files, and folders that one process at a time has. Pure Python."""
 
-import errno
 import fcntl
 import os
 import socket
-
-_LOCK = ".lock"
 
 
 def lock_folder(folder):
@@ -17,26 +14,18 @@ def lock_folder(folder):
     Raises:
         BlockingIOError: another process has the folder. OSError: the file can't be made.
     """
-    file = open(os.path.join(folder, _LOCK), "a+", encoding="utf-8")  # noqa: SIM115  (the caller closes it)
+    file = open(os.path.join(folder, ".lock"), "a+", encoding="utf-8")  # noqa: SIM115  (the caller closes it)
     try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-                raise
-            print(f"warning: '{folder}': its file system has no locks, so don't let two runs use it ({error})")
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        with file:
-            raise BlockingIOError(
-                f"another run has this folder, and goes on ({file.read()}): take another folder, or wait for its end"
-            ) from None
-    except BaseException:
-        file.close()
-        raise
+        text = f"another run has this folder, and goes on ({file.read()}): take another folder, or wait for its end"
+        raise BlockingIOError(text) from None
+    except OSError as error:
+        print(f"warning: '{folder}': its file system has no locks ({error}): don't let two runs use it")
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
     return file
 
 

@@ -13,6 +13,7 @@ from mindformers_core.recompute import write_curve
 from mindformers_core.sharding.inspecting import explain_activations
 
 _BAR_WIDTH = 24
+_NO_SCALARS = ("step", "not_finite")
 
 
 class RecordError(OSError):
@@ -86,14 +87,13 @@ def metrics_writer(folder, after_step):
     write_whole(path, "".join(map(_line, kept)))
 
     def write(row):
-        line = _line(row).encode()
-        with record_errors(folder), open(path, "ab", buffering=0) as file:
-            size = file.tell()
+        with record_errors(folder):
+            size = os.path.getsize(path)
             try:
-                while line:  # the rest of what a full disk took a part of fails
-                    line = line[file.write(line) :]
-            except OSError:
-                file.truncate(size)
+                with open(path, "a", encoding="utf-8") as file:
+                    file.write(_line(row))
+            except OSError:  # a part of the line is no JSON
+                os.truncate(path, size)
                 raise
 
     return write
@@ -103,15 +103,6 @@ def _line(row):
     """A row as JSON, which has no NaN and no infinity: null."""
     plain = {key: None if isinstance(each, float) and not math.isfinite(each) else each for key, each in row.items()}
     return json.dumps(plain, allow_nan=False) + "\n"
-
-
-def _numbers(row):
-    """The numbers of a row but its step, with NaN for null."""
-    return {
-        key: math.nan if each is None else each
-        for key, each in row.items()
-        if key != "step" and not isinstance(each, str)
-    }
 
 
 def _read_rows(path):
@@ -129,7 +120,7 @@ def tensorboard_writer(folder):
     writer = EventFileWriter(os.path.join(folder, "tensorboard"))
 
     def write(row):
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in _numbers(row).items()]
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in row.items() if tag not in _NO_SCALARS]
         writer.add_event(Event(step=row["step"], wall_time=time.time(), summary=Summary(value=values)))
         writer.flush()
 
@@ -144,7 +135,7 @@ def draw_losses(folder):
     steps = [row["step"] for row in rows]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    axes.plot(steps, [_numbers(row)["loss"] for row in rows], color="tab:blue", label="loss")
+    axes.plot(steps, [row["loss"] for row in rows], color="tab:blue", label="loss")
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=os.path.basename(os.path.abspath(folder)))
     axes.grid(alpha=0.3)
     rates = axes.twinx()
