@@ -17,6 +17,7 @@ from mindformers_core.checkpoint.save import SaveError, save
 from mindformers_core.checkpoint.tensors import load_parameters, model_parts, optimizer_parts, ranks_of, values_of
 from mindformers_core.hints import first_of
 from mindformers_core.trainer.recipe_loader import recipe_to_dict
+from mindformers_core.zero.loss_scale import all_finite
 
 
 def open_source(recipe):
@@ -112,9 +113,13 @@ def save_job(job):
 
     Raises:
         SaveError: on all ranks; with `checkpoint.async_save` also that of the checkpoint before this one.
+        FloatingPointError: on all ranks: a weight or moment isn't finite; nothing is saved, and nothing removed.
     """
     recipe, parts, ranks = job.recipe, _parts(job), ranks_of(job.mesh, job.rank)
     section, folder = recipe.checkpoint, step_folder(recipe.training.output_dir, job.step)
+    odd = [part.name for part in parts if "float" in part.dtype and not all_finite(None, (parts[part],))]
+    if found := sorted({name for names in ranks.gather(odd).values() for name in names}):
+        raise FloatingPointError(f"{first_of(found)}: not finite after step {job.step}, which is not saved")
     config = config_document(recipe.spec, recipe.model_name, recipe.model, job.loaded_config)
     state = {
         "format": FORMAT,
