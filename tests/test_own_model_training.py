@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 from dataclasses import dataclass
 
@@ -38,6 +39,7 @@ class Config:
 
     num_hidden_layers: int = 2
     result: str = ""
+    note: str = ""
 
 
 class Lengths(nn.Cell):
@@ -185,3 +187,23 @@ def test_a_folder_that_takes_no_records(recipe, tmp_path, capfd):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 1.0}\n'
+
+
+def test_what_may_differ_where_a_checkpoint_is_loaded(recipe, tmp_path, capfd):
+    """Keys that change no tensor, which a line tells; not the seed, nor what changes tensors."""
+    command = ["train", "--config", recipe, "checkpoint.keep_last=0"]
+    assert main([*command, f"training.output_dir={tmp_path / 'a'}", "training.steps=2"]) == 0
+    command += [f"checkpoint.load_path={tmp_path / 'a'}", f"training.output_dir={tmp_path / 'b'}"]
+    loaded = f"loaded {tmp_path}/a/checkpoint/step_2: "
+    for key, said in (
+        ("model.note=x", "all, of step 2; sample 8 of the data is next; other than there: model.note 'x', not '', "),
+        ("checkpoint.no_load_optim=true", "weights only; other than there: training.steps 4, not 2"),
+    ):
+        assert main([*command, key]) == 0
+        assert any(line.startswith(loaded + said) for line in capfd.readouterr().out.splitlines())
+    for key, error in (
+        ("training.seed=3", r"training.seed: 3, but the run of .*/step_2 has 1, and its data and draws go on: take th"),
+        ("model.num_hidden_layers=3", r".*has no model tensor 'blocks.2.weight' .*model.num_hidden_layers 3, not 2"),
+    ):
+        assert main([*command, key]) == 2
+        assert re.match(f"error: {error}", capfd.readouterr().err.splitlines()[-1])

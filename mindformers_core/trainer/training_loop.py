@@ -73,7 +73,7 @@ def prepare(recipe):
     """
     require_extras(recipe)
     world, mesh = enter_world(recipe)
-    checkpoint, recipe = open_source(recipe)
+    checkpoint = open_source(recipe)
     return begin_job(recipe, mesh, world.rank, dataset_of(recipe), checkpoint)
 
 
