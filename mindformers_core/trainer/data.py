@@ -61,8 +61,8 @@ class TokenDataset:
 def first_sequence(consumed, micro_batch, dp_rank, dp_size, local_batch_size):
     """Index in the stream of the first sequence of a dp rank's micro-batch; all numbers start at 0.
 
-    Earlier steps took `consumed` sequences. The global batch is divided into micro-batches in order, and each
-    micro-batch is sharded over dp in order.
+    Earlier steps took `consumed` sequences. The global batch is divided into micro-batches, those of a pipeline's
+    schedule, in order, and each micro-batch is sharded over dp in order.
     """
     return consumed + (micro_batch * dp_size + dp_rank) * local_batch_size
 
