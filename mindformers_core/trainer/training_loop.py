@@ -16,6 +16,7 @@ from mindformers_core.diff.recorder import perturb
 from mindformers_core.files import write_whole
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.optimizers.adamw import AdamW
+from mindformers_core.sharding.replicas import check_replicas
 from mindformers_core.tensor_parallel.clipping import sum_cell
 from mindformers_core.trainer.checkpoints import await_copies, open_source, reserve_memory, resume, save_job
 from mindformers_core.trainer.data import dataset_of, first_sequence
@@ -125,7 +126,8 @@ def run_steps(job):
         The summary line, which rank 0 also writes to `summary.txt`.
 
     Raises:
-        FloatingPointError: the loss is NaN or infinite. SaveError: a checkpoint can't be saved.
+        FloatingPointError: the loss is NaN or infinite. SaveError: a checkpoint can't be saved. ValueError: ranks have
+            other weights where they should have the same.
     """
     recipe, folder = job.recipe, job.recipe.training.output_dir
     records = _open_records(job) if job.rank == 0 else []
@@ -133,6 +135,7 @@ def run_steps(job):
     losses, started = [], time.perf_counter()
     try:
         reserve_memory(job)
+        _compare_replicas(job, is_due=True)
         while job.step < recipe.training.steps:
             row = train_step(job)
             losses.append(row["loss"])
@@ -149,6 +152,7 @@ def run_steps(job):
                         f"the loss is {row['loss']} at step {job.step}: see {folder}/metrics.jsonl"
                     )
             at_end = job.step == recipe.training.steps
+            _compare_replicas(job, is_due=at_end)
             if recipe.checkpoint.enable_save and (at_end or job.step % recipe.checkpoint.save_interleaved_steps == 0):
                 save_job(job)
     finally:
@@ -165,6 +169,13 @@ def run_steps(job):
         if recipe.monitor.plot:
             draw_losses(folder)
     return summary
+
+
+def _compare_replicas(job, is_due):
+    """Compare what ranks have alike, where it is due or `context.check_replicas` steps are over."""
+    every = job.recipe.context.check_replicas
+    if every and (is_due or job.step % every == 0):
+        check_replicas(list(job.cells.values()), job.optimizer)
 
 
 def train_step(job):
