@@ -1,10 +1,12 @@
 """Training of a model and with data of one's own: what isn't finite is never applied nor saved; mistakes are named."""
 
+import dataclasses
 import json
 import os
 import re
 import resource
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,10 +17,12 @@ from mindformers_core.files import lock_folder
 from mindformers_core.layout import layout
 from mindformers_core.models import LayerRange, ModelSpec
 from mindformers_core.operators import tensor_meta
+from mindformers_core.optimizers.adamw import decay_lines, decays
 from mindformers_core.trainer import training_loop
 from mindformers_core.trainer.command_line import main
 from mindformers_core.trainer.compare import read_losses
 from mindformers_core.trainer.diffing import run_simulated
+from mindformers_core.trainer.recipe import Optimizer
 from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.records import RecordError, draw_losses, metrics_writer
 
@@ -146,6 +150,7 @@ def test_all_ranks_agree_that_nothing_is_updated(recipe, mesh):
     assert "2 weights have gradients that aren't finite, in the order of the backward pass blocks.1.weight, " in (
         rows[0][0]["not_finite"]
     )
+    assert all(job.optimizer.decays == (True,) * len(job.optimizer.parameters) for job in jobs)
     for tensor, values in (pair for own in before for pair in own):
         np.testing.assert_array_equal(tensor.asnumpy(), values, err_msg=tensor.name)
 
@@ -207,3 +212,16 @@ def test_what_may_differ_where_a_checkpoint_is_loaded(recipe, tmp_path, capfd):
     ):
         assert main([*command, key]) == 2
         assert re.match(f"error: {error}", capfd.readouterr().err.splitlines()[-1])
+
+
+def test_what_decays(recipe, tmp_path, capfd):
+    """Tensors of two dims, by the whole one's shape; the run and the dry run say which."""
+    vectors, section = SimpleNamespace(name="ln1.gamma", shape=(3,)), Optimizer()
+    assert decays(SimpleNamespace(name="w", shape=(6,), global_shape=(3, 4)), section)
+    assert not decays(vectors, section) and decays(vectors, dataclasses.replace(section, weight_decay_vectors=True))
+    assert decay_lines({"a.0.w": True, "a.1.w": True, "b": False}, section) == [
+        "decay 0.01  2 weights: a.*.w", "no decay    1 weights: b",
+    ]  # fmt: skip
+    for option in ("--dry-run", "training.steps=1"):
+        assert main(["train", "--config", recipe, f"training.output_dir={tmp_path / 'run'}", option]) == 0
+        assert "\ndecay 0.01  2 weights: blocks.*.weight\nno decay    0 weights: \n" in capfd.readouterr().out
