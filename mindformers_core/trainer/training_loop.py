@@ -13,16 +13,18 @@ from mindformers_core.checkpoint.folders import set_aside
 from mindformers_core.checkpoint.parts import on_all_ranks
 from mindformers_core.checkpoint.tensors import ranks_of
 from mindformers_core.communication import init_distributed
+from mindformers_core.communication.messages import check_equal
 from mindformers_core.communication.world import process_state
 from mindformers_core.diff.recorder import perturb
 from mindformers_core.files import write_whole
 from mindformers_core.hints import first_of
+from mindformers_core.mesh import DeviceMesh
 from mindformers_core.optimizers.adamw import AdamW, decay_lines
 from mindformers_core.tensor_parallel.clipping import sum_cell
 from mindformers_core.trainer.checkpoints import await_copies, open_source, reserve_memory, resume, save_job
 from mindformers_core.trainer.data import dataset_of, first_sequence
 from mindformers_core.trainer.recipe import Recipe, accumulation_steps, learning_rate, recipe_mesh
-from mindformers_core.trainer.recipe_loader import recipe_to_yaml
+from mindformers_core.trainer.recipe_loader import recipe_keys, recipe_to_yaml
 from mindformers_core.trainer.recording import start_recording
 from mindformers_core.trainer.records import (
     draw_losses,
@@ -79,7 +81,7 @@ def enter_world(recipe):
     """This process's world, and the mesh of a recipe, on the recipe's device.
 
     Raises:
-        ValueError: a device that MindSpore can't use here, or another number of ranks.
+        ValueError: a device that MindSpore can't use here, another number of ranks, or ranks with different recipes.
     """
     target = recipe.context.device_target
     if ms.get_context("device_target") != target:  # can't be set once kernels have run
@@ -94,6 +96,8 @@ def enter_world(recipe):
     ms.set_context(mode=ms.PYNATIVE_MODE)  # context.mode: 0 compiles passes and update by themselves
     timeout, check = recipe.context.communication_timeout, recipe.context.check_collectives
     world = init_distributed(timeout=timeout, check_collectives=check)  # never returns in msrun's scheduler
+    facts = {"the version of MindSpore": ms.__version__} | recipe_keys(recipe)
+    check_equal(DeviceMesh((world.size,), ("rank",)), facts, "start all ranks with one recipe")
     return world, recipe_mesh(recipe, world.size)
 
 
