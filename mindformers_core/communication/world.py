@@ -149,8 +149,9 @@ def init_distributed(backend=None, world_size=None, rank=None, timeout=60, check
         rank: this process's rank in a dry run (default 0); otherwise checked against the launcher's.
         timeout: the deadline in seconds: when a rank has waited so long in a collective, or for other ranks of this
             host to start (then at least 30 s), all ranks end with one report of where they are (see docs/debugging.md).
-            `msrun`'s scheduler ends all ranks 6 s after a rank has given no sign of life for so long. On CPU a collective ends after 30 s at the latest (fixed in MindSpore), with the
-            same report; HCCL has its own limit (`HCCL_EXEC_TIMEOUT`).
+            `msrun`'s scheduler ends all ranks 6 s after a rank has given no sign of life for so long. On CPU a
+            collective ends after 30 s at the latest (fixed in MindSpore), with the same report; HCCL has its own limit
+            (`HCCL_EXEC_TIMEOUT`).
         check_collectives: whether a rank compares kind, shape, dtype and group of every collective with those of its
             neighbours in the group before it waits, so that a difference is an error at once. Default: on CPU.
 
