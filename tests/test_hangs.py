@@ -121,7 +121,7 @@ LIBRARY = f"{os.path.dirname(os.__file__)}/threading.py:9 in wait"
 @pytest.mark.parametrize(
     ("one", "other", "said"),
     [
-        ({}, {"error": "KeyError: 3 (at a.py:1 in f)", "state": "ended"}, "; rank 1 has failed with KeyError: 3 (at a."),
+        ({}, {"error": "KeyError: 3 (at a.py:1 in f)", "state": "ended"}, "; rank 1 has failed with KeyError: 3 (at"),
         ({}, {"stack": (LIBRARY, "/site-packages/x.py:2 in g", "mine.py:3 in h")}, "mine.py:3 in h, which is in /"),
         ({}, {"stack": (LIBRARY, LIBRARY)}, f"rank 1 is in Python at {LIBRARY}, before"),
         ({"number": 4}, {"number": 5}, "is in compiled function f (call 4), rank 1 in call 5 of it: graphs of these"),
