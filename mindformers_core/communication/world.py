@@ -169,7 +169,6 @@ def init_distributed(backend=None, world_size=None, rank=None, timeout=60, check
     if not timeout > 0:
         raise ValueError(f"init_distributed(timeout={timeout!r}): the deadline of collectives is above 0 seconds")
     if backend != "fake" and os.environ.get("MS_ROLE") == "MS_SCHED":
-        print(f"this process is msrun's scheduler at {_address()}, and computes nothing ({LEFT_BEHIND})", flush=True)
         _serve_as_scheduler(timeout)
     launch = _fake_launch(world_size, rank) if backend == "fake" else read_launch(os.environ)
     device_target = ms.get_context("device_target")
@@ -286,6 +285,7 @@ def _address():
 
 def _serve_as_scheduler(timeout):
     """Run as msrun's scheduler, a process with the same script as the ranks; exits when all ranks have ended."""
+    print(f"this process is msrun's scheduler at {_address()}, and computes nothing ({LEFT_BEHIND})", flush=True)
     _quicken_start()
     # later than the ranks' own deadline, so that they report it first
     os.environ.setdefault("MS_NODE_TIMEOUT", str(int(timeout) + _AFTER_REPORT))
