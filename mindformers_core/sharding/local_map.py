@@ -14,9 +14,6 @@ from mindformers_core.sharding.replicas import check_result
 def local_map(function, in_layouts, out_layouts, mesh=None, varying=None):
     """A function of DTensors that runs `function` on this rank's parts.
 
-    With `init_distributed(check_collectives=…)` ranks compare, at the first call with new shapes, results that are
-    declared to be alike.
-
     Args:
         function: takes and returns plain local tensors; may communicate with the collectives of
             `mindformers_core.communication`.
@@ -32,7 +29,7 @@ def local_map(function, in_layouts, out_layouts, mesh=None, varying=None):
 
     Raises:
         TypeError: no DTensor among the arguments. ValueError: another number of tensors or results than of layouts;
-            a result that isn't the same on the ranks that have it alike.
+            a result that differs among ranks that have it alike, as they compare (`check_collectives`) at first calls.
     """
 
     name, compared = getattr(function, "__name__", type(function).__name__), set()
@@ -67,8 +64,7 @@ def local_map(function, in_layouts, out_layouts, mesh=None, varying=None):
             marks = [axis for axis in used.axis_names if axis in active and axis not in placed]
             local[place] = tensor.redistribute(layout.replace(varying=marks)).to_local()
         outputs = function(*local)
-        produced = _as_tuple(outputs)
-        if len(produced) != len(results):
+        if len(produced := _as_tuple(outputs)) != len(results):
             raise ValueError(f"local_map({name}): {len(produced)} results, but out_layouts has {len(results)}")
         wrapped = tuple(DTensor.from_local(output, layout) for output, layout in zip(produced, results))
         _compare(compared, tensors, zip(produced, results), f"local_map({name})")
