@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 __all__ = ["main", "scan"]
@@ -55,12 +56,13 @@ def entries(coverage, only=()):
 
     from mindformers_core.operators.registry import facts_of
 
-    shortest = {}
+    shortest, users = {}, Counter()
     for target, found in sorted(coverage.items(), key=lambda entry: len(entry[1]["operators"])):
+        users.update(found["operators"])
         if found["cpu"] and not any(facts_of(name).draws for name in found["operators"]):
             for name in found["operators"]:
                 shortest.setdefault(name, (target, found["sample"]))
-    made = [["bits", name, *shortest[name]] for name in sorted(shortest)]
+    made = [["bits", name, *shortest[name]] for name, _ in users.most_common() if name in shortest]
     calls = [(number, call) for number, call in enumerate(ALL_CALLS) if str(call) not in BROKEN]
     calls = [(number, call) for number, call in calls if call.name not in WITHOUT_KERNEL]
     made += [["extremes", call.name, number, str(call)] for number, call in calls]
@@ -143,21 +145,21 @@ def page(done, todo, calls):
     compared = [(text, found) for (kind, *_, text), found in done if kind == "extremes" and "crashed" not in found]
     known = [entry for entry, _ in done]
     missing = sorted({name for kind, name, *rest in todo if [kind, name, *rest] not in known})
+    machine = f"{platform.platform(terse=True)} with {os.cpu_count()} cores"
+    left = f" Time didn't suffice for: {', '.join(missing)}." if missing else ""
     lines = [
         "# Kernels on CPU\n",
-        f"Written by `scripts/scan_kernels.py --record` on {datetime.date.today()}, on "
-        f"{platform.platform(terse=True)} with {os.cpu_count()} cores. MindSpore ends the process in: {', '.join(crashed) or 'none'}."
-        + f" Time didn't suffice for: {', '.join(missing)}."
-        * bool(missing),
+        f"Written by `scripts/scan_kernels.py --record` on {datetime.date.today()}, on {machine}.",
+        f"MindSpore ends the process in: {', '.join(crashed) or 'none'}.{left}",
         "\n## Bits\n",
-        f"{counted['forward']} operators were called, and {counted['gradient']} gradients taken, {calls} times "
-        f"with equal inputs while another process was busy, {sum(found['long'] for _, found in bits)} of them on long tensors. "
-        + ("These change:\n" if rows else "All bits were those of the first call."),
+        f"{counted['forward']} operators were called, and {counted['gradient']} gradients taken, {calls} times each with "
+        f"equal inputs while other processes were busy, {sum(found['long'] for _, found in bits)} of them on long tensors.",
+        "These change:\n" if rows else "All bits were those of the first call.",
         *(["| operator | calls that differ | gradients that differ |", "|---|---|---|", *rows] if rows else []),
         "\n## Extremes\n",
-        f"{len(compared)} calls, as generated code writes them, were compared with NumPy for numbers that are "
-        "equal, small (the least normal ones, and 0), large (up to a quarter of the root of the largest one), infinite, "
-        "and NaN, in float32, float64 and float16 where there is a kernel. The first element that differs is shown.\n",
+        f"{len(compared)} calls, as generated code writes them, were compared with NumPy, in float32, float64 and float16",
+        "where there is a kernel: numbers that are equal, small (the least normal ones, and 0), large (20, and a quarter of",
+        "the root of the largest one), infinite, and NaN. The first element that differs is shown.\n",
         "| call | numbers | kernel and NumPy |",
         "|---|---|---|",
         *(f"| `{text}` | {where} | {what} |" for text, found in compared for where, what in found.items()),
