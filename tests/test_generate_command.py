@@ -227,7 +227,7 @@ def test_ids_that_end_a_text(tmp_path, monkeypatch, stop, expected):
 
 @pytest.mark.usefixtures("one_rank")
 def test_the_package_tokenizers(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers: pip install 'mindformers_core[tokenizer]'")
+    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers: pip install -e '.[tokenizer]'")
     words = tokenizers.models.WordLevel({f"w{number}": number for number in range(256)})
     tokenizers.Tokenizer(words).save(str(tmp_path / "words.json"))
     request = Request(("w1",), 8, tokenizer=str(tmp_path / "words.json"))
