@@ -70,8 +70,8 @@ def _parser():
     add("--prompt", action="append", default=[], metavar="TEXT", help="a text; may be repeated")
     add("--prompts", metavar="FILE", help="a file with a prompt on every line")
     add("--tokens", type=_count, default=64, help="how many to generate, at most (default 64)")
-    add("--temperature", type=float, default=0.0, help="of the draws; default 0: the likeliest token")
-    add("--top-p", type=float, default=1.0, help="draw among tokens of this probability (default 1)")
+    add("--temperature", type=float, help="of the draws; 0: the likeliest token (default: generation_config.json or 0)")
+    add("--top-p", type=float, help="draw among tokens of this probability (default: as well, or 1)")
     add("--seed", type=int, default=0, help="of the draws (default 0)")
     add("--batch", type=_count, default=8, help="prompts that are continued together (default 8)")
     add("--tokenizer", default="", metavar="FILE", help="a tokenizer.json, or bytes")
@@ -150,8 +150,10 @@ def _generate(arguments):
     from mindformers_core.trainer.recipe_loader import load_recipe
 
     prompts = arguments.prompt + (read_prompts(arguments.prompts) if arguments.prompts else [])
-    sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
-    request = Request(tuple(prompts), arguments.tokens, sampling, arguments.batch, arguments.tokenizer)
+    given = {key: getattr(arguments, key) for key in ("temperature", "top_p", "seed")}
+    given = {key: value for key, value in given.items() if value is not None}
+    Sampling(**given)  # checks them
+    request = Request(tuple(prompts), arguments.tokens, given, arguments.batch, arguments.tokenizer)
     texts, rank = generate(load_recipe(arguments.config, arguments.overrides), request)
     if rank == 0:
         print("\n\n".join(texts))
