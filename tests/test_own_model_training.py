@@ -230,9 +230,11 @@ def test_what_decays(recipe, tmp_path, capfd):
     assert decay_lines({"a.0.w": True, "a.1.w": True, "b": False}, section) == [
         "decay 0.01  2 weights: a.*.w", "no decay    1 weights: b",
     ]  # fmt: skip
-    for option in ("--dry-run", "training.steps=1"):
-        assert main(["train", "--config", recipe, f"training.output_dir={tmp_path / 'run'}", option]) == 0
-        assert "\ndecay 0.01  2 weights: blocks.*.weight\nno decay    0 weights: \n" in capfd.readouterr().out
+    for options in (["--dry-run", "context.mode=0"], ["training.steps=1"]):
+        assert main(["train", "--config", recipe, f"training.output_dir={tmp_path / 'run'}", *options]) == 0
+        said = capfd.readouterr().out
+        assert "\ndecay 0.01  2 weights: blocks.*.weight\nno decay    0 weights: \n" in said
+        assert ("\nmemory      more than below: in graph mode MindSpore keeps" in said) == ("--dry-run" in options)
 
 
 @pytest.mark.parametrize(
