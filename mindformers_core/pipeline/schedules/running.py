@@ -101,7 +101,9 @@ class _Run:
         if is_send:
             channel.send(tensors.pop(place), rank, tag, axes=self.stages.axes, number=self.stages.draws[drawn])
         else:
-            tensors[place], self.stages.draws[drawn] = channel.receive_numbered(rank, tag)
+            direction = "forward" if step.type in FORWARD else "backward"
+            purpose = f"stage {step.stage_index}, micro-batch {step.micro_index}, {direction} pass"
+            tensors[place], self.stages.draws[drawn] = channel.receive_numbered(rank, tag, purpose)
 
     def stage_and_rank(self, step):
         """The stage of a step and its global rank, for errors."""
