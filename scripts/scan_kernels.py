@@ -145,6 +145,7 @@ def page(done, todo, calls):
     compared = [(text, found) for (kind, *_, text), found in done if kind == "extremes" and "crashed" not in found]
     known = [entry for entry, _ in done]
     missing = sorted({name for kind, name, *rest in todo if [kind, name, *rest] not in known})
+    long = sum(found["long"] for _, found in bits)
     machine = f"{platform.platform(terse=True)} with {os.cpu_count()} cores"
     left = f" Time didn't suffice for: {', '.join(missing)}." if missing else ""
     lines = [
@@ -152,14 +153,14 @@ def page(done, todo, calls):
         f"Written by `scripts/scan_kernels.py --record` on {datetime.date.today()}, on {machine}.",
         f"MindSpore ends the process in: {', '.join(crashed) or 'none'}.{left}",
         "\n## Bits\n",
-        f"{counted['forward']} operators were called, and {counted['gradient']} gradients taken, {calls} times each with "
-        f"equal inputs while other processes were busy, {sum(found['long'] for _, found in bits)} of them on long tensors.",
+        f"{counted['forward']} operators were called, and {counted['gradient']} gradients taken, {calls} times each",
+        f"with equal inputs while other processes were busy, {long} of them on long tensors.",
         "These change:\n" if rows else "All bits were those of the first call.",
         *(["| operator | calls that differ | gradients that differ |", "|---|---|---|", *rows] if rows else []),
         "\n## Extremes\n",
-        f"{len(compared)} calls, as generated code writes them, were compared with NumPy, in float32, float64 and float16",
-        "where there is a kernel: numbers that are equal, small (the least normal ones, and 0), large (20, and a quarter of",
-        "the root of the largest one), infinite, and NaN. The first element that differs is shown.\n",
+        f"{len(compared)} calls, as generated code writes them, were compared with NumPy, in float32, float64 and",
+        "float16 where there is a kernel: numbers that are equal, small (the least normal ones, and 0), large (20, and",
+        "a quarter of the root of the largest one), infinite, and NaN. The first element that differs is shown.\n",
         "| call | numbers | kernel and NumPy |",
         "|---|---|---|",
         *(f"| `{text}` | {where} | {what} |" for text, found in compared for where, what in found.items()),
