@@ -40,7 +40,7 @@ def test_what_differs_from_numpy_is_told():
 
 
 def test_calls_that_change_are_counted():
-    assert repeated("ops.exp", "f(4, 8)", 3) == {"forward": 0, "gradient": 0, "long": True}
+    assert repeated("ops.exp", "f(4, 8)", 3) == {"calls": 3, "forward": 0, "gradient": 0, "long": True}
     assert repeated("ops.standard_normal", "(4, 8)", 3)["forward"] == 2
     assert repeated("ops.matmul", "f(4, 8), f(8, 4)", 3)["long"] is False  # long tensors don't fit
 
@@ -52,11 +52,14 @@ def test_a_page(tmp_path):
         ["extremes", "Exp", 0, "Exp([4, 8])"],
         ["bits", "Sin", "ops.sin", ""],
     ]
-    known = [[todo[0], {"forward": 1, "gradient": "none", "long": True}], [todo[1], {"float32 nan": "0, NumPy nan"}]]
+    known = [
+        [todo[0], {"calls": 9, "forward": 1, "gradient": "none", "long": True}],
+        [todo[1], {"float32 nan": "0, NumPy nan"}],
+    ]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in known))
     done = scan(todo[:2], 9, tmp_path)
     assert done == [tuple(line) for line in known]
-    text = page(done, todo, 9)
+    text = page(done, todo)
     assert "| Exp | 1 | none |" in text and "| `Exp([4, 8])` | float32 nan | 0, NumPy nan |" in text
     assert "Time didn't suffice for: Sin." in text
 
