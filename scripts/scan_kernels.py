@@ -20,6 +20,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from pathlib import Path
@@ -30,6 +31,11 @@ HERE = Path(__file__).resolve()
 ROOT = HERE.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 LONGEST = 600  # seconds that an entry may take
+_EXTREMES = (
+    "Numbers are equal, small (the least normal ones, and 0), large (20, and 1e18, or in float16 64), infinite, NaN, "
+    "in float32, float64 and float16 where there is a kernel. The first element that differs is shown. Some of NumPy's "
+    "results are a convention; docs/mindspore.md says what matters."
+)
 
 
 def arguments(given):
@@ -151,19 +157,24 @@ def page(done, todo):
     each = ", ".join(f"{calls:,} times {number} operators" for calls, number in times)
     machine = f"{platform.platform(terse=True)} with {os.cpu_count()} cores"
     left = f" Time didn't suffice for: {', '.join(missing)}." if missing else ""
+    head = (
+        f"Written by `scripts/scan_kernels.py --record` on {datetime.date.today()}, on {machine}. "
+        f"MindSpore ends the process in: {', '.join(crashed) or 'none'}.{left}"
+    )
+    constancy = (
+        f"{counted['forward']} operators were called, and {counted['gradient']} gradients taken, with equal inputs "
+        f"while other processes were busy: {each}; {long} of them on long tensors. "
+        + ("These change:" if rows else "All bits were those of the first call.")
+    )
+    extremes = f"{len(compared)} calls, as generated code writes them, were compared with NumPy. {_EXTREMES}"
     lines = [
         "# Kernels on CPU\n",
-        f"Written by `scripts/scan_kernels.py --record` on {datetime.date.today()}, on {machine}.",
-        f"MindSpore ends the process in: {', '.join(crashed) or 'none'}.{left}",
-        "\n## Bits\n",
-        f"{counted['forward']} operators were called, and {counted['gradient']} gradients taken, with equal inputs",
-        f"while other processes were busy: {each}; {long} of them on long tensors.",
-        "These change:\n" if rows else "All bits were those of the first call.",
-        *(["| operator | calls that differ | gradients that differ |", "|---|---|---|", *rows] if rows else []),
-        "\n## Extremes\n",
-        f"{len(compared)} calls, as generated code writes them, were compared with NumPy, in float32, float64 and",
-        "float16 where there is a kernel: numbers that are equal, small (the least normal ones, and 0), large (20, and",
-        "1e18, or in float16 64), infinite, and NaN. The first element that differs is shown.\n",
+        f"{textwrap.fill(head, 120)}\n",
+        "## Bits\n",
+        f"{textwrap.fill(constancy, 120)}\n",
+        *(["| operator | calls that differ | gradients that differ |", "|---|---|---|", *rows, ""] if rows else []),
+        "## Extremes\n",
+        f"{textwrap.fill(extremes, 120)}\n",
         "| call | numbers | kernel and NumPy |",
         "|---|---|---|",
         *(f"| `{text}` | {where} | {what} |" for text, found in compared for where, what in found.items()),
