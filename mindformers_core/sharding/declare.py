@@ -13,7 +13,7 @@ from mindformers_core.program.graph import cell_label
 from mindformers_core.program.plan import joined_path
 from mindformers_core.propagation.boundaries import Declaration, OperatorDeclaration
 
-_PLAN_KEYS = ("input", "output", "weight")
+_PLAN_KEYS = ("input", "output", "weight", "eager")
 _OPERATOR_KEYS = ("input", "output")
 _SHARDED = {"in_strategy", "out_strategy", "in_layout", "out_layout"}  # what `Primitive.shard()` sets
 
@@ -41,6 +41,21 @@ def collect_declarations(cell, config=None, plan=None):
     for pattern, entry in (plan or {}).items():
         for path, declaration in _read_plan_entry(cells, pattern, entry):
             found[path] = _override(found.get(path), declaration)
+    return found
+
+
+def eager_cells(cell, plan):
+    """Paths of the Cells that entries of a plan mark by `"eager": True`: these, and the Cells around, have no program.
+
+    Raises:
+        TypeError: another value.
+    """
+    found = []
+    for pattern, entry in (plan or {}).items():
+        marked = entry.get("eager", False)
+        if not isinstance(marked, bool):
+            raise TypeError(f"plan entry '{pattern}': 'eager' is True or False, not {marked!r}")
+        found += [path for path, _ in cell.cells_and_names() if marked and _matches(path, pattern)]
     return found
 
 
