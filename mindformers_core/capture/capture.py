@@ -56,11 +56,8 @@ _WITHOUT_COMPILING = (
     (_PyNativeExecutor, "grad", refused),  # of `ms.vjp`
     *((kind, "__call__", refused) for kind in (base._Grad, base._Vmap, base.GradOperation, base._TaylorOperation)),
 )
-_CASTS = {
-    MixedPrecisionType.FP16: mstype.float16,
-    MixedPrecisionType.FP32: mstype.float32,
-    MixedPrecisionType.BF16: mstype.bfloat16,
-}
+_WIDTHS = MixedPrecisionType.FP16, MixedPrecisionType.FP32, MixedPrecisionType.BF16
+_CASTS = dict(zip(_WIDTHS, (mstype.float16, mstype.float32, mstype.bfloat16)))
 
 
 def capture(cell, *inputs, **named_inputs):

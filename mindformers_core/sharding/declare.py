@@ -45,18 +45,9 @@ def collect_declarations(cell, config=None, plan=None):
 
 
 def eager_cells(cell, plan):
-    """Paths of the Cells that entries of a plan mark by `"eager": True`: these, and the Cells around, have no program.
-
-    Raises:
-        TypeError: another value.
-    """
-    found = []
-    for pattern, entry in (plan or {}).items():
-        marked = entry.get("eager", False)
-        if not isinstance(marked, bool):
-            raise TypeError(f"plan entry '{pattern}': 'eager' is True or False, not {marked!r}")
-        found += [path for path, _ in cell.cells_and_names() if marked and _matches(path, pattern)]
-    return found
+    """Paths of the Cells that entries of a plan mark by `"eager": True`: these, and the Cells around, have no program."""
+    patterns = [pattern for pattern, entry in (plan or {}).items() if entry.get("eager")]
+    return [path for path, _ in cell.cells_and_names() if any(_matches(path, pattern) for pattern in patterns)]
 
 
 def copy_cell(cell):
