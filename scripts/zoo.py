@@ -158,7 +158,18 @@ def mindcv():
 class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Stand-ins for packages of data and metrics that MindSpore Transformers imports, and no model calls."""
 
-    absent = {"pyarrow", "datasets", "rouge_chinese", "jieba", "nltk", "cv2", "ftfy", "sentencepiece", "tiktoken", "mindpet"}
+    absent = {
+        "pyarrow",
+        "datasets",
+        "rouge_chinese",
+        "jieba",
+        "nltk",
+        "cv2",
+        "ftfy",
+        "sentencepiece",
+        "tiktoken",
+        "mindpet",
+    }
 
     def find_spec(self, name, path=None, target=None):
         """See `MetaPathFinder`."""
@@ -195,18 +206,26 @@ def mindformers():
     sys.meta_path.insert(0, _Absent())
     library = _import_past_names_that_are_gone("mindformers.models")
     names = "LlamaForCausalLM GPT2LMHeadModel BloomLMHeadModel BertForPreTraining GLMForPreTraining T5ForConditionalGeneration"
-    names += " ChatGLM2ForConditionalGeneration PanguAlphaHeadModel ViTForImageClassification SwinForImageClassification"
+    names += (
+        " ChatGLM2ForConditionalGeneration PanguAlphaHeadModel ViTForImageClassification SwinForImageClassification"
+    )
     names += " ViTMAEForPreTraining CLIPModel WhisperForConditionalGeneration SamImageEncoder"
 
     def maker(kind):
         def make():
-            values = _small_values(kind.config_class()) | {"batch_size": 4, "seq_length": 8, "use_flash_attention": False}
+            values = _small_values(kind.config_class()) | {
+                "batch_size": 4,
+                "seq_length": 8,
+                "use_flash_attention": False,
+            }
             config = kind.config_class(**values)
             names, draw = inspect.signature(kind.construct).parameters, np.random.default_rng(0)
             tokens = lambda more=0: Tensor(draw.integers(4, 100, (4, 8 + more)), ms.int32)  # noqa: E731
             size = getattr(config, "image_size", 32)
             known = {
-                "input_ids": lambda: tokens("Bert" not in kind.__name__ and "T5" not in kind.__name__ and "GLMFor" not in kind.__name__),
+                "input_ids": lambda: tokens(
+                    "Bert" not in kind.__name__ and "T5" not in kind.__name__ and "GLMFor" not in kind.__name__
+                ),
                 "image": lambda: Tensor(draw.standard_normal((4, 3, size, size)).astype(np.float32)),
                 "pixel_values": lambda: Tensor(draw.standard_normal((4, 3, size, size)).astype(np.float32)),
                 "labels": lambda: tokens(),
@@ -328,7 +347,9 @@ def in_process(library, make, mesh, only_plan):
         os.close(read)
         try:
             with cpu_kernels():
-                attempt(library, make, mesh, lambda *said: os.write(write, (json.dumps(said) + "\n").encode()), only_plan)
+                attempt(
+                    library, make, mesh, lambda *said: os.write(write, (json.dumps(said) + "\n").encode()), only_plan
+                )
         finally:
             os._exit(0)
     os.close(write)
@@ -355,7 +376,9 @@ def table(rows):
     for library, mesh in sorted({key[:2] for key in counts}):
         each = [f"{counts[library, mesh, mode]} {mode}" for mode in MODES if counts[library, mesh, mode]]
         ran = sum(counts[library, mesh, mode] for mode in MODES[:4])
-        lines.append(f"{library} on {' x '.join(map(str, mesh))}: {counts[library, mesh, 'verified']} of {ran} verified; {', '.join(each)}")
+        lines.append(
+            f"{library} on {' x '.join(map(str, mesh))}: {counts[library, mesh, 'verified']} of {ran} verified; {', '.join(each)}"
+        )
     for row in sorted(rows, key=lambda row: row["verdict"]):
         if row["verdict"] in ("failed", "rounding"):
             lines.append(f"{row['library']:8} {row['model']:24} {row['verdict']:9} {row['text'][:300]}")

@@ -156,8 +156,8 @@ class CapturedTree:
             for cell, kind, attributes in before:
                 for name, value in attributes.items():
                     cell.__dict__[name] = self._trace(value, self.path(cell), name, recorder)
-                # neither initialised nor recorded for a gradient when it is called; `to_float` is the recorder's
-                cell.__dict__.update(_recorder=recorder, requires_grad=False, _init_flag=True, mixed_precision_type=None)
+                # neither initialised nor recorded for a gradient when it is called; the recorder casts for `to_float`
+                cell.__dict__.update(_recorder=recorder, mixed_precision_type=None, requires_grad=False, _init_flag=1)
                 cell.__class__ = _captured_class(kind)
             yield
         finally:

@@ -45,7 +45,7 @@ def collect_declarations(cell, config=None, plan=None):
 
 
 def eager_cells(cell, plan):
-    """Paths of the Cells that entries of a plan mark by `"eager": True`: these, and the Cells around, have no program."""
+    """Paths of the Cells that a plan marks by `"eager": True`: these, and the Cells around, have no program."""
     patterns = [pattern for pattern, entry in (plan or {}).items() if entry.get("eager")]
     return [path for path, _ in cell.cells_and_names() if any(_matches(path, pattern) for pattern in patterns)]
 
