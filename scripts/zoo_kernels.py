@@ -213,7 +213,8 @@ def _repeat(x, *counts):
     return ops.tile(x, tuple(counts))
 
 
-def _variance(x, dim=None, *, correction=1, keepdim=False, unbiased=True):
+def _variance(x, dim=None, *, correction=1, keepdim=False, keepdims=False, axis=None):
+    dim, keepdim = dim if axis is None else axis, keepdim or keepdims
     dims = tuple(range(x.ndim)) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
     count = np.prod([x.shape[each] for each in dims])
     centred = ops.square(x - ops.ReduceMean(True)(x, dims))

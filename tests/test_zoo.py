@@ -3,7 +3,7 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 
 from mindformers_core import verify
 from mindformers_core.capture.capture import capture
@@ -11,6 +11,7 @@ from mindformers_core.communication.world import rank_of, world
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.sharding.shard import shard
+from mindformers_core.sharding.sharded_cells import ShardedCell
 
 WIDTH = 8
 TP = {"weight": {"weight": layout("tp", None)}}
@@ -166,7 +167,7 @@ class Experts(nn.Cell):
             row, slot = places[:, 0], places[:, 1]
             made = expert(x[row]) * weights[row, slot][:, None]
             total = ops.tensor_scatter_add(total, row[:, None], made)
-        return total * (1.0 + self.slip * (world().rank if hasattr(self, "_sharding") else 0))
+        return total * (1.0 + self.slip * (world().rank if isinstance(self, ShardedCell) else 0))
 
 
 class Layer(nn.Cell):

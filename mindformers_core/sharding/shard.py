@@ -32,8 +32,7 @@ def shard(cell, mesh, config=None, plan=None, seed=0, mode="generated", inputs=N
 
     The first call with inputs of new shapes captures the Cell, propagates the layouts, generates a program of plain
     code on local tensors, and runs it; `explain`, `prepare` and `programs` show the program and its file. Cells that
-    need the values of tensors in Python are marked by `cell.net.gate.eager()`, or in the plan: they run operator by
-    operator.
+    need the values of tensors in Python are marked, by `cell.net.gate.eager()`: they run operator by operator.
 
     Cells keep their identity, attributes and names. Sharded parameters are replaced by `Parameter`s of the same name
     that hold this rank's shard (all have `.layout` and `.global_shape`), so optimizers, which are built afterwards, and
@@ -47,10 +46,9 @@ def shard(cell, mesh, config=None, plan=None, seed=0, mode="generated", inputs=N
         mesh: a `DeviceMesh`.
         config: passed to the hooks.
         plan: `{"layers.*.mlp.fc1": {"input": …, "output": …, "weight": …}}`, layouts by path pattern (`*` is one
-            segment, `**` any number), for Cells whose source can't be edited. It has precedence over hooks, and beside
-            it a method `shard` with other parameters than `(self, config)` is none. `"eager": True` marks a Cell as
-            `eager()` does. A path may end in a primitive that is an attribute of a Cell, `{"dense1.matmul": {"input": (…, …)}}`, with the same
-            meaning as `primitive.shard(in_strategy)`.
+            segment, `**` any number), for Cells whose source can't be edited; `"eager": True` marks a Cell. It has
+            precedence over hooks; beside it a method `shard` with other parameters than `(self, config)` is none. A
+            path may end in a primitive, `{"dense1.matmul": {"input": (…, …)}}`, as by `primitive.shard(in_strategy)`.
         seed: of the initial values of parameters built on the meta device: the same global values for any mesh.
         mode: `"generated"`, or `"eager"`: operators are dispatched one by one, in PyNative only.
         inputs: arguments of one call, as a tuple, with global tensors or `TensorMeta`s (only shapes and dtypes are
