@@ -181,7 +181,8 @@ def mindformers():
     """As `mindone`, of MindSpore Transformers 1.3, as its configurations make them: computing in float16."""
     sys.meta_path.insert(0, _Absent())
     library = _import_past_names_that_are_gone("mindformers.models")
-    names = "LlamaForCausalLM GPT2LMHeadModel BloomLMHeadModel BertForPreTraining GLMForPreTraining T5ForConditionalGeneration"
+    names = "LlamaForCausalLM GPT2LMHeadModel BloomLMHeadModel BertForPreTraining GLMForPreTraining"
+    names += " T5ForConditionalGeneration"
     names += (
         " ChatGLM2ForConditionalGeneration PanguAlphaHeadModel ViTForImageClassification SwinForImageClassification"
     )

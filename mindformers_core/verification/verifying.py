@@ -66,7 +66,7 @@ def verify(net, mesh, *inputs, config=None, plan=None, seed=0, **named_inputs):
             "verify(): config and plan are for a Cell that isn't sharded, not for a function that shards it"
         )
     given = tree_map(lambda leaf: leaf.asnumpy() if isinstance(leaf, Tensor) else leaf, (inputs, named_inputs))
-    if eager_cells(net, plan):
+    if plan and eager_cells(net, plan):
         return verify_eagerly(net, mesh, config, plan, seed, *given)
     call = _Call(net, mesh, config, plan, seed, *given)
     return simulate(call, call.plans, call.notes)
