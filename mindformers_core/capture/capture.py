@@ -13,6 +13,8 @@ from types import MappingProxyType
 
 import mindspore as ms
 from mindspore import DeviceCtx, Parameter, Tensor, nn, ops
+from mindspore import dtype as mstype
+from mindspore._c_expression import MixedPrecisionType
 from mindspore.common.device import _DEVICE_STACK
 from mindspore.common.generator import default_generator
 from mindspore.graph import jit_trace
@@ -54,6 +56,8 @@ _WITHOUT_COMPILING = (
     (_PyNativeExecutor, "grad", refused),  # of `ms.vjp`
     *((kind, "__call__", refused) for kind in (base._Grad, base._Vmap, base.GradOperation, base._TaylorOperation)),
 )
+_WIDTHS = MixedPrecisionType.FP16, MixedPrecisionType.FP32, MixedPrecisionType.BF16
+_CASTS = dict(zip(_WIDTHS, (mstype.float16, mstype.float32, mstype.bfloat16)))
 
 
 def capture(cell, *inputs, **named_inputs):
@@ -122,6 +126,11 @@ class CapturedTree:
         self._parameters = {id(parameter): path for path, parameter in root.parameters_and_names()}
         self._local_paths = {id(cell): _paths_from(cell) for cell in cells.values()}
         self._stand_ins = {}
+        self._casts = {id(cell): _CASTS.get(cell.__dict__["mixed_precision_type"]) for cell in cells.values()}
+
+    def cast_of(self, cell):
+        """The dtype that operators in a Cell cast floats to, by `Cell.to_float`; None: as around it."""
+        return self._casts[id(cell)]
 
     def path(self, cell):
         """Path of a Cell from the root."""
@@ -147,8 +156,8 @@ class CapturedTree:
             for cell, kind, attributes in before:
                 for name, value in attributes.items():
                     cell.__dict__[name] = self._trace(value, self.path(cell), name, recorder)
-                # neither initialised nor recorded for a gradient when it is called
-                cell.__dict__.update(_recorder=recorder, requires_grad=False, _init_flag=True)
+                # neither initialised nor recorded for a gradient when it is called; the recorder casts for `to_float`
+                cell.__dict__.update(_recorder=recorder, mixed_precision_type=None, requires_grad=False, _init_flag=1)
                 cell.__class__ = _captured_class(kind)
             yield
         finally:

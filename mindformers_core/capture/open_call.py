@@ -30,11 +30,13 @@ class OpenCall:
 
     Attributes:
         nodes, arguments: of the graph so far.
+        cast: the dtype to which its operators cast floats, by `Cell.to_float`, or None.
     """
 
     def __init__(self, tree, cell, number, construct, args, kwargs, caller):
         self.tree, self.cell, self.number = tree, cell, number
         self.nodes, self.arguments = [], {}
+        self.cast = tree.cast_of(cell) or getattr(caller, "cast", None)
         self._count = 0
         self._known = {}  # (id, entry) of a traced tensor from elsewhere -> (the tensor, its Value here)
         self._parameters, self._constants, self._outer = [], [], []

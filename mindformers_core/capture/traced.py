@@ -2,6 +2,7 @@
 
 import sys
 from functools import cache
+from numbers import Number
 from pathlib import Path
 from traceback import walk_tb
 
@@ -77,7 +78,10 @@ class Traced(IndexedTensor):
     __int__ = _reading("__int__", "int()")
     __float__ = _reading("__float__", "float()")
     __index__ = _reading("__int__", "use as an index or a count")
-    __contains__ = _reading("__contains__", "the operator 'in'")
+    _contains = _reading("__contains__", "the operator 'in'")
+
+    def __contains__(self, element):
+        return isinstance(element, (Tensor, Number)) and self._contains(element)
 
     def __complex__(self):
         return complex(self._whole("complex()"))

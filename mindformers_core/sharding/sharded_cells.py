@@ -109,6 +109,15 @@ def tree_of(cell):
 class GeneratedCell(ShardedCell):
     """A Cell that runs generated programs: its methods of such names as `parallel_llama_mlp`."""
 
+    @property
+    def mixed_precision_type(self):
+        """None: the casts of `to_float` are in the programs."""
+
+    @mixed_precision_type.setter
+    def mixed_precision_type(self, kind):
+        self.__dict__["mixed_precision_type"] = kind
+        self.__dict__["_sharding"][0].forget_programs()
+
     def __call__(self, *args, program=None, **kwargs):
         tree, path = self.__dict__["_sharding"]
         call = super().__call__

@@ -5,6 +5,8 @@ from collections import OrderedDict
 from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
+from mindspore._c_expression import Cell_, MixedPrecisionType
+
 from mindformers_core.communication import world
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.dtensor import DTensor
@@ -90,6 +92,8 @@ class ShardedTree:
         cell = self.cells[path]
         kind = EagerCell if is_eager else GeneratedCell, self.classes[path], programs
         cell.__class__ = self._sharded_classes.get(kind) or self._sharded_classes.setdefault(kind, sharded_class(*kind))
+        if not is_eager:
+            Cell_.set_mixed_precision_type(cell, MixedPrecisionType.NOTSET)  # for compilers; see `GeneratedCell`
         wrapped = getattr(cell._recompute_cell, "wrap_cell", None)
         if wrapped is not None:
             wrapped.function = cell.construct  # `recompute()` keeps the method that there was when it was called
