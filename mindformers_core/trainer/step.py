@@ -1,12 +1,16 @@
 """The recipe's model on this rank, whole or as stages of a pipeline, and one optimizer step over it."""
 
+import math
+
 import mindspore as ms
 
 from mindformers_core.communication.world import process_state
 from mindformers_core.operators.signature import tensor_meta
 from mindformers_core.optimizers.adamw import AdamW
+from mindformers_core.passes.stage_function import own_class
 from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage
 from mindformers_core.recompute import recompute, swap
+from mindformers_core.sharding.inspecting import programs
 from mindformers_core.sharding.parameter_storage import computing_dtype
 from mindformers_core.tensor_parallel import jit, shard
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
@@ -14,6 +18,7 @@ from mindformers_core.trainer.data import micro_batch
 from mindformers_core.trainer.pipeline_recipe import layers_of_rank, micro_batches_of_a_run, recipe_schedule
 from mindformers_core.trainer.zero_recipe import zero_settings
 from mindformers_core.zero import hsdp, tie_shards, value_and_grad
+from mindformers_core.zero.loss_scale import all_finite
 
 
 def build_cells(recipe, mesh, rank):
@@ -83,26 +88,34 @@ def step_function(recipe, mesh, cells):
         `(optimizer, step)`: an `AdamW` of the trainable parameters of this rank, and a function that updates them. Its
         arguments are the local inputs of the model, as of `step_parts`, the float32 scalars of `AdamW.scalars`, and a
         function to call before the update.
-        Results are the mean loss and the gradients' norm before clipping, local tensors that are equal on all ranks.
+        Results are the mean loss and the gradients' norm before clipping, floats that are equal on all ranks, and None.
+        Where one of them isn't finite, no rank updates anything, and in place of None are the paths of this rank's
+        parameters whose gradients aren't, in the order of the backward pass.
     """
     run, clip, optimizer = step_parts(recipe, mesh, cells)
 
-    def update(rate, eps, decay, *gradients):  # one by one: tensors in a tuple would be compiled in as constants
-        clipped, norm = clip(gradients)
-        optimizer(clipped, rate, eps, decay)
-        return norm
+    def norm_of(*gradients):  # one by one: tensors in a tuple would be compiled in as constants
+        return clip.norm(gradients)
 
-    update = jit(update) if recipe.context.mode == 0 else update
+    def update(rate, eps, decay, norm, *gradients):
+        optimizer(clip.clipped(gradients, norm), rate, eps, decay)
+
+    norm_of, update = map(jit, (norm_of, update)) if recipe.context.mode == 0 else (norm_of, update)
 
     def step(arrays, rate, eps, decay, before_update):
         losses, gradients = run(arrays)
         loss, observer = sum(losses) / len(losses), process_state().observer
         for parameter, gradient in zip(optimizer.parameters, gradients, strict=True):
             observer.held("reduced gradient", gradient, parameter)
+        norm = norm_of(*gradients)
+        numbers = float(loss.asnumpy()), float(norm.asnumpy())
+        if not all(map(math.isfinite, numbers)):
+            pairs = zip(reversed(optimizer.parameters), reversed(gradients))
+            return *numbers, [parameter.name for parameter, each in pairs if not all_finite(None, (each,))]
         before_update()
-        norm = update(rate, eps, decay, *gradients)
+        update(rate, eps, decay, norm, *gradients)
         _hold(observer, optimizer, {"loss": loss, "gradient norm": norm, "rate": rate, "decay": decay})
-        return loss, norm
+        return *numbers, None
 
     return optimizer, step
 
@@ -128,13 +141,21 @@ def _model_function(recipe, mesh, cells):
     """
     gradient_of = value_and_grad(cells[0], compiled=recipe.context.mode == 0)
     gradient_of.prepare(*_computed(micro_batch(recipe)))
+    for program in programs(cells[0])[-1:]:  # none in an eager Cell
+        if isinstance(program.graph.result, dict) or program.results[0].shape:
+            code, result = own_class(cells[0]).construct.__code__, program.graph.result
+            what = "a dict" if isinstance(result, dict) else f"a tensor of shape {program.results[0].shape}"
+            raise TypeError(
+                f"model.name: {recipe.model_name}: construct ({code.co_filename}:{code.co_firstlineno}) should return "
+                f"the loss, a floating scalar, alone or first of a tuple: it returns {what}"
+            )
 
     def run(arrays):
         losses, gradients = [], None
         for inputs in zip(*arrays, strict=True):
             assert gradients is None, f"{len(arrays[0])} micro-batches are more than accumulate_grad_step"
             loss, gradients = gradient_of(*inputs)
-            losses.append(loss)
+            losses.append(loss[0] if isinstance(loss, tuple) else loss)
         return losses, gradients
 
     return cells[0].trainable_params(), run, {}
