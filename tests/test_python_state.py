@@ -15,6 +15,7 @@ from mindformers_core import init_device_mesh, init_distributed, jit, programs, 
 
 SCALES, SETTINGS, OFFSET, CACHE, CALLS = [2.0], {"slope": 1.0}, 1.0, {}, []
 TABLE = np.ones(4, np.float32)
+BOX = SimpleNamespace(total=0.0)
 GENERATOR = np.random.default_rng(0)
 X = np.arange(8, dtype=np.float32).reshape(2, 4) / 8
 
@@ -114,6 +115,8 @@ def test_what_is_read_may_change():
         if place % 4 == 0:
             assert number(compiled(Tensor(X))) == pytest.approx(expected, rel=1e-6), place
     for value in (1.5, 1.25):
+        net.kind = single.kind = value  # in place of the class's
+        assert number(net(Tensor(X))) == pytest.approx(number(single(Tensor(X))), rel=1e-6)
         SCALES[0] = value
         assert number(compiled(Tensor(X))) == pytest.approx(number(single(Tensor(X))), rel=1e-6)
 
@@ -189,6 +192,11 @@ def keeps_in_a_list(cell, x):
     return x.mean()
 
 
+def passes_on(cell, x):
+    BOX.total = cell.fc(x).mean()
+    return BOX.total * 2
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
@@ -196,14 +204,25 @@ def keeps_in_a_list(cell, x):
         (lambda cell, x: x.mean() * np.random.rand(), r"rand\(\) gives something else"),
         (lambda cell, x: x.mean() * GENERATOR.random(), r"random\(\) gives something else"),
         (appended, "construct changes CALLS at every call"),
-        (keeps_in_a_list, "keeps a tensor that it computes in self.items, at .*test_python_state"),
+        (keeps_in_a_list, "construct changes self.items at every call"),
     ],
 )
 def test_what_cannot_be_guarded(body, said):
     net, _ = pair(Body, body)
     with pytest.raises(ValueError, match=rf"the root Cell \(Body\), .*test_python_state.py:\d+: .*{said}|{said}"):
         net(Tensor(X))
-    assert net.items == []
+
+
+def test_tensors_in_an_object_of_the_call():
+    net, single = pair(Body, passes_on)
+    expected = number(single(Tensor(X)))
+    for _ in range(2):
+        assert number(net(Tensor(X))) == pytest.approx(expected, rel=1e-6)
+    assert len(programs(net)) == 1
+    with pytest.raises(
+        ValueError, match="a sharded Cell has put a tensor that it computes into a list, dict or object"
+    ):
+        float(BOX.total)
 
 
 def test_a_generator_with_a_seed_may_draw():
@@ -260,7 +279,7 @@ def test_tensors_in_attributes():
 
     with pytest.raises(RuntimeError, match=r"Cell 'layers.0' \(Expert\) keeps a tensor in .* 'aux', at .*py"):
         compiled(Tensor(X))
-    again = shard(Experts(), nets[0].layers.__dict__["_sharding"][0].mesh)
+    again = shard(Experts(), init_device_mesh((1,), ("dp",)))
     again.layers[0].recompute()
     with pytest.raises(ValueError, match="'aux', at .* is recomputed, so that it would have no gradient"):
         again(Tensor(X))

@@ -28,7 +28,7 @@ from mindformers_core.capture.open_call import computed_in
 from mindformers_core.capture.python_state import CURES, attributes_of_any_cell
 from mindformers_core.capture.recording import Recorder
 from mindformers_core.capture.shape_functions import ON_PLAIN_TENSORS, by_numpy, creating_functions
-from mindformers_core.capture.traced import CaptureError, Traced
+from mindformers_core.capture.traced import CaptureError, Traced, call_site
 from mindformers_core.dtensor.aliases import adoptions
 from mindformers_core.dtensor.in_place import DRAWS_IN_PLACE, is_in_place
 from mindformers_core.dtensor.indexing import index_tensor
@@ -139,8 +139,12 @@ def _captured(cell, inputs, named_inputs):
         cell(*args, **named)
         sys.setprofile(None)
         recorder.tree.check_copies(recorder)
+
+        def plain(leaf):
+            return recorder.values_of(leaf, "an attribute") if type(leaf) is Traced else leaf
+
         written = [(cell, name, vars(cell).get(name)) for (_, name), cell in recorder.reads.written.items()]
-        writes = [(*where, tree_map(recorder.plain, value)) for *where, value in written if not computed_in(value)]
+        writes = [(*where, tree_map(plain, value)) for *where, value in written if not computed_in(value)]
         state = recorder.reads.finish(writes)
     return recorder, state
 
@@ -252,7 +256,9 @@ class _CapturedCell:
         if type(held) is not Traced or not isinstance(value, Tensor):
             super().__setattr__(name, value)
             if name not in _UNREAD:
-                self.__dict__["_recorder"].set_attribute(self, name, value)
+                recorder = self.__dict__["_recorder"]
+                recorder.reads.set_attribute(self, name)
+                recorder.open_calls[-1].set_attributes[id(self), name] = self, value, call_site()[0]
         elif value is not held:
             held.overwrite(value)
 

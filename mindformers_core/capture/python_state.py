@@ -25,7 +25,7 @@ from mindformers_core.capture.traced import Traced, owner_of
 from mindformers_core.dtensor.dtensor import DTensor
 from mindformers_core.program.structure import tree_leaves, tree_map
 
-_MISSING, _END = type("missing", (), {}), type("end", (), {})
+_MISSING = type("missing", (), {})
 _TABLES = ("_params", "_buffers", "_cells", "_params_list")  # of a Cell, where other attributes are
 _CONTAINERS = (list, dict, set, deque, np.ndarray)
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
@@ -56,6 +56,18 @@ class Read(NamedTuple):
             if each.argval == self.name:
                 break
         return f"{self.code.co_filename}:{line}"
+
+
+class LeftBehind:
+    """In the place of a tensor that a captured `construct` has put into a list, dict or object: any use is an error."""
+
+    def _refuse(self, *_):
+        raise ValueError(
+            "a sharded Cell has put a tensor that it computes into a list, dict or object, where only this call of "
+            "construct can read it: return it, or set an attribute of a Cell to it, or to a new list of tensors"
+        )
+
+    __getattr__ = __float__ = __array__ = __iter__ = __add__ = __radd__ = __mul__ = __rmul__ = _refuse
 
 
 class PythonState(NamedTuple):
@@ -138,11 +150,10 @@ class PythonReads:
             self._read(cell, get, name, attributes[name], read)
         elif not any(name in (attributes.get(table) or ()) for table in _TABLES):
             owner = next((kind for kind in type(cell).__mro__ if name in vars(kind)), None)
-            if owner is None:
-                self._read(cell, get, name, _MISSING, read)
-            elif hasattr(vars(owner)[name], "__get__"):
-                self.consider(vars(owner)[name], read)
-            elif owner_of(_file_of(owner)) == "user":
+            if owner is not None and hasattr(vars(owner)[name], "__get__"):
+                return self.consider(vars(owner)[name], read)
+            self._read(cell, get, name, _MISSING, read)
+            if owner is not None and owner_of(_file_of(owner)) == "user":
                 self._read(owner, vars(owner).get, name, vars(owner)[name], read)
 
     def cells(self, cell, code):
@@ -166,18 +177,12 @@ class PythonReads:
 
     def finish(self, writes):
         """The `PythonState`; `writes` as there."""
-        kept = [(one, seen, read.what, read.source) for one, seen, read in self._contents.values()]
-        kept += [(vars(one), None, what, None) for one, what in self._objects.values() if hasattr(one, "__dict__")]
-        kept += [(one, None, "a global", None) for one, _, _ in self._spaces.values() if isinstance(one, dict)]
-        for one, seen, what, source in kept:
-            if isinstance(one, np.ndarray) or not tree_leaves(_contents(one), Traced):
-                continue
-            if isinstance(one, (list, deque)):
-                one[:] = seen[:-1]
-            raise self._error(
-                f"construct keeps a tensor that it computes in {what}{f', at {source}' * bool(source)}: return it, or "
-                "set an attribute of the Cell to it, or to a new list of tensors"
-            )
+        holders = [one for one, _, _ in self._contents.values() if isinstance(one, (list, deque, dict))]
+        holders += [vars(one) for one, _ in self._objects.values() if isinstance(getattr(one, "__dict__", None), dict)]
+        for one in (*holders, *(space for space, _, _ in self._spaces.values() if isinstance(space, dict))):
+            for key, value in [*(one.items() if isinstance(one, dict) else enumerate(one))]:
+                if tree_leaves(value, Traced):
+                    one[key] = LeftBehind()
         groups = [
             (partial(map, get, tuple(entries), repeat(_MISSING)), *zip(*entries.values()))
             for _, get, entries in self._spaces.values()
@@ -207,7 +212,7 @@ class PythonReads:
 
     def consider(self, value, read):
         """Read what a value consists of, as far as code names it."""
-        if id(value) in self._objects or isinstance(value, Tensor):
+        if id(value) in self._objects or isinstance(value, (Tensor, LeftBehind)):
             return
         if isinstance(value, _CONTAINERS):
             self._consider_container(value, read)
@@ -282,11 +287,13 @@ def _reads_by_name(kind, names):
 def _contents(one):
     if isinstance(one, np.ndarray):
         return (one.tobytes(),)
-    return (*one, *one.values(), _END) if isinstance(one, dict) else (*one, _END)
+    return (len(one), *one, *one.values()) if isinstance(one, dict) else (len(one), *one)
 
 
 def _same(now, then, depth=8):
-    """Whether a value computes the same as another one."""
+    """Whether a value computes the same as another one; what a call has left isn't read by the next."""
+    if isinstance(now, LeftBehind):
+        return True
     if now is then or type(now) is not type(then) or not depth:
         return now is then
     if isinstance(now, (int, str, bytes)):

@@ -142,18 +142,9 @@ class Recorder:
         sys.setprofile(self.reads.profile)
         return result
 
-    def set_attribute(self, cell, name, value):
-        """`construct` sets an attribute of a Cell, which is no Parameter."""
-        self.reads.set_attribute(cell, name)
-        self.open_calls[-1].set_attributes[id(cell), name] = cell, value, call_site()[0]
-
     def is_input(self, entry):
         """Whether a traced tensor's entry is an argument of the root."""
         return any(entry == Made(self.open_calls[0], value) for value in tree_leaves(self.open_calls[0].arguments))
-
-    def plain(self, leaf):
-        """What a call leaves in an attribute for a leaf: of a constant its plain tensor."""
-        return self.values_of(leaf, "an attribute") if type(leaf) is Traced else leaf
 
     def write(self, tensor, value):
         """Record that a Parameter is written; returns its new value, which has no gradient."""

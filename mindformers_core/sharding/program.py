@@ -26,6 +26,7 @@ from mindformers_core.propagation.propagate import propagate
 from mindformers_core.propagation.saved import load_plan
 from mindformers_core.scopes import errors_at
 from mindformers_core.sharding.collective_places import collective_places
+from mindformers_core.sharding.sharded_cells import tree_and_path
 
 _LOG = logging.getLogger("mindformers_core")
 
@@ -149,7 +150,7 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
 def _keep(path, entries, cell, number, local):
     """Set an attribute to tensors that a function, of this Cell, has computed, made as final as results."""
     frame, kept = entries[number]
-    tree, own = cell.__dict__["_sharding"]
+    tree, own = tree_and_path(cell)
     where = (path, kept.path) if kept.local is None else (own, kept.local.strip("."))
 
     def distributed(value, tensor):
