@@ -45,7 +45,7 @@ def closure(factor):
 
 
 def with_default(x, sizes=[1.0]):  # noqa: B006
-    return x * sizes[0] * float(os.environ.get("MINDFORMERS_CORE_TEST", "1"))
+    return x * sizes[0] * float(os.getenv("MINDFORMERS_CORE_TEST", "1"))
 
 
 class Reader(nn.Cell):
@@ -336,6 +336,12 @@ def test_layers_come_and_go():
         net(Tensor(X))
     with pytest.raises(ValueError, match=r"Cell 'head' \(Dense\) has come since shard"):
         net.head = nn.Dense(4, 4)
+    eager = shard(Row(), init_device_mesh((1,), ("dp",)), mode="eager")
+    eager.layers.append(nn.ReLU())
+    assert number(eager(Tensor(X))) == pytest.approx(number(eager(Tensor(X))))
+    eager.layers.append(nn.Dense(4, 4))
+    with pytest.raises(ValueError, match=r"Cell 'layers.3' \(Dense\) has come since shard"):
+        eager(Tensor(X))
 
 
 def test_a_copy_is_an_error_that_says_what_to_do():

@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections import OrderedDict
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 
 import mindspore as ms
@@ -135,7 +135,8 @@ def _captured(cell, inputs, named_inputs):
         scope.callback(delattr, default_generator, "_step")
         scope.enter_context(_Dispatched(recorder))
         args, named = tree_map(recorder.input, (inputs, named_inputs))
-        scope.callback(sys.setprofile, sys.getprofile())
+        profiler = sys.getprofile()  # that of cProfile is no function
+        scope.callback(getattr(profiler, "enable", partial(sys.setprofile, profiler)))
         cell(*args, **named)
         sys.setprofile(None)
         recorder.tree.check_copies(recorder)

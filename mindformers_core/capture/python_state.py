@@ -6,6 +6,7 @@ among all these. The idea of guards is that of TorchDynamo.
 """
 
 import dis
+import os
 import random
 import sys
 import sysconfig
@@ -163,6 +164,7 @@ class PythonReads:
     @contextmanager
     def reading(self, cell, construct):
         """While open, the `construct` of a Cell runs."""
+        self._names.setdefault("construct", construct.__code__)
         self.consider(construct.__func__, Read(cell, construct.__code__, "", "construct"))
         sys.setprofile(self.profile)
         try:
@@ -199,6 +201,8 @@ class PythonReads:
         for name in code.co_names:
             if name in space:
                 self._read(space, space.get, name, space[name], Read(self._running(), code, name, name))
+        if "getenv" in code.co_names:
+            self.consider(os.environ, Read(self._running(), code, "getenv", "os.environ"))
         for name in code.co_freevars:
             self.consider(frame.f_locals.get(name), Read(self._running(), code, name, name))
         for one, what in list(self._objects.values()):

@@ -16,7 +16,7 @@ from mindformers_core.program.naming import snake_case
 from mindformers_core.program.passed_weights import WEIGHTS
 
 _RESERVED = ("ms", "ops", "self", "program", "mesh", "collectives", "communicator", "DeviceMesh", "Layout")
-_RESERVED += ("observed", "keep")
+_RESERVED += ("observed", "keep_attribute")
 
 
 class ModuleSource:
@@ -42,8 +42,8 @@ class ModuleSource:
         deferrals: `CellPlan` -> its `Deferral`; empty without `defer_weights`.
         frames: the distinct `CellPlan`s, callees before their callers.
         observed: the `Observed` tensors by number; None without `is_observed`.
-        kept: `(CellPlan, KeptAttribute)` by number: functions call `keep(cell, number, local tensors)`, a function of
-            the owner of the module, for tensors that are left in attributes.
+        kept: `(CellPlan, KeptAttribute)` by number; `keep_attribute(cell, number, tensors)`, which functions call,
+            comes from the owner of the module.
         imports: lines.
         sites: name of a function -> `(line of the module, index of the instruction)` of its redistributions, in order.
         reserved: names that no variable of a function may have; they grow.

@@ -134,7 +134,7 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
     tree.function_names.update(source.functions.values())
     name = source.functions[generated]
     module = load_module(name, source)
-    module.keep = partial(_keep, path, source.kept)
+    module.keep_attribute = partial(_keep, path, source.kept)
     _check_kept(tree, path, source.kept)
     functions = {function: getattr(module, function) for function in source.functions.values()}
     values = tree_leaves(graph.result)

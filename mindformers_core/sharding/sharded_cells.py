@@ -147,6 +147,7 @@ class EagerCell(ShardedCell):
         boundary = tree.boundaries[path]
         if tree.views is None:
             if path == "":
+                tree.follow_cells()
                 shapes = tuple(tuple(tensor.shape) for tensor in tree_leaves((args, kwargs), Tensor))
                 tree.compare_inputs(shapes, args, kwargs)
             with replaced(tree, views={}), tree.storage.call_scope(), draws_by_position(), adoptions():
