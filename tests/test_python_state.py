@@ -76,10 +76,6 @@ def number(tensor):
     return float(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
 
 
-def set_global(name, value):
-    globals()[name] = value
-
-
 CHANGES = [
     lambda net, value: setattr(net, "scale", value),
     lambda net, value: setattr(net.config, "_alpha", value),
@@ -92,7 +88,7 @@ CHANGES = [
     lambda net, value: setattr(Reader, "kind", value),
     lambda net, value: SCALES.__setitem__(0, value),
     lambda net, value: SETTINGS.update(slope=value),
-    lambda net, value: set_global("OFFSET", value),
+    lambda net, value: globals().update(OFFSET=value),
     lambda net, value: TABLE.__setitem__(0, value),
     lambda net, value: with_default.__defaults__[0].__setitem__(0, value),
     lambda net, value: os.environ.__setitem__("MINDFORMERS_CORE_TEST", str(value)),
@@ -337,10 +333,8 @@ def test_layers_come_and_go():
     with pytest.raises(ValueError, match=r"Cell 'head' \(Dense\) has come since shard"):
         net.head = nn.Dense(4, 4)
     eager = shard(Row(), init_device_mesh((1,), ("dp",)), mode="eager")
-    eager.layers.append(nn.ReLU())
-    assert number(eager(Tensor(X))) == pytest.approx(number(eager(Tensor(X))))
     eager.layers.append(nn.Dense(4, 4))
-    with pytest.raises(ValueError, match=r"Cell 'layers.3' \(Dense\) has come since shard"):
+    with pytest.raises(ValueError, match=r"Cell 'layers.2' \(Dense\) has come since shard"):
         eager(Tensor(X))
 
 
