@@ -150,7 +150,7 @@ def call_site():
     primitive, layer = None, None
     while frame is not None:
         name = frame.f_code.co_filename
-        owner = _owner(name)
+        owner = owner_of(name)
         if owner == "user":
             return f"{name}:{frame.f_lineno}", primitive
         if owner == "mindspore":
@@ -168,12 +168,12 @@ def call_site():
 def failed_site(error):
     """`file:line` of the innermost frame of the user's code that a caught error passed; and whether it began there."""
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    users = [place for place, (name, _) in enumerate(frames) if _owner(name) == "user"]
+    users = [place for place, (name, _) in enumerate(frames) if owner_of(name) == "user"]
     return ":".join(map(str, frames[users[-1]])) if users else None, users[-1:] == [len(frames) - 1]
 
 
 @cache
-def _owner(filename):
+def owner_of(filename):
     """Whose code a file is: `"user"`, `"mindspore"` or `"engine"`."""
     if filename.startswith(_MINDSPORE):
         return "mindspore"
