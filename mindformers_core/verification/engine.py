@@ -3,6 +3,7 @@
 import gc
 import re
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from traceback import extract_tb
 
@@ -25,14 +26,17 @@ from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.verification.checking import FLOAT32_KERNELS, PRECISIONS, Check
 from mindformers_core.verification.comparison import largest
 from mindformers_core.verification.observing import RankObserver
+from mindformers_core.verification.rounding import EPS
 from mindformers_core.verification.truth import OneCard, floating
 
 _OWN_CODE = 2**-10, 2**-14  # tolerance and rounding: the model's own code runs in float32
 _OWN_TERMS = 2**-7  # of the largest magnitude in a pass, whose rounding errors in float32 are left where terms cancel
+_OWN_SUMS = 4  # units of rounding of an operator's result there: kernels add in float16
 _HUGE = 1e30  # counts as infinite: the lowest number of float32 is not that of float64
 _UPDATE_TOLERANCE = 1e-5  # optimizers take scalars and keep moments in float32,
 _UPDATE_ROUNDING = 2**-23  # and compute weights of float64 in float32
 _RATE = 1e-3  # the learning rate
+_FIRST = (-1,)  # the order of faults in the model's own code
 _LEAVE_IT = ("add_", "sub_", "mul_", "div_", "floor_divide_", "remainder_", "exp_")  # on CPU, their tensor as it was
 
 
@@ -102,19 +106,37 @@ def _without_collection():
 
 
 def _simulated(subject, plans, precision, notes):
-    """The `Check` of a step in a `Precision`."""
+    """The `Check` of a step in a `Precision`; where a fault may be due to rounding, of another run that allows for it.
+
+    Rounding is that of the operators' dtypes in the model's own code, and that of their kernels in programs.
+    """
     graphs = {stage: graph for (stage, _), (graph, _) in sorted(plans.items(), key=lambda entry: entry[0][0])}
-    truth = OneCard(graphs, subject.parameters, precision.dtype, subject.divisor)
-    for each in subject.passes:
-        truth.run(*each)
+
+    def card(noise=None):
+        made = OneCard(graphs, subject.parameters, precision.dtype, subject.divisor, noise)
+        for each in subject.passes:
+            made.run(*each)
+        return made
+
+    def of_kernel(_, operator):
+        return EPS["float32" if operator in FLOAT32_KERNELS else precision.dtype]
+
+    truth = card()
     given = subject.mesh, plans, truth, precision, notes
     check = _compared(subject, Check(*given))
-    return check if check.is_located() else _compared(subject, Check(*given, is_whole=True))
+    is_located, of_programs, of_own = check.is_located(), None, None
+    if check.faults and precision is not PRECISIONS["float64"]:
+        of_programs = card(of_kernel)
+    if any(fault.order == _FIRST for fault in check.faults):
+        of_own = card(lambda dtype, _: _OWN_SUMS * EPS.get(dtype, 0.0))
+    if is_located and not of_programs and not of_own:
+        return check
+    return _compared(subject, Check(*given, is_whole=not is_located, perturbed=of_programs), of_own)
 
 
-def _compared(subject, check):
-    """The `Check`, after one step of all ranks."""
-    if unlike := _unlike_own_code(subject, check.plans) or _compare_own_code(check, subject):
+def _compared(subject, check, perturbed=None):
+    """The `Check`, after one step of all ranks; `perturbed`: as of `Check`, for the model's own code."""
+    if unlike := _unlike_own_code(subject, check.plans) or _compare_own_code(check, subject, perturbed):
         check.notes += (f"not verified: that the captured program computes what the model's own code does, {unlike}",)
 
     def work(rank):
@@ -149,7 +171,7 @@ def _unlike_own_code(subject, plans):
     return f"which draws numbers, by {drawn[0]}" if drawn else f"whose {wrong[0]} is wrong on CPU" if wrong else ""
 
 
-def _compare_own_code(check, subject):
+def _compare_own_code(check, subject, perturbed):
     """Compare with the user's own code on one card, in the first pass; returns why it can't run, or ""."""
     label, rank = subject.passes[0][0], subject.mesh.rank_list[0]
     try:
@@ -157,10 +179,12 @@ def _compare_own_code(check, subject):
     except Exception as error:  # operators without a kernel here that generated code calls in another way
         return f"which fails here: {str(error).strip().partition(chr(10))[0]}"
     for group, kind in zip(groups, ("value", "gradient", "value"), strict=True):
-        scale = max(check.truth.largest(kind, label) * _OWN_TERMS, largest([value for _, _, value in group]))
-        for what, found, value in group:
+        values = [pick(check.truth) for _, _, pick in group]
+        scale = max(check.truth.largest(kind, label) * _OWN_TERMS, largest(values))
+        for what, found, pick in group:
             at = None, label, None, f"{what} by the model's own code; one card's is the captured program's", None
-            check.hold((-1,), rank, "result", at, None, Tensor(found), value, scale, limits=_OWN_CODE)
+            with replaced(check, perturbed=perturbed):
+                check.hold(_FIRST, rank, "result", at, None, Tensor(found), pick, scale, limits=_OWN_CODE)
     return ""
 
 
@@ -169,15 +193,15 @@ def _not_in_place(*_, **__):
 
 
 def _own_results(subject, truth):
-    """Triples (what, found, expected) of the user's own code in the first pass: three lists, of its results, gradients
-    and written parameters, which are restored."""
+    """Triples (what, found, function of a `OneCard` that returns what is expected) of the user's own code in the first
+    pass: three lists, of its results, gradients and written parameters, which are restored."""
     label, args, kwargs, slopes = subject.passes[0]
     weights = {path: weight for path, weight in subject.model.parameters_and_names() if path in truth.trained}
     args, kwargs = tree_map(lambda leaf: Tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, (args, kwargs))
     inputs, tape, results = floating((args, kwargs)), ThreadTape(), []
     written = {path: p for path, p in subject.model.parameters_and_names() if path in truth.written[label]}
     before = {path: parameter.asnumpy().copy() for path, parameter in written.items()}
-    expected, gradients = truth.outputs[label], truth.weight_gradients[label]
+    expected = truth.outputs[label]
     try:
         with custom_gradients(), replaced(Tensor, **dict.fromkeys(_LEAVE_IT, _not_in_place)):
             tape.record(lambda *_: results.extend(floating(subject.model(*args, **kwargs))), inputs)
@@ -187,15 +211,16 @@ def _own_results(subject, truth):
     finally:
         for path, array in before.items():
             ops.assign(written[path], Tensor(array))
+
+    def bounded(table, key):
+        return lambda card: np.clip(getattr(card, table)[label][key], -_HUGE, _HUGE)
+
     groups = (
-        [("a result", *pair) for pair in zip(results, expected, strict=True)],
-        [(f"gradient of {path}", one, gradients[path]) for path, one in zip(weights, found, strict=True)],
-        [(f"{path} afterwards", one, truth.written[label][path]) for path, one in after.items()],
+        [("a result", one, bounded("outputs", place)) for place, one in enumerate(results)],
+        [(f"gradient of {path}", one, bounded("weight_gradients", path)) for path, one in zip(weights, found)],
+        [(f"{path} afterwards", one, bounded("written", path)) for path, one in after.items()],
     )
-    return [
-        [(what, *(np.clip(array, -_HUGE, _HUGE) for array in (one.asnumpy(), value))) for what, one, value in group]
-        for group in groups
-    ]
+    return [[(what, np.clip(one.asnumpy(), -_HUGE, _HUGE), pick) for what, one, pick in group] for group in groups]
 
 
 def _buckets(cells):
@@ -213,12 +238,20 @@ def _buckets(cells):
 
 def _compare_written(check, observer, cells):
     """Compare what the parameters hold that programs write, such as running statistics, after all passes."""
-    written = {path: array for state in check.truth.written.values() for path, array in state.items()}
+    written = {path: label for label, state in check.truth.written.items() for path in state}
     held = {path: parameter for net in cells.values() for path, parameter in net.parameters_and_names()}
     for path, parameter in held.items():
         if path in written:
-            at, array = (None, None, None, path, ""), written[path]
-            check.hold((2, 0), observer.rank, "written parameter", at, parameter.layout, parameter, array)
+            at, label = (None, None, None, path, ""), written[path]
+            check.hold(
+                (2, 0),
+                observer.rank,
+                "written parameter",
+                at,
+                parameter.layout,
+                parameter,
+                lambda card, label=label, path=path: card.written[label][path],
+            )
 
 
 def _compare_step(check, observer, step, buckets):
@@ -231,23 +264,32 @@ def _compare_step(check, observer, step, buckets):
         check.hold((2, order), observer.rank, what, at, layout, tensor, value, scale, limits=limits)
 
     for label, pairs in results.items():
-        for (result, layout), value in zip(pairs, truth.outputs[(*label, observer.replica)], strict=True):
-            hold(0, "result", str(label), layout, result, value)
+        for place, (result, layout) in enumerate(pairs):
+            key = *label, observer.replica
+            hold(0, "result", str(label), layout, result, lambda card, key=key, place=place: card.outputs[key][place])
     parameters = {observer.paths[id(parameter)]: parameter for parameter in optimizer.parameters}
-    summed = {path: np.zeros(parameter.global_shape) for path, parameter in parameters.items()} | truth.step_gradients
+
+    def summed(card, path):
+        return card.step_gradients.get(path, np.zeros(())) + np.zeros(parameters[path].global_shape)
+
+    def norm(card):
+        return np.sqrt(sum(np.square(gradient).sum() for gradient in card.step_gradients.values()))
+
+    def clipped_of(card, path):
+        return summed(card, path) * (min(clip.max_norm / (norm(card) + 1e-6), 1.0) if clip.max_norm else 1.0)
+
     for (path, parameter), gradient in zip(parameters.items(), gradients, strict=True):
-        hold(1, "reduced gradient", path, parameter.layout, gradient, summed[path])
-    norm = np.sqrt(sum(np.square(gradient).sum() for gradient in summed.values()))
+        hold(1, "reduced gradient", path, parameter.layout, gradient, partial(summed, path=path))
     (clipped, found), limits = clip(tuple(gradients)), (_UPDATE_TOLERANCE, check.precision.rounding)
     hold(2, "gradient norm", "", None, found, norm, limits=limits)
-    factor = min(clip.max_norm / (norm + 1e-6), 1.0) if clip.max_norm else 1.0
     before = [parameter.asnumpy().copy() for parameter in optimizer.parameters]
     optimizer(clipped, *optimizer.scalars(1, _RATE))
     for (path, parameter), gradient, old in zip(parameters.items(), clipped, before, strict=True):
-        hold(3, "clipped gradient", path, parameter.layout, gradient, summed[path] * factor, limits=limits)
+        hold(3, "clipped gradient", path, parameter.layout, gradient, partial(clipped_of, path=path), limits=limits)
         value = _first_update(old, gradient.asnumpy(), optimizer.section, parameter.name)
         added, scale = Tensor(parameter.asnumpy() - old), np.abs(old).max(initial=0.0)
-        hold(4, "update", path, None, added, value, scale, (_UPDATE_TOLERANCE, _UPDATE_ROUNDING))
+        update = _UPDATE_TOLERANCE, _UPDATE_ROUNDING
+        hold(4, "update", path, None, added, lambda _, value=value: value, scale, update)
 
 
 def _first_update(weight, gradient, section, name):

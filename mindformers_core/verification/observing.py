@@ -1,6 +1,7 @@
 """The observer of one simulated rank: every tensor of its programs is compared with the value on one card."""
 
 from mindspore import Tensor
+from mindspore._c_expression import Cell_, MixedPrecisionType
 
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators.signature import is_float
@@ -38,8 +39,10 @@ class RankObserver(ProgramObserver):
         self.paths, self.replica = parameter_paths(cells.values()), replica
 
     def placed(self, cell, parameters):
-        """See `Observer`: floating tensors of a Cell in one dtype."""
+        """See `Observer`: floating tensors of a Cell in one dtype, without MindSpore's mixed precision."""
         for _, child in cell.cells_and_names():
+            child.mixed_precision_type = None
+            Cell_.set_mixed_precision_type(child, MixedPrecisionType.NOTSET)
             for name, value in vars(child).items():
                 if type(value) is Tensor:
                     vars(child)[name] = as_computed(value)
@@ -95,11 +98,14 @@ class RankObserver(ProgramObserver):
         if self._pass is None or path is None or path in tied or gradient.shape != parameter.shape:
             return
         layout = gradient_layout(getattr(parameter, "computing_layout", None) or parameter.layout)
-        value = self.check.truth.weight_gradients[self._pass].get(path)
         order = 1, self._pass, 1, self.check.compared
         at = None, self._pass, None, path, None
-        if value is not None:  # a trained one that the program uses
-            scale = self.check.truth.largest("gradient", self._pass)
+        if path in self.check.truth.weight_gradients[self._pass]:  # a trained one that the program uses
+            label, scale = self._pass, self.check.truth.largest("gradient", self._pass)
+
+            def value(card):
+                return card.weight_gradients[label][path]
+
             self.check.hold(order, self.rank, "weight gradient", at, layout, gradient, value, scale)
 
     def _observed(self, source, cell, number, tensor):
