@@ -1,6 +1,32 @@
-"""Atomic writing of files. Pure Python."""
+"""Atomic writing of files, and folders that one process at a time has. Pure Python."""
 
+import fcntl
 import os
+import socket
+
+
+def lock_folder(folder):
+    """The open file `folder/.lock`: this process has the folder until it closes the file, or ends, whatever ends it.
+
+    The file says which process that was. It stays, and means nothing without one that holds it. Some file systems have
+    no locks: a line says so.
+
+    Raises:
+        BlockingIOError: another process has the folder. OSError: the file can't be made.
+    """
+    file = open(os.path.join(folder, ".lock"), "a+", encoding="utf-8")  # noqa: SIM115  (the caller closes it)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        text = f"another run has this folder, and goes on ({file.read()}): take another folder, or wait for its end"
+        raise BlockingIOError(text) from None
+    except OSError as error:
+        print(f"warning: '{folder}': its file system has no locks ({error}): don't let two runs use it")
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file
 
 
 def write_whole(path, contents):

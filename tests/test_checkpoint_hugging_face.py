@@ -154,7 +154,7 @@ class Padded:
 
 
 def test_ids_of_special_tokens_are_carried():
-    """Of 0, None and lists, for every kind of model; nothing else is, and those of a config itself are compared."""
+    """Of 0, None and lists, for every kind of model; nothing else is."""
     ids = {"bos_token_id": 0, "eos_token_id": [0, 2], "pad_token_id": None}
     for spec in (LLAMA, ModelSpec("package:Class", LlamaConfig)):
         plain = config_document(spec, "llama", LlamaConfig())
@@ -164,8 +164,6 @@ def test_ids_of_special_tokens_are_carried():
         check_config(spec, "llama", LlamaConfig(), written, "config.json")
     spec = ModelSpec("package:Class", Padded)
     assert config_document(spec, "a", Padded(), ids) == {"model_type": "a", **ids, "pad_token_id": 3}
-    with pytest.raises(ValueError, match="has pad_token_id 4, but model.pad_token_id is 3"):
-        check_config(spec, "a", Padded(), {"model_type": "a", **ids, "pad_token_id": 4}, "config.json")
 
 
 def test_configs_of_all_versions_are_the_models():
@@ -193,8 +191,6 @@ def test_models_without_a_format_keep_their_names_and_keys():
     config = LlamaConfig(hidden_size=64)
     found = json.loads(json.dumps(config_document(spec, "package:Class", config)))
     check_config(spec, "package:Class", config, found, "config.json")
-    with pytest.raises(ValueError, match="has hidden_size 64, but model.hidden_size is 128"):
-        check_config(spec, "package:Class", LlamaConfig(hidden_size=128), found, "config.json")
     with pytest.raises(ValueError, match="has model_type 'package:Class', but the model other:Class is 'other:Class'"):
         check_config(spec, "other:Class", config, found, "config.json")
     assert tensor_name(spec)("a.weight") == "a.weight"
@@ -207,7 +203,7 @@ def test_models_without_a_format_keep_their_names_and_keys():
 def test_damaged_folders_are_errors(tmp_path):
     write_folder(tmp_path / "theirs", CONFIG, weights(CONFIG), files=2)
     folder, recipe = tmp_path / "theirs", recipe_of(tmp_path, CONFIG)
-    assert open_source(recipe)[0].state is None
+    assert open_source(recipe).state is None
     index = folder / "model.safetensors.index.json"
     text = index.read_text()
     index.write_text(text.replace("weight_map", "map"))

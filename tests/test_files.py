@@ -1,8 +1,13 @@
 """Files appear whole, or not at all."""
 
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
 
-from mindformers_core.files import write_whole
+from mindformers_core.files import lock_folder, write_whole
 
 
 def test_a_file_is_written_whole(tmp_path, monkeypatch):
@@ -29,3 +34,18 @@ def test_a_folder_is_no_file(tmp_path):
     with pytest.raises(IsADirectoryError, match="can't be written: it is a folder: give the path of a file in it"):
         write_whole(tmp_path, "")
     assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_is_one_process_alone(tmp_path):
+    """As long as that lives: a killed one leaves a lock that says nothing."""
+    code = "import sys; from mindformers_core.files import lock_folder; held = lock_folder(sys.argv[1]); input(1)"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.read(1) == "1"
+    with pytest.raises(BlockingIOError, match=rf"another run has this folder, and goes on \(process {holder.pid} on "):
+        lock_folder(tmp_path)
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+    with lock_folder(tmp_path), pytest.raises(BlockingIOError, match=rf"process {os.getpid()} on "):
+        lock_folder(tmp_path)
+    lock_folder(tmp_path).close()

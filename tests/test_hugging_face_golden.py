@@ -68,7 +68,7 @@ def check_training(theirs, ours, *overrides):
     Returns the folder of the checkpoint after the step.
     """
     recipe = recipe_of(theirs, *overrides, f"training.output_dir={ours}")
-    checkpoint, recipe = open_source(recipe)
+    checkpoint = open_source(recipe)
     expected, tensors = load_file(theirs / "expected.safetensors"), load_file(theirs / "model.safetensors")
     data, ranks = Rows(expected["ids"]), recipe_mesh(recipe)
 
@@ -108,7 +108,7 @@ def check_answers(theirs):
     """Logits, and the tokens that are generated, on two ranks."""
     expected, recipe = load_file(theirs / "expected.safetensors"), recipe_of(theirs, *mesh(tp=2))
     check_close(logits_here(theirs, recipe, expected["ids"][:, :-1]), expected["logits"], "logits")
-    checkpoint, recipe = open_source(recipe)
+    checkpoint = open_source(recipe)
     prompts, new = expected["ids"][:1].tolist(), expected["tokens"].tolist()
 
     def work(rank):

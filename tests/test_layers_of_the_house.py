@@ -71,8 +71,9 @@ REGISTRIES = {"mindformers_core.operators.registry"}
 # Objects that live as long as the process, of classes of ours whose objects can change; each must say why it has to be.
 PROCESS_WIDE = {
     ("mindformers_core.communication.world", "_PROCESS"),  # MindSpore's own communication is one for a process, too
-    # an operator without state, which compiled source has to find under a name
+    # operators without state, which compiled source has to find under a name
     ("mindformers_core.sharding.compiling", "choose_program"),
+    ("mindformers_core.sharding.whole_tensors", "check_whole"),
 }
 
 

@@ -14,7 +14,7 @@ from mindformers_core.mesh import DeviceMesh, init_device_mesh
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.trainer.recipe import Optimizer
-from mindformers_core.zero import Lamb, LossScale, hsdp, value_and_grad
+from mindformers_core.zero import LossScale, hsdp, value_and_grad
 from mindformers_core.zero.optimizers import check_optimizers
 from mindformers_core.zero.storage import storage_of
 
@@ -220,62 +220,6 @@ def test_shard_after_hsdp():
     for net in (hsdp(Net()), hsdp(sharded())):
         with pytest.raises(ValueError, match=r"Net, or a Cell in it, is sharded by hsdp\(\): call shard\(\) first"):
             shard(net, init_device_mesh(SIZES, AXES))
-
-
-BY_TENSOR = {
-    "Lamb": lambda parts: nn.Lamb(parts, 0.1),
-    "LARS": lambda parts: nn.LARS(nn.Momentum(parts, 0.1, 0.9)),
-    "AdaFactor": lambda parts: nn.AdaFactor(parts),
-}
-
-
-@pytest.mark.parametrize("name", BY_TENSOR)
-@pytest.mark.parametrize("shard_size", [1, 2])
-def test_optimizers_whose_steps_need_whole_tensors(name, shard_size):
-    net = hsdp(sharded(), shard_size, threshold=0)
-    optimizer = BY_TENSOR[name](net.trainable_params())
-    if shard_size == 1:
-        check_optimizers(storage_of(net))  # every tensor is whole
-        return
-    with pytest.raises(
-        ValueError, match=rf"{name} computes .* of '(first|second)\.weight' of the root Cell \(Net\), \(8, 8\)"
-    ) as caught:
-        check_optimizers(storage_of(net))
-    for text in ("this rank has the part (4, 8), [dp, -]", "mindformers_core.zero.Lamb", "nn.AdamWeightDecay"):
-        assert text in str(caught.value)
-    del optimizer
-
-
-def test_tensor_parallel_parts_are_parts_too():
-    net = hsdp(sharded(second=layout(None, "tp")))
-    optimizer = nn.Lamb(net.trainable_params(), 0.1)
-    with pytest.raises(ValueError, match=r"'second\.weight' .*\(8, 8\), this rank has the part \(8, 4\), \[-, tp\]"):
-        check_optimizers(storage_of(net))
-    del optimizer
-
-
-def test_optimizers_that_update_element_by_element():
-    net = hsdp(sharded(), 2, threshold=0)
-    parts = net.trainable_params()
-    kinds = (nn.Adam, nn.AdamWeightDecay, nn.AdaMax, nn.FTRL, nn.LazyAdam, nn.ASGD, nn.Rprop, Lamb)
-    optimizers = [kind(parts) for kind in kinds]
-    optimizers += [kind(parts, 0.1) for kind in (nn.SGD, nn.Adagrad, nn.Adadelta, nn.RMSProp, nn.ProximalAdagrad)]
-    optimizers += [kind(parts, lr=0.1) for kind in (optim.AdamW, optim.NAdam, optim.RAdam, optim.Rprop, optim.ASGD)]
-    check_optimizers(storage_of(net))
-    assert optimizers
-
-
-def test_centralized_gradients():
-    net = hsdp(sharded(second=layout(None, "tp")), 2, threshold=0)
-    groups = [{"params": net.trainable_params()[:1], "grad_centralization": True}]
-    groups.append({"params": net.trainable_params()[1:]})
-    optimizer = nn.Momentum(groups, 0.1, 0.9)
-    check_optimizers(storage_of(net))  # rows are whole: [dp, -]
-    groups = [{"params": net.trainable_params(), "grad_centralization": True}]
-    optimizer = nn.Momentum(groups, 0.1, 0.9)
-    with pytest.raises(ValueError, match=r"Momentum .*grad_centralization=True.*'second\.weight' .* \[dp, tp\]: leave"):
-        check_optimizers(storage_of(net))
-    del optimizer
 
 
 def test_an_optimizer_of_the_weights_that_compute():

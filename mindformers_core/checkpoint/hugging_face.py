@@ -5,7 +5,8 @@ from fnmatch import fnmatchcase
 
 _DTYPE_KEYS = ("torch_dtype", "dtype")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of texts, which no model computes with
-_OF_TRAINING = (*_DTYPE_KEYS, "initializer_range")  # a checkpoint's tensors don't depend on them, or are converted
+# what a checkpoint's tensors and their use don't depend on; dtypes are converted
+_OF_TRAINING = (*_DTYPE_KEYS, "initializer_range", "max_position_embeddings")
 
 
 def tensor_name(spec):
@@ -75,15 +76,17 @@ def model_section(spec, name, found, where):
 def check_config(spec, name, config, found, where):
     """Raise `ValueError` for the first key in which a `config.json` differs from the recipe's section `model`.
 
-    Arguments as of `model_section`; `config` is the model's config. Dtypes may differ.
+    Arguments as of `model_section`; `config` is the model's config. Dtypes and the longest sequence may differ; and all
+    keys of a model without a `HuggingFaceFormat`, of which only the user knows what they change: tensors are compared.
     """
     section = model_section(spec, name, found, where)
-    keys = [entry.name for entry in dataclasses.fields(config)] if spec.hugging_face is None else spec.hugging_face.keys
+    if spec.hugging_face is None:
+        return
     try:
         theirs = spec.config(**section)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
-    for key in keys:
+    for key in spec.hugging_face.keys:
         one, other = _plain(getattr(theirs, key)), _plain(getattr(config, key))
         if one != other and key not in _OF_TRAINING:
             raise ValueError(f"{where} has {key} {one}, but model.{key} is {other}: take the model that was saved")

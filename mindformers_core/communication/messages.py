@@ -1,12 +1,16 @@
 """Messages of any length among the ranks of a mesh."""
 
 import json
+from hashlib import blake2b
 
 import numpy as np
 from mindspore import Tensor
 
 from mindformers_core.communication.communicator import communicator
 from mindformers_core.communication.world import world
+from mindformers_core.hints import first_of
+
+_SHOWN = 3  # facts in an error
 
 
 def gather_values(mesh, value):
@@ -27,3 +31,31 @@ def gather_values(mesh, value):
     sent = Tensor(np.frombuffer(message.ljust(words * 4, b" "), np.int32).copy())
     texts = gather.uncounted(sent).asnumpy().reshape(mesh.size, words)
     return {rank: json.loads(text.tobytes()) for rank, text in zip(mesh.group(world().rank, axes), texts, strict=True)}
+
+
+def check_equal(mesh, facts, cure):
+    """Raise `ValueError`, on all ranks of a mesh, where they have different facts; all these ranks call this.
+
+    Args:
+        mesh: the `DeviceMesh`.
+        facts: a dict, name -> value, as of `gather_values`. Ranks exchange a digest, and the facts where it differs.
+        cure: what to do, the end of the error.
+    """
+    digest = blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
+    if len({*gather_values(mesh, digest).values()}) > 1:
+        said = differences(gather_values(mesh, facts))
+        raise ValueError(f"{'; '.join(said[:_SHOWN])}{'; …' * (len(said) > _SHOWN)}: {cure}")
+
+
+def differences(found):
+    """A sentence for every fact that isn't the same on all ranks; `found`: rank -> dict, name -> value. Pure."""
+    said = []
+    for name in sorted({name for facts in found.values() for name in facts}):
+        holders = {}
+        for rank, facts in sorted(found.items()):
+            value = json.dumps(facts[name]) if name in facts else "missing"
+            holders.setdefault(value, []).append(rank)
+        if len(holders) > 1:
+            values = (f"{value} on rank{'s' * (len(ranks) > 1)} {first_of(ranks)}" for value, ranks in holders.items())
+            said.append(f"{name} is {' and '.join(values)}")
+    return said

@@ -21,6 +21,7 @@ from mindformers_core.sharding.parameter_storage import ParameterStorage
 from mindformers_core.sharding.program import bind_arguments, describe, make_program
 from mindformers_core.sharding.recordings import no_gradient_left_waiting
 from mindformers_core.sharding.sharded_cells import EagerCell, GeneratedCell, located, sharded_class
+from mindformers_core.sharding.whole_tensors import note_tree
 
 MOST_PROGRAMS = 64  # of one Cell that is called from outside; beyond that the least recently used one is dropped
 _LOG = logging.getLogger("mindformers_core")
@@ -77,6 +78,7 @@ class ShardedTree:
             cell.__dict__["sharded_cell_number"] = register_cell(self, path)
             cell.__dict__["_sharding"] = self, path
             self._set_class(path)
+        note_tree(self)
 
     def _set_class(self, path):
         """Give a Cell the class for its mode and its programs."""

@@ -41,6 +41,11 @@ class ClipByGlobalNorm(nn.Cell):
         self.sum_of_all = sum_cell(mesh, tuple(over))
 
     def construct(self, gradients):
+        norm = self.norm(gradients)
+        return self.clipped(gradients, norm), norm
+
+    def norm(self, gradients):
+        """The joint norm; NaN or infinite on all ranks if an element on any of them is."""
         total = ops.zeros((), float32)  # a tensor where this rank counts nothing, too
         for index, places in enumerate(self.places):
             squares = 0.0
@@ -50,8 +55,12 @@ class ClipByGlobalNorm(nn.Cell):
                 squares = squares + ops.square(gradient).sum()
             total = total + self.sums[index](squares)
         norm = ops.sqrt(self.sum_of_all(total))
+        return norm
+
+    def clipped(self, gradients, norm):
+        """The gradients, scaled for their joint `norm`."""
         if self.max_norm == 0:
-            return gradients, norm
+            return gradients
         # the small term keeps a norm of zero from making NaN
         factor = ops.minimum(self.max_norm / (norm + 1e-6), ops.ones_like(norm))
         clipped, scale = (), factor
@@ -59,7 +68,7 @@ class ClipByGlobalNorm(nn.Cell):
             if scale.dtype != gradient.dtype:
                 scale = ops.cast(factor, gradient.dtype)
             clipped = clipped + (gradient * scale,)
-        return clipped, norm
+        return clipped
 
 
 def clip_by_global_norm(gradients, parameters, max_norm, **across_stages):

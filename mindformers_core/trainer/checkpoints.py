@@ -1,7 +1,6 @@
 """Saving the state of a job, and taking it up again on any mesh."""
 
 import os
-from dataclasses import replace
 
 import mindspore as ms
 import numpy as np
@@ -17,47 +16,54 @@ from mindformers_core.checkpoint.save import SaveError, save
 from mindformers_core.checkpoint.tensors import load_parameters, model_parts, optimizer_parts, ranks_of, values_of
 from mindformers_core.hints import first_of
 from mindformers_core.trainer.recipe_loader import recipe_to_dict
+from mindformers_core.zero.loss_scale import all_finite
+
+_LENGTH, _FOLDER = "train_dataset.seq_length", "training.output_dir"
 
 
 def open_source(recipe):
-    """The `Checkpoint` of `checkpoint.load_path`, None without one, and the recipe with the seed of its state.
+    """The `Checkpoint` of `checkpoint.load_path`, None without one.
 
     Raises:
         FileNotFoundError: there is none, or a file is missing. ValueError: a damaged one, or of another model.
     """
     if not recipe.checkpoint.load_path:
-        return None, recipe
+        return None
     try:
         checkpoint = open_checkpoint(find_checkpoint(recipe.checkpoint.load_path))
         if checkpoint.config is not None:
             where = os.path.join(checkpoint.folder, CONFIG)
             check_config(recipe.spec, recipe.model_name, recipe.model, checkpoint.config, where)
     except (OSError, ValueError) as error:
-        raise _named(error) from error
-    if _takes_state(recipe, checkpoint):
-        recipe = replace(recipe, training=replace(recipe.training, seed=checkpoint.state["seed"]))
-    return checkpoint, recipe
+        raise type(error)(f"checkpoint.load_path: {error}") from error
+    return checkpoint
 
 
 def resume(job, checkpoint):
-    """`job` itself, with the tensors of a `Checkpoint`, and its state, unless weights only are taken.
+    """`job` itself, with the tensors of a `Checkpoint`, and its state, unless weights only are taken; rank 0 says what.
 
     Raises:
-        ValueError: on all ranks: tensors that differ from the model's, a damaged file, or no step is left.
+        ValueError: on all ranks: tensors that differ from the model's, a damaged file, another seed or length of
+            sequences, or no step is left.
     """
     takes_state, job.loaded_config = _takes_state(job.recipe, checkpoint), checkpoint.config
-    parts = _parts(job) if takes_state else weight_parts(job.recipe, job.cells, job.rank)
-    fill(checkpoint, parts, job.recipe, job.mesh, job.rank, converts=not takes_state)
+    recipe, state = job.recipe, checkpoint.state if takes_state else None
     if takes_state:
-        state, length = checkpoint.state, job.recipe.train_dataset.seq_length
-        saved = state["recipe"]["train_dataset"]["seq_length"]
-        if saved != length:
-            raise ValueError(
-                f"train_dataset.seq_length: {length}, but {checkpoint.folder} counts its data in sequences of {saved}: "
-                "take that, or checkpoint.no_load_optim=true"
-            )
+        length, saved = recipe.train_dataset.seq_length, state["recipe"]["train_dataset"]["seq_length"]
+        for key, own, other in ("training.seed", recipe.training.seed, state["seed"]), (_LENGTH, length, saved):
+            if own != other:
+                raise ValueError(
+                    f"{key}: {own}, but the run of {checkpoint.folder} has {other}, and its data and draws go on: take "
+                    "that, or checkpoint.no_load_optim=true, which begins anew"
+                )
+    parts = _parts(job) if takes_state else weight_parts(recipe, job.cells, job.rank)
+    fill(checkpoint, parts, recipe, job.mesh, job.rank, converts=not takes_state)
+    if takes_state:
         job.step, job.consumed = state["step"], state["consumed"]
         ms.set_rng_state(ms.Tensor(np.array(state["random_state"], np.uint8)))
+    if job.rank == 0:
+        what = f"all, of step {job.step}; sample {job.consumed} of the data is next" if takes_state else "weights only"
+        print(f"loaded {checkpoint.folder}: {what}{_changes(recipe, checkpoint)}")
     if job.step >= job.recipe.training.steps:
         raise ValueError(
             f"training.steps: {job.recipe.training.steps}, but {checkpoint.folder} already has {job.step} steps"
@@ -75,7 +81,7 @@ def fill(checkpoint, parts, recipe, mesh, rank, converts=True):
     try:
         load_parameters(checkpoint, parts, ranks_of(mesh, rank), converts, ignored)
     except (OSError, ValueError) as error:
-        raise _named(error) from error
+        raise type(error)(f"checkpoint.load_path: {error}{_changes(recipe, checkpoint, ('model',))}") from error
 
 
 def weight_parts(recipe, cells, rank):
@@ -112,9 +118,13 @@ def save_job(job):
 
     Raises:
         SaveError: on all ranks; with `checkpoint.async_save` also that of the checkpoint before this one.
+        FloatingPointError: on all ranks: a weight or moment isn't finite; nothing is saved, and nothing removed.
     """
     recipe, parts, ranks = job.recipe, _parts(job), ranks_of(job.mesh, job.rank)
     section, folder = recipe.checkpoint, step_folder(recipe.training.output_dir, job.step)
+    odd = [part.name for part in parts if "float" in part.dtype and not all_finite(None, (parts[part],))]
+    if found := sorted({name for names in ranks.gather(odd).values() for name in names}):
+        raise FloatingPointError(f"{first_of(found)}: not finite after step {job.step}, which is not saved")
     config = config_document(recipe.spec, recipe.model_name, recipe.model, job.loaded_config)
     state = {
         "format": FORMAT,
@@ -217,5 +227,10 @@ def _parts(job):
     return weight_parts(job.recipe, job.cells, job.rank) | moments
 
 
-def _named(error):
-    return type(error)(f"checkpoint.load_path: {error}")
+def _changes(recipe, checkpoint, sections=("model", "training", "optimizer", "lr_scheduler", "train_dataset")):
+    """A clause about the keys of a recipe that a `Checkpoint` was saved with other values of; or ""."""
+    saved = checkpoint.state["recipe"] if checkpoint.state else {"model": checkpoint.config or {}}
+    pairs = {f"{section}.{key}": (value, saved.get(section, {}).get(key, value))
+             for section in sections for key, value in recipe_to_dict(recipe)[section].items()}  # fmt: skip
+    changed = [f"{key} {new!r}, not {old!r}" for key, (new, old) in pairs.items() if new != old and key != _FOLDER]
+    return f"; other than there: {first_of(changed)}" if changed else ""

@@ -10,7 +10,7 @@ _LAST = 10  # a single loss depends on its batch; the mean of the last ones coun
 
 
 def read_losses(run):
-    """`{step: loss}` of a run folder, or of a metrics.jsonl file.
+    """`{step: loss}` of a run folder, or of a metrics.jsonl file; NaN for a loss that wasn't finite, which is null.
 
     Raises:
         FileNotFoundError: no metrics there. ValueError: a line that isn't a metrics line, a step twice, or no line.
@@ -23,7 +23,7 @@ def read_losses(run):
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
-                step, loss = int(row["step"]), float(row["loss"])
+                step, loss = int(row["step"]), math.nan if row["loss"] is None else float(row["loss"])
             except (ValueError, KeyError, TypeError) as error:
                 shown = line.strip()[:80]
                 raise ValueError(f"{path}, line {number}: no metrics line with a step and a loss: {shown!r}") from error

@@ -72,7 +72,7 @@ def run_simulated(recipe, steps, prepare=None):
     Its run folder gets digests, if it says so, and no other records. `prepare(job)` is called before a rank's first
     step. ValueError: graph mode on several ranks.
     """
-    checkpoint, recipe = open_source(recipe)
+    checkpoint = open_source(recipe)
     mesh, dataset = recipe_mesh(recipe), dataset_of(recipe)
     if mesh.size > 1 and recipe.context.mode == 0:
         raise ValueError(

@@ -46,7 +46,7 @@ def generate(recipe, request):
     if not recipe.checkpoint.load_path:
         raise ValueError("checkpoint.load_path: generate needs weights: give a run folder, or a Hugging Face folder")
     world, mesh = enter_world(recipe)
-    checkpoint, recipe = open_source(recipe)
+    checkpoint = open_source(recipe)
     return continue_prompts(recipe, mesh, world.rank, checkpoint, request), world.rank
 
 

@@ -18,6 +18,8 @@ from mindformers_core.trainer.recipe import Recipe
 from mindformers_core.trainer.recipe_checks import check_recipe
 from mindformers_core.trainer.recipe_text import parse_overrides, parse_yaml
 
+_OF_A_MACHINE = ("train_dataset.cache_dir",)  # keys that ranks may have different values of
+
 
 def load_recipe(path, overrides=()):
     """The `Recipe` of the YAML file at `path`.
@@ -82,6 +84,17 @@ def recipe_to_dict(recipe):
 def recipe_to_yaml(recipe):
     """`recipe_to_dict` as YAML text that `load_recipe` reads back."""
     return yaml.safe_dump(recipe_to_dict(recipe), sort_keys=False, allow_unicode=True)
+
+
+def recipe_keys(recipe):
+    """The keys that all ranks have to have alike, with their values: `{"training.seed": 42, …}`."""
+    return {key: value for key, value in _leaves("", recipe_to_dict(recipe)) if key not in _OF_A_MACHINE}
+
+
+def _leaves(path, value):
+    if not isinstance(value, dict) or not value:
+        return [(path, value)]
+    return [leaf for key, entry in value.items() for leaf in _leaves(f"{path}.{key}" if path else key, entry)]
 
 
 def _put(sections, keys, value):

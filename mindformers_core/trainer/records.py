@@ -2,15 +2,33 @@
 
 import importlib
 import json
+import math
 import os
 import sys
 import time
+from contextlib import contextmanager
 
-from mindformers_core.files import write_whole
+from mindformers_core.files import lock_folder, write_whole
 from mindformers_core.recompute import write_curve
 from mindformers_core.sharding.inspecting import explain_activations
 
 _BAR_WIDTH = 24
+_NO_SCALARS = ("step", "not_finite")
+
+
+class RecordError(OSError):
+    """The run folder can't be made, or takes no more records."""
+
+
+@contextmanager
+def record_errors(folder):
+    """While open, an `OSError` is a `RecordError` that names the run folder."""
+    try:
+        yield
+    except BrokenPipeError:  # of the terminal
+        raise
+    except OSError as error:
+        raise RecordError(f"training.output_dir: {folder}: {error}") from error
 
 
 def require_extras(recipe):
@@ -30,7 +48,7 @@ def require_extras(recipe):
 
 
 def open_run_folder(folder, config_text, keep):
-    """Make `folder`, with `config_text` as its config.yaml. Called on rank 0 only.
+    """Make `folder`, with `config_text` as its config.yaml, and return its lock, an open file. Called on rank 0 only.
 
     An earlier run in this folder is never overwritten: the folder is renamed to `folder.1`, `folder.2`, ….
 
@@ -38,17 +56,27 @@ def open_run_folder(folder, config_text, keep):
         folder: of the run.
         config_text: the recipe in YAML.
         keep: whether this run resumes from a checkpoint in the folder, which is then not renamed.
+
+    Raises:
+        BlockingIOError: a run that goes on has it. OSError: it can't be made.
     """
+    os.makedirs(folder, exist_ok=True)
+    lock = lock_folder(folder)
     if os.path.exists(os.path.join(folder, "config.yaml")) and not keep:
         moved = next(name for name in map(f"{folder}.{{}}".format, range(1, 10**6)) if not os.path.exists(name))
         os.rename(folder, moved)
         print(f"an earlier run was moved to {moved}")
-    os.makedirs(folder, exist_ok=True)
+        lock.close()
+        os.makedirs(folder, exist_ok=True)
+        lock = lock_folder(folder)
     write_whole(os.path.join(folder, "config.yaml"), config_text)
+    return lock
 
 
 def metrics_writer(folder, after_step):
     """A function that appends a row, a dict with `step`, `loss` and other numbers, to metrics.jsonl as a JSON object.
+
+    What isn't finite is null; the row's text `not_finite` says more.
 
     Args:
         folder: the run folder.
@@ -56,13 +84,25 @@ def metrics_writer(folder, after_step):
     """
     path = os.path.join(folder, "metrics.jsonl")
     kept = [row for row in _read_rows(path) if row["step"] <= after_step] if os.path.exists(path) else []
-    write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+    write_whole(path, "".join(map(_line, kept)))
 
     def write(row):
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        with record_errors(folder):
+            size = os.path.getsize(path)
+            try:
+                with open(path, "a", encoding="utf-8") as file:
+                    file.write(_line(row))
+            except OSError:  # a part of the line is no JSON
+                os.truncate(path, size)
+                raise
 
     return write
+
+
+def _line(row):
+    """A row as JSON, which has no NaN and no infinity: null."""
+    plain = {key: None if isinstance(each, float) and not math.isfinite(each) else each for key, each in row.items()}
+    return json.dumps(plain, allow_nan=False) + "\n"
 
 
 def _read_rows(path):
@@ -80,7 +120,7 @@ def tensorboard_writer(folder):
     writer = EventFileWriter(os.path.join(folder, "tensorboard"))
 
     def write(row):
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in row.items() if tag != "step"]
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in row.items() if tag not in _NO_SCALARS]
         writer.add_event(Event(step=row["step"], wall_time=time.time(), summary=Summary(value=values)))
         writer.flush()
 

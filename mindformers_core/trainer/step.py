@@ -1,5 +1,7 @@
 """The recipe's model on this rank, whole or as stages of a pipeline, and one optimizer step over it."""
 
+import math
+
 import mindspore as ms
 
 from mindformers_core.communication.world import process_state
@@ -14,6 +16,7 @@ from mindformers_core.trainer.data import micro_batch
 from mindformers_core.trainer.pipeline_recipe import layers_of_rank, micro_batches_of_a_run, recipe_schedule
 from mindformers_core.trainer.zero_recipe import zero_settings
 from mindformers_core.zero import hsdp, tie_shards, value_and_grad
+from mindformers_core.zero.loss_scale import all_finite
 
 
 def build_cells(recipe, mesh, rank):
@@ -83,26 +86,34 @@ def step_function(recipe, mesh, cells):
         `(optimizer, step)`: an `AdamW` of the trainable parameters of this rank, and a function that updates them. Its
         arguments are the local inputs of the model, as of `step_parts`, the float32 scalars of `AdamW.scalars`, and a
         function to call before the update.
-        Results are the mean loss and the gradients' norm before clipping, local tensors that are equal on all ranks.
+        Results are the mean loss and the gradients' norm before clipping, floats that are equal on all ranks, and None.
+        Where one of them isn't finite, no rank updates anything, and in place of None are the paths of this rank's
+        parameters whose gradients aren't, in the order of the backward pass.
     """
     run, clip, optimizer = step_parts(recipe, mesh, cells)
 
-    def update(rate, eps, decay, *gradients):  # one by one: tensors in a tuple would be compiled in as constants
-        clipped, norm = clip(gradients)
-        optimizer(clipped, rate, eps, decay)
-        return norm
+    def norm_of(*gradients):  # one by one: tensors in a tuple would be compiled in as constants
+        return clip.norm(gradients)
 
-    update = jit(update) if recipe.context.mode == 0 else update
+    def update(rate, eps, decay, norm, *gradients):
+        optimizer(clip.clipped(gradients, norm), rate, eps, decay)
+
+    norm_of, update = map(jit, (norm_of, update)) if recipe.context.mode == 0 else (norm_of, update)
 
     def step(arrays, rate, eps, decay, before_update):
         losses, gradients = run(arrays)
         loss, observer = sum(losses) / len(losses), process_state().observer
         for parameter, gradient in zip(optimizer.parameters, gradients, strict=True):
             observer.held("reduced gradient", gradient, parameter)
+        norm = norm_of(*gradients)
+        numbers = float(loss.asnumpy()), float(norm.asnumpy())
+        if not all(map(math.isfinite, numbers)):
+            pairs = zip(reversed(optimizer.parameters), reversed(gradients))
+            return *numbers, [parameter.name for parameter, each in pairs if not all_finite(None, (each,))]
         before_update()
-        norm = update(rate, eps, decay, *gradients)
+        update(rate, eps, decay, norm, *gradients)
         _hold(observer, optimizer, {"loss": loss, "gradient norm": norm, "rate": rate, "decay": decay})
-        return loss, norm
+        return *numbers, None
 
     return optimizer, step
 

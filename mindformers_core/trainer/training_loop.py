@@ -3,28 +3,35 @@
 import math
 import os
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import mindspore as ms
 import numpy as np
 
 from mindformers_core.checkpoint.folders import set_aside
+from mindformers_core.checkpoint.parts import on_all_ranks
+from mindformers_core.checkpoint.tensors import ranks_of
 from mindformers_core.communication import init_distributed
+from mindformers_core.communication.messages import check_equal
 from mindformers_core.communication.world import process_state
 from mindformers_core.diff.recorder import perturb
 from mindformers_core.files import write_whole
+from mindformers_core.hints import first_of
+from mindformers_core.mesh import DeviceMesh
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.tensor_parallel.clipping import sum_cell
 from mindformers_core.trainer.checkpoints import await_copies, open_source, reserve_memory, resume, save_job
 from mindformers_core.trainer.data import dataset_of, first_sequence
 from mindformers_core.trainer.recipe import Recipe, accumulation_steps, learning_rate, recipe_mesh
-from mindformers_core.trainer.recipe_loader import recipe_to_yaml
+from mindformers_core.trainer.recipe_loader import recipe_keys, recipe_to_yaml
 from mindformers_core.trainer.recording import start_recording
 from mindformers_core.trainer.records import (
     draw_losses,
     metrics_writer,
     open_run_folder,
     progress_writer,
+    record_errors,
     report_activations,
     require_extras,
     tensorboard_writer,
@@ -66,7 +73,7 @@ def prepare(recipe):
     """
     require_extras(recipe)
     world, mesh = enter_world(recipe)
-    checkpoint, recipe = open_source(recipe)
+    checkpoint = open_source(recipe)
     return begin_job(recipe, mesh, world.rank, dataset_of(recipe), checkpoint)
 
 
@@ -74,7 +81,7 @@ def enter_world(recipe):
     """This process's world, and the mesh of a recipe, on the recipe's device.
 
     Raises:
-        ValueError: a device that MindSpore can't use here, or another number of ranks.
+        ValueError: a device that MindSpore can't use here, another number of ranks, or ranks with different recipes.
     """
     target = recipe.context.device_target
     if ms.get_context("device_target") != target:  # can't be set once kernels have run
@@ -89,6 +96,8 @@ def enter_world(recipe):
     ms.set_context(mode=ms.PYNATIVE_MODE)  # context.mode: 0 compiles passes and update by themselves
     timeout, check = recipe.context.communication_timeout, recipe.context.check_collectives
     world = init_distributed(timeout=timeout, check_collectives=check)  # never returns in msrun's scheduler
+    facts = {"the version of MindSpore": ms.__version__} | recipe_keys(recipe)
+    check_equal(DeviceMesh((world.size,), ("rank",)), facts, "start all ranks with one recipe")
     return world, recipe_mesh(recipe, world.size)
 
 
@@ -121,11 +130,16 @@ def run_steps(job):
         The summary line, which rank 0 also writes to `summary.txt`.
 
     Raises:
-        FloatingPointError: the loss is NaN or infinite. SaveError: a checkpoint can't be saved.
+        FloatingPointError: on all ranks: the loss, or a gradient, is NaN or infinite; or, when they are to be saved,
+            the weights or moments are. SaveError: a checkpoint can't be saved. RecordError: the run folder can't be
+            made, is another run's, or takes no more records.
     """
+    with ExitStack() as held:
+        return _run_steps(job, _open_records(job, held))
+
+
+def _run_steps(job, records):
     recipe, folder = job.recipe, job.recipe.training.output_dir
-    records = _open_records(job) if job.rank == 0 else []
-    job.barrier()
     losses, started = [], time.perf_counter()
     try:
         reserve_memory(job)
@@ -136,14 +150,12 @@ def run_steps(job):
                 report_activations(recipe, job.mesh, job.rank, job.cells)
             for record in records:
                 record(row)
-            if not math.isfinite(row["loss"]):
+            if "not_finite" in row:
                 try:
                     if job.background is not None:
                         job.background.settle()  # the checkpoint before
                 finally:
-                    raise FloatingPointError(
-                        f"the loss is {row['loss']} at step {job.step}: see {folder}/metrics.jsonl"
-                    )
+                    raise FloatingPointError(row["not_finite"])
             at_end = job.step == recipe.training.steps
             if recipe.checkpoint.enable_save and (at_end or job.step % recipe.checkpoint.save_interleaved_steps == 0):
                 save_job(job)
@@ -157,22 +169,25 @@ def run_steps(job):
         f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; run folder {folder}"
     )
     if job.rank == 0:
-        write_whole(os.path.join(folder, "summary.txt"), summary + "\n")
-        if recipe.monitor.plot:
-            draw_losses(folder)
+        with record_errors(folder):
+            write_whole(os.path.join(folder, "summary.txt"), summary + "\n")
+            if recipe.monitor.plot:
+                draw_losses(folder)
     return summary
 
 
 def train_step(job):
-    """Run one optimizer step over `micro_batches` micro-batches; returns its row of metrics."""
+    """Run one optimizer step over `micro_batches` micro-batches; returns its row of metrics.
+
+    Where the loss or a gradient isn't finite, nothing is updated, and the row has a text about it, `not_finite`.
+    """
     started = time.perf_counter()
     batch = _batch(job)
     job.step += 1
     job.consumed += job.batch_size
     rate = learning_rate(job.recipe, job.step)
     scalars = job.optimizer.scalars(job.step, rate)
-    loss, norm = job.run_step(tuple(map(ms.Tensor, batch)), *scalars, lambda: await_copies(job))
-    loss, norm = float(loss.asnumpy()), float(norm.asnumpy())
+    loss, norm, odd = job.run_step(tuple(map(ms.Tensor, batch)), *scalars, lambda: await_copies(job))
     process_state().observer.end_step(job.step)
     seconds = time.perf_counter() - started
     return {
@@ -182,7 +197,21 @@ def train_step(job):
         "gradient_norm": norm,
         "seconds": seconds,
         "tokens_per_second": job.batch_size * job.recipe.train_dataset.seq_length / seconds,
-    }
+    } | ({} if odd is None else {"not_finite": _not_finite(job, loss, norm, odd)})
+
+
+def _not_finite(job, loss, norm, names):
+    """What a step says that made no update, for the `names` of this rank; all ranks call this."""
+    found = sorted(ranks_of(job.mesh, job.rank).gather(names).items(), reverse=True)  # the last stage first
+    names = list(dict.fromkeys(name for _, own in found for name in own))
+    cause = "all gradients are finite" + (", but not the sum of their squares" if math.isinf(norm) else "")
+    if names:
+        cause = f"{len(names)} weights have gradients that aren't finite, in the order of the backward pass "
+        cause += first_of(names, 3)
+    return (
+        f"at step {job.step} (samples {job.consumed - job.batch_size} to {job.consumed - 1}) the loss is {loss:g}, and "
+        f"the norm of all gradients {norm:g}: {cause}; the weights stay as they were after step {job.step - 1}"
+    )
 
 
 def _batch(job):
@@ -193,11 +222,23 @@ def _batch(job):
     return map(np.stack, zip(*(job.dataset.batch(first, local) for first in firsts)))
 
 
-def _open_records(job):
-    """Make the run folder; returns functions that each record a row of metrics."""
+def _open_records(job, held):
+    """Make the run folder, which rank 0 has until the stack `held` is closed; all ranks call this.
+
+    Returns:
+        Functions that each record a row of metrics; none on other ranks.
+    """
+    found = []
+    with record_errors(job.recipe.training.output_dir):
+        ranks = ranks_of(job.mesh, job.rank)
+        on_all_ranks(ranks, lambda: found.extend(_records(job, held)) if job.rank == 0 else None)
+    return found
+
+
+def _records(job, held):
     recipe, folder = job.recipe, job.recipe.training.output_dir
     carries_on = job.step > 0 and _carries_on(recipe)
-    open_run_folder(folder, recipe_to_yaml(recipe), keep=carries_on)
+    held.enter_context(open_run_folder(folder, recipe_to_yaml(recipe), keep=carries_on))
     if carries_on and (others := set_aside(folder, job.step)):
         print(f"checkpoints of later steps are now {', '.join(others)}")
     kind = "micro-batches" if recipe.parallelism.pipeline_parallel == 1 else "pipeline runs"

@@ -4,6 +4,7 @@ import mindspore as ms
 from mindspore import Tensor, amp, ops
 
 from mindformers_core.communication import communicator
+from mindformers_core.sharding.whole_tensors import of_this_rank
 
 
 def all_finite(mesh, tensors):
@@ -17,7 +18,8 @@ def all_finite(mesh, tensors):
     """
     on_cpu = ms.get_context("device_target") == "CPU"  # without a kernel for bfloat16
     tensors = tuple(ops.cast(each, ms.float32) if on_cpu and each.dtype == ms.bfloat16 else each for each in tensors)
-    finite = not tensors or bool(amp.all_finite(tensors))  # MindSpore's fails for none
+    with of_this_rank():
+        finite = not tensors or bool(amp.all_finite(tensors))  # MindSpore's fails for none
     if mesh is None:
         return finite
     sum_over_all = communicator(mesh).make("all_reduce", mesh.axis_names, op="sum")

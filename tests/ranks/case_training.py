@@ -4,6 +4,7 @@ from pathlib import Path
 
 import mindspore as ms
 import numpy as np
+import pytest
 from launch import on_ranks
 from truth import once
 
@@ -14,7 +15,7 @@ from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm, clip_by_
 from mindformers_core.trainer.data import TokenDataset
 from mindformers_core.trainer.recipe import MESH_AXES
 from mindformers_core.trainer.recipe_loader import load_recipe
-from mindformers_core.trainer.training_loop import make_job, train_step
+from mindformers_core.trainer.training_loop import enter_world, make_job, train_step
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 SMALL = (
@@ -127,6 +128,23 @@ def case_compiled_training_on_one_axis_equals_one_rank():
     """On tp alone, with four micro-batches, and on dp alone."""
     compare_with_one_rank("context.mode=0", shape=(1, 1, 1, 2))
     compare_with_one_rank("context.mode=0", shape=(1, 2, 1, 1))
+
+
+@on_ranks(2)
+def case_ranks_with_different_recipes_end_before_they_train():
+    """The error names key, values and ranks; folders of a machine may differ."""
+    rank = world().rank
+
+    def enter(*overrides):
+        sizes = ["parallelism.tensor_parallel=1", "parallelism.data_parallel_shard=2", "training.global_batch_size=4"]
+        return enter_world(load_recipe(str(CONFIGS / "llama_tiny_cpu.yaml"), [*SMALL, *sizes, *overrides]))
+
+    _, mesh = enter(f"train_dataset.cache_dir=/tmp/{rank}")
+    assert mesh.shape == (1, 2, 1, 1)
+    for key, values in (("training.seed", ("42", "7")), ("model.dtype", ("float32", "float16"))):
+        one, other = (value if value.isdigit() else f'"{value}"' for value in values)
+        with pytest.raises(ValueError, match=f"{key} is {one} on rank 0 and {other} on rank 1: start all ranks with"):
+            enter(f"{key}={values[rank]}")
 
 
 @on_ranks(4)

@@ -1,0 +1,165 @@
+"""Functions and optimizers of MindSpore that compute with whole tensors: an error where they get this rank's parts.
+
+Gradients and Parameters of a sharded Cell are plain tensors of local shape. A norm of such a part differs from rank to
+rank, and so would the weights that all ranks should have alike. Gradients carry no mark, so they are told by their
+shapes: those of the trained Parameters of a tree that is in use.
+"""
+
+import gc
+from functools import wraps
+from itertools import takewhile
+from weakref import WeakKeyDictionary
+
+from mindspore import Parameter, Tensor, amp, nn
+from mindspore.ops.function import clip_func
+from mindspore.ops.primitive import PrimitiveWithInfer
+
+from mindformers_core.communication.world import process_state
+from mindformers_core.program.structure import tree_leaves
+from mindformers_core.scopes import entered
+
+# classes whose step takes norms, means or matrices of a tensor, by the algorithm's name: own ones are alike
+_BY_TENSOR = frozenset({
+    "lamb", "lars", "adafactor", "came", "muon", "shampoo", "soap", "galore", "sm3", "thorascend", "thorgpu",
+    "adasumbygradwrapcell", "adasumbydeltaweightwrapcell",
+})  # fmt: skip
+_CLIP = "mindformers_core.tensor_parallel.clip_by_global_norm(gradients, parameters, max_norm, …)"
+_FINITE = "mindformers_core.zero.all_finite(mesh, gradients)"
+
+
+def note_tree(tree):
+    """Record a `ShardedTree`, so that the gradients of its Parameters are known."""
+    _owners()[tree] = None, (), {}, 1
+
+
+def note_stage(stage):
+    """Record a `PipelineStage` among others: a norm of several of its gradients is not that of the whole model."""
+    shapes = {tuple(parameter.shape) for parameter in stage.parameters}
+    _owners()[stage] = None, shapes, dict.fromkeys(shapes, f"{stage.label}, one of {stage.stage_num}"), 2
+
+
+def of_this_rank():
+    """While open, nothing is an error: the caller makes one result of those of all ranks."""
+    return entered(process_state().memo(__name__), "is_open", True)
+
+
+def _owners():
+    """Owner of Parameters -> (storage of a tree, shapes of trained Parameters, shape -> what is a part, how many)."""
+    return process_state().memo(__name__).setdefault("owners", WeakKeyDictionary())
+
+
+def _part_among(shapes):
+    """What is known of a part among tensors of these shapes, if they are gradients of an owner's; else None."""
+    for owner, (storage, *_) in list(_owners().items()):
+        if storage is not getattr(owner, "storage", None):
+            trained = owner.cells[""].trainable_params()
+            parts = {tuple(p.shape): f"{described_part(p)}, in {owner.label('')}" for p in trained if is_part(p)}
+            _owners()[owner] = owner.storage, {tuple(parameter.shape) for parameter in trained}, parts, 1
+        _, known, parts, least = _owners()[owner]
+        if len(shapes) >= least and known >= set(shapes) and (found := parts.keys() & shapes):
+            return parts[max(found)]
+    return None
+
+
+def is_part(parameter):
+    """Whether a Parameter is this rank's part of a larger one."""
+    return tuple(getattr(parameter, "global_shape", parameter.shape)) != tuple(parameter.shape)
+
+
+def described_part(parameter):
+    """A Parameter that is a part, in words."""
+    whole, part = tuple(parameter.global_shape), tuple(parameter.shape)
+    return f"'{parameter.name}', {whole}, of which this rank has the part {part}, {parameter.layout}"
+
+
+class _CheckWhole(PrimitiveWithInfer):
+    """True, or an error where tensors are gradients of parts. Compiled functions call it while types are inferred."""
+
+    def __init__(self):
+        super().__init__(type(self).__name__)
+        self.set_const_prim(True)
+        self.add_prim_attr("constexpr_prim", True)
+
+    def __call__(self, function, tensors):
+        leaves = tree_leaves(tensors, Tensor)
+        if all(type(leaf) in (Tensor, Parameter) for leaf in leaves):  # not those of a sharded Cell's construct
+            self._check(function, [tuple(leaf.shape) for leaf in leaves])
+        return True
+
+    def __infer__(self, function, tensors):
+        self._check(function["value"], _shapes(tensors["shape"]))
+        return {"dtype": None, "shape": None, "value": True}
+
+    def _check(self, function, shapes):
+        if process_state().memo(__name__).get("is_open") or not _part_among(shapes):
+            return
+        gc.collect()  # trees that nobody has any more may only wait for it
+        if part := _part_among(shapes):
+            cure = _FINITE if function == "amp.all_finite" else _CLIP
+            raise ValueError(
+                f"{function} computes with what this rank has, and these tensors have the shapes of gradients of "
+                f"{part}: use {cure}, which asks all ranks"
+            )
+
+
+def _shapes(shape):
+    """The shapes in what MindSpore infers as the shape of one tensor, or of nested ones."""
+    is_one = all(isinstance(size, int) for size in shape)
+    return [tuple(shape)] if is_one else [inner for each in shape for inner in _shapes(each)]
+
+
+check_whole = _CheckWhole()
+_total_norm, _all_finite = clip_func._cal_total_norm, amp._all_finite
+
+
+class _ClipByGlobalNorm(clip_func._ClipByGlobalNorm):
+    def construct(self, x):
+        return super().construct(x) if check_whole("ops.clip_by_global_norm", x) else x
+
+
+def _checked_total_norm(x, norm_type):
+    return _total_norm(x, norm_type) if check_whole("ops.clip_by_norm", x) else x
+
+
+def _checked_clip_by_norm(self, x, clip_norm):
+    return self.clip_by_norm(x, clip_norm) if check_whole("nn.ClipByNorm", x) else x
+
+
+def _checked_all_finite(inputs, check_overflow_mode, enable_allfinite):
+    is_whole = check_whole("amp.all_finite", inputs)
+    return _all_finite(inputs, check_overflow_mode, enable_allfinite) if is_whole else inputs
+
+
+def check_optimizer(optimizer):
+    """Raise `ValueError` for an optimizer that holds parts, and computes with norms or means of whole tensors."""
+    classes = takewhile(lambda kind: not kind.__module__.startswith("mindformers_core."), type(optimizer).__mro__)
+    name, parts = type(optimizer).__name__, [parameter for parameter in optimizer.parameters if is_part(parameter)]
+    flags = zip(optimizer.parameters, getattr(optimizer, "grad_centralization_flags", ()))
+    cut_rows = [p for p, flag in flags if flag and is_part(p) and tuple(p.global_shape[1:]) != tuple(p.shape[1:])]
+    if parts and any(kind.__name__.lower() in _BY_TENSOR for kind in classes):
+        raise ValueError(
+            f"{name} computes a step from whole tensors, but holds {described_part(parts[0])}: use "
+            "mindformers_core.zero.Lamb, whose norms are taken across ranks, or an optimizer that updates element by "
+            "element, such as nn.AdamWeightDecay"
+        )
+    if cut_rows:
+        raise ValueError(
+            f"{name} has a group with grad_centralization=True, means over whole rows, but holds "
+            f"{described_part(cut_rows[0])}: leave grad_centralization out"
+        )
+
+
+def _checked(init):
+    @wraps(init)
+    def checked(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        check_optimizer(self)
+
+    return checked
+
+
+# where MindSpore looks them up at every call, so that names imported before get the check, too
+clip_func._ClipByGlobalNorm, clip_func._cal_total_norm = _ClipByGlobalNorm, _checked_total_norm
+nn.ClipByNorm.construct, amp._all_finite = _checked_clip_by_norm, _checked_all_finite
+for _kind in (nn.Optimizer, nn.LARS, nn.AdaSumByGradWrapCell, nn.AdaSumByDeltaWeightWrapCell):
+    _kind.__init__ = _checked(_kind.__init__)

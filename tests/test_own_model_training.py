@@ -1,0 +1,209 @@
+"""Training of a model and with data of one's own: what isn't finite is never applied nor saved; mistakes are named."""
+
+import json
+import os
+import re
+import resource
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from mindspore import nn, ops
+
+from mindformers_core.checkpoint.load import check_checksums, open_checkpoint
+from mindformers_core.files import lock_folder
+from mindformers_core.layout import layout
+from mindformers_core.models import LayerRange, ModelSpec
+from mindformers_core.operators import tensor_meta
+from mindformers_core.trainer import training_loop
+from mindformers_core.trainer.command_line import main
+from mindformers_core.trainer.compare import read_losses
+from mindformers_core.trainer.diffing import run_simulated
+from mindformers_core.trainer.recipe_loader import load_recipe
+from mindformers_core.trainer.records import RecordError, draw_losses, metrics_writer
+
+BASE = """
+training: {steps: 4, local_batch_size: 4, seed: 1}
+parallelism: {data_parallel_shard: 1, zero_threshold_kb: 0}
+lr_scheduler: {learning_rate: 1.0e-2, type: ConstantWarmUpLR}
+train_dataset: {factory: "test_own_model_training:open_data", seq_length: 1}
+model: {name: "test_own_model_training:LENGTHS"}
+checkpoint: {enable_save: true, save_interleaved_steps: 1, keep_last: 1}
+monitor: {plot: false}
+"""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Of both models."""
+
+    num_hidden_layers: int = 2
+    result: str = ""
+    note: str = ""
+
+
+class Lengths(nn.Cell):
+    """The length of a vector of zeros is 0, and its gradient isn't finite."""
+
+    config_class = Config
+
+    def __init__(self, config, layers=None):
+        super().__init__()
+        layers = layers or LayerRange(0, config.num_hidden_layers)
+        numbers = range(layers.offset, layers.offset + layers.count)
+        self.blocks = nn.CellDict([(str(number), nn.Dense(8, 8, has_bias=False)) for number in numbers])
+        self.is_last, self.result = layers.is_last, config.result
+
+    def shard(self, config):
+        batch = layout(config.batch_axes, ...)
+        return {"x": batch, "y": batch}, None if self.is_last else batch, None
+
+    def construct(self, x, y):
+        for block in self.blocks.values():
+            x = block(x)
+        if not self.is_last:
+            return x
+        lengths = ops.sqrt(ops.square(x).sum(-1))
+        return (lengths / lengths if self.result == "nan" else ops.square(lengths - y)).mean()
+
+
+LENGTHS = ModelSpec(
+    Lengths, Config, inputs=("x", "y"), boundary=lambda config, batch, length: tensor_meta((batch, 8), "float32")
+)
+
+
+class Data:
+    """Random samples; that of index `zero` is of zeros."""
+
+    def __init__(self, zero=-1, kind=""):
+        self.zero, self.kind = zero, kind
+
+    def batch(self, first, count):
+        draws = [np.random.default_rng(number).standard_normal(8) for number in range(first, first + count)]
+        x = np.stack([draw * (number != self.zero) for number, draw in enumerate(draws, first)]).astype(np.float32)
+        return x, np.abs(x[:, 0])
+
+
+def open_data(section, config, seed):
+    return Data(**section.options)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    (tmp_path / "own.yaml").write_text(BASE)
+    return str(tmp_path / "own.yaml")
+
+
+COMPILED = ("training.max_norm=0", "context.mode=0", "checkpoint.async_save=true")
+
+
+@pytest.mark.parametrize(("loss", "overrides"), [("0.1", ()), ("0.1", COMPILED), ("nan", ("model.result=nan",))])
+def test_a_gradient_that_is_not_finite_ends_the_run(recipe, tmp_path, capfd, loss, overrides):
+    """With a finite loss or not; the healthy checkpoint stays, and metrics are JSON that readers read."""
+    folder = tmp_path / "run"
+    overrides = ["train_dataset.options={zero: 13}", f"training.output_dir={folder}", *overrides]
+    assert main(["train", "--config", recipe, *overrides]) == 2
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: at step 4 (samples 12 to 15) the loss is " + loss)
+    assert "the norm of all gradients nan: 2 weights have gradients that aren't finite, in the order of" in error
+    assert error.endswith("pass blocks.1.weight, blocks.0.weight; the weights stay as they were after step 3")
+    assert os.listdir(folder / "checkpoint") == ["step_3"]
+    check_checksums(open_checkpoint(str(folder / "checkpoint/step_3")))
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert rows[3]["gradient_norm"] is None and f"error: {rows[3]['not_finite']}" == error
+    assert (rows[3]["loss"] is None) == (loss == "nan") == np.isnan(read_losses(str(folder))[4])
+    draw_losses(str(folder))
+
+
+MESHES = {
+    "dp 2": ("parallelism.data_parallel_shard=2",),
+    "level 1": ("parallelism.data_parallel_shard=2", "parallelism.zero_level=1"),
+    "level 2": ("parallelism.data_parallel_shard=2", "parallelism.zero_level=2", "training.max_norm=0"),
+    "level 3": ("parallelism.data_parallel_shard=2", "parallelism.zero_level=3"),
+    "pp 2": ("parallelism.pipeline_parallel=2", "parallelism.pipeline_parallel_microbatch_size=2"),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_all_ranks_agree_that_nothing_is_updated(recipe, mesh):
+    """The sample of zeros is rank 1's, or in the second micro-batch; every rank keeps every weight and moment."""
+    jobs, before = [], []
+
+    def prepare(job):
+        jobs.append(job)
+        tensors = (*job.optimizer.parameters, *job.optimizer.moments1, *job.optimizer.moments2)
+        before.append([(tensor, tensor.asnumpy().copy()) for tensor in tensors])
+
+    overrides = *MESHES[mesh], "training.steps=1", "train_dataset.options={zero: 3}", "training.global_batch_size=8"
+    local = "training.local_batch_size=2" if "dp" in mesh or "level" in mesh else "training.local_batch_size=4"
+    rows = run_simulated(load_recipe(recipe, [*overrides, local]), 1, prepare)
+    assert len(rows) == 2 and len({row["not_finite"] for (row,) in rows}) == 1
+    assert "2 weights have gradients that aren't finite, in the order of the backward pass blocks.1.weight, " in (
+        rows[0][0]["not_finite"]
+    )
+    for tensor, values in (pair for own in before for pair in own):
+        np.testing.assert_array_equal(tensor.asnumpy(), values, err_msg=tensor.name)
+
+
+def test_weights_that_are_not_finite_are_not_saved(recipe, tmp_path, monkeypatch, capfd):
+    """With a finite loss and gradient: the update overflows."""
+    monkeypatch.setattr(training_loop, "learning_rate", lambda recipe, step: 1e39 if step == 3 else 1e-2)
+    assert main(["train", "--config", recipe, f"training.output_dir={tmp_path / 'run'}"]) == 2
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert error == "error: blocks.0.weight, blocks.1.weight: not finite after step 3, which is not saved"
+    assert os.listdir(tmp_path / "run/checkpoint") == ["step_2"]
+
+
+def test_two_runs_in_one_folder(recipe, tmp_path, capfd):
+    """The second one is an error, and changes nothing; after the first one it moves that aside."""
+    command = ["train", "--config", recipe, f"training.output_dir={tmp_path / 'run'}"]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").touch()
+    with lock_folder(tmp_path / "run"):
+        assert main(command) == 2
+        error = capfd.readouterr().err.splitlines()[-1]
+        assert error.startswith(f"error: training.output_dir: {tmp_path}/run: another run has this folder, and goes on")
+        assert sorted(os.listdir(tmp_path)) == ["own.yaml", "run"] and not (tmp_path / "run/metrics.jsonl").exists()
+    assert main(command) == 0 and (tmp_path / "run.1/config.yaml").exists()
+
+
+def test_a_folder_that_takes_no_records(recipe, tmp_path, capfd):
+    """One that can't be made; and a full disk, which leaves whole lines of metrics."""
+    (tmp_path / "file").touch()
+    assert main(["train", "--config", recipe, f"training.output_dir={tmp_path / 'file/run'}"]) == 2
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: training.output_dir: {tmp_path}/file/run: [Errno 20] Not a directory")
+    write, limits = metrics_writer(str(tmp_path), after_step=0), resource.getrlimit(resource.RLIMIT_FSIZE)
+    write({"step": 1, "loss": 1.0})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, limits[1]))
+    try:
+        with pytest.raises(RecordError, match=rf"training.output_dir: {tmp_path}: .*File too large"):
+            write({"step": 2, "loss": 2.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 1.0}\n'
+
+
+def test_what_may_differ_where_a_checkpoint_is_loaded(recipe, tmp_path, capfd):
+    """Keys that change no tensor, which a line tells; not the seed, nor what changes tensors."""
+    command = ["train", "--config", recipe, "checkpoint.keep_last=0"]
+    assert main([*command, f"training.output_dir={tmp_path / 'a'}", "training.steps=2"]) == 0
+    command += [f"checkpoint.load_path={tmp_path / 'a'}", f"training.output_dir={tmp_path / 'b'}"]
+    loaded = f"loaded {tmp_path}/a/checkpoint/step_2: "
+    for key, said in (
+        ("model.note=x", "all, of step 2; sample 8 of the data is next; other than there: model.note 'x', not '', "),
+        ("checkpoint.no_load_optim=true", "weights only; other than there: training.steps 4, not 2"),
+    ):
+        assert main([*command, key]) == 0
+        assert any(line.startswith(loaded + said) for line in capfd.readouterr().out.splitlines())
+    for key, error in (
+        ("training.seed=3", r"training.seed: 3, but the run of .*/step_2 has 1, and its data and draws go on: take th"),
+        ("model.num_hidden_layers=3", r".*has no model tensor 'blocks.2.weight' .*model.num_hidden_layers 3, not 2"),
+    ):
+        assert main([*command, key]) == 2
+        assert re.match(f"error: {error}", capfd.readouterr().err.splitlines()[-1])
