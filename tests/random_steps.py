@@ -188,7 +188,8 @@ def check_delicate(seed):
         plan |= {"layers.0": columns(axes_of(mesh)), "layers.1": rows(axes_of(mesh))}
     if len(ranks) > 1 or random.random() < 0.6:
         return verify(Delicate(random, width).set_train(), mesh, x, plan=plan), mesh
-    settings, seed = _hsdp_settings(random, ranks[0]) | {"shard_size": one_of(random, [1, ranks[0]])}, random.integers(99)
+    settings, seed = _hsdp_settings(random, ranks[0]), random.integers(99)
+    settings["shard_size"] = one_of(random, [1, ranks[0]])
 
     def build():
         return hsdp(Delicate(np.random.default_rng(seed), width, is_plain=True).set_train(), mesh=mesh, **settings)

@@ -8,7 +8,7 @@ import numpy as np
 from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.verification.comparison import TermSums, close, expected_part, gradient_terms, is_tie
 from mindformers_core.verification.report import fault_lines
-from mindformers_core.verification.rounding import FACTOR, allowed
+from mindformers_core.verification.rounding import FACTOR
 
 _KEPT = 16  # faults of a rank; the first one counts
 
@@ -74,12 +74,12 @@ class Check:
         roots: as `plans`, the `CellPlan`s of what has run: under recompute() others.
         truth: the `OneCard`.
         precision: the `Precision` of all ranks and of the truth.
-        perturbed: a `OneCard` whose numbers were changed by units of rounding; None: no rounding is allowed for.
+        allowances: see `rounding`; empty: no rounding is allowed for.
         is_whole: whether the tensors inside of programs are compared in every pass, not in the first ones only.
         notes: sentences about what isn't verified.
         faults: the `Fault`s.
         compared: number of tensors.
-        rounded: number of those that differ by no more than rounding may, as `perturbed` says.
+        rounded: number of those that differ by no more than rounding may, as `allowances` says.
         ties: `(order, place)` of the choices among equal numbers that were made otherwise.
         sources: key -> `ModuleSource`, see `Observer.generated`.
     """
@@ -90,7 +90,7 @@ class Check:
     precision: Precision
     notes: tuple = ()
     is_whole: bool = False
-    perturbed: object = None
+    allowances: dict = field(default_factory=dict)
     faults: list = field(default_factory=list)
     compared: int = 0
     rounded: int = 0
@@ -132,10 +132,8 @@ class Check:
                 f"do when each result changes by {FACTOR:g} units of rounding"
             )
         if self.ties:
-            yield (
-                "not verified: what follows a choice among equal numbers, where it isn't defined which one is taken: "
-                + min(self.ties)[1]
-            )
+            what = "what follows a choice among equal numbers, where it isn't defined which one is taken"
+            yield f"not verified: {what}: {min(self.ties)[1]}"
         yield from self.notes
 
     def compare(self, rank, what, at, layout, tensor):
@@ -149,33 +147,28 @@ class Check:
             tensor: the local tensor; None where no gradient came.
         """
         (stage, label), call, seen, path, file = at
-        name, place = "values" if what == "value" else "gradients", (call, seen.value.id)
-        terms = gradient_terms(seen.layout) if what == "gradient" else 1
-        is_known = place in getattr(self.truth, name)[stage, label]
-        used = [use.path for use in seen.frame.graph.parameters if use.value.id == seen.value.id]
-        if tensor is None or not is_known and (what == "gradient" or not used):
-            # no gradient came, or a Parameter's, or another name's of the same tensor; a tensor of another call
-            # that is handed on, and was compared there
-            return
-
-        def value(card):
-            if not is_known:  # a weight that a Cell above passes on
-                return card.parameters[used[0]].asnumpy()
-            array = getattr(card, name)[stage, label][place]
-            array = array if what == "value" else np.broadcast_to(array, seen.value.shape)
-            return array if terms == 1 else array / terms
-
+        table = self.truth.values if what == "value" else self.truth.gradients
+        value = table[stage, label].get((call, seen.value.id))
+        if what == "gradient" and (value is None or tensor is None):
+            return  # a Parameter's, or another name's of the same tensor; or none came
+        if value is None:  # a weight that a Cell above passes on
+            used = [use.path for use in seen.frame.graph.parameters if use.value.id == seen.value.id]
+            if not used:
+                return  # a tensor of another call that is handed on, and was compared there
+            value = self.truth.parameters[used[0]].asnumpy()
+        slack = self.allowances.get(id(value), 0.0)
+        if what == "gradient":
+            terms, value = gradient_terms(seen.layout), np.broadcast_to(value, seen.value.shape)
+            value = value if terms == 1 else value / terms
+        place = (0, label, stage) if what == "value" else (1, label, -stage)
         key = call, seen.value.id, layout
-        at, order = (stage, label, seen, path, file), (0, label, stage) if what == "value" else (1, label, -stage)
-        order = (*order, self.compared)
-        scale = self.truth.largest(what, label)
-        self.hold(order, rank, what, at, layout, tensor, value, scale, key, call=call)
+        at, order = (stage, label, seen, path, file), (*place, self.compared)
+        self.hold(order, rank, what, at, layout, tensor, value, self.truth.largest(what, label), key, slack=slack)
 
-    def hold(self, order, rank, what, at, layout, tensor, value, scale=0.0, key=None, limits=None, call=None):
-        """Compare a local tensor with a global one in a layout; the arguments are those of `Fault`.
+    def hold(self, order, rank, what, at, layout, tensor, value, scale=0.0, key=None, limits=None, slack=None):
+        """Compare a local tensor with the global value `value` in a layout; the arguments are those of `Fault`.
 
-        `value` is the function of a `OneCard` that returns the global array, or, without a layout, the expected local
-        one. `scale` is the largest magnitude of the terms that were
+        Without a layout `value` is the expected local one. `scale` is the largest magnitude of the terms that were
         summed. `key` is the same on all ranks that hold terms of a tensor. `limits` are tolerance and rounding, as of
         `Precision`. Default: those of the verification.
         """
@@ -186,15 +179,14 @@ class Check:
             array = self._sums.add(key, layout, rank, array)
             if array is None:
                 return
-        value, pick = value(self.truth), value
         expected = value if layout is None else expected_part(value, layout, rank)
         tolerance, rounding = limits or (self.precision.tolerance, self.precision.rounding)
-        rounding *= scale
-        if close(array, expected, tolerance, rounding):
+        if close(array, expected, tolerance, rounding * scale):
             return
-        if self.perturbed and close(array, expected, tolerance, rounding + allowed(value, pick(self.perturbed))):
+        slack = self.allowances.get(id(value), 0.0) if slack is None else slack
+        if slack and close(array, expected, tolerance, rounding * scale + slack):
             self.rounded += 1
-        elif call is not None and self._is_tie(at, call, layout, rank, array, value):
+        elif what == "value" and self._is_tie(at, key[-1][0], layout, rank, array, value):
             self.ties.append((order, f"{at[2].entry.node.operator}, {at[2].entry.node.source}"))
         elif not self.ties or order < min(self.ties)[0]:
             self._counts[rank] += 1

@@ -3,7 +3,6 @@
 import gc
 import re
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
 from traceback import extract_tb
 
@@ -26,7 +25,7 @@ from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.verification.checking import FLOAT32_KERNELS, PRECISIONS, Check
 from mindformers_core.verification.comparison import largest
 from mindformers_core.verification.observing import RankObserver
-from mindformers_core.verification.rounding import EPS
+from mindformers_core.verification.rounding import EPS, allowances
 from mindformers_core.verification.truth import OneCard, floating
 
 _OWN_CODE = 2**-10, 2**-14  # tolerance and rounding: the model's own code runs in float32
@@ -106,9 +105,8 @@ def _without_collection():
 
 
 def _simulated(subject, plans, precision, notes):
-    """The `Check` of a step in a `Precision`; where a fault may be due to rounding, of another run that allows for it.
-
-    Rounding is that of the operators' dtypes in the model's own code, and that of their kernels in programs.
+    """The `Check` of a step in a `Precision`; where a fault may be due to rounding, of another run that allows for it:
+    for that of the dtypes in the model's own code, and for that of kernels in programs.
     """
     graphs = {stage: graph for (stage, _), (graph, _) in sorted(plans.items(), key=lambda entry: entry[0][0])}
 
@@ -121,22 +119,21 @@ def _simulated(subject, plans, precision, notes):
     def of_kernel(_, operator):
         return EPS["float32" if operator in FLOAT32_KERNELS else precision.dtype]
 
-    truth = card()
+    truth, of_programs, of_own = card(), {}, {}
     given = subject.mesh, plans, truth, precision, notes
     check = _compared(subject, Check(*given))
-    is_located, of_programs, of_own = check.is_located(), None, None
     if check.faults and precision is not PRECISIONS["float64"]:
-        of_programs = card(of_kernel)
+        of_programs = allowances(truth, card(of_kernel))
     if any(fault.order == _FIRST for fault in check.faults):
-        of_own = card(lambda dtype, _: _OWN_SUMS * EPS.get(dtype, 0.0))
-    if is_located and not of_programs and not of_own:
+        of_own = allowances(truth, card(lambda dtype, _: _OWN_SUMS * EPS.get(dtype, 0.0)))
+    if check.is_located() and not of_programs and not of_own:
         return check
-    return _compared(subject, Check(*given, is_whole=not is_located, perturbed=of_programs), of_own)
+    return _compared(subject, Check(*given, is_whole=not check.is_located(), allowances=of_programs), of_own)
 
 
-def _compared(subject, check, perturbed=None):
-    """The `Check`, after one step of all ranks; `perturbed`: as of `Check`, for the model's own code."""
-    if unlike := _unlike_own_code(subject, check.plans) or _compare_own_code(check, subject, perturbed):
+def _compared(subject, check, of_own=None):
+    """The `Check`, after one step of all ranks; `of_own`: the allowances for the model's own code. Default: none."""
+    if unlike := _unlike_own_code(subject, check.plans) or _compare_own_code(check, subject, of_own or {}):
         check.notes += (f"not verified: that the captured program computes what the model's own code does, {unlike}",)
 
     def work(rank):
@@ -171,7 +168,7 @@ def _unlike_own_code(subject, plans):
     return f"which draws numbers, by {drawn[0]}" if drawn else f"whose {wrong[0]} is wrong on CPU" if wrong else ""
 
 
-def _compare_own_code(check, subject, perturbed):
+def _compare_own_code(check, subject, slack):
     """Compare with the user's own code on one card, in the first pass; returns why it can't run, or ""."""
     label, rank = subject.passes[0][0], subject.mesh.rank_list[0]
     try:
@@ -179,12 +176,14 @@ def _compare_own_code(check, subject, perturbed):
     except Exception as error:  # operators without a kernel here that generated code calls in another way
         return f"which fails here: {str(error).strip().partition(chr(10))[0]}"
     for group, kind in zip(groups, ("value", "gradient", "value"), strict=True):
-        values = [pick(check.truth) for _, _, pick in group]
-        scale = max(check.truth.largest(kind, label) * _OWN_TERMS, largest(values))
-        for what, found, pick in group:
+        scale = max(
+            check.truth.largest(kind, label) * _OWN_TERMS,
+            largest([np.clip(value, -_HUGE, _HUGE) for *_, value in group]),
+        )
+        for what, found, value in group:
             at = None, label, None, f"{what} by the model's own code; one card's is the captured program's", None
-            with replaced(check, perturbed=perturbed):
-                check.hold(_FIRST, rank, "result", at, None, Tensor(found), pick, scale, limits=_OWN_CODE)
+            given = _FIRST, rank, "result", at, None, Tensor(found), np.clip(value, -_HUGE, _HUGE), scale
+            check.hold(*given, limits=_OWN_CODE, slack=slack.get(id(value), 0.0))
     return ""
 
 
@@ -193,15 +192,15 @@ def _not_in_place(*_, **__):
 
 
 def _own_results(subject, truth):
-    """Triples (what, found, function of a `OneCard` that returns what is expected) of the user's own code in the first
-    pass: three lists, of its results, gradients and written parameters, which are restored."""
+    """Triples (what, found, expected) of the user's own code in the first pass: three lists, of its results, gradients
+    and written parameters, which are restored."""
     label, args, kwargs, slopes = subject.passes[0]
     weights = {path: weight for path, weight in subject.model.parameters_and_names() if path in truth.trained}
     args, kwargs = tree_map(lambda leaf: Tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, (args, kwargs))
     inputs, tape, results = floating((args, kwargs)), ThreadTape(), []
     written = {path: p for path, p in subject.model.parameters_and_names() if path in truth.written[label]}
     before = {path: parameter.asnumpy().copy() for path, parameter in written.items()}
-    expected = truth.outputs[label]
+    expected, gradients = truth.outputs[label], truth.weight_gradients[label]
     try:
         with custom_gradients(), replaced(Tensor, **dict.fromkeys(_LEAVE_IT, _not_in_place)):
             tape.record(lambda *_: results.extend(floating(subject.model(*args, **kwargs))), inputs)
@@ -211,16 +210,12 @@ def _own_results(subject, truth):
     finally:
         for path, array in before.items():
             ops.assign(written[path], Tensor(array))
-
-    def bounded(table, key):
-        return lambda card: np.clip(getattr(card, table)[label][key], -_HUGE, _HUGE)
-
     groups = (
-        [("a result", one, bounded("outputs", place)) for place, one in enumerate(results)],
-        [(f"gradient of {path}", one, bounded("weight_gradients", path)) for path, one in zip(weights, found)],
-        [(f"{path} afterwards", one, bounded("written", path)) for path, one in after.items()],
+        [("a result", *pair) for pair in zip(results, expected, strict=True)],
+        [(f"gradient of {path}", one, gradients[path]) for path, one in zip(weights, found, strict=True)],
+        [(f"{path} afterwards", one, truth.written[label][path]) for path, one in after.items()],
     )
-    return [[(what, np.clip(one.asnumpy(), -_HUGE, _HUGE), pick) for what, one, pick in group] for group in groups]
+    return [[(what, np.clip(one.asnumpy(), -_HUGE, _HUGE), value) for what, one, value in group] for group in groups]
 
 
 def _buckets(cells):
@@ -238,20 +233,12 @@ def _buckets(cells):
 
 def _compare_written(check, observer, cells):
     """Compare what the parameters hold that programs write, such as running statistics, after all passes."""
-    written = {path: label for label, state in check.truth.written.items() for path in state}
+    written = {path: array for state in check.truth.written.values() for path, array in state.items()}
     held = {path: parameter for net in cells.values() for path, parameter in net.parameters_and_names()}
     for path, parameter in held.items():
         if path in written:
-            at, label = (None, None, None, path, ""), written[path]
-            check.hold(
-                (2, 0),
-                observer.rank,
-                "written parameter",
-                at,
-                parameter.layout,
-                parameter,
-                lambda card, label=label, path=path: card.written[label][path],
-            )
+            at, array = (None, None, None, path, ""), written[path]
+            check.hold((2, 0), observer.rank, "written parameter", at, parameter.layout, parameter, array)
 
 
 def _compare_step(check, observer, step, buckets):
@@ -264,32 +251,23 @@ def _compare_step(check, observer, step, buckets):
         check.hold((2, order), observer.rank, what, at, layout, tensor, value, scale, limits=limits)
 
     for label, pairs in results.items():
-        for place, (result, layout) in enumerate(pairs):
-            key = *label, observer.replica
-            hold(0, "result", str(label), layout, result, lambda card, key=key, place=place: card.outputs[key][place])
+        for (result, layout), value in zip(pairs, truth.outputs[(*label, observer.replica)], strict=True):
+            hold(0, "result", str(label), layout, result, value)
     parameters = {observer.paths[id(parameter)]: parameter for parameter in optimizer.parameters}
-
-    def summed(card, path):
-        return card.step_gradients.get(path, np.zeros(())) + np.zeros(parameters[path].global_shape)
-
-    def norm(card):
-        return np.sqrt(sum(np.square(gradient).sum() for gradient in card.step_gradients.values()))
-
-    def clipped_of(card, path):
-        return summed(card, path) * (min(clip.max_norm / (norm(card) + 1e-6), 1.0) if clip.max_norm else 1.0)
-
+    summed = {path: np.zeros(parameter.global_shape) for path, parameter in parameters.items()} | truth.step_gradients
     for (path, parameter), gradient in zip(parameters.items(), gradients, strict=True):
-        hold(1, "reduced gradient", path, parameter.layout, gradient, partial(summed, path=path))
+        hold(1, "reduced gradient", path, parameter.layout, gradient, summed[path])
+    norm = np.sqrt(sum(np.square(gradient).sum() for gradient in summed.values()))
     (clipped, found), limits = clip(tuple(gradients)), (_UPDATE_TOLERANCE, check.precision.rounding)
     hold(2, "gradient norm", "", None, found, norm, limits=limits)
+    factor = min(clip.max_norm / (norm + 1e-6), 1.0) if clip.max_norm else 1.0
     before = [parameter.asnumpy().copy() for parameter in optimizer.parameters]
     optimizer(clipped, *optimizer.scalars(1, _RATE))
     for (path, parameter), gradient, old in zip(parameters.items(), clipped, before, strict=True):
-        hold(3, "clipped gradient", path, parameter.layout, gradient, partial(clipped_of, path=path), limits=limits)
+        hold(3, "clipped gradient", path, parameter.layout, gradient, summed[path] * factor, limits=limits)
         value = _first_update(old, gradient.asnumpy(), optimizer.section, parameter.name)
         added, scale = Tensor(parameter.asnumpy() - old), np.abs(old).max(initial=0.0)
-        update = _UPDATE_TOLERANCE, _UPDATE_ROUNDING
-        hold(4, "update", path, None, added, lambda _, value=value: value, scale, update)
+        hold(4, "update", path, None, added, value, scale, (_UPDATE_TOLERANCE, _UPDATE_ROUNDING))
 
 
 def _first_update(weight, gradient, section, name):

@@ -98,14 +98,11 @@ class RankObserver(ProgramObserver):
         if self._pass is None or path is None or path in tied or gradient.shape != parameter.shape:
             return
         layout = gradient_layout(getattr(parameter, "computing_layout", None) or parameter.layout)
+        value = self.check.truth.weight_gradients[self._pass].get(path)
         order = 1, self._pass, 1, self.check.compared
         at = None, self._pass, None, path, None
-        if path in self.check.truth.weight_gradients[self._pass]:  # a trained one that the program uses
-            label, scale = self._pass, self.check.truth.largest("gradient", self._pass)
-
-            def value(card):
-                return card.weight_gradients[label][path]
-
+        if value is not None:  # a trained one that the program uses
+            scale = self.check.truth.largest("gradient", self._pass)
             self.check.hold(order, self.rank, "weight gradient", at, layout, gradient, value, scale)
 
     def _observed(self, source, cell, number, tensor):

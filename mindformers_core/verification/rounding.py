@@ -15,11 +15,24 @@ def changed(array, eps, draw):
     return array * (1 + FACTOR * eps * draw.choice([-1, 1], array.shape)).astype(array.dtype)
 
 
-def allowed(value, perturbed):
-    """The absolute difference that rounding may make, from a value and that of the perturbed run: two arrays.
+def allowances(card, perturbed):
+    """Id of each array of a `OneCard` -> the absolute difference that rounding may make to it, as `perturbed` says.
 
     Infinite where integers or infinities differ: rounding decides them.
     """
+    other = dict(_arrays(perturbed))
+    return {id(array): _allowed(array, other[place]) for place, array in _arrays(card)}
+
+
+def _arrays(card):
+    tables = card.values, card.gradients, card.weight_gradients, card.outputs, card.written, {0: card.step_gradients}
+    for number, table in enumerate(tables):
+        for label, arrays in table.items():
+            for place, array in arrays.items() if isinstance(arrays, dict) else enumerate(arrays):
+                yield (number, label, place), array
+
+
+def _allowed(value, perturbed):
     if value.dtype.kind not in "fc":
         return 0.0 if np.array_equal(value, perturbed) else np.inf
     with np.errstate(invalid="ignore"):
