@@ -39,6 +39,11 @@ def first_of(entries, most=8):
     return ", ".join(map(str, entries[:most])) + ", …" * (len(entries) > most)
 
 
+def any_layer(name):
+    """A parameter's path with `*` for the number of a layer."""
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
 def columns(rows):
     """The lines of a table, for rows of texts."""
     widths = [max(map(len, column)) for column in zip(*rows)]

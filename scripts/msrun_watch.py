@@ -1,11 +1,12 @@
 """Runs msrun, shows this machine's first worker, and fails when a worker fails. `msrun_launch.sh` calls this.
 
 Left alone, msrun waits for its scheduler after a worker has failed: 30 s if the ranks had met, CLUSTER_TIME_OUT
-(7200 s) if they had not. It also leaves its workers running when it is terminated. Here the scheduler gets a few
-seconds, and nothing that was started stays behind.
+(7200 s) if they had not. It also leaves its workers running when it is terminated, and what a killed worker has
+started. Here the scheduler gets a few seconds, and nothing that was started stays behind.
 """
 
 import argparse
+import ctypes
 import os
 import re
 import signal
@@ -22,6 +23,10 @@ POLL_SECONDS = 0.2
 SCHEDULER_GRACE_SECONDS = 3
 LAST_LINES = 30
 WORKER_FAILED = re.compile(r"Worker process (\d+) exit with exception\. Error code: (-?\d+)")
+# The report of a hang (mindformers_core.hangs.report), and the lines that tell why a worker failed by itself
+REPORT = re.compile(r"^.*\nWhere the ranks are:\n(?:(?:- |Python stack |    |\d+ more |Where ).*\n?)+", re.MULTILINE)
+CAUSE = re.compile(r"^(Traceback \(most recent call last\)|error: )", re.MULTILINE)
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
 # MindSpore prints these whatever GLOG_v says; they stay in the log file.
 NOISE = re.compile(r"^\[INFO\] [A-Z_]+\(")
 
@@ -106,6 +111,7 @@ def run(args):
     logs = {rank: args.log_dir / f"worker_{rank}.log" for rank in range(first, first + args.local_worker_num)}
     args.log_dir.mkdir(parents=True, exist_ok=True)
     remove_old_logs(args)
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1)  # what a killed worker has started becomes a child of this process
     print(f"{args.local_worker_num} of {args.worker_num} workers start here, logs in {args.log_dir}", flush=True)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
@@ -123,7 +129,7 @@ def run(args):
             failure = watch(msrun, msrun_log, Follower(logs[first])) if joined else None
         finally:
             if joined:
-                kill_tree(msrun)
+                kill_children(os.getpid())
         code = msrun.wait()
     if code or failure:
         return report(failure, code, args.log_dir, logs)
@@ -223,16 +229,6 @@ def kill_children(pid):
             child.kill()
 
 
-def kill_tree(process):
-    """Kill `process` and everything that it has started, if it still runs."""
-    if process.poll() is None:
-        process_children = children(process.pid, recursive=True)
-        process.kill()
-        for child in process_children:
-            with suppress(psutil.Error):
-                child.kill()
-
-
 class Follower:
     """Shows a log file as it grows, line by line, without MindSpore's networking chatter."""
 
@@ -260,7 +256,10 @@ def readable_lines(content):
 
 
 def report(failure, msrun_code, log_dir, logs):
-    """Tell what failed, with the last lines of its log. Returns the exit code for the shell."""
+    """Tell what failed: the last lines of its log, and of others that failed by themselves, and the report of a hang.
+
+    What the first worker has written is shown already. Returns the exit code for the shell.
+    """
     rank, code = failure or (None, msrun_code)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     if failure is None:
@@ -269,9 +268,16 @@ def report(failure, msrun_code, log_dir, logs):
         who, shown = "a worker", list(logs.values())
     else:
         who, shown = f"worker {rank}", [logs[rank]]
-    for path in shown:
-        lines = readable_lines(path.read_bytes())[-LAST_LINES:] if path.exists() else []
-        print(f"--- last lines of {path}", *(lines or ["(empty)"]), sep="\n", file=sys.stderr)
+    texts = {path: "\n".join(readable_lines(path.read_bytes())) for path in (*shown, *logs.values()) if path.exists()}
+    seen = texts.get(next(iter(logs.values())), "")  # of the first worker
+    for path in [*shown, *(path for path, text in texts.items() if CAUSE.search(text) and not REPORT.search(text))]:
+        lines = texts.get(path, "").splitlines()[-LAST_LINES:] or ["(empty)"]
+        if lines[-1] not in seen.splitlines():
+            print(f"--- last lines of {path}", *lines, sep="\n", file=sys.stderr)
+            seen = "\n".join((seen, *lines))
+    reports = [found[0] for text in texts.values() if (found := REPORT.search(text))]
+    if reports and not REPORT.search(seen):
+        print("--- the report of the other workers", reports[0].rstrip(), sep="\n", file=sys.stderr)
     print(f"msrun_launch.sh: {who} {how}; the other workers here were stopped. All logs: {log_dir}", file=sys.stderr)
     return 128 - code if code < 0 else code
 

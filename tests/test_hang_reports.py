@@ -31,6 +31,8 @@ FAULTS = {  # name: (function, collective, ranks, whether collectives are compar
     "killed forward": ("killed", 3, 2, CHECKED, "model", "rank 1 was killed by SIGKILL"),
     "killed backward, 4 ranks": ("killed", 16, 4, CHECKED, "model", "rank 3 was killed by SIGKILL"),
     "gone without a word": ("gone", 3, 2, CHECKED, "model", "rank 1 has died"),
+    "raises": ("raises", 3, 2, CHECKED, "model", r"rank 1 has failed with KeyError: 'the cause' \(at .*desync"),
+    "raises, message": ("raises", 1, 2, CHECKED, "message", "receive from rank 1.*rank 1 has failed with KeyError: "),
     "stopped forward": ("stopped", 3, 2, CHECKED, "model", "rank 1 is stopped .*, before #"),
     "stopped backward, 4 ranks": ("stopped", 16, 4, CHECKED, "model", "rank 3 is stopped .*, before "),
     "stuck in Python": ("stuck_asleep", 3, 2, CHECKED, "model", rf"rank 1 is in Python at .*{HERE}stuck_asl"),
@@ -44,7 +46,7 @@ FAULTS = {  # name: (function, collective, ranks, whether collectives are compar
     "compiled, stopped": ("stopped", 1, 2, CHECKED, "compiled", "rank 1 is stopped"),
 }  # fmt: skip
 BY_DAY = (
-    "skipped forward", "other shape backward", "killed forward", "stopped forward", "stuck in Python", "compiled, stuck"
+    "skipped forward", "other shape backward", "killed forward", "raises, message", "stuck in Python", "compiled, stuck"
 )  # fmt: skip
 
 
@@ -71,7 +73,7 @@ def test_a_desync_is_reported_by_all_ranks(name):
     print(f"{name}: {ended - planted:.1f} s of {DEADLINE + 5}")
     assert launched.exit_code == 1, shown
     assert ended - planted < DEADLINE + 5, shown
-    able = range(ranks - (fault in ("killed", "gone")))
+    able = range(ranks - (fault in ("killed", "gone", "raises")))
     logs = [launched.logs[rank] for rank in able]
     reports = [report_in(log) for log in logs if "all steps are done" not in log]
     assert all(reports), shown

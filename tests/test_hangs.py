@@ -115,6 +115,31 @@ def test_equal_ranks_are_one_line_and_there_are_at_most_25():
     assert len(explain_hang([*different, *states[63:]]).splitlines()) <= 25 and len(text.splitlines()) <= 25
 
 
+LIBRARY = f"{os.path.dirname(os.__file__)}/threading.py:9 in wait"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        ({}, {"error": "KeyError: 3 (at a.py:1 in f)", "state": "ended"}, "; rank 1 has failed with KeyError: 3 (at"),
+        ({}, {"stack": (LIBRARY, "/site-packages/x.py:2 in g", "mine.py:3 in h")}, "mine.py:3 in h, which is in /"),
+        ({}, {"stack": (LIBRARY, LIBRARY)}, f"rank 1 is in Python at {LIBRARY}, before"),
+        ({"number": 4}, {"number": 5}, "is in compiled function f (call 4), rank 1 in call 5 of it: graphs of these"),
+        ({"number": 4}, {"number": 4, "computed": 0.2}, "rank 1 computes in compiled function f (call 4)"),
+        ({"number": 4}, {"number": 5, "done": True}, "in Python code, after call 5 of it, and not in call 4: their"),
+        ({"kind": "start"}, {"state": "absent"}, "waits in init_distributed() for f; rank 1 has not called it on this"),
+    ],
+)  # fmt: skip
+def test_what_the_report_says_of_the_rank_that_is_behind(one, other, said):
+    def state(rank, number=0, kind="compiled", done=False, **fields):
+        issued = Issued(rank, number, kind, (), (0, 1) if kind == "start" else (), place="f", done=done)
+        return RankState(rank, history=(issued,) if number or rank == 0 else (), **fields)
+
+    text = explain_hang([state(0, **one), state(1, **other)])
+    assert said in text, text
+    assert "mine.py" not in said or "    mine.py:3 in h" in text.splitlines()
+
+
 def test_ranks_are_shown_as_ranges():
     assert shown_ranks({7, 0, 1, 2, 3}) == "0-3, 7"
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Ranks that never meet. The scheduler process runs the same program, and stays where a rank is to fail.
 WORKER = """
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 case, rank, role = sys.argv[1], os.environ["RANK_ID"], os.environ["MS_ROLE"]
 if role == "MS_SCHED":
     time.sleep(0 if case == "finish" else 60)
@@ -28,6 +28,7 @@ if case != "finish" and rank == "1":
     time.sleep(1)
     if case == "raise":
         raise ValueError("a broken rank")
+    subprocess.Popen(["sleep", "60"], start_new_session=True)
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(0 if case == "finish" else 60)
 """
@@ -117,6 +118,31 @@ def test_a_failing_worker_fails_the_launch(worker, case, code, shown):
     assert not running_in(worker)
 
 
+REPORT = """rank 1 waits in all_reduce; rank 0 was killed by SIGKILL
+Where the ranks are:
+- rank 0: killed
+- rank 1: in all_reduce
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "code", "logs", "shown", "hidden"),
+    [
+        (0, -9, ["step 1\n", f"step 1\n{REPORT}"], ["the report of the other workers", REPORT.rstrip()], "step 1"),
+        (0, 1, [f"step 1\n{REPORT}", "error: no data\n"], ["worker_1.log\nerror: no data"], "waits"),
+        (0, 1, ["Traceback (most recent call last)\nE: x\n"] * 2, ["worker 0 ended with exit code 1"], "E: x"),
+    ],
+)
+def test_a_launch_shows_why_it_failed(tmp_path, capsys, rank, code, logs, shown, hidden):
+    """What is on the terminal, the log of rank 0, isn't repeated."""
+    paths = {number: tmp_path / f"worker_{number}.log" for number in range(len(logs))}
+    for number, text in enumerate(logs):
+        paths[number].write_text(text)
+    runpy.run_path(str(ROOT / "scripts" / "msrun_watch.py"))["report"]((rank, code), 1, tmp_path, paths)
+    said = capsys.readouterr().err
+    assert all(text in said for text in shown) and hidden not in said, said
+
+
 def running_in(folder):
     """Processes of ours that work in `folder`."""
     found = []
@@ -183,22 +209,8 @@ def test_wrong_arguments_are_explained(tmp_path, arguments, code, message):
 def fake_path(folder, **programs):
     """A PATH of one folder: the tools that the scripts need, and `programs` by name with their shell code."""
     folder.mkdir()
-    for tool in (
-        "basename",
-        "bash",
-        "cat",
-        "cksum",
-        "dirname",
-        "grep",
-        "id",
-        "rm",
-        "tail",
-        "uname",
-        "xargs",
-        "printf",
-        "mkdir",
-        "cp",
-    ):
+    tools = "basename bash cat cksum cp dirname grep id mkdir printf rm tail uname xargs"
+    for tool in tools.split():
         (folder / tool).symlink_to(shutil.which(tool))
     for name, code in programs.items():
         (folder / name).write_text(f"#!{shutil.which('bash')}\n{code}\n")

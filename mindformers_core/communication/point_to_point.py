@@ -77,17 +77,18 @@ class Channel:
         self._send({}, tensors, to_rank, tag)
         record("send", tuple(axes), sum(tensor.nbytes for tensor in tensors))
 
-    def receive(self, from_rank, tag):
+    def receive(self, from_rank, tag, purpose=""):
         """Wait for the message `tag` from a rank; returns its tensors, a tuple.
 
         Messages can be received in another order than they were sent; messages of one rank with the same tag arrive in
-        the order in which they were sent. The tensors are new ones, with memory of their own.
+        the order in which they were sent. The tensors are new ones, with memory of their own. The report of a hang
+        shows the purpose.
 
         Raises:
             TypeError, ValueError: as `send`; also for a message that `send_object` sent.
             RuntimeError: the sender has ended, or no byte arrived within the limit.
         """
-        head, tensors = self._receive(from_rank, tag)
+        head, tensors = self._receive(from_rank, tag, purpose)
         if "object" in head:
             raise TypeError(f"message {tag} from rank {from_rank} is an object: take it with receive_object()")
         return tensors
@@ -116,13 +117,14 @@ class Channel:
         try:
             self._transport.send(to_rank, {"tag": tag, **head}, tensors)
         except (ConnectionError, TimeoutError) as error:
-            raise RuntimeError(f"rank {self.rank} can't send message {tag} to rank {to_rank}: {error}") from error
+            failed = f"rank {self.rank} can't send message {tag} to rank {to_rank}: {error}"
+            raise RuntimeError(f"{failed}{_report()}") from error
 
-    def _receive(self, from_rank, tag):
+    def _receive(self, from_rank, tag, purpose=""):
         self._check(from_rank, tag)
         wanted, watch = self._unread[from_rank, tag], process_state().watch
         while not wanted:
-            with nullcontext() if watch is None else watch.recorder.waiting("receive", (from_rank, self.rank)):
+            with nullcontext() if watch is None else watch.recorder.waiting("receive", (from_rank, self.rank), purpose):
                 try:
                     head, tensors = self._transport.receive(from_rank)
                 except (ConnectionError, TimeoutError) as error:
@@ -130,8 +132,7 @@ class Channel:
                     came = [str(seen) for sender, seen in unread if sender == from_rank]
                     others = f"; other messages of it came: {', '.join(came[:8])}" if came else ""
                     waiting = f"rank {self.rank} was waiting for message {tag} from rank {from_rank}"
-                    report = "" if watch is None else f"\n{watch.report()}"
-                    raise RuntimeError(f"{waiting}: {error}{others}{report}") from error
+                    raise RuntimeError(f"{waiting}: {error}{others}{_report()}") from error
             self._unread[from_rank, tuple(head["tag"])].append((head, tensors))
         message = wanted.popleft()
         if not wanted:
@@ -145,6 +146,12 @@ class Channel:
             raise ValueError(
                 f"message {tag} between rank {self.rank} and rank {rank!r}: should be another of {self.size}"
             )
+
+
+def _report():
+    """The report of a hang as further lines of an error; "" where nobody watches."""
+    watch = process_state().watch
+    return "" if watch is None else f"\n{watch.report()}"
 
 
 class _ChannelOwner:

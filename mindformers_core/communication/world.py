@@ -15,6 +15,7 @@ import mindspore as ms
 from mindspore import communication as ms_communication
 from mindspore import ops
 
+from mindformers_core.hangs.report import LEFT_BEHIND
 from mindformers_core.hangs.watcher import Watch
 from mindformers_core.hints import nearest
 from mindformers_core.program.observer import Observer
@@ -25,6 +26,7 @@ _LAUNCHERS = (  # (name, a variable that it always sets, that of the rank, that 
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("mpirun", "PMI_RANK", "PMI_RANK", "PMI_SIZE"),
 )
+_THIS_HOST = ("127.0.0.1", "localhost", "::1")  # an address at which a scheduler has all ranks on its own host
 _AFTER_REPORT = 6  # seconds that ranks may take to report a hang
 _NO_THREADS = {"runtime_num_threads": 0, "inter_op_parallel_num": 1}  # that run kernels; one that runs graphs
 
@@ -145,10 +147,11 @@ def init_distributed(backend=None, world_size=None, rank=None, timeout=60, check
         backend: None chooses by device target; `"fake"` is a dry run of `world_size` ranks in this one process.
         world_size: number of ranks: needed for `"fake"`, otherwise checked against the launcher's.
         rank: this process's rank in a dry run (default 0); otherwise checked against the launcher's.
-        timeout: the deadline in seconds: when a rank has waited so long in a collective, all ranks end with one report
-            of where they are (see docs/debugging.md). `msrun`'s scheduler ends all ranks 6 s after a rank has given no
-            sign of life for so long. On CPU a collective ends after 30 s at the latest (fixed in MindSpore), with the
-            same report; HCCL has its own limit (`HCCL_EXEC_TIMEOUT`).
+        timeout: the deadline in seconds: when a rank has waited so long in a collective, or for other ranks of this
+            host to start (then at least 30 s), all ranks end with one report of where they are (see docs/debugging.md).
+            `msrun`'s scheduler ends all ranks 6 s after a rank has given no sign of life for so long. On CPU a
+            collective ends after 30 s at the latest (fixed in MindSpore), with the same report; HCCL has its own limit
+            (`HCCL_EXEC_TIMEOUT`).
         check_collectives: whether a rank compares kind, shape, dtype and group of every collective with those of its
             neighbours in the group before it waits, so that a difference is an error at once. Default: on CPU.
 
@@ -175,17 +178,21 @@ def init_distributed(backend=None, world_size=None, rank=None, timeout=60, check
         return _same_world(launch, backend)
     if device_target == "CPU":
         ms.runtime.launch_blocking()
-    group = None
+    group, watch = None, None
+    check = backend == "cpu" if check_collectives is None else check_collectives
     if backend != "fake" and launch.size > 1:
         if device_target == "CPU":
             _share_cores(launch.size)
+        if launch.rank is not None and _address().rpartition(":")[0] in _THIS_HOST:
+            watch = Watch(_job_name(), launch.rank, launch.size, timeout, check)
+            watch.await_ranks(f"the launch at {_address()}")
         group = _join()
         launch = Launch(launch.launcher, ms_communication.get_rank(), ms_communication.get_group_size())
     state = process_state()
     state.world = World(launch.rank or 0, launch.size, backend, device_target, launch.launcher, group)
     if group is not None:
-        check = backend == "cpu" if check_collectives is None else check_collectives
-        state.watch = Watch(_job_name(), launch.rank, launch.size, timeout, check)
+        state.watch = watch or Watch(_job_name(), launch.rank, launch.size, timeout, check)
+        state.watch.hear_errors()
         if backend == "cpu":  # all ranks have joined the watch before the first one can leave
             ops.AllReduce(group=group)(ms.Tensor(0.0, ms.float32)).asnumpy()
     return state.world
@@ -223,7 +230,8 @@ def read_launch(environ):
 def _number(environ, variable, launcher):
     value = environ.get(variable, "")
     if not value.isdigit():
-        raise ValueError(f"{variable}={value!r} in the environment of {launcher}: should be a whole number")
+        left = f" ({LEFT_BEHIND})" if launcher == "msrun" else ""
+        raise ValueError(f"{variable}={value!r} in the environment of {launcher}: should be a whole number{left}")
     return int(value)
 
 
@@ -266,12 +274,18 @@ def _same_world(launch, backend):
 
 def _job_name():
     """The name by which the ranks of this host find each other: the scheduler's address, or the launcher's process."""
+    return f"{os.getuid()}.{_address() or os.getppid()}"
+
+
+def _address():
+    """The scheduler's address; "" where it isn't known."""
     address = [os.environ.get(variable) for variable in ("MS_SCHED_HOST", "MS_SCHED_PORT")]
-    return f"{os.getuid()}.{':'.join(address) if all(address) else os.getppid()}"
+    return ":".join(address) if all(address) else ""
 
 
 def _serve_as_scheduler(timeout):
     """Run as msrun's scheduler, a process with the same script as the ranks; exits when all ranks have ended."""
+    print(f"this process is msrun's scheduler at {_address()}, and computes nothing ({LEFT_BEHIND})", flush=True)
     _quicken_start()
     # later than the ranks' own deadline, so that they report it first
     os.environ.setdefault("MS_NODE_TIMEOUT", str(int(timeout) + _AFTER_REPORT))
@@ -306,9 +320,8 @@ def _join():
     try:
         ms_communication.init()
     except RuntimeError as error:
-        address = f"{os.environ.get('MS_SCHED_HOST')}:{os.environ.get('MS_SCHED_PORT')}"
         raise RuntimeError(
-            f"the ranks couldn't find each other through the scheduler at {address}: is the port in use by another "
+            f"the ranks couldn't find each other through the scheduler at {_address()}: is the port in use by another "
             "run, or a rank dead? The launcher's log folder has every rank's log"
         ) from error
     return ms_communication.GlobalComm.WORLD_COMM_GROUP

@@ -22,6 +22,7 @@ from mindformers_core.hangs.records import Issued, RankState
 from mindformers_core.hangs.report import explain_hang
 
 RING, MOST_TEXT, _REPORT = 32, 1 << 15, 1 << 16  # records of a slot; bytes: of a record's text, of the report
+MOST_ERROR = 1 << 10  # bytes of a rank's error
 _STACK_TIME = 0.5  # seconds in which a rank writes its stack
 _STATES = {"Z": "dead", "X": "dead", "T": "stopped", "t": "stopped"}  # of a process, by the kernel's letter
 
@@ -48,7 +49,8 @@ class _Slot(ctypes.Structure):
 
     _fields_ = [
         ("pid", ctypes.c_int64), ("stack_file", ctypes.c_int64), ("count", ctypes.c_uint64), ("ended", ctypes.c_bool),
-        ("raised", ctypes.c_bool), ("reported", ctypes.c_bool), ("_ring", _Record * RING),
+        ("raised", ctypes.c_bool), ("reported", ctypes.c_bool), ("error", ctypes.c_char * MOST_ERROR),
+        ("_ring", _Record * RING),
     ]  # fmt: skip
 
     @cached_property
@@ -125,6 +127,16 @@ class Board:
         state, status = _STATES.get(fields[0], "running"), int(fields[-1])
         return state, (-(status & 0x7F) or status >> 8) if state == "dead" else 0
 
+    def computed(self, rank):
+        """CPU seconds for a second that a rank has been in a compiled function; 0 outside of one."""
+        record = self.current(rank)
+        if record is None or record.kind != b"compiled":
+            return 0.0
+        with suppress(OSError), open(f"/proc/{self.slots[rank].pid}/stat") as file:
+            ticks = sum(map(int, file.read().rpartition(")")[2].split()[11:13]))  # of all threads, user and system
+            return (ticks / os.sysconf("SC_CLK_TCK") - record.computed) / (time.monotonic() - record.since)
+        return 0.0
+
     def history(self, rank):
         """The last `Issued` of a rank, oldest first."""
         slot, issued = self.slots[rank], []
@@ -160,9 +172,12 @@ class Board:
         states = []
         for rank in self.ranks():
             name, code = self.state(rank)
-            state = RankState(rank, name, self.history(rank), exit_code=code)
-            is_in_python = name == "running" and not state.current
+            error, computed = self.slots[rank].error.decode(errors="replace"), self.computed(rank)
+            state = RankState(rank, name, self.history(rank), exit_code=code, error=error, computed=computed)
+            is_in_python = name == "running" and not state.current and not error
             states.append(replace(state, stack=self.stack(rank)) if is_in_python else state)
+        if any(state.current and state.current.kind == "start" for state in states):
+            states += [RankState(rank, "absent") for rank in {*range(self.size)}.difference(self.ranks())]
         return states
 
     @property

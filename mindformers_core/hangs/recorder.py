@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections import Counter
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -11,7 +12,8 @@ from mindformers_core.hangs.board import MOST_TEXT, RING
 from mindformers_core.hangs.records import Issued
 
 _PACKAGE = f"{Path(__file__).parent.parent}/"
-_INNER = ("/mindspore/", f"{_PACKAGE}communication/", f"{_PACKAGE}hangs/")  # files whose frames are nobody's place
+# parts of the names of files whose frames are nobody's place
+_INNER = ("/mindspore/", "<frozen ", f"{_PACKAGE}communication/", f"{_PACKAGE}hangs/")
 _COMPARED = 8  # the last records of a neighbour
 
 
@@ -43,7 +45,7 @@ class Recorder:
     def __init__(self, board, rank, stack_file, check):
         self.board, self.rank, self.check = board, rank, check
         self.slot, self.sources, self.folders = board.slots[rank], {}, []
-        self._groups, self._texts = {}, {}
+        self._groups, self._texts, self._compiled = {}, {}, Counter()
         self.slot.stack_file, self.slot.pid = stack_file, os.getpid()
 
     def place(self):
@@ -86,18 +88,20 @@ class Recorder:
         return record
 
     def waiting(self, kind, ranks=(), place=None):
-        """Record a wait for a message, or a call of a compiled function.
+        """Record a wait for a message or for the start, or a call of a compiled function.
 
         Args:
-            kind: `"receive"`, `"compiled"` or `"compiling"`.
-            ranks: `(sender, receiver)` of a message.
-            place: name of the compiled function.
+            kind: `"receive"`, `"start"`, `"compiled"` or `"compiling"`.
+            ranks: `(sender, receiver)` of a message; those that start.
+            place: name of the compiled function; what a message is for.
 
         Returns:
             The record, a context manager to wait in.
         """
         text = _encoded(kind, (), ranks, (), "", place or self.place()[0], "", "")
-        record = self._record(text)
+        call = () if ranks else (_hash(place), self._compiled[place])
+        self._compiled[place] += not ranks
+        record = self._record(text, *call)
         record.kind, record.computed = kind.encode(), time.process_time()
         return record
 

@@ -7,18 +7,20 @@ _CONDITIONS = {
     "dead": "has died (its process is gone)",
     "stopped": "is stopped (by SIGSTOP or a debugger)",
     "ended": "has ended",
+    "absent": "has not called it on this host",
 }
 _COMPILED = {"compiled": "compiled function", "compiling": "first call of compiled function"}
 
 
 @dataclass(frozen=True)
 class Issued:
-    """A collective, a wait for a message or a call of a compiled function, which a rank has begun.
+    """A collective, a wait for a message or for the start, or a call of a compiled function, which a rank has begun.
 
     Attributes:
         rank: the rank.
-        number: of the call among all calls of these ranks in this job, from 0; of a message None.
-        kind: `"all_reduce"`, …, `"receive"`, `"compiled"`, or `"compiling"` (the first call of a compiled function).
+        number: of the call among all calls of these ranks, or of the compiled function, in this job, from 0; else None.
+        kind: `"all_reduce"`, …, `"receive"`, `"start"` (the wait for all ranks), `"compiled"`, or `"compiling"` (the
+            first call of a compiled function).
         axes: the mesh axes.
         ranks: the global ranks that take part; of a message `(sender, receiver)`.
         shape, dtype: of this rank's tensor; `()` and `""` without one.
@@ -64,6 +66,8 @@ class Issued:
         """The shortest name: kind, number in the plan and axes; sender; or compiled function."""
         if self.kind == "receive":
             return f"receive from rank {self.ranks[0]}"
+        if self.kind == "start":
+            return "init_distributed()"
         if self.kind in _COMPILED:
             return f"{_COMPILED[self.kind]} {self.place}"
         plan = f" {self.plan}" if self.plan else ""
@@ -77,8 +81,8 @@ class Issued:
     @property
     def described(self):
         """All that is known of it, without the rank."""
-        tensor = f"{self.dtype} {list(self.shape)} {self.options}".rstrip()
-        call = "" if self.number is None else f" (call {self.number}), {tensor}"
+        tensor = f"{self.dtype} {list(self.shape)} {self.options}".rstrip() if self.ranks else ""
+        call = "" if self.number is None else f" (call {self.number}){', ' * bool(tensor)}{tensor}"
         return f"{self.label}{call}{',' * bool(self.purpose)}{self.purpose}"
 
 
@@ -88,11 +92,13 @@ class RankState:
 
     Attributes:
         rank: the rank.
-        state: `"running"`, `"stopped"` (by SIGSTOP or a debugger), `"dead"` (the process is gone) or `"ended"` (by
-            itself: it left the job).
+        state: `"running"`, `"stopped"` (by SIGSTOP or a debugger), `"dead"` (the process is gone), `"ended"` (by
+            itself: it left the job) or `"absent"` (it has not joined).
         history: the last `Issued`, oldest first.
         stack: its Python stack, innermost first, as `file:line in function`; empty where the rank can't answer.
         exit_code: of a dead rank, minus the number of the signal that killed it; 0 if unknown.
+        error: the error by which it ends, as text; "" without one.
+        computed: CPU seconds for a second that it has been in its compiled function; 0 outside of one.
     """
 
     rank: int
@@ -100,6 +106,8 @@ class RankState:
     history: tuple = ()
     stack: tuple = ()
     exit_code: int = 0
+    error: str = ""
+    computed: float = 0.0
 
     @property
     def current(self):
@@ -109,6 +117,8 @@ class RankState:
     @property
     def condition(self):
         """The state as the predicate of a sentence; "" of a running rank."""
+        if self.error:
+            return f"has failed with {self.error}"
         if self.exit_code < 0:
             return f"was killed by {signal.Signals(-self.exit_code).name}"
         return f"has died with exit code {self.exit_code}" if self.exit_code else _CONDITIONS.get(self.state, "")
@@ -118,6 +128,8 @@ class RankState:
 
         Of a compiled function the collectives aren't known: whether the rank is in any call.
         """
+        if wanted.kind == "start":
+            return bool(self.history)
         calls = (one for one in self.history if None not in (one.number, wanted.number))
         issued = any(one.ranks == wanted.ranks and one.number >= wanted.number for one in calls)
         return issued if wanted.ranks else self.current is not None

@@ -2,11 +2,17 @@
 
 from collections import Counter
 from operator import attrgetter
+from pathlib import Path
+from sysconfig import get_path
 
 from mindformers_core.program.name_ranges import ranges_shown
 
+LEFT_BEHIND = "left from another launch? unset MS_ROLE MS_WORKER_NUM MS_SCHED_HOST MS_SCHED_PORT RANK_ID"
 _MOST_PLACES, _MOST_STACKS, _MOST_FRAMES = 9, 2, 4
-_PLURALS = {"has": "have", "is": "are", "was": "were", "waits": "wait"}
+_LEAST_BUSY, _BUSIER = 0.05, 4  # CPU seconds for a second of a rank that computes; times those of one that waits
+_PLURALS = {"has": "have", "is": "are", "was": "were", "waits": "wait", "computes": "compute"}
+_LIBRARIES = (f"{get_path('stdlib')}/", "/site-packages/", "/dist-packages/", "<frozen ")  # parts of files' names
+_PACKAGE = f"{Path(__file__).parent.parent}/"
 
 
 def explain_hang(states, size=None):
@@ -25,7 +31,10 @@ def explain_hang(states, size=None):
     lines = [_first_wait(states, behind) + why, "Where the ranks are:", *_places(states)]
     for state in [state for state in states if state.rank in behind and state.stack][:_MOST_STACKS]:
         lines.append(f"Python stack of rank {state.rank}, innermost first:")
-        lines += [f"    {frame}" for frame in state.stack[:_MOST_FRAMES]]
+        first = max(state.stack.index(own_frame(state.stack)) - 1, 0)  # the frame that the user's code calls
+        lines += [f"    {frame}" for frame in dict.fromkeys((state.stack[0], *state.stack[first:]))][:_MOST_FRAMES]
+    if any(state.state == "absent" for state in states):
+        lines.append(f"Where nobody started these ranks, the variables of a launch are {LEFT_BEHIND}")
     if size is not None and size > len(states):
         lines.append(f"{size - len(states)} more of {size} ranks are on other hosts, whose logs have their own places.")
     return "\n".join(lines)
@@ -35,20 +44,21 @@ def blamed(states):
     """The ranks that are behind, or called something else than the others: `(set of ranks, the reason as text)`."""
     known = {state.rank: state for state in states}
     awaited = {rank for state in states for rank in _missing(state, known)}
-    for kind in ("dead", "stopped", "ended"):
-        lost = {rank for rank in known if known[rank].state == kind and (kind != "ended" or rank in awaited)}
+    for kind in ("failed", "dead", "stopped", "absent", "ended"):
+        alike = {rank for rank in known if kind == ("failed" if known[rank].error else known[rank].state)}
+        lost = alike if kind != "ended" else alike & awaited
         if lost:
             conditions = ", ".join(dict.fromkeys(known[rank].condition for rank in sorted(lost)))
-            return lost, f"{_said(lost, conditions)}{_before(lost, states)}"
+            return lost, f"{_said(lost, conditions)}{_before(lost, states) if kind != 'absent' else ''}"
     if conflict := _conflict(states):
         return conflict
     if late := {rank for rank in awaited if not known[rank].current}:
-        stacks = {frame for rank in late for frame in known[rank].stack[:1]}
+        stacks = {_at(known[rank].stack) for rank in late if known[rank].stack}
         where = f"at {stacks.pop()}" if len(stacks) == 1 else "code"
         return late, f"{_said(late, f'is in Python {where}')}{_before(late, states)}"
     if awaited:
         return _cycle(states, known)
-    return set(), "no rank is behind as far as the records tell"
+    return _apart_in_graphs(states)
 
 
 def shown_ranks(ranks):
@@ -77,6 +87,10 @@ def _before(ranks, states):
         current = state.current
         if current and state.rank not in ranks and (ranks & {*current.ranks} or not current.ranks):
             seen = [other for other in states if other.rank in ranks and other.current]
+            issued = [one for other in states if other.rank in ranks for one in other.history if not one.ranks]
+            last = max((one.number for one in issued if one.label == current.label), default=-1)
+            if not current.ranks and last >= current.number:
+                return f", after call {last} of it, and not in call {current.number}: their graphs differ"
             return "" if seen else f", before {current.plan or current.label}"
     return ""
 
@@ -93,7 +107,7 @@ def _first_wait(states, behind):
 def _conflict(states):
     """The ranks that have issued another call than the others, and the reason; None where no calls differ."""
     sites, calls = {}, {}  # equal calls have equal ranks and numbers, or the same place in the plan
-    for one in [one for state in states for one in state.history if one.number is not None]:
+    for one in [one for state in states for one in state.history if one.number is not None and one.ranks]:
         calls.setdefault(one.call, {})[one.rank] = one
         if one.plan:
             sites.setdefault((one.place, one.plan), {})[one.rank] = one  # the last one of the rank
@@ -119,10 +133,39 @@ def _explain_conflict(issued, alike, states):
 
 def _cycle(states, known):
     """`blamed` for ranks that wait for each other in calls of different groups."""
-    waiting = [state.current for state in states if _missing(state, known)]
+    calls = [state for state in states if state.current]
+    waiting = [state.current for state in calls if _missing(state, known) or not state.current.ranks]
     odd = _odd_ones(waiting, attrgetter("ranks", "label"), waiting, states)
     ways = "; ".join(f"rank {one.rank} waits in {one.described}" for one in odd[:2])
     return {one.rank for one in odd}, f"{ways}: these ranks wait for each other in different calls"
+
+
+def _apart_in_graphs(states):
+    """`blamed` for ranks that wait in compiled functions, each in a call that the others have begun."""
+    inside = [state.current for state in states if state.current and state.current.number is not None]
+    least = min((state.computed for state in states if state.current), default=0.0)
+    if busy := {state.rank for state in states if state.computed > max(_LEAST_BUSY, _BUSIER * least)}:
+        return busy, _said(busy, f"computes in {next(one for one in inside if one.rank in busy).described}")
+    for one in inside:
+        for other in inside:
+            if one.label == other.label and one.number < other.number:
+                return {one.rank, other.rank}, (
+                    f"rank {one.rank} is in {one.described}, rank {other.rank} in call {other.number} of it: graphs of "
+                    "these ranks make different collectives"
+                )
+    return set(), "no rank is behind as far as the records tell"
+
+
+def own_frame(stack):
+    """The innermost frame of a stack that is of the user's code; else of this package's; else the innermost one."""
+    outside = [frame for frame in stack if not any(part in frame for part in _LIBRARIES)]
+    return next((frame for frame in outside if not frame.startswith(_PACKAGE)), (*outside, stack[0])[0])
+
+
+def _at(stack):
+    """Where a stack is: the user's line, and the innermost frame where that is another one."""
+    own = own_frame(stack)
+    return own if own == stack[0] else f"{own}, which is in {stack[0]}"
 
 
 def _odd_ones(issued, form, alike, states):
@@ -156,6 +199,8 @@ def _place(state):
     parts = [state.condition.partition(" ")[2]] if state.condition else []  # without the verb
     if state.current:
         return "; ".join([*parts, f"in {state.current.described}"])
-    done = f"after {state.history[-1].described}" if state.history else "before the first collective"
-    where = f"in Python at {state.stack[0]}, " if state.stack else "" if parts else "in Python, "
+    done = "before the first collective"
+    if state.history and state.history[-1].kind != "start":
+        done = f"after {state.history[-1].described}"
+    where = f"in Python at {_at(state.stack)}, " if state.stack else "" if parts else "in Python, "
     return "; ".join([*parts, f"{where}{done}"])

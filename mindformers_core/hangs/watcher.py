@@ -16,15 +16,19 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from traceback import extract_tb
 
-from mindformers_core.hangs.board import join_board
+from mindformers_core.hangs.board import MOST_ERROR, join_board
 from mindformers_core.hangs.recorder import Recorder
+from mindformers_core.hangs.report import own_frame
 
 _POLL = 0.2  # seconds
 _BY_ITSELF = 0.5  # seconds in which the main thread may raise the report as an error
 _ALL_REPORTED = 2.0  # seconds in which all ranks write the report
 _RAISED = 6.0  # seconds that an error waits for the report at most
-_IDLE = 0.3  # part of the time that a process which waits in a compiled function may compute
+_IDLE = 0.3  # CPU seconds in a second that a rank which waits in a compiled function takes at most
+_START = 30.0  # least deadline in seconds of the start, which differs by as much on a busy machine
+_BEGUN = 1.0  # seconds in which other ranks begin to wait for one that fails
 
 
 class Watch:
@@ -46,12 +50,24 @@ class Watch:
         self._processes = {}  # descriptor that is readable once the process has ended -> rank
         self._thread = threading.Thread(target=self._run, name="hang watcher", daemon=True)
         self._thread.start()
+        self._hook = sys.excepthook
         atexit.register(self._leave)
+
+    def await_ranks(self, purpose):
+        """Wait until all ranks, which are on this host, have joined: MindSpore's own wait would stop the watcher."""
+        with self.recorder.waiting("start", tuple(range(self.board.size)), purpose):
+            while len(self.board.ranks()) < self.board.size:
+                time.sleep(_POLL / 4)
+
+    def hear_errors(self):
+        """Tell other ranks of an error that ends this one: once MindSpore has set its own `sys.excepthook`, to join."""
+        self._hook, sys.excepthook = sys.excepthook, self._fail
 
     def close(self):
         """Leave the board, at `shutdown()`."""
         self._slot.ended, self._is_open = True, False
         self.board.hide()
+        sys.excepthook = self._hook
         atexit.unregister(self._leave)
         self._thread.join()
         faulthandler.unregister(signal.SIGUSR2)
@@ -67,6 +83,16 @@ class Watch:
         self._slot.raised = True
         self._thread.join(_RAISED)
         return self.board.report
+
+    def _fail(self, kind, error, traceback):
+        """The process's `sys.excepthook`: the watcher tells the ranks that wait for this one of its error."""
+        self._hook(kind, error, traceback)
+        if os.getpid() == self._slot.pid and issubclass(kind, Exception):
+            frames = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in extract_tb(traceback)]
+            text = f"{kind.__name__}: {' '.join(str(error).split())[: MOST_ERROR // 4]} (at {own_frame(frames[::-1])})"
+            self._slot.error, self._slot.raised = text.encode()[: MOST_ERROR - 1], True
+            self._thread.join(_BEGUN)
+            self._thread.join(_RAISED if self.board.report else 0)
 
     def _leave(self):
         """At the end of the process: MindSpore's own end would wait for ranks that are gone."""
@@ -101,15 +127,17 @@ class Watch:
 
     def _is_late(self):
         """Whether this rank's call has lasted too long, or has failed."""
-        if self._slot.raised:
-            return True
         calls = {rank: self.board.current(rank) for rank in self.board.ranks()}
         own = calls[self.rank]
+        if self._slot.error:
+            return any(call and rank != self.rank for rank, call in calls.items())
+        if self._slot.raised:
+            return True
         waited = time.monotonic() - own.since if own else 0.0
-        if waited < self.timeout:
+        if waited < (max(self.timeout, _START) if own and own.kind == b"start" else self.timeout):
             return False
         if own.kind == b"compiled":
-            return time.process_time() - own.computed < _IDLE * waited
+            return self.board.computed(self.rank) < _IDLE
         return not any(call and call.kind == b"compiling" for call in calls.values())
 
     def _write_report(self):

@@ -86,6 +86,11 @@ class ModelSpec:
     divided: Callable = lambda config: ()
     hugging_face: HuggingFaceFormat | None = None
 
+    def __post_init__(self):
+        for name in ("boundary", "tied", "divided"):
+            if not callable(value := getattr(self, name)) and value is not None:
+                raise TypeError(f"ModelSpec.{name}: {value!r} should be a function, as {name}=lambda config: …")
+
     def build(self, config, layers=None):
         """The Cell of a config, or its stage with these `layers`, a `LayerRange`."""
         cell = import_object(self.cell, "model") if isinstance(self.cell, str) else self.cell

@@ -111,7 +111,7 @@ class RankStages:
         last = len(self.stage_ranks) - 1
         tag = (_RESULTS, last, 0, *self.current_pass)
         if last not in self.stages:
-            return self.channel.receive(self.global_rank(last), tag) if is_shared else None
+            return self.channel.receive(self.global_rank(last), tag, "results") if is_shared else None
         results = _merged(returned, dim, self.stages[last].label)
         for rank, number in enumerate(self.ranks) if is_shared else ():
             if rank != self.rank:
@@ -220,19 +220,19 @@ class RankStages:
         def tag(stage):
             return (_GRADIENTS, stage, number, *self.current_pass)
 
-        everyone = len(self.stage_ranks)
+        everyone, what = len(self.stage_ranks), "the gradient of a weight that stages share"
         if self.rank == root:
             total = own[holders[0][0]]
             for stage, _ in holders[1:]:
                 total = total + (
-                    own[stage] if stage in own else self.channel.receive(self.global_rank(stage), tag(stage))[0]
+                    own[stage] if stage in own else self.channel.receive(self.global_rank(stage), tag(stage), what)[0]
                 )
             for rank in sorted({self.stage_ranks[stage] for stage, _ in holders} - {root}):
                 self.channel.send((total,), self.ranks[rank], tag(everyone), self.axes)
         else:
             for stage, gradient in own.items():
                 self.channel.send((gradient,), self.ranks[root], tag(stage), self.axes)
-            total = self.channel.receive(self.ranks[root], tag(everyone))[0]
+            total = self.channel.receive(self.ranks[root], tag(everyone), what)[0]
         for stage, place in places.items():
             self.stages[stage].weight_gradients.of_run[place] = total
 

@@ -76,6 +76,7 @@ class Optimizer:
     eps: float = bounded(1e-8, 0.0, 1)
     weight_decay: float = bounded(0.01, 0.0, 100)
     weight_decay_exclude: tuple[str, ...] = ("*norm*", "*bias*")  # patterns of parameter names that don't decay
+    weight_decay_vectors: bool = False  # whether tensors of one dim (scales of norms, biases) and scalars decay, too
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from mindformers_core.diff.recorder import perturb
 from mindformers_core.files import write_whole
 from mindformers_core.hints import first_of
 from mindformers_core.mesh import DeviceMesh
-from mindformers_core.optimizers.adamw import AdamW
+from mindformers_core.optimizers.adamw import AdamW, decay_lines
 from mindformers_core.tensor_parallel.clipping import sum_cell
 from mindformers_core.trainer.checkpoints import await_copies, open_source, reserve_memory, resume, save_job
 from mindformers_core.trainer.data import dataset_of, first_sequence
@@ -228,10 +228,13 @@ def _open_records(job, held):
     Returns:
         Functions that each record a row of metrics; none on other ranks.
     """
-    found = []
+    found, ranks, optimizer = [], ranks_of(job.mesh, job.rank), job.optimizer
     with record_errors(job.recipe.training.output_dir):
-        ranks = ranks_of(job.mesh, job.rank)
         on_all_ranks(ranks, lambda: found.extend(_records(job, held)) if job.rank == 0 else None)
+    own = {each.name: decays for each, decays in zip(optimizer.parameters, optimizer.decays, strict=True)}
+    decaying = {name: decays for each in ranks.gather(own).values() for name, decays in each.items()}
+    if job.rank == 0:
+        print("\n".join(decay_lines(decaying, optimizer.section)))
     return found
 
 

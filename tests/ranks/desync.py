@@ -66,6 +66,10 @@ def gone(collective, x):
     os._exit(0)  # which msrun doesn't take for an error
 
 
+def raises(collective, x):
+    raise KeyError("the cause")
+
+
 def stopped(collective, x):
     os.kill(os.getpid(), signal.SIGSTOP)
 

@@ -100,7 +100,9 @@ class _Run:
         if is_send:
             channel.send(tensors.pop(place), rank, tag, axes=self.stages.axes)
         else:
-            tensors[place] = channel.receive(rank, tag)
+            direction = "forward" if step.type in FORWARD else "backward"
+            purpose = f"stage {step.stage_index}, micro-batch {step.micro_index}, {direction} pass"
+            tensors[place] = channel.receive(rank, tag, purpose)
 
     def stage_and_rank(self, step):
         """The stage of a step and its global rank, for errors."""
