@@ -6,6 +6,7 @@ import os
 import re
 import resource
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import mindspore as ms
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from mindspore import nn, ops
 
+from mindformers_core.checkpoint import inspection
 from mindformers_core.checkpoint.load import check_checksums, open_checkpoint
 from mindformers_core.files import lock_folder
 from mindformers_core.layout import layout
@@ -23,8 +25,9 @@ from mindformers_core.sharding.initialize import materialize
 from mindformers_core.trainer import training_loop
 from mindformers_core.trainer.command_line import main
 from mindformers_core.trainer.compare import read_losses
+from mindformers_core.trainer.data import open_dataset
 from mindformers_core.trainer.diffing import run_simulated
-from mindformers_core.trainer.recipe import Optimizer
+from mindformers_core.trainer.recipe import Optimizer, TrainDataset
 from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.records import RecordError, draw_losses, metrics_writer
 
@@ -227,9 +230,11 @@ def test_what_decays(recipe, tmp_path, capfd):
     assert decay_lines({"a.0.w": True, "a.1.w": True, "b": False}, section) == [
         "decay 0.01  2 weights: a.*.w", "no decay    1 weights: b",
     ]  # fmt: skip
-    for option in ("--dry-run", "training.steps=1"):
-        assert main(["train", "--config", recipe, f"training.output_dir={tmp_path / 'run'}", option]) == 0
-        assert "\ndecay 0.01  2 weights: blocks.*.weight\nno decay    0 weights: \n" in capfd.readouterr().out
+    for options in (["--dry-run", "context.mode=0"], ["training.steps=1"]):
+        assert main(["train", "--config", recipe, f"training.output_dir={tmp_path / 'run'}", *options]) == 0
+        said = capfd.readouterr().out
+        assert "\ndecay 0.01  2 weights: blocks.*.weight\nno decay    0 weights: \n" in said
+        assert ("\nmemory      more than below: in graph mode MindSpore keeps" in said) == ("--dry-run" in options)
 
 
 @pytest.mark.parametrize(
@@ -271,3 +276,29 @@ def test_a_spec_of_something_else():
         net[0].table = ms.Parameter(ms.Tensor(np.arange(8)), name="table")
     with pytest.raises(ValueError, match=r"0.table: parameter 'table' of shape \(8,\) is on the meta device"):
         materialize(net, 0)
+
+
+def test_ends_of_commands(tmp_path, monkeypatch, capfd):
+    """Interrupted, or no longer read, is no traceback; an error has one if that is asked for."""
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    for error, code in ((KeyboardInterrupt, 130), (BrokenPipeError, 141)):
+        monkeypatch.setattr(inspection, "inspect", partial(_raise, error))
+        assert main(["inspect", str(tmp_path)]) == code
+        assert capfd.readouterr().err == ("interrupted\n" if code == 130 else "")
+    monkeypatch.setattr(inspection, "inspect", partial(_raise, ValueError))
+    for debug in ("", "1"):
+        monkeypatch.setenv("MINDFORMERS_DEBUG", debug)
+        assert main(["inspect", str(tmp_path)]) == 2
+        assert ("in _raise" in capfd.readouterr().err) == (debug == "1")
+
+
+def _raise(error, *_):
+    raise error
+
+
+def test_no_place_for_the_bytes_of_texts(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for folder in (f"{tmp_path}/file/cache", "~nobody_here/cache"):
+        section = TrainDataset(data_path=(__file__,), cache_dir=folder)
+        with pytest.raises(OSError, match=f"^train_dataset.cache_dir: {folder} can't get the text's bytes: "):
+            open_dataset(section, 256, 1)

@@ -274,7 +274,7 @@ def test_half_written_metrics_line_is_dropped_when_resuming(tmp_path):
 
 def test_missing_extra_is_told_before_the_first_step(run, monkeypatch):
     monkeypatch.setattr(records.importlib, "import_module", fail_with(ModuleNotFoundError("no such module")))
-    with pytest.raises(ModuleNotFoundError, match=r"monitor.plot needs matplotlib: pip install '.*\[plot\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"monitor.plot needs matplotlib: pip install -e '/.*\[plot\]'"):
         run("a", "monitor.plot=true")
 
 

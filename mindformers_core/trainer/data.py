@@ -137,7 +137,13 @@ def open_dataset(section, vocab_size, seed):
     name = next((path for path in section.data_path if path.endswith(".npy")), None)
     if name is None:
         files = text_files(section.data_path)
-        tokens, name = np.memmap(_cached(files, section.max_bytes, section.cache_dir), np.uint8, "r"), files[0]
+        folder = os.path.expanduser(section.cache_dir)
+        try:
+            if folder.startswith("~"):
+                raise FileNotFoundError("there is no home folder")
+            tokens, name = np.memmap(_cached(files, section.max_bytes, folder), np.uint8, "r"), files[0]
+        except OSError as error:
+            raise OSError(f"train_dataset.cache_dir: {folder} can't get the text's bytes: {error}") from error
     elif len(section.data_path) > 1:
         raise ValueError(f"train_dataset.data_path: {name} stands alone, not in a list of {section.data_path}")
     elif not os.path.exists(os.path.expanduser(name)):
@@ -192,7 +198,6 @@ def _files_below(folder, suffix, name):
 
 def _cached(files, max_bytes, cache_dir):
     """Path of a file with the bytes of `files`, a zero byte after each, at most `max_bytes`; made where missing."""
-    cache_dir = os.path.expanduser(cache_dir)
     os.makedirs(cache_dir, exist_ok=True)
     stamps = [(os.path.abspath(path), os.path.getsize(path), os.stat(path).st_mtime_ns) for path in files]
     key = hashlib.sha256(repr((stamps, max_bytes)).encode()).hexdigest()[:16]
