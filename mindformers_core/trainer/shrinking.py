@@ -180,6 +180,8 @@ def _with_sizes(recipe, parts, share):
     names = [each.name for each in fields(recipe.model) if each.init and each.name != "num_hidden_layers"]
     own, divisors = {name: getattr(recipe.model, name) for name in names}, divisors_of(ranks)
     sizes = {section.seq_length, *(leaf for leaf in tree_leaves(own, int) if type(leaf) is int)}
+    if section.factory:  # a user's data have sizes of their own
+        sizes -= {size for each in micro_batch(recipe) for size in each.shape[1:]} - {section.seq_length}
     for size in sizes if share else ():
         parts[size] = lcm(parts.get(size, 1), *(divisor for divisor in divisors if size % divisor == 0))
 

@@ -8,6 +8,7 @@ from mindspore import ParameterTuple, Tensor, nn
 
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import process_state, rank_of
+from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators.signature import TensorMeta, is_float
 from mindformers_core.optimizers.adamw import AdamW
@@ -152,7 +153,7 @@ class _Call:
         """See `simulate`."""
         run = self._differentiated if self.settings is None else self._under_hsdp
         results, gradients = run(cells[0], rank)
-        parameters = tuple(cells[0].trainable_params())
+        parameters = tuple(_trained(cells[0]))
         return results, gradients, ClipByGlobalNorm(parameters, _MAX_NORM), AdamW(parameters, _OPTIMIZER)
 
     def _under_hsdp(self, net, rank):
@@ -166,7 +167,7 @@ class _Call:
 
     def _differentiated(self, net, rank):
         passes, (args, kwargs) = ForwardBackward(floating), self._local_inputs(net, rank)
-        results, weights = prepare(net, *args, **kwargs).results, ParameterTuple(net.trainable_params())
+        results, weights = prepare(net, *args, **kwargs).results, ParameterTuple(_trained(net))
         if not weights and not floating((args, kwargs)):
             raise ValueError(
                 f"verify() compares gradients, too, and {type(net).__name__} has none: it has no Parameters that are "
@@ -198,6 +199,11 @@ class _InitialValues(Observer):
             whole = self.found.setdefault(path, np.empty(part.global_shape, part.asnumpy().dtype))
             whole[part.layout.local_slices(whole.shape, self.rank)] = part.asnumpy()
         return parameters
+
+
+def _trained(net):
+    """The Parameters that get gradients: those of floats."""
+    return [parameter for parameter in net.trainable_params() if is_float(dtype_name(parameter.dtype))]
 
 
 def _replica(net, rank):
