@@ -3,6 +3,7 @@
 import math
 import re
 from difflib import get_close_matches
+from pathlib import Path
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _POWERS = ("", "k", "M", "G", "T", "P", "E")
@@ -37,6 +38,16 @@ def nearest(name, known, likeness=0.5):
 def first_of(entries, most=8):
     """`"0, 1, 2, …"`: the first entries of a list."""
     return ", ".join(map(str, entries[:most])) + ", …" * (len(entries) > most)
+
+
+def install_hint(extra):
+    """How to install the packages of one of our extras; the package itself is in no index."""
+    return f"pip install -e '{Path(__file__).parents[1]}[{extra}]'"
+
+
+def any_layer(name):
+    """A parameter's path with `*` for the number of a layer."""
+    return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def columns(rows):

@@ -26,6 +26,7 @@ from small_generation import (
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models.spec import ModelSpec
+from mindformers_core.serving.generator import Generator
 from mindformers_core.serving.predict import infer_predict_layout, load_distributed_checkpoint
 from mindformers_core.serving.prompts import encode_prompts, tokens_of
 from mindformers_core.serving.sampling import Sampling, next_tokens
@@ -218,16 +219,22 @@ def test_a_file_that_is_no_tokenizer(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("stop", "expected"), [(0, [0]), (2, [2]), ([0, 2], [0, 2]), ([], []), (None, [])])
 def test_ids_that_end_a_text(tmp_path, monkeypatch, stop, expected):
-    """Of config.json: one, which may be 0, several or none."""
+    """Of config.json: one, which may be 0, several or none; or of generation_config.json, which knows how to draw."""
     recipe, found = recipe_of_theirs(tmp_path, {"eos_token_id": stop}), []
     monkeypatch.setattr(generating, "tokens_of", lambda *given: found.append(given[-1]) or tokens_of(*given))
-    generate(recipe, Request(("w1",), 1, tokenizer="bytes"))
-    assert [list(each) for each in found] == [expected]
+    run, drawn = Generator.run, []
+    monkeypatch.setattr(Generator, "run", lambda *given: drawn.append(given[3]) or run(*given))
+    generate(recipe, Request(("w1",), 1, {"seed": 2}, tokenizer="bytes"))
+    theirs = {"eos_token_id": [7], "do_sample": stop == 2, "temperature": 0.6, "top_p": None}
+    (tmp_path / "theirs/generation_config.json").write_text(json.dumps(theirs))
+    generate(recipe, Request(("w1",), 1, {"seed": 2}, tokenizer="bytes"))
+    assert [list(each) for each in found] == [expected, [7]]
+    assert drawn == [Sampling(0.0, 1.0, 2), Sampling(0.6 if stop == 2 else 0.0, 1.0, 2)]
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_the_package_tokenizers(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers: pip install 'mindformers_core[tokenizer]'")
+    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers: pip install -e '.[tokenizer]'")
     words = tokenizers.models.WordLevel({f"w{number}": number for number in range(256)})
     tokenizers.Tokenizer(words).save(str(tmp_path / "words.json"))
     request = Request(("w1",), 8, tokenizer=str(tmp_path / "words.json"))

@@ -1,24 +1,33 @@
 """Training of a model and with data of one's own: what isn't finite is never applied nor saved; mistakes are named."""
 
+import dataclasses
 import json
 import os
 import re
 import resource
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 
+import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import nn, ops
 
+from mindformers_core.checkpoint import inspection
 from mindformers_core.checkpoint.load import check_checksums, open_checkpoint
 from mindformers_core.files import lock_folder
 from mindformers_core.layout import layout
 from mindformers_core.models import LayerRange, ModelSpec
 from mindformers_core.operators import tensor_meta
+from mindformers_core.optimizers.adamw import decay_lines, decays
+from mindformers_core.sharding.initialize import materialize
 from mindformers_core.trainer import training_loop
 from mindformers_core.trainer.command_line import main
 from mindformers_core.trainer.compare import read_losses
+from mindformers_core.trainer.data import open_dataset
 from mindformers_core.trainer.diffing import run_simulated
+from mindformers_core.trainer.recipe import Optimizer, TrainDataset
 from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.records import RecordError, draw_losses, metrics_writer
 
@@ -64,7 +73,8 @@ class Lengths(nn.Cell):
         if not self.is_last:
             return x
         lengths = ops.sqrt(ops.square(x).sum(-1))
-        return (lengths / lengths if self.result == "nan" else ops.square(lengths - y)).mean()
+        loss = (lengths / lengths if self.result == "nan" else ops.square(lengths - y)).mean()
+        return {"vector": lengths, "dict": {"loss": loss}, "pair": (loss, lengths)}.get(self.result, loss)
 
 
 LENGTHS = ModelSpec(
@@ -75,13 +85,15 @@ LENGTHS = ModelSpec(
 class Data:
     """Random samples; that of index `zero` is of zeros."""
 
-    def __init__(self, zero=-1, kind=""):
-        self.zero, self.kind = zero, kind
+    def __init__(self, zero=-1, change="x, y"):
+        self.zero, self.change = zero, change
 
     def batch(self, first, count):
         draws = [np.random.default_rng(number).standard_normal(8) for number in range(first, first + count)]
         x = np.stack([draw * (number != self.zero) for number, draw in enumerate(draws, first)]).astype(np.float32)
-        return x, np.abs(x[:, 0])
+        if self.change == "end" and first:
+            raise StopIteration
+        return eval(self.change.replace("end", "x, y"), {"x": x, "y": np.abs(x[:, 0]), "Tensor": ms.Tensor})
 
 
 def open_data(section, config, seed):
@@ -146,6 +158,7 @@ def test_all_ranks_agree_that_nothing_is_updated(recipe, mesh):
     assert "2 weights have gradients that aren't finite, in the order of the backward pass blocks.1.weight, " in (
         rows[0][0]["not_finite"]
     )
+    assert all(job.optimizer.decays == (True,) * len(job.optimizer.parameters) for job in jobs)
     for tensor, values in (pair for own in before for pair in own):
         np.testing.assert_array_equal(tensor.asnumpy(), values, err_msg=tensor.name)
 
@@ -207,3 +220,85 @@ def test_what_may_differ_where_a_checkpoint_is_loaded(recipe, tmp_path, capfd):
     ):
         assert main([*command, key]) == 2
         assert re.match(f"error: {error}", capfd.readouterr().err.splitlines()[-1])
+
+
+def test_what_decays(recipe, tmp_path, capfd):
+    """Tensors of two dims, by the whole one's shape; the run and the dry run say which."""
+    vectors, section = SimpleNamespace(name="ln1.gamma", shape=(3,)), Optimizer()
+    assert decays(SimpleNamespace(name="w", shape=(6,), global_shape=(3, 4)), section)
+    assert not decays(vectors, section) and decays(vectors, dataclasses.replace(section, weight_decay_vectors=True))
+    assert decay_lines({"a.0.w": True, "a.1.w": True, "b": False}, section) == [
+        "decay 0.01  2 weights: a.*.w", "no decay    1 weights: b",
+    ]  # fmt: skip
+    for options in (["--dry-run", "context.mode=0"], ["training.steps=1"]):
+        assert main(["train", "--config", recipe, f"training.output_dir={tmp_path / 'run'}", *options]) == 0
+        said = capfd.readouterr().out
+        assert "\ndecay 0.01  2 weights: blocks.*.weight\nno decay    0 weights: \n" in said
+        assert ("\nmemory      more than below: in graph mode MindSpore keeps" in said) == ("--dry-run" in options)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("end", "batch(4, 4) .* of 4 rows, from a stream that doesn't end: it raised StopIteration"),
+        ("x[1:], y", "it returned arrays of [0-3], [1-4] rows"),
+        ("x, y.sum()", "it returned a tuple of float32, ndarray"),
+        ("x", "it returned a ndarray"),
+        ("{'x': x}", "it returned a dict"),
+        ("Tensor(x), Tensor(y)", "it returned a tuple of Tensor"),
+    ],
+)
+def test_data_that_are_no_batch(recipe, tmp_path, capfd, change, said):
+    options = f"train_dataset.options={json.dumps({'change': change})}"
+    assert main(["train", "--config", recipe, options, f"training.output_dir={tmp_path / 'run'}"]) == 2
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: train_dataset.factory: test_own_model_training:open_data: batch(")
+    assert re.search(said.replace("(", "\\(").replace(")", "\\)"), error), error
+
+
+@pytest.mark.parametrize("result", ["vector", "dict", "pair"])
+def test_results_of_a_model(recipe, tmp_path, capfd, result):
+    """The loss, alone or first; others are an error that names the line of `construct`."""
+    command = ["train", "--config", recipe, f"model.result={result}", f"training.output_dir={tmp_path / 'run'}"]
+    assert main(command) == (0 if result == "pair" else 2)
+    if result != "pair":
+        error = capfd.readouterr().err.splitlines()[-1]
+        line = Lengths.construct.__code__.co_firstlineno
+        assert error.startswith(f"error: model.name: test_own_model_training:LENGTHS: construct ({__file__}:{line}) ")
+        assert error.endswith("it returns a dict" if result == "dict" else "it returns a tensor of shape (4,)")
+
+
+def test_a_spec_of_something_else():
+    with pytest.raises(TypeError, match=r"ModelSpec.tied: \('a',\) should be a function, as tied=lambda config: …"):
+        ModelSpec(Lengths, Config, tied=("a",))
+    with ms.DeviceCtx("meta"):
+        net = nn.CellList([nn.Dense(2, 2)])
+        net[0].table = ms.Parameter(ms.Tensor(np.arange(8)), name="table")
+    with pytest.raises(ValueError, match=r"0.table: parameter 'table' of shape \(8,\) is on the meta device"):
+        materialize(net, 0)
+
+
+def test_ends_of_commands(tmp_path, monkeypatch, capfd):
+    """Interrupted, or no longer read, is no traceback; an error has one if that is asked for."""
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    for error, code in ((KeyboardInterrupt, 130), (BrokenPipeError, 141)):
+        monkeypatch.setattr(inspection, "inspect", partial(_raise, error))
+        assert main(["inspect", str(tmp_path)]) == code
+        assert capfd.readouterr().err == ("interrupted\n" if code == 130 else "")
+    monkeypatch.setattr(inspection, "inspect", partial(_raise, ValueError))
+    for debug in ("", "1"):
+        monkeypatch.setenv("MINDFORMERS_DEBUG", debug)
+        assert main(["inspect", str(tmp_path)]) == 2
+        assert ("in _raise" in capfd.readouterr().err) == (debug == "1")
+
+
+def _raise(error, *_):
+    raise error
+
+
+def test_no_place_for_the_bytes_of_texts(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for folder in (f"{tmp_path}/file/cache", "~nobody_here/cache"):
+        section = TrainDataset(data_path=(__file__,), cache_dir=folder)
+        with pytest.raises(OSError, match=f"^train_dataset.cache_dir: {folder} can't get the text's bytes: "):
+            open_dataset(section, 256, 1)

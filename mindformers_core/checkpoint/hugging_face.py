@@ -14,9 +14,11 @@ def tensor_name(spec):
     return spec.hugging_face.tensor_name if spec.hugging_face else lambda path: path
 
 
-def ignored_tensors(spec, names):
-    """Those of the names of tensors that aren't parameters of the model, and needn't be."""
+def ignored_tensors(spec, names, config=None):
+    """Those of the names of tensors that aren't parameters of the model, of this config if it is known, nor needed."""
     patterns = spec.hugging_face.ignored if spec.hugging_face else ()
+    if spec.hugging_face and config is not None and spec.tied(config):
+        patterns += spec.hugging_face.tied_copies
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
@@ -61,10 +63,11 @@ def model_section(spec, name, found, where):
         own = {entry.name for entry in dataclasses.fields(spec.config)}
         left_out = {"model_type", *(key for key in _TOKEN_IDS if key not in own)}
         return {key: value for key, value in found.items() if key not in left_out}
-    rope = found.get("rope_parameters") or {}  # since transformers 5, before a rope_theta beside it
-    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise ValueError(f"{where} has rope_parameters {rope!r}, but the model {name} only has rope_type 'default'")
-    found = {**found, "rope_theta": rope["rope_theta"]} if "rope_theta" in rope else found
+    for key in ("rope_scaling", "rope_parameters"):  # since transformers 5 the second one, with rope_theta in it
+        rope = found.get(key) or {}
+        if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
+            raise ValueError(f"{where} has {key} {rope!r}, but the model {name} only has rope_type 'default'")
+        found = {**found, key: None, "rope_theta": rope.get("rope_theta", found.get("rope_theta"))}
     for key, value in known.fixed.items():
         if found.get(key, value) != value:
             raise ValueError(f"{where} has {key} {found[key]!r}, but the model {name} computes with {value!r}")

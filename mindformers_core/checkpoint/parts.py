@@ -8,7 +8,7 @@ from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.scopes import errors_at
 
 PIECE_BYTES = 2**24  # that a rank writes, with a checksum, at most
-_ERRORS = {kind.__name__: kind for kind in (ValueError, FileNotFoundError, PermissionError, OSError)}
+_ERRORS = {kind.__name__: kind for kind in (ValueError, BrokenPipeError, FileNotFoundError, PermissionError, OSError)}
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,18 @@
 """Operators that MindSpore gets wrong on CPU (docs/mindspore.md), for both engines: the same results from others."""
 
 from mindspore import Tensor, get_context, ops
-from mindspore.ops.auto_generate import binary_cross_entropy_with_logits_impl, constant_pad_nd_op, nllloss_impl
+from mindspore import dtype as mstype
+from mindspore.ops.auto_generate import (
+    binary_cross_entropy_with_logits_impl,
+    constant_pad_nd_op,
+    nllloss_impl,
+    softmax_impl,
+)
 
 from mindformers_core.dtensor import halo
 from mindformers_core.dtensor.lookups import embedding_rows
+
+_WITH_GRADIENT = (mstype.float16, mstype.float32, mstype.float64)
 
 
 @ops.constexpr
@@ -32,6 +40,40 @@ def binary_cross_entropy_of_logits(x, target, weight=None, pos_weight=None, redu
     return loss * (1.0 / x.size) if reduction == 1 else loss
 
 
+def cumulative_product(x, dim, exclusive=False, reverse=False):
+    """`CumProd`; on CPU as log2(n) products with the tensor shifted (Hillis and Steele, 1986): MindSpore's gradient is
+    divided by `x`, so NaN at zeros, and differs from call to call.
+    """
+    if not _is_on_cpu() or x.dtype not in _WITH_GRADIENT:
+        return ops.CumProd(exclusive, reverse)(x, dim)
+    dim, shift = dim % x.ndim, 1
+    product = _shifted(x, dim, 1, reverse) if exclusive else x
+    while shift < x.shape[dim]:
+        product = product * _shifted(product, dim, shift, reverse)
+        shift = 2 * shift
+    return product
+
+
+def _shifted(x, dim, count, reverse):
+    return halo.padded(x, dim, *((-count, count) if reverse else (count, -count)), 1.0)
+
+
+def softmax(x, axis=-1):
+    """`Softmax`: on CPU, a row of -inf in float32 gives 0, and other rows are then wrong, too: it is made NaN before.
+
+    The gradient over a dim of size 1 isn't 0 there, and spoils those of later calls.
+    """
+    dim = axis[0] if isinstance(axis, (tuple, list)) else axis
+    if not _is_on_cpu() or (isinstance(axis, (tuple, list)) and len(axis) > 1):
+        return softmax_impl(x, axis)
+    if x.shape[dim] == 1:
+        return x - x + 1.0
+    if x.dtype == mstype.float32 and dim in (-1, x.ndim - 1):
+        _, top = ops.ArgMaxWithValue(-1, True)(ops.stop_gradient(x))
+        x = x + ops.tile(top - top, (1,) * (x.ndim - 1) + x.shape[-1:])  # the addition is slow where it broadcasts
+    return softmax_impl(x, axis)
+
+
 def log_cumulative_sum(x, axis, exclusive=False, reverse=False):
     """`CumulativeLogsumexp`, of which the axis is a tensor."""
     return ops.CumulativeLogsumexp(exclusive, reverse)(x, Tensor(axis))
@@ -55,6 +97,7 @@ def padded(x, padding, value=0.0):
 CORRECTED = {
     "BCEWithLogitsLoss": binary_cross_entropy_of_logits,
     "ConstantPadND": padded,
+    "CumProd": cumulative_product,
     "EmbeddingLookup": embedding_rows,
     "IndexAddExt": index_added,
     "NLLLoss": negative_log_likelihood,

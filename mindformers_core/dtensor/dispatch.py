@@ -14,7 +14,7 @@ from mindspore import Parameter, Tensor, ops
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.aliases import check_current, is_view, share_memory, stale_plain
 from mindformers_core.dtensor.compositions import composed
-from mindformers_core.dtensor.corrected import CORRECTED, log_cumulative_sum
+from mindformers_core.dtensor.corrected import CORRECTED, log_cumulative_sum, softmax
 from mindformers_core.dtensor.distributed_operators import ShardContext, algorithm_named
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, adopted, parameter_view, wrap
@@ -113,6 +113,7 @@ _FIXED = {
     "CumulativeLogsumexp": lambda primitive, name, args: log_cumulative_sum(*args, **attributes_of(primitive)),
     "Einsum": lambda primitive, name, args: contract(*args, primitive.equation),
     **CORRECTED,
+    "Softmax": softmax,
     **dict.fromkeys(("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), Tensor.split),
 }
 
@@ -192,7 +193,7 @@ class _Program:
             args, kwargs = tree_fill((self.args, self.kwargs), parts, TensorMeta)
 
         def operator(*local_args):
-            if primitive is None:
+            if primitive is None or self.name in CORRECTED:
                 return func(*local_args, **kwargs)
             changed = local_args[self.given :]  # by `localize`: attributes of the primitive
             primitive_here = _made(type(primitive), changed) if changed else primitive

@@ -49,6 +49,7 @@ class HuggingFaceFormat:
         fixed: further keys of `config.json` -> the values that our model computes with; None stands for a missing key.
         tensor_name: function of the path of a parameter that returns the name of its tensor.
         ignored: patterns of names of tensors that old files have, and that are no parameters.
+        tied_copies: those of tensors that files may have beside tied parameters; `transformers` ignores them, too.
     """
 
     model_type: str
@@ -57,6 +58,7 @@ class HuggingFaceFormat:
     fixed: dict = field(default_factory=dict, hash=False)
     tensor_name: Callable = lambda path: path
     ignored: tuple = ()
+    tied_copies: tuple = ()
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,11 @@ class ModelSpec:
     divided: Callable = lambda config: ()
     hugging_face: HuggingFaceFormat | None = None
 
+    def __post_init__(self):
+        for name in ("boundary", "tied", "divided"):
+            if not callable(value := getattr(self, name)) and value is not None:
+                raise TypeError(f"ModelSpec.{name}: {value!r} should be a function, as {name}=lambda config: …")
+
     def build(self, config, layers=None):
         """The Cell of a config, or its stage with these `layers`, a `LayerRange`."""
         cell = import_object(self.cell, "model") if isinstance(self.cell, str) else self.cell
@@ -112,6 +119,7 @@ _LLAMA_FORMAT = HuggingFaceFormat(
         "rope_scaling": None, "quantization_config": None,
     },
     ignored=("*.rotary_emb.inv_freq",),
+    tied_copies=("lm_head.weight",),
 )  # fmt: skip
 DEFAULT_MODEL = "llama"
 MODELS = MappingProxyType(

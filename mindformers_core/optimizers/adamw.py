@@ -12,6 +12,8 @@ from fnmatch import fnmatchcase
 import mindspore as ms
 from mindspore import nn, ops
 
+from mindformers_core.hints import any_layer, first_of
+
 
 def moments(parameters, prefix):
     """A `ParameterTuple` of float32 zeros with the local shapes of `parameters`, and their names after `prefix`."""
@@ -21,9 +23,21 @@ def moments(parameters, prefix):
     )
 
 
-def decays(name, exclude):
-    """Whether weight decay applies to the parameter `name`: no pattern of `exclude` matches."""
-    return not any(fnmatchcase(name, pattern) for pattern in exclude)
+def decays(parameter, section):
+    """Whether weight decay applies to a parameter, by the section `optimizer`: its name, and the dims of the whole."""
+    dims = len(getattr(parameter, "global_shape", parameter.shape))
+    excluded = any(fnmatchcase(parameter.name, pattern) for pattern in section.weight_decay_exclude)
+    return not excluded and (dims > 1 or section.weight_decay_vectors)
+
+
+def decay_lines(decaying, section):
+    """Two lines, on the parameters that decay and on the others, for a dict, name -> whether."""
+    lines = []
+    for head, told in (f"decay {section.weight_decay:g}", True), ("no decay", False):
+        names = [name for name, decays in decaying.items() if decays == told]
+        kinds = list(dict.fromkeys(map(any_layer, names)))
+        lines.append(f"{head:<11} {len(names)} weights: {first_of(kinds, 5)}")
+    return lines
 
 
 def adamw_scalars(step, learning_rate, betas, eps, weight_decay):
@@ -47,7 +61,7 @@ class AdamW(nn.Cell):
         self.parameters = ms.ParameterTuple(parameters)
         self.moments1 = moments(parameters, "adamw.moment1.")
         self.moments2 = moments(parameters, "adamw.moment2.")
-        self.decays = tuple(decays(parameter.name, section.weight_decay_exclude) for parameter in parameters)
+        self.decays = tuple(decays(parameter, section) for parameter in parameters)
         self.update = ops.AdamWeightDecay()
 
     def construct(self, gradients, rate, eps, decay):

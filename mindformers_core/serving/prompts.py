@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mindformers_core.hints import install_hint
+
 TOKENIZER, BYTES = "tokenizer.json", "bytes"
 
 
@@ -46,8 +48,8 @@ def tokens_of(given, folder, takes_bytes, vocab_size=None, stops=()):
             from tokenizers import Tokenizer
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                f"{path} needs the package tokenizers: pip install 'mindformers_core[tokenizer]', or give --tokenizer "
-                f"{BYTES} for a model of bytes",
+                f"{path} needs the package tokenizers: {install_hint('tokenizer')}, or give --tokenizer {BYTES} for a "
+                "model of bytes",
                 name="tokenizers",
             ) from error
         try:

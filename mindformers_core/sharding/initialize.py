@@ -45,8 +45,9 @@ def initializer_of(parameter):
         return parameter.init
     if parameter.is_meta:
         raise ValueError(
-            f"parameter of shape {tuple(parameter.shape)} is on the meta device without an initializer; its values are "
-            "lost. Declare it as Parameter(initializer(Normal(0.02), shape, dtype)), or build it on another device"
+            f"parameter '{parameter.name}' of shape {tuple(parameter.shape)} is on the meta device without an "
+            "initializer; its values are lost. Declare it as Parameter(initializer(Normal(0.02), shape, dtype)), or "
+            "build it on another device"
         )
     return None
 

@@ -77,7 +77,7 @@ def fill(checkpoint, parts, recipe, mesh, rank, converts=True):
     Raises:
         ValueError: on all ranks: tensors that differ from the model's, a damaged file. OSError: one can't be read.
     """
-    ignored = ignored_tensors(recipe.spec, [name for _, name in checkpoint.tensors])
+    ignored = ignored_tensors(recipe.spec, [name for _, name in checkpoint.tensors], recipe.model)
     try:
         load_parameters(checkpoint, parts, ranks_of(mesh, rank), converts, ignored)
     except (OSError, ValueError) as error:

@@ -3,7 +3,9 @@
 import argparse
 import dataclasses
 import os
+import signal
 import sys
+import traceback
 from functools import partial
 
 from mindformers_core.trainer.compare import compare_runs
@@ -15,7 +17,10 @@ _DEPENDENCIES = ("mindspore", "numpy", "scipy", "yaml")
 
 
 def main(arguments=None):
-    """Run one command; returns the exit code: 0 done, 1 runs that differ, 2 a wrong command or file."""
+    """Run one command; returns the exit code: 0 done, 1 runs that differ, 2 an error, 130 interrupted, 141 not read.
+
+    With the environment variable MINDFORMERS_DEBUG=1 errors have their tracebacks.
+    """
     parser = _parser()
     arguments, rest = parser.parse_known_args(arguments)
     if "overrides" in arguments:  # argparse collects consecutive ones only
@@ -24,7 +29,22 @@ def main(arguments=None):
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader, as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _run(arguments):
+    try:
         result = arguments.run(arguments)
+    except BrokenPipeError:
+        raise
     except _USER_ERRORS as error:
         return _report(error)
     return result() if callable(result) else result
@@ -50,8 +70,8 @@ def _parser():
     add("--prompt", action="append", default=[], metavar="TEXT", help="a text; may be repeated")
     add("--prompts", metavar="FILE", help="a file with a prompt on every line")
     add("--tokens", type=_count, default=64, help="how many to generate, at most (default 64)")
-    add("--temperature", type=float, default=0.0, help="of the draws; default 0: the likeliest token")
-    add("--top-p", type=float, default=1.0, help="draw among tokens of this probability (default 1)")
+    add("--temperature", type=float, help="of the draws; 0: the likeliest token (default: generation_config.json or 0)")
+    add("--top-p", type=float, help="draw among tokens of this probability (default: as well, or 1)")
     add("--seed", type=int, default=0, help="of the draws (default 0)")
     add("--batch", type=_count, default=8, help="prompts that are continued together (default 8)")
     add("--tokenizer", default="", metavar="FILE", help="a tokenizer.json, or bytes")
@@ -111,12 +131,13 @@ def _train(arguments):
 
 def _run_steps(job):
     from mindformers_core.checkpoint.save import SaveError
+    from mindformers_core.trainer.data import DataError
     from mindformers_core.trainer.records import RecordError
     from mindformers_core.trainer.training_loop import run_steps
 
     try:
         summary = run_steps(job)
-    except (SaveError, RecordError, FloatingPointError) as error:
+    except (SaveError, RecordError, DataError, FloatingPointError) as error:
         return _report(error)
     if job.rank == 0:
         print(summary)
@@ -129,8 +150,10 @@ def _generate(arguments):
     from mindformers_core.trainer.recipe_loader import load_recipe
 
     prompts = arguments.prompt + (read_prompts(arguments.prompts) if arguments.prompts else [])
-    sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
-    request = Request(tuple(prompts), arguments.tokens, sampling, arguments.batch, arguments.tokenizer)
+    given = {key: getattr(arguments, key) for key in ("temperature", "top_p", "seed")}
+    given = {key: value for key, value in given.items() if value is not None}
+    Sampling(**given)  # checks them
+    request = Request(tuple(prompts), arguments.tokens, given, arguments.batch, arguments.tokenizer)
     texts, rank = generate(load_recipe(arguments.config, arguments.overrides), request)
     if rank == 0:
         print("\n\n".join(texts))
@@ -167,13 +190,15 @@ def _diff(arguments):
 def _inspect(arguments):
     from mindformers_core.checkpoint.inspection import inspect
 
-    return _print_result(inspect(arguments.folder))
+    print(inspect(arguments.folder))
+    return 0
 
 
 def _check(arguments):
     from mindformers_core.checkpoint.inspection import check
 
-    return _print_result(check(arguments.folder))
+    print(check(arguments.folder))
+    return 0
 
 
 def _convert(arguments):
@@ -181,18 +206,13 @@ def _convert(arguments):
     from mindformers_core.trainer.recipe_loader import load_recipe
 
     recipe = load_recipe(arguments.config, arguments.overrides) if arguments.config else None
-    return _print_result(convert(arguments.source, arguments.target, recipe))
-
-
-def _print_result(text):
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # the reader, as `head`, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(convert(arguments.source, arguments.target, recipe))
     return 0
 
 
 def _report(error):
+    if os.environ.get("MINDFORMERS_DEBUG"):
+        traceback.print_exception(error)
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _DEPENDENCIES:
         error = (
             f"{error.name} is not installed in {sys.executable}: run bash scripts/quickstart.sh, or pip install . "

@@ -10,11 +10,13 @@ import glob
 import hashlib
 import os
 import sysconfig
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
+from mindformers_core.hints import first_of
 from mindformers_core.lazy_exports import import_object
 from mindformers_core.operators.signature import tensor_meta
 from mindformers_core.scopes import errors_at
@@ -58,6 +60,35 @@ class TokenDataset:
         return np.asarray(self.tokens[start : start + self.seq_length + 1], dtype=np.int32)
 
 
+class DataError(ValueError):
+    """A dataset of the user's gave something else than a batch."""
+
+
+@dataclass(frozen=True)
+class OwnDataset:
+    """A user's dataset, `source`, that the function `factory` has opened; what it gives is checked."""
+
+    source: object
+    factory: str
+
+    def batch(self, first, count):
+        """A tuple of NumPy arrays of `count` rows. Raises `DataError` for anything else."""
+        ended = "it raised StopIteration"
+        with suppress(StopIteration):
+            arrays = self.source.batch(first, count)
+            kinds = {type(each).__name__ for each in arrays} if isinstance(arrays, (tuple, list)) else {}
+            ended = f"it returned a {type(arrays).__name__}{f' of {first_of(sorted(kinds))}' if kinds else ''}"
+            if kinds == {"ndarray"}:
+                rows = [each.shape[0] if each.ndim else 0 for each in arrays]
+                if rows == [count] * len(rows):
+                    return tuple(arrays)
+                ended = f"it returned arrays of {first_of(rows)} rows"
+        raise DataError(
+            f"train_dataset.factory: {self.factory}: batch({first}, {count}) should return a tuple of NumPy arrays of "
+            f"{count} rows, from a stream that doesn't end: {ended}: docs/models.md"
+        )
+
+
 def first_sequence(consumed, micro_batch, dp_rank, dp_size, local_batch_size):
     """Index in the stream of the first sequence of a dp rank's micro-batch; all numbers start at 0.
 
@@ -75,7 +106,8 @@ def dataset_of(recipe):
     endless stream along its first dim. The stream is the same on all ranks; each rank requests its own samples.
 
     Raises:
-        ValueError: a factory that can't be imported. TypeError: an object without `batch`. More: `open_dataset`.
+        ValueError: a factory that can't be imported. TypeError: an object without such a `batch`, as MindSpore's
+            datasets. More: `open_dataset`.
     """
     section, seed = recipe.train_dataset, recipe.training.seed
     if not section.factory:
@@ -83,12 +115,12 @@ def dataset_of(recipe):
     with errors_at("train_dataset.factory: ", kinds=ValueError):
         factory = import_object(section.factory, "dataset")
     dataset = factory(section, recipe.model, seed)
-    if not callable(getattr(dataset, "batch", None)):
+    if not callable(getattr(dataset, "batch", None)) or hasattr(dataset, "create_dict_iterator"):  # MindSpore's
         raise TypeError(
             f"train_dataset.factory: {section.factory} returned {dataset!r}, which has no method batch(first, count): "
             "docs/models.md"
         )
-    return dataset
+    return OwnDataset(dataset, section.factory)
 
 
 def open_dataset(section, vocab_size, seed):
@@ -105,7 +137,13 @@ def open_dataset(section, vocab_size, seed):
     name = next((path for path in section.data_path if path.endswith(".npy")), None)
     if name is None:
         files = text_files(section.data_path)
-        tokens, name = np.memmap(_cached(files, section.max_bytes, section.cache_dir), np.uint8, "r"), files[0]
+        folder = os.path.expanduser(section.cache_dir)
+        try:
+            if folder.startswith("~"):
+                raise FileNotFoundError("there is no home folder")
+            tokens, name = np.memmap(_cached(files, section.max_bytes, folder), np.uint8, "r"), files[0]
+        except OSError as error:
+            raise OSError(f"train_dataset.cache_dir: {folder} can't get the text's bytes: {error}") from error
     elif len(section.data_path) > 1:
         raise ValueError(f"train_dataset.data_path: {name} stands alone, not in a list of {section.data_path}")
     elif not os.path.exists(os.path.expanduser(name)):
@@ -160,7 +198,6 @@ def _files_below(folder, suffix, name):
 
 def _cached(files, max_bytes, cache_dir):
     """Path of a file with the bytes of `files`, a zero byte after each, at most `max_bytes`; made where missing."""
-    cache_dir = os.path.expanduser(cache_dir)
     os.makedirs(cache_dir, exist_ok=True)
     stamps = [(os.path.abspath(path), os.path.getsize(path), os.stat(path).st_mtime_ns) for path in files]
     key = hashlib.sha256(repr((stamps, max_bytes)).encode()).hexdigest()[:16]

@@ -5,7 +5,6 @@ device nothing is allocated or computed.
 """
 
 import math
-import re
 from collections import Counter
 from dataclasses import dataclass
 
@@ -16,7 +15,8 @@ from mindformers_core.analysis.prediction import saved_bytes
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication.world import rank_of
 from mindformers_core.dtypes import ITEM_BYTES
-from mindformers_core.hints import columns
+from mindformers_core.hints import any_layer, columns
+from mindformers_core.optimizers.adamw import decay_lines, decays
 from mindformers_core.recompute.stages import check_stages
 from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.sharding.sharded_cells import tree_of
@@ -78,11 +78,13 @@ def dry_run(recipe):
     mesh = recipe_mesh(recipe)
     ranks = mesh.group(mesh.rank_list[0], ("pp",))
     timeline = recipe_timeline(recipe) if len(ranks) > 1 else None
-    facts, summaries = [], {}
+    facts, summaries, decaying = [], {}, {}
     for rank, live in zip(ranks, timeline.peak_live if timeline else (1,), strict=True):
         with rank_of(mesh.size, rank, device_target=recipe.context.device_target):
             cells = build_cells(recipe, mesh, rank)
             facts.append(_facts_of_rank(recipe, cells, live))
+            trained = [parameter for net in cells.values() for parameter in net.trainable_params()]
+            decaying |= {parameter.name: decays(parameter, recipe.optimizer) for parameter in trained}
             summaries |= {stage: tree_of(net).activations.stage_summary() for stage, net in cells.items()}
     if any(summaries.values()):
         check_stages(recipe.recompute, recipe.swap, [summaries[stage] for stage in sorted(summaries)])
@@ -92,7 +94,9 @@ def dry_run(recipe):
         f"mesh        {mesh}: {mesh.size} ranks\n"
         f"batch       {dp_size * steps * local} sequences of {recipe.train_dataset.seq_length} tokens a step: "
         f"{dp_size} dp ranks x {steps} {kind} x {local}\n"
-    )
+    ) + "".join(f"{line}\n" for line in decay_lines(decaying, recipe.optimizer))
+    if recipe.context.mode == 0 and recipe.context.device_target == "CPU":
+        head += "memory      more than below: in graph mode MindSpore keeps 8 to 9 times the activations on CPU\n"
     return head + (_pipeline_report(timeline, facts) if timeline else report(facts[0]))
 
 
@@ -157,7 +161,7 @@ def report(facts):
         sharded = f"{LEVELS[f'level{facts.level}']} in {facts.shards} parts"
         lines.append(f"zero        level {facts.level}, {sharded}: a rank keeps and updates {kept:,} parameters")
         if unsharded := [fact for fact in facts.parameters if fact.reason]:
-            names = ", ".join(sorted({_any_layer(fact.name) for fact in unsharded}))
+            names = ", ".join(sorted({any_layer(fact.name) for fact in unsharded}))
             lines.append(f"  {len(unsharded)} stay whole, {_count(unsharded, 'local_shape'):,} parameters: {names}")
     lines.append("bytes on each rank at the fullest time (without buffers of an operator, while it runs)")
     lines += [f"  {title:<22} {_gib(facts.bytes[kind])}" for kind, title in _TITLES.items() if facts.bytes.get(kind)]
@@ -173,14 +177,9 @@ def _count(parameters, shape):
     return sum(math.prod(getattr(fact, shape)) for fact in parameters)
 
 
-def _any_layer(name):
-    """A parameter's path with `*` for the number of a layer."""
-    return re.sub(r"\.\d+\.", ".*.", name)
-
-
 def _table(parameters):
     """One line for every kind of parameter: those of all layers that are alike are counted together."""
-    kinds = Counter((_any_layer(f.name), f.global_shape, f.local_shape, f.part_shape, f.layout) for f in parameters)
+    kinds = Counter((any_layer(f.name), f.global_shape, f.local_shape, f.part_shape, f.layout) for f in parameters)
     rows = [("parameter", "count", "whole shape", "on a rank", "its part", "layout of the part")]
     rows += [(name, str(count), *map(str, shapes), layout) for (name, *shapes, layout), count in kinds.items()]
     return columns(rows)

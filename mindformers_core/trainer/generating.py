@@ -1,5 +1,6 @@
 """`python -m mindformers_core generate`: a checkpoint continues prompts, on any mesh."""
 
+import json
 import os
 from dataclasses import dataclass, replace
 
@@ -8,6 +9,7 @@ import mindspore as ms
 from mindformers_core.checkpoint.tensors import share_weights
 from mindformers_core.layout import layout
 from mindformers_core.pipeline.layer_split import stages_of_rank
+from mindformers_core.scopes import errors_at
 from mindformers_core.serving.generator import Generator
 from mindformers_core.serving.prompts import encode_prompts, tokens_of
 from mindformers_core.serving.sampling import Sampling
@@ -25,7 +27,7 @@ class Request:
     Attributes:
         prompts: texts.
         tokens: number of tokens to generate for each, at most.
-        sampling: a `Sampling`.
+        sampling: a `Sampling`; or a dict of some of its fields, the others are those of `generation_config.json`.
         batch: number of prompts that are continued together.
         tokenizer: as of `tokens_of`.
     """
@@ -54,7 +56,12 @@ def continue_prompts(recipe, mesh, rank, checkpoint, request):
     """The texts of `generate`, on a mesh with the axes `MESH_AXES`, with the weights of a `Checkpoint`."""
     data, model, config = recipe.train_dataset, recipe.model, checkpoint.config or {}
     is_text = not data.factory and not any(path.endswith(".npy") for path in data.data_path)
-    stops = config.get("eos_token_id")  # None, an id, which may be 0, or several
+    theirs = _generation_config(checkpoint.folder)
+    stops = theirs.get("eos_token_id", config.get("eos_token_id"))  # None, an id, which may be 0, or several
+    sampling = request.sampling
+    if isinstance(sampling, dict):
+        keys = ("temperature", "top_p") if theirs.get("do_sample") else ()
+        sampling = Sampling(**{key: theirs.get(key) or 1.0 for key in keys} | sampling)
     vocab_size, longest = (getattr(model, key, None) for key in ("vocab_size", "max_position_embeddings"))
     tokens = tokens_of(
         request.tokenizer, checkpoint.folder, is_text and checkpoint.state is not None, vocab_size,
@@ -69,8 +76,16 @@ def continue_prompts(recipe, mesh, rank, checkpoint, request):
         part = prompts[first : first + batch]
         rows = part + part[:1] * (batch - len(part))  # the last batch is filled up
         numbers = [*range(first, first + len(part)), *(first for _ in rows[len(part) :])]
-        found += generator.run(rows, request.tokens, request.sampling, numbers, tokens.stops)[: len(part)]
+        found += generator.run(rows, request.tokens, sampling, numbers, tokens.stops)[: len(part)]
     return [tokens.decode(prompt + new) for prompt, new in zip(prompts, found, strict=True)]
+
+
+def _generation_config(folder):
+    path = os.path.join(folder, "generation_config.json")
+    if not os.path.isfile(path):
+        return {}
+    with open(path, encoding="utf-8") as file, errors_at(f"{path} isn't JSON: ", kinds=ValueError):
+        return json.load(file)
 
 
 def make_generator(recipe, mesh, rank, batch, length, count, checkpoint):

@@ -9,6 +9,7 @@ import time
 from contextlib import contextmanager
 
 from mindformers_core.files import lock_folder, write_whole
+from mindformers_core.hints import install_hint
 from mindformers_core.recompute import write_curve
 from mindformers_core.sharding.inspecting import explain_activations
 
@@ -43,7 +44,7 @@ def require_extras(recipe):
                 importlib.import_module(module)
             except ModuleNotFoundError as error:
                 raise ModuleNotFoundError(
-                    f"monitor.{key} needs {module}: pip install 'mindformers_core[{extra}]', or turn monitor.{key} off"
+                    f"monitor.{key} needs {module}: {install_hint(extra)}, or turn monitor.{key} off"
                 ) from error
 
 

@@ -7,8 +7,10 @@ import mindspore as ms
 from mindformers_core.communication.world import process_state
 from mindformers_core.operators.signature import tensor_meta
 from mindformers_core.optimizers.adamw import AdamW
+from mindformers_core.passes.stage_function import own_class
 from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage
 from mindformers_core.recompute import recompute, swap
+from mindformers_core.sharding.inspecting import programs
 from mindformers_core.sharding.parameter_storage import computing_dtype
 from mindformers_core.tensor_parallel import jit, shard
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
@@ -139,13 +141,21 @@ def _model_function(recipe, mesh, cells):
     """
     gradient_of = value_and_grad(cells[0], compiled=recipe.context.mode == 0)
     gradient_of.prepare(*_computed(micro_batch(recipe)))
+    for program in programs(cells[0])[-1:]:  # none in an eager Cell
+        if isinstance(program.graph.result, dict) or program.results[0].shape:
+            code, result = own_class(cells[0]).construct.__code__, program.graph.result
+            what = "a dict" if isinstance(result, dict) else f"a tensor of shape {program.results[0].shape}"
+            raise TypeError(
+                f"model.name: {recipe.model_name}: construct ({code.co_filename}:{code.co_firstlineno}) should return "
+                f"the loss, a floating scalar, alone or first of a tuple: it returns {what}"
+            )
 
     def run(arrays):
         losses, gradients = [], None
         for inputs in zip(*arrays, strict=True):
             assert gradients is None, f"{len(arrays[0])} micro-batches are more than accumulate_grad_step"
             loss, gradients = gradient_of(*inputs)
-            losses.append(loss)
+            losses.append(loss[0] if isinstance(loss, tuple) else loss)
         return losses, gradients
 
     return cells[0].trainable_params(), run, {}

@@ -245,12 +245,12 @@ def _compare_step(check, observer, step, buckets):
     optimizer(clipped, *optimizer.scalars(1, _RATE))
     for (path, parameter), gradient, old in zip(parameters.items(), clipped, before, strict=True):
         hold(3, "clipped gradient", path, parameter.layout, gradient, summed[path] * factor, limits=limits)
-        value = _first_update(old, gradient.asnumpy(), optimizer.section, parameter.name)
+        value = _first_update(old, gradient.asnumpy(), optimizer.section, parameter)
         added, scale = Tensor(parameter.asnumpy() - old), np.abs(old).max(initial=0.0)
         hold(4, "update", path, None, added, value, scale, (_UPDATE_TOLERANCE, _UPDATE_ROUNDING))
 
 
-def _first_update(weight, gradient, section, name):
+def _first_update(weight, gradient, section, parameter):
     """What AdamW's first step adds to a weight (Loshchilov and Hutter, 2019): both moments are of one gradient."""
-    decay = section.weight_decay if decays(name, section.weight_decay_exclude) else 0.0
+    decay = section.weight_decay if decays(parameter, section) else 0.0
     return -_RATE * (gradient / (np.abs(gradient) + section.eps) + decay * weight)

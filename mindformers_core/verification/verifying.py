@@ -27,7 +27,9 @@ from mindformers_core.verification.truth import floating
 from mindformers_core.zero.gradients import value_and_grad
 from mindformers_core.zero.precision import MixedPrecision
 
-_OPTIMIZER = SimpleNamespace(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, weight_decay_exclude=("*bias*", "*norm*"))
+_OPTIMIZER = SimpleNamespace(
+    betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, weight_decay_exclude=("*bias*", "*norm*"), weight_decay_vectors=False
+)
 _MAX_NORM = 1e-3  # small, so that gradients are clipped
 
 

@@ -53,12 +53,12 @@ def _function(target, first, names):
     return found(*args, **kwargs)
 
 
-def build(sample, anchored=False, detached=False):
+def build(sample, anchored=False, detached=False, names=None):
     """`(Cell, inputs)`: the Cell calls the function with its inputs in the place of the sample's tensors, and with
     Parameters of its own in the place of the sample's. If `anchored`, it has one floating input more, which it returns
     doubled after its result: what takes and makes no floating tensor can be verified then. If `detached`, no gradient
-    is asked of the function."""
-    names = names_for_samples()
+    is asked of the function. `names`: other ones than those of `names_for_samples()`."""
+    names = names or names_for_samples()
     first, separator, text = sample.text.rpartition(";")
     if not separator:
         first = ""

@@ -190,7 +190,7 @@ def cumulative_sum(x, *args, **named):
     return _scan("cumsum", x, plain.get("dim"), linear=({0},) if passes else (), localize=order)
 
 
-@register_operator("CumProd", saves=INPUTS_AS_THEY_ARE)
+@register_operator("CumProd", saves=UNMEASURED, source="mindformers_core.dtensor.corrected.cumulative_product")
 def cumulative_product(x, dim, *_):
     """Products of all elements up to each along `dim`."""
     return _scan("cumprod", x, dim)

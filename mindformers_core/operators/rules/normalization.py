@@ -83,6 +83,8 @@ def _softmax(algorithm, *args, **named):
     return unary(given["x"], localize=localize, **sharded)
 
 
-for _name, _saves in (("Softmax", RESULT), ("LogSoftmax", RESULT), ("LogSoftmaxExt", UNMEASURED)):
-    _rule = partial(_softmax, "softmax" if _name == "Softmax" else "log_softmax")
-    register_operator(_name, saves=_saves, operations=5)(_rule)  # maximum, subtract, exp, sum, divide
+_OPERATIONS = {"operations": 5}  # maximum, subtract, exp, sum, divide
+_SOURCE = "mindformers_core.dtensor.corrected.softmax"
+register_operator("Softmax", saves=RESULT, source=_SOURCE, **_OPERATIONS)(partial(_softmax, "softmax"))
+for _name, _saves in (("LogSoftmax", RESULT), ("LogSoftmaxExt", UNMEASURED)):
+    register_operator(_name, saves=_saves, **_OPERATIONS)(partial(_softmax, "log_softmax"))

@@ -4,6 +4,7 @@ import io
 from typing import NamedTuple
 
 from mindformers_core.files import write_whole
+from mindformers_core.hints import install_hint
 from mindformers_core.pipeline.tables.simulating import timeline_of
 from mindformers_core.pipeline.tables.step import MetaStepType
 from mindformers_core.pipeline.tables.table_files import checked_suffix
@@ -96,7 +97,7 @@ def draw_schedule(schedule, path, costs=None, title=None):
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError('draw_schedule needs matplotlib: pip install "mindformers_core[plot]"') from error
+        raise ModuleNotFoundError(f"draw_schedule needs matplotlib: {install_hint('plot')}") from error
     name = title or (type(schedule).__name__ if hasattr(schedule, "table") else "Pipeline schedule")
     picture = io.BytesIO()
     with matplotlib.rc_context():
