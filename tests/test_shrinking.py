@@ -27,7 +27,7 @@ from mindformers_core.trainer.data import micro_batch
 from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
 from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_shape
 from mindformers_core.trainer.recipe_loader import load_recipe, recipe_from_dict, recipe_to_yaml
-from mindformers_core.trainer.shrinking import narrowed_recipe, shrunk_recipe
+from mindformers_core.trainer.shrinking import shrunk_recipe
 from mindformers_core.trainer.step import build_cells
 
 ROOT = Path(__file__).parent.parent
@@ -168,27 +168,6 @@ def settings_of(layers, **sections):
     parallelism = {"data_parallel_shard": 2, "tensor_parallel": 2} | sections.pop("parallelism", {})
     model = sizes | {"num_hidden_layers": layers} | sections.pop("model", {})
     return recipe_from_dict({"model": model, "parallelism": parallelism, **sections})
-
-
-SHARDS = {"data_parallel_shard": 16, "zero_level": 3}
-
-
-@pytest.mark.parametrize(
-    ("parallelism", "model", "mesh", "layers", "vocabulary"),
-    [
-        (SHARDS, {}, (1, 8, 1), 2, 512),  # on 8 ranks a collective stays within a node
-        (SHARDS, {"vocab_size": 528}, (1, 8, 1), 2, 536),  # 16 x 2 don't divide 528
-        (SHARDS | {"data_parallel_shard": 48}, {}, (1, 48, 1), 12, 512),  # 48 don't divide the sizes of weights
-        ({"pipeline_parallel": 6, "data_parallel_replicate": 4}, {}, (3, 2, 4), 6, 512),
-        ({"pipeline_parallel": 4}, {}, (4, 2, 1), 12, 512),  # 16 ranks are few
-    ],
-)
-def test_fewer_ranks_with_the_same_plan(parallelism, model, mesh, layers, vocabulary):
-    recipe = settings_of(12, model=model, parallelism=parallelism, training={"local_batch_size": 12})
-    found = narrowed_recipe(recipe)
-    sizes = found.parallelism
-    assert (sizes.pipeline_parallel, sizes.data_parallel_shard, sizes.data_parallel_replicate) == mesh
-    assert (found.model.num_hidden_layers, found.model.vocab_size) == (layers, vocabulary)
 
 
 def test_layers_that_settings_name_remain(layers):
