@@ -3,13 +3,15 @@
 from collections import namedtuple
 from inspect import signature
 
-from mindspore import Parameter
+from mindspore import Parameter, Tensor, ops
 from mindspore import dtype as mstype
 from mindspore._c_expression import typing
 
 from mindformers_core.capture.traced import Traced
-from mindformers_core.dtensor.aliases import written_at
+from mindformers_core.dtensor.aliases import is_view, written_at
+from mindformers_core.dtensor.in_place import is_in_place
 from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.operators.signature import is_float
 from mindformers_core.program.graph import CellGraph, Constant, FreeVariable, KeptAttribute, ParameterUse
 from mindformers_core.program.structure import DType, Value, tree_leaves, tree_map
 from mindformers_core.scopes import errors_at
@@ -117,6 +119,17 @@ class OpenCall:
             )
         seen = vars(tensor).get("seen")
         return contents_of(plain).copy() if seen is None else seen  # a copy, for the tensor may change
+
+    def casted(self, name, args, kwargs):
+        """The arguments of an operator in a Cell with `to_float`: floats are cast, but where memory is handed on."""
+        if self.cast is None or is_in_place(name) or is_view(name, args, kwargs):
+            return args, kwargs
+
+        def leaf(each):
+            is_other = isinstance(each, Tensor) and is_float(dtype_name(each.dtype)) and each.dtype != self.cast
+            return ops.cast(each, self.cast) if is_other else each
+
+        return tree_map(leaf, (tuple(args), kwargs))
 
     def finish(self, result):
         """The finished graph."""

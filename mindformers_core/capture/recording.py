@@ -23,7 +23,6 @@ from mindformers_core.dtensor.in_place import is_in_place
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.hints import message_of
 from mindformers_core.operators import TensorMeta
-from mindformers_core.operators.signature import is_float
 from mindformers_core.program.graph import CallNode, OperatorNode, PrimitiveUse
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.scopes import replaced
@@ -203,7 +202,8 @@ class Recorder:
             kind = "primitive"
         if is_in_place(name):
             self.adopt(args[0])
-        args, kwargs = self._cast(name, args, kwargs)
+        if not self._silent:
+            args, kwargs = self.open_calls[-1].casted(name, args, kwargs)
         with replaced(self.open_calls[-1], cast=None):
             parts = None if self._silent else composed(name, args, kwargs, primitive)
         if parts is not None:
@@ -218,18 +218,6 @@ class Recorder:
         if self._silent or not tree_leaves(metas, Tensor):
             return tree_map(self._unlisted, metas)
         return self._write(func, kind, primitive, args, kwargs, metas)
-
-    def _cast(self, name, args, kwargs):
-        """The arguments of an operator in a Cell with `to_float`: floats are cast, but where memory is handed on."""
-        dtype = None if self._silent else self.open_calls[-1].cast
-        if dtype is None or is_in_place(name) or is_view(name, args, kwargs):
-            return args, kwargs
-
-        def cast(leaf):
-            is_other = isinstance(leaf, Tensor) and is_float(dtype_name(leaf.dtype)) and leaf.dtype != dtype
-            return ops.cast(leaf, dtype) if is_other else leaf
-
-        return tree_map(cast, (tuple(args), kwargs))
 
     def _unlisted(self, leaf):
         """A traced tensor of no graph, around a meta tensor."""
