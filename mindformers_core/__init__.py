@@ -18,6 +18,7 @@ _EXPORTS = {
     "zero": "hsdp",
     "recompute": "swap",
     "pipeline": "PipelineStage",
+    "sharding.replicas": "check_replicas",
     "tensor_parallel": "DTensor distribute_tensor explain full_parameters jit local_map prepare programs shard split",
     "diff": "record_digests",
     "verification": "verify",

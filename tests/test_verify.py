@@ -17,6 +17,7 @@ from small_zero import array
 from verify_faults import SUBJECTS
 
 from mindformers_core import recompute, shard, verify
+from mindformers_core.dtensor.distributed_operators import ShardContext
 from mindformers_core.generation import operator_source
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import DeviceMesh
@@ -162,6 +163,19 @@ def test_what_mixed_precision_leaves_unverified_is_told():
     assert not check.faults and check.precision.dtype == "float64"
     assert check.notes[0] == "not verified: the dtypes of mixed_precision; everything is computed in one dtype"
     assert "the model's own code does, for it is sharded when it is built" in check.notes[1]
+
+
+def test_ranks_whose_terms_are_wrong_together_are_named_together(monkeypatch):
+    """Rank 2 alone looks words up in a wrong place, and rank 1 comes last."""
+    monkeypatch.setattr(
+        ShardContext, "start", lambda self, size, dtype: Tensor((self.number - (self.number == 2)) * size, dtype)
+    )
+    net = cell_of(lambda self, ids: ops.tanh(self.words(ids)), words=nn.Embedding(12, 4))
+    plan = {"words": {"weight": {"embedding_table": layout("tp", None)}}}
+    ids = Tensor(np.arange(12, dtype=np.int32))
+    report = verify(net, DeviceMesh((3,), ("tp",)), ids, plan=plan).report()
+    assert "the first is on ranks 0, 1, 2, in what their terms make together: the tensor 'gather" in report
+    assert "wrong on  3 of 3 ranks: 0, 1, 2" in report
 
 
 def test_a_cell_with_a_gradient_of_its_own_is_refused():

@@ -136,6 +136,12 @@ def world():
     return process_state().world
 
 
+def checks_collectives():
+    """Whether ranks compare what they communicate: `init_distributed(check_collectives=…)`, and simulated ranks."""
+    watch = process_state().watch
+    return process_state().is_simulated or watch is not None and watch.recorder.check
+
+
 def init_distributed(backend=None, world_size=None, rank=None, timeout=60, check_collectives=None):
     """Join the other processes of this run; every process calls this once, before it computes anything.
 

@@ -5,8 +5,10 @@ from functools import wraps
 from mindspore import Tensor
 
 from mindformers_core.capture.traced import Traced
+from mindformers_core.communication.world import checks_collectives, world
 from mindformers_core.dtensor.dtensor import DTensor, distribute_tensor
 from mindformers_core.layout import Layout, LayoutSpec, bind_layout
+from mindformers_core.sharding.replicas import check_result
 
 
 def local_map(function, in_layouts, out_layouts, mesh=None, varying=None):
@@ -26,10 +28,11 @@ def local_map(function, in_layouts, out_layouts, mesh=None, varying=None):
     A plain tensor argument is replicated: all ranks have the same one.
 
     Raises:
-        TypeError: no DTensor among the arguments. ValueError: another number of tensors or results than of layouts.
+        TypeError: no DTensor among the arguments. ValueError: another number of tensors or results than of layouts;
+            a result that differs among ranks that have it alike, as they compare (`check_collectives`) at first calls.
     """
 
-    name = getattr(function, "__name__", type(function).__name__)
+    name, compared = getattr(function, "__name__", type(function).__name__), set()
 
     @wraps(function)
     def mapped(*args):
@@ -61,13 +64,22 @@ def local_map(function, in_layouts, out_layouts, mesh=None, varying=None):
             marks = [axis for axis in used.axis_names if axis in active and axis not in placed]
             local[place] = tensor.redistribute(layout.replace(varying=marks)).to_local()
         outputs = function(*local)
-        produced = _as_tuple(outputs)
-        if len(produced) != len(results):
+        if len(produced := _as_tuple(outputs)) != len(results):
             raise ValueError(f"local_map({name}): {len(produced)} results, but out_layouts has {len(results)}")
         wrapped = tuple(DTensor.from_local(output, layout) for output, layout in zip(produced, results))
+        _compare(compared, tensors, zip(produced, results), f"local_map({name})")
         return wrapped if isinstance(outputs, (tuple, list)) else wrapped[0]
 
     return mapped
+
+
+def _compare(compared, tensors, results, label):
+    """Compare results with those of other ranks, once for a call's shapes; `compared`: the calls that were."""
+    call = world().rank, *(tensor.shape for tensor in tensors)
+    if call not in compared and checks_collectives():
+        compared.add(call)
+        for place, (output, layout) in enumerate(results):
+            check_result(output, layout, f"result {place} of {label}")
 
 
 def _distributed(tensor, mesh):

@@ -136,6 +136,8 @@ class Context:
     engine: Literal["generated", "eager"] = "generated"  # see `shard`; eager computes operator by operator
     device_target: Literal["CPU", "GPU", "Ascend"] = "CPU"
     communication_timeout: int = bounded(60, 1, 10**6)  # seconds a rank waits for others before all end with a report
+    # steps between comparisons of the weights and moments that ranks have alike, and at the begin and end; 0: none
+    check_replicas: int = bounded(100, 0, _MANY)
     check_collectives: bool | None = None  # compare every collective among ranks before it waits; default: on CPU
 
 

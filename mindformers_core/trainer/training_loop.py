@@ -20,6 +20,7 @@ from mindformers_core.files import write_whole
 from mindformers_core.hints import first_of
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.optimizers.adamw import AdamW, decay_lines
+from mindformers_core.sharding.replicas import check_replicas
 from mindformers_core.tensor_parallel.clipping import sum_cell
 from mindformers_core.trainer.checkpoints import await_copies, open_source, reserve_memory, resume, save_job
 from mindformers_core.trainer.data import dataset_of, first_sequence
@@ -132,7 +133,8 @@ def run_steps(job):
     Raises:
         FloatingPointError: on all ranks: the loss, or a gradient, is NaN or infinite; or, when they are to be saved,
             the weights or moments are. SaveError: a checkpoint can't be saved. RecordError: the run folder can't be
-            made, is another run's, or takes no more records.
+            made, is another run's, or takes no more records. ValueError: ranks have other weights where they should
+            have the same.
     """
     with ExitStack() as held:
         return _run_steps(job, _open_records(job, held))
@@ -143,6 +145,7 @@ def _run_steps(job, records):
     losses, started = [], time.perf_counter()
     try:
         reserve_memory(job)
+        _compare_replicas(job, is_due=True)
         while job.step < recipe.training.steps:
             row = train_step(job)
             losses.append(row["loss"])
@@ -153,6 +156,7 @@ def _run_steps(job, records):
             if "not_finite" in row:
                 raise FloatingPointError(row["not_finite"])
             at_end = job.step == recipe.training.steps
+            _compare_replicas(job, is_due=at_end)
             if recipe.checkpoint.enable_save and (at_end or job.step % recipe.checkpoint.save_interleaved_steps == 0):
                 save_job(job)
     except FloatingPointError as error:
@@ -176,6 +180,13 @@ def _run_steps(job, records):
             if recipe.monitor.plot:
                 draw_losses(folder)
     return summary
+
+
+def _compare_replicas(job, is_due):
+    """Compare what ranks have alike, where it is due or `context.check_replicas` steps are over."""
+    every = job.recipe.context.check_replicas
+    if every and (is_due or job.step % every == 0):
+        check_replicas(list(job.cells.values()), job.optimizer)
 
 
 def train_step(job):

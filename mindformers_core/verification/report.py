@@ -24,15 +24,25 @@ def fault_lines(fault, others, mesh, roots):
         mesh: of all ranks.
         roots: the `CellPlan`s of all stages.
     """
+    partial = () if fault.layout is None else tuple(axis for axis, _ in fault.layout.partial)
+    ranks = sorted({rank for each in (fault, *others) for rank in _holders(each, partial)})
     coordinates = ", ".join(f"{axis} {place}" for axis, place in zip(mesh.axis_names, mesh.coordinate(fault.rank)))
+    place = f" {fault.rank} ({coordinates})"
+    if partial:  # a rank's term alone has no value on one card
+        place = f"s {first_of(_holders(fault, partial))}, in what their terms make together"
     frames = list(dict.fromkeys(frame for root in roots for _, frame in root.walk()))
-    lines = [f"the first is on rank {fault.rank} ({coordinates}): {_what(fault)}", *_place_lines(fault, frames)]
+    lines = [f"the first is on rank{place}: {_what(fault)}", *_place_lines(fault, frames)]
     if fault.layout is not None:
         lines.append(f"  layout    {fault.value.dtype} {list(fault.value.shape)} {fault.layout}")
-    ranks, kind = sorted({fault.rank, *(other.rank for other in others)}), kind_of_fault(fault, others, mesh)
+    kind = kind_of_fault(fault, others, mesh)
     lines += [f"  found     {_array(fault.found)}", f"  one card  {_array(fault.expected)}"]
     lines.append(f"  wrong on  {len(ranks)} of {mesh.size} ranks: {first_of(ranks)}")
     return [*lines, f"  kind      {kind}"] if kind else lines
+
+
+def _holders(fault, partial):
+    """The ranks whose terms along the axes `partial` make the tensor of a fault."""
+    return fault.layout.mesh.group(fault.rank, partial) if partial else (fault.rank,)
 
 
 def _what(fault):

@@ -269,3 +269,8 @@ def case_local_map_partial_result():
         local_map(ops.matmul, (layout(),), layout())(x, w)
     with pytest.raises(ValueError, match="1 results, but out_layouts has 2"):
         local_map(ops.matmul, (None, None), (layout(), layout()))(x, w)
+    wrong = local_map(ops.matmul, (layout("dp", "tp"), layout("tp", None)), layout("dp", None))
+    rank = world().rank
+    text = r"result 0 of local_map\(matmul\), .* \(2, 6\), is declared as \[dp, -\], the same along tp, but rank "
+    with pytest.raises(ValueError, match=text + f"{rank} has other values than rank {rank ^ 1}: .*declare it partial"):
+        wrong(x, w)
