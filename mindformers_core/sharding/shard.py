@@ -55,14 +55,14 @@ def shard(cell, mesh, config=None, plan=None, seed=0, mode="generated", inputs=N
             used): undeclared parameters are stored in the layouts that their operators take. Or `"full_batch"`: plain
             tensors passed to `cell` are global, the same on all ranks, and each rank slices its shard.
         check_inputs: whether ranks compare the shapes of inputs before the first computation with new shapes, and warn
-            where ranks that should have different shards of the batch have equal ones, or the other way round.
+            where ranks that should have different shards of the batch have equal ones, or the other way round; and
+            `check_replicas` before the first call.
 
-    Returns:
-        `cell` itself.
+    Returns: `cell` itself.
 
     Raises:
-        TypeError, ValueError: a declaration that is malformed or doesn't fit; names the Cell's path, the tensor, its
-            shape and layout. Later, of a call: ranks have parts of different shapes.
+        TypeError, ValueError: a declaration that is malformed or doesn't fit; names the Cell's path, tensor, shape and
+            layout. Later, of a call: ranks have parts of different shapes, or other initial weights.
     """
     _check_arguments(cell, mesh, mode, inputs)
     takes_full_batch = isinstance(inputs, str)

@@ -20,6 +20,7 @@ from mindformers_core.sharding.first_inputs import compare_inputs
 from mindformers_core.sharding.parameter_storage import ParameterStorage
 from mindformers_core.sharding.program import bind_arguments, describe, make_program
 from mindformers_core.sharding.recordings import no_gradient_left_waiting
+from mindformers_core.sharding.replicas import check_replicas
 from mindformers_core.sharding.sharded_cells import EagerCell, GeneratedCell, located, sharded_class
 from mindformers_core.sharding.whole_tensors import note_tree
 
@@ -137,7 +138,8 @@ class ShardedTree:
                 raise located(error, self.label(path)) from error.__cause__
 
     def compare_inputs(self, signature, args, kwargs, program=None):
-        """Compare the root's inputs among the ranks, once for a signature, unless the program has no collectives."""
+        """Compare the root's inputs among the ranks, once for a signature, unless the program has no collectives; and,
+        the first time, what its Parameters are."""
         if signature in self._compared:
             return
         self._compared.add(signature)
@@ -146,6 +148,8 @@ class ShardedTree:
             placements = [{axis: layout.placement(axis) for axis in self.mesh.axis_names} for _, _, layout in arriving]
             inputs = [(name, _local(leaf)) for name, leaf, _ in arriving]
             compare_inputs(self.label(""), self.mesh, inputs, placements)
+            if len(self._compared) == 1 and self.storage.settings is None:  # hsdp's are in use
+                check_replicas(self.cells[""])
 
     def program(self, path, args, kwargs, saved_plan=None):
         """The `Program` of a call of the Cell at `path`; generated where there is none, or for a saved plan."""
