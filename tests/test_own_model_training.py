@@ -16,6 +16,7 @@ from mindspore import nn, ops
 
 from mindformers_core.checkpoint import inspection
 from mindformers_core.checkpoint.load import check_checksums, open_checkpoint
+from mindformers_core.communication.world import process_state
 from mindformers_core.files import lock_folder
 from mindformers_core.layout import layout
 from mindformers_core.models import LayerRange, ModelSpec
@@ -174,7 +175,7 @@ def test_weights_that_are_not_finite_are_not_saved(recipe, tmp_path, monkeypatch
     assert os.listdir(tmp_path / "run/checkpoint") == ["step_2"]
 
 
-def test_two_runs_in_one_folder(recipe, tmp_path, capfd):
+def test_two_runs_in_one_folder(recipe, tmp_path, monkeypatch, capfd):
     """The second one is an error, and changes nothing; after the first one it moves that aside."""
     command = ["train", "--config", recipe, f"training.output_dir={tmp_path / 'run'}"]
     (tmp_path / "run").mkdir()
@@ -184,6 +185,7 @@ def test_two_runs_in_one_folder(recipe, tmp_path, capfd):
         error = capfd.readouterr().err.splitlines()[-1]
         assert error.startswith(f"error: training.output_dir: {tmp_path}/run: another run has this folder, and goes on")
         assert sorted(os.listdir(tmp_path)) == ["own.yaml", "run"] and not (tmp_path / "run/metrics.jsonl").exists()
+    monkeypatch.setattr(process_state(), "observer", process_state().observer)  # of this process, restored at the end
     assert main([*command, "monitor.digests=true"]) == 0 and (tmp_path / "run.1/config.yaml").exists()
     assert (tmp_path / "run/digests").exists()
 
