@@ -155,15 +155,17 @@ def _run_steps(job, records):
             for record in records:
                 record(row)
             if "not_finite" in row:
-                try:
-                    if job.background is not None:
-                        job.background.settle()  # the checkpoint before
-                finally:
-                    raise FloatingPointError(row["not_finite"])
+                raise FloatingPointError(row["not_finite"])
             at_end = job.step == recipe.training.steps
             _compare_replicas(job, is_due=at_end)
             if recipe.checkpoint.enable_save and (at_end or job.step % recipe.checkpoint.save_interleaved_steps == 0):
                 save_job(job)
+    except FloatingPointError as error:
+        try:
+            if job.background is not None:
+                job.background.settle()  # the checkpoint before
+        finally:
+            raise error
     finally:
         if job.background is not None:
             job.background.close()
