@@ -6,6 +6,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import ParameterTuple, Tensor, nn
 
+from mindformers_core.capture.traced import CaptureError
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import process_state, rank_of
 from mindformers_core.dtensor.move import dtype_name
@@ -21,9 +22,9 @@ from mindformers_core.sharding.inspecting import prepare, programs
 from mindformers_core.sharding.parameter_storage import as_computed
 from mindformers_core.sharding.program import annotated_plan, bind_arguments
 from mindformers_core.sharding.shard import shard
-from mindformers_core.sharding.sharded_cells import tree_of, tree_of_root
+from mindformers_core.sharding.sharded_cells import tree_and_path, tree_of, tree_of_root
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
-from mindformers_core.verification.eager import verify_eagerly
+from mindformers_core.verification.eager import own_gradients, verify_by_own_code
 from mindformers_core.verification.engine import seed_restored, simulate
 from mindformers_core.verification.truth import floating
 from mindformers_core.zero.gradients import value_and_grad
@@ -44,7 +45,8 @@ def verify(net, mesh, *inputs, config=None, plan=None, seed=0, **named_inputs):
     Floating tensors are float64, whatever their dtypes in the model, so that a difference is a fault. The idea is that
     of TTrace (2026) and TrainVerify (SOSP 2025): one program against its parallel form, tensor by tensor: all of a
     replica's first pass; of later passes, which run the same programs, results and gradients of weights, and all only
-    where one of these differs. A model with Cells that the plan marks as eager is compared with its own code.
+    where one of these differs. A model with Cells that the plan marks as eager, or with a `bprop` or `local_map`, is
+    compared with its own code, as the note under the report says.
 
     Args:
         net: a Cell that isn't sharded, of which every rank gets a copy, sharded by `shard(copy, mesh, config, plan)`;
@@ -67,10 +69,17 @@ def verify(net, mesh, *inputs, config=None, plan=None, seed=0, **named_inputs):
             "verify(): config and plan are for a Cell that isn't sharded, not for a function that shards it"
         )
     given = tree_map(lambda leaf: leaf.asnumpy() if isinstance(leaf, Tensor) else leaf, (inputs, named_inputs))
-    if plan and eager_cells(net, plan):
-        return verify_eagerly(net, mesh, config, plan, seed, *given)
-    call = _Call(net, mesh, config, plan, seed, *given)
-    return simulate(call, call.plans, call.notes)
+    by_hand = []  # paths of the Cells that are found to be parallel code written by hand
+    while True:
+        try:
+            if isinstance(net, nn.Cell) and (by_hand or eager_cells(net, plan) or own_gradients(net)):
+                return verify_by_own_code(net, mesh, config, plan, seed, *given, by_hand)
+            call = _Call(net, mesh, config, plan, seed, *given)
+            return simulate(call, call.plans, call.notes)
+        except CaptureError as error:
+            if not isinstance(net, nn.Cell) or error.by_hand is None:
+                raise
+            by_hand.append(tree_and_path(error.by_hand)[1])
 
 
 class _Call:
@@ -106,7 +115,7 @@ class _Call:
         net = self.build_one()
         tree = tree_of_root(net, "verify")
         if any(hasattr(kind, "bprop") for kind in tree.classes.values()):
-            raise ValueError(f"verify() differentiates by MindSpore's rules: a Cell in {tree.label('')} has a bprop")
+            raise ValueError(f"a Cell in {tree.label('')} has a bprop: verify() takes the model itself, before shard()")
         self.settings, (_, self.count) = tree.storage.settings, _replica(net, rank)
         return {0: net}
 
