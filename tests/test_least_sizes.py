@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mindformers_core.verification.sizes import divisors_of, least_sizes
+from mindformers_core.verification.sizes import alike_sizes, divisors_of, least_sizes
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -21,3 +21,8 @@ def test_least_sizes(seed):
     for size, count in parts.items():
         assert small[size] % count == 0 and (small[size] > count or size == count) and small[size] <= size
         assert all(small[size] % divisor for divisor in divisors if size % divisor)
+
+
+def test_fewer_ranks_divide_the_same_sizes():
+    found = alike_sizes({16384, 128, 8, 128256, 53249}, [(1, 1), (64, 2), (8, 8)])
+    assert found == {16384: 16384, 128256: 128264, 53249: 53249}  # 64 x 8 don't divide 128256; 8 and 128 are factors

@@ -71,14 +71,15 @@ def test_a_weight_or_a_moment_that_drifts_apart(level, what):
         assert " on rank 2" in said[rank]
 
 
-def test_ranks_that_were_given_other_initial_weights():
-    """By another seed, for instance: an error at the first call."""
+@pytest.mark.parametrize("use", [hsdp, lambda net: net(Tensor(np.ones((2, 8), np.float32)))], ids=["hsdp", "call"])
+def test_ranks_that_were_given_other_initial_weights(use):
+    """By another seed, for instance."""
 
     def call(rank, differs):
         net = shard(Net(second=layout(None, "tp")), init_device_mesh(SIZES, AXES))
         if differs and rank % 2:
             change(net.first.weight)
-        net(Tensor(np.ones((2, 8), np.float32)))
+        use(net)
 
     assert errors_of(lambda rank: call(rank, False)) == [None] * 4
     for text in errors_of(lambda rank: call(rank, True)):

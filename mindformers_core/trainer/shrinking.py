@@ -1,16 +1,18 @@
-"""A recipe of small sizes with the plan of a large one: `shrunk_recipe`.
+"""A recipe of few ranks and small sizes with the plan of a large one: `narrowed_recipe`, then `shrunk_recipe`.
 
-The large model is planned on shapes alone. Of the layers of a stage those remain that differ; of every size remain the
-divisors that the plan needs; and the plan is carried over with all its choices, see `resized`.
+The large model is planned on shapes alone. Of the layers of a stage those remain that differ; of replicas, shards and
+stages a few remain where the model is planned alike on them; of every size remain the divisors that the plan needs; and
+the plan is carried over with all its choices, see `resized`.
 """
 
 import re
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
-from math import lcm
+from math import lcm, prod
 
 from mindformers_core.communication.world import rank_of
+from mindformers_core.program.plan import OperatorPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.propagation.resized import resized
 from mindformers_core.ranges import check_range
@@ -21,31 +23,35 @@ from mindformers_core.trainer.pipeline_recipe import check_pipeline, layers_of_s
 from mindformers_core.trainer.recipe import accumulation_steps, recipe_mesh
 from mindformers_core.trainer.recipe_checks import check_recipe
 from mindformers_core.trainer.step import build_cells
-from mindformers_core.verification.sizes import divisors_of, least_sizes, parts_of_sizes
+from mindformers_core.verification.sizes import alike_sizes, divisors_of, least_sizes, parts_of_sizes
 from mindformers_core.zero.buckets import parse_comm_fusion
 
 # What at least remains of each size, tried in this order; where something does, also all divisors of it that are
 # numbers of ranks
 _SHARES = (0, 2**-8, 2**-4, 2**-2, 2**-1)
+NARROWED = ("data_parallel_replicate", "data_parallel_shard", "pipeline_parallel")  # axes of which few ranks may remain
+_DATA, _STAGES = (2, 4, 8, 2**30), (3, 4, 2**30)  # what is tried: at most so many; three stages have one in the middle
+_FEW = 16  # ranks that all remain
 _SEVERAL = 2  # samples of a micro-batch, of which there were at least as many
 _LAYERS = 4  # of few ranks, so that parameters are more than 32
 _RUNS = 3  # in a step: the first, the last, and one between
 
 
-def planned(recipe, choices=None, forgets=False):
-    """Number of a stage -> `(ShardedTree, CellGraph, CellPlan)`, in order.
+def planned(recipe, choices=None, forgets=False, taken=lambda stage, *found: found):
+    """Number of a stage -> `(ShardedTree, CellGraph, CellPlan)`, in order, or what is taken of it.
 
     Args:
         recipe: the `Recipe`.
         choices: number of a stage -> function of its `CellGraph` that returns its plan. Default: propagate.
         forgets: whether contents of constants are dropped, such as masks of long sequences.
+        taken: function of the stage and these three, for a recipe with more stages than memory has room for.
     """
 
     def plan(stage, tree):
         graph, frame = annotated_plan(tree, "", micro_batch(recipe, stage), {}, (choices or {}).get(stage))
         for constant in (each for call in graph.calls() for each in call.constants if forgets):
             constant.forget()
-        return tree, graph, frame
+        return taken(stage, tree, graph, frame)
 
     return _of_stages(recipe, plan)
 
@@ -58,6 +64,78 @@ def _of_stages(recipe, function):
             for stage, net in build_cells(recipe, mesh, rank).items():
                 found[stage] = function(stage, tree_of(net))
     return dict(sorted(found.items()))
+
+
+def narrowed_recipe(recipe):
+    """The recipe on the least replicas, shards and stages on which it has the same plan at its own sizes.
+
+    Tensor parallelism stays as it is. This process stands for all ranks, one after the other.
+
+    Args:
+        recipe: the `Recipe`, with `data_parallel_shard` given.
+
+    Returns:
+        A `Recipe` with the layers that differ, on fewer ranks; the given one where its plan would be another.
+    """
+    sizes, numbers = recipe.parallelism, _layers_of_stages(recipe)
+    given = tuple(getattr(sizes, name) for name in NARROWED)
+    meshes = {tuple(map(min, given, (data, data, stages))) for data in _DATA for stages in _STAGES}
+    meshes = sorted(meshes - {given}, key=prod)
+    if not meshes or prod(given) * sizes.tensor_parallel <= _FEW:
+        return recipe
+
+    def taken(stage, tree, _, frame):
+        return _layer_kinds(recipe, frame, numbers[stage])[1], _choices_of(tree, frame)
+
+    layers, choices = zip(*planned(recipe, forgets=True, taken=taken).values())
+    runs = accumulation_steps(recipe, sizes.data_parallel_replicate * sizes.data_parallel_shard)
+    training = replace(recipe.training, global_batch_size=None, gradient_accumulation_steps=runs)
+    own, tensor = _own_sizes(recipe), sizes.tensor_parallel
+    for mesh in meshes:
+        counts = [*zip(given[:2], mesh), (tensor, tensor)]
+        model = _resized_model(recipe.model, own, alike_sizes({*tree_leaves(own, int)}, counts))
+        chosen = [*range(mesh[2] * len(layers) // sizes.pipeline_parallel - 1), len(layers) - 1]
+        parallelism = replace(sizes, **dict(zip(NARROWED, mesh)))
+        with suppress(ValueError):  # an impossible recipe
+            small = replace(recipe, parallelism=parallelism, training=training, model=model)
+            check_recipe(small := _with_layers(small, [layers[stage] for stage in chosen]))
+            found = [_choices_of(tree, frame) for tree, _, frame in planned(small, forgets=True).values()]
+            if found == [choices[stage] for stage in chosen] and all(each in found for each in choices):
+                return small
+    return recipe
+
+
+def _choices_of(tree, frame):
+    """What a plan decides, whatever the sizes of mesh axes and the number of equal layers: a set of texts."""
+
+    def at(pairs):
+        return [(layout.axes, layout.partial, layout.varying, layout.dims == layout.axes) for _, layout in pairs]
+
+    stored = [each.plan for each in tree.storage.parameters]
+    found = {f"{re.sub('[0-9]+', '*', plan.path)} {plan.dim} {_kind(plan)}" for plan in stored}
+    for path, inner in frame.walk():
+        for entry in inner.instructions:
+            keeper, how = inner.keepers.get(entry), ""
+            if isinstance(entry, Redistribution):
+                how = [(step.kind, step.op, step.dim, step.to_dim, step.axes) for step in entry.steps]
+            elif isinstance(entry, OperatorPlan):
+                several = [[size > 1 for size in shape] for shape in entry.local_shapes]
+                how = entry.node.operator, entry.axes_of, entry.algorithm, entry.cut_axes, several
+            ends = at(entry.consumed), at(entry.produced), keeper and keeper.name
+            found.add(f"{re.sub('[0-9]+', '*', path)} {how} {ends}")
+    return found
+
+
+def _kind(plan):
+    """How `hsdp()` shards a parameter, without numbers."""
+    return re.sub(r"\[.*?\]|[\d.e+]+", "#", f"{plan.unit}: {plan.reason}")
+
+
+def _layers_of_stages(recipe):
+    """The numbers of the layers of every stage."""
+    if recipe.parallelism.pipeline_parallel > 1:
+        return [tuple(range(each.offset, each.offset + each.count)) for each in layers_of_stages(recipe)]
+    return [tuple(range(getattr(recipe.model, "num_hidden_layers", 0)))]
 
 
 def shrunk_recipe(recipe):
@@ -76,10 +154,7 @@ def shrunk_recipe(recipe):
     """
     if recipe.context.engine == "eager":
         raise ValueError("context.engine: eager has no programs that could be verified: use context.engine=generated")
-    stages = [tuple(range(getattr(recipe.model, "num_hidden_layers", 0)))]
-    if recipe.parallelism.pipeline_parallel > 1:
-        stages = [tuple(range(each.offset, each.offset + each.count)) for each in layers_of_stages(recipe)]
-    layers, choices, parameters, tensors = [], {}, {}, set()
+    stages, layers, choices, parameters, tensors = _layers_of_stages(recipe), [], {}, {}, set()
     for stage, (tree, _, frame) in planned(recipe, forgets=True).items():
         dropped, kept = _layer_kinds(recipe, frame, stages[stage])
         layers.append(kept)
@@ -127,8 +202,7 @@ def _plans(recipe, choices, parameters):
     for stage, (tree, graph, frame) in planned(recipe, choices).items():
         plans[stage, tree.mesh] = graph, frame
         for large, small in zip(parameters[stage], (each.plan for each in tree.storage.parameters), strict=True):
-            kinds = [re.sub(r"\[.*?\]|[\d.e+]+", "#", f"{plan.unit}: {plan.reason}") for plan in (large, small)]
-            if large.dim != small.dim or kinds[0] != kinds[1]:
+            if large.dim != small.dim or _kind(large) != _kind(small):
                 shown = [plan.reason or f"along dim {plan.dim}" for plan in (large, small)]
                 raise ValueError(f"hsdp() shards '{large.path}' {shown[0]}, and {shown[1]} at small sizes")
     return plans
@@ -176,12 +250,23 @@ def _with_few_micro_batches(recipe):
             return small
 
 
+def _own_sizes(recipe):
+    """Name -> value of the settings of a model, without its number of layers."""
+    names = [each.name for each in fields(recipe.model) if each.init and each.name != "num_hidden_layers"]
+    return {name: getattr(recipe.model, name) for name in names}
+
+
+def _resized_model(model, own, small):
+    """The model of other sizes; `small`: size -> new size."""
+    values = tree_map(lambda leaf: small.get(leaf, leaf) if type(leaf) is int else leaf, own)
+    return replace(model, **values)
+
+
 def _with_sizes(recipe, parts, share):
     """The recipe with the least sizes of the model and of a sequence; see `least_sizes`."""
     parallelism, section = recipe.parallelism, recipe.train_dataset
     ranks = parallelism.data_parallel_replicate, parallelism.data_parallel_shard, parallelism.tensor_parallel
-    names = [each.name for each in fields(recipe.model) if each.init and each.name != "num_hidden_layers"]
-    own, divisors = {name: getattr(recipe.model, name) for name in names}, divisors_of(ranks)
+    own, divisors = _own_sizes(recipe), divisors_of(ranks)
     sizes = {section.seq_length, *(leaf for leaf in tree_leaves(own, int) if type(leaf) is int)}
     if section.factory:  # a user's data have sizes of their own
         sizes -= {size for each in micro_batch(recipe) for size in each.shape[1:]} - {section.seq_length}
@@ -189,9 +274,8 @@ def _with_sizes(recipe, parts, share):
         parts[size] = lcm(parts.get(size, 1), *(divisor for divisor in divisors if size % divisor == 0))
 
     def changed(small):
-        values = tree_map(lambda leaf: small.get(leaf, leaf) if type(leaf) is int else leaf, own)
         dataset = replace(section, seq_length=small[section.seq_length])
-        return replace(recipe, model=replace(recipe.model, **values), train_dataset=dataset)
+        return replace(recipe, model=_resized_model(recipe.model, own, small), train_dataset=dataset)
 
     def fits(small):
         with suppress(ValueError, TypeError):

@@ -1,5 +1,6 @@
 """`python -m mindformers_core verify`: the training step of a recipe on all ranks of its mesh, against one card."""
 
+import sys
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from mindformers_core.sharding.parameter_storage import as_computed
 from mindformers_core.trainer.data import dataset_of, first_sequence
 from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
 from mindformers_core.trainer.recipe import accumulation_steps, recipe_mesh
-from mindformers_core.trainer.shrinking import planned, shrunk_recipe
+from mindformers_core.trainer.shrinking import NARROWED, narrowed_recipe, planned, shrunk_recipe
 from mindformers_core.trainer.step import build_cells, step_parts
 from mindformers_core.verification.engine import seed_restored, simulate
 
@@ -23,7 +24,8 @@ def verify_recipe(recipe, full=False):
 
     Args:
         recipe: the `Recipe`; its data are random.
-        full: whether the model has its own sizes; else the least ones with the same plan, see `shrunk_recipe`.
+        full: whether the model has its own sizes, on all ranks; else the least with the same plan, see
+            `narrowed_recipe` and `shrunk_recipe`.
 
     Raises:
         ValueError: the recipe is impossible, or has another plan at small sizes.
@@ -32,8 +34,10 @@ def verify_recipe(recipe, full=False):
     if full:
         plans = {(stage, tree.mesh): (graph, frame) for stage, (tree, graph, frame) in planned(recipe).items()}
     else:
-        recipe, plans = shrunk_recipe(recipe)
+        print(f"planning on {recipe_mesh(recipe).size:,} ranks, at their own sizes …", file=sys.stderr, flush=True)
+        recipe, plans = shrunk_recipe(narrowed_recipe(recipe))
     mesh = recipe_mesh(recipe)
+    print(f"running {mesh.size:,} ranks …", file=sys.stderr, flush=True)
     inputs = _inputs(recipe, mesh.axis_size("dp"))
 
     def step(rank, cells):
@@ -63,6 +67,10 @@ def verify_recipe(recipe, full=False):
 def _notes(given, recipe):
     """Sentences about what differs between a recipe and the one that is verified."""
     notes = ["not verified: graph mode; the programs run in PyNative"] if given.context.mode == 0 else []
+    ranks = [(name, vars(given.parallelism)[name], vars(recipe.parallelism)[name]) for name in NARROWED]
+    if fewer := ", ".join(f"{name} {old} -> {new}" for name, old, new in ranks if old != new):
+        few, all_ranks = (recipe_mesh(each).size for each in (recipe, given))
+        notes.append(f"on {few:,} of {all_ranks:,} ranks, which are planned alike: {fewer}")
     large, small = (
         vars(each.model) | {"seq_length": each.train_dataset.seq_length, "micro-batches": _micro_batches(each)}
         for each in (given, recipe)

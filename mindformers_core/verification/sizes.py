@@ -14,6 +14,25 @@ def divisors_of(counts):
     return {prod(subset) for subset in chosen} - {1}
 
 
+def alike_sizes(sizes, counts):
+    """Size -> the first one from it on that fewer ranks divide, or don't divide, as the many do.
+
+    Sizes that divide others stay as they are, such as that of heads.
+
+    Args:
+        sizes: the sizes.
+        counts: pairs (number of ranks, the smaller number that takes its place), of which every product counts.
+    """
+    subsets = [subset for length in range(1, len(counts) + 1) for subset in combinations(counts, length)]
+    pairs = [tuple(map(prod, zip(*subset))) for subset in subsets]
+
+    def alike(one, other):
+        return all((one % large == 0) == (other % small == 0) for large, small in pairs)
+
+    free = (size for size in sizes if not any(other > size > 0 == other % size for other in sizes))
+    return {size: next((one for one in range(size, 2 * size) if alike(size, one)), size) for size in free}
+
+
 def parts_of_sizes(tensors):
     """Size of a dim -> the least common multiple of the numbers of parts that dims of this size are cut into.
 

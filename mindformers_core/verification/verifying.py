@@ -15,7 +15,7 @@ from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.passes.forward_backward import ForwardBackward
 from mindformers_core.program.observer import Observer
 from mindformers_core.program.structure import tree_fill, tree_leaves, tree_map
-from mindformers_core.sharding.declare import copy_cell
+from mindformers_core.sharding.declare import copy_cell, eager_cells
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.sharding.inspecting import prepare, programs
 from mindformers_core.sharding.parameter_storage import as_computed
@@ -23,6 +23,7 @@ from mindformers_core.sharding.program import annotated_plan, bind_arguments
 from mindformers_core.sharding.shard import shard
 from mindformers_core.sharding.sharded_cells import tree_of, tree_of_root
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
+from mindformers_core.verification.eager import verify_eagerly
 from mindformers_core.verification.engine import seed_restored, simulate
 from mindformers_core.verification.truth import floating
 from mindformers_core.zero.gradients import value_and_grad
@@ -43,7 +44,7 @@ def verify(net, mesh, *inputs, config=None, plan=None, seed=0, **named_inputs):
     Floating tensors are float64, whatever their dtypes in the model, so that a difference is a fault. The idea is that
     of TTrace (2026) and TrainVerify (SOSP 2025): one program against its parallel form, tensor by tensor: all of a
     replica's first pass; of later passes, which run the same programs, results and gradients of weights, and all only
-    where one of these differs.
+    where one of these differs. A model with Cells that the plan marks as eager is compared with its own code.
 
     Args:
         net: a Cell that isn't sharded, of which every rank gets a copy, sharded by `shard(copy, mesh, config, plan)`;
@@ -66,6 +67,8 @@ def verify(net, mesh, *inputs, config=None, plan=None, seed=0, **named_inputs):
             "verify(): config and plan are for a Cell that isn't sharded, not for a function that shards it"
         )
     given = tree_map(lambda leaf: leaf.asnumpy() if isinstance(leaf, Tensor) else leaf, (inputs, named_inputs))
+    if plan and eager_cells(net, plan):
+        return verify_eagerly(net, mesh, config, plan, seed, *given)
     call = _Call(net, mesh, config, plan, seed, *given)
     return simulate(call, call.plans, call.notes)
 
