@@ -42,7 +42,7 @@ def compare_step(check, observer, step, buckets):
     factor = min(clip.max_norm / (norm + 1e-6), 1.0) if clip.max_norm else 1.0
     for (path, parameter), gradient in zip(parameters.items(), clipped, strict=True):
         hold(3, "clipped gradient", path, parameter.layout, gradient, summed[path] * factor, limits=limits)
-    if len(parameters) == len(summed):
+    if parameters.keys() == summed.keys() == truth.parameters.keys() & summed.keys():  # of one stage, and all used
         _compare_lamb(hold, truth, parameters, clipped, {path: summed[path] * factor for path in parameters})
     _compare_updates(hold, optimizer, list(parameters), clipped)
     if observer.rank == 0:
