@@ -43,7 +43,7 @@ def compare_step(check, observer, step, buckets):
     for (path, parameter), gradient in zip(parameters.items(), clipped, strict=True):
         hold(3, "clipped gradient", path, parameter.layout, gradient, summed[path] * factor, limits=limits)
     if parameters.keys() == summed.keys() == truth.parameters.keys() & summed.keys():  # of one stage, and all used
-        _compare_lamb(hold, truth, parameters, clipped, {path: summed[path] * factor for path in parameters})
+        _compare_lamb(hold, truth, parameters, observer.rank)
     _compare_updates(hold, optimizer, list(parameters), clipped)
     if observer.rank == 0:
         draw = np.random.default_rng(0).standard_normal((2, _LARGE)).astype(np.float32)
@@ -73,12 +73,17 @@ def _compare_updates(hold, optimizer, paths, gradients):
         hold(5, "update", path, None, added, weight - old, scale, (_TOLERANCE * 4, _ROUNDING * len(_FACTORS)))
 
 
-def _compare_lamb(hold, truth, parameters, gradients, summed):
-    """Compare what LAMB's first step adds (You et al., 2020), which takes norms of whole weights; undo it."""
-    before, eps = [parameter.asnumpy().copy() for parameter in parameters.values()], 1e-6
-    Lamb(list(parameters.values()), _RATE, eps=eps)(gradients)
+def _compare_lamb(hold, truth, parameters, rank):
+    """Compare what LAMB's first step adds (You et al., 2020), which takes norms of whole weights; undo it.
+
+    Gradients are random: the directions of those that are rounding errors alone would differ.
+    """
+    before, eps, draw = [each.asnumpy().copy() for each in parameters.values()], 1e-6, np.random.default_rng(0)
+    wholes = {path: draw.standard_normal(each.global_shape) for path, each in parameters.items()}
+    parts = [whole[parameters[path].layout.local_slices(whole.shape, rank)] for path, whole in wholes.items()]
+    Lamb(list(parameters.values()), _RATE, eps=eps)(tuple(Tensor(part.astype(np.float32)) for part in parts))
     for (path, parameter), old in zip(parameters.items(), before, strict=True):
-        update, weight = summed[path] / (np.abs(summed[path]) + eps), truth.parameters[path].asnumpy()
+        update, weight = wholes[path] / (np.abs(wholes[path]) + eps), truth.parameters[path].asnumpy()
         norms = np.linalg.norm(weight), np.linalg.norm(update)
         value = -_RATE * (norms[0] / norms[1] if all(norms) else 1.0) * update
         added, scale = Tensor(parameter.asnumpy() - old), np.abs(weight).max(initial=0.0)
