@@ -21,13 +21,15 @@ class ClassifierConfig:
     hidden_size: int = 64
     num_hidden_layers: int = 4
     classes: int = 4
+    dropout: float = 0.0
 
 
 class Block(nn.Cell):
     """Two linear layers after a norm, around which the input goes; the wide side is cut over tp."""
 
-    def __init__(self, size):
+    def __init__(self, size, dropout=0.0):
         super().__init__()
+        self.drop = nn.Dropout(p=dropout)
         self.norm, self.up, self.down = nn.LayerNorm((size,)), nn.Dense(size, 4 * size), nn.Dense(4 * size, size)
 
     def shard(self, config):
@@ -35,7 +37,7 @@ class Block(nn.Cell):
         return None, None, weights
 
     def construct(self, x):
-        return x + self.down(ops.gelu(self.up(self.norm(x))))
+        return x + self.drop(self.down(ops.gelu(self.up(self.norm(x)))))
 
 
 class Classifier(nn.Cell):
@@ -48,7 +50,8 @@ class Classifier(nn.Cell):
         layers = LayerRange(0, config.num_hidden_layers) if layers is None else layers
         numbers = range(layers.offset, layers.offset + layers.count)
         self.enter = nn.Dense(config.features, config.hidden_size) if layers.is_first else None
-        self.blocks = nn.CellDict([(str(number), Block(config.hidden_size)) for number in numbers])
+        blocks = [(str(number), Block(config.hidden_size, config.dropout)) for number in numbers]
+        self.blocks = nn.CellDict(blocks)
         self.head = nn.Dense(config.hidden_size, config.classes) if layers.is_last else None
 
     def shard(self, config):

@@ -4,7 +4,8 @@ import sys
 from dataclasses import replace
 
 from launch import ROOT
-from mindspore import nn
+from mindspore import Parameter, nn
+from mindspore.common.initializer import initializer
 
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -15,11 +16,12 @@ __all__ = ["CLASSIFIER", "Normalised", "open_samples"]
 
 
 class NormalisedBlock(Block):
-    """Batch norm in the place of layer norm."""
+    """Batch norm in the place of layer norm; and a weight that nothing uses."""
 
     def __init__(self, size):
         super().__init__(size)
         self.norm = nn.BatchNorm1d(size)
+        self.idle = Parameter(initializer("ones", (size, size)), name="idle")
 
 
 class Normalised(Classifier):

@@ -9,6 +9,7 @@ from mindspore import Tensor, mint, nn, ops
 from small_cells import cell_of
 
 from mindformers_core import verify
+from mindformers_core.dtensor.dropout import draws_of, next_draw
 from mindformers_core.dtensor.interception import draws_by_position
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh, init_device_mesh
@@ -98,6 +99,25 @@ def test_all_ranks_draw_their_parts_of_the_same_numbers(name, draw, place):
     check = verify(Noisy(draw), mesh, Tensor(array()), plan=cut(mesh))
     assert not check.faults, check.report()
     assert check.compared > 30
+
+
+@pytest.mark.parametrize(("name", "draw"), EVERY, ids=[f"{place}.{name}" for place, (name, _) in enumerate(EVERY)])
+def test_blocks_of_a_batch_draw_their_rows(name, draw):
+    """Those of the whole batch; what has no rows, an order, is the same for all blocks."""
+    ms.manual_seed(5)
+    drawn = []
+    with draws_by_position():
+        for block, rows in ((0, 8), (0, 4), (1, 4)):
+            with draws_of(block, 24):
+                drawn.append(draw(Tensor(np.tile(array()[0], (rows, 1)))).asnumpy())
+            assert next_draw() > 24  # without the block
+    whole, *parts = drawn
+    if "perm" in name or "shuffle" in name:
+        np.testing.assert_array_equal(*parts)
+    else:
+        assert (parts[0] != parts[1]).any()
+    if name != "ops.choice_with_mask":  # of all rows together
+        np.testing.assert_array_equal(parts[1] if "perm" in name else np.concatenate(parts), whole)
 
 
 def numbers(draw, mode, seeded):

@@ -16,6 +16,7 @@ from mindspore import nn, ops
 
 from mindformers_core.checkpoint import inspection
 from mindformers_core.checkpoint.load import check_checksums, open_checkpoint
+from mindformers_core.communication.world import process_state
 from mindformers_core.files import lock_folder
 from mindformers_core.layout import layout
 from mindformers_core.models import LayerRange, ModelSpec
@@ -164,16 +165,18 @@ def test_all_ranks_agree_that_nothing_is_updated(recipe, mesh):
         np.testing.assert_array_equal(tensor.asnumpy(), values, err_msg=tensor.name)
 
 
-def test_weights_that_are_not_finite_are_not_saved(recipe, tmp_path, monkeypatch, capfd):
-    """With a finite loss and gradient: the update overflows."""
+@pytest.mark.parametrize("beside", ["true", "false"])
+def test_weights_that_are_not_finite_are_not_saved(recipe, tmp_path, monkeypatch, capfd, beside):
+    """With a finite loss and gradient: the update overflows. What another process is still writing is completed."""
     monkeypatch.setattr(training_loop, "learning_rate", lambda recipe, step: 1e39 if step == 3 else 1e-2)
-    assert main(["train", "--config", recipe, f"training.output_dir={tmp_path / 'run'}"]) == 2
+    options = f"training.output_dir={tmp_path / 'run'}", f"checkpoint.async_save={beside}"
+    assert main(["train", "--config", recipe, *options]) == 2
     error = capfd.readouterr().err.splitlines()[-1]
     assert error == "error: blocks.0.weight, blocks.1.weight: not finite after step 3, which is not saved"
     assert os.listdir(tmp_path / "run/checkpoint") == ["step_2"]
 
 
-def test_two_runs_in_one_folder(recipe, tmp_path, capfd):
+def test_two_runs_in_one_folder(recipe, tmp_path, monkeypatch, capfd):
     """The second one is an error, and changes nothing; after the first one it moves that aside."""
     command = ["train", "--config", recipe, f"training.output_dir={tmp_path / 'run'}"]
     (tmp_path / "run").mkdir()
@@ -183,7 +186,9 @@ def test_two_runs_in_one_folder(recipe, tmp_path, capfd):
         error = capfd.readouterr().err.splitlines()[-1]
         assert error.startswith(f"error: training.output_dir: {tmp_path}/run: another run has this folder, and goes on")
         assert sorted(os.listdir(tmp_path)) == ["own.yaml", "run"] and not (tmp_path / "run/metrics.jsonl").exists()
-    assert main(command) == 0 and (tmp_path / "run.1/config.yaml").exists()
+    monkeypatch.setattr(process_state(), "observer", process_state().observer)  # of this process, restored at the end
+    assert main([*command, "monitor.digests=true"]) == 0 and (tmp_path / "run.1/config.yaml").exists()
+    assert (tmp_path / "run/digests").exists()
 
 
 def test_a_folder_that_takes_no_records(recipe, tmp_path, capfd):

@@ -1,15 +1,18 @@
 """One call of a Cell during a capture: the growing graph, and the Values of its tensors."""
 
 from collections import namedtuple
+from inspect import Parameter as Argument
 from inspect import signature
 
-from mindspore import Parameter
+from mindspore import Parameter, Tensor, ops
 from mindspore import dtype as mstype
 from mindspore._c_expression import typing
 
 from mindformers_core.capture.traced import Traced
-from mindformers_core.dtensor.aliases import written_at
+from mindformers_core.dtensor.aliases import is_view, written_at
+from mindformers_core.dtensor.in_place import is_in_place
 from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.operators.signature import is_float
 from mindformers_core.program.graph import CellGraph, Constant, FreeVariable, KeptAttribute, ParameterUse
 from mindformers_core.program.structure import DType, Value, tree_leaves, tree_map
 from mindformers_core.scopes import errors_at
@@ -118,6 +121,17 @@ class OpenCall:
         seen = vars(tensor).get("seen")
         return contents_of(plain).copy() if seen is None else seen  # a copy, for the tensor may change
 
+    def casted(self, name, args, kwargs):
+        """The arguments of an operator in a Cell with `to_float`: floats are cast, but where memory is handed on."""
+        if self.cast is None or is_in_place(name) or is_view(name, args, kwargs):
+            return args, kwargs
+
+        def leaf(each):
+            is_other = isinstance(each, Tensor) and is_float(dtype_name(each.dtype)) and each.dtype != self.cast
+            return ops.cast(each, self.cast) if is_other else each
+
+        return tree_map(leaf, (tuple(args), kwargs))
+
     def finish(self, result):
         """The finished graph."""
         structure = tree_map(self.leaf, result)
@@ -157,3 +171,14 @@ def contents_of(tensor):
 def plain_leaf(leaf):
     """The leaf of a graph for a leaf that is no tensor."""
     return DType(dtype_name(leaf)) if isinstance(leaf, typing.Type) else leaf
+
+
+def count_inputs(primitive, args):
+    """How many of a classic primitive's arguments its call takes: its class may have put its attributes behind them."""
+    if "__call__" not in vars(type(primitive)):
+        return len(args)
+    parameters = signature(type(primitive).__call__).parameters.values()
+    if not any(parameter.kind is Argument.VAR_POSITIONAL for parameter in parameters):
+        return min(len(args), len(parameters) - 1)
+    given = max((place + 1 for place, argument in enumerate(args) if tree_leaves(argument, Tensor)), default=0)
+    return given if len(args) - given == len(primitive.init_attrs) else len(args)

@@ -11,7 +11,7 @@ from mindspore import dtype as mstype
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.ops import Primitive
 
-from mindformers_core.capture.open_call import Held, Made, OpenCall, contents_of, plain_leaf
+from mindformers_core.capture.open_call import Held, Made, OpenCall, contents_of, count_inputs, plain_leaf
 from mindformers_core.capture.python_state import PythonReads
 from mindformers_core.capture.shape_functions import inferred, method_behind, without_shape
 from mindformers_core.capture.traced import CaptureError, Traced, call_site, failed_site
@@ -23,7 +23,6 @@ from mindformers_core.dtensor.in_place import is_in_place
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.hints import message_of
 from mindformers_core.operators import TensorMeta
-from mindformers_core.operators.signature import is_float
 from mindformers_core.program.graph import CallNode, OperatorNode, PrimitiveUse
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.scopes import replaced
@@ -203,7 +202,8 @@ class Recorder:
             kind = "primitive"
         if is_in_place(name):
             self.adopt(args[0])
-        args, kwargs = self._cast(name, args, kwargs)
+        if not self._silent:
+            args, kwargs = self.open_calls[-1].casted(name, args, kwargs)
         with replaced(self.open_calls[-1], cast=None):
             parts = None if self._silent else composed(name, args, kwargs, primitive)
         if parts is not None:
@@ -219,18 +219,6 @@ class Recorder:
             return tree_map(self._unlisted, metas)
         return self._write(func, kind, primitive, args, kwargs, metas)
 
-    def _cast(self, name, args, kwargs):
-        """The arguments of an operator in a Cell with `to_float`: floats are cast, but where memory is handed on."""
-        dtype = None if self._silent else self.open_calls[-1].cast
-        if dtype is None or is_in_place(name) or is_view(name, args, kwargs):
-            return args, kwargs
-
-        def cast(leaf):
-            is_other = isinstance(leaf, Tensor) and is_float(dtype_name(leaf.dtype)) and leaf.dtype != dtype
-            return ops.cast(leaf, dtype) if is_other else leaf
-
-        return tree_map(cast, (tuple(args), kwargs))
-
     def _unlisted(self, leaf):
         """A traced tensor of no graph, around a meta tensor."""
         return Traced.around(self, leaf, Made(None, None)) if isinstance(leaf, Tensor) else leaf
@@ -245,7 +233,7 @@ class Recorder:
             if name in WITHOUT_SEEDS:
                 attributes = {key: value for key, value in attributes.items() if key not in ("Seed0", "Seed1")}
             kind_of = type(primitive)
-            use = PrimitiveUse(kind_of.__module__, kind_of.__name__, attributes, _count_inputs(primitive, args))
+            use = PrimitiveUse(kind_of.__module__, kind_of.__name__, attributes, count_inputs(primitive, args))
         _, called = call_site()
         attribute = getattr(called, "instance_name", None)
         attribute = attribute if call.cell.__dict__.get(attribute) is called else None
@@ -337,17 +325,6 @@ class Recorder:
             note_adopted(tensor, call_site()[0])
             tensor.__class__ = Traced
         return tensor
-
-
-def _count_inputs(primitive, args):
-    """How many of a classic primitive's arguments its call takes: its class may have put its attributes behind them."""
-    if "__call__" not in vars(type(primitive)):
-        return len(args)
-    parameters = inspect.signature(type(primitive).__call__).parameters.values()
-    if not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
-        return min(len(args), len(parameters) - 1)
-    given = max((place + 1 for place, argument in enumerate(args) if tree_leaves(argument, Tensor)), default=0)
-    return given if len(args) - given == len(primitive.init_attrs) else len(args)
 
 
 def _meta_leaf(leaf):

@@ -65,7 +65,7 @@ def open_checkpoint(folder, files=None):
         if os.path.isfile(os.path.join(folder, STATE)):
             raise FileNotFoundError(f"{folder} has {STATE}, but no {CHECKSUMS}: it isn't whole")
         tensors = _headers(folder, "model", _hugging_face_files(folder, files), files)
-        return Checkpoint(folder, tensors, {}, _json(folder, CONFIG, files), None)
+        return Checkpoint(folder, tensors, {}, read_json(folder, CONFIG, files), None)
     sealed = open_sealed(os.path.join(folder, CHECKSUMS), read_file(files, os.path.join(folder, CHECKSUMS)))
     if sealed["format"] > FORMAT:
         raise ValueError(
@@ -80,12 +80,12 @@ def open_checkpoint(folder, files=None):
         tensors |= _headers(folder, group, paths, files, listed)
         for name, of_tensor in ((name, found) for path in paths for name, found in listed[path]["pieces"].items()):
             pieces[group, name] = [(tuple(map(tuple, box)), int(found, 16)) for box, found in of_tensor]
-    return Checkpoint(folder, tensors, pieces, _json(folder, CONFIG, files), _json(folder, STATE, files))
+    return Checkpoint(folder, tensors, pieces, read_json(folder, CONFIG, files), read_json(folder, STATE, files))
 
 
 def _hugging_face_files(folder, files):
     """Paths of the files with the tensors of a folder of Hugging Face's."""
-    index = _json(folder, MODEL_INDEX, files)
+    index = read_json(folder, MODEL_INDEX, files)
     if index is None:
         return ["model.safetensors"]
     try:
@@ -117,7 +117,8 @@ def _check(folder, path, contents, expected):
         raise ValueError(f"{os.path.join(folder, path)} is damaged: it isn't what {CHECKSUMS} lists")
 
 
-def _json(folder, path, files):
+def read_json(folder, path, files):
+    """The contents of a JSON file in a folder; None if there is none. ValueError: it isn't JSON."""
     whole = os.path.join(folder, path)
     if not os.path.isfile(whole):
         return None

@@ -54,7 +54,7 @@ class Channel:
         self._transport = transport
         self._unread = defaultdict(deque)  # (rank, tag) -> messages that arrived before `receive` asked for them
 
-    def send(self, tensors, to_rank, tag, axes=()):
+    def send(self, tensors, to_rank, tag, axes=(), number=0):
         """Send tensors as one message. The caller may overwrite them after the call.
 
         Counted by `count_collectives()` as one call of kind `"send"`, with all tensors' bytes.
@@ -64,6 +64,7 @@ class Channel:
             to_rank: global rank of the receiver.
             tag: tuple of whole numbers; the receiver passes the same one to `receive`.
             axes: the mesh axes under which the message is counted, e.g. `("pp",)`.
+            number: a whole number that travels with them, see `receive_numbered`.
 
         Raises:
             TypeError: an entry that is not a tensor, or a tag that is not a tuple of whole numbers.
@@ -74,7 +75,7 @@ class Channel:
             if not isinstance(tensor, Tensor):
                 what = type(tensor).__name__
                 raise TypeError(f"item {place} of the message {tag} to rank {to_rank} is of type {what}, not a Tensor")
-        self._send({}, tensors, to_rank, tag)
+        self._send({"number": number}, tensors, to_rank, tag)
         record("send", tuple(axes), sum(tensor.nbytes for tensor in tensors))
 
     def receive(self, from_rank, tag, purpose=""):
@@ -88,10 +89,14 @@ class Channel:
             TypeError, ValueError: as `send`; also for a message that `send_object` sent.
             RuntimeError: the sender has ended, or no byte arrived within the limit.
         """
+        return self.receive_numbered(from_rank, tag, purpose)[0]
+
+    def receive_numbered(self, from_rank, tag, purpose=""):
+        """As `receive`: the tensors, and the number that came with them."""
         head, tensors = self._receive(from_rank, tag, purpose)
         if "object" in head:
             raise TypeError(f"message {tag} from rank {from_rank} is an object: take it with receive_object()")
-        return tensors
+        return tensors, head["number"]
 
     def send_object(self, value, to_rank, tag):
         """Send a value that JSON can represent: see `send`. The message isn't counted.

@@ -8,7 +8,7 @@ import threading
 from collections import Counter, defaultdict, deque
 
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, get_rng_state, set_rng_state
 
 from mindformers_core.communication.raw import RawCollective
 from mindformers_core.communication.world import rank_of, world
@@ -53,10 +53,11 @@ class SimulatedRanks:
         Raises:
             The first error of a rank, which it names. Desync: a RuntimeError.
         """
-        results = [None] * self.size
+        results, state = [None] * self.size, get_rng_state()
 
         def work(rank):
             self._turns[rank].acquire()
+            set_rng_state(state)
             try:
                 self._check()
                 with rank_of(self.size, rank, self, self.device_target):
@@ -116,9 +117,10 @@ class SimulatedRanks:
         return box.popleft()
 
     def _wait(self, rank, what):
-        self._waiting[rank] = what
+        self._waiting[rank], state = what, get_rng_state()  # of the process: each rank draws as if alone
         self._pass_on()
         self._turns[rank].acquire()
+        set_rng_state(state)
         self._check()
 
     def _wake(self, ranks):

@@ -51,9 +51,6 @@ class DigestRecorder(ProgramObserver):
     def __init__(self, folder, rank, about, instruments=True):
         super().__init__()
         self.folder, self.rank, self.instruments, self.step = os.fspath(folder), rank, instruments, 0
-        os.makedirs(self.folder, exist_ok=True)
-        for path in row_files(self.folder, rank).values():  # of an earlier run
-            path.unlink()
         self._table, self._written = {"about": about, "facts": {}, "rows": []}, 0
         self._rows, self._roots, self._paths = [], [], None
         self._listing, self._entries, self._entry = cache(Listing), cache(self._make_entries), cache(self._make_entry)
@@ -94,6 +91,10 @@ class DigestRecorder(ProgramObserver):
     def end_step(self, step=None):
         """Write the rows of a step; `step` is its number, by default that of the last one and 1."""
         self.step = self.step + 1 if step is None else step
+        if not self._written:  # not before, since the run's folder may be moved then
+            os.makedirs(self.folder, exist_ok=True)
+            for path in row_files(self.folder, self.rank).values():  # of an earlier run
+                path.unlink()
         if len(self._table["rows"]) > self._written:
             write_table(self.folder, self.rank, self._table)
             self._written = len(self._table["rows"])

@@ -24,12 +24,10 @@ from mindformers_core.dtensor.dropout import counters, next_random_state
 from mindformers_core.dtensor.halo import shifted, windows, windows_with_index
 from mindformers_core.dtensor.lookups import LOOKUPS, found_here, zero_where
 from mindformers_core.dtensor.move import dtype_name, redistribute_local
-from mindformers_core.dtensor.scans import SCANS
+from mindformers_core.dtensor.scans import SCANS, finite_top
 from mindformers_core.dtensor.statistics import band, group_norm, norm, product, spread, trace
 from mindformers_core.layout import Layout
 from mindformers_core.operators.rules.dims import as_dims
-
-_LOWEST = -65504.0  # the lowest number of every float type
 
 
 @dataclass(frozen=True)
@@ -183,17 +181,18 @@ def _all_or_any(op, operator, args, context):
 def _shifted(args, context):
     """`x` less the maximum over all parts (which needs no gradient), its exponentials, and their sum over all parts.
 
-    The maximum of a row that is masked with -inf throughout is taken as a number, so that its exponentials are 0.
-
     Args:
         args: the tensor and the dim. Default: the last one.
     """
     x, dim = (*args, -1)[:2]
     dim = dim[0] if isinstance(dim, (tuple, list)) else dim
-    top = context.combined(ops.amax(ops.stop_gradient(x), dim, keepdims=True), "max")
-    shifted = x - ops.maximum(top, _LOWEST)
+    shifted = x - _top(x, dim, context)
     exponentials = ops.exp(shifted)
     return shifted, exponentials, context.combined(ops.sum(exponentials, dim, keepdim=True), varying=True)
+
+
+def _top(x, dims, context):
+    return finite_top(context.combined(ops.amax(ops.stop_gradient(x), dims, keepdims=True), "max"))
 
 
 def _softmax(_, args, context):
@@ -209,7 +208,7 @@ def _log_softmax(_, args, context):
 def _log_sum_exp(_, args, context):
     x, dims, *keepdim = args if len(args) > 1 else (*args, None)
     dims = as_dims(dims, x.ndim)
-    top = context.combined(ops.amax(ops.stop_gradient(x), dims, keepdims=True), "max")
+    top = _top(x, dims, context)
     result = ops.log(context.combined(ops.sum(ops.exp(x - top), dims, keepdim=True))) + top
     return result if any(keepdim) else ops.squeeze(result, dims)
 

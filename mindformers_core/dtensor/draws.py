@@ -33,6 +33,7 @@ def whole_context(shape, random_state=next_random_state, float_dtype=None):
         next_random_state=random_state,
         random_counters=tuple(map(Tensor, counters(shape, [slice(0, size) for size in shape]))),
         local_shape=tuple(shape),
+        output=(None, tuple(shape)),
         float_dtype=float_dtype,
     )
 
@@ -65,7 +66,8 @@ def _transformed(transform, _, args, context):
     wide = context.float_dtype or (mstype.float64 if name == "float64" else mstype.float32)
 
     def bits(number=0):  # a draw moves the generator by more than these
-        return uniform_bits(seed, offset + number if number else offset, context)
+        # an order of a whole dim has no rows
+        return uniform_bits(seed, offset + number if number else offset, context, transform is not _permutation)
 
     return ops.cast(transform(bits, name, wide, *bounds), result)
 
@@ -202,13 +204,13 @@ def _gamma(shape, alpha, beta=None):
     """
     shape = np.broadcast_shapes(numbers(shape), alpha.shape, () if beta is None else beta.shape)
     alpha, few = ops.cast(alpha, mstype.float32), ops.less(alpha, 1.0)
-    least = ops.where(few, alpha + 1.0, alpha) - 1 / 3
-    normal, chance = _standard_normal((8, *shape)), _log_uniform((8, *shape))
+    least = ops.expand_dims(ops.where(few, alpha + 1.0, alpha) - 1 / 3, -1)
+    normal, chance = _standard_normal((*shape, 8)), _log_uniform((*shape, 8))
     cubed = ops.pow(ops.maximum(normal / ops.sqrt(least * 9.0) + 1.0, 1e-10), 3)
     bound = normal * normal * 0.5 + least * (1.0 - cubed + ops.log(cubed))
     accepted = ops.cast(ops.logical_and(ops.less(chance, bound), ops.greater(cubed, 1e-20)), mstype.float32)
-    first = accepted * ops.cast(ops.equal(ops.cumsum(accepted, 0), 1.0), mstype.float32)
-    result = least * (ops.sum(first * cubed, 0) + 1.0 - ops.sum(first, 0))
+    first = accepted * ops.cast(ops.equal(ops.cumsum(accepted, -1), 1.0), mstype.float32)
+    result = ops.squeeze(least, -1) * (ops.sum(first * cubed, -1) + 1.0 - ops.sum(first, -1))
     result = ops.where(few, result * ops.exp(_log_uniform(shape) / alpha), result)
     return ops.stop_gradient(result if beta is None else result * beta)
 

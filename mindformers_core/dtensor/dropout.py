@@ -4,9 +4,13 @@ Rows and columns of the whole tensor, seen as a matrix, get 64 random bits each 
 "Fast splittable pseudorandom number generators", OOPSLA 2014), whose counter is their number. Those of a row and a
 column make the number of the element where they cross, as in the hash of pairs of Thorup, "High speed hashing for
 integers and strings" (arXiv 1504.06804, section 3): two sums and one product an element. Integers wrap around.
+
+An offset of the generator counts draws below bit `_BLOCK`, and above it blocks of rows, along dim 0: a pass over a part
+of a step's batch (a micro-step, a micro-batch, a replica's part) draws for its row r as for row block * rows + r.
 """
 
 import math
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +25,8 @@ from mindformers_core.splitmix import GOLDEN
 WITHOUT_SEEDS = {"Dropout": 2}
 
 STEP = Tensor(12, mstype.int64)  # by which a draw advances the generator: that of MindSpore's own operators
+_BLOCK = 40  # bits: 9e10 draws, and 8e6 blocks
+_SEEDS, _OFFSETS = 0xD1342543DE82EF95, 0xAF251AF3B0F025B5  # factors of seeds and offsets in a counter
 _FIRST_COLUMN = 1 << 62  # columns count from here, so that no row has the same counter
 
 
@@ -32,6 +38,32 @@ def next_random_state():
     """
     seed, offset = default_generator._step(STEP)
     return ops.reshape(seed, ()), ops.reshape(offset, ())  # a graph gives them one dim
+
+
+def next_draw():
+    """The offset of the next draw from MindSpore's default generator, without its block."""
+    return int(default_generator.get_state().asnumpy().view(np.int64)[1]) % (1 << _BLOCK)
+
+
+def set_next_draw(offset, block=0):
+    """Have the default generator go on at an offset, for a block of rows."""
+    seed = default_generator.get_state().asnumpy().view(np.int64)[0]
+    default_generator.set_state(Tensor(np.array([seed, offset + (block << _BLOCK)]).view(np.uint8)))
+
+
+@contextmanager
+def draws_of(block, first=None):
+    """While open, draws are those of a block of rows; the first one has the offset `first`, by default the next one."""
+    set_next_draw(next_draw() if first is None else first, block)
+    try:
+        yield
+    finally:
+        set_next_draw(next_draw())
+
+
+def block_of(replica, run=0, micro_index=0, micro_batch_num=1):
+    """The block of a pass: a batch is cut into runs, these over replicas (place, number), these into micro-batches."""
+    return (run * replica[1] + replica[0]) * micro_batch_num + micro_index
 
 
 def connect_generator(generator):
@@ -85,10 +117,18 @@ def _threshold(probability):
     return max(round(probability * 2**32) - 2**31 - 1, -(2**31))
 
 
-def uniform_bits(seed, offset, context):
-    """A uniform int32 for each element of the first result's local part, by its global position."""
-    key = seed * _signed(0xD1342543DE82EF95) + offset * _signed(0xAF251AF3B0F025B5)
-    (low_rows, high_rows), (low_columns, high_columns) = (_random_halves(c + key) for c in context.random_counters)
+def uniform_bits(seed, offset, context, has_rows=True):
+    """A uniform int32 for each element of the first result's local part, by its global position.
+
+    Without rows of a batch (`has_rows`) all blocks have the same numbers.
+    """
+    block = ops.bitwise_right_shift(offset, _BLOCK)
+    key = seed * _signed(_SEEDS) + offset * _signed(_OFFSETS) - block * _signed(_OFFSETS << _BLOCK)
+    _, shape = context.output
+    row_count = math.prod(shape[: _first_column_dim(shape)]) if has_rows and shape else 0
+    keys = key + block * _signed(row_count * GOLDEN), key
+    halves = [_random_halves(counter + each) for counter, each in zip(context.random_counters, keys)]
+    (low_rows, high_rows), (low_columns, high_columns) = halves
     return ops.reshape((low_rows + low_columns) * (high_rows + high_columns), context.local_shape)
 
 
@@ -101,14 +141,15 @@ def _random_halves(state):
 
 
 def _signed(number):
-    """The int64 with the bits of an unsigned one."""
+    """The int64 with the last 64 bits of an unsigned number."""
+    number %= 1 << 64
     return number - (1 << 64) if number >> 63 else number
 
 
 def counters(shape, slices):
     """SplitMix64's counters of a tensor's rows and columns: their positions in the whole tensor, equal on every mesh.
 
-    The last dims, as many as make the fewest rows and columns together, are the columns.
+    The last dims, as many as make the fewest rows and columns for one index of dim 0, are the columns.
 
     Args:
         shape: global shape.
@@ -117,10 +158,15 @@ def counters(shape, slices):
     Returns:
         Two int64 arrays, of shapes (rows, 1) and (columns,) of the local part.
     """
-    split = min(range(len(shape) + 1), key=lambda dim: math.prod(shape[:dim]) + math.prod(shape[dim:]))
+    split = _first_column_dim(shape)
     rows = _flat_positions(shape[:split], slices[:split])
     columns = _flat_positions(shape[split:], slices[split:]) + np.uint64(_FIRST_COLUMN)
     return tuple(((places + np.uint64(1)) * np.uint64(GOLDEN)).view(np.int64) for places in (rows[:, None], columns))
+
+
+def _first_column_dim(shape):
+    dims = range(min(len(shape), 1), len(shape) + 1)
+    return min(dims, key=lambda dim: math.prod(shape[1:dim]) + math.prod(shape[dim:]))
 
 
 def _flat_positions(shape, slices):

@@ -15,9 +15,14 @@ from mindspore import dtype as mstype
 from mindformers_core.dtensor.move import dtype_name
 
 
+def finite_top(top):
+    """What to take off before exponentials: 0 for a row of -inf only, whose exponentials are then 0, and not NaN."""
+    return ops.where(ops.equal(top, -math.inf), ops.zeros_like(top), top)
+
+
 def _log_total(x, dim):
     """The logarithm of the sum of exponentials along a dim, which may all be 0."""
-    top = ops.maximum(ops.amax(ops.stop_gradient(x), dim, keepdims=True), -65504.0)
+    top = finite_top(ops.amax(ops.stop_gradient(x), dim, keepdims=True))
     return ops.log(ops.sum(ops.exp(x - top), dim, keepdim=True)) + top
 
 

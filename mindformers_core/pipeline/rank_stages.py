@@ -6,6 +6,7 @@ from hashlib import blake2b
 
 from mindspore import ops
 
+from mindformers_core.dtensor.dropout import draws_of, next_draw, set_next_draw
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.layout import LayoutSpec, bind_layout
 from mindformers_core.passes.stage_function import own_class
@@ -32,6 +33,8 @@ class RankStages:
         described: the descriptions of all stages of the pipeline, see `_description`.
         current_pass: end of the tags of the current pass, unique among passes and pipelines: a pass that failed may
             have left messages.
+        draws: (micro-batch, stage) -> offset of the stage's first random draw in this pass; after the last stage, that
+            of what follows. It travels with the tensors between stages, so that draws are counted as on one card.
         tied: path of a parameter that several stages hold -> `(stage, place among its parameters)` of each, ascending.
 
     Raises:
@@ -46,7 +49,7 @@ class RankStages:
         self.ranks, self.rank, self.channel = some.ranks, self.stage_ranks[some.stage_index], some.channel
         self.axes = (some.axis,)
         received = self._from_all((secrets.randbits(31), [_description(stage) for stage in stages]), _DESCRIPTIONS)
-        self.current_pass = received[0][0], 0
+        self.current_pass, self.draws, self._first_draw = (received[0][0], 0), {}, 0
         self.described = sorted((each for _, entry in received for each in entry), key=lambda each: each["stage"])
         check_stage_numbers(self.described)
         self.tied = tied_parameters(self.described)
@@ -78,7 +81,8 @@ class RankStages:
     def running(self, training, table, names):
         """Open while the steps of a table run; after the last one gradients are added up, after an error dropped.
 
-        Gradients of tied parameters are summed over their stages. `names` are those of the keyword arguments.
+        Gradients of tied parameters are summed over their stages. `names` are those of the keyword arguments. An
+        evaluation leaves MindSpore's default generator as it was: not all ranks know how many numbers it has drawn.
 
         Raises:
             ValueError: on all ranks, after the first pass: a pattern of recompute or swap that matches on no stage.
@@ -86,7 +90,9 @@ class RankStages:
         self.current_pass = self.current_pass[0], self.current_pass[1] + 1
         check_argument_names(names, self.described)
         self._check_policies()
-        split, is_complete = self._split(table), False
+        split, is_complete, self.draws, following = self._split(table), False, {}, next_draw()
+        if not any(stage.weight_gradients.runs for stage in self.stages.values()):
+            self._first_draw = following
         try:
             for index, stage in self.stages.items():
                 stage.begin(training, table.micro_batch_num, index in split)
@@ -95,10 +101,22 @@ class RankStages:
                 self._check_programs()
                 for number, holders in enumerate(self.tied.values()):
                     self._sum_gradients(number, holders)
+                ends = [offset for (_, stage), offset in self.draws.items() if stage == len(self.stage_ranks)]
+                following = max(ends, default=following)
             is_complete = True
         finally:
+            set_next_draw(following)
             for stage in self.stages.values():
                 stage.end(is_complete)
+
+    def forward(self, micro_index, stage_index, inputs, kwargs):
+        """`PipelineStage.forward`, with the random draws of the micro-batch's rows."""
+        stage = self.stages[stage_index]
+        first = self.draws.setdefault((micro_index, stage_index), self._first_draw)
+        with draws_of(stage.block(micro_index), first):
+            outputs = stage.forward(micro_index, inputs, kwargs)
+            self.draws[micro_index, stage_index + 1] = next_draw()
+        return outputs
 
     def results(self, returned, dim, is_shared):
         """The merged outputs of the last stage: a tuple of tensors; None on other ranks unless `is_shared`.

@@ -7,6 +7,7 @@ from mindspore import nn, ops
 
 from mindformers_core.communication.point_to_point import channel
 from mindformers_core.communication.world import world
+from mindformers_core.dtensor.dropout import block_of
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
 from mindformers_core.passes.stage_function import StageFunction, own_class
@@ -193,6 +194,10 @@ class PipelineStage:
             check_boundary(self.function.layouts, *described[self.stage_index : self.stage_index + 2])
             self._agreed.add(self.function.layouts)
         return outputs
+
+    def block(self, micro_index):
+        """`block_of` a micro-batch of this run."""
+        return block_of(self._storage.replica, self.weight_gradients.runs, micro_index, self._micro_batch_num)
 
     def _recorded(self, micro_index, inputs, kwargs):
         """A forward pass that is recorded for its backward pass."""

@@ -23,6 +23,7 @@ class StageGradients:
     Attributes:
         parameters: tuple of the trained Parameters of the Cell's computation, in the order of
             `cell.trainable_params()`, which may be their shards (see `ParameterStorage`).
+        runs: number of the runs since `forget`.
         of_run: the sums over the micro-batches so far of the current run, a list of results of
             `ParameterStorage.summed`; or None.
     """
@@ -33,7 +34,7 @@ class StageGradients:
         self._weights = ParameterTuple(self.parameters)
         self._deferred, self._has_warned = None, False
         self._kept = {}  # micro-batch -> (Parameters, their gradients, result of `DeferredGradients.take` or None)
-        self.of_run = None
+        self.of_run, self.runs = None, 0
         self._waiting, self._reduced = None, None  # sums over runs, and the reduced sums of earlier ones
         self._has_opened = False
 
@@ -107,6 +108,7 @@ class StageGradients:
         self.unsplit()
         if is_complete:
             self._waiting = _added(self._waiting, self.of_run)
+            self.runs += self.of_run is not None
         self.of_run = None
         if not is_complete or self._waiting is None:
             self.close()
@@ -130,6 +132,7 @@ class StageGradients:
     def forget(self):
         """Drop all sums."""
         self._waiting = self._reduced = None
+        self.runs = 0
         self.close()
 
 

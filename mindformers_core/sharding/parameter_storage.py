@@ -25,6 +25,7 @@ class ParameterStorage:
         takes_gradients: whether gradients are taken by a function that differentiates no inputs.
         is_open: whether all values that computing needs are in place, or are gathered by the calls of units.
         settings: the `HsdpSettings`, or None.
+        replica: this rank's place among those that compute batches of their own, and their number.
         input_dtype, output_dtype: names of the dtypes that floating inputs and results of the root Cell are cast to;
             None leaves them as they are.
     """
@@ -33,6 +34,7 @@ class ParameterStorage:
     units = ()
     takes_gradients = False
     is_open = True
+    replica = 0, 1
     settings = input_dtype = output_dtype = None
 
     def call_scope(self):

@@ -186,10 +186,11 @@ def full_parameters(cell):
     parameters have to fit into the memory of a rank.
 
     Returns:
-        A dict: name of the parameter -> plain tensor of its global shape.
+        A dict: name of the parameter -> `Parameter` of its global shape, since MindSpore skips plain tensors.
     """
     whole = {}
     for parameter in cell.get_parameters():
         target = Layout.on(parameter.layout.mesh, ((),) * len(parameter.global_shape))
-        whole[parameter.name] = redistribute_local(parameter, parameter.layout, target, parameter.global_shape)
+        values = redistribute_local(parameter, parameter.layout, target, parameter.global_shape)
+        whole[parameter.name] = Parameter(values, name=parameter.name, requires_grad=parameter.requires_grad)
     return whole

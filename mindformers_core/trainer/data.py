@@ -73,27 +73,26 @@ class OwnDataset:
 
     def batch(self, first, count):
         """A tuple of NumPy arrays of `count` rows. Raises `DataError` for anything else."""
-        ended = "it raised StopIteration"
+        found = "it raised StopIteration"
         with suppress(StopIteration):
             arrays = self.source.batch(first, count)
             kinds = {type(each).__name__ for each in arrays} if isinstance(arrays, (tuple, list)) else {}
-            ended = f"it returned a {type(arrays).__name__}{f' of {first_of(sorted(kinds))}' if kinds else ''}"
+            found = f"it returned a {type(arrays).__name__}{f' of {first_of(sorted(kinds))}' if kinds else ''}"
             if kinds == {"ndarray"}:
-                rows = [each.shape[0] if each.ndim else 0 for each in arrays]
-                if rows == [count] * len(rows):
+                found = f"it returned arrays of {first_of([*map(len, map(np.atleast_1d, arrays))])} rows"
+                if all(array.shape[:1] == (count,) for array in arrays):
                     return tuple(arrays)
-                ended = f"it returned arrays of {first_of(rows)} rows"
         raise DataError(
             f"train_dataset.factory: {self.factory}: batch({first}, {count}) should return a tuple of NumPy arrays of "
-            f"{count} rows, from a stream that doesn't end: {ended}: docs/models.md"
+            f"{count} rows, from a stream that doesn't end: {found}: docs/models.md"
         )
 
 
 def first_sequence(consumed, micro_batch, dp_rank, dp_size, local_batch_size):
     """Index in the stream of the first sequence of a dp rank's micro-batch; all numbers start at 0.
 
-    Earlier steps took `consumed` sequences. The global batch is divided into micro-batches in order, and each
-    micro-batch is sharded over dp in order.
+    Earlier steps took `consumed` sequences. The global batch is divided into micro-batches, those of a pipeline's
+    schedule, in order, and each micro-batch is sharded over dp in order.
     """
     return consumed + (micro_batch * dp_size + dp_rank) * local_batch_size
 

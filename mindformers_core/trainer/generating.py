@@ -1,15 +1,15 @@
 """`python -m mindformers_core generate`: a checkpoint continues prompts, on any mesh."""
 
-import json
 import os
 from dataclasses import dataclass, replace
 
 import mindspore as ms
 
+from mindformers_core.checkpoint.load import read_json
+from mindformers_core.checkpoint.slices import FileLayer
 from mindformers_core.checkpoint.tensors import share_weights
 from mindformers_core.layout import layout
 from mindformers_core.pipeline.layer_split import stages_of_rank
-from mindformers_core.scopes import errors_at
 from mindformers_core.serving.generator import Generator
 from mindformers_core.serving.prompts import encode_prompts, tokens_of
 from mindformers_core.serving.sampling import Sampling
@@ -56,7 +56,7 @@ def continue_prompts(recipe, mesh, rank, checkpoint, request):
     """The texts of `generate`, on a mesh with the axes `MESH_AXES`, with the weights of a `Checkpoint`."""
     data, model, config = recipe.train_dataset, recipe.model, checkpoint.config or {}
     is_text = not data.factory and not any(path.endswith(".npy") for path in data.data_path)
-    theirs = _generation_config(checkpoint.folder)
+    theirs = read_json(checkpoint.folder, "generation_config.json", FileLayer()) or {}
     stops = theirs.get("eos_token_id", config.get("eos_token_id"))  # None, an id, which may be 0, or several
     sampling = request.sampling
     if isinstance(sampling, dict):
@@ -78,14 +78,6 @@ def continue_prompts(recipe, mesh, rank, checkpoint, request):
         numbers = [*range(first, first + len(part)), *(first for _ in rows[len(part) :])]
         found += generator.run(rows, request.tokens, sampling, numbers, tokens.stops)[: len(part)]
     return [tokens.decode(prompt + new) for prompt, new in zip(prompts, found, strict=True)]
-
-
-def _generation_config(folder):
-    path = os.path.join(folder, "generation_config.json")
-    if not os.path.isfile(path):
-        return {}
-    with open(path, encoding="utf-8") as file, errors_at(f"{path} isn't JSON: ", kinds=ValueError):
-        return json.load(file)
 
 
 def make_generator(recipe, mesh, rank, batch, length, count, checkpoint):

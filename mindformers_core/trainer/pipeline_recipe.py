@@ -65,12 +65,14 @@ def recipe_schedule(recipe):
 
 
 def micro_batches_of_a_run(recipe):
-    """Number of micro-batches of one run of the schedule.
+    """Number of micro-batches of one run of the schedule; without a pipeline 1.
 
     Raises:
         ValueError: the batch of one run isn't a multiple of a micro-batch.
     """
     batch, size = recipe.training.local_batch_size, recipe.parallelism.pipeline_parallel_microbatch_size
+    if recipe.parallelism.pipeline_parallel == 1:
+        return 1
     if batch % size:
         raise ValueError(
             f"training.local_batch_size: {batch} can't be cut into micro-batches of "

@@ -16,17 +16,16 @@ def start_recording(recipe, mesh, rank):
     context, local = recipe.context, recipe.training.local_batch_size
     if not recipe.monitor.digests:
         return
-    runs = micro_batches_of_a_run(recipe) if recipe.parallelism.pipeline_parallel > 1 else 1
+    passes, size = micro_batches_of_a_run(recipe), mesh.axis_size("dp")
     # of every pass of a step the indices of its sequences, from the step's first one on
-    shape = accumulation_steps(recipe, mesh.axis_size("dp")), mesh.axis_size("dp"), runs, local // runs
-    sequences = np.arange(np.prod(shape)).reshape(shape).swapaxes(1, 2)
+    sequences = np.arange(accumulation_steps(recipe, size) * size * local).reshape(-1, size * local // passes)
     about = {
         "recipe": recipe_to_yaml(recipe),
         "mesh": str(mesh),
         "ranks": mesh.size,
         "context": f"{'graph mode' if context.mode == 0 else 'PyNative'}, {context.engine}",
-        "sequences": sequences.reshape(shape[0] * runs, -1).tolist(),
-        "slope": 1 / runs,
+        "sequences": sequences.tolist(),
+        "slope": 1 / passes,
     }
     instruments = context.mode == 1 and context.engine == "generated"
     folder = os.path.join(recipe.training.output_dir, "digests")

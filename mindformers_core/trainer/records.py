@@ -68,8 +68,7 @@ def open_run_folder(folder, config_text, keep):
         os.rename(folder, moved)
         print(f"an earlier run was moved to {moved}")
         lock.close()
-        os.makedirs(folder, exist_ok=True)
-        lock = lock_folder(folder)
+        return open_run_folder(folder, config_text, keep)
     write_whole(os.path.join(folder, "config.yaml"), config_text)
     return lock
 

@@ -5,6 +5,7 @@ stages a few remain where the model is planned alike on them; of every size rema
 the plan is carried over with all its choices, see `resized`.
 """
 
+import gc
 import re
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -85,6 +86,7 @@ def narrowed_recipe(recipe):
         return recipe
 
     def taken(stage, tree, _, frame):
+        gc.collect()  # Cells and plan of the stage before
         return _layer_kinds(recipe, frame, numbers[stage])[1], _choices_of(tree, frame)
 
     layers, choices = zip(*planned(recipe, forgets=True, taken=taken).values())

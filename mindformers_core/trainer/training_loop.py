@@ -24,6 +24,7 @@ from mindformers_core.sharding.replicas import check_replicas
 from mindformers_core.tensor_parallel.clipping import sum_cell
 from mindformers_core.trainer.checkpoints import await_copies, open_source, reserve_memory, resume, save_job
 from mindformers_core.trainer.data import dataset_of, first_sequence
+from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
 from mindformers_core.trainer.recipe import Recipe, accumulation_steps, learning_rate, recipe_mesh
 from mindformers_core.trainer.recipe_loader import recipe_keys, recipe_to_yaml
 from mindformers_core.trainer.recording import start_recording
@@ -117,9 +118,9 @@ def make_job(recipe, mesh, rank, dataset):
     micro_batches = accumulation_steps(recipe, dp_size)
     batch_size = recipe.training.local_batch_size * dp_size * micro_batches
     ms.set_seed(recipe.training.seed)
-    ms.manual_seed(recipe.training.seed)
     start_recording(recipe, mesh, rank)
     cells = build_cells(recipe, mesh, rank)
+    ms.manual_seed(recipe.training.seed)  # after the constructors, of which stages call others
     optimizer, run_step = step_function(recipe, mesh, cells)
     return Job(recipe, rank, mesh, dataset, cells, optimizer, micro_batches, batch_size, run_step)
 
@@ -154,15 +155,17 @@ def _run_steps(job, records):
             for record in records:
                 record(row)
             if "not_finite" in row:
-                try:
-                    if job.background is not None:
-                        job.background.settle()  # the checkpoint before
-                finally:
-                    raise FloatingPointError(row["not_finite"])
+                raise FloatingPointError(row["not_finite"])
             at_end = job.step == recipe.training.steps
             _compare_replicas(job, is_due=at_end)
             if recipe.checkpoint.enable_save and (at_end or job.step % recipe.checkpoint.save_interleaved_steps == 0):
                 save_job(job)
+    except FloatingPointError as error:
+        try:
+            if job.background is not None:
+                job.background.settle()  # the checkpoint before
+        finally:
+            raise error
     finally:
         if job.background is not None:
             job.background.close()
@@ -227,10 +230,12 @@ def _not_finite(job, loss, norm, names):
 
 def _batch(job):
     """The arrays of this step's micro-batches on this rank, each (micro-batches, local batch, …): ids and labels."""
-    (dp_rank,) = job.mesh.coordinate(job.rank, ("dp",))
-    dp_size, local = job.mesh.axis_size("dp"), job.recipe.training.local_batch_size
-    firsts = [first_sequence(job.consumed, index, dp_rank, dp_size, local) for index in range(job.micro_batches)]
-    return map(np.stack, zip(*(job.dataset.batch(first, local) for first in firsts)))
+    (dp_rank,), dp_size = job.mesh.coordinate(job.rank, ("dp",)), job.mesh.axis_size("dp")
+    local, parts = job.recipe.training.local_batch_size, micro_batches_of_a_run(job.recipe)
+    numbers, size = range(job.micro_batches * parts), local // parts
+    firsts = [first_sequence(job.consumed, number, dp_rank, dp_size, size) for number in numbers]
+    arrays = map(np.concatenate, zip(*(job.dataset.batch(first, size) for first in firsts)))
+    return [array.reshape(job.micro_batches, local, *array.shape[1:]) for array in arrays]
 
 
 def _open_records(job, held):

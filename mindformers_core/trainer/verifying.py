@@ -72,21 +72,16 @@ def _notes(given, recipe):
         few, all_ranks = (recipe_mesh(each).size for each in (recipe, given))
         notes.append(f"on {few:,} of {all_ranks:,} ranks, which are planned alike: {fewer}")
     large, small = (
-        vars(each.model) | {"seq_length": each.train_dataset.seq_length, "micro-batches": _micro_batches(each)}
+        vars(each.model) | {"seq_length": each.train_dataset.seq_length, "micro-batches": micro_batches_of_a_run(each)}
         for each in (given, recipe)
     )
     changed = [f"{key} {old} -> {small[key]}" for key, old in large.items() if type(old) is int and old != small[key]]
     return [*notes, f"at small sizes: {', '.join(changed)}"] if changed else notes
 
 
-def _micro_batches(recipe):
-    """Number of passes of a run."""
-    return micro_batches_of_a_run(recipe) if recipe.parallelism.pipeline_parallel > 1 else 1
-
-
 def _inputs(recipe, size):
     """Random ids, or a user's data: arrays of shape (runs, dp ranks, micro-batches, samples of one, …)."""
-    count = _micro_batches(recipe)
+    count = micro_batches_of_a_run(recipe)
     runs, length = accumulation_steps(recipe, size), recipe.train_dataset.seq_length
     draw, rows = np.random.default_rng(recipe.training.seed), runs * size * recipe.training.local_batch_size
     if recipe.train_dataset.factory:

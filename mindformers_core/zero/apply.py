@@ -58,6 +58,9 @@ def apply_hsdp(tree, settings, units, fusion, has_axis):
         tree.parameter_layouts[plan.path] = parameter.computing_layout = layout.replace(varying=marks)
     buckets = _buckets(plans, settings, fusion)
     storage = HsdpStorage(tree, settings, parameters, *buckets, meter)
+    if not has_axis:
+        axes = *settings.replicate_axes, *settings.shard_axes
+        storage.replica = settings.mesh.group_index(world().rank, axes), settings.group_size
     if world().backend != "fake":
         storage.collectives = BucketCollectives(settings, meter)
         for number in storage.trained:

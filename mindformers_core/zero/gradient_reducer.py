@@ -36,6 +36,7 @@ class GradientReducer:
             at_once: whether all gradients exist when the first is given, as those of a compiled function.
         """
         self._is_last, self._at_once, self._pending, self._next = is_last, at_once, {}, 0
+        self._came = set()
 
     def end(self):
         """After the backward pass of a micro-step, which has given all gradients."""
@@ -46,9 +47,10 @@ class GradientReducer:
         storage = self.storage
         process_state().observer.weight_gradient(storage.parameters[number].unsharded, gradient)
         if self._at_once:
-            if not (self._pending or self._next):
+            if not self._came:
                 storage.meter.add("gradients", sum(storage.parameters[other].plan.nbytes for other in storage.trained))
             storage.meter.add("gradients", -gradient.nbytes)
+        self._came.add(number)
         self._pending[number] = storage.meter.watch("gradients", gradient)
         while self._next < len(storage.reduces):
             bucket = storage.reduces[self._next]
@@ -59,13 +61,16 @@ class GradientReducer:
         return self._placeholder
 
     def take(self, gradients):
-        """Take the whole gradients of all trained parameters, in their order; empties the list."""
-        self.storage.meter.watch_all("gradients", gradients)
+        """Take the whole gradients of trained parameters, in their order, but those that came; empties the list."""
         numbered = dict(zip(self.storage.trained, gradients, strict=True))
         gradients.clear()
+        for number in self._came:
+            del numbered[number]
+        self.storage.meter.watch_all("gradients", numbered.values())
         for bucket in self.storage.reduces:
             for number in bucket.members:
-                self.came(number, numbered.pop(number))
+                if number in numbered:
+                    self.came(number, numbered.pop(number))
 
     def _add(self, bucket, gradients):
         """Add the whole gradients of a bucket to the sums; empties the list."""

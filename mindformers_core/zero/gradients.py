@@ -3,6 +3,7 @@
 from mindspore import ParameterTuple, ops
 from mindspore.graph.api import _pynative_executor
 
+from mindformers_core.dtensor.dropout import block_of, draws_of, next_draw
 from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
 from mindformers_core.passes.stage_function import StageFunction
 from mindformers_core.sharding.recordings import forget_recordings
@@ -71,7 +72,7 @@ class _GradientFunction:
         self._function = StageFunction(cell, None, compiled)
         self._passes = ForwardBackward(lambda results: results[:1], self.storage.backward_scope)
         self._weights = ParameterTuple([self.storage.parameters[number].unsharded for number in self.storage.trained])
-        self._reducer, self._micro_step = None, 0  # of the step that has begun
+        self._reducer, self._micro_step, self._first_draw = None, 0, 0  # of the step that has begun
         self._has_checked = False  # whether optimizers were checked
 
     def __call__(self, *inputs, **kwargs):
@@ -100,7 +101,7 @@ class _GradientFunction:
             forget_recordings()
         self.storage.check_closed()
         self.storage.open(training=True)
-        self._reducer = GradientReducer(self.storage)
+        self._reducer, self._first_draw = GradientReducer(self.storage), next_draw()
 
     def _end(self):
         """Drop the step, and free the unsharded weights."""
@@ -112,7 +113,8 @@ class _GradientFunction:
     def _forward_and_backward(self, inputs, kwargs, is_last):
         """The results; the gradients of the backward pass go to the step's reducer."""
         storage = self.storage
-        results = self._passes.forward(0, lambda: self._checked(self._function(inputs, kwargs)), ())
+        with draws_of(block_of(storage.replica, self._micro_step), self._first_draw):
+            results = self._passes.forward(0, lambda: self._checked(self._function(inputs, kwargs)), ())
         as_they_come = storage.settings.reduces_as_they_come and (is_last or storage.settings.sums_shards)
         self._reducer.begin(is_last, at_once=as_they_come and self._function.compiled)
         storage.reducer = self._reducer if as_they_come else None
@@ -120,8 +122,7 @@ class _GradientFunction:
         _, found = self._passes.backward(0, (ops.full_like(results[0], scale),), self._weights)
         storage.reducer, found = None, list(found)
         storage.free_units()
-        if not as_they_come:
-            self._reducer.take(found)
+        self._reducer.take(found)  # also of a weight whose hook MindSpore hasn't called, since nothing used it
         self._reducer.end()
         return results
 

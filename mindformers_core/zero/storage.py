@@ -1,11 +1,12 @@
 """`HsdpStorage`: the parameters of one sharded tree: sharded between steps, unsharded while they compute."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from mindspore import nn
 from mindspore.graph.api import _pynative_executor
 
+from mindformers_core.dtensor.dropout import block_of, draws_of
 from mindformers_core.program.graph import cell_label
 from mindformers_core.scopes import replaced
 from mindformers_core.sharding.parameter_storage import ParameterStorage
@@ -170,14 +171,15 @@ class HsdpStorage(ParameterStorage):
         """See `ParameterStorage`. Gradients are refused but where `value_and_grad` or a pipeline takes them."""
         if not self._in_pass:
             self._refuse_gradients()
-        if self.is_open:
-            yield
-            return
-        self.open()
-        try:
-            yield
-        finally:
-            self.close()
+        with nullcontext() if self._in_pass else draws_of(block_of(self.replica)):
+            if self.is_open:
+                yield
+                return
+            self.open()
+            try:
+                yield
+            finally:
+                self.close()
 
     def backward_scope(self):
         """See `ParameterStorage`."""

@@ -71,6 +71,11 @@ def case_softmax_algorithms():
     masked = NUMBERS.copy()
     masked[0, :4], masked[1, 2:7], masked[2, 7] = -np.inf, -np.inf, -np.inf
     check({name: SOFTMAX[name] for name in ("softmax", "logsumexp")}, [masked], [COLUMNS])
+    low = np.repeat(np.float32([[-1e9], [np.finfo(np.float32).min], [-1e5], [0]]), 8, 1)  # masked throughout
+    low[3, :6] = np.finfo(np.float32).min
+    entropy = {"entropy": lambda x: ops.SoftmaxCrossEntropyWithLogits()(x, ops.ones_like(x) / 8)[0]}
+    scan = {"scan": lambda x: ops.logcumsumexp(ops.stop_gradient(x), 1)}  # on one card its gradient has no digits
+    check({**SOFTMAX, **entropy, **scan}, [low], [COLUMNS])
 
 
 @on_ranks(2)

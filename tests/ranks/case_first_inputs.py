@@ -1,12 +1,14 @@
 """Before a sharded Cell first computes, its ranks compare what it is called with."""
 
+import copy
 import logging
+import tempfile
 
 import mindspore as ms
 import numpy as np
 import pytest
 from launch import on_ranks
-from mindspore import Tensor, mint, ops
+from mindspore import Tensor, mint, nn, ops
 from small_cells import cell_of
 
 from mindformers_core import full_parameters, init_device_mesh, jit, shard
@@ -83,12 +85,18 @@ def case_inputs_are_compared_before_the_first_step():
 
 @on_ranks(4)
 def case_whole_parameters():
-    """What one card has, sharded over tp and, by `hsdp`, over dp; MindSpore's saving says that it writes parts."""
-    mesh = init_device_mesh((2, 2), ("dp", "tp"))
-    expected = net_on(None).fc.weight.asnumpy()
-    for level in (None, "level1", "level3"):
-        net = net_on(mesh)
-        net = net if level is None else hsdp(net, 2, threshold=0, optimizer_level=level)
-        assert net.trainable_params()[0].shape != expected.shape
-        (whole,) = full_parameters(net).values()
-        np.testing.assert_array_equal(whole.asnumpy(), expected)
+    """Saved and loaded they are what one card has, sharded over tp and, by `hsdp`, over dp; some of them are whole."""
+    mesh, alone = init_device_mesh((2, 2), ("dp", "tp")), nn.SequentialCell(nn.LayerNorm((8,)), nn.Dense(8, 4))
+    plan = {"1": {"weight": {"weight": layout("tp", None)}}}
+    for level in (None, "level1", "level2", "level3"):
+        net = shard(copy.deepcopy(alone), mesh, plan=plan)
+        net = net if level is None else hsdp(net, 2, threshold=0.04, optimizer_level=level)
+        assert net.trainable_params()[2].shape != alone[1].weight.shape
+        assert net.trainable_params()[0].shape == alone[0].gamma.shape
+        with tempfile.TemporaryDirectory() as folder:
+            ms.save_checkpoint(full_parameters(net), f"{folder}/whole.ckpt")
+            loaded = nn.SequentialCell(nn.LayerNorm((8,), "zeros"), nn.Dense(8, 4))
+            lacking = ms.load_param_into_net(loaded, ms.load_checkpoint(f"{folder}/whole.ckpt"), strict_load=True)
+        assert lacking == ([], [])
+        for one, other in zip(loaded.get_parameters(), alone.get_parameters(), strict=True):
+            np.testing.assert_array_equal(one.asnumpy(), other.asnumpy(), f"{level}: {other.name}")

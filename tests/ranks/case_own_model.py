@@ -13,7 +13,7 @@ from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.training_loop import make_job, train_step
 
 sys.path.insert(0, str(ROOT / "examples"))
-SMALL = ("training.local_batch_size=4", "training.global_batch_size=16")
+SMALL = ("training.local_batch_size=4", "training.global_batch_size=16", "model.dropout=0.25")
 PIPELINE = ("parallelism.pipeline_parallel=2", "parallelism.pipeline_parallel_microbatch_size=2")
 MESHES = {
     "dp 2, tp 2": ((1, 2, 1, 2), ()),
@@ -32,7 +32,7 @@ def rows(shape, ranks, *overrides):
 
 @on_ranks(4)
 def case_a_model_of_ones_own_equals_one_card():
-    """On every mesh; the class alone, which knows no stages, too."""
+    """On every mesh, its dropout, too; the class alone, which knows no stages."""
     expected = rows((1, 1, 1, 1), [world().rank], "model.name=own_model:Classifier")
     assert expected[-1] != expected[0]
     for name, (shape, overrides) in MESHES.items():

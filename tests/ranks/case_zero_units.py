@@ -8,7 +8,7 @@ from mindspore import Tensor, nn
 from small_cells import cell_of
 from zero_towers import SIZE, Tower, adam, assert_equal, check_tower, examples, train_alone, train_tower, values_of
 
-from mindformers_core.communication import count_collectives
+from mindformers_core.communication import count_collectives, world
 from mindformers_core.zero import gathered, hsdp, value_and_grad
 from mindformers_core.zero.storage import storage_of
 
@@ -98,6 +98,28 @@ def case_weights_can_stay_after_forward():
         gradient_of(examples()[1])
     assert sorted(what for what, _ in log) == ["+", "+0", "+1", "+2"], log
     check_tower(adam, "stay", shard_size=2, optimizer_level="level3", reshard_after_forward=False)
+
+
+@on_ranks(2)
+def case_ranks_that_use_nothing_that_is_trained():
+    """Both ranks use the one weight, the first one does, none does: a gradient is that of the batches that use it."""
+    whole, mine = examples()
+    halves, alone = np.split(whole.asnumpy(), 2), frozen_but_one()
+    terms = [ms.grad(alone, None, alone.trainable_params())(Tensor(half))[0].asnumpy() for half in halves]
+    for level, stay, users in (("level2", None, (2, 1, 0)), ("level3", False, (2, 1, 0)), ("level3", None, (2, 0))):
+        net = hsdp(frozen_but_one(), 2, 0, level, gradients_mean=False, reshard_after_forward=stay)
+        gradient_of = value_and_grad(net)
+        for count in users:
+            _, gradients = gradient_of(mine, skipping=world().rank >= count)
+            expected = sum(terms[:count], np.zeros((SIZE, SIZE), np.float32))
+            found, expected = ({"layers.1.weight": value} for value in (gradients[0].asnumpy(), expected))
+            assert_equal(net, found, expected, (level, count))
+
+
+def frozen_but_one():
+    net = Tower(frozen=(0, 2), idle=False)
+    net.scale.requires_grad = False
+    return net
 
 
 @on_ranks(2)

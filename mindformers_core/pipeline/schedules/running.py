@@ -67,7 +67,7 @@ class _Run:
         args, kwargs = self.micro_batches[micro]
         inputs = args if stage == 0 else self.inputs.pop((micro, stage))
         try:
-            outputs = self.stages.stages[stage].forward(micro, inputs, kwargs)
+            outputs = self.stages.forward(micro, stage, inputs, kwargs)
         except Exception as error:
             if stage == 0:
                 raise
@@ -97,12 +97,13 @@ class _Run:
         rank = self.stages.global_rank(other.stage_index)
         tensors = self.inputs if step.type in FORWARD else self.gradients
         place = receiving.micro_index, receiving.stage_index
+        drawn = place if step.type in FORWARD else (receiving.micro_index, self.last + 1)
         if is_send:
-            channel.send(tensors.pop(place), rank, tag, axes=self.stages.axes)
+            channel.send(tensors.pop(place), rank, tag, axes=self.stages.axes, number=self.stages.draws[drawn])
         else:
             direction = "forward" if step.type in FORWARD else "backward"
             purpose = f"stage {step.stage_index}, micro-batch {step.micro_index}, {direction} pass"
-            tensors[place] = channel.receive(rank, tag, purpose)
+            tensors[place], self.stages.draws[drawn] = channel.receive_numbered(rank, tag, purpose)
 
     def stage_and_rank(self, step):
         """The stage of a step and its global rank, for errors."""
