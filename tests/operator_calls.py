@@ -279,6 +279,7 @@ CALLS = [
     Call("SplitWithSize", [X, (2, 6), -1], _split),
     Call("DeprecatedSplit", [X, 4], _split, {"axis": 1}),
     Call("Chunk", [X, 3, 1], lambda x, number, dim: _split(x, 3, dim)),
+    Call("DeprecatedChunk", [X, 3, 1], lambda x, number, dim: _split(x, 3, dim)),
     Call("UnstackExtView", [Y, 0], lambda x, dim: tuple(x)),
     Call("Unstack", [Y], lambda x, axis: tuple(np.moveaxis(x, axis, 0)), {"axis": 1}),
     # slices

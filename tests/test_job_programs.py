@@ -3,7 +3,7 @@ and no program is made twice."""
 
 import pytest
 from mindspore import Tensor
-from small_pipelines import Scale, array, pipeline
+from small_pipelines import Counted, Scale, array, pipeline
 from test_training_loop import ONE_RANK, SMALL
 
 from mindformers_core.communication import shutdown
@@ -86,6 +86,16 @@ def stages(settings, swapped, kind=ScheduleLoopedBFS, compiled=False):
     cells = [shard(Scale(number, number == 1), mesh).set_train() for number in range(2)]
     swap(recompute(cells[1], is_part=True, **settings), is_part=True, **swapped)
     return pipeline(cells, 2, kind=kind, compiled=compiled)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("compiled", [False, True], ids=["PyNative", "compiled"])
+def test_a_stage_that_reads_how_often_it_was_called(compiled):
+    """Each micro-batch would need a program of its own."""
+    mesh = init_device_mesh((1,), ("tp",))
+    cells = [shard(Counted(number, number == 1), mesh).set_train() for number in range(2)]
+    with pytest.raises(ValueError, match="self.calls has another value at every call, before 2, now 3"):
+        pipeline(cells, compiled=compiled).run(Tensor(array(8, 4)))
 
 
 GIVEN = {stage: ((tensor_meta((2, 4), "float32"),), {}) for stage in range(2)}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from small_cells import cell_of
-from small_pipelines import Scale, Squares, Through, array, pipeline
+from small_pipelines import Counted, Scale, Squares, Through, array, pipeline
 
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.pipeline import (
@@ -88,7 +88,7 @@ def test_another_number_of_micro_batches_is_refused():
 
 @pytest.mark.parametrize("kind", [ScheduleLoopedBFS, ScheduleInterleaved1F1B, ScheduleZBV])
 def test_every_forward_pass_runs_once(kind):
-    cells = [Scale(0), Scale(1, True)]
+    cells = [Counted(0), Counted(1, True)]
     schedule = pipeline(cells, kind=kind)
     schedule.run(Tensor(array(8, 4)))
     assert [cell.calls for cell in cells] == [4, 4]

@@ -193,7 +193,10 @@ def jit(function=None, **options):
             else:
                 conditions += [(tree, tree().state(), program) for tree, program in dict.fromkeys(_state()["met"])]
                 known.extend([(compiled, conditions)] * (entry is None))
-                _replay_writes([program.state for tree, _, program in conditions if tree() is not None])
+                alive = [(tree(), program) for tree, _, program in conditions if tree() is not None]
+                _replay_writes([program.state for _, program in alive])
+                for tree, program in alive:
+                    tree.count_run(program)
                 return result
             finally:
                 _state()["met"] = outer

@@ -66,6 +66,7 @@ class ShardedTree:
         self.programs, self.function_names, self.eager = OrderedDict(), set(), set()
         self._alike, self._made = {}, 0  # signature -> numbers of its programs; the last number
         self._news = {}  # signature -> (what is new at each call, number of such calls in a row)
+        self._runs = {}  # signature -> number of calls since the last of these
         self.running = self.views = self.training = self.deferred_gradients = None
         self.compiling = self.compiled_cells = None
         self.deferring = False
@@ -188,6 +189,7 @@ class ShardedTree:
                 with replaced(self, running=program.name), self.storage.call_scope(), self.activations.calling():
                     result = program.wrapped(call(*args, **kwargs))
                     program.state.replay()
+                    self.count_run(program)
                 return self.storage.cast_outputs(result) if path == "" else result
             except (ValueError, TypeError, IndexError, RuntimeError) as error:
                 raise located(error, self.label(path)) from error.__cause__
@@ -228,9 +230,12 @@ class ShardedTree:
             program = self.programs[key, number]
             if program.state.changed() is None:
                 self.programs.move_to_end((key, number))
-                self._news.pop(key, None)
                 return program
         return None
+
+    def count_run(self, program):
+        """A call has run: what it read may be new at each call only if nothing else runs in between."""
+        self._runs[program.signature] = self._runs.get(program.signature, 0) + 1
 
     def _check_changes(self, key):
         """Raise an error where something in Python has had another value at each of the last calls like this one."""
@@ -238,8 +243,8 @@ class ShardedTree:
             return
         state = self.programs[key, self._alike[key][-1]].state
         read, then, now = state.changed()
-        known, count = self._news.get(key, (None, 0))
-        count = count + 1 if known == read else 1
+        (known, count), runs = self._news.get(key, (None, 0)), self._runs.pop(key, 0)
+        count = count + 1 if known == read and runs < 2 else 1
         self._news[key] = read, count
         if count >= (MOST_OWN_VALUES if read.name in [name for _, name, _ in state.writes] else MOST_VALUES):
             path = next((path for path, cell in self.cells.items() if cell is read.cell), key[0])
