@@ -87,6 +87,11 @@ class _Call:
 
     divisor, device_target, notes = 1, None, ()
 
+    @property
+    def goes_on(self):
+        """See `simulate`: only `hsdp()` keeps a state from step to step."""
+        return self.settings is not None
+
     def __init__(self, net, mesh, config, plan, seed, args, kwargs):
         self.mesh, self.seed, self.args, self.kwargs = mesh, seed, args, kwargs
         self.plans, steps = {}, 1  # (0, mesh of a Cell) -> `(CellGraph, CellPlan)`
@@ -97,8 +102,12 @@ class _Call:
             with rank_of(mesh.size, 0):
                 self._plan(0)
         else:
-            self.build_one, self.model, self.parameters = net, None, {}
+            self.build_one, self.model, self.parameters, self.plain = net, None, {}, []
             SimulatedRanks(mesh.size).run(self._plan)
+            if len(self.plain) == 1 and self.plain[0].parameters_dict().keys() == self.parameters.keys():
+                self.model = self.plain[0]
+                for path, parameter in self.model.parameters_and_names():
+                    parameter.set_data(Tensor(self.parameters[path]))
         if self.settings is not None:
             steps = self.settings.accumulate_grad_step
             self.divisor = steps * (self.settings.group_size if self.settings.gradients_mean else 1)
@@ -122,7 +131,7 @@ class _Call:
     def _plan(self, rank):
         """Put the plan of a rank's mesh into `plans`, and initial values that only ranks have into `parameters`."""
         if self.model is None:
-            process_state().observer = _InitialValues(rank, self.parameters)
+            process_state().observer = _InitialValues(rank, self.parameters, self.plain)
         net = self.build(rank)[0]
         tree = tree_of(net)
         if (0, tree.mesh) not in self.plans:
@@ -196,13 +205,16 @@ class _Call:
 
 
 class _InitialValues(Observer):
-    """Puts the parts that `shard()` gives a rank into global arrays, `found` by path."""
+    """Puts the parts that `shard()` gives a rank into global arrays, `found` by path, and copies of the first rank's
+    Cells, before they are sharded, into the list `plain`."""
 
-    def __init__(self, rank, found):
-        self.rank, self.found = rank, found
+    def __init__(self, rank, found, plain):
+        self.rank, self.found, self.plain = rank, found, plain
 
     def placed(self, cell, parameters):
         """See `Observer`."""
+        if self.rank == 0:
+            self.plain.append(copy_cell(cell))
         for path, before in cell.parameters_and_names():
             part = parameters[id(before)]
             whole = self.found.setdefault(path, np.empty(part.global_shape, part.asnumpy().dtype))
