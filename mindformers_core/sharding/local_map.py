@@ -25,7 +25,7 @@ def local_map(function, in_layouts, out_layouts, mesh=None, varying=None):
             of these tensors are summed over the axes. Default: all axes on which any argument or result is sharded or
             partial. Fewer are right for example for a scale that `function` applies after a collective of its own.
 
-    A plain tensor is replicated, the same on all ranks; where there is one rank, `function` takes it without any DTensor.
+    A plain tensor is replicated, the same on all ranks; where there is one rank, `function` takes it without DTensors.
 
     Raises:
         TypeError: no DTensor among the arguments. ValueError: another number of tensors or results than of layouts;
