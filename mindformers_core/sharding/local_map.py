@@ -25,34 +25,31 @@ def local_map(function, in_layouts, out_layouts, mesh=None, varying=None):
             of these tensors are summed over the axes. Default: all axes on which any argument or result is sharded or
             partial. Fewer are right for example for a scale that `function` applies after a collective of its own.
 
-    A plain tensor argument is replicated: all ranks have the same one. In a world of one rank, a call without any
-    DTensor is one of `function`, as of single-card code.
+    A plain tensor is replicated, the same on all ranks; where there is one rank, `function` takes it without DTensors.
 
     Raises:
         TypeError: no DTensor among the arguments. ValueError: another number of tensors or results than of layouts;
             a result that differs among ranks that have it alike, as they compare (`check_collectives`) at first calls.
     """
 
-    name, compared = getattr(function, "__name__", type(function).__name__), set()
+    label, compared = f"local_map({getattr(function, '__name__', type(function).__name__)})", set()
 
     @wraps(function)
     def mapped(*args):
         places = [place for place, argument in enumerate(args) if isinstance(argument, Tensor)]
         for place in places:
             if isinstance(args[place], Traced):
-                raise args[place].by_hand(f"local_map({name})")
+                raise args[place].by_hand(label)
         used = mesh or next((args[place].mesh for place in places if isinstance(args[place], DTensor)), None)
-        if used is None and (process_state().world is None or world().size == 1):
-            return function(*args)
         if used is None:
-            raise TypeError(f"local_map({name}) was called without any DTensor")
+            if process_state().world is None or world().size == 1:
+                return function(*args)
+            raise TypeError(f"{label} was called without any DTensor")
         tensors = [_distributed(args[place], used) for place in places]
         is_one = in_layouts is None or isinstance(in_layouts, (Layout, LayoutSpec))
         declared = (in_layouts,) * len(tensors) if is_one else tuple(in_layouts)
         if len(declared) != len(tensors):
-            raise ValueError(
-                f"local_map({name}): {len(tensors)} tensor arguments, but in_layouts has {len(declared)} layouts"
-            )
+            raise ValueError(f"{label}: {len(tensors)} tensor arguments, but in_layouts has {len(declared)} layouts")
         needed = [
             tensor.layout if layout is None else bind_layout(layout, used, tensor.ndim, tensor.layout)
             for layout, tensor in zip(declared, tensors)
@@ -68,9 +65,9 @@ def local_map(function, in_layouts, out_layouts, mesh=None, varying=None):
             local[place] = tensor.redistribute(layout.replace(varying=marks)).to_local()
         outputs = function(*local)
         if len(produced := _as_tuple(outputs)) != len(results):
-            raise ValueError(f"local_map({name}): {len(produced)} results, but out_layouts has {len(results)}")
+            raise ValueError(f"{label}: {len(produced)} results, but out_layouts has {len(results)}")
         wrapped = tuple(DTensor.from_local(output, layout) for output, layout in zip(produced, results))
-        _compare(compared, tensors, zip(produced, results), f"local_map({name})")
+        _compare(compared, tensors, zip(produced, results), label)
         return wrapped if isinstance(outputs, (tuple, list)) else wrapped[0]
 
     return mapped
