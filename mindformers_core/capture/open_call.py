@@ -1,6 +1,7 @@
 """One call of a Cell during a capture: the growing graph, and the Values of its tensors."""
 
 from collections import namedtuple
+from inspect import Parameter as Argument
 from inspect import signature
 
 from mindspore import Parameter, Tensor, ops
@@ -170,3 +171,14 @@ def contents_of(tensor):
 def plain_leaf(leaf):
     """The leaf of a graph for a leaf that is no tensor."""
     return DType(dtype_name(leaf)) if isinstance(leaf, typing.Type) else leaf
+
+
+def count_inputs(primitive, args):
+    """How many of a classic primitive's arguments its call takes: its class may have put its attributes behind them."""
+    if "__call__" not in vars(type(primitive)):
+        return len(args)
+    parameters = signature(type(primitive).__call__).parameters.values()
+    if not any(parameter.kind is Argument.VAR_POSITIONAL for parameter in parameters):
+        return min(len(args), len(parameters) - 1)
+    given = max((place + 1 for place, argument in enumerate(args) if tree_leaves(argument, Tensor)), default=0)
+    return given if len(args) - given == len(primitive.init_attrs) else len(args)

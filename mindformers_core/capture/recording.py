@@ -11,7 +11,7 @@ from mindspore import dtype as mstype
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.ops import Primitive
 
-from mindformers_core.capture.open_call import Held, Made, OpenCall, contents_of, plain_leaf
+from mindformers_core.capture.open_call import Held, Made, OpenCall, contents_of, count_inputs, plain_leaf
 from mindformers_core.capture.python_state import PythonReads
 from mindformers_core.capture.shape_functions import inferred, method_behind, without_shape
 from mindformers_core.capture.traced import CaptureError, Traced, call_site, failed_site
@@ -233,7 +233,7 @@ class Recorder:
             if name in WITHOUT_SEEDS:
                 attributes = {key: value for key, value in attributes.items() if key not in ("Seed0", "Seed1")}
             kind_of = type(primitive)
-            use = PrimitiveUse(kind_of.__module__, kind_of.__name__, attributes, _count_inputs(primitive, args))
+            use = PrimitiveUse(kind_of.__module__, kind_of.__name__, attributes, count_inputs(primitive, args))
         _, called = call_site()
         attribute = getattr(called, "instance_name", None)
         attribute = attribute if call.cell.__dict__.get(attribute) is called else None
@@ -325,17 +325,6 @@ class Recorder:
             note_adopted(tensor, call_site()[0])
             tensor.__class__ = Traced
         return tensor
-
-
-def _count_inputs(primitive, args):
-    """How many of a classic primitive's arguments its call takes: its class may have put its attributes behind them."""
-    if "__call__" not in vars(type(primitive)):
-        return len(args)
-    parameters = inspect.signature(type(primitive).__call__).parameters.values()
-    if not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
-        return min(len(args), len(parameters) - 1)
-    given = max((place + 1 for place, argument in enumerate(args) if tree_leaves(argument, Tensor)), default=0)
-    return given if len(args) - given == len(primitive.init_attrs) else len(args)
 
 
 def _meta_leaf(leaf):

@@ -9,7 +9,7 @@ raised in Python MindSpore writes a long message and a file; for this one, raise
 
 import os
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from inspect import getsourcefile, getsourcelines
 from itertools import count
 from pathlib import Path
@@ -176,10 +176,11 @@ def jit(function=None, **options):
                 f"lives as {tensor.layout}: pass x.to_local(), in the layout that the Cell declares for its input"
             )
         made, outer = [], _state().get("met")
+        fresh = cache(lambda: (ms.jit(function, **options), []))  # one for all attempts of this call
         while True:
             _state()["met"] = []
             entry = next((entry for entry in known if all(holds(*each) for each in entry[1])), None)
-            compiled, conditions = entry or (ms.jit(function, **options), [])
+            compiled, conditions = entry or fresh()
             try:
                 with _recorded(function, is_first=entry is None):
                     result = compiled(*args, **kwargs)
