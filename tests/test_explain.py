@@ -286,7 +286,7 @@ def test_the_page_says_what_the_text_says():
     bands = [kind for kind in found.all_of("class") if kind.startswith("move sends")]
     arrows = [line for line in explain_plan(unsent(frame)).splitlines() if line.strip().startswith("→")]
     assert len(bands) == len(arrows)
-    assert "layers.1 … layers.3  ×3" in text
+    assert "layers.1 … layers.3  ×3" in text and "8→4dp a dim cut, global → local" in text
     assert any("[2, 8, 40] -> [1, 8, 20] [dp, -, tp]" in title for title in found.all_of("title"))
 
 

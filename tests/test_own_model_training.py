@@ -5,18 +5,22 @@ import json
 import os
 import re
 import resource
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
+import matplotlib
 import mindspore as ms
 import numpy as np
 import pytest
+from matplotlib.image import imread
 from mindspore import nn, ops
 
 from mindformers_core.checkpoint import inspection
 from mindformers_core.checkpoint.load import check_checksums, open_checkpoint
 from mindformers_core.communication.world import process_state
+from mindformers_core.explaining.pictures import BLUE, YELLOW
 from mindformers_core.files import lock_folder
 from mindformers_core.layout import layout
 from mindformers_core.models import LayerRange, ModelSpec
@@ -130,7 +134,11 @@ def test_a_gradient_that_is_not_finite_ends_the_run(recipe, tmp_path, capfd, los
     rows = [json.loads(line, parse_constant=refuse) for line in lines]
     assert rows[3]["gradient_norm"] is None and f"error: {rows[3]['not_finite']}" == error
     assert (rows[3]["loss"] is None) == (loss == "nan") == np.isnan(read_losses(str(folder))[4])
-    draw_losses(str(folder))
+    with matplotlib.rc_context({"axes.facecolor": "black"}):
+        draw_losses(str(folder))
+    shown = Counter(map(tuple, np.round(255 * imread(folder / "loss.png")[..., :3]).reshape(-1, 3).astype(int)))
+    assert shown.most_common(1)[0][0] == (255, 255, 255) and not shown[0, 0, 0]
+    assert {tuple(bytes.fromhex(colour[1:])) for colour in (BLUE, YELLOW)} <= set(shown)
 
 
 MESHES = {

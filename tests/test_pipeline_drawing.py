@@ -66,7 +66,8 @@ def test_what_is_idle_stays_hatched(tmp_path):
 def test_the_picture_says_what_it_shows(tmp_path):
     draw_schedule(schedule_class("zb_v").planned(4, 8, 2), tmp_path / "s.svg")
     texts = words(tmp_path / "s.svg")
-    assert "ScheduleZBV" in texts
+    style = ElementTree.parse(tmp_path / "s.svg").getroot().get("style")
+    assert "ScheduleZBV" in texts and style.startswith("max-width: max(100%, ")  # a wide one fits the window
     (figures,) = [text for text in texts if "bubble" in text]
     for said in ("4 ranks × 2 stages", "8 micro-batches", "bubble 5.9 %", "peak live 4", "makespan 51"):
         assert said in figures

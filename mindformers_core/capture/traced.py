@@ -22,6 +22,8 @@ _MODEL_CODE = (str(Path(_ENGINE) / "models"), str(Path(_ENGINE) / "tensor_parall
 class CaptureError(ValueError):
     """A Cell that can't be captured; names its path, its class, and the line of the user's code."""
 
+    by_hand = None  # or the Cell in which there is parallel code written by hand
+
 
 def _reading(method, what=None):
     """A method that reads the values of a constant as a plain tensor's `method`; an error for any other tensor."""
@@ -121,10 +123,12 @@ class Traced(IndexedTensor):
 
     def by_hand(self, what):
         """The error for parallel code that is written by hand."""
-        return self.recorder.error(
+        error = self.recorder.error(
             f"{what} is parallel code written by hand, on tensors of a mesh; a Cell is captured as single-card code. "
             "Mark the Cell, cell.eager() after shard(), or leave it to the layouts that are declared"
         )
+        error.by_hand = self.recorder.open_calls[-1].cell
+        return error
 
     def __deepcopy__(self, memo):
         return self

@@ -144,7 +144,7 @@ def _legend(mesh, kinds):
     ]
     sample = mesh.axis_names[:1]
     samples = (
-        ("8→2<small>{}</small>", "", "a dim cut, global → local"),
+        (f"{4 * mesh.shape[0]}→4<small>{{}}</small>", "", "a dim cut, global → local"),
         ("Σ {}", "partial", "one term of a sum"),
         ("≈ {}", "varying", "whole, used differently by each rank"),
     )

@@ -89,6 +89,8 @@ tr.sum td { border-top: 1px solid var(--line); font-weight: 600; }
 .stored summary, .inner > summary { font-weight: 600; cursor: pointer; }
 .inner > summary { font-weight: 400; color: var(--soft); padding: 1px 8px; overflow-wrap: anywhere; }
 .stored pre { margin: 12px 0 0; overflow-x: auto; font-size: 12px; line-height: 1.5; }
-@media (max-width: 820px) { .cards { grid-template-columns: 1fr; } .row { grid-template-columns: 1fr; gap: 0; }
+@media (max-width: 820px) { .cards { grid-template-columns: minmax(0, 1fr); } .card { overflow-x: auto; }
+  main { padding: 20px 12px; } .bar { min-width: 24px; } .legend > span { white-space: normal; }
+  .row { grid-template-columns: 1fr; gap: 0; }
   .move { grid-template-columns: 1fr; } .source { text-align: left; } }
 """

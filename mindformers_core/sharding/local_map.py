@@ -5,7 +5,7 @@ from functools import wraps
 from mindspore import Tensor
 
 from mindformers_core.capture.traced import Traced
-from mindformers_core.communication.world import checks_collectives, world
+from mindformers_core.communication.world import checks_collectives, process_state, world
 from mindformers_core.dtensor.dtensor import DTensor, distribute_tensor
 from mindformers_core.layout import Layout, LayoutSpec, bind_layout
 from mindformers_core.sharding.replicas import check_result
@@ -25,7 +25,8 @@ def local_map(function, in_layouts, out_layouts, mesh=None, varying=None):
             of these tensors are summed over the axes. Default: all axes on which any argument or result is sharded or
             partial. Fewer are right for example for a scale that `function` applies after a collective of its own.
 
-    A plain tensor argument is replicated: all ranks have the same one.
+    A plain tensor argument is replicated: all ranks have the same one. In a world of one rank, a call without any
+    DTensor is one of `function`, as of single-card code.
 
     Raises:
         TypeError: no DTensor among the arguments. ValueError: another number of tensors or results than of layouts;
@@ -41,6 +42,8 @@ def local_map(function, in_layouts, out_layouts, mesh=None, varying=None):
             if isinstance(args[place], Traced):
                 raise args[place].by_hand(f"local_map({name})")
         used = mesh or next((args[place].mesh for place in places if isinstance(args[place], DTensor)), None)
+        if used is None and (process_state().world is None or world().size == 1):
+            return function(*args)
         if used is None:
             raise TypeError(f"local_map({name}) was called without any DTensor")
         tensors = [_distributed(args[place], used) for place in places]
@@ -75,7 +78,7 @@ def local_map(function, in_layouts, out_layouts, mesh=None, varying=None):
 
 def _compare(compared, tensors, results, label):
     """Compare results with those of other ranks, once for a call's shapes; `compared`: the calls that were."""
-    call = world().rank, *(tensor.shape for tensor in tensors)
+    call = world(), *(tensor.shape for tensor in tensors)
     if call not in compared and checks_collectives():
         compared.add(call)
         for place, (output, layout) in enumerate(results):

@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import contextmanager
 
+from mindformers_core.explaining import pictures
 from mindformers_core.files import lock_folder, write_whole
 from mindformers_core.hints import install_hint
 from mindformers_core.recompute import write_curve
@@ -128,21 +129,29 @@ def tensorboard_writer(folder):
 
 
 def draw_losses(folder):
-    """Draw loss.png from the metrics in the run folder: loss and learning rate by step."""
-    from matplotlib.figure import Figure
-
+    """Draw loss.png from the metrics in the run folder: loss and learning rate by step, one above the other."""
     rows = _read_rows(os.path.join(folder, "metrics.jsonl"))
-    steps = [row["step"] for row in rows]
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(steps, [row["loss"] for row in rows], color="tab:blue", label="loss")
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=os.path.basename(os.path.abspath(folder)))
-    axes.grid(alpha=0.3)
-    rates = axes.twinx()
-    rates.plot(steps, [row["learning_rate"] for row in rows], color="tab:orange", linewidth=0.8, label="learning rate")
-    rates.set_ylabel("learning rate")
-    figure.legend(loc="upper right", bbox_to_anchor=(1, 1), bbox_transform=axes.transAxes)
-    figure.savefig(os.path.join(folder, "loss.png"), dpi=120)
+    steps, known = [row["step"] for row in rows], [row["loss"] for row in rows if row["loss"] is not None]
+    words = (f"loss {known[0]:.4g} → {known[-1]:.4g}", f"lowest {min(known):.4g}") if known else ()
+    curves = ("loss", "loss, nats per token", pictures.BLUE), ("learning_rate", "learning rate", pictures.YELLOW)
+
+    def figure_of():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 4.5), dpi=150)
+        place = {"left": 0.09, "right": 0.97, "top": 0.79, "bottom": 0.1, "hspace": 0.3}
+        panels = figure.subplots(2, sharex=True, height_ratios=(3, 1), gridspec_kw=place)
+        for axes, (key, label, colour) in zip(panels, curves):
+            axes.plot(steps, [row[key] for row in rows], color=colour, linewidth=1.2, marker=".", markersize=2)
+            axes.set_title(label, loc="left", fontsize=pictures.TEXT_SIZE, color=pictures.INK)
+            axes.grid(color=pictures.PALE)
+            axes.yaxis.set_major_formatter("{x:g}")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_xlabel("step", fontsize=pictures.SMALL_SIZE, color=pictures.SOFT_INK)
+        pictures.dress(figure, place["left"], os.path.basename(os.path.abspath(folder)), words)
+        return figure
+
+    pictures.write_picture(os.path.join(folder, "loss.png"), "png", figure_of)
 
 
 def progress_writer(total, interval, stream=None):

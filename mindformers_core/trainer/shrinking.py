@@ -33,7 +33,9 @@ _SHARES = (0, 2**-8, 2**-4, 2**-2, 2**-1)
 NARROWED = ("data_parallel_replicate", "data_parallel_shard", "pipeline_parallel")  # axes of which few ranks may remain
 _DATA, _STAGES = (2, 4, 8, 2**30), (3, 4, 2**30)  # what is tried: at most so many; three stages have one in the middle
 _FEW = 16  # ranks that all remain
-_SEVERAL = 2  # samples of a micro-batch, and runs in a step, of which there were at least as many
+_SEVERAL = 2  # samples of a micro-batch, of which there were at least as many
+_LAYERS = 4  # of few ranks, so that parameters are more than 32
+_RUNS = 3  # in a step: the first, the last, and one between
 
 
 def planned(recipe, choices=None, forgets=False, taken=lambda stage, *found: found):
@@ -191,7 +193,8 @@ def _layer_kinds(recipe, frame, numbers):
         asked = tuple(number in each for each in named if isinstance(each, tuple))
         frames = tuple(each for found in layers.values() for each in found[number])  # equal layers share a plan
         first.setdefault((asked, frames), number)
-    kept = tuple(first.values()) if len(first) > 1 else tuple(sorted({numbers[0], numbers[-1]}))
+    few = numbers[:_LAYERS] if recipe_mesh(recipe).size <= _LAYERS and recipe.parallelism.pipeline_parallel == 1 else ()
+    kept = tuple(first.values()) if len(first) > 1 else tuple(sorted({numbers[0], *few[:-1], numbers[-1]}))
     return frozenset(f"{prefix}.{number}" for prefix in layers for number in {*numbers} - {*kept}), kept
 
 
@@ -237,7 +240,7 @@ def _with_few_micro_batches(recipe):
     """The recipe with as few micro-batches as exercise its schedule, and the summing of gradients."""
     training, sizes = recipe.training, recipe.parallelism
     runs = accumulation_steps(recipe, sizes.data_parallel_replicate * sizes.data_parallel_shard)
-    training = replace(training, global_batch_size=None, gradient_accumulation_steps=min(runs, _SEVERAL))
+    training = replace(training, global_batch_size=None, gradient_accumulation_steps=min(runs, _RUNS))
     if sizes.pipeline_parallel == 1:
         return replace(recipe, training=replace(training, local_batch_size=min(training.local_batch_size, _SEVERAL)))
     whole, size = micro_batches_of_a_run(recipe), min(sizes.pipeline_parallel_microbatch_size, _SEVERAL)

@@ -10,7 +10,7 @@ import numpy as np
 
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.sharding.parameter_storage import as_computed
-from mindformers_core.trainer.data import dataset_of
+from mindformers_core.trainer.data import dataset_of, first_sequence
 from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
 from mindformers_core.trainer.recipe import accumulation_steps, recipe_mesh
 from mindformers_core.trainer.shrinking import NARROWED, narrowed_recipe, planned, shrunk_recipe
@@ -42,10 +42,13 @@ def verify_recipe(recipe, full=False):
 
     def step(rank, cells):
         ms.set_seed(recipe.training.seed)
-        (run, clip, optimizer), (place,) = step_parts(recipe, mesh, cells), mesh.coordinate(rank, ("dp",))
-        arrays = [array[:, place].reshape(len(array), -1, *array.shape[4:]) for array in inputs]
-        _, gradients = run(tuple(as_computed(ms.Tensor(array)) for array in arrays))
-        return {}, gradients, clip, optimizer
+        (run_passes, clip, optimizer), (place,) = step_parts(recipe, mesh, cells), mesh.coordinate(rank, ("dp",))
+        runs, count, local = len(inputs[0]), mesh.axis_size("dp"), recipe.training.local_batch_size
+        firsts = [first_sequence(0, run, place, count, local) for run in range(runs)]
+        flat = [array.reshape(-1, *array.shape[4:]) for array in inputs]
+        arrays = [np.stack([rows[first : first + local] for first in firsts]) for rows in flat]
+        losses, gradients = run_passes(tuple(as_computed(ms.Tensor(array)) for array in arrays))
+        return {(None, run): [(loss, None)] for run, loss in enumerate(losses)}, gradients, clip, optimizer
 
     with ms.DeviceCtx("meta"):
         net = recipe.spec.build(recipe.model).set_train()
@@ -56,7 +59,7 @@ def verify_recipe(recipe, full=False):
     passes = _passes(inputs, recipe.spec.inputs or list(first.arguments))
     subject = SimpleNamespace(
         mesh=mesh, build=partial(build_cells, recipe, mesh), step=step, replica=lambda *_: 0, parameters=parameters,
-        passes=passes, divisor=len(inputs[0]), device_target=recipe.context.device_target, model=net,
+        passes=passes, divisor=len(inputs[0]), device_target=recipe.context.device_target, model=net, goes_on=True,
     )  # fmt: skip
     return simulate(subject, plans, _notes(given, recipe))
 

@@ -16,7 +16,6 @@ from mindformers_core.dtensor.corrected import CORRECTED
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.signature import is_float
-from mindformers_core.optimizers.adamw import decays
 from mindformers_core.passes.thread_tape import ThreadTape, custom_gradients
 from mindformers_core.program.graph import OperatorNode
 from mindformers_core.program.structure import tree_map
@@ -26,15 +25,14 @@ from mindformers_core.verification.checking import FLOAT32_KERNELS, PRECISIONS, 
 from mindformers_core.verification.comparison import largest
 from mindformers_core.verification.observing import RankObserver
 from mindformers_core.verification.rounding import EPS, allowances
+from mindformers_core.verification.stepping import compare_step
 from mindformers_core.verification.truth import OneCard, floating
 
 _OWN_CODE = 2**-10, 2**-14  # tolerance and rounding: the model's own code runs in float32
 _OWN_TERMS = 2**-7  # of the largest magnitude in a pass, whose rounding errors in float32 are left where terms cancel
-_OWN_SUMS = 4  # units of rounding of an operator's result there: kernels add in float16
+_OWN_STATE = 2**-16, 2**-20  # the same, of the parameters that it writes
+_OWN_SUMS = 4  # units of rounding of a result in half precision there: kernels add in it
 _HUGE = 1e30  # counts as infinite: the lowest number of float32 is not that of float64
-_UPDATE_TOLERANCE = 1e-5  # optimizers take scalars and keep moments in float32,
-_UPDATE_ROUNDING = 2**-23  # and compute weights of float64 in float32
-_RATE = 1e-3  # the learning rate
 _FIRST = (-1,)  # the order of faults in the model's own code
 _LEAVE_IT = ("add_", "sub_", "mul_", "div_", "floor_divide_", "remainder_", "exp_")  # on CPU, their tensor as it was
 
@@ -73,6 +71,7 @@ def simulate(subject, plans, notes=()):
             passes: `(label, args, kwargs, slopes)` of every pass, as of `OneCard.run`.
             divisor: of the sum of all passes' gradients.
             device_target: see `rank_of`.
+            goes_on: whether `step` may be called again, for the second step.
             model: the Cell on one card, whose own code the captured program is compared with; or None.
         plans: (number of a stage, mesh of its Cell) -> `(CellGraph, CellPlan)`.
         notes: sentences about what isn't verified.
@@ -125,7 +124,7 @@ def _simulated(subject, plans, precision, notes):
     if check.faults and precision is not PRECISIONS["float64"]:
         of_programs = allowances(truth, card(of_kernel))
     if any(fault.order == _FIRST for fault in check.faults):
-        of_own = allowances(truth, card(lambda dtype, _: _OWN_SUMS * EPS.get(dtype, 0.0)))
+        of_own = allowances(truth, card(lambda dtype, _: EPS.get(dtype, 0.0) * (_OWN_SUMS if "16" in dtype else 1)))
     if check.is_located() and not of_programs and not of_own:
         return check
     return _compared(subject, Check(*given, is_whole=not check.is_located(), allowances=of_programs), of_own)
@@ -148,11 +147,43 @@ def _compared(subject, check, of_own=None):
                 error.args = (f"{str(error).partition(chr(10))[0]} (in the generated line '{lines[-1]}')",)
             raise
         _compare_written(check, observer, cells)
-        _compare_step(check, observer, step, _buckets(cells))
+        compare_step(check, observer, step, _buckets(cells))
+        return _second_step(subject, rank, cells, observer) if subject.goes_on else None
 
     with custom_gradients(), _without_collection():
-        SimulatedRanks(subject.mesh.size, subject.device_target).run(work)
+        ended = SimulatedRanks(subject.mesh.size, subject.device_target).run(work)
+    if subject.goes_on:
+        _compare_second_step(check, subject, ended)
     return check
+
+
+def _second_step(subject, rank, cells, observer):
+    """A rank's next step: path -> `(Parameter's layout, value before, reduced gradient)`, of what is trained, and path
+    -> `(layout, value before)` of the others."""
+    observer.is_watching = False
+    held = {path: parameter for net in cells.values() for path, parameter in net.parameters_and_names()}
+    before = {path: (each.layout, each.asnumpy().copy()) for path, each in held.items()}
+    _, gradients, _, optimizer = subject.step(rank, cells)
+    paths = [observer.paths[id(parameter)] for parameter in optimizer.parameters]
+    return before, dict(zip(paths, (gradient.asnumpy() for gradient in gradients), strict=True))
+
+
+def _compare_second_step(check, subject, ended):
+    """Compare the reduced gradients of all ranks' second step with one card's, from the ranks' own parameters."""
+    parameters = {path: array.copy() for path, array in subject.parameters.items()}
+    for rank, (before, _) in enumerate(ended):
+        for path, (layout, part) in before.items():
+            whole = parameters[path] = parameters[path].astype(part.dtype, copy=False)
+            whole[layout.local_slices(whole.shape, rank)] = part
+    card = OneCard(check.truth.graphs, parameters, check.precision.dtype, subject.divisor)
+    for each in subject.passes:
+        card.run(*each)
+    scale = max(card.largest("gradient", label) for label in card.weight_gradients)
+    for rank, (before, gradients) in enumerate(ended):
+        for path, gradient in gradients.items():
+            value = card.step_gradients.get(path, np.zeros(subject.parameters[path].shape))
+            given = (3, 0), rank, "reduced gradient of the second step", (None, None, None, path, "")
+            check.hold(*given, before[path][0], Tensor(gradient), value, scale)
 
 
 def _unlike_own_code(subject, plans):
@@ -176,14 +207,13 @@ def _compare_own_code(check, subject, slack):
     except Exception as error:  # operators without a kernel here that generated code calls in another way
         return f"which fails here: {str(error).strip().partition(chr(10))[0]}"
     for group, kind in zip(groups, ("value", "gradient", "value"), strict=True):
-        scale = max(
-            check.truth.largest(kind, label) * _OWN_TERMS,
-            largest([np.clip(value, -_HUGE, _HUGE) for *_, value in group]),
-        )
+        is_written = group is groups[-1]  # few operators make them
+        terms = 0.0 if is_written else check.truth.largest(kind, label) * _OWN_TERMS
+        scale = max(terms, largest([np.clip(value, -_HUGE, _HUGE) for *_, value in group]))
         for what, found, value in group:
             at = None, label, None, f"{what} by the model's own code; one card's is the captured program's", None
             given = _FIRST, rank, "result", at, None, Tensor(found), np.clip(value, -_HUGE, _HUGE), scale
-            check.hold(*given, limits=_OWN_CODE, slack=slack.get(id(value), 0.0))
+            check.hold(*given, limits=_OWN_STATE if is_written else _OWN_CODE, slack=slack.get(id(value), 0.0))
     return ""
 
 
@@ -239,38 +269,3 @@ def _compare_written(check, observer, cells):
         if path in written:
             at, array = (None, None, None, path, ""), written[path]
             check.hold((2, 0), observer.rank, "written parameter", at, parameter.layout, parameter, array)
-
-
-def _compare_step(check, observer, step, buckets):
-    """Compare the results of a rank's passes, its gradients, and its parameters after one update."""
-    truth, (results, gradients, clip, optimizer) = check.truth, step
-    terms = max((truth.largest("gradient", label) for label in truth.weight_gradients), default=0.0)
-
-    def hold(order, what, path, layout, tensor, value, scale=terms, limits=None):
-        at = None, None, None, path, buckets.get(path, "") if what == "reduced gradient" else ""
-        check.hold((2, order), observer.rank, what, at, layout, tensor, value, scale, limits=limits)
-
-    for label, pairs in results.items():
-        for (result, layout), value in zip(pairs, truth.outputs[(*label, observer.replica)], strict=True):
-            hold(0, "result", str(label), layout, result, value)
-    parameters = {observer.paths[id(parameter)]: parameter for parameter in optimizer.parameters}
-    summed = {path: np.zeros(parameter.global_shape) for path, parameter in parameters.items()} | truth.step_gradients
-    for (path, parameter), gradient in zip(parameters.items(), gradients, strict=True):
-        hold(1, "reduced gradient", path, parameter.layout, gradient, summed[path])
-    norm = np.sqrt(sum(np.square(gradient).sum() for gradient in summed.values()))
-    (clipped, found), limits = clip(tuple(gradients)), (_UPDATE_TOLERANCE, check.precision.rounding)
-    hold(2, "gradient norm", "", None, found, norm, limits=limits)
-    factor = min(clip.max_norm / (norm + 1e-6), 1.0) if clip.max_norm else 1.0
-    before = [parameter.asnumpy().copy() for parameter in optimizer.parameters]
-    optimizer(clipped, *optimizer.scalars(1, _RATE))
-    for (path, parameter), gradient, old in zip(parameters.items(), clipped, before, strict=True):
-        hold(3, "clipped gradient", path, parameter.layout, gradient, summed[path] * factor, limits=limits)
-        value = _first_update(old, gradient.asnumpy(), optimizer.section, parameter)
-        added, scale = Tensor(parameter.asnumpy() - old), np.abs(old).max(initial=0.0)
-        hold(4, "update", path, None, added, value, scale, (_UPDATE_TOLERANCE, _UPDATE_ROUNDING))
-
-
-def _first_update(weight, gradient, section, parameter):
-    """What AdamW's first step adds to a weight (Loshchilov and Hutter, 2019): both moments are of one gradient."""
-    decay = section.weight_decay if decays(parameter, section) else 0.0
-    return -_RATE * (gradient / (np.abs(gradient) + section.eps) + decay * weight)

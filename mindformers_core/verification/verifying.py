@@ -6,6 +6,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import ParameterTuple, Tensor, nn
 
+from mindformers_core.capture.traced import CaptureError
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import process_state, rank_of
 from mindformers_core.dtensor.move import dtype_name
@@ -21,9 +22,9 @@ from mindformers_core.sharding.inspecting import prepare, programs
 from mindformers_core.sharding.parameter_storage import as_computed
 from mindformers_core.sharding.program import annotated_plan, bind_arguments
 from mindformers_core.sharding.shard import shard
-from mindformers_core.sharding.sharded_cells import tree_of, tree_of_root
+from mindformers_core.sharding.sharded_cells import tree_and_path, tree_of, tree_of_root
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
-from mindformers_core.verification.eager import verify_eagerly
+from mindformers_core.verification.eager import own_gradients, verify_by_own_code
 from mindformers_core.verification.engine import seed_restored, simulate
 from mindformers_core.verification.truth import floating
 from mindformers_core.zero.gradients import value_and_grad
@@ -44,7 +45,8 @@ def verify(net, mesh, *inputs, config=None, plan=None, seed=0, **named_inputs):
     Floating tensors are float64, whatever their dtypes in the model, so that a difference is a fault. The idea is that
     of TTrace (2026) and TrainVerify (SOSP 2025): one program against its parallel form, tensor by tensor: all of a
     replica's first pass; of later passes, which run the same programs, results and gradients of weights, and all only
-    where one of these differs. A model with Cells that the plan marks as eager is compared with its own code.
+    where one of these differs. A model with Cells that the plan marks as eager, or with a `bprop` or `local_map`, is
+    compared with its own code, as the note under the report says.
 
     Args:
         net: a Cell that isn't sharded, of which every rank gets a copy, sharded by `shard(copy, mesh, config, plan)`;
@@ -67,16 +69,28 @@ def verify(net, mesh, *inputs, config=None, plan=None, seed=0, **named_inputs):
             "verify(): config and plan are for a Cell that isn't sharded, not for a function that shards it"
         )
     given = tree_map(lambda leaf: leaf.asnumpy() if isinstance(leaf, Tensor) else leaf, (inputs, named_inputs))
-    if plan and eager_cells(net, plan):
-        return verify_eagerly(net, mesh, config, plan, seed, *given)
-    call = _Call(net, mesh, config, plan, seed, *given)
-    return simulate(call, call.plans, call.notes)
+    by_hand = []  # paths of the Cells that are found to be parallel code written by hand
+    while True:
+        try:
+            if isinstance(net, nn.Cell) and (by_hand or eager_cells(net, plan) or own_gradients(net)):
+                return verify_by_own_code(net, mesh, config, plan, seed, *given, by_hand)
+            call = _Call(net, mesh, config, plan, seed, *given)
+            return simulate(call, call.plans, call.notes)
+        except CaptureError as error:
+            if not isinstance(net, nn.Cell) or error.by_hand is None:
+                raise
+            by_hand.append(tree_and_path(error.by_hand)[1])
 
 
 class _Call:
     """A call of a Cell on all ranks of a mesh, a subject of `simulate`; arguments as of `verify`, with arrays."""
 
     divisor, device_target, notes = 1, None, ()
+
+    @property
+    def goes_on(self):
+        """See `simulate`: only `hsdp()` keeps a state from step to step."""
+        return self.settings is not None
 
     def __init__(self, net, mesh, config, plan, seed, args, kwargs):
         self.mesh, self.seed, self.args, self.kwargs = mesh, seed, args, kwargs
@@ -88,8 +102,12 @@ class _Call:
             with rank_of(mesh.size, 0):
                 self._plan(0)
         else:
-            self.build_one, self.model, self.parameters = net, None, {}
+            self.build_one, self.model, self.parameters, self.plain = net, None, {}, []
             SimulatedRanks(mesh.size).run(self._plan)
+            if len(self.plain) == 1 and self.plain[0].parameters_dict().keys() == self.parameters.keys():
+                self.model = self.plain[0]
+                for path, parameter in self.model.parameters_and_names():
+                    parameter.set_data(Tensor(self.parameters[path]))
         if self.settings is not None:
             steps = self.settings.accumulate_grad_step
             self.divisor = steps * (self.settings.group_size if self.settings.gradients_mean else 1)
@@ -106,14 +124,14 @@ class _Call:
         net = self.build_one()
         tree = tree_of_root(net, "verify")
         if any(hasattr(kind, "bprop") for kind in tree.classes.values()):
-            raise ValueError(f"verify() differentiates by MindSpore's rules: a Cell in {tree.label('')} has a bprop")
+            raise ValueError(f"a Cell in {tree.label('')} has a bprop: verify() takes the model itself, before shard()")
         self.settings, (_, self.count) = tree.storage.settings, _replica(net, rank)
         return {0: net}
 
     def _plan(self, rank):
         """Put the plan of a rank's mesh into `plans`, and initial values that only ranks have into `parameters`."""
         if self.model is None:
-            process_state().observer = _InitialValues(rank, self.parameters)
+            process_state().observer = _InitialValues(rank, self.parameters, self.plain)
         net = self.build(rank)[0]
         tree = tree_of(net)
         if (0, tree.mesh) not in self.plans:
@@ -187,13 +205,16 @@ class _Call:
 
 
 class _InitialValues(Observer):
-    """Puts the parts that `shard()` gives a rank into global arrays, `found` by path."""
+    """Puts the parts that `shard()` gives a rank into global arrays, `found` by path, and copies of the first rank's
+    Cells, before they are sharded, into the list `plain`."""
 
-    def __init__(self, rank, found):
-        self.rank, self.found = rank, found
+    def __init__(self, rank, found, plain):
+        self.rank, self.found, self.plain = rank, found, plain
 
     def placed(self, cell, parameters):
         """See `Observer`."""
+        if self.rank == 0:
+            self.plain.append(copy_cell(cell))
         for path, before in cell.parameters_and_names():
             part = parameters[id(before)]
             whole = self.found.setdefault(path, np.empty(part.global_shape, part.asnumpy().dtype))

@@ -1,10 +1,8 @@
 """Pictures of pipeline schedules: ranks as rows, time to the right. Pure Python; drawn with matplotlib."""
 
-import io
 from typing import NamedTuple
 
-from mindformers_core.files import write_whole
-from mindformers_core.hints import install_hint
+from mindformers_core.explaining import pictures
 from mindformers_core.pipeline.tables.simulating import timeline_of
 from mindformers_core.pipeline.tables.step import MetaStepType
 from mindformers_core.pipeline.tables.table_files import checked_suffix
@@ -12,34 +10,21 @@ from mindformers_core.pipeline.tables.table_files import checked_suffix
 # Far apart in normal vision and for protanopes, deuteranopes and tritanopes, in their lighter shades as well (smallest
 # CIE76 distance, with the simulation of Machado et al. 2009: 21, and 13 for tritanopes).
 _KINDS = {
-    MetaStepType.FWD: ("forward", "#368be8"),
-    MetaStepType.BWD: ("backward", "#e6b800"),
+    MetaStepType.FWD: ("forward", pictures.BLUE),
+    MetaStepType.BWD: ("backward", pictures.YELLOW),
     MetaStepType.BWD_INPUT: ("input gradient", "#c41961"),
     MetaStepType.BWD_WEIGHT: ("weight gradient", "#639f4d"),
 }
 _TRANSFER = ("send, receive", "#4a4f57")
-_WAITING = {"facecolor": "#f3f4f6", "edgecolor": "#c3c8cf", "hatch": "/////", "linewidth": 0}
-_INK, _SOFT_INK = "#1f2328", "#656d76"
+_WAITING = {"facecolor": pictures.PALE, "edgecolor": "#c3c8cf", "hatch": "/////", "linewidth": 0}
 _WHITER, _WHITEST = 0.45, 0.6  # from one stage of a rank to the next at most; the last one at most
 _BOX_INCHES = (0.13, 0.08)  # width of the shortest step, and for every digit, if the picture may be as wide
 _LANE_INCHES = (7.0, 24.0)  # least and largest width of a row
 _ROW_INCHES, _ROWS_INCHES = 0.42, 16.0  # height of a row, and of all rows at most
 _TOP, _RIGHT, _BOTTOM = 0.92, 0.9, 0.82  # margins, inches
-_TEXT_SIZE, _SMALL_SIZE, _SMALLEST_SIZE = 8.5, 7.5, 5.0  # points
+_SMALLEST_SIZE = 5.0  # points
 _CHARACTER_WIDTH = 0.64  # of a digit, in parts of the text's size
 _MANY_BOXES = 20_000
-_STYLE = {
-    "svg.hashsalt": "mindformers_core",
-    "svg.fonttype": "none",
-    "font.sans-serif": ["DejaVu Sans"],
-    "hatch.linewidth": 0.7,
-    "legend.frameon": False,
-    "legend.borderpad": 0,
-    "legend.borderaxespad": 0,
-    "legend.columnspacing": 1.8,
-    "legend.fontsize": _TEXT_SIZE,
-    "legend.labelcolor": _INK,
-}
 
 
 class _Box(NamedTuple):
@@ -94,18 +79,8 @@ def draw_schedule(schedule, path, costs=None, title=None):
     boxes = _boxes(timeline)
     if not any(box.kind in _KINDS for box in boxes):
         raise ValueError(f"{path}: there is no forward or backward step that takes time: nothing to draw")
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"draw_schedule needs matplotlib: {install_hint('plot')}") from error
     name = title or (type(schedule).__name__ if hasattr(schedule, "table") else "Pipeline schedule")
-    picture = io.BytesIO()
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # whatever the user's own style
-        matplotlib.rcParams.update(_STYLE)
-        undated = {"Date": None, "Creator": None} if suffix == "svg" else {"Software": None}
-        _figure(timeline, boxes, name).savefig(picture, format=suffix, metadata=undated)
-    write_whole(path, picture.getvalue())
+    pictures.write_picture(path, suffix, lambda: _figure(timeline, boxes, name))
 
 
 def _boxes(timeline):
@@ -136,7 +111,7 @@ def _page(timeline, boxes):
         f"rank {rank} (stages {', '.join(map(str, stages))})" if len(stages) > 1 else f"rank {rank}"
         for rank, stages in enumerate(_rank_stages(timeline))
     ]
-    left = 0.3 + _TEXT_SIZE / 72 * _CHARACTER_WIDTH * max(map(len, labels))
+    left = 0.3 + pictures.TEXT_SIZE / 72 * _CHARACTER_WIDTH * max(map(len, labels))
     row = min(_ROW_INCHES, _ROWS_INCHES / len(labels))
     chunk_num, size = 1 + max(box.chunk for box in boxes), (left + lane + _RIGHT, _TOP + row * len(labels) + _BOTTOM)
     return _Page(labels, chunk_num, start, lane / length, left, lane, row, *size)
@@ -165,19 +140,17 @@ def _draw_lanes(axes, page, peak_live):
     from matplotlib.patches import Rectangle
 
     start, end = axes.get_xlim()
-    size = min(_TEXT_SIZE, page.row * 72 * 0.6)
+    size = min(pictures.TEXT_SIZE, page.row * 72 * 0.6)
     place = {"annotation_clip": False, "textcoords": "offset points"}
     for rank, label in enumerate(page.labels):
         axes.add_patch(Rectangle((start, rank - 0.42), end - start, 0.84, **_WAITING))
         if size >= _SMALLEST_SIZE:
-            middle = place | {"va": "center", "fontsize": size, "color": _INK}
+            middle = place | {"va": "center", "fontsize": size, "color": pictures.INK}
             axes.annotate(label, (start, rank), (-7, 0), ha="right", **middle)
             axes.annotate(f"{peak_live[rank]:.4g}", (end, rank), (12, 0), **middle)
-    place |= {"fontsize": _SMALL_SIZE, "color": _SOFT_INK}
+    place |= {"fontsize": pictures.SMALL_SIZE, "color": pictures.SOFT_INK}
     axes.annotate("peak live", (end, -0.5), (12, 5), **place)
     axes.annotate("time", (end, len(page.labels) - 0.5), (12, -5), va="top", **place)
-    axes.spines[:].set_visible(False)
-    axes.tick_params(axis="x", labelsize=_SMALL_SIZE, colors=_SOFT_INK, length=3)
     axes.xaxis.get_major_locator().set_params(nbins=12, integer=end - start >= 4, min_n_ticks=3)
 
 
@@ -220,7 +193,7 @@ def _write_numbers(axes, page, boxes):
         size = 0.9 * 72 * narrowest / (digits * _CHARACTER_WIDTH)
         if size >= _SMALLEST_SIZE:
             fitting[kind] = size
-    size = min([*fitting.values(), _TEXT_SIZE, page.row * 72 * 0.6])
+    size = min([*fitting.values(), pictures.TEXT_SIZE, page.row * 72 * 0.6])
     for box in boxes if size >= _SMALLEST_SIZE else ():
         if box.kind in fitting:
             colour = _ink_on(_colour(box.kind, box.chunk, page.chunk_num))
@@ -233,12 +206,11 @@ def _ink_on(colour):
     channels = [channel / 255 for channel in bytes.fromhex(colour[1:])]
     linear = [channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4 for channel in channels]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return _INK if luminance > 0.2 else "white"
+    return pictures.INK if luminance > 0.2 else "white"
 
 
 def _write_title(figure, page, timeline, name):
     """The name, and the numbers of the whole schedule."""
-    left, height = page.left / page.width, page.height
     rank_num = len(page.labels)
     micro_batch_num = len({span.step.micro_index for spans in timeline.spans for span in spans})
     words = (
@@ -249,8 +221,7 @@ def _write_title(figure, page, timeline, name):
         f"peak live {max(timeline.peak_live):.4g}",
         f"makespan {timeline.makespan:.6g}",
     )
-    figure.text(left, 1 - 0.34 / height, name, fontsize=13, fontweight="bold", color=_INK)
-    figure.text(left, 1 - 0.58 / height, "   ·   ".join(words), fontsize=9, color=_SOFT_INK)
+    pictures.dress(figure, page.left / page.width, name, words)
 
 
 def _draw_legend(figure, page, kinds):
@@ -268,4 +239,6 @@ def _draw_legend(figure, page, kinds):
     entries["waiting"] = (Patch(**_WAITING),)
     place = {"loc": "lower left", "bbox_to_anchor": (page.left / page.width, 0.15 / page.height), "ncols": len(entries)}
     handles = {"handler_map": {tuple: HandlerTuple(ndivide=None, pad=0)}, "handlelength": 0.6 + 0.7 * page.chunk_num}
-    figure.legend(entries.values(), entries, **handles, **place)
+    plain = {"frameon": False, "borderpad": 0, "borderaxespad": 0, "columnspacing": 1.8}
+    text = {"fontsize": pictures.TEXT_SIZE, "labelcolor": pictures.INK}
+    figure.legend(entries.values(), entries, **handles, **place, **plain, **text)

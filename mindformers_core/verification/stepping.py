@@ -1,0 +1,91 @@
+"""What a step computes after its passes, of one rank against one card: gradients, their norm, and updates."""
+
+import numpy as np
+from mindspore import Parameter, Tensor, ops
+from mindspore import dtype as mstype
+
+from mindformers_core.optimizers.adamw import AdamW, decays
+from mindformers_core.optimizers.lamb import Lamb
+
+_TOLERANCE = 1e-5  # optimizers take scalars and keep moments in float32,
+_ROUNDING = 2**-23  # and compute weights of float64 in float32
+_RATE = 1e-3  # the learning rate
+_FACTORS = 1.0, -0.5, 0.25  # of the gradients of three updates
+_LARGE = 2**18 + 3  # elements of a weight beyond those of small sizes
+_PEAK = 300.0  # of float16 gradients, whose squares have no float16
+
+
+def compare_step(check, observer, step, buckets):
+    """Compare the results of a rank's passes, its gradients, and its parameters after updates; see `simulate`."""
+    truth, (results, gradients, clip, optimizer) = check.truth, step
+    terms = max((truth.largest("gradient", label) for label in truth.weight_gradients), default=0.0)
+
+    def hold(order, what, path, layout, tensor, value, scale=terms, limits=None):
+        at = None, None, None, path, buckets.get(path, "") if what == "reduced gradient" else ""
+        check.hold((2, order), observer.rank, what, at, layout, tensor, value, scale, limits=limits)
+
+    for label, pairs in results.items():
+        values = [each for key, each in truth.outputs.items() if _is_of(key, *label, observer.replica)]
+        for (result, layout), *of_passes in zip(pairs, *values, strict=True):
+            value = of_passes[0] if len(of_passes) == 1 else np.mean(of_passes, 0)  # of a pipeline's micro-batches
+            hold(0, "result", str(label), layout, result, value)
+    parameters = {observer.paths[id(parameter)]: parameter for parameter in optimizer.parameters}
+    summed = {path: np.zeros(parameter.global_shape) for path, parameter in parameters.items()} | truth.step_gradients
+    for (path, parameter), gradient in zip(parameters.items(), gradients, strict=True):
+        hold(1, "reduced gradient", path, parameter.layout, gradient, summed[path])
+    norm = np.sqrt(sum(np.square(gradient).sum() for gradient in summed.values()))
+    (clipped, found), limits = clip(tuple(gradients)), (_TOLERANCE, check.precision.rounding)
+    hold(2, "gradient norm", "", None, found, norm, limits=limits)
+    large = _PEAK / max(map(np.max, map(np.abs, summed.values())), default=1.0) if norm else 1.0
+    halves = tuple(ops.cast(gradient * large, mstype.float16) for gradient in gradients)
+    hold(2, "norm of float16 gradients", "", None, clip.norm(halves), norm * large, limits=(2**-8, 0.0))
+    factor = min(clip.max_norm / (norm + 1e-6), 1.0) if clip.max_norm else 1.0
+    for (path, parameter), gradient in zip(parameters.items(), clipped, strict=True):
+        hold(3, "clipped gradient", path, parameter.layout, gradient, summed[path] * factor, limits=limits)
+    if parameters.keys() == summed.keys() == truth.parameters.keys() & summed.keys():  # of one stage, and all used
+        _compare_lamb(hold, truth, parameters, observer.rank)
+    _compare_updates(hold, optimizer, list(parameters), clipped)
+    if observer.rank == 0:
+        draw = np.random.default_rng(0).standard_normal((2, _LARGE)).astype(np.float32)
+        weight = Parameter(Tensor(draw[0]), name="a large weight")
+        _compare_updates(hold, AdamW((weight,), optimizer.section), [weight.name], (Tensor(draw[1]),))
+
+
+def _is_of(key, number, run, replica):
+    """Whether the pass `key` is that one, or, without a number, one of all micro-batches of a run."""
+    return key[1:] == (run, replica) and number in (None, key[0])
+
+
+def _compare_updates(hold, optimizer, paths, gradients):
+    """Compare what three AdamW steps add to a rank's weights (Loshchilov and Hutter, 2019)."""
+    before, section = [parameter.asnumpy().copy() for parameter in optimizer.parameters], optimizer.section
+    for number, factor in enumerate(_FACTORS, 1):
+        optimizer(tuple(gradient * factor for gradient in gradients), *optimizer.scalars(number, _RATE))
+    for path, parameter, gradient, old in zip(paths, optimizer.parameters, gradients, before, strict=True):
+        decay = section.weight_decay if decays(parameter, section) else 0.0
+        weight, moments, found = old.astype(np.float64), [0.0, 0.0], gradient.asnumpy().astype(np.float64)
+        for number, factor in enumerate(_FACTORS, 1):
+            powers, pairs = (found * factor, np.square(found * factor)), zip(section.betas, moments)
+            moments = [beta * moment + (1 - beta) * power for (beta, moment), power in zip(pairs, powers)]
+            first, second = (each / (1 - beta**number) for each, beta in zip(moments, section.betas))
+            weight = weight - _RATE * (first / (np.sqrt(second) + section.eps) + decay * weight)
+        scale, added = np.abs(old).max(initial=0.0), Tensor((parameter.asnumpy() - old).astype(np.float64))
+        hold(5, "update", path, None, added, weight - old, scale, (_TOLERANCE * 4, _ROUNDING * len(_FACTORS)))
+
+
+def _compare_lamb(hold, truth, parameters, rank):
+    """Compare what LAMB's first step adds (You et al., 2020), which takes norms of whole weights; undo it.
+
+    Gradients are random: the directions of those that are rounding errors alone would differ.
+    """
+    before, eps, draw = [each.asnumpy().copy() for each in parameters.values()], 1e-6, np.random.default_rng(0)
+    wholes = {path: draw.standard_normal(each.global_shape) for path, each in parameters.items()}
+    parts = [whole[parameters[path].layout.local_slices(whole.shape, rank)] for path, whole in wholes.items()]
+    Lamb(list(parameters.values()), _RATE, eps=eps)(tuple(Tensor(part.astype(np.float32)) for part in parts))
+    for (path, parameter), old in zip(parameters.items(), before, strict=True):
+        update, weight = wholes[path] / (np.abs(wholes[path]) + eps), truth.parameters[path].asnumpy()
+        norms = np.linalg.norm(weight), np.linalg.norm(update)
+        value = -_RATE * (norms[0] / norms[1] if all(norms) else 1.0) * update
+        added, scale = Tensor(parameter.asnumpy() - old), np.abs(weight).max(initial=0.0)
+        hold(4, "update by Lamb", path, parameter.layout, added, value, scale, (1e-3, _ROUNDING))
+        ops.assign(parameter, Tensor(old))
