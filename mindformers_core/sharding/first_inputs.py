@@ -8,8 +8,8 @@ import logging
 from hashlib import blake2b
 
 import numpy as np
-from mindspore import dtype as mstype
 
+from mindformers_core.capture.open_call import contents_of
 from mindformers_core.communication.messages import gather_values
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.hints import first_of
@@ -39,8 +39,7 @@ def compare_inputs(label, mesh, inputs, placements):
 
 def _description(name, tensor):
     """Name, dtype and shape, a digest of the values, and whether these differ from each other."""
-    values = tensor.reshape(-1)[:_VALUES]
-    values = (values.astype(mstype.float32) if values.dtype == mstype.bfloat16 else values).asnumpy()
+    values = contents_of(tensor.reshape(-1)[:_VALUES])
     digest = blake2b(np.ascontiguousarray(values), digest_size=8).hexdigest()
     varied = values.size > 1 and bool((values != values[0]).any())
     return name, f"{dtype_name(tensor.dtype)}{list(tensor.shape)}", digest, varied
