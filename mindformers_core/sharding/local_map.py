@@ -47,16 +47,7 @@ def local_map(function, in_layouts, out_layouts, mesh=None, varying=None):
         if used is None:
             raise TypeError(f"local_map({name}) was called without any DTensor")
         tensors = [_distributed(args[place], used) for place in places]
-        is_one = in_layouts is None or isinstance(in_layouts, (Layout, LayoutSpec))
-        declared = (in_layouts,) * len(tensors) if is_one else tuple(in_layouts)
-        if len(declared) != len(tensors):
-            raise ValueError(
-                f"local_map({name}): {len(tensors)} tensor arguments, but in_layouts has {len(declared)} layouts"
-            )
-        needed = [
-            tensor.layout if layout is None else bind_layout(layout, used, tensor.ndim, tensor.layout)
-            for layout, tensor in zip(declared, tensors)
-        ]
+        needed = _needed(in_layouts, tensors, used, name)
         results = [bind_layout(layout, used) for layout in _as_tuple(out_layouts)]
         used.check_axes(varying or ())
         active = {axis for layout in needed + results for axis in (*_placed(layout), *layout.varying)}
@@ -74,6 +65,20 @@ def local_map(function, in_layouts, out_layouts, mesh=None, varying=None):
         return wrapped if isinstance(outputs, (tuple, list)) else wrapped[0]
 
     return mapped
+
+
+def _needed(in_layouts, tensors, mesh, name):
+    """The layouts that tensors are redistributed to."""
+    is_one = in_layouts is None or isinstance(in_layouts, (Layout, LayoutSpec))
+    declared = (in_layouts,) * len(tensors) if is_one else tuple(in_layouts)
+    if len(declared) != len(tensors):
+        raise ValueError(
+            f"local_map({name}): {len(tensors)} tensor arguments, but in_layouts has {len(declared)} layouts"
+        )
+    return [
+        tensor.layout if layout is None else bind_layout(layout, mesh, tensor.ndim, tensor.layout)
+        for layout, tensor in zip(declared, tensors)
+    ]
 
 
 def _compare(compared, tensors, results, label):
