@@ -11,12 +11,15 @@ import random
 import sys
 import sysconfig
 import uuid
-from collections import deque
+from array import array
+from collections import ChainMap, UserDict, UserList, deque
+from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, partial
 from itertools import repeat
 from operator import is_
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +31,8 @@ from mindformers_core.program.structure import tree_leaves, tree_map
 
 _MISSING = type("missing", (), {})
 _TABLES = ("_params", "_buffers", "_cells", "_params_list")  # of a Cell, where other attributes are
-_CONTAINERS = (list, dict, set, deque, np.ndarray)
+_DICTS = (dict, MappingProxyType, UserDict, ChainMap)
+_CONTAINERS = (*_DICTS, list, set, deque, UserList, array, bytearray, np.ndarray)
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 _GLOBAL_GENERATORS = (random.random.__self__, np.random.rand.__self__)
 _CHANGING = frozenset(  # functions of C that give another result at every call
@@ -151,8 +155,6 @@ class PythonReads:
             self._read(cell, get, name, attributes[name], read)
         elif not any(name in (attributes.get(table) or ()) for table in _TABLES):
             owner = next((kind for kind in type(cell).__mro__ if name in vars(kind)), None)
-            if owner is not None and hasattr(vars(owner)[name], "__get__"):
-                return self.consider(vars(owner)[name], read)
             self._read(cell, get, name, _MISSING, read)
             if owner is not None and owner_of(_file_of(owner)) == "user":
                 self._read(owner, vars(owner).get, name, vars(owner)[name], read)
@@ -165,7 +167,8 @@ class PythonReads:
     def reading(self, cell, construct):
         """While open, the `construct` of a Cell runs."""
         self._names.setdefault("construct", construct.__code__)
-        self.consider(construct.__func__, Read(cell, construct.__code__, "", "construct"))
+        for each in (construct.__func__, *type(cell).__mro__):
+            self.consider(each, Read(cell, construct.__code__, "", each.__name__))
         sys.setprofile(self.profile)
         try:
             yield
@@ -183,7 +186,7 @@ class PythonReads:
         holders += [vars(one) for one, _ in self._objects.values() if isinstance(getattr(one, "__dict__", None), dict)]
         for one in (*holders, *(space for space, _, _ in self._spaces.values() if isinstance(space, dict))):
             for key, value in [*(one.items() if isinstance(one, dict) else enumerate(one))]:
-                if tree_leaves(value, Traced):
+                if id(value) not in self._contents and tree_leaves(value, Traced):
                     one[key] = LeftBehind()
         groups = [
             (partial(map, get, tuple(entries), repeat(_MISSING)), *zip(*entries.values()))
@@ -201,7 +204,7 @@ class PythonReads:
         for name in code.co_names:
             if name in space:
                 self._read(space, space.get, name, space[name], Read(self._running(), code, name, name))
-        if "getenv" in code.co_names:
+        if not {"getenv", "environ"}.isdisjoint(code.co_names):
             self.consider(os.environ, Read(self._running(), code, "getenv", "os.environ"))
         for name in code.co_freevars:
             self.consider(frame.f_locals.get(name), Read(self._running(), code, name, name))
@@ -244,14 +247,19 @@ class PythonReads:
             self.consider((function.__defaults__, function.__kwdefaults__), read)
 
     def _consider_object(self, one, read):
-        """A class, a module, or an object with attributes."""
+        """A class, a module, an object with attributes, or one that has another value later."""
+        if isinstance(one, ContextVar):
+            self._read(one, lambda _, missing: one.get(missing), "", one.get(_MISSING), read)
+        if isinstance(one, Iterator) and not hasattr(one, "__dict__"):
+            raise self._error(f"{read.what} is {one!r}, which gives something else at every call: {CURES}")
         kind = one if isinstance(one, (type, ModuleType)) else type(one)
-        has_names = kind is one or hasattr(one, "__dict__") or hasattr(one, "__slots__")
+        has_names = _is_users(_file_of(one)) if kind is one else hasattr(one, "__dict__") or hasattr(one, "__slots__")
         if has_names and owner_of(_file_of(kind)) == "user":
             self._objects[id(one)] = one, read.what
             self._attributes(one, read.what, self._names)
-            if kind is not one:
-                self.consider(kind, read)
+            bases = one.__bases__ if isinstance(one, type) else ()
+            for each in (kind,) if kind is not one else bases:
+                self.consider(each, read)
 
     def _consider_container(self, one, read):
         if id(one) not in self._contents:
@@ -262,18 +270,18 @@ class PythonReads:
     def _attributes(self, one, what, names):
         """Read the attributes of an object, class or module that have these names."""
         own = getattr(one, "__dict__", None)
-        if isinstance(one, (type, ModuleType)):
-            if not _is_users(_file_of(one)):  # of the standard library only the environment changes
-                names = {name: code for name, code in names.items() if name == "environ" and one.__name__ == "os"}
-        elif own and (id(one), "") not in self.asked and _reads_by_name(type(one), self._names):
+        is_object = not isinstance(one, (type, ModuleType))
+        if is_object and own and (id(one), "") not in self.asked and _reads_by_name(type(one), self._names):
             self.asked.add((id(one), ""))
             names = {**dict.fromkeys(own, next(iter(self._names.values()))), **names}
         get = partial(getattr, one) if own is None else own.get
         for name, code in names.items():
             if isinstance(one, nn.Cell) and name in attributes_of_any_cell():
                 continue
-            if name in own if own is not None else name in getattr(one, "__slots__", ()) and hasattr(one, name):
-                self._read(one, get, name, get(name), Read(self._running(), code, name, f"{what}.{name}"))
+            is_own = name in own if own is not None else name in getattr(one, "__slots__", ()) and hasattr(one, name)
+            kinds = type(one).__mro__ if is_object and own is not None else ()
+            if is_own or kinds and name in code.co_consts or any(name in vars(kind) for kind in kinds):
+                self._read(one, get, name, get(name, _MISSING), Read(self._running(), code, name, f"{what}.{name}"))
 
 
 @cache
@@ -290,8 +298,8 @@ def _reads_by_name(kind, names):
 
 def _contents(one):
     if isinstance(one, np.ndarray):
-        return (one.tobytes(),)
-    return (len(one), *one, *one.values()) if isinstance(one, dict) else (len(one), *one)
+        return (one.tobytes(), one.shape, one.dtype.str)
+    return (len(one), *one, *one.values()) if isinstance(one, _DICTS) else (len(one), *one)
 
 
 def _same(now, then, depth=8):
@@ -302,14 +310,18 @@ def _same(now, then, depth=8):
         return now is then
     if isinstance(now, (int, str, bytes)):
         return now == then
-    if isinstance(now, (list, tuple, dict, set, frozenset, deque, np.ndarray)):
+    if isinstance(now, (tuple, frozenset, *_CONTAINERS)):
         pair = (now, then) if isinstance(now, (tuple, frozenset)) else (_contents(now), _contents(then))
         return len(pair[0]) == len(pair[1]) and all(_same(*entries, depth - 1) for entries in zip(*pair))
     if isinstance(now, MethodType):
         return now.__func__ is then.__func__ and now.__self__ is then.__self__
     if isinstance(now, (float, complex, np.generic, slice)):
         return repr(now) == repr(then)
-    is_data = hasattr(now, "__dict__") and not isinstance(now, (Tensor, nn.Cell, type, ModuleType, FunctionType))
+    if isinstance(now, partial):
+        return _same((now.func, now.args, now.keywords), (then.func, then.args, then.keywords), depth - 1)
+    # all of it is in `__dict__`
+    is_data = hasattr(now, "__dict__") and type(now).__basicsize__ == SimpleNamespace.__basicsize__
+    is_data = is_data and not isinstance(now, (Tensor, nn.Cell, type, ModuleType, FunctionType))
     return is_data and owner_of(_file_of(type(now))) == "user" and _same(vars(now), vars(then), depth - 1)
 
 
@@ -322,5 +334,5 @@ def _file_of(kind):
 @cache
 def _is_users(file):
     """Whether code of a file is the user's, or of a library that isn't Python's own."""
-    own = file.startswith(_STDLIB) and "-packages" not in file
+    own = not file or file.startswith(_STDLIB) and "-packages" not in file
     return not own and (owner_of(file) == "user" or file.startswith("<") and not file.startswith("<frozen"))

@@ -3,6 +3,7 @@
 A pytree is a tuple, list or dict of pytrees, or a leaf. Captured graphs consist of pytrees.
 """
 
+from copy import copy
 from dataclasses import dataclass
 
 
@@ -49,16 +50,20 @@ def tree_map(function, structure):
         return function(structure)
     kind = type(structure)
     if isinstance(structure, dict):
-        return kind((name, tree_map(function, entry)) for name, entry in structure.items())
+        made = copy(structure)  # of any class, such as a defaultdict
+        for name, entry in structure.items():
+            made[name] = tree_map(function, entry)
+        return made
     entries = [tree_map(function, entry) for entry in structure]
     return kind(*entries) if hasattr(kind, "_fields") else kind(entries)
 
 
 def tree_leaves(structure, kind=Value):
     """The leaves of a kind in a structure, in order; one that is there twice comes twice."""
-    leaves = []
-    tree_map(lambda leaf: leaves.append(leaf) or leaf, structure)  # some tuple classes refuse None
-    return [leaf for leaf in leaves if isinstance(leaf, kind)]
+    if not isinstance(structure, (tuple, list, dict)):
+        return [structure] if isinstance(structure, kind) else []
+    entries = structure.values() if isinstance(structure, dict) else structure
+    return [leaf for entry in entries for leaf in tree_leaves(entry, kind)]
 
 
 def tree_fill(structure, leaves, kinds=Value):

@@ -8,21 +8,19 @@ import logging
 from hashlib import blake2b
 
 import numpy as np
-from mindspore import Tensor
-from mindspore import dtype as mstype
 
-from mindformers_core.communication import communicator, world
+from mindformers_core.capture.open_call import contents_of
+from mindformers_core.communication.messages import gather_values
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.hints import first_of
 from mindformers_core.placement import Replicate, Shard
 
 _LOG = logging.getLogger("mindformers_core")
-_BYTES = 4096  # that a rank sends; inputs beyond aren't compared
 _VALUES = 2**18  # of a tensor that are compared
 
 
 def compare_inputs(label, mesh, inputs, placements):
-    """Exchange descriptions of the inputs among the ranks of `mesh` by an all_gather of 4 KiB; all ranks call this.
+    """Exchange descriptions of the inputs among the ranks of `mesh` by `gather_values`; all ranks call this.
 
     Args:
         label: how errors call the Cell.
@@ -33,35 +31,18 @@ def compare_inputs(label, mesh, inputs, placements):
     Raises:
         ValueError: ranks have tensors of different local shapes or dtypes.
     """
-    described = _gathered([_description(name, tensor) for name, tensor in inputs], mesh)
+    described = gather_values(mesh, [_description(name, tensor) for name, tensor in inputs])
     check_equal_shapes(label, described)
     for warning in suspicious_inputs(label, mesh, described, placements):
         _LOG.warning(warning)
 
 
 def _description(name, tensor):
-    """Name, dtype and shape, a digest of the values, and whether these differ from each other; as text."""
-    values = tensor.reshape(-1)[:_VALUES]
-    values = (values.astype(mstype.float32) if values.dtype == mstype.bfloat16 else values).asnumpy()
+    """Name, dtype and shape, a digest of the values, and whether these differ from each other."""
+    values = contents_of(tensor.reshape(-1)[:_VALUES])
     digest = blake2b(np.ascontiguousarray(values), digest_size=8).hexdigest()
     varied = values.size > 1 and bool((values != values[0]).any())
-    return f"{name}\t{dtype_name(tensor.dtype)}{list(tensor.shape)}\t{digest}\t{int(varied)}\n".encode()
-
-
-def _gathered(lines, mesh):
-    """Rank -> `(name, dtype and shape, digest, is varied)` of each of its inputs, as many as fit into the message."""
-    message = b""
-    for line in lines:
-        message += line if len(message) + len(line) <= _BYTES else b""
-    axes = tuple(axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1)
-    gather = communicator(mesh).make("all_gather", axes, dim=0).collective.forward
-    sent = Tensor(np.frombuffer(message.ljust(_BYTES, b"\0"), np.int32).copy())
-    messages = gather.uncounted(sent).asnumpy().reshape(mesh.size, -1)
-    found = {}
-    for rank, text in zip(mesh.group(world().rank, axes), messages, strict=True):
-        lines = (line.split("\t") for line in text.tobytes().rstrip(b"\0").decode().splitlines())
-        found[rank] = [(name, shape, digest, varied == "1") for name, shape, digest, varied in lines]
-    return found
+    return name, f"{dtype_name(tensor.dtype)}{list(tensor.shape)}", digest, varied
 
 
 def check_equal_shapes(label, described):

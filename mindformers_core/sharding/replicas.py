@@ -3,8 +3,8 @@
 from zlib import crc32
 
 import numpy as np
-from mindspore import dtype as mstype
 
+from mindformers_core.capture.open_call import contents_of
 from mindformers_core.communication import world
 from mindformers_core.communication.messages import check_equal, gather_values
 from mindformers_core.communication.tensor_bytes import as_bytes
@@ -59,7 +59,7 @@ def check_result(tensor, layout, what):
     axes, rank = replicated_axes(layout), world().rank
     if not axes:
         return
-    values = (tensor.astype(mstype.float32) if tensor.dtype == mstype.bfloat16 else tensor).asnumpy().reshape(-1)
+    values = contents_of(tensor).reshape(-1)
     values = np.abs(values) if values.dtype.kind == "c" else values
     weighted = values * np.random.default_rng(0).uniform(0.5, 1.5, values.size)
     mesh = layout.mesh.sub_mesh(axes, rank)
